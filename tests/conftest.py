@@ -47,7 +47,7 @@ def interruptible() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Cases that the mark `default_cases` does not name are slow: most cost the compilation of an
     engine. If the mark `slow_cases` names some, all others are exhaustive."""
-    unknown: dict[str, set[str]] = {}
+    missing: dict[str, set[str]] = {}
     for item in items:
         default = item.get_closest_marker("default_cases")
         if default is None:
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         case = item.callspec.id  # type: ignore[attr-defined]
         slow = item.get_closest_marker("slow_cases")
         named = {*default.args, *(slow.args if slow else ())}
-        unknown.setdefault(item.nodeid.removesuffix(f"[{case}]"), named).discard(case)
+        missing.setdefault(item.nodeid.removesuffix(f"[{case}]"), named).discard(case)
         if case not in default.args:
             item.add_marker("slow" if slow is None or case in slow.args else "exhaustive")
     selected = any(
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items[:1]
         for argument in item.config.args
     )
-    if not selected and (wrong := {name: cases for name, cases in unknown.items() if cases}):
+    if not selected and (wrong := {name: cases for name, cases in missing.items() if cases}):
         raise pytest.UsageError(
             f"default_cases or slow_cases names cases that do not exist: {wrong}"
         )
@@ -74,9 +74,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """All tests of a module, and its fixtures, have programs of one kind. Those of a real model
     must run fast.
     """
-    whole = "smollm2" in item.fixturenames or item.get_closest_marker("optimised") is not None  # type: ignore
-    everything = item.get_closest_marker("few_optimisations") is not None
-    quick_compiler.choose(not whole, everything)
+    optimised = "smollm2" in item.fixturenames or item.get_closest_marker("optimised") is not None  # type: ignore
+    all_programs = item.get_closest_marker("few_optimisations") is not None
+    quick_compiler.choose(not optimised, all_programs)
     garbage.collect_newer_now_and_then()
     return (yield)  # type: ignore[return-value]
 
@@ -97,8 +97,8 @@ def _room_for_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def documented_file(tmp_path_factory) -> Callable[[str, str], Path]:
-    """(page of docs/design, name) -> the file of that name that the page shows, written to a
-    folder.
+    """A function that writes the file of a given name that a page of docs/design shows, and returns
+    its path.
     """
 
     def write(page: str, name: str) -> Path:
@@ -113,7 +113,9 @@ def documented_file(tmp_path_factory) -> Callable[[str, str], Path]:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> Path:
-    """A random Llama of two layers with 320 tokens and room for 512, as a Hugging Face directory."""
+    """A random Llama of two layers with 320 tokens and room for 512, as a Hugging Face
+    directory.
+    """
     from tests.weights.tiny import tiny_llama
 
     # untied: with random tied embeddings a model repeats its last token, and most tests would see
@@ -166,7 +168,9 @@ def tiny_llm(tiny):
 
 @pytest.fixture(scope="session")
 def tiny_long(tmp_path_factory):
-    """The same with room for 4,096 tokens: descriptions of tools are long in a vocabulary of bytes."""
+    """The same with room for 4,096 tokens: descriptions of tools are long in a vocabulary of
+    bytes.
+    """
     from pagedjax import load_model
     from tests.weights.tiny import tiny_llama
 

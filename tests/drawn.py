@@ -16,13 +16,13 @@ from hypothesis import HealthCheck, settings
 Property = Callable[..., None]
 
 
-def examples(sample: int, whole: int) -> pytest.MarkDecorator:
-    """The test has a parameter `number`, the number of examples: `sample` by default, `whole` if it
+def examples(sample: int, full: int) -> pytest.MarkDecorator:
+    """The test has a parameter `number`, the number of examples: `sample` by default, `full` if it
     is slow.
     """
     cases = [
         pytest.param(sample, id="sample"),
-        pytest.param(whole, id="whole", marks=pytest.mark.slow),
+        pytest.param(full, id="whole", marks=pytest.mark.slow),
     ]
     return pytest.mark.parametrize("number", cases)
 
@@ -39,12 +39,14 @@ def check(number: int, holds: Property, *columns: Any, **strategies: Any) -> Non
 
 
 def given(
-    sample: int, whole: int, *columns: Any, **strategies: Any
+    sample: int, full: int, *columns: Any, **strategies: Any
 ) -> Callable[[Property], Property]:
-    """In place of hypothesis' `given`, for a test without fixtures, with the numbers of `examples`."""
+    """In place of hypothesis' `given`, for a test without fixtures, with the numbers of
+    `examples`.
+    """
 
     def of(holds: Property) -> Property:
-        @examples(sample, whole)
+        @examples(sample, full)
         def test(number: int) -> None:
             check(number, holds, *columns, **strategies)
 

@@ -10,24 +10,25 @@ from pathlib import Path
 
 from tests import garbage
 
-MAPS, LIMIT = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+MAPS = Path("/proc/self/maps")
+LIMIT = Path("/proc/sys/vm/max_map_count")
 
 
 def used() -> int:
-    """0 where the system does not tell."""
+    """How many mappings this process has; 0 where the system does not tell."""
     return MAPS.read_bytes().count(b"\n") if MAPS.exists() else 0
 
 
 def limit() -> int:
-    """Linux's default where the system does not tell."""
+    """How many a process may have; Linux's default where the system does not tell."""
     return int(LIMIT.read_text("ascii")) if LIMIT.exists() else 65_530
 
 
 def forget_applications() -> None:
-    """FastAPI keeps the functions of the last 4,096 routes, and these keep the engine that they
+    """Clear what FastAPI keeps of the last 4,096 routes: their functions keep the engine that they
     serve.
     """
-    for found in vars(sys.modules.get("fastapi.dependencies.models", object)).values():
-        if clear := getattr(found, "cache_clear", None):
+    for value in vars(sys.modules.get("fastapi.dependencies.models", object)).values():
+        if clear := getattr(value, "cache_clear", None):
             clear()
     garbage.collect()  # an application is a circle

@@ -10,7 +10,8 @@ from pathlib import Path
 
 STATUS = Path("/proc/self/statm")
 # MiB: of a process with all imports and the models of fixtures; since memory was given back
-LEAST, GROWTH = 1100, 250
+LEAST = 1100
+GROWTH = 250
 
 _after = 0
 

@@ -40,33 +40,33 @@ EARLIER_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitt
 KEPT = 100  # programs for later engines of the process, at most
 
 _quick = False
-_few = False
+_all_programs = False
 _of_users: dict[str, Callable[..., Any]] = {}  # what tests replace, by its name
 _latest: deque[Any] = deque(maxlen=KEPT)
 
 
 def choose_emitters() -> None:
-    """Before JAX is imported: emitters of this process and of those that it starts, unless
-    XLA_FLAGS is set.
+    """Choose emitters for this process and those that it starts, unless XLA_FLAGS is set. Call it
+    before JAX is imported.
     """
     if _version(metadata.version("jax")) >= NEWER_JAX:
         os.environ.setdefault("XLA_FLAGS", EARLIER_EMITTERS)
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """Major and minor number."""
+    """The major and the minor number."""
     return tuple(int(number) for number in text.split(".")[:2])
 
 
-def choose(quick: bool, everything: bool = False) -> None:
+def choose(quick: bool, all_programs: bool = False) -> None:
     """Engines that are made from now on are compiled with QUICK, or as users' engines are.
 
     Args:
-        everything: and all else with few optimisations.
+        all_programs: all else is compiled with few optimisations, too.
     """
     global _quick
     _quick = quick
-    _set_optimisations(few=quick and everything)
+    _set_optimisations(few_optimisations=quick and all_programs)
     _replace("pagedjax.engine.programs", "compiler_options", _options)
     _replace("pagedjax.engine.kept_programs", "program", _program)
     _replace("pagedjax.llm", "default_compilation", lambda engine: "lazy")
@@ -76,7 +76,7 @@ def of_a_child() -> str:
     """Python code with which a process that a test starts compiles as this process does now."""
     return (
         "import pagedjax.engine.kept_programs, pagedjax.engine.programs, pagedjax.llm\n"
-        f"from tests import quick_compiler\nquick_compiler.choose({_quick}, {_few})\n"
+        f"from tests import quick_compiler\nquick_compiler.choose({_quick}, {_all_programs})\n"
     )
 
 
@@ -112,20 +112,24 @@ def _program(*arguments: Any) -> Any:
 
 @contextlib.contextmanager
 def all_quickly() -> Iterator[None]:
-    """Within it, all that is compiled is compiled with few optimisations, also what is no engine's."""
-    _set_optimisations(few=True)
+    """Within it, all that is compiled is compiled with few optimisations, also what is no
+    engine's.
+    """
+    _set_optimisations(few_optimisations=True)
     try:
         yield
     finally:
-        _set_optimisations(few=False)
+        _set_optimisations(few_optimisations=False)
 
 
-def _set_optimisations(few: bool) -> None:
-    global _few
-    _few = few
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(few).lower()  # of processes that tests start
+def _set_optimisations(few_optimisations: bool) -> None:
+    global _all_programs
+    _all_programs = few_optimisations
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(
+        few_optimisations
+    ).lower()  # of processes that tests start
     if "jax" in sys.modules:
-        sys.modules["jax"].config.update("jax_disable_most_optimizations", few)
+        sys.modules["jax"].config.update("jax_disable_most_optimizations", few_optimisations)
         _replace("jax._src.compiler", "get_compile_options", _options_of_any_program)
 
 
@@ -134,7 +138,7 @@ def _options_of_any_program(*arguments: Any, **options: Any) -> Any:
     them.
     """
     backend = options.get("backend")
-    if _few and backend is not None and backend.platform == "cpu":
-        given = options.get("env_options_overrides") or {}
-        options["env_options_overrides"] = quick_options() | given
+    if _all_programs and backend is not None and backend.platform == "cpu":
+        overrides = options.get("env_options_overrides") or {}
+        options["env_options_overrides"] = quick_options() | overrides
     return of_users("get_compile_options")(*arguments, **options)

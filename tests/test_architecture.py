@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import subprocess
 import sys
 import tomllib
 from collections import defaultdict
@@ -18,6 +17,7 @@ import pytest
 
 import pagedjax
 from pagedjax import SamplingParams
+from tests import fresh_python
 
 ROOT = Path(__file__).parents[1]
 STDLIB = set(sys.stdlib_module_names)
@@ -136,12 +136,12 @@ def modules(package: str) -> dict[str, ast.Module]:
     """Every module of a package by its dotted name; a package's own `__init__` goes by the
     package's name.
     """
-    found = {}
+    trees = {}
     for path in sorted((ROOT / package).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = ast.parse(path.read_text("utf-8"), str(path))
-    return found
+        trees[name] = ast.parse(path.read_text("utf-8"), str(path))
+    return trees
 
 
 def imports(name: str, tree: ast.Module) -> Iterator[str]:
@@ -215,13 +215,14 @@ def circles(graph: Mapping[str, Set[str]]) -> list[list[str]]:
     """
     reach: dict[str, set[str]] = {}
     for start in graph:
-        seen, todo = set(), list(graph[start])
+        reached = set()
+        todo = list(graph[start])
         while todo:
             node = todo.pop()
-            if node not in seen:
-                seen.add(node)
+            if node not in reached:
+                reached.add(node)
                 todo += graph.get(node, ())
-        reach[start] = seen
+        reach[start] = reached
     groups = {
         tuple(sorted(b for b in reach[a] if a in reach.get(b, ()))) for a in graph if a in reach[a]
     }
@@ -232,7 +233,8 @@ def graph_of(place) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = defaultdict(set)
     for name, target in edges():
         if within(target, *PACKAGES) and target not in VERSION:
-            a, b = place(name), place(module_of(target))
+            a = place(name)
+            b = place(module_of(target))
             if a != b:
                 graph[a].add(b)
     return graph
@@ -285,8 +287,8 @@ def test_a_folder_imports_only_the_folders_below_it(rule: str):
 @pytest.mark.parametrize("rule", LIBRARIES)
 def test_a_folder_imports_only_its_libraries(rule: str):
     def allowed(name: str, target: str) -> bool:
-        own = rule_of(name, LIBRARIES) != rule or within(target, *PACKAGES)
-        return own or target.split(".")[0] in STDLIB | LIBRARIES[rule]
+        elsewhere = rule_of(name, LIBRARIES) != rule or within(target, *PACKAGES)
+        return elsewhere or target.split(".")[0] in STDLIB | LIBRARIES[rule]
 
     assert offending(allowed) == []
 
@@ -306,7 +308,8 @@ def test_text_and_clients_import_no_jax(folder: str):
 
 def test_the_device_knows_no_request_and_the_host_no_array():
     """The two towers. The rules above say it too; these two say it whatever those become."""
-    host, device = ("pagedjax.host",), ("pagedjax.device",)
+    host = ("pagedjax.host",)
+    device = ("pagedjax.device",)
     towers = offending(lambda name, target: not (within(name, *host) and within(target, *device)))
     assert (
         towers
@@ -395,10 +398,7 @@ def test_the_step_and_block_moves_are_jitted_and_donate_in_one_module():
 def loaded_by(statement: str) -> set[str]:
     """The modules that a fresh Python has loaded after a statement."""
     program = f"import sys\n{statement}\nprint(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    return set(done.stdout.split())
+    return set(fresh_python.output_of(program).split())
 
 
 HEAVY = {"jax", "jaxlib", "flax", "optax", "chex", "numpy", "transformers", "torch"}

@@ -32,24 +32,24 @@ def ids(paths: list[Path]) -> list[str]:
 
 def links(text: str) -> list[str]:
     """Targets of Markdown links and images that are not addresses of the web."""
-    found = re.findall(r"\]\(\s*([^()\s]+)\s*\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    return [target for target in found if not re.match(r"[a-z]+:", target)]
+    targets = re.findall(r"\]\(\s*([^()\s]+)\s*\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return [target for target in targets if not re.match(r"[a-z]+:", target)]
 
 
 def anchors(text: str) -> set[str]:
     """Anchors of the headings, as GitHub makes them."""
-    found: set[str] = set()
+    slugs: set[str] = set()
     for title in re.findall(
         r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE
     ):
         title = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title)
         slug = re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
         number = sum(
-            other == slug or re.fullmatch(re.escape(slug) + r"-\d+", other) is not None
-            for other in found
+            earlier == slug or re.fullmatch(re.escape(slug) + r"-\d+", earlier) is not None
+            for earlier in slugs
         )
-        found.add(f"{slug}-{number}" if slug in found else slug)
-    return found
+        slugs.add(f"{slug}-{number}" if slug in slugs else slug)
+    return slugs
 
 
 def broken_links(path: Path) -> list[str]:
@@ -89,8 +89,8 @@ def runs(module: str) -> bool:
 
 def named_files(text: str) -> set[str]:
     """Names of source files in backticks, with or without their folders."""
-    found = set(re.findall(r"`([\w./-]+\.(?:py|yaml|jinja))`", text)) - EXAMPLES
-    return {name for name in found if not PLACEHOLDER.search(name)}
+    paths = set(re.findall(r"`([\w./-]+\.(?:py|yaml|jinja))`", text)) - EXAMPLES
+    return {name for name in paths if not PLACEHOLDER.search(name)}
 
 
 TREE = {
@@ -134,8 +134,8 @@ def test_documented_modules_run_and_documented_files_exist(path: Path):
 def test_pages_are_short(path: Path):
     # A tutorial is a notebook: most of its lines are code that runs, read once from top to bottom
     # and not looked up.
-    most = 300 if path.parent.name == "tutorials" else 120
-    assert len(path.read_text("utf-8").splitlines()) <= most
+    limit = 300 if path.parent.name == "tutorials" else 120
+    assert len(path.read_text("utf-8").splitlines()) <= limit
 
 
 @pytest.mark.parametrize("path", MAPS, ids=ids(MAPS))
@@ -163,7 +163,7 @@ def test_ratios_of_the_comparison_are_those_of_the_results():
     )
     assert len(quoted) == 5
     results = (ROOT / "experiments/results/README.md").read_text("utf-8")
-    assert [one for one in quoted if one not in results] == []
+    assert [ratio for ratio in quoted if ratio not in results] == []
 
 
 def test_index_links_every_page():

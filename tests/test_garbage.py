@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+from tests import fresh_python
 
-ROOT = Path(__file__).parents[1]
 # In a process of its own: here a look through all objects takes seconds.
 PROGRAM = """
 import gc
@@ -56,5 +53,4 @@ assert gc.get_freeze_count() > frozen + 9_000, "what is left after a module is s
 
 
 def test_objects_are_set_aside_now_and_then_and_freed_when_they_are_garbage():
-    run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    fresh_python.output_of(PROGRAM)

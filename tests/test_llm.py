@@ -34,17 +34,17 @@ def llm(tiny_llm):
 
 def test_prompts_are_strings_token_ids_or_lists_of_either(llm):
     ids = llm.tokenizer.encode(TEXT)
-    (one,) = llm.generate(TEXT, GREEDY, use_tqdm=False)
-    assert one.prompt == TEXT
-    assert one.prompt_token_ids == tuple(ids)
-    assert len(one.outputs[0].token_ids) == 12
-    assert one.outputs[0].finish_reason == "length"
+    (output,) = llm.generate(TEXT, GREEDY, use_tqdm=False)
+    assert output.prompt == TEXT
+    assert output.prompt_token_ids == tuple(ids)
+    assert len(output.outputs[0].token_ids) == 12
+    assert output.outputs[0].finish_reason == "length"
     by_ids = llm.generate(ids, GREEDY, use_tqdm=False)
     assert by_ids[0].prompt is None
-    assert texts(by_ids) == texts([one])
-    several = llm.generate([TEXT, ids, "rain"], GREEDY, use_tqdm=False)
-    assert texts(several)[:2] == texts([one]) * 2
-    assert [out.request_id for out in several] == ["0", "1", "2"]
+    assert texts(by_ids) == texts([output])
+    outputs = llm.generate([TEXT, ids, "rain"], GREEDY, use_tqdm=False)
+    assert texts(outputs)[:2] == texts([output]) * 2
+    assert [out.request_id for out in outputs] == ["0", "1", "2"]
 
 
 def test_each_prompt_can_have_its_own_parameters(llm):
@@ -113,7 +113,7 @@ def test_an_abandoned_stream_frees_its_blocks(llm):
 def test_interleaved_streams_and_calls_lose_no_text(llm):
     """A step serves all unfinished requests, of every call."""
     long = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    want = [texts(llm.generate(prompt, long, use_tqdm=False))[0] for prompt in (TEXT, "rain")]
+    expected = [texts(llm.generate(prompt, long, use_tqdm=False))[0] for prompt in (TEXT, "rain")]
     streams = [llm.stream(TEXT, long), llm.stream("rain", long)]
     got = [next(streams[0]), next(streams[1])]
     between = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -123,18 +123,18 @@ def test_interleaved_streams_and_calls_lose_no_text(llm):
     pairs = list(zip_longest(*streams, fillvalue=""))
     assert [
         first + "".join(pieces) for first, pieces in zip(got, zip(*pairs, strict=True), strict=True)
-    ] == want
+    ] == expected
 
 
 def test_a_stream_that_other_calls_ended_yields_all_text(llm):
-    want = texts(llm.generate(TEXT, GREEDY, use_tqdm=False))[0]
+    expected = texts(llm.generate(TEXT, GREEDY, use_tqdm=False))[0]
     stream = llm.stream(TEXT, GREEDY)
     first = next(stream)
     llm.generate(
         "rain", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False
     )
     assert not llm.engine.has_work
-    assert first + "".join(stream) == want
+    assert first + "".join(stream) == expected
 
 
 def test_chat_renders_the_template_of_the_model(llm):
@@ -156,14 +156,14 @@ def test_a_stop_string_ends_the_text_inside_a_token(llm):
         assert branch.text == full[:first]
         assert (branch.finish_reason, branch.stop_reason) == ("stop", stop)
         assert not llm.engine.has_work, "the scheduler still runs it"
-        shown = SamplingParams(
+        inclusive = SamplingParams(
             temperature=0,
             max_tokens=12,
             ignore_eos=True,
             stop=stop,
             include_stop_str_in_output=True,
         )
-        assert texts(llm.generate(TEXT, shown, use_tqdm=False)) == [full[:first] + stop]
+        assert texts(llm.generate(TEXT, inclusive, use_tqdm=False)) == [full[:first] + stop]
     late = SamplingParams(
         temperature=0, max_tokens=12, min_tokens=12, ignore_eos=True, stop=full[0]
     )
@@ -228,7 +228,7 @@ def test_each_token_has_log_probabilities_and_the_best_others(llm):
     for token, entry in zip(branch.token_ids, branch.logprobs, strict=True):
         assert entry[token].rank == 1  # greedy
         assert len(entry) == 3
-        assert all(entry[token].logprob >= other.logprob for other in entry.values())
+        assert all(entry[token].logprob >= alternative.logprob for alternative in entry.values())
         assert entry[token].decoded_token == llm.tokenizer.decode_token(token)
     assert branch.cumulative_logprob == pytest.approx(
         sum(entry[t].logprob for t, entry in zip(branch.token_ids, branch.logprobs, strict=True))
@@ -338,10 +338,10 @@ def test_an_invalid_conversation_is_refused(llm, messages):
 
 
 def test_token_ids_may_be_numpy_integers(llm):
-    want = texts(llm.generate([5, 6, 7], GREEDY, use_tqdm=False))
+    expected = texts(llm.generate([5, 6, 7], GREEDY, use_tqdm=False))
     ids = np.array([5, 6, 7])
     for prompts in (ids, [ids], list(ids), ids[None]):
-        assert texts(llm.generate(prompts, GREEDY, use_tqdm=False)) == want
+        assert texts(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
 
 
 def test_one_bad_prompt_runs_none_of_the_call(llm):

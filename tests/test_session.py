@@ -35,9 +35,11 @@ def test_two_sessions_on_one_engine_get_their_own_tokens(llm):
     expected = [
         out.outputs[0].token_ids for out in llm.generate(list(PROMPTS), GREEDY, use_tqdm=False)
     ]
-    first, second = session(llm), session(llm)
+    first = session(llm)
+    second = session(llm)
     requests = [GenerationRequest(prompt, GREEDY) for prompt in PROMPTS]
-    (a,), (b,) = first.add(requests[:1]), second.add(requests[1:])
+    (a,) = first.add(requests[:1])
+    (b,) = second.add(requests[1:])
     assert not set(a) & set(b), "ids are unique on an engine"
     while first.branches:
         first.step()
@@ -58,9 +60,10 @@ def test_a_generate_beside_another_session_completes_both(llm):
     expected = [
         out.outputs[0].token_ids for out in llm.generate(list(PROMPTS), GREEDY, use_tqdm=False)
     ]
-    other, request = session(llm), GenerationRequest(PROMPTS[0], GREEDY)
-    (mine,) = other.add([request])
+    other_session = session(llm)
+    request = GenerationRequest(PROMPTS[0], GREEDY)
+    (branch,) = other_session.add([request])
     (out,) = llm.generate([PROMPTS[1]], GREEDY, use_tqdm=False)
-    while other.branches:
-        other.step()
-    assert (token_ids(request, mine), out.outputs[0].token_ids) == tuple(expected)
+    while other_session.branches:
+        other_session.step()
+    assert (token_ids(request, branch), out.outputs[0].token_ids) == tuple(expected)

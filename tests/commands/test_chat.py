@@ -9,7 +9,6 @@ import signal
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedjax import SamplingParams, cli
@@ -26,6 +25,7 @@ from pagedjax.commands.chat import (
 )
 from pagedjax.host import scheduler
 from pagedjax.session import Session
+from tests import drawn
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 TALK = Conversation("be brief", (Exchange("one", "two"), Exchange("three", "four")))
@@ -43,10 +43,11 @@ def llm(tiny_llm):
 
 
 def talk(llm, *lines: str, params=GREEDY, **options):
-    """Run these lines -> (the conversation, the shown text, the notes)."""
-    shown, notes = [], []
-    end = chat(llm, params, lines=iter(lines), show=shown.append, note=notes.append, **options)
-    return end, "".join(shown), notes
+    """Run these lines. Returns the conversation, the printed text and the notes."""
+    pieces = []
+    notes = []
+    end = chat(llm, params, lines=iter(lines), show=pieces.append, note=notes.append, **options)
+    return end, "".join(pieces), notes
 
 
 # commands, without an engine ----------------------------------------------------------------------
@@ -74,10 +75,10 @@ def test_messages_are_the_system_text_the_turns_and_the_new_line():
 
 
 def test_turns_can_be_dropped_one_by_one_and_all_at_once():
-    once, note, action, _ = turn(TALK, "/undo")
-    assert (once.turns, action) == (TALK.turns[:1], "nothing")
+    undone, note, action, _ = turn(TALK, "/undo")
+    assert (undone.turns, action) == (TALK.turns[:1], "nothing")
     assert "three" in note
-    assert turn(turn(once, "/undo").conversation, "/undo").note == "there is no turn to drop"
+    assert turn(turn(undone, "/undo").conversation, "/undo").note == "there is no turn to drop"
     assert turn(TALK, "/reset").conversation == Conversation("be brief")
 
 
@@ -122,25 +123,16 @@ def test_help_lists_every_command():
     assert all(name in turn(TALK, "/help").note for name in COMMANDS)
 
 
-LINES = st.lists(
-    st.one_of(st.text(), st.sampled_from(sorted(COMMANDS)), st.text().map(lambda t: f"/system {t}"))
+@drawn.given(
+    30,
+    1000,
+    st.lists(
+        st.one_of(
+            st.text(), st.sampled_from(sorted(COMMANDS)), st.text().map(lambda t: f"/system {t}")
+        )
+    ),
 )
-
-
-@settings(deadline=None, max_examples=30, print_blob=True)
-@given(LINES)
 def test_every_line_has_an_effect_or_a_note(lines):
-    check_lines(lines)
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=1000, print_blob=True)
-@given(LINES)
-def test_every_line_of_many_has_an_effect_or_a_note(lines):
-    check_lines(lines)
-
-
-def check_lines(lines: list[str]) -> None:
     conversation = TALK
     for line in lines:
         reply = turn(conversation, line)
@@ -176,19 +168,21 @@ def test_each_turn_matches_the_library_and_finds_earlier_turns_in_the_cache(llm)
     # finds them
     letters = tuple(token for letter in "qxz" for token in llm.tokenizer.encode(letter)[-1:])
     params = replace(GREEDY, allowed_token_ids=letters)
-    messages, wanted, cached = [], [], []
+    messages = []
+    expected = []
+    cached = []
     for line in lines:
         messages.append({"role": "user", "content": line})
         (output,) = llm.chat(messages, replace(params, enable_prefix_caching=False), use_tqdm=False)
-        wanted.append(output.outputs[0].text)
-        messages.append({"role": "assistant", "content": wanted[-1]})
+        expected.append(output.outputs[0].text)
+        messages.append({"role": "assistant", "content": expected[-1]})
     conversation = Conversation()
     for i, line in enumerate(lines):  # one chat for each, to see the cached tokens of each
-        end, shown, notes = talk(llm, *lines[: i + 1], params=params)
+        end, printed, notes = talk(llm, *lines[: i + 1], params=params)
         llm.reset_prefix_cache()
         assert notes == ["[the answer ends at --max-tokens 8]"] * (i + 1)
-        assert shown == "".join(f"{text}\n" for text in wanted[: i + 1])
-        assert end.turns == (*conversation.turns, Exchange(line, wanted[i]))
+        assert printed == "".join(f"{text}\n" for text in expected[: i + 1])
+        assert end.turns == (*conversation.turns, Exchange(line, expected[i]))
         conversation = end
         assert end.stats is not None
         cached.append(end.stats.cached_tokens)
@@ -204,32 +198,32 @@ def test_each_turn_matches_the_library_and_finds_earlier_turns_in_the_cache(llm)
 
 
 def test_the_system_text_applies_from_the_next_line_on(llm):
-    end, shown, notes = talk(llm, "/system she sells sea shells", "the cat", system="the rain")
+    end, printed, notes = talk(llm, "/system she sells sea shells", "the cat", system="the rain")
     messages = [
         {"role": "system", "content": "she sells sea shells"},
         {"role": "user", "content": "the cat"},
     ]
     (output,) = llm.chat(messages, GREEDY, use_tqdm=False)
-    assert shown == output.outputs[0].text + "\n"
+    assert printed == output.outputs[0].text + "\n"
     assert end.system == "she sells sea shells"
     assert "is set" in notes[0]
 
 
 def test_undo_removes_the_turn_from_the_conversation(llm):
-    once, _, _ = talk(llm, "the cat", "the house")
-    again, _, _ = talk(llm, "the cat", "the rain", "/undo", "the house", "/quit", "never read")
-    assert again.turns == once.turns
+    direct, _, _ = talk(llm, "the cat", "the house")
+    with_undo, _, _ = talk(llm, "the cat", "the rain", "/undo", "the house", "/quit", "never read")
+    assert with_undo.turns == direct.turns
 
 
 def test_a_line_that_does_not_fit_is_refused_and_works_after_undo(llm):
     long = "the cat and the other cat are in the house " * 25
-    end, shown, notes = talk(llm, long, long, "/undo", "the cat")
+    end, printed, notes = talk(llm, long, long, "/undo", "the cat")
     assert len(end.turns) == 1
     (refusal,) = [note for note in notes if "max_model_len is 512" in note]
     assert refusal.endswith("The line is not part of the conversation")
     assert "/undo drops the last turn" in refusal
     assert end.turns[0].user == "the cat"
-    assert shown.count("\n") >= 2
+    assert printed.count("\n") >= 2
 
 
 def test_an_answer_that_reaches_the_models_limit_has_a_note(llm):
@@ -242,21 +236,22 @@ def test_an_answer_that_reaches_the_models_limit_has_a_note(llm):
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_its_text(llm):
-    said, notes = [], []
+    pieces = []
+    notes = []
 
     def show(piece: str) -> None:
-        said.append(piece)
-        if len(said) == 3:
+        pieces.append(piece)
+        if len(pieces) == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
     params = replace(GREEDY, max_tokens=400)
     end = chat(llm, params, lines=iter(["the cat", "the rain"]), show=show, note=notes.append)
     assert notes[0] == "[stopped]"
-    stopped, whole = end.turns
-    assert stopped == Exchange("the cat", "".join(said[:3]))
+    stopped, complete = end.turns
+    assert stopped == Exchange("the cat", "".join(pieces[:3]))
     (output,) = llm.chat([{"role": "user", "content": "the cat"}], params, use_tqdm=False)
     assert output.outputs[0].text.startswith(stopped.assistant)
-    assert whole.user == "the rain"
+    assert complete.user == "the rain"
     assert end.stats is not None
     assert end.stats.tokens > 3  # the second answer was not stopped
 
@@ -272,8 +267,8 @@ def test_ctrl_c_pressed_twice_interrupts_and_frees_all_blocks(llm):
 
 def test_an_answer_stopped_before_its_first_token_is_empty(llm):
     session = Session(llm.engine, llm.tokenizer, llm.model.eos_token_ids)
-    found = answer(session, [5, 6, 7], GREEDY, show=pytest.fail, stopped=lambda: True)
-    assert (found.text, found.reason, found.stats.tokens, found.stats.first_token) == (
+    result = answer(session, [5, 6, 7], GREEDY, show=pytest.fail, stopped=lambda: True)
+    assert (result.text, result.reason, result.stats.tokens, result.stats.first_token) == (
         "",
         "abort",
         0,
@@ -322,10 +317,10 @@ def test_the_command_reads_lines_from_a_pipe_and_prints_only_the_answers(
     monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n\n/stats\nthe rain"))
     assert cli.main(["chat", "--model", str(tiny_folder), *SMALL]) == 0
     out, err = capsys.readouterr()
-    end, shown, _ = talk(
+    end, printed, _ = talk(
         tiny_llm, "the cat", "the rain", params=SamplingParams(temperature=0, max_tokens=4)
     )
-    assert out == shown
+    assert out == printed
     assert "tokens in" in err
     assert "in the cache" in err
     assert ">" not in out

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import subprocess
-import sys
 
 import pytest
 
@@ -13,6 +11,7 @@ from pagedjax import SamplingParams, cli
 from pagedjax.commands.options import first_sentences
 from pagedjax.config import EngineConfig, Speculative
 from pagedjax.server import serve
+from tests import fresh_python
 
 NEITHER = "is '4', which is neither NAME=VALUE,... nor a JSON object"
 
@@ -25,12 +24,12 @@ def generate(*words: str, model) -> int:
 
 def test_generate_prints_the_prompt_and_the_text_of_the_library(tiny_folder, tiny_llm, capsys):
     assert generate("abc", model=tiny_folder) == 0
-    (wanted,) = tiny_llm.generate(
+    (output,) = tiny_llm.generate(
         "abc", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False
     )
-    assert capsys.readouterr().out == f"abc{wanted.outputs[0].text}\n"
+    assert capsys.readouterr().out == f"abc{output.outputs[0].text}\n"
     assert generate("abc", "--only-new", model=tiny_folder) == 0
-    assert capsys.readouterr().out == f"{wanted.outputs[0].text}\n"
+    assert capsys.readouterr().out == f"{output.outputs[0].text}\n"
 
 
 def test_a_prompt_may_come_from_standard_input(tiny_folder, monkeypatch, capsys):
@@ -74,7 +73,7 @@ def test_errors_of_generate_are_one_line_and_exit_code_2(tiny_folder, capsys, wo
 
 def test_a_converted_model_generates_the_same_text(tiny_folder, tmp_path, capsys):
     assert generate("abc", model=tiny_folder) == 0
-    wanted = capsys.readouterr().out
+    text = capsys.readouterr().out
     model = tiny_folder
     for to in ("orbax", "safetensors"):
         target = tmp_path / to
@@ -84,7 +83,7 @@ def test_a_converted_model_generates_the_same_text(tiny_folder, tmp_path, capsys
         assert capsys.readouterr().out == f"{target}\n"
         model = target
         assert generate("abc", model=model) == 0
-        assert capsys.readouterr().out == wanted
+        assert capsys.readouterr().out == text
     assert len(list(target.glob("*.safetensors"))) > 1
 
 
@@ -157,7 +156,7 @@ def test_the_default_model_name_is_that_of_the_folder_or_link(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "mesh"),
     [
         ("tensor=4", {"tensor": 4}),
         ("tensor=2,expert=3", {"tensor": 2, "expert": 3}),
@@ -171,8 +170,8 @@ def test_the_default_model_name_is_that_of_the_folder_or_link(tmp_path, monkeypa
         ),
     ],
 )
-def test_a_mapping_is_written_as_pairs_or_as_json(text, wanted):
-    assert cli.parser().parse_args(["generate", "x", "--mesh", text]).mesh == wanted
+def test_a_mapping_is_written_as_pairs_or_as_json(text, mesh):
+    assert cli.parser().parse_args(["generate", "x", "--mesh", text]).mesh == mesh
 
 
 @pytest.mark.parametrize(
@@ -273,10 +272,10 @@ def test_a_secret_on_the_command_line_is_not_shown(capsys, words):
     """Options were abbreviated, so this key was the name of a file that the error named."""
     with pytest.raises(SystemExit, match="2"):
         cli.main(words)
-    shown = capsys.readouterr()
-    assert "hunter2" not in shown.out + shown.err
+    printed = capsys.readouterr()
+    assert "hunter2" not in printed.out + printed.err
     file = "write the key into a file, and give --api-key-file FILE to serve or bench serve (see"
-    assert not any("--api-key" in word for word in words) or file in shown.err
+    assert not any("--api-key" in word for word in words) or file in printed.err
 
 
 @pytest.mark.parametrize(
@@ -322,12 +321,12 @@ def test_an_option_of_vllm_is_answered_with_ours(capsys, words, message):
 def test_generate_has_fewer_options_than_serve_and_says_so(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["generate", "x", "--gpu-memory-utilization", "0.9", "-tp", "2"])
-    said = capsys.readouterr().err
+    errors = capsys.readouterr().err
     assert (
         "--gpu-memory-utilization is vLLM's, and no option of pagedjax generate; in Python, LLM(...) takes"
-        in said
+        in errors
     )
-    assert "-tp is vLLM's name; write --mesh tensor=2 (see pagedjax generate --help)" in said
+    assert "-tp is vLLM's name; write --mesh tensor=2 (see pagedjax generate --help)" in errors
 
 
 def test_the_token_budget_has_the_engines_name_and_a_short_one():
@@ -344,11 +343,11 @@ def test_the_token_budget_has_the_engines_name_and_a_short_one():
 def test_help_explains_every_engine_option(capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main(["serve", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "token slots in a cache block (S); the default is 16" in shown
+    help_text = " ".join(capsys.readouterr().out.split())
+    assert "token slots in a cache block (S); the default is 16" in help_text
     assert (
         "share of the device's free memory for a step and the cache when num_blocks is None; the default is 0"
-        in shown
+        in help_text
     )
     for default in (
         "default 127.0.0.1",
@@ -357,7 +356,7 @@ def test_help_explains_every_engine_option(capsys):
         "at a stop; default 60",
         "429; default 256",
     ):
-        assert default in shown
+        assert default in help_text
     about = first_sentences(EngineConfig)
     assert {field.name for field in dataclasses.fields(EngineConfig)} == set(about)
     assert [name for name, text in about.items() if not text or "\n" in text] == []
@@ -407,9 +406,7 @@ except SystemExit as ended:
 heavy = {{"jax", "numpy", "flax", "transformers", "fastapi", "httpx"}} & set(sys.modules)
 assert not heavy, heavy
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: pagedjax")
+    assert fresh_python.output_of(code, timeout=60).startswith("usage: pagedjax")
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve"])

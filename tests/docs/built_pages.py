@@ -21,16 +21,20 @@ class Read(NamedTuple):
 
 def read(page: str) -> Read:
     """Reads the text of an HTML page."""
-    found = Read(set(), [])
+    contents = Read(set(), [])
 
     class Parser(HTMLParser):
         def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            given = dict(attrs)
-            found.anchors.update(value for name in ("id", "name") if (value := given.get(name)))
-            found.targets.extend(value for name in ("href", "src") if (value := given.get(name)))
+            attributes = dict(attrs)
+            contents.anchors.update(
+                value for name in ("id", "name") if (value := attributes.get(name))
+            )
+            contents.targets.extend(
+                value for name in ("href", "src") if (value := attributes.get(name))
+            )
 
     Parser().feed(page)
-    return found
+    return contents
 
 
 def pages_of(folder: Path) -> list[Path]:
@@ -42,35 +46,39 @@ def pages_of(folder: Path) -> list[Path]:
 
 
 def broken(folder: Path) -> list[str]:
-    """`page -> target` of each local target that does not exist, or whose anchor does not."""
-    known = {path.resolve(): read(path.read_text("utf-8")) for path in pages_of(folder)}
-    found = []
-    for path, (_, targets) in known.items():
+    """Return `page -> target` for each local target that does not exist, or whose anchor does not."""
+    contents = {path.resolve(): read(path.read_text("utf-8")) for path in pages_of(folder)}
+    links = []
+    for path, (_, targets) in contents.items():
         for target in targets:
             address = urlparse(target)
             if address.scheme or address.netloc:
                 continue
             place = (path.parent / unquote(address.path)).resolve() if address.path else path
-            anchor, other = unquote(address.fragment), known.get(place)
-            if not place.is_file() or (anchor and other and anchor not in other.anchors):
-                found.append(f"{path.relative_to(folder.resolve())} -> {target}")
-    return found
+            anchor = unquote(address.fragment)
+            target_contents = contents.get(place)
+            if not place.is_file() or (
+                anchor and target_contents and anchor not in target_contents.anchors
+            ):
+                links.append(f"{path.relative_to(folder.resolve())} -> {target}")
+    return links
 
 
 def foreign(folder: Path) -> list[str]:
     """Scripts, styles and pictures of other machines: a page with one of them needs a network."""
-    found = []
+    links = []
     for path in pages_of(folder):
         for target in read(path.read_text("utf-8")).targets:
             address = urlparse(target)
             if address.netloc and address.path.endswith((".js", ".css", ".png", ".svg", ".woff2")):
-                found.append(f"{path.name} -> {target}")
-    return found
+                links.append(f"{path.name} -> {target}")
+    return links
 
 
 def main(folder: Path) -> int:
-    """Prints what is wrong with a built site -> the exit status."""
-    count, wrong = len(pages_of(folder)), [*broken(folder), *foreign(folder)]
+    """Print what is wrong with a built site. Returns the exit status."""
+    count = len(pages_of(folder))
+    wrong = [*broken(folder), *foreign(folder)]
     print(
         *wrong, f"{count} pages, {len(wrong)} links that do not resolve or need a network", sep="\n"
     )

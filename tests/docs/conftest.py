@@ -18,8 +18,8 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 @pytest.fixture(scope="session")
 def build_site(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
-    """Builds the site as its users do, with every warning an error, but runs no tutorial -> the
-    folder of its pages.
+    """A function that builds the site as its users do, with every warning an error, but runs no
+    tutorial. It returns the folder of the pages.
     """
 
     def build() -> Path:
@@ -38,7 +38,7 @@ def build_site(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
         environment = {
             name: value for name, value in os.environ.items() if name != "PAGEDJAX_SOURCE"
         }
-        done = subprocess.run(
+        child = subprocess.run(
             [*command, "docs", str(pages)],
             cwd=ROOT,
             env=environment,
@@ -46,7 +46,7 @@ def build_site(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
             text=True,
             timeout=500,
         )
-        assert done.returncode == 0, done.stderr
+        assert child.returncode == 0, child.stderr
         return pages
 
     return build

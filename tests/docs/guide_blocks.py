@@ -44,22 +44,22 @@ class Mistake(NamedTuple):
     instead.
     """
 
-    done: str
+    action: str
     says: str
     instead: str
 
 
 def blocks(text: str) -> list[Block]:
     """The fenced blocks of a page."""
-    found = []
+    parts = []
     for match in FENCE.finditer(text):
         before = text[: match.start()]
         name = NAMED.match(match[2])
         runs = before.rstrip("\n").endswith(RUNS)
-        found.append(
+        parts.append(
             Block(before.count("\n") + 2, match[1], match[2], name[1] if name else "", runs)
         )
-    return found
+    return parts
 
 
 def mistakes(text: str) -> Iterator[Mistake]:
@@ -68,8 +68,8 @@ def mistakes(text: str) -> Iterator[Mistake]:
     for row in re.findall(r"^\|(.*)\|$", section.partition("\n## ")[0], re.MULTILINE):
         cells = [cell.strip() for cell in row.split(" | ")]
         if len(cells) == 3 and re.fullmatch(r"`[^`]+`", cells[0]):
-            done, says, instead = cells
-            yield Mistake(done.strip("`"), says.strip("`"), instead)
+            action, says, instead = cells
+            yield Mistake(action.strip("`"), says.strip("`"), instead)
 
 
 def commands(source: str) -> list[str]:
@@ -87,7 +87,9 @@ def matches(says: str, error: str) -> bool:
 
 
 def write(block: Block, folder: Path) -> None:
-    """Writes the file that a block is. A table of values has no comments, so its name is left out."""
+    """Writes the file that a block is. A table of values has no comments, so its name is left
+    out.
+    """
     source = block.source.partition("\n")[2] if block.file.endswith(".csv") else block.source
     (folder / block.file).write_text(source, "utf-8")
 
@@ -104,17 +106,17 @@ def shell(source: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-euc", words], capture_output=True, text=True, timeout=500)
 
 
-def error_of(done: str, space: dict[str, object]) -> str:
-    """What a mistake says."""
-    if done.startswith(COMMANDS):
-        ended = shell(done)
-        assert ended.returncode != 0, f"{done!r} does not fail"
+def error_of(action: str, space: dict[str, object]) -> str:
+    """The text of the error of a mistake, which must fail."""
+    if action.startswith(COMMANDS):
+        ended = shell(action)
+        assert ended.returncode != 0, f"{action!r} does not fail"
         return ended.stdout + ended.stderr
     try:
-        exec(compile(done, "mistake", "exec", dont_inherit=True), space)
+        exec(compile(action, "mistake", "exec", dont_inherit=True), space)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    raise AssertionError(f"{done!r} does not fail")
+    raise AssertionError(f"{action!r} does not fail")
 
 
 def run(path: Path) -> None:
@@ -126,7 +128,8 @@ def run(path: Path) -> None:
     """
     text = path.read_text("utf-8")
     module = ModuleType("__main__")
-    sys.modules["__main__"], space = module, vars(module)
+    sys.modules["__main__"] = module
+    space = vars(module)
     for block in blocks(text):
         if block.file:
             write(block, Path())
@@ -146,11 +149,11 @@ def run(path: Path) -> None:
                 f"the commands of line {block.line} end with {ended.returncode}"
             )
     wrong = []
-    for done, says, _ in mistakes(text):
-        error = error_of(done, space)
-        print(f"--- {done}\n{error[-600:]}")
+    for action, says, _ in mistakes(text):
+        error = error_of(action, space)
+        print(f"--- {action}\n{error[-600:]}")
         if not matches(says, error):
-            wrong.append(f"{done}\n  page: {says}\n  real: {error[-600:]}")
+            wrong.append(f"{action}\n  page: {says}\n  real: {error[-600:]}")
     assert not wrong, "\n".join(wrong)
     print("the guide ran")
 

@@ -27,7 +27,7 @@ def cells(text: str) -> list[Cell]:
     Raises:
         ValueError: a cell is not closed.
     """
-    found: list[Cell] = []
+    code_cells: list[Cell] = []
     lines = iter(enumerate(text.splitlines(), 1))
     for opened, line in lines:
         if not line.startswith(FENCE + "{code-cell}"):
@@ -41,18 +41,19 @@ def cells(text: str) -> list[Cell]:
             raise ValueError(f"the cell of line {opened} has no end; close it with {FENCE}")
         while body and body[0][1].startswith(":"):
             del body[0]
-        found.append(
+        code_cells.append(
             Cell(body[0][0] if body else opened + 1, "\n".join(inner for _, inner in body))
         )
-    return found
+    return code_cells
 
 
 def run(path: Path) -> int:
-    """Runs every cell of a page -> how many there were. An error of a cell is raised."""
+    """Run every cell of a page. Returns how many there were. An error of a cell is raised."""
     notebook = ModuleType("__main__")  # as in a notebook, what cells define is in the main module
-    sys.modules["__main__"], space = notebook, vars(notebook)
-    made = cells(path.read_text("utf-8"))
-    for cell in made:
+    sys.modules["__main__"] = notebook
+    space = vars(notebook)
+    code_cells = cells(path.read_text("utf-8"))
+    for cell in code_cells:
         tree = ast.increment_lineno(ast.parse(cell.source), cell.line - 1)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, str(path), "exec", dont_inherit=True), space)
@@ -62,7 +63,7 @@ def run(path: Path) -> int:
                     compile(ast.Expression(last.value), str(path), "eval", dont_inherit=True), space
                 )
             )
-    return len(made)
+    return len(code_cells)
 
 
 def show(value: Any) -> None:

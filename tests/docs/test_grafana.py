@@ -31,9 +31,9 @@ UNITS = {"short", "s", "percentunit"}
 def exposed() -> dict[str, set[str]]:
     """Every name of a sample that the server can give, with its labels."""
     return {
-        one.name + suffix: set(one.labels)
-        for one in server.metrics()
-        for suffix in SUFFIXES[one.kind]
+        metric.name + suffix: set(metric.labels)
+        for metric in server.metrics()
+        for suffix in SUFFIXES[metric.kind]
     }
 
 
@@ -43,19 +43,27 @@ def metric_names(expression: str) -> set[str]:
     return set(re.findall(r"[A-Za-z_:][\w:]*", plain)) - WORDS
 
 
-def wrong_labels(expression: str, known: dict[str, set[str]]) -> set[str]:
+def wrong_labels(expression: str, labels_of: dict[str, set[str]]) -> set[str]:
     """Labels of selectors and of `by` that no metric of the expression has."""
     used = set(re.findall(r"(\w+)\s*=~?\s*\"", expression))
     used |= {
-        one
+        label
         for names in re.findall(r"\bby \(([^)]*)\)", expression)
-        for one in re.split(r",\s*", names)
+        for label in re.split(r",\s*", names)
     }
-    return used - FROM_PROMETHEUS - set().union(*(known[name] for name in metric_names(expression)))
+    return (
+        used
+        - FROM_PROMETHEUS
+        - set().union(*(labels_of[name] for name in metric_names(expression)))
+    )
 
 
 def expressions() -> list[str]:
-    variables = [one["definition"] for one in BOARD["templating"]["list"] if one["type"] == "query"]
+    variables = [
+        variable["definition"]
+        for variable in BOARD["templating"]["list"]
+        if variable["type"] == "query"
+    ]
     # the second argument of label_values is a label
     reads = [re.sub(r",\s*\w+\)$", ")", text) for text in variables]
     return [target["expr"] for panel in PANELS for target in panel["targets"]] + reads
@@ -67,32 +75,34 @@ def overlap(a: dict[str, int], b: dict[str, int]) -> bool:
 
 
 def test_the_dashboard_has_the_form_of_an_import():
-    (given,) = BOARD["__inputs"]
-    assert (given["name"], given["type"], given["pluginId"]) == (
+    (data_source,) = BOARD["__inputs"]
+    assert (data_source["name"], data_source["type"], data_source["pluginId"]) == (
         "DS_PROMETHEUS",
         "datasource",
         "prometheus",
     )
     assert (BOARD["id"], BOARD["schemaVersion"]) == (None, 39)
-    assert {one["type"] for one in BOARD["panels"]} - {"row"} <= {
-        one["id"] for one in BOARD["__requires"] if one["type"] == "panel"
+    assert {panel["type"] for panel in BOARD["panels"]} - {"row"} <= {
+        required["id"] for required in BOARD["__requires"] if required["type"] == "panel"
     }
-    variables = {one["name"]: one for one in BOARD["templating"]["list"]}
+    variables = {variable["name"]: variable for variable in BOARD["templating"]["list"]}
     assert list(variables) == ["datasource", "model", "instance", "replica"]
     assert variables["datasource"]["current"]["value"] == "${DS_PROMETHEUS}"
-    sources = [one["datasource"] for panel in PANELS for one in (panel, *panel["targets"])]
-    sources += [one["datasource"] for one in variables.values() if one["type"] == "query"]
-    assert all(one == {"type": "prometheus", "uid": "${datasource}"} for one in sources)
+    sources = [part["datasource"] for panel in PANELS for part in (panel, *panel["targets"])]
+    sources += [
+        variable["datasource"] for variable in variables.values() if variable["type"] == "query"
+    ]
+    assert all(source == {"type": "prometheus", "uid": "${datasource}"} for source in sources)
     for target in [target for panel in PANELS for target in panel["targets"]]:
         assert set(re.findall(r"\$(\w+)", target["expr"])) - {"__rate_interval"} <= set(variables)
 
 
 @pytest.mark.parametrize("expression", expressions())
 def test_every_metric_is_one_of_the_servers(expression: str):
-    known = exposed()
+    labels_of = exposed()
     assert metric_names(expression)
-    assert metric_names(expression) - set(known) == set()
-    assert wrong_labels(expression, known) == set()
+    assert metric_names(expression) - set(labels_of) == set()
+    assert wrong_labels(expression, labels_of) == set()
     for opening, closing in ("()", "{}", "[]"):
         assert expression.count(opening) == expression.count(closing)
 
@@ -120,18 +130,18 @@ def test_panels_have_their_own_ids_and_places():
 def test_what_is_asked_of_a_server_is_there():
     """Each of these is in some panel."""
     read = set().union(*map(metric_names, expressions()))
-    wanted = """num_requests_running num_requests_waiting generation_tokens_total time_to_first_token_seconds_bucket
+    names = """num_requests_running num_requests_waiting generation_tokens_total time_to_first_token_seconds_bucket
     inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket kv_cache_usage_perc prefix_cache_hits_total
     num_preemptions_total spec_decode_num_accepted_tokens_total missing_programs"""
-    assert {f"pagedjax:{name}" for name in wanted.split()} - read == set()
+    assert {f"pagedjax:{name}" for name in names.split()} - read == set()
 
 
 def test_wrong_expressions_are_seen():
-    known = exposed()
+    labels_of = exposed()
     wrong = 'sum by (instance) (rate(pagedjax:no_such_total{model_name=~"$model"}[5m]))'
     assert metric_names(wrong) == {"pagedjax:no_such_total"}
     assert metric_names("histogram_quantile(0.5, sum by (le) (rate(a_bucket[1m])))") == {"a_bucket"}
-    assert wrong_labels('sum by (colour) (pagedjax:missing_programs{size="1"})', known) == {
+    assert wrong_labels('sum by (colour) (pagedjax:missing_programs{size="1"})', labels_of) == {
         "colour",
         "size",
     }

@@ -43,8 +43,8 @@ def wrong_words(command: str) -> str:
     words = shlex.split(re.sub(r" (?:&|>|\|).*", "", command))
     if words[0] in FOREIGN or re.fullmatch(r"python \w+\.py", command):
         return ""
-    known = [name for name in parsers() if words[: len(name.split())] == name.split()]
-    name = max(known, key=len, default=None)
+    commands = [name for name in parsers() if words[: len(name.split())] == name.split()]
+    name = max(commands, key=len, default=None)
     if name is None:
         return f"there is no command {command!r}"
     try:
@@ -91,11 +91,11 @@ def test_a_guide_runs(path: Path, tmp_path: Path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     variables = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
     command = [sys.executable, str(ROOT / "tests" / "docs" / "guide_blocks.py"), str(path)]
-    done = subprocess.run(
+    child = subprocess.run(
         command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=900
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    assert done.stdout.endswith("the guide ran\n")
+    assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-6000:]
+    assert child.stdout.endswith("the guide ran\n")
 
 
 def test_the_index_lists_every_guide():
@@ -115,16 +115,16 @@ def test_numbers_of_slow_runs_exist():
     ]
     named = {name.split(".")[0] for cell in cells for name in re.findall(r"`(\w[\w.:]*)`", cell)}
     served = {
-        f"{one.name.removeprefix('pagedjax:')}{end}"
-        for one in server.metrics()
+        f"{metric.name.removeprefix('pagedjax:')}{end}"
+        for metric in server.metrics()
         for end in ("", "_total")
     }
     summary = set(
         re.findall(r'^        "(\w+)":', inspect.getsource(metrics.summary), re.MULTILINE)
     )
-    others = {"llm", "attention_impl", "linear_impl"}
+    options = {"llm", "attention_impl", "linear_impl"}
     assert len(cells) >= 10
-    assert {name.removeprefix("pagedjax:") for name in named} - served - summary - others == set()
+    assert {name.removeprefix("pagedjax:") for name in named} - served - summary - options == set()
 
 
 PAGE = """# Title

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
 import sys
 import zlib
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import yaml
 from _generate import api, docstrings
 
 import pagedjax
+from tests import fresh_python
 from tests.docs import built_pages
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ SHAPE = re.compile(r"\[\w[^\]]*\]")  # [T, N, D]
 ARRAY = re.compile(r"\b(?:Array|ndarray)\b")
 
 
-def documented(module: str, name: str, item: Any) -> bool:
+def has_text(module: str, name: str, item: Any) -> bool:
     """Whether a name has a text of its own: a docstring, or the comment of a constant."""
     if api.kind(item) == "data":
         home = sys.modules[module]
@@ -74,27 +74,29 @@ def without_shape(function: Any) -> list[str]:
     text = inspect.getdoc(function) or ""
     parts = re.split(r"^(Args|Returns|Raises):$", text, flags=re.MULTILINE)
     sections = dict(zip(parts[1::2], map(inspect.cleandoc, parts[2::2]), strict=True))
-    told = {
+    texts = {
         name: words
         for names, words in docstrings.entries(sections.get("Args", "").split("\n"))
         for name in names
     }
-    found = []
+    missing = []
     for name, kind in inspect.unwrap(function).__annotations__.items():
         if not ARRAY.search(str(kind)):
             continue
-        where = sections.get("Returns", parts[0]) if name == "return" else told.get(name, parts[0])
-        named = name == "return" and any(
-            other in where for other, words in told.items() if SHAPE.search(words)
+        description = (
+            sections.get("Returns", parts[0]) if name == "return" else texts.get(name, parts[0])
         )
-        if not named and not SHAPE.search(where):
-            found.append(name)
-    return found
+        named = name == "return" and any(
+            argument in description for argument, words in texts.items() if SHAPE.search(words)
+        )
+        if not named and not SHAPE.search(description):
+            missing.append(name)
+    return missing
 
 
 def functions() -> dict[str, Any]:
     """Public functions, and methods of public classes, by full name."""
-    found = {
+    public = {
         f"{module}.{name}": item for module, name, item in PUBLIC if api.kind(item) == "function"
     }
     for module, name, item in PUBLIC:
@@ -102,16 +104,16 @@ def functions() -> dict[str, Any]:
             plain = (
                 method.fget if isinstance(method, property) else getattr(method, "__func__", method)
             )
-            found[f"{module}.{name}.{member}"] = plain
-    return found
+            public[f"{module}.{name}.{member}"] = plain
+    return public
 
 
 @pytest.mark.parametrize(("module", "name", "item"), PUBLIC, ids=IDS)
 def test_every_public_name_has_a_text(module: str, name: str, item: Any):
     full = f"{module}.{name}"
-    assert documented(module, name, item) != (full in WITHOUT_TEXT)
+    assert has_text(module, name, item) != (full in WITHOUT_TEXT)
     if api.kind(item) == "class":
-        silent = {member for member, one in members(item).items() if not inspect.getdoc(one)}
+        silent = {member for member, value in members(item).items() if not inspect.getdoc(value)}
         assert silent == SELF_EVIDENT.get(full, set())
 
 
@@ -145,8 +147,8 @@ def test_docstrings_give_the_shapes_of_arrays():
     assert arrays == WITHOUT_SHAPE
     assert (
         sum(
-            bool(ARRAY.search(str(inspect.unwrap(one).__annotations__)))
-            for one in functions().values()
+            bool(ARRAY.search(str(inspect.unwrap(item).__annotations__)))
+            for item in functions().values()
         )
         >= 4
     )
@@ -158,10 +160,8 @@ def test_generators_load_without_what_they_describe():
     program = (
         f"import sys; sys.path[:0] = ['docs']; from _generate import {names}; print(*sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert {"jax", "numpy", "pagedjax", "fastapi", "sphinx"} & set(done.stdout.split()) == set()
+    loaded = set(fresh_python.output_of(program).split())
+    assert {"jax", "numpy", "pagedjax", "fastapi", "sphinx"} & loaded == set()
 
 
 def test_broken_links_and_foreign_files_are_seen(tmp_path: Path):

@@ -24,30 +24,30 @@ SEEN = """() => ({
 })"""
 
 
-def seen(browser: Any, pages: list[Path], width: int) -> dict[str, Any]:
-    """By name of a page: what is wrong with it."""
-    found = {}
+def faults_of(browser: Any, pages: list[Path], width: int) -> dict[str, Any]:
+    """What is wrong with each page, by its name; pages without a fault are left out."""
+    faults = {}
     page = browser.new_page(viewport={"width": width, "height": 900})
     for path in pages:
         page.goto(path.as_uri())
-        what = page.evaluate(SEEN)
-        if what["over"] > 0 or what["missing"]:
-            found[path.name] = what
+        fault = page.evaluate(SEEN)
+        if fault["over"] > 0 or fault["missing"]:
+            faults[path.name] = fault
     page.close()
-    return found
+    return faults
 
 
 def test_a_wide_page_and_a_missing_picture_are_seen(chromium: Any, tmp_path: Path):
     (tmp_path / "wide.html").write_text('<div style="width: 500px">x</div><img src="no.png">')
     (tmp_path / "right.html").write_text("<p>x</p>")
-    found = seen(chromium, sorted(tmp_path.glob("*.html")), 390)
-    assert list(found) == ["wide.html"]
-    assert found["wide.html"]["over"] > 0
-    assert found["wide.html"]["missing"] == [(tmp_path / "no.png").as_uri()]
+    faults = faults_of(chromium, sorted(tmp_path.glob("*.html")), 390)
+    assert list(faults) == ["wide.html"]
+    assert faults["wide.html"]["over"] > 0
+    assert faults["wide.html"]["missing"] == [(tmp_path / "no.png").as_uri()]
 
 
 def test_no_page_is_wider_than_its_window_or_misses_a_picture(
     chromium: Any, build_site: Callable[[], Path]
 ):
     pages = pages_of(build_site())
-    assert [seen(chromium, pages, width) for width in WIDTHS] == [{}, {}]
+    assert [faults_of(chromium, pages, width) for width in WIDTHS] == [{}, {}]

@@ -51,10 +51,10 @@ Sizes.__doc__ = SIZES
 
 
 class Base(NamedTuple):
-    one: int
+    number: int
 
 
-def parsed(lines: list[str]):
+def parse(lines: list[str]):
     """The document that docutils reads; any remark of it is an error."""
     core = pytest.importorskip("docutils.core", reason="the `docs` extra is not installed")
     options = {
@@ -132,8 +132,8 @@ def test_docstrings_that_python_writes_are_none():
 
 
 def test_defaults_that_are_functions_have_no_address():
-    shown = "(a=<function f>, b=<function A.g at 0x7f01>, c=<function h.<locals>.<lambda> at 0x7f>, d: int = 3)"
-    assert signature(shown) == "(a=f, b=g, c=..., d: int = 3)"
+    text = "(a=<function f>, b=<function A.g at 0x7f01>, c=<function h.<locals>.<lambda> at 0x7f>, d: int = 3)"
+    assert signature(text) == "(a=f, b=g, c=..., d: int = 3)"
 
 
 def test_lists_and_columns_are_kept():
@@ -155,7 +155,7 @@ MARKUP = st.text(alphabet=" abi1.*_`|\\:-=+~#()[]{}<>\"'/,;\n", max_size=60)
 @given(MARKUP)
 def test_no_text_becomes_markup(text: str):
     """docutils reads back the same words as one paragraph, without a remark."""
-    document = parsed([rst.plain(text)])
+    document = parse([rst.plain(text)])
     assert document.astext().split() == text.split()
     assert [node.tagname for node in document.children] in ([], ["paragraph"])
 
@@ -163,7 +163,7 @@ def test_no_text_becomes_markup(text: str):
 @settings(deadline=None)  # docutils takes long on a busy machine
 @given(MARKUP)
 def test_no_paragraph_becomes_other_markup_than_code(text: str):
-    document = parsed([rst.inline(text)])
+    document = parse([rst.inline(text)])
     assert "".join(document.astext().split()).replace("`", "") == "".join(text.split()).replace(
         "`", ""
     )
@@ -180,9 +180,9 @@ def test_no_paragraph_becomes_other_markup_than_code(text: str):
 @example("i:", {"i"})  # an entry without words
 @example("'`'_`", set())  # code that begins with the partner of the quote before it
 def test_every_docstring_is_read_without_a_remark(text: str, fields: set[str]):
-    parsed(to_rst(text, fields))
+    parse(to_rst(text, fields))
 
 
 @pytest.mark.parametrize(("module", "name", "item"), api.public())
 def test_public_docstrings_are_read_without_a_remark(module: str, name: str, item: object):
-    parsed(to_rst(text_of(item), field_names(item)))
+    parse(to_rst(text_of(item), field_names(item)))

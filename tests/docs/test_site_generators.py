@@ -39,7 +39,7 @@ class Outer:
 
     names: tuple[str, ...] = ()
     inner: Inner | None = None
-    more: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
 
 
 def test_a_section_has_names_types_defaults_and_texts():
@@ -50,7 +50,7 @@ def test_a_section_has_names_types_defaults_and_texts():
             (
                 keys.Key("names", "tuple[str, ...]", "()", "of `things`."),
                 keys.Key("inner", "Inner | None", "None", ""),
-                keys.Key("more", "list[int]", "list()", ""),
+                keys.Key("sizes", "list[int]", "list()", ""),
             ),
         ),
         keys.Section(
@@ -62,10 +62,10 @@ def test_a_section_has_names_types_defaults_and_texts():
 
 
 def test_every_field_of_the_engine_is_a_key_with_a_text():
-    found = {key.name: key for key in keys.keys(EngineConfig)}
-    assert list(found) == [one.name for one in dataclasses.fields(EngineConfig)]
-    assert [name for name, key in found.items() if not key.text] == []
-    assert (found["block_size"].type, found["block_size"].default) == ("int", "16")
+    by_name = {key.name: key for key in keys.keys(EngineConfig)}
+    assert list(by_name) == [f.name for f in dataclasses.fields(EngineConfig)]
+    assert [name for name, key in by_name.items() if not key.text] == []
+    assert (by_name["block_size"].type, by_name["block_size"].default) == ("int", "16")
 
 
 def test_the_page_of_keys_has_each_key_of_an_experiment_once():
@@ -74,10 +74,8 @@ def test_the_page_of_keys_has_each_key_of_an_experiment_once():
 
     named = re.findall(r"^\.\. confval:: (\S+)$", "\n".join(keys.page()), re.MULTILINE)
     assert len(named) == len(set(named))
-    assert {one.name for one in dataclasses.fields(Experiment)} <= set(named)
-    assert {f"workload[synthetic].{one.name}" for one in dataclasses.fields(Synthetic)} <= set(
-        named
-    )
+    assert {f.name for f in dataclasses.fields(Experiment)} <= set(named)
+    assert {f"workload[synthetic].{f.name}" for f in dataclasses.fields(Synthetic)} <= set(named)
     assert {
         "engine.block_size",
         "speculative.num_tokens",
@@ -110,9 +108,9 @@ def test_the_parser_of_a_command_is_taken_before_anything_runs():
         parser.add_argument("--size", type=int, default=3, help="of it")
         ran.append(parser.parse_args(argv))
 
-    taken = commands.parser_of(main)
-    assert (taken.description, ran) == ("Does it.", [])
-    assert taken.parse_args(["--size", "4"]).size == 4  # argparse is as it was
+    command_parser = commands.parser_of(main)
+    assert (command_parser.description, ran) == ("Does it.", [])
+    assert command_parser.parse_args(["--size", "4"]).size == 4  # argparse is as it was
 
 
 @pytest.mark.parametrize(
@@ -171,8 +169,8 @@ def test_the_page_of_endpoints_has_every_route():
     )
     routes = {
         f"``{method.upper()} {path.replace(':path', '')}``"
-        for method, path, rest in re.findall(r'@app\.(get|post)\("([^"]+)"(.*)\)', source)
-        if "include_in_schema=False" not in rest
+        for method, path, arguments in re.findall(r'@app\.(get|post)\("([^"]+)"(.*)\)', source)
+        if "include_in_schema=False" not in arguments
     }
     page = server.endpoints_page()
     assert len(routes) >= 16
@@ -187,7 +185,7 @@ def test_the_page_of_endpoints_has_every_route():
 
 
 @pytest.mark.parametrize(
-    ("schema", "shown"),
+    ("schema", "text"),
     [
         ({"type": "integer"}, "integer"),
         ({}, "any value"),
@@ -196,8 +194,8 @@ def test_the_page_of_endpoints_has_every_route():
         ({"const": "a"}, '"a"'),
     ],
 )
-def test_a_schema_is_told_in_few_words(schema: dict, shown: str):
-    assert server.schema_type(schema) == shown
+def test_a_schema_is_told_in_few_words(schema: dict, text: str):
+    assert server.schema_type(schema) == text
 
 
 def test_metrics_are_those_that_prometheus_reads():
@@ -209,21 +207,21 @@ def test_metrics_are_those_that_prometheus_reads():
     config = server._config(speculative={"method": "ngram"}, enable_lora=True)
     answer = Metrics("m", config).text(0)
     families = {
-        one.name: one
-        for one in text_string_to_metric_families(answer)
-        if not one.name.endswith("_created")
+        family.name: family
+        for family in text_string_to_metric_families(answer)
+        if not family.name.endswith("_created")
     }
-    told = {one.name: one for one in server.metrics() if one.kind != "info"}
-    assert {name.removesuffix("_info") for name in set(families) - set(told)} == {
+    documented = {metric.name: metric for metric in server.metrics() if metric.kind != "info"}
+    assert {name.removesuffix("_info") for name in set(families) - set(documented)} == {
         "pagedjax:cache_config"
     }
-    for name, metric in told.items():
+    for name, metric in documented.items():
         assert (families[name].type, families[name].documentation) == (metric.kind, metric.text)
         for sample in families[name].samples:
             assert set(sample.labels) - {"le"} == set(metric.labels)
-    assert told["pagedjax:spec_decode_num_drafts"].needs == "speculative"
-    assert told["pagedjax:lora_requests_info"].needs == "enable_lora"
-    assert told["pagedjax:request_success"].labels == ("model_name", "finished_reason")
+    assert documented["pagedjax:spec_decode_num_drafts"].needs == "speculative"
+    assert documented["pagedjax:lora_requests_info"].needs == "enable_lora"
+    assert documented["pagedjax:request_success"].labels == ("model_name", "finished_reason")
 
 
 # links and pages ----------------------------------------------------------------------------------
@@ -239,14 +237,14 @@ of](../../pagedjax/llm.py) ![picture](../../no.png) [top](../../README.md#one-st
 
 
 def test_links_to_files_outside_go_to_the_repository_or_become_text():
-    told = links.outside(LINKED, DESIGN / "a.md", DOCS, None)
-    assert told == LINKED.replace("[`code`\nof](../../pagedjax/llm.py)", "`code`\nof").replace(
+    text = links.outside(LINKED, DESIGN / "a.md", DOCS, None)
+    assert text == LINKED.replace("[`code`\nof](../../pagedjax/llm.py)", "`code`\nof").replace(
         "[top](../../README.md#one-step)", "top"
     ).replace("[last](../../tests/)", "last")
-    told = links.outside(LINKED, DESIGN / "a.md", DOCS, "https://h/o/n/blob/main/")
-    assert "[`code`\nof](https://h/o/n/blob/main/pagedjax/llm.py)" in told
-    assert "[top](https://h/o/n/blob/main/README.md#one-step)" in told
-    assert "[not](../../a.py)" in told
+    text = links.outside(LINKED, DESIGN / "a.md", DOCS, "https://h/o/n/blob/main/")
+    assert "[`code`\nof](https://h/o/n/blob/main/pagedjax/llm.py)" in text
+    assert "[top](https://h/o/n/blob/main/README.md#one-step)" in text
+    assert "[not](../../a.py)" in text
 
 
 def test_no_page_keeps_a_link_that_leads_out():
@@ -286,13 +284,13 @@ def test_pages_are_written_once_and_old_ones_go(tmp_path: Path):
 def test_a_changed_line_and_a_new_name_change_the_digest(tmp_path: Path):
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "a.py").write_text("1")
-    seen = [sources.digest([tmp_path / "p"]), sources.digest([tmp_path / "p"])]
+    digests = [sources.digest([tmp_path / "p"]), sources.digest([tmp_path / "p"])]
     (tmp_path / "p" / "a.py").write_text("2")
-    seen.append(sources.digest([tmp_path / "p"]))
+    digests.append(sources.digest([tmp_path / "p"]))
     (tmp_path / "p" / "a.py").rename(tmp_path / "p" / "b.py")
-    seen.append(sources.digest([tmp_path / "p"]))
-    assert seen[0] == seen[1]
-    assert len(set(seen)) == 3
+    digests.append(sources.digest([tmp_path / "p"]))
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
 
 
 def test_the_index_of_the_reference_lists_every_generated_page():

@@ -57,9 +57,9 @@ def run(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in SLOW else []) for p in PAGES],
 )
 def test_every_cell_of_a_tutorial_runs(path: Path, tmp_path: Path):
-    done = run(path, tmp_path)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    assert f"{len(cells(path.read_text('utf-8')))} cells ran" in done.stdout
+    child = run(path, tmp_path)
+    assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-6000:]
+    assert f"{len(cells(path.read_text('utf-8')))} cells ran" in child.stdout
     assert list(tmp_path.iterdir()) == [], (
         "a tutorial writes into a temporary folder of its own, not where it runs"
     )
@@ -121,9 +121,9 @@ def test_a_wrong_cell_fails_with_its_line(tmp_path: Path):
         ("unknown", "NameError"),
     ):
         page.write_text(f"{PAGE}\n```{{code-cell}}\n{wrong}\n```\n")
-        done = run(page, tmp_path)
-        assert done.returncode == 1
-        assert message in done.stderr
-        assert re.search(r'page\.md", line (19|2\d)', done.stderr)
+        child = run(page, tmp_path)
+        assert child.returncode == 1
+        assert message in child.stderr
+        assert re.search(r'page\.md", line (19|2\d)', child.stderr)
     page.write_text(PAGE)
     assert run(page, tmp_path).stdout.splitlines() == ["2", "2 cells ran"]

@@ -35,7 +35,7 @@ MD1 = {  # one request of one step at a time, Poisson arrivals: an M/D/1 queue
 }
 
 
-def searched(met: Callable[[float], bool], bounds: Bounds, alone: float = 0.0) -> list[Probe]:
+def probes_of(met: Callable[[float], bool], bounds: Bounds, alone: float = 0.0) -> list[Probe]:
     """The probes of a search; up to the rate `alone`, no two requests overlap."""
     probes: list[Probe] = []
     while (rate := next_rate(probes, bounds)) is not None:
@@ -47,11 +47,13 @@ def searched(met: Callable[[float], bool], bounds: Bounds, alone: float = 0.0) -
 
 @pytest.mark.parametrize("limit", [0.0013, 0.4, 1.0, 7.77, 900.0])
 @pytest.mark.parametrize("tolerance", [0.001, 0.05, 0.5])
-@pytest.mark.parametrize("given", [(), ("low",), ("high",), ("low", "high")])
-def test_search_finds_known_limit(limit: float, tolerance: float, given: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("given_ends", [(), ("low",), ("high",), ("low", "high")])
+def test_search_finds_known_limit(
+    limit: float, tolerance: float, given_ends: tuple[str, ...]
+) -> None:
     ends = {"low": limit / 50, "high": limit * 50}
-    bounds = Bounds(1.0, **{name: ends[name] for name in given}, tolerance=tolerance)
-    probes = searched(lambda rate: rate <= limit, bounds)
+    bounds = Bounds(1.0, **{name: ends[name] for name in given_ends}, tolerance=tolerance)
+    probes = probes_of(lambda rate: rate <= limit, bounds)
     met, unmet = bracket(probes)
     assert met <= limit < unmet
     assert unmet <= met * (1 + tolerance) or math.isclose(unmet, met, rel_tol=2e-3)
@@ -66,10 +68,10 @@ def said(probes: list[Probe], bounds: Bounds) -> str:
 
 
 def test_non_monotone_rates_are_reported() -> None:
-    probes = searched(lambda rate: rate <= 3.0 or 3.15 < rate < 3.3, Bounds(1.0))
+    probes = probes_of(lambda rate: rate <= 3.0 or 3.15 < rate < 3.3, Bounds(1.0))
     assert bracket(probes)[0] <= 3.0 < bracket(probes)[1]
     assert "Not monotone: met at 3.238 although not at 3.084" in said(probes, Bounds(1.0))
-    upside_down = searched(lambda rate: rate > 5.0, Bounds(1.0, 2.0, 8.0))
+    upside_down = probes_of(lambda rate: rate > 5.0, Bounds(1.0, 2.0, 8.0))
     assert met_above_limit(upside_down) == [8.0]
     assert said(upside_down, Bounds(1.0, 2.0, 8.0)).startswith(
         "No capacity found: not met even at 2 requests/s"
@@ -101,9 +103,9 @@ def test_non_monotone_rates_are_reported() -> None:
 def test_search_without_limit_ends_with_reason(
     met: bool, bounds: Bounds, alone: float, probes: int, message: str
 ) -> None:
-    found = searched(lambda rate: met, bounds, alone)
-    assert len(found) == probes
-    assert message in said(found, bounds)
+    search = probes_of(lambda rate: met, bounds, alone)
+    assert len(search) == probes
+    assert message in said(search, bounds)
 
 
 def write(folder: Path, **sections: Any) -> Path:
@@ -116,7 +118,8 @@ def share_in_time(arrivals: np.ndarray, step: float, target: float) -> float:
     """Of requests whose first token comes within `target` when each takes one step: Lindley's
     recursion.
     """
-    wait, good = 0.0, 0
+    wait = 0.0
+    good = 0
     for gap in [math.inf, *np.diff(arrivals)]:
         wait = max(0.0, wait + step - gap)
         good += wait + step <= target
@@ -137,19 +140,19 @@ def test_capacity_of_md1_queue_matches_theory(
     measured: list[float] = []
     measure_run = sweep.measure_run
 
-    def counted(wanted: Any, *rest: Any) -> Any:
-        measured.append(wanted.point.swept["workload.arrivals.rate"])
+    def counted(task: Any, *arguments: Any) -> Any:
+        measured.append(task.point.swept["workload.arrivals.rate"])
         if len(measured) == 4:
             raise KeyboardInterrupt  # the search is stopped in its fourth probe
-        return measure_run(wanted, *rest)
+        return measure_run(task, *arguments)
 
     monkeypatch.setattr(sweep, "measure_run", counted)
     command = [str(write(tmp_path)), "--out", str(tmp_path / "runs"), "--quiet"]
     assert capacity.main(command) == 130
     assert capacity.main(command) == 0
     folder = tmp_path / "runs" / "md1-capacity"
-    found = json.loads((folder / "capacity.json").read_text())
-    probes = [probe["rate"] for probe in found["probes"]]
+    report = json.loads((folder / "capacity.json").read_text())
+    probes = [probe["rate"] for probe in report["probes"]]
     # the one that was stopped is the only one to come twice
     assert measured == [*probes[:4], *probes[3:]]
     assert [row["swept"]["workload.arrivals.rate"] for row in store.read_runs(folder)] == sorted(
@@ -160,7 +163,7 @@ def test_capacity_of_md1_queue_matches_theory(
     assert len(measured) == len(probes) + 1  # and not one again
     printed = capsys.readouterr().out
     assert (
-        f"Capacity: {found['met']:g} requests/s ({found['unmet']:g} is too much), by 90% of requests"
+        f"Capacity: {report['met']:g} requests/s ({report['unmet']:g} is too much), by 90% of requests"
         in printed
     )
     assert len(printed.splitlines()) == len(probes) + 3
@@ -169,15 +172,15 @@ def test_capacity_of_md1_queue_matches_theory(
     step = json.loads((slowest / "steps.jsonl").read_text().splitlines()[0])["seconds"]
     draws = min(probes) * np.array([request.arrival for request in store.read_requests(slowest)])
     # the same draws at every rate: the queue is known request by request
-    for probe in found["probes"]:
+    for probe in report["probes"]:
         exact = share_in_time(draws / probe["rate"], step, 0.02)
         assert probe["values"]["goodput.share"] == pytest.approx(exact, abs=2e-3)
-    assert found["met"] < found["unmet"] <= found["met"] * 1.05
+    assert report["met"] < report["unmet"] <= report["met"] * 1.05
     # and so is its law, from which 800 requests stray
     assert (
-        waits_less(found["met"] * 0.9, step, 0.02 - step)
+        waits_less(report["met"] * 0.9, step, 0.02 - step)
         > 0.9
-        > waits_less(found["unmet"] * 1.1, step, 0.02 - step)
+        > waits_less(report["unmet"] * 1.1, step, 0.02 - step)
     )
 
 
@@ -202,18 +205,18 @@ def test_trace_capacity_by_time_scale_and_percentile(
         "0.2",
     ]
     assert capacity.main(command) == 0
-    found = json.loads((tmp_path / "md1-capacity" / "capacity.json").read_text())
-    assert (found["unit"], found["criterion"]) == (
+    report = json.loads((tmp_path / "md1-capacity" / "capacity.json").read_text())
+    assert (report["unit"], report["criterion"]) == (
         "times as recorded",
         "p90: TTFT within 0.05 s and ITL within 0.05 s",
     )
-    assert found["probes"][0]["rate"] == 1.0
-    assert {len(probe["values"]) for probe in found["probes"]} == {2}
+    assert report["probes"][0]["rate"] == 1.0
+    assert {len(probe["values"]) for probe in report["probes"]} == {2}
     steps = json.loads(next(tmp_path.glob("md1-capacity/*/0/summary.json")).read_text())["metrics"][
         "step_s"
     ]
     # ten requests a second of four steps each keep the engine busy at a speed of 1 / 40 steps
-    assert found["met"] == pytest.approx(1 / (40 * steps["mean"]), rel=0.3)
+    assert report["met"] == pytest.approx(1 / (40 * steps["mean"]), rel=0.3)
     assert "times as recorded" in capsys.readouterr().out
 
 
@@ -261,7 +264,8 @@ def test_criterion_uses_median_of_repeats() -> None:
     latency = {"ttft_s": {"p99": 1.0}, "itl_s": {"p99": None}}  # outputs of one token have no gaps
     runs = [{"metrics": {"goodput": {"share": share}, **latency}} for share in (0.99, 0.91, 0.2)]
     slo = capacity.Slo(ttft=1.0, itl=0.1)
-    by_share, by_tail = capacity.Criterion(slo), capacity.Criterion(slo, percentile=99)
+    by_share = capacity.Criterion(slo)
+    by_tail = capacity.Criterion(slo, percentile=99)
     assert by_share.values(runs) == {"goodput.share": 0.91}
     assert by_tail.values(runs) == {"ttft_s.p99": 1.0}
     assert by_share.met({"goodput.share": 0.9})

@@ -28,7 +28,7 @@ def requests(first: Any, gap: float = 0.05) -> list[RequestRecord]:
     return [RequestRecord(branch.branch_id, 0.0, 5, 3, 0.0, (branch,)) for branch in branches]
 
 
-def waited(queue: Any, tokens: int) -> list[RequestRecord]:
+def requests_that_waited(queue: Any, tokens: int) -> list[RequestRecord]:
     """One request for each time in the queue."""
     times = tuple(1.0 + 0.1 * i for i in range(tokens))
     branch = BranchRecord("r", times, (1,) * tokens, 0, "length")
@@ -36,13 +36,14 @@ def waited(queue: Any, tokens: int) -> list[RequestRecord]:
 
 
 def put(
-    sweep: Path, repeat: int, rate: float, swept: dict[str, Any] | None = None, **more: Any
+    sweep: Path, repeat: int, rate: float, swept: dict[str, Any] | None = None, **fields: Any
 ) -> None:
-    """A run with throughput `rate`; with requests if `more` has the times of their first tokens."""
-    swept, lived = swept or {}, more.pop("lived", None) or requests(more.pop("first", ()))
-    env = more.pop("env", {})
+    """A run with throughput `rate`; with requests if `first` has the times of their first tokens."""
+    swept = swept or {}
+    lived = fields.pop("lived", None) or requests(fields.pop("first", ()))
+    env = fields.pop("env", {})
     label = ", ".join(f"{key}={value}" for key, value in swept.items()) or "one point"
-    point = more.pop("point", str(sorted(swept.items())).encode().hex()[-12:])
+    point = fields.pop("point", str(sorted(swept.items())).encode().hex()[-12:])
     metrics = {
         "output_tokens_per_s": rate,
         "preemptions": 0,
@@ -63,7 +64,7 @@ def put(
         "failed": None,
         "workload": WORKLOAD,
         "metrics": metrics,
-        **more,
+        **fields,
     }
     rows = [
         {**request._asdict(), "branches": [b._asdict() for b in request.branches]}
@@ -105,19 +106,19 @@ def test_sweeps_are_compared_point_by_point(
     assert "engine.block_size=8 (5 pairs of repeats)" in text
     assert "only in A: engine.block_size=32" in text
     assert "of 2 intervals at 0.95, 0.1 exclude 1 by chance alone" in text
-    found = {
+    comparisons = {
         (row["point"], row["metric"]): row for row in json.loads(file.read_text())["comparisons"]
     }
-    real = found["engine.block_size=8", "output_tokens_per_s"]
+    real = comparisons["engine.block_size=8", "output_tokens_per_s"]
     assert 1.0 < real["low"] < 1.12 < real["high"] < 1.16
     assert (
         real["verdict"]
         == f"B is {real['ratio']:.2f} times A ({real['low']:.2f} to {real['high']:.2f}): real"
     )
-    same = found["engine.block_size=16", "output_tokens_per_s"]
-    assert same["low"] < 1.0 < same["high"]
-    assert same["verdict"].startswith("no difference can be shown: B is ")
-    assert found["engine.block_size=16", "preemptions"]["verdict"] == "the same in every run"
+    unchanged = comparisons["engine.block_size=16", "output_tokens_per_s"]
+    assert unchanged["low"] < 1.0 < unchanged["high"]
+    assert unchanged["verdict"].startswith("no difference can be shown: B is ")
+    assert comparisons["engine.block_size=16", "preemptions"]["verdict"] == "the same in every run"
 
 
 @pytest.mark.default_cases("True-3", "False-2")
@@ -143,18 +144,18 @@ def test_false_positive_rate_of_request_bootstrap(
     draw = np.random.default_rng(count)
     called = 0
     for _ in range(60):
-        own = draw.lognormal(0, 0.6, count)
-        a, b = (requests((own * draw.lognormal(0, 0.2, count)).tolist()) for _ in range(2))
+        base = draw.lognormal(0, 0.6, count)
+        a, b = (requests((base * draw.lognormal(0, 0.2, count)).tolist()) for _ in range(2))
         called += ": real" in of_requests(a, b, "ttft_s", percentile, 0.95).verdict
     assert called / 60 < 0.12
 
 
 def test_bootstrap_draws_requests_with_all_their_gaps() -> None:
     first = np.random.default_rng(1).lognormal(0, 0.5, 50).tolist()
-    found = of_requests(requests(first, 0.05), requests(first, 0.06), "itl_s", 90, 0.95)
-    assert found.ratio == pytest.approx(1.2)
-    assert found.low == pytest.approx(1.2)
-    assert ": real, of these 50 requests; one run each" in found.verdict
+    comparison = of_requests(requests(first, 0.05), requests(first, 0.06), "itl_s", 90, 0.95)
+    assert comparison.ratio == pytest.approx(1.2)
+    assert comparison.low == pytest.approx(1.2)
+    assert ": real, of these 50 requests; one run each" in comparison.verdict
 
 
 def test_single_runs_give_intervals_over_requests_only(
@@ -181,7 +182,7 @@ def test_single_runs_give_intervals_over_requests_only(
 
 @pytest.mark.parametrize("repeats", [1, 3])
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "difference"),
     [
         ({"arrival": 0.25}, "arrival of request 1: 0.0, 0.25"),
         ({"prompt_tokens": 6}, "prompt_tokens of request 1: 5, 6"),
@@ -194,7 +195,7 @@ def test_different_requests_with_equal_totals_are_not_paired(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     change: dict[str, Any],
-    said: str,
+    difference: str,
     repeats: int,
 ) -> None:
     for repeat in range(repeats):
@@ -206,7 +207,7 @@ def test_different_requests_with_equal_totals_are_not_paired(
     text = output_of(
         capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "ttft_s.p50"
     )
-    assert f"the workloads of repeat 0 differ in {said})" in text
+    assert f"the workloads of repeat 0 differ in {difference})" in text
     assert "of these" not in text
 
 
@@ -243,14 +244,14 @@ def test_differences_of_device_and_code_are_reported(
         (
             "itl_s",
             50,
-            waited([0.0] * 11, 1) + waited([0.0], 3),
-            waited([0.0] * 11, 1) + waited([0.0], 4),
+            requests_that_waited([0.0] * 11, 1) + requests_that_waited([0.0], 3),
+            requests_that_waited([0.0] * 11, 1) + requests_that_waited([0.0], 4),
         ),
         (
             "queue_s",
             90,
-            waited(([0.0] * 8 + [1.0] * 2) * 4, 2),
-            waited(([0.0] * 8 + [1.3] * 2) * 4, 2),
+            requests_that_waited(([0.0] * 8 + [1.0] * 2) * 4, 2),
+            requests_that_waited(([0.0] * 8 + [1.3] * 2) * 4, 2),
         ),
     ],
     ids=["no gap", "zeros"],
@@ -258,10 +259,10 @@ def test_differences_of_device_and_code_are_reported(
 def test_resamples_without_ratio_give_no_interval(
     name: str, percentile: int, a: list[RequestRecord], b: list[RequestRecord]
 ) -> None:
-    found = of_requests(a, b, name, percentile, 0.95)
-    assert found.ratio == pytest.approx(1.3 if name == "queue_s" else 1.0)
-    assert (found.low, found.high) == (None, None)
-    assert "resamples have no value, or a zero (B is 1." in found.verdict
+    comparison = of_requests(a, b, name, percentile, 0.95)
+    assert comparison.ratio == pytest.approx(1.3 if name == "queue_s" else 1.0)
+    assert (comparison.low, comparison.high) == (None, None)
+    assert "resamples have no value, or a zero (B is 1." in comparison.verdict
 
 
 def test_metric_without_interval_does_not_affect_others(
@@ -305,14 +306,14 @@ def test_unpaired_runs_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     text = output_of(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s")
     assert "B is 1.20 times A (1.17 to 1.22): real" in text  # Welch's, all the same
     assert f"1 of 4 runs of {tmp_path / 'b'} failed and are left out" in text
-    one, *_ = sorted((tmp_path / "a").glob("*/0"))
+    run_folder, *_ = sorted((tmp_path / "a").glob("*/0"))
     assert "A has one run: the noise between runs is not known" in output_of(
-        capsys, one, tmp_path / "b", "--metric", "output_tokens_per_s"
+        capsys, run_folder, tmp_path / "b", "--metric", "output_tokens_per_s"
     )
-    several = output_of(
+    output = output_of(
         capsys, f"{tmp_path}/a/*/[01]", tmp_path / "c", "--metric", "output_tokens_per_s"
     )
-    assert "A has repeats 0, 1, B 0, 1, 2" in several
+    assert "A has repeats 0, 1, B 0, 1, 2" in output
 
 
 def test_numbers_of_drafts_are_compared_if_a_side_has_them(
@@ -337,16 +338,17 @@ def test_numbers_of_drafts_are_compared_if_a_side_has_them(
 
     def rows(a: str, b: str) -> dict[str, str]:
         text = output_of(capsys, tmp_path / a, tmp_path / b)
-        found = [
+        lines = [
             line.split(maxsplit=1) for line in text.splitlines() if line.startswith("speculation.")
         ]
-        return {name.removeprefix("speculation."): " ".join(rest.split()) for name, rest in found}
+        return {name.removeprefix("speculation."): " ".join(cells.split()) for name, cells in lines}
 
     assert rows("none", "none") == {}
-    both = rows("a", "b")
-    assert list(both) == list(names)
+    numbers = rows("a", "b")
+    assert list(numbers) == list(names)
     assert (
-        both["acceptance"] == "0.500 0.750 B is 1.50 times A in every repeat: real, without noise"
+        numbers["acceptance"]
+        == "0.500 0.750 B is 1.50 times A in every repeat: real, without noise"
     )
     assert rows("none", "a")["tokens_per_decode"] == "- 2 only B has numbers of drafts"
     assert rows("a", "none")["accepted"] == "50 - only A has numbers of drafts"
@@ -380,14 +382,14 @@ def test_compare_reads_measured_sweeps(
     monkeypatch.setattr("experiments.report.write", lambda folder: folder)
     # of the bandwidth: steps take some 1.2 times as long
     for name, share in (("a", 1.0), ("b", 0.8)):
-        more = (
+        options = (
             "--out",
             str(tmp_path / name),
             "--set",
             f"simulate.bandwidth_share={share}",
             "--quiet",
         )
-        assert run.main([str(tmp_path / "unit.yaml"), *more]) == 0
+        assert run.main([str(tmp_path / "unit.yaml"), *options]) == 0
     capsys.readouterr()
     text = output_of(
         capsys,
@@ -401,10 +403,10 @@ def test_compare_reads_measured_sweeps(
     assert text.count("(3 pairs of repeats)") == 2
     assert text.count(": real") == 4
     assert text.count("the same in every run") == 2  # steps
-    once = output_of(
+    output = output_of(
         capsys, f"{tmp_path}/a/unit/*/0", f"{tmp_path}/b/unit/*/0", "--metric", "itl_s.p50"
     )
-    assert once.count("real, of these 10 requests") == 2
+    assert output.count("real, of these 10 requests") == 2
 
 
 def test_difference_without_noise_is_real() -> None:

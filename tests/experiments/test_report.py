@@ -19,7 +19,7 @@ from experiments.core.config import short_names
 
 
 def run(
-    order: int, repeat: int, swept: dict[str, Any], rate: float, gap: float = 0.05, **more: Any
+    order: int, repeat: int, swept: dict[str, Any], rate: float, gap: float = 0.05, **fields: Any
 ) -> dict[str, Any]:
     label = (
         ", ".join(f"{name}={swept[path]}" for path, name in short_names(swept).items())
@@ -57,7 +57,7 @@ def run(
         "run": f"p{order}/{repeat}",
         "failed": None,
         "metrics": metrics,
-        **more,
+        **fields,
     }
 
 
@@ -122,10 +122,8 @@ def test_axes_follow_swept_keys(swept: list[dict[str, Any]], axes: Axes) -> None
 def test_sentences_match_numbers() -> None:
     rows = sweep_points.points(GRID)
     text = " ".join(sweep_points.reading(GRID, rows, sweep_points.choose_axes(rows)))
-    best, worst = (
-        "block_size=128, max_num_batched_tokens=256",
-        "block_size=8, max_num_batched_tokens=64",
-    )
+    best = "block_size=128, max_num_batched_tokens=256"
+    worst = "block_size=8, max_num_batched_tokens=64"
     assert (
         f"Fastest is {best} with 281 output tokens/s (280 to 282 over 3 repeats): 2.78 times the slowest"
         in text
@@ -146,10 +144,10 @@ def test_sentences_match_numbers() -> None:
 
 
 def test_sentences_state_missing_repeats_and_failures() -> None:
-    once = [run(0, 0, {"seed": 1}, 100.0), run(1, 0, {"seed": 2}, 90.0)]
-    once[1]["metrics"]["tokens_sha256"] = "other"
-    rows = sweep_points.points(once)
-    text = " ".join(sweep_points.reading(once, rows, sweep_points.choose_axes(rows)))
+    single_runs = [run(0, 0, {"seed": 1}, 100.0), run(1, 0, {"seed": 2}, 90.0)]
+    single_runs[1]["metrics"]["tokens_sha256"] = "other"
+    rows = sweep_points.points(single_runs)
+    text = " ".join(sweep_points.reading(single_runs, rows, sweep_points.choose_axes(rows)))
     assert "Each point ran once, so how much of a difference is noise is not known." in text
     assert "The 2 runs generated 2 different sets of tokens." in text
     near = [
@@ -165,7 +163,7 @@ def test_sentences_state_missing_repeats_and_failures() -> None:
     assert sweep_points.reading(broken, [], Axes(None, ())) == [
         "All 1 runs failed; there is no result."
     ]
-    mixed = [*once, *broken]
+    mixed = [*single_runs, *broken]
     assert "1 of 3 runs failed and are left out." in sweep_points.reading(
         mixed, sweep_points.points(mixed), Axes(None, ())
     )
@@ -309,10 +307,8 @@ def test_report_is_written_from_run_folder(tmp_path: Path) -> None:
         "startup": {"load": 1.0, "compile": 20.0, "compilations": 7},
     }
     store.write_run(tmp_path / "p0" / "0", {"env.json": store.json_text(env)})
-    env["engine"], env["startup"] = (
-        {"block_size": 16},
-        {"load": 1.0, "compile": 30.0, "compilations": 7},
-    )
+    env["engine"] = {"block_size": 16}
+    env["startup"] = {"load": 1.0, "compile": 30.0, "compilations": 7}
     store.write_run(tmp_path / "p1" / "0", {"env.json": store.json_text(env)})
     page = report.write(tmp_path).read_text()
     assert re.search(r"saved by sharing<small>%</small>.*>8\.53<", page, re.DOTALL)
@@ -349,8 +345,8 @@ def speculating(order: int, repeat: int, rate: float, acceptance: float | None) 
         "acceptance": acceptance,
         "tokens_per_decode": 2.5 + repeat,
     }
-    found = run(order, repeat, {"engine.max_num_seqs": 2**order}, rate)
-    return {**found, "metrics": {**found["metrics"], "speculation": drafts}}
+    summary = run(order, repeat, {"engine.max_num_seqs": 2**order}, rate)
+    return {**summary, "metrics": {**summary["metrics"], "speculation": drafts}}
 
 
 def test_numbers_of_drafts_are_shown_if_a_point_has_them(tmp_path: Path) -> None:
@@ -395,12 +391,12 @@ def test_timeline_shows_drafts(tmp_path: Path) -> None:
 def test_clipped_lengths_are_shown() -> None:
     swept = {"engine.block_size": 8}
     workload = {"clipped_prompts": 3, "clipped_outputs": 4}
-    for runs, shown in (
+    for runs, values in (
         ([run(0, 0, swept, 1.0)], []),
         ([run(0, 0, swept, 1.0, workload=workload)], ["7"]),
     ):
         tiles = report.tiles(runs, sweep_points.points(runs))
-        assert [tile["value"] for tile in tiles if tile["title"] == "clipped lengths"] == shown
+        assert [tile["value"] for tile in tiles if tile["title"] == "clipped lengths"] == values
 
 
 def test_terminal_table() -> None:

@@ -15,8 +15,10 @@ SIMULATED = ("001", "002", "003", "004", "006", "007", "009", "011", "013", "014
 LONGEST = ("013", "014", "021")  # the numbers of the documents come from whole runs
 
 
-def claim(published, ours, factor=1.1, why=""):
-    return Claim("a paper", "a thing", published, Interval(ours, ours, ours), factor, "%", why)
+def claim(published, measured, factor=1.1, why=""):
+    return Claim(
+        "a paper", "a thing", published, Interval(measured, measured, measured), factor, "%", why
+    )
 
 
 def test_a_number_agrees_within_its_factor_of_the_published_one():
@@ -79,8 +81,8 @@ def answers(tmp_path, monkeypatch):
 def test_findings_are_written_and_read_back(tmp_path, answers, monkeypatch):
     assert reproduce.main(["042"]) == 0
     folder = tmp_path / "studies/042_answers"
-    kept = json.loads((folder / "findings.json").read_text())
-    assert reproduce.claims_of(kept) == answers.claims
+    saved = json.loads((folder / "findings.json").read_text())
+    assert reproduce.claims_of(saved) == answers.claims
     text = (folder / "README.md").read_text()
     for part in (
         "What is it?",
@@ -99,7 +101,7 @@ def test_findings_are_written_and_read_back(tmp_path, answers, monkeypatch):
 
 def test_quick_or_out_leaves_kept_files_unchanged(tmp_path, answers, monkeypatch):
     assert reproduce.main(["042"]) == 0
-    kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    contents = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     monkeypatch.chdir(tmp_path)
     for place, *options in (
         ("elsewhere", "--out", str(tmp_path / "elsewhere")),
@@ -113,7 +115,7 @@ def test_quick_or_out_leaves_kept_files_unchanged(tmp_path, answers, monkeypatch
         readme = (tmp_path / place / "042_answers/README.md").read_text()
         assert ("reproduce 042 --quick\n" in readme) == ("--quick" in options)
         assert (tmp_path / place / "042_answers/a.svg").is_file()
-    assert {path: path.read_bytes() for path in kept} == kept
+    assert {path: path.read_bytes() for path in contents} == contents
 
 
 def test_unwritable_out_folder_fails_before_anything_runs(tmp_path, answers, monkeypatch, capsys):
@@ -129,8 +131,8 @@ def test_unwritable_out_folder_fails_before_anything_runs(tmp_path, answers, mon
 
 
 def test_claim_row_has_factor_and_kind_of_range():
-    def cells(published, ours: Interval, factor=1.25):
-        return reproduce.row(Claim("a paper", "a thing", published, ours, factor, "x"))[2:]
+    def cells(published, measured: Interval, factor=1.25):
+        return reproduce.row(Claim("a paper", "a thing", published, measured, factor, "x"))[2:]
 
     assert cells(2.0, Interval(1.9, 2.1, 2.3, n=3)) == [
         "2 x",
@@ -140,15 +142,16 @@ def test_claim_row_has_factor_and_kind_of_range():
         "yes",
     ]
     assert cells(2.0, Interval(1.0, 2.0, 3.0, "range", 4))[1] == "2 (range 1 to 3, n = 4) x"
-    one = Interval(2.0, 2.0, 2.0)
+    interval = Interval(2.0, 2.0, 2.0)
     published = [
-        cells(found, one)[0] for found in ((1.0, 1000.0), (0.0, 9.0), (1.0, 28.3), (1.0, 3.0))
+        cells(claimed, interval)[0]
+        for claimed in ((1.0, 1000.0), (0.0, 9.0), (1.0, 28.3), (1.0, 3.0))
     ]
     assert published == ["at least 1 x", "at most 9 x", "1 to 28.3 x (wide)", "1 to 3 x"]
     assert cells((0.0, 9.0), exactly(0.0))[2:] == ["none", "1.25 x", "yes"]
     weak = [
-        reproduce.weak(claim(found, 2.0))
-        for found in ((1.0, 1000.0), (0.0, 9.0), (1.0, 28.3), (1.0, 3.0), 2.0)
+        reproduce.weak(claim(claimed, 2.0))
+        for claimed in ((1.0, 1000.0), (0.0, 9.0), (1.0, 28.3), (1.0, 3.0), 2.0)
     ]
     assert weak == [True, True, True, False, False]
 
@@ -175,33 +178,35 @@ def test_trace_study_reads_given_folder(tmp_path):
     assert {(policy, rate) for policy, rate in runs} == {
         (p, r) for p in ("fcfs", "shortest") for r in (1.0, 2.0)
     }
-    assert all(one["requests"] == 200 for several in runs.values() for one in several)
+    assert all(run["requests"] == 200 for group in runs.values() for run in group)
 
 
 def test_trace_study_without_traces_keeps_its_findings(capsys, tmp_path):
-    kept = (reproduce.STUDIES / "012_recorded_load" / reproduce.FINDINGS).read_bytes()
+    findings = (reproduce.STUDIES / "012_recorded_load" / reproduce.FINDINGS).read_bytes()
     assert reproduce.main(["012", "--out", str(tmp_path / "out")]) == 0
     assert (
         "012_recorded_load: keeps its last findings; it needs --traces FOLDER"
         in capsys.readouterr().err
     )
-    assert (reproduce.STUDIES / "012_recorded_load" / reproduce.FINDINGS).read_bytes() == kept
+    assert (reproduce.STUDIES / "012_recorded_load" / reproduce.FINDINGS).read_bytes() == findings
     assert reproduce.main(["012", "--traces", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "there is no *conv*.csv in the folder of --traces" in capsys.readouterr().err
 
 
 def test_kept_findings_are_full_runs_and_in_reproduction_table():
     """Committed findings are of full runs, and REPRODUCTION.md agrees with the studies' files."""
-    found = [
+    findings = [
         json.loads((reproduce.STUDIES / name / reproduce.FINDINGS).read_text())
         for name in reproduce.names()
     ]
-    assert not [one["name"] for one in found if one["quick"]]
+    assert not [finding["name"] for finding in findings if finding["quick"]]
     assert (reproduce.STUDIES.parents[1] / "REPRODUCTION.md").read_text() == reproduce.reproduction(
-        found
+        findings
     )
-    for one in found:
-        assert (reproduce.STUDIES / one["name"] / "README.md").read_text() == reproduce.readme(one)
+    for finding in findings:
+        assert (reproduce.STUDIES / finding["name"] / "README.md").read_text() == reproduce.readme(
+            finding
+        )
 
 
 def test_memory_shares_match_paper():
@@ -228,9 +233,10 @@ def test_memory_shares_match_paper():
 )
 def test_simulated_study_runs_quick(number):
     (name,) = reproduce.choose([number])
-    found = reproduce.run(name, quick=True)
-    assert found["answer"]
-    assert found["svg"]
+    findings = reproduce.run(name, quick=True)
+    assert findings["answer"]
+    assert findings["svg"]
     assert all(
-        claim["ours"].low <= claim["ours"].middle <= claim["ours"].high for claim in found["claims"]
+        claim["ours"].low <= claim["ours"].middle <= claim["ours"].high
+        for claim in findings["claims"]
     )

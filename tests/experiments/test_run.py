@@ -99,15 +99,15 @@ def test_sweep_end_to_end(tmp_path: Path, model: str, capsys: pytest.CaptureFixt
     assert env["stolen_share"] is None or 0 <= env["stolen_share"] <= 1
     assert env["attention_impl"] == env["engine"]["attention_impl"]
     requests = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
-    made = [[len(branch["token_ids"]) for branch in request["branches"]] for request in requests]
-    assert made == [[request["max_tokens"]] for request in requests]
+    lengths = [[len(branch["token_ids"]) for branch in request["branches"]] for request in requests]
+    assert lengths == [[request["max_tokens"]] for request in requests]
     steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     assert sum(step["sampled"] for step in steps) == frame["output_tokens"].iloc[0]
 
     # The saved config can be loaded: the same workload, and an engine without open choices.
-    (again,) = config.load(folder / "config.yaml")
-    assert again.experiment.workload == config.load(path)[0].experiment.workload
-    assert again.experiment.engine.num_blocks == 64
+    (repeated,) = config.load(folder / "config.yaml")
+    assert repeated.experiment.workload == config.load(path)[0].experiment.workload
+    assert repeated.experiment.engine.num_blocks == 64
 
     # A second time measures nothing; more repeats add only what is missing.
     before = {entry: entry.stat().st_mtime_ns for entry in tmp_path.rglob("summary.json")}
@@ -136,17 +136,20 @@ def test_runs_with_speculation_report_their_drafts(tmp_path: Path) -> None:
     assert run.main([str(tmp_path / "unit.yaml"), "--out", str(tmp_path), "--quiet"]) == 0
     plain, drafted = store.read_runs(tmp_path / "unit")
     assert "speculation" not in plain["metrics"]
-    found = drafted["metrics"]["speculation"]
-    assert 0 < found["accepted"] < found["drafts"]
-    assert found["acceptance"] == found["accepted"] / found["drafts"]
-    assert 1.5 < found["tokens_per_decode"] <= 4
+    speculation = drafted["metrics"]["speculation"]
+    assert 0 < speculation["accepted"] < speculation["drafts"]
+    assert speculation["acceptance"] == speculation["accepted"] / speculation["drafts"]
+    assert 1.5 < speculation["tokens_per_decode"] <= 4
     steps = [
-        [json.loads(line) for line in (Path(one["run"]) / "steps.jsonl").read_text().splitlines()]
-        for one in (plain, drafted)
+        [
+            json.loads(line)
+            for line in (Path(summary["run"]) / "steps.jsonl").read_text().splitlines()
+        ]
+        for summary in (plain, drafted)
     ]
     assert not any({"drafts", "accepted", "decodes"} & set(step) for step in steps[0])
     for name in ("drafts", "accepted"):
-        assert sum(step[name] for step in steps[1]) == found[name]
+        assert sum(step[name] for step in steps[1]) == speculation[name]
     prompts = plain["metrics"]["requests"]  # the first token of each comes from its prompt
     assert drafted["metrics"]["output_tokens"] - prompts == sum(
         step["decodes"] + step["accepted"] for step in steps[1]
@@ -157,17 +160,15 @@ def test_runs_with_speculation_report_their_drafts(tmp_path: Path) -> None:
 def test_a_mesh_is_swept_and_written_into_results(tmp_path: Path, model: str) -> None:
     path = write_config(tmp_path, model, sweep={"grid": {"engine.mesh": [None, {"tensor": 2}]}})
     assert run.main([str(path), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    found = {}
+    meshes = {}
     for folder in (tmp_path / "runs/unit").rglob("env.json"):
-        facts, resolved = (
-            json.loads(folder.read_text()),
-            yaml.safe_load((folder.parent / "config.yaml").read_text()),
-        )
+        facts = json.loads(folder.read_text())
+        resolved = yaml.safe_load((folder.parent / "config.yaml").read_text())
         assert facts["engine"]["mesh"] == resolved["engine"]["mesh"]
-        found[facts.get("placement")] = facts["engine"]["mesh"]
+        meshes[facts.get("placement")] = facts["engine"]["mesh"]
         assert json.loads((folder.parent / "summary.json").read_text())["failed"] is None
     placement = "2 devices (cpu; 0, 1), each with 2 heads, 1 key heads, MLP width 48, 160 tokens"
-    assert found == {None: None, placement: {"tensor": 2, "expert": 1}}
+    assert meshes == {None: None, placement: {"tensor": 2, "expert": 1}}
 
 
 def test_branch_i_uses_seed_plus_i(tmp_path: Path, model: str) -> None:
@@ -218,14 +219,14 @@ def test_compilation_in_measured_run_fails_it(
 
     from pagedjax.llm import LLM
 
-    asked = []
+    calls = []
 
     def order(waiting: Any, running: Any, cached: Any) -> Any:
         """First come first served, by a researcher who thinks with jnp: a new shape each time is a
         new program.
         """
-        asked.append(1)
-        jax.block_until_ready(jnp.arange(17 + len(asked)) * 3)
+        calls.append(1)
+        jax.block_until_ready(jnp.arange(17 + len(calls)) * 3)
         return waiting
 
     def make(**fields: Any) -> LLM:
@@ -354,11 +355,11 @@ def test_parallel_runs_equal_single_process_runs(
     path = write_config(tmp_path, "nothing is loaded", **SIMULATED)
 
     def files(folder: str) -> dict[str, str]:
-        found = [entry for entry in (tmp_path / folder).rglob("*") if entry.is_file()]
+        paths = [entry for entry in (tmp_path / folder).rglob("*") if entry.is_file()]
         apart = ("env.json", "sweep.json")  # when it started, and by which command
         return {
             str(e.relative_to(tmp_path / folder)): e.read_text()
-            for e in found
+            for e in paths
             if e.name not in apart
         }
 
@@ -367,7 +368,8 @@ def test_parallel_runs_equal_single_process_runs(
 
     monkeypatch.setattr("experiments.report.write", lambda folder: folder)
     assert measured("one") == 1  # the points that a model cannot hold
-    write_run, written = store.write_run, []
+    write_run = store.write_run
+    written = []
 
     def write(folder: Path, texts: dict[str, str]) -> None:
         if len(written) == 6:
@@ -379,7 +381,8 @@ def test_parallel_runs_equal_single_process_runs(
     with monkeypatch.context() as patch:
         patch.setattr(store, "write_run", write)
         assert measured("two", "--jobs", "2") == 130
-    alone, together = files("one"), files("two")
+    alone = files("one")
+    together = files("two")
     assert len([name for name in together if name.endswith("summary.json")]) == 6
     assert [name for name, text in together.items() if alone[name] != text] == [
         "side-by-side/runs.jsonl"
@@ -398,53 +401,54 @@ def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     drawing a report.
     """
     sweep = {"grid": {"engine.block_size": [4, 16]}}
-    path = write_config(tmp_path, "nothing is loaded", **{**SIMULATED, "sweep": sweep})
+    path = write_config(tmp_path, "nothing is loaded", **SIMULATED | {"sweep": sweep})
     monkeypatch.setattr("experiments.report.write", lambda folder: folder)
 
-    def measure(*more: str) -> int:
-        return run.main([str(path), "--out", str(tmp_path / "runs"), "--quiet", *more])
+    def measure(*options: str) -> int:
+        return run.main([str(path), "--out", str(tmp_path / "runs"), "--quiet", *options])
 
     return measure
 
 
-def made(tmp_path: Path) -> dict[str, int]:
+def modification_times(tmp_path: Path) -> dict[str, int]:
     """When each run was made."""
     return {str(entry.parent): entry.stat().st_mtime_ns for entry in tmp_path.rglob("summary.json")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "what", ["experiments.core.environment.source", "experiments.core.environment._version"]
+    "attribute", ["experiments.core.environment.source", "experiments.core.environment._version"]
 )
 def test_runs_of_other_code_are_named_and_not_mixed_with_new_repeats(
-    what: str,
+    attribute: str,
     simulated: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert simulated() == 0
-    first = made(tmp_path)
+    first = modification_times(tmp_path)
     (env, *_) = [json.loads(file.read_text()) for file in tmp_path.rglob("env.json")]
     assert len(env["source"]) == 16
     assert simulated() == 0
     assert "NOTE" not in capsys.readouterr().err
 
-    monkeypatch.setattr(what, lambda *_: "other")  # edited, and not committed; or another JAX
+    monkeypatch.setattr(attribute, lambda *_: "other")  # edited, and not committed; or another JAX
     assert simulated() == 0  # nothing is missing, so nothing is measured; a note is printed
-    said = capsys.readouterr().err
-    assert "NOTE: 4 finished runs were made by other code than this: " in said
-    assert all(folder in said for folder in first)
-    assert "--no-resume measures them again" in said
-    assert made(tmp_path) == first
+    errors = capsys.readouterr().err
+    assert "NOTE: 4 finished runs were made by other code than this: " in errors
+    assert all(folder in errors for folder in first)
+    assert "--no-resume measures them again" in errors
+    assert modification_times(tmp_path) == first
 
     assert simulated("--set", "engine.block_size=4", "--set", "repeats=3", "--dry-run") == 0
     assert "3 runs, 0 of them done" in capsys.readouterr().out
     assert simulated("--set", "engine.block_size=4", "--set", "repeats=3") == 0
     assert "They are measured again, because other repeats" in capsys.readouterr().err
-    now = made(tmp_path)
-    assert len(now) == 5
-    assert len([folder for folder in first if now[folder] == first[folder]]) == 2  # the other point
+    later = modification_times(tmp_path)
+    assert len(later) == 5
+    # the other point
+    assert len([folder for folder in first if later[folder] == first[folder]]) == 2
     assert simulated("--no-resume") == 0
     capsys.readouterr()
     assert simulated() == 0
@@ -459,7 +463,8 @@ def test_stopped_no_resume_leaves_unreached_runs_missing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert simulated() == 0
-    write_run, written = store.write_run, []
+    write_run = store.write_run
+    written = []
 
     def write(folder: Path, texts: dict[str, str]) -> None:
         if written:
@@ -496,16 +501,17 @@ def test_request_beyond_max_model_len_fails(
     simulated: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert simulated("--set", "workload.output={dist: fixed, value: 2000}") == 1
-    said = capsys.readouterr().err
+    errors = capsys.readouterr().err
     assert (
-        "20 of 20 requests would be cut off at engine.max_model_len, 64 tokens: r00000 has" in said
+        "20 of 20 requests would be cut off at engine.max_model_len, 64 tokens: r00000 has"
+        in errors
     )
-    assert "asks for 2000. Raise the limit, or bound the workload's lengths" in said
+    assert "asks for 2000. Raise the limit, or bound the workload's lengths" in errors
     assert simulated("--set", "workload.output={dist: fixed, value: 2000, max: 50}") == 0
     summaries = [
         store.read_summary(Path(row)) for row in experiments.load_runs(tmp_path / "runs")["run"]
     ]
-    assert {one["workload"]["clipped_outputs"] for one in summaries if one} == {20}
+    assert {summary["workload"]["clipped_outputs"] for summary in summaries if summary} == {20}
 
 
 def test_run_folder_has_copies_of_named_files(tmp_path: Path) -> None:
@@ -515,17 +521,17 @@ def test_run_folder_has_copies_of_named_files(tmp_path: Path) -> None:
     )
     tokens = {"kind": "tokens", "file": "w1.json"}
     plain = {**SIMULATED, "sweep": None, "workload": tokens, "repeats": 1}
-    path = write_config(tmp_path, "nothing", **{**plain, "engine": {"policy": "mine.py:MINE"}})
+    path = write_config(tmp_path, "nothing", **plain | {"engine": {"policy": "mine.py:MINE"}})
     (point,) = config.load(path)
     assert run.main([str(path), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    (kept,) = tmp_path.rglob("config.yaml")
+    (copied,) = tmp_path.rglob("config.yaml")
     for name in ("w1.json", "mine.py", "unit.yaml"):
         (tmp_path / name).unlink()
-    assert {"workload.json", "policy.py"} <= {file.name for file in kept.parent.iterdir()}
-    (again,) = config.load(kept)
-    assert again.content == point.content
-    assert again.experiment.workload.file == "workload.json"
-    assert run.main([str(kept), "--out", str(tmp_path / "again"), "--quiet"]) == 0
+    assert {"workload.json", "policy.py"} <= {file.name for file in copied.parent.iterdir()}
+    (repeated,) = config.load(copied)
+    assert repeated.content == point.content
+    assert repeated.experiment.workload.file == "workload.json"
+    assert run.main([str(copied), "--out", str(tmp_path / "again"), "--quiet"]) == 0
     first, second = (
         experiments.load_runs(tmp_path / name)["tokens_sha256"][0] for name in ("runs", "again")
     )
@@ -536,8 +542,8 @@ def test_parallel_jobs_need_simulated_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mixed = {"grid": {"simulate": [None, {"chip": "h200", "model": "llama-3-8b"}]}}
-    path = write_config(tmp_path, "nothing is loaded", **{**SIMULATED, "sweep": mixed})
-    whole = write_config(tmp_path / "whole", "nothing is loaded", **{**SIMULATED, "sweep": None})
+    path = write_config(tmp_path, "nothing is loaded", **SIMULATED | {"sweep": mixed})
+    unswept = write_config(tmp_path / "whole", "nothing is loaded", **SIMULATED | {"sweep": None})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for file, arguments, message in (
         (
@@ -547,7 +553,7 @@ def test_parallel_jobs_need_simulated_runs(
         ),
         (path, ["--jobs", "0"], "--jobs is 0; it must be at least 1"),
         (
-            whole,
+            unswept,
             ["--jobs", "2", "--backend", "ray"],
             "--backend is ray, which is not installed: pip install 'pagedjax",
         ),
@@ -580,14 +586,16 @@ def test_measure_is_the_command_as_a_function(tmp_path, capsys):
     assert (tmp_path / "runs" / "small" / "report.html").is_file()
     # nothing is measured again
     assert experiments.measure(path, out=tmp_path / "runs", jobs=2).equals(runs)
-    one = experiments.measure(path, {"sweep": None, "engine.block_size": 32}, out=tmp_path / "runs")
-    assert one["tokens_sha256"].tolist() == runs["tokens_sha256"].tolist()[:1]
-    assert experiments.load_runs(tmp_path / "runs" / "small").equals(one)
+    table = experiments.measure(
+        path, {"sweep": None, "engine.block_size": 32}, out=tmp_path / "runs"
+    )
+    assert table["tokens_sha256"].tolist() == runs["tokens_sha256"].tolist()[:1]
+    assert experiments.load_runs(tmp_path / "runs" / "small").equals(table)
     printed = capsys.readouterr()
     assert "error" not in printed.out + printed.err
-    again = json.loads((tmp_path / "runs" / "small" / "sweep.json").read_text())["command"]
-    assert again.startswith("python -m experiments.run ")
-    assert "engine.block_size=32" in again
+    command = json.loads((tmp_path / "runs" / "small" / "sweep.json").read_text())["command"]
+    assert command.startswith("python -m experiments.run ")
+    assert "engine.block_size=32" in command
     with pytest.raises(
         ValueError, match=r"engine.block_size is 0; it must be an integer of at least 1"
     ):

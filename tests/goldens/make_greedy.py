@@ -131,12 +131,12 @@ def compare_with_transformers(checkpoint: Checkpoint) -> int:
     """Assert that transformers' GGUF loader reads the same values; returns how many tensors were
     compared.
     """
-    other = transformers.AutoModelForCausalLM.from_pretrained(
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint.path.parent, gguf_file=checkpoint.path.name, dtype=torch.float32
     ).state_dict()
     for name, tensor in checkpoint.tensors.items():
-        np.testing.assert_array_equal(tensor.read(), other[name].numpy(), err_msg=name)
-    assert set(other) - set(checkpoint.tensors) <= {"lm_head.weight"}
+        np.testing.assert_array_equal(tensor.read(), reference[name].numpy(), err_msg=name)
+    assert set(reference) - set(checkpoint.tensors) <= {"lm_head.weight"}
     return len(checkpoint.tensors)
 
 
@@ -148,11 +148,14 @@ def greedy(
     from float64.
     """
     out: dict[str, Any] = {"token_ids": [], "logprobs": [], "margins": [], "top5": []}
-    ids, cache = torch.tensor([prompt]), None
+    ids = torch.tensor([prompt])
+    cache = None
     for step in range(num_tokens):
         result = model(input_ids=ids, past_key_values=cache, use_cache=True)
-        cache, logits = result.past_key_values, result.logits[0, -1].double()
-        logprobs, best = logits.log_softmax(-1), logits.topk(5)
+        cache = result.past_key_values
+        logits = result.logits[0, -1].double()
+        logprobs = logits.log_softmax(-1)
+        best = logits.topk(5)
         if step == 0:
             out["prompt_logprobs"] = prompt_logprobs(result.logits[0], prompt)
         out["token_ids"].append(int(best.indices[0]))
@@ -170,7 +173,7 @@ def prompt_logprobs(logits: torch.Tensor, prompt: list[int]) -> list[float | Non
 
 
 def entries(checkpoint: Checkpoint) -> dict[str, list[int]]:
-    """Name -> prompt token ids."""
+    """Return the token ids of each prompt, by name."""
     tokenizer = load_tokenizer(checkpoint)
     texts = {name: tokenizer.encode(text) for name, text in PROMPTS.items()}
     return texts | {
@@ -190,13 +193,13 @@ def main() -> None:
             del record["top5"]
         if name not in PROMPT_LOGPROBS:
             del record["prompt_logprobs"]
-        least = min(record["margins"])
+        smallest = min(record["margins"])
         source = {"text": PROMPTS[name]} if name in PROMPTS else {"messages": CHATS[name]}
         records.append(
-            {"name": name, **source, "prompt_token_ids": prompt, "min_margin": least, **record}
+            {"name": name, **source, "prompt_token_ids": prompt, "min_margin": smallest, **record}
         )
         print(
-            f"{name}: {len(prompt)} tokens, least margin {least}{' TOO SMALL' if least < SMALL_MARGIN else ''}"
+            f"{name}: {len(prompt)} tokens, least margin {smallest}{' TOO SMALL' if smallest < SMALL_MARGIN else ''}"
         )
     header = {
         "note": NOTE,

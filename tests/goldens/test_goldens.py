@@ -72,11 +72,11 @@ def test_goldens_regenerate():
     chosen = [entry for entry in greedy()["prompts"] if entry["name"] in ("name", "class", "chat")]
     assert len(chosen) == 3
     for entry in chosen:
-        again = make_greedy.greedy(model, entry["prompt_token_ids"], 8)
-        assert again["token_ids"] == entry["token_ids"][:8]
+        repeated = make_greedy.greedy(model, entry["prompt_token_ids"], 8)
+        assert repeated["token_ids"] == entry["token_ids"][:8]
         # another CPU may sum in another order
-        np.testing.assert_allclose(again["logprobs"], entry["logprobs"][:8], atol=2e-3)
-        np.testing.assert_allclose(again["margins"], entry["margins"][:8], atol=2e-3)
+        np.testing.assert_allclose(repeated["logprobs"], entry["logprobs"][:8], atol=2e-3)
+        np.testing.assert_allclose(repeated["margins"], entry["margins"][:8], atol=2e-3)
 
 
 @pytest.mark.oracle

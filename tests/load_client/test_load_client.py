@@ -27,7 +27,9 @@ class Stub:
     """
 
     def __init__(self) -> None:
-        self.first, self.gap, self.serial = 0.0, 0.0, False
+        self.first = 0.0
+        self.gap = 0.0
+        self.serial = False
         self.models: object = {"data": [{"id": "stub"}, {"id": "other"}]}
         self.bodies: list[dict] = []
         self.paths: list[str] = []
@@ -74,9 +76,11 @@ class Stub:
         return True
 
     async def _answer(self, writer: asyncio.StreamWriter, body: dict) -> bool:
-        asked = body["max_tokens"]
-        if 400 <= asked < 600:
-            return self._whole(writer, asked, {"error": {"message": f"the stub says {asked}"}})
+        max_tokens = body["max_tokens"]
+        if 400 <= max_tokens < 600:
+            return self._whole(
+                writer, max_tokens, {"error": {"message": f"the stub says {max_tokens}"}}
+            )
         writer.write(
             b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n"
         )
@@ -89,31 +93,31 @@ class Stub:
                     await writer.drain()
 
         chat = "messages" in body
-        more = (lambda word: delta(content=word)) if chat else text
+        piece = (lambda word: delta(content=word)) if chat else text
         if chat:
             await put(delta(role="assistant", content=""))
         await asyncio.sleep(self.first)
-        if asked >= 1000:
-            if asked == 1002:
-                await put(more("a"), {"error": {"message": "the engine stopped"}}, "[DONE]")
-            elif asked == 1003:
-                await put(more("ab"), delta("stop") if chat else text("", "stop"), "[DONE]")
-            elif asked == 1004:
+        if max_tokens >= 1000:
+            if max_tokens == 1002:
+                await put(piece("a"), {"error": {"message": "the engine stopped"}}, "[DONE]")
+            elif max_tokens == 1003:
+                await put(piece("ab"), delta("stop") if chat else text("", "stop"), "[DONE]")
+            elif max_tokens == 1004:
                 await put("[DONE]")
-            elif asked == 1005:
+            elif max_tokens == 1005:
                 await put("{")
             else:
-                await put(more("a"))
-                if asked == 1001:
+                await put(piece("a"))
+                if max_tokens == 1001:
                     await asyncio.sleep(30)
                 return False
         else:
-            for i in range(asked):
-                await put(more(f"w{i} "))
-                await asyncio.sleep(self.gap if i + 1 < asked else 0)
+            for i in range(max_tokens):
+                await put(piece(f"w{i} "))
+                await asyncio.sleep(self.gap if i + 1 < max_tokens else 0)
             await put(delta("length") if chat else text("", "length"))
             prompt = body.get("prompt") or body["messages"][0]["content"].split()
-            usage = {"prompt_tokens": len(prompt), "completion_tokens": asked}
+            usage = {"prompt_tokens": len(prompt), "completion_tokens": max_tokens}
             await put({"choices": [], "usage": usage}, "[DONE]")
         writer.write(b"0\r\n\r\n")
         return True
@@ -122,11 +126,14 @@ class Stub:
 @contextmanager
 def running() -> Iterator[tuple[Stub, str]]:
     """The stub on a free port, in a thread."""
-    stub, loop = Stub(), asyncio.new_event_loop()
-    ready, address = threading.Event(), []
+    stub = Stub()
+    loop = asyncio.new_event_loop()
+    ready = threading.Event()
+    address = []
 
     async def body() -> None:
-        stub.lock, stub.stop = asyncio.Lock(), asyncio.Event()
+        stub.lock = asyncio.Lock()
+        stub.stop = asyncio.Event()
         server = await asyncio.start_server(stub.serve, "127.0.0.1", 0)
         address.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         ready.set()
@@ -148,8 +155,8 @@ def running() -> Iterator[tuple[Stub, str]]:
 
 @pytest.fixture
 def server():
-    with running() as both:
-        yield both
+    with running() as stub:
+        yield stub
 
 
 def bench(url: str, *words: str, tmp_path=None) -> tuple[int, dict]:
@@ -178,7 +185,8 @@ def test_no_connection_is_kept_idle(server):
 
 def test_latencies_are_the_delays_of_the_server(server, tmp_path, capsys):
     stub, url = server
-    stub.first, stub.gap = 0.1, 0.03
+    stub.first = 0.1
+    stub.gap = 0.03
     words = [
         "--rate",
         "20",
@@ -223,21 +231,23 @@ def test_latencies_are_the_delays_of_the_server(server, tmp_path, capsys):
             Load(rate=20, requests=8, prompt_tokens="5:9", output_tokens="4", vocab=99)
         ).items
     ]
-    shown = capsys.readouterr().out
-    assert "8 of 8 completed" in shown
-    assert "first token (TTFT)" in shown
+    printed = capsys.readouterr().out
+    assert "8 of 8 completed" in printed
+    assert "first token (TTFT)" in printed
 
 
 def test_requests_do_not_wait_for_answers_and_latencies_include_the_queue(server, tmp_path):
     stub, url = server
-    stub.first, stub.serial = 0.1, True
+    stub.first = 0.1
+    stub.serial = True
     code, out = bench(
         url, "--arrivals", "at-once", "--requests", "6", "--output-tokens", "1", tmp_path=tmp_path
     )
     assert code == 0
     assert stub.most == 6
     assert out["summary"]["ttft_s"]["max"] >= 0.6
-    stub.most, stub.serial = 0, False
+    stub.most = 0
+    stub.serial = False
     words = [
         "--arrivals",
         "at-once",
@@ -279,9 +289,9 @@ def test_every_kind_of_failure_is_counted_and_the_exit_status_is_1(server, tmp_p
     assert s["output_tokens"] == 2 + 3 + 1  # the last without usage: its one chunk
     assert s["finished"] == {"length": 2, "stop": 1, "unknown": 1}
     assert s["duration_s"] < 10
-    shown = capsys.readouterr().out
-    assert "1 x status 429: the stub says 429" in shown
-    assert "2 answers came without usage" in shown
+    printed = capsys.readouterr().out
+    assert "1 x status 429: the stub says 429" in printed
+    assert "2 answers came without usage" in printed
 
 
 def test_a_chat_sends_messages_and_its_role_chunk_is_not_output(server, tmp_path):
@@ -395,10 +405,10 @@ def test_bad_arguments_are_one_line_and_nothing_is_sent(server, capsys, words, m
 
 def test_a_server_without_answer_or_without_models_is_an_error(server, capsys):
     stub, url = server
-    with running() as (_, gone):
+    with running() as (_, address):
         pass
-    assert bench(gone, "--rate", "1")[0] == 2
-    assert f"no server answers at {gone}" in capsys.readouterr().err
+    assert bench(address, "--rate", "1")[0] == 2
+    assert f"no server answers at {address}" in capsys.readouterr().err
     assert bench("127.0.0.1:8000", "--rate", "1")[0] == 2
     assert "it must be like http://127.0.0.1:8000" in capsys.readouterr().err
     stub.models = 401

@@ -43,10 +43,10 @@ def test_a_server_that_does_not_answer_has_no_counts():
 def test_a_load_run_prints_the_accepted_drafts(tiny, tmp_path, speculative):
     # as in tests/server/test_server.py, for the same programs
     sizes = ENGINE | {"token_buckets": (64,)}
-    with served_to(LLM(tiny, progress=False, speculative=speculative, **sizes)) as (found, _):
+    with served_to(LLM(tiny, progress=False, speculative=speculative, **sizes)) as (server, _):
         words = [
             "--url",
-            found.url,
+            server.url,
             "--requests",
             "4",
             "--arrivals",

@@ -51,10 +51,10 @@ def test_a_line_without_end_is_refused(monkeypatch):
 
 
 def reading(*events) -> AnswerReader:
-    one = AnswerReader()
+    reader = AnswerReader()
     for at, event in enumerate(events):
-        one.take(event if isinstance(event, str) else json.dumps(event), float(at))
-    return one
+        reader.take(event if isinstance(event, str) else json.dumps(event), float(at))
+    return reader
 
 
 def text(content: str, reason: str | None = None) -> dict:
@@ -71,7 +71,7 @@ def test_chunks_count_when_they_carry_output_and_usage_counts_tokens():
         "completion_tokens": 4,
         "prompt_tokens_details": {"cached_tokens": 8},
     }
-    one = reading(
+    completion = reading(
         text("a"),
         text("bc"),
         text(""),
@@ -79,13 +79,21 @@ def test_chunks_count_when_they_carry_output_and_usage_counts_tokens():
         {"choices": [], "usage": details},
         "[DONE]",
     )
-    assert (one.chunks, one.closed, one.finish_reason) == ([0.0, 1.0, 2.0], 3.0, "length")
-    assert (one.count("prompt_tokens"), one.count("completion_tokens"), one.cached) == (9, 4, 8)
+    assert (completion.chunks, completion.closed, completion.finish_reason) == (
+        [0.0, 1.0, 2.0],
+        3.0,
+        "length",
+    )
+    assert (
+        completion.count("prompt_tokens"),
+        completion.count("completion_tokens"),
+        completion.cached,
+    ) == (9, 4, 8)
     role = {"role": "assistant", "content": ""}
-    two = reading(
+    chat = reading(
         delta(**role), delta(content="a"), delta(content="", reason=None), delta("stop"), "[DONE]"
     )
-    assert (two.chunks, two.closed) == ([1.0, 2.0], 3.0)
+    assert (chat.chunks, chat.closed) == ([1.0, 2.0], 3.0)
     assert reading(delta(reasoning_content="hm")).chunks == [0.0]
     assert not carries_output({"delta": {}, "finish_reason": None})
     assert reading("[DONE]").closed == 0.0
@@ -133,5 +141,5 @@ def test_errors_in_a_stream_are_read_in_several_forms():
 )
 def test_invalid_events_raise_only_value_errors(event):
     with suppress(ValueError):
-        one = reading(event)
-        assert one.cached is None or isinstance(one.cached, int)
+        reader = reading(event)
+        assert reader.cached is None or isinstance(reader.cached, int)

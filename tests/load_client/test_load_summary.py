@@ -8,21 +8,13 @@ from pagedjax.load_client.summary import RequestTimes, spread, summarize, table
 
 
 def timed(arrival: float, *chunks: float, **fields) -> RequestTimes:
-    return RequestTimes(
-        **{
-            "arrival": arrival,
-            "due": arrival,
-            "sent": arrival,
-            "chunks": chunks,
-            "ended": chunks[-1],
-            **fields,
-        }
-    )
+    fields = {"due": arrival, "sent": arrival, "ended": chunks[-1], **fields}
+    return RequestTimes(arrival=arrival, chunks=chunks, **fields)
 
 
 def test_latencies_follow_their_definitions():
-    one = timed(1.0, 1.5, 1.75, 2.5, output_tokens=5, ended=3.5)
-    assert (one.ttft, one.gaps, one.tpot, one.e2e) == (0.5, (0.25, 0.75), 0.5, 2.5)
+    request = timed(1.0, 1.5, 1.75, 2.5, output_tokens=5, ended=3.5)
+    assert (request.ttft, request.gaps, request.tpot, request.e2e) == (0.5, (0.25, 0.75), 0.5, 2.5)
     assert timed(0.0, 1.0, 2.0).tokens == 2
     assert timed(0.0, 1.0, output_tokens=1).tpot is None
     silent = RequestTimes(arrival=1, due=1, sent=1, chunks=(), ended=4, output_tokens=3)
@@ -30,7 +22,7 @@ def test_latencies_follow_their_definitions():
 
 
 def test_the_summary_has_latencies_of_completed_requests_and_counts_of_failed_ones():
-    seen = [
+    requests = [
         timed(
             0.0,
             0.5,
@@ -59,7 +51,7 @@ def test_the_summary_has_latencies_of_completed_requests_and_counts_of_failed_on
             arrival=3, due=3, sent=3, chunks=(), ended=3, error="status 429", detail="full again"
         ),
     ]
-    s = summarize(seen, ttft=1.0, itl=0.5, lag=0.25)
+    s = summarize(requests, ttft=1.0, itl=0.5, lag=0.25)
     assert (s["requests"], s["completed"], s["failed"]) == (5, 2, {"status 429": 2, "timeout": 1})
     assert s["failed_because"] == {"status 429": "full", "timeout": "not complete"}
     assert s["finished"] == {"length": 1, "stop": 1}
@@ -82,7 +74,7 @@ def test_the_summary_has_latencies_of_completed_requests_and_counts_of_failed_on
     assert s["client"]["late_s"]["max"] == 0.25
     assert s["client"]["waited_s"]["max"] == 0.25
     assert json.loads(json.dumps(s)) == s
-    shown = table(s)
+    text = table(s)
     for part in (
         "2 of 5 completed in 5.00 s",
         "2 x status 429: full",
@@ -90,16 +82,16 @@ def test_the_summary_has_latencies_of_completed_requests_and_counts_of_failed_on
         "could not keep up",
         "1000.0",
     ):
-        assert part in shown
-    assert "waited for max_concurrency" in shown
+        assert part in text
+    assert "waited for max_concurrency" in text
 
 
 def test_goodput_needs_a_target_and_uses_the_given_ones():
-    seen = [timed(0.0, 1.0, 2.0), timed(0.0, 3.0, 3.5)]
-    assert summarize(seen)["goodput"] is None
-    assert summarize(seen, ttft=1.0)["goodput"]["share"] == 0.5
-    assert summarize(seen, itl=0.5)["goodput"]["share"] == 0.5
-    assert "goodput" not in table(summarize(seen))
+    requests = [timed(0.0, 1.0, 2.0), timed(0.0, 3.0, 3.5)]
+    assert summarize(requests)["goodput"] is None
+    assert summarize(requests, ttft=1.0)["goodput"]["share"] == 0.5
+    assert summarize(requests, itl=0.5)["goodput"]["share"] == 0.5
+    assert "goodput" not in table(summarize(requests))
 
 
 def test_a_run_without_completed_requests_has_a_summary():

@@ -148,11 +148,11 @@ def test_any_trace_is_read_as_by_a_slow_reader_or_refused_with_its_line(rows):
         with pytest.raises(ValueError, match=r"t\.csv, line \d+: "):
             trace_rows("t.csv", out.getvalue())
         return
-    found = trace_rows("t.csv", out.getvalue())
+    parsed = trace_rows("t.csv", out.getvalue())
     expected = [
         (datetime.fromisoformat(at), int(prompt), int(output)) for at, prompt, output in rows
     ]
-    assert [tuple(row) for row in found] == sorted(expected, key=lambda row: row[0])
+    assert [tuple(row) for row in parsed] == sorted(expected, key=lambda row: row[0])
 
 
 def is_plain(at: str, prompt: str, output: str) -> bool:

@@ -48,17 +48,18 @@ class Compilation:
 @pytest.fixture
 def compilation(monkeypatch) -> Iterator[Compilation]:
     trampolines.take()  # after it there are others
-    held = Compilation(compiler.object_code)
-    monkeypatch.setattr(compiler, "object_code", held)
-    yield held
-    held.may_end.set()
+    paused = Compilation(compiler.object_code)
+    monkeypatch.setattr(compiler, "object_code", paused)
+    yield paused
+    paused.may_end.set()
 
 
 @pytest.fixture
 def handler(request, monkeypatch, compilation) -> Handler:
     """A handler of float32 products that is not compiled, of a target of its own."""
     name = f"linear_of_{request.node.name}"
-    target, folder = f"pallas_kernels.tests.{name}", Path(cpu.__file__).parent
+    target = f"pallas_kernels.tests.{name}"
+    folder = Path(cpu.__file__).parent
     handler = Handler(name, target, cpu.__package__, folder, OPTIONS)
     monkeypatch.setitem(cpu.HANDLERS, FLOAT32, handler)
     monkeypatch.setattr(object_files, "place", lambda name, folder: None)
@@ -133,7 +134,10 @@ def test_targets_and_names_of_variants_differ():
     from pallas_kernels.paged_attention.cpu import implementation as attention
 
     handlers = [*cpu.HANDLERS.values(), *attention._HANDLERS.values()]
-    for values in ([one.target for one in handlers], [one.name for one in handlers]):
+    for values in (
+        [handler.target for handler in handlers],
+        [handler.name for handler in handlers],
+    ):
         assert len(set(values)) == len(values)
     for invariant in (False, True):
         kinds = [attention.handler_of("bfloat16", q, invariant) for q in ("bfloat16", "float32")]

@@ -1,4 +1,6 @@
-"""Object code of CPU kernels on disk: other processes find it, and ignore a file that has changed."""
+"""Object code of CPU kernels on disk: other processes find it, and ignore a file that has
+changed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ HANDLER = cpu.handler_of("float32", "float32", False)
 
 
 @pytest.fixture(scope="module")
-def kept() -> Path:
+def object_file() -> Path:
     """The file of this machine, from the cache that tests share."""
     HANDLER.wait()
     file = object_files.place(HANDLER.name, HANDLER.folder)
@@ -41,15 +43,17 @@ def kept() -> Path:
     return file
 
 
-def started(folder: Path) -> subprocess.Popen[str]:
-    """Starts a process that checks the kernel's results, and prints whether it compiled the kernel."""
+def start_process(folder: Path) -> subprocess.Popen[str]:
+    """Starts a process that checks the kernel's results, and prints whether it compiled the
+    kernel.
+    """
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder)}
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM], env=environment, cwd=ROOT, stdout=-1, stderr=-1, text=True
     )
 
 
-def compiled(process: subprocess.Popen[str]) -> bool:
+def has_compiled(process: subprocess.Popen[str]) -> bool:
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     return {"True": True, "False": False}[output.split()[-1]]
@@ -57,10 +61,8 @@ def compiled(process: subprocess.Popen[str]) -> bool:
 
 def undefined(code: bytes) -> Iterator[str]:
     """The undefined symbols of an ELF object of 64 bits."""
-    (sections,), (size, count) = (
-        struct.unpack_from("<Q", code, 40),
-        struct.unpack_from("<HH", code, 58),
-    )
+    (sections,) = struct.unpack_from("<Q", code, 40)
+    size, count = struct.unpack_from("<HH", code, 58)
     table = [struct.unpack_from("<IIQQQQII", code, sections + size * i) for i in range(count)]
     for _, kind, _, _, offset, length, link, _ in table:
         if kind == 2:  # the table of symbols
@@ -71,9 +73,9 @@ def undefined(code: bytes) -> Iterator[str]:
                     yield code[begin : code.index(b"\0", begin)].decode()
 
 
-def test_a_process_that_finds_object_code_does_not_compile(kept, tmp_path):
-    shutil.copy(kept, tmp_path)
-    assert not compiled(started(tmp_path))
+def test_a_process_that_finds_object_code_does_not_compile(object_file, tmp_path):
+    shutil.copy(object_file, tmp_path)
+    assert not has_compiled(start_process(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -107,10 +109,10 @@ def test_stored_object_code_is_read_and_changed_files_are_not(tmp_path):
     assert object_files.read(file) is None
     object_files.keep(file, code)
     assert object_files.read(file) == code
-    whole = file.read_bytes()
-    changed = bytearray(whole)
+    content = file.read_bytes()
+    changed = bytearray(content)
     changed[-9] ^= 1
-    for wrong in (whole[:-1], whole[: len(whole) // 2], b"", bytes(changed), whole + b" "):
+    for wrong in (content[:-1], content[: len(content) // 2], b"", bytes(changed), content + b" "):
         file.write_bytes(wrong)
         assert object_files.read(file) is None
     object_files.keep(file, code)
@@ -131,8 +133,8 @@ def test_a_folder_that_cannot_be_written_gives_no_error(tmp_path):
 
 
 def test_old_files_are_deleted(tmp_path):
-    others = tmp_path / "jit_step-0123-cache"
-    others.write_text("XLA's")
+    unrelated = tmp_path / "jit_step-0123-cache"
+    unrelated.write_text("XLA's")
     for i in range(object_files.MOST + 3):
         file = tmp_path / f"{HANDLER.name}-{i}"
         object_files.keep(file, b"code")
@@ -140,36 +142,44 @@ def test_old_files_are_deleted(tmp_path):
     object_files.keep(tmp_path / f"{HANDLER.name}-last", b"code")
     names = {path.name.removeprefix(f"{HANDLER.name}-") for path in tmp_path.iterdir()}
     newest = range(4, object_files.MOST + 3)
-    assert names == {others.name, "last", *map(str, newest)}
+    assert names == {unrelated.name, "last", *map(str, newest)}
 
 
 def test_file_name_depends_on_source_and_settings(tmp_path, monkeypatch):
     for source in Path(cpu.__file__).parent.glob("*.py"):
         shutil.copy(source, tmp_path)
-    same = object_files.place("kernel", tmp_path)
-    assert same == object_files.place("kernel", HANDLER.folder)
-    found = [same, object_files.place("another", tmp_path)]
+    path = object_files.place("kernel", tmp_path)
+    assert path == object_files.place("kernel", HANDLER.folder)
+    paths = [path, object_files.place("another", tmp_path)]
     for name in ("kernel.py", "vectors.py", "items.py"):
         (tmp_path / name).write_text((tmp_path / name).read_text("utf-8") + "\n", "utf-8")
-        found.append(object_files.place("kernel", tmp_path))
+        paths.append(object_files.place("kernel", tmp_path))
     monkeypatch.setenv(compiler.CPU_FEATURES, "+avx2")
-    found.append(object_files.place("kernel", tmp_path))
+    paths.append(object_files.place("kernel", tmp_path))
     shared = tmp_path / "shared"
     shutil.copytree(Path(object_files.__file__).parent, shared)
     (shared / "memory.py").write_text("changed")
     monkeypatch.setattr(object_files, "__file__", str(shared / "object_files.py"))
-    found.append(object_files.place("kernel", tmp_path))
-    assert len(set(found)) == len(found)
+    paths.append(object_files.place("kernel", tmp_path))
+    assert len(set(paths)) == len(paths)
     assert object_files.place("kernel", tmp_path / "nowhere") is None
 
 
 @pytest.mark.slow
-def test_concurrent_processes_replace_a_broken_file(kept, tmp_path):
-    file, nowhere = tmp_path / kept.name, tmp_path / "nowhere"
-    file.write_bytes(kept.read_bytes()[:-100])
+def test_concurrent_processes_replace_a_broken_file(object_file, tmp_path):
+    file = tmp_path / object_file.name
+    nowhere = tmp_path / "nowhere"
+    file.write_bytes(object_file.read_bytes()[:-100])
     nowhere.write_text("no folder")
     assert all(
-        [compiled(process) for process in [started(tmp_path), started(tmp_path), started(nowhere)]]
+        [
+            has_compiled(process)
+            for process in [
+                start_process(tmp_path),
+                start_process(tmp_path),
+                start_process(nowhere),
+            ]
+        ]
     )
-    assert not compiled(started(tmp_path))
-    assert [path.name for path in tmp_path.glob(f"{HANDLER.name}*")] == [kept.name]
+    assert not has_compiled(start_process(tmp_path))
+    assert [path.name for path in tmp_path.glob(f"{HANDLER.name}*")] == [object_file.name]

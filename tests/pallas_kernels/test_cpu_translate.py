@@ -23,8 +23,8 @@ WIDTH: Any = Option("width")
 PLACES = 3, 5, 8
 
 
-def made(function: Any, **options: int) -> Any:
-    """The compiled function, of words."""
+def native_function(function: Any, **options: int) -> Any:
+    """The compiled function, which takes and returns words of 64 bits."""
     translation = Translation()
     translation.export(function, "tested", options)
     (address,) = object_files.load(compiler.object_code(translation, level=1), "tested")
@@ -33,7 +33,7 @@ def made(function: Any, **options: int) -> Any:
 
 
 def assert_same(function: Any, *ranges: Any) -> None:
-    native = made(function)
+    native = native_function(function)
     for arguments in itertools.product(*ranges):
         assert native(*arguments) == function.function(*arguments), arguments
 
@@ -44,7 +44,7 @@ def test_divisions_round_down():
         return 1000 * (a // b) + a % b + 7 * (a // 48) + -(-a // 16) - a % 64
 
     assert_same(divided, NUMBERS, [number for number in NUMBERS if number])
-    assert made(divided)(0, 0) == 0
+    assert native_function(divided)(0, 0) == 0
 
 
 def test_loops_end_as_those_of_python():
@@ -77,7 +77,7 @@ def test_what_follows_a_decisive_value_is_not_evaluated():
             return 1
         return 2 if not (limit > 5 and load_float(address) > 0) else 3
 
-    native = made(read)
+    native = native_function(read)
     number = ctypes.c_float(4)
     assert [native(0, 3), native(0, 9)] == [1, 1]
     assert [native(ctypes.addressof(number), limit) for limit in (3, 4, 6)] == [2, 2, 1]
@@ -104,7 +104,7 @@ def test_results_of_other_functions_and_choices():
         largest = max(a, b, 3) if is_far else min(a, b, -3)
         return largest + (10 if is_far else 20)
 
-    native = made(chosen)
+    native = native_function(chosen)
     for a, b in itertools.product(NUMBERS, NUMBERS):
         assert native(a, b) == (max(a, b, 3) + 10 if abs(a - b) > 5 else min(a, b, -3) + 20)
 
@@ -117,17 +117,19 @@ def test_numbers_are_float32():
     @compiled
     def number(a, b):
         place = malloc(8)
-        ratio, other = both(np.float32(a), np.float32(b))
-        store_float(place, -max(ratio, other))
-        same = load_float(place) == np.float32(a) * np.float32(0.1)
+        ratio, difference = both(np.float32(a), np.float32(b))
+        store_float(place, -max(ratio, difference))
+        equal = load_float(place) == np.float32(a) * np.float32(0.1)
         store_float(place, np.float32(a) * np.float32(0.1) + load_float(place))
         scaled = 1 if load_float(place) > 0 else 0
         free(place)
-        return scaled + 2 * same
+        return scaled + 2 * equal
 
-    native = made(number)
+    native = native_function(number)
     for a, b in itertools.product((-3, 1, 2), (-1, 1, 3)):
-        x, y, tenth = np.float32(a), np.float32(b), np.float32(a) * np.float32(0.1)
+        x = np.float32(a)
+        y = np.float32(b)
+        tenth = np.float32(a) * np.float32(0.1)
         largest = max(x / y, np.exp(x) - y)
         assert native(a, b) == (tenth - largest > 0) + 2 * (tenth == -largest)
 
@@ -143,10 +145,10 @@ def test_a_variant_has_the_code_of_its_options_alone():
             return unknown(a)
         return a * WIDTH + (PLACES[1] if WIDTH == 4 else 0)
 
-    assert made(of_width, width=2)(21) == 42
+    assert native_function(of_width, width=2)(21) == 42
     wrong = r"test_cpu_translate.py:\d+: an attribute of anything but a module cannot be translated"
     with pytest.raises(TypeError, match=wrong):
-        made(of_width, width=4)
+        native_function(of_width, width=4)
     with pytest.raises(TypeError, match="option 'width' has a value in translated code alone"):
         bool(WIDTH)
 
@@ -168,13 +170,13 @@ def test_what_is_not_known_is_named_with_its_line():
     def strings(a):
         return len("words") + a
 
-    for function, what in (
+    for function, reason in (
         (chained, "a chain of comparisons"),
         (mixed, "an operation of a word and a float32 number"),
         (named, "the name nowhere, which has no value,"),
         (strings, "a call of <built-in function len>"),
     ):
         line = function.function.__code__.co_firstlineno + 2
-        message = f"test_cpu_translate.py:{line}: {what} cannot be translated"
+        message = f"test_cpu_translate.py:{line}: {reason} cannot be translated"
         with pytest.raises(TypeError, match=message):
-            made(function)
+            native_function(function)

@@ -50,15 +50,16 @@ def test_a_kernel_on_a_mesh_finds_the_kind_of_its_device():
     """Tiles are chosen by it, also where the chip is not here and the first device is a CPU."""
     h200 = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
     auto = (jax.sharding.AxisType.Auto,)  # newer versions of JAX have explicit axes by default
-    mesh, found = jax.sharding.AbstractMesh((2,), ("x",), axis_types=auto, abstract_device=h200), []
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), axis_types=auto, abstract_device=h200)
+    kinds = []
     spec = jax.sharding.PartitionSpec("x")
 
     def body(x):
-        found.append(device_kind())
+        kinds.append(device_kind())
         return x
 
     jax.eval_shape(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec), jnp.zeros(2))
-    assert found == ["NVIDIA H200"]
+    assert kinds == ["NVIDIA H200"]
     assert device_kind() == jax.devices()[0].device_kind
 
 
@@ -76,12 +77,12 @@ def test_every_supported_gpu_shape_is_compiled():
     cases = list(aot.cases())
     assert len(set(cases)) == len(cases)
     for kernel in ("decode", "chunks"):
-        mine = [case for case in cases if case.kernel == kernel]
-        assert {(c.head_size, c.block_size) for c in mine} == {
+        kernel_cases = [case for case in cases if case.kernel == kernel]
+        assert {(c.head_size, c.block_size) for c in kernel_cases} == {
             (d, s) for d in pallas_gpu.HEAD_SIZES for s in pallas_gpu.BLOCK_SIZES
         }
-        assert {case.dtype for case in mine} == set(pallas_gpu.DTYPES)
-        assert max(case.group for case in mine) == pallas_gpu.MAX_GROUP
+        assert {case.dtype for case in kernel_cases} == set(pallas_gpu.DTYPES)
+        assert max(case.group for case in kernel_cases) == pallas_gpu.MAX_GROUP
     assert {
         (case.queries, case.group, case.head_size) for case in cases if case.block_size == 16
     } >= {
@@ -122,12 +123,12 @@ raise SystemExit(aot.main(["--target", "{target}", "--quick"]))
 """
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     root = Path(__file__).parents[2]
-    done = subprocess.run(
+    child = subprocess.run(
         [sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True
     )
-    assert {line for line in done.stdout.splitlines() if line.startswith("platforms")} == {
+    assert {line for line in child.stdout.splitlines() if line.startswith("platforms")} == {
         "platforms: cpu"
-    }, done.stderr
+    }, child.stderr
 
 
 @needs_compiler
@@ -177,8 +178,8 @@ def test_tuning_on_another_device_is_an_error(capsys):
     ],
 )
 def test_tiles_have_the_name_of_their_device(name, kind, wrong):
-    found = tune.wrong_name(name, kind)
-    assert found.startswith(wrong) if wrong else found == ""
+    complaint = tune.wrong_name(name, kind)
+    assert complaint.startswith(wrong) if wrong else complaint == ""
 
 
 def test_written_tiles_are_read_back(tmp_path, monkeypatch):
@@ -195,13 +196,13 @@ def test_candidates_fit_and_include_the_present_tiles():
 
     start = Tiles.read("h200")
     for d in pallas_gpu.HEAD_SIZES:
-        found = list(tune.decode_candidates(start, d))
-        assert start in found
-        assert all(decode.shared_bytes(d, 4, 2, one) <= tune.SHARED for one in found)
+        candidates = list(tune.decode_candidates(start, d))
+        assert start in candidates
+        assert all(decode.shared_bytes(d, 4, 2, tiles) <= tune.SHARED for tiles in candidates)
     assert start in tune.chunk_candidates(start)
     assert start in tune.split_candidates(start)
     assert all(
-        chunks.shared_bytes(128, 2, one) <= tune.SHARED for one in tune.chunk_candidates(start)
+        chunks.shared_bytes(128, 2, tiles) <= tune.SHARED for tiles in tune.chunk_candidates(start)
     )
 
 
@@ -231,7 +232,9 @@ def test_a_tuning_that_is_stopped_leaves_the_numbers_so_far(tmp_path, monkeypatc
             raise KeyboardInterrupt
         return tiles
 
-    kept, start, file = Tiles.read("h200"), Tiles.of("cpu"), tmp_path / "tune.json"
+    tiles_before = Tiles.read("h200")
+    start = Tiles.of("cpu")
+    file = tmp_path / "tune.json"
     monkeypatch.setattr(tune, "program", program)
     time = lambda tiles, *_: timing.Times(tiles.decode_stages + tiles.min_split / 1000, 0.0)  # noqa: E731
     monkeypatch.setattr(tune, "device_times", time)
@@ -240,12 +243,12 @@ def test_a_tuning_that_is_stopped_leaves_the_numbers_so_far(tmp_path, monkeypatc
     fields = json.loads(file.read_text(encoding="utf-8"))
     assert (fields["decode_stages"], fields["min_split"]) == (2, 128)
     assert fields["chunk_stages"] == start.chunk_stages
-    assert Tiles.read("h200") == kept, "a rehearsal writes no tiles"
+    assert Tiles.read("h200") == tiles_before, "a rehearsal writes no tiles"
 
 
 def test_times_are_those_of_one_call_and_a_cpu_has_no_busy_time():
     rows = [jnp.ones(3), jnp.zeros(3)]
-    program = jax.jit(lambda many: [row + 1 for row in many])
+    program = jax.jit(lambda arrays: [row + 1 for row in arrays])
     times = timing.device_times(program, rows, rounds=2)
     assert times[0] is None
     assert 0 < times[1] < 10
@@ -253,17 +256,17 @@ def test_times_are_those_of_one_call_and_a_cpu_has_no_busy_time():
 
 def test_inputs_of_a_measurement_have_separate_pages_for_every_row():
     shape = timing.Shape(rows=5, queries=3, context=40, heads=2, group=3, d=64, s=16)
-    made = timing.inputs(shape, seed=1)
-    assert sorted(made.block_tables.ravel().tolist()) == list(range(1, 16))  # page 0 is unused
-    out = paged_attention(*made, scale=0.125, impl="reference")
+    arrays = timing.inputs(shape, seed=1)
+    assert sorted(arrays.block_tables.ravel().tolist()) == list(range(1, 16))  # page 0 is unused
+    out = paged_attention(*arrays, scale=0.125, impl="reference")
     dims = chex.Dimensions(T=15, N=6, K=2, P=16, S=16, D=64, B=5, M=3)
-    chex.assert_shape([out, made.q], dims["TND"])
-    chex.assert_shape([made.k_pages, made.v_pages], dims["PKSD"])
-    chex.assert_shape(made.block_tables, dims["BM"])
-    chex.assert_type([out, made.q, made.k_pages, made.v_pages], jnp.bfloat16)
-    chex.assert_trees_all_equal(made.seq_lens, jnp.full(5, 40, jnp.int32), strict=True)
+    chex.assert_shape([out, arrays.q], dims["TND"])
+    chex.assert_shape([arrays.k_pages, arrays.v_pages], dims["PKSD"])
+    chex.assert_shape(arrays.block_tables, dims["BM"])
+    chex.assert_type([out, arrays.q, arrays.k_pages, arrays.v_pages], jnp.bfloat16)
+    chex.assert_trees_all_equal(arrays.seq_lens, jnp.full(5, 40, jnp.int32), strict=True)
     assert shape.cache_bytes == 5 * 40 * (
-        made.k_pages[0, :, 0].nbytes + made.v_pages[0, :, 0].nbytes
+        arrays.k_pages[0, :, 0].nbytes + arrays.v_pages[0, :, 0].nbytes
     )
     assert shape.flops == 5 * (38 + 39 + 40) * 6 * 4 * 64
 
@@ -282,9 +285,9 @@ def test_every_supported_tpu_shape_is_compiled():
     }
     assert {(case.head_size, case.block_size, case.dtype) for case in cases} >= claimed
     for d in pallas_tpu.HEAD_SIZES:
-        mine = [case for case in cases if case.head_size == d]
-        assert max(case.group for case in mine) == pallas_tpu.MAX_GROUP
-        assert {name for case in mine for name, _ in case.options} == {"window", "soft_cap"}
+        size_cases = [case for case in cases if case.head_size == d]
+        assert max(case.group for case in size_cases) == pallas_tpu.MAX_GROUP
+        assert {name for case in size_cases for name, _ in case.options} == {"window", "soft_cap"}
     models = {
         (case.heads * case.group, case.heads, case.head_size) for case in aot_tpu.quick(cases)
     }
@@ -356,21 +359,25 @@ def test_bundles_of_a_row_are_counted_as_often_as_its_loops_turn():
 
 def test_too_little_vmem_is_an_error_with_the_setting_to_lower():
     text = "RESOURCE_EXHAUSTED: E1001: x\nScoped allocation with size 20.00M and limit 14.00M exceeded scoped vmem limit"
-    said = aot_tpu.why(RuntimeError(text))
-    assert "needs 20.00M of VMEM and vmem_limit is 14.00M" in said
-    assert "lower decode_step" in said
+    reason = aot_tpu.why(RuntimeError(text))
+    assert "needs 20.00M of VMEM and vmem_limit is 14.00M" in reason
+    assert "lower decode_step" in reason
     assert aot_tpu.why(TypeError("no")) == "does not compile: TypeError: no"
 
 
 def test_a_roofline_counts_bytes_and_operations():
-    tiles, case = TpuTiles.read("v5e"), aot_tpu.Case(8, 4, 128, 16)
-    found = aot_tpu.estimates(case, tiles)
-    cache, queries = 64 * 1024 * 2 * 8 * 128 * 2, 64 * 2 * 32 * 128 * 2
-    assert found["decode"].nbytes == cache + queries
-    assert found["decode"].seconds == pytest.approx(found["decode"].nbytes / tiles.bandwidth)
-    assert found["short4"].nbytes == cache + 4 * queries
-    assert found["short4"].flops == 64 * 4 * 32 * 128 * (1021 + 1022 + 1023 + 1024)
-    assert found["chunks"].flops == 4 * 32 * 128 * sum(range(1, 2049))
+    tiles = TpuTiles.read("v5e")
+    case = aot_tpu.Case(8, 4, 128, 16)
+    estimates = aot_tpu.estimates(case, tiles)
+    cache = 64 * 1024 * 2 * 8 * 128 * 2
+    queries = 64 * 2 * 32 * 128 * 2
+    assert estimates["decode"].nbytes == cache + queries
+    assert estimates["decode"].seconds == pytest.approx(
+        estimates["decode"].nbytes / tiles.bandwidth
+    )
+    assert estimates["short4"].nbytes == cache + 4 * queries
+    assert estimates["short4"].flops == 64 * 4 * 32 * 128 * (1021 + 1022 + 1023 + 1024)
+    assert estimates["chunks"].flops == 4 * 32 * 128 * sum(range(1, 2049))
     windowed = aot_tpu.estimates(aot_tpu.Case(8, 4, 128, 16, options=(("window", 256),)), tiles)
     assert windowed["decode"].nbytes == cache / 4 + queries
 
@@ -387,7 +394,7 @@ def test_rings_beyond_vmem_are_reported():
         "--stages",
         "99",
     ]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "FAILED: needs " in done.stdout
-    assert "of VMEM and vmem_limit is 14" in done.stdout
+    child = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert child.returncode == 1
+    assert "FAILED: needs " in child.stdout
+    assert "of VMEM and vmem_limit is 14" in child.stdout

@@ -36,7 +36,9 @@ class Case(NamedTuple):
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """k_pages, v_pages [P, K, S, D], k, v [T, K, D], slots [T]."""
-        rng, slots, page = np.random.default_rng(0), [], 1
+        rng = np.random.default_rng(0)
+        slots = []
+        page = 1
         for begin, count in self.rows:
             position = np.arange(begin, begin + count)
             slots += list((page + position // self.s) * self.s + position % self.s)
@@ -51,20 +53,21 @@ class Case(NamedTuple):
 
 def expected(pages: np.ndarray, new: np.ndarray, slots: np.ndarray) -> np.ndarray:
     """Pages [P, K, S, D] with the new tokens in their slots, one after another."""
-    pages, s = pages.copy(), pages.shape[2]
+    pages = pages.copy()
+    s = pages.shape[2]
     for slot, token in zip(slots, new.astype(pages.dtype), strict=True):
         pages[slot // s, :, slot % s] = token
     return pages
 
 
-def assert_written(found: tuple[jax.Array, ...], case: Case) -> None:
+def assert_written(written: tuple[jax.Array, ...], case: Case) -> None:
     """Compares the pages in rows of any length. Page 0 has padding and may have anything."""
     k_pages, v_pages, k, v, slots = case.arrays()
-    (p, heads, s, d), t = k_pages.shape, len(slots)
-    dims = chex.Dimensions(P=p, K=heads, S=s, D=d, T=t)
+    p, heads, s, d = k_pages.shape
+    dims = chex.Dimensions(P=p, K=heads, S=s, D=d, T=len(slots))
     chex.assert_shape([k, v], dims["TKD"])
     chex.assert_shape(slots, dims["T"])
-    for pages, old, new in zip(found, (k_pages, v_pages), (k, v), strict=True):
+    for pages, old, new in zip(written, (k_pages, v_pages), (k, v), strict=True):
         pages = np.asarray(pages).reshape(dims["PKSD"])
         chex.assert_type(pages, old.dtype)
         chex.assert_trees_all_equal(pages[1:], expected(old, new, slots)[1:], strict=True)
@@ -100,9 +103,9 @@ class WithAndWithoutJit(chex.TestCase):
         pages = jnp.zeros((2, 1, 2, 4), jnp.uint8)
         values = jnp.array([[[1e6, -1e6, 3.3, np.nan]]], jnp.float32)
         call = self.variant(partial(kv_write.write, rows=1, impl="xla"))
-        for found in call(pages, pages, values, values, jnp.array([2], jnp.int32)):
-            chex.assert_type(found, jnp.uint8)
-            stored = jax.lax.bitcast_convert_type(found, jnp.float8_e4m3fn)[1, 0, 0].astype(
+        for result in call(pages, pages, values, values, jnp.array([2], jnp.int32)):
+            chex.assert_type(result, jnp.uint8)
+            stored = jax.lax.bitcast_convert_type(result, jnp.float8_e4m3fn)[1, 0, 0].astype(
                 jnp.float32
             )
             chex.assert_trees_all_equal(stored, jnp.array([448, -448, 3.25, np.nan]))
@@ -207,7 +210,7 @@ def test_the_checks_detect_a_missing_wait(phase, mode, monkeypatch):
     """A wait for the pieces that are read, or for those that are written back."""
     right = pallas_tpu.wait
     monkeypatch.setattr(
-        pallas_tpu, "wait", lambda copies, which: which != phase and right(copies, which)
+        pallas_tpu, "wait", lambda copies, kind: kind != phase and right(copies, kind)
     )
     with pytest.raises(Exception, match=r"without an order|Arrays are not equal|[Ss]emaphore"):
         check(Case(), mode)

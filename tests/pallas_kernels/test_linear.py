@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.linear import IMPLS, LowRank, Matrix, Norm, linear
+from tests import drawn
+from tests.pallas_kernels import older_cpus
 
 pytestmark = pytest.mark.few_optimisations
 ROOT = Path(__file__).parents[2]
@@ -99,23 +98,27 @@ def low_rank(
     b = np.zeros((slots, rank * len(ends), m), a.dtype)
     for i, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
         b[1:, i * rank : (i + 1) * rank, first:last] = numbers(rng, slots - 1, rank, last - first)
-    own = rng.integers(0, slots, t).astype(np.int32)
-    sizes = np.bincount(own, minlength=slots).astype(np.int32)
-    return LowRank(a, b, own, np.argsort(own, kind="stable").astype(np.int32), sizes, tuple(ends))
+    slot_of = rng.integers(0, slots, t).astype(np.int32)
+    sizes = np.bincount(slot_of, minlength=slots).astype(np.int32)
+    return LowRank(
+        a, b, slot_of, np.argsort(slot_of, kind="stable").astype(np.int32), sizes, tuple(ends)
+    )
 
 
 def run(arguments: dict[str, Any], impl: str) -> np.ndarray:
-    own = dict(arguments)
-    x, weight, matrix = own.pop("x"), own.pop("weight"), own.pop("matrix")
+    options = dict(arguments)
+    x = options.pop("x")
+    weight = options.pop("weight")
+    matrix = options.pop("matrix")
     packed = IMPLS[impl].pack(weight, matrix)
-    if own["low"] is not None:
-        low = own["low"]._replace(b=IMPLS[impl].pack_low(own["low"].b, matrix))
-        own["low"] = low
-    return np.asarray(linear(x, packed, matrix, impl=impl, **own))
+    if options["low"] is not None:
+        low = options["low"]._replace(b=IMPLS[impl].pack_low(options["low"].b, matrix))
+        options["low"] = low
+    return np.asarray(linear(x, packed, matrix, impl=impl, **options))
 
 
 def expected(arguments: dict[str, Any]) -> np.ndarray:
-    """In float64, with x rounded after its norm."""
+    """The result in float64, with x rounded after its norm."""
     x, weight, _, norm, scales, bias, activation, residual, rows, sizes, low = arguments.values()
     if norm is not None:
         wide = x.astype(np.float32)
@@ -124,11 +127,13 @@ def expected(arguments: dict[str, Any]) -> np.ndarray:
     y = x.astype(np.float64) @ weight.astype(np.float64).T
     y = y * (1 if scales is None else scales) + (0 if bias is None else bias.astype(np.float64))
     if sizes is not None:
-        own = np.repeat(np.arange(len(sizes)), sizes)
-        y = y.reshape(len(x), len(sizes), -1)[np.arange(len(x)), own]
+        group_of = np.repeat(np.arange(len(sizes)), sizes)
+        y = y.reshape(len(x), len(sizes), -1)[np.arange(len(x)), group_of]
     if low is not None:
-        a, b = (np.asarray(one, np.float64) for one in low[:2])
-        a, b, k = a[low.slots], b[low.slots], x.shape[1]
+        a, b = (np.asarray(factor, np.float64) for factor in low[:2])
+        a = a[low.slots]
+        b = b[low.slots]
+        k = x.shape[1]
         h = np.einsum("tk,trk->tr", x.astype(np.float64), a[..., :k])
         y = y + np.einsum("tr,trm->tm", h, b[..., : y.shape[1]])
     if activation:
@@ -139,13 +144,14 @@ def expected(arguments: dict[str, Any]) -> np.ndarray:
 
 
 def assert_contract(arguments: dict[str, Any], impl: str) -> None:
-    found, wanted = run(arguments, impl), expected(arguments)
-    chex.assert_shape(found, wanted.shape)
-    chex.assert_type(found, arguments["x"].dtype)
-    limit = ERROR[arguments["x"].dtype.name] * max(np.abs(wanted).max(), 1e-30)
+    output = run(arguments, impl)
+    exact = expected(arguments)
+    chex.assert_shape(output, exact.shape)
+    chex.assert_type(output, arguments["x"].dtype)
+    limit = ERROR[arguments["x"].dtype.name] * max(np.abs(exact).max(), 1e-30)
     if impl == "xla" and arguments["low"] is not None:  # it rounds the inner products to x's dtype
         limit = 4 * limit
-    chex.assert_trees_all_close(found.astype(np.float64), wanted, rtol=0, atol=limit)
+    chex.assert_trees_all_close(output.astype(np.float64), exact, rtol=0, atol=limit)
 
 
 CASES = {
@@ -279,46 +285,28 @@ def test_every_implementation_fulfils_the_contract(impl, name, int8, dtype):
     assert_contract(case(**CASES[name], dtype=dtype, int8=int8), impl)
 
 
-def of_any_shape(examples: int):
-    """A property of that many shapes and kinds of numbers."""
-    sizes = [st.integers(1, 70) for _ in range(3)]
-    options = (
-        st.sampled_from(["float32", "bfloat16"]),
-        st.booleans(),
-        st.sampled_from([None, "silu", "gelu_tanh"]),
-        st.sampled_from([None, False, True]),
-        st.booleans(),
-        st.integers(0, 2**32 - 1),
-    )
-    sampled = given(*sizes, *options)
-    return lambda test: settings(max_examples=examples, deadline=None, print_blob=True)(
-        sampled(test)
-    )
-
-
-def assert_contract_of_the_cpu_kernel(t, k, m, dtype, int8, activation, norm, more, seed):
-    m = 2 * m if activation else m
+@pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
+@drawn.given(
+    20,
+    200,
+    *(st.integers(1, 70) for _ in range(3)),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.booleans(),
+    st.sampled_from([None, "silu", "gelu_tanh"]),
+    st.sampled_from([None, False, True]),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+def test_the_cpu_kernel_on_any_shape(t, k, m, dtype, int8, activation, norm, with_bias, seed):
     options: dict[str, Any] = {
         "activation": activation,
         "norm": norm,
-        "bias": more,
-        "residual": more,
+        "bias": with_bias,
+        "residual": with_bias,
         "seed": seed,
     }
+    m = 2 * m if activation else m
     assert_contract(case(t, k, m, dtype=dtype, int8=int8, **options), "cpu")
-
-
-@of_any_shape(examples=20)
-@pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
-def test_the_cpu_kernel_on_any_shape(t, k, m, dtype, int8, activation, norm, more, seed):
-    assert_contract_of_the_cpu_kernel(t, k, m, dtype, int8, activation, norm, more, seed)
-
-
-@pytest.mark.slow
-@of_any_shape(examples=200)
-@pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
-def test_the_cpu_kernel_on_many_shapes(t, k, m, dtype, int8, activation, norm, more, seed):
-    assert_contract_of_the_cpu_kernel(t, k, m, dtype, int8, activation, norm, more, seed)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
@@ -335,19 +323,20 @@ def test_the_cpu_kernel_on_many_shapes(t, k, m, dtype, int8, activation, norm, m
 )
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_packed_weight_is_unpacked_exactly_and_its_rows_are_found(impl, matrix, dtype):
-    rng, own = np.random.default_rng(1), IMPLS[impl]
+    rng = np.random.default_rng(1)
+    kernel = IMPLS[impl]
     shape = matrix.outputs, matrix.inputs
     weight = (
         rng.integers(-127, 128, shape, np.int8)
         if dtype == "int8"
         else numbers(rng, *shape, dtype=dtype)
     )
-    packed = own.pack(weight, matrix)
-    chex.assert_trees_all_equal(own.unpack(packed, matrix), weight)
+    packed = kernel.pack(weight, matrix)
+    chex.assert_trees_all_equal(kernel.unpack(packed, matrix), weight)
     if not matrix.gated and matrix.count == 1:
         ids = rng.integers(0, matrix.outputs, 11)
         chex.assert_trees_all_equal(
-            np.asarray(own.gather(jax.device_put(packed), matrix, ids)), weight[ids]
+            np.asarray(kernel.gather(jax.device_put(packed), matrix, ids)), weight[ids]
         )
 
 
@@ -363,10 +352,10 @@ def test_a_packed_weight_is_unpacked_exactly_and_its_rows_are_found(impl, matrix
 def test_bits_of_a_token_do_not_depend_on_the_tokens_beside_it(k, m, dtype, int8):
     """Of sums, norm and gates, whichever tile and thread computes a token."""
     every = case(512, k, m, dtype=dtype, int8=int8, activation="silu", norm=False)
-    found = run(every, "cpu")
+    output = run(every, "cpu")
     for first, last in ((0, 1), (100, 107), (3, 67), (511, 512), (200, 256)):
         alone = run({**every, "x": every["x"][first:last]}, "cpu")
-        chex.assert_trees_all_equal(alone, found[first:last])
+        chex.assert_trees_all_equal(alone, output[first:last])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -376,16 +365,17 @@ def test_bits_of_a_token_with_a_slot_depend_on_its_slot_alone(dtype):
     every = case(
         200, 576, 2 * 320, dtype=dtype, activation="silu", norm=False, low=(6, 8, (32, 64))
     )
-    found, low = run(every, "cpu"), every["low"]
+    output = run(every, "cpu")
+    low = every["low"]
     for first, last in ((0, 1), (100, 107), (3, 67), (199, 200)):
         part = {
             "x": every["x"][first:last],
             "low": low._replace(slots=low.slots[first:last], order=low.order[first:last]),
         }
-        chex.assert_trees_all_equal(run(every | part, "cpu"), found[first:last])
+        chex.assert_trees_all_equal(run(every | part, "cpu"), output[first:last])
     none = low.slots == 0
     assert 0 < none.sum() < len(none)
-    chex.assert_trees_all_equal(run(every | {"low": None}, "cpu")[none], found[none])
+    chex.assert_trees_all_equal(run(every | {"low": None}, "cpu")[none], output[none])
 
 
 PADDED = {
@@ -412,22 +402,22 @@ def test_tokens_before_padding_are_as_without_it_and_padding_is_finite(impl, nam
     options = {"t": 40, **PADDED[name]}
     used = sum(options["sizes"])
     arguments = case(**options, dtype=dtype, int8=int8)
-    found = run(arguments, impl)
+    output = run(arguments, impl)
     first, last = arguments["rows"] or (0, arguments["matrix"].width)
-    chex.assert_shape(found, (options["t"], last - first))
-    chex.assert_tree_all_finite(found.astype(np.float32))
+    chex.assert_shape(output, (options["t"], last - first))
+    chex.assert_tree_all_finite(output.astype(np.float32))
     alone = {
         name: arguments[name] if arguments[name] is None else arguments[name][:used]
         for name in ("x", "residual")
     }
     if used:
-        wanted = expected(arguments | alone)
-        limit = ERROR[dtype] * np.abs(wanted).max()
-        chex.assert_trees_all_close(found[:used].astype(np.float64), wanted, rtol=0, atol=limit)
+        exact = expected(arguments | alone)
+        limit = ERROR[dtype] * np.abs(exact).max()
+        chex.assert_trees_all_close(output[:used].astype(np.float64), exact, rtol=0, atol=limit)
         if impl == "cpu":
-            chex.assert_trees_all_equal(found[:used], run(arguments | alone, impl))
+            chex.assert_trees_all_equal(output[:used], run(arguments | alone, impl))
     if impl == "cpu":  # it computes nothing for padding
-        chex.assert_trees_all_equal(found[used:], np.zeros_like(found[used:]))
+        chex.assert_trees_all_equal(output[used:], np.zeros_like(output[used:]))
 
 
 @settings(max_examples=200, deadline=None, print_blob=True)
@@ -446,10 +436,11 @@ def test_a_call_has_items_for_all_threads_and_they_are_about_equal(
     from pallas_kernels.linear.cpu import kernel
 
     split = kernel._split.function
-    several, group = split(tiles, panels, 32 * number_bytes * steps, steps, 1, workers)
-    assert 1 <= several <= tiles
+    num_chunks, group = split(tiles, panels, 32 * number_bytes * steps, steps, 1, workers)
+    assert 1 <= num_chunks <= tiles
     assert 1 <= group <= min(kernel.GROUP_PANELS, panels)
-    chunk, groups = -(-tiles // several), -(-panels // group)
+    chunk = -(-tiles // num_chunks)
+    groups = -(-panels // group)
     items = -(-tiles // chunk) * groups
     if steps > kernel.MAX_DEPTH:
         assert chunk <= kernel.CHUNK_TILES
@@ -462,11 +453,11 @@ def test_a_call_has_items_for_all_threads_and_they_are_about_equal(
 @pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
 def test_numbers_that_are_not_finite_stay_in_their_rows():
     arguments = case(9, 64, 64, norm=False, activation="silu")
-    found = run(arguments, "cpu")
+    output = run(arguments, "cpu")
     arguments["x"][4, 5] = np.nan
     wrong = run(arguments, "cpu")
     assert np.isnan(wrong[4]).all()
-    chex.assert_trees_all_equal(np.delete(wrong, 4, 0), np.delete(found, 4, 0))
+    chex.assert_trees_all_equal(np.delete(wrong, 4, 0), np.delete(output, 4, 0))
 
 
 @pytest.mark.parametrize(
@@ -565,41 +556,11 @@ for options in CASES.values():
         for int8 in (False, True):
             assert_contract(case(**options, dtype=dtype, int8=int8), "cpu")
 """
-NARROWER = {
-    "AVX2": (
-        "haswell",
-        "+avx2,+fma,+avx,+sse4.2,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+movbe",
-        "6 False",
-    ),
-    "AVX-512 without pairs": (
-        "skylake-avx512",
-        "+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx2,+fma,+avx",
-        "12 False",
-    ),
-}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NARROWER)
+@older_cpus.by_name
 @pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
 def test_the_cpu_kernel_without_the_newest_instructions(name, tmp_path):
-    from pallas_kernels.shared.cpu.compiler import has
-
-    cpu, features, printed = NARROWER[name]
-    if not all(has(feature[1:]) for feature in features.split(",")):
-        pytest.skip(f"this CPU has no {name}")
-    settings = {
-        "PALLAS_KERNELS_CPU_NAME": cpu,
-        "PALLAS_KERNELS_CPU_FEATURES": features,
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
-    }
-    found = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=os.environ | settings,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.split("\n")[0] == printed
+    lines = older_cpus.printed(PROGRAM, name, tmp_path)
+    assert lines[0] == {"AVX2": "6 False", "AVX-512 without pairs": "12 False"}[name]

@@ -29,21 +29,23 @@ NAMES = [
 FLOATS = "x", "weight", "norm", "bias", "residual"
 
 
-def called(
+def call(
     arguments: dict[str, Any], impl: str | Implementation, floats: dict[str, Any]
 ) -> jax.Array:
-    own = arguments | floats
-    if own["norm"] is not None and "norm" in floats:
-        own["norm"] = arguments["norm"]._replace(weight=floats["norm"])
-    x, weight, matrix = own.pop("x"), own.pop("weight"), own.pop("matrix")
-    return linear(x, weight, matrix, impl=impl, **own)
+    options = arguments | floats
+    if options["norm"] is not None and "norm" in floats:
+        options["norm"] = arguments["norm"]._replace(weight=floats["norm"])
+    x = options.pop("x")
+    weight = options.pop("weight")
+    matrix = options.pop("matrix")
+    return linear(x, weight, matrix, impl=impl, **options)
 
 
 def floats_of(arguments: dict[str, Any]) -> dict[str, np.ndarray]:
-    found = {name: arguments[name] for name in FLOATS if arguments[name] is not None}
+    floats = {name: arguments[name] for name in FLOATS if arguments[name] is not None}
     if arguments["norm"] is not None:
-        found["norm"] = arguments["norm"].weight
-    return found
+        floats["norm"] = arguments["norm"].weight
+    return floats
 
 
 @pytest.mark.default_cases(
@@ -58,29 +60,29 @@ def test_results_are_those_of_the_kernel_and_gradients_those_of_xla(name, dtype)
     arguments = case(**CASES[name], dtype=dtype)
     floats = floats_of(arguments)
     packed = IMPLS["cpu"].pack(np.asarray(arguments["weight"]), arguments["matrix"])
-    wanted = np.asarray(called(arguments, "cpu", floats | {"weight": packed}))
-    used = np.arange(len(wanted))[:, None] < (
-        np.sum(arguments["sizes"]) if CASES[name].get("sizes") else len(wanted)
+    expected = np.asarray(call(arguments, "cpu", floats | {"weight": packed}))
+    used = np.arange(len(expected))[:, None] < (
+        np.sum(arguments["sizes"]) if CASES[name].get("sizes") else len(expected)
     )
 
     def total(
         impl: str | Implementation, floats: dict[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        y = called(arguments, impl, floats)
+        y = call(arguments, impl, floats)
         return jnp.where(used, jnp.sin(y.astype(jnp.float32)), 0).sum(), y
 
     def both(floats: dict[str, jax.Array]) -> Any:  # in one program
-        own, of_xla = (partial(total, impl) for impl in (IMPLEMENTATION, "xla"))
-        return jax.value_and_grad(own, has_aux=True)(floats), jax.grad(of_xla, has_aux=True)(
+        of_kernel, of_xla = (partial(total, impl) for impl in (IMPLEMENTATION, "xla"))
+        return jax.value_and_grad(of_kernel, has_aux=True)(floats), jax.grad(of_xla, has_aux=True)(
             floats
         )[0]
 
-    ((_, found), ours), theirs = jax.tree.map(np.asarray, jax.jit(both)(floats))
-    chex.assert_trees_all_equal(np.where(used, found, 0), np.where(used, wanted, 0))
-    chex.assert_trees_all_equal_shapes_and_dtypes(ours, theirs)
-    chex.assert_tree_all_finite(ours)
-    assert all(float(np.abs(x.astype(np.float32)).max()) > 0.01 for x in jax.tree.leaves(ours))
+    ((_, result), gradients), xla_gradients = jax.tree.map(np.asarray, jax.jit(both)(floats))
+    chex.assert_trees_all_equal(np.where(used, result, 0), np.where(used, expected, 0))
+    chex.assert_trees_all_equal_shapes_and_dtypes(gradients, xla_gradients)
+    chex.assert_tree_all_finite(gradients)
+    assert all(float(np.abs(x.astype(np.float32)).max()) > 0.01 for x in jax.tree.leaves(gradients))
     limit = 1e-4 if dtype == "float32" else 0.1
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(xla_gradients), strict=True):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         chex.assert_trees_all_close(a / np.abs(b).max(), b / np.abs(b).max(), rtol=0, atol=limit)

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.few_optimisations
 GARBAGE = 1e30  # finite: what a freed block can hold; times a weight of 0 it must vanish
 # A program takes a second or two, so most cases have one of two sizes: FEW tokens, each of which is
 # a decode for plain XLA, or MANY, for its loop over chunks.
-FEW, MANY = 64, 160
+FEW = 64
+MANY = 160
 ROOM: dict[str, int] = {"b": 16, "m": 64}
 # (query tokens, context tokens)
 MIXED = [(1, 200), (17, 17), (1, 1), (9, 130), (1, 300), (5, 37), (1, 64)]
@@ -64,7 +65,9 @@ def skip_unless_it_reads(impl: str, *, s: int = 16, dtype: Any = np.float32) -> 
 
 
 class Case(NamedTuple):
-    """A ragged batch: sequences contiguous for the oracle, and scattered over pages for the kernel."""
+    """A ragged batch: sequences contiguous for the oracle, and scattered over pages for the
+    kernel.
+    """
 
     q: np.ndarray  # [T, N, D]
     k: np.ndarray  # [B, M * S, K, D] contiguous
@@ -81,7 +84,9 @@ class Case(NamedTuple):
     @property
     def dims(self) -> chex.Dimensions:
         """The letters of the contract."""
-        (t, n, d), (p, k, s, _), (b, m) = self.q.shape, self.k_pages.shape, self.block_tables.shape
+        (t, n, d) = self.q.shape
+        (p, k, s, _) = self.k_pages.shape
+        (b, m) = self.block_tables.shape
         return chex.Dimensions(T=t, N=n, D=d, P=p, K=k, S=s, B=b, M=m)
 
     @property
@@ -108,12 +113,16 @@ def make(
     rng = np.random.default_rng(seed)
     m = m or max(1, max(-(-context // s) for _, context in rows))
     normal = lambda *shape: rng.standard_normal(shape, np.float32).astype(dtype)  # noqa: E731
-    q_lens, seq_lens = np.zeros(b, np.int32), np.zeros(b, np.int32)
+    q_lens = np.zeros(b, np.int32)
+    seq_lens = np.zeros(b, np.int32)
     for i, (count, context) in enumerate(rows):
-        q_lens[i], seq_lens[i] = count, context
+        q_lens[i] = count
+        seq_lens[i] = context
     cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
     assert cu_q_lens[-1] <= t
-    q, keys, values = normal(t, k * g, d), normal(b, m * s, k, d), normal(b, m * s, k, d)
+    q = normal(t, k * g, d)
+    keys = normal(b, m * s, k, d)
+    values = normal(b, m * s, k, d)
     pages = b * m + 1
     k_pages, v_pages = (np.zeros((pages, k, s, d), dtype) for _ in range(2))
     case = Case(
@@ -126,10 +135,12 @@ def scatter(case: Case, pages: np.ndarray, garbage: float = GARBAGE) -> Case:
     """Puts row b's i-th block into page `pages[b * M + i]`. Slots without a token, and page 0, have
     garbage.
     """
-    s, (b, width) = case.v_pages.shape[2], case.k.shape[:2]
+    s = case.v_pages.shape[2]
+    (b, width) = case.k.shape[:2]
     m = width // s
     tables = pages.reshape(b, m).astype(np.int32)
-    k_pages, v_pages = np.full_like(case.k_pages, garbage), np.full_like(case.v_pages, -garbage)
+    k_pages = np.full_like(case.k_pages, garbage)
+    v_pages = np.full_like(case.v_pages, -garbage)
     for row, length in enumerate(case.seq_lens):
         position = np.arange(length)
         place = (tables[row, position // s], slice(None), position % s)
@@ -151,7 +162,9 @@ def run(case: Case, impl: str) -> np.ndarray:
 
 
 def dense(q, k, v, mask, scale, soft_cap) -> np.ndarray:
-    """q [Q, N, D], k and v [C, K, D], mask [Q, C] -> [Q, N, D] in float64."""
+    """Return attention [Q, N, D] in float64 of q [Q, N, D] over k and v [C, K, D] where mask [Q, C]
+    is true.
+    """
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(a, group, axis=1).astype(np.float64) for a in (k, v))
     scores = np.einsum("qnd,cnd->nqc", q.astype(np.float64), k, optimize=True) * scale
@@ -194,13 +207,14 @@ def test_the_oracle_is_jaxs_own_attention():
 
 
 def assert_contract(case: Case, impl: str, atol: float = 2e-5) -> None:
-    got, want = run(case, impl), oracle(case)
+    got = run(case, impl)
+    expected = oracle(case)
     chex.assert_shape(got, case.dims["TND"])
     chex.assert_type(got, case.q.dtype)
     chex.assert_tree_all_finite(got)
     if got.dtype == jnp.bfloat16:  # 8 bits; q * scale, weights and the output are rounded
-        atol = 2.0**-6 * max(1.0, np.abs(want).max())
-    chex.assert_trees_all_close(got.astype(np.float32), want, atol=atol, rtol=0)
+        atol = 2.0**-6 * max(1.0, np.abs(expected).max())
+    chex.assert_trees_all_close(got.astype(np.float32), expected, atol=atol, rtol=0)
     assert_padding_is_zero(got, case)
 
 
@@ -218,12 +232,16 @@ def choices(often: list[tuple], *, of_cpu: list[tuple], rare: list[tuple] | None
 
     The interpreted TPU kernel takes several seconds: its `rare` parameters run by hand alone.
     """
-    result = [slow("pallas_tpu", *one) for one in dict.fromkeys([*often, *of_cpu])]
-    result += [pytest.param("pallas_tpu", *one, marks=pytest.mark.exhaustive) for one in rare or []]
+    result = [slow("pallas_tpu", *values) for values in dict.fromkeys([*often, *of_cpu])]
+    result += [
+        pytest.param("pallas_tpu", *values, marks=pytest.mark.exhaustive) for values in rare or []
+    ]
     for impl in HERE:
         default = often + (of_cpu if impl == "cpu" else [])
         every = dict.fromkeys([*default, *of_cpu, *(rare or [])])
-        result += [(impl, *one) if one in default else slow(impl, *one) for one in every]
+        result += [
+            (impl, *values) if values in default else slow(impl, *values) for values in every
+        ]
     return result
 
 
@@ -258,8 +276,8 @@ def test_narrow_pages_give_the_result_of_their_values_in_float32(impl, dtype, bi
     if dtype == jnp.float8_e4m3fn:  # it has no number as large as the garbage
         narrow = scatter(narrow, case.block_tables.reshape(-1), garbage=448.0)
     narrow = in_bits(narrow) if bits else narrow
-    want = oracle(scatter(rounded, case.block_tables.reshape(-1)))
-    chex.assert_trees_all_close(run(narrow, impl), want, atol=2e-5, rtol=1e-7)
+    expected = oracle(scatter(rounded, case.block_tables.reshape(-1)))
+    chex.assert_trees_all_close(run(narrow, impl), expected, atol=2e-5, rtol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -328,9 +346,12 @@ def test_error_in_bfloat16_is_within_its_rounding(impl, t):
     # values near 1 averaged over n tokens; inputs are exact, so what rounds is q * scale, the
     # weights and the output
     case = make([(1, 300), (9, 21), (7, 150)], t=t, b=4, d=64, dtype=jnp.bfloat16)
-    got, want = run(case, impl).astype(np.float32), oracle(case)
-    chex.assert_trees_all_close(got, want, atol=2.0**-6 * max(1.0, np.abs(want).max()), rtol=0)
-    assert np.sqrt(np.mean((got - want) ** 2)) < 2.0**-9
+    got = run(case, impl).astype(np.float32)
+    expected = oracle(case)
+    chex.assert_trees_all_close(
+        got, expected, atol=2.0**-6 * max(1.0, np.abs(expected).max()), rtol=0
+    )
+    assert np.sqrt(np.mean((got - expected) ** 2)) < 2.0**-9
 
 
 @pytest.mark.parametrize(
@@ -474,7 +495,9 @@ def test_windows_and_soft_caps_of_bfloat16(impl, window, soft_cap):
 def before_windows(case: Case, garbage: float) -> Case:
     """The case with garbage in the tokens before the windows of all of a row's queries."""
     assert case.window
-    k_pages, v_pages, s = case.k_pages.copy(), case.v_pages.copy(), case.k_pages.shape[2]
+    k_pages = case.k_pages.copy()
+    v_pages = case.v_pages.copy()
+    s = case.k_pages.shape[2]
     for row, count in enumerate(np.diff(case.cu_q_lens)):
         position = np.arange(case.seq_lens[row] - count + 1 - case.window)
         place = (case.block_tables[row, position // s], slice(None), position % s)
@@ -494,10 +517,14 @@ def test_tokens_before_all_windows_change_no_bit(impl, window):
 @every_impl
 def test_a_changed_token_changes_exactly_the_queries_whose_window_has_it(impl):
     case = make(LONG, t=96, b=9)._replace(window=17)
-    before, row, position = run(case, impl)[1:51], 1, np.arange(350, 400)
+    before = run(case, impl)[1:51]
+    row = 1
+    position = np.arange(350, 400)
     for token in (0, 333, 334, 340, 350, 399):
-        k, v = case.k.copy(), case.v.copy()
-        k[row, token], v[row, token] = 3, -3
+        k = case.k.copy()
+        v = case.v.copy()
+        k[row, token] = 3
+        v[row, token] = -3
         after = run(scatter(case._replace(k=k, v=v), case.block_tables.reshape(-1)), impl)[1:51]
         changed = (after != before).any(axis=(1, 2))
         chex.assert_trees_all_equal(changed, (position >= token) & (position < token + 17))
@@ -527,24 +554,32 @@ def test_content_of_unowned_slots_changes_no_bit(impl, t):
 @every_impl_and_size
 def test_a_row_does_not_depend_on_other_rows(impl, t):
     case = make(MIXED, t=t, **ROOM)
-    other = make(MIXED, t=t, **ROOM, seed=1)
-    before, pages = run(case, impl), case.block_tables.reshape(-1)
+    changed = make(MIXED, t=t, **ROOM, seed=1)
+    before = run(case, impl)
+    pages = case.block_tables.reshape(-1)
     for row in range(len(MIXED)):
-        k, v, q = other.k.copy(), other.v.copy(), other.q.copy()
-        mine = slice(case.cu_q_lens[row], case.cu_q_lens[row + 1])
-        k[row], v[row], q[mine] = case.k[row], case.v[row], case.q[mine]
+        k = changed.k.copy()
+        v = changed.v.copy()
+        q = changed.q.copy()
+        tokens_of_row = slice(case.cu_q_lens[row], case.cu_q_lens[row + 1])
+        k[row] = case.k[row]
+        v[row] = case.v[row]
+        q[tokens_of_row] = case.q[tokens_of_row]
         after = run(scatter(case._replace(k=k, v=v, q=q), pages), impl)
-        chex.assert_trees_all_equal(after[mine], before[mine])
-        rest = np.delete(np.arange(case.cu_q_lens[-1]), np.r_[mine])
-        assert (after[rest] != before[rest]).any(axis=(1, 2)).all()
+        chex.assert_trees_all_equal(after[tokens_of_row], before[tokens_of_row])
+        other_tokens = np.delete(np.arange(case.cu_q_lens[-1]), np.r_[tokens_of_row])
+        assert (after[other_tokens] != before[other_tokens]).any(axis=(1, 2)).all()
 
 
 @every_impl_and_size
 def test_a_query_does_not_depend_on_later_tokens(impl, t):
     case = make([(20, 150)], t=t, **ROOM)
-    before, cut = run(case, impl), 140
-    k, v = case.k.copy(), case.v.copy()
-    k[0, cut:], v[0, cut:] = 1e3, -1e3
+    before = run(case, impl)
+    cut = 140
+    k = case.k.copy()
+    v = case.v.copy()
+    k[0, cut:] = 1e3
+    v[0, cut:] = -1e3
     after = run(scatter(case._replace(k=k, v=v), case.block_tables.reshape(-1)), impl)
     chex.assert_trees_all_equal(after[:10], before[:10])
     assert (after[10:20] != before[10:20]).any(axis=(1, 2)).all()
@@ -552,17 +587,17 @@ def test_a_query_does_not_depend_on_later_tokens(impl, t):
 
 @every_impl
 def test_a_chunk_in_pieces_equals_the_whole_chunk(impl):
-    whole = make([(100, 150)], t=MANY, **ROOM)
-    expected = run(whole, impl)[:100]
+    case = make([(100, 150)], t=MANY, **ROOM)
+    expected = run(case, impl)[:100]
     for first in (1, 37, 64, 99):
-        context = np.where(whole.seq_lens, 50 + first, 0).astype(np.int32)
-        part = whole._replace(seq_lens=context, cu_q_lens=np.minimum(whole.cu_q_lens, first))
+        context = np.where(case.seq_lens, 50 + first, 0).astype(np.int32)
+        part = case._replace(seq_lens=context, cu_q_lens=np.minimum(case.cu_q_lens, first))
         chex.assert_trees_all_close(run(part, impl)[:first], expected[:first], atol=2e-6, rtol=1e-7)
-        rest = whole._replace(
-            q=np.roll(whole.q, -first, axis=0), cu_q_lens=np.minimum(whole.cu_q_lens, 100 - first)
+        remainder = case._replace(
+            q=np.roll(case.q, -first, axis=0), cu_q_lens=np.minimum(case.cu_q_lens, 100 - first)
         )
         chex.assert_trees_all_close(
-            run(rest, impl)[: 100 - first], expected[first:], atol=2e-6, rtol=1e-7
+            run(remainder, impl)[: 100 - first], expected[first:], atol=2e-6, rtol=1e-7
         )
 
 
@@ -571,7 +606,12 @@ def test_a_chunk_in_pieces_equals_the_whole_chunk(impl):
 
 @pytest.mark.parametrize("t", [slow(64), 512])  # 512 has both loops
 def test_xla_allocates_a_tile_and_not_whole_table_rows(t):
-    b, s, m, k, g, d = 64, 16, 2048, 3, 3, 64
+    b = 64
+    s = 16
+    m = 2048
+    k = 3
+    g = 3
+    d = 64
     pages = 4096
     shapes = [
         jax.ShapeDtypeStruct(shape, dtype)
@@ -594,11 +634,11 @@ def pages_read(cases: list[Case], monkeypatch) -> list[set[int]]:
     """The pages that plain XLA gathers. Tokens past a context are masked, so garbage would not show
     a read.
     """
-    seen: set[int] = set()
+    page_ids: set[int] = set()
     tile = xla._tile
 
     def watched(pages, ids, dtype):
-        jax.debug.callback(lambda ids: seen.update(ids.ravel().tolist()), ids)
+        jax.debug.callback(lambda ids: page_ids.update(ids.ravel().tolist()), ids)
         return tile(pages, ids, dtype)
 
     monkeypatch.setattr(xla, "_tile", watched)
@@ -607,8 +647,8 @@ def pages_read(cases: list[Case], monkeypatch) -> list[set[int]]:
     for case in cases:
         jax.block_until_ready(attend(*case.arguments))
         jax.effects_barrier()
-        result.append(set(seen))
-        seen.clear()
+        result.append(set(page_ids))
+        page_ids.clear()
     return result
 
 
@@ -643,9 +683,9 @@ def test_layers_with_equal_shapes_trace_attention_once():
     chex.clear_trace_counter()
     impl = Implementation("counted", chex.assert_max_traces(xla.paged_attention, n=1))
     layers = jax.jit(lambda *a: [paged_attention(*a, scale=0.25, impl=impl) for _ in range(3)])
-    first, *others = layers(*case.arguments)
-    for other in others:
-        chex.assert_trees_all_equal(other, first)
+    first, *later_layers = layers(*case.arguments)
+    for later in later_layers:
+        chex.assert_trees_all_equal(later, first)
 
 
 # --- precision ------------------------------------------------------------------------------------
@@ -675,10 +715,10 @@ def test_products_of_plain_jax_are_exact_on_every_device(impl, kind, t):
     program = jax.make_jaxpr(partial(paged_attention, scale=case.scale, impl=impl))(
         *arrays, *case.arguments[3:]
     )
-    found = list(products(program.jaxpr))
-    assert len(found) >= (2 if impl == "reference" else 4)
+    equations = list(products(program.jaxpr))
+    assert len(equations) >= (2 if impl == "reference" else 4)
     exact = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
-    for eqn in found:
+    for eqn in equations:
         chex.assert_type(eqn.outvars[0].aval, jnp.float32)
         if eqn.params["precision"] != exact:
             chex.assert_type([operand.aval for operand in eqn.invars], kind)

@@ -5,14 +5,10 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 import timeit
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import chex
@@ -23,6 +19,8 @@ import pytest
 
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.cpu import implementation as cpu
+from tests import fresh_python
+from tests.pallas_kernels import older_cpus
 from tests.pallas_kernels.test_paged_attention import (
     MIXED,
     assert_contract,
@@ -45,8 +43,8 @@ pytestmark = [
 def shapes(b: int, pages: int, m: int = 8) -> list[jax.ShapeDtypeStruct]:
     """The arguments of a call of b decodes: SmolLM2-135M's heads, blocks of 16."""
     page = jax.ShapeDtypeStruct((pages, 3, 16, 64), jnp.float32)
-    whole = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((b, m), (b,), (b + 1,))]
-    return [jax.ShapeDtypeStruct((b, 9, 64), jnp.float32), page, page, *whole]
+    tables = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((b, m), (b,), (b + 1,))]
+    return [jax.ShapeDtypeStruct((b, 9, 64), jnp.float32), page, page, *tables]
 
 
 @pytest.mark.parametrize("t", [48, 256])
@@ -58,23 +56,28 @@ def test_nan_outside_contexts_does_not_spread(t):
 
 def test_nan_within_a_context_stays_in_its_row():
     case = make([(1, 40), (1, 300), (1, 7)], t=8, b=3)
-    before, k = run(case, "cpu"), case.k.copy()
+    before = run(case, "cpu")
+    k = case.k.copy()
     k[1, 270] = np.nan
     after = run(scatter(case._replace(k=k), case.block_tables.reshape(-1)), "cpu")
     assert np.isnan(after[1]).all()
     chex.assert_trees_all_equal(after[[0, 2]], before[[0, 2]])
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-@pytest.mark.parametrize("d", [8, 24, 40])
-def test_head_sizes_that_are_not_whole_vectors(d, dtype):
-    case = make([(1, 40), (9, 21), (1, 300), (40, 150)], t=56, b=4, d=d, s=6, dtype=dtype)
-    if dtype == np.float32:
+def assert_close(case):
+    if case.q.dtype == np.float32:
         assert_contract(case, "cpu")
     else:
         chex.assert_trees_all_close(
             run(case, "cpu").astype(np.float32), oracle(case), atol=2.0**-6, rtol=0
         )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("d", [8, 24, 40])
+def test_head_sizes_that_are_not_whole_vectors(d, dtype):
+    case = make([(1, 40), (9, 21), (1, 300), (40, 150)], t=56, b=4, d=d, s=6, dtype=dtype)
+    assert_close(case)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
@@ -85,22 +88,18 @@ def test_chunks_that_cross_pages_and_steps(s, dtype):
     """
     rows = [(2, 64), (23, 65), (24, 129), (25, 25), (64, 300), (1, 300), (48, 48)]
     case = make(rows, t=200, b=8, s=s, dtype=dtype)
-    if dtype == np.float32:
-        assert_contract(case, "cpu")
-    else:
-        chex.assert_trees_all_close(
-            run(case, "cpu").astype(np.float32), oracle(case), atol=2.0**-6, rtol=0
-        )
+    assert_close(case)
 
 
 def assert_close_in_bfloat16(case):
     """Weights are rounded to 8 bits, which moves a result by less than 2^-8 here; then the result
     is.
     """
-    got, want = run(in_bits(case), "cpu"), oracle(case)
+    got = run(in_bits(case), "cpu")
+    expected = oracle(case)
     chex.assert_shape(got, case.dims["TND"])
     chex.assert_type(got, jnp.bfloat16)
-    chex.assert_trees_all_close(got.astype(np.float32), want, atol=2.0**-8, rtol=2.0**-8)
+    chex.assert_trees_all_close(got.astype(np.float32), expected, atol=2.0**-8, rtol=2.0**-8)
     assert_padding_is_zero(got, case)
 
 
@@ -147,54 +146,28 @@ def test_bfloat16_chunks_read_nothing_behind_their_context():
 
 def test_a_bfloat16_chunk_has_the_same_bits_beside_other_rows():
     alone = make([(70, 257)], t=70, b=1, m=20, d=64, g=3, dtype=jnp.bfloat16)
-    beside = make(
+    together = make(
         [(70, 257), (1, 300), (40, 99), (3, 9)], t=120, b=4, m=20, d=64, g=3, dtype=jnp.bfloat16
     )
-    k, v = beside.k.copy(), beside.v.copy()
-    k[0], v[0] = alone.k[0], alone.v[0]
-    beside = beside._replace(q=np.concatenate([alone.q, beside.q[70:]]), k=k, v=v)
-    beside = scatter(beside, beside.block_tables.reshape(-1))
-    chex.assert_trees_all_equal(run(beside, "cpu")[:70], run(alone, "cpu"))
-
-
-NARROWER = {
-    "AVX2": ("haswell", "+avx2,+fma,+avx,+sse4.2,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+movbe"),
-    "AVX-512 without pairs": (
-        "skylake-avx512",
-        "+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx2,+fma,+avx",
-    ),
-}
+    k = together.k.copy()
+    v = together.v.copy()
+    k[0] = alone.k[0]
+    v[0] = alone.v[0]
+    together = together._replace(q=np.concatenate([alone.q, together.q[70:]]), k=k, v=v)
+    together = scatter(together, together.block_tables.reshape(-1))
+    chex.assert_trees_all_equal(run(together, "cpu")[:70], run(alone, "cpu"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NARROWER)
+@older_cpus.by_name
 def test_the_kernel_without_the_newest_instructions(name, tmp_path):
-    from pallas_kernels.shared.cpu.compiler import has
-
-    cpu_name, features = NARROWER[name]
-    if not all(has(feature[1:]) for feature in features.split(",")):
-        pytest.skip(f"this CPU has no {name}")
     program = (
         "from tests.pallas_kernels.test_paged_attention_cpu import *\n"
         "for dtype in (np.float32, jnp.bfloat16):\n"
         "    assert_contract(make(ODD, t=176, b=8, d=72, g=3, s=6, dtype=dtype), 'cpu')\n"
         "print(__import__('pallas_kernels.paged_attention.cpu.tile_vectors', fromlist=['PAIRS']).PAIRS)"
     )
-    settings = {
-        "PALLAS_KERNELS_CPU_NAME": cpu_name,
-        "PALLAS_KERNELS_CPU_FEATURES": features,
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
-    }
-    found = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | settings,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.split()[-1] == "False"
+    assert older_cpus.printed(program, name, tmp_path)[-1] == "False"
 
 
 @pytest.mark.parametrize("g", [1, 5, 7, 48, 50])
@@ -282,9 +255,11 @@ def test_concurrent_calls_do_not_interfere():
         return [run(case, "cpu") for _ in range(50)]
 
     with ThreadPoolExecutor(4) as threads:
-        for results, want in zip(threads.map(repeatedly, cases, timeout=120), alone, strict=True):
+        for results, expected in zip(
+            threads.map(repeatedly, cases, timeout=120), alone, strict=True
+        ):
             for got in results:
-                chex.assert_trees_all_equal(got, want)
+                chex.assert_trees_all_equal(got, expected)
 
 
 def test_memory_of_a_call_does_not_depend_on_the_number_of_pages():
@@ -302,12 +277,13 @@ def test_memory_of_a_call_does_not_depend_on_the_number_of_pages():
 def test_pages_are_written_in_place_before_they_are_read():
     @jax.jit
     def layer(k, v, q, new, tables, lens, cu):
-        k, v = k.at[tables[:, 0], :, 3].set(new), v.at[tables[:, 0], :, 3].set(new)
+        k = k.at[tables[:, 0], :, 3].set(new)
+        v = v.at[tables[:, 0], :, 3].set(new)
         return k, v, paged_attention(q, k, v, tables, lens, cu, scale=0.125, impl="cpu")
 
-    q, k, v, *rest = shapes(8, 4096)
+    q, k, v, *arrays = shapes(8, 4096)
     new = jax.ShapeDtypeStruct((8, 3, 64), jnp.float32)
-    compiled = jax.jit(layer, donate_argnums=(0, 1)).lower(k, v, q, new, *rest).compile()
+    compiled = jax.jit(layer, donate_argnums=(0, 1)).lower(k, v, q, new, *arrays).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2**18  # the pages are 2 x 48 MiB
 
 
@@ -338,24 +314,14 @@ def test_a_program_from_the_disk_cache_finds_the_kernel_in_a_new_process(tmp_pat
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    entries = [
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env=os.environ | names,
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()[-1]
-        for _ in range(2)
-    ]
+    entries = [fresh_python.output_of(program, **names).split()[-1] for _ in range(2)]
     assert entries[0] == entries[1] != "0"
 
 
 def test_unsupported_arguments_raise_with_the_reason(monkeypatch):
-    def refused(what):
+    def refused(reason):
         return pytest.raises(
-            ValueError, match=rf"^impl 'cpu' .*{what}.*; impl 'xla' has no such limit"
+            ValueError, match=rf"^impl 'cpu' .*{reason}.*; impl 'xla' has no such limit"
         )
 
     half = scatter(make([(1, 9)], t=1, b=1, dtype=np.float16), np.ones(1, int), garbage=1e4)
@@ -401,7 +367,8 @@ def test_a_query_of_a_short_row_has_the_bits_of_a_decode(window):
     """So drafts in a row do not change the result of its other tokens."""
     rows = [(6, 300), (1, 40), (8, 517), (3, 12)]
     case = make(rows, t=24, b=4, m=40, k=3, g=3, d=64)._replace(window=window)
-    together, first = run(case, "cpu"), 0
+    together = run(case, "cpu")
+    first = 0
     for row, (count, length) in enumerate(rows):
         for token in range(count if window is None else 1):
             alone = case._replace(
@@ -420,8 +387,8 @@ def test_a_query_of_a_short_row_has_the_bits_of_a_decode(window):
 
 
 def dense_pages(keys: np.ndarray, block: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """[L, K, D] -> pages [P, K, S, D] in random order, with NaN past the end, and their table [1,
-    M].
+    """Put an array [L, K, D] into pages in random order, with NaN past the end. Returns the pages
+    [P, K, S, D] and their table [1, M].
     """
     length, heads, size = keys.shape
     count = -(-length // block)
@@ -437,29 +404,33 @@ def test_the_invariant_form_has_the_bits_of_a_decode_in_any_chunk_and_block(wind
     """Contexts of several spans. Chunks of 1 token are decodes, of 2 to 8 short rows, and longer
     ones pieces.
     """
-    length, heads, size = 600, 3, 40
+    length = 600
+    heads = 3
+    size = 40
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((length, n, size)).astype(np.float32) for n in (9, heads, heads))
     invariant = cpu.IMPLEMENTATION._replace(attend=cpu.IMPLEMENTATION.invariant)
 
     def attended(chunks: list[int], block: int, impl: Any = invariant) -> np.ndarray:
-        (keys, table), (values, _) = dense_pages(k, block, block), dense_pages(v, block, block)
-        found, at = np.zeros_like(q), 0
+        keys, table = dense_pages(k, block, block)
+        values, _ = dense_pages(v, block, block)
+        output = np.zeros_like(q)
+        at = 0
         for count in chunks:
             rows = np.array([at + count], np.int32), np.array([0, count], np.int32)
             options = {"scale": 0.2, "impl": impl, "window": window}
-            found[at : at + count] = paged_attention(
+            output[at : at + count] = paged_attention(
                 q[at : at + count], keys, values, table, *rows, **options
             )
             at += count
-        return found
+        return output
 
-    wanted = attended([length], 16)
+    decoded = attended([length], 16)
     for chunks, block in (
         ([1] * 40 + [560], 16),
         ([3, 5, 8, 9, 250, 1, 24, 300], 7),
         ([300, 300], 64),
     ):
-        chex.assert_trees_all_equal(attended(chunks, block), wanted)
-    chex.assert_trees_all_equal(attended([599, 1], 128)[-1], wanted[-1])
-    chex.assert_trees_all_close(wanted, attended([length], 16, "cpu"), atol=2e-6)
+        chex.assert_trees_all_equal(attended(chunks, block), decoded)
+    chex.assert_trees_all_equal(attended([599, 1], 128)[-1], decoded[-1])
+    chex.assert_trees_all_close(decoded, attended([length], 16, "cpu"), atol=2e-6)

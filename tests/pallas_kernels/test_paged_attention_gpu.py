@@ -56,7 +56,8 @@ class Case(NamedTuple):
         """Arguments by name; `order` seeds the places of a row's pages in the cache alone."""
         rng = np.random.default_rng(self.seed)
         width = max(1, *(-(-context // self.s) for _, context in self.rows))
-        b, t = len(self.rows), max(1, sum(count for count, _ in self.rows)) + 3  # three of padding
+        b = len(self.rows)
+        t = max(1, sum(count for count, _ in self.rows)) + 3  # three of padding
         half = lambda *shape: rng.standard_normal(shape).astype(jnp.dtype(self.dtype))  # noqa: E731
         q, k, v = (
             half(t, self.heads * self.group, self.d),
@@ -74,9 +75,11 @@ class Case(NamedTuple):
         tables = np.zeros((b, width), np.int32)
         for row, (_, context) in enumerate(self.rows):
             for position in range(context):
-                page, slot = pages[row, position // self.s], position % self.s
+                page = pages[row, position // self.s]
+                slot = position % self.s
                 tables[row, position // self.s] = page
-                k_pages[page, :, slot], v_pages[page, :, slot] = k[row, position], v[row, position]
+                k_pages[page, :, slot] = k[row, position]
+                v_pages[page, :, slot] = v[row, position]
         counts = np.array([count for count, _ in self.rows], np.int32)
         first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         lengths = np.array([context for _, context in self.rows], np.int32)
@@ -87,11 +90,16 @@ class Case(NamedTuple):
             "k_pages": k_pages,
             "v_pages": v_pages,
             "tables": tables,
-        } | {
             "lengths": lengths,
             "counts": counts,
             "first": first,
         }
+
+    def arguments(self) -> list[jax.Array]:
+        """The arguments of `paged_attention`, in its order."""
+        a = self.arrays()
+        names = ("q", "k_pages", "v_pages", "tables", "lengths", "first")
+        return [jnp.asarray(a[name]) for name in names]
 
     def expected(self, window: int | None = None, soft_cap: float | None = None) -> np.ndarray:
         a = self.arrays()
@@ -102,12 +110,44 @@ class Case(NamedTuple):
                 stop = context - count + i + 1
                 begin = 0 if window is None else max(0, stop - window)
                 for n in range(self.heads * self.group):
-                    token, head = a["first"][row] + i, n // self.group
+                    token = a["first"][row] + i
+                    head = n // self.group
                     x = k[row, begin:stop, head] @ q[token, n] * self.d**-0.5
                     x = x if soft_cap is None else soft_cap * np.tanh(x / soft_cap)
                     p = np.exp(x - x.max())
                     out[token, n] = p @ v[row, begin:stop, head] / p.sum()
         return out
+
+
+# decodes, short rows and chunks in one batch
+MIXED = Case(
+    [
+        (1, 33),
+        (20, 40),
+        (1, 1),
+        (0, 0),
+        (2, 100),
+        (1, 64),
+        (8, 70),
+        (4, 17),
+        (9, 9),
+        (5, 48),
+        (3, 3),
+    ],
+    heads=2,
+    group=3,
+)
+
+
+def assert_mixed(output: jax.Array, options: dict) -> None:
+    """The attention of `MIXED` keeps the contract, and padding is zero."""
+    chex.assert_type(output, jnp.bfloat16)
+    chex.assert_shape(output, MIXED.dims["TND"])
+    chex.assert_trees_all_close(
+        np.asarray(output, np.float32), MIXED.expected(**options), atol=2.0**-6, rtol=0
+    )
+    padding = output[sum(count for count, _ in MIXED.rows) :]
+    chex.assert_trees_all_equal(padding, jnp.zeros_like(padding))
 
 
 def run(
@@ -124,49 +164,50 @@ def run(
     options = {"scale": case.d**-0.5, "window": None, "soft_cap": None, "tiles": tiles} | options
     if options["window"]:  # what no query of a row sees may be given back: page 0, which has NaN
         for row, (count, context) in enumerate(case.rows):
-            gone = max(context - count + 1 - options["window"], 0) // case.s
-            a["tables"] = a["tables"].at[row, :gone].set(0)
+            past = max(context - count + 1 - options["window"], 0) // case.s
+            a["tables"] = a["tables"].at[row, :past].set(0)
     pages = a["k_pages"], a["v_pages"], a["tables"], a["lengths"]
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         longest = max(count for count, _ in case.rows)
         if shorts and longest > 1:
-            most = next(size for size in SHORT if longest <= size)
+            row_size = next(size for size in SHORT if longest <= size)
             row, begin, number = slots_of(a["counts"] > 1, a["first"], len(case.rows))
             results = decode.decode_short(
-                slot_queries(a["q"], begin, most), *pages, row, number, **options
+                slot_queries(a["q"], begin, row_size), *pages, row, number, **options
             )
             out = with_results(jnp.zeros_like(a["q"]), results, begin, number)
         elif longest <= 1:
             out = decode.decode(a["q"][: len(case.rows)], *pages, **options)
         else:
             out = chunks.chunks(a["q"], *pages, a["first"][:-1], a["counts"], **options)
-    found = np.asarray(out, np.float32)
+    output = np.asarray(out, np.float32)
     assert not get_races().races_found, "two threads touch the same memory without an order"
-    return found
+    return output
 
 
 def check(case: Case, *, tiles: Tiles = SMALL, shorts: bool = False, **options) -> None:
-    found, expected = run(case, tiles=tiles, shorts=shorts, **options), case.expected(**options)
+    output = run(case, tiles=tiles, shorts=shorts, **options)
+    expected = case.expected(**options)
     # weights and results are rounded to this number of bits
     bits = {"bfloat16": 8, "float16": 11}[case.dtype]
-    chex.assert_tree_all_finite(found)
-    chex.assert_trees_all_close(found, expected[: len(found)], atol=4 * 2.0**-bits, rtol=0)
+    chex.assert_tree_all_finite(output)
+    chex.assert_trees_all_close(output, expected[: len(output)], atol=4 * 2.0**-bits, rtol=0)
 
 
-def decodes(s: int, *more: int) -> list[tuple[int, int]]:
+def decodes(s: int, *contexts: int) -> list[tuple[int, int]]:
     """Lengths around a block's border. Each row has one query token, also the one without a
     context.
     """
-    return [(1, length) for length in (0, 1, s - 1, s, s + 1, *more)]
+    return [(1, length) for length in (0, 1, s - 1, s, s + 1, *contexts)]
 
 
-def short_rows(s: int, most: int, *contexts: int) -> list[tuple[int, int]]:
-    """Rows of every length up to `most`, around a block's border, with a row without tokens among
-    them.
+def short_rows(s: int, longest: int, *contexts: int) -> list[tuple[int, int]]:
+    """Rows of every length up to `longest`, around a block's border, with a row without tokens
+    among them.
     """
-    counts = range(2, 5) if most == 4 else range(5, 9)
+    counts = range(2, 5) if longest == 4 else range(5, 9)
     around = [(count, max(count, s + i)) for i, count in enumerate(counts)]
-    return [(most, most), (0, 0), *around, *((most - 1, context) for context in contexts)]
+    return [(longest, longest), (0, 0), *around, *((longest - 1, context) for context in contexts)]
 
 
 def slow(*values):
@@ -187,7 +228,7 @@ OFTEN = [(64, 8, 3), (64, 128, 16), (128, 16, 4), (128, 128, 1)]
 
 @interpreted
 @pytest.mark.parametrize(
-    ("d", "s", "group"), [*OFTEN, *(slow(*one) for one in EVERY if one not in OFTEN)]
+    ("d", "s", "group"), [*OFTEN, *(slow(*shape) for shape in EVERY if shape not in OFTEN)]
 )
 def test_decodes_of_contexts_around_a_block_border(d, s, group):
     check(Case(decodes(s, 300), d=d, s=s, group=group, seed=s))
@@ -195,7 +236,7 @@ def test_decodes_of_contexts_around_a_block_border(d, s, group):
 
 @interpreted
 @pytest.mark.parametrize(
-    ("d", "s", "group"), [*OFTEN, *(slow(*one) for one in EVERY if one not in OFTEN)]
+    ("d", "s", "group"), [*OFTEN, *(slow(*shape) for shape in EVERY if shape not in OFTEN)]
 )
 def test_chunks_of_contexts_around_a_block_border(d, s, group):
     rows = [(2, 2), (0, 0), (s - 1, s - 1), (5, s + 4), (130 // group + 2, s + 150)]
@@ -207,25 +248,25 @@ OFTEN_SHORT = [(64, 8, 3, 8), (128, 16, 4, 4)]
 
 @interpreted
 @pytest.mark.parametrize(
-    ("d", "s", "group", "most"),
+    ("d", "s", "group", "longest"),
     [
         *OFTEN_SHORT,
         *(
-            slow(*one, most)
-            for one in EVERY
-            for most in SHORT
-            if one[2] * most <= pallas_gpu.MAX_COLUMNS and (*one, most) not in OFTEN_SHORT
+            slow(*shape, longest)
+            for shape in EVERY
+            for longest in SHORT
+            if shape[2] * longest <= pallas_gpu.MAX_COLUMNS and (*shape, longest) not in OFTEN_SHORT
         ),
         *(
-            slow(d, 16, 4, most)
+            slow(d, 16, 4, longest)
             for d in pallas_gpu.HEAD_SIZES
-            for most in SHORT
-            if (d, most) != (128, 4)
+            for longest in SHORT
+            if (d, longest) != (128, 4)
         ),
     ],
 )
-def test_short_rows_of_contexts_around_a_block_border(d, s, group, most):
-    check(Case(short_rows(s, most, 200), d=d, s=s, group=group, seed=s), shorts=True)
+def test_short_rows_of_contexts_around_a_block_border(d, s, group, longest):
+    check(Case(short_rows(s, longest, 200), d=d, s=s, group=group, seed=s), shorts=True)
 
 
 @interpreted
@@ -261,15 +302,12 @@ def test_a_call_of_one_short_row_and_padding_rows(row, group):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     case = Case([row, *[(0, 0)] * (row[0] - 1)], group=group)
-    a = case.arrays()
-    arguments = [
-        jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")
-    ]
+    arguments = case.arguments()
     arguments[0] = arguments[0][: row[0]]  # without padding tokens
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_gpu")
+        output = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_gpu")
     chex.assert_trees_all_close(
-        np.asarray(found, np.float32), case.expected()[: row[0]], atol=2.0**-6, rtol=0
+        np.asarray(output, np.float32), case.expected()[: row[0]], atol=2.0**-6, rtol=0
     )
 
 
@@ -356,33 +394,10 @@ def test_content_of_unowned_slots_changes_no_bit(rows):
 def test_a_mixed_batch_keeps_the_contract(options):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    rows = [
-        (1, 33),
-        (20, 40),
-        (1, 1),
-        (0, 0),
-        (2, 100),
-        (1, 64),
-        (8, 70),
-        (4, 17),
-        (9, 9),
-        (5, 48),
-        (3, 3),
-    ]
-    case = Case(rows, heads=2, group=3)
-    a = case.arrays()
-    arguments = [
-        jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")
-    ]
+    arguments = MIXED.arguments()
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_gpu", **options)
-    chex.assert_type(found, jnp.bfloat16)
-    chex.assert_shape(found, case.dims["TND"])
-    chex.assert_trees_all_close(
-        np.asarray(found, np.float32), case.expected(**options), atol=2.0**-6, rtol=0
-    )
-    padding = found[a["first"][-1] :]
-    chex.assert_trees_all_equal(padding, jnp.zeros_like(padding))
+        output = paged_attention(*arguments, scale=MIXED.d**-0.5, impl="pallas_gpu", **options)
+    assert_mixed(output, options)
 
 
 def through_the_kernels(
@@ -439,10 +454,10 @@ def test_smollm2_keeps_its_goldens_through_them(monkeypatch):
         "token_buckets": (4,),
         "num_blocks": 8,
     }
-    found = through_the_kernels(
+    generated = through_the_kernels(
         monkeypatch, load_model("smollm2-135m", dtype="float16"), prompts, 3, **config
     )
-    assert [list(tokens) for tokens in found] == [golden["token_ids"][:3] for golden in goldens]
+    assert [list(tokens) for tokens in generated] == [golden["token_ids"][:3] for golden in goldens]
 
 
 # --- the checks detect mistakes -------------------------------------------------------------------
@@ -534,12 +549,10 @@ def test_the_checks_detect_a_missing_wait(rows, place, monkeypatch):
 )
 def test_unsupported_shapes_raise_with_the_reason(change, message):
     case = Case([(1, 5)])._replace(**change)
-    a = case.arrays()
-    names = ("q", "k_pages", "v_pages", "tables", "lengths", "first")
     with pytest.raises(
         ValueError, match=rf"impl 'pallas_gpu' {message}; impl 'xla' has no such limit"
     ):
-        paged_attention(*(jnp.asarray(a[name]) for name in names), scale=1.0, impl="pallas_gpu")
+        paged_attention(*case.arguments(), scale=1.0, impl="pallas_gpu")
 
 
 @interpreted
@@ -549,13 +562,14 @@ def test_a_call_of_decodes_alone_is_right(min_split):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     case = Case([(1, 5), (1, 40), (1, 16), (0, 0)], group=3)
-    a, tiles = case.arrays(), SMALL._replace(min_split=min_split, multiprocessors=8)
+    a = case.arrays()
+    tiles = SMALL._replace(min_split=min_split, multiprocessors=8)
     arrays = (*(a[name] for name in ("k_pages", "v_pages", "tables", "lengths")), None)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        found = pallas_gpu.paged_attention(a["q"][:4], *arrays, scale=case.d**-0.5, tiles=tiles)
-    chex.assert_shape(found, (4, 3, 64))
-    chex.assert_trees_all_close(np.asarray(found[:3], np.float64), case.expected()[:3], atol=2e-2)
-    np.testing.assert_array_equal(np.asarray(found[3], np.float64), 0)
+        output = pallas_gpu.paged_attention(a["q"][:4], *arrays, scale=case.d**-0.5, tiles=tiles)
+    chex.assert_shape(output, (4, 3, 64))
+    chex.assert_trees_all_close(np.asarray(output[:3], np.float64), case.expected()[:3], atol=2e-2)
+    np.testing.assert_array_equal(np.asarray(output[3], np.float64), 0)
 
 
 @interpreted
@@ -563,13 +577,13 @@ def test_rows_of_a_few_tokens_can_be_chunks():
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     case = Case([(1, 9), (3, 20), (6, 6), (12, 30)])
-    a = case.arrays()
-    arrays = tuple(a[name] for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first"))
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        found = pallas_gpu.paged_attention(
-            *arrays, scale=case.d**-0.5, tiles=SMALL, short_rows=False
+        output = pallas_gpu.paged_attention(
+            *case.arguments(), scale=case.d**-0.5, tiles=SMALL, short_rows=False
         )
-    chex.assert_trees_all_close(np.asarray(found, np.float64)[:22], case.expected()[:22], atol=2e-2)
+    chex.assert_trees_all_close(
+        np.asarray(output, np.float64)[:22], case.expected()[:22], atol=2e-2
+    )
 
 
 def test_an_old_jax_is_an_obstacle(monkeypatch):

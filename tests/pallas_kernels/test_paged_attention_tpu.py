@@ -32,7 +32,14 @@ from pallas_kernels.paged_attention.rows import (
 )
 from pallas_kernels.races import MODES, without_races
 from pallas_kernels.tiles import TPUS, TpuTiles
-from tests.pallas_kernels.test_paged_attention_gpu import Case, decodes, slow
+from tests.pallas_kernels.test_paged_attention_gpu import (
+    MIXED,
+    Case,
+    assert_mixed,
+    decodes,
+    short_rows,
+    slow,
+)
 
 pytestmark = pytest.mark.few_optimisations
 
@@ -56,7 +63,8 @@ def run(
     rows, [T, N, D].
     """
     arrays = case.arrays(order)
-    row, itemsize = pallas_tpu.row_size(case.d), arrays["q"].dtype.itemsize
+    row = pallas_tpu.row_size(case.d)
+    itemsize = arrays["q"].dtype.itemsize
     for name in ("k_pages", "v_pages"):
         arrays[name] = arrays[name].reshape(*arrays[name].shape[:2], -1, row)
     shape = pallas_tpu.Shape(case.heads, case.group, case.d, case.s, itemsize, itemsize)
@@ -70,10 +78,10 @@ def run(
         if longest <= 1:
             return pallas_tpu.decode(call, a["q"][: len(case.rows)], a["lengths"])
         if shorts:
-            most = next(size for size in SHORT if longest <= size)
+            row_size = next(size for size in SHORT if longest <= size)
             row, begin, number = slots_of(a["counts"] > 1, a["first"], len(case.rows))
             results = pallas_tpu.short(
-                call, slot_queries(a["q"], begin, most), a["lengths"], row, number
+                call, slot_queries(a["q"], begin, row_size), a["lengths"], row, number
             )
             return with_results(jnp.zeros_like(a["q"]), results, begin, number)
         return pallas_tpu.chunks(call, a["q"], a["lengths"], a["first"], a["counts"] > 0)
@@ -87,28 +95,17 @@ def run(
 def check(
     case: Case, mode: str, *, tiles: TpuTiles = SMALL, shorts: bool = False, **options
 ) -> None:
-    found, expected = (
-        run(case, mode, tiles=tiles, shorts=shorts, **options),
-        case.expected(**options),
-    )
+    output = run(case, mode, tiles=tiles, shorts=shorts, **options)
+    expected = case.expected(**options)
     # in 16 bit weights and results are rounded to 8 bits; in 32 a score's error grows with the
     # numbers it sums
     atol = {"bfloat16": 4 * 2.0**-8, "float32": 2e-6 * max(1, case.d / 128)}[case.dtype]
-    chex.assert_trees_all_close(found, expected[: len(found)], atol=atol, rtol=0)
+    chex.assert_trees_all_close(output, expected[: len(output)], atol=atol, rtol=0)
 
 
-def chunks(s: int, *more: tuple[int, int]) -> list[tuple[int, int]]:
+def chunks(s: int, *longer: tuple[int, int]) -> list[tuple[int, int]]:
     """Contexts around a block's border, a row without tokens, and tiles with tokens of two rows."""
-    return [(2, 2), (0, 0), (s - 1, s - 1), (5, s + 4), *more]
-
-
-def short_rows(s: int, most: int, *contexts: int) -> list[tuple[int, int]]:
-    """Rows of every length up to `most`, around a block's border, with a row without tokens among
-    them.
-    """
-    counts = range(2, 5) if most == 4 else range(5, 9)
-    around = [(count, max(count, s + i)) for i, count in enumerate(counts)]
-    return [(most, most), (0, 0), *around, *((most - 1, context) for context in contexts)]
+    return [(2, 2), (0, 0), (s - 1, s - 1), (5, s + 4), *longer]
 
 
 # --- what they compute ----------------------------------------------------------------------------
@@ -124,9 +121,11 @@ EVERY = [
 
 def shapes(*often: tuple) -> pytest.MarkDecorator:
     """The cases of the default run, and all others."""
-    others = [(*one, mode) for one in EVERY for mode in MODES if (*one, mode) not in often]
+    slow_shapes = [
+        (*shape, mode) for shape in EVERY for mode in MODES if (*shape, mode) not in often
+    ]
     return pytest.mark.parametrize(
-        ("d", "s", "group", "dtype", "mode"), [*often, *(slow(*one) for one in others)]
+        ("d", "s", "group", "dtype", "mode"), [*often, *(slow(*shape) for shape in slow_shapes)]
     )
 
 
@@ -142,14 +141,14 @@ def test_chunks_of_contexts_around_a_block_border(d, s, group, dtype, mode):
 
 
 @pytest.mark.parametrize(
-    ("d", "s", "group", "dtype", "mode", "most"),
+    ("d", "s", "group", "dtype", "mode", "longest"),
     [
         (64, 16, 3, "bfloat16", "on_wait", 8),
         slow(128, 8, 4, "float32", "eager", 4),
         *(
-            slow(*one, mode, most)
-            for one in EVERY
-            for mode, most in zip(MODES, (8, 4), strict=True)
+            slow(*shape, mode, longest)
+            for shape in EVERY
+            for mode, longest in zip(MODES, (8, 4), strict=True)
         ),
         *(
             slow(d, 16, group, "bfloat16", "eager", 8)
@@ -158,8 +157,8 @@ def test_chunks_of_contexts_around_a_block_border(d, s, group, dtype, mode):
         ),
     ],
 )
-def test_short_rows_of_contexts_around_a_block_border(d, s, group, dtype, mode, most):
-    rows = short_rows(s, most, 100)
+def test_short_rows_of_contexts_around_a_block_border(d, s, group, dtype, mode, longest):
+    rows = short_rows(s, longest, 100)
     check(
         Case(rows, d=d, s=s, group=group, dtype=dtype, seed=s), mode, tiles=fitting(s), shorts=True
     )
@@ -211,9 +210,9 @@ def test_windows_and_caps(rows, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [decodes(16, 150), [(30, 150), (9, 9)]], ids=["decodes", "chunks"])
 def test_order_of_pages_and_content_of_unowned_slots_change_no_bit(rows):
-    found = run(Case(rows), "eager")
-    chex.assert_trees_all_equal(run(Case(rows), "eager", order=1), found)
-    chex.assert_trees_all_equal(run(Case(rows, poison=0.0), "eager"), found)
+    output = run(Case(rows), "eager")
+    chex.assert_trees_all_equal(run(Case(rows), "eager", order=1), output)
+    chex.assert_trees_all_equal(run(Case(rows, poison=0.0), "eager"), output)
 
 
 @pytest.mark.slow
@@ -236,36 +235,13 @@ def interpreted(monkeypatch):
     "options", [{}, slow({"window": 20, "soft_cap": 2.0})], ids=["plain", "window and cap"]
 )
 def test_a_mixed_batch_keeps_the_contract(options, interpreted):
-    rows = [
-        (1, 33),
-        (20, 40),
-        (1, 1),
-        (0, 0),
-        (2, 100),
-        (1, 64),
-        (8, 70),
-        (4, 17),
-        (9, 9),
-        (5, 48),
-        (3, 3),
-    ]
-    case = Case(rows, heads=2, group=3)
-    a = case.arrays()
-    arguments = [
-        jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")
-    ]
-    found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu", **options)
-    chex.assert_type(found, jnp.bfloat16)
-    chex.assert_shape(found, case.dims["TND"])
-    chex.assert_trees_all_close(
-        np.asarray(found, np.float32), case.expected(**options), atol=2.0**-6, rtol=0
-    )
-    padding = found[a["first"][-1] :]
-    chex.assert_trees_all_equal(padding, jnp.zeros_like(padding))
+    arguments = MIXED.arguments()
+    output = paged_attention(*arguments, scale=MIXED.d**-0.5, impl="pallas_tpu", **options)
+    assert_mixed(output, options)
     # as an engine keeps them
     arguments[1:3] = (a.reshape(*a.shape[:2], -1, 128) for a in arguments[1:3])
-    in_rows = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu", **options)
-    chex.assert_trees_all_equal(np.asarray(in_rows, np.float32), np.asarray(found, np.float32))
+    in_rows = paged_attention(*arguments, scale=MIXED.d**-0.5, impl="pallas_tpu", **options)
+    chex.assert_trees_all_equal(np.asarray(in_rows, np.float32), np.asarray(output, np.float32))
 
 
 @pytest.mark.parametrize("row", [(2, 40), slow((3, 3)), slow((4, 33)), slow((5, 70)), slow((8, 8))])
@@ -273,13 +249,13 @@ def test_a_call_of_one_short_row_and_padding_rows(row, interpreted):
     """A step of one sequence with drafts: as many rows of the batch as tokens, and all but one are
     padding.
     """
-    count, case = row[0], Case([row, *[(0, 0)] * (row[0] - 1)], group=4)
-    a = case.arrays()
-    arguments = [a[name] for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
+    count = row[0]
+    case = Case([row, *[(0, 0)] * (row[0] - 1)], group=4)
+    arguments = case.arguments()
     arguments[0] = arguments[0][:count]  # without padding tokens
-    found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu")
+    output = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu")
     chex.assert_trees_all_close(
-        np.asarray(found, np.float32), case.expected()[:count], atol=2.0**-6, rtol=0
+        np.asarray(output, np.float32), case.expected()[:count], atol=2.0**-6, rtol=0
     )
 
 
@@ -287,20 +263,18 @@ def test_a_call_of_one_short_row_and_padding_rows(row, interpreted):
 @pytest.mark.parametrize("contexts", [(2048, 3001), (4096, 5000)])
 def test_short_rows_of_long_contexts(contexts, interpreted):
     case = Case([(4, contexts[0]), (1, contexts[0]), (8, contexts[1])], s=64, group=4)
-    a = case.arrays()
-    arguments = [
-        jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")
-    ]
-    found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu")
+    arguments = case.arguments()
+    output = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu")
     chex.assert_trees_all_close(
-        np.asarray(found, np.float32), case.expected(), atol=2.0**-6, rtol=0
+        np.asarray(output, np.float32), case.expected(), atol=2.0**-6, rtol=0
     )
 
 
 @pytest.mark.parametrize(("window", "owned"), [slow(None, {*range(7)}), (20, {5, 6})])
 def test_exactly_the_pages_of_the_visible_context_are_read(window, owned):
     case = Case([(1, 100), (1, 33), (1, 1)], s=16)
-    read, right = set(), tpu_kernel.page_of
+    read = set()
+    right = tpu_kernel.page_of
 
     def watched(*arguments):
         page = right(*arguments)
@@ -368,8 +342,8 @@ def test_the_checks_detect_a_wrong_page(rows, monkeypatch):
 @pytest.mark.slow  # by default: a wrong page, above
 @pytest.mark.parametrize("rows", TWO)
 def test_the_checks_detect_a_missing_page(rows, monkeypatch):
-    def short(r, step, seen, right=tpu_kernel.page_range):
-        first, stop = right(r, step, seen)
+    def short(r, step, visible, right=tpu_kernel.page_range):
+        first, stop = right(r, step, visible)
         return first, jnp.maximum(stop - 1, first)
 
     monkeypatch.setattr(tpu_kernel, "page_range", short)
@@ -389,22 +363,19 @@ def test_the_checks_detect_a_missing_page(rows, monkeypatch):
     ],
 )
 def test_unsupported_shapes_raise_with_the_reason(change, message):
-    a = Case([(1, 5)])._replace(**change).arrays()
-    names = ("q", "k_pages", "v_pages", "tables", "lengths", "first")
+    case = Case([(1, 5)])._replace(**change)
     with pytest.raises(
         ValueError, match=rf"impl 'pallas_tpu' {message}; impl 'xla' has no such limit"
     ):
-        paged_attention(*(a[name] for name in names), scale=1.0, impl="pallas_tpu")
+        paged_attention(*case.arguments(), scale=1.0, impl="pallas_tpu")
 
 
 def test_pages_of_partial_rows_or_of_8_bits_raise(interpreted):
-    names = ("q", "k_pages", "v_pages", "tables", "lengths", "first")
-    small, whole = (Case([(1, 5)], d=16, s=s, poison=0.0).arrays() for s in (4, 8))
+    small, arguments = (Case([(1, 5)], d=16, s=s, poison=0.0).arguments() for s in (4, 8))
     with pytest.raises(
         ValueError, match=r"needs pages of whole rows of 128, and they are \[4, 16\]"
     ):
-        paged_attention(*(jnp.asarray(small[name]) for name in names), scale=1.0, impl="pallas_tpu")
-    arguments = [jnp.asarray(whole[name]) for name in names]
+        paged_attention(*small, scale=1.0, impl="pallas_tpu")
     arguments[1:3] = (a.astype(jnp.uint8) for a in arguments[1:3])
     with pytest.raises(ValueError, match="reads pages of bfloat16 or float32 and not of uint8"):
         paged_attention(*arguments, scale=1.0, impl="pallas_tpu")

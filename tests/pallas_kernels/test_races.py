@@ -18,7 +18,7 @@ X = jnp.arange(1024, dtype=jnp.float32).reshape(8, 128)
 
 
 def doubled(interpret, *, wait: bool):
-    """2 X, from a buffer that a copy fills."""
+    """Return 2 X, from a buffer that a copy fills."""
 
     def kernel(x, out, buffer, arrived):
         copy = pltpu.make_async_copy(x, buffer, arrived)

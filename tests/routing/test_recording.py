@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedjax import cli, routing
@@ -18,22 +18,23 @@ DONE = st.lists(
 )
 
 
-def record(router: routing.Router, done: list[tuple[str, int]], path: Path) -> Recorder:
-    """Do what is possible of `done`, beside a state that is kept without a record."""
-    recorder, plain = Recorder(router, 4, path), routing.init(4)
-    for step, (what, number) in enumerate(done):
+def record(router: routing.Router, events: list[tuple[str, int]], path: Path) -> Recorder:
+    """Do those of the events that are possible, and compare with a state that has no record."""
+    recorder = Recorder(router, 4, path)
+    plain = routing.init(4)
+    for step, (action, number) in enumerate(events):
         name = f"r{number}"
-        if what == "route" and plain.replicas and f"q{step}" not in plain.unfinished:
+        if action == "route" and plain.replicas and f"q{step}" not in plain.unfinished:
             request = RouterRequest(f"q{step}", number, tuple("abcde"[:number]))
-            plain, wanted = routing.route(plain, router, request)
-            assert recorder.route(request) == wanted
-        elif what == "finish":
+            plain, expected = routing.route(plain, router, request)
+            assert recorder.route(request) == expected
+        elif action == "finish":
             plain = routing.finished(plain, f"q{number}")
             recorder.finished(f"q{number}")
-        elif what == "join" and name not in plain.replicas:
+        elif action == "join" and name not in plain.replicas:
             plain = routing.joined(plain, name)
             recorder.joined(name)
-        elif what == "leave" and name in plain.replicas:
+        elif action == "leave" and name in plain.replicas:
             plain = routing.left(plain, name)
             recorder.left(name)
         assert recorder.state == plain
@@ -41,10 +42,11 @@ def record(router: routing.Router, done: list[tuple[str, int]], path: Path) -> R
     return recorder
 
 
+@settings(deadline=None)  # it writes files
 @given(DONE, st.sampled_from(sorted(ROUTERS)))
-def test_a_record_replays_to_the_same_state_and_assignments(tmp_path_factory, done, name):
+def test_a_record_replays_to_the_same_state_and_assignments(tmp_path_factory, events, name):
     path = tmp_path_factory.mktemp("routing") / "routing.jsonl"
-    recorder = record(ROUTERS[name], done, path)
+    recorder = record(ROUTERS[name], events, path)
     lines = path.read_text("utf-8").splitlines()
     state, count = recording.replay(lines)
     assert state == recorder.state
@@ -53,8 +55,8 @@ def test_a_record_replays_to_the_same_state_and_assignments(tmp_path_factory, do
 
 @pytest.fixture
 def lines(tmp_path) -> list[str]:
-    done = [("join", 0), ("join", 1), ("route", 3), ("route", 2), ("finish", 2), ("route", 1)]
-    record(PREFIX, done, tmp_path / "a.jsonl")
+    events = [("join", 0), ("join", 1), ("route", 3), ("route", 2), ("finish", 2), ("route", 1)]
+    record(PREFIX, events, tmp_path / "a.jsonl")
     return (tmp_path / "a.jsonl").read_text("utf-8").splitlines()
 
 

@@ -63,7 +63,9 @@ def cluster(count: int, known_blocks: int = 100) -> RouterState:
 def send(
     state: RouterState, router: Router, *prompts: str, at: int = 0
 ) -> tuple[RouterState, list]:
-    """Requests of these prompts, named by their place -> (state, the replica of each)."""
+    """Route requests of these prompts, named by their place. Returns the state and the replica of
+    each.
+    """
     chosen = []
     for i, prompt in enumerate(prompts, start=at):
         state, replica = routing.route(state, router, RouterRequest(f"r{i}", 10, hashes(prompt)))
@@ -75,40 +77,41 @@ def play(
     router: Router, happened: Sequence[tuple], replicas: int
 ) -> list[tuple[RouterState, str, Any]]:
     """The states after each of `happened`, with what was done and to what."""
-    state, found = cluster(replicas, known_blocks=5), []
-    for i, (what, *rest) in enumerate(happened):
+    state = cluster(replicas, known_blocks=5)
+    history = []
+    for i, (action, *details) in enumerate(happened):
         subject: Any = None
-        if what == "route" and state.replicas:
-            request = RouterRequest(f"r{i}", rest[1], hashes(rest[0]))
+        if action == "route" and state.replicas:
+            request = RouterRequest(f"r{i}", details[1], hashes(details[0]))
             state, subject = routing.route(state, router, request)
-        elif what == "finish" and state.unfinished:
-            subject = sorted(state.unfinished)[rest[0] % len(state.unfinished)]
+        elif action == "finish" and state.unfinished:
+            subject = sorted(state.unfinished)[details[0] % len(state.unfinished)]
             state = routing.finished(state, subject)
-        elif what == "join":
+        elif action == "join":
             subject = f"joined at {i}"
             state = routing.joined(state, subject)
-        elif what == "leave" and state.replicas:
-            subject = state.replicas[rest[0] % len(state.replicas)]
+        elif action == "leave" and state.replicas:
+            subject = state.replicas[details[0] % len(state.replicas)]
             state = routing.left(state, subject)
-        found.append((state, what, subject))
-    return found
+        history.append((state, action, subject))
+    return history
 
 
 @drawn.given(30, 100, st.sampled_from(OF_ALL), st.lists(WHAT, max_size=40), st.integers(0, 4))
 def test_every_router_keeps_the_laws(router: Router, happened: list, replicas: int):
-    found = play(router, happened, replicas)
+    history = play(router, happened, replicas)
     before = cluster(replicas, known_blocks=5)
-    for state, what, subject in found:
+    for state, action, subject in history:
         check(state)  # loads are sums over the unfinished requests, so none is negative
         assert sum(load.requests for load in state.loads.values()) == len(state.unfinished)
-        if what == "route" and before.replicas:
+        if action == "route" and before.replicas:
             assert subject in before.replicas
             assert state.loads[subject].requests == before.loads[subject].requests + 1
-        if what == "leave" and before.replicas:
+        if action == "leave" and before.replicas:
             assert subject not in state.replicas
             assert all(routed.replica != subject for routed in state.unfinished.values())
         before = state
-    assert found == play(router, happened, replicas), (
+    assert history == play(router, happened, replicas), (
         "the same events gave other states, or a state was changed"
     )
 
@@ -119,8 +122,8 @@ def test_every_router_keeps_the_laws(router: Router, happened: list, replicas: i
 def test_no_replica_gets_a_request_beyond_the_limit(
     happened: list, replicas: int, factor: float, slack: int
 ):
-    for state, what, replica in play(by_prefix("mine", factor, slack), happened, replicas):
-        if what == "route" and state.replicas:
+    for state, action, replica in play(by_prefix("mine", factor, slack), happened, replicas):
+        if action == "route" and state.replicas:
             limit = max(slack, math.ceil(factor * len(state.unfinished) / len(state.replicas)))
             assert state.loads[replica].requests <= limit
 
@@ -131,27 +134,31 @@ def test_a_known_prefix_is_found_when_the_load_allows_it(
 ):
     state, chosen = send(cluster(replicas), by_prefix("any", factor=1.0, slack=100), *earlier)
     depths = [0] * replicas
-    for other, at in zip(earlier, chosen, strict=True):
-        depths[at] = max(depths[at], shared(prompt, other))
+    for earlier_prompt, at in zip(earlier, chosen, strict=True):
+        depths[at] = max(depths[at], common_length(prompt, earlier_prompt))
     _, (replica,) = send(state, by_prefix("any", slack=100), prompt, at=len(earlier))
     assert depths[replica] == max(depths)
 
 
-def shared(a: str, b: str) -> int:
+def common_length(a: str, b: str) -> int:
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )
 
 
 @drawn.given(30, 100, st.lists(PROMPTS, max_size=30), st.integers(0, 8))
-def test_known_hashes_are_bounded_and_closed_to_the_front(prompts: list[str], most: int):
-    known = Prefixes(most)
+def test_known_hashes_are_bounded_and_closed_to_the_front(prompts: list[str], limit: int):
+    prefixes = Prefixes(limit)
     for prompt in prompts:
-        known = learned(known, hashes(prompt))
-        assert len(known.stamps) <= most
-        assert depth(known, hashes(prompt)) == min(most, len(prompt)), "what was used last is known"
-        for key in known.stamps:
-            assert depth(known, hashes(key)) == len(key), "a hash is known without those before it"
+        prefixes = learned(prefixes, hashes(prompt))
+        assert len(prefixes.stamps) <= limit
+        assert depth(prefixes, hashes(prompt)) == min(limit, len(prompt)), (
+            "what was used last is known"
+        )
+        for key in prefixes.stamps:
+            assert depth(prefixes, hashes(key)) == len(key), (
+                "a hash is known without those before it"
+            )
 
 
 class NaivePrefixRouter(RuleBasedStateMachine):
@@ -159,7 +166,9 @@ class NaivePrefixRouter(RuleBasedStateMachine):
     its words.
     """
 
-    FACTOR, SLACK, KNOWN = 1.5, 2, 6
+    FACTOR = 1.5
+    SLACK = 2
+    KNOWN = 6
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +205,8 @@ class NaivePrefixRouter(RuleBasedStateMachine):
             self.state, self.router, RouterRequest(name, tokens, hashes(prompt))
         )
         assert chosen == self.expected(prompt)
-        self.requests[name], self.routed = (chosen, tokens), True
+        self.requests[name] = (chosen, tokens)
+        self.routed = True
         self.turn_after(chosen)
         for key in reversed(hashes(prompt)[: self.KNOWN]):
             if key in self.used[chosen]:
@@ -206,19 +216,20 @@ class NaivePrefixRouter(RuleBasedStateMachine):
 
     def expected(self, prompt: str) -> Replica:
         best: tuple[int, ...] | None = None
-        found: Replica = -1
+        best_replica: Replica = -1
         for place, replica in enumerate(self.replicas):
             tokens = [tokens for at, tokens in self.requests.values() if at == replica]
             mean = (len(self.requests) + 1) / len(self.order)
             if len(tokens) + 1 > max(self.SLACK, math.ceil(self.FACTOR * mean)):
                 continue
-            known = 0
-            while known < len(prompt) and prompt[: known + 1] in self.used[replica]:
-                known += 1
-            rank = (-known, len(tokens), sum(tokens), place)
+            length = 0
+            while length < len(prompt) and prompt[: length + 1] in self.used[replica]:
+                length += 1
+            rank = (-length, len(tokens), sum(tokens), place)
             if best is None or rank < best:
-                best, found = rank, replica
-        return found
+                best = rank
+                best_replica = replica
+        return best_replica
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -247,8 +258,10 @@ class NaivePrefixRouter(RuleBasedStateMachine):
         for replica in self.order:
             tokens = [tokens for at, tokens in self.requests.values() if at == replica]
             assert self.state.loads[replica] == Load(len(tokens), sum(tokens))
-            known = self.state.known[replica]
-            assert [known.hashes[stamp] for stamp in sorted(known.hashes)] == self.used[replica]
+            prefixes = self.state.known[replica]
+            assert [prefixes.hashes[stamp] for stamp in sorted(prefixes.hashes)] == self.used[
+                replica
+            ]
 
 
 @drawn.examples(15, 60)
@@ -268,8 +281,9 @@ def test_round_robin_goes_on_where_it_was_when_a_replica_leaves():
 
 
 def test_least_loaded_counts_requests_then_tokens():
-    state, few = cluster(2), {"heavy": 100, "light": 1}
-    for name, tokens in few.items():
+    state = cluster(2)
+    prompt_tokens = {"heavy": 100, "light": 1}
+    for name, tokens in prompt_tokens.items():
         state, _ = routing.route(state, routing.LEAST_LOADED, RouterRequest(name, tokens))
     state, third = routing.route(state, routing.LEAST_LOADED, RouterRequest("third", 5))
     assert third == 1
@@ -295,24 +309,25 @@ def test_routers_without_prefixes_remember_none():
 
 def test_a_replica_that_returns_knows_nothing():
     state, _ = send(cluster(2), PREFIX, "abc")
-    again = routing.joined(routing.left(state, 0), 0)
-    assert again.known_prefix(0, RouterRequest("", 0, hashes("abc"))) == 0
-    assert again.loads[0] == Load()
-    assert routing.finished(again, "r0") == again, "its request ended with it"
+    returned = routing.joined(routing.left(state, 0), 0)
+    assert returned.known_prefix(0, RouterRequest("", 0, hashes("abc"))) == 0
+    assert returned.loads[0] == Load()
+    assert routing.finished(returned, "r0") == returned, "its request ended with it"
 
 
 def test_prompts_with_another_salt_or_adapter_have_other_hashes():
-    prompt, plain = list(range(40)), SamplingParams()
-    root, found = block_hashes.of_prompt(prompt, plain, 16)
-    assert len(found) == 2
+    prompt = list(range(40))
+    plain = SamplingParams()
+    root, plain_hashes = block_hashes.of_prompt(prompt, plain, 16)
+    assert len(plain_hashes) == 2
     assert root is not None
-    others = [
+    other_hashes = [
         block_hashes.of_prompt(prompt, SamplingParams(cache_salt="mine"), 16)[1],
         block_hashes.of_prompt(prompt, plain, 16, adapter="digest")[1],
         block_hashes.of_prompt(prompt, plain, 16, tags=("tag",))[1],
     ]
-    assert len({found, *others}) == 4
-    assert block_hashes.of_prompt([*prompt, 7], plain, 16)[1] == found
+    assert len({plain_hashes, *other_hashes}) == 4
+    assert block_hashes.of_prompt([*prompt, 7], plain, 16)[1] == plain_hashes
     for refused in (SamplingParams(enable_prefix_caching=False), SamplingParams(prompt_logprobs=0)):
         assert block_hashes.of_prompt(prompt, refused, 16) == (None, ())
 
@@ -393,7 +408,8 @@ def test_a_wrong_router_of_ones_own_is_refused(tmp_path, code: str, message: str
 
 
 def test_a_factor_beyond_the_number_of_replicas_limits_nothing():
-    state, hashes = cluster(2), (b"a",)
+    state = cluster(2)
+    hashes = (b"a",)
     for i in range(20):
         state, chosen = routing.route(
             state, by_prefix("mine", 1e308, 0), RouterRequest(str(i), 1, hashes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import httpx
 import openai
 import pytest
 
@@ -15,8 +16,22 @@ from tests.server.support import ENGINE, serving_without_leaks
 @pytest.fixture(scope="session")
 def served(tiny) -> Iterator[SimpleNamespace]:
     llm = LLM(tiny, progress=False, **ENGINE)
-    with serving_without_leaks(llm) as found:
-        yield found
+    with serving_without_leaks(llm) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def client(served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as api:
+        yield api
+
+
+@pytest.fixture(scope="session")
+def http(served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=60) as plain:
+        yield plain
 
 
 @pytest.fixture(scope="session")
@@ -29,14 +44,14 @@ def reference(tiny) -> LLM:
 def tool_server(tiny_long) -> Iterator[SimpleNamespace]:
     """A server with room for long prompts and answers."""
     options = {"max_num_batched_tokens": 256, "token_buckets": (8, 256), "num_blocks": 512}
-    llm = LLM(tiny_long, progress=False, **{**ENGINE, **options})
-    with serving_without_leaks(llm) as found:
-        yield found
+    llm = LLM(tiny_long, progress=False, **ENGINE | options)
+    with serving_without_leaks(llm) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
 def tool_client(tool_server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
         base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0, timeout=120
-    ) as made:
-        yield made
+    ) as api:
+        yield api

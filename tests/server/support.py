@@ -35,13 +35,14 @@ GREEDY = {"model": "tiny", "temperature": 0.0}
 
 @contextmanager
 def serving(llm: LLM, **options) -> Iterator[SimpleNamespace]:
-    """A server for the time of a test -> its url, app, worker and uvicorn's server."""
+    """Run a server for the time of a test. Yields its url, app, worker and uvicorn's server."""
     options = Options(**{"name": "tiny"} | options)
     app = create_app(llm, options)
     config = uvicorn.Config(
         app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=10
     )
-    server, listener = uvicorn.Server(config), config.bind_socket()
+    server = uvicorn.Server(config)
+    listener = config.bind_socket()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
@@ -76,14 +77,14 @@ def serving_without_leaks(llm: LLM, **options) -> Iterator[SimpleNamespace]:
 @contextmanager
 def served_to(llm: LLM, **options) -> Iterator[tuple[SimpleNamespace, httpx.Client]]:
     """A server for one test, and a client of it."""
-    with serving(llm, **options) as found, httpx.Client(base_url=found.url, timeout=60) as client:
-        yield found, client
+    with serving(llm, **options) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        yield server, client
 
 
-def started(
+def start_server(
     *words: str, errors: IO[str] | None = None, module: str = "tests.quickly"
 ) -> tuple[subprocess.Popen[str], str]:
-    """`pagedjax serve` as a separate process -> the process and its url.
+    """Start `pagedjax serve` as a separate process. Returns the process and its url.
 
     Args:
         errors: the file for its log.
@@ -109,8 +110,8 @@ def started(
 
 @contextmanager
 def command(*words: str) -> Iterator[tuple[uvicorn.Server, str]]:
-    """`pagedjax serve` in a thread of this process, which starts without imports -> uvicorn's
-    server and the url.
+    """Run `pagedjax serve` in a thread of this process, which starts without imports. Yields
+    uvicorn's server and the url.
     """
     servers: list[uvicorn.Server] = []
 
@@ -134,7 +135,7 @@ def command(*words: str) -> Iterator[tuple[uvicorn.Server, str]]:
         assert not thread.is_alive()
 
 
-def completed(client: httpx.Client, **options) -> dict:
+def complete(client: httpx.Client, **options) -> dict:
     """The answer to a completion request, which must succeed."""
     answer = client.post("/v1/completions", json={**GREEDY, "prompt": "abc", **options})
     assert answer.status_code == 200, answer.text
@@ -143,9 +144,9 @@ def completed(client: httpx.Client, **options) -> dict:
 
 def error_of(answer: httpx.Response) -> dict:
     """The error, which has OpenAI's shape."""
-    found = answer.json()["error"]
-    assert set(found) == {"message", "type", "param", "code"}
-    return found
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
 
 
 def wait_until(

@@ -25,7 +25,7 @@ from pagedjax.server.worker import EngineStopped
 from tests.server.support import (
     ENGINE,
     command,
-    completed,
+    complete,
     error_of,
     idle,
     served_to,
@@ -44,8 +44,11 @@ RANKS = {"one": 4, "two": 8, "three": 3}
 
 @pytest.fixture(scope="module")
 def folders(tiny_folder, tmp_path_factory) -> dict[str, Path]:
-    place, each = tmp_path_factory.mktemp("adapters"), enumerate(RANKS.items())
-    return {name: tiny_adapter(place / name, tiny_folder, rank, seed=i) for i, (name, rank) in each}
+    parent = tmp_path_factory.mktemp("adapters")
+    ranks = enumerate(RANKS.items())
+    return {
+        name: tiny_adapter(parent / name, tiny_folder, rank, seed=i) for i, (name, rank) in ranks
+    }
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +62,10 @@ def open_server(tiny) -> Iterator[SimpleNamespace]:
     """A server whose clients may load adapters."""
     with serving(
         LLM(tiny, progress=False, **ENGINE, **LORA), allow_runtime_lora_updating=True
-    ) as found:
-        yield found
-        wait_until(lambda: idle(found.worker))
-        assert found.worker.healthy
+    ) as server:
+        yield server
+        wait_until(lambda: idle(server.worker))
+        assert server.worker.healthy
 
 
 @pytest.fixture
@@ -81,7 +84,8 @@ def slow(open_server, monkeypatch) -> Iterator[threading.Event]:
     """Steps of the server wait for 50 ms each until this event is set, so that a test sees requests
     that run.
     """
-    session, ended = open_server.worker.llm.session, threading.Event()
+    session = open_server.worker.llm.session
+    ended = threading.Event()
     step = session.step
 
     def waiting() -> Any:
@@ -93,19 +97,19 @@ def slow(open_server, monkeypatch) -> Iterator[threading.Event]:
     ended.set()
 
 
-def load(http: httpx.Client, name: str, folder: Path, **more: Any) -> httpx.Response:
+def load(http: httpx.Client, name: str, folder: Path, **fields: Any) -> httpx.Response:
     return http.post(
-        "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder), **more}
+        "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder), **fields}
     )
 
 
-def loaded(http: httpx.Client, name: str, folder: Path, **more: Any) -> None:
-    answer = load(http, name, folder, **more)
+def must_load(http: httpx.Client, name: str, folder: Path, **fields: Any) -> None:
+    answer = load(http, name, folder, **fields)
     assert (answer.status_code, answer.text) == (200, f"Success: LoRA adapter '{name}' is loaded.")
 
 
-def unload(http: httpx.Client, name: str, **more: Any) -> httpx.Response:
-    return http.post("/v1/unload_lora_adapter", json={"lora_name": name, **more})
+def unload(http: httpx.Client, name: str, **fields: Any) -> httpx.Response:
+    return http.post("/v1/unload_lora_adapter", json={"lora_name": name, **fields})
 
 
 def texts(
@@ -120,7 +124,7 @@ def texts(
     return output.outputs[0].text
 
 
-def streamed(lines: Iterator[str]) -> Iterator[str]:
+def texts_of_events(lines: Iterator[str]) -> Iterator[str]:
     """The texts of a completion's events."""
     for line in lines:
         if line.startswith("data: {"):
@@ -131,32 +135,32 @@ def streamed(lines: Iterator[str]) -> Iterator[str]:
 
 
 def test_every_route_serves_an_adapter_as_a_model(http, library, folders):
-    loaded(http, "one", folders["one"])
-    wanted = texts(library, folders, "one")
-    assert wanted != texts(library, folders, None)
-    found = completed(http, **GREEDY, model="one", prompt=PROMPT)
-    assert (found["model"], found["choices"][0]["text"]) == ("one", wanted)
+    must_load(http, "one", folders["one"])
+    expected = texts(library, folders, "one")
+    assert expected != texts(library, folders, None)
+    reply = complete(http, **GREEDY, model="one", prompt=PROMPT)
+    assert (reply["model"], reply["choices"][0]["text"]) == ("one", expected)
     for base in ("tiny", "", None):
-        found = completed(http, **GREEDY, model=base, prompt=PROMPT)
-        assert (found["model"], found["choices"][0]["text"]) == (
+        reply = complete(http, **GREEDY, model=base, prompt=PROMPT)
+        assert (reply["model"], reply["choices"][0]["text"]) == (
             "tiny",
             texts(library, folders, None),
         )
 
     request = LoRARequest("one", 1, folders["one"])
     (chat,) = library.chat(MESSAGES, PARAMS, lora_request=request, use_tqdm=False)
-    found = http.post(
+    reply = http.post(
         "/v1/chat/completions", json={**GREEDY, "model": "one", "messages": MESSAGES}
     ).json()
-    assert (found["model"], found["choices"][0]["message"]["content"]) == (
+    assert (reply["model"], reply["choices"][0]["message"]["content"]) == (
         "one",
         chat.outputs[0].text,
     )
     body = {"model": "one", "input": "the cat", "temperature": 0, "max_output_tokens": 8}
-    found = http.post("/v1/responses", json=body).json()
+    reply = http.post("/v1/responses", json=body).json()
     params = SamplingParams(temperature=0.0, max_tokens=8)
     (answer,) = library.chat(MESSAGES, params, lora_request=request, use_tqdm=False)
-    assert (found["model"], found["output"][0]["content"][0]["text"]) == (
+    assert (reply["model"], reply["output"][0]["content"][0]["text"]) == (
         "one",
         answer.outputs[0].text,
     )
@@ -165,8 +169,8 @@ def test_every_route_serves_an_adapter_as_a_model(http, library, folders):
 
 @pytest.mark.filterwarnings("ignore:this model was not made for embeddings")
 def test_embeddings_have_the_adapter_too(http, library, folders):
-    loaded(http, "two", folders["two"])
-    found = http.post(
+    must_load(http, "two", folders["two"])
+    reply = http.post(
         "/v1/embeddings", json={"model": "two", "input": PROMPT, "encoding_format": "float"}
     ).json()
     request = LoRARequest("two", 1, folders["two"])
@@ -174,15 +178,15 @@ def test_embeddings_have_the_adapter_too(http, library, folders):
         library.embed(PROMPT, PoolingParams(), lora_request=r, use_tqdm=False)
         for r in (request, None)
     )
-    assert found["model"] == "two"
-    vector = found["data"][0]["embedding"]
+    assert reply["model"] == "two"
+    vector = reply["data"][0]["embedding"]
     np.testing.assert_allclose(vector, with_it[0].outputs.embedding, rtol=0, atol=1e-5)
     assert np.abs(np.subtract(vector, without[0].outputs.embedding)).max() > 0.01
 
 
 def test_requests_of_several_adapters_run_together(open_server, http, library, folders):
     for name in RANKS:
-        loaded(http, name, folders[name])
+        must_load(http, name, folders[name])
     names = [*RANKS, None] * 6
 
     async def one(client: httpx.AsyncClient, i: int, name: str | None) -> str:
@@ -193,29 +197,29 @@ def test_requests_of_several_adapters_run_together(open_server, http, library, f
         async with httpx.AsyncClient(base_url=open_server.url, timeout=60) as client:
             return await asyncio.gather(*(one(client, i, name) for i, name in enumerate(names)))
 
-    found = asyncio.run(every())
+    generated = asyncio.run(every())
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     requests = [name and LoRARequest(name, 1, folders[name]) for name in names]
     prompts = [[20 + i, 30, 40] for i in range(len(names))]
-    wanted = library.generate(prompts, params, lora_request=requests, use_tqdm=False)
-    assert found == [output.outputs[0].text for output in wanted]
+    outputs = library.generate(prompts, params, lora_request=requests, use_tqdm=False)
+    assert generated == [output.outputs[0].text for output in outputs]
 
 
 def test_the_list_of_models_has_the_adapters(http, folders):
     def card(name: str, root: Any, parent: str | None) -> dict[str, Any]:
-        more = {"root": str(root), "parent": parent, "max_model_len": 512}
-        return {"id": name, "object": "model", "created": 0, "owned_by": "pagedjax", **more}
+        fields = {"root": str(root), "parent": parent, "max_model_len": 512}
+        return {"id": name, "object": "model", "created": 0, "owned_by": "pagedjax", **fields}
 
     assert http.get("/v1/models").json() == {"object": "list", "data": [card("tiny", "tiny", None)]}
-    loaded(http, "team/poems", folders["two"])
-    loaded(http, "mail", folders["one"])
-    wanted = [
+    must_load(http, "team/poems", folders["two"])
+    must_load(http, "mail", folders["one"])
+    cards = [
         card("tiny", "tiny", None),
         card("mail", folders["one"], "tiny"),
         card("team/poems", folders["two"], "tiny"),
     ]
-    assert http.get("/v1/models").json()["data"] == wanted
-    assert [http.get(f"/v1/models/{one['id']}").json() for one in wanted] == wanted
+    assert http.get("/v1/models").json()["data"] == cards
+    assert [http.get(f"/v1/models/{model['id']}").json() for model in cards] == cards
     answer = http.get("/v1/models/other")
     assert answer.status_code == 404
     message = (
@@ -238,24 +242,24 @@ def test_a_stream_keeps_its_adapter_while_others_are_loaded_and_it_is_replaced_a
     open_server, http, library, folders, slow
 ):
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
-    loaded(http, "mine", folders["one"])
+    must_load(http, "mine", folders["one"])
     body = {**GREEDY, "max_tokens": 200, "model": "mine", "prompt": PROMPT, "stream": True}
     with httpx.stream("POST", f"{open_server.url}/v1/completions", json=body, timeout=60) as answer:
-        pieces = streamed(answer.iter_lines())
+        pieces = texts_of_events(answer.iter_lines())
         text = next(pieces)
-        loaded(http, "other", folders["three"])
-        loaded(http, "mine", folders["two"], load_inplace=True)
-        later = completed(http, **GREEDY, model="mine", prompt=PROMPT)["choices"][0]["text"]
-        other = completed(http, **GREEDY, model="other", prompt=PROMPT)["choices"][0]["text"]
+        must_load(http, "other", folders["three"])
+        must_load(http, "mine", folders["two"], load_inplace=True)
+        later = complete(http, **GREEDY, model="mine", prompt=PROMPT)["choices"][0]["text"]
+        of_other = complete(http, **GREEDY, model="other", prompt=PROMPT)["choices"][0]["text"]
         assert unload(http, "mine").status_code == 200
-        plain = completed(http, **GREEDY, prompt=PROMPT)["choices"][0]["text"]
+        plain = complete(http, **GREEDY, prompt=PROMPT)["choices"][0]["text"]
         assert open_server.worker.llm.engine.scheduler_state.running.seqs, (
             "the stream ended too early for this test"
         )
         slow.set()
         text += "".join(pieces)
     assert text == texts(library, folders, "one", params)
-    assert [later, other, plain] == [
+    assert [later, of_other, plain] == [
         texts(library, folders, name) for name in ("two", "three", None)
     ]
 
@@ -264,15 +268,15 @@ def test_many_clients_load_and_unload_under_load_and_no_answer_is_wrong(
     open_server, http, library, folders
 ):
     """A request is answered by the adapter of its name, or refused because the adapter has gone."""
-    loaded(http, "stays", folders["one"])
-    wanted = {"stays": texts(library, folders, "one"), "comes": texts(library, folders, "two")}
+    must_load(http, "stays", folders["one"])
+    expected = {"stays": texts(library, folders, "one"), "comes": texts(library, folders, "two")}
 
     async def ask(client: httpx.AsyncClient, name: str) -> int:
         answer = await client.post(
             "/v1/completions", json={**GREEDY, "model": name, "prompt": PROMPT}
         )
         if answer.status_code == 200:
-            assert answer.json()["choices"][0]["text"] == wanted[name]
+            assert answer.json()["choices"][0]["text"] == expected[name]
         else:
             assert answer.status_code in (400, 404)
             assert "'comes' is not" in error_of(answer)["message"]
@@ -283,8 +287,8 @@ def test_many_clients_load_and_unload_under_load_and_no_answer_is_wrong(
         for _ in range(15):
             body = {"lora_name": "comes", "lora_path": str(folders["two"])}
             codes = [
-                one.status_code
-                for one in await asyncio.gather(*(twice(client, body) for _ in range(2)))
+                response.status_code
+                for response in await asyncio.gather(*(twice(client, body) for _ in range(2)))
             ]
             assert sorted(codes) == [200, 400], "one of two loads finds the other's adapter"
             await asyncio.sleep(0.01)
@@ -307,7 +311,7 @@ def test_many_clients_load_and_unload_under_load_and_no_answer_is_wrong(
 def test_a_request_whose_adapter_goes_before_it_is_queued_is_refused(
     open_server, http, folders, monkeypatch
 ):
-    loaded(http, "one", folders["one"])
+    must_load(http, "one", folders["one"])
     # it was there when this ran
     monkeypatch.setattr(adapters, "check_model", lambda llm, model, base: None)
     assert unload(http, "one").status_code == 200
@@ -321,36 +325,38 @@ def test_a_request_whose_adapter_goes_before_it_is_queued_is_refused(
 
 
 def test_a_change_that_fails_changes_nothing_and_one_behind_the_end_is_refused(tiny_llm):
-    runs, goes_on, seen = threading.Event(), threading.Event(), []
+    runs = threading.Event()
+    goes_on = threading.Event()
+    outcomes = []
 
     def fails(engine: Any) -> None:
         raise KeyError("here")
 
     def waits(engine: Any) -> None:
         runs.set()
-        seen.append(goes_on.wait(30))
+        outcomes.append(goes_on.wait(30))
 
-    with serving(tiny_llm) as found:
+    with serving(tiny_llm) as server:
 
         def begun(function: Any) -> Any:
             return asyncio.run_coroutine_threadsafe(
-                found.worker.change(function), found.worker._loop
+                server.worker.change(function), server.worker._loop
             )
 
         with pytest.raises(KeyError, match="here"):
             begun(fails).result(30)
-        assert found.worker.healthy
+        assert server.worker.healthy
         first = begun(waits)
         assert runs.wait(30)
-        found.worker.halt()
-        behind = begun(seen.append)
-        wait_until(lambda: found.worker._inbox.qsize() == 2)  # the end, and the change behind it
+        server.worker.halt()
+        queued = begun(outcomes.append)
+        wait_until(lambda: server.worker._inbox.qsize() == 2)  # the end, and the change behind it
         goes_on.set()
         assert first.result(30) is None
-        for one in (behind, begun(seen.append)):
+        for change in (queued, begun(outcomes.append)):
             with pytest.raises(EngineStopped, match="the server is stopping"):
-                one.result(30)
-    assert seen == [True]
+                change.result(30)
+    assert outcomes == [True]
 
 
 # --- errors of the routes -------------------------------------------------------------------------
@@ -364,28 +370,28 @@ def test_the_routes_are_off_by_default_and_have_the_key(library, folders):
         http.headers["Authorization"] = "Bearer sesame"
         for answer in (load(http, "one", folders["one"]), unload(http, "one")):
             assert answer.status_code == 404
-            what = "this server loads and unloads no adapters for clients; have the operator start it with"
-            assert error_of(answer)["message"] == f"{what} --allow-runtime-lora-updating"
+            message = "this server loads and unloads no adapters for clients; have the operator start it with"
+            assert error_of(answer)["message"] == f"{message} --allow-runtime-lora-updating"
     assert set(library.engine.adapters) == before
 
 
 def test_an_adapter_that_is_loaded_is_replaced_only_in_place(http, library, folders, tmp_path):
     shutil.copytree(folders["one"], tmp_path / "mine")
-    loaded(http, "mine", tmp_path / "mine")
+    must_load(http, "mine", tmp_path / "mine")
     shutil.copytree(folders["two"], tmp_path / "mine", dirs_exist_ok=True)
-    for more in ({}, {"load_inplace": False}, {"load_inplace": None}):
-        answer = load(http, "mine", tmp_path / "mine", **more)
+    for fields in ({}, {"load_inplace": False}, {"load_inplace": None}):
+        answer = load(http, "mine", tmp_path / "mine", **fields)
         assert (answer.status_code, error_of(answer)["param"]) == (400, "lora_name")
-        what = "lora_name: adapter 'mine' has already been loaded"
+        message = "lora_name: adapter 'mine' has already been loaded"
         assert (
             error_of(answer)["message"]
-            == f"{what}; set load_inplace to true to replace it, or unload it first"
+            == f"{message}; set load_inplace to true to replace it, or unload it first"
         )
-    found = completed(http, **GREEDY, model="mine", prompt=PROMPT)["choices"][0]["text"]
-    assert found == texts(library, folders, "one")
-    loaded(http, "mine", tmp_path / "mine", load_inplace=True)
-    found = completed(http, **GREEDY, model="mine", prompt=PROMPT)["choices"][0]["text"]
-    assert found == texts(library, folders, "two")
+    text = complete(http, **GREEDY, model="mine", prompt=PROMPT)["choices"][0]["text"]
+    assert text == texts(library, folders, "one")
+    must_load(http, "mine", tmp_path / "mine", load_inplace=True)
+    text = complete(http, **GREEDY, model="mine", prompt=PROMPT)["choices"][0]["text"]
+    assert text == texts(library, folders, "two")
 
 
 def test_what_cannot_be_loaded_is_refused_with_the_librarys_text(
@@ -420,8 +426,8 @@ def test_what_cannot_be_loaded_is_refused_with_the_librarys_text(
     )
     refused(load(http, "a", dora), 400, "use_dora is True, which is not supported")
     refused(load(http, "a", patterns), 400, "alpha_pattern is [1]; it must be an object")
-    taken = "lora_name: 'tiny' is the name of the model, and an adapter needs its own; choose another name"
-    refused(load(http, "tiny", folders["one"]), 400, taken, "lora_name")
+    name_taken = "lora_name: 'tiny' is the name of the model, and an adapter needs its own; choose another name"
+    refused(load(http, "tiny", folders["one"]), 400, name_taken, "lora_name")
     refused(load(http, "", folders["one"]), 400, "lora_name: ", "lora_name")
     refused(load(http, "a" * 257, folders["one"]), 400, "lora_name: ", "lora_name")
     refused(load(http, "a", folders["one"], load_inplace=1), 400, "load_inplace: ", "load_inplace")
@@ -437,7 +443,7 @@ def test_what_cannot_be_loaded_is_refused_with_the_librarys_text(
     )
     refused(unload(http, "a"), 404, "adapter 'a' is not loaded; loaded are none", "lora_name")
     for name in RANKS:
-        loaded(http, name, folders[name])
+        must_load(http, name, folders[name])
     refused(
         load(http, "a", folders["one"]),
         400,
@@ -481,8 +487,8 @@ def test_the_command_loads_adapters_at_its_start(tiny_folder, library, folders):
         httpx.Client(base_url=url, timeout=60) as http,
     ):
         for name in ("one", "two", None):
-            found = completed(http, **GREEDY, model=name or "tiny", prompt=PROMPT)
-            assert found["choices"][0]["text"] == texts(library, folders, name)
+            completion = complete(http, **GREEDY, model=name or "tiny", prompt=PROMPT)
+            assert completion["choices"][0]["text"] == texts(library, folders, name)
         assert load(http, "three", folders["three"]).status_code == 404
 
 
@@ -523,9 +529,9 @@ def test_a_wrong_folder_of_the_command_is_an_error_before_it_serves(tiny_folder,
         f"a={tmp_path}",
     ]
     assert cli.main(["serve", str(tiny_folder), *words]) == 2
-    found = capsys.readouterr()
-    assert f"{tmp_path} has no adapter_config.json" in found.err
-    assert "serving" not in found.out
+    printed = capsys.readouterr()
+    assert f"{tmp_path} has no adapter_config.json" in printed.err
+    assert "serving" not in printed.out
     with pytest.raises(SystemExit):
         cli.main(["serve", str(tiny_folder), "--lora-modules", "poems"])
     assert "'poems' is no NAME=FOLDER; write poems=adapters/poems" in capsys.readouterr().err
@@ -535,16 +541,16 @@ def test_the_metrics_name_the_adapters_of_requests(http, folders, slow):
     def labels() -> dict[str, str]:
         families = text_string_to_metric_families(http.get("/metrics").text)
         (sample,) = next(
-            one.samples for one in families if one.name == "pagedjax:lora_requests_info"
+            family.samples for family in families if family.name == "pagedjax:lora_requests_info"
         )
         return sample.labels
 
     for name in ("one", "two"):
-        loaded(http, name, folders[name])
+        must_load(http, name, folders[name])
     assert labels() == {"max_lora": "3", "running_lora_adapters": "", "waiting_lora_adapters": ""}
     body = {**GREEDY, "max_tokens": 120, "prompt": ["a", "b", "c", "d", "e"]}
     with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(completed, http, **body, model=name) for name in ("one", "two")]
+        answers = [pool.submit(complete, http, **body, model=name) for name in ("one", "two")]
         wait_until(
             lambda: (
                 labels()["running_lora_adapters"] == "one,two" and labels()["waiting_lora_adapters"]

@@ -24,14 +24,13 @@ class Point(BaseModel):
     inner: list[bool] = Field(max_length=2)
 
 
-def response_format(schema: dict, **more) -> dict:
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
+def response_format(schema: dict, **fields) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **fields}}
 
 
-def asked(client, **options):
-    return client.chat.completions.create(
-        **{"model": "tiny", "messages": MESSAGES, "max_tokens": 200, **options}
-    )
+def ask(client, **options):
+    defaults = {"model": "tiny", "messages": MESSAGES, "max_tokens": 200}
+    return client.chat.completions.create(**defaults | options)
 
 
 def test_an_answer_obeys_its_schema_whole_and_streamed(tool_client):
@@ -40,14 +39,14 @@ def test_an_answer_obeys_its_schema_whole_and_streamed(tool_client):
         "n": 3,
         "seed": 5,
     }
-    whole = [choice.message.content for choice in asked(tool_client, **options).choices]
-    for text in whole:
+    texts = [choice.message.content for choice in ask(tool_client, **options).choices]
+    for text in texts:
         jsonschema.validate(json.loads(text), SCHEMA)
     pieces = ["", "", ""]
-    for chunk in asked(tool_client, stream=True, **options):
+    for chunk in ask(tool_client, stream=True, **options):
         for choice in chunk.choices:
             pieces[choice.index] += choice.delta.content or ""
-    assert pieces == whole
+    assert pieces == texts
 
 
 def test_a_completion_has_the_same_forms(tool_client):
@@ -70,7 +69,7 @@ def test_the_forms_of_vllm(tool_client):
         ({"json": {"enum": [7]}}, "7$"),
     ):
         text = (
-            asked(tool_client, seed=2, extra_body={"structured_outputs": form})
+            ask(tool_client, seed=2, extra_body={"structured_outputs": form})
             .choices[0]
             .message.content
         )
@@ -84,13 +83,10 @@ def test_a_json_object_begins_as_one(tool_client):
         "seed": 3,
         "temperature": 1.0,
     }
-    choice = asked(tool_client, **options).choices[0]
+    choice = ask(tool_client, **options).choices[0]
     assert choice.message.content.startswith("{")
     text = {"response_format": {"type": "text"}, "max_tokens": 5, "temperature": 0}
-    assert (
-        asked(tool_client, **text).choices
-        == asked(tool_client, max_tokens=5, temperature=0).choices
-    )
+    assert ask(tool_client, **text).choices == ask(tool_client, max_tokens=5, temperature=0).choices
 
 
 def test_a_pydantic_model_is_parsed(tool_client):
@@ -125,7 +121,7 @@ def test_keywords_are_ignored_on_request_and_named_in_a_header(tool_client):
             "seed": 1,
         }
         raw = tool_client.chat.completions.with_raw_response
-        answer = asked(type("Client", (), {"chat": type("C", (), {"completions": raw})}), **options)
+        answer = ask(type("Client", (), {"chat": type("C", (), {"completions": raw})}), **options)
         places = answer.headers["X-Ignored-Keywords"].split(", ")
         assert places == ["#/properties/%C3%A9/not", "#/properties/%C3%A9/uniqueItems"]
         answer.parse()
@@ -226,6 +222,6 @@ def test_a_wrong_form_is_a_400_before_anything_is_queued(
     wait_until(lambda: idle(tool_server.worker))
     before = tool_server.worker._submitted
     with pytest.raises(openai.BadRequestError, match=message) as error:
-        asked(tool_client, **options)
+        ask(tool_client, **options)
     assert error.value.param == param
     assert tool_server.worker._submitted == before

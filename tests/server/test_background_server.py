@@ -16,16 +16,18 @@ from pagedjax import llm as llm_module
 from pagedjax.engine import background, runtime
 from pagedjax.server import serve
 from tests import quick_compiler
-from tests.server.support import ENGINE, GREEDY, completed, gauge, served_to, started
+from tests.server.support import ENGINE, GREEDY, complete, gauge, served_to, start_server
 
 
 @pytest.fixture
-def held(monkeypatch):
+def event(monkeypatch):
     """Programs behind the steps wait for this event."""
-    opened, compiler = threading.Event(), runtime._compiler
+    opened = threading.Event()
+    compiler = runtime._compiler
 
     def around(*args, **options):
-        build, largest = compiler(*args, **options), ENGINE["token_buckets"][-1]
+        build = compiler(*args, **options)
+        largest = ENGINE["token_buckets"][-1]
 
         def compile_one(shape, config):
             assert shape.tokens == largest or opened.wait(60)
@@ -39,22 +41,22 @@ def held(monkeypatch):
     opened.set()
 
 
-def test_a_server_answers_while_programs_are_missing_and_stops_without_them(tiny, tiny_llm, held):
+def test_a_server_answers_while_programs_are_missing_and_stops_without_them(tiny, tiny_llm, event):
     llm = LLM(tiny, progress=False, compilation="background", **ENGINE)
     programs = llm.engine.background
     assert programs is not None
-    with served_to(llm) as (found, http):
+    with served_to(llm) as (server, http):
         assert gauge(http.get("/metrics").text, "missing_programs") == 1
-        answer = completed(http, max_tokens=5, ignore_eos=True)["choices"][0]["text"]
-        began = time.perf_counter()
-        found.worker.stop()
-        assert time.perf_counter() - began < 10
+        answer = complete(http, max_tokens=5, ignore_eos=True)["choices"][0]["text"]
+        start = time.perf_counter()
+        server.worker.stop()
+        assert time.perf_counter() - start < 10
     assert programs.compiling
-    held.set()
+    event.set()
     programs.join(60)
     with served_to(tiny_llm) as (_, http):
         assert gauge(http.get("/metrics").text, "missing_programs") == 0
-        assert completed(http, max_tokens=5, ignore_eos=True)["choices"][0]["text"] == answer
+        assert complete(http, max_tokens=5, ignore_eos=True)["choices"][0]["text"] == answer
 
 
 @pytest.mark.parametrize(
@@ -79,13 +81,14 @@ def test_generate_compiles_what_it_needs():
 
 @pytest.mark.parametrize("compiling", [True, False])
 def test_the_process_ends_at_once_only_while_a_program_is_compiled(monkeypatch, compiling):
-    left, stopped = [], []
-    monkeypatch.setattr(serve.os, "_exit", left.append)
+    exits = []
+    stopped = []
+    monkeypatch.setattr(serve.os, "_exit", exits.append)
     monkeypatch.setattr(logging, "shutdown", lambda: None)
     programs = SimpleNamespace(stop=lambda: stopped.append(True), compiling=compiling)
     llm = SimpleNamespace(engine=SimpleNamespace(background=programs))
     assert serve.finish(llm, 130) == 130  # type: ignore[arg-type]
-    assert (left, stopped) == ([130] if compiling else [], [True])
+    assert (exits, stopped) == ([130] if compiling else [], [True])
     assert serve.finish(SimpleNamespace(engine=SimpleNamespace(background=None)), 0) == 0  # type: ignore[arg-type]
 
 
@@ -99,8 +102,11 @@ def test_a_signal_ends_a_server_whose_programs_are_missing(
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))  # an empty one
     sizes = ("--max-num-seqs", "4", "--num-blocks", "64", "--max-num-batched-tokens", "64")
     with (tmp_path / "errors").open("w") as errors:
-        process, url = started(
-            *(str(tiny_folder), *sizes, "--served-model-name", "tiny"),
+        process, url = start_server(
+            str(tiny_folder),
+            *sizes,
+            "--served-model-name",
+            "tiny",
             errors=errors,
             module="pagedjax",
         )

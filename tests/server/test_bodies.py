@@ -83,9 +83,9 @@ def changed(body: Any, path: tuple[Any, ...], value: Any) -> Any:
     """A copy with another value at a path."""
     if not path:
         return value
-    key, *rest = path
+    key, *inner_path = path
     copy = list(body) if isinstance(body, list) else dict(body)
-    copy[key] = changed(copy[key], tuple(rest), value)
+    copy[key] = changed(copy[key], tuple(inner_path), value)
     return copy
 
 
@@ -103,7 +103,7 @@ def bodies(draw: Any) -> tuple[str, Any]:
 @pytest.fixture(scope="module")
 def small(tiny) -> Iterator[httpx.Client]:
     """A server with short sequences, so that what is right is answered soon."""
-    llm = LLM(tiny, progress=False, **{**ENGINE, "max_model_len": 64})
+    llm = LLM(tiny, progress=False, **ENGINE, max_model_len=64)
     with (
         serving_without_leaks(llm, allow_user=True) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,
@@ -129,11 +129,11 @@ def test_any_body_is_answered_or_refused_with_a_sentence(small, number):
             for line in lines:
                 assert line == "[DONE]" or json.loads(line)
             return
-        said = answer.json()
+        reply = answer.json()
         if answer.status_code != 200:
-            assert said["error"]["message"], said
+            assert reply["error"]["message"], reply
         if any(halves(body)):
-            assert answer.status_code == 400, said
+            assert answer.status_code == 400, reply
 
     drawn.check(number, holds, bodies())
 

@@ -32,19 +32,19 @@ OFFLINE |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 def program(name: str) -> str:
-    found = shutil.which(name)
-    if found is None:
+    path = shutil.which(name)
+    if path is None:
         pytest.skip(f"{name} is not on the PATH")
-    return found
+    return path
 
 
 def run(*words: str, cwd: Path) -> str:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | OFFLINE
-    done = subprocess.run(
+    child = subprocess.run(
         words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-3000:]
+    return child.stdout
 
 
 def test_an_evaluation_harness_gets_the_scores_of_the_library(
@@ -78,9 +78,9 @@ def test_an_evaluation_harness_gets_the_scores_of_the_library(
         "metric_list": [{"metric": "acc"}],
     }
     (tmp_path / "cats.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
-    where = f"base_url={served.url}/v1/completions,model=tiny,tokenizer={tiny_folder},num_concurrent=2,max_length=512"
-    model = ("--model", "local-completions", "--model_args", where)
-    rest = (
+    endpoint = f"base_url={served.url}/v1/completions,model=tiny,tokenizer={tiny_folder},num_concurrent=2,max_length=512"
+    model = ("--model", "local-completions", "--model_args", endpoint)
+    options = (
         "--include_path",
         str(tmp_path),
         "--tasks",
@@ -89,25 +89,25 @@ def test_an_evaluation_harness_gets_the_scores_of_the_library(
         "--output_path",
         str(tmp_path / "out"),
     )
-    run(program("lm_eval"), *model, *rest, cwd=tmp_path)
+    run(program("lm_eval"), *model, *options, cwd=tmp_path)
     (file,) = (tmp_path / "out").rglob("samples_cats*.jsonl")
     samples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert len(samples) == len(questions)
     for sample in samples:
         doc = sample["doc"]
-        found = [float(response[0][0]) for response in sample["resps"]]
-        assert found == pytest.approx(
+        logprobs = [float(response[0][0]) for response in sample["resps"]]
+        assert logprobs == pytest.approx(
             [score(reference, doc["context"], c) for c in doc["choices"]], abs=1e-3
         )
 
 
 def score(llm, context: str, continuation: str) -> float:
     """The log-probability of the continuation's tokens after the context."""
-    whole = llm.tokenizer.encode(context + continuation)
-    begun = len(llm.tokenizer.encode(context))
+    tokens = llm.tokenizer.encode(context + continuation)
+    start = len(llm.tokenizer.encode(context))
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    (output,) = llm.generate(whole, params, use_tqdm=False)
-    positions = zip(whole[begun:], output.prompt_logprobs[begun:], strict=True)
+    (output,) = llm.generate(tokens, params, use_tqdm=False)
+    positions = zip(tokens[start:], output.prompt_logprobs[start:], strict=True)
     return sum(position[token].logprob for token, position in positions)
 
 

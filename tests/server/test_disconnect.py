@@ -16,18 +16,18 @@ from tests.server.support import ENGINE, GREEDY, idle, serving, wait_until
 CLIENTS = 80
 
 
-def leave_while_running(found, **options) -> None:
+def leave_while_running(server, **options) -> None:
     """Send a request, and close the connection once it runs."""
     request = {**GREEDY, "prompt": "abc", "max_tokens": 480, "ignore_eos": True, **options}
 
     async def leave():
-        async with httpx.AsyncClient(base_url=found.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             task = asyncio.create_task(client.post("/v1/completions", json=request))
             for _ in range(2000):
-                if found.worker.llm.engine.scheduler_state.running.seqs:
+                if server.worker.llm.engine.scheduler_state.running.seqs:
                     break
                 await asyncio.sleep(0.005)
-            assert found.worker.llm.engine.scheduler_state.running.seqs
+            assert server.worker.llm.engine.scheduler_state.running.seqs
             task.cancel()
 
     asyncio.run(leave())
@@ -36,13 +36,14 @@ def leave_while_running(found, **options) -> None:
 def test_each_branch_is_cancelled_once(tiny, monkeypatch):
     """Those that run, and those that wait."""
     llm = LLM(tiny, progress=False, **ENGINE)
-    cancel, cancelled = llm.engine.cancel, []
+    cancel = llm.engine.cancel
+    cancelled = []
     monkeypatch.setattr(
         llm.engine, "cancel", lambda name, *args: cancelled.append(name) or cancel(name, *args)
     )
-    with serving(llm) as found:
-        leave_while_running(found, n=8, prompt=["abc", "b"])
-        wait_until(lambda: idle(found.worker))
+    with serving(llm) as server:
+        leave_while_running(server, n=8, prompt=["abc", "b"])
+        wait_until(lambda: idle(server.worker))
     assert len(cancelled) == 2 * 8
     assert max(Counter(cancelled).values()) == 1
 
@@ -63,7 +64,7 @@ def test_answers_stay_right_while_a_third_of_the_clients_leave(served, reference
         for i in range(CLIENTS)
     ]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    wanted = [
+    expected = [
         output.outputs[0].text for output in reference.generate(prompts, params, use_tqdm=False)
     ]
     leaving = {i for i in range(CLIENTS) if draw.random() < 1 / 3}
@@ -97,11 +98,11 @@ def test_answers_stay_right_while_a_third_of_the_clients_leave(served, reference
                 *(one(client, i) for i in range(CLIENTS)), return_exceptions=True
             )
 
-    found = asyncio.run(all_clients())
-    left = [i for i, text in enumerate(found) if isinstance(text, TimeoutError)]
-    assert set(left) <= leaving
-    assert len(left) > CLIENTS // 10
-    for i, text in enumerate(found):
-        if i not in left:
-            assert text == wanted[i]
+    texts = asyncio.run(all_clients())
+    timed_out = [i for i, text in enumerate(texts) if isinstance(text, TimeoutError)]
+    assert set(timed_out) <= leaving
+    assert len(timed_out) > CLIENTS // 10
+    for i, text in enumerate(texts):
+        if i not in timed_out:
+            assert text == expected[i]
     wait_until(lambda: idle(served.worker))

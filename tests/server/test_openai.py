@@ -1,4 +1,6 @@
-"""OpenAI's client against the running server: the same tokens as the library, in OpenAI's formats."""
+"""OpenAI's client against the running server: the same tokens as the library, in OpenAI's
+formats.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,7 @@ GREEDY = {"temperature": 0.0}
 PROMPT = "abc def"
 
 
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(
-        base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60
-    ) as made:
-        yield made
-
-
-def generated(reference, prompt, **params):
+def generate(reference, prompt, **params):
     (output,) = reference.generate(prompt, SamplingParams(**params), use_tqdm=False)
     return output
 
@@ -39,59 +33,72 @@ def test_the_model_is_listed(client):
 
 
 def test_a_greedy_completion_matches_the_library(client, reference):
-    wanted = generated(reference, PROMPT, temperature=0.0, max_tokens=12)
-    found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, **GREEDY)
-    (choice,) = found.choices
-    assert choice.text == wanted.outputs[0].text
-    assert (choice.finish_reason, choice.index) == (wanted.outputs[0].finish_reason, 0)
-    assert (found.object, found.model) == ("text_completion", "tiny")
-    assert found.usage.prompt_tokens == len(wanted.prompt_token_ids)
-    assert found.usage.completion_tokens == len(wanted.outputs[0].token_ids)
-    assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
+    expected = generate(reference, PROMPT, temperature=0.0, max_tokens=12)
+    completion = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, **GREEDY)
+    (choice,) = completion.choices
+    assert choice.text == expected.outputs[0].text
+    assert (choice.finish_reason, choice.index) == (expected.outputs[0].finish_reason, 0)
+    assert (completion.object, completion.model) == ("text_completion", "tiny")
+    assert completion.usage.prompt_tokens == len(expected.prompt_token_ids)
+    assert completion.usage.completion_tokens == len(expected.outputs[0].token_ids)
+    assert (
+        completion.usage.total_tokens
+        == completion.usage.prompt_tokens + completion.usage.completion_tokens
+    )
 
 
 def test_defaults_are_those_of_openai(client):
-    found = client.completions.create(model="tiny", prompt=PROMPT)
-    assert found.usage.completion_tokens <= 16
-    assert len(found.choices) == 1
+    completion = client.completions.create(model="tiny", prompt=PROMPT)
+    assert completion.usage.completion_tokens <= 16
+    assert len(completion.choices) == 1
 
 
 @pytest.mark.parametrize(
     "prompts", [["abc", "b", "cc dd"], [[20, 30, 40], [50]]], ids=["texts", "ids"]
 )
 def test_several_prompts_are_answered_in_order(client, reference, prompts):
-    wanted = reference.generate(
+    expected = reference.generate(
         prompts, SamplingParams(temperature=0.0, max_tokens=5), use_tqdm=False
     )
-    found = client.completions.create(model="tiny", prompt=prompts, max_tokens=5, n=1, **GREEDY)
-    assert [choice.text for choice in found.choices] == [
-        output.outputs[0].text for output in wanted
+    completion = client.completions.create(
+        model="tiny", prompt=prompts, max_tokens=5, n=1, **GREEDY
+    )
+    assert [choice.text for choice in completion.choices] == [
+        output.outputs[0].text for output in expected
     ]
-    assert [choice.index for choice in found.choices] == list(range(len(prompts)))
+    assert [choice.index for choice in completion.choices] == list(range(len(prompts)))
 
 
 def test_a_prompt_may_be_token_ids(client, reference):
-    wanted = generated(reference, [20, 30, 40], temperature=0.0, max_tokens=5)
+    expected = generate(reference, [20, 30, 40], temperature=0.0, max_tokens=5)
     extra = {"return_token_ids": True}
-    found = client.completions.create(
+    completion = client.completions.create(
         model="tiny", prompt=[20, 30, 40], max_tokens=5, extra_body=extra, **GREEDY
     )
-    assert found.choices[0].token_ids == list(wanted.outputs[0].token_ids)
-    assert found.choices[0].prompt_token_ids == [20, 30, 40]
+    assert completion.choices[0].token_ids == list(expected.outputs[0].token_ids)
+    assert completion.choices[0].prompt_token_ids == [20, 30, 40]
 
 
 def test_branches_have_different_seeds(client, reference):
-    wanted = generated(reference, PROMPT, n=3, seed=7, max_tokens=6)
-    found = client.completions.create(model="tiny", prompt=PROMPT, n=3, seed=7, max_tokens=6)
-    assert [choice.text for choice in found.choices] == [one.text for one in wanted.outputs]
-    again = client.completions.create(model="tiny", prompt=PROMPT, n=3, seed=7, max_tokens=6)
-    assert [choice.text for choice in again.choices] == [choice.text for choice in found.choices]
-    other = client.completions.create(model="tiny", prompt=PROMPT, n=3, seed=8, max_tokens=6)
-    assert [choice.text for choice in other.choices] != [choice.text for choice in found.choices]
+    expected = generate(reference, PROMPT, n=3, seed=7, max_tokens=6)
+    completion = client.completions.create(model="tiny", prompt=PROMPT, n=3, seed=7, max_tokens=6)
+    assert [choice.text for choice in completion.choices] == [
+        branch.text for branch in expected.outputs
+    ]
+    repeated = client.completions.create(model="tiny", prompt=PROMPT, n=3, seed=7, max_tokens=6)
+    assert [choice.text for choice in repeated.choices] == [
+        choice.text for choice in completion.choices
+    ]
+    other_seed = client.completions.create(model="tiny", prompt=PROMPT, n=3, seed=8, max_tokens=6)
+    assert [choice.text for choice in other_seed.choices] != [
+        choice.text for choice in completion.choices
+    ]
     negative = client.completions.create(
         model="tiny", prompt=PROMPT, n=3, seed=7 - 2**32, max_tokens=6
     )
-    assert [choice.text for choice in negative.choices] == [choice.text for choice in found.choices]
+    assert [choice.text for choice in negative.choices] == [
+        choice.text for choice in completion.choices
+    ]
 
 
 @pytest.mark.parametrize(
@@ -120,35 +127,37 @@ def test_sampling_options_reach_the_engine(client, reference, options):
     extra = {key: value for key, value in options.items() if key != "extra_body"} | options.get(
         "extra_body", {}
     )
-    wanted = generated(reference, PROMPT, **extra, max_tokens=10).outputs[0]
-    found = client.completions.create(
+    expected = generate(reference, PROMPT, **extra, max_tokens=10).outputs[0]
+    choice = client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=10, **options
     ).choices[0]
-    assert (found.text, found.finish_reason) == (wanted.text, wanted.finish_reason)
-    assert found.stop_reason == wanted.stop_reason
+    assert (choice.text, choice.finish_reason) == (expected.text, expected.finish_reason)
+    assert choice.stop_reason == expected.stop_reason
 
 
 def test_a_stop_string_ends_an_answer(client, reference):
-    text = generated(reference, PROMPT, temperature=0.0, max_tokens=20).outputs[0].text
+    text = generate(reference, PROMPT, temperature=0.0, max_tokens=20).outputs[0].text
     stop = text[5:7]
-    wanted = generated(reference, PROMPT, temperature=0.0, max_tokens=20, stop=stop).outputs[0]
-    found = client.completions.create(
+    expected = generate(reference, PROMPT, temperature=0.0, max_tokens=20, stop=stop).outputs[0]
+    choice = client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=20, stop=[stop], **GREEDY
     ).choices[0]
-    assert (found.text, found.finish_reason, found.stop_reason) == (wanted.text, "stop", stop)
-    assert stop not in found.text
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == (expected.text, "stop", stop)
+    assert stop not in choice.text
 
 
 def test_log_probabilities_match_the_library(client, reference):
-    wanted = generated(reference, PROMPT, temperature=0.0, max_tokens=6, logprobs=3)
-    found = client.completions.create(
+    expected = generate(reference, PROMPT, temperature=0.0, max_tokens=6, logprobs=3)
+    choice = client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=6, logprobs=3, **GREEDY
     ).choices[0]
-    one = wanted.outputs[0]
-    chosen = [position[token] for token, position in zip(one.token_ids, one.logprobs, strict=True)]
-    assert found.logprobs.token_logprobs == pytest.approx([c.logprob for c in chosen], abs=1e-5)
-    assert found.logprobs.tokens == [c.decoded_token for c in chosen]
-    for top, position in zip(found.logprobs.top_logprobs, one.logprobs, strict=True):
+    branch = expected.outputs[0]
+    chosen = [
+        position[token] for token, position in zip(branch.token_ids, branch.logprobs, strict=True)
+    ]
+    assert choice.logprobs.token_logprobs == pytest.approx([c.logprob for c in chosen], abs=1e-5)
+    assert choice.logprobs.tokens == [c.decoded_token for c in chosen]
+    for top, position in zip(choice.logprobs.top_logprobs, branch.logprobs, strict=True):
         ranked = sorted(
             (entry for entry in position.values() if entry.rank <= 3), key=lambda entry: -entry.rank
         )
@@ -156,31 +165,31 @@ def test_log_probabilities_match_the_library(client, reference):
         best = {entry.decoded_token: entry.logprob for entry in ranked}
         assert top == pytest.approx(best, abs=1e-5)
     before = [
-        decoded(reference.tokenizer, list(one.token_ids[:i]), True)
-        for i in range(len(one.token_ids))
+        decoded(reference.tokenizer, list(branch.token_ids[:i]), True)
+        for i in range(len(branch.token_ids))
     ]
-    assert found.logprobs.text_offset == [len(text) for text in before]
+    assert choice.logprobs.text_offset == [len(text) for text in before]
 
 
 def test_an_echo_has_the_prompt_with_its_log_probabilities(client, reference):
     """Evaluation harnesses score texts with it."""
-    wanted = generated(
+    output = generate(
         reference, PROMPT, temperature=0.0, max_tokens=1, logprobs=1, prompt_logprobs=1
     )
-    ids = wanted.prompt_token_ids
-    expected = [p[t].logprob for t, p in zip(ids[1:], wanted.prompt_logprobs[1:], strict=True)]
+    ids = output.prompt_token_ids
+    expected = [p[t].logprob for t, p in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
     for max_tokens in (1, 0):
-        found = client.completions.create(
+        completion = client.completions.create(
             model="tiny", prompt=PROMPT, max_tokens=max_tokens, echo=True, logprobs=1, **GREEDY
         )
-        (choice,) = found.choices
-        assert choice.text == PROMPT + (wanted.outputs[0].text if max_tokens else "")
+        (choice,) = completion.choices
+        assert choice.text == PROMPT + (output.outputs[0].text if max_tokens else "")
         assert choice.logprobs.token_logprobs[0] is None
         assert choice.logprobs.top_logprobs[0] is None
         assert choice.logprobs.token_logprobs[1 : len(ids)] == pytest.approx(expected, abs=1e-5)
         assert len(choice.logprobs.tokens) == len(ids) + max_tokens
         assert "".join(choice.logprobs.tokens[: len(ids)]) == PROMPT
-        assert found.usage.completion_tokens == max_tokens
+        assert completion.usage.completion_tokens == max_tokens
     with_ids = client.completions.create(
         model="tiny", prompt=list(ids), max_tokens=0, echo=True, logprobs=1, **GREEDY
     )
@@ -189,13 +198,13 @@ def test_an_echo_has_the_prompt_with_its_log_probabilities(client, reference):
 
 
 def test_prompt_log_probabilities_have_vllms_format(client, reference):
-    wanted = generated(reference, PROMPT, temperature=0.0, max_tokens=1, prompt_logprobs=2)
-    found = client.completions.create(
+    expected = generate(reference, PROMPT, temperature=0.0, max_tokens=1, prompt_logprobs=2)
+    choice = client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=1, extra_body={"prompt_logprobs": 2}, **GREEDY
     ).choices[0]
-    assert found.prompt_logprobs[0] is None
+    assert choice.prompt_logprobs[0] is None
     for entries, position in zip(
-        found.prompt_logprobs[1:], wanted.prompt_logprobs[1:], strict=True
+        choice.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True
     ):
         assert {int(token) for token in entries} == set(position)
         for token, entry in position.items():
@@ -204,10 +213,10 @@ def test_prompt_log_probabilities_have_vllms_format(client, reference):
 
 
 def test_beam_search_matches_the_library(client, reference):
-    (wanted,) = reference.generate(
+    (expected,) = reference.generate(
         PROMPT, BeamSearchParams(beam_width=3, max_tokens=6), use_tqdm=False
     )
-    found = client.completions.create(
+    completion = client.completions.create(
         model="tiny",
         prompt=PROMPT,
         n=3,
@@ -215,13 +224,17 @@ def test_beam_search_matches_the_library(client, reference):
         extra_body={"use_beam_search": True},
         **GREEDY,
     )
-    assert [choice.text for choice in found.choices] == [one.text for one in wanted.outputs]
+    assert [choice.text for choice in completion.choices] == [
+        branch.text for branch in expected.outputs
+    ]
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stream_is_the_answer_in_pieces(client, reference, n):
-    whole = generated(reference, PROMPT, n=n, seed=3, max_tokens=9)
-    texts, ends, chunks = [""] * n, {}, 0
+    output = generate(reference, PROMPT, n=n, seed=3, max_tokens=9)
+    texts = [""] * n
+    ends = {}
+    chunks = 0
     stream = client.completions.create(
         model="tiny",
         prompt=PROMPT,
@@ -240,22 +253,22 @@ def test_a_stream_is_the_answer_in_pieces(client, reference, n):
             texts[choice.index] += choice.text
             if choice.finish_reason:
                 ends[choice.index] = choice.finish_reason
-    assert texts == [one.text for one in whole.outputs]
-    assert ends == {one.index: one.finish_reason for one in whole.outputs}
-    assert usage.completion_tokens == sum(len(one.token_ids) for one in whole.outputs)
+    assert texts == [branch.text for branch in output.outputs]
+    assert ends == {branch.index: branch.finish_reason for branch in output.outputs}
+    assert usage.completion_tokens == sum(len(branch.token_ids) for branch in output.outputs)
     assert chunks > 3
 
 
 def test_a_stream_of_several_prompts_numbers_their_choices(client, reference):
     prompts = ["abc", "b", "cc dd"]
-    wanted = reference.generate(prompts, SamplingParams(n=2, seed=4, max_tokens=5), use_tqdm=False)
+    outputs = reference.generate(prompts, SamplingParams(n=2, seed=4, max_tokens=5), use_tqdm=False)
     texts = {i: "" for i in range(6)}
     for chunk in client.completions.create(
         model="tiny", prompt=prompts, n=2, seed=4, max_tokens=5, stream=True
     ):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
-    assert list(texts.values()) == [one.text for output in wanted for one in output.outputs]
+    assert list(texts.values()) == [branch.text for output in outputs for branch in output.outputs]
 
 
 def test_a_stream_may_have_an_echo_and_log_probabilities(client, reference):
@@ -267,12 +280,14 @@ def test_a_stream_may_have_an_echo_and_log_probabilities(client, reference):
         for choice in chunk.choices
     )
     assert (
-        text == PROMPT + generated(reference, PROMPT, temperature=0.0, max_tokens=5).outputs[0].text
+        text == PROMPT + generate(reference, PROMPT, temperature=0.0, max_tokens=5).outputs[0].text
     )
-    whole = client.completions.create(
+    unstreamed = client.completions.create(
         model="tiny", prompt=PROMPT, logprobs=2, max_tokens=5, **GREEDY
     ).choices[0]
-    tokens, values, offsets = [], [], []
+    tokens = []
+    values = []
+    offsets = []
     for chunk in client.completions.create(
         model="tiny", prompt=PROMPT, logprobs=2, max_tokens=5, stream=True, **GREEDY
     ):
@@ -280,28 +295,28 @@ def test_a_stream_may_have_an_echo_and_log_probabilities(client, reference):
             tokens += choice.logprobs.tokens
             values += choice.logprobs.token_logprobs
             offsets += choice.logprobs.text_offset
-    assert tokens == whole.logprobs.tokens
-    assert values == pytest.approx(whole.logprobs.token_logprobs, abs=1e-5)
-    assert offsets == whole.logprobs.text_offset
+    assert tokens == unstreamed.logprobs.tokens
+    assert values == pytest.approx(unstreamed.logprobs.token_logprobs, abs=1e-5)
+    assert offsets == unstreamed.logprobs.text_offset
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "abc"}]
 
 
 def test_a_chat_uses_the_models_template(client, reference):
-    (wanted,) = reference.chat(
+    (expected,) = reference.chat(
         MESSAGES, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False
     )
-    found = client.chat.completions.create(
+    answer = client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_completion_tokens=8, **GREEDY
     )
-    (choice,) = found.choices
-    assert (choice.message.role, choice.message.content) == ("assistant", wanted.outputs[0].text)
-    assert (found.object, choice.finish_reason) == (
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.outputs[0].text)
+    assert (answer.object, choice.finish_reason) == (
         "chat.completion",
-        wanted.outputs[0].finish_reason,
+        expected.outputs[0].finish_reason,
     )
-    assert found.usage.prompt_tokens == len(wanted.prompt_token_ids)
+    assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
     older = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=8, **GREEDY)
     assert older.choices[0].message.content == choice.message.content
     parts = [
@@ -310,31 +325,33 @@ def test_a_chat_uses_the_models_template(client, reference):
             "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],
         }
     ]
-    same = client.chat.completions.create(
+    in_parts = client.chat.completions.create(
         model="tiny", messages=[*parts, MESSAGES[1]], max_tokens=8, **GREEDY
     )
-    assert same.choices[0].message.content == choice.message.content
+    assert in_parts.choices[0].message.content == choice.message.content
 
 
 def test_a_chat_without_max_tokens_ends_at_the_models_limit(client, reference):
-    found = client.chat.completions.create(
+    answer = client.chat.completions.create(
         model="tiny", messages=MESSAGES, extra_body={"ignore_eos": True}, **GREEDY
     )
-    assert found.usage.total_tokens == reference.engine.config.max_model_len
-    assert found.choices[0].finish_reason == "length"
+    assert answer.usage.total_tokens == reference.engine.config.max_model_len
+    assert answer.choices[0].finish_reason == "length"
 
 
 def test_a_chat_streams_with_its_role_first(client):
-    whole = client.chat.completions.create(
+    unstreamed = client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_tokens=8, logprobs=True, top_logprobs=2, **GREEDY
     ).choices[0]
-    assert len(whole.logprobs.content) == 8 or whole.finish_reason == "stop"
-    assert all(len(entry.top_logprobs) == 2 for entry in whole.logprobs.content)
+    assert len(unstreamed.logprobs.content) == 8 or unstreamed.finish_reason == "stop"
+    assert all(len(entry.top_logprobs) == 2 for entry in unstreamed.logprobs.content)
     assert all(
         bytes(entry.bytes).decode(errors="replace") == entry.token
-        for entry in whole.logprobs.content
+        for entry in unstreamed.logprobs.content
     )
-    roles, text, content = [], "", []
+    roles = []
+    text = ""
+    content = []
     for chunk in client.chat.completions.create(
         model="tiny",
         messages=MESSAGES,
@@ -350,34 +367,37 @@ def test_a_chat_streams_with_its_role_first(client):
             text += choice.delta.content or ""
             content += choice.logprobs.content if choice.logprobs else []
     assert roles == ["assistant", *[None] * (len(roles) - 1)]
-    assert text == whole.message.content
-    assert [entry.token for entry in content] == [entry.token for entry in whole.logprobs.content]
+    assert text == unstreamed.message.content
+    assert [entry.token for entry in content] == [
+        entry.token for entry in unstreamed.logprobs.content
+    ]
     assert [entry.logprob for entry in content] == pytest.approx(
-        [entry.logprob for entry in whole.logprobs.content], abs=1e-5
+        [entry.logprob for entry in unstreamed.logprobs.content], abs=1e-5
     )
 
 
 def test_a_chat_has_its_prompt_fields_beside_its_choices(client):
     """As in vLLM."""
     extra = {"prompt_logprobs": 1, "return_token_ids": True}
-    found = client.chat.completions.create(
+    answer = client.chat.completions.create(
         model="tiny", messages=MESSAGES, n=2, max_tokens=2, extra_body=extra
     )
-    assert len(found.prompt_token_ids) == len(found.prompt_logprobs) == found.usage.prompt_tokens
-    assert found.prompt_logprobs[0] is None
-    for choice in found.choices:
+    assert len(answer.prompt_token_ids) == len(answer.prompt_logprobs) == answer.usage.prompt_tokens
+    assert answer.prompt_logprobs[0] is None
+    for choice in answer.choices:
         assert not {"prompt_logprobs", "prompt_token_ids"} & set(choice.model_extra)
         assert len(choice.token_ids) == 2
 
 
 def test_a_stream_begins_with_the_ids_of_its_prompt(client, reference):
-    extra, ids = {"return_token_ids": True}, reference.tokenizer.encode(PROMPT)
+    extra = {"return_token_ids": True}
+    ids = reference.tokenizer.encode(PROMPT)
     chat = client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_tokens=2, stream=True, extra_body=extra, **GREEDY
     )
-    first, *rest = chat
+    first, *later_chunks = chat
     assert first.prompt_token_ids == reference.tokenizer.apply_chat_template(MESSAGES)
-    assert not any("prompt_token_ids" in chunk.model_extra for chunk in rest)
+    assert not any("prompt_token_ids" in chunk.model_extra for chunk in later_chunks)
     stream = client.completions.create(
         model="tiny", prompt=[PROMPT, "b"], max_tokens=2, stream=True, extra_body=extra, **GREEDY
     )
@@ -395,7 +415,8 @@ def test_continuous_usage_of_a_stream_counts_one_branch(client, reference):
     }
     prompts = [[20, 30, 40], [50]]
     extra = {"ignore_eos": True}
-    last, generated = {}, {}
+    last = {}
+    generated = {}
     for chunk in client.completions.create(
         model="tiny", prompt=prompts, n=2, max_tokens=3, extra_body=extra, seed=1, **options
     ):
@@ -413,7 +434,7 @@ def test_continuous_usage_of_a_stream_counts_one_branch(client, reference):
 
 def test_each_of_many_clients_gets_its_answer(served, reference):
     prompts = [[20 + i, 30, 40 + i] for i in range(24)]
-    wanted = reference.generate(
+    outputs = reference.generate(
         prompts, SamplingParams(temperature=0.0, max_tokens=10), use_tqdm=False
     )
 
@@ -427,8 +448,10 @@ def test_each_of_many_clients_gets_its_answer(served, reference):
             )
             return await asyncio.gather(*calls)
 
-    found = asyncio.run(all_clients())
-    assert [one.choices[0].text for one in found] == [one.outputs[0].text for one in wanted]
+    completions = asyncio.run(all_clients())
+    assert [completion.choices[0].text for completion in completions] == [
+        output.outputs[0].text for output in outputs
+    ]
 
 
 BEAMS = {"use_beam_search": True}
@@ -553,13 +576,13 @@ def test_the_embedded_model_gives_the_same_text_over_http(smollm2):
         "Write “émigré” in capitals:",
     ]
     params = SamplingParams(temperature=0.0, max_tokens=24)
-    wanted = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+    expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
     messages = [{"role": "user", "content": "Name three colours."}]
     (answer,) = llm.chat(messages, params, use_tqdm=False)
     with (
-        serving(llm, name="smollm2-135m") as found,
+        serving(llm, name="smollm2-135m") as server,
         openai.OpenAI(
-            base_url=f"{found.url}/v1", api_key="none", max_retries=0, timeout=120
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
         ) as client,
     ):
         options = {"model": "smollm2-135m", "max_tokens": 24, **GREEDY}
@@ -568,7 +591,7 @@ def test_the_embedded_model_gives_the_same_text_over_http(smollm2):
         ]
         stream = client.chat.completions.create(messages=messages, stream=True, **options)
         text = "".join(choice.delta.content or "" for chunk in stream for choice in chunk.choices)
-    assert texts == wanted
+    assert texts == expected
     assert text == answer.outputs[0].text
 
 

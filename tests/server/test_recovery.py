@@ -15,7 +15,7 @@ from pagedjax.text.outputs import OutputBuilder
 from tests.server.support import (
     ENGINE,
     GREEDY,
-    completed,
+    complete,
     error_of,
     idle,
     served_to,
@@ -26,12 +26,14 @@ from tests.server.support import (
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Make the device's part of a step raise when `fails(number of the call)` -> the numbers of the
-    failed calls.
+    """Make the device's part of a step raise when `fails(number of the call)`. Returns the numbers
+    of the failed calls.
     """
 
     def patch(fails) -> list[int]:
-        send, calls, failed = step.send, itertools.count(1), []
+        send = step.send
+        calls = itertools.count(1)
+        failed = []
 
         def faulty(*args, **options):
             call = next(calls)
@@ -50,10 +52,10 @@ def failing(monkeypatch):
 def test_a_step_that_fails_once_changes_no_token(tiny, reference, failing, caplog, stream):
     llm = LLM(tiny, progress=False, **ENGINE)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    (wanted,) = reference.generate("abc", params, use_tqdm=False)
+    (expected,) = reference.generate("abc", params, use_tqdm=False)
     failed = failing(lambda call: call in (1, 5, 6, 9))
     options = {"max_tokens": 12, "ignore_eos": True}
-    with served_to(llm) as (found, http), caplog.at_level(logging.ERROR, "pagedjax.server"):
+    with served_to(llm) as (server, http), caplog.at_level(logging.ERROR, "pagedjax.server"):
         if stream:
             answer = http.post(
                 "/v1/completions", json={**GREEDY, "prompt": "abc", "stream": True, **options}
@@ -63,11 +65,11 @@ def test_a_step_that_fails_once_changes_no_token(tiny, reference, failing, caplo
                 choice["text"] for event in events for choice in json.loads(event)["choices"]
             )
         else:
-            text = completed(http, **options)["choices"][0]["text"]
-        assert text == wanted.outputs[0].text
+            text = complete(http, **options)["choices"][0]["text"]
+        assert text == expected.outputs[0].text
         assert http.get("/health").status_code == 200
         assert http.get("/viewer/steps").status_code == 200
-        wait_until(lambda: idle(found.worker))
+        wait_until(lambda: idle(server.worker))
     assert failed == [1, 5, 6, 9]
     logged = [
         record.getMessage() for record in caplog.records if "step failed" in record.getMessage()
@@ -80,7 +82,7 @@ def test_a_step_that_fails_once_changes_no_token(tiny, reference, failing, caplo
 def test_three_failed_steps_in_a_row_end_the_engine(tiny, failing):
     failed = failing(lambda call: call > 2)
     with served_to(LLM(tiny, progress=False, **ENGINE)) as (_, http):
-        assert completed(http, max_tokens=2)["choices"]
+        assert complete(http, max_tokens=2)["choices"]
         answer = http.post("/v1/completions", json={**GREEDY, "prompt": "abc"})
         assert (answer.status_code, error_of(answer)["code"]) == (503, "engine_stopped")
         assert error_of(answer)["message"] == "the engine failed: the device is out of memory"
@@ -92,14 +94,15 @@ def test_three_failed_steps_in_a_row_end_the_engine(tiny, failing):
 
 def test_a_successful_step_resets_the_count_of_failed_steps(tiny, failing):
     failing(lambda call: call in (2, 3, 5, 6))
-    with served_to(LLM(tiny, progress=False, **ENGINE)) as (found, http):
+    with served_to(LLM(tiny, progress=False, **ENGINE)) as (server, http):
         for _ in range(3):
-            assert completed(http, max_tokens=3)["choices"]
-        assert found.worker.healthy
+            assert complete(http, max_tokens=3)["choices"]
+        assert server.worker.healthy
 
 
 def test_an_error_after_a_step_ends_the_engine_because_its_tokens_are_lost(tiny, monkeypatch):
-    push, calls = OutputBuilder.push, itertools.count(1)
+    push = OutputBuilder.push
+    calls = itertools.count(1)
 
     def faulty(*args):
         if next(calls) == 3:
@@ -119,20 +122,20 @@ def test_an_error_after_a_step_ends_the_engine_because_its_tokens_are_lost(tiny,
 
 def test_an_error_while_a_request_is_queued_is_answered(tiny, monkeypatch):
     llm = LLM(tiny, progress=False, **ENGINE)
-    with served_to(llm) as (found, http):
+    with served_to(llm) as (server, http):
         monkeypatch.setattr(llm.engine, "add", lambda *args, **options: 1 / 0)
         answer = http.post("/v1/completions", json={**GREEDY, "prompt": "abc"}, timeout=10)
         assert (answer.status_code, error_of(answer)["code"]) == (503, "engine_stopped")
         assert error_of(answer)["message"] == "the engine failed: division by zero"
-        wait_until(lambda: not found.worker.healthy)
+        wait_until(lambda: not server.worker.healthy)
         assert http.get("/health").status_code == 503
 
 
 def test_a_stream_ends_with_an_error_when_the_engine_ends(tiny, failing):
     failing(lambda call: call > 4)
-    with serving(LLM(tiny, progress=False, **ENGINE)) as found:
+    with serving(LLM(tiny, progress=False, **ENGINE)) as server:
         options = {**GREEDY, "prompt": "abc", "max_tokens": 30, "ignore_eos": True, "stream": True}
-        answer = httpx.post(f"{found.url}/v1/completions", json=options, timeout=60)
+        answer = httpx.post(f"{server.url}/v1/completions", json=options, timeout=60)
     events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
     assert json.loads(events[-2])["error"]["type"] == "server_error"
     assert events[-1] == "[DONE]"

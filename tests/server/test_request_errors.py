@@ -11,6 +11,7 @@ from pagedjax.server.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     LectureRequest,
     TokenizeRequest,
     first_error,
@@ -23,14 +24,14 @@ CONTENT = 'messages.0.content must be a text, or a list of {"type": "text", "tex
 
 
 def errors(kind: type[BaseModel], fields: dict) -> list:
-    """In FastAPI's format."""
+    """The errors of a body that is refused, in FastAPI's format."""
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(fields)
     return [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
 
 
-def user(content: object, **more: object) -> list[dict]:
-    return [{"role": "user", "content": content, **more}]
+def user(content: object, **fields: object) -> list[dict]:
+    return [{"role": "user", "content": content, **fields}]
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,7 @@ def user(content: object, **more: object) -> list[dict]:
             {"prompt": "a" * (MAX_TEXT + 1)},
             f"prompt: String should have at most {MAX_TEXT}",
         ),
+        (EmbeddingRequest, {"input": ["a", *[{}] * MANY]}, "input must be a text, a list of"),
         (DetokenizeRequest, {"tokens": ["a"] * MANY}, "tokens.0: Input should be a valid integer"),
         (
             DetokenizeRequest,
@@ -123,9 +125,9 @@ def user(content: object, **more: object) -> list[dict]:
     ],
 )
 def test_a_repeated_mistake_gives_one_message(kind, fields, message):
-    found = errors(kind, fields)
-    assert len(found) <= 3
-    text, _ = first_error(found)
+    mistakes = errors(kind, fields)
+    assert len(mistakes) <= 3
+    text, _ = first_error(mistakes)
     assert text.startswith(message)
     assert len(text) < 200
 

@@ -39,9 +39,9 @@ def test_of_tokens_with_the_same_text_the_most_likely_is_listed():
 def test_the_sampled_token_is_listed_beside_the_most_likely(count, texts):
     ranked = {7: Logprob(-0.1, 1, "a"), 8: Logprob(-2.0, 2, "b")}
     position = {90: Logprob(-9.0, 40, "z")} | dict(list(ranked.items())[:count])
-    found = legacy_logprobs(style(count), (90,), (position,), (0,))
-    assert [list(top) for top in found["top_logprobs"]] == [texts]
-    assert found["token_logprobs"] == [-9.0] == [found["top_logprobs"][0]["z"]]
+    logprobs = legacy_logprobs(style(count), (90,), (position,), (0,))
+    assert [list(top) for top in logprobs["top_logprobs"]] == [texts]
+    assert logprobs["token_logprobs"] == [-9.0] == [logprobs["top_logprobs"][0]["z"]]
 
 
 def test_a_sampled_token_among_the_most_likely_is_listed_once():

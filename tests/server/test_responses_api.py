@@ -30,27 +30,20 @@ TOOL = {
 }
 
 
-def asked(client, **options):
-    return client.responses.create(
-        **{
-            "model": "tiny",
-            "input": "the cat",
-            "max_output_tokens": 300,
-            "temperature": 0,
-            **options,
-        }
-    )
+def ask(client, **options):
+    defaults = {"model": "tiny", "input": "the cat", "max_output_tokens": 300, "temperature": 0}
+    return client.responses.create(**defaults | options)
 
 
 def test_text_is_that_of_a_chat(tool_client):
-    found = asked(tool_client, max_output_tokens=12)
+    answer = ask(tool_client, max_output_tokens=12)
     chat = tool_client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_tokens=12, temperature=0
     )
-    assert found.output_text == chat.choices[0].message.content
-    assert (found.status, found.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    assert (found.usage.input_tokens, found.usage.output_tokens) == (chat.usage.prompt_tokens, 12)
-    system = asked(
+    assert answer.output_text == chat.choices[0].message.content
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (chat.usage.prompt_tokens, 12)
+    system = ask(
         tool_client,
         max_output_tokens=12,
         instructions="Be brief.",
@@ -70,12 +63,12 @@ def test_text_is_that_of_a_chat(tool_client):
             ],
         }
     ]
-    assert asked(tool_client, max_output_tokens=12, input=parts).output_text == found.output_text
+    assert ask(tool_client, max_output_tokens=12, input=parts).output_text == answer.output_text
 
 
 def test_a_stream_has_the_events_of_the_answer(tool_client):
-    whole = asked(tool_client, max_output_tokens=12)
-    events = list(asked(tool_client, max_output_tokens=12, stream=True))
+    unstreamed = ask(tool_client, max_output_tokens=12)
+    events = list(ask(tool_client, max_output_tokens=12, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type for event in events]
     assert kinds[:4] == [
@@ -93,11 +86,11 @@ def test_a_stream_has_the_events_of_the_answer(tool_client):
     assert set(kinds[4:-4]) == {"response.output_text.delta"}
     assert (
         "".join(event.delta for event in events[4:-4])
-        == whole.output_text
+        == unstreamed.output_text
         == events[-1].response.output_text
     )
     assert events[0].response.output == []
-    assert events[-1].response.usage == whole.usage
+    assert events[-1].response.usage == unstreamed.usage
 
 
 def test_a_model_is_parsed(tool_client):
@@ -113,9 +106,9 @@ def test_a_model_is_parsed(tool_client):
         final = stream.get_final_response()
     assert kinds[-1] == "response.completed"
     assert final.output_parsed == parsed.output_parsed
-    wanted = {"format": {"type": "json_object"}}
-    assert asked(
-        tool_client, text=wanted, max_output_tokens=5, temperature=1
+    text_format = {"format": {"type": "json_object"}}
+    assert ask(
+        tool_client, text=text_format, max_output_tokens=5, temperature=1
     ).output_text.startswith("{")
 
 
@@ -128,15 +121,15 @@ def test_a_loop_of_calls(tool_client):
         "temperature": 1,
     }
     for seed in range(2):
-        found = asked(tool_client, input=conversation, extra_body={"seed": seed}, **options)
-        (call,) = found.output
-        assert (call.type, call.name, found.status) == ("function_call", "turn", "completed")
+        answer = ask(tool_client, input=conversation, extra_body={"seed": seed}, **options)
+        (call,) = answer.output
+        assert (call.type, call.name, answer.status) == ("function_call", "turn", "completed")
         turn = Turn.model_validate_json(call.arguments)
-        conversation += [item.model_dump(exclude_none=True) for item in found.output]
+        conversation += [item.model_dump(exclude_none=True) for item in answer.output]
         conversation.append(
             {"type": "function_call_output", "call_id": call.call_id, "output": turn.side}
         )
-    final = asked(
+    final = ask(
         tool_client, input=conversation, max_output_tokens=8, tools=[TOOL], tool_choice="none"
     )
     assert final.output_text

@@ -9,25 +9,26 @@ import pytest
 
 from pagedjax import LLM, cli
 from pagedjax.server import serve
-from tests.server.support import ENGINE, GREEDY, completed, error_of, served_to
+from tests.server.support import ENGINE, GREEDY, complete, error_of, served_to
 
 
 @pytest.fixture
 def llm(tiny, monkeypatch):
     """It has `orders`: the priority and user that each request had in the engine."""
-    made = LLM(tiny, progress=False, **ENGINE)
-    add, orders = made.engine.add, []
+    built = LLM(tiny, progress=False, **ENGINE)
+    add = built.engine.add
+    orders = []
 
     def recorded(*args, priority=0, user="", **options):
         orders.append((priority, user))
         return add(*args, priority=priority, user=user, **options)
 
-    monkeypatch.setattr(made.engine, "add", recorded)
-    made.orders = orders
-    return made
+    monkeypatch.setattr(built.engine, "add", recorded)
+    built.orders = orders
+    return built
 
 
-def refused(http, **options) -> str:
+def refusal(http, **options) -> str:
     answer = http.post("/v1/completions", json={**GREEDY, "prompt": "abc", **options})
     assert (answer.status_code, error_of(answer)["param"]) == (400, "priority")
     return error_of(answer)["message"]
@@ -35,12 +36,12 @@ def refused(http, **options) -> str:
 
 def test_by_default_a_client_cannot_choose_a_priority(llm):
     with served_to(llm) as (_, http):
-        message = refused(http, priority=-100)
+        message = refusal(http, priority=-100)
         assert message.startswith(
             "priority is -100, but this server allows only 0; change the field or leave it out"
         )
         assert message.endswith("--min-priority -100")
-        assert "--max-priority 7" in refused(http, priority=7)
+        assert "--max-priority 7" in refusal(http, priority=7)
         chat = {
             "model": "tiny",
             "messages": [{"role": "user", "content": "a"}],
@@ -49,23 +50,23 @@ def test_by_default_a_client_cannot_choose_a_priority(llm):
         }
         assert http.post("/v1/chat/completions", json=chat).status_code == 400
         for priority in (0, None):
-            assert completed(http, max_tokens=1, priority=priority)["choices"]
+            assert complete(http, max_tokens=1, priority=priority)["choices"]
     assert llm.orders == [(0, "")] * 2
 
 
 def test_the_operator_bounds_the_priorities(llm):
     with served_to(llm, min_priority=-5, max_priority=10) as (_, http):
         for priority in (-5, 3, 10):
-            assert completed(http, max_tokens=1, priority=priority)["choices"]
-        assert "this server allows -5 to 10" in refused(http, priority=-6)
-        assert "this server allows -5 to 10" in refused(http, priority=11)
+            assert complete(http, max_tokens=1, priority=priority)["choices"]
+        assert "this server allows -5 to 10" in refusal(http, priority=-6)
+        assert "this server allows -5 to 10" in refusal(http, priority=11)
     assert llm.orders == [(-5, ""), (3, ""), (10, "")]
 
 
 @pytest.mark.parametrize(("allowed", "user"), [(False, ""), (True, "alice")])
 def test_the_user_counts_only_if_the_operator_allows_it(llm, allowed, user):
     with served_to(llm, allow_user=allowed) as (_, http):
-        assert completed(http, max_tokens=1, user="alice")["choices"]
+        assert complete(http, max_tokens=1, user="alice")["choices"]
     assert llm.orders == [(0, user)]
 
 

@@ -1,4 +1,6 @@
-"""No request gives a 5xx: requests are drawn from the server's OpenAPI document, valid and invalid."""
+"""No request gives a 5xx: requests are drawn from the server's OpenAPI document, valid and
+invalid.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,15 @@ EXAMPLES = 4  # of each operation
 @pytest.fixture(scope="module")
 def small(tiny):
     """A server with short sequences, so that valid requests are answered soon."""
-    llm = LLM(tiny, progress=False, **{**ENGINE, "max_model_len": 24, "token_buckets": (64,)})
+    llm = LLM(tiny, progress=False, **ENGINE | {"max_model_len": 24, "token_buckets": (64,)})
     with serving_without_leaks(llm, allow_runtime_lora_updating=True) as server:
         yield server
 
 
 def fuzz(url: str, examples: int) -> int:
-    """Send random requests -> the number of valid ones."""
-    schema, valid = schemathesis.openapi.from_url(f"{url}/openapi.json"), []
+    """Send random requests. Returns the number of valid ones."""
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    valid = []
 
     for operation in (result.ok() for result in schema.get_all_operations()):
 

@@ -26,22 +26,15 @@ from tests.server.support import (
     ENGINE,
     GREEDY,
     command,
-    completed,
+    complete,
     error_of,
     gauge,
     idle,
     served_to,
     serving,
-    started,
+    start_server,
     wait_until,
 )
-
-
-@pytest.fixture
-def http(served):
-    with httpx.Client(base_url=served.url, timeout=60) as client:
-        yield client
-
 
 # --- small endpoints ------------------------------------------------------------------------------
 
@@ -53,15 +46,15 @@ def test_health_and_version(http):
 
 def test_tokenize_and_detokenize_match_the_tokenizer(http, reference):
     tokenizer = reference.tokenizer
-    found = http.post("/tokenize", json={"prompt": "abc the", "return_token_strs": True}).json()
-    assert found["tokens"] == tokenizer.encode("abc the")
-    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 512)
-    assert "".join(found["token_strs"]) == "abc the"
+    answer = http.post("/tokenize", json={"prompt": "abc the", "return_token_strs": True}).json()
+    assert answer["tokens"] == tokenizer.encode("abc the")
+    assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 512)
+    assert "".join(answer["token_strs"]) == "abc the"
     messages = [{"role": "user", "content": "abc"}]
-    found = http.post(
+    answer = http.post(
         "/tokenize", json={"messages": messages, "add_generation_prompt": False}
     ).json()
-    assert found["tokens"] == tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    assert answer["tokens"] == tokenizer.apply_chat_template(messages, add_generation_prompt=False)
     assert http.post("/detokenize", json={"tokens": tokenizer.encode("abc the")}).json() == {
         "prompt": "abc the"
     }
@@ -139,13 +132,13 @@ def test_a_body_above_the_limit_is_a_413(tiny):
             "/v1/completions", content=in_pieces, headers={"Content-Type": "application/json"}
         )
         assert answer.status_code == 413
-        assert completed(http, max_tokens=1)["choices"]
+        assert complete(http, max_tokens=1)["choices"]
 
 
 def test_a_full_queue_is_a_429_with_retry_after(tiny):
     """The first request has a branch in each row."""
     llm = LLM(tiny, progress=False, **ENGINE)
-    with served_to(llm, max_queue=2) as (found, http):
+    with served_to(llm, max_queue=2) as (server, http):
         answers = []
 
         def post(n: int):
@@ -156,26 +149,29 @@ def test_a_full_queue_is_a_429_with_retry_after(tiny):
                 "ignore_eos": True,
             }
             options |= {"n": n, "temperature": 1.0}
-            answers.append(httpx.post(f"{found.url}/v1/completions", json=options, timeout=60))
+            answers.append(httpx.post(f"{server.url}/v1/completions", json=options, timeout=60))
 
         threads = [threading.Thread(target=post, args=(n,)) for n in (ENGINE["max_num_seqs"], 1, 1)]
         threads[0].start()
         wait_until(lambda: llm.engine.scheduler_state.running.seqs)  # the first request is admitted
         for thread in threads[1:]:
             thread.start()
-        wait_until(lambda: found.worker.waiting == 2)
+        wait_until(lambda: server.worker.waiting == 2)
         refused = http.post("/v1/completions", json={**GREEDY, "prompt": "abc", "max_tokens": 1})
         assert refused.status_code == 429
         assert error_of(refused)["code"] == "queue_full"
         assert 1 <= int(refused.headers["Retry-After"]) <= 60
         assert http.get("/health").status_code == 200
-        many = http.post("/v1/completions", json={**GREEDY, "prompt": ["a", "b", "c"]})
-        assert (many.status_code, "send fewer at once" in error_of(many)["message"]) == (400, True)
+        refusal = http.post("/v1/completions", json={**GREEDY, "prompt": ["a", "b", "c"]})
+        assert (refusal.status_code, "send fewer at once" in error_of(refusal)["message"]) == (
+            400,
+            True,
+        )
         for thread in threads:
             thread.join(60)
         assert [answer.status_code for answer in answers] == [200] * 3
-        assert completed(http, max_tokens=1)["choices"]
-        assert idle(found.worker)
+        assert complete(http, max_tokens=1)["choices"]
+        assert idle(server.worker)
 
 
 # --- observers ------------------------------------------------------------------------------------
@@ -184,10 +180,10 @@ def test_a_full_queue_is_a_429_with_retry_after(tiny):
 def test_a_failing_observer_is_logged_once_and_stops_nothing(tiny, monkeypatch, caplog):
     monkeypatch.setattr(Metrics, "added", lambda *args: 1 / 0)
     monkeypatch.setattr(Metrics, "stepped", lambda *args: 1 / 0)
-    with served_to(LLM(tiny, progress=False, **ENGINE)) as (found, http):
+    with served_to(LLM(tiny, progress=False, **ENGINE)) as (server, http):
         for _ in range(2):
-            assert completed(http, max_tokens=3)["choices"]
-        assert found.worker.healthy
+            assert complete(http, max_tokens=3)["choices"]
+        assert server.worker.healthy
     assert [
         record.message.split(";")[1]
         for record in caplog.records
@@ -199,10 +195,10 @@ def test_metrics_add_up(tiny):
     with served_to(LLM(tiny, progress=False, **ENGINE)) as (_, http):
         prompts = ["abc the cat and the other cat are in the house " * 3] * 3 + ["b"]
         counts = [
-            completed(http, prompt=prompt, max_tokens=6, ignore_eos=True)["usage"]
+            complete(http, prompt=prompt, max_tokens=6, ignore_eos=True)["usage"]
             for prompt in prompts
         ]
-        completed(http, prompt="abc", max_tokens=9, ignore_eos=True, n=2)
+        complete(http, prompt="abc", max_tokens=9, ignore_eos=True, n=2)
         samples = {
             (sample.name, *sorted(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(http.get("/metrics").text)
@@ -224,10 +220,8 @@ def test_metrics_add_up(tiny):
     assert value("request_generation_tokens_sum") == 42
     assert value("num_requests_running") == value("num_requests_waiting") == 0
     assert value("kv_cache_usage_perc") == 0
-    inference, queue = (
-        value("request_inference_time_seconds_sum"),
-        value("request_queue_time_seconds_sum"),
-    )
+    inference = value("request_inference_time_seconds_sum")
+    queue = value("request_queue_time_seconds_sum")
     assert value("e2e_request_latency_seconds_sum") == pytest.approx(inference + queue, rel=0.2)
 
 
@@ -244,9 +238,9 @@ def test_metrics_of_speculation_have_the_names_of_vllm(tiny):
     options = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
     one_bucket = ENGINE | {"token_buckets": (64,)}
     with served_to(LLM(tiny, progress=False, speculative=options, **one_bucket)) as (_, http):
-        plain = completed(http, prompt="abc", max_tokens=40, ignore_eos=True)
+        plain = complete(http, prompt="abc", max_tokens=40, ignore_eos=True)
         repeats = "the cat and the other cat and the cat and the other " * 2
-        completed(
+        complete(
             http, prompt=repeats, max_tokens=40, ignore_eos=True, logit_bias={"5": 100, "6": 100}
         )
         samples = {
@@ -259,7 +253,7 @@ def test_metrics_of_speculation_have_the_names_of_vllm(tiny):
         }
     with served_to(LLM(tiny, progress=False, **ENGINE)) as (_, http):
         assert (
-            completed(http, prompt="abc", max_tokens=40, ignore_eos=True)["choices"]
+            complete(http, prompt="abc", max_tokens=40, ignore_eos=True)["choices"]
             == plain["choices"]
         )
         assert "spec_decode" not in http.get("/metrics").text
@@ -273,21 +267,21 @@ def test_metrics_of_speculation_have_the_names_of_vllm(tiny):
 
 
 def test_the_viewer_follows_the_engine(tiny):
-    with served_to(LLM(tiny, progress=False, **ENGINE)) as (found, http):
+    with served_to(LLM(tiny, progress=False, **ENGINE)) as (server, http):
         page = http.get("/viewer")
         assert page.headers["content-type"].startswith("text/html")
         assert "viewer/steps" in page.text
         first = http.get("/viewer/steps").json()
         assert first["about"]["config"]["num_blocks"] == 256
-        completed(http, max_tokens=5, ignore_eos=True)
+        complete(http, max_tokens=5, ignore_eos=True)
         later = http.get("/viewer/steps", params={"since": first["next"]}).json()
         assert len(later["frames"]) >= 5
         assert later["next"] == first["next"] + len(later["frames"])
-        completed(http, max_tokens=3, ignore_eos=True)
-        again = http.get("/viewer/steps", params={"since": later["next"]}).json()
-        assert 3 <= len(again["frames"]) < 8
+        complete(http, max_tokens=3, ignore_eos=True)
+        latest = http.get("/viewer/steps", params={"since": later["next"]}).json()
+        assert 3 <= len(latest["frames"]) < 8
         assert http.get("/viewer/steps", params={"since": -1}).status_code == 400
-        assert found.worker.healthy
+        assert server.worker.healthy
 
 
 # those of ENGINE
@@ -312,16 +306,16 @@ def test_a_signal_lets_unfinished_requests_end(tiny_folder, tmp_path):
         "--record",
         str(tmp_path / "r.jsonl"),
     ]
-    process, url = started(*words)
+    process, url = start_server(*words)
     try:
         options = {**GREEDY, "prompt": "abc", "max_tokens": 480, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=options, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            rest = [line for line in lines if line.startswith("data: ")]
-        assert rest[-1] == "data: [DONE]"
-        assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+            events = [line for line in lines if line.startswith("data: ")]
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
         assert process.wait(30) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
@@ -356,7 +350,7 @@ def test_a_process_answers_unfinished_requests_with_503_and_ends(
     tiny_folder, tmp_path, drain, signals
 ):
     with (tmp_path / "errors").open("w") as errors:
-        process, url = started(
+        process, url = start_server(
             str(tiny_folder), *SIZES, "--drain-seconds", str(drain), errors=errors
         )
         try:
@@ -372,7 +366,9 @@ def test_a_process_answers_unfinished_requests_with_503_and_ends(
 
 
 def end_with_503(url: str, signals: list[signal.Signals], send: Callable[[int], None]) -> None:
-    """Send signals to a server with many requests, of which one runs. The server ends after this."""
+    """Send signals to a server with many requests, of which one runs. The server ends after
+    this.
+    """
     options = {"model": "", "prompt": "abc", "max_tokens": 480, "ignore_eos": True, "n": 8}
     with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as half:
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
@@ -447,9 +443,13 @@ def refuses(url: str) -> bool:
 )
 def test_a_server_that_cannot_start_prints_one_line(tiny_folder, tmp_path, capsys, words, message):
     (tmp_path / "empty").touch()
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        known = {"taken": other.getsockname()[1], "empty": tmp_path / "empty", "folder": tmp_path}
-        words = [word.format(**known) for word in words]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        places = {
+            "taken": listener.getsockname()[1],
+            "empty": tmp_path / "empty",
+            "folder": tmp_path,
+        }
+        words = [word.format(**places) for word in words]
         assert cli.main(["serve", str(tiny_folder), *words]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
-    assert re.search(message.format(**known), line), line
+    assert re.search(message.format(**places), line), line

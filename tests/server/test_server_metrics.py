@@ -28,13 +28,14 @@ class Run:
     """Metrics, and steps for them."""
 
     def __init__(self, llm) -> None:
-        self.state, self.metrics = llm.engine.scheduler_state, Metrics("m", llm.engine.config)
+        self.state = llm.engine.scheduler_state
+        self.metrics = Metrics("m", llm.engine.config)
 
     def add(self, names: tuple[str, ...], params: SamplingParams | BeamSearchParams) -> None:
         self.metrics.added(names, GenerationRequest(PROMPT, params), 0.0, self.state)
 
     def step(
-        self, began: float, ended: float, rows: dict[str, int], *events: Event, beams=()
+        self, started: float, ended: float, rows: dict[str, int], *events: Event, beams=()
     ) -> None:
         """`rows`: tokens computed, by name."""
         seqs = tuple(Seq(Request(name, len(PROMPT), 8), 0, 12, len(PROMPT)) for name in rows)
@@ -44,17 +45,17 @@ class Run:
             starts=tuple(len(PROMPT) - count for count in rows.values()),
             counts=tuple(rows.values()),
         )
-        result = StepResult(plan, events, began, ended, 0.0, 8, 0, beams=beams)
+        result = StepResult(plan, events, started, ended, 0.0, 8, 0, beams=beams)
         self.metrics.stepped(self.state, result, events, self.state)
 
     def value(self, name: str, **labels: str) -> float:
-        wanted = {"model_name": "m", **labels}
+        all_labels = {"model_name": "m", **labels}
         families = text_string_to_metric_families(self.metrics.text(0))
         samples = (sample for family in families for sample in family.samples)
-        (found,) = (
-            one.value for one in samples if one.name == f"pagedjax:{name}" and one.labels == wanted
+        (number,) = (
+            s.value for s in samples if s.name == f"pagedjax:{name}" and s.labels == all_labels
         )
-        return found
+        return number
 
 
 @pytest.fixture
@@ -92,9 +93,9 @@ def test_a_beam_search_counts_as_one_request_with_the_tokens_it_found(run):
     run.add(("0",), BeamSearchParams(beam_width=2, max_tokens=3))
     run.step(1, 2, {"0": 4}, Beamed(0, names, ("0", "0"), (7, 8)))
     run.step(2, 4, {"0": 1, "1": 1}, Beamed(1, names, ("0", "1"), (7, 8)))
-    found = tuple(Hypothesis((7,) * count, -1.0, -1.0, "length") for count in (3, 2))
+    hypotheses = tuple(Hypothesis((7,) * count, -1.0, -1.0, "length") for count in (3, 2))
     ends = tuple(Finished(2, name, "length", 2) for name in names)
-    run.step(4, 7, {"0": 1, "1": 1}, *ends, beams=(BeamResult("0", found),))
+    run.step(4, 7, {"0": 1, "1": 1}, *ends, beams=(BeamResult("0", hypotheses),))
     assert run.value("request_params_n_sum") == 2
     assert run.value("generation_tokens_total") == 5
     assert (

@@ -16,9 +16,11 @@ import httpx
 import pytest
 
 from pagedjax import SamplingParams
-from tests.server.support import GREEDY, gauge, started
+from tests.server.support import GREEDY, gauge, start_server
 
-CLIENTS, QUEUE, TOKENS = 200, 150, 24
+CLIENTS = 200
+QUEUE = 150
+TOKENS = 24
 SIZES = (
     "--max-num-seqs",
     "16",
@@ -41,19 +43,26 @@ def resident(pid: int) -> float:
 
 
 def soak(reference, folder, seconds: float) -> dict:
-    """Load with clients of which a third leave -> counts, and memory over time."""
+    """Load a server with clients of which a third leave. Returns counts, and memory over time."""
     draw = random.Random(0)
     prompts = [[draw.randint(20, 300) for _ in range(draw.randint(1, 60))] for _ in range(100)]
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    wanted = [
+    expected = [
         output.outputs[0].text for output in reference.generate(prompts, params, use_tqdm=False)
     ]
-    process, url = started(
-        *(str(folder), *SIZES, "--served-model-name", "tiny", "--max-queue", str(QUEUE)),
+    process, url = start_server(
+        str(folder),
+        *SIZES,
+        "--served-model-name",
+        "tiny",
+        "--max-queue",
+        str(QUEUE),
         module="pagedjax",
     )
-    end, counts = time.monotonic() + seconds, {"right": 0, "wrong": 0, "left": 0, "refused": 0}
-    memory, waiting = [], []
+    end = time.monotonic() + seconds
+    counts = {"right": 0, "wrong": 0, "left": 0, "refused": 0}
+    memory = []
+    waiting = []
 
     async def request(client, i, stream) -> str | None:
         options = {
@@ -77,7 +86,8 @@ def soak(reference, folder, seconds: float) -> dict:
 
     async def live(client):
         while time.monotonic() < end:
-            i, leaves = draw.randrange(100), draw.random() < 1 / 3
+            i = draw.randrange(100)
+            leaves = draw.random() < 1 / 3
             try:
                 async with asyncio.timeout(0.5 * draw.random() if leaves else 60):
                     text = await request(client, i, draw.random() < 0.5)
@@ -85,7 +95,7 @@ def soak(reference, folder, seconds: float) -> dict:
                 assert leaves, "an answer took 60 s"
                 counts["left"] += 1
                 continue
-            counts["refused" if text is None else "right" if text == wanted[i] else "wrong"] += 1
+            counts["refused" if text is None else "right" if text == expected[i] else "wrong"] += 1
             if text is None:
                 await asyncio.sleep(draw.random())
 
@@ -118,22 +128,20 @@ def soak(reference, folder, seconds: float) -> dict:
     return counts | {"memory": memory, "waiting": max(waiting)}
 
 
-def check(found: dict) -> None:
+def check(report: dict) -> None:
     print(
         {
-            **found,
-            "memory": [round(m) for m in found["memory"][:: max(1, len(found["memory"]) // 10)]],
+            **report,
+            "memory": [round(m) for m in report["memory"][:: max(1, len(report["memory"]) // 10)]],
         }
     )
-    assert found["wrong"] == 0
-    assert found["right"] > 300
-    assert found["left"] > 50
-    assert found["waiting"] <= QUEUE
-    memory = found["memory"]
-    early, late = (
-        sorted(memory[len(memory) // 4 : len(memory) // 2]),
-        sorted(memory[-len(memory) // 4 :]),
-    )
+    assert report["wrong"] == 0
+    assert report["right"] > 300
+    assert report["left"] > 50
+    assert report["waiting"] <= QUEUE
+    memory = report["memory"]
+    early = sorted(memory[len(memory) // 4 : len(memory) // 2])
+    late = sorted(memory[-len(memory) // 4 :])
     assert late[len(late) // 2] < 1.03 * early[len(early) // 2] + 8, memory
 
 

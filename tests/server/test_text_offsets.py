@@ -36,18 +36,18 @@ def prompt_of(tokens: list[int], text: str | None = None) -> Any:
 
 
 def offsets_of(style: Style, prompt: tuple[int, ...], tokens: list[int], text: str) -> list[int]:
-    """Of a whole answer, from its JSON."""
+    """The offsets of a whole answer, from its JSON."""
     positions = tuple({token: Logprob(-1.0, 1, "")} for token in tokens)
-    one = CompletionOutput(0, text, tuple(tokens), "stop", None, None, positions)
+    completion = CompletionOutput(0, text, tuple(tokens), "stop", None, None, positions)
     of_prompt = (None, *({token: Logprob(-1.0, 1, "")} for token in prompt[1:]))
-    output = RequestOutput("0", None, prompt, (one,), of_prompt if style.echo else None)
-    return completion_logprobs(style, output, one)["text_offset"]
+    output = RequestOutput("0", None, prompt, (completion,), of_prompt if style.echo else None)
+    return completion_logprobs(style, output, completion)["text_offset"]
 
 
 def decoded(tokenizer: Tokenizer, tokens: list[int], skips: bool) -> str:
     """The whole characters of tokens: the beginning of a character at the end does not count."""
-    shown = [token for token in tokens if not (skips and token in tokenizer.special_ids)]
-    raw = b"".join(map(tokenizer.token_bytes, shown))
+    visible = [token for token in tokens if not (skips and token in tokenizer.special_ids)]
+    raw = b"".join(map(tokenizer.token_bytes, visible))
     cut = next((count for count in (3, 2, 1) if begins_a_character(raw[len(raw) - count :])), 0)
     return raw[: len(raw) - cut].decode(errors="replace")
 
@@ -68,17 +68,18 @@ def begins_a_character(raw: bytes) -> bool:
 def test_the_offsets_of_a_text_with_characters_of_several_tokens(smollm):
     tokens = [*smollm.encode(TEXT), *smollm.eos_token_ids[:1]]
     expected = [0, 0, 0, 1, 4, 5, 6, 7, 8, 9, 9, 10, 11]
-    found = offsets_of(style(smollm), (), tokens, TEXT)
-    assert found == [*expected, 15]
+    offsets = offsets_of(style(smollm), (), tokens, TEXT)
+    assert offsets == [*expected, 15]
     assert prompt_offsets(style(smollm), prompt_of(tokens[:-1], TEXT)) == expected
 
 
 def test_an_echo_counts_on_behind_its_prompt(smollm):
-    prompt, tokens = tuple(smollm.encode(TEXT)), smollm.encode(" 漢 ok")
-    found = offsets_of(style(smollm, echo=True), prompt, tokens, " 漢 ok")
-    assert found[: len(prompt)] == offsets_of(style(smollm), (), list(prompt), TEXT)
-    assert found[len(prompt)] == len(TEXT)
-    assert [at - len(TEXT) for at in found[len(prompt) :]] == offsets_of(
+    prompt = tuple(smollm.encode(TEXT))
+    tokens = smollm.encode(" 漢 ok")
+    offsets = offsets_of(style(smollm, echo=True), prompt, tokens, " 漢 ok")
+    assert offsets[: len(prompt)] == offsets_of(style(smollm), (), list(prompt), TEXT)
+    assert offsets[len(prompt)] == len(TEXT)
+    assert [at - len(TEXT) for at in offsets[len(prompt) :]] == offsets_of(
         style(smollm), prompt, tokens, " 漢 ok"
     )
 
@@ -135,9 +136,9 @@ def test_offsets_do_not_pass_the_end_of_a_text_that_a_stop_string_cut(smollm):
 def test_special_tokens_have_places_if_they_are_shown(smollm):
     tokens = [*smollm.encode("a"), 1, *smollm.encode("b")]
     assert offsets_of(style(smollm), (), tokens, "ab") == [0, 1, 1]
-    shown = style(smollm, skips_special_tokens=False)
+    visible = style(smollm, skips_special_tokens=False)
     text = smollm.decode(tokens, skip_special_tokens=False)
-    assert offsets_of(shown, (), tokens, text) == [0, 1, 1 + len("<|im_start|>")]
+    assert offsets_of(visible, (), tokens, text) == [0, 1, 1 + len("<|im_start|>")]
 
 
 @drawn.examples(60, 10_000)
@@ -152,7 +153,7 @@ def test_offsets_are_the_lengths_of_decoded_prefixes(number, skips):
     def holds(pieces: list[list[int]]) -> None:
         ids = [token for piece in pieces for token in piece]
         offsets = OutputOffsets(style(tokenizer, skips_special_tokens=skips), prompt_of([]))
-        found = [offsets.next(token) for token in ids]
-        assert found == [len(decoded(tokenizer, ids[:i], skips)) for i in range(len(ids))]
+        counted = [offsets.next(token) for token in ids]
+        assert counted == [len(decoded(tokenizer, ids[:i], skips)) for i in range(len(ids))]
 
     drawn.check(number, holds, tokens)

@@ -1,4 +1,6 @@
-"""Tools over HTTP, by OpenAI's client: calls are valid whatever the model says, whole and streamed."""
+"""Tools over HTTP, by OpenAI's client: calls are valid whatever the model says, whole and
+streamed.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,14 @@ SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in 
 NAMED = {"type": "function", "function": {"name": "Turn"}}
 
 
-def options(**more) -> dict:
+def options(**changes) -> dict:
     return {
         "model": "tiny",
         "messages": MESSAGES,
         "tools": TOOLS,
         "max_tokens": 400,
         "seed": 1,
-        **more,
+        **changes,
     }
 
 
@@ -53,69 +55,73 @@ def check(call) -> None:
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_a_call_is_valid(tool_client, choice):
-    found = tool_client.chat.completions.create(
+    answer = tool_client.chat.completions.create(
         **options(tool_choice=choice, parallel_tool_calls=False, n=4)
     )
-    for one in found.choices:
-        assert (one.finish_reason, one.message.content) == ("tool_calls", None)
-        (call,) = one.message.tool_calls
+    for reply in answer.choices:
+        assert (reply.finish_reason, reply.message.content) == ("tool_calls", None)
+        (call,) = reply.message.tool_calls
         check(call)
         assert choice == "required" or call.function.name == "Turn"
-    assert len({call.message.tool_calls[0].id for call in found.choices}) == 4
+    assert len({call.message.tool_calls[0].id for call in answer.choices}) == 4
 
 
 def test_a_stream_has_the_calls_of_the_whole_answer(tool_client):
     for seed in range(2):
         arguments = options(tool_choice="required", seed=seed, n=2, max_tokens=150)
-        whole = tool_client.chat.completions.create(**arguments)
-        calls, reasons = [{}, {}], ["", ""]
+        unstreamed = tool_client.chat.completions.create(**arguments)
+        calls = [{}, {}]
+        reasons = ["", ""]
         for chunk in tool_client.chat.completions.create(stream=True, **arguments):
             for choice in chunk.choices:
                 reasons[choice.index] = choice.finish_reason or ""
                 assert not choice.delta.content
                 for piece in choice.delta.tool_calls or ():
-                    known = calls[choice.index].setdefault(
+                    entry = calls[choice.index].setdefault(
                         piece.index, [piece.id, piece.function.name, ""]
                     )
-                    assert piece.id in (None, known[0])
+                    assert piece.id in (None, entry[0])
                     assert (
                         (piece.id is None) == (piece.function.name is None) == (piece.type is None)
                     )
-                    known[2] += piece.function.arguments
-        for one, streamed, reason in zip(whole.choices, calls, reasons, strict=True):
-            made = [
-                (call.function.name, call.function.arguments) for call in one.message.tool_calls
+                    entry[2] += piece.function.arguments
+        for expected, streamed, reason in zip(unstreamed.choices, calls, reasons, strict=True):
+            expected_calls = [
+                (call.function.name, call.function.arguments)
+                for call in expected.message.tool_calls
             ]
-            assert [tuple(call[1:]) for call in streamed.values()] == made
-            assert list(streamed) == list(range(len(made)))
-            assert reason == one.finish_reason
+            assert [tuple(call[1:]) for call in streamed.values()] == expected_calls
+            assert list(streamed) == list(range(len(expected_calls)))
+            assert reason == expected.finish_reason
 
 
 def test_an_answer_may_be_text(tool_client):
     """The tiny model says anything; it hardly ever writes a call by itself."""
-    whole = tool_client.chat.completions.create(**options(max_tokens=30)).choices[0]
-    assert whole.message.content
-    assert whole.message.tool_calls is None
+    answer = tool_client.chat.completions.create(**options(max_tokens=30)).choices[0]
+    assert answer.message.content
+    assert answer.message.tool_calls is None
     stream = tool_client.chat.completions.create(**options(max_tokens=30, stream=True))
     assert (
-        "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.message.content
+        "".join(chunk.choices[0].delta.content or "" for chunk in stream) == answer.message.content
     )
     assert (
         tool_client.chat.completions.create(**options(max_tokens=30, tool_choice="auto")).choices[0]
-        == whole
+        == answer
     )
 
 
 def test_an_answer_that_ends_by_length_shows_the_start_of_a_call(tool_client):
     ends = set()
-    for most in range(30, 70, 8):
-        one = tool_client.chat.completions.create(
-            **options(tool_choice=NAMED, max_tokens=most)
+    for limit in range(30, 70, 8):
+        choice = tool_client.chat.completions.create(
+            **options(tool_choice=NAMED, max_tokens=limit)
         ).choices[0]
-        ends.add(one.finish_reason)
-        for call in one.message.tool_calls or ():
+        ends.add(choice.finish_reason)
+        for call in choice.message.tool_calls or ():
             assert call.function.name == "Turn"
-            assert one.finish_reason == "tool_calls" or not call.function.arguments.endswith("}\n")
+            assert choice.finish_reason == "tool_calls" or not call.function.arguments.endswith(
+                "}\n"
+            )
     assert "length" in ends
 
 
@@ -125,12 +131,12 @@ def test_the_loop_of_a_program_that_calls_its_functions(tool_client):
     messages = [{"role": "system", "content": "Be brief."}, *MESSAGES]
     parse = tool_client.chat.completions.parse
     for seed in range(2):
-        found = parse(
+        completion = parse(
             **options(
                 messages=messages, tool_choice="required", parallel_tool_calls=False, seed=seed
             )
         )
-        message = found.choices[0].message
+        message = completion.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls:
             assert isinstance(call.function.parsed_arguments, Add | Turn)
@@ -153,33 +159,33 @@ def test_the_loop_of_a_program_that_calls_its_functions(tool_client):
 
 def test_an_answer_is_a_model_or_a_call(tool_client):
     """Both at once, as OpenAI's clients may ask."""
-    found = tool_client.chat.completions.parse(**options(response_format=Add, n=4)).choices
-    for choice in found:
+    choices = tool_client.chat.completions.parse(**options(response_format=Add, n=4)).choices
+    for choice in choices:
         assert isinstance(choice.message.parsed, Add) != bool(choice.message.tool_calls)
 
 
 def test_log_probabilities_are_those_of_all_tokens(tool_client):
-    found = tool_client.chat.completions.create(**options(tool_choice=NAMED, logprobs=True))
-    assert len(found.choices[0].logprobs.content) == found.usage.completion_tokens
+    answer = tool_client.chat.completions.create(**options(tool_choice=NAMED, logprobs=True))
+    assert len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens
     stream = tool_client.chat.completions.create(
         **options(tool_choice=NAMED, logprobs=True, stream=True)
     )
     counts = [len(c.logprobs.content) for chunk in stream for c in chunk.choices if c.logprobs]
-    assert sum(counts) == found.usage.completion_tokens
+    assert sum(counts) == answer.usage.completion_tokens
 
 
 def test_the_tokens_of_a_prompt_include_its_tools(tool_server):
     body = {"messages": MESSAGES, "tools": TOOLS}
-    whole = httpx.post(f"{tool_server.url}/tokenize", json=body).json()["count"]
+    count = httpx.post(f"{tool_server.url}/tokenize", json=body).json()["count"]
     assert (
-        whole
+        count
         > httpx.post(f"{tool_server.url}/tokenize", json={"messages": MESSAGES}).json()["count"]
         + 100
     )
 
 
-def tool(name: str, **more) -> dict:
-    return {"type": "function", "function": {"name": name, **more}}
+def tool(name: str, **fields) -> dict:
+    return {"type": "function", "function": {"name": name, **fields}}
 
 
 UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}

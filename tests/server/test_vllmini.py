@@ -13,7 +13,7 @@ import pytest
 from pagedjax import LLM, SamplingParams
 from pagedjax.engine import step
 from pagedjax.server import vllmini
-from tests.server.support import ENGINE, completed, error_of, idle, served_to, wait_until
+from tests.server.support import ENGINE, complete, error_of, idle, served_to, wait_until
 
 
 @pytest.fixture
@@ -35,33 +35,31 @@ def status(http, name) -> str:
     return http.get(f"/result/{name}").json()["status"]
 
 
-def test_a_generation_is_started_and_its_text_is_read_later(served, reference):
-    (wanted,) = reference.generate(
+def test_a_generation_is_started_and_its_text_is_read_later(http, reference):
+    (expected,) = reference.generate(
         "abc", SamplingParams(temperature=0.0, max_tokens=60), use_tqdm=False
     )
-    seen = []
-    with httpx.Client(base_url=served.url, timeout=60) as http:
-        name = post(http, max_length=len(wanted.prompt_token_ids) + 60)
-        wait_until(
-            lambda: (
-                seen.append(http.get(f"/result/{name}").json())
-                or seen[-1]["status"] != "in progress"
-            )
+    answers = []
+    name = post(http, max_length=len(expected.prompt_token_ids) + 60)
+    wait_until(
+        lambda: (
+            answers.append(http.get(f"/result/{name}").json())
+            or answers[-1]["status"] != "in progress"
         )
-        answer = http.post("/generate", json={"prompt": "abc the cat", "max_length": 1})
-    assert seen[-1] == {"status": "completed", "generated": wanted.outputs[0].text}
-    for one in seen:
-        assert wanted.outputs[0].text.startswith(one["generated"])
+    )
+    answer = http.post("/generate", json={"prompt": "abc the cat", "max_length": 1})
+    assert answers[-1] == {"status": "completed", "generated": expected.outputs[0].text}
+    for partial in answers:
+        assert expected.outputs[0].text.startswith(partial["generated"])
     assert "at least" in error_of(answer)["message"]
 
 
-def test_ids_cannot_be_guessed(served):
-    with httpx.Client(base_url=served.url, timeout=60) as http:
-        names = [post(http, max_length=8) for _ in range(3)]
-        for name in names:
-            wait_until(lambda name=name: status(http, name) == "completed")
-        for guess in (*range(8), names[0][:-1], names[0] + "A"):
-            assert http.get(f"/result/{guess}").json() == {"status": "not found", "generated": None}
+def test_ids_cannot_be_guessed(http):
+    names = [post(http, max_length=8) for _ in range(3)]
+    for name in names:
+        wait_until(lambda name=name: status(http, name) == "completed")
+    for guess in (*range(8), names[0][:-1], names[0] + "A"):
+        assert http.get(f"/result/{guess}").json() == {"status": "not found", "generated": None}
     assert len(set(names)) == 3
     assert min(map(len, names)) >= 22  # 128 bits in base64
 
@@ -78,10 +76,10 @@ def test_a_result_is_forgotten_when_no_client_asks_for_it(tiny):
 
 
 def test_a_generation_is_cancelled_when_no_client_asks_for_its_result(tiny, slow):
-    with served_to(LLM(tiny, progress=False, **ENGINE), result_seconds=0.3) as (found, http):
+    with served_to(LLM(tiny, progress=False, **ENGINE), result_seconds=0.3) as (server, http):
         name = post(http, max_length=480)
-        wait_until(lambda: found.worker.llm.engine.scheduler_state.running.seqs)
-        wait_until(lambda: idle(found.worker), seconds=5)
+        wait_until(lambda: server.worker.llm.engine.scheduler_state.running.seqs)
+        wait_until(lambda: idle(server.worker), seconds=5)
         assert status(http, name) == "not found"
 
 
@@ -89,26 +87,28 @@ def test_a_generation_is_cancelled_when_the_client_leaves_before_the_answer(
     tiny, slow, monkeypatch
 ):
     """The engine's thread is blocked in a step, so that the answer to the POST has to wait."""
-    send, blocked, resume = step.send, threading.Event(), threading.Event()
+    send = step.send
+    blocked = threading.Event()
+    resume = threading.Event()
 
     def blocking(*args, **options):
         blocked.set()
         assert resume.wait(30)
         return send(*args, **options)
 
-    with served_to(LLM(tiny, progress=False, **ENGINE)) as (found, http):
+    with served_to(LLM(tiny, progress=False, **ENGINE)) as (server, http):
         monkeypatch.setattr(step, "send", blocking)
-        other = threading.Thread(target=completed, args=(http,), kwargs={"max_tokens": 3})
-        other.start()
+        thread = threading.Thread(target=complete, args=(http,), kwargs={"max_tokens": 3})
+        thread.start()
         assert blocked.wait(30)
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(
-                f"{found.url}/generate", json={"prompt": "abc", "max_length": 480}, timeout=0.5
+                f"{server.url}/generate", json={"prompt": "abc", "max_length": 480}, timeout=0.5
             )
         time.sleep(0.2)
         resume.set()
-        other.join(30)
-        wait_until(lambda: idle(found.worker), seconds=5)
+        thread.join(30)
+        wait_until(lambda: idle(server.worker), seconds=5)
 
 
 def test_the_oldest_completed_result_makes_room(tiny, monkeypatch):
@@ -123,13 +123,13 @@ def test_the_oldest_completed_result_makes_room(tiny, monkeypatch):
 
 def test_a_generation_above_the_limit_is_refused_while_all_are_in_progress(tiny, slow, monkeypatch):
     monkeypatch.setattr(vllmini, "MAX_RESULTS", 2)
-    with served_to(LLM(tiny, progress=False, **ENGINE)) as (found, http):
+    with served_to(LLM(tiny, progress=False, **ENGINE)) as (server, http):
         names = [post(http, max_length=400) for _ in range(2)]
         answer = http.post("/generate", json={"prompt": "abc", "max_length": 400})
         assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
         assert "limit of /generate" in error_of(answer)["message"]
         assert [status(http, name) for name in names] == ["in progress"] * 2
-        engine = found.worker.llm.engine
+        engine = server.worker.llm.engine
         wait_until(
             lambda: (
                 len(engine.scheduler_state.running.seqs) + len(engine.scheduler_state.waiting) == 2
@@ -145,4 +145,4 @@ def test_the_endpoints_can_be_switched_off(tiny):
         assert not {"/generate", "/result/{sequence_id}"} & set(
             http.get("/openapi.json").json()["paths"]
         )
-        assert completed(http, max_tokens=1)["choices"]
+        assert complete(http, max_tokens=1)["choices"]

@@ -85,10 +85,8 @@ def enums() -> Iterator[Case]:
 
 def integers() -> Iterator[Case]:
     for low, high in ((0, 5), (-3, 3), (10, 10), (95, 1005), (-1000, -7), (0, 255)):
-        good, bad = (
-            (low, high, (low + high) // 2),
-            (low - 1, high + 1, low + 0.5 if low != high else high + 0.5),
-        )
+        good = (low, high, (low + high) // 2)
+        bad = (low - 1, high + 1, low + 0.5 if low != high else high + 0.5)
         yield Case(
             f"integer {low} to {high}",
             {"type": "integer", "minimum": low, "maximum": high},
@@ -111,11 +109,12 @@ def integers() -> Iterator[Case]:
             (bound + 1,),
         )
     for step in (2, 3, 5, 7, 10, 25, 100):
-        good, bad = (0, step, 17 * step, -3 * step), (1, step + 1, 17 * step - 1)
+        good = (0, step, 17 * step, -3 * step)
+        bad = (1, step + 1, 17 * step - 1)
         yield Case(f"multiple of {step}", {"type": "integer", "multipleOf": step}, good, bad)
-        both = {"type": "integer", "multipleOf": step, "minimum": step, "maximum": 5 * step}
+        bounded = {"type": "integer", "multipleOf": step, "minimum": step, "maximum": 5 * step}
         yield Case(
-            f"multiple of {step} in a range", both, (step, 5 * step), (0, 6 * step, step + 1)
+            f"multiple of {step} in a range", bounded, (step, 5 * step), (0, 6 * step, step + 1)
         )
 
 
@@ -154,10 +153,8 @@ def numbers() -> Iterator[Case]:
 def strings() -> Iterator[Case]:
     for low, high in ((0, 0), (0, 3), (1, 1), (2, 5), (10, 20)):
         schema = {"type": "string", "minLength": low, "maxLength": high}
-        good, bad = (
-            ("x" * low, "ü" * high),
-            ("x" * (high + 1), *(("x" * (low - 1),) if low else ())),
-        )
+        good = ("x" * low, "ü" * high)
+        bad = ("x" * (high + 1), *(("x" * (low - 1),) if low else ()))
         yield Case(f"text of {low} to {high}", schema, good, bad)
     for length in (1, 2, 4, 8):
         yield Case(
@@ -231,7 +228,8 @@ def formats() -> Iterator[Case]:
 def arrays() -> Iterator[Case]:
     for name in ("integer", "string", "boolean", "number", "null"):
         items = {"type": "array", "items": {"type": name}}
-        right, wrong = list(VALUES[name]), [of_other_types(name)[0]]
+        right = list(VALUES[name])
+        wrong = [of_other_types(name)[0]]
         if name == "integer":
             wrong = ["a"]
         yield Case(
@@ -239,7 +237,8 @@ def arrays() -> Iterator[Case]:
         )
         for low, high in ((0, 2), (1, 1), (2, 4), (3, 3)):
             schema = {**items, "minItems": low, "maxItems": high}
-            good, bad = ([right[0]] * low, [right[-1]] * high), ([right[0]] * (high + 1),)
+            good = ([right[0]] * low, [right[-1]] * high)
+            bad = ([right[0]] * (high + 1),)
             short = ([right[0]] * (low - 1),) if low else ()
             yield Case(f"{low} to {high} items of {name}", schema, good, (*bad, *short))
     for length in (1, 2, 3, 4):
@@ -255,14 +254,18 @@ def arrays() -> Iterator[Case]:
             (full,),
             (full[:-1], [*full, 9], [9, *full[1:]]),
         )
-        rest = {**schema, "items": {"type": "string"}, "minItems": length}
+        longer = {**schema, "items": {"type": "string"}, "minItems": length}
         yield Case(
-            f"tuple of {length} and texts", rest, (full, [*full, "a", "b"]), ([*full, 1], full[:-1])
+            f"tuple of {length} and texts",
+            longer,
+            (full, [*full, "a", "b"]),
+            ([*full, 1], full[:-1]),
         )
     nested: Any = {"type": "integer"}
     value: Any = 1
     for depth in range(1, 7):
-        nested, value = {"type": "array", "items": nested, "maxItems": 2}, [value]
+        nested = {"type": "array", "items": nested, "maxItems": 2}
+        value = [value]
         yield Case(
             f"lists {depth} deep", nested, (value, []), ([value], 1, [*value, *value, *value])
         )
@@ -274,45 +277,52 @@ def objects() -> Iterator[Case]:
         names = [f"p{i}" for i in range(count)]
         properties = {name: {"type": kinds[i]} for i, name in enumerate(names)}
         full = {name: VALUES[kinds[i]][0] for i, name in enumerate(names)}
-        some = {names[-1]: full[names[-1]]}
+        partial = {names[-1]: full[names[-1]]}
         shut = {"type": "object", "properties": properties, "additionalProperties": False}
-        other = {**full, "other": 1}
+        extended = {**full, "other": 1}
         yield Case(
-            f"{count} properties", shut, ({}, full, some), (other, {**full, names[-1]: {}}, [])
+            f"{count} properties",
+            shut,
+            ({}, full, partial),
+            (extended, {**full, names[-1]: {}}, []),
         )
         yield Case(
             f"{count} required",
             {**shut, "required": names},
             (full,),
-            ({}, other, *((some,) if count > 1 else ())),
+            ({}, extended, *((partial,) if count > 1 else ())),
         )
         yield Case(
             f"first of {count} required",
             {**shut, "required": names[:1]},
             (full, {"p0": full["p0"]}),
-            ({}, other),
+            ({}, extended),
         )
         opened = {"type": "object", "properties": properties}
         yield Case(
-            f"{count} properties and others", opened, ({}, full, other), ({**full, names[0]: {}},)
+            f"{count} properties and others",
+            opened,
+            ({}, full, extended),
+            ({**full, names[0]: {}},),
         )
         texts = {**opened, "additionalProperties": {"type": "string"}, "required": names}
         yield Case(
             f"{count} properties, others texts",
             texts,
             (full, {**full, "x": "y"}),
-            (other, {"x": "y"}),
+            (extended, {"x": "y"}),
         )
     mapping = {"type": "object", "additionalProperties": {"type": "integer"}}
     yield Case("mapping to integers", mapping, ({}, {"a": 1, "b": 2}), ({"a": "1"}, []))
-    for least in (0, 1):
-        good, bad = ({"a": 1}, {"a": 1, "b": 2}), ({"a": "x"}, *(({},) if least else ()))
-        yield Case(f"at least {least} keys", {**mapping, "minProperties": least}, good, bad)
-    for most in (1, 2, 3):
-        full = {f"k{i}": i for i in range(most)}
+    for minimum in (0, 1):
+        good = ({"a": 1}, {"a": 1, "b": 2})
+        bad = ({"a": "x"}, *(({},) if minimum else ()))
+        yield Case(f"at least {minimum} keys", {**mapping, "minProperties": minimum}, good, bad)
+    for maximum in (1, 2, 3):
+        full = {f"k{i}": i for i in range(maximum)}
         yield Case(
-            f"at most {most} keys",
-            {**mapping, "maxProperties": most},
+            f"at most {maximum} keys",
+            {**mapping, "maxProperties": maximum},
             ({}, full),
             ({**full, "more": 9},),
         )
@@ -347,7 +357,8 @@ def objects() -> Iterator[Case]:
 
 
 def combined() -> Iterator[Case]:
-    number, text = {"type": "integer", "minimum": 0}, {"type": "string", "maxLength": 2}
+    number = {"type": "integer", "minimum": 0}
+    text = {"type": "string", "maxLength": 2}
     for word in ("anyOf", "oneOf"):
         yield Case(f"{word} of types", {word: [number, text]}, (3, "ab"), (-1, "abc", None))
         shapes = [
@@ -381,13 +392,13 @@ def combined() -> Iterator[Case]:
     parts = [{"type": "integer", "minimum": 3}, {"maximum": 7}]
     yield Case("allOf of bounds", {"allOf": parts}, (3, 7), (2, 8, "a"))
     named = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    both = {
+    merged = {
         "allOf": [
             named,
             {"type": "object", "properties": {"b": {"type": "string"}}, "required": ["b"]},
         ]
     }
-    yield Case("allOf of objects", both, ({"a": 1, "b": "x"},), ({"a": 1}, {"a": 1, "b": 2}))
+    yield Case("allOf of objects", merged, ({"a": 1, "b": "x"},), ({"a": 1}, {"a": 1, "b": 2}))
     yield Case(
         "beside anyOf",
         {"type": "integer", "anyOf": [{"minimum": 10}, {"maximum": -10}]},

@@ -259,8 +259,8 @@ def test_white_space_is_that_of_json(grammars, pattern, error):
         )
 
 
-def objects(patterns: dict, more: dict | None = None, **properties) -> dict:
-    closed = {"additionalProperties": False} if more is None else more
+def objects(patterns: dict, additional: dict | None = None, **properties) -> dict:
+    closed = {"additionalProperties": False} if additional is None else additional
     return {"type": "object", "properties": properties, "patternProperties": patterns, **closed}
 
 

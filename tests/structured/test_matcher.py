@@ -33,17 +33,18 @@ def search(pattern: str, tokenizer, output: list[int], vocab: int) -> list[int]:
     """The tokens that may follow, by trying each: the text so far is a beginning of a match, or a
     match and its end.
     """
-    text, found = b"".join(tokenizer.token_bytes(token) for token in output), []
+    text = b"".join(tokenizer.token_bytes(token) for token in output)
+    matches = []
     compiled = regex.compile(pattern.encode())
     for token in range(vocab):
         if token in tokenizer.special_ids:
             if token in EOS and compiled.fullmatch(text):
-                found.append(token)
+                matches.append(token)
         elif (piece := tokenizer.token_bytes(token)) and compiled.fullmatch(
             text + piece, partial=True
         ):
-            found.append(token)
-    return found
+            matches.append(token)
+    return matches
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

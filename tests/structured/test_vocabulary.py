@@ -22,14 +22,16 @@ ENDS = (2,)
 LETTERS = list(byte_alphabet())
 
 
-def byte_level(special: tuple[str, ...], others: tuple[str, ...] = ()) -> Tokenizer:
-    """Bytes with special tokens before them, that are in the vocabulary; `others` are behind it."""
+def byte_level(special: tuple[str, ...], later_special: tuple[str, ...] = ()) -> Tokenizer:
+    """Bytes with special tokens before them, that are in the vocabulary; `later_special`
+    are behind it.
+    """
     pieces = {piece: i for i, piece in enumerate([*special, *LETTERS])}
     backend = Backend(models.BPE(vocab=pieces, merges=[], unk_token=special[0]))
     backend.decoder = decoders.ByteLevel()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in special])
-    backend.add_special_tokens([AddedToken(text, normalized=False) for text in others])
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in later_special])
     return Tokenizer(backend, ENDS, {})
 
 
@@ -82,11 +84,11 @@ def forms(text: str) -> dict[str, tuple[StructuredOutputsParams, str]]:
     }
 
 
-def only_answer(grammar: Grammar, most: int = 200) -> list[int]:
+def only_answer(grammar: Grammar, limit: int = 200) -> list[int]:
     """The tokens of an answer for which the masks allow one way alone."""
     matcher = grammar.matcher()
     output: list[int] = []
-    for _ in range(most):
+    for _ in range(limit):
         (mask,) = masks([MaskRow(matcher, output, [], 0, ENDS)], 1)
         bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
         (token,) = np.flatnonzero(bits).tolist()
@@ -95,7 +97,7 @@ def only_answer(grammar: Grammar, most: int = 200) -> list[int]:
             return output
         assert matcher.forced(output, 1) in ([token], [])
         output.append(token)
-    raise AssertionError(f"no end after {most} tokens")
+    raise AssertionError(f"no end after {limit} tokens")
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -141,10 +143,10 @@ def test_an_answer_has_the_whole_text(tiny, tiny_llm, speculative):
         if speculative
         else tiny_llm
     )
-    wanted = forms("see <|im_end|> here")
-    params = [SamplingParams(max_tokens=80, structured_outputs=form) for form, _ in wanted.values()]
+    cases = forms("see <|im_end|> here")
+    params = [SamplingParams(max_tokens=80, structured_outputs=form) for form, _ in cases.values()]
     answers = llm.generate(["x"] * len(params), params, use_tqdm=False)
-    assert [answer.outputs[0].text for answer in answers] == [text for _, text in wanted.values()]
+    assert [answer.outputs[0].text for answer in answers] == [text for _, text in cases.values()]
     assert {answer.outputs[0].finish_reason for answer in answers} == {"stop"}
 
 
@@ -195,15 +197,15 @@ def described(**model: Any) -> str:
 
 
 def test_ids_stay_and_names_of_marks_go():
-    one = json.loads(
+    bpe = json.loads(
         vocabulary.without_names(described(vocab={"<a>": 0, "b": 1}, merges=["< a>", "x y"]))
     )
-    assert list(one["model"]["vocab"].values()) == [0, 1]
-    assert "<a>" not in one["model"]["vocab"]
-    assert one["added_tokens"][1]["content"] == "b"
-    assert one["model"]["merges"] == ["x y"]
-    other = json.loads(
+    assert list(bpe["model"]["vocab"].values()) == [0, 1]
+    assert "<a>" not in bpe["model"]["vocab"]
+    assert bpe["added_tokens"][1]["content"] == "b"
+    assert bpe["model"]["merges"] == ["x y"]
+    unigram = json.loads(
         vocabulary.without_names(described(vocab=[["<a>", 0.0], ["b", -1.0]], unk_token="<a>"))
     )
-    assert other["model"]["vocab"][1] == ["b", -1.0]
-    assert other["model"]["unk_token"] == other["model"]["vocab"][0][0] != "<a>"
+    assert unigram["model"]["vocab"][1] == ["b", -1.0]
+    assert unigram["model"]["unk_token"] == unigram["model"]["vocab"][0][0] != "<a>"

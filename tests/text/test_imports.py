@@ -25,7 +25,9 @@ def test_a_module_is_imported_once_and_its_error_is_raised(tmp_path, monkeypatch
 
 
 def test_ctrl_c_while_a_package_is_imported_harms_no_later_call(tmp_path):
-    """In a new process: the package's second module is slow, and Ctrl-C comes while it is imported."""
+    """In a new process: the package's second module is slow, and Ctrl-C comes while it is
+    imported.
+    """
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text("from package import slow\nanswer = slow.answer\n")
@@ -43,8 +45,8 @@ def test_ctrl_c_while_a_package_is_imported_harms_no_later_call(tmp_path):
         print(imported("package").answer, imported("package.slow").answer)
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert (done.stdout, done.stderr) == ("interrupted\n42 42\n", "")
+    child = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert (child.stdout, child.stderr) == ("interrupted\n42 42\n", "")
 
 
 @pytest.mark.slow
@@ -67,6 +69,6 @@ def test_ctrl_c_during_the_first_conversation(tiny_folder, after):
         print(len(tokenizer.apply_chat_template(asked)))
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tiny_folder), str(after)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 3
+    child = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert child.returncode == 0, child.stderr
+    assert int(child.stdout) > 3

@@ -75,11 +75,11 @@ def test_another_content_is_refused_with_its_place(tiny, tiny_llm, content, erro
 
 
 def test_chats_with_none_and_with_parts_are_those_with_their_text(tiny_llm: LLM):
-    asked = [
+    conversations = [
         [{"role": "system", "content": None}, {"role": "user", "content": PARTS}],
         [{"role": "system", "content": ""}, {"role": "user", "content": "the cat"}],
     ]
-    first, second = tiny_llm.chat(asked, use_tqdm=False)
+    first, second = tiny_llm.chat(conversations, use_tqdm=False)
     assert first.prompt_token_ids == second.prompt_token_ids
 
 
@@ -98,7 +98,7 @@ def test_any_conversation_is_rendered_as_by_transformers(tiny, number):
         "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
     )
     backend = tiny.tokenizer.backend
-    ours = Tokenizer(backend, (2,), {}, template)
+    tokenizer = Tokenizer(backend, (2,), {}, template)
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template)
     text = st.text(max_size=8)
     parts = st.lists(text, max_size=3)
@@ -107,20 +107,23 @@ def test_any_conversation_is_rendered_as_by_transformers(tiny, number):
     )
 
     def holds(conversation: list[Any], generating: bool) -> None:
-        given, plain = [], []
+        chat = []
+        plain = []
         for role, content, name in conversation:
-            said = "".join(content or ()) if isinstance(content, list) else content or ""
+            joined = "".join(content or ()) if isinstance(content, list) else content or ""
             sent = (
                 [{"type": "text", "text": part} for part in content]
                 if isinstance(content, list)
                 else content
             )
-            given.append({"role": role, "content": sent, "name": name})
-            plain.append({"role": role, "content": said} | ({} if name is None else {"name": name}))
-        found = ours.apply_chat_template(given, generating)
+            chat.append({"role": role, "content": sent, "name": name})
+            plain.append(
+                {"role": role, "content": joined} | ({} if name is None else {"name": name})
+            )
+        tokens = tokenizer.apply_chat_template(chat, generating)
         rendered = theirs.apply_chat_template(
             plain, tokenize=False, add_generation_prompt=generating
         )
-        assert found == ours.encode(rendered, add_special_tokens=False)
+        assert tokens == tokenizer.encode(rendered, add_special_tokens=False)
 
     drawn.check(number, holds, st.lists(messages, min_size=1, max_size=4), st.booleans())

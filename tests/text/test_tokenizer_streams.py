@@ -77,9 +77,9 @@ def test_branches_read_a_constant_number_of_prompt_tokens(special):
 
 
 def test_an_incomplete_character_before_special_tokens_of_a_prompt_is_completed():
-    first, *rest = smollm().encode("😀!")
+    first, *later_tokens = smollm().encode("😀!")
     stream = Detokenizer(smollm(), [*smollm().encode("text"), first, *[0] * 200])
-    assert "".join(map(stream.push, rest)) == "😀!"
+    assert "".join(map(stream.push, later_tokens)) == "😀!"
 
 
 def test_a_character_is_returned_only_when_it_is_complete():
@@ -97,8 +97,8 @@ def test_an_incomplete_character_of_the_prompt_is_not_in_the_output():
     assert [finished.push(i) for i in (second, third, mark)] == ["", "😀", "!"]
     broken = Detokenizer(smollm(), [*smollm().encode("prompt text"), first])
     assert broken.push(mark) + broken.flush() == "!"
-    nothing = Detokenizer(smollm(), [*smollm().encode("prompt text"), first])
-    assert nothing.flush() == ""
+    empty = Detokenizer(smollm(), [*smollm().encode("prompt text"), first])
+    assert empty.flush() == ""
 
 
 def test_ids_beyond_the_vocabulary_have_no_text(tmp_path):
@@ -186,13 +186,13 @@ def test_stop_strings_equal_a_search_of_the_whole_text(chunks, stop, min_tokens,
     st.lists(st.integers(0, 20), max_size=6),
     st.lists(st.integers(0, 20), max_size=6),
 )
-def test_the_split_into_chunks_does_not_change_the_result(text, one, other):
+def test_the_split_into_chunks_does_not_change_the_result(text, places, other_places):
     def cut(places: list[int]) -> list[str]:
         edges = [0, *sorted(min(p, len(text)) for p in places), len(text)]
         return [text[a:b] for a, b in pairwise(edges)]
 
-    assert run_stop(cut(one), StopChecker(("abc", "cb"))) == run_stop(
-        cut(other), StopChecker(("abc", "cb"))
+    assert run_stop(cut(places), StopChecker(("abc", "cb"))) == run_stop(
+        cut(other_places), StopChecker(("abc", "cb"))
     )
 
 

@@ -33,11 +33,11 @@ def test_calls_obey_their_schemas(tiny_tools):
         use_tqdm=False,
     )
     for output in outputs:
-        (one,) = output.outputs
-        assert one.finish_reason == "stop"
-        (call,) = one.tool_calls
+        (branch,) = output.outputs
+        assert branch.finish_reason == "stop"
+        (call,) = branch.tool_calls
         assert (
-            one.text
+            branch.text
             == f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
         )
         jsonschema.validate(
@@ -51,7 +51,8 @@ def test_calls_may_be_written_with_tokens_of_the_vocabulary(tmp_path, kind):
     from tokenizers import AddedToken, Tokenizer
 
     folder = tiny_llama(tmp_path / "m", tied=False)
-    file, config = str(folder / "tokenizer.json"), folder / "tokenizer_config.json"
+    file = str(folder / "tokenizer.json")
+    config = folder / "tokenizer_config.json"
     backend = Tokenizer.from_file(file)
     backend.add_tokens(
         [AddedToken(text, normalized=False) for text in ("<tool_call>", "</tool_call>", "<think>")]
@@ -86,11 +87,11 @@ def test_calls_may_be_written_with_tokens_of_the_vocabulary(tmp_path, kind):
     )
     for output in outputs:
         assert output.prompt == "2 toolsthe cat"
-        (one,) = output.outputs
-        (call,) = one.tool_calls
-        assert one.finish_reason == "stop"
-        assert marks.split()[0] in one.text
-        assert backend.token_to_id(marks.split()[0]) in one.token_ids
+        (branch,) = output.outputs
+        (call,) = branch.tool_calls
+        assert branch.finish_reason == "stop"
+        assert marks.split()[0] in branch.text
+        assert backend.token_to_id(marks.split()[0]) in branch.token_ids
         jsonschema.validate(
             json.loads(call.arguments), SCHEMA if call.name == "f" else {"maxProperties": 0}
         )
@@ -131,9 +132,13 @@ def test_the_embedded_model_calls_with_the_default_prompt(smollm2):
     tools = [
         {
             "type": "function",
-            "function": {"name": name, "description": f"The {what} in a city.", "parameters": city},
+            "function": {
+                "name": name,
+                "description": f"The {subject} in a city.",
+                "parameters": city,
+            },
         }
-        for name, what in (("get_weather", "weather"), ("get_time", "time"))
+        for name, subject in (("get_weather", "weather"), ("get_time", "time"))
     ]
     chats = [
         [{"role": "user", "content": text}]

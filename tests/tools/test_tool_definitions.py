@@ -11,7 +11,7 @@ from pagedjax.tools.definitions import NO_PARAMETERS, Tool, choice_of, tools_of
 F = {"type": "function", "function": {"name": "f"}}
 
 
-def named(name) -> dict:
+def tool_named(name) -> dict:
     return {"type": "function", "function": {"name": name}}
 
 
@@ -33,7 +33,7 @@ def test_a_tool_has_defaults():
     (tool,) = tools_of([with_parameters({"properties": {"a": {}}})])
     assert tool.parameters == {"type": "object", "properties": {"a": {}}}
     assert tools_of(None) == tools_of([]) == ()
-    assert len(tools_of([named(f"f{i}") for i in range(128)])) == 128
+    assert len(tools_of([tool_named(f"f{i}") for i in range(128)])) == 128
 
 
 @pytest.mark.parametrize(
@@ -50,17 +50,17 @@ def test_a_tool_has_defaults():
             [{"type": "function", "function": {"name": "f", "x": 1}}],
             "tools.0.function has the unknown field 'x'",
         ),
-        ([named("")], "tools.0.function.name is ''; it must be 1 to 64 of the characters"),
-        ([named("a b")], "tools.0.function.name is 'a b'"),
-        ([named("é")], "tools.0.function.name is 'é'"),
-        ([named("a" * 65)], "tools.0.function.name is 'aaa"),
-        ([named("f\n")], r"tools.0.function.name is 'f\\n'"),
-        ([named(3)], "tools.0.function.name is 3"),
+        ([tool_named("")], "tools.0.function.name is ''; it must be 1 to 64 of the characters"),
+        ([tool_named("a b")], "tools.0.function.name is 'a b'"),
+        ([tool_named("é")], "tools.0.function.name is 'é'"),
+        ([tool_named("a" * 65)], "tools.0.function.name is 'aaa"),
+        ([tool_named("f\n")], r"tools.0.function.name is 'f\\n'"),
+        ([tool_named(3)], "tools.0.function.name is 3"),
         (
-            [F, named("g"), F],
+            [F, tool_named("g"), F],
             "tools.2.function.name is 'f' again; give each tool a name of its own",
         ),
-        ([named(f"f{i}") for i in range(129)], "tools has 129 of them; the limit is 128"),
+        ([tool_named(f"f{i}") for i in range(129)], "tools has 129 of them; the limit is 128"),
         (
             [with_parameters([])],
             r"tools.0.function.parameters is \[\]; it must be a JSON schema of type object",
@@ -89,7 +89,7 @@ def test_a_wrong_tool_is_named_by_its_place(tools, message):
 
 
 def test_a_choice_has_four_forms():
-    tools = tools_of([F, named("g")])
+    tools = tools_of([F, tool_named("g")])
     assert choice_of(None, ()) == ("none", None)
     assert choice_of("none", ()) == ("none", None)
     assert choice_of(None, tools) == ("auto", None)
@@ -98,15 +98,15 @@ def test_a_choice_has_four_forms():
         ("none", None),
         ("required", None),
     ]
-    assert choice_of(named("g"), tools) == ("required", "g")
+    assert choice_of(tool_named("g"), tools) == ("required", "g")
 
 
 @pytest.mark.parametrize(
     ("choice", "tools", "message"),
     [
         ("auto", [], "tool_choice goes with tools; give at least one tool"),
-        (named("f"), [], "tool_choice goes with tools"),
-        (named("h"), [F], r"tool_choice names 'h', which is none of the tools \(f\)"),
+        (tool_named("f"), [], "tool_choice goes with tools"),
+        (tool_named("h"), [F], r"tool_choice names 'h', which is none of the tools \(f\)"),
         ("any", [F], 'tool_choice is \'any\'; it must be "auto", "none", "required", or'),
         ({"type": "function"}, [F], "tool_choice is {'type': 'function'}"),
         (3, [F], "tool_choice is 3"),

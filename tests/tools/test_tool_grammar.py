@@ -32,7 +32,9 @@ TOOLS = [
     {"type": "function", "function": {"name": "g"}},
 ]
 TOOLS[1]["function"]["parameters"]["$defs"] = {"x": {"enum": ["x::=y", "z"]}}
-F, FF, G = ("f", '{"a": 1}'), ("ff", '{"b": "x::=y"}'), ("g", "{}")
+F = ("f", '{"a": 1}')
+FF = ("ff", '{"b": "x::=y"}')
+G = ("g", "{}")
 WRONG = [
     ("f", '{"a": "s"}'),
     ("f", "{}"),
@@ -48,15 +50,15 @@ def tokenizer(request, tiny_folder) -> Tokenizer:
     """The second one has tokens for the marks, as Qwen's."""
     from tokenizers import AddedToken
 
-    made = load_tokenizer(open_checkpoint(tiny_folder))
+    built = load_tokenizer(open_checkpoint(tiny_folder))
     if request.param == "marks":
-        made.backend.add_tokens(
+        built.backend.add_tokens(
             [AddedToken(mark, normalized=False, special=False) for mark in MARKS]
         )
-        made.backend.add_special_tokens(
+        built.backend.add_special_tokens(
             [AddedToken(mark, normalized=False) for mark in ("[TOOL_CALLS]", "[ARGS]")]
         )
-    return made
+    return built
 
 
 def accepts(
@@ -67,14 +69,16 @@ def accepts(
     **options,
 ) -> str:
     """ "complete", "prefix", or the text before the token that is refused."""
-    made = Tokenizer(tokenizer.backend, (2,), {}, template)
-    use = tool_use(made, options.pop("tools", TOOLS), **options)
-    params, _ = use.applied(params or SamplingParams(), made)
-    matcher = use.compiled(Grammars(made, made.vocab_size, (2,)), params).start.deep_copy()
-    ids = made.encode(text)
+    with_template = Tokenizer(tokenizer.backend, (2,), {}, template)
+    use = tool_use(with_template, options.pop("tools", TOOLS), **options)
+    params, _ = use.applied(params or SamplingParams(), with_template)
+    matcher = use.compiled(
+        Grammars(with_template, with_template.vocab_size, (2,)), params
+    ).start.deep_copy()
+    ids = with_template.encode(text)
     count = matcher.validate_tokens(ids)
     if count < len(ids):
-        return made.decode(ids[:count], skip_special_tokens=False)
+        return with_template.decode(ids[:count], skip_special_tokens=False)
     matcher.consume_tokens(ids)
     return "complete" if matcher.is_accepting() else "prefix"
 
@@ -98,8 +102,8 @@ def test_an_answer_is_text_or_valid_calls(tokenizer, template):
         text = written(calls)
         assert accepts(tokenizer, text, template=template) == "complete"
         assert accepts(tokenizer, text, template=template, choice="required") == "complete"
-        one = accepts(tokenizer, text, template=template, parallel=False)
-        assert one == "complete" if len(calls) == 1 else len(one) < len(text)
+        accepted = accepts(tokenizer, text, template=template, parallel=False)
+        assert accepted == "complete" if len(calls) == 1 else len(accepted) < len(text)
         if use.dialect.format.trigger:
             assert accepts(tokenizer, "Well.\n" + text, template=template) == "complete"
             assert accepts(tokenizer, "Well.\n" + text, template=template, choice="required") == ""
@@ -150,9 +154,9 @@ def test_an_answer_that_is_no_call_may_have_a_schema(tokenizer):
     assert accepts(tokenizer, written([F, FF]), params) == "complete"
     assert accepts(tokenizer, "Hello", params) == ""
     assert accepts(tokenizer, '{"n": "', params) == '{"n": '
-    anything = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
-    assert accepts(tokenizer, '{"x": [1]}', anything) == "complete"
-    assert accepts(tokenizer, "[1]", anything) == ""
+    json_object = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    assert accepts(tokenizer, '{"x": [1]}', json_object) == "complete"
+    assert accepts(tokenizer, "[1]", json_object) == ""
     for text in ("{", "[" * 10**5):
         with pytest.raises(ValueError, match=r"structured_outputs\.json is not JSON"):
             accepts(
@@ -193,5 +197,5 @@ def test_parameters_that_a_tool_does_not_name_are_never_given(tokenizer):
         ({"type": "object"}, True),
     ):
         tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-        found = accepts(tokenizer, written([("f", '{"a": 1, "b": 2}')]), tools=tools)
-        assert (found == "complete") == allowed
+        accepted = accepts(tokenizer, written([("f", '{"a": 1, "b": 2}')]), tools=tools)
+        assert (accepted == "complete") == allowed

@@ -43,7 +43,7 @@ KNOWS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}|{% for m in mess
 
 
 @pytest.mark.parametrize(
-    ("template", "wanted"),
+    ("template", "expected"),
     [
         (None, Dialect(HERMES, False)),
         ("{{ messages }}", Dialect(HERMES, False)),
@@ -60,8 +60,8 @@ KNOWS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}|{% for m in mess
         ),
     ],
 )
-def test_the_format_is_found_in_the_chat_template(template, wanted):
-    assert dialect(template) == wanted
+def test_the_format_is_found_in_the_chat_template(template, expected):
+    assert dialect(template) == expected
 
 
 def test_a_template_may_take_one_call_in_a_message():
@@ -95,15 +95,17 @@ def test_a_template_that_knows_tools_gets_them(tiny):
 
 def test_without_such_a_template_they_become_text():
     use = tool_use(Tokenizer(None, (2,), {}, "{{ messages }}"), [TOOL])  # type: ignore[arg-type]
-    found = conversation(CHAT, use.tools, use.dialect)
-    assert [message["role"] for message in found] == ["system", "user", "assistant", "user"]
-    assert found[0]["content"] == system_text(use.tools, use.dialect)
-    assert json.dumps(TOOL) in found[0]["content"].splitlines()
-    assert '<tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>' in found[0]["content"]
+    messages = conversation(CHAT, use.tools, use.dialect)
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
+    assert messages[0]["content"] == system_text(use.tools, use.dialect)
+    assert json.dumps(TOOL) in messages[0]["content"].splitlines()
+    assert (
+        '<tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>' in messages[0]["content"]
+    )
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-    assert found[2] == {"role": "assistant", "content": f"{call}\n{call}"}
+    assert messages[2] == {"role": "assistant", "content": f"{call}\n{call}"}
     results = "<tool_response>\n3\n</tool_response>\n<tool_response>\nthree\n</tool_response>"
-    assert found[3] == {"role": "user", "content": results}
+    assert messages[3] == {"role": "user", "content": results}
 
 
 def test_the_documents_show_the_system_text():
@@ -116,9 +118,11 @@ def test_the_documents_show_the_system_text():
 
 def test_the_system_text_stays_first():
     use = tool_use(Tokenizer(None, (2,), {}, None), [TOOL])  # type: ignore[arg-type]
-    found = conversation([{"role": "system", "content": "Be kind."}, *CHAT], use.tools, use.dialect)
-    assert found[0]["content"].startswith("Be kind.\n\nYou can call functions.")
-    assert len([message for message in found if message["role"] == "system"]) == 1
+    messages = conversation(
+        [{"role": "system", "content": "Be kind."}, *CHAT], use.tools, use.dialect
+    )
+    assert messages[0]["content"].startswith("Be kind.\n\nYou can call functions.")
+    assert len([message for message in messages if message["role"] == "system"]) == 1
     without = conversation(CHAT[:1], (), use.dialect)
     assert without == CHAT[:1]
 
@@ -162,20 +166,20 @@ def test_a_wrong_message_is_named_by_its_place(native, message, error):
 
 def test_other_fields_of_calls_stay_out_of_prompts():
     function = {"name": "f", "arguments": "{}", "parsed_arguments": {"x": 1}}
-    (found,) = conversation(
+    (message,) = conversation(
         [{"role": "assistant", "tool_calls": [{**CALL, "index": 0, "function": function}]}],
         (),
         Dialect(HERMES, True),
     )
-    wanted = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}
-    assert found["tool_calls"] == [wanted]
+    expected = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    assert message["tool_calls"] == [expected]
 
 
 def test_arguments_may_be_an_object_or_empty():
-    for arguments, wanted in (({"a": 1}, {"a": 1}), ("", {}), (" {} ", {})):
+    for arguments, expected in (({"a": 1}, {"a": 1}), ("", {}), (" {} ", {})):
         call = {**CALL, "function": {"name": "f", "arguments": arguments}}
-        (found,) = conversation(
+        (message,) = conversation(
             [{"role": "assistant", "tool_calls": [call]}], (), Dialect(HERMES, True)
         )
-        assert found["tool_calls"][0]["function"]["arguments"] == wanted
-        assert found["content"] == ""
+        assert message["tool_calls"][0]["function"]["arguments"] == expected
+        assert message["content"] == ""

@@ -25,10 +25,10 @@ CALLS = [
 
 def pieces(text: str, form, size: int):
     reader = CallReader(form)
-    found = [
+    parts = [
         piece for at in range(0, len(text), size) for piece in reader.push(text[at : at + size])
     ]
-    return [*found, *reader.finish()], reader
+    return [*parts, *reader.finish()], reader
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
@@ -39,20 +39,20 @@ def test_text_and_calls_are_the_same_in_any_pieces(form, lead, count):
         pytest.skip("a call is the whole answer")
     text = lead + form.written(CALLS[:count])
     for size in (1, 2, 3, 7, 1000):
-        found, reader = pieces(text, form, size)
-        own = "".join(piece.text for piece in found if piece.call is None)
-        assert own == (lead.rstrip() if count else lead)
-        assert [(call.name, call.arguments) for call in calls_of(found)] == CALLS[:count]
+        parts, reader = pieces(text, form, size)
+        plain_text = "".join(piece.text for piece in parts if piece.call is None)
+        assert plain_text == (lead.rstrip() if count else lead)
+        assert [(call.name, call.arguments) for call in calls_of(parts)] == CALLS[:count]
         assert (reader.calls, reader.complete) == (count, True)
-        assert len({call.id for call in calls_of(found)}) == count
+        assert len({call.id for call in calls_of(parts)}) == count
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_a_cut_answer_gives_the_start_of_a_call(form):
     text = form.written(CALLS)
     for end in range(len(text)):
-        own, calls, complete = read(text[:end], form)
-        assert form is LLAMA or own in ("", text[:end])
+        plain_text, calls, complete = read(text[:end], form)
+        assert form is LLAMA or plain_text in ("", text[:end])
         assert [call.name for call in calls] == [name for name, _ in CALLS[: len(calls)]]
         for call, (_, arguments) in zip(calls, CALLS, strict=False):
             assert arguments.startswith(call.arguments)

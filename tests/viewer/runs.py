@@ -22,7 +22,7 @@ DRAFTING = SchedulerConfig(
 
 
 def random_run(path: Path, seed: int, length: int = 120, **config) -> list[Transition]:
-    """Records a random run with all kinds of transitions -> the transitions of the recording."""
+    """Record a random run with all kinds of transitions. Returns the transitions of the recording."""
     record(path, SMALL._replace(**config), seed, length)
     return list(replay.replay(path))
 
@@ -32,7 +32,9 @@ def crowd(
 ) -> SchedulerConfig:
     """Records `steps` steps of many requests with common prefixes in a pool that is too small."""
     config = SchedulerConfig(size, blocks, 256, seqs, 1024)
-    draw, state, count = random.Random(seed), scheduler.init(config), 0
+    draw = random.Random(seed)
+    state = scheduler.init(config)
+    count = 0
     recorder = Recorder(path, config)
     for _ in range(steps):
         while len(state.waiting) < 3:
@@ -42,7 +44,8 @@ def crowd(
                 f"{family}/{i}" if i < 4 else f"{count}.{i}" for i in range(prompt // size)
             )
             request = Request(f"r{count}", prompt, draw.randint(2, 6 * size), hashes=hashes)
-            state, count = scheduler.submit(state, request), count + 1
+            state = scheduler.submit(state, request)
+            count = count + 1
             recorder.submit(request)
         state, plan = scheduler.schedule(state, FCFS)
         recorder.schedule(plan)
@@ -54,17 +57,20 @@ def crowd(
 
 
 def drafting_run(path: Path, seed: int, steps: int = 60, **config) -> list[Transition]:
-    """Records a random run with drafts, right and wrong ones, and cancels -> the transitions of the
-    recording.
+    """Record a random run with drafts, right and wrong ones, and cancels. Returns the transitions
+    of the recording.
     """
-    draw, state, count = random.Random(seed), scheduler.init(DRAFTING._replace(**config)), 0
+    draw = random.Random(seed)
+    state = scheduler.init(DRAFTING._replace(**config))
+    count = 0
     recorder = Recorder(path, state.config)
     for _ in range(steps):
         while len(state.waiting) < 2:
             request = Request(
                 f"r{count}", draw.randint(1, 6), draw.randint(1, 10), 0, frozenset({3})
             )
-            state, count = scheduler.submit(state, request), count + 1
+            state = scheduler.submit(state, request)
+            count = count + 1
             recorder.submit(request)
         offered = {name: k for name in sorted(state.ids) if (k := draw.randrange(5))}
         state, plan = scheduler.schedule(state, FCFS, offered)
@@ -94,7 +100,11 @@ def samples(plan: Plan, draw: random.Random) -> list[drafts.Sample]:
     """
     of_rows = plan.drafts or (0,) * len(plan.seqs)
     tokens = [tuple(draw.randrange(20) for _ in range(draw.randint(1, k + 1))) for k in of_rows]
-    return list(drafts.cut_at_the_end(plan, tokens)) if plan.drafts else [one for (one,) in tokens]
+    return (
+        list(drafts.cut_at_the_end(plan, tokens))
+        if plan.drafts
+        else [sample for (sample,) in tokens]
+    )
 
 
 def kept_part(plan: Plan, sampled: Sequence[drafts.Sample]) -> Plan:

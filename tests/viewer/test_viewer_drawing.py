@@ -1,4 +1,6 @@
-"""A drawing shows the scheduler's state: every entry of a block table, and every block of the pool."""
+"""A drawing shows the scheduler's state: every entry of a block table, and every block of the
+pool.
+"""
 
 from __future__ import annotations
 
@@ -22,36 +24,41 @@ from tests.viewer.runs import any_run
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def groups(shown: drawing.Drawing, kind: str) -> list[dict[str, str]]:
+def groups(picture: drawing.Drawing, kind: str) -> list[dict[str, str]]:
     """The attributes of the picture's groups of one class, in its order."""
     return [
-        dict(g.attrib) for g in ET.fromstring(shown.svg).iter(f"{SVG}g") if g.get("class") == kind
+        dict(g.attrib) for g in ET.fromstring(picture.svg).iter(f"{SVG}g") if g.get("class") == kind
     ]
 
 
-def texts(shown: drawing.Drawing) -> list[str]:
-    return [text.text or "" for text in ET.fromstring(shown.svg).iter(f"{SVG}text")]
+def texts(picture: drawing.Drawing) -> list[str]:
+    return [text.text or "" for text in ET.fromstring(picture.svg).iter(f"{SVG}text")]
 
 
 def check(state: SchedulerState) -> None:
     """Compares a drawing with the state, whose lists of free and idle blocks are computed apart
     from it.
     """
-    shown = drawing.draw(state)
-    active, size = scheduler.running(state), state.config.block_size
-    entries = groups(shown, "entry")
+    picture = drawing.draw(state)
+    active = scheduler.running(state)
+    size = state.config.block_size
+    entries = groups(picture, "entry")
     tables = [(seq.request_id, block) for seq in active for block in seq.blocks]
     assert Counter((e["data-sequence"], int(e["data-block"])) for e in entries) == Counter(tables)
     for seq in active:
-        mine = [e for e in entries if e["data-sequence"] == seq.request_id]
+        sequence_entries = [e for e in entries if e["data-sequence"] == seq.request_id]
         for name, count in (("data-computed", seq.computed), ("data-known", seq.length)):
-            room = len(mine) // state.config.groups * size
-            assert sum(int(e[name]) for e in mine) == min(count, room) * state.config.groups
-    pool = {int(g["data-block"]): g for g in groups(shown, "block")}
+            room = len(sequence_entries) // state.config.groups * size
+            assert (
+                sum(int(e[name]) for e in sequence_entries)
+                == min(count, room) * state.config.groups
+            )
+    pool = {int(g["data-block"]): g for g in groups(picture, "block")}
     assert sorted(pool) == list(range(state.config.num_blocks + 1))
-    idle, free = set(blocks.idle_ids(state.pool)), set(blocks.free_ids(state.pool))
+    idle = set(blocks.idle_ids(state.pool))
+    free = set(blocks.free_ids(state.pool))
     for block, g in pool.items():
-        wanted = (
+        expected = (
             "trash"
             if not block
             else "idle"
@@ -60,7 +67,7 @@ def check(state: SchedulerState) -> None:
             if block in free
             else "owned"
         )
-        assert g["data-state"] == wanted
+        assert g["data-state"] == expected
         assert int(g["data-owners"]) == state.pool.owners.get(block, 0)
 
 
@@ -114,9 +121,9 @@ def test_windows_of_layers_have_a_line_for_each_group_and_holes():
 
 
 def test_a_notebook_shows_a_drawing():
-    shown = drawing.draw(crowded())
-    assert shown._repr_svg_() == shown.svg
-    assert shown.svg.startswith("<svg ")
+    picture = drawing.draw(crowded())
+    assert picture._repr_svg_() == picture.svg
+    assert picture.svg.startswith("<svg ")
 
 
 def test_too_many_blocks_are_refused_with_the_remedy():
@@ -126,9 +133,9 @@ def test_too_many_blocks_are_refused_with_the_remedy():
 
 
 def test_too_many_entries_of_shared_blocks_are_refused_too():
-    one = Request("a", 700, 4, hashes=tuple(map(str, range(700))))
+    request = Request("a", 700, 4, hashes=tuple(map(str, range(700))))
     sizes = {"block_size": 1, "num_blocks": 1024, "budget": 2048, "model_len": 1000}
-    state, *_ = step(start(one, one._replace(request_id="b"), **sizes))
+    state, *_ = step(start(request, request._replace(request_id="b"), **sizes))
     with pytest.raises(
         ValueError, match="the block tables have 1400 blocks, and a drawing shows at most 1024"
     ):

@@ -46,40 +46,41 @@ WAYS = [
 WAYS += [{"views": (View(1, (0,)),)}, {"views": (ALL, View(2)), "num_blocks": 30}]
 
 
-def check(made: list, transitions: list) -> None:
+def check(run_frames: list, transitions: list) -> None:
     """Every frame, as it comes out of JSON, against the state that the scheduler was in."""
     steps = [transition for transition in transitions if transition.kind == "schedule"]
-    called = names(made)
-    for frame, shown in pictures(json.loads(json.dumps(made))):
-        if shown.rest:
-            assert not shown.rows
+    called = names(run_frames)
+    for frame, view in pictures(json.loads(json.dumps(run_frames))):
+        if view.rest:
+            assert not view.rows
             continue
-        state, plan = steps[0].state, steps.pop(0).plan
-        assert shown.step == plan.step
-        tables = {called[n]: table for n, table in shown.tables.items()}
+        state = steps[0].state
+        plan = steps.pop(0).plan
+        assert view.step == plan.step
+        tables = {called[n]: table for n, table in view.tables.items()}
         assert tables == {seq.request_id: seq.blocks for seq in state.running.seqs}
-        owners = Counter(block for table in shown.tables.values() for block in table if block)
+        owners = Counter(block for table in view.tables.values() for block in table if block)
         assert owners == dict(state.pool.owners)
-        assert set(shown.published) - set(owners) == set(blocks.idle_ids(state.pool))
-        assert set(shown.published) == set(state.pool.hashes)
-        assert [called[n] for n in shown.waiting] == [seq.request_id for seq in state.waiting]
-        assert {called[n]: b for n, b in shown.away} == {
+        assert set(view.published) - set(owners) == set(blocks.idle_ids(state.pool))
+        assert set(view.published) == set(state.pool.hashes)
+        assert [called[n] for n in view.waiting] == [seq.request_id for seq in state.waiting]
+        assert {called[n]: b for n, b in view.away} == {
             s.request_id: held(s.blocks) for s in state.waiting if s.blocks
         }
         rows = [
             (s.request_id, *row)
             for s, *row in zip(plan.seqs, plan.starts, plan.counts, plan.lengths, strict=True)
         ]
-        assert [(called[n], *row[:3]) for n, *row in shown.rows] == rows
-        assert [drafts_of(row) for row in shown.rows] == list(plan.drafts or (0,) * len(rows))
+        assert [(called[n], *row[:3]) for n, *row in view.rows] == rows
+        assert [drafts_of(row) for row in view.rows] == list(plan.drafts or (0,) * len(rows))
         empty = brute_force_empty(state, plan)
-        assert shown.counts == (
+        assert view.counts == (
             plan.num_tokens,
             plan.blocks_used,
             len(blocks.idle_ids(state.pool)),
             empty,
         )
-        still = {called[n]: computed for n, computed, _ in shown.still}
+        still = {called[n]: computed for n, computed, _ in view.still}
         packed = {seq.arrival for seq in plan.seqs}
         assert still == {
             s.request_id: s.computed for s in scheduler.running(state) if s.arrival not in packed
@@ -88,9 +89,10 @@ def check(made: list, transitions: list) -> None:
     assert steps == []
     *_, last = [
         "commit",
-        *(made.kind for made in transitions if made.kind in ("schedule", "commit")),
+        *(change.kind for change in transitions if change.kind in ("schedule", "commit")),
     ]
-    assert made[-1].get("rest", False) == (last == "commit")  # else the run ends within a step
+    # else the run ends within a step
+    assert run_frames[-1].get("rest", False) == (last == "commit")
 
 
 @drawn.examples(12, 60)
@@ -129,13 +131,13 @@ def check_counts(tmp_path: Path, seed: int) -> None:
     sums over steps.
     """
     transitions = drafting_run(tmp_path / "run.jsonl", seed)
-    made = [
-        frame for frame, shown in pictures(list(read_recording.fold(transitions))) if not shown.rest
+    run_frames = [
+        frame for frame, view in pictures(list(read_recording.fold(transitions))) if not view.rest
     ]
-    plans = [made.plan for made in transitions if made.plan]
-    commits = [made.events for made in transitions if made.kind == "commit"]
+    plans = [transition.plan for transition in transitions if transition.plan]
+    commits = [transition.events for transition in transitions if transition.kind == "commit"]
     total = [0, 0]
-    for frame, plan, events in zip(made, plans, commits, strict=True):
+    for frame, plan, events in zip(run_frames, plans, commits, strict=True):
         names = [seq.request_id for seq in plan.seqs]
         (right,) = [
             dict(zip(e.request_ids, e.accepted, strict=True))
@@ -150,11 +152,11 @@ def check_counts(tmp_path: Path, seed: int) -> None:
         assert frame.get("accepted", []) == ([right.get(name) for name in names] if right else [])
         tokens = [[token for owner, token in pairs if owner == name] for name in names]
         single = [row[0] if row else None for row in tokens]
-        wanted = [
-            row if name in right else one
-            for name, row, one in zip(names, tokens, single, strict=True)
+        expected = [
+            row if name in right else token
+            for name, row, token in zip(names, tokens, single, strict=True)
         ]
-        assert frame.get("sampled", [None] * len(names)) == wanted
+        assert frame.get("sampled", [None] * len(names)) == expected
         assert all(
             len(row) == right[name] + 1
             for name, row in zip(names, tokens, strict=True)
@@ -169,25 +171,26 @@ def check_counts(tmp_path: Path, seed: int) -> None:
 def test_drafts_by_hand(tmp_path: Path):
     """Two of three drafts of a are accepted; the third needs a block, which is given back."""
     config = SMALL._replace(block_size=2, num_blocks=6, max_num_batched_tokens=8)
-    fold, state = frames.begin(config), scheduler.submit(scheduler.init(config), Request("a", 3, 9))
+    fold = frames.begin(config)
+    state = scheduler.submit(scheduler.init(config), Request("a", 3, 9))
     fold = frames.passed(fold, state)
-    made = []
+    run_frames = []
     for offered, sampled in (({}, [7]), ({"a": 3}, [(8, 9, 5)]), ({}, [6])):
         state, plan = scheduler.schedule(state, FCFS, offered)
         fold = frames.scheduled(fold, state, plan)
         state, events = scheduler.commit(state, plan, sampled)
         fold, frame = frames.committed(fold, state, events)
-        made.append(frame)
-    assert [shown.rows for _, shown in pictures(made)] == [
+        run_frames.append(frame)
+    assert [view.rows for _, view in pictures(run_frames)] == [
         ((0, 0, 3, 3),),
         ((0, 3, 4, 4, 3),),
         ((0, 6, 1, 7),),
     ]
-    assert [frame.get("sampled") for frame in made] == [[7], [[8, 9, 5]], [6]]
-    assert [frame.get("accepted") for frame in made] == [None, [2], None]
-    assert [shown.verified for _, shown in pictures(made)] == [(0, 0), (3, 2), (3, 2)]
-    assert made[1]["after"] == [["freed", 0, [4]]]
-    assert text.generated(made) == {0: [7, 8, 9, 5, 6]}
+    assert [frame.get("sampled") for frame in run_frames] == [[7], [[8, 9, 5]], [6]]
+    assert [frame.get("accepted") for frame in run_frames] == [None, [2], None]
+    assert [view.verified for _, view in pictures(run_frames)] == [(0, 0), (3, 2), (3, 2)]
+    assert run_frames[1]["after"] == [["freed", 0, [4]]]
+    assert text.generated(run_frames) == {0: [7, 8, 9, 5, 6]}
 
 
 def test_a_recording_without_drafts_gives_the_same_frames_as_before():
@@ -203,18 +206,18 @@ def test_a_page_can_start_from_a_whole_picture(tmp_path: Path, number: int):
     """The whole picture for a late page equals the sum of all frames."""
 
     def holds(seed: int, blocks_: int, host: int, at: int) -> None:
-        made = list(
+        run_frames = list(
             read_recording.fold(
                 any_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)
             )
         )
-        after = [shown for _, shown in pictures(made)]
-        at = min(at, len(made) - 1)
+        after = [view for _, view in pictures(run_frames)]
+        at = min(at, len(run_frames) - 1)
         late = picture.apply(Picture(), json.loads(json.dumps(picture.whole(after[at]))))
         assert late == after[at]
-        for frame, wanted in zip(made[at + 1 :], after[at + 1 :], strict=True):
+        for frame, expected in zip(run_frames[at + 1 :], after[at + 1 :], strict=True):
             late = picture.apply(late, frame)
-            assert late == wanted
+            assert late == expected
 
     drawn.check(number, holds, **runs, at=st.integers(0, 60))
 
@@ -222,13 +225,14 @@ def test_a_page_can_start_from_a_whole_picture(tmp_path: Path, number: int):
 @drawn.examples(12, 60)
 def test_the_log_accounts_for_every_block(tmp_path: Path, number: int):
     def holds(seed: int, blocks_: int, host: int) -> None:
-        made = list(
+        run_frames = list(
             read_recording.fold(
                 any_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)
             )
         )
-        old, since = Picture(), []
-        for frame, new in pictures(made):
+        old = Picture()
+        since = []
+        for frame, new in pictures(run_frames):
             log = since + frame.get("before", [])
             came = Counter((e[1], b) for e in log if e[0] in ("shared", "allocated") for b in e[2])
             came += Counter((e[1], e[3]) for e in log if e[0] == "copied")
@@ -240,15 +244,16 @@ def test_the_log_accounts_for_every_block(tmp_path: Path, number: int):
             }
             assert gained <= set(came)
             was, owned = (
-                {b for table in shown.tables.values() for b in table} for shown in (old, new)
+                {b for table in view.tables.values() for b in table} for view in (old, new)
             )
-            left = {b for e in log if e[0] in ("freed", "kept") for b in e[2]}
-            assert was - owned <= left
+            freed = {b for e in log if e[0] in ("freed", "kept") for b in e[2]}
+            assert was - owned <= freed
             # it was free
-            assert all(b not in was or b in left for e in log if e[0] == "allocated" for b in e[2])
+            assert all(b not in was or b in freed for e in log if e[0] == "allocated" for b in e[2])
             lost = {b for e in log if e[0] == "evicted" for b in e[2]}
             assert set(old.published) - set(new.published) <= lost or ["forgot", None] in log
-            old, since = new, frame.get("after", [])
+            old = new
+            since = frame.get("after", [])
 
     drawn.check(number, holds, **runs)
 
@@ -260,29 +265,32 @@ def test_log_entries_of_a_request_are_in_order(tmp_path: Path, number: int):
     """
 
     def holds(seed: int, blocks_: int, host: int) -> None:
-        made = list(
+        run_frames = list(
             read_recording.fold(
                 random_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)
             )
         )
         log = [
-            entry for frame in made for part in ("before", "after") for entry in frame.get(part, ())
+            entry
+            for frame in run_frames
+            for part in ("before", "after")
+            for entry in frame.get(part, ())
         ]
         works = {"shared", "allocated", "copied", "cached", "beamed", "forked"}
-        for n, *_, first in (record for frame in made for record in frame.get("came", ())):
+        for n, *_, first in (record for frame in run_frames for record in frame.get("came", ())):
             entries = [entry[0] for entry in log if entry[1] == n]
             if first is None:
                 assert entries[0] == "submitted"
             assert entries.count("ended") <= 1
             inside = first is not None  # a branch begins on the blocks of the first one
-            for what in entries:
+            for event in entries:
                 inside = {
                     "admitted": True,
                     "resumed": True,
                     "preempted": False,
                     "ended": False,
-                }.get(what, inside)
-                assert inside or what not in works, entries
+                }.get(event, inside)
+                assert inside or event not in works, entries
             if "ended" in entries:
                 assert set(entries[entries.index("ended") + 1 :]) <= {"freed", "kept"}
 
@@ -294,7 +302,9 @@ def test_log_entries_of_a_preempted_request(tmp_path: Path):
     twice.
     """
     config = SMALL._replace(block_size=2, num_blocks=3, max_num_batched_tokens=8)
-    fold, state, made = frames.begin(config), scheduler.init(config), []
+    fold = frames.begin(config)
+    state = scheduler.init(config)
+    run_frames = []
     for name in "ab":
         state = scheduler.submit(state, Request(name, 2, 3))
         fold = frames.passed(fold, state)
@@ -303,10 +313,10 @@ def test_log_entries_of_a_preempted_request(tmp_path: Path):
         fold = frames.scheduled(fold, state, plan)
         state, events = scheduler.commit(state, plan, [7] * len(plan.seqs))
         fold, frame = frames.committed(fold, state, events)
-        made.append(frame)
+        run_frames.append(frame)
     story = [
         (f["step"], *e)
-        for f in made
+        for f in run_frames
         for part in ("before", "after")
         for e in f.get(part, ())
         if e[1] == 1
@@ -338,12 +348,12 @@ def test_a_reused_id_is_another_request(tmp_path: Path):
         state, events = scheduler.commit(state, plan, [5])
         with_two.commit([5], {}, {}, events)
     with_two.close()
-    made = read_recording.read(path).frames
-    assert [record[:2] for frame in made for record in frame.get("came", ())] == [
+    run_frames = read_recording.read(path).frames
+    assert [record[:2] for frame in run_frames for record in frame.get("came", ())] == [
         [0, "same"],
         [1, "same"],
     ]
-    assert [frame.get("rest", False) for frame in made] == [False, True, False, True]
+    assert [frame.get("rest", False) for frame in run_frames] == [False, True, False, True]
 
 
 def test_a_run_that_ends_within_a_step_shows_that_step(tmp_path: Path):

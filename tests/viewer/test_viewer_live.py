@@ -1,4 +1,6 @@
-"""The buffer of a live page: the same pictures as from a recording, bounded, read from any thread."""
+"""The buffer of a live page: the same pictures as from a recording, bounded, read from any
+thread.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,12 @@ class Fake:
     """
 
     def __init__(self, seed: int, drafts: int = 0, **options: Any) -> None:
-        self.draw, self.drafts = random.Random(seed), drafts
+        self.draw = random.Random(seed)
+        self.drafts = drafts
         self.state = scheduler.init(SMALL._replace(num_blocks=10, host_blocks=4 * (seed % 2)))
         self.live = Live(self.state, **options)
-        self.now, self.count = 50.0, 0
+        self.now = 50.0
+        self.count = 0
         self.planned: list[tuple[SchedulerState, Plan]] = []
 
     def run(self, steps: int, rate: float = 0.5) -> None:
@@ -44,7 +48,8 @@ class Fake:
                 request = Request(
                     f"q{self.count}", self.draw.randint(1, 6), self.draw.randint(1, 6)
                 )
-                self.state, self.count = scheduler.submit(self.state, request), self.count + 1
+                self.state = scheduler.submit(self.state, request)
+                self.count = self.count + 1
                 self.live.added((request.request_id,), None, 0.0, self.state)
             if self.state.waiting or self.state.running.seqs:
                 self.step()
@@ -84,7 +89,9 @@ class Page:
     """Does what the page does: requests frames, applies them, requests the next ones."""
 
     def __init__(self, live: Live) -> None:
-        self.live, self.next, self.picture = live, 0, Picture()
+        self.live = live
+        self.next = 0
+        self.picture = Picture()
         self.seen: list[Picture] = []
         self.begun = 0
         self.about: dict = {}
@@ -105,15 +112,15 @@ class Page:
         return {self.picture.requests[n][1]: table for n, table in self.picture.tables.items()}
 
 
-def shown(page: Page) -> list[tuple]:
+def views_of(page: Page) -> list[tuple]:
     return [
-        (one.step, one.counts, tuple(sorted(one.tables.values())))
-        for one in page.seen
-        if not one.rest
+        (view.step, view.counts, tuple(sorted(view.tables.values())))
+        for view in page.seen
+        if not view.rest
     ]
 
 
-def wanted(fake: Fake) -> list[tuple]:
+def planned_views(fake: Fake) -> list[tuple]:
     return [
         (plan.step, tuple(sorted(seq.blocks for seq in state.running.seqs)))
         for state, plan in fake.planned
@@ -129,7 +136,7 @@ def test_a_live_page_shows_every_step(seed: int, every: int, drafts: int):
     for _ in range(0, 140, min(every, 140)):
         fake.run(min(every, 140))
         page.ask()
-    assert [(step, tables) for step, _, tables in shown(page)] == wanted(fake)
+    assert [(step, tables) for step, _, tables in views_of(page)] == planned_views(fake)
     assert page.begun == 1
     assert bool(page.picture.verified[0]) == bool(drafts)
     assert page.about["config"]["num_blocks"] == 10
@@ -142,7 +149,8 @@ def test_a_live_page_shows_every_step(seed: int, every: int, drafts: int):
 
 def test_a_late_page_starts_with_the_kept_frames():
     fake = Fake(1, keep=10)
-    early, late = Page(fake.live), Page(fake.live)
+    early = Page(fake.live)
+    late = Page(fake.live)
     for _ in range(60):
         fake.run(2, rate=0.9)
         early.ask()
@@ -189,7 +197,7 @@ def test_replies_are_bounded_and_mark_that_more_frames_exist(monkeypatch: pytest
     while (reply := page.ask())["more"]:
         sizes.append(len(reply["frames"]))
     assert set(sizes) == {4}
-    assert [(step, tables) for step, _, tables in shown(page)] == wanted(fake)
+    assert [(step, tables) for step, _, tables in views_of(page)] == planned_views(fake)
     assert page.begun == 1
 
 
@@ -198,12 +206,14 @@ def test_the_reason_of_an_end_is_shown_if_its_event_was_recorded():
     live = Live(state)
     for name in "ab":
         state = scheduler.submit(state, Request(name, 2, 4))
-    before, (running, plan) = state, scheduler.schedule(state, FCFS)
+    before = state
+    (running, plan) = scheduler.schedule(state, FCFS)
     state, events = scheduler.commit(running, plan, [5, 5])
     result = StepResult(plan, events, 1.0, 2.0, 0.5, 4, 0)
     state, stopped = scheduler.cancel(state, "a", "stop")
     live.stepped(before, result, (*events, *stopped), state)
-    before, (state, _) = state, scheduler.cancel(state, "b")
+    before = state
+    (state, _) = scheduler.cancel(state, "b")
     live.stepped(before, None, (), state)
     log = [
         entry
@@ -219,7 +229,9 @@ def test_the_reason_of_an_end_is_shown_if_its_event_was_recorded():
 
 def test_threads_can_read_while_the_engine_runs():
     fake = Fake(5)
-    pages, errors, over = [Page(fake.live) for _ in range(3)], [], threading.Event()
+    pages = [Page(fake.live) for _ in range(3)]
+    errors = []
+    over = threading.Event()
 
     def poll(page: Page) -> None:
         try:
@@ -239,7 +251,7 @@ def test_threads_can_read_while_the_engine_runs():
     for page in pages:
         while page.ask()["more"]:
             pass
-        assert [(step, tables) for step, _, tables in shown(page)] == wanted(fake)
+        assert [(step, tables) for step, _, tables in views_of(page)] == planned_views(fake)
 
 
 @pytest.mark.parametrize("k", [-1, 1.5, True, "3", None])
@@ -275,17 +287,19 @@ def test_live_frames_of_an_engine_match_its_recording(tiny, tmp_path: Path, pree
     for k in itertools.count():
         if not engine.has_work:
             break
-        before, result = engine.scheduler_state, engine.step()
+        before = engine.scheduler_state
+        result = engine.step()
         assert result is not None
         live.stepped(before, result, result.events, engine.scheduler_state)
         if k == 5:
-            before, events = engine.scheduler_state, engine.cancel("r1")
+            before = engine.scheduler_state
+            events = engine.cancel("r1")
             live.stepped(before, None, events, engine.scheduler_state)
     engine.record(None)
     recorded = list(read(tmp_path / "run.jsonl").frames)
     watched = live.since(0)["frames"][1:]  # the first is of before the run
-    assert [shown._replace(requests=Map()) for _, shown in pictures(watched)] == [
-        shown._replace(requests=Map()) for _, shown in pictures(recorded)
+    assert [view._replace(requests=Map()) for _, view in pictures(watched)] == [
+        view._replace(requests=Map()) for _, view in pictures(recorded)
     ]
     log = log_of(recorded)
     assert "preempted" in {entry[0] for entry in log}
@@ -309,7 +323,8 @@ def test_live_frames_of_a_speculating_engine_match_its_recording(tiny, tmp_path:
         )
     outputs: dict[str, list[int]] = {}
     while engine.has_work:
-        before, result = engine.scheduler_state, engine.step()
+        before = engine.scheduler_state
+        result = engine.step()
         assert result is not None
         live.stepped(before, result, result.events, engine.scheduler_state)
         for event in result.events:

@@ -28,10 +28,8 @@ def log(tmp_path: Path) -> Path:
     on.
     """
     clock = itertools.chain(CLOCK, itertools.repeat(12.0))
-    recorder, state = (
-        Recorder(tmp_path / "run.jsonl", SMALL, clock=lambda: next(clock)),
-        scheduler.init(SMALL),
-    )
+    recorder = Recorder(tmp_path / "run.jsonl", SMALL, clock=lambda: next(clock))
+    state = scheduler.init(SMALL)
     state = scheduler.submit(state, Request("a", 2, 2))
     recorder.submit(Request("a", 2, 2), [15496, 11])
     state, plan = scheduler.schedule(state, FCFS)
@@ -56,8 +54,10 @@ def test_times_and_prompts_are_notes_beside_a_transition(log: Path):
     ]
     assert all(line.endswith(end) for line, end in zip(lines[1:], ends, strict=True))
     assert replay.verify(log).identical
-    assert [made.at for made in replay.replay(log)] == [None, 0.25, 0.3, 0.5, 0.75, 1.0]
-    assert [made.prompt for made in replay.replay(log) if made.prompt] == [(15496, 11)]
+    assert [transition.at for transition in replay.replay(log)] == [None, 0.25, 0.3, 0.5, 0.75, 1.0]
+    assert [transition.prompt for transition in replay.replay(log) if transition.prompt] == [
+        (15496, 11)
+    ]
     run = viewer.read(log)
     assert run.timed
     assert run.prompts == {0: (15496, 11)}
@@ -106,7 +106,7 @@ def test_an_engine_records_notes_only_on_request(tiny, tiny_folder: Path, tmp_pa
         token_buckets=(8, 64),
         num_blocks=256,
     )
-    said = {}
+    recordings = {}
     for name, options in {
         "bare": {},
         "again": {},
@@ -120,10 +120,11 @@ def test_an_engine_records_notes_only_on_request(tiny, tiny_folder: Path, tmp_pa
         while llm.engine.has_work:
             llm.engine.step()
         llm.engine.record(None)
-        said[name] = (tmp_path / name).read_bytes()
+        recordings[name] = (tmp_path / name).read_bytes()
         assert replay.verify(tmp_path / name).identical
-    assert said["bare"] == said["again"] != said["noted"]
-    bare, noted = viewer.read(tmp_path / "bare"), viewer.read(tmp_path / "noted")
+    assert recordings["bare"] == recordings["again"] != recordings["noted"]
+    bare = viewer.read(tmp_path / "bare")
+    noted = viewer.read(tmp_path / "noted")
     assert (bare.timed, bare.prompts) == (False, {})
     assert [list(noted.prompts[n]) for n in (0, 1)] == [
         llm.tokenizer.encode(text) for text in ("ab", "cde")

@@ -74,9 +74,9 @@ def test_the_page_of_a_run_with_drafts_contains_their_tokens(tmp_path: Path):
     _, data = parts(viewer.page(run, decode=lambda ids: "".join(f"<{i}>" for i in ids)))
     assert data is not None
     assert data["frames"] == json.loads(json.dumps(run.frames))
-    kept = [token for tokens in text.generated(run.frames).values() for token in tokens]
+    generated = [token for tokens in text.generated(run.frames).values() for token in tokens]
     assert sum("accepted" in frame for frame in run.frames) > 10
-    assert data["words"] == {str(token): f"<{token}>" for token in sorted(set(kept))}
+    assert data["words"] == {str(token): f"<{token}>" for token in sorted(set(generated))}
 
 
 def test_all_tokens_of_a_row_count_towards_the_limit(
@@ -85,7 +85,7 @@ def test_all_tokens_of_a_row_count_towards_the_limit(
     drafting_run(tmp_path / "run.jsonl", 2)
     run = viewer.read(tmp_path / "run.jsonl")
     tokens = sum(
-        max(1, len(several(one))) for frame in run.frames for one in frame.get("sampled", ())
+        max(1, len(several(entry))) for frame in run.frames for entry in frame.get("sampled", ())
     )
     monkeypatch.setattr(document, "MAX_TOKENS", tokens)
     assert document.bounded(run) == (run, False)
@@ -120,12 +120,12 @@ def decode(ids) -> str:
     return bytes(ids).decode(errors="replace")
 
 
-@pytest.mark.parametrize("said", ["plain", "naïve", "漢字 and 🙂🙃", "🙂", ""])
-def test_pieces_join_to_the_text_and_never_show_half_a_character(said: str):
-    ids = list(said.encode())
+@pytest.mark.parametrize("sentence", ["plain", "naïve", "漢字 and 🙂🙃", "🙂", ""])
+def test_pieces_join_to_the_text_and_never_show_half_a_character(sentence: str):
+    ids = list(sentence.encode())
     pieces = text.pieces(decode, ids)
     assert len(pieces) == len(ids)
-    assert "".join(pieces) == said
+    assert "".join(pieces) == sentence
     assert text.REPLACEMENT not in "".join(pieces)
 
 
@@ -144,9 +144,9 @@ def test_texts_are_words_and_their_corrections(tmp_path: Path):
         | {"counts": [2, 1, 0, 0], "sampled": [0xC3]},
         {"step": 1, "counts": [1, 1, 0, 0], "sampled": [0xA9]},
     ]
-    found = text.texts(frames, {0: (72, 105)}, decode)
+    texts = text.texts(frames, {0: (72, 105)}, decode)
     half = text.REPLACEMENT
-    assert found == {
+    assert texts == {
         "words": {72: "H", 105: "i", 0xC3: half, 0xA9: half},
         "fixes": {0: {0: "", 1: "é"}},
         "labels": {0: "Hi"},

@@ -20,17 +20,17 @@ from tests.viewer.runs import GOLDENS, drafting_run, random_run
 
 def tracks(trace: dict) -> dict[tuple[int, int], list[dict]]:
     """Slices by track, in the order of the file."""
-    found = defaultdict(list)
+    by_track = defaultdict(list)
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
-            found[event["pid"], event["tid"]].append(event)
-    return found
+            by_track[event["pid"], event["tid"]].append(event)
+    return by_track
 
 
 def check(trace: dict) -> None:
     assert json.loads(json.dumps(trace)) == trace
-    known = {"M", "X", "C", "i"}
-    assert {event["ph"] for event in trace["traceEvents"]} <= known
+    phases = {"M", "X", "C", "i"}
+    assert {event["ph"] for event in trace["traceEvents"]} <= phases
     stamps = [event["ts"] for event in trace["traceEvents"] if event["ph"] != "M"]
     assert stamps == sorted(stamps)
     assert all(stamp >= 0 for stamp in stamps)
@@ -38,13 +38,13 @@ def check(trace: dict) -> None:
     for track, slices in tracks(trace).items():
         assert track in named
         ends: list[float] = []
-        for one in slices:
-            assert one["dur"] >= 0
-            while ends and ends[-1] <= one["ts"] + 1e-6:
+        for event in slices:
+            assert event["dur"] >= 0
+            while ends and ends[-1] <= event["ts"] + 1e-6:
                 ends.pop()
-            end = one["ts"] + one["dur"]
+            end = event["ts"] + event["dur"]
             assert not ends or end <= ends[-1] + 2e-3, (
-                f"{one} reaches out of the slice that it began in"
+                f"{event} reaches out of the slice that it began in"
             )
             ends.append(end)
 
@@ -56,7 +56,7 @@ def test_slices_nest_and_time_never_decreases(tmp_path: Path, seed: int):
     trace = viewer.trace(run)
     check(trace)
     assert "one step is one millisecond" in trace["otherData"]["time"]
-    steps = [one for one in tracks(trace)[1, 0]]
+    steps = tracks(trace)[1, 0]
     assert len(steps) == sum("rest" not in frame for frame in run.frames)
     counted = [event["args"] for event in trace["traceEvents"] if event["name"] == "blocks"]
     assert all(sum(values.values()) == 9 and min(values.values()) >= 0 for values in counted)
@@ -68,15 +68,17 @@ def test_drafts_are_arguments_of_steps_and_decodes(tmp_path: Path, seed: int):
     run = viewer.read(tmp_path / "run.jsonl")
     trace = viewer.trace(run)
     check(trace)
-    steps = [one["args"] for one in tracks(trace)[1, 0]]
-    shown = [frame for frame in run.frames if "rest" not in frame]
+    steps = [count["args"] for count in tracks(trace)[1, 0]]
+    step_frames = [frame for frame in run.frames if "rest" not in frame]
     assert [args.get("accepted") for args in steps] == [
-        sum(one or 0 for one in frame["accepted"]) if "accepted" in frame else None
-        for frame in shown
+        sum(count or 0 for count in frame["accepted"]) if "accepted" in frame else None
+        for frame in step_frames
     ]
-    own = [e["args"] for track, slices in tracks(trace).items() if track[0] == 2 for e in slices]
-    rows = [args for args in own if "of" in args and "drafts" in args]
-    phases = [args for args in own if "of" not in args]
+    of_requests = [
+        e["args"] for track, slices in tracks(trace).items() if track[0] == 2 for e in slices
+    ]
+    rows = [args for args in of_requests if "of" in args and "drafts" in args]
+    phases = [args for args in of_requests if "of" not in args]
     assert sum(args.get("drafts", 0) for args in steps) == sum(args["drafts"] for args in rows)
     for name in ("drafts", "accepted"):
         assert sum(args.get(name, 0) for args in rows) == sum(args.get(name, 0) for args in phases)
@@ -84,11 +86,11 @@ def test_drafts_are_arguments_of_steps_and_decodes(tmp_path: Path, seed: int):
         e["args"]["share"] for e in trace["traceEvents"] if e["name"] == "accepted share so far"
     ]
     assert shares == [
-        round(f["verified"][1] / f["verified"][0], 4) for f in shown if "verified" in f
+        round(f["verified"][1] / f["verified"][0], 4) for f in step_frames if "verified" in f
     ]
-    slices = [one for some in tracks(trace).values() for one in some]
+    slices = [event for track in tracks(trace).values() for event in track]
     assert not any(
-        "drafts" in one["args"] for one in slices if one["name"] in ("recompute", "prefill")
+        "drafts" in event["args"] for event in slices if event["name"] in ("recompute", "prefill")
     )
 
 
@@ -98,11 +100,12 @@ def test_a_trace_without_drafts_is_the_same_as_before():
     )
 
 
-def timed(path: Path) -> None:
+def record_timed_run(path: Path) -> None:
     """Two requests in three blocks of 2, a second a step, half a second between steps."""
     config = SMALL._replace(block_size=2, num_blocks=3, max_num_batched_tokens=8)
     clock = itertools.count(100.0, 0.5)
-    recorder, state = Recorder(path, config, clock=lambda: next(clock)), scheduler.init(config)
+    recorder = Recorder(path, config, clock=lambda: next(clock))
+    state = scheduler.init(config)
     for name in "ab":
         request = Request(name, 2, 3)
         state = scheduler.submit(state, request)
@@ -117,7 +120,7 @@ def timed(path: Path) -> None:
 
 
 def test_phases_of_a_request_have_the_recorded_times(tmp_path: Path):
-    timed(tmp_path / "run.jsonl")
+    record_timed_run(tmp_path / "run.jsonl")
     trace = viewer.trace(viewer.read(tmp_path / "run.jsonl"))
     check(trace)
     assert trace["otherData"]["time"] == "seconds as recorded"
@@ -136,7 +139,7 @@ def test_phases_of_a_request_have_the_recorded_times(tmp_path: Path):
 
 
 def test_the_command_writes_a_trace(tmp_path: Path, capsys):
-    timed(tmp_path / "run.jsonl")
+    record_timed_run(tmp_path / "run.jsonl")
     assert cli.main(["trace", str(tmp_path / "run.jsonl")]) == 0
     target = tmp_path / "run.trace.json"
     assert capsys.readouterr().out == f"{target}\n"

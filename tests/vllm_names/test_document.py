@@ -47,9 +47,12 @@ def markdown(rows: Sequence[Row]) -> str:
 def page(text: str) -> str:
     """The page with the tables of the code."""
     for name, rows in TABLES.items():
-        made = f"<!-- {name} -->\n\n{markdown(rows)}\n\n<!-- end -->"
+        section = f"<!-- {name} -->\n\n{markdown(rows)}\n\n<!-- end -->"
         text = re.sub(
-            rf"<!-- {name} -->.*?<!-- end -->", lambda _, made=made: made, text, flags=re.DOTALL
+            rf"<!-- {name} -->.*?<!-- end -->",
+            lambda _, section=section: section,
+            text,
+            flags=re.DOTALL,
         )
     return text
 
@@ -62,9 +65,9 @@ def test_the_pages_show_the_tables_of_the_code():
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_argument_of_vllm_has_one_row(name):
-    found = [argument for row in TABLES[name] for argument in row.names]
-    assert OF_VLLM[name] - set(found) == set()
-    assert [argument for argument in found if found.count(argument) > 1] == []
+    arguments = [argument for row in TABLES[name] for argument in row.names]
+    assert OF_VLLM[name] - set(arguments) == set()
+    assert [argument for argument in arguments if arguments.count(argument) > 1] == []
 
 
 if __name__ == "__main__":

@@ -68,16 +68,18 @@ TAKEN = [
 ]
 
 
-@pytest.mark.parametrize(("given", "expected"), TAKEN, ids=[str(given) for given, _ in TAKEN])
-def test_an_argument_becomes_an_option(given, expected):
-    assert engine_arguments(given).engine == expected
+@pytest.mark.parametrize(
+    ("arguments", "expected"), TAKEN, ids=[str(arguments) for arguments, _ in TAKEN]
+)
+def test_an_argument_becomes_an_option(arguments, expected):
+    assert engine_arguments(arguments).engine == expected
 
 
 def test_options_of_the_hub_and_of_progress_are_of_loading():
-    found = engine_arguments(
+    options = engine_arguments(
         {"revision": "main", "hf_token": None, "download_dir": "here", "use_tqdm_on_load": False}
     )
-    assert found == ({}, {"revision": "main", "cache_dir": "here"}, False)
+    assert options == ({}, {"revision": "main", "cache_dir": "here"}, False)
     assert engine_arguments({"hf_token": "t", "use_tqdm_on_load": True}) == (
         {},
         {"token": "t"},
@@ -86,7 +88,7 @@ def test_options_of_the_hub_and_of_progress_are_of_loading():
 
 
 def test_an_engine_takes_them(one_layer_folder, tmp_path):
-    other = tiny_llama(tmp_path / "other", layers=1, tied=False, seed=1)
+    tokenizer_folder = tiny_llama(tmp_path / "other", layers=1, tied=False, seed=1)
     names = {
         "tensor_parallel_size": 2,
         "swap_space": 0.01,
@@ -101,7 +103,11 @@ def test_an_engine_takes_them(one_layer_folder, tmp_path):
     }
     sizes = {name: value for name, value in SIZES.items() if name != "num_blocks"}
     llm = LLM(
-        model=str(one_layer_folder), tokenizer=str(other), use_tqdm_on_load=False, **sizes, **names
+        model=str(one_layer_folder),
+        tokenizer=str(tokenizer_folder),
+        use_tqdm_on_load=False,
+        **sizes,
+        **names,
     )
     config = llm.engine.config
     assert (config.mesh, config.preemption, config.swap_space_gib) == (
@@ -116,8 +122,8 @@ def test_an_engine_takes_them(one_layer_folder, tmp_path):
         "float32",
     )
     # of one seed: one program
-    own = LLM(str(one_layer_folder), progress=False, mesh={"tensor": 2}, seed=7, **SIZES)
-    assert llm.generate("the cat", GREEDY, use_tqdm=False) == own.generate(
+    direct = LLM(str(one_layer_folder), progress=False, mesh={"tensor": 2}, seed=7, **SIZES)
+    assert llm.generate("the cat", GREEDY, use_tqdm=False) == direct.generate(
         "the cat", GREEDY, use_tqdm=False
     )
     assert llm.get_tokenizer() is llm.tokenizer
@@ -125,10 +131,10 @@ def test_an_engine_takes_them(one_layer_folder, tmp_path):
 
 
 def test_the_hub_gets_the_revision(monkeypatch, tmp_path):
-    asked = []
+    downloads = []
 
     def download(name, **options):
-        asked.append((name, options))
+        downloads.append((name, options))
         raise OSError("no network")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
@@ -140,12 +146,12 @@ def test_the_hub_gets_the_revision(monkeypatch, tmp_path):
         "cache_dir": str(tmp_path),
         "allow_patterns": list(locate.HUB_FILES),
     }
-    assert asked == [("org/name", options)]
+    assert downloads == [("org/name", options)]
 
 
 def test_what_changes_nothing_is_logged_once_at_info(caplog):
     with caplog.at_level(logging.DEBUG, "pagedjax.vllm_names"):
-        found = engine_arguments(
+        arguments = engine_arguments(
             {
                 "enforce_eager": True,
                 "disable_log_stats": False,
@@ -153,7 +159,7 @@ def test_what_changes_nothing_is_logged_once_at_info(caplog):
                 "hf_token": "secret",
             }
         )
-    assert (found.engine, found.hub) == ({"block_size": 8}, {"token": "secret"})
+    assert (arguments.engine, arguments.hub) == ({"block_size": 8}, {"token": "secret"})
     (logged,) = [record for record in caplog.records if record.levelno == logging.INFO]
     assert (
         "changes nothing: enforce_eager (XLA compiles every program; see `compilation`); disable"
@@ -177,7 +183,8 @@ ON = {"logprobs_mode": "raw_logits", "load_format": "dummy", "device": "cuda"}
 
 @pytest.mark.parametrize("name", [name for row in REFUSED for name in row.names])
 def test_what_cannot_be_done_is_one_sentence_with_the_value_and_the_alternative(name):
-    row, value = ARGUMENTS[name], ON.get(name, 2)
+    row = ARGUMENTS[name]
+    value = ON.get(name, 2)
     for off in (None, False, 0, "", {}, *row.asks_nothing):
         assert engine_arguments({name: off}).engine == {}
     with pytest.raises(ValueError, match=f"^{name} is ") as error:
@@ -187,7 +194,7 @@ def test_what_cannot_be_done_is_one_sentence_with_the_value_and_the_alternative(
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         (
             {"quantization": "awq"},
@@ -222,12 +229,12 @@ def test_what_cannot_be_done_is_one_sentence_with_the_value_and_the_alternative(
         ({"qwertyuiop": 16}, "unknown key 'qwertyuiop'; known keys are block_size"),
     ],
 )
-def test_an_engine_refuses_with_the_remedy(tiny, given, message):
+def test_an_engine_refuses_with_the_remedy(tiny, arguments, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
-        LLM(tiny, progress=False, **given)
+        LLM(tiny, progress=False, **arguments)
 
 
 def test_options_of_this_project_are_not_hidden():
     """A name that is an option here means the option."""
-    own = {field.name for field in fields(EngineConfig)}
-    assert {name for name in own & set(ARGUMENTS) if ARGUMENTS[name].effect != "taken"} == set()
+    options = {field.name for field in fields(EngineConfig)}
+    assert {name for name in options & set(ARGUMENTS) if ARGUMENTS[name].effect != "taken"} == set()

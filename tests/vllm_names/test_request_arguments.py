@@ -23,7 +23,7 @@ class OutputKind(Enum):
 
 
 @pytest.mark.parametrize(
-    ("cls", "given", "message"),
+    ("cls", "arguments", "message"),
     [
         (SamplingParams, {"temprature": 1}, "^SamplingParams has no argument 'temprature'; did you mean 'temperature'"),
         (SamplingParams, {"guided_decoding": {"json": {}}}, "guided_decoding is {'json': {}}; use structured_outputs="),
@@ -38,10 +38,10 @@ class OutputKind(Enum):
     ],
 )  # fmt: skip
 def test_an_unknown_argument_is_a_type_error_with_the_near_name_or_the_alternative(
-    cls, given, message
+    cls, arguments, message
 ):
     with pytest.raises(TypeError, match=message):
-        cls(**given)
+        cls(**arguments)
 
 
 @pytest.mark.parametrize("rows", [SAMPLING, BEAM_SEARCH], ids=["sampling", "beams"])
@@ -140,7 +140,7 @@ def test_the_last_tokens_of_a_prompt_are_kept(tiny_llm):
 def test_prompts_may_be_mappings(tiny_llm):
     ids = tiny_llm.tokenizer.encode(TEXT)
     greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    (want,) = tiny_llm.generate(TEXT, greedy, use_tqdm=False)
+    (expected,) = tiny_llm.generate(TEXT, greedy, use_tqdm=False)
     prompts = [
         {"prompt": TEXT},
         {"prompt_token_ids": ids},
@@ -148,33 +148,33 @@ def test_prompts_may_be_mappings(tiny_llm):
         TEXT,
         ids,
     ]
-    found = tiny_llm.generate(prompts, greedy, use_tqdm=False, priority=None)
-    assert [out.outputs for out in found] == [want.outputs] * 5
-    assert [out.prompt for out in found] == [TEXT, None, "a label", TEXT, None]
+    outputs = tiny_llm.generate(prompts, greedy, use_tqdm=False, priority=None)
+    assert [out.outputs for out in outputs] == [expected.outputs] * 5
+    assert [out.prompt for out in outputs] == [TEXT, None, "a label", TEXT, None]
     assert (
         tiny_llm.generate({"prompt": TEXT, "multi_modal_data": None}, greedy, use_tqdm=False)[
             0
         ].prompt
         == TEXT
     )
-    assert "".join(tiny_llm.stream({"prompt_token_ids": ids}, greedy)) == want.outputs[0].text
+    assert "".join(tiny_llm.stream({"prompt_token_ids": ids}, greedy)) == expected.outputs[0].text
 
 
 def test_a_beam_search_has_vllms_form(tiny_llm):
     params = BeamSearchParams(beam_width=3, max_tokens=6)
     prompts = [{"prompt": TEXT}, {"prompt_token_ids": [5, 6]}]
-    wanted = tiny_llm.generate(prompts, params, use_tqdm=False)
-    found = tiny_llm.beam_search(prompts, params)
-    for output, want in zip(found, wanted, strict=True):
+    expected_outputs = tiny_llm.generate(prompts, params, use_tqdm=False)
+    outputs = tiny_llm.beam_search(prompts, params)
+    for output, expected in zip(outputs, expected_outputs, strict=True):
         assert len(output.sequences) == 3
-        for one, branch in zip(output.sequences, want.outputs, strict=True):
+        for sequence, branch in zip(output.sequences, expected.outputs, strict=True):
             ended = branch.finish_reason == "stop"
-            assert one.tokens == [
-                *want.prompt_token_ids,
+            assert sequence.tokens == [
+                *expected.prompt_token_ids,
                 *branch.token_ids[: -1 if ended else None],
             ]
-            assert one.text == tiny_llm.tokenizer.decode(one.tokens)
-            assert (one.cum_logprob, one.finish_reason) == (
+            assert sequence.text == tiny_llm.tokenizer.decode(sequence.tokens)
+            assert (sequence.cum_logprob, sequence.finish_reason) == (
                 branch.cumulative_logprob,
                 branch.finish_reason,
             )
@@ -189,17 +189,17 @@ def test_a_beams_stop_token_is_shown_on_request(tiny_llm):
         [[5, 6]], BeamSearchParams(1, max_tokens=4, ignore_eos=True), use_tqdm=False
     )[0]
     stop = first.outputs[0].token_ids[2]
-    for shown in (False, True):
+    for included in (False, True):
         params = BeamSearchParams(
             1,
             max_tokens=4,
             ignore_eos=True,
             stop_token_ids=(stop,),
-            include_stop_str_in_output=shown,
+            include_stop_str_in_output=included,
         )
-        ((one,),) = [output.sequences for output in tiny_llm.beam_search([[5, 6]], params)]
-        assert one.finish_reason == "stop"
-        assert one.tokens == [5, 6, *first.outputs[0].token_ids[: 3 if shown else 2]]
+        ((sequence,),) = [output.sequences for output in tiny_llm.beam_search([[5, 6]], params)]
+        assert sequence.finish_reason == "stop"
+        assert sequence.tokens == [5, 6, *first.outputs[0].token_ids[: 3 if included else 2]]
 
 
 def test_a_profile_is_written(tiny_llm, tmp_path):

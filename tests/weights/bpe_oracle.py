@@ -50,7 +50,8 @@ def letters() -> dict[int, str]:
     """GPT-2's byte alphabet, by its definition: printable Latin-1 is itself, the others are
     numbered from U+0100.
     """
-    table, extra = {}, 0
+    table = {}
+    extra = 0
     for byte in range(256):
         if 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174:
             table[byte] = chr(byte)
@@ -75,7 +76,9 @@ class BruteForce:
         kinds = metadata["tokenizer.ggml.token_type"]
         special = [t for t, kind in zip(self.ids, kinds, strict=True) if kind == 3]
         self.special = regex.compile("(" + "|".join(map(regex.escape, special)) + ")")
-        self.words, self.digits, self.whole_words = regex.compile(words), digits, whole_words
+        self.words = regex.compile(words)
+        self.digits = digits
+        self.whole_words = whole_words
 
     def encode(self, text: str) -> list[int]:
         out = []
@@ -99,7 +102,9 @@ class BruteForce:
             pairs = [p for p in pairwise(symbols) if p in self.ranks]
             if not pairs:
                 return [self.ids[symbol] for symbol in symbols]
-            best, merged, at = min(pairs, key=self.ranks.__getitem__), [], 0
+            best = min(pairs, key=self.ranks.__getitem__)
+            merged = []
+            at = 0
             while at < len(symbols):
                 step = 2 if tuple(symbols[at : at + 2]) == best else 1
                 merged.append("".join(symbols[at : at + step]))

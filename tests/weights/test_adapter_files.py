@@ -26,18 +26,20 @@ def config(tiny):
 
 def test_both_forms_are_the_same_adapter(tiny_folder, tmp_path, config):
     factors = random_factors(tiny_folder, 4)
-    one, other = (
+    from_safetensors, from_orbax = (
         read_adapter(write_adapter(tmp_path / to, factors, {"lora_alpha": 8}, to), config, to)
         for to in ("safetensors", "orbax")
     )
-    assert one.content_hash == other.content_hash
-    assert one.rank == other.rank == 4
-    chex.assert_trees_all_equal(dict(one.parts), dict(other.parts))
+    assert from_safetensors.content_hash == from_orbax.content_hash
+    assert from_safetensors.rank == from_orbax.rank == 4
+    chex.assert_trees_all_equal(dict(from_safetensors.parts), dict(from_orbax.parts))
     a, b = factors["model.layers.1.self_attn.o_proj"]
-    (found,) = (
-        pair for place, pair in one.parts.items() if (place.layer, place.matrix) == (1, "attn.out")
+    (factor_pair,) = (
+        pair
+        for place, pair in from_safetensors.parts.items()
+        if (place.layer, place.matrix) == (1, "attn.out")
     )
-    chex.assert_trees_all_close(found[1] @ found[0], 8 / 4 * b @ a, rtol=1e-5)
+    chex.assert_trees_all_close(factor_pair[1] @ factor_pair[0], 8 / 4 * b @ a, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +54,13 @@ def test_both_forms_are_the_same_adapter(tiny_folder, tmp_path, config):
 def test_options_scale_as_pefts(tiny_folder, tmp_path, config, options, scale):
     adapter = read_adapter(tiny_adapter(tmp_path / "a", tiny_folder, 4, **options), config, "a")
     a, b = random_factors(tiny_folder, 4)["model.layers.0.self_attn.o_proj"]
-    (found,) = (
+    (factor_pair,) = (
         pair
         for place, pair in adapter.parts.items()
         if (place.layer, place.matrix) == (0, "attn.out")
     )
     chex.assert_trees_all_close(
-        found[1] @ found[0], (scale * b @ a).astype(np.float32), rtol=1e-5, atol=1e-6
+        factor_pair[1] @ factor_pair[0], (scale * b @ a).astype(np.float32), rtol=1e-5, atol=1e-6
     )
 
 
@@ -103,11 +105,11 @@ def test_modules_and_shapes_of_another_model_are_refused(tiny_folder, tmp_path, 
 
 
 def test_factors_to_start_from_change_nothing(config):
-    found = initial_factors(config, 3, modules=("q_proj", "down_proj"), seed=5)
-    assert {name.rpartition(".")[2] for name in found} == {"q_proj", "down_proj"}
-    assert len(found) == 2 * config.layers
+    factors = initial_factors(config, 3, modules=("q_proj", "down_proj"), seed=5)
+    assert {name.rpartition(".")[2] for name in factors} == {"q_proj", "down_proj"}
+    assert len(factors) == 2 * config.layers
     chex.assert_trees_all_equal(
-        found, initial_factors(config, 3, modules=("down_proj", "q_proj"), seed=5)
+        factors, initial_factors(config, 3, modules=("down_proj", "q_proj"), seed=5)
     )
     assert len(initial_factors(config, modules="q_proj")) == config.layers
     for name, (a, b) in initial_factors(config, 3).items():
@@ -115,7 +117,7 @@ def test_factors_to_start_from_change_nothing(config):
         assert not b.any(), name
         assert 0.7 < a.std() * a.shape[1] ** 0.5 < 1.3, name
     assert (
-        found["model.layers.0.self_attn.q_proj"][0]
+        factors["model.layers.0.self_attn.q_proj"][0]
         != initial_factors(config, 3)["model.layers.0.self_attn.q_proj"][0]
     ).any()
 

@@ -207,9 +207,13 @@ def test_unusable_configurations_name_file_value_and_rule(change, message):
 
 def test_gguf_and_directory_configurations_agree(tmp_path):
     folder = tiny_llama(tmp_path, tied=False, qkv_bias=True, rope_theta=5e5)
-    one, other = open_checkpoint(folder), open_checkpoint(tiny_gguf(tmp_path / "m.gguf", folder))
+    from_folder = open_checkpoint(folder)
+    from_gguf = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", folder))
     only_in_json = {"architectures", "torch_dtype", "pad_token_id"}
-    assert {k: v for k, v in one.config.items() if k not in only_in_json} == other.config
+    assert {
+        k: v for k, v in from_folder.config.items() if k not in only_in_json
+    } == from_gguf.config
     assert (
-        json.loads((folder / "config.json").read_text())["rope_theta"] == other.config["rope_theta"]
+        json.loads((folder / "config.json").read_text())["rope_theta"]
+        == from_gguf.config["rope_theta"]
     )

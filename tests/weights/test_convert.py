@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,12 @@ from pagedjax.weights.tokenizer_files import load_tokenizer
 from pagedjax.weights.tree import named
 from tests.weights.tiny import llama3_scaling, tiny_gguf, tiny_llama, write_json, write_tokenizer
 
+assert_equal = partial(chex.assert_trees_all_equal, strict=True)  # dtypes, too
+
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
     """The tensors, read by the safetensors package."""
     return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
-
-
-def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
-    assert set(one) == set(other)
-    for name, x in one.items():
-        assert x.dtype == other[name].dtype
-        chex.assert_trees_all_equal(np.asarray(x), np.asarray(other[name]), custom_message=name)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    return tiny_llama(
-        tmp_path_factory.mktemp("source") / "hf", tied=False, qkv_bias=True, o_bias=True
-    )
 
 
 @pytest.mark.parametrize(
@@ -53,27 +42,28 @@ def source(tmp_path_factory) -> Path:
 def test_conversion_to_orbax_and_back_gives_the_tensors_of_the_source(tmp_path, kind):
     source = tiny_llama(tmp_path / "hf", **kind)
     back = convert(convert(source, tmp_path / "orbax", "orbax"), tmp_path / "back", "safetensors")
-    same(tensors(back), tensors(source))
-    one, other = open_checkpoint(source), open_checkpoint(back)
-    assert {**other.config, "torch_dtype": ""} == {**one.config, "torch_dtype": ""}
+    assert_equal(tensors(back), tensors(source))
+    original = open_checkpoint(source)
+    converted = open_checkpoint(back)
+    assert {**converted.config, "torch_dtype": ""} == {**original.config, "torch_dtype": ""}
     assert json.loads((back / "config.json").read_text())["torch_dtype"] == kind["dtype"]
-    assert other.generation_config == one.generation_config
-    assert load_tokenizer(other).encode("the cat") == load_tokenizer(one).encode("the cat")
+    assert converted.generation_config == original.generation_config
+    assert load_tokenizer(converted).encode("the cat") == load_tokenizer(original).encode("the cat")
 
 
 def test_from_safetensors_and_gguf_to_safetensors(tmp_path, source):
-    same(tensors(convert(source, tmp_path / "a", "safetensors")), tensors(source))
-    same(
+    assert_equal(tensors(convert(source, tmp_path / "a", "safetensors")), tensors(source))
+    assert_equal(
         tensors(convert(tiny_gguf(tmp_path / "m.gguf", source), tmp_path / "b", "safetensors")),
         tensors(source),
     )
     half = tensors(convert(source, tmp_path / "c", "safetensors", dtype="float16"))
-    same(half, {name: x.astype(np.float16) for name, x in tensors(source).items()})
+    assert_equal(half, {name: x.astype(np.float16) for name, x in tensors(source).items()})
 
 
 def test_files_are_as_full_as_the_limit_allows_and_have_an_index(tmp_path, source):
     folder = convert(source, tmp_path / "out", "safetensors", shard_bytes=60_000)
-    same(tensors(folder), tensors(source))
+    assert_equal(tensors(folder), tensors(source))
     index = json.loads((folder / INDEX).read_text())
     files = sorted(folder.glob("*.safetensors"))
     assert [file.name for file in files] == [
@@ -82,18 +72,19 @@ def test_files_are_as_full_as_the_limit_allows_and_have_an_index(tmp_path, sourc
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors(source).values())
     for file in files:
         stored = load_file(file)
-        assert {name for name, where in index["weight_map"].items() if where == file.name} == set(
-            stored
-        )
+        assert {
+            name for name, file_name in index["weight_map"].items() if file_name == file.name
+        } == set(stored)
         # embeddings of 81,920 bytes
         assert sum(x.nbytes for x in stored.values()) <= 60_000 or len(stored) == 1
         assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0
-    same({n: t.read() for n, t in open_checkpoint(folder).tensors.items()}, tensors(source))
+    assert_equal({n: t.read() for n, t in open_checkpoint(folder).tensors.items()}, tensors(source))
 
 
 def test_a_transposed_parameter_goes_back_transposed(tmp_path):
     """GPT-2 stores [in, out], one matrix for q, k and v, and has different config keys."""
-    rng, h = np.random.default_rng(0), 32
+    rng = np.random.default_rng(0)
+    h = 32
     shapes: dict[str, tuple[int, ...]] = {"wte.weight": (320, h), "wpe.weight": (64, h)}
     for norm in ("h.0.ln_1", "h.0.ln_2", "ln_f"):
         shapes |= {f"{norm}.weight": (h,), f"{norm}.bias": (h,)}
@@ -122,7 +113,7 @@ def test_a_transposed_parameter_goes_back_transposed(tmp_path):
     )
     write_tokenizer(source, 320)
     back = convert(convert(source, tmp_path / "orbax", "orbax"), tmp_path / "back", "safetensors")
-    same(tensors(back), tensors(source))
+    assert_equal(tensors(back), tensors(source))
     written = json.loads((back / "config.json").read_text())
     assert {key: written[key] for key in (*config, "n_inner")} == {**config, "n_inner": 80}
 
@@ -280,13 +271,13 @@ def test_transformers_opens_a_model_converted_to_orbax_and_back(tmp_path, case, 
     folder = convert(
         convert(tmp_path / "hf", tmp_path / "orbax", "orbax"), tmp_path / "back", "safetensors"
     )
-    ours, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    opened, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert ours.dtype == getattr(torch, dtype)
+    assert opened.dtype == getattr(torch, dtype)
     stored = dict(theirs.named_parameters())
-    for name, parameter in ours.named_parameters():
+    for name, parameter in opened.named_parameters():
         assert torch.equal(parameter, stored[name]), name
     ids = torch.arange(3, 60)[None]
     with torch.no_grad():
-        assert torch.equal(ours.eval()(ids).logits, theirs(ids).logits)
+        assert torch.equal(opened.eval()(ids).logits, theirs(ids).logits)
     assert set(named(read_model(open_checkpoint(folder), dtype).params))

@@ -30,7 +30,8 @@ IDS = np.array([0, 3, 4, 17, 99, 200, 319], np.int32)
 @pytest.fixture(scope="module")
 def head(tiny, tmp_path_factory) -> SimpleNamespace:
     """A head of random parameters for the tiny model, and its folder."""
-    target, rng = tiny.model.config, np.random.default_rng(0)
+    target = tiny.model.config
+    rng = np.random.default_rng(0)
     config = eagle_config(target, len(IDS))
     shapes = named(blank_eagle(config, "float32")[1])
     values = {
@@ -47,38 +48,38 @@ def copied(head: SimpleNamespace, tmp_path: Path, **changes) -> Path:
     """The folder with other entries in config.json; None removes one."""
     folder = shutil.copytree(head.folder, tmp_path / "copy")
     config = json.loads((folder / "config.json").read_text()) | changes
-    kept = {key: value for key, value in config.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(kept))
+    fields = {key: value for key, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(fields))
     return folder
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_written_head_is_read_again_to_the_same_bits(head, dtype):
-    found = read_eagle(head.folder, head.target, dtype)
-    wanted = {name: np.asarray(x).astype(dtype) for name, x in head.values.items()}
-    chex.assert_trees_all_equal(dict(named(found.params)), wanted)
-    chex.assert_trees_all_equal_shapes_and_dtypes(dict(named(found.params)), wanted)
-    module = nnx.merge(found.graphdef, found.params)
+    loaded = read_eagle(head.folder, head.target, dtype)
+    expected = {name: np.asarray(x).astype(dtype) for name, x in head.values.items()}
+    chex.assert_trees_all_equal(dict(named(loaded.params)), expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(dict(named(loaded.params)), expected)
+    module = nnx.merge(loaded.graphdef, loaded.params)
     chex.assert_trees_all_equal(module.ids[...], IDS)
     chex.assert_trees_all_equal(module.angles[...], head.module.angles[...])  # computed, not stored
-    assert (found.dtype, found.features, found.taps) == (dtype, head.target.hidden, (0, 1, 1))
+    assert (loaded.dtype, loaded.features, loaded.taps) == (dtype, head.target.hidden, (0, 1, 1))
 
 
 def test_a_read_head_gives_the_same_logits_and_none_to_tokens_that_it_does_not_know(head):
-    found = read_eagle(str(head.folder), head.target, "float32")
+    loaded = read_eagle(str(head.folder), head.target, "float32")
     u = np.random.default_rng(1).standard_normal((5, head.target.hidden), np.float32)
     compute = jax.jit(
         lambda graphdef, params: nnx.merge(graphdef, params).logits(u), static_argnums=0
     )
     logits, expected = (
-        np.asarray(compute(found.graphdef, params)) for params in (found.params, head.state)
+        np.asarray(compute(loaded.graphdef, params)) for params in (loaded.params, head.state)
     )
     chex.assert_shape(logits, (5, head.target.vocab_size))
     chex.assert_type(logits, np.float32)
     chex.assert_trees_all_equal(logits, expected)
-    known = np.isin(np.arange(head.target.vocab_size), IDS)
-    assert np.isneginf(logits[:, ~known]).all()
-    chex.assert_tree_all_finite(logits[:, known])
+    is_known = np.isin(np.arange(head.target.vocab_size), IDS)
+    assert np.isneginf(logits[:, ~is_known]).all()
+    chex.assert_tree_all_finite(logits[:, is_known])
 
 
 def test_the_folder_has_no_computed_arrays_and_says_what_it_is_for(head):
@@ -121,11 +122,11 @@ def test_the_folder_of_a_model_is_no_head(head, tmp_path, model_type):
 
 
 def test_a_head_for_another_model_is_refused_with_all_differences(head):
-    other = replace(head.target, hidden=128, kinds=head.target.kinds * 2)
+    other_target = replace(head.target, hidden=128, kinds=head.target.kinds * 2)
     with pytest.raises(
         ValueError, match=r"another model \(hidden 64, not 128; layers 2, not 4\); train one"
     ):
-        read_eagle(head.folder, other, "float32")
+        read_eagle(head.folder, other_target, "float32")
 
 
 def test_a_head_without_its_models_sizes_is_refused(head, tmp_path):
@@ -172,12 +173,12 @@ def test_a_damaged_folder_is_an_error_that_names_it(head, tmp_path, damage):
 def test_options_choose_what_is_loaded(head, tiny, tiny_folder):
     assert load_draft_model(None, tiny) is None
     assert load_draft_model(Speculative(method="ngram"), tiny) is None
-    found = load_draft_model(
+    loaded = load_draft_model(
         Speculative(method="eagle", model=str(head.folder)),
         load_model(tiny_folder, dtype="float32"),
     )
-    assert found is not None
-    chex.assert_trees_all_equal(dict(named(found.params)), head.values)
-    for method, what in (("eagle", "the folder of a trained head"), ("draft", "a smaller model")):
-        with pytest.raises(ValueError, match=rf"speculative\.model is None; name {what}"):
+    assert loaded is not None
+    chex.assert_trees_all_equal(dict(named(loaded.params)), head.values)
+    for method, remedy in (("eagle", "the folder of a trained head"), ("draft", "a smaller model")):
+        with pytest.raises(ValueError, match=rf"speculative\.model is None; name {remedy}"):
             load_draft_model(Speculative(method=method), tiny)

@@ -69,7 +69,8 @@ def name(documented_file) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A random model of the family, as a folder."""
-    path, rng = tmp_path_factory.mktemp("own") / "parallel", np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("own") / "parallel"
+    rng = np.random.default_rng(0)
     path.mkdir()
     (path / "config.json").write_text(json.dumps(CONFIG))
     shapes = {
@@ -98,7 +99,8 @@ def folder(tmp_path_factory) -> Path:
 def plain(folder: Path, tokens: list[int], *, parallel: bool = True) -> np.ndarray:
     """Log-probabilities [len(tokens), V] of the next token, in float64, without a cache."""
     w = {key: tensor.read().astype(np.float64) for key, tensor in open_tensors(folder).items()}
-    x, length = w["embed.weight"][tokens], len(tokens)
+    x = w["embed.weight"][tokens]
+    length = len(tokens)
     angles = np.arange(length)[:, None] * 10000.0 ** (-np.arange(8) / 8)
 
     def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -108,26 +110,28 @@ def plain(folder: Path, tokens: list[int], *, parallel: bool = True) -> np.ndarr
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
     def rotated(a: np.ndarray) -> np.ndarray:
-        one, two, cos, sin = (
-            a[..., :8],
-            a[..., 8:],
-            np.cos(angles)[:, None],
-            np.sin(angles)[:, None],
-        )
-        return np.concatenate([one * cos - two * sin, two * cos + one * sin], -1)
+        half = a[..., :8]
+        other_half = a[..., 8:]
+        cos = np.cos(angles)[:, None]
+        sin = np.sin(angles)[:, None]
+        return np.concatenate([half * cos - other_half * sin, other_half * cos + half * sin], -1)
 
     for i in range(CONFIG["num_hidden_layers"]):
-        own = {key.split(".")[2]: x for key, x in w.items() if key.startswith(f"layers.{i}.")}
-        y = norm(x, own["norm_1"])
-        q, k, v = ((y @ own[part].T).reshape(length, -1, 16) for part in ("query", "key", "value"))
-        q, k, v = rotated(q), np.repeat(rotated(k), 2, 1), np.repeat(v, 2, 1)
+        layer = {key.split(".")[2]: x for key, x in w.items() if key.startswith(f"layers.{i}.")}
+        y = norm(x, layer["norm_1"])
+        q, k, v = (
+            (y @ layer[part].T).reshape(length, -1, 16) for part in ("query", "key", "value")
+        )
+        q = rotated(q)
+        k = np.repeat(rotated(k), 2, 1)
+        v = np.repeat(v, 2, 1)
         scores = np.einsum("qnd,knd->nqk", q, k) / 4
         scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
         shares = np.exp(scores - scores.max(-1, keepdims=True))
         shares /= shares.sum(-1, keepdims=True)
-        attended = np.einsum("nqk,knd->qnd", shares, v).reshape(length, -1) @ own["out"].T
+        attended = np.einsum("nqk,knd->qnd", shares, v).reshape(length, -1) @ layer["out"].T
         before = x if parallel else x + attended
-        x = x + attended + gelu(norm(before, own["norm_2"]) @ own["up"].T) @ own["down"].T
+        x = x + attended + gelu(norm(before, layer["norm_2"]) @ layer["up"].T) @ layer["down"].T
     logits = norm(x, w["norm.weight"]) @ w["head.weight"].T
     logits -= logits.max(-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -151,15 +155,20 @@ def llm(folder, name) -> LLM:
 def test_the_documented_family_is_a_plain_forward_pass(folder, llm):
     """Chunked prompts and decodes."""
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
-        one = output.outputs[0]
-        known = [*prompt, *one.token_ids][:-1]
-        rows, others = (plain(folder, known, parallel=p)[len(prompt) - 1 :] for p in (True, False))
-        assert tuple(rows.argmax(-1).tolist()) == one.token_ids
-        found = np.array(
-            [entry[token].logprob for entry, token in zip(one.logprobs, one.token_ids, strict=True)]
+        branch = output.outputs[0]
+        tokens = [*prompt, *branch.token_ids][:-1]
+        rows, sequential = (
+            plain(folder, tokens, parallel=p)[len(prompt) - 1 :] for p in (True, False)
         )
-        chex.assert_trees_all_close(found, rows.max(-1), atol=1e-4)
-        assert np.abs(rows - others).max() > 0.1, (
+        assert tuple(rows.argmax(-1).tolist()) == branch.token_ids
+        logprobs = np.array(
+            [
+                entry[token].logprob
+                for entry, token in zip(branch.logprobs, branch.token_ids, strict=True)
+            ]
+        )
+        chex.assert_trees_all_close(logprobs, rows.max(-1), atol=1e-4)
+        assert np.abs(rows - sequential).max() > 0.1, (
             "layers in turn hardly differ: the comparison is blind"
         )
 
@@ -179,20 +188,21 @@ def test_the_engine_names_the_family_and_says_it_when_it_runs_on_a_loaded_model(
 
 
 def test_parameters_in_memory_and_converted_folders_are_the_same_model(folder, name, llm, tmp_path):
-    wanted, params = answers(llm), whole(llm.model.model)
-    other = LLM(params=params, config=CONFIG, model_family=name, **SIZES)
-    assert answers(other) == wanted
-    other.update_params({**params, "norm": {"weight": -params["norm"]["weight"]}})
-    assert answers(other) != wanted
-    other.update_params(params)
-    assert answers(other) == wanted
+    expected = answers(llm)
+    params = whole(llm.model.model)
+    in_memory = LLM(params=params, config=CONFIG, model_family=name, **SIZES)
+    assert answers(in_memory) == expected
+    in_memory.update_params({**params, "norm": {"weight": -params["norm"]["weight"]}})
+    assert answers(in_memory) != expected
+    in_memory.update_params(params)
+    assert answers(in_memory) == expected
     convert(folder, tmp_path / "orbax", "orbax", model_family=name)
-    assert answers(LLM(tmp_path / "orbax", model_family=name, **SIZES)) == wanted
+    assert answers(LLM(tmp_path / "orbax", model_family=name, **SIZES)) == expected
     convert(tmp_path / "orbax", tmp_path / "again", "safetensors", model_family=name)
     chex.assert_trees_all_equal(
         *[
-            {key: tensor.read() for key, tensor in open_tensors(one).items()}
-            for one in (folder, tmp_path / "again")
+            {key: tensor.read() for key, tensor in open_tensors(path).items()}
+            for path in (folder, tmp_path / "again")
         ]
     )
 
@@ -223,10 +233,8 @@ def test_the_command_converts_and_a_simulation_reads_the_shape(folder, name, tmp
     )
     assert cli.main(["convert", str(folder), str(tmp_path / "no"), "--to", "orbax"]) == 2
     assert "a family of your own is given as model_family" in capsys.readouterr().err
-    simulate, engine = (
-        {"chip": "a10g"},
-        {"model_family": name, "num_blocks": 64, "max_model_len": 128},
-    )
+    simulate = {"chip": "a10g"}
+    engine = {"model_family": name, "num_blocks": 64, "max_model_len": 128}
     raw = {
         "name": "own",
         "model": str(target),
@@ -308,19 +316,19 @@ def test_a_layer_that_is_no_block_is_refused():
         )
 
 
-def changed(name: str, **fields: Any) -> Family:
+def family_with(name: str, **fields: Any) -> Family:
     """The documented family with other functions."""
     family = own_family(name)
     assert family is not None
     return family._replace(**fields)
 
 
-def opened(folder: Path, family: Family):
+def open_model(folder: Path, family: Family):
     return read_model(open_checkpoint(folder, family=family), "float32")
 
 
 def test_a_table_that_does_not_fit_the_decoder_is_refused_with_each_difference(folder, name):
-    documented = changed(name)
+    documented = family_with(name)
 
     def narrower(config: dict[str, Any]) -> DecoderConfig:
         return documented.from_hf({**config, "intermediate_size": 40})
@@ -332,7 +340,7 @@ def test_a_table_that_does_not_fit_the_decoder_is_refused_with_each_difference(f
         ValueError,
         match=r"shape of blocks\.0\.mlp\.up\.weight: \(80, 48\) in the table, \(40, 48\) in",
     ):
-        opened(folder, changed(name, from_hf=narrower, param_table=wide))
+        open_model(folder, family_with(name, from_hf=narrower, param_table=wide))
 
     def shorter(config: DecoderConfig):
         return documented.param_table(config)[:-1]
@@ -340,7 +348,7 @@ def test_a_table_that_does_not_fit_the_decoder_is_refused_with_each_difference(f
     with pytest.raises(
         ValueError, match=r"param_table of the family 'parallel' .*1\n  missing: head\.weight"
     ):
-        opened(folder, changed(name, param_table=shorter))
+        open_model(folder, family_with(name, param_table=shorter))
 
     def misnamed(config: DecoderConfig):
         *table, head = documented.param_table(config)
@@ -350,7 +358,7 @@ def test_a_table_that_does_not_fit_the_decoder_is_refused_with_each_difference(f
         ValueError,
         match=r"(?s)missing: head\.weight.*not in the decoder: crown\.weight \(320, 48\)",
     ):
-        opened(folder, changed(name, param_table=misnamed))
+        open_model(folder, family_with(name, param_table=misnamed))
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
@@ -384,11 +392,11 @@ def test_what_a_familys_from_hf_does_wrong_is_said(folder, name):
     with pytest.raises(
         ValueError, match=r"from_hf of the family 'parallel' reads 'eps', which the config does not"
     ):
-        opened(folder, changed(name, from_hf=lambda config: config["eps"]))
+        open_model(folder, family_with(name, from_hf=lambda config: config["eps"]))
     with pytest.raises(
         ValueError, match=r"from_hf of the family 'parallel' returns dict; it must return a"
     ):
-        opened(folder, changed(name, from_hf=dict))
+        open_model(folder, family_with(name, from_hf=dict))
 
 
 def test_a_family_is_named_by_a_text_and_reads_a_config(name, folder):
@@ -396,7 +404,7 @@ def test_a_family_is_named_by_a_text_and_reads_a_config(name, folder):
         ValueError, match=r"model_family is .*Path.*; it must be a text, module:NAME or folder"
     ):
         own_family(Path("mine.py"))  # type: ignore[arg-type]
-    config = changed(name).from_hf({**CONFIG, "norm_eps": 1e-6, "rope_theta": 1e4})
+    config = family_with(name).from_hf({**CONFIG, "norm_eps": 1e-6, "rope_theta": 1e4})
     with pytest.raises(
         ValueError,
         match=r"config is a DecoderConfig, which no family reads; leave model_family out",
@@ -439,13 +447,13 @@ def test_a_file_that_imports_what_is_missing_says_so(tmp_path):
     ],
 )
 def test_a_decoder_config_that_means_nothing_is_refused(name, fields, message):
-    config = changed(name).from_hf({**CONFIG, "norm_eps": 1e-6, "rope_theta": 1e4})
+    config = family_with(name).from_hf({**CONFIG, "norm_eps": 1e-6, "rope_theta": 1e4})
     with pytest.raises(ValueError, match=message):
         replace(config, **fields)
 
 
 def test_adapters_of_a_family_without_llamas_matrices_are_refused(name):
-    config = changed(name).from_hf({**CONFIG, "norm_eps": 1e-6, "rope_theta": 1e4})
+    config = family_with(name).from_hf({**CONFIG, "norm_eps": 1e-6, "rope_theta": 1e4})
     with pytest.raises(
         ValueError, match=r"gated MLP, and mlp\.\w+ of this model has 1 part, and a Llama's has 2"
     ):

@@ -61,7 +61,7 @@ def scaled(tree, factor: float):
 
 
 def test_every_form_of_the_same_parameters_is_the_same_model(tiny, tiny_folder, config, tree, llm):
-    own = tiny.model.config
+    model_config = tiny.model.config
     module = nnx.merge(tiny.model.graphdef, tiny.model.params)
     forms = {
         "module": module,
@@ -79,17 +79,17 @@ def test_every_form_of_the_same_parameters_is_the_same_model(tiny, tiny_folder, 
                 np.asarray(named(tiny.model.params)[key]),
                 custom_message=f"{name}: {key}",
             )
-    packed = replace(own, linear=model.model.config.linear)
+    packed = replace(model_config, linear=model.model.config.linear)
     assert (model.model.config, model.model.dtype, model.eos_token_ids) == (packed, "float32", (2,))
-    assert from_params(tree, own).model.config == packed
-    assert from_params(tree, own, linear_impl="xla").model.config == own
-    again = LLM(model, **SMALL).generate("the cat", GREEDY, use_tqdm=False)
-    assert again == llm.generate("the cat", GREEDY, use_tqdm=False)
+    assert from_params(tree, model_config).model.config == packed
+    assert from_params(tree, model_config, linear_impl="xla").model.config == model_config
+    answers = LLM(model, **SMALL).generate("the cat", GREEDY, use_tqdm=False)
+    assert answers == llm.generate("the cat", GREEDY, use_tqdm=False)
 
 
 def test_llm_takes_params_and_config(tree, config, tiny_folder, tiny, llm):
-    made = LLM(params=tree, config=config, tokenizer=tiny.tokenizer, **SMALL)
-    assert made.generate("the cat", GREEDY, use_tqdm=False) == llm.generate(
+    built = LLM(params=tree, config=config, tokenizer=tiny.tokenizer, **SMALL)
+    assert built.generate("the cat", GREEDY, use_tqdm=False) == llm.generate(
         "the cat", GREEDY, use_tqdm=False
     )
     for arguments in ({"params": tree}, {"model": tiny_folder, "params": tree, "config": config}):
@@ -138,26 +138,26 @@ def test_tokenizers_come_from_folders_and_from_models(tree, config, tiny_folder,
 
 
 def test_given_arrays_may_be_donated_or_overwritten(tree, config):
-    given = jax.tree.map(jnp.asarray, tree)
-    arrays = from_params(given, config).model.params
-    for leaf in jax.tree.leaves(given):
+    inputs = jax.tree.map(jnp.asarray, tree)
+    arrays = from_params(inputs, config).model.params
+    for leaf in jax.tree.leaves(inputs):
         leaf.delete()
     written = from_params(tree, config).model.params
-    kept = np.array(tree["embed"])
+    embedding = np.array(tree["embed"])
     tree["embed"][:] = 0
     for params in (arrays, written):
-        chex.assert_trees_all_equal(np.asarray(params["embed"][...]), np.asarray(kept))
+        chex.assert_trees_all_equal(np.asarray(params["embed"][...]), np.asarray(embedding))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtypes_are_kept_or_cast(tree, config, tiny_folder, dtype):
-    wanted = named(read_model(open_checkpoint(tiny_folder), dtype).params)
+    expected = named(read_model(open_checkpoint(tiny_folder), dtype).params)
     cast = jax.tree.map(lambda x: x.astype(dtype), {**tree, "angles": ()})
     for model in (from_params(tree, config, dtype=dtype), from_params(cast, config)):
         assert model.model.dtype == dtype
         for name, x in named(model.model.params).items():
             chex.assert_trees_all_equal(
-                np.asarray(x), np.asarray(wanted[name]), custom_message=name
+                np.asarray(x), np.asarray(expected[name]), custom_message=name
             )
     with pytest.raises(
         ValueError, match=f"the parameters are of {dtype} and float32; set the dtype"
@@ -181,11 +181,11 @@ def test_one_error_lists_every_difference(tree, config):
     tree["embed"] = tree["embed"].T
     tree["head"]["weight"] = tree["head"]["weight"].astype(np.int8)
     tree["blocks"][1]["attn"]["out"]["weight"] = jax.ShapeDtypeStruct((64, 64), np.float32)
-    tree["blocks"][0]["mlp"]["down"]["weight"] = gone = jnp.asarray(
+    tree["blocks"][0]["mlp"]["down"]["weight"] = deleted = jnp.asarray(
         tree["blocks"][0]["mlp"]["down"]["weight"]
     )
     tree["step"] = 7
-    gone.delete()
+    deleted.delete()
     with pytest.raises(
         ValueError, match=r"^the given parameters do not fit its configuration; diff"
     ) as caught:
@@ -259,9 +259,9 @@ def test_a_lazy_engine_takes_new_values_too(tiny, tree):
 
 def test_arrays_may_be_donated_or_overwritten_after_an_update(tiny, tree):
     llm = LLM(tiny, **SMALL)
-    given = jax.tree.map(jnp.asarray, scaled(tree, 1.5))
-    llm.update_params(given)
-    for leaf in jax.tree.leaves(given):
+    inputs = jax.tree.map(jnp.asarray, scaled(tree, 1.5))
+    llm.update_params(inputs)
+    for leaf in jax.tree.leaves(inputs):
         leaf.delete()
     after = ids(llm)
     llm.update_params(changed := scaled(tree, 1.5))
@@ -280,7 +280,8 @@ def test_an_update_is_refused_while_requests_are_unfinished(llm, tree):
 
 
 def test_parameters_that_do_not_fit_change_nothing(llm, tree):
-    before, params = ids(llm), llm.engine.model.params
+    before = ids(llm)
+    params = llm.engine.model.params
     del tree["norm"]
     tree["embed"] = tree["embed"].astype(np.float16)
     tree["blocks"][0]["attn"]["qkv"]["weight"] = tree["blocks"][0]["attn"]["qkv"]["weight"][:-1]

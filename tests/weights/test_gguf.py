@@ -26,14 +26,15 @@ def file(folder: Path) -> Path:
 
 
 def test_names_shapes_and_values_equal_those_of_the_directory(folder, file):
-    ours, original = open_checkpoint(file), open_checkpoint(folder)
-    assert set(ours.tensors) == set(original.tensors)
-    for name, tensor in ours.tensors.items():
+    checkpoint = open_checkpoint(file)
+    original = open_checkpoint(folder)
+    assert set(checkpoint.tensors) == set(original.tensors)
+    for name, tensor in checkpoint.tensors.items():
         assert tensor.name == name
         assert tensor.shape == original.tensors[name].shape
         np.testing.assert_array_equal(tensor.read(), original.tensors[name].read(), err_msg=name)
-    assert ours.config["attention_bias"]
-    assert not ours.config["tie_word_embeddings"]
+    assert checkpoint.config["attention_bias"]
+    assert not checkpoint.config["tie_word_embeddings"]
 
 
 def test_biases_of_only_q_k_v_are_recognised(tmp_path):
@@ -58,9 +59,10 @@ def test_tied_embeddings_are_in_the_config_only(tmp_path):
 )
 def test_encodings_decode_to_the_right_values(tmp_path, kind, step):
     folder = tiny_llama(tmp_path, intermediate=128)
-    ours = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", folder, matrices=kind))
+    checkpoint = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", folder, matrices=kind))
     for name, original in open_checkpoint(folder).tensors.items():
-        tensor, values = ours.tensors[name], original.read()
+        tensor = checkpoint.tensors[name]
+        values = original.read()
         read = tensor.read()
         assert (read.dtype, read.shape) == (np.float32, values.shape)
         assert tensor.encoding == ("F32" if values.ndim == 1 else kind)
@@ -79,7 +81,8 @@ def test_header_and_values_equal_the_gguf_packages(tmp_path):
         "test.flag": True,
     }
     path = tiny_gguf(tmp_path / "m.gguf", folder, matrices="Q8_0", extra=extra)
-    reader, ours = GGUFReader(path), read_gguf(path)
+    reader = GGUFReader(path)
+    parsed = read_gguf(path)
     theirs = {
         name: field.contents()
         for name, field in reader.fields.items()
@@ -87,11 +90,11 @@ def test_header_and_values_equal_the_gguf_packages(tmp_path):
     }
     rounded = "llama.attention.layer_norm_rms_epsilon"
     assert theirs.pop(rounded) == np.float32(1e-05)
-    assert ours.metadata == theirs | {rounded: 1e-05}
-    assert list(ours.tensors) == [tensor.name for tensor in reader.tensors]
+    assert parsed.metadata == theirs | {rounded: 1e-05}
+    assert list(parsed.tensors) == [tensor.name for tensor in reader.tensors]
     for tensor in reader.tensors:
         np.testing.assert_array_equal(
-            ours.tensors[tensor.name].read(), dequantize(tensor.data, tensor.tensor_type)
+            parsed.tensors[tensor.name].read(), dequantize(tensor.data, tensor.tensor_type)
         )
 
 
@@ -228,7 +231,7 @@ def test_encodings_that_cannot_be_decoded_name_tensor_and_type(tmp_path):
 # --- damage ---------------------------------------------------------------------------------------
 
 
-def rewritten(tmp_path: Path, data: bytes) -> Path:
+def rewrite(tmp_path: Path, data: bytes) -> Path:
     path = tmp_path / "damaged.gguf"
     path.write_bytes(data)
     return path
@@ -238,23 +241,23 @@ def rewritten(tmp_path: Path, data: bytes) -> Path:
     "size", [0, 3, 23, 24, 40, 200, 3000, 6000, 7500, 9000, 12000, 200_000, -1, -5000]
 )
 def test_truncated_files_name_the_file_and_the_sizes(file, tmp_path, size):
-    whole = file.read_bytes()
-    kept = size if size >= 0 else len(whole) + size
+    content = file.read_bytes()
+    size_left = size if size >= 0 else len(content) + size
     with pytest.raises(
-        ValueError, match=rf"damaged\.gguf.*(the file has {kept}|it has {kept} bytes)"
+        ValueError, match=rf"damaged\.gguf.*(the file has {size_left}|it has {size_left} bytes)"
     ):
-        open_checkpoint(rewritten(tmp_path, whole[:kept]))
+        open_checkpoint(rewrite(tmp_path, content[:size_left]))
 
 
 def test_truncated_data_names_the_tensor(file, tmp_path):
-    whole = file.read_bytes()
+    content = file.read_bytes()
     message = r"is truncated: tensor \S+ \(.*\) \(F32\) takes bytes \d+ to \d+, the file has \d+; fetch it again"
     with pytest.raises(ValueError, match=message):
-        open_checkpoint(rewritten(tmp_path, whole[:-2000]))
+        open_checkpoint(rewrite(tmp_path, content[:-2000]))
 
 
 def test_data_that_is_missing_after_opening_is_named(file, tmp_path):
-    path = rewritten(tmp_path, file.read_bytes())
+    path = rewrite(tmp_path, file.read_bytes())
     tensor = open_checkpoint(path).tensors["lm_head.weight"]
     path.write_bytes(file.read_bytes()[:20_000])
     with pytest.raises(
@@ -284,7 +287,7 @@ def test_damaged_headers_are_named(file, tmp_path, at, value, message):
     data = bytearray(file.read_bytes())
     data[at : at + len(value)] = value
     with pytest.raises(ValueError, match=message):
-        open_checkpoint(rewritten(tmp_path, bytes(data)))
+        open_checkpoint(rewrite(tmp_path, bytes(data)))
 
 
 @settings(max_examples=150, deadline=None)
@@ -308,24 +311,24 @@ def test_any_damage_raises_our_own_error(file, tmp_path_factory, changes):
 @pytest.fixture
 def parts(folder: Path, tmp_path: Path) -> list[Path]:
     tiny_gguf(tmp_path / "tiny.gguf", folder, tensors_in_a_part=8)
-    found = sorted(tmp_path.glob("*.gguf"))
-    assert len(found) > 2
-    return found
+    paths = sorted(tmp_path.glob("*.gguf"))
+    assert len(paths) > 2
+    return paths
 
 
 def test_a_model_in_parts_is_the_model_in_one_file(file, parts):
-    whole = open_checkpoint(file)
+    single = open_checkpoint(file)
     for part in (parts[0], parts[1], parts[-1]):
         opened = open_checkpoint(part)
-        assert opened.config == whole.config
-        assert opened.tensors.keys() == whole.tensors.keys()
+        assert opened.config == single.config
+        assert opened.tensors.keys() == single.tensors.keys()
         for name, tensor in opened.tensors.items():
-            np.testing.assert_array_equal(tensor.read(), whole.tensors[name].read(), err_msg=name)
+            np.testing.assert_array_equal(tensor.read(), single.tensors[name].read(), err_msg=name)
 
 
 def test_parts_that_are_no_whole_model_are_named(parts, folder, tmp_path):
     count = len(parts)
-    other = parts[1].read_bytes()
+    content = parts[1].read_bytes()
     parts[1].unlink()
     for part, number in ((parts[0], 1), (parts[2], 3)):
         with pytest.raises(
@@ -338,7 +341,7 @@ def test_parts_that_are_no_whole_model_are_named(parts, folder, tmp_path):
         ValueError, match=rf"says that it is part 2 \(from 0\) of {count}, and its name says 2 of"
     ):
         open_checkpoint(parts[0])
-    parts[1].write_bytes(other)
+    parts[1].write_bytes(content)
     renamed = parts[0].rename(tmp_path / "model.gguf")
     with pytest.raises(
         ValueError, match=rf"is part 1 of {count}, .* call it NAME-00001-of-{count:05}.gguf"

@@ -29,7 +29,9 @@ ORACLES = {
 
 @cache
 def embedded_as(pre: str) -> tuple:
-    """The embedded vocabulary with the pre-tokenizer of another model: (our tokenizer, the oracle)."""
+    """The embedded vocabulary with the pre-tokenizer of another model: (our tokenizer, the
+    oracle).
+    """
     metadata = {**open_checkpoint("smollm2-135m").metadata, "tokenizer.ggml.pre": pre}
     return build_tokenizer("test.gguf", metadata), BruteForce(metadata, **ORACLES[pre])
 
@@ -38,8 +40,8 @@ def embedded_as(pre: str) -> tuple:
 @settings(max_examples=60, deadline=None)
 @given(TEXTS)
 def test_pre_tokenizers_equal_brute_force(pre, text):
-    ours, oracle = embedded_as(pre)
-    assert ours.encode(text).ids == oracle.encode(text)
+    tokenizer, oracle = embedded_as(pre)
+    assert tokenizer.encode(text).ids == oracle.encode(text)
 
 
 def test_pre_tokenizers_differ_where_they_should():
@@ -159,10 +161,9 @@ def test_sentencepiece_adds_bos_and_a_space_unless_the_file_disables_it():
     plain = Tokenizer(build_tokenizer("x", sentencepiece_metadata(**off)), (2,), {})
     assert plain.backend.encode("the").tokens == ["the"]
     assert plain.decode(plain.encode(" the")) == " the"
+    extra = {"tokenizer.ggml.remove_extra_whitespaces": True}
     with pytest.raises(ValueError, match="removes extra spaces"):
-        build_tokenizer(
-            "x", sentencepiece_metadata(**{"tokenizer.ggml.remove_extra_whitespaces": True})
-        )
+        build_tokenizer("x", sentencepiece_metadata(**extra))
 
 
 def test_sentencepiece_pieces_and_words_are_spaced_by_their_context():

@@ -77,7 +77,8 @@ def test_the_rounding_error_is_at_most_half_a_scale(matrix):
 
 def test_each_row_has_its_own_scale_and_zeros_stay_zeros():
     matrix = np.zeros((2500, 3), np.float32)
-    matrix[0], matrix[2100] = [127.0, -1.0, 0.4], [-2.54, 1.27, 0.0]
+    matrix[0] = [127.0, -1.0, 0.4]
+    matrix[2100] = [-2.54, 1.27, 0.0]
     numbers, scales = rounded(matrix)
     np.testing.assert_array_equal(numbers[[0, 1, 2100]], [[127, -1, 0], [0, 0, 0], [-127, 64, 0]])
     np.testing.assert_allclose(scales[[0, 1, 2100]], [1.0, 1.0, 0.02], rtol=1e-6)
@@ -100,18 +101,18 @@ def test_logits_are_those_of_the_rounded_weights_in_floats(name):
     )
     params = random_params(config)
     model = from_params(nested(params), config, weight_dtype="int8").model
-    kept = {n: np.asarray(x) for n, x in named(model.params).items()}
+    stored = {n: np.asarray(x) for n, x in named(model.params).items()}
     inside = {
-        n: kept[n] * kept[n + SCALES][:, None] if n + SCALES in kept else x
+        n: stored[n] * stored[n + SCALES][:, None] if n + SCALES in stored else x
         for n, x in params.items()
     }
     changed = [n for n, x in params.items() if not np.array_equal(inside[n], x)]
     assert set(changed) == {n for n, x in params.items() if has_scales(n.split("."), x.shape)}
-    assert {str(kept[n].dtype) for n in changed} == {"int8"}
+    assert {str(stored[n].dtype) for n in changed} == {"int8"}
     with quick_compiler.all_quickly():
-        want = all_logits(from_params(nested(inside), config).model, CHUNKED)
+        expected = all_logits(from_params(nested(inside), config).model, CHUNKED)
         logits = all_logits(model, CHUNKED)
-    for got, row in zip(logits, want, strict=True):
+    for got, row in zip(logits, expected, strict=True):
         assert np.ptp(row) > 0.1
         np.testing.assert_allclose(got, row, atol=2e-4 * np.abs(row).max())
 
@@ -120,15 +121,15 @@ def test_every_format_gives_the_same_int8_weights(tmp_path):
     source = tiny_llama(tmp_path / "hf", tied=False)
     tiny_gguf(tmp_path / "model.gguf", source, matrices="F32")
     convert(source, tmp_path / "orbax", "orbax")
-    wanted = named(load_model(source, weight_dtype="int8").model.params)
-    assert len(wanted) > len(named(load_model(source).model.params))
+    expected = named(load_model(source, weight_dtype="int8").model.params)
+    assert len(expected) > len(named(load_model(source).model.params))
     for path in (tmp_path / "model.gguf", tmp_path / "orbax"):
         params = load_model(path, weight_dtype="int8").model.params
         assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
-        found = named(params)
-        for name, x in wanted.items():
+        loaded = named(params)
+        for name, x in expected.items():
             chex.assert_trees_all_equal(
-                np.asarray(found[name]), np.asarray(x), custom_message=f"{path.name}: {name}"
+                np.asarray(loaded[name]), np.asarray(x), custom_message=f"{path.name}: {name}"
             )
 
 
@@ -136,21 +137,26 @@ def test_int8_weights_of_a_16_bit_model_are_rounded_from_the_stored_values(tiny_
     exact, half = (
         load_model(tiny_folder, dtype=d, weight_dtype="int8").model for d in ("float32", "bfloat16")
     )
-    found, wanted = named(half.params), named(exact.params)
-    for name, x in wanted.items():
+    of_half = named(half.params)
+    of_exact = named(exact.params)
+    for name, x in of_exact.items():
         if x.dtype == np.int8 or name.endswith(SCALES):
-            chex.assert_trees_all_equal(np.asarray(found[name]), np.asarray(x))
+            chex.assert_trees_all_equal(np.asarray(of_half[name]), np.asarray(x))
         else:
-            assert str(found[name].dtype) == "bfloat16"
+            assert str(of_half[name].dtype) == "bfloat16"
     assert (half.dtype, half.weight_dtype, exact.weight_dtype) == ("bfloat16", "int8", "int8")
 
 
 @pytest.mark.slow
 def test_an_engine_reports_int8_weights_and_a_quarter_of_the_memory(tiny_folder, tiny):
-    llm, whole = LLM(tiny_folder, weight_dtype="int8", **SMALL), LLM(tiny, **SMALL)
-    assert (llm.engine.config.weight_dtype, whole.engine.config.weight_dtype) == ("int8", "float32")
+    llm = LLM(tiny_folder, weight_dtype="int8", **SMALL)
+    unquantized = LLM(tiny, **SMALL)
+    assert (llm.engine.config.weight_dtype, unquantized.engine.config.weight_dtype) == (
+        "int8",
+        "float32",
+    )
     matrices = [x for x in jax.tree.leaves(tiny.model.params) if x.ndim == 2]
-    saved = whole.engine.memory.weights - llm.engine.memory.weights
+    saved = unquantized.engine.memory.weights - llm.engine.memory.weights
     # a byte instead of four, and a float32 for each row
     assert saved == sum(3 * x.size - 4 * len(x) for x in matrices)
     assert texts(llm) == texts(LLM(tiny_folder, weight_dtype="int8", **SMALL))
@@ -160,16 +166,16 @@ def test_new_values_are_rounded_and_nothing_is_compiled(tiny, tiny_folder):
     llm = LLM(tiny_folder, weight_dtype="int8", **SMALL)
     before = texts(llm)
     params = {name: np.asarray(x) for name, x in named(tiny.model.params).items()}
-    other = {
+    changed = {
         name: x[::-1].copy() if "mlp" in name and x.ndim == 2 else x for name, x in params.items()
     }
     counted = compilations.counts()
-    llm.update_params(nested(other))
+    llm.update_params(nested(changed))
     after = texts(llm)
     assert (compilations.counts() - counted).compilations == 0
     assert after != before
     fresh = from_params(
-        nested(other), tiny.model.config, weight_dtype="int8", tokenizer=tiny.tokenizer
+        nested(changed), tiny.model.config, weight_dtype="int8", tokenizer=tiny.tokenizer
     )
     assert texts(LLM(fresh, **SMALL)) == after
     # int8 already, with its scales
@@ -186,10 +192,10 @@ def test_conflicting_options_are_refused(tiny, tiny_folder):
         ValueError, match="weight_dtype is 'bfloat16'; it must be one of None, 'int8', 'float32'"
     ):
         load_model(tiny_folder, dtype="float32", weight_dtype="bfloat16")
-    gone = jax.tree.map(lambda x: x.copy(), tiny.model.params)
-    jax.tree.map(lambda x: x.delete(), gone)
+    deleted = jax.tree.map(lambda x: x.copy(), tiny.model.params)
+    jax.tree.map(lambda x: x.delete(), deleted)
     with pytest.raises(ValueError, match=r"values of blocks.0.attn.qkv.weight: deleted \(donated"):
-        LLM(tiny_folder, weight_dtype="int8", **SMALL).update_params(gone)
+        LLM(tiny_folder, weight_dtype="int8", **SMALL).update_params(deleted)
     with pytest.raises(
         ValueError, match=r"weight_dtype is 'int4'; it must be one of .* \(did you mean 'int8'"
     ):

@@ -24,7 +24,8 @@ from pagedjax.weights.pretrained import read_model
 from tests.weights.tiny import tiny_gguf, tiny_llama
 
 ROOT = Path(__file__).parents[2]
-STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STATUS = Path("/proc/self/status")
+RESET = Path("/proc/self/clear_refs")
 FORMATS = {
     "safetensors": ("float32", "bfloat16"),
     "gguf": ("bfloat16", "float32"),
@@ -69,22 +70,24 @@ def test_loading_needs_about_two_of_the_largest_parameters_besides_the_model(tmp
     # memory in use.
     environment = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.weights.test_load_memory", str(tmp_path), str(dtypes)]
-    done = subprocess.run(
+    child = subprocess.run(
         command, capture_output=True, text=True, env=os.environ | environment, cwd=ROOT, check=False
     )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found.pop("everything first") > MODEL  # a loader that reads all tensors first
+    assert child.returncode == 0, child.stderr
+    overheads = json.loads(child.stdout)
+    assert overheads.pop("everything first") > MODEL  # a loader that reads all tensors first
     wrong = {
-        name: beside for name, beside in found.items() if not -0.2 < beside < MOST[name.split()[0]]
+        name: overhead
+        for name, overhead in overheads.items()
+        if not -0.2 < overhead < MOST[name.split()[0]]
     }
-    assert not wrong, found
-    assert len(found) == dtypes * len(FORMATS)
+    assert not wrong, overheads
+    assert len(overheads) == dtypes * len(FORMATS)
 
 
 def measure(folder: Path, dtypes: int) -> dict[str, float]:
     """Peak memory of loading besides the model, in largest parameters, by format and dtype."""
-    found = {}
+    overheads = {}
     for kind in FORMATS:
         small, large = (
             folder / size / (f"{kind}.gguf" if kind == "gguf" else kind)
@@ -92,9 +95,13 @@ def measure(folder: Path, dtypes: int) -> dict[str, float]:
         )
         for dtype in FORMATS[kind][:dtypes]:
             load(small, dtype)  # so that imports and set-up at first use are not measured
-            found[f"{kind} {dtype}"] = beside(lambda large=large, dtype=dtype: load(large, dtype))
-    found["everything first"] = beside(lambda: everything_first(folder / "large" / "safetensors"))
-    return found
+            overheads[f"{kind} {dtype}"] = beside(
+                lambda large=large, dtype=dtype: load(large, dtype)
+            )
+    overheads["everything first"] = beside(
+        lambda: everything_first(folder / "large" / "safetensors")
+    )
+    return overheads
 
 
 def load(path: Path, dtype: str) -> Any:

@@ -24,9 +24,11 @@ def table(layers: int = 2, *, tied: bool = True, bias: bool = False) -> list[Par
     rows = [ParamSource(("embed",), ("model.embed_tokens.weight",), (320, 64))]
     rows.append(ParamSource(("norm",), ("model.norm.weight",), (64,)))
     for i in range(layers):
-        at, name = ("layers", str(i)), LAYER.format(i)
+        at = ("layers", str(i))
+        name = LAYER.format(i)
         qkv = tuple(f"{name}self_attn.{x}_proj" for x in "qkv")
-        weights, biases = tuple(f"{x}.weight" for x in qkv), tuple(f"{x}.bias" for x in qkv)
+        weights = tuple(f"{x}.weight" for x in qkv)
+        biases = tuple(f"{x}.bias" for x in qkv)
         rows += [
             ParamSource((*at, "qkv"), weights, (64, 128), True, rows=(64, 32, 32)),
             ParamSource((*at, "qkv_bias"), biases, (128,), optional=not bias),
@@ -88,17 +90,17 @@ def test_dtypes_are_cast_on_the_host_by_rounding_once(tmp_path, dtype):
 
 
 def test_shards_gguf_and_a_progress_bar_change_nothing(tmp_path, capfd):
-    one = load_params(open_checkpoint(tiny_llama(tmp_path / "a")), table(), "float32")
+    in_one = load_params(open_checkpoint(tiny_llama(tmp_path / "a")), table(), "float32")
     assert capfd.readouterr().err == ""
-    two = load_params(
+    in_shards = load_params(
         open_checkpoint(tiny_llama(tmp_path / "b", shards=3)), table(), "float32", progress=True
     )
     assert "loading 0 M parameters" in capfd.readouterr().err
-    three = load_params(
+    from_gguf = load_params(
         open_checkpoint(tiny_gguf(tmp_path / "m.gguf", tmp_path / "a")), table(), "float32"
     )
-    chex.assert_trees_all_equal(one, two)
-    chex.assert_trees_all_equal(one, three)
+    chex.assert_trees_all_equal(in_one, in_shards)
+    chex.assert_trees_all_equal(in_one, from_gguf)
 
 
 def test_optional_parameters_are_left_out_when_absent(tmp_path):

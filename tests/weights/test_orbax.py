@@ -7,11 +7,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import shutil
-import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import chex
@@ -32,7 +31,10 @@ from pagedjax.weights.load import restore_params
 from pagedjax.weights.pretrained import read_model
 from pagedjax.weights.tokenizer_files import load_tokenizer
 from pagedjax.weights.tree import named
+from tests import fresh_python
 from tests.weights.tiny import llama3_scaling, tiny_gguf, tiny_llama
+
+assert_equal = partial(chex.assert_trees_all_equal, strict=True)  # dtypes, too
 
 
 def params(folder: Path, dtype: str = "float32") -> dict[str, np.ndarray]:
@@ -44,13 +46,6 @@ def params(folder: Path, dtype: str = "float32") -> dict[str, np.ndarray]:
     }
 
 
-def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
-    assert set(one) == set(other)
-    for name, x in one.items():
-        assert x.dtype == other[name].dtype
-        chex.assert_trees_all_equal(np.asarray(x), np.asarray(other[name]), custom_message=name)
-
-
 def save(folder: Path, tree, like: Path) -> Path:
     """A folder like a trainer's: the trainer's tree, and the files of a model."""
     with ocp.StandardCheckpointer() as orbax:
@@ -58,13 +53,6 @@ def save(folder: Path, tree, like: Path) -> Path:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((like / name).read_bytes())
     return folder
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    return tiny_llama(
-        tmp_path_factory.mktemp("source") / "hf", tied=False, qkv_bias=True, o_bias=True
-    )
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +71,13 @@ def folder(source) -> Path:
 def test_a_restored_model_is_identical_and_has_the_same_dtype(tmp_path, kind):
     source = tiny_llama(tmp_path / "hf", rope_scaling=llama3_scaling(), **kind)
     folder = convert(source, tmp_path / "orbax", "orbax")
-    one, other = open_checkpoint(source), open_checkpoint(folder)
-    assert other.format == "orbax"
-    assert {x.dtype.name for x in other.tensors.values()} == {kind["dtype"]}
-    assert {**other.config, "torch_dtype": ""} == {**one.config, "torch_dtype": ""}
-    assert other.eos_token_ids == one.eos_token_ids == (0, 2)
-    same(params(folder, kind["dtype"]), params(source, kind["dtype"]))
+    stored = open_checkpoint(source)
+    restored = open_checkpoint(folder)
+    assert restored.format == "orbax"
+    assert {x.dtype.name for x in restored.tensors.values()} == {kind["dtype"]}
+    assert {**restored.config, "torch_dtype": ""} == {**stored.config, "torch_dtype": ""}
+    assert restored.eos_token_ids == stored.eos_token_ids == (0, 2)
+    assert_equal(params(folder, kind["dtype"]), params(source, kind["dtype"]))
 
 
 def test_the_folder_generates_the_same_text_as_its_source(source, folder):
@@ -113,16 +102,18 @@ def test_values_are_rounded_once_when_written_or_restored_in_another_dtype(
     tmp_path, source, folder
 ):
     rounded = {name: x.astype(ml_dtypes.bfloat16) for name, x in params(source).items()}
-    same(params(folder, "bfloat16"), rounded)
-    same(params(convert(source, tmp_path / "b", "orbax", dtype="bfloat16"), "bfloat16"), rounded)
+    assert_equal(params(folder, "bfloat16"), rounded)
+    assert_equal(
+        params(convert(source, tmp_path / "b", "orbax", dtype="bfloat16"), "bfloat16"), rounded
+    )
 
 
 def test_a_gguf_file_becomes_a_folder_with_its_tokenizer(tmp_path, source):
     folder = convert(tiny_gguf(tmp_path / "m.gguf", source), tmp_path / "orbax", "orbax")
-    same(params(folder), params(source))
-    want, got = (load_tokenizer(open_checkpoint(path)) for path in (source, folder))
-    assert got.encode("the cat <|im_end|> 12") == want.encode("the cat <|im_end|> 12")
-    assert (got.eos_token_ids, got.chat_template) == ((2,), want.chat_template)
+    assert_equal(params(folder), params(source))
+    expected, got = (load_tokenizer(open_checkpoint(path)) for path in (source, folder))
+    assert got.encode("the cat <|im_end|> 12") == expected.encode("the cat <|im_end|> 12")
+    assert (got.eos_token_ids, got.chat_template) == ((2,), expected.chat_template)
 
 
 def test_one_tensor_can_be_read_by_its_path(source, folder):
@@ -134,7 +125,7 @@ def test_one_tensor_can_be_read_by_its_path(source, folder):
 def test_orbax_itself_reads_the_folder(source, folder):
     with ocp.StandardCheckpointer() as orbax:
         tree = orbax.restore(folder / "params")
-    same({name: np.asarray(x) for name, x in named(tree).items()}, params(source))
+    assert_equal({name: np.asarray(x) for name, x in named(tree).items()}, params(source))
 
 
 def test_a_trainers_checkpoint_is_read_with_or_without_computed_arrays(tmp_path, source):
@@ -142,7 +133,7 @@ def test_a_trainers_checkpoint_is_read_with_or_without_computed_arrays(tmp_path,
     for i, tree in enumerate(
         (state, nnx.to_pure_dict(state), nnx.to_pure_dict(nnx.filter_state(state, nnx.Param)))
     ):
-        same(params(save(tmp_path / str(i), tree, source)), params(source))
+        assert_equal(params(save(tmp_path / str(i), tree, source)), params(source))
 
 
 def test_parameters_are_restored_with_the_given_sharding(folder):
@@ -164,15 +155,8 @@ embed, norm = params["embed"], params["norm"]["weight"]
 print([s.data.shape for s in embed.addressable_shards], [s.data.shape for s in norm.addressable_shards], embed.dtype)
 print(float(embed.astype("float32").sum()))
 """
-    environment = {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-        check=True,
-    )
-    shapes, total = done.stdout.splitlines()
+    printed = fresh_python.output_of(program, JAX_NUM_CPU_DEVICES="2", JAX_PLATFORMS="cpu")
+    shapes, total = printed.splitlines()
     assert shapes == "[(160, 64), (160, 64)] [(64,), (64,)] bfloat16"
     assert float(total) == float(
         jax.numpy.asarray(params(folder, "bfloat16")["embed"]).astype("float32").sum()
@@ -275,13 +259,13 @@ def test_a_read_that_ends_after_orbax_closed_its_loop_prints_nothing(monkeypatch
 
 
 @pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt"])
-@pytest.mark.parametrize("kept", [0.5, None])
-def test_damaged_metadata_is_named(tmp_path, folder, name, kept):
+@pytest.mark.parametrize("share", [0.5, None])
+def test_damaged_metadata_is_named(tmp_path, folder, name, share):
     broken = copy(folder, tmp_path / "broken")
     file = broken / "params" / name
     file.write_bytes(
-        file.read_bytes()[: int(file.stat().st_size * kept)]
-    ) if kept else file.unlink()
+        file.read_bytes()[: int(file.stat().st_size * share)]
+    ) if share else file.unlink()
     with pytest.raises(ValueError, match=rf"{broken}/params .*(cannot|can) be read"):
         open_checkpoint(broken)
 
@@ -295,24 +279,24 @@ def test_broken_json_is_named(tmp_path, folder, name):
 
 
 def test_a_config_of_another_model_gives_a_list_of_differences(tmp_path, folder):
-    other = copy(folder, tmp_path / "other")
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(
+    changed = copy(folder, tmp_path / "other")
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(
         json.dumps({**config, "num_hidden_layers": 1, "vocab_size": 319})
     )
     with pytest.raises(
         ValueError, match=r"(?s)shape of embed: expected \(319, 64\).*unexpected: blocks\.1\."
     ):
-        load_model(other)
+        load_model(changed)
 
 
 def test_an_abstract_decoder_has_the_stored_names(folder):
     """So that a program that builds the module can find its parameters."""
     opened = open_checkpoint(folder)
     config = models.FAMILIES["llama"].from_hf(opened.config)
-    wanted = named(nnx.eval_shape(lambda: Decoder(config, "float32")))
-    assert {name: x.shape for name, x in wanted.items()} == {
+    abstract = named(nnx.eval_shape(lambda: Decoder(config, "float32")))
+    assert {name: x.shape for name, x in abstract.items()} == {
         name: x.shape for name, x in opened.tensors.items()
     }
     table = models.FAMILIES["llama"].param_table(config)
-    assert set(named(restore_params(opened, table, "float32"))) == set(wanted)
+    assert set(named(restore_params(opened, table, "float32"))) == set(abstract)

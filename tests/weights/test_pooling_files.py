@@ -38,7 +38,7 @@ def write(folder: Path, *kinds: str, **modes: bool) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "modes", "found"),
+    ("kinds", "modes", "pooling"),
     [
         (("Transformer", "Pooling", "Normalize"), {"cls_token": False, "lasttoken": True}, "LAST"),
         (("Transformer", "Pooling"), {"mean_tokens": True}, "MEAN"),
@@ -54,8 +54,8 @@ def write(folder: Path, *kinds: str, **modes: bool) -> Path:
         (("Transformer",), {}, None),
     ],
 )
-def test_the_pooling_of_sentence_transformers_files(tmp_path, kinds, modes, found):
-    assert pooling_of(write(tmp_path, *kinds, **modes)) == found
+def test_the_pooling_of_sentence_transformers_files(tmp_path, kinds, modes, pooling):
+    assert pooling_of(write(tmp_path, *kinds, **modes)) == pooling
 
 
 def test_a_folder_without_such_files_says_nothing(tmp_path):
@@ -86,19 +86,21 @@ def test_a_model_pools_as_its_files_say_and_without_a_warning(tiny_folder, tmp_p
     assert llm.model.pooling == "MEAN"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        own, mean = (
+        by_files, mean = (
             llm.embed([[5, 6, 7]], params, use_tqdm=False)
             for params in (None, PoolingParams(pooling_type="MEAN"))
         )
-    wanted = plain_hidden(folder, np.array([5, 6, 7])).mean(0)
-    np.testing.assert_allclose(own[0].outputs.embedding, wanted / np.linalg.norm(wanted), atol=2e-5)
-    assert own[0].outputs == mean[0].outputs
+    expected = plain_hidden(folder, np.array([5, 6, 7])).mean(0)
+    np.testing.assert_allclose(
+        by_files[0].outputs.embedding, expected / np.linalg.norm(expected), atol=2e-5
+    )
+    assert by_files[0].outputs == mean[0].outputs
 
 
 def test_a_model_that_was_saved_without_its_head_opens(tmp_path):
-    whole = tiny_llama(tmp_path / "whole", layers=1)
-    bare = shutil.copytree(whole, tmp_path / "bare")
-    tensors = load_file(whole / "model.safetensors")
+    full = tiny_llama(tmp_path / "whole", layers=1)
+    bare = shutil.copytree(full, tmp_path / "bare")
+    tensors = load_file(full / "model.safetensors")
     save_file(
         {name.removeprefix("model."): x for name, x in tensors.items()}, bare / "model.safetensors"
     )
@@ -108,11 +110,11 @@ def test_a_model_that_was_saved_without_its_head_opens(tmp_path):
         "token_buckets": (32,),
         "num_blocks": 32,
     }
-    found = [
+    outputs = [
         LLM(folder, progress=False, **options).embed([[5, 6]], use_tqdm=False)
-        for folder in (whole, bare)
+        for folder in (full, bare)
     ]
-    assert found[0] == found[1]
+    assert outputs[0] == outputs[1]
 
 
 def test_a_pooling_that_is_not_supported_is_refused(tiny_folder, tmp_path):

@@ -20,7 +20,8 @@ from tests.weights.tiny import tiny_llama
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_values_equal_the_safetensors_packages(tmp_path, dtype):
     folder = tiny_llama(tmp_path, dtype=dtype)
-    stored, opened = load_file(folder / "model.safetensors"), open_checkpoint(folder)
+    stored = load_file(folder / "model.safetensors")
+    opened = open_checkpoint(folder)
     assert set(opened.tensors) == set(stored)
     for name, tensor in opened.tensors.items():
         values = tensor.read()
@@ -30,11 +31,11 @@ def test_values_equal_the_safetensors_packages(tmp_path, dtype):
 
 
 def test_shards_are_one_checkpoint(tmp_path):
-    whole = open_checkpoint(tiny_llama(tmp_path / "one"))
+    single = open_checkpoint(tiny_llama(tmp_path / "one"))
     sharded = open_checkpoint(tiny_llama(tmp_path / "three", shards=3))
-    assert set(whole.tensors) == set(sharded.tensors)
+    assert set(single.tensors) == set(sharded.tensors)
     assert len({tensor.file for tensor in sharded.tensors.values()}) == 3
-    for name, tensor in whole.tensors.items():
+    for name, tensor in single.tensors.items():
         np.testing.assert_array_equal(tensor.read(), sharded.tensors[name].read())
 
 
@@ -55,7 +56,8 @@ def test_every_dtype_of_the_format_reads(tmp_path):
     values = {kind: np.array([[0, 1], [1, 0], [1, 1]], kind) for kind in kinds}
     for kind in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         values[kind] = np.array([1.5, -2], getattr(ml_dtypes, kind))
-    values["scalar"], values["empty"] = np.array(3.0, np.float32), np.zeros((0, 4), np.float32)
+    values["scalar"] = np.array(3.0, np.float32)
+    values["empty"] = np.zeros((0, 4), np.float32)
     save_file(values, tmp_path / "x.safetensors")
     for name, tensor in read_safetensors(tmp_path / "x.safetensors").items():
         np.testing.assert_array_equal(tensor.read(), values[name])
@@ -132,9 +134,9 @@ def small(path: Path) -> Path:
 def test_truncated_files_name_the_file_and_the_sizes(tmp_path, size):
     path = small(tmp_path / "x.safetensors")
     data = path.read_bytes()
-    kept = size if size >= 0 else len(data) + size
-    path.write_bytes(data[:kept])
-    with pytest.raises(ValueError, match=rf"x\.safetensors is truncated.*the file has {kept}"):
+    size_left = size if size >= 0 else len(data) + size
+    path.write_bytes(data[:size_left])
+    with pytest.raises(ValueError, match=rf"x\.safetensors is truncated.*the file has {size_left}"):
         read_safetensors(path)
 
 

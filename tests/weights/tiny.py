@@ -105,7 +105,9 @@ def tiny_tensors(config: dict[str, Any], *, qkv_bias: bool, seed: int) -> dict[s
     differ.
     """
     rng = np.random.default_rng(seed)
-    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    hidden = config["hidden_size"]
+    inner = config["intermediate_size"]
+    vocab = config["vocab_size"]
     q, kv = (
         config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value")
     )
@@ -187,7 +189,7 @@ def tiny_vocab(vocab: int) -> tuple[list[str], list[tuple[str, str]]]:
     return [
         *SPECIAL,
         *(letters[byte] for byte in range(256)),
-        *(left + right for left, right in merges),
+        *(first + second for first, second in merges),
     ], merges
 
 

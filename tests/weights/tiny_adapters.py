@@ -20,15 +20,16 @@ def random_factors(
     folder: Path, rank: int = 4, *, seed: int = 0, kinds: tuple[str, ...] = ALL
 ) -> Factors:
     """A [r, in] and B [out, r] for the matrices of these kinds, large enough to change tokens."""
-    rng, found = np.random.default_rng(seed), {}
+    rng = np.random.default_rng(seed)
+    factors = {}
     for name, x in sorted(load_file(folder / "model.safetensors").items()):
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] in kinds:
             out, size = x.shape
             a = rng.standard_normal((rank, size)) / np.sqrt(size)
             b = rng.standard_normal((out, rank)) / np.sqrt(rank)
-            found[module] = a.astype(np.float32), b.astype(np.float32)
-    return found
+            factors[module] = a.astype(np.float32), b.astype(np.float32)
+    return factors
 
 
 def tiny_adapter(

@@ -20,22 +20,22 @@ def test_the_warm_up_is_not_counted_and_the_order_changes():
         called.append(name)
         return 100.0 if len(called) <= 2 else seconds
 
-    found = rounds({"a": lambda: run("a", 2.0), "b": lambda: run("b", 4.0)}, 3)
-    assert found == {"a": [2.0] * 3, "b": [4.0] * 3}
+    times = rounds({"a": lambda: run("a", 2.0), "b": lambda: run("b", 4.0)}, 3)
+    assert times == {"a": [2.0] * 3, "b": [4.0] * 3}
     assert called == ["a", "b", "b", "a", "a", "b", "b", "a"]
 
 
 def test_a_share_is_of_the_same_round():
-    one = share({"base": [1.0, 4.0, 9.0], "other": [2.0, 4.0, 10.0]}, "base", "other")
-    assert one == {"ratio": 0.9, "ratios": [0.5, 1.0, 0.9]}
-    assert cell(one) == "0.900 (0.500 to 1.000)"
+    result = share({"base": [1.0, 4.0, 9.0], "other": [2.0, 4.0, 10.0]}, "base", "other")
+    assert result == {"ratio": 0.9, "ratios": [0.5, 1.0, 0.9]}
+    assert cell(result) == "0.900 (0.500 to 1.000)"
 
 
 def test_requests_are_within_their_ranges_and_the_same_for_a_seed():
     prompts, params = requests_of(Workload(50, (3, 5), (1, 2)), vocab=20, seed=1)
     lengths = {len(prompt["prompt_token_ids"]) for prompt in prompts}
     assert lengths == {3, 4, 5}
-    assert {one.max_tokens for one in params} == {1, 2}
+    assert {request_params.max_tokens for request_params in params} == {1, 2}
     assert requests_of(Workload(50, (3, 5), (1, 2)), vocab=20, seed=1)[0] == prompts
 
 
@@ -50,10 +50,11 @@ def test_a_count_below_1_is_refused(command, words, capsys):
 @pytest.mark.exhaustive  # it measures for a minute
 def test_the_cost_of_adapters_is_a_share_for_each_rank(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(adapters, "WORKLOADS", {"few": Workload(9, (4, 8), (3, 3))})
-    model, out = tiny_llama(tmp_path / "llama", tied=False), tmp_path / "out.json"
+    model = tiny_llama(tmp_path / "llama", tied=False)
+    out = tmp_path / "out.json"
     adapters.main(["--model", str(model), "--ranks", "4", "--rounds", "2", "--json", str(out)])
-    (found,) = json.loads(out.read_text())["workloads"]
-    assert set(found["seconds"]) == {"without", "rank 4, no adapter", "rank 4, 8 adapters"}
-    assert set(found["shares"]) == {"rank 4, no adapter", "rank 4, 8 adapters"}
-    assert all(len(times) == 2 for times in found["seconds"].values())
+    (workload,) = json.loads(out.read_text())["workloads"]
+    assert set(workload["seconds"]) == {"without", "rank 4, no adapter", "rank 4, 8 adapters"}
+    assert set(workload["shares"]) == {"rank 4, no adapter", "rank 4, 8 adapters"}
+    assert all(len(times) == 2 for times in workload["seconds"].values())
     assert "| few | rank 4, 8 adapters |" in capsys.readouterr().out

@@ -51,15 +51,16 @@ def config(tmp_path):
 
 
 def test_ratios_are_taken_within_rounds(config, tmp_path, capsys):
-    out, drawn = tmp_path / "out.json", tmp_path / "out.svg"
+    out = tmp_path / "out.json"
+    drawn = tmp_path / "out.svg"
     arguments = config(quick={"seconds": 0.05}, slow={"seconds": 0.2})
     assert peers.main([*arguments, "--json", str(out), "--plot", str(drawn)]) == 0
-    found = json.loads(out.read_text())
-    quick, slow = found["rows"]
+    report = json.loads(out.read_text())
+    quick, slow = report["rows"]
     assert (quick["contender"], quick["ratio"]) == ("quick", 1.0)
     assert 2 < slow["ratio_least"] <= slow["ratio"] <= slow["ratio_most"] < 6
     assert slow["least"] <= slow["tokens_per_s"] <= slow["most"] < quick["least"]
-    assert found["same_tokens"] == {"quick": 1.0, "slow": 1.0}
+    assert report["same_tokens"] == {"quick": 1.0, "slow": 1.0}
     assert "<svg" in drawn.read_text()
     assert "quick is so many times as fast" in capsys.readouterr().out
 
@@ -94,15 +95,15 @@ def test_bad_workload_file_is_reported(config, tmp_path, capsys, text, message):
         (tmp_path, "Is a directory"),
     ):
         assert peers.main([*config(first={}), "--file", str(file)]) == 2
-        said = capsys.readouterr().err
+        errors = capsys.readouterr().err
         assert (
             f"error: --file is '{file}', which cannot be read: {why}; name a JSON list of requests"
-            in said
+            in errors
         )
     assert peers.main([*config(first={}), "--file", str(tmp_path / "odd.json")]) == 2
-    said = capsys.readouterr().err
-    assert f"error: {tmp_path / 'odd.json'}" in said
-    assert message in said
+    errors = capsys.readouterr().err
+    assert f"error: {tmp_path / 'odd.json'}" in errors
+    assert message in errors
 
 
 def test_request_file_is_read_like_in_an_experiment(tmp_path):
@@ -172,10 +173,11 @@ def test_checkpoint_is_written_as_hugging_face_directory(tmp_path):
     from pagedjax.weights.locate import open_checkpoint
 
     folder = peers.write_out("smollm2-135m", tmp_path)
-    ours, theirs = open_checkpoint("smollm2-135m"), open_checkpoint(folder)
-    assert set(ours.tensors) == set(theirs.tensors)
+    embedded = open_checkpoint("smollm2-135m")
+    written = open_checkpoint(folder)
+    assert set(embedded.tensors) == set(written.tensors)
     name = "model.layers.3.mlp.down_proj.weight"
-    assert (ours.tensors[name].read() == theirs.tensors[name].read()).all()
+    assert (embedded.tensors[name].read() == written.tensors[name].read()).all()
     assert peers.write_out(str(folder), tmp_path / "elsewhere") == folder  # it is one already
 
 
@@ -188,7 +190,8 @@ def test_pagedjax_adapter(tmp_path, capsys):
         f"blocks of {size}": {"adapter": "pagedjax", "options": {**options, "block_size": size}}
         for size in (4, 16)
     }
-    file, work = tmp_path / "peers.yaml", tmp_path / "work.json"
+    file = tmp_path / "peers.yaml"
+    work = tmp_path / "work.json"
     model = tiny_llama(tmp_path / "llama", tied=True)
     file.write_text(yaml.safe_dump({"model": str(model), "contenders": contenders}))
     work.write_text(json.dumps([{"prompt": [5, 6, 7 + i], "n": 5} for i in range(3)]))

@@ -16,10 +16,10 @@ def test_each_number_of_sequences_has_a_row_of_positive_costs(
     processes.main(
         ["--sequences", "1", "3", "--steps", "5", "--json", str(tmp_path / "found.json")]
     )
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert [row["sequences"] for row in found["rows"]] == [1, 3]
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert [row["sequences"] for row in report["rows"]] == [1, 3]
     assert all(
-        row[name] > 0 for row in found["rows"] for name in ("schedule", "digest", "send", "arrive")
+        row[name] > 0 for row in report["rows"] for name in ("schedule", "digest", "send", "arrive")
     )
-    assert found["environment"]["versions"]["jax"]
+    assert report["environment"]["versions"]["jax"]
     assert len(capsys.readouterr().out.splitlines()) == 3

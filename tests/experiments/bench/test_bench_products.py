@@ -28,12 +28,12 @@ def _small_model(monkeypatch):
 def test_products_of_every_dtype_and_experts_are_measured(tmp_path, capsys):
     out = tmp_path / "products.json"
     products.main(["--tokens", "3", "--experts", "2", "--repeats", "1", "--json", str(out)])
-    found = json.loads(out.read_text())
-    assert [(row["dtype"], row["tokens"], row["impl"]) for row in found["layers"]] == [
+    report = json.loads(out.read_text())
+    assert [(row["dtype"], row["tokens"], row["impl"]) for row in report["layers"]] == [
         (dtype, 3, impl) for dtype in ("float32", "bfloat16", "int8") for impl in ("cpu", "xla")
     ]
-    assert all(row["ms"] > 0 and row["gflops"] > 0 for row in found["layers"])
-    assert found["experts"][0]["tokens"] == 2
+    assert all(row["ms"] > 0 and row["gflops"] > 0 for row in report["layers"])
+    assert report["experts"][0]["tokens"] == 2
     assert "8 of 64 experts" in capsys.readouterr().out
 
 

@@ -13,11 +13,11 @@ from experiments.bench import random_llama
 
 def test_random_model_is_reproducible_and_has_the_shape():
     shape = random_llama.SHAPES["small"]
-    model, again, other = (
+    model, repeated, of_other_seed = (
         random_llama.random_model(shape, "float32", seed).params for seed in (0, 0, 1)
     )
-    chex.assert_trees_all_equal(model, again)
-    chex.assert_trees_all_equal_shapes_and_dtypes(model, other)
+    chex.assert_trees_all_equal(model, repeated)
+    chex.assert_trees_all_equal_shapes_and_dtypes(model, of_other_seed)
     chex.assert_tree_all_finite(model)
     matrices = [
         x for x in jax.tree.leaves(model) if x.ndim == 2 and x.shape[0] >= shape["hidden_size"]
@@ -25,7 +25,7 @@ def test_random_model_is_reproducible_and_has_the_shape():
     chex.assert_type(matrices, "float32")
     assert all(0.019 < float(x.std()) < 0.021 for x in matrices[:3])
     with pytest.raises(AssertionError):
-        chex.assert_trees_all_equal(model, other)
+        chex.assert_trees_all_equal(model, of_other_seed)
 
 
 @pytest.mark.slow

@@ -63,10 +63,10 @@ def test_timing_of_known_steps() -> None:
         return Step(schedule * 1e-6, commit * 1e-6, 4, 5, 1, 0, 0, 0, 0)
 
     rounds = [[step(10, 20), step(30, 40), step(10, 20)], [step(50, 50)] * 3]
-    found = timing("x", rounds)
-    assert (found.median, found.low, found.high) == (85.0, 30.0, 100.0)
-    assert (found.schedule, found.commit) == (40.0, 45.0)
-    assert (found.sequences, found.tokens, found.finished) == (4, 5, 1)
+    result = timing("x", rounds)
+    assert (result.median, result.low, result.high) == (85.0, 30.0, 100.0)
+    assert (result.schedule, result.commit) == (40.0, 45.0)
+    assert (result.sequences, result.tokens, result.finished) == (4, 5, 1)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

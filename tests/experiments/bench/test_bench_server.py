@@ -18,11 +18,11 @@ def test_each_way_makes_all_tokens(tiny_folder, tmp_path, capsys, monkeypatch):
     server.main(
         ["--model", str(tiny_folder), "--requests", "3", "--rounds", "1", "--json", str(out)]
     )
-    found = json.loads(out.read_text())["output_tokens_per_s"]
-    assert {way: len(values) for way, values in found.items()} == dict.fromkeys(
+    throughputs = json.loads(out.read_text())["output_tokens_per_s"]
+    assert {way: len(values) for way, values in throughputs.items()} == dict.fromkeys(
         ("library", "whole", "streamed"), 1
     )
-    assert all(value > 0 for values in found.values() for value in values)
+    assert all(value > 0 for values in throughputs.values() for value in values)
     assert "| library |" in capsys.readouterr().out
 
 
@@ -32,7 +32,7 @@ def test_ratios_are_taken_round_by_round():
 
 
 def test_requests_are_reproducible_and_within_limits():
-    first, again = (server.requests(30, 320) for _ in range(2))
-    assert first == again
+    first, repeated = (server.requests(30, 320) for _ in range(2))
+    assert first == repeated
     assert all(16 <= len(prompt) <= 256 and 16 <= count <= 128 for prompt, count in first)
     assert all(17 <= token < 320 for prompt, _ in first for token in prompt)

@@ -47,16 +47,16 @@ asks_of_any_shape = st.lists(
 
 @drawn.given(20, 60, asks_of_any_shape, st.sampled_from([1, 4, 16]))
 def test_saved_share_matches_brute_force_count(requests: list[SampledRequest], size: int) -> None:
-    found = simulate(requests, size)
-    assert (found.listed, found.used) == by_hand(requests, size)
-    assert found.preemptions == 0
+    counts = simulate(requests, size)
+    assert (counts.listed, counts.used) == by_hand(requests, size)
+    assert counts.preemptions == 0
 
 
 def test_saved_share_of_two_branches_by_hand() -> None:
     # Prompt 20 in blocks of 16. The first branch: steps 0 to 2, the second: steps 1 to 3, two
     # blocks each, one shared.
-    found = simulate([SampledRequest(20, (3, 3), 0.0)], 16)
-    assert (found.listed, found.used, found.steps) == (2 + 4 + 4 + 2, 2 + 3 + 3 + 2, 4)
+    counts = simulate([SampledRequest(20, (3, 3), 0.0)], 16)
+    assert (counts.listed, counts.used, counts.steps) == (2 + 4 + 4 + 2, 2 + 3 + 3 + 2, 4)
     assert simulate([SampledRequest(15, (3, 3), 0.0)], 16).share == 0, (
         "the only block is partial, and is copied"
     )
@@ -81,7 +81,8 @@ def test_paper_values_lie_between_both_kinds_of_lengths(
         assert paper is not None
         assert shares["alpaca", n, "own"] < paper < shares["alpaca", n, "same"]
         assert shares["alpaca", n, "same"] < 1.6 * paper
-    low, high = SHAREGPT.paper[2], SHAREGPT.paper[6]
+    low = SHAREGPT.paper[2]
+    high = SHAREGPT.paper[6]
     assert low is not None
     assert high is not None
     assert shares["sharegpt", 2, "same"] == pytest.approx(low, rel=0.25)
@@ -105,18 +106,21 @@ def test_arrival_times_do_not_change_saved_share() -> None:
     spread = draw(ALPACA, 40, 3, "own", seed=2, arrivals=Poisson("poisson", 0.5))
     assert [ask[:2] for ask in at_once] == [ask[:2] for ask in spread]
     assert spread[-1].arrival > 40
-    a, b = simulate(at_once, 16), simulate(spread, 16)
+    a = simulate(at_once, 16)
+    b = simulate(spread, 16)
     assert (a.listed, a.used) == (b.listed, b.used)
     assert a.steps < b.steps
 
 
 def test_drawn_lengths_have_expected_means() -> None:
-    same, own = (draw(SHAREGPT, 400, 4, lengths, seed=3) for lengths in ("same", "own"))
-    assert all(len(set(ask.outputs)) == 1 and len(ask.outputs) == 4 for ask in same)
-    assert [ask.prompt for ask in same] == [ask.prompt for ask in own]
-    assert len({ask.outputs for ask in own}) == 400
-    assert sum(len(set(ask.outputs)) == 4 for ask in own) > 380
-    mean = sum(sum(ask.outputs) for ask in own) / 1600
+    same_lengths, own_lengths = (
+        draw(SHAREGPT, 400, 4, lengths, seed=3) for lengths in ("same", "own")
+    )
+    assert all(len(set(ask.outputs)) == 1 and len(ask.outputs) == 4 for ask in same_lengths)
+    assert [ask.prompt for ask in same_lengths] == [ask.prompt for ask in own_lengths]
+    assert len({ask.outputs for ask in own_lengths}) == 400
+    assert sum(len(set(ask.outputs)) == 4 for ask in own_lengths) > 380
+    mean = sum(sum(ask.outputs) for ask in own_lengths) / 1600
     assert mean == pytest.approx(SHAREGPT.output, rel=0.1)
 
 

@@ -1,4 +1,6 @@
-"""The benchmark of simulated steps: it ends, runs what it says, and refuses what is not simulated."""
+"""The benchmark of simulated steps: it ends, runs what it says, and refuses what is not
+simulated.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ def test_each_way_makes_its_steps(tmp_path, capsys):
     path = tmp_path / "small.json"
     path.write_text(json.dumps(RAW), encoding="utf-8")
     simulation.main([str(path), "--rounds", "1", "--json", str(tmp_path / "out.json")])
-    kept = json.loads((tmp_path / "out.json").read_text("utf-8"))
-    assert list(kept["seconds"]) == list(simulation.WAYS)
-    assert list(kept["shares"]) == ["together", "sums"]
+    report = json.loads((tmp_path / "out.json").read_text("utf-8"))
+    assert list(report["seconds"]) == list(simulation.WAYS)
+    assert list(report["shares"]) == ["together", "sums"]
     assert "times as fast" in capsys.readouterr().out
-    assert (kept["requests"], kept["sequences_per_step"] > 1) == (40, True)
+    assert (report["requests"], report["sequences_per_step"] > 1) == (40, True)
     points = simulation.points_of(path, [], simulation.WAYS)
     together = {}
     for way in simulation.WAYS:
@@ -48,12 +50,12 @@ def test_each_way_makes_its_steps(tmp_path, capsys):
 )
 def test_a_config_that_cannot_run_in_every_way_is_refused(tmp_path, capsys, changes, message):
     path = tmp_path / "small.json"
-    kept = {
+    config = {
         name: value
         for name, value in ({**RAW, "model": "smollm2-135m"} | changes).items()
         if value is not None
     }
-    path.write_text(json.dumps(kept), encoding="utf-8")
+    path.write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(SystemExit):
         simulation.main([str(path)])
     assert message in capsys.readouterr().err

@@ -31,7 +31,9 @@ def test_workloads_have_the_shapes_that_they_say():
     assert len(w1.prompts) == len(w1.lengths) == 64
     assert all(16 <= len(prompt) <= 256 for prompt in w1.prompts)
     assert all(16 <= length <= 128 for length in w1.lengths)
-    assert [one.name for one in speculation.workloads(list, 320, 16, ("prose",))] == ["prose"]
+    assert [workload.name for workload in speculation.workloads(list, 320, 16, ("prose",))] == [
+        "prose"
+    ]
 
 
 @pytest.mark.slow
@@ -53,10 +55,10 @@ def test_each_engine_has_a_row_and_the_plain_one_the_ratio_1(tiny):
 
 @pytest.mark.slow
 def test_other_tokens_than_those_of_the_plain_engine_fail_the_run(tiny, tmp_path):
-    other = LLM(tiny_llama(tmp_path / "other", tied=True), progress=False, **SMALL)
+    other_llm = LLM(tiny_llama(tmp_path / "other", tied=True), progress=False, **SMALL)
     with pytest.raises(RuntimeError, match="edit: other gave other tokens than the plain engine"):
         speculation.measure(
-            work(), {"plain": LLM(tiny, progress=False, **SMALL), "other": other}, rounds=1
+            work(), {"plain": LLM(tiny, progress=False, **SMALL), "other": other_llm}, rounds=1
         )
 
 

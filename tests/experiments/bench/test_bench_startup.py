@@ -73,7 +73,8 @@ def test_process_with_stolen_processors_is_not_counted():
             "cached": 0,
         }
 
-    lucky, unlucky = run(1.0, 0.01), run(9.0, 0.5)
+    lucky = run(1.0, 0.01)
+    unlucky = run(9.0, 0.5)
     assert startup.valid_runs([lucky, unlucky]) == [lucky]
     assert startup.valid_runs([unlucky]) == [unlucky]
     assert "9.00" not in startup.table({"LLM(), cold": [lucky, unlucky]})

@@ -15,7 +15,8 @@ from experiments.bench import idle, lower_bounds
 
 
 def test_floor_products_have_the_shapes_of_the_step(tiny):
-    model, batch = tiny.model, 3
+    model = tiny.model
+    batch = 3
     c = model.config
     weights = [w for w, _ in lower_bounds.weights_of(model)]
     # the head too; an embedding of its own is not multiplied
@@ -44,8 +45,9 @@ def test_lower_bounds_command(tiny_folder, tmp_path, capsys):
     out = tmp_path / "lower_bounds.json"
     sizes = ["--batches", "1", "3", "--prompts", "9", "--context", "20", "--repeats", "3"]
     lower_bounds.main(["--model", str(tiny_folder), *sizes, "--json", str(out)])
-    kept = json.loads(out.read_text())
-    rows, prompts = kept["decodes"], kept["prompts"]
+    report = json.loads(out.read_text())
+    rows = report["decodes"]
+    prompts = report["prompts"]
     assert [row["batch"] for row in rows] == [1, 3]
     names = ("step", "host", "read weights", "weight products", "attention", "read cache")
     assert all(row[name] > 0 for row in rows for name in names)
@@ -72,11 +74,11 @@ def test_idle_command_reads_trace(tiny_folder, tmp_path, capsys):
         idle.main(
             ["--model", str(tiny_folder), "--sequences", "8", "--steps", "6", "--json", str(out)]
         )
-        plain, ahead = json.loads(out.read_text())["rows"]
+        plain, with_lookahead = json.loads(out.read_text())["rows"]
         if plain["idle"] > plain["host"]:
             break
-    assert (plain["sequences"], plain["lookahead"], ahead["lookahead"]) == (8, 0, 1)
-    for row in (plain, ahead):
+    assert (plain["sequences"], plain["lookahead"], with_lookahead["lookahead"]) == (8, 0, 1)
+    for row in (plain, with_lookahead):
         assert row["idle"] <= row["longest"]
         assert row["step"] > 0
     assert plain["idle"] > plain["host"] > 0, "without lookahead the device waits for the host"

@@ -16,7 +16,7 @@ NAMES = [name for name in quality.VARIANTS if not name.startswith("quest")]
 def test_quantized_variants_differ_slightly_from_baseline(tiny_folder, tmp_path, capsys):
     out = tmp_path / "quality.json"
     sizes = ["--windows", "3", "--length", "40", "--steps", "2", "--dtype", "float32"]
-    own = '{"name": "quest", "tokens": 16, "dense_layers": 1}'
+    quest = '{"name": "quest", "tokens": 16, "dense_layers": 1}'
     quality.main(
         [
             "--model",
@@ -25,25 +25,25 @@ def test_quantized_variants_differ_slightly_from_baseline(tiny_folder, tmp_path,
             "--json",
             str(out),
             "--kv-policy",
-            own,
+            quest,
             "--variants",
             *NAMES,
         ]
     )
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
-    assert rows[own]["difference"] < 1e-4, "prompts read everything"
-    assert rows[own]["same_greedy"] < 1
-    first, weights, cache, both = (
+    assert rows[quest]["difference"] < 1e-4, "prompts read everything"
+    assert rows[quest]["same_greedy"] < 1
+    first, weights, cache, all_8_bit = (
         rows[name] for name in ("as it is", "int8 weights", "8-bit cache", "both")
     )
     assert (first["difference"], first["same_best"], first["same_greedy"]) == (0, 1, 1)
-    for row in (weights, cache, both):
+    for row in (weights, cache, all_8_bit):
         assert 0 < row["difference"] < 0.2
         assert 0.5 < row["same_best"] <= 1
         assert row["perplexity"] == pytest.approx(first["perplexity"], rel=0.05)
         assert row["step"] > 0
-    assert weights["weights"] == both["weights"] < first["weights"] / 3
-    assert cache["cache"] == both["cache"] == first["cache"] / 4
+    assert weights["weights"] == all_8_bit["weights"] < first["weights"] / 3
+    assert cache["cache"] == all_8_bit["cache"] == first["cache"] / 4
     assert "| both |" in capsys.readouterr().out
 
 

@@ -81,7 +81,9 @@ def test_paper_products_match_compiler_flops():
 
 
 def test_paper_attention_matches_compiler_flops():
-    c, b, n = config(), 5, 30
+    c = config()
+    b = 5
+    n = 30
     group = c.heads // c.kv_heads
 
     def both(q, k, v):
@@ -98,7 +100,8 @@ def test_paper_attention_matches_compiler_flops():
 
 @pytest.mark.parametrize(("sequences", "context"), [(1, 40), (5, 30), (7, 64)])
 def test_paper_cache_and_inputs_match_arrays(sequences: int, context: int):
-    c, shapes = config(), scale.shapes_of(Shape(sequences, context, 3, 320))
+    c = config()
+    shapes = scale.shapes_of(Shape(sequences, context, 3, 320))
     pages = cache.init(
         layers=3,
         blocks=sequences * math.ceil((context + ROOM) / BLOCK),
@@ -137,10 +140,13 @@ def test_roofline_takes_slower_of_traffic_and_arithmetic():
 
 @pytest.mark.parametrize(("sequences", "steps"), [(1, 1), (16, 5), (20, scale.MOST_STEPS)])
 def test_middle_step_has_the_given_context(sequences: int, steps: int):
-    context, lead = 64, WARM + steps // 2
+    context = 64
+    lead = WARM + steps // 2
     shapes = scale.shapes_of(Shape(sequences, context, 1, 50))
     blanks = {sequences: blank_sampling(sequences)}
-    host, lengths, tokens = scale.state_after_prompts(shapes, context, lead), [], []
+    host = scale.state_after_prompts(shapes, context, lead)
+    lengths = []
+    tokens = []
     for i in range(WARM + steps):
         host, _, batch = scale.advance(
             host, shapes, blanks, lambda batch, i=i: batch.tokens * 0 + i
@@ -171,13 +177,13 @@ def test_sequences_begin_blocks_in_different_steps():
 
 
 def test_line_fit_minimizes_relative_error():
-    found = line([1, 4, 16, 1024], [12, 18, 42, 2058])
-    assert found == pytest.approx((10, 2, 0), abs=1e-6)
+    coefficients = line([1, 4, 16, 1024], [12, 18, 42, 2058])
+    assert coefficients == pytest.approx((10, 2, 0), abs=1e-6)
     assert line([1, 2, 4], [1, 1, 2]).miss == pytest.approx(0.18, abs=0.02)
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "text"),
     [
         (0.0, "0"),
         (4.125, "4.12"),
@@ -189,8 +195,8 @@ def test_line_fit_minimizes_relative_error():
         (12345.6, "12,346"),
     ],
 )
-def test_numbers_have_three_digits(value: float, said: str):
-    assert scale_report.number(value) == said
+def test_numbers_have_three_digits(value: float, text: str):
+    assert scale_report.number(value) == text
 
 
 def test_base_point_is_measured_once_for_all_factors():
@@ -203,22 +209,23 @@ def test_base_point_is_measured_once_for_all_factors():
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory) -> SimpleNamespace:
     """The whole command, with the least that every factor takes."""
-    out, said = tmp_path_factory.mktemp("scale") / "scale.json", io.StringIO()
-    with contextlib.redirect_stdout(said):
+    out = tmp_path_factory.mktemp("scale") / "scale.json"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         assert scale.main(["--quick", "--steps", "2", "--json", str(out)]) == 0
-    return SimpleNamespace(figures=json.loads(out.read_text()), text=said.getvalue(), file=out)
+    return SimpleNamespace(figures=json.loads(out.read_text()), text=printed.getvalue(), file=out)
 
 
 @pytest.mark.slow
 def test_command_measures_every_point(quick):
     figures = quick.figures
     assert figures["command"] == "python -m experiments.bench.scale --quick --steps 2"
-    assert {name: [p[name] for p in several] for name, several in figures["factors"].items()} == {
+    assert {name: [p[name] for p in points] for name, points in figures["factors"].items()} == {
         name: list(values) for name, values in QUICK.values.items()
     }
     assert set(figures["where"]) >= {"commit", "python", "versions", "cpu"}
     assert {"stolen", "elsewhere", "load_average", "date"} <= set(figures)
-    for point in [p for several in figures["factors"].values() for p in several]:
+    for point in [p for points in figures["factors"].values() for p in points]:
         assert len(point["step_ms"]) == len(point["host_us"]) == 2
         assert min(*point["step_ms"], *point["host_us"]) > 0
         assert scale_report.difference(point) == 0, (
@@ -248,8 +255,8 @@ def test_show_repeats_the_report_of_kept_figures(quick, capsys):
 
 
 def test_documented_tables_match_kept_figures():
-    _, _, rest = README.read_text(encoding="utf-8").partition("<!-- scale -->\n")
-    text, _, _ = rest.partition("<!-- end -->")
+    _, _, after_marker = README.read_text(encoding="utf-8").partition("<!-- scale -->\n")
+    text, _, _ = after_marker.partition("<!-- end -->")
     assert text == scale_report.report(scale.read_figures(KEPT)), (
         "paste what `python -m experiments.bench.scale --show` prints of the file"
     )
@@ -287,10 +294,10 @@ def test_bad_arguments_are_refused_before_anything_runs(words, message, capsys, 
 
 
 def test_show_refuses_other_files(tmp_path):
-    other = tmp_path / "other.json"
-    other.write_text('{"factors": {"sequences": []}}')
+    file = tmp_path / "other.json"
+    file.write_text('{"factors": {"sequences": []}}')
     with pytest.raises(ValueError, match="has no factors"):
-        scale.read_figures(other)
+        scale.read_figures(file)
 
 
 def test_point_beyond_memory_error_has_remedy():

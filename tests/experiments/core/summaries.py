@@ -1,13 +1,37 @@
-"""The summary of a run from all of its records, as the driver makes it."""
+"""Simulated runs of a config, and the summary of a run from all of its records."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from experiments.core.config import Slo
+from experiments import run
+from experiments.core import engines
+from experiments.core.config import Point, Slo, expand
+from experiments.core.drive import Measured, measure
 from experiments.core.metrics import step_sums, summary, token_sums
 from experiments.core.records import RequestRecord, StepRecord
+
+
+def simulated_run(raw: dict[str, Any], folder: Path = Path()) -> Measured:
+    """The first run of a config that has one point."""
+    (point,) = expand(raw, folder=folder)
+    return simulated_run_at(point)
+
+
+def simulated_run_at(point: Point) -> Measured:
+    return measure(engines.simulated(point.experiment), point, 0)
+
+
+def run_files(folder: Path, raw: dict[str, Any]) -> Path:
+    """Run a config by the command, in a folder with the files that it names. Returns the folder
+    of its runs.
+    """
+    (folder / "one.yaml").write_text(json.dumps(raw), encoding="utf-8")
+    assert run.main([str(folder / "one.yaml"), "--out", str(folder / "runs"), "--quiet"]) == 0
+    return folder / "runs" / raw["name"]
 
 
 def summarize(

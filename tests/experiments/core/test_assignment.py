@@ -36,7 +36,7 @@ SIMULATED = {
 }
 
 
-def planned(sizes: list[int], repeats: int) -> list[Run]:
+def plan_of(sizes: list[int], repeats: int) -> list[Run]:
     raw: dict[str, Any] = {
         **SIMULATED,
         "repeats": repeats,
@@ -53,11 +53,11 @@ def name_of(run: Run) -> tuple[int, int]:
     return run.order, run.repeat
 
 
-def gave(state: Assignment, least: int) -> Assignment:
+def give_all(state: Assignment, minimum: int) -> Assignment:
     """Each idle worker asks. A transition leaves the state that it is given as it was."""
     for place in assignment.idle(state):
         before = (state.waiting, dict(state.workers))
-        after, run = assignment.give_run(state, place, least)
+        after, run = assignment.give_run(state, place, minimum)
         assert (state.waiting, dict(state.workers)) == before
         assert len(after.waiting) == len(state.waiting) - (run is not None)
         state = after
@@ -74,13 +74,15 @@ def gave(state: Assignment, least: int) -> Assignment:
     st.randoms(),
 )
 def test_every_run_ends_once_and_each_engine_s_results_are_of_one_kind(
-    places, repeats, least, losses, random
+    places, repeats, minimum, losses, random
 ):
     """Places whose workers begin, finish and are lost in any order; a new worker may be on another
     kind of machine.
     """
-    plan = planned([1, 2, 4, 8, 16], repeats)
-    state, made, failed = assignment.new(plan, places), [], []
+    plan = plan_of([1, 2, 4, 8, 16], repeats)
+    state = assignment.new(plan, places)
+    finished = []
+    failed = []
     while assignment.active(state):
         busy = [place for place, at in state.workers.items() if at.run is not None]
         place = random.choice(sorted(state.starting) + busy)
@@ -93,50 +95,50 @@ def test_every_run_ends_once_and_each_engine_s_results_are_of_one_kind(
         elif place in state.starting:
             state = assignment.add_worker(state, place, random.choice(["slow", "fast"]))
         else:
-            made.append((state.workers[place].run, state.workers[place].kind))
+            finished.append((state.workers[place].run, state.workers[place].kind))
             state = assignment.end_run(state, place)
-        state = gave(state, least)
-    ends = [run for run, _ in made] + failed + list(state.waiting)
+        state = give_all(state, minimum)
+    ends = [run for run, _ in finished] + failed + list(state.waiting)
     assert sorted(map(name_of, ends)) == sorted(map(name_of, plan))
-    kinds = {(key_of(run), kind) for run, kind in made}
+    kinds = {(key_of(run), kind) for run, kind in finished}
     assert len(kinds) == len({key for key, _ in kinds})
-    left = {at.kind for at in state.workers.values()}
-    assert all(not left or state.machines[key_of(run)] not in left for run in state.waiting), (
-        "a worker could make it"
-    )
+    kinds_left = {at.kind for at in state.workers.values()}
+    assert all(
+        not kinds_left or state.machines[key_of(run)] not in kinds_left for run in state.waiting
+    ), "a worker could make it"
     assert losses or not state.waiting
 
 
 def test_the_rest_of_a_point_waits_for_the_new_worker_of_its_kind():
-    plan = planned([4], 4)
+    plan = plan_of([4], 4)
     state = assignment.new(plan, 2)
-    state = gave(assignment.add_worker(state, 0, "slow"), 2)
-    state = gave(assignment.add_worker(state, 1, "fast"), 2)
+    state = give_all(assignment.add_worker(state, 0, "slow"), 2)
+    state = give_all(assignment.add_worker(state, 1, "fast"), 2)
     assert state.workers[1].run is None, "the engine runs on the slow kind"
-    state = gave(assignment.end_run(state, 0), 2)
+    state = give_all(assignment.end_run(state, 0), 2)
     state, run = assignment.lose_worker(state, 0)
     assert run is plan[1]
-    state = gave(state, 2)
+    state = give_all(state, 2)
     assert state.workers[1].run is None, "a result is on the slow kind, whose worker starts again"
-    again = gave(assignment.add_worker(state, 0, "slow"), 2)
-    assert again.workers[0].run is plan[2]
-    other = gave(assignment.add_worker(state, 0, "fast"), 2)
-    assert not assignment.active(other)
-    assert other.waiting == tuple(plan[2:])
+    restarted = give_all(assignment.add_worker(state, 0, "slow"), 2)
+    assert restarted.workers[0].run is plan[2]
+    with_fast = give_all(assignment.add_worker(state, 0, "fast"), 2)
+    assert not assignment.active(with_fast)
+    assert with_fast.waiting == tuple(plan[2:])
 
 
 def test_an_engine_without_a_result_may_change_its_kind():
-    plan = planned([4], 2)
+    plan = plan_of([4], 2)
     state = assignment.new(plan, 2)
-    state = gave(assignment.add_worker(assignment.add_worker(state, 1, "fast"), 0, "slow"), 2)
+    state = give_all(assignment.add_worker(assignment.add_worker(state, 1, "fast"), 0, "slow"), 2)
     assert state.workers[1].run is plan[0]
     state, _ = assignment.lose_worker(state, 1)
-    state = gave(state, 2)
+    state = give_all(state, 2)
     assert state.workers[0].run is plan[1]
 
 
 def test_workers_that_never_start_do_not_keep_a_finished_sweep():
-    state = gave(assignment.add_worker(assignment.new(planned([4], 1), 3), 2, "slow"), 2)
+    state = give_all(assignment.add_worker(assignment.new(plan_of([4], 1), 3), 2, "slow"), 2)
     assert assignment.active(state)
     state = assignment.end_run(state, 2)
     assert state.starting == {0, 1}
@@ -150,8 +152,8 @@ def test_a_worker_without_a_run_finishes_nothing():
 
 
 def test_a_worker_prefers_its_own_engines_and_then_new_ones():
-    waiting = planned([4, 8], 2)
-    keys = [engine_key(one.point.experiment) for one in waiting]
+    waiting = plan_of([4, 8], 2)
+    keys = [engine_key(run.point.experiment) for run in waiting]
     assert keys == [keys[0], keys[1], keys[1], keys[0]]
     every = set(keys)
     assert choose(waiting, set(), set(), {}, "m") is waiting[0]

@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from experiments import run
 from experiments.core.config import expand, load
-from experiments.core.drive import measure
 from experiments.core.present import Change
 from experiments.core.replicas import Present, drive_replicas
 from experiments.core.workloads import WorkItem
 from experiments.simulation.cost import Simulate
-from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
+from experiments.simulation.simulate import SimulatedEngine
 from pagedjax import SamplingParams
 from pagedjax.config import EngineConfig
 from pagedjax.routing import LEAST_LOADED, ROUND_ROBIN, ROUTERS
 from tests import drawn
+from tests.experiments.core.summaries import run_files, simulated_run
 from tests.experiments.core.test_replicas import Times
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -49,31 +48,27 @@ RAW = {
 }
 
 
-def measured(**changes):
-    (point,) = expand({**RAW, **changes}, folder=Path())
-    made = point.experiment
-    assert made.simulate is not None
-    return measure(
-        SimulatedLLM(made.simulate, made.engine_config, made.model, made.num_replicas), point, 0
-    )
+def run_with(**changes):
+    return simulated_run({**RAW, **changes})
 
 
 def by_hand(work: list[WorkItem], count: int, *changes: Change, router=ROUND_ROBIN):
-    """Steps of one second -> (replica of each request, begins of each replica's steps, requests
-    computed anew).
+    """Run steps of one second. Returns the replica of each request, when each replica's steps
+    began, and the requests that were computed anew.
     """
     config = EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,))
-    simulate, ever = Simulate(step_s=1.0), count + sum(change.join for change in changes)
+    simulate = Simulate(step_s=1.0)
+    ever = count + sum(change.join for change in changes)
     engines = [
         SimulatedEngine(config, lambda work: 1.0, vocab_size=1000, simulate=simulate)
         for _ in range(ever)
     ]
     anew: list[str] = []
     times = Times(ever)
-    where = drive_replicas(
+    assigned = drive_replicas(
         engines, router, 32, work, GREEDY, times, None, Present(count, changes, anew.append)
     )
-    return where, [[started for started, *_ in steps] for steps in times.steps], anew
+    return assigned, [[started for started, *_ in steps] for steps in times.steps], anew
 
 
 def items(*rows: tuple[str, float, int]) -> list[WorkItem]:
@@ -82,16 +77,18 @@ def items(*rows: tuple[str, float, int]) -> list[WorkItem]:
 
 def test_a_replica_gets_requests_from_when_it_joins():
     work = items(("a", 0.0, 9), ("b", 1.5, 1), ("c", 2.0, 2), ("d", 2.5, 1))
-    where, begins, anew = by_hand(work, 1, Change(2.0, join=1), router=LEAST_LOADED)
-    assert where == {"a": 0, "b": 0, "c": 1, "d": 1}, "a change comes before an arrival at one time"
+    assigned, begins, anew = by_hand(work, 1, Change(2.0, join=1), router=LEAST_LOADED)
+    assert assigned == {"a": 0, "b": 0, "c": 1, "d": 1}, (
+        "a change comes before an arrival at one time"
+    )
     assert begins[1] == [2.0, 3.0]
     assert anew == []
 
 
 def test_a_replica_that_leaves_ends_what_it_has():
     work = items(("a", 0.0, 2), ("b", 0.0, 6), ("c", 1.5, 2), ("d", 3.0, 1))
-    where, begins, anew = by_hand(work, 2, Change(1.0, leave=1))
-    assert where == {"a": 0, "b": 1, "c": 0, "d": 0}
+    assigned, begins, anew = by_hand(work, 2, Change(1.0, leave=1))
+    assert assigned == {"a": 0, "b": 1, "c": 0, "d": 0}
     assert begins[1] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert anew == []
 
@@ -101,26 +98,27 @@ def test_requests_of_a_replica_that_fails_are_computed_anew():
     begins again.
     """
     work = items(("a", 0.0, 3), ("b", 0.0, 4))
-    where, begins, anew = by_hand(work, 2, Change(1.5, fail=1))
-    assert (where, anew) == ({"a": 0, "b": 0}, ["b"])
+    assigned, begins, anew = by_hand(work, 2, Change(1.5, fail=1))
+    assert (assigned, anew) == ({"a": 0, "b": 0}, ["b"])
     assert begins == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [0.0, 1.0]]
 
 
 def test_a_request_that_ended_in_the_last_step_is_not_computed_again():
-    where, begins, anew = by_hand(items(("a", 0.0, 1), ("b", 0.0, 2)), 2, Change(1.5, fail=1))
-    assert (where, anew) == ({"a": 0, "b": 1}, [])
+    assigned, begins, anew = by_hand(items(("a", 0.0, 1), ("b", 0.0, 2)), 2, Change(1.5, fail=1))
+    assert (assigned, anew) == ({"a": 0, "b": 1}, [])
     assert begins == [[0.0], [0.0, 1.0]]
 
 
 def test_a_failure_after_the_last_arrival_is_felt():
-    where, begins, anew = by_hand(items(("a", 0.0, 2), ("b", 0.0, 9)), 2, Change(5.0, fail=1))
-    assert (where, anew) == ({"a": 0, "b": 0}, ["b"])
+    assigned, begins, anew = by_hand(items(("a", 0.0, 2), ("b", 0.0, 9)), 2, Change(5.0, fail=1))
+    assert (assigned, anew) == ({"a": 0, "b": 0}, ["b"])
     assert begins[0] == [0.0, 1.0, *(5.0 + i for i in range(9))]
 
 
 def test_changes_after_the_end_change_nothing():
     late = {"changes": [{"at": 1e6, "join": 3}, {"at": 2e6, "fail": 4}]}
-    plain, changed = measured(), measured(replicas={**RAW["replicas"], **late})
+    plain = run_with()
+    changed = run_with(replicas={**RAW["replicas"], **late})
     assert (changed.requests, changed.steps) == (plain.requests, plain.steps)
     assert changed.summary == plain.summary, (
         "replicas that would join after the end were never there"
@@ -137,7 +135,7 @@ def test_replicas_that_joined_before_the_end_are_counted():
     }
     changes = [{"at": 0.0, "join": 1}, {"at": 0.625, "join": 1}, {"at": 0.75, "join": 4}]
     slow = {"step_s": 0.25, "model": "llama-3-8b"}
-    summary = measured(
+    summary = run_with(
         replicas={"count": 1, "changes": changes}, workload=workload, simulate=slow
     ).summary
     assert summary["duration_s"] == 0.75
@@ -159,18 +157,16 @@ def test_what_a_failed_replica_lost_is_in_no_rate_of_output():
     }
     engine = {**RAW["engine"], "max_num_seqs": 1}
     failing = {"count": 2, "router": "round_robin", "changes": [{"at": 0.075, "fail": 1}]}
-    found = measured(replicas=failing, workload=workload, engine=engine)
-    made = sum(step.sampled for step in found.steps)
-    assert (found.summary["output_tokens"], made) == (90, 90 + 8)
-    steady = found.summary["steady_output_tokens_per_s"]
+    result = run_with(replicas=failing, workload=workload, engine=engine)
+    sampled = sum(step.sampled for step in result.steps)
+    assert (result.summary["output_tokens"], sampled) == (90, 90 + 8)
+    steady = result.summary["steady_output_tokens_per_s"]
     assert steady == pytest.approx(100), (
         "one replica makes a token every 10 ms, and what the other one made is lost"
     )
-    one, none = (
-        found.summary["replicas"]["requests"]["most"],
-        found.summary["replicas"]["requests"]["least"],
-    )
-    assert (one, none) == (10, 0), "a request counts where it ended"
+    busiest = result.summary["replicas"]["requests"]["most"]
+    idlest = result.summary["replicas"]["requests"]["least"]
+    assert (busiest, idlest) == (10, 0), "a request counts where it ended"
 
 
 def drawn_changes(present: int, rows: list[tuple[float, str, int]]) -> list[dict]:
@@ -205,13 +201,13 @@ def test_laws_of_changes(count: int, rows: list, router: str, branches: int, cli
         else {"process": "closed_loop", "clients": clients}
     )
     changes = drawn_changes(count, rows)
-    found = measured(
+    result = run_with(
         replicas={"count": count, "router": router, "changes": changes},
         workload={**RAW["workload"], "arrivals": arrivals},
         sampling={"temperature": 0.8, "ignore_eos": True, "n": branches},
     )
-    assert found.failed is None
-    for request in found.requests:
+    assert result.failed is None
+    for request in result.requests:
         for branch in request.branches:
             assert len(branch.token_ids) == request.max_tokens, "each token is there once"
             assert all(a < b for a, b in pairwise(branch.token_times))
@@ -219,8 +215,11 @@ def test_laws_of_changes(count: int, rows: list, router: str, branches: int, cli
             assert request.arrival <= request.first_scheduled < branch.token_times[0]
     # by the rules of `Change`: when each replica begins, gets no more requests, and makes no more
     # steps
-    begin, refuses, stops = dict.fromkeys(range(count), 0.0), {}, {}
-    present, joined = list(range(count)), count
+    begin = dict.fromkeys(range(count), 0.0)
+    refuses = {}
+    stops = {}
+    present = list(range(count))
+    joined = count
     for change in changes:
         for _ in range(change.get("join", 0)):
             begin[joined] = change["at"]
@@ -229,32 +228,29 @@ def test_laws_of_changes(count: int, rows: list, router: str, branches: int, cli
         for _ in range(change.get("leave", 0)):
             refuses[present.pop()] = change["at"]
         for _ in range(change.get("fail", 0)):
-            gone = present.pop()
-            refuses[gone] = stops[gone] = change["at"]
-    for step in found.steps:
+            departed = present.pop()
+            refuses[departed] = stops[departed] = change["at"]
+    for step in result.steps:
         assert begin[step.replica] <= step.started + 1e-9
         assert step.started <= stops.get(step.replica, float("inf")) + 1e-9
-    for request in found.requests:
+    for request in result.requests:
         assert request.arrival < refuses.get(request.replica, float("inf"))
-    gone = [replica for replica in stops if stops[replica] == 0.0]
-    assert not {request.replica for request in found.requests} & set(gone)
+    absent = [replica for replica in stops if stops[replica] == 0.0]
+    assert not {request.replica for request in result.requests} & set(absent)
 
 
 def test_a_run_with_changes_runs_again_and_has_a_key_of_its_own(tmp_path):
     changes = [{"at": 0.05, "join": 1}, {"at": 0.1, "fail": 2}]
     raw = {**RAW, "replicas": {**RAW["replicas"], "changes": changes}}
-    keys = [expand(one, folder=Path())[0].key for one in (RAW, raw)]
+    keys = [expand(raw_config, folder=Path())[0].key for raw_config in (RAW, raw)]
     assert keys[0] != keys[1]
     plain = {**RAW, "replicas": {**RAW["replicas"], "changes": []}}
     assert expand(plain, folder=Path())[0].key == keys[0]
-    (tmp_path / "one.yaml").write_text(json.dumps(raw), encoding="utf-8")
-    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    (summary,) = [
-        json.loads(line) for line in (tmp_path / "runs/changes/runs.jsonl").read_text().splitlines()
-    ]
-    (again,) = load(tmp_path / "runs/changes" / summary["run"] / "config.yaml")
-    assert again.experiment.replicas is not None
-    assert again.experiment.replicas.changes == (Change(0.05, join=1), Change(0.1, fail=2))
+    runs = run_files(tmp_path, raw)
+    summary = json.loads((runs / "runs.jsonl").read_text())
+    (repeated,) = load(runs / summary["run"] / "config.yaml")
+    assert repeated.experiment.replicas is not None
+    assert repeated.experiment.replicas.changes == (Change(0.05, join=1), Change(0.1, fail=2))
     assert summary["metrics"]["replicas"]["count"] == 3
 
 

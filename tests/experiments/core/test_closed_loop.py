@@ -4,23 +4,21 @@ replicas.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import chex
 import pytest
 from hypothesis import strategies as st
 
-from experiments.core.config import expand
-from experiments.core.drive import drive, measure
+from experiments.core.drive import drive
 from experiments.core.records import RequestRecord
 from experiments.core.submit import Sender
 from experiments.core.workloads import WorkItem
 from experiments.simulation.cost import Simulate
-from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
+from experiments.simulation.simulate import SimulatedEngine
 from pagedjax import SamplingParams
 from pagedjax.config import EngineConfig
 from pagedjax.routing import ROUTERS
 from tests import drawn
+from tests.experiments.core.summaries import simulated_run
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 RAW = {
@@ -45,13 +43,8 @@ RAW = {
 }
 
 
-def measured(**changes):
-    (point,) = expand({**RAW, **changes}, folder=Path())
-    made = point.experiment
-    assert made.simulate is not None
-    return measure(
-        SimulatedLLM(made.simulate, made.engine_config, made.model, made.num_replicas), point, 0
-    )
+def run_with(**changes):
+    return simulated_run({**RAW, **changes})
 
 
 def ends(requests: list[RequestRecord]) -> list[float]:
@@ -61,7 +54,9 @@ def ends(requests: list[RequestRecord]) -> list[float]:
 
 def unfinished_at(requests: list[RequestRecord], time: float) -> int:
     """Requests that were sent at or before `time` and end later."""
-    return sum(one.arrival <= time < end for one, end in zip(requests, ends(requests), strict=True))
+    return sum(
+        request.arrival <= time < end for request, end in zip(requests, ends(requests), strict=True)
+    )
 
 
 def test_times_by_hand():
@@ -74,9 +69,9 @@ def test_times_by_hand():
     )
     added: list[tuple[str, float]] = []
     add = engine.add
-    engine.add = lambda name, *rest, **more: (
+    engine.add = lambda name, *arguments, **options: (
         added.append((name, engine.now)),
-        add(name, *rest, **more),
+        add(name, *arguments, **options),
     )[1]
     work = [
         WorkItem(name, 0.0, (20,) * 5, output)
@@ -91,25 +86,29 @@ def test_times_by_hand():
 @pytest.mark.parametrize("replicas", [None, {"count": 1}, {"count": 3, "router": "least_loaded"}])
 def test_no_client_has_two_requests_and_none_waits(clients: int, replicas: dict | None):
     arrivals = {"process": "closed_loop", "clients": clients}
-    found = measured(workload={**RAW["workload"], "arrivals": arrivals}, replicas=replicas)
-    requests = found.requests
-    assert found.failed is None
-    assert [one.arrival for one in requests[:clients]] == [0.0] * min(clients, 24)
-    assert [one.arrival for one in requests] == sorted(one.arrival for one in requests)
-    for one in requests[clients:]:
-        assert one.arrival in ends(requests), "it is sent when another one ends"
+    result = run_with(workload={**RAW["workload"], "arrivals": arrivals}, replicas=replicas)
+    requests = result.requests
+    assert result.failed is None
+    assert [request.arrival for request in requests[:clients]] == [0.0] * min(clients, 24)
+    assert [request.arrival for request in requests] == sorted(
+        request.arrival for request in requests
+    )
+    for request in requests[clients:]:
+        assert request.arrival in ends(requests), "it is sent when another one ends"
         # at the last arrival, more clients may be free than requests left
-        left = one.arrival < requests[-1].arrival
-        assert unfinished_at(requests, one.arrival) == clients or (not left and clients > 1)
-    assert found.workload.describe()["last_arrival_s"] == requests[-1].arrival
+        requests_left = request.arrival < requests[-1].arrival
+        assert unfinished_at(requests, request.arrival) == clients or (
+            not requests_left and clients > 1
+        )
+    assert result.workload.describe()["last_arrival_s"] == requests[-1].arrival
 
 
 def test_one_client_has_its_requests_one_after_another():
-    requests = measured(
+    requests = run_with(
         workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": 1}}
     ).requests
-    assert [one.arrival for one in requests[1:]] == ends(requests)[:-1]
-    assert {one.queue for one in requests} == {0.0}
+    assert [request.arrival for request in requests[1:]] == ends(requests)[:-1]
+    assert {request.queue for request in requests} == {0.0}
 
 
 @drawn.given(
@@ -123,48 +122,52 @@ def test_one_client_has_its_requests_one_after_another():
 )
 def test_laws_of_a_closed_loop(clients: int, count: int, router: str, branches: int, seed: int):
     """Replicas have clocks of their own, so steps end in another order than they begin."""
-    found = measured(
+    result = run_with(
         workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": clients}},
         sampling={"temperature": 0.8, "ignore_eos": True, "n": branches},
         replicas={"count": count, "router": router},
         seed=seed,
     )
-    requests = found.requests
-    assert found.failed is None
-    *before, last = sorted({one.arrival for one in requests})
+    requests = result.requests
+    assert result.failed is None
+    *before, last = sorted({request.arrival for request in requests})
     assert {unfinished_at(requests, time) for time in before} <= {clients}
     assert unfinished_at(requests, last) <= clients, (
         "the last requests may be fewer than the free clients"
     )
     chex.assert_trees_all_equal(
-        [one.arrival for one in requests],
+        [request.arrival for request in requests],
         ([0.0] * clients + sorted(ends(requests)))[: len(requests)],
     )
-    assert all(one.queue is not None and one.queue >= 0 for one in requests), (
+    assert all(request.queue is not None and request.queue >= 0 for request in requests), (
         "nothing is computed before it is sent"
     )
 
 
 def test_enough_clients_are_all_requests_at_once():
-    alone = measured(
+    alone = run_with(
         workload={key: value for key, value in RAW["workload"].items() if key != "arrivals"}
     )
-    many = measured(
+    in_turn = run_with(
         workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": 24}}
     )
-    assert (many.requests, many.steps, many.summary) == (alone.requests, alone.steps, alone.summary)
+    assert (in_turn.requests, in_turn.steps, in_turn.summary) == (
+        alone.requests,
+        alone.steps,
+        alone.summary,
+    )
 
 
 def test_more_clients_make_more_tokens_and_wait_longer():
-    found = [
-        measured(
+    summaries = [
+        run_with(
             workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": n}}
         ).summary
         for n in (1, 4, 8)
     ]
-    rates, waits = ([dict_[key] for dict_ in found] for key in ("output_tokens_per_s", "itl_s"))
+    rates, waits = ([dict_[key] for dict_ in summaries] for key in ("output_tokens_per_s", "itl_s"))
     assert rates == sorted(rates)
-    assert [one["mean"] for one in waits] == sorted(one["mean"] for one in waits)
+    assert [wait["mean"] for wait in waits] == sorted(wait["mean"] for wait in waits)
 
 
 def test_sender_waits_for_the_client_that_is_free_first():
@@ -194,8 +197,8 @@ def test_sender_waits_for_the_client_that_is_free_first():
 def test_no_clients_are_refused():
     arrivals = {"process": "closed_loop", "clients": 0}
     with pytest.raises(ValueError, match=r"workload.arrivals.clients is 0; it must be at least 1"):
-        measured(workload={**RAW["workload"], "arrivals": arrivals})
+        run_with(workload={**RAW["workload"], "arrivals": arrivals})
     with pytest.raises(
         ValueError, match=r"workload.arrivals.clients is missing; it must be an integer"
     ):
-        measured(workload={**RAW["workload"], "arrivals": {"process": "closed_loop"}})
+        run_with(workload={**RAW["workload"], "arrivals": {"process": "closed_loop"}})

@@ -75,7 +75,8 @@ def test_a_measured_run_has_a_node_s_processors_alone():
 
 def test_a_measured_run_has_a_gpu_where_the_cluster_has_some():
     nodes = [node("a", CPU=9.0, GPU=2.0), node("b", CPU=16.0), node("c", CPU=1.0, GPU=2.0)]
-    part, none = {"num_gpus": 1.0, "num_cpus": 4.0}, {"num_gpus": 1.0}
+    part = {"num_gpus": 1.0, "num_cpus": 4.0}
+    none = {"num_gpus": 1.0}
     assert places_of(nodes, None, measured=True) == (
         *[Place(part, "a")] * 2,
         *[Place(none, "c")] * 2,
@@ -97,8 +98,8 @@ def test_asked_resources_decide_how_many_workers_there_are():
         ("num_gpus=0.5", 6),
         ("TPU=4", 1),
     ):
-        asked = parse_resources(text)
-        assert places_of(nodes, asked, measured=True) == (Place(asked),) * count
+        resources = parse_resources(text)
+        assert places_of(nodes, resources, measured=True) == (Place(resources),) * count
     with pytest.raises(
         ValueError,
         match=r"--worker-resources is num_gpus=4, and no node .* has so much. Its nodes have "
@@ -191,7 +192,9 @@ def test_parts_that_ray_reserves_are_taken():
 def test_wrong_options_are_reported(tmp_path: Path, capsys, arguments: list[str], message: str):
     pytest.importorskip("ray")
     assert (
-        run.main([str(written(tmp_path, SIMULATED)), "--out", str(tmp_path / "runs"), *arguments])
+        run.main(
+            [str(write_config(tmp_path, SIMULATED)), "--out", str(tmp_path / "runs"), *arguments]
+        )
         == 2
     )
     assert message in capsys.readouterr().err
@@ -205,10 +208,10 @@ def test_an_address_where_nothing_listens_is_reported_at_once(tmp_path: Path, ca
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
-        began = time.monotonic()
+        start = time.monotonic()
         out = ["--out", str(tmp_path / "runs"), "--backend", "ray"]
-        assert run.main([str(written(tmp_path, SIMULATED)), *out]) == 2
-    assert time.monotonic() - began < 30
+        assert run.main([str(write_config(tmp_path, SIMULATED)), *out]) == 2
+    assert time.monotonic() - start < 30
     assert (
         f"error: RAY_ADDRESS is {address!r}, and no cluster answers there ("
         in capsys.readouterr().err
@@ -218,8 +221,8 @@ def test_an_address_where_nothing_listens_is_reported_at_once(tmp_path: Path, ca
 def test_only_an_address_of_a_host_and_a_port_is_tried():
     with socket.create_server(("127.0.0.1", 0)) as server:
         cluster.check_address(f"127.0.0.1:{server.getsockname()[1]}")
-    for other in ("", "auto", "local", "ray://127.0.0.1:1", "127.0.0.1", "host:name"):
-        cluster.check_address(other)
+    for address in ("", "auto", "local", "ray://127.0.0.1:1", "127.0.0.1", "host:name"):
+        cluster.check_address(address)
     for wrong in ("127.0.0.1:70000", "[::1]:1"):
         with pytest.raises(
             ValueError,
@@ -228,7 +231,7 @@ def test_only_an_address_of_a_host_and_a_port_is_tried():
             cluster.check_address(wrong)
 
 
-def written(folder: Path, sections: dict[str, Any]) -> Path:
+def write_config(folder: Path, sections: dict[str, Any]) -> Path:
     path = folder / "spread.yaml"
     path.write_text(yaml.safe_dump(sections, sort_keys=False), encoding="utf-8")
     return path
@@ -259,17 +262,17 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a config into a folder, without drawing a report."""
     monkeypatch.setattr("experiments.report.write", lambda folder: folder)
 
-    def measure(sections: dict[str, Any], folder: str, *more: str) -> int:
-        path = written(tmp_path, sections)
-        return run.main([str(path), "--out", str(tmp_path / folder), "--quiet", *more])
+    def measure(sections: dict[str, Any], folder: str, *options: str) -> int:
+        path = write_config(tmp_path, sections)
+        return run.main([str(path), "--out", str(tmp_path / folder), "--quiet", *options])
 
     return measure
 
 
 def files(folder: Path, *apart: str) -> dict[str, str]:
-    found = [path for path in folder.rglob("*") if path.is_file()]
+    paths = [path for path in folder.rglob("*") if path.is_file()]
     return {
-        str(path.relative_to(folder)): path.read_text() for path in found if path.name not in apart
+        str(path.relative_to(folder)): path.read_text() for path in paths if path.name not in apart
     }
 
 
@@ -299,8 +302,9 @@ def test_measured_runs_have_the_requests_and_tokens_of_one_process(
     sections = {**MEASURED, "model": model}
     assert measured(sections, "one") == 0
     assert measured(sections, "two", "--backend", "ray", "--worker-resources", "num_cpus=1") == 0
-    alone, spread = summaries(tmp_path / "one"), summaries(tmp_path / "two")
-    same = (
+    alone = summaries(tmp_path / "one")
+    spread = summaries(tmp_path / "two")
+    shared_keys = (
         "name",
         "label",
         "swept",
@@ -313,28 +317,28 @@ def test_measured_runs_have_the_requests_and_tokens_of_one_process(
         "jax",
         "device",
     )
-    assert [{key: one[key] for key in same} for one in alone] == [
-        {key: one[key] for key in same} for one in spread
+    assert [{key: summary[key] for key in shared_keys} for summary in alone] == [
+        {key: summary[key] for key in shared_keys} for summary in spread
     ]
     for counted in ("tokens_sha256", "requests", "output_tokens", "finished"):
-        assert [one["metrics"][counted] for one in alone] == [
-            one["metrics"][counted] for one in spread
+        assert [summary["metrics"][counted] for summary in alone] == [
+            summary["metrics"][counted] for summary in spread
         ]
     assert files(tmp_path / "one").keys() == files(tmp_path / "two").keys()
     seconds = []
-    for one in spread:
-        folder = tmp_path / "two/spread" / one["run"]
+    for summary in spread:
+        folder = tmp_path / "two/spread" / summary["run"]
         assert (folder / "config.yaml").read_text() == (
-            tmp_path / "one/spread" / one["run"] / "config.yaml"
+            tmp_path / "one/spread" / summary["run"] / "config.yaml"
         ).read_text()
-        where = json.loads((folder / "env.json").read_text())
-        assert (where["source"], where["cpu"]["model"], where["device"]["kind"]) == (
+        env = json.loads((folder / "env.json").read_text())
+        assert (env["source"], env["cpu"]["model"], env["device"]["kind"]) == (
             source(),
             cpu_model(),
             "cpu",
         )
-        assert where["worker"] == {"num_cpus": 1.0}
-        seconds.append(where["startup"]["total"])
+        assert env["worker"] == {"num_cpus": 1.0}
+        seconds.append(env["startup"]["total"])
     assert len(set(seconds)) == 2, "an engine is built once, and both repeats have it"
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "two").rglob("summary.json")}
     assert measured(sections, "two", "--backend", "ray") == 0
@@ -362,39 +366,42 @@ def test_a_worker_that_dies_is_a_failed_run_and_the_sweep_goes_on(tmp_path, meas
     sweep = {"grid": {"engine.policy": ["fcfs", "dies.py:KILLS"], "engine.block_size": [4, 16]}}
     sections = {**SIMULATED, "sweep": sweep}
     assert measured(sections, "runs", "--backend", "ray") == 1
-    found = summaries(tmp_path / "runs")
-    assert [(one["order"], one["repeat"]) for one in found] == [
+    runs = summaries(tmp_path / "runs")
+    assert [(summary["order"], summary["repeat"]) for summary in runs] == [
         (i, r) for i in range(4) for r in range(2)
     ]
-    assert [one["failed"] is None for one in found] == [True] * 4 + [False] * 4
-    for one in found[4:]:
-        assert one["failed"].startswith("the worker of this run is lost. ActorDiedError")
-        folder = tmp_path / "runs/spread" / one["run"]
+    assert [summary["failed"] is None for summary in runs] == [True] * 4 + [False] * 4
+    for summary in runs[4:]:
+        assert summary["failed"].startswith("the worker of this run is lost. ActorDiedError")
+        folder = tmp_path / "runs/spread" / summary["run"]
         assert {"config.yaml", "env.json", "error.txt", "summary.json", "policy.py"} == {
             path.name for path in folder.iterdir()
         }
-    kept = {
-        one["run"]: (tmp_path / "runs/spread" / one["run"]).stat().st_mtime_ns for one in found[:4]
+    modified = {
+        summary["run"]: (tmp_path / "runs/spread" / summary["run"]).stat().st_mtime_ns
+        for summary in runs[:4]
     }
     mark.unlink()
     assert measured(sections, "runs", "--backend", "ray") == 0, (
         "failed runs are made again, and no others"
     )
-    assert kept == {name: (tmp_path / "runs/spread" / name).stat().st_mtime_ns for name in kept}
+    assert modified == {
+        name: (tmp_path / "runs/spread" / name).stat().st_mtime_ns for name in modified
+    }
     assert measured({**sections, "name": "alone"}, "runs") == 0
     alone = [
         json.loads(line) for line in (tmp_path / "runs/alone/runs.jsonl").read_text().splitlines()
     ]
-    assert [one["metrics"] for one in summaries(tmp_path / "runs")] == [
-        one["metrics"] for one in alone
+    assert [summary["metrics"] for summary in summaries(tmp_path / "runs")] == [
+        summary["metrics"] for summary in alone
     ]
 
 
 @pytest.mark.slow
 def test_resources_that_no_node_has_end_in_an_error(tmp_path, measured, local_ray, capsys):
-    began = time.monotonic()
+    start = time.monotonic()
     assert measured(SIMULATED, "runs", "--backend", "ray", "--worker-resources", "num_cpus=3") == 2
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - start < 20
     assert (
         "--worker-resources is num_cpus=3, and no node of the Ray cluster has so much"
         in capsys.readouterr().err
@@ -405,9 +412,9 @@ def test_resources_that_no_node_has_end_in_an_error(tmp_path, measured, local_ra
 @pytest.mark.slow
 def test_resources_that_ray_refuses_end_in_an_error(tmp_path, measured, local_ray, capsys):
     assert measured(SIMULATED, "runs", "--backend", "ray", "--worker-resources", "TPU=3") == 2
-    told = capsys.readouterr().err
-    assert "error: --worker-resources is TPU=3, which Ray refuses: " in told
-    assert "(1, 2, 4, 8)" in told
+    errors = capsys.readouterr().err
+    assert "error: --worker-resources is TPU=3, which Ray refuses: " in errors
+    assert "(1, 2, 4, 8)" in errors
     assert not list((tmp_path / "runs").rglob("summary.json"))
 
 
@@ -415,9 +422,9 @@ def test_resources_that_ray_refuses_end_in_an_error(tmp_path, measured, local_ra
 def test_a_cluster_of_this_process_ends_if_no_worker_can_be_asked_for(local_ray, monkeypatch):
     ended: list[bool] = []
     monkeypatch.setattr(local_ray, "shutdown", lambda: ended.append(True))
-    asked = cluster.Workers((Place({"bundle": 1.0}),), alive=1, device=False, disconnects=True)
+    workers = cluster.Workers((Place({"bundle": 1.0}),), alive=1, device=False, disconnects=True)
     with pytest.raises(ValueError, match="bundle"):
-        list(cluster.results([], {}, print, asked))
+        list(cluster.results([], {}, print, workers))
     assert ended == [True]
 
 
@@ -427,23 +434,25 @@ def test_workers_with_other_code_make_no_run(tmp_path, measured, local_ray, monk
         "experiments.core.cluster.code", lambda: {"source": "another", "jax": "0.0"}
     )
     assert measured(SIMULATED, "runs", "--backend", "ray") == 1
-    found = summaries(tmp_path / "runs")
-    assert len(found) == 4
+    runs = summaries(tmp_path / "runs")
+    assert len(runs) == 4
     assert all(
-        "a node has other code" in one["failed"] and "install the same" in one["failed"]
-        for one in found
+        "a node has other code" in summary["failed"] and "install the same" in summary["failed"]
+        for summary in runs
     )
 
 
 @pytest.mark.slow
 def test_a_worker_with_other_code_is_noted(tmp_path, measured, local_ray, monkeypatch, capsys):
     # compared, and named in the note
-    first, same = iter([{"source": "another", "jax": "0.0"}] * 2), cluster.code()
-    monkeypatch.setattr("experiments.core.cluster.code", lambda: next(first, same))
+    first = iter([{"source": "another", "jax": "0.0"}] * 2)
+    this_code = cluster.code()
+    monkeypatch.setattr("experiments.core.cluster.code", lambda: next(first, this_code))
     assert measured(SIMULATED, "runs", "--backend", "ray") == 0
-    told = capsys.readouterr().err
+    errors = capsys.readouterr().err
     assert (
-        f"NOTE: a worker makes no run, on the node {platform.node()}: a node has other code" in told
+        f"NOTE: a worker makes no run, on the node {platform.node()}: a node has other code"
+        in errors
     )
 
 
@@ -463,23 +472,23 @@ def test_a_worker_that_cannot_start_is_noted(tmp_path, measured, local_ray, monk
 
     monkeypatch.setattr("experiments.core.cluster.Worker", Breaks)
     assert measured(SIMULATED, "runs", "--backend", "ray") == 0
-    told = capsys.readouterr().err
-    assert "NOTE: a worker makes no run, on the node that Ray chose: ActorDiedError" in told
-    assert "no device here" in told
+    errors = capsys.readouterr().err
+    assert "NOTE: a worker makes no run, on the node that Ray chose: ActorDiedError" in errors
+    assert "no device here" in errors
 
 
 @pytest.mark.slow
 def test_a_run_is_announced_when_a_worker_gets_it(local_ray):
     plan: list[Run] = plan_runs(config.expand(SIMULATED, Path()), alive=4)
-    told: list[tuple[str, int, int]] = []
+    events: list[tuple[str, int, int]] = []
 
     def begins(run: Run) -> None:
-        told.append(("begins", run.order, run.repeat))
+        events.append(("begins", run.order, run.repeat))
 
-    one = cluster.Workers((Place({"num_cpus": 1.0}),), alive=1, device=False, disconnects=False)
-    for _, summary in cluster.results(plan, environment(device=False), begins, one):
-        told.append(("ends", summary["order"], summary["repeat"]))
-    assert [what for what, *_ in told] == [
+    workers = cluster.Workers((Place({"num_cpus": 1.0}),), alive=1, device=False, disconnects=False)
+    for _, summary in cluster.results(plan, environment(device=False), begins, workers):
+        events.append(("ends", summary["order"], summary["repeat"]))
+    assert [kind for kind, *_ in events] == [
         "begins",
         "begins",
         "ends",
@@ -515,12 +524,12 @@ def short_folder() -> Iterator[Path]:
 )
 def test_ctrl_c_ends_the_workers_and_the_cluster_of_the_sweep(short_folder, model, interruptible):
     pytest.importorskip("ray")
-    many = {**MEASURED, "model": model, "repeats": 500}
+    sections = {**MEASURED, "model": model, "repeats": 500}
     command = [
         sys.executable,
         "-m",
         "experiments.run",
-        str(written(short_folder, many)),
+        str(write_config(short_folder, sections)),
         "--out",
         str(short_folder / "runs"),
     ]
@@ -544,11 +553,11 @@ def test_ctrl_c_ends_the_workers_and_the_cluster_of_the_sweep(short_folder, mode
             assert time.monotonic() < limit
             time.sleep(0.2)
         child.send_signal(signal.SIGINT)
-        _, told = child.communicate(timeout=180)
+        _, errors = child.communicate(timeout=180)
     finally:
         child.kill()
     assert child.returncode == 130
-    assert "stopped; the same command resumes the sweep" in told
+    assert "stopped; the same command resumes the sweep" in errors
     limit = time.monotonic() + 20
     while alive(short_folder) and time.monotonic() < limit:
         time.sleep(0.2)

@@ -53,9 +53,12 @@ class Counting:
     """How many steps were made together, and how many one by one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.together, self.alone = 0, 0
-        self.preemptions, self.evicted = 0, 0  # evicted: idle blocks, by steps made together
-        step, advance = SimulatedEngine.step, SimulatedEngine.advance
+        self.together = 0
+        self.alone = 0
+        self.preemptions = 0
+        self.evicted = 0  # evicted: idle blocks, by steps made together
+        step = SimulatedEngine.step
+        advance = SimulatedEngine.advance
 
         def counted_step(engine: SimulatedEngine):
             self.alone += 1
@@ -175,9 +178,9 @@ def test_a_fitted_cost_model_gives_the_same_times(tmp_path):
 def test_a_cost_model_of_ones_own_may_take_one_step_at_a_time(seconds):
     work = Work(8, 3, 3, 490, 490, single=3, single_context=490)
     times = step_times(1.0, 10, work, seconds, 0.5)
-    each = [seconds(work._replace(context=490 + 3 * i)) for i in range(10)]
-    chex.assert_trees_all_equal(times.device, np.array(each))
-    clock = list(accumulate(each, lambda now, step: now + step + 0.5, initial=1.0))
+    durations = [seconds(work._replace(context=490 + 3 * i)) for i in range(10)]
+    chex.assert_trees_all_equal(times.device, np.array(durations))
+    clock = list(accumulate(durations, lambda time, step: time + step + 0.5, initial=1.0))
     chex.assert_trees_all_equal(times.started, np.array(clock[:-1]))
     chex.assert_trees_all_equal(times.finished, np.array(clock[1:]))
 

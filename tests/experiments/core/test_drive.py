@@ -37,7 +37,8 @@ class HostOnly:
     """
 
     def __init__(self, clock: Clock, step_seconds: float = 0.25) -> None:
-        self.clock, self.step_seconds = clock, step_seconds
+        self.clock = clock
+        self.step_seconds = step_seconds
         self.state = scheduler.init(scheduler.SchedulerConfig(4, 64, 16, 4, 64))
         self.added: list[tuple[str, float]] = []
         self.limits: list[int] = []

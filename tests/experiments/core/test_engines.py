@@ -82,12 +82,12 @@ def test_every_run_happens_once_and_each_engine_is_built_once(
         "seed": seeds,
         "engine__num_blocks": blocks,
     }
-    found = points(repeats, **grid)
-    runs = plan_runs(found, alive)
+    grid_points = points(repeats, **grid)
+    runs = plan_runs(grid_points, alive)
     assert sorted((run.order, run.repeat) for run in runs) == [
-        (i, r) for i in range(len(found)) for r in range(repeats)
+        (i, r) for i in range(len(grid_points)) for r in range(repeats)
     ]
-    assert all(found[run.order] is run.point for run in runs)
+    assert all(grid_points[run.order] is run.point for run in runs)
     built: list[Any] = []
     loaded: list[str] = []
     engines = Engines(
@@ -102,9 +102,9 @@ def test_every_run_happens_once_and_each_engine_is_built_once(
         assert engine["model"] == run.point.experiment.model
         assert engine["block_size"] == run.point.experiment.engine.block_size
         assert len(engines._engines) <= (1 if engine["num_blocks"] is None else alive)
-    assert len(built) == len({engine_key(point.experiment) for point in found})
+    assert len(built) == len({engine_key(point.experiment) for point in grid_points})
     assert loaded == [model for model in models]
-    assert set(engines.startup_seconds) == {engine_key(point.experiment) for point in found}
+    assert set(engines.startup_seconds) == {engine_key(point.experiment) for point in grid_points}
 
 
 def test_weights_are_loaded_once_per_dtype() -> None:
@@ -118,10 +118,13 @@ def test_weights_are_loaded_once_per_dtype() -> None:
     engines = Engines(4, load, lambda **fields: fields)
     grid = {"engine__dtype": ["float32", "bfloat16"], "engine__weight_dtype": [None, "int8"]}
     for run in plan_runs(points(engine__block_size=[8, 16], **grid), alive=4):
-        wanted, made = run.point.experiment.engine, engines.get(run.point.experiment)
-        assert (made["dtype"], made["weight_dtype"]) == (wanted.dtype, wanted.weight_dtype)
+        options = run.point.experiment.engine
+        engine = engines.get(run.point.experiment)
+        assert (engine["dtype"], engine["weight_dtype"]) == (options.dtype, options.weight_dtype)
     assert loaded == [
-        (dtype, kept) for dtype in grid["engine__dtype"] for kept in grid["engine__weight_dtype"]
+        (dtype, weights)
+        for dtype in grid["engine__dtype"]
+        for weights in grid["engine__weight_dtype"]
     ]
 
 
@@ -132,7 +135,8 @@ def test_failed_engine_build_is_not_repeated() -> None:
         tries.append(1)
         raise MemoryError("no room")
 
-    engines, (point,) = Engines(1, lambda model, **dtypes: model, make), points()
+    engines = Engines(1, lambda model, **dtypes: model, make)
+    (point,) = points()
     with pytest.raises(MemoryError, match="no room"):
         engines.get(point.experiment)
     with pytest.raises(RuntimeError, match="MemoryError: no room"):

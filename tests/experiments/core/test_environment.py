@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,15 +9,16 @@ import pytest
 
 from experiments.core import environment
 from experiments.core.environment import processor_time, stolen_share
+from tests import fresh_python
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports stolen processor time")
 def test_stolen_share_is_relative_to_requested_time():
-    now = processor_time()
-    assert now is not None
-    used, stolen = now
+    times = processor_time()
+    assert times is not None
+    used, stolen = times
     assert used > 0
     # jiffies, many enough to make concurrent activity negligible
     since = used - 900_000, stolen - 100_000
@@ -42,27 +42,27 @@ def test_source_hash_changes_with_measuring_code_only(tmp_path: Path, monkeypatc
         "experiments/simulation/cost.py",
     )
     hashed += ("experiments/analysis/plots.py",)
-    others = (
+    unhashed = (
         "experiments/studies/001/study.py",
         "experiments/bench/scale.py",
         "experiments/results/a.json",
     )
-    others += (
+    unhashed += (
         "experiments/hardware/on_gpu.py",
         "experiments/training/train_tiny.py",
         "pagedjax/notes.txt",
     )
-    files = (*hashed, *others)
+    files = (*hashed, *unhashed)
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.setattr(environment, "__file__", str(tmp_path / "experiments/core/environment.py"))
-    found = [environment.source.__wrapped__()]
+    hashes = [environment.source.__wrapped__()]
     for name in files:
         (tmp_path / name).write_text("edited")
-        found.append(environment.source.__wrapped__())
-    assert len(set(found)) == len(hashed) + 1
-    assert set(found[len(hashed) :]) == {found[len(hashed)]}, (
+        hashes.append(environment.source.__wrapped__())
+    assert len(set(hashes)) == len(hashed) + 1
+    assert set(hashes[len(hashed) :]) == {hashes[len(hashed)]}, (
         "studies, benchmarks and results measure nothing in a run"
     )
 
@@ -73,16 +73,13 @@ import sys
 from experiments import capacity, compare, report, run
 print(*(m.__file__ for name, m in sys.modules.items() if name.split(".")[0] == "experiments"), sep="\\n")
 """
-    printed = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    imported = {Path(line) for line in printed.stdout.splitlines()}
+    imported = {Path(line) for line in fresh_python.output_of(program).splitlines()}
     covered = set(environment.source_files(ROOT))
     assert imported <= covered
-    found = {
+    folders = {
         path.relative_to(ROOT).parts[1]
         for path in covered
         if path.relative_to(ROOT).parts[0] == "experiments"
     }
-    assert not found & {"studies", "bench", "hardware", "training", "results"}
-    assert found >= {"core", "simulation", "analysis", "run.py"}
+    assert not folders & {"studies", "bench", "hardware", "training", "results"}
+    assert folders >= {"core", "simulation", "analysis", "run.py"}

@@ -245,18 +245,22 @@ def test_sweep_expands_in_order_and_labels_swept_keys(tmp_path: Path) -> None:
         "grid": {"engine.block_size": [8, 16], "engine.max_num_batched_tokens": [64, 256]},
         "zip": {"seed": [1, 2], "workload.count": [3, 4]},
     }
-    found = points(tmp_path, sweep=sweep, cache_tokens=256)
-    assert [p.label for p in found[:3]] == [
+    expanded = points(tmp_path, sweep=sweep, cache_tokens=256)
+    assert [p.label for p in expanded[:3]] == [
         "seed=1, count=3, block_size=8, max_num_batched_tokens=64",
         "seed=1, count=3, block_size=8, max_num_batched_tokens=256",
         "seed=1, count=3, block_size=16, max_num_batched_tokens=64",
     ]
-    assert len(found) == 8
+    assert len(expanded) == 8
     assert {
-        p.experiment.engine_config.num_blocks for p in found if p.experiment.engine.block_size == 8
+        p.experiment.engine_config.num_blocks
+        for p in expanded
+        if p.experiment.engine.block_size == 8
     } == {32}
     assert {
-        p.experiment.engine_config.num_blocks for p in found if p.experiment.engine.block_size == 16
+        p.experiment.engine_config.num_blocks
+        for p in expanded
+        if p.experiment.engine.block_size == 16
     } == {16}
     assert points(tmp_path)[0].label == "one point"
     assert config.short_names(["a.seed", "b.seed", "c"]) == {
@@ -273,10 +277,11 @@ def test_overrides_are_yaml_and_conflict_with_swept_keys(tmp_path: Path) -> None
     )
     assert point.experiment.engine.max_num_seqs == 4
     assert point.experiment.slo.ttft == 1.5
-    both = {"grid": {"engine.block_size": [8, 16], "seed": [1, 2]}}
-    found = points(tmp_path, "engine.block_size=32", sweep=both)  # set by hand: no longer swept
-    assert [p.label for p in found] == ["seed=1", "seed=2"]
-    assert {p.experiment.engine.block_size for p in found} == {32}
+    two_keys = {"grid": {"engine.block_size": [8, 16], "seed": [1, 2]}}
+    # set by hand: no longer swept
+    expanded = points(tmp_path, "engine.block_size=32", sweep=two_keys)
+    assert [p.label for p in expanded] == ["seed=1", "seed=2"]
+    assert {p.experiment.engine.block_size for p in expanded} == {32}
     assert [p.label for p in points(tmp_path, "engine.block_size=32", sweep=sweep)] == ["one point"]
     lengths = {
         "grid": {"workload.prompt": [{"dist": "fixed", "value": 3}, {"dist": "fixed", "value": 4}]}
@@ -289,8 +294,8 @@ def test_overrides_are_yaml_and_conflict_with_swept_keys(tmp_path: Path) -> None
     ):
         with pytest.raises(ValueError, match=r"the config sweeps .*; add --set sweep=null"):
             points(tmp_path, text, sweep=form)
-    found = points(tmp_path, "sweep.grid.engine.block_size=[32]", sweep=sweep)
-    assert [p.swept for p in found] == [{"engine.block_size": 32}]
+    expanded = points(tmp_path, "sweep.grid.engine.block_size=[32]", sweep=sweep)
+    assert [p.swept for p in expanded] == [{"engine.block_size": 32}]
     for texts in (("sweep=null", "engine.block_size=32"), ("engine.block_size=32", "sweep=null")):
         assert len(points(tmp_path, *texts, sweep=sweep)) == 1
     for new in (
@@ -307,9 +312,9 @@ def test_overrides_are_yaml_and_conflict_with_swept_keys(tmp_path: Path) -> None
                 ValueError,
                 match=r"another --set sweeps engine\.block_size; leave one of the two out",
             ):
-                points(tmp_path, *texts, sweep=both)
-    found = points(tmp_path, "engine.block_size=32", "sweep.grid.seed=[5, 6]", sweep=both)
-    assert [(p.label, p.experiment.engine.block_size) for p in found] == [
+                points(tmp_path, *texts, sweep=two_keys)
+    expanded = points(tmp_path, "engine.block_size=32", "sweep.grid.seed=[5, 6]", sweep=two_keys)
+    assert [(p.label, p.experiment.engine.block_size) for p in expanded] == [
         ("seed=5", 32),
         ("seed=6", 32),
     ]
@@ -329,13 +334,13 @@ def test_point_key_covers_exactly_measured_values(tmp_path: Path) -> None:
     def key(**sections: Any) -> str:
         return points(tmp_path, **sections)[0].key
 
-    same = key()
-    assert len(same) == 64
-    assert key(name="other", question="Why?", repeats=7) == same
-    assert key(engine={"block_size": 16, "seed": 0}, seed=0) == same  # defaults written out
-    assert key(workload=dict(reversed(BASE["workload"].items()))) == same
+    base_key = key()
+    assert len(base_key) == 64
+    assert key(name="other", question="Why?", repeats=7) == base_key
+    assert key(engine={"block_size": 16, "seed": 0}, seed=0) == base_key  # defaults written out
+    assert key(workload=dict(reversed(BASE["workload"].items()))) == base_key
     assert key(cache_tokens=256) == key(engine={"num_blocks": 16})
-    others = [
+    changed_keys = [
         key(seed=1),
         key(reseed=True),
         key(model="other"),
@@ -345,7 +350,7 @@ def test_point_key_covers_exactly_measured_values(tmp_path: Path) -> None:
         key(sampling={"temperature": 0.5}),
         key(workload={**BASE["workload"], "count": 5}),
     ]
-    assert len({same, *others}) == len(others) + 1
+    assert len({base_key, *changed_keys}) == len(changed_keys) + 1
 
 
 EARLIER_KEYS = {  # of the version before any field of `experiments.core.point_key.LATER`
@@ -414,18 +419,18 @@ def test_point_key_depends_on_local_model_files_or_hub_name(tmp_path: Path) -> N
             (tmp_path / name / file).write_bytes(b"1234")
             os.utime(tmp_path / name / file, ns=(10**18, 10**18))
     first = str(tmp_path / "a")
-    same = key(first)
-    assert same == key(str(tmp_path / "b")) != key("smollm2-135m")
-    found = [same]
+    base_key = key(first)
+    assert base_key == key(str(tmp_path / "b")) != key("smollm2-135m")
+    keys = [base_key]
     # written again by a trainer: as long as before, at another time
     for file in ("model.safetensors", "params/0"):
         os.utime(tmp_path / "a" / file)
-        found.append(key(first))
+        keys.append(key(first))
     (tmp_path / "a/config.json").write_text("{ }")
-    found.append(key(first))
+    keys.append(key(first))
     (tmp_path / "model.gguf").write_bytes(b"1")
-    found.append(key(str(tmp_path / "model.gguf")))
-    assert len(set(found)) == len(found)
+    keys.append(key(str(tmp_path / "model.gguf")))
+    assert len(set(keys)) == len(keys)
 
 
 @pytest.mark.parametrize("field", ["attention_impl", "linear_impl", "model_family"])
@@ -530,8 +535,8 @@ def test_relative_file_is_found_in_current_folder(
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "t.csv").write_text("x")
     monkeypatch.chdir(tmp_path / "here")
-    found = config.read_content(Trace("trace", "t.csv"), tmp_path)
-    assert found == ("x", str((tmp_path / "here" / "t.csv").resolve()))
+    content = config.read_content(Trace("trace", "t.csv"), tmp_path)
+    assert content == ("x", str((tmp_path / "here" / "t.csv").resolve()))
 
 
 def test_point_key_of_a_trace_is_that_of_versions_without_rounds(tmp_path: Path) -> None:
@@ -565,8 +570,8 @@ def test_every_shipped_config_loads_and_has_its_command(tmp_path: Path) -> None:
             assert parse(peers.Config, load_file(path), "").contenders
         else:
             command = "run"
-            given = (f"workload.file={trace}",) if "kind: trace" in path.read_text() else ()
-            assert config.load(path, given)
+            overrides = (f"workload.file={trace}",) if "kind: trace" in path.read_text() else ()
+            assert config.load(path, overrides)
         first, second = path.read_text().splitlines()[:2]
         assert f"python -m experiments.{command} configs/{path.name}" in first
         assert second.startswith("# Hardware: ")
@@ -598,5 +603,5 @@ def test_any_section_value_gives_a_config_or_value_error(value: Any) -> None:
         "cache_tokens",
     ):
         with contextlib.suppress(ValueError):  # anything else escapes and fails
-            found = config.expand({**BASE, section: value}, Path("."))
-            assert all(json.dumps(p.swept) and len(p.key) == 64 for p in found)
+            expanded = config.expand({**BASE, section: value}, Path("."))
+            assert all(json.dumps(p.swept) and len(p.key) == 64 for p in expanded)

@@ -90,7 +90,8 @@ def step(
     )
 
 
-A, B = item("a", 0.0, 6, 3), item("b", 0.5, 3, 2)
+A = item("a", 0.0, 6, 3)
+B = item("b", 0.5, 3, 2)
 # a's prompt in two chunks; b waits in the cache through step 2, is preempted in step 3 and computes
 # again in step 4.
 RUN = [
@@ -181,7 +182,8 @@ def test_drafts_of_hand_made_run() -> None:
     """a decodes with 3 drafts, 2 of them accepted; then with 1, which is wrong; then with none,
     beside b's prompt.
     """
-    a, b = item("a", 0.0, 3, 9), item("b", 0.0, 1, 2)
+    a = item("a", 0.0, 3, 9)
+    b = item("b", 0.0, 1, 2)
     plans = [
         (
             step(
@@ -255,17 +257,20 @@ def drafted(number: int, drafts: int, tokens: tuple[int, ...]) -> Sampled:
 def test_steady_rate_excludes_start_and_end() -> None:
     # 5 tokens by hand: a tenth of them exist after step 1 (at 1.5 s, 2 tokens), nine tenths after
     # step 4 (3.0 s, 5).
-    made = [
-        time for one in request_records(RUN, [A, B], START) for time in one.branches[0].token_times
+    times = [
+        time
+        for request in request_records(RUN, [A, B], START)
+        for time in request.branches[0].token_times
     ]
-    assert steady_rate(made) == pytest.approx((5 - 2) / (3.0 - 1.5))
+    assert steady_rate(times) == pytest.approx((5 - 2) / (3.0 - 1.5))
     assert steady_rate([2.0, 2.0]) is steady_rate([]) is None
     # 2 slow tokens, 16 of a second each, 2 slow ones: the slow ones do not count.
     assert steady_rate(np.cumsum([10.0] * 2 + [1.0] * 16 + [10.0] * 2)) == pytest.approx(1.0)
 
 
 def test_goodput_counts_requests_that_meet_every_target() -> None:
-    requests, steps = request_records(RUN, [A, B], START), step_records(RUN, START, S)
+    requests = request_records(RUN, [A, B], START)
+    steps = step_records(RUN, START, S)
 
     def share(slo: Slo) -> float | None:
         result = summarize(requests, steps, S, slo)["goodput"]
@@ -280,10 +285,8 @@ def test_goodput_counts_requests_that_meet_every_target() -> None:
     assert share(Slo(ttft=9.0)) == 0.5
     # One branch that is too slow (a's gaps of 0.25 and 0.5 seconds) or was aborted makes a bad
     # request of two.
-    slow, fast = (
-        requests[0].branches[0],
-        branch._replace(finish_reason="stop", token_times=(1.5, 1.6)),
-    )
+    slow = requests[0].branches[0]
+    fast = branch._replace(finish_reason="stop", token_times=(1.5, 1.6))
     requests[:] = [
         requests[0]._replace(branches=(fast, slow)),
         requests[0]._replace(branches=(fast, fast)),
@@ -296,19 +299,17 @@ def test_goodput_counts_requests_that_meet_every_target() -> None:
 
 def test_token_digest_differs_for_different_outputs() -> None:
     steps = step_records(RUN, START, S)
-    one = request_records(RUN, [A, B], START)
-    (branch,) = one[1].branches
-    other = [one[0], one[1]._replace(branches=(branch._replace(token_ids=(50, 3)),))]
-    same = [request._replace(arrival=7.0) for request in one]
-    digests = [summarize(r, steps, S)["tokens_sha256"] for r in (one, other, same)]
+    records = request_records(RUN, [A, B], START)
+    (branch,) = records[1].branches
+    other_tokens = [records[0], records[1]._replace(branches=(branch._replace(token_ids=(50, 3)),))]
+    shifted = [request._replace(arrival=7.0) for request in records]
+    digests = [summarize(r, steps, S)["tokens_sha256"] for r in (records, other_tokens, shifted)]
     assert digests[0] == digests[2] != digests[1]
 
 
 def test_interrupted_run_counts_unfinished_requests() -> None:
-    requests, steps = (
-        request_records(RUN[:2], [A, B, item("c", 9.0, 2, 1)], START),
-        step_records(RUN[:2], START, S),
-    )
+    requests = request_records(RUN[:2], [A, B, item("c", 9.0, 2, 1)], START)
+    steps = step_records(RUN[:2], START, S)
     summary = summarize(requests, steps, S)
     assert (summary["unfinished"], summary["finished"], summary["prompt_tokens"]) == (3, {}, 0)
     assert requests[2].queue is None
@@ -339,11 +340,11 @@ def test_percentiles_match_sorting(values: list[float]) -> None:
         high = min(low + 1, len(ordered) - 1)
         return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
-    found = spread([*values, None])
+    summary = spread([*values, None])
     for p in (50, 90, 99):
-        assert found[f"p{p}"] == pytest.approx(linear(p), rel=1e-9, abs=1e-9)
-    assert found["mean"] == pytest.approx(float(np.mean(values)))
-    assert (found["max"], found["count"]) == (max(values), len(values))
+        assert summary[f"p{p}"] == pytest.approx(linear(p), rel=1e-9, abs=1e-9)
+    assert summary["mean"] == pytest.approx(float(np.mean(values)))
+    assert (summary["max"], summary["count"]) == (max(values), len(values))
 
 
 class Observed(NamedTuple):
@@ -370,7 +371,11 @@ def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[Observ
         S, rng.randint(4, 8), rng.randint(2, 12), rng.randint(1, 4), 32
     )
     branches = min(1 + seed % 3, config.max_num_seqs, config.max_num_batched_tokens)
-    state, waiting, results, observed, now = scheduler.init(config), list(items), [], [], 0.0
+    state = scheduler.init(config)
+    waiting = list(items)
+    results = []
+    observed = []
+    clock = 0.0
     while waiting or state.waiting or state.running.seqs:
         while waiting and rng.random() < 0.6:
             new = waiting.pop(0)
@@ -387,8 +392,8 @@ def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[Observ
                 hashes=hashes,
             )
             state = scheduler.submit(state, request)
-        before = now + rng.random()
-        now = before + rng.random()
+        before = clock + rng.random()
+        clock = before + rng.random()
         state, plan = scheduler.schedule(state, FCFS)
         if not plan.seqs:
             continue
@@ -401,7 +406,7 @@ def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[Observ
             for i, block in enumerate(blocks):
                 inside[block] = max(inside.get(block, 0), min(S, max(0, tokens - i * S)))
         state, events = scheduler.commit(state, plan, [rng.randrange(30) for _ in plan.seqs])
-        times = (START + before, START + now, (now - before) / 2)
+        times = (START + before, START + clock, (clock - before) / 2)
         results.append(
             StepResult(plan, events, *times, padded_tokens=2 * plan.num_tokens, compilations=0)
         )
@@ -428,14 +433,16 @@ def test_random_runs_cover_preemption_sharing_and_hits() -> None:
 @drawn.given(30, 100, st.integers(0, 10**6))
 def test_metrics_of_random_runs_match_slow_reference(seed: int) -> None:
     results, items, observed, branches = random_run(seed)
-    requests, steps = (
-        request_records(results, items, START, branches),
-        step_records(results, START, S),
-    )
+    requests = request_records(results, items, START, branches)
+    steps = step_records(results, START, S)
     summary = summarize(requests, steps, S)
-    assert [s.held_tokens for s in steps] == [sum(seen.inside.values()) for seen in observed]
-    physical = [len({block for table in seen.tables for block in table}) for seen in observed]
-    logical = [sum(map(len, seen.tables)) for seen in observed]
+    assert [s.held_tokens for s in steps] == [
+        sum(observation.inside.values()) for observation in observed
+    ]
+    physical = [
+        len({block for table in observation.tables for block in table}) for observation in observed
+    ]
+    logical = [sum(map(len, observation.tables)) for observation in observed]
     assert [s.blocks_used for s in steps] == physical
     assert [s.blocks_listed for s in steps] == logical
     assert summary["blocks_saved_share"] == pytest.approx(1 - sum(physical) / sum(logical))
@@ -459,7 +466,7 @@ def test_metrics_of_random_runs_match_slow_reference(seed: int) -> None:
         assert record.request_id == work.request_id == record.branches[0].branch_id
         assert len(record.branches) == branches
         for branch in record.branches:
-            mine = [
+            sampled = [
                 (result.finished - START, token)
                 for result in results
                 for event in result.events
@@ -467,7 +474,7 @@ def test_metrics_of_random_runs_match_slow_reference(seed: int) -> None:
                 for name, token in zip(event.request_ids, event.token_ids, strict=True)
                 if name == branch.branch_id
             ]
-            assert list(zip(branch.token_times, branch.token_ids, strict=True)) == mine
+            assert list(zip(branch.token_times, branch.token_ids, strict=True)) == sampled
             assert branch.preemptions == sum(
                 branch.branch_id in result.plan.preempted for result in results
             )
@@ -480,9 +487,9 @@ def test_metrics_of_random_runs_match_slow_reference(seed: int) -> None:
     if not summary["preemptions"]:
         hits = sum(s.hit_tokens for s in steps)
         # each further branch computes the prompt's last token again
-        again = len(items) * (branches - 1)
+        recomputed = len(items) * (branches - 1)
         prompt = sum(len(work.prompt_token_ids) for work in items)
-        assert sum(s.prompt_tokens for s in steps) + hits == prompt + again
+        assert sum(s.prompt_tokens for s in steps) + hits == prompt + recomputed
         assert sum(s.tokens for s in steps) + hits == summary["prompt_tokens"] + summary[
             "output_tokens"
         ] - len(items)

@@ -43,10 +43,10 @@ class CheckedEngine(SimulatedEngine):
         return result
 
     def release(self, request_id: str) -> Handover:
-        found = super().release(request_id)
-        self.held[request_id] = found
+        handover = super().release(request_id)
+        self.held[request_id] = handover
         self.check_blocks()
-        return found
+        return handover
 
     def free(self, handover: Handover) -> None:
         assert self.held.pop(handover.released.request.request_id) is handover
@@ -54,42 +54,44 @@ class CheckedEngine(SimulatedEngine):
         self.check_blocks()
 
     def adopt(self, handover: Handover) -> bool:
-        before, done = self.scheduler_state, super().adopt(handover)
-        assert done or self.scheduler_state is before
-        if done:
+        before = self.scheduler_state
+        adopted = super().adopt(handover)
+        assert adopted or self.scheduler_state is before
+        if adopted:
             assert self.scheduler_state.running.computed[-1] == handover.released.computed, (
                 "nothing is computed again"
             )
         self.check_blocks()
-        return done
+        return adopted
 
     def check_blocks(self) -> None:
         running = scheduler.running(self.scheduler_state)
         tables = [seq.blocks for seq in running] + [
-            one.released.blocks for one in self.held.values()
+            handover.released.blocks for handover in self.held.values()
         ]
         blocks.check(self.scheduler_state.pool, tables)
 
 
 def engines(count: int, seconds: float | StepTime = 1.0, **options) -> list[CheckedEngine]:
-    made = {
+    options = {
         "max_model_len": 96,
         "num_blocks": 64,
         "block_size": 4,
         "token_buckets": (2048,),
         **options,
     }
-    config, simulate = EngineConfig(**made), Simulate(step_s=1.0, padded=False)
+    config = EngineConfig(**options)
+    simulate = Simulate(step_s=1.0, padded=False)
     time: StepTime = seconds if callable(seconds) else lambda _: seconds
     return [CheckedEngine(config, time, vocab_size=1000, simulate=simulate) for _ in range(count)]
 
 
-class Ran(NamedTuple):
+class Outcome(NamedTuple):
     requests: list[RequestRecord]
     steps: list[list[tuple[float, float, tuple[str, ...]]]]  # of each engine: begin, end, sequences
 
 
-def drive(prefill, decode, link: Link, work, sampling=GREEDY, router=LEAST_LOADED) -> Ran:
+def drive(prefill, decode, link: Link, work, sampling=GREEDY, router=LEAST_LOADED) -> Outcome:
     every = [*prefill, *decode]
     note = Recorder(every, work, sampling.n)
     steps: list[list[tuple[float, float, tuple[str, ...]]]] = [[] for _ in every]
@@ -101,10 +103,10 @@ def drive(prefill, decode, link: Link, work, sampling=GREEDY, router=LEAST_LOADE
         steps[replica].append((result.started, result.finished, names))
 
     note.step = step  # type: ignore[method-assign]
-    where = drive_pools(
+    placements = drive_pools(
         Fleet(prefill, router, 64), Fleet(decode, router, 64), link, work, sampling, note
     )
-    return Ran(note.requests.records(where.prefill, where.transfers), steps)
+    return Outcome(note.requests.records(placements.prefill, placements.transfers), steps)
 
 
 @st.composite
@@ -115,11 +117,12 @@ def runs(draw):
     lengths = draw(
         st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=count, max_size=count)
     )
-    work, now = [], 0.0
+    work = []
+    arrival = 0.0
     for i, (gap, (prompt, output)) in enumerate(zip(gaps, lengths, strict=True)):
-        now += gap
+        arrival += gap
         # one prompt begins the other
-        work.append(WorkItem(f"r{i}", now, tuple(range(20, 20 + prompt)), output))
+        work.append(WorkItem(f"r{i}", arrival, tuple(range(20, 20 + prompt)), output))
     n = draw(st.sampled_from([1, 1, 3]))
     shared = {
         "enable_prefix_caching": draw(st.booleans()),
@@ -145,7 +148,7 @@ def runs(draw):
     return sizes, link, tuple(work), dataclasses.replace(GREEDY, n=n, temperature=float(n > 1))
 
 
-def made(size) -> list[CheckedEngine]:
+def engines_of(size) -> list[CheckedEngine]:
     count, seconds, options = size
     return engines(count, seconds, **options)
 
@@ -153,8 +156,8 @@ def made(size) -> list[CheckedEngine]:
 @drawn.given(15, 60, runs())
 def test_laws_of_any_run(case):
     sizes, link, work, sampling = case
-    prefill, decode = map(made, sizes)
-    found = drive(prefill, decode, link, work, sampling)
+    prefill, decode = map(engines_of, sizes)
+    outcome = drive(prefill, decode, link, work, sampling)
 
     for engine in (*prefill, *decode):
         state = engine.scheduler_state
@@ -166,43 +169,54 @@ def test_laws_of_any_run(case):
     of_step = {
         name: [
             (engine, begin, end)
-            for engine, steps in enumerate(found.steps)
+            for engine, steps in enumerate(outcome.steps)
             for begin, end, seqs in steps
             if name in seqs
         ]
-        for request in found.requests
+        for request in outcome.requests
         for name in [branch.branch_id for branch in request.branches]
     }
     sent: dict[int, list[tuple[float, float]]] = {}
-    for item, request in zip(work, found.requests, strict=True):
+    for item, request in zip(work, outcome.requests, strict=True):
         assert [len(branch.token_ids) for branch in request.branches] == [
             item.max_tokens
         ] * sampling.n
         assert {branch.finish_reason for branch in request.branches} == {"length"}
         assert len(request.transfers) == (sampling.n if item.max_tokens > 1 else 0)
-        assert len({one.replica for one in request.transfers}) <= 1, "branches were torn apart"
-        moved = {one.branch_id: one for one in request.transfers}
+        assert len({transfer.replica for transfer in request.transfers}) <= 1, (
+            "branches were torn apart"
+        )
+        moved = {transfer.branch_id: transfer for transfer in request.transfers}
         for branch in request.branches:
             assert all(a < b for a, b in pairwise(branch.token_times))
             if branch.branch_id not in moved:
                 assert {engine for engine, _, _ in of_step[branch.branch_id]} == {request.replica}
                 continue
-            one = moved[branch.branch_id]
-            assert branch.token_times[0] == one.released
-            assert one.released <= one.arrived <= one.adopted < branch.token_times[1]
-            assert one.arrived >= one.released + one.bytes / link.bandwidth + link.latency - 1e-9
-            assert one.bytes >= link.block_bytes * math.ceil(len(item.prompt_token_ids) / 4)
+            transfer = moved[branch.branch_id]
+            assert branch.token_times[0] == transfer.released
+            assert transfer.released <= transfer.arrived <= transfer.adopted < branch.token_times[1]
+            assert (
+                transfer.arrived
+                >= transfer.released + transfer.bytes / link.bandwidth + link.latency - 1e-9
+            )
+            assert transfer.bytes >= link.block_bytes * math.ceil(len(item.prompt_token_ids) / 4)
             for engine, begin, end in of_step[branch.branch_id]:
-                assert engine in (request.replica, one.replica)
-                assert end <= one.released if engine == request.replica else begin >= one.adopted
-            end = one.arrived - link.latency
-            sent.setdefault(request.replica, []).append((end - one.bytes / link.bandwidth, end))
+                assert engine in (request.replica, transfer.replica)
+                assert (
+                    end <= transfer.released
+                    if engine == request.replica
+                    else begin >= transfer.adopted
+                )
+            end = transfer.arrived - link.latency
+            sent.setdefault(request.replica, []).append(
+                (end - transfer.bytes / link.bandwidth, end)
+            )
     for spans in sent.values():
         spans.sort()
         assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(spans)), "a link sent two at a time"
-    for steps in found.steps:
+    for steps in outcome.steps:
         assert all(a[1] <= b[0] for a, b in pairwise(steps))
-    assert drive(*map(made, sizes), link, work, sampling) == found
+    assert drive(*map(engines_of, sizes), link, work, sampling) == outcome
 
 
 def naive(work, link: Link, prompts: StepTime, decodes: StepTime) -> dict[str, list[float]]:
@@ -210,29 +224,35 @@ def naive(work, link: Link, prompts: StepTime, decodes: StepTime) -> dict[str, l
     once.
     """
     times: dict[str, list[float]] = {item.request_id: [] for item in work}
-    waiting, now, free, moving = list(work), 0.0, 0.0, []
+    waiting = list(work)
+    clock = 0.0
+    free = 0.0
+    moving = []
     while waiting:
-        now = max(now, waiting[0].arrival)
-        batch = [item for item in waiting if item.arrival <= now]
+        clock = max(clock, waiting[0].arrival)
+        batch = [item for item in waiting if item.arrival <= clock]
         waiting = waiting[len(batch) :]
-        now += prompts(Work(sum(len(item.prompt_token_ids) for item in batch), len(batch), 0, 0, 0))
+        clock += prompts(
+            Work(sum(len(item.prompt_token_ids) for item in batch), len(batch), 0, 0, 0)
+        )
         for item in batch:
-            times[item.request_id].append(now)
+            times[item.request_id].append(clock)
             if item.max_tokens > 1:
                 free = (
-                    max(free, now)
+                    max(free, clock)
                     + -(-len(item.prompt_token_ids) // 4) * link.block_bytes / link.bandwidth
                 )
                 moving.append((free + link.latency, item))
-    now, running = 0.0, []
+    clock = 0.0
+    running = []
     while moving or running:
         if not running:
-            now = max(now, moving[0][0])
-        running += [item for arrived, item in moving if arrived <= now]
-        moving = [one for one in moving if one[0] > now]
-        now += decodes(Work(len(running), len(running), 0, 0, 0))
+            clock = max(clock, moving[0][0])
+        running += [item for arrived, item in moving if arrived <= clock]
+        moving = [moved for moved in moving if moved[0] > clock]
+        clock += decodes(Work(len(running), len(running), 0, 0, 0))
         for item in running:
-            times[item.request_id].append(now)
+            times[item.request_id].append(clock)
         running = [item for item in running if len(times[item.request_id]) < item.max_tokens]
     return times
 
@@ -249,9 +269,9 @@ def test_with_room_for_all_the_times_are_those_of_a_naive_model(case):
     def decodes(work: Work) -> float:
         return 0.0711 + 0.02 * work.sequences
 
-    found = drive(engines(1, prompts, **options), engines(1, decodes, **options), link, work)
+    outcome = drive(engines(1, prompts, **options), engines(1, decodes, **options), link, work)
     for name, times in naive(work, link, prompts, decodes).items():
-        (request,) = [one for one in found.requests if one.request_id == name]
+        (request,) = [r for r in outcome.requests if r.request_id == name]
         assert request.branches[0].token_times == pytest.approx(times)
 
 
@@ -264,34 +284,35 @@ def test_times_by_hand():
         WorkItem("b", 0.5, (30,) * 4, 2),
         WorkItem("c", 0.5, (40,) * 4, 1),
     ]
-    found = drive(engines(1), engines(1, 0.5), Link(8.0, 8.0, 0.25), work)
-    a, b, c = found.requests
-    (one,), (two,) = a.transfers, b.transfers
-    assert (one.released, one.arrived, one.adopted, one.bytes) == (1.0, 3.25, 3.25, 16.0)
+    outcome = drive(engines(1), engines(1, 0.5), Link(8.0, 8.0, 0.25), work)
+    a, b, c = outcome.requests
+    (of_a,) = a.transfers
+    (of_b,) = b.transfers
+    assert (of_a.released, of_a.arrived, of_a.adopted, of_a.bytes) == (1.0, 3.25, 3.25, 16.0)
     # the link is free at 3.0
-    assert (two.released, two.arrived, two.adopted, two.bytes) == (2.0, 4.25, 4.25, 8.0)
+    assert (of_b.released, of_b.arrived, of_b.adopted, of_b.bytes) == (2.0, 4.25, 4.25, 8.0)
     assert not c.transfers
-    assert [one.branches[0].token_times for one in (a, b, c)] == [
+    assert [request.branches[0].token_times for request in (a, b, c)] == [
         (1.0, 3.75, 4.25),
         (2.0, 4.75),
         (2.0,),
     ]
-    assert found.steps[1] == [(3.25, 3.75, ("a",)), (3.75, 4.25, ("a",)), (4.25, 4.75, ("b",))]
+    assert outcome.steps[1] == [(3.25, 3.75, ("a",)), (3.75, 4.25, ("a",)), (4.25, 4.75, ("b",))]
 
 
 def test_a_sequence_is_adopted_in_front_of_a_step_not_during_one():
     work = [WorkItem("a", 0.0, (20,) * 4, 9), WorkItem("b", 0.1, (30,) * 4, 2)]
-    found = drive(engines(1), engines(1, 1.5), Link(1.0), work)
-    assert [one.transfers[0].adopted for one in found.requests] == [1.0, 2.5]
-    assert found.requests[1].transfers[0].arrived == 2.0
+    outcome = drive(engines(1), engines(1, 1.5), Link(1.0), work)
+    assert [request.transfers[0].adopted for request in outcome.requests] == [1.0, 2.5]
+    assert outcome.requests[1].transfers[0].arrived == 2.0
 
 
 def test_blocks_in_prefill_are_held_until_the_pages_were_adopted():
     """`prefill` has room for one prompt."""
     work = [WorkItem("a", 0.0, (20,) * 8, 4), WorkItem("b", 0.0, (30,) * 8, 4)]
     prefill = engines(1, num_blocks=3, enable_prefix_caching=False)
-    found = drive(prefill, engines(1), Link(1.0, 1.0), work)
-    a, b = found.requests
+    outcome = drive(prefill, engines(1), Link(1.0, 1.0), work)
+    a, b = outcome.requests
     assert a.transfers[0].adopted == 3.0  # two blocks, from 1.0 on
     assert b.first_scheduled == 3.0
 
@@ -299,16 +320,16 @@ def test_blocks_in_prefill_are_held_until_the_pages_were_adopted():
 def test_sequences_wait_for_room_in_their_order():
     """`decode` has one row."""
     work = [WorkItem(name, 0.0, (20 + i,) * 4, 3) for i, name in enumerate("abc")]
-    found = drive(engines(1), engines(1, max_num_seqs=1), Link(1.0), work)
-    assert [one.transfers[0].arrived for one in found.requests] == [1.0] * 3
-    assert [one.transfers[0].adopted for one in found.requests] == [1.0, 3.0, 5.0]
+    outcome = drive(engines(1), engines(1, max_num_seqs=1), Link(1.0), work)
+    assert [request.transfers[0].arrived for request in outcome.requests] == [1.0] * 3
+    assert [request.transfers[0].adopted for request in outcome.requests] == [1.0, 3.0, 5.0]
 
 
 def test_each_pool_has_its_router():
     work = [WorkItem(f"r{i}", 0.0, (20 + i,) * 4, 3) for i in range(6)]
-    found = drive(engines(2), engines(3), Link(1.0), work, router=ROUND_ROBIN)
-    assert [one.replica for one in found.requests] == [0, 1, 0, 1, 0, 1]
-    assert {one.transfers[0].replica for one in found.requests} == {2, 3, 4}
+    outcome = drive(engines(2), engines(3), Link(1.0), work, router=ROUND_ROBIN)
+    assert [request.replica for request in outcome.requests] == [0, 1, 0, 1, 0, 1]
+    assert {request.transfers[0].replica for request in outcome.requests} == {2, 3, 4}
 
 
 def test_a_request_that_decode_can_never_run_is_refused():
@@ -325,12 +346,19 @@ def test_a_request_that_decode_can_never_run_is_refused():
     "options", [{}, {"max_num_batched_tokens": 24, "mixed_steps": False}], ids=["mixed", "apart"]
 )
 def test_one_of_each_without_a_link_has_the_plans_of_a_real_pair(tiny, monkeypatch, options):
-    """Steps of one length, and pages that move at once: step by step the plans of `PrefillDecode`."""
-    same = {"block_size": 4, "num_blocks": 64, "max_model_len": 96, "enable_prefix_caching": False}
-    same |= {"max_num_seqs": 16, "max_num_batched_tokens": 16, "token_buckets": (64,), **options}
+    """Steps of one length, and pages that move at once: step by step the plans of
+    `PrefillDecode`.
+    """
+    common = {
+        "block_size": 4,
+        "num_blocks": 64,
+        "max_model_len": 96,
+        "enable_prefix_caching": False,
+    }
+    common |= {"max_num_seqs": 16, "max_num_batched_tokens": 16, "token_buckets": (64,), **options}
     lengths = [(5, 4), (22, 7), (17, 1), (11, 12), (40, 3), (3, 9), (22, 2)]
     prompts = [list(range(20 + i, 20 + i + prompt)) for i, (prompt, _) in enumerate(lengths)]
-    llms = [LLM(tiny, progress=False, **same) for _ in range(2)]
+    llms = [LLM(tiny, progress=False, **common) for _ in range(2)]
     real: list[list[Plan]] = [[], []]
     for llm, plans in zip(llms, real, strict=True):
 
@@ -347,7 +375,8 @@ def test_one_of_each_without_a_link_has_the_plans_of_a_real_pair(tiny, monkeypat
     work = [
         WorkItem(f"r{i}", 0.0, tuple(prompt), lengths[i][1]) for i, prompt in enumerate(prompts)
     ]
-    prefill, decode = engines(1, **same), engines(1, **same)
+    prefill = engines(1, **common)
+    decode = engines(1, **common)
     simulated: list[list[Plan]] = [[], []]
     for (engine,), plans in zip((prefill, decode), simulated, strict=True):
 
@@ -358,13 +387,13 @@ def test_one_of_each_without_a_link_has_the_plans_of_a_real_pair(tiny, monkeypat
             return result
 
         monkeypatch.setattr(engine, "step", note)
-    found = drive(prefill, decode, Link(1.0), work)
+    outcome = drive(prefill, decode, Link(1.0), work)
 
     def rows(plans: list[Plan]):
         return [(plan.lengths, plan.starts, plan.counts) for plan in plans]
 
     assert rows(simulated[0]) == rows(real[0])
     assert rows(simulated[1]) == rows(real[1])
-    assert [len(one.outputs[0].token_ids) for one in answers] == [
-        len(one.branches[0].token_ids) for one in found.requests
+    assert [len(request.outputs[0].token_ids) for request in answers] == [
+        len(request.branches[0].token_ids) for request in outcome.requests
     ]

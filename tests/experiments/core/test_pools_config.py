@@ -10,13 +10,13 @@ import pytest
 
 from experiments import run
 from experiments.core import engines, execution, store
-from experiments.core.config import Point, expand, load
-from experiments.core.drive import Measured, measure
+from experiments.core.config import expand, load
 from experiments.core.environment import environment
 from experiments.core.pool_options import Pool, Pools
 from experiments.core.pools import PooledLLM
 from experiments.simulation.cost import SHAPES
 from experiments.studies.findings import simulated
+from tests.experiments.core.summaries import run_files, simulated_run, simulated_run_at
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 RAW = {
@@ -45,42 +45,33 @@ RAW = {
 FOUR = {"chip": "h100", "mesh": {"tensor": 4}, "model": "llama-3-8b"}
 
 
-def measured(raw: dict, folder: Path = Path()) -> Measured:
-    (point,) = expand(raw, folder=folder)
-    return measured_at(point)
-
-
-def measured_at(point: Point) -> Measured:
-    return measure(engines.simulated(point.experiment), point, 0)
-
-
 def test_a_run_and_its_summary():
-    found = measured(RAW)
-    assert found.failed is None
-    assert {step.replica for step in found.steps} == set(range(5))
-    ends = [step.started + step.seconds for step in found.steps]
+    measurement = simulated_run(RAW)
+    assert measurement.failed is None
+    assert {step.replica for step in measurement.steps} == set(range(5))
+    ends = [step.started + step.seconds for step in measurement.steps]
     assert ends == sorted(ends)
-    moved = [request for request in found.requests if request.transfers]
+    moved = [request for request in measurement.requests if request.transfers]
     assert 0 < len(moved) < 40, "some answers have one token"
-    pools = found.summary["pools"]
+    pools = measurement.summary["pools"]
     assert pools["prefill"]["requests"]["mean"] * 2 == 40
     assert pools["decode"]["requests"]["mean"] * 3 == pools["transfers"] == len(moved)
     computed = {True: 0, False: 0}
-    for step in found.steps:
+    for step in measurement.steps:
         computed[step.replica < 2] += step.tokens
     assert pools["prefill"]["tokens_computed"]["mean"] * 2 == computed[True]
     assert pools["decode"]["tokens_computed"]["mean"] * 3 == computed[False]
-    assert computed[False] == sum(request.max_tokens - 1 for request in found.requests), (
+    assert computed[False] == sum(request.max_tokens - 1 for request in measurement.requests), (
         "decode computes no prompt"
     )
-    whole = sum(
+    moved_bytes = sum(
         -(-request.prompt_tokens // 8) * 8 * SHAPES["llama-3-8b"].token_bytes for request in moved
     )
-    assert pools["moved_bytes"] == whole
-    assert pools["transfer_s"]["mean"] >= 0.001 + whole / 50e9 / len(moved) - 1e-12
+    assert pools["moved_bytes"] == moved_bytes
+    assert pools["transfer_s"]["mean"] >= 0.001 + moved_bytes / 50e9 / len(moved) - 1e-12
     busy = 2 * pools["prefill"]["busy_share"]["mean"] + 3 * pools["decode"]["busy_share"]["mean"]
-    assert found.summary["between_steps_s"] == pytest.approx((5 - busy) * ends[-1])
-    assert found == measured(RAW)
+    assert measurement.summary["between_steps_s"] == pytest.approx((5 - busy) * ends[-1])
+    assert measurement == simulated_run(RAW)
 
 
 def test_held_blocks_count_as_used_until_the_pages_are_adopted():
@@ -93,7 +84,7 @@ def test_held_blocks_count_as_used_until_the_pages_are_adopted():
         "arrivals": {"process": "poisson", "rate": 100.0},
     }
     slow = {"link_gb_s": 0.001, "prefill": {"max_num_seqs": 1}}  # 32 tokens are 4.2 MB: 4.2 s
-    found = measured(
+    measurement = simulated_run(
         {
             **RAW,
             "workload": workload,
@@ -101,44 +92,47 @@ def test_held_blocks_count_as_used_until_the_pages_are_adopted():
             "simulate": {"step_s": 0.001, "model": "llama-3-8b"},
         }
     )
-    first, second = [step for step in found.steps if step.replica == 0]
+    first, second = [step for step in measurement.steps if step.replica == 0]
     assert (first.blocks_used, first.held_tokens) == (4, 30)
     assert (second.blocks_used, second.held_tokens) == (8, 60)
-    last = found.steps[-1]
+    last = measurement.steps[-1]
     assert (last.replica, last.blocks_used, last.held_tokens) == (1, 4, 31)
 
 
 def test_a_summary_has_the_blocks_of_each_pool():
-    """With few blocks in a slow `decode`, sequences wait for room, and hold all those of `prefill`."""
+    """With few blocks in a slow `decode`, sequences wait for room, and hold all those of
+    `prefill`.
+    """
     slow = {"step_s": 0.05, "model": "llama-3-8b"}
     wide, narrow = (
-        measured({**RAW, "pools": {"prefill": {"cache_tokens": 512}, "decode": decode}})
+        simulated_run({**RAW, "pools": {"prefill": {"cache_tokens": 512}, "decode": decode}})
         for decode in ({"cache_tokens": 4096}, {"cache_tokens": 256, "simulate": slow})
     )
-    for found, of_decode in ((wide, 512), (narrow, 32)):
-        pools = found.summary["pools"]
+    for measurement, of_decode in ((wide, 512), (narrow, 32)):
+        pools = measurement.summary["pools"]
         assert (pools["prefill"]["blocks_total"], pools["decode"]["blocks_total"]) == (
             64,
             of_decode,
         )
-        assert [found.summary[key] for key in ("blocks_total", "blocks_used", "slots_used")] == [
-            None
-        ] * 3
+        assert [
+            measurement.summary[key] for key in ("blocks_total", "blocks_used", "slots_used")
+        ] == [None] * 3
         for name, replica in (("prefill", 0), ("decode", 1)):
-            used = [step.blocks_used for step in found.steps if step.replica == replica]
+            used = [step.blocks_used for step in measurement.steps if step.replica == replica]
             assert pools[name]["blocks_used"] == {
                 "mean": pytest.approx(sum(used) / len(used)),
                 "peak": max(used),
             }
-    held, free = (
-        found.summary["pools"]["prefill"]["blocks_used"]["mean"] for found in (narrow, wide)
+    held_blocks, free = (
+        measurement.summary["pools"]["prefill"]["blocks_used"]["mean"]
+        for measurement in (narrow, wide)
     )
-    assert held > 2 * free
+    assert held_blocks > 2 * free
 
 
 def test_a_pool_without_steps_has_no_blocks_in_use():
     workload = {**RAW["workload"], "output": {"dist": "fixed", "value": 1}}
-    decode = measured({**RAW, "workload": workload}).summary["pools"]["decode"]
+    decode = simulated_run({**RAW, "workload": workload}).summary["pools"]["decode"]
     assert (decode["blocks_total"], decode["blocks_used"], decode["requests"]["most"]) == (
         None,
         None,
@@ -155,10 +149,11 @@ def test_the_pools_may_have_different_chips_meshes_and_budgets():
     }
     (point,) = expand({**RAW, "pools": {"prefill": options}}, folder=Path())
     llm = engines.simulated(point.experiment)
-    first, second = (one.config for one in llm.engines)
+    first, second = (engine.config for engine in llm.engines)
     assert (first.num_blocks, first.max_num_seqs, first.max_num_batched_tokens) == (256, 4, 128)
     assert (second.num_blocks, second.max_num_seqs, second.max_num_batched_tokens) == (128, 8, 64)
-    fast, slow = measured_at(point), measured({**RAW, "pools": {}})
+    fast = simulated_run_at(point)
+    slow = simulated_run({**RAW, "pools": {}})
     assert fast.summary["ttft_s"]["mean"] < slow.summary["ttft_s"]["mean"]
     blocks = {step.replica: step.num_blocks for step in fast.steps}
     assert blocks == {0: 256, 1: 128}
@@ -166,28 +161,32 @@ def test_the_pools_may_have_different_chips_meshes_and_budgets():
 
 def test_clients_of_a_closed_loop_send_when_their_last_request_has_ended():
     workload = {**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": 3}}
-    found = measured({**RAW, "workload": workload})
-    assert found.failed is None
-    ends = sorted(request.arrival + (request.e2e or 0.0) for request in found.requests)
-    assert [request.arrival for request in found.requests] == pytest.approx([0.0] * 3 + ends[:37])
+    measurement = simulated_run({**RAW, "workload": workload})
+    assert measurement.failed is None
+    ends = sorted(request.arrival + (request.e2e or 0.0) for request in measurement.requests)
+    assert [request.arrival for request in measurement.requests] == pytest.approx(
+        [0.0] * 3 + ends[:37]
+    )
 
 
 def test_branches_go_to_one_engine():
-    found = measured({**RAW, "sampling": {"temperature": 0.8, "ignore_eos": True, "n": 3}})
-    assert found.failed is None
-    moved = [request.transfers for request in found.requests if request.max_tokens > 1]
-    assert {len(each) for each in moved} == {3}
-    assert {len({one.replica for one in each}) for each in moved} == {1}
+    measurement = simulated_run(
+        {**RAW, "sampling": {"temperature": 0.8, "ignore_eos": True, "n": 3}}
+    )
+    assert measurement.failed is None
+    moved = [request.transfers for request in measurement.requests if request.max_tokens > 1]
+    assert {len(transfers) for transfers in moved} == {3}
+    assert {len({transfer.replica for transfer in transfers}) for transfers in moved} == {1}
 
 
 @pytest.mark.parametrize(
-    ("top", "own", "status"), [(None, "llama-3-8b", 0), ("llama-3-8b", None, 2)]
+    ("top", "pools_model", "status"), [(None, "llama-3-8b", 0), ("llama-3-8b", None, 2)]
 )
 def test_a_model_is_opened_only_for_pools_that_name_no_shape(
-    tmp_path, capsys, top, own, status: int
+    tmp_path, capsys, top, pools_model, status: int
 ):
     """The experiment's own model does not exist."""
-    simulate = {"simulate": {"step_s": 0.01, "model": own}}
+    simulate = {"simulate": {"step_s": 0.01, "model": pools_model}}
     raw = {
         **RAW,
         "simulate": {"step_s": 0.01, "model": top},
@@ -201,10 +200,8 @@ def test_a_model_is_opened_only_for_pools_that_name_no_shape(
 
 
 def test_a_study_and_a_command_measure_the_same(tmp_path):
-    (tmp_path / "one.yaml").write_text(json.dumps(RAW), encoding="utf-8")
+    line = json.loads((run_files(tmp_path, RAW) / "runs.jsonl").read_text())
     ((_, (summary,)),) = simulated(tmp_path / "one.yaml")
-    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    line = json.loads((tmp_path / "runs/pooled/runs.jsonl").read_text())
     assert line["metrics"] == json.loads(json.dumps(summary))
 
 
@@ -214,23 +211,24 @@ MINE = "from pagedjax.routing import Router\nLAST = Router('last', lambda state,
 def test_a_run_records_transfers_and_runs_again(tmp_path):
     (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
     pools = {**RAW["pools"], "decode": {"count": 3, "router": "mine.py:LAST"}}
-    (tmp_path / "one.yaml").write_text(json.dumps({**RAW, "pools": pools}), encoding="utf-8")
-    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    (folder,) = (tmp_path / "runs/pooled").glob("*/0")
+    (folder,) = run_files(tmp_path, {**RAW, "pools": pools}).glob("*/0")
     requests = store.read_requests(folder)
     assert {request.replica for request in requests} == {0, 1}
-    assert {one.replica for request in requests for one in request.transfers} == {4}
+    assert {transfer.replica for request in requests for transfer in request.transfers} == {4}
     assert {
         json.loads(line)["replica"] for line in (folder / "steps.jsonl").read_text().splitlines()
     } == {0, 1, 4}
     assert (folder / "decode_router.py").read_text() == MINE
-    (again,) = load(folder / "config.yaml")
-    assert again.experiment.pools == Pools(
+    (repeated,) = load(folder / "config.yaml")
+    assert repeated.experiment.pools == Pools(
         Pool(2), Pool(3, f"{folder / 'decode_router.py'}:LAST"), link_gb_s=50.0, latency_s=0.001
     )
-    one, two = requests, measured_at(again).requests
-    assert [each.replica for each in one] == [each.replica for each in two]
-    assert one[0].transfers[0].adopted == pytest.approx(two[0].transfers[0].adopted, abs=1e-6)
+    recorded = requests
+    remeasured = simulated_run_at(repeated).requests
+    assert [request.replica for request in recorded] == [request.replica for request in remeasured]
+    assert recorded[0].transfers[0].adopted == pytest.approx(
+        remeasured[0].transfers[0].adopted, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -258,24 +256,22 @@ def test_a_run_of_unequal_pools_runs_again(tmp_path, pools: dict, cache_tokens: 
     )
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    (again,) = load(tmp_path / "config.yaml")
-    assert again.key == point.key
-    assert measured_at(again).summary == summary["metrics"]
+    (repeated,) = load(tmp_path / "config.yaml")
+    assert repeated.key == point.key
+    assert simulated_run_at(repeated).summary == summary["metrics"]
     llm = engines.simulated(point.experiment)
     assert isinstance(llm, PooledLLM)
     facts = json.loads(files["env.json"])
-    both = {"prefill": llm.prefill.engine.config, "decode": llm.decode.engine.config}
-    assert both["prefill"] != both["decode"]
-    for name, config in both.items():
+    configs = {"prefill": llm.prefill.engine.config, "decode": llm.decode.engine.config}
+    assert configs["prefill"] != configs["decode"]
+    for name, config in configs.items():
         assert facts["engine"][name] == json.loads(json.dumps(dataclasses.asdict(config)))
         chip = pools.get(name, {}).get("simulate", raw["simulate"])["chip"]
         assert facts["simulate"][name]["chip"] == chip
 
 
 def test_runs_without_pools_have_no_transfers_in_their_files(tmp_path):
-    (tmp_path / "one.yaml").write_text(json.dumps({**RAW, "pools": None}), encoding="utf-8")
-    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    (folder,) = (tmp_path / "runs/pooled").glob("*/0")
+    (folder,) = run_files(tmp_path, {**RAW, "pools": None}).glob("*/0")
     assert "transfers" not in json.loads((folder / "requests.jsonl").read_text().splitlines()[0])
 
 
@@ -377,8 +373,8 @@ def test_a_pool_that_does_not_fit_its_chip_is_named():
 
 
 def test_engines_for_prompts_bound_the_gaps_on_the_example():
-    both, apart = (
-        measured_at(
+    mixed, apart = (
+        simulated_run_at(
             point._replace(
                 experiment=dataclasses.replace(
                     point.experiment,
@@ -388,5 +384,5 @@ def test_engines_for_prompts_bound_the_gaps_on_the_example():
         ).summary
         for point in load(CONFIGS / "pools.yaml")
     )
-    assert apart["itl_s"]["p99"] < both["itl_s"]["p99"] / 3
-    assert apart["output_tokens"] == both["output_tokens"]
+    assert apart["itl_s"]["p99"] < mixed["itl_s"]["p99"] / 3
+    assert apart["output_tokens"] == mixed["output_tokens"]

@@ -1,4 +1,6 @@
-"""Several simulated engines behind a router: times, records, configs, and the example of configs/."""
+"""Several simulated engines behind a router: times, records, configs, and the example of
+configs/.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,27 @@ from pathlib import Path
 
 import pytest
 
-from experiments import run
-from experiments.core import config, store
+from experiments.core import store
 from experiments.core.config import Replicas, expand, load
-from experiments.core.drive import drive, measure
+from experiments.core.drive import drive
 from experiments.core.engines import simulated
 from experiments.core.records import request_records, step_records
 from experiments.core.replicas import drive_replicas
 from experiments.core.submit import with_arrivals
 from experiments.core.workloads import WorkItem, build
 from experiments.simulation.cost import Simulate
-from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
+from experiments.simulation.simulate import SimulatedEngine
 from experiments.simulation.spans import DecodeSpan
 from pagedjax import SamplingParams
 from pagedjax.config import EngineConfig
 from pagedjax.host.types import StepResult
 from pagedjax.routing import LEAST_LOADED, PREFIX, ROUND_ROBIN, ROUTERS, Router
-from tests.experiments.core.summaries import summarize
+from tests.experiments.core.summaries import (
+    run_files,
+    simulated_run,
+    simulated_run_at,
+    summarize,
+)
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -51,19 +57,6 @@ RAW = {
     "sampling": {"temperature": 0.0, "ignore_eos": True},
     "simulate": {"chip": "h200", "model": "llama-3-8b"},
 }
-
-
-def measured(raw: dict):
-    (point,) = expand(raw, folder=Path())
-    return measured_at(point)
-
-
-def measured_at(point: config.Point):
-    made = point.experiment
-    assert made.simulate is not None
-    return measure(
-        SimulatedLLM(made.simulate, made.engine_config, made.model, made.num_replicas), point, 0
-    )
 
 
 @pytest.mark.default_cases(
@@ -105,22 +98,21 @@ def test_one_replica_is_the_engine_without_a_router(router: str, change: dict):
     decode.
     """
     (point,) = expand({**RAW, **change}, folder=Path())
-    made, spec = simulated(point.experiment), point.experiment.workload
-    load, engine, sampling = (
-        build(spec, "", 0, made.tokenizer.vocab_size, made.tokenizer.encode),
-        made.engine,
-        point.experiment.sampling,
-    )
+    llm = simulated(point.experiment)
+    spec = point.experiment.workload
+    load = build(spec, "", 0, llm.tokenizer.vocab_size, llm.tokenizer.encode)
+    engine = llm.engine
+    sampling = point.experiment.sampling
     _, results = drive(engine, load.items, sampling, engine.clock, engine.sleep, load.clients)
     records = request_records(results, load.items, 0.0, sampling.n)
-    behind = measured({**RAW, **change, "replicas": {"router": router}})
-    assert behind.requests == with_arrivals(records, load.clients)
-    assert behind.steps == step_records(results, 0.0, 8, engine.scheduler_state.config)
-    assert behind.summary.pop("replicas")["count"] == 1
+    routed = simulated_run({**RAW, **change, "replicas": {"router": router}})
+    assert routed.requests == with_arrivals(records, load.clients)
+    assert routed.steps == step_records(results, 0.0, 8, engine.scheduler_state.config)
+    assert routed.summary.pop("replicas")["count"] == 1
     assert (
-        behind.summary
-        == summarize(behind.requests, behind.steps, 8)
-        == measured({**RAW, **change}).summary
+        routed.summary
+        == summarize(routed.requests, routed.steps, 8)
+        == simulated_run({**RAW, **change}).summary
     )
 
 
@@ -143,8 +135,8 @@ class Times:
         self.steps[replica].append((result.started, result.finished, len(result.plan.seqs)))
 
     def span(self, replica: int, span: DecodeSpan) -> None:
-        both = zip(span.times.started.tolist(), span.times.finished.tolist(), strict=True)
-        self.steps[replica] += [(started, finished, len(span.seqs)) for started, finished in both]
+        times = zip(span.times.started.tolist(), span.times.finished.tolist(), strict=True)
+        self.steps[replica] += [(started, finished, len(span.seqs)) for started, finished in times]
 
 
 def test_each_replica_steps_on_its_own_clock():
@@ -174,48 +166,49 @@ def test_the_end_of_a_request_is_known_when_its_last_step_has_ended(arrival: flo
         WorkItem("b", 0.0, (20,) * 5, 9),
         WorkItem("c", arrival, (20,) * 5, 1),
     ]
-    seen = []
+    loads = []
 
     def choose(state, request):
-        seen.append((state.loads[0].requests, state.loads[1].requests))
+        loads.append((state.loads[0].requests, state.loads[1].requests))
         return LEAST_LOADED.choose(state, request)
 
     drive_replicas(engines(2), Router("seeing", choose), 32, work, GREEDY, Times())
-    assert seen == [(0, 0), (1, 0), (load, 1)]
+    assert loads == [(0, 0), (1, 0), (load, 1)]
 
 
 def test_a_router_sees_the_hashes_that_the_engine_publishes():
     work = [WorkItem(name, i, (20 + i % 2,) * 33 + (i,), 1) for i, name in enumerate("abcd")]
-    made, seen = engines(1), []
+    replicas = engines(1)
+    requests = []
 
     def choose(state, request):
-        seen.append(request)
+        requests.append(request)
         return 0
 
-    drive_replicas(made, Router("seeing", choose), 32, work, GREEDY, Times())
-    assert {key for request in seen for key in request.hashes} == set(
-        made[0].scheduler_state.pool.contents
+    drive_replicas(replicas, Router("seeing", choose), 32, work, GREEDY, Times())
+    assert {key for request in requests for key in request.hashes} == set(
+        replicas[0].scheduler_state.pool.contents
     )
-    assert [request.tokens for request in seen] == [35] * 4
-    seen.clear()
+    assert [request.tokens for request in requests] == [35] * 4
+    requests.clear()
     drive_replicas(
         engines(1, enable_prefix_caching=False), Router("seeing", choose), 32, work, GREEDY, Times()
     )
-    assert [request.hashes for request in seen] == [()] * 4
+    assert [request.hashes for request in requests] == [()] * 4
 
 
 def test_replicas_share_no_blocks_and_each_request_has_one():
-    found = measured({**RAW, "replicas": {"count": 3, "router": "round_robin"}})
-    assert found.failed is None
-    assert [request.replica for request in found.requests] == [i % 3 for i in range(60)]
-    assert {step.replica for step in found.steps} == {0, 1, 2}
-    ends = [step.started + step.seconds for step in found.steps]
+    result = simulated_run({**RAW, "replicas": {"count": 3, "router": "round_robin"}})
+    assert result.failed is None
+    assert [request.replica for request in result.requests] == [i % 3 for i in range(60)]
+    assert {step.replica for step in result.steps} == {0, 1, 2}
+    ends = [step.started + step.seconds for step in result.steps]
     assert ends == sorted(ends)
-    assert found.summary["duration_s"] == ends[-1]
-    assert found.summary["replicas"]["requests"] == {"least": 20, "mean": 20, "most": 20}
-    idle = 1 - found.summary["replicas"]["busy_share"]["mean"]
-    assert found.summary["between_steps_s"] == pytest.approx(3 * idle * ends[-1])
-    assert found == measured({**RAW, "replicas": {"count": 3, "router": "round_robin"}})
+    assert result.summary["duration_s"] == ends[-1]
+    assert result.summary["replicas"]["requests"] == {"least": 20, "mean": 20, "most": 20}
+    idle = 1 - result.summary["replicas"]["busy_share"]["mean"]
+    assert result.summary["between_steps_s"] == pytest.approx(3 * idle * ends[-1])
+    assert result == simulated_run({**RAW, "replicas": {"count": 3, "router": "round_robin"}})
 
 
 def test_prefix_finds_more_than_the_others_on_the_example():
@@ -227,20 +220,20 @@ def test_prefix_finds_more_than_the_others_on_the_example():
         )
         for point in load(CONFIGS / "routers.yaml")
     ]
-    found = {point.swept["replicas.router"]: measured_at(point) for point in points}
-    shares = {name: one.summary["prefix_hit_share"] for name, one in found.items()}
+    results = {point.swept["replicas.router"]: simulated_run_at(point) for point in points}
+    shares = {name: result.summary["prefix_hit_share"] for name, result in results.items()}
     assert shares["prefix"] > 1.2 * max(shares["round_robin"], shares["least_loaded"])
-    assert {one.failed for one in found.values()} == {None}
-    first = {name: one.summary["ttft_s"]["mean"] for name, one in found.items()}
+    assert {result.failed for result in results.values()} == {None}
+    first = {name: result.summary["ttft_s"]["mean"] for name, result in results.items()}
     assert first["prefix"] < min(first["round_robin"], first["least_loaded"])
 
 
 def test_known_blocks_bound_what_prefix_finds():
     shares = {
-        known: measured({**RAW, "replicas": {"count": 3, "known_blocks": known}}).summary[
-            "prefix_hit_share"
-        ]
-        for known in (0, None)
+        known_blocks: simulated_run(
+            {**RAW, "replicas": {"count": 3, "known_blocks": known_blocks}}
+        ).summary["prefix_hit_share"]
+        for known_blocks in (0, None)
     }
     assert shares[0] < shares[None]
 
@@ -253,29 +246,23 @@ def test_a_run_records_replicas_and_runs_again(tmp_path):
     sweep = {
         "grid": {"replicas.router": ["least_loaded", "mine.py:FIRST"], "replicas.count": [1, 2]}
     }
-    (tmp_path / "one.yaml").write_text(json.dumps({**RAW, "sweep": sweep}), encoding="utf-8")
-    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    summaries = [
-        json.loads(line)
-        for line in (tmp_path / "runs/replicated/runs.jsonl").read_text().splitlines()
-    ]
-    assert [one["metrics"]["replicas"]["count"] for one in summaries] == [1, 2, 1, 2]
-    folder = tmp_path / "runs/replicated" / summaries[3]["run"]
+    runs = run_files(tmp_path, {**RAW, "sweep": sweep})
+    summaries = [json.loads(line) for line in (runs / "runs.jsonl").read_text().splitlines()]
+    assert [summary["metrics"]["replicas"]["count"] for summary in summaries] == [1, 2, 1, 2]
+    folder = runs / summaries[3]["run"]
     assert {request.replica for request in store.read_requests(folder)} == {1}
     assert {
         json.loads(line)["replica"] for line in (folder / "steps.jsonl").read_text().splitlines()
     } == {1}
     assert (folder / "router.py").read_text() == MINE
-    assert "Replica 0 in the first repeat" in (tmp_path / "runs/replicated/report.html").read_text()
-    (again,) = load(folder / "config.yaml")
-    assert again.experiment.replicas == Replicas(2, f"{folder / 'router.py'}:FIRST")
-    assert [request.replica for request in measured_at(again).requests] == [1] * 60
+    assert "Replica 0 in the first repeat" in (runs / "report.html").read_text()
+    (repeated,) = load(folder / "config.yaml")
+    assert repeated.experiment.replicas == Replicas(2, f"{folder / 'router.py'}:FIRST")
+    assert [request.replica for request in simulated_run_at(repeated).requests] == [1] * 60
 
 
 def test_a_run_without_replicas_has_no_column_of_them(tmp_path):
-    (tmp_path / "one.yaml").write_text(json.dumps(RAW), encoding="utf-8")
-    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    (folder,) = (tmp_path / "runs/replicated").glob("*/0")
+    (folder,) = run_files(tmp_path, RAW).glob("*/0")
     for name in ("requests.jsonl", "steps.jsonl"):
         assert "replica" not in json.loads((folder / name).read_text().splitlines()[0])
 
@@ -331,13 +318,13 @@ def test_wrong_sections_are_reported(tmp_path, change: dict, message: str):
 
 def test_prefix_is_least_loaded_where_nothing_is_shared():
     workload = {**RAW["workload"], "shared_prefix": 0, "prefixes": 1}
-    found = {
-        name: measured(
+    requests = {
+        name: simulated_run(
             {**RAW, "workload": workload, "replicas": {"count": 3, "router": name}}
         ).requests
         for name in (PREFIX.name, LEAST_LOADED.name)
     }
-    assert found[PREFIX.name] == found[LEAST_LOADED.name]
+    assert requests[PREFIX.name] == requests[LEAST_LOADED.name]
 
 
 @pytest.fixture
@@ -356,6 +343,6 @@ def test_the_documented_router_runs_in_the_simulator(documented, tmp_path):
     (point,) = expand(
         {**RAW, "replicas": {"count": 4, "router": "mine.py:TWO_CHOICES"}}, folder=tmp_path
     )
-    found = measured_at(point)
-    assert found.failed is None
-    assert {request.replica for request in found.requests} == {0, 1, 2, 3}
+    result = simulated_run_at(point)
+    assert result.failed is None
+    assert {request.replica for request in result.requests} == {0, 1, 2, 3}

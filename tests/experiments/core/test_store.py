@@ -16,7 +16,7 @@ from experiments.core.optional_imports import require
 from pagedjax.config import Speculative
 
 
-def summary(point: str = "abc", repeat: int = 0, order: int = 0, **more: Any) -> dict[str, Any]:
+def summary(point: str = "abc", repeat: int = 0, order: int = 0, **fields: Any) -> dict[str, Any]:
     return {
         "schema": store.SCHEMA,
         "name": "unit",
@@ -30,7 +30,7 @@ def summary(point: str = "abc", repeat: int = 0, order: int = 0, **more: Any) ->
         "commit": "c0ffee",
         "device": "cpu",
         "metrics": {"output_tokens_per_s": 10.0 + order, "ttft_s": {"p50": 0.5}},
-        **more,
+        **fields,
     }
 
 
@@ -69,10 +69,8 @@ def test_interrupted_write_leaves_no_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_clean_keeps_files_of_live_process(tmp_path: Path) -> None:
-    alive, dead = (
-        tmp_path / "abc" / f".writing-{os.getppid()}-0",
-        tmp_path / "abc" / ".writing-999999999-0",
-    )
+    alive = tmp_path / "abc" / f".writing-{os.getppid()}-0"
+    dead = tmp_path / "abc" / ".writing-999999999-0"
     alive.mkdir(parents=True)
     dead.mkdir()
     store.clean(tmp_path)

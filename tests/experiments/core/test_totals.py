@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments import compare, run
-from experiments.core import drive, store
+from experiments.core import store
 from experiments.core.config import expand
-from experiments.core.engines import simulated
+from experiments.core.drive import Measured
 from experiments.core.metrics import steady_rate
 from experiments.core.totals import METHOD, Tally, Timeline
 from pagedjax.load_client.summary import PERCENTILES, spread
 from tests import drawn
+from tests.experiments.core.summaries import simulated_run
 from tests.experiments.core.test_decodes_together import RAW, changed
 
 PART = 1 / 1024  # of a number, that rounding may take
@@ -42,18 +43,21 @@ def test_a_tally_is_the_distribution_of_all_numbers(drawn):
         tally.add(np.array(values), times)
         tally.add_one(values[0])
     every = [value for values, times in drawn for value in [*values * times, values[0]]]
-    found, exact = tally.spread(), spread(every)
-    assert found["count"] == exact["count"]
-    assert found["max"] == exact["max"]
-    chex.assert_trees_all_close(found["mean"], exact["mean"], rtol=1e-12)
+    estimate = tally.spread()
+    exact = spread(every)
+    assert estimate["count"] == exact["count"]
+    assert estimate["max"] == exact["max"]
+    chex.assert_trees_all_close(estimate["mean"], exact["mean"], rtol=1e-12)
     names = [f"p{p}" for p in PERCENTILES]
-    low, high = np.array([found[name] for name in names]), np.array([exact[name] for name in names])
+    low = np.array([estimate[name] for name in names])
+    high = np.array([exact[name] for name in names])
     assert (high * (1 - PART) <= low).all()
     assert (low <= high * (1 + 1e-12)).all()
 
 
 def test_small_whole_numbers_are_exact_and_nothing_has_no_percentiles():
-    tally, numbers = Tally(), np.arange(1.0, 1001.0)
+    tally = Tally()
+    numbers = np.arange(1.0, 1001.0)
     assert tally.spread() == spread([])
     tally.add(numbers)
     assert tally.spread() == spread(numbers.tolist())
@@ -64,7 +68,8 @@ def test_small_whole_numbers_are_exact_and_nothing_has_no_percentiles():
 
 def test_a_tally_counts_more_numbers_than_wait_at_a_time(monkeypatch):
     monkeypatch.setattr("experiments.core.totals._BUFFER", 100)
-    tally, rng = Tally(), np.random.default_rng(0)
+    tally = Tally()
+    rng = np.random.default_rng(0)
     values = rng.lognormal(size=5_000)
     for part in np.split(values, 100):
         tally.add(part)
@@ -73,31 +78,33 @@ def test_a_tally_counts_more_numbers_than_wait_at_a_time(monkeypatch):
 
 @drawn.given(15, 50, st.floats(0, 1e5), st.floats(1e-3, 1e5), st.integers(1, 2**16))
 def test_a_steady_rate_is_near_the_exact_one_or_not_given(start, length, seed):
-    rng, timeline = np.random.default_rng(seed), Timeline()
+    rng = np.random.default_rng(seed)
+    timeline = Timeline()
     times = start + length * np.sort(rng.random(4_000))
     for part in np.split(times, 8):
         timeline.add(part, 3)
     timeline.add_one(start)
-    found, exact = timeline.steady_rate(), steady_rate([*times.repeat(3), start])
+    estimate = timeline.steady_rate()
+    exact = steady_rate([*times.repeat(3), start])
     if length > start / 100:
-        assert found is not None
-    if found is not None:
+        assert estimate is not None
+    if estimate is not None:
         # 2 % of the time, and the tokens of one part
-        chex.assert_trees_all_close(found, exact, rtol=0.03)
+        chex.assert_trees_all_close(estimate, exact, rtol=0.03)
     assert Timeline().steady_rate() is None
 
 
 def test_an_array_that_waits_keeps_no_other_in_memory():
-    tally, whole = Tally(), np.ones(1_000_000)
-    tally.add(whole[:1])
+    tally = Tally()
+    ones = np.ones(1_000_000)
+    tally.add(ones[:1])
     assert sum(array.base is None for array in tally._arrays) == len(tally._arrays) == 1
 
 
-def both(changes: dict[str, Any]) -> tuple[drive.Measured, drive.Measured]:
+def both(changes: dict[str, Any]) -> tuple[Measured, Measured]:
     """A run with all records, and one with sums."""
     raw = changed(changes)
-    (full,), (sums,) = expand(raw, folder=Path()), expand(raw | {"records": "sums"}, folder=Path())
-    return tuple(drive.measure(simulated(point.experiment), point, 0) for point in (full, sums))  # type: ignore[return-value]
+    return simulated_run(raw), simulated_run(raw | {"records": "sums"})
 
 
 @pytest.mark.parametrize(
@@ -141,16 +148,16 @@ def test_sums_are_those_of_all_records(changes):
         chex.assert_trees_all_close(
             json.loads(json.dumps(sums.summary[name])), json.loads(json.dumps(value)), **close
         )
-    for one, other in zip(sums.requests, full.requests, strict=True):
-        assert one._replace(branches=()) == other._replace(branches=())
-        for branch, kept in zip(one.branches, other.branches, strict=True):
+    for of_sums, recorded in zip(sums.requests, full.requests, strict=True):
+        assert of_sums._replace(branches=()) == recorded._replace(branches=())
+        for branch, full_branch in zip(of_sums.branches, recorded.branches, strict=True):
             assert (branch.counted, branch.token_times) == (
-                len(kept.token_ids),
-                (kept.token_times[0], kept.token_times[-1]),
+                len(full_branch.token_ids),
+                (full_branch.token_times[0], full_branch.token_times[-1]),
             )
             assert (branch.preemptions, branch.finish_reason) == (
-                kept.preemptions,
-                kept.finish_reason,
+                full_branch.preemptions,
+                full_branch.finish_reason,
             )
 
 
@@ -195,10 +202,8 @@ def test_runs_that_cannot_keep_sums_are_refused(changes, message):
 
 
 def test_records_are_in_the_key_of_a_point_only_if_they_are_sums():
-    (before,), (full,) = (
-        expand(RAW, folder=Path()),
-        expand(RAW | {"records": "full"}, folder=Path()),
-    )
+    (before,) = expand(RAW, folder=Path())
+    (full,) = expand(RAW | {"records": "full"}, folder=Path())
     (sums,) = expand(RAW | {"records": "sums"}, folder=Path())
     assert before.key == full.key != sums.key
 
@@ -236,7 +241,7 @@ def test_a_folder_of_sums_has_no_steps_and_is_compared(tmp_path, capsys):
     ]
     assert (tmp_path / "out" / "a" / "report.html").is_file()
     capsys.readouterr()
-    said = {}
+    printed = {}
     for metric in ("itl_s.p90", "ttft_s.p90"):
         assert (
             compare.main(
@@ -244,14 +249,14 @@ def test_a_folder_of_sums_has_no_steps_and_is_compared(tmp_path, capsys):
             )
             == 0
         )
-        said[metric] = capsys.readouterr().out
-    assert "of these 40 requests" not in said["itl_s.p90"]
-    assert "of these 40 requests" in said["ttft_s.p90"]
+        printed[metric] = capsys.readouterr().out
+    assert "of these 40 requests" not in printed["itl_s.p90"]
+    assert "of these 40 requests" in printed["ttft_s.p90"]
     verdicts = {
         "c": "one side keeps sums",
         "d": "no difference beyond the rounding of runs that keep sums",
     }
-    for other, words in verdicts.items():
-        names = [str(tmp_path / "out" / name) for name in ("a", other)]
+    for run_name, words in verdicts.items():
+        names = [str(tmp_path / "out" / name) for name in ("a", run_name)]
         assert compare.main([*names, "--metric", "itl_s.p90"]) == 0
         assert words in capsys.readouterr().out

@@ -55,7 +55,7 @@ def test_the_default_topology_is_the_smallest_that_is_enough(target, n, topology
 
 
 @pytest.mark.parametrize(
-    ("target", "n", "wanted", "message"),
+    ("target", "n", "topology", "message"),
     [
         (
             "v5e",
@@ -74,9 +74,9 @@ def test_the_default_topology_is_the_smallest_that_is_enough(target, n, topology
         ("v6e", 1000, None, r"no default topology of v6e has so many; give --topology"),
     ],
 )
-def test_a_wrong_topology_is_refused(target, n, wanted, message):
+def test_a_wrong_topology_is_refused(target, n, topology, message):
     with pytest.raises(ValueError, match=message):
-        compilers.topology_of(compilers.target(target), n, wanted)
+        compilers.topology_of(compilers.target(target), n, topology)
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -124,9 +124,13 @@ def step():
 @pytest.mark.slow
 def test_a_step_from_shapes_exchanges_what_it_must(step):
     assert [
-        one.text for one in exchanges.differences(step.collectives, step.must) if one.wrong
+        difference.text
+        for difference in exchanges.differences(step.collectives, step.must)
+        if difference.wrong
     ] == []
-    sums = [(one.times, one.branch) for one in step.must if one.kind == "all-reduce"]
+    sums = [
+        (exchange.times, exchange.branch) for exchange in step.must if exchange.kind == "all-reduce"
+    ]
     assert sums == [(1, False), (2, True), (2, True)]
     assert step.aliased == step.cache
 
@@ -164,21 +168,21 @@ ENTRY %main (p: bf16[9,2,8,128], q: bf16[4,2,8,128]) -> bf16[9,2,8,128] {
 }
 """
     )
-    found = compiled.whole_arrays(program, 2 * 9 * 2 * 8 * 128)
-    assert found == Counter({"parameter": 1, "copy": 1, "copy-start": 1, "scatter": 1})
+    counts = compiled.whole_arrays(program, 2 * 9 * 2 * 8 * 128)
+    assert counts == Counter({"parameter": 1, "copy": 1, "copy-start": 1, "scatter": 1})
 
 
 def test_layers_that_are_left_out_count_in_the_memory(step):
-    whole = compile_step.config_of("tinyllama-1.1b", "bfloat16")
-    has = compiled.room(whole, CPU, PLAN, "a device")
-    few = compiled.room(
+    full_model = compile_step.config_of("tinyllama-1.1b", "bfloat16")
+    has = compiled.room(full_model, CPU, PLAN, "a device")
+    two_layers = compiled.room(
         compile_step.config_of("tinyllama-1.1b", "bfloat16", 2), CPU, PLAN, "a device"
     )
-    each = (has.weights - few.weights) / 20
-    one = compiled.room(
+    layer_weights = (has.weights - two_layers.weights) / 20
+    one_layer = compiled.room(
         compile_step.config_of("tinyllama-1.1b", "bfloat16", 1), CPU, PLAN, "a device"
     )
-    assert few.weights - one.weights == each
+    assert two_layers.weights - one_layer.weights == layer_weights
     lines = compile_step.memory_lines(has, step, has.blocks(step.activations), PLAN, (2, 22))
     assert "extrapolated from 2 compiled layers to 22: weights and cache grow linearly" in lines
     assert re.search(rf"weights +{memory.size(has.weights)}", lines)
@@ -186,15 +190,16 @@ def test_layers_that_are_left_out_count_in_the_memory(step):
 
 
 def test_exchanges_are_printed_with_their_time_and_that_of_layers_left_out(step):
-    model, target = compile_step.config_of("small", "bfloat16"), compilers.target("v5e")
+    model = compile_step.config_of("small", "bfloat16")
+    target = compilers.target("v5e")
     lines = compile_step.exchange_lines(step, model, target, PLAN, 4, 0).splitlines()
     assert lines[0] == "exchanges of 4 devices:"
     time = exchanges.seconds(step.collectives, 4, target.network(4))
     assert (
         lines[-1] == f"  {1e3 * time:.2f} ms in every step on the links of tpu-v5e, by a roofline"
     )
-    more = time + exchanges.seconds_of_layers(model, 7, 4, PLAN.tokens, target.network(4))
-    assert f"; {1e3 * more:.2f} ms with 7 more layers" in compile_step.exchange_lines(
+    total = time + exchanges.seconds_of_layers(model, 7, 4, PLAN.tokens, target.network(4))
+    assert f"; {1e3 * total:.2f} ms with 7 more layers" in compile_step.exchange_lines(
         step, model, target, PLAN, 4, 7
     )
     assert "a lower bound" in compile_step.exchange_lines(
@@ -208,7 +213,9 @@ def test_exchanges_are_printed_with_their_time_and_that_of_layers_left_out(step)
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    """The command believes that a compiler is there; what it refuses before it compiles needs none."""
+    """The command believes that a compiler is there; what it refuses before it compiles needs
+    none.
+    """
     monkeypatch.setattr(aot_tpu, "what_is_missing", lambda: "")
     monkeypatch.setattr(aot_tpu, "prepare", lambda: None)
 
@@ -221,10 +228,10 @@ def test_a_model_that_does_not_fit_is_an_error_with_its_name(capsys, no_compiler
         )
         == 1
     )
-    where = "2 x v5e" if mesh else "one v5e"
-    said = capsys.readouterr().err
-    assert f"llama-3-8b in bfloat16, 512 tokens a step, on {where}: it does not fit" in said
-    assert "smaller: --weights int8, or a larger --mesh" in said
+    devices = "2 x v5e" if mesh else "one v5e"
+    errors = capsys.readouterr().err
+    assert f"llama-3-8b in bfloat16, 512 tokens a step, on {devices}: it does not fit" in errors
+    assert "smaller: --weights int8, or a larger --mesh" in errors
 
 
 @pytest.mark.parametrize(
@@ -281,15 +288,15 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("target", ["v5e", "v6e"])
 @pytest.mark.parametrize("model", ["llama-3.2-1b", "llama-3-8b"])
 def test_a_step_of_two_layers_compiles_in_place(target, model):
-    done = command("--target", target, "--model", model, "--layers", "2", "--tokens", "64")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the cache is updated in place" in done.stdout
+    child = command("--target", target, "--model", model, "--layers", "2", "--tokens", "64")
+    assert child.returncode == 0, child.stdout + child.stderr
+    assert "the cache is updated in place" in child.stdout
 
 
 @needs_compiler
 @pytest.mark.slow
 def test_a_step_on_eight_chips_compiles_in_place_with_its_exchanges():
-    done = command(
+    child = command(
         "--target",
         "v5e",
         "--model",
@@ -301,6 +308,6 @@ def test_a_step_on_eight_chips_compiles_in_place_with_its_exchanges():
         "--mesh",
         "tensor=8",
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the cache is updated in place" in done.stdout
-    assert "exchanges of 8 devices" in done.stdout
+    assert child.returncode == 0, child.stdout + child.stderr
+    assert "the cache is updated in place" in child.stdout
+    assert "exchanges of 8 devices" in child.stdout

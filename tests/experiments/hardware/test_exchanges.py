@@ -20,7 +20,8 @@ from pagedjax.device.models import split
 
 TORUS = Network(1e9, neighbours=True, devices=64, hop=1e-6)
 SWITCH = Network(1e9, neighbours=False, devices=8)
-T, R = 64, 24
+T = 64
+R = 24
 CONFIG = {
     "max_num_seqs": R,
     "max_num_batched_tokens": T,
@@ -95,9 +96,9 @@ replica_groups=mesh['expert'=1,'tensor'=8] {'expert','tensor'}, dimensions={1}
 
 def test_the_program_of_a_tpu_is_read():
     """It rounds the sums of layers in the exchange itself."""
-    found = exchanges.collectives_of(hlo.parse(V5E), 8)
+    collectives = exchanges.collectives_of(hlo.parse(V5E), 8)
     logits = 16032 * 64
-    assert found == Counter(
+    assert collectives == Counter(
         {
             Collective("all-reduce", "bf16[4096,64]", 4096 * 64, 2 * 4096 * 64): 1,
             Collective("all-reduce", "f32[4096,64], rounded to bf16", 4096 * 64, 4 * 4096 * 64): 2,
@@ -110,7 +111,7 @@ def test_the_program_of_a_tpu_is_read():
     assert exchanges.rings(hlo.parse(V5E)) == {"UniDirection1DRingStrategy, 2 colors, 1 phases": 1}
     model = compile_step.config_of("llama-3-8b", "bfloat16", 1)
     part = split.device_config(model, MeshConfig(tensor=8))
-    assert differences(found, required(model, part, 8, 64, 64, COLUMNS)) == []
+    assert differences(collectives, required(model, part, 8, 64, 64, COLUMNS)) == []
 
 
 def test_the_program_of_a_gpu_is_read():
@@ -124,7 +125,7 @@ def test_the_program_of_a_gpu_is_read():
     )
     halves = H100.replace("{'expert','tensor'}, use", "{'expert'}, use")
     assert "all-reduce of 1 devices" in {
-        one.kind for one in exchanges.collectives_of(hlo.parse(halves), 8)
+        collective.kind for collective in exchanges.collectives_of(hlo.parse(halves), 8)
     }
 
 
@@ -133,18 +134,17 @@ def test_the_program_of_a_gpu_is_read():
 def test_a_compiled_step_has_the_exchanges_that_it_must_have(tiny, mesh):
     """Also where heads, vocabulary and rows do not divide."""
     engine = LLM(tiny, progress=False, mesh=mesh, **CONFIG).engine
-    n, model = mesh["tensor"], engine.model
+    n = mesh["tensor"]
+    model = engine.model
     program = hlo.parse(engine.runtime.programs[StepShape(T, R)].as_text())
-    found, must = (
-        exchanges.collectives_of(program, n),
-        required(model.config, model.part, n, T, R, COLUMNS),
-    )
-    assert differences(found, must) == []
-    more = required(
+    collectives = exchanges.collectives_of(program, n)
+    must = required(model.config, model.part, n, T, R, COLUMNS)
+    assert differences(collectives, must) == []
+    wider = required(
         replace(model.config, hidden=model.config.hidden + 1), model.part, n, T, R, COLUMNS
     )
     # the last layer's are in a branch
-    assert [one.wrong for one in differences(found, more)] == [True, True]
+    assert [difference.wrong for difference in differences(collectives, wider)] == [True, True]
 
 
 def test_one_device_exchanges_nothing(tiny_llm):
@@ -173,7 +173,7 @@ def test_one_device_exchanges_nothing(tiny_llm):
             ["all-to-all in a branch: 0 numbers (none) in place of 20 in 1 exchanges"],
         ),
         (
-            Counter({one._replace(branch=False): count for one, count in HAS.items()}),
+            Counter({problem._replace(branch=False): count for problem, count in HAS.items()}),
             [
                 "all-to-all: 20 numbers (1 of f32[5,4]) in place of 0",
                 "all-to-all in a branch: 0 numbers",
@@ -182,11 +182,11 @@ def test_one_device_exchanges_nothing(tiny_llm):
     ],
 )
 def test_other_exchanges_are_wrong(has, texts):
-    found = differences(has, MUST)
-    assert len(found) == len(texts)
-    for one, text in zip(found, texts, strict=True):
-        assert one.wrong
-        assert one.text.startswith(text)
+    problems = differences(has, MUST)
+    assert len(problems) == len(texts)
+    for problem, text in zip(problems, texts, strict=True):
+        assert problem.wrong
+        assert problem.text.startswith(text)
 
 
 @pytest.mark.parametrize(
@@ -197,10 +197,11 @@ def test_other_exchanges_are_wrong(has, texts):
     ],
 )
 def test_combined_and_split_exchanges_are_named_and_not_wrong(sums):
-    (one,) = differences(sums, MUST[:1])
-    assert not one.wrong
+    (difference,) = differences(sums, MUST[:1])
+    assert not difference.wrong
     assert (
-        one.text == f"all-reduce: {sums.total()} instructions for 3 exchanges of the same numbers"
+        difference.text
+        == f"all-reduce: {sums.total()} instructions for 3 exchanges of the same numbers"
     )
 
 
@@ -212,7 +213,11 @@ def test_the_time_of_exchanges_is_that_of_their_bytes_and_hops():
     # each of 4 devices sends a quarter to three others, at distances 1, 2 and 1; in a loop of 8
     # turns
     looped = Counter(
-        {one._replace(branch=False): count for one, count in HAS.items() if one.branch}
+        {
+            exchange._replace(branch=False): count
+            for exchange, count in HAS.items()
+            if exchange.branch
+        }
     )
     assert exchanges.seconds(looped, 4, TORUS) == pytest.approx(8 * (80 / 4 * 4 / 2e9 + 2e-6))
     assert exchanges.seconds(HAS, 4, SWITCH) == pytest.approx(3 * 1.5 * 128 / 1e9)
@@ -227,8 +232,8 @@ def test_the_time_of_exchanges_is_that_of_their_bytes_and_hops():
 
 def test_layers_that_are_not_compiled_count_with_two_sums_each(tiny_llm):
     model = tiny_llm.engine.model.config
-    one = 1.5 * 4 * model.hidden * 10 / 1e9
-    assert exchanges.seconds_of_layers(model, 5, 4, 10, SWITCH) == pytest.approx(2 * 5 * one)
+    seconds = 1.5 * 4 * model.hidden * 10 / 1e9
+    assert exchanges.seconds_of_layers(model, 5, 4, 10, SWITCH) == pytest.approx(2 * 5 * seconds)
 
 
 def test_the_table_has_a_line_for_each_kind_with_its_bytes_and_time():

@@ -22,11 +22,9 @@ from experiments.hardware.gpu_attention import (
 from experiments.hardware.gpu_numerics import Case, exact
 from pallas_kernels.timing import Shape
 
-DECODE, PROMPT, CHUNK = (
-    Shape(2, 1, 9, 2, 3, 8, 4),
-    Shape(2, 8, 8, 2, 3, 8, 4),
-    Shape(2, 3, 9, 2, 3, 8, 4),
-)
+DECODE = Shape(2, 1, 9, 2, 3, 8, 4)
+PROMPT = Shape(2, 8, 8, 2, 3, 8, 4)
+CHUNK = Shape(2, 3, 9, 2, 3, 8, 4)
 
 
 def test_contenders_without_a_mask_for_chunks_are_left_out():
@@ -44,10 +42,8 @@ def test_contenders_without_a_mask_for_chunks_are_left_out():
 @pytest.mark.slow
 def test_a_contender_that_does_not_compile_is_a_row_with_its_error(capsys):
     """cuDNN, which a CPU does not have."""
-    names, card = (
-        ["xla", "cudnn, contiguous"],
-        {"copy_bytes_per_s": 1e9, "product_flops_per_s": 1e9},
-    )
+    names = ["xla", "cudnn, contiguous"]
+    card = {"copy_bytes_per_s": 1e9, "product_flops_per_s": 1e9}
     rows = [measure(row, card) for row in compile_rows([DECODE], names, with_torch=True)]
     assert [row["contender"] for row in rows] == names
     assert rows[0]["seconds"] > 0
@@ -67,8 +63,8 @@ def test_alternatives_are_timed_where_they_are_compared():
 
 @pytest.mark.parametrize("shape", [DECODE, PROMPT, CHUNK, *DECODES[-1:], *CHUNKS[-1:]], ids=str)
 def test_operations_are_those_of_the_pairs_that_are_seen(shape):
-    seen = np.tri(shape.queries, shape.context, shape.context - shape.queries, bool).sum()
-    assert 4 * shape.rows * shape.heads * shape.group * shape.d * seen == shape.flops
+    pairs = np.tri(shape.queries, shape.context, shape.context - shape.queries, bool).sum()
+    assert 4 * shape.rows * shape.heads * shape.group * shape.d * pairs == shape.flops
 
 
 def test_rows_with_drafts_are_compared_with_the_decode_of_as_many_rows_and_tokens():
@@ -85,11 +81,11 @@ def test_rows_with_drafts_are_compared_with_the_decode_of_as_many_rows_and_token
     rows += [
         {"shape": VERIFIED[1]._asdict(), "contender": "torch sdpa, contiguous", "error": "missing"}
     ]
-    found = [
-        (one["shape"]["rows"], one["shape"]["queries"], one["over_a_decode"])
-        for one in draft_ratios(rows)
+    ratios = [
+        (entry["shape"]["rows"], entry["shape"]["queries"], entry["over_a_decode"])
+        for entry in draft_ratios(rows)
     ]
-    assert found == [
+    assert ratios == [
         (n, queries, ratio)
         for n in (64, 1)
         for queries, ratio in ((4, 1.5), (8, 2.5))

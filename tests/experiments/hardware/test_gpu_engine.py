@@ -21,12 +21,12 @@ def test_the_idle_share_counts_overlapping_kernels_once():
 
 
 def test_kernels_are_summed_by_name_and_step_with_the_longest_first():
-    found = by_name([(0.0, 4e3, "short"), *[(0.0, 1e4, "long")] * 4], steps=2)
-    assert found == [
+    kernels = by_name([(0.0, 4e3, "short"), *[(0.0, 1e4, "long")] * 4], steps=2)
+    assert kernels == [
         {"name": "long", "launches": 2.0, "us": 20.0},
         {"name": "short", "launches": 0.5, "us": 2.0},
     ]
-    assert [one["name"] for one in by_name(KERNELS, steps=1, limit=2)] == ["a", "c"]
+    assert [kernel["name"] for kernel in by_name(KERNELS, steps=1, limit=2)] == ["a", "c"]
     assert by_name([], steps=1) == []
 
 

@@ -26,7 +26,7 @@ from pagedjax import LLM, SamplingParams
 
 TOKENS = 6
 KEPT = json.loads(GOLDENS.read_text(encoding="utf-8"))
-SHORT = sorted(KEPT["prompts"], key=lambda one: len(one["prompt_token_ids"]))[:4]
+SHORT = sorted(KEPT["prompts"], key=lambda prompt: len(prompt["prompt_token_ids"]))[:4]
 
 
 @pytest.fixture(scope="module")
@@ -34,24 +34,24 @@ def goldens(tiny_llm) -> list[dict[str, Any]]:
     """Greedy continuations of a tiny model, as the reference has them of SmolLM2."""
     prompts = [[20 + 7 * i + j for j in range(3 + 2 * i)] for i in range(4)]
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
-    made = []
+    entries = []
     for i, out in enumerate(tiny_llm.generate(prompts, params, use_tqdm=False)):
         (branch,) = out.outputs
         tokens = list(branch.token_ids)
         chances = [
             entry[token].logprob for entry, token in zip(branch.logprobs, tokens, strict=True)
         ]
-        one = {
+        golden = {
             "name": f"prompt {i}",
             "prompt_token_ids": prompts[i],
             "token_ids": tokens,
             "logprobs": chances,
         }
-        made.append({**one, "margins": [1.0] * TOKENS})
-    return made
+        entries.append({**golden, "margins": [1.0] * TOKENS})
+    return entries
 
 
-def found(llm, goldens, dtype="float32", impl="xla"):
+def report_of(llm, goldens, dtype="float32", impl="xla"):
     """The result of an engine on this CPU."""
     measured = {
         "forced": forced_differences(llm, goldens, TOKENS),
@@ -61,7 +61,7 @@ def found(llm, goldens, dtype="float32", impl="xla"):
     return {"dtype": dtype, "impl": impl, **measured}
 
 
-def changed(golden, field, at, value):
+def with_entry(golden, field, at, value):
     return {**golden, field: [*golden[field][:at], value, *golden[field][at + 1 :]]}
 
 
@@ -74,42 +74,42 @@ def test_the_model_on_a_cpu_gives_identical_tokens(smollm2):
         "num_blocks": 16,
     }
     llm = LLM(smollm2, block_size=16, max_model_len=32, progress=False, **sizes)
-    one = found(llm, SHORT)
-    assert one["decoded"]["identical"] == one["decoded"]["of"] == 4
-    assert max(one["forced"]["largest"], one["decoded"]["largest"]) < 1e-3
-    assert faults(one, None) == []
+    report = report_of(llm, SHORT)
+    assert report["decoded"]["identical"] == report["decoded"]["of"] == 4
+    assert max(report["forced"]["largest"], report["decoded"]["largest"]) < 1e-3
+    assert faults(report, None) == []
 
 
 def test_an_engine_agrees_with_itself(tiny_llm, goldens):
     """The probabilities of a prompt's tokens are those of the tokens that were generated."""
-    one = found(tiny_llm, goldens)
-    assert one["decoded"]["identical"] == one["decoded"]["of"] == 4
-    assert max(one["forced"]["largest"], one["decoded"]["largest"]) < 1e-4
-    assert faults(one, None) == []
+    report = report_of(tiny_llm, goldens)
+    assert report["decoded"]["identical"] == report["decoded"]["of"] == 4
+    assert max(report["forced"]["largest"], report["decoded"]["largest"]) < 1e-4
+    assert faults(report, None) == []
 
 
 def test_a_wrong_log_probability_is_found(tiny_llm, goldens):
-    wrong = changed(goldens[1], "logprobs", 3, goldens[1]["logprobs"][3] + 0.5)
-    one = found(tiny_llm, [goldens[0], wrong])
-    assert one["forced"]["largest"] == pytest.approx(0.5, abs=1e-3)
-    assert one["forced"]["mean"] == pytest.approx(0.5 / (2 * TOKENS), abs=1e-3)
+    wrong = with_entry(goldens[1], "logprobs", 3, goldens[1]["logprobs"][3] + 0.5)
+    report = report_of(tiny_llm, [goldens[0], wrong])
+    assert report["forced"]["largest"] == pytest.approx(0.5, abs=1e-3)
+    assert report["forced"]["mean"] == pytest.approx(0.5 / (2 * TOKENS), abs=1e-3)
     assert any(
         "forced: the mean difference is 0.042; the limit is 0.0001" in fault
-        for fault in faults(one, None)
+        for fault in faults(report, None)
     )
 
 
 def test_another_token_is_wrong_unless_the_reference_has_a_near_tie(tiny_llm, goldens):
-    other = (goldens[0]["token_ids"][2] + 1) % 300
-    golden = changed(changed(goldens[0], "token_ids", 2, other), "margins", 2, 0.3)
-    one = greedy_differences(tiny_llm, [golden], TOKENS)
-    assert one["differ"] == [{"prompt": goldens[0]["name"], "at": 2, "margin": 0.3}]
-    assert one["identical"] == 0
-    assert one["largest"] < 1e-3, "what follows another token is not compared"
+    wrong_token = (goldens[0]["token_ids"][2] + 1) % 300
+    golden = with_entry(with_entry(goldens[0], "token_ids", 2, wrong_token), "margins", 2, 0.3)
+    decoded = greedy_differences(tiny_llm, [golden], TOKENS)
+    assert decoded["differ"] == [{"prompt": goldens[0]["name"], "at": 2, "margin": 0.3}]
+    assert decoded["identical"] == 0
+    assert decoded["largest"] < 1e-3, "what follows another token is not compared"
     result = {
         "dtype": "bfloat16",
         "impl": "pallas_gpu",
-        "decoded": one,
+        "decoded": decoded,
         "forced": {"mean": 0.01, "largest": 0.1},
     }
     (fault,) = faults(result, None)
@@ -130,12 +130,10 @@ def run(impl, mean, largest, dtype="bfloat16"):
 
 
 def test_the_kernels_may_not_be_much_worse_than_xla():
-    xla, near, far = (
-        run("xla", 0.01, 0.1),
-        run("pallas_gpu", 0.015, 0.1),
-        run("pallas_gpu", 0.021, 0.3),
-    )
-    assert [one["wrong"] for one in with_faults([near, xla])] == [[], []]
+    xla = run("xla", 0.01, 0.1)
+    near = run("pallas_gpu", 0.015, 0.1)
+    far = run("pallas_gpu", 0.021, 0.3)
+    assert [result["wrong"] for result in with_faults([near, xla])] == [[], []]
     wrong = with_faults([far, xla])[0]["wrong"]
     assert len(wrong) == 4
     assert f"forced: the largest difference is 0.3; XLA's allows {FACTOR * 0.1:.2g}" in wrong
@@ -149,10 +147,10 @@ def test_the_kernels_may_not_be_much_worse_than_xla():
 
 @pytest.mark.parametrize("dtype", sorted(MOST))
 def test_both_may_not_be_wrong(dtype):
-    both = with_faults(
+    results = with_faults(
         [run("xla", 2 * MOST[dtype], 3.0, dtype), run("pallas_gpu", 2 * MOST[dtype], 3.0, dtype)]
     )
-    assert all(any("the limit is" in fault for fault in one["wrong"]) for one in both)
+    assert all(any("the limit is" in fault for fault in result["wrong"]) for result in results)
 
 
 def test_what_is_not_finite_or_failed_is_wrong():
@@ -214,9 +212,9 @@ DECODED = {
 
 
 def test_another_model_is_an_error(tmp_path, capsys):
-    other = tmp_path / "other.gguf"
-    other.write_bytes(b"another model")
-    assert gpu_goldens.main(["--model", str(other)]) == 2
+    other_model = tmp_path / "other.gguf"
+    other_model.write_bytes(b"another model")
+    assert gpu_goldens.main(["--model", str(other_model)]) == 2
     assert "not that of the goldens, b179c9523d0e..." in capsys.readouterr().err
     assert gpu_goldens.main(["--model", str(tmp_path)]) == 2
     assert "which is no file; give the .gguf file of smollm2-135m" in capsys.readouterr().err
@@ -227,5 +225,5 @@ def test_another_model_is_an_error(tmp_path, capsys):
 
 
 def test_the_reference_has_as_many_tokens_and_prompts_as_an_engine_is_made_for():
-    assert {len(one["token_ids"]) for one in KEPT["prompts"]} == {gpu_goldens.TOKENS}
+    assert {len(prompt["token_ids"]) for prompt in KEPT["prompts"]} == {gpu_goldens.TOKENS}
     assert len(KEPT["prompts"]) <= gpu_goldens.ROWS

@@ -40,14 +40,16 @@ xla = partial(paged_attention, impl="xla")
 @pytest.mark.parametrize(("count", "length"), [(1, 1), (1, 19), (5, 19), (19, 19)])
 @pytest.mark.parametrize("options", [{}, {"window": 7}, {"soft_cap": 2.0}], ids=str)
 def test_exact_attention_equals_the_reference(count, length, options):
-    case, rng = Case(64, 8, 3, **options), np.random.default_rng(count)
+    case = Case(64, 8, 3, **options)
+    rng = np.random.default_rng(count)
     q = rng.standard_normal((count, 6, 64)).astype(np.float32)
     k, v = (rng.standard_normal((length, 2, 64)).astype(np.float32) for _ in "kv")
     paged = [
         np.pad(a, ((0, -length % 8), (0, 0), (0, 0))).reshape(-1, 8, 2, 64).swapaxes(1, 2)
         for a in (k, v)
     ]
-    table, lengths = np.arange(len(paged[0]), dtype=np.int32)[None], np.array([length], np.int32)
+    table = np.arange(len(paged[0]), dtype=np.int32)[None]
+    lengths = np.array([length], np.int32)
     first = np.array([0, count], np.int32)
     expected = jax.jit(partial(reference, scale=64**-0.5, **options))(
         q, *paged, table, lengths, first
@@ -66,14 +68,14 @@ def test_one_wrong_row_is_an_error_of_its_kind():
         return xla(q, k, v, tables, shorter, first, **options)
 
     for alone, wrong in ((True, [*ALONE]), (False, ["decode"])):
-        found = errors(SMALL, impl=partial(last_token_forgotten, alone=alone))
-        assert all(found.pop(kind) > TOLERANCE for kind in wrong)
-        assert max(found.values()) <= TOLERANCE
+        error_of = errors(SMALL, impl=partial(last_token_forgotten, alone=alone))
+        assert all(error_of.pop(kind) > TOLERANCE for kind in wrong)
+        assert max(error_of.values()) <= TOLERANCE
 
 
 def test_a_result_that_is_not_finite_is_an_infinite_error():
-    found = errors(SMALL, impl=lambda *args, **options: xla(*args, **options).at[0].set(jnp.nan))
-    assert all(found[kind] == float("inf") for kind in ("decode", *ALONE))
+    error_of = errors(SMALL, impl=lambda *args, **options: xla(*args, **options).at[0].set(jnp.nan))
+    assert all(error_of[kind] == float("inf") for kind in ("decode", *ALONE))
 
 
 def test_a_wrong_kernel_is_reported_as_wrong_and_a_right_one_with_every_option_as_right(
@@ -88,21 +90,21 @@ def test_a_wrong_kernel_is_reported_as_wrong_and_a_right_one_with_every_option_a
         (Case(64, 16, 4, window=33, soft_cap=5.0), 1, True),
     ):
         monkeypatch.setattr(gpu_numerics, "paged_attention", partial(kernel, factor=factor))
-        found = check_case(case, anywhere=True)
-        assert found["right"] is right
-        assert set(found["errors"]) == EVERY
+        result = check_case(case, anywhere=True)
+        assert result["right"] is right
+        assert set(result["errors"]) == EVERY
         if right:
-            assert 0 < max(found["errors"].values()) <= TOLERANCE
+            assert 0 < max(result["errors"].values()) <= TOLERANCE
         else:
-            assert min(found["errors"].values()) > TOLERANCE, "every kind of row is wrong"
+            assert min(result["errors"].values()) > TOLERANCE, "every kind of row is wrong"
 
 
 def test_a_device_that_is_no_gpu_is_the_reason():
-    found = check_case(SMALL)
-    assert not found["right"]
+    result = check_case(SMALL)
+    assert not result["right"]
     assert (
         "runs on platform 'gpu' and not on 'cpu'; --rehearse interprets the kernels"
-        in found["failed"]
+        in result["failed"]
     )
 
 
@@ -140,8 +142,8 @@ def test_cases_have_every_size_and_every_option():
 )
 def test_a_rehearsal_with_an_old_jax_is_an_error(capsys):
     assert gpu_numerics.main(["--rehearse"]) == 2
-    wanted = f"--rehearse needs JAX 0.11 or newer, and this is {jax.__version__}; use Python 3.12 or newer, where pip"
-    assert wanted in capsys.readouterr().err
+    message = f"--rehearse needs JAX 0.11 or newer, and this is {jax.__version__}; use Python 3.12 or newer, where pip"
+    assert message in capsys.readouterr().err
 
 
 def test_both_ways_of_a_decode_are_checked():

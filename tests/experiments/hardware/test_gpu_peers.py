@@ -27,9 +27,11 @@ def model():
 
 def test_every_request_has_its_own_length(model):
     requests = requests_of(3, 4, 9, SHAPES["small"]["vocab_size"])
-    found = gpu_peers.serve(model, requests, 60)
-    assert found["output_tokens"] == sum(tokens for _, tokens in requests)
-    assert found["output_tokens_per_s"] == pytest.approx(found["output_tokens"] / found["seconds"])
+    report = gpu_peers.serve(model, requests, 60)
+    assert report["output_tokens"] == sum(tokens for _, tokens in requests)
+    assert report["output_tokens_per_s"] == pytest.approx(
+        report["output_tokens"] / report["seconds"]
+    )
 
 
 def test_a_peer_that_is_too_slow_is_an_error(model):
@@ -53,7 +55,7 @@ def test_the_rehearsal_writes_its_figures_and_leaves_the_memory_to_others(tmp_pa
         tmp_path / "peers.json",
     ]
     limit = 4 << 30  # bytes of address space; torch itself takes 1.5e9
-    done = subprocess.run(
+    child = subprocess.run(
         command,
         env=os.environ | {"OMP_NUM_THREADS": "2", "MALLOC_ARENA_MAX": "2"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
@@ -61,7 +63,7 @@ def test_the_rehearsal_writes_its_figures_and_leaves_the_memory_to_others(tmp_pa
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
+    assert child.returncode == 0, child.stderr
     (run,) = json.loads((tmp_path / "peers.json").read_text("utf-8"))["runs"]
     assert run["engine"] == "transformers, continuous batching"
     assert run["seconds"] > 0

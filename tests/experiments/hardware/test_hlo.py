@@ -78,7 +78,7 @@ def test_an_instruction_has_its_arrays_operands_and_attributes(program):
     assert walk.results == (Array("s32", ()), Array("f32", (8, 4)))
     assert hlo.called(walk) == ("end", "body")
     assert program.results["next"] == (Array("s32", ()), Array("f32", (8, 4)))
-    assert [one.root for one in program.computations["yes"]] == [False, True]
+    assert [instruction.root for instruction in program.computations["yes"]] == [False, True]
 
 
 def test_bytes_of_an_array():
@@ -87,12 +87,12 @@ def test_bytes_of_an_array():
 
 
 def test_what_runs_is_counted_by_loops_branches_and_fusions(program):
-    found = {site.instruction.name: site[1:] for site in hlo.sites(program)}
-    assert found["fusion"] == (1, False, False)
-    assert found["put"] == (1, False, True), "in a fusion"
-    assert found["got"] == (1, True, False), "in a branch"
-    assert found["next"] == (8, True, False), "in a loop of 8 turns in a branch"
-    assert "sum.1" not in found, "a function of scalars"
+    sites = {site.instruction.name: site[1:] for site in hlo.sites(program)}
+    assert sites["fusion"] == (1, False, False)
+    assert sites["put"] == (1, False, True), "in a fusion"
+    assert sites["got"] == (1, True, False), "in a branch"
+    assert sites["next"] == (8, True, False), "in a loop of 8 turns in a branch"
+    assert "sum.1" not in sites, "a function of scalars"
 
 
 def test_a_loop_of_unknown_length_counts_once():

@@ -51,14 +51,14 @@ backend_config={"known_trip_count":{"n":"3"}}
 
 
 def test_launches_are_counted_by_kind_with_loops_and_without_branches():
-    found = {kind.name: kind for kind in launches.kinds(hlo.parse(PROGRAM))}
-    assert found["loop_add_fusion"] == Kind("loop_add_fusion", 1 + 3, 4 * 128)
-    assert found[ATTENTION] == Kind(ATTENTION, 1, 128)
-    assert found["copy"] == Kind("copy", 1, 128)
-    assert "only_in_a_branch" not in found
-    assert set(found) == {"loop_add_fusion", ATTENTION, "copy", "less"}
+    by_name = {kind.name: kind for kind in launches.kinds(hlo.parse(PROGRAM))}
+    assert by_name["loop_add_fusion"] == Kind("loop_add_fusion", 1 + 3, 4 * 128)
+    assert by_name[ATTENTION] == Kind(ATTENTION, 1, 128)
+    assert by_name["copy"] == Kind("copy", 1, 128)
+    assert "only_in_a_branch" not in by_name
+    assert set(by_name) == {"loop_add_fusion", ATTENTION, "copy", "less"}
     assert [kind.launches for kind in launches.kinds(hlo.parse(PROGRAM))] == sorted(
-        (kind.launches for kind in found.values()), reverse=True
+        (kind.launches for kind in by_name.values()), reverse=True
     )
 
 
@@ -80,8 +80,8 @@ def test_graphs_are_counted_in_the_compilers_log(log, number):
 
 
 def test_the_table_names_the_rest(capsys):
-    many = tuple(Kind(f"kind {i}", 2, 1 << 20) for i in range(15))
-    text = launches.lines(many, 1)
+    kinds = tuple(Kind(f"kind {i}", 2, 1 << 20) for i in range(15))
+    text = launches.lines(kinds, 1)
     assert text.startswith("30 launches outside of branches, in 1 CUDA graph:\n")
     assert text.endswith("6        3.0 MiB  other kinds")
-    assert launches.lines(many[:1], None).startswith("2 launches outside of branches:\n")
+    assert launches.lines(kinds[:1], None).startswith("2 launches outside of branches:\n")

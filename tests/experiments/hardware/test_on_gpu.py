@@ -21,11 +21,9 @@ from experiments.hardware.on_gpu import LIMITS, PARTS, Part, main, parts, rates,
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.tiles import Tiles
 
-OK, BAD, SLOW = (
-    ("platform",),
-    ("no.such.module",),
-    ("timeit", "-n", "1", "-r", "1", "import time; time.sleep(600)"),
-)
+OK = ("platform",)
+BAD = ("no.such.module",)
+SLOW = ("timeit", "-n", "1", "-r", "1", "import time; time.sleep(600)")
 needs_jax = pytest.mark.skipif(
     jax.__version_info__ < pallas_gpu.JAX_NEEDED, reason="the kernels need JAX 0.11"
 )
@@ -36,7 +34,7 @@ def plan_of(rehearse: bool = False) -> list[Part]:
     return parts("h200", Path("out"), "smollm2-135m", LIMITS, rehearse)
 
 
-def kept(out: Path) -> dict:
+def read_session(out: Path) -> dict:
     return json.loads((out / "session.json").read_text(encoding="utf-8"))
 
 
@@ -46,25 +44,25 @@ def test_failed_part_does_not_stop_next_part(tmp_path, capsys):
     assert "one: failed with exit code 1" in printed
     assert "two: ok" in printed
     assert "No module named" in (tmp_path / "one.log").read_text()
-    assert kept(tmp_path)["name"] == "a card"
-    assert [(one["part"], one["result"]) for one in kept(tmp_path)["parts"]] == [
+    assert read_session(tmp_path)["name"] == "a card"
+    assert [(part["part"], part["result"]) for part in read_session(tmp_path)["parts"]] == [
         ("one", "failed with exit code 1"),
         ("two", "ok"),
     ]
-    assert kept(tmp_path)["not_run"] == []
+    assert read_session(tmp_path)["not_run"] == []
 
 
 def test_required_part_failure_stops_session(tmp_path, capsys):
     assert not session([Part("one", BAD, must=True), Part("two", OK)], tmp_path, 5)
     assert "two" not in capsys.readouterr().out
     assert not (tmp_path / "two.log").exists()
-    assert kept(tmp_path)["not_run"] == ["two"]
+    assert read_session(tmp_path)["not_run"] == ["two"]
 
 
 def test_parts_beyond_time_limit_are_listed(tmp_path, capsys):
     assert not session([Part("one", OK), Part("two", OK)], tmp_path, 0.1)
     assert "not run, no time left: one, two" in capsys.readouterr().out
-    assert kept(tmp_path)["not_run"] == ["one", "two"]
+    assert read_session(tmp_path)["not_run"] == ["one", "two"]
 
 
 def test_part_is_stopped_at_the_sessions_limit(tmp_path, capsys, monkeypatch):
@@ -92,18 +90,20 @@ def runs(pid: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
 @pytest.mark.parametrize(
-    ("then", "result"),
+    ("ending", "result"),
     [pytest.param("hang", "stopped after 4 s", marks=pytest.mark.slow), ("end", "ok")],
 )
-def test_nothing_of_a_part_is_left_and_the_next_one_runs(tmp_path, monkeypatch, then, result):
+def test_nothing_of_a_part_is_left_and_the_next_one_runs(tmp_path, monkeypatch, ending, result):
     (tmp_path / "hangs.py").write_text(HANGS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    file, began = tmp_path / "pid", time.monotonic()
-    plan = [Part("one", ("hangs", str(file), then), seconds=4), Part("two", OK)]
-    assert session(plan, tmp_path, 5) is (then == "end")
-    assert [one["result"] for one in kept(tmp_path)["parts"]] == [result, "ok"]
-    assert time.monotonic() - began < 60
-    pid, end = int(file.read_text()), time.monotonic() + 5
+    file = tmp_path / "pid"
+    start = time.monotonic()
+    plan = [Part("one", ("hangs", str(file), ending), seconds=4), Part("two", OK)]
+    assert session(plan, tmp_path, 5) is (ending == "end")
+    assert [part["result"] for part in read_session(tmp_path)["parts"]] == [result, "ok"]
+    assert time.monotonic() - start < 60
+    pid = int(file.read_text())
+    end = time.monotonic() + 5
     while runs(pid) and time.monotonic() < end:
         time.sleep(0.05)
     assert not runs(pid)
@@ -128,7 +128,7 @@ def test_session_without_gpu_ends_with_reason(tmp_path, capsys, monkeypatch):
     assert "70 cases, 70 wrong" in printed
     assert "the other parts are not run" in printed
     assert "runs on platform 'gpu' and not on 'cpu'" in (tmp_path / "right.log").read_text()
-    assert kept(tmp_path)["not_run"] == list(PARTS[1:])
+    assert read_session(tmp_path)["not_run"] == list(PARTS[1:])
 
 
 @pytest.mark.skipif(
@@ -136,17 +136,17 @@ def test_session_without_gpu_ends_with_reason(tmp_path, capsys, monkeypatch):
 )
 def test_an_old_jax_is_an_error(tmp_path, capsys):
     assert main(["--name", "h200", "--out", str(tmp_path), "--rehearse"]) == 2
-    wanted = f"the kernels need JAX 0.11 or newer, and this is {jax.__version__}; use Python 3.12 or newer, where pip"
-    assert wanted in capsys.readouterr().err
+    message = f"the kernels need JAX 0.11 or newer, and this is {jax.__version__}; use Python 3.12 or newer, where pip"
+    assert message in capsys.readouterr().err
 
 
 def test_help_says_what_happens_to_parts_that_do_not_fit(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
-    shown = " ".join(capsys.readouterr().out.split())
+    help_text = " ".join(capsys.readouterr().out.split())
     assert (
         "default 9.5; the limits of all parts add up to 11.3: the part that runs when the time is over is"
-        in shown
+        in help_text
     )
 
 
@@ -161,17 +161,17 @@ def test_unknown_part_is_an_error(tmp_path, capsys):
 
 
 def test_limits_are_those_of_the_parts():
-    few = parts("h200", Path("out"), "model", LIMITS | dict([on_gpu.limit("right=60")]))
-    assert [part.seconds for part in few] == [60.0, *list(LIMITS.values())[1:]]
-    assert few[0].arguments[1:3] == ("--seconds", "50"), (
+    changed = parts("h200", Path("out"), "model", LIMITS | dict([on_gpu.limit("right=60")]))
+    assert [part.seconds for part in changed] == [60.0, *list(LIMITS.values())[1:]]
+    assert changed[0].arguments[1:3] == ("--seconds", "50"), (
         "a part that hangs says itself what it has found"
     )
-    assert [part.must for part in few] == [True] + [False] * (len(PARTS) - 1)
+    assert [part.must for part in changed] == [True] + [False] * (len(PARTS) - 1)
 
 
 @pytest.mark.parametrize("rehearse", [False, True], ids=["real", "rehearsal"])
-@pytest.mark.parametrize("which", PARTS)
-def test_every_part_is_a_module_that_parses_its_arguments(which, rehearse, monkeypatch):
+@pytest.mark.parametrize("part_name", PARTS)
+def test_every_part_is_a_module_that_parses_its_arguments(part_name, rehearse, monkeypatch):
     class Parsed(Exception):
         pass
 
@@ -179,14 +179,14 @@ def test_every_part_is_a_module_that_parses_its_arguments(which, rehearse, monke
         raise Parsed(original(parser, words, namespace))
 
     original = argparse.ArgumentParser.parse_args
-    name, *words = next(part.arguments for part in plan_of(rehearse) if part.name == which)
+    name, *words = next(part.arguments for part in plan_of(rehearse) if part.name == part_name)
     module = importlib.import_module(name)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
     monkeypatch.setattr(sys, "argv", [name, *words])
-    with pytest.raises(Parsed) as found:
+    with pytest.raises(Parsed) as raised:
         module.main()
-    (parsed,) = found.value.args
-    assert str(parsed.json) == f"out/{which}.json"
+    (parsed,) = raised.value.args
+    assert str(parsed.json) == f"out/{part_name}.json"
     assert parsed.rehearse is rehearse
 
 
@@ -196,8 +196,8 @@ def test_every_part_is_a_module_that_parses_its_arguments(which, rehearse, monke
 )
 def test_every_part_is_a_command(name):
     command = [sys.executable, "-m", name, "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("usage: ")
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert child.stdout.startswith("usage: ")
 
 
 @needs_jax
@@ -220,10 +220,10 @@ def test_a_whole_session_is_rehearsed(tmp_path, monkeypatch, capsys):
         *limits,
     ]
     assert main(arguments) == (0 if torch else 1), capsys.readouterr().out
-    assert [(one["part"], one["result"]) for one in kept(tmp_path)["parts"]] == [
+    assert [(part["part"], part["result"]) for part in read_session(tmp_path)["parts"]] == [
         (part, "ok" if part in ran else "failed with exit code 2") for part in PARTS
     ]
-    assert kept(tmp_path)["rehearsal"]
+    assert read_session(tmp_path)["rehearsal"]
     assert {file.name for file in tmp_path.iterdir()} == {"session.json"} | {
         f"{part}.{kind}"
         for part in PARTS

@@ -31,11 +31,13 @@ devices = st.integers(2, 16)
 
 
 def ring_all_reduce(arrays):
-    """Sum arrays by a ring: reduce-scatter, then all-gather -> (arrays, numbers that each device
-    sent, steps).
+    """Sum arrays by a ring: reduce-scatter, then all-gather. Returns the arrays, how many numbers
+    each device sent, and the steps.
     """
-    n, arrays = len(arrays), [np.array_split(a.copy(), len(arrays)) for a in arrays]
-    sent_numbers, steps = [0] * n, 0
+    n = len(arrays)
+    arrays = [np.array_split(a.copy(), len(arrays)) for a in arrays]
+    sent_numbers = [0] * n
+    steps = 0
     for added in (True, False):
         for step in range(n - 1):
             # each sends one piece to its right
@@ -87,11 +89,11 @@ def busiest_link(n, piece):
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 16])
 def test_all_to_all_takes_the_time_of_the_busiest_link(n):
-    whole = Exchange("all-to-all", 7.0 * n)
+    exchange = Exchange("all-to-all", 7.0 * n)
     bare = TORUS._replace(hop=0.0)
-    assert seconds(whole, n, bare) == pytest.approx(busiest_link(n, 7.0) / 1e9)
-    assert sent(whole, n) == pytest.approx(7.0 * (n - 1))
-    assert seconds(whole, n, SWITCH) == pytest.approx(7.0 * (n - 1) / 1e9 + 1e-6), "direct"
+    assert seconds(exchange, n, bare) == pytest.approx(busiest_link(n, 7.0) / 1e9)
+    assert sent(exchange, n) == pytest.approx(7.0 * (n - 1))
+    assert seconds(exchange, n, SWITCH) == pytest.approx(7.0 * (n - 1) / 1e9 + 1e-6), "direct"
 
 
 def test_two_directions_halve_the_time_and_the_hops_of_a_ring():
@@ -129,10 +131,10 @@ def bytes_one_by_one(n, tokens, sampled):
 
 @given(n=devices, tokens=st.integers(1, 20), sampled=st.integers(0, 20))
 def test_exchanged_bytes_match_a_count_of_numbers(n, tokens, sampled):
-    found = Counter()
+    sent_bytes = Counter()
     for exchange in exchanges(SIZES, n, tokens, sampled):
-        found[exchange.kind] += exchange.times * exchange.bytes
-    assert found == bytes_one_by_one(n, tokens, sampled)
+        sent_bytes[exchange.kind] += exchange.times * exchange.bytes
+    assert sent_bytes == bytes_one_by_one(n, tokens, sampled)
 
 
 def test_one_device_exchanges_nothing():
@@ -143,15 +145,15 @@ def test_one_device_exchanges_nothing():
     kind=st.sampled_from(get_args(Kind)),
     n=devices,
     size=st.floats(1.0, 1e9),
-    more=st.floats(1.0, 10.0),
+    factor=st.floats(1.0, 10.0),
     neighbours=st.booleans(),
 )
-def test_more_bytes_hops_or_slower_links_never_take_less_time(kind, n, size, more, neighbours):
+def test_more_bytes_hops_or_slower_links_never_take_less_time(kind, n, size, factor, neighbours):
     network = Network(1e9, neighbours, devices=64, hop=1e-6)
     base = seconds(Exchange(kind, size), n, network)
-    assert base <= seconds(Exchange(kind, size * more), n, network)
-    assert base <= seconds(Exchange(kind, size), n, network._replace(bandwidth=1e9 / more))
-    assert base <= seconds(Exchange(kind, size), n, network._replace(hop=1e-6 * more))
+    assert base <= seconds(Exchange(kind, size * factor), n, network)
+    assert base <= seconds(Exchange(kind, size), n, network._replace(bandwidth=1e9 / factor))
+    assert base <= seconds(Exchange(kind, size), n, network._replace(hop=1e-6 * factor))
     assert seconds(Exchange(kind, size, 3), n, network) == pytest.approx(3 * base)
     assert base >= sent(Exchange(kind, size), n) / network.sending(n), (
         "no exchange beats its own bytes"
@@ -160,5 +162,5 @@ def test_more_bytes_hops_or_slower_links_never_take_less_time(kind, n, size, mor
 
 @given(kind=st.sampled_from(get_args(Kind)), n=st.integers(2, 15))
 def test_a_device_sends_more_in_a_larger_ring(kind, n):
-    one = Exchange(kind, 1e6)
-    assert sent(one, n) < sent(one, n + 1) < 2e6
+    exchange = Exchange(kind, 1e6)
+    assert sent(exchange, n) < sent(exchange, n + 1) < 2e6

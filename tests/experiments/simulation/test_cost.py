@@ -58,25 +58,27 @@ def test_work_matches_token_by_token_count(rows):
 
 
 @given(rows, st.integers(1, 5), st.integers(1, 3), st.sets(st.integers(0, 4), max_size=2))
-def test_work_under_a_kv_policy_matches_token_by_token_count(rows, size, window, kept):
-    view = View(window, tuple(sorted(kept)))
+def test_work_under_a_kv_policy_matches_token_by_token_count(rows, size, window, kept_blocks):
+    view = View(window, tuple(sorted(kept_blocks)))
     work = work_of(plan_of(rows), 100, config=SchedulerConfig(size, 64, 64, 8, 64, views=(view,)))
 
     def seen(at: int) -> set[int]:
-        return {t for t in range(at + 1) if t // size > at // size - window or t // size in kept}
+        return {
+            t for t in range(at + 1) if t // size > at // size - window or t // size in kept_blocks
+        }
 
-    each = [[seen(at) for at in range(start, start + count)] for start, count, _ in rows]
-    assert work.pairs == sum(len(tokens) for row in each for tokens in row)
-    assert work.context == sum(len(set.union(*row)) for row in each)
+    visible = [[seen(at) for at in range(start, start + count)] for start, count, _ in rows]
+    assert work.pairs == sum(len(tokens) for row in visible for tokens in row)
+    assert work.context == sum(len(set.union(*row)) for row in visible)
     assert work[:3] == (100, len(rows), sum(ends for *_, ends in rows))
 
 
 @given(rows)
 def test_without_cache_every_token_is_computed_again(rows):
     plan = plan_of(rows)
-    again = plan_of([(0, start + count, ends) for start, count, ends in rows])
+    recomputed = plan_of([(0, start + count, ends) for start, count, ends in rows])
     bare = work_of(plan, plan.num_tokens, cached=False)
-    assert bare == work_of(again, again.num_tokens)
+    assert bare == work_of(recomputed, recomputed.num_tokens)
 
 
 def test_shapes_have_the_published_sizes():
@@ -175,7 +177,8 @@ def test_models_of_every_family_have_the_published_sizes(config, total, used):
 def test_layers_without_experts_keep_their_mlp():
     every, half = (shape_of(QWEN | {"decoder_sparse_step": step}) for step in (1, 2))
     assert (every.sparse, half.sparse) == (48, 24)
-    mlp, mixture = 3 * 2048 * 6144, 2048 * 128 + 128 * 3 * 2048 * 768
+    mlp = 3 * 2048 * 6144
+    mixture = 2048 * 128 + 128 * 3 * 2048 * 768
     assert half.layer_numbers(128) == every.layer_numbers(128) + 24 * (mlp - mixture)
 
 
@@ -189,9 +192,11 @@ def test_step_reads_experts_chosen_by_some_token():
     assert shape.experts_read(3) == pytest.approx(np.mean(chosen), rel=0.02)
     all_read = shape.read_bytes(10_000)
     assert all_read == pytest.approx(shape.total_bytes - shape.weight_bytes * shape.head_numbers)
-    one = Roofline(shape, Chip(1.0, 1e30, 0.0, launch=0.0))(Work(1, 1, 1, 0, 0))
+    seconds = Roofline(shape, Chip(1.0, 1e30, 0.0, launch=0.0))(Work(1, 1, 1, 0, 0))
     expert = shape.weight_bytes * 3 * 4096 * 14336
-    assert one == pytest.approx(all_read - 32 * 6 * expert), "two of eight experts in each layer"
+    assert seconds == pytest.approx(all_read - 32 * 6 * expert), (
+        "two of eight experts in each layer"
+    )
 
 
 def test_unsupported_model_has_no_shape():
@@ -225,13 +230,13 @@ def test_roofline_rounds_tokens_up_to_tiles():
 
 def test_block_moves_cost_one_or_many_copies():
     chip = CHIP._replace(link=1e6, transfer=1e-3)
-    many, one = (
+    copies, single_copy = (
         Roofline(SMALL, chip, block_size=4, batched_moves=batched).move(10)
         for batched in (False, True)
     )
     content = 10 * 4 * SMALL.token_bytes / 1e6
-    assert one == pytest.approx(1e-3 + content)
-    assert many == pytest.approx(2 * 2 * 10 * 1e-3 + content)
+    assert single_copy == pytest.approx(1e-3 + content)
+    assert copies == pytest.approx(2 * 2 * 10 * 1e-3 + content)
 
 
 # --- a mesh ---------------------------------------------------------------------------------------
@@ -243,38 +248,55 @@ def test_part_of_a_small_model_is_counted_by_hand():
     """SMALL on two devices: one query head and a copy of the key head each, half the MLP and of the
     vocabulary.
     """
-    one = part(SMALL, MeshConfig(tensor=2))
-    assert one == SMALL._replace(heads=1, kv_heads=1, intermediate=8, vocabulary=50)
+    device_part = part(SMALL, MeshConfig(tensor=2))
+    assert device_part == SMALL._replace(heads=1, kv_heads=1, intermediate=8, vocabulary=50)
     layer = 8 * 4 + 2 * 8 * 4 + 4 * 8 + 3 * 8 * 8  # q, k and v, out, three matrices
-    assert one.total_bytes == 2 * (2 * layer + 2 * 8 * 50)
-    assert one.token_bytes == SMALL.token_bytes, "the key head is on both"
+    assert device_part.total_bytes == 2 * (2 * layer + 2 * 8 * 50)
+    assert device_part.token_bytes == SMALL.token_bytes, "the key head is on both"
 
 
 def test_part_has_padded_heads_and_widths():
     """SmolLM2's 9 heads, 3 key heads and vocabulary on 2 devices: 2 key heads each, with their
     groups of 3.
     """
-    one = part(SHAPES["smollm2-135m"], MeshConfig(tensor=2))
-    assert (one.heads, one.kv_heads, one.intermediate, one.vocabulary) == (6, 2, 768, 24576)
+    device_part = part(SHAPES["smollm2-135m"], MeshConfig(tensor=2))
+    assert (
+        device_part.heads,
+        device_part.kv_heads,
+        device_part.intermediate,
+        device_part.vocabulary,
+    ) == (6, 2, 768, 24576)
 
 
 def test_part_of_llama_70b_is_an_eighth():
-    whole, one = SHAPES["llama-3-70b"], part(SHAPES["llama-3-70b"], MeshConfig(tensor=8))
-    assert 8 * one.total_bytes == whole.total_bytes
-    assert 8 * one.token_bytes == whole.token_bytes
-    assert part(whole, MeshConfig(tensor=16)).token_bytes == one.token_bytes, (
+    shape = SHAPES["llama-3-70b"]
+    device_part = part(SHAPES["llama-3-70b"], MeshConfig(tensor=8))
+    assert 8 * device_part.total_bytes == shape.total_bytes
+    assert 8 * device_part.token_bytes == shape.token_bytes
+    assert part(shape, MeshConfig(tensor=16)).token_bytes == device_part.token_bytes, (
         "8 key heads, each twice"
     )
 
 
 def test_experts_are_dealt_over_the_axis_expert():
-    """Mixtral on 4 x 2: two of eight experts on a device, half of their width; the router is whole."""
-    whole, one = shape_of(MIXTRAL), part(shape_of(MIXTRAL), MeshConfig(tensor=2, expert=4))
-    assert (one.heads, one.kv_heads, one.expert, one.dealt, one.experts) == (4, 1, 7168, 4, 8)
-    attention, router, expert = 4096 * 128 * 2 * (4 + 1), 4096 * 8, 3 * 4096 * 7168
-    assert one.layer_numbers(8) == 32 * (attention + router + 2 * expert)
-    assert one.experts_read(5) == whole.experts_read(5)
-    assert one.products(1, 0) == 2 * 32 * (attention + router + 2 / 4 * expert), (
+    """Mixtral on 4 x 2: two of eight experts on a device, half of their width; the router is
+    whole.
+    """
+    shape = shape_of(MIXTRAL)
+    device_part = part(shape_of(MIXTRAL), MeshConfig(tensor=2, expert=4))
+    assert (
+        device_part.heads,
+        device_part.kv_heads,
+        device_part.expert,
+        device_part.dealt,
+        device_part.experts,
+    ) == (4, 1, 7168, 4, 8)
+    attention = 4096 * 128 * 2 * (4 + 1)
+    router = 4096 * 8
+    expert = 3 * 4096 * 7168
+    assert device_part.layer_numbers(8) == 32 * (attention + router + 2 * expert)
+    assert device_part.experts_read(5) == shape.experts_read(5)
+    assert device_part.products(1, 0) == 2 * 32 * (attention + router + 2 / 4 * expert), (
         "an equal share of the tokens"
     )
 
@@ -292,32 +314,31 @@ works = st.builds(
 
 @given(work=works, name=st.sampled_from(sorted(SHAPES)), chip=st.sampled_from(sorted(CHIPS)))
 def test_mesh_of_one_device_is_no_mesh(work, name, chip):
-    whole = Roofline(SHAPES[name], CHIPS[chip])
+    roofline = Roofline(SHAPES[name], CHIPS[chip])
     assert part(SHAPES[name], MeshConfig()) == SHAPES[name]
-    assert of_mesh(whole, MeshConfig())(work) == whole(work)
+    assert of_mesh(roofline, MeshConfig())(work) == roofline(work)
 
 
 @given(work=works, n=st.sampled_from([2, 4, 8]))
 def test_mesh_without_exchanges_is_ideal_where_all_divides(work, n):
-    whole, free = SHAPES["llama-3-8b"], CHIPS["h100"]._replace(network=Network(1e30, False, 8))
-    mesh, ideal = (
-        of_mesh(Roofline(whole, free), MeshConfig(tensor=n)),
-        Roofline(whole, free, chips=n),
-    )
+    shape = SHAPES["llama-3-8b"]
+    free = CHIPS["h100"]._replace(network=Network(1e30, False, 8))
+    mesh = of_mesh(Roofline(shape, free), MeshConfig(tensor=n))
+    ideal = Roofline(shape, free, chips=n)
     work = work._replace(moved_blocks=0)  # the link to the host is each device's own
     assert mesh(work) == pytest.approx(ideal(work), rel=1e-12)
 
 
-@given(work=works, n=st.sampled_from([2, 3, 4, 8, 16]), more=st.integers(1, 100))
-def test_mesh_of_more_work_or_slower_links_is_never_faster(work, n, more):
+@given(work=works, n=st.sampled_from([2, 3, 4, 8, 16]), factor=st.integers(1, 100))
+def test_mesh_of_more_work_or_slower_links_is_never_faster(work, n, factor):
     mesh = of_mesh(Roofline(SHAPES["llama-3-70b"], CHIPS["tpu-v5e"]), MeshConfig(tensor=n))
     slow = mesh.chip._replace(
-        network=mesh.chip.network._replace(bandwidth=mesh.chip.network.bandwidth / more)
+        network=mesh.chip.network._replace(bandwidth=mesh.chip.network.bandwidth / factor)
     )
     assert mesh(work) <= mesh._replace(chip=slow)(work)
     assert mesh(work) >= mesh._replace(devices=1)(work), "exchanges take time"
     for name in ("tokens", "sampled", "context", "pairs"):
-        assert mesh(work) <= mesh(work._replace(**{name: getattr(work, name) + more}))
+        assert mesh(work) <= mesh(work._replace(**{name: getattr(work, name) + factor}))
 
 
 def test_exchanges_of_a_small_model_are_counted_by_hand():
@@ -377,20 +398,23 @@ def test_links_of_a_chip_are_those_of_its_data_sheet():
         "tpu7x": 1200e9,
     }
     assert sheets.keys() == CHIPS.keys() - {"a10g"}, "an A10G has no links but those of its host"
-    for name, both in sheets.items():
+    for name, bytes_per_s in sheets.items():
         network = CHIPS[name].network
-        assert 2 * network.bandwidth * links.get(name, 1) == both, name
+        assert 2 * network.bandwidth * links.get(name, 1) == bytes_per_s, name
         assert network.neighbours == (name in links)
 
 
-def measured(count=60, noise=0.0, seed=0):
+def measured_steps(count=60, noise=0.0, seed=0):
     """Steps of a device whose times are known: by bucket, and so much a token of context and a
     pair.
     """
-    draw, base, steps = random.Random(seed), {8: 0.010, 32: 0.012, 128: 0.030}, []
+    draw = random.Random(seed)
+    base = {8: 0.010, 32: 0.012, 128: 0.030}
+    steps = []
     for _ in range(count):
         size = draw.choice(sorted(base))
-        context, pairs = draw.randrange(1000), draw.randrange(100_000)
+        context = draw.randrange(1000)
+        pairs = draw.randrange(100_000)
         seconds = (base[size] + 2e-6 * context + 3e-8 * pairs) * (1 + draw.uniform(-noise, noise))
         steps.append(
             {"padded_tokens": size, "context_tokens": context, "pairs": pairs, "seconds": seconds}
@@ -399,7 +423,7 @@ def measured(count=60, noise=0.0, seed=0):
 
 
 def test_fit_recovers_known_coefficients():
-    fitted = fit(measured())
+    fitted = fit(measured_steps())
     assert fitted.sizes == (8, 32, 128)
     assert fitted.seconds == pytest.approx((0.010, 0.012, 0.030), rel=1e-6)
     assert (fitted.per_context, fitted.per_pair) == pytest.approx((2e-6, 3e-8), rel=1e-6)
@@ -410,28 +434,28 @@ def test_fit_recovers_known_coefficients():
 
 
 def test_fit_of_noisy_steps_reports_its_error():
-    fitted = fit(measured(400, noise=0.1))
+    fitted = fit(measured_steps(400, noise=0.1))
     assert fitted.seconds == pytest.approx((0.010, 0.012, 0.030), rel=0.05)
     assert 0.02 < fitted.error < 0.08
 
 
 def test_fit_refuses_too_few_or_old_steps():
     with pytest.raises(ValueError, match="3 steps; it takes at least 8"):
-        fit(measured(3))
-    old = [{k: v for k, v in step.items() if k != "pairs"} for step in measured()]
+        fit(measured_steps(3))
+    old = [{k: v for k, v in step.items() if k != "pairs"} for step in measured_steps()]
     with pytest.raises(ValueError, match="measure it again"):
         fit(old)
 
 
 def test_steps_are_read_line_by_line():
-    steps = measured(3)
+    steps = measured_steps(3)
     assert read_steps("".join(json.dumps(step) + "\n" for step in steps)) == steps
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({}, "one of chip"),
+        ({}, r"needs one of chip .* and step_s"),
         ({"chip": "h200", "fit": "runs/x"}, "one of chip"),
         ({"chip": "h20"}, "chip is 'h20'.*h200"),
         ({"chip": "h200", "model": "opt-13"}, "model is 'opt-13'.*did you mean 'opt-13b'"),
@@ -482,6 +506,32 @@ def test_steps_are_read_line_by_line():
             {"chip": "h200", "mesh": {"tensor": 2}, "hop_s": -1.0},
             "hop_s is -1.0; it must be at least 0 seconds",
         ),
+        ({"step_s": 0.0}, r"step_s is 0.0; it must be above 0 seconds"),
+        ({"step_s": 1.0, "chip": "h100"}, r"needs one of chip .* and step_s"),
+        (
+            {"step_s": 1.0, "chips": 2},
+            r"chips is 2, and a constant step \(step_s\) does not depend on it; leave it out",
+        ),
+        (
+            {"profile": "distserve/opt-13b/tp2"},
+            "profile is '.*', whose coefficients count real tokens, and padded is true; "
+            "set it to false",
+        ),
+        (
+            {"profile": "opt", "padded": False},
+            "profile is 'opt'; it must be one of 'distserve/opt-13b/tp1",
+        ),
+        (
+            {"profile": "distserve/opt-13b/tp2", "padded": False, "chip": "h100"},
+            r"needs one of chip .*, profile \(a name\)",
+        ),
+        (
+            {"profile": "distserve/opt-13b/tp2", "padded": False, "chips": 2},
+            "chips is 2, and a profile does not depend on it; leave it out",
+        ),
+        ({"chip": "h100", "acceptance": 1.5}, "acceptance is 1.5; it must be"),
+        ({"chip": "h100", "acceptance": -0.1}, "acceptance is -0.1; it must be"),
+        ({"chip": "h100", "draft_s": -1.0}, "draft_s is -1.0; it must be"),
     ],
 )
 def test_simulate_section_is_checked(wrong, message):

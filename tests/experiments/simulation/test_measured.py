@@ -14,7 +14,8 @@ from experiments.simulation.cost import Simulate, Work
 from experiments.simulation.measured import BLOOM, MEAN_CONTEXT, MEASURED, MIXED, SEQUENCES, at
 from experiments.simulation.profiles import NAMES, find
 
-A100, H100 = "splitwise/bloom-176b/a100", "splitwise/bloom-176b/h100"
+A100 = "splitwise/bloom-176b/a100"
+H100 = "splitwise/bloom-176b/h100"
 
 
 def prompts(tokens: int) -> Work:
@@ -22,8 +23,8 @@ def prompts(tokens: int) -> Work:
 
 
 def decodes(sequences: int, context: int = MEAN_CONTEXT) -> Work:
-    seen = sequences * context
-    return Work(sequences, sequences, sequences, seen, seen, 0, sequences, seen)
+    pairs = sequences * context
+    return Work(sequences, sequences, sequences, pairs, pairs, 0, sequences, pairs)
 
 
 @pytest.mark.parametrize("kind", BLOOM)
@@ -60,8 +61,8 @@ def test_a_longer_context_takes_what_it_took_one_sequence(kind, published):
 
 
 def test_a_step_with_both_takes_the_time_of_prompts_of_all_its_tokens():
-    both = Work(1024, 25, 25, 1000 + 24 * 700, 1000 * 1001 // 2 + 24 * 700, 0, 24, 24 * 700)
-    assert find(A100)(both) == pytest.approx(MIXED * find(A100)(prompts(1024)))
+    mixed = Work(1024, 25, 25, 1000 + 24 * 700, 1000 * 1001 // 2 + 24 * 700, 0, 24, 24 * 700)
+    assert find(A100)(mixed) == pytest.approx(MIXED * find(A100)(prompts(1024)))
 
 
 def test_its_simulator_takes_many_decodes_as_one():

@@ -65,12 +65,14 @@ def test_part_has_the_matrices_of_the_decoder_on_one_device(config, mesh):
 
 @pytest.mark.parametrize(("config", "mesh"), MESHES)
 def test_token_takes_the_bytes_of_the_cache_on_one_device(config, mesh):
-    one, blocks, size = one_device(config, mesh), 7, 4
+    device_config = one_device(config, mesh)
+    blocks = 7
+    size = 4
     sizes = {
-        "layers": one.layers,
+        "layers": device_config.layers,
         "blocks": blocks,
-        "kv_heads": one.kv_heads,
-        "head_dim": one.head_dim,
+        "kv_heads": device_config.kv_heads,
+        "head_dim": device_config.head_dim,
     }
     pages = jax.eval_shape(lambda: cache.init(block_size=size, dtype="bfloat16", **sizes))
     stored = sum(2 * math.prod(array.shape) for array in (*pages.k, *pages.v))
@@ -94,41 +96,45 @@ def sums(jaxpr: Any) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize(("config", "mesh"), MESHES)
 def test_summed_bytes_are_those_of_the_decoders_program(config, mesh):
-    one, tokens = one_device(config, mesh), 5
+    device_config = one_device(config, mesh)
+    tokens = 5
     pages = cache.init(
-        layers=one.layers,
+        layers=device_config.layers,
         blocks=3,
         block_size=4,
-        kv_heads=one.kv_heads,
-        head_dim=one.head_dim,
+        kv_heads=device_config.kv_heads,
+        head_dim=device_config.head_dim,
         dtype="bfloat16",
     )
-    each, zero = np.zeros(tokens, np.int32), np.zeros(1, np.int32)
+    per_token = np.zeros(tokens, np.int32)
+    zero = np.zeros(1, np.int32)
     ends = np.array([0, tokens], np.int32)
     batch: Any = Batch(
-        each,
-        each,
-        each,
+        per_token,
+        per_token,
+        per_token,
         np.zeros((1, 2), np.int32),
         zero + tokens,
         ends,
         zero,
         zero,
-        each,
+        per_token,
         sampling=None,
     )
 
     def logits(ids: jax.Array) -> jax.Array:
-        model = Decoder(one, "bfloat16")
-        attend = attention.attend("xla", one.attn_scale)
+        model = Decoder(device_config, "bfloat16")
+        attend = attention.attend("xla", device_config.attn_scale)
         return model.logits(model.hidden(pages, batch._replace(tokens=ids), attend)[1])
 
     devices = AbstractMesh((mesh.expert, mesh.tensor), split.AXES)
     program = jax.shard_map(logits, mesh=devices, in_specs=P(), out_specs=P(), check_vma=False)
-    found = Counter(sums(jax.make_jaxpr(program)(batch.tokens).jaxpr))
+    counts = Counter(sums(jax.make_jaxpr(program)(batch.tokens).jaxpr))
     width = {"float32": 4, "bfloat16": 2}
-    sizes = Exchanged(one.layers, one.hidden, one.vocab_size, activation_bytes=2)
+    sizes = Exchanged(
+        device_config.layers, device_config.hidden, device_config.vocab_size, activation_bytes=2
+    )
     counted = [x for x in exchanges(sizes, mesh.size, tokens, 1) if x.kind == "all-reduce"]
     assert Counter({x.bytes: x.times for x in counted}) == Counter(
-        {numbers * width[dtype]: times for (numbers, dtype), times in found.items()}
+        {numbers * width[dtype]: times for (numbers, dtype), times in counts.items()}
     )

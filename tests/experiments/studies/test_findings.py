@@ -21,19 +21,23 @@ recorded = importlib.import_module("experiments.studies.012_recorded_load.study"
 def test_interval_coverage(count):
     """A bootstrap's covers it in three of four cases where there are three values."""
     draw = np.random.default_rng(count)
-    found = [interval(draw.lognormal(2.0, 0.3, count).tolist()) for _ in range(400)]
-    assert 0.92 < np.mean([one.low <= np.exp(2.0) <= one.high for one in found]) < 0.98
-    found = [interval(draw.normal(10.0, 1.0, count).tolist()) for _ in range(400)]
-    assert 0.92 < np.mean([one.low <= 10.0 <= one.high for one in found]) < 0.98
+    estimates = [interval(draw.lognormal(2.0, 0.3, count).tolist()) for _ in range(400)]
+    assert (
+        0.92
+        < np.mean([estimate.low <= np.exp(2.0) <= estimate.high for estimate in estimates])
+        < 0.98
+    )
+    estimates = [interval(draw.normal(10.0, 1.0, count).tolist()) for _ in range(400)]
+    assert 0.92 < np.mean([estimate.low <= 10.0 <= estimate.high for estimate in estimates]) < 0.98
 
 
 def test_interval_of_positive_numbers_uses_logarithms():
-    one = interval([1.0, 2.0, 4.0])
-    assert one.middle == pytest.approx(2.0)
+    estimate = interval([1.0, 2.0, 4.0])
+    assert estimate.middle == pytest.approx(2.0)
     # t with two degrees of freedom, at 97.5 %, and a deviation of one doubling
     half = 4.302653 / 3**0.5
-    assert (one.low, one.high) == pytest.approx((2.0 ** (1 - half), 2.0 ** (1 + half)))
-    assert (one.kind, one.n) == ("interval", 3)
+    assert (estimate.low, estimate.high) == pytest.approx((2.0 ** (1 - half), 2.0 ** (1 + half)))
+    assert (estimate.kind, estimate.n) == ("interval", 3)
     zero = interval([0.0, 1.0, 2.0])
     assert (zero.low, zero.middle, zero.high) == pytest.approx((1 - half, 1.0, 1 + half))
 
@@ -53,8 +57,8 @@ def test_old_findings_format_is_read():
     assert Interval(*json.loads("[1, 2, 3]")) == (1.0, 2.0, 3.0, "interval", None)
     for file in Path(load.__file__).parent.glob("*/findings.json"):
         for claim in json.loads(file.read_text())["claims"]:
-            one = Interval(*claim["ours"])
-            assert one.low <= one.middle <= one.high
+            measured = Interval(*claim["ours"])
+            assert measured.low <= measured.middle <= measured.high
 
 
 def test_ratios_are_taken_seed_by_seed():
@@ -88,17 +92,17 @@ def test_rate_outside_grid_is_not_found():
 
 
 def test_end_of_grid_is_no_result():
-    found = {
+    latencies = {
         "in": [[0.1, 0.1], [0.1, 0.4], [0.4, 0.4], [0.5, 0.5]],
         "fast": [[0.1, 0.1]] * 4,
         "slow": [[0.3, 0.1]] * 4,
     }
-    found["part"] = [[0.1, 0.1], [0.1, 0.1], [0.4, 0.1], [0.5, 0.1]]
-    assert load.gain(found, RATES, 0.2, "in", "in") == (1.0, 1.0, 1.0, "interval", 2)
-    for other in ("fast", "slow", "part"):
-        assert load.gain(found, RATES, 0.2, "in", other) is None
-        assert load.gain(found, RATES, 0.2, other, "in") is None
-    words = [load.reached(found, RATES, 0.2, name) for name in found]
+    latencies["part"] = [[0.1, 0.1], [0.1, 0.1], [0.4, 0.1], [0.5, 0.1]]
+    assert load.gain(latencies, RATES, 0.2, "in", "in") == (1.0, 1.0, 1.0, "interval", 2)
+    for policy in ("fast", "slow", "part"):
+        assert load.gain(latencies, RATES, 0.2, "in", policy) is None
+        assert load.gain(latencies, RATES, 0.2, policy, "in") is None
+    words = [load.reached(latencies, RATES, 0.2, name) for name in latencies]
     assert words == ["2", ">= 8", "not met at 1", ">= 2.83"]
     assert "unknown" in load.multiple(None)
     assert load.multiple(exactly(2.0)) == "2.0 times"
@@ -109,31 +113,29 @@ def test_end_of_grid_is_no_result():
 def test_engine_beyond_latency_is_not_driven_further(monkeypatch, tmp_path):
     """Latencies are the rate over the capacity of each engine."""
     (tmp_path / "config.yaml").write_text("sweep: {list: [{speed: 1}, {speed: 4}]}")
-    asked = []
+    calls = []
 
     def simulated(file, sweep, rate, *overrides, repeats, also):
         speeds = [point["speed"] for point in json.loads(sweep.removeprefix("sweep="))["list"]]
-        asked.append((float(rate.split("=")[1]), speeds))
+        calls.append((float(rate.split("=")[1]), speeds))
         for speed in speeds:
-            latency = asked[-1][0] / speed
+            latency = calls[-1][0] / speed
             request = type("Request", (), {"e2e": latency, "max_tokens": 1})
             measured = type("Measured", (), {"requests": [request]})
             also(type("Point", (), {"label": str(speed)}), measured)
 
     monkeypatch.setattr(load, "simulated", simulated)
-    found = load.by_rate(
+    latencies = load.by_rate(
         tmp_path / "config.yaml", ("slow", "fast"), (1.0, 2.0, 4.0, 8.0, 16.0), until=1.0
     )
-    assert asked == [(1.0, [1, 4]), (2.0, [1, 4]), (4.0, [4]), (8.0, [4])]
-    assert found == {"slow": [[1.0], [2.0]], "fast": [[0.25], [0.5], [1.0], [2.0]]}
+    assert calls == [(1.0, [1, 4]), (2.0, [1, 4]), (4.0, [4]), (8.0, [4])]
+    assert latencies == {"slow": [[1.0], [2.0]], "fast": [[0.25], [0.5], [1.0], [2.0]]}
 
 
 def test_missing_factors_give_no_claims():
-    known, others = (
-        {paged_load.ORACLE: exactly(2.0), paged_load.MAX: None},
-        dict.fromkeys(paged_load.PUBLISHED),
-    )
-    gains = {paged_load.TARGET: known, **dict.fromkeys(paged_load.OTHERS, others)}
+    of_target = {paged_load.ORACLE: exactly(2.0), paged_load.MAX: None}
+    of_others = dict.fromkeys(paged_load.PUBLISHED)
+    gains = {paged_load.TARGET: of_target, **dict.fromkeys(paged_load.OTHERS, of_others)}
     (claim,) = paged_load.claimed("ShareGPT", gains)
     assert claim.ours == exactly(2.0)
     assert "none at 50 ms and none at 200 ms" in claim.why
@@ -141,7 +143,7 @@ def test_missing_factors_give_no_claims():
     text = paged_load.sentence("ShareGPT", full)
     assert "unknown" in text
     assert paged_load.STEPS not in text
-    full[paged_load.OTHERS[0]] = {**others, paged_load.POW2: exactly(0.8)}
+    full[paged_load.OTHERS[0]] = {**of_others, paged_load.POW2: exactly(0.8)}
     assert paged_load.STEPS in paged_load.sentence("ShareGPT", full)
 
 
@@ -153,9 +155,9 @@ def test_policies_are_compared_where_first_has_goodput():
     runs = {("fcfs", 4.0): shares(0.5, 0.25), ("shortest", 4.0): shares(1.0, 0.5)}
     assert policies.gained(runs)[0].startswith("The shorter prompt first keeps up to 2.00 times")
     runs |= {("fcfs", 8.0): shares(0.0, 0.1), ("shortest", 8.0): shares(0.1, 0.2)}
-    first, then = policies.gained(runs)
+    first, sentence = policies.gained(runs)
     assert "at 4 requests a second" in first
-    assert then == "At 8 requests a second first come, first served keeps none, in some seed."
+    assert sentence == "At 8 requests a second first come, first served keeps none, in some seed."
     none = {(kind, 8.0): shares(0.0) for kind in ("fcfs", "shortest")}
     assert len(policies.gained(none)) == 1
 

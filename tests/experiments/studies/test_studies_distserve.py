@@ -46,8 +46,8 @@ def test_the_engines_of_the_config_are_those_of_the_example():
         "distserve/opt-13b/tp1",
         study.CACHE[1],
     )
-    (same,) = config.load(FOLDER / "config.yaml", study.placed(2, 1))
-    assert same.key == point.key
+    (of_config,) = config.load(FOLDER / "config.yaml", study.placed(2, 1))
+    assert of_config.key == point.key
     (vllm,) = config.load(FOLDER / "config.yaml", study.alone("vllm", 1))
     assert vllm.experiment.pools is None
     assert vllm.experiment.simulate
@@ -57,19 +57,19 @@ def test_the_engines_of_the_config_are_those_of_the_example():
 @pytest.mark.parametrize("within", [study.WITHIN, study.EXAMPLES_WITHIN])
 @pytest.mark.parametrize("limit", [0.3, 1.7, 4.44])
 def test_the_search_finds_the_highest_rate_that_meets_a_criterion(monkeypatch, limit, within):
-    asked = []
+    calls = []
 
     def simulated(file: Path, *options: str):
         rate = float(options[0].partition("=")[2]) / 3
-        asked.append(options)
+        calls.append(options)
         return [(None, [{"met": rate < limit}])]
 
     monkeypatch.setattr(study, "simulated", simulated)
-    found = study.highest(FOLDER, 3, lambda summary: summary["met"], 2, 50, "mine", within=within)
-    assert len(found.rates) == 2
-    assert all(limit - within <= rate < limit for rate in found.rates)
-    assert not found.bound
-    assert {options[1:] for options in asked} == {
+    highest = study.highest(FOLDER, 3, lambda summary: summary["met"], 2, 50, "mine", within=within)
+    assert len(highest.rates) == 2
+    assert all(limit - within <= rate < limit for rate in highest.rates)
+    assert not highest.bound
+    assert {options[1:] for options in calls} == {
         ("workload.count=50", f"seed={seed}", "mine") for seed in range(2)
     }
     always = study.highest(FOLDER, 3, lambda summary: True, 1, 50)
@@ -82,16 +82,16 @@ def test_the_example_gives_the_last_rate_that_met_its_targets(monkeypatch):
         return [(None, [{"met": float(options[0].partition("=")[2]) / 3 < 1.6}])]
 
     monkeypatch.setattr(study, "simulated", simulated)
-    found = study.highest(
+    highest = study.highest(
         FOLDER, 3, lambda summary: summary["met"], 1, 50, within=study.EXAMPLES_WITHIN
     )
-    assert found.rates == (1.5625,)  # printed there as 1.56
+    assert highest.rates == (1.5625,)  # printed there as 1.56
 
 
 def test_chance_is_given_no_cause():
-    ours = interval([0.8, 0.9, 1.1])
-    assert study.reason("why", ours, 1.0) == study.WHY_NOISE
-    assert study.reason("why", ours, 3.0) == "why"
+    ratio = interval([0.8, 0.9, 1.1])
+    assert study.reason("why", ratio, 1.0) == study.WHY_NOISE
+    assert study.reason("why", ratio, 3.0) == "why"
 
 
 def test_criteria_are_those_of_the_sources():
@@ -107,12 +107,12 @@ def test_criteria_are_those_of_the_sources():
 
 
 def test_pools_are_compared_at_their_best_split_and_seed_by_seed():
-    found = study.Throughput(
+    throughput = study.Throughput(
         {(1, 3): (8.0, 12.0), (2, 2): (9.0, 9.0), (3, 1): (1.0, 1.0)}, (10.0, 12.0), (4.0, 6.0)
     )
-    assert study.best(found) == (1, 3)
-    assert study.over(found, found.chunked) == interval([0.8, 1.0])
-    claims = study.throughput_claims({"first turns": found})
+    assert study.best(throughput) == (1, 3)
+    assert study.over(throughput, throughput.chunked) == interval([0.8, 1.0])
+    claims = study.throughput_claims({"first turns": throughput})
     assert [claim.agrees for claim in claims] == [True, False]
     assert claims[0].range == (0.0, 1.0)
 
@@ -143,6 +143,6 @@ def test_placements_are_compared_on_the_same_seeds():
 @pytest.mark.slow
 def test_a_quick_run_has_every_claim(tmp_path):
     assert reproduce.main(["019", "--quick", "--out", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "019_distserve" / reproduce.FINDINGS).read_text())
-    assert len(found["claims"]) == 2 + 4 + 4
-    assert all(math.isfinite(claim["ours"][1]) for claim in found["claims"])
+    findings = json.loads((tmp_path / "019_distserve" / reproduce.FINDINGS).read_text())
+    assert len(findings["claims"]) == 2 + 4 + 4
+    assert all(math.isfinite(claim["ours"][1]) for claim in findings["claims"])

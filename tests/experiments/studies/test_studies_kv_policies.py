@@ -48,10 +48,11 @@ def test_a_pass_key_prompt_has_its_length_and_the_key_twice():
 @pytest.mark.slow
 def test_timed_attention_with_all_blocks_is_full_attention():
     shape = DecoderConfig(8, 8, 8, 4, 2, 8, 256, True, 1e-5, (LayerKind(),), (Rope(1e4),))
-    model, results = SimpleNamespace(config=shape), {}
+    model = SimpleNamespace(config=shape)
+    results = {}
     for tokens in (64, 32):
-        both = timed.contenders(model, "xla", 2, 64, tokens)
-        results[tokens] = {name: np.asarray(one()) for name, one in both.items()}
+        contenders = timed.contenders(model, "xla", 2, 64, tokens)
+        results[tokens] = {name: np.asarray(contender()) for name, contender in contenders.items()}
     chex.assert_shape(results[64]["full"], (2, 4, 8))
     chex.assert_trees_all_close(results[64]["selected"], results[64]["full"], atol=1e-5)
     assert np.abs(results[32]["selected"] - results[32]["full"]).max() > 1e-2
@@ -65,13 +66,13 @@ def test_kv_policies_study_on_tiny_model(tmp_path, monkeypatch):
     size = study.Size(2, 64, (16, 32), 16, 3, 2, 300, (32,), (64, 128), 2, 2, 32)
     for name, value in {"DEFAULT_MODEL": str(folder), "QUICK": size}.items():
         monkeypatch.setattr(study, name, value)
-    found = study.run(tmp_path, quick=True)
-    assert len(found.claims) == 7
-    assert all(claim.ours.low <= claim.ours.middle <= claim.ours.high for claim in found.claims)
-    assert [claim.agrees for claim in found.claims][5], "bytes are exact"
-    perplexities, hidden, times = found.tables
+    findings = study.run(tmp_path, quick=True)
+    assert len(findings.claims) == 7
+    assert all(claim.ours.low <= claim.ours.middle <= claim.ours.high for claim in findings.claims)
+    assert [claim.agrees for claim in findings.claims][5], "bytes are exact"
+    perplexities, hidden, times = findings.tables
     assert len(perplexities.splitlines()) == 2 + 1 + 2 + 2 + 2
     assert perplexities.splitlines()[2].endswith("| 1.000 (1.000 to 1.000) |")
     assert len(hidden.splitlines()) == 2 + 3
     assert len(times.splitlines()) == 2 + 2
-    assert sorted(found.figures) == ["perplexity.svg"]
+    assert sorted(findings.figures) == ["perplexity.svg"]

@@ -31,22 +31,25 @@ decode_attention, sharing, prediction = map(
 
 def test_step_demand_by_hand():
     shape = SHAPES["gpt2-xl"]
-    layers, head = 48 * (4 * 1600 * 1600 + 2 * 1600 * 6400), 1600 * 50257
-    one = decode_attention.demand(shape, decode_attention.decode(2, 100))
-    assert one.operations == 2 * 2 * (layers + head) + 4 * 48 * 1600 * 2 * 100
-    assert one.bytes == 2 * (layers + head) + 307_200 * 200
-    whole = decode_attention.demand(shape, decode_attention.again(2, 100))
-    assert whole.operations == 2 * (layers * 200 + head * 2) + 4 * 48 * 1600 * 2 * 100 * 101 / 2
-    assert whole.bytes == one.bytes
+    layers = 48 * (4 * 1600 * 1600 + 2 * 1600 * 6400)
+    head = 1600 * 50257
+    cached = decode_attention.demand(shape, decode_attention.decode(2, 100))
+    assert cached.operations == 2 * 2 * (layers + head) + 4 * 48 * 1600 * 2 * 100
+    assert cached.bytes == 2 * (layers + head) + 307_200 * 200
+    uncached = decode_attention.demand(shape, decode_attention.again(2, 100))
+    assert uncached.operations == 2 * (layers * 200 + head * 2) + 4 * 48 * 1600 * 2 * 100 * 101 / 2
+    assert uncached.bytes == cached.bytes
 
 
 @pytest.mark.parametrize("work", ["decode", "again"])
 def test_demand_matches_roofline(work):
-    shape, asked = SHAPES["smollm2-135m"], getattr(decode_attention, work)(4, 64)
-    one = decode_attention.demand(shape, asked)
-    slow_memory, slow_products = Chip(1.0, 1e30, 0.0, launch=0.0), Chip(1e30, 1.0, 0.0, launch=0.0)
-    assert Roofline(shape, slow_memory)(asked) == pytest.approx(one.bytes)
-    assert Roofline(shape, slow_products)(asked) == pytest.approx(one.operations)
+    shape = SHAPES["smollm2-135m"]
+    step_work = getattr(decode_attention, work)(4, 64)
+    demand = decode_attention.demand(shape, step_work)
+    slow_memory = Chip(1.0, 1e30, 0.0, launch=0.0)
+    slow_products = Chip(1e30, 1.0, 0.0, launch=0.0)
+    assert Roofline(shape, slow_memory)(step_work) == pytest.approx(demand.bytes)
+    assert Roofline(shape, slow_products)(step_work) == pytest.approx(demand.operations)
 
 
 def test_gpt2_xl_bounds_match_lecture():
@@ -62,31 +65,35 @@ def test_gpt2_xl_bounds_match_lecture():
 def test_plan_is_decode_at_given_context():
     plan = timed.planned(3, 31, 16, prefilled=True)
     assert (plan.starts, plan.counts) == ((31,) * 3, (1,) * 3)
-    whole = timed.planned(3, 32, 16, prefilled=False)
-    assert (whole.starts, whole.counts) == ((0,) * 3, (32,) * 3)
-    assert len({block for seq in whole.seqs for block in seq.blocks}) == 3 * 2, (
+    uncached = timed.planned(3, 32, 16, prefilled=False)
+    assert (uncached.starts, uncached.counts) == ((0,) * 3, (32,) * 3)
+    assert len({block for seq in uncached.seqs for block in seq.blocks}) == 3 * 2, (
         "sequences share no block"
     )
 
 
 @pytest.mark.slow
 def test_all_contenders_compute_equal_attention(tiny):
-    model, batch, context = tiny.model, 3, 40
+    model = tiny.model
+    batch = 3
+    context = 40
     c = model.config
     draw = np.random.default_rng(0)
     q = draw.standard_normal((batch, c.heads, c.head_dim), np.float32)
     k, v = draw.standard_normal((2, batch, context, c.kv_heads, c.head_dim), np.float32)
     results = {}
     for together in timed.contenders(model, batch, context, 64):
-        for name, one in together.items():
-            if one.arguments:
-                keys, values = (in_pages(x, one) for x in (k, v))
+        for name, contender in together.items():
+            if contender.arguments:
+                keys, values = (in_pages(x, contender) for x in (k, v))
             else:
-                minor = one.shape[1] == c.kv_heads
+                minor = contender.shape[1] == c.kv_heads
                 keys, values = (x.swapaxes(1, 2) if minor else x for x in (k, v))
-            chex.assert_shape([keys, values], one.shape)
+            chex.assert_shape([keys, values], contender.shape)
             results[name] = np.asarray(
-                jax.jit(one.attend)(*map(jnp.asarray, (q, keys, values)), *one.arguments)
+                jax.jit(contender.attend)(
+                    *map(jnp.asarray, (q, keys, values)), *contender.arguments
+                )
             )
     first = results["einsum"]
     assert len(results) >= 5
@@ -99,7 +106,8 @@ def test_all_contenders_compute_equal_attention(tiny):
 def in_pages(x, contender):
     """x [B, C, K, D] in the pages of the contender's block tables; NaN in slots without a token."""
     pages = np.full(contender.shape, np.nan, np.float32)
-    tables, size = np.asarray(contender.arguments[0]), contender.shape[2]
+    tables = np.asarray(contender.arguments[0])
+    size = contender.shape[2]
     for row, tokens in enumerate(x):
         for position, token in enumerate(tokens):
             pages[tables[row, position // size], :, position % size] = token
@@ -120,14 +128,14 @@ def test_decode_attention_study_on_tiny_model(tiny_folder, monkeypatch, tmp_path
     for name, value in {"DEFAULT_MODEL": str(tiny_folder), "QUICK": grid}.items():
         monkeypatch.setattr(decode_attention, name, value)
     monkeypatch.setattr(timed, "BEYOND_L2", 1 << 16)
-    found = decode_attention.run(tmp_path, quick=True)
-    assert len(found.claims) in (6, 7)  # without llvmlite, no kernel supports every block size
-    assert all(claim.ours.low > 0 for claim in found.claims)
-    assert sorted(found.figures) == ["attention.svg", "roofline.svg", "steps.svg"]
-    _, steps = found.tables
+    findings = decode_attention.run(tmp_path, quick=True)
+    assert len(findings.claims) in (6, 7)  # without llvmlite, no kernel supports every block size
+    assert all(claim.ours.low > 0 for claim in findings.claims)
+    assert sorted(findings.figures) == ["attention.svg", "roofline.svg", "steps.svg"]
+    _, steps = findings.tables
     cells = [line.split(" | ")[2] for line in steps.splitlines()[2:]]
     assert [bool(cell) for cell in cells] == [True, False], "at most 512 tokens without a cache"
-    assert "without a cache" in found.answer[0]
+    assert "without a cache" in findings.answer[0]
 
 
 # 008 ----------------------------------------------------------------------------------------------
@@ -155,16 +163,16 @@ def test_common_prefix_length():
 @pytest.mark.slow
 def test_sharing_study_on_tiny_model(tiny_folder, monkeypatch, tmp_path):
     monkeypatch.setattr(sharing, "DEFAULT_MODEL", str(tiny_folder))
-    monkeypatch.setattr(sharing, "pairs", lambda requests, whole=sharing.pairs: whole(4))
+    monkeypatch.setattr(sharing, "pairs", lambda requests, pairs=sharing.pairs: pairs(4))
     monkeypatch.setattr(
-        sharing, "beams", lambda widths, draws, requests, whole=sharing.beams: whole((2, 3), 1, 2)
+        sharing, "beams", lambda widths, draws, requests, beams=sharing.beams: beams((2, 3), 1, 2)
     )
     monkeypatch.setattr(sharing, "ALPACA", sharing.ALPACA._replace(beams={2: 37.56, 3: 45.0}))
-    found = sharing.run(tmp_path, quick=True)
-    assert len(found.claims) == 5 + 2
-    assert all(0 <= claim.ours.low <= claim.ours.high < 100 for claim in found.claims)
-    assert len(found.tables[0].splitlines()) == 2 + 6
-    assert "2 beams save" in found.answer[1]
+    findings = sharing.run(tmp_path, quick=True)
+    assert len(findings.claims) == 5 + 2
+    assert all(0 <= claim.ours.low <= claim.ours.high < 100 for claim in findings.claims)
+    assert len(findings.tables[0].splitlines()) == 2 + 6
+    assert "2 beams save" in findings.answer[1]
 
 
 # 010 ----------------------------------------------------------------------------------------------
@@ -181,14 +189,16 @@ def compared(measured, fitted, roofline):
 
 
 def test_prediction_errors_exclude_fitted_run():
-    found = {
+    comparisons = {
         prediction.FIT: compared([100.0, 100.0], [50.0, 50.0], [1.0, 1.0]),
         "another": compared([100.0, 80.0], [110.0, 76.0], [200.0, 160.0]),
     }
     path = "output_tokens_per_s"
-    assert prediction.held_out(found, prediction.FITTED, path) == pytest.approx([10.0, 5.0])
-    assert prediction.held_out(found, prediction.ROOFLINE, path) == pytest.approx([100.0, 100.0])
-    assert prediction.repeated(found, path) == pytest.approx([25.0])
+    assert prediction.held_out(comparisons, prediction.FITTED, path) == pytest.approx([10.0, 5.0])
+    assert prediction.held_out(comparisons, prediction.ROOFLINE, path) == pytest.approx(
+        [100.0, 100.0]
+    )
+    assert prediction.repeated(comparisons, path) == pytest.approx([25.0])
 
 
 def test_reason_blames_machine_only_if_spread_explains_error():
@@ -215,12 +225,12 @@ def test_prediction_study_on_tiny_model(tiny_folder, monkeypatch, tmp_path):
     )
     config = text.replace("smollm2-135m", str(tiny_folder)).replace("repeats: 3", "repeats: 2")
     (tmp_path / "config.yaml").write_text(config, encoding="utf-8")
-    found = prediction.run(tmp_path, quick=True)
-    assert len(found.claims) == len(prediction.METRICS)
+    findings = prediction.run(tmp_path, quick=True)
+    assert len(findings.claims) == len(prediction.METRICS)
     assert all(
-        0 <= claim.ours.low <= claim.ours.middle <= claim.ours.high for claim in found.claims
+        0 <= claim.ours.low <= claim.ours.middle <= claim.ours.high for claim in findings.claims
     )
-    errors, runs = found.tables
+    errors, runs = findings.tables
     assert len(errors.splitlines()) == 2 + len(prediction.METRICS)
     assert len(runs.splitlines()) == 2 + 3 * len(prediction.METRICS)
-    assert sorted(found.figures) == ["predicted.svg"]
+    assert sorted(findings.figures) == ["predicted.svg"]

@@ -27,9 +27,13 @@ def test_config_is_the_source_s_load(points):
     """
     assert [point.swept["replicas.router"] for point in points] == list(routing.ROUTERS)
     for point in points:
-        made, load = point.experiment, point.experiment.workload
-        assert made.replicas is not None
-        assert (made.replicas.count, made.cache_tokens) == (routing.REPLICAS, routing.CACHE)
+        experiment = point.experiment
+        load = point.experiment.workload
+        assert experiment.replicas is not None
+        assert (experiment.replicas.count, experiment.cache_tokens) == (
+            routing.REPLICAS,
+            routing.CACHE,
+        )
         assert (load.shared_prefix, load.prefixes, load.arrivals.clients) == (
             routing.PREFIX,
             routing.AT,
@@ -40,7 +44,8 @@ def test_config_is_the_source_s_load(points):
 
 
 def test_caches_are_shares_of_the_memory_less_the_weights():
-    shape, memory = SHAPES["qwen2.5-7b"], CHIPS["a10g"].memory
+    shape = SHAPES["qwen2.5-7b"]
+    memory = CHIPS["a10g"].memory
     shares = [(shape.total_bytes + cache * shape.token_bytes) / memory for cache in routing.CACHES]
     assert shares == pytest.approx([0.85, 0.90, 0.95], abs=0.01)
     assert all(cache % 64 == 0 for cache in routing.CACHES)

@@ -18,8 +18,10 @@ def study(name: str) -> ModuleType:
     return importlib.import_module(f"experiments.studies.{name}.study")
 
 
-draft_acceptance, batches = study("013_draft_acceptance"), study("014_speculation_batch")
-recorded, measured = study("015_recorded_acceptance"), study("016_speculation_measured")
+draft_acceptance = study("013_draft_acceptance")
+batches = study("014_speculation_batch")
+recorded = study("015_recorded_acceptance")
+measured = study("016_speculation_measured")
 oracle = importlib.import_module("experiments.studies.016_speculation_measured.oracle")
 STUDIES = reproduce.STUDIES
 
@@ -55,11 +57,11 @@ def test_rates_are_taken_over_that_of_plain_decoding():
 
 
 def test_formula_claims_have_a_percent():
-    found = {
-        one: draft_acceptance.Run(exactly(draft_acceptance.factor(one)), 1.0)
-        for one in draft_acceptance.COSTLY
+    runs = {
+        setting: draft_acceptance.Run(exactly(draft_acceptance.factor(setting)), 1.0)
+        for setting in draft_acceptance.COSTLY
     }
-    claims = draft_acceptance.theorem_claims(found)
+    claims = draft_acceptance.theorem_claims(runs)
     assert len(claims) == len(draft_acceptance.COSTLY)
     assert all(claim.agrees and claim.factor == 1.01 for claim in claims)
 
@@ -96,13 +98,13 @@ def test_settings_change_only_their_keys():
 
 
 def test_claims_are_ranges_over_likely_acceptances():
-    found = {
+    by_setting = {
         batches.Setting(cost, batch, a): a
         for cost in batches.COSTS
         for batch in batches.SOURCES
         for a in batches.LIKELY
     }
-    claims = batches.claimed(found)
+    claims = batches.claimed(by_setting)
     assert len(claims) == len(batches.COSTS) * len(batches.SOURCES)
     assert all(claim.ours[:4] == (0.6, pytest.approx(0.7), 0.8, "range") for claim in claims)
     assert all(claim.why for claim in claims)
@@ -110,8 +112,8 @@ def test_claims_are_ranges_over_likely_acceptances():
 
 def test_drafts_pay_for_one_sequence_and_cost_their_time():
     folder = STUDIES / "014_speculation_batch"
-    wanted = [batches.Setting(cost, 1, 0.9) for cost in batches.COSTS]
-    by_roofline, by_fit = batches.faster(folder, wanted, 1).values()
+    settings = [batches.Setting(cost, 1, 0.9) for cost in batches.COSTS]
+    by_roofline, by_fit = batches.faster(folder, settings, 1).values()
     tokens = (1 - 0.9**4) / (1 - 0.9)
     assert 1.5 < by_fit < by_roofline < tokens
 
@@ -119,13 +121,13 @@ def test_drafts_pay_for_one_sequence_and_cost_their_time():
 # 015 ----------------------------------------------------------------------------------------------
 
 
-def line_of(eagle, ngram, prompt=5, **more):
+def line_of(eagle, ngram, prompt=5, **fields):
     row = {
         "prompt_token_ids": [1] * prompt,
         "acc_eagle": {"acc_len": eagle},
         "acc_ngram": {"acc_len": ngram},
     }
-    return json.dumps(row | more)
+    return json.dumps(row | fields)
 
 
 def test_recorded_request_is_read(tmp_path):
@@ -213,15 +215,15 @@ def test_recorded_study_on_synthetic_files(tmp_path, monkeypatch):
     for name in recorded.TRACES.values():
         text = "\n".join(line_of([4] * 20, [1] * 20, prompt=8 + i) for i in range(3))
         (tmp_path / name).write_text(text, encoding="utf-8")
-    found = recorded.run(STUDIES / "015_recorded_acceptance", True, tmp_path)
-    assert len(found.claims) == 8
+    findings = recorded.run(STUDIES / "015_recorded_acceptance", True, tmp_path)
+    assert len(findings.claims) == 8
     eagle, ngram = (
-        next(c for c in found.claims if name in c.what and "batch 1" in c.what)
+        next(c for c in findings.claims if name in c.what and "batch 1" in c.what)
         for name in ("eagle", "ngram")
     )
     assert eagle.ours.middle > 1.5
     assert 0.9 < ngram.ours.middle < 1.0, "no draft is right"
-    assert len(found.tables[0].splitlines()) == 2 + 4 * 2
+    assert len(findings.tables[0].splitlines()) == 2 + 4 * 2
 
 
 def test_all_studies_go_on_without_recorded_files(tmp_path, monkeypatch, capsys):
@@ -230,10 +232,11 @@ def test_all_studies_go_on_without_recorded_files(tmp_path, monkeypatch, capsys)
     )
     options = ["--traces", str(tmp_path), "--out", str(tmp_path / "out")]
     assert reproduce.main(options) == 0
-    said = capsys.readouterr().err
-    assert "012_recorded_load: keeps its last findings; there is no *conv*.csv" in said
+    errors = capsys.readouterr().err
+    assert "012_recorded_load: keeps its last findings; there is no *conv*.csv" in errors
     assert (
-        "015_recorded_acceptance: keeps its last findings; there is no combined_gsm8k.jsonl" in said
+        "015_recorded_acceptance: keeps its last findings; there is no combined_gsm8k.jsonl"
+        in errors
     )
     assert reproduce.main(["015", *options]) == 2
     assert "error: there is no combined_gsm8k.jsonl" in capsys.readouterr().err
@@ -261,13 +264,13 @@ def test_measured_study_on_tiny_model(tiny_folder, monkeypatch, tmp_path):
     monkeypatch.setattr(measured, "BUDGET", 32)
     monkeypatch.setattr(measured, "PROMPT", 16)
     monkeypatch.setattr(measured, "expected", lambda acceptance: 4.0)
-    found = measured.run(tmp_path, quick=True)
-    (claim,) = found.claims
+    findings = measured.run(tmp_path, quick=True)
+    (claim,) = findings.claims
     assert claim.ours.middle == pytest.approx(1 + (3 * 5 + 2) / 6), (
         "23 tokens after the first: 5 x 4 and 3"
     )
-    assert len(found.tables[0].splitlines()) == 2 + 3
-    assert "a = 1:" in found.answer[0]
+    assert len(findings.tables[0].splitlines()) == 2 + 3
+    assert "a = 1:" in findings.answer[0]
 
 
 def test_expected_tokens_of_a_step():

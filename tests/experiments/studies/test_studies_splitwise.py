@@ -40,24 +40,24 @@ def test_clusters_are_a_fifth_of_the_papers():
 def test_designs_keep_their_budget_and_one_machine_more_would_not(kind):
     for budget, designs, first in study.systems(kind).values():
         assert 0 <= first < len(designs)
-        for one in designs:
-            last, _ = one.tokens or one.prompts
+        for design in designs:
+            last, _ = design.tokens or design.prompts
             if "power" in budget:
                 assert (
                     machines.MOST_POWER - machines.POWER[last]
-                    < one.power
+                    < design.power
                     <= machines.MOST_POWER + 1e-9
                 )
             if "cost" in budget:
                 assert (
                     machines.MOST_PRICE - machines.PRICE[last]
-                    < one.price
+                    < design.price
                     <= machines.MOST_PRICE + 1e-9
                 )
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "whole"),
+    ("kind", "name", "division"),
     [
         ("conversations", "aa", (45, 25)),
         ("conversations", "ha", (25, 26)),
@@ -66,15 +66,17 @@ def test_designs_keep_their_budget_and_one_machine_more_would_not(kind):
         ("code", "aa, cost", (66, 20)),
     ],
 )
-def test_a_search_begins_with_a_fifth_of_the_notebook_s_division(kind, name, whole):
+def test_a_search_begins_with_a_fifth_of_the_notebook_s_division(kind, name, division):
     _, designs, first = study.systems(kind)[name]
     design = designs[first]
-    assert (design.prompts[1], design.tokens[1]) == tuple(round(n / 5) for n in whole)
+    assert (design.prompts[1], design.tokens[1]) == tuple(round(n / 5) for n in division)
 
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    """A folder with both traces, short ones: prompts of 200 tokens or more, answers of at most 12."""
+    """A folder with both traces, short ones: prompts of 200 tokens or more, answers of at most
+    12.
+    """
     for name in study.TRACES.values():
         lines = [f"2023-11-16 18:15:{i:02d}.5,{200 + 40 * i},{3 + i % 10}" for i in range(30)]
         text = "\n".join(("TIMESTAMP,ContextTokens,GeneratedTokens", *lines))
@@ -125,13 +127,13 @@ def record(prompt: int, arrival: float, *times: float) -> RequestRecord:
 
 def test_slowdowns_are_over_a_request_alone_on_a_dgx_a100():
     """1,024 tokens alone: 287.47 ms for the first token and 49.442 ms for each other one."""
-    found = requests.slowdowns(
+    slowdowns = requests.slowdowns(
         [record(1024, 1.0, 1.0 + 2 * 0.28747, 1.9, 2.0, 2.0 + 0.28747 + 3 * 0.049442)]
     )
     after = (1.0 - 0.28747 + 3 * 0.049442) / 4
-    assert found["TTFT"] == pytest.approx((2.0,) * 3)
-    assert found["TBT"] == pytest.approx((after / 0.049442,) * 3)
-    assert found["E2E"] == pytest.approx((1 + 1.0 / (0.28747 + 3 * 0.049442),) * 3)
+    assert slowdowns["TTFT"] == pytest.approx((2.0,) * 3)
+    assert slowdowns["TBT"] == pytest.approx((after / 0.049442,) * 3)
+    assert slowdowns["E2E"] == pytest.approx((1 + 1.0 / (0.28747 + 3 * 0.049442),) * 3)
 
 
 def test_all_nine_targets_must_be_met():
@@ -160,24 +162,24 @@ def test_requests_have_recorded_lengths_and_poisson_arrivals(recorded, tmp_path)
 @pytest.mark.parametrize("peak", [1, 3, 4])
 def test_the_search_climbs_to_the_best_division(first, peak):
     designs = machines.mixed()
-    served = {one: 30.0 - 6.3 * abs(i - peak) for i, one in enumerate(designs)}
-    asked = []
+    served = {division: 30.0 - 6.3 * abs(i - peak) for i, division in enumerate(designs)}
+    calls = []
 
     def missed(design: machines.Design, rate: float) -> tuple[str, ...]:
-        asked.append((design, rate))
+        calls.append((design, rate))
         return ("TBT P50",) if rate > served[design] else ()
 
-    found = study.best(missed, designs, 0.5, first)
-    assert found.design == designs[peak]
-    assert found.rate <= served[found.design] < found.rate + 0.5
-    assert found.failed == ("TBT P50",)
-    assert len(asked) == len(set(asked))
+    best = study.best(missed, designs, 0.5, first)
+    assert best.design == designs[peak]
+    assert best.rate <= served[best.design] < best.rate + 0.5
+    assert best.failed == ("TBT P50",)
+    assert len(calls) == len(set(calls))
 
 
 def test_a_search_that_never_fails_ends_at_the_highest_rate():
-    found = study.best(lambda design, rate: (), machines.mixed(), 0.5, 3)
-    assert study.HIGHEST - 0.5 <= found.rate <= study.HIGHEST
-    assert found.failed == ()
+    best = study.best(lambda design, rate: (), machines.mixed(), 0.5, 3)
+    assert study.HIGHEST - 0.5 <= best.rate <= study.HIGHEST
+    assert best.failed == ()
 
 
 def test_a_folder_without_traces_is_refused(tmp_path):
@@ -193,6 +195,6 @@ def test_a_quick_run_has_every_claim(recorded, tmp_path):
         )
         == 0
     )
-    found = json.loads((tmp_path / "out" / "020_splitwise" / reproduce.FINDINGS).read_text())
-    assert [claim["published"] for claim in found["claims"]] == [2.15, 1.18, 1.4, 0.89, 0.75] * 2
-    assert all(math.isfinite(claim["ours"][1]) for claim in found["claims"])
+    findings = json.loads((tmp_path / "out" / "020_splitwise" / reproduce.FINDINGS).read_text())
+    assert [claim["published"] for claim in findings["claims"]] == [2.15, 1.18, 1.4, 0.89, 0.75] * 2
+    assert all(math.isfinite(claim["ours"][1]) for claim in findings["claims"])

@@ -19,8 +19,8 @@ def killed(code: str, *arguments: object) -> str:
     """
     child = [sys.executable, "-c", quick_compiler.of_a_child() + code, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    process = subprocess.run(
         child, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    return done.stdout
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    return process.stdout

@@ -38,7 +38,8 @@ SIZES = {
     "batch": 4,
     "passes": 3,
 }
-EVERY, STEPS = 4, 12
+EVERY = 4
+STEPS = 12
 PASSES = 3
 # a process that kills itself before step 6
 CHILD = """
@@ -68,9 +69,10 @@ def setup(tmp_path_factory) -> DraftSetup:
 @pytest.fixture(scope="module")
 def run(setup, tmp_path_factory) -> SimpleNamespace:
     """A complete run without interruption."""
-    out, said = tmp_path_factory.mktemp("run") / "draft", []
-    losses = train_draft.train(out, setup, EVERY, say=said.append)
-    return SimpleNamespace(out=out, said=said, losses=losses)
+    out = tmp_path_factory.mktemp("run") / "draft"
+    messages = []
+    losses = train_draft.train(out, setup, EVERY, say=messages.append)
+    return SimpleNamespace(out=out, messages=messages, losses=losses)
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +94,12 @@ def stored(out: Path, model) -> dict[str, np.ndarray]:
 @pytest.fixture(scope="module")
 def case(model) -> SimpleNamespace:
     """A head of random parameters, and two windows of random tokens and features."""
-    rng, c, (b, s) = np.random.default_rng(0), model.config, (2, 9)
+    rng = np.random.default_rng(0)
+    c = model.config
+    b = 2
+    s = 9
     ids = np.sort(rng.permutation(c.vocab_size)[:20]).astype(np.int32)
-    graphdef, params, rest = train_draft.initial(model, ids, seed=0)
+    graphdef, params, buffers = train_draft.initial(model, ids, seed=0)
     params = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape, np.float32), params)
     windows = Windows(
         rng.integers(0, c.vocab_size, (b, s)).astype(np.int32),
@@ -109,7 +114,7 @@ def case(model) -> SimpleNamespace:
     @jax.jit
     def logits(windows: Windows) -> list[jax.Array]:
         return drafts(
-            nnx.merge(graphdef, params, rest),
+            nnx.merge(graphdef, params, buffers),
             decoder.embedded(packed(windows.tokens)),
             windows,
             PASSES,
@@ -117,7 +122,7 @@ def case(model) -> SimpleNamespace:
 
     @jax.jit
     def loss_of(windows: Windows, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return loss(nnx.merge(graphdef, params, rest), decoder, place, windows, PASSES)
+        return loss(nnx.merge(graphdef, params, buffers), decoder, place, windows, PASSES)
 
     place = np.full(c.vocab_size, -1, np.int32)
     place[ids] = np.arange(len(ids))
@@ -137,14 +142,17 @@ def as_an_engine(
     Args:
         embedded: [S, H]. features: [S, taps * H].
     """
-    group, half = c.heads // c.kv_heads, c.head_dim // 2
+    group = c.heads // c.kv_heads
+    half = c.head_dim // 2
     frequencies = 10000.0 ** (-np.arange(half) / half)
 
     def norm(name: str, x: np.ndarray) -> np.ndarray:
         return x / np.sqrt((x * x).mean() + c.eps) * params[f"{name}.weight"]
 
     def rotated(x: np.ndarray, position: int) -> np.ndarray:
-        a, b, angle = x[:, :half], x[:, half:], position * frequencies
+        a = x[:, :half]
+        b = x[:, half:]
+        angle = position * frequencies
         return np.concatenate(
             [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=1
         )
@@ -160,19 +168,21 @@ def as_an_engine(
             -1, c.head_dim
         )
         q, k, v = np.split(heads, [c.heads, c.heads + c.kv_heads])
-        keys, values = [*keys, rotated(k, position)], [*values, v]
-        found = []
+        keys = [*keys, rotated(k, position)]
+        values = [*values, v]
+        outputs = []
         for h, query in enumerate(rotated(q, position)):
             scores = np.array([key[h // group] @ query for key in keys]) / np.sqrt(c.head_dim)
             weights = np.exp(scores - scores.max())
-            found.append(
+            outputs.append(
                 weights / weights.sum() @ np.array([value[h // group] for value in values])
             )
-        x = x + params["block.attn.out.weight"] @ np.concatenate(found)
+        x = x + params["block.attn.out.weight"] @ np.concatenate(outputs)
         gate, up = np.split(params["block.mlp.up.weight"] @ norm("block.mlp_norm", x), 2)
         return x + params["block.mlp.down.weight"] @ (gate / (1 + np.exp(-gate)) * up), keys, values
 
-    out, true = {}, ([], [])
+    out = {}
+    true = ([], [])
     project = lambda u: params["head.weight"] @ norm("norm", u)  # noqa: E731
     for t in range(len(embedded)):
         before = params["fuse.weight"] @ features[t - 1] if t else np.zeros(c.hidden)
@@ -187,10 +197,10 @@ def as_an_engine(
 
 def test_every_pass_computes_what_an_engine_computes_token_by_token(case, model):
     params = {name: np.asarray(x, np.float64) for name, x in named(case.params).items()}
-    found = case.logits(case.windows)
-    chex.assert_shape(found, (*case.windows.tokens.shape, len(case.ids)))
-    chex.assert_type(found, jnp.float32)
-    chex.assert_tree_all_finite(found)
+    all_logits = case.logits(case.windows)
+    chex.assert_shape(all_logits, (*case.windows.tokens.shape, len(case.ids)))
+    chex.assert_type(all_logits, jnp.float32)
+    chex.assert_tree_all_finite(all_logits)
     embed = np.asarray(model.params["embed"].get_value(), np.float64)
     for b, tokens in enumerate(case.windows.tokens):
         features = case.windows.features[b].astype(np.float64)
@@ -198,23 +208,22 @@ def test_every_pass_computes_what_an_engine_computes_token_by_token(case, model)
         assert len(expected) == sum(len(tokens) - s for s in range(PASSES))
         for (s, position), logits in expected.items():
             chex.assert_trees_all_close(
-                np.asarray(found[s][b, position], np.float64), logits, rtol=1e-4, atol=1e-4
+                np.asarray(all_logits[s][b, position], np.float64), logits, rtol=1e-4, atol=1e-4
             )
 
 
 @pytest.mark.parametrize("t", [3, 6])
 def test_a_token_changes_no_logits_of_earlier_positions_in_any_pass(case, t):
-    tokens, features = case.windows.tokens.copy(), case.windows.features.copy()
+    tokens = case.windows.tokens.copy()
+    features = case.windows.features.copy()
     tokens[0, t] = (tokens[0, t] + 7) % 320
     features[0, t:] += 1
-    before, after = (
-        case.logits(case.windows),
-        case.logits(case.windows._replace(tokens=tokens, features=features)),
-    )
-    for one, other in zip(before, after, strict=True):
-        chex.assert_trees_all_equal(other[0, :t], one[0, :t])
-        chex.assert_trees_all_equal(other[1], one[1])
-        assert (other[0, t:] != one[0, t:]).any(-1).all()
+    before = case.logits(case.windows)
+    after = case.logits(case.windows._replace(tokens=tokens, features=features))
+    for old, new in zip(before, after, strict=True):
+        chex.assert_trees_all_equal(new[0, :t], old[0, :t])
+        chex.assert_trees_all_equal(new[1], old[1])
+        assert (new[0, t:] != old[0, t:]).any(-1).all()
 
 
 @pytest.mark.parametrize("t", [2, 4])
@@ -224,40 +233,45 @@ def test_a_draft_sees_no_true_feature_of_the_drafts_before_it(case, t):
     """
     features = case.windows.features.copy()
     features[:, t] += 1
-    before, after = case.logits(case.windows), case.logits(case.windows._replace(features=features))
-    for s, (one, other) in enumerate(zip(before, after, strict=True)):
-        chex.assert_trees_all_equal(other[:, : t + s + 1], one[:, : t + s + 1])
-        assert (other[:, t + s + 1 :] != one[:, t + s + 1 :]).any(-1).all()
+    before = case.logits(case.windows)
+    after = case.logits(case.windows._replace(features=features))
+    for s, (old, new) in enumerate(zip(before, after, strict=True)):
+        chex.assert_trees_all_equal(new[:, : t + s + 1], old[:, : t + s + 1])
+        assert (new[:, t + s + 1 :] != old[:, t + s + 1 :]).any(-1).all()
 
 
 def test_the_loss_is_the_cross_entropy_of_the_targets_that_the_head_knows(case):
-    windows, total, weight, same = case.windows, 0.0, 0.0, []
+    windows = case.windows
+    total = 0.0
+    weight = 0.0
+    agreement = []
     places = case.place[windows.ids]
     shares = np.where(places >= 0, windows.shares, 0).astype(np.float64)
     for s, logits in enumerate(case.logits(windows)):
         x = np.asarray(logits, np.float64)[:, s:]
         logp = x - np.log(np.exp(x).sum(-1, keepdims=True))
-        each = -shares[:, s:] * np.take_along_axis(logp, np.maximum(places[:, s:], 0), axis=-1)
-        total += LATER**s * each.sum() / shares[:, s:].sum()
+        losses = -shares[:, s:] * np.take_along_axis(logp, np.maximum(places[:, s:], 0), axis=-1)
+        total += LATER**s * losses.sum() / shares[:, s:].sum()
         weight += LATER**s
-        same.append((x.argmax(-1) == places[:, s:, 0]).mean())
+        agreement.append((x.argmax(-1) == places[:, s:, 0]).mean())
     value, right = case.loss(windows, case.place)
     chex.assert_shape([value, right], [(), (PASSES,)])
     chex.assert_trees_all_close(
         (value, right),
-        (np.float32(total / weight), np.array(same, np.float32)),
+        (np.float32(total / weight), np.array(agreement, np.float32)),
         rtol=1e-5,
         atol=1e-6,
     )
 
 
 def test_the_loss_ignores_tokens_that_the_head_does_not_know(case):
-    windows, unknown = case.windows, case.place[case.windows.ids] < 0
-    assert 0 < unknown.sum() < unknown.size
-    other = np.setdiff1d(np.arange(320), case.ids)[:5]
+    windows = case.windows
+    is_unknown = case.place[case.windows.ids] < 0
+    assert 0 < is_unknown.sum() < is_unknown.size
+    other_ids = np.setdiff1d(np.arange(320), case.ids)[:5]
     changed = windows._replace(
-        ids=np.where(unknown, other[windows.ids % 5], windows.ids).astype(np.int32),
-        shares=np.where(unknown, 0.9, windows.shares).astype(np.float32),
+        ids=np.where(is_unknown, other_ids[windows.ids % 5], windows.ids).astype(np.int32),
+        shares=np.where(is_unknown, 0.9, windows.shares).astype(np.float32),
     )
     chex.assert_trees_all_equal(case.loss(changed, case.place), case.loss(windows, case.place))
 
@@ -266,7 +280,8 @@ def test_the_loss_ignores_tokens_that_the_head_does_not_know(case):
 def test_gradients_reach_every_parameter(setup, run, model):
     """Of the run: no parameter of its head is where it began."""
     ids = np.array(json.loads((run.out / "head" / "config.json").read_text())["ids"], np.int32)
-    first, last = named(train_draft.initial(model, ids, setup.seed)[1]), stored(run.out, model)
+    first = named(train_draft.initial(model, ids, setup.seed)[1])
+    last = stored(run.out, model)
     chex.assert_trees_all_equal_shapes_and_dtypes(
         dict(last), {name: np.asarray(x) for name, x in first.items()}
     )
@@ -278,18 +293,24 @@ def test_gradients_reach_every_parameter(setup, run, model):
 
 
 def test_batches_depend_on_seed_and_step_and_an_epoch_has_each_window_once():
-    n, setup = 12, DraftSetup(batch=4, seed=3)
+    n = 12
+    setup = DraftSetup(batch=4, seed=3)
     rows = np.arange(n)
     windows = Windows(rows[:, None], rows[:, None, None], rows[:, None, None], rows[:, None, None])
     batches = [draft_data.batch(windows, setup, step) for step in range(9)]
     # rows of all columns
-    assert all(len(set(map(bytes, (x.reshape(-1) for x in one)))) == 1 for one in batches)
-    epochs = np.array([one.tokens.reshape(-1) for one in batches]).reshape(3, n)
+    assert all(len(set(map(bytes, (x.reshape(-1) for x in batch)))) == 1 for batch in batches)
+    epochs = np.array([batch.tokens.reshape(-1) for batch in batches]).reshape(3, n)
     np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(rows, (3, 1)))
     assert (epochs[0] != epochs[1]).any()
     np.testing.assert_array_equal(draft_data.batch(windows, setup, 4).tokens, batches[4].tokens)
-    other = [draft_data.batch(windows, replace(setup, seed=4), step).tokens for step in range(3)]
-    assert any((one.tokens != theirs).any() for one, theirs in zip(batches, other, strict=False))
+    of_other_seed = [
+        draft_data.batch(windows, replace(setup, seed=4), step).tokens for step in range(3)
+    ]
+    assert any(
+        (batch.tokens != theirs).any()
+        for batch, theirs in zip(batches, of_other_seed, strict=False)
+    )
 
 
 def test_vocabulary_has_the_ids_of_most_probability():
@@ -341,20 +362,20 @@ def test_run_learns_and_writes_a_head_that_an_engine_uses(run, model):
     first, *_, last = run.losses
     assert last["held_out"] < first["held_out"]
     assert all(len(entry["right"]) == PASSES for entry in run.losses)
-    about, columns, *rows, end = (line for line in run.said if ".npz: " not in line)
+    about, columns, *rows, end = (line for line in run.messages if ".npz: " not in line)
     assert about.startswith(
         f"{sum(x.size for x in stored(run.out, model).values()):,} parameters, 240 tokens to train"
     )
     assert columns.split()[:3] == ["step", "train", "held"]
     assert [int(row.split()[0]) for row in rows] == [4, 8, 12]
-    shown = re.search(
+    match = re.search(
         r"an engine accepts ([\d.]+) % of (\d+) drafts .*, ([\d.]+) tokens of a sequence a step",
         end,
     )
-    assert shown is not None, end
-    assert 0 <= float(shown[1]) <= 100
-    assert int(shown[2]) > 0
-    assert 1 <= float(shown[3]) <= 1 + train_draft.DRAFTS
+    assert match is not None, end
+    assert 0 <= float(match[1]) <= 100
+    assert int(match[2]) > 0
+    assert 1 <= float(match[3]) <= 1 + train_draft.DRAFTS
     head = read_eagle(run.out / "head", model.config, "float32")
     assert head.taps == (0, 1, 2)
     ids = json.loads((run.out / "head" / "config.json").read_text())["ids"]
@@ -368,20 +389,20 @@ def test_killed_run_resumes_bit_exact(setup, run, model, tmp_path):
     killed(CHILD, out, repr(setup), EVERY)
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["4"]
     assert not (out / "head").exists()
-    said = []
-    assert train_draft.train(out, setup, EVERY, say=said.append) == run.losses
-    assert said[0].endswith("; 4 steps are done")
+    messages = []
+    assert train_draft.train(out, setup, EVERY, say=messages.append) == run.losses
+    assert messages[0].endswith("; 4 steps are done")
     chex.assert_trees_all_equal(stored(out, model), stored(run.out, model))
-    assert said[-1].split(": ", 1)[1] == run.said[-1].split(": ", 1)[1]
+    assert messages[-1].split(": ", 1)[1] == run.messages[-1].split(": ", 1)[1]
 
 
 @pytest.mark.slow
 def test_folder_of_another_run_is_refused_and_unchanged(setup, run, capsys):
     before = sorted(path.name for path in run.out.rglob("*"))
-    other = replace(setup, steps=9, seed=2, batch=2)
+    other_setup = replace(setup, steps=9, seed=2, batch=2)
     different = "steps is 9, there 12; seed is 2, there 0; batch is 2, there 4"
     with pytest.raises(ValueError, match=rf"another run: {different}\. Use its"):
-        train_draft.train(run.out, other, EVERY)
+        train_draft.train(run.out, other_setup, EVERY)
     assert (
         train_draft.main(
             [
@@ -446,8 +467,8 @@ def test_bad_arguments_are_refused_before_anything_runs(
 def test_what_does_not_fit_the_model_is_refused_before_a_folder_is_made(
     setup, words, message, capsys, tmp_path
 ):
-    few = ["--model", setup.model, "--vocabulary", "48", "--prompt", "8", "--output", "12"]
-    assert train_draft.main(["--out", str(tmp_path / "x"), *few, *words]) == 2
+    sizes = ["--model", setup.model, "--vocabulary", "48", "--prompt", "8", "--output", "12"]
+    assert train_draft.main(["--out", str(tmp_path / "x"), *sizes, *words]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "x").exists()
 

@@ -18,18 +18,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.training import train_lora, train_tiny
-from experiments.training.data import prepare
-from experiments.training.forward import initial
+from experiments.training import train_lora
 from experiments.training.lora_setup import LoraSetup
 from experiments.training.lora_tasks import DIGITS, question, tasks
-from experiments.training.setup import Setup, hf_config
+from experiments.training.setup import Setup
 from pagedjax import load_model
-from pagedjax.device.models import llama
 from pagedjax.models import score
 from pagedjax.weights.adapter_files import read_adapter
 from pagedjax.weights.convert import convert
 from tests.experiments.training.child import killed
+from tests.experiments.training.models import write_initial
 
 ROOT = Path(__file__).parents[3]
 SMALL = Setup(vocab=300, layers=1, hidden=32, heads=4, kv_heads=2, context=64)
@@ -55,19 +53,16 @@ train_lora.train(Path(sys.argv[1]), Path(sys.argv[2]), eval(sys.argv[3]), int(sy
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A folder as train_tiny writes it, with initial weights."""
-    folder = tmp_path_factory.mktemp("lora") / "model"
-    params = nnx.state(initial(llama.from_hf(hf_config(SMALL)), 0), nnx.Param)
-    train_tiny.write_model(folder, SMALL, prepare(SMALL.vocab).tokenizer, params)
-    return folder
+    return write_initial(tmp_path_factory.mktemp("lora") / "model", SMALL)
 
 
 @pytest.fixture(scope="module")
-def whole(model, tmp_path_factory) -> Any:
+def complete_run(model, tmp_path_factory) -> Any:
     """A run without interruption."""
-    out, said = tmp_path_factory.mktemp("runs") / "whole", []
-    losses, report = train_lora.train(model, out, SETUP, EVERY, say=said.append)
-    return SimpleNamespace(out=out, losses=losses, report=report, said=said)
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    messages = []
+    losses, report = train_lora.train(model, out, SETUP, EVERY, say=messages.append)
+    return SimpleNamespace(out=out, losses=losses, report=report, messages=messages)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +76,7 @@ def module(loaded) -> Any:
 
 
 @pytest.fixture(scope="module")
-def several(loaded) -> Any:
+def named_tasks(loaded) -> Any:
     return tasks(loaded.tokenizer, SETUP)
 
 
@@ -93,39 +88,44 @@ def files(folder: Path) -> dict[str, bytes]:
     }
 
 
-def assert_close(report: dict[str, Any], other: dict[str, Any]) -> None:
+def assert_close(report: dict[str, Any], expected: dict[str, Any]) -> None:
     """The engine that served may have been compiled with more or fewer optimisations."""
-    chex.assert_trees_all_close(report["held_out"], other["held_out"], rtol=0, atol=1e-5)
+    chex.assert_trees_all_close(report["held_out"], expected["held_out"], rtol=0, atol=1e-5)
     assert report["largest_difference"] < 1e-4
 
 
-def test_each_adapter_beats_the_others_on_its_task_and_the_engine_has_the_trainers_numbers(whole):
-    assert [entry["step"] for entry in whole.losses] == [4, 8, 12]
-    first, _, last = whole.losses
-    table = whole.report["held_out"]
+def test_each_adapter_beats_the_others_on_its_task_and_the_engine_has_the_trainers_numbers(
+    complete_run,
+):
+    assert [entry["step"] for entry in complete_run.losses] == [4, 8, 12]
+    first, _, last = complete_run.losses
+    table = complete_run.report["held_out"]
     assert list(table) == ["base", *NAMES]
     for name in NAMES:
         assert last["train"][name] < first["train"][name]
         assert last["held_out"][name] < first["held_out"][name]
         assert abs(table[name][name]["loss"] - last["held_out"][name]) < 1e-4
         assert table[name][name]["loss"] + 0.1 < min(
-            table[other][name]["loss"] for other in table if other != name
+            table[rival][name]["loss"] for rival in table if rival != name
         )
         assert all(0 <= by_task[name]["right"] <= 1 for by_task in table.values())
-    assert 0 < whole.report["largest_difference"] < 1e-4
-    assert json.loads((whole.out / "log.json").read_text()) == whole.losses
-    assert json.loads((whole.out / "report.json").read_text()) == whole.report
-    assert whole.said[0] == "2,432 parameters of each adapter, for 7 matrices"
-    assert [line.split()[0] for line in whole.said[2:5]] == ["4", "8", "12"]
-    assert [line.split()[0] for line in whole.said[6:9]] == ["base", *NAMES]
-    assert whole.said[9].startswith("the trainer's log-probabilities are the engine's within ")
+    assert 0 < complete_run.report["largest_difference"] < 1e-4
+    assert json.loads((complete_run.out / "log.json").read_text()) == complete_run.losses
+    assert json.loads((complete_run.out / "report.json").read_text()) == complete_run.report
+    assert complete_run.messages[0] == "2,432 parameters of each adapter, for 7 matrices"
+    assert [line.split()[0] for line in complete_run.messages[2:5]] == ["4", "8", "12"]
+    assert [line.split()[0] for line in complete_run.messages[6:9]] == ["base", *NAMES]
+    assert complete_run.messages[9].startswith(
+        "the trainer's log-probabilities are the engine's within "
+    )
 
 
-def test_step_0_is_the_base_which_never_changes(module, several):
+def test_step_0_is_the_base_which_never_changes(module, named_tasks):
     before = jax.tree.map(np.array, nnx.state(module))
     trainer = train_lora.make_trainer(SETUP, module, NAMES)
-    state, start = trainer.start, jax.tree.map(np.array, trainer.start.params)
-    held_out = several["sort"].held_out
+    state = trainer.start
+    start = jax.tree.map(np.array, trainer.start.params)
+    held_out = named_tasks["sort"].held_out
     base = trainer.chances(None, held_out)
     chex.assert_shape(base, held_out.tokens.shape)
     chex.assert_trees_all_equal(base, score(module, held_out.tokens, held_out.lengths))
@@ -137,7 +137,9 @@ def test_step_0_is_the_base_which_never_changes(module, several):
     ]
     assert all(different), "each adapter has its own A"
     for step in range(2):  # in the first step B is zero, so A has no gradient
-        state, _ = trainer.update(state, {name: task.batch(step) for name, task in several.items()})
+        state, _ = trainer.update(
+            state, {name: task.batch(step) for name, task in named_tasks.items()}
+        )
     changed = jax.tree.map(lambda x, y: bool((x != y).any()), start, state.params)
     assert all(jax.tree.leaves(changed)), "all factors learn"
     chex.assert_trees_all_equal(nnx.state(module), before)
@@ -149,84 +151,93 @@ class Stops(Exception):
 
 
 @pytest.mark.exhaustive  # a killed one is slow, below
-def test_a_stopped_run_resumes_to_the_same_bits(whole, model, tmp_path, monkeypatch):
-    out, original, said = tmp_path / "run", train_lora.save, []
+def test_a_stopped_run_resumes_to_the_same_bits(complete_run, model, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    original = train_lora.save
+    messages = []
 
-    def save(manager: Any, step: int, *rest: Any) -> None:
+    def save(manager: Any, step: int, *arguments: Any) -> None:
         if step > EVERY:
             raise Stops
-        original(manager, step, *rest)
+        original(manager, step, *arguments)
 
     with monkeypatch.context() as patched:
         patched.setattr(train_lora, "save", save)
         with pytest.raises(Stops):
-            train_lora.train(model, out, SETUP, EVERY, say=said.append)
+            train_lora.train(model, out, SETUP, EVERY, say=messages.append)
     assert not (out / "upper").exists()
-    losses, report = train_lora.train(model, out, SETUP, EVERY, say=said.append)
-    assert said[3].endswith("; 4 of 12 steps are done")
-    assert losses == whole.losses
-    assert_close(report, whole.report)
-    assert files(out) == files(whole.out)
+    losses, report = train_lora.train(model, out, SETUP, EVERY, say=messages.append)
+    assert messages[3].endswith("; 4 of 12 steps are done")
+    assert losses == complete_run.losses
+    assert_close(report, complete_run.report)
+    assert files(out) == files(complete_run.out)
     with pytest.raises(ValueError, match=r"holds another run: rank is 8, there 4"):
         train_lora.train(model, out, replace(SETUP, rank=8), EVERY)
 
 
 @pytest.mark.slow
-def test_a_killed_process_resumes_to_the_same_bits(whole, model, tmp_path):
+def test_a_killed_process_resumes_to_the_same_bits(complete_run, model, tmp_path):
     out = tmp_path / "run"
     killed(CHILD, model, out, repr(SETUP), EVERY)
     losses, report = train_lora.train(model, out, SETUP, EVERY, say=lambda _: None)
-    assert losses == whole.losses
-    assert_close(report, whole.report)
-    assert files(out) == files(whole.out)
+    assert losses == complete_run.losses
+    assert_close(report, complete_run.report)
+    assert files(out) == files(complete_run.out)
 
 
 @pytest.mark.slow
 def test_some_modules_and_orbax_folders(model, module, tmp_path):
-    out, said = tmp_path / "run", []
+    out = tmp_path / "run"
+    messages = []
     setup = replace(SETUP, steps=2, modules="q_proj, down_proj")
-    _, report = train_lora.train(model, out, setup, 2, say=said.append)
+    _, report = train_lora.train(model, out, setup, 2, say=messages.append)
     before = [read_adapter(out / name, module.config, name) for name in NAMES]
-    assert {place.matrix for one in before for place in one.parts} == {"attn.qkv", "mlp.down"}
-    _, again = train_lora.train(model, out, setup, 2, to="orbax", say=said.append)
-    assert again == report
+    assert {place.matrix for adapter in before for place in adapter.parts} == {
+        "attn.qkv",
+        "mlp.down",
+    }
+    _, repeated = train_lora.train(model, out, setup, 2, to="orbax", say=messages.append)
+    assert repeated == report
     assert {path.name for path in (out / "upper").iterdir()} == {"adapter_config.json", "params"}
     after = [read_adapter(out / name, module.config, name) for name in NAMES]
-    assert [one.content_hash for one in after] == [one.content_hash for one in before]
+    assert [adapter.content_hash for adapter in after] == [
+        adapter.content_hash for adapter in before
+    ]
 
 
 @pytest.mark.oracle
-def test_peft_gives_the_same_log_probabilities(whole, model, module, several, tmp_path):
+def test_peft_gives_the_same_log_probabilities(complete_run, model, module, named_tasks, tmp_path):
     torch, peft, transformers = (
         pytest.importorskip(name) for name in ("torch", "peft", "transformers")
     )
     base = convert(model, tmp_path / "base", to="safetensors", progress=False)
     for name in NAMES:
-        held_out = several[name].held_out
-        adapter = read_adapter(whole.out / name, module.config, name).parts
-        wanted = np.asarray(score(module, held_out.tokens, held_out.lengths, adapter=adapter))
-        found = transformers.AutoModelForCausalLM.from_pretrained(base, dtype="float32")
-        found = peft.PeftModel.from_pretrained(found, whole.out / name)
+        held_out = named_tasks[name].held_out
+        adapter = read_adapter(complete_run.out / name, module.config, name).parts
+        expected = np.asarray(score(module, held_out.tokens, held_out.lengths, adapter=adapter))
+        torch_model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+        torch_model = peft.PeftModel.from_pretrained(torch_model, complete_run.out / name)
         ids = torch.tensor(held_out.tokens, dtype=torch.long)
         with torch.no_grad():
-            logits = found(ids[:, :-1]).logits.log_softmax(-1)
+            logits = torch_model(ids[:, :-1]).logits.log_softmax(-1)
         chosen = logits.gather(-1, ids[:, 1:, None])[..., 0].numpy()
         counts = held_out.counts[:, 1:]
-        chex.assert_trees_all_close(chosen[counts], wanted[:, 1:][counts], rtol=0, atol=1e-4)
+        chex.assert_trees_all_close(chosen[counts], expected[:, 1:][counts], rtol=0, atol=1e-4)
 
 
 # --- tasks ----------------------------------------------------------------------------------------
 
 
-def test_held_out_lists_are_in_no_step_and_answers_are_pythons(loaded, several):
+def test_held_out_lists_are_in_no_step_and_answers_are_pythons(loaded, named_tasks):
     decode = loaded.tokenizer.decode
-    held_out = several["sort"].held_out
-    asked = {decode(held_out.prompt(i)) for i in range(SETUP.held_out)}
-    assert len(asked) == SETUP.held_out
-    trained = [several["sort"].batch(step) for step in range(40)]
-    assert not asked & {decode(batch.prompt(i)) for batch in trained for i in range(SETUP.lists)}
+    held_out = named_tasks["sort"].held_out
+    prompts = {decode(held_out.prompt(i)) for i in range(SETUP.held_out)}
+    assert len(prompts) == SETUP.held_out
+    trained = [named_tasks["sort"].batch(step) for step in range(40)]
+    assert not prompts & {decode(batch.prompt(i)) for batch in trained for i in range(SETUP.lists)}
     for i in range(5):
-        prompt, answer = decode(held_out.prompt(i)), decode(held_out.answer(i))
+        prompt = decode(held_out.prompt(i))
+        answer = decode(held_out.answer(i))
         digits = ast.literal_eval(prompt.removeprefix(">>> sorted(").removesuffix(")\n"))
         assert len(set(digits)) == DIGITS
         assert (
@@ -234,12 +245,13 @@ def test_held_out_lists_are_in_no_step_and_answers_are_pythons(loaded, several):
             == question(digits)
             == (f">>> sorted({digits})\n", f"{sorted(digits)}\n")
         )
-        assert several["sort"].right(answer, answer)
-        assert not several["sort"].right(answer, answer.replace("]", ", 1]"))
+        assert named_tasks["sort"].right(answer, answer)
+        assert not named_tasks["sort"].right(answer, answer.replace("]", ", 1]"))
 
 
-def test_capitals_are_the_documentations(loaded, several):
-    batch, held_out = several["upper"].batch(3), several["upper"].held_out
+def test_capitals_are_the_documentations(loaded, named_tasks):
+    batch = named_tasks["upper"].batch(3)
+    held_out = named_tasks["upper"].held_out
     for examples in (batch, held_out):
         assert all(
             loaded.tokenizer.decode(row).upper() == loaded.tokenizer.decode(row)
@@ -247,8 +259,8 @@ def test_capitals_are_the_documentations(loaded, several):
         )
     assert [int(x) for x in (batch.counts.sum(), held_out.counts.sum())] == [8 * 37, 8 * 26]
     assert held_out.prompts.tolist() == [12] * 8
-    right = several["upper"].right
-    assert [right("", said) for said in ("THE X.", "The x.", "...", "")] == [
+    right = named_tasks["upper"].right
+    assert [right("", text) for text in ("THE X.", "The x.", "...", "")] == [
         True,
         False,
         False,
@@ -256,13 +268,13 @@ def test_capitals_are_the_documentations(loaded, several):
     ]
 
 
-def test_examples_depend_on_seed_and_step_alone(loaded, several):
-    others = tasks(loaded.tokenizer, replace(SETUP, seed=1))
+def test_examples_depend_on_seed_and_step_alone(loaded, named_tasks):
+    of_other_seed = tasks(loaded.tokenizer, replace(SETUP, seed=1))
     for name in NAMES:
-        examples, again, later = (several[name].batch(step) for step in (3, 3, 4))
-        chex.assert_trees_all_equal(examples, again)
+        examples, repeated, later = (named_tasks[name].batch(step) for step in (3, 3, 4))
+        chex.assert_trees_all_equal(examples, repeated)
         assert (examples.tokens != later.tokens).any()
-        assert (examples.tokens != others[name].batch(3).tokens).any()
+        assert (examples.tokens != of_other_seed[name].batch(3).tokens).any()
 
 
 # --- bad arguments --------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""RL on sums: the two policies are one in exact mode, and a stopped run resumes to the same bits."""
+"""RL on sums: the two policies are one in exact mode, and a stopped run resumes to the same
+bits.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import strategies as st
 
-from experiments.training import train_rl, train_tiny
-from experiments.training.data import prepare
-from experiments.training.forward import initial
+from experiments.training import train_rl
 from experiments.training.rl_setup import RLSetup
 from experiments.training.rl_task import Sum, number_in, reward, sums
-from experiments.training.setup import Setup, hf_config
+from experiments.training.setup import Setup
 from experiments.training.train_rl import Rollouts
-from pagedjax import LLM, load_model
-from pagedjax.device.models import llama
-from pagedjax.weights.tree import named
+from pagedjax import LLM
 from tests import drawn
 from tests.experiments.training.child import killed
+from tests.experiments.training.models import stored, write_initial
 
 pytest.importorskip("llvmlite")
 
@@ -51,29 +49,19 @@ train_rl.train(Path(sys.argv[1]), Path(sys.argv[2]), eval(sys.argv[3]), 2)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A folder as train_tiny writes it, with initial weights."""
-    folder = tmp_path_factory.mktemp("rl") / "model"
-    params = nnx.state(initial(llama.from_hf(hf_config(SMALL)), 0), nnx.Param)
-    train_tiny.write_model(folder, SMALL, prepare(SMALL.vocab).tokenizer, params)
-    return folder
+    return write_initial(tmp_path_factory.mktemp("rl") / "model", SMALL)
 
 
 @pytest.fixture(scope="module")
-def whole(model, tmp_path_factory) -> tuple[Path, list[Any], list[str]]:
+def complete_run(model, tmp_path_factory) -> tuple[Path, list[Any], list[str]]:
     """A run without interruption."""
-    out, lines = tmp_path_factory.mktemp("runs") / "whole", []
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    lines = []
     return out, train_rl.train(model, out, SETUP, 2, say=lines.append), lines
 
 
-def stored(folder: Path) -> dict[str, np.ndarray]:
-    return {
-        name: np.asarray(x)
-        for name, x in named(load_model(folder, linear_impl="xla").model.params).items()
-    }
-
-
-def test_the_policies_are_one_in_exact_mode(whole, model):
-    out, log, lines = whole
+def test_the_policies_are_one_in_exact_mode(complete_run, model):
+    out, log, lines = complete_run
     assert [entry["step"] for entry in log] == [1, 2, 3, 4, 5, 6]
     assert {entry["kl"] for entry in log} == {0.0}
     assert {entry["largest_difference"] for entry in log} == {0.0}
@@ -81,7 +69,8 @@ def test_the_policies_are_one_in_exact_mode(whole, model):
     assert [line.split()[0] for line in lines[1:]] == ["2", "4", "6"]
     assert json.loads((out / "log.json").read_text()) == log
     assert (out / "reward.svg").read_text().startswith("<?xml")
-    before, after = stored(model), stored(out / "model")
+    before = stored(model)
+    after = stored(out / "model")
     assert all((after[name] != x).any() for name, x in before.items() if name != "angles"), (
         "all parameters learn"
     )
@@ -103,8 +92,8 @@ class Stops(Exception):
     pass
 
 
-def test_a_stopped_run_resumes_to_the_same_bits(whole, model, tmp_path, monkeypatch):
-    out, log, _ = whole
+def test_a_stopped_run_resumes_to_the_same_bits(complete_run, model, tmp_path, monkeypatch):
+    out, log, _ = complete_run
     original = train_rl.roll_out
 
     def roll_out(llm: LLM, setup: RLSetup, step: int) -> Rollouts:
@@ -118,18 +107,18 @@ def test_a_stopped_run_resumes_to_the_same_bits(whole, model, tmp_path, monkeypa
             train_rl.train(model, tmp_path / "run", SETUP, 2, say=lambda _: None)
     assert train_rl.train(model, tmp_path / "run", SETUP, 2, say=lambda _: None) == log
     chex.assert_trees_all_equal(stored(tmp_path / "run" / "model"), stored(out / "model"))
-    again: list[str] = []
-    assert train_rl.train(model, tmp_path / "run", SETUP, 2, say=again.append) == log, (
+    messages: list[str] = []
+    assert train_rl.train(model, tmp_path / "run", SETUP, 2, say=messages.append) == log, (
         "a run that has ended"
     )
-    assert len(again) == 1
+    assert len(messages) == 1
     with pytest.raises(ValueError, match=r"holds another run: rate is 0.1, there 0.003"):
         train_rl.train(model, tmp_path / "run", replace(SETUP, rate=0.1), 2)
 
 
 @pytest.mark.exhaustive  # a stopped one is in the default run, above
-def test_a_killed_process_resumes_to_the_same_bits(whole, model, tmp_path):
-    out, log, _ = whole
+def test_a_killed_process_resumes_to_the_same_bits(complete_run, model, tmp_path):
+    out, log, _ = complete_run
     killed(CHILD, model, tmp_path / "run", repr(SETUP))
     assert not (tmp_path / "run" / "model").exists()
     assert train_rl.train(model, tmp_path / "run", SETUP, 2, say=lambda _: None) == log
@@ -168,25 +157,27 @@ def test_the_loss_is_that_of_the_papers(rewards, seed, clip):
         gain = (rewards[i] - group.mean()) / np.sqrt(group.var() + 1e-4)
         ratio = np.exp(float(chances[i, j]) - float(old[i, j]))
         terms.append(min(ratio * gain, float(np.clip(ratio, 1 - clip, 1 + clip)) * gain))
-    found = train_rl.loss(jnp.asarray(chances), rollouts, RLSetup(group=3, clip=clip))
-    chex.assert_shape(found, ())
-    chex.assert_trees_all_close(float(found), -np.mean(terms), rtol=1e-3, atol=1e-3)
+    loss = train_rl.loss(jnp.asarray(chances), rollouts, RLSetup(group=3, clip=clip))
+    chex.assert_shape(loss, ())
+    chex.assert_trees_all_close(float(loss), -np.mean(terms), rtol=1e-3, atol=1e-3)
 
 
 def test_the_divergence_is_that_of_two_distributions():
     """Its mean over many draws, against the sum over the vocabulary."""
     rng = np.random.default_rng(0)
-    ours, theirs = (jax.nn.log_softmax(jnp.asarray(rng.normal(0, 0.3, 8))) for _ in range(2))
-    shares = np.exp(np.asarray(theirs, np.float64))
+    trained, served = (jax.nn.log_softmax(jnp.asarray(rng.normal(0, 0.3, 8))) for _ in range(2))
+    shares = np.exp(np.asarray(served, np.float64))
     drawn = rng.choice(8, (1, 200_000), p=shares / shares.sum())
-    rollouts = Rollouts(None, None, np.ones(drawn.shape, bool), theirs[drawn], None)
-    found = train_rl.divergence(ours[drawn], rollouts)
-    chex.assert_trees_all_close(found["kl"], (jnp.exp(theirs) * (theirs - ours)).sum(), rtol=0.03)
+    rollouts = Rollouts(None, None, np.ones(drawn.shape, bool), served[drawn], None)
+    divergence = train_rl.divergence(trained[drawn], rollouts)
     chex.assert_trees_all_close(
-        found["largest_difference"], jnp.abs(ours - theirs).max(), rtol=1e-6
+        divergence["kl"], (jnp.exp(served) * (served - trained)).sum(), rtol=0.03
     )
-    same = train_rl.divergence(theirs[drawn], rollouts)
-    assert (float(same["kl"]), float(same["largest_difference"])) == (0, 0)
+    chex.assert_trees_all_close(
+        divergence["largest_difference"], jnp.abs(trained - served).max(), rtol=1e-6
+    )
+    of_itself = train_rl.divergence(served[drawn], rollouts)
+    assert (float(of_itself["kl"]), float(of_itself["largest_difference"])) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +200,7 @@ def test_rewards_can_be_checked(text, number, worth):
 def test_sums_depend_on_seed_and_step_alone():
     assert sums(0, 3, 5, 9) == sums(0, 3, 5, 9) != sums(0, 4, 5, 9)
     drawn = sums(1, 0, 400, 4)
-    assert {one.a for one in drawn} == {one.b for one in drawn} == set(range(5))
+    assert {question.a for question in drawn} == {question.b for question in drawn} == set(range(5))
     assert Sum(3, 1).prompt == "3+1="
 
 

@@ -1,4 +1,6 @@
-"""Training a tiny model for a few steps: served logits match, and a killed run resumes bit-exact."""
+"""Training a tiny model for a few steps: served logits match, and a killed run resumes
+bit-exact.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,13 @@ from experiments.training import data as training_data
 from experiments.training import forward, train_tiny
 from experiments.training.data import END
 from experiments.training.setup import Setup
-from pagedjax import LLM, SamplingParams, load_model
+from pagedjax import LLM, SamplingParams
 from pagedjax.device import attention, cache, windows
 from pagedjax.device.models import llama
 from pagedjax.engine import compilations
 from pagedjax.weights.tree import named
 from tests.experiments.training.child import killed
+from tests.experiments.training.models import stored
 
 ROOT = Path(__file__).parents[3]
 SETUP = Setup(steps=24, vocab=300, layers=1, hidden=32, heads=4, kv_heads=2, context=32, batch=4)
@@ -75,22 +78,15 @@ def _prepared(data):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> SimpleNamespace:
     """A complete run without interruption."""
-    out, said = tmp_path_factory.mktemp("run") / "tiny", []
-    losses = train_tiny.train(out, SETUP, EVERY, say=said.append)
-    return SimpleNamespace(out=out, said=said, losses=losses)
+    out = tmp_path_factory.mktemp("run") / "tiny"
+    messages = []
+    losses = train_tiny.train(out, SETUP, EVERY, say=messages.append)
+    return SimpleNamespace(out=out, messages=messages, losses=losses)
 
 
 @pytest.fixture(scope="module")
 def config():
     return llama.from_hf(train_tiny.hf_config(SETUP))
-
-
-def stored(folder: Path) -> dict[str, np.ndarray]:
-    """The parameters of a model's folder."""
-    return {
-        name: np.asarray(x)
-        for name, x in named(load_model(folder, dtype="float32").model.params).items()
-    }
 
 
 # --- text -----------------------------------------------------------------------------------------
@@ -115,16 +111,16 @@ def test_tokens_are_the_text_and_topics_have_an_end(data):
 
 
 def test_window_depends_on_seed_and_step_only(data):
-    one = train_tiny.windows(data.train, SETUP, 7)
-    chex.assert_shape(one, (SETUP.batch, SETUP.context + 1))
-    np.testing.assert_array_equal(one, train_tiny.windows(data.train, SETUP, 7))
-    for other in (
+    window = train_tiny.windows(data.train, SETUP, 7)
+    chex.assert_shape(window, (SETUP.batch, SETUP.context + 1))
+    np.testing.assert_array_equal(window, train_tiny.windows(data.train, SETUP, 7))
+    for other_window in (
         train_tiny.windows(data.train, SETUP, 8),
         train_tiny.windows(data.train, replace(SETUP, seed=1), 7),
     ):
-        assert (one != other).any()
+        assert (window != other_window).any()
     text = data.train.tobytes()
-    assert all(text.find(row.astype(np.int32).tobytes()) >= 0 for row in one)
+    assert all(text.find(row.astype(np.int32).tobytes()) >= 0 for row in window)
 
 
 def test_held_out_tokens_are_predicted_once(data):
@@ -159,17 +155,18 @@ def test_dense_attention_matches_paged_attention(module, data):
             b, s, -1
         )
     )
-    found = LOGITS(module, tokens)
-    chex.assert_shape(found, (b, s, SETUP.vocab))
-    chex.assert_tree_all_finite(found)
-    chex.assert_trees_all_close(found, run(), rtol=1e-7, atol=1e-5)
+    dense_logits = LOGITS(module, tokens)
+    chex.assert_shape(dense_logits, (b, s, SETUP.vocab))
+    chex.assert_tree_all_finite(dense_logits)
+    chex.assert_trees_all_close(dense_logits, run(), rtol=1e-7, atol=1e-5)
 
 
 def test_logits_are_causal_and_independent_of_other_windows(module, data):
     tokens = train_tiny.windows(data.train, SETUP, 0)[:, :-1]
 
     def at(row: int, place: int):
-        later, changed = tokens.copy(), tokens.copy()
+        later = tokens.copy()
+        changed = tokens.copy()
         later[row, place + 1 :] = 5
         later[1 - row] = 7
         changed[row, place] = 5
@@ -177,9 +174,9 @@ def test_logits_are_causal_and_independent_of_other_windows(module, data):
             np.asarray(LOGITS(module, jnp.asarray(x)))[row, place] for x in (tokens, later, changed)
         ]
 
-    before, same, other = at(1, 9)
-    chex.assert_trees_all_equal(before, same)
-    assert (before != other).any()
+    base, unaffected, affected = at(1, 9)
+    chex.assert_trees_all_equal(base, unaffected)
+    assert (base != affected).any()
 
 
 def test_written_model_gives_training_logprobs(run):
@@ -189,19 +186,22 @@ def test_written_model_gives_training_logprobs(run):
     tokens = [*out.prompt_token_ids, *out.outputs[0].token_ids]
     module = nnx.merge(llm.model.model.graphdef, llm.model.model.params)
     logits = np.asarray(LOGITS(module, jnp.asarray([tokens]))[0])[-LENGTH - 1 : -1]
-    found = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
-    assert out.outputs[0].token_ids == tuple(np.argmax(found, -1))
+    logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+    assert out.outputs[0].token_ids == tuple(np.argmax(logprobs, -1))
     served = [
         entry[token].logprob
         for entry, token in zip(out.outputs[0].logprobs, tokens[-LENGTH:], strict=True)
     ]
-    chex.assert_trees_all_close(np.array(served, np.float32), found.max(-1), rtol=1e-7, atol=1e-4)
+    chex.assert_trees_all_close(
+        np.array(served, np.float32), logprobs.max(-1), rtol=1e-7, atol=1e-4
+    )
     assert out.outputs[0].text == llm.tokenizer.decode(tokens[-LENGTH:])
 
 
 def test_all_parameters_train_and_are_served_without_compilation(config, data):
     trainer = train_tiny.make_trainer(SETUP, config, data)
-    state, tokenizer = trainer.start, data.tokenizer
+    state = trainer.start
+    tokenizer = data.tokenizer
     first = {name: np.array(x) for name, x in named(state.params).items()}
     assert set(first) == {".".join(entry.path) for entry in llama.param_table(config)}
     llm = LLM(
@@ -235,15 +235,15 @@ def test_run_learns_and_writes_model(run):
     assert [entry["step"] for entry in run.losses] == [8, 16, 24]
     assert last["train"] < first["train"]
     assert last["held_out"] < first["held_out"] < np.log(SETUP.vocab)
-    heading, columns, *rows, end = run.said
+    heading, columns, *rows, end = run.messages
     assert heading.startswith(
         f"{sum(x.size for x in stored(run.out / 'model').values()):,} parameters, "
     )
     assert columns.split()[:3] == ["step", "train", "held"]
     for row, entry in zip(rows, run.losses, strict=True):
-        shown = re.fullmatch(r" +(\d+) +([\d.]+) +([\d.]+) +[\d,]+ +0  ['\"].*['\"]", row)
-        assert shown is not None, row
-        assert (int(shown[1]), shown[2], shown[3]) == (
+        match = re.fullmatch(r" +(\d+) +([\d.]+) +([\d.]+) +[\d,]+ +0  ['\"].*['\"]", row)
+        assert match is not None, row
+        assert (int(match[1]), match[2], match[3]) == (
             entry["step"],
             f"{entry['train']:.3f}",
             f"{entry['held_out']:.3f}",
@@ -262,7 +262,8 @@ class Stops(Exception):
 
 
 def test_stopped_run_resumes_bit_exact(run, tmp_path, monkeypatch):
-    out, windows = tmp_path / "tiny", train_tiny.windows
+    out = tmp_path / "tiny"
+    windows = train_tiny.windows
 
     def stopping(train, setup, step):
         if step == 13:
@@ -274,34 +275,36 @@ def test_stopped_run_resumes_bit_exact(run, tmp_path, monkeypatch):
         with pytest.raises(Stops):
             train_tiny.train(out, SETUP, EVERY, say=lambda _: None)
     assert not (out / "model").exists()
-    said = []
-    assert train_tiny.train(out, SETUP, EVERY, say=said.append) == run.losses
-    assert said[0].endswith("; 8 of 24 steps are done")
+    messages = []
+    assert train_tiny.train(out, SETUP, EVERY, say=messages.append) == run.losses
+    assert messages[0].endswith("; 8 of 24 steps are done")
     chex.assert_trees_all_equal(stored(out / "model"), stored(run.out / "model"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["between", "while saving"])
-def test_killed_run_resumes_bit_exact(run, tmp_path, where):
+@pytest.mark.parametrize("moment", ["between", "while saving"])
+def test_killed_run_resumes_bit_exact(run, tmp_path, moment):
     out = tmp_path / "tiny"
-    printed = killed(CHILD, where, out, repr(SETUP), EVERY)
+    printed = killed(CHILD, moment, out, repr(SETUP), EVERY)
     assert [line.split()[0] for line in printed.splitlines()[2:]] == ["8"]
     assert not (out / "model").exists()
-    said = []
-    assert train_tiny.train(out, SETUP, EVERY, say=said.append) == run.losses
-    assert said[0].endswith("; 8 of 24 steps are done")
+    messages = []
+    assert train_tiny.train(out, SETUP, EVERY, say=messages.append) == run.losses
+    assert messages[0].endswith("; 8 of 24 steps are done")
     chex.assert_trees_all_equal(stored(out / "model"), stored(run.out / "model"))
 
 
 def test_finished_run_only_rewrites_missing_model(run, monkeypatch):
     monkeypatch.setattr(train_tiny, "windows", lambda *_: pytest.fail("no step is left"))
-    wanted, model, said = stored(run.out / "model"), run.out / "model", []
+    stored_before = stored(run.out / "model")
+    model = run.out / "model"
+    messages = []
     model.rename(run.out / "before")
     try:
-        assert train_tiny.train(run.out, SETUP, EVERY, say=said.append) == run.losses
-        assert said[0].endswith("; 24 of 24 steps are done")
-        assert said[-1] == run.said[-1]
-        chex.assert_trees_all_equal(stored(model), wanted)
+        assert train_tiny.train(run.out, SETUP, EVERY, say=messages.append) == run.losses
+        assert messages[0].endswith("; 24 of 24 steps are done")
+        assert messages[-1] == run.messages[-1]
+        chex.assert_trees_all_equal(stored(model), stored_before)
     finally:
         if not model.exists():
             (run.out / "before").rename(model)
@@ -313,20 +316,20 @@ def test_command_trains_on_english(tmp_path):
     out = tmp_path / "tiny"
     words = [sys.executable, "-m", "experiments.training.train_tiny", "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    child = subprocess.run(
         words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=3000
     )
-    assert done.returncode == 0, done.stderr
-    alone = float(re.search(r"by frequencies alone is ([\d.]+)", done.stdout)[1])
-    rows = [line.split() for line in done.stdout.splitlines() if re.match(r" +\d+ ", line)]
+    assert child.returncode == 0, child.stderr
+    alone = float(re.search(r"by frequencies alone is ([\d.]+)", child.stdout)[1])
+    rows = [line.split() for line in child.stdout.splitlines() if re.match(r" +\d+ ", line)]
     assert float(rows[-1][2]) < alone - 1.5
     assert {row[4] for row in rows} == {"0"}
     (text,) = LLM(model=out / "model", **train_tiny.serving()).generate(
         "The function", SamplingParams(temperature=0, max_tokens=60), use_tqdm=False
     )
-    known = set(re.findall(r"[a-z]{4,}", " ".join(training_data.texts()[0])))
-    found = re.findall(r"[a-z]{4,}", text.outputs[0].text)
-    assert sum(word in known for word in found) > 0.9 * len(found) > 5
+    english_words = set(re.findall(r"[a-z]{4,}", " ".join(training_data.texts()[0])))
+    generated_words = re.findall(r"[a-z]{4,}", text.outputs[0].text)
+    assert sum(word in english_words for word in generated_words) > 0.9 * len(generated_words) > 5
 
 
 # --- bad arguments --------------------------------------------------------------------------------

@@ -32,10 +32,10 @@ class Cluster(NamedTuple):
         )
 
     def replicas(self) -> dict[str, bool]:
-        """The replicas that are present -> whether they are healthy."""
+        """Return the replicas that are present, by name, and whether each is healthy."""
         answer = self.get("/replicas")
         return (
-            {one["name"]: one["healthy"] for one in answer.json()["data"]}
+            {replica["name"]: replica["healthy"] for replica in answer.json()["data"]}
             if answer.status_code == 200
             else {}
         )
@@ -49,8 +49,11 @@ class Cluster(NamedTuple):
 
 @contextmanager
 def cluster(model: str, folder: Path, *words: str, key: str = "none") -> Iterator[Cluster]:
-    """`pagedjax serve --replicas` until the end of the block; then it is asked to stop, and must."""
-    routing, log = folder / "routing.jsonl", folder / "log"
+    """`pagedjax serve --replicas` until the end of the block; then it is asked to stop, and
+    must.
+    """
+    routing = folder / "routing.jsonl"
+    log = folder / "log"
     command = [
         sys.executable,
         "-m",
@@ -76,9 +79,9 @@ def cluster(model: str, folder: Path, *words: str, key: str = "none") -> Iterato
         line = process.stdout.readline()
         assert line.startswith("serving "), log.read_text("utf-8")[-3000:]
         url = line.split(" at ")[1].strip().removesuffix("/v1")
-        made = Cluster(url, process, routing, log, key)
-        wait_until(lambda: all(made.replicas().values()), STARTS)
-        yield made
+        ray_cluster = Cluster(url, process, routing, log, key)
+        wait_until(lambda: all(ray_cluster.replicas().values()), STARTS)
+        yield ray_cluster
         process.terminate()
         assert process.wait(120) == 0, log.read_text("utf-8")[-3000:]
     finally:

@@ -77,24 +77,28 @@ def test_a_wrong_option_is_an_error_with_a_remedy(args, message):
 
 
 def test_words_of_serve_run_are_read_as_yaml():
-    found = of_args(
+    options = of_args(
         {"model": "1234", "replicas": "2", "engine": "{max_num_seqs: 4}", "record": "run.jsonl"}
     )
-    assert (found.model, found.replicas, found.record) == ("1234", 2, "run.jsonl")
-    assert found.engine == {"max_num_seqs": 4}
+    assert (options.model, options.replicas, options.record) == ("1234", 2, "run.jsonl")
+    assert options.engine == {"max_num_seqs": 4}
 
 
 def test_autoscaling_has_the_engines_batch_as_its_target():
-    found = of_args(
+    scaling = of_args(
         {"replicas": 2, "autoscaling": {"max_replicas": 4}, "engine": {"max_num_seqs": 12}}
     ).scaling()
-    assert found is not None
-    assert (found.min_replicas, found.max_replicas, found.target_ongoing_requests) == (2, 4, 12)
+    assert scaling is not None
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (
+        2,
+        4,
+        12,
+    )
     assert of_args({}).scaling() is None
 
 
 @pytest.mark.parametrize(
-    ("cluster", "mesh", "wanted"),
+    ("cluster", "mesh", "resources"),
     [
         ({"CPU": 8.0}, None, {"num_cpus": 1}),
         ({"CPU": 8.0}, {"tensor": 4}, {"num_cpus": 1}),
@@ -103,15 +107,15 @@ def test_autoscaling_has_the_engines_batch_as_its_target():
         ({"CPU": 8.0, "TPU": 8.0}, {"tensor": 2, "data": 2}, {"resources": {"TPU": 4}}),
     ],
 )
-def test_a_replica_asks_for_the_devices_of_its_mesh(cluster, mesh, wanted):
-    assert default_resources(cluster, mesh) == wanted
+def test_a_replica_asks_for_the_devices_of_its_mesh(cluster, mesh, resources):
+    assert default_resources(cluster, mesh) == resources
 
 
 def test_replicas_that_have_no_room_are_refused():
     options = ClusterOptions(replicas=3)
     check_room(options, {"num_gpus": 2}, {"CPU": 1.0, "GPU": 6.0})
-    what = "replicas is 3, and each needs 2 GPU, but Ray has 4; start fewer, or ask for less with --replica-resources"
-    with pytest.raises(ValueError, match=re.escape(what)):
+    message = "replicas is 3, and each needs 2 GPU, but Ray has 4; start fewer, or ask for less with --replica-resources"
+    with pytest.raises(ValueError, match=re.escape(message)):
         check_room(options, {"num_gpus": 2}, {"CPU": 8.0, "GPU": 4.0})
     with pytest.raises(
         ValueError, match="replicas need an accelerator 'A100', which Ray does not have"
@@ -123,19 +127,19 @@ def test_replicas_that_have_no_room_are_refused():
         check_room(options, {"resources": {"TPU": 1}}, {"CPU": 8.0})
 
 
-def parsed(*words: str) -> ClusterOptions:
+def parse(*words: str) -> ClusterOptions:
     return options_of(cli.parser().parse_args(["serve", *words]), {"max_num_seqs": 8})
 
 
 def test_the_command_line_has_the_same_options(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    found = parsed("model", "--replicas", "3", "--router", "least_loaded", "--drain-seconds", "5")
-    assert (found.replicas, found.router, found.drain_seconds) == (3, "least_loaded", 5)
-    assert found.model == str(tmp_path / "model")  # replicas have another working folder
-    assert found.of_server().name == "model"
-    assert found.engine == {"max_num_seqs": 8}
-    assert parsed("--replica-resources", "num_gpus=2,num_cpus=0.5").resources == {
+    options = parse("model", "--replicas", "3", "--router", "least_loaded", "--drain-seconds", "5")
+    assert (options.replicas, options.router, options.drain_seconds) == (3, "least_loaded", 5)
+    assert options.model == str(tmp_path / "model")  # replicas have another working folder
+    assert options.of_server().name == "model"
+    assert options.engine == {"max_num_seqs": 8}
+    assert parse("--replica-resources", "num_gpus=2,num_cpus=0.5").resources == {
         "num_gpus": 2,
         "num_cpus": 0.5,
     }
@@ -146,7 +150,7 @@ def test_a_router_of_ones_own_has_an_absolute_path(tmp_path, monkeypatch):
     text = "from pagedjax.routing import Router\nFIRST = Router('first', lambda state, request: state.replicas[0])\n"
     (tmp_path / "mine.py").write_text(text, "utf-8")
     assert (
-        parsed("--replicas", "2", "--router", "mine.py:FIRST").router
+        parse("--replicas", "2", "--router", "mine.py:FIRST").router
         == f"{tmp_path / 'mine.py'}:FIRST"
     )
 
@@ -154,12 +158,12 @@ def test_a_router_of_ones_own_has_an_absolute_path(tmp_path, monkeypatch):
 def test_files_of_ones_own_in_the_engine_have_absolute_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     engine = {"model_family": "mine.py:FAMILY", "attention_impl": "own.py:MINE", "dtype": "float32"}
-    found = options_of(cli.parser().parse_args(["serve"]), engine).engine
-    here = {
+    options = options_of(cli.parser().parse_args(["serve"]), engine).engine
+    paths = {
         "model_family": f"{tmp_path}/mine.py:FAMILY",
         "attention_impl": f"{tmp_path}/own.py:MINE",
     }
-    assert found == {**here, "dtype": "float32"}
+    assert options == {**paths, "dtype": "float32"}
 
 
 @pytest.mark.parametrize(

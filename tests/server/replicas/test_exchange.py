@@ -52,7 +52,7 @@ def application(log: list) -> FastAPI:
 
 
 async def body_of(messages) -> bytes:
-    return b"".join([one.get("body", b"") async for found in messages for one in found])
+    return b"".join([message.get("body", b"") async for batch in messages for message in batch])
 
 
 def scope_of(method: str, url: str, headers: dict[str, str]) -> dict:
@@ -68,12 +68,14 @@ def scope_of(method: str, url: str, headers: dict[str, str]) -> dict:
 def test_a_request_and_its_answer_are_values():
     scope = exchange.plain(scope_of("POST", "/echo?a=b", {"x-key": "secret"}))
     assert pickle.loads(pickle.dumps(scope)) == scope
-    found = asyncio.run(body_of(exchange.answer_messages(application([]), scope, b"words")))
-    assert found == b'{"body":"words","query":"a=b","key":"secret"}'
+    body = asyncio.run(body_of(exchange.answer_messages(application([]), scope, b"words")))
+    assert body == b'{"body":"words","query":"a=b","key":"secret"}'
 
 
-@pytest.mark.parametrize(("path", "said"), [("/wait", ["waits", "left"]), ("/stream", ["ended"])])
-def test_a_client_that_leaves_ends_the_work(path, said):
+@pytest.mark.parametrize(
+    ("path", "entries"), [("/wait", ["waits", "left"]), ("/stream", ["ended"])]
+)
+def test_a_client_that_leaves_ends_the_work(path, entries):
     log: list[str] = []
 
     async def leaves() -> None:
@@ -86,7 +88,7 @@ def test_a_client_that_leaves_ends_the_work(path, said):
 
     with pytest.raises(TimeoutError):
         asyncio.run(leaves())
-    assert log == said
+    assert log == entries
 
 
 def test_messages_that_are_ready_come_together():
@@ -97,7 +99,7 @@ def test_messages_that_are_ready_come_together():
 
     async def lists() -> list[int]:
         return [
-            len(found) async for found in exchange.answer_messages(burst, exchange.get("/"), b"")
+            len(batch) async for batch in exchange.answer_messages(burst, exchange.get("/"), b"")
         ]
 
     counts = asyncio.run(lists())
@@ -109,8 +111,8 @@ def test_an_error_of_the_application_comes_after_its_messages():
     messages = []
 
     async def read() -> None:
-        async for found in exchange.answer_messages(application([]), exchange.get("/fails"), b""):
-            messages.extend(found)
+        async for batch in exchange.answer_messages(application([]), exchange.get("/fails"), b""):
+            messages.extend(batch)
 
     with pytest.raises(KeyError, match="broken"):
         asyncio.run(read())
@@ -127,20 +129,29 @@ def test_metrics_of_all_replicas_are_one_page():
         )
         return prometheus.generate_latest(registry).decode()
 
-    whole = list(text_string_to_metric_families(pages.merged_page({"a": page(1), "b": page(2)})))
+    families = list(text_string_to_metric_families(pages.merged_page({"a": page(1), "b": page(2)})))
     samples = {
-        (one.name, one.labels["replica"], one.labels.get("le")): one
-        for family in whole
-        for one in family.samples
+        (sample.name, sample.labels["replica"], sample.labels.get("le")): sample
+        for family in families
+        for sample in family.samples
     }
-    assert {one: samples["tokens_total", one, None].value for one in "ab"} == {"a": 1, "b": 2}
+    assert {replica: samples["tokens_total", replica, None].value for replica in "ab"} == {
+        "a": 1,
+        "b": 2,
+    }
     assert samples["tokens_total", "a", None].labels == {"model": "m", "replica": "a"}
-    assert {one: samples["running", one, None].value for one in "ab"} == {"a": 1, "b": 2}
-    assert {one: samples["seconds_bucket", one, "1.0"].value for one in "ab"} == {"a": 1, "b": 0}
-    kinds = {family.name: family.type for family in whole}
+    assert {replica: samples["running", replica, None].value for replica in "ab"} == {
+        "a": 1,
+        "b": 2,
+    }
+    assert {replica: samples["seconds_bucket", replica, "1.0"].value for replica in "ab"} == {
+        "a": 1,
+        "b": 0,
+    }
+    kinds = {family.name: family.type for family in families}
     assert (kinds["tokens"], kinds["running"], kinds["seconds"]) == (
         "counter",
         "gauge",
         "histogram",
     )
-    assert len(kinds) == len(whole), "a family is twice on the page"
+    assert len(kinds) == len(families), "a family is twice on the page"

@@ -41,9 +41,9 @@ def router(
     name: str = "least_loaded", drain_seconds: float = 60.0, record=None, kind: type = PureRouter
 ) -> PureRouter:
     options = {"handle_source": DeploymentHandleSource.REPLICA, "use_replica_queue_len_cache": True}
-    made = kind(deployment_id=DEPLOYMENT, **options)
-    made.initialize_state(name, 100, drain_seconds, record)
-    return made
+    ray_router = kind(deployment_id=DEPLOYMENT, **options)
+    ray_router.initialize_state(name, 100, drain_seconds, record)
+    return ray_router
 
 
 def call(name: str, **arguments) -> PendingRequest:
@@ -51,9 +51,9 @@ def call(name: str, **arguments) -> PendingRequest:
     return PendingRequest(args=[], kwargs=arguments, metadata=metadata)
 
 
-def asked(made: PureRouter, request: RouterRequest) -> asyncio.Future:
+def choose(ray_router: PureRouter, request: RouterRequest) -> asyncio.Future:
     return asyncio.ensure_future(
-        made._choose_replica_for_request(call(request.request_id, routed=request))
+        ray_router._choose_replica_for_request(call(request.request_id, routed=request))
     )
 
 
@@ -72,25 +72,27 @@ def test_assignments_are_those_of_the_pure_router(tmp_path):
     requests = [RouterRequest(f"q{i}", i, ("a", "b", "c")[: i % 4]) for i in range(12)]
 
     async def run() -> list[str]:
-        made, chosen = router("prefix", record=str(tmp_path / "routing.jsonl")), []
-        made.update_replicas([replica("a"), replica("b")])
+        ray_router = router("prefix", record=str(tmp_path / "routing.jsonl"))
+        chosen = []
+        ray_router.update_replicas([replica("a"), replica("b")])
         for i, request in enumerate(requests):
-            chosen.append((await asked(made, request)).replica_id.unique_id)
+            chosen.append((await choose(ray_router, request)).replica_id.unique_id)
             if i % 3 == 2:
                 LINK.end(requests[i - 1].request_id)
                 await asyncio.sleep(0)
         return chosen
 
-    found = asyncio.run(run())
-    state, wanted = routing.init(100), []
+    chosen_ids = asyncio.run(run())
+    state = routing.init(100)
+    expected = []
     for name in "ab":
         state = routing.joined(state, name)
     for i, request in enumerate(requests):
-        state, one = routing.route(state, routing.PREFIX, request)
-        wanted.append(one)
+        state, index = routing.route(state, routing.PREFIX, request)
+        expected.append(index)
         if i % 3 == 2:
             state = routing.finished(state, requests[i - 1].request_id)
-    assert found == wanted
+    assert chosen_ids == expected
     assert recording.replay((tmp_path / "routing.jsonl").read_text("utf-8").splitlines()) == (
         state,
         12,
@@ -105,13 +107,13 @@ def test_a_request_that_ended_is_never_unfinished(turns, in_the_moment):
     """
 
     async def run() -> PureRouter:
-        made = router(kind=LeavesWhenChosen)
-        made.update_replicas([replica("a"), replica("b")])
+        ray_router = router(kind=LeavesWhenChosen)
+        ray_router.update_replicas([replica("a"), replica("b")])
 
         async def client(i: int, turns: int) -> None:
-            work = asked(made, RouterRequest(f"q{i}", 10))
+            work = choose(ray_router, RouterRequest(f"q{i}", 10))
             if turns == -1 and in_the_moment:
-                made.victim = work
+                ray_router.victim = work
             elif turns >= 0:
                 for _ in range(turns):
                     await asyncio.sleep(0)
@@ -122,58 +124,66 @@ def test_a_request_that_ended_is_never_unfinished(turns, in_the_moment):
         await asyncio.gather(*(client(i, n) for i, n in enumerate(turns)))
         for _ in range(20):
             await asyncio.sleep(0)
-        return made
+        return ray_router
 
-    made = asyncio.run(run())
-    assert not made.routing.state.unfinished
-    routing.state.check(made.routing.state)
+    ray_router = asyncio.run(run())
+    assert not ray_router.routing.state.unfinished
+    routing.state.check(ray_router.routing.state)
 
 
 def test_a_request_that_ended_before_it_was_routed_gets_no_replica():
     async def run() -> None:
-        made = router()
-        made.update_replicas([replica("a")])
+        ray_router = router()
+        ray_router.update_replicas([replica("a")])
         LINK.end("q")
         await asyncio.sleep(0)
         with pytest.raises(asyncio.CancelledError):
-            await asked(made, RouterRequest("q", 1))
-        assert not made.routing.state.unfinished
-        assert (await asked(made, RouterRequest("r", 1))).replica_id.unique_id == "a"
+            await choose(ray_router, RouterRequest("q", 1))
+        assert not ray_router.routing.state.unfinished
+        assert (await choose(ray_router, RouterRequest("r", 1))).replica_id.unique_id == "a"
 
     asyncio.run(run())
 
 
 def test_a_replica_that_leaves_is_told_when_its_time_is_over():
-    told = []
+    drained = []
 
     async def run() -> None:
-        made = router(drain_seconds=0.05)
-        LINK.drained = told.append
-        made.update_replicas([replica("a"), replica("b")])
-        first = (await asked(made, RouterRequest("q", 1))).replica_id.unique_id
-        made.update_replicas(
-            [one for one in map(replica, "ab") if one.replica_id.unique_id != first]
+        ray_router = router(drain_seconds=0.05)
+        LINK.drained = drained.append
+        ray_router.update_replicas([replica("a"), replica("b")])
+        first = (await choose(ray_router, RouterRequest("q", 1))).replica_id.unique_id
+        ray_router.update_replicas(
+            [
+                remaining
+                for remaining in map(replica, "ab")
+                if remaining.replica_id.unique_id != first
+            ]
         )
-        assert made.routing.state.replicas == tuple({"a", "b"} - {first}) == tuple(LINK.present())
-        assert not made.routing.state.unfinished
-        assert not told
+        assert (
+            ray_router.routing.state.replicas
+            == tuple({"a", "b"} - {first})
+            == tuple(LINK.present())
+        )
+        assert not ray_router.routing.state.unfinished
+        assert not drained
         await asyncio.sleep(0.1)
-        assert told == [first]
+        assert drained == [first]
 
     asyncio.run(run())
 
 
 def test_a_named_replica_gets_the_call_or_it_fails():
     async def run() -> None:
-        made = router()
-        made.update_replicas([replica("a"), replica("b")])
+        ray_router = router()
+        ray_router.update_replicas([replica("a"), replica("b")])
         for name in "bba":
-            found = await made._choose_replica_for_request(call(f"t{name}", target=name))
-            assert found.replica_id.unique_id == name
+            chosen = await ray_router._choose_replica_for_request(call(f"t{name}", target=name))
+            assert chosen.replica_id.unique_id == name
         with pytest.raises(NotRouted, match="replica 'c' is not present"):
-            await made._choose_replica_for_request(call("tc", target="c"))
-        await made._choose_replica_for_request(call("facts"))  # any replica
-        assert not made.routing.state.unfinished
+            await ray_router._choose_replica_for_request(call("tc", target="c"))
+        await ray_router._choose_replica_for_request(call("facts"))  # any replica
+        assert not ray_router.routing.state.unfinished
 
     asyncio.run(run())
 
@@ -183,13 +193,13 @@ def test_a_router_that_fails_is_an_error_of_the_request(tmp_path):
     (tmp_path / "mine.py").write_text(text, "utf-8")
 
     async def run() -> None:
-        made = router(f"{tmp_path / 'mine.py'}:BAD")
-        made.update_replicas([replica("a")])
+        ray_router = router(f"{tmp_path / 'mine.py'}:BAD")
+        ray_router.update_replicas([replica("a")])
         with pytest.raises(NotRouted, match="the router failed: ZeroDivisionError"):
-            await asked(made, RouterRequest("q", 0))
+            await choose(ray_router, RouterRequest("q", 0))
         with pytest.raises(NotRouted, match="its choose must return one of"):
-            await asked(made, RouterRequest("q", 1))
-        assert not made.routing.state.unfinished
+            await choose(ray_router, RouterRequest("q", 1))
+        assert not ray_router.routing.state.unfinished
 
     asyncio.run(run())
 
@@ -206,9 +216,9 @@ def test_an_ingress_that_starts_again_keeps_the_first_record(tmp_path):
 
 def test_routing_goes_on_without_a_record(tmp_path, caplog):
     async def run(record: str) -> None:
-        made = router(record=record)
-        made.update_replicas([replica("a")])
-        await asked(made, RouterRequest("q", 0))
+        ray_router = router(record=record)
+        ray_router.update_replicas([replica("a")])
+        await choose(ray_router, RouterRequest("q", 0))
 
     asyncio.run(run(str(tmp_path / "missing" / "routing.jsonl")))
     assert "routing is not recorded: " in caplog.text

@@ -62,33 +62,33 @@ def of_engine(requests) -> RouterRequest:
     params = first.params
     _, hashes = block_hashes.of_prompt(first.prompt_token_ids, params, SIZE)
     tokens = sum(
-        len(one.prompt_token_ids) + params.drawn().n * params.max_tokens for one in requests
+        len(request.prompt_token_ids) + params.drawn().n * params.max_tokens for request in requests
     )
     return RouterRequest("a", tokens, hashes, first.user)
 
 
 @pytest.mark.parametrize("body", COMPLETIONS, ids=lambda body: ",".join(body))
 def test_completions(llm, reader, body):
-    wanted, _ = server_app._completion_requests(llm, CompletionRequest(**body), SERVER)
+    requests, _ = server_app._completion_requests(llm, CompletionRequest(**body), SERVER)
     assert router_request(reader, "a", "/v1/completions", json.dumps(body).encode()) == of_engine(
-        wanted
+        requests
     )
 
 
 @pytest.mark.parametrize("body", CHATS, ids=lambda body: ",".join(body))
 def test_chats(llm, reader, body):
-    wanted, _ = server_app._chat_requests(llm, ChatRequest.model_validate(body), SERVER)
+    requests, _ = server_app._chat_requests(llm, ChatRequest.model_validate(body), SERVER)
     assert router_request(
         reader, "a", "/v1/chat/completions", json.dumps(body).encode()
-    ) == of_engine(wanted)
+    ) == of_engine(requests)
 
 
 def test_responses_are_chats(llm, reader):
     body = {"input": "What is a block table?", "instructions": "Be short.", "max_output_tokens": 6}
     chat = responses_api.as_chat(responses_api.ResponsesRequest(**body))
-    wanted, _ = server_app._chat_requests(llm, chat, SERVER)
+    requests, _ = server_app._chat_requests(llm, chat, SERVER)
     assert router_request(reader, "a", "/v1/responses", json.dumps(body).encode()) == of_engine(
-        wanted
+        requests
     )
 
 
@@ -102,8 +102,8 @@ def test_adapters_share_no_prefix(reader):
 
 def test_without_prefixes_nothing_is_hashed(reader):
     body = json.dumps({"prompt": "abcdefghij", "max_tokens": 5}).encode()
-    found = router_request(reader._replace(hashes=False), "a", "/v1/completions", body)
-    assert (found.hashes, found.tokens) == (
+    request = router_request(reader._replace(hashes=False), "a", "/v1/completions", body)
+    assert (request.hashes, request.tokens) == (
         (),
         len(reader.tokenizer.encode("abcdefghij", True)) + 5,
     )

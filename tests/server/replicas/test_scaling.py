@@ -39,7 +39,7 @@ SCALING = {
 PROMPTS = [[20 + i, 30 + i, 40 + i] for i in range(24)]
 
 
-async def asked(client: openai.AsyncOpenAI, prompt: list[int], tokens: int) -> str:
+async def ask(client: openai.AsyncOpenAI, prompt: list[int], tokens: int) -> str:
     answer = await client.completions.create(
         model="tiny",
         prompt=prompt,
@@ -50,24 +50,26 @@ async def asked(client: openai.AsyncOpenAI, prompt: list[int], tokens: int) -> s
     return answer.choices[0].text
 
 
-async def while_it_grows(made: Cluster, key: str) -> list[tuple[int, str]]:
-    """Keep twelve requests under way until there are two replicas -> (which prompt, its answer)."""
+async def while_it_grows(ray_cluster: Cluster, key: str) -> list[tuple[int, str]]:
+    """Keep twelve requests under way until there are two replicas. Returns (number of the prompt,
+    its answer) for each.
+    """
     answers: list[tuple[int, str]] = []
     grown = asyncio.Event()
 
     async def live(client: openai.AsyncOpenAI, i: int) -> None:
         while not grown.is_set():
-            answers.append((i, await asked(client, PROMPTS[i], 100)))
+            answers.append((i, await ask(client, PROMPTS[i], 100)))
 
     async def watch() -> None:
         for _ in range(600):
-            if len(await asyncio.to_thread(made.replicas)) == 2:
+            if len(await asyncio.to_thread(ray_cluster.replicas)) == 2:
                 break
             await asyncio.sleep(0.5)
         grown.set()
 
     async with openai.AsyncOpenAI(
-        base_url=f"{made.url}/v1", api_key=key, max_retries=0, timeout=300
+        base_url=f"{ray_cluster.url}/v1", api_key=key, max_retries=0, timeout=300
     ) as client:
         await asyncio.gather(watch(), *(live(client, i) for i in range(12)))
     return answers
@@ -75,7 +77,7 @@ async def while_it_grows(made: Cluster, key: str) -> list[tuple[int, str]]:
 
 def test_replicas_follow_the_queue_and_drain(tiny_folder, reference, tmp_path):
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-    wanted = [
+    expected = [
         output.outputs[0].text
         for output in reference.generate(PROMPTS[:12], params, use_tqdm=False)
     ]
@@ -97,15 +99,17 @@ def test_replicas_follow_the_queue_and_drain(tiny_folder, reference, tmp_path):
         "--router",
         "least_loaded",
     )
-    with cluster(str(tiny_folder), tmp_path, *words, *options, key="secret") as made:
-        assert httpx.get(f"{made.url}/v1/models").status_code == 401
-        assert httpx.get(f"{made.url}/replicas").status_code == 401
-        assert len(made.replicas()) == 1
-        answers = asyncio.run(while_it_grows(made, "secret"))
-        assert len(made.replicas()) == 2
-        assert [one for one in answers if one[1] != wanted[one[0]]] == [], "wrong answers"
-        wait_until(lambda: len(made.replicas()) == 1, 120)  # it shrinks, with nothing to do
-        wait_until(lambda: idle(made), 60)
-    state, count = recording.replay(made.routing.read_text("utf-8").splitlines())
+    with cluster(str(tiny_folder), tmp_path, *words, *options, key="secret") as ray_cluster:
+        assert httpx.get(f"{ray_cluster.url}/v1/models").status_code == 401
+        assert httpx.get(f"{ray_cluster.url}/replicas").status_code == 401
+        assert len(ray_cluster.replicas()) == 1
+        answers = asyncio.run(while_it_grows(ray_cluster, "secret"))
+        assert len(ray_cluster.replicas()) == 2
+        assert [answer for answer in answers if answer[1] != expected[answer[0]]] == [], (
+            "wrong answers"
+        )
+        wait_until(lambda: len(ray_cluster.replicas()) == 1, 120)  # it shrinks, with nothing to do
+        wait_until(lambda: idle(ray_cluster), 60)
+    state, count = recording.replay(ray_cluster.routing.read_text("utf-8").splitlines())
     assert count >= len(answers)
     assert not state.unfinished

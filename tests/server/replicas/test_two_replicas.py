@@ -23,7 +23,10 @@ from tests.server.replicas.support import cluster, idle, kill_one_replica
 from tests.server.support import wait_until
 
 pytestmark = pytest.mark.slow
-GROUPS, TOKENS, REQUESTS, CLIENTS = 6, 12, 200, 12
+GROUPS = 6
+TOKENS = 12
+REQUESTS = 200
+CLIENTS = 12
 WORDS = (
     "the",
     "cat",
@@ -69,7 +72,7 @@ def prompts() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def wanted(smollm2) -> list[str]:
+def expected_texts(smollm2) -> list[str]:
     """The library's answers, one prompt after the other."""
     llm = LLM(smollm2, progress=False, **ENGINE)
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
@@ -80,11 +83,12 @@ async def send(client: openai.AsyncOpenAI, number: int, prompt: str, stream: boo
     options = {"model": "smollm2-135m", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0.0}
     try:
         if not stream:
-            whole = await client.completions.with_raw_response.create(
+            response = await client.completions.with_raw_response.create(
                 **options, extra_body={"ignore_eos": True}
             )
-            return Sent(number, whole.parse().choices[0].text, whole.headers["x-replica"])
-        text, replica = "", None
+            return Sent(number, response.parse().choices[0].text, response.headers["x-replica"])
+        text = ""
+        replica = None
         call = client.completions.with_streaming_response.create(
             **options, extra_body={"ignore_eos": True, "stream": True}
         )
@@ -102,76 +106,79 @@ async def send(client: openai.AsyncOpenAI, number: int, prompt: str, stream: boo
 
 
 async def load(url: str, kill, draw: random.Random) -> tuple[list[Sent], int, int]:
-    """200 requests, CLIENTS at a time -> (what became of those that stayed, how many left, how many
-    before the kill).
+    """Send 200 requests, CLIENTS at a time. Returns what became of those that stayed, how many
+    left, and how many ended before the kill.
 
     kill: called once, when half of them have been sent.
     """
-    found, left, numbers, before = [], 0, iter(range(REQUESTS)), 0
+    answers = []
+    leavers = 0
+    numbers = iter(range(REQUESTS))
+    before = 0
     texts = prompts()
 
     async def live(client: openai.AsyncOpenAI) -> None:
-        nonlocal left, before
+        nonlocal leavers, before
         for number in numbers:
             if number == REQUESTS // 2:
-                before = len(found)
+                before = len(answers)
                 await asyncio.to_thread(kill)
             leaves = draw.random() < 1 / 3
             try:
                 async with asyncio.timeout(draw.uniform(0.05, 1.0) if leaves else 200):
-                    found.append(
+                    answers.append(
                         await send(client, number, texts[number % 60], draw.random() < 0.5)
                     )
             except TimeoutError:
                 assert leaves, "an answer took 200 s"
-                left += 1
+                leavers += 1
 
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300
     ) as client:
         await asyncio.gather(*(live(client) for _ in range(CLIENTS)))
-    return found, left, before
+    return answers, leavers, before
 
 
-def kept_to_their_replica(found: list[Sent]) -> float:
+def kept_to_their_replica(answers: list[Sent]) -> float:
     """The share of answers that came from the replica with the most answers of their group."""
     groups: dict[int, Counter] = defaultdict(Counter)
-    for one in found:
-        if one.replica is not None:
-            groups[one.number % GROUPS][one.replica] += 1
+    for answer in answers:
+        if answer.replica is not None:
+            groups[answer.number % GROUPS][answer.replica] += 1
     return sum(max(group.values()) for group in groups.values()) / sum(
         group.total() for group in groups.values()
     )
 
 
-def test_200_requests_while_clients_leave_and_a_replica_is_killed(wanted, tmp_path):
-    with cluster("smollm2-135m", tmp_path, "--replicas", "2", *OPTIONS) as made:
-        first = made.replicas()
+def test_200_requests_while_clients_leave_and_a_replica_is_killed(expected_texts, tmp_path):
+    with cluster("smollm2-135m", tmp_path, "--replicas", "2", *OPTIONS) as ray_cluster:
+        first = ray_cluster.replicas()
         assert list(first.values()) == [True, True]
-        found, left, before = asyncio.run(
-            load(made.url, lambda: kill_one_replica(made), random.Random(1))
+        answers, leavers, before = asyncio.run(
+            load(ray_cluster.url, lambda: kill_one_replica(ray_cluster), random.Random(1))
         )
-        answered = [one for one in found if one.text is not None]
-        failed = [one for one in found if one.text is None]
-        assert [one for one in answered if one.text != wanted[one.number % 60]] == [], (
+        complete = [sent for sent in answers if sent.text is not None]
+        failed = [sent for sent in answers if sent.text is None]
+        assert [sent for sent in complete if sent.text != expected_texts[sent.number % 60]] == [], (
             "wrong answers"
         )
-        assert {one.error for one in failed} <= {
+        assert {sent.error for sent in failed} <= {
             "503 replica_ended",
             "within a stream: replica_ended",
         }
         assert 0 < len(failed) <= CLIENTS  # at most what was under way in the killed replica
-        assert left > 30
-        assert {one.replica for one in answered[:before]} == set(first)
-        assert kept_to_their_replica(answered[:before]) > 0.8
+        assert leavers > 30
+        assert {sent.replica for sent in complete[:before]} == set(first)
+        assert kept_to_their_replica(complete[:before]) > 0.8
 
-        wait_until(lambda: list(made.replicas().values()) == [True, True], 240)
-        assert len(first.keys() & made.replicas().keys()) == 1, (
+        wait_until(lambda: list(ray_cluster.replicas().values()) == [True, True], 240)
+        assert len(first.keys() & ray_cluster.replicas().keys()) == 1, (
             "the killed replica has not been replaced"
         )
-        wait_until(lambda: idle(made), 60)
-        with httpx.Client(base_url=made.url, timeout=120) as client:
-            for name in made.replicas():  # the new one gives the same answers
+        wait_until(lambda: idle(ray_cluster), 60)
+        with httpx.Client(base_url=ray_cluster.url, timeout=120) as client:
+            for name in ray_cluster.replicas():  # the new one gives the same answers
                 body = {
                     "prompt": prompts()[0],
                     "max_tokens": TOKENS,
@@ -180,13 +187,13 @@ def test_200_requests_while_clients_leave_and_a_replica_is_killed(wanted, tmp_pa
                 }
                 answer = client.post(f"/replicas/{name}/v1/completions", json=body)
                 assert answer.headers["x-replica"] == name
-                assert answer.json()["choices"][0]["text"] == wanted[0]
+                assert answer.json()["choices"][0]["text"] == expected_texts[0]
             assert (
                 client.get("/replicas/nobody/health").json()["error"]["code"] == "replica_not_found"
             )
-        wait_until(lambda: idle(made), 60)
-    lines = made.routing.read_text("utf-8").splitlines()
+        wait_until(lambda: idle(ray_cluster), 60)
+    lines = ray_cluster.routing.read_text("utf-8").splitlines()
     state, count = recording.replay(lines)  # the cluster's assignments are those of the pure router
-    assert count >= REQUESTS - left
+    assert count >= REQUESTS - leavers
     assert not state.unfinished
     assert sum('"left"' in line for line in lines) >= 1
