@@ -14,6 +14,7 @@ import os
 import runpy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -619,6 +620,9 @@ def one_of(name: str, value: object, allowed: tuple[Any, ...], *, custom: bool =
 def own_value(field: str, name: str, kind: type[Value], built_in: Iterable[str]) -> Value:
     """Returns the user's own value for a field.
 
+    A file is run once, and again after it has changed. So all fields and all engines that name a
+    value of it get the same value, whose functions share the file's globals.
+
     Args:
         name: "module:NAME" or "folder/file.py:NAME".
         built_in: the names of the built-in values, for error messages.
@@ -633,7 +637,7 @@ def own_value(field: str, name: str, kind: type[Value], built_in: Iterable[str])
         raise ValueError(f"{field} is {name!r}; {usage}")
     is_file = module.endswith(".py")
     try:
-        values = runpy.run_path(module) if is_file else vars(importlib.import_module(module))
+        values = _values_in_file(module) if is_file else vars(importlib.import_module(module))
     except ImportError as error:
         if is_file:  # the folder of a file is not on the path
             usage = "install what it imports, or add its folder to PYTHONPATH"
@@ -650,6 +654,17 @@ def own_value(field: str, name: str, kind: type[Value], built_in: Iterable[str])
             f"those in it: {names or 'none'}"
         )
     return value
+
+
+def _values_in_file(path: str) -> dict[str, Any]:
+    """Returns the global values of a Python file."""
+    stat = os.stat(path)
+    return _run_file(path, os.path.abspath(path), stat.st_mtime_ns, stat.st_size)
+
+
+@cache
+def _run_file(path: str, _place: str, _changed: int, _size: int) -> dict[str, Any]:
+    return runpy.run_path(path)
 
 
 def from_dict(

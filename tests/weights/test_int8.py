@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from pagedjax import LLM, SamplingParams, from_params, load_model
-from pagedjax.device.models import FAMILIES, Decoder
+from pagedjax.device.models import Decoder
 from pagedjax.engine import compilations
-from pagedjax.weights.architectures import normalised
+from pagedjax.weights.architectures import FAMILIES, normalised
 from pagedjax.weights.convert import convert
 from pagedjax.weights.int8 import SCALES, has_scales, rounded
 from pagedjax.weights.tree import named, nested

@@ -1,5 +1,5 @@
-"""Model families: each one is a configuration of the same decoder (decoder.py). `FAMILIES` lists
-them.
+"""Model families: each one is a configuration of the same decoder (decoder.py).
+`weights/architectures.py` lists them.
 """
 
 from __future__ import annotations
@@ -14,18 +14,10 @@ from flax import nnx
 
 from pagedjax.device.layers import Weight
 from pagedjax.device.linear import Matrix, find
-from pagedjax.device.models import gemma, gpt2, llama
 from pagedjax.device.models.decoder import Decoder, DecoderConfig, angle_tables
 
 if TYPE_CHECKING:
     from pagedjax.device.placement import Placement
-
-# Hugging Face model_type -> module with from_hf, param_table and IGNORED
-FAMILIES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"), llama),
-    **dict.fromkeys(("gemma2", "gemma3_text"), gemma),
-    "gpt2": gpt2,
-}
 
 
 class Model(NamedTuple):
