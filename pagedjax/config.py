@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
 DType = Literal["float32", "bfloat16", "float16"]
-WeightDType = Literal["float32", "bfloat16", "float16", "int8"]
+WeightDType = str  # a DType, or a name of STORED_FORMATS
 CacheDType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 PolicyName = Literal["fcfs", "priority", "shortest", "fair", "longest_prefix", "static"]
 KVPolicyName = Literal["full", "streaming", "quest"]
@@ -42,6 +42,8 @@ VLLM_NAMES = {  # names in vLLM's speculative_config: fields of `Speculative`
     "prompt_lookup_min": "ngram_min",
 }
 VLLM_METHODS = {"draft_model": "draft"}
+# Formats of matrices beside the dtypes: where each `Format` is (pagedjax/device/formats)
+STORED_FORMATS = {"int8": "pagedjax.device.formats.int8:FORMAT"}
 
 
 @dataclass(frozen=True)
@@ -447,13 +449,13 @@ class EngineConfig:
     def _check_names(self) -> None:
         """Raises ValueError for an unknown dtype, policy, implementation, family or row feature."""
         for name, allowed in (
-            ("dtype", DType),
-            ("weight_dtype", WeightDType),
-            ("kv_cache_dtype", CacheDType),
+            ("dtype", get_args(DType)),
+            ("weight_dtype", (*get_args(DType), *STORED_FORMATS)),
+            ("kv_cache_dtype", get_args(CacheDType)),
         ):
             value = getattr(self, name)
             if value is not None:
-                one_of(name, value, get_args(allowed))
+                one_of(name, value, allowed)
         if not _names_own_value(self.policy):
             one_of("policy", self.policy, get_args(PolicyName), custom=True)
         for name, allowed in (("attention_impl", AttentionImpl), ("linear_impl", LinearImpl)):

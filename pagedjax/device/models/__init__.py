@@ -25,7 +25,7 @@ class Model(NamedTuple):
 
     config: of the whole model.
     graphdef: of what one device runs: the whole model, or its part.
-    dtype: of the activations, and of parameters that are not int8.
+    dtype: of the activations, and of parameters that are not in a stored format.
     placement: on which devices the parameters are, in parts; None: they are whole, on one device.
     """
 
@@ -42,7 +42,7 @@ class Model(NamedTuple):
 
     @property
     def weight_dtype(self) -> str:
-        return "int8" if self.config.int8 else self.dtype
+        return self.config.stored or self.dtype
 
     @property
     def leaves(self) -> tuple[Any, ...]:
