@@ -620,10 +620,14 @@ def _add_cache_option(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `start_options` and `engine_options` read."""
+    from pagedjax.config import STORED_FORMATS
+
     _add_cache_option(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument(
-        "--weight-dtype", choices=("int8",), help="matrices in 8 bits, with a scale a row"
+        "--weight-dtype",
+        choices=tuple(STORED_FORMATS),
+        help="matrices in 8 bits, with a scale a row",
     )
     parser.add_argument(
         "--kv-cache-dtype",

@@ -14,10 +14,11 @@ import os
 import runpy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
 DType = Literal["float32", "bfloat16", "float16"]
-WeightDType = Literal["float32", "bfloat16", "float16", "int8"]
+WeightDType = str  # a DType, or a name of STORED_FORMATS
 CacheDType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 PolicyName = Literal["fcfs", "priority", "shortest", "fair", "longest_prefix", "static"]
 KVPolicyName = Literal["full", "streaming", "quest"]
@@ -41,6 +42,8 @@ VLLM_NAMES = {  # names in vLLM's speculative_config: fields of `Speculative`
     "prompt_lookup_min": "ngram_min",
 }
 VLLM_METHODS = {"draft_model": "draft"}
+# Formats of matrices beside the dtypes: where each `Format` is (pagedjax/device/formats)
+STORED_FORMATS = {"int8": "pagedjax.device.formats.int8:FORMAT"}
 
 
 @dataclass(frozen=True)
@@ -446,13 +449,13 @@ class EngineConfig:
     def _check_names(self) -> None:
         """Raises ValueError for an unknown dtype, policy, implementation, family or row feature."""
         for name, allowed in (
-            ("dtype", DType),
-            ("weight_dtype", WeightDType),
-            ("kv_cache_dtype", CacheDType),
+            ("dtype", get_args(DType)),
+            ("weight_dtype", (*get_args(DType), *STORED_FORMATS)),
+            ("kv_cache_dtype", get_args(CacheDType)),
         ):
             value = getattr(self, name)
             if value is not None:
-                one_of(name, value, get_args(allowed))
+                one_of(name, value, allowed)
         if not _names_own_value(self.policy):
             one_of("policy", self.policy, get_args(PolicyName), custom=True)
         for name, allowed in (("attention_impl", AttentionImpl), ("linear_impl", LinearImpl)):
@@ -619,6 +622,9 @@ def one_of(name: str, value: object, allowed: tuple[Any, ...], *, custom: bool =
 def own_value(field: str, name: str, kind: type[Value], built_in: Iterable[str]) -> Value:
     """Returns the user's own value for a field.
 
+    A file is run once, and again after it has changed. So all fields and all engines that name a
+    value of it get the same value, whose functions share the file's globals.
+
     Args:
         name: "module:NAME" or "folder/file.py:NAME".
         built_in: the names of the built-in values, for error messages.
@@ -633,7 +639,7 @@ def own_value(field: str, name: str, kind: type[Value], built_in: Iterable[str])
         raise ValueError(f"{field} is {name!r}; {usage}")
     is_file = module.endswith(".py")
     try:
-        values = runpy.run_path(module) if is_file else vars(importlib.import_module(module))
+        values = _values_in_file(module) if is_file else vars(importlib.import_module(module))
     except ImportError as error:
         if is_file:  # the folder of a file is not on the path
             usage = "install what it imports, or add its folder to PYTHONPATH"
@@ -650,6 +656,17 @@ def own_value(field: str, name: str, kind: type[Value], built_in: Iterable[str])
             f"those in it: {names or 'none'}"
         )
     return value
+
+
+def _values_in_file(path: str) -> dict[str, Any]:
+    """Returns the global values of a Python file."""
+    stat = os.stat(path)
+    return _run_file(path, os.path.abspath(path), stat.st_mtime_ns, stat.st_size)
+
+
+@cache
+def _run_file(path: str, _place: str, _changed: int, _size: int) -> dict[str, Any]:
+    return runpy.run_path(path)
 
 
 def from_dict(

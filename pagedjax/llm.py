@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import pagedjax
 from pagedjax.config import Compilation, EngineConfig, from_dict
-from pagedjax.device import attention, linear
+from pagedjax.device import attention, formats, linear
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.row_features import RowFeature
 from pagedjax.engine import compilations, interrupts, programs
@@ -711,7 +711,7 @@ def _prepare_kernels(config: EngineConfig) -> None:
     linear.prepare(
         config.linear_impl,
         dtype=dtype,
-        weight_dtype=config.weight_dtype or dtype,
+        weight_dtype=formats.find(formats.name_of(config.weight_dtype)).numbers_dtype(dtype),
         low_rank=config.enable_lora,
     )
 

@@ -457,7 +457,7 @@ class SamplingParams:
 @dataclass(frozen=True)
 class BeamSearchParams:
     """Beam search: at every position, the search keeps the `beam_width` best continuations of all
-    beams (see host/beams.py).
+    beams (see host/searches/beams.py).
 
     The scores and the end of the search are those of transformers'
     `generate(num_beams=beam_width)`: a sequence of m tokens scores (sum of its log-probabilities) /

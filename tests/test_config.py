@@ -8,7 +8,15 @@ from typing import get_args
 
 import pytest
 
-from pagedjax.config import EngineConfig, PolicyName, Resolved, Speculative, from_dict, one_of
+from pagedjax.config import (
+    EngineConfig,
+    PolicyName,
+    Resolved,
+    Speculative,
+    from_dict,
+    one_of,
+    own_value,
+)
 from pagedjax.host.policies import POLICIES
 
 SIZES = ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_blocks")
@@ -202,3 +210,17 @@ def test_speculative_options_have_vllms_names_too():
         EngineConfig(speculative={"num_tokens": 2, "num_speculative_tokens": 3})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"speculative\.method is \['ngram'\]; it must be one of"):
         EngineConfig(speculative={"method": ["ngram"]})  # type: ignore[arg-type]
+
+
+def test_a_file_of_ones_own_is_run_once_and_again_after_it_has_changed(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("FIRST = []\nSECOND = [FIRST]\n")
+
+    def read(name: str) -> list:
+        return own_value("policy", f"{file}:{name}", list, ())
+
+    first = read("FIRST")
+    assert read("SECOND")[0] is first
+    assert read("FIRST") is first
+    file.write_text("FIRST = ['other']\n")
+    assert read("FIRST") == ["other"]

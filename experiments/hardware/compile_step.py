@@ -198,7 +198,9 @@ def config_of(model: str, weights: str, layers: int | None = None) -> DecoderCon
         )
     if layers:
         shape = shape | {"num_hidden_layers": layers}
-    return dataclasses.replace(llama.from_hf(shape), int8=weights == "int8")
+    return dataclasses.replace(
+        llama.from_hf(shape), stored=None if weights == "bfloat16" else weights
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

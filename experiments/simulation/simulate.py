@@ -39,6 +39,7 @@ from experiments.simulation.cost import (
 from experiments.simulation.spans import DecodeSpan, StepTimes, sampled, step_times
 from experiments.simulation.unfelt import refuse_unfelt
 from pagedjax.config import EngineConfig
+from pagedjax.device import formats
 from pagedjax.device.batch import token_buckets
 from pagedjax.engine import drafting
 from pagedjax.engine.drafters import Drafter
@@ -67,11 +68,11 @@ from pagedjax.host.types import (
 )
 from pagedjax.params import SamplingParams
 from pagedjax.weights.families import own_family
+from pagedjax.weights.huggingface import np_dtype
 from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.tokenizer_files import open_tokenizer
 
 MOST_AHEAD = 1024  # steps: a look ahead that a request cuts short is made again
-NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 
 class Guess(NamedTuple):
@@ -535,8 +536,10 @@ class _Tokenizer:
 
 
 def _shape(simulate: Simulate, config: EngineConfig, model: str) -> Shape:
-    weight_bytes = NUMBER_BYTES[config.weight_dtype or config.dtype or "bfloat16"]
-    kv_bytes = NUMBER_BYTES[config.kv_cache_dtype or config.dtype or "bfloat16"]
+    dtype = config.dtype or "bfloat16"
+    stored = formats.find(formats.name_of(config.weight_dtype))
+    weight_bytes = np_dtype(stored.numbers_dtype(config.weight_dtype or dtype)).itemsize
+    kv_bytes = np_dtype(config.kv_cache_dtype or dtype).itemsize
     if simulate.model is not None:
         return SHAPES[simulate.model]._replace(weight_bytes=weight_bytes, kv_bytes=kv_bytes)
     family = own_family(config.model_family)
@@ -558,7 +561,7 @@ def _roofline(simulate: Simulate, config: EngineConfig, shape: Shape) -> Rooflin
     )
     if simulate.mesh is None:
         return roofline
-    activation_bytes = NUMBER_BYTES[config.dtype or "bfloat16"]
+    activation_bytes = np_dtype(config.dtype or "bfloat16").itemsize
     return cost.of_mesh(
         roofline._replace(activation_bytes=activation_bytes), simulate.mesh, simulate.hop_s
     )

@@ -42,6 +42,7 @@ from experiments.training.draft_data import Windows
 from experiments.training.draft_loss import loss
 from experiments.training.draft_setup import DraftSetup
 from pagedjax import LLM, SamplingParams, load_model
+from pagedjax.device import formats
 from pagedjax.device.models import Model
 from pagedjax.device.models.eagle import Eagle, assemble_eagle, blank_eagle, eagle_config
 from pagedjax.engine import compilations
@@ -91,10 +92,8 @@ def initial(model: Model, ids: np.ndarray, seed: int) -> tuple[nnx.GraphDef, nnx
     hidden = model.config.hidden
     values["fuse.weight"][:, -hidden:] = np.eye(hidden)  # the last tap is the last layer
     values["join.weight"][:, hidden:] = np.eye(hidden)
-    projection = np.asarray(target.get("head.weight", target["embed"]), np.float32)
-    scales = target.get("head.weight_scales", target.get("embed_scales"))
-    if scales is not None:
-        projection = projection * np.asarray(scales)[:, None]
+    matrix = "embed" if model.config.tied else "head.weight"
+    projection = formats.restored(model.config.stored, target, matrix)
     values["head.weight"] = projection[ids]
     # less sure than the model
     values["norm.weight"] = np.asarray(target["norm.weight"], np.float32) / 2

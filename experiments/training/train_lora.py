@@ -48,7 +48,7 @@ from pagedjax.device.placement import fingerprint
 from pagedjax.engine import compilations
 from pagedjax.models import adapter_parts, initial_factors, score
 from pagedjax.weights.adapter_files import write_adapter
-from pagedjax.weights.architectures import ARCHITECTURES
+from pagedjax.weights.architectures import FAMILIES
 from pagedjax.weights.convert import complete_folder
 from pagedjax.weights.huggingface import read_json
 from pagedjax.weights.pretrained import LoadedModel
@@ -181,7 +181,8 @@ def write(
     out: Path, model: Path, setup: LoraSetup, params: Mapping[str, Factors], to: Form
 ) -> dict[str, Path]:
     """Write the folder of each adapter. It is complete or absent: an older one is removed first."""
-    prefix = ARCHITECTURES[read_json(model / "config.json")["model_type"]].prefix
+    family = FAMILIES[read_json(model / "config.json")["model_type"]]
+    prefix = family.architecture.prefix
     lora_config = {**options(setup), "base_model_name_or_path": str(model)}
     for name, factors in params.items():
         arrays = {

@@ -7,10 +7,8 @@ is "folder/file.py:NAME" or "module:NAME".
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import jax
@@ -40,16 +38,6 @@ def find(name: str) -> Implementation:
     """
     if name in IMPLS:
         return IMPLS[name]
-    file = name.rpartition(":")[0]
-    return _own(
-        name, os.path.abspath(file), os.stat(file).st_mtime_ns if os.path.isfile(file) else 0
-    )
-
-
-# one record for all callers, so that `prepare` and `attend` share the file's globals; a new one if
-# it changes
-@cache
-def _own(name: str, file: str, changed: int) -> Implementation:
     return own_value("attention_impl", name, Implementation, IMPLS)
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pagedjax.device import formats
 from pagedjax.device.checks import check_shape
-from pagedjax.device.linear import Implementation, LowRank, Matrix, Norm, find, linear
+from pagedjax.device.linear import Implementation, LowRank, Matrix, Norm, find
 from pagedjax.device.row_reductions import row_means
 
 
@@ -21,26 +23,57 @@ class Buffer(nnx.Variable):
 
 
 class Weight(nnx.Param):
-    """A matrix of products, of the shape `matrix`. Its numbers are in the layout of the
-    implementation `impl`.
+    """The numbers of a matrix of products, of the shape `matrix`. They are in the layout of the
+    implementation `impl`. `stored` names the format (device/formats).
     """
 
     matrix: Matrix
+    stored: str | None
     impl: str
 
     @property
     def implementation(self) -> Implementation:
         return find(self.impl)
 
+    @property
+    def format(self) -> formats.Format:
+        return formats.find(self.stored)
 
-def weight(shape: Matrix, dtype: str, int8: bool, impl: str) -> tuple[Weight, nnx.Param | None]:
-    """A matrix and, for int8, the scales of its rows (weights/int8.py). Before it is filled it is
-    as it is stored.
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the numbers before an implementation packs them."""
+        return self.format.arrays[0].shape(self.matrix)
+
+
+def add_weight(
+    module: nnx.Module, name: str, matrix: Matrix, dtype: str, stored: str | None, impl: str
+) -> None:
+    """Gives a module the arrays of a matrix: the `Weight` as the attribute `name`, and the other
+    arrays of the format behind it. Before they are filled they are as they are stored.
     """
-    found = Weight(
-        jnp.zeros((shape.outputs, shape.inputs), "int8" if int8 else dtype), matrix=shape, impl=impl
-    )
-    return found, nnx.Param(jnp.zeros((shape.outputs,), jnp.float32)) if int8 else None
+    stored_format = formats.find(stored)
+    for array in stored_format.arrays:
+        blank = jnp.zeros(array.shape(matrix), array.dtype or dtype)
+        is_numbers = array is stored_format.arrays[0]
+        variable = (
+            Weight(blank, matrix=matrix, stored=stored, impl=impl)
+            if is_numbers
+            else nnx.Param(blank)
+        )
+        setattr(module, name + array.suffix, variable)
+
+
+def stored_arrays(module: nnx.Module, name: str, stored: str | None) -> list[jax.Array]:
+    """The arrays of a module's matrix."""
+    return [getattr(module, part)[...] for part in formats.find(stored).names(name)]
+
+
+def product(module: nnx.Module, name: str, x: jax.Array, **options: Any) -> jax.Array:
+    """x [T, in] times a module's matrix, as `linear` with these options."""
+    weight: Weight = getattr(module, name)
+    arrays = stored_arrays(module, name, weight.stored)
+    options["impl"] = weight.implementation
+    return weight.format.multiply(x, arrays, weight.matrix, **options)
 
 
 def summed(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -52,6 +85,7 @@ class Linear(nnx.Module):
     """x [T, in] -> [T, out], by a weight [out, in] (+ bias).
 
     gated: the weight has 2 out rows, and the first half are the gates of the second.
+    stored: the name of a format of `device.formats`; None is floats.
     impl: a name of `device.linear`.
     axes: of a mesh, whose devices each have a part of `in`: their products are added, before they
         are rounded.
@@ -65,12 +99,12 @@ class Linear(nnx.Module):
         bias: bool = False,
         gated: bool = False,
         dtype: str,
-        int8: bool = False,
+        stored: str | None = None,
         impl: str = "xla",
         axes: tuple[str, ...] = (),
     ):
         rows = size_out * (1 + gated)
-        self.weight, self.weight_scales = weight(Matrix(rows, size_in, gated), dtype, int8, impl)
+        add_weight(self, "weight", Matrix(rows, size_in, gated), dtype, stored, impl)
         self.bias = nnx.Param(jnp.zeros((rows,), dtype)) if bias else None
         self.axes = axes
 
@@ -95,14 +129,13 @@ class Linear(nnx.Module):
         elif norm is not None:
             x = norm(x)
         options = {
-            "impl": self.weight.implementation,
             "norm": fused,
-            "scales": values(self.weight_scales),
             "rows": rows,
             "sizes": sizes,
             "low": low,
         }
-        matrix, bias, dtype = self.weight.matrix, values(self.bias), dtype or x.dtype
+        bias = values(self.bias)
+        dtype = dtype or x.dtype
         if not self.axes:
             options |= {
                 "bias": bias,
@@ -110,8 +143,8 @@ class Linear(nnx.Module):
                 "residual": residual,
                 "dtype": dtype,
             }
-            return linear(x, self.weight[...], matrix, **options)
-        y = summed(linear(x, self.weight[...], matrix, **options, dtype=jnp.float32), self.axes)
+            return product(self, "weight", x, **options)
+        y = summed(product(self, "weight", x, **options, dtype=jnp.float32), self.axes)
         for more in (bias, residual):
             y = y if more is None else y + more
         return y.astype(dtype)

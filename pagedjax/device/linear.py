@@ -6,8 +6,6 @@ is "folder/file.py:NAME" or "module:NAME".
 
 from __future__ import annotations
 
-import os
-from functools import cache
 from typing import Any
 
 from pagedjax.config import own_value
@@ -43,14 +41,6 @@ def find(name: str) -> Implementation:
         return IMPLS[name]
     if name == DIFFERENTIABLE:
         return differentiable.IMPLEMENTATION
-    file = name.rpartition(":")[0]
-    return _own(
-        name, os.path.abspath(file), os.stat(file).st_mtime_ns if os.path.isfile(file) else 0
-    )
-
-
-@cache  # one record for all callers; a new one if the file changes
-def _own(name: str, file: str, changed: int) -> Implementation:
     return own_value("linear_impl", name, Implementation, IMPLS)
 
 

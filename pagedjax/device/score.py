@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 
-from pagedjax.device import adapters, attention, linear, windows
+from pagedjax.device import adapters, attention, formats, linear, windows
 from pagedjax.device.models.decoder import Decoder, DecoderConfig
 from pagedjax.device.row_reductions import log_softmax
 
@@ -164,7 +164,7 @@ def _batch_invariant(module: Decoder) -> Decoder:
         device,
         dtype=dtype,
         mesh=False,
-        weight_dtype="int8" if c.int8 else dtype,
+        weight_dtype=formats.find(c.stored).numbers_dtype(dtype),
         activation=c.activation if c.gated else None,
     )
     if not linear.find(impl).invariant:

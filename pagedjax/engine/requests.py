@@ -20,10 +20,11 @@ from immutables import Map
 from pagedjax.device.batch import MAX_TOP
 from pagedjax.device.row_features.chain import DEFAULT, RowChain, RowOptions
 from pagedjax.engine import block_hashes
-from pagedjax.host import beams, scheduler
+from pagedjax.host import scheduler, searches
 from pagedjax.host.drafts import Sample, accepted
 from pagedjax.host.prefix_sharing import rows_that_fill
 from pagedjax.host.scheduler import SchedulerState
+from pagedjax.host.searches import RunningSearch
 from pagedjax.host.types import Beamed, Event, Finished, Plan, Request, Running, Sampled
 from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.structured.matcher import Grammar, Matcher
@@ -146,7 +147,7 @@ def record_of_rows(chain: RowChain) -> np.dtype:
 class PreparedRequest(NamedTuple):
     request: Request
     sequences: dict[str, SequenceData]  # of every branch, by its id
-    search: beams.Search | None
+    search: RunningSearch | None
 
 
 def prepare(
@@ -212,19 +213,19 @@ def prepare(
         root, hashes = block_hashes.of_prompt(prompt, row, config.block_size, tags, content_hash)
     # token ids are in the blocks of group 0
     drops_tokens = bool(config.views) and config.views[0].window is not None
-    searches = isinstance(params, BeamSearchParams)
+    is_searched = isinstance(params, BeamSearchParams)
     request = Request(
         request_id=names[0],
         prompt_len=len(prompt),
         max_tokens=0 if pools else row.max_tokens,
         min_tokens=row.min_tokens,
-        # beams are stopped by their search
-        stop_token_ids=frozenset() if searches else frozenset(stops),
+        # branches are stopped by their search
+        stop_token_ids=frozenset() if is_searched else frozenset(stops),
         priority=priority,
         user=user,
         forks=tuple(names[1:]),
         hashes=hashes,
-        beams=searches,
+        beams=is_searched,
         tags=tuple(tags),
         keeps_blocks=drops_tokens and chain.reads_tokens(options),
     )
@@ -252,7 +253,7 @@ def prepare(
     if isinstance(params, BeamSearchParams):
         limit = scheduler.final_length(request, config)
         bounded = dataclasses.replace(params, max_tokens=max(1, limit - len(prompt)))
-        search = beams.start(bounded, frozenset(stops), tuple(names))
+        search = searches.start(bounded, frozenset(stops), tuple(names))
     return PreparedRequest(request, sequences, search)
 
 
@@ -353,7 +354,7 @@ def _beam_row(
         ValueError: more candidates than a step ranks or the vocabulary has, or not an id for each
         beam.
     """
-    candidates = beams.candidates(params, stops)
+    candidates = searches.kind_of(params).candidates(params, stops)
     limit = min(MAX_TOP, vocab_size)
     if candidates > limit:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a step's outputs mean: requested log-probabilities, and how beam searches continue."""
+"""What a step's outputs mean: requested log-probabilities, and how searches continue."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from typing import Any
 import jax
 
 from pagedjax.engine.outcome import Outcome
-from pagedjax.host import beams
-from pagedjax.host.beams import Search
+from pagedjax.host.searches import Offer, RunningSearch
 from pagedjax.host.types import BeamResult, Choice, TokenLogprobs
 
 
 def advance_searches(
-    searches: Mapping[int, Search], outcome: Outcome
-) -> tuple[Mapping[int, Search], dict[str, Choice], tuple[BeamResult, ...]]:
-    """Advance the beam searches whose beams have all been computed.
+    searches: Mapping[int, RunningSearch], outcome: Outcome
+) -> tuple[Mapping[int, RunningSearch], dict[str, Choice], tuple[BeamResult, ...]]:
+    """Advance the searches whose branches have all been computed.
 
     Args:
-        searches: by the group of their beams.
+        searches: by the group of their branches.
 
     Returns:
-        (searches, how beams continue, by the id of the first beam, results of the searches that
+        (searches, how branches continue, by the id of the first one, results of the searches that
         ended)
     """
     plan = outcome.plan
@@ -30,9 +29,9 @@ def advance_searches(
     choices: dict[str, Choice] = {}
     results: list[BeamResult] = []
     for group, search in searches.items():
-        # a preempted beam will offer again what it offered
+        # a preempted branch will offer again what it offered
         if not set(search.names).isdisjoint(plan.preempted):
-            after[group] = search._replace(offers=())
+            after[group] = search.without_offers()
     rows = [i for i, seq in enumerate(plan.seqs) if seq.request.beams]
     candidates = jax.device_get(outcome.sent.output.sampled) if rows else None
     first_samples = outcome.first_samples
@@ -41,15 +40,14 @@ def advance_searches(
         if seq.group is None or not outcome.reaches_end(i):
             continue
         search = after[seq.group]
-        count = beams.candidates(search.params, len(search.stops))
-        _, _, ids, logprobs = _ranked(candidates, first_samples[i], count)
-        search = beams.offer(search, seq.request_id, ids, logprobs)
+        _, _, ids, logprobs = _ranked(candidates, first_samples[i], search.candidates)
+        search = search.offer(seq.request_id, Offer(ids, logprobs))
         if search.complete:
-            search, choice = beams.advance(search)
+            search, choice = search.advance()
             if choice:
                 choices[search.names[0]] = choice
             else:
-                results.append(BeamResult(search.names[0], search.finished))
+                results.append(BeamResult(search.names[0], search.search.finished))
         after[seq.group] = search
     return after, choices, tuple(results)
 

@@ -29,8 +29,9 @@ from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.pooling import Pool, start
 from pagedjax.engine.requests import Sequences, apply_events, prepare, without_hashes
 from pagedjax.engine.runtime import Runtime
-from pagedjax.host import beams, scheduler
+from pagedjax.host import scheduler
 from pagedjax.host.scheduler import SchedulerState
+from pagedjax.host.searches import RunningSearch
 from pagedjax.host.types import Event, Finished, FinishReason, Pending, StepResult
 from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.structured.matcher import Grammar
@@ -43,7 +44,7 @@ LogEntry = tuple[str, tuple[Any, ...]]
 class EngineState(NamedTuple):
     """scheduler: the scheduler's state: queues, block tables, counts.
     sequences: tokens and sampling of every unfinished sequence.
-    searches: beam searches, by the group of their beams.
+    searches: by the group of their branches.
     ahead: predicted steps on the device.
     cache: keys and values on the device; None until the next step allocates it.
     drafting: what is known of drafts; None without speculation.
@@ -59,7 +60,7 @@ class EngineState(NamedTuple):
 
     scheduler: SchedulerState
     sequences: Sequences
-    searches: Mapping[int, beams.Search]
+    searches: Mapping[int, RunningSearch]
     ahead: Lookahead
     cache: KVCache | None
     host_cache: HostCache | None
@@ -255,9 +256,10 @@ def update(state: EngineState, pending: Pending) -> EngineState:
     )
 
 
-def _without_offers(searches: Mapping[int, beams.Search]) -> dict[int, beams.Search]:
-    """The searches, whose beams will offer their continuations again."""
-    return {group: search._replace(offers=()) for group, search in searches.items()}
+def _without_offers(
+    searches: Mapping[int, RunningSearch],
+) -> dict[int, RunningSearch]:
+    return {group: search.without_offers() for group, search in searches.items()}
 
 
 def roll_back(state: EngineState) -> EngineState:

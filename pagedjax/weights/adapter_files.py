@@ -25,7 +25,7 @@ from pagedjax.config import one_of
 from pagedjax.device.adapters import Adapter, Part, sizes_of
 from pagedjax.device.models import gpt2, llama
 from pagedjax.device.models.decoder import DecoderConfig
-from pagedjax.weights.architectures import ARCHITECTURES
+from pagedjax.weights.architectures import FAMILIES
 from pagedjax.weights.checkpoint import Tensor
 from pagedjax.weights.huggingface import read_json, read_safetensors
 from pagedjax.weights.safetensors_file import Group, write_file
@@ -218,7 +218,7 @@ def _pair_problem(pair: Any, inputs: int, outputs: Sequence[int]) -> str | None:
 
 def _without_prefix(module: str) -> str:
     """The name in files without a head, as `h.0` for GPT-2's `transformer.h.0`."""
-    for prefix in filter(None, {architecture.prefix for architecture in ARCHITECTURES.values()}):
+    for prefix in filter(None, {family.architecture.prefix for family in FAMILIES.values()}):
         module = module.removeprefix(prefix)
     return module
 

@@ -1,13 +1,14 @@
 """Facts about each supported architecture: the defaults of its config, and how llama.cpp stores it
 in GGUF.
 
-To add an architecture, write one `Architecture` and add it to ARCHITECTURES.
+To add an architecture, write its module in device/models, and add its `Family` here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -251,74 +252,131 @@ GEMMA_DEFAULTS = {
     "sliding_window": 4096,
 }
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-ARCHITECTURES: dict[str, Architecture] = {  # by config.json's model_type
-    "llama": Architecture(LLAMA_DEFAULTS, gguf=GGUF_LLAMA),
-    "mistral": Architecture(
-        LLAMA_DEFAULTS | {"sliding_window": 4096, "num_key_value_heads": 8},
-        nullable=("sliding_window",),
-    ),
-    "qwen2": Architecture(LLAMA_DEFAULTS | QWEN_DEFAULTS, nullable=("sliding_window",)),
-    "qwen3": Architecture(
-        LLAMA_DEFAULTS | QWEN_DEFAULTS | {"head_dim": 128}, nullable=("sliding_window",)
-    ),
-    "mixtral": Architecture(
-        LLAMA_DEFAULTS
-        | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8}
-        | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
-        nullable=("sliding_window",),
-    ),
-    "qwen3_moe": Architecture(
-        LLAMA_DEFAULTS
-        | QWEN_DEFAULTS
-        | {
-            "max_window_layers": 0,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "num_key_value_heads": 4,
-        }
-        | {
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": False,
-        },
-        nullable=("sliding_window",),
-        renamed={"num_local_experts": "num_experts"},
-    ),
-    "gemma2": Architecture(
-        GEMMA_DEFAULTS
-        | {"rope_theta": 10000.0, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        nullable=CAPS,
-    ),
-    "gemma3_text": Architecture(
-        GEMMA_DEFAULTS
-        | {"rope_theta": 1e6, "rope_local_base_freq": 10000.0}
-        | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
-        nullable=CAPS,
-    ),
-    "gpt2": Architecture(
-        {
-            "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": True,
-            "activation_function": "gelu_new",
-        },
-        required=(
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "vocab_size",
-            "max_position_embeddings",
+
+
+def _built_in(
+    model_type: str, module: str, architecture: Architecture, ignored: Sequence[str] = ()
+) -> Family:
+    """A family whose functions are in a module of `pagedjax.device.models`. The module imports jax.
+    So it is imported when a function is first called, and headers are read without jax.
+    """
+
+    def models() -> Any:
+        return import_module(f"pagedjax.device.models.{module}")
+
+    def from_hf(config: dict[str, Any]) -> DecoderConfig:
+        return models().from_hf(config)
+
+    def param_table(config: DecoderConfig) -> Sequence[ParamSource]:
+        return models().param_table(config)
+
+    return Family(model_type, from_hf, param_table, architecture, ignored)
+
+
+_BUILT_IN = (
+    _built_in("llama", "llama", Architecture(LLAMA_DEFAULTS, gguf=GGUF_LLAMA)),
+    _built_in(
+        "mistral",
+        "llama",
+        Architecture(
+            LLAMA_DEFAULTS | {"sliding_window": 4096, "num_key_value_heads": 8},
+            nullable=("sliding_window",),
         ),
-        renamed={
-            "n_embd": "hidden_size",
-            "n_layer": "num_hidden_layers",
-            "n_head": "num_attention_heads",
-            "n_positions": "max_position_embeddings",
-            "n_inner": "intermediate_size",
-        },
-        prefix="transformer.",
     ),
-}
+    _built_in(
+        "qwen2",
+        "llama",
+        Architecture(LLAMA_DEFAULTS | QWEN_DEFAULTS, nullable=("sliding_window",)),
+    ),
+    _built_in(
+        "qwen3",
+        "llama",
+        Architecture(
+            LLAMA_DEFAULTS | QWEN_DEFAULTS | {"head_dim": 128}, nullable=("sliding_window",)
+        ),
+    ),
+    _built_in(
+        "mixtral",
+        "llama",
+        Architecture(
+            LLAMA_DEFAULTS
+            | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8}
+            | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+            nullable=("sliding_window",),
+        ),
+    ),
+    _built_in(
+        "qwen3_moe",
+        "llama",
+        Architecture(
+            LLAMA_DEFAULTS
+            | QWEN_DEFAULTS
+            | {
+                "max_window_layers": 0,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+                "num_key_value_heads": 4,
+            }
+            | {
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+                "norm_topk_prob": False,
+            },
+            nullable=("sliding_window",),
+            renamed={"num_local_experts": "num_experts"},
+        ),
+    ),
+    _built_in(
+        "gemma2",
+        "gemma",
+        Architecture(
+            GEMMA_DEFAULTS
+            | {"rope_theta": 10000.0}
+            | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+            nullable=CAPS,
+        ),
+    ),
+    _built_in(
+        "gemma3_text",
+        "gemma",
+        Architecture(
+            GEMMA_DEFAULTS
+            | {"rope_theta": 1e6, "rope_local_base_freq": 10000.0}
+            | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+            nullable=CAPS,
+        ),
+    ),
+    _built_in(
+        "gpt2",
+        "gpt2",
+        Architecture(
+            {
+                "layer_norm_epsilon": 1e-5,
+                "tie_word_embeddings": True,
+                "activation_function": "gelu_new",
+            },
+            required=(
+                "hidden_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "vocab_size",
+                "max_position_embeddings",
+            ),
+            renamed={
+                "n_embd": "hidden_size",
+                "n_layer": "num_hidden_layers",
+                "n_head": "num_attention_heads",
+                "n_positions": "max_position_embeddings",
+                "n_inner": "intermediate_size",
+            },
+            prefix="transformer.",
+        ),
+        # causal masks that older checkpoints stored
+        ignored=("h.*.attn.bias", "h.*.attn.masked_bias"),
+    ),
+)
+FAMILIES = {family.model_type: family for family in _BUILT_IN}
 
 
 # --- any architecture -----------------------------------------------------------------------------
@@ -331,7 +389,7 @@ def normalised(
     theta and scaling.
 
     Args:
-        family: one of the user's own, which the config must be of; None is one of ARCHITECTURES.
+        family: one of the user's own, which the config must be of; None is one of FAMILIES.
 
     Raises:
         ValueError: an unsupported model_type, a missing key or a value of the wrong type; begins
@@ -354,11 +412,11 @@ def _architecture(config: Mapping[str, Any], source: Any, family: Family | None)
                 f"{family.model_type!r}; give the family of this model, or leave model_family out"
             )
         return family.architecture
-    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        supported = f"supported: {', '.join(ARCHITECTURES)}"
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        supported = f"supported: {', '.join(FAMILIES)}"
         remedy = "a family of your own is given as model_family (docs/design/models.md)"
         raise ValueError(f"{source}: model_type is {model_type!r}; {supported}; {remedy}")
-    return ARCHITECTURES[model_type]
+    return FAMILIES[model_type].architecture
 
 
 def _normalised(

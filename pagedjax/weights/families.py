@@ -4,13 +4,11 @@ own.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pagedjax.config import one_of, own_value
-from pagedjax.weights.architectures import ARCHITECTURES, Family
+from pagedjax.weights.architectures import FAMILIES, Family
 from pagedjax.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -31,15 +29,6 @@ def own_family(name: str | None) -> Family | None:
             f"model_family is {name!r:.80}; it must be a text, module:NAME or folder/file.py:NAME "
             "of a Family, or None"
         )
-    file = name.rpartition(":")[0]
-    return _own(
-        name, os.path.abspath(file), os.stat(file).st_mtime_ns if os.path.isfile(file) else 0
-    )
-
-
-# one record for all callers, so that its classes are the same ones; a new one if the file changes
-@cache
-def _own(name: str, file: str, changed: int) -> Family:
     return own_value("model_family", name, Family, ())
 
 
@@ -49,13 +38,8 @@ def built_in(model_type: str) -> Family:
     Raises:
         ValueError: there is none.
     """
-    from pagedjax.device.models import FAMILIES
-
     one_of("model_type", model_type, tuple(FAMILIES))
-    module = FAMILIES[model_type]
-    return Family(
-        model_type, module.from_hf, module.param_table, ARCHITECTURES[model_type], module.IGNORED
-    )
+    return FAMILIES[model_type]
 
 
 def family_of(checkpoint: Checkpoint) -> Family:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pagedjax.weights.architectures import ARCHITECTURES, GGUF, normalised
+from pagedjax.weights.architectures import FAMILIES, GGUF, normalised
 from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.gguf_file import GGUFFile, read_parts, with_name
 
@@ -58,9 +58,9 @@ def huggingface_name(architecture: GGUF, name: str) -> str:
 def _architecture(file: GGUFFile) -> GGUF:
     name = file.metadata.get("general.architecture")
     architectures = {
-        architecture.gguf.name: architecture.gguf
-        for architecture in ARCHITECTURES.values()
-        if architecture.gguf
+        family.architecture.gguf.name: family.architecture.gguf
+        for family in FAMILIES.values()
+        if family.architecture.gguf
     }
     if name in architectures:
         return architectures[name]

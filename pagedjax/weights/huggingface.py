@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pagedjax.weights.architectures import ARCHITECTURES, normalised
+from pagedjax.weights.architectures import FAMILIES, normalised
 from pagedjax.weights.checkpoint import Checkpoint, Tensor
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def open_directory(path: Path, family: Family | None = None) -> Checkpoint:
     config = normalised(read_json(path / "config.json"), path / "config.json", family)
     generation = path / "generation_config.json"
     generation_config = read_json(generation) if generation.is_file() else {}
-    name = (family.architecture if family else ARCHITECTURES[config["model_type"]]).tensor_name
+    name = (family or FAMILIES[config["model_type"]]).architecture.tensor_name
     tensors = {name(stored): tensor for stored, tensor in _tensors(path).items()}
     if family is None and "embed_tokens.weight" in tensors:
         # saved without its head, e.g. a model for embeddings

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from pagedjax.config import DType, one_of
+from pagedjax.device.formats import is_stored, packed_matrices
 from pagedjax.device.models.param_table import ParamSource
 from pagedjax.weights.checkpoint import Checkpoint, Tensor
 from pagedjax.weights.huggingface import np_dtype
-from pagedjax.weights.int8 import has_scales, with_scales
 from pagedjax.weights.tree import is_float, named, nested
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def load_params(
     table: Sequence[ParamSource],
     dtype: str,
     *,
-    int8: bool = False,
+    stored: str | None = None,
     progress: bool = False,
     ignore: Sequence[str] = (),
     placement: Placement | None = None,
@@ -57,8 +57,8 @@ def load_params(
     used.
 
     Args:
-        int8: round matrices from the stored values to int8, and add their scales (int8.py).
-            Matrices of an Orbax checkpoint are restored in `dtype` first.
+        stored: pack matrices, from the checkpoint's values, in the format of this name
+            (device/formats). Matrices of an Orbax checkpoint are restored in `dtype` first.
         ignore: name patterns ("*" matches anything) of tensors that are allowed but not in the
             table.
         placement: of the mesh on which the parameters go, each straight to the devices that have a
@@ -84,8 +84,7 @@ def load_params(
         restored = named(restore_params(checkpoint, table, dtype))
         for name in list(restored):  # one at a time, so that there is no second copy of the model
             values = {name: np.asarray(restored.pop(name))}
-            if int8:
-                values = dict(with_scales(values))
+            values |= dict(packed_matrices(stored, values))
             params |= {name: put(name, x) for name, x in values.items()}
         return nested(params)
     if orbax:
@@ -95,7 +94,7 @@ def load_params(
     entries = [entry for entry in table if entry.sources[0] in checkpoint.tensors]
 
     def read(entry: ParamSource) -> dict[str, Any]:
-        values = _host_values(checkpoint, entry, dtype, int8)
+        values = _host_values(checkpoint, entry, dtype, stored)
         # device_put copies once, jnp.asarray twice. Without the wait, many arrays would be in
         # memory before their copy.
         arrays = jax.block_until_ready({name: put(name, x) for name, x in values.items()})
@@ -111,17 +110,15 @@ def load_params(
 
 
 def _host_values(
-    checkpoint: Checkpoint, entry: ParamSource, dtype: str, int8: bool
+    checkpoint: Checkpoint, entry: ParamSource, dtype: str, stored: str | None
 ) -> dict[str, np.ndarray]:
-    """A parameter on the host, by name; with `int8`, a matrix is rounded and its scales are
-    added.
-    """
-    rounds = int8 and has_scales(entry.path, entry.shape)
-    if rounds and checkpoint.format != "orbax":
-        # an Orbax checkpoint is restored in `dtype` and then rounded, on a mesh as without one
+    """A parameter on the host, by name; a matrix as the arrays of the format `stored`."""
+    packs = stored is not None and is_stored(entry.path, entry.shape)
+    if packs and checkpoint.format != "orbax":
+        # an Orbax checkpoint is restored in `dtype` and then packed, on a mesh as without one
         dtype = "float32"
     values = {".".join(entry.path): assemble(checkpoint.tensors, entry, np_dtype(dtype))}
-    return dict(with_scales(values)) if rounds else values
+    return values | dict(packed_matrices(stored, values))
 
 
 def restore_params(

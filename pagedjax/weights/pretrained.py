@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from pagedjax.config import MeshConfig, checked_devices, one_of
-from pagedjax.device import models
+from pagedjax.config import STORED_FORMATS, MeshConfig, checked_devices, one_of
+from pagedjax.device import formats, models
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.placement import make_placement
@@ -85,13 +85,13 @@ def load_model(
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     one_of("dtype", dtype, ("float32", "bfloat16", "float16"))
-    one_of("weight_dtype", weight_dtype, (None, "int8", dtype))
+    one_of("weight_dtype", weight_dtype, (None, *STORED_FORMATS, dtype))
     checkpoint = open_checkpoint(model, hub, family=own_family(model_family))
     sizes = MeshConfig.read(mesh)
     weights = read_model(
         checkpoint,
         dtype,
-        int8=weight_dtype == "int8",
+        stored=formats.name_of(weight_dtype),
         mesh=sizes,
         devices=checked_devices(devices, sizes),
         linear_impl=linear_impl,
@@ -113,14 +113,17 @@ def read_model(
     checkpoint: Checkpoint,
     dtype: str,
     *,
-    int8: bool = False,
+    stored: str | None = None,
     linear_impl: str | None = None,
     mesh: MeshConfig | None = None,
     devices: Sequence[int] | None = None,
     progress: bool = False,
 ) -> Model:
-    """Read a checkpoint's parameters in `dtype`. int8: matrices in int8. The others: as in
-    `load_model`.
+    """Read a checkpoint's parameters in `dtype`.
+
+    Args:
+        stored: the name of a format, in which matrices are stored; None is floats. The other
+            arguments are as in `load_model`.
 
     Raises:
         ValueError: tensors do not fit (lists all of them).
@@ -130,7 +133,7 @@ def read_model(
     table = family.param_table(config)
     if checkpoint.family is not None:
         families.check_parameters(family, config, table)
-    config = replace(config, int8=int8)
+    config = replace(config, stored=stored)
     config = replace(
         config, linear=linear_of(linear_impl, config, dtype, mesh=bool(mesh or devices))
     )
@@ -141,7 +144,7 @@ def read_model(
         checkpoint,
         table,
         dtype,
-        int8=int8,
+        stored=stored,
         progress=progress,
         ignore=family.ignored,
         placement=placement,
@@ -188,8 +191,9 @@ def from_params(
     if not isinstance(config, DecoderConfig):
         hf = normalised(config, "config", family)
         config = families.config_of(family or built_in(hf["model_type"]), hf, "config")
-    model = model_of(params, config, dtype, int8=weight_dtype == "int8", linear_impl=linear_impl)
-    one_of("weight_dtype", weight_dtype, (None, "int8", model.dtype))
+    stored = formats.name_of(weight_dtype)
+    model = model_of(params, config, dtype, stored=stored, linear_impl=linear_impl)
+    one_of("weight_dtype", weight_dtype, (None, *STORED_FORMATS, model.dtype))
     own_tokenizer = _tokenizer(tokenizer)
     eos = {*Checkpoint(Path(), "huggingface", hf, {}).eos_token_ids, *own_tokenizer.eos_token_ids}
     return LoadedModel(

@@ -11,13 +11,13 @@ import numpy as np
 from flax import nnx
 
 from pagedjax.config import DType, EngineConfig, MeshConfig, one_of
-from pagedjax.device import linear
+from pagedjax.device import formats, linear
+from pagedjax.device.formats import is_stored, packed_matrices
 from pagedjax.device.models import Model, assemble, matrices, packed
 from pagedjax.device.models.decoder import Decoder, DecoderConfig
 from pagedjax.device.models.split import AXES
 from pagedjax.device.placement import make_placement
 from pagedjax.weights.huggingface import np_dtype
-from pagedjax.weights.int8 import SCALES, with_scales
 from pagedjax.weights.tree import buffers, differences, is_float, name_of, named, nested
 
 
@@ -26,7 +26,7 @@ def model_of(
     config: DecoderConfig,
     dtype: str | None = None,
     *,
-    int8: bool = False,
+    stored: str | None = None,
     linear_impl: str | None = None,
 ) -> Model:
     """A model of copies of the parameters, on the default device; see `pagedjax.from_params`.
@@ -36,8 +36,8 @@ def model_of(
     """
     one_of("dtype", dtype, (None, *get_args(DType)))
     _check_whole(tree)
-    int8 = int8 or config.int8
-    config = replace(config, int8=False, linear="xla")
+    stored = stored or config.stored
+    config = replace(config, stored=None, linear="xla")
     blank = nnx.state(nnx.eval_shape(lambda: Decoder(config, "float32")))
     shapes = named(blank)
     arrays = {name: x for name, x in named(tree).items() if name not in buffers(blank)}
@@ -45,13 +45,14 @@ def model_of(
     dtype = dtype or _common_dtype(arrays)
     place = jax.device_put(np.zeros(())).sharding
     params = {name: arrays[name] for name in shapes}
-    if int8:
-        config = replace(config, int8=True)
-        params = dict(with_scales(params))
+    packed_arrays = dict(packed_matrices(stored, params))
+    params |= packed_arrays
+    config = replace(config, stored=stored)
     config = replace(config, linear=linear_of(linear_impl, config, dtype))
 
     def copy_of(name: str, x: Any) -> jax.Array:
-        return _copy_of(config, name, x, _dtype_of(name, x, params, np_dtype(dtype)), place)
+        array_dtype = x.dtype if name in packed_arrays else np_dtype(dtype)
+        return _copy_of(config, name, x, array_dtype, place)
 
     return assemble(config, nested({name: copy_of(name, x) for name, x in params.items()}), dtype)
 
@@ -71,7 +72,7 @@ def linear_of(
         linear_impl,
         jax.local_devices()[0],
         dtype=dtype,
-        weight_dtype="int8" if config.int8 else dtype,
+        weight_dtype=formats.find(config.stored).numbers_dtype(dtype),
         mesh=mesh,
         activation=config.activation if config.gated else None,
     )
@@ -140,8 +141,8 @@ def replaced(model: Model, tree: Any) -> nnx.State:
     """The model's state with copies of `tree`'s parameters, each where the old one is. Compiles
     nothing.
 
-    If the state has a matrix in int8, the tree's matrix is rounded, unless it is already int8 and
-    has scales.
+    If the model has its matrices in a stored format, the tree's matrices are packed, unless they
+    are in that format already.
 
     Args:
         tree: of whole parameters, also if the model is split over a mesh.
@@ -157,11 +158,9 @@ def replaced(model: Model, tree: Any) -> nnx.State:
     stored = nnx.state(nnx.eval_shape(lambda: Decoder(model.config, model.dtype)))
     old = {name_of(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(stored)[0]}
     new = {name: x for name, x in named(tree).items() if name not in computed}
-    new |= dict(
-        with_scales(
-            {name: x for name, x in new.items() if name + SCALES in old and _can_be_rounded(x)}
-        )
-    )
+    matrices_of_old = {name for name, x in old.items() if is_stored(name.split("."), x.shape)}
+    floats = {n: x for n, x in new.items() if n in matrices_of_old and _can_be_packed(x)}
+    new |= packed_matrices(model.config.stored, floats)
     trainable = {name: x for name, x in old.items() if name not in computed}
     _check_fit(differences(trainable, new, cast=False), "the model in use")
 
@@ -188,17 +187,10 @@ def _check_whole(tree: Any) -> None:
             )
 
 
-def _can_be_rounded(x: Any) -> bool:
+def _can_be_packed(x: Any) -> bool:
     """Whether `x` has values and they are floats. If not, the check of differences reports it."""
     deleted = isinstance(x, jax.Array) and x.is_deleted()
     return not deleted and is_float(np.dtype(getattr(x, "dtype", None) or np.asarray(x).dtype))
-
-
-def _dtype_of(name: str, x: Any, params: Mapping[str, Any], dtype: np.dtype) -> np.dtype:
-    """The dtype of a parameter: `dtype`, but matrices with scales, and the scales, keep their
-    own.
-    """
-    return x.dtype if name + SCALES in params or name.endswith(SCALES) else dtype
 
 
 def _copy_of(

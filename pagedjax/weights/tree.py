@@ -61,10 +61,7 @@ def _stored_form(variable: Any) -> Any:
     from pagedjax.device.layers import Weight
 
     x = variable.get_value() if hasattr(variable, "get_value") else variable
-    if isinstance(variable, Weight) and np.shape(x) != (
-        variable.matrix.outputs,
-        variable.matrix.inputs,
-    ):
+    if isinstance(variable, Weight) and np.shape(x) != variable.stored_shape:
         return variable.implementation.unpack(x, variable.matrix)
     return x
 

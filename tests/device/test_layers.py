@@ -12,9 +12,9 @@ import pytest
 from absl.testing import parameterized
 from flax import nnx
 
+from pagedjax.device.formats import int8
 from pagedjax.device.layers import LayerNorm, Linear, RMSNorm, rope, rope_frequencies, rope_table
 from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind, SparseMLP
-from pagedjax.weights.int8 import rounded
 
 pytestmark = pytest.mark.few_optimisations
 H, OUT, T, D, N = 24, 40, 7, 8, 3  # features in and out, tokens, head size, heads
@@ -60,10 +60,9 @@ class Layers(chex.TestCase):
     @chex.variants(with_jit=True)
     def test_an_int8_product_is_off_by_half_a_scale_for_each_weight(self):
         weight, x = draws(0, OUT, H).astype(np.float32), draws(1, T, H).astype(np.float32)
-        numbers, scales = rounded(weight)
-        layer = Linear(H, OUT, dtype="float32", int8=True)
+        numbers, scales = int8.pack(weight)
+        layer = Linear(H, OUT, dtype="float32", stored="int8")
         chex.assert_type(layer.weight[...], jnp.int8)
-        assert layer.weight_scales is not None
         layer.weight[...], layer.weight_scales[...] = jnp.asarray(numbers), jnp.asarray(scales)
         y = self.variant(layer)(x)
         bound = np.abs(x).sum(-1, keepdims=True) * scales / 2 + 1e-5

@@ -18,8 +18,9 @@ from pagedjax.device import linear
 from pagedjax.device.attention import attend
 from pagedjax.device.batch import Batch, blank_sampling
 from pagedjax.device.cache import init
-from pagedjax.device.models import FAMILIES, Decoder, matrices
+from pagedjax.device.models import Decoder, matrices
 from pagedjax.device.models.decoder import samples_of
+from pagedjax.weights.architectures import FAMILIES
 from pagedjax.weights.trained import whole
 from pallas_kernels.linear import IMPLS, Implementation
 from tests import quick_compiler

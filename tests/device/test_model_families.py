@@ -14,8 +14,8 @@ from flax import nnx
 
 from pagedjax import LLM, SamplingParams, load_model
 from pagedjax.device import cache
-from pagedjax.device.models import FAMILIES, Decoder
-from pagedjax.weights.architectures import normalised
+from pagedjax.device.models import Decoder
+from pagedjax.weights.architectures import FAMILIES, normalised
 from tests.device.test_llama import CHUNKED, PROMPTS, all_logits
 from tests.weights.tiny import llama3_scaling, write_tokenizer
 

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedjax import LLM, LoRARequest, SamplingParams, from_params
-from pagedjax.device import models
 from pagedjax.device import score as scores
 from pagedjax.device.adapters import Part, sizes_of
 from pagedjax.models import Decoder, score
+from pagedjax.weights import architectures
 from pagedjax.weights.adapter_files import adapter_parts, modules_of, read_adapter, write_adapter
 from pagedjax.weights.architectures import normalised
 from pagedjax.weights.trained import whole
@@ -66,7 +66,7 @@ def model_of(name: str, dtype: str = "float32", **options: Any) -> Any:
     hf = {**(GPT2 if kind == "gpt2" else BODY), **more, "model_type": kind}
     if name in LAYERS:
         hf["num_hidden_layers"] = LAYERS[name]
-    config = models.FAMILIES[kind].from_hf(normalised(hf, name))
+    config = architectures.FAMILIES[kind].from_hf(normalised(hf, name))
     params = jax.tree.map(lambda x: np.asarray(x).astype(dtype), random_params(config))
     return from_params(params, config, **options)
 

@@ -20,8 +20,7 @@ from hypothesis import example
 from hypothesis import strategies as st
 
 from pagedjax import LLM, SamplingParams, from_params
-from pagedjax.device.models import FAMILIES
-from pagedjax.weights.architectures import normalised
+from pagedjax.weights.architectures import FAMILIES, normalised
 from tests import drawn
 from tests.device.test_linear_impl import random_params
 from tests.device.test_model_families import BODY, CASES, GPT2

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams
-from pagedjax.host import beams, replay, scheduler
+from pagedjax.host import replay, scheduler
 from pagedjax.host.policies import FCFS
+from pagedjax.host.searches import Offer, beams
 from pagedjax.host.types import Beamed, Choice, Finished, Forked, Hypothesis, Preempted, Request
 
 PROMPTS = {n: np.random.default_rng(n).integers(3, 320, n).tolist() for n in (1, 8, 21, 40)}
@@ -71,16 +72,14 @@ def best(row: list[float], number: int):
 
 
 def run(params: BeamSearchParams, stops: frozenset[int], rows) -> tuple[Hypothesis, ...]:
-    names = tuple(f"b{i}" for i in range(params.beam_width))
-    state, choice = beams.start(params, stops, names), Choice(names[:1], ())
-    while choice is not None:
-        for name, beam in zip(names, state.beams, strict=False):
-            state = beams.offer(
-                state, name, *best(rows[beam.token_ids], beams.candidates(params, len(stops)))
-            )
-        assert state.complete
-        state, choice = beams.advance(state)
-    return state.finished
+    search = beams.start(params, stops)
+    count = beams.candidates(params, len(stops))
+    continues = True
+    while continues:
+        offers = [Offer(*best(rows[beam.token_ids], count)) for beam in search.beams]
+        search, continuations = search.advance(offers)
+        continues = bool(continuations)
+    return search.finished
 
 
 @settings(deadline=None, max_examples=200)

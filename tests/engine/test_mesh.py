@@ -13,8 +13,8 @@ from flax import nnx
 
 from pagedjax import LLM, SamplingParams, from_params, load_model
 from pagedjax.config import MeshConfig
-from pagedjax.device.models import FAMILIES, Decoder
-from pagedjax.weights.architectures import normalised
+from pagedjax.device.models import Decoder
+from pagedjax.weights.architectures import FAMILIES, normalised
 from pagedjax.weights.convert import convert
 from pagedjax.weights.pretrained import LoadedModel
 from pagedjax.weights.trained import whole

@@ -6,7 +6,6 @@ import chex
 import numpy as np
 import pytest
 
-from pagedjax.device.models import FAMILIES
 from pagedjax.weights.adapter_files import (
     adapter_of,
     adapter_parts,
@@ -14,7 +13,7 @@ from pagedjax.weights.adapter_files import (
     read_adapter,
     write_adapter,
 )
-from pagedjax.weights.architectures import normalised
+from pagedjax.weights.architectures import FAMILIES, normalised
 from tests.device.test_model_families import GPT2
 from tests.weights.tiny_adapters import random_factors, tiny_adapter
 

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from pagedjax.device import models
 from pagedjax.device.models.param_table import ParamSource
-from pagedjax.weights import open_checkpoint
+from pagedjax.weights import architectures, open_checkpoint
 from pagedjax.weights.convert import convert, rows_of
 from pagedjax.weights.huggingface import INDEX
 from pagedjax.weights.pretrained import read_model
@@ -133,7 +132,7 @@ def test_a_transposed_parameter_goes_back_transposed(tmp_path):
     ],
 )
 def test_rows_come_from_the_table_or_from_the_heads(source, sources, rows, shape, expected):
-    config = models.FAMILIES["llama"].from_hf(open_checkpoint(source).config)
+    config = architectures.FAMILIES["llama"].from_hf(open_checkpoint(source).config)
     assert rows_of(ParamSource(("a",), sources, shape, rows=rows), config) == expected
     with pytest.raises(
         ValueError, match=r"a\.b has 128 rows for 3 tensors; its table must give their rows"

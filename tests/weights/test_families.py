@@ -19,11 +19,10 @@ from experiments.core.config import expand
 from experiments.core.engines import simulated
 from experiments.run import check_models
 from pagedjax import LLM, EngineConfig, SamplingParams, Taps, cli, from_params, load_model
-from pagedjax.device.models import FAMILIES
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind, Rope
 from pagedjax.models import initial_factors, score
 from pagedjax.weights import open_checkpoint
-from pagedjax.weights.architectures import Family, normalised
+from pagedjax.weights.architectures import FAMILIES, Family, normalised
 from pagedjax.weights.convert import convert
 from pagedjax.weights.families import built_in, check_parameters, own_family
 from pagedjax.weights.pretrained import read_model

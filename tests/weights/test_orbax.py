@@ -23,9 +23,8 @@ import tensorstore
 from flax import nnx
 
 from pagedjax import LLM, SamplingParams, load_model
-from pagedjax.device import models
 from pagedjax.device.models.decoder import Decoder
-from pagedjax.weights import open_checkpoint, orbax_checkpoint
+from pagedjax.weights import architectures, open_checkpoint, orbax_checkpoint
 from pagedjax.weights.convert import convert
 from pagedjax.weights.load import restore_params
 from pagedjax.weights.pretrained import read_model
@@ -141,12 +140,12 @@ def test_parameters_are_restored_with_the_given_sharding(folder):
     program = f"""
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from pagedjax.device import models
+from pagedjax.weights import architectures
 from pagedjax.weights.pretrained import read_model
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.load import restore_params
 opened = open_checkpoint({str(folder)!r})
-family = models.FAMILIES["llama"]
+family = architectures.FAMILIES["llama"]
 table = family.param_table(family.from_hf(opened.config))
 mesh = Mesh(jax.devices(), "x")
 params = restore_params(opened, table, "bfloat16",
@@ -293,10 +292,10 @@ def test_a_config_of_another_model_gives_a_list_of_differences(tmp_path, folder)
 def test_an_abstract_decoder_has_the_stored_names(folder):
     """So that a program that builds the module can find its parameters."""
     opened = open_checkpoint(folder)
-    config = models.FAMILIES["llama"].from_hf(opened.config)
+    config = architectures.FAMILIES["llama"].from_hf(opened.config)
     abstract = named(nnx.eval_shape(lambda: Decoder(config, "float32")))
     assert {name: x.shape for name, x in abstract.items()} == {
         name: x.shape for name, x in opened.tensors.items()
     }
-    table = models.FAMILIES["llama"].param_table(config)
+    table = architectures.FAMILIES["llama"].param_table(config)
     assert set(named(restore_params(opened, table, "float32"))) == set(abstract)

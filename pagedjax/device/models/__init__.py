@@ -1,5 +1,5 @@
-"""Model families: each one is a configuration of the same decoder (decoder.py). `FAMILIES` lists
-them.
+"""Model families: each one is a configuration of the same decoder (decoder.py).
+`weights/architectures.py` lists them.
 """
 
 from __future__ import annotations
@@ -14,18 +14,10 @@ from flax import nnx
 
 from pagedjax.device.layers import Weight
 from pagedjax.device.linear import Matrix, find
-from pagedjax.device.models import gemma, gpt2, llama
 from pagedjax.device.models.decoder import Decoder, DecoderConfig, angle_tables
 
 if TYPE_CHECKING:
     from pagedjax.device.placement import Placement
-
-# Hugging Face model_type -> module with from_hf, param_table and IGNORED
-FAMILIES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"), llama),
-    **dict.fromkeys(("gemma2", "gemma3_text"), gemma),
-    "gpt2": gpt2,
-}
 
 
 class Model(NamedTuple):
@@ -33,7 +25,7 @@ class Model(NamedTuple):
 
     config: of the whole model.
     graphdef: of what one device runs: the whole model, or its part.
-    dtype: of the activations, and of parameters that are not int8.
+    dtype: of the activations, and of parameters that are not in a stored format.
     placement: on which devices the parameters are, in parts; None: they are whole, on one device.
     """
 
@@ -50,7 +42,7 @@ class Model(NamedTuple):
 
     @property
     def weight_dtype(self) -> str:
-        return "int8" if self.config.int8 else self.dtype
+        return self.config.stored or self.dtype
 
     @property
     def leaves(self) -> tuple[Any, ...]:

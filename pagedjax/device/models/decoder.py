@@ -24,6 +24,7 @@ from flax import nnx
 
 from pagedjax.config import one_of
 from pagedjax.device import cache as kv
+from pagedjax.device import formats
 from pagedjax.device.attention import Attend, probabilities
 from pagedjax.device.batch import AttentionRows, Batch
 from pagedjax.device.layers import (
@@ -31,12 +32,13 @@ from pagedjax.device.layers import (
     LayerNorm,
     Linear,
     RMSNorm,
+    add_weight,
+    product,
     rope,
     rope_frequencies,
     rope_table,
+    stored_arrays,
     summed,
-    values,
-    weight,
 )
 from pagedjax.device.linear import Matrix, linear
 from pagedjax.device.row_reductions import row_sums, softmax, weighted_sums
@@ -105,7 +107,7 @@ class DecoderConfig:
     norm: "rms"; "rms_plus_one", which multiplies by 1 + weight (Gemma); or "layer", with a bias
         (GPT-2).
     gated: the MLP is activation(gate) * up, else activation(up).
-    int8: matrices are stored in 8 bits, see weights/int8.py.
+    stored: the format of matrices, a name of `device.formats`; None is floats.
     linear: the implementation of products, a name of `device.linear`. Matrices are stored in its
         layout.
     axes: of a mesh, whose devices have a part of the model each (split.py): partial sums are added
@@ -138,7 +140,7 @@ class DecoderConfig:
     attn_cap: float | None = None
     logit_cap: float | None = None
     experts: Experts | None = None
-    int8: bool = False
+    stored: str | None = None
     linear: str = "xla"
     axes: tuple[str, ...] = ()
     block: type[Block] | None = None
@@ -198,7 +200,7 @@ def _norm(c: DecoderConfig, dtype: str, size: int | None = None) -> nnx.Module:
 
 class Attention(nnx.Module):
     def __init__(self, c: DecoderConfig, kind: LayerKind, dtype: str):
-        wide, options = c.heads * c.head_dim, {"dtype": dtype, "int8": c.int8, "impl": c.linear}
+        wide, options = c.heads * c.head_dim, {"dtype": dtype, "stored": c.stored, "impl": c.linear}
         self.qkv = Linear(c.hidden, c.qkv_rows, bias=c.qkv_bias, **options)
         self.out = Linear(wide, c.hidden, bias=c.out_bias, axes=c.axes, **options)
         self.q_norm = _norm(c, dtype, c.head_dim) if c.qk_norm else None
@@ -275,7 +277,7 @@ class MLP(nnx.Module):
     """down(activation(gate) * up) or down(activation(up)); gate and up are one product."""
 
     def __init__(self, c: DecoderConfig, dtype: str):
-        options = {"bias": c.mlp_bias, "dtype": dtype, "int8": c.int8, "impl": c.linear}
+        options = {"bias": c.mlp_bias, "dtype": dtype, "stored": c.stored, "impl": c.linear}
         self.up = Linear(c.hidden, c.intermediate, gated=c.gated, **options)
         self.down = Linear(c.intermediate, c.hidden, axes=c.axes, **options)
         self.activation, self.gated = c.activation, c.gated
@@ -314,10 +316,10 @@ class Routes(NamedTuple):
 
 
 class Router(nnx.Module):
-    """Which experts compute a token. It is never int8."""
+    """Which experts compute a token. Its weight is always floats."""
 
     def __init__(self, c: DecoderConfig, experts: Experts, dtype: str):
-        self.weight, _ = weight(Matrix(experts.count, c.hidden), dtype, False, c.linear)
+        add_weight(self, "weight", Matrix(experts.count, c.hidden), dtype, None, c.linear)
         self.experts = experts
 
     def __call__(self, x: jax.Array, used: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -353,8 +355,8 @@ class SparseMLP(nnx.Module):
         own = e.count // e.devices
         up = Matrix(own * 2 * e.intermediate, c.hidden, gated=True, count=own)
         down = Matrix(own * c.hidden, e.intermediate, count=own)
-        self.up, self.up_scales = weight(up, dtype, c.int8, c.linear)
-        self.down, self.down_scales = weight(down, dtype, c.int8, c.linear)
+        add_weight(self, "up", up, dtype, c.stored, c.linear)
+        add_weight(self, "down", down, dtype, c.stored, c.linear)
         self.config = c
 
     def __call__(
@@ -381,25 +383,9 @@ class SparseMLP(nnx.Module):
             expert = jnp.where(jnp.arange(len(expert)) < used * e.chosen, expert, e.count)
         order = jnp.argsort(expert, stable=True)
         sizes = (expert[:, None] == jnp.arange(own)).sum(0, dtype=jnp.int32)
-        up, down = self.up, self.down
-        options = {"impl": up.implementation, "sizes": sizes}
         pairs = x[order // e.chosen]
-        pairs = linear(
-            pairs,
-            up[...],
-            up.matrix,
-            scales=values(self.up_scales),
-            activation=c.activation,
-            **options,
-        )
-        pairs = linear(
-            pairs,
-            down[...],
-            down.matrix,
-            scales=values(self.down_scales),
-            dtype=jnp.float32,
-            **options,
-        )
+        pairs = product(self, "up", pairs, activation=c.activation, sizes=sizes)
+        pairs = product(self, "down", pairs, dtype=jnp.float32, sizes=sizes)
         if e.devices > 1 or used is not None:
             # pairs of other devices, or of padding, have any numbers
             pairs = jnp.where((expert[order] < own)[:, None], pairs, 0)
@@ -501,9 +487,7 @@ class Decoder(nnx.Module):
     """hidden(batch) and logits(hidden) are two calls, because only rows that sample need logits."""
 
     def __init__(self, c: DecoderConfig, dtype: str):
-        self.embed, self.embed_scales = weight(
-            Matrix(c.vocab_size, c.hidden), dtype, c.int8, c.linear
-        )
+        add_weight(self, "embed", Matrix(c.vocab_size, c.hidden), dtype, c.stored, c.linear)
         if not c.tied:  # a table of rows, and not a matrix of products
             self.embed = nnx.Param(self.embed[...])
         self.positions = None if c.ropes else nnx.Param(jnp.zeros((c.max_len, c.hidden), dtype))
@@ -514,7 +498,7 @@ class Decoder(nnx.Module):
         self.head = (
             None
             if c.tied
-            else Linear(c.hidden, c.vocab_size, dtype=dtype, int8=c.int8, impl=c.linear)
+            else Linear(c.hidden, c.vocab_size, dtype=dtype, stored=c.stored, impl=c.linear)
         )
         self.config, self.dtype = c, dtype
 
@@ -523,15 +507,14 @@ class Decoder(nnx.Module):
         tokens, axes = batch.tokens, self.config.axes
         if axes:  # a device has some rows of the table; of other tokens it adds zeros
             tokens = tokens - jax.lax.axis_index(axes) * self.embed.shape[0]
-        table = self.embed[...]
-        x = (
+        stored = self.config.stored
+        table, *others = stored_arrays(self, "embed", stored)
+        numbers = (
             self.embed.implementation.gather(table, self.embed.matrix, tokens)
             if self.head is None
             else table[tokens]
         )
-        x = x.astype(self.dtype)
-        if self.embed_scales is not None:
-            x = (x * self.embed_scales[...][tokens][:, None]).astype(self.dtype)
+        x = formats.find(stored).rows(numbers, (table, *others), tokens, self.dtype)
         if axes:
             own = (tokens >= 0) & (tokens < self.embed.shape[0])
             x = summed(jnp.where(own[:, None], x, 0), axes)
@@ -630,8 +613,7 @@ class Decoder(nnx.Module):
         """
         options = {"sizes": used, "dtype": jnp.float32}
         if self.head is None:
-            options |= {"impl": self.embed.implementation, "scales": values(self.embed_scales)}
-            y = linear(hidden, self.embed[...], self.embed.matrix, **options)
+            y = product(self, "embed", hidden, **options)
         else:
             y = self.head(hidden, **options)
         cap = self.config.logit_cap

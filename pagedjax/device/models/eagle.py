@@ -106,7 +106,7 @@ def eagle_config(target: DecoderConfig, vocabulary: int, window: int = WINDOW) -
         kinds=(LayerKind(window=window),),
         ropes=target.ropes[:1],
         experts=None,
-        int8=False,
+        stored=None,
         linear="xla",
     )
     layers = target.layers

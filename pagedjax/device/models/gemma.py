@@ -13,8 +13,6 @@ from pagedjax.device.models.decoder import DecoderConfig, LayerKind, Rope
 from pagedjax.device.models.llama import SLIDING, attention_table, frozen, mlp_table, norm_table
 from pagedjax.device.models.param_table import ParamSource
 
-IGNORED = ()
-
 
 def from_hf(config: dict[str, Any]) -> DecoderConfig:
     """From the keys of a Hugging Face config.json.

@@ -9,7 +9,6 @@ from typing import Any
 from pagedjax.device.models.decoder import Activation, DecoderConfig, LayerKind
 from pagedjax.device.models.param_table import ParamSource
 
-IGNORED = ("h.*.attn.bias", "h.*.attn.masked_bias")  # causal masks that older checkpoints stored
 ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",

@@ -12,7 +12,6 @@ from typing import Any
 from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind, Rope
 from pagedjax.device.models.param_table import ParamSource
 
-IGNORED = ()  # patterns of tensors that are not parameters of the model
 SLIDING = "sliding_attention"
 
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pagedjax.config import MeshConfig
+from pagedjax.device import formats
 from pagedjax.device.models.decoder import DecoderConfig
 
 EXPERT = "expert"
@@ -148,11 +149,19 @@ def split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Spli
     whole.
 
     Args:
-        path: of the parameter, as in `ParamSource`; the scales of int8 matrices too.
+        path: of the parameter, as in `ParamSource`, or of an array of a stored matrix.
     """
+    for array in formats.find(c.stored).arrays[1:]:
+        if path[-1].endswith(array.suffix):
+            matrix = *path[:-1], path[-1].removesuffix(array.suffix)
+            return _split(c, mesh, matrix)[: array.dims]
+    return _split(c, mesh, path)
+
+
+def _split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Split, ...]:
     n = mesh.size
     owner = path[-2] if len(path) > 1 else ""
-    if path[-1] in ("embed", "embed_scales") or owner == "head":
+    if path[-1] == "embed" or owner == "head":
         return (Split(AXES, _padded(c.vocab_size, n)),)
     if "attn" in path and owner in ("qkv", "out"):
         return _attention(c, n, owner, path[-1])
@@ -193,9 +202,8 @@ def _experts(c: DecoderConfig, mesh: MeshConfig, name: str) -> tuple[Split, ...]
     count = c.experts.count
     size = c.experts.intermediate
     width = _padded(size, mesh.tensor)
-    if name.startswith("down"):
-        by_expert = Split((EXPERT,))
-        return (by_expert, Split((TENSOR,), width)) if name == "down" else (by_expert,)
+    if name == "down":
+        return (Split((EXPERT,)), Split((TENSOR,), width))
     # rows of one expert
     expert_rows = _gated(width, size, mesh.tensor).reshape(1, mesh.tensor, 1, -1)
     first = np.arange(count).reshape(mesh.expert, 1, -1, 1) * 2 * size

@@ -21,9 +21,9 @@ from experiments.simulation.cost import part, shape_of
 from pagedjax.config import MeshConfig
 from pagedjax.device import attention, cache
 from pagedjax.device.batch import Batch
-from pagedjax.device.models import FAMILIES, split
+from pagedjax.device.models import split
 from pagedjax.device.models.decoder import Decoder, DecoderConfig
-from pagedjax.weights.architectures import normalised
+from pagedjax.weights.architectures import FAMILIES, normalised
 
 LLAMA = {
     "model_type": "llama",

@@ -8,31 +8,26 @@ rescales the whole matrix in every call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-SCALES = "_scales"  # the scales of "x.weight" are "x.weight_scales"
+from pagedjax.device.formats.format import Array, Format, shape_of
+from pagedjax.device.linear import Matrix, linear
+
 LARGEST = 127
 ROWS = 1024  # rounded at a time: the float32 copy has four times the bytes
 
 
-def has_scales(path: Sequence[str], shape: Sequence[int]) -> bool:
-    """Whether a parameter has scales: matrices of products and the embedding, but not learned
-    positions or routers.
-    """
-    return (
-        len(shape) == 2 and path[-1] in ("weight", "embed", "up", "down") and "router" not in path
-    )
-
-
-def rounded(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def pack(matrix: Any) -> tuple[np.ndarray, np.ndarray]:
     """[out, in] -> (int8 [out, in], float32 [out]). The error is at most half a scale.
 
     XLA treats subnormal numbers as zero. So a row whose scale would be subnormal becomes zeros with
     the scale 1.
     """
+    matrix = np.asarray(matrix)
     numbers = np.empty(matrix.shape, np.int8)
     scales = np.ones(len(matrix), np.float32)
     for start in range(0, len(matrix), ROWS):
@@ -44,14 +39,30 @@ def rounded(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return numbers, scales
 
 
-def with_scales(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Parameters by name -> the same parameters, with each matrix rounded and followed by its
-    scales.
-    """
-    for name, x in params.items():
-        if has_scales(name.split("."), np.shape(x)):
-            numbers, scales = rounded(np.asarray(x))
-            yield name, numbers
-            yield name + SCALES, scales
-        else:
-            yield name, x
+def restore(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    numbers, scales = arrays
+    return np.asarray(numbers, np.float32) * np.asarray(scales)[:, None]
+
+
+def multiply(
+    x: jax.Array, arrays: Sequence[jax.Array], matrix: Matrix, **options: Any
+) -> jax.Array:
+    numbers, scales = arrays
+    return linear(x, numbers, matrix, scales=scales, **options)
+
+
+def rows(numbers: jax.Array, arrays: Sequence[jax.Array], ids: jax.Array, dtype: str) -> jax.Array:
+    _, scales = arrays
+    return (numbers.astype(dtype) * scales[ids][:, None]).astype(dtype)
+
+
+FORMAT = Format(
+    arrays=(
+        Array("", shape_of, "int8", dims=2),
+        Array("_scales", lambda matrix: (matrix.outputs,), "float32", dims=1),
+    ),
+    pack=pack,
+    restore=restore,
+    multiply=multiply,
+    rows=rows,
+)

@@ -1,9 +1,14 @@
-"""Weights in int8: the rounding, and the same results as with the rounded weights in floats."""
+"""Formats of stored matrices: the same results as with the restored weights in floats, the rounding
+of int8, and a format of one's own.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -12,17 +17,21 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from pagedjax import LLM, SamplingParams, from_params, load_model
-from pagedjax.device.models import FAMILIES, Decoder
+from pagedjax.config import STORED_FORMATS, MeshConfig
+from pagedjax.device.formats import Array, Format, int8, is_stored, restored
+from pagedjax.device.linear import linear
+from pagedjax.device.models import Decoder
+from pagedjax.device.models.split import split
 from pagedjax.engine import compilations
-from pagedjax.weights.architectures import normalised
+from pagedjax.weights.architectures import FAMILIES, normalised
 from pagedjax.weights.convert import convert
-from pagedjax.weights.int8 import SCALES, has_scales, rounded
 from pagedjax.weights.tree import named, nested
 from tests import quick_compiler
 from tests.device.test_llama import CHUNKED, all_logits
 from tests.device.test_model_families import CASES
 from tests.weights.tiny import tiny_gguf, tiny_llama
 
+SCALES = "_scales"
 SMALL = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
@@ -67,7 +76,7 @@ def random_params(config) -> dict:
 @example(np.float32([[3e-43, -1e-44]]))
 @example(np.float32([[1e-36, 1e-38]]))
 def test_the_rounding_error_is_at_most_half_a_scale(matrix):
-    numbers, scales = rounded(matrix)
+    numbers, scales = int8.pack(matrix)
     assert (numbers.dtype, scales.dtype) == (np.int8, np.float32)
     assert (scales > 0).all()
     assert numbers.min() >= -127
@@ -79,7 +88,7 @@ def test_each_row_has_its_own_scale_and_zeros_stay_zeros():
     matrix = np.zeros((2500, 3), np.float32)
     matrix[0] = [127.0, -1.0, 0.4]
     matrix[2100] = [-2.54, 1.27, 0.0]
-    numbers, scales = rounded(matrix)
+    numbers, scales = int8.pack(matrix)
     np.testing.assert_array_equal(numbers[[0, 1, 2100]], [[127, -1, 0], [0, 0, 0], [-127, 64, 0]])
     np.testing.assert_allclose(scales[[0, 1, 2100]], [1.0, 1.0, 0.02], rtol=1e-6)
 
@@ -107,7 +116,7 @@ def test_logits_are_those_of_the_rounded_weights_in_floats(name):
         for n, x in params.items()
     }
     changed = [n for n, x in params.items() if not np.array_equal(inside[n], x)]
-    assert set(changed) == {n for n, x in params.items() if has_scales(n.split("."), x.shape)}
+    assert set(changed) == {n for n, x in params.items() if is_stored(n.split("."), x.shape)}
     assert {str(stored[n].dtype) for n in changed} == {"int8"}
     with quick_compiler.all_quickly():
         expected = all_logits(from_params(nested(inside), config).model, CHUNKED)
@@ -200,3 +209,70 @@ def test_conflicting_options_are_refused(tiny, tiny_folder):
         ValueError, match=r"weight_dtype is 'int4'; it must be one of .* \(did you mean 'int8'"
     ):
         LLM(tiny_folder, weight_dtype="int4", **SMALL)
+
+
+# --- a format of one's own ------------------------------------------------------------------------
+
+# By a byte, the sign and the power of two: the highest bit, and minus the exponent.
+POWERS = np.float32([sign * 0.5**exponent for sign in (1, -1) for exponent in range(128)])
+SMALLEST = POWERS[100]  # of a matrix whose largest weight is 1; smaller ones become it
+
+
+def powers_of_two(matrix) -> tuple[np.ndarray, np.ndarray]:
+    matrix = np.asarray(matrix, np.float32)
+    scale = np.abs(matrix).max()
+    exponents = -np.log2(np.maximum(np.abs(matrix) / scale, SMALLEST))
+    return (np.rint(exponents) + 128 * (matrix < 0)).astype(np.uint8), scale
+
+
+def restored_powers(arrays) -> np.ndarray:
+    numbers, scale = arrays
+    return POWERS[numbers] * scale
+
+
+def times_powers(x, arrays, matrix, **options) -> jax.Array:
+    numbers, scale = arrays
+    return linear(x, (jnp.asarray(POWERS)[numbers] * scale).astype(x.dtype), matrix, **options)
+
+
+def rows_of_powers(numbers, arrays, ids, dtype) -> jax.Array:
+    _, scale = arrays
+    return (jnp.asarray(POWERS)[numbers] * scale).astype(dtype)
+
+
+POWERS_OF_TWO = Format(
+    arrays=(
+        Array("", lambda matrix: (matrix.outputs, matrix.inputs), "uint8", dims=2),
+        Array("_scale", lambda matrix: (), "float32", dims=0),
+    ),
+    pack=powers_of_two,
+    restore=restored_powers,
+    multiply=times_powers,
+    rows=rows_of_powers,
+)
+
+
+def test_an_engine_runs_a_format_that_this_file_defines(one_layer_folder, monkeypatch):
+    """With the tokens of the restored weights in floats."""
+    monkeypatch.setitem(STORED_FORMATS, "powers", f"{__name__}:POWERS_OF_TWO")
+    options = SMALL | {"compilation": "lazy"}
+    llm = LLM(one_layer_folder, weight_dtype="powers", **options)
+    assert (llm.engine.config.weight_dtype, llm.engine.config.linear_impl) == ("powers", "xla")
+    params = named(load_model(one_layer_folder, weight_dtype="powers").model.params)
+    floats = {
+        name: restored("powers", params, name) if is_stored(name.split("."), x.shape) else x
+        for name, x in params.items()
+        if not name.endswith("_scale")
+    }
+    assert {str(params[name].dtype) for name, x in floats.items() if x.ndim == 2} == {"uint8"}
+    whole = load_model(one_layer_folder, linear_impl="xla")
+    before = texts(LLM(whole, **options))
+    expected = texts(
+        LLM(from_params(nested(floats), whole.model.config, linear_impl="xla"), **options)
+    )
+    assert texts(llm) == expected != before
+    # other parameters are packed as those of the checkpoint were
+    llm.update_params(whole.model.params)
+    assert texts(llm) == expected
+    config, mesh = replace(whole.model.config, stored="powers"), MeshConfig(tensor=2)
+    assert split(config, mesh, ("head", "weight_scale")) == ()

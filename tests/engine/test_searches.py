@@ -1,0 +1,101 @@
+"""A search that this file defines, against all sequences that it may find."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+
+from pagedjax import LLM, BeamSearchParams, SamplingParams
+from pagedjax.host.searches import SEARCHES, Continuation, Offer, SearchKind
+from pagedjax.host.types import Hypothesis
+
+WIDTH = 8
+LENGTH = 3
+
+
+@dataclass(frozen=True)
+class BottleneckParams(BeamSearchParams):
+    """Searches the sequence whose least likely token is the most likely one."""
+
+
+class Path(NamedTuple):
+    worst: float  # log-probability of the least likely token
+    total: float  # of all tokens: it decides between paths with the same worst token
+    token_ids: tuple[int, ...]
+
+    def continued(self, token: int, logprob: float) -> Path:
+        worst = min(self.worst, logprob)
+        return Path(worst, self.total + logprob, (*self.token_ids, token))
+
+
+ROOT = Path(0.0, 0.0, ())
+
+
+class Bottleneck(NamedTuple):
+    params: BottleneckParams
+    paths: tuple[Path, ...] = (ROOT,)
+    finished: tuple[Hypothesis, ...] = ()
+
+    def advance(self, offers: Sequence[Offer]) -> tuple[Bottleneck, Sequence[Continuation]]:
+        pairs = [
+            (path.continued(token, logprob), parent)
+            for parent, (path, offer) in enumerate(zip(self.paths, offers, strict=True))
+            for token, logprob in zip(*offer, strict=True)
+        ]
+        pairs = sorted(pairs, reverse=True)[: self.params.beam_width]
+        paths = tuple(path for path, _ in pairs)
+        if len(paths[0].token_ids) == self.params.max_tokens:
+            found = tuple(Hypothesis(p.token_ids, p.total, p.worst, "length") for p in paths)
+            return self._replace(finished=found), ()
+        continuations = [Continuation(parent, path.token_ids[-1]) for path, parent in pairs]
+        return self._replace(paths=paths), continuations
+
+
+BOTTLENECK = SearchKind(
+    candidates=lambda params, stops: params.beam_width,
+    start=lambda params, stops: Bottleneck(params),
+)
+
+
+def all_paths(llm: LLM, prompt: list[int]) -> list[Path]:
+    """Every sequence of the `WIDTH` most likely tokens at each position. Each token is computed by
+    a request of its own.
+    """
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=WIDTH, ignore_eos=True)
+    paths = [ROOT]
+    for _ in range(LENGTH):
+        prompts = [[*prompt, *path.token_ids] for path in paths]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        tops = [output.outputs[0].logprobs[0] for output in outputs]
+        paths = [
+            path.continued(token, entry.logprob)
+            for path, top in zip(paths, tops, strict=True)
+            for token, entry in top.items()
+        ]
+    return paths
+
+
+def test_an_engine_runs_a_search_that_this_file_defines(tiny, monkeypatch):
+    monkeypatch.setitem(SEARCHES, BottleneckParams, BOTTLENECK)
+    sizes = {"block_size": 4, "num_blocks": 128, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    llm = LLM(tiny, progress=False, compilation="lazy", token_buckets=(64,), **sizes)
+    params = BottleneckParams(WIDTH, max_tokens=LENGTH, ignore_eos=True)
+    prompts = [[5, 9, 200, 31, 7], [44, 3]]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    bests = [max(all_paths(llm, prompt)) for prompt in prompts]
+    likeliest = llm.generate(
+        prompts, BeamSearchParams(WIDTH, max_tokens=LENGTH, ignore_eos=True), use_tqdm=False
+    )
+    for output, best in zip(outputs, bests, strict=True):
+        found = output.outputs[0]
+        assert tuple(found.token_ids) == best.token_ids
+        assert found.score == pytest.approx(best.worst, abs=1e-5)
+        assert found.cumulative_logprob == pytest.approx(best.total, abs=1e-5)
+        assert len(output.outputs) == WIDTH
+    assert [output.outputs[0].token_ids for output in outputs] != [
+        output.outputs[0].token_ids for output in likeliest
+    ]
+    assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
