@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from pagedjax.weights.pretrained import from_params, load_model
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "LLM": "llm",

@@ -461,6 +461,8 @@ def test_one_generate_passes_through_few_modules(tiny_llm):
     assert len(project) <= 24, project
 
 
-def test_the_version_is_the_same_in_the_package_and_its_metadata():
+def test_the_version_is_the_same_in_the_package_its_metadata_and_the_change_log():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert project["version"] == pagedjax.__version__
+    assert f"\nversion: {pagedjax.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"\n## {pagedjax.__version__} (" in (ROOT / "CHANGELOG.md").read_text("utf-8")

@@ -1,7 +1,7 @@
 """The event log: the scheduler's inputs and outcomes, one line of JSON for each transition.
 `Recorder` writes it. Here long lines are wrapped.
 
-    {"pagedjax_replay":2,"pagedjax":"0.1.0","policy":"fcfs","config":{"block_size":4,...}}
+    {"pagedjax_replay":2,"pagedjax":"0.2.0","policy":"fcfs","config":{"block_size":4,...}}
     {"submit":{"request_id":"a","prompt_len":5,"max_tokens":8,...}}
     {"schedule":{"step":0,"ids":["a"],"starts":[0],"counts":[5],"blocks":{"a":[1,2]},
         "admitted":["a"],...}}
