@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary, finalize, ref
 
 from pagedjax.config import Resolved
 from pagedjax.device.batch import Shapes, StepShape
@@ -185,7 +185,13 @@ def _compile_all(programs: ref[BackgroundPrograms]) -> None:
         pass
 
 
-@atexit.register  # later than JAX registers its own function, so that this one runs first
+# At its end Python runs what is registered last first. JAX's own function ends its caches. The first
+# `finalize` registers one that runs all of them, and JAX has one for each constant of a trace: a
+# trace that goes on loses its constants. So both are registered before this module's function.
+finalize(_started, int)
+
+
+@atexit.register
 def _stop_all() -> None:
     """Stop all threads, and wait for the programs that are being compiled."""
     for programs in list(_started.values()):

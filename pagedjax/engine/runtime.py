@@ -370,23 +370,10 @@ def _compiler(
             facts and (*facts, *kind),
             arguments,
             device,
-            lambda: _lowered(jitted, arguments).compile(xla_options),
+            lambda: jitted.lower(*arguments).compile(xla_options),
         )
 
     return compile_one
-
-
-def _lowered(jitted: Any, arguments: Sequence[Any]) -> Any:
-    """Returns `jitted.lower(*arguments)`, traced a second time if JAX lost a constant.
-
-    On a loaded machine a trace in the background had a branch that read a weight which the branch
-    did not have among its inputs (JAX 0.10.2, three of four starts). The cause is not known.
-    """
-    try:
-        return jitted.lower(*arguments)
-    except KeyError:
-        jitted.clear_cache()
-        return jitted.lower(*arguments)
 
 
 def _facts(

@@ -301,6 +301,43 @@ def test_python_ends_while_a_program_is_compiled(one_layer_folder):
     assert done.stderr == ""
 
 
+def test_python_ends_while_a_program_is_traced():
+    """A trace that goes on at the end of Python keeps its constants."""
+    script = """
+import threading, time
+import jax, jax.numpy as jnp
+from pagedjax.device.batch import Shapes
+from pagedjax.engine.background import BackgroundPrograms
+
+traces = threading.Event()
+
+def branch(x, y):
+    z = x + y  # y is a constant of the branch
+    traces.set()
+    time.sleep(1)
+    return z
+
+def build(shape, config):
+    step = jax.jit(lambda x, y: jax.lax.cond(x[0] > 0, lambda x: branch(x, y), lambda x: x, x))
+    compiled = step.lower(jnp.ones(3), jnp.ones(3)).compile()
+    print("compiled", flush=True)
+    return compiled
+
+programs = BackgroundPrograms(build, None, {}, Shapes((1,), 1, 1, 1, 1, 1), True)
+programs.start()
+traces.wait(60)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.stdout == "compiled\n", done.stderr
+    assert "cannot be compiled" not in done.stderr
+
+
 def test_an_llm_compiles_behind_its_steps_where_it_can_and_an_engine_everything_first(one_layer):
     default = quick_compiler.of_users("default_compilation")
     assert default({}) == "background"
