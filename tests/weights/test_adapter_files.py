@@ -48,6 +48,8 @@ def test_both_forms_are_the_same_adapter(tiny_folder, tmp_path, config):
         ({"lora_alpha": 6, "use_rslora": True}, 6 / 2),
         ({"lora_alpha": 6, "alpha_pattern": {"o_proj": 10}}, 10 / 4),
         ({"lora_alpha": 6, "alpha_pattern": {"q_proj": 10}}, 6 / 4),
+        # of several patterns that fit, the first one counts
+        ({"alpha_pattern": {"self_attn.o_proj": 10, "o_proj": 2}}, 10 / 4),
     ],
 )
 def test_options_scale_as_pefts(tiny_folder, tmp_path, config, options, scale):

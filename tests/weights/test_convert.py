@@ -177,14 +177,15 @@ def test_a_failed_conversion_leaves_no_files(tmp_path, to):
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_an_incomplete_folder_is_removed(tmp_path, source, monkeypatch):
+@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt("no space left")])
+def test_an_incomplete_folder_is_removed(tmp_path, source, monkeypatch, error):
     from pagedjax.weights import convert as module
 
     def fail(*_: Any) -> None:
-        raise OSError("no space left")
+        raise error
 
     monkeypatch.setattr(module, "write_shards", fail)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(type(error), match="no space left"):
         convert(source, tmp_path / "out", "safetensors")
     assert list(tmp_path.iterdir()) == []
 
