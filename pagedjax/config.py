@@ -15,10 +15,15 @@ import runpy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, TypeGuard, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar, get_args
 
 DType = Literal["float32", "bfloat16", "float16"]
-WeightDType = str  # a DType, or a name of STORED_FORMATS
+# Formats of matrices beside the dtypes: where each `Format` is (pagedjax/device/formats)
+STORED_FORMATS = {"int8": "pagedjax.device.formats.int8:FORMAT"}
+if TYPE_CHECKING:
+    WeightDType = str
+else:  # the command line reads the choices
+    WeightDType = Literal[(*get_args(DType), *STORED_FORMATS)]
 CacheDType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 PolicyName = Literal["fcfs", "priority", "shortest", "fair", "longest_prefix", "static"]
 KVPolicyName = Literal["full", "streaming", "quest"]
@@ -42,8 +47,6 @@ VLLM_NAMES = {  # names in vLLM's speculative_config: fields of `Speculative`
     "prompt_lookup_min": "ngram_min",
 }
 VLLM_METHODS = {"draft_model": "draft"}
-# Formats of matrices beside the dtypes: where each `Format` is (pagedjax/device/formats)
-STORED_FORMATS = {"int8": "pagedjax.device.formats.int8:FORMAT"}
 
 
 @dataclass(frozen=True)
