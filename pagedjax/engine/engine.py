@@ -32,7 +32,7 @@ from pagedjax.engine.state import EngineState
 from pagedjax.engine.step import ScheduledStep, schedule, step
 from pagedjax.engine.tap_files import TapWriter
 from pagedjax.host import scheduler
-from pagedjax.host.event_log import Recorder
+from pagedjax.host.event_log import Entry, Recorder
 from pagedjax.host.types import Event, FinishReason, Pending, StepResult
 from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.structured.matcher import Grammar
@@ -76,7 +76,6 @@ class Engine:
         self._state = state.init(self.runtime, cache)
         self._recorder: Recorder | None = None
         self._tap_writer: TapWriter | None = None
-        self._records_prompts = False
         self._ids = itertools.count()
         self._asleep: sleep.Asleep | None = None
         self._dropped = False  # by level 2 of sleep
@@ -470,12 +469,9 @@ class Engine:
     def _set(self, after: EngineState) -> None:
         """Replace the state, and write its transitions to the recording: both, or neither."""
         if self._recorder:
-            for name, arguments in after.log:
-                if name in ("begin_taps", "taps"):
-                    continue
-                if name == "submit" and not self._records_prompts:
-                    arguments = arguments[:1]
-                getattr(self._recorder, name)(*arguments)
+            for entry in after.log:
+                if isinstance(entry, Entry):
+                    self._recorder.write(entry)
             if self._tap_writer:
                 self._tap_writer.note(after.log)
         self._state = after._replace(log=())
@@ -529,9 +525,12 @@ class Engine:
         if path is not None:
             clock = time.perf_counter if times else None
             self._recorder = Recorder(
-                path, self.scheduler_state.config, self.runtime.policy.name, clock=clock
+                path,
+                self.scheduler_state.config,
+                self.runtime.policy.name,
+                clock=clock,
+                prompts=prompts,
             )
-            self._records_prompts = prompts
             self._tap_writer = TapWriter(path)
             self._restart_scheduler()
 

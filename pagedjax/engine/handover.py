@@ -27,6 +27,7 @@ from pagedjax.engine.requests import prepare, without_hashes
 from pagedjax.engine.runtime import Runtime
 from pagedjax.engine.state import EngineState, roll_back
 from pagedjax.host import scheduler
+from pagedjax.host.event_log import Adopt, Release
 from pagedjax.host.types import Adopted, Released
 from pagedjax.params import SamplingParams
 from pagedjax.structured.matcher import Grammar
@@ -140,7 +141,7 @@ def release(state: EngineState, name: str) -> EngineState:
         scheduler=after,
         sequences=state.sequences.delete(name),
         ahead=state.ahead._replace(last=None),  # as in `state.cancel`
-        log=(*state.log, ("release", (released,))),
+        log=(*state.log, Release(released)),
     )
 
 
@@ -221,7 +222,7 @@ def adopt(
         sequences=state.sequences.set(name, data),
         cache=cache,
         ahead=Lookahead(),  # what was predicted does not know of these blocks
-        log=(*state.log, ("adopt", (released, adopted))),
+        log=(*state.log, Adopt(released, adopted)),
     )
     return state, adopted
 

@@ -29,15 +29,16 @@ from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.pooling import Pool, start
 from pagedjax.engine.requests import Sequences, apply_events, prepare, without_hashes
 from pagedjax.engine.runtime import Runtime
+from pagedjax.engine.taps import StepTaps, TapsBegin
 from pagedjax.host import beams, scheduler
+from pagedjax.host.event_log import Cancel, Entry, Forget, Restart, Submit, Update
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Event, Finished, FinishReason, Pending, StepResult
 from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.structured.matcher import Grammar
 
-# A method of `host.event_log.Lines` and its arguments, or "begin_taps" or "taps" and those of a
-# `TapWriter`.
-LogEntry = tuple[str, tuple[Any, ...]]
+# what a recorder writes, or a `TapWriter`
+LogEntry = Entry | TapsBegin | StepTaps
 
 
 class EngineState(NamedTuple):
@@ -145,11 +146,11 @@ def submit(
         adapter=adapter,
     )
     after = scheduler.submit(before, prepared.request)
-    log: tuple[LogEntry, ...] = (("submit", (prepared.request, prompt_token_ids)),)
+    log: tuple[LogEntry, ...] = (Submit(prepared.request, prompt_token_ids),)
     if isinstance(params, SamplingParams) and params.taps:
         length = scheduler.final_length(prepared.request, before.config)
         wanted = taps.wanted_by(names[0], params.taps, runtime, prompt_len, length, len(names))
-        log += (("begin_taps", (names, prompt_len)),)
+        log += (TapsBegin(names, prompt_len),)
     searches = state.searches
     if prepared.search:
         searches = {**searches, before.arrivals: prepared.search}
@@ -177,7 +178,7 @@ def cancel(
     state = state._replace(
         scheduler=after,
         ahead=state.ahead._replace(last=None),  # the next prediction starts from the new state
-        log=(*state.log, ("cancel", (sequence_id, reason, events))),
+        log=(*state.log, Cancel(sequence_id, reason, events)),
     )
     return with_events(state, events, before), events
 
@@ -222,9 +223,7 @@ def _without(names: Iterable[str], entries: Map[str, Any]) -> Map[str, Any]:
 
 def forget(state: EngineState) -> EngineState:
     """Forget what cached blocks hold. Unfinished requests continue."""
-    return state._replace(
-        scheduler=scheduler.forget(state.scheduler), log=(*state.log, ("forget", ()))
-    )
+    return state._replace(scheduler=scheduler.forget(state.scheduler), log=(*state.log, Forget()))
 
 
 def update(state: EngineState, pending: Pending) -> EngineState:
@@ -251,7 +250,7 @@ def update(state: EngineState, pending: Pending) -> EngineState:
         searches=searches,
         ahead=Lookahead(),
         params_version=version,
-        log=(*state.log, ("update", (version, pending))),
+        log=(*state.log, Update(version, pending)),
     )
 
 
@@ -275,5 +274,5 @@ def roll_back(state: EngineState) -> EngineState:
         searches=_without_offers(state.searches),
         ahead=Lookahead(),
         cache=None,
-        log=(*state.log, ("restart", ())),
+        log=(*state.log, Restart()),
     )

@@ -15,6 +15,7 @@ from pagedjax.engine import state as states
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.requests import SequenceData, appended
 from pagedjax.engine.step import step
+from pagedjax.host.event_log import Cancel, Commit, Forget, Schedule, Submit
 from pagedjax.host.types import Sampled
 
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 256}
@@ -83,14 +84,8 @@ def test_the_log_of_a_state_is_what_a_recorder_writes(runtime):
     state = submitted(runtime, states.init(runtime))
     state, _ = step(runtime, state)
     state, _ = states.cancel(states.forget(state), "a")
-    assert [name for name, _ in state.log] == [
-        "submit",
-        "submit",
-        "schedule",
-        "commit",
-        "forget",
-        "cancel",
-    ]
+    kinds = [type(entry) for entry in state.log]
+    assert kinds == [Submit, Submit, Schedule, Commit, Forget, Cancel]
 
 
 def test_a_step_keeps_the_cache_where_it_is(runtime):
