@@ -24,10 +24,11 @@ from pagedjax.device.models import Model
 from pagedjax.device.row_features import RowFeature
 from pagedjax.engine import adapters, interrupts, runtime, sleep, state
 from pagedjax.engine import handover as handovers
-from pagedjax.engine.adapters import AdapterTable, InSlot
+from pagedjax.engine.adapters import AdapterTable
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.handover import Fetch, Handover
 from pagedjax.engine.lookahead import Lookahead
+from pagedjax.engine.requests import EngineRequest, InSlot
 from pagedjax.engine.state import EngineState
 from pagedjax.engine.step import ScheduledStep, schedule, step
 from pagedjax.engine.tap_files import TapWriter
@@ -133,7 +134,6 @@ class Engine:
         """
         return tuple(str(next(self._ids)) for _ in range(count))
 
-    @interrupts.in_turn
     def add(
         self,
         request_id: str,
@@ -165,29 +165,27 @@ class Engine:
             ValueError: the request can never run (see `scheduler.submit` and `requests.prepare`).
                 The engine is unchanged.
         """
-        self._check_awake()
-        slot = 0
-        content_hash = ""
-        table = self.runtime.adapters
-        if adapter is not None:
-            loaded = adapters.of_name(table, adapter)
-            slot = loaded.slot
-            content_hash = loaded.content_hash
-        after = state.submit(
-            self.runtime,
-            self._state,
-            (request_id, *forks),
-            prompt_token_ids,
-            params,
-            priority=priority,
-            user=user,
-            tags=tags,
-            grammar=grammar,
-            adapter=(slot, content_hash),
+        self._submit(
+            EngineRequest(
+                (request_id, *forks),
+                prompt_token_ids,
+                params,
+                priority=priority,
+                user=user,
+                tags=tuple(tags),
+                grammar=grammar,
+                adapter=adapter,
+            )
         )
-        self._set(after)
-        if adapter is not None and table:
-            self.runtime = replace(self.runtime, adapters=adapters.used(table, adapter))
+
+    @interrupts.in_turn
+    def _submit(self, request: EngineRequest) -> None:
+        """Queue a request that `add` or a session made."""
+        self._check_awake()
+        self._set(state.submit(self.runtime, self._state, request))
+        table = self.runtime.adapters
+        if request.adapter is not None and table:
+            self.runtime = replace(self.runtime, adapters=adapters.used(table, request.adapter))
 
     @interrupts.in_turn
     def cancel(self, request_id: str, reason: FinishReason = "abort") -> tuple[Event, ...]:

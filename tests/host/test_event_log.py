@@ -490,6 +490,17 @@ def test_a_malformed_line_is_an_error_with_its_number(
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("kind", event_log.KINDS)
+def test_a_replay_knows_every_transition_of_the_log(log: Path, kind: str):
+    edit(log, replace_line(2, f'{{"{kind}":{{}}}}'))
+    error = ""
+    try:
+        list(replay.replay(log))
+    except ReplayError as refused:
+        error = str(refused)
+    assert "is no transition" not in error
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

@@ -16,13 +16,13 @@ from tests.server.support import ENGINE, GREEDY, completed, error_of, served_to
 def llm(tiny, monkeypatch):
     """It has `orders`: the priority and user that each request had in the engine."""
     made = LLM(tiny, progress=False, **ENGINE)
-    add, orders = made.engine.add, []
+    submit, orders = made.engine._submit, []
 
-    def recorded(*args, priority=0, user="", **options):
-        orders.append((priority, user))
-        return add(*args, priority=priority, user=user, **options)
+    def recorded(request):
+        orders.append((request.priority, request.user))
+        return submit(request)
 
-    monkeypatch.setattr(made.engine, "add", recorded)
+    monkeypatch.setattr(made.engine, "_submit", recorded)
     made.orders = orders
     return made
 
