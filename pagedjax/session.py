@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from pagedjax.engine import interrupts
 from pagedjax.engine.engine import Engine
+from pagedjax.engine.requests import EngineRequest
 from pagedjax.engine.taps import collect
 from pagedjax.host.types import Admitted, Event, Finished, FinishReason, Sampled, StepResult
 from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
@@ -172,16 +173,16 @@ class Session(Calls):
                         params = self._engine_params(params, spelled)
                     width = params.beam_width if isinstance(params, BeamSearchParams) else params.n
                     names = self.engine.new_ids(width)
-                    adapter = {} if request.adapter is None else {"adapter": request.adapter}
-                    self.engine.add(
-                        names[0],
-                        request.prompt_token_ids,
-                        params,
-                        forks=list(names[1:]),
-                        priority=request.priority,
-                        user=request.user,
-                        grammar=grammar,
-                        **adapter,
+                    self.engine._submit(
+                        EngineRequest(
+                            names,
+                            request.prompt_token_ids,
+                            params,
+                            priority=request.priority,
+                            user=request.user,
+                            grammar=grammar,
+                            adapter=request.adapter,
+                        )
                     )
                     added.append(self._outputs(names, request.prompt_token_ids, params))
                 for branches in added:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from experiments.core.environment import environment
 from pagedjax.host import scheduler
+from pagedjax.host.event_log import Commit, Schedule
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import Request
@@ -55,7 +56,7 @@ def measure(sequences: int, steps: int, connection: Connection) -> Costs:
         start = perf_counter()
         state, plan = scheduler.schedule(state, FCFS)
         scheduled = perf_counter()
-        digest.schedule(plan)
+        digest.write(Schedule(plan))
         text = digest._hash.hexdigest()
         digest.lines = []
         counted = perf_counter()
@@ -65,7 +66,7 @@ def measure(sequences: int, steps: int, connection: Connection) -> Costs:
         sampled = [7] * len(plan.seqs)
         state, events = scheduler.commit(state, plan, sampled)
         committed = perf_counter()
-        digest.commit(sampled, {}, {}, events)
+        digest.write(Commit(plan, sampled, {}, {}, events))
         end = perf_counter()
         times.append(
             (

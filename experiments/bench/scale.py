@@ -52,7 +52,14 @@ from pagedjax.device.models import Model
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import make_step
 from pagedjax.engine.pack import pack
-from pagedjax.engine.requests import Sequences, apply_events, hashes_of_filled, prepare
+from pagedjax.engine.requests import (
+    EngineRequest,
+    RequestRules,
+    Sequences,
+    apply_events,
+    hashes_of_filled,
+    prepare,
+)
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
@@ -142,14 +149,14 @@ def state_after_prompts(shapes: Shapes, context: int, lead: int) -> Host:
     longest = shapes.max_model_len
     config = SchedulerConfig(BLOCK, rows * shapes.table_width, rows * longest, rows, longest)
     params = SamplingParams(temperature=0, max_tokens=longest, ignore_eos=True)
+    rules = RequestRules(shapes.vocab_size, caching=True)
     rng = np.random.default_rng(0)
     state = scheduler.init(config)
     sequences = Map()
     for i in range(rows):
         offset = (i + BLOCK // 2) % BLOCK - BLOCK // 2  # -8 to 7, and 0 for the first
         prompt = rng.integers(0, shapes.vocab_size, context - lead - 1 + offset).tolist()
-        limits = {"vocab_size": shapes.vocab_size, "caching": True, "priority": 0, "user": ""}
-        prepared = prepare(state, (f"r{i}",), prompt, params, eos_token_ids=(), **limits)
+        prepared = prepare(state, EngineRequest((f"r{i}",), prompt, params), rules)
         state = scheduler.submit(state, prepared.request)
         sequences = sequences.update(prepared.sequences)
     scheduled, plan = scheduler.schedule(state, FCFS)

@@ -44,6 +44,8 @@ from pagedjax.device.batch import token_buckets
 from pagedjax.engine import drafting
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.requests import (
+    EngineRequest,
+    RequestRules,
     SequenceData,
     Sequences,
     apply_events,
@@ -167,10 +169,13 @@ class SimulatedEngine:
         self.config = config
         self.now = 0.0
         self._seconds = seconds
-        self._vocab_size = vocab_size
         self._simulate = simulate
         self._guesses = guesses or independent(simulate.acceptance or 0.0)
-        self._spare = config.speculative.num_tokens if config.speculative else 0
+        self._rules = RequestRules(
+            vocab_size,
+            caching=config.enable_prefix_caching,
+            spare=config.speculative.num_tokens if config.speculative else 0,
+        )
         assert config.max_model_len is not None, "see `resolved`"
         views = kv_policies.views(config, table_width(config, config.max_model_len))
         self._policy = policies.find(config.policy)
@@ -214,21 +219,10 @@ class SimulatedEngine:
                 "a simulated request ends at max_tokens; set sampling.ignore_eos: true and leave "
                 "stop_token_ids out"
             )
-        caching = self.config.enable_prefix_caching
-        prepared = prepare(
-            self.scheduler_state,
-            (request_id, *forks),
-            prompt_token_ids,
-            params,
-            eos_token_ids=(),
-            vocab_size=self._vocab_size,
-            caching=caching,
-            priority=0,
-            user="",
-            spare=self._spare,
-        )
+        request = EngineRequest((request_id, *forks), prompt_token_ids, params)
+        prepared = prepare(self.scheduler_state, request, self._rules)
         self.scheduler_state = scheduler.submit(self.scheduler_state, prepared.request)
-        if caching:  # only hashes of blocks need token values
+        if self._rules.caching:  # only hashes of blocks need token values
             self._sequences = self._sequences.update(prepared.sequences)
 
     def check(self, request: Request) -> None:
@@ -308,7 +302,9 @@ class SimulatedEngine:
             )
         self.scheduler_state, events = scheduler.commit(state, plan, samples, hashes)
         if self._sequences:
-            self._sequences = apply_events(self._sequences, events, state.running, self._spare)
+            self._sequences = apply_events(
+                self._sequences, events, state.running, self._rules.spare
+            )
         if self._simulate.whole_batches:
             self._batch, events = after_step(
                 self._batch, plan, events, over=not self.scheduler_state.running.seqs
@@ -324,14 +320,16 @@ class SimulatedEngine:
         Accepted drafts are written into the tokens of their sequence.
         """
         samples: list[Sample] = [
-            sampled(seq.arrival, length, self._vocab_size)
+            sampled(seq.arrival, length, self._rules.vocab_size)
             for seq, length in zip(plan.seqs, plan.lengths, strict=True)
         ]
         for i, num_drafts in enumerate(plan.drafts):
             seq = plan.seqs[i]
             length = plan.lengths[i]
             right = min(guesses[seq.request_id].right, num_drafts) if num_drafts else 0
-            tokens = [sampled(seq.arrival, length + j, self._vocab_size) for j in range(right + 1)]
+            tokens = [
+                sampled(seq.arrival, length + j, self._rules.vocab_size) for j in range(right + 1)
+            ]
             if self._sequences:
                 self._sequences[seq.request_id].tokens[length : length + right] = tokens[:right]
             samples[i] = tuple(tokens)
@@ -369,9 +367,9 @@ class SimulatedEngine:
         hashes = NO_HASHES
         if self._sequences:
             for seq, length in zip(seqs, lengths, strict=True):
-                tokens = sampled(seq.arrival, length + np.arange(steps), self._vocab_size)
+                tokens = sampled(seq.arrival, length + np.arange(steps), self._rules.vocab_size)
                 data = self._sequences[seq.request_id]
-                longer = extended(data, length, tokens, self._spare)
+                longer = extended(data, length, tokens, self._rules.spare)
                 if longer is not data:
                     self._sequences = self._sequences.set(seq.request_id, longer)
             rows = EMPTY_PLAN._replace(seqs=seqs, starts=computed, counts=(steps,) * len(seqs))
@@ -383,7 +381,7 @@ class SimulatedEngine:
             times=times,
             seqs=self.scheduler_state.running.seqs,
             lengths=lengths,
-            vocabulary=self._vocab_size,
+            vocabulary=self._rules.vocab_size,
             padded=self._padded(len(seqs)),
             waiting=len(before.waiting),
             blocks=before.pool.num_blocks - before.pool.num_free,

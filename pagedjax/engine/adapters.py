@@ -23,23 +23,8 @@ from pagedjax.device.adapters import Adapter, Factors
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.token_adapters import TokenAdapters
-from pagedjax.engine.requests import Sequences
+from pagedjax.engine.requests import InSlot, Sequences
 from pagedjax.host.types import Plan
-
-
-class InSlot(NamedTuple):
-    """An adapter that requests can name.
-
-    pinned: it stays until it is unloaded. Others are evicted for adapters of later requests.
-    turn: the table's `turns` when it was last loaded or used.
-    """
-
-    slot: int
-    content_hash: str
-    rank: int
-    source: str
-    pinned: bool
-    turn: int
 
 
 class AdapterTable(NamedTuple):

@@ -24,15 +24,16 @@ from pagedjax.device.models import Model
 from pagedjax.device.row_features import RowFeature
 from pagedjax.engine import adapters, interrupts, runtime, sleep, state
 from pagedjax.engine import handover as handovers
-from pagedjax.engine.adapters import AdapterTable, InSlot
+from pagedjax.engine.adapters import AdapterTable
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.handover import Fetch, Handover
 from pagedjax.engine.lookahead import Lookahead
+from pagedjax.engine.requests import EngineRequest, InSlot
 from pagedjax.engine.state import EngineState
 from pagedjax.engine.step import ScheduledStep, schedule, step
 from pagedjax.engine.tap_files import TapWriter
 from pagedjax.host import scheduler
-from pagedjax.host.event_log import Recorder
+from pagedjax.host.event_log import Entry, Recorder
 from pagedjax.host.types import Event, FinishReason, Pending, StepResult
 from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.structured.matcher import Grammar
@@ -76,7 +77,6 @@ class Engine:
         self._state = state.init(self.runtime, cache)
         self._recorder: Recorder | None = None
         self._tap_writer: TapWriter | None = None
-        self._records_prompts = False
         self._ids = itertools.count()
         self._asleep: sleep.Asleep | None = None
         self._dropped = False  # by level 2 of sleep
@@ -134,7 +134,6 @@ class Engine:
         """
         return tuple(str(next(self._ids)) for _ in range(count))
 
-    @interrupts.in_turn
     def add(
         self,
         request_id: str,
@@ -166,29 +165,27 @@ class Engine:
             ValueError: the request can never run (see `scheduler.submit` and `requests.prepare`).
                 The engine is unchanged.
         """
-        self._check_awake()
-        slot = 0
-        content_hash = ""
-        table = self.runtime.adapters
-        if adapter is not None:
-            loaded = adapters.of_name(table, adapter)
-            slot = loaded.slot
-            content_hash = loaded.content_hash
-        after = state.submit(
-            self.runtime,
-            self._state,
-            (request_id, *forks),
-            prompt_token_ids,
-            params,
-            priority=priority,
-            user=user,
-            tags=tags,
-            grammar=grammar,
-            adapter=(slot, content_hash),
+        self._submit(
+            EngineRequest(
+                (request_id, *forks),
+                prompt_token_ids,
+                params,
+                priority=priority,
+                user=user,
+                tags=tuple(tags),
+                grammar=grammar,
+                adapter=adapter,
+            )
         )
-        self._set(after)
-        if adapter is not None and table:
-            self.runtime = replace(self.runtime, adapters=adapters.used(table, adapter))
+
+    @interrupts.in_turn
+    def _submit(self, request: EngineRequest) -> None:
+        """Queue a request that `add` or a session made."""
+        self._check_awake()
+        self._set(state.submit(self.runtime, self._state, request))
+        table = self.runtime.adapters
+        if request.adapter is not None and table:
+            self.runtime = replace(self.runtime, adapters=adapters.used(table, request.adapter))
 
     @interrupts.in_turn
     def cancel(self, request_id: str, reason: FinishReason = "abort") -> tuple[Event, ...]:
@@ -470,12 +467,9 @@ class Engine:
     def _set(self, after: EngineState) -> None:
         """Replace the state, and write its transitions to the recording: both, or neither."""
         if self._recorder:
-            for name, arguments in after.log:
-                if name in ("begin_taps", "taps"):
-                    continue
-                if name == "submit" and not self._records_prompts:
-                    arguments = arguments[:1]
-                getattr(self._recorder, name)(*arguments)
+            for entry in after.log:
+                if isinstance(entry, Entry):
+                    self._recorder.write(entry)
             if self._tap_writer:
                 self._tap_writer.note(after.log)
         self._state = after._replace(log=())
@@ -529,9 +523,12 @@ class Engine:
         if path is not None:
             clock = time.perf_counter if times else None
             self._recorder = Recorder(
-                path, self.scheduler_state.config, self.runtime.policy.name, clock=clock
+                path,
+                self.scheduler_state.config,
+                self.runtime.policy.name,
+                clock=clock,
+                prompts=prompts,
             )
-            self._records_prompts = prompts
             self._tap_writer = TapWriter(path)
             self._restart_scheduler()
 

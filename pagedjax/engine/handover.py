@@ -23,10 +23,11 @@ from pagedjax.device.cache import KVCache
 from pagedjax.device.step import into_cache, out_of_cache
 from pagedjax.engine import drafting
 from pagedjax.engine.lookahead import Lookahead
-from pagedjax.engine.requests import prepare, without_hashes
+from pagedjax.engine.requests import EngineRequest, InSlot, prepare, without_hashes
 from pagedjax.engine.runtime import Runtime
 from pagedjax.engine.state import EngineState, roll_back
 from pagedjax.host import scheduler
+from pagedjax.host.event_log import Adopt, Release
 from pagedjax.host.types import Adopted, Released
 from pagedjax.params import SamplingParams
 from pagedjax.structured.matcher import Grammar
@@ -140,7 +141,7 @@ def release(state: EngineState, name: str) -> EngineState:
         scheduler=after,
         sequences=state.sequences.delete(name),
         ahead=state.ahead._replace(last=None),  # as in `state.cancel`
-        log=(*state.log, ("release", (released,))),
+        log=(*state.log, Release(released)),
     )
 
 
@@ -178,18 +179,16 @@ def adopt(
     request = handover.released.request
     prepared = prepare(
         state.scheduler,
-        (name,),
-        handover.tokens[: request.prompt_len].tolist(),
-        handover.params,
-        eos_token_ids=runtime.eos_token_ids,
-        vocab_size=runtime.model.config.vocab_size,
-        caching=runtime.config.enable_prefix_caching,
-        priority=request.priority,
-        user=request.user,
-        tags=request.tags,
-        spare=runtime.spare,
-        chain=runtime.chain,
-        grammar=grammar or handover.grammar,
+        EngineRequest(
+            (name,),
+            handover.tokens[: request.prompt_len].tolist(),
+            handover.params,
+            priority=request.priority,
+            user=request.user,
+            tags=request.tags,
+            grammar=grammar or handover.grammar,
+        ),
+        runtime.request_rules,
         adapter=adapter_of(runtime, handover.adapter),
         seed=handover.seed,
     )
@@ -221,21 +220,19 @@ def adopt(
         sequences=state.sequences.set(name, data),
         cache=cache,
         ahead=Lookahead(),  # what was predicted does not know of these blocks
-        log=(*state.log, ("adopt", (released, adopted))),
+        log=(*state.log, Adopt(released, adopted)),
     )
     return state, adopted
 
 
-def adapter_of(runtime: Runtime, content_hash: str) -> tuple[int, str]:
-    """The slot of the adapter with this content, and that hash. Raises ValueError if it is not
-    loaded.
-    """
+def adapter_of(runtime: Runtime, content_hash: str) -> InSlot | None:
+    """The adapter with this content. Raises ValueError if it is not loaded."""
     if not content_hash:
-        return 0, ""
+        return None
     loaded = runtime.adapters.names if runtime.adapters else {}
     for adapter in loaded.values():
         if adapter.content_hash == content_hash:
-            return adapter.slot, content_hash
+            return adapter
     pairs = [f"{name!r} ({adapter.content_hash})" for name, adapter in sorted(loaded.items())]
     raise ValueError(
         f"a sequence needs the adapter of content {content_hash}, and the engine that goes on with "

@@ -144,6 +144,56 @@ def record_of_rows(chain: RowChain) -> np.dtype:
     return np.dtype([*CORE, ("options", chain.record)])
 
 
+class EngineRequest(NamedTuple):
+    """A request to an engine.
+
+    names: ids of its sequences; the first one is the request's.
+    priority, user: they matter to the policies of those names (host/policies.py).
+    tags: opaque names; requests with other tags share no cached blocks.
+    grammar: what `params.structured_outputs` was compiled to.
+    adapter: the name of a loaded one; None: the model alone.
+    """
+
+    names: tuple[str, ...]
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams | BeamSearchParams | PoolingParams
+    priority: int = 0
+    user: str = ""
+    tags: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+    adapter: str | None = None
+
+
+class RequestRules(NamedTuple):
+    """What all requests of an engine have in common.
+
+    caching: whether they share prefixes.
+    spare: see `appended`.
+    chain: the sampling options.
+    """
+
+    vocab_size: int
+    caching: bool
+    eos_token_ids: Sequence[int] = ()
+    spare: int = 0
+    chain: RowChain = DEFAULT
+
+
+class InSlot(NamedTuple):
+    """An adapter that requests can name.
+
+    pinned: it stays until it is unloaded. Others are evicted for adapters of later requests.
+    turn: the table's `turns` when it was last loaded or used.
+    """
+
+    slot: int
+    content_hash: str
+    rank: int
+    source: str
+    pinned: bool
+    turn: int
+
+
 class PreparedRequest(NamedTuple):
     request: Request
     sequences: dict[str, SequenceData]  # of every branch, by its id
@@ -152,42 +202,31 @@ class PreparedRequest(NamedTuple):
 
 def prepare(
     state: SchedulerState,
-    names: Sequence[str],
-    prompt_token_ids: Sequence[int],
-    params: SamplingParams | BeamSearchParams | PoolingParams,
+    request: EngineRequest,
+    rules: RequestRules,
     *,
-    eos_token_ids: Sequence[int],
-    vocab_size: int,
-    caching: bool,
-    priority: int,
-    user: str,
-    tags: Sequence[str] = (),
-    spare: int = 0,
-    chain: RowChain = DEFAULT,
-    grammar: Grammar | None = None,
-    adapter: tuple[int, str] = (0, ""),
+    adapter: InSlot | None = None,
     seed: int | None = None,
 ) -> PreparedRequest:
     """Check a request as far as the scheduler cannot, and prepare it.
 
     Args:
         state: what it will be submitted to.
-        names: ids of its branches; the first one is the request's.
-        caching: whether the engine shares prefixes.
-        spare: see `appended`.
-        chain: the sampling options of the engine.
-        grammar: what `params.structured_outputs` was compiled to.
-        adapter: its slot and the hash of its content.
+        adapter: that of the request.
         seed: of a single sequence that another engine began; None: that of its parameters.
 
     Raises:
         ValueError: a token id outside the vocabulary, options that `RowChain.read` refuses, beams
             without ids, more candidates than MAX_TOP, or structured outputs without a grammar.
     """
-    prompt = _checked(names[0], prompt_token_ids, vocab_size)
+    names = request.names
+    params = request.params
+    grammar = request.grammar
+    vocab_size = rules.vocab_size
+    prompt = _checked(names[0], request.prompt_token_ids, vocab_size)
     pools = isinstance(params, PoolingParams)
     sampling = params.row() if isinstance(params, PoolingParams) else params
-    eos = () if sampling.ignore_eos else eos_token_ids
+    eos = () if sampling.ignore_eos else rules.eos_token_ids
     stops = tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
     if isinstance(sampling, BeamSearchParams):
         row = _beam_row(names, sampling, len(stops), vocab_size)
@@ -201,43 +240,41 @@ def prepare(
             "grammar)"
         )
     try:
-        options = chain.read(row, stops)
+        options = rules.chain.read(row, stops)
     except ValueError as error:
         raise ValueError(f"request {names[0]!r}: {error}") from None
 
     config = state.config
     root = None
     hashes: tuple[str, ...] = ()
-    slot, content_hash = adapter
-    if caching:
-        root, hashes = block_hashes.of_prompt(prompt, row, config.block_size, tags, content_hash)
+    if rules.caching:
+        content_hash = adapter.content_hash if adapter else ""
+        root, hashes = block_hashes.of_prompt(
+            prompt, row, config.block_size, request.tags, content_hash
+        )
     # token ids are in the blocks of group 0
     drops_tokens = bool(config.views) and config.views[0].window is not None
     is_searched = isinstance(params, BeamSearchParams)
-    request = Request(
+    scheduler_request = Request(
         request_id=names[0],
         prompt_len=len(prompt),
         max_tokens=0 if pools else row.max_tokens,
         min_tokens=row.min_tokens,
         # branches are stopped by their search
         stop_token_ids=frozenset() if is_searched else frozenset(stops),
-        priority=priority,
-        user=user,
-        forks=tuple(names[1:]),
+        priority=request.priority,
+        user=request.user,
+        forks=names[1:],
         hashes=hashes,
         beams=is_searched,
-        tags=tuple(tags),
-        keeps_blocks=drops_tokens and chain.reads_tokens(options),
+        tags=request.tags,
+        keeps_blocks=drops_tokens and rules.chain.reads_tokens(options),
     )
-    tokens = np.zeros(len(prompt) + spare, np.int32)
+    tokens = np.zeros(len(prompt) + rules.spare, np.int32)
     tokens[: len(prompt)] = prompt
     sequences = {}
-    for i, name in enumerate(names):
-        if seed is None:
-            default = 0x9E3779B9 * (state.arrivals + 1 + i)
-            branch_seed = (default if row.seed is None else row.seed + i) % 2**32
-        else:
-            branch_seed = seed
+    seeds = _seeds(row.seed, state.arrivals, len(names)) if seed is None else [seed]
+    for name, branch_seed in zip(names, seeds, strict=True):
         sequences[name] = SequenceData(
             params=row,
             seed=branch_seed,
@@ -247,14 +284,26 @@ def prepare(
             matcher=grammar.matcher() if grammar else None,
             root=root,
             read=options,
-            adapter_slot=slot,
+            adapter_slot=adapter.slot if adapter else 0,
         )
     search = None
     if isinstance(params, BeamSearchParams):
-        limit = scheduler.final_length(request, config)
+        limit = scheduler.final_length(scheduler_request, config)
         bounded = dataclasses.replace(params, max_tokens=max(1, limit - len(prompt)))
-        search = searches.start(bounded, frozenset(stops), tuple(names))
-    return PreparedRequest(request, sequences, search)
+        search = searches.start(bounded, frozenset(stops), names)
+    return PreparedRequest(scheduler_request, sequences, search)
+
+
+def _seeds(seed: int | None, arrivals: int, branches: int) -> list[int]:
+    """The seeds of a request's branches, of 32 bits.
+
+    Args:
+        seed: of the first one; None: seeds come from the order of arrival.
+        arrivals: sequences that arrived before.
+    """
+    if seed is None:
+        return [0x9E3779B9 * (arrivals + 1 + i) % 2**32 for i in range(branches)]
+    return [(seed + i) % 2**32 for i in range(branches)]
 
 
 def _checked(request_id: str, prompt_token_ids: Sequence[int], vocab_size: int) -> np.ndarray:

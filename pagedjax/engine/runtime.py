@@ -46,6 +46,7 @@ from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.geometry import Geometry, devices_of, geometry
 from pagedjax.engine.pack import pack
+from pagedjax.engine.requests import RequestRules
 from pagedjax.engine.resolve import free_memory, resolve, shapes
 from pagedjax.host import policies
 from pagedjax.host.policies import Policy
@@ -114,6 +115,16 @@ class Runtime:
     @property
     def cache_shapes(self) -> cache.KVCache:
         return self.geometry.cache_shapes(self.config.num_blocks, self.model)
+
+    @property
+    def request_rules(self) -> RequestRules:
+        return RequestRules(
+            vocab_size=self.model.config.vocab_size,
+            caching=self.config.enable_prefix_caching,
+            eos_token_ids=self.eos_token_ids,
+            spare=self.spare,
+            chain=self.chain,
+        )
 
     def new_cache(self) -> cache.KVCache:
         config = self.config

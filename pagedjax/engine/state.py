@@ -2,7 +2,7 @@
 than a step.
 
     init(runtime) -> state
-    submit(runtime, state, names, prompt, params) -> state       or ValueError, and the state is the one before
+    submit(runtime, state, request) -> state       or ValueError, and the state is the one before
     cancel(state, sequence_id) -> (state, events)
     forget(state) -> state                         the prefix cache
     update(state, pending) -> state                after which the runtime has other parameters
@@ -23,22 +23,22 @@ from immutables import Map
 from pagedjax.device.cache import KVCache
 from pagedjax.device.host_swap import HostCache, host_cache
 from pagedjax.device.taps import NOTHING, Wanted
-from pagedjax.engine import drafting, pooling, taps
+from pagedjax.engine import adapters, drafting, pooling, taps
 from pagedjax.engine.drafting import Drafting
 from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.pooling import Pool, start
-from pagedjax.engine.requests import Sequences, apply_events, prepare, without_hashes
+from pagedjax.engine.requests import EngineRequest, Sequences, apply_events, prepare, without_hashes
 from pagedjax.engine.runtime import Runtime
+from pagedjax.engine.taps import StepTaps, TapsBegin
 from pagedjax.host import scheduler
+from pagedjax.host.event_log import Cancel, Entry, Forget, Restart, Submit, Update
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.searches import RunningSearch
 from pagedjax.host.types import Event, Finished, FinishReason, Pending, StepResult
-from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
-from pagedjax.structured.matcher import Grammar
+from pagedjax.params import PoolingParams, SamplingParams
 
-# A method of `host.event_log.Lines` and its arguments, or "begin_taps" or "taps" and those of a
-# `TapWriter`.
-LogEntry = tuple[str, tuple[Any, ...]]
+# what a recorder writes, or a `TapWriter`
+LogEntry = Entry | TapsBegin | StepTaps
 
 
 class EngineState(NamedTuple):
@@ -100,57 +100,34 @@ def init(runtime: Runtime, cache: KVCache | None = None) -> EngineState:
 def submit(
     runtime: Runtime,
     state: EngineState,
-    names: Sequence[str],
-    prompt_token_ids: Sequence[int],
-    params: SamplingParams | BeamSearchParams | PoolingParams,
-    *,
-    priority: int = 0,
-    user: str = "",
-    tags: Sequence[str] = (),
-    grammar: Grammar | None = None,
-    adapter: tuple[int, str] = (0, ""),
+    request: EngineRequest,
 ) -> EngineState:
     """Queue a request.
 
-    Args:
-        names: ids of its sequences; the first one is the request's.
-        grammar: of its structured outputs.
-        adapter: its slot and the hash of its content.
-
     Raises:
         ValueError: the request can never run (see `scheduler.submit`, `prepare` and
-        `taps.wanted_by`).
+        `taps.wanted_by`), or its adapter is not loaded.
     """
     before = state.scheduler
-    prompt_len = len(prompt_token_ids)
+    names = request.names
+    params = request.params
+    adapter = None
+    if request.adapter is not None:
+        adapter = adapters.of_name(runtime.adapters, request.adapter)
+    prompt_len = len(request.prompt_token_ids)
     model_config = runtime.model.config
     pools = state.pools
     wanted = NOTHING
     if isinstance(params, PoolingParams):
         pools = pools.set(names[0], start(params, model_config.hidden))
         wanted = pooling.wanted(params, model_config.layers)
-    prepared = prepare(
-        before,
-        names,
-        prompt_token_ids,
-        params,
-        eos_token_ids=runtime.eos_token_ids,
-        vocab_size=model_config.vocab_size,
-        caching=runtime.config.enable_prefix_caching,
-        priority=priority,
-        user=user,
-        tags=tags,
-        spare=runtime.spare,
-        chain=runtime.chain,
-        grammar=grammar,
-        adapter=adapter,
-    )
+    prepared = prepare(before, request, runtime.request_rules, adapter=adapter)
     after = scheduler.submit(before, prepared.request)
-    log: tuple[LogEntry, ...] = (("submit", (prepared.request, prompt_token_ids)),)
+    log: tuple[LogEntry, ...] = (Submit(prepared.request, request.prompt_token_ids),)
     if isinstance(params, SamplingParams) and params.taps:
         length = scheduler.final_length(prepared.request, before.config)
         wanted = taps.wanted_by(names[0], params.taps, runtime, prompt_len, length, len(names))
-        log += (("begin_taps", (names, prompt_len)),)
+        log += (TapsBegin(names, prompt_len),)
     searches = state.searches
     if prepared.search:
         searches = {**searches, before.arrivals: prepared.search}
@@ -178,7 +155,7 @@ def cancel(
     state = state._replace(
         scheduler=after,
         ahead=state.ahead._replace(last=None),  # the next prediction starts from the new state
-        log=(*state.log, ("cancel", (sequence_id, reason, events))),
+        log=(*state.log, Cancel(sequence_id, reason, events)),
     )
     return with_events(state, events, before), events
 
@@ -223,9 +200,7 @@ def _without(names: Iterable[str], entries: Map[str, Any]) -> Map[str, Any]:
 
 def forget(state: EngineState) -> EngineState:
     """Forget what cached blocks hold. Unfinished requests continue."""
-    return state._replace(
-        scheduler=scheduler.forget(state.scheduler), log=(*state.log, ("forget", ()))
-    )
+    return state._replace(scheduler=scheduler.forget(state.scheduler), log=(*state.log, Forget()))
 
 
 def update(state: EngineState, pending: Pending) -> EngineState:
@@ -252,7 +227,7 @@ def update(state: EngineState, pending: Pending) -> EngineState:
         searches=searches,
         ahead=Lookahead(),
         params_version=version,
-        log=(*state.log, ("update", (version, pending))),
+        log=(*state.log, Update(version, pending)),
     )
 
 
@@ -277,5 +252,5 @@ def roll_back(state: EngineState) -> EngineState:
         searches=_without_offers(state.searches),
         ahead=Lookahead(),
         cache=None,
-        log=(*state.log, ("restart", ())),
+        log=(*state.log, Restart()),
     )

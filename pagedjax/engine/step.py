@@ -32,6 +32,7 @@ from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs
 from pagedjax.engine.state import EngineState, LogEntry, cancel, with_events
 from pagedjax.host import scheduler
 from pagedjax.host.drafts import Sample
+from pagedjax.host.event_log import Commit, Schedule
 from pagedjax.host.state import SchedulerState
 from pagedjax.host.types import (
     NO_DRAFTS,
@@ -138,9 +139,9 @@ def step(
         pools, pooled = pooling.advance(pools, outcome)
     tap_parts = taps.parts(state.wants, outcome) if state.wants else ()
 
-    log: list[LogEntry] = [("taps", (tap_parts,))] if tap_parts else []
-    log.append(("schedule", (plan, scheduled.started, scheduled.offered)))
-    log.append(("commit", (sampled, hashes, choices, events)))
+    log: list[LogEntry] = [taps.StepTaps(tap_parts)] if tap_parts else []
+    log.append(Schedule(plan, scheduled.offered, scheduled.started))
+    log.append(Commit(plan, sampled, hashes, choices, events))
     state = state._replace(
         scheduler=after,
         searches=searches,

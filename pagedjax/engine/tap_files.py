@@ -21,7 +21,8 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from pagedjax.engine.state import LogEntry
-from pagedjax.engine.taps import Collected, TapArrays, TapPart, collect
+from pagedjax.engine.taps import Collected, StepTaps, TapArrays, TapsBegin, collect
+from pagedjax.host.event_log import Cancel, Commit
 from pagedjax.host.types import Event, Finished
 
 ENDING = ".npz"
@@ -48,21 +49,15 @@ class TapWriter:
 
     def note(self, log: Sequence[LogEntry]) -> None:
         """Follow the transitions of an engine, in their order."""
-        for name, arguments in log:
-            if name == "begin_taps":
-                self._begin(*arguments)
-            elif name == "taps":
-                self._take(*arguments)
-            elif name in ("commit", "cancel"):
-                self._end(arguments[-1])
-
-    def _begin(self, names: Sequence[str], prompt_len: int) -> None:
-        """Begin to collect for the branches of a request with taps."""
-        self._open |= collect(names, prompt_len)
-
-    def _take(self, parts: Sequence[TapPart]) -> None:
-        for part in parts:
-            self._open[part.request_id].take(part)
+        for entry in log:
+            match entry:
+                case TapsBegin(names, prompt_len):
+                    self._open |= collect(names, prompt_len)
+                case StepTaps(parts):
+                    for part in parts:
+                        self._open[part.request_id].take(part)
+                case Commit() | Cancel():
+                    self._end(entry.events)
 
     def _end(self, events: Sequence[Event]) -> None:
         """Write the sequences that have ended."""

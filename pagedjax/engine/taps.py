@@ -133,6 +133,22 @@ class TapPart(NamedTuple):
     attention: dict[int, list[np.ndarray]]
 
 
+class TapsBegin(NamedTuple):
+    """A request with taps joins the queue.
+
+    names: ids of its sequences.
+    """
+
+    names: Sequence[str]
+    prompt_len: int
+
+
+class StepTaps(NamedTuple):
+    """The parts that a step gave."""
+
+    parts: tuple[TapPart, ...]
+
+
 def of_plan(plan: Plan, wants: Wants) -> Wanted:
     """What the rows of a plan want together."""
     wants_of_rows = {wants[seq.request_id] for seq in plan.seqs if seq.request_id in wants}

@@ -1,5 +1,5 @@
 """The event log: the scheduler's inputs and outcomes, one line of JSON for each transition.
-`Recorder` writes it. Here long lines are wrapped.
+`Recorder` writes it. Here long lines are wrapped. `Entry` is what a line says, as a record.
 
     {"pagedjax_replay":2,"pagedjax":"0.2.0","policy":"fcfs","config":{"block_size":4,...}}
     {"submit":{"request_id":"a","prompt_len":5,"max_tokens":8,...}}
@@ -54,7 +54,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from os import PathLike
-from typing import IO, Any, Literal, get_args
+from typing import IO, Any, NamedTuple, get_args
 
 from pagedjax import __version__
 from pagedjax.host.drafts import Sample
@@ -76,78 +76,194 @@ from pagedjax.host.types import (
 )
 
 FORMAT = 2
-Kind = Literal[
-    "init",
-    "submit",
-    "schedule",
-    "commit",
-    "cancel",
-    "forget",
-    "restart",
-    "update",
-    "release",
-    "adopt",
-]
-KINDS = get_args(Kind)
 NOTES = ("at", "prompt")  # keys that may stand beside a transition on its line, in this order
-Hashes = Mapping[str, Sequence[str]]  # request id -> hashes of the blocks that a step filled
-Choices = Mapping[str, Choice]  # id of the first beam -> how its request's beams continue
+Record = dict[str, Any]  # what JSON has of something
 Written = dict[str, tuple[int, ...]]  # sequence id -> its blocks, as earlier lines gave them
 
 
-class Lines:
-    """The lines of one engine's transitions. After each transition, the engine calls the method of
-    that name with the arguments and the outcome.
+# The transitions. `record` returns what a line has of one, and updates `written`.
+
+
+class Submit(NamedTuple):
+    """A request joins the queue.
+
+    prompt: its token ids, for readers of the log.
     """
 
-    def __init__(self) -> None:
-        self._plan: Plan | None = None
-        self._written: Written = {}
+    request: Request
+    prompt: Sequence[int] = ()
 
-    def _write(
-        self, line: str, at: float | None = None, prompt: Sequence[int] | None = None
-    ) -> None:
-        """Takes the next line, and the notes that may stand beside it."""
-        raise NotImplementedError
+    def record(self, written: Written) -> Record:
+        return request_record(self.request)
 
-    def submit(self, request: Request, prompt: Sequence[int] | None = None) -> None:
-        """`prompt`: token ids for readers of the log; None leaves them out."""
-        self._write(submit_line(request), prompt=prompt)
 
-    def cancel(self, request_id: str, reason: FinishReason, events: Sequence[Event]) -> None:
-        self._write(cancel_line(request_id, reason, events, self._written))
+class Schedule(NamedTuple):
+    """A step is planned.
 
-    def schedule(
-        self, plan: Plan, at: float | None = None, offered: Mapping[str, int] = NO_DRAFTS
-    ) -> None:
-        """`at`: the clock when the step began, if it began before this call. `offered`: as
-        `scheduler.schedule` got.
-        """
-        self._plan = plan
-        self._write(schedule_line(plan, self._written, offered), at)
+    offered: as `scheduler.schedule` got.
+    started: the recorder's clock when the step began; None: when the line is written.
+    """
 
-    def commit(
-        self, sampled: Sequence[Sample], hashes: Hashes, choices: Choices, events: Sequence[Event]
-    ) -> None:
-        assert self._plan is not None, "a commit without a schedule before it"
-        self._write(commit_line(self._plan, sampled, hashes, choices, events, self._written))
-        self._plan = None
+    plan: Plan
+    offered: Mapping[str, int] = NO_DRAFTS
+    started: float | None = None
 
-    def forget(self) -> None:
-        self._write(forget_line())
+    def record(self, written: Written) -> Record:
+        plan = self.plan
+        new_blocks, dropped, tables = _table_records(plan, written)
+        record = {
+            "step": plan.step,
+            "ids": [seq.request.request_id for seq in plan.seqs],
+            "starts": plan.starts,
+            "counts": plan.counts,
+            "blocks": new_blocks,
+        }
+        if dropped:
+            record["dropped"] = dropped
+        record |= {
+            "copies": plan.copies,
+            "tables": tables,
+            "swap_out": plan.swap_out,
+            "swap_in": plan.swap_in,
+            "admitted": plan.admitted,
+            "cached": plan.cached,
+            "preempted": plan.preempted,
+            "swapped": plan.swapped,
+            "waiting": plan.num_waiting,
+            "blocks_used": plan.blocks_used,
+        }
+        if self.offered:
+            record |= {"offered": dict(self.offered), "drafts": plan.drafts}
+        return record
 
-    def restart(self) -> None:
-        self._write(restart_line(self._written))
 
-    def update(self, version: int, pending: Pending) -> None:
-        """New weights; `version` counts the updates of the engine."""
-        self._write(update_line(version, pending, self._written))
+class Commit(NamedTuple):
+    """The tokens of a step arrive.
 
-    def release(self, released: Released) -> None:
-        self._write(release_line(released, self._written))
+    plan: of the step.
+    sampled: by row of the plan.
+    hashes: of the blocks that the step filled, by sequence id.
+    choices: how the beams of each request continue, by the id of the first beam.
+    """
 
-    def adopt(self, released: Released, adopted: Adopted) -> None:
-        self._write(adopt_line(released, adopted, self._written))
+    plan: Plan
+    sampled: Sequence[Sample]
+    hashes: Mapping[str, Sequence[str]]
+    choices: Mapping[str, Choice]
+    events: tuple[Event, ...]
+
+    def record(self, written: Written) -> Record:
+        used = {
+            name
+            for event in self.events
+            if isinstance(event, Sampled)
+            for name in event.request_ids
+        }
+        rows = zip(self.plan.seqs, self.sampled, strict=True)
+        return {
+            "sampled": [token if seq.request.request_id in used else None for seq, token in rows],
+            "hashes": self.hashes,
+            "choices": self.choices,
+            "events": _event_records(self.events, written),
+        }
+
+
+class Cancel(NamedTuple):
+    """A request ends from outside of the scheduler."""
+
+    request_id: str
+    reason: FinishReason
+    events: tuple[Event, ...]
+
+    def record(self, written: Written) -> Record:
+        return self._asdict() | {"events": _event_records(self.events, written)}
+
+
+class Forget(NamedTuple):
+    """The prefix cache is emptied."""
+
+    def record(self, written: Written) -> Record:
+        return {}
+
+
+class Restart(NamedTuple):
+    """All sequences return to the queue, after a step that failed."""
+
+    def record(self, written: Written) -> Record:
+        written.clear()  # no sequence runs any more
+        return {}
+
+
+class Update(NamedTuple):
+    """New weights.
+
+    version: the number of the engine's updates so far.
+    """
+
+    version: int
+    pending: Pending
+
+    def record(self, written: Written) -> Record:
+        if self.pending == "restart":
+            written.clear()
+        return self._asdict()
+
+
+class Release(NamedTuple):
+    """A sequence leaves for another scheduler."""
+
+    released: Released
+
+    def record(self, written: Written) -> Record:
+        released = self.released
+        name = released.request.request_id
+        written.pop(name, None)
+        return {
+            "request_id": name,
+            "length": released.length,
+            "computed": released.computed,
+            "blocks": released.blocks,
+            "hashes": released.hashes,
+        }
+
+
+class Adopt(NamedTuple):
+    """A sequence comes from another scheduler."""
+
+    released: Released
+    adopted: Adopted
+
+    def record(self, written: Written) -> Record:
+        released = self.released
+        adopted = self.adopted
+        if adopted.blocks:
+            written[released.request.request_id] = adopted.blocks
+        return {
+            "request": request_record(released.request),
+            "length": released.length,
+            "computed": released.computed,
+            "from": released.blocks,
+            "hashes": released.hashes,
+            "blocks": adopted.blocks,
+            "copies": adopted.copies,
+        }
+
+
+# A transition with its inputs and its outcome.
+Entry = Submit | Schedule | Commit | Cancel | Forget | Restart | Update | Release | Adopt
+
+
+def kind_of(entry: type[Entry]) -> str:
+    """Returns the key of a transition on its line."""
+    return entry.__name__.lower()
+
+
+KINDS = tuple(map(kind_of, get_args(Entry)))
+
+
+def line_of(entry: Entry, written: Written) -> str:
+    """Returns the line of a transition. `written` gets the blocks that the line gives or takes."""
+    return dump({kind_of(type(entry)): entry.record(written)})
 
 
 def check_target(path: str | PathLike[str]) -> None:
@@ -168,13 +284,14 @@ def check_target(path: str | PathLike[str]) -> None:
         )
 
 
-class Recorder(Lines):
+class Recorder:
     """Writes the log of one engine as it runs. A line has left the process when the call returns.
 
     An existing file is overwritten.
 
     Args:
         clock: seconds since any moment, for the times of lines; None leaves times out.
+        prompts: write the token ids of prompts.
     """
 
     def __init__(
@@ -184,28 +301,34 @@ class Recorder(Lines):
         policy: str = "fcfs",
         *,
         clock: Callable[[], float] | None = None,
+        prompts: bool = False,
     ) -> None:
-        super().__init__()
         check_target(path)
         self._file: IO[str] | None = open(  # noqa: SIM115
             path, "w", encoding="ascii", newline="\n", buffering=1
         )
         self._clock = clock
         self._began = clock() if clock else 0.0
+        self._prompts = prompts
+        self._written: Written = {}
         self._file.write(header_line(config, policy, __version__) + "\n")
 
-    def _write(
-        self, line: str, at: float | None = None, prompt: Sequence[int] | None = None
-    ) -> None:
-        notes: dict[str, Any] = {}
+    def write(self, entry: Entry) -> None:
+        """Write the line of a transition, after it."""
+        notes: Record = {}
         if self._clock:
-            notes["at"] = round((self._clock() if at is None else at) - self._began, 6)
-        if prompt is not None:
-            notes["prompt"] = list(prompt)
+            started = entry.started if isinstance(entry, Schedule) else None
+            at = self._clock() if started is None else started
+            notes["at"] = round(at - self._began, 6)
+        if self._prompts and isinstance(entry, Submit):
+            notes["prompt"] = list(entry.prompt)
+        self._write(with_notes(line_of(entry, self._written), notes))
+
+    def _write(self, line: str) -> None:
         if self._file is None:
             return
         try:
-            self._file.write(with_notes(line, notes) + "\n")
+            self._file.write(line + "\n")
         except OSError as error:  # a full disk must not stop the engine
             warning = (
                 f"{self._file.name} is not written any further: {error}; "
@@ -227,11 +350,7 @@ def with_notes(line: str, notes: Mapping[str, Any]) -> str:
     return f"{line[:-1]},{dump(dict(notes))[1:]}" if notes else line
 
 
-def submit_line(request: Request) -> str:
-    return dump({"submit": request_record(request)})
-
-
-def request_record(request: Request) -> dict[str, Any]:
+def request_record(request: Request) -> Record:
     fields = request._asdict() | {"stop_token_ids": sorted(request.stop_token_ids)}
     for name in ("tags", "keeps_blocks"):  # so that a log without them is the same in every version
         if not fields[name]:
@@ -239,16 +358,13 @@ def request_record(request: Request) -> dict[str, Any]:
     return fields
 
 
-def cancel_line(request_id: str, reason: str, events: Sequence[Event], written: Written) -> str:
-    record = {
-        "request_id": request_id,
-        "reason": reason,
-        "events": _event_records(events, written),
-    }
-    return dump({"cancel": record})
+def _table_records(plan: Plan, written: Written) -> tuple[Written, dict[str, list[int]], Written]:
+    """What a plan changes in block tables. `written` gets the new ones.
 
-
-def schedule_line(plan: Plan, written: Written, offered: Mapping[str, int] = NO_DRAFTS) -> str:
+    Returns:
+        (new blocks behind those that a sequence had, blocks that it gave back, whole tables), each
+        by sequence id.
+    """
     for name in plan.preempted:
         written.pop(name, None)
     new_blocks: Written = {}
@@ -269,95 +385,10 @@ def schedule_line(plan: Plan, written: Written, offered: Mapping[str, int] = NO_
         elif len(seq.blocks) > len(table):
             new_blocks[name] = seq.blocks[len(table) :]
             written[name] = seq.blocks
-    record = {
-        "step": plan.step,
-        "ids": [seq.request.request_id for seq in plan.seqs],
-        "starts": plan.starts,
-        "counts": plan.counts,
-        "blocks": new_blocks,
-    }
-    if dropped:
-        record["dropped"] = dropped
-    record |= {
-        "copies": plan.copies,
-        "tables": tables,
-        "swap_out": plan.swap_out,
-        "swap_in": plan.swap_in,
-        "admitted": plan.admitted,
-        "cached": plan.cached,
-        "preempted": plan.preempted,
-        "swapped": plan.swapped,
-        "waiting": plan.num_waiting,
-        "blocks_used": plan.blocks_used,
-    }
-    if offered:
-        record |= {"offered": dict(offered), "drafts": plan.drafts}
-    return dump({"schedule": record})
+    return new_blocks, dropped, tables
 
 
-def commit_line(
-    plan: Plan,
-    sampled: Sequence[Sample],
-    hashes: Hashes,
-    choices: Choices,
-    events: Sequence[Event],
-    written: Written,
-) -> str:
-    used = {name for event in events if isinstance(event, Sampled) for name in event.request_ids}
-    rows = zip(plan.seqs, sampled, strict=True)
-    record = {
-        "sampled": [token if seq.request.request_id in used else None for seq, token in rows],
-        "hashes": hashes,
-        "choices": choices,
-        "events": _event_records(events, written),
-    }
-    return dump({"commit": record})
-
-
-def forget_line() -> str:
-    return dump({"forget": {}})
-
-
-def restart_line(written: Written) -> str:
-    written.clear()  # no sequence runs any more
-    return dump({"restart": {}})
-
-
-def update_line(version: int, pending: Pending, written: Written) -> str:
-    if pending == "restart":
-        written.clear()
-    return dump({"update": {"version": version, "pending": pending}})
-
-
-def release_line(released: Released, written: Written) -> str:
-    name = released.request.request_id
-    written.pop(name, None)
-    record = {
-        "request_id": name,
-        "length": released.length,
-        "computed": released.computed,
-        "blocks": released.blocks,
-        "hashes": released.hashes,
-    }
-    return dump({"release": record})
-
-
-def adopt_line(released: Released, adopted: Adopted, written: Written) -> str:
-    if adopted.blocks:
-        written[released.request.request_id] = adopted.blocks
-    record = {
-        "request": request_record(released.request),
-        "length": released.length,
-        "computed": released.computed,
-        "from": released.blocks,
-        "hashes": released.hashes,
-        "blocks": adopted.blocks,
-        "copies": adopted.copies,
-    }
-    return dump({"adopt": record})
-
-
-def _event_records(events: Sequence[Event], written: Written) -> list[dict[str, Any]]:
+def _event_records(events: Sequence[Event], written: Written) -> list[Record]:
     """The records of events. It forgets the blocks that these events gave back."""
     for event in events:
         if isinstance(event, Finished):
@@ -380,7 +411,7 @@ def header_line(config: SchedulerConfig, policy: str, version: str) -> str:
     )
 
 
-def dump(record: dict[str, Any]) -> str:
+def dump(record: Record) -> str:
     """The JSON of a record: no spaces, ASCII, keys in the order written, array scalars as
     integers.
     """

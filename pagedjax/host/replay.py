@@ -23,18 +23,20 @@ from pagedjax.host.event_log import (
     FORMAT,
     KINDS,
     NOTES,
-    Kind,
+    Adopt,
+    Cancel,
+    Commit,
+    Entry,
+    Forget,
+    Release,
+    Restart,
+    Schedule,
+    Submit,
+    Update,
     Written,
-    adopt_line,
-    cancel_line,
-    commit_line,
-    forget_line,
     header_line,
-    release_line,
-    restart_line,
-    schedule_line,
-    submit_line,
-    update_line,
+    kind_of,
+    line_of,
     with_notes,
 )
 from pagedjax.host.kv_policies import View
@@ -53,7 +55,7 @@ class ReplayError(ValueError):
 
 
 class Transition(NamedTuple):
-    kind: Kind
+    kind: str  # "init", or one of `event_log.KINDS`
     state: SchedulerState  # after it
     plan: Plan | None = None  # of a schedule
     events: tuple[Event, ...] = ()  # of a commit or cancel
@@ -174,40 +176,57 @@ def _rerun(
         notes = {name: record.pop(name) for name in NOTES if name in record}
         kind, body = next(iter(record.items())) if len(record) == 1 else ("", None)
         try:
-            line, advanced = _advance(transition.state, plan, policy, written, kind, body)
+            state, entry = _advance(transition.state, plan, policy, kind, body)
+            line = "" if entry is None else line_of(entry, written)
         except (AttributeError, KeyError, TypeError) as error:
             raise ReplayError(f"line {number} is a malformed {kind}: {error!r}") from error
         except ValueError as error:
             raise Refused(Difference(number, recorded, f"refused: {error}")) from error
-        if advanced is None:
+        if entry is None:
             raise ReplayError(
-                f"line {number} is no transition; one has a single key: {', '.join(KINDS[1:])}"
+                f"line {number} is no transition; one has a single key: {', '.join(KINDS)}"
             )
-        plan = None if kind == "commit" else advanced.plan or plan
-        transition = _with_notes(number, notes, advanced)
+        planned = entry.plan if isinstance(entry, Schedule) else None
+        if isinstance(entry, Schedule | Commit):
+            plan = planned
+        transition = Transition(
+            kind,
+            state,
+            plan=planned,
+            events=entry.events if isinstance(entry, Commit | Cancel) else (),
+            at=_time(number, notes),
+            prompt=_prompt(number, notes, entry),
+        )
         yield number, recorded, with_notes(line, notes), transition
 
 
-def _with_notes(number: int, notes: Mapping[str, Any], transition: Transition) -> Transition:
-    """The transition of a line with its notes. Raises ReplayError for values that no note has."""
+def _time(number: int, notes: Mapping[str, Any]) -> float | None:
+    """The time of a line; None without one. Raises ReplayError for what is no time."""
     at = notes.get("at")
     if "at" in notes and not _is_time(at):
         raise ReplayError(
             f"line {number} is at {at!r}; that must be seconds since the recording began, 0 or more"
         )
+    return at
+
+
+def _prompt(number: int, notes: Mapping[str, Any], entry: Entry) -> tuple[int, ...] | None:
+    """The prompt of a line; None without one. Raises ReplayError for what is not its prompt."""
     if "prompt" not in notes:
-        return transition._replace(at=at)
+        return None
     prompt = notes["prompt"]
-    length = transition.state.waiting[-1].request.prompt_len if transition.kind == "submit" else 0
+    length = entry.request.prompt_len if isinstance(entry, Submit) else 0
     ids = tuple(prompt) if isinstance(prompt, list) else ()
     if not length or len(ids) != length or not all(type(token) is int for token in ids):
         reason = (
-            f"its request has {length} prompt tokens" if length else f"a {transition.kind} has none"
+            f"its request has {length} prompt tokens"
+            if length
+            else f"a {kind_of(type(entry))} has none"
         )
         raise ReplayError(
             f"line {number} notes the prompt {prompt!r:.60}; {reason}, and a note lists their ids"
         )
-    return transition._replace(at=at, prompt=ids)
+    return ids
 
 
 def _is_time(at: Any) -> bool:
@@ -216,56 +235,57 @@ def _is_time(at: Any) -> bool:
 
 
 def _advance(
-    state: SchedulerState, plan: Plan | None, policy: Policy, written: Written, kind: str, body: Any
-) -> tuple[str, Transition | None]:
-    """Runs the transition of a line from its inputs, without its outcomes -> (the line that it
-    should be, the transition). The transition is None if there is no such kind.
+    state: SchedulerState, plan: Plan | None, policy: Policy, kind: str, body: Any
+) -> tuple[SchedulerState, Entry | None]:
+    """Runs the transition of a line from its inputs, without its outcomes -> (the state after it,
+    the transition). The transition is None if there is no such kind.
+
+    Args:
+        plan: of the schedule before a commit.
     """
-    if kind == "submit":
-        request = _request(body)
-        return submit_line(request), Transition(kind, scheduler.submit(state, request))
-    if kind == "cancel":
-        request_id = body["request_id"]
-        state, events = scheduler.cancel(state, request_id, body["reason"])
-        line = cancel_line(request_id, body["reason"], events, written)
-        return line, Transition(kind, state, events=events)
-    if kind == "schedule":
-        offered = body.get("offered", {})
-        state, plan = scheduler.schedule(state, policy, offered)
-        return schedule_line(plan, written, offered), Transition(kind, state, plan)
-    if kind == "commit":
-        return _commit(state, plan, written, body)
-    if kind == "forget":
-        return forget_line(), Transition(kind, scheduler.forget(state))
-    if kind == "restart":
-        return restart_line(written), Transition(kind, scheduler.restart(state))
-    if kind == "update":
-        version = body["version"]
-        pending = body["pending"]
-        one_of("pending", pending, get_args(Pending))
-        if type(version) is not int:
-            raise ValueError(f"version is {version!r}; it must be an integer")
-        line = update_line(version, pending, written)
-        return line, Transition(kind, scheduler.update(state, pending))
-    if kind == "release":
-        state, released = scheduler.release(state, body["request_id"])
-        return release_line(released, written), Transition(kind, state)
-    if kind == "adopt":
-        released = Released(
-            length=body["length"],
-            computed=body["computed"],
-            blocks=tuple(body["from"]),
-            hashes=tuple(body["hashes"]),
-            request=_request(body["request"]),
-        )
-        state, adopted = scheduler.adopt(state, policy, released)
-        return adopt_line(released, adopted, written), Transition(kind, state)
-    return "", None
+    match kind:
+        case "submit":
+            request = _request(body)
+            return scheduler.submit(state, request), Submit(request)
+        case "schedule":
+            offered = body.get("offered", {})
+            state, plan = scheduler.schedule(state, policy, offered)
+            return state, Schedule(plan, offered)
+        case "commit":
+            return _commit(state, plan, body)
+        case "cancel":
+            request_id = body["request_id"]
+            reason = body["reason"]
+            state, events = scheduler.cancel(state, request_id, reason)
+            return state, Cancel(request_id, reason, events)
+        case "forget":
+            return scheduler.forget(state), Forget()
+        case "restart":
+            return scheduler.restart(state), Restart()
+        case "update":
+            version = body["version"]
+            pending = body["pending"]
+            one_of("pending", pending, get_args(Pending))
+            if type(version) is not int:
+                raise ValueError(f"version is {version!r}; it must be an integer")
+            return scheduler.update(state, pending), Update(version, pending)
+        case "release":
+            state, released = scheduler.release(state, body["request_id"])
+            return state, Release(released)
+        case "adopt":
+            released = Released(
+                length=body["length"],
+                computed=body["computed"],
+                blocks=tuple(body["from"]),
+                hashes=tuple(body["hashes"]),
+                request=_request(body["request"]),
+            )
+            state, adopted = scheduler.adopt(state, policy, released)
+            return state, Adopt(released, adopted)
+    return state, None
 
 
-def _commit(
-    state: SchedulerState, plan: Plan | None, written: Written, body: Any
-) -> tuple[str, Transition]:
+def _commit(state: SchedulerState, plan: Plan | None, body: Any) -> tuple[SchedulerState, Commit]:
     """`_advance` of a commit."""
     if plan is None:
         raise ValueError("a commit without a schedule before it")
@@ -277,8 +297,7 @@ def _commit(
         request_id: Choice(*map(tuple, choice)) for request_id, choice in body["choices"].items()
     }
     state, events = scheduler.commit(state, plan, sampled, hashes, choices)
-    line = commit_line(plan, sampled, hashes, choices, events, written)
-    return line, Transition("commit", state, events=events)
+    return state, Commit(plan, sampled, hashes, choices, events)
 
 
 def _request(fields: Any) -> Request:

@@ -5,30 +5,32 @@ difference.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from hashlib import blake2b
 
 from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.requests import Sequences
 from pagedjax.engine.state import EngineState
 from pagedjax.engine.step import ScheduledStep
-from pagedjax.host.event_log import Lines
+from pagedjax.host.event_log import Entry, Schedule, Written, line_of
 
 
-class Digest(Lines):
-    """
+class Digest:
+    """A hash of the lines of an event log, and of inputs.
+
     Attributes:
         lines: since the last step.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self._written: Written = {}
         self._hash = blake2b(digest_size=16)
         self.lines: list[str] = []
 
-    def _write(
-        self, line: str, at: float | None = None, prompt: Sequence[int] | None = None
-    ) -> None:
+    def write(self, entry: Entry) -> None:
+        """Add a transition."""
+        self._add(line_of(entry, self._written))
+
+    def _add(self, line: str) -> None:
         self._hash.update(line.encode())
         self.lines.append(line)
 
@@ -40,19 +42,18 @@ class Digest(Lines):
         """
         if name == "reset":  # no sequence is left, and ids may come again
             self._written.clear()
-            self._plan = None
-        self._write(text)
+        self._add(text)
 
     def transitions(self, state: EngineState) -> None:
         """The transitions that a state's log has; of a step, those after `scheduled`."""
-        for name, arguments in state.log:
-            if name != "schedule":
-                getattr(self, name)(*arguments)
+        for entry in state.log:
+            if isinstance(entry, Entry) and not isinstance(entry, Schedule):
+                self.write(entry)
 
     def scheduled(self, step: ScheduledStep, sequences: Sequences, lookahead: Lookahead) -> str:
         """The digest with the plan of a step, the drafts that the host wrote for it, and the
         predicted plans that the devices compute already."""
-        self.schedule(step.plan, offered=step.offered)
+        self.write(Schedule(step.plan, step.offered))
         lengths = {
             seq.request.request_id: length
             for seq, length in zip(step.plan.seqs, step.plan.lengths, strict=True)

@@ -17,7 +17,7 @@ import dataclasses
 import json
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from operator import index
 from typing import Any
 
@@ -29,6 +29,7 @@ from pagedjax.device.models import Model
 from pagedjax.device.placement import fingerprint, fingerprint_of
 from pagedjax.engine import interrupts
 from pagedjax.engine.engine import Engine
+from pagedjax.engine.requests import EngineRequest
 from pagedjax.engine.state import EngineState
 from pagedjax.engine.step import ScheduledStep, schedule
 from pagedjax.host.types import Event, FinishReason, Pending, StepResult
@@ -37,7 +38,6 @@ from pagedjax.processes.connection import Message, text_of
 from pagedjax.processes.digest import Digest
 from pagedjax.processes.group import Follower, Leader, ProcessFailed
 from pagedjax.processes.join import joined
-from pagedjax.structured.matcher import Grammar
 
 
 def given_facts(model: Model, config: EngineConfig, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,19 +145,10 @@ class LeaderEngine(Engine):
 
     @interrupts.deferred()
     @interrupts.in_turn
-    def add(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams | BeamSearchParams | PoolingParams,
-        *,
-        forks: Sequence[str] = (),
-        priority: int = 0,
-        user: str = "",
-        tags: Sequence[str] = (),
-        grammar: Grammar | None = None,
-    ) -> None:
-        if grammar is not None:
+    def _submit(self, request: EngineRequest) -> None:
+        request_id = request.names[0]
+        params = request.params
+        if request.grammar is not None:
             raise ValueError(
                 f"request {request_id!r}: structured_outputs run in one process, and this engine "
                 "has several; leave them out, or start one process"
@@ -177,22 +168,13 @@ class LeaderEngine(Engine):
                 "several processes wait; use 'LAST', or compilation='lazy' with a timeout that is "
                 "long enough"
             )
-        order: dict[str, Any] = {
-            "forks": tuple(forks),
-            "priority": index(priority),
-            "user": user,
-            "tags": tuple(tags),
-        }
-        prompt = [index(token) for token in prompt_token_ids]
-        body = {
-            "request_id": request_id,
-            "prompt": prompt,
-            "params": encoded_params(params),
-            **order,
-        }
+        request = request._replace(
+            priority=index(request.priority),
+            prompt_token_ids=[index(token) for token in request.prompt_token_ids],
+        )
         # before the request is taken: what cannot be sent is refused
-        text = text_of({"input": "add", **body})
-        super().add(request_id, prompt, params, **order)
+        text = text_of({"input": "add", **encoded_request(request)})
+        super()._submit(request)
         self._send("add", text)
 
     @interrupts.deferred()
@@ -340,7 +322,7 @@ class FollowerEngine(Engine):
                         f"process {self.group.process} failed {place}: {one_line(error)}",
                     )
 
-    def add(self, request_id: str, *args: Any, **options: Any) -> None:
+    def _submit(self, request: EngineRequest) -> None:
         raise ValueError(
             f"process {self.group.process} follows process 0, which takes the requests; call "
             "follow() here"
@@ -386,12 +368,8 @@ class FollowerEngine(Engine):
         self._digest.input(message["input"], text_of(message))
 
     def _follow_add(self, message: Message) -> None:
-        order = {"priority": message["priority"], "user": message["user"], "tags": message["tags"]}
-        params = decoded_params(message["params"])
         try:
-            super().add(
-                message["request_id"], message["prompt"], params, forks=message["forks"], **order
-            )
+            super()._submit(decoded_request(message))
         except ValueError as error:
             # process 0 took it, so the states differ; the next step says so
             self._digest.input("refused", text_of({"refused": str(error)}))
@@ -431,6 +409,32 @@ class FollowerEngine(Engine):
 def one_line(error: BaseException) -> str:
     """An exception in one line."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def encoded_request(request: EngineRequest) -> Message:
+    """A request as JSON, without what stays in its process: the grammar and the adapter."""
+    request_id, *forks = request.names
+    return {
+        "request_id": request_id,
+        "prompt": request.prompt_token_ids,
+        "params": encoded_params(request.params),
+        "forks": forks,
+        "priority": request.priority,
+        "user": request.user,
+        "tags": request.tags,
+    }
+
+
+def decoded_request(message: Message) -> EngineRequest:
+    """The inverse of `encoded_request`."""
+    return EngineRequest(
+        names=(message["request_id"], *message["forks"]),
+        prompt_token_ids=message["prompt"],
+        params=decoded_params(message["params"]),
+        priority=message["priority"],
+        user=message["user"],
+        tags=tuple(message["tags"]),
+    )
 
 
 def encoded_params(params: SamplingParams | BeamSearchParams | PoolingParams) -> Message:

@@ -13,13 +13,15 @@ from pagedjax import LLM, EngineConfig, SamplingParams
 from pagedjax.engine import runtime as runtimes
 from pagedjax.engine import state as states
 from pagedjax.engine.engine import Engine
-from pagedjax.engine.requests import SequenceData, appended
+from pagedjax.engine.requests import EngineRequest, SequenceData, appended
 from pagedjax.engine.step import step
+from pagedjax.host.event_log import Cancel, Commit, Forget, Schedule, Submit
 from pagedjax.host.types import Sampled
 
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 256}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = {"a": [5, 6, 7, 8, 9], "b": list(range(20, 50))}
+REQUEST = EngineRequest(("a",), PROMPTS["a"], GREEDY)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def runtime(tiny):
 
 def submitted(runtime, state, params=GREEDY):
     for name, prompt in PROMPTS.items():
-        state = states.submit(runtime, state, (name,), prompt, params)
+        state = states.submit(runtime, state, EngineRequest((name,), prompt, params))
     return state
 
 
@@ -65,7 +67,7 @@ def test_two_states_of_one_runtime_do_not_know_each_other(runtime, tiny):
 
 def test_transitions_leave_the_state_before_them_unchanged(runtime):
     empty = states.init(runtime)
-    one = states.submit(runtime, empty, ("a",), PROMPTS["a"], GREEDY)
+    one = states.submit(runtime, empty, REQUEST)
     assert not empty.has_work
     assert empty.sequences.get("a") is None
     after, events = states.cancel(one, "a")
@@ -73,7 +75,7 @@ def test_transitions_leave_the_state_before_them_unchanged(runtime):
     assert (one.unfinished, after.unfinished) == (1, 0)
     assert set(one.sequences) == {"a"}
     assert not after.sequences
-    rolled = states.roll_back(states.submit(runtime, after, ("a",), PROMPTS["a"], GREEDY))
+    rolled = states.roll_back(states.submit(runtime, after, REQUEST))
     assert rolled.cache is None
     assert rolled.unfinished == 1
     assert all(array.is_deleted() for array in jax.tree.leaves(one.cache))
@@ -83,14 +85,8 @@ def test_the_log_of_a_state_is_what_a_recorder_writes(runtime):
     state = submitted(runtime, states.init(runtime))
     state, _ = step(runtime, state)
     state, _ = states.cancel(states.forget(state), "a")
-    assert [name for name, _ in state.log] == [
-        "submit",
-        "submit",
-        "schedule",
-        "commit",
-        "forget",
-        "cancel",
-    ]
+    kinds = [type(entry) for entry in state.log]
+    assert kinds == [Submit, Submit, Schedule, Commit, Forget, Cancel]
 
 
 def test_a_step_keeps_the_cache_where_it_is(runtime):

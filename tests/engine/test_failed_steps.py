@@ -17,6 +17,7 @@ from pagedjax.engine import requests, results
 from pagedjax.engine import step as step_module
 from pagedjax.engine.interrupts import deferred
 from pagedjax.host import replay, scheduler
+from pagedjax.host.event_log import Cancel, Commit, Entry, Submit
 from pagedjax.host.types import Preempted, Sampled
 from pagedjax.session import GenerationRequest
 from pagedjax.viewer import read_recording as viewer
@@ -151,16 +152,14 @@ class Interrupting:
     counted from 1.
     """
 
-    def __init__(self, lines: Container[int], kind: str = "commit") -> None:
+    def __init__(self, lines: Container[int], kind: type[Entry] = Commit) -> None:
         self.lines, self.kind, self.count = lines, kind, 0
 
-    def __getattr__(self, kind: str):
-        def line(*_) -> None:
-            self.count += kind == self.kind
-            if kind == self.kind and self.count in self.lines:
+    def write(self, entry: Entry) -> None:
+        if isinstance(entry, self.kind):
+            self.count += 1
+            if self.count in self.lines:
                 signal.raise_signal(signal.SIGINT)
-
-        return line
 
 
 def test_ctrl_c_while_the_state_is_replaced_keeps_the_result_for_the_next_call(
@@ -232,7 +231,7 @@ def test_ctrl_c_in_generate_loses_no_text_of_a_stream(tiny, interruptible):
     assert not llm.engine.has_work
 
 
-@pytest.mark.parametrize("kind", ["submit", "cancel"])
+@pytest.mark.parametrize("kind", [Submit, Cancel])
 def test_ctrl_c_leaves_no_request_without_an_owner(tiny, monkeypatch, interruptible, kind):
     """While requests are queued, and while those of a call that failed are cancelled."""
     llm = make(tiny)
@@ -252,7 +251,7 @@ def test_ctrl_c_leaves_no_request_without_an_owner(tiny, monkeypatch, interrupti
         ("add", 1),
         ("add", 5),
     ):
-        if (name, kind) != ("add", "cancel"):
+        if (name, kind) != ("add", Cancel):
             llm.engine._recorder = Interrupting({at}, kind)
             with pytest.raises(KeyboardInterrupt):
                 calls[name]()

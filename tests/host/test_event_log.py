@@ -20,7 +20,16 @@ from hypothesis import strategies as st
 from pagedjax import __version__
 from pagedjax.config import Reservation
 from pagedjax.host import event_log, replay, scheduler
-from pagedjax.host.event_log import Recorder
+from pagedjax.host.event_log import (
+    Cancel,
+    Commit,
+    Forget,
+    Recorder,
+    Restart,
+    Schedule,
+    Submit,
+    Update,
+)
 from pagedjax.host.policies import FCFS, POLICIES, Policy
 from pagedjax.host.replay import ReplayError, Transition, verify
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
@@ -81,38 +90,39 @@ def record(
                 except scheduler.Rejected:
                     # more beams than the pool has blocks for, or a budget below a whole prompt
                     continue
-                recorder.submit(request)
+                recorder.write(Submit(request))
             alive = [seq.request_id for seq in (*state.waiting, *state.running.seqs)]
             if alive and draw.random() < 0.15:
                 name, reason = draw.choice(alive), draw.choice(["abort", "stop"])
                 state, events = scheduler.cancel(state, name, reason)
                 state = arrive("cancel", state, None, events)
-                recorder.cancel(name, reason, events)
+                recorder.write(Cancel(name, reason, events))
             if draw.random() < 0.05:
                 state = arrive("forget", scheduler.forget(state))
-                recorder.forget()
+                recorder.write(Forget())
             if plan is None and draw.random() < 0.05:
                 state = arrive("restart", scheduler.restart(state))
-                recorder.restart()
+                recorder.write(Restart())
             if plan is None and draw.random() < 0.05:
                 pending: Any = draw.choice(["restart", "keep"])
                 state = arrive("update", scheduler.update(state, pending))
-                recorder.update(len(made), pending)
+                recorder.write(Update(len(made), pending))
             if plan is None:
                 state, plan = scheduler.schedule(state, policy)
                 state = arrive("schedule", state, plan)
-                recorder.schedule(plan)
+                recorder.write(Schedule(plan))
             else:
                 sampled = [draw.randrange(20) for _ in plan.seqs]
                 hashes = filled(plan, config.block_size) if config.reservation == "none" else {}
                 choices, ended = chosen(state, plan, draw)
                 state, events = scheduler.commit(state, plan, sampled, hashes, choices)
-                state, plan = arrive("commit", state, None, events), None
-                recorder.commit(sampled, hashes, choices, events)
+                state = arrive("commit", state, None, events)
+                recorder.write(Commit(plan, sampled, hashes, choices, events))
+                plan = None
                 for name in ended:
                     state, events = scheduler.cancel(state, name, "length")
                     state = arrive("cancel", state, None, events)
-                    recorder.cancel(name, "length", events)
+                    recorder.write(Cancel(name, "length", events))
     return made
 
 
@@ -239,19 +249,19 @@ def test_the_format_is_fixed_byte_for_byte(tmp_path: Path):
         Request("é\n", 4, 2),
     ):
         state = scheduler.submit(state, request)
-        recorder.submit(request)
+        recorder.write(Submit(request))
     state, plan = scheduler.schedule(state, FCFS)
-    recorder.schedule(plan)
+    recorder.write(Schedule(plan))
     state, events = scheduler.cancel(state, "nobody")
-    recorder.cancel("nobody", "abort", events)
+    recorder.write(Cancel("nobody", "abort", events))
     state, events = scheduler.commit(state, plan, [7, 8])
-    recorder.commit([7, 8], {}, {}, events)
-    recorder.forget()
-    recorder.restart()
-    recorder.update(3, "keep")
+    recorder.write(Commit(plan, [7, 8], {}, {}, events))
+    recorder.write(Forget())
+    recorder.write(Restart())
+    recorder.write(Update(3, "keep"))
     state = scheduler.update(scheduler.restart(scheduler.forget(state)), "keep")
     state, plan = scheduler.schedule(state, FCFS)
-    recorder.schedule(plan)
+    recorder.write(Schedule(plan))
     recorder.close()
     assert path.read_text() == (
         f'{{"pagedjax_replay":2,"pagedjax":"{__version__}","policy":"fcfs","config":{{"block_size":2,"num_blocks":6,'
@@ -480,6 +490,17 @@ def test_a_malformed_line_is_an_error_with_its_number(
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("kind", event_log.KINDS)
+def test_a_replay_knows_every_transition_of_the_log(log: Path, kind: str):
+    edit(log, replace_line(2, f'{{"{kind}":{{}}}}'))
+    error = ""
+    try:
+        list(replay.replay(log))
+    except ReplayError as refused:
+        error = str(refused)
+    assert "is no transition" not in error
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -548,11 +569,11 @@ def test_array_scalars_are_recorded_as_integers(tmp_path: Path):
         scheduler.submit(scheduler.init(SMALL), Request("a", 2, 2)),
     )
     with closing(Recorder(path, SMALL)) as recorder:
-        recorder.submit(Request("a", 2, 2))
+        recorder.write(Submit(Request("a", 2, 2)))
         state, plan = scheduler.schedule(state, FCFS)
-        recorder.schedule(plan)
+        recorder.write(Schedule(plan))
         sampled = np.array([7], np.int32)
-        recorder.commit(sampled, {}, {}, scheduler.commit(state, plan, sampled)[1])  # type: ignore[arg-type]
+        recorder.write(Commit(plan, sampled, {}, {}, scheduler.commit(state, plan, sampled)[1]))  # type: ignore[arg-type]
         assert verify(path).identical  # read while it is still open: each line is written at once
         assert path.read_text().count("\n") == 4
 

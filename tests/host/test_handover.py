@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from pagedjax.host import replay, scheduler
-from pagedjax.host.event_log import Recorder
+from pagedjax.host.event_log import Adopt, Commit, Recorder, Release, Schedule, Submit
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import Rejected, SchedulerConfig
 from pagedjax.host.types import Adopted, Released, Request
@@ -254,27 +254,27 @@ def test_the_recordings_of_both_sides_replay(tmp_path):
     def steps(recorder, state, number):
         for _ in range(number):
             state, plan = scheduler.schedule(state, FCFS)
-            recorder.schedule(plan)
+            recorder.write(Schedule(plan))
             state, events = scheduler.commit(state, plan, [1] * len(plan.seqs))
-            recorder.commit([1] * len(plan.seqs), {}, {}, events)
+            recorder.write(Commit(plan, [1] * len(plan.seqs), {}, {}, events))
         return state
 
     def prefill(recorder, state):
         for name in "ab":
             request = Request(name, 10, 8, hashes=("h0", f"h{name}"), tags=("t",))
-            recorder.submit(request)
+            recorder.write(Submit(request))
             state = scheduler.submit(state, request)
         state = steps(recorder, state, 2)
         for name in "ab":
             state, found = scheduler.release(state, name)
-            recorder.release(found)
+            recorder.write(Release(found))
             moved.append(found)
         steps(recorder, state, 1)
 
     def decode(recorder, state):
         for found in moved:
             state, adopted = scheduler.adopt(state, FCFS, found)
-            recorder.adopt(found, adopted)
+            recorder.write(Adopt(found, adopted))
         assert state.running.seqs
         while state.ids:
             state = steps(recorder, state, 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pagedjax import viewer
 from pagedjax.host import replay, scheduler
-from pagedjax.host.event_log import Recorder, submit_line
+from pagedjax.host.event_log import Commit, Recorder, Schedule, Submit, line_of
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import Request
@@ -23,17 +23,17 @@ def recording(path: Path, *requests: Request) -> list[replay.Transition]:
     with closing(Recorder(path, CONFIG)) as recorder:
         for request in requests:
             state = scheduler.submit(state, request)
-            recorder.submit(request)
+            recorder.write(Submit(request))
         state, plan = scheduler.schedule(state, FCFS)
-        recorder.schedule(plan)
+        recorder.write(Schedule(plan))
         sampled = [7] * len(plan.seqs)
-        recorder.commit(sampled, {}, {}, scheduler.commit(state, plan, sampled)[1])
+        recorder.write(Commit(plan, sampled, {}, {}, scheduler.commit(state, plan, sampled)[1]))
     return list(replay.replay(path))
 
 
 def test_a_log_contains_tags_only_if_there_are_any():
-    assert "tags" not in submit_line(TAGGED._replace(tags=()))
-    assert json.loads(submit_line(TAGGED))["submit"]["tags"] == list(TAGGED.tags)
+    assert "tags" not in line_of(Submit(TAGGED._replace(tags=())), {})
+    assert json.loads(line_of(Submit(TAGGED), {}))["submit"]["tags"] == list(TAGGED.tags)
 
 
 def test_a_recording_with_tags_replays_byte_for_byte(tmp_path: Path):

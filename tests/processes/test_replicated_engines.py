@@ -23,6 +23,7 @@ import pytest
 from pagedjax import BeamSearchParams, EngineConfig, PoolingParams, SamplingParams, Taps
 from pagedjax.device.row_features.truncation import MIN_P
 from pagedjax.engine.drafters import Drafter
+from pagedjax.engine.requests import EngineRequest
 from pagedjax.host.policies import FCFS
 from pagedjax.processes import engines
 from pagedjax.processes import group as group_module
@@ -31,7 +32,9 @@ from pagedjax.processes.engines import (
     FollowerEngine,
     LeaderEngine,
     decoded_params,
+    decoded_request,
     encoded_params,
+    encoded_request,
     make_engine,
 )
 from pagedjax.processes.group import ProcessFailed
@@ -496,6 +499,21 @@ def test_other_options_in_one_process_are_named(tiny, tmp_path):
 )
 def test_parameters_survive_the_wire(params):
     assert decoded_params(json.loads(json.dumps(encoded_params(params)))) == params
+
+
+def test_a_request_survives_the_wire():
+    request = EngineRequest(
+        names=("a", "b"),
+        prompt_token_ids=[5, 6],
+        params=SamplingParams(n=2, seed=3),
+        priority=-1,
+        user="u",
+        tags=("t",),
+    )
+    defaults = EngineRequest((), [], GREEDY)
+    same = [name for name in request._fields if getattr(request, name) == getattr(defaults, name)]
+    assert same == ["grammar", "adapter"], "these stay in their process; all others are sent"
+    assert decoded_request(json.loads(json.dumps(encoded_request(request)))) == request
 
 
 def test_several_processes_without_a_connection_or_a_mesh_are_refused(tiny, monkeypatch):

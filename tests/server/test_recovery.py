@@ -123,7 +123,7 @@ def test_an_error_after_a_step_ends_the_engine_because_its_tokens_are_lost(tiny,
 def test_an_error_while_a_request_is_queued_is_answered(tiny, monkeypatch):
     llm = LLM(tiny, progress=False, **ENGINE)
     with served_to(llm) as (server, http):
-        monkeypatch.setattr(llm.engine, "add", lambda *args, **options: 1 / 0)
+        monkeypatch.setattr(llm.engine, "_submit", lambda request: 1 / 0)
         answer = http.post("/v1/completions", json={**GREEDY, "prompt": "abc"}, timeout=10)
         assert (answer.status_code, error_of(answer)["code"]) == (503, "engine_stopped")
         assert error_of(answer)["message"] == "the engine failed: division by zero"

@@ -16,14 +16,14 @@ from tests.server.support import ENGINE, GREEDY, complete, error_of, served_to
 def llm(tiny, monkeypatch):
     """It has `orders`: the priority and user that each request had in the engine."""
     built = LLM(tiny, progress=False, **ENGINE)
-    add = built.engine.add
+    submit = built.engine._submit
     orders = []
 
-    def recorded(*args, priority=0, user="", **options):
-        orders.append((priority, user))
-        return add(*args, priority=priority, user=user, **options)
+    def recorded(request):
+        orders.append((request.priority, request.user))
+        return submit(request)
 
-    monkeypatch.setattr(built.engine, "add", recorded)
+    monkeypatch.setattr(built.engine, "_submit", recorded)
     built.orders = orders
     return built
 

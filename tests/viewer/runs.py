@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pagedjax.host import drafts, replay, scheduler
-from pagedjax.host.event_log import Recorder
+from pagedjax.host.event_log import Cancel, Commit, Recorder, Schedule, Submit
 from pagedjax.host.policies import FCFS
 from pagedjax.host.replay import Transition
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
@@ -46,12 +46,12 @@ def crowd(
             request = Request(f"r{count}", prompt, draw.randint(2, 6 * size), hashes=hashes)
             state = scheduler.submit(state, request)
             count = count + 1
-            recorder.submit(request)
+            recorder.write(Submit(request))
         state, plan = scheduler.schedule(state, FCFS)
-        recorder.schedule(plan)
+        recorder.write(Schedule(plan))
         tokens = [draw.randrange(49152) for _ in plan.seqs]
         state, events = scheduler.commit(state, plan, tokens)
-        recorder.commit(tokens, {}, {}, events)
+        recorder.write(Commit(plan, tokens, {}, {}, events))
     recorder.close()
     return config
 
@@ -71,18 +71,18 @@ def drafting_run(path: Path, seed: int, steps: int = 60, **config) -> list[Trans
             )
             state = scheduler.submit(state, request)
             count = count + 1
-            recorder.submit(request)
+            recorder.write(Submit(request))
         offered = {name: k for name in sorted(state.ids) if (k := draw.randrange(5))}
         state, plan = scheduler.schedule(state, FCFS, offered)
-        recorder.schedule(plan, offered=offered)
+        recorder.write(Schedule(plan, offered))
         if draw.random() < 0.2:
             name = draw.choice(sorted(state.ids))
             state, events = scheduler.cancel(state, name, "abort")
-            recorder.cancel(name, "abort", events)
+            recorder.write(Cancel(name, "abort", events))
         sampled = samples(plan, draw)
         hashes = filled(kept_part(plan, sampled), state.config.block_size)
         state, events = scheduler.commit(state, plan, sampled, hashes)
-        recorder.commit(sampled, hashes, {}, events)
+        recorder.write(Commit(plan, sampled, hashes, {}, events))
     recorder.close()
     return list(replay.replay(path))
 

@@ -20,6 +20,7 @@ import pytest
 
 from pagedjax import LLM, SamplingParams, cli, viewer
 from pagedjax.host import event_log, replay, scheduler
+from pagedjax.host.event_log import Commit, Schedule, Submit
 from pagedjax.host.policies import FCFS
 from pagedjax.host.replay import Transition
 from pagedjax.host.types import Request
@@ -349,9 +350,9 @@ def test_text_of_users_is_shown_and_never_executed(open_text: Any, tmp_path: Pat
     recorder = event_log.Recorder(tmp_path / "run.jsonl", config)
     request = Request(nasty, 2, 2)
     state = scheduler.submit(scheduler.init(config), request)
-    recorder.submit(request)
+    recorder.write(Submit(request))
     _, plan = scheduler.schedule(state, FCFS)
-    recorder.schedule(plan)
+    recorder.write(Schedule(plan))
     recorder.close()
     screen = open_text(viewer.page(viewer.read(tmp_path / "run.jsonl"), labels={nasty: nasty}))
     screen.page.click("#queues .chip")
@@ -424,16 +425,16 @@ def record_guesses(path: Path, block_size: int = 4) -> None:
     state = scheduler.init(config)
     for request in (Request("a", 5, 9), Request("b", 3, 9)):
         state = scheduler.submit(state, request)
-        recorder.submit(request)
+        recorder.write(Submit(request))
     for offered, sampled in (
         ({}, [7, 8]),
         ({"a": 4, "b": 2}, [(10, 11, 12), (13, 14, 15)]),
         ({}, [16, 17]),
     ):
         state, plan = scheduler.schedule(state, FCFS, offered)
-        recorder.schedule(plan, offered=offered)
+        recorder.write(Schedule(plan, offered))
         state, events = scheduler.commit(state, plan, sampled)
-        recorder.commit(sampled, {}, {}, events)
+        recorder.write(Commit(plan, sampled, {}, {}, events))
     recorder.close()
 
 

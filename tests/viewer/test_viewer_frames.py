@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from immutables import Map
 
 from pagedjax.host import blocks, event_log, scheduler
+from pagedjax.host.event_log import Commit, Schedule, Submit
 from pagedjax.host.kv_policies import ALL, View
 from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Request, Sampled, Verified
@@ -342,11 +343,11 @@ def test_a_reused_id_is_another_request(tmp_path: Path):
     for _ in range(2):
         request = Request("same", 2, 1)
         state = scheduler.submit(state, request)
-        with_two.submit(request)
+        with_two.write(Submit(request))
         state, plan = scheduler.schedule(state, FCFS)
-        with_two.schedule(plan)
+        with_two.write(Schedule(plan))
         state, events = scheduler.commit(state, plan, [5])
-        with_two.commit([5], {}, {}, events)
+        with_two.write(Commit(plan, [5], {}, {}, events))
     with_two.close()
     run_frames = read_recording.read(path).frames
     assert [record[:2] for frame in run_frames for record in frame.get("came", ())] == [

@@ -12,7 +12,7 @@ import pytest
 
 from pagedjax import LLM, SamplingParams, cli, viewer
 from pagedjax.host import replay, scheduler
-from pagedjax.host.event_log import Recorder
+from pagedjax.host.event_log import Cancel, Commit, Forget, Recorder, Schedule, Submit
 from pagedjax.host.policies import FCFS
 from pagedjax.host.replay import ReplayError
 from pagedjax.host.types import Request
@@ -28,16 +28,16 @@ def log(tmp_path: Path) -> Path:
     on.
     """
     clock = itertools.chain(CLOCK, itertools.repeat(12.0))
-    recorder = Recorder(tmp_path / "run.jsonl", SMALL, clock=lambda: next(clock))
+    recorder = Recorder(tmp_path / "run.jsonl", SMALL, clock=lambda: next(clock), prompts=True)
     state = scheduler.init(SMALL)
     state = scheduler.submit(state, Request("a", 2, 2))
-    recorder.submit(Request("a", 2, 2), [15496, 11])
+    recorder.write(Submit(Request("a", 2, 2), [15496, 11]))
     state, plan = scheduler.schedule(state, FCFS)
-    recorder.schedule(plan, 10.3)
+    recorder.write(Schedule(plan, started=10.3))
     state, events = scheduler.commit(state, plan, [7])
-    recorder.commit([7], {}, {}, events)
-    recorder.forget()
-    recorder.cancel("a", "abort", scheduler.cancel(state, "a")[1])
+    recorder.write(Commit(plan, [7], {}, {}, events))
+    recorder.write(Forget())
+    recorder.write(Cancel("a", "abort", scheduler.cancel(state, "a")[1]))
     recorder.close()
     return tmp_path / "run.jsonl"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pagedjax import cli, viewer
-from pagedjax.host.event_log import Recorder
+from pagedjax.host.event_log import Recorder, Submit
 from pagedjax.host.replay import ReplayError
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import Request
@@ -96,7 +96,7 @@ def test_all_tokens_of_a_row_count_towards_the_limit(
 def test_text_of_users_is_escaped(tmp_path: Path):
     path = tmp_path / "</script><b>$data.jsonl".replace("/", "_")
     recorder = Recorder(path, SchedulerConfig(2, 6, 5, 4, 12))
-    recorder.submit(Request(NASTY, 2, 2))
+    recorder.write(Submit(Request(NASTY, 2, 2)))
     recorder.close()
     html = viewer.page(viewer.read(path), labels={NASTY: NASTY, "nobody": "x"})
     assert "alert(1)" not in html

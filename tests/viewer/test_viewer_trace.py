@@ -11,7 +11,7 @@ import pytest
 
 from pagedjax import cli, viewer
 from pagedjax.host import scheduler
-from pagedjax.host.event_log import Recorder
+from pagedjax.host.event_log import Commit, Recorder, Schedule, Submit
 from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Request
 from tests.host.test_event_log import SMALL
@@ -104,18 +104,18 @@ def record_timed_run(path: Path) -> None:
     """Two requests in three blocks of 2, a second a step, half a second between steps."""
     config = SMALL._replace(block_size=2, num_blocks=3, max_num_batched_tokens=8)
     clock = itertools.count(100.0, 0.5)
-    recorder = Recorder(path, config, clock=lambda: next(clock))
+    recorder = Recorder(path, config, clock=lambda: next(clock), prompts=True)
     state = scheduler.init(config)
     for name in "ab":
         request = Request(name, 2, 3)
         state = scheduler.submit(state, request)
-        recorder.submit(request, [1, 2])
+        recorder.write(Submit(request, [1, 2]))
     while state.waiting or state.running.seqs:
         state, plan = scheduler.schedule(state, FCFS)
-        recorder.schedule(plan)
+        recorder.write(Schedule(plan))
         next(clock)
         state, events = scheduler.commit(state, plan, [7] * len(plan.seqs))
-        recorder.commit([7] * len(plan.seqs), {}, {}, events)
+        recorder.write(Commit(plan, [7] * len(plan.seqs), {}, {}, events))
     recorder.close()
 
 
