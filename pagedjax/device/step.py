@@ -160,13 +160,18 @@ def make_step(
             batch.drafted,
         )
 
-        def sampled_rows(logits: jax.Array, rows: Any) -> SampledTokens:
+        def sampled_rows(logits: jax.Array, rows: Any) -> tuple[SampledTokens, dict[str, Any]]:
             sampling, tables, lens, drafted = rows
             history = History(cache.tokens, tables, lens)
-            return sample(logits, sampling, history, jnp.uint32(seed), tile, chain, drafted)
+            sampled = sample(logits, sampling, history, jnp.uint32(seed), tile, chain, drafted)
+            outputs = {output.name: output.compute(logits, sampled) for output in wanted.samples}
+            return sampled, outputs
 
         hidden, prompt = _hidden_of_samples(model, run.finish, batch, tile, by_rows)
-        sampled = by_rows(sampled_rows, model.logits(hidden, batch.used_samples), rows)
+        logits = model.logits(hidden, batch.used_samples)
+        sampled, of_samples = by_rows(sampled_rows, logits, rows)
+        if tapped is not None:
+            tapped = tapped._replace(samples=of_samples)
         fed = None
         if feed is not None:
             fed = jnp.pad(sampled.tokens, (0, len(feed.tokens) - len(sampled.tokens)))

@@ -83,7 +83,9 @@ def pack(
     records = np.frombuffer(b"".join([row.record for row in data]), record_of_rows(chain))
     prompt_lens = records["prompt_len"]
     targets = _targets(plan, data, records["prompt_logprobs"], t, cu_q_lens)
-    masks = token_masks.of_samples(plan, data)
+    masks = {}
+    if any([row.matcher for row in data]):
+        masks = token_masks.of_samples(plan, data)
     lengths = np.asarray(plan.lengths, np.int32)
     if plan.drafts:
         drafts_of_sample = np.repeat(plan.drafts, np.asarray(plan.drafts, np.int32) + 1)

@@ -14,7 +14,7 @@ engine holds one state and replaces it, and a new state is assigned whole or not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,14 +22,14 @@ from immutables import Map
 
 from pagedjax.device.cache import KVCache
 from pagedjax.device.host_swap import HostCache, host_cache
-from pagedjax.device.taps import NOTHING, Wanted
-from pagedjax.engine import drafting, pooling, taps
+from pagedjax.engine import drafting, readers
 from pagedjax.engine.drafting import Drafting
 from pagedjax.engine.lookahead import Lookahead
-from pagedjax.engine.pooling import Pool, start
+from pagedjax.engine.outcome import NewRequest
+from pagedjax.engine.readers import Readers
 from pagedjax.engine.requests import Sequences, apply_events, prepare, without_hashes
 from pagedjax.engine.runtime import Runtime
-from pagedjax.host import beams, scheduler
+from pagedjax.host import scheduler
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Event, Finished, FinishReason, Pending, StepResult
 from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
@@ -43,7 +43,6 @@ LogEntry = tuple[str, tuple[Any, ...]]
 class EngineState(NamedTuple):
     """scheduler: the scheduler's state: queues, block tables, counts.
     sequences: tokens and sampling of every unfinished sequence.
-    searches: beam searches, by the group of their beams.
     ahead: predicted steps on the device.
     cache: keys and values on the device; None until the next step allocates it.
     drafting: what is known of drafts; None without speculation.
@@ -51,23 +50,20 @@ class EngineState(NamedTuple):
     result: of a step whose caller did not receive it, because Ctrl-C came in between; the next call
         returns it.
     log: transitions that no recorder has written yet.
-    pools: the states so far of each prompt that is pooled, by sequence id.
-    wants: what each sequence wants of steps beside samples, by its id; sequences that want nothing
-        are not in it.
+    readers: what readers of outcomes know of unfinished sequences (readers.py): beam searches,
+        pooled prompts, wanted taps.
     params_version: how often the parameters were updated.
     """
 
     scheduler: SchedulerState
     sequences: Sequences
-    searches: Mapping[int, beams.Search]
     ahead: Lookahead
     cache: KVCache | None
     host_cache: HostCache | None
     drafting: Drafting | None
     result: StepResult | None = None
     log: tuple[LogEntry, ...] = ()
-    pools: Map[str, Pool] = Map()
-    wants: Map[str, Wanted] = Map()
+    readers: Readers = Map()
     params_version: int = 0
 
     @property
@@ -88,7 +84,6 @@ def init(runtime: Runtime, cache: KVCache | None = None) -> EngineState:
     return EngineState(
         scheduler=scheduler.init(config),
         sequences=Map(),
-        searches={},
         ahead=Lookahead(),
         cache=pages,
         host_cache=host_cache(pages, config.host_blocks) if config.host_blocks else None,
@@ -117,24 +112,18 @@ def submit(
         adapter: its slot and the hash of its content.
 
     Raises:
-        ValueError: the request can never run (see `scheduler.submit`, `prepare` and
-        `taps.wanted_by`).
+        ValueError: the request can never run (see `scheduler.submit` and `prepare`), or a reader
+        refuses it.
     """
     before = state.scheduler
     prompt_len = len(prompt_token_ids)
-    model_config = runtime.model.config
-    pools = state.pools
-    wanted = NOTHING
-    if isinstance(params, PoolingParams):
-        pools = pools.set(names[0], start(params, model_config.hidden))
-        wanted = pooling.wanted(params, model_config.layers)
     prepared = prepare(
         before,
         names,
         prompt_token_ids,
         params,
         eos_token_ids=runtime.eos_token_ids,
-        vocab_size=model_config.vocab_size,
+        vocab_size=runtime.model.config.vocab_size,
         caching=runtime.config.enable_prefix_caching,
         priority=priority,
         user=user,
@@ -146,22 +135,15 @@ def submit(
     )
     after = scheduler.submit(before, prepared.request)
     log: tuple[LogEntry, ...] = (("submit", (prepared.request, prompt_token_ids)),)
+    length = scheduler.final_length(prepared.request, before.config)
+    new_request = NewRequest(runtime, params, prepared, names, length)
+    entries = readers.start(state.readers, new_request)
     if isinstance(params, SamplingParams) and params.taps:
-        length = scheduler.final_length(prepared.request, before.config)
-        wanted = taps.wanted_by(names[0], params.taps, runtime, prompt_len, length, len(names))
         log += (("begin_taps", (names, prompt_len)),)
-    searches = state.searches
-    if prepared.search:
-        searches = {**searches, before.arrivals: prepared.search}
-    wants = state.wants
-    if wanted is not NOTHING:
-        wants = wants.update(dict.fromkeys(names, wanted))
     return state._replace(
         scheduler=after,
         sequences=state.sequences.update(prepared.sequences),
-        searches=searches,
-        pools=pools,
-        wants=wants,
+        readers=entries,
         log=(*state.log, *log),
     )
 
@@ -185,7 +167,7 @@ def cancel(
 def with_events(
     state: EngineState, events: Sequence[Event], before: SchedulerState, spare: int = 0
 ) -> EngineState:
-    """Append the new tokens of events, and drop the sequences and searches that ended.
+    """Append the new tokens of events, and drop the sequences that ended.
 
     Args:
         before: the scheduler's state before the transition that gave the events.
@@ -200,24 +182,7 @@ def with_events(
     if state.drafting:  # it learns from their last tokens too
         drafting.ended(state.drafting, ended, sequences)
     sequences = apply_events(sequences, tuple(ended.values()), before.running)
-    searches = state.searches
-    if searches:
-        searches = {
-            group: search for group, search in searches.items() if search.names[0] not in ended
-        }
-    return state._replace(
-        sequences=sequences,
-        searches=searches,
-        pools=_without(ended, state.pools),
-        wants=_without(ended, state.wants),
-    )
-
-
-def _without(names: Iterable[str], entries: Map[str, Any]) -> Map[str, Any]:
-    for name in names:
-        if name in entries:
-            entries = entries.delete(name)
-    return entries
+    return state._replace(sequences=sequences, readers=readers.without(state.readers, ended))
 
 
 def forget(state: EngineState) -> EngineState:
@@ -237,10 +202,10 @@ def update(state: EngineState, pending: Pending) -> EngineState:
     """
     before = state.scheduler
     sequences = state.sequences
-    searches = state.searches
+    entries = state.readers
     version = state.params_version + 1
     if pending == "restart":
-        searches = _without_offers(searches)
+        entries = readers.restarted(entries)
     else:
         mixed = [*before.running.seqs, *(seq for seq in before.waiting if seq.blocks)]
         names = [name for seq in mixed for name in (seq.request_id, *seq.request.forks)]
@@ -248,16 +213,11 @@ def update(state: EngineState, pending: Pending) -> EngineState:
     return state._replace(
         scheduler=scheduler.update(before, pending),
         sequences=sequences,
-        searches=searches,
+        readers=entries,
         ahead=Lookahead(),
         params_version=version,
         log=(*state.log, ("update", (version, pending))),
     )
-
-
-def _without_offers(searches: Mapping[int, beams.Search]) -> dict[int, beams.Search]:
-    """The searches, whose beams will offer their continuations again."""
-    return {group: search._replace(offers=()) for group, search in searches.items()}
 
 
 def roll_back(state: EngineState) -> EngineState:
@@ -272,7 +232,7 @@ def roll_back(state: EngineState) -> EngineState:
             array.delete()
     return state._replace(
         scheduler=scheduler.restart(state.scheduler),
-        searches=_without_offers(state.searches),
+        readers=readers.restarted(state.readers),
         ahead=Lookahead(),
         cache=None,
         log=(*state.log, ("restart", ())),

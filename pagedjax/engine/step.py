@@ -17,10 +17,8 @@ from pagedjax.engine import (
     compilations,
     drafting,
     lookahead,
-    pooling,
+    readers,
     requests,
-    results,
-    taps,
     token_masks,
 )
 from pagedjax.engine.background import BackgroundPrograms
@@ -35,12 +33,9 @@ from pagedjax.host.drafts import Sample
 from pagedjax.host.state import SchedulerState
 from pagedjax.host.types import (
     NO_DRAFTS,
-    BeamResult,
-    Choice,
     FinishReason,
     Plan,
     StepResult,
-    TokenLogprobs,
 )
 
 
@@ -123,37 +118,24 @@ def step(
     hashes = _hashes_of_filled(runtime, plan, state.sequences, sampled)
     data = requests.of_rows(plan, state.sequences)
     outcome = Outcome(plan, sent, computed.rows, sampled, data)
-    searches = state.searches
-    choices: dict[str, Choice] = {}
-    beams: tuple[BeamResult, ...] = ()
-    if searches:
-        searches, choices, beams = results.advance_searches(searches, outcome)
-    after, events = scheduler.commit(scheduled.scheduler, plan, sampled, hashes, choices)
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    if any([row.wants_logprobs for row in data]):
-        logprobs = results.logprobs(outcome)
-    pools = state.pools
-    pooled: pooling.Pooled = ()
-    if pools:
-        pools, pooled = pooling.advance(pools, outcome)
-    tap_parts = taps.parts(state.wants, outcome) if state.wants else ()
+    read = readers.read(state.readers, outcome)
+    after, events = scheduler.commit(scheduled.scheduler, plan, sampled, hashes, read.choices)
+    tap_parts = read.outputs.get("taps")
 
     log: list[LogEntry] = [("taps", (tap_parts,))] if tap_parts else []
     log.append(("schedule", (plan, scheduled.started, scheduled.offered)))
-    log.append(("commit", (sampled, hashes, choices, events)))
+    log.append(("commit", (sampled, hashes, read.choices, events)))
     state = state._replace(
         scheduler=after,
-        searches=searches,
-        pools=pools,
+        readers=read.readers,
         ahead=computed.ahead,
         cache=computed.cache,
         log=(*state.log, *log),
     )
     state = with_events(state, events, scheduled.scheduler, runtime.spare)
-    ends: dict[str, FinishReason] = {
-        search.request_id: search.sequences[0].reason for search in beams
-    }
-    ends |= token_masks.failed(plan, data, state.sequences, after)
+    ends: dict[str, FinishReason] = dict(read.ends)
+    if any([row.matcher for row in data]):
+        ends |= token_masks.failed(plan, data, state.sequences, after)
     for request_id, reason in ends.items():
         state, cancelled = cancel(state, request_id, reason)
         events += cancelled
@@ -173,10 +155,7 @@ def step(
         draft_rows=sent.draft_rows,
         padded_tokens=sent.padded_tokens,
         compilations=compilations.compilations() - scheduled.compiled,
-        logprobs=logprobs,
-        beams=beams,
-        pooled=pooled,
-        taps=tap_parts,
+        outputs=read.outputs,
         params_version=state.params_version,
     )
     if state.drafting:
@@ -199,7 +178,7 @@ def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> C
     if sent is None:
         cache, sent = send(runtime, state, cache, plan)
         rows = range(len(plan.seqs))
-    if depth and not state.searches:
+    if depth and not readers.decide(state.readers):
 
         def send_predicted(cache: KVCache, plan: Plan, previous: SentStep, unknown: Set[int]):
             return send(runtime, state, cache, plan, previous, unknown)
@@ -251,7 +230,7 @@ def send(
         draft_rows = runtime.shapes.bucket(sum(k > 0 for k in plan.drafts))
     batch = batch_of(runtime, state.sequences, plan, previous, unknown, draft_probs)
     sent_at = time.perf_counter()
-    wanted = taps.of_plan(plan, state.wants) if state.wants else NOTHING
+    wanted = readers.wanted_of(state.readers, (seq.request_id for seq in plan.seqs))
     programs = runtime.programs if wanted is NOTHING else runtime.tapped[wanted]
     shape = StepShape(len(batch.tokens), len(batch.last), batch.cu_q_lens is None)
     cache, output = programs[shape](runtime.leaves, cache, joined(batch))
