@@ -9,11 +9,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from pagedjax.device.batch import Batch, Drafted, Feed, Shapes, StepShape, blank_feed, joined
+from pagedjax.device.batch import Batch, Shapes, StepShape, joined
 from pagedjax.device.cache import KVCache
 from pagedjax.device.taps import NOTHING
 from pagedjax.engine import (
-    adapters,
     compilations,
     drafting,
     lookahead,
@@ -24,7 +23,7 @@ from pagedjax.engine import (
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.lookahead import Lookahead, SentStep
 from pagedjax.engine.outcome import Outcome
-from pagedjax.engine.pack import drafted_tokens, pack, pack_drafts
+from pagedjax.engine.pack import Sources, pack, pack_drafts
 from pagedjax.engine.requests import Sequences
 from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs
 from pagedjax.engine.state import EngineState, LogEntry, cancel, with_events
@@ -120,8 +119,8 @@ def step(
     outcome = Outcome(plan, sent, computed.rows, sampled, data)
     read = readers.read(state.readers, outcome)
     after, events = scheduler.commit(scheduled.scheduler, plan, sampled, hashes, read.choices)
-    tap_parts = read.outputs.get("taps")
 
+    tap_parts = read.outputs.get("taps")
     log: list[LogEntry] = [("taps", (tap_parts,))] if tap_parts else []
     log.append(("schedule", (plan, scheduled.started, scheduled.offered)))
     log.append(("commit", (sampled, hashes, read.choices, events)))
@@ -268,22 +267,15 @@ def batch_of(
     draft_probs: jax.Array | None = None,
 ) -> Batch:
     """The arrays of a plan; arguments as in `send`, and what `run_drafter` returns."""
-    batch = pack(plan, sequences, present_shapes(runtime), runtime.blanks, runtime.chain)
-    tokens = len(batch.tokens)
-    if runtime.adapters:
-        slots = adapters.of_tokens(runtime.adapters, plan, sequences, tokens)
-        batch = batch._replace(adapters=slots)
-    if runtime.undrafted:
-        drafted = runtime.undrafted[len(batch.last)]
-        if plan.drafts:
-            drafted = Drafted(drafted_tokens(plan, batch), draft_probs)
-        batch = batch._replace(drafted=drafted)
-    if not runtime.config.lookahead:
-        return batch
-    if previous is None:
-        return batch._replace(feed=blank_feed(runtime.shapes, tokens))
-    rows = lookahead.fed_rows(plan, previous.plan, unknown, tokens)
-    return batch._replace(feed=Feed(rows, previous.output.fed))
+    sources = Sources(
+        undrafted=runtime.undrafted,
+        adapters=runtime.adapters,
+        looks_ahead=runtime.config.lookahead > 0,
+        previous=previous,
+        unknown=unknown,
+        draft_probs=draft_probs,
+    )
+    return pack(plan, sequences, present_shapes(runtime), runtime.blanks, runtime.chain, sources)
 
 
 def present_shapes(runtime: Runtime) -> Shapes:
