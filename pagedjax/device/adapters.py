@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagedjax.device.extras import Factors
 from pagedjax.device.linear import Matrix, find
 from pagedjax.device.models import matrices
 from pagedjax.device.models.decoder import DecoderConfig
-from pagedjax.device.token_adapters import Factors
 
 PackLow = Callable[[Any, Matrix], Any]  # of `Implementation`
 WIDTH = 16  # of vectors: rows of `a` are padded to a multiple

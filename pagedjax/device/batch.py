@@ -6,21 +6,20 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagedjax.device.extras import AttentionRows, Extra, GroupTables, Selection, TokenAdapters
 from pagedjax.device.layer_groups import LayerGroups
+from pagedjax.device.linear import LowRank
 from pagedjax.device.row_features.chain import DEFAULT, FeatureRows, RowChain
 
-if TYPE_CHECKING:
-    from pagedjax.device.linear import LowRank
-    from pagedjax.device.token_adapters import TokenAdapters
-
+Kind = TypeVar("Kind", bound=Extra)
 MAX_TOP = 20  # most top log-probabilities of a request
 
 
@@ -34,69 +33,6 @@ class SamplingBatch(NamedTuple):
     position: Any  # [R] i32: index of the sampled token among the row's outputs
     prompt_len: Any  # [R] i32
     features: dict[str, FeatureRows]  # by name: the sampling options of a `RowChain`
-
-
-class Feed(NamedTuple):
-    """Tokens that the host does not know yet, because the step before samples them
-    (engine/lookahead.py).
-    """
-
-    rows: Any  # [T] row of that step, -1 where `Batch.tokens` has the token
-    tokens: Any  # [max_num_seqs] its sampled tokens, on the device
-
-
-class Drafted(NamedTuple):
-    """The drafts of a step's samples, for rejection sampling (rejection.py)."""
-
-    tokens: Any  # [R] i32: the draft in the place of the sample, -1 without one
-    # [R, V] f32: what it was drawn from, unnormalised; None: the drafter is sure of its drafts
-    probs: Any = None
-
-
-class AttentionRows(NamedTuple):
-    """The rows of attention where queries do not see all blocks of their sequence (a KV policy;
-    engine/seen_rows.py).
-
-    A row is a part of a chunk whose queries see the same blocks. Its table lists these blocks
-    alone, so positions in it are those of what is seen. Keys keep the rotation of their positions
-    in the sequence.
-    """
-
-    block_tables: Any  # [A, W]: W blocks are seen at most
-    seq_lens: Any  # [A] tokens that the row's last query sees
-    cu_q_lens: Any  # [A + 1]
-    of_samples: Any  # [R] the row of the token that each sample follows
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Selection:
-    """Queries read some of the blocks that they see (a KV policy; selection.py).
-
-    Attributes:
-        blocks: that a query reads at most, its own included.
-        dense_layers: the first layers, in which every query reads all that it sees.
-        dense_prompts: queries of prompts read all that they see.
-    """
-
-    blocks: int
-    dense_layers: int
-    dense_prompts: bool
-
-
-class Selecting(NamedTuple):
-    """Which queries of a step select blocks."""
-
-    selection: Selection
-    tokens: Any  # [T] bool
-
-
-class GroupTables(NamedTuple):
-    """Block tables of the groups of layers behind the first one. The batch has those of the first."""
-
-    layout: LayerGroups
-    slots: tuple[Any, ...]  # [T] of each group
-    block_tables: tuple[Any, ...]  # [B, M] of each group
 
 
 class Batch(NamedTuple):
@@ -113,13 +49,26 @@ class Batch(NamedTuple):
     # [T] the prompt token after this one if its log-probability is wanted, else -1; None: none is
     targets: Any
     sampling: SamplingBatch
-    feed: Feed | None = None  # in every step of an engine that looks ahead
-    # in every step of an engine that accepts drafts by rejection sampling
-    drafted: Drafted | None = None
-    seen: AttentionRows | None = None  # in every step of an engine with a KV policy
-    groups: GroupTables | None = None  # in every step of an engine with several groups of layers
-    selecting: Selecting | None = None  # in every step of an engine whose KV policy selects blocks
-    adapters: TokenAdapters | None = None  # in every step of an engine with adapters
+    extras: tuple[Extra, ...] = ()  # in an order that is the same in each step of an engine
+
+    def extra(self, kind: type[Kind]) -> Kind | None:
+        """The arrays of a kind; None in an engine that has none."""
+        return next((extra for extra in self.extras if isinstance(extra, kind)), None)
+
+    def having(self, extra: Extra) -> Batch:
+        """The batch with other arrays in the place of those of the same kind."""
+        extras = [extra if type(other) is type(extra) else other for other in self.extras]
+        return self._replace(extras=tuple(extras))
+
+    def without(self, kind: type[Extra]) -> Batch:
+        """The batch without the arrays of a kind."""
+        others = [extra for extra in self.extras if not isinstance(extra, kind)]
+        return self._replace(extras=tuple(others))
+
+    @property
+    def adapters(self) -> TokenAdapters | None:
+        """The adapters of the tokens; None in an engine without adapters."""
+        return self.extra(TokenAdapters)
 
     @property
     def row_cu_q_lens(self) -> Any:
@@ -136,25 +85,20 @@ class Batch(NamedTuple):
     @property
     def attention(self) -> tuple[Any, Any, Any]:
         """(block tables, context lengths, cu_q_lens or None) of the rows of attention."""
-        rows = self.seen or self
+        rows = self.extra(AttentionRows) or self
         return rows.block_tables, rows.seq_lens, rows.cu_q_lens
 
     def page_of(self, layer: int) -> int:
         """Which of the cache's page arrays a layer uses."""
-        return self.groups.layout.places[layer][1] if self.groups else layer
+        groups = self.extra(GroupTables)
+        return groups.layout.places[layer][1] if groups else layer
 
     def of_layer(self, layer: int) -> Batch:
-        """The batch as a layer sees it: with the tables of its group alone."""
-        batch = (
-            self if self.adapters is None else self._replace(adapters=self.adapters.of_layer(layer))
-        )
-        if self.groups is None:
-            return batch
-        layout, slots, tables = self.groups
-        group, _ = layout.places[layer]
-        if group == 0:
-            return batch._replace(groups=None)
-        return batch._replace(slots=slots[group - 1], block_tables=tables[group - 1], groups=None)
+        """The batch as a layer sees it."""
+        batch = self
+        for extra in self.extras:
+            batch = extra.of_layer(batch, layer)
+        return batch
 
     def low(self, name: str, parts: tuple[int, ...]) -> LowRank | None:
         """What adapters add to a layer's product (`TokenAdapters.low`); the batch is that of the
@@ -287,11 +231,6 @@ def blank_sampling(samples: int, chain: RowChain = DEFAULT) -> SamplingBatch:
     )
 
 
-def blank_feed(shapes: Shapes, t: int) -> Feed:
-    """The feed of a step whose tokens the host knows."""
-    return Feed(np.full(t, -1, np.int32), np.zeros(shapes.max_seqs, np.int32))
-
-
 # A transfer to a device costs the host time of its own, and a step of decodes has some fifteen
 # small arrays. They go as one array. What is mostly on the device already stays outside: the arrays
 # of sampling options, the tokens of the step before, drafts, the factors of adapters.
@@ -321,14 +260,13 @@ class OneTransfer:
 def joined(batch: Batch) -> OneTransfer:
     """The batch for a step's program. Its arrays of 32-bit numbers are copied."""
     sampling = batch.sampling
-    feed = batch.feed
-    small = (batch[:CORE], sampling[:-1], feed and feed.rows, batch.seen, batch.groups)
-    leaves, tree = jax.tree.flatten(small)
+    of_extras = [[getattr(extra, name) for name in extra.words] for extra in batch.extras]
+    leaves, tree = jax.tree.flatten((batch[:CORE], sampling[:-1], of_extras))
     arrays = [np.asarray(leaf) for leaf in leaves]
     words = np.concatenate([array.reshape(-1).view(np.int32) for array in arrays])
     layout = tuple([(array.shape, array.dtype) for array in arrays])
-    rest = sampling.features, feed and feed.tokens, batch.drafted, batch.selecting, batch.adapters
-    return OneTransfer(words, rest, tree, layout)
+    extras = [replace(extra, **dict.fromkeys(extra.words)) for extra in batch.extras]
+    return OneTransfer(words, (sampling.features, extras), tree, layout)
 
 
 def parted(transfer: OneTransfer) -> Batch:
@@ -340,15 +278,11 @@ def parted(transfer: OneTransfer) -> Batch:
         words = jax.lax.slice(transfer.words, (start,), (end,))
         arrays.append(jax.lax.bitcast_convert_type(words.reshape(shape), dtype))
         start = end
-    core, sampling, feed_rows, seen, groups = jax.tree.unflatten(transfer.tree, arrays)
-    features, feed_tokens, drafted, selecting, adapters = transfer.rest
-    return Batch(
-        *core,
-        sampling=SamplingBatch._make((*sampling, features)),
-        feed=None if feed_rows is None else Feed(feed_rows, feed_tokens),
-        drafted=drafted,
-        seen=seen,
-        groups=groups,
-        selecting=selecting,
-        adapters=adapters,
-    )
+    core, sampling, of_extras = jax.tree.unflatten(transfer.tree, arrays)
+    features, extras = transfer.rest
+    whole_extras = [
+        replace(extra, **dict(zip(extra.words, words_of_extra, strict=True)))
+        for extra, words_of_extra in zip(extras, of_extras, strict=True)
+    ]
+    sampling_batch = SamplingBatch._make((*sampling, features))
+    return Batch(*core, sampling=sampling_batch, extras=tuple(whole_extras))

@@ -24,7 +24,9 @@ wider type and back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,31 +59,65 @@ class BoundedKeys(NamedTuple):
         return self.pages.shape[2] * self.pages.shape[3] // self.bounds.shape[3]
 
 
+class BlockSizes(NamedTuple):
+    """The sizes of a layer's keys and values of one block.
+
+    dtype: of the pages, `attention.page_dtype`.
+    row: numbers in a row of a page, a multiple of head_dim.
+    """
+
+    block_size: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    row: int
+
+
+Pages = OrderedDict[str, Any]  # by name, the arrays of a layer; programs take them in this order
+PageShapes = Mapping[str, jax.ShapeDtypeStruct]  # the same, of one block
+
+
+def kv_pages(sizes: BlockSizes) -> PageShapes:
+    """Keys and values, [K, S, D] or in rows of several tokens."""
+    rows = sizes.block_size * sizes.head_dim // sizes.row
+    shape = jax.ShapeDtypeStruct((sizes.kv_heads, rows, sizes.row), jnp.dtype(sizes.dtype))
+    return {"k": shape, "v": shape}
+
+
 class KVCache(NamedTuple):
-    k: tuple[jax.Array, ...]  # L x [P, K, S, D], or in rows of several tokens
-    v: tuple[jax.Array, ...]
+    """The arrays of all layers. A layer of one's own may keep `others` (`Block.pages`)."""
+
+    # by page array, [P, K, S, D] or in rows of several tokens; None: the layer keeps others
+    k: tuple[Any, ...]
+    v: tuple[Any, ...]
     tokens: jax.Array  # [P, S] int32
     draft: DraftPages | None = None
     # L x `BoundedKeys.bounds`, None in dense layers; () without a selection
     bounds: tuple[jax.Array | None, ...] = ()
+    others: Mapping[str, tuple[jax.Array | None, ...]] = {}  # by name, as k and v
 
     @property
-    def layers(self) -> list[tuple[jax.Array | BoundedKeys, jax.Array]]:
-        """The keys and values of each page array."""
-        if not self.bounds:
-            return list(zip(self.k, self.v, strict=True))
-        keys = [
-            k if bounds is None else BoundedKeys(k, bounds)
-            for k, bounds in zip(self.k, self.bounds, strict=True)
+    def layers(self) -> list[Pages]:
+        """What each layer reads and writes."""
+        columns = {"k": self.k, "bounds": self.bounds or (None,) * len(self.k), "v": self.v}
+        columns |= self.others
+        return [
+            Pages((name, column[i]) for name, column in columns.items() if column[i] is not None)
+            for i in range(len(self.k))
         ]
-        return list(zip(keys, self.v, strict=True))
 
-    def with_layers(self, layers: Sequence[tuple[jax.Array | BoundedKeys, jax.Array]]) -> KVCache:
+    def with_layers(self, layers: Sequence[Pages]) -> KVCache:
         """The cache with these `layers`."""
-        keys, v = zip(*layers, strict=True)
-        k = tuple([key.pages if isinstance(key, BoundedKeys) else key for key in keys])
-        bounds = tuple([key.bounds if isinstance(key, BoundedKeys) else None for key in keys])
-        return self._replace(k=k, v=v, bounds=bounds if self.bounds else ())
+
+        def column(name: str) -> tuple[Any, ...]:
+            return tuple([pages.get(name) for pages in layers])
+
+        return self._replace(
+            k=column("k"),
+            v=column("v"),
+            bounds=column("bounds") if self.bounds else (),
+            others={name: column(name) for name in self.others},
+        )
 
 
 class DraftSizes(NamedTuple):
@@ -118,6 +154,7 @@ def init(
     row: int | None = None,
     draft: DraftSizes | None = None,
     dense_layers: int | None = None,
+    layer_pages: Sequence[PageShapes] | None = None,
     sharding: CacheSharding | None = None,
     zeros: Callable[..., Any] = jnp.zeros,
     pages: Callable[..., Any] | None = None,
@@ -129,6 +166,7 @@ def init(
         row: numbers in a row of a page, a multiple of head_dim; None is head_dim, a token a row.
         draft: of a drafter's pages, whose keys and values are of `dtype` too.
         dense_layers: the first layers, which have no bounds; None: no layer has.
+        layer_pages: what each page array has of one block; None: keys and values.
         sharding: over the devices of a mesh, with kv_heads each; None is the default device.
         zeros: (shape, dtype, device=sharding) -> array.
         pages: the same, for the model's keys and values; None is `zeros`.
@@ -143,12 +181,31 @@ def init(
             "numbers"
         )
     sharding = sharding or CacheSharding()
-    shape = (blocks + 1, kv_heads * sharding.devices, block_size * head_dim // row, row)
-    pages = pages or zeros
-    k, v = (tuple(pages(shape, dtype, device=sharding.heads) for _ in range(layers)) for _ in "kv")
-    cache = KVCache(k, v, zeros((blocks + 1, block_size), jnp.int32, device=sharding.copies))
+    make = pages or zeros
+    if layer_pages is None:
+        layer_pages = [kv_pages(BlockSizes(block_size, kv_heads, head_dim, dtype, row))] * layers
+
+    def column(name: str) -> tuple[Any, ...]:
+        """The arrays of this name, of all devices together."""
+        arrays = []
+        for layer in layer_pages:
+            array = None
+            if name in layer:
+                heads, *rest = layer[name].shape
+                shape = (blocks + 1, heads * sharding.devices, *rest)
+                array = make(shape, layer[name].dtype, device=sharding.heads)
+            arrays.append(array)
+        return tuple(arrays)
+
+    names = {name: None for layer in layer_pages for name in layer}
+    cache = KVCache(
+        k=column("k"),
+        v=column("v"),
+        tokens=zeros((blocks + 1, block_size), jnp.int32, device=sharding.copies),
+        others={name: column(name) for name in names if name not in ("k", "v")},
+    )
     if dense_layers is not None:
-        ends = *shape[:2], 2, head_dim
+        ends = blocks + 1, kv_heads * sharding.devices, 2, head_dim
         bounds = [zeros(ends, dtype, device=sharding.heads) for _ in range(layers - dense_layers)]
         cache = cache._replace(bounds=(None,) * dense_layers + tuple(bounds))
     if draft is None:
@@ -202,11 +259,17 @@ def block_bytes(
     dtype: str,
     draft: DraftSizes | None = None,
     dense_layers: int | None = None,
+    layer_pages: Sequence[PageShapes] | None = None,
     **sizes: Any,
 ) -> int:
-    """Bytes of one block: `kv_bytes`, TOKEN_BYTES a slot, bounds, which are as large as one slot's,
-    and a drafter's part."""
-    total = kv_bytes(block_size=block_size, dtype=dtype, **sizes) + TOKEN_BYTES * block_size
+    """Bytes of one block: `kv_bytes` or those of `layer_pages`, TOKEN_BYTES a slot, bounds, which
+    are as large as one slot's, and a drafter's part."""
+    if layer_pages is None:
+        total = kv_bytes(block_size=block_size, dtype=dtype, **sizes)
+    else:
+        arrays = [array for layer in layer_pages for array in layer.values()]
+        total = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+    total += TOKEN_BYTES * block_size
     if dense_layers is not None:
         bounded = sizes | {"layers": sizes["layers"] - dense_layers}
         total += kv_bytes(block_size=1, dtype=dtype, **bounded)

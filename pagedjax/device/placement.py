@@ -151,7 +151,7 @@ class Placement:
         """
         heads: Any = P(None, AXES)
         copies: Any = P()
-        cache = KVCache(heads, heads, copies, copies, heads)
+        cache = KVCache(heads, heads, copies, copies, heads, heads)
         shardings = cast("list[NamedSharding]", [x.sharding for x in leaves])
         specs = tuple(sharding.spec for sharding in shardings), cache, copies
         # check_vma: loops of attention carry values of both kinds, equal on all devices and not

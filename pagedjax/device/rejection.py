@@ -17,8 +17,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pagedjax.device.batch import Drafted, SamplingBatch
+from pagedjax.device.batch import SamplingBatch
 from pagedjax.device.draws import at_quantile, best_tokens, draw, uniform, weights
+from pagedjax.device.extras import Drafted
 from pagedjax.device.row_features.chain import RowChain
 from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.row_reductions import row_sums

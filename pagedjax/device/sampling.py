@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from pagedjax.device import rejection
-from pagedjax.device.batch import MAX_TOP, Drafted, SamplingBatch
+from pagedjax.device.batch import MAX_TOP, SamplingBatch
 from pagedjax.device.checks import check_shape
 from pagedjax.device.draws import best_tokens, draw, weights
+from pagedjax.device.extras import Drafted
 from pagedjax.device.placement import whole_rows
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
 from pagedjax.device.row_features.feature import RowContext

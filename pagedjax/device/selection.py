@@ -28,7 +28,8 @@ import jax.numpy as jnp
 from pagedjax.device import attention
 from pagedjax.device.attention import Attend, numbers_in, stored_in
 from pagedjax.device.batch import Batch
-from pagedjax.device.cache import BoundedKeys
+from pagedjax.device.cache import BoundedKeys, Pages
+from pagedjax.device.extras import Selecting
 from pagedjax.device.row_reductions import softmax
 
 # numbers of bounds that are read at once, at most, unless one block of one row has more
@@ -45,21 +46,16 @@ class Rows(NamedTuple):
     cu_q_lens: jax.Array  # [B + 1]
 
 
-def write(
-    attend: Attend,
-    keys: jax.Array | BoundedKeys,
-    v_pages: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    batch: Batch,
-):
-    """Writes the keys and values of the batch's tokens into their slots, and the bounds of blocks
-    that become full.
+def write(attend: Attend, pages: Pages, k: jax.Array, v: jax.Array, batch: Batch) -> Pages:
+    """The pages of a layer with the keys and values of the batch's tokens in their slots, and, of a
+    layer that selects, the bounds of blocks that become full.
     """
-    if not isinstance(keys, BoundedKeys):
-        return attention.write(attend, keys, v_pages, k, v, batch)
-    pages, v_pages = attention.write(attend, keys.pages, v_pages, k, v, batch)
-    return _with_bounds(keys._replace(pages=pages), batch.slots, len(batch.seq_lens)), v_pages
+    k_pages, v_pages = attention.write(attend, pages["k"], pages["v"], k, v, batch)
+    written = Pages(pages, k=k_pages, v=v_pages)
+    if "bounds" in pages:
+        keys = BoundedKeys(k_pages, pages["bounds"])
+        written["bounds"] = _with_bounds(keys, batch.slots, len(batch.seq_lens)).bounds
+    return written
 
 
 def _with_bounds(keys: BoundedKeys, slots: jax.Array, rows: int) -> BoundedKeys:
@@ -140,8 +136,10 @@ def attend_selected(
         q: [T, N, D].
         scale: what `attend` multiplies q k with.
     """
-    assert batch.selecting is not None
-    selection, selects = batch.selecting
+    selecting = batch.extra(Selecting)
+    assert selecting is not None
+    selection = selecting.selection
+    selects = selecting.tokens
     t, n, d = q.shape
     kv_heads = keys.pages.shape[1]
     group = n // kv_heads

@@ -18,6 +18,7 @@ from pagedjax.device.batch import Batch, DraftBatch, OneTransfer, parted
 from pagedjax.device.cache import KVCache, copy, read_blocks, write_blocks, write_tokens
 from pagedjax.device.checks import check_shape
 from pagedjax.device.draft_model import DraftModel, features_before, fitted
+from pagedjax.device.extras import Drafted, Feed
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import samples_of
 from pagedjax.device.placement import whole_rows
@@ -134,12 +135,8 @@ def make_step(
         batch = parted(joined_batch)
         _check(batch)
         model, drafter = modules(leaves)
-        feed = batch.feed
-        if feed is not None:
-            tokens = jnp.where(feed.rows >= 0, feed.tokens[feed.rows], batch.tokens)
-            batch = batch._replace(tokens=tokens)
-        if batch.adapters is not None:
-            batch = batch._replace(adapters=batch.adapters.routed())
+        for extra in batch.extras:
+            batch = extra.arrive(batch)
         cache = cache._replace(tokens=write_tokens(cache.tokens, batch.tokens, batch.slots))
         observed = bound.model.taps if bound else ()  # layers whose outputs the drafter reads
         outputs = (*observed, *wanted.outputs(model.config.layers))
@@ -157,17 +154,23 @@ def make_step(
             batch.sampling,
             batch.block_tables[batch.sampled_row],
             batch.positions[batch.last] + 1,
-            batch.drafted,
+            batch.extra(Drafted),
         )
 
-        def sampled_rows(logits: jax.Array, rows: Any) -> SampledTokens:
+        def sampled_rows(logits: jax.Array, rows: Any) -> tuple[SampledTokens, dict[str, Any]]:
             sampling, tables, lens, drafted = rows
             history = History(cache.tokens, tables, lens)
-            return sample(logits, sampling, history, jnp.uint32(seed), tile, chain, drafted)
+            sampled = sample(logits, sampling, history, jnp.uint32(seed), tile, chain, drafted)
+            outputs = {output.name: output.compute(logits, sampled) for output in wanted.samples}
+            return sampled, outputs
 
         hidden, prompt = _hidden_of_samples(model, run.finish, batch, tile, by_rows)
-        sampled = by_rows(sampled_rows, model.logits(hidden, batch.used_samples), rows)
+        logits = model.logits(hidden, batch.used_samples)
+        sampled, of_samples = by_rows(sampled_rows, logits, rows)
+        if tapped is not None:
+            tapped = tapped._replace(samples=of_samples)
         fed = None
+        feed = batch.extra(Feed)
         if feed is not None:
             fed = jnp.pad(sampled.tokens, (0, len(feed.tokens) - len(sampled.tokens)))
         return cache, StepOutput(sampled, prompt, fed, hidden, tapped)
@@ -306,21 +309,5 @@ def _check(batch: Batch) -> None:
     check_shape("block_tables", batch.block_tables, (b, None))
     check_shape("cu_q_lens", batch.row_cu_q_lens, (b + 1,))
     check_shape("sampled_row", batch.sampled_row, batch.last.shape)
-    if batch.seen is not None:
-        (a,) = batch.seen.seq_lens.shape
-        check_shape("seen.block_tables", batch.seen.block_tables, (a, None))
-        check_shape("seen.cu_q_lens", batch.seen.cu_q_lens, (a + 1,))
-        check_shape("seen.of_samples", batch.seen.of_samples, batch.last.shape)
-    for slots, tables in zip(*batch.groups[1:], strict=True) if batch.groups is not None else ():
-        check_shape("groups.slots", slots, (t,))
-        check_shape("groups.block_tables", tables, batch.block_tables.shape)
-    if batch.selecting is not None:
-        check_shape("selecting.tokens", batch.selecting.tokens, (t,))
-    if batch.feed is not None:
-        check_shape("feed.rows", batch.feed.rows, (t,))
-    if batch.adapters is not None:
-        check_shape("adapters.adapter_slots", batch.adapters.adapter_slots, (t,))
-    if batch.drafted is not None:
-        check_shape("drafted.tokens", batch.drafted.tokens, batch.last.shape)
-        if batch.drafted.probs is not None:
-            check_shape("drafted.probs", batch.drafted.probs, (*batch.last.shape, None))
+    for extra in batch.extras:
+        extra.check(batch)

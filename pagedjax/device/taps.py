@@ -1,5 +1,5 @@
-"""What a step can return of the model's inside, beside samples: `Wanted` says what, `taken` makes
-it.
+"""What a step can return beside samples: `Wanted` says what. `taken` makes what is of the model's
+inside; a `SampleOutput` is made of the logits that a sample is drawn from.
 
 It is static: a step that returns more is another program, and one that returns nothing more is as
 it was. Samples are computed as without taps, so that they have the same bits; whatever only taps
@@ -8,8 +8,9 @@ need is computed beside them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -17,6 +18,21 @@ if TYPE_CHECKING:
     from pagedjax.device.attention import Attend
     from pagedjax.device.batch import Batch
     from pagedjax.device.models.decoder import Decoder, Routes, Run
+    from pagedjax.device.sampling import SampledTokens
+
+
+@dataclass(frozen=True)
+class SampleOutput:
+    """An output of each sample.
+
+    Attributes:
+        name: of it in `Tapped.samples`.
+        compute: (logits [R, V] float32, samples) -> a tree of arrays [R, ...] of 32-bit numbers.
+            On a mesh, R are the rows of one device.
+    """
+
+    name: str
+    compute: Callable[[jax.Array, SampledTokens], Any]
 
 
 class Wanted(NamedTuple):
@@ -27,11 +43,13 @@ class Wanted(NamedTuple):
         final norm.
     attention: by layer, the query heads whose probabilities are wanted.
     experts: layers whose chosen experts are wanted.
+    samples: outputs of each sample that are wanted.
     """
 
     hidden: tuple[int, ...] = ()
     attention: tuple[tuple[int, tuple[int, ...]], ...] = ()
     experts: tuple[int, ...] = ()
+    samples: tuple[SampleOutput, ...] = ()
 
     def __bool__(self) -> bool:
         return any(map(bool, self))
@@ -54,22 +72,31 @@ class Tapped(NamedTuple):
     # [R, heads, M S] float32, by position, for the token that each sample follows
     attention: dict[int, jax.Array]
     experts: dict[int, Routes]  # [T, chosen]
+    samples: dict[str, Any]  # by name, what each `SampleOutput.compute` gave
 
 
 def union(several: Iterable[Wanted]) -> Wanted:
     """What all of them want."""
-    hidden, heads, experts = set(), {}, set()
-    for one in several:
-        hidden.update(one.hidden)
-        experts.update(one.experts)
-        for layer, some in one.attention:
-            heads.setdefault(layer, set()).update(some)
-    attention = tuple((layer, tuple(sorted(heads[layer]))) for layer in sorted(heads))
-    return Wanted(tuple(sorted(hidden)), attention, tuple(sorted(experts)))
+    hidden: set[int] = set()
+    heads: dict[int, set[int]] = {}
+    experts: set[int] = set()
+    samples: set[SampleOutput] = set()
+    for wanted in several:
+        hidden.update(wanted.hidden)
+        experts.update(wanted.experts)
+        samples.update(wanted.samples)
+        for layer, heads_of_layer in wanted.attention:
+            heads.setdefault(layer, set()).update(heads_of_layer)
+    return Wanted(
+        hidden=tuple(sorted(hidden)),
+        attention=tuple((layer, tuple(sorted(heads[layer]))) for layer in sorted(heads)),
+        experts=tuple(sorted(experts)),
+        samples=tuple(sorted(samples, key=lambda output: output.name)),
+    )
 
 
 def taken(model: Decoder, run: Run, batch: Batch, attend: Attend, wanted: Wanted) -> Tapped:
-    """What is wanted of a batch.
+    """What is wanted of a batch, but for outputs of samples, which are not drawn yet.
 
     Args:
         run: of the batch, where the last outputs are those of the layers `wanted.outputs`.
@@ -96,4 +123,5 @@ def taken(model: Decoder, run: Run, batch: Batch, attend: Attend, wanted: Wanted
         {i: states[i] for i in wanted.hidden},
         attention,
         {layer: routes[layer] for layer in wanted.experts},
+        {},
     )

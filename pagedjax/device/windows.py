@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from pagedjax.device.attention import IMPLS, Attend, Bound, Implementation
 from pagedjax.device.batch import Batch
 from pagedjax.device.cache import init
+from pagedjax.device.extras import Factors, TokenAdapters
 from pagedjax.device.models.decoder import Decoder
-from pagedjax.device.token_adapters import Factors, TokenAdapters
 
 
 def packed(tokens: jax.Array) -> Batch:
@@ -131,6 +131,7 @@ def hidden(
     pages = init(blocks=b - 1, dtype=module.dtype, **sizes)
     batch = packed(tokens)
     if adapter is not None:
-        batch = batch._replace(adapters=TokenAdapters(jnp.ones(b * s, jnp.int32), adapter).routed())
+        adapters = TokenAdapters(jnp.ones(b * s, jnp.int32), adapter)
+        batch = batch._replace(extras=(adapters.routed(),))
     attention = attend(c.attn_scale, batch_invariant=batch_invariant)
     return module.hidden(pages, batch, attention, taps)[1:]

@@ -3,7 +3,7 @@
     init(model, config) -> table                 None without `enable_lora`
     loaded(table, adapter, busy, ...) -> table   with an adapter, which replaces one of its name
     unloaded(table, name) -> table               without this adapter
-    of_tokens(table, plan, sequences, t) -> the adapters of a step's tokens
+    of_tokens(table, plan, rows, t) -> the adapters of a step's tokens
 
 A table is a value: each transition returns another one. A request keeps the slot of its adapter
 until it ends. So when an adapter is replaced or unloaded while requests use it, its slot becomes
@@ -12,7 +12,7 @@ free when the last of them ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +20,10 @@ import numpy as np
 from pagedjax.config import Resolved
 from pagedjax.device import adapters, linear
 from pagedjax.device.adapters import Adapter, Factors
+from pagedjax.device.extras import TokenAdapters
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
-from pagedjax.device.token_adapters import TokenAdapters
-from pagedjax.engine.requests import InSlot, Sequences
+from pagedjax.engine.requests import InSlot, SequenceData, Sequences
 from pagedjax.host.types import Plan
 
 
@@ -183,10 +183,16 @@ def check(table: AdapterTable, adapter: Adapter) -> None:
             )
 
 
-def of_tokens(table: AdapterTable, plan: Plan, sequences: Sequences, t: int) -> TokenAdapters:
-    """Returns the adapters of a step's tokens; padding has none."""
+def of_tokens(
+    table: AdapterTable, plan: Plan, rows: Sequence[SequenceData], t: int
+) -> TokenAdapters:
+    """Returns the adapters of a step's T tokens; padding has none.
+
+    Args:
+        rows: the records of the plan's rows.
+    """
     slots = np.zeros(t, np.int32)
-    row_slots = [sequences[seq.request_id].adapter_slot for seq in plan.seqs]
+    row_slots = [row.adapter_slot for row in rows]
     slots[: sum(plan.counts)] = np.repeat(
         np.array(row_slots, np.int32), np.asarray(plan.counts, np.int32)
     )

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 
 from pagedjax.config import ON_DEVICE, EngineConfig, KVPolicyOptions, Resolved
 from pagedjax.device import attention, cache, memory
-from pagedjax.device.batch import Selection
 from pagedjax.device.draft_model import DraftModel
+from pagedjax.device.extras import Selection
 from pagedjax.device.layer_groups import LayerGroups, layer_groups
 from pagedjax.device.models import Model, split
+from pagedjax.device.models.decoder import Block, DecoderConfig
 from pagedjax.device.step import zeros
 from pagedjax.host import blocks, kv_policies
 from pagedjax.host.kv_policies import View
@@ -105,10 +106,12 @@ def geometry(
     """
     layout = layers_in_groups(config, model)
     selection = selection_of(config, model)
-    plain = block_shape(config.block_size, model, kv_dtype, None, draft, layout, selection)
-    devices = Counter(device.process_index for device in devices_of(model))
-    of_process = plain | {"kv_heads": plain["kv_heads"] * max(devices.values())}
+    devices_of_processes = Counter(device.process_index for device in devices_of(model))
+    devices = max(devices_of_processes.values())
     groups = len(layout.windows) if layout else 1
+    of_process = block_shape(
+        config.block_size, model, kv_dtype, None, draft, layout, selection, devices
+    )
     return Geometry(
         layout=layout,
         views=views(config, model),
@@ -231,8 +234,9 @@ def block_shape(
     draft: DraftModel | None = None,
     layout: LayerGroups | None = None,
     selection: Selection | None = None,
+    devices: int = 1,
 ) -> dict[str, Any]:
-    """The shape of a block on one device, as the arguments of `cache.init`.
+    """The shape of a block on some devices, as the arguments of `cache.init`.
 
     Args:
         dtype: of the keys and values.
@@ -240,6 +244,10 @@ def block_shape(
         draft: the draft model whose pages are in the blocks too.
         layout: of several groups of layers; a block then has the layers of one group.
         selection: whose scores need bounds of a block's keys.
+        devices: which have different heads.
+
+    Raises:
+        ValueError: see `_pages_of_layers`.
     """
     part = model.part
     draft_sizes = None
@@ -253,13 +261,39 @@ def block_shape(
             draft.dtype,
             attention.page_row(impl, layers.head_dim),
         )
+    sizes = cache.BlockSizes(
+        block_size=block_size,
+        kv_heads=part.kv_heads * devices,
+        head_dim=part.head_dim,
+        dtype=attention.page_dtype(impl, dtype),
+        row=attention.page_row(impl, part.head_dim),
+    )
     return {
+        **sizes._asdict(),
         "layers": layout.size if layout else part.layers,
-        "block_size": block_size,
-        "kv_heads": part.kv_heads,
-        "head_dim": part.head_dim,
-        "row": attention.page_row(impl, part.head_dim),
-        "dtype": attention.page_dtype(impl, dtype),
+        "layer_pages": _pages_of_layers(part, sizes, layout),
         "draft": draft_sizes,
         "dense_layers": selection and selection.dense_layers,
     }
+
+
+def _pages_of_layers(
+    c: DecoderConfig, sizes: cache.BlockSizes, layout: LayerGroups | None
+) -> tuple[cache.PageShapes, ...]:
+    """What each page array of the cache has of one block.
+
+    Raises:
+        ValueError: layers of two groups have a page array together, and keep other arrays.
+    """
+    block = c.block or Block
+    pages: dict[int, cache.PageShapes] = {}
+    for layer, kind in enumerate(c.kinds):
+        place = layout.places[layer][1] if layout else layer
+        of_layer = block.pages(c, kind, sizes)
+        if pages.setdefault(place, of_layer) != of_layer:
+            raise ValueError(
+                f"layer {layer} keeps {of_layer} of a block, and a layer of another window in the "
+                f"same blocks keeps {pages[place]}; let all layers keep the same arrays, or set "
+                "free_window_blocks=False"
+            )
+    return tuple([pages[place] for place in range(len(pages))])

@@ -21,8 +21,9 @@ import numpy as np
 
 from pagedjax.device.cache import KVCache
 from pagedjax.device.step import into_cache, out_of_cache
-from pagedjax.engine import drafting
+from pagedjax.engine import drafting, readers
 from pagedjax.engine.lookahead import Lookahead
+from pagedjax.engine.outcome import NewRequest
 from pagedjax.engine.requests import EngineRequest, InSlot, prepare, without_hashes
 from pagedjax.engine.runtime import Runtime
 from pagedjax.engine.state import EngineState, roll_back
@@ -103,7 +104,7 @@ def handover(runtime: Runtime, state: EngineState, name: str) -> Handover:
     check_processes()
     _, released = scheduler.release(state.scheduler, name)
     data = state.sequences[name]
-    if name in state.wants:
+    if readers.wanted_of(state.readers, [name]):
         raise ValueError(
             f"sequence {name!r} has taps, whose arrays are collected by one engine; leave taps out"
         )
@@ -140,6 +141,7 @@ def release(state: EngineState, name: str) -> EngineState:
     return state._replace(
         scheduler=after,
         sequences=state.sequences.delete(name),
+        readers=readers.without(state.readers, [name]),
         ahead=state.ahead._replace(last=None),  # as in `state.cancel`
         log=(*state.log, Release(released)),
     )
@@ -215,9 +217,12 @@ def adopt(
             released = released._replace(computed=0, blocks=())
             after, adopted = scheduler.adopt(state.scheduler, runtime.policy, released)
             cache = state.cache
+    length = scheduler.final_length(prepared.request, state.scheduler.config)
+    new_request = NewRequest(runtime, handover.params, prepared, [name], length)
     state = state._replace(
         scheduler=after,
         sequences=state.sequences.set(name, data),
+        readers=readers.start(state.readers, new_request),
         cache=cache,
         ahead=Lookahead(),  # what was predicted does not know of these blocks
         log=(*state.log, Adopt(released, adopted)),

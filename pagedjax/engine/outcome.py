@@ -1,21 +1,27 @@
-"""`Outcome`: what a step computed, for those who read more of it than tokens.
+"""`Outcome`: what a step computed, and `Reader`: what reads more of it than tokens.
 
-Log-probabilities, beam searches (results.py), pooled states (pooling.py), taps (taps.py) and
-grammars (token_masks.py) are its readers: each takes what it knows and the outcome, and returns
-what it knows now, and what the step's result has of it.
+Log-probabilities, beam searches (results.py), pooled states (pooling.py) and taps (taps.py) are
+readers; readers.py lists them. Each takes its entries and the outcome, and returns its entries now,
+and what the step's result has of it. A reader also says what the device must compute for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from immutables import Map
 
+from pagedjax.device.taps import NOTHING, Wanted
 from pagedjax.engine.lookahead import SentStep
-from pagedjax.engine.requests import SequenceData
+from pagedjax.engine.requests import PreparedRequest, SequenceData
+from pagedjax.engine.runtime import Runtime
 from pagedjax.host.drafts import Sample
-from pagedjax.host.types import Plan
+from pagedjax.host.types import Choice, FinishReason, Plan
+from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
+
+Entries = Map[str, Any]  # of one reader, by the id of a sequence
 
 
 class Outcome(NamedTuple):
@@ -53,3 +59,75 @@ class Outcome(NamedTuple):
         """Whether a row computed its last known token, so that its sample is a new token."""
         plan = self.plan
         return plan.starts[row] + plan.counts[row] >= plan.lengths[row]
+
+
+class NewRequest(NamedTuple):
+    """A request that the scheduler has accepted.
+
+    params: as they were submitted.
+    names: ids of its sequences; the first one is the request's.
+    length: tokens of a sequence at its longest, with the prompt.
+    """
+
+    runtime: Runtime
+    params: SamplingParams | BeamSearchParams | PoolingParams
+    prepared: PreparedRequest
+    names: Sequence[str]
+    length: int
+
+
+class Reading(NamedTuple):
+    """What a reader has read.
+
+    entries: its entries after the step.
+    result: what `StepResult.outputs` has of it; anything false is left out.
+    choices: how beams continue, by the id of the first beam.
+    ends: sequences that end now, and why.
+    """
+
+    entries: Entries
+    result: Any = ()
+    choices: Mapping[str, Choice] = Map()
+    ends: Mapping[str, FinishReason] = Map()
+
+
+def asked(request: NewRequest) -> Mapping[str, Any]:
+    """The entries of a reader that needs to know only which sequences ask."""
+    return dict.fromkeys(request.names, True)
+
+
+def nothing_wanted(entry: Any) -> Wanted:
+    """What every step computes is enough for a reader."""
+    return NOTHING
+
+
+def unchanged(entries: Entries) -> Entries:
+    """What a reader knows does not depend on the content of the cache."""
+    return entries
+
+
+class Reader(NamedTuple):
+    """An output of steps beside tokens.
+
+    Attributes:
+        name: of its result in `StepResult.outputs`, and of its entries in `EngineState.readers`.
+        params: the parameters of the requests that may ask for it.
+        read: (entries, outcome) -> `Reading`. It is called in each step while it has entries,
+            before the commit.
+        options: fields of the parameters, one of which is set when a request asks; (): all requests
+            with such parameters ask.
+        start: (new request that asks) -> its entries, by the id of a sequence. It may refuse the
+            request with a ValueError. An entry is deleted when its sequence ends.
+        wanted: (entry) -> what the device must compute in the steps of that sequence.
+        restarted: (entries) -> the entries when running sequences return to the queue.
+        decides: while it has entries, a step cannot be predicted from the counts of the one before.
+    """
+
+    name: str
+    params: type
+    read: Callable[[Entries, Outcome], Reading]
+    options: tuple[str, ...] = ()
+    start: Callable[[NewRequest], Mapping[str, Any]] = asked
+    wanted: Callable[[Any], Wanted] = nothing_wanted
+    restarted: Callable[[Entries], Entries] = unchanged
+    decides: bool = False

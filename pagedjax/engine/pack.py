@@ -10,28 +10,79 @@ cu_q_lens is None, and so is `targets`: a step in which a decode wants a prompt'
 a mixed one. A row with k drafts has k more tokens, which are drafts, and k more samples: one after
 its known tokens and one after each draft. Padding tokens write to block 0, the trash block; padding
 rows have no tokens and length 0.
+
+`ARRAYS` lists what makes the arrays that only some engines have. A new one is a file with a class
+(device/extras.py) and a function of a `Packing`, and the function's name in `ARRAYS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import numpy as np
+from immutables import Map
 
-from pagedjax.device.batch import (
-    Batch,
-    DraftBatch,
-    DraftShape,
+from pagedjax.device.batch import Batch, DraftBatch, DraftShape, SamplingBatch, Shapes
+from pagedjax.device.extras import (
+    AttentionRows,
+    Drafted,
+    Extra,
+    Feed,
     GroupTables,
-    SamplingBatch,
     Selecting,
-    Shapes,
+    TokenAdapters,
 )
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
 from pagedjax.device.row_features.token_mask import TOKEN_MASK
-from pagedjax.engine import seen_rows, token_masks
+from pagedjax.engine import adapters, seen_rows, token_masks
+from pagedjax.engine.adapters import AdapterTable
+from pagedjax.engine.lookahead import SentStep, fed_rows
 from pagedjax.engine.requests import SequenceData, of_rows, record_of_rows
 from pagedjax.host.types import Plan, Seq
+
+
+class Sources(NamedTuple):
+    """What an engine, and the steps before, give to a step beside its plan.
+
+    undrafted, adapters: of a `Runtime`.
+    looks_ahead: whether the engine sends steps ahead.
+    previous: of a predicted plan, the step before it, which samples the unknown tokens.
+    unknown: arrivals of the sequences whose newest token is not known on the host.
+    draft_probs: what the draft in the place of each sample was drawn from.
+    """
+
+    undrafted: Mapping[int, Drafted] = Map()
+    adapters: AdapterTable | None = None
+    looks_ahead: bool = False
+    previous: SentStep | None = None
+    unknown: Set[int] = frozenset()
+    draft_probs: Any = None
+
+
+NOTHING_MORE = Sources()
+
+
+class Packing(NamedTuple):
+    """A plan whose batch is being made.
+
+    data: of each row, the record of its sequence.
+    batch: the arrays that every step has.
+    tables: [groups of layers, B, M].
+    slots: [groups of layers, T].
+    row_of_token: [tokens] the rows of those that are not padding.
+    relative: of each sample, where the token that it follows is, relative to the row's last token.
+    """
+
+    plan: Plan
+    data: Sequence[SequenceData]
+    shapes: Shapes
+    batch: Batch
+    tables: np.ndarray
+    slots: np.ndarray
+    row_of_token: np.ndarray
+    relative: np.ndarray
+    sources: Sources
 
 
 def pack(
@@ -40,6 +91,9 @@ def pack(
     shapes: Shapes,
     blanks: Mapping[int, SamplingBatch],
     chain: RowChain = DEFAULT,
+    sources: Sources = NOTHING_MORE,
+    *,
+    samples: int | None = None,
 ) -> Batch:
     """Lay a plan out as the arrays of its bucket.
 
@@ -49,6 +103,8 @@ def pack(
         blanks: `blank_sampling` by R, ideally already on the device: the arrays of options that no
             row of the step uses are taken from there and cost nothing.
         chain: the sampling options of the engine.
+        sources: of the arrays that only some engines have.
+        samples: R; None: that of the plan.
     """
     rows = len(plan.seqs)
     data = of_rows(plan, sequences)
@@ -69,11 +125,8 @@ def pack(
     positions[:total] = np.arange(total) - cu_q_lens[row_of_token] + starts[row_of_token]
     tables = _tables(plan.seqs, data, b, shapes)
     slots = _slots(tables, row_of_token, positions[:total], t, shapes.block_size)
-    groups = None
-    if shapes.layout:
-        groups = GroupTables(shapes.layout, tuple(slots[1:]), tuple(tables[1:]))
 
-    r = shapes.samples(t, bool(plan.drafts))
+    r = samples or shapes.samples(t, bool(plan.drafts))
     row_of_sample, relative = _samples(plan)
     num_samples = len(row_of_sample)
     sampled_row = np.zeros(r, np.int32)
@@ -81,29 +134,21 @@ def pack(
     last = np.zeros(r, np.int32)
     last[:num_samples] = cu_q_lens[1:][row_of_sample] - 1 + relative
     records = np.frombuffer(b"".join([row.record for row in data]), record_of_rows(chain))
-    prompt_lens = records["prompt_len"]
     targets = _targets(plan, data, records["prompt_logprobs"], t, cu_q_lens)
-    masks = token_masks.of_samples(plan, data)
+    masks = {}
+    if any([row.matcher for row in data]):
+        masks = token_masks.of_samples(plan, data)
     lengths = np.asarray(plan.lengths, np.int32)
+    data_of_samples = data
     if plan.drafts:
         drafts_of_sample = np.repeat(plan.drafts, np.asarray(plan.drafts, np.int32) + 1)
         lengths = lengths[row_of_sample] + relative + drafts_of_sample
-        data = [data[i] for i in row_of_sample]
+        data_of_samples = [data[i] for i in row_of_sample]
         records = records[row_of_sample]
-    sampling = _sampling(data, records, lengths, blanks[r], chain, masks)
+    sampling = _sampling(data_of_samples, records, lengths, blanks[r], chain, masks)
 
-    seen = None
-    if shapes.view:
-        seen = seen_rows.rows_of(shapes, t, tables[0], plan.starts, plan.counts, last)
-    selecting = None
-    if shapes.selection:
-        selects = np.zeros(t, bool)
-        selects[:total] = True
-        if shapes.selection.dense_prompts:
-            selects[:total] = positions[:total] >= prompt_lens[row_of_token]
-        selecting = Selecting(shapes.selection, selects)
     decodes_alone = total == rows and t in shapes.decode_buckets and (targets < 0).all()
-    return Batch(
+    batch = Batch(
         tokens=tokens,
         positions=positions,
         slots=slots[0],
@@ -114,10 +159,108 @@ def pack(
         sampled_row=sampled_row,
         targets=None if decodes_alone else targets,
         sampling=sampling,
-        seen=seen,
-        groups=groups,
-        selecting=selecting,
     )
+    packing = Packing(
+        plan=plan,
+        data=data,
+        shapes=shapes,
+        batch=batch,
+        tables=tables,
+        slots=slots,
+        row_of_token=row_of_token,
+        relative=relative,
+        sources=sources,
+    )
+    extras = [make(packing) for make in ARRAYS]
+    return batch._replace(extras=tuple([extra for extra in extras if extra is not None]))
+
+
+# arrays that only some engines have ----------------------------------------------------------------
+
+
+def fed_tokens(packing: Packing) -> Feed | None:
+    """Which tokens come from the step before."""
+    sources = packing.sources
+    if not sources.looks_ahead:
+        return None
+    t = len(packing.batch.tokens)
+    previous = sources.previous
+    if previous is None:
+        return Feed(np.full(t, -1, np.int32), np.zeros(packing.shapes.max_seqs, np.int32))
+    rows = fed_rows(packing.plan, previous.plan, sources.unknown, t)
+    return Feed(rows, previous.output.fed)
+
+
+def drafted_tokens(packing: Packing) -> Drafted | None:
+    """The draft in the place of each sample."""
+    sources = packing.sources
+    if not sources.undrafted:
+        return None
+    last = packing.batch.last
+    if not packing.plan.drafts:
+        return sources.undrafted[len(last)]
+    drafts = np.full(len(last), -1, np.int32)
+    # the last sample of a row follows all of its drafts
+    samples = np.flatnonzero(packing.relative < 0)
+    drafts[samples] = packing.batch.tokens[last[samples] + 1]
+    return Drafted(drafts, sources.draft_probs)
+
+
+def attention_rows(packing: Packing) -> AttentionRows | None:
+    """The rows of attention under a KV policy."""
+    if not packing.shapes.view:
+        return None
+    plan = packing.plan
+    batch = packing.batch
+    t = len(batch.tokens)
+    return seen_rows.rows_of(
+        packing.shapes, t, batch.block_tables, plan.starts, plan.counts, batch.last
+    )
+
+
+def group_tables(packing: Packing) -> GroupTables | None:
+    """The block tables of the groups of layers behind the first one."""
+    layout = packing.shapes.layout
+    if layout is None:
+        return None
+    return GroupTables(layout, tuple(packing.slots[1:]), tuple(packing.tables[1:]))
+
+
+def selecting_tokens(packing: Packing) -> Selecting | None:
+    """Which tokens select the blocks that they read."""
+    selection = packing.shapes.selection
+    if selection is None:
+        return None
+    total = len(packing.row_of_token)
+    selects = np.zeros(len(packing.batch.tokens), bool)
+    selects[:total] = True
+    if selection.dense_prompts:
+        prompt_lens = np.array([row.prompt_len for row in packing.data], np.int32)
+        positions = packing.batch.positions[:total]
+        selects[:total] = positions >= prompt_lens[packing.row_of_token]
+    return Selecting(selection, selects)
+
+
+def token_adapters(packing: Packing) -> TokenAdapters | None:
+    """The adapter of each token."""
+    table = packing.sources.adapters
+    if table is None:
+        return None
+    return adapters.of_tokens(table, packing.plan, packing.data, len(packing.batch.tokens))
+
+
+# In the order in which programs take them.
+ARRAYS: tuple[Callable[[Packing], Extra | None], ...] = (
+    fed_tokens,
+    drafted_tokens,
+    attention_rows,
+    group_tables,
+    selecting_tokens,
+    token_adapters,
+)
+
+
+# parts of a batch -----------------------------------------------------------------------------------
 
 
 def _tokens(plan: Plan, data: Sequence[SequenceData], t: int, total: int) -> np.ndarray:
@@ -186,17 +329,6 @@ def pack_drafts(
         samples[: len(row_of_sample)] = draft * b + column
     (tables,) = _tables(seqs, data, b, shapes)
     return shape, DraftBatch(tokens, positions, counts, tables, sampling, samples)
-
-
-def drafted_tokens(plan: Plan, batch: Batch) -> np.ndarray:
-    """[R] the draft in the place of each sample of a packed plan, -1 where there is none."""
-    drafts = np.full(len(batch.last), -1, np.int32)
-    if plan.drafts:
-        _, relative = _samples(plan)
-        # the last sample of a row follows all of its drafts
-        samples = np.flatnonzero(relative < 0)
-        drafts[samples] = batch.tokens[batch.last[samples] + 1]
-    return drafts
 
 
 def _tables(

@@ -9,64 +9,60 @@ a row that wants them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 from immutables import Map
 
 from pagedjax.device.taps import NOTHING, Wanted
-from pagedjax.engine.outcome import Outcome
+from pagedjax.engine.outcome import NewRequest, Outcome, Reader, Reading
 from pagedjax.params import PoolingParams
 
 LEAST_LENGTH = 1e-12  # of a vector that is normalised, so that zeros stay zeros
-
-Pooled = tuple[tuple[str, np.ndarray], ...]  # (request id, [H] or [tokens, H] float32)
 
 
 class Pool(NamedTuple):
     """What is known of one prompt.
 
+    wanted: of its steps beside samples: the last hidden states, if it needs more than that of its
+        last token.
     parts: of "MEAN" the sum of the states so far, [1, H] float64; else the wanted states, [n, H]
         float32.
     """
 
     params: PoolingParams
+    wanted: Wanted
     parts: tuple[np.ndarray, ...] = ()
 
 
-def start(params: PoolingParams, hidden: int) -> Pool:
+def start(request: NewRequest) -> Mapping[str, Pool]:
     """The pool of a new prompt.
-
-    Args:
-        hidden: H of the model.
 
     Raises:
         ValueError: more dimensions than the model has.
     """
+    params = request.params
+    assert isinstance(params, PoolingParams)
+    hidden = request.runtime.model.config.hidden
     if params.dimensions is not None and params.dimensions > hidden:
         raise ValueError(
             f"dimensions is {params.dimensions}, but the model's hidden states have {hidden} "
             "numbers"
         )
-    return Pool(params)
+    after_final_norm = Wanted(hidden=(request.runtime.model.config.layers,))
+    wanted = NOTHING if params.kind == "LAST" else after_final_norm
+    return {request.names[0]: Pool(params, wanted)}
 
 
-def wanted(params: PoolingParams, layers: int) -> Wanted:
-    """What a prompt wants of steps beside samples: the last hidden states, if it needs more than
-    that of its last token."""
-    return NOTHING if params.kind == "LAST" else Wanted(hidden=(layers,))
-
-
-def advance(pools: Map[str, Pool], outcome: Outcome) -> tuple[Map[str, Pool], Pooled]:
-    """Take the states of a step.
-
-    Returns:
-        (pools, vectors of the prompts that are computed now)
+def advance(pools: Map[str, Pool], outcome: Outcome) -> Reading:
+    """Take the states of a step. The result is the vectors of the prompts that are computed now:
+    (request id, [H] or [tokens, H] float32).
     """
     plan = outcome.plan
     rows = [i for i, seq in enumerate(plan.seqs) if seq.request_id in pools]
     if not rows:
-        return pools, ()
+        return Reading(pools)
     output = outcome.sent.output
     last_states = np.asarray(output.hidden)
     all_states = None
@@ -89,7 +85,10 @@ def advance(pools: Map[str, Pool], outcome: Outcome) -> tuple[Map[str, Pool], Po
         if outcome.reaches_end(i):
             pooled.append((request_id, vectors(pool, plan.lengths[i])))
         pools = pools.set(request_id, pool)
-    return pools, tuple(pooled)
+    return Reading(pools, tuple(pooled))
+
+
+POOLS = Reader("pooled", PoolingParams, read=advance, start=start, wanted=lambda pool: pool.wanted)
 
 
 def added(pool: Pool, first: int, states: np.ndarray) -> Pool:

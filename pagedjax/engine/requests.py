@@ -54,7 +54,6 @@ class SequenceData:
     options: RowOptions = field(init=False)
     # one `record_of_rows`, ready to be joined: a step packs hundreds of rows
     record: bytes = field(init=False)
-    wants_logprobs: bool = field(init=False)
     _blocks: tuple[int, ...] = field(init=False, default=(), repr=False)
     _block_ids: bytes = field(init=False, default=b"", repr=False)
 
@@ -65,7 +64,6 @@ class SequenceData:
         prompt_logprobs = params.prompt_logprobs is not None
         core = (params.temperature, num_top, self.seed, self.prompt_len, prompt_logprobs)
         self.record = np.array(core, np.dtype(CORE)).tobytes() + self.options.record
-        self.wants_logprobs = params.logprobs is not None or prompt_logprobs
 
     def block_ids(self, blocks: tuple[int, ...]) -> bytes:
         """int32 ids of a block table row. The result is kept: the tuple is the same one until the

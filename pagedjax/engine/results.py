@@ -6,61 +6,88 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+from immutables import Map
 
-from pagedjax.engine.outcome import Outcome
+from pagedjax.engine.outcome import Entries, NewRequest, Outcome, Reader, Reading
 from pagedjax.host.searches import Offer, RunningSearch
-from pagedjax.host.types import BeamResult, Choice, TokenLogprobs
+from pagedjax.host.types import BeamResult, Choice, FinishReason, TokenLogprobs
+from pagedjax.params import BeamSearchParams, SamplingParams
 
 
-def advance_searches(
-    searches: Mapping[int, RunningSearch], outcome: Outcome
-) -> tuple[Mapping[int, RunningSearch], dict[str, Choice], tuple[BeamResult, ...]]:
-    """Advance the searches whose branches have all been computed.
+def start_search(request: NewRequest) -> Mapping[str, RunningSearch | None]:
+    """The search of a new request, by the id of its first branch."""
+    return {request.names[0]: request.prepared.search}
+
+
+def advance_searches(searches: Map[str, RunningSearch], outcome: Outcome) -> Reading:
+    """Advance the searches whose branches have all been computed. The result is those that ended, a
+    `BeamResult` each.
 
     Args:
-        searches: by the group of their branches.
-
-    Returns:
-        (searches, how branches continue, by the id of the first one, results of the searches that
-        ended)
+        searches: by the id of their first branch.
     """
     plan = outcome.plan
-    after = dict(searches)
     choices: dict[str, Choice] = {}
     results: list[BeamResult] = []
-    for group, search in searches.items():
+    first_branches: dict[str, str] = {}
+    for first_branch, search in searches.items():
+        first_branches |= dict.fromkeys(search.names, first_branch)
         # a preempted branch will offer again what it offered
         if not set(search.names).isdisjoint(plan.preempted):
-            after[group] = search.without_offers()
+            searches = searches.set(first_branch, search.without_offers())
     rows = [i for i, seq in enumerate(plan.seqs) if seq.request.beams]
     candidates = jax.device_get(outcome.sent.output.sampled) if rows else None
     first_samples = outcome.first_samples
     for i in rows:
         seq = plan.seqs[i]
-        if seq.group is None or not outcome.reaches_end(i):
+        if not outcome.reaches_end(i):
             continue
-        search = after[seq.group]
+        first_branch = first_branches[seq.request_id]
+        search = searches[first_branch]
         _, _, ids, logprobs = _ranked(candidates, first_samples[i], search.candidates)
         search = search.offer(seq.request_id, Offer(ids, logprobs))
         if search.complete:
             search, choice = search.advance()
             if choice:
-                choices[search.names[0]] = choice
+                choices[first_branch] = choice
             else:
-                results.append(BeamResult(search.names[0], search.search.finished))
-        after[seq.group] = search
-    return after, choices, tuple(results)
+                results.append(BeamResult(first_branch, search.search.finished))
+        searches = searches.set(first_branch, search)
+    ends: dict[str, FinishReason] = {
+        result.request_id: result.sequences[0].reason for result in results
+    }
+    return Reading(searches, tuple(results), choices, ends)
 
 
-def logprobs(outcome: Outcome) -> tuple[TokenLogprobs, ...]:
-    """The log-probabilities that rows asked for: of prompt tokens, then of sampled ones."""
-    return (*_of_prompts(outcome), *_of_samples(outcome))
+def without_offers(searches: Map[str, RunningSearch]) -> Map[str, RunningSearch]:
+    """The searches, whose branches will offer their continuations again."""
+    return Map({name: search.without_offers() for name, search in searches.items()})
 
 
-def _of_prompts(outcome: Outcome) -> Iterator[TokenLogprobs]:
+def read_logprobs(entries: Entries, outcome: Outcome) -> Reading:
+    """The result is the log-probabilities that rows asked for: of prompt tokens, then of sampled
+    ones.
+    """
+    return Reading(entries, (*_of_prompts(entries, outcome), *_of_samples(entries, outcome)))
+
+
+SEARCHES = Reader(
+    "beams",
+    BeamSearchParams,
+    read=advance_searches,
+    start=start_search,
+    restarted=without_offers,
+    decides=True,
+)
+LOGPROBS = Reader(
+    "logprobs", SamplingParams, read=read_logprobs, options=("logprobs", "prompt_logprobs")
+)
+
+
+def _of_prompts(entries: Entries, outcome: Outcome) -> Iterator[TokenLogprobs]:
     plan = outcome.plan
-    rows = [i for i, data in enumerate(outcome.data) if data.params.prompt_logprobs is not None]
-    rows = [i for i in rows if not plan.seqs[i].request.beams]
+    rows = [i for i, seq in enumerate(plan.seqs) if seq.request_id in entries]
+    rows = [i for i in rows if outcome.data[i].params.prompt_logprobs is not None]
     if not rows:
         return
     ranked = jax.device_get(outcome.sent.output.prompt)
@@ -77,10 +104,10 @@ def _of_prompts(outcome: Outcome) -> Iterator[TokenLogprobs]:
             yield TokenLogprobs(plan.seqs[i].request_id, True, position + 1, token, *entry)
 
 
-def _of_samples(outcome: Outcome) -> Iterator[TokenLogprobs]:
+def _of_samples(entries: Entries, outcome: Outcome) -> Iterator[TokenLogprobs]:
     plan = outcome.plan
-    rows = [i for i, data in enumerate(outcome.data) if data.params.logprobs is not None]
-    rows = [i for i in rows if not plan.seqs[i].request.beams]
+    rows = [i for i, seq in enumerate(plan.seqs) if seq.request_id in entries]
+    rows = [i for i in rows if outcome.data[i].params.logprobs is not None]
     if not rows:
         return
     ranked = jax.device_get(outcome.sent.output.sampled)

@@ -13,25 +13,23 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from immutables import Map
 from tqdm import tqdm
 
 from pagedjax.config import EngineConfig, Resolved
-from pagedjax.device import attention, cache, linear, memory
+from pagedjax.device import attention, cache, extras, linear, memory
 from pagedjax.device.batch import (
     Batch,
     DraftBatch,
-    Drafted,
     DraftShape,
     SamplingBatch,
     Shapes,
     StepShape,
-    blank_feed,
     blank_sampling,
     joined,
 )
 from pagedjax.device.checks import shapes_of
 from pagedjax.device.draft_model import DraftModel
+from pagedjax.device.extras import Drafted
 from pagedjax.device.host_swap import SwapPrograms
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
@@ -45,7 +43,7 @@ from pagedjax.engine.adapters import AdapterTable
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.geometry import Geometry, devices_of, geometry
-from pagedjax.engine.pack import pack
+from pagedjax.engine.pack import Sources, pack
 from pagedjax.engine.requests import RequestRules
 from pagedjax.engine.resolve import free_memory, resolve, shapes
 from pagedjax.host import policies
@@ -318,11 +316,8 @@ def _blank_inputs(
     sampling = {r: _on_devices(blank_sampling(r, chain), model) for r in rows}
     rejection = config.speculative is not None and config.speculative.rule == "rejection"
     drafted = {r: _undrafted(sizes, r, model) for r in samples} if rejection else {}
-    ahead = config.lookahead > 0
-    steps = {
-        shape: _blank_batch(sizes, shape, sampling, ahead, chain, drafted, table)
-        for shape in sizes.steps
-    }
+    sources = Sources(drafted, table, config.lookahead > 0)
+    steps = {shape: blank_batch(sizes, shape, sampling, chain, sources) for shape in sizes.steps}
     drafts = {shape: _blank_drafts(sizes, shape, sampling) for shape in draft_shapes}
     on_device = [blank for r, blank in drafted.items() if r <= sizes.max_seqs]
     # a step may replace the blanks
@@ -360,7 +355,12 @@ def _compiler(
         probs = sizes.keeps_probs
         draft = make_draft(model, bound, sizes.drafts, seed, tile, chain, probs=probs)
     xla_options = programs.compiler_options(jax.default_backend())
-    facts = _facts(model, bound, attend, chain)
+    arrays = {extra for batch in inputs.steps.values() for extra in batch.extras}
+    built_in = all(type(extra).__module__ == extras.__name__ for extra in arrays)
+    # the code of an output of samples, too, may be a user's
+    facts = None
+    if built_in and not wanted.samples:
+        facts = _facts(model, bound, attend, chain)
     if facts is not None:
         facts = (*facts, seed, tile, kinds, wanted, sorted(xla_options.items()))
     device = devices_of(model)[0]
@@ -430,15 +430,9 @@ def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KV
     started = time.perf_counter()
     if runtime.config.compilation == "eager":
         shape = runtime.shapes.steps[0]
-        blank = _blank_batch(
-            runtime.shapes,
-            shape,
-            runtime.blanks,
-            runtime.config.lookahead > 0,
-            runtime.chain,
-            runtime.undrafted,
-            runtime.adapters,
-        )
+        looks_ahead = runtime.config.lookahead > 0
+        sources = Sources(runtime.undrafted, runtime.adapters, looks_ahead)
+        blank = blank_batch(runtime.shapes, shape, runtime.blanks, runtime.chain, sources)
         pages, output = runtime.programs[shape](runtime.leaves, pages, joined(blank))
         jax.block_until_ready(output)
         # else their first times are too long
@@ -500,26 +494,14 @@ def _blank_drafts(
     )
 
 
-def _blank_batch(
+def blank_batch(
     sizes: Shapes,
     shape: StepShape,
     blanks: Mapping[int, SamplingBatch],
-    ahead: bool,
     chain: RowChain,
-    undrafted: Mapping[int, Drafted],
-    table: AdapterTable | None,
+    sources: Sources,
 ) -> Batch:
     """A step of a shape that computes nothing."""
     alone = (shape.tokens,) if shape.decodes_alone else ()
     only = sizes._replace(tokens=(shape.tokens,), decode_buckets=alone)
-    batch = pack(EMPTY_PLAN, {}, only, blanks, chain)
-    if shape.samples > len(batch.last):
-        last = np.zeros(shape.samples, np.int32)
-        seen = batch.seen and batch.seen._replace(of_samples=last)
-        batch = batch._replace(
-            last=last, sampled_row=last, sampling=blanks[shape.samples], seen=seen
-        )
-    batch = batch._replace(drafted=undrafted.get(shape.samples))
-    if table:
-        batch = batch._replace(adapters=adapters.of_tokens(table, EMPTY_PLAN, Map(), shape.tokens))
-    return batch._replace(feed=blank_feed(sizes, shape.tokens)) if ahead else batch
+    return pack(EMPTY_PLAN, {}, only, blanks, chain, sources, samples=shape.samples)

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pagedjax.device.batch import AttentionRows, Shapes
+from pagedjax.device.batch import Shapes
+from pagedjax.device.extras import AttentionRows
 
 
 def rows_of(

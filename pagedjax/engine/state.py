@@ -14,28 +14,27 @@ engine holds one state and replaces it, and a new state is assigned whole or not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 from immutables import Map
 
 from pagedjax.device.cache import KVCache
 from pagedjax.device.host_swap import HostCache, host_cache
-from pagedjax.device.taps import NOTHING, Wanted
-from pagedjax.engine import adapters, drafting, pooling, taps
+from pagedjax.engine import adapters, drafting, readers
 from pagedjax.engine.drafting import Drafting
 from pagedjax.engine.lookahead import Lookahead
-from pagedjax.engine.pooling import Pool, start
+from pagedjax.engine.outcome import NewRequest
+from pagedjax.engine.readers import Readers
 from pagedjax.engine.requests import EngineRequest, Sequences, apply_events, prepare, without_hashes
 from pagedjax.engine.runtime import Runtime
 from pagedjax.engine.taps import StepTaps, TapsBegin
 from pagedjax.host import scheduler
 from pagedjax.host.event_log import Cancel, Entry, Forget, Restart, Submit, Update
 from pagedjax.host.scheduler import SchedulerState
-from pagedjax.host.searches import RunningSearch
 from pagedjax.host.types import Event, Finished, FinishReason, Pending, StepResult
-from pagedjax.params import PoolingParams, SamplingParams
+from pagedjax.params import SamplingParams
 
 # what a recorder writes, or a `TapWriter`
 LogEntry = Entry | TapsBegin | StepTaps
@@ -44,7 +43,6 @@ LogEntry = Entry | TapsBegin | StepTaps
 class EngineState(NamedTuple):
     """scheduler: the scheduler's state: queues, block tables, counts.
     sequences: tokens and sampling of every unfinished sequence.
-    searches: by the group of their branches.
     ahead: predicted steps on the device.
     cache: keys and values on the device; None until the next step allocates it.
     drafting: what is known of drafts; None without speculation.
@@ -52,23 +50,20 @@ class EngineState(NamedTuple):
     result: of a step whose caller did not receive it, because Ctrl-C came in between; the next call
         returns it.
     log: transitions that no recorder has written yet.
-    pools: the states so far of each prompt that is pooled, by sequence id.
-    wants: what each sequence wants of steps beside samples, by its id; sequences that want nothing
-        are not in it.
+    readers: what readers of outcomes know of unfinished sequences (readers.py): beam searches,
+        pooled prompts, wanted taps.
     params_version: how often the parameters were updated.
     """
 
     scheduler: SchedulerState
     sequences: Sequences
-    searches: Mapping[int, RunningSearch]
     ahead: Lookahead
     cache: KVCache | None
     host_cache: HostCache | None
     drafting: Drafting | None
     result: StepResult | None = None
     log: tuple[LogEntry, ...] = ()
-    pools: Map[str, Pool] = Map()
-    wants: Map[str, Wanted] = Map()
+    readers: Readers = Map()
     params_version: int = 0
 
     @property
@@ -89,7 +84,6 @@ def init(runtime: Runtime, cache: KVCache | None = None) -> EngineState:
     return EngineState(
         scheduler=scheduler.init(config),
         sequences=Map(),
-        searches={},
         ahead=Lookahead(),
         cache=pages,
         host_cache=host_cache(pages, config.host_blocks) if config.host_blocks else None,
@@ -97,16 +91,12 @@ def init(runtime: Runtime, cache: KVCache | None = None) -> EngineState:
     )
 
 
-def submit(
-    runtime: Runtime,
-    state: EngineState,
-    request: EngineRequest,
-) -> EngineState:
+def submit(runtime: Runtime, state: EngineState, request: EngineRequest) -> EngineState:
     """Queue a request.
 
     Raises:
-        ValueError: the request can never run (see `scheduler.submit`, `prepare` and
-        `taps.wanted_by`), or its adapter is not loaded.
+        ValueError: the request can never run (see `scheduler.submit` and `prepare`), a reader
+        refuses it, or its adapter is not loaded.
     """
     before = state.scheduler
     names = request.names
@@ -114,32 +104,18 @@ def submit(
     adapter = None
     if request.adapter is not None:
         adapter = adapters.of_name(runtime.adapters, request.adapter)
-    prompt_len = len(request.prompt_token_ids)
-    model_config = runtime.model.config
-    pools = state.pools
-    wanted = NOTHING
-    if isinstance(params, PoolingParams):
-        pools = pools.set(names[0], start(params, model_config.hidden))
-        wanted = pooling.wanted(params, model_config.layers)
     prepared = prepare(before, request, runtime.request_rules, adapter=adapter)
     after = scheduler.submit(before, prepared.request)
     log: tuple[LogEntry, ...] = (Submit(prepared.request, request.prompt_token_ids),)
+    length = scheduler.final_length(prepared.request, before.config)
+    new_request = NewRequest(runtime, params, prepared, names, length)
+    entries = readers.start(state.readers, new_request)
     if isinstance(params, SamplingParams) and params.taps:
-        length = scheduler.final_length(prepared.request, before.config)
-        wanted = taps.wanted_by(names[0], params.taps, runtime, prompt_len, length, len(names))
-        log += (TapsBegin(names, prompt_len),)
-    searches = state.searches
-    if prepared.search:
-        searches = {**searches, before.arrivals: prepared.search}
-    wants = state.wants
-    if wanted is not NOTHING:
-        wants = wants.update(dict.fromkeys(names, wanted))
+        log += (TapsBegin(names, len(request.prompt_token_ids)),)
     return state._replace(
         scheduler=after,
         sequences=state.sequences.update(prepared.sequences),
-        searches=searches,
-        pools=pools,
-        wants=wants,
+        readers=entries,
         log=(*state.log, *log),
     )
 
@@ -163,7 +139,7 @@ def cancel(
 def with_events(
     state: EngineState, events: Sequence[Event], before: SchedulerState, spare: int = 0
 ) -> EngineState:
-    """Append the new tokens of events, and drop the sequences and searches that ended.
+    """Append the new tokens of events, and drop the sequences that ended.
 
     Args:
         before: the scheduler's state before the transition that gave the events.
@@ -178,24 +154,7 @@ def with_events(
     if state.drafting:  # it learns from their last tokens too
         drafting.ended(state.drafting, ended, sequences)
     sequences = apply_events(sequences, tuple(ended.values()), before.running)
-    searches = state.searches
-    if searches:
-        searches = {
-            group: search for group, search in searches.items() if search.names[0] not in ended
-        }
-    return state._replace(
-        sequences=sequences,
-        searches=searches,
-        pools=_without(ended, state.pools),
-        wants=_without(ended, state.wants),
-    )
-
-
-def _without(names: Iterable[str], entries: Map[str, Any]) -> Map[str, Any]:
-    for name in names:
-        if name in entries:
-            entries = entries.delete(name)
-    return entries
+    return state._replace(sequences=sequences, readers=readers.without(state.readers, ended))
 
 
 def forget(state: EngineState) -> EngineState:
@@ -213,10 +172,10 @@ def update(state: EngineState, pending: Pending) -> EngineState:
     """
     before = state.scheduler
     sequences = state.sequences
-    searches = state.searches
+    entries = state.readers
     version = state.params_version + 1
     if pending == "restart":
-        searches = _without_offers(searches)
+        entries = readers.restarted(entries)
     else:
         mixed = [*before.running.seqs, *(seq for seq in before.waiting if seq.blocks)]
         names = [name for seq in mixed for name in (seq.request_id, *seq.request.forks)]
@@ -224,17 +183,11 @@ def update(state: EngineState, pending: Pending) -> EngineState:
     return state._replace(
         scheduler=scheduler.update(before, pending),
         sequences=sequences,
-        searches=searches,
+        readers=entries,
         ahead=Lookahead(),
         params_version=version,
         log=(*state.log, Update(version, pending)),
     )
-
-
-def _without_offers(
-    searches: Mapping[int, RunningSearch],
-) -> dict[int, RunningSearch]:
-    return {group: search.without_offers() for group, search in searches.items()}
 
 
 def roll_back(state: EngineState) -> EngineState:
@@ -249,7 +202,7 @@ def roll_back(state: EngineState) -> EngineState:
             array.delete()
     return state._replace(
         scheduler=scheduler.restart(state.scheduler),
-        searches=_without_offers(state.searches),
+        readers=readers.restarted(state.readers),
         ahead=Lookahead(),
         cache=None,
         log=(*state.log, Restart()),

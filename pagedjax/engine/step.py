@@ -9,39 +9,34 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from pagedjax.device.batch import Batch, Drafted, Feed, Shapes, StepShape, blank_feed, joined
+from pagedjax.device.batch import Batch, Shapes, StepShape, joined
 from pagedjax.device.cache import KVCache
 from pagedjax.device.taps import NOTHING
 from pagedjax.engine import (
-    adapters,
     compilations,
     drafting,
     lookahead,
-    pooling,
+    readers,
     requests,
-    results,
-    taps,
     token_masks,
 )
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.lookahead import Lookahead, SentStep
 from pagedjax.engine.outcome import Outcome
-from pagedjax.engine.pack import drafted_tokens, pack, pack_drafts
+from pagedjax.engine.pack import Sources, pack, pack_drafts
 from pagedjax.engine.requests import Sequences
 from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs
 from pagedjax.engine.state import EngineState, LogEntry, cancel, with_events
+from pagedjax.engine.taps import StepTaps
 from pagedjax.host import scheduler
 from pagedjax.host.drafts import Sample
 from pagedjax.host.event_log import Commit, Schedule
 from pagedjax.host.state import SchedulerState
 from pagedjax.host.types import (
     NO_DRAFTS,
-    BeamResult,
-    Choice,
     FinishReason,
     Plan,
     StepResult,
-    TokenLogprobs,
 )
 
 
@@ -124,37 +119,24 @@ def step(
     hashes = _hashes_of_filled(runtime, plan, state.sequences, sampled)
     data = requests.of_rows(plan, state.sequences)
     outcome = Outcome(plan, sent, computed.rows, sampled, data)
-    searches = state.searches
-    choices: dict[str, Choice] = {}
-    beams: tuple[BeamResult, ...] = ()
-    if searches:
-        searches, choices, beams = results.advance_searches(searches, outcome)
-    after, events = scheduler.commit(scheduled.scheduler, plan, sampled, hashes, choices)
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    if any([row.wants_logprobs for row in data]):
-        logprobs = results.logprobs(outcome)
-    pools = state.pools
-    pooled: pooling.Pooled = ()
-    if pools:
-        pools, pooled = pooling.advance(pools, outcome)
-    tap_parts = taps.parts(state.wants, outcome) if state.wants else ()
+    read = readers.read(state.readers, outcome)
+    after, events = scheduler.commit(scheduled.scheduler, plan, sampled, hashes, read.choices)
 
-    log: list[LogEntry] = [taps.StepTaps(tap_parts)] if tap_parts else []
+    tap_parts = read.outputs.get("taps")
+    log: list[LogEntry] = [StepTaps(tap_parts)] if tap_parts else []
     log.append(Schedule(plan, scheduled.offered, scheduled.started))
-    log.append(Commit(plan, sampled, hashes, choices, events))
+    log.append(Commit(plan, sampled, hashes, read.choices, events))
     state = state._replace(
         scheduler=after,
-        searches=searches,
-        pools=pools,
+        readers=read.readers,
         ahead=computed.ahead,
         cache=computed.cache,
         log=(*state.log, *log),
     )
     state = with_events(state, events, scheduled.scheduler, runtime.spare)
-    ends: dict[str, FinishReason] = {
-        search.request_id: search.sequences[0].reason for search in beams
-    }
-    ends |= token_masks.failed(plan, data, state.sequences, after)
+    ends: dict[str, FinishReason] = dict(read.ends)
+    if any([row.matcher for row in data]):
+        ends |= token_masks.failed(plan, data, state.sequences, after)
     for request_id, reason in ends.items():
         state, cancelled = cancel(state, request_id, reason)
         events += cancelled
@@ -174,10 +156,7 @@ def step(
         draft_rows=sent.draft_rows,
         padded_tokens=sent.padded_tokens,
         compilations=compilations.compilations() - scheduled.compiled,
-        logprobs=logprobs,
-        beams=beams,
-        pooled=pooled,
-        taps=tap_parts,
+        outputs=read.outputs,
         params_version=state.params_version,
     )
     if state.drafting:
@@ -200,7 +179,7 @@ def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> C
     if sent is None:
         cache, sent = send(runtime, state, cache, plan)
         rows = range(len(plan.seqs))
-    if depth and not state.searches:
+    if depth and not readers.decide(state.readers):
 
         def send_predicted(cache: KVCache, plan: Plan, previous: SentStep, unknown: Set[int]):
             return send(runtime, state, cache, plan, previous, unknown)
@@ -252,7 +231,7 @@ def send(
         draft_rows = runtime.shapes.bucket(sum(k > 0 for k in plan.drafts))
     batch = batch_of(runtime, state.sequences, plan, previous, unknown, draft_probs)
     sent_at = time.perf_counter()
-    wanted = taps.of_plan(plan, state.wants) if state.wants else NOTHING
+    wanted = readers.wanted_of(state.readers, (seq.request_id for seq in plan.seqs))
     programs = runtime.programs if wanted is NOTHING else runtime.tapped[wanted]
     shape = StepShape(len(batch.tokens), len(batch.last), batch.cu_q_lens is None)
     cache, output = programs[shape](runtime.leaves, cache, joined(batch))
@@ -290,22 +269,15 @@ def batch_of(
     draft_probs: jax.Array | None = None,
 ) -> Batch:
     """The arrays of a plan; arguments as in `send`, and what `run_drafter` returns."""
-    batch = pack(plan, sequences, present_shapes(runtime), runtime.blanks, runtime.chain)
-    tokens = len(batch.tokens)
-    if runtime.adapters:
-        slots = adapters.of_tokens(runtime.adapters, plan, sequences, tokens)
-        batch = batch._replace(adapters=slots)
-    if runtime.undrafted:
-        drafted = runtime.undrafted[len(batch.last)]
-        if plan.drafts:
-            drafted = Drafted(drafted_tokens(plan, batch), draft_probs)
-        batch = batch._replace(drafted=drafted)
-    if not runtime.config.lookahead:
-        return batch
-    if previous is None:
-        return batch._replace(feed=blank_feed(runtime.shapes, tokens))
-    rows = lookahead.fed_rows(plan, previous.plan, unknown, tokens)
-    return batch._replace(feed=Feed(rows, previous.output.fed))
+    sources = Sources(
+        undrafted=runtime.undrafted,
+        adapters=runtime.adapters,
+        looks_ahead=runtime.config.lookahead > 0,
+        previous=previous,
+        unknown=unknown,
+        draft_probs=draft_probs,
+    )
+    return pack(plan, sequences, present_shapes(runtime), runtime.blanks, runtime.chain, sources)
 
 
 def present_shapes(runtime: Runtime) -> Shapes:

@@ -1,6 +1,6 @@
 """Taps of requests: what a step must return beside samples, and what each request gets of it.
 
-A step gives parts (`parts`), by positions; whoever keeps them (a session, a recording) puts them
+A step gives parts (`read`), by positions; whoever keeps them (a session, a recording) puts them
 together (`collect`). So a part that is computed again, after a preemption or a failed step,
 overwrites the same positions. Rejected drafts and rows of predicted steps that were not needed are
 in no part.
@@ -14,20 +14,35 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from immutables import Map
 
 from pagedjax.device import attention
 from pagedjax.device.models.decoder import DecoderConfig
-from pagedjax.device.taps import NOTHING, Tapped, Wanted, union
-from pagedjax.engine.outcome import Outcome
+from pagedjax.device.taps import Tapped, Wanted, union
+from pagedjax.engine.outcome import NewRequest, Outcome, Reader, Reading
 from pagedjax.engine.runtime import Runtime
-from pagedjax.host.types import Plan
-from pagedjax.params import Taps
+from pagedjax.params import SamplingParams, Taps
 
 NUMBER = 4  # bytes: arrays are float32 and int32
-Wants = Mapping[str, Wanted]  # by the id of a sequence, of those that want something
 
 
 # --- a request ------------------------------------------------------------------------------------
+
+
+def start(request: NewRequest) -> Mapping[str, Wanted]:
+    """What a new request with taps wants of steps, by the id of its sequences.
+
+    Raises:
+        ValueError: see `wanted_by`.
+    """
+    params = request.params
+    assert isinstance(params, SamplingParams)
+    if not params.taps:
+        return {}
+    names = request.names
+    prompt_len = request.prepared.request.prompt_len
+    sizes = prompt_len, request.length, len(names)
+    return dict.fromkeys(names, wanted_by(names[0], params.taps, request.runtime, *sizes))
 
 
 def wanted_by(
@@ -149,30 +164,32 @@ class StepTaps(NamedTuple):
     parts: tuple[TapPart, ...]
 
 
-def of_plan(plan: Plan, wants: Wants) -> Wanted:
-    """What the rows of a plan want together."""
-    wants_of_rows = {wants[seq.request_id] for seq in plan.seqs if seq.request_id in wants}
-    return union(wants_of_rows) if wants_of_rows else NOTHING
-
-
-def parts(wants: Wants, outcome: Outcome) -> tuple[TapPart, ...]:
-    """What a step gives the requests that asked for taps. Pooled prompts want states too
-    (pooling.py).
-    """
+def read(wants: Map[str, Wanted], outcome: Outcome) -> Reading:
+    """The result is what a step gives the requests that asked for taps, a `TapPart` each."""
     seqs = outcome.plan.seqs
     rows = [i for i, seq in enumerate(seqs) if seq.request_id in wants]
-    rows = [i for i in rows if outcome.data[i].params.taps]
     if not rows:
-        return ()
-    assert outcome.sent.output.taps is not None, "`of_plan` chose the program"
+        return Reading(wants)
+    assert outcome.sent.output.taps is not None, "`wanted` chose the program"
     wanted = union(wants[seqs[i].request_id] for i in rows)
     taps = _on_host(outcome.sent.output.taps, wanted)
     first_tokens = outcome.first_tokens
     first_samples = outcome.first_samples
-    return tuple(
+    parts = tuple(
         _part_of(wants[seqs[i].request_id], outcome, i, taps, first_tokens[i], first_samples[i])
         for i in rows
     )
+    return Reading(wants, parts)
+
+
+TAPS = Reader(
+    "taps",
+    SamplingParams,
+    read=read,
+    options=("taps",),
+    start=start,
+    wanted=lambda wanted: wanted,
+)
 
 
 def _part_of(
@@ -221,6 +238,7 @@ def _on_host(taps: Tapped, asked: Wanted) -> Any:
         {i: taps.hidden[i] for i in asked.hidden},
         {layer: taps.attention[layer] for layer, _ in asked.attention},
         {layer: taps.experts[layer] for layer in asked.experts},
+        {},
     )
     return jax.device_get(chosen)
 

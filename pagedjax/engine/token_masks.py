@@ -26,8 +26,6 @@ def of_samples(plan: Plan, rows: Sequence[SequenceData]) -> Mapping[int, bytes]:
     Args:
         rows: the records of the plan's rows. Drafts are in their tokens, behind the known ones.
     """
-    if not any([data.matcher for data in rows]):  # as in most steps
-        return {}
     mask_rows = []
     drafts = plan.drafts or (0,) * len(rows)
     first = 0

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from immutables import Map
+
 from pagedjax.config import Reservation
 from pagedjax.host.kv_policies import View
 
@@ -356,14 +358,31 @@ class StepResult(NamedTuple):
     device_seconds: float  # busy time of the device between the two
     padded_tokens: int  # T of the compiled shape; plan.num_tokens of them are real
     compilations: int  # XLA compilations during this step; 0 after warm-up
-    logprobs: tuple[TokenLogprobs, ...] = ()  # those that requests asked for
-    beams: tuple[BeamResult, ...] = ()  # searches that ended
-    # (request id, its float32 array) of prompts that were pooled
-    pooled: tuple[tuple[str, Any], ...] = ()
-    taps: tuple[Any, ...] = ()  # `engine.taps.TapPart`s of the sequences that asked
+    # what requests asked for beside tokens, by the name of its reader (engine/readers.py)
+    outputs: Mapping[str, Any] = Map()
     draft_seconds: float = 0.0  # of a drafter's program on the device, part of device_seconds
     draft_rows: int = 0  # its rows with drafts, as a bucket
     params_version: int = 0  # of the weights that computed it: how often they had been updated
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Those that requests asked for."""
+        return self.outputs.get("logprobs", ())
+
+    @property
+    def beams(self) -> tuple[BeamResult, ...]:
+        """Searches that ended."""
+        return self.outputs.get("beams", ())
+
+    @property
+    def pooled(self) -> tuple[tuple[str, Any], ...]:
+        """(request id, its float32 array) of prompts that were pooled."""
+        return self.outputs.get("pooled", ())
+
+    @property
+    def taps(self) -> tuple[Any, ...]:
+        """`engine.taps.TapPart`s of the sequences that asked."""
+        return self.outputs.get("taps", ())
 
     @property
     def host_seconds(self) -> float:

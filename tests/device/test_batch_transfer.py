@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from pagedjax.device.batch import Feed, GroupTables, Shapes, blank_sampling, joined, parted
+from pagedjax.device.batch import Shapes, blank_sampling, joined, parted
+from pagedjax.device.extras import Feed, GroupTables
 from pagedjax.device.layer_groups import layer_groups
 from pagedjax.engine.pack import pack
 from pagedjax.engine.requests import SequenceData
@@ -51,11 +52,10 @@ def batch_of(shapes: Shapes, counts: tuple[int, ...]):
 def test_a_program_gets_the_bits_of_the_batch(shapes, fed):
     batch = batch_of(shapes, (1, 1) if shapes.decode_buckets else (1, 3))
     assert (batch.cu_q_lens is None) == bool(shapes.decode_buckets)
-    assert isinstance(batch.groups, GroupTables) == (shapes.layout is not None)
+    assert (batch.extra(GroupTables) is not None) == (shapes.layout is not None)
     if fed:
-        batch = batch._replace(
-            feed=Feed(np.arange(len(batch.tokens), dtype=np.int32), jax.numpy.arange(3))
-        )
+        feed = Feed(np.arange(len(batch.tokens), dtype=np.int32), jax.numpy.arange(3))
+        batch = batch._replace(extras=(feed, *batch.extras))
     found = jax.jit(parted)(joined(batch))
     chex.assert_trees_all_equal_shapes_and_dtypes(found, batch)
     chex.assert_trees_all_equal(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, batch))

@@ -16,9 +16,9 @@ from absl.testing import parameterized
 
 from pagedjax import SamplingParams
 from pagedjax.device import attention, cache
-from pagedjax.device.batch import Shapes, blank_feed, blank_sampling, joined
+from pagedjax.device.batch import Shapes, blank_sampling, joined
 from pagedjax.device.step import make_step
-from pagedjax.engine.pack import pack
+from pagedjax.engine.pack import Sources, pack
 from pagedjax.host.types import EMPTY_PLAN
 from pallas_kernels import kv_write
 from tests import quick_compiler
@@ -153,9 +153,8 @@ def compiled_step(model, *, t: int, blocks: int, dtype: str = "float32"):
     )
     shapes = Shapes((t,), 8, s, m.max_len // s, m.max_len, m.vocab_size)
     rows = shapes.rows(t)
-    batch = pack(EMPTY_PLAN, {}, shapes, {rows: blank_sampling(rows)})._replace(
-        feed=blank_feed(shapes, t)
-    )
+    sources = Sources(looks_ahead=True)
+    batch = pack(EMPTY_PLAN, {}, shapes, {rows: blank_sampling(rows)}, sources=sources)
     step = make_step(model, attention.attend("xla", m.head_dim**-0.5), seed=0)
     lowered = step.lower(model.leaves, kv, joined(batch))
     with quick_compiler.all_quickly():  # buffers are assigned as in a fast program

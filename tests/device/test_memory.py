@@ -9,8 +9,9 @@ import pytest
 
 from pagedjax import EngineConfig
 from pagedjax.device import cache, memory
+from pagedjax.engine.pack import Sources
 from pagedjax.engine.resolve import resolve
-from pagedjax.engine.runtime import _blank_batch
+from pagedjax.engine.runtime import blank_batch
 
 SMOLLM2 = {"layers": 30, "kv_heads": 3, "head_dim": 64}
 TINYLLAMA = {"layers": 22, "kv_heads": 4, "head_dim": 64}
@@ -277,9 +278,7 @@ def test_where_memory_binds_the_measured_step_has_its_place_beside_the_cache(tin
     # all that two sequences of 64 tokens can use: the step had room anyway
     assert engine.config.num_blocks == 8
     (shape,), blanks = engine.runtime.shapes.steps, engine.runtime.blanks
-    batch = _blank_batch(
-        engine.runtime.shapes, shape, blanks, False, engine.runtime.chain, {}, None
-    )
+    batch = blank_batch(engine.runtime.shapes, shape, blanks, engine.runtime.chain, Sources())
     inputs = nbytes(blanks) + nbytes(batch)  # those that stay there, and a step's own
     limited(monkeypatch, peak + inputs + 5 * block)
     engine = LLM(tiny, progress=False, memory_fraction=1.0, **MEASURED).engine

@@ -19,7 +19,8 @@ import pytest
 from scipy import stats
 
 from pagedjax.device import draws, rejection
-from pagedjax.device.batch import Drafted, SamplingBatch
+from pagedjax.device.batch import SamplingBatch
+from pagedjax.device.extras import Drafted
 from pagedjax.device.row_features.chain import DEFAULT
 from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.sampling import History, sample

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from pagedjax.device import attention
 from pagedjax.device.attention import numbers_in, stored_in
-from pagedjax.device.batch import Batch, Selecting, Selection
-from pagedjax.device.cache import BoundedKeys
+from pagedjax.device.batch import Batch
+from pagedjax.device.cache import BoundedKeys, Pages
+from pagedjax.device.extras import Selecting, Selection
 from pagedjax.device.selection import attend_selected, write
 from tests.engine.brute_quest import chosen_blocks
 
@@ -47,7 +48,7 @@ def batch_of(blocks: int, rng: np.random.Generator) -> Batch:
         Selection(blocks, 0, True), jnp.asarray(selects | (np.arange(T) >= offsets[-1]))
     )
     arrays = map(jnp.asarray, (positions, positions, slots, tables, lens, offsets))
-    return Batch(*arrays, *fixed, selecting=selecting)
+    return Batch(*arrays, *fixed, extras=(selecting,))
 
 
 def expected(q, k_pages, v_pages, batch: Batch, blocks: int) -> np.ndarray:
@@ -147,7 +148,8 @@ def test_bounds_of_full_blocks_are_those_of_their_keys_after_any_writes(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     blocks, t = 5, 8
     pages = np.zeros((blocks + 1, K, S, D), np.float32)
-    keys, values = BoundedKeys(pages, np.full((blocks + 1, K, 2, D), 7.0, np.float32)), pages
+    bounds = np.full((blocks + 1, K, 2, D), 7.0, np.float32)
+    layer = Pages(k=pages, bounds=bounds, v=pages)
     attend, expected = attention.attend("xla", 1.0), {}
     nothing: Any = None
     for _ in range(data.draw(st.integers(1, 6))):
@@ -156,8 +158,9 @@ def test_bounds_of_full_blocks_are_those_of_their_keys_after_any_writes(data):
         slots[:count] = S + first + np.arange(count)
         batch = Batch(*[nothing] * 10)._replace(slots=slots, seq_lens=np.zeros(2, np.int32))
         k = rng.normal(size=(t, K, D)).astype(np.float32)
-        keys, values = WRITE(attend, keys, values, k, k, batch)
-        numbers, bounds = np.asarray(keys.pages), np.asarray(keys.bounds)
+        layer = WRITE(attend, layer, k, k, batch)
+        numbers = np.asarray(layer["k"])
+        bounds = np.asarray(layer["bounds"])
         for block in {int(slot) // S for slot in slots[:count] if slot % S == S - 1}:
             expected[block] = np.stack([numbers[block].min(1), numbers[block].max(1)], 1)
         for block in range(1, blocks + 1):

@@ -305,7 +305,7 @@ def test_batch_block_size_caching_and_preemption_change_no_beam(tiny, golden, co
         assert any(isinstance(event, Preempted) for event in events)
     assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
     assert not llm.engine._state.sequences
-    assert not llm.engine._state.searches
+    assert not llm.engine._state.readers
 
 
 def test_beams_share_prompt_blocks_and_copy_on_write(tiny):
@@ -374,7 +374,7 @@ def test_any_beam_id_cancels_the_search(tiny):
         events = llm.engine.cancel("b")
         assert {event.request_id for event in events} == {"a", "b", "c"}
         assert not llm.engine.has_work
-        assert not llm.engine._state.searches
+        assert not llm.engine._state.readers
         assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
 
 

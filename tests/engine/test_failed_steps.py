@@ -13,7 +13,7 @@ import pytest
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams
 from pagedjax.device import cache
-from pagedjax.engine import requests, results
+from pagedjax.engine import readers, requests
 from pagedjax.engine import step as step_module
 from pagedjax.engine.interrupts import deferred
 from pagedjax.host import replay, scheduler
@@ -105,9 +105,9 @@ def test_a_failed_step_is_computed_again_with_the_same_tokens(tiny, monkeypatch,
         0: (step_module, "send", True),  # the device has it, and the shell does not know
         2: (requests, "hashes_of_filled", False),
         5: (scheduler, "schedule", False),
-        9: (results, "advance_searches", True),
+        9: (readers, "read", True),
         14: (scheduler, "commit", True),
-        15: (results, "logprobs", False),
+        15: (readers, "read", False),
     }
     if mode == "ahead":  # not every step is sent in its own turn
         del broken[0]

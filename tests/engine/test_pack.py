@@ -85,7 +85,7 @@ def test_a_decode_a_chunk_and_a_whole_prompt_in_one_bucket():
     equal(batch.cu_q_lens, 0, 1, 4, 6)
     equal(batch.last, 0, 3, 5)
     equal(batch.targets, *[-1] * 8)
-    assert batch.feed is None
+    assert batch.extras == ()
     chex.assert_type(list(batch[:8]), np.int32)
 
 

@@ -44,7 +44,7 @@ def llm(one_layer):
     scheduler.check(made.engine.scheduler_state)
     assert not made.engine.has_work
     assert made.engine.scheduler_state.pool.num_free == made.engine.config.num_blocks
-    assert not made.engine._state.pools
+    assert not made.engine._state.readers
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +297,7 @@ def test_a_cancelled_embedding_leaves_nothing_behind(llm):
     llm.engine.step()
     assert llm.engine.cancel("p") == (Finished(llm.engine.scheduler_state.step, "p", "abort", 0),)
     assert not llm.engine.has_work
-    assert not llm.engine._state.pools
+    assert not llm.engine._state.readers
 
 
 def test_only_the_last_tokens_state_shares_cached_blocks(llm):

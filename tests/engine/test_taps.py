@@ -69,7 +69,7 @@ def llm(tiny):
     yield (made := make(tiny))
     scheduler.check(made.engine.scheduler_state)
     assert not made.engine.has_work
-    assert not made.engine._state.wants
+    assert not made.engine._state.readers
 
 
 def check(

@@ -150,7 +150,7 @@ def test_prompts_that_are_pooled_go_through_all_processes(tiny, tmp_path):
         pair.released()
     for vector in (found["last"], found["mean"]):
         chex.assert_shape(vector, (64,))
-    assert not pair.follower._state.pools
+    assert not pair.follower._state.readers
     assert pair.leader._state.scheduler == pair.follower._state.scheduler
 
 

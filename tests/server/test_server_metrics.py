@@ -45,7 +45,7 @@ class Run:
             starts=tuple(len(PROMPT) - count for count in rows.values()),
             counts=tuple(rows.values()),
         )
-        result = StepResult(plan, events, started, ended, 0.0, 8, 0, beams=beams)
+        result = StepResult(plan, events, started, ended, 0.0, 8, 0, {"beams": beams})
         self.metrics.stepped(self.state, result, events, self.state)
 
     def value(self, name: str, **labels: str) -> float:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.device import attention
-from pagedjax.device.batch import Batch, Selecting, Selection
+from pagedjax.device.batch import Batch
 from pagedjax.device.cache import BoundedKeys
+from pagedjax.device.extras import Selecting, Selection
 from pagedjax.device.models import Model
 from pagedjax.device.selection import attend_selected
 
@@ -55,7 +56,7 @@ def batch_of(batch: int, context: int, tokens: int) -> Batch:
     selecting = Selecting(Selection(tokens // PAGE, 0, True), jnp.ones(batch, bool))
     absent: Any = None
     tables = jnp.asarray(order.reshape(batch, width), jnp.int32)
-    rows = {"block_tables": tables, "seq_lens": lens, "cu_q_lens": offsets, "selecting": selecting}
+    rows = {"block_tables": tables, "seq_lens": lens, "cu_q_lens": offsets, "extras": (selecting,)}
     unused = "tokens", "positions", "slots", "last", "sampled_row", "targets", "sampling"
     return Batch(**dict.fromkeys(unused, absent), **rows)
 

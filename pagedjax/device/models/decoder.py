@@ -26,7 +26,9 @@ from pagedjax.config import one_of
 from pagedjax.device import cache as kv
 from pagedjax.device import formats
 from pagedjax.device.attention import Attend, probabilities
-from pagedjax.device.batch import AttentionRows, Batch
+from pagedjax.device.batch import Batch
+from pagedjax.device.cache import Pages
+from pagedjax.device.extras import SampleRows, Selecting, TokenAdapters
 from pagedjax.device.layers import (
     Buffer,
     LayerNorm,
@@ -43,7 +45,6 @@ from pagedjax.device.layers import (
 from pagedjax.device.linear import Matrix, linear
 from pagedjax.device.row_reductions import row_sums, softmax, weighted_sums
 from pagedjax.device.selection import attend_selected, write
-from pagedjax.device.token_adapters import TokenAdapters
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 # (batch or None, *, routed=False) -> hidden states, or (hidden states, `Routes`)
@@ -208,26 +209,24 @@ class Attention(nnx.Module):
         self.config, self.kind = c, kind
 
     def __call__(
-        self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend, *, norm, residual=None
+        self, x, pages: Pages, batch: Batch, angles, attend: Attend, *, norm, residual=None
     ):
-        """norm(x) [T, H], angles [R, 2, T, D / 2] -> (y + residual [T, H], k_pages, v_pages)."""
+        """norm(x) [T, H], angles [R, 2, T, D / 2] -> (y + residual [T, H], pages)."""
         c = self.config
         q, k, v = self._heads(x, angles, norm, (0, c.heads + 2 * c.kv_heads), batch)
-        k_pages, v_pages = write(attend, k_pages, v_pages, k, v, batch)
-        return self._output(q, k_pages, v_pages, batch, attend, residual), k_pages, v_pages
+        pages = write(attend, pages, k, v, batch)
+        return self._output(q, pages, batch, attend, residual), pages
 
-    def write(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend, *, norm):
-        """The keys and values alone -> (k_pages, v_pages)."""
+    def write(self, x, pages: Pages, batch: Batch, angles, attend: Attend, *, norm) -> Pages:
+        """The pages with the keys and values of x."""
         c = self.config
         _, k, v = self._heads(x, angles, norm, (c.heads, c.heads + 2 * c.kv_heads), batch)
-        return write(attend, k_pages, v_pages, k, v, batch)
+        return write(attend, pages, k, v, batch)
 
-    def read(
-        self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend, *, norm, residual=None
-    ):
+    def read(self, x, pages: Pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
         """The queries alone, whose keys and values are in the pages -> y + residual [T, H]."""
         q, _, _ = self._heads(x, angles, norm, (0, self.config.heads), batch)
-        return self._output(q, k_pages, v_pages, batch, attend, residual)
+        return self._output(q, pages, batch, attend, residual)
 
     def weights(
         self, x, k_pages, batch: Batch, angles, attend: Attend, heads: Sequence[int], *, norm
@@ -260,16 +259,16 @@ class Attention(nnx.Module):
             q, k = (rope(a, angles[self.kind.rope]) for a in (q, k))
         return [q, k, v]
 
-    def _output(self, q, k_pages, v_pages, batch: Batch, attend: Attend, residual) -> jax.Array:
+    def _output(self, q, pages: Pages, batch: Batch, attend: Attend, residual) -> jax.Array:
         c, low = self.config, batch.low("attn.out", self.config.parts["attn.out"])
-        if isinstance(k_pages, kv.BoundedKeys):
+        if "bounds" in pages:
+            keys = kv.BoundedKeys(pages["k"], pages["bounds"])
             y = attend_selected(
-                attend, q, k_pages, v_pages, batch, scale=c.attn_scale, soft_cap=c.attn_cap
+                attend, q, keys, pages["v"], batch, scale=c.attn_scale, soft_cap=c.attn_cap
             )
         else:
-            y = attend(
-                q, k_pages, v_pages, *batch.attention, window=self.kind.window, soft_cap=c.attn_cap
-            )
+            options = {"window": self.kind.window, "soft_cap": c.attn_cap}
+            y = attend(q, pages["k"], pages["v"], *batch.attention, **options)
         return self.out(y.reshape(len(q), -1), residual=residual, sizes=batch.used_tokens, low=low)
 
 
@@ -396,15 +395,31 @@ class SparseMLP(nnx.Module):
 
 class Block(nnx.Module):
     """One layer. Another kind of layer is a class that inherits from it (`DecoderConfig.block`),
-    with another `post` or `rest`."""
+    with another `post` or `rest`. One whose cache is not keys and values has other `pages`, and
+    another `attn` that writes and reads them, with the methods of `Attention`.
+    """
 
     def __init__(self, c: DecoderConfig, kind: LayerKind, dtype: str):
         self.attn_norm = _norm(c, dtype)
-        self.attn = Attention(c, kind, dtype)
+        self.attn = self.attention(c, kind, dtype)
         self.attn_post = self.post(c, dtype)
         self.mlp_norm = _norm(c, dtype)
         self.mlp = SparseMLP(c, dtype) if kind.sparse else MLP(c, dtype)
         self.mlp_post = self.post(c, dtype)
+
+    @staticmethod
+    def pages(c: DecoderConfig, kind: LayerKind, sizes: kv.BlockSizes) -> kv.PageShapes:
+        """What the layer keeps of one block of tokens: shapes by name, [heads, ...] each.
+
+        Args:
+            c: of one device's part of the model.
+            sizes: of keys and values; their heads are those of all devices that share the array.
+        """
+        return kv.kv_pages(sizes)
+
+    def attention(self, c: DecoderConfig, kind: LayerKind, dtype: str) -> Any:
+        """What reads and writes the pages."""
+        return Attention(c, kind, dtype)
 
     def post(self, c: DecoderConfig, dtype: str) -> nnx.Module | None:
         """What changes a result [T, H] before it is added, `attn_post` and `mlp_post`; None:
@@ -412,32 +427,31 @@ class Block(nnx.Module):
         """
         return _norm(c, dtype) if c.post_norms else None
 
-    def __call__(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
-        """x [T, H] -> (x [T, H], k_pages, v_pages)."""
-        return self.routed(x, k_pages, v_pages, batch, angles, attend)[:3]
+    def __call__(self, x, pages: Pages, batch: Batch, angles, attend: Attend):
+        """x [T, H] -> (x [T, H], pages)."""
+        return self.routed(x, pages, batch, angles, attend)[:2]
 
-    def routed(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
+    def routed(self, x, pages: Pages, batch: Batch, angles, attend: Attend):
         """The same, and behind it the `Routes` of a sparse MLP."""
         before = None if self.attn_post else x
         options = {"norm": self.attn_norm, "residual": before}
-        y, k_pages, v_pages = self.attn(x, k_pages, v_pages, batch, angles, attend, **options)
+        y, pages = self.attn(x, pages, batch, angles, attend, **options)
         x, routes = self.rest(x, y, batch)
-        return x, k_pages, v_pages, routes
+        return x, pages, routes
 
-    def write(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
-        """The keys and values alone -> (k_pages, v_pages)."""
-        return self.attn.write(x, k_pages, v_pages, batch, angles, attend, norm=self.attn_norm)
+    def write(self, x, pages: Pages, batch: Batch, angles, attend: Attend) -> Pages:
+        """The pages with what the layer keeps of x."""
+        return self.attn.write(x, pages, batch, angles, attend, norm=self.attn_norm)
 
-    def read(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
+    def read(self, x, pages: Pages, batch: Batch, angles, attend: Attend):
         """What follows `write`, for tokens of whose rows the batch tells: x [T, H] -> [T, H]."""
-        return self.routed_read(x, k_pages, v_pages, batch, angles, attend)[0]
+        return self.routed_read(x, pages, batch, angles, attend)[0]
 
-    def routed_read(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
+    def routed_read(self, x, pages: Pages, batch: Batch, angles, attend: Attend):
         """The same, and behind it the `Routes` of a sparse MLP."""
         before = None if self.attn_post else x
-        y = self.attn.read(
-            x, k_pages, v_pages, batch, angles, attend, norm=self.attn_norm, residual=before
-        )
+        options = {"norm": self.attn_norm, "residual": before}
+        y = self.attn.read(x, pages, batch, angles, attend, **options)
         return self.rest(x, y, batch)
 
     def rest(self, x: jax.Array, y: jax.Array, batch: Batch) -> tuple[jax.Array, Routes | None]:
@@ -557,18 +571,17 @@ class Decoder(nnx.Module):
         for layer, block in first:
             at, own = batch.page_of(layer), batch.of_layer(layer)
             part = "routed" if layer in experts else "__call__"
-            x, k_pages, v_pages, *found = _run_block(
-                *nnx.split(block), attend, part, x, *pages[at], own, angles
+            x, pages[at], *found = _run_block(
+                *nnx.split(block), attend, part, x, pages[at], own, angles
             )
             if found:
                 routes[layer] = found[0]
-            pages[at] = k_pages, v_pages
             outputs.append(x)
         if last:
             layer, parts = last[0], nnx.split(last[1])
             at = batch.page_of(layer)
             pages[at] = _run_block(
-                *parts, attend, "write", x, *pages[at], batch.of_layer(layer), angles
+                *parts, attend, "write", x, pages[at], batch.of_layer(layer), angles
             )
 
         def finish(only: Batch | None, *, routed: bool = False) -> Any:
@@ -578,7 +591,7 @@ class Decoder(nnx.Module):
                 turns = angles if only is None else angles_at(self.angles, only.positions)
                 part = "routed_read" if routed else "read"
                 found = _run_block(
-                    *parts, attend, part, found, *pages[at], rows.of_layer(layer), turns
+                    *parts, attend, part, found, pages[at], rows.of_layer(layer), turns
                 )
                 found, last_routes = found if routed else (found, None)
             return (self.norm(found), last_routes) if routed else self.norm(found)
@@ -631,30 +644,20 @@ def samples_of(batch: Batch) -> Batch:
     """
     count = batch.used_samples
     each = jnp.arange(len(batch.last) + 1, dtype=jnp.int32)
-    positions, used = batch.positions[batch.last], each[:-1] < count
-    seen, groups, selecting, adapters = batch.seen, batch.groups, batch.selecting, batch.adapters
-    if seen is not None:
-        row = seen.of_samples
-        lens = seen.seq_lens[row] - (seen.cu_q_lens[row + 1] - 1 - batch.last)
-        offsets = jnp.minimum(each, count)
-        seen = AttentionRows(seen.block_tables[row], jnp.where(used, lens, 0), offsets, each[:-1])
-    if groups is not None:
-        slots = tuple(slots[batch.last] for slots in groups.slots)
-        groups = groups._replace(
-            slots=slots, block_tables=tuple(t[batch.sampled_row] for t in groups.block_tables)
-        )
-    return batch._replace(
+    positions = batch.positions[batch.last]
+    rows = SampleRows(each, count, each[:-1] < count)
+    # the order of operations is that of programs on disk
+    tables = {extra: extra.at_samples(batch, rows) for extra in batch.extras if extra.words}
+    only = batch._replace(
         tokens=batch.tokens[batch.last],
         positions=positions,
         slots=batch.slots[batch.last],
         block_tables=batch.block_tables[batch.sampled_row],
-        seq_lens=jnp.where(used, positions + 1, 0),
-        cu_q_lens=None if selecting is None else jnp.minimum(each, count),
-        seen=seen,
-        groups=groups,
-        selecting=selecting and selecting._replace(tokens=selecting.tokens[batch.last]),
-        adapters=adapters and adapters.of_tokens(batch.last),
+        seq_lens=jnp.where(rows.used, positions + 1, 0),
+        cu_q_lens=None if batch.extra(Selecting) is None else jnp.minimum(each, count),
     )
+    extras = [tables.get(extra) or extra.at_samples(batch, rows) for extra in batch.extras]
+    return only._replace(extras=tuple(extras))
 
 
 def angles_at(table: Buffer, positions: jax.Array) -> jax.Array:

@@ -23,6 +23,7 @@ from flax import nnx
 
 from pagedjax.device.attention import Attend
 from pagedjax.device.batch import Batch
+from pagedjax.device.cache import Pages
 from pagedjax.device.layers import Buffer, Linear, RMSNorm
 from pagedjax.device.models.decoder import Block, DecoderConfig, LayerKind, angle_tables, angles_at
 
@@ -74,9 +75,10 @@ class Eagle(nnx.Module):
         x = self.join(
             jnp.concatenate([self.embed_norm(embedded), self.feature_norm(before)], axis=-1)
         )
-        return self.block(
-            x, k_pages, v_pages, batch, angles_at(self.angles, batch.positions), attend
-        )
+        pages = Pages(k=k_pages, v=v_pages)
+        angles = angles_at(self.angles, batch.positions)
+        x, pages = self.block(x, pages, batch, angles, attend)
+        return x, pages["k"], pages["v"]
 
     def drafted_logits(self, u: jax.Array) -> jax.Array:
         """[B, H] -> [B, V'] float32."""

@@ -1,0 +1,101 @@
+"""All readers of a step's outcome, and what an engine does with them. A new output of steps is one
+file with a `Reader`, and its name in `READERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from immutables import Map
+
+from pagedjax.device.taps import NOTHING, Wanted, union
+from pagedjax.engine import pooling, results, taps
+from pagedjax.engine.outcome import Entries, NewRequest, Outcome, Reader
+from pagedjax.host.types import Choice, FinishReason
+
+READERS: tuple[Reader, ...] = (results.SEARCHES, results.LOGPROBS, pooling.POOLS, taps.TAPS)
+
+Readers = Map[str, Entries]  # by the name of a reader; of those that have entries
+
+
+class Read(NamedTuple):
+    """What all readers have read of a step; fields as in `Reading`. outputs: by the reader's
+    name.
+    """
+
+    readers: Readers
+    outputs: Mapping[str, Any]
+    choices: Mapping[str, Choice]
+    ends: Mapping[str, FinishReason]
+
+
+def start(readers: Readers, request: NewRequest) -> Readers:
+    """The entries with those of a new request.
+
+    Raises:
+        ValueError: a reader refuses the request.
+    """
+    params = request.params
+    for reader in READERS:
+        if not isinstance(params, reader.params):
+            continue
+        if reader.options and all(getattr(params, name) is None for name in reader.options):
+            continue
+        entries = reader.start(request)
+        if entries:
+            readers = readers.set(reader.name, readers.get(reader.name, Map()).update(entries))
+    return readers
+
+
+def read(readers: Readers, outcome: Outcome) -> Read:
+    """Let all readers read what a step computed."""
+    outputs: dict[str, Any] = {}
+    choices: dict[str, Choice] = {}
+    ends: dict[str, FinishReason] = {}
+    for reader in READERS:
+        if reader.name not in readers:
+            continue
+        reading = reader.read(readers[reader.name], outcome)
+        readers = readers.set(reader.name, reading.entries)
+        if reading.result:
+            outputs[reader.name] = reading.result
+        choices |= reading.choices
+        ends |= reading.ends
+    return Read(readers, outputs, choices, ends)
+
+
+def wanted_of(readers: Readers, sequence_ids: Iterable[str]) -> Wanted:
+    """What sequences want of a step together, beside samples."""
+    if not readers:
+        return NOTHING
+    ids = tuple(sequence_ids)
+    wants = set()
+    for reader in READERS:
+        entries = readers.get(reader.name, Map())
+        wants |= {reader.wanted(entries[name]) for name in ids if name in entries}
+    wants.discard(NOTHING)
+    return union(wants) if wants else NOTHING
+
+
+def without(readers: Readers, names: Iterable[str]) -> Readers:
+    """The entries without those of sequences that have ended."""
+    for reader, entries in readers.items():
+        for name in names:
+            if name in entries:
+                entries = entries.delete(name)
+        readers = readers.set(reader, entries) if entries else readers.delete(reader)
+    return readers
+
+
+def restarted(readers: Readers) -> Readers:
+    """The entries when running sequences return to the queue and are computed again."""
+    for reader in READERS:
+        if reader.name in readers:
+            readers = readers.set(reader.name, reader.restarted(readers[reader.name]))
+    return readers
+
+
+def decide(readers: Readers) -> bool:
+    """Whether a reader decides how sequences continue, so that no step can be predicted."""
+    return any(reader.decides and reader.name in readers for reader in READERS)
