@@ -96,10 +96,12 @@ class QueryOrder(NamedTuple):
     query: jax.Array
 
 
-def _query_order(selects: jax.Array, rows: Rows, token: jax.Array) -> QueryOrder:
+def _query_order(
+    selects: jax.Array, rows: tuple[jax.Array, jax.Array, jax.Array], token: jax.Array
+) -> QueryOrder:
     """Args:
     selects: [T] bool, also of padding.
-    rows: all rows of the step. In a row the queries that select are the last ones.
+    rows: (block tables, lengths, cu_q_lens) of the step. In a row the queries that select are the last ones.
     token: [T] 0, 1, 2, ...
     """
     tables, lens, cu_q_lens = rows

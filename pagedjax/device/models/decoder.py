@@ -317,6 +317,8 @@ class Routes(NamedTuple):
 class Router(nnx.Module):
     """Which experts compute a token. Its weight is always floats."""
 
+    weight: Any
+
     def __init__(self, c: DecoderConfig, experts: Experts, dtype: str):
         add_weight(self, "weight", Matrix(experts.count, c.hidden), dtype, None, c.linear)
         self.experts = experts
