@@ -13,7 +13,6 @@ import pytest
 from hypothesis import strategies as st
 
 from experiments.core.drive import Recorder
-from experiments.core.fleet import Fleet
 from experiments.core.pools import Link, drive_pools
 from experiments.core.records import RequestRecord
 from experiments.core.workloads import WorkItem
@@ -101,9 +100,7 @@ def drive(prefill, decode, link: Link, work, sampling=GREEDY, router=LEAST_LOADE
         steps[replica].append((result.started, result.finished, names))
 
     note.step = step  # type: ignore[method-assign]
-    where = drive_pools(
-        Fleet(prefill, router, 64), Fleet(decode, router, 64), link, work, sampling, note
-    )
+    where = drive_pools(prefill, decode, (router, router), link, work, sampling, note)
     return Ran(note.requests.records(where.prefill, where.transfers), steps)
 
 
