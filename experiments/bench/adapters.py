@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.bench import in_turn
-from experiments.bench.in_turn import Workload, cell, requests_of, rounds, seconds, share
+from experiments.bench import harness
+from experiments.bench.harness import Workload, cell, ratios, requests_of, rounds, seconds
 from pagedjax import LLM, LoRARequest, load_model
 from pagedjax.device.adapters import Adapter, sizes_of
 from pagedjax.device.models.decoder import DecoderConfig
@@ -68,13 +68,15 @@ def measure(without: LLM, engines: dict[int, LLM], name: str, count: int) -> dic
         runs[f"rank {rank}, no adapter"] = run
         runs[f"rank {rank}, {ADAPTERS} adapters"] = partial(run, lora_request=adapters)
     seconds_by_run = rounds(runs, count)
-    shares = {run: share(seconds_by_run, "without", run) for run in list(runs)[1:]}
+    shares = {run: ratios(seconds_by_run["without"], seconds_by_run[run]) for run in list(runs)[1:]}
     return {"workload": name, "seconds": seconds_by_run, "shares": shares}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = in_turn.parser(__doc__, WORKLOADS)
-    parser.add_argument("--ranks", type=in_turn.at_least_1, nargs="+", default=[8, 16])
+    parser = harness.bench_parser(__doc__)
+    parser.add_argument("--rounds", type=harness.at_least_1, default=5)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--ranks", type=harness.at_least_1, nargs="+", default=[8, 16])
     args = parser.parse_args(argv)
     model = load_model(args.model, dtype=args.dtype)
     without = LLM(model, progress=False, compilation="eager", **ENGINE)
@@ -86,18 +88,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             engines[rank].engine.load_adapter(
                 random_adapter(model.model.config, str(i), rank, seed=i)
             )
-    results = [measure(without, engines, name, args.rounds) for name in args.workloads]
-    print(
-        "| workload | engine | median seconds | share of the speed without adapters "
-        "|\n|---|---|---:|---:|"
-    )
+    results = [measure(without, engines, name, args.rounds) for name in WORKLOADS]
+    rows = []
     for result in results:
         for run, times in result["seconds"].items():
             speed_left = cell(result["shares"][run]) if run in result["shares"] else ""
-            print(
-                f"| {result['workload']} | {run} | {statistics.median(times):.2f} | {speed_left} |"
-            )
-    in_turn.keep(args, results)
+            rows.append((result["workload"], run, f"{statistics.median(times):.2f}", speed_left))
+    columns = ("workload", "engine", "median seconds", "share of the speed without adapters")
+    print(harness.markdown(columns, rows, texts=2))
+    figures = {"model": args.model, "dtype": args.dtype, "workloads": results}
+    harness.write_report(args.json, figures)
 
 
 if __name__ == "__main__":

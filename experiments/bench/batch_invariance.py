@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from experiments.bench import in_turn
-from experiments.bench.in_turn import Workload, cell, requests_of, rounds, seconds, share
+from experiments.bench import harness
+from experiments.bench.harness import Workload, cell, ratios, requests_of, rounds, seconds
 from pagedjax import LLM, load_model
 
 WORKLOADS = {
@@ -42,23 +42,32 @@ def measure(engines: Mapping[str, LLM], name: str, count: int) -> dict[str, Any]
     runs = {mode: partial(seconds, llm, prompts, params) for mode, llm in engines.items()}
     seconds_by_mode = rounds(runs, count)
     times = {f"seconds_{mode}": seconds_by_mode[mode] for mode in engines}
-    return {"workload": name, **times, **share(seconds_by_mode, "without", "with")}
+    return {
+        "workload": name,
+        **times,
+        **ratios(seconds_by_mode["without"], seconds_by_mode["with"]),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = in_turn.parser(__doc__, WORKLOADS).parse_args(argv)
+    parser = harness.bench_parser(__doc__)
+    parser.add_argument("--rounds", type=harness.at_least_1, default=5)
+    parser.add_argument("--dtype", default="float32")
+    args = parser.parse_args(argv)
     model = load_model(args.model, dtype=args.dtype)
     modes = {"without": False, "with": True}
     options: dict[str, Any] = {"progress": False, "compilation": "eager", **ENGINE}
     engines = {
         mode: LLM(model, **options, batch_invariant=invariant) for mode, invariant in modes.items()
     }
-    results = [measure(engines, name, args.rounds) for name in args.workloads]
-    print("| workload | seconds without / with | ratio |\n|---|---:|---:|")
+    results = [measure(engines, name, args.rounds) for name in WORKLOADS]
+    rows = []
     for result in results:
         without, invariant = (statistics.median(result[f"seconds_{mode}"]) for mode in modes)
-        print(f"| {result['workload']} | {without:.2f} / {invariant:.2f} | {cell(result)} |")
-    in_turn.keep(args, results)
+        rows.append((result["workload"], f"{without:.2f} / {invariant:.2f}", cell(result)))
+    print(harness.markdown(("workload", "seconds without / with", "ratio"), rows))
+    figures = {"model": args.model, "dtype": args.dtype, "workloads": results}
+    harness.write_report(args.json, figures)
 
 
 if __name__ == "__main__":

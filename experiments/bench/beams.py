@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.bench.harness import check_least
 from experiments.bench.sharing import ALPACA, Dataset, Saved
 from experiments.core.distributions import Exponential, draw_lengths
 from experiments.core.workloads import branch_ids
@@ -101,13 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--json", action="store_true", help="print one JSON object instead of a table"
     )
     args = parser.parse_args(arguments)
-    for name, value in (
-        ("requests", args.requests),
-        ("block-size", args.block_size),
-        ("widths", min(args.widths)),
-    ):
-        if value < 1:
-            parser.error(f"--{name} is {value}; it must be at least 1")
+    check_least(parser, args, requests=1, block_size=1, widths=1)
     if max(args.widths) > PLACES:
         parser.error(
             f"--widths has {max(args.widths)}; at most {PLACES} beams run at the same time"
@@ -138,16 +133,8 @@ def main(arguments: list[str] | None = None) -> int:
                 f"beam width {width}: {share} saved, paper {paper}; {saved.steps} steps", flush=True
             )
     if args.json:
-        print(
-            json.dumps(
-                {
-                    "model": args.model,
-                    "block_size": args.block_size,
-                    "requests": args.requests,
-                    "rows": rows,
-                }
-            )
-        )
+        sizes = {"block_size": args.block_size, "requests": args.requests}
+        print(json.dumps({"model": args.model, **sizes, "rows": rows}))
     return 0
 
 

@@ -10,8 +10,6 @@ transfer, commit) that is not hidden behind the step before. `host` is the host 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -24,9 +22,9 @@ import jax
 import numpy as np
 from jax.profiler import ProfileData
 
-from experiments.core.environment import environment
+from experiments.bench.harness import bench_parser, markdown, prefilling, write_report
 from pagedjax import LLM, Engine, SamplingParams
-from pagedjax.weights.pretrained import DEFAULT_MODEL, LoadedModel, load_model
+from pagedjax.weights.pretrained import LoadedModel, load_model
 
 PROMPT = 24  # tokens; their content does not matter
 WARM = 5  # decode steps before the traced ones
@@ -61,7 +59,7 @@ def measure(model: LoadedModel, sequences: int, lookahead: int, steps: int) -> I
         lookahead=lookahead,
         compilation="eager",
     )
-    decode_all(llm.engine, sequences, output=length - PROMPT)
+    decode_all(llm, sequences, output=length - PROMPT)
     spans, host = trace_steps(llm.engine, steps)
     longest = sorted((end - begin for begin, end in spans), reverse=True)[:steps]
     # the median, because one step may have waited for another process
@@ -79,7 +77,7 @@ def measure(model: LoadedModel, sequences: int, lookahead: int, steps: int) -> I
     )
 
 
-def decode_all(engine: Engine, sequences: int, output: int) -> None:
+def decode_all(llm: LLM, sequences: int, output: int) -> None:
     """Add requests, and make steps until all of them decode, and WARM more steps.
 
     output: tokens of each request.
@@ -87,15 +85,12 @@ def decode_all(engine: Engine, sequences: int, output: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     draw = np.random.default_rng(0)
     for i in range(sequences):
-        prompt = draw.integers(1, engine.model.config.vocab_size, PROMPT).tolist()
-        engine.add(str(i), prompt, params)
-    while engine.scheduler_state.waiting or any(
-        length - computed > 1
-        for length, computed in zip(*engine.scheduler_state.running[1:], strict=True)
-    ):
-        engine.step()
+        prompt = draw.integers(1, llm.engine.model.config.vocab_size, PROMPT).tolist()
+        llm.engine.add(str(i), prompt, params)
+    while prefilling(llm):
+        llm.engine.step()
     for _ in range(WARM):
-        engine.step()
+        llm.engine.step()
 
 
 def trace_steps(engine: Engine, steps: int) -> tuple[list[tuple[float, float]], list[float]]:
@@ -133,25 +128,27 @@ def programs(trace: Any) -> Iterator[tuple[float, float]]:
 
 
 def table(rows: Sequence[Idle]) -> str:
-    lines = ["| sequences | lookahead | step, ms | idle, ms | longest | idle / step | host, ms |"]
-    lines += ["|---:|---:|---:|---:|---:|---:|---:|"]
-    for r in rows:
-        shares = f"{r.idle:.2f} | {r.longest:.2f} | {100 * r.idle / r.step:.1f} % | {r.host:.2f}"
-        lines.append(f"| {r.sequences} | {r.lookahead} | {r.step:.1f} | {shares} |")
-    return "\n".join(lines)
+    columns = "sequences|lookahead|step, ms|idle, ms|longest|idle / step|host, ms"
+    cells = (
+        (
+            str(row.sequences),
+            str(row.lookahead),
+            f"{row.step:.1f}",
+            f"{row.idle:.2f}",
+            f"{row.longest:.2f}",
+            f"{100 * row.idle / row.step:.1f} %",
+            f"{row.host:.2f}",
+        )
+        for row in rows
+    )
+    return markdown(columns.split("|"), cells, texts=0)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser = bench_parser(__doc__)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
     if jax.default_backend() != "cpu":
         parser.error(
@@ -169,13 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for lookahead in args.lookahead
     ]
     print(table(rows))
-    if args.json:
-        report = {
-            "environment": environment(),
-            "steps": args.steps,
-            "rows": [row._asdict() for row in rows],
-        }
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(args.json, {"steps": args.steps, "rows": [row._asdict() for row in rows]})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ engine uses.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import time
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.core.environment import environment
+from experiments.bench.harness import bench_parser, write_report
 from pagedjax.params import StructuredOutputsParams
 from pagedjax.structured.grammars import Grammars
 from pagedjax.structured.matcher import Grammar, MaskRow, masks
@@ -130,26 +129,17 @@ def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = bench_parser(__doc__, model=False)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--limit", type=int, help="so many files, spread over the folder")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="whose tokenizer is used")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     model = load_model(args.model, progress=False)
     grammars = Grammars(model.tokenizer, model.model.config.vocab_size, model.eos_token_ids)
     figures = measure(grammars, args.folder, args.limit)
     for name, value in figures.items():
         print(f"{name}: {json.dumps(value)}")
-    if args.json:
-        args.json.write_text(
-            json.dumps({"environment": environment(), "model": args.model, **figures}, indent=1)
-            + "\n"
-        )
+    write_report(args.json, {"model": args.model, **figures})
 
 
 if __name__ == "__main__":

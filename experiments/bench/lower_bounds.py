@@ -10,14 +10,10 @@ of keys and values once. Of a step that computes a prompt, its products with wei
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,14 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from experiments.core.environment import environment
+from experiments.bench.harness import (
+    bench_parser,
+    check_least,
+    prefilling,
+    second_run,
+    write_report,
+)
 from pagedjax import LLM, SamplingParams
 from pagedjax.device import attention, cache, linear
 from pagedjax.device.layers import Weight
 from pagedjax.device.linear import Matrix
 from pagedjax.device.models import Model
 from pagedjax.engine.geometry import block_shape
-from pagedjax.weights.pretrained import DEFAULT_MODEL
 
 TOKENS = 2048  # of a step at most
 MOST = 2048  # numbers of a row that `read_weights` reads
@@ -178,7 +179,7 @@ def beside_lower_bounds(
         }
         llm.engine.reset()
         _add_requests(llm, batch, context, length - context)
-        while _prefilling(llm):
+        while prefilling(llm):
             llm.engine.step()
         rows.append({"batch": batch, "context": context, **_time_in_turn(llm, parts, repeats)})
         assert len(llm.engine.scheduler_state.running.seqs) == batch, (
@@ -221,8 +222,7 @@ def _time_in_turn(
 ) -> dict[str, float]:
     """Time a step and each part, in turn. Returns the median milliseconds of each.
 
-    A part runs twice and the second run counts: XLA frees what it has widened when a run ends, and
-    the next run, of whatever it is, takes longer. before: is called before each step.
+    Of a part, the second of two runs counts. before: is called before each step.
     """
     times: dict[str, list[float]] = {"step": [], "host": [], **{name: [] for name in parts}}
     for _ in range(repeats):
@@ -232,16 +232,8 @@ def _time_in_turn(
         times["step"].append(result.device_seconds)
         times["host"].append(result.host_seconds)
         for name, run in parts.items():
-            run()
-            started = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - started)
+            times[name].append(second_run(run))
     return {name: 1e3 * statistics.median(values) for name, values in times.items()}
-
-
-def _prefilling(llm: LLM) -> bool:
-    state = llm.engine.scheduler_state
-    return bool(state.waiting) or any(n - c > 1 for n, c in zip(*state.running[1:], strict=True))
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
@@ -274,31 +266,17 @@ def show_prompts(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = bench_parser(__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument(
         "--prompts", type=int, nargs="*", default=[512], help="tokens of a prompt; none for none"
     )
     parser.add_argument("--context", type=int, default=253)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--weight-dtype")
-    parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
-    smallest = {
-        "batches": min(args.batches),
-        "prompts": min(args.prompts, default=1),
-        "context": args.context,
-        "repeats": args.repeats,
-    }
-    for name, value in smallest.items():
-        if value < 1:
-            parser.error(f"--{name} is {value}; it must be at least 1")
+    check_least(parser, args, batches=1, prompts=1, context=1, repeats=1)
     try:
         model = {
             "model": args.model,
@@ -312,9 +290,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     show(rows)
     show_prompts(prompts)
-    if args.json:
-        report = {"environment": environment(), "decodes": rows, "prompts": prompts}
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(args.json, {"decodes": rows, "prompts": prompts})
 
 
 if __name__ == "__main__":

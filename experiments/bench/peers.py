@@ -1,7 +1,7 @@
 """How fast is this engine compared with other engines, on the same requests in turn?
 
     python -m experiments.bench.peers            # configs/peers.yaml: transformers, on this Python
-    python -m experiments.bench.peers my_peers.yaml --file requests.json --json out.json --plot out.svg
+    python -m experiments.bench.peers my_peers.yaml --file requests.json --json out.json
 
 Workload W1: 64 requests at time 0, prompts of 16 to 256 and outputs of 16 to 128 random tokens,
 uniform; EOS ignored. Without `--file` its ids are drawn; with it they are read, [{"prompt": [ids],
@@ -17,7 +17,6 @@ of its passes.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -33,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.bench.harness import bench_parser
 from experiments.core import strict_yaml
 from experiments.core.environment import cpu_model, git_state, processor_time, stolen_share
 from experiments.core.workloads import Tokens, read_tokens
@@ -295,35 +295,8 @@ def show(rows: Sequence[Mapping[str, Any]], first: str) -> None:
         print(f"{r['ratio']:7.2f} {r['ratio_least']:7.2f} {r['ratio_most']:7.2f}")
 
 
-def plot(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Median tokens/s as bars, least and most as whiskers."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 0.6 + 0.45 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    medians = [r["tokens_per_s"] for r in rows]
-    spread = [
-        [r["tokens_per_s"] - r["least"] for r in rows],
-        [r["most"] - r["tokens_per_s"] for r in rows],
-    ]
-    axes.barh(
-        [r["contender"] for r in rows],
-        medians,
-        xerr=spread,
-        color=["#2b6cb0"] + ["#a0aec0"] * (len(rows) - 1),
-    )
-    axes.invert_yaxis()
-    axes.set_xlabel("output tokens per second: median, with the least and the most")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file)
-
-
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = bench_parser(__doc__, model=False)
     parser.add_argument("config", nargs="?", default=str(ROOT.parent / "configs" / "peers.yaml"))
     parser.add_argument("--file", help="a JSON list of requests instead of drawn ones")
     parser.add_argument("--requests", type=int, help="only so many of them")
@@ -334,8 +307,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--work", default="build/peers", help="folder for the checkpoint and the contenders' output"
     )
-    parser.add_argument("--json", help="write the figures to this file")
-    parser.add_argument("--plot", help="draw them into this file (.svg, .png)")
     args = parser.parse_args(argv)
     if args.repeats < 1 or (args.requests is not None and args.requests < 1):
         parser.error("--repeats and --requests must be at least 1")
@@ -380,9 +351,7 @@ def main(argv: list[str] | None = None) -> int:
             "same_tokens": shares,
             "rows": rows,
         }
-        Path(args.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    if args.plot:
-        plot(rows, Path(args.plot))
+        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -11,8 +11,6 @@ from then until process 1 has it, over a socket on this machine.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import socket
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ from statistics import median
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
-from experiments.core.environment import environment
+from experiments.bench.harness import bench_parser, write_report
 from pagedjax.host import scheduler
 from pagedjax.host.event_log import Commit, Schedule
 from pagedjax.host.policies import FCFS
@@ -98,14 +96,9 @@ def receive(address: tuple[str, int], runs: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = bench_parser(__doc__, model=False)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--json", help="a file for the numbers and the environment")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -122,9 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{costs.sequences:9}" + "".join(f"{value:9.1f}" for value in costs[1:]))
         connection.close()
         process.join(30)
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"rows": rows, "environment": environment(device=False)}, file, indent=1)
+    write_report(options.json, {"rows": rows}, device=False)
 
 
 if __name__ == "__main__":

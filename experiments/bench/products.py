@@ -10,12 +10,9 @@ each token uses 8, beside 8 experts which all tokens use. Both have the same ope
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +20,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from experiments.core.environment import environment
+from experiments.bench.harness import (
+    bench_parser,
+    check_least,
+    in_turn,
+    second_run,
+    write_report,
+)
 from pallas_kernels.linear import IMPLS, Matrix, Norm, linear
 
 HIDDEN = 576
@@ -80,19 +83,13 @@ def layers(impl: str, dtype: str) -> Callable[..., jax.Array]:
 def time_in_turn(
     contenders: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], repeats: int
 ) -> dict[str, float]:
-    """Time the contenders in turn. Returns the median seconds of each.
+    """Time the contenders in turn. Returns the median seconds of each."""
 
-    Each runs twice in its turn, and the second run counts. XLA frees what it has widened when it
-    ends, hundreds of MB, and so the next run, whatever it is, takes up to four times as long.
-    """
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(repeats):
-        for name, (run, arguments) in contenders.items():
-            jax.block_until_ready(run(*arguments))
-            start = time.perf_counter()
-            jax.block_until_ready(run(*arguments))
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
+    def timed(run: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
+        return second_run(lambda: jax.block_until_ready(run(*arguments)))
+
+    runs = {name: partial(timed, *contender) for name, contender in contenders.items()}
+    return {name: statistics.median(times) for name, times in in_turn(runs, repeats).items()}
 
 
 def measure_layers(
@@ -162,11 +159,7 @@ def measure_experts(tokens: Sequence[int], repeats: int) -> list[dict[str, Any]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = bench_parser(__doc__, model=False)
     dtypes = ("float32", "bfloat16", "int8")
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512])
@@ -179,15 +172,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="tokens of a mixture; none for none",
     )
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
-    for name, value in (
-        ("tokens", min(args.tokens)),
-        ("experts", min(args.experts, default=1)),
-        ("repeats", args.repeats),
-    ):
-        if value < 1:
-            parser.error(f"--{name} is {value}; it must be at least 1")
+    check_least(parser, args, tokens=1, experts=1, repeats=1)
     rows = []
     print("dtype     tokens  impl            ms    GFLOP/s   GB/s of weights")
     for dtype in args.dtypes:
@@ -201,9 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{row['tokens']} tokens, 8 of 64 experts {row['ms_of_64']:.1f} ms, "
             f"8 of 8 {row['ms_of_8']:.1f} ms: {row['ratio']:.2f}"
         )
-    if args.json:
-        figures = {"where": environment(), "layers": rows, "experts": experts}
-        Path(args.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write_report(args.json, {"layers": rows, "experts": experts}, place="where")
 
 
 if __name__ == "__main__":

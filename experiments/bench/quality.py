@@ -25,16 +25,14 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.core.environment import environment
+from experiments.bench.harness import bench_parser, markdown, prefilling, write_report
 from pagedjax import LLM, EngineConfig, SamplingParams
 from pagedjax.device.cache import TOKEN_BYTES
-from pagedjax.weights.pretrained import DEFAULT_MODEL
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "as it is": {},
@@ -122,9 +120,7 @@ def decode_seconds(engines: Sequence[LLM], windows: Sequence[list[int]], steps: 
         llm.engine.reset()
         for i, window in enumerate(windows[:TOGETHER]):
             llm.engine.add(str(i), window, params)
-        while llm.engine.scheduler_state.waiting or any(
-            n - c > 1 for n, c in zip(*llm.engine.scheduler_state.running[1:], strict=True)
-        ):
+        while prefilling(llm):
             llm.engine.step()
     times: list[list[float]] = [[] for _ in engines]
     for _ in range(steps):
@@ -188,20 +184,23 @@ def row_of(name: str, llm: LLM, reading: Reading, first: Reading, seconds: float
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [
-        "| | perplexity | difference, nats | same best | same greedy "
-        "| weights, MiB | cache, B a token | step |"
-    ]
-    lines += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
-    for r in rows:
-        shares = f"{100 * r.same_best:.1f} % | {100 * r.same_greedy:.0f} %"
-        sizes = f"{r.weights / 2**20:.0f} | {r.cache:,}"
-        step = r.step / rows[0].step
-        lines.append(
-            f"| {r.name} | {r.perplexity:.3f} | {r.difference:.4f} | {shares} | {sizes} | "
-            f"{step:.2f} |"
+    columns = (
+        "|perplexity|difference, nats|same best|same greedy|weights, MiB|cache, B a token|step"
+    )
+    cells = (
+        (
+            row.name,
+            f"{row.perplexity:.3f}",
+            f"{row.difference:.4f}",
+            f"{100 * row.same_best:.1f} %",
+            f"{100 * row.same_greedy:.0f} %",
+            f"{row.weights / 2**20:.0f}",
+            f"{row.cache:,}",
+            f"{row.step / rows[0].step:.2f}",
         )
-    return "\n".join(lines)
+        for row in rows
+    )
+    return markdown(columns.split("|"), cells)
 
 
 def kv_policy(text: str) -> Any:
@@ -222,12 +221,7 @@ def kv_policy(text: str) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser = bench_parser(__doc__)
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="the default is the device's"
     )
@@ -243,7 +237,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="JSON",
         help="one more row, by its KV policy",
     )
-    parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
     if min(args.windows, args.steps, args.length - 1) < 1:
         parser.error("--windows and --steps must be at least 1, and --length at least 2")
@@ -258,15 +251,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         # the model is missing, or a length is beyond the model or the text
         parser.error(str(error))
     print(table(rows))
-    if args.json:
-        sizes = {
-            "windows": args.windows,
-            "length": args.length,
-            "steps": args.steps,
-            "model": args.model,
-        }
-        report = {"environment": environment(), **sizes, "rows": [row._asdict() for row in rows]}
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    sizes = {name: getattr(args, name) for name in ("windows", "length", "steps", "model")}
+    write_report(args.json, {**sizes, "rows": [row._asdict() for row in rows]})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@ measured?
 
     python -m experiments.bench.scale [--json out.json]         # prints the section for results/README.md
     python -m experiments.bench.scale --show out.json             # the same section from kept figures
-    python -m experiments.bench.scale --layers 1 2 4 --steps 5    # other values, fewer steps
     python -m experiments.bench.scale --quick                     # a tiny model, as a test of the program
 
 One factor at a time varies around a base shape, a Llama of random weights in float32. The
@@ -30,7 +29,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +38,7 @@ import jax
 import numpy as np
 from immutables import Map
 
+from experiments.bench.harness import bench_parser
 from experiments.bench.lower_bounds import read_weights, weight_products, weights_of
 from experiments.bench.peers import STOLEN
 from experiments.bench.random_llama import random_model
@@ -356,58 +356,26 @@ def points(setup: Setup) -> list[Shape]:
 # --- the command ----------------------------------------------------------------------------------
 
 
-def with_values(
-    setup: Setup, values: Mapping[str, Sequence[int] | None], steps: int, free: int | None
-) -> Setup:
-    """The setup with other values of some factors, ascending, and a rotary table for the longest
-    context.
+def checked(setup: Setup, steps: int, free: int | None) -> Setup:
+    """The setup with a rotary table for the longest context.
 
     Args:
         free: free bytes of the device; None if not known.
 
     Raises:
-        ValueError: a value cannot be measured, or shows no growth; the message has the limit and a
-        remedy.
+        ValueError: there is no room for so many steps, or for a point; the message has the limit.
     """
     if not 1 <= steps <= MOST_STEPS:
         raise ValueError(
             f"--steps is {steps}; a sequence has room for {MOST_STEPS}: choose 1 to {MOST_STEPS}"
         )
-    new_values = dict(setup.values)
-    new_values.update(
-        {
-            name: tuple(sorted(set(numbers)))
-            for name, numbers in values.items()
-            if numbers is not None
-        }
-    )
-    for name, numbers in new_values.items():
-        smallest = min(numbers)
-        if smallest < 1:
-            raise ValueError(
-                f"--{name} has {smallest}; each value must be at least 1: leave it out"
-            )
-        if smallest == max(numbers):
-            raise ValueError(
-                f"--{name} has {smallest} only; growth needs at least 2 values: add another one"
-            )
-    shortest = WARM + steps // 2 + BLOCK // 2 + 2
-    if new_values["context"][0] < shortest:
-        raise ValueError(
-            f"--context has {new_values['context'][0]}; with {steps} steps it must be at least "
-            f"{shortest}: raise it, or lower --steps"
-        )
-    longest = max(new_values["context"][-1], setup.base.context) + ROOM
-    setup = Setup({**setup.body, "max_position_embeddings": longest}, setup.base, new_values)
+    longest = max(shape.context for shape in points(setup)) + ROOM
+    setup = setup._replace(body={**setup.body, "max_position_embeddings": longest})
     need, largest = max((needed_bytes(shape, setup.body), shape) for shape in points(setup))
     if free is not None and need > free:
-        factor = next(
-            (f for f in Shape._fields if getattr(largest, f) != getattr(setup.base, f)), "context"
-        )
         raise ValueError(
-            f"--{factor} has {getattr(largest, factor)}, which takes {memory.size(need)}, and "
-            f"{memory.size(free)} are "
-            f"free; lower it, or free some memory"
+            f"{largest} takes {memory.size(need)}, and {memory.size(free)} are free; free some "
+            "memory"
         )
     return setup
 
@@ -431,31 +399,12 @@ def read_figures(path: Path) -> dict[str, Any]:
     return figures
 
 
-def command(args: argparse.Namespace) -> str:
-    """The command that measures these figures again."""
-    words = ["python -m experiments.bench.scale", *["--quick"] * args.quick]
-    for name in (*Shape._fields, "steps"):
-        value = getattr(args, name)
-        if value is not None:
-            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return " ".join(words)
-
-
 def scale_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    for factor in Shape._fields:
-        parser.add_argument(
-            f"--{factor}", type=int, nargs="+", help="values to measure", metavar="N"
-        )
+    parser = bench_parser(__doc__, model=False)
     parser.add_argument(
         "--steps", type=int, help="decode steps timed at each point (15; 3 with --quick)"
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model and few points")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument(
         "--show",
         type=Path,
@@ -476,11 +425,12 @@ def main(argv: list[str] | None = None) -> int:
                     f"--json is {args.json}, in a folder that does not exist; make it first"
                 )
             steps = (3 if args.quick else 15) if args.steps is None else args.steps
-            values = {factor: getattr(args, factor) for factor in Shape._fields}
             device = memory.read(jax.devices()[0])
             free = device.free if device.total else None
-            setup = with_values(QUICK if args.quick else FULL, values, steps, free)
-            figures = {"command": command(args), **run(setup, steps)}
+            setup = checked(QUICK if args.quick else FULL, steps, free)
+            words = ["--quick"] * args.quick + ["--steps", str(args.steps)] * bool(args.steps)
+            command = " ".join(["python -m experiments.bench.scale", *words])
+            figures = {"command": command, **run(setup, steps)}
     except ValueError as error:
         parser.error(str(error))
     if args.json:

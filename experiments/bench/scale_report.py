@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.bench.harness import markdown
 from experiments.bench.scale_calculated import DTYPE, Paper, Rates, roofline
 from pagedjax.device import memory
 
@@ -89,12 +90,11 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], float]] = {
 
 
 def table(factor: str, points: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        [f"{point[factor]:,}", *(number(value(point)) for value in COLUMNS.values())]
+    rows = (
+        (f"{point[factor]:,}", *(number(value(point)) for value in COLUMNS.values()))
         for point in points
-    ]
-    lines = ["| " + " | ".join(cells) + " |" for cells in ([factor, *COLUMNS], *rows)]
-    return "\n".join([lines[0], "|" + "---:|" * (1 + len(COLUMNS)), *lines[1:]])
+    )
+    return markdown((factor, *COLUMNS), rows, texts=0)
 
 
 def growth(factor: str, points: Sequence[Mapping[str, Any]]) -> str:

@@ -40,6 +40,7 @@ from statistics import mean, median, quantiles
 from time import perf_counter
 from typing import NamedTuple
 
+from experiments.bench.harness import aligned, check_least
 from experiments.core.workloads import branch_ids
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
@@ -328,8 +329,7 @@ def table(timings: Sequence[Timing]) -> str:
         (*Timing._fields, ""),
         *((*map(str, t), "" if met[t.load] else "MISSED") for t in timings),
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, row, widths)).rstrip() for row in rows)
+    return aligned(rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -357,9 +357,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.seqs < BRANCHES:
         parser.error(f"--seqs is {args.seqs}; a request of {BRANCHES} branches needs as many")
-    for name in ("blocks", "block_size", "measure"):
-        if (value := getattr(args, name)) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    check_least(parser, args, blocks=1, block_size=1, measure=1)
     try:
         config = sizes(args.seqs, args.blocks, args.block_size, args.measure)
         device = device_seconds(args.steps) if args.steps else None

@@ -13,7 +13,6 @@ round.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -24,15 +23,21 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.core.environment import environment
+from experiments.bench.harness import (
+    bench_parser,
+    cell,
+    in_turn,
+    markdown,
+    ratios,
+    seconds,
+    write_report,
+)
 from experiments.core.optional_imports import require
 from pagedjax import LLM, SamplingParams
-from pagedjax.weights.pretrained import DEFAULT_MODEL
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 ENGINE: dict[str, Any] = {"max_num_batched_tokens": 512, "max_num_seqs": 64, "max_model_len": 512}
@@ -47,11 +52,8 @@ def requests(count: int, vocabulary: int, seed: int = 0) -> list[tuple[list[int]
 
 def run_library(llm: LLM, work: Sequence[tuple[list[int], int]]) -> float:
     """Make a pass through `LLM.generate`. Returns its seconds."""
-    start = time.perf_counter()
-    llm.reset_prefix_cache()
     params = [replace(GREEDY, max_tokens=count) for _, count in work]
-    llm.generate([prompt for prompt, _ in work], params, use_tqdm=False)
-    return time.perf_counter() - start
+    return seconds(llm, [prompt for prompt, _ in work], params)
 
 
 async def over_http(url: str, work: Sequence[tuple[list[int], int]], stream: bool) -> float:
@@ -147,11 +149,8 @@ def measure(model: str, count: int, rounds: int, replicas: bool) -> dict[str, li
         for run in ways.values():
             run(work[:4])
         tokens = sum(n for _, n in work)
-        rates = {way: [] for way in ways}
-        for i in range(rounds):
-            for way in ways if i % 2 else reversed(ways):
-                rates[way].append(tokens / ways[way](work))
-    return rates
+        passes = in_turn({way: partial(run, work) for way, run in ways.items()}, rounds)
+    return {way: [tokens / each for each in times] for way, times in passes.items()}
 
 
 def _pass(url: str, stream: bool, work: Sequence[tuple[list[int], int]]) -> float:
@@ -159,45 +158,31 @@ def _pass(url: str, stream: bool, work: Sequence[tuple[list[int], int]]) -> floa
 
 
 def table(rates: dict[str, list[float]]) -> str:
-    lines = [
-        "| way | output tokens/s (low to high) | of the library's, round by round |",
-        "|---|---:|---:|",
-    ]
-    for way, values in rates.items():
-        ratios = [a / b for a, b in zip(values, rates["library"], strict=True)]
-        rate = f"{statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})"
-        lines.append(
-            f"| {way} | {rate} | {statistics.median(ratios):.3f} ({min(ratios):.3f} to "
-            f"{max(ratios):.3f}) |"
+    rows = [
+        (
+            way,
+            f"{statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})",
+            cell(ratios(values, rates["library"])),
         )
-    return "\n".join(lines)
+        for way, values in rates.items()
+    ]
+    columns = ("way", "output tokens/s (low to high)", "of the library's, round by round")
+    return markdown(columns, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser = bench_parser(__doc__)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--replicas", action="store_true", help="one engine behind an ingress too; needs ray"
     )
-    parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
     if args.requests < 1 or args.rounds < 1:
         parser.error("--requests and --rounds must be at least 1")
     rates = measure(args.model, args.requests, args.rounds, args.replicas)
     print(table(rates))
-    if args.json:
-        report: dict[str, Any] = {
-            "environment": environment(),
-            "requests": args.requests,
-            "output_tokens_per_s": rates,
-        }
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(args.json, {"requests": args.requests, "output_tokens_per_s": rates})
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
+from experiments.bench.harness import aligned, check_least
 from experiments.core.distributions import (
     AT_ONCE,
     Arrivals,
@@ -230,11 +231,7 @@ def table(rows: Sequence[Row]) -> str:
         paper = "-" if row.paper is None else f"{row.paper:.4g}"
         numbers = (f"{row.saved:.2f}", f"{row.error:.2f}", paper, str(row.steps))
         lines.append((row.dataset, str(row.n), row.lengths, *numbers))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )
+    return aligned(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -257,12 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--json", action="store_true", help="print one JSON object instead of a table"
     )
     args = parser.parse_args(arguments)
-    for name, value, minimum in (
-        ("requests", args.requests, BATCHES),
-        ("block-size", args.block_size, 1),
-    ):
-        if value < minimum:
-            parser.error(f"--{name} is {value}; it must be at least {minimum}")
+    check_least(parser, args, requests=BATCHES, block_size=1)
     try:
         arrivals = AT_ONCE if args.rate is None else Poisson("poisson", args.rate)
     except ValueError as error:

@@ -13,21 +13,26 @@ The first point of a sweep is run. The first round is a warm-up.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import resource
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from experiments.bench.in_turn import at_least_1, cell, rounds, share
+from experiments.bench.harness import (
+    at_least_1,
+    bench_parser,
+    cell,
+    markdown,
+    ratios,
+    rounds,
+    write_report,
+)
 from experiments.core import config
 from experiments.core.config import Point
 from experiments.core.drive import measure
 from experiments.core.engines import simulated
-from experiments.core.environment import environment
 
 WAYS = ("one by one", "together", "sums")
 
@@ -62,7 +67,7 @@ def _nameless(setting: str) -> str:
     return f"{key}={Path(value).name}" if key == "workload.file" else setting
 
 
-def points_of(config_file: Path, settings: Sequence[str], ways: Sequence[str]) -> dict[str, Point]:
+def points_of(config_file: Path, settings: Sequence[str]) -> dict[str, Point]:
     """The config's first point, by way.
 
     Raises:
@@ -74,48 +79,43 @@ def points_of(config_file: Path, settings: Sequence[str], ways: Sequence[str]) -
             f"{config_file} is not simulated, or has pools; "
             "give a config with `simulate` and no `pools`"
         )
-    return {way: with_records(point, way) for way in ways}
+    return {way: with_records(point, way) for way in WAYS}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = bench_parser(__doc__, model=False)
     parser.add_argument("config", type=Path)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--rounds", type=at_least_1, default=3)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     try:
-        points = points_of(args.config, args.set, args.ways)
+        points = points_of(args.config, args.set)
     except ValueError as error:
         parser.error(str(error))
-    about = facts(points[args.ways[-1]])
+    about = facts(points[WAYS[-1]])
     print(", ".join(f"{name} {value:,g}" for name, value in about.items()))
-    runs = {way: partial(seconds, points[way], way) for way in args.ways}
+    runs = {way: partial(seconds, point, way) for way, point in points.items()}
     seconds_by_way = rounds(runs, args.rounds)
-    shares = {way: share(seconds_by_way, args.ways[0], way) for way in args.ways[1:]}
-    print("| way | seconds of a processor, median and all | times as fast |\n|---|---:|---:|")
+    base = seconds_by_way[WAYS[0]]
+    shares = {way: ratios(base, seconds_by_way[way]) for way in WAYS[1:]}
+    rows = []
     for way, times in seconds_by_way.items():
         middle = sorted(times)[len(times) // 2]
         ratio = cell(shares[way]) if way in shares else ""
-        print(f"| {way} | {middle:.1f} ({', '.join(map(str, times))}) | {ratio} |")
+        rows.append((way, f"{middle:.1f} ({', '.join(map(str, times))})", ratio))
+    columns = ("way", "seconds of a processor, median and all", "times as fast")
+    print(markdown(columns, rows))
     peak_gib = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
     print(f"{peak_gib} GiB at most, all ways together")
-    if args.json:
-        report = {
-            "environment": environment(device=False),
-            "config": args.config.name,
-            "set": list(map(_nameless, args.set)),
-            **about,
-            "seconds": seconds_by_way,
-            "shares": shares,
-            "most_gib": peak_gib,
-        }
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    figures = {
+        "config": args.config.name,
+        "set": list(map(_nameless, args.set)),
+        **about,
+        "seconds": seconds_by_way,
+        "shares": shares,
+        "most_gib": peak_gib,
+    }
+    write_report(args.json, figures, device=False)
 
 
 if __name__ == "__main__":

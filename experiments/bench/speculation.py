@@ -19,23 +19,21 @@ sequence. The run fails if an engine's greedy tokens differ from the plain engin
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import json
 import statistics
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.core.environment import environment
+from experiments.bench.harness import bench_parser, in_turn, markdown, write_report
 from experiments.training.data import texts
 from pagedjax import LLM, SamplingParams
 from pagedjax.host.types import Verified
-from pagedjax.weights.pretrained import DEFAULT_MODEL, load_model
+from pagedjax.weights.pretrained import load_model
 
 FUNCTIONS: list[tuple[Callable[..., Any], str, str]] = [
     (textwrap.dedent, "text", "string"),
@@ -145,10 +143,7 @@ def measure(work: Workload, engines: dict[str, LLM], rounds: int) -> list[dict[s
     for name, llm in engines.items():
         if run(llm, work).tokens != expected:
             raise RuntimeError(f"{work.name}: {name} gave other tokens than the plain engine")
-    passes: dict[str, list[Pass]] = {name: [] for name in engines}
-    for _ in range(rounds):
-        for name, llm in engines.items():
-            passes[name].append(run(llm, work))
+    passes = in_turn({name: partial(run, llm, work) for name, llm in engines.items()}, rounds)
     rows = []
     for name, engine_passes in passes.items():
         ratios = [
@@ -173,29 +168,19 @@ def measure(work: Workload, engines: dict[str, LLM], rounds: int) -> list[dict[s
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        "| workload | engine | output tokens/s | times as fast | accepted | tokens a step with "
-        "drafts |"
-    ]
-    lines += ["|---|---|---:|---:|---:|---:|"]
+    lines = []
     for row in rows:
         ratio = f"{row['ratio']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
         share = "" if row["accepted"] is None else f"{100 * row['accepted']:.0f} %"
         tokens = "" if row["tokens_a_step"] is None else f"{row['tokens_a_step']:.2f}"
-        lines.append(
-            f"| {row['workload']} | {row['engine']} | {row['tokens_per_s']:.1f} | {ratio} | "
-            f"{share} | {tokens} |"
-        )
-    return "\n".join(lines)
+        rate = f"{row['tokens_per_s']:.1f}"
+        lines.append((row["workload"], row["engine"], rate, ratio, share, tokens))
+    columns = "workload|engine|output tokens/s|times as fast|accepted|tokens a step with drafts"
+    return markdown(columns.split("|"), lines, texts=2)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser = bench_parser(__doc__)
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="the default is the device's"
     )
@@ -212,7 +197,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--workloads", nargs="+", choices=("edit", "prose", "w1"), default=("edit", "prose", "w1")
     )
-    parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
     if min(args.rounds, args.output) < 1:
         parser.error("--rounds and --output must be at least 1")
@@ -230,16 +214,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(table(rows[-len(engines) :]), flush=True)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    if args.json:
-        report = {
-            "environment": environment(),
-            "rounds": args.rounds,
-            "tokens": args.tokens,
-            "model": args.model,
-        }
-        Path(args.json).write_text(
-            json.dumps(report | {"rows": rows}, indent=1) + "\n", encoding="utf-8"
-        )
+    settings = {"rounds": args.rounds, "tokens": args.tokens, "model": args.model}
+    write_report(args.json, settings | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.bench.harness import bench_parser, check_least
 from experiments.bench.peers import STOLEN
 from experiments.core.environment import cpu_model, git_state, processor_time, stolen_share
 from pagedjax import cli
@@ -296,26 +297,19 @@ def valid_runs(runs: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
 
 
 def startup_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--model", default="smollm2-135m", help="as in LLM(model=...)")
+    parser = bench_parser(__doc__)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--kinds", nargs="+", choices=[*KINDS, *COMMANDS], default=list(KINDS))
     parser.add_argument(
         "--repeats", type=int, default=3, help="processes of each kind, cold and warm"
     )
-    parser.add_argument("--json", help="write the figures to this file")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = startup_parser()
     args = parser.parse_args(argv)
-    if args.repeats < 1:
-        parser.error(f"--repeats is {args.repeats}; it must be at least 1")
+    check_least(parser, args, repeats=1)
     try:
         runs = measure(args.model, args.kinds, args.dtype, args.repeats)
     except RuntimeError as error:
@@ -339,9 +333,7 @@ def main(argv: list[str] | None = None) -> int:
             "cores": os.cpu_count(),
             "model": args.model,
         }
-        Path(args.json).write_text(
-            json.dumps({**facts, "runs": runs}, indent=1) + "\n", encoding="utf-8"
-        )
+        args.json.write_text(json.dumps({**facts, "runs": runs}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -16,18 +16,22 @@ what that takes.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
-from experiments.core.environment import environment
+from experiments.bench.harness import (
+    bench_parser,
+    cell,
+    in_turn,
+    markdown,
+    ratios,
+    write_report,
+)
 from pagedjax import LLM, SamplingParams, StructuredOutputsParams
 from pagedjax.engine import token_masks
-from pagedjax.weights.pretrained import DEFAULT_MODEL
 
 
 def item(**text: Any) -> dict[str, Any]:
@@ -100,35 +104,25 @@ def measure(llm: LLM, name: str, requests: int, tokens: int, rounds: int) -> dic
     bound = SamplingParams(**options, structured_outputs=form)
     for params in (free, bound):  # caches and the first step of each size
         run(llm, prompts, params)
-    passes = [(run(llm, prompts, free), run(llm, prompts, bound)) for _ in range(rounds)]
-    ratios = [
-        with_form.tokens_per_second / without_form.tokens_per_second
-        for without_form, with_form in passes
-    ]
+    runs = {"free": partial(run, llm, prompts, free), "bound": partial(run, llm, prompts, bound)}
+    passes = in_turn(runs, rounds)
+    rates = {name: [each.tokens_per_second for each in passes[name]] for name in runs}
     return {
         "form": name,
         "requests": requests,
         "tokens": tokens,
-        "free": [round(without_form.tokens_per_second, 1) for without_form, _ in passes],
-        "bound": [round(with_form.tokens_per_second, 1) for _, with_form in passes],
-        "ratio": round(statistics.median(ratios), 3),
-        "ratios": [round(ratio, 3) for ratio in ratios],
-        "mask_share": round(statistics.median(with_form.mask_share for _, with_form in passes), 4),
+        **{name: [round(rate, 1) for rate in rates[name]] for name in runs},
+        **ratios(rates["bound"], rates["free"]),
+        "mask_share": round(statistics.median(each.mask_share for each in passes["bound"]), 4),
         "compile_seconds": round(compile_seconds, 4),
     }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     sizes = {
         "max_num_seqs": args.requests,
@@ -137,24 +131,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     llm = LLM(args.model, progress=False, compilation="eager", **sizes)
     figures = [measure(llm, name, args.requests, args.tokens, args.rounds) for name in ITEMS]
-    print(
-        "| form | output tokens/s without / with | ratio | time in masks | compile, ms "
-        "|\n|---|---:|---:|---:|---:|"
-    )
+    rows = []
     for figure in figures:
         free, bound = (statistics.median(figure[name]) for name in ("free", "bound"))
-        ratio = (
-            f"{figure['ratio']:.3f} ({min(figure['ratios']):.3f} to {max(figure['ratios']):.3f})"
-        )
-        shares = f"{100 * figure['mask_share']:.1f} % | {1e3 * figure['compile_seconds']:.0f}"
-        print(f"| {figure['form']} | {free:.0f} / {bound:.0f} | {ratio} | {shares} |")
-    if args.json:
-        args.json.write_text(
-            json.dumps(
-                {"environment": environment(), "model": args.model, "forms": figures}, indent=1
-            )
-            + "\n"
-        )
+        mask_share = f"{100 * figure['mask_share']:.1f} %"
+        milliseconds = f"{1e3 * figure['compile_seconds']:.0f}"
+        rates = f"{free:.0f} / {bound:.0f}"
+        rows.append((figure["form"], rates, cell(figure), mask_share, milliseconds))
+    columns = "form|output tokens/s without / with|ratio|time in masks|compile, ms"
+    print(markdown(columns.split("|"), rows))
+    write_report(args.json, {"model": args.model, "forms": figures})
 
 
 if __name__ == "__main__":

@@ -2,19 +2,22 @@
 free; and one measured run of a point.
 
 `drive` runs an engine on a device. `replicas.drive_replicas` runs simulated engines behind a
-router, one of them without a choice, and `pools.drive_pools` those of two pools.
+router, one of them without a choice, and `pools.drive_pools` those of two pools. All three have one
+loop of events (fleet.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments.core import metrics
 from experiments.core.config import Experiment, Point, Replicas
+from experiments.core.fleet import Source, run_events
 from experiments.core.metrics import StepSums, TokenSums
 from experiments.core.pools import OF_ONE_ENGINE, drive_pools, pools_summary
 from experiments.core.records import (
@@ -22,12 +25,13 @@ from experiments.core.records import (
     RequestRecorder,
     StepRecord,
     StepRecorder,
+    Transfer,
     request_records,
     step_records,
 )
 from experiments.core.replicas import Present, StepLoad, by_end, drive_replicas, replicas_summary
 from experiments.core.submit import LONGEST_SLEEP, Engine, Sender, submit, with_arrivals
-from experiments.core.totals import Totals
+from experiments.core.totals import StepTotals, TokenCounts
 from experiments.core.workloads import WorkItem, Workload, build
 from experiments.simulation.spans import DecodeSpan
 from pagedjax import routing
@@ -70,17 +74,24 @@ def drive(
     sender = Sender(items, sampling, clients)
     results: list[StepResult] = []
     start = clock()
-    while sender.has_unsent or engine.has_work:
-        while (arrival := sender.next) is not None and arrival <= clock() - start:
-            submit(engine, *sender.send())
-        result = engine.step() if engine.has_work else None
-        if result is not None:
-            results.append(result)
-            sender.end_branches(result, result.finished - start)
-        elif arrival is not None:
+
+    def send() -> None:
+        arrival = sender.next()
+        while clock() - start < arrival:
             sleep(min(max(start + arrival - clock(), 0.0), LONGEST_SLEEP))
-        else:
+        submit(engine, *sender.send())
+
+    def next_step() -> float:
+        return clock() - start if engine.has_work else math.inf
+
+    def step() -> None:
+        result = engine.step()
+        if result is None:
             raise RuntimeError("the engine has work but makes no step: its scheduler is stuck")
+        results.append(result)
+        sender.end_branches(result, result.finished - start)
+
+    run_events(Source(sender.next, send), Source(next_step, step))
     return start, results
 
 
@@ -142,60 +153,100 @@ def _full_recording(requests: list[RequestRecord], steps: list[StepRecord]) -> R
     return Recording(requests, steps, step_sums, metrics.token_sums(requests), steps)
 
 
+class Recorder:
+    """The records of several engines, made after each step: what a driver calls."""
+
+    def __init__(
+        self,
+        engines: Sequence[Any],
+        items: Sequence[WorkItem],
+        branches: int,
+        *,
+        sums: bool = False,
+    ) -> None:
+        """sums: in place of a record of each step and the times of each token (totals.py)."""
+        self._recorders = [
+            StepRecorder(0.0, engine.config.block_size, engine.scheduler_state.config, replica)
+            for replica, engine in enumerate(engines)
+        ]
+        self._steps: list[list[StepRecord]] = [[] for _ in engines]
+        self._step_totals = StepTotals(len(engines)) if sums else None
+        self._token_counts = TokenCounts() if sums else None
+        self.requests = RequestRecorder(items, 0.0, branches, self._token_counts)
+
+    def step(self, replica: int, result: StepResult) -> None:
+        self.requests.add(result)
+        record = self._recorders[replica].record(result)
+        if self._step_totals:
+            self._step_totals.add(record)
+        else:
+            self._steps[replica].append(record)
+
+    def span(self, replica: int, span: DecodeSpan) -> None:
+        self.requests.add_span(span)
+        recorder = self._recorders[replica]
+        if self._step_totals:
+            self._step_totals.add_span(replica, span, recorder.count_span(span))
+        else:
+            self._steps[replica] += recorder.record_span(span)
+
+    def drop_branch(self, replica: int, branch_id: str) -> None:
+        self._recorders[replica].drop_branch(branch_id)
+
+    def recording(
+        self,
+        replicas: Mapping[str, int],
+        transfers: Mapping[str, Sequence[Transfer]] | None = None,
+    ) -> Recording:
+        """The records of the run. Args: see `RequestRecorder.records`."""
+        requests = self.requests.records(replicas, transfers)
+        if not (self._step_totals and self._token_counts):
+            return _full_recording(requests, by_end(self._steps))
+        totals = self._step_totals
+        token_sums = self._token_counts.sums()
+        return Recording(requests, [], totals.sums(), token_sums, totals.replicas)
+
+
 def _record_run(
     llm: Any, engines: Sequence[Any], experiment: Experiment, workload: Workload
 ) -> Recording:
-    if experiment.pools:
-        return _record_pools(llm, experiment, workload)
-    if experiment.simulate is None:
-        return _record_device(llm.engine, experiment, workload)
-    return _record_replicas(engines, experiment, workload)
-
-
-def _record_device(engine: Any, experiment: Experiment, workload: Workload) -> Recording:
-    """Run the requests on a device. The records are made after the run."""
-    sampling = experiment.sampling
-    start, results = drive(engine, workload.items, sampling, clients=workload.clients)
-    steps = step_records(results, start, engine.config.block_size, engine.scheduler_state.config)
-    requests = request_records(results, workload.items, start, sampling.drawn().n)
-    return _full_recording(requests, steps)
-
-
-def _record_pools(llm: Any, experiment: Experiment, workload: Workload) -> Recording:
-    sampling = experiment.sampling
-    recorder = Recorder(llm.engines, workload.items, sampling.drawn().n)
-    prefill, decode = llm.fleets(routing.find)
-    placement = drive_pools(
-        prefill, decode, llm.link, workload.items, sampling, recorder, workload.clients
-    )
-    requests = recorder.requests.records(placement.prefill, placement.transfers)
-    return _full_recording(requests, by_end(recorder.steps))
-
-
-def _record_replicas(
-    engines: Sequence[Any], experiment: Experiment, workload: Workload
-) -> Recording:
-    sampling = experiment.sampling
     items = workload.items
+    sampling = experiment.sampling
+    branches = sampling.drawn().n
+    if experiment.simulate is None and not experiment.pools:
+        # on a device; the records are made after the run
+        engine = llm.engine
+        start, results = drive(engine, items, sampling, clients=workload.clients)
+        config = engine.scheduler_state.config
+        steps = step_records(results, start, engine.config.block_size, config)
+        return _full_recording(request_records(results, items, start, branches), steps)
+    recorder = Recorder(engines, items, branches, sums=experiment.records == "sums")
+    if experiment.pools:
+        pools = experiment.pools
+        placement = drive_pools(
+            llm.prefill.engines,
+            llm.decode.engines,
+            (routing.find(pools.prefill.router), routing.find(pools.decode.router)),
+            llm.link,
+            items,
+            sampling,
+            recorder,
+            workload.clients,
+        )
+        return recorder.recording(placement.prefill, placement.transfers)
     options = experiment.replicas or Replicas(router=routing.ROUND_ROBIN.name)
     known_blocks = options.known_blocks
-    if known_blocks is None:
-        known_blocks = engines[0].config.num_blocks
-    router = routing.find(options.router)
-    present = Present(options.count, options.changes)
-    if experiment.records == "sums":
-        totals = Totals(engines, items, sampling.drawn().n)
-        replicas = drive_replicas(
-            engines, router, known_blocks, items, sampling, totals, workload.clients, present
-        )
-        requests = totals.records(replicas)
-        return Recording(requests, [], totals.step_sums(), totals.token_sums(), totals.replicas)
-    recorder = Recorder(engines, items, sampling.drawn().n)
-    present = present._replace(forget_request=recorder.requests.forget_request)
     replicas = drive_replicas(
-        engines, router, known_blocks, items, sampling, recorder, workload.clients, present
+        engines,
+        routing.find(options.router),
+        engines[0].config.num_blocks if known_blocks is None else known_blocks,
+        items,
+        sampling,
+        recorder,
+        workload.clients,
+        Present(options.count, options.changes, recorder.requests.forget_request),
     )
-    return _full_recording(recorder.requests.records(replicas), by_end(recorder.steps))
+    return recorder.recording(replicas)
 
 
 def _summary(
@@ -229,29 +280,6 @@ def _summary(
         summary |= dict.fromkeys(OF_ONE_ENGINE)
         summary["pools"] = pools_summary(requests, recording.steps, counts, duration)
     return summary
-
-
-class Recorder:
-    """The records of several engines, made after each step."""
-
-    def __init__(self, engines: Sequence[Any], items: Sequence[WorkItem], branches: int) -> None:
-        self.requests = RequestRecorder(items, 0.0, branches)
-        self.steps: list[list[StepRecord]] = [[] for _ in engines]
-        self._recorders = [
-            StepRecorder(0.0, engine.config.block_size, engine.scheduler_state.config, replica)
-            for replica, engine in enumerate(engines)
-        ]
-
-    def step(self, replica: int, result: StepResult) -> None:
-        self.requests.add(result)
-        self.steps[replica].append(self._recorders[replica].record(result))
-
-    def span(self, replica: int, span: DecodeSpan) -> None:
-        self.requests.add_span(span)
-        self.steps[replica] += self._recorders[replica].record_span(span)
-
-    def drop_branch(self, replica: int, branch_id: str) -> None:
-        self._recorders[replica].drop_branch(branch_id)
 
 
 def check_lengths(items: Sequence[WorkItem], limit: int) -> None:

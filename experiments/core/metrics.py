@@ -24,7 +24,7 @@ import numpy as np
 
 from experiments.core import speculation
 from experiments.core.config import Slo
-from experiments.core.records import RequestRecord, StepRecord
+from experiments.core.records import Counts, RequestRecord, StepRecord
 from pagedjax.load_client.summary import spread
 
 
@@ -35,21 +35,9 @@ class StepSums(NamedTuple):
 
     count: int
     end: float
-    seconds: float
-    tokens: int
-    padded: int
-    blocks_used: int
     most_used: int
     num_blocks: int
-    listed: int
-    held_tokens: int
-    hit: int
-    admitted: int
-    preempted: int
-    compilations: int
-    drafts: int
-    accepted: int
-    decodes: int
+    sums: Counts
     step_s: dict[str, Any]
     device_s: dict[str, Any]
     host_s: dict[str, Any]
@@ -73,19 +61,9 @@ def step_sums(steps: Sequence[StepRecord]) -> StepSums:
     return StepSums(
         count=len(steps),
         end=steps[-1].started + steps[-1].seconds,
-        seconds=sum(step.seconds for step in steps),
-        tokens=sum(step.tokens for step in steps),
-        padded=sum(step.padded_tokens for step in steps),
-        blocks_used=sum(step.blocks_used for step in steps),
         most_used=max(step.blocks_used for step in steps),
         num_blocks=max(step.num_blocks for step in steps),
-        listed=sum(step.blocks_listed for step in steps),
-        held_tokens=sum(step.held_tokens for step in steps),
-        hit=sum(step.hit_tokens for step in steps),
-        admitted=sum(step.admitted_tokens for step in steps),
-        preempted=sum(step.preempted for step in steps),
-        compilations=sum(step.compilations for step in steps),
-        **speculation.sums(steps)._asdict(),
+        sums=Counts(*(sum(getattr(step, name) for step in steps) for name in Counts._fields)),
         step_s=spread(step.seconds for step in steps),
         device_s=spread(step.device_seconds for step in steps),
         host_s=spread(step.host_seconds for step in steps),
@@ -143,8 +121,12 @@ def summary(
     branches = [branch for request in requests for branch in request.branches]
     prompt = sum(request.prompt_tokens for request in finished)
     reasons = [branch.finish_reason for branch in branches if branch.finish_reason is not None]
-    slots = steps.blocks_used * block_size
-    drafts = {"speculation": speculation.summary(steps)} if speculates else {}
+    sums = steps.sums
+    slots = sums.blocks_used * block_size
+    drafts = {}
+    if speculates:
+        counts = speculation.DraftCounts(sums.drafts, sums.accepted, sums.decodes)
+        drafts = {"speculation": speculation.summary(counts)}
     return {
         "duration_s": duration,
         "requests": len(requests),
@@ -167,19 +149,19 @@ def summary(
         "step_s": steps.step_s,
         "device_s": steps.device_s,
         "host_s": steps.host_s,
-        "between_steps_s": replicas * duration - steps.seconds,
+        "between_steps_s": replicas * duration - sums.seconds,
         "sequences_per_step": steps.per_step,
-        "tokens_computed": steps.tokens,
-        "tokens_padded": steps.padded,
-        "padding_share": _missing_part(steps.tokens, steps.padded),
+        "tokens_computed": sums.tokens,
+        "tokens_padded": sums.padded_tokens,
+        "padding_share": _missing_part(sums.tokens, sums.padded_tokens),
         "blocks_total": steps.num_blocks,
         "blocks_used": {"mean": slots / block_size / steps.count, "peak": steps.most_used},
         "slots_used": {"mean": slots / steps.count, "peak": steps.most_used * block_size},
-        "fragmentation_share": _missing_part(steps.held_tokens, slots),
-        "blocks_saved_share": _missing_part(steps.blocks_used, steps.listed),
-        "prefix_hit_share": _part(steps.hit, steps.admitted),
-        "preemptions": steps.preempted,
-        "compilations": steps.compilations,
+        "fragmentation_share": _missing_part(sums.held_tokens, slots),
+        "blocks_saved_share": _missing_part(sums.blocks_used, sums.blocks_listed),
+        "prefix_hit_share": _part(sums.hit_tokens, sums.admitted_tokens),
+        "preemptions": sums.preempted,
+        "compilations": sums.compilations,
         **drafts,
         "goodput": goodput(requests, duration, slo or Slo()),
         "tokens_sha256": tokens.sha256,

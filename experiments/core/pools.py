@@ -5,10 +5,10 @@ goes on with them.
                                     |    its pages, over the link of this engine
     decode                          arrived -> waits for room -> adopted before a step -> finished
 
-One loop takes the events in the order of their times: pages that arrived, sequences that are
-released, arrivals of requests, steps of `decode`, steps of `prefill`; those at one time in this
-order. Each pool has a router (pagedjax/routing), which knows the ends in its pool up to the time at
-which it is asked. The transitions are those of the real engines (pagedjax/host/handover.py).
+Events happen in the order of their times: pages that arrived, sequences that are released, arrivals
+of requests, steps of `decode`, steps of `prefill`; those at one time in this order. Each pool has a
+router (pagedjax/routing), which knows the ends in its pool up to the time at which it is asked. The
+transitions are those of the real engines (pagedjax/host/handover.py).
 
 All pages of a sequence are sent, even those that `decode` has in its prefix cache. Its row in
 `prefill` is free once it is released; its blocks are not until it was adopted, so a full `decode`
@@ -19,20 +19,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any, NamedTuple, Protocol
 
 from experiments.core.config import Experiment
-from experiments.core.fleet import Fleet
-from experiments.core.pool_options import POOLS, Pool, of_pool
+from experiments.core.fleet import Fleet, Notes, Source, VirtualEngine, run_events
+from experiments.core.pool_options import POOLS, of_pool
 from experiments.core.records import RequestRecord, StepRecord, Transfer
-from experiments.core.replicas import VirtualEngine, replicas_summary
+from experiments.core.replicas import replicas_summary
 from experiments.core.submit import Sender, Unfinished, submit
 from experiments.core.workloads import WorkItem, branch_ids
 from experiments.simulation.simulate import Handover, SimulatedEngine, SimulatedLLM
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import HOLE, Finished, Request, StepResult
+from pagedjax.host.types import HOLE, Finished, Request
 from pagedjax.load_client.summary import spread
 from pagedjax.params import SamplingParams
 from pagedjax.routing import Router
@@ -85,26 +85,28 @@ class Placement(NamedTuple):
     transfers: Mapping[str, Sequence[Transfer]]
 
 
-class Notes(Protocol):
+class PoolNotes(Notes, Protocol):
     """What a driver calls with each step, and with each sequence that left between two steps."""
-
-    def step(self, replica: int, result: StepResult) -> None: ...
 
     def drop_branch(self, replica: int, branch_id: str) -> None: ...
 
 
 def drive_pools(
-    prefill: Fleet[PoolEngine],
-    decode: Fleet[PoolEngine],
+    prefill: Sequence[PoolEngine],
+    decode: Sequence[PoolEngine],
+    routers: tuple[Router, Router],
     link: Link,
     items: Sequence[WorkItem],
     sampling: SamplingParams,
-    notes: Notes,
+    notes: PoolNotes,
     clients: int | None = None,
 ) -> Placement:
     """Run `items` to their end, from time 0.
 
     Args:
+        prefill, decode: the engines of each pool.
+        routers: of `prefill` and of `decode`. Each knows as many hashes as an engine of its pool
+            has blocks.
         clients: of a closed loop; None: an open loop (see `Sender`).
 
     Raises:
@@ -112,23 +114,28 @@ def drive_pools(
             arrival.
         RuntimeError: sequences are left, and no engine can make a step.
     """
-    sender = Sender(items, sampling, clients)
-    run = _Run(prefill, decode, link, notes, sender)
-    while True:
-        next_sent = sender.next
-        arrival = math.inf if next_sent is None else next_sent
-        next_step = min(prefill.next, decode.next)
-        if run.moves and run.moves[0][0] <= min(arrival, next_step):
-            run.move()
-        elif next_sent is not None and arrival <= next_step:
-            run.submit(arrival, *sender.send())
-        elif decode.next <= prefill.next and decode.next < math.inf:
-            run.step_decode()
-        elif prefill.next < math.inf:
-            run.step_prefill()
-        else:
-            break
-    stuck = [engine for engine in (*prefill.engines, *decode.engines) if engine.has_work]
+    blocks = [pool[0].config.num_blocks for pool in (prefill, decode)]
+    assert blocks[0] is not None, "see `resolved`"
+    assert blocks[1] is not None, "see `resolved`"
+    # Steps are made one by one: sequences leave and enter between them.
+    prefills = Fleet(prefill, routers[0], blocks[0], notes, waits=True, looks_ahead=False)
+    decodes = Fleet(
+        decode,
+        routers[1],
+        blocks[1],
+        notes,
+        number=len(prefill),
+        name="engine {} of pools.decode",
+        looks_ahead=False,
+    )
+    run = _Run(prefills, decodes, link, notes, Sender(items, sampling, clients))
+    run_events(
+        Source(run.next_move, run.move),
+        Source(run.sender.next, run.send),
+        Source(decodes.next, run.step_decode),
+        Source(prefills.next, run.step_prefill),
+    )
+    stuck = [engine for engine in (*prefill, *decode) if engine.has_work]
     if stuck:
         raise RuntimeError(
             f"{len(stuck)} engines have work but make no step: their schedulers are stuck"
@@ -144,18 +151,18 @@ class _Run:
         prefill: Fleet[PoolEngine],
         decode: Fleet[PoolEngine],
         link: Link,
-        notes: Notes,
+        notes: PoolNotes,
         sender: Sender,
     ) -> None:
+        self.sender = sender
         self.prefills: dict[str, int] = {}  # request -> its engine of `prefill`
         self.transfers: dict[str, list[Transfer]] = {}
         # a heap: time, 0 for an arrival or 1 for a release, order, and the sequence
-        self.moves: list[tuple[float, int, int, Any]] = []
+        self._moves: list[tuple[float, int, int, Any]] = []
         self._prefill = prefill
         self._decode = decode
         self._link = link
         self._notes = notes
-        self._sender = sender
         self._num_moves = 0
         self._link_free = [0.0] * len(prefill.engines)  # seconds: when each link is free
         # by engine of `decode`, the sequences that wait for room there
@@ -165,8 +172,10 @@ class _Run:
         self._targets: dict[str, int] = {}  # request -> its engine of `decode`
         self._computing = Unfinished()
 
-    def submit(self, now: float, item: WorkItem, params: SamplingParams) -> None:
-        """Give a request that arrives to an engine of `prefill`."""
+    def send(self) -> None:
+        """Give the next request that arrives to an engine of `prefill`."""
+        now = self.sender.next()
+        item, params = self.sender.send()
         replica = self._prefill.route(item, params, now)
         self._prefill.wake(replica, now)
         engine = self._prefill.engines[replica]
@@ -192,11 +201,10 @@ class _Run:
         replica, result = self._prefill.step()
         if result is None:  # it waits until blocks are given back
             return
-        self._notes.step(replica, result)
         for event in result.events:
             if isinstance(event, Finished):
                 self._leave_prefill(event.request_id, replica, result.finished)
-        self._sender.end_branches(result, result.finished)
+        self.sender.end_branches(result, result.finished)
         engine = self._prefill.engines[replica]
         for name in engine.prefilled():
             request_id = self._leave_prefill(name, replica, result.finished)
@@ -214,12 +222,16 @@ class _Run:
         return self._branches.pop(branch)
 
     def _push(self, time: float, kind: int, sequence: Any) -> None:
-        heappush(self.moves, (time, kind, self._num_moves, sequence))
+        heappush(self._moves, (time, kind, self._num_moves, sequence))
         self._num_moves += 1
+
+    def next_move(self) -> float:
+        """When the next pages arrive, or the next sequence is released."""
+        return self._moves[0][0] if self._moves else math.inf
 
     def move(self) -> None:
         """Handle the next move: pages have arrived, or a sequence that was released is sent."""
-        now, kind, _, sequence = heappop(self.moves)
+        now, kind, _, sequence = heappop(self._moves)
         if kind == 0:
             self._arrived[sequence.target].append(sequence)
             self._decode.wake(sequence.target, now)
@@ -249,21 +261,16 @@ class _Run:
         In front of it the engine adopts the sequences that have arrived, in order, while it has
         room.
         """
-        now = self._decode.next
-        target = self._decode.next_replica
+        now = self._decode.next()
+        target = self._decode.next_replica()
         engine = self._decode.engines[target]
         arrived = self._arrived[target]
         while arrived and engine.adopt(arrived[0].handover):
             self._free_prefill_blocks(arrived.popleft(), now)
-        replica, result = self._decode.step()
-        if result is None:
-            raise RuntimeError(
-                f"engine {target} of pools.decode has work but makes no step: its scheduler is "
-                "stuck"
-            )
-        self._notes.step(replica + len(self._prefill.engines), result)
-        for request_id in self._sender.end_branches(result, result.finished):
-            self._decode.end_request(request_id, replica, result.finished)
+        _, result = self._decode.step()
+        assert result is not None, "`decode` neither waits nor looks ahead"
+        for request_id in self.sender.end_branches(result, result.finished):
+            self._decode.end_request(request_id, target, result.finished)
             del self._targets[request_id]
         if arrived:  # even if nothing runs there any more
             self._decode.wake(target, engine.now)
@@ -300,7 +307,6 @@ class PooledLLM:
         """Raises ValueError if the experiment cannot be simulated."""
         pools = experiment.pools
         assert pools is not None, "see `Experiment`"
-        self._pools = pools
         self.prefill, self.decode = (_pool_llm(experiment, name) for name in POOLS)
         self.engines: tuple[SimulatedEngine, ...] = self.prefill.engines + self.decode.engines
         self.engine = self.prefill.engine
@@ -308,18 +314,6 @@ class PooledLLM:
         self.startup: dict[str, float] = {}
         bandwidth = math.inf if pools.link_gb_s is None else 1e9 * pools.link_gb_s
         self.link = Link(self.prefill.block_bytes, bandwidth, pools.latency_s)
-
-    def fleets(self, find: Callable[[str], Router]) -> tuple[Fleet[PoolEngine], Fleet[PoolEngine]]:
-        """`prefill` and `decode` behind their routers.
-
-        Each router knows as many hashes as an engine of its pool has blocks.
-        """
-
-        def fleet(pool: Pool, llm: SimulatedLLM) -> Fleet[PoolEngine]:
-            assert llm.engine.config.num_blocks is not None, "see `resolved`"
-            return Fleet(llm.engines, find(pool.router), llm.engine.config.num_blocks)
-
-        return fleet(self._pools.prefill, self.prefill), fleet(self._pools.decode, self.decode)
 
 
 def _pool_llm(experiment: Experiment, name: str) -> SimulatedLLM:

@@ -8,9 +8,10 @@ then on.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -154,6 +155,24 @@ class StepRecord(NamedTuple):
     replica: int = 0
 
 
+class Counts(NamedTuple):
+    """The numbers of a `StepRecord` that are summed over steps."""
+
+    seconds: float
+    tokens: int
+    padded_tokens: int
+    blocks_used: int
+    blocks_listed: int
+    held_tokens: int
+    hit_tokens: int
+    admitted_tokens: int
+    preempted: int
+    compilations: int
+    drafts: int
+    accepted: int
+    decodes: int
+
+
 class SpanColumns(NamedTuple):
     """Counts of consecutive steps, int64 [steps]; see `StepRecord`."""
 
@@ -163,21 +182,54 @@ class SpanColumns(NamedTuple):
     context: np.ndarray
 
 
+class TokenTimes:
+    """The times and the ids of all tokens, by branch."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, list[float]] = defaultdict(list)
+        self._tokens: dict[str, list[int]] = defaultdict(list)
+
+    def add(self, names: Sequence[str], token_ids: Sequence[int], time: float) -> None:
+        """Add the tokens of a step. A branch with several tokens is there as often."""
+        for name, token in zip(names, token_ids, strict=True):
+            self._times[name].append(time)
+            self._tokens[name].append(token)
+
+    def add_span(self, span: DecodeSpan, times: np.ndarray) -> None:
+        """Add a token of each sequence at each of these times."""
+        seconds = times.tolist()
+        for seq, tokens in zip(span.seqs, span.tokens, strict=True):
+            self._times[seq.request_id] += seconds
+            self._tokens[seq.request_id] += tokens
+
+    def forget(self, name: str) -> None:
+        self._times.pop(name, None)
+        self._tokens.pop(name, None)
+
+    def fields(self, name: str) -> dict[str, Any]:
+        """The fields of a branch's record that are about its tokens."""
+        times = self._times.get(name, ())
+        return {"token_times": tuple(times), "token_ids": tuple(self._tokens.get(name, ()))}
+
+
 class RequestRecorder:
     """Collects the records of requests from results, so that the results and their plans need not
     be kept.
     """
 
-    def __init__(self, items: Sequence[WorkItem], start: float, branches: int = 1) -> None:
-        """See `request_records`."""
+    def __init__(
+        self,
+        items: Sequence[WorkItem],
+        start: float,
+        branches: int = 1,
+        tokens: TokenTimes | None = None,
+    ) -> None:
+        """See `request_records`. tokens: what is kept of them; None: all."""
         self._start = start
         self._requests = [(item, branch_ids(item.request_id, branches)) for item in items]
+        self._tokens = TokenTimes() if tokens is None else tokens
         self._scheduled: dict[str, float] = {}
-        self._times: dict[str, list[float]] = {
-            name: [] for _, names in self._requests for name in names
-        }
-        self._tokens: dict[str, list[int]] = {name: [] for name in self._times}
-        self._preemptions = dict.fromkeys(self._times, 0)
+        self._preemptions = {name: 0 for _, names in self._requests for name in names}
         self._reasons: dict[str, str] = {}
 
     def add(self, result: StepResult) -> None:
@@ -189,7 +241,7 @@ class RequestRecorder:
         started = result.started - self._start
         finished = result.finished - self._start
         for seq in result.plan.seqs:
-            if seq.request_id not in self._times:
+            if seq.request_id not in self._preemptions:
                 raise ValueError(
                     f"step {result.plan.step} runs the request {seq.request_id!r}, not in the "
                     "workload"
@@ -199,35 +251,28 @@ class RequestRecorder:
             self._preemptions[request_id] += 1
         for event in result.events:
             if isinstance(event, Sampled):
-                for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
-                    self._times[request_id].append(finished)
-                    self._tokens[request_id].append(token)
+                self._tokens.add(event.request_ids, event.token_ids, finished)
             elif isinstance(event, Finished):
                 self._reasons[event.request_id] = event.reason
 
     def add_span(self, span: DecodeSpan) -> None:
         """The same of several steps at once. Its sequences were scheduled before."""
-        times = (span.times.finished - self._start).tolist()
-        for seq, tokens in zip(span.seqs, span.tokens, strict=True):
-            self._times[seq.request_id] += times
-            self._tokens[seq.request_id] += tokens
+        self._tokens.add_span(span, span.times.finished - self._start)
 
     def forget_request(self, request_id: str) -> None:
         """Forget what was computed of a request: its replica failed, so it is computed anew."""
         self._scheduled.pop(request_id, None)
         for name in next(names for item, names in self._requests if item.request_id == request_id):
-            self._times[name] = []
-            self._tokens[name] = []
+            self._tokens.forget(name)
             self._preemptions[name] = 0
             self._reasons.pop(name, None)
 
     def _branch(self, name: str) -> BranchRecord:
         return BranchRecord(
             branch_id=name,
-            token_times=tuple(self._times[name]),
-            token_ids=tuple(self._tokens[name]),
             preemptions=self._preemptions[name],
             finish_reason=self._reasons.get(name),
+            **self._tokens.fields(name),
         )
 
     def records(
@@ -240,34 +285,18 @@ class RequestRecorder:
         Args: of each request, its replica and the transfers of its branches.
         """
         return [
-            request_record(
-                item,
-                self._scheduled.get(item.request_id),
-                tuple(map(self._branch, names)),
-                replicas,
-                transfers,
+            RequestRecord(
+                request_id=item.request_id,
+                arrival=item.arrival,
+                prompt_tokens=len(item.prompt_token_ids),
+                max_tokens=item.max_tokens,
+                first_scheduled=self._scheduled.get(item.request_id),
+                branches=tuple(map(self._branch, names)),
+                replica=replicas.get(item.request_id, 0) if replicas else 0,
+                transfers=tuple(transfers.get(item.request_id, ())) if transfers else (),
             )
             for item, names in self._requests
         ]
-
-
-def request_record(
-    item: WorkItem,
-    scheduled: float | None,
-    branches: tuple[BranchRecord, ...],
-    replicas: Mapping[str, int] | None,
-    transfers: Mapping[str, Sequence[Transfer]] | None = None,
-) -> RequestRecord:
-    return RequestRecord(
-        request_id=item.request_id,
-        arrival=item.arrival,
-        prompt_tokens=len(item.prompt_token_ids),
-        max_tokens=item.max_tokens,
-        first_scheduled=scheduled,
-        branches=branches,
-        replica=replicas.get(item.request_id, 0) if replicas else 0,
-        transfers=tuple(transfers.get(item.request_id, ())) if transfers else (),
-    )
 
 
 def request_records(

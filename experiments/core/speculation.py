@@ -5,7 +5,7 @@ its summary.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from pagedjax.host.types import Event, Plan, Verified
 
@@ -17,17 +17,6 @@ class DraftCounts(NamedTuple):
     drafts: int
     accepted: int  # of them
     decodes: int  # rows that compute one known token, the last one, behind the prompt; and drafts
-
-
-class HasDraftCounts(Protocol):
-    """A step record, or sums of several."""
-
-    @property
-    def drafts(self) -> int: ...
-    @property
-    def accepted(self) -> int: ...
-    @property
-    def decodes(self) -> int: ...
 
 
 def draft_counts(plan: Plan, events: Iterable[Event]) -> DraftCounts:
@@ -52,17 +41,7 @@ def decodes(plan: Plan) -> int:
     return sum(start >= seq.request.prompt_len for seq, start in last_tokens)
 
 
-def sums(steps: Iterable[HasDraftCounts]) -> DraftCounts:
-    """The counts over all steps."""
-    steps = list(steps)
-    return DraftCounts(
-        drafts=sum(step.drafts for step in steps),
-        accepted=sum(step.accepted for step in steps),
-        decodes=sum(step.decodes for step in steps),
-    )
-
-
-def summary(counts: HasDraftCounts) -> dict[str, Any]:
+def summary(counts: DraftCounts) -> dict[str, Any]:
     """The section `speculation` of a summary, from the sums over all steps.
 
     A decode row gives one token and one for each accepted draft. None: `acceptance` without a

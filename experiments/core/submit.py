@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
@@ -93,14 +94,13 @@ class Sender:
         """Whether a request has not been sent."""
         return bool(self._unsent)
 
-    @property
-    def next(self) -> float | None:
+    def next(self) -> float:
         """Seconds: when the next request arrives.
 
-        None if there is none, or it waits for the end of another one.
+        Infinity if there is none, or it waits for the end of another one.
         """
         if not self._unsent or (self._free is not None and not self._free):
-            return None
+            return math.inf
         arrival = self._unsent[0][0].arrival
         return arrival if self._free is None else max(arrival, self._free[0])
 

@@ -9,23 +9,14 @@ in 1,024.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from experiments.core.metrics import StepSums, TokenSums
-from experiments.core.records import (
-    BranchRecord,
-    RequestRecord,
-    StepRecord,
-    StepRecorder,
-    request_record,
-)
-from experiments.core.workloads import WorkItem, branch_ids
+from experiments.core.records import Counts, SpanColumns, StepRecord, TokenTimes
 from experiments.simulation.spans import DecodeSpan
-from pagedjax.host.types import Finished, Sampled, StepResult
 from pagedjax.load_client.summary import PERCENTILES
 
 METHOD = "linear, of numbers rounded down by at most one part in 1,024"
@@ -166,122 +157,128 @@ class Timeline(_Counter):
         return float(tokens[last] - tokens[first]) / ((last - first) * self._width)
 
 
-@dataclass
-class ReplicaSums:
-    """Sums over the steps of one replica; see `StepRecord`.
+class ReplicaTotals:
+    """The sums over the steps of one replica. It has the attributes of a `StepLoad`."""
 
-    It has the attributes of a `StepLoad`.
-    """
+    def __init__(self, replica: int) -> None:
+        self.replica = replica
+        self.count = 0
+        self.end = 0.0
+        self.most_used = 0
+        self.num_blocks = 0
+        self.sums: dict[str, Any] = dict.fromkeys(Counts._fields, 0)
 
-    replica: int
-    count: int = 0
-    end: float = 0.0
-    seconds: float = 0.0
-    tokens: int = 0
-    padded: int = 0
-    blocks_used: int = 0
-    most_used: int = 0
-    num_blocks: int = 0
-    listed: int = 0
-    held_tokens: int = 0
-    hit: int = 0
-    admitted: int = 0
-    preempted: int = 0
-    compilations: int = 0
-    drafts: int = 0
-    accepted: int = 0
-    decodes: int = 0
+    @property
+    def tokens(self) -> int:
+        return self.sums["tokens"]
 
-    def add(self, step: StepRecord) -> None:
-        self.count += 1
-        self.end = step.started + step.seconds
-        self.seconds += step.seconds
-        self.tokens += step.tokens
-        self.padded += step.padded_tokens
-        self.blocks_used += step.blocks_used
-        self.most_used = max(self.most_used, step.blocks_used)
-        self.num_blocks = step.num_blocks
-        self.listed += step.blocks_listed
-        self.held_tokens += step.held_tokens
-        self.hit += step.hit_tokens
-        self.admitted += step.admitted_tokens
-        self.preempted += step.preempted
-        self.compilations += step.compilations
-        self.drafts += step.drafts
-        self.accepted += step.accepted
-        self.decodes += step.decodes
+    @property
+    def seconds(self) -> float:
+        return self.sums["seconds"]
+
+    def add(self, steps: int, end: float, used: int, num_blocks: int, **counts: float) -> None:
+        """Add steps, of which the last one ends at `end` and has `used` blocks, the most of
+        them.
+        """
+        self.count += steps
+        self.end = end
+        self.most_used = max(self.most_used, used)
+        self.num_blocks = num_blocks
+        for name, count in counts.items():
+            self.sums[name] += count
 
 
-class Totals:
-    """What `drive_replicas` calls in place of a `drive.Recorder`."""
+class StepTotals:
+    """The sums over the steps of several replicas, and the distributions over all steps."""
 
-    def __init__(self, engines: Sequence[Any], items: Sequence[WorkItem], branches: int) -> None:
-        self.replicas = [ReplicaSums(replica) for replica in range(len(engines))]
-        self._recorders = [
-            StepRecorder(0.0, engine.config.block_size, engine.scheduler_state.config, replica)
-            for replica, engine in enumerate(engines)
-        ]
-        self._requests = [(item, branch_ids(item.request_id, branches)) for item in items]
-        self._scheduled: dict[str, float] = {}
-        # of each branch, the times of its first and last token
-        self._ends: dict[str, list[float]] = {}
-        self._counts: dict[str, int] = defaultdict(int)  # tokens of each branch
-        self._preemptions: dict[str, int] = defaultdict(int)
-        self._reasons: dict[str, str] = {}
+    def __init__(self, replicas: int) -> None:
+        self.replicas = [ReplicaTotals(replica) for replica in range(replicas)]
         self._seconds = Tally()
         self._device = Tally()
         self._host = Tally()
         self._sequences = Tally()
-        self._gaps = Tally()
-        self._token_times = Timeline()
 
-    def step(self, replica: int, result: StepResult) -> None:
-        record = self._recorders[replica].record(result)
-        self.replicas[replica].add(record)
+    def add(self, record: StepRecord) -> None:
+        self.replicas[record.replica].add(
+            1,
+            record.started + record.seconds,
+            record.blocks_used,
+            record.num_blocks,
+            **{name: getattr(record, name) for name in Counts._fields},
+        )
         self._seconds.add_one(record.seconds)
         self._device.add_one(record.device_seconds)
         self._host.add_one(max(record.host_seconds, 0.0))
         self._sequences.add_one(float(record.sequences))
-        for seq in result.plan.seqs:
-            self._scheduled.setdefault(seq.request_id, result.started)
-        for request_id in result.plan.preempted:
-            self._preemptions[request_id] += 1
-        for event in result.events:
-            if isinstance(event, Sampled):
-                self._add_tokens(event.request_ids, result.finished, result.finished, 1)
-                self._token_times.add(np.array([result.finished]), len(event.request_ids))
-            elif isinstance(event, Finished):
-                self._reasons[event.request_id] = event.reason
 
-    def span(self, replica: int, span: DecodeSpan) -> None:
-        columns = self._recorders[replica].count_span(span)
-        sums = self.replicas[replica]
+    def add_span(self, replica: int, span: DecodeSpan, columns: SpanColumns) -> None:
+        """Add several steps at once, with their counts."""
         rows = len(span.seqs)
         steps = len(span.allocated)
         finished = span.times.finished
         seconds = finished - span.times.started
-        sums.count += steps
-        sums.end = float(finished[-1])
-        sums.seconds += float(seconds.sum())
-        sums.tokens += steps * rows
-        sums.padded += steps * span.padded
-        sums.blocks_used += int(columns.used.sum())
-        sums.most_used = max(sums.most_used, int(columns.used[-1]))
-        sums.num_blocks = span.num_blocks
-        sums.listed += int(columns.listed.sum())
-        sums.held_tokens += int(columns.held_tokens.sum())
-        sums.decodes += steps * rows
+        self.replicas[replica].add(
+            steps,
+            float(finished[-1]),
+            int(columns.used[-1]),
+            span.num_blocks,
+            seconds=float(seconds.sum()),
+            tokens=steps * rows,
+            padded_tokens=steps * span.padded,
+            blocks_used=int(columns.used.sum()),
+            blocks_listed=int(columns.listed.sum()),
+            held_tokens=int(columns.held_tokens.sum()),
+            decodes=steps * rows,
+        )
         self._seconds.add(seconds)
         self._device.add(span.times.device)
         # without host_s, a difference of rounding
         self._host.add(np.maximum(seconds - span.times.device, 0.0))
         self._sequences.add(np.array([float(rows)]), steps)
-        names = [seq.request_id for seq in span.seqs]
-        self._add_tokens(names, float(finished[0]), float(finished[-1]), steps)
-        self._gaps.add(np.diff(finished), rows)
-        self._token_times.add(finished, rows)
 
-    def _add_tokens(self, names: Sequence[str], first: float, last: float, tokens: int) -> None:
+    def sums(self) -> StepSums:
+        """The sums over all replicas. Raises ValueError if there are no steps."""
+        replicas = [totals for totals in self.replicas if totals.count]
+        if not replicas:
+            raise ValueError("the run has no steps; there is nothing to summarize")
+        return StepSums(
+            count=sum(totals.count for totals in replicas),
+            end=max(totals.end for totals in replicas),
+            most_used=max(totals.most_used for totals in replicas),
+            num_blocks=max(totals.num_blocks for totals in replicas),
+            sums=Counts(
+                *(sum(totals.sums[name] for totals in replicas) for name in Counts._fields)
+            ),
+            step_s=self._seconds.spread(),
+            device_s=self._device.spread(),
+            host_s=self._host.spread(),
+            per_step=self._sequences.spread(),
+        )
+
+
+class TokenCounts(TokenTimes):
+    """In place of all tokens: the number of each branch with the times of its first and last one,
+    and the distributions over all tokens.
+    """
+
+    def __init__(self) -> None:
+        # of each branch, the times of its first and last token
+        self._ends: dict[str, list[float]] = {}
+        self._counts: dict[str, int] = defaultdict(int)
+        self._gaps = Tally()
+        self._token_times = Timeline()
+
+    def add(self, names: Sequence[str], token_ids: Sequence[int], time: float) -> None:
+        self._add(names, time, time, 1)
+        self._token_times.add(np.array([time]), len(names))
+
+    def add_span(self, span: DecodeSpan, times: np.ndarray) -> None:
+        names = [seq.request_id for seq in span.seqs]
+        self._add(names, float(times[0]), float(times[-1]), len(times))
+        self._gaps.add(np.diff(times), len(names))
+        self._token_times.add(times, len(names))
+
+    def _add(self, names: Sequence[str], first: float, last: float, tokens: int) -> None:
         """Count tokens that each of these branches got between two times.
 
         A name that is there twice got twice as many.
@@ -295,48 +292,11 @@ class Totals:
                 self._gaps.add_one(first - ends[1])
                 ends[1] = last
 
-    def _branch(self, name: str) -> BranchRecord:
-        return BranchRecord(
-            branch_id=name,
-            token_times=tuple(self._ends.get(name, ())),
-            token_ids=(),
-            preemptions=self._preemptions.get(name, 0),
-            finish_reason=self._reasons.get(name),
-            counted=self._counts.get(name, 0),
-        )
+    def fields(self, name: str) -> dict[str, Any]:
+        times = tuple(self._ends.get(name, ()))
+        return {"token_times": times, "token_ids": (), "counted": self._counts.get(name, 0)}
 
-    def records(self, replicas: Mapping[str, int]) -> list[RequestRecord]:
-        """Of each request, with its replica."""
-        return [
-            request_record(
-                item,
-                self._scheduled.get(item.request_id),
-                tuple(map(self._branch, names)),
-                replicas,
-            )
-            for item, names in self._requests
-        ]
-
-    def step_sums(self) -> StepSums:
-        """The sums over all replicas. Raises ValueError if there are no steps."""
-        replicas = [sums for sums in self.replicas if sums.count]
-        if not replicas:
-            raise ValueError("the run has no steps; there is nothing to summarize")
-        largest = ("end", "most_used", "num_blocks")
-        values: dict[str, Any] = {}
-        for field in fields(ReplicaSums):
-            if field.name != "replica":
-                total = max if field.name in largest else sum
-                values[field.name] = total(getattr(sums, field.name) for sums in replicas)
-        return StepSums(
-            **values,
-            step_s=self._seconds.spread(),
-            device_s=self._device.spread(),
-            host_s=self._host.spread(),
-            per_step=self._sequences.spread(),
-        )
-
-    def token_sums(self) -> TokenSums:
+    def sums(self) -> TokenSums:
         return TokenSums(
             count=sum(self._counts.values()),
             itl_s=self._gaps.spread(),

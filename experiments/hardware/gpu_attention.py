@@ -27,19 +27,19 @@ import argparse
 import importlib.metadata
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from experiments.bench.harness import bench_parser
 from experiments.core.environment import environment
+from experiments.hardware.processes import gpu
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.paged_attention.rows import SHORT
@@ -353,27 +353,17 @@ def measure(row: Row, card: dict[str, float]) -> dict[str, Any]:
 
 def versions() -> dict[str, Any]:
     """The environment, the GPU with its driver, the versions of packages, and the date."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        driver = "unknown"
     packages = {}
     for name in ("jax", "jaxlib", "torch"):
         try:
             packages[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return {**environment(), "gpu": driver, "packages": packages, "date": time.strftime("%Y-%m-%d")}
+    return {**environment(), "gpu": gpu(), "packages": packages, "date": time.strftime("%Y-%m-%d")}
 
 
 def gpu_attention_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--json", help="write results to this file as they are measured")
+    parser = bench_parser(__doc__, model=False)
     parser.add_argument("--quick", action="store_true", help="one or two shapes of each kernel")
     parser.add_argument(
         "--contenders", nargs="+", help="only these, such as pallas_gpu", metavar="NAME"
@@ -401,7 +391,7 @@ def main() -> int:
         """Write the results so far, with these figures."""
         results.update(figures)
         if args.json:
-            Path(args.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
+            args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
 
     card = limits(1 << 20, 256) if args.rehearse else limits()
     keep(card=card)

@@ -34,7 +34,7 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
-from experiments.bench.in_turn import at_least_1
+from experiments.bench.harness import at_least_1, bench_parser
 from experiments.bench.random_llama import SHAPES, random_model
 from experiments.core.environment import environment
 from experiments.simulation.cost import Chip, Roofline, shape_of, work_of
@@ -250,11 +250,7 @@ def by_name(
 
 
 def gpu_engine_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = bench_parser(__doc__, model=False)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama-1.1b")
     parser.add_argument(
         "--impls", nargs="+", default=["pallas_gpu"], help="xla takes minutes on a GPU"
@@ -287,7 +283,6 @@ def gpu_engine_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rate", type=float, default=7.5e14, help="operations/s of the card, see gpu_attention"
     )
-    parser.add_argument("--json", type=Path, help="write the figures to this file as they come")
     parser.add_argument(
         "--graphs", choices=sorted(GRAPHS), default="all", help="what XLA puts into CUDA graphs"
     )

@@ -27,7 +27,6 @@ Plain XLA on a CPU has a mean of 0.0016 in float16, with 28 of 31 continuations 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import sys
@@ -38,6 +37,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.bench.harness import bench_parser
 from experiments.core.environment import environment
 from experiments.hardware.processes import results
 from pagedjax.weights.locate import located
@@ -235,11 +235,7 @@ def checked_model(model: str, expected: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = bench_parser(__doc__, model=False)
     parser.add_argument(
         "--model", default=DEFAULT_MODEL, help="the .gguf file, if the wheel is not installed"
     )
@@ -254,7 +250,6 @@ def main(argv: list[str] | None = None) -> int:
         "--tokens", type=int, default=TOKENS, help="of each continuation (default, and most: 64)"
     )
     parser.add_argument("--seconds", type=float, default=240.0, help="stop after this time")
-    parser.add_argument("--json", type=Path, help="write results to this file as they come")
     parser.add_argument(
         "--rehearse", action="store_true", help="on a CPU: few prompts and tokens, in float32"
     )

@@ -15,23 +15,19 @@ as they come.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench.in_turn import at_least_1
-from experiments.core.environment import environment
+from experiments.bench.harness import at_least_1, bench_parser, write_report
 from experiments.hardware.processes import results
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
@@ -284,12 +280,7 @@ def check_all(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--json", type=Path, help="write results to this file as they come")
+    parser = bench_parser(__doc__, model=False)
     parser.add_argument(
         "--every", type=at_least_1, default=1, metavar="N", help="check one shape of N"
     )
@@ -311,9 +302,7 @@ def main(argv: list[str] | None = None) -> int:
         reports.append(report)
         if not report["right"]:
             print(f"wrong: {report}", flush=True)
-        if args.json:
-            session = {"where": environment(device=False), "cases": reports}
-            args.json.write_text(json.dumps(session, indent=1) + "\n", encoding="utf-8")
+        write_report(args.json, {"cases": reports}, place="where", device=False)
     wrong = sum(not report["right"] for report in reports)
     for kind in (*KINDS, *ALONE):
         errors_of_kind = (report["errors"][kind] for report in reports if "errors" in report)

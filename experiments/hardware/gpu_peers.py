@@ -14,18 +14,15 @@ for it.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from experiments.bench.in_turn import at_least_1
+from experiments.bench.harness import at_least_1, bench_parser, write_report
 from experiments.bench.random_llama import SHAPES
-from experiments.core.environment import environment
 from experiments.hardware.gpu_engine import Request, requests_of
 
 NO_PREFIX = (5, 23)  # the first transformers whose paged attention has no name of its own
@@ -133,11 +130,7 @@ def versions() -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = bench_parser(__doc__, model=False)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama-1.1b")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--requests", type=at_least_1, default=256)
@@ -145,7 +138,6 @@ def main(argv: list[str] | None = None) -> int:
         "--lengths", type=int, nargs=2, default=(100, 1024), metavar=("LEAST", "MOST")
     )
     parser.add_argument("--seconds", type=float, default=110.0, help="stop after this time")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument(
         "--rehearse", action="store_true", help="on a CPU: few requests to a tiny model"
     )
@@ -164,14 +156,8 @@ def main(argv: list[str] | None = None) -> int:
     figures = serve(llama(args.shape, args.dtype), requests, args.seconds)
     figures = {"engine": "transformers, continuous batching", **versions(), **figures}
     print(json.dumps(figures), flush=True)
-    if args.json:
-        report = {
-            "where": environment(device=False),
-            "shape": args.shape,
-            "dtype": args.dtype,
-            "runs": [figures],
-        }
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    report = {"shape": args.shape, "dtype": args.dtype, "runs": [figures]}
+    write_report(args.json, report, place="where", device=False)
     return 0
 
 

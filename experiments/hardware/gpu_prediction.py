@@ -13,7 +13,6 @@ of a CPU.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import statistics
@@ -22,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.bench.harness import bench_parser
 from experiments.core.environment import environment
 from pagedjax.weights.locate import located
 from pagedjax.weights.pretrained import DEFAULT_MODEL
@@ -59,11 +59,7 @@ def summary(study: Any, runs_by_name: Mapping[str, Any], fit_error: float) -> di
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = bench_parser(__doc__, model=False)
     parser.add_argument(
         "--model", default=DEFAULT_MODEL, help="the .gguf file, if the wheel is not installed"
     )
@@ -73,9 +69,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--runs", nargs="+", choices=RUNS, default=list(RUNS), metavar="RUN", help="to predict"
-    )
-    parser.add_argument(
-        "--json", type=Path, help="write the figures to this file after each repeat"
     )
     parser.add_argument(
         "--rehearse", action="store_true", help="on a CPU: one other run of few requests"

@@ -48,6 +48,7 @@ from typing import Any, NamedTuple
 import jax
 
 from experiments.core.environment import environment
+from experiments.hardware.processes import gpu
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 
@@ -203,17 +204,10 @@ def facts_of(name: str, rehearse: bool) -> dict[str, Any]:
 
     JAX opens no device here, because it would take the device's memory.
     """
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        gpu = subprocess.run(
-            query, capture_output=True, text=True, timeout=20, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        gpu = "unknown"
     machine = environment(device=False)
     machine.pop("device")
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"name": name, "rehearsal": rehearse, "date": date, "gpu": gpu, "where": machine}
+    return {"name": name, "rehearsal": rehearse, "date": date, "gpu": gpu(), "where": machine}
 
 
 def limit(text: str) -> tuple[str, float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,16 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 Job = TypeVar("Job")
+
+
+def gpu() -> str:
+    """The name of the GPU and the version of its driver; "unknown" if nothing says so."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return answer.stdout.strip()
 
 
 def _share_memory() -> None:

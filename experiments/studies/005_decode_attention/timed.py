@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import lower_bounds
+from experiments.bench.harness import in_turn
 from experiments.simulation.cost import Chip
 from pagedjax.config import EngineConfig
 from pagedjax.device import attention, cache
@@ -245,17 +246,7 @@ def attention_times(model: Model, cell: Cell, grid: Grid) -> dict[str, list[floa
         programs[name] = (
             candidates[0] if len(candidates) == 1 else min(candidates, key=Program.seconds)
         )
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for repeat in range(grid.repeats):
-        for name in turned(list(programs), repeat):
-            times[name].append(programs[name].seconds())
-    return times
-
-
-def turned(names: list[str], repeat: int) -> list[str]:
-    """The names rotated by `repeat`, so that the first one changes."""
-    at = repeat % len(names)
-    return names[at:] + names[:at]
+    return in_turn({name: each.seconds for name, each in programs.items()}, grid.repeats)
 
 
 def slower(times: Times, cells: Sequence[Cell], name: str, than: str) -> list[float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 
 from experiments.analysis import figures
 from experiments.bench import lower_bounds
+from experiments.bench.harness import timed
 from experiments.core import config
 from experiments.core.config import Point
 from experiments.core.drive import Measured, measure
@@ -140,12 +140,7 @@ def rooflines(model: Model, name: str) -> Callable[[], Roofline]:
 
 def seconds(work: lower_bounds.Run) -> float:
     """The median of three times, after a first call that may compile."""
-    times = []
-    for _ in range(4):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return statistics.median([timed(work) for _ in range(4)][1:])
 
 
 def compare(

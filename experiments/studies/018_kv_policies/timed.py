@@ -4,7 +4,6 @@ blocks."""
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.bench.harness import in_turn, timed
 from pagedjax.device import attention
 from pagedjax.device.batch import Batch
 from pagedjax.device.cache import BoundedKeys
@@ -96,14 +96,12 @@ def _measure(model: Model, context: int, batch: int, tokens: int, rounds: int) -
     }
     impl = attention.choose(None, jax.devices()[0], dtype="float32", query_dtype="float32", **sizes)
     calls = contenders(model, impl, batch, context, tokens)
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for i in range(rounds + 1):  # the first round compiles
-        for name, call in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            if i:
-                seconds[name].append(time.perf_counter() - start)
-    ratios = [a / b for a, b in zip(seconds["full"], seconds["selected"], strict=True)]
-    return Times(
-        impl, statistics.median(seconds["full"]), statistics.median(seconds["selected"]), ratios
-    )
+    runs = {
+        name: partial(timed, lambda call=call: jax.block_until_ready(call()))
+        for name, call in calls.items()
+    }
+    times = in_turn(runs, rounds + 1)
+    # the first round compiles
+    full, selected = (times[name][1:] for name in ("full", "selected"))
+    ratios = [a / b for a, b in zip(full, selected, strict=True)]
+    return Times(impl, statistics.median(full), statistics.median(selected), ratios)

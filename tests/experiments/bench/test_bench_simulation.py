@@ -22,7 +22,7 @@ def test_each_way_makes_its_steps(tmp_path, capsys):
     assert list(report["shares"]) == ["together", "sums"]
     assert "times as fast" in capsys.readouterr().out
     assert (report["requests"], report["sequences_per_step"] > 1) == (40, True)
-    points = simulation.points_of(path, [], simulation.WAYS)
+    points = simulation.points_of(path, [])
     together = {}
     for way in simulation.WAYS:
         with pytest.MonkeyPatch.context() as patch:

@@ -59,12 +59,6 @@ def test_failed_process_error_has_reason(tmp_path, capsys):
     assert "config.json" in capsys.readouterr().err
 
 
-def test_zero_repeats_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        startup.main(["--repeats", "0"])
-    assert "--repeats is 0; it must be at least 1" in capsys.readouterr().err
-
-
 def test_process_with_stolen_processors_is_not_counted():
     def run(total, stolen):
         return dict.fromkeys((*startup.STAGES, "total"), total) | {

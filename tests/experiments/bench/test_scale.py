@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.bench import scale, scale_calculated, scale_report
-from experiments.bench.scale import FULL, QUICK, WARM, Setup, with_values
+from experiments.bench.scale import FULL, QUICK, WARM, checked
 from experiments.bench.scale_calculated import BLOCK, ROOM, Paper, Rates, Shape, paper
 from experiments.bench.scale_report import line
 from pagedjax.device import cache
@@ -270,17 +270,6 @@ def test_documented_tables_match_kept_figures():
     [
         (["--steps", "0"], "--steps is 0; a sequence has room for 40: choose 1 to 40"),
         (["--steps", "41"], "--steps is 41; a sequence has room for 40: choose 1 to 40"),
-        (["--layers", "0", "2"], "--layers has 0; each value must be at least 1: leave it out"),
-        (
-            ["--sequences", "4", "4"],
-            "--sequences has 4 only; growth needs at least 2 values: add another one",
-        ),
-        (
-            ["--context", "8", "64"],
-            "--context has 8; with 15 steps it must be at least 19: raise it, or lower --steps",
-        ),
-        (["--sequences", "1", "100000000"], "--sequences has 100000000, which takes"),
-        (["--vocabulary", "many"], "invalid int value: 'many'"),
         (["--json", "no/such/folder/out.json"], "in a folder that does not exist; make it first"),
         (["--show", "no.json"], "--show is no.json, which cannot be read"),
         (["--show", __file__], "give a file that --json wrote"),
@@ -301,23 +290,10 @@ def test_show_refuses_other_files(tmp_path):
 
 
 def test_point_beyond_memory_error_has_remedy():
-    need = scale_calculated.needed_bytes(
-        Shape(2, 48, 2, 256), {**QUICK.body, "max_position_embeddings": 96 + ROOM}
-    )
-    assert with_values(QUICK, {}, 3, need).values == QUICK.values
-    with pytest.raises(
-        ValueError,
-        match=r"--layers has 2, which takes 0\.\d\d MiB, .* lower it, or free some memory",
-    ):
-        with_values(QUICK, {}, 3, need - 1)
-    assert with_values(QUICK, {}, 3, None).values == QUICK.values, (
-        "a device without a known size is not checked"
-    )
-
-
-def test_chosen_values_are_sorted_and_rotary_table_is_long_enough():
-    setup = with_values(FULL, {"context": [9000, 100, 100], "layers": None}, 15, None)
-    assert setup == Setup(
-        {**FULL.body, "max_position_embeddings": 9000 + ROOM}, FULL.base, setup.values
-    )
-    assert setup.values == FULL.values | {"context": (100, 9000)}
+    body = {**QUICK.body, "max_position_embeddings": 96 + ROOM}
+    need = scale_calculated.needed_bytes(Shape(2, 48, 2, 256), body)
+    assert checked(QUICK, 3, need).body == body
+    with pytest.raises(ValueError, match=r"layers=2, .* takes 0\.\d\d MiB, .* free some memory"):
+        checked(QUICK, 3, need - 1)
+    # a device without a known size is not checked
+    assert checked(QUICK, 3, None).values == QUICK.values

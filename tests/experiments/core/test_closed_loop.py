@@ -4,6 +4,8 @@ replicas.
 
 from __future__ import annotations
 
+import math
+
 import chex
 import pytest
 from hypothesis import strategies as st
@@ -182,16 +184,16 @@ def test_sender_waits_for_the_client_that_is_free_first():
     )
     results = {}
     for name in "ab":
-        assert sender.next == 0.0
+        assert sender.next() == 0.0
         item, params = sender.send()
         engine.add(item.request_id, item.prompt_token_ids, params)
         results[name] = engine.step()
-    assert sender.next is None, "both clients are busy"
+    assert sender.next() == math.inf, "both clients are busy"
     assert sender.end_branches(results["a"], 5.0) == ["a"]
     assert sender.end_branches(results["b"], 2.0) == ["b"]
-    assert sender.next == 2.0
+    assert sender.next() == 2.0
     sender.send()
-    assert (sender.next, sender.has_unsent) == (None, False)
+    assert (sender.next(), sender.has_unsent) == (math.inf, False)
 
 
 def test_no_clients_are_refused():

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import strategies as st
 
 from experiments.core.drive import Recorder
-from experiments.core.fleet import Fleet
 from experiments.core.pools import Link, drive_pools
 from experiments.core.records import RequestRecord
 from experiments.core.workloads import WorkItem
@@ -103,9 +102,7 @@ def drive(prefill, decode, link: Link, work, sampling=GREEDY, router=LEAST_LOADE
         steps[replica].append((result.started, result.finished, names))
 
     note.step = step  # type: ignore[method-assign]
-    placements = drive_pools(
-        Fleet(prefill, router, 64), Fleet(decode, router, 64), link, work, sampling, note
-    )
+    placements = drive_pools(prefill, decode, (router, router), link, work, sampling, note)
     return Outcome(note.requests.records(placements.prefill, placements.transfers), steps)
 
 

@@ -1,5 +1,5 @@
-"""Engines in turn: every run meets every place of a round, the warm-up is not counted, and the
-commands end.
+"""What benchmarks share: every run meets every place of a round, the warm-up is not counted, and
+an option below its minimum is refused.
 """
 
 from __future__ import annotations
@@ -8,8 +8,18 @@ import json
 
 import pytest
 
-from experiments.bench import adapters, batch_invariance
-from experiments.bench.in_turn import Workload, cell, requests_of, rounds, share
+from experiments.bench import adapters
+from experiments.bench.harness import (
+    Workload,
+    at_least_1,
+    bench_parser,
+    cell,
+    check_least,
+    markdown,
+    ratios,
+    requests_of,
+    rounds,
+)
 from tests.weights.tiny import tiny_llama
 
 
@@ -26,7 +36,7 @@ def test_the_warm_up_is_not_counted_and_the_order_changes():
 
 
 def test_a_share_is_of_the_same_round():
-    result = share({"base": [1.0, 4.0, 9.0], "other": [2.0, 4.0, 10.0]}, "base", "other")
+    result = ratios([1.0, 4.0, 9.0], [2.0, 4.0, 10.0])
     assert result == {"ratio": 0.9, "ratios": [0.5, 1.0, 0.9]}
     assert cell(result) == "0.900 (0.500 to 1.000)"
 
@@ -39,12 +49,29 @@ def test_requests_are_within_their_ranges_and_the_same_for_a_seed():
     assert requests_of(Workload(50, (3, 5), (1, 2)), vocab=20, seed=1)[0] == prompts
 
 
-@pytest.mark.parametrize("words", [["--rounds", "0"], ["--rounds", "many"]])
-@pytest.mark.parametrize("command", [adapters, batch_invariance])
-def test_a_count_below_1_is_refused(command, words, capsys):
-    with pytest.raises(SystemExit):
-        command.main(words)
-    assert f"{words[1]!r} is given; it must be an integer of at least 1" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rounds", "0"], "'0' is given; it must be an integer of at least 1"),
+        (["--rounds", "many"], "'many' is given; it must be an integer of at least 1"),
+        (["--block-size", "0"], "--block-size is 0; it must be at least 1"),
+        (["--batches", "3", "1"], "--batches is 1; it must be at least 2"),
+        (["--round", "1"], "unrecognized arguments: --round"),
+    ],
+)
+def test_an_option_below_its_minimum_is_refused(words, message, capsys):
+    parser = bench_parser("A benchmark.")
+    parser.add_argument("--rounds", type=at_least_1, default=5)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--batches", type=int, nargs="*", default=[])
+    with pytest.raises(SystemExit, match="2"):
+        check_least(parser, parser.parse_args(words), block_size=1, batches=2)
+    assert message in capsys.readouterr().err
+
+
+def test_numbers_of_a_table_are_aligned_to_the_right():
+    table = markdown(("way", "seconds"), [("a", "1.5"), ("b", "20.0")])
+    assert table == "| way | seconds |\n|---|---:|\n| a | 1.5 |\n| b | 20.0 |"
 
 
 @pytest.mark.exhaustive  # it measures for a minute
