@@ -31,7 +31,9 @@ def find(name: str | None) -> Format:
 
 def name_of(weight_dtype: str | None) -> str | None:
     """Returns the name of the format of a `weight_dtype`; None for floats."""
-    return weight_dtype if weight_dtype in STORED_FORMATS else None
+    return (
+        weight_dtype if isinstance(weight_dtype, str) and weight_dtype in STORED_FORMATS else None
+    )
 
 
 def is_stored(path: Sequence[str], shape: Sequence[int]) -> bool:
