@@ -43,7 +43,7 @@ from experiments.core.records import RequestRecord
 from experiments.core.store import flatten
 from experiments.core.strict_yaml import load_file
 from experiments.core.workloads import Spec, Trace
-from pagedjax.load_client.summary import PERCENTILES
+from pagedjax.server.load_client.summary import PERCENTILES
 
 MAX_BRACKET_PROBES = 12  # to find one met rate and one unmet rate
 BEYOND = 2  # probes above the answer

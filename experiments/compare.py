@@ -47,7 +47,7 @@ from experiments.analysis.sweep_points import SPECULATION, aligned, number
 from experiments.core import store
 from experiments.core.records import RequestRecord
 from experiments.core.store import flatten
-from pagedjax.config import one_of
+from pagedjax.options.config import one_of
 
 METRICS = ("output_tokens_per_s", "ttft_s.p50", "ttft_s.p99", "itl_s.p50", "itl_s.p99", "e2e_s.p50")
 DRAFTS = tuple(metric.column for metric in SPECULATION)  # of points with speculation

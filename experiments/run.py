@@ -38,7 +38,7 @@ from experiments.core.engines import Run, engine_key, plan_runs
 from experiments.core.optional_imports import require
 from experiments.core.pool_options import POOLS, of_pool
 from experiments.core.workloads import Prompts
-from pagedjax import cli
+from pagedjax.commands import cli
 from pagedjax.text import yaml_words
 from pagedjax.weights.families import own_family
 from pagedjax.weights.locate import HUB_ID, open_checkpoint

@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pagedjax.config import EngineConfig
     from pagedjax.engine.engine import Engine
     from pagedjax.engine.tap_files import read_taps
     from pagedjax.engine.taps import TapArrays
     from pagedjax.llm import LLM
-    from pagedjax.params import (
+    from pagedjax.options.config import EngineConfig
+    from pagedjax.options.params import (
         BeamSearchParams,
         LoRARequest,
         PoolingParams,

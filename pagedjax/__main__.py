@@ -2,6 +2,6 @@
 
 import sys
 
-from pagedjax.cli import main
+from pagedjax.commands.cli import main
 
 sys.exit(main())

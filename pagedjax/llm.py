@@ -17,23 +17,29 @@ import jax
 from tqdm import tqdm
 
 import pagedjax
-from pagedjax.config import Compilation, EngineConfig, from_dict
 from pagedjax.device import attention, formats, linear
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.row_features import RowFeature
 from pagedjax.engine import compilations, interrupts, programs
 from pagedjax.engine.adapters import no_adapters
+from pagedjax.engine.processes.engines import FollowerEngine, LeaderEngine, make_engine
+from pagedjax.engine.processes.join import joined
+from pagedjax.engine.session import GenerationRequest, Params, Session, output_of
 from pagedjax.host.types import Pending
-from pagedjax.params import (
+from pagedjax.options.config import Compilation, EngineConfig, from_dict
+from pagedjax.options.params import (
     BeamSearchParams,
     LoRARequest,
     PoolingParams,
     PoolingTask,
     SamplingParams,
 )
-from pagedjax.processes.engines import FollowerEngine, LeaderEngine, make_engine
-from pagedjax.processes.join import joined
-from pagedjax.session import GenerationRequest, Params, Session, output_of
+from pagedjax.options.vllm_names import prompts as vllm_prompts
+from pagedjax.options.vllm_names.engine_arguments import (
+    ARGUMENTS,
+    EngineArguments,
+    engine_arguments,
+)
 from pagedjax.text import pooling
 from pagedjax.text.outputs import BeamSearchOutput, OutputBuilder, RequestOutput, beam_search_output
 from pagedjax.text.pooling import (
@@ -43,9 +49,7 @@ from pagedjax.text.pooling import (
     ScoringRequestOutput,
 )
 from pagedjax.text.tokenizer import TOKEN_IDS, NoTokenizer, Tokenizer
-from pagedjax.tools.use import tool_use
-from pagedjax.vllm_names import prompts as vllm_prompts
-from pagedjax.vllm_names.engine_arguments import ARGUMENTS, EngineArguments, engine_arguments
+from pagedjax.text.tools.use import tool_use
 from pagedjax.weights.draft_model import load_draft_model
 from pagedjax.weights.pretrained import DEFAULT_MODEL, LoadedModel, from_params, load_model
 

@@ -11,7 +11,7 @@ import sys
 import pagedjax.engine.kept_programs
 import pagedjax.engine.programs
 import pagedjax.llm  # noqa: F401  (modules whose functions `quick_compiler` replaces)
-from pagedjax.cli import main
+from pagedjax.commands.cli import main
 from tests import quick_compiler
 
 if __name__ == "__main__":

@@ -26,22 +26,22 @@ PACKAGES = ("pagedjax", "pallas_kernels", "experiments")
 # The project's own modules that a folder (or one module) may import, beside its own folder; a
 # folder includes what is in it. The longest name that fits a module counts, and every module has
 # one: a new folder needs a line here.
-LEAVES = ("pagedjax.config", "pagedjax.params")
+LEAVES = ("pagedjax.options.config", "pagedjax.options.params")
 BELOW_SESSION = (
     *LEAVES,
     *("pagedjax.host", "pagedjax.device", "pagedjax.engine", "pagedjax.text", "pagedjax.weights"),
-    "pagedjax.structured",
+    "pagedjax.text.structured",
 )
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
-    "pagedjax.config": (),
-    "pagedjax.vllm_names": (),
-    "pagedjax.params": ("pagedjax.vllm_names",),
+    "pagedjax.options.config": (),
+    "pagedjax.options.vllm_names": (),
+    "pagedjax.options.params": ("pagedjax.options.vllm_names",),
     "pagedjax.host": LEAVES,
     "pagedjax.policies": ("pagedjax.host",),
-    "pagedjax.routing": ("pagedjax.config",),
+    "pagedjax.routing": ("pagedjax.options.config",),
     "pagedjax.device": (
         *(
-            "pagedjax.config",
+            "pagedjax.options.config",
             "pallas_kernels.paged_attention",
             "pallas_kernels.kv_write",
             "pallas_kernels.linear",
@@ -49,57 +49,67 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("pallas_kernels.shared.page_bits", "pallas_kernels.shared.cpu.handler"),
     ),
     "pagedjax.models": ("pagedjax.device", "pagedjax.weights"),
-    "pagedjax.text": ("pagedjax.params", "pagedjax.host.types"),
-    "pagedjax.weights": ("pagedjax.config", "pagedjax.device", "pagedjax.text"),
-    "pagedjax.structured": ("pagedjax.params", "pagedjax.text"),
-    "pagedjax.tools": ("pagedjax.params", "pagedjax.text", "pagedjax.structured"),
+    "pagedjax.text": ("pagedjax.options.params", "pagedjax.host.types"),
+    "pagedjax.weights": ("pagedjax.options.config", "pagedjax.device", "pagedjax.text"),
+    "pagedjax.text.structured": ("pagedjax.options.params", "pagedjax.text"),
+    "pagedjax.text.tools": ("pagedjax.options.params", "pagedjax.text", "pagedjax.text.structured"),
     "pagedjax.engine": (
         *LEAVES,
         "pagedjax.host",
         "pagedjax.device",
         "pagedjax.weights",
-        "pagedjax.structured.matcher",
+        "pagedjax.text.structured.matcher",
     ),
-    "pagedjax.processes": (
+    "pagedjax.engine.processes": (
         *LEAVES,
-        *("pagedjax.host", "pagedjax.device", "pagedjax.engine", "pagedjax.structured.matcher"),
-    ),
-    "pagedjax.session": BELOW_SESSION,
-    "pagedjax.llm": (
-        *BELOW_SESSION,
-        *("pagedjax.tools", "pagedjax.processes", "pagedjax.session", "pagedjax.vllm_names"),
-    ),
-    "pagedjax.disaggregated": (
         *(
-            "pagedjax.params",
             "pagedjax.host",
             "pagedjax.device",
             "pagedjax.engine",
-            "pagedjax.structured.matcher",
+            "pagedjax.text.structured.matcher",
         ),
-        *("pagedjax.session", "pagedjax.llm"),
+    ),
+    "pagedjax.engine.session": BELOW_SESSION,
+    "pagedjax.llm": (
+        *BELOW_SESSION,
+        *(
+            "pagedjax.text.tools",
+            "pagedjax.engine.processes",
+            "pagedjax.engine.session",
+            "pagedjax.options.vllm_names",
+        ),
+    ),
+    "pagedjax.disaggregated": (
+        *(
+            "pagedjax.options.params",
+            "pagedjax.host",
+            "pagedjax.device",
+            "pagedjax.engine",
+            "pagedjax.text.structured.matcher",
+        ),
+        *("pagedjax.engine.session", "pagedjax.llm"),
     ),
     "pagedjax.viewer": ("pagedjax.host",),
     "pagedjax.server": (
         *BELOW_SESSION,
         *(
-            "pagedjax.tools",
-            "pagedjax.processes",
-            "pagedjax.session",
+            "pagedjax.text.tools",
+            "pagedjax.engine.processes",
+            "pagedjax.engine.session",
             "pagedjax.llm",
             "pagedjax.viewer",
         ),
-        *("pagedjax.vllm_names", "pagedjax.routing"),
+        *("pagedjax.options.vllm_names", "pagedjax.routing"),
     ),
-    "pagedjax.load_client": (),
+    "pagedjax.server.load_client": (),
     "pagedjax.commands": (
         *BELOW_SESSION,
-        "pagedjax.session",
+        "pagedjax.engine.session",
         "pagedjax.llm",
-        "pagedjax.vllm_names",
+        "pagedjax.options.vllm_names",
     ),
-    "pagedjax.cli": ("pagedjax",),
-    "pagedjax.__main__": ("pagedjax.cli",),
+    "pagedjax.commands.cli": ("pagedjax",),
+    "pagedjax.__main__": ("pagedjax.commands.cli",),
     "pagedjax": ("pagedjax",),  # the public names, imported when they are first used
     "pallas_kernels": (),
     "experiments": ("pagedjax", "pallas_kernels"),
@@ -115,9 +125,9 @@ ARRAYS = {"jax", "jaxlib", "flax", "optax", "chex", "orbax", "numpy"}
 TORCH = {"torch", "torchvision", "accelerate"}
 # Libraries that a folder may import; a folder that is not here may import any, except torch.
 LIBRARIES: dict[str, set[str]] = {
-    "pagedjax.config": set(),
-    "pagedjax.vllm_names": set(),
-    "pagedjax.params": set(),
+    "pagedjax.options.config": set(),
+    "pagedjax.options.vllm_names": set(),
+    "pagedjax.options.params": set(),
     "pagedjax.host": {"immutables"},
     "pagedjax.routing": {"immutables"},
     "pagedjax.viewer": {"immutables"},
@@ -294,7 +304,8 @@ def test_a_folder_imports_only_its_libraries(rule: str):
 
 
 @pytest.mark.parametrize(
-    "folder", ["pagedjax.text", "pagedjax.load_client", "pagedjax.commands", "pagedjax.cli"]
+    "folder",
+    ["pagedjax.text", "pagedjax.server.load_client", "pagedjax.commands", "pagedjax.commands.cli"],
 )
 def test_text_and_clients_import_no_jax(folder: str):
     banned = ARRAYS - {"numpy"}

@@ -8,7 +8,8 @@ from typing import get_args
 
 import pytest
 
-from pagedjax.config import (
+from pagedjax.host.policies import POLICIES
+from pagedjax.options.config import (
     EngineConfig,
     PolicyName,
     Resolved,
@@ -17,7 +18,6 @@ from pagedjax.config import (
     one_of,
     own_value,
 )
-from pagedjax.host.policies import POLICIES
 
 SIZES = ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_blocks")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pagedjax import params
+from pagedjax.options import params
 
 SOURCE = Path(params.__file__).read_text("utf-8")
 POSTPONED = "from __future__ import annotations\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagedjax import LLM, SamplingParams
-from pagedjax.session import GenerationRequest, Session, output_of
+from pagedjax.engine.session import GenerationRequest, Session, output_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = ([5, 6, 7], [9, 10, 11, 12])

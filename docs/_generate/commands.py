@@ -65,7 +65,7 @@ def commands() -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
     """(command, its parser, a longer description) of `pagedjax`, of its commands, and of each
     module.
     """
-    from pagedjax import cli
+    from pagedjax.commands import cli
 
     yield from _with_inner("pagedjax", cli.parser())
     for name in modules():

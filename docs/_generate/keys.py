@@ -85,7 +85,7 @@ def type_name(hint: Any) -> str:
 def page() -> list[str]:
     from experiments.core import config, workloads
     from experiments.core.config import Experiment
-    from pagedjax.config import EngineConfig
+    from pagedjax.options.config import EngineConfig
 
     lines = [*title("Config keys"), *to_rst(INTRODUCTION)]
     seen = {EngineConfig}

@@ -155,7 +155,7 @@ def _field(name: str, schema: dict[str, Any], required: bool) -> str:
 
 
 def _config(**fields: Any) -> Any:
-    from pagedjax.config import Resolved
+    from pagedjax.options.config import Resolved
 
     return Resolved(max_model_len=2048, num_blocks=128, token_buckets=(2048,), **fields)
 

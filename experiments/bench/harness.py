@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from experiments.core.environment import environment
-from pagedjax.params import SamplingParams
+from pagedjax.options.params import SamplingParams
 
 if TYPE_CHECKING:
     from pagedjax import LLM

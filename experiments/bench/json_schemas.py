@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.bench.harness import bench_parser, write_report
-from pagedjax.params import StructuredOutputsParams
-from pagedjax.structured.grammars import Grammars
-from pagedjax.structured.matcher import Grammar, MaskRow, masks
+from pagedjax.options.params import StructuredOutputsParams
+from pagedjax.text.structured.grammars import Grammars
+from pagedjax.text.structured.matcher import Grammar, MaskRow, masks
 from pagedjax.weights.pretrained import DEFAULT_MODEL, load_model
 
 

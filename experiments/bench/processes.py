@@ -19,13 +19,13 @@ from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 from experiments.bench.harness import bench_parser, write_report
+from pagedjax.engine.processes.connection import Connection, encoded
+from pagedjax.engine.processes.engines import Digest
 from pagedjax.host import scheduler
 from pagedjax.host.event_log import Commit, Schedule
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import Request
-from pagedjax.processes.connection import Connection, encoded
-from pagedjax.processes.engines import Digest
 
 PROMPT = 32  # tokens
 

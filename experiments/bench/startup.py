@@ -40,7 +40,7 @@ from typing import Any
 from experiments.bench.harness import bench_parser, check_least
 from experiments.bench.peers import STOLEN
 from experiments.core.environment import cpu_model, git_state, processor_time, stolen_share
-from pagedjax import cli
+from pagedjax.commands import cli
 
 STAGES = ("start", "import", "load", "compile", "warmup", "first token")
 KINDS: dict[str, dict[str, Any]] = {

@@ -3,7 +3,7 @@
     name: block-size              # the folder of its results
     question: How much does the block size matter?
     model: smollm2-135m
-    engine: {max_num_seqs: 16}    # fields of pagedjax.config.EngineConfig; policy: mine.py:NAME is
+    engine: {max_num_seqs: 16}    # fields of pagedjax.options.config.EngineConfig; policy: mine.py:NAME is
                                   # your own policy
     cache_tokens: 8192            # engine.num_blocks = cache_tokens / block_size, so all points have
                                   # one capacity
@@ -46,9 +46,9 @@ from experiments.core.workloads import AZURE, Spec, Trace, check
 from experiments.simulation import cost
 from experiments.simulation.cost import STEPS, Simulate
 from pagedjax import routing
-from pagedjax.config import EngineConfig, one_of
 from pagedjax.host import policies
-from pagedjax.params import SamplingParams
+from pagedjax.options.config import EngineConfig, one_of
+from pagedjax.options.params import SamplingParams
 
 Records = Literal["full", "sums"]
 # Fields of SamplingParams that a tokenizer or `LLM` reads, and what an experiment has instead.

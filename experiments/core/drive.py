@@ -35,9 +35,9 @@ from experiments.core.totals import StepTotals, TokenCounts
 from experiments.core.workloads import WorkItem, Workload, build
 from experiments.simulation.spans import DecodeSpan
 from pagedjax import routing
-from pagedjax.config import EngineConfig
 from pagedjax.host.types import StepResult
-from pagedjax.params import SamplingParams
+from pagedjax.options.config import EngineConfig
+from pagedjax.options.params import SamplingParams
 
 
 class Measured(NamedTuple):

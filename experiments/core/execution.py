@@ -17,7 +17,7 @@ from experiments.core.engines import Engines, Run, engine_key
 from experiments.core.environment import load_average, processor_time, stolen_share
 from experiments.core.pool_options import POOLS, of_pool
 from experiments.core.records import BranchRecord, RequestRecord
-from pagedjax.config import EngineConfig
+from pagedjax.options.config import EngineConfig
 
 Result = tuple[dict[str, str], dict[str, Any]]  # the files of a run (name -> text) and its summary
 COPIED = 1 << 18  # a workload file of at most this many characters is copied into the run's folder

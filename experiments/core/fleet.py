@@ -19,10 +19,10 @@ from experiments.core.submit import LONGEST_SLEEP, Engine
 from experiments.core.workloads import WorkItem
 from experiments.simulation.spans import DecodeSpan, StepTimes
 from pagedjax import routing
-from pagedjax.config import EngineConfig
 from pagedjax.engine import block_hashes
 from pagedjax.host.types import StepResult
-from pagedjax.params import SamplingParams
+from pagedjax.options.config import EngineConfig
+from pagedjax.options.params import SamplingParams
 from pagedjax.routing import Router, RouterRequest
 
 

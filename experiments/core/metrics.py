@@ -25,7 +25,7 @@ import numpy as np
 from experiments.core import speculation
 from experiments.core.config import Slo
 from experiments.core.records import Counts, RequestRecord, StepRecord
-from pagedjax.load_client.summary import spread
+from pagedjax.server.load_client.summary import spread
 
 
 class StepSums(NamedTuple):

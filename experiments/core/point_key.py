@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from experiments.core.pool_options import POOLS
 from experiments.core.workloads import Synthetic, Trace
 from experiments.simulation.cost import STEPS, Simulate
-from pagedjax.config import EngineConfig, KVPolicyOptions
-from pagedjax.params import SamplingParams
+from pagedjax.options.config import EngineConfig, KVPolicyOptions
+from pagedjax.options.params import SamplingParams
 
 if TYPE_CHECKING:
     from experiments.core.config import Experiment

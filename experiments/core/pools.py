@@ -33,9 +33,9 @@ from experiments.core.workloads import WorkItem, branch_ids
 from experiments.simulation.simulate import Handover, SimulatedEngine, SimulatedLLM
 from pagedjax.host.state import SchedulerState
 from pagedjax.host.types import HOLE, Finished, Request
-from pagedjax.load_client.summary import spread
-from pagedjax.params import SamplingParams
+from pagedjax.options.params import SamplingParams
 from pagedjax.routing import Router
+from pagedjax.server.load_client.summary import spread
 
 # Keys of a summary that describe one engine: two kinds of engines have no value in common.
 OF_ONE_ENGINE = ("blocks_total", "blocks_used", "slots_used")

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from experiments.core.engines import Engines, Run
-from pagedjax.processes.group import Follower, Leader
-from pagedjax.processes.join import joined
+from pagedjax.engine.processes.group import Follower, Leader
+from pagedjax.engine.processes.join import joined
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from experiments.core.present import Change
 from experiments.core.records import StepRecord
 from experiments.core.submit import Sender, submit
 from experiments.core.workloads import WorkItem
-from pagedjax.params import SamplingParams
+from pagedjax.options.params import SamplingParams
 from pagedjax.routing import Router
 
 

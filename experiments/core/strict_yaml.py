@@ -22,7 +22,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from pagedjax.config import from_dict, one_of
+from pagedjax.options.config import from_dict, one_of
 from pagedjax.text import yaml_words
 
 

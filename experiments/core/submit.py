@@ -13,7 +13,7 @@ from typing import Protocol
 from experiments.core.records import RequestRecord
 from experiments.core.workloads import WorkItem, branch_ids
 from pagedjax.host.types import Finished, StepResult
-from pagedjax.params import SamplingParams
+from pagedjax.options.params import SamplingParams
 
 LONGEST_SLEEP = 0.05  # seconds; longer waits are split, so that an interrupt takes effect soon
 

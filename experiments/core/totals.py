@@ -17,7 +17,7 @@ import numpy as np
 from experiments.core.metrics import StepSums, TokenSums
 from experiments.core.records import Counts, SpanColumns, StepRecord, TokenTimes
 from experiments.simulation.spans import DecodeSpan
-from pagedjax.load_client.summary import PERCENTILES
+from pagedjax.server.load_client.summary import PERCENTILES
 
 METHOD = "linear, of numbers rounded down by at most one part in 1,024"
 _FRACTION_BITS = 10  # bits of a float's fraction that a bin keeps
@@ -101,7 +101,7 @@ class Tally(_Counter):
         return np.where(bins == 0, 0.0, values).tolist()
 
     def spread(self) -> dict[str, float | int | None]:
-        """As `pagedjax.load_client.summary.spread` of all numbers, but for the percentiles'
+        """As `pagedjax.server.load_client.summary.spread` of all numbers, but for the percentiles'
         rounding.
         """
         self._flush()

@@ -32,7 +32,7 @@ from experiments.core.distributions import (
     draw_arrivals,
     draw_lengths,
 )
-from pagedjax.load_client.text_files import lines, paragraphs, trace_rows
+from pagedjax.server.load_client.text_files import lines, paragraphs, trace_rows
 
 FIRST_ORDINARY_TOKEN = (
     17  # lower ids are special in the embedded model (chat marks, padding, file names ...)

@@ -43,11 +43,11 @@ from experiments.hardware.compiled import (
     room,
 )
 from experiments.hardware.compilers import TARGETS, Target
-from pagedjax.config import MeshConfig, from_dict
 from pagedjax.device import memory
 from pagedjax.device.models import llama, split
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.placement import make_placement
+from pagedjax.options.config import MeshConfig, from_dict
 
 LLAMA_3 = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192}
 MODELS = SHAPES | {

@@ -36,9 +36,9 @@ import numpy as np
 
 from experiments.simulation import collectives, profiles
 from experiments.simulation.collectives import Exchanged, Network
-from pagedjax.config import MeshConfig, from_dict, one_of
 from pagedjax.host.kv_policies import View
 from pagedjax.host.types import Plan, SchedulerConfig
+from pagedjax.options.config import MeshConfig, from_dict, one_of
 
 if TYPE_CHECKING:
     from pagedjax.weights.architectures import Family

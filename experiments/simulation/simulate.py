@@ -38,7 +38,6 @@ from experiments.simulation.cost import (
 )
 from experiments.simulation.spans import DecodeSpan, StepTimes, sampled, step_times
 from experiments.simulation.unfelt import refuse_unfelt
-from pagedjax.config import EngineConfig
 from pagedjax.device import formats
 from pagedjax.device.batch import token_buckets
 from pagedjax.engine import drafting
@@ -68,7 +67,8 @@ from pagedjax.host.types import (
     Seq,
     StepResult,
 )
-from pagedjax.params import SamplingParams
+from pagedjax.options.config import EngineConfig
+from pagedjax.options.params import SamplingParams
 from pagedjax.weights.families import own_family
 from pagedjax.weights.huggingface import np_dtype
 from pagedjax.weights.locate import open_checkpoint

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from experiments.simulation.cost import Simulate
-from pagedjax.config import EngineConfig, KVPolicyOptions
 from pagedjax.host import kv_policies
+from pagedjax.options.config import EngineConfig, KVPolicyOptions
 
 
 def refuse_unfelt(config: EngineConfig, simulate: Simulate, *, recorded: bool) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from experiments.core.records import RequestRecord
 from experiments.simulation.measured import BLOOM, at
-from pagedjax.load_client.text_files import trace_rows
+from pagedjax.server.load_client.text_files import trace_rows
 
 QUANTILES = (0.5, 0.9, 0.99)
 # Table VI, by QUANTILES

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    from pagedjax.engine.session import Session
     from pagedjax.llm import LLM
-    from pagedjax.params import SamplingParams
-    from pagedjax.session import Session
+    from pagedjax.options.params import SamplingParams
 
 COMMANDS = {
     "/help": "this list",
@@ -196,7 +196,7 @@ def answer(
     Raises:
         ValueError: a request that can never run, see `Engine.add`.
     """
-    from pagedjax.session import GenerationRequest
+    from pagedjax.engine.session import GenerationRequest
     from pagedjax.text.outputs import OutputBuilder
 
     start = time.perf_counter()
@@ -262,7 +262,7 @@ def chat(
     Raises:
         ValueError: the model has no chat template, or refuses the system text.
     """
-    from pagedjax.session import Session
+    from pagedjax.engine.session import Session
 
     show = show or _print
     note = note or _note

@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         """What to write in place of an option of vLLM; "" if it is no such option."""
         if flag == "--model" and any(action.dest == "model" for action in self._actions):
             return f"--model is no option here; the model is a word of its own: {self.prog} MODEL"
-        from pagedjax.vllm_names.engine_arguments import ARGUMENTS
+        from pagedjax.options.vllm_names.engine_arguments import ARGUMENTS
 
         name = SHORT.get(flag) or flag.lstrip("-").replace("-", "_")
         if name not in ARGUMENTS and name.startswith("no_"):
@@ -141,7 +141,7 @@ def add_engine_options(command: argparse.ArgumentParser, **defaults: str) -> Non
 
     `defaults` are texts for the help of fields of which the command has another default.
     """
-    from pagedjax.config import EngineConfig
+    from pagedjax.options.config import EngineConfig
 
     group = command.add_argument_group(
         "the engine (the fields of EngineConfig; its docstring explains them)"

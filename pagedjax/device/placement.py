@@ -26,11 +26,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pagedjax.config import MeshConfig
 from pagedjax.device.cache import CacheSharding, KVCache
 from pagedjax.device.models import split
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.models.split import AXES, PADDING
+from pagedjax.options.config import MeshConfig
 
 SAMPLED = 64  # values of a row
 RowFunction = Callable[[jax.Array, Any], Any]

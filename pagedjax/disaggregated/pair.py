@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from pagedjax.engine import handover as handovers
 from pagedjax.engine import interrupts
+from pagedjax.engine.session import Branches, Calls, GenerationRequest, Session
 from pagedjax.host import request_limits, scheduler
 from pagedjax.host.types import Event
 from pagedjax.llm import LLM
-from pagedjax.params import SamplingParams
-from pagedjax.session import Branches, Calls, GenerationRequest, Session
+from pagedjax.options.params import SamplingParams
 
 log = logging.getLogger("pagedjax.disaggregated")
 

@@ -26,7 +26,7 @@ from jax.sharding import SingleDeviceSharding
 from pagedjax.device.cache import KVCache
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.handover import Handover, take_padded
-from pagedjax.structured.matcher import Grammar
+from pagedjax.text.structured.matcher import Grammar
 
 POLL_SECONDS = 0.001
 log = logging.getLogger("pagedjax.disaggregated")

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagedjax.config import Resolved
 from pagedjax.device import adapters, linear
 from pagedjax.device.adapters import Adapter, Factors
 from pagedjax.device.extras import TokenAdapters
@@ -25,6 +24,7 @@ from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.engine.requests import InSlot, SequenceData, Sequences
 from pagedjax.host.types import Plan
+from pagedjax.options.config import Resolved
 
 
 class AdapterTable(NamedTuple):

@@ -21,10 +21,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary, finalize, ref
 
-from pagedjax.config import Resolved
 from pagedjax.device.batch import Shapes, StepShape
 from pagedjax.engine import compilations
 from pagedjax.engine.programs import Build, Shape
+from pagedjax.options.config import Resolved
 
 PAUSE = 2.0  # seconds without a step, after which a compilation begins
 PATIENCE = 6.0  # seconds after which it begins in any case

@@ -15,7 +15,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from pagedjax.params import SamplingParams
+from pagedjax.options.params import SamplingParams
 
 
 def root(salt: str | None, block_size: int, tags: Sequence[str] = (), adapter: str = "") -> str:

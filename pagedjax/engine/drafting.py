@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pagedjax.config import Speculative
 from pagedjax.engine import token_masks
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host.drafts import Sample, cut_at_the_end
 from pagedjax.host.types import NO_DRAFTS, Finished, Plan, Running, StepResult, Verified
+from pagedjax.options.config import Speculative
 
 WEIGHT = 0.1  # of a new time in a running average
 HALF_LIFE = 64  # verified drafts after which an older one counts half in the average acceptance

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, get_args
 from weakref import WeakSet
 
-from pagedjax.config import EngineConfig, Resolved, one_of
 from pagedjax.device.adapters import Adapter
 from pagedjax.device.cache import KVCache
 from pagedjax.device.draft_model import DraftModel
@@ -35,8 +34,9 @@ from pagedjax.engine.tap_files import TapWriter
 from pagedjax.host import scheduler
 from pagedjax.host.event_log import Entry, Recorder
 from pagedjax.host.types import Event, FinishReason, Pending, StepResult
-from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
-from pagedjax.structured.matcher import Grammar
+from pagedjax.options.config import EngineConfig, Resolved, one_of
+from pagedjax.options.params import BeamSearchParams, PoolingParams, SamplingParams
+from pagedjax.text.structured.matcher import Grammar
 
 
 class Engine:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pagedjax.config import ON_DEVICE, EngineConfig, KVPolicyOptions, Resolved
 from pagedjax.device import attention, cache, memory
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.extras import Selection
@@ -19,6 +18,7 @@ from pagedjax.device.step import zeros
 from pagedjax.host import blocks, kv_policies
 from pagedjax.host.kv_policies import View
 from pagedjax.host.reservation import table_width
+from pagedjax.options.config import ON_DEVICE, EngineConfig, KVPolicyOptions, Resolved
 
 
 class Geometry(NamedTuple):

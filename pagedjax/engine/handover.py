@@ -30,8 +30,8 @@ from pagedjax.engine.state import EngineState, roll_back
 from pagedjax.host import scheduler
 from pagedjax.host.event_log import Adopt, Release
 from pagedjax.host.types import Adopted, Released
-from pagedjax.params import SamplingParams
-from pagedjax.structured.matcher import Grammar
+from pagedjax.options.params import SamplingParams
+from pagedjax.text.structured.matcher import Grammar
 
 log = logging.getLogger("pagedjax.engine")
 

@@ -4,7 +4,7 @@ nothing.
 The key of JAX's own cache is the lowered program, so a program must be traced before it is found.
 Here the key is a hash of everything that a program is made from, and names its file:
 
-- the source code of `pagedjax.device`, `pagedjax.engine`, `pagedjax.config` and `pallas_kernels`,
+- the source code of `pagedjax.device`, `pagedjax.engine`, `pagedjax.options.config` and `pallas_kernels`,
   with its tuned tiles, and the versions of JAX and what it needs;
 - the model's structure, the attention, the sampling options, the seed, and the shapes and dtypes of
   all arguments;

@@ -19,7 +19,7 @@ from pagedjax.engine.requests import PreparedRequest, SequenceData
 from pagedjax.engine.runtime import Runtime
 from pagedjax.host.drafts import Sample
 from pagedjax.host.types import Choice, FinishReason, Plan
-from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
+from pagedjax.options.params import BeamSearchParams, PoolingParams, SamplingParams
 
 Entries = Map[str, Any]  # of one reader, by the id of a sequence
 

@@ -17,7 +17,7 @@ from immutables import Map
 
 from pagedjax.device.taps import NOTHING, Wanted
 from pagedjax.engine.outcome import NewRequest, Outcome, Reader, Reading
-from pagedjax.params import PoolingParams
+from pagedjax.options.params import PoolingParams
 
 LEAST_LENGTH = 1e-12  # of a vector that is normalised, so that zeros stay zeros
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from pagedjax.config import Resolved
 from pagedjax.device.batch import DraftShape, StepShape
 from pagedjax.device.taps import Wanted
 from pagedjax.engine import compilations
+from pagedjax.options.config import Resolved
 
 Shape = StepShape | DraftShape
 # (shape, config) -> its program, for config.num_blocks blocks

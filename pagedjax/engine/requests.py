@@ -26,8 +26,8 @@ from pagedjax.host.prefix_sharing import rows_that_fill
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.searches import RunningSearch
 from pagedjax.host.types import Beamed, Event, Finished, Plan, Request, Running, Sampled
-from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
-from pagedjax.structured.matcher import Grammar, Matcher
+from pagedjax.options.params import BeamSearchParams, PoolingParams, SamplingParams
+from pagedjax.text.structured.matcher import Grammar, Matcher
 
 
 @dataclass(eq=False)

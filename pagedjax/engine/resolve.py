@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from pagedjax.config import MAX_TAP_BYTES, ON_DEVICE, EngineConfig, Resolved
 from pagedjax.device import attention, linear, memory
 from pagedjax.device.batch import Shapes, token_buckets
 from pagedjax.device.draft_model import DraftModel
@@ -17,6 +16,7 @@ from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.engine.geometry import devices_of, geometry, layers_in_groups, selection_of, views
 from pagedjax.host.reservation import table_width
+from pagedjax.options.config import MAX_TAP_BYTES, ON_DEVICE, EngineConfig, Resolved
 
 VECTOR = 16  # float32 numbers of the widest vector of a CPU
 

@@ -11,7 +11,7 @@ from immutables import Map
 from pagedjax.engine.outcome import Entries, NewRequest, Outcome, Reader, Reading
 from pagedjax.host.searches import Offer, RunningSearch
 from pagedjax.host.types import BeamResult, Choice, FinishReason, TokenLogprobs
-from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.options.params import BeamSearchParams, SamplingParams
 
 
 def start_search(request: NewRequest) -> Mapping[str, RunningSearch | None]:

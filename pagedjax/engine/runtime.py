@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from pagedjax.config import EngineConfig, Resolved
 from pagedjax.device import attention, cache, extras, linear, memory
 from pagedjax.device.batch import (
     Batch,
@@ -51,6 +50,7 @@ from pagedjax.host.policies import Policy
 from pagedjax.host.state import SchedulerConfig, limits
 from pagedjax.host.types import EMPTY_PLAN
 from pagedjax.host.views import sequences_that_fit
+from pagedjax.options.config import EngineConfig, Resolved
 from pagedjax.weights.trained import on_mesh, replaced, with_linear
 
 # Programs that move blocks move a fixed number, with the trash block as padding. A branch copies

@@ -34,7 +34,7 @@ from pagedjax.host import scheduler
 from pagedjax.host.event_log import Cancel, Entry, Forget, Restart, Submit, Update
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Event, Finished, FinishReason, Pending, StepResult
-from pagedjax.params import SamplingParams
+from pagedjax.options.params import SamplingParams
 
 # what a recorder writes, or a `TapWriter`
 LogEntry = Entry | TapsBegin | StepTaps

@@ -21,7 +21,7 @@ from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.taps import Tapped, Wanted, union
 from pagedjax.engine.outcome import NewRequest, Outcome, Reader, Reading
 from pagedjax.engine.runtime import Runtime
-from pagedjax.params import SamplingParams, Taps
+from pagedjax.options.params import SamplingParams, Taps
 
 NUMBER = 4  # bytes: arrays are float32 and int32
 

@@ -12,7 +12,7 @@ import numpy as np
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host.state import SchedulerState
 from pagedjax.host.types import FinishReason, Plan
-from pagedjax.structured.matcher import MaskRow, masks
+from pagedjax.text.structured.matcher import MaskRow, masks
 
 log = logging.getLogger("pagedjax.engine")
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, get_args
 
-from pagedjax.config import EngineConfig, KVPolicyName, KVPolicyOptions, own_value
 from pagedjax.host import blocks
+from pagedjax.options.config import EngineConfig, KVPolicyName, KVPolicyOptions, own_value
 
 
 class View(NamedTuple):

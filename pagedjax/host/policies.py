@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from pagedjax.config import own_value
 from pagedjax.host.types import Running, Seq
+from pagedjax.options.config import own_value
 
 WINDOW = 64  # arrivals that one level of priority is worth
 RATE = 16  # tokens of a prompt that one arrival is worth

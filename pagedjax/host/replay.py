@@ -17,7 +17,6 @@ from math import isfinite
 from os import PathLike
 from typing import Any, NamedTuple, get_args
 
-from pagedjax.config import one_of
 from pagedjax.host import scheduler
 from pagedjax.host.event_log import (
     FORMAT,
@@ -43,6 +42,7 @@ from pagedjax.host.kv_policies import View
 from pagedjax.host.policies import POLICIES, Policy, find
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Choice, Event, Finished, Pending, Plan, Preempted, Released, Request
+from pagedjax.options.config import one_of
 
 REMEDY = (
     "name one that was recorded, by llm.engine.record('run.jsonl') before llm.generate(...), "

@@ -17,9 +17,9 @@ because none grows.
 
 from __future__ import annotations
 
-from pagedjax.config import EngineConfig
 from pagedjax.host import blocks
 from pagedjax.host.types import SchedulerConfig, Seq
+from pagedjax.options.config import EngineConfig
 
 
 def tokens(config: SchedulerConfig, seq: Seq) -> int:

@@ -43,7 +43,6 @@ from typing import Any, NamedTuple, get_args
 
 from immutables import Map
 
-from pagedjax.config import Reservation, one_of
 from pagedjax.host import blocks, branches, prefix_sharing, request_limits, step_kinds, views
 from pagedjax.host.admission import Admission, admit, chunk_size
 from pagedjax.host.blocks import BlockPool
@@ -74,6 +73,7 @@ from pagedjax.host.types import (
     current,
     pick,
 )
+from pagedjax.options.config import Reservation, one_of
 
 __all__ = [
     "Rejected",

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from immutables import Map
 
-from pagedjax.config import EngineConfig
 from pagedjax.host import blocks, views
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.kv_policies import View
 from pagedjax.host.types import Running, SchedulerConfig, Seq, current
+from pagedjax.options.config import EngineConfig
 
 
 def limits(

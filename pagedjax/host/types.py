@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from immutables import Map
 
-from pagedjax.config import Reservation
 from pagedjax.host.kv_policies import View
+from pagedjax.options.config import Reservation
 
 # in a block table: a block that the sequence does not have (views.py); the id of the trash block
 HOLE = 0

@@ -22,7 +22,7 @@ from starlette.concurrency import run_in_threadpool
 
 from pagedjax.engine.engine import Engine
 from pagedjax.llm import LLM
-from pagedjax.params import LoRARequest
+from pagedjax.options.params import LoRARequest
 from pagedjax.server.errors import ApiError
 from pagedjax.server.responses import JSON
 from pagedjax.server.schema import LoadAdapterRequest, UnloadAdapterRequest

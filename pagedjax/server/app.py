@@ -13,8 +13,10 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 from starlette.concurrency import run_in_threadpool
 
 from pagedjax import __version__, viewer
+from pagedjax.engine.session import GenerationRequest
 from pagedjax.llm import LLM
-from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.options.params import BeamSearchParams, SamplingParams
+from pagedjax.options.vllm_names.prompts import kept
 from pagedjax.server import adapters, embeddings, forms, responses, responses_api, schema, vllmini
 from pagedjax.server.bodies import CheckedRoute
 from pagedjax.server.errors import ApiError, add_errors, in_thread, submit
@@ -31,11 +33,9 @@ from pagedjax.server.schema import (
 )
 from pagedjax.server.streaming import CLIENT_LEFT, EventStream, events, unless_client_leaves
 from pagedjax.server.worker import Observer, Submission, Worker
-from pagedjax.session import GenerationRequest
-from pagedjax.structured.matcher import Grammar
-from pagedjax.tools.formats import dialect
-from pagedjax.tools.use import ToolUse, tool_use
-from pagedjax.vllm_names.prompts import kept
+from pagedjax.text.structured.matcher import Grammar
+from pagedjax.text.tools.formats import dialect
+from pagedjax.text.tools.use import ToolUse, tool_use
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from fastapi.responses import Response
 
+from pagedjax.engine.session import GenerationRequest
 from pagedjax.llm import LLM
-from pagedjax.params import PoolingParams
+from pagedjax.options.params import PoolingParams
 from pagedjax.server.schema import EmbeddingRequest, field_values
-from pagedjax.session import GenerationRequest
 from pagedjax.text import pooling
 
 POOLING = (

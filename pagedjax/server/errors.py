@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
+from pagedjax.engine.session import GenerationRequest
 from pagedjax.server import responses, schema
 from pagedjax.server.schema import (
     ChatRequest,
@@ -19,7 +20,6 @@ from pagedjax.server.schema import (
     EmbeddingRequest,
 )
 from pagedjax.server.worker import EngineStopped, QueueFull, Submission, Worker
-from pagedjax.session import GenerationRequest
 
 Result = TypeVar("Result")
 

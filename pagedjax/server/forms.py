@@ -12,10 +12,10 @@ from typing import Any
 from urllib.parse import quote
 
 from pagedjax.llm import LLM
-from pagedjax.params import SamplingParams, StructuredOutputsParams
+from pagedjax.options.params import SamplingParams, StructuredOutputsParams
 from pagedjax.server.schema import GenerationBody, ResponseFormat
-from pagedjax.structured.matcher import Grammar
-from pagedjax.tools.use import ToolUse
+from pagedjax.text.structured.matcher import Grammar
+from pagedjax.text.tools.use import ToolUse
 
 HEADER = "X-Ignored-Keywords"
 MAX_HEADER = 2000  # characters

@@ -14,8 +14,8 @@ from typing import Any
 
 import prometheus_client as prometheus
 
-from pagedjax.config import Resolved
 from pagedjax.engine.background import BackgroundPrograms
+from pagedjax.engine.session import GenerationRequest
 from pagedjax.host.first_admissions import FirstAdmissions
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import (
@@ -28,8 +28,8 @@ from pagedjax.host.types import (
     StepResult,
     Verified,
 )
-from pagedjax.params import BeamSearchParams
-from pagedjax.session import GenerationRequest
+from pagedjax.options.config import Resolved
+from pagedjax.options.params import BeamSearchParams
 
 PREFIX = "pagedjax"
 SECONDS = (

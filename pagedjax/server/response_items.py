@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from pagedjax.tools.reader import Piece
+from pagedjax.text.tools.reader import Piece
 
 JSON = dict[str, Any]
 

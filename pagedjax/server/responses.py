@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagedjax.engine.session import GenerationRequest
 from pagedjax.server import tool_answers
 from pagedjax.server.worker import Delta
-from pagedjax.session import GenerationRequest
 from pagedjax.text.detokenizer import Detokenizer
 from pagedjax.text.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from pagedjax.text.tokenizer import Tokenizer
-from pagedjax.tools.formats import CallFormat
+from pagedjax.text.tools.formats import CallFormat
 
 JSON = dict[str, Any]
 LOWEST = -9999.0  # stands for the logarithm of 0, which JSON cannot express

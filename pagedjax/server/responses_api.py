@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, ValidationError
 
+from pagedjax.engine.session import GenerationRequest
 from pagedjax.server import forms, responses, schema
 from pagedjax.server.errors import ApiError, in_thread, submit
 from pagedjax.server.response_items import JSON, Answer
@@ -18,10 +19,9 @@ from pagedjax.server.responses import Style
 from pagedjax.server.schema import ChatRequest, Positive, Strict, refused
 from pagedjax.server.streaming import CLIENT_LEFT, EventStream, unless_client_leaves
 from pagedjax.server.worker import EngineStopped, Submission, Worker
-from pagedjax.session import GenerationRequest
 from pagedjax.text.messages import content_text
-from pagedjax.tools.definitions import MAX_LEVELS, too_deep
-from pagedjax.tools.reader import CallReader, Piece
+from pagedjax.text.tools.definitions import MAX_LEVELS, too_deep
+from pagedjax.text.tools.reader import CallReader, Piece
 
 Prepare = Callable[[ChatRequest], tuple[list[GenerationRequest], Style]]
 

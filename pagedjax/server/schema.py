@@ -22,8 +22,8 @@ from pydantic import (
     model_validator,
 )
 
-from pagedjax.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
-from pagedjax.tools.definitions import CHOICE_FORM, MAX_TOOLS
+from pagedjax.options.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from pagedjax.text.tools.definitions import CHOICE_FORM, MAX_TOOLS
 
 MAX_BRANCHES = 128  # of a request, as OpenAI's
 # Characters of a stop string; so many of an answer may wait, and are searched at each token

@@ -16,9 +16,9 @@ from typing import Any
 
 import uvicorn
 
+from pagedjax.engine.processes.join import joined, leave
 from pagedjax.host import event_log
 from pagedjax.llm import LLM
-from pagedjax.processes.join import joined, leave
 from pagedjax.server import adapters
 from pagedjax.server.app import Options, create_app
 from pagedjax.server.worker import Worker

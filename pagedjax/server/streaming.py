@@ -11,12 +11,12 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from pagedjax.engine.session import GenerationRequest
 from pagedjax.server import responses, schema, tool_answers
 from pagedjax.server.responses import JSON, Style
 from pagedjax.server.schema import GenerationBody
 from pagedjax.server.worker import Delta, EngineStopped, Submission
-from pagedjax.session import GenerationRequest
-from pagedjax.tools.reader import CallReader
+from pagedjax.text.tools.reader import CallReader
 
 CLIENT_LEFT = 499  # the status of a response that no client reads, as in nginx
 Result = TypeVar("Result")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from pagedjax.text.outputs import CompletionOutput
-from pagedjax.tools.formats import CallFormat
-from pagedjax.tools.reader import CallReader, read
+from pagedjax.text.tools.formats import CallFormat
+from pagedjax.text.tools.reader import CallReader, read
 
 JSON = dict[str, Any]
 

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from pagedjax.params import SamplingParams
+from pagedjax.engine.session import GenerationRequest
+from pagedjax.options.params import SamplingParams
 from pagedjax.server.errors import ApiError, in_thread, submit
 from pagedjax.server.responses import JSON
 from pagedjax.server.schema import LectureRequest
 from pagedjax.server.streaming import CLIENT_LEFT, unless_client_leaves
 from pagedjax.server.worker import EngineStopped, Submission, Worker
-from pagedjax.session import GenerationRequest
 
 MAX_RESULTS = 1024
 ID_BYTES = 16  # random bytes of an id: 128 bits cannot be guessed

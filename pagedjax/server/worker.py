@@ -27,10 +27,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from pagedjax.engine.engine import Engine
+from pagedjax.engine.session import Branches, GenerationRequest, SessionStep, output_of
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Event, FinishReason, StepResult
 from pagedjax.llm import LLM
-from pagedjax.session import Branches, GenerationRequest, SessionStep, output_of
 from pagedjax.text.outputs import OutputBuilder, PositionLogprobs, RequestOutput
 
 MAX_FAILED_STEPS = 3  # in a row: the last of them ends the engine

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pagedjax.host.types import FinishReason, Hypothesis, TokenLogprobs
-from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.options.params import BeamSearchParams, SamplingParams
 from pagedjax.text.detokenizer import Detokenizer, StopChecker
 from pagedjax.text.tokenizer import Tokenizer
 

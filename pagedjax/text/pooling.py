@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, get_args
 import numpy as np
 
 from pagedjax.host.types import FinishReason
-from pagedjax.params import NO_HEAD, PoolingParams, PoolingTask, PoolingType
+from pagedjax.options.params import NO_HEAD, PoolingParams, PoolingTask, PoolingType
 
 Output = TypeVar("Output")
 NOT_MADE = (

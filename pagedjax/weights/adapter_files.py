@@ -21,10 +21,10 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from pagedjax.config import one_of
 from pagedjax.device.adapters import Adapter, Part, sizes_of
 from pagedjax.device.models import gpt2, llama
 from pagedjax.device.models.decoder import DecoderConfig
+from pagedjax.options.config import one_of
 from pagedjax.weights.architectures import FAMILIES
 from pagedjax.weights.checkpoint import Tensor
 from pagedjax.weights.huggingface import read_json, read_safetensors

@@ -21,9 +21,9 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from pagedjax.config import DType, one_of
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.models.param_table import ParamSource
+from pagedjax.options.config import DType, one_of
 from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.families import family_of, own_family
 from pagedjax.weights.huggingface import np_dtype

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from pagedjax.config import ON_DEVICE, Speculative
 from pagedjax.device.draft_model import DraftModel, of_decoder, of_eagle
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.models.eagle import (
@@ -26,6 +25,7 @@ from pagedjax.device.models.eagle import (
     blank_eagle,
     eagle_config,
 )
+from pagedjax.options.config import ON_DEVICE, Speculative
 from pagedjax.text.tokenizer import NoTokenizer
 from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.convert import check_free, complete_folder

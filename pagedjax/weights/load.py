@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from pagedjax.config import DType, one_of
 from pagedjax.device.formats import is_stored, packed_matrices
 from pagedjax.device.models.param_table import ParamSource
+from pagedjax.options.config import DType, one_of
 from pagedjax.weights.checkpoint import Checkpoint, Tensor
 from pagedjax.weights.huggingface import np_dtype
 from pagedjax.weights.tree import is_float, named, nested

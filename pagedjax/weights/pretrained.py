@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 
-from pagedjax.config import STORED_FORMATS, MeshConfig, checked_devices, one_of
 from pagedjax.device import formats, models
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.placement import make_placement
+from pagedjax.options.config import STORED_FORMATS, MeshConfig, checked_devices, one_of
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 from pagedjax.weights import families
 from pagedjax.weights.architectures import normalised

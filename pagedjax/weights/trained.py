@@ -10,13 +10,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from pagedjax.config import DType, EngineConfig, MeshConfig, one_of
 from pagedjax.device import formats, linear
 from pagedjax.device.formats import is_stored, packed_matrices
 from pagedjax.device.models import Model, assemble, matrices, packed
 from pagedjax.device.models.decoder import Decoder, DecoderConfig
 from pagedjax.device.models.split import AXES
 from pagedjax.device.placement import make_placement
+from pagedjax.options.config import DType, EngineConfig, MeshConfig, one_of
 from pagedjax.weights.huggingface import np_dtype
 from pagedjax.weights.tree import buffers, differences, is_float, name_of, named, nested
 

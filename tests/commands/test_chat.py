@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import strategies as st
 
-from pagedjax import SamplingParams, cli
+from pagedjax import SamplingParams
+from pagedjax.commands import cli
 from pagedjax.commands.chat import (
     COMMANDS,
     Conversation,
@@ -23,8 +24,8 @@ from pagedjax.commands.chat import (
     too_long,
     turn,
 )
+from pagedjax.engine.session import Session
 from pagedjax.host import scheduler
-from pagedjax.session import Session
 from tests import drawn
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -7,9 +7,10 @@ import io
 
 import pytest
 
-from pagedjax import SamplingParams, cli
+from pagedjax import SamplingParams
+from pagedjax.commands import cli
 from pagedjax.commands.options import first_sentences
-from pagedjax.config import EngineConfig, Speculative
+from pagedjax.options.config import EngineConfig, Speculative
 from pagedjax.server import serve
 from tests import fresh_python
 
@@ -398,7 +399,7 @@ def test_every_engine_option_is_a_field_with_its_type():
 def test_help_does_not_import_jax(words):
     code = f"""
 import sys
-from pagedjax import cli
+from pagedjax.commands import cli
 try:
     cli.main({words!r})
 except SystemExit as ended:

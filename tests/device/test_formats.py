@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from pagedjax import LLM, SamplingParams, from_params, load_model
-from pagedjax.config import STORED_FORMATS, MeshConfig
 from pagedjax.device.formats import Array, Format, int8, is_stored, restored
 from pagedjax.device.linear import linear
 from pagedjax.device.models import Decoder
 from pagedjax.device.models.split import split
 from pagedjax.engine import compilations
+from pagedjax.options.config import STORED_FORMATS, MeshConfig
 from pagedjax.weights.architectures import FAMILIES, normalised
 from pagedjax.weights.convert import convert
 from pagedjax.weights.tree import named, nested

@@ -14,10 +14,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from pagedjax import LLM, load_model
-from pagedjax.config import MeshConfig
 from pagedjax.device import memory
 from pagedjax.device.batch import StepShape
 from pagedjax.device.placement import fingerprint, fingerprint_of, make_placement
+from pagedjax.options.config import MeshConfig
 from pagedjax.weights.tree import named
 from tests.weights.tiny import tiny_llama
 

@@ -32,7 +32,7 @@ from pagedjax.device.row_features.listed_tokens import MAX_LISTED
 from pagedjax.device.row_features.penalties import PENALTIES
 from pagedjax.device.row_features.truncation import TOP_K, TOP_P
 from pagedjax.device.sampling import History, by_maxima, prompt_logprobs, sample
-from pagedjax.params import SamplingParams
+from pagedjax.options.params import SamplingParams
 
 B, V, ROOM = 16, 300, 24  # rows; tokens, no multiple of anything; known tokens at most
 LARGE_V = 2 * MAX_LISTED

@@ -14,10 +14,10 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedjax.config import MeshConfig
 from pagedjax.device.models import split
 from pagedjax.device.models.decoder import Decoder, DecoderConfig, Experts, LayerKind, Rope
 from pagedjax.device.models.split import PADDING
+from pagedjax.options.config import MeshConfig
 from pagedjax.weights.tree import named
 
 D, H = 4, 16  # head_dim, hidden

@@ -11,7 +11,7 @@ import pytest
 from pagedjax import LLM, SamplingParams
 from pagedjax.disaggregated import PrefillDecode
 from pagedjax.host import replay, scheduler
-from pagedjax.params import LoRARequest
+from pagedjax.options.params import LoRARequest
 from tests.device.test_model_families import BODY
 from tests.engine.test_adapters import LORA, SIZES
 from tests.engine.test_kv_policies import (

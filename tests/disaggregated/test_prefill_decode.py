@@ -23,9 +23,9 @@ from pagedjax import (
 )
 from pagedjax.disaggregated import PrefillDecode
 from pagedjax.engine import state
+from pagedjax.engine.session import GenerationRequest
 from pagedjax.host import replay, scheduler
 from pagedjax.host.types import Preempted, Sampled
-from pagedjax.session import GenerationRequest
 from pagedjax.viewer import read_recording
 from tests.engine.test_batch_invariance import VOCAB, model_of
 from tests.engine.test_row_features import FAVOUR

@@ -15,7 +15,7 @@ import _generate
 import pytest
 from _generate import commands, keys, links, server, sources
 
-from pagedjax.config import EngineConfig
+from pagedjax.options.config import EngineConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 DESIGN = DOCS / "design"

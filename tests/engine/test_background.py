@@ -21,8 +21,8 @@ import pytest
 from pagedjax import LLM, Engine, EngineConfig, SamplingParams
 from pagedjax.device.batch import StepShape
 from pagedjax.engine import background, compilations, runtime, step
+from pagedjax.engine.processes import engines
 from pagedjax.host.replay import verify
-from pagedjax.processes import engines
 from tests import quick_compiler
 
 SIZES = {

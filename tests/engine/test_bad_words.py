@@ -13,7 +13,7 @@ from pagedjax import LLM, SamplingParams
 from pagedjax.device.row_features import RowContext
 from pagedjax.device.row_features.bad_words import BAD_WORDS, MAX_LENGTH, MAX_TOKENS
 from pagedjax.engine.engine import Engine
-from pagedjax.session import spellings
+from pagedjax.engine.session import spellings
 
 VOCAB, BLOCK, WIDTH, ROWS = 7, 4, 6, 3
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17], [20, 21]]

@@ -24,12 +24,12 @@ from scipy import stats
 import pagedjax.engine.step as engine_step
 from experiments.training import draft_data, draft_loss, train_draft
 from pagedjax import LLM, EngineConfig, SamplingParams
-from pagedjax.config import Speculative
 from pagedjax.device import cache, draft_model
 from pagedjax.engine import drafting
 from pagedjax.engine.engine import Engine
 from pagedjax.host.replay import verify
 from pagedjax.host.types import Admitted, Sampled, Verified
+from pagedjax.options.config import Speculative
 from pagedjax.weights.draft_model import load_draft_model, read_eagle, write_eagle
 from tests.engine.test_lookahead import tokens
 from tests.engine.test_speculation import CONFIG, asks, run

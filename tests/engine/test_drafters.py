@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedjax.config import Speculative
 from pagedjax.engine import drafters
 from pagedjax.engine.drafters import ngram, suffix
+from pagedjax.options.config import Speculative
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 

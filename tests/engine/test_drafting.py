@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from pagedjax import SamplingParams
-from pagedjax.config import Speculative
 from pagedjax.device.batch import Shapes
 from pagedjax.engine import drafting
 from pagedjax.engine.drafters import Drafter
@@ -21,6 +20,7 @@ from pagedjax.engine.requests import SequenceData
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Plan, Request, Running, Seq, StepResult, Verified
+from pagedjax.options.config import Speculative
 
 BUCKETS = (8, 16, 64)
 SHAPES = Shapes(

@@ -16,10 +16,10 @@ from pagedjax.device import cache
 from pagedjax.engine import readers, requests
 from pagedjax.engine import step as step_module
 from pagedjax.engine.interrupts import deferred
+from pagedjax.engine.session import GenerationRequest
 from pagedjax.host import replay, scheduler
 from pagedjax.host.event_log import Cancel, Commit, Entry, Submit
 from pagedjax.host.types import Preempted, Sampled
-from pagedjax.session import GenerationRequest
 from pagedjax.viewer import read_recording as viewer
 
 PROMPTS = {

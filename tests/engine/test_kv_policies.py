@@ -22,13 +22,13 @@ import pytest
 from flax import nnx
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams, Taps, from_params
-from pagedjax.config import EngineConfig
 from pagedjax.device import cache
 from pagedjax.device.batch import Batch
 from pagedjax.device.layer_groups import layer_groups
 from pagedjax.device.models import Decoder
 from pagedjax.host.kv_policies import View, window_blocks
 from pagedjax.host.types import HOLE
+from pagedjax.options.config import EngineConfig
 from pagedjax.weights.architectures import FAMILIES, normalised
 from tests import quick_compiler
 from tests.device.test_model_families import BODY

@@ -16,7 +16,7 @@ import pytest
 
 from experiments.core import config
 from pagedjax import LLM, EngineConfig, SamplingParams
-from pagedjax.cli import parser
+from pagedjax.commands.cli import parser
 from pagedjax.device.row_features import find
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 64}

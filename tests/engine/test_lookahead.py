@@ -324,7 +324,7 @@ def test_no_prediction_overwrites_cached_content(tiny):
 
 @pytest.mark.parametrize("value", [-1, True, 1.5])
 def test_an_invalid_depth_is_refused(value):
-    from pagedjax.config import EngineConfig
+    from pagedjax.options.config import EngineConfig
 
     with pytest.raises(ValueError, match=r"lookahead is .*; it must be an integer of at least 0"):
         EngineConfig(lookahead=value)

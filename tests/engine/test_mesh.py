@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 from pagedjax import LLM, SamplingParams, from_params, load_model
-from pagedjax.config import MeshConfig
 from pagedjax.device.models import Decoder
+from pagedjax.options.config import MeshConfig
 from pagedjax.weights.architectures import FAMILIES, normalised
 from pagedjax.weights.convert import convert
 from pagedjax.weights.pretrained import LoadedModel

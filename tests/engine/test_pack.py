@@ -15,7 +15,7 @@ from pagedjax.device.row_features.listed_tokens import MAX_LISTED
 from pagedjax.engine.pack import pack
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host.types import Plan, Request, Seq
-from pagedjax.params import SamplingParams
+from pagedjax.options.params import SamplingParams
 
 SHAPES = Shapes(
     tokens=(4, 8, 16), max_seqs=3, block_size=4, table_width=5, max_model_len=20, vocab_size=50

@@ -22,12 +22,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagedjax import BeamSearchParams, SamplingParams, Taps
-from pagedjax.config import EngineConfig, KVPolicyOptions
 from pagedjax.device import cache as kv
 from pagedjax.device.batch import Batch
 from pagedjax.host import kv_policies
 from pagedjax.host.kv_policies import KVPolicy, TopBlocks, View
 from pagedjax.host.types import Sampled
+from pagedjax.options.config import EngineConfig, KVPolicyOptions
 from tests import quick_compiler
 from tests.device.test_model_families import BODY
 from tests.engine.brute_quest import chosen_blocks

@@ -13,8 +13,8 @@ from flax import nnx
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams, Taps, load_model
 from pagedjax.engine.compilations import compilations
+from pagedjax.engine.processes.engines import FollowerEngine, LeaderEngine
 from pagedjax.host import replay
-from pagedjax.processes.engines import FollowerEngine, LeaderEngine
 from pagedjax.weights.trained import whole
 from tests import garbage
 from tests.weights.tiny import tiny_llama

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from pagedjax import LLM, BeamSearchParams, EngineConfig, SamplingParams
-from pagedjax.config import Speculative
 from pagedjax.engine import runtime
 from pagedjax.engine.drafters import Drafter
 from pagedjax.host import scheduler
 from pagedjax.host.replay import replay, verify
 from pagedjax.host.types import Admitted, Finished, Preempted, Sampled, Verified
+from pagedjax.options.config import Speculative
 from tests.engine import test_lookahead as lookahead
 from tests.engine.test_lookahead import OFTEN, tokens
 

@@ -14,7 +14,7 @@ import regex
 
 from pagedjax import LLM, SamplingParams, StructuredOutputsParams
 from pagedjax.host.types import Preempted, Verified
-from pagedjax.structured import grammars
+from pagedjax.text.structured import grammars
 from tests.structured.schemas import CASES
 
 # as of tiny_llm

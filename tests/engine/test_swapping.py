@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from pagedjax import LLM, SamplingParams
-from pagedjax.config import EngineConfig
 from pagedjax.device import cache
 from pagedjax.device.host_swap import SwapPrograms, host_cache
 from pagedjax.engine import runtime
 from pagedjax.host import replay, scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Admitted, Preempted, Request, Resumed, Sampled
+from pagedjax.options.config import EngineConfig
 
 PROMPTS = {
     str(n): np.random.default_rng(n).integers(3, 320, n).tolist() for n in (3, 9, 17, 24, 40)

@@ -14,7 +14,7 @@ from experiments.analysis import ratios
 from experiments.analysis.ratios import of_requests, of_runs
 from experiments.core import store
 from experiments.core.records import BranchRecord, RequestRecord
-from pagedjax.load_client.summary import spread
+from pagedjax.server.load_client.summary import spread
 
 WORKLOAD = {"requests": 4, "prompt_tokens": 20, "last_arrival_s": 1.0}
 

@@ -14,7 +14,7 @@ import yaml
 import experiments
 from experiments import run
 from experiments.core import config, overrides, store
-from pagedjax.config import NONE_STAYS
+from pagedjax.options.config import NONE_STAYS
 from tests import garbage
 from tests.experiments.training.child import killed
 from tests.weights.tiny import tiny_llama

@@ -18,7 +18,6 @@ import pytest
 from hypothesis import strategies as st
 
 from pagedjax import __version__
-from pagedjax.config import Reservation
 from pagedjax.host import event_log, replay, scheduler
 from pagedjax.host.event_log import (
     Cancel,
@@ -34,6 +33,7 @@ from pagedjax.host.policies import FCFS, POLICIES, Policy
 from pagedjax.host.replay import ReplayError, Transition, verify
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Choice, Finished, Plan, Request, Seq
+from pagedjax.options.config import Reservation
 from tests import drawn
 from tests.host import drawn_views
 

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from experiments import compare, run
 from experiments.core import config
 from pagedjax import LLM, SamplingParams
-from pagedjax.cli import main
-from pagedjax.config import EngineConfig, Reservation
+from pagedjax.commands.cli import main
 from pagedjax.host import scheduler, views
 from pagedjax.host.policies import (
     FAIR,
@@ -38,6 +37,7 @@ from pagedjax.host.policies import (
 from pagedjax.host.replay import replay
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Finished, Request, Running, Seq
+from pagedjax.options.config import EngineConfig, Reservation
 from tests import drawn
 from tests.host import drawn_views
 from tests.host.scheduler_steps import EOS, WORD, names, start

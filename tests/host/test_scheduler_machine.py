@@ -20,7 +20,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pagedjax.config import Reservation
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS, Cached
 from pagedjax.host.scheduler import Rejected, SchedulerConfig, SchedulerState
@@ -35,6 +34,7 @@ from pagedjax.host.types import (
     Running,
     Seq,
 )
+from pagedjax.options.config import Reservation
 from tests.host.scheduler_model import Model, ModelSequence
 
 STOPS = (0, 1, 2)

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from pagedjax.host.types import Plan, Request, Row, Seq
-from pagedjax.params import SamplingParams
+from pagedjax.options.params import SamplingParams
 
 INTEGERS = ("n", "top_k", "max_tokens", "min_tokens")
 NUMBERS = (

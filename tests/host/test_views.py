@@ -13,7 +13,6 @@ from collections import Counter
 import pytest
 from hypothesis import strategies as st
 
-from pagedjax.config import KVPolicyOptions
 from pagedjax.host import kv_policies, scheduler, views
 from pagedjax.host.kv_policies import ALL, KVPolicy, View, view
 from pagedjax.host.policies import FCFS
@@ -29,6 +28,7 @@ from pagedjax.host.types import (
     Sampled,
     SchedulerConfig,
 )
+from pagedjax.options.config import KVPolicyOptions
 from tests import drawn
 from tests.host import drawn_views
 from tests.host.scheduler_steps import step

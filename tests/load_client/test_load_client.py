@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from pagedjax import cli
-from pagedjax.load_client.client import Target, connected, find_model
-from pagedjax.load_client.plan import Load, make_plan
+from pagedjax.commands import cli
+from pagedjax.server.load_client.client import Target, connected, find_model
+from pagedjax.server.load_client.plan import Load, make_plan
 from tests.load_client.test_load_plan import HEADER
 from tests.load_client.test_load_stream import delta, text
 

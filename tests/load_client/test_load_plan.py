@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedjax.load_client.plan import (
+from pagedjax.server.load_client.plan import (
     FIRST_TOKEN,
     WORDS,
     Lengths,

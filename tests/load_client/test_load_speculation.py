@@ -8,9 +8,10 @@ from io import StringIO
 
 import pytest
 
-from pagedjax import LLM, cli
-from pagedjax.load_client import speculation
-from pagedjax.load_client.speculation import Drafts
+from pagedjax import LLM
+from pagedjax.commands import cli
+from pagedjax.server.load_client import speculation
+from pagedjax.server.load_client.speculation import Drafts
 from tests.server.support import ENGINE, served_to
 
 PAGE = """# HELP vllm:spec_decode_num_draft_tokens_total Number of draft tokens.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pagedjax.load_client.stream import AnswerReader, EventParser, carries_output, message_of
+from pagedjax.server.load_client.stream import AnswerReader, EventParser, carries_output, message_of
 from tests import drawn
 
 STREAM = (
@@ -45,7 +45,7 @@ def test_any_events_in_any_pieces_are_read_completely(texts, data):
 
 
 def test_a_line_without_end_is_refused(monkeypatch):
-    monkeypatch.setattr("pagedjax.load_client.stream.MAX_LINE", 10)
+    monkeypatch.setattr("pagedjax.server.load_client.stream.MAX_LINE", 10)
     with pytest.raises(ValueError, match="more than 10 bytes"):
         EventParser().push(b"x" * 11)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from pagedjax.load_client.summary import RequestTimes, spread, summarize, table
+from pagedjax.server.load_client.summary import RequestTimes, spread, summarize, table
 
 
 def timed(arrival: float, *chunks: float, **fields) -> RequestTimes:

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import strategies as st
 
 from experiments.core import workloads
-from pagedjax.load_client import plan
-from pagedjax.load_client.text_files import BYTE_ORDER_MARK, COLUMNS, trace_rows
+from pagedjax.server.load_client import plan
+from pagedjax.server.load_client.text_files import BYTE_ORDER_MARK, COLUMNS, trace_rows
 from tests import drawn
 
 HEADER = ",".join(COLUMNS) + "\n"

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pagedjax.processes.connection import Connection
-from pagedjax.processes.group import Follower, Leader
+from pagedjax.engine.processes.connection import Connection
+from pagedjax.engine.processes.group import Follower, Leader
 
 
 def tcp_pair() -> list[socket.socket]:

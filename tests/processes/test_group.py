@@ -11,9 +11,9 @@ from contextlib import suppress
 
 import pytest
 
-from pagedjax.processes import group
-from pagedjax.processes.connection import Connection, encoded
-from pagedjax.processes.group import EXIT_STATUS, ProcessFailed, accept, connect
+from pagedjax.engine.processes import group
+from pagedjax.engine.processes.connection import Connection, encoded
+from pagedjax.engine.processes.group import EXIT_STATUS, ProcessFailed, accept, connect
 from tests.processes.pairs import Connected, connected, tcp_pair
 
 

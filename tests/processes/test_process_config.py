@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagedjax.processes.config import ProcessConfig, read
+from pagedjax.engine.processes.config import ProcessConfig, read
 
 SLURM = {
     "SLURM_JOB_ID": "7",

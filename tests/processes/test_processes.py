@@ -22,8 +22,8 @@ import httpx
 import pytest
 
 from pagedjax import LLM, SamplingParams
+from pagedjax.engine.processes.group import EXIT_STATUS
 from pagedjax.host.replay import verify
-from pagedjax.processes.group import EXIT_STATUS
 from pagedjax.weights.convert import convert
 from tests.engine.test_lookahead import CONFIG, play
 from tests.weights.tiny import tiny_llama

@@ -23,12 +23,10 @@ import pytest
 from pagedjax import BeamSearchParams, EngineConfig, PoolingParams, SamplingParams, Taps
 from pagedjax.device.row_features.truncation import MIN_P
 from pagedjax.engine.drafters import Drafter
-from pagedjax.engine.requests import EngineRequest
-from pagedjax.host.policies import FCFS
-from pagedjax.processes import engines
-from pagedjax.processes import group as group_module
-from pagedjax.processes.connection import Message
-from pagedjax.processes.engines import (
+from pagedjax.engine.processes import engines
+from pagedjax.engine.processes import group as group_module
+from pagedjax.engine.processes.connection import Message
+from pagedjax.engine.processes.engines import (
     FollowerEngine,
     LeaderEngine,
     decoded_params,
@@ -37,7 +35,9 @@ from pagedjax.processes.engines import (
     encoded_request,
     make_engine,
 )
-from pagedjax.processes.group import ProcessFailed
+from pagedjax.engine.processes.group import ProcessFailed
+from pagedjax.engine.requests import EngineRequest
+from pagedjax.host.policies import FCFS
 from tests.engine.test_lookahead import CONFIG, make, play, tokens
 from tests.processes.pairs import Connected, connected
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedjax.processes.watch import Progress, late
+from pagedjax.engine.processes.watch import Progress, late
 
 CASES = {
     "all wait": ({0: Progress(3, "waiting", 900), 1: Progress(3, "waiting", 900)}, None),

@@ -17,7 +17,7 @@ from typing import Any
 
 from pagedjax import LLM
 from pagedjax.engine import step as steps
-from pagedjax.processes.join import join
+from pagedjax.engine.processes.join import join
 from tests import quick_compiler
 from tests.engine.test_lookahead import play
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedjax import cli, routing
+from pagedjax import routing
+from pagedjax.commands import cli
 from pagedjax.routing import PREFIX, ROUTERS, RouterRequest, recording
 from pagedjax.routing.recording import Recorder
 

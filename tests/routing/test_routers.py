@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 
 from pagedjax import routing
 from pagedjax.engine import block_hashes
-from pagedjax.params import SamplingParams
+from pagedjax.options.params import SamplingParams
 from pagedjax.routing import (
     PREFIX,
     ROUND_ROBIN,

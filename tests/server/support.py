@@ -19,7 +19,8 @@ import httpx
 import pytest
 import uvicorn
 
-from pagedjax import LLM, cli
+from pagedjax import LLM
+from pagedjax.commands import cli
 from pagedjax.server import serve
 from pagedjax.server.app import Options, create_app
 

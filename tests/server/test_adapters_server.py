@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagedjax import LLM, LoRARequest, PoolingParams, SamplingParams, cli
+from pagedjax import LLM, LoRARequest, PoolingParams, SamplingParams
+from pagedjax.commands import cli
 from pagedjax.server import adapters
 from pagedjax.server.worker import EngineStopped
 from tests.server.support import (

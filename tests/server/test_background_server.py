@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from pagedjax import LLM, cli
+from pagedjax import LLM
 from pagedjax import llm as llm_module
+from pagedjax.commands import cli
 from pagedjax.engine import background, runtime
 from pagedjax.server import serve
 from tests import quick_compiler

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from pagedjax import LLM, StructuredOutputsParams
-from pagedjax.structured.grammars import grammar_text
+from pagedjax.text.structured.grammars import grammar_text
 from pagedjax.text.surrogates import halves
 from tests import drawn
 from tests.server.support import ENGINE, serving_without_leaks

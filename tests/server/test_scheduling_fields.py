@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pagedjax import LLM, cli
+from pagedjax import LLM
+from pagedjax.commands import cli
 from pagedjax.server import serve
 from tests.server.support import ENGINE, GREEDY, complete, error_of, served_to
 

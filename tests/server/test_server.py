@@ -18,7 +18,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagedjax import LLM, cli
+from pagedjax import LLM
+from pagedjax.commands import cli
 from pagedjax.server.app import Options, create_app
 from pagedjax.server.metrics import Metrics
 from tests import mappings

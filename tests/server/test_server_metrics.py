@@ -6,6 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagedjax import BeamSearchParams, SamplingParams
+from pagedjax.engine.session import GenerationRequest
 from pagedjax.host.types import (
     EMPTY_PLAN,
     Beamed,
@@ -19,7 +20,6 @@ from pagedjax.host.types import (
     StepResult,
 )
 from pagedjax.server.metrics import Metrics
-from pagedjax.session import GenerationRequest
 
 PROMPT = (20, 30, 40, 50)
 

@@ -10,8 +10,8 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
 
 from pagedjax import SamplingParams
+from pagedjax.engine.session import GenerationRequest
 from pagedjax.server.responses import OutputOffsets, Style, completion_logprobs, prompt_offsets
-from pagedjax.session import GenerationRequest
 from pagedjax.text.outputs import CompletionOutput, Logprob, RequestOutput
 from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.weights.locate import open_checkpoint

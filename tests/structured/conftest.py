@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagedjax.structured.grammars import Grammars
+from pagedjax.text.structured.grammars import Grammars
 
 
 @pytest.fixture(scope="session")

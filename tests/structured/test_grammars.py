@@ -9,11 +9,11 @@ import time
 import pytest
 
 from pagedjax import LLM, SamplingParams
-from pagedjax.params import BeamSearchParams, StructuredOutputsParams
-from pagedjax.structured import grammars as module
-from pagedjax.structured import keywords
-from pagedjax.structured.grammars import Grammars
-from pagedjax.structured.matcher import MaskRow, masks
+from pagedjax.options.params import BeamSearchParams, StructuredOutputsParams
+from pagedjax.text.structured import grammars as module
+from pagedjax.text.structured import keywords
+from pagedjax.text.structured.grammars import Grammars
+from pagedjax.text.structured.matcher import MaskRow, masks
 from pagedjax.text.tokenizer import NoTokenizer
 
 

@@ -10,8 +10,8 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedjax.params import StructuredOutputsParams
-from pagedjax.structured.matcher import MaskRow, masks
+from pagedjax.options.params import StructuredOutputsParams
+from pagedjax.text.structured.matcher import MaskRow, masks
 
 EOS = (2, 0)  # of the model; a form ends by any of them
 PATTERNS = [

@@ -9,8 +9,8 @@ import json
 import jsonschema
 import pytest
 
-from pagedjax.params import StructuredOutputsParams
-from pagedjax.structured import keywords
+from pagedjax.options.params import StructuredOutputsParams
+from pagedjax.text.structured import keywords
 from tests.structured.schemas import CASES
 
 

@@ -11,12 +11,12 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from pagedjax import SamplingParams
-from pagedjax.params import StructuredOutputsParams
-from pagedjax.structured import vocabulary
-from pagedjax.structured.grammars import Grammars
-from pagedjax.structured.matcher import Grammar, MaskRow, masks
+from pagedjax.options.params import StructuredOutputsParams
+from pagedjax.text.structured import vocabulary
+from pagedjax.text.structured.grammars import Grammars
+from pagedjax.text.structured.matcher import Grammar, MaskRow, masks
 from pagedjax.text.tokenizer import Tokenizer, byte_alphabet
-from pagedjax.tools.use import tool_use
+from pagedjax.text.tools.use import tool_use
 
 ENDS = (2,)
 LETTERS = list(byte_alphabet())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedjax.params import SamplingParams
+from pagedjax.options.params import SamplingParams
 from pagedjax.text.detokenizer import Detokenizer, StopChecker
 from pagedjax.text.outputs import OutputBuilder
 from pagedjax.text.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pagedjax.tools.definitions import NO_PARAMETERS, Tool, choice_of, tools_of
+from pagedjax.text.tools.definitions import NO_PARAMETERS, Tool, choice_of, tools_of
 
 F = {"type": "function", "function": {"name": "f"}}
 

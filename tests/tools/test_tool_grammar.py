@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import pytest
 
-from pagedjax.params import SamplingParams, StructuredOutputsParams
-from pagedjax.structured.grammars import Grammars
+from pagedjax.options.params import SamplingParams, StructuredOutputsParams
+from pagedjax.text.structured.grammars import Grammars
 from pagedjax.text.tokenizer import Tokenizer
-from pagedjax.tools.use import tool_use
+from pagedjax.text.tools.use import tool_use
 from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.tokenizer_files import load_tokenizer
 

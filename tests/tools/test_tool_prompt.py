@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pagedjax.text.tokenizer import Tokenizer
-from pagedjax.tools.formats import (
+from pagedjax.text.tools.formats import (
     HERMES,
     LLAMA,
     MISTRAL,
@@ -20,8 +20,8 @@ from pagedjax.tools.formats import (
     Dialect,
     dialect,
 )
-from pagedjax.tools.prompt import DEFAULT_PROMPT, conversation, system_text
-from pagedjax.tools.use import tool_use
+from pagedjax.text.tools.prompt import DEFAULT_PROMPT, conversation, system_text
+from pagedjax.text.tools.use import tool_use
 
 TOOL = {
     "type": "function",

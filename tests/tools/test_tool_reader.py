@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from pagedjax.tools.formats import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, MISTRAL_SPACED
-from pagedjax.tools.reader import CallReader, calls_of, read
+from pagedjax.text.tools.formats import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, MISTRAL_SPACED
+from pagedjax.text.tools.reader import CallReader, calls_of, read
 
 FORMATS = {
     "hermes": HERMES,

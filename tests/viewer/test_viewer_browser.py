@@ -18,7 +18,8 @@ from urllib.parse import parse_qs, urlparse
 
 import pytest
 
-from pagedjax import LLM, SamplingParams, cli, viewer
+from pagedjax import LLM, SamplingParams, viewer
+from pagedjax.commands import cli
 from pagedjax.host import event_log, replay, scheduler
 from pagedjax.host.event_log import Commit, Schedule, Submit
 from pagedjax.host.policies import FCFS

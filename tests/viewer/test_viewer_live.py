@@ -15,11 +15,11 @@ import pytest
 from immutables import Map
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams
-from pagedjax.config import Speculative
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Event, Plan, Request, Sampled, StepResult
+from pagedjax.options.config import Speculative
 from pagedjax.viewer import Live, picture, read
 from pagedjax.viewer.picture import Picture
 from pagedjax.viewer.text import generated

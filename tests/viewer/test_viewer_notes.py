@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pagedjax import LLM, SamplingParams, cli, viewer
+from pagedjax import LLM, SamplingParams, viewer
+from pagedjax.commands import cli
 from pagedjax.host import replay, scheduler
 from pagedjax.host.event_log import Cancel, Commit, Forget, Recorder, Schedule, Submit
 from pagedjax.host.policies import FCFS

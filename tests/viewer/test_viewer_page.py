@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pagedjax import cli, viewer
+from pagedjax import viewer
+from pagedjax.commands import cli
 from pagedjax.host.event_log import Recorder, Submit
 from pagedjax.host.replay import ReplayError
 from pagedjax.host.scheduler import SchedulerConfig

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pagedjax import cli, viewer
+from pagedjax import viewer
+from pagedjax.commands import cli
 from pagedjax.host import scheduler
 from pagedjax.host.event_log import Commit, Recorder, Schedule, Submit
 from pagedjax.host.policies import FCFS

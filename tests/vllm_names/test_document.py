@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pagedjax.vllm_names import engine_arguments, request_arguments
-from pagedjax.vllm_names.rows import Row
+from pagedjax.options.vllm_names import engine_arguments, request_arguments
+from pagedjax.options.vllm_names.rows import Row
 
 PAGES = [
     Path(__file__).parents[2] / "docs" / "design" / name for name in ("vllm.md", "vllm-engine.md")

@@ -11,9 +11,9 @@ from enum import Enum
 import pytest
 
 from pagedjax import BeamSearchParams, SamplingParams
-from pagedjax.params import NO_LIMIT
-from pagedjax.processes.engines import decoded_params, encoded_params
-from pagedjax.vllm_names.request_arguments import BEAM_SEARCH, SAMPLING
+from pagedjax.engine.processes.engines import decoded_params, encoded_params
+from pagedjax.options.params import NO_LIMIT
+from pagedjax.options.vllm_names.request_arguments import BEAM_SEARCH, SAMPLING
 
 TEXT = "the cat and the other cat"
 
@@ -69,7 +69,7 @@ def test_what_is_taken_under_its_own_name_is_a_field_and_nothing_else_is(rows):
 
 
 def test_what_changes_nothing_is_logged(caplog):
-    with caplog.at_level(logging.INFO, "pagedjax.vllm_names"):
+    with caplog.at_level(logging.INFO, "pagedjax.options.vllm_names"):
         params = SamplingParams(n=2, output_kind=OutputKind.FINAL_ONLY, skip_clone=True)
     assert params == SamplingParams(n=2)
     (logged,) = caplog.messages

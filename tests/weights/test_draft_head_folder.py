@@ -19,8 +19,8 @@ import pytest
 from flax import nnx
 
 from pagedjax import load_model
-from pagedjax.config import Speculative
 from pagedjax.device.models.eagle import assemble_eagle, blank_eagle, eagle_config
+from pagedjax.options.config import Speculative
 from pagedjax.weights.draft_model import load_draft_model, read_eagle, write_eagle
 from pagedjax.weights.tree import named, nested
 

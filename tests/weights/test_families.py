@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 from experiments.core.config import expand
 from experiments.core.engines import simulated
 from experiments.run import check_models
-from pagedjax import LLM, EngineConfig, SamplingParams, Taps, cli, from_params, load_model
+from pagedjax import LLM, EngineConfig, SamplingParams, Taps, from_params, load_model
+from pagedjax.commands import cli
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind, Rope
 from pagedjax.models import initial_factors, score
 from pagedjax.weights import open_checkpoint

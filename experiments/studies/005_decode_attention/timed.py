@@ -21,7 +21,6 @@ import numpy as np
 from experiments.bench import lower_bounds
 from experiments.bench.harness import in_turn
 from experiments.simulation.cost import Chip
-from pagedjax.config import EngineConfig
 from pagedjax.device import attention, cache
 from pagedjax.device.batch import blank_sampling, joined
 from pagedjax.device.models import Model
@@ -35,7 +34,8 @@ from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import Plan, Request
-from pagedjax.params import SamplingParams
+from pagedjax.options.config import EngineConfig
+from pagedjax.options.params import SamplingParams
 from pallas_kernels.paged_attention import IMPLS
 
 BEYOND_L2 = 256 << 20  # least bytes of the caches of a measurement

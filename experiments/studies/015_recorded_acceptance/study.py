@@ -22,7 +22,7 @@ from experiments.simulation.simulate import Guess, Guesses, SimulatedEngine, acc
 from experiments.studies.findings import Claim, Findings, NoTraces, exactly, markdown, rounded
 from experiments.studies.fitted_h100 import EAGLE, NGRAM, seconds
 from pagedjax.host.types import Finished, Seq
-from pagedjax.params import SamplingParams
+from pagedjax.options.params import SamplingParams
 
 QUESTION = "How much faster is an engine with the recorded acceptance of EAGLE and n-gram drafts?"
 PAPER = "SpecDecode-Bench (arXiv 2601.11580), its simulator"

@@ -17,7 +17,7 @@ from experiments.simulation import collectives, cost
 from experiments.simulation.collectives import Exchange
 from experiments.simulation.cost import CHIPS, SHAPES, Chip, Roofline, Shape, Work
 from experiments.studies.findings import Claim, Findings, exactly, markdown, rounded, simulated
-from pagedjax.config import MeshConfig
+from pagedjax.options.config import MeshConfig
 
 QUESTION = (
     "When does tensor parallelism pay: what do 2, 4 or 8 chips for one model do to latency "

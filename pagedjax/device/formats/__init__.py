@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from pagedjax.config import STORED_FORMATS, own_value
 from pagedjax.device.formats import floats
 from pagedjax.device.formats.format import Array, Format
+from pagedjax.options.config import STORED_FORMATS, own_value
 
 __all__ = ["Array", "Format", "find", "is_stored", "name_of", "packed_matrices", "restored"]
 

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pagedjax.config import one_of
 from pagedjax.device import cache as kv
 from pagedjax.device import formats
 from pagedjax.device.attention import Attend, probabilities
@@ -45,6 +44,7 @@ from pagedjax.device.layers import (
 from pagedjax.device.linear import Matrix, linear
 from pagedjax.device.row_reductions import row_sums, softmax, weighted_sums
 from pagedjax.device.selection import attend_selected, write
+from pagedjax.options.config import one_of
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 # (batch or None, *, routed=False) -> hidden states, or (hidden states, `Routes`)

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagedjax.config import MeshConfig
 from pagedjax.device import formats
 from pagedjax.device.models.decoder import DecoderConfig
+from pagedjax.options.config import MeshConfig
 
 EXPERT = "expert"
 TENSOR = "tensor"

@@ -17,7 +17,7 @@ import numpy as np
 from pagedjax.device.row_features.feature import RowContext, RowFeature
 
 if TYPE_CHECKING:
-    from pagedjax.params import SamplingParams
+    from pagedjax.options.params import SamplingParams
 
 MAX_TOKENS = 1024  # of all sequences of a request
 MAX_LENGTH = 32  # tokens of one sequence

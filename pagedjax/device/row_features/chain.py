@@ -12,16 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedjax.config import own_value
 from pagedjax.device.row_features.bad_words import BAD_WORDS
 from pagedjax.device.row_features.feature import RowContext, RowFeature, Stage
 from pagedjax.device.row_features.listed_tokens import LISTED_TOKENS
 from pagedjax.device.row_features.penalties import PENALTIES
 from pagedjax.device.row_features.token_mask import token_mask
 from pagedjax.device.row_features.truncation import MIN_P, TOP_K, TOP_P
+from pagedjax.options.config import own_value
 
 if TYPE_CHECKING:
-    from pagedjax.params import SamplingParams
+    from pagedjax.options.params import SamplingParams
 
 # bytes: fields of at most so many travel with every row, larger ones with the rows that use them
 SMALL = 64

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 
 if TYPE_CHECKING:
-    from pagedjax.params import SamplingParams
+    from pagedjax.options.params import SamplingParams
 
 Stage = Literal["logits", "probs"]
 Values = Mapping[str, Any]  # by field: the numbers of one row, or their arrays for B rows

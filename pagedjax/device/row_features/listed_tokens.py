@@ -12,7 +12,7 @@ import numpy as np
 from pagedjax.device.row_features.feature import RowContext, RowFeature
 
 if TYPE_CHECKING:
-    from pagedjax.params import SamplingParams
+    from pagedjax.options.params import SamplingParams
 
 # entries of logit_bias, allowed_token_ids and stop tokens under min_tokens that a request can have
 MAX_LISTED = 1024

@@ -14,7 +14,7 @@ import numpy as np
 from pagedjax.device.row_features.feature import RowContext, RowFeature
 
 if TYPE_CHECKING:
-    from pagedjax.params import SamplingParams
+    from pagedjax.options.params import SamplingParams
 
 SPAN = 512  # tokens of each row that are read at a time
 

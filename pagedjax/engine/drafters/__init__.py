@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import get_args
 
-from pagedjax.config import ON_DEVICE, DraftMethod, Speculative, own_value
 from pagedjax.engine.drafters import ngram, suffix
 from pagedjax.engine.drafters.drafter import Drafter
+from pagedjax.options.config import ON_DEVICE, DraftMethod, Speculative, own_value
 
 __all__ = ["Drafter", "find"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pagedjax.host.searches import beams
 from pagedjax.host.searches.search import Continuation, Offer, RunningSearch, Search, SearchKind
-from pagedjax.params import BeamSearchParams
+from pagedjax.options.params import BeamSearchParams
 
 __all__ = ["SEARCHES", "Continuation", "Offer", "RunningSearch", "Search", "SearchKind"]
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from pagedjax.host.searches.search import Continuation, Offer, SearchKind
 from pagedjax.host.types import FinishReason, Hypothesis
-from pagedjax.params import BeamSearchParams
+from pagedjax.options.params import BeamSearchParams
 
 
 class Beam(NamedTuple):

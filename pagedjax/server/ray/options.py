@@ -15,7 +15,7 @@ import yaml
 from ray.serve.config import AutoscalingConfig
 
 from pagedjax import routing
-from pagedjax.config import EngineConfig, from_dict
+from pagedjax.options.config import EngineConfig, from_dict
 from pagedjax.server import adapters
 from pagedjax.server.app import Options
 from pagedjax.server.serve import name_of, read_key

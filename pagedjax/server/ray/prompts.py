@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pagedjax.engine import block_hashes
+from pagedjax.options.vllm_names.prompts import kept
 from pagedjax.routing import RouterRequest
 from pagedjax.server import adapters, responses_api
 from pagedjax.server.app import Options
 from pagedjax.server.responses_api import ResponsesRequest
 from pagedjax.server.schema import ChatRequest, CompletionRequest, GenerationBody
 from pagedjax.text.tokenizer import Tokenizer
-from pagedjax.tools.use import tool_use
-from pagedjax.vllm_names.prompts import kept
+from pagedjax.text.tools.use import tool_use
 
 # Characters of a token at most, on average; a longer text is refused, and not worth tokenizing
 CHARACTERS = 32

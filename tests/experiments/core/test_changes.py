@@ -16,7 +16,7 @@ from experiments.core.workloads import WorkItem
 from experiments.simulation.cost import Simulate
 from experiments.simulation.simulate import SimulatedEngine
 from pagedjax import SamplingParams
-from pagedjax.config import EngineConfig
+from pagedjax.options.config import EngineConfig
 from pagedjax.routing import LEAST_LOADED, ROUND_ROBIN, ROUTERS
 from tests import drawn
 from tests.experiments.core.summaries import run_files, simulated_run

@@ -12,7 +12,7 @@ from experiments.core.workloads import WorkItem
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Request, StepResult
-from pagedjax.params import SamplingParams
+from pagedjax.options.params import SamplingParams
 from tests.experiments.core.summaries import summarize
 
 

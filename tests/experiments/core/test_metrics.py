@@ -30,7 +30,7 @@ from pagedjax.host.types import (
     StepResult,
     Verified,
 )
-from pagedjax.load_client.summary import spread
+from pagedjax.server.load_client.summary import spread
 from tests import drawn
 from tests.experiments.core.summaries import summarize
 

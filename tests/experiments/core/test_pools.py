@@ -19,10 +19,10 @@ from experiments.core.workloads import WorkItem
 from experiments.simulation.cost import Simulate, StepTime, Work
 from experiments.simulation.simulate import Handover, SimulatedEngine
 from pagedjax import LLM, SamplingParams
-from pagedjax.config import EngineConfig
 from pagedjax.disaggregated import PrefillDecode
 from pagedjax.host import blocks, scheduler
 from pagedjax.host.types import Plan, StepResult
+from pagedjax.options.config import EngineConfig
 from pagedjax.routing import LEAST_LOADED, ROUND_ROBIN
 from tests import drawn
 

@@ -23,8 +23,8 @@ from experiments.simulation.cost import Simulate
 from experiments.simulation.simulate import SimulatedEngine
 from experiments.simulation.spans import DecodeSpan
 from pagedjax import SamplingParams
-from pagedjax.config import EngineConfig
 from pagedjax.host.types import StepResult
+from pagedjax.options.config import EngineConfig
 from pagedjax.routing import LEAST_LOADED, PREFIX, ROUND_ROBIN, ROUTERS, Router
 from tests.experiments.core.summaries import (
     run_files,

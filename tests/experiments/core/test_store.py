@@ -13,7 +13,7 @@ import yaml
 import experiments
 from experiments.core import store
 from experiments.core.optional_imports import require
-from pagedjax.config import Speculative
+from pagedjax.options.config import Speculative
 
 
 def summary(point: str = "abc", repeat: int = 0, order: int = 0, **fields: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from experiments.core.config import expand
 from experiments.core.drive import Measured
 from experiments.core.metrics import steady_rate
 from experiments.core.totals import METHOD, Tally, Timeline
-from pagedjax.load_client.summary import PERCENTILES, spread
+from pagedjax.server.load_client.summary import PERCENTILES, spread
 from tests import drawn
 from tests.experiments.core.summaries import simulated_run
 from tests.experiments.core.test_decodes_together import RAW, changed

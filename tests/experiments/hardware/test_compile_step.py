@@ -17,10 +17,10 @@ import pytest
 from experiments.hardware import compile_step, compiled, compilers, exchanges, hlo
 from experiments.hardware.compiled import Plan
 from experiments.hardware.compilers import TARGETS, Target
-from pagedjax.config import MeshConfig
 from pagedjax.device import memory
 from pagedjax.device.placement import make_placement
 from pagedjax.engine import programs
+from pagedjax.options.config import MeshConfig
 from pallas_kernels import aot_tpu
 
 needs_compiler = pytest.mark.skipif(

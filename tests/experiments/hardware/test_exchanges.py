@@ -14,9 +14,9 @@ from experiments.hardware import compile_step, exchanges, hlo
 from experiments.hardware.exchanges import Collective, Required, differences, required
 from experiments.simulation.collectives import Network
 from pagedjax import LLM
-from pagedjax.config import MeshConfig
 from pagedjax.device.batch import StepShape
 from pagedjax.device.models import split
+from pagedjax.options.config import MeshConfig
 
 TORUS = Network(1e9, neighbours=True, devices=64, hop=1e-6)
 SWITCH = Network(1e9, neighbours=False, devices=8)

@@ -28,9 +28,9 @@ from experiments.simulation.cost import (
     shape_of,
     work_of,
 )
-from pagedjax.config import MeshConfig
 from pagedjax.host.kv_policies import View
 from pagedjax.host.types import EMPTY_PLAN, Request, SchedulerConfig, Seq
+from pagedjax.options.config import MeshConfig
 from pagedjax.weights.locate import open_checkpoint
 
 rows = st.lists(

@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 from experiments.simulation.collectives import Exchanged, exchanges
 from experiments.simulation.cost import part, shape_of
-from pagedjax.config import MeshConfig
 from pagedjax.device import attention, cache
 from pagedjax.device.batch import Batch
 from pagedjax.device.models import split
 from pagedjax.device.models.decoder import Decoder, DecoderConfig
+from pagedjax.options.config import MeshConfig
 from pagedjax.weights.architectures import FAMILIES, normalised
 
 LLAMA = {

@@ -16,8 +16,8 @@ from experiments.core.workloads import WorkItem
 from experiments.simulation.cost import CHIPS, SHAPES, Simulate
 from experiments.simulation.simulate import Guess, SimulatedEngine, SimulatedLLM, resolved
 from pagedjax import LLM, SamplingParams
-from pagedjax.config import EngineConfig
 from pagedjax.host.types import Verified
+from pagedjax.options.config import EngineConfig
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 RAW = {

@@ -10,9 +10,9 @@ import chex
 import numpy as np
 import pytest
 
-from pagedjax.config import KVPolicyOptions
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind, Rope
 from pagedjax.host import kv_policies
+from pagedjax.options.config import KVPolicyOptions
 
 study = importlib.import_module("experiments.studies.018_kv_policies.study")
 timed = importlib.import_module("experiments.studies.018_kv_policies.timed")

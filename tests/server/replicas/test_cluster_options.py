@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pagedjax import cli
+from pagedjax.commands import cli
 from pagedjax.server.ray.command import options_of
 from pagedjax.server.ray.options import ClusterOptions, check_room, default_resources, of_args
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from pagedjax.vllm_names.rows import by_name, no_effect, read, refusal, translation
+from pagedjax.options.vllm_names.rows import by_name, no_effect, read, refusal, translation
 
 DTYPES = {"auto": None, "half": "float16", "float": "float32"}
 CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}

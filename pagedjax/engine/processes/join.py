@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from pagedjax.processes import config, group
-from pagedjax.processes.config import ProcessConfig
-from pagedjax.processes.group import Follower, Leader
+from pagedjax.engine.processes import config, group
+from pagedjax.engine.processes.config import ProcessConfig
+from pagedjax.engine.processes.group import Follower, Leader
 
 HELLO_BYTES = 512  # of the leader's address
 _joined: list[Leader | Follower] = []

@@ -12,7 +12,12 @@ from dataclasses import InitVar, dataclass, replace
 from functools import cache
 from typing import Any, Literal, get_args, get_type_hints
 
-from pagedjax.vllm_names.request_arguments import BEAM_SEARCH, SAMPLING, STRUCTURED_OUTPUTS, takes
+from pagedjax.options.vllm_names.request_arguments import (
+    BEAM_SEARCH,
+    SAMPLING,
+    STRUCTURED_OUTPUTS,
+    takes,
+)
 
 NO_LIMIT = 2**31 - 1  # of max_tokens; max_model_len ends every request
 MAX_LOGPROBS = 20

@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagedjax.load_client.client import Target, measure
+from pagedjax.server.load_client.client import Target, measure
 
 if TYPE_CHECKING:
-    from pagedjax.load_client import plan
+    from pagedjax.server.load_client import plan
 
 FILES = {  # the content of each option's file
     "--trace": "a CSV file, with TIMESTAMP,ContextTokens,GeneratedTokens as its first line",
@@ -114,7 +114,7 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         ValueError: nothing was measured.
     """
-    from pagedjax.load_client import speculation, summary
+    from pagedjax.server.load_client import speculation, summary
 
     load = _load(args)
     target = Target(
@@ -169,7 +169,7 @@ def _load(args: argparse.Namespace) -> plan.Load:
     Raises:
         ValueError: options that exclude each other, or a value out of its range.
     """
-    from pagedjax.load_client import plan
+    from pagedjax.server.load_client import plan
 
     names = plan.Load.__dataclass_fields__
     values = {

@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from pagedjax.processes.connection import Connection, Message, encoded, framed, text_of
-from pagedjax.processes.difference import difference
-from pagedjax.processes.watch import Progress, Stage, late
+from pagedjax.engine.processes.connection import Connection, Message, encoded, framed, text_of
+from pagedjax.engine.processes.difference import difference
+from pagedjax.engine.processes.watch import Progress, Stage, late
 
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h
 GRACE = 3.0  # seconds for the answers to clients, before the process ends

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from pagedjax.vllm_names.rows import Row, by_name, no_effect, read, refusal, translation
+from pagedjax.options.vllm_names.rows import Row, by_name, no_effect, read, refusal, translation
 
 Params = TypeVar("Params")
 

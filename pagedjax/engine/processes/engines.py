@@ -24,20 +24,20 @@ from typing import Any
 import jax
 
 from pagedjax import __version__
-from pagedjax.config import EngineConfig
 from pagedjax.device.models import Model
 from pagedjax.device.placement import fingerprint, fingerprint_of
 from pagedjax.engine import interrupts
 from pagedjax.engine.engine import Engine
+from pagedjax.engine.processes.connection import Message, text_of
+from pagedjax.engine.processes.digest import Digest
+from pagedjax.engine.processes.group import Follower, Leader, ProcessFailed
+from pagedjax.engine.processes.join import joined
 from pagedjax.engine.requests import EngineRequest
 from pagedjax.engine.state import EngineState
 from pagedjax.engine.step import ScheduledStep, schedule
 from pagedjax.host.types import Event, FinishReason, Pending, StepResult
-from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
-from pagedjax.processes.connection import Message, text_of
-from pagedjax.processes.digest import Digest
-from pagedjax.processes.group import Follower, Leader, ProcessFailed
-from pagedjax.processes.join import joined
+from pagedjax.options.config import EngineConfig
+from pagedjax.options.params import BeamSearchParams, PoolingParams, SamplingParams
 
 
 def given_facts(model: Model, config: EngineConfig, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def make_engine(model: Model, config: EngineConfig, **options: Any) -> Engine:
     if group is None:
         raise ValueError(
             f"JAX runs in {processes} processes, and they are not connected; call "
-            "pagedjax.processes.join.join() in each of them, before the first engine"
+            "pagedjax.engine.processes.join.join() in each of them, before the first engine"
         )
     if model.placement is None and config.mesh is None:
         raise ValueError(

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from pagedjax.params import StructuredOutputsParams
-from pagedjax.structured import keywords, vocabulary
-from pagedjax.structured.matcher import Grammar, first_line
-from pagedjax.structured.regular import beyond
+from pagedjax.options.params import StructuredOutputsParams
 from pagedjax.text.imports import imported
+from pagedjax.text.structured import keywords, vocabulary
+from pagedjax.text.structured.matcher import Grammar, first_line
+from pagedjax.text.structured.regular import beyond
 from pagedjax.text.surrogates import check_whole
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 

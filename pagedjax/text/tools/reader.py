@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pagedjax.text.detokenizer import pending_length
 from pagedjax.text.outputs import ToolCall
-from pagedjax.tools.formats import CallFormat
+from pagedjax.text.tools.formats import CallFormat
 
 LETTERS = string.ascii_letters + string.digits
 

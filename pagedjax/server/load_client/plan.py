@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from pagedjax.load_client.text_files import lines, trace_rows
+from pagedjax.server.load_client.text_files import lines, trace_rows
 
 Endpoint = Literal["completions", "chat"]
 Process = Literal["poisson", "gamma", "uniform", "at-once"]

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pagedjax.params import SamplingParams, StructuredOutputsParams
-from pagedjax.structured.grammars import Grammars
-from pagedjax.structured.matcher import Grammar
+from pagedjax.options.params import SamplingParams, StructuredOutputsParams
 from pagedjax.text.outputs import CompletionOutput, RequestOutput
+from pagedjax.text.structured.grammars import Grammars
+from pagedjax.text.structured.matcher import Grammar
 from pagedjax.text.tokenizer import Tokenizer
-from pagedjax.tools import grammar, prompt, reader
-from pagedjax.tools.definitions import Tool, choice_of, tools_of
-from pagedjax.tools.formats import CallFormat, Dialect, dialect
+from pagedjax.text.tools import grammar, prompt, reader
+from pagedjax.text.tools.definitions import Tool, choice_of, tools_of
+from pagedjax.text.tools.formats import CallFormat, Dialect, dialect
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def sampling(args: argparse.Namespace, stop: tuple[str, ...] = ()) -> Any:
 
 def join(args: argparse.Namespace) -> Any:
     """Connect this process with the others of its engine -> its group; None without others."""
-    from pagedjax.processes import config
+    from pagedjax.engine.processes import config
 
     typed = {
         "coordinator": args.coordinator,
@@ -78,7 +78,7 @@ def join(args: argparse.Namespace) -> Any:
     }
     if config.read(**typed) is None:
         return None
-    from pagedjax.processes.join import join as connect
+    from pagedjax.engine.processes.join import join as connect
 
     return connect(**typed)
 
@@ -291,7 +291,7 @@ def _write(args: argparse.Namespace, ending: str, text: str) -> int:
 def serve(args: argparse.Namespace) -> int:
     """Serve a model to OpenAI's clients. On SIGTERM and Ctrl-C, unfinished requests are completed
     first."""
-    from pagedjax.config import EngineConfig
+    from pagedjax.options.config import EngineConfig
 
     require("serve", "fastapi", "uvicorn", "prometheus_client")
     names = [field.name for field in dataclasses.fields(EngineConfig)]
@@ -327,7 +327,7 @@ def runs_on_ray(args: argparse.Namespace) -> bool:
 def bench_serve(args: argparse.Namespace) -> int:
     """Send requests to an OpenAI-compatible server at planned times, and print its latencies."""
     require("serve", "httpx")
-    from pagedjax.load_client import bench_serve
+    from pagedjax.server.load_client import bench_serve
 
     return bench_serve.main(args)
 
@@ -600,7 +600,7 @@ def bench_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def bench_serve_parser(commands: argparse._SubParsersAction) -> None:
-    from pagedjax.load_client.bench_serve import add_options
+    from pagedjax.server.load_client.bench_serve import add_options
 
     parser = commands.add_parser(
         "serve", help="load a running server", description=bench_serve.__doc__
@@ -620,7 +620,7 @@ def _add_cache_option(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `start_options` and `engine_options` read."""
-    from pagedjax.config import STORED_FORMATS
+    from pagedjax.options.config import STORED_FORMATS
 
     _add_cache_option(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))

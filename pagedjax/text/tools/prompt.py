@@ -8,8 +8,8 @@ from typing import Any
 
 from pagedjax.text.messages import for_template
 from pagedjax.text.surrogates import check_whole
-from pagedjax.tools.definitions import MAX_LEVELS, Tool, too_deep
-from pagedjax.tools.formats import Dialect
+from pagedjax.text.tools.definitions import MAX_LEVELS, Tool, too_deep
+from pagedjax.text.tools.formats import Dialect
 
 # The system text for a chat template that does not know tools. It ends with the form of a call.
 DEFAULT_PROMPT = """You can call functions. Each line between <tools> and </tools> describes one of them as JSON:

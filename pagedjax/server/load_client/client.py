@@ -15,13 +15,13 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pagedjax.load_client.stream import AnswerReader, EventParser, message_of
+from pagedjax.server.load_client.stream import AnswerReader, EventParser, message_of
 
 if TYPE_CHECKING:
     import httpx
 
-    from pagedjax.load_client.plan import Load, PlannedRequest
-    from pagedjax.load_client.summary import RequestTimes
+    from pagedjax.server.load_client.plan import Load, PlannedRequest
+    from pagedjax.server.load_client.summary import RequestTimes
 
 TICK = 0.02  # seconds between two checks whether the client itself is late
 
@@ -154,7 +154,7 @@ async def send_request(
     """
     import httpx
 
-    from pagedjax.load_client.summary import RequestTimes
+    from pagedjax.server.load_client.summary import RequestTimes
 
     await asyncio.sleep(max(0.0, arrival - clock()))
     due = clock()
@@ -279,7 +279,7 @@ async def measure(
     """
     from tqdm import tqdm
 
-    from pagedjax.load_client import plan
+    from pagedjax.server.load_client import plan
 
     planned = plan.make_plan(load, content)
     async with connected(target) as client:

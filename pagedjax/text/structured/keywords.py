@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from pagedjax.structured.regular import beyond
+from pagedjax.text.structured.regular import beyond
 
 
 def _names(text: str) -> frozenset[str]:

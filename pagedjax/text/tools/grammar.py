@@ -11,12 +11,12 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from pagedjax.params import StructuredOutputsParams
-from pagedjax.structured import keywords, vocabulary
-from pagedjax.structured.grammars import MAX_TEXT, WHITE_SPACE, schema_of
+from pagedjax.options.params import StructuredOutputsParams
+from pagedjax.text.structured import keywords, vocabulary
+from pagedjax.text.structured.grammars import MAX_TEXT, WHITE_SPACE, schema_of
 from pagedjax.text.tokenizer import Tokenizer
-from pagedjax.tools.definitions import Tool
-from pagedjax.tools.formats import CallFormat
+from pagedjax.text.tools.definitions import Tool
+from pagedjax.text.tools.formats import CallFormat
 
 # A schema with one of these may have further properties
 OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
