@@ -26,33 +26,24 @@ PACKAGES = ("pagedjax", "pallas_kernels", "experiments")
 # The project's own modules that a folder (or one module) may import, beside its own folder; a
 # folder includes what is in it. The longest name that fits a module counts, and every module has
 # one: a new folder needs a line here.
-LEAVES = ("pagedjax.options.config", "pagedjax.options.params")
-BELOW_SESSION = (
-    *LEAVES,
-    *("pagedjax.host", "pagedjax.device", "pagedjax.engine", "pagedjax.text", "pagedjax.weights"),
-    "pagedjax.text.structured",
-)
+LEAVES = ("pagedjax.options",)
+BELOW_LLM = (*LEAVES, "pagedjax.host", "pagedjax.device", "pagedjax.engine", "pagedjax.text")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
-    "pagedjax.options.config": (),
-    "pagedjax.options.vllm_names": (),
-    "pagedjax.options.params": ("pagedjax.options.vllm_names",),
+    "pagedjax.options": (),
     "pagedjax.host": LEAVES,
     "pagedjax.policies": ("pagedjax.host",),
-    "pagedjax.routing": ("pagedjax.options.config",),
+    "pagedjax.routing": LEAVES,
     "pagedjax.device": (
-        *(
-            "pagedjax.options.config",
-            "pallas_kernels.paged_attention",
-            "pallas_kernels.kv_write",
-            "pallas_kernels.linear",
-        ),
-        *("pallas_kernels.shared.page_bits", "pallas_kernels.shared.cpu.handler"),
+        "pagedjax.options.config",
+        "pallas_kernels.paged_attention",
+        "pallas_kernels.kv_write",
+        "pallas_kernels.linear",
+        "pallas_kernels.shared.page_bits",
+        "pallas_kernels.shared.cpu.handler",
     ),
     "pagedjax.models": ("pagedjax.device", "pagedjax.weights"),
-    "pagedjax.text": ("pagedjax.options.params", "pagedjax.host.types"),
+    "pagedjax.text": (*LEAVES, "pagedjax.host.types"),
     "pagedjax.weights": ("pagedjax.options.config", "pagedjax.device", "pagedjax.text"),
-    "pagedjax.text.structured": ("pagedjax.options.params", "pagedjax.text"),
-    "pagedjax.text.tools": ("pagedjax.options.params", "pagedjax.text", "pagedjax.text.structured"),
     "pagedjax.engine": (
         *LEAVES,
         "pagedjax.host",
@@ -60,54 +51,26 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "pagedjax.weights",
         "pagedjax.text.structured.matcher",
     ),
-    "pagedjax.engine.processes": (
-        *LEAVES,
-        *(
-            "pagedjax.host",
-            "pagedjax.device",
-            "pagedjax.engine",
-            "pagedjax.text.structured.matcher",
-        ),
-    ),
-    "pagedjax.engine.session": BELOW_SESSION,
-    "pagedjax.llm": (
-        *BELOW_SESSION,
-        *(
-            "pagedjax.text.tools",
-            "pagedjax.engine.processes",
-            "pagedjax.engine.session",
-            "pagedjax.options.vllm_names",
-        ),
-    ),
+    "pagedjax.engine.session": (*BELOW_LLM, "pagedjax.weights"),
+    "pagedjax.llm": (*BELOW_LLM, "pagedjax.weights"),
     "pagedjax.disaggregated": (
-        *(
-            "pagedjax.options.params",
-            "pagedjax.host",
-            "pagedjax.device",
-            "pagedjax.engine",
-            "pagedjax.text.structured.matcher",
-        ),
-        *("pagedjax.engine.session", "pagedjax.llm"),
+        *LEAVES,
+        "pagedjax.host",
+        "pagedjax.device",
+        "pagedjax.engine",
+        "pagedjax.text.structured.matcher",
+        "pagedjax.llm",
     ),
     "pagedjax.viewer": ("pagedjax.host",),
     "pagedjax.server": (
-        *BELOW_SESSION,
-        *(
-            "pagedjax.text.tools",
-            "pagedjax.engine.processes",
-            "pagedjax.engine.session",
-            "pagedjax.llm",
-            "pagedjax.viewer",
-        ),
-        *("pagedjax.options.vllm_names", "pagedjax.routing"),
+        *BELOW_LLM,
+        "pagedjax.weights",
+        "pagedjax.llm",
+        "pagedjax.viewer",
+        "pagedjax.routing",
     ),
     "pagedjax.server.load_client": (),
-    "pagedjax.commands": (
-        *BELOW_SESSION,
-        "pagedjax.engine.session",
-        "pagedjax.llm",
-        "pagedjax.options.vllm_names",
-    ),
+    "pagedjax.commands": (*BELOW_LLM, "pagedjax.weights", "pagedjax.llm"),
     "pagedjax.commands.cli": ("pagedjax",),
     "pagedjax.__main__": ("pagedjax.commands.cli",),
     "pagedjax": ("pagedjax",),  # the public names, imported when they are first used
@@ -125,9 +88,7 @@ ARRAYS = {"jax", "jaxlib", "flax", "optax", "chex", "orbax", "numpy"}
 TORCH = {"torch", "torchvision", "accelerate"}
 # Libraries that a folder may import; a folder that is not here may import any, except torch.
 LIBRARIES: dict[str, set[str]] = {
-    "pagedjax.options.config": set(),
-    "pagedjax.options.vllm_names": set(),
-    "pagedjax.options.params": set(),
+    "pagedjax.options": set(),
     "pagedjax.host": {"immutables"},
     "pagedjax.routing": {"immutables"},
     "pagedjax.viewer": {"immutables"},
@@ -273,6 +234,12 @@ def test_the_walk_sees_imports_of_every_form():
 def test_a_circle_is_found():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [["a", "b", "c"]]
     assert circles({"a": {"b"}, "b": {"c"}}) == []
+
+
+def test_the_top_floor_has_few_rooms():
+    parts = [name.split(".") for name in all_modules() if within(name, "pagedjax")]
+    rooms = {names[1] for names in parts if len(names) > 1} - {"__main__"}
+    assert len(rooms) <= 14, sorted(rooms)
 
 
 @pytest.mark.parametrize("rules", [MAY_IMPORT, LIBRARIES], ids=["modules", "libraries"])

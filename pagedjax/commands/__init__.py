@@ -1,4 +1,4 @@
-"""The parts of the command line that are too long for cli.py.
+"""The command line: cli.py has the parser, and the commands that are short.
 
 A module for a command of `pagedjax`, and options.py, which says how options are read.
 """

@@ -459,7 +459,7 @@ class Engine:
 
     def _schedule(self) -> ScheduledStep:
         """What the next step will compute. Processes that share an engine agree on it here
-        (processes/engines.py).
+        (engine/processes/engines.py).
         """
         return schedule(self.runtime, self._state)
 

@@ -17,6 +17,5 @@ middleware.py  the API key, and the size of a body
 metrics.py     Prometheus metrics, from the events of the engine
 ray/           several engines behind one address, on Ray Serve
 serve.py       the command: sockets, signals, options of the command line
-
-The load client is not here: see pagedjax/load_client.
+load_client/   a client that loads any OpenAI-compatible server; it imports nothing of pagedjax
 """

@@ -150,7 +150,7 @@ def test_the_hub_gets_the_revision(monkeypatch, tmp_path):
 
 
 def test_what_changes_nothing_is_logged_once_at_info(caplog):
-    with caplog.at_level(logging.DEBUG, "pagedjax.options.vllm_names"):
+    with caplog.at_level(logging.DEBUG, "pagedjax.vllm_names"):
         arguments = engine_arguments(
             {
                 "enforce_eager": True,
@@ -172,7 +172,7 @@ def test_what_changes_nothing_is_logged_once_at_info(caplog):
 
 @pytest.mark.parametrize(("value", "level"), [("auto", "WARNING"), ("vllm", "INFO")])
 def test_what_a_user_may_expect_otherwise_is_a_warning(caplog, value, level):
-    with caplog.at_level(logging.INFO, "pagedjax.options.vllm_names"):
+    with caplog.at_level(logging.INFO, "pagedjax.vllm_names"):
         engine_arguments({"generation_config": value})
     assert [record.levelname for record in caplog.records] == [level]
 

@@ -69,7 +69,7 @@ def test_what_is_taken_under_its_own_name_is_a_field_and_nothing_else_is(rows):
 
 
 def test_what_changes_nothing_is_logged(caplog):
-    with caplog.at_level(logging.INFO, "pagedjax.options.vllm_names"):
+    with caplog.at_level(logging.INFO, "pagedjax.vllm_names"):
         params = SamplingParams(n=2, output_kind=OutputKind.FINAL_ONLY, skip_clone=True)
     assert params == SamplingParams(n=2)
     (logged,) = caplog.messages

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-log = logging.getLogger("pagedjax.options.vllm_names")
+log = logging.getLogger("pagedjax.vllm_names")
 
 Effect = Literal["taken", "changes nothing", "refused"]
 
