@@ -6,15 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
 
-def output_of(code: str, *arguments: object, timeout: float = 500, **environment: str) -> str:
+def output_of(code: str, *arguments: object, timeout: float = 500, **environment: Any) -> str:
     """Run code in the repository's root; it must end without an error. Returns what it printed.
 
     Args:
-        environment: variables beside those of this process.
+        environment: variables beside those of this process, as text.
     """
     child = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
