@@ -6,12 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
 
-def output_of(code: str, *arguments: object, timeout: float = 500, **environment: Any) -> str:
+def output_of(code: str, *arguments: object, timeout: float = 500, **environment: str) -> str:
     """Run code in the repository's root; it must end without an error. Returns what it printed.
 
     Args:
