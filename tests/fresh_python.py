@@ -14,7 +14,7 @@ def output_of(code: str, *arguments: object, timeout: float = 500, **environment
     """Run code in the repository's root; it must end without an error. Returns what it printed.
 
     Args:
-        environment: variables beside those of this process.
+        environment: variables beside those of this process, as text.
     """
     child = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],

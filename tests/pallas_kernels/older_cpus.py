@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ def printed(program: str, name: str, cache: Path) -> list[str]:
     cpu, features = NARROWER[name]
     if not all(has(feature[1:]) for feature in features.split(",")):
         pytest.skip(f"this CPU has no {name}")
-    settings = {
+    settings: dict[str, Any] = {
         "PALLAS_KERNELS_CPU_NAME": cpu,
         "PALLAS_KERNELS_CPU_FEATURES": features,
         "JAX_COMPILATION_CACHE_DIR": str(cache),

@@ -310,7 +310,7 @@ def test_a_program_from_the_disk_cache_finds_the_kernel_in_a_new_process(tmp_pat
         "assert_contract(make([(1, 40), (1, 300)], t=2, b=2), 'cpu')\n"
         "print(len(list(__import__('pathlib').Path(jax.config.jax_compilation_cache_dir).glob('*paged_attention*'))))"
     )
-    names = {
+    names: dict[str, Any] = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
