@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagedjax.engine.engine import Engine
     from pagedjax.engine.tap_files import read_taps
-    from pagedjax.engine.taps import TapArrays
     from pagedjax.llm import LLM
     from pagedjax.options.config import EngineConfig
     from pagedjax.options.params import (
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
+    from pagedjax.text.tap_arrays import TapArrays
     from pagedjax.weights.pretrained import from_params, load_model
 
 __version__ = "0.2.0"
@@ -42,7 +42,7 @@ _HOME = {
     "PoolingParams": "options.params",
     "LoRARequest": "options.params",
     "Taps": "options.params",
-    "TapArrays": "engine.taps",
+    "TapArrays": "text.tap_arrays",
     "read_taps": "engine.tap_files",
     "EngineConfig": "options.config",
     "Engine": "engine.engine",

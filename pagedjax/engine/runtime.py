@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -114,8 +114,9 @@ class Runtime:
     def cache_shapes(self) -> cache.KVCache:
         return self.geometry.cache_shapes(self.config.num_blocks, self.model)
 
-    @property
+    @cached_property
     def request_rules(self) -> RequestRules:
+        """What `prepare` must know of this engine."""
         return RequestRules(
             vocab_size=self.model.config.vocab_size,
             caching=self.config.enable_prefix_caching,

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 from pagedjax.engine import interrupts
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.requests import EngineRequest
-from pagedjax.engine.taps import collect
 from pagedjax.host.types import Admitted, Event, Finished, FinishReason, Sampled, StepResult
 from pagedjax.options.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.text.outputs import BeamOutputBuilder, CompletionOutput, OutputBuilder, RequestOutput
 from pagedjax.text.pooling import PoolingBuilder, PoolingOutput, PoolingRequestOutput
 from pagedjax.text.structured.grammars import Grammars
 from pagedjax.text.structured.matcher import Grammar
+from pagedjax.text.tap_arrays import collect
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 
 Params = SamplingParams | BeamSearchParams

@@ -21,9 +21,10 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from pagedjax.engine.state import LogEntry
-from pagedjax.engine.taps import Collected, StepTaps, TapArrays, TapsBegin, collect
+from pagedjax.engine.taps import StepTaps, TapsBegin
 from pagedjax.host.event_log import Cancel, Commit
 from pagedjax.host.types import Event, Finished
+from pagedjax.text.tap_arrays import Collected, TapArrays, collect
 
 ENDING = ".npz"
 

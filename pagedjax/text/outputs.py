@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from pagedjax.host.types import FinishReason, Hypothesis, TokenLogprobs
 from pagedjax.options.params import BeamSearchParams, SamplingParams
 from pagedjax.text.detokenizer import Detokenizer, StopChecker
+from pagedjax.text.tap_arrays import Collected, TapArrays
 from pagedjax.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from pagedjax.engine.taps import Collected, TapArrays
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ from pagedjax import (
 from pagedjax.device.taps import Wanted, union
 from pagedjax.engine import step as step_module
 from pagedjax.engine.session import Session, SessionStep
-from pagedjax.engine.taps import TapPart, collect
 from pagedjax.host import scheduler
 from pagedjax.host.replay import verify
 from pagedjax.host.types import Preempted, Verified
+from pagedjax.text.tap_arrays import TapPart, collect
 from tests.device.test_llama import plain_run
 from tests.device.test_model_families import saved  # noqa: F401  (a fixture)
 from tests.engine.test_draft_models import folders  # noqa: F401  (a fixture)
