@@ -16,11 +16,9 @@ end an engine drafts with the head for held-out prompts, and the command prints 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +34,15 @@ from flax import nnx
 from experiments.core.optional_imports import require
 from experiments.training import draft_data
 from experiments.training.checkpoints import Loss, State, begin, opened, restore, save
-from experiments.training.command import check_seed, exit_status
+from experiments.training.command import (
+    add_setup,
+    check_least,
+    check_positive,
+    check_seed,
+    exit_status,
+    run_parser,
+    setup_of,
+)
 from experiments.training.data import texts
 from experiments.training.draft_data import Windows
 from experiments.training.draft_loss import loss
@@ -310,39 +316,13 @@ def measure_acceptance(
 # --- command line ---------------------------------------------------------------------------------
 
 
-def option(name: str) -> str:
-    return name.replace("_", "-")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder of the run; an existing run is resumed"
-    )
-    parser.add_argument(
-        "--every", type=int, default=40, help="steps between checkpoints (default: %(default)s)"
-    )
-    for field in dataclasses.fields(DraftSetup):
-        kind = {
-            "default": field.default,
-            "type": type(field.default),
-            "help": "default: %(default)s",
-        }
-        parser.add_argument(f"--{option(field.name)}", **kind)
+    parser = run_parser(__doc__, every=40)
+    add_setup(parser, DraftSetup)
     args = parser.parse_args(argv)
-    setup = DraftSetup(
-        **{field.name: getattr(args, field.name) for field in dataclasses.fields(DraftSetup)}
-    )
-    counts = "steps", "vocabulary", "windows", "held_out", "prompt", "output", "batch", "passes"
-    for name in ("every", *counts):
-        if (value := getattr(args, name)) < 1:
-            parser.error(
-                f"--{option(name)} is {value}; it must be at least 1; leave it out for the default"
-            )
+    setup = setup_of(args, DraftSetup)
+    counts = ("steps", "vocabulary", "windows", "held_out", "prompt", "output", "batch", "passes")
+    check_least(parser, args, **dict.fromkeys(("every", *counts), 1))
     if setup.output < DRAFTS:
         parser.error(
             f"--output is {setup.output}; it must be at least {DRAFTS}, so that an engine can "
@@ -350,15 +330,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     for name in ("windows", "held_out"):
         if (value := getattr(args, name)) < setup.batch:
+            option = name.replace("_", "-")
             parser.error(
-                f"--{option(name)} is {value}, below --batch {setup.batch}; raise it, or lower "
-                "--batch"
+                f"--{option} is {value}, below --batch {setup.batch}; raise it, or lower --batch"
             )
     check_seed(parser, setup.seed)
-    if not 0 < setup.rate < math.inf:
-        parser.error(
-            f"--rate is {setup.rate}; it must be above 0 and finite; leave it out for the default"
-        )
+    check_positive(parser, args, "rate")
     say = partial(print, flush=True)
     return exit_status(lambda: train(args.out, setup, args.every, say=say))
 

@@ -19,11 +19,9 @@ engine's.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import json
-import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +36,16 @@ from flax import nnx
 
 from experiments.core.optional_imports import require
 from experiments.training.checkpoints import Loss, State, begin, opened, restore, save
-from experiments.training.command import check_model, check_seed, exit_status
+from experiments.training.command import (
+    add_setup,
+    check_least,
+    check_model,
+    check_positive,
+    check_seed,
+    exit_status,
+    run_parser,
+    setup_of,
+)
 from experiments.training.data import texts
 from experiments.training.lora_setup import LoraSetup
 from experiments.training.lora_tasks import Examples, Task, tasks
@@ -386,50 +393,21 @@ def about(params: Mapping[str, Factors]) -> str:
 # --- command line ---------------------------------------------------------------------------------
 
 
-def option(name: str) -> str:
-    return name.replace("_", "-")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = run_parser(__doc__, every=50)
     parser.add_argument(
         "--model", type=Path, required=True, help="folder of a model, as train_tiny writes one"
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder of the run; an existing run is resumed"
-    )
-    parser.add_argument(
-        "--every", type=int, default=50, help="steps between checkpoints (default: %(default)s)"
     )
     forms = {"default": "safetensors", "choices": ["safetensors", "orbax"]}
     parser.add_argument(
         "--to", **forms, help="form of the adapters; PEFT reads safetensors (default: %(default)s)"
     )
-    for field in dataclasses.fields(LoraSetup):
-        kind = {
-            "default": field.default,
-            "type": type(field.default),
-            "help": "default: %(default)s",
-        }
-        parser.add_argument(f"--{option(field.name)}", **kind)
+    add_setup(parser, LoraSetup)
     args = parser.parse_args(argv)
-    setup = LoraSetup(
-        **{field.name: getattr(args, field.name) for field in dataclasses.fields(LoraSetup)}
-    )
-    for name in ("every", "steps", "rank", "context", "batch", "lists", "held_out"):
-        if (value := getattr(args, name)) < 1:
-            parser.error(
-                f"--{option(name)} is {value}; it must be at least 1; leave it out for the default"
-            )
-    for name in ("alpha", "rate"):
-        if not 0 < (value := getattr(args, name)) < math.inf:
-            parser.error(
-                f"--{name} is {value}; it must be above 0 and finite; leave it out for the default"
-            )
+    setup = setup_of(args, LoraSetup)
+    counts = ("every", "steps", "rank", "context", "batch", "lists", "held_out")
+    check_least(parser, args, **dict.fromkeys(counts, 1))
+    check_positive(parser, args, "alpha", "rate")
     check_seed(parser, setup.seed)
     check_model(parser, args.model)
     say = partial(print, flush=True)

@@ -18,7 +18,6 @@ bits, so the two policies are one and the divergence between them (KL) is exactl
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shutil
@@ -37,7 +36,16 @@ from flax import nnx
 from experiments.analysis.figures import curves
 from experiments.core.optional_imports import require
 from experiments.training.checkpoints import State, begin, opened, restore, save
-from experiments.training.command import check_model, check_seed, exit_status
+from experiments.training.command import (
+    add_setup,
+    check_least,
+    check_model,
+    check_positive,
+    check_seed,
+    exit_status,
+    run_parser,
+    setup_of,
+)
 from experiments.training.rl_setup import RLSetup
 from experiments.training.rl_task import Sum, reward, sums
 from pagedjax import LLM, SamplingParams, load_model
@@ -258,46 +266,18 @@ def write_model(folder: Path, source: Path, loaded: LoadedModel, params: nnx.Sta
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = run_parser(__doc__, every=20)
     parser.add_argument("--model", type=Path, required=True, help="folder that train_tiny wrote")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder of the run; an existing run is resumed"
-    )
-    parser.add_argument(
-        "--every", type=int, default=20, help="steps between checkpoints (default: %(default)s)"
-    )
-    for field in dataclasses.fields(RLSetup):
-        options: dict[str, Any] = {"default": field.default, "help": "default: %(default)s"}
-        if field.name == "exact":
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options["type"] = type(field.default)
-        parser.add_argument(f"--{field.name}", **options)
+    add_setup(parser, RLSetup)
     args = parser.parse_args(argv)
-    setup = RLSetup(
-        **{field.name: getattr(args, field.name) for field in dataclasses.fields(RLSetup)}
-    )
-    minimums = {"every": 1, "steps": 1, "sums": 1, "group": 2, "largest": 1, "answer": 1}
-    for name, minimum in minimums.items():
-        value = getattr(args, name)
-        if value < minimum:
-            parser.error(
-                f"--{name} is {value}; it must be at least {minimum}; leave it out for the default"
-            )
+    setup = setup_of(args, RLSetup)
+    check_least(parser, args, every=1, steps=1, sums=1, group=2, largest=1, answer=1)
     if setup.largest > 999:
         parser.error(
             f"--largest is {setup.largest}; it must be at most 999, so that a prompt has {ROOM} "
             "tokens at most"
         )
-    for name in ("rate", "clip"):
-        if not 0 < (value := getattr(args, name)) < 1:
-            parser.error(
-                f"--{name} is {value}; it must be above 0 and below 1; leave it out for the default"
-            )
+    check_positive(parser, args, "rate", "clip", below=1)
     check_seed(parser, setup.seed)
     check_model(parser, args.model)
     say = partial(print, flush=True)

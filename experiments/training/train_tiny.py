@@ -19,7 +19,6 @@ on idle cores; Python 3.11, JAX 0.10.2).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import json
@@ -37,7 +36,7 @@ from flax import nnx
 
 from experiments.core.optional_imports import require
 from experiments.training.checkpoints import Loss, State, begin, opened, restore, save
-from experiments.training.command import check_seed, exit_status
+from experiments.training.command import check_least, check_seed, exit_status, run_parser
 from experiments.training.data import END, Data, held_out_batches, prepare, unigram, windows
 from experiments.training.forward import initial, loss
 from experiments.training.setup import Setup, hf_config
@@ -206,19 +205,9 @@ def sample(llm: LLM) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder of the run; an existing run is resumed"
-    )
+    parser = run_parser(__doc__, every=100)
     parser.add_argument(
         "--steps", type=int, default=Setup.steps, help="training steps (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--every", type=int, default=100, help="steps between checkpoints (default: %(default)s)"
     )
     parser.add_argument(
         "--seed",
@@ -227,12 +216,7 @@ def main(argv: list[str] | None = None) -> int:
         help="seed of weights and data (default: %(default)s)",
     )
     args = parser.parse_args(argv)
-    for name in ("steps", "every"):
-        if getattr(args, name) < 1:
-            parser.error(
-                f"--{name} is {getattr(args, name)}; it must be at least 1; leave it out for the "
-                "default"
-            )
+    check_least(parser, args, steps=1, every=1)
     check_seed(parser, args.seed)
     say = partial(print, flush=True)
     return exit_status(
