@@ -521,7 +521,7 @@ def test_several_processes_without_a_connection_or_a_mesh_are_refused(tiny, monk
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(
         ValueError,
-        match=r"JAX runs in 2 processes, and they are not connected; call pagedjax\.proc",
+        match=r"JAX runs in 2 processes, and they are not connected; call pagedjax\.engine\.processes\.join",
     ):
         make_engine(tiny.model, config)
     monkeypatch.setattr(engines, "joined", lambda: object())
