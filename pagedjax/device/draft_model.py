@@ -71,10 +71,11 @@ def features_before(
     """
     if pages.features is None:
         return None
-    before, size = jnp.maximum(positions - 1, 0), pages.features.shape[1]
-    blocks = block_tables.at[rows, before // size].get(mode="promise_in_bounds")
-    found = pages.features.at[blocks, before % size].get(mode="promise_in_bounds")
-    return jnp.where((positions > 0)[:, None], found, 0)
+    before = jnp.maximum(positions - 1, 0)
+    block_size = pages.features.shape[1]
+    blocks = block_tables.at[rows, before // block_size].get(mode="promise_in_bounds")
+    features = pages.features.at[blocks, before % block_size].get(mode="promise_in_bounds")
+    return jnp.where((positions > 0)[:, None], features, 0)
 
 
 # --- a smaller model ------------------------------------------------------------------------------
@@ -122,8 +123,8 @@ def fitted(logits: jax.Array, size: int) -> jax.Array:
     """Logits [B, V] of the drafter's vocabulary for the model's [B, size]: ids that pad a
     vocabulary are no drafts.
     """
-    kept = logits[:, :size]
-    return jnp.pad(kept, ((0, 0), (0, size - kept.shape[1])), constant_values=-jnp.inf)
+    drafted = logits[:, :size]
+    return jnp.pad(drafted, ((0, 0), (0, size - drafted.shape[1])), constant_values=-jnp.inf)
 
 
 # --- a head ---------------------------------------------------------------------------------------
@@ -152,10 +153,11 @@ def _observe_eagle(
     attend: Attend,
 ) -> DraftPages:
     assert pages.features is not None
-    size, t = pages.features.shape[1], len(batch.tokens)
-    found = head.features(outputs).astype(pages.features.dtype)
-    at = batch.slots // size, batch.slots % size
-    pages = pages._replace(features=pages.features.at[at].set(found, mode="promise_in_bounds"))
+    block_size = pages.features.shape[1]
+    t = len(batch.tokens)
+    features = head.features(outputs).astype(pages.features.dtype)
+    at = batch.slots // block_size, batch.slots % block_size
+    pages = pages._replace(features=pages.features.at[at].set(features, mode="promise_in_bounds"))
     row = jnp.minimum(
         jnp.searchsorted(batch.row_cu_q_lens, jnp.arange(t), side="right") - 1,
         len(batch.seq_lens) - 1,

@@ -145,8 +145,8 @@ class Linear(nnx.Module):
             }
             return product(self, "weight", x, **options)
         y = summed(product(self, "weight", x, **options, dtype=jnp.float32), self.axes)
-        for more in (bias, residual):
-            y = y if more is None else y + more
+        for term in (bias, residual):
+            y = y if term is None else y + term
         return y.astype(dtype)
 
 
@@ -161,7 +161,8 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, size: int, *, eps: float, dtype: str, plus_one: bool = False):
         self.weight = nnx.Param(jnp.zeros((size,), dtype))
-        self.eps, self.plus_one = eps, plus_one
+        self.eps = eps
+        self.plus_one = plus_one
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
@@ -202,11 +203,9 @@ def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> list[
     if kind == "freqs":  # explicit divisors, from a GGUF file
         return [f / c for f, c in zip(freqs, scaling["factors"], strict=True)]
     if kind == "llama3":
-        factor, low, high = (
-            scaling["factor"],
-            scaling["low_freq_factor"],
-            scaling["high_freq_factor"],
-        )
+        factor = scaling["factor"]
+        low = scaling["low_freq_factor"]
+        high = scaling["high_freq_factor"]
         original = scaling["original_max_position_embeddings"]
 
         def scale(f: float) -> float:

@@ -61,7 +61,8 @@ def assemble(
     Args:
         placement: where the parameters are, if it is a mesh.
     """
-    part, angles = placement.part if placement else config, angle_tables(config)
+    part = placement.part if placement else config
+    angles = angle_tables(config)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(part, dtype)))
     angles = placement.put(("angles",), angles) if placement else jnp.asarray(angles)
     nnx.replace_by_pure_dict(state, _numbered({**params, "angles": angles}))

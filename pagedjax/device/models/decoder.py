@@ -206,7 +206,8 @@ class Attention(nnx.Module):
         self.out = Linear(wide, c.hidden, bias=c.out_bias, axes=c.axes, **options)
         self.q_norm = _norm(c, dtype, c.head_dim) if c.qk_norm else None
         self.k_norm = _norm(c, dtype, c.head_dim) if c.qk_norm else None
-        self.config, self.kind = c, kind
+        self.config = c
+        self.kind = kind
 
     def __call__(
         self, x, pages: Pages, batch: Batch, angles, attend: Attend, *, norm, residual=None
@@ -238,29 +239,34 @@ class Attention(nnx.Module):
         options = {"window": self.kind.window, "soft_cap": self.config.attn_cap}
         return probabilities(attend, q, k_pages, batch, heads, **options)
 
-    def _heads(self, x, angles, norm, wanted: tuple[int, int], batch: Batch) -> list[jax.Array]:
-        """Queries [T, N, D], keys and values [T, K, D] of the wanted ones among all heads: first,
-        last.
+    def _heads(self, x, angles, norm, heads: tuple[int, int], batch: Batch) -> list[jax.Array]:
+        """Queries [T, N, D], keys and values [T, K, D] of some heads.
+
+        Args:
+            heads: (first, end) among those of queries, then of keys, then of values.
         """
-        c, (first, last) = self.config, wanted
+        c = self.config
+        first, last = heads
         rows = (
             None
             if last - first == c.heads + 2 * c.kv_heads
             else (first * c.head_dim, last * c.head_dim)
         )
         low = batch.low("attn.qkv", c.parts["attn.qkv"])
-        found = self.qkv(x, norm=norm, rows=rows, sizes=batch.used_tokens, low=low)
-        found = found.reshape(len(x), last - first, c.head_dim)
+        qkv = self.qkv(x, norm=norm, rows=rows, sizes=batch.used_tokens, low=low)
+        qkv = qkv.reshape(len(x), last - first, c.head_dim)
         bounds = [min(max(end - first, 0), last - first) for end in (c.heads, c.heads + c.kv_heads)]
-        q, k, v = jnp.split(found, bounds, axis=1)
+        q, k, v = jnp.split(qkv, bounds, axis=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         if c.ropes:
             q, k = (rope(a, angles[self.kind.rope]) for a in (q, k))
         return [q, k, v]
 
     def _output(self, q, pages: Pages, batch: Batch, attend: Attend, residual) -> jax.Array:
-        c, low = self.config, batch.low("attn.out", self.config.parts["attn.out"])
+        c = self.config
+        low = batch.low("attn.out", c.parts["attn.out"])
         if "bounds" in pages:
             keys = kv.BoundedKeys(pages["k"], pages["bounds"])
             y = attend_selected(
@@ -279,8 +285,10 @@ class MLP(nnx.Module):
         options = {"bias": c.mlp_bias, "dtype": dtype, "stored": c.stored, "impl": c.linear}
         self.up = Linear(c.hidden, c.intermediate, gated=c.gated, **options)
         self.down = Linear(c.intermediate, c.hidden, axes=c.axes, **options)
-        self.activation, self.gated = c.activation, c.gated
-        self.up_parts, self.down_parts = c.parts["mlp.up"], c.parts["mlp.down"]
+        self.activation = c.activation
+        self.gated = c.gated
+        self.up_parts = c.parts["mlp.up"]
+        self.down_parts = c.parts["mlp.down"]
 
     def __call__(
         self,
@@ -327,7 +335,7 @@ class Router(nnx.Module):
         """x [T, H] -> (weights, experts), each [T, chosen]. used: [1] how many tokens are not
         padding; None: all.
         """
-        impl, matrix = self.weight.implementation, self.weight.matrix
+        impl = self.weight.implementation
         if impl.name == "xla":
             # a TPU rounds the factors of a product to bfloat16, and another expert would be chosen
             exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
@@ -335,7 +343,7 @@ class Router(nnx.Module):
                 x.dtype
             )
         else:
-            y = linear(x, self.weight[...], matrix, impl=impl, sizes=used)
+            y = linear(x, self.weight[...], self.weight.matrix, impl=impl, sizes=used)
         shares = softmax(y.astype(jnp.float32))
         weights, chosen = jax.lax.top_k(shares, self.experts.chosen)
         return weights / row_sums(weights)[:, None] if self.experts.normalised else weights, chosen
@@ -353,9 +361,9 @@ class SparseMLP(nnx.Module):
         assert c.experts is not None
         e = c.experts
         self.router = Router(c, e, dtype)
-        own = e.count // e.devices
-        up = Matrix(own * 2 * e.intermediate, c.hidden, gated=True, count=own)
-        down = Matrix(own * c.hidden, e.intermediate, count=own)
+        count = e.count // e.devices
+        up = Matrix(count * 2 * e.intermediate, c.hidden, gated=True, count=count)
+        down = Matrix(count * c.hidden, e.intermediate, count=count)
         add_weight(self, "up", up, dtype, c.stored, c.linear)
         add_weight(self, "down", down, dtype, c.stored, c.linear)
         self.config = c
@@ -372,24 +380,26 @@ class SparseMLP(nnx.Module):
         self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None
     ) -> tuple[jax.Array, Routes]:
         """The same, and the experts of the tokens; those of padding are any."""
-        c, x = self.config, norm(x)
+        c = self.config
+        x = norm(x)
         assert c.experts is not None
         e = c.experts
         weights, chosen = self.router(x, used)
-        own, expert = e.count // e.devices, chosen.reshape(-1)  # of the T * chosen pairs
+        count = e.count // e.devices  # experts of this device
+        expert = chosen.reshape(-1)  # of the T * chosen pairs
         if e.devices > 1:
             # this device's experts are counted from 0, so their pairs are sorted first
-            expert = (expert - own * jax.lax.axis_index("expert")) % e.count
+            expert = (expert - count * jax.lax.axis_index("expert")) % e.count
         if used is not None:  # padding has no expert
             expert = jnp.where(jnp.arange(len(expert)) < used * e.chosen, expert, e.count)
         order = jnp.argsort(expert, stable=True)
-        sizes = (expert[:, None] == jnp.arange(own)).sum(0, dtype=jnp.int32)
+        sizes = (expert[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
         pairs = x[order // e.chosen]
         pairs = product(self, "up", pairs, activation=c.activation, sizes=sizes)
         pairs = product(self, "down", pairs, dtype=jnp.float32, sizes=sizes)
         if e.devices > 1 or used is not None:
             # pairs of other devices, or of padding, have any numbers
-            pairs = jnp.where((expert[order] < own)[:, None], pairs, 0)
+            pairs = jnp.where((expert[order] < count)[:, None], pairs, 0)
         pairs = jnp.zeros_like(pairs).at[order].set(pairs).reshape(len(x), e.chosen, c.hidden)
         y = summed(weighted_sums(pairs, weights), c.axes)
         return (y if residual is None else y + residual).astype(x.dtype), Routes(chosen, weights)
@@ -472,7 +482,8 @@ class Block(nnx.Module):
         if isinstance(self.mlp, SparseMLP):
             y, routes = self.mlp.routed(x, **options)
         else:
-            y, routes = self.mlp(x, **options, adapters=batch.adapters), None
+            y = self.mlp(x, **options, adapters=batch.adapters)
+            routes = None
         return x + self.mlp_post(y) if self.mlp_post else y, routes
 
 
@@ -516,24 +527,27 @@ class Decoder(nnx.Module):
             if c.tied
             else Linear(c.hidden, c.vocab_size, dtype=dtype, stored=c.stored, impl=c.linear)
         )
-        self.config, self.dtype = c, dtype
+        self.config = c
+        self.dtype = dtype
 
     def embedded(self, batch: Batch) -> jax.Array:
         """[T, H] what the first layer gets."""
-        tokens, axes = batch.tokens, self.config.axes
+        tokens = batch.tokens
+        axes = self.config.axes
         if axes:  # a device has some rows of the table; of other tokens it adds zeros
             tokens = tokens - jax.lax.axis_index(axes) * self.embed.shape[0]
         stored = self.config.stored
-        table, *others = stored_arrays(self, "embed", stored)
+        arrays = stored_arrays(self, "embed", stored)
+        table = arrays[0]
         numbers = (
             self.embed.implementation.gather(table, self.embed.matrix, tokens)
             if self.head is None
             else table[tokens]
         )
-        x = formats.find(stored).rows(numbers, (table, *others), tokens, self.dtype)
+        x = formats.find(stored).rows(numbers, arrays, tokens, self.dtype)
         if axes:
-            own = (tokens >= 0) & (tokens < self.embed.shape[0])
-            x = summed(jnp.where(own[:, None], x, 0), axes)
+            has_row = (tokens >= 0) & (tokens < self.embed.shape[0])
+            x = summed(jnp.where(has_row[:, None], x, 0), axes)
         if self.config.embed_scale != 1:
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         if self.positions is not None:
@@ -566,37 +580,40 @@ class Decoder(nnx.Module):
         """
         x = self.embedded(batch)
         angles = angles_at(self.angles, batch.positions)
-        pages, outputs, routes = cache.layers, [], {}
-        *first, last = enumerate(self.blocks)
-        if self.config.layers - 1 in taps:
-            first, last = [*first, last], None
-        for layer, block in first:
-            at, own = batch.page_of(layer), batch.of_layer(layer)
-            part = "routed" if layer in experts else "__call__"
-            x, pages[at], *found = _run_block(
-                *nnx.split(block), attend, part, x, pages[at], own, angles
-            )
-            if found:
-                routes[layer] = found[0]
-            outputs.append(x)
-        if last:
-            layer, parts = last[0], nnx.split(last[1])
+        pages = cache.layers
+        outputs = []
+        routes = {}
+        last = self.config.layers - 1
+        runs_last = last in taps  # whole, and not only what it writes
+        for layer in range(self.config.layers if runs_last else last):
             at = batch.page_of(layer)
-            pages[at] = _run_block(
-                *parts, attend, "write", x, pages[at], batch.of_layer(layer), angles
+            layer_batch = batch.of_layer(layer)
+            part = "routed" if layer in experts else "__call__"
+            x, pages[at], *layer_routes = _run_block(
+                *nnx.split(self.blocks[layer]), attend, part, x, pages[at], layer_batch, angles
+            )
+            if layer_routes:
+                routes[layer] = layer_routes[0]
+            outputs.append(x)
+        last_block = nnx.split(self.blocks[last])
+        last_at = batch.page_of(last)
+        if not runs_last:
+            pages[last_at] = _run_block(
+                *last_block, attend, "write", x, pages[last_at], batch.of_layer(last), angles
             )
 
-        def finish(only: Batch | None, *, routed: bool = False) -> Any:
-            found, rows = (x, batch) if only is None else (x[only.last], only)
-            last_routes = routes.get(self.config.layers - 1)
-            if last:
-                turns = angles if only is None else angles_at(self.angles, only.positions)
+        def finish(samples: Batch | None, *, routed: bool = False) -> Any:
+            y = x if samples is None else x[samples.last]
+            last_routes = routes.get(last)
+            if not runs_last:
+                rows = batch if samples is None else samples
+                turns = angles if samples is None else angles_at(self.angles, samples.positions)
                 part = "routed_read" if routed else "read"
-                found = _run_block(
-                    *parts, attend, part, found, pages[at], rows.of_layer(layer), turns
+                y = _run_block(
+                    *last_block, attend, part, y, pages[last_at], rows.of_layer(last), turns
                 )
-                found, last_routes = found if routed else (found, None)
-            return (self.norm(found), last_routes) if routed else self.norm(found)
+                y, last_routes = y if routed else (y, None)
+            return (self.norm(y), last_routes) if routed else self.norm(y)
 
         return Run(
             cache.with_layers(pages), finish, tuple(outputs[layer] for layer in taps), routes
@@ -618,9 +635,12 @@ class Decoder(nnx.Module):
             x: [T, H] what the layer gets.
             k_pages: of the layer, with the keys of this step.
         """
-        only, block = samples_of(batch).of_layer(layer), self.blocks[layer]
-        where = only, angles_at(self.angles, only.positions), attend, heads
-        return block.attn.weights(x[only.last], k_pages, *where, norm=block.attn_norm)
+        samples = samples_of(batch).of_layer(layer)
+        block = self.blocks[layer]
+        angles = angles_at(self.angles, samples.positions)
+        return block.attn.weights(
+            x[samples.last], k_pages, samples, angles, attend, heads, norm=block.attn_norm
+        )
 
     def logits(self, hidden: jax.Array, used: jax.Array | None = None) -> jax.Array:
         """[R, H] -> [R, V] float32, of this device's part of the vocabulary. used: [1] how many
@@ -645,21 +665,21 @@ def samples_of(batch: Batch) -> Batch:
     Unused samples have no tokens (`Batch.used_samples`).
     """
     count = batch.used_samples
-    each = jnp.arange(len(batch.last) + 1, dtype=jnp.int32)
+    row = jnp.arange(len(batch.last) + 1, dtype=jnp.int32)
     positions = batch.positions[batch.last]
-    rows = SampleRows(each, count, each[:-1] < count)
+    rows = SampleRows(row, count, row[:-1] < count)
     # the order of operations is that of programs on disk
     tables = {extra: extra.at_samples(batch, rows) for extra in batch.extras if extra.words}
-    only = batch._replace(
+    samples = batch._replace(
         tokens=batch.tokens[batch.last],
         positions=positions,
         slots=batch.slots[batch.last],
         block_tables=batch.block_tables[batch.sampled_row],
         seq_lens=jnp.where(rows.used, positions + 1, 0),
-        cu_q_lens=None if batch.extra(Selecting) is None else jnp.minimum(each, count),
+        cu_q_lens=None if batch.extra(Selecting) is None else jnp.minimum(row, count),
     )
     extras = [tables.get(extra) or extra.at_samples(batch, rows) for extra in batch.extras]
-    return only._replace(extras=tuple(extras))
+    return samples._replace(extras=tuple(extras))
 
 
 def angles_at(table: Buffer, positions: jax.Array) -> jax.Array:
@@ -669,5 +689,5 @@ def angles_at(table: Buffer, positions: jax.Array) -> jax.Array:
 
 def angle_tables(c: DecoderConfig) -> np.ndarray:
     """[R, 2, max_len, D / 2] float32: the `rope_table` of each rotation."""
-    tables = [rope_table(one.frequencies(c.head_dim), c.max_len) for one in c.ropes]
+    tables = [rope_table(kind.frequencies(c.head_dim), c.max_len) for kind in c.ropes]
     return np.stack(tables) if tables else np.zeros((0, 2, c.max_len, c.head_dim // 2), np.float32)

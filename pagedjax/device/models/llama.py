@@ -23,7 +23,8 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
     """
     try:
         kind = config.get("model_type", "llama")
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        hidden = config["hidden_size"]
+        heads = config["num_attention_heads"]
         act = config.get("hidden_act", "silu")
         if act != "silu":
             raise ValueError(f"hidden_act is {act!r}; the Llama family uses 'silu'")
@@ -82,14 +83,15 @@ def frozen(scaling: dict[str, Any] | None) -> tuple[tuple[str, Any], ...] | None
 
 def _kinds(config: dict[str, Any], kind: str) -> Iterator[LayerKind]:
     """The kind of each layer: its window, and whether it has experts."""
-    layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    window = config.get("sliding_window")
     if kind not in ("mistral", "mixtral") and not config.get("use_sliding_window", False):
         window = None
     first = config.get("max_window_layers", 0) if kind.startswith("qwen") else 0
     types = config.get("layer_types") or [
-        SLIDING if i >= first else "full_attention" for i in range(layers)
+        SLIDING if i >= first else "full_attention" for i in range(config["num_hidden_layers"])
     ]
-    dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or ()
+    every = config.get("decoder_sparse_step", 1)
     for i, name in enumerate(types):
         sparse = kind == "mixtral" or (
             kind == "qwen3_moe" and i not in dense and (i + 1) % every == 0
@@ -131,47 +133,50 @@ def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
 
 def attention_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
     """q, k and v as one parameter, the output, their biases, and the norms of q and k."""
-    theirs, ours = f"model.layers.{layer}.self_attn.", ("blocks", str(layer), "attn")
-    wide, parts = c.heads * c.head_dim, tuple(f"{theirs}{p}_proj" for p in "qkv")
+    prefix = f"model.layers.{layer}.self_attn."
+    path = ("blocks", str(layer), "attn")
+    width = c.heads * c.head_dim
+    parts = tuple(f"{prefix}{p}_proj" for p in "qkv")
     table = [
         ParamSource(
-            (*ours, "qkv", "weight"), tuple(p + ".weight" for p in parts), (c.qkv_rows, c.hidden)
+            (*path, "qkv", "weight"), tuple(p + ".weight" for p in parts), (c.qkv_rows, c.hidden)
         ),
-        ParamSource((*ours, "out", "weight"), (f"{theirs}o_proj.weight",), (c.hidden, wide)),
+        ParamSource((*path, "out", "weight"), (f"{prefix}o_proj.weight",), (c.hidden, width)),
     ]
     if c.qkv_bias:
         table.append(
-            ParamSource((*ours, "qkv", "bias"), tuple(p + ".bias" for p in parts), (c.qkv_rows,))
+            ParamSource((*path, "qkv", "bias"), tuple(p + ".bias" for p in parts), (c.qkv_rows,))
         )
     if c.out_bias:
-        table.append(ParamSource((*ours, "out", "bias"), (f"{theirs}o_proj.bias",), (c.hidden,)))
+        table.append(ParamSource((*path, "out", "bias"), (f"{prefix}o_proj.bias",), (c.hidden,)))
     if c.qk_norm:
         for name in ("q_norm", "k_norm"):
             table.append(
-                ParamSource((*ours, name, "weight"), (f"{theirs}{name}.weight",), (c.head_dim,))
+                ParamSource((*path, name, "weight"), (f"{prefix}{name}.weight",), (c.head_dim,))
             )
     return table
 
 
 def norm_table(c: DecoderConfig, layer: int, names: dict[str, str]) -> list[ParamSource]:
-    """names: ours -> theirs."""
+    """names: of this project -> of the checkpoint."""
     return [
         ParamSource(
-            ("blocks", str(layer), ours, "weight"),
-            (f"model.layers.{layer}.{theirs}.weight",),
+            ("blocks", str(layer), name, "weight"),
+            (f"model.layers.{layer}.{stored_name}.weight",),
             (c.hidden,),
         )
-        for ours, theirs in names.items()
+        for name, stored_name in names.items()
     ]
 
 
 def mlp_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
-    theirs, ours = f"model.layers.{layer}.mlp.", ("blocks", str(layer), "mlp")
-    up = tuple(f"{theirs}{p}_proj.weight" for p in ("gate", "up"))
+    prefix = f"model.layers.{layer}.mlp."
+    path = ("blocks", str(layer), "mlp")
+    up = tuple(f"{prefix}{p}_proj.weight" for p in ("gate", "up"))
     return [
-        ParamSource((*ours, "up", "weight"), up, (2 * c.intermediate, c.hidden)),
+        ParamSource((*path, "up", "weight"), up, (2 * c.intermediate, c.hidden)),
         ParamSource(
-            (*ours, "down", "weight"), (f"{theirs}down_proj.weight",), (c.hidden, c.intermediate)
+            (*path, "down", "weight"), (f"{prefix}down_proj.weight",), (c.hidden, c.intermediate)
         ),
     ]
 
@@ -179,15 +184,16 @@ def mlp_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
 def _experts_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
     """Mixtral and Qwen3-MoE have different names for the same tensors."""
     assert c.experts is not None
-    e, ours = c.experts, ("blocks", str(layer), "mlp")
+    e = c.experts
+    path = ("blocks", str(layer), "mlp")
     mixtral = not c.qk_norm
-    theirs = f"model.layers.{layer}.{'block_sparse_moe' if mixtral else 'mlp'}."
+    prefix = f"model.layers.{layer}.{'block_sparse_moe' if mixtral else 'mlp'}."
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    each = [f"{theirs}experts.{i}." for i in range(e.count)]
-    ups = tuple(f"{expert}{name}.weight" for expert in each for name in (gate, up))
-    downs = tuple(f"{expert}{down}.weight" for expert in each)
+    experts = [f"{prefix}experts.{i}." for i in range(e.count)]
+    ups = tuple(f"{expert}{name}.weight" for expert in experts for name in (gate, up))
+    downs = tuple(f"{expert}{down}.weight" for expert in experts)
     return [
-        ParamSource((*ours, "router", "weight"), (f"{theirs}gate.weight",), (e.count, c.hidden)),
-        ParamSource((*ours, "up"), ups, (e.count * 2 * e.intermediate, c.hidden)),
-        ParamSource((*ours, "down"), downs, (e.count * c.hidden, e.intermediate)),
+        ParamSource((*path, "router", "weight"), (f"{prefix}gate.weight",), (e.count, c.hidden)),
+        ParamSource((*path, "up"), ups, (e.count * 2 * e.intermediate, c.hidden)),
+        ParamSource((*path, "down"), downs, (e.count * c.hidden, e.intermediate)),
     ]
