@@ -320,7 +320,7 @@ class Driver:
                     len(self.model.until_the_end(self.model.flight.rows[i][0], samples[i])) <= right
                 )
         sampled = samples
-        hashes = self.model.filled(sampled)
+        hashes = self.model.filled_hashes(sampled)
         ready, at_limit = self.model.ready()
         choices = {}
         for group in ready:
