@@ -70,8 +70,8 @@ def greedy(model, impl: str, **options) -> tuple[list[tuple[int, ...]], LLM]:
 def test_own_implementation_in_one_file_gives_the_tokens_of_reference(tiny_folder, own):
     """A wrapper of `reference` whose pages have rows of two tokens."""
     expected, _ = greedy(tiny_folder, "reference")
-    found, llm = greedy(tiny_folder, own)
-    assert found == expected
+    tokens, llm = greedy(tiny_folder, own)
+    assert tokens == expected
     assert llm.engine.config.attention_impl == own
     file = attention.find(own).attend.__globals__
     assert file["prepared"] == [{"dtype": "float32", "query_dtype": "float32", "invariant": False}]
@@ -84,8 +84,8 @@ def test_own_implementation_chooses_the_dtype_of_its_pages(tiny_folder, own):
     """Also of a draft model's pages, which it reads too."""
     draft = {"speculative": {"method": "draft", "model": str(tiny_folder), "num_tokens": 2}}
     expected, _ = greedy(tiny_folder, "reference", kv_cache_dtype="bfloat16")
-    found, llm = greedy(tiny_folder, own, kv_cache_dtype="bfloat16", **draft)
-    assert found == expected
+    tokens, llm = greedy(tiny_folder, own, kv_cache_dtype="bfloat16", **draft)
+    assert tokens == expected
     pages = llm.engine._state.cache
     chex.assert_type([*pages.k, *pages.v, *pages.draft.k, *pages.draft.v], jnp.uint16)
 

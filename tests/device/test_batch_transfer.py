@@ -56,9 +56,9 @@ def test_a_program_gets_the_bits_of_the_batch(shapes, fed):
     if fed:
         feed = Feed(np.arange(len(batch.tokens), dtype=np.int32), jax.numpy.arange(3))
         batch = batch._replace(extras=(feed, *batch.extras))
-    found = jax.jit(parted)(joined(batch))
-    chex.assert_trees_all_equal_shapes_and_dtypes(found, batch)
-    chex.assert_trees_all_equal(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, batch))
+    received = jax.jit(parted)(joined(batch))
+    chex.assert_trees_all_equal_shapes_and_dtypes(received, batch)
+    chex.assert_trees_all_equal(jax.tree.map(np.asarray, received), jax.tree.map(np.asarray, batch))
 
 
 def test_one_array_comes_from_the_host():
@@ -74,7 +74,7 @@ def test_one_array_comes_from_the_host():
 
 
 def test_batches_of_one_shape_have_one_program():
-    once = jax.jit(lambda one: parted(one).tokens)
+    tokens_of = jax.jit(lambda buffer: parted(buffer).tokens)
     for counts in ((1, 3), (2, 2), (1, 4)):
-        once(joined(batch_of(SHAPES, counts)))
-    assert once._cache_size() == 2, "4 tokens, and 8"
+        tokens_of(joined(batch_of(SHAPES, counts)))
+    assert tokens_of._cache_size() == 2, "4 tokens, and 8"

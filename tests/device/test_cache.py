@@ -52,10 +52,10 @@ def test_a_token_is_written_to_its_slot_and_to_no_other(s):
     )
     untouched = np.setdiff1d(np.arange(s, pages * s), slots)
     assert len(untouched) == 118
-    for found, written in ((k_pages, k), (v_pages, v)):
-        found = np.swapaxes(np.asarray(found), 1, 2).reshape(-1, 2, 4)
-        chex.assert_trees_all_equal(found[slots[:10]], written[:10])
-        chex.assert_trees_all_equal(found[untouched], np.zeros((118, 2, 4), np.float32))
+    for stored_pages, written in ((k_pages, k), (v_pages, v)):
+        stored_pages = np.swapaxes(np.asarray(stored_pages), 1, 2).reshape(-1, 2, 4)
+        chex.assert_trees_all_equal(stored_pages[slots[:10]], written[:10])
+        chex.assert_trees_all_equal(stored_pages[untouched], np.zeros((118, 2, 4), np.float32))
     tokens = np.asarray(tokens)
     chex.assert_trees_all_equal(tokens.reshape(-1)[slots[:10]], ids[:10])
     chex.assert_trees_all_equal(tokens.reshape(-1)[untouched], np.zeros(118, np.int32))
@@ -88,8 +88,10 @@ def test_rows_of_several_tokens_hold_whole_tokens_of_one_block():
 
 def test_writing_rounds_to_the_type_of_the_cache():
     kv = cache.init(layers=1, blocks=1, block_size=2, kv_heads=1, head_dim=1, dtype="bfloat16")
-    one = np.full((1, 1, 1), 1.001, np.float32)
-    k_pages, v_pages = kv_write.IMPLS["xla"](kv.k[0], kv.v[0], one, one, np.array([2]))
+    nearly_one = np.full((1, 1, 1), 1.001, np.float32)
+    k_pages, v_pages = kv_write.IMPLS["xla"](
+        kv.k[0], kv.v[0], nearly_one, nearly_one, np.array([2])
+    )
     chex.assert_type([k_pages, v_pages], jnp.bfloat16)
     chex.assert_trees_all_equal(k_pages[1, 0, 0, 0], v_pages[1, 0, 0, 0], jnp.bfloat16(1.0))
 
@@ -140,7 +142,8 @@ def compiled_step(model, *, t: int, blocks: int, dtype: str = "float32"):
     """The engine's step for the one bucket t, over a cache of `blocks` blocks. Returns it and the
     cache's shapes.
     """
-    m, s = model.config, 16
+    m = model.config
+    s = 16
     kv = jax.eval_shape(
         lambda: cache.init(
             layers=m.layers,
@@ -170,15 +173,16 @@ def test_a_step_updates_the_cache_in_place(tiny, t, dtype):
     compiled, kv = compiled_step(tiny.model, t=t, blocks=80_000 // size, dtype=dtype)
     leaves = jax.tree.leaves(kv)
     total = sum(a.size * a.dtype.itemsize for a in leaves)
-    memory, text = compiled.memory_analysis(), compiled.as_text()
+    memory = compiled.memory_analysis()
+    text = compiled.as_text()
     assert memory.alias_size_in_bytes >= total > 160e6
     assert memory.temp_size_in_bytes < total / len(leaves) / 10, (
         "a temporary is as large as a part of the cache"
     )
 
     # instructions whose result has all pages
-    whole = re.compile(rf"= \w+\[{80_000 // size + 1},[\d,]+\]\S* (\S+)\(")
-    kinds = {match[1] for match in whole.finditer(text)}
+    all_pages = re.compile(rf"= \w+\[{80_000 // size + 1},[\d,]+\]\S* (\S+)\(")
+    kinds = {match[1] for match in all_pages.finditer(text)}
     assert {"parameter", "scatter"} & kinds, "the pattern finds nothing: the test is blind"
     assert not kinds & {
         "copy",
@@ -214,11 +218,11 @@ def test_a_step_writes_the_token_ids_of_every_row(tiny_llm):
 def test_the_donated_cache_is_gone_after_a_step(tiny_llm):
     engine = tiny_llm.engine
     old = jax.tree.leaves(engine._state.cache)
-    where = [a.unsafe_buffer_pointer() for a in old]
+    pointers = [a.unsafe_buffer_pointer() for a in old]
     engine.add("a", [5, 6, 7], SamplingParams(temperature=0, max_tokens=1))
     engine.step()
     assert not engine.has_work
     assert all(a.is_deleted() for a in old)
     new = jax.tree.leaves(engine._state.cache)
-    assert [a.unsafe_buffer_pointer() for a in new] == where
+    assert [a.unsafe_buffer_pointer() for a in new] == pointers
     assert any(np.asarray(a).any() for a in new)

@@ -265,14 +265,15 @@ def test_an_engine_runs_a_format_that_this_file_defines(one_layer_folder, monkey
         if not name.endswith("_scale")
     }
     assert {str(params[name].dtype) for name, x in floats.items() if x.ndim == 2} == {"uint8"}
-    whole = load_model(one_layer_folder, linear_impl="xla")
-    before = texts(LLM(whole, **options))
+    original = load_model(one_layer_folder, linear_impl="xla")
+    before = texts(LLM(original, **options))
     expected = texts(
-        LLM(from_params(nested(floats), whole.model.config, linear_impl="xla"), **options)
+        LLM(from_params(nested(floats), original.model.config, linear_impl="xla"), **options)
     )
     assert texts(llm) == expected != before
     # other parameters are packed as those of the checkpoint were
-    llm.update_params(whole.model.params)
+    llm.update_params(original.model.params)
     assert texts(llm) == expected
-    config, mesh = replace(whole.model.config, stored="powers"), MeshConfig(tensor=2)
+    config = replace(original.model.config, stored="powers")
+    mesh = MeshConfig(tensor=2)
     assert split(config, mesh, ("head", "weight_scale")) == ()

@@ -82,10 +82,10 @@ def test_preemption_changes_no_token_in_8_bits_either(tiny, params):
     """Keys and values are rounded once, when they are written; whoever reads them, whenever, reads
     the same.
     """
-    few = {"num_blocks": 10, "kv_cache_dtype": "float8_e4m3fn"}
+    small_pool = {"num_blocks": 10, "kv_cache_dtype": "float8_e4m3fn"}
     roomy = test_swapping.run(make(tiny, kv_cache_dtype="float8_e4m3fn"), params)[0]
-    assert test_swapping.run(make(tiny, **few), params)[0] == roomy
-    swapping = make(tiny, **few, preemption="swap", swap_space_gib=0.001)
+    assert test_swapping.run(make(tiny, **small_pool), params)[0] == roomy
+    swapping = make(tiny, **small_pool, preemption="swap", swap_space_gib=0.001)
     assert test_swapping.run(swapping, params)[0] == roomy
 
 

@@ -17,7 +17,12 @@ from pagedjax.device.layers import LayerNorm, Linear, RMSNorm, rope, rope_freque
 from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind, SparseMLP
 
 pytestmark = pytest.mark.few_optimisations
-H, OUT, T, D, N = 24, 40, 7, 8, 3  # features in and out, tokens, head size, heads
+# features in and out, tokens, head size, heads
+H = 24
+OUT = 40
+T = 7
+D = 8
+N = 3
 
 
 def draws(seed: int, *shape: int) -> np.ndarray:
@@ -59,11 +64,13 @@ class Layers(chex.TestCase):
 
     @chex.variants(with_jit=True)
     def test_an_int8_product_is_off_by_half_a_scale_for_each_weight(self):
-        weight, x = draws(0, OUT, H).astype(np.float32), draws(1, T, H).astype(np.float32)
+        weight = draws(0, OUT, H).astype(np.float32)
+        x = draws(1, T, H).astype(np.float32)
         numbers, scales = int8.pack(weight)
         layer = Linear(H, OUT, dtype="float32", stored="int8")
         chex.assert_type(layer.weight[...], jnp.int8)
-        layer.weight[...], layer.weight_scales[...] = jnp.asarray(numbers), jnp.asarray(scales)
+        layer.weight[...] = jnp.asarray(numbers)
+        layer.weight_scales[...] = jnp.asarray(scales)
         y = self.variant(layer)(x)
         bound = np.abs(x).sum(-1, keepdims=True) * scales / 2 + 1e-5
         assert (np.abs(np.asarray(y) - x @ weight.T) <= bound).all()
@@ -72,12 +79,12 @@ class Layers(chex.TestCase):
     @chex.variants(with_jit=True)
     @parameterized.product(plus_one=[False, True], dtype=["float32", "bfloat16"])
     def test_rms_norm_is_its_formula(self, plus_one: bool, dtype: str):
-        layer, weight = (
-            RMSNorm(H, eps=1e-5, dtype=dtype, plus_one=plus_one),
-            jnp.asarray(draws(0, H), dtype),
-        )
-        layer.weight, x = nnx.Param(weight), jnp.asarray(draws(1, T, N, H) * 100, dtype)
-        y, wide = self.variant(layer)(x), np.asarray(x, np.float64)
+        layer = RMSNorm(H, eps=1e-5, dtype=dtype, plus_one=plus_one)
+        weight = jnp.asarray(draws(0, H), dtype)
+        layer.weight = nnx.Param(weight)
+        x = jnp.asarray(draws(1, T, N, H) * 100, dtype)
+        y = self.variant(layer)(x)
+        wide = np.asarray(x, np.float64)
         factor = np.asarray(weight, np.float64) + plus_one
         exact = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * factor
         chex.assert_shape(y, (T, N, H))
@@ -90,7 +97,8 @@ class Layers(chex.TestCase):
     @chex.variants(with_jit=True)
     def test_layer_norm_has_mean_and_variance_of_its_parameters(self):
         layer = LayerNorm(H, eps=0.0, dtype="float32")
-        layer.weight, layer.bias = filled(np.full(H, 3.0)), filled(np.full(H, 5.0))
+        layer.weight = filled(np.full(H, 3.0))
+        layer.bias = filled(np.full(H, 5.0))
         y = self.variant(layer)(jnp.asarray(draws(0, T, H) * 7 + 11))
         y = np.asarray(y)
         chex.assert_trees_all_close(y.mean(-1), np.full(T, 5.0, np.float32), atol=1e-5)
@@ -99,8 +107,10 @@ class Layers(chex.TestCase):
     @chex.variants(with_jit=True)
     def test_rope_is_a_rotation_of_complex_numbers(self):
         """Su et al. 2021, equation 14: pair i of position m is multiplied by exp(i m theta_i)."""
-        positions, freqs = np.array([0, 1, 2, 5, 60, 61, 127]), rope_frequencies(D, 10000.0, None)
-        angles, x = jnp.asarray(rope_table(freqs, 128)[:, positions]), draws(0, T, N, D)
+        positions = np.array([0, 1, 2, 5, 60, 61, 127])
+        freqs = rope_frequencies(D, 10000.0, None)
+        angles = jnp.asarray(rope_table(freqs, 128)[:, positions])
+        x = draws(0, T, N, D)
         y = self.variant(rope)(jnp.asarray(x, jnp.float32), angles)
         turned = (x[..., : D // 2] + 1j * x[..., D // 2 :]) * np.exp(
             1j * np.outer(positions, freqs)
@@ -111,10 +121,8 @@ class Layers(chex.TestCase):
 
     @chex.variants(with_jit=True)
     def test_scores_of_rotated_vectors_depend_on_their_distance_alone(self):
-        table, x = (
-            rope_table(rope_frequencies(D, 10000.0, None), 128),
-            jnp.asarray(draws(0, 1, 2, D), jnp.float32),
-        )
+        table = rope_table(rope_frequencies(D, 10000.0, None), 128)
+        x = jnp.asarray(draws(0, 1, 2, D), jnp.float32)
 
         def score(m: int, n: int) -> jax.Array:
             turned = self.variant(rope)
@@ -126,7 +134,8 @@ class Layers(chex.TestCase):
         chex.assert_trees_all_close(score(10, 3), score(107, 100), atol=1e-4)
 
     def test_arrays_that_do_not_fit_are_named_when_a_layer_is_traced(self):
-        layer, x = Linear(H, OUT, dtype="float32"), jax.ShapeDtypeStruct((T, H + 1), jnp.float32)
+        layer = Linear(H, OUT, dtype="float32")
+        x = jax.ShapeDtypeStruct((T, H + 1), jnp.float32)
         with pytest.raises(
             ValueError, match=rf"x is \({T}, {H + 1}\); the weight \[{OUT}, {H}\] needs \[T, {H}\]"
         ):
@@ -149,7 +158,8 @@ def sparse(dtype: str) -> SparseMLP:
         "head_dim": 4,
         "max_len": 8,
     }
-    kinds, experts = (LayerKind(sparse=True),), Experts(6, 2, 16, True)
+    kinds = (LayerKind(sparse=True),)
+    experts = Experts(6, 2, 16, True)
     config = DecoderConfig(**sizes, tied=True, eps=1e-5, kinds=kinds, ropes=(), experts=experts)
     mlp = SparseMLP(config, dtype)
     for i, weight in enumerate((mlp.router.weight, mlp.up, mlp.down)):
@@ -174,13 +184,15 @@ def test_the_router_is_exact_on_every_device():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_mixture_is_the_weighted_sum_of_its_experts(dtype: str):
-    mlp, x = sparse(dtype), jnp.asarray(draws(9, T, H), dtype)
+    mlp = sparse(dtype)
+    x = jnp.asarray(draws(9, T, H), dtype)
     y = nnx.jit(lambda mlp, x: mlp(x, norm=lambda x: x))(mlp, x)
     wide = np.asarray(x, np.float64)
     router, up, down = (
         np.asarray(w[...], np.float64) for w in (mlp.router.weight, mlp.up, mlp.down)
     )
-    up, down = up.reshape(6, 32, H), down.reshape(6, H, 16)
+    up = up.reshape(6, 32, H)
+    down = down.reshape(6, H, 16)
     logits = wide @ router.T
     exact = np.zeros((T, H))
     for t in range(T):

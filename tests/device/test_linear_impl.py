@@ -66,7 +66,7 @@ def outputs(model, impl: str, **options: Any) -> tuple[list[Any], LLM]:
     return [
         (
             out.outputs[0].token_ids,
-            [next(iter(one.values())).logprob for one in out.prompt_logprobs[1:]],
+            [next(iter(entry.values())).logprob for entry in out.prompt_logprobs[1:]],
         )
         for out in llm.generate(PROMPTS, params, use_tqdm=False)
     ], llm
@@ -105,14 +105,14 @@ def test_every_implementation_serves_every_family(name, int8):
 
     config = FAMILIES[kind].from_hf(normalised(hf, name))
     params = random_params(config)
-    wanted, _ = outputs(
+    reference, _ = outputs(
         from_params(params, config, linear_impl="reference", **weights), "reference", **weights
     )
     for impl in ("xla", "cpu"):
-        found, llm = outputs(from_params(params, config, **weights), impl, **weights)
+        results, llm = outputs(from_params(params, config, **weights), impl, **weights)
         assert llm.engine.config.linear_impl == impl
-        for (tokens, logprobs), (other, expected) in zip(found, wanted, strict=True):
-            assert tokens == other
+        for (tokens, logprobs), (expected_tokens, expected) in zip(results, reference, strict=True):
+            assert tokens == expected_tokens
             chex.assert_trees_all_close(np.array(logprobs), np.array(expected), atol=2e-4)
 
 
@@ -125,11 +125,11 @@ def test_padding_of_a_bucket_changes_nothing_of_experts(impl):
 
     config = FAMILIES[kind].from_hf(normalised({**BODY, **settings, "model_type": kind}, kind))
     model = from_params(random_params(config), config, linear_impl=impl)
-    found = {
+    by_buckets = {
         buckets: outputs(model, impl, token_buckets=buckets)[0] for buckets in ((1, 4, 16), (16,))
     }
-    for (tokens, logprobs), (others, expected) in zip(*found.values(), strict=True):
-        assert tokens == others
+    for (tokens, logprobs), (expected_tokens, expected) in zip(*by_buckets.values(), strict=True):
+        assert tokens == expected_tokens
         chex.assert_trees_all_close(
             np.array(logprobs), np.array(expected), atol=0 if impl == "cpu" else 1e-5
         )
@@ -138,9 +138,9 @@ def test_padding_of_a_bucket_changes_nothing_of_experts(impl):
 def test_a_loaded_model_is_packed_once_and_unpacked_exactly(tiny_folder):
     plain, packed = (load_model(tiny_folder, linear_impl=impl).model for impl in ("xla", "cpu"))
     assert (plain.config.linear, packed.config.linear) == ("xla", "cpu")
-    found = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(packed.params)}
+    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(packed.params)}
     for name, matrix in matrices(packed.config).items():
-        chex.assert_shape(found[name].get_value(), (None, matrix.inputs, 32))
+        chex.assert_shape(leaves[name].get_value(), (None, matrix.inputs, 32))
     chex.assert_trees_all_equal(whole(packed), whole(plain))
     engine = LLM(load_model(tiny_folder), progress=False, num_blocks=4, **SIZES).engine
     assert engine.config.linear_impl == "cpu"
@@ -150,8 +150,8 @@ def test_packed_weights_are_not_copied_by_jax(tiny_folder):
     pack = IMPLS["cpu"].pack
     for dtype in ("float32", "bfloat16", "int8"):
         stored = jnp.ones((96, 64), dtype)
-        found = pack(np.asarray(stored), linear.Matrix(96, 64))
-        assert jax.device_put(found).unsafe_buffer_pointer() == found.ctypes.data
+        packed = pack(np.asarray(stored), linear.Matrix(96, 64))
+        assert jax.device_put(packed).unsafe_buffer_pointer() == packed.ctypes.data
 
 
 @pytest.mark.slow
@@ -159,20 +159,25 @@ def test_new_parameters_are_packed_and_nothing_is_compiled(tiny_folder):
     _, llm = outputs(load_model(tiny_folder), "cpu")
     tree = jax.tree.map(lambda x: x * np.float32(0.5) if x.ndim > 1 else x, whole(llm.engine.model))
     llm.update_params(tree)
-    found = llm.generate(
+    outputs_after_update = llm.generate(
         PROMPTS, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False
     )
     chex.assert_trees_all_equal(whole(llm.engine.model), tree)
-    again = from_params(tree, llm.engine.model.config, linear_impl="xla")
-    wanted, _ = outputs(again, "xla")
-    assert [out.outputs[0].token_ids for out in found] == [tokens for tokens, _ in wanted]
+    reloaded = from_params(tree, llm.engine.model.config, linear_impl="xla")
+    expected, _ = outputs(reloaded, "xla")
+    assert [out.outputs[0].token_ids for out in outputs_after_update] == [
+        tokens for tokens, _ in expected
+    ]
 
 
 @pytest.mark.slow
 def test_an_engine_may_want_another_layout_than_its_model_has(tiny_folder):
     loaded = load_model(tiny_folder, linear_impl="cpu")
-    found = [outputs(loaded, impl)[0] for impl in ("cpu", "xla", "reference")]
-    assert all([tokens for tokens, _ in one] == [tokens for tokens, _ in found[0]] for one in found)
+    results = [outputs(loaded, impl)[0] for impl in ("cpu", "xla", "reference")]
+    assert all(
+        [tokens for tokens, _ in result] == [tokens for tokens, _ in results[0]]
+        for result in results
+    )
     assert loaded.model.config.linear == "cpu"
 
 
@@ -194,15 +199,15 @@ def test_the_last_layer_of_sampled_tokens_alone_is_that_of_all(name):
         "dtype": "float32",
     }
     cache = init(blocks=12, block_size=4, row=config.head_dim, **size)
-    counts, lens = [5, 1, 3], np.array([9, 1, 8, 0])
+    counts = [5, 1, 3]
+    lens = np.array([9, 1, 8, 0])
     positions = np.concatenate([np.arange(n - c, n) for c, n in zip(counts, lens[:3], strict=True)])
-    rows, tables = np.repeat(np.arange(3), counts), np.arange(12).reshape(4, 3)
+    rows = np.repeat(np.arange(3), counts)
+    tables = np.arange(12).reshape(4, 3)
     slots = tables[rows, positions // 4] * 4 + positions % 4
     pad = lambda x: np.pad(x, (0, 12 - len(x))).astype(np.int32)  # noqa: E731
-    last, sampled_row = (
-        np.array([4, 5, 6, 7, 8, 0, 0], np.int32),
-        np.array([0, 1, 2, 2, 2, 0, 0], np.int32),
-    )
+    last = np.array([4, 5, 6, 7, 8, 0, 0], np.int32)
+    sampled_row = np.array([0, 1, 2, 2, 2, 0, 0], np.int32)
     cu = np.array([0, 5, 6, 9, 9], np.int32)
     tokens = np.random.default_rng(1).integers(3, 300, 9)
     arrays = (
@@ -222,13 +227,15 @@ def test_the_last_layer_of_sampled_tokens_alone_is_that_of_all(name):
         run = model.layers(cache, batch, attend("xla", config.attn_scale))
         return run.cache, run.finish(samples_of(batch)) if only else run.finish(None)[batch.last]
 
-    def both(*arguments: Any) -> Any:
+    def packed_and_plain(*arguments: Any) -> Any:
         return hidden(*arguments, True), hidden(*arguments, False)
 
     with quick_compiler.all_quickly():
-        (pages, found), (others, wanted) = jax.jit(both)(cache, batch)
-    chex.assert_trees_all_close(found[:5], wanted[:5], atol=2e-5)
-    chex.assert_trees_all_close(pages, others, atol=1e-6)
+        (packed_pages, packed_hidden), (plain_pages, plain_hidden) = jax.jit(packed_and_plain)(
+            cache, batch
+        )
+    chex.assert_trees_all_close(packed_hidden[:5], plain_hidden[:5], atol=2e-5)
+    chex.assert_trees_all_close(packed_pages, plain_pages, atol=1e-6)
 
 
 class Device(NamedTuple):
@@ -281,8 +288,8 @@ def test_an_implementation_that_cannot_serve_raises_with_its_reason(platform, fa
 def test_own_implementation_in_one_file_gives_the_tokens_of_reference(tiny_folder, tmp_path):
     (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
     name = f"{tmp_path}/own.py:MINE"
-    found, llm = outputs(tiny_folder, name)
-    assert found == outputs(tiny_folder, "reference")[0]
+    results, llm = outputs(tiny_folder, name)
+    assert results == outputs(tiny_folder, "reference")[0]
     assert llm.engine.config.linear_impl == name
     assert linear.find(name).obstacle.__globals__["prepared"] == [
         {"dtype": "float32", "weight_dtype": "float32", "low_rank": False}

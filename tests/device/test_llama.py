@@ -60,7 +60,9 @@ PROMPTS = [np.random.default_rng(i).integers(0, 320, n) for i, n in enumerate(LE
 # than 64 tokens.
 CHUNKED = [[(0, 11), (1, 9)], [(0, 1), (2, 20), (3, 1)], [(2, 12), (0, 57)], [(2, 1), (0, 1)]]
 WHOLE = [[(0, 70)], [(1, 9), (2, 33), (3, 1)]]
-T, S, M = 72, 8, 10
+T = 72
+S = 8
+M = 10
 
 
 def all_logits(
@@ -81,16 +83,19 @@ def all_logits(
     tables = (
         np.random.default_rng(0).permutation(len(prompts) * M).reshape(-1, M).astype(np.int32) + 1
     )
-    done, found = [0] * len(prompts), [[] for _ in prompts]
+    computed = [0] * len(prompts)
+    logits_of_rows = [[] for _ in prompts]
     run = partial(_run, model.graphdef, impl)
     for step in steps:
-        kv, logits = run(model.params, kv, lay_out(step, done, prompts, tables, t))
-        logits, at = np.asarray(logits, np.float32), 0
+        kv, logits = run(model.params, kv, lay_out(step, computed, prompts, tables, t))
+        logits = np.asarray(logits, np.float32)
+        at = 0
         for row, count in step:
-            found[row].append(logits[at : at + count])
-            done[row], at = done[row] + count, at + count
-    assert done == [len(prompt) for prompt in prompts]
-    return [np.concatenate(parts) for parts in found]
+            logits_of_rows[row].append(logits[at : at + count])
+            computed[row] = computed[row] + count
+            at = at + count
+    assert computed == [len(prompt) for prompt in prompts]
+    return [np.concatenate(parts) for parts in logits_of_rows]
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -100,15 +105,20 @@ def _run(graphdef, impl, params, kv, batch):
     return kv, model.logits(hidden)
 
 
-def lay_out(step, done, prompts, tables, t: int) -> Batch:
+def lay_out(step, computed, prompts, tables, t: int) -> Batch:
     tokens, positions, slots = np.zeros((3, t), np.int32)
-    block_tables, seq_lens = np.zeros((len(prompts), M), np.int32), np.zeros(len(prompts), np.int32)
-    cu_q_lens, at = np.zeros(len(prompts) + 1, np.int32), 0
+    block_tables = np.zeros((len(prompts), M), np.int32)
+    seq_lens = np.zeros(len(prompts), np.int32)
+    cu_q_lens = np.zeros(len(prompts) + 1, np.int32)
+    at = 0
     for i, (row, count) in enumerate(step):
-        here, where = slice(at, at + count), done[row] + np.arange(count)
-        tokens[here], positions[here] = prompts[row][where], where
-        slots[here] = tables[row][where // S] * S + where % S
-        block_tables[i], seq_lens[i] = tables[row], done[row] + count
+        columns = slice(at, at + count)
+        span = computed[row] + np.arange(count)
+        tokens[columns] = prompts[row][span]
+        positions[columns] = span
+        slots[columns] = tables[row][span // S] * S + span % S
+        block_tables[i] = tables[row]
+        seq_lens[i] = computed[row] + count
         at += count
         cu_q_lens[i + 1 :] = at
     unused = np.zeros(0, np.int32)
@@ -163,7 +173,8 @@ def plain_run(
         return x / scale * w[f"{name}.weight"]
 
     x = w["model.embed_tokens.weight"][tokens]
-    states, seen = [x], []
+    states = [x]
+    all_weights = []
     for i in range(c["num_hidden_layers"]):
         layer = f"model.layers.{i}"
         y = norm(x, f"{layer}.input_layernorm")
@@ -176,8 +187,8 @@ def plain_run(
             gate / (1 + np.exp(-gate)) * linear(y, f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj"
         )
         states.append(x)
-        seen.append(weights)
-    return [*states[:-1], norm(x, "model.norm")], seen
+        all_weights.append(weights)
+    return [*states[:-1], norm(x, "model.norm")], all_weights
 
 
 def plain_attention(
@@ -187,21 +198,27 @@ def plain_attention(
     c: Mapping[str, Any],
     weigh: Callable[[np.ndarray, int], np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """([n, N D], the weights [N, n, n])."""
-    n, size, group = len(q), c["head_dim"], c["num_attention_heads"] // c["num_key_value_heads"]
+    """Returns ([n, N D], the weights [N, n, n])."""
+    n = len(q)
+    size = c["head_dim"]
+    group = c["num_attention_heads"] // c["num_key_value_heads"]
     q, k, v = (a.reshape(n, -1, size) for a in (q, k, v))
-    q, k = plain_rope(q, c), plain_rope(k, c)
-    out, seen = np.zeros_like(q), np.zeros((q.shape[1], n, n))
+    q = plain_rope(q, c)
+    k = plain_rope(k, c)
+    out = np.zeros_like(q)
+    all_weights = np.zeros((q.shape[1], n, n))
     for head in range(q.shape[1]):
         scores = q[:, head] @ k[:, head // group].T / np.sqrt(size)
         scores[np.triu_indices(n, 1)] = -np.inf
-        seen[head] = weigh(scores, head)
-        out[:, head] = seen[head] @ v[:, head // group]
-    return out.reshape(n, -1), seen
+        all_weights[head] = weigh(scores, head)
+        out[:, head] = all_weights[head] @ v[:, head // group]
+    return out.reshape(n, -1), all_weights
 
 
 def plain_rope(x: np.ndarray, c: Mapping[str, Any]) -> np.ndarray:
-    """Su et al. 2021 on halves: each pair as a complex number, turned by position times frequency."""
+    """Returns x as of Su et al. 2021, on halves: each pair as a complex number, turned by position
+    times frequency.
+    """
     half = c["head_dim"] // 2
     wavelengths = 2 * np.pi * c["rope_theta"] ** (np.arange(half) / half)
     scaling = c["rope_scaling"] or {}
@@ -210,9 +227,12 @@ def plain_rope(x: np.ndarray, c: Mapping[str, Any]) -> np.ndarray:
     # long waves stretched, short ones kept, a ramp in frequency between
     if scaling.get("rope_type") == "llama3":
         turns = scaling["original_max_position_embeddings"] / wavelengths
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        kept = np.clip((turns - low) / (high - low), 0, 1)
-        wavelengths = 1 / (kept / wavelengths + (1 - kept) / (wavelengths * scaling["factor"]))
+        low = scaling["low_freq_factor"]
+        high = scaling["high_freq_factor"]
+        unscaled = np.clip((turns - low) / (high - low), 0, 1)
+        wavelengths = 1 / (
+            unscaled / wavelengths + (1 - unscaled) / (wavelengths * scaling["factor"])
+        )
     turned = np.exp(2j * np.pi * np.arange(len(x))[:, None] / wavelengths)[:, None]
     z = (x[..., :half] + 1j * x[..., half:]) * turned
     return np.concatenate([z.real, z.imag], axis=-1)
@@ -224,11 +244,11 @@ def folder(request, tmp_path_factory) -> Path:
 
 
 def test_ragged_chunks_through_the_cache_give_the_logits_of_plain_numpy(folder):
-    found = all_logits(load_model(folder).model, CHUNKED)
-    for got, prompt in zip(found, PROMPTS, strict=True):
-        want = plain_llama(folder, prompt)
-        assert np.ptp(want) > 5, "the logits hardly differ: the comparison is blind"
-        chex.assert_trees_all_close(np.asarray(got), np.asarray(want), atol=1e-4, rtol=0)
+    chunked = all_logits(load_model(folder).model, CHUNKED)
+    for got, prompt in zip(chunked, PROMPTS, strict=True):
+        expected = plain_llama(folder, prompt)
+        assert np.ptp(expected) > 5, "the logits hardly differ: the comparison is blind"
+        chex.assert_trees_all_close(np.asarray(got), np.asarray(expected), atol=1e-4, rtol=0)
 
 
 @pytest.mark.oracle
@@ -243,14 +263,16 @@ def test_ragged_chunks_through_the_cache_give_the_logits_of_transformers(folder)
     )
     for got, prompt in zip(all_logits(load_model(folder).model, CHUNKED), PROMPTS, strict=True):
         with torch.no_grad():
-            want = theirs(torch.from_numpy(prompt)[None]).logits[0].numpy()
-        chex.assert_trees_all_close(np.asarray(got), np.asarray(want), atol=1e-4, rtol=0)
+            expected = theirs(torch.from_numpy(prompt)[None]).logits[0].numpy()
+        chex.assert_trees_all_close(np.asarray(got), np.asarray(expected), atol=1e-4, rtol=0)
 
 
 def test_how_prompts_are_cut_into_steps_does_not_matter(tiny):
-    chunked, whole = (all_logits(tiny.model, steps, impl="xla") for steps in (CHUNKED, WHOLE))
+    chunked, in_two_steps = (
+        all_logits(tiny.model, steps, impl="xla") for steps in (CHUNKED, WHOLE)
+    )
     expected = all_logits(tiny.model, CHUNKED)
-    for a, b, reference in zip(chunked, whole, expected, strict=True):
+    for a, b, reference in zip(chunked, in_two_steps, expected, strict=True):
         chex.assert_trees_all_close(a, b, atol=2e-5, rtol=1e-7)
         chex.assert_trees_all_close(a, reference, atol=1e-4, rtol=0)
 
@@ -263,8 +285,8 @@ def test_a_token_changes_no_logits_before_it_and_all_after_it(tiny):
         after = all_logits(tiny.model, CHUNKED, [prompt, *PROMPTS[1:]], impl="xla")
         chex.assert_trees_all_equal(after[0][:changed], before[0][:changed])
         assert (after[0][changed:] != before[0][changed:]).any(-1).all()
-        for other in (1, 2, 3):
-            chex.assert_trees_all_equal(after[other], before[other])
+        for row in (1, 2, 3):
+            chex.assert_trees_all_equal(after[row], before[row])
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
@@ -273,8 +295,10 @@ def test_half_precision_is_as_near_as_its_bits(tiny, tiny_folder, dtype, bits):
     assert {str(a.dtype) for a in jax.tree.leaves(nnx.filter_state(model.params, nnx.Param))} == {
         dtype
     }
-    for got, want in zip(all_logits(model, CHUNKED), all_logits(tiny.model, CHUNKED), strict=True):
-        error = np.sqrt(np.mean((got - want) ** 2)) / np.sqrt(np.mean(want**2))
+    for got, expected in zip(
+        all_logits(model, CHUNKED), all_logits(tiny.model, CHUNKED), strict=True
+    ):
+        error = np.sqrt(np.mean((got - expected) ** 2)) / np.sqrt(np.mean(expected**2))
         assert 2.0 ** -(bits + 6) < error < 4 * 2.0**-bits
 
 
@@ -401,7 +425,7 @@ def test_log_probabilities_in_a_stretched_context_are_those_of_plain_numpy(tmp_p
     prompt = np.random.default_rng(0).integers(3, 320, 200)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     (output,) = llm.generate([prompt.tolist()], params, use_tqdm=False)
-    given = [
+    logprobs = [
         entry[token].logprob
         for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
     ]
@@ -410,7 +434,7 @@ def test_log_probabilities_in_a_stretched_context_are_those_of_plain_numpy(tmp_p
     logits = hidden[-1] @ head.T
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = logp[np.arange(199), prompt[1:]]
-    np.testing.assert_allclose(given, expected, atol=2e-4)
+    np.testing.assert_allclose(logprobs, expected, atol=2e-4)
     with pytest.raises(
         ValueError, match="max_model_len is 257, but the model was made for 256 tokens"
     ):

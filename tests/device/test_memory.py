@@ -64,11 +64,11 @@ def test_the_lectures_case_of_tinyllama_in_16_bit():
     assert memory.whole_blocks(10.86 * GIB, block) == 32_350
     assert memory.host_blocks(4.0, block) == 11_915
     # of this engine's blocks one is the trash block, which requests do not own
-    found = device(free=int(10.86 * GIB))
-    assert memory.blocks_that_fit(block, 1.0, found) == 32_349
+    memory_of_device = device(free=int(10.86 * GIB))
+    assert memory.blocks_that_fit(block, 1.0, memory_of_device) == 32_349
 
     report = memory.report(
-        found,
+        memory_of_device,
         weights=2_200_000_000,
         activations=0,
         num_blocks=32_349,
@@ -93,26 +93,30 @@ def test_blocks_fill_the_fraction_and_leave_room_for_a_step_and_the_trash_block(
     assert memory.blocks_that_fit(100, 0.5, device(1000)) == 4
     assert memory.blocks_that_fit(100, 0.5, device(1000), activations=1) == 3
     assert memory.blocks_that_fit(100, 0.5, device(1000), activations=300) == 1
-    for found, activations in ((device(300), 0), (device(1000), 301), (device(1000), 9999)):
+    for memory_of_device, activations in (
+        (device(300), 0),
+        (device(1000), 301),
+        (device(1000), 9999),
+    ):
         with pytest.raises(
             ValueError, match="raise memory_fraction or lower block_size or max_num_batched_tokens"
         ):
-            memory.blocks_that_fit(100, 0.5, found, activations)
+            memory.blocks_that_fit(100, 0.5, memory_of_device, activations)
 
 
 def test_a_default_cache_stays_below_the_devices_limit():
-    found = device(2**49, memory.CPU_LIMIT)
+    memory_of_device = device(2**49, memory.CPU_LIMIT)
     blocks = memory.CPU_LIMIT // 2**20 - 1
-    assert memory.blocks_that_fit(2**20, 0.5, found) == blocks
+    assert memory.blocks_that_fit(2**20, 0.5, memory_of_device) == blocks
     # a step's share is beside it
-    assert memory.blocks_that_fit(2**20, 0.5, found, activations=2**40) == blocks
+    assert memory.blocks_that_fit(2**20, 0.5, memory_of_device, activations=2**40) == blocks
 
 
 def test_a_device_that_does_not_tell_needs_a_number_of_blocks():
-    found = device(0, total=0)
+    memory_of_device = device(0, total=0)
     with pytest.raises(ValueError, match="a device does not report its memory; set num_blocks"):
-        memory.blocks_that_fit(100, 0.5, found)
-    memory.check_fit(10**9, 100, found)
+        memory.blocks_that_fit(100, 0.5, memory_of_device)
+    memory.check_fit(10**9, 100, memory_of_device)
 
 
 def test_a_number_of_blocks_that_does_not_fit_is_refused_with_one_that_does():
@@ -128,7 +132,7 @@ def test_a_number_of_blocks_that_does_not_fit_is_refused_with_one_that_does():
         memory.check_fit(1, 100, device(1000), activations=900)
 
 
-def report_of(found: memory.DeviceMemory, **values) -> memory.MemoryReport:
+def report_of(memory_of_device: memory.DeviceMemory, **values) -> memory.MemoryReport:
     sizes = {
         "weights": 2 * GIB,
         "activations": GIB // 2,
@@ -136,7 +140,9 @@ def report_of(found: memory.DeviceMemory, **values) -> memory.MemoryReport:
         "block_size": 16,
         "block_bytes": 2**20,
     }
-    return memory.report(found, **{**sizes, "max_model_len": 100, "swap_space_gib": 0.5, **values})
+    return memory.report(
+        memory_of_device, **{**sizes, "max_model_len": 100, "swap_space_gib": 0.5, **values}
+    )
 
 
 def test_a_report_adds_up():
@@ -163,15 +169,15 @@ def test_a_report_prints_as_a_table():
         "  tokens                16,368  in the device blocks",
         "  sequences                146  of 100 tokens at once",
     ]
-    unknown = str(report_of(device(free=0, total=0)))
-    assert "unknown" in unknown
-    assert not any(word in unknown for word in ("other", "left", "free"))
+    table = str(report_of(device(free=0, total=0)))
+    assert "unknown" in table
+    assert not any(word in table for word in ("other", "left", "free"))
 
 
 def test_memory_is_read_from_the_system():
-    found = memory.read(jax.devices("cpu")[0])
-    assert 2**26 < found.free < found.total < 2**50
-    assert found.cache_limit == memory.CPU_LIMIT
+    memory_of_cpu = memory.read(jax.devices("cpu")[0])
+    assert 2**26 < memory_of_cpu.free < memory_of_cpu.total < 2**50
+    assert memory_of_cpu.cache_limit == memory.CPU_LIMIT
     assert memory.read(jax.devices()[0], 4).cache_limit == memory.CPU_LIMIT // 4
 
 
@@ -184,17 +190,18 @@ def group(folder, limit, used, idle, files=("memory.max", "memory.current"), fie
 
 def test_memory_of_a_container_is_what_its_control_groups_leave(tmp_path, monkeypatch):
     """/proc/meminfo shows the whole host there."""
-    groups, own = tmp_path / "cgroup", tmp_path / "own"
+    groups = tmp_path / "cgroup"
+    own_groups = tmp_path / "own"
     monkeypatch.setattr(memory, "GROUPS", groups)
-    monkeypatch.setattr(memory, "OWN_GROUPS", own)
-    whole = memory._system()
+    monkeypatch.setattr(memory, "OWN_GROUPS", own_groups)
+    host_memory = memory._system()
     assert list(memory._limits()) == [], "no control groups, as on other systems"
-    own.write_text("3:memory:/docker/a1\n0::/user.slice/my:job\n")
+    own_groups.write_text("3:memory:/docker/a1\n0::/user.slice/my:job\n")
     group(groups, "max", 7, 0)
     assert list(memory._limits()) == []
     group(groups / "user.slice/my:job", 2**26, 2**24, 2**20)
     assert list(memory._limits()) == [(2**26, 2**26 - 2**24 + 2**20)]
-    assert memory._system() == (2**26, 2**26 - 2**24 + 2**20) < whole
+    assert memory._system() == (2**26, 2**26 - 2**24 + 2**20) < host_memory
     group(groups / "user.slice", 2**26, 2**25, 0)
     assert memory._system() == (2**26, 2**25), (
         "what a group may have is also what those around it leave"
@@ -270,14 +277,13 @@ def test_where_memory_binds_the_measured_step_has_its_place_beside_the_cache(tin
     # compiles the copy of blocks too, which all engines share
     LLM(tiny, progress=False, **MEASURED)
     engine = LLM(tiny, progress=False, **MEASURED).engine
-    compiled, peak, block = (
-        engine.startup["compilations"],
-        engine.memory.activations,
-        engine.memory.block_bytes,
-    )
+    compiled = engine.startup["compilations"]
+    peak = engine.memory.activations
+    block = engine.memory.block_bytes
     # all that two sequences of 64 tokens can use: the step had room anyway
     assert engine.config.num_blocks == 8
-    (shape,), blanks = engine.runtime.shapes.steps, engine.runtime.blanks
+    (shape,) = engine.runtime.shapes.steps
+    blanks = engine.runtime.blanks
     batch = blank_batch(engine.runtime.shapes, shape, blanks, engine.runtime.chain, Sources())
     inputs = nbytes(blanks) + nbytes(batch)  # those that stay there, and a step's own
     limited(monkeypatch, peak + inputs + 5 * block)

@@ -155,9 +155,9 @@ def their_logits(theirs: Any, prompt: np.ndarray) -> np.ndarray:
 def test_ragged_chunks_give_the_logits_of_transformers(saved):
     folder, theirs = saved
     for got, prompt in zip(all_logits(load_model(folder).model, CHUNKED), PROMPTS, strict=True):
-        want = their_logits(theirs, prompt)
-        assert np.ptp(want) > 1, "the logits hardly differ: the comparison is blind"
-        chex.assert_trees_all_close(np.asarray(got), np.asarray(want), atol=1e-4, rtol=0)
+        expected = their_logits(theirs, prompt)
+        assert np.ptp(expected) > 1, "the logits hardly differ: the comparison is blind"
+        chex.assert_trees_all_close(np.asarray(got), np.asarray(expected), atol=1e-4, rtol=0)
 
 
 @pytest.mark.oracle
@@ -179,7 +179,7 @@ def test_log_probabilities_on_a_mesh_are_those_of_transformers(saved):
     prompts = [np.asarray(prompt).tolist() for prompt in PROMPTS]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     for output, prompt in zip(llm.generate(prompts, params, use_tqdm=False), prompts, strict=True):
-        wanted = torch.log_softmax(
+        expected = torch.log_softmax(
             torch.from_numpy(their_logits(theirs, np.asarray(prompt))), -1
         ).numpy()
         assert output.prompt_logprobs is not None
@@ -188,7 +188,7 @@ def test_log_probabilities_on_a_mesh_are_those_of_transformers(saved):
         ):
             assert entry is not None
             chex.assert_trees_all_close(
-                np.float32(entry[token].logprob), wanted[i, token], atol=1e-4
+                np.float32(entry[token].logprob), expected[i, token], atol=1e-4
             )
 
 
@@ -212,26 +212,26 @@ def test_greedy_tokens_are_those_of_transformers(saved):
     outputs = llm.generate(
         prompts, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True), use_tqdm=False
     )
-    said = {token for output in outputs for token in output.outputs[0].token_ids}
-    assert len(said) > 30, "they say hardly anything: the comparison is blind"
+    vocabulary = {token for output in outputs for token in output.outputs[0].token_ids}
+    assert len(vocabulary) > 30, "they say hardly anything: the comparison is blind"
     for prompt, output in zip(prompts, outputs, strict=True):
         tokens = list(prompt)
         with torch.no_grad():
-            wanted = theirs.generate(
+            expected = theirs.generate(
                 torch.tensor([tokens]),
                 do_sample=False,
                 min_new_tokens=64,
                 max_new_tokens=64,
                 eos_token_id=None,
             )
-        assert list(output.outputs[0].token_ids) == wanted[0, len(prompt) :].tolist()
+        assert list(output.outputs[0].token_ids) == expected[0, len(prompt) :].tolist()
 
 
 # --- real models, without their weights -----------------------------------------------------------
 
 
 def shape(
-    layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int, **more: Any
+    layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int, **settings: Any
 ) -> dict[str, Any]:
     return {
         "num_hidden_layers": layers,
@@ -241,7 +241,7 @@ def shape(
         "num_key_value_heads": kv_heads,
         "vocab_size": vocab,
         "max_position_embeddings": 1024,
-        **more,
+        **settings,
     }
 
 
@@ -299,8 +299,8 @@ def test_real_models_have_their_published_size_and_cache(name):
     table = family.param_table(c)
     assert sum(int(np.prod(entry.shape)) for entry in table) == parameters
     _, params, _ = nnx.split(nnx.eval_shape(lambda: Decoder(c, "bfloat16")), nnx.Param, ...)
-    found = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(params)}
-    assert found == {".".join(entry.path): entry.shape for entry in table}
+    shapes = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(params)}
+    assert shapes == {".".join(entry.path): entry.shape for entry in table}
     block = cache.kv_bytes(
         layers=c.layers, block_size=1, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype="bfloat16"
     )
@@ -309,7 +309,9 @@ def test_real_models_have_their_published_size_and_cache(name):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_what_a_config_leaves_out_is_what_transformers_assumes(model_type):
-    """A config.json of sizes alone, and the same with all that transformers' own class adds to it."""
+    """A config.json of sizes alone, and the same with all that transformers' own class adds to
+    it.
+    """
     from transformers import AutoConfig
 
     sizes = shape(4, 64, 96, 8, 4, 320)
@@ -322,9 +324,11 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(model_type):
     if full.get("head_dim") == 4096 // 32:
         # of Llama's and Mistral's classes: computed from their own default sizes
         full.pop("head_dim")
-    ours, theirs = (normalised({**c, "model_type": model_type}, "x") for c in (sizes, full))
+    from_sizes, from_full = (
+        normalised({**c, "model_type": model_type}, "x") for c in (sizes, full)
+    )
     from_hf = FAMILIES[model_type].from_hf
-    assert from_hf(ours) == from_hf(theirs)
+    assert from_hf(from_sizes) == from_hf(from_full)
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known():
@@ -384,10 +388,10 @@ def test_a_window_that_is_null_is_no_window_and_one_left_out_is_the_default():
 
 
 def test_a_gemma_names_the_stretched_context_itself():
-    kind, more = CASES["Gemma 3"]
+    kind, settings = CASES["Gemma 3"]
     hf = {
         **BODY,
-        **more,
+        **settings,
         "model_type": kind,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     }

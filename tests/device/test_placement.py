@@ -1,4 +1,6 @@
-"""Arrays and programs on the devices of a mesh: the parts, the exchanges, and what must not happen."""
+"""Arrays and programs on the devices of a mesh: the parts, the exchanges, and what must not
+happen.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ CONFIG = {
     "block_size": 4,
     "num_blocks": 50,
 }
-V, R = 320, 24  # no tile of sampling has so many rows
+V = 320
+R = 24  # no tile of sampling has so many rows
 
 
 def engine(tiny, **config):
@@ -48,7 +51,7 @@ def exchanges(text: str) -> Counter[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny):
+def on_one_device(tiny):
     return engine(tiny)
 
 
@@ -59,24 +62,26 @@ def on_mesh(tiny, request):
 
 def test_a_step_exchanges_what_it_must_and_no_more(tiny, on_mesh):
     text = on_mesh.runtime.programs[StepShape(64, R)].as_text()
-    layers, hidden = tiny.model.config.layers, tiny.model.config.hidden
-    found, sums = Counter(), Counter()
+    layers = tiny.model.config.layers
+    hidden = tiny.model.config.hidden
+    kinds = Counter()
+    sums = Counter()
     for (shape, kind), count in exchanges(text).items():
-        found[kind] += count
+        kinds[kind] += count
         if kind == "all-reduce":
             sums[shape] += count
     # attention and MLP of each layer, and the embedding; the last layer's again, for sampled tokens
     # alone
     assert sums == {f"f32[64,{hidden}]": 2 * layers + 1, f"f32[{R},{hidden}]": 2}
     # logits of samples, and of prompt tokens; what was sampled
-    assert found["all-to-all"] == 2
-    assert found["all-gather"] == 2
-    assert set(found) == {"all-reduce", "all-to-all", "all-gather"}
+    assert kinds["all-to-all"] == 2
+    assert kinds["all-gather"] == 2
+    assert set(kinds) == {"all-reduce", "all-to-all", "all-gather"}
 
 
-def test_no_device_has_all_logits_and_the_cache_is_not_copied(whole, on_mesh):
+def test_no_device_has_all_logits_and_the_cache_is_not_copied(on_one_device, on_mesh):
     shape = StepShape(64, R)
-    texts = [one.runtime.programs[shape].as_text() for one in (whole, on_mesh)]
+    texts = [side.runtime.programs[shape].as_text() for side in (on_one_device, on_mesh)]
     every = rf"f32\[({V},{R}|{R},{V}|{V},64|64,{V})\]"
     assert re.search(every, texts[0]), "the search finds nothing: it is blind"
     assert not re.search(every, texts[1])
@@ -92,7 +97,7 @@ def test_no_device_has_all_logits_and_the_cache_is_not_copied(whole, on_mesh):
     )
 
 
-def test_each_device_has_its_part_and_reports_it(whole, on_mesh):
+def test_each_device_has_its_part_and_reports_it(on_one_device, on_mesh):
     devices = on_mesh.config.mesh.size
     for name, x in named(on_mesh.model.params).items():
         chex.assert_type(x, jnp.float32)
@@ -100,10 +105,10 @@ def test_each_device_has_its_part_and_reports_it(whole, on_mesh):
         split = [i for i, size in enumerate(x.shape) if x.sharding.shard_shape(x.shape)[i] < size]
         assert bool(split) != ("norm" in name), name
     # norms and rotations are on each device
-    assert on_mesh.memory.weights < 1.6 / devices * whole.memory.weights
+    assert on_mesh.memory.weights < 1.6 / devices * on_one_device.memory.weights
     tokens = 4 * CONFIG["block_size"]
     # two key heads on two or four devices: each device has one of them
-    assert on_mesh.memory.block_bytes - tokens == (whole.memory.block_bytes - tokens) // 2
+    assert on_mesh.memory.block_bytes - tokens == (on_one_device.memory.block_bytes - tokens) // 2
     assert on_mesh.memory.cache == memory.nbytes(on_mesh._state.cache)
 
 
@@ -112,7 +117,8 @@ def test_each_device_has_its_part_and_reports_it(whole, on_mesh):
 @pytest.mark.parametrize("mesh", [{"tensor": 4}, {"tensor": 3}, {"tensor": 2, "expert": 2}])
 def test_rows_on_their_devices_give_what_one_device_gives(tiny, rows, mesh):
     """For any number of rows, where the vocabulary and the rows do not divide too."""
-    sizes, model = MeshConfig(**mesh), tiny.model.config
+    sizes = MeshConfig(**mesh)
+    model = tiny.model.config
     placement = make_placement(model, MeshConfig(tensor=sizes.size), None, jax.devices())
     if sizes.expert > 1:  # the exchange itself does not depend on experts
         grid = np.array(jax.devices()[: sizes.size]).reshape(sizes.expert, sizes.tensor)
@@ -140,15 +146,16 @@ def test_rows_on_their_devices_give_what_one_device_gives(tiny, rows, mesh):
         out_specs=P(),
         check_vma=False,
     )
-    found, wanted = jax.jit(spread)(logits, weights), jax.jit(function)(logits[:, :V], weights)
-    chex.assert_trees_all_equal_shapes_and_dtypes(found, wanted)
-    chex.assert_trees_all_close(found, wanted, rtol=1e-5, atol=1e-5)
+    spread_out = jax.jit(spread)(logits, weights)
+    expected = jax.jit(function)(logits[:, :V], weights)
+    chex.assert_trees_all_equal_shapes_and_dtypes(spread_out, expected)
+    chex.assert_trees_all_close(spread_out, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_an_engine_on_given_devices_uses_those(tiny):
-    one = engine(tiny, mesh={"tensor": 2}, devices=[5, 3])
-    assert [device.id for device in one.model.placement.devices] == [5, 3]
-    assert one._state.cache.k[0].sharding.device_set == {jax.devices()[5], jax.devices()[3]}
+    chosen = engine(tiny, mesh={"tensor": 2}, devices=[5, 3])
+    assert [device.id for device in chosen.model.placement.devices] == [5, 3]
+    assert chosen._state.cache.k[0].sharding.device_set == {jax.devices()[5], jax.devices()[3]}
     assert engine(tiny, devices=[6])._state.cache.tokens.sharding.device_set == {jax.devices()[6]}
 
 
@@ -189,9 +196,9 @@ def test_a_wrong_mesh_is_refused(tiny, config, message):
 
 def test_a_model_on_a_mesh_is_used_where_it_is(tiny_folder):
     loaded = load_model(tiny_folder, mesh={"tensor": 2})
-    one = engine(loaded)
-    assert one.config.mesh == MeshConfig(tensor=2)
-    assert one.model.leaves == loaded.model.leaves, "the parameters were copied"
+    loaded_engine = engine(loaded)
+    assert loaded_engine.config.mesh == MeshConfig(tensor=2)
+    assert loaded_engine.model.leaves == loaded.model.leaves, "the parameters were copied"
     with pytest.raises(
         ValueError, match=r"mesh is 4 devices.*was loaded onto 2 devices.*load it again"
     ):
@@ -201,16 +208,16 @@ def test_a_model_on_a_mesh_is_used_where_it_is(tiny_folder):
 def test_a_fingerprint_differs_if_a_parameter_does_and_is_that_of_the_stored_values(
     tiny_folder, tmp_path
 ):
-    one, whole, same = (
+    on_two, on_one, on_four = (
         load_model(tiny_folder, mesh=mesh).model for mesh in ({"tensor": 2}, None, {"tensor": 4})
     )
-    assert fingerprint(one) == fingerprint(same), "on any mesh"
-    other = tiny_llama(tmp_path / "other", tied=False, seed=5)
-    assert fingerprint(one) != fingerprint(load_model(other, mesh={"tensor": 2}).model)
+    assert fingerprint(on_two) == fingerprint(on_four), "on any mesh"
+    other_folder = tiny_llama(tmp_path / "other", tied=False, seed=5)
+    assert fingerprint(on_two) != fingerprint(load_model(other_folder, mesh={"tensor": 2}).model)
     assert (
-        fingerprint(whole)
+        fingerprint(on_one)
         == fingerprint(load_model(tiny_folder).model)
-        != fingerprint(load_model(other).model)
+        != fingerprint(load_model(other_folder).model)
     )
 
 

@@ -29,11 +29,14 @@ from tests.quick_compiler import all_quickly, quick_options
 
 # Compiles sooner; level 0 draws several times as slowly.
 LESS = quick_options() | {"xla_backend_optimization_level": 1}
-V, ROWS = 10, 1024
+V = 10
+ROWS = 1024
 POSITIONS = 16  # of each row in one call: 16,384 draws
-MANY, MILLION = 8, 64  # calls for 131,072 and for 1,048,576 draws
+MANY = 8  # calls for 131,072 draws
+MILLION = 64  # calls for 1,048,576 draws
 SEED = np.uint32(11)
-KEPT, FAULTY = 1e-4, 1e-12  # p-values: above for a distribution that is kept, below for a fault
+KEPT = 1e-4  # the p-value of a distribution that is kept is above
+FAULTY = 1e-12  # the p-value of a fault is below
 MODEL = np.array([2.0, 1.5, 1.1, 0.8, 0.4, 0.0, -0.5, -1.0, -2.0, -6.0], np.float32)
 DRAFTER = np.array([0.1, 2.4, -0.5, 0.9, -3.0, 1.3, 0.6, -6.0, 1.0, -0.2], np.float32)
 RULES: dict[str, Row] = {
@@ -90,12 +93,12 @@ def draft(
 ) -> tuple[jax.Array, jax.Array]:
     """(drafts [P, B], probs [P, B, V]) of the positions from `first`."""
 
-    def one(position: jax.Array) -> tuple[jax.Array, jax.Array]:
-        here = at(position, s)
-        context = RowContext(*history, here.prompt_len, here.position)
-        return rejection.draw_drafts(each_row(logits, s), here, context, SEED, DEFAULT)
+    def draft_at(position: jax.Array) -> tuple[jax.Array, jax.Array]:
+        at_position = at(position, s)
+        context = RowContext(*history, at_position.prompt_len, at_position.position)
+        return rejection.draw_drafts(each_row(logits, s), at_position, context, SEED, DEFAULT)
 
-    return jax.lax.map(one, first + jnp.arange(POSITIONS))
+    return jax.lax.map(draft_at, first + jnp.arange(POSITIONS))
 
 
 def _verify(
@@ -103,16 +106,18 @@ def _verify(
 ) -> jax.Array:
     """[P, B] tokens of the positions from `first`."""
 
-    def one(here: tuple[jax.Array, Drafted | None]) -> jax.Array:
-        return sample(each_row(logits, s), at(here[0], s), history, SEED, drafted=here[1]).tokens
+    def verify_at(inputs: tuple[jax.Array, Drafted | None]) -> jax.Array:
+        return sample(
+            each_row(logits, s), at(inputs[0], s), history, SEED, drafted=inputs[1]
+        ).tokens
 
-    return jax.lax.map(one, (first + jnp.arange(POSITIONS), drafted))
+    return jax.lax.map(verify_at, (first + jnp.arange(POSITIONS), drafted))
 
 
 verify = jax.jit(_verify, compiler_options=LESS)
 
 
-def verified(
+def draft_and_verify(
     model: np.ndarray,
     drafter: np.ndarray,
     rows: Rows,
@@ -121,32 +126,33 @@ def verified(
     calls: int = 1,
     verify: Callable[..., jax.Array] = verify,
 ) -> Drawn:
-    """Drafts from the drafter's logits [V], then the tokens that the model's logits [V] make of
-    them.
+    """Returns drafts from the drafter's logits [V], and the tokens that the model's logits [V]
+    make of them.
 
     Args:
         verify: another one where a test has changed the module `rejection`: a compiled function
             does not see it.
     """
-    found, shape = [], (POSITIONS, len(rows[0].seed))
+    parts = []
+    shape = (POSITIONS, len(rows[0].seed))
     for first in range(0, calls * POSITIONS, POSITIONS):
         drafts, probs = draft(drafter, *rows, first)
-        one = Drawn(drafts, probs, verify(model, *rows, first, change(drafts, probs)))
-        chex.assert_shape(one, [shape, (*shape, V), shape])
-        chex.assert_type(one, [jnp.int32, jnp.float32, jnp.int32])
-        found.append(one)
-    drafts, probs, tokens = (np.concatenate(column) for column in zip(*found, strict=True))
+        part = Drawn(drafts, probs, verify(model, *rows, first, change(drafts, probs)))
+        chex.assert_shape(part, [shape, (*shape, V), shape])
+        chex.assert_type(part, [jnp.int32, jnp.float32, jnp.int32])
+        parts.append(part)
+    drafts, probs, tokens = (np.concatenate(column) for column in zip(*parts, strict=True))
     assert 0 <= tokens.min() <= tokens.max() < V
     return Drawn(drafts, probs, tokens)
 
 
 def each_token() -> np.ndarray:
-    """[P, B] drafts: each token in turn."""
+    """Returns drafts [P, B]: each token in turn."""
     return np.tile(np.arange(ROWS, dtype=np.int32) % V, (POSITIONS, 1))
 
 
-def traced_again() -> Callable[..., jax.Array]:
-    return jax.jit(lambda *given: _verify(*given))
+def verify_traced_again() -> Callable[..., jax.Array]:
+    return jax.jit(lambda *arguments: _verify(*arguments))
 
 
 def pvalue(tokens: np.ndarray, p: np.ndarray) -> float:
@@ -175,21 +181,22 @@ def assert_share(hits: np.ndarray, share: float) -> None:
 )
 def test_drawn_and_accepted_tokens_have_the_models_distribution(name, calls):
     row = RULES[name]
-    p, q = distribution(MODEL, row), distribution(DRAFTER, row)
-    found = verified(MODEL, DRAFTER, same(row, ROWS), calls=calls)
-    chex.assert_tree_all_finite(found)
-    assert pvalue(found.drafts, q) > KEPT
-    assert pvalue(found.tokens, p) > KEPT
+    p = distribution(MODEL, row)
+    q = distribution(DRAFTER, row)
+    outcome = draft_and_verify(MODEL, DRAFTER, same(row, ROWS), calls=calls)
+    chex.assert_tree_all_finite(outcome)
+    assert pvalue(outcome.drafts, q) > KEPT
+    assert pvalue(outcome.tokens, p) > KEPT
     # a rejected draft has q > p, so it is not drawn again
-    assert_share(found.tokens == found.drafts, np.minimum(p, q).sum())
-    drawn = np.asarray(found.probs[0, 0], np.float64)
+    assert_share(outcome.tokens == outcome.drafts, np.minimum(p, q).sum())
+    drawn = np.asarray(outcome.probs[0, 0], np.float64)
     chex.assert_trees_all_close(drawn / drawn.sum(), q, rtol=1e-7, atol=1e-6)
 
 
 def test_the_tokens_of_neighbouring_positions_and_of_neighbouring_seeds_are_independent():
     row = RULES["all of truncation"]
     p = distribution(MODEL, row)
-    tokens = verified(MODEL, DRAFTER, same(row, ROWS)).tokens
+    tokens = draft_and_verify(MODEL, DRAFTER, same(row, ROWS)).tokens
     pairs = np.outer(p, p).reshape(-1)
     assert pvalue(tokens[::2] * V + tokens[1::2], pairs) > KEPT
     assert pvalue(tokens[:, ::2] * V + tokens[:, 1::2], pairs) > KEPT
@@ -198,11 +205,12 @@ def test_the_tokens_of_neighbouring_positions_and_of_neighbouring_seeds_are_inde
 def test_a_drafter_that_is_sure_of_its_drafts_keeps_the_distribution():
     """As drafters on the host."""
     row = RULES["all of truncation"]
-    p, given = distribution(MODEL, row), each_token()
-    found = verified(MODEL, DRAFTER, same(row, ROWS), lambda *_: Drafted(given))
+    p = distribution(MODEL, row)
+    drafts = each_token()
+    outcome = draft_and_verify(MODEL, DRAFTER, same(row, ROWS), lambda *_: Drafted(drafts))
     assert (p == 0).any()
     for token in range(V):
-        tokens = found.tokens[:, token::V]
+        tokens = outcome.tokens[:, token::V]
         assert pvalue(tokens, p) > KEPT, token
         assert_share(tokens == token, p[token])
 
@@ -211,12 +219,13 @@ def test_a_drafter_of_few_tokens_keeps_the_distribution():
     """As a draft head, whose other logits are -inf."""
     row = RULES["temperature"]
     logits = np.where(np.isin(np.arange(V), [1, 4, 9]), DRAFTER, -np.inf).astype(np.float32)
-    found = verified(MODEL, logits, same(row, ROWS))
-    p, q = distribution(MODEL, row), distribution(logits, row)
-    chex.assert_tree_all_finite(found)
-    assert pvalue(found.drafts, q) > KEPT
-    assert pvalue(found.tokens, p) > KEPT
-    assert_share(found.tokens == found.drafts, np.minimum(p, q).sum())
+    outcome = draft_and_verify(MODEL, logits, same(row, ROWS))
+    p = distribution(MODEL, row)
+    q = distribution(logits, row)
+    chex.assert_tree_all_finite(outcome)
+    assert pvalue(outcome.drafts, q) > KEPT
+    assert pvalue(outcome.tokens, p) > KEPT
+    assert_share(outcome.tokens == outcome.drafts, np.minimum(p, q).sum())
 
 
 @pytest.mark.parametrize(
@@ -226,18 +235,18 @@ def test_a_drafter_that_knows_no_allowed_token_keeps_the_distribution(row):
     """All its logits are -inf, so it has no probs, and its draft is one and the same."""
     row = row | {"allowed_token_ids": (0, 2, 3, 5, 6, 9)}
     logits = np.where(np.isin(np.arange(V), [1, 4, 7]), DRAFTER, -np.inf).astype(np.float32)
-    found = verified(MODEL, logits, same(row, ROWS))
-    assert len(set(found.drafts.reshape(-1).tolist())) == 1
-    assert pvalue(found.tokens, distribution(MODEL, row)) > KEPT
+    outcome = draft_and_verify(MODEL, logits, same(row, ROWS))
+    assert len(set(outcome.drafts.reshape(-1).tolist())) == 1
+    assert pvalue(outcome.tokens, distribution(MODEL, row)) > KEPT
 
 
 def test_weights_that_are_all_zero_keep_the_distribution():
     row = RULES["all of truncation"]
-    given = lambda drafts, probs: Drafted(np.zeros_like(drafts), np.zeros_like(probs))  # noqa: E731
-    found = verified(MODEL, DRAFTER, same(row, ROWS), given)
+    weightless = lambda drafts, probs: Drafted(np.zeros_like(drafts), np.zeros_like(probs))  # noqa: E731
+    outcome = draft_and_verify(MODEL, DRAFTER, same(row, ROWS), weightless)
     p = distribution(MODEL, row)
-    assert pvalue(found.tokens, p) > KEPT
-    assert_share(found.tokens == 0, p[0])
+    assert pvalue(outcome.tokens, p) > KEPT
+    assert_share(outcome.tokens == 0, p[0])
 
 
 def test_the_scale_of_weights_does_not_matter():
@@ -245,21 +254,21 @@ def test_the_scale_of_weights_does_not_matter():
     way.
     """
     rows = same(RULES["all of truncation"], ROWS)
-    found = verified(MODEL, DRAFTER, rows)
+    unscaled = draft_and_verify(MODEL, DRAFTER, rows)
     for factor in (2.0**-20, 2.0**20):
-        scaled = verified(
+        scaled = draft_and_verify(
             MODEL,
             DRAFTER,
             rows,
             lambda drafts, probs, f=factor: Drafted(drafts, np.float32(f) * np.asarray(probs)),
         )
-        chex.assert_trees_all_equal(scaled.tokens, found.tokens)
+        chex.assert_trees_all_equal(scaled.tokens, unscaled.tokens)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_drafter_that_equals_the_model_has_all_drafts_accepted(name):
-    found = verified(MODEL, MODEL, same(RULES[name], ROWS))
-    chex.assert_trees_all_equal(found.tokens, found.drafts)
+    outcome = draft_and_verify(MODEL, MODEL, same(RULES[name], ROWS))
+    chex.assert_trees_all_equal(outcome.tokens, outcome.drafts)
 
 
 # --- faults that the test must find ---------------------------------------------------------------
@@ -270,30 +279,34 @@ def test_unprocessed_probabilities_of_the_drafter_are_found():
     """As in transformers#47932: drafts are drawn after temperature and truncation, and accepted
     with q before them.
     """
-    row, raw = RULES["all of truncation"], np.exp(DRAFTER) / np.exp(DRAFTER).sum()
+    row = RULES["all of truncation"]
+    raw = np.exp(DRAFTER) / np.exp(DRAFTER).sum()
     faulty = lambda drafts, probs: Drafted(drafts, np.broadcast_to(raw, probs.shape))  # noqa: E731
-    found = verified(MODEL, DRAFTER, same(row, ROWS), faulty)
-    assert pvalue(found.drafts, distribution(DRAFTER, row)) > KEPT
-    assert pvalue(found.tokens, distribution(MODEL, row)) < FAULTY
+    outcome = draft_and_verify(MODEL, DRAFTER, same(row, ROWS), faulty)
+    assert pvalue(outcome.drafts, distribution(DRAFTER, row)) > KEPT
+    assert pvalue(outcome.tokens, distribution(MODEL, row)) < FAULTY
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("other", ["ACCEPT", "REPLACE"])
-def test_a_number_that_is_used_twice_is_found(monkeypatch, other):
+@pytest.mark.parametrize("stream", ["ACCEPT", "REPLACE"])
+def test_a_number_that_is_used_twice_is_found(monkeypatch, stream):
     """As in vllm#47386: one number draws a draft, and accepts it (or replaces it)."""
     row = RULES["all of truncation"]
-    monkeypatch.setattr(rejection, other, rejection.DRAFT)
-    found = verified(MODEL, DRAFTER, same(row, ROWS), verify=traced_again())
-    assert pvalue(found.drafts, distribution(DRAFTER, row)) > KEPT
-    assert pvalue(found.tokens, distribution(MODEL, row)) < FAULTY
+    monkeypatch.setattr(rejection, stream, rejection.DRAFT)
+    outcome = draft_and_verify(MODEL, DRAFTER, same(row, ROWS), verify=verify_traced_again())
+    assert pvalue(outcome.drafts, distribution(DRAFTER, row)) > KEPT
+    assert pvalue(outcome.tokens, distribution(MODEL, row)) < FAULTY
 
 
 @pytest.mark.slow
 def test_a_replacement_from_the_whole_distribution_is_found(monkeypatch):
     """q is not subtracted from p."""
 
-    def faulty(found: jax.Array, s: SamplingBatch, seed: jax.Array, drafted: Drafted) -> jax.Array:
-        p, q = rejection.normalised(found), rejection.normalised(drafted.probs)
+    def faulty(
+        weights: jax.Array, s: SamplingBatch, seed: jax.Array, drafted: Drafted
+    ) -> jax.Array:
+        p = rejection.normalised(weights)
+        q = rejection.normalised(drafted.probs)
         of = lambda x: jnp.take_along_axis(x, drafted.tokens[:, None], axis=-1)[:, 0]  # noqa: E731
         accepted = draws.uniform(s, seed, rejection.ACCEPT) * of(q) < of(p)
         return jnp.where(
@@ -304,40 +317,48 @@ def test_a_replacement_from_the_whole_distribution_is_found(monkeypatch):
 
     row = RULES["all of truncation"]
     monkeypatch.setattr(rejection, "draw_or_accept", faulty)
-    found = verified(MODEL, DRAFTER, same(row, ROWS), verify=traced_again())
-    assert pvalue(found.tokens, distribution(MODEL, row)) < FAULTY
+    outcome = draft_and_verify(MODEL, DRAFTER, same(row, ROWS), verify=verify_traced_again())
+    assert pvalue(outcome.tokens, distribution(MODEL, row)) < FAULTY
 
 
 # --- rows side by side ----------------------------------------------------------------------------
 
 
 def test_rows_without_a_draft_draw_the_token_of_a_plain_step():
-    rows, every_third = same(RULES["all of truncation"], ROWS), np.arange(ROWS) % 3 == 0
-    some = lambda drafts, probs: Drafted(np.where(every_third, np.int32(-1), drafts), probs)  # noqa: E731
-    none = lambda drafts, probs: Drafted(np.full_like(drafts, -1))  # noqa: E731
-    found, without = (verified(MODEL, DRAFTER, rows, change) for change in (some, none))
+    rows = same(RULES["all of truncation"], ROWS)
+    every_third = np.arange(ROWS) % 3 == 0
+    partly = lambda drafts, probs: Drafted(  # noqa: E731
+        np.where(every_third, np.int32(-1), drafts), probs
+    )
+    no_row = lambda drafts, probs: Drafted(np.full_like(drafts, -1))  # noqa: E731
+    partly_drafted, without = (
+        draft_and_verify(MODEL, DRAFTER, rows, change) for change in (partly, no_row)
+    )
     expected = np.asarray(verify(MODEL, *rows, 0, None))
-    chex.assert_trees_all_equal(found.tokens[:, ::3], expected[:, ::3])
+    chex.assert_trees_all_equal(partly_drafted.tokens[:, ::3], expected[:, ::3])
     chex.assert_trees_all_equal(without.tokens, expected)
-    assert (found.tokens != expected)[:, ~every_third].any()
+    assert (partly_drafted.tokens != expected)[:, ~every_third].any()
 
 
 def test_greedy_rows_among_drawn_rows_are_strict():
-    """They take the model's best token, whatever their draft is, and draft the drafter's best one."""
-    greedy, rule = np.arange(ROWS) % 2 == 0, RULES["temperature"]
+    """They take the model's best token, whatever their draft is, and their draft is the drafter's
+    best token.
+    """
+    greedy = np.arange(ROWS) % 2 == 0
+    rule = RULES["temperature"]
     s, history = same(rule, ROWS)
     s = s._replace(temperature=np.where(greedy, 0, s.temperature).astype(np.float32))
-    found = verified(MODEL, DRAFTER, (s, history))
+    outcome = draft_and_verify(MODEL, DRAFTER, (s, history))
     chex.assert_trees_all_equal(
-        np.unique(found.drafts[:, greedy]), DRAFTER.argmax(keepdims=True).astype(np.int32)
+        np.unique(outcome.drafts[:, greedy]), DRAFTER.argmax(keepdims=True).astype(np.int32)
     )
     chex.assert_trees_all_equal(
-        np.unique(found.tokens[:, greedy]), MODEL.argmax(keepdims=True).astype(np.int32)
+        np.unique(outcome.tokens[:, greedy]), MODEL.argmax(keepdims=True).astype(np.int32)
     )
-    assert pvalue(found.tokens[:, ~greedy], distribution(MODEL, rule)) > KEPT
-    given = each_token()
-    for change in (lambda *_: Drafted(given), lambda _, probs: Drafted(given, probs)):
-        tokens = verified(MODEL, DRAFTER, (s, history), change).tokens[:, greedy]
+    assert pvalue(outcome.tokens[:, ~greedy], distribution(MODEL, rule)) > KEPT
+    drafts = each_token()
+    for change in (lambda *_: Drafted(drafts), lambda _, probs: Drafted(drafts, probs)):
+        tokens = draft_and_verify(MODEL, DRAFTER, (s, history), change).tokens[:, greedy]
         chex.assert_trees_all_equal(np.unique(tokens), MODEL.argmax(keepdims=True).astype(np.int32))
 
 
@@ -349,20 +370,22 @@ def test_penalties_and_bias_reach_greedy_drafts_and_greedy_tokens():
         "presence_penalty": 1.5,
         "logit_bias": {2: 0.5},
     }
-    found = verified(MODEL, DRAFTER, same(row, ROWS))
+    outcome = draft_and_verify(MODEL, DRAFTER, same(row, ROWS))
     assert (DRAFTER.argmax(), MODEL.argmax()) == (1, 0)
-    assert set(found.drafts.reshape(-1).tolist()) == {5}  # 1.3, before 2.4 - 1.5 of token 1
-    assert set(found.tokens.reshape(-1).tolist()) == {0}  # the prompt has it, the output not
+    assert set(outcome.drafts.reshape(-1).tolist()) == {5}  # 1.3, before 2.4 - 1.5 of token 1
+    assert set(outcome.tokens.reshape(-1).tolist()) == {0}  # the prompt has it, the output not
 
 
 def test_a_row_with_a_draft_does_not_depend_on_the_other_rows():
     s, history = same(RULES["penalties and bias"], ROWS)
     first_rows = np.arange(ROWS) < 3
-    others = s._replace(
+    changed = s._replace(
         seed=np.where(first_rows, s.seed, s.seed + ROWS).astype(np.uint32),
         temperature=np.where(first_rows, s.temperature, 0).astype(np.float32),
     )
-    drawn, beside_others = (verified(MODEL, DRAFTER, (batch, history)) for batch in (s, others))
+    drawn, beside_others = (
+        draft_and_verify(MODEL, DRAFTER, (batch, history)) for batch in (s, changed)
+    )
     chex.assert_trees_all_equal(beside_others.tokens[:, :3], drawn.tokens[:, :3])
     chex.assert_trees_all_equal(beside_others.drafts[:, :3], drawn.drafts[:, :3])
     assert (beside_others.tokens != drawn.tokens)[:, 3:].any()
@@ -371,11 +394,12 @@ def test_a_row_with_a_draft_does_not_depend_on_the_other_rows():
 @pytest.mark.slow
 def test_a_row_with_a_draft_does_not_depend_on_the_number_of_rows():
     s, history = same(RULES["penalties and bias"], ROWS)
-    few = jax.tree.map(lambda x: x[:3], (s, history.block_tables, history.seq_lens))
-    alone = few[0], History(history.tokens, *few[1:])
-    many, three = verified(MODEL, DRAFTER, (s, history)), verified(MODEL, DRAFTER, alone)
-    chex.assert_trees_all_equal(three.tokens, many.tokens[:, :3])
-    chex.assert_trees_all_equal(three.drafts, many.drafts[:, :3])
+    three_arrays = jax.tree.map(lambda x: x[:3], (s, history.block_tables, history.seq_lens))
+    alone = three_arrays[0], History(history.tokens, *three_arrays[1:])
+    all_rows = draft_and_verify(MODEL, DRAFTER, (s, history))
+    three_rows = draft_and_verify(MODEL, DRAFTER, alone)
+    chex.assert_trees_all_equal(three_rows.tokens, all_rows.tokens[:, :3])
+    chex.assert_trees_all_equal(three_rows.drafts, all_rows.drafts[:, :3])
 
 
 def test_a_few_rows_at_a_time_are_as_all_rows_at_once():

@@ -38,10 +38,12 @@ def numbers(*shape: int) -> np.ndarray:
 def assert_rows_are_independent(function: Callable[..., Any], *arrays: np.ndarray) -> None:
     """Some rows alone have the bits that they have among all."""
     compiled = jax.jit(function)
-    whole = jax.tree.map(np.asarray, compiled(*arrays))
+    all_rows = jax.tree.map(np.asarray, compiled(*arrays))
     for rows in FEWER:
-        some = compiled(*(x[4 : 4 + rows] for x in arrays))
-        chex.assert_trees_all_equal(some, jax.tree.map(lambda x, rows=rows: x[4 : 4 + rows], whole))
+        few_rows = compiled(*(x[4 : 4 + rows] for x in arrays))
+        chex.assert_trees_all_equal(
+            few_rows, jax.tree.map(lambda x, rows=rows: x[4 : 4 + rows], all_rows)
+        )
 
 
 def normed(x: jax.Array) -> jax.Array:
@@ -85,8 +87,8 @@ def test_weights_and_draws_do_not_depend_on_the_number_of_rows(vocabulary):
             *jnp.zeros((3, b), jnp.int32),
         )
         sampling = blank_sampling(b)._replace(temperature=temperature)
-        found = weights(logits, sampling, RowContext(*none), DEFAULT)
-        return found, at_quantile(found, share)
+        row_weights = weights(logits, sampling, RowContext(*none), DEFAULT)
+        return row_weights, at_quantile(row_weights, share)
 
     rng = np.random.default_rng(0)
     shares = rng.random((2, ROWS)).astype(np.float32)
@@ -103,13 +105,14 @@ def test_experts_do_not_depend_on_the_number_of_tokens():
         "kv_heads": 2,
         "head_dim": 16,
     }
-    kinds, experts = (LayerKind(sparse=True),), Experts(64, 8, 32, normalised=True)
+    kinds = (LayerKind(sparse=True),)
+    experts = Experts(64, 8, 32, normalised=True)
     options = {"max_len": 64, "tied": True, "eps": 1e-5, "ropes": (Rope(1e4),), "linear": "cpu"}
     module = SparseMLP(DecoderConfig(**shape, kinds=kinds, experts=experts, **options), "float32")
-    for one in (module.up, module.down, module.router.weight):
-        matrix = one.matrix
+    for linear in (module.up, module.down, module.router.weight):
+        matrix = linear.matrix
         stored = numbers(matrix.outputs, matrix.inputs) / np.float32(np.sqrt(matrix.inputs))
-        one.value = jnp.asarray(find("cpu").pack(stored, matrix))
+        linear.value = jnp.asarray(find("cpu").pack(stored, matrix))
     graphdef, state = nnx.split(module)
 
     def run(x: jax.Array) -> Any:
@@ -122,12 +125,12 @@ def test_values_are_those_of_float64():
     x = numbers(3, 4, 1000)
     exact = x.astype(np.float64)
     functions = row_sums, row_means, row_maxima, softmax, log_softmax
-    several = numbers(3, 4, 8)
-    arguments = x[:, :, :8], several[:, :, 0]
-    found, mixed = jax.jit(lambda x, y: ([one(x) for one in functions], weighted_sums(*y)))(
+    small = numbers(3, 4, 8)
+    arguments = x[:, :, :8], small[:, :, 0]
+    results, mixed = jax.jit(lambda x, y: ([reduce(x) for reduce in functions], weighted_sums(*y)))(
         x, arguments
     )
-    sums, means, maxima, exponentials, logarithms = map(np.asarray, found)
+    sums, means, maxima, exponentials, logarithms = map(np.asarray, results)
     chex.assert_shape(sums, (3, 4))
     chex.assert_shape((means, maxima), (3, 4, 1))
     chex.assert_trees_all_close(sums, exact.sum(-1).astype(np.float32), atol=1e-3)

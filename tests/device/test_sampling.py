@@ -1,4 +1,6 @@
-"""From logits to tokens: every rule against its published definition, in plain numpy and float64."""
+"""From logits to tokens: every rule against its published definition, in plain numpy and
+float64.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from pagedjax.device.row_features.truncation import TOP_K, TOP_P
 from pagedjax.device.sampling import History, by_maxima, prompt_logprobs, sample
 from pagedjax.options.params import SamplingParams
 
-B, V, ROOM = 16, 300, 24  # rows; tokens, no multiple of anything; known tokens at most
+B = 16  # rows
+V = 300  # tokens of the vocabulary, no multiple of anything
+ROOM = 24  # known tokens of a row at most
 LARGE_V = 2 * MAX_LISTED
 ENGINE_SEED = 11
 TILE = 5  # no divisor of B
@@ -62,16 +66,17 @@ def history_of(rows: list[Row], size: int = 4) -> History:
     """The rows' tokens in blocks of a cache, in any order, among blocks that are full of other
     tokens.
     """
-    rng, b, width = np.random.default_rng(len(rows)), len(rows), ROOM // size
+    rng = np.random.default_rng(len(rows))
+    b = len(rows)
+    width = ROOM // size
     tables = 1 + rng.permutation(b * width).reshape(b, width).astype(np.int32)
-    tokens, lens = (
-        rng.integers(0, 40, (1 + b * width, size)).astype(np.int32),
-        np.zeros(b, np.int32),
-    )
+    tokens = rng.integers(0, 40, (1 + b * width, size)).astype(np.int32)
+    lens = np.zeros(b, np.int32)
     for i, row in enumerate(rows):
-        known = np.array(row.get("history", ()), np.int32)
-        at, lens[i] = np.arange(len(known)), len(known)
-        tokens[tables[i, at // size], at % size] = known
+        ids = np.array(row.get("history", ()), np.int32)
+        at = np.arange(len(ids))
+        lens[i] = len(ids)
+        tokens[tables[i, at // size], at % size] = ids
     return History(tokens, tables, lens)
 
 
@@ -82,9 +87,11 @@ def batch(
     off.
     """
     b = len(rows)
-    asked = [read(row, options) for row in rows]
-    records = np.frombuffer(b"".join([one.record for one in asked]), options.record)
-    packed = options.pack(records, lambda row, name: asked[row].large[name], b)
+    row_options = [read(row, options) for row in rows]
+    records = np.frombuffer(
+        b"".join([read_options.record for read_options in row_options]), options.record
+    )
+    packed = options.pack(records, lambda row, name: row_options[row].large[name], b)
     columns = {
         "temperature": np.float32,
         "seed": np.uint32,
@@ -102,10 +109,13 @@ def batch(
 
 def read(row: Row, options: RowChain) -> RowOptions:
     """Suppressed tokens are stop tokens under min_tokens."""
-    position, suppressed = row.get("position", 0), row.get("suppressed", ())
-    least = {"min_tokens": position + 1, "max_tokens": position + 9} if suppressed else {}
+    position = row.get("position", 0)
+    suppressed = row.get("suppressed", ())
+    length_limits = {"min_tokens": position + 1, "max_tokens": position + 9} if suppressed else {}
     values = {name: value for name, value in row.items() if name in PARAMS}
-    return options.read(SamplingParams(**{"temperature": 0.0, **values, **least}), suppressed)
+    return options.read(
+        SamplingParams(**{"temperature": 0.0, **values, **length_limits}), suppressed
+    )
 
 
 def draw(logits: np.ndarray, rows: list[Row], seed: int = ENGINE_SEED) -> np.ndarray:
@@ -131,9 +141,9 @@ def draw(logits: np.ndarray, rows: list[Row], seed: int = ENGINE_SEED) -> np.nda
 def repeated(row: Row, vary: str, size: int) -> tuple[SamplingBatch, History]:
     """As `batch` of one row many times, whose `vary` is 0, 1, 2 ..."""
     s, history = batch([row])
-    every = lambda x: np.repeat(x, size, axis=0)  # noqa: E731
-    s = jax.tree.map(every, s)._replace(**{vary: np.arange(size, dtype=getattr(s, vary).dtype)})
-    return s, History(history.tokens, every(history.block_tables), every(history.seq_lens))
+    repeat = lambda x: np.repeat(x, size, axis=0)  # noqa: E731
+    s = jax.tree.map(repeat, s)._replace(**{vary: np.arange(size, dtype=getattr(s, vary).dtype)})
+    return s, History(history.tokens, repeat(history.block_tables), repeat(history.seq_lens))
 
 
 def adjusted(logits: np.ndarray, row: Row) -> np.ndarray:
@@ -176,11 +186,11 @@ def distribution(logits: np.ndarray, row: Row) -> np.ndarray:
 
 @jax.jit
 def _uniform(seed: jax.Array, request_seeds: jax.Array, positions: jax.Array) -> jax.Array:
-    def one(request_seed: jax.Array, position: jax.Array) -> jax.Array:
+    def uniform_at(request_seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), request_seed), position)
         return jax.random.uniform(key)
 
-    return jax.vmap(one)(request_seeds, positions)
+    return jax.vmap(uniform_at)(request_seeds, positions)
 
 
 def uniforms(rows: list[Row], seed: int = ENGINE_SEED) -> np.ndarray:
@@ -241,7 +251,8 @@ def test_temperature_zero_is_the_best_token_and_the_first_of_equals():
 def test_the_best_of_any_vocabulary_is_numpys_argmax(v):
     rng = np.random.default_rng(v)
     logits = rng.integers(-3, 3, (5, v)).astype(np.float32)  # many equals
-    logits[3], logits[4, : v // 2] = -np.inf, -np.inf
+    logits[3] = -np.inf
+    logits[4, : v // 2] = -np.inf
     chex.assert_trees_all_equal(
         jax.jit(draws.best_tokens)(logits), logits.argmax(-1).astype(np.int32)
     )
@@ -291,7 +302,8 @@ def test_a_penalty_alone_draws_from_its_definition(rule):
 def test_penalties_reach_greedy_rows():
     rng = np.random.default_rng(3)
     rule = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 0.5}
-    rows, logits = [rule | random_history(rng) for _ in range(B)], random_logits(3)[:, :40]
+    rows = [rule | random_history(rng) for _ in range(B)]
+    logits = random_logits(3)[:, :40]
     expected = [adjusted(x, row).argmax() for x, row in zip(logits, rows, strict=True)]
     assert draw(logits, rows).tolist() == expected
     assert expected != logits.argmax(-1).tolist()
@@ -322,7 +334,7 @@ def test_all_rules_together_draw_from_the_published_order():
                 "temperature": float(rng.uniform(0.3, 2)),
                 "seed": int(rng.integers(2**32)),
             } | random_history(rng)
-            some = {
+            candidates = {
                 "top_k": int(rng.integers(1, 30)),
                 "top_p": float(rng.uniform(0.3, 1)),
                 "min_p": float(rng.uniform(0, 0.2)),
@@ -334,7 +346,12 @@ def test_all_rules_together_draw_from_the_published_order():
                 "suppressed": (int(rng.integers(40)),),
             }
             rows.append(
-                row | {name: value for name, value in some.items() if rng.random() < 0.5 or i == 0}
+                row
+                | {
+                    name: value
+                    for name, value in candidates.items()
+                    if rng.random() < 0.5 or i == 0
+                }
             )
         assert_draws(random_logits(seed)[:, :40], rows, positions=12)
 
@@ -384,10 +401,8 @@ def test_drawn_tokens_follow_the_distribution(vary):
     counts = np.bincount(tokens, minlength=50)
     assert not counts[p == 0].any()
     often = p * 8192 >= 5
-    observed, expected = (
-        np.append(counts[often], counts[~often].sum()),
-        np.append(p[often], p[~often].sum()) * 8192,
-    )
+    observed = np.append(counts[often], counts[~often].sum())
+    expected = np.append(p[often], p[~often].sum()) * 8192
     assert stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3
 
 
@@ -432,14 +447,15 @@ def test_the_random_number_is_a_function_of_engine_seed_request_seed_and_positio
         for p in (0, 1, 4095)
     ]
     tokens = {seed: draw(np.zeros((9, LARGE_V), np.float32), rows, seed) for seed in (0, 1)}
-    for seed, found in tokens.items():
-        assert found.tolist() == [int(u * LARGE_V) for u in uniforms(rows, seed)]
+    for seed, drawn in tokens.items():
+        assert drawn.tolist() == [int(u * LARGE_V) for u in uniforms(rows, seed)]
     assert len({*tokens[0].tolist(), *tokens[1].tolist()}) == 18
 
 
 def test_a_row_does_not_depend_on_the_other_rows_nor_on_how_many_there_are():
     rng = np.random.default_rng(7)
-    logits, mine = random_logits(7), {"temperature": 0.9, "top_p": 0.9, "seed": 3, "position": 5}
+    logits = random_logits(7)
+    observed_row = {"temperature": 0.9, "top_p": 0.9, "seed": 3, "position": 5}
     busy = {
         "temperature": 1.5,
         "top_k": 3,
@@ -451,10 +467,10 @@ def test_a_row_does_not_depend_on_the_other_rows_nor_on_how_many_there_are():
         **random_history(rng),
     }
     single = lambda row: sampled(logits[:1], *batch([row]), np.uint32(ENGINE_SEED)).tokens[0]  # noqa: E731
-    alone = single(mine)
-    assert draw(logits, [mine, *[{}] * 15])[0] == alone  # among padding rows
-    assert draw(logits, [mine, *[busy] * 15])[0] == alone
-    assert draw(np.roll(logits, 4, axis=0), [*[busy] * 4, mine, *[{}] * 11])[4] == alone
+    alone = single(observed_row)
+    assert draw(logits, [observed_row, *[{}] * 15])[0] == alone  # among padding rows
+    assert draw(logits, [observed_row, *[busy] * 15])[0] == alone
+    assert draw(np.roll(logits, 4, axis=0), [*[busy] * 4, observed_row, *[{}] * 11])[4] == alone
     # when no other row switches a feature on either
     plain = {"temperature": 0.9, "seed": 3, "position": 5}
     assert (
@@ -512,8 +528,8 @@ def test_rounding_of_running_sums_leads_to_no_weightless_token():
 
 @jax.jit
 def _cuts(weights: jax.Array, k: jax.Array, p: jax.Array) -> jax.Array:
-    nothing = RowContext(*[jnp.zeros(())] * 5)
-    return TOP_P.apply(TOP_K.apply(weights, {"top_k": k}, nothing), {"top_p": p}, nothing)
+    no_context = RowContext(*[jnp.zeros(())] * 5)
+    return TOP_P.apply(TOP_K.apply(weights, {"top_k": k}, no_context), {"top_p": p}, no_context)
 
 
 def cuts(weights: np.ndarray, k: int = 0, p: float = 1.0) -> np.ndarray:
@@ -548,12 +564,13 @@ def test_top_k_keeps_what_sorting_keeps_and_all_that_tie_with_it(k):
 
 @pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.95, 0.999, 0.9999999])
 def test_top_p_keeps_the_smallest_set_of_the_best_that_holds_p(p):
-    for row, kept in zip(hard_weights(), cuts(hard_weights(), p=p), strict=True):
-        least, total = kept[kept > 0].min(), row.sum(dtype=np.float64)
-        chex.assert_trees_all_equal(kept, np.where(row >= least, row, np.float32(0)))
+    for row, cut_weights in zip(hard_weights(), cuts(hard_weights(), p=p), strict=True):
+        threshold = cut_weights[cut_weights > 0].min()
+        total = row.sum(dtype=np.float64)
+        chex.assert_trees_all_equal(cut_weights, np.where(row >= threshold, row, np.float32(0)))
         sum_of = lambda keep: row[keep].sum(dtype=np.float64) / total  # noqa: B023, E731
-        assert sum_of(row >= least) >= p - 1e-6
-        assert sum_of(row > least) < p + 1e-6
+        assert sum_of(row >= threshold) >= p - 1e-6
+        assert sum_of(row > threshold) < p + 1e-6
 
 
 def test_exactly_top_p_is_enough():
@@ -577,14 +594,15 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def assert_logprobs(logits, tokens, logprobs, ranks, top_ids, top_logprobs) -> None:
-    want, rows = log_softmax(logits), np.arange(len(logits))
-    chosen = want[rows, tokens]
+    log_probs = log_softmax(logits)
+    rows = np.arange(len(logits))
+    chosen = log_probs[rows, tokens]
     order = np.argsort(-logits, axis=-1, kind="stable")[:, :MAX_TOP]
     width = order.shape[1]
-    found = np.asarray(logprobs), np.asarray(top_logprobs)[:, :width]
-    expected = chosen, np.take_along_axis(want, order, axis=-1)
+    observed = np.asarray(logprobs), np.asarray(top_logprobs)[:, :width]
+    expected = chosen, np.take_along_axis(log_probs, order, axis=-1)
     chex.assert_trees_all_close(
-        found, tuple(x.astype(np.float32) for x in expected), rtol=1e-7, atol=2e-5
+        observed, tuple(x.astype(np.float32) for x in expected), rtol=1e-7, atol=2e-5
     )
     chex.assert_trees_all_equal(
         np.asarray(ranks), 1 + (logits > logits[rows, tokens][:, None]).sum(-1)
@@ -593,7 +611,8 @@ def assert_logprobs(logits, tokens, logprobs, ranks, top_ids, top_logprobs) -> N
 
 
 def test_log_probabilities_are_the_models_own_whatever_the_rules():
-    logits, rng = random_logits(10), np.random.default_rng(10)
+    logits = random_logits(10)
+    rng = np.random.default_rng(10)
     rule = {
         "temperature": 1.7,
         "top_k": 40,
@@ -609,10 +628,10 @@ def test_log_probabilities_are_the_models_own_whatever_the_rules():
 
 def test_log_probabilities_come_for_all_rows_or_for_none():
     logits = random_logits(11)
-    none = sampled(logits, *batch([{}] * B), np.uint32(0))
-    chex.assert_trees_all_equal(none[1:], jax.tree.map(np.zeros_like, none[1:]))
-    one = sampled(logits, *batch([{}] * (B - 1) + [{"logprobs": 0}]), np.uint32(0))
-    assert_logprobs(logits, np.asarray(one.tokens), *one[1:])
+    without = sampled(logits, *batch([{}] * B), np.uint32(0))
+    chex.assert_trees_all_equal(without[1:], jax.tree.map(np.zeros_like, without[1:]))
+    out = sampled(logits, *batch([{}] * (B - 1) + [{"logprobs": 0}]), np.uint32(0))
+    assert_logprobs(logits, np.asarray(out.tokens), *out[1:])
 
 
 def test_no_token_past_the_vocabulary_is_drawn_also_from_nan():
@@ -633,11 +652,12 @@ def test_rows_sampled_a_few_at_a_time_are_as_if_sampled_together(b):
         for i in range(b)
     ]
     arguments = random_logits(21, b=b), *batch(rows), np.uint32(ENGINE_SEED)
-    few, all_rows = sampled(*arguments), at_once(*arguments)
+    tiled = sampled(*arguments)
+    all_rows = at_once(*arguments)
     exact = lambda out: (out.tokens, out.ranks, out.top_ids)  # noqa: E731
     near = lambda out: (out.logprobs, out.top_logprobs)  # noqa: E731
-    chex.assert_trees_all_equal(exact(few), exact(all_rows))
-    chex.assert_trees_all_close(near(few), near(all_rows), rtol=1e-7, atol=1e-5)
+    chex.assert_trees_all_equal(exact(tiled), exact(all_rows))
+    chex.assert_trees_all_close(near(tiled), near(all_rows), rtol=1e-7, atol=1e-5)
 
 
 @pytest.mark.parametrize("tile", [pytest.param(None, marks=pytest.mark.slow), 8])
@@ -646,7 +666,10 @@ def test_a_few_rows_at_a_time_take_a_few_rows_of_memory(tile):
     penalties of 131,072
     tokens a row take memory: the ids of 8 rows alone are 4 MiB, and the step reads 512 a row at a
     time."""
-    b, v, size, width = 64, 4096, 16, 131_072 // 16
+    b = 64
+    v = 4096
+    size = 16
+    width = 131_072 // 16
     s = batch([{}] * b, v)[0]
     int32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     history = History(int32(1000, size), int32(b, width), int32(b))
@@ -654,11 +677,11 @@ def test_a_few_rows_at_a_time_take_a_few_rows_of_memory(tile):
     compiled = (
         jax.jit(sample, static_argnums=4).lower(logits, s, history, np.uint32(0), tile).compile()
     )
-    taken = compiled.memory_analysis().temp_size_in_bytes
+    temp_bytes = compiled.memory_analysis().temp_size_in_bytes
     if tile is None:
-        assert taken > 3 * b * v * 4
+        assert temp_bytes > 3 * b * v * 4
     else:
-        assert taken < b * v * 4
+        assert temp_bytes < b * v * 4
 
 
 @pytest.mark.default_cases("5-12", "64-300", "130-300")
@@ -666,21 +689,22 @@ def test_a_few_rows_at_a_time_take_a_few_rows_of_memory(tile):
 def test_prompt_log_probabilities_of_any_number_of_tokens(t, v):
     """And in a vocabulary below twenty, which has fewer best tokens."""
     rng = np.random.default_rng(t)
-    head, hidden = rng.standard_normal((v, 8), np.float32), rng.standard_normal((t, 8), np.float32)
+    head = rng.standard_normal((v, 8), np.float32)
+    hidden = rng.standard_normal((t, 8), np.float32)
     targets = rng.integers(0, v, t).astype(np.int32)
     targets[rng.random(t) < 0.3] = -1
     targets[-1] = 7
     run = jax.jit(lambda h, x: prompt_logprobs(lambda y: y @ head.T, h, x, TILE))
     out = jax.tree.map(np.asarray, run(hidden, targets))
     logits = hidden @ head.T
-    wanted = targets >= 0
-    assert_logprobs(logits[wanted], targets[wanted], *(a[wanted] for a in out))
+    has_target = targets >= 0
+    assert_logprobs(logits[has_target], targets[has_target], *(a[has_target] for a in out))
     chex.assert_shape(list(out), [(t,), (t,), (t, MAX_TOP), (t, MAX_TOP)])
     missing = MAX_TOP - min(v, MAX_TOP)
-    no_ids = np.full((wanted.sum(), missing), -1, np.int32)
-    chex.assert_trees_all_equal(out.top_ids[wanted, MAX_TOP - missing :], no_ids)
+    no_ids = np.full((has_target.sum(), missing), -1, np.int32)
+    chex.assert_trees_all_equal(out.top_ids[has_target, MAX_TOP - missing :], no_ids)
     no_logprobs = np.full(no_ids.shape, -np.inf, np.float32)
-    chex.assert_trees_all_equal(out.top_logprobs[wanted, MAX_TOP - missing :], no_logprobs)
+    chex.assert_trees_all_equal(out.top_logprobs[has_target, MAX_TOP - missing :], no_logprobs)
 
 
 def test_prompt_log_probabilities_cost_nothing_where_no_token_wants_them():
@@ -714,14 +738,15 @@ def test_the_definitions_in_numpy_are_transformers(name, value):
         "repetition_penalty": hf.RepetitionPenaltyLogitsProcessor,
         "temperature": hf.TemperatureLogitsWarper,
     }
-    logits, history = random_logits(13), np.random.default_rng(13).integers(0, V, (B, ROOM))
+    logits = random_logits(13)
+    history = np.random.default_rng(13).integers(0, V, (B, ROOM))
     theirs = (
         processors[name](value)(torch.from_numpy(history), torch.from_numpy(logits.copy()))
         .softmax(-1)
         .numpy()
     )
-    for x, seen, expected in zip(logits, history, theirs, strict=True):
-        row = {"temperature": 1.0, "history": seen.tolist(), "prompt_len": ROOM, name: value}
+    for x, ids, expected in zip(logits, history, theirs, strict=True):
+        row = {"temperature": 1.0, "history": ids.tolist(), "prompt_len": ROOM, name: value}
         np.testing.assert_allclose(distribution(x, row), expected, atol=1e-6)
 
 
@@ -770,7 +795,8 @@ def beside(tokens: jax.Array, v: int) -> jax.Array:
 
 @pytest.mark.parametrize("tile", [pytest.param(None, marks=pytest.mark.slow), TILE])
 def test_a_feature_of_a_user_changes_the_rows_that_use_it_and_no_other(tile):
-    options, logits = chain((NEAR, ODD)), random_logits(30)
+    options = chain((NEAR, ODD))
+    logits = random_logits(30)
     history = {"history": [9, 8, 100], "prompt_len": 1}
     rows: list[Row] = [{"seed": i, "temperature": 1.0} | history for i in range(B)]
     rows[3] = history | {"extra_args": {"near": 100.0}}
@@ -783,8 +809,8 @@ def test_a_feature_of_a_user_changes_the_rows_that_use_it_and_no_other(tile):
         logits,
         [{key: row[key] for key in row if key not in ("extra_args", "logit_bias")} for row in rows],
     )
-    others = np.r_[0:3, 6:B]
-    chex.assert_trees_all_equal(tokens[others], without[others])
+    unchanged = np.r_[0:3, 6:B]
+    chex.assert_trees_all_equal(tokens[unchanged], without[unchanged])
     assert tokens[3] == (99 if logits[3, 99] > logits[3, 101] else 101)
     assert tokens[4] % 2 == 1
     assert tokens[5] == 101
@@ -854,33 +880,36 @@ def penalised_without_jit(*arguments: Any) -> jax.Array:
 )
 def test_penalties_are_those_of_a_plain_computation(apply: Callable[..., Any]):
     """Of the logits themselves, for histories of any length up to a whole block table."""
-    rng, logits = np.random.default_rng(32), random_logits(32)[:, :40]
+    rng = np.random.default_rng(32)
+    logits = random_logits(32)[:, :40]
     names = "presence_penalty", "frequency_penalty", "repetition_penalty"
     rows = [
         {name: float(rng.uniform(0.5, 1.5)) for name in names} | random_history(rng)
         for _ in range(B)
     ]
-    rows[0]["history"], rows[1]["history"] = [], rng.integers(0, 12, ROOM).tolist()
+    rows[0]["history"] = []
+    rows[1]["history"] = rng.integers(0, 12, ROOM).tolist()
     s, history = batch(rows)
     context = RowContext(*history, s.prompt_len, s.position)
-    found = apply(logits, s.features["penalties"].fields, context)
+    penalised = apply(logits, s.features["penalties"].fields, context)
     expected = np.array([adjusted(x, row) for x, row in zip(logits, rows, strict=True)], np.float32)
-    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(penalised, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_spans_of_any_length_read_the_same_history():
     rng = np.random.default_rng(33)
     rows = [{"frequency_penalty": 0.5} | random_history(rng) for _ in range(B)]
     s, history = batch(rows)
-    context, logits = RowContext(*history, s.prompt_len, s.position), np.zeros((B, 40), np.float32)
-    found = []
+    context = RowContext(*history, s.prompt_len, s.position)
+    logits = np.zeros((B, 40), np.float32)
+    results = []
     for span in (4, 12, 20, 512):  # 1, 3 and 5 blocks of 6, and the whole table
         with mock.patch.object(penalties, "SPAN", span):
             run = jax.jit(lambda *a: PENALTIES.apply(*a))
-            found.append(run(logits, s.features["penalties"].fields, context))
-    for other in found[1:]:
-        chex.assert_trees_all_equal(found[0], other)
-    assert np.asarray(found[0]).any()
+            results.append(run(logits, s.features["penalties"].fields, context))
+    for result in results[1:]:
+        chex.assert_trees_all_equal(results[0], result)
+    assert np.asarray(results[0]).any()
 
 
 def test_options_of_the_rows_are_arguments_of_one_program():
@@ -900,6 +929,7 @@ def test_maxima_are_those_of_a_sort(shape):
     """
     x = np.random.default_rng(0).integers(-8, 8, shape).astype(np.float32) / 4
     k = min(20, shape[-1])
-    found, expected = jax.jit(partial(by_maxima, k=k))(x), tuple(jax.lax.top_k(x, k))
-    chex.assert_shape(found, (shape[0], k))
-    chex.assert_trees_all_equal(found, expected)
+    maxima = jax.jit(partial(by_maxima, k=k))(x)
+    expected = tuple(jax.lax.top_k(x, k))
+    chex.assert_shape(maxima, (shape[0], k))
+    chex.assert_trees_all_equal(maxima, expected)

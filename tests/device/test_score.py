@@ -49,21 +49,21 @@ def rollout(llm: LLM, prompts: list[list[int]] = PROMPTS, **options: Any) -> Rol
         [{"prompt_token_ids": prompt} for prompt in prompts], DRAWN, use_tqdm=False, **options
     )
     ids = [[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in outs]
-    lengths = np.array([len(one) for one in ids])
+    lengths = np.array([len(sequence) for sequence in ids])
     tokens = np.full((len(ids), lengths.max()), 7, np.int32)
-    found = np.zeros(tokens.shape, np.float32)
-    for i, (out, own) in enumerate(zip(outs, ids, strict=True)):
-        given: Any = [*(out.prompt_logprobs or ())[1:], *(out.outputs[0].logprobs or ())]
-        tokens[i, : len(own)] = own
-        found[i, 1 : len(own)] = [
-            entry[token].logprob for entry, token in zip(given, own[1:], strict=True)
+    logprobs = np.zeros(tokens.shape, np.float32)
+    for i, (out, sequence) in enumerate(zip(outs, ids, strict=True)):
+        entries: Any = [*(out.prompt_logprobs or ())[1:], *(out.outputs[0].logprobs or ())]
+        tokens[i, : len(sequence)] = sequence
+        logprobs[i, 1 : len(sequence)] = [
+            entry[token].logprob for entry, token in zip(entries, sequence[1:], strict=True)
         ]
-    return tokens, lengths, found
+    return tokens, lengths, logprobs
 
 
 def model_of(name: str, dtype: str = "float32", **options: Any) -> Any:
-    kind, more = CASES[name]
-    hf = {**(GPT2 if kind == "gpt2" else BODY), **more, "model_type": kind}
+    kind, overrides = CASES[name]
+    hf = {**(GPT2 if kind == "gpt2" else BODY), **overrides, "model_type": kind}
     if name in LAYERS:
         hf["num_hidden_layers"] = LAYERS[name]
     config = architectures.FAMILIES[kind].from_hf(normalised(hf, name))
@@ -102,7 +102,7 @@ every_family = pytest.mark.parametrize(
     [
         ("Qwen3", "float32"),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
-        *(pytest.param(*other.values, "float32", marks=other.marks) for other in OTHERS),
+        *(pytest.param(*family.values, "float32", marks=family.marks) for family in OTHERS),
     ],
 )
 
@@ -111,23 +111,25 @@ def weighted(module: Decoder, tokens: np.ndarray, lengths: np.ndarray, exact: bo
     """((a sum of the scores with weights, the scores), its gradient) of parameters, as a jitted
     function of them.
     """
-    graphdef, _, rest = parts(module)
+    graphdef, _, other_state = parts(module)
 
     def total(params: Any) -> Any:
-        found = score(nnx.merge(graphdef, params, rest), tokens, lengths, batch_invariant=exact)
-        return (found * np.linspace(0, 1, tokens.shape[1], dtype=np.float32)).sum(), found
+        logprobs = score(
+            nnx.merge(graphdef, params, other_state), tokens, lengths, batch_invariant=exact
+        )
+        return (logprobs * np.linspace(0, 1, tokens.shape[1], dtype=np.float32)).sum(), logprobs
 
     return jax.jit(jax.value_and_grad(total, has_aux=True))
 
 
 @every_family
 def test_differentiated_scores_are_the_engines_to_the_bit_in_batch_invariant_mode(name, dtype):
-    tokens, lengths, wanted = rollout(LLM(model_of(name, dtype), **ENGINE))
+    tokens, lengths, expected = rollout(LLM(model_of(name, dtype), **ENGINE))
     assert tokens.size > scores.TILE, "several tiles of logits"
     module = module_of(name, dtype)
     (_, exact), gradient = weighted(module, tokens, lengths, True)(parts(module)[1])
     chex.assert_shape(exact, tokens.shape)
-    chex.assert_trees_all_equal(exact, wanted)
+    chex.assert_trees_all_equal(exact, expected)
     chex.assert_tree_all_finite(gradient)
 
 
@@ -139,12 +141,13 @@ def test_scores_and_gradients_of_both_modes_are_close(name):
     module = module_of(name)
     params = parts(module)[1]
     with quick_compiler.all_quickly():
-        (_, exact), ours = weighted(module, tokens, lengths, True)(params)
-        (_, close), theirs = weighted(module, tokens, lengths, False)(params)
+        (_, exact), exact_gradient = weighted(module, tokens, lengths, True)(params)
+        (_, close), close_gradient = weighted(module, tokens, lengths, False)(params)
     chex.assert_trees_all_close(close, exact, rtol=0, atol=1e-4)
-    scale = jax.tree.map(lambda x: np.abs(x).max() + 1e-9, theirs)
+    scale = jax.tree.map(lambda x: np.abs(x).max() + 1e-9, close_gradient)
     by_scale = [
-        jax.tree.map(lambda x, s: np.asarray(x) / s, tree, scale) for tree in (ours, theirs)
+        jax.tree.map(lambda x, s: np.asarray(x) / s, tree, scale)
+        for tree in (exact_gradient, close_gradient)
     ]
     chex.assert_trees_all_close(*by_scale, rtol=0, atol=1e-4)
 
@@ -152,9 +155,9 @@ def test_scores_and_gradients_of_both_modes_are_close(name):
 @pytest.mark.slow  # of an engine's module by default, below
 @every_family
 def test_scores_without_gradients_are_the_engines_to_the_bit_too(name, dtype):
-    tokens, lengths, wanted = rollout(LLM(model_of(name, dtype), **ENGINE))
+    tokens, lengths, expected = rollout(LLM(model_of(name, dtype), **ENGINE))
     chex.assert_trees_all_equal(
-        score(module_of(name, dtype), tokens, lengths, batch_invariant=True), wanted
+        score(module_of(name, dtype), tokens, lengths, batch_invariant=True), expected
     )
 
 
@@ -163,32 +166,32 @@ def module() -> Decoder:
     return module_of("Gemma 2, caps that bind")
 
 
-def moved(params: Any, way: Any, size: float) -> Any:
+def params_along(params: Any, way: Any, size: float) -> Any:
     return jax.tree.map(lambda x, d: np.asarray(x) + np.float32(size) * d, params, way)
 
 
 @pytest.mark.parametrize("exact", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_finite_differences(module, exact):
-    graphdef, params, rest = parts(module)
+    graphdef, params, other_state = parts(module)
     tokens = np.random.default_rng(0).integers(3, VOCAB, (2, 60))  # longer than the window
     rng = np.random.default_rng(1)
     way = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), params)
 
     def mean(params):
-        return score(nnx.merge(graphdef, params, rest), tokens, batch_invariant=exact).mean()
+        return score(nnx.merge(graphdef, params, other_state), tokens, batch_invariant=exact).mean()
 
     step = 2e-4
     with quick_compiler.all_quickly():
         compute = jax.jit(jax.value_and_grad(mean))
-        before, after = (compute(moved(params, way, size))[0] for size in (-step, step))
+        before, after = (compute(params_along(params, way, size))[0] for size in (-step, step))
         # of numpy too: arrays of a device need a program of their own
-        _, gradient = compute(moved(params, way, 0))
+        _, gradient = compute(params_along(params, way, 0))
     slope = (after - before) / (2 * step)
-    found = sum(
+    predicted = sum(
         jax.tree.leaves(jax.tree.map(lambda g, d: (np.asarray(g) * d).sum(), gradient, way))
     )
     assert abs(slope) > 0.1, "the direction hardly matters: the comparison is blind"
-    chex.assert_trees_all_close(found, slope, rtol=0.02, atol=0)
+    chex.assert_trees_all_close(predicted, slope, rtol=0.02, atol=0)
 
 
 @settings(max_examples=10, deadline=None, print_blob=True)
@@ -200,16 +203,16 @@ def test_gradients_are_those_of_finite_differences(module, exact):
 def test_padding_changes_no_bit_and_has_zeros(module, lengths, seed, exact):
     rng = np.random.default_rng(seed)
     tokens = rng.integers(3, VOCAB, (3, 24))
-    behind = np.arange(24) >= np.array(lengths)[:, None]
-    other = np.where(behind, rng.integers(3, VOCAB, tokens.shape), tokens)
+    padding = np.arange(24) >= np.array(lengths)[:, None]
+    repadded = np.where(padding, rng.integers(3, VOCAB, tokens.shape), tokens)
     with quick_compiler.all_quickly():
-        found, again = (
-            score(module, x, np.array(lengths), batch_invariant=exact) for x in (tokens, other)
+        scored, rescored = (
+            score(module, x, np.array(lengths), batch_invariant=exact) for x in (tokens, repadded)
         )
-    chex.assert_trees_all_equal(found, again)
-    assert (np.asarray(found)[behind] == 0).all()
-    assert (np.asarray(found)[:, 0] == 0).all()
-    assert (np.asarray(found)[:, 1:][~behind[:, 1:]] < 0).all()
+    chex.assert_trees_all_equal(scored, rescored)
+    assert (np.asarray(scored)[padding] == 0).all()
+    assert (np.asarray(scored)[:, 0] == 0).all()
+    assert (np.asarray(scored)[:, 1:][~padding[:, 1:]] < 0).all()
 
 
 def test_a_sequence_has_the_same_bits_in_any_batch_in_batch_invariant_mode(module):
@@ -222,11 +225,11 @@ def test_a_sequence_has_the_same_bits_in_any_batch_in_batch_invariant_mode(modul
 
 def test_an_engines_own_module_is_scored_without_gradients(module):
     llm = LLM(model_of("Qwen3"), **ENGINE)
-    tokens, lengths, wanted = rollout(llm, PROMPTS[:2])
+    tokens, lengths, expected = rollout(llm, PROMPTS[:2])
     model = llm.engine.model
-    own = nnx.merge(model.graphdef, model.params)
-    chex.assert_trees_all_equal(score(own, tokens, lengths, batch_invariant=True), wanted)
-    chex.assert_trees_all_close(score(own, tokens, lengths), wanted, rtol=0, atol=1e-4)
+    own_module = nnx.merge(model.graphdef, model.params)
+    chex.assert_trees_all_equal(score(own_module, tokens, lengths, batch_invariant=True), expected)
+    chex.assert_trees_all_close(score(own_module, tokens, lengths), expected, rtol=0, atol=1e-4)
     assert whole(model)
 
 
@@ -236,13 +239,14 @@ ALPHA = {"lora_alpha": 5}
 
 
 def factors_of(config: Any, rank: int, seed: int = 0) -> Any:
-    rng, found = np.random.default_rng(seed), {}
+    rng = np.random.default_rng(seed)
+    factors = {}
     for name, places in modules_of(config).items():
         sizes = [sizes_of(config, place.matrix, place.part) for place in places]
         shapes = (rank, sizes[0][0]), (sum(outputs for _, outputs in sizes), rank)
         a, b = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
-        found[name] = a / np.float32(a.shape[1]) ** 0.5, b / np.float32(4)
-    return found
+        factors[name] = a / np.float32(a.shape[1]) ** 0.5, b / np.float32(4)
+    return factors
 
 
 def with_merged(module: Decoder, parts: Any) -> Decoder:
@@ -250,7 +254,8 @@ def with_merged(module: Decoder, parts: Any) -> Decoder:
     graphdef, state = nnx.split(module)
     copy: Any = nnx.merge(graphdef, jax.tree.map(jnp.array, state))
     for place, (a, b) in parts.items():
-        layer, name = copy.blocks[place.layer], place.matrix.split(".")
+        layer = copy.blocks[place.layer]
+        name = place.matrix.split(".")
         matrix = getattr(getattr(layer, name[0]), name[1]).weight
         first, last = (0, *module.config.parts[place.matrix])[place.part : place.part + 2]
         matrix[...] = matrix[...].at[first:last].add(b @ a)
@@ -262,20 +267,23 @@ ALSO = [("Qwen3", True), ("GPT-2", False), ("GPT-2", True)]
 
 @pytest.mark.parametrize(
     ("name", "exact"),
-    [("Qwen3", False), *(pytest.param(*one, marks=pytest.mark.slow) for one in ALSO)],
+    [("Qwen3", False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ALSO)],
 )
 def test_an_adapter_scores_as_the_model_that_has_it_merged_with_its_gradient(name, exact):
     module = module_of(name)
     factors = factors_of(module.config, 5)
-    tokens, lengths = np.random.default_rng(0).integers(3, VOCAB, (3, 40)), np.array([40, 7, 29])
+    tokens = np.random.default_rng(0).integers(3, VOCAB, (3, 40))
+    lengths = np.array([40, 7, 29])
 
     def total(factors: Any, merge: bool) -> Any:
         parts = adapter_parts(factors, module.config, ALPHA, name)
         options = {} if merge else {"adapter": parts, "batch_invariant": exact}
-        found = score(with_merged(module, parts) if merge else module, tokens, lengths, **options)
+        logprobs = score(
+            with_merged(module, parts) if merge else module, tokens, lengths, **options
+        )
         return (
-            found * np.linspace(0, 1, tokens.shape[1], dtype=np.float32)
-        ).sum() / tokens.size, found
+            logprobs * np.linspace(0, 1, tokens.shape[1], dtype=np.float32)
+        ).sum() / tokens.size, logprobs
 
     merged, added = (
         jax.jit(jax.value_and_grad(partial(total, merge=merge), has_aux=True))
@@ -283,13 +291,13 @@ def test_an_adapter_scores_as_the_model_that_has_it_merged_with_its_gradient(nam
     )
     none = jax.tree.map(np.zeros_like, factors)
     with quick_compiler.all_quickly():
-        (_, wanted), gradient = merged(factors)
-        (_, found), ours = added(factors)
+        (_, expected), gradient = merged(factors)
+        (_, scored), added_gradient = added(factors)
         (_, without), _ = merged(none)
         (_, of_zeros), _ = added(none)
-    assert np.abs(wanted - without).max() > 0.1, "the adapter hardly matters"
-    chex.assert_trees_all_close(found, wanted, rtol=0, atol=1e-4)
-    chex.assert_trees_all_close(ours, gradient, rtol=1e-3, atol=1e-5)
+    assert np.abs(expected - without).max() > 0.1, "the adapter hardly matters"
+    chex.assert_trees_all_close(scored, expected, rtol=0, atol=1e-4)
+    chex.assert_trees_all_close(added_gradient, gradient, rtol=1e-3, atol=1e-5)
     chex.assert_trees_all_close(of_zeros, without, rtol=0, atol=1e-4)
 
 
@@ -297,7 +305,8 @@ def test_an_adapter_scores_as_the_model_that_has_it_merged_with_its_gradient(nam
 @pytest.mark.parametrize("name", ["Qwen3", "GPT-2"])
 def test_an_adapter_of_zeros_changes_no_bit(name):
     module = module_of(name)
-    tokens, lengths = np.random.default_rng(0).integers(3, VOCAB, (3, 40)), np.array([40, 7, 29])
+    tokens = np.random.default_rng(0).integers(3, VOCAB, (3, 40))
+    lengths = np.array([40, 7, 29])
     absent = jax.tree.map(
         np.zeros_like, adapter_parts(factors_of(module.config, 5), module.config, ALPHA, name)
     )
@@ -313,13 +322,13 @@ def test_an_adapter_has_the_bits_of_a_batch_invariant_engine(tmp_path):
     folder = write_adapter(tmp_path / "adapter", factors, ALPHA)
     llm = LLM(model_of("Qwen3"), **ENGINE, enable_lora=True, max_loras=2, max_lora_rank=12)
     llm.load_adapter("one", folder)
-    tokens, lengths, wanted = rollout(llm, lora_request=LoRARequest("one"))
+    tokens, lengths, expected = rollout(llm, lora_request=LoRARequest("one"))
     adapter = read_adapter(folder, module.config, "one").parts
     chex.assert_trees_all_equal(
-        score(module, tokens, lengths, batch_invariant=True, adapter=adapter), wanted
+        score(module, tokens, lengths, batch_invariant=True, adapter=adapter), expected
     )
     chex.assert_trees_all_close(
-        score(module, tokens, lengths, adapter=adapter), wanted, rtol=0, atol=1e-4
+        score(module, tokens, lengths, adapter=adapter), expected, rtol=0, atol=1e-4
     )
 
 

@@ -21,7 +21,11 @@ from pagedjax.device.selection import attend_selected, write
 from tests.engine.brute_quest import chosen_blocks
 
 pytestmark = pytest.mark.few_optimisations
-K, G, D, S, M = 2, 2, 8, 4, 6
+K = 2
+G = 2
+D = 8
+S = 4
+M = 6
 SCALE = 0.5
 # (queries that read all, queries that select, tokens of the context)
 ROWS = [(0, 1, 21), (5, 0, 13), (3, 2, 24), (0, 3, 16), (0, 1, 1), (1, 0, 9)]
@@ -34,16 +38,19 @@ def batch_of(blocks: int, rng: np.random.Generator) -> Batch:
     tables = rng.permutation(np.arange(1, len(ROWS) * M + 1)).reshape(len(ROWS), M).astype(np.int32)
     lens = np.array([total for _, _, total in ROWS], np.int32)
     offsets = np.cumsum([0] + [a + b for a, b, _ in ROWS]).astype(np.int32)
-    selects, positions = np.zeros(T, bool), np.zeros(T, np.int32)
-    for i, (dense, some, total) in enumerate(ROWS):
+    selects = np.zeros(T, bool)
+    positions = np.zeros(T, np.int32)
+    for i, (dense, num_selecting, total) in enumerate(ROWS):
         selects[offsets[i] + dense : offsets[i + 1]] = True
-        positions[offsets[i] : offsets[i + 1]] = total - dense - some + np.arange(dense + some)
+        positions[offsets[i] : offsets[i + 1]] = (
+            total - dense - num_selecting + np.arange(dense + num_selecting)
+        )
     row = np.repeat(np.arange(len(ROWS)), np.diff(offsets))
     slots = np.zeros(T, np.int32)
     at = positions[: len(row)]
     slots[: len(row)] = tables[row, at // S] * S + at % S
-    nothing: Any = None
-    fixed = nothing, nothing, nothing, nothing
+    absent: Any = None
+    fixed = absent, absent, absent, absent
     selecting = Selecting(
         Selection(blocks, 0, True), jnp.asarray(selects | (np.arange(T) >= offsets[-1]))
     )
@@ -54,22 +61,23 @@ def batch_of(blocks: int, rng: np.random.Generator) -> Batch:
 def expected(q, k_pages, v_pages, batch: Batch, blocks: int) -> np.ndarray:
     out = np.zeros((T, K * G, D))
     tables, _, offsets = map(np.asarray, batch.attention)
-    for i, (dense, some, total) in enumerate(ROWS):
+    for i, (dense, num_selecting, total) in enumerate(ROWS):
         keys, values = (
             pages[tables[i]].transpose(1, 0, 2, 3).reshape(K, M * S, D)
             for pages in (k_pages, v_pages)
         )
-        for j in range(dense + some):
-            t, seen = offsets[i] + j, total - dense - some + j + 1
+        for j in range(dense + num_selecting):
+            t = offsets[i] + j
+            num_seen = total - dense - num_selecting + j + 1
             for head in range(K):
-                mine = q[t, head * G : (head + 1) * G]
-                own = (
-                    chosen_blocks(SCALE * mine, keys[head, :seen], S, blocks)
+                queries = q[t, head * G : (head + 1) * G]
+                block_ids = (
+                    chosen_blocks(SCALE * queries, keys[head, :num_seen], S, blocks)
                     if j >= dense
-                    else range(-(-seen // S))
+                    else range(-(-num_seen // S))
                 )
-                tokens = np.array([n for n in range(seen) if n // S in own])
-                scores = SCALE * mine @ keys[head, tokens].T
+                tokens = np.array([n for n in range(num_seen) if n // S in block_ids])
+                scores = SCALE * queries @ keys[head, tokens].T
                 weights = np.exp(scores - scores.max(1, keepdims=True))
                 out[t, head * G : (head + 1) * G] = (
                     weights / weights.sum(1, keepdims=True) @ values[head, tokens]
@@ -85,7 +93,7 @@ EVERY = [
 
 @pytest.mark.parametrize(
     ("impl", "dtype", "blocks"),
-    [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow) for one in EVERY],
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in EVERY],
 )
 def test_selected_attention_is_that_of_a_brute_force_model(impl, dtype, blocks):
     if impl == "cpu" and attention.find(impl).obstacle(
@@ -118,20 +126,20 @@ def test_selected_attention_is_that_of_a_brute_force_model(impl, dtype, blocks):
     )
     keys = BoundedKeys(k_pages, stored_in(ends, kinds))
     attend = attention.attend(impl, SCALE)
-    found = np.array(
+    result = np.array(
         jax.jit(attend_selected, static_argnums=0, static_argnames="scale")(
             attend, jnp.asarray(q), keys, v_pages, batch, scale=SCALE
         )
     )
-    wanted = expected(q.astype(np.float64), *numbers, batch, blocks)
+    reference = expected(q.astype(np.float64), *numbers, batch, blocks)
     used = int(batch.cu_q_lens[-1])
-    chex.assert_shape(found, (T, K * G, D))
+    chex.assert_shape(result, (T, K * G, D))
     chex.assert_trees_all_close(
-        found[:used], wanted[:used].astype(np.float32), atol=1e-5, rtol=1e-5
+        result[:used], reference[:used].astype(np.float32), atol=1e-5, rtol=1e-5
     )
     if blocks < M:
         every = expected(q.astype(np.float64), *numbers, batch, M)
-        assert np.abs(found[:used] - every[:used]).max() > 1e-2, (
+        assert np.abs(result[:used] - every[:used]).max() > 1e-2, (
             "nothing is left out: the comparison is blind"
         )
 
@@ -146,17 +154,20 @@ def test_bounds_of_full_blocks_are_those_of_their_keys_after_any_writes(data):
     order.
     """
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
-    blocks, t = 5, 8
+    blocks = 5
+    t = 8
     pages = np.zeros((blocks + 1, K, S, D), np.float32)
     bounds = np.full((blocks + 1, K, 2, D), 7.0, np.float32)
     layer = Pages(k=pages, bounds=bounds, v=pages)
-    attend, expected = attention.attend("xla", 1.0), {}
-    nothing: Any = None
+    attend = attention.attend("xla", 1.0)
+    expected = {}
+    absent: Any = None
     for _ in range(data.draw(st.integers(1, 6))):
         slots = np.zeros(t, np.int32)
-        first, count = data.draw(st.integers(0, blocks * S - t)), data.draw(st.integers(1, t))
+        first = data.draw(st.integers(0, blocks * S - t))
+        count = data.draw(st.integers(1, t))
         slots[:count] = S + first + np.arange(count)
-        batch = Batch(*[nothing] * 10)._replace(slots=slots, seq_lens=np.zeros(2, np.int32))
+        batch = Batch(*[absent] * 10)._replace(slots=slots, seq_lens=np.zeros(2, np.int32))
         k = rng.normal(size=(t, K, D)).astype(np.float32)
         layer = WRITE(attend, layer, k, k, batch)
         numbers = np.asarray(layer["k"])
@@ -164,5 +175,5 @@ def test_bounds_of_full_blocks_are_those_of_their_keys_after_any_writes(data):
         for block in {int(slot) // S for slot in slots[:count] if slot % S == S - 1}:
             expected[block] = np.stack([numbers[block].min(1), numbers[block].max(1)], 1)
         for block in range(1, blocks + 1):
-            own = expected.get(block, np.full((K, 2, D), 7.0, np.float32))
-            chex.assert_trees_all_equal(bounds[block], own)
+            block_bounds = expected.get(block, np.full((K, 2, D), 7.0, np.float32))
+            chex.assert_trees_all_equal(bounds[block], block_bounds)

@@ -20,7 +20,8 @@ from pagedjax.device.models.split import PADDING
 from pagedjax.options.config import MeshConfig
 from pagedjax.weights.tree import named
 
-D, H = 4, 16  # head_dim, hidden
+D = 4  # head_dim
+H = 16  # hidden
 
 
 def decoder(
@@ -31,7 +32,7 @@ def decoder(
     vocab: int = 50,
     gated: bool = True,
     experts=None,
-    **more,
+    **options,
 ):
     kinds = (LayerKind(), LayerKind(sparse=experts is not None))
     shape = {
@@ -49,16 +50,17 @@ def decoder(
         "kinds": kinds,
         "ropes": (Rope(1e4),),
     }
-    return DecoderConfig(**shape, **fixed, gated=gated, experts=experts, **more)
+    return DecoderConfig(**shape, **fixed, gated=gated, experts=experts, **options)
 
 
 @st.composite
 def models(draw) -> tuple[DecoderConfig, MeshConfig]:
-    kv_heads, group = draw(st.integers(1, 6)), draw(st.integers(1, 5))
+    kv_heads = draw(st.integers(1, 6))
+    group = draw(st.integers(1, 5))
     expert = draw(st.sampled_from([1, 1, 2, 3]))
-    found = None
+    experts = None
     if expert > 1 or draw(st.booleans()):
-        found = Experts(expert * draw(st.integers(1, 3)), 1, draw(st.integers(1, 9)), True)
+        experts = Experts(expert * draw(st.integers(1, 3)), 1, draw(st.integers(1, 9)), True)
     heads = kv_heads * group
     tensor = draw(st.integers(1, max(heads // expert, 1)))
     c = decoder(
@@ -66,7 +68,7 @@ def models(draw) -> tuple[DecoderConfig, MeshConfig]:
         kv_heads,
         width=draw(st.integers(1, 40)),
         vocab=draw(st.integers(1, 60)),
-        experts=found,
+        experts=experts,
     )
     if expert * tensor > heads:
         expert = 1
@@ -81,37 +83,41 @@ def stored(order: np.ndarray) -> np.ndarray:
 @given(models())
 def test_each_query_head_is_once_beside_its_own_key_head(model):
     c, mesh = model
-    part, found, n = split.device_config(c, mesh), split.heads(c, mesh.size), mesh.size
-    chex.assert_shape([found.queries, found.keys], [(n * part.heads,), (n * part.kv_heads,)])
-    assert sorted(stored(found.queries)) == list(range(c.heads))
-    assert {*stored(found.keys)} == {*range(c.kv_heads)}
-    queries, keys = found.queries.reshape(n, -1), found.keys.reshape(n, -1)
-    group, own = c.heads // c.kv_heads, part.heads // part.kv_heads
+    part = split.device_config(c, mesh)
+    layout = split.heads(c, mesh.size)
+    n = mesh.size
+    chex.assert_shape([layout.queries, layout.keys], [(n * part.heads,), (n * part.kv_heads,)])
+    assert sorted(stored(layout.queries)) == list(range(c.heads))
+    assert {*stored(layout.keys)} == {*range(c.kv_heads)}
+    queries = layout.queries.reshape(n, -1)
+    keys = layout.keys.reshape(n, -1)
+    group = c.heads // c.kv_heads
+    heads_per_key = part.heads // part.kv_heads
     for device in range(n):
         for i, head in enumerate(queries[device]):
             if head != PADDING:
-                assert keys[device, i // own] == head // group, (
+                assert keys[device, i // heads_per_key] == head // group, (
                     "attention would read another head's keys"
                 )
 
 
 def assert_parts_have_the_shapes_that_a_device_expects(model):
     c, mesh = model
-    whole, part = (
+    shapes, part_shapes = (
         named(nnx.eval_shape(lambda c=c: Decoder(c, "float32")))
         for c in (c, split.device_config(c, mesh))
     )
-    assert whole.keys() == part.keys()
+    assert shapes.keys() == part_shapes.keys()
     sizes = {"expert": mesh.expert, "tensor": mesh.tensor}
-    for name, x in whole.items():
+    for name, x in shapes.items():
         splits = split.split(c, mesh, name.split("."))
         for axis, size in enumerate(x.shape):
-            one = splits[axis] if axis < len(splits) else split.WHOLE
-            laid_out = size if one.order is None else len(one.order)
-            devices = int(np.prod([sizes[a] for a in one.axes]))
-            assert laid_out == part[name].shape[axis] * devices, (name, axis)
-            if one.order is not None:
-                assert {*stored(one.order)} == {*range(size)}, f"{name} lost a row or column"
+            axis_split = splits[axis] if axis < len(splits) else split.WHOLE
+            laid_out = size if axis_split.order is None else len(axis_split.order)
+            devices = int(np.prod([sizes[a] for a in axis_split.axes]))
+            assert laid_out == part_shapes[name].shape[axis] * devices, (name, axis)
+            if axis_split.order is not None:
+                assert {*stored(axis_split.order)} == {*range(size)}, f"{name} lost a row or column"
 
 
 @settings(max_examples=20, deadline=None, print_blob=True)
@@ -145,29 +151,29 @@ def test_gate_up_and_down_of_a_device_are_the_same_columns_of_the_mlp(model):
     (up,) = split.split(c, mesh, ("blocks", "1", "mlp", "up"))
     rows, down = split.split(c, mesh, ("blocks", "1", "mlp", "down"))
     assert (rows.axes, rows.order, down.axes) == (("expert",), None, ("tensor",))
-    size, own = c.experts.intermediate, c.experts.count // mesh.expert
-    gate_up, columns = (
-        up.order.reshape(mesh.expert, mesh.tensor, own, 2, -1),
-        down.order.reshape(mesh.tensor, -1),
-    )
+    size = c.experts.intermediate
+    local_experts = c.experts.count // mesh.expert
+    gate_up = up.order.reshape(mesh.expert, mesh.tensor, local_experts, 2, -1)
+    columns = down.order.reshape(mesh.tensor, -1)
     for e in range(mesh.expert):
-        for i in range(own):
-            first = (e * own + i) * 2 * size
+        for i in range(local_experts):
+            first = (e * local_experts + i) * 2 * size
             for t in range(mesh.tensor):
                 for part in (0, 1):
-                    wanted = np.where(
+                    expected = np.where(
                         columns[t] == PADDING, PADDING, first + part * size + columns[t]
                     )
-                    chex.assert_trees_all_equal(gate_up[e, t, i, part], wanted)
+                    chex.assert_trees_all_equal(gate_up[e, t, i, part], expected)
 
 
 def test_an_attention_and_its_padding_written_out():
     """Three key heads with three query heads each on two devices: a fourth group of zeros."""
-    c, mesh = decoder(9, 3), MeshConfig(tensor=2)
+    c = decoder(9, 3)
+    mesh = MeshConfig(tensor=2)
     assert split.padding(c, mesh) == ["heads padded from 9 to 12", "key heads padded from 3 to 4"]
-    found = split.heads(c, 2)
-    chex.assert_trees_all_equal(found.queries, np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, -1, -1, -1]))
-    chex.assert_trees_all_equal(found.keys, np.array([0, 1, 2, -1]))
+    layout = split.heads(c, 2)
+    chex.assert_trees_all_equal(layout.queries, np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, -1, -1, -1]))
+    chex.assert_trees_all_equal(layout.keys, np.array([0, 1, 2, -1]))
     (rows,) = split.split(c, mesh, ("blocks", "0", "attn", "qkv", "weight"))
     first = [0, 1, 2, 3, 4, 5, 9, 10, 12, 13]  # of device 0, in heads: queries, keys, values
     last = [6, 7, 8, -1, -1, -1, 11, -1, 14, -1]
@@ -206,17 +212,18 @@ def test_a_model_that_cannot_be_split_is_refused(model, mesh, message):
 
 
 def test_scales_of_int8_are_split_as_their_rows():
-    c, mesh = decoder(8, 2, experts=Experts(4, 2, 8, True)), MeshConfig(tensor=2, expert=2)
+    c = decoder(8, 2, experts=Experts(4, 2, 8, True))
+    mesh = MeshConfig(tensor=2, expert=2)
     stored = replace(c, stored="int8")
-    whole = named(nnx.eval_shape(lambda: Decoder(c, "float32")))
-    for name in whole:
+    shapes = named(nnx.eval_shape(lambda: Decoder(c, "float32")))
+    for name in shapes:
         rows, *_ = split.split(c, mesh, name.split("."))
-        scales, *others = split.split(stored, mesh, f"{name}_scales".split("."))
+        scales, *biases = split.split(stored, mesh, f"{name}_scales".split("."))
         if (
             name.endswith(("weight", "embed", "up", "down"))
-            and len(whole[name].shape) == 2
+            and len(shapes[name].shape) == 2
             and "router" not in name
         ):
-            assert not others
+            assert not biases
             assert scales.axes == rows.axes, name
             jax.tree.map(chex.assert_trees_all_equal, scales.order, rows.order)

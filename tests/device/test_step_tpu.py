@@ -83,5 +83,5 @@ def test_smollm2_gives_its_golden_tokens(smollm2, on_a_tpu):
         "max_num_seqs": 4,
         "token_buckets": (16,),
     }
-    found = greedy(smollm2, prompts, 24, "pallas_tpu", num_blocks=32, **config)
-    assert found == [golden["token_ids"][:24] for golden in goldens]
+    tokens = greedy(smollm2, prompts, 24, "pallas_tpu", num_blocks=32, **config)
+    assert tokens == [golden["token_ids"][:24] for golden in goldens]

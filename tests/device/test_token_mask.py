@@ -20,9 +20,9 @@ def test_a_bit_is_a_token(vocab):
     words = np.packbits(padded, axis=-1, bitorder="little").view(np.uint32)
     logits = rng.standard_normal((5, vocab), np.float32)
     context: RowContext = None  # type: ignore  # it reads none
-    found = jax.jit(token_mask(vocab).apply)(logits, {"allowed": words}, context)
-    chex.assert_shape(found, (5, vocab))
-    chex.assert_trees_all_equal(found, np.where(allowed, logits, -np.inf))
+    masked = jax.jit(token_mask(vocab).apply)(logits, {"allowed": words}, context)
+    chex.assert_shape(masked, (5, vocab))
+    chex.assert_trees_all_equal(masked, np.where(allowed, logits, -np.inf))
 
 
 def test_a_row_without_a_form_keeps_its_logits():

@@ -24,18 +24,20 @@ class Link:
     """
 
     def __init__(self, target: str, limit: int) -> None:
-        self.passed, self._limit = 0, limit
-        self._dead, self._lock = threading.Event(), threading.Lock()
+        self.passed = 0
+        self._limit = limit
+        self._dead = threading.Event()
+        self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
         self.address = self._listen(target, pages=False)
 
     def close(self) -> None:
         """Cut all connections; no new one is taken."""
         self._dead.set()
-        for one in self._sockets:
+        for connection in self._sockets:
             with suppress(OSError):  # it is closed already
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     def _listen(self, target: str, *, pages: bool) -> str:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -47,12 +49,12 @@ class Link:
         host, _, port = target.rpartition(":")
         while not self._dead.is_set():
             try:
-                here = listener.accept()[0]
-                there = socket.create_connection((host, int(port)))
+                near_end = listener.accept()[0]
+                far_end = socket.create_connection((host, int(port)))
             except OSError:  # cut
                 return
-            self._sockets += [here, there]
-            for source, sink in ((here, there), (there, here)):
+            self._sockets += [near_end, far_end]
+            for source, sink in ((near_end, far_end), (far_end, near_end)):
                 threading.Thread(target=self._pass, args=(source, sink, pages), daemon=True).start()
 
     def _pass(self, source: socket.socket, sink: socket.socket, pages: bool) -> None:
@@ -70,10 +72,10 @@ class Link:
         except OSError:  # cut
             pass
 
-    def _replaced(self, found: re.Match[bytes]) -> bytes:
+    def _replaced(self, address: re.Match[bytes]) -> bytes:
         """Another address of the same length: messages begin with their lengths, and ports here
         have five digits.
         """
-        own = self._listen(found[0].decode(), pages=True).encode()
-        assert len(own) == len(found[0]), "a port with fewer than five digits"
-        return own
+        relayed = self._listen(address[0].decode(), pages=True).encode()
+        assert len(relayed) == len(address[0]), "a port with fewer than five digits"
+        return relayed

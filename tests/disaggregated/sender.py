@@ -20,7 +20,8 @@ from pagedjax.host import scheduler
 def main(job: dict[str, Any]) -> None:
     engine = LLM(job["model"], progress=False, **job["engine"]).engine
     engine.record(job["recording"])
-    transfers, offers = Transfers("127.0.0.1:0"), []
+    transfers = Transfers("127.0.0.1:0")
+    offers = []
     for i, prompt in enumerate(job["prompts"]):
         params = SamplingParams(
             temperature=0.9, seed=i, max_tokens=job["max_tokens"], ignore_eos=True

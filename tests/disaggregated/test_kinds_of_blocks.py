@@ -42,17 +42,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.default_cases("windows")
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_those_of_one_engine(tmp_path, name):
-    config, both, own = CASES[name]
+    config, shared, decode_only = CASES[name]
     model = random_model(config)
-    one, prefill, decode = make(model, **both), make(model, **both), make(model, **both | own)
-    if "mesh" in own:
+    single, prefill, decode = (
+        make(model, **shared),
+        make(model, **shared),
+        make(model, **shared | decode_only),
+    )
+    if "mesh" in decode_only:
         prefill, decode = decode, prefill
     for file, llm in (("prefill", prefill), ("decode", decode)):
         llm.engine.record(tmp_path / f"{file}.jsonl")
     pair = PrefillDecode(prefill, decode)
-    wanted = tokens_of(one)
+    expected = tokens_of(single)
     for _ in range(2):
-        assert tokens_of(pair) == wanted  # type: ignore[arg-type]
+        assert tokens_of(pair) == expected  # type: ignore[arg-type]
         for llm in (prefill, decode):
             scheduler.check(llm.engine.scheduler_state)
             assert (
@@ -77,7 +81,7 @@ def test_an_adapter_is_found_by_its_content_in_another_slot(tmp_path):
     prompts = [{"prompt_token_ids": list(range(5, 25))}] * 2
     prefill.load_adapter(adapters[0].lora_name, adapters[0].lora_path)
     prefill.load_adapter(adapters[1].lora_name, adapters[1].lora_path)
-    wanted = prefill.generate(prompts, GREEDY, lora_request=adapters, use_tqdm=False)
+    expected = prefill.generate(prompts, GREEDY, lora_request=adapters, use_tqdm=False)
     pair = PrefillDecode(prefill, decode)
     with pytest.raises(
         ValueError,
@@ -86,8 +90,8 @@ def test_an_adapter_is_found_by_its_content_in_another_slot(tmp_path):
         pair.generate(prompts, GREEDY, lora_request=adapters, use_tqdm=False)
     decode.load_adapter(adapters[1].lora_name, adapters[1].lora_path)
     decode.load_adapter(adapters[0].lora_name, adapters[0].lora_path)
-    found = pair.generate(prompts, GREEDY, lora_request=adapters, use_tqdm=False)
-    tokens = [[output.outputs[0].token_ids for output in outputs] for outputs in (found, wanted)]
+    outputs = pair.generate(prompts, GREEDY, lora_request=adapters, use_tqdm=False)
+    tokens = [[output.outputs[0].token_ids for output in side] for side in (outputs, expected)]
     assert tokens[0] == tokens[1]
     assert tokens[0][0] != tokens[0][1], "the adapters say different things"
     prefill.engine.add("x", list(range(5, 30)), SamplingParams(max_tokens=5), adapter="one")

@@ -72,7 +72,7 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def one(model) -> LLM:
+def single(model) -> LLM:
     return LLM(model, **SIZES)
 
 
@@ -86,15 +86,15 @@ def answers(llm: Any, prompts=PROMPTS, params: Any = PARAMS) -> list[Any]:
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     return [
         [
-            (one.token_ids, one.logprobs, one.cumulative_logprob, one.finish_reason)
-            for one in output.outputs
+            (branch.token_ids, branch.logprobs, branch.cumulative_logprob, branch.finish_reason)
+            for branch in output.outputs
         ]
         for output in outputs
     ] + [output.prompt_logprobs for output in outputs]
 
 
-def emptied(*llms: LLM) -> None:
-    """All requests have ended, and no block is owned."""
+def check_empty(*llms: LLM) -> None:
+    """Checks that all requests have ended, and that no block is owned."""
     for llm in llms:
         state = llm.engine.scheduler_state
         scheduler.check(state)
@@ -103,23 +103,26 @@ def emptied(*llms: LLM) -> None:
         assert not llm.engine._state.sequences
 
 
-def watched(session: Any) -> list[Any]:
-    """The steps of a pair's session, as they come; each is checked."""
-    steps, step = [], session.step
+def watch_steps(session: Any) -> list[Any]:
+    """Returns a list that gets the steps of a pair's session, as they come; each is checked."""
+    steps = []
+    step = session.step
 
-    def noted() -> Any:
+    def step_and_check() -> Any:
         steps.append(step())
         for side in (session.prefill, session.decode):
             scheduler.check(side.engine.scheduler_state)
         return steps[-1]
 
-    session.step = noted
+    session.step = step_and_check
     return steps
 
 
 @pytest.mark.default_cases("plain", "small pool")
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_and_logprobs_are_those_of_one_engine_bit_for_bit(model, one, plain, tmp_path, name):
+def test_tokens_and_logprobs_are_those_of_one_engine_bit_for_bit(
+    model, single, plain, tmp_path, name
+):
     """Twice: then both prefix caches have the prompts. Both recordings replay."""
     decode, prefill = (
         plain if options is None else LLM(model, **SIZES | options) for options in CASES[name]
@@ -128,12 +131,12 @@ def test_tokens_and_logprobs_are_those_of_one_engine_bit_for_bit(model, one, pla
         llm.engine.reset()
     for file, llm in (("prefill", prefill), ("decode", decode)):
         llm.engine.record(tmp_path / f"{file}.jsonl")
-    wanted = answers(one)
+    expected = answers(single)
     pair = PrefillDecode(prefill, decode)
-    steps = watched(pair.session)
+    steps = watch_steps(pair.session)
     for _ in range(2):
-        chex.assert_trees_all_equal(answers(pair), wanted)
-        emptied(prefill, decode)
+        chex.assert_trees_all_equal(answers(pair), expected)
+        check_empty(prefill, decode)
     moved = [sequence for step in steps for sequence in step.moved]
     assert len(moved) == len(set(moved)) >= 4
     assert not any(step.again for step in steps)
@@ -159,7 +162,8 @@ def test_tokens_and_logprobs_are_those_of_one_engine_bit_for_bit(model, one, pla
 def test_blocks_that_the_decoding_engine_has_are_not_copied(model, plain):
     decode = LLM(model, **SIZES)
     plain.engine.reset()
-    pair, fetched = PrefillDecode(plain, decode), []
+    pair = PrefillDecode(plain, decode)
+    fetched = []
     pages = plain.engine.padded_pages
     plain.engine.padded_pages = lambda blocks: fetched.append(len(blocks)) or pages(blocks)  # type: ignore[method-assign]
     try:
@@ -171,13 +175,15 @@ def test_blocks_that_the_decoding_engine_has_are_not_copied(model, plain):
     assert len(decode.engine.scheduler_state.pool.contents) > 8, "what it generates is shared too"
 
 
-def test_a_transfer_that_fails_is_computed_again(model, one, plain, tmp_path, caplog):
+def test_a_transfer_that_fails_is_computed_again(model, single, plain, tmp_path, caplog):
     decode = LLM(model, **SIZES)
     plain.engine.reset()
     plain.engine.record(tmp_path / "prefill.jsonl")
     decode.engine.record(tmp_path / "decode.jsonl")
-    pair, count, pages = PrefillDecode(plain, decode), [0], plain.engine.padded_pages
-    steps = watched(pair.session)
+    pair = PrefillDecode(plain, decode)
+    count = [0]
+    pages = plain.engine.padded_pages
+    steps = watch_steps(pair.session)
 
     def breaks(blocks):
         count[0] += 1
@@ -190,10 +196,10 @@ def test_a_transfer_that_fails_is_computed_again(model, one, plain, tmp_path, ca
 
     plain.engine.padded_pages = breaks  # type: ignore[method-assign]
     try:
-        chex.assert_trees_all_equal(answers(pair), answers(one))
+        chex.assert_trees_all_equal(answers(pair), answers(single))
     finally:
         del plain.engine.padded_pages
-    emptied(plain, decode)
+    check_empty(plain, decode)
     assert sum(len(step.again) for step in steps) >= 3
     assert '{"restart":{}}' in (tmp_path / "decode.jsonl").read_text()
     assert (
@@ -206,8 +212,10 @@ def test_a_transfer_that_fails_is_computed_again(model, one, plain, tmp_path, ca
     assert replay.verify(tmp_path / "decode.jsonl").identical
 
 
-def note(llm: LLM, found: dict[str, list[int]]) -> Any:
-    """Run a step, and note its tokens by sequence -> its events."""
+def note(llm: LLM, tokens: dict[str, list[int]]) -> Any:
+    """Runs a step, adds its tokens to those of each sequence, and returns the events of the
+    step.
+    """
     result: Any = llm.engine.step()
     for event in result.events:
         for name, token in (
@@ -215,7 +223,7 @@ def note(llm: LLM, found: dict[str, list[int]]) -> Any:
             if isinstance(event, Sampled)
             else ()
         ):
-            found.setdefault(name, []).append(token)
+            tokens.setdefault(name, []).append(token)
     return result.events
 
 
@@ -224,22 +232,24 @@ def test_pages_are_those_that_were_asked_for(model):
     llm.engine.add("a", PROMPTS[2], PARAMS[0])
     llm.engine.step()
     (seq,) = scheduler.running(llm.engine.scheduler_state)
-    table, done = seq.blocks, seq.computed
+    table = seq.blocks
+    computed = seq.computed
     assert len(table) == 5
-    assert done > 0
-    pages, padded = llm.engine.pages(table), llm.engine.padded_pages(table)
+    assert computed > 0
+    pages = llm.engine.pages(table)
+    padded = llm.engine.padded_pages(table)
     chex.assert_tree_shape_prefix(pages, (5,))
     chex.assert_tree_shape_prefix(padded, (8,))
     chex.assert_trees_all_equal(pages, jax.tree.map(lambda x: x[:5], padded))
-    assert pages.tokens.reshape(-1)[:done].tolist() == PROMPTS[2][:done]
+    assert pages.tokens.reshape(-1)[:computed].tolist() == PROMPTS[2][:computed]
     chex.assert_tree_shape_prefix(llm.engine.pages([]), (0,))
     last = llm.engine.config.num_blocks
-    for other in (-1, last + 1):
+    for block in (-1, last + 1):
         with pytest.raises(
             ValueError,
-            match=f"block {other} is not in the cache; its blocks are 0 to {last}: use ids",
+            match=f"block {block} is not in the cache; its blocks are 0 to {last}: use ids",
         ):
-            llm.engine.pages([0, other])
+            llm.engine.pages([0, block])
     for wrong in ([1.9], [True], 5, ["a"], [[1]]):
         for take in (llm.engine.pages, llm.engine.padded_pages):
             with pytest.raises(
@@ -258,38 +268,39 @@ def test_pages_are_those_that_were_asked_for(model):
         llm.engine.pages([0])
 
 
-def test_without_room_a_sequence_is_queued_and_computed_again(model, one, plain):
+def test_without_room_a_sequence_is_queued_and_computed_again(model, single, plain):
     """What `adopt` does by itself. `PrefillDecode` waits for room."""
     decode = LLM(model, **SIZES)
     plain.engine.reset()
     params = PARAMS[0]
-    wanted = answers(one, PROMPTS[:3], params)
-    found: dict[str, list[int]] = {}
-    for i in range(SIZES["max_num_seqs"] - 1):  # of its rows one is left
+    expected = answers(single, PROMPTS[:3], params)
+    tokens: dict[str, list[int]] = {}
+    for i in range(SIZES["max_num_seqs"] - 1):  # leaves one of its rows
         decode.engine.add(f"other {i}", PROMPTS[0], params)
     note(decode, {})
     for i, prompt in enumerate(PROMPTS[:3]):
         plain.engine.add(f"r{i}", prompt, params)
-    while len(found) < 3:
-        note(plain, found)
-    here = []
+    while len(tokens) < 3:
+        note(plain, tokens)
+    adopted = []
     for i in range(3):
         handed = plain.engine.handover(f"r{i}")
         assert decode.engine.has_room(handed) == (i == 0)
-        here.append(decode.engine.adopt(f"r{i}", handed, plain.engine.pages))
+        adopted.append(decode.engine.adopt(f"r{i}", handed, plain.engine.pages))
         plain.engine.release(f"r{i}")
-    assert here == [True, False, False]
+    assert adopted == [True, False, False]
     assert not plain.engine.has_work
     while decode.engine.has_work:
-        assert not any(isinstance(event, Preempted) for event in note(decode, found))
-    assert [tuple(found[f"r{i}"]) for i in range(3)] == [wanted[i][0][0] for i in range(3)]
-    emptied(plain, decode)
+        assert not any(isinstance(event, Preempted) for event in note(decode, tokens))
+    assert [tuple(tokens[f"r{i}"]) for i in range(3)] == [expected[i][0][0] for i in range(3)]
+    check_empty(plain, decode)
 
 
 def test_a_cancelled_or_failed_call_leaves_nothing_behind(model, plain):
     decode = LLM(model, **SIZES)
     pair = PrefillDecode(plain, decode)
-    step, count = pair.session.step, [0]
+    step = pair.session.step
+    count = [0]
 
     def breaks():
         count[0] += 1
@@ -300,55 +311,55 @@ def test_a_cancelled_or_failed_call_leaves_nothing_behind(model, plain):
     pair.session.step = breaks  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         answers(pair)
-    emptied(plain, decode)
+    check_empty(plain, decode)
     assert not pair.session._ids
     assert not pair.session._mine
 
 
-def test_calls_of_either_engine_alone_may_come_between(model, one, plain):
+def test_calls_of_either_engine_alone_may_come_between(model, single, plain):
     decode = LLM(model, **SIZES)
     pair = PrefillDecode(plain, decode)
-    wanted = answers(one)
+    expected = answers(single)
     (branches,) = pair.session.add([GenerationRequest(PROMPTS[0], PARAMS[0])])
     pair.session.step()
     for llm in (decode, plain, pair):
-        assert answers(llm) == wanted
+        assert answers(llm) == expected
     while any(branch.finish_reason is None for branch in branches.values()):
         pair.session.step()
     assert [list(branch.token_ids) for branch in branches.values()] == [
-        list(ids) for ids, *_ in wanted[0]
+        list(ids) for ids, *_ in expected[0]
     ]
     assert not pair.session._ids
-    emptied(plain, decode)
+    check_empty(plain, decode)
 
 
-def test_threads_may_call_pairs_in_both_directions_and_engines_alone(model, one, plain):
-    other = LLM(model, **SIZES)
-    callers = [PrefillDecode(plain, other), PrefillDecode(other, plain), plain, other]
+def test_threads_may_call_pairs_in_both_directions_and_engines_alone(model, single, plain):
+    second = LLM(model, **SIZES)
+    callers = [PrefillDecode(plain, second), PrefillDecode(second, plain), plain, second]
 
     def tokens(caller: Any) -> list[Any]:
         return [[ids for ids, *_ in branches] for branches in answers(caller)[: len(PROMPTS)]]
 
-    wanted = tokens(one)
+    expected = tokens(single)
     with ThreadPoolExecutor(len(callers)) as pool:
         calls = [pool.submit(tokens, caller) for caller in callers * 3]
-        assert [call.result(300) for call in calls] == [wanted] * len(calls)
-    emptied(plain, other)
+        assert [call.result(300) for call in calls] == [expected] * len(calls)
+    check_empty(plain, second)
 
 
-def test_a_sequence_that_the_other_engine_refuses_ends_where_it_is(model, one, plain, caplog):
+def test_a_sequence_that_the_other_engine_refuses_ends_where_it_is(model, single, plain, caplog):
     decode = LLM(model, **SIZES)
     pair = PrefillDecode(plain, decode)
-    wanted = answers(one)
+    expected = answers(single)
     decode.sleep()
-    assert answers(pair) == wanted
+    assert answers(pair) == expected
     assert "ends in the prefill engine: the engine sleeps" in caplog.text
-    emptied(plain)
+    check_empty(plain)
     decode.wake_up()
-    steps = watched(pair.session)
-    assert answers(pair) == wanted
+    steps = watch_steps(pair.session)
+    assert answers(pair) == expected
     assert any(step.moved for step in steps)
-    emptied(plain, decode)
+    check_empty(plain, decode)
 
 
 SMALL: dict[str, Any] = {
@@ -366,7 +377,7 @@ def tinies(tiny) -> tuple[LLM, LLM]:
 
 def test_stop_strings_text_and_structured_outputs_continue(tiny_llm, tinies):
     pair = PrefillDecode(*tinies)
-    steps = watched(pair.session)
+    steps = watch_steps(pair.session)
     params = [
         SamplingParams(temperature=0.9, seed=i, max_tokens=40, stop=chr(ord("a") + i), logprobs=1)
         for i in range(4)
@@ -377,27 +388,27 @@ def test_stop_strings_text_and_structured_outputs_continue(tiny_llm, tinies):
         for i in range(3)
     ]
     prompts = [f"some words {i} and " for i in range(len(params))]
-    found, wanted = (llm.generate(prompts, params, use_tqdm=False) for llm in (pair, tiny_llm))
+    outputs, expected = (llm.generate(prompts, params, use_tqdm=False) for llm in (pair, tiny_llm))
     facts = [
         [(o.outputs[0].text, o.outputs[0].token_ids, o.outputs[0].stop_reason) for o in x]
-        for x in (found, wanted)
+        for x in (outputs, expected)
     ]
     assert facts[0] == facts[1]
-    assert any(output.outputs[0].finish_reason == "stop" for output in found[:4])
-    assert all(len(output.outputs[0].text) == 8 for output in found[4:])
+    assert any(output.outputs[0].finish_reason == "stop" for output in outputs[:4])
+    assert all(len(output.outputs[0].text) == 8 for output in outputs[4:])
     assert sum(len(step.moved) for step in steps) >= 6
-    assert "".join(pair.stream(prompts[0], params[0])) == found[0].outputs[0].text
-    emptied(*tinies)
+    assert "".join(pair.stream(prompts[0], params[0])) == outputs[0].outputs[0].text
+    check_empty(*tinies)
 
 
 def test_what_one_engine_computes_is_refused(tinies, tiny_llm):
     pair = PrefillDecode(*tinies)
-    for params, what in (
+    for params, feature in (
         (BeamSearchParams(beam_width=2, max_tokens=4), "BeamSearchParams"),
         (SamplingParams(max_tokens=4, taps=Taps(hidden_states=(0,))), "taps"),
     ):
         with pytest.raises(
-            ValueError, match=f"a request has {what}, which one engine computes; use `prefill`"
+            ValueError, match=f"a request has {feature}, which one engine computes; use `prefill`"
         ):
             pair.generate("hello", params, use_tqdm=False)
     engine = tinies[0].engine
@@ -409,7 +420,7 @@ def test_what_one_engine_computes_is_refused(tinies, tiny_llm):
         engine.handover("y")
     with pytest.raises(ValueError, match="prefill and decode are one engine"):
         PrefillDecode(tiny_llm, tiny_llm)
-    emptied(*tinies)
+    check_empty(*tinies)
 
 
 @pytest.mark.parametrize(
@@ -442,9 +453,9 @@ def test_another_model_or_another_version_of_the_weights_is_refused(tinies, plai
         ValueError, match=r"model\.head_dim is 16 where the sequence was and 32 here"
     ):
         PrefillDecode(tinies[0], plain)
-    other = LLM(tiny, progress=False, **SMALL)
-    pair = PrefillDecode(tinies[0], other)
-    other.update_params(tiny.model.params)
+    decode = LLM(tiny, progress=False, **SMALL)
+    pair = PrefillDecode(tinies[0], decode)
+    decode.update_params(tiny.model.params)
     with pytest.raises(ValueError, match="params_version is 0 where the sequence was and 1 here"):
         pair.generate("hello", SamplingParams(max_tokens=4), use_tqdm=False)
 
@@ -454,16 +465,16 @@ def test_a_request_that_the_decoding_engine_can_never_run_is_refused_before_any_
     pair = PrefillDecode(tinies[0], LLM(tiny, progress=False, **sizes))
     with pytest.raises(ValueError, match="raise num_blocks to 6"):
         pair.generate("hello", SamplingParams(max_tokens=90), use_tqdm=False)
-    emptied(tinies[0])
+    check_empty(tinies[0])
 
 
 @pytest.mark.slow
 def test_the_example_of_the_page_runs(documented_file, tiny, tiny_llm):
     example = runpy.run_path(str(documented_file("disaggregation.md", "two_engines.py")))
     sizes: dict[str, Any] = {"max_num_seqs": 8, "num_blocks": 64, "progress": False}
-    found = example["answers"](tiny, ["one and ", "two and "], **sizes)
+    outputs = example["answers"](tiny, ["one and ", "two and "], **sizes)
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
-    wanted = tiny_llm.generate(["one and ", "two and "], params, use_tqdm=False)
-    assert [output.outputs[0].text for output in found] == [
-        output.outputs[0].text for output in wanted
+    expected = tiny_llm.generate(["one and ", "two and "], params, use_tqdm=False)
+    assert [output.outputs[0].text for output in outputs] == [
+        output.outputs[0].text for output in expected
     ]

@@ -55,7 +55,8 @@ def test_tokens_are_those_of_one_engine_whatever_happens_to_the_other(
     command = [sys.executable, "-m", "tests.disaggregated.sender", json.dumps(job)]
     root = Path(__file__).parents[2]
     llm = LLM(tiny_folder, progress=False, **ENGINE)
-    engine, transfers = llm.engine, Transfers("127.0.0.1:0", timeout=20.0 if cut is None else 3.0)
+    engine = llm.engine
+    transfers = Transfers("127.0.0.1:0", timeout=20.0 if cut is None else 3.0)
     engine.record(tmp_path / "decode.jsonl")
     with subprocess.Popen(
         command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -64,7 +65,8 @@ def test_tokens_are_those_of_one_engine_whatever_happens_to_the_other(
             assert process.stdout is not None
             assert process.stdout.readline() == "offered\n"
             offers = pickle.loads((tmp_path / "offers").read_bytes())
-            here, link = [], None
+            adopted = []
+            link = None
             if cut is not None:
                 link = Link(offers[0].address, cut)
                 offers = [offer._replace(address=link.address) for offer in offers]
@@ -77,7 +79,7 @@ def test_tokens_are_those_of_one_engine_whatever_happens_to_the_other(
                 if i == killed:
                     process.kill()
                     process.wait()
-                here.append(transfers.adopt(engine, f"d{i}", offer))
+                adopted.append(transfers.adopt(engine, f"d{i}", offer))
                 scheduler.check(engine.scheduler_state)
         finally:
             process.kill()
@@ -91,20 +93,22 @@ def test_tokens_are_those_of_one_engine_whatever_happens_to_the_other(
                 else ()
             ):
                 tokens[int(name[1:])].append(token)
-    each = [
+    params = [
         SamplingParams(temperature=0.9, seed=i, max_tokens=MAX_TOKENS, ignore_eos=True)
         for i in range(4)
     ]
-    wanted = tiny_llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], each, use_tqdm=False)
+    expected = tiny_llm.generate(
+        [{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False
+    )
     assert tokens == [
-        [*ids, *output.outputs[0].token_ids] for ids, output in zip(PROMPTS, wanted, strict=True)
+        [*ids, *output.outputs[0].token_ids] for ids, output in zip(PROMPTS, expected, strict=True)
     ]
-    first_waits = here.index(False) if False in here else None
+    first_waits = adopted.index(False) if False in adopted else None
     if link is None:
         assert first_waits == killed
     else:
         assert first_waits == first_cut
-        assert not any(here[first_cut:])
+        assert not any(adopted[first_cut:])
         assert cut < link.passed < sum(sizes)
     engine.record(None)
     assert replay.verify(tmp_path / "prefill.jsonl").identical

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 from pagedjax.host.kv_policies import ALL, View
 
 windows = st.builds(
-    lambda window, kept: View(window, tuple(sorted(kept))),
+    lambda window, blocks: View(window, tuple(sorted(blocks))),
     st.integers(1, 4),
     st.sets(st.integers(0, 5), max_size=2),
 )
 one_group = st.just(()) | st.tuples(windows)
-several = one_group | st.lists(windows | st.just(ALL), min_size=2, max_size=3).map(tuple)
+any_groups = one_group | st.lists(windows | st.just(ALL), min_size=2, max_size=3).map(tuple)

@@ -80,16 +80,16 @@ class ModelSequence:
         """Its first `stop` tokens, spelled out, or those and drafts. Its name says the family:
         r17.2 is of family 2.
         """
-        whole = ["f" + self.name.partition(".")[2]] * self.request.prompt_len
-        return " ".join([*whole, *map(str, self.outputs), *map(str, drafts)][:stop])
+        prompt = ["f" + self.name.partition(".")[2]] * self.request.prompt_len
+        return " ".join([*prompt, *map(str, self.outputs), *map(str, drafts)][:stop])
 
 
 def power(number: int) -> int:
     """The least power of two that is not below a number."""
-    found = 1
-    while found < number:
-        found *= 2
-    return found
+    power_of_two = 1
+    while power_of_two < number:
+        power_of_two *= 2
+    return power_of_two
 
 
 def free_pieces(free: set[int], start: int, size: int) -> list[int]:
@@ -153,18 +153,18 @@ class Model:
         sane = request.prompt_len > 0 and (request.max_tokens > 0 or silent)
         sane = sane and request.prompt_len + (not silent) <= self.config.max_model_len
         names = [request.request_id, *request.forks, *self.names()]
-        few = 1 + len(request.forks) <= min(
+        fits_rows = 1 + len(request.forks) <= min(
             self.config.max_num_seqs, self.config.max_num_batched_tokens
         )
-        whole = (
+        fits_one_step = (
             self.config.chunked_prefill
             or beams * self.limit(request) <= self.config.max_num_batched_tokens
         )
         return (
             fits
             and sane
-            and few
-            and whole
+            and fits_rows
+            and fits_one_step
             and self.reservable(request)
             and len(set(names)) == len(names)
         )
@@ -179,7 +179,9 @@ class Model:
 
     def reserved(self, request: Request) -> int:
         """Blocks of the piece that a request owns for its whole sequence."""
-        c, prompt, limit = self.config, request.prompt_len, self.limit(request)
+        c = self.config
+        prompt = request.prompt_len
+        limit = self.limit(request)
         slots = {"oracle": limit, "pow2": prompt + power(limit - prompt), "max": c.max_model_len}[
             c.reservation
         ]
@@ -195,7 +197,8 @@ class Model:
 
     def hashes(self, name: str, prompt_len: int) -> tuple[str, ...]:
         """The hashes of the full blocks of a prompt."""
-        sequence, size = ModelSequence(Request(name, prompt_len, 1), 0), self.config.block_size
+        sequence = ModelSequence(Request(name, prompt_len, 1), 0)
+        size = self.config.block_size
         return (
             tuple(sequence.key(j * size) for j in range(1, prompt_len // size + 1))
             if sequence.shares()
@@ -248,8 +251,8 @@ class Model:
             for sequence in sequences
         ]
         distinct = list(dict.fromkeys(block for table in tables for block in table))
-        taken = {block for sequence in self.waiting for block in sequence.away}
-        fits = all(tables) and len(distinct) <= self.config.host_blocks - len(taken)
+        occupied = {block for sequence in self.waiting for block in sequence.away}
+        fits = all(tables) and len(distinct) <= self.config.host_blocks - len(occupied)
         place = {block: self.unseen - i for i, block in enumerate(distinct, 1)}
         self.unseen -= len(distinct)
         for sequence, table in zip(sequences, tables, strict=True):
@@ -263,7 +266,8 @@ class Model:
 
     def schedule(self, offered: Mapping[str, list[int]] | None = None) -> Step:
         """offered: by name, draft tokens."""
-        c, step = self.config, Step([], [], [])
+        c = self.config
+        step = Step([], [], [])
 
         def starving() -> list[ModelSequence]:  # the next token lies past the last block
             edge = [
@@ -284,11 +288,13 @@ class Model:
             self.stop(
                 step, sorted(group, key=lambda sequence: sequence.arrival) if together else [victim]
             )
-        full, copying = starving(), self.copying()
+        full = starving()
+        copying = self.copying()
         for sequence in full + copying:
             self.take(sequence, 1)
         for sequence in copying:
-            new, at = sequence.table.pop(), sequence.computed // c.block_size
+            new = sequence.table.pop()
+            at = sequence.computed // c.block_size
             step.copies.append((sequence.table[at], new))
             sequence.table[at] = new
         for old, _ in step.copies:
@@ -320,38 +326,39 @@ class Model:
 
     def draft(self, step: Step, sequence: ModelSequence, drafts: list[int]) -> None:
         """Gives a decode as many drafts as fit, one after the other."""
-        c, given = self.config, 0
+        c = self.config
+        num_drafts = 0
         alone = not (sequence.request.beams or sequence.request.forks)
-        while alone and given < len(drafts):
-            grown = sequence.known + given + 1
+        while alone and num_drafts < len(drafts):
+            grown = sequence.known + num_drafts + 1
             tokens = sum(count for *_, count in step.rows)
             if (
                 grown + 1 > self.limit(sequence.request)
-                or tokens + given + 1 > c.max_num_batched_tokens
+                or tokens + num_drafts + 1 > c.max_num_batched_tokens
             ):
                 break
             if grown > len(sequence.table) * c.block_size:
                 if self.free() == 0:
                     break
                 self.take(sequence, 1)
-            given += 1
-        if given:
+            num_drafts += 1
+        if num_drafts:
             step.rows = [
-                (s, start, count + given * (s is sequence)) for s, start, count in step.rows
+                (s, start, count + num_drafts * (s is sequence)) for s, start, count in step.rows
             ]
-            step.drafts[sequence.name] = drafts[:given]
+            step.drafts[sequence.name] = drafts[:num_drafts]
 
     def compose(
         self,
         step: Step,
         turn: list[ModelSequence],
-        others: list[ModelSequence],
+        resting: list[ModelSequence],
         decodes: list[ModelSequence],
         *,
         admits: bool,
     ) -> None:
-        """Gives tokens to the sequences of this kind of step, then admits. The others keep their
-        blocks and rows.
+        """Gives tokens to the sequences of this kind of step, then admits. The resting ones keep
+        their blocks and rows.
         """
         c = self.config
         places = min(c.max_num_seqs, c.max_num_batched_tokens) - sum(
@@ -363,7 +370,7 @@ class Model:
             self.budget -= count
             if count > 0:
                 step.rows.append((sequence, sequence.computed, count))
-        self.running = turn + others
+        self.running = turn + resting
         self.moved: dict[int, int] = {}
         if c.reservation != "none":
             self.pieces = free_pieces(self.ids() - self.owned(), 1, power(c.num_blocks))
@@ -384,7 +391,7 @@ class Model:
             ):
                 break
             places -= sum(sequence.width for sequence in unit)
-        self.running = [sequence for sequence in self.running if sequence not in others] + others
+        self.running = [sequence for sequence in self.running if sequence not in resting] + resting
 
     def all_enter(
         self, step: Step, unit: list[ModelSequence], decodes: list[ModelSequence]
@@ -394,45 +401,47 @@ class Model:
             (sequence, list(sequence.table), list(sequence.away), sequence.computed)
             for sequence in unit
         ]
-        mine = [
+        model_state = [
             list(self.waiting),
             list(self.running),
             list(self.idle),
             dict(self.published),
             dict(self.moved),
         ]
-        numbers, lists = (
-            (self.budget, self.unseen),
-            {name: copy(value) for name, value in vars(step).items()},
-        )
+        numbers = (self.budget, self.unseen)
+        lists = {name: copy(value) for name, value in vars(step).items()}
         if all([self.enters(step, sequence, decodes) for sequence in unit]):
             return True
         for sequence, table, away, computed in before:
-            sequence.table, sequence.away, sequence.computed = table, away, computed
-        self.waiting, self.running, self.idle, self.published, self.moved = mine
+            sequence.table = table
+            sequence.away = away
+            sequence.computed = computed
+        self.waiting, self.running, self.idle, self.published, self.moved = model_state
         self.budget, self.unseen = numbers
         vars(step).update(lists)
         return False
 
     def enters(self, step: Step, sequence: ModelSequence, decodes: list[ModelSequence]) -> bool:
         size = self.config.block_size
-        whole = sequence.computed // size
-        known = [self.moved[block] for block in sequence.away[:whole] if block in self.moved]
-        found = (
-            known
+        num_full = sequence.computed // size
+        already_back = [
+            self.moved[block] for block in sequence.away[:num_full] if block in self.moved
+        ]
+        shared = (
+            already_back
             if sequence.away
-            else self.found(sequence, [row for row in step.rows if row[0] not in decodes])
+            else self.shared_blocks(sequence, [row for row in step.rows if row[0] not in decodes])
         )
         reserves = self.config.reservation != "none"
         need = (
             self.reserved(sequence.request)
             if reserves
-            else math.ceil(sequence.known / size) - len(found)
+            else math.ceil(sequence.known / size) - len(shared)
         )
-        if need > self.free() - len(set(found) & set(self.idle)):
+        if need > self.free() - len(set(shared) & set(self.idle)):
             return False
-        done = sequence.computed if sequence.away else len(found) * size
-        if not self.config.chunked_prefill and sequence.known - done > self.budget:
+        computed = sequence.computed if sequence.away else len(shared) * size
+        if not self.config.chunked_prefill and sequence.known - computed > self.budget:
             self.uncut += 1
             return False
         if reserves and not self.split(need):
@@ -440,24 +449,25 @@ class Model:
             return False
         self.waiting.remove(sequence)
         self.running.append(sequence)
-        self.idle = [block for block in self.idle if block not in found]
-        sequence.table, away = [*found], sequence.away
+        self.idle = [block for block in self.idle if block not in shared]
+        sequence.table = [*shared]
+        away = sequence.away
         self.take(sequence, need)
         if away:
-            fresh = iter(sequence.table[len(found) :])
+            fresh = iter(sequence.table[len(shared) :])
             sequence.table = [
-                self.moved[b] if i < whole and b in self.moved else next(fresh)
+                self.moved[b] if i < num_full and b in self.moved else next(fresh)
                 for i, b in enumerate(away)
             ]
             step.back += [
-                (b, t) for b, t in zip(away, sequence.table, strict=True) if t not in found
+                (b, t) for b, t in zip(away, sequence.table, strict=True) if t not in shared
             ]
-            self.moved |= dict(zip(away[:whole], sequence.table, strict=False))
+            self.moved |= dict(zip(away[:num_full], sequence.table, strict=False))
             sequence.table += fresh
             sequence.away = []
             step.resumed.append(sequence.name)
         else:
-            sequence.computed = len(found) * size
+            sequence.computed = len(shared) * size
         count = min(sequence.known - sequence.computed, self.budget)
         self.budget -= count
         if count > 0:  # beams enter together, with or without a token for each
@@ -481,7 +491,8 @@ class Model:
 
     def copying(self) -> list[ModelSequence]:
         """Branches whose next token goes to a block that others own or can find."""
-        size, found = self.config.block_size, []
+        size = self.config.block_size
+        branches = []
         owners = Counter(block for sequence in self.running for block in sequence.table)
         for sequence in self.running:
             if (
@@ -492,13 +503,16 @@ class Model:
                 continue
             block = sequence.table[sequence.computed // size]
             if owners[block] > 1 or block in self.published.values():
-                found.append(sequence)
+                branches.append(sequence)
                 owners[block] -= 1
-        return found
+        return branches
 
     def cached_tokens(self, sequence: ModelSequence) -> int:
-        """Tokens at the beginning of a sequence, without its last one, whose blocks are published."""
-        size, number = self.config.block_size, 0
+        """The number of tokens at the beginning of a sequence, without its last one, whose blocks
+        are published.
+        """
+        size = self.config.block_size
+        number = 0
         while (
             number < min(sequence.hashed, (sequence.known - 1) // size)
             and sequence.key((number + 1) * size) in self.published
@@ -506,52 +520,52 @@ class Model:
             number += 1
         return number * size
 
-    def found(
+    def shared_blocks(
         self, sequence: ModelSequence, chunks: list[tuple[ModelSequence, int, int]]
     ) -> list[int]:
         """Blocks that contain the beginning of a sequence without its last token, now or after this
         step's writes.
         """
-        size, found = self.config.block_size, []
+        size = self.config.block_size
+        prefix = []
         for j in range(min(sequence.hashed, (sequence.known - 1) // size)):
             key = sequence.key((j + 1) * size)
             # a chunk may begin within the block and complete it in this step
             coming = [
-                other.table[j]
-                for other, start, count in chunks
-                if start < (j + 1) * size <= start + count and j < other.hashed
-                if other.key((j + 1) * size) == key
+                writer.table[j]
+                for writer, start, count in chunks
+                if start < (j + 1) * size <= start + count and j < writer.hashed
+                if writer.key((j + 1) * size) == key
             ]
             if key in self.published:
-                found.append(self.published[key])
+                prefix.append(self.published[key])
             elif coming:
-                found.append(coming[0])
+                prefix.append(coming[0])
             else:
                 break
-        return found
+        return prefix
 
-    def filled(self, sampled: Sequence[Any]) -> dict[str, tuple[str, ...]]:
+    def filled_hashes(self, sampled: Sequence[Any]) -> dict[str, tuple[str, ...]]:
         """The hashes that the engine gives for blocks of generated tokens when the step is done."""
         assert self.flight is not None
-        size, hashes = self.config.block_size, {}
+        size = self.config.block_size
+        hashes = {}
         for (sequence, start, count), sample in zip(self.flight.rows, sampled, strict=True):
             drafts = self.flight.drafts.get(sequence.name, [])
             # drafts that were right
-            kept = self.until_the_end(sequence, sample)[:-1] if drafts else []
-            full = (start + count - len(drafts) + len(kept)) // size
+            accepted = self.until_the_end(sequence, sample)[:-1] if drafts else []
+            full = (start + count - len(drafts) + len(accepted)) // size
             if self.publishes(sequence) and full > start // size and full > sequence.hashed:
                 keys = tuple(
-                    sequence.key((j + 1) * size, kept) for j in range(sequence.hashed, full)
+                    sequence.key((j + 1) * size, accepted) for j in range(sequence.hashed, full)
                 )
                 hashes[sequence.name] = keys
         return hashes
 
     def until_the_end(self, sequence: ModelSequence, sample: Any) -> list[int]:
         """The tokens of a sample up to the one that ends the sequence."""
-        tokens, before = (
-            list(sample) if isinstance(sample, tuple) else [sample],
-            list(sequence.outputs),
-        )
+        tokens = list(sample) if isinstance(sample, tuple) else [sample]
+        before = list(sequence.outputs)
         for number, token in enumerate(tokens, 1):
             sequence.outputs.append(token)
             if self.why_ended(sequence) is not None:
@@ -566,41 +580,42 @@ class Model:
         """
         assert self.flight is not None
         size = self.config.block_size
-        seen: dict[int, int] = {}
+        real_ids: dict[int, int] = {}
         for sequence, seq in zip(self.running, real, strict=True):
             assert len(seq.blocks) == len(sequence.table), (
                 f"{sequence.name}: {len(seq.blocks)} blocks, not {len(sequence.table)}"
             )
-            for mine, theirs in zip(sequence.table, seq.blocks, strict=True):
-                assert seen.setdefault(mine, theirs) == theirs, (
+            for model_id, real_id in zip(sequence.table, seq.blocks, strict=True):
+                assert real_ids.setdefault(model_id, real_id) == real_id, (
                     f"{sequence.name}: blocks that it owned or shares changed"
                 )
-                assert mine < 0 or mine == theirs, (
+                assert model_id < 0 or model_id == real_id, (
                     f"{sequence.name}: blocks that it owned or shares were lost or changed"
                 )
         for (sequence, start, count), seq in zip(self.flight.rows, plan.seqs, strict=True):
             assert start + count <= len(sequence.table) * size, (
                 f"{sequence.name}: writes past its blocks"
             )
-            assert [seen[block] for block in sequence.table] == list(seq.blocks), (
+            assert [real_ids[block] for block in sequence.table] == list(seq.blocks), (
                 f"{sequence.name}: the plan has other blocks"
             )
         for sequence in self.running:
-            sequence.table = [seen.get(block, block) for block in sequence.table]
+            sequence.table = [real_ids.get(block, block) for block in sequence.table]
         for sequence in self.flight.admitted if self.config.reservation != "none" else ():
-            first, number = sequence.table[0], len(sequence.table)
+            first = sequence.table[0]
+            number = len(sequence.table)
             assert sequence.table == list(range(first, first + number)), (
                 f"{sequence.name}: its blocks are not in a row"
             )
             assert (first - 1) % number == 0, f"{sequence.name}: its piece is not aligned"
-        self.move(plan, seen)
-        copies = [(old, seen[new]) for old, new in self.flight.copies]
+        self.move(plan, real_ids)
+        copies = [(old, real_ids[new]) for old, new in self.flight.copies]
         assert copies == list(plan.copies), "other blocks are copied"
         for old, new in copies:
             for offset in range(size):
                 self.slots[new, offset] = self.slots.get((old, offset), "nothing")
-        ids = set(seen.values()) | self.owned()
-        assert len(set(seen.values())) == len(seen), "a block was handed out twice"
+        ids = set(real_ids.values()) | self.owned()
+        assert len(set(real_ids.values())) == len(real_ids), "a block was handed out twice"
         assert all(1 <= block <= self.config.num_blocks for block in ids), (
             "a block id is out of range"
         )
@@ -612,14 +627,14 @@ class Model:
                 slot = (sequence.table[at // size], at % size)
                 assert slot not in written, "two sequences write to one slot"
                 written.add(slot)
-                for other in self.running:
+                for reader in self.running:
                     read = (
-                        other.computed > at
-                        and other.table[at // size] == slot[0]
-                        and other is not sequence
+                        reader.computed > at
+                        and reader.table[at // size] == slot[0]
+                        and reader is not sequence
                     )
-                    assert not read or other in self.flight.admitted, (
-                        f"{sequence.name} writes to a block that {other.name} reads"
+                    assert not read or reader in self.flight.admitted, (
+                        f"{sequence.name} writes to a block that {reader.name} reads"
                     )
                 self.slots[slot] = sequence.key(at + 1, self.flight.drafts.get(sequence.name, []))
         for sequence, start, count in self.flight.rows:
@@ -628,28 +643,33 @@ class Model:
                 read = self.slots[sequence.table[at // size], at % size]
                 assert read == sequence.key(at + 1, drafts), "reads a wrong token"
 
-    def move(self, plan: Plan, seen: dict[int, int]) -> None:
+    def move(self, plan: Plan, real_ids: dict[int, int]) -> None:
         """Moves blocks to host memory, then other blocks back."""
         assert self.flight is not None
-        flight, size = self.flight, self.config.block_size
+        flight = self.flight
+        size = self.config.block_size
         assert [old for old, _ in plan.swap_out] == [old for old, _ in flight.out], (
             "other blocks move out"
         )
         place = dict(
-            zip([mine for _, mine in flight.out], [real for _, real in plan.swap_out], strict=True)
+            zip(
+                [model_id for _, model_id in flight.out],
+                [real_id for _, real_id in plan.swap_out],
+                strict=True,
+            )
         )
         assert len(set(place.values())) == len(place), "two blocks move to one place"
         assert all(1 <= block <= self.config.host_blocks for block in place.values()), (
             "a host block is out of range"
         )
-        taken = {block for sequence in self.waiting for block in sequence.away if block > 0}
-        assert not taken & set(place.values()), "a host block is overwritten"
+        occupied = {block for sequence in self.waiting for block in sequence.away if block > 0}
+        assert not occupied & set(place.values()), "a host block is overwritten"
         for sequence in self.waiting:
             sequence.away = [place.get(block, block) for block in sequence.away]
         for device, host in plan.swap_out:
             for offset in range(size):
                 self.host_slots[host, offset] = self.slots.get((device, offset), "nothing")
-        assert list(plan.swap_in) == [(host, seen[device]) for host, device in flight.back], (
+        assert list(plan.swap_in) == [(host, real_ids[device]) for host, device in flight.back], (
             "other blocks come back"
         )
         for host, device in plan.swap_in:
@@ -661,24 +681,24 @@ class Model:
         of those at their limit."""
         assert self.flight is not None
         ends = {id(sequence): start + count for sequence, start, count in self.flight.rows}
-        done = [sequence for sequence in self.running if sequence.request.beams]
-        done = [
+        beams = [sequence for sequence in self.running if sequence.request.beams]
+        beams = [
             sequence
-            for sequence in done
+            for sequence in beams
             if ends.get(id(sequence), sequence.computed) == sequence.known
         ]
         groups = [
-            [sequence for sequence in done if sequence.group == group]
-            for group in sorted({sequence.group for sequence in done})
+            [sequence for sequence in beams if sequence.group == group]
+            for group in sorted({sequence.group for sequence in beams})
         ]
-        whole = [
+        complete = [
             g
             for g in groups
             if len(g) == sum(sequence.group == g[0].group for sequence in self.alive())
         ]
-        whole = [sorted(group, key=lambda sequence: sequence.arrival) for group in whole]
-        full = [group for group in whole if group[0].known + 1 >= self.limit(group[0].request)]
-        return [group for group in whole if group not in full], [group[0] for group in full]
+        complete = [sorted(group, key=lambda sequence: sequence.arrival) for group in complete]
+        full = [group for group in complete if group[0].known + 1 >= self.limit(group[0].request)]
+        return [group for group in complete if group not in full], [group[0] for group in full]
 
     def advance(self, choices: Mapping[str, Choice]) -> list[Event]:
         events: list[Event] = []
@@ -693,30 +713,30 @@ class Model:
             request = first.request._replace(forks=())
             self.running = [sequence for sequence in self.running if sequence not in old]
             new = []
-            for k, (mine, parent, token) in enumerate(zip(names, parents, tokens, strict=True)):
+            for k, (child, parent, token) in enumerate(zip(names, parents, tokens, strict=True)):
                 source = by_name[parent]
                 sequence = ModelSequence(
-                    request._replace(request_id=mine), first.arrival + k, [*source.outputs, token]
+                    request._replace(request_id=child), first.arrival + k, [*source.outputs, token]
                 )
-                sequence.computed, sequence.hashed, sequence.group = (
-                    source.computed,
-                    source.hashed,
-                    first.group,
-                )
+                sequence.computed = source.computed
+                sequence.hashed = source.hashed
+                sequence.group = first.group
                 sequence.table = list(source.table)
                 new.append(sequence)
             self.running += new
             for sequence in old:
                 if sequence.name not in parents:
                     cached = set(self.published.values()) - self.owned()
-                    others = {
+                    shared_later = {
                         b
                         for o in old[old.index(sequence) + 1 :]
                         if o.name not in parents
                         for b in o.table
                     }
                     self.idle += [
-                        block for block in reversed(sequence.table) if block in cached - others
+                        block
+                        for block in reversed(sequence.table)
+                        if block in cached - shared_later
                     ]
             events.append(Beamed(self.steps, tuple(names), parents, tokens))
         return events
@@ -730,14 +750,14 @@ class Model:
         events += [Resumed(self.steps, name) for name in flight.resumed]
         entered = zip(self.flight.admitted, self.flight.entered, self.flight.cached, strict=True)
         events += [
-            Admitted(self.steps, sequence.name, known, cached)
-            for sequence, known, cached in entered
+            Admitted(self.steps, sequence.name, length, cached)
+            for sequence, length, cached in entered
             if sequence.name not in flight.resumed
         ]
         new: list[tuple[str, int]] = []
         ends: list[Event] = []
         forked: list[Event] = []
-        gone: list[ModelSequence] = []
+        finished: list[ModelSequence] = []
         verified: list[tuple[ModelSequence, int, int]] = []  # drafts, accepted ones
         for (sequence, start, count), token in zip(self.flight.rows, sampled, strict=True):
             if sequence not in self.running:
@@ -749,8 +769,9 @@ class Model:
                     "the test samples other tokens than it drafted"
                 )
                 sequence.outputs += tokens[:-1]
-                new += [(sequence.name, each) for each in tokens[:-1]]
-                count, token = len(tokens), tokens[-1]
+                new += [(sequence.name, draft) for draft in tokens[:-1]]
+                count = len(tokens)
+                token = tokens[-1]
                 verified.append((sequence, len(drafts), len(tokens) - 1))
             sequence.computed = start + count
             self.publish(sequence, start)
@@ -759,16 +780,16 @@ class Model:
             if sequence.request.forks:
                 forked.append(Forked(self.steps, tuple(self.fork(sequence))))
             if not sequence.request.max_tokens:  # it samples nothing
-                gone.append(sequence)
+                finished.append(sequence)
                 ends.append(Finished(self.steps, sequence.name, "length", 0))
                 continue
             sequence.outputs.append(token)
             new.append((sequence.name, token))
             reason = self.why_ended(sequence)
             if reason is not None:
-                gone.append(sequence)
+                finished.append(sequence)
                 ends.append(Finished(self.steps, sequence.name, reason, len(sequence.outputs)))
-        for sequence in gone:
+        for sequence in finished:
             self.running.remove(sequence)
             self.release(sequence)
         for sequence, *_ in verified:
@@ -776,7 +797,7 @@ class Model:
                 sequence.table = sequence.table[
                     : math.ceil(sequence.computed / self.config.block_size)
                 ]
-        left = tuple(
+        num_blocks = tuple(
             len(sequence.table) if sequence in self.running else 0 for sequence, *_ in verified
         )
         beamed = self.advance(choices)
@@ -789,7 +810,7 @@ class Model:
             names, drafted, right = zip(
                 *((sequence.name, k, n) for sequence, k, n in verified), strict=True
             )
-            events.append(Verified(self.steps, names, drafted, right, left))
+            events.append(Verified(self.steps, names, drafted, right, num_blocks))
         self.steps += 1
         self.flight = None
         return events + ends
@@ -798,13 +819,17 @@ class Model:
         """Starts the branches of a sequence whose prompt is computed: they have all of it but the
         last token.
         """
-        forks, request = sequence.request.forks, sequence.request._replace(forks=())
-        sequence.request, computed = request, request.prompt_len - 1
+        forks = sequence.request.forks
+        request = sequence.request._replace(forks=())
+        sequence.request = request
+        computed = request.prompt_len - 1
         for number, name in enumerate(forks, 1):
             fork = ModelSequence(
                 request._replace(request_id=name), sequence.arrival + number, group=sequence.group
             )
-            fork.computed, fork.hashed, fork.mixed = computed, sequence.hashed, sequence.mixed
+            fork.computed = computed
+            fork.hashed = sequence.hashed
+            fork.mixed = sequence.mixed
             fork.table = sequence.table[: math.ceil(computed / self.config.block_size)]
             self.running.append(fork)
         return list(forks)
@@ -821,14 +846,16 @@ class Model:
             self.published.setdefault(sequence.key((j + 1) * size), sequence.table[j])
 
     def forget(self) -> None:
-        self.published, self.idle = {}, []
+        self.published = {}
+        self.idle = []
 
     def restart(self) -> None:
         """Running sequences are computed again, and the cache is reset."""
         for sequence in list(self.running):
             self.running.remove(sequence)
             self.waiting.append(sequence)
-            sequence.table, sequence.computed = [], 0
+            sequence.table = []
+            sequence.computed = 0
         self.forget()
 
     def update(self, pending: str) -> None:
@@ -836,12 +863,14 @@ class Model:
         if pending == "restart":
             self.restart()
             for sequence in self.waiting:
-                sequence.computed, sequence.away = 0, []
+                sequence.computed = 0
+                sequence.away = []
             return
         self.forget()
         for sequence in [*self.running, *self.waiting]:
             if sequence in self.running or sequence.away:
-                sequence.hashed, sequence.mixed = 0, True
+                sequence.hashed = 0
+                sequence.mixed = True
 
     def why_ended(self, sequence: ModelSequence) -> FinishReason | None:
         request = sequence.request
@@ -861,8 +890,8 @@ class Model:
         sequences = sorted(self.waiting, key=lambda sequence: sequence.arrival) + self.running
         for sequence in sequences:
             if name in sequence.request.forks and not sequence.request.beams:
-                left = tuple(fork for fork in sequence.request.forks if fork != name)
-                sequence.request = sequence.request._replace(forks=left)
+                remaining = tuple(fork for fork in sequence.request.forks if fork != name)
+                sequence.request = sequence.request._replace(forks=remaining)
                 return [Finished(self.steps, name, reason, 0)]
             if name in (sequence.name, *sequence.request.forks):
                 group = (
@@ -870,19 +899,19 @@ class Model:
                     if sequence.request.beams
                     else [sequence]
                 )
-                for other in group:
-                    (self.waiting if other in self.waiting else self.running).remove(other)
-                    self.release(other)
+                for member in group:
+                    (self.waiting if member in self.waiting else self.running).remove(member)
+                    self.release(member)
                 return [
-                    Finished(self.steps, each, reason, len(other.outputs))
-                    for other in group
-                    for each in (other.name, *other.request.forks)
+                    Finished(self.steps, ended_name, reason, len(member.outputs))
+                    for member in group
+                    for ended_name in (member.name, *member.request.forks)
                 ]
         return []
 
     def leave(self, name: str) -> ModelSequence | None:
         """Takes a sequence out, with its table; None if it cannot leave alone."""
-        sequence = next((each for each in self.alive() if each.name == name), None)
+        sequence = next((candidate for candidate in self.alive() if candidate.name == name), None)
         if (
             sequence is None
             or sequence.request.forks
@@ -890,51 +919,55 @@ class Model:
             or not sequence.request.max_tokens
         ):
             return None
-        gone = copy(sequence)
-        gone.table, gone.away = gone.table[: math.ceil(gone.computed / self.config.block_size)], []
-        gone.computed = gone.computed if sequence in self.running else 0
+        leaver = copy(sequence)
+        leaver.table = leaver.table[: math.ceil(leaver.computed / self.config.block_size)]
+        leaver.away = []
+        leaver.computed = leaver.computed if sequence in self.running else 0
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.release(sequence)
-        return gone
+        return leaver
 
     def enter(
         self,
-        gone: ModelSequence,
-        found: Released,
+        leaver: ModelSequence,
+        released: Released,
         slots: Mapping[tuple[int, int], str],
         adopted: Adopted,
     ) -> None:
         """Takes over a sequence that left another model, whose cache has `slots`."""
-        size, c = self.config.block_size, self.config
+        size = self.config.block_size
+        c = self.config
         sequence = ModelSequence(
-            found.request, self.arrivals, list(gone.outputs), 0, [], len(found.hashes)
+            released.request, self.arrivals, list(leaver.outputs), 0, [], len(released.hashes)
         )
-        sequence.mixed = gone.mixed
+        sequence.mixed = leaver.mixed
         self.arrivals += 1
-        whole = [
-            sequence.key((j + 1) * size) for j in range(min(gone.computed // size, sequence.hashed))
+        keys = [
+            sequence.key((j + 1) * size)
+            for j in range(min(leaver.computed // size, sequence.hashed))
         ]
-        shared = [self.published[key] for key in whole if key in self.published]
+        shared = [self.published[key] for key in keys if key in self.published]
         new = math.ceil(sequence.known / size) - len(shared)
         rows = min(c.max_num_seqs, c.max_num_batched_tokens) - sum(
-            each.width for each in self.running
+            active.width for active in self.running
         )
         free = self.free() - sum(block in self.idle for block in shared)
-        if self.waiting or not rows or not gone.computed or new > free or c.reservation != "none":
+        if self.waiting or not rows or not leaver.computed or new > free or c.reservation != "none":
             assert adopted == Adopted(0, (), ()), "a sequence runs without room"
             self.waiting.append(sequence)
             return
-        others = self.owned()
-        sequence.computed, sequence.table = gone.computed, list(shared)
+        owned_before = self.owned()
+        sequence.computed = leaver.computed
+        sequence.table = list(shared)
         self.running.append(sequence)
         self.idle = [block for block in self.idle if block not in shared]
         self.take(sequence, new)
-        assert adopted.computed == gone.computed
+        assert adopted.computed == leaver.computed
         sequence.table = list(adopted.blocks)
         fresh = set(sequence.table) - set(shared)
         assert len(fresh) == new, "a block was handed out twice"
-        assert not fresh & (others | set(self.idle)), "a block was taken that others have"
-        assert len(adopted.copies) == len(gone.table) - len(shared), (
+        assert not fresh & (owned_before | set(self.idle)), "a block was taken that others have"
+        assert len(adopted.copies) == len(leaver.table) - len(shared), (
             "a block is copied whose content is here"
         )
         for source, target in adopted.copies:
@@ -945,7 +978,7 @@ class Model:
             assert self.slots[sequence.table[at // size], at % size] == sequence.key(at + 1), (
                 "wrong content"
             )
-        for j, key in enumerate(whole):
+        for j, key in enumerate(keys):
             self.published.setdefault(key, sequence.table[j])
 
     def compare(self, state: SchedulerState) -> None:

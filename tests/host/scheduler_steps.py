@@ -9,7 +9,8 @@ from pagedjax.host.policies import FCFS, Policy
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Event, Plan, Request
 
-WORD, EOS = 7, 2
+WORD = 7
+EOS = 2
 
 
 def start(
@@ -48,7 +49,8 @@ def until_end(state: SchedulerState, steps: int = 100) -> list[Event]:
     while state.waiting or state.running.seqs:
         assert steps > 0, "does not end"
         state, _, new = step(state)
-        steps, events = steps - 1, [*events, *new]
+        steps = steps - 1
+        events = [*events, *new]
     assert state.pool.num_free == state.config.num_blocks
     return events
 

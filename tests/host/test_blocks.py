@@ -1,4 +1,6 @@
-"""The block pool: its operations match a dictionary of counts, and invalid operations are refused."""
+"""The block pool: its operations match a dictionary of counts, and invalid operations are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from pagedjax.host.blocks import BlockPool
 
 
 def take(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]]:
-    taken = blocks.allocate(pool, n)
-    assert taken is not None
-    return taken
+    allocation = blocks.allocate(pool, n)
+    assert allocation is not None
+    return allocation
 
 
 def facts(pool: BlockPool) -> tuple[int, tuple[int, ...], dict[int, int], dict[str, int]]:
@@ -136,26 +138,26 @@ def test_pools_with_equal_history_are_equal():
     pool, ids = take(blocks.init(9), 4)
     assert blocks.release(pool, ids) == blocks.release(take(blocks.init(9), 4)[0], ids)
     assert hash(blocks.release(pool, ids)) == hash(blocks.release(take(blocks.init(9), 4)[0], ids))
-    others = [
+    unequal = [
         blocks.release(pool, ids[::-1]),
         pool,
         blocks.init(9),
         blocks.init(8),
         tuple(blocks.release(pool, ids)),
     ]
-    assert not any(blocks.release(pool, ids) == other for other in others)
-    assert all(blocks.release(pool, ids) != other for other in others)
+    assert not any(blocks.release(pool, ids) == candidate for candidate in unequal)
+    assert all(blocks.release(pool, ids) != candidate for candidate in unequal)
 
 
 def test_a_large_pool_can_be_compared_printed_and_copied():
     """The free list must not make Python recurse once for each block."""
     pool, ids = take(blocks.init(30_000), 20_000)
     pool = blocks.release(pool, ids[1:])
-    same = pickle.loads(pickle.dumps(pool))
-    assert same == pool == copy.deepcopy(pool)
-    assert same != blocks.release(same, ids[:1])
-    assert blocks.free_ids(same) == blocks.free_ids(pool)
-    blocks.check(same, [ids[:1]])
+    loaded = pickle.loads(pickle.dumps(pool))
+    assert loaded == pool == copy.deepcopy(pool)
+    assert loaded != blocks.release(loaded, ids[:1])
+    assert blocks.free_ids(loaded) == blocks.free_ids(pool)
+    blocks.check(loaded, [ids[:1]])
     assert repr(pool) == "BlockPool(29999 of 30000 free)"
 
 
@@ -176,14 +178,14 @@ def test_published_content_stays_after_release_and_can_be_shared():
 def test_the_longest_idle_block_is_evicted_when_no_block_is_empty():
     pool, ids = take(blocks.init(4), 3)
     pool = blocks.release(blocks.publish(pool, zip(ids, "abc", strict=True)), (2, 1, 3))
-    pool, taken = take(pool, 3)
-    assert taken == (4, 2, 1)
+    pool, ids_after = take(pool, 3)
+    assert ids_after == (4, 2, 1)
     assert (blocks.find(pool, "c"), blocks.find(pool, "b"), blocks.find(pool, "a")) == (
         (3,),
         (),
         (),
     )
-    blocks.check(pool, [taken])
+    blocks.check(pool, [ids_after])
 
 
 def test_content_published_twice_stays_in_its_first_block():
@@ -235,9 +237,9 @@ def test_check_finds_inconsistent_content(broken, message):
 
 
 def take_run(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]]:
-    taken = blocks.allocate_run(pool, n)
-    assert taken is not None
-    return taken
+    allocation = blocks.allocate_run(pool, n)
+    assert allocation is not None
+    return allocation
 
 
 @pytest.mark.parametrize("n", [-1, 0, 3, 6])
@@ -261,10 +263,10 @@ def test_a_run_splits_the_smallest_sufficient_piece():
     pool = blocks.init(14)  # pieces of 8, 4 and 2
     pool, pair = take_run(pool, 2)
     assert pair == (13, 14)
-    pool, one = take_run(pool, 1)
-    assert one == (9,)  # of the 4, which leaves pieces of 1 and 2
-    pool, more = take_run(pool, 2)
-    assert more == (11, 12)
+    pool, single = take_run(pool, 1)
+    assert single == (9,)  # of the 4, which leaves pieces of 1 and 2
+    pool, second_pair = take_run(pool, 2)
+    assert second_pair == (11, 12)
     assert take_run(pool, 8)[1] == tuple(range(1, 9))
     assert blocks.allocate_run(pool, 16) is None
 
@@ -287,8 +289,8 @@ def test_free_buddies_merge_and_other_neighbours_do_not():
     pool, c = take_run(pool, 2)
     assert (a, b, c) == ((1, 2), (3, 4), (5, 6))
     # 3-6 are contiguous but no piece: a piece of 4 begins at 1 or 5
-    beside = blocks.release(pool, (*b, *c))
-    assert take_run(beside, 4)[1] == (5, 6, 7, 8)
+    without_a_piece = blocks.release(pool, (*b, *c))
+    assert take_run(without_a_piece, 4)[1] == (5, 6, 7, 8)
     assert take_run(blocks.release(pool, (*a, *b)), 4)[1] == (1, 2, 3, 4)
 
 
@@ -298,7 +300,9 @@ class Buddies:
     """
 
     def __init__(self, size: int) -> None:
-        self.size, self.free = size, list[tuple[int, int]]()  # (first block counted from 0, blocks)
+        # (first block counted from 0, blocks)
+        self.size = size
+        self.free = list[tuple[int, int]]()
         start = 0
         for length in (16, 8, 4, 2, 1):
             if start + length <= size:
@@ -331,25 +335,27 @@ class Buddies:
     script=st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60),
 )
 def test_random_runs_match_a_buddy_allocator(size: int, script: list[tuple[bool, int]]):
-    pool, buddies = blocks.init(size), Buddies(size)
+    pool = blocks.init(size)
+    buddies = Buddies(size)
     runs: list[tuple[int, ...]] = []
     past = []
     for takes, number in script:
         past.append((pool, facts(pool)))
         n = 1 << number % 5
         if takes:
-            taken, start = blocks.allocate_run(pool, n), buddies.take(n)
-            assert (taken is None) == (start is None), (
+            allocation = blocks.allocate_run(pool, n)
+            start = buddies.take(n)
+            assert (allocation is None) == (start is None), (
                 "refused although a piece is free, or the reverse"
             )
-            if taken is not None and start is not None:
-                pool, ids = taken
+            if allocation is not None and start is not None:
+                pool, ids = allocation
                 assert ids == tuple(range(start + 1, start + n + 1)), (
                     "another piece than the smallest that suffices"
                 )
                 assert start % n == 0
-                left = [block for block in blocks.free_ids(past[-1][0]) if block not in ids]
-                assert list(blocks.free_ids(pool)) == left, (
+                still_free = [block for block in blocks.free_ids(past[-1][0]) if block not in ids]
+                assert list(blocks.free_ids(pool)) == still_free, (
                     "the others are handed out in another order"
                 )
                 runs.append(ids)
@@ -391,12 +397,12 @@ def test_random_operations_match_a_dictionary_of_counts(size: int, script: list[
         past.append((pool, facts(pool)))
         if action == "allocate":
             counts = Counter(block for table in tables for block in table)
-            taken = blocks.allocate(pool, number)
-            assert (taken is None) == (number > size - len(counts)), (
+            allocation = blocks.allocate(pool, number)
+            assert (allocation is None) == (number > size - len(counts)), (
                 "refused although blocks were free, or the reverse"
             )
-            if taken is not None:
-                pool, ids = taken
+            if allocation is not None:
+                pool, ids = allocation
                 assert len(set(ids)) == len(ids) == number
                 assert not set(ids) & set(counts), "handed out a block that has an owner"
                 tables.append(list(ids))
@@ -417,16 +423,18 @@ def test_random_operations_match_a_dictionary_of_counts(size: int, script: list[
             content.clear()
             pool = blocks.forget(pool)
 
-        now = {block for table in tables for block in table}
-        gone = [block for block in idle if block in now and action == "allocate"]
-        assert gone == idle[: len(gone)], "another block than the longest idle one was evicted"
-        assert not gone or set(range(1, size + 1)) <= now | set(idle), (
+        owned = {block for table in tables for block in table}
+        evicted = [block for block in idle if block in owned and action == "allocate"]
+        assert evicted == idle[: len(evicted)], (
+            "another block than the longest idle one was evicted"
+        )
+        assert not evicted or set(range(1, size + 1)) <= owned | set(idle), (
             "evicted an idle block although others were empty"
         )
-        content = {key: block for key, block in content.items() if block not in gone}
-        left = [block for block in idle if block not in now and block in content.values()]
-        idle = left + [
-            b for b in blocks.idle_ids(pool) if b in before - now and b in content.values()
+        content = {key: block for key, block in content.items() if block not in evicted}
+        still_idle = [block for block in idle if block not in owned and block in content.values()]
+        idle = still_idle + [
+            b for b in blocks.idle_ids(pool) if b in before - owned and b in content.values()
         ]
         assert list(blocks.idle_ids(pool)) == idle
         assert dict(pool.contents) == content

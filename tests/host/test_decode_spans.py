@@ -38,22 +38,25 @@ drawn_requests = st.lists(
 
 
 def content(request_id: str, block: int) -> str:
-    """Requests of one letter have one content, so that a block of two requests may have one hash."""
+    """Returns the content of a block. Requests of one letter have one content, so that a block of
+    two requests may have one hash.
+    """
     return f"{request_id[0]}{block}"
 
 
-def of_filled(state: SchedulerState, lengths: tuple[int, ...], size: int) -> Hashes:
-    """The hashes that an engine would give with a commit, or with several: `lengths` are those
-    computed after it.
+def filled_hashes(state: SchedulerState, lengths: tuple[int, ...], size: int) -> Hashes:
+    """Returns the hashes that an engine would give with a commit, or with several. `lengths`: the
+    tokens computed after it, by sequence.
     """
-    found: Hashes = {}
+    new_hashes: Hashes = {}
     for seq, computed in zip(state.running.seqs, lengths, strict=True):
-        known, full = len(seq.hashes), computed // size
-        if seq.request.hashes != ("none",) and full > known:
-            found[seq.request_id] = tuple(
-                [content(seq.request_id, block) for block in range(known, full)]
+        num_hashes = len(seq.hashes)
+        full = computed // size
+        if seq.request.hashes != ("none",) and full > num_hashes:
+            new_hashes[seq.request_id] = tuple(
+                [content(seq.request_id, block) for block in range(num_hashes, full)]
             )
-    return found
+    return new_hashes
 
 
 def one_step(
@@ -62,7 +65,7 @@ def one_step(
     state, plan = scheduler.schedule(state, policy)
     ends = tuple([start + count for start, count in zip(plan.starts, plan.counts, strict=True)])
     rows = state._replace(running=state.running._replace(seqs=plan.seqs))
-    hashes = of_filled(rows, ends, state.config.block_size) if shares else {}
+    hashes = filled_hashes(rows, ends, state.config.block_size) if shares else {}
     return *_committed(state, plan, hashes), plan
 
 
@@ -92,35 +95,43 @@ def submitted(
 @given(st.data(), configs, st.sampled_from([*POLICIES.values()]), st.booleans())
 def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
     shares = shares and config.reservation == "none"
-    state, asked = scheduler.init(config), 0
+    state = scheduler.init(config)
+    num_requests = 0
     for _ in range(40):
         for drawn in (
-            data.draw(drawn_requests) if data.draw(st.integers(0, 5)) == 0 or not asked else ()
+            data.draw(drawn_requests)
+            if data.draw(st.integers(0, 5)) == 0 or not num_requests
+            else ()
         ):
-            state, asked = submitted(state, str(asked), drawn, shares), asked + 1
-        ahead = decode_spans.steps_ahead(state)
-        if not ahead:
+            state = submitted(state, str(num_requests), drawn, shares)
+            num_requests = num_requests + 1
+        max_steps = decode_spans.steps_ahead(state)
+        if not max_steps:
             state, _, plan = one_step(state, policy, shares)
             if not plan.seqs:
                 break
             continue
-        steps = data.draw(st.integers(1, ahead))
-        size, active = config.block_size, state.running
+        steps = data.draw(st.integers(1, max_steps))
+        size = config.block_size
+        active = state.running
         hashes = (
-            of_filled(state, tuple([done + steps for done in active.computed]), size)
+            filled_hashes(state, tuple([computed + steps for computed in active.computed]), size)
             if shares
             else {}
         )
         # an engine gives a hash when its block is full: a sequence that fills none in these steps
         # gets none
         fills = [
-            i for i, done in enumerate(active.computed) if (done + steps) // size > done // size
+            i
+            for i, computed in enumerate(active.computed)
+            if (computed + steps) // size > computed // size
         ]
         hashes = {
             active.seqs[i].request_id: hashes[active.seqs[i].request_id] for i in fills if hashes
         }
         at_once, allocated = decode_spans.after_decodes(state, steps, hashes)
-        used, counted = [state.pool.num_blocks - state.pool.num_free], []
+        used = [state.pool.num_blocks - state.pool.num_free]
+        counted = []
         for _ in range(steps):
             state, events, plan = one_step(state, policy, shares)
             assert [type(event) for event in events] == [Sampled]
@@ -145,13 +156,13 @@ def test_what_follows_the_steps_ahead_is_another_step(config, drawn):
     for name, (prompt, output, letter, _) in enumerate(drawn):
         state = submitted(state, str(name), (prompt, output, letter, 0), shares=False)
     for _ in range(200):
-        ahead = decode_spans.steps_ahead(state)
+        max_steps = decode_spans.steps_ahead(state)
         decodes = [
-            length - done
-            for length, done in zip(state.running.lengths, state.running.computed, strict=True)
+            length - computed
+            for length, computed in zip(state.running.lengths, state.running.computed, strict=True)
         ]
         outputs = [seq.num_output for seq in scheduler.running(state)]
-        state = decode_spans.after_decodes(state, ahead)[0] if ahead else state
+        state = decode_spans.after_decodes(state, max_steps)[0] if max_steps else state
         waits = bool(state.waiting)
         state, events, plan = one_step(state, FCFS, shares=False)
         if not plan.seqs:
@@ -160,8 +171,8 @@ def test_what_follows_the_steps_ahead_is_another_step(config, drawn):
             assert plan.preempted or any(isinstance(event, Finished) for event in events)
 
 
-def request(name: str, prompt: int, output: int, **more) -> Request:
-    return Request(name, prompt, output, **more)
+def request(name: str, prompt: int, output: int, **options) -> Request:
+    return Request(name, prompt, output, **options)
 
 
 def decoding(*requests: Request, **sizes) -> SchedulerState:
@@ -222,13 +233,15 @@ def test_blocks_are_evicted_in_the_order_of_the_steps():
     for name in ("b0", "b1"):
         state = scheduler.submit(state, request(name, 4, 17, hashes=("b0",)))
     state, *_ = one_step(state, FCFS, shares=True)
-    ahead = decode_spans.steps_ahead(state)
+    max_steps = decode_spans.steps_ahead(state)
     one_by_one = list(
         itertools.accumulate(
-            range(ahead), lambda s, _: one_step(s, FCFS, shares=True)[0], initial=state
+            range(max_steps), lambda s, _: one_step(s, FCFS, shares=True)[0], initial=state
         )
     )
     for steps, expected in enumerate(one_by_one):
-        hashes = of_filled(state, tuple([done + steps for done in state.running.computed]), 4)
+        hashes = filled_hashes(
+            state, tuple([computed + steps for computed in state.running.computed]), 4
+        )
         assert decode_spans.after_decodes(state, steps, hashes)[0] == expected
     assert len(one_by_one[-1].pool.idle) < 4

@@ -53,14 +53,16 @@ def record(
 ) -> list[Transition]:
     """Records a random run with all kinds of transitions -> these transitions."""
     draw = random.Random(seed)
-    state, plan, made = scheduler.init(config), None, []
-    made.append(Transition("init", state, None, ()))
+    state = scheduler.init(config)
+    plan = None
+    transitions = []
+    transitions.append(Transition("init", state, None, ()))
     with closing(Recorder(path, config, policy.name)) as recorder:
 
         def arrive(
             kind: str, new: SchedulerState, plan: Plan | None = None, events=()
         ) -> SchedulerState:
-            made.append(Transition(kind, new, plan, events))  # type: ignore[arg-type]
+            transitions.append(Transition(kind, new, plan, events))  # type: ignore[arg-type]
             return new
 
         for _ in range(length):
@@ -78,7 +80,7 @@ def record(
                 branches = [
                     f"{name}/{i}" for i in range(draw.randrange(min(3, config.max_num_seqs)))
                 ]
-                free = not any(other.startswith(f"{name}/") for other in state.ids)
+                free = not any(request_id.startswith(f"{name}/") for request_id in state.ids)
                 request = request._replace(
                     forks=tuple(branches[: config.max_num_batched_tokens - 1] if free else ())
                 )
@@ -93,7 +95,8 @@ def record(
                 recorder.write(Submit(request))
             alive = [seq.request_id for seq in (*state.waiting, *state.running.seqs)]
             if alive and draw.random() < 0.15:
-                name, reason = draw.choice(alive), draw.choice(["abort", "stop"])
+                name = draw.choice(alive)
+                reason = draw.choice(["abort", "stop"])
                 state, events = scheduler.cancel(state, name, reason)
                 state = arrive("cancel", state, None, events)
                 recorder.write(Cancel(name, reason, events))
@@ -106,7 +109,7 @@ def record(
             if plan is None and draw.random() < 0.05:
                 pending: Any = draw.choice(["restart", "keep"])
                 state = arrive("update", scheduler.update(state, pending))
-                recorder.write(Update(len(made), pending))
+                recorder.write(Update(len(transitions), pending))
             if plan is None:
                 state, plan = scheduler.schedule(state, policy)
                 state = arrive("schedule", state, plan)
@@ -123,7 +126,7 @@ def record(
                     state, events = scheduler.cancel(state, name, "length")
                     state = arrive("cancel", state, None, events)
                     recorder.write(Cancel(name, "length", events))
-    return made
+    return transitions
 
 
 def chosen(
@@ -140,10 +143,12 @@ def chosen(
     for seq in scheduler.running(state):
         if seq.request.beams:
             groups.setdefault(seq.group, []).append(seq)
-    choices, ended = {}, []
+    choices = {}
+    ended = []
     for group in groups.values():
         group.sort(key=lambda seq: seq.arrival)
-        names, width = [seq.request_id for seq in group], len(group) + len(group[0].request.forks)
+        names = [seq.request_id for seq in group]
+        width = len(group) + len(group[0].request.forks)
         if any(ends.get(seq.arrival, seq.computed) < seq.length for seq in group):
             continue
         if group[0].length + 1 >= group[0].limit:
@@ -204,19 +209,19 @@ def test_random_recordings_replay_byte_for_byte(tmp_path: Path, number: int):
     path = tmp_path / "run.jsonl"
 
     def holds(config: SchedulerConfig, seed: int, names: str) -> None:
-        made = record(path, config, seed, length=80, names=names)
-        assert list(replay.replay(path)) == made
+        transitions = record(path, config, seed, length=80, names=names)
+        assert list(replay.replay(path)) == transitions
         report = verify(path)
         assert report.identical
         assert not report.truncated
-        kinds = [transition.kind for transition in made]
+        kinds = [transition.kind for transition in transitions]
         ends = [
             event.reason
-            for transition in made
+            for transition in transitions
             for event in transition.events
             if isinstance(event, Finished)
         ]
-        assert report.lines == len(made)
+        assert report.lines == len(transitions)
         assert (report.steps, report.requests) == (kinds.count("commit"), kinds.count("submit"))
         assert report.finished == {reason: ends.count(reason) for reason in sorted(set(ends))}
 
@@ -230,7 +235,8 @@ def test_random_recordings_replay_byte_for_byte(tmp_path: Path, number: int):
 
 def test_the_example_log_contains_preemptions_and_cancels_in_flight(log: Path):
     """The tests below need them."""
-    report, lines = verify(log), log.read_text().splitlines()
+    report = verify(log)
+    lines = log.read_text().splitlines()
     assert report.preemptions >= 3
     assert set(report.finished) == {"abort", "length", "stop"}
     assert any(
@@ -243,7 +249,8 @@ def test_the_example_log_contains_preemptions_and_cancels_in_flight(log: Path):
 def test_the_format_is_fixed_byte_for_byte(tmp_path: Path):
     """Byte for byte: a change here needs a new format number."""
     path = tmp_path / "run.jsonl"
-    recorder, state = Recorder(path, SMALL), scheduler.init(SMALL)
+    recorder = Recorder(path, SMALL)
+    state = scheduler.init(SMALL)
     for request in (
         Request("a", 3, 2, 1, frozenset({9, 2}), 5, "u", hashes=("x",)),
         Request("é\n", 4, 2),
@@ -306,13 +313,14 @@ def test_the_format_is_fixed_byte_for_byte(tmp_path: Path):
 )
 def test_a_header_contains_baseline_options_only_if_they_are_not_default(tmp_path: Path, way: dict):
     """So logs of the default mode do not change when a mode is added."""
-    path, config = tmp_path / "run.jsonl", SMALL._replace(num_blocks=20)._replace(**way)
-    made = record(path, config, seed=3, length=120)
+    path = tmp_path / "run.jsonl"
+    config = SMALL._replace(num_blocks=20)._replace(**way)
+    transitions = record(path, config, seed=3, length=120)
     header = json.loads(path.read_text().splitlines()[0])["config"]
     assert header == dict(zip(SMALL._fields[:6], config, strict=False)) | {
         k: way[k] for k in WAYS if k in way
     }
-    assert list(replay.replay(path)) == made
+    assert list(replay.replay(path)) == transitions
     report = verify(path)
     assert report.identical
     assert report.requests >= 10
@@ -323,10 +331,10 @@ def test_block_tables_can_be_rebuilt_from_the_log_alone(log: Path):
     plans = (transition.plan for transition in replay.replay(log) if transition.plan)
     for line in log.read_text().splitlines()[1:]:
         ((kind, body),) = json.loads(line).items()
-        gone = [
+        finished = [
             event["request_id"] for event in body.get("events", ()) if event["event"] == "Finished"
         ]
-        for name in (*gone, *body.get("preempted", ())):
+        for name in (*finished, *body.get("preempted", ())):
             tables.pop(name, None)
         if kind == "restart" or body.get("pending") == "restart":
             tables.clear()
@@ -344,12 +352,13 @@ def test_every_changed_number_of_an_outcome_is_reported_with_its_line(log: Path,
     """Plans, sampled tokens and events: each number in turn is raised by one, by default each
     fourth one.
     """
-    whole, tried = log.read_text(), 0
-    for match in list(re.finditer(r"(?<=[\[,:])\d+(?=[\],}])", whole))[::apart]:
-        number = whole.count("\n", 0, match.start()) + 1
-        if whole.splitlines()[number - 1].startswith(('{"pagedjax', '{"submit', '{"update')):
+    text = log.read_text()
+    tried = 0
+    for match in list(re.finditer(r"(?<=[\[,:])\d+(?=[\],}])", text))[::apart]:
+        number = text.count("\n", 0, match.start()) + 1
+        if text.splitlines()[number - 1].startswith(('{"pagedjax', '{"submit', '{"update')):
             continue
-        log.write_text(whole[: match.start()] + str(int(match[0]) + 1) + whole[match.end() :])
+        log.write_text(text[: match.start()] + str(int(match[0]) + 1) + text[match.end() :])
         difference = verify(log).difference
         assert difference is not None, f"line {number}: {match[0]} could be changed"
         assert difference.line == number
@@ -400,18 +409,18 @@ def test_dropped_repeated_swapped_and_respelled_lines_are_detected(log: Path, ch
 
 
 def test_a_truncated_recording_is_replayed_up_to_its_last_whole_line(log: Path, capsys):
-    whole = log.read_bytes()
-    header = whole.index(b"\n") + 1
-    ends = [match.end() for match in re.finditer(b"\n", whole)]
+    recording = log.read_bytes()
+    header = recording.index(b"\n") + 1
+    ends = [match.end() for match in re.finditer(b"\n", recording)]
     for cut in sorted(
-        {*range(header, len(whole), 397), *ends[::3], *(end - 1 for end in ends[1::3])}
+        {*range(header, len(recording), 397), *ends[::3], *(end - 1 for end in ends[1::3])}
     ):
-        log.write_bytes(whole[:cut])
+        log.write_bytes(recording[:cut])
         report = verify(log)
         assert report.identical
-        assert report.truncated == (whole[cut - 1 : cut] != b"\n")
-        assert report.lines == whole[:cut].count(b"\n")
-    log.write_bytes(whole[:-3])
+        assert report.truncated == (recording[cut - 1 : cut] != b"\n")
+        assert report.lines == recording[:cut].count(b"\n")
+    log.write_bytes(recording[:-3])
     assert replay.main([str(log)]) == 0
     assert "the last line is cut off, so the run was killed" in capsys.readouterr().out
 
@@ -564,10 +573,8 @@ def test_verify_takes_user_policies(tmp_path: Path):
 
 
 def test_array_scalars_are_recorded_as_integers(tmp_path: Path):
-    path, state = (
-        tmp_path / "run.jsonl",
-        scheduler.submit(scheduler.init(SMALL), Request("a", 2, 2)),
-    )
+    path = tmp_path / "run.jsonl"
+    state = scheduler.submit(scheduler.init(SMALL), Request("a", 2, 2))
     with closing(Recorder(path, SMALL)) as recorder:
         recorder.write(Submit(Request("a", 2, 2)))
         state, plan = scheduler.schedule(state, FCFS)
@@ -581,13 +588,13 @@ def test_array_scalars_are_recorded_as_integers(tmp_path: Path):
 @pytest.mark.parametrize("module", ["replay", "event_log"])
 def test_the_command_prints_a_summary(log: Path, module: str):
     command = [sys.executable, "-m", f"pagedjax.host.{module}", str(log)]
-    done = subprocess.run(
+    process = subprocess.run(
         command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True
     )
     report = verify(log)
     assert (
         f"{report.steps} steps, {report.requests} requests, {report.preemptions} preemptions"
-        in done.stdout
+        in process.stdout
     )
-    assert f"identical: all {report.lines} lines" in done.stdout
+    assert f"identical: all {report.lines} lines" in process.stdout
     assert replay.main([str(log.with_name("missing"))]) == 1

@@ -13,7 +13,8 @@ from pagedjax.host.types import Admitted, Beamed, Event, Finished, Forked, Preem
 from tests.host.scheduler_steps import EOS, WORD, start
 from tests.host.test_policies import ask, with_hashes
 
-PROMPT, BLOCK = 32, 16
+PROMPT = 32
+BLOCK = 16
 
 
 def played(*requests, restart_after: int | None = None, num_blocks: int = 8) -> list[list[Event]]:
@@ -70,15 +71,15 @@ def test_equal_prompts_have_hits():
 
 
 @pytest.mark.parametrize(
-    "begun",
+    "start",
     [Forked(0, ("a", "a1")), Beamed(0, ("a", "a1"), ("a", "a"), (1, 2)), Admitted(0, "a1", 8, 0)],
 )
-def test_a_branch_that_is_admitted_after_its_leader_is_no_first_one(begun):
+def test_a_branch_that_is_admitted_after_its_leader_is_no_first_one(start):
     admissions = FirstAdmissions()
-    assert len(admissions.among([Admitted(0, "a", 8, 4), begun])) == 1 + isinstance(begun, Admitted)
+    assert len(admissions.among([Admitted(0, "a", 8, 4), start])) == 1 + isinstance(start, Admitted)
     assert admissions.among([Admitted(3, "a1", 9, 8), Admitted(3, "a", 9, 8)]) == []
     assert admissions.among([Finished(4, "a", "stop", 3), Finished(4, "a1", "stop", 3)]) == []
-    again = [Admitted(5, "a", 8, 8)]  # a new request with the same id
-    assert admissions.among(again) == again
+    readmission = [Admitted(5, "a", 8, 8)]  # a new request with the same id
+    assert admissions.among(readmission) == readmission
     admissions.left("a")
-    assert admissions.among(again) == again
+    assert admissions.among(readmission) == readmission

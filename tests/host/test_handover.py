@@ -1,4 +1,6 @@
-"""Sequences between two schedulers: `release` and `adopt`, each side against the reference model."""
+"""Sequences between two schedulers: `release` and `adopt`, each side against the reference
+model.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from tests import drawn
 from tests.host.test_scheduler_machine import Driver, seeds, sizes, small_config
 
 SMALL = SchedulerConfig(4, 8, 16, 4, 64)
-others = st.fixed_dictionaries({name: draw for name, draw in sizes.items() if name != "block_size"})
+other_sizes = st.fixed_dictionaries(
+    {name: draw for name, draw in sizes.items() if name != "block_size"}
+)
 
 
 class Pair:
@@ -32,46 +36,53 @@ class Pair:
     def __init__(
         self, configs: tuple[SchedulerConfig, SchedulerConfig], tally: Counter[str]
     ) -> None:
-        self.sides, self.tally, self.moves = [Driver(config, tally) for config in configs], tally, 0
+        self.sides = [Driver(config, tally) for config in configs]
+        self.tally = tally
+        self.moves = 0
 
     def move(self, source: int, draw: random.Random) -> None:
-        here, there = self.sides[source], self.sides[1 - source]
-        if not (names := here.model.names()):
+        giver = self.sides[source]
+        taker = self.sides[1 - source]
+        if not (names := giver.model.names()):
             return
         name = draw.choice(names)
-        gone = here.model.leave(name)
-        if gone is None:
+        leaver = giver.model.leave(name)
+        if leaver is None:
             with pytest.raises(ValueError, match=f"{name!r} (is|has)"):
-                scheduler.release(here.state, name)
+                scheduler.release(giver.state, name)
             self.tally["refused"] += 1
             return
-        state, found = scheduler.release(here.state, name)
-        here.check_new_state(state)
-        assert (found.length, found.computed, list(found.blocks)) == (
-            gone.known,
-            gone.computed,
-            gone.table,
+        state, released = scheduler.release(giver.state, name)
+        giver.check_new_state(state)
+        assert (released.length, released.computed, list(released.blocks)) == (
+            leaver.known,
+            leaver.computed,
+            leaver.table,
         )
         self.moves += 1
-        found = found._replace(request=found.request._replace(request_id=f"m{self.moves}{name}"))
-        if gone.name.startswith("private"):
-            found = found._replace(
-                request=found.request._replace(request_id=f"private-m{self.moves}")
+        released = released._replace(
+            request=released.request._replace(request_id=f"m{self.moves}{name}")
+        )
+        if leaver.name.startswith("private"):
+            released = released._replace(
+                request=released.request._replace(request_id=f"private-m{self.moves}")
             )
-        if not there.model.accepts(found.request) or gone.known >= there.model.limit(found.request):
+        if not taker.model.accepts(released.request) or leaver.known >= taker.model.limit(
+            released.request
+        ):
             with pytest.raises(Rejected):
-                scheduler.adopt(there.state, FCFS, found)
+                scheduler.adopt(taker.state, FCFS, released)
             self.tally["rejected there"] += 1
             return
-        room = scheduler.has_room(there.state, FCFS, found)
-        state, adopted = scheduler.adopt(there.state, FCFS, found)
-        assert bool(adopted.blocks) == (room and found.computed > 0)
-        there.model.enter(gone, found, here.model.slots, adopted)
-        there.check_new_state(state)
+        room = scheduler.has_room(taker.state, FCFS, released)
+        state, adopted = scheduler.adopt(taker.state, FCFS, released)
+        assert bool(adopted.blocks) == (room and released.computed > 0)
+        taker.model.enter(leaver, released, giver.model.slots, adopted)
+        taker.check_new_state(state)
         self.tally["adopted"] += bool(adopted.blocks)
-        self.tally["adopted in flight"] += bool(adopted.blocks) and there.plan is not None
+        self.tally["adopted in flight"] += bool(adopted.blocks) and taker.plan is not None
         self.tally["waits"] += not adopted.blocks
-        self.tally["some blocks shared"] += 0 < len(adopted.copies) < len(found.blocks)
+        self.tally["some blocks shared"] += 0 < len(adopted.copies) < len(released.blocks)
 
     def begin_or_end_a_step(self, side: int, draw: random.Random) -> None:
         driver = self.sides[side]
@@ -84,9 +95,9 @@ class Pair:
 class HandoverMachine(RuleBasedStateMachine):
     tally: ClassVar[Counter[str]]
 
-    @initialize(size=st.integers(1, 8), one=others, two=others)
-    def start(self, size: int, one: dict, two: dict) -> None:
-        configs = [SchedulerConfig(size, **sizes) for sizes in (one, two)]
+    @initialize(size=st.integers(1, 8), first=other_sizes, second=other_sizes)
+    def start(self, size: int, first: dict, second: dict) -> None:
+        configs = [SchedulerConfig(size, **sizes) for sizes in (first, second)]
         self.pair = Pair((configs[0], configs[1]), self.tally)
 
     @rule(side=st.integers(0, 1), seed=seeds)
@@ -136,17 +147,20 @@ def test_sequences_move_between_schedulers_at_any_time(number: int):
 
 
 def test_the_moves_of_a_fixed_seed_are_of_every_kind():
-    draw, tally = random.Random(0), Counter[str]()
+    draw = random.Random(0)
+    tally = Counter[str]()
     for size in (1, 2, 3, 4):
-        one, two = (small_config(draw)._replace(block_size=size) for _ in range(2))
-        pair = Pair((one, two._replace(num_blocks=draw.choice([10, 60]), max_num_seqs=8)), tally)
+        first, second = (small_config(draw)._replace(block_size=size) for _ in range(2))
+        pair = Pair(
+            (first, second._replace(num_blocks=draw.choice([10, 60]), max_num_seqs=8)), tally
+        )
         for _ in range(30):
             pair.sides[draw.randrange(2)].traffic(draw.randint(1, 3), draw.randrange(2**32))
             pair.move(draw.randrange(2), draw)
             pair.begin_or_end_a_step(draw.randrange(2), draw)
         for driver in pair.sides:
             driver.drain(seed=0)
-    wanted = (
+    kinds = (
         "adopted",
         "adopted in flight",
         "waits",
@@ -154,10 +168,10 @@ def test_the_moves_of_a_fixed_seed_are_of_every_kind():
         "refused",
         "rejected there",
     )
-    assert all(tally[name] for name in wanted), {name: tally[name] for name in wanted}
+    assert all(tally[name] for name in kinds), {name: tally[name] for name in kinds}
 
 
-def prompt_computed(config: SchedulerConfig = SMALL, **fields) -> scheduler.SchedulerState:
+def state_after_prompt(config: SchedulerConfig = SMALL, **fields) -> scheduler.SchedulerState:
     """A scheduler whose request "a", a prompt of 10 tokens, has its first token."""
     fields = {"hashes": ("h0", "h1"), "stop_token_ids": frozenset({7})} | fields
     state = scheduler.submit(scheduler.init(config), Request("a", 10, 8, **fields))
@@ -166,9 +180,9 @@ def prompt_computed(config: SchedulerConfig = SMALL, **fields) -> scheduler.Sche
 
 
 def test_a_released_sequence_leaves_its_full_blocks_in_the_prefix_cache():
-    state, found = scheduler.release(prompt_computed(), "a")
+    state, released = scheduler.release(state_after_prompt(), "a")
     scheduler.check(state)
-    assert found[1:] == (11, 10, (1, 2, 3), ("h0", "h1"))
+    assert released[1:] == (11, 10, (1, 2, 3), ("h0", "h1"))
     assert not state.running.seqs
     assert not state.ids
     assert dict(state.pool.contents) == {"h0": 1, "h1": 2}
@@ -176,10 +190,10 @@ def test_a_released_sequence_leaves_its_full_blocks_in_the_prefix_cache():
 
 
 def test_blocks_that_are_there_already_are_shared_and_the_others_are_published():
-    _, found = scheduler.release(prompt_computed(), "a")
-    state = prompt_computed(hashes=("h0",))
-    found = found._replace(request=found.request._replace(request_id="b"))
-    state, adopted = scheduler.adopt(state, FCFS, found)
+    _, released = scheduler.release(state_after_prompt(), "a")
+    state = state_after_prompt(hashes=("h0",))
+    released = released._replace(request=released.request._replace(request_id="b"))
+    state, adopted = scheduler.adopt(state, FCFS, released)
     scheduler.check(state)
     assert adopted == Adopted(10, (1, 4, 5), ((2, 4), (3, 5)))
     assert dict(state.pool.contents) == {"h0": 1, "h1": 4}
@@ -193,11 +207,11 @@ def test_blocks_that_are_there_already_are_shared_and_the_others_are_published()
     [(SMALL._replace(num_blocks=5), "blocks"), (SMALL._replace(max_num_seqs=1), "rows")],
 )
 def test_without_room_it_waits_and_is_computed_again(config, why):
-    _, found = scheduler.release(prompt_computed(), "a")
-    state = prompt_computed(config, hashes=("other",))
-    found = found._replace(request=found.request._replace(request_id="b"))
-    assert not scheduler.has_room(state, FCFS, found), why
-    state, adopted = scheduler.adopt(state, FCFS, found)
+    _, released = scheduler.release(state_after_prompt(), "a")
+    state = state_after_prompt(config, hashes=("other",))
+    released = released._replace(request=released.request._replace(request_id="b"))
+    assert not scheduler.has_room(state, FCFS, released), why
+    state, adopted = scheduler.adopt(state, FCFS, released)
     scheduler.check(state)
     assert adopted == Adopted(0, (), ())
     assert [(seq.length, seq.computed, seq.hashes) for seq in state.waiting] == [
@@ -223,26 +237,28 @@ def test_what_cannot_be_released_says_why():
 
 
 def test_what_cannot_be_adopted_says_why():
-    _, found = scheduler.release(prompt_computed(), "a")
+    _, released = scheduler.release(state_after_prompt(), "a")
     state = scheduler.init(SMALL)
     with pytest.raises(
         Rejected, match=r"'a' has 11 tokens, and may have 11 here; raise max_model_len \(11\)"
     ):
-        scheduler.adopt(scheduler.init(SMALL._replace(max_model_len=11)), FCFS, found)
+        scheduler.adopt(scheduler.init(SMALL._replace(max_model_len=11)), FCFS, released)
     with pytest.raises(Rejected, match="raise num_blocks to 5"):
-        scheduler.adopt(scheduler.init(SMALL._replace(num_blocks=4)), FCFS, found)
+        scheduler.adopt(scheduler.init(SMALL._replace(num_blocks=4)), FCFS, released)
     with pytest.raises(Rejected, match="request id 'a' is in use"):
-        scheduler.adopt(prompt_computed(), FCFS, found)
-    others = found._replace(request=found.request._replace(hashes=()))
+        scheduler.adopt(state_after_prompt(), FCFS, released)
+    hashless = released._replace(request=released.request._replace(hashes=()))
     with pytest.raises(
         ValueError, match="11 tokens, 10 of them computed, 3 blocks and 2 hashes, with blocks of 8"
     ):
-        scheduler.adopt(scheduler.init(SMALL._replace(block_size=8)), FCFS, others)
+        scheduler.adopt(scheduler.init(SMALL._replace(block_size=8)), FCFS, hashless)
     with pytest.raises(ValueError, match="'a' has branches or beams, or samples nothing"):
-        scheduler.adopt(state, FCFS, found._replace(request=found.request._replace(forks=("b",))))
+        scheduler.adopt(
+            state, FCFS, released._replace(request=released.request._replace(forks=("b",)))
+        )
 
 
-def recorded(path: Path, config: SchedulerConfig, moves) -> None:
+def write_recording(path: Path, config: SchedulerConfig, moves) -> None:
     recorder = Recorder(path, config)
     moves(recorder, scheduler.init(config))
     recorder.close()
@@ -266,22 +282,22 @@ def test_the_recordings_of_both_sides_replay(tmp_path):
             state = scheduler.submit(state, request)
         state = steps(recorder, state, 2)
         for name in "ab":
-            state, found = scheduler.release(state, name)
-            recorder.write(Release(found))
-            moved.append(found)
+            state, released = scheduler.release(state, name)
+            recorder.write(Release(released))
+            moved.append(released)
         steps(recorder, state, 1)
 
     def decode(recorder, state):
-        for found in moved:
-            state, adopted = scheduler.adopt(state, FCFS, found)
-            recorder.write(Adopt(found, adopted))
+        for released in moved:
+            state, adopted = scheduler.adopt(state, FCFS, released)
+            recorder.write(Adopt(released, adopted))
         assert state.running.seqs
         while state.ids:
             state = steps(recorder, state, 1)
 
-    recorded(tmp_path / "prefill.jsonl", SMALL, prefill)
-    recorded(tmp_path / "decode.jsonl", SMALL, decode)
-    recorded(tmp_path / "tight.jsonl", SMALL._replace(num_blocks=5), decode)
+    write_recording(tmp_path / "prefill.jsonl", SMALL, prefill)
+    write_recording(tmp_path / "decode.jsonl", SMALL, decode)
+    write_recording(tmp_path / "tight.jsonl", SMALL._replace(num_blocks=5), decode)
     for name in ("prefill", "decode", "tight"):
         report = replay.verify(tmp_path / f"{name}.jsonl")
         assert report.identical, report.difference
@@ -302,6 +318,6 @@ def test_the_recordings_of_both_sides_replay(tmp_path):
     ],
 )
 def test_wrong_lines_of_a_recording_are_named(tmp_path, line, message):
-    recorded(tmp_path / "run.jsonl", SMALL, lambda recorder, state: recorder._write(line))
+    write_recording(tmp_path / "run.jsonl", SMALL, lambda recorder, state: recorder._write(line))
     with pytest.raises(replay.ReplayError, match=message):
         list(replay.replay(tmp_path / "run.jsonl"))

@@ -29,8 +29,9 @@ def shared(
 
 
 def brute_force(state: SchedulerState, seq: Seq) -> int:
-    """Cached tokens of a waiting sequence, block by block."""
-    size, number = state.config.block_size, 0
+    """Returns the number of cached tokens of a waiting sequence, counted block by block."""
+    size = state.config.block_size
+    number = 0
     if seq.blocks:
         return seq.computed
     while number < (seq.length - 1) // size and seq.hashes[number : number + 1]:
@@ -44,21 +45,22 @@ def test_the_request_with_the_longest_cached_prefix_is_admitted_first():
     state, *_ = step(start(shared("warm", 81, 20, 1), num_blocks=128, model_len=128, seqs=1))
     for name, blocks in (("short", 4), ("middle", 12), ("long", 20), ("none", 0)):
         state = scheduler.submit(state, shared(name, 81, blocks))
-    admitted, found = [], []
+    admitted = []
+    cached = []
     while state.waiting or state.running.seqs:
         state, plan, _ = step(state, policy=LONGEST_PREFIX)
         admitted += plan.admitted
-        found += plan.cached
+        cached += plan.cached
     assert admitted == ["long", "middle", "short", "none"]
-    assert found == [80, 48, 16, 0]
+    assert cached == [80, 48, 16, 0]
 
 
 @pytest.mark.parametrize("host_blocks", [0, 8])
 @pytest.mark.parametrize("seed", range(6))
 def test_recordings_replay_byte_for_byte(tmp_path: Path, seed: int, host_blocks: int):
     config = SMALL._replace(num_blocks=10, max_model_len=14, host_blocks=host_blocks)
-    made = record(tmp_path / "run.jsonl", config, seed, length=150, policy=LONGEST_PREFIX)
-    assert list(replay.replay(tmp_path / "run.jsonl")) == made
+    transitions = record(tmp_path / "run.jsonl", config, seed, length=150, policy=LONGEST_PREFIX)
+    assert list(replay.replay(tmp_path / "run.jsonl")) == transitions
     report = replay.verify(tmp_path / "run.jsonl")
     assert report.identical
     assert report.requests >= 10
@@ -68,10 +70,12 @@ def run(config: SchedulerConfig, requests: list[Request], draw: random.Random) -
     """Submits with steps between and runs to the end; checks the order of each admission -> a
     tally.
     """
-    state, left, tally = scheduler.init(config), requests[::-1], Counter()
+    state = scheduler.init(config)
+    unsubmitted = requests[::-1]
+    tally = Counter()
     for _ in range(64 * 32 * len(requests)):
-        while left and draw.random() < 0.5:
-            state = scheduler.submit(state, left.pop())
+        while unsubmitted and draw.random() < 0.5:
+            state = scheduler.submit(state, unsubmitted.pop())
         before = {seq.request_id: seq for seq in state.waiting}
         state, plan = scheduler.schedule(state, LONGEST_PREFIX)
         for name in plan.admitted:
@@ -85,7 +89,7 @@ def run(config: SchedulerConfig, requests: list[Request], draw: random.Random) -
         scheduler.check(state)
         tally.update(type(event).__name__ for event in events)
         tally["cached"] += sum(plan.cached) > 0
-        if not (left or state.waiting or state.running.seqs):
+        if not (unsubmitted or state.waiting or state.running.seqs):
             break
     else:
         raise AssertionError("does not end")
@@ -107,11 +111,12 @@ workloads = st.lists(
 @settings(deadline=None, max_examples=60)
 def test_random_workloads_with_shared_prefixes_end(workload, seed: int, blocks: int, host: int):
     config = SchedulerConfig(4, blocks, 16, 4, 100, host)
-    run(config, [shared(str(i), *each) for i, each in enumerate(workload)], random.Random(seed))
+    run(config, [shared(str(i), *sizes) for i, sizes in enumerate(workload)], random.Random(seed))
 
 
 def test_many_requests_with_shared_prefixes_overtake_within_the_bound_and_end():
-    draw, tally = random.Random(0), Counter()
+    draw = random.Random(0)
+    tally = Counter()
     for _ in range(10):
         requests = [
             shared(str(i), draw.randint(1, 60), draw.randint(0, 15), draw.randint(1, 40))
@@ -122,8 +127,11 @@ def test_many_requests_with_shared_prefixes_overtake_within_the_bound_and_end():
 
 
 def test_the_first_admitted_has_the_least_key():
-    """`RATE * arrival - cached` by brute force, in steps that change nothing else before admission."""
-    draw, checked = random.Random(0), 0
+    """`RATE * arrival - cached` by brute force, in steps that change nothing else before
+    admission.
+    """
+    draw = random.Random(0)
+    checked = 0
     state = scheduler.init(SchedulerConfig(4, 48, 24, 3, 100, 10))
     for _ in range(1_000):
         while len(state.waiting) < 6:
@@ -136,7 +144,7 @@ def test_the_first_admitted_has_the_least_key():
             key=lambda seq: (RATE * seq.arrival - brute_force(state, seq), seq.arrival),
         )
         # a decode may evict a block before admission
-        full = any(done % 4 == 0 for done in state.running.computed)
+        full = any(computed % 4 == 0 for computed in state.running.computed)
         state, plan = scheduler.schedule(state, LONGEST_PREFIX)
         if plan.admitted and not full:
             assert plan.admitted[0] == line[0].request_id
@@ -150,7 +158,9 @@ def test_a_request_without_a_cached_prefix_ends_in_an_endless_stream_of_cached_o
     come before it.
     """
     config = SchedulerConfig(4, 26, 16, 4, 100)
-    state, later, preempted = scheduler.init(config), 0, 0
+    state = scheduler.init(config)
+    later = 0
+    preempted = 0
     state = scheduler.submit(state, shared("warm", 60, 15, 1))
     victim = shared("victim", 60, 0, 30)
     state = scheduler.submit(state, victim)

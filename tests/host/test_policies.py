@@ -68,11 +68,12 @@ def order(
     cached: Cached = lambda seq: 0,
 ) -> str:
     """The names in the order of admission, for any order of the queue."""
-    seqs, waiting = tuple(running), tuple(waiting)
+    seqs = tuple(running)
+    waiting = tuple(waiting)
     active = Running(seqs, tuple(seq.length for seq in seqs), (0,) * len(seqs))
-    once = names(policy.order(waiting, active, cached))
-    assert policy is FCFS or once == names(policy.order(waiting[::-1], active, cached))
-    return "".join(once)
+    ordered = names(policy.order(waiting, active, cached))
+    assert policy is FCFS or ordered == names(policy.order(waiting[::-1], active, cached))
+    return "".join(ordered)
 
 
 def step(
@@ -104,8 +105,8 @@ def test_priority_admits_the_lower_number_first():
 
 
 def test_one_priority_level_is_worth_window_arrivals():
-    first, *others = queue(ask("a", priority=1), ask("b"), ask("c"))
-    young, old = (seq._replace(arrival=WINDOW + i) for seq, i in zip(others, (-1, 0), strict=True))
+    first, *later = queue(ask("a", priority=1), ask("b"), ask("c"))
+    young, old = (seq._replace(arrival=WINDOW + i) for seq, i in zip(later, (-1, 0), strict=True))
     assert order(PRIORITY, (first, young, old)) == "bac"  # equal keys: the earlier arrival
 
 
@@ -121,8 +122,8 @@ def test_one_arrival_is_worth_rate_prompt_tokens():
 
 
 def test_generated_tokens_do_not_change_the_order_of_shortest():
-    first, *others = queue(ask("a", 2), ask("b", 2))
-    assert order(SHORTEST, (first._replace(length=60), *others)) == "ab"
+    first, *later = queue(ask("a", 2), ask("b", 2))
+    assert order(SHORTEST, (first._replace(length=60), *later)) == "ab"
 
 
 def test_fair_alternates_users_by_tokens_and_keeps_each_users_order():
@@ -150,8 +151,10 @@ def test_fair_without_users_is_fcfs():
 
 def test_the_longest_cached_prefix_is_first():
     waiting = queue(ask("a", 30), ask("b", 30), ask("c", 30), ask("d", 30))
-    found = {"a": 0, "b": 3 * RATE, "c": 9 * RATE, "d": 9 * RATE}
-    assert order(LONGEST_PREFIX, waiting, cached=lambda seq: found[seq.request_id]) == "cdba"
+    cached_tokens = {"a": 0, "b": 3 * RATE, "c": 9 * RATE, "d": 9 * RATE}
+    assert (
+        order(LONGEST_PREFIX, waiting, cached=lambda seq: cached_tokens[seq.request_id]) == "cdba"
+    )
     assert order(LONGEST_PREFIX, waiting, cached=lambda seq: 0) == "abcd"
 
 
@@ -173,21 +176,23 @@ def test_cached_tokens_are_those_of_blocks_in_the_pool():
     first = with_hashes(ask("first", 9, 1), 2, "shared")
     state = start(first, block_size=4, num_blocks=16, model_len=64)
     state, *_ = step(state, LONGEST_PREFIX)
-    others = [
+    requests = [
         ask("other", 9),
         with_hashes(ask("whole", 8), 2, "shared"),
         with_hashes(ask("more", 9), 2, "shared"),
     ]
-    for request in others:
+    for request in requests:
         state = scheduler.submit(state, request)
-    seen = {}
+    cached_tokens = {}
 
-    def noted(waiting, running, cached):
-        seen.update({seq.request_id: cached(seq) for seq in waiting})
+    def record_cached(waiting, running, cached):
+        cached_tokens.update({seq.request_id: cached(seq) for seq in waiting})
         return waiting
 
-    scheduler.schedule(state, LONGEST_PREFIX._replace(order=noted))
-    assert seen == {"other": 0, "whole": 4, "more": 8}, "one token of a prompt is always computed"
+    scheduler.schedule(state, LONGEST_PREFIX._replace(order=record_cached))
+    assert cached_tokens == {"other": 0, "whole": 4, "more": 8}, (
+        "one token of a prompt is always computed"
+    )
     plan = scheduler.schedule(
         state, by_key("most", lambda seq: 0)._replace(order=LONGEST_PREFIX.order)
     )[1]
@@ -254,12 +259,12 @@ def test_the_victim_is_the_last_in_order(number: int):
             Request(str(i), p, 51, 0, frozenset(), level, user)
             for i, (p, _, level, user) in enumerate(rows)
         ]
-        some = tuple(
+        seqs = tuple(
             Seq(request, i, request.prompt_len + 51, request.prompt_len + output)
             for i, (request, (_, output, *_)) in enumerate(zip(requests, rows, strict=True))
         )
         for policy in POLICIES.values():
-            assert policy.preempt(some) == policy.order(some, Running(), lambda seq: 0)[-1], (
+            assert policy.preempt(seqs) == policy.order(seqs, Running(), lambda seq: 0)[-1], (
                 policy.name
             )
 
@@ -272,23 +277,27 @@ Stream = Callable[[int], Request]  # the number of an arrival -> the request
 
 
 def push_back(
-    policy: Policy, victim: Request, stream: Stream, ahead: int = 0, steps: int = 600
+    policy: Policy, victim: Request, stream: Stream, num_before: int = 0, steps: int = 600
 ) -> int:
     """Number of later requests admitted before `victim`, with a queue that is never empty and two
     running.
 
-    `ahead` requests of the stream arrive before the victim. Returns `steps` if the victim is never
+    `num_before` requests of the stream arrive before the victim. Returns `steps` if the victim is never
     admitted.
     """
-    state = start(*map(stream, range(ahead)), victim, num_blocks=256, seqs=2, model_len=512)
-    number, admitted = ahead, list[str]()
+    state = start(*map(stream, range(num_before)), victim, num_blocks=256, seqs=2, model_len=512)
+    number = num_before
+    admitted = list[str]()
     for _ in range(steps):
         while len(state.waiting) < 8:
-            state, number = scheduler.submit(state, stream(number)), number + 1
+            state = scheduler.submit(state, stream(number))
+            number = number + 1
         state, plan, _ = step(state, policy)
         admitted += plan.admitted
         if victim.request_id in plan.admitted:
-            return sum(int(name) >= ahead for name in admitted[: admitted.index(victim.request_id)])
+            return sum(
+                int(name) >= num_before for name in admitted[: admitted.index(victim.request_id)]
+            )
     return steps
 
 
@@ -319,8 +328,8 @@ def test_an_endless_stream_of_cached_prefixes_overtakes_a_bounded_number_of_time
     strict = LONGEST_PREFIX._replace(
         order=lambda waiting, _, cached: sorted(waiting, key=lambda seq: -cached(seq))
     )
-    assert 0 < push_back(LONGEST_PREFIX, victim, cached, ahead=3) <= prompt / RATE
-    assert push_back(strict, victim, cached, ahead=3) == 600
+    assert 0 < push_back(LONGEST_PREFIX, victim, cached, num_before=3) <= prompt / RATE
+    assert push_back(strict, victim, cached, num_before=3) == 600
 
 
 def test_fair_admits_another_user_before_the_queue_of_a_greedy_one():
@@ -333,9 +342,10 @@ def test_fair_admits_another_user_before_the_queue_of_a_greedy_one():
     state = scheduler.submit(state, victim)
     waits = {}
     for policy in (FAIR, FCFS):
-        now, passed = state, list[str]()
+        branch_state = state
+        passed = list[str]()
         while "victim" not in passed:
-            now, plan, _ = step(now, policy)
+            branch_state, plan, _ = step(branch_state, policy)
             passed += plan.admitted
         waits[policy.name] = passed.index("victim")
     assert waits["fair"] == 0
@@ -351,8 +361,8 @@ def test_new_users_do_not_overtake_a_user_without_running_requests():
             waiting, key=lambda seq: (seq.request.user, seq.arrival)
         )
     )
-    assert push_back(FAIR, victim, newcomers, ahead=9) == 0
-    assert push_back(by_name, victim, newcomers, ahead=9) == 600
+    assert push_back(FAIR, victim, newcomers, num_before=9) == 0
+    assert push_back(by_name, victim, newcomers, num_before=9) == 600
 
 
 def test_new_users_overtake_a_second_request_only_while_the_first_is_unfinished():
@@ -361,11 +371,11 @@ def test_new_users_overtake_a_second_request_only_while_the_first_is_unfinished(
     for number in range(100):
         for i in range(2):
             state = scheduler.submit(state, ask(f"{number} {i}", 1, 2, user=f"user {number} {i}"))
-        state, plan, done = step(state, FAIR)
+        state, plan, finished = step(state, FAIR)
         if ended:
             assert plan.admitted[0] == "second"
             return
-        ended = "first" in done
+        ended = "first" in finished
     raise AssertionError("starved")
 
 
@@ -456,7 +466,7 @@ usual = {
     for name, value in SchedulerConfig._field_defaults.items()
     if name not in sizes
 }
-usual["views"] = drawn_views.several
+usual["views"] = drawn_views.any_groups
 ways = {
     "chunked_prefill": st.booleans(),
     "mixed_steps": st.booleans(),
@@ -471,7 +481,8 @@ def roomy(config: SchedulerConfig) -> SchedulerConfig:
     """With blocks for any single request, and a budget for its whole prompt if prompts must not be
     cut.
     """
-    need, budget = -(-config.max_model_len // config.block_size), config.max_num_batched_tokens
+    need = -(-config.max_model_len // config.block_size)
+    budget = config.max_num_batched_tokens
     need = need if config.reservation == "none" else 1 << (need - 1).bit_length()
     need = (
         views.smallest_pool(config, Request("longest", 1, 31), config.max_model_len)
@@ -494,16 +505,18 @@ def drive(
 ) -> int:
     """Submits with steps between, runs to the end and checks the rules -> number of preemptions."""
     config = roomy(config)
-    state, preempted, left = scheduler.init(config), 0, list(enumerate(workload))
+    state = scheduler.init(config)
+    preempted = 0
+    remaining = list(enumerate(workload))
     steps = 2 * 32 * (len(workload) + 1) + len(workload)
     if not config.mixed_steps:  # every second step, or after all that can be admitted before it
         steps *= 2 if config.chunked_prefill else 1 + len(workload)
     still: list[str] = []  # the first in order, if it made no progress in the step before
-    while left or alive(state):
+    while remaining or alive(state):
         assert steps > 0, "does not end"
         steps -= 1
-        while left:
-            i, (prompt, output, priority, user, last) = left.pop(0)
+        while remaining:
+            i, (prompt, output, priority, user, last) = remaining.pop(0)
             state = scheduler.submit(state, ask(str(i), prompt, output, priority, user))
             if last:
                 break
@@ -551,7 +564,8 @@ def test_random_workloads_end_in_baseline_modes(policy: Policy, number: int):
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_many_requests_end_in_a_pool_that_is_too_small(policy: Policy):
-    draw, preempted = random.Random(0), 0
+    draw = random.Random(0)
+    preempted = 0
     for _ in range(6):
         crowd = [
             (draw.randint(1, 9), 16, draw.randint(-2, 2), draw.choice("xyz"), i % 3 == 0)
@@ -563,7 +577,8 @@ def test_many_requests_end_in_a_pool_that_is_too_small(policy: Policy):
 
 @pytest.mark.parametrize(("chunked", "mixed"), [(True, False), (False, True), (False, False)])
 def test_many_requests_end_in_baseline_modes(chunked: bool, mixed: bool):
-    draw, preempted = random.Random(0), 0
+    draw = random.Random(0)
+    preempted = 0
     for policy in POLICIES.values():
         config = SchedulerConfig(2, 16, 12, 6, 32, chunked_prefill=chunked, mixed_steps=mixed)
         for _ in range(2):
@@ -591,12 +606,14 @@ def test_a_finite_workload_ends_under_a_random_policy(number: int):
         state = scheduler.init(config)
         for i, (prompt, output, priority, user, _) in enumerate(workload):
             state = scheduler.submit(state, ask(str(i), prompt, output, priority, user))
-        left = sum(output for _, output, *_ in workload) * 32  # a token every 32 steps at least
-        left *= 1 if config.mixed_steps else 2  # chunks and decodes take turns
+        steps_left = (
+            sum(output for _, output, *_ in workload) * 32
+        )  # a token every 32 steps at least
+        steps_left *= 1 if config.mixed_steps else 2  # chunks and decodes take turns
         while alive(state):
             state, *_ = step(state, moody)
-            left -= 1
-            assert left >= 0, "does not end"
+            steps_left -= 1
+            assert steps_left >= 0, "does not end"
 
     modes = st.one_of(configs, baselines)
     drawn.check(number, holds, config=modes, workload=workloads, seed=st.integers(0, 2**16))
@@ -613,7 +630,8 @@ def test_a_finite_workload_ends_under_a_random_policy(number: int):
 )
 def test_branches_end_in_a_pool_that_is_too_small(policy: Policy, chunked: bool, mixed: bool):
     """All branches of a victim are preempted, even the first in order."""
-    draw, preempted = random.Random(0), 0
+    draw = random.Random(0)
+    preempted = 0
     for _ in range(5):
         config = SchedulerConfig(2, 16, 12, 6, 32, chunked_prefill=chunked, mixed_steps=mixed)
         state = scheduler.init(roomy(config))
@@ -621,11 +639,12 @@ def test_branches_end_in_a_pool_that_is_too_small(policy: Policy, chunked: bool,
             forks = tuple(f"{i} {k}" for k in range(draw.randint(0, 3)))
             request = ask(str(i), draw.randint(1, 9), 16, draw.randint(-2, 2), draw.choice("xyz"))
             state = scheduler.submit(state, request._replace(forks=forks))
-        left = state.arrivals * 16 * 32
+        steps_left = state.arrivals * 16 * 32
         while alive(state):
             state, plan, _ = step(state, policy)
-            preempted, left = preempted + len(plan.preempted), left - 1
-            assert left >= 0, "does not end"
+            preempted = preempted + len(plan.preempted)
+            steps_left = steps_left - 1
+            assert steps_left >= 0, "does not end"
     assert preempted >= 25, "too few preemptions"
 
 
@@ -640,7 +659,8 @@ def test_branches_end_in_an_endless_stream(policy: Policy):
         seqs=5,
         model_len=36,
     )
-    missing, preempted = {"victim", "b", "c"}, set[str]()
+    missing = {"victim", "b", "c"}
+    preempted = set[str]()
     for _ in range(2 * 36 * (OVERTAKEN[policy.name] + 3) * 36):
         while len(state.waiting) < 8:
             state = scheduler.submit(state, stream(state.arrivals))
@@ -668,10 +688,10 @@ def documented(tmp_path) -> Path:
 
 
 def test_the_documented_policy_orders_and_ends_all_requests(documented):
-    mine = find(f"{documented}:LEAST_WORK")
-    assert order(mine, queue(ask("a", 10, 600), ask("b", 200, 10), ask("c", 1, 2))) == "cba"
+    least_work = find(f"{documented}:LEAST_WORK")
+    assert order(least_work, queue(ask("a", 10, 600), ask("b", 200, 10), ask("c", 1, 2))) == "cba"
     sizes = SchedulerConfig(2, 16, 8, 4, 32)
-    drive(mine, sizes, [(1 + i % 9, 16 - i, 0, "x", bool(i % 2)) for i in range(14)])
+    drive(least_work, sizes, [(1 + i % 9, 16 - i, 0, "x", bool(i % 2)) for i in range(14)])
 
 
 def test_the_documented_policy_runs_in_an_engine_and_its_recording_replays(

@@ -24,7 +24,7 @@ def holes(**ways) -> SchedulerState:
     three.
     """
     lengths = {"a": (7, 1), "b": (5, 3), "c": (7, 1), "d": (4, 4)}
-    state = start(*(request(name, *both) for name, both in lengths.items()), num_blocks=8, **ways)
+    state = start(*(request(name, *sizes) for name, sizes in lengths.items()), num_blocks=8, **ways)
     state, plan, _ = step(state)
     assert tables(plan) == {"a": (1, 2), "b": (3, 4), "c": (5, 6), "d": (7, 8) if ways else (7,)}
     return state
@@ -59,12 +59,13 @@ def test_reserved_tokens_and_blocks_of_each_mode(way, prompt_len, max_tokens, to
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_sequence_keeps_its_reserved_piece_for_its_whole_life(way):
-    state, found = start(request("a", 5, 9), reservation=way, model_len=20), []
+    state = start(request("a", 5, 9), reservation=way, model_len=20)
+    pieces = []
     while state.waiting or state.running.seqs:
         state, plan, _ = step(state)
-        found.append((tables(plan)["a"], plan.blocks_used))
+        pieces.append((tables(plan)["a"], plan.blocks_used))
     number = {"oracle": 4, "pow2": 8, "max": 8}[way]
-    assert found == [(tuple(range(1, number + 1)), number)] * 9
+    assert pieces == [(tuple(range(1, number + 1)), number)] * 9
     assert state.pool.num_free == 64
 
 

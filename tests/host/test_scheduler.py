@@ -84,9 +84,11 @@ def test_an_id_is_rejected_while_it_is_in_use():
 
 @pytest.mark.parametrize("name", SchedulerConfig._fields[:6])
 def test_sizes_below_the_least_are_refused(name):
-    least = 0 if name == "host_blocks" else 1
-    with pytest.raises(ValueError, match=f"{name} is {least - 1}; it must be at least {least}"):
-        scheduler.init(SchedulerConfig(1, 1, 1, 1, 1)._replace(**{name: least - 1}))
+    smallest = 0 if name == "host_blocks" else 1
+    with pytest.raises(
+        ValueError, match=f"{name} is {smallest - 1}; it must be at least {smallest}"
+    ):
+        scheduler.init(SchedulerConfig(1, 1, 1, 1, 1)._replace(**{name: smallest - 1}))
 
 
 @pytest.mark.parametrize("name", ["chunked_prefill", "mixed_steps"])
@@ -263,14 +265,14 @@ def test_a_policy_decides_the_order_of_admission():
 
 
 def test_a_policy_that_refuses_a_request_ends_admission_for_the_step():
-    asked = []
+    offers = []
     picky = FCFS._replace(
-        admit=lambda seq, need, free: asked.append((seq.request_id, need, free)) or len(asked) < 2
+        admit=lambda seq, need, free: offers.append((seq.request_id, need, free)) or len(offers) < 2
     )
     state, plan = scheduler.schedule(
         start(*(request(name, 5) for name in "abc"), num_blocks=9), picky
     )
-    assert (plan.admitted, asked) == (("a",), [("a", 2, 9), ("b", 2, 7)])
+    assert (plan.admitted, offers) == (("a",), [("a", 2, 9), ("b", 2, 7)])
     assert names(state.waiting) == ["b", "c"]
     assert state.pool.num_free == 7
 

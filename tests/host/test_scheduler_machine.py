@@ -142,14 +142,23 @@ class Driver:
         """
         self.names += 1
         if self.state.config.reservation != "none" and family < 2:
-            family, forks, beams = 2, 0, False  # requests that share are refused in these modes
+            # requests that share are refused in these modes
+            family = 2
+            forks = 0
+            beams = False
         kind, end = ("private", "") if family == 2 else ("r", f".{family}")
         names = [f"{kind}{self.names}{branch}{end}" for branch in ("", "b", "c", "d")[: forks + 1]]
-        least = min(min_tokens, max_tokens)
+        at_least = min(min_tokens, max_tokens)
         stops = frozenset() if beams else stops
         self.submit(
             Request(
-                names[0], prompt_len, max_tokens, least, stops, forks=tuple(names[1:]), beams=beams
+                names[0],
+                prompt_len,
+                max_tokens,
+                at_least,
+                stops,
+                forks=tuple(names[1:]),
+                beams=beams,
             )
         )
 
@@ -180,8 +189,8 @@ class Driver:
         )
         cached: dict[int, int] = {}
 
-        def order(waiting: tuple[Seq, ...], running: Running, found: Cached) -> tuple[Seq, ...]:
-            cached.update({seq.arrival: found(seq) for seq in waiting})
+        def order(waiting: tuple[Seq, ...], running: Running, cached_of: Cached) -> tuple[Seq, ...]:
+            cached.update({seq.arrival: cached_of(seq) for seq in waiting})
             return waiting
 
         state, plan = scheduler.schedule(self.state, FCFS._replace(order=order), offered)
@@ -189,10 +198,10 @@ class Driver:
             "the same state gave another plan"
         )
         undrafted = scheduler.schedule(self.state, FCFS)[1]
-        same = "seqs", "counts", "drafts", "blocks_used"
-        assert plan._replace(**{name: getattr(undrafted, name) for name in same}) == undrafted, (
-            "a draft changed the plan"
-        )
+        oldest_rows = "seqs", "counts", "drafts", "blocks_used"
+        assert (
+            plan._replace(**{name: getattr(undrafted, name) for name in oldest_rows}) == undrafted
+        ), "a draft changed the plan"
         assert [seq.arrival for seq in plan.seqs] == [seq.arrival for seq in undrafted.seqs]
 
         step = self.model.schedule(drafts)
@@ -203,8 +212,8 @@ class Driver:
         self.drafts = step.drafts
         self.tally["drafted"] += bool(step.drafts)
         self.tally["a draft in another block"] += any(
-            len(seq.blocks) > len(other.blocks)
-            for seq, other in zip(plan.seqs, undrafted.seqs, strict=True)
+            len(seq.blocks) > len(seq_without.blocks)
+            for seq, seq_without in zip(plan.seqs, undrafted.seqs, strict=True)
         )
         self.tally["drafts cut"] += any(
             0 < k < offered[seq.request_id] for seq, k in zip(plan.seqs, plan.drafts, strict=False)
@@ -226,20 +235,20 @@ class Driver:
         assert min(plan.counts, default=1) >= 1
         for name in decodes - set(plan.preempted) if c.mixed_steps else ():
             assert undrafted.counts[ids.index(name)] == 1, f"the decode of {name} was deferred"
-        same = [
+        oldest_rows = [
             seq
             for seq in plan.seqs
             if oldest and (seq.arrival, seq.group) == (oldest.arrival, oldest.group)
         ]
-        same += [
+        oldest_rows += [
             seq
             for seq in plan.seqs
             if oldest and oldest.request.beams and seq.group == oldest.group
         ]
         if c.mixed_steps:
-            assert oldest is None or same, "the oldest request makes no progress"
+            assert oldest is None or oldest_rows, "the oldest request makes no progress"
         else:
-            self.check_unmixed(plan, decodes - set(plan.preempted), None if same else oldest)
+            self.check_unmixed(plan, decodes - set(plan.preempted), None if oldest_rows else oldest)
         if c.reservation != "none":
             assert not plan.preempted, "a sequence with a reservation was preempted"
         assert (plan.step, plan.num_waiting) == (self.model.steps, len(self.model.waiting))
@@ -271,8 +280,8 @@ class Driver:
         )
         self.tally["shared"] += len(set(shared)) < len(shared)
         self.tally["decodes waited"] += bool(decodes - set(plan.preempted) - set(ids))
-        behind = [seq for seq in scheduler.running(state) if seq.length - seq.computed > 1]
-        self.tally["prompts waited"] += not {seq.request_id for seq in behind} <= set(ids)
+        prompts = [seq for seq in scheduler.running(state) if seq.length - seq.computed > 1]
+        self.tally["prompts waited"] += not {seq.request_id for seq in prompts} <= set(ids)
         self.tally["reserved"] += c.reservation != "none" and len(plan.admitted)
         self.tally += Counter(
             {"no whole prompt": self.model.uncut, "no piece": self.model.fragmented}
@@ -320,7 +329,7 @@ class Driver:
                     len(self.model.until_the_end(self.model.flight.rows[i][0], samples[i])) <= right
                 )
         sampled = samples
-        hashes = self.model.filled(sampled)
+        hashes = self.model.filled_hashes(sampled)
         ready, at_limit = self.model.ready()
         choices = {}
         for group in ready:
@@ -387,10 +396,14 @@ class Driver:
     def fit(self, prompt: float, output: float) -> tuple[int, int]:
         """Two numbers in [0, 1) as a prompt length and max_tokens that the limits allow."""
         c = self.state.config
-        most = min(c.max_model_len, longest(c))
-        most = most if c.chunked_prefill else max(1, min(most, c.max_num_batched_tokens))
-        prompt_len = 1 + int(prompt * (most - 1))
-        return prompt_len, 1 + int(output * (most - prompt_len))
+        longest_sequence = min(c.max_model_len, longest(c))
+        longest_sequence = (
+            longest_sequence
+            if c.chunked_prefill
+            else max(1, min(longest_sequence, c.max_num_batched_tokens))
+        )
+        prompt_len = 1 + int(prompt * (longest_sequence - 1))
+        return prompt_len, 1 + int(output * (longest_sequence - prompt_len))
 
     def traffic(self, number: int, seed: int, *, busy: bool = True, drafting: float = 0.0) -> None:
         """Runs `number` steps with random tokens; if `busy`, requests arrive and are cancelled
@@ -414,7 +427,8 @@ class Driver:
             # short prompts with long outputs: many are admitted, then the pool is too small for all
             lengths = self.fit(draw.random() ** 3, draw.random())
             stops = frozenset(draw.sample(STOPS, draw.randrange(4)))
-            forks, beams = max(0, draw.randrange(-3, 4)), draw.random() < 0.3
+            forks = max(0, draw.randrange(-3, 4))
+            beams = draw.random() < 0.3
             self.submit_new(*lengths, draw.randrange(4), stops, draw.randrange(3), forks, beams)
         if busy and draw.random() < 0.02:
             self.forget()
@@ -447,7 +461,8 @@ class Driver:
         bound = sum(
             sequence.width * self.model.limit(sequence.request) for sequence in self.model.alive()
         )
-        c, crowd = self.state.config, sum(sequence.width for sequence in self.model.alive())
+        c = self.state.config
+        crowd = sum(sequence.width for sequence in self.model.alive())
         for _ in range(1 if c.mixed_steps else 2 if c.chunked_prefill else 1 + crowd):
             self.traffic(bound, seed, busy=False)
             if not self.model.alive():
@@ -470,7 +485,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         prompt=shares,
         output=shares,
-        least=st.integers(0, 4),
+        min_tokens=st.integers(0, 4),
         stops=st.sets(st.sampled_from(STOPS)),
         family=st.integers(0, 2),
         forks=st.integers(0, 3),
@@ -480,14 +495,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self,
         prompt: float,
         output: float,
-        least: int,
+        min_tokens: int,
         stops: set[int],
         family: int,
         forks: int,
         beams: bool,
     ) -> None:
         self.driver.submit_new(
-            *self.driver.fit(prompt, output), least, frozenset(stops), family, forks, beams
+            *self.driver.fit(prompt, output), min_tokens, frozenset(stops), family, forks, beams
         )
 
     @rule(prompt_len=st.integers(0, 45), max_tokens=st.integers(0, 45))
@@ -498,9 +513,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit_what_samples_nothing(self, prompt: float, family: int) -> None:
         self.driver.submit_new(self.driver.fit(prompt, 0.0)[0], 0, 0, frozenset(STOPS), family)
 
-    @rule(which=st.integers(0, 20))
-    def submit_a_name_again(self, which: int) -> None:
-        self.driver.submit(Request(f"r{which % (self.driver.names + 1)}", 1, 1))
+    @rule(number=st.integers(0, 20))
+    def submit_a_name_again(self, number: int) -> None:
+        self.driver.submit(Request(f"r{number % (self.driver.names + 1)}", 1, 1))
 
     @precondition(lambda self: self.driver.plan is None)
     @rule(seed=seeds, drafting=st.sampled_from([0.0, 0.0, 0.5, 1.0]))
@@ -512,10 +527,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def commit(self, sampled: list[int], seed: int) -> None:
         self.driver.commit(sampled[: len(self.driver.plan.seqs)], seed)  # type: ignore[union-attr]
 
-    @rule(which=st.integers(0, 30), reason=st.sampled_from(["abort", "stop"]))
-    def cancel(self, which: int, reason: FinishReason) -> None:
+    @rule(number=st.integers(0, 30), reason=st.sampled_from(["abort", "stop"]))
+    def cancel(self, number: int, reason: FinishReason) -> None:
         alive = self.driver.model.names()
-        self.driver.cancel(alive[which] if which < len(alive) else f"r{which}", reason)
+        self.driver.cancel(alive[number] if number < len(alive) else f"r{number}", reason)
 
     @rule()
     def forget(self) -> None:
@@ -577,7 +592,8 @@ def test_baseline_modes_match_the_reference_model():
 
 
 def small_config(draw: random.Random) -> SchedulerConfig:
-    block_size, host_blocks = draw.randint(1, 6), draw.choice([0, draw.randint(4, 12)])
+    block_size = draw.randint(1, 6)
+    host_blocks = draw.choice([0, draw.randint(4, 12)])
     return SchedulerConfig(
         block_size,
         num_blocks=draw.randint(4, 14),
@@ -604,10 +620,12 @@ def test_no_block_leaks_in_long_lives_with_drafts():
 
 
 @pytest.mark.parametrize(
-    ("drivers", "least"), [(10, 3), pytest.param(50, 20, marks=pytest.mark.slow)]
+    ("drivers", "at_least"), [(10, 3), pytest.param(50, 20, marks=pytest.mark.slow)]
 )
-def test_the_driver_reaches_every_kind_of_event(drivers: int, least: int):
-    """The same checks on random configs from a fixed seed: the tally is the same on every machine."""
+def test_the_driver_reaches_every_kind_of_event(drivers: int, at_least: int):
+    """The same checks on random configs from a fixed seed: the tally is the same on every
+    machine.
+    """
     draw = random.Random(0)
     tally: Counter[str] = Counter()
     for _ in range(drivers):
@@ -645,7 +663,7 @@ def test_the_driver_reaches_every_kind_of_event(drivers: int, least: int):
         "cancelled",
         "cancelled in flight",
     ):
-        assert tally[happened] >= least, f"{happened}: {tally}"
+        assert tally[happened] >= at_least, f"{happened}: {tally}"
 
 
 @pytest.mark.slow

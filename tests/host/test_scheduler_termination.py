@@ -129,15 +129,17 @@ def test_a_stop_string_ends_a_request_with_the_reason_stop():
     assert scheduler.cancel(state, "a", "stop")[1] == (Finished(1, "a", "stop", 1),)
 
 
-@pytest.mark.parametrize("gone", ["a", "b", "c"])
-def test_a_request_cancelled_between_schedule_and_commit_is_ignored_by_commit(gone):
+@pytest.mark.parametrize("cancelled", ["a", "b", "c"])
+def test_a_request_cancelled_between_schedule_and_commit_is_ignored_by_commit(cancelled):
     state, plan = scheduler.schedule(start(*(request(name, 2) for name in "abc")), FCFS)
-    state, _ = scheduler.cancel(state, gone)
+    state, _ = scheduler.cancel(state, cancelled)
     state, events = scheduler.commit(state, plan, [10, 11, 12])
     scheduler.check(state)
-    left = [(name, token) for name, token in zip("abc", (10, 11, 12), strict=True) if name != gone]
-    assert Sampled(0, *(tuple(column) for column in zip(*left, strict=True))) in events
-    assert names(state.running.seqs) == [name for name, _ in left]
+    remaining = [
+        (name, token) for name, token in zip("abc", (10, 11, 12), strict=True) if name != cancelled
+    ]
+    assert Sampled(0, *(tuple(column) for column in zip(*remaining, strict=True))) in events
+    assert names(state.running.seqs) == [name for name, _ in remaining]
     assert state.pool.num_free == 62
 
 
@@ -178,7 +180,7 @@ def test_cancel_finds_a_request_anywhere_in_both_queues():
         assert plan.admitted == ("0", "1", "2", "3")
         state, (event,) = scheduler.cancel(state, name)
         assert (event.request_id, event.num_output) == (name, 0)
-        left = [seq.request_id for seq in (*state.running.seqs, *state.waiting)]
-        assert left == [f"{i}" for i in range(10) if f"{i}" != name]
+        remaining = [seq.request_id for seq in (*state.running.seqs, *state.waiting)]
+        assert remaining == [f"{i}" for i in range(10) if f"{i}" != name]
         assert len(set(map(len, state.running))) == 1
         scheduler.check(state)

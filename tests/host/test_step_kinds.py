@@ -17,13 +17,13 @@ ALTERNATING = {"mixed_steps": False}
 
 
 def steps(state: SchedulerState, **options) -> list[list[tuple[str, int, int]]]:
-    """The rows of every step to the end."""
-    found = []
+    """Returns the rows of every step to the end."""
+    step_rows = []
     while state.waiting or state.running.seqs:
         state, plan, _ = step(state, **options)
-        found.append(rows(plan))
-        assert len(found) < 100, "does not end"
-    return found
+        step_rows.append(rows(plan))
+        assert len(step_rows) < 100, "does not end"
+    return step_rows
 
 
 @pytest.mark.parametrize(
@@ -249,5 +249,7 @@ def test_no_mode_changes_a_token(tiny, tiny_llm, way):
         "num_blocks": 256,
     }
     llm = LLM(tiny, progress=False, **sizes, **way)
-    found, expected = (one.generate(PROMPTS, GREEDY, use_tqdm=False) for one in (llm, tiny_llm))
-    assert [out.outputs for out in found] == [out.outputs for out in expected]
+    outputs, expected = (
+        engine.generate(PROMPTS, GREEDY, use_tqdm=False) for engine in (llm, tiny_llm)
+    )
+    assert [out.outputs for out in outputs] == [out.outputs for out in expected]

@@ -37,7 +37,7 @@ from tests.host.scheduler_steps import step
 
 
 @pytest.mark.parametrize(
-    ("sinks", "window", "size", "found"),
+    ("sinks", "window", "size", "expected"),
     [
         (4, 1020, 16, View(65, (0,))),
         (16, 16, 16, View(2, (0,))),
@@ -46,19 +46,23 @@ from tests.host.scheduler_steps import step
         (1, 2, 1, View(2, (0,))),
     ],
 )
-def test_sizes_are_rounded_up_to_blocks(sinks: int, window: int, size: int, found: View):
-    assert view(kv_policies.streaming(sinks, window), size, 1000) == found
+def test_sizes_are_rounded_up_to_blocks(sinks: int, window: int, size: int, expected: View):
+    assert view(kv_policies.streaming(sinks, window), size, 1000) == expected
 
 
-def check_sight(sinks: int, window: int, size: int, most: int) -> None:
-    found = view(kv_policies.streaming(sinks, window), size, most)
-    for position in range(most * size):
+def check_sight(sinks: int, window: int, size: int, max_blocks: int) -> None:
+    rounded = view(kv_policies.streaming(sinks, window), size, max_blocks)
+    for position in range(max_blocks * size):
         block = position // size
-        seen = {i for i in (*found.outside(block), *range(found.first(block), block + 1))}
-        tokens = {t for i in seen for t in range(i * size, (i + 1) * size) if t <= position}
-        wanted = {t for t in range(position + 1) if t < sinks or t > position - window}
-        assert wanted <= tokens
-        if found != ALL:
+        visible_blocks = {
+            i for i in (*rounded.outside(block), *range(rounded.first(block), block + 1))
+        }
+        tokens = {
+            t for i in visible_blocks for t in range(i * size, (i + 1) * size) if t <= position
+        }
+        required = {t for t in range(position + 1) if t < sinks or t > position - window}
+        assert required <= tokens
+        if rounded != ALL:
             assert tokens <= {
                 t
                 for t in range(position + 1)
@@ -96,7 +100,8 @@ def test_a_policy_of_ones_own_is_found_by_its_place(tmp_path):
 
 def run_alone(config: SchedulerConfig, prompt: int, output: int) -> list[tuple[int, ...]]:
     """One request -> its block table in each step."""
-    state, tables = scheduler.submit(scheduler.init(config), Request("a", prompt, output)), []
+    state = scheduler.submit(scheduler.init(config), Request("a", prompt, output))
+    tables = []
     while state.ids:
         state, plan, _ = step(state)
         tables += [seq.blocks for seq in plan.seqs]
@@ -153,11 +158,13 @@ def test_a_prefix_can_be_used_where_what_its_next_query_sees_is_left():
     state = scheduler.submit(scheduler.init(config), Request("a", 64, 1, hashes=keys))
     while state.ids:
         state, *_ = step(state)
-    left = {int(key) for key in state.pool.contents}
-    assert left < set(range(16))
+    cached_blocks = {int(key) for key in state.pool.contents}
+    assert cached_blocks < set(range(16))
     state = scheduler.submit(state, Request("b", 65, 1, hashes=keys))
     state, plan, _ = step(state)
-    best = max(n for n in range(17) if {i for i in range(n) if i == 0 or i > n - 2} <= left)
+    best = max(
+        n for n in range(17) if {i for i in range(n) if i == 0 or i > n - 2} <= cached_blocks
+    )
     assert plan.cached == (4 * best,)
     assert plan.seqs[0].blocks[:best].count(HOLE) == max(0, best - 2)
 
@@ -184,7 +191,9 @@ class Cache:
 
     def carry_out(self, plan: Plan, tokens: dict[str, list[int]], keeps: set[str]) -> int:
         """Moves, copies, writes, and then reads of every query -> how many slots were read."""
-        c, size, reads = self.config, self.config.block_size, 0
+        c = self.config
+        size = self.config.block_size
+        reads = 0
         offsets = range(size)
         self.host |= {
             (host, o): self.device.get((block, o)) for block, host in plan.swap_out for o in offsets
@@ -196,28 +205,32 @@ class Cache:
         self.device |= copied
         written = set()
         for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
-            known = tokens[seq.request_id]
+            content_tokens = tokens[seq.request_id]
             for at in range(start, start + count):
                 for group in range(c.groups):
                     slot = (seq.blocks[at // size * c.groups + group], at % size)
                     assert slot[0] != HOLE, "writes into a hole"
-                    content = (group, tuple(known[: at + 1]))
+                    content = (group, tuple(content_tokens[: at + 1]))
                     assert slot not in written or self.device[slot] == content, (
                         "two rows write different tokens"
                     )
                     written.add(slot)
                     self.device[slot] = content
         for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
-            known = tokens[seq.request_id]
+            content_tokens = tokens[seq.request_id]
             for at in range(start, start + count):
-                for group, one in enumerate(c.views or (ALL,)):
+                for group, group_view in enumerate(c.views or (ALL,)):
                     for i in range(at // size + 1):
                         block = seq.blocks[i * c.groups + group]
-                        if i in one.kept or one.window is None or i > at // size - one.window:
+                        if (
+                            i in group_view.kept
+                            or group_view.window is None
+                            or i > at // size - group_view.window
+                        ):
                             for t in range(i * size, min((i + 1) * size, at + 1)):
                                 assert self.device[block, t % size] == (
                                     group,
-                                    tuple(known[: t + 1]),
+                                    tuple(content_tokens[: t + 1]),
                                 ), "a wrong token"
                                 reads += 1
                         elif seq.request_id in keeps:
@@ -226,19 +239,26 @@ class Cache:
 
 
 def drive(config: SchedulerConfig, seed: int, steps: int = 50) -> Counter[str]:
-    draw, tally, names = random.Random(seed), Counter(), 0
-    state, cache = scheduler.init(config), Cache(config)
+    draw = random.Random(seed)
+    tally = Counter()
+    names = 0
+    state = scheduler.init(config)
+    cache = Cache(config)
     tokens: dict[str, list[int]] = {}
     keeps: set[str] = set()
     longest = min(config.max_model_len, 60)
-    left, busy = steps, True
+    steps_left = steps
+    busy = True
     while busy or state.ids:
-        busy, left = left > 0, left - 1
-        assert left > -3000, "does not end"
+        busy = steps_left > 0
+        steps_left = steps_left - 1
+        assert steps_left > -3000, "does not end"
         for _ in range(draw.randrange(3) if busy and len(state.ids) < 9 else 0):
             names += 1
-            family, prompt = draw.randrange(2), draw.randint(1, longest - 1)
-            forks, beams = draw.choice([0, 0, 0, 1, 2]), draw.random() < 0.3
+            family = draw.randrange(2)
+            prompt = draw.randint(1, longest - 1)
+            forks = draw.choice([0, 0, 0, 1, 2])
+            beams = draw.random() < 0.3
             ids = [f"{names}{end}" for end in ("", "b", "c")[: forks + 1]]
             hashes = (
                 tuple(f"{family}:{j}" for j in range(prompt // config.block_size))
@@ -283,7 +303,8 @@ def drive(config: SchedulerConfig, seed: int, steps: int = 50) -> Counter[str]:
             HOLE in seq.blocks for seq in plan.seqs
         )
         samples: list[int | tuple[int, ...]] = [draw.randrange(50) for _ in plan.seqs]
-        hashes, choices = {}, {}
+        hashes = {}
+        choices = {}
         for i, (seq, length) in enumerate(zip(plan.seqs, plan.lengths, strict=True)):
             if k := granted.get(seq.request_id, 0):
                 right = draw.randint(0, k)
@@ -295,18 +316,22 @@ def drive(config: SchedulerConfig, seed: int, steps: int = 50) -> Counter[str]:
         }
         active = scheduler.running(state)
         for seq in active:
-            beams = [other for other in active if other.group == seq.group]
-            done = all(ends.get(other.arrival, other.computed) == other.length for other in beams)
+            beams = [beam for beam in active if beam.group == seq.group]
+            complete = all(ends.get(beam.arrival, beam.computed) == beam.length for beam in beams)
             first = seq.arrival == seq.group and seq.request.beams
-            if first and done and not any(other.group == seq.group for other in state.waiting):
+            if (
+                first
+                and complete
+                and not any(waiting_beam.group == seq.group for waiting_beam in state.waiting)
+            ):
                 if seq.length + 1 >= seq.limit:
                     choices[seq.request_id] = None
                 else:
-                    parents = [other.request_id for other in beams]
-                    several = len(beams) + len(seq.request.forks)
+                    parents = [beam.request_id for beam in beams]
+                    num_children = len(beams) + len(seq.request.forks)
                     choices[seq.request_id] = Choice(
-                        tuple(draw.choices(parents, k=several)),
-                        tuple(draw.randrange(50) for _ in range(several)),
+                        tuple(draw.choices(parents, k=num_children)),
+                        tuple(draw.randrange(50) for _ in range(num_children)),
                     )
         over = [name for name, choice in choices.items() if choice is None]
         choices = {name: choice for name, choice in choices.items() if choice is not None}
@@ -339,7 +364,7 @@ configs = st.builds(
     st.integers(12, 60),
     st.sampled_from([0, 0, 12, 60]),
     *map(st.just, (True, True, "none")),
-    drawn_views.several,
+    drawn_views.any_groups,
 )
 
 
@@ -355,18 +380,18 @@ def test_the_driver_reaches_every_kind_of_event():
     tally: Counter[str] = Counter()
     for seed in range(24):
         draw = random.Random(seed)
-        seen = draw.choice(
+        views = draw.choice(
             [(View(2, (0,)),), (ALL, View(2)), (View(1), View(3, (0, 2))), (View(1),)]
         )
         sizes = (
             draw.randint(1, 5),
-            draw.randint(9, 18) * len(seen),
+            draw.randint(9, 18) * len(views),
             draw.randint(4, 30),
             draw.randint(2, 6),
             60,
         )
         tally += drive(
-            SchedulerConfig(*sizes, host_blocks=draw.choice([0, 30]), views=seen), seed, steps=40
+            SchedulerConfig(*sizes, host_blocks=draw.choice([0, 30]), views=views), seed, steps=40
         )
     for kind in (
         "rejected",
