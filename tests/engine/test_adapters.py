@@ -66,26 +66,28 @@ def alone(model) -> dict[str | None, LLM]:
     factors = {
         name: random_factors(model, rank, seed=i) for i, (name, rank) in enumerate(RANKS.items())
     }
-    found = {
+    merged_models = {
         name: LLM(merged(model.parent / f"{name}-merged", model, factors[name], 0.5 / 1), **SIZES)
         for name in RANKS
     }
-    return {None: LLM(model, **SIZES), **found}
+    return {None: LLM(model, **SIZES), **merged_models}
 
 
 def answers(outputs: Any) -> tuple[list[list[int]], list[list[float]]]:
     """Tokens, and their log-probabilities."""
-    each = [one for output in outputs for one in output.outputs]
-    tokens = [list(one.token_ids) for one in each]
+    branches = [branch for output in outputs for branch in output.outputs]
+    tokens = [list(branch.token_ids) for branch in branches]
     return tokens, [
-        [p[t].logprob for p, t in zip(one.logprobs, one.token_ids, strict=True)] for one in each
+        [p[t].logprob for p, t in zip(branch.logprobs, branch.token_ids, strict=True)]
+        for branch in branches
     ]
 
 
-def assert_same(found: Any, wanted: Any) -> None:
-    (tokens, logprobs), (wanted_tokens, wanted_logprobs) = answers(found), answers(wanted)
-    assert tokens == wanted_tokens
-    chex.assert_trees_all_close(np.array(logprobs), np.array(wanted_logprobs), rtol=0, atol=1e-4)
+def assert_same(outputs: Any, expected: Any) -> None:
+    tokens, logprobs = answers(outputs)
+    expected_tokens, expected_logprobs = answers(expected)
+    assert tokens == expected_tokens
+    chex.assert_trees_all_close(np.array(logprobs), np.array(expected_logprobs), rtol=0, atol=1e-4)
 
 
 def requests(folders: dict[str, Path], names: list[str | None]) -> list[LoRARequest | None]:
@@ -114,53 +116,59 @@ ENGINES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ENGINES)
 def test_rows_of_many_adapters_are_as_in_models_that_have_them_merged(name, model, folders, alone):
     llm = LLM(model, **SIZES | ENGINES[name], **LORA)
-    found = llm.generate(PROMPTS, PARAMS, lora_request=requests(folders, NAMES), use_tqdm=False)
-    assert_same(found, one_by_one(alone, NAMES))
-    again = llm.generate(
+    outputs = llm.generate(PROMPTS, PARAMS, lora_request=requests(folders, NAMES), use_tqdm=False)
+    assert_same(outputs, one_by_one(alone, NAMES))
+    reversed_outputs = llm.generate(
         PROMPTS, PARAMS, lora_request=requests(folders, NAMES[::-1]), use_tqdm=False
     )
-    assert_same(again, one_by_one(alone, NAMES[::-1]))
-    others = answers(one_by_one(alone, [None] * len(NAMES)))[1]
+    assert_same(reversed_outputs, one_by_one(alone, NAMES[::-1]))
+    unadapted = answers(one_by_one(alone, [None] * len(NAMES)))[1]
     assert [
-        abs(a[0] - b[0]) > 0.01 for a, b in zip(answers(found)[1], others, strict=True)
+        abs(a[0] - b[0]) > 0.01 for a, b in zip(answers(outputs)[1], unadapted, strict=True)
     ] == list(map(bool, NAMES))
 
 
 def test_other_results_have_the_adapter_too(llm, folders, alone):
     """Log-probabilities of the prompt, branches, beams and hidden states."""
-    three = requests(folders, ["three"])[0]
-    prompt, options = PROMPTS[3], {"use_tqdm": False}
+    request = requests(folders, ["three"])[0]
+    prompt = PROMPTS[3]
+    options = {"use_tqdm": False}
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
-    found, wanted = (
-        one.generate([prompt], params, **more, **options)[0]
-        for one, more in pair(llm, alone, three)
+    output, expected = (
+        model.generate([prompt], params, **adapter, **options)[0]
+        for model, adapter in pair(llm, alone, request)
     )
     chosen = [
         [p[t].logprob for p, t in zip(out.prompt_logprobs[1:], prompt[1:], strict=True)]
-        for out in (found, wanted)
+        for out in (output, expected)
     ]
     chex.assert_trees_all_close(*map(np.array, chosen), rtol=0, atol=1e-4)
     for params in (
         SamplingParams(n=3, seed=1, max_tokens=5),
         BeamSearchParams(beam_width=2, max_tokens=4),
     ):
-        each = [
-            one.generate([prompt], params, **more, **options)[0]
-            for one, more in pair(llm, alone, three)
+        outputs = [
+            model.generate([prompt], params, **adapter, **options)[0]
+            for model, adapter in pair(llm, alone, request)
         ]
-        assert len({tuple(tuple(branch.token_ids) for branch in out.outputs) for out in each}) == 1
+        assert (
+            len({tuple(tuple(branch.token_ids) for branch in out.outputs) for out in outputs}) == 1
+        )
     vectors = [
-        one.embed([prompt], **more, **options)[0].outputs.embedding
-        for one, more in pair(llm, alone, three)
+        model.embed([prompt], **adapter, **options)[0].outputs.embedding
+        for model, adapter in pair(llm, alone, request)
     ]
     chex.assert_trees_all_close(*map(np.array, vectors), rtol=0, atol=1e-5)
     scores = [
-        one.score([prompt], [PROMPTS[1]], **more, **options)[0].outputs.score
-        for one, more in pair(llm, alone, three)
+        model.score([prompt], [PROMPTS[1]], **adapter, **options)[0].outputs.score
+        for model, adapter in pair(llm, alone, request)
     ]
     chex.assert_trees_all_close(*scores, rtol=0, atol=1e-5)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    streams = ["".join(one.stream(prompt, params, **more)) for one, more in pair(llm, alone, three)]
+    streams = [
+        "".join(model.stream(prompt, params, **adapter))
+        for model, adapter in pair(llm, alone, request)
+    ]
     assert streams[0] == streams[1] != "".join(llm.stream(prompt, params))
 
 
@@ -178,27 +186,29 @@ def test_other_dtypes(dtype, model, folders, alone):
     llm = LLM(model, **SIZES, **LORA, **options)
     params = replace(PARAMS, max_tokens=1)
     names = NAMES[:4]
-    found = llm.generate(PROMPTS[:4], params, lora_request=requests(folders, names), use_tqdm=False)
-    wanted = one_by_one(alone, names, params)
-    firsts = [np.array(answers(outputs)[1]) for outputs in (found, wanted)]
+    outputs = llm.generate(
+        PROMPTS[:4], params, lora_request=requests(folders, names), use_tqdm=False
+    )
+    expected = one_by_one(alone, names, params)
+    firsts = [np.array(answers(outputs)[1]) for outputs in (outputs, expected)]
     chex.assert_trees_all_close(*firsts, rtol=0, atol=0.15)
 
 
 # --- slots ----------------------------------------------------------------------------------------
 
 
-def held(llm: LLM) -> dict[str, int]:
-    return {name: one.slot for name, one in llm.engine.adapters.items()}
+def slots_of(llm: LLM) -> dict[str, int]:
+    return {name: adapter.slot for name, adapter in llm.engine.adapters.items()}
 
 
 def test_an_adapter_that_no_request_needs_gives_way_to_a_later_one(model, folders, alone):
     llm = LLM(model, **SIZES, **LORA | {"max_loras": 2})
     for names in (["one", "two"], ["one"], ["three", None], ["two", "three"]):
-        found = llm.generate(
+        outputs = llm.generate(
             PROMPTS[: len(names)], PARAMS, lora_request=requests(folders, names), use_tqdm=False
         )
-        assert_same(found, one_by_one(alone, names))
-    assert set(held(llm)) == {"two", "three"}
+        assert_same(outputs, one_by_one(alone, names))
+    assert set(slots_of(llm)) == {"two", "three"}
 
 
 def test_a_kept_adapter_stays_until_it_is_unloaded(model, folders, alone):
@@ -210,28 +220,29 @@ def test_a_kept_adapter_stays_until_it_is_unloaded(model, folders, alone):
         match=r"'two' has no slot: max_loras is 2, and 2 adapters are loaded \(mine, other\); unload",
     ):
         llm.generate([PROMPTS[0]], PARAMS, lora_request=requests(folders, ["two"]), use_tqdm=False)
-    mine = LoRARequest("mine")
+    request = LoRARequest("mine")
     assert_same(
-        llm.generate([PROMPTS[0]], PARAMS, lora_request=mine, use_tqdm=False),
+        llm.generate([PROMPTS[0]], PARAMS, lora_request=request, use_tqdm=False),
         one_by_one(alone, ["one"]),
     )
     llm.unload_adapter("mine")
     with pytest.raises(
         ValueError, match="adapter 'mine' is not loaded; loaded are 'other'; load it first"
     ):
-        llm.generate([PROMPTS[0]], PARAMS, lora_request=mine, use_tqdm=False)
-    found = llm.generate(
+        llm.generate([PROMPTS[0]], PARAMS, lora_request=request, use_tqdm=False)
+    outputs = llm.generate(
         [PROMPTS[0]], PARAMS, lora_request=requests(folders, ["two"]), use_tqdm=False
     )
-    assert_same(found, one_by_one(alone, ["two"]))
+    assert_same(outputs, one_by_one(alone, ["two"]))
 
 
 def test_a_request_keeps_its_adapter_while_another_one_takes_its_name(model, folders, alone):
     """And while it is unloaded. Nothing is compiled."""
     llm = LLM(model, **SIZES, **LORA | {"max_loras": 2})
     llm.load_adapter("mine", folders["one"])
-    engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    wanted = [
+    engine = llm.engine
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = [
         alone[name].generate([PROMPTS[1]], params, use_tqdm=False)[0] for name in ("one", "two")
     ]
     engine.add("a", PROMPTS[1], params, adapter="mine")
@@ -239,7 +250,7 @@ def test_a_request_keeps_its_adapter_while_another_one_takes_its_name(model, fol
     step(engine, tokens), step(engine, tokens)
     before = compilations.compilations()
     llm.load_adapter("mine", folders["two"])
-    assert held(llm) == {"mine": 2}
+    assert slots_of(llm) == {"mine": 2}
     engine.add("b", PROMPTS[1], params, adapter="mine")
     with pytest.raises(
         ValueError,
@@ -251,9 +262,9 @@ def test_a_request_keeps_its_adapter_while_another_one_takes_its_name(model, fol
     while engine.has_work:
         step(engine, tokens)
     assert compilations.compilations() == before
-    assert [tokens["a"], tokens["b"]] == [list(one.outputs[0].token_ids) for one in wanted]
+    assert [tokens["a"], tokens["b"]] == [list(output.outputs[0].token_ids) for output in expected]
     llm.load_adapter("other", folders["three"])
-    assert held(llm) == {"other": 1}
+    assert slots_of(llm) == {"other": 1}
 
 
 def step(engine: Any, tokens: dict[str, list[int]]) -> None:
@@ -271,15 +282,17 @@ def test_arrays_are_taken_in_place_of_a_folder(model, folders, alone):
         llm.generate(PROMPTS[:1], PARAMS, lora_request=LoRARequest("mine"), use_tqdm=False),
         one_by_one(alone, ["two"]),
     )
-    wanted = llm.engine.adapters["mine"].content_hash
+    content_hash = llm.engine.adapters["mine"].content_hash
     llm.load_adapter("folder", folders["two"])
-    assert llm.engine.adapters["folder"].content_hash == wanted, "the same content shares blocks"
+    assert llm.engine.adapters["folder"].content_hash == content_hash, (
+        "the same content shares blocks"
+    )
     llm.load_adapter("mine", initial_factors(llm.model.model.config, 2))
     assert_same(
         llm.generate(PROMPTS[:1], PARAMS, lora_request=LoRARequest("mine"), use_tqdm=False),
         one_by_one(alone, [None]),
     )
-    before = held(llm)
+    before = slots_of(llm)
     for source, options, message in (
         (
             folders["one"],
@@ -307,7 +320,7 @@ def test_arrays_are_taken_in_place_of_a_folder(model, folders, alone):
             llm.load_adapter("mine", source, options)
     with pytest.raises(ValueError, match="lora_name is ''; it must be a text"):
         llm.load_adapter("", arrays)
-    assert held(llm) == before
+    assert slots_of(llm) == before
     with pytest.raises(ValueError, match="enable_lora"):
         alone[None].load_adapter("mine", arrays)
 
@@ -365,22 +378,22 @@ def test_a_batch_invariant_engine_stays_so(model, folders):
     every = LLM(model, **options, **LORA).generate(
         PROMPTS, PARAMS, lora_request=requests(folders, NAMES), use_tqdm=False
     )
-    one = LLM(model, **options, **LORA | {"max_loras": 2})
-    for name, prompt, among in reversed(list(zip(NAMES, PROMPTS, every, strict=True))):
-        found = one.generate(
+    small = LLM(model, **options, **LORA | {"max_loras": 2})
+    for name, prompt, expected in reversed(list(zip(NAMES, PROMPTS, every, strict=True))):
+        outputs = small.generate(
             [prompt], PARAMS, lora_request=requests(folders, [name])[0], use_tqdm=False
         )
-        chex.assert_trees_all_equal(answers(found), answers([among]))
+        chex.assert_trees_all_equal(answers(outputs), answers([expected]))
 
 
 def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_adapters(model, folders):
     options = SIZES | {"batch_invariant": True, "enable_prefix_caching": False}
     names = [None, "two", None, "three"]
-    found = LLM(model, **options, **LORA).generate(
+    outputs = LLM(model, **options, **LORA).generate(
         PROMPTS[:4], PARAMS, lora_request=requests(folders, names), use_tqdm=False
     )
     plain = LLM(model, **options).generate(PROMPTS[:4], PARAMS, use_tqdm=False)
-    chex.assert_trees_all_equal(answers(found[0:3:2]), answers(plain[0:3:2]))
+    chex.assert_trees_all_equal(answers(outputs[0:3:2]), answers(plain[0:3:2]))
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -414,23 +427,23 @@ def test_options_that_adapters_exclude_are_refused(model, options, message):
 
 
 def test_products_that_add_none_of_low_rank_are_refused(model, tmp_path):
-    own = tmp_path / "own.py"
-    own.write_text(
+    file = tmp_path / "own.py"
+    file.write_text(
         "from pallas_kernels.linear import IMPLS\nMINE = IMPLS['xla']._replace(name='mine', low_rank=False)\n"
     )
     with pytest.raises(
         ValueError,
         match=r"own.py:MINE' adds no products of low rank; use one of 'reference', 'xla', 'cpu'",
     ):
-        LLM(model, **SIZES, **LORA, linear_impl=f"{own}:MINE")
+        LLM(model, **SIZES, **LORA, linear_impl=f"{file}:MINE")
 
 
 def test_adapters_that_cannot_be_served_are_refused(llm, model, folders, alone, tmp_path):
     def refused(message: str, request: Any, engine: LLM = llm) -> None:
-        before = held(engine)
+        before = slots_of(engine)
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             engine.generate([PROMPTS[0], PROMPTS[1]], PARAMS, lora_request=request, use_tqdm=False)
-        assert held(engine) == before
+        assert slots_of(engine) == before
         assert not engine.engine.has_work
 
     large = tiny_adapter(tmp_path / "large", model, 9)

@@ -98,14 +98,14 @@ def test_a_wide_beam_finds_the_best_of_all_sequences(seed, stops, penalty, lengt
                 continue
             total = sum(rows[tokens[:i]][token] for i, token in enumerate(tokens))
             every.append((total / m**penalty, tokens))
-    found = run(BeamSearchParams(4**length, length, penalty, "never"), frozenset(stops), rows)
-    wanted = sorted(every, reverse=True)[: 4**length]
+    sequences = run(BeamSearchParams(4**length, length, penalty, "never"), frozenset(stops), rows)
+    expected = sorted(every, reverse=True)[: 4**length]
     if penalty < 0:  # then the rule of "never" guesses, as transformers' does
-        assert found[0].score <= wanted[0][0] + 1e-9
+        assert sequences[0].score <= expected[0][0] + 1e-9
         return
-    assert found[0].token_ids == wanted[0][1]
-    assert [one.score for one in found] == pytest.approx(
-        [score for score, _ in wanted][: len(found)]
+    assert sequences[0].token_ids == expected[0][1]
+    assert [sequence.score for sequence in sequences] == pytest.approx(
+        [score for score, _ in expected][: len(sequences)]
     )
 
 
@@ -121,9 +121,9 @@ def test_early_stopping_decides_when_the_search_ends():
     stops = frozenset({0})
 
     def lengths(early):
-        found = run(BeamSearchParams(2, 5, 1.0, early), stops, rows)
-        assert found == tuple(sorted(found, key=lambda one: -one.score))
-        return [len(one.token_ids) for one in found]
+        sequences = run(BeamSearchParams(2, 5, 1.0, early), stops, rows)
+        assert sequences == tuple(sorted(sequences, key=lambda sequence: -sequence.score))
+        return [len(sequence.token_ids) for sequence in sequences]
 
     assert lengths(True) == [1, 2] or lengths(True) == [2, 1]  # as soon as there are two
     assert max(lengths("never")) == 5  # the long ones have the better mean
@@ -139,43 +139,42 @@ def test_sequences_and_scores_equal_transformers(tiny_folder, llm, early):
     import torch
     from transformers import AutoModelForCausalLM
 
-    theirs = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
     rng = np.random.default_rng(7)
     cases = []
     for _ in range(12):
         prompt = rng.integers(3, 320, int(rng.integers(1, 40))).tolist()
-        width, stops = (
-            int(rng.integers(2, 7)),
-            tuple({*rng.integers(0, 320, int(rng.integers(0, 12))).tolist()}),
-        )
-        penalty, length = float(rng.choice([0.0, 1.0, 2.0, -0.5])), int(rng.integers(1, 24))
+        width = int(rng.integers(2, 7))
+        stops = tuple({*rng.integers(0, 320, int(rng.integers(0, 12))).tolist()})
+        penalty = float(rng.choice([0.0, 1.0, 2.0, -0.5]))
+        length = int(rng.integers(1, 24))
         params = BeamSearchParams(width, length, penalty, early, stop_token_ids=stops)
         cases.append((prompt, params))
     # all in the same steps
-    mine = search(llm, [prompt for prompt, _ in cases], [params for _, params in cases])
+    results = search(llm, [prompt for prompt, _ in cases], [params for _, params in cases])
     reasons = set()
-    for (prompt, p), found in zip(cases, mine, strict=True):
-        eos = list(dict.fromkeys((*llm.model.eos_token_ids, *p.stop_token_ids)))
-        out = theirs.generate(
+    for (prompt, case_params), sequences in zip(cases, results, strict=True):
+        eos = list(dict.fromkeys((*llm.model.eos_token_ids, *case_params.stop_token_ids)))
+        out = reference.generate(
             torch.tensor([prompt]),
-            num_beams=p.beam_width,
-            num_return_sequences=p.beam_width,
-            max_new_tokens=p.max_tokens,
-            length_penalty=p.length_penalty,
-            early_stopping=p.early_stopping,
+            num_beams=case_params.beam_width,
+            num_return_sequences=case_params.beam_width,
+            max_new_tokens=case_params.max_tokens,
+            length_penalty=case_params.length_penalty,
+            early_stopping=case_params.early_stopping,
             do_sample=False,
             eos_token_id=eos,
             pad_token_id=0,
             return_dict_in_generate=True,
             output_scores=True,
         )
-        assert [one.score for one in found] == pytest.approx(
+        assert [sequence.score for sequence in sequences] == pytest.approx(
             out.sequences_scores.tolist(), abs=1e-4
         )
-        for one, row in zip(found, out.sequences[:, len(prompt) :].tolist(), strict=True):
-            assert list(one.token_ids) == row[: len(one.token_ids)]
-            assert set(row[len(one.token_ids) :]) <= {0}
-            reasons.add(one.reason)
+        for sequence, row in zip(sequences, out.sequences[:, len(prompt) :].tolist(), strict=True):
+            assert list(sequence.token_ids) == row[: len(sequence.token_ids)]
+            assert set(row[len(sequence.token_ids) :]) <= {0}
+            reasons.add(sequence.reason)
     assert reasons == {"stop", "length"}
 
 
@@ -187,7 +186,7 @@ def test_smollm2_beams_equal_transformers(smollm2):
     from pagedjax.weights.locate import open_checkpoint
 
     path = Path(open_checkpoint("smollm2-135m").path)
-    theirs = AutoModelForCausalLM.from_pretrained(
+    reference = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
     llm = LLM(
@@ -200,8 +199,8 @@ def test_smollm2_beams_equal_transformers(smollm2):
     )
     for text in ("The capital of France is", "Once upon a time", "def fibonacci(n):"):
         ids = llm.tokenizer.encode(text)
-        (found,) = search(llm, [ids], BeamSearchParams(4, 24))
-        out = theirs.generate(
+        (sequences,) = search(llm, [ids], BeamSearchParams(4, 24))
+        out = reference.generate(
             torch.tensor([ids]),
             num_beams=4,
             num_return_sequences=4,
@@ -212,12 +211,12 @@ def test_smollm2_beams_equal_transformers(smollm2):
             return_dict_in_generate=True,
             output_scores=True,
         )
-        assert [one.score for one in found] == pytest.approx(
+        assert [sequence.score for sequence in sequences] == pytest.approx(
             out.sequences_scores.tolist(), abs=1e-4
         )
         assert (
-            list(found[0].token_ids)
-            == out.sequences[0, len(ids) :].tolist()[: len(found[0].token_ids)]
+            list(sequences[0].token_ids)
+            == out.sequences[0, len(ids) :].tolist()[: len(sequences[0].token_ids)]
         )
 
 
@@ -236,8 +235,8 @@ def test_sequences_are_sorted_and_mostly_beat_greedy_decoding(llm, golden):
         greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
         (out,) = llm.generate([prompt], greedy, use_tqdm=False)
         better += golden[n][0].cumulative_logprob > out.outputs[0].cumulative_logprob + 1e-4
-        assert [one.score for one in golden[n]] == sorted(
-            (one.score for one in golden[n]), reverse=True
+        assert [sequence.score for sequence in golden[n]] == sorted(
+            (sequence.score for sequence in golden[n]), reverse=True
         )
     assert better >= 3
 
@@ -246,9 +245,11 @@ def test_one_beam_is_greedy_decoding(llm):
     for prompt in PROMPTS.values():
         greedy = SamplingParams(temperature=0, max_tokens=12, logprobs=0)
         (out,) = llm.generate([prompt], greedy, use_tqdm=False)
-        ((one,),) = search(llm, [prompt], BeamSearchParams(1, 12))
-        assert one.token_ids == out.outputs[0].token_ids
-        assert one.cumulative_logprob == pytest.approx(out.outputs[0].cumulative_logprob, abs=1e-5)
+        ((sequence,),) = search(llm, [prompt], BeamSearchParams(1, 12))
+        assert sequence.token_ids == out.outputs[0].token_ids
+        assert sequence.cumulative_logprob == pytest.approx(
+            out.outputs[0].cumulative_logprob, abs=1e-5
+        )
 
 
 @pytest.mark.default_cases("num_blocks=28", "num_blocks=28 preemption=swap swap_space_gib=0.01")
@@ -290,10 +291,12 @@ def test_batch_block_size_caching_and_preemption_change_no_beam(tiny, golden, co
     llm.engine.step = watched  # type: ignore[method-assign]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     for i, n in ((0, 21), (1, 40), (5, 1)):
-        mine = outputs[i].outputs
-        assert [one.token_ids for one in mine] == [one.token_ids for one in golden[n]]
-        assert [one.score for one in mine] == pytest.approx(
-            [one.score for one in golden[n]], abs=1e-5
+        branches = outputs[i].outputs
+        assert [sequence.token_ids for sequence in branches] == [
+            sequence.token_ids for sequence in golden[n]
+        ]
+        assert [sequence.score for sequence in branches] == pytest.approx(
+            [sequence.score for sequence in golden[n]], abs=1e-5
         )
     alone = make(tiny)
     for i in (2, 3, 4):
@@ -332,23 +335,25 @@ def test_n_returns_the_best_beams_with_their_text(llm, golden):
     (out,) = llm.generate(
         [PROMPTS[21]], BeamSearchParams(4, 16, n=2, ignore_eos=True), use_tqdm=False
     )
-    assert [one.token_ids for one in out.outputs] == [one.token_ids for one in golden[21][:2]]
-    assert [one.index for one in out.outputs] == [0, 1]
+    assert [sequence.token_ids for sequence in out.outputs] == [
+        sequence.token_ids for sequence in golden[21][:2]
+    ]
+    assert [sequence.index for sequence in out.outputs] == [0, 1]
     assert out.outputs[0].text == llm.tokenizer.decode(list(out.outputs[0].token_ids))
 
 
 def test_a_stop_token_ends_a_beam_and_is_hidden(llm, golden):
-    stops = {one.token_ids[i] for one in golden[21] for i in (2, 3, 4)}
+    stops = {sequence.token_ids[i] for sequence in golden[21] for i in (2, 3, 4)}
     # short ones are better
     params = BeamSearchParams(4, 16, length_penalty=0.0, stop_token_ids=tuple(stops))
     (out,) = llm.generate([PROMPTS[21]], params, use_tqdm=False)
-    ended = [one for one in out.outputs if one.finish_reason == "stop"]
+    ended = [branch for branch in out.outputs if branch.finish_reason == "stop"]
     assert ended
-    for one in ended:
-        assert one.token_ids[-1] in {*stops, *llm.model.eos_token_ids}
-        assert stops.isdisjoint(one.token_ids[:-1])
-        assert one.stop_reason in {*stops, None}
-        assert one.text == llm.tokenizer.decode(list(one.token_ids[:-1]))
+    for branch in ended:
+        assert branch.token_ids[-1] in {*stops, *llm.model.eos_token_ids}
+        assert stops.isdisjoint(branch.token_ids[:-1])
+        assert branch.stop_reason in {*stops, None}
+        assert branch.text == llm.tokenizer.decode(list(branch.token_ids[:-1]))
 
 
 def test_a_recording_with_beams_replays(tiny, tmp_path):

@@ -38,10 +38,10 @@ PARAMS = [
 
 def attend(*arrays, **options) -> jax.Array:
     """The reference. Without offsets it reads the query of row b at b, as the contract says."""
-    *rest, seq_lens, offsets = arrays
+    *tensors, seq_lens, offsets = arrays
     if offsets is None:
         offsets = jnp.minimum(jnp.arange(len(seq_lens) + 1), (seq_lens > 0).sum()).astype(jnp.int32)
-    return IMPLS["reference"].attend(*rest, seq_lens, offsets, **options)
+    return IMPLS["reference"].attend(*tensors, seq_lens, offsets, **options)
 
 
 def without_drafts(*arrays, **options) -> jax.Array:
@@ -70,12 +70,12 @@ def make(one_layer, impl: str, **config) -> LLM:
         one_layer,
         progress=False,
         attention_impl=impl,
-        **{"token_buckets": buckets, **SIZES, **config},
+        **{"token_buckets": buckets} | SIZES | config,
     )
 
 
 def outputs(llm: LLM):
-    return [one.outputs[0] for one in llm.generate(PROMPTS, PARAMS)]
+    return [output.outputs[0] for output in llm.generate(PROMPTS, PARAMS)]
 
 
 @pytest.mark.default_cases("plain")
@@ -90,17 +90,21 @@ def outputs(llm: LLM):
     ids=lambda config: next(iter(config), "plain"),
 )
 def test_tokens_are_those_of_mixed_programs(one_layer, config):
-    separate, mixed = make(one_layer, OWN, **config), make(one_layer, "reference", **config)
-    found, expected = outputs(separate), outputs(mixed)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    separate = make(one_layer, OWN, **config)
+    mixed = make(one_layer, "reference", **config)
+    answers = outputs(separate)
+    expected = outputs(mixed)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
     values = [
         np.array(
             [
-                each[token].logprob
-                for each, token in zip(one[0].logprobs, one[0].token_ids, strict=True)
+                ranked[token].logprob
+                for ranked, token in zip(
+                    run_answers[0].logprobs, run_answers[0].token_ids, strict=True
+                )
             ]
         )
-        for one in (found, expected)
+        for run_answers in (answers, expected)
     ]
     chex.assert_trees_all_close(*values, atol=1e-5)
     shapes = set(separate.engine.runtime.programs)
@@ -110,7 +114,8 @@ def test_tokens_are_those_of_mixed_programs(one_layer, config):
 
 
 def test_a_step_of_decodes_runs_its_own_program_and_a_mixed_one_does_not(one_layer):
-    llm, ran = make(one_layer, OWN, compilation="eager"), []
+    llm = make(one_layer, OWN, compilation="eager")
+    ran = []
     programs = llm.engine.runtime.programs
     for shape, program in list(programs.items()):
         programs[shape] = lambda *arrays, shape=shape, program=program: (
@@ -122,7 +127,7 @@ def test_a_step_of_decodes_runs_its_own_program_and_a_mixed_one_does_not(one_lay
         llm.engine.add(str(i), prompt, params)
     while llm.engine.has_work:
         steps.append(llm.engine.step())
-    alone = [max(one.plan.counts) == 1 for one in steps]
+    alone = [max(step.plan.counts) == 1 for step in steps]
     assert [shape.decodes_alone for shape in ran] == alone
     assert set(alone) == {True, False}
 
@@ -131,16 +136,16 @@ def test_a_decode_that_wants_a_log_probability_of_its_prompt_is_in_a_mixed_step(
     """A chunk of one token, the last but one of a prompt."""
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=1)
     chunks = {"max_num_batched_tokens": 4, "token_buckets": (4,)}
-    found, expected = (
+    prompt_logprobs, expected = (
         [
-            one.prompt_logprobs
-            for one in make(one_layer, impl, **config).generate([list(range(3, 8))], params)
+            output.prompt_logprobs
+            for output in make(one_layer, impl, **config).generate([list(range(3, 8))], params)
         ]
         for impl, config in ((OWN, chunks), ("reference", {}))
     )
     chosen = [
-        [[round(value.logprob, 4) for value in place.values()] for place in one[0][1:]]
-        for one in (found, expected)
+        [[round(value.logprob, 4) for value in place.values()] for place in logprobs[0][1:]]
+        for logprobs in (prompt_logprobs, expected)
     ]
     assert chosen[0] == chosen[1]
     assert len(chosen[0]) == 4
@@ -155,25 +160,26 @@ def test_buckets_above_the_sequences_have_mixed_programs_alone(one_layer):
 def test_programs_that_come_in_later_serve_the_steps_after_them(one_layer, tmp_path):
     llm = make(one_layer, OWN, compilation="background")
     llm.engine.record(tmp_path / "events.jsonl")
-    expected = [one.token_ids for one in outputs(make(one_layer, "reference"))]
-    assert [one.token_ids for one in outputs(llm)] == expected
+    expected = [answer.token_ids for answer in outputs(make(one_layer, "reference"))]
+    assert [answer.token_ids for answer in outputs(llm)] == expected
     background = llm.engine.background
     assert background is not None
     background.join(120)
     assert background.present.decode_buckets == (4,)
     assert background.present.tokens == BUCKETS
-    assert [one.token_ids for one in outputs(llm)] == expected
+    assert [answer.token_ids for answer in outputs(llm)] == expected
     llm.engine.record(None)
     verify(tmp_path / "events.jsonl")
 
 
 def test_the_invariant_form_of_an_implementation_gets_offsets():
-    own = SEPARATE._replace(invariant=IMPLS["reference"].attend)
-    with mock.patch.object(attention, "find", return_value=own):
+    implementation = SEPARATE._replace(invariant=IMPLS["reference"].attend)
+    with mock.patch.object(attention, "find", return_value=implementation):
         bound = attention.attend("own", 1.0, invariant=True)
-    q, pages = jnp.ones((2, 2, 8)), jnp.ones((3, 2, 4, 8))
-    found = bound(q, pages, pages, jnp.zeros((2, 1), jnp.int32), jnp.ones(2, jnp.int32), None)
-    chex.assert_trees_all_close(found, q)
+    q = jnp.ones((2, 2, 8))
+    pages = jnp.ones((3, 2, 4, 8))
+    result = bound(q, pages, pages, jnp.zeros((2, 1), jnp.int32), jnp.ones(2, jnp.int32), None)
+    chex.assert_trees_all_close(result, q)
 
 
 def test_steps_are_graphs_on_a_gpu_and_have_no_options_elsewhere():
@@ -192,21 +198,28 @@ def test_an_engine_without_drafts_has_the_attention_for_it():
 @pytest.mark.parametrize("lengths", [(3, 9, 1), (5, 2, 0), (0, 0, 0)])
 def test_a_call_without_offsets_is_a_batch_of_decodes(impl, lengths):
     draw = np.random.default_rng(0)
-    rows, heads, group, d, s, width = len(lengths), 2, 2, 8, 4, 3
+    rows = len(lengths)
+    heads = 2
+    group = 2
+    d = 8
+    s = 4
+    width = 3
     q = draw.standard_normal((rows, heads * group, d)).astype(np.float32)
     k, v = draw.standard_normal((2, 1 + rows * width, heads, s, d)).astype(np.float32)
     tables = 1 + np.arange(rows * width, dtype=np.int32).reshape(rows, width)
     offsets = np.concatenate([[0], np.cumsum(np.array(lengths) > 0)]).astype(np.int32)
     arrays = q, k, v, tables, np.array(lengths, np.int32)
-    found = paged_attention(*arrays, None, scale=0.3, impl=impl)
+    result = paged_attention(*arrays, None, scale=0.3, impl=impl)
     expected = paged_attention(*arrays, offsets, scale=0.3, impl="reference")
-    chex.assert_shape(found, q.shape)
-    chex.assert_trees_all_close(found, expected, atol=1e-5)
+    chex.assert_shape(result, q.shape)
+    chex.assert_trees_all_close(result, expected, atol=1e-5)
 
 
 def test_without_offsets_there_are_as_many_tokens_as_rows():
-    q, pages = jnp.zeros((4, 2, 8)), jnp.zeros((3, 2, 4, 8))
-    tables, lengths = jnp.zeros((3, 2), jnp.int32), jnp.ones(3, jnp.int32)
+    q = jnp.zeros((4, 2, 8))
+    pages = jnp.zeros((3, 2, 4, 8))
+    tables = jnp.zeros((3, 2), jnp.int32)
+    lengths = jnp.ones(3, jnp.int32)
     with pytest.raises(
         ValueError,
         match=r"without cu_q_lens every row has one token, so T must be seq_lens's B = 3",

@@ -62,24 +62,26 @@ class Drafters(NamedTuple):
 
 @pytest.fixture(scope="module")
 def folders(tiny, tiny_folder, tmp_path_factory) -> Drafters:
-    at = tmp_path_factory.mktemp("drafters")
-    small = tiny_llama(at / "small", layers=1, heads=2, kv_heads=1, hidden=32, tied=False, seed=5)
+    root = tmp_path_factory.mktemp("drafters")
+    small = tiny_llama(root / "small", layers=1, heads=2, kv_heads=1, hidden=32, tied=False, seed=5)
     ids = np.arange(0, 320, 2)
     params = train_draft.initial(tiny.model, ids, 1)[1]
-    head = write_eagle(at / "head", tiny.model.config, ids.tolist(), params)
+    head = write_eagle(root / "head", tiny.model.config, ids.tolist(), params)
     return Drafters(str(tiny_folder), str(small), str(head))
 
 
 @pytest.fixture(scope="module")
 def plain(tiny):
-    engine, wanted = (
-        LLM(tiny, progress=False, **CONFIG).engine,
-        {seed: asks(seed) for seed in range(3)},
-    )
-    return {seed: run(engine, several, seed) for seed, several in wanted.items()}, wanted
+    engine = LLM(tiny, progress=False, **CONFIG).engine
+    requests_by_seed = {seed: asks(seed) for seed in range(3)}
+    return {
+        seed: run(engine, requests, seed) for seed, requests in requests_by_seed.items()
+    }, requests_by_seed
 
 
-def speculating(tiny, folders: Drafters, drafter: str, k: int, rule: str = "strict", **config):
+def speculative_engine(
+    tiny, folders: Drafters, drafter: str, k: int, rule: str = "strict", **config
+):
     method = "eagle" if drafter == "head" else "draft"
     options = {
         "method": method,
@@ -88,18 +90,21 @@ def speculating(tiny, folders: Drafters, drafter: str, k: int, rule: str = "stri
         "adaptive": False,
         "rule": rule,
     }
-    return LLM(tiny, progress=False, speculative=options, **{**CONFIG, **config}).engine
+    return LLM(tiny, progress=False, speculative=options, **CONFIG | config).engine
 
 
-def finished(engine) -> tuple[list[int], int, int]:
+def run_to_the_end(engine) -> tuple[list[int], int, int]:
     """Run all requests of an engine to their end: tokens, drafts and accepted drafts."""
-    output, drafts, accepted = [], 0, 0
+    output = []
+    drafts = 0
+    accepted = 0
     while engine.has_work:
         for event in engine.step().events:
             if isinstance(event, Sampled):
                 output += event.token_ids
             if isinstance(event, Verified):
-                drafts, accepted = drafts + sum(event.drafts), accepted + sum(event.accepted)
+                drafts += sum(event.drafts)
+                accepted += sum(event.accepted)
     return output, drafts, accepted
 
 
@@ -127,17 +132,16 @@ SLOW = (
 @pytest.mark.parametrize("case", [case for case in CASES if case != LAZY])
 @pytest.mark.parametrize("drafter", ["itself", "small", "head"])
 def test_outputs_are_those_without_drafts(tiny, folders, plain, tmp_path, drafter, case):
-    (k, config), (outcomes, wanted) = CASES[case], plain
-    engine = speculating(tiny, folders, drafter, k, **config)
+    k, config = CASES[case]
+    outcomes, requests = plain
+    engine = speculative_engine(tiny, folders, drafter, k, **config)
     drafted = accepted = preempted = 0
     for seed, expected in outcomes.items():
-        found = run(engine, wanted[seed], seed + 100, tmp_path / "log.jsonl")
-        assert (found.tokens, found.reasons) == (expected.tokens, expected.reasons)
-        drafted, accepted, preempted = (
-            drafted + found.drafted,
-            accepted + found.accepted,
-            preempted + found.preempted,
-        )
+        outcome = run(engine, requests[seed], seed + 100, tmp_path / "log.jsonl")
+        assert (outcome.tokens, outcome.reasons) == (expected.tokens, expected.reasons)
+        drafted += outcome.drafted
+        accepted += outcome.accepted
+        preempted += outcome.preempted
         assert verify(tmp_path / "log.jsonl").identical
     assert drafted > (10 if "budget" in case else 100)
     assert preempted or "few blocks" not in case
@@ -149,7 +153,7 @@ def test_outputs_are_those_without_drafts(tiny, folders, plain, tmp_path, drafte
 @pytest.mark.parametrize("case", CASES)
 def test_every_draft_of_the_model_itself_is_accepted(tiny, folders, case):
     k, config = CASES[case]
-    engine = speculating(tiny, folders, "itself", k, **config)
+    engine = speculative_engine(tiny, folders, "itself", k, **config)
     for i in range(9):
         options: dict[str, Any] = {
             "temperature": float(i % 2),
@@ -160,7 +164,7 @@ def test_every_draft_of_the_model_itself_is_accepted(tiny, folders, case):
         if i % 3 == 0:
             options |= {"repetition_penalty": 1.3, "top_k": 40, "logit_bias": {7: 2.0}}
         engine.add(f"r{i}", tokens(5 + 6 * i, i % 4), SamplingParams(**options))
-    output, drafts, accepted = finished(engine)
+    output, drafts, accepted = run_to_the_end(engine)
     assert len(output) == 180
     assert drafts == accepted > 10
 
@@ -172,17 +176,21 @@ def test_drafts_behind_a_prefix_that_was_found_are_as_good_as_behind_one_that_wa
     """Elsewhere acceptance fell after prefix hits (vllm#47930): the drafter had not computed what
     was shared.
     """
-    engine, prompt = speculating(tiny, folders, "itself", 4), tokens(30, 3)
+    engine = speculative_engine(tiny, folders, "itself", 4)
+    prompt = tokens(30, 3)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     engine.add("first", prompt, params)
-    first = finished(engine)
+    first = run_to_the_end(engine)
     engine.add("second", prompt + first[0], params)
-    cached, drafts, accepted = 0, 0, 0
+    cached = 0
+    drafts = 0
+    accepted = 0
     while engine.has_work:
         for event in engine.step().events:
             cached += event.num_cached if isinstance(event, Admitted) else 0
             if isinstance(event, Verified):
-                drafts, accepted = drafts + sum(event.drafts), accepted + sum(event.accepted)
+                drafts += sum(event.drafts)
+                accepted += sum(event.accepted)
     assert cached == 44
     assert drafts == accepted > 0
 
@@ -191,24 +199,23 @@ def test_drafts_behind_a_prefix_that_was_found_are_as_good_as_behind_one_that_wa
 
 
 def dense_drafts(
-    tiny, folder: str, known: list[int], drafts: list[int]
+    tiny, folder: str, context: list[int], drafts: list[int]
 ) -> tuple[list[int], list[float]]:
     """The drafts after known tokens by the training's forward pass, and by how much each is the
     best one.
     """
-    found = read_eagle(folder, tiny.model.config, "float32")
-    head, model = (
-        nnx.merge(found.graphdef, found.params),
-        nnx.merge(tiny.model.graphdef, tiny.model.params),
-    )
+    head_files = read_eagle(folder, tiny.model.config, "float32")
+    head = nnx.merge(head_files.graphdef, head_files.params)
+    model = nnx.merge(tiny.model.graphdef, tiny.model.params)
     # of one shape, for one compilation; what follows changes nothing before it
     text = np.zeros((1, 64), np.int32)
-    text[0, : len(known) + len(drafts)] = [*known, *drafts]
-    windows = draft_data.read(tiny.model, found.taps, text, 1, "float32")
+    text[0, : len(context) + len(drafts)] = [*context, *drafts]
+    windows = draft_data.read(tiny.model, head_files.taps, text, 1, "float32")
     embedded = model.embedded(draft_loss.packed(jnp.asarray(text)))
-    best, lead = [], []
+    best = []
+    lead = []
     for i, logits in enumerate(draft_loss.drafts(head, embedded, windows, len(drafts))):
-        row = np.asarray(logits[0, len(known) - 1 + i])
+        row = np.asarray(logits[0, len(context) - 1 + i])
         best.append(int(head.ids[...][row.argmax()]))
         lead.append(float(np.diff(np.sort(row)[-2:])[0]))
     return best, lead
@@ -226,7 +233,7 @@ def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(
     # so that it ends within these texts
     (folder / "config.json").write_text(json.dumps(stored | {"window": 16}))
     folders = folders._replace(head=str(folder))
-    seen: list[tuple[list[int], list[int]]] = []
+    drafted: list[tuple[list[int], list[int]]] = []
     original = engine_step.run_drafter
 
     def watched(runtime, sequences, pages, plan):
@@ -234,11 +241,11 @@ def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(
         for seq, length, k in zip(plan.seqs, plan.lengths, plan.drafts, strict=True):
             if k:
                 data = sequences[seq.request_id].tokens.tolist()
-                seen.append((data[:length], data[length : length + k]))
+                drafted.append((data[:length], data[length : length + k]))
         return out
 
     monkeypatch.setattr(engine_step, "run_drafter", watched)
-    engine = speculating(tiny, folders, "head", 3, **config)
+    engine = speculative_engine(tiny, folders, "head", 3, **config)
     shared = tokens(12, 0)
     for i in range(6):
         engine.add(
@@ -246,12 +253,14 @@ def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(
             shared + tokens(3 + 5 * i, i),
             SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
         )
-    finished(engine)
-    assert len(seen) >= 8
-    for known, drafts in seen[:: len(seen) // 8]:
-        best, lead = dense_drafts(tiny, folders.head, known, drafts)
-        same = [a == b or margin < 1e-4 for a, b, margin in zip(best, drafts, lead, strict=True)]
-        assert all(same), (best, drafts, lead)
+    run_to_the_end(engine)
+    assert len(drafted) >= 8
+    for context, drafts in drafted[:: len(drafted) // 8]:
+        best, lead = dense_drafts(tiny, folders.head, context, drafts)
+        agreements = [
+            a == b or margin < 1e-4 for a, b, margin in zip(best, drafts, lead, strict=True)
+        ]
+        assert all(agreements), (best, drafts, lead)
 
 
 # --- rejection sampling ---------------------------------------------------------------------------
@@ -262,18 +271,18 @@ def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(
 def test_with_rejection_greedy_requests_keep_their_tokens_and_runs_replay(
     tiny, folders, plain, tmp_path, drafter
 ):
-    outcomes, wanted = plain
-    engine = speculating(tiny, folders, drafter, 3, "rejection")
+    outcomes, requests = plain
+    engine = speculative_engine(tiny, folders, drafter, 3, "rejection")
     for seed, expected in outcomes.items():
-        found = run(engine, wanted[seed], seed, tmp_path / "log.jsonl")
-        again = run(engine, wanted[seed], seed)
-        assert found.tokens == again.tokens, "a run is not a function of its seeds"
+        outcome = run(engine, requests[seed], seed, tmp_path / "log.jsonl")
+        repeated = run(engine, requests[seed], seed)
+        assert outcome.tokens == repeated.tokens, "a run is not a function of its seeds"
         assert verify(tmp_path / "log.jsonl").identical
-        for ask in wanted[seed]:
+        for ask in requests[seed]:
             if ask.params.temperature == 0:
-                assert found.tokens[ask.names[0]] == expected.tokens[ask.names[0]]
+                assert outcome.tokens[ask.names[0]] == expected.tokens[ask.names[0]]
         if drafter == "itself":
-            assert found.accepted > 0.85 * found.drafted
+            assert outcome.accepted > 0.85 * outcome.drafted
 
 
 @pytest.mark.slow
@@ -281,7 +290,9 @@ def test_with_rejection_greedy_requests_keep_their_tokens_and_runs_replay(
 def test_with_rejection_outputs_have_the_distribution_of_an_engine_without_drafts(
     tiny, folders, drafter
 ):
-    number, length, few = 2000, 4, [5, 9, 17, 33]
+    number = 2000
+    length = 4
+    allowed = [5, 9, 17, 33]
     config = {
         "max_num_seqs": 64,
         "max_num_batched_tokens": 256,
@@ -292,7 +303,7 @@ def test_with_rejection_outputs_have_the_distribution_of_an_engine_without_draft
         options = {"num_tokens": 2, "adaptive": False, "rule": "rejection"}
         drafting_engine = LLM(tiny, progress=False, speculative=options, **config).engine
     else:
-        drafting_engine = speculating(tiny, folders, drafter, 2, "rejection", **config)
+        drafting_engine = speculative_engine(tiny, folders, drafter, 2, "rejection", **config)
     counts = []
     for first, engine in (
         (0, LLM(tiny, progress=False, **config).engine),
@@ -304,19 +315,19 @@ def test_with_rejection_outputs_have_the_distribution_of_an_engine_without_draft
                 temperature=2.0,
                 max_tokens=length,
                 ignore_eos=True,
-                allowed_token_ids=few,
+                allowed_token_ids=allowed,
             )
             engine.add(f"r{i}", [5, 9, 5, 9, 17, 5], params)
-        found: dict[str, list[int]] = {}
+        outputs: dict[str, list[int]] = {}
         verified = 0
         while engine.has_work:
             for event in engine.step().events:
                 verified += isinstance(event, Verified)
                 if isinstance(event, Sampled):
                     for name, token in zip(event.request_ids, event.token_ids, strict=True):
-                        found.setdefault(name, []).append(token)
+                        outputs.setdefault(name, []).append(token)
         assert bool(verified) == bool(first)
-        counts.append(Counter(tuple(output) for output in found.values()))
+        counts.append(Counter(tuple(output) for output in outputs.values()))
     cells = [
         cell for cell in set(counts[0]) | set(counts[1]) if counts[0][cell] + counts[1][cell] >= 20
     ]
@@ -331,7 +342,7 @@ def test_with_rejection_outputs_have_the_distribution_of_an_engine_without_draft
 @pytest.mark.slow
 def test_a_block_has_the_drafters_pages(tiny, folders):
     for drafter in ("small", "head"):
-        engine = speculating(tiny, folders, drafter, 2)
+        engine = speculative_engine(tiny, folders, drafter, 2)
         pages = engine._state.cache
         chex.assert_tree_shape_prefix(pages, (engine.config.num_blocks + 1,))
         sizes = engine.runtime.geometry.block
@@ -352,17 +363,17 @@ def test_an_engine_learns_what_drafts_on_the_device_cost(tiny, folders, rule):
     config = {**CONFIG, "token_buckets": (1, 2, 4, 8, 24)}
     engine = LLM(tiny, progress=False, speculative=options, **config).engine
     engine.add("a", tokens(9, 1), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
-    seen = 0.0
+    draft_seconds = 0.0
     while engine.has_work:
         result = engine.step()
         assert (result.draft_seconds > 0) == (result.draft_rows > 0) == any(result.plan.drafts)
         assert (
             0 <= result.draft_seconds <= result.device_seconds <= result.finished - result.started
         )
-        seen += result.draft_seconds
+        draft_seconds += result.draft_seconds
     learned = engine._state.drafting.draft_seconds
     assert set(learned) == {1}, "the drafts of one row are known by another number of rows"
-    assert seen > 0
+    assert draft_seconds > 0
     assert drafting.draft_cost(learned, 1) == drafting.draft_cost({4: learned[1]}, 1) == learned[1]
     assert drafting.draft_cost({}, 1) == 0
     engine.reset()
@@ -446,13 +457,13 @@ def test_a_draft_model_whose_vocabulary_is_padded_to_another_size_drafts(
 ):
     """The tokenizer has 303 tokens. The random model also samples ids behind them."""
     folder = tiny_llama(tmp_path / str(vocab), layers=1, tied=False, vocab=vocab)
-    asked = [[i, i + 1, i + 2] for i in range(20, 60, 10)]
+    prompts = [[i, i + 1, i + 2] for i in range(20, 60, 10)]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     drafts = {"method": "draft", "model": str(folder), "num_tokens": 2, "rule": rule}
     answers = []
     for speculative in (None, drafts):
         llm = LLM(tiny, progress=False, speculative=speculative, **CONFIG)
-        outputs = llm.generate(asked, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         answers.append([output.outputs[0].token_ids for output in outputs])
     assert answers[0] == answers[1]
     assert max(map(max, answers[0])) >= 303, "no id that pads a vocabulary was sampled"
@@ -512,7 +523,7 @@ def test_other_dtypes_draft_too(tiny_folder, folders, dtypes):
                 temperature=float(i % 2), seed=i, max_tokens=16, ignore_eos=True
             )
             engine.add(f"r{i}", tokens(5 + 6 * i, i), params)
-        output, drafts, accepted = finished(engine)
+        output, drafts, accepted = run_to_the_end(engine)
         assert len(output) == 48
         assert drafts > 10
         if method == "draft" and "weight_dtype" not in dtypes:
@@ -521,10 +532,11 @@ def test_other_dtypes_draft_too(tiny_folder, folders, dtypes):
 
 @pytest.mark.slow
 def test_a_failed_step_after_its_drafts_is_rolled_back(tiny, folders, monkeypatch):
-    wanted = asks(1)
-    expected = run(LLM(tiny, progress=False, **CONFIG).engine, wanted, 1).tokens
-    engine = speculating(tiny, folders, "itself", 3)
-    original, calls = engine_step.batch_of, []
+    requests = asks(1)
+    expected = run(LLM(tiny, progress=False, **CONFIG).engine, requests, 1).tokens
+    engine = speculative_engine(tiny, folders, "itself", 3)
+    original = engine_step.batch_of
+    calls = []
 
     def failing(*arguments):
         calls.append(1)
@@ -533,9 +545,9 @@ def test_a_failed_step_after_its_drafts_is_rolled_back(tiny, folders, monkeypatc
         return original(*arguments)
 
     monkeypatch.setattr(engine_step, "batch_of", failing)
-    for ask in wanted:
+    for ask in requests:
         engine.add(ask.names[0], ask.prompt, ask.params, forks=ask.names[1:])
-    found: dict[str, list[int]] = {name: [] for ask in wanted for name in ask.names}
+    outputs: dict[str, list[int]] = {name: [] for ask in requests for name in ask.names}
     failed = 0
     while engine.has_work:
         try:
@@ -546,25 +558,23 @@ def test_a_failed_step_after_its_drafts_is_rolled_back(tiny, folders, monkeypatc
         for event in result.events:
             if isinstance(event, Sampled):
                 for name, token in zip(event.request_ids, event.token_ids, strict=True):
-                    found[name].append(token)
+                    outputs[name].append(token)
     assert failed == 2
-    assert found == expected
+    assert outputs == expected
 
 
 @pytest.mark.slow
 def test_new_parameters_leave_the_drafter_as_it_is(tiny, folders):
-    config, options = (
-        {**CONFIG, "compilation": "lazy"},
-        {"method": "draft", "model": folders.itself, "num_tokens": 3},
-    )
+    config = {**CONFIG, "compilation": "lazy"}
+    options = {"method": "draft", "model": folders.itself, "num_tokens": 3}
     llm = LLM(tiny, progress=False, speculative=options, **config)
     halved = jax.tree.map(lambda x: x * 0.5, llm.engine.model.params)
     llm.update_params(halved)
-    other = LLM(tiny, progress=False, **config)
-    other.update_params(halved)
+    undrafted = LLM(tiny, progress=False, **config)
+    undrafted.update_params(halved)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    ours, theirs = (
-        one.generate(tokens(9, 2), params, use_tqdm=False)[0].outputs[0].token_ids
-        for one in (llm, other)
+    tokens_with_drafts, expected = (
+        engine.generate(tokens(9, 2), params, use_tqdm=False)[0].outputs[0].token_ids
+        for engine in (llm, undrafted)
     )
-    assert ours == theirs
+    assert tokens_with_drafts == expected

@@ -22,7 +22,9 @@ from pagedjax.device.row_features import find
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 64}
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12], [20, 21]]
 PLAIN = SamplingParams(temperature=1.0, seed=1, max_tokens=120, ignore_eos=True, logprobs=1)
-GAMMA, DELTA, KEY = 0.25, 3.0, 7
+GAMMA = 0.25
+DELTA = 3.0
+KEY = 7
 MARKED = replace(PLAIN, extra_args={"watermark": (GAMMA, DELTA, KEY)})
 
 
@@ -36,36 +38,37 @@ def llm(one_layer, file) -> LLM:
     return LLM(one_layer, progress=False, row_features=f"{file}:WATERMARK", **SIZES)
 
 
-def generate(llm: LLM, *each: SamplingParams) -> list[Any]:
-    return [output.outputs[0] for output in llm.generate(PROMPTS, list(each), use_tqdm=False)]
+def generate(llm: LLM, *params: SamplingParams) -> list[Any]:
+    return [output.outputs[0] for output in llm.generate(PROMPTS, list(params), use_tqdm=False)]
 
 
 def test_a_watermark_is_detected_where_it_was_asked_for_and_nothing_else_changes(
     one_layer, llm, file
 ):
     z_score = runpy.run_path(str(file))["z_score"]
-    others = replace(PLAIN, seed=2), replace(PLAIN, temperature=0.0)
-    plain = generate(LLM(one_layer, progress=False, **SIZES), PLAIN, *others)
-    assert generate(llm, PLAIN, *others) == plain, "the same bits"
-    mixed = generate(llm, MARKED, *others)
+    other_params = replace(PLAIN, seed=2), replace(PLAIN, temperature=0.0)
+    plain = generate(LLM(one_layer, progress=False, **SIZES), PLAIN, *other_params)
+    assert generate(llm, PLAIN, *other_params) == plain, "the same bits"
+    mixed = generate(llm, MARKED, *other_params)
     assert mixed[1:] == plain[1:], "the same bits beside a row with a mark"
     assert mixed[0].token_ids != plain[0].token_ids
     assert z_score(PROMPTS[0], mixed[0].token_ids, GAMMA, KEY) > 6
     assert abs(z_score(PROMPTS[0], mixed[0].token_ids, GAMMA, KEY + 1)) < 4, (
         "another key finds nothing"
     )
-    for prompt, one in zip(PROMPTS[:2], plain[:2], strict=True):
-        assert abs(z_score(prompt, one.token_ids, GAMMA, KEY)) < 3.5
+    for prompt, branch in zip(PROMPTS[:2], plain[:2], strict=True):
+        assert abs(z_score(prompt, branch.token_ids, GAMMA, KEY)) < 3.5
 
 
 def test_numpy_and_jax_have_the_same_lists_of_the_wanted_size(file):
     green = runpy.run_path(str(file))["green"]
-    before, token = np.arange(64)[:, None], np.arange(1000)[None]
-    wanted = green(before, token, np.float32(0.3), np.uint32(5))
-    found = green(jnp.asarray(before), jnp.asarray(token), jnp.float32(0.3), jnp.uint32(5))
-    chex.assert_trees_all_equal(np.asarray(found), wanted)
-    assert abs(wanted.mean() - 0.3) < 0.005
-    assert np.abs(wanted.mean(1) - 0.3).max() < 0.08
+    before = np.arange(64)[:, None]
+    tokens = np.arange(1000)[None]
+    expected = green(before, tokens, np.float32(0.3), np.uint32(5))
+    green_tokens = green(jnp.asarray(before), jnp.asarray(tokens), jnp.float32(0.3), jnp.uint32(5))
+    chex.assert_trees_all_equal(np.asarray(green_tokens), expected)
+    assert abs(expected.mean() - 0.3) < 0.005
+    assert np.abs(expected.mean(1) - 0.3).max() < 0.08
 
 
 @pytest.mark.slow
@@ -82,13 +85,11 @@ def test_numpy_and_jax_have_the_same_lists_of_the_wanted_size(file):
 def test_a_watermark_does_not_depend_on_how_steps_are_made(
     one_layer, one_layer_folder, llm, file, options
 ):
-    few = [replace(one, max_tokens=60) for one in (MARKED, PLAIN, MARKED)]
-    wanted = [one.token_ids for one in generate(llm, *few)]
+    params = [replace(request_params, max_tokens=60) for request_params in (MARKED, PLAIN, MARKED)]
+    expected = [answer.token_ids for answer in generate(llm, *params)]
     model = one_layer_folder if "mesh" in options else one_layer
-    other = LLM(
-        model, progress=False, row_features=[find(f"{file}:WATERMARK")], **{**SIZES, **options}
-    )
-    assert [one.token_ids for one in generate(other, *few)] == wanted
+    varied = LLM(model, progress=False, row_features=[find(f"{file}:WATERMARK")], **SIZES | options)
+    assert [answer.token_ids for answer in generate(varied, *params)] == expected
 
 
 def test_what_a_request_says_is_checked_and_a_bug_in_read_refuses_it_alone(llm):
@@ -111,15 +112,18 @@ def test_what_a_request_says_is_checked_and_a_bug_in_read_refuses_it_alone(llm):
 def test_names_and_values_are_given_together_or_under_vllms_name(one_layer, file):
     value = find(f"{file}:WATERMARK")
     lazy: dict[str, Any] = {"progress": False, **SIZES}
-    for given in (
+    for option in (
         {"row_features": value},
         {"logits_processors": [value]},
         {"logits_processors": f"{file}:WATERMARK"},
     ):
-        llm = LLM(one_layer, **lazy, **given)
-        assert [one.name for one in llm.engine.runtime.chain.features][-1] == "watermark"
+        llm = LLM(one_layer, **lazy, **option)
+        assert [feature.name for feature in llm.engine.runtime.chain.features][-1] == "watermark"
     llm = LLM(one_layer, **lazy, row_features=(value._replace(name="other"), f"{file}:WATERMARK"))
-    assert [one.name for one in llm.engine.runtime.chain.features][-2:] == ["watermark", "other"]
+    assert [feature.name for feature in llm.engine.runtime.chain.features][-2:] == [
+        "watermark",
+        "other",
+    ]
     assert llm.engine.config.row_features == (f"{file}:WATERMARK",)
     assert LLM(one_layer, **lazy, logits_processors=None).engine.config.row_features == ()
     with pytest.raises(
@@ -165,10 +169,11 @@ def test_the_command_line_and_yaml_name_processors(tmp_path, file):
     def point(text: str, *, name: str = "watermark.py", **sections: Any) -> config.Point:
         (tmp_path / name).write_text(text, "utf-8")
         raw = {"name": "unit", "workload": {"kind": "synthetic", "count": 1, **LENGTHS}, **sections}
-        (found,) = config.expand(raw, tmp_path)
-        return found
+        (expanded,) = config.expand(raw, tmp_path)
+        return expanded
 
-    code, engine = file.read_text("utf-8"), {"row_features": ["watermark.py:WATERMARK"]}
+    code = file.read_text("utf-8")
+    engine = {"row_features": ["watermark.py:WATERMARK"]}
     sampling = {"extra_args": {"watermark": [0.25, 2.0, 7]}}
     first = point(code, engine=engine, sampling=sampling)
     assert first.experiment.engine.row_features == (f"{tmp_path.resolve()}/watermark.py:WATERMARK",)

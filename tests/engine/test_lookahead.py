@@ -31,7 +31,7 @@ OFTEN = tuple(range(0, 320, 8))  # stop tokens that a random model meets after s
 
 
 def make(tiny, depth: int, **config):
-    return LLM(tiny, progress=False, lookahead=depth, **{**CONFIG, **config})
+    return LLM(tiny, progress=False, lookahead=depth, **CONFIG | config)
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +45,17 @@ class Observed:
     """
 
     def __init__(self, engine) -> None:
-        self.engine, self.results = engine, []
+        self.engine = engine
+        self.results = []
         self.steps = self.sent = self.late = self.preempted = 0
 
     def step(self):
         send = step_module.send
 
-        def counted(runtime, state, cache, plan, previous=None, unknown=frozenset()):
+        def counted(runtime, state, cache, plan, previous=None, unsampled=frozenset()):
             self.sent += 1
             self.late += previous is None
-            return send(runtime, state, cache, plan, previous, unknown)
+            return send(runtime, state, cache, plan, previous, unsampled)
 
         with mock.patch.object(step_module, "send", counted):
             result = self.engine.step()
@@ -83,15 +84,16 @@ def play(engine, seed: int, path, *, kinds=KINDS, hottest: float = 1.0) -> Obser
     draw = random.Random(seed)
     engine.reset()
     engine.record(path)
-    run, number = Observed(engine), 0
+    run = Observed(engine)
+    number = 0
     while number < 14 or engine.has_work:
         while number < 14 and draw.random() < 0.5:
-            kind, name, n = draw.choice(kinds), f"r{number}", draw.randint(1, 40)
+            kind = draw.choice(kinds)
+            name = f"r{number}"
+            n = draw.randint(1, 40)
             number += 1
-            forks, params = (
-                [],
-                {"max_tokens": draw.randint(1, 24), "ignore_eos": True, "seed": number},
-            )
+            forks = []
+            params = {"max_tokens": draw.randint(1, 24), "ignore_eos": True, "seed": number}
             params |= {"temperature": draw.choice([0.0, hottest])}
             if kind == "beams":
                 beam = BeamSearchParams(beam_width=2, max_tokens=6)
@@ -101,7 +103,8 @@ def play(engine, seed: int, path, *, kinds=KINDS, hottest: float = 1.0) -> Obser
                 params |= {"stop_token_ids": list(OFTEN), "min_tokens": draw.randint(0, 4)}
                 params["min_tokens"] = min(params["min_tokens"], params["max_tokens"])
             if kind == "forks":
-                forks, params["temperature"] = [f"{name}b", f"{name}c"], hottest
+                forks = [f"{name}b", f"{name}c"]
+                params["temperature"] = hottest
             if kind == "penalties":
                 params |= {"frequency_penalty": 0.7, "repetition_penalty": 1.2}
             if draw.random() < 0.3:
@@ -157,11 +160,11 @@ def test_recordings_are_byte_identical_under_preemption(tiny, tmp_path, config):
     engines = [make(tiny, depth, max_model_len=64, **config).engine for depth in (0, 3)]
     preempted = 0
     for seed in range(3):
-        plain, *others = [
+        plain, *predicted_runs = [
             play(engine, seed, tmp_path / f"{i}.jsonl") for i, engine in enumerate(engines)
         ]
-        for i, other in enumerate(others, 1):
-            assert other.results == plain.results
+        for i, predicted in enumerate(predicted_runs, 1):
+            assert predicted.results == plain.results
             assert (tmp_path / f"{i}.jsonl").read_bytes() == (tmp_path / "0.jsonl").read_bytes()
         preempted += plain.preempted
     assert preempted, "no sequence was preempted"
@@ -203,22 +206,22 @@ def test_recordings_are_byte_identical_in_baseline_modes(tiny, tmp_path, config)
     kinds = {"kinds": ("plain", "stops", "penalties")} if "reservation" in config else {}
     steps = late = 0
     for seed in range(4):
-        plain, *others = [
+        plain, *predicted_runs = [
             play(engine, seed, tmp_path / f"{i}.jsonl", **kinds) for i, engine in enumerate(engines)
         ]
         assert verify(tmp_path / "0.jsonl").identical
-        for i, other in enumerate(others, 1):
-            assert other.results == plain.results
+        for i, predicted in enumerate(predicted_runs, 1):
+            assert predicted.results == plain.results
             assert (tmp_path / f"{i}.jsonl").read_bytes() == (tmp_path / "0.jsonl").read_bytes()
-            steps += other.steps
-            late += other.late
+            steps += predicted.steps
+            late += predicted.late
     assert late < 0.9 * steps, "no step was predicted"
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_branch_that_is_cancelled_before_its_fork_lends_its_row_to_no_other(llms, depth):
     """The branches behind it have other arrivals than in the step that was predicted."""
-    found = {}
+    sampled_by_engine = {}
     for engine in (llms[0].engine, llms[depth].engine):
         engine.reset()
         engine.add(
@@ -227,7 +230,8 @@ def test_a_branch_that_is_cancelled_before_its_fork_lends_its_row_to_no_other(ll
             SamplingParams(temperature=2.0, seed=1, max_tokens=8, ignore_eos=True),
             forks="bcd",
         )
-        run, sampled = Observed(engine), {}
+        run = Observed(engine)
+        sampled = {}
         while engine.has_work:
             if run.steps == 2:
                 assert engine.scheduler_state.running.seqs[0].request.forks == ("b", "c", "d")
@@ -237,8 +241,8 @@ def test_a_branch_that_is_cancelled_before_its_fork_lends_its_row_to_no_other(ll
                     zip(*event[1:], strict=True) if isinstance(event, Sampled) else ()
                 ):
                     sampled.setdefault(name, []).append(token)
-        found[engine] = sampled
-    plain, predicted = found.values()
+        sampled_by_engine[engine] = sampled
+    plain, predicted = sampled_by_engine.values()
     assert predicted == plain
     assert plain.keys() == {"a", "c", "d"}
 
@@ -279,7 +283,8 @@ def test_a_stop_token_costs_at_most_one_extra_step(llms):
     for i in range(6):
         params = SamplingParams(temperature=1.0, seed=i, max_tokens=40, stop_token_ids=list(OFTEN))
         engine.add(str(i), tokens(4, i), params)
-    run, ends = Observed(engine), 0
+    run = Observed(engine)
+    ends = 0
     while engine.has_work:
         result = run.step()
         ends += any(event.reason == "stop" for event in result.events if hasattr(event, "reason"))
@@ -309,8 +314,8 @@ def test_no_prediction_overwrites_cached_content(tiny):
             engine.add(f"a{i}", tokens(31, i), SamplingParams(temperature=0, max_tokens=1))
             while engine.has_work:
                 engine.step()
-        held = len(engine.scheduler_state.pool.contents)
-        assert held == 4 * (31 // 4)
+        num_cached = len(engine.scheduler_state.pool.contents)
+        assert num_cached == 4 * (31 // 4)
         runs[depth] = run = Observed(engine)
         engine.add(
             "b", tokens(10, 99), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -370,26 +375,31 @@ def test_a_last_prediction_without_the_names_of_most_blocks_is_the_same(tiny, co
     for i in range(12):
         params = SamplingParams(temperature=0, max_tokens=5 + 3 * i, ignore_eos=True)
         engine.add(f"r{i}", tokens(3 + 2 * i, i), params)
-    policy, ended, kept = engine.runtime.policy, 0, 0
+    policy = engine.runtime.policy
+    ended = 0
+    fuller = 0
     while engine.has_work:
         before, plan = scheduler.schedule(engine.scheduler_state, policy)
-        sequences, unknown = engine._state.sequences, set(lookahead.sampling(plan))
-        few, many = (
+        sequences = engine._state.sequences
+        unsampled = set(lookahead.sampling(plan))
+        partial, full = (
             lookahead.predict(
-                before, plan, policy, sequences, unknown, plan_is_real=True, last=last
+                before, plan, policy, sequences, unsampled, plan_is_real=True, last=last
             )
             for last in (True, False)
         )
-        assert (few is None) == (many is None)
-        if few and many:
-            assert few[1] == many[1]._replace(seqs=few[1].seqs)
-            assert [seq.blocks for seq in few[1].seqs] == [seq.blocks for seq in many[1].seqs]
-            assert blocks.free_ids(few[0].pool) == blocks.free_ids(many[0].pool)
-            ended += len({seq.arrival for seq in plan.seqs} - {seq.arrival for seq in few[1].seqs})
-            kept += len(few[0].pool.contents) < len(many[0].pool.contents)
+        assert (partial is None) == (full is None)
+        if partial and full:
+            assert partial[1] == full[1]._replace(seqs=partial[1].seqs)
+            assert [seq.blocks for seq in partial[1].seqs] == [seq.blocks for seq in full[1].seqs]
+            assert blocks.free_ids(partial[0].pool) == blocks.free_ids(full[0].pool)
+            ended += len(
+                {seq.arrival for seq in plan.seqs} - {seq.arrival for seq in partial[1].seqs}
+            )
+            fuller += len(partial[0].pool.contents) < len(full[0].pool.contents)
         engine.step()
     assert ended > 5, "few sequences ended in a prediction"
-    assert (kept > 5) == (not config), "only where all blocks are seen are names left out"
+    assert (fuller > 5) == (not config), "only where all blocks are seen are names left out"
 
 
 def test_rows_match_if_their_work_and_their_blocks_do():
@@ -404,13 +414,13 @@ def test_rows_match_if_their_work_and_their_blocks_do():
     assert lookahead.matching_rows(part._replace(seqs=part.seqs[::-1]), plan) is None, (
         "another order"
     )
-    for column, other in (
+    for column, value in (
         ("lengths", (6, 9)),
         ("starts", (5, 6)),
         ("counts", (1, 2)),
         ("copies", ((1, 2),)),
     ):
-        assert lookahead.matching_rows(part._replace(**{column: other}), plan) is None, column
+        assert lookahead.matching_rows(part._replace(**{column: value}), plan) is None, column
     branch = seqs[3]._replace(request=Request("another", 3, 9))
     assert lookahead.matching_rows(part._replace(seqs=(seqs[1], branch)), plan) is None, (
         "another branch"

@@ -31,10 +31,10 @@ HEADS = {"8/4": (8, 4), "8/2": (8, 2), "9/3": (9, 3)}
 def folders(tmp_path_factory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("models")
     # a vocabulary and a width that some meshes do not divide
-    return {name: saved(root / name.replace("/", "-"), name) for name in HEADS}
+    return {name: save_model(root / name.replace("/", "-"), name) for name in HEADS}
 
 
-def saved(folder: Path, name: str, seed: int = 0) -> Path:
+def save_model(folder: Path, name: str, seed: int = 0) -> Path:
     heads, kv_heads = HEADS[name]
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": 8, "intermediate": 90}
     return tiny_llama(folder, **sizes, tied=False, seed=seed)
@@ -44,18 +44,17 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def compared(
+def compare_runs(
     folder, tmp_path, seeds=(0, 1), *, mesh: dict[str, int] | None = None, **config: Any
 ) -> list[Any]:
     """Recordings of one device and of the mesh are equal; returns the results of both."""
-    runs, logs = [], []
-    devices, hottest, atol = (
-        config.pop("devices", None),
-        config.pop("hottest", 1.0),
-        config.pop("atol", 1e-5),
-    )
-    for name, more in (("one", {}), ("mesh", {"mesh": mesh, "devices": devices})):
-        engine = LLM(folder, progress=False, **{**CONFIG, **config}, **more).engine
+    runs = []
+    logs = []
+    devices = config.pop("devices", None)
+    hottest = config.pop("hottest", 1.0)
+    atol = config.pop("atol", 1e-5)
+    for name, placement in (("one", {}), ("mesh", {"mesh": mesh, "devices": devices})):
+        engine = LLM(folder, progress=False, **CONFIG | config, **placement).engine
         assert (engine.model.placement is not None) == (name == "mesh")
         runs.append(
             [
@@ -65,19 +64,19 @@ def compared(
         )
         logs.append([(tmp_path / f"{name}{seed}.jsonl").read_bytes() for seed in seeds])
     assert logs[0] == logs[1]
-    for one, other in zip(*runs, strict=True):
-        compare_logprobs(one.results, other.results, atol)
+    for single, split in zip(*runs, strict=True):
+        compare_logprobs(single.results, split.results, atol)
     return runs
 
 
-def compare_logprobs(one: list[Any], other: list[Any], atol: float) -> None:
+def compare_logprobs(single: list[Any], split: list[Any], atol: float) -> None:
     """Sums are added in another order, so log-probabilities differ in their last bits."""
-    found = [
+    logprobs = [
         [entry for result in results if len(result) == 5 for entry in result[2]]
-        for results in (one, other)
+        for results in (single, split)
     ]
-    assert found[0], "no log-probability was asked for"
-    for a, b in zip(*found, strict=True):
+    assert logprobs[0], "no log-probability was asked for"
+    for a, b in zip(*logprobs, strict=True):
         assert (a.request_id, a.position, a.token_id) == (b.request_id, b.position, b.token_id)
         # unlikely tokens are so near that rounding orders them
         assert abs(a.rank - b.rank) <= a.rank // 1000
@@ -90,7 +89,7 @@ def compare_logprobs(one: list[Any], other: list[Any], atol: float) -> None:
     ("name", "n"), [(name, n) for name in ("8/4", "8/2", "9/3") for n in (2, 4, 8)]
 )
 def test_recordings_are_byte_identical(folders, tmp_path, name, n):
-    compared(folders[name], tmp_path, mesh={"tensor": n})
+    compare_runs(folders[name], tmp_path, mesh={"tensor": n})
 
 
 @pytest.mark.slow
@@ -109,9 +108,9 @@ def test_recordings_are_byte_identical(folders, tmp_path, name, n):
     ids=["swapped", "recomputed", "lookahead", "int8", "float8", "xla"],
 )
 def test_recordings_are_byte_identical_in_every_mode(folders, tmp_path, config):
-    one, _ = compared(folders["8/4"], tmp_path, mesh={"tensor": 4}, **config)
+    single, _ = compare_runs(folders["8/4"], tmp_path, mesh={"tensor": 4}, **config)
     if "num_blocks" in config:
-        assert sum(run.preempted for run in one) > 5
+        assert sum(run.preempted for run in single) > 5
 
 
 def random_model(
@@ -120,7 +119,8 @@ def random_model(
     """A model of test_model_families with random weights, without torch."""
     kind, settings = CASES[name]
     config = normalised({"model_type": kind, **settings}, name)
-    family, rng = FAMILIES[kind], np.random.default_rng(0)
+    family = FAMILIES[kind]
+    rng = np.random.default_rng(0)
     shapes = named(nnx.eval_shape(lambda: Decoder(family.from_hf(config), "float32")))
     params = {
         name: rng.normal(0, x.shape[-1] ** -0.5 if len(x.shape) > 1 else 0.3, x.shape).astype(
@@ -137,7 +137,7 @@ def random_model(
     [slow("GPT-2, untied, exact GELU, a narrow MLP"), "Gemma 2, caps that bind", slow("Qwen2")],
 )
 def test_families_with_biases_caps_and_norms_behind_a_sum(tmp_path, name):
-    compared(random_model(name), tmp_path, seeds=(0,), mesh={"tensor": 4}, max_model_len=128)
+    compare_runs(random_model(name), tmp_path, seeds=(0,), mesh={"tensor": 4}, max_model_len=128)
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_families_with_biases_caps_and_norms_behind_a_sum(tmp_path, name):
 def test_experts_are_split_by_number_and_by_width(tmp_path, mesh, dtype):
     """The second of three layers has no experts; three devices do not divide the width."""
     model = random_model("Qwen3-MoE", weight_dtype=dtype)
-    compared(model, tmp_path, seeds=(0,), mesh=mesh, max_model_len=128)
+    compare_runs(model, tmp_path, seeds=(0,), mesh=mesh, max_model_len=128)
 
 
 @pytest.mark.default_cases("draft")
@@ -179,10 +179,10 @@ def test_drafts_are_verified_on_a_mesh(folders, tmp_path, options):
     """
     if options["method"] == "draft":
         options = options | {"model": str(folders["8/2"])}
-    one, mesh = compared(
+    single, mesh = compare_runs(
         folders["8/2"], tmp_path, seeds=(0,), mesh={"tensor": 4}, speculative=options
     )
-    assert sum(run.steps for run in mesh) == sum(run.steps for run in one)
+    assert sum(run.steps for run in mesh) == sum(run.steps for run in single)
     assert any(result[0].drafts for run in mesh for result in run.results if len(result) == 5)
 
 
@@ -190,29 +190,26 @@ def test_drafts_are_verified_on_a_mesh(folders, tmp_path, options):
 @pytest.mark.parametrize("name", ["8/2", "9/3"])
 def test_new_parameters_are_split_as_the_old_ones(folders, tmp_path, name):
     """An engine with the parameters of another model says what that model says."""
-    other = saved(tmp_path / "other", name, seed=5)
-    prompts, params = (
-        [tokens(9, 1), tokens(30, 2)],
-        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
-    )
+    folder = save_model(tmp_path / "other", name, seed=5)
+    prompts = [tokens(9, 1), tokens(30, 2)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
-    def said(llm: LLM) -> list[tuple[int, ...]]:
+    def answers(llm: LLM) -> list[tuple[int, ...]]:
         return [
             output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)
         ]
 
-    mesh, wanted = (
-        LLM(folders[name], progress=False, mesh={"tensor": 4}, **CONFIG),
-        LLM(other, progress=False, **CONFIG),
-    )
-    before, old = said(mesh), mesh.engine.model.leaves
-    mesh.update_params(load_model(other).model.params)
-    assert said(mesh) == said(wanted) != before
-    chex.assert_trees_all_equal_shapes_and_dtypes(old, mesh.engine.model.leaves)
-    assert [x.sharding for x in old] == [x.sharding for x in mesh.engine.model.leaves]
+    split = LLM(folders[name], progress=False, mesh={"tensor": 4}, **CONFIG)
+    single = LLM(folder, progress=False, **CONFIG)
+    before = answers(split)
+    old = split.engine.model.leaves
+    split.update_params(load_model(folder).model.params)
+    assert answers(split) == answers(single) != before
+    chex.assert_trees_all_equal_shapes_and_dtypes(old, split.engine.model.leaves)
+    assert [x.sharding for x in old] == [x.sharding for x in split.engine.model.leaves]
     with pytest.raises(ValueError, match=r"shape of embed: expected \(320, 64\), found \(3, 64\)"):
-        mesh.update_params(
-            named(whole(mesh.engine.model)) | {"embed": np.zeros((3, 64), np.float32)}
+        split.update_params(
+            named(whole(split.engine.model)) | {"embed": np.zeros((3, 64), np.float32)}
         )
 
 
@@ -220,16 +217,18 @@ def test_new_parameters_are_split_as_the_old_ones(folders, tmp_path, name):
 def test_an_orbax_checkpoint_goes_to_the_same_parts(folders, tmp_path, dtype):
     convert(folders["9/3"], tmp_path / "orbax", "orbax")
     mesh = MeshConfig(tensor=4)
-    one, other = (
+    converted, restored = (
         load_model(x, mesh=mesh, weight_dtype=dtype) for x in (folders["9/3"], tmp_path / "orbax")
     )
-    chex.assert_trees_all_equal(one.model.leaves, other.model.leaves)
+    chex.assert_trees_all_equal(converted.model.leaves, restored.model.leaves)
     sixteen = {"dtype": "bfloat16", "weight_dtype": dtype}
     alone, placed = (
         load_model(tmp_path / "orbax", mesh=mesh, **sixteen).model for mesh in (None, mesh)
     )
     chex.assert_trees_all_equal(whole(alone), whole(placed))
-    assert [x.sharding for x in one.model.leaves] == [x.sharding for x in other.model.leaves]
+    assert [x.sharding for x in converted.model.leaves] == [
+        x.sharding for x in restored.model.leaves
+    ]
 
 
 @pytest.mark.slow
@@ -238,16 +237,18 @@ def test_in_16_bits_log_probabilities_are_close(name):
     """Partial sums are added in float32 before they are rounded, so a mesh differs by roundings of
     sums alone.
     """
-    prompt, params = tokens(40, 3), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    model, found = random_model(name, "bfloat16"), []
+    prompt = tokens(40, 3)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    model = random_model(name, "bfloat16")
+    logprobs = []
     for mesh in (None, {"tensor": 4}):
         llm = LLM(model, progress=False, mesh=mesh, **CONFIG)
         (output,) = llm.generate([prompt], params, use_tqdm=False)
         assert output.prompt_logprobs is not None
-        found.append(
-            [next(iter(one.values())).logprob for one in output.prompt_logprobs[1:] if one]
+        logprobs.append(
+            [next(iter(ranked.values())).logprob for ranked in output.prompt_logprobs[1:] if ranked]
         )
-    chex.assert_trees_all_close(np.array(found[0]), np.array(found[1]), atol=0.05)
+    chex.assert_trees_all_close(np.array(logprobs[0]), np.array(logprobs[1]), atol=0.05)
 
 
 @pytest.mark.slow
@@ -255,7 +256,7 @@ def test_parameters_in_the_order_of_a_mesh_are_refused_and_come_back_whole(folde
     """8 and 4 heads on 2 devices: nothing is padded, so shapes cannot tell. They would be permuted
     twice.
     """
-    one = load_model(folders["8/4"])
+    loaded = load_model(folders["8/4"])
     llm = LLM(folders["8/4"], progress=False, mesh={"tensor": 2}, **CONFIG)
     placed = llm.engine.model
     for refused in (
@@ -266,11 +267,12 @@ def test_parameters_in_the_order_of_a_mesh_are_refused_and_come_back_whole(folde
             ValueError, match=r"is from a model on a mesh, in the order of its devices; give whole"
         ):
             refused()
-    chex.assert_trees_all_equal(whole(placed), whole(one.model))
+    chex.assert_trees_all_equal(whole(placed), whole(loaded.model))
     for name in HEADS:  # heads of zeros, and heads that several devices have
         placed = load_model(folders[name], mesh={"tensor": 8}).model
         chex.assert_trees_all_equal(whole(placed), whole(load_model(folders[name]).model))
-    prompts, params = [tokens(9, 1)], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [tokens(9, 1)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     before = llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids
     llm.update_params(whole(llm.engine.model))
     assert llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids == before
@@ -280,17 +282,17 @@ def test_parameters_in_the_order_of_a_mesh_are_refused_and_come_back_whole(folde
 def test_an_engine_on_a_slice_of_devices_leaves_the_others_alone(folders, tmp_path):
     """Swapping, copies of branches, and an engine that is reset."""
     config = {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max_model_len": 64}
-    one, other = compared(
+    single, split = compare_runs(
         folders["8/4"], tmp_path, mesh={"tensor": 4}, devices=[6, 3, 5, 2], **config
     )
-    assert sum(run.preempted for run in other) == sum(run.preempted for run in one) > 5
+    assert sum(run.preempted for run in split) == sum(run.preempted for run in single) > 5
     used = {
         device
-        for x in jax.tree.leaves(other[0].engine._state.cache)
+        for x in jax.tree.leaves(split[0].engine._state.cache)
         for device in x.sharding.device_set
     }
     assert used == {jax.devices()[i] for i in (6, 3, 5, 2)}
-    assert other[0].engine.config.devices == (6, 3, 5, 2)
+    assert split[0].engine.config.devices == (6, 3, 5, 2)
 
 
 @pytest.mark.parametrize("n", [slow(2), pytest.param(3, marks=pytest.mark.exhaustive)])
@@ -300,4 +302,4 @@ def test_smollm2_on_two_and_three_devices(smollm2, tmp_path, n):
     Greedy: a draw takes the token where the sum of probabilities passes a random number, and with
     49,152 tokens a sum that is rounded in another order often passes it one token earlier or later.
     """
-    compared(smollm2, tmp_path, seeds=(0,), mesh={"tensor": n}, hottest=0.0, atol=1e-4)
+    compare_runs(smollm2, tmp_path, seeds=(0,), mesh={"tensor": n}, hottest=0.0, atol=1e-4)

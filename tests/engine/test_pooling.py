@@ -35,16 +35,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:this model was not made for embe
 
 
 def make(model: Any, **config: Any) -> LLM:
-    return LLM(model, progress=False, **{**SIZES, **config})
+    return LLM(model, progress=False, **SIZES | config)
 
 
 @pytest.fixture(scope="module")
 def llm(one_layer):
-    yield (made := make(one_layer))
-    scheduler.check(made.engine.scheduler_state)
-    assert not made.engine.has_work
-    assert made.engine.scheduler_state.pool.num_free == made.engine.config.num_blocks
-    assert not made.engine._state.readers
+    yield (llm := make(one_layer))
+    scheduler.check(llm.engine.scheduler_state)
+    assert not llm.engine.has_work
+    assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
+    assert not llm.engine._state.readers
 
 
 @pytest.fixture(scope="module")
@@ -53,19 +53,19 @@ def hidden(one_layer_folder) -> list[np.ndarray]:
     return [plain_hidden(one_layer_folder, np.array(prompt)) for prompt in PROMPTS]
 
 
-def pooled(
+def pooled_states(
     states: np.ndarray, kind: str, dimensions: int | None = None, normalize: bool = True
 ) -> np.ndarray:
-    found = {"LAST": states[-1], "MEAN": states.mean(0), "CLS": states[0], "ALL": states}[kind][
+    vector = {"LAST": states[-1], "MEAN": states.mean(0), "CLS": states[0], "ALL": states}[kind][
         ..., :dimensions
     ]
-    return found / np.linalg.norm(found, axis=-1, keepdims=True) if normalize else found
+    return vector / np.linalg.norm(vector, axis=-1, keepdims=True) if normalize else vector
 
 
-def embedded(llm: LLM, prompts: Sequence[Any], params: Any = None) -> list[np.ndarray]:
+def embeddings(llm: LLM, prompts: Sequence[Any], params: Any = None) -> list[np.ndarray]:
     return [
-        np.array(one.outputs.embedding, np.float32)
-        for one in llm.embed(prompts, params, use_tqdm=False)
+        np.array(output.outputs.embedding, np.float32)
+        for output in llm.embed(prompts, params, use_tqdm=False)
     ]
 
 
@@ -80,14 +80,16 @@ def test_embeddings_are_those_of_a_forward_pass_without_a_cache(one_layer, hidde
     cache holds now.
     """
     llm = make(one_layer, enable_prefix_caching=caching)
-    for again in (False, True):
+    for repeated in (False, True):
         outputs = llm.embed(PROMPTS, PoolingParams(pooling_type=kind), use_tqdm=False)
         for output, states, prompt in zip(outputs, hidden, PROMPTS, strict=True):
             vector = np.array(output.outputs.embedding, np.float32)
             chex.assert_shape(vector, (64,))
-            chex.assert_trees_all_close(vector, pooled(states, kind).astype(np.float32), atol=2e-5)
+            chex.assert_trees_all_close(
+                vector, pooled_states(states, kind).astype(np.float32), atol=2e-5
+            )
             assert output.prompt_token_ids == tuple(prompt)
-            shared = (len(prompt) - 1) // 4 * 4 if again and caching and kind == "LAST" else 0
+            shared = (len(prompt) - 1) // 4 * 4 if repeated and caching and kind == "LAST" else 0
             assert output.num_cached_tokens == shared
 
 
@@ -99,8 +101,8 @@ def test_token_embeddings_are_the_states_of_all_tokens(llm, hidden):
             data = output.outputs.data
             chex.assert_shape(data, states.shape)
             chex.assert_type(data, np.float32)
-            wanted = pooled(states, "ALL", normalize=normalize).astype(np.float32)
-            chex.assert_trees_all_close(data, wanted, atol=2e-5 if normalize else 2e-4)
+            expected = pooled_states(states, "ALL", normalize=normalize).astype(np.float32)
+            chex.assert_trees_all_close(data, expected, atol=2e-5 if normalize else 2e-4)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "ALL"])
@@ -109,13 +111,13 @@ def test_dimensions_are_cut_before_vectors_are_normalised(llm, hidden, kind, nor
     task = {"task": "token_embed"} if kind == "ALL" else {"task": "embed", "pooling_type": kind}
     params = PoolingParams(dimensions=10, normalize=normalize, **task)
     (output,) = llm.encode(PROMPTS[1], params, use_tqdm=False)
-    wanted = pooled(hidden[1], kind, 10, normalize).astype(np.float32)
-    chex.assert_trees_all_close(output.outputs.data, wanted, atol=2e-5 if normalize else 2e-4)
+    expected = pooled_states(hidden[1], kind, 10, normalize).astype(np.float32)
+    chex.assert_trees_all_close(output.outputs.data, expected, atol=2e-5 if normalize else 2e-4)
 
 
 def test_vllms_newer_name_of_normalize_means_the_same(llm):
     old, new = (
-        embedded(llm, PROMPTS[:1], PoolingParams(**{name: False}))
+        embeddings(llm, PROMPTS[:1], PoolingParams(**{name: False}))
         for name in ("normalize", "use_activation")
     )
     chex.assert_trees_all_equal(old, new)
@@ -123,12 +125,12 @@ def test_vllms_newer_name_of_normalize_means_the_same(llm):
 
 
 def test_a_score_is_the_cosine_of_two_embeddings(llm):
-    a, b, c = embedded(llm, PROMPTS[:3])
+    a, b, c = embeddings(llm, PROMPTS[:3])
     scores = llm.score(PROMPTS[0], [PROMPTS[1], PROMPTS[2], PROMPTS[0]], use_tqdm=False)
     chex.assert_trees_all_close(
-        [one.outputs.score for one in scores], [float(a @ b), float(a @ c), 1.0], atol=1e-6
+        [score.outputs.score for score in scores], [float(a @ b), float(a @ c), 1.0], atol=1e-6
     )
-    assert [one.request_id for one in scores] == ["0", "1", "2"]
+    assert [score.request_id for score in scores] == ["0", "1", "2"]
     assert scores[0].prompt_token_ids == (*PROMPTS[0], *PROMPTS[1])
     pairs = llm.score(["the cat", "the rain"], ["the cat", "a house"], use_tqdm=False)
     assert pairs[0].outputs.score == pytest.approx(1.0)
@@ -143,8 +145,8 @@ def test_a_score_is_the_cosine_of_two_embeddings(llm):
 def test_bfloat16_states_are_pooled_in_float32(one_layer_folder, hidden):
     llm = make(one_layer_folder, dtype="bfloat16", attention_impl="xla", linear_impl="xla")
     for kind in KINDS:
-        (vector,) = embedded(llm, [PROMPTS[3]], PoolingParams(pooling_type=kind))
-        assert vector @ pooled(hidden[3], kind) > 0.99
+        (vector,) = embeddings(llm, [PROMPTS[3]], PoolingParams(pooling_type=kind))
+        assert vector @ pooled_states(hidden[3], kind) > 0.99
 
 
 @pytest.mark.slow
@@ -152,9 +154,11 @@ def test_a_model_without_a_head_of_its_own_and_with_biases_is_pooled(tmp_path):
     folder = tiny_llama(tmp_path / "llama", layers=1, qkv_bias=True, seed=5)
     llm = make(folder)
     for kind in KINDS:
-        (vector,) = embedded(llm, [PROMPTS[1]], PoolingParams(pooling_type=kind))
-        wanted = pooled(plain_hidden(folder, np.array(PROMPTS[1])), kind).astype(np.float32)
-        chex.assert_trees_all_close(vector, wanted, atol=2e-5)
+        (vector,) = embeddings(llm, [PROMPTS[1]], PoolingParams(pooling_type=kind))
+        expected = pooled_states(plain_hidden(folder, np.array(PROMPTS[1])), kind).astype(
+            np.float32
+        )
+        chex.assert_trees_all_close(vector, expected, atol=2e-5)
 
 
 # --- beside requests that generate ----------------------------------------------------------------
@@ -164,7 +168,8 @@ def run(
     llm: LLM, kinds: Sequence[str], params: SamplingParams | BeamSearchParams = LOGPROBS
 ) -> dict[str, Any]:
     """Two requests generate, and prompts are pooled beside them -> by id, what each got."""
-    engine, found = llm.engine, {}
+    engine = llm.engine
+    results = {}
     for i in (0, 1):
         engine.add(f"g{i}", PROMPTS[i], params)
     for i, kind in enumerate(kinds):
@@ -175,9 +180,9 @@ def run(
             break
         result = engine.step()
         scheduler.check(engine.scheduler_state)
-        found |= dict(result.pooled)
+        results |= dict(result.pooled)
         for entry in result.logprobs:
-            found.setdefault(entry.request_id, []).append(entry[3:])
+            results.setdefault(entry.request_id, []).append(entry[3:])
         sampled = [
             name
             for event in result.events
@@ -186,7 +191,7 @@ def run(
         ]
         assert all(name.startswith("g") for name in sampled)
     assert not engine.has_work
-    return found
+    return results
 
 
 @pytest.mark.default_cases("{}", "{'lookahead': 0}")
@@ -206,20 +211,20 @@ def test_rows_beside_embeddings_have_the_bits_that_they_have_beside_other_rows(o
     )
     alone = run(llm, ())
     for kinds in (("LAST",) * 4, ("MEAN", "ALL", "CLS", "LAST")):
-        beside = run(llm, kinds)
-        assert {name: beside[name] for name in alone} == alone
-        assert len(beside) == len(alone) + len(kinds)
+        mixed = run(llm, kinds)
+        assert {name: mixed[name] for name in alone} == alone
+        assert len(mixed) == len(alone) + len(kinds)
 
 
 def test_embeddings_are_the_same_whatever_is_beside_them(llm):
     llm.reset_prefix_cache()
     kinds = ("LAST", "MEAN", "CLS", "ALL")
-    beside = run(llm, kinds)
+    mixed = run(llm, kinds)
     llm.reset_prefix_cache()
     for i, kind in enumerate(kinds):
         task = {"task": "token_embed"} if kind == "ALL" else {"task": "embed", "pooling_type": kind}
         (alone,) = llm.encode(PROMPTS[i], PoolingParams(**task), use_tqdm=False)
-        chex.assert_trees_all_close(alone.outputs.data, beside[f"p{i}"], atol=1e-6)
+        chex.assert_trees_all_close(alone.outputs.data, mixed[f"p{i}"], atol=1e-6)
 
 
 @pytest.mark.slow
@@ -241,14 +246,14 @@ def test_vectors_are_the_same_in_every_mode_of_the_engine(one_layer, hidden, con
     """Few blocks preempt prompts in the middle, which are then computed again or come back from the
     host.
     """
-    llm = make(one_layer, **{"token_buckets": (32,), **config})
+    llm = make(one_layer, **{"token_buckets": (32,)} | config)
     llm.engine.record(tmp_path / "run.jsonl")
     kinds = ("MEAN", "ALL", "LAST", "MEAN", "LAST", "CLS")
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    found = run(llm, kinds, params)
+    results = run(llm, kinds, params)
     for i, kind in enumerate(kinds):
         chex.assert_trees_all_close(
-            found[f"p{i}"], pooled(hidden[i], kind).astype(np.float32), atol=2e-5
+            results[f"p{i}"], pooled_states(hidden[i], kind).astype(np.float32), atol=2e-5
         )
     llm.engine.record(None)
     assert verify(tmp_path / "run.jsonl").identical
@@ -259,17 +264,19 @@ def test_a_mesh_gives_the_same_vectors(one_layer_folder, hidden):
     llm = LLM(one_layer_folder, progress=False, mesh={"tensor": 2}, **SIZES)
     for kind in KINDS:
         for vector, states in zip(
-            embedded(llm, PROMPTS, PoolingParams(pooling_type=kind)), hidden, strict=True
+            embeddings(llm, PROMPTS, PoolingParams(pooling_type=kind)), hidden, strict=True
         ):
-            chex.assert_trees_all_close(vector, pooled(states, kind).astype(np.float32), atol=2e-5)
+            chex.assert_trees_all_close(
+                vector, pooled_states(states, kind).astype(np.float32), atol=2e-5
+            )
 
 
 def test_a_beam_search_and_an_embedding_share_steps(llm, hidden):
     outputs = llm.generate(PROMPTS[0], BeamSearchParams(beam_width=2, max_tokens=5), use_tqdm=False)
     llm.engine.add("e", PROMPTS[3], PoolingParams(pooling_type="MEAN"))
-    beside = llm.generate(PROMPTS[0], BeamSearchParams(beam_width=2, max_tokens=5), use_tqdm=False)
-    assert [one.token_ids for one in beside[0].outputs] == [
-        one.token_ids for one in outputs[0].outputs
+    mixed = llm.generate(PROMPTS[0], BeamSearchParams(beam_width=2, max_tokens=5), use_tqdm=False)
+    assert [beam.token_ids for beam in mixed[0].outputs] == [
+        beam.token_ids for beam in outputs[0].outputs
     ]
     assert not llm.engine.has_work
 
@@ -286,10 +293,12 @@ def test_a_failed_step_computes_an_embedding_again(one_layer, hidden, monkeypatc
         patched.setattr(step_module, "send", fails)
         with pytest.raises(RuntimeError, match="no device"):
             llm.engine.step()
-    found = {}
+    vectors = {}
     while llm.engine.has_work:
-        found |= dict(llm.engine.step().pooled)
-    chex.assert_trees_all_close(found["p"], pooled(hidden[1], "MEAN").astype(np.float32), atol=2e-5)
+        vectors |= dict(llm.engine.step().pooled)
+    chex.assert_trees_all_close(
+        vectors["p"], pooled_states(hidden[1], "MEAN").astype(np.float32), atol=2e-5
+    )
 
 
 def test_a_cancelled_embedding_leaves_nothing_behind(llm):
@@ -307,7 +316,7 @@ def test_only_the_last_tokens_state_shares_cached_blocks(llm):
     greedy = SamplingParams(temperature=0, max_tokens=1)
     for kind, shared in (("MEAN", 0), ("CLS", 0), ("LAST", 96)):
         llm.reset_prefix_cache()
-        embedded(llm, [PROMPTS[1]], PoolingParams(pooling_type=kind))
+        embeddings(llm, [PROMPTS[1]], PoolingParams(pooling_type=kind))
         assert llm.generate(PROMPTS[1], greedy, use_tqdm=False)[0].num_cached_tokens == shared
         (output,) = llm.embed(PROMPTS[1], PoolingParams(pooling_type=kind), use_tqdm=False)
         assert output.num_cached_tokens == shared
@@ -323,13 +332,13 @@ def test_the_last_tokens_state_compiles_nothing_and_others_compile_once(one_laye
     llm = make(one_layer)
     programs = llm.engine.runtime.tapped
     llm.generate(PROMPTS, SamplingParams(max_tokens=3), use_tqdm=False)
-    embedded(llm, PROMPTS)
+    embeddings(llm, PROMPTS)
     assert not programs
-    embedded(llm, PROMPTS, PoolingParams(pooling_type="MEAN"))
-    (made,) = map(dict, programs.values())
-    assert {shape.tokens for shape in made} == {32}
-    embedded(llm, PROMPTS, PoolingParams(pooling_type="MEAN"))
-    assert list(map(dict, programs.values())) == [made]
+    embeddings(llm, PROMPTS, PoolingParams(pooling_type="MEAN"))
+    (shapes_made,) = map(dict, programs.values())
+    assert {shape.tokens for shape in shapes_made} == {32}
+    embeddings(llm, PROMPTS, PoolingParams(pooling_type="MEAN"))
+    assert list(map(dict, programs.values())) == [shapes_made]
     llm.engine.add("p", PROMPTS[0], PoolingParams())
     assert llm.engine.step().compilations == 0
 
@@ -339,18 +348,18 @@ def test_the_last_tokens_state_compiles_nothing_and_others_compile_once(one_laye
 
 @pytest.mark.slow
 def test_a_prompt_may_have_as_many_tokens_as_the_model(one_layer, llm):
-    embedded(llm, [[7] * 508])
+    embeddings(llm, [[7] * 508])
     short = make(one_layer, max_model_len=40)
-    (vector,) = embedded(short, [PROMPTS[1][:40]])
+    (vector,) = embeddings(short, [PROMPTS[1][:40]])
     chex.assert_shape(vector, (64,))
     with pytest.raises(
         ValueError, match="prompt of 41 tokens, but max_model_len is 40; shorten the prompt to 40"
     ):
-        embedded(short, [PROMPTS[1][:41]])
-    kept = embedded(short, [PROMPTS[1]], PoolingParams(truncate_prompt_tokens=-1))
-    chex.assert_trees_all_close(kept, embedded(short, [PROMPTS[1][-40:]]), atol=1e-6)
-    kept = embedded(short, [PROMPTS[1]], PoolingParams(truncate_prompt_tokens=3))
-    chex.assert_trees_all_close(kept, embedded(short, [PROMPTS[1][-3:]]), atol=1e-6)
+        embeddings(short, [PROMPTS[1][:41]])
+    truncated = embeddings(short, [PROMPTS[1]], PoolingParams(truncate_prompt_tokens=-1))
+    chex.assert_trees_all_close(truncated, embeddings(short, [PROMPTS[1][-40:]]), atol=1e-6)
+    truncated = embeddings(short, [PROMPTS[1]], PoolingParams(truncate_prompt_tokens=3))
+    chex.assert_trees_all_close(truncated, embeddings(short, [PROMPTS[1][-3:]]), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -422,8 +431,10 @@ def test_a_model_without_a_tokenizer_takes_token_ids(one_layer, hidden):
     from pagedjax.text.tokenizer import NoTokenizer
 
     llm = make(replace(one_layer, tokenizer=NoTokenizer()))
-    (vector,) = embedded(llm, [PROMPTS[0]])
-    chex.assert_trees_all_close(vector, pooled(hidden[0], "LAST").astype(np.float32), atol=2e-5)
+    (vector,) = embeddings(llm, [PROMPTS[0]])
+    chex.assert_trees_all_close(
+        vector, pooled_states(hidden[0], "LAST").astype(np.float32), atol=2e-5
+    )
     with pytest.raises(ValueError, match="this model has no tokenizer for the text 'abc'"):
         llm.embed("abc", use_tqdm=False)
 

@@ -68,13 +68,15 @@ def brute_logits(
     """[len(text), V] of a model over a text whose queries from a position on select blocks."""
     padded = np.zeros(TEXT, np.int32)
     padded[: len(text)] = text
-    run = compiled(model.model.graphdef, model.model.config, size, blocks, dense_layers)
+    run = compiled_model(model.model.graphdef, model.model.config, size, blocks, dense_layers)
     with quick_compiler.all_quickly():
         return np.asarray(run(model.model.params, padded, len(text), selects_from))[: len(text)]
 
 
 @cache
-def compiled(graphdef, c, size: int, blocks: int, dense_layers: int) -> Callable[..., jax.Array]:
+def compiled_model(
+    graphdef, c, size: int, blocks: int, dense_layers: int
+) -> Callable[..., jax.Array]:
     """(parameters, tokens, number of them, the first position that selects) -> logits."""
 
     def brute(layer: int, q, k, v, length, selects_from) -> np.ndarray:
@@ -83,7 +85,7 @@ def compiled(graphdef, c, size: int, blocks: int, dense_layers: int) -> Callable
         out = np.zeros((TEXT, c.heads, c.head_dim), np.float32)
         for i in range(int(length)):
             for head in range(c.kv_heads):
-                mine = queries[i, head * group : (head + 1) * group]
+                group_queries = queries[i, head * group : (head + 1) * group]
                 tokens = np.arange(i + 1)
                 if layer >= dense_layers and i >= selects_from:
                     tokens = tokens[
@@ -91,12 +93,12 @@ def compiled(graphdef, c, size: int, blocks: int, dense_layers: int) -> Callable
                             tokens // size,
                             list(
                                 chosen_blocks(
-                                    c.attn_scale * mine, keys[head, : i + 1], size, blocks
+                                    c.attn_scale * group_queries, keys[head, : i + 1], size, blocks
                                 )
                             ),
                         )
                     ]
-                scores = c.attn_scale * mine @ keys[head, tokens].T
+                scores = c.attn_scale * group_queries @ keys[head, tokens].T
                 weights = np.exp(scores - scores.max(1, keepdims=True))
                 out[i, head * group : (head + 1) * group] = (
                     weights / weights.sum(1, keepdims=True) @ values[head, tokens]
@@ -114,14 +116,23 @@ def compiled(graphdef, c, size: int, blocks: int, dense_layers: int) -> Callable
 
         sizes = {"kv_heads": c.kv_heads, "head_dim": c.head_dim, "dtype": "float32"}
         pages = kv.init(layers=c.layers, blocks=1, block_size=TEXT, **sizes)
-        each = jnp.arange(TEXT, dtype=jnp.int32)
+        positions = jnp.arange(TEXT, dtype=jnp.int32)
         rows = (
             jnp.ones((1, 1), jnp.int32),
             jnp.full(1, TEXT, jnp.int32),
             jnp.array([0, TEXT], jnp.int32),
         )
-        nothing: Any = None
-        batch = Batch(tokens, each, TEXT + each, *rows, each[-1:], each[:1], each, nothing)
+        unused: Any = None
+        batch = Batch(
+            tokens,
+            positions,
+            TEXT + positions,
+            *rows,
+            positions[-1:],
+            positions[:1],
+            positions,
+            unused,
+        )
         module = nnx.merge(graphdef, params)
         with jax.disable_jit():  # so that `attend` is called for each layer
             _, hidden, _ = module.hidden(pages, batch, attend)
@@ -189,14 +200,14 @@ def test_a_selection_of_all_blocks_gives_the_tokens_of_full_attention(model):
     full = answers(make(model))
     llm = make(model, kv_policy=QUEST | {"tokens": 128})
     assert llm.engine.runtime.shapes.selection is not None
-    for got, wanted in zip(answers(llm), full, strict=True):
-        assert got.token_ids == wanted.token_ids
+    for got, expected in zip(answers(llm), full, strict=True):
+        assert got.token_ids == expected.token_ids
         pairs = [
             (a[t].logprob, b[t].logprob)
-            for a, b, t in zip(got.logprobs, wanted.logprobs, got.token_ids, strict=True)
+            for a, b, t in zip(got.logprobs, expected.logprobs, got.token_ids, strict=True)
         ]
-        mine, theirs = (np.array(column) for column in zip(*pairs, strict=True))
-        chex.assert_trees_all_close(mine, theirs, atol=1e-4, rtol=0)
+        logprobs, full_logprobs = (np.array(column) for column in zip(*pairs, strict=True))
+        chex.assert_trees_all_close(logprobs, full_logprobs, atol=1e-4, rtol=0)
 
 
 def test_a_selection_that_leaves_nothing_out_is_a_full_engine(model):
@@ -214,9 +225,11 @@ def test_a_selection_that_leaves_nothing_out_is_a_full_engine(model):
 @pytest.fixture(scope="module")
 def alone(model) -> list[list[int]]:
     llm = make(model, kv_policy=QUEST, num_blocks=FEW_BLOCKS)
-    found = [tokens_of(llm, [prompt])[0] for prompt in PROMPTS]
-    assert found != tokens_of(make(model)), "the policy changes nothing: the comparisons are blind"
-    return found
+    answers = [tokens_of(llm, [prompt])[0] for prompt in PROMPTS]
+    assert answers != tokens_of(make(model)), (
+        "the policy changes nothing: the comparisons are blind"
+    )
+    return answers
 
 
 @pytest.mark.parametrize(
@@ -277,15 +290,18 @@ def check_company(
     """
     engine = engines(data.draw(st.sampled_from(names))).engine
     engine.reset()
-    wanted, known, entries = {}, [tuple(PROMPTS[0][: data.draw(st.integers(1, 50))])], []
+    expected = {}
+    texts = [tuple(PROMPTS[0][: data.draw(st.integers(1, 50))])]
+    entries = []
     for i in range(data.draw(st.integers(2, 5))):
-        base = data.draw(st.sampled_from(known))
+        base = data.draw(st.sampled_from(texts))
         prompt = base[: data.draw(st.integers(1, len(base)))] + tuple(
             PROMPTS[2][: data.draw(st.integers(0, 9))]
         )
-        prompt, count = prompt[:60], data.draw(st.integers(1, 30))
-        wanted[str(i)] = list(tokens_alone(engine.config.block_size, prompt, count))
-        known.append(prompt + tuple(wanted[str(i)]))
+        prompt = prompt[:60]
+        count = data.draw(st.integers(1, 30))
+        expected[str(i)] = list(tokens_alone(engine.config.block_size, prompt, count))
+        texts.append(prompt + tuple(expected[str(i)]))
         entries.append((data.draw(st.integers(0, 40)), str(i), prompt, count))
     step = 0
     while entries or engine.has_work:
@@ -295,13 +311,14 @@ def check_company(
                 name, prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
             )
             entries.remove(entry)
-        result, step = engine.step(), step + 1
+        result = engine.step()
+        step += 1
         assert result is not None
         for event in result.events:
             if isinstance(event, Sampled):
                 for name, token in zip(event.request_ids, event.token_ids, strict=True):
-                    assert token == wanted[name].pop(0), f"request {name}"
-    assert not any(wanted.values())
+                    assert token == expected[name].pop(0), f"request {name}"
+    assert not any(expected.values())
 
 
 FEW = settings(
@@ -340,26 +357,26 @@ def test_an_answer_in_a_longer_prompt_is_computed_again_unless_prompts_select(mo
         assert result.plan.starts == (shared,)
         while llm.engine.has_work:
             llm.engine.step()
-        other = make(model, kv_policy=policy, num_blocks=FEW_BLOCKS)
-        assert tokens_of(llm, [longer]) == tokens_of(other, [longer])
+        fresh = make(model, kv_policy=policy, num_blocks=FEW_BLOCKS)
+        assert tokens_of(llm, [longer]) == tokens_of(fresh, [longer])
 
 
 @pytest.mark.slow
 def test_branches_and_beams_do_not_depend_on_chunks(model):
     draws = SamplingParams(temperature=1.0, n=3, seed=5, max_tokens=30, ignore_eos=True)
     beams = BeamSearchParams(beam_width=3, max_tokens=20, ignore_eos=True)
-    found = []
+    runs = []
     for budget in (16, 7):
         llm = make(model, kv_policy=QUEST, max_num_batched_tokens=budget, token_buckets=(budget,))
         outs = llm.generate([PROMPTS[0]] * 2, [draws, draws], use_tqdm=False)
         searched = llm.beam_search([{"prompt_token_ids": PROMPTS[2]}], beams)
-        found.append(
+        runs.append(
             (
-                [[one.token_ids for one in out.outputs] for out in outs],
+                [[branch.token_ids for branch in out.outputs] for out in outs],
                 searched[0].sequences[0].tokens,
             )
         )
-    assert found[0] == found[1]
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.slow
@@ -368,13 +385,13 @@ def test_a_smaller_cache_has_bounds_of_its_own_numbers(model, dtype):
     """The bounds have the dtype of the keys, so a selection of all blocks is that of full attention
     again.
     """
-    found = {
+    answers = {
         tokens: tokens_of(make(model, kv_cache_dtype=dtype, kv_policy=QUEST | {"tokens": tokens}))
         for tokens in (16, 128)
     }
-    assert found[128] == tokens_of(make(model, kv_cache_dtype=dtype)) != found[16]
-    varied = make(model, kv_cache_dtype=dtype, kv_policy=QUEST, num_blocks=40)
-    assert tokens_of(varied) == found[16]
+    assert answers[128] == tokens_of(make(model, kv_cache_dtype=dtype)) != answers[16]
+    preempting = make(model, kv_cache_dtype=dtype, kv_policy=QUEST, num_blocks=40)
+    assert tokens_of(preempting) == answers[16]
 
 
 @pytest.mark.exhaustive  # test_selection.py has windows
@@ -382,19 +399,19 @@ def test_a_selection_within_a_window(model, tmp_path):
     """A policy of one's own with both: a query reads some of the blocks that it sees."""
     text = "from pagedjax.policies import KVPolicy, TopBlocks\n"
     text += "BOTH = KVPolicy('both', window=33, keeps=lambda start: start < 8, selects=TopBlocks({tokens}, 1))\n"
-    found = {}
+    answers = {}
     for tokens in (16, 40, 41):  # a query sees 9 blocks of 4 tokens in its window, and 2 before it
         (tmp_path / f"own{tokens}.py").write_text(text.format(tokens=tokens), encoding="utf-8")
-        for name, more in (
+        for name, options in (
             ("", {}),
             ("again", {"num_blocks": 26, "max_num_batched_tokens": 7, "token_buckets": (7,)}),
         ):
-            llm = make(model, kv_policy=f"{tmp_path}/own{tokens}.py:BOTH", **more)
+            llm = make(model, kv_policy=f"{tmp_path}/own{tokens}.py:BOTH", **options)
             assert (llm.engine.runtime.shapes.selection is None) == (tokens == 41)
-            found[tokens, name] = tokens_of(llm)
-    assert found[16, ""] == found[16, "again"] != found[41, ""]
-    assert found[40, ""] == found[40, "again"]
-    assert found[41, ""] == found[41, "again"]
+            answers[tokens, name] = tokens_of(llm)
+    assert answers[16, ""] == answers[16, "again"] != answers[41, ""]
+    assert answers[40, ""] == answers[40, "again"]
+    assert answers[41, ""] == answers[41, "again"]
 
 
 # --- memory, options, errors ----------------------------------------------------------------------
@@ -413,11 +430,11 @@ def test_the_cache_has_bounds_of_the_layers_that_select(model):
 
 
 def test_names_are_short_for_options():
-    found = EngineConfig(kv_policy="quest").kv_policy
-    assert isinstance(found, KVPolicyOptions)
-    assert (found.tokens, found.dense_layers, found.dense_prompts) == (1024, 2, True)
-    assert kv_policies.find(found) == kv_policies.quest(1024)
-    assert found == KVPolicyOptions("quest", tokens=1024)
+    policy = EngineConfig(kv_policy="quest").kv_policy
+    assert isinstance(policy, KVPolicyOptions)
+    assert (policy.tokens, policy.dense_layers, policy.dense_prompts) == (1024, 2, True)
+    assert kv_policies.find(policy) == kv_policies.quest(1024)
+    assert policy == KVPolicyOptions("quest", tokens=1024)
 
 
 @pytest.mark.parametrize(
@@ -501,10 +518,11 @@ def test_a_batch_invariant_engine_stays_so(model):
     llm = make(model, kv_policy=EVERY, batch_invariant=True, num_blocks=120)
     alone = [answers(llm, [prompt])[0] for prompt in PROMPTS]
     llm.reset_prefix_cache()
-    for found, wanted in zip(answers(llm), alone, strict=True):
-        assert found.token_ids == wanted.token_ids
+    for answer, expected in zip(answers(llm), alone, strict=True):
+        assert answer.token_ids == expected.token_ids
         bits = [
-            [p.logprob for entry in one.logprobs for p in entry.values()] for one in (found, wanted)
+            [p.logprob for entry in run.logprobs for p in entry.values()]
+            for run in (answer, expected)
         ]
         chex.assert_trees_all_equal(*map(np.array, bits))
 

@@ -34,9 +34,11 @@ class Ask(NamedTuple):
 
 def asks(seed: int, number: int = 14) -> list[Ask]:
     """Requests of many kinds, each with a seed of its own."""
-    draw, found = random.Random(seed), []
+    draw = random.Random(seed)
+    requests = []
     for i in range(number):
-        kind, names = draw.choice(KINDS), (f"r{i}",)
+        kind = draw.choice(KINDS)
+        names = (f"r{i}",)
         params: dict[str, Any] = {"max_tokens": draw.randint(1, 24), "ignore_eos": True, "seed": i}
         params |= {"temperature": draw.choice([0.0, 1.0]), "top_p": draw.choice([1.0, 0.9])}
         if kind in ("stops", "minimum"):
@@ -44,7 +46,8 @@ def asks(seed: int, number: int = 14) -> list[Ask]:
         if kind == "minimum":
             params["min_tokens"] = min(6, params["max_tokens"])
         if kind == "forks":
-            names, params["temperature"] = tuple(f"r{i}{branch}" for branch in ("", "b", "c")), 1.0
+            names = tuple(f"r{i}{branch}" for branch in ("", "b", "c"))
+            params["temperature"] = 1.0
         if kind == "penalties":
             params |= {"frequency_penalty": 0.7, "repetition_penalty": 1.2}
         if kind == "logprobs":
@@ -52,8 +55,10 @@ def asks(seed: int, number: int = 14) -> list[Ask]:
         if kind == "bias":
             params["logit_bias"] = {7: 4.0, 8: 4.0}
         shared = tokens(12, 0) if draw.random() < 0.4 else []
-        found.append(Ask(names, shared + tokens(draw.randint(1, 40), i), SamplingParams(**params)))
-    return found
+        requests.append(
+            Ask(names, shared + tokens(draw.randint(1, 40), i), SamplingParams(**params))
+        )
+    return requests
 
 
 class Outcome(NamedTuple):
@@ -66,19 +71,22 @@ class Outcome(NamedTuple):
     preempted: int
 
 
-def run(engine, wanted: list[Ask], seed: int, path=None, cancel: float = 0.0) -> Outcome:
+def run(engine, requests: list[Ask], seed: int, path=None, cancel: float = 0.0) -> Outcome:
     """Requests arrive between random steps; some of their sequences are cancelled."""
-    draw, left = random.Random(seed), list(wanted)
+    draw = random.Random(seed)
+    pending = list(requests)
     engine.reset()
     engine.record(path)
-    found, reasons, logprobs = {name: [] for ask in wanted for name in ask.names}, {}, {}
+    outputs = {name: [] for ask in requests for name in ask.names}
+    reasons = {}
+    logprobs = {}
     steps = drafted = accepted = preempted = 0
-    while left or engine.has_work:
-        while left and draw.random() < 0.5:
-            ask = left.pop(0)
+    while pending or engine.has_work:
+        while pending and draw.random() < 0.5:
+            ask = pending.pop(0)
             engine.add(ask.names[0], ask.prompt, ask.params, forks=ask.names[1:])
         if draw.random() < cancel:
-            events = engine.cancel(draw.choice(list(found)))
+            events = engine.cancel(draw.choice(list(outputs)))
             reasons |= {
                 event.request_id: event.reason for event in events if isinstance(event, Finished)
             }
@@ -92,12 +100,13 @@ def run(engine, wanted: list[Ask], seed: int, path=None, cancel: float = 0.0) ->
         for event in result.events:
             if isinstance(event, Sampled):
                 for name, token in zip(event.request_ids, event.token_ids, strict=True):
-                    found[name].append(token)
+                    outputs[name].append(token)
             elif isinstance(event, Finished):
                 reasons[event.request_id] = event.reason
-                assert event.num_output == len(found[event.request_id])
+                assert event.num_output == len(outputs[event.request_id])
             elif isinstance(event, Verified):
-                drafted, accepted = drafted + sum(event.drafts), accepted + sum(event.accepted)
+                drafted += sum(event.drafts)
+                accepted += sum(event.accepted)
             preempted += isinstance(event, Preempted)
         for entry in result.logprobs:
             ranked = entry.token_id, entry.rank, entry.top_ids
@@ -107,23 +116,25 @@ def run(engine, wanted: list[Ask], seed: int, path=None, cancel: float = 0.0) ->
         "blocks leaked"
     )
     engine.record(None)
-    return Outcome(found, reasons, logprobs, steps, drafted, accepted, preempted)
+    return Outcome(outputs, reasons, logprobs, steps, drafted, accepted, preempted)
 
 
-def rehearsed(outcomes: dict[int, Outcome], wanted: dict[int, list[Ask]], right: float) -> Drafter:
+def oracle_drafter(
+    outcomes: dict[int, Outcome], requests_by_seed: dict[int, list[Ask]], right: float
+) -> Drafter:
     """A drafter that knows what the engine will say, and is right with probability `right` at each
     token.
     """
     texts = [
         ask.prompt + outcomes[seed].tokens[name]
-        for seed, several in wanted.items()
-        for ask in several
+        for seed, requests in requests_by_seed.items()
+        for ask in requests
         for name in ask.names
     ]
     draw = random.Random(0)
 
-    def propose(memory: Any, sequence_id: str, known: np.ndarray, k: int) -> list[int]:
-        start = known.tolist()
+    def propose(memory: Any, sequence_id: str, context: np.ndarray, k: int) -> list[int]:
+        start = context.tolist()
         text = next((text for text in texts if text[: len(start)] == start), start)
         following = (text[len(start) :] + [9] * k)[:k]  # also past the end
         return [token if draw.random() < right else (token + 1) % 320 for token in following]
@@ -134,17 +145,17 @@ def rehearsed(outcomes: dict[int, Outcome], wanted: dict[int, list[Ask]], right:
 @pytest.fixture(scope="module")
 def plain(tiny):
     """By seed, requests and their outcome without drafts."""
-    engine, wanted = (
-        LLM(tiny, progress=False, **CONFIG).engine,
-        {seed: asks(seed) for seed in range(3)},
-    )
-    return {seed: run(engine, several, seed) for seed, several in wanted.items()}, wanted
+    engine = LLM(tiny, progress=False, **CONFIG).engine
+    requests_by_seed = {seed: asks(seed) for seed in range(3)}
+    return {
+        seed: run(engine, requests, seed) for seed, requests in requests_by_seed.items()
+    }, requests_by_seed
 
 
-def speculating(tiny, k: int, drafter: Drafter, monkeypatch, **config):
+def speculative_engine(tiny, k: int, drafter: Drafter, monkeypatch, **config):
     monkeypatch.setattr(runtime.drafters, "find", lambda options: drafter)
     options = Speculative(num_tokens=k, adaptive=False)
-    return LLM(tiny, progress=False, speculative=options, **{**CONFIG, **config}).engine
+    return LLM(tiny, progress=False, speculative=options, **CONFIG | config).engine
 
 
 CASES = {
@@ -175,22 +186,24 @@ SLOW = ("k 1", "blocks of 16", "two buckets", "no prefix cache", "shortest first
     "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
 )
 def test_outputs_are_those_without_drafts(tiny, plain, monkeypatch, tmp_path, case):
-    (k, config), (outcomes, wanted) = CASES[case], plain
-    engine = speculating(tiny, k, rehearsed(*plain, right=0.7), monkeypatch, **config)
+    k, config = CASES[case]
+    outcomes, requests = plain
+    engine = speculative_engine(tiny, k, oracle_drafter(*plain, right=0.7), monkeypatch, **config)
     accepted = preempted = 0
     for seed, expected in outcomes.items():
-        found = run(engine, wanted[seed], seed + 100, tmp_path / "log.jsonl")
-        assert found.tokens == expected.tokens
-        assert found.reasons == expected.reasons
-        assert {at: ranked for at, (ranked, _) in found.logprobs.items()} == {
+        outcome = run(engine, requests[seed], seed + 100, tmp_path / "log.jsonl")
+        assert outcome.tokens == expected.tokens
+        assert outcome.reasons == expected.reasons
+        assert {at: ranked for at, (ranked, _) in outcome.logprobs.items()} == {
             at: ranked for at, (ranked, _) in expected.logprobs.items()
         }
         values = [
-            {at: np.float32(value) for at, (_, value) in one.logprobs.items()}
-            for one in (found, expected)
+            {at: np.float32(value) for at, (_, value) in run_outcome.logprobs.items()}
+            for run_outcome in (outcome, expected)
         ]
         chex.assert_trees_all_close(*values, atol=1e-4)
-        accepted, preempted = accepted + found.accepted, preempted + found.preempted
+        accepted += outcome.accepted
+        preempted += outcome.preempted
         assert verify(tmp_path / "log.jsonl").identical
     assert accepted >= (10 if "budget" in case else 75)
     assert preempted or "few blocks" not in case
@@ -200,43 +213,44 @@ def test_outputs_are_those_without_drafts(tiny, plain, monkeypatch, tmp_path, ca
 def test_drafts_that_are_always_wrong_or_always_right_change_no_token(
     tiny, plain, monkeypatch, right
 ):
-    outcomes, wanted = plain
-    engine = speculating(tiny, 4, rehearsed(*plain, right=right), monkeypatch)
+    outcomes, requests = plain
+    engine = speculative_engine(tiny, 4, oracle_drafter(*plain, right=right), monkeypatch)
     for seed, expected in outcomes.items():
-        found = run(engine, wanted[seed], seed)
-        assert (found.tokens, found.reasons) == (expected.tokens, expected.reasons)
+        outcome = run(engine, requests[seed], seed)
+        assert (outcome.tokens, outcome.reasons) == (expected.tokens, expected.reasons)
         if right:
-            assert found.steps < expected.steps
+            assert outcome.steps < expected.steps
         else:
             # some differ from what they were made from
-            assert found.accepted < 10, "a wrong draft was accepted"
+            assert outcome.accepted < 10, "a wrong draft was accepted"
 
 
 def test_sequences_that_are_cancelled_between_steps_get_no_late_token(
     tiny, plain, monkeypatch, tmp_path
 ):
-    outcomes, wanted = plain
-    engine = speculating(tiny, 5, rehearsed(*plain, right=0.9), monkeypatch)
+    outcomes, requests = plain
+    engine = speculative_engine(tiny, 5, oracle_drafter(*plain, right=0.9), monkeypatch)
     cancelled = 0
     for seed, expected in outcomes.items():
-        found = run(engine, wanted[seed], seed, tmp_path / "log.jsonl", cancel=0.3)
-        for name, output in found.tokens.items():
+        outcome = run(engine, requests[seed], seed, tmp_path / "log.jsonl", cancel=0.3)
+        for name, output in outcome.tokens.items():
             assert output == expected.tokens[name][: len(output)]
-            assert len(output) == len(expected.tokens[name]) or found.reasons[name] == "abort"
-        cancelled += list(found.reasons.values()).count("abort")
+            assert len(output) == len(expected.tokens[name]) or outcome.reasons[name] == "abort"
+        cancelled += list(outcome.reasons.values()).count("abort")
         assert verify(tmp_path / "log.jsonl").identical
     assert cancelled >= 5
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_the_built_in_drafters_change_no_token(tiny, plain, method):
-    outcomes, wanted = plain
+    outcomes, requests = plain
     options = {"method": method, "num_tokens": 4, "adaptive": False}
-    engine, accepted = LLM(tiny, progress=False, speculative=options, **CONFIG).engine, 0
+    engine = LLM(tiny, progress=False, speculative=options, **CONFIG).engine
+    accepted = 0
     for seed, expected in outcomes.items():
-        found = run(engine, wanted[seed], seed)
-        assert (found.tokens, found.reasons) == (expected.tokens, expected.reasons)
-        accepted += found.accepted
+        outcome = run(engine, requests[seed], seed)
+        assert (outcome.tokens, outcome.reasons) == (expected.tokens, expected.reasons)
+        accepted += outcome.accepted
     assert accepted or method == "ngram", "suffixes of earlier outputs were never right"
 
 
@@ -255,7 +269,7 @@ def test_stop_strings_inside_accepted_drafts_end_the_text_at_the_same_place(tiny
     ]
     prompts = [tokens(5 + 3 * i, i) for i in range(8)]
     expected = LLM(tiny, progress=False, **CONFIG).generate(prompts, params, use_tqdm=False)
-    free = [p.__class__(**{**vars(p), "stop": ()}) for p in params]
+    free = [p.__class__(**vars(p) | {"stop": ()}) for p in params]
     long = LLM(tiny, progress=False, **CONFIG).generate(prompts, free, use_tqdm=False)
     texts = [
         prompt + list(branch.token_ids)
@@ -263,39 +277,42 @@ def test_stop_strings_inside_accepted_drafts_end_the_text_at_the_same_place(tiny
         for branch in out.outputs
     ]
 
-    def propose(memory: Any, sequence_id: str, known: np.ndarray, k: int) -> list[int]:
-        start = known.tolist()
+    def propose(memory: Any, sequence_id: str, context: np.ndarray, k: int) -> list[int]:
+        start = context.tolist()
         return next((text[len(start) :][:k] for text in texts if text[: len(start)] == start), [])
 
-    engine = speculating(tiny, 6, Drafter("true", propose), monkeypatch)
+    engine = speculative_engine(tiny, 6, Drafter("true", propose), monkeypatch)
     llm = LLM(tiny, progress=False, speculative=Speculative(num_tokens=6, adaptive=False), **CONFIG)
     assert llm.engine.runtime.drafter is engine.runtime.drafter
-    found = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     assert {out.outputs[0].finish_reason for out in expected} == {"stop", "length"}
-    for a, b in zip(found, expected, strict=True):
-        for mine, theirs in zip(a.outputs, b.outputs, strict=True):
-            assert (mine.text, mine.token_ids, mine.finish_reason) == (
-                theirs.text,
-                theirs.token_ids,
-                theirs.finish_reason,
+    for output, expected_output in zip(outputs, expected, strict=True):
+        for branch, expected_branch in zip(output.outputs, expected_output.outputs, strict=True):
+            assert (branch.text, branch.token_ids, branch.finish_reason) == (
+                expected_branch.text,
+                expected_branch.token_ids,
+                expected_branch.finish_reason,
             )
-            assert mine.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
-            assert [set(p) for p in mine.logprobs] == [set(p) for p in theirs.logprobs]
+            assert branch.cumulative_logprob == pytest.approx(
+                expected_branch.cumulative_logprob, abs=1e-3
+            )
+            assert [set(p) for p in branch.logprobs] == [set(p) for p in expected_branch.logprobs]
 
 
 def test_a_prefix_is_found_with_the_blocks_of_accepted_drafts(tiny, plain, monkeypatch):
     """Blocks that accepted drafts filled are published, those of rejected drafts are not."""
-    prompt, found = tokens(9, 3), {}
+    prompt = tokens(9, 3)
+    observed = {}
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     outputs: list[int] = []
 
-    def propose(memory: Any, sequence_id: str, known: np.ndarray, k: int) -> list[int]:
-        following = (prompt + outputs)[len(known) :][:k]
+    def propose(memory: Any, sequence_id: str, context: np.ndarray, k: int) -> list[int]:
+        following = (prompt + outputs)[len(context) :][:k]
         return [*following[:-1], 0]  # the last one is wrong
 
     for drafter in (None, Drafter("nearly", propose)):
         engine = (
-            speculating(tiny, 5, drafter, monkeypatch)
+            speculative_engine(tiny, 5, drafter, monkeypatch)
             if drafter
             else LLM(tiny, progress=False, **CONFIG).engine
         )
@@ -310,11 +327,11 @@ def test_a_prefix_is_found_with_the_blocks_of_accepted_drafts(tiny, plain, monke
         while engine.has_work:
             for event in engine.step().events:
                 if isinstance(event, Admitted):
-                    found[drafter is not None] = event.num_cached
+                    observed[drafter is not None] = event.num_cached
                 output += event.token_ids if isinstance(event, Sampled) else ()
-        found[drafter is not None, "output"] = output
-    assert found[True] == found[False] == 36
-    assert found[True, "output"] == found[False, "output"]
+        observed[drafter is not None, "output"] = output
+    assert observed[True] == observed[False] == 36
+    assert observed[True, "output"] == observed[False, "output"]
 
 
 @pytest.mark.slow
@@ -322,15 +339,15 @@ def test_a_draft_stops_at_the_end_of_max_model_len(tiny, monkeypatch):
     """The last token is sampled and never computed, so drafts end one position before it; 64 ends a
     block.
     """
-    always = Drafter("always", lambda memory, name, known, k: [5] * k)
+    always = Drafter("always", lambda memory, name, context, k: [5] * k)
     for length in (61, 63, 64):
-        engine = speculating(tiny, 7, always, monkeypatch, max_model_len=length)
+        engine = speculative_engine(tiny, 7, always, monkeypatch, max_model_len=length)
         engine.add(
             "a",
             tokens(length - 12, 1),
             SamplingParams(temperature=0, max_tokens=200, ignore_eos=True),
         )
-        made = 0
+        num_sampled = 0
         while engine.has_work:
             result = engine.step()
             ends = [
@@ -338,24 +355,27 @@ def test_a_draft_stops_at_the_end_of_max_model_len(tiny, monkeypatch):
                 for start, count in zip(result.plan.starts, result.plan.counts, strict=True)
             ]
             assert max(ends) <= length - 1
-            made += sum(
+            num_sampled += sum(
                 len(event.token_ids) for event in result.events if isinstance(event, Sampled)
             )
-        assert made == 12
+        assert num_sampled == 12
 
 
 def test_a_replay_knows_offered_drafts(tiny, plain, monkeypatch, tmp_path):
-    outcomes, wanted = plain
-    engine = speculating(tiny, 4, rehearsed(*plain, right=0.7), monkeypatch)
-    run(engine, wanted[0], 0, tmp_path / "log.jsonl")
+    outcomes, requests = plain
+    engine = speculative_engine(tiny, 4, oracle_drafter(*plain, right=0.7), monkeypatch)
+    run(engine, requests[0], 0, tmp_path / "log.jsonl")
     transitions = list(replay(tmp_path / "log.jsonl"))
-    again: dict[str, list[int]] = {}
+    replayed: dict[str, list[int]] = {}
     for event in (
-        event for one in transitions for event in one.events if isinstance(event, Sampled)
+        event
+        for transition in transitions
+        for event in transition.events
+        if isinstance(event, Sampled)
     ):
         for name, token in zip(event.request_ids, event.token_ids, strict=True):
-            again.setdefault(name, []).append(token)
-    assert again == {name: output for name, output in outcomes[0].tokens.items() if output}
+            replayed.setdefault(name, []).append(token)
+    assert replayed == {name: output for name, output in outcomes[0].tokens.items() if output}
     text = (tmp_path / "log.jsonl").read_text()
     (tmp_path / "log.jsonl").write_text(
         re.sub(r'"offered":{"(\w+)":\d', r'"offered":{"\1":1', text)
@@ -411,7 +431,8 @@ def test_a_drafter_of_ones_own_is_a_value_in_a_file(tiny, tmp_path):
         "LAST = Drafter('last', lambda memory, sequence_id, tokens, k: [int(tokens[-1])] * k)\n"
     )
     options = {"method": f"{file}:LAST", "num_tokens": 2, "adaptive": False}
-    llm, drafted = LLM(tiny, progress=False, speculative=options, **CONFIG), 0
+    llm = LLM(tiny, progress=False, speculative=options, **CONFIG)
+    drafted = 0
     llm.engine.add("a", tokens(5, 1), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     while llm.engine.has_work:
         drafted += sum(llm.engine.step().plan.drafts)
@@ -426,13 +447,13 @@ def test_a_drafter_of_ones_own_is_a_value_in_a_file(tiny, tmp_path):
 @pytest.mark.parametrize("wrong", [320, -1, 2**40, 0.5])
 def test_a_draft_outside_the_vocabulary_is_refused_and_nothing_is_lost(tiny, monkeypatch, wrong):
     drafts = [wrong]
-    engine = speculating(
-        tiny, 3, Drafter("other", lambda memory, name, known, k: [5, *drafts]), monkeypatch
+    engine = speculative_engine(
+        tiny, 3, Drafter("other", lambda memory, name, context, k: [5, *drafts]), monkeypatch
     )
     engine.add("a", tokens(5, 1), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-    output, message = (
-        [],
-        r"drafter 'other' drafted .* for 'a'; the vocabulary is 0 to 319, .*; use a drafter with",
+    output = []
+    message = (
+        r"drafter 'other' drafted .* for 'a'; the vocabulary is 0 to 319, .*; use a drafter with"
     )
     output += [t for e in engine.step().events if isinstance(e, Sampled) for t in e.token_ids]
     with pytest.raises(ValueError, match=message):
@@ -452,13 +473,15 @@ def test_a_beam_search_beside_drafts_finds_what_it_finds_alone(tiny, monkeypatch
     """Beams have no drafts themselves. A row with drafts before them has several samples: theirs
     come later.
     """
-    beam, params = (
-        BeamSearchParams(beam_width=2, max_tokens=6),
-        SamplingParams(temperature=0, max_tokens=30),
+    beam = BeamSearchParams(beam_width=2, max_tokens=6)
+    params = SamplingParams(temperature=0, max_tokens=30)
+    drafter = Drafter("always", lambda memory, name, context, k: [5] * k)
+    engines = (
+        LLM(tiny, progress=False, **CONFIG).engine,
+        speculative_engine(tiny, 3, drafter, monkeypatch),
     )
-    drafter = Drafter("always", lambda memory, name, known, k: [5] * k)
-    engines = LLM(tiny, progress=False, **CONFIG).engine, speculating(tiny, 3, drafter, monkeypatch)
-    found, beside = [], 0
+    searches = []
+    shared_steps = 0
     for engine in engines:
         engine.add("plain", tokens(7, 2), params)
         engine.step()
@@ -472,7 +495,7 @@ def test_a_beam_search_beside_drafts_finds_what_it_finds_alone(tiny, monkeypatch
             )
             assert not drafts.get("a")
             assert not drafts.get("b")
-            beside += bool("a" in drafts and drafts.get("plain"))
-        found.append(results)
-    assert beside > 2, "no step had drafts and beams"
-    assert found[0] == found[1]
+            shared_steps += bool("a" in drafts and drafts.get("plain"))
+        searches.append(results)
+    assert shared_steps > 2, "no step had drafts and beams"
+    assert searches[0] == searches[1]

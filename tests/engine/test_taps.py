@@ -57,7 +57,7 @@ PARAMS = SamplingParams(
 
 
 def make(model: Any, **config: Any) -> LLM:
-    return LLM(model, progress=False, **{**SIZES, **config})
+    return LLM(model, progress=False, **SIZES | config)
 
 
 def slow(value: Any) -> Any:
@@ -66,41 +66,47 @@ def slow(value: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def llm(tiny):
-    yield (made := make(tiny))
-    scheduler.check(made.engine.scheduler_state)
-    assert not made.engine.has_work
-    assert not made.engine._state.readers
+    yield (llm := make(tiny))
+    scheduler.check(llm.engine.scheduler_state)
+    assert not llm.engine.has_work
+    assert not llm.engine._state.readers
 
 
 def check(
     folder: Path,
     prompt: Sequence[int],
     tokens: Sequence[int],
-    found: TapArrays | None,
+    arrays: TapArrays | None,
     taps: Taps = TAPS,
 ):
     """Compare with numpy's float64 forward pass over the prompt and what was generated."""
-    assert found is not None
-    states, seen = plain_run(folder, np.array([*prompt, *tokens])[:-1])
-    assert tuple(found.hidden_states) == taps.hidden_states
-    for i, array in found.hidden_states.items():
+    assert arrays is not None
+    states, probabilities = plain_run(folder, np.array([*prompt, *tokens])[:-1])
+    assert tuple(arrays.hidden_states) == taps.hidden_states
+    for i, array in arrays.hidden_states.items():
         chex.assert_shape(array, (len(prompt) + len(tokens) - 1, 64))
         chex.assert_type(array, np.float32)
         chex.assert_trees_all_close(array, states[i].astype(np.float32), atol=1e-4)
-    assert tuple(found.attention) == tuple(layer for layer, _ in taps.attention)
+    assert tuple(arrays.attention) == tuple(layer for layer, _ in taps.attention)
     for layer, heads in taps.attention:
-        assert len(found.attention[layer]) == len(tokens)
-        for j, array in enumerate(found.attention[layer]):
-            at = len(prompt) + j  # tokens of the context
+        assert len(arrays.attention[layer]) == len(tokens)
+        for j, array in enumerate(arrays.attention[layer]):
+            context = len(prompt) + j  # tokens of the context
             chex.assert_type(array, np.float32)
             chex.assert_trees_all_close(
-                array, seen[layer][list(heads), at - 1, :at].astype(np.float32), atol=1e-5
+                array,
+                probabilities[layer][list(heads), context - 1, :context].astype(np.float32),
+                atol=1e-5,
             )
 
 
-def close(found: TapArrays, wanted: TapArrays, atol: float = 1e-5) -> None:
+def close(arrays: TapArrays, expected: TapArrays, atol: float = 1e-5) -> None:
     chex.assert_trees_all_close(
-        *({f.name: getattr(one, f.name) for f in fields(one)} for one in (found, wanted)), atol=atol
+        *(
+            {f.name: getattr(tap_arrays, f.name) for f in fields(tap_arrays)}
+            for tap_arrays in (arrays, expected)
+        ),
+        atol=atol,
     )
 
 
@@ -162,12 +168,14 @@ def test_arrays_are_those_of_a_forward_pass_and_tokens_do_not_change(llm, tiny_f
 )
 def test_arrays_do_not_depend_on_how_steps_are_made(tiny_folder, monkeypatch, config):
     """Preempted and computed again, swapped, sent ahead, or with drafts of which some are rejected."""
-    llm, events, original = make(tiny_folder, **config), [], Session.step
+    llm = make(tiny_folder, **config)
+    events = []
+    original = Session.step
 
     def step(session: Session) -> SessionStep:
-        found = original(session)
-        events.extend(found.events)
-        return found
+        session_step = original(session)
+        events.extend(session_step.events)
+        return session_step
 
     monkeypatch.setattr(Session, "step", step)
     greedy = replace(PARAMS, temperature=0.0, max_tokens=24)
@@ -182,44 +190,49 @@ def test_arrays_do_not_depend_on_how_steps_are_made(tiny_folder, monkeypatch, co
 
 def test_branches_share_the_prompts_arrays_and_have_their_own_behind_it(llm, tiny_folder):
     (output,) = llm.generate(PROMPTS[1], replace(PARAMS, n=3), use_tqdm=False)
-    assert len({one.token_ids for one in output.outputs}) == 3
-    for one in output.outputs:
-        check(tiny_folder, PROMPTS[1], one.token_ids, one.taps)
+    assert len({branch.token_ids for branch in output.outputs}) == 3
+    for branch in output.outputs:
+        check(tiny_folder, PROMPTS[1], branch.token_ids, branch.taps)
     (best,) = llm.generate(PROMPTS[0], replace(PARAMS, n=1, best_of=3), use_tqdm=False)
     check(tiny_folder, PROMPTS[0], best.outputs[0].token_ids, best.outputs[0].taps)
 
 
 @pytest.mark.slow
 def test_requests_with_different_taps_share_a_step(llm, tiny_folder):
-    several = [Taps(hidden_states=2, attention={1: (0, 2)}), Taps((1,), ((1, (1,)),))]
+    requested_taps = [Taps(hidden_states=2, attention={1: (0, 2)}), Taps((1,), ((1, (1,)),))]
     outputs = llm.generate(
-        [PROMPTS[0]] * 2, [replace(PARAMS, taps=taps) for taps in several], use_tqdm=False
+        [PROMPTS[0]] * 2, [replace(PARAMS, taps=taps) for taps in requested_taps], use_tqdm=False
     )
-    for taps, output in zip(several, outputs, strict=True):
+    for taps, output in zip(requested_taps, outputs, strict=True):
         check(tiny_folder, PROMPTS[0], output.outputs[0].token_ids, output.outputs[0].taps, taps)
 
 
 @pytest.mark.slow
 def test_requests_with_taps_share_steps_with_every_other_kind(llm, tiny_folder):
     """With a pooled prompt and a beam search."""
-    several = [Taps(hidden_states=2), Taps(attention={1: (0, 2)}), None, Taps((1,), ((0, (1,)),))]
+    requested_taps = [
+        Taps(hidden_states=2),
+        Taps(attention={1: (0, 2)}),
+        None,
+        Taps((1,), ((0, (1,)),)),
+    ]
     llm.engine.add("e", PROMPTS[3], PoolingParams(pooling_type="MEAN"))
     llm.engine.add("b", PROMPTS[0], BeamSearchParams(beam_width=2, max_tokens=5), forks=["b/1"])
     outputs = llm.generate(
-        PROMPTS, [replace(PARAMS, taps=taps) for taps in several], use_tqdm=False
+        PROMPTS, [replace(PARAMS, taps=taps) for taps in requested_taps], use_tqdm=False
     )
     while llm.engine.has_work:
         llm.engine.step()
-    for prompt, taps, output in zip(PROMPTS, several, outputs, strict=True):
-        one = output.outputs[0]
-        assert (one.taps is None) == (taps is None)
+    for prompt, taps, output in zip(PROMPTS, requested_taps, outputs, strict=True):
+        branch = output.outputs[0]
+        assert (branch.taps is None) == (taps is None)
         if taps:
-            check(tiny_folder, prompt, one.token_ids, one.taps, taps)
+            check(tiny_folder, prompt, branch.token_ids, branch.taps, taps)
 
 
 def test_a_stop_string_ends_the_arrays_too(llm, tiny_folder):
-    (whole,) = llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)
-    cut = llm.tokenizer.decode(whole.outputs[0].token_ids[:4])[-1]
+    (uncut,) = llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)
+    cut = llm.tokenizer.decode(uncut.outputs[0].token_ids[:4])[-1]
     (output,) = llm.generate(PROMPTS[0], replace(PARAMS, stop=(cut,)), use_tqdm=False)
     assert len(output.outputs[0].token_ids) < 9
     check(tiny_folder, PROMPTS[0], output.outputs[0].token_ids, output.outputs[0].taps)
@@ -228,7 +241,8 @@ def test_a_stop_string_ends_the_arrays_too(llm, tiny_folder):
 def test_a_failed_step_computes_arrays_again(llm, tiny_folder, monkeypatch):
     llm.engine.add("r", PROMPTS[1], PARAMS)
     collected = collect(["r"], len(PROMPTS[1]))["r"]
-    parts, tokens = [], []
+    parts = []
+    tokens = []
     for broken in (False, True, *(False,) * 20):
         with monkeypatch.context() as patched:
             if broken:
@@ -249,7 +263,8 @@ def test_a_failed_step_computes_arrays_again(llm, tiny_folder, monkeypatch):
 
 def test_attention_alone_shares_prefixes_and_hidden_states_do_not(llm, tiny_folder):
     llm.reset_prefix_cache()
-    plain, attention = replace(PARAMS, taps=None), replace(PARAMS, taps=Taps(attention={1: 0}))
+    plain = replace(PARAMS, taps=None)
+    attention = replace(PARAMS, taps=Taps(attention={1: 0}))
     prompt = PROMPTS[1][:30]
     for params, cached in ((PARAMS, 0), (attention, 0), (PARAMS, 0), (attention, 28), (plain, 28)):
         (output,) = llm.generate(prompt, params, use_tqdm=False)
@@ -269,17 +284,23 @@ def test_experts_of_chunks_are_those_of_a_whole_prompt():
     """Layers 0 and 2 have experts; the last layer is computed for all tokens. A mesh gives the
     same.
     """
-    model, taps = random_model("Qwen3-MoE"), Taps(hidden_states=3, experts=(0, 2))
+    model = random_model("Qwen3-MoE")
+    taps = Taps(hidden_states=3, experts=(0, 2))
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
     tapped = replace(params, taps=taps)
-    whole, chunked = make(model, max_num_batched_tokens=64, token_buckets=(64,)), make(model)
-    plain = whole.generate(PROMPTS, params, use_tqdm=False)
-    wanted, found = (one.generate(PROMPTS, tapped, use_tqdm=False) for one in (whole, chunked))
-    assert [one.outputs[0].logprobs for one in wanted] == [one.outputs[0].logprobs for one in plain]
-    for one, other, prompt in zip(wanted, found, PROMPTS, strict=True):
-        arrays = one.outputs[0].taps
+    unchunked = make(model, max_num_batched_tokens=64, token_buckets=(64,))
+    chunked = make(model)
+    plain = unchunked.generate(PROMPTS, params, use_tqdm=False)
+    expected, outputs = (
+        llm.generate(PROMPTS, tapped, use_tqdm=False) for llm in (unchunked, chunked)
+    )
+    assert [output.outputs[0].logprobs for output in expected] == [
+        output.outputs[0].logprobs for output in plain
+    ]
+    for whole_output, chunked_output, prompt in zip(expected, outputs, PROMPTS, strict=True):
+        arrays = whole_output.outputs[0].taps
         assert arrays is not None
-        close(other.outputs[0].taps, arrays, atol=2e-5)
+        close(chunked_output.outputs[0].taps, arrays, atol=2e-5)
         for ids, weights in arrays.experts.values():
             chex.assert_shape((ids, weights), (len(prompt) + 5, 3))
             chex.assert_type((ids, weights), (np.int32, np.float32))
@@ -292,7 +313,7 @@ def test_experts_of_chunks_are_those_of_a_whole_prompt():
     with pytest.raises(
         ValueError, match=r"taps.experts has layer 1, which is dense; those with experts are 0, 2"
     ):
-        whole.generate(PROMPTS[0], replace(params, taps=Taps(experts=1)), use_tqdm=False)
+        unchunked.generate(PROMPTS[0], replace(params, taps=Taps(experts=1)), use_tqdm=False)
 
 
 @pytest.mark.slow
@@ -305,10 +326,12 @@ def test_a_mesh_gives_the_same_hidden_states_and_experts(mesh):
         ignore_eos=True,
         taps=Taps(hidden_states=(1, 3), experts=(0, 2)),
     )
-    wanted = make(model).generate(PROMPTS, params, use_tqdm=False)
+    expected_outputs = make(model).generate(PROMPTS, params, use_tqdm=False)
     llm = make(model, mesh=mesh)
-    for one, other in zip(wanted, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
-        close(other.outputs[0].taps, one.outputs[0].taps, atol=1e-4)
+    for expected, output in zip(
+        expected_outputs, llm.generate(PROMPTS, params, use_tqdm=False), strict=True
+    ):
+        close(output.outputs[0].taps, expected.outputs[0].taps, atol=1e-4)
     with pytest.raises(ValueError, match=r"taps\.attention needs a model on one device"):
         llm.generate(PROMPTS[0], replace(params, taps=Taps(attention={0: 0})), use_tqdm=False)
 
@@ -347,15 +370,15 @@ def test_arrays_of_16_bits_are_given_in_float32(tiny_folder):
         linear_impl="xla",
     )
     (output,) = llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)
-    states, seen = plain_run(
+    states, probabilities = plain_run(
         tiny_folder, np.array([*PROMPTS[0], *output.outputs[0].token_ids])[:-1]
     )
-    found = output.outputs[0].taps
-    assert found is not None
-    chex.assert_type([*found.hidden_states.values(), *found.attention[0]], np.float32)
-    chex.assert_trees_all_close(found.hidden_states[2], states[2].astype(np.float32), atol=0.3)
+    arrays = output.outputs[0].taps
+    assert arrays is not None
+    chex.assert_type([*arrays.hidden_states.values(), *arrays.attention[0]], np.float32)
+    chex.assert_trees_all_close(arrays.hidden_states[2], states[2].astype(np.float32), atol=0.3)
     chex.assert_trees_all_close(
-        found.attention[0][0], seen[0][[0, 3], 4, :5].astype(np.float32), atol=0.1
+        arrays.attention[0][0], probabilities[0][[0, 3], 4, :5].astype(np.float32), atol=0.1
     )
 
 
@@ -366,12 +389,17 @@ def test_the_example_of_the_page_runs(tiny_folder, tmp_path, monkeypatch, capsys
     )
     monkeypatch.chdir(tmp_path)
     exec(
-        code.replace('model="smollm2-135m"', f"model={str(tiny_folder)!r}, {options}"), found := {}
+        code.replace('model="smollm2-135m"', f"model={str(tiny_folder)!r}, {options}"),
+        namespace := {},
     )
-    tokens = len(found["output"].prompt_token_ids) + len(found["output"].outputs[0].token_ids) - 1
-    said = capsys.readouterr().out
-    assert said.startswith(f"({tokens}, 64) [")
-    assert said.endswith(f"{{'0': ({tokens}, 64)}}\n")
+    tokens = (
+        len(namespace["output"].prompt_token_ids)
+        + len(namespace["output"].outputs[0].token_ids)
+        - 1
+    )
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"({tokens}, 64) [")
+    assert printed.endswith(f"{{'0': ({tokens}, 64)}}\n")
 
 
 # --- a recording ----------------------------------------------------------------------------------
@@ -393,14 +421,14 @@ def test_a_recording_has_the_arrays_beside_it(llm, tmp_path):
     llm.engine.cancel("a/ü")
     llm.engine.record(None)
     assert verify(file).identical
-    found = read_taps(file)
-    wanted = [one.taps for output in outputs[1:] for one in output.outputs]
-    assert len(found) == len(wanted) + 1
-    for name, one in zip(sorted(set(found) - {"a/ü"}, key=int), wanted, strict=True):
-        close(found[name], one, atol=0)
-    assert [array.shape for array in found["a/ü"].attention[1]] == [(1, 5), (1, 6)]
-    assert found["a/ü"].hidden_states == {}
-    assert set(read_taps(tmp_path / "run.jsonl.taps")) == set(found)
+    recorded = read_taps(file)
+    expected = [branch.taps for output in outputs[1:] for branch in output.outputs]
+    assert len(recorded) == len(expected) + 1
+    for name, arrays in zip(sorted(set(recorded) - {"a/ü"}, key=int), expected, strict=True):
+        close(recorded[name], arrays, atol=0)
+    assert [array.shape for array in recorded["a/ü"].attention[1]] == [(1, 5), (1, 6)]
+    assert recorded["a/ü"].hidden_states == {}
+    assert set(read_taps(tmp_path / "run.jsonl.taps")) == set(recorded)
     llm.engine.record(file)  # another recording of that name
     llm.engine.record(None)
     assert not read_taps(file)
@@ -477,12 +505,17 @@ def test_bytes_are_bounded_and_counted_before_anything_runs(tiny):
         make(tiny, max_tap_bytes=size - 1).generate(PROMPTS[0], params, use_tqdm=False)
     llm = make(tiny, max_tap_bytes=size)
     (output,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
-    both = [one.taps for one in output.outputs if one.taps]
-    states = sum(array.nbytes for one in both for array in one.hidden_states.values())
-    seen = sum(
-        array.nbytes for one in both for arrays in one.attention.values() for array in arrays
+    taps_of_branches = [branch.taps for branch in output.outputs if branch.taps]
+    state_bytes = sum(
+        array.nbytes for taps in taps_of_branches for array in taps.hidden_states.values()
     )
-    assert states + seen - 4 * 3 * 64 * 5 == size, (
+    attention_bytes = sum(
+        array.nbytes
+        for taps in taps_of_branches
+        for arrays in taps.attention.values()
+        for array in arrays
+    )
+    assert state_bytes + attention_bytes - 4 * 3 * 64 * 5 == size, (
         "the prompt's states are shared until they are given"
     )
     assert make(tiny).engine.config.max_tap_bytes == 2**30
@@ -520,8 +553,9 @@ def test_attention_of_ones_own_that_does_not_say_its_weights_is_refused(tiny_fol
 
 
 def test_the_union_is_what_all_want():
-    one, other = Wanted((0, 2), ((1, (0, 3)),)), Wanted((2, 5), ((0, (1,)), (1, (2,))), (4,))
-    assert union([one, other]) == Wanted((0, 2, 5), ((0, (1,)), (1, (0, 2, 3))), (4,))
+    first = Wanted((0, 2), ((1, (0, 3)),))
+    second = Wanted((2, 5), ((0, (1,)), (1, (2,))), (4,))
+    assert union([first, second]) == Wanted((0, 2, 5), ((0, (1,)), (1, (0, 2, 3))), (4,))
     assert union([]) == Wanted()
     assert not Wanted()
     assert Wanted(experts=(0,))
@@ -530,33 +564,47 @@ def test_the_union_is_what_all_want():
 
 def check_parts(data: st.DataObject) -> None:
     """Two branches: chunks of any size, and from time to time a branch begins again."""
-    prompt, outputs = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 6))
+    prompt = data.draw(st.integers(1, 9))
+    outputs = data.draw(st.integers(1, 6))
     length = prompt + outputs - 1
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     shared = rng.normal(size=(prompt, 3)).astype(np.float32)
     collected = collect(["a", "b"], prompt)
     for name in ("a", "b"):
-        own = np.concatenate([shared, rng.normal(size=(outputs - 1, 3)).astype(np.float32)])
+        states = np.concatenate([shared, rng.normal(size=(outputs - 1, 3)).astype(np.float32)])
         ids = rng.integers(0, 9, (length, 2)).astype(np.int32)
         ids[:prompt] = np.arange(2 * prompt).reshape(-1, 2)
-        seen = [rng.normal(size=(1, prompt + i)).astype(np.float32) for i in range(outputs)]
-        at, restarts = (0 if name == "a" else prompt - 1), 2
-        while at < length:
-            count = data.draw(st.integers(1, length - at))
-            first = max(at + 1 - prompt, 0)
-            sampled = seen[first : max(at + count - prompt + 1, 0)] if at + count >= prompt else []
-            some = slice(at, at + count)
+        probabilities = [
+            rng.normal(size=(1, prompt + i)).astype(np.float32) for i in range(outputs)
+        ]
+        position = 0 if name == "a" else prompt - 1
+        restarts = 2
+        while position < length:
+            count = data.draw(st.integers(1, length - position))
+            first = max(position + 1 - prompt, 0)
+            sampled = (
+                probabilities[first : max(position + count - prompt + 1, 0)]
+                if position + count >= prompt
+                else []
+            )
+            chunk = slice(position, position + count)
             part = TapPart(
-                name, at, {0: own[some]}, {2: (ids[some], own[some, :2])}, first, {1: sampled}
+                name,
+                position,
+                {0: states[chunk]},
+                {2: (ids[chunk], states[chunk, :2])},
+                first,
+                {1: sampled},
             )
             collected[name].take(part)
-            at += count
+            position += count
             if restarts and data.draw(st.booleans()):
-                at, restarts = 0, restarts - 1
-        found = collected[name].arrays(outputs)
-        chex.assert_trees_all_equal(found.hidden_states, {0: own})
-        chex.assert_trees_all_equal(found.experts, {2: (ids, own[:, :2])})
-        chex.assert_trees_all_equal(found.attention, {1: tuple(seen)})
+                position = 0
+                restarts = restarts - 1
+        arrays = collected[name].arrays(outputs)
+        chex.assert_trees_all_equal(arrays.hidden_states, {0: states})
+        chex.assert_trees_all_equal(arrays.experts, {2: (ids, states[:, :2])})
+        chex.assert_trees_all_equal(arrays.attention, {1: tuple(probabilities)})
 
 
 @settings(max_examples=20, deadline=None, print_blob=True)
@@ -592,7 +640,7 @@ KINDS = (
 def test_arrays_are_those_of_transformers(saved):  # noqa: F811
     import torch
 
-    folder, theirs = saved
+    folder, reference = saved
     model = load_model(folder)
     c = model.model.config
     sparse = [i for i, kind in enumerate(c.kinds) if kind.sparse]
@@ -601,20 +649,23 @@ def test_arrays_are_those_of_transformers(saved):  # noqa: F811
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, taps=taps)
     llm = make(model, block_size=8, num_blocks=64)
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
-        found, tokens = output.outputs[0].taps, [*prompt, *output.outputs[0].token_ids]
+        arrays = output.outputs[0].taps
+        tokens = [*prompt, *output.outputs[0].token_ids]
         options = {"output_hidden_states": True, "output_attentions": True}
         options |= {"output_router_logits": True} if sparse else {}
         with torch.no_grad():
-            wanted = theirs(torch.tensor([tokens[:-1]]), **options)
-        assert found is not None
-        for i, states in enumerate(wanted.hidden_states):
-            chex.assert_trees_all_close(found.hidden_states[i], states[0].numpy(), atol=1e-4)
-        for layer, weights in enumerate(wanted.attentions):
-            for j, seen in enumerate(found.attention[layer]):
-                at = len(prompt) + j
-                chex.assert_trees_all_close(seen, weights[0, :, at - 1, :at].numpy(), atol=1e-4)
+            expected = reference(torch.tensor([tokens[:-1]]), **options)
+        assert arrays is not None
+        for i, states in enumerate(expected.hidden_states):
+            chex.assert_trees_all_close(arrays.hidden_states[i], states[0].numpy(), atol=1e-4)
+        for layer, weights in enumerate(expected.attentions):
+            for j, probabilities in enumerate(arrays.attention[layer]):
+                context = len(prompt) + j
+                chex.assert_trees_all_close(
+                    probabilities, weights[0, :, context - 1, :context].numpy(), atol=1e-4
+                )
         routed = (
-            [logits.reshape(len(tokens) - 1, -1) for logits in wanted.router_logits]
+            [logits.reshape(len(tokens) - 1, -1) for logits in expected.router_logits]
             if sparse
             else []
         )
@@ -623,5 +674,5 @@ def test_arrays_are_those_of_transformers(saved):  # noqa: F811
             shares = shares if (shares.sum(-1) - 1).abs().max() < 1e-3 else logits
             best, ids = torch.topk(shares, c.experts.chosen)
             best = best / best.sum(-1, keepdim=True)
-            chex.assert_trees_all_equal(found.experts[layer][0], ids.numpy().astype(np.int32))
-            chex.assert_trees_all_close(found.experts[layer][1], best.numpy(), atol=1e-4)
+            chex.assert_trees_all_equal(arrays.experts[layer][0], ids.numpy().astype(np.int32))
+            chex.assert_trees_all_close(arrays.experts[layer][1], best.numpy(), atol=1e-4)

@@ -65,7 +65,7 @@ def updated(model, new) -> LLM:
     return llm
 
 
-def stepped(engine: Any, found: Tokens, steps: int | None = None) -> list[Any]:
+def run_steps(engine: Any, answers: Tokens, steps: int | None = None) -> list[Any]:
     """Run some steps, or all, and note tokens -> their events."""
     events = []
     while engine.has_work and (steps is None or steps > 0):
@@ -80,15 +80,15 @@ def stepped(engine: Any, found: Tokens, steps: int | None = None) -> list[Any]:
                 if isinstance(event, Sampled)
                 else ()
             ):
-                own = found.setdefault(name, [])
-                own.append((token, chances[name, len(own)], result.params_version))
+                answer = answers.setdefault(name, [])
+                answer.append((token, chances[name, len(answer)], result.params_version))
     return events
 
 
-def continued(llm: LLM, prompt: list[int], tokens: list[int]) -> list[tuple[int, float]]:
+def continuation(llm: LLM, prompt: list[int], tokens: list[int]) -> list[tuple[int, float]]:
     """What an engine says greedily after a prompt and tokens, up to as many as GREEDY has."""
-    left = GREEDY.max_tokens - len(tokens)
-    params = SamplingParams(temperature=0, max_tokens=left, ignore_eos=True, logprobs=0)
+    num_left = GREEDY.max_tokens - len(tokens)
+    params = SamplingParams(temperature=0, max_tokens=num_left, ignore_eos=True, logprobs=0)
     (answer,) = answers_of(llm, [prompt + tokens], params)
     return answer
 
@@ -121,23 +121,24 @@ def test_after_a_restart_all_is_as_if_the_weights_had_been_there_before(
     for request, prompt in PROMPTS.items():
         engine.add(request, prompt, GREEDY)
     before: Tokens = {}
-    stepped(engine, before, 9)
+    run_steps(engine, before, 9)
     while name == "swapping" and not any(seq.blocks for seq in engine.scheduler_state.waiting):
-        stepped(engine, before, 1)
+        run_steps(engine, before, 1)
         assert engine.has_work, "nothing was swapped out"
-    assert any(0 < len(one) < GREEDY.max_tokens for one in before.values())
+    assert any(0 < len(answer) < GREEDY.max_tokens for answer in before.values())
     engine.update_params(new, pending="restart")
     scheduler.check(engine.scheduler_state)
     assert not engine.scheduler_state.running.seqs
-    found = {request: list(one) for request, one in before.items()}
-    admitted = [event for event in stepped(engine, found) if isinstance(event, Admitted)]
+    answers = {request: list(answer) for request, answer in before.items()}
+    admitted = [event for event in run_steps(engine, answers) if isinstance(event, Admitted)]
     assert {event.request_id for event in admitted} == set(PROMPTS), "all are computed again"
     for request, prompt in PROMPTS.items():
-        old, later = before.get(request, []), found[request][len(before.get(request, [])) :]
+        old = before.get(request, [])
+        later = answers[request][len(before.get(request, [])) :]
         assert {version for *_, version in old} <= {0}
         assert {version for *_, version in later} == {1}
-        wanted = continued(updated, prompt, [token for token, *_ in old])
-        chex.assert_trees_all_equal([(token, chance) for token, chance, _ in later], wanted)
+        expected = continuation(updated, prompt, [token for token, *_ in old])
+        chex.assert_trees_all_equal([(token, chance) for token, chance, _ in later], expected)
     engine.record(None)
     assert replay.verify(tmp_path / "run.jsonl").identical
     text = (tmp_path / "run.jsonl").read_text()
@@ -156,9 +157,9 @@ def test_keep_goes_on_with_the_old_cache_and_new_requests_do_not_find_it(
     engine.record(tmp_path / "run.jsonl")
     for request, prompt in PROMPTS.items():
         engine.add(request, prompt, GREEDY)
-    found: Tokens = {}
-    stepped(engine, found, 9)
-    before = {request: list(one) for request, one in found.items()}
+    answers: Tokens = {}
+    run_steps(engine, answers, 9)
+    before = {request: list(answer) for request, answer in answers.items()}
     started = [
         s.request_id
         for s in (*engine.scheduler_state.running.seqs, *engine.scheduler_state.waiting)
@@ -168,36 +169,38 @@ def test_keep_goes_on_with_the_old_cache_and_new_requests_do_not_find_it(
     scheduler.check(engine.scheduler_state)
     events: list[Any] = []
     for i in range(6):  # new requests that have an old one's prompt, and what it said so far
-        prompt = PROMPTS["r37"] + [token for token, *_ in found.get("r37", [])]
+        prompt = PROMPTS["r37"] + [token for token, *_ in answers.get("r37", [])]
         engine.add(f"new{i}", prompt, GREEDY)
-        events += stepped(engine, found, 3)
-    events += stepped(engine, found)
+        events += run_steps(engine, answers, 3)
+    events += run_steps(engine, answers)
     # the first of the new ones finds nothing; those after it may find what it computed
     for event in events:
         assert not (isinstance(event, Admitted) and event.request_id == "new0" and event.num_cached)
     prompts = [
-        PROMPTS["r37"] + [token for token, *_ in found["r37"][:n]]
-        for n in range(len(found["r37"]) + 1)
+        PROMPTS["r37"] + [token for token, *_ in answers["r37"][:n]]
+        for n in range(len(answers["r37"]) + 1)
     ]
     wanted_of_new = answers_of(updated, prompts, GREEDY)
     for i in range(6):
-        say = [(token, chance) for token, chance, _ in found[f"new{i}"]]
+        say = [(token, chance) for token, chance, _ in answers[f"new{i}"]]
         assert say in wanted_of_new, "no old content is in it"
-        assert {version for *_, version in found[f"new{i}"]} == {1}
-    kept = [
+        assert {version for *_, version in answers[f"new{i}"]} == {1}
+    unfinished = [
         request
         for request in started
         if before.get(request) and len(before[request]) < GREEDY.max_tokens
     ]
-    assert kept, "some request had begun to answer"
-    others = 0
-    for request in kept:
+    assert unfinished, "some request had begun to answer"
+    num_different = 0
+    for request in unfinished:
         old = before[request]
-        versions = [version for *_, version in found[request]]
+        versions = [version for *_, version in answers[request]]
         assert versions == [0] * len(old) + [1] * (GREEDY.max_tokens - len(old))
-        wanted = continued(updated, PROMPTS[request], [token for token, *_ in old])
-        others += [(token, chance) for token, chance, _ in found[request][len(old) :]] != wanted
-    assert others or name == "swapping", "the old cache matters"
+        expected = continuation(updated, PROMPTS[request], [token for token, *_ in old])
+        num_different += [
+            (token, chance) for token, chance, _ in answers[request][len(old) :]
+        ] != expected
+    assert num_different or name == "swapping", "the old cache matters"
     engine.record(None)
     assert replay.verify(tmp_path / "run.jsonl").identical
     assert '{"update":{"version":1,"pending":"keep"}}' in (tmp_path / "run.jsonl").read_text()
@@ -211,17 +214,17 @@ def test_keep_with_the_same_weights_changes_no_token(model):
         plain = model_of("Qwen3", layers=2, linear_impl="xla").model.params
         for request, prompt in PROMPTS.items():
             llm.engine.add(request, prompt, GREEDY, forks=[f"{request}/1", f"{request}/2"])
-        found: Tokens = {}
-        stepped(llm.engine, found, 7)
+        outputs: Tokens = {}
+        run_steps(llm.engine, outputs, 7)
         admitted: list[Any] = []
         if pending:
             llm.update_params(plain, pending=pending)
             admitted = [
-                event for event in stepped(llm.engine, found, 1) if isinstance(event, Admitted)
+                event for event in run_steps(llm.engine, outputs, 1) if isinstance(event, Admitted)
             ]
         assert bool(admitted) == (pending == "restart")
-        stepped(llm.engine, found)
-        answers.append({name: [one[:2] for one in own] for name, own in found.items()})
+        run_steps(llm.engine, outputs)
+        answers.append({name: [token[:2] for token in output] for name, output in outputs.items()})
         assert llm.engine.scheduler_state.pool.num_free == SIZES["num_blocks"]
     assert len(answers[0]) == 12
     chex.assert_trees_all_equal(answers[0], answers[1])
@@ -236,14 +239,15 @@ def test_nothing_that_old_content_went_into_is_found_later(model, new, updated):
     llm.engine.add("old", prompt, GREEDY)
     llm.engine.step()
     llm.update_params(new, pending="keep")
-    stepped(llm.engine, {})
-    (again,) = llm.generate([{"prompt_token_ids": prompt}], GREEDY, use_tqdm=False)
-    assert again.num_cached_tokens == 0
-    chances: Any = again.outputs[0].logprobs
-    found = [
-        (t, entry[t].logprob) for t, entry in zip(again.outputs[0].token_ids, chances, strict=True)
+    run_steps(llm.engine, {})
+    (repeated,) = llm.generate([{"prompt_token_ids": prompt}], GREEDY, use_tqdm=False)
+    assert repeated.num_cached_tokens == 0
+    chances: Any = repeated.outputs[0].logprobs
+    answer = [
+        (t, entry[t].logprob)
+        for t, entry in zip(repeated.outputs[0].token_ids, chances, strict=True)
     ]
-    chex.assert_trees_all_equal(found, continued(updated, prompt, []))
+    chex.assert_trees_all_equal(answer, continuation(updated, prompt, []))
     (third,) = llm.generate([{"prompt_token_ids": prompt}], GREEDY, use_tqdm=False)
     assert third.num_cached_tokens == 56, "what has new content alone is found"
 
@@ -262,7 +266,7 @@ def test_beam_searches_and_pooled_prompts_go_on(model, new, pending):
         result = llm.engine.step()
         assert result is not None
         beams += result.beams
-    assert [len(one.token_ids) for one in beams[0].sequences] == [8] * 3
+    assert [len(sequence.token_ids) for sequence in beams[0].sequences] == [8] * 3
     assert llm.engine.scheduler_state.pool.num_free == SIZES["num_blocks"]
 
 
@@ -279,7 +283,7 @@ def test_outputs_say_which_weights_made_each_token(model, new):
     (search,) = llm.generate(
         [{"prompt_token_ids": PROMPTS["r3"]}], BeamSearchParams(2, max_tokens=3), use_tqdm=False
     )
-    assert [one.versions for one in search.outputs] == [(), ()]
+    assert [branch.versions for branch in search.outputs] == [(), ()]
     llm.engine.reset()
     assert llm.params_version == 2
 

@@ -16,8 +16,8 @@ from pagedjax.engine.processes.group import Follower, Leader
 
 def tcp_pair() -> list[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        one = socket.create_connection(listener.getsockname())
-        return [one, listener.accept()[0]]
+        client = socket.create_connection(listener.getsockname())
+        return [client, listener.accept()[0]]
 
 
 class Connected:
@@ -41,9 +41,9 @@ class Connected:
             follower.engines = 1
 
     def _pair(self) -> list[Connection]:
-        two = tcp_pair()
-        self.sockets += two
-        return [Connection(one) for one in two]
+        ends = tcp_pair()
+        self.sockets += ends
+        return [Connection(end) for end in ends]
 
     def _exit_of(self, process: int) -> Any:
         return lambda status: self.exits.append((process, status))
@@ -55,20 +55,20 @@ class Connected:
 
     def close(self, process: int) -> None:
         """As if a follower ended."""
-        for one in self.sockets[4 * (process - 1) : 4 * process]:
-            one.close() if one.fileno() < 0 else one.shutdown(socket.SHUT_RDWR)
+        for end in self.sockets[4 * (process - 1) : 4 * process]:
+            end.close() if end.fileno() < 0 else end.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
 def connected(followers: int = 1, timeout: float = 30.0) -> Iterator[Connected]:
-    made = Connected(followers, timeout)
+    connected_group = Connected(followers, timeout)
     try:
-        yield made
+        yield connected_group
     finally:
-        for group in (made.leader, *made.followers):
+        for group in (connected_group.leader, *connected_group.followers):
             group._closing = True
             group._over.set()
-        for one in made.sockets:
-            one.close()
-        for thread in made.threads:
+        for end in connected_group.sockets:
+            end.close()
+        for thread in connected_group.threads:
             thread.join(10)

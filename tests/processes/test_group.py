@@ -24,7 +24,7 @@ def until(condition, seconds: float = 10.0) -> None:
         time.sleep(0.005)
 
 
-def ended(pair: Connected, *processes: int) -> None:
+def expect_exits(pair: Connected, *processes: int) -> None:
     until(lambda: {i for i, _ in pair.exits} == set(processes))
     assert {status for _, status in pair.exits} == {EXIT_STATUS}
 
@@ -48,11 +48,11 @@ def test_a_process_that_ends_ends_all(capsys):
     with connected(3) as pair:
         pair.leader.steps = 7
         pair.close(2)
-        ended(pair, 0, 1, 2, 3)
+        expect_exits(pair, 0, 1, 2, 3)
         reason = "process 2 ended while process 0 was at step 7: its connection is closed"
-        assert {one.failure for one in (pair.leader, pair.followers[0], pair.followers[2])} == {
-            reason
-        }
+        assert {
+            member.failure for member in (pair.leader, pair.followers[0], pair.followers[2])
+        } == {reason}
         for raises in (pair.leader.flush, pair.followers[0].receive):
             with pytest.raises(ProcessFailed, match=reason) as failed:
                 raises()
@@ -62,8 +62,8 @@ def test_a_process_that_ends_ends_all(capsys):
 
 def test_the_end_of_process_0_ends_all():
     with connected(2) as pair:
-        for one in pair.sockets[::2]:  # the leader's ends
-            one.shutdown(socket.SHUT_RDWR)
+        for connection in pair.sockets[::2]:  # the leader's ends
+            connection.shutdown(socket.SHUT_RDWR)
         until(lambda: {1, 2} <= {i for i, _ in pair.exits})
         assert pair.followers[0].failure == "process 0 ended: its connection is closed"
 
@@ -71,30 +71,30 @@ def test_the_end_of_process_0_ends_all():
 def test_silence_is_noticed_on_both_sides(monkeypatch):
     with connected(2, timeout=0.5) as pair:
         monkeypatch.setattr(pair.followers[0], "_check", lambda: None)
-        ended(pair, 0, 1, 2)
+        expect_exits(pair, 0, 1, 2)
         assert str(pair.leader.failure).startswith("process 1 has not been heard of for")
     with connected(2, timeout=0.5) as pair:
         monkeypatch.setattr(pair.leader, "_check", lambda: None)
-        ended(pair, 1, 2)
+        expect_exits(pair, 1, 2)
         assert str(pair.followers[1].failure).startswith("process 0 has not been heard of for")
 
 
 def test_a_late_process_is_named_while_all_are_alive():
     with connected(2, timeout=0.6) as pair:
-        for one in (pair.leader, *pair.followers):
-            one.steps = 3
-            one.enter("waiting")
-        for one in (pair.leader, pair.followers[1]):
-            one.begin_step()
-            one.enter("running")
-        ended(pair, 0, 1, 2)
+        for member in (pair.leader, *pair.followers):
+            member.steps = 3
+            member.enter("waiting")
+        for member in (pair.leader, pair.followers[1]):
+            member.begin_step()
+            member.enter("running")
+        expect_exits(pair, 0, 1, 2)
         assert str(pair.leader.failure).startswith("process 1 did not begin step 4 for")
 
 
 def test_nobody_ends_who_waits():
     with connected(1, timeout=0.3) as pair:
-        for one in (pair.leader, *pair.followers):
-            one.enter("waiting")
+        for member in (pair.leader, *pair.followers):
+            member.enter("waiting")
         time.sleep(1)
         assert pair.exits == []
 
@@ -111,13 +111,13 @@ def test_an_error_is_not_blamed_if_another_process_caused_it(monkeypatch):
         )
         time.sleep(0.05)
         pair.close(2)
-        ended(pair, 0, 1, 2)
+        expect_exits(pair, 0, 1, 2)
         assert str(pair.leader.failure).startswith("process 2 ended")
     with connected(2) as pair:
         pair.start(
             _swallow, pair.followers[0].report, "failed", "process 1 failed in step 3: no memory"
         )
-        ended(pair, 0, 1, 2)
+        expect_exits(pair, 0, 1, 2)
         assert pair.followers[1].failure == "process 1 failed in step 3: no memory"
 
 
@@ -128,15 +128,15 @@ def _swallow(function, *args) -> None:
 
 def test_clients_are_answered_before_the_end(monkeypatch):
     monkeypatch.setattr(group, "GRACE", 0.2)
-    told = []
+    reports = []
     with connected(1) as pair:
-        pair.leader.on_failure.append(lambda reason: told.append((reason, list(pair.exits))))
+        pair.leader.on_failure.append(lambda reason: reports.append((reason, list(pair.exits))))
         # it fails, and the others are called all the same
-        pair.leader.on_failure.insert(0, lambda reason: told[0])
+        pair.leader.on_failure.insert(0, lambda reason: reports[0])
         pair.close(1)
         until(lambda: 0 in {i for i, _ in pair.exits})
-        assert told[0][0] == pair.leader.failure
-        assert (0, EXIT_STATUS) not in told[0][1]
+        assert reports[0][0] == pair.leader.failure
+        assert (0, EXIT_STATUS) not in reports[0][1]
 
 
 def test_a_process_that_is_asked_to_stop_asks_process_0(monkeypatch):
@@ -167,7 +167,7 @@ def test_a_follower_waits_for_process_0_at_its_end_and_does_not_after_an_excepti
         pair.start(_swallow, pair.followers[0].close)
         pair.leader.order("step")
         pair.leader.flush()
-        ended(pair, 0, 1)
+        expect_exits(pair, 0, 1)
         assert (
             pair.leader.failure
             == "process 1 does not follow: its program has ended, and its output says why"
@@ -183,7 +183,7 @@ def test_an_exception_that_ends_process_0_is_told_to_all(monkeypatch):
     monkeypatch.setattr(group.sys, "last_value", ValueError("wrong"), raising=False)
     with connected() as pair:
         pair.leader.close()
-        ended(pair, 0, 1)
+        expect_exits(pair, 0, 1)
         assert pair.followers[0].failure == "process 0 ended: ValueError: wrong"
 
 
@@ -196,7 +196,7 @@ def test_an_engine_is_built_when_all_processes_are_ready():
         pair.followers[1].open(lambda facts: None)
         pair.threads[0].join(10)
         assert not pair.threads[0].is_alive()
-        assert {one.engines for one in (pair.leader, *pair.followers)} == {2}
+        assert {member.engines for member in (pair.leader, *pair.followers)} == {2}
         assert pair.exits == []
 
 
@@ -204,11 +204,11 @@ def test_an_engine_is_built_when_all_processes_are_ready():
     ("act", "reason"),
     [
         (
-            lambda one: one.open(lambda facts: "block_size is 8 here"),
+            lambda follower: follower.open(lambda facts: "block_size is 8 here"),
             "process 1 differs from process 0: block_size is 8 here",
         ),
         (
-            lambda one: one.close(),
+            lambda follower: follower.close(),
             "process 1 does not follow: its program has ended, and its output says why",
         ),
     ],
@@ -220,7 +220,7 @@ def test_an_engine_that_one_process_cannot_begin_ends_all(act, reason):
         pair.start(_swallow, pair.leader.open, {})
         pair.start(_swallow, pair.followers[1].open, lambda facts: None)
         pair.start(_swallow, act, pair.followers[0])
-        ended(pair, 0, 1, 2)
+        expect_exits(pair, 0, 1, 2)
         assert pair.leader.failure == reason
 
 
@@ -229,7 +229,7 @@ def test_an_error_in_process_0_before_its_first_engine_ends_all():
         pair.leader.engines = 0
         pair.start(_swallow, pair.followers[0].open, lambda facts: None)
         pair.leader.close()
-        ended(pair, 0, 1)
+        expect_exits(pair, 0, 1)
         assert pair.followers[0].failure == "process 0 ended before it had an engine"
 
 
@@ -242,12 +242,12 @@ def test_an_engine_that_nobody_can_build_ends_nobody_and_one_that_some_cannot_en
         assert pair.exits == []
     with connected(2, timeout=0.6) as pair:
         pair.followers[1].not_built("RESOURCE_EXHAUSTED")
-        ended(pair, 0, 1, 2)
+        expect_exits(pair, 0, 1, 2)
         assert pair.leader.failure == "process 2 cannot build the engine: RESOURCE_EXHAUSTED"
     with connected(2, timeout=0.6) as pair:
         pair.followers[1].not_built("no memory")
         pair.leader.not_built("no memory here")
-        ended(pair, 0, 1, 2)
+        expect_exits(pair, 0, 1, 2)
         assert pair.leader.failure == "process 0 cannot build the engine: no memory here"
 
 
@@ -256,36 +256,37 @@ def test_strangers_are_not_let_in():
     for it.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        address, made = listener.getsockname(), []
+        address = listener.getsockname()
+        clients = []
         for hello in (
             b"GET / HTTP/1.1\r\n\r\n",
             encoded({"token": "x", "process": 1, "kind": "inputs"}),
             b"\0\0\0\3[1]",
         ):
-            made.append(socket.create_connection(address))
-            made[-1].sendall(hello)
-        made.append(socket.create_connection(address))
-        made[-1].sendall(encoded({"token": "secret", "process": 5, "kind": "inputs"}))
+            clients.append(socket.create_connection(address))
+            clients[-1].sendall(hello)
+        clients.append(socket.create_connection(address))
+        clients[-1].sendall(encoded({"token": "secret", "process": 5, "kind": "inputs"}))
         follower = connect(address, 1, 2, "secret", 30.0, exit=lambda status: None)
         leader = accept(listener, 2, "secret", 10.0, 30.0, exit=lambda status: None)
         leader.order("add", text="\u00e9\n")
         leader.flush()
         assert follower.receive() == {"input": "add", "text": "\u00e9\n"}
-        assert [one.recv(1) for one in made[:3]] == [b"", b"", b""]
+        assert [client.recv(1) for client in clients[:3]] == [b"", b"", b""]
         follower._closing = leader._closing = True
         with pytest.raises(
             TimeoutError, match=r"process 1 has not connected to process 0 for 0.1 s"
         ):
             accept(listener, 2, "secret", 0.1, 30.0)
-        for one in made:
-            one.close()
+        for client in clients:
+            client.close()
 
 
 def test_a_connection_refuses_what_is_no_message():
     for wrong in (b"\xff\xff\xff\xff" + b"x" * 9, encoded({"a": 1})[:-1], b"\0\0\0\1x"):
-        one, other = tcp_pair()
-        connection = Connection(one)
-        other.sendall(wrong)
-        other.close()
+        near, far = tcp_pair()
+        connection = Connection(near)
+        far.sendall(wrong)
+        far.close()
         assert connection.receive() is None
         connection.close()

@@ -51,14 +51,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def started(
+def start_processes(
     commands: list[list[str]], folder: Path, devices: int = 1
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes with outputs in files `0`, `1`, ... of a folder. Whatever still runs is killed by
     its pid.
     """
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONUNBUFFERED": "1"}
-    made = []
+    running = []
     try:
         for i, command in enumerate(commands):
             with open(folder / str(i), "w") as output:
@@ -67,10 +67,10 @@ def started(
                     "stderr": subprocess.STDOUT,
                     "text": True,
                 }
-                made.append(subprocess.Popen(command, cwd=ROOT, env=environment, **streams))
-        yield made
+                running.append(subprocess.Popen(command, cwd=ROOT, env=environment, **streams))
+        yield running
     finally:
-        for process in made:
+        for process in running:
             if process.poll() is None:
                 process.kill()
                 process.wait(30)
@@ -83,16 +83,16 @@ def run(
     port = free_port()
     words = [sys.executable, "-m", "tests.processes.worker", str(processes)]
     commands = [[*words, str(i), str(port), json.dumps(job)] for i in range(processes)]
-    with started(commands, tmp_path, devices) as made:
+    with start_processes(commands, tmp_path, devices) as job_processes:
         until = time.monotonic() + LIMIT
         waited = [i for i in range(processes) if job.get("faults", {}).get(str(i)) != "stopped"]
-        while any(made[i].poll() is None for i in waited) and time.monotonic() < until:
+        while any(job_processes[i].poll() is None for i in waited) and time.monotonic() < until:
             time.sleep(0.05)
-        statuses = [process.poll() for process in made]
+        statuses = [process.poll() for process in job_processes]
     return statuses, [(tmp_path / str(i)).read_text() for i in range(processes)]
 
 
-def compared(
+def compare_recordings(
     folder: Path,
     tmp_path: Path,
     processes: int,
@@ -112,17 +112,17 @@ def compared(
     statuses, outputs = run(job, tmp_path, processes, devices)
     assert statuses == [0] * processes, "\n".join(outputs)
     for i, mode in enumerate(modes):
-        first, *others = (
+        first, *copies = (
             tmp_path / name
             for name in (f"{i}.jsonl", *(f"{i}.jsonl.{j}" for j in range(1, processes)))
         )
-        for other in others:
-            assert other.read_bytes() == first.read_bytes(), (other, mode)
+        for copy in copies:
+            assert copy.read_bytes() == first.read_bytes(), (copy, mode)
         assert verify(first).identical
         # else the number of drafts follows times
         if not mode.get("speculative", {}).get("adaptive"):
             alone = play(
-                LLM(folder, progress=False, **{**CONFIG, **mode}).engine,
+                LLM(folder, progress=False, **CONFIG | mode).engine,
                 0,
                 tmp_path / "alone.jsonl",
             )
@@ -134,21 +134,21 @@ def without_host_blocks(log: Path) -> str:
     """A recording. The swap space of each process has its heads only, so it holds more blocks than
     one device's.
     """
-    header, _, rest = log.read_text().partition("\n")
+    header, _, events = log.read_text().partition("\n")
     record = json.loads(header)
     del record["config"]["host_blocks"]
-    return f"{json.dumps(record)}\n{rest}"
+    return f"{json.dumps(record)}\n{events}"
 
 
 def test_recordings_of_two_processes_are_those_of_one_device(one_layer_folder, tmp_path):
     """One device's program is that of test_replicated_engines."""
-    compared(one_layer_folder, tmp_path, 2, 2, [SWAPPED])
+    compare_recordings(one_layer_folder, tmp_path, 2, 2, [SWAPPED])
 
 
 @pytest.mark.exhaustive  # two processes do the same in slow runs, below
 def test_recordings_of_four_processes_are_those_of_one_device(folder, tmp_path):
     drafts = {"method": "draft", "model": str(folder), "num_tokens": 2, "adaptive": True}
-    compared(
+    compare_recordings(
         folder, tmp_path, 4, 1, [{"lookahead": 2, **SWAPPED}, {"speculative": drafts, **SWAPPED}]
     )
 
@@ -168,19 +168,19 @@ def test_recordings_are_byte_identical_in_every_mode(folder, tmp_path):
         {"speculative": {"method": "ngram", "num_tokens": 3, "adaptive": True}},
         {"speculative": drafts, "attention_impl": "xla", "compilation": "lazy"},
     ]
-    compared(folder, tmp_path, 2, 2, modes)
+    compare_recordings(folder, tmp_path, 2, 2, modes)
 
 
 @pytest.mark.exhaustive  # the reader of parts has tests of its own
 def test_an_orbax_checkpoint_is_read_by_each_process(folder, tmp_path):
-    compared(convert(folder, tmp_path / "orbax", "orbax"), tmp_path, 2, 1, [{}])
+    compare_recordings(convert(folder, tmp_path / "orbax", "orbax"), tmp_path, 2, 1, [{}])
 
 
 def exhaustive(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
-def failed(
+def failure_reason(
     folder: Path, tmp_path: Path, faults: dict[int, str], processes: int = 2, timeout: float = 12.0
 ) -> str:
     """Let processes have a fault after their 5th step -> the sentence that all others end with."""
@@ -192,9 +192,9 @@ def failed(
         "faults": {str(i): fault for i, fault in faults.items()},
         "timeout": timeout,
     }
-    began = time.monotonic()
+    start = time.monotonic()
     statuses, outputs = run(job, tmp_path, processes)
-    assert time.monotonic() - began < LIMIT - 10, "it had to be killed"
+    assert time.monotonic() - start < LIMIT - 10, "it had to be killed"
     reasons = set()
     for i, (status, output) in enumerate(zip(statuses, outputs, strict=True)):
         if faults.get(i) == "stopped":
@@ -208,9 +208,9 @@ def failed(
                 for line in output.splitlines()
                 if "pagedjax: " in line
             }
-    found = verify(log)
-    assert found.identical
-    assert found.steps in (4, 5), "the recording has all steps that ended"
+    report = verify(log)
+    assert report.identical
+    assert report.steps in (4, 5), "the recording has all steps that ended"
     assert len(reasons) == 1, outputs
     return reasons.pop()
 
@@ -237,13 +237,13 @@ def failed(
     ),
 )
 def test_a_process_that_fails_ends_all_with_a_sentence(folder, tmp_path, faults, reason):
-    said = failed(folder, tmp_path, faults)
-    said = said.replace("step 6:", "step 5:")  # process 0 may have begun the next step
-    seconds = re.search(r"for (\d+) s", said)
+    message = failure_reason(folder, tmp_path, faults)
+    message = message.replace("step 6:", "step 5:")  # process 0 may have begun the next step
+    seconds = re.search(r"for (\d+) s", message)
     if seconds:  # a busy machine looks later
         assert 12 <= int(seconds[1]) < 60
-        said = said.replace(seconds[0], "for 12 s")
-    assert said == reason
+        message = message.replace(seconds[0], "for 12 s")
+    assert message == reason
 
 
 @pytest.mark.slow  # test_group.py has both reasons
@@ -285,8 +285,8 @@ def test_a_process_that_cannot_start_ends_all(folder, tmp_path, words, reason):
         "2",
     ]
     commands = [[*start, *group, "--process", str(i), *(words if i else [])] for i in range(2)]
-    with started(commands, tmp_path) as made:
-        assert [process.wait(LIMIT) for process in made] == [EXIT_STATUS] * 2
+    with start_processes(commands, tmp_path) as job_processes:
+        assert [process.wait(LIMIT) for process in job_processes] == [EXIT_STATUS] * 2
     assert reason in (tmp_path / "0").read_text()
 
 
@@ -339,8 +339,8 @@ def url_of(process: subprocess.Popen[str], output: Path) -> str:
 @pytest.mark.slow
 def test_two_processes_serve_until_one_is_asked_to_stop(folder, tmp_path):
     log = tmp_path / "run.jsonl"
-    with started(serve_commands(folder, "--record", str(log)), tmp_path) as made:
-        url = url_of(made[0], tmp_path / "0")
+    with start_processes(serve_commands(folder, "--record", str(log)), tmp_path) as servers:
+        url = url_of(servers[0], tmp_path / "0")
         body = {
             "model": "tiny",
             "prompt": "abc",
@@ -349,24 +349,24 @@ def test_two_processes_serve_until_one_is_asked_to_stop(folder, tmp_path):
             "ignore_eos": True,
         }
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-        made[1].send_signal(signal.SIGTERM)
-        assert [process.wait(60) for process in made] == [0, 0], (tmp_path / "0").read_text()
+        servers[1].send_signal(signal.SIGTERM)
+        assert [process.wait(60) for process in servers] == [0, 0], (tmp_path / "0").read_text()
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     (alone,) = LLM(folder, progress=False, num_blocks=256, max_num_seqs=4).generate(
         "abc", params, use_tqdm=False
     )
     assert answer.json()["choices"][0]["text"] == alone.outputs[0].text
-    other = log.with_suffix(".process-1.jsonl")
-    assert verify(other).steps == verify(log).steps == 8
-    assert verify(other).identical
+    followers_log = log.with_suffix(".process-1.jsonl")
+    assert verify(followers_log).steps == verify(log).steps == 8
+    assert verify(followers_log).identical
 
 
 @pytest.mark.slow
 def test_clients_get_503_when_a_process_is_killed(folder, tmp_path):
     log = tmp_path / "run.jsonl"
     answers = []
-    with started(serve_commands(folder, "--record", str(log)), tmp_path) as made:
-        url = url_of(made[0], tmp_path / "0")
+    with start_processes(serve_commands(folder, "--record", str(log)), tmp_path) as servers:
+        url = url_of(servers[0], tmp_path / "0")
         body = {"model": "tiny", "prompt": "abc", "max_tokens": 500, "ignore_eos": True}
 
         def ask() -> None:
@@ -378,10 +378,10 @@ def test_clients_get_503_when_a_process_is_killed(folder, tmp_path):
         until = time.monotonic() + 60
         while log.read_text().count('{"commit"') < 20 and time.monotonic() < until:
             time.sleep(0.01)
-        made[1].kill()
+        servers[1].kill()
         for client in clients:
             client.join(30)
-        assert made[0].wait(30) == EXIT_STATUS
+        assert servers[0].wait(30) == EXIT_STATUS
     assert [answer.status_code for answer in answers] == [503] * 6
     assert all("process 1 ended" in answer.json()["error"]["message"] for answer in answers)
     assert verify(log).identical
@@ -414,8 +414,8 @@ def test_generate_in_two_processes_prints_what_one_prints(folder, tmp_path):
         "2",
         "--process",
     ]
-    with started([[*words, *group, str(i)] for i in range(2)], tmp_path) as made:
-        assert [process.wait(LIMIT) for process in made] == [0, 0]
+    with start_processes([[*words, *group, str(i)] for i in range(2)], tmp_path) as job_processes:
+        assert [process.wait(LIMIT) for process in job_processes] == [0, 0]
     assert (tmp_path / "0").read_text().endswith(alone.stdout)
     assert "process 1 of 2 follows process 0" in (tmp_path / "1").read_text()
     assert alone.stdout.strip() not in (tmp_path / "1").read_text()
@@ -459,26 +459,26 @@ def test_a_sweep_in_two_processes_has_the_tokens_of_one(folder, tmp_path):
         "--processes",
         "2",
     ]
-    with started(
+    with start_processes(
         [[*words, str(tmp_path / "two"), *group, "--process", str(i)] for i in range(2)], tmp_path
-    ) as made:
-        assert [process.wait(LIMIT) for process in made] == [1, 0], (tmp_path / "1").read_text()
-    found = {}
+    ) as job_processes:
+        assert [process.wait(LIMIT) for process in job_processes] == [1, 0], (
+            tmp_path / "1"
+        ).read_text()
+    runs = {}
     for name in ("alone", "two"):
         for file in (tmp_path / name).rglob("summary.json"):
-            run, facts = (
-                json.loads(file.read_text()),
-                json.loads((file.parent / "env.json").read_text()),
-            )
+            run = json.loads(file.read_text())
+            facts = json.loads((file.parent / "env.json").read_text())
             key = (
                 run["swept"]["engine.block_size"],
                 run["swept"]["engine.max_model_len"],
                 run["repeat"],
             )
-            found.setdefault(key, []).append(
+            runs.setdefault(key, []).append(
                 (run["failed"], run["metrics"] and run["metrics"]["tokens_sha256"])
             )
             assert facts["device"]["processes"] == (2 if name == "two" else 1)
-    assert len(found) == 8
-    assert all(one == other for one, other in found.values())
-    assert sum(one[1] is not None for one, _ in found.values()) == 4
+    assert len(runs) == 8
+    assert all(single == shared for single, shared in runs.values())
+    assert sum(single[1] is not None for single, _ in runs.values()) == 4

@@ -51,11 +51,13 @@ class Pair:
     """leader, follower: engines. outcome: how `follow` returned, or what it raised."""
 
     def __init__(self, tiny, group: Connected, log, **config: Any) -> None:
-        self.group, made = group, EngineConfig(**{**CONFIG, **config})
+        self.group = group
+        engine_config = EngineConfig(**{**CONFIG, **config})
         options = {"eos_token_ids": tiny.eos_token_ids}
-        self.leader = LeaderEngine(group.leader, tiny.model, made, **options)
-        self.follower = FollowerEngine(group.followers[0], tiny.model, made, **options)
-        self.log, self.outcome = log, None
+        self.leader = LeaderEngine(group.leader, tiny.model, engine_config, **options)
+        self.follower = FollowerEngine(group.followers[0], tiny.model, engine_config, **options)
+        self.log = log
+        self.outcome = None
 
     def follow(self, **options: Any) -> None:
         self.group.start(self._follow, **options)
@@ -105,21 +107,21 @@ def test_a_follower_makes_the_recording_of_the_leader(tiny, one_layer, tmp_path,
     """Also with drafts whose number depends on times, which differ between processes."""
     model = one_layer if config is SWAPPED else tiny
     with connected() as group:
-        both = Pair(model, group, tmp_path / "follower.jsonl", **config)
-        both.follow()
+        pair = Pair(model, group, tmp_path / "follower.jsonl", **config)
+        pair.follow()
         for seed in (0, 2):
-            play(both.leader, seed, tmp_path / "leader.jsonl")
+            play(pair.leader, seed, tmp_path / "leader.jsonl")
         if config is SWAPPED:
             alone = make(model, 0, **config).engine
             assert play(alone, 2, tmp_path / "alone.jsonl").preempted > 3
             assert (tmp_path / "alone.jsonl").read_bytes() == (
                 tmp_path / "leader.jsonl"
             ).read_bytes()
-        both.released()
+        pair.released()
         assert (tmp_path / "follower.jsonl").read_bytes() == (
             tmp_path / "leader.jsonl"
         ).read_bytes()
-        states = [engine._state for engine in (both.leader, both.follower)]
+        states = [engine._state for engine in (pair.leader, pair.follower)]
         assert states[0].scheduler == states[1].scheduler
         chex.assert_trees_all_equal(states[0].cache, states[1].cache)
         assert group.exits == []
@@ -138,7 +140,7 @@ def test_without_a_fault_nothing_differs(pair):
 
 @pytest.mark.slow
 def test_prompts_that_are_pooled_go_through_all_processes(tiny, tmp_path):
-    found: dict[str, Any] = {}
+    vectors: dict[str, Any] = {}
     with connected(timeout=300) as group:  # a step compiles in both
         pair = Pair(tiny, group, tmp_path / "follower.jsonl", compilation="lazy")
         pair.follow()
@@ -146,9 +148,9 @@ def test_prompts_that_are_pooled_go_through_all_processes(tiny, tmp_path):
         pair.leader.add("last", tokens(30, 8), PoolingParams())
         pair.leader.add("mean", tokens(30, 9), PoolingParams(pooling_type="MEAN"))
         while pair.leader.has_work:
-            found |= dict(pair.leader.step().pooled)
+            vectors |= dict(pair.leader.step().pooled)
         pair.released()
-    for vector in (found["last"], found["mean"]):
+    for vector in (vectors["last"], vectors["mean"]):
         chex.assert_shape(vector, (64,))
     assert not pair.follower._state.readers
     assert pair.leader._state.scheduler == pair.follower._state.scheduler
@@ -212,7 +214,7 @@ def without_requests(messages: Iterator[Message]) -> Iterator[Message]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "step", "ours", "theirs"),
+    ("fault", "step", "leaders_text", "followers_text"),
     [
         (lost, 1, '{"submit":{"request_id":"r1"', '{"submit":{"request_id":"r2"'),
         (reordered, 1, '{"submit":{"request_id":"r1"', '{"submit":{"request_id":"r2"'),
@@ -222,15 +224,17 @@ def without_requests(messages: Iterator[Message]) -> Iterator[Message]:
         (without_a_step, 3, "it did not get the input of this step", ""),
     ],
 )
-def test_a_fault_of_inputs_is_named_in_the_next_step(pair, fault, step, ours, theirs):
+def test_a_fault_of_inputs_is_named_in_the_next_step(
+    pair, fault, step, leaders_text, followers_text
+):
     pair.distort(fault)
     pair.follow()
     add(pair.leader)
     reason = pair.failed()
     assert reason.startswith(f"process 1 differs from process 0 in step {step}: "), reason
     first, _, second = reason.partition(", and process 1 ")
-    assert ours in first
-    assert theirs in second
+    assert leaders_text in first
+    assert followers_text in second
 
 
 def test_a_policy_that_reads_a_clock_is_named_in_its_first_plan_that_differs(tiny, tmp_path):
@@ -243,20 +247,20 @@ def test_a_policy_that_reads_a_clock_is_named_in_its_first_plan_that_differs(tin
         return waiting[::-1] if getattr(clock, "skewed", False) else waiting
 
     with connected() as group:
-        both = Pair(tiny, group, tmp_path / "follower.jsonl", max_num_seqs=3, compilation="lazy")
-        for engine in (both.leader, both.follower):
+        pair = Pair(tiny, group, tmp_path / "follower.jsonl", max_num_seqs=3, compilation="lazy")
+        for engine in (pair.leader, pair.follower):
             policy = FCFS._replace(order=order)
             engine.runtime = dataclasses.replace(engine.runtime, policy=policy)
-        follow = both.follower.follow
+        follow = pair.follower.follow
 
         def skewed(**options: Any) -> bool:
             clock.skewed = True
             return follow(**options)
 
-        both.follower.follow = skewed
-        both.follow()
-        add(both.leader)
-        reason = both.failed()
+        pair.follower.follow = skewed
+        pair.follow()
+        add(pair.leader)
+        reason = pair.failed()
     assert reason.startswith("process 1 differs from process 0 in step 1: ")
     assert '{"schedule":{"step":0,"ids":["r0","r1","r2"]' in reason
     assert '{"schedule":{"step":0,"ids":["r3","r2","r1"]' in reason
@@ -264,29 +268,29 @@ def test_a_policy_that_reads_a_clock_is_named_in_its_first_plan_that_differs(tin
 
 def test_drafts_that_differ_are_named_before_they_are_computed(tiny, tmp_path, monkeypatch):
     """A drafter that draws random numbers: as many drafts, and others."""
-    here = threading.local()
+    role = threading.local()
     propose = Drafter(
-        "random", lambda memory, name, known, k: [7 if getattr(here, "follows", False) else 8] * k
+        "random", lambda memory, name, context, k: [7 if getattr(role, "follows", False) else 8] * k
     )
     with connected() as group:
         options = {"speculative": {"method": "ngram", "adaptive": False}, "compilation": "lazy"}
-        both = Pair(tiny, group, tmp_path / "follower.jsonl", **options)
-        for engine in (both.leader, both.follower):
+        pair = Pair(tiny, group, tmp_path / "follower.jsonl", **options)
+        for engine in (pair.leader, pair.follower):
             assert engine._state.drafting
             engine._state = engine._state._replace(
                 drafting=engine._state.drafting._replace(drafter=propose)
             )
-        follow = both.follower.follow
+        follow = pair.follower.follow
 
         def marked(**options: Any) -> bool:
-            here.follows = True
+            role.follows = True
             return follow(**options)
 
-        both.follower.follow = marked
-        both.follow()
-        add(both.leader, 1)
+        pair.follower.follow = marked
+        pair.follow()
+        add(pair.leader, 1)
         assert (
-            both.failed()
+            pair.failed()
             == "process 1 differs from process 0 in step 2: drafts or predicted plans, or what was before this step"
         )
 
@@ -353,9 +357,9 @@ def test_requests_that_are_refused_reach_nobody(pair):
 
 def test_new_parameters_come_from_each_process_itself(pair, tiny):
     """An engine whose parameters become others says what they say."""
-    other = jax.tree.map(lambda x: x * 1.5, tiny.model.params)
-    pair.follow(new_params=lambda: other)
-    pair.leader.update_params(other)
+    scaled = jax.tree.map(lambda x: x * 1.5, tiny.model.params)
+    pair.follow(new_params=lambda: scaled)
+    pair.leader.update_params(scaled)
     add(pair.leader)
     while pair.leader.has_work:
         pair.leader.step()
@@ -367,9 +371,9 @@ def test_new_parameters_come_from_each_process_itself(pair, tiny):
 
 
 def test_new_parameters_that_differ_are_named(pair, tiny):
-    other = jax.tree.map(lambda x: x * 1.5, tiny.model.params)
+    scaled = jax.tree.map(lambda x: x * 1.5, tiny.model.params)
     pair.follow(new_params=lambda: tiny.model.params)
-    pair.leader.update_params(other)
+    pair.leader.update_params(scaled)
     assert "ValueError: the new parameters are others than in process 0; give all" in pair.failed()
 
 
@@ -380,9 +384,9 @@ def test_blocks_of_an_id_that_comes_again_after_a_reset_are_in_the_digest(pair):
         pair.leader.step()
         pair.leader.step()
         (line,) = (
-            one
-            for one in pair.group.leader._lines[pair.group.leader.steps - 1]
-            if one.startswith('{"schedule')
+            line
+            for line in pair.group.leader._lines[pair.group.leader.steps - 1]
+            if line.startswith('{"schedule')
         )
         assert len(json.loads(line)["schedule"]["blocks"]) == 4
         pair.leader.reset()
@@ -436,10 +440,10 @@ def test_what_engines_are_built_from_is_compared_before_they_are_built(tiny, cha
     model = tiny.model
     if "params" in change:
         model = model._replace(params=jax.tree.map(lambda x: x * change["params"], model.params))
-    own = engines.given_facts(
+    facts = engines.given_facts(
         model, EngineConfig(**CONFIG | change.pop("config", {})), options | change
     )
-    reason = engines.first_difference(own, expected)
+    reason = engines.first_difference(facts, expected)
     assert (reason is None) == (named is None)
     assert reason is None or reason.startswith(str(named))
 
@@ -455,14 +459,14 @@ def test_new_parameters_of_one_process_alone_are_refused(pair, tiny):
 
 def test_other_options_in_one_process_are_named(tiny, tmp_path):
     with connected() as group:
-        both = Pair(tiny, group, tmp_path / "follower.jsonl", compilation="lazy")
-        config = EngineConfig(**{**CONFIG, "block_size": 8, "compilation": "lazy"})
-        both.follower = FollowerEngine(
+        pair = Pair(tiny, group, tmp_path / "follower.jsonl", compilation="lazy")
+        config = EngineConfig(**CONFIG | {"block_size": 8, "compilation": "lazy"})
+        pair.follower = FollowerEngine(
             group.followers[0], tiny.model, config, eos_token_ids=tiny.eos_token_ids
         )
-        both.follow()
-        add(both.leader)
-        reason = both.failed()
+        pair.follow()
+        add(pair.leader)
+        reason = pair.failed()
     assert (
         "engine.block_size is 8 here and 4 in process 0; start all processes with the same options, versions"
         in reason
@@ -511,8 +515,8 @@ def test_a_request_survives_the_wire():
         tags=("t",),
     )
     defaults = EngineRequest((), [], GREEDY)
-    same = [name for name in request._fields if getattr(request, name) == getattr(defaults, name)]
-    assert same == ["grammar", "adapter"], "these stay in their process; all others are sent"
+    unsent = [name for name in request._fields if getattr(request, name) == getattr(defaults, name)]
+    assert unsent == ["grammar", "adapter"], "these stay in their process; all others are sent"
     assert decoded_request(json.loads(json.dumps(encoded_request(request)))) == request
 
 

@@ -74,16 +74,16 @@ PROGRESS = st.builds(Progress, st.integers(0, 3), STAGES, st.floats(0, 30), st.f
 
 @settings(deadline=None)
 @given(st.lists(PROGRESS, min_size=2, max_size=5))
-def test_nobody_is_late_within_the_timeout_and_who_is_named_is_late(found):
-    progress = dict(enumerate(found))
+def test_nobody_is_late_within_the_timeout_and_who_is_named_is_late(processes):
+    progress = dict(enumerate(processes))
     reason = late(progress, 10)
-    if all(one.seconds <= 10 and one.silent <= 10 for one in found):
+    if all(process.seconds <= 10 and process.silent <= 10 for process in processes):
         assert reason is None
     if any(
-        one.silent > 10 or (one.stage in ("scheduling", "running") and one.seconds > 10)
-        for one in found
+        process.silent > 10 or (process.stage in ("scheduling", "running") and process.seconds > 10)
+        for process in processes
     ):
         assert reason is not None
     if reason and reason.startswith("process ") and " did not begin " not in reason:
-        one = progress[int(reason.split()[1])]
-        assert one.silent > 10 or (one.stage == "scheduling" and one.seconds > 10)
+        named = progress[int(reason.split()[1])]
+        assert named.silent > 10 or (named.stage == "scheduling" and named.seconds > 10)
