@@ -73,7 +73,7 @@ def check_sight(sinks: int, window: int, size: int, max_blocks: int) -> None:
 @drawn.examples(30, 100)
 def test_a_query_sees_the_sinks_and_its_window_and_less_than_a_block_more_of_each(number: int):
     tokens = {"sinks": st.integers(0, 40), "window": st.integers(1, 40)}
-    blocks = {"size": st.integers(1, 9), "most": st.integers(1, 60)}
+    blocks = {"size": st.integers(1, 9), "max_blocks": st.integers(1, 60)}
     drawn.check(number, check_sight, **tokens, **blocks)
 
 
