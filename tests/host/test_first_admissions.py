@@ -71,12 +71,12 @@ def test_equal_prompts_have_hits():
 
 
 @pytest.mark.parametrize(
-    "start",
+    "begun",
     [Forked(0, ("a", "a1")), Beamed(0, ("a", "a1"), ("a", "a"), (1, 2)), Admitted(0, "a1", 8, 0)],
 )
-def test_a_branch_that_is_admitted_after_its_leader_is_no_first_one(start):
+def test_a_branch_that_is_admitted_after_its_leader_is_no_first_one(begun):
     admissions = FirstAdmissions()
-    assert len(admissions.among([Admitted(0, "a", 8, 4), start])) == 1 + isinstance(start, Admitted)
+    assert len(admissions.among([Admitted(0, "a", 8, 4), begun])) == 1 + isinstance(begun, Admitted)
     assert admissions.among([Admitted(3, "a1", 9, 8), Admitted(3, "a", 9, 8)]) == []
     assert admissions.among([Finished(4, "a", "stop", 3), Finished(4, "a1", "stop", 3)]) == []
     readmission = [Admitted(5, "a", 8, 8)]  # a new request with the same id

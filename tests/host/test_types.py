@@ -130,7 +130,7 @@ def test_defaults_are_those_of_vllm():
 
 
 @pytest.mark.parametrize(
-    ("name", "spelling", "normal_form"),
+    ("name", "given", "kept"),
     [
         ("stop", "END", ("END",)),
         ("stop", ["a", "b"], ("a", "b")),
@@ -143,10 +143,10 @@ def test_defaults_are_those_of_vllm():
         ("logit_bias", {"5": 1}, {5: 1.0}),
     ],
 )
-def test_spellings_are_normalised(name, spelling, normal_form):
-    value = getattr(SamplingParams(**{name: spelling}), name)
-    assert value == normal_form
-    assert type(value) is type(normal_form)
+def test_spellings_are_normalised(name, given, kept):
+    value = getattr(SamplingParams(**{name: given}), name)
+    assert value == kept
+    assert type(value) is type(kept)
 
 
 def test_lists_and_dicts_of_the_caller_are_copied():

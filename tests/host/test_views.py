@@ -37,7 +37,7 @@ from tests.host.scheduler_steps import step
 
 
 @pytest.mark.parametrize(
-    ("sinks", "window", "size", "expected"),
+    ("sinks", "window", "size", "found"),
     [
         (4, 1020, 16, View(65, (0,))),
         (16, 16, 16, View(2, (0,))),
@@ -46,8 +46,8 @@ from tests.host.scheduler_steps import step
         (1, 2, 1, View(2, (0,))),
     ],
 )
-def test_sizes_are_rounded_up_to_blocks(sinks: int, window: int, size: int, expected: View):
-    assert view(kv_policies.streaming(sinks, window), size, 1000) == expected
+def test_sizes_are_rounded_up_to_blocks(sinks: int, window: int, size: int, found: View):
+    assert view(kv_policies.streaming(sinks, window), size, 1000) == found
 
 
 def check_sight(sinks: int, window: int, size: int, max_blocks: int) -> None:
