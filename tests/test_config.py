@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 
+from pagedjax.host import policies
 from pagedjax.host.policies import POLICIES
 from pagedjax.options.config import (
     EngineConfig,
@@ -18,6 +19,7 @@ from pagedjax.options.config import (
     one_of,
     own_value,
 )
+from pagedjax.routing import routers
 
 SIZES = ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_blocks")
 
@@ -212,15 +214,41 @@ def test_speculative_options_have_vllms_names_too():
         EngineConfig(speculative={"method": ["ngram"]})  # type: ignore[arg-type]
 
 
-def test_a_file_of_ones_own_is_run_once_and_again_after_it_has_changed(tmp_path):
+def test_a_shared_file_of_ones_own_is_run_again_only_after_it_has_changed(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("FIRST = []\nSECOND = [FIRST]\n")
 
     def read(name: str) -> list:
-        return own_value("policy", f"{file}:{name}", list, ())
+        return own_value("linear_impl", f"{file}:{name}", list, (), shared=True)
 
     first = read("FIRST")
     assert read("SECOND")[0] is first
     assert read("FIRST") is first
     file.write_text("FIRST = ['other']\n")
     assert read("FIRST") == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("find", "function", "text"),
+    [
+        (
+            policies.find,
+            "order",
+            "from pagedjax.policies import FCFS as BASE\n"
+            "def function(waiting, running, cached): return waiting\n",
+        ),
+        (
+            routers.find,
+            "choose",
+            "from pagedjax.routing import ROUTERS\nBASE = ROUTERS['round_robin']\n"
+            "def function(state, request): return state.replicas[0]\n",
+        ),
+    ],
+    ids=["policy", "router"],
+)
+def test_no_engine_sees_what_another_one_left_in_a_file_of_ones_own(tmp_path, find, function, text):
+    file = tmp_path / "mine.py"
+    file.write_text(f"{text}CALLS = []\nMINE = BASE._replace(name='mine', {function}=function)\n")
+    first, second = (find(f"{file}:MINE") for _ in range(2))
+    getattr(first, function).__globals__["CALLS"].append("of the first engine")
+    assert getattr(second, function).__globals__["CALLS"] == []

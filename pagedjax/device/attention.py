@@ -38,7 +38,7 @@ def find(name: str) -> Implementation:
     """
     if name in IMPLS:
         return IMPLS[name]
-    return own_value("attention_impl", name, Implementation, IMPLS)
+    return own_value("attention_impl", name, Implementation, IMPLS, shared=True)
 
 
 def choose(name: str | None, device: Any, *, invariant: bool = False, **sizes: Any) -> str:

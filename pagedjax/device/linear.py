@@ -41,7 +41,7 @@ def find(name: str) -> Implementation:
         return IMPLS[name]
     if name == DIFFERENTIABLE:
         return differentiable.IMPLEMENTATION
-    return own_value("linear_impl", name, Implementation, IMPLS)
+    return own_value("linear_impl", name, Implementation, IMPLS, shared=True)
 
 
 def is_built_in(name: str) -> bool:

@@ -622,15 +622,18 @@ def one_of(name: str, value: object, allowed: tuple[Any, ...], *, custom: bool =
         raise ValueError(f"{name} is {value!r}; it must be one of {choices}{hint}")
 
 
-def own_value(field: str, name: str, kind: type[Value], built_in: Iterable[str]) -> Value:
+def own_value(
+    field: str, name: str, kind: type[Value], built_in: Iterable[str], *, shared: bool = False
+) -> Value:
     """Returns the user's own value for a field.
 
-    A file is run once, and again after it has changed. So all fields and all engines that name a
-    value of it get the same value, whose functions share the file's globals.
+    A file is run anew, so that no engine sees what another one left in the file's globals.
 
     Args:
         name: "module:NAME" or "folder/file.py:NAME".
         built_in: the names of the built-in values, for error messages.
+        shared: the file is run again only after it has changed. So all that name a value of it get
+            the same one, as functions must be from which programs are compiled.
 
     Raises:
         ValueError: there is no such module, file or value, or the value is not of that kind.
@@ -642,7 +645,10 @@ def own_value(field: str, name: str, kind: type[Value], built_in: Iterable[str])
         raise ValueError(f"{field} is {name!r}; {usage}")
     is_file = module.endswith(".py")
     try:
-        values = _values_in_file(module) if is_file else vars(importlib.import_module(module))
+        if not is_file:
+            values = vars(importlib.import_module(module))
+        else:
+            values = _shared_values(module) if shared else runpy.run_path(module)
     except ImportError as error:
         if is_file:  # the folder of a file is not on the path
             usage = "install what it imports, or add its folder to PYTHONPATH"
@@ -661,8 +667,8 @@ def own_value(field: str, name: str, kind: type[Value], built_in: Iterable[str])
     return value
 
 
-def _values_in_file(path: str) -> dict[str, Any]:
-    """Returns the global values of a Python file."""
+def _shared_values(path: str) -> dict[str, Any]:
+    """Returns the global values of a Python file, which is run again only after a change."""
     stat = os.stat(path)
     return _run_file(path, os.path.abspath(path), stat.st_mtime_ns, stat.st_size)
 

@@ -29,7 +29,7 @@ def own_family(name: str | None) -> Family | None:
             f"model_family is {name!r:.80}; it must be a text, module:NAME or folder/file.py:NAME "
             "of a Family, or None"
         )
-    return own_value("model_family", name, Family, ())
+    return own_value("model_family", name, Family, (), shared=True)
 
 
 def built_in(model_type: str) -> Family:
