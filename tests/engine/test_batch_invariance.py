@@ -199,7 +199,7 @@ def test_drafts_change_no_bit(expected):
     [
         pytest.param("Gemma 2, caps that bind", "float32", {}, {}, marks=pytest.mark.exhaustive),
         ("Gemma 3", "float32", {}, {"kv_cache_dtype": "float8_e4m3fn"}),
-        ("GPT-2", "float32", {}, {}),
+        pytest.param("GPT-2", "float32", {}, {}, marks=pytest.mark.exhaustive),
         pytest.param("Mixtral", "float32", {}, {}, marks=pytest.mark.exhaustive),
         ("Qwen3-MoE", "float32", {"weight_dtype": "int8"}, {}),
         pytest.param("Llama 3", "bfloat16", {}, {}, marks=pytest.mark.exhaustive),

@@ -116,12 +116,9 @@ SLOW = (
     "itself-k 7",
     "itself-two buckets",
     "itself-few blocks, swapped",
-    "small-k 1",
     "small-no prefix cache",
     "small-few blocks, computed again",
-    "head-blocks of 1",
     "head-blocks of 16",
-    "head-a small budget",
     "head-prompts and decodes in turn",
 )
 

@@ -111,7 +111,7 @@ def test_tokens_and_log_probabilities_equal_transformers(smollm2, options, golde
             ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_swapping.py has the same with small models
 def test_preemption_changes_no_golden_token(smollm2):
     llm = engine(
         smollm2, block_size=8, max_num_batched_tokens=64, num_blocks=20, token_buckets=(16, 64)
@@ -173,7 +173,7 @@ def eventful(llm: LLM, log: Path) -> tuple[list[str], list[tuple[str, str, tuple
     return pieces, [(one.finish_reason, one.text, tuple(one.token_ids)) for one in best]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_lookahead.py has the same with small models
 def test_lookahead_leaves_the_same_log(smollm2, tmp_path):
     """With preemption, a cancellation and stop strings in the mix."""
     runs = {}

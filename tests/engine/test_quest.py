@@ -334,7 +334,7 @@ def test_company_changes_no_token(data, engines, tokens_alone):
 
 
 @pytest.mark.slow
-@settings(parent=FEW, max_examples=120)
+@settings(parent=FEW, max_examples=60)
 @given(data=st.data())
 def test_company_changes_no_token_in_any_engine(data, engines, tokens_alone):
     check_company(data, tuple(ENGINES), engines, tokens_alone)
@@ -380,7 +380,9 @@ def test_branches_and_beams_do_not_depend_on_chunks(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("bfloat16", marks=pytest.mark.exhaustive), "float8_e4m3fn"]
+)
 def test_a_smaller_cache_has_bounds_of_its_own_numbers(model, dtype):
     """The bounds have the dtype of the keys, so a selection of all blocks is that of full attention
     again.

@@ -162,10 +162,8 @@ def test_recordings_are_byte_identical_in_every_mode(folder, tmp_path):
         "rule": "rejection",
         "adaptive": False,
     }
-    modes = [
-        {},  # engines one after the other
+    modes = [  # engines one after the other
         SWAPPED | {"weight_dtype": "int8", "kv_cache_dtype": "float8_e4m3fn"},
-        {"speculative": {"method": "ngram", "num_tokens": 3, "adaptive": True}},
         {"speculative": drafts, "attention_impl": "xla", "compilation": "lazy"},
     ]
     compare_recordings(folder, tmp_path, 2, 2, modes)
@@ -421,7 +419,7 @@ def test_generate_in_two_processes_prints_what_one_prints(folder, tmp_path):
     assert alone.stdout.strip() not in (tmp_path / "1").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # a slow test generates in two processes, above
 def test_a_sweep_in_two_processes_has_the_tokens_of_one(folder, tmp_path):
     """Two engines stay alive and take turns; a third cannot be built, in either process."""
     engine = {

@@ -141,7 +141,7 @@ def test_special_tokens_have_places_if_they_are_shown(smollm):
     assert offsets_of(visible, (), tokens, text) == [0, 1, 1 + len("<|im_start|>")]
 
 
-@drawn.examples(60, 10_000)
+@drawn.examples(60, 3_000)
 @pytest.mark.parametrize("skips", [True, False])
 def test_offsets_are_the_lengths_of_decoded_prefixes(number, skips):
     tokenizer = TOKENIZERS["in the vocabulary"]

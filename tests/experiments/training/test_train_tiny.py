@@ -282,7 +282,9 @@ def test_stopped_run_resumes_bit_exact(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["between", "while saving"])
+@pytest.mark.parametrize(
+    "moment", [pytest.param("between", marks=pytest.mark.exhaustive), "while saving"]
+)
 def test_killed_run_resumes_bit_exact(run, tmp_path, moment):
     out = tmp_path / "tiny"
     printed = killed(CHILD, moment, out, repr(SETUP), EVERY)
