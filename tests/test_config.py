@@ -10,6 +10,7 @@ import pytest
 
 from pagedjax.host import policies
 from pagedjax.host.policies import POLICIES
+from pagedjax.options import exclusions
 from pagedjax.options.config import (
     EngineConfig,
     PolicyName,
@@ -140,16 +141,68 @@ def test_a_resolved_config_refuses_none(name):
         Resolved(**{key: value for key, value in RESOLVED.items() if key != name})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("reservation", ["oracle", "pow2", "max"])
-def test_a_reservation_with_prefix_caching_is_refused(reservation):
-    with pytest.raises(
-        ValueError,
-        match=rf"^reservation is '{reservation}', which shares no blocks, but enable_prefix_caching is "
-        r"True; set enable_prefix_caching=False, or reservation='none'$",
-    ):
-        EngineConfig(reservation=reservation)
-    config = EngineConfig(reservation=reservation, enable_prefix_caching=False)
-    assert config.reservation == reservation
+DRAFT = {"method": "draft", "model": "small"}
+REJECTION = {"method": "ngram", "rule": "rejection"}
+TOGETHER = [  # of each exclusion: options that have both, and the beginning of the error
+    (
+        {"lookahead": 1, "speculative": {"method": "ngram"}},
+        "lookahead is 1 and speculative is 'ngram': a draft follows known tokens",
+    ),
+    (
+        {"batch_invariant": True, "speculative": REJECTION},
+        "batch_invariant is True and speculative.rule is 'rejection', with which",
+    ),
+    (
+        {"kv_policy": "streaming", "mixed_steps": False},
+        "kv_policy is 'streaming', and reservation is 'none', chunked_prefill True and "
+        "mixed_steps False: these baselines keep every block",
+    ),
+    (
+        {"kv_policy": {"name": "quest"}, "speculative": DRAFT},
+        "kv_policy is 'quest' and speculative.method is 'draft', whose model reads",
+    ),
+    (
+        {"enable_lora": True, "speculative": DRAFT},
+        "enable_lora is True and speculative.method is 'draft', whose model has no adapters",
+    ),
+    (
+        {"enable_lora": True, "devices": [1]},
+        "enable_lora is True, mesh None and devices (1,): adapters are on the first device",
+    ),
+    (
+        {"reservation": "pow2"},
+        "reservation is 'pow2', which shares no blocks, but enable_prefix_caching is True",
+    ),
+    (
+        {"compilation": "background", "speculative": {"method": "suffix"}},
+        "compilation is 'background' and speculative is 'suffix', whose number of drafts",
+    ),
+    (
+        {"speculative": {"method": "suffix", "rule": "rejection"}},
+        "speculative.rule is 'rejection' and speculative.method is 'suffix', which learns",
+    ),
+    (
+        {"speculative": {"method": "ngram", "model": "small"}},
+        "speculative.model is 'small', and the drafter 'ngram' has no model; leave it out",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("exclusion", "case"),
+    list(zip([*exclusions.ENGINE, *exclusions.SPECULATIVE], TOGETHER, strict=True)),
+    ids=lambda value: "-".join(value.options) if isinstance(value, exclusions.Exclusion) else "",
+)
+def test_options_that_exclude_each_other_are_refused_and_each_alone_is_not(exclusion, case):
+    options, message = case
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}") as error:
+        EngineConfig(**options)
+    *_, remedy = str(error.value).split("; ")
+    assert remedy.startswith(("set ", "use ", "leave "))
+    fields = {field.partition(".")[0] for field in exclusion.options}
+    assert fields & set(options)
+    for name in options if len(options) > 1 else ():
+        EngineConfig(**{name: options[name]})
 
 
 def test_every_policy_name_of_the_config_exists():

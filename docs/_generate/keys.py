@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 from functools import cache
@@ -85,12 +86,18 @@ def type_name(hint: Any) -> str:
 def page() -> list[str]:
     from experiments.core import config, workloads
     from experiments.core.config import Experiment
+    from pagedjax.options import exclusions
     from pagedjax.options.config import EngineConfig
 
     lines = [*title("Config keys"), *to_rst(INTRODUCTION)]
     seen = {EngineConfig}
     for section in sections(EngineConfig, "engine", seen):
         lines += _section(section)
+    lines += title("Options that exclude each other", "~")
+    for exclusion in (*exclusions.ENGINE, *exclusions.SPECULATIVE):
+        names = " and ".join(map(literal, exclusion.options))
+        reason = re.sub(r"\{.*?\}", "...", exclusion.error)
+        lines += [f"- {names}: {inline(reason)}", ""]
     lines += [*title("An experiment", "-"), *to_rst(config.__doc__ or "")]
     for section in sections(Experiment, "", seen | {Experiment}):
         lines += _section(section)

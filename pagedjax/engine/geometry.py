@@ -18,7 +18,7 @@ from pagedjax.device.step import zeros
 from pagedjax.host import blocks, kv_policies
 from pagedjax.host.kv_policies import View
 from pagedjax.host.reservation import table_width
-from pagedjax.options.config import ON_DEVICE, EngineConfig, KVPolicyOptions, Resolved
+from pagedjax.options.config import EngineConfig, KVPolicyOptions, Resolved
 
 
 class Geometry(NamedTuple):
@@ -211,7 +211,7 @@ def _windows(config: EngineConfig, model: Model) -> list[int | None]:
     """
     kinds = model.config.kinds
     width = table_width(config, _max_model_len(config))
-    drafts = config.speculative is not None and config.speculative.method in ON_DEVICE
+    drafts = config.speculative is not None and config.speculative.on_device
     if config.is_baseline or drafts or not config.free_window_blocks:
         return [None] * len(kinds)
 

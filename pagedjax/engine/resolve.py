@@ -197,7 +197,7 @@ def check_draft(config: EngineConfig, model: Model, draft: DraftModel | None, le
         length: max_model_len.
     """
     options = config.speculative
-    needs_draft = options is not None and options.method in ON_DEVICE
+    needs_draft = options is not None and options.on_device
     if needs_draft and draft is None:
         assert options is not None
         raise ValueError(
@@ -247,7 +247,7 @@ def shapes(config: Resolved, model: Model) -> Shapes:
     speculative = config.speculative
     if speculative:
         drafts = speculative.num_tokens
-        keeps_probs = speculative.rule == "rejection" and speculative.method in ON_DEVICE
+        keeps_probs = speculative.rule == "rejection" and speculative.on_device
     view = None
     views_of_groups = views(config, model) if config.kv_policy is not None else ()
     if views_of_groups:

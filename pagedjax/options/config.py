@@ -15,7 +15,22 @@ import runpy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar, get_args
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeGuard,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from pagedjax.options import exclusions
 
 DType = Literal["float32", "bfloat16", "float16"]
 # Formats of matrices beside the dtypes: where each `Format` is (pagedjax/device/formats)
@@ -49,6 +64,28 @@ VLLM_NAMES = {  # names in vLLM's speculative_config: fields of `Speculative`
 VLLM_METHODS = {"draft_model": "draft"}
 
 
+class Integers(NamedTuple):
+    """The integers that a field may hold. `remedy` is added to the error."""
+
+    smallest: int
+    largest: int | None = None
+    remedy: str = ""
+
+    def check(self, name: str, value: object) -> None:
+        limit = float("inf") if self.largest is None else self.largest
+        if not (_is_integer(value) and self.smallest <= value <= limit):
+            limits = (
+                f"of at least {self.smallest}"
+                if self.largest is None
+                else f"from {self.smallest} to {self.largest}"
+            )
+            raise ValueError(f"{name} is {value!r}; it must be an integer {limits}{self.remedy}")
+
+
+Size = Annotated[int, Integers(1)]
+_DRAFTED = Integers(1, MAX_DRAFT_TOKENS, "; to switch speculation off, leave speculative out")
+
+
 @dataclass(frozen=True)
 class Speculative:
     """Speculative decoding: which drafter guesses the next tokens of a sequence, and how many.
@@ -71,30 +108,20 @@ class Speculative:
     """
 
     method: str = "ngram"
-    num_tokens: int = 4
+    num_tokens: Annotated[int, _DRAFTED] = 4
     adaptive: bool = True
     model: str | None = None
     rule: AcceptanceRule = "strict"
-    ngram_max: int = 3
-    ngram_min: int = 1
+    ngram_max: Annotated[int, Integers(1, MAX_DRAFT_TOKENS)] = 3
+    ngram_min: Annotated[int, Integers(1, MAX_DRAFT_TOKENS)] = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_tokens", "ngram_max", "ngram_min"):
-            value = getattr(self, name)
-            if not (_is_integer(value) and 1 <= value <= MAX_DRAFT_TOKENS):
-                remedy = "; to switch speculation off, leave speculative out"
-                raise ValueError(
-                    f"speculative.{name} is {value!r}; it must be an integer from 1 to "
-                    f"{MAX_DRAFT_TOKENS}{remedy if name == 'num_tokens' else ''}"
-                )
+        check_fields(self, Speculative, "speculative.")
         if self.ngram_min > self.ngram_max:
             raise ValueError(
                 f"speculative.ngram_min is {self.ngram_min}; "
                 f"it must be at most ngram_max {self.ngram_max}"
             )
-        if not isinstance(self.adaptive, bool):
-            raise ValueError(f"speculative.adaptive is {self.adaptive!r}; it must be True or False")
-        one_of("speculative.rule", self.rule, get_args(AcceptanceRule))
         if not _names_own_value(self.method):
             one_of("speculative.method", self.method, get_args(DraftMethod), custom=True)
         if isinstance(self.model, os.PathLike):
@@ -103,17 +130,12 @@ class Speculative:
             raise ValueError(
                 f"speculative.model is {self.model!r}; it must be a path, a hub id or a name"
             )
-        if self.rule == "rejection" and self.method == "suffix":
-            raise ValueError(
-                "speculative.rule is 'rejection' and speculative.method is 'suffix', which learns "
-                "from other requests: with equal seeds their tokens have the same random numbers, "
-                "and outputs would be biased; use the rule 'strict', or another method"
-            )
-        if self.model is not None and self.method not in ON_DEVICE:
-            raise ValueError(
-                f"speculative.model is {self.model!r}, and the drafter {self.method!r} has no "
-                f"model; leave it out, or use a method of {', '.join(ON_DEVICE)}"
-            )
+        exclusions.refuse(self, exclusions.SPECULATIVE)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the drafter is a model."""
+        return self.method in ON_DEVICE
 
 
 # fields: (the policy that has it, its default, the smallest integer; None: it is a bool)
@@ -204,14 +226,11 @@ class MeshConfig:
         axes, as if they were one.
     """
 
-    tensor: int = 1
-    expert: int = 1
+    tensor: Size = 1
+    expert: Size = 1
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "expert"):
-            value = getattr(self, name)
-            if not (_is_integer(value) and value >= 1):
-                raise ValueError(f"mesh.{name} is {value!r}; it must be an integer of at least 1")
+        check_fields(self, MeshConfig, "mesh.")
 
     @property
     def size(self) -> int:
@@ -324,11 +343,11 @@ class EngineConfig:
     seed: root of every random key; a request's own seed is folded into it.
     """
 
-    block_size: int = 16
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 64
-    max_model_len: int | None = None
-    num_blocks: int | None = None
+    block_size: Size = 16
+    max_num_batched_tokens: Size = 2048
+    max_num_seqs: Size = 64
+    max_model_len: Size | None = None
+    num_blocks: Size | None = None
     memory_fraction: float = 0.5
     swap_space_gib: float = 4.0
     dtype: DType | None = None
@@ -341,7 +360,7 @@ class EngineConfig:
     token_buckets: tuple[int, ...] | None = None
     preemption: Preemption = "recompute"
     enable_prefix_caching: bool = True
-    lookahead: int = 0
+    lookahead: Annotated[int, Integers(0)] = 0
     speculative: Speculative | None = None
     mesh: MeshConfig | None = None
     devices: tuple[int, ...] | None = None
@@ -353,26 +372,15 @@ class EngineConfig:
     reservation: Reservation = "none"
     batch_invariant: bool = False
     enable_lora: bool = False
-    max_loras: int = 1
-    max_lora_rank: int = 16
+    max_loras: Size = 1
+    max_lora_rank: Size = 16
     row_features: tuple[str, ...] = ()
-    max_tap_bytes: int | None = None
+    max_tap_bytes: Size | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        sizes = "block_size", "max_num_batched_tokens", "max_num_seqs", "max_loras", "max_lora_rank"
-        optional_sizes = "max_model_len", "num_blocks", "max_tap_bytes"
-        for name in (*sizes, *optional_sizes):
-            value = getattr(self, name)
-            if value is None and name in optional_sizes:
-                continue
-            if not (_is_integer(value) and value >= 1):
-                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
-        if not (_is_integer(self.lookahead) and self.lookahead >= 0):
-            raise ValueError(
-                f"lookahead is {self.lookahead!r}; it must be an integer of at least 0"
-            )
-        self._check_speculative()
+        check_fields(self, EngineConfig)
+        self._read_speculative()
         object.__setattr__(self, "kv_policy", KVPolicyOptions.read(self.kv_policy))
         object.__setattr__(self, "mesh", MeshConfig.read(self.mesh))
         object.__setattr__(self, "devices", checked_devices(self.devices, self.mesh))
@@ -384,41 +392,13 @@ class EngineConfig:
             raise ValueError(f"swap_space_gib is {swap!r}; it must be a number of GiB, at least 0")
         if not (_is_integer(self.seed) and 0 <= self.seed < 2**32):
             raise ValueError(f"seed is {self.seed!r}; it must be an integer in [0, 2**32)")
-        for name in (
-            "enable_prefix_caching",
-            "chunked_prefill",
-            "mixed_steps",
-            "free_window_blocks",
-            "batch_invariant",
-            "enable_lora",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
-        one_of("reservation", self.reservation, get_args(Reservation))
-        self._check_kv_policy()
-        self._check_adapters()
-        if self.reservation != "none" and self.enable_prefix_caching:
-            raise ValueError(
-                f"reservation is {self.reservation!r}, which shares no blocks, but "
-                "enable_prefix_caching is True; set enable_prefix_caching=False, "
-                "or reservation='none'"
-            )
-        one_of("preemption", self.preemption, get_args(Preemption))
-        one_of("compilation", self.compilation, get_args(Compilation))
-        if self.compilation == "background" and self.speculative is not None:
-            raise ValueError(
-                f"compilation is 'background' and speculative is {self.speculative.method!r}, "
-                "whose number of drafts follows the times of steps of each size; "
-                "set compilation='eager', or speculative=None"
-            )
         self._check_names()
         if self.token_buckets is not None:
             self._check_token_buckets()
+        exclusions.refuse(self, exclusions.ENGINE)
 
-    def _check_speculative(self) -> None:
-        """Replace a mapping of its fields. Raises ValueError for a wrong field, and for what
-        speculation cannot be combined with.
-        """
+    def _read_speculative(self) -> None:
+        """Replace a mapping of its fields. Raises ValueError for a wrong field."""
         if isinstance(self.speculative, Mapping):  # from YAML and the command line
             values: dict[str, Any] = dict(self.speculative)
             fields = {VLLM_NAMES.get(str(name), str(name)): item for name, item in values.items()}
@@ -431,34 +411,13 @@ class EngineConfig:
                 fields["method"] = VLLM_METHODS.get(method, method)
             options = from_dict(Speculative, fields, where="speculative.")
             object.__setattr__(self, "speculative", options)
-        if self.speculative is None:
-            return
-        if not isinstance(self.speculative, Speculative):
+        if not (self.speculative is None or isinstance(self.speculative, Speculative)):
             raise ValueError(
                 f"speculative is {self.speculative!r}; it must be None, or its fields by name"
             )
-        if self.lookahead:
-            raise ValueError(
-                f"lookahead is {self.lookahead} and speculative is {self.speculative.method!r}: "
-                "a draft follows known tokens, and lookahead sends a step before they are known; "
-                "set lookahead=0, or speculative=None"
-            )
-        if self.batch_invariant and self.speculative.rule == "rejection":
-            raise ValueError(
-                "batch_invariant is True and speculative.rule is 'rejection', with which a token "
-                "depends on its draft; set speculative.rule='strict', or batch_invariant=False"
-            )
 
     def _check_names(self) -> None:
-        """Raises ValueError for an unknown dtype, policy, implementation, family or row feature."""
-        for name, allowed in (
-            ("dtype", get_args(DType)),
-            ("weight_dtype", (*get_args(DType), *STORED_FORMATS)),
-            ("kv_cache_dtype", get_args(CacheDType)),
-        ):
-            value = getattr(self, name)
-            if value is not None:
-                one_of(name, value, allowed)
+        """Raises ValueError for an unknown policy, implementation, family or row feature."""
         if not _names_own_value(self.policy):
             one_of("policy", self.policy, get_args(PolicyName), custom=True)
         for name, allowed in (("attention_impl", AttentionImpl), ("linear_impl", LinearImpl)):
@@ -505,42 +464,6 @@ class EngineConfig:
         (host/step_kinds.py, host/reservation.py).
         """
         return self.reservation != "none" or not (self.chunked_prefill and self.mixed_steps)
-
-    def _check_adapters(self) -> None:
-        """Raises ValueError for what adapters cannot be combined with."""
-        if not self.enable_lora:
-            return
-        if self.speculative is not None and self.speculative.method in ON_DEVICE:
-            raise ValueError(
-                f"enable_lora is True and speculative.method is {self.speculative.method!r}, "
-                "whose model has no adapters; use the method 'ngram' or 'suffix', "
-                "or enable_lora=False"
-            )
-        if self.mesh is not None or self.devices is not None:
-            raise ValueError(
-                f"enable_lora is True, mesh {self.mesh} and devices {self.devices}: adapters are "
-                "on the first device alone; leave mesh and devices out, "
-                "or merge the adapter into the weights"
-            )
-
-    def _check_kv_policy(self) -> None:
-        """Raises ValueError for what a KV policy cannot be combined with."""
-        if not isinstance(self.kv_policy, KVPolicyOptions):
-            return
-        policy = self.kv_policy.name
-        if self.is_baseline:
-            raise ValueError(
-                f"kv_policy is {policy!r}, and reservation is {self.reservation!r}, "
-                f"chunked_prefill {self.chunked_prefill} and mixed_steps {self.mixed_steps}: "
-                "these baselines keep every block; set reservation='none' and both others to True, "
-                "or kv_policy='full'"
-            )
-        if self.speculative is not None and self.speculative.method in ON_DEVICE:
-            raise ValueError(
-                f"kv_policy is {policy!r} and speculative.method is {self.speculative.method!r}, "
-                "whose model reads every block of a sequence; use the method 'ngram' or 'suffix', "
-                "or kv_policy='full'"
-            )
 
 
 NONE_STAYS = ("speculative", "mesh", "devices", "kv_policy", "model_family")
@@ -594,6 +517,37 @@ def checked_devices(devices: Any, mesh: MeshConfig | None) -> tuple[int, ...] | 
             f"devices has {len(positions)} positions, and the mesh {size} devices; make them equal"
         )
     return positions
+
+
+@cache
+def _field_types(cls: type) -> dict[str, tuple[Any, ...]]:
+    """Returns the types that the value of each field may have."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {
+        name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        for name, hint in hints.items()
+    }
+
+
+def check_fields(options: Any, cls: type, prefix: str = "") -> None:
+    """Raises ValueError for a field that is no bool, none of the choices of a Literal, or outside
+    of its `Integers`, as `cls` declares it. Other types have checks of their own.
+
+    Args:
+        prefix: of the names in the error.
+    """
+    for field, kinds in _field_types(cls).items():
+        value = getattr(options, field)
+        if value is None and type(None) in kinds:
+            continue
+        name = prefix + field
+        for kind in kinds:
+            if kind is bool and not isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}; it must be True or False")
+            if get_origin(kind) is Literal:
+                one_of(name, value, get_args(kind))
+            if get_origin(kind) is Annotated:
+                get_args(kind)[1].check(name, value)
 
 
 def _is_integer(value: Any) -> TypeGuard[int]:

@@ -25,7 +25,7 @@ from pagedjax.device.models.eagle import (
     blank_eagle,
     eagle_config,
 )
-from pagedjax.options.config import ON_DEVICE, Speculative
+from pagedjax.options.config import Speculative
 from pagedjax.text.tokenizer import NoTokenizer
 from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.convert import check_free, complete_folder
@@ -49,7 +49,7 @@ def load_draft_model(
             another model.
         FileNotFoundError: there is no such folder, as in `load_model`.
     """
-    if options is None or options.method not in ON_DEVICE:
+    if options is None or not options.on_device:
         return None
     if options.model is None:
         remedy = "the folder of a trained head"

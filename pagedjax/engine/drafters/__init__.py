@@ -9,7 +9,7 @@ from typing import get_args
 
 from pagedjax.engine.drafters import ngram, suffix
 from pagedjax.engine.drafters.drafter import Drafter
-from pagedjax.options.config import ON_DEVICE, DraftMethod, Speculative, own_value
+from pagedjax.options.config import DraftMethod, Speculative, own_value
 
 __all__ = ["Drafter", "find"]
 
@@ -24,7 +24,7 @@ def find(options: Speculative) -> Drafter:
         return ngram.drafter(options.ngram_max, options.ngram_min)
     if options.method == "suffix":
         return suffix.drafter()
-    if options.method in ON_DEVICE:
+    if options.on_device:
         return Drafter(options.method, None)
     drafter = own_value("speculative.method", options.method, Drafter, get_args(DraftMethod))
     if drafter.propose is None:

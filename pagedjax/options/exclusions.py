@@ -1,0 +1,111 @@
+"""Options that exclude each other: each pair once, with the reason and the remedy. This module
+imports no jax.
+
+What depends on the model or on the devices is checked where these are known: `engine/resolve.py`,
+`engine/geometry.py`, `engine/adapters.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Exclusion(NamedTuple):
+    """Two options that no engine can have together.
+
+    options: the two fields. meet: whether a configuration has both. error: what its user reads;
+    `{config.NAME}` is the value of a field.
+    """
+
+    options: tuple[str, str]
+    meet: Callable[[Any], bool]
+    error: str
+
+
+def _drafts_on_device(config: Any) -> bool:
+    return config.speculative is not None and config.speculative.on_device
+
+
+ENGINE = (  # of an `EngineConfig`
+    Exclusion(
+        ("lookahead", "speculative"),
+        lambda config: config.lookahead and config.speculative,
+        "lookahead is {config.lookahead} and speculative is {config.speculative.method!r}: a draft "
+        "follows known tokens, and lookahead sends a step before they are known; set lookahead=0, "
+        "or speculative=None",
+    ),
+    Exclusion(
+        ("batch_invariant", "speculative.rule"),
+        lambda config: (
+            config.batch_invariant
+            and config.speculative is not None
+            and config.speculative.rule == "rejection"
+        ),
+        "batch_invariant is True and speculative.rule is 'rejection', with which a token depends on "
+        "its draft; set speculative.rule='strict', or batch_invariant=False",
+    ),
+    Exclusion(
+        ("kv_policy", "reservation"),
+        lambda config: config.kv_policy is not None and config.is_baseline,
+        "kv_policy is {config.kv_policy.name!r}, and reservation is {config.reservation!r}, "
+        "chunked_prefill {config.chunked_prefill} and mixed_steps {config.mixed_steps}: these "
+        "baselines keep every block; set reservation='none' and both others to True, or "
+        "kv_policy='full'",
+    ),
+    Exclusion(
+        ("kv_policy", "speculative.method"),
+        lambda config: config.kv_policy is not None and _drafts_on_device(config),
+        "kv_policy is {config.kv_policy.name!r} and speculative.method is "
+        "{config.speculative.method!r}, whose model reads every block of a sequence; use the method "
+        "'ngram' or 'suffix', or kv_policy='full'",
+    ),
+    Exclusion(
+        ("enable_lora", "speculative.method"),
+        lambda config: config.enable_lora and _drafts_on_device(config),
+        "enable_lora is True and speculative.method is {config.speculative.method!r}, whose model "
+        "has no adapters; use the method 'ngram' or 'suffix', or enable_lora=False",
+    ),
+    Exclusion(
+        ("enable_lora", "mesh"),
+        lambda config: config.enable_lora and (config.mesh or config.devices),
+        "enable_lora is True, mesh {config.mesh} and devices {config.devices}: adapters are on the "
+        "first device alone; leave mesh and devices out, or merge the adapter into the weights",
+    ),
+    Exclusion(
+        ("reservation", "enable_prefix_caching"),
+        lambda config: config.reservation != "none" and config.enable_prefix_caching,
+        "reservation is {config.reservation!r}, which shares no blocks, but enable_prefix_caching "
+        "is True; set enable_prefix_caching=False, or reservation='none'",
+    ),
+    Exclusion(
+        ("compilation", "speculative"),
+        lambda config: config.compilation == "background" and config.speculative,
+        "compilation is 'background' and speculative is {config.speculative.method!r}, whose number "
+        "of drafts follows the times of steps of each size; set compilation='eager', or "
+        "speculative=None",
+    ),
+)
+
+SPECULATIVE = (  # of a `Speculative`
+    Exclusion(
+        ("speculative.rule", "speculative.method"),
+        lambda config: config.rule == "rejection" and config.method == "suffix",
+        "speculative.rule is 'rejection' and speculative.method is 'suffix', which learns from "
+        "other requests: with equal seeds their tokens have the same random numbers, and outputs "
+        "would be biased; use the rule 'strict', or another method",
+    ),
+    Exclusion(
+        ("speculative.model", "speculative.method"),
+        lambda config: config.model is not None and not config.on_device,
+        "speculative.model is {config.model!r}, and the drafter {config.method!r} has no model; "
+        "leave it out, or use a method of draft, eagle",
+    ),
+)
+
+
+def refuse(config: Any, exclusions: tuple[Exclusion, ...]) -> None:
+    """Raises ValueError if options of `config` exclude each other. Its single fields are right."""
+    for exclusion in exclusions:
+        if exclusion.meet(config):
+            raise ValueError(exclusion.error.format(config=config))
