@@ -46,7 +46,7 @@ from experiments.core.workloads import AZURE, Spec, Trace, check
 from experiments.simulation import cost
 from experiments.simulation.cost import STEPS, Simulate
 from pagedjax import routing
-from pagedjax.host import policies
+from pagedjax.host import policies, purity
 from pagedjax.options.config import EngineConfig, one_of
 from pagedjax.options.params import SamplingParams
 
@@ -317,6 +317,8 @@ def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
         paths["speculative"] = dataclasses.replace(engine.speculative, method=method)
     experiment = dataclasses.replace(experiment, engine=dataclasses.replace(engine, **paths))
     _check_readable("engine.policy", policies.find, experiment.engine.policy)
+    if experiment.engine.policy not in policies.POLICIES:
+        _check_pure(experiment.engine.policy)
     if experiment.replicas:
         replicas = _with_router("replicas", experiment.replicas, folder)
         experiment = dataclasses.replace(experiment, replicas=replicas)
@@ -329,6 +331,14 @@ def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
             experiment, pools=dataclasses.replace(experiment.pools, **pools)
         )
     return experiment
+
+
+def _check_pure(name: str) -> None:
+    """Raises ValueError for a policy of one's own that would make equal runs differ."""
+    try:
+        purity.check(policies.find(name))
+    except purity.Impure as error:
+        raise ValueError(f"engine.policy is {name!r}: {error}") from None
 
 
 def _with_router(section: str, engines: Routed, folder: Path) -> Routed:

@@ -4,14 +4,14 @@ suffice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from pagedjax.host import blocks, prefix_sharing, reservation, views
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.policies import Policy
 from pagedjax.host.preemption import Pairs
-from pagedjax.host.types import HOLE, Running, SchedulerConfig, Seq
+from pagedjax.host.types import HOLE, CurrentSeqs, Running, SchedulerConfig, Seq
 
 
 class Admission(NamedTuple):
@@ -38,12 +38,11 @@ def admit(
 ) -> Admission:
     """Admits as many sequences as fit. The first that does not fit ends the admission, so that no
     sequence is overtaken for ever.
+
+    Raises:
+        ValueError: the policy's `order` returns something else than waiting sequences.
     """
-    pool = admission.pool
-    queue = policy.order(
-        waiting, active, lambda seq: prefix_sharing.cached_tokens(pool, seq, config)
-    )
-    for group in _groups(queue):
+    for group in _groups(_ordered(admission.pool, policy, waiting, active, config)):
         if admission.budget <= 0 or sum([seq.num_rows for seq in group]) > admission.free_rows:
             break
         trial = admission
@@ -63,11 +62,45 @@ def admit(
     return admission
 
 
-def _groups(queue: Iterable[Seq]) -> Iterator[list[Seq]]:
+def _ordered(
+    pool: BlockPool,
+    policy: Policy,
+    waiting: tuple[Seq, ...],
+    active: Running,
+    config: SchedulerConfig,
+) -> tuple[Seq, ...]:
+    """The waiting sequences that the policy offers, in its order.
+
+    Raises:
+        ValueError: it offers something else.
+    """
+    records: Any = CurrentSeqs(active)
+    queue = policy.order(
+        waiting,
+        active._replace(seqs=records),
+        lambda seq: prefix_sharing.cached_tokens(pool, seq, config),
+    )
+    if queue is waiting:
+        return waiting
+    remedy = "return the waiting sequences in an order, or some of them, each once"
+    if not isinstance(queue, Iterable):
+        raise ValueError(f"order of the policy {policy.name!r} returned {queue!r:.200}; {remedy}")
+    offered = tuple(queue)
+    places = {id(seq) for seq in waiting}
+    for seq in offered:
+        if id(seq) not in places:
+            raise ValueError(
+                f"order of the policy {policy.name!r} returned {seq!r:.200}, which does not wait "
+                f"or is there twice; {remedy}"
+            )
+        places.remove(id(seq))
+    return offered
+
+
+def _groups(queue: Sequence[Seq]) -> Iterator[list[Seq]]:
     """The sequences one by one, but the beams of a request together, in order of arrival, at the
     place of the first of them.
     """
-    queue = tuple(queue)
     groups_of_beams: set[int | None] = set()
     for seq in queue:
         if not seq.is_beam:

@@ -25,8 +25,9 @@ class Policy(NamedTuple):
 
     order: (waiting, running, cached) -> the waiting sequences in the order in which they are
         offered admission. The first one that cannot be admitted ends admission for the step, so
-        that no sequence is overtaken for ever. `cached(seq)` is the number of a waiting sequence's
-        tokens whose keys and values are found in the cache now.
+        that no sequence is overtaken for ever. `running.seqs` are current records, as `preempt`
+        gets them. `cached(seq)` is the number of a waiting sequence's tokens whose keys and values
+        are found in the cache now.
     admit: (sequence, blocks it needs now, free blocks) -> whether to admit it. It is only called if
         the free blocks suffice. A policy that refuses while nothing runs stops the engine.
     preempt: running (never empty) -> the one of them that releases its blocks.
@@ -87,8 +88,8 @@ def _fair(waiting: Sequence[Seq], running: Running, cached: Cached | None = None
     the fewest tokens.
     """
     tokens: dict[str, int] = defaultdict(int)
-    for seq, length in zip(running.seqs, running.lengths, strict=True):
-        tokens[seq.request.user] += length
+    for seq in running.seqs:
+        tokens[seq.request.user] += seq.length
     queue = sorted(waiting, key=_arrival)
     older_tokens: list[int] = []  # of each sequence, those of its user before it
     for seq in queue:

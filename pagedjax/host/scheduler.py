@@ -307,7 +307,16 @@ def commit(
 
     A sequence that was cancelled after `schedule` gets no token: its blocks are already free.
     Events of the plan name it all the same (Admitted, Preempted, Resumed).
+
+    Raises:
+        ValueError: the plan is not the one that `schedule` returned with this state, or was
+            committed already; or not a sample for each row.
     """
+    if plan.step != state.step:
+        raise ValueError(
+            f"the plan is of step {plan.step} and the state is at step {state.step}; commit a plan "
+            "once, to the state that schedule returned with it"
+        )
     rows = drop_cancelled(accept_drafts(plan, sampled), state.running)
     grouped = [i for i, seq in enumerate(rows.seqs) if seq.group is not None]
     if grouped:

@@ -5,7 +5,7 @@ Words and letters: docs/design/glossary.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -128,7 +128,7 @@ class Running(NamedTuple):
 
     A record is rebuilt only when its blocks change; its own `length` and `computed` are from that
     step. Rebuilding 256 records a step cost 230 us, two columns of integers cost a third of it.
-    `scheduler.running(state)` returns current records.
+    `scheduler.running(state)` returns current records, and policies get current ones.
     """
 
     seqs: tuple[Seq, ...] = ()
@@ -143,6 +143,30 @@ class Running(NamedTuple):
 
     def pick(self, keep: Sequence[int]) -> Running:
         return Running(pick(self.seqs, keep), pick(self.lengths, keep), pick(self.computed, keep))
+
+
+class CurrentSeqs(Sequence[Seq]):
+    """The running sequences as current records. They are made when one is first read, because most
+    policies read none.
+    """
+
+    def __init__(self, active: Running) -> None:
+        self._active = active
+        self._records: tuple[Seq, ...] | None = None
+
+    def _read(self) -> tuple[Seq, ...]:
+        if self._records is None:
+            self._records = current(*self._active)
+        return self._records
+
+    def __len__(self) -> int:
+        return len(self._active.seqs)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read()[index]
+
+    def __iter__(self) -> Iterator[Seq]:
+        return iter(self._read())
 
 
 def pick(column: tuple[Item, ...], keep: Sequence[int]) -> tuple[Item, ...]:

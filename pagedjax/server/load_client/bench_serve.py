@@ -8,6 +8,7 @@ import json
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,6 +104,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=600.0,
         help="seconds from a request's arrival to its end; the default is 600",
     )
+    add(
+        "--no-wait",
+        action="store_true",
+        help="begin although the server still compiles programs; the default waits for them",
+    )
     add("--warmup", type=int, default=0, help="requests to send before the measurement")
     add("--api-key-file", help="a file with nothing but the key")
     add("--json", metavar="FILE", help="write the summary and every request to this file")
@@ -114,7 +120,7 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         ValueError: nothing was measured.
     """
-    from pagedjax.server.load_client import speculation, summary
+    from pagedjax.server.load_client import metrics_page, speculation, summary
 
     load = _load(args)
     target = Target(
@@ -133,6 +139,12 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(f"--json is {args.json!r}, which is a folder; name a file in it")
     file = load.trace or load.prompts
     content = _text("--trace" if load.trace else "--prompts", file) if file else ""
+    if args.no_wait:
+        missing = metrics_page.missing_programs(metrics_page.fetch(target.base, target.api_key))
+    else:
+        missing = metrics_page.wait_for_programs(
+            target.base, target.api_key, args.timeout, partial(print, file=sys.stderr)
+        )
     start = datetime.now(UTC).isoformat(timespec="seconds")
     running = measure(load, target, content, warmup=args.warmup, progress=sys.stderr.isatty())
     drafts_before = speculation.fetch(target.base, target.api_key)
@@ -147,6 +159,7 @@ def main(args: argparse.Namespace) -> int:
             "load": asdict(load),
             "target": options,
             "warmup": args.warmup,
+            "missing_programs": missing,
             "clipped_prompts": planned.clipped_prompts,
             "clipped_outputs": planned.clipped_outputs,
             "summary": totals,
@@ -158,6 +171,11 @@ def main(args: argparse.Namespace) -> int:
         }
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     print(f"model {model} at {target.url}\n{summary.table(totals)}")
+    if missing:
+        print(
+            f"note: the server had still to compile {missing} programs when the measurement began; "
+            "its first answers waited for them"
+        )
     if drafts.tokens:
         print(speculation.line(drafts))
     return 1 if totals["failed"] else 0

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-import httpx
+from pagedjax.server.load_client import metrics_page
 
 COUNTER = re.compile(
     r"^\w+:spec_decode_num_(draft|accepted)_tokens(?:_per_pos)?_total(?:\{([^}]*)\})? (\S+)$", re.M
@@ -53,16 +53,8 @@ def read(text: str) -> Drafts:
 
 
 def fetch(base: str, api_key: str | None) -> Drafts:
-    """The counts of the server at `base` (its address with /v1); zeros if it has no metrics.
-
-    Metrics are a courtesy of the server: a load test must not fail without them.
-    """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        response = httpx.get(base.removesuffix("/v1") + "/metrics", headers=headers, timeout=10)
-    except (httpx.HTTPError, httpx.InvalidURL):
-        return Drafts()
-    return read(response.text) if response.status_code == 200 else Drafts()
+    """The counts of the server at `base` (its address with /v1); zeros if it has no metrics."""
+    return read(metrics_page.fetch(base, api_key))
 
 
 def line(drafts: Drafts) -> str:
