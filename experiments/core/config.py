@@ -49,6 +49,8 @@ from pagedjax import routing
 from pagedjax.host import policies, purity
 from pagedjax.options.config import EngineConfig, one_of
 from pagedjax.options.params import SamplingParams
+from pagedjax.options.purity import Impure
+from pagedjax.routing import purity as routers_purity
 
 Records = Literal["full", "sums"]
 # Fields of SamplingParams that a tokenizer or `LLM` reads, and what an experiment has instead.
@@ -59,6 +61,7 @@ NEED_TEXT = {
     "truncate_prompt_tokens": "the workload has the lengths of prompts",
 }
 Routed = TypeVar("Routed", Replicas, Pool)
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -316,9 +319,7 @@ def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
         method = _with_path("speculative.method", engine.speculative.method, folder)
         paths["speculative"] = dataclasses.replace(engine.speculative, method=method)
     experiment = dataclasses.replace(experiment, engine=dataclasses.replace(engine, **paths))
-    _check_readable("engine.policy", policies.find, experiment.engine.policy)
-    if experiment.engine.policy not in policies.POLICIES:
-        _check_pure(experiment.engine.policy)
+    _check_value("engine.policy", policies.find, purity.check, experiment.engine.policy)
     if experiment.replicas:
         replicas = _with_router("replicas", experiment.replicas, folder)
         experiment = dataclasses.replace(experiment, replicas=replicas)
@@ -333,27 +334,23 @@ def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
     return experiment
 
 
-def _check_pure(name: str) -> None:
-    """Raises ValueError for a policy of one's own that would make equal runs differ."""
-    try:
-        purity.check(policies.find(name))
-    except purity.Impure as error:
-        raise ValueError(f"engine.policy is {name!r}: {error}") from None
-
-
 def _with_router(section: str, engines: Routed, folder: Path) -> Routed:
     """The section with the absolute path of its router's file, which is read here."""
     router = _with_path("router", engines.router, folder)
-    _check_readable(f"{section}.router", routing.find, router)
+    _check_value(f"{section}.router", routing.find, routers_purity.check, router)
     return dataclasses.replace(engines, router=router)
 
 
-def _check_readable(key: str, find: Callable[[str], Any], spec: str | None) -> None:
-    """Raises ValueError, beginning with the key, if `find` cannot read a value of one's own."""
+def _check_value(
+    key: str, find: Callable[[str], Value], check_pure: Callable[[Value], None], spec: str | None
+) -> None:
+    """Raises ValueError, beginning with the key, if `find` cannot read a value of one's own, or if
+    it would make equal runs differ.
+    """
     assert spec is not None
     section, _, name = key.rpartition(".")
     try:
-        find(spec)
+        value = find(spec)
     except Exception as error:  # a user's file may raise anything
         if isinstance(error, ValueError) and str(error).startswith(f"{name} "):
             raise ValueError(f"{section}.{error}") from error
@@ -361,6 +358,11 @@ def _check_readable(key: str, find: Callable[[str], Any], spec: str | None) -> N
             f"{key} is {spec!r}, whose file raises {type(error).__name__}: {error}; correct the "
             "file"
         ) from error
+    if ":" in spec:  # a user's own
+        try:
+            check_pure(value)
+        except Impure as error:
+            raise ValueError(f"{key} is {spec!r}: {error}") from None
 
 
 def _with_path(key: str, value: str | None, folder: Path) -> str | None:

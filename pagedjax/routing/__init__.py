@@ -4,6 +4,7 @@ Pure, as the scheduler is; imports no jax, no numpy and no Ray.
 
 state.py      RouterState: the replicas, their unfinished requests, the prefixes they know; its
               transitions `joined`, `left` and `finished`
+purity.py     whether a router is a function of its arguments alone
 prefixes.py   the prefixes that one replica knows, in bounded memory
 recording.py  a record of a router's transitions, and its replay
 routers.py    a router as a value, `route`, and the routers that are shipped

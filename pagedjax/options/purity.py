@@ -1,0 +1,96 @@
+"""Functions of a user that must be pure: what one keeps between calls makes equal runs differ."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+
+class Impure(ValueError):
+    """A function whose result or effect depends on earlier calls. The message names both."""
+
+
+def called_twice(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Returns the function, with a check: each call is made twice.
+
+    An iterable result becomes a tuple.
+
+    Args:
+        name: of the function, for the error.
+
+    Raises:
+        Impure: two equal calls return different values, or a call changes a value that outlives it
+            (a global of its file, an attribute, a default argument).
+    """
+
+    def call(*arguments: Any) -> Any:
+        before = dict(_lasting_values(function))
+        first, second = (_value(function(*arguments)) for _ in range(2))
+        if first != second:
+            raise Impure(
+                f"{name} returned {_text(first)} and then {_text(second)} for the same arguments; "
+                "let it depend on its arguments alone"
+            )
+        after = dict(_lasting_values(function))
+        for place, value in after.items():
+            if before.get(place) != value:
+                raise Impure(
+                    f"{name} changes {place}, so that equal runs would differ; "
+                    "let it depend on its arguments alone"
+                )
+        return first
+
+    return call
+
+
+def _value(result: Any) -> Any:
+    """A result that can be compared: an `order` may return any iterable."""
+    return result if isinstance(result, (bool, int, str, tuple)) else tuple(result)
+
+
+def _text(result: Any) -> str:
+    """A result, for an error: sequences by the ids of their requests."""
+    if hasattr(result, "request_id"):
+        return result.request_id
+    if isinstance(result, tuple):
+        return f"({', '.join(map(_text, result))})"
+    return repr(result)
+
+
+def _lasting_values(function: Any, seen: set[int] | None = None) -> Iterator[tuple[str, bytes]]:
+    """What outlives a call of a function: (where it is, its value as bytes)."""
+    seen = set() if seen is None else seen
+    if id(function) in seen:
+        return
+    seen.add(id(function))
+    while isinstance(function, partial):
+        function = function.func
+    if isinstance(function, MethodType):
+        yield from _values_of("an attribute of its object", vars(function.__self__), seen)
+        function = function.__func__
+    if not isinstance(function, FunctionType):
+        yield from _values_of("an attribute of its object", getattr(function, "__dict__", {}), seen)
+        return
+    variables = function.__globals__
+    if not str(function.__module__).startswith("pagedjax.") and id(variables) not in seen:
+        seen.add(id(variables))
+        yield from _values_of("the global", variables, seen)
+    enclosed = inspect.getclosurevars(function).nonlocals
+    yield from _values_of("the variable", dict(enclosed), seen)
+    yield from _values_of("its attribute", function.__dict__, seen)
+    yield from _values_of("a default of", {function.__name__: function.__defaults__}, seen)
+
+
+def _values_of(kind: str, values: dict[str, Any], seen: set[int]) -> Iterator[tuple[str, bytes]]:
+    for name, value in values.items():
+        if isinstance(value, (FunctionType, MethodType)):
+            yield from _lasting_values(value, seen)
+        elif not (name.startswith("__") or isinstance(value, (type, ModuleType))):
+            try:
+                yield f"{kind} {name}", pickle.dumps(value)
+            except Exception:  # such as a lock
+                continue
