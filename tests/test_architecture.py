@@ -43,7 +43,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "pagedjax.models": ("pagedjax.device", "pagedjax.weights"),
     "pagedjax.text": (*LEAVES, "pagedjax.host.types"),
-    "pagedjax.weights": ("pagedjax.options.config", "pagedjax.device", "pagedjax.text"),
+    "pagedjax.weights": (
+        "pagedjax.options.config",
+        "pagedjax.options.own_values",
+        "pagedjax.device",
+        "pagedjax.text",
+    ),
     "pagedjax.engine": (
         *LEAVES,
         "pagedjax.host",

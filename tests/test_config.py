@@ -18,8 +18,8 @@ from pagedjax.options.config import (
     Speculative,
     from_dict,
     one_of,
-    own_value,
 )
+from pagedjax.options.own_values import own_value
 from pagedjax.routing import routers
 
 SIZES = ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_blocks")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.core.pool_options import POOLS
 from experiments.core.workloads import Synthetic, Trace
 from experiments.simulation.cost import STEPS, Simulate
+from pagedjax.options import own_values
 from pagedjax.options.config import EngineConfig, KVPolicyOptions
 from pagedjax.options.params import SamplingParams
 
@@ -124,8 +125,7 @@ def _own_source(value: str | None) -> str | None:
     """The part of a point's key for a field of OWN_VALUES: a name, or for a user's own value the
     hash of its file and its name there.
 
-    Imports of that file are not included: after a change there, `experiments.run --no-resume`
-    measures again.
+    What the file imports from its folder is in the hash.
     """
     module, colon, name = (value or "").rpartition(":")
     if not colon:
@@ -133,7 +133,14 @@ def _own_source(value: str | None) -> str | None:
     file: str | None = module
     if not module.endswith(".py"):
         file = inspect.getsourcefile(importlib.import_module(module))
-    return f"{hashlib.sha256(Path(file).read_bytes()).hexdigest()}:{name}" if file else value
+    if file is None:
+        return value
+    first, *helpers = own_values.source_files(file)
+    digest = hashlib.sha256(first.read_bytes())
+    for helper in helpers:
+        digest.update(helper.relative_to(first.parent).as_posix().encode())
+        digest.update(hashlib.sha256(helper.read_bytes()).digest())
+    return f"{digest.hexdigest()}:{name}"
 
 
 def _model_source(model: str | None) -> str | None:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pagedjax.device.batch import Batch
-from pagedjax.options.config import own_value
+from pagedjax.options.own_values import own_value
 from pallas_kernels import kv_write
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
 from pallas_kernels.shared.page_bits import read, stored

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagedjax.options.config import own_value
+from pagedjax.options.own_values import own_value
 from pallas_kernels.linear import IMPLS, Implementation, LowRank, Matrix, Norm, linear
 from pallas_kernels.linear.cpu import differentiable
 

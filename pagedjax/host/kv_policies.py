@@ -21,7 +21,8 @@ from collections.abc import Callable
 from typing import NamedTuple, get_args
 
 from pagedjax.host import blocks
-from pagedjax.options.config import EngineConfig, KVPolicyName, KVPolicyOptions, own_value
+from pagedjax.options.config import EngineConfig, KVPolicyName, KVPolicyOptions
+from pagedjax.options.own_values import own_value
 
 
 class View(NamedTuple):

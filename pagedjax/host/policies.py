@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from pagedjax.host.types import Running, Seq
-from pagedjax.options.config import own_value
+from pagedjax.options.own_values import own_value
 
 WINDOW = 64  # arrivals that one level of priority is worth
 RATE = 16  # tokens of a prompt that one arrival is worth

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import os
-import runpy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +29,7 @@ from typing import (
 )
 
 from pagedjax.options import exclusions
+from pagedjax.options.own_values import names_own_value
 
 DType = Literal["float32", "bfloat16", "float16"]
 # Formats of matrices beside the dtypes: where each `Format` is (pagedjax/device/formats)
@@ -51,7 +50,6 @@ AttentionImpl = Literal["xla", "cpu", "pallas_tpu", "pallas_gpu", "reference"]
 LinearImpl = Literal["reference", "xla", "cpu"]
 
 Config = TypeVar("Config")
-Value = TypeVar("Value")
 
 MAX_DRAFT_TOKENS = 32  # of a sequence in a step
 MAX_TAP_BYTES = 2**30  # of a request, unless `max_tap_bytes` is set
@@ -122,7 +120,7 @@ class Speculative:
                 f"speculative.ngram_min is {self.ngram_min}; "
                 f"it must be at most ngram_max {self.ngram_max}"
             )
-        if not _names_own_value(self.method):
+        if not names_own_value(self.method):
             one_of("speculative.method", self.method, get_args(DraftMethod), custom=True)
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
@@ -173,7 +171,7 @@ class KVPolicyOptions:
     dense_prompts: bool | None = None
 
     def __post_init__(self) -> None:
-        if not _names_own_value(self.name):
+        if not names_own_value(self.name):
             one_of("kv_policy", self.name, get_args(KVPolicyName), custom=True)
         for name, (policy, default, minimum) in _KV_POLICY_SIZES.items():
             value = getattr(self, name)
@@ -418,13 +416,13 @@ class EngineConfig:
 
     def _check_names(self) -> None:
         """Raises ValueError for an unknown policy, implementation, family or row feature."""
-        if not _names_own_value(self.policy):
+        if not names_own_value(self.policy):
             one_of("policy", self.policy, get_args(PolicyName), custom=True)
         for name, allowed in (("attention_impl", AttentionImpl), ("linear_impl", LinearImpl)):
             value = getattr(self, name)
-            if value is not None and not _names_own_value(value):
+            if value is not None and not names_own_value(value):
                 one_of(name, value, get_args(allowed), custom=True)
-        if self.model_family is not None and not _names_own_value(self.model_family):
+        if self.model_family is not None and not names_own_value(self.model_family):
             raise ValueError(
                 f"model_family is {self.model_family!r}; "
                 "it must be module:NAME or folder/file.py:NAME of a Family, or None"
@@ -432,7 +430,7 @@ class EngineConfig:
         if isinstance(self.row_features, list):  # YAML has no tuples
             object.__setattr__(self, "row_features", tuple(self.row_features))
         features = self.row_features
-        if not isinstance(features, tuple) or not all(map(_names_own_value, features)):
+        if not isinstance(features, tuple) or not all(map(names_own_value, features)):
             raise ValueError(
                 f"row_features is {features!r:.200}; "
                 "it must be a list, and each item module:NAME or folder/file.py:NAME"
@@ -558,11 +556,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _names_own_value(value: Any) -> bool:
-    """Returns whether a value may name a user's own one, as in `own_value`."""
-    return isinstance(value, str) and ":" in value
-
-
 def one_of(name: str, value: object, allowed: tuple[Any, ...], *, custom: bool = False) -> None:
     """Raise a ValueError that lists `allowed` (and the nearest name) unless `value` is one of them.
 
@@ -574,62 +567,6 @@ def one_of(name: str, value: object, allowed: tuple[Any, ...], *, custom: bool =
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         choices = f"{', '.join(map(repr, allowed))}{', or FILE.py:NAME' if custom else ''}"
         raise ValueError(f"{name} is {value!r}; it must be one of {choices}{hint}")
-
-
-def own_value(
-    field: str, name: str, kind: type[Value], built_in: Iterable[str], *, shared: bool = False
-) -> Value:
-    """Returns the user's own value for a field.
-
-    A file is run anew, so that no engine sees what another one left in the file's globals.
-
-    Args:
-        name: "module:NAME" or "folder/file.py:NAME".
-        built_in: the names of the built-in values, for error messages.
-        shared: the file is run again only after it has changed. So all that name a value of it get
-            the same one, as functions must be from which programs are compiled.
-
-    Raises:
-        ValueError: there is no such module, file or value, or the value is not of that kind.
-    """
-    module, _, attribute = name.rpartition(":")
-    choices = "".join(f"{choice}, " for choice in built_in)
-    usage = f"write {f'one of {choices}' if choices else ''}module:NAME, or folder/file.py:NAME"
-    if not module or not attribute:
-        raise ValueError(f"{field} is {name!r}; {usage}")
-    is_file = module.endswith(".py")
-    try:
-        if not is_file:
-            values = vars(importlib.import_module(module))
-        else:
-            values = _shared_values(module) if shared else runpy.run_path(module)
-    except ImportError as error:
-        if is_file:  # the folder of a file is not on the path
-            usage = "install what it imports, or add its folder to PYTHONPATH"
-        raise ValueError(
-            f"{field} is {name!r}, but {module} cannot be imported ({error}); {usage}"
-        ) from error
-    except FileNotFoundError:
-        raise ValueError(f"{field} is {name!r}, but there is no file {module}; {usage}") from None
-    value = values.get(attribute)
-    if not isinstance(value, kind):
-        names = sorted(key for key, item in values.items() if isinstance(item, kind))
-        raise ValueError(
-            f"{field} is {name!r}, but {attribute} in {module} is no {kind.__name__}; "
-            f"those in it: {names or 'none'}"
-        )
-    return value
-
-
-def _shared_values(path: str) -> dict[str, Any]:
-    """Returns the global values of a Python file, which is run again only after a change."""
-    stat = os.stat(path)
-    return _run_file(path, os.path.abspath(path), stat.st_mtime_ns, stat.st_size)
-
-
-@cache
-def _run_file(path: str, _place: str, _changed: int, _size: int) -> dict[str, Any]:
-    return runpy.run_path(path)
 
 
 def from_dict(

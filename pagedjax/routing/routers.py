@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from pagedjax.options.config import own_value
+from pagedjax.options.own_values import own_value
 from pagedjax.routing import prefixes
 from pagedjax.routing.state import Load, Replica, Routed, RouterRequest, RouterState, init
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pagedjax.options.config import one_of, own_value
+from pagedjax.options.config import one_of
+from pagedjax.options.own_values import own_value
 from pagedjax.weights.architectures import FAMILIES, Family
 from pagedjax.weights.checkpoint import Checkpoint
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from pagedjax.device.formats import floats
 from pagedjax.device.formats.format import Array, Format
-from pagedjax.options.config import STORED_FORMATS, own_value
+from pagedjax.options.config import STORED_FORMATS
+from pagedjax.options.own_values import own_value
 
 __all__ = ["Array", "Format", "find", "is_stored", "name_of", "packed_matrices", "restored"]
 

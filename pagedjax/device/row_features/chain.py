@@ -18,7 +18,7 @@ from pagedjax.device.row_features.listed_tokens import LISTED_TOKENS
 from pagedjax.device.row_features.penalties import PENALTIES
 from pagedjax.device.row_features.token_mask import token_mask
 from pagedjax.device.row_features.truncation import MIN_P, TOP_K, TOP_P
-from pagedjax.options.config import own_value
+from pagedjax.options.own_values import own_value
 
 if TYPE_CHECKING:
     from pagedjax.options.params import SamplingParams

@@ -9,7 +9,8 @@ from typing import get_args
 
 from pagedjax.engine.drafters import ngram, suffix
 from pagedjax.engine.drafters.drafter import Drafter
-from pagedjax.options.config import DraftMethod, Speculative, own_value
+from pagedjax.options.config import DraftMethod, Speculative
+from pagedjax.options.own_values import own_value
 
 __all__ = ["Drafter", "find"]
 
