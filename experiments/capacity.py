@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.analysis.sweep_points import aligned, number
-from experiments.core import config, store, sweep
+from experiments.core import config, store, sweep, what_ran
 from experiments.core.config import Point, Slo
 from experiments.core.distributions import AtOnce, ClosedLoop
 from experiments.core.engines import Engines, plan_runs
@@ -305,6 +305,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     met, unmet = bracket(probes)
     _write_result(folder, probes, criterion, unit)
+    if simulated := what_ran.simulated(points):
+        print(f"{simulated}: every time is calculated")
     print(table(probes, unit))
     print(*answer_sentences(probes, bounds, criterion, unit))
     print(f"runs: {folder}")

@@ -47,6 +47,7 @@ from experiments.analysis.sweep_points import SPECULATION, aligned, number
 from experiments.core import store
 from experiments.core.records import RequestRecord
 from experiments.core.store import flatten
+from experiments.simulation.cost import SIMULATED
 from pagedjax.options.config import one_of
 
 METRICS = ("output_tokens_per_s", "ttft_s.p50", "ttft_s.p99", "itl_s.p50", "itl_s.p99", "e2e_s.p50")
@@ -212,11 +213,14 @@ def _inputs(request: RequestRecord) -> dict[str, Any]:
 
 
 def origin_notes(a: Side, b: Side) -> list[str]:
-    """Notes on differences of device, code and version of JAX between the sides."""
+    """Notes on simulated sides, and on differences of device, code and version of JAX."""
     origins_a, origins_b = (
         {key: sorted({_origin(run)[key] for run in side.runs}) for key in ORIGIN} for side in (a, b)
     )
-    return [
+    devices = dict.fromkeys([*origins_a["device"], *origins_b["device"]])
+    simulated = [device for device in devices if device.startswith(SIMULATED)]
+    calculated = [f"{' and '.join(simulated)}: every time is calculated"] if simulated else []
+    return calculated + [
         f"{key} differs: A {' and '.join(origins_a[key])}, B {' and '.join(origins_b[key])}"
         for key in ORIGIN
         if origins_a[key] != origins_b[key]

@@ -36,6 +36,7 @@ from experiments.analysis.sweep_points import (
 )
 from experiments.core import store
 from experiments.core.optional_imports import require
+from experiments.simulation.cost import SIMULATED
 
 
 def write(folder: Path) -> Path:
@@ -93,14 +94,24 @@ def page(
         name=about["name"],
         question=about["question"],
         command=about["command"],
+        simulated=simulation(about, runs),
+        what_ran=about.get("facts", []),
         reading=[mark_labels(text, rows) for text in sweep_points.reading(runs, rows, axes)],
         tiles=tiles(runs, rows),
         sections=[*sections(rows, axes), *timeline(rows, steps)],
         table=table(rows),
         failed=[run for run in runs if run["failed"]],
-        facts=facts(environments),
+        facts=facts(environments, simulated=bool(simulation(about, runs))),
         speculates=any(metric.column in row.values for row in rows for metric in SPECULATION),
     )
+
+
+def simulation(about: dict[str, Any], runs: Sequence[dict[str, Any]]) -> str:
+    """The sentence that says that no step ran; "" for a measured sweep."""
+    devices = dict.fromkeys(run["device"] for run in runs if run.get("device"))
+    names = [device for device in devices if device.startswith(SIMULATED)]
+    device = about.get("simulated") or "; ".join(names)
+    return f"{device.capitalize()}: no step ran, and every time is calculated." if device else ""
 
 
 def mark_labels(sentence: str, rows: Sequence[PointRow]) -> Markup:
@@ -311,8 +322,14 @@ def table(rows: Sequence[PointRow]) -> dict[str, Any]:
     return {"heads": heads, "body": body}
 
 
-def facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """The environment as (name, value) pairs. If runs differ, all values are given."""
+def facts(
+    environments: Sequence[dict[str, Any]], *, simulated: bool = False
+) -> list[tuple[str, str]]:
+    """The environment as (name, value) pairs. If runs differ, all values are given.
+
+    Args:
+        simulated: the machine computed times of another one.
+    """
 
     def values(*path: str) -> str:
         texts: list[str] = []
@@ -335,7 +352,10 @@ def facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     device = (values("device", "platform"), values("device", "kind"))
     pairs = [
         ("Device", " ".join(dict.fromkeys(filter(None, device)))),
-        ("Processor", f"{values('cpu', 'model')}, {values('cpu', 'usable_cores')} cores"),
+        (
+            "Calculated on" if simulated else "Processor",
+            f"{values('cpu', 'model')}, {values('cpu', 'usable_cores')} cores",
+        ),
         ("System", values("platform")),
         ("Python", values("python")),
         ("Libraries", ", ".join(versions)),

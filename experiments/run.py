@@ -32,7 +32,7 @@ import yaml
 
 from experiments import report
 from experiments.analysis import sweep_points
-from experiments.core import cluster, config, parallel, processes, store, sweep
+from experiments.core import cluster, config, parallel, processes, store, sweep, what_ran
 from experiments.core.config import Experiment, Point
 from experiments.core.engines import Run, engine_key, plan_runs
 from experiments.core.optional_imports import require
@@ -133,6 +133,8 @@ def _report(
         )
     failed = [summary for summary in summaries if summary["failed"]]
     if not quiet:
+        if simulated := what_ran.simulated(points):
+            print(f"{simulated}: every time is calculated")
         print(sweep_points.text_table(sweep_points.points(store.read_runs(folder))))
     for summary in failed:
         print(

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
@@ -258,6 +258,7 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
                 )
             put(values, path, copy.deepcopy(value))
         _refuse_output_lengths(values.get("sampling"))
+        _refuse_ignored_model(values)
         experiment = _with_own_files(_with_fit(parse(Experiment, values, ""), folder), folder)
         content, source = read_content(experiment.workload, folder)
         check(experiment.workload, content)
@@ -270,6 +271,22 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
                 )
         points.append(point)
     return points
+
+
+def _refuse_ignored_model(values: Mapping[str, Any]) -> None:
+    """Raises ValueError if a simulation takes its times from another model than the one named, and
+    needs no tokenizer of that one.
+    """
+    simulate = values.get("simulate")
+    workload = values.get("workload")
+    model = values.get("model")
+    shape = simulate.get("model") if isinstance(simulate, Mapping) else None
+    tokenizes = isinstance(workload, Mapping) and workload.get("kind") == "prompts"
+    if shape is not None and model is not None and model != shape and not tokenizes:
+        raise ValueError(
+            f"model is {model!r} and simulate.model is {shape!r}, from which all times come; leave "
+            "model out, or make them equal"
+        )
 
 
 def _with_fit(experiment: Experiment, folder: Path) -> Experiment:

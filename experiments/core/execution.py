@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from experiments.core import speculation, store
+from experiments.core import speculation, store, what_ran
 from experiments.core.config import Experiment
 from experiments.core.drive import Measured, measure
 from experiments.core.engines import Engines, Run, engine_key
@@ -124,6 +124,7 @@ def _summary_head(run: Run, env: dict[str, Any]) -> dict[str, Any]:
         "source": env["source"],
         "jax": env["versions"]["jax"],
         "device": simulate.name if simulate else env["device"]["kind"],
+        "model": what_ran.model(run.point.experiment),
     }
 
 

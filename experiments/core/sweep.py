@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.core import processes, store
+from experiments.core import processes, store, what_ran
 from experiments.core.config import Point
 from experiments.core.engines import Engines, Run
 from experiments.core.environment import code, environment
@@ -78,13 +78,15 @@ def note_runs(runs: dict[Any, dict[str, Any]], folder: Path, difference: str, re
 
 
 def write_sweep(folder: Path, points: Sequence[Point], command: str) -> None:
-    """Write sweep.json, the facts of the sweep as a whole that the report shows."""
+    """Write sweep.json: what the report says of the sweep as a whole, and of what ran."""
     first = points[0].experiment
     about = {
         "name": first.name,
         "question": first.question,
         "command": command,
         "swept": list(dict.fromkeys(path for point in points for path in point.swept)),
+        "simulated": what_ran.simulated(points),
+        "facts": what_ran.facts(points),
     }
     store.write_file(folder / "sweep.json", store.json_text(about))
 

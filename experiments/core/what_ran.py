@@ -1,0 +1,168 @@
+"""What a sweep ran, in words: model, device, workload, arrivals, targets and options. Pure functions
+of its points.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from experiments.core.config import Experiment, Point, Slo
+from experiments.core.pool_options import POOLS, of_pool
+from experiments.core.present import Replicas
+from experiments.simulation.cost import Simulate
+from pagedjax.options.config import EngineConfig
+from pagedjax.options.params import SamplingParams
+from pagedjax.text import yaml_words
+
+APART = ("arrivals", "kind")  # of a workload
+
+
+def simulated(points: Sequence[Point]) -> str:
+    """The simulated devices and the models whose times they have; "" if steps are measured.
+
+    Such as "simulated h100, times of llama-3-8b".
+    """
+    names = []
+    for point in points:
+        names += [
+            f"{simulate.name}, times of {simulate.model or experiment.model}"
+            for experiment, simulate in _simulated(point.experiment)
+        ]
+    return "; ".join(dict.fromkeys(names))
+
+
+def facts(points: Sequence[Point]) -> list[tuple[str, str]]:
+    """(name, value) of each thing that ran. A value that differs between points is given for all of
+    them, and an option only if it differs from its default.
+    """
+    experiments = [point.experiment for point in points]
+    first = experiments[0]
+    # of each part: its options, and the class that has their defaults and their order
+    parts: dict[str, tuple[Callable[[Experiment], dict[str, Any]], type | None]] = {
+        "Model": (lambda experiment: {"": model(experiment)}, None),
+        "Simulation": (_options_of_simulation, Simulate),
+        "Engines": (_engines, Replicas),
+        "Workload": (_workload, None),
+        "Arrivals": (_arrivals, None),
+        "Targets": (lambda experiment: _changed(experiment.slo), Slo),
+        "Engine options": (_engine_options, EngineConfig),
+        "Sampling": (lambda experiment: _changed(experiment.sampling), SamplingParams),
+    }
+    named = []
+    for name, (options_of, kind) in parts.items():
+        defaults = {} if kind is None else _defaults(kind)
+        named.append((name, _joined([options_of(each) for each in experiments], defaults)))
+    seeds = f"{first.repeats} of seed {first.seed}"
+    if first.reseed:
+        seeds = f"seeds {first.seed} to {first.seed + first.repeats - 1}, one each"
+    named.append(("Repeats", seeds))
+    return [(name, value) for name, value in named if value]
+
+
+def _simulated(experiment: Experiment) -> list[tuple[Experiment, Simulate]]:
+    """The simulated engines of an experiment: with pools, those of each pool."""
+    if experiment.pools:
+        pools = [of_pool(experiment, name) for name in POOLS]
+        return [(pool, pool.simulate) for pool in pools if pool.simulate]
+    return [(experiment, experiment.simulate)] if experiment.simulate else []
+
+
+def model(experiment: Experiment) -> str:
+    """The model whose steps are measured, or whose times are calculated."""
+    names = [simulate.model or pool.model for pool, simulate in _simulated(experiment)]
+    return ", ".join(dict.fromkeys(names or [experiment.model]))
+
+
+def _options_of_simulation(experiment: Experiment) -> dict[str, Any]:
+    if experiment.pools:
+        return {}
+    options = _changed(experiment.simulate) if experiment.simulate else {}
+    options.pop("model", None)
+    return options
+
+
+def _engines(experiment: Experiment) -> dict[str, Any]:
+    if experiment.pools:
+        return {name: getattr(experiment.pools, name) for name in POOLS}
+    return _changed(experiment.replicas) if experiment.replicas else {}
+
+
+def _workload(experiment: Experiment) -> dict[str, Any]:
+    options = _changed(experiment.workload)
+    kind = {"": experiment.workload.kind}
+    return kind | {name: value for name, value in options.items() if name not in APART}
+
+
+def _arrivals(experiment: Experiment) -> dict[str, Any]:
+    arrivals = getattr(experiment.workload, "arrivals", None)
+    return {} if arrivals is None else dataclasses.asdict(arrivals)
+
+
+def _engine_options(experiment: Experiment) -> dict[str, Any]:
+    options = _changed(experiment.engine)
+    if experiment.cache_tokens is None:
+        return options
+    return {"cache_tokens": experiment.cache_tokens} | options
+
+
+def _defaults(options: Any) -> dict[str, Any]:
+    """The defaults of a dataclass's fields, for those that have one."""
+    defaults = {}
+    for field in dataclasses.fields(options):
+        if field.default is not dataclasses.MISSING:
+            defaults[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+    return defaults
+
+
+def _changed(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from their defaults; a field without one always."""
+    defaults = _defaults(options)
+    names = [field.name for field in dataclasses.fields(options)]
+    values = {name: getattr(options, name) for name in names}
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in defaults or value != defaults[name]
+    }
+
+
+def _joined(of_points: Sequence[dict[str, Any]], defaults: dict[str, Any]) -> str:
+    """The options of all points in a line: "block_size 8, 16; max_num_seqs 24".
+
+    Args:
+        defaults: of the options that a point does not have.
+    """
+    places = {name: place for place, name in enumerate(defaults)}
+    names = dict.fromkeys(name for options in of_points for name in options)
+    texts = []
+    for name in sorted(names, key=lambda name: places.get(name, -1)):
+        values = dict.fromkeys(
+            _text(options.get(name, defaults.get(name, "none"))) for options in of_points
+        )
+        texts.append(f"{name} {', '.join(values)}".strip())
+    return "; ".join(texts)
+
+
+def _text(value: Any) -> str:
+    """A value as a config has it, in one line."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return "none"
+    text = yaml_words.dump(_plain(value), default_flow_style=True, sort_keys=False, width=1 << 20)
+    return text.removesuffix("...\n").strip()
+
+
+def _plain(value: Any) -> Any:
+    """A value in the types of YAML."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(_changed(value) or dataclasses.asdict(value))
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)

@@ -1,0 +1,143 @@
+"""A page, a table and a comparison say what ran, and a simulated one says so first."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments import capacity, compare, report, run
+from experiments.core import config, what_ran
+
+SIMULATED = """name: small
+simulate: {chip: h100, model: llama-3-8b}
+engine: {max_num_seqs: 8, max_model_len: 512}
+cache_tokens: 4096
+workload:
+  kind: synthetic
+  count: 6
+  prompt: {dist: fixed, value: 64}
+  output: {dist: fixed, value: 16}
+  arrivals: {process: poisson, rate: 50}
+sampling: {ignore_eos: true, temperature: 0.0}
+slo: {ttft: 0.5}
+sweep: {grid: {engine.block_size: [16, 32]}}
+"""
+DEVICE = "simulated h100, times of llama-3-8b"
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("what_ran")
+    (folder / "small.yaml").write_text(SIMULATED)
+    assert run.main([str(folder / "small.yaml"), "--out", str(folder / "runs"), "--quiet"]) == 0
+    return folder / "runs" / "small"
+
+
+def text_of(page: str) -> str:
+    """The words of a page, without its style and its scripts."""
+    page = re.sub(r"<(style|script).*?</\1>", "", page, flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
+
+
+def test_facts_name_all_that_differs_from_the_defaults_and_all_swept_values():
+    points = config.expand(config.load_file(Path("configs/quickstart.yaml")), Path("configs"))
+    assert what_ran.simulated(points) == ""
+    facts = dict(what_ran.facts(points))
+    assert facts["Model"] == "smollm2-135m"
+    assert facts["Workload"].startswith("prompts; file prompts/english.txt; count 24")
+    assert facts["Arrivals"] == "process at_once"
+    assert (
+        "block_size 8, 16, 32, 128; max_num_batched_tokens 24, 64, 256" in (facts["Engine options"])
+    )
+    assert facts["Engine options"].startswith("cache_tokens 1024; block_size")
+    assert "policy" not in facts["Engine options"]
+    assert facts["Repeats"] == "3 of seed 0"
+    assert {"Targets", "Simulation", "Engines"}.isdisjoint(facts)
+
+
+@pytest.mark.parametrize(
+    ("file", "device", "name", "words"),
+    [
+        ("routers", DEVICE, "Engines", "count 4; router round_robin, least_loaded, prefix"),
+        ("pools", DEVICE, "Engines", "prefill none, {count: 2}; decode none, {count: 2}"),
+        ("speculation", DEVICE, "Simulation", "chip h100; acceptance none, 0.7"),
+    ],
+)
+def test_facts_of_simulated_engines(file, device, name, words):
+    points = config.load(Path("configs") / f"{file}.yaml")
+    assert what_ran.simulated(points) == device
+    facts = dict(what_ran.facts(points))
+    assert facts["Model"] == "llama-3-8b"
+    assert words in facts[name]
+
+
+def test_a_simulated_report_says_so_in_its_first_line_and_in_each_figure(sweep):
+    page = (sweep / "report.html").read_text()
+    text = text_of(page)
+    title = "small "
+    assert text.startswith(
+        f"{title}Simulated h100, times of llama-3-8b: no step ran, and every time is calculated."
+    )
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", page, re.DOTALL)
+    assert len(captions) >= 3
+    assert all("<span>simulated" in caption for caption in captions)
+    assert "Simulated. Medians over repeats" in text
+    assert "Where it was calculated" in text
+    assert "Calculated on" in text
+    for words in (
+        "Model llama-3-8b",
+        "Simulation chip h100",
+        "Workload synthetic; count 6; prompt {dist: fixed, value: 64}",
+        "Arrivals process poisson; rate 50",
+        "Targets ttft 0.5",
+        "block_size 16, 32; max_num_seqs 8",
+    ):
+        assert words in text
+
+
+def test_a_report_of_a_sweep_without_these_facts_knows_by_its_runs_that_it_is_simulated(sweep):
+    about = json.loads((sweep / "sweep.json").read_text())
+    del about["simulated"], about["facts"]
+    runs = report.store.read_runs(sweep)
+    text = text_of(report.page(about, runs, [{}] * len(runs)))
+    assert "Simulated h100: no step ran" in text
+    assert "What ran" not in text
+    measured = [{**one, "device": "NVIDIA H100"} for one in runs]
+    assert "imulated" not in text_of(report.page(about, measured, [{}] * len(runs)))
+
+
+def test_tables_of_a_terminal_say_it_too(sweep, tmp_path, capsys):
+    (tmp_path / "small.yaml").write_text(SIMULATED)
+    runs = str(sweep.parent)
+    assert run.main([str(tmp_path / "small.yaml"), "--out", runs]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"{DEVICE}: every time is calculated" in lines
+    assert compare.main([str(sweep), str(sweep)]) == 0
+    assert "simulated h100: every time is calculated" in capsys.readouterr().out
+    (summary,) = {(one["device"], one["model"]) for one in report.store.read_runs(sweep)}
+    assert summary == ("simulated h100", "llama-3-8b")
+
+
+def test_a_capacity_says_it_too(tmp_path, capsys):
+    text = SIMULATED.replace("sweep: {grid: {engine.block_size: [16, 32]}}\n", "")
+    (tmp_path / "small.yaml").write_text(text)
+    words = [str(tmp_path / "small.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]
+    capacity.main([*words, "--tolerance", "0.5"])
+    assert f"{DEVICE}: every time is calculated" in capsys.readouterr().out
+
+
+def test_a_model_whose_times_are_not_used_is_refused(tmp_path):
+    (tmp_path / "small.yaml").write_text(SIMULATED)
+    settings = ("model=opt-13b",)
+    with pytest.raises(
+        ValueError,
+        match=r"^model is 'opt-13b' and simulate\.model is 'llama-3-8b', from which all times come; "
+        "leave model out, or make them equal$",
+    ):
+        config.load(tmp_path / "small.yaml", settings)
+    assert config.load(tmp_path / "small.yaml", ("model=llama-3-8b",))
+    assert config.load(tmp_path / "small.yaml", ("model=opt-13b", "simulate.model=null"))
