@@ -85,3 +85,8 @@ def __getattr__(name: str) -> Any:
     module = import_module(f"pagedjax.{_HOME[name]}")
     _import_seconds += time.perf_counter() - started
     return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion in a shell: most are imported when they are first used."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -11,6 +11,9 @@ from experiments.core.config import short_names
 from experiments.core.store import flatten
 
 
+NOISE = 1e-9  # smaller than any unit that is shown can be measured
+
+
 class Metric(NamedTuple):
     """A number of a summary: its display (`scale` converts to the shown unit) and the better
     direction.
@@ -210,10 +213,12 @@ def widest_spread(rows: Sequence[PointRow], metric: Metric) -> float | None:
 
 def number(value: float, digits: int = 3) -> str:
     """`value` with `digits` significant digits or all its whole ones, a thin space between
-    thousands; "-" for NaN.
+    thousands; "-" for NaN, "0" for what rounding leaves of a difference.
     """
     if not math.isfinite(value):
         return "-"
+    if abs(value) < NOISE:
+        return "0"
     is_count = value == round(value)  # or close enough to one
     places = 0 if is_count else max(0, digits - 1 - math.floor(math.log10(abs(value))))
     return f"{value:,.{places}f}".replace(",", "\u2009")

@@ -60,6 +60,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (--\S+): is ", r"\1 is ", message)
+        command = re.match(
+            r"argument (?:command|what): invalid choice: '([^']*)' \(choose from (.*)\)", message
+        )
+        if command:
+            names = re.findall(r"[\w-]+", command[2])
+            similar = difflib.get_close_matches(command[1], names, n=1)
+            hint = f"did you mean {similar[0]}?" if similar else f"write one of {', '.join(names)}"
+            message = f"there is no command {command[1]!r}; {hint}"
         self.exit(2, f"pagedjax: {message} (see {self.prog} --help)\n")
 
     def _unknown_message(self, unread: Sequence[str], words: Sequence[str]) -> str:

@@ -191,6 +191,17 @@ def add_routes(app: FastAPI, worker: Worker, options: Options, metrics: Metrics)
             return JSONResponse({"status": "the engine failed"}, 503)
         return JSONResponse({"status": "ok"})
 
+    @app.get("/", include_in_schema=False)
+    async def root() -> JSON:
+        """Where things are."""
+        return {
+            "server": f"PagedJAX {__version__}",
+            "api": "/v1",
+            "reference": app.docs_url,
+            "viewer": "/viewer",
+            "metrics": "/metrics",
+        }
+
     @app.get("/version")
     async def version() -> JSON:
         return {"version": __version__}

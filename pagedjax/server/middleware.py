@@ -9,8 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedjax.server.errors import ApiError
 
-# These paths need no key; the viewer's page alone shows no data
-OPEN = ("/health", "/metrics", "/version", "/viewer")
+# These paths need no key; the first page and the viewer's page alone show no data
+OPEN = ("/", "/health", "/metrics", "/version", "/viewer")
 
 
 class Gate:

@@ -78,7 +78,8 @@ def serve(
     )
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
-    line = f"serving {options.name} at http://{host}:{port}/v1"
+    address = f"http://{host}:{port}"
+    line = f"serving {options.name} at {address}/v1\nits steps are shown at {address}/viewer"
     group = joined()
     if group:
         group.on_failure.append(app.state.worker.fail)
@@ -86,7 +87,7 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """Prints a line when it listens, and ends unfinished requests before uvicorn cancels them."""
+    """Prints its addresses when it listens, and ends unfinished requests before uvicorn cancels them."""
 
     def __init__(
         self, config: uvicorn.Config, worker: Worker, drain_seconds: int, line: str
