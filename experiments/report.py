@@ -96,6 +96,7 @@ def page(
         command=about["command"],
         simulated=simulation(about, runs),
         what_ran=about.get("facts", []),
+        oracle=dict(about.get("facts", [])).get("Oracle", ""),
         reading=[mark_labels(text, rows) for text in sweep_points.reading(runs, rows, axes)],
         tiles=tiles(runs, rows),
         sections=[*sections(rows, axes), *timeline(rows, steps)],

@@ -135,6 +135,8 @@ def _report(
     if not quiet:
         if simulated := what_ran.simulated(points):
             print(f"{simulated}: every time is calculated")
+        if oracle := what_ran.oracle([point.experiment for point in points]):
+            print(f"note: {oracle}")
         print(sweep_points.text_table(sweep_points.points(store.read_runs(folder))))
     for summary in failed:
         print(

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 from experiments.core.config import short_names
 from experiments.core.store import flatten
 
-
 NOISE = 1e-9  # smaller than any unit that is shown can be measured
 
 

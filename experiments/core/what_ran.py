@@ -12,6 +12,7 @@ from experiments.core.config import Experiment, Point, Slo
 from experiments.core.pool_options import POOLS, of_pool
 from experiments.core.present import Replicas
 from experiments.simulation.cost import Simulate
+from pagedjax.host import policies, purity
 from pagedjax.options.config import EngineConfig
 from pagedjax.options.params import SamplingParams
 from pagedjax.text import yaml_words
@@ -58,7 +59,23 @@ def facts(points: Sequence[Point]) -> list[tuple[str, str]]:
     if first.reseed:
         seeds = f"seeds {first.seed} to {first.seed + first.repeats - 1}, one each"
     named.append(("Repeats", seeds))
+    named.append(("Oracle", oracle(experiments)))
     return [(name, value) for name, value in named if value]
+
+
+def oracle(experiments: Sequence[Experiment]) -> str:
+    """Which policies know the length of each output before it is generated; "" if none does.
+
+    Every request of a workload asks for as many tokens as it generates.
+    """
+    names = dict.fromkeys(experiment.engine.policy for experiment in experiments)
+    seers = [name for name in names if ":" in name and purity.reads_limits(policies.find(name))]
+    if not seers:
+        return ""
+    return (
+        f"{', '.join(seers)} reads the limit of a request, which is the length of its output here: "
+        "no policy knows it in a real service"
+    )
 
 
 def _simulated(experiment: Experiment) -> list[tuple[Experiment, Simulate]]:

@@ -6,7 +6,7 @@ from pagedjax.host import scheduler
 from pagedjax.host.policies import Policy
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import Request
-from pagedjax.options.purity import Impure, called_twice
+from pagedjax.options.purity import Impure, called_twice, names_read
 
 # A pool that is too small for all requests at once, so that some wait and some are preempted.
 CONFIG = SchedulerConfig(
@@ -17,6 +17,7 @@ REQUESTS = [
     for i in range(10)
 ]
 MAX_STEPS = 80
+LIMITS = {"limit", "max_tokens", "final_length"}  # names of what says it
 
 
 def check(policy: Policy) -> None:
@@ -37,6 +38,16 @@ def check(policy: Policy) -> None:
         raise
     except Exception:  # a real run will raise it, too
         pass
+
+
+def reads_limits(policy: Policy) -> bool:
+    """Whether a user's policy reads how long a request can become. Where a request asks for no more
+    tokens than it generates, such a policy knows the future.
+    """
+    names: set[str] = set()
+    for function in (policy.order, policy.admit, policy.preempt, policy.swap):
+        names |= names_read(function)
+    return not LIMITS.isdisjoint(names)
 
 
 def _run(policy: Policy) -> None:

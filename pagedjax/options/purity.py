@@ -6,7 +6,7 @@ import inspect
 import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 
@@ -45,6 +45,32 @@ def called_twice(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         return first
 
     return call
+
+
+def names_read(function: Any, seen: set[int] | None = None) -> set[str]:
+    """Returns the names of globals and attributes that a user's function reads, with those of the
+    functions of the user that it can reach.
+    """
+    seen = set() if seen is None else seen
+    while isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        function = vars(type(function)).get("__call__")  # of an object that can be called
+    if not isinstance(function, FunctionType) or id(function) in seen:
+        return set()
+    seen.add(id(function))
+    variables = inspect.getclosurevars(function)
+    names: set[str] = set()
+    if not str(function.__module__).startswith("pagedjax."):
+        codes = [function.__code__]
+        for code in codes:  # grows
+            names.update(code.co_names)
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    for value in (*variables.nonlocals.values(), *variables.globals.values()):
+        if callable(value) and not isinstance(value, type):
+            names |= names_read(value, seen)
+    return names
 
 
 def _value(result: Any) -> Any:

@@ -141,3 +141,21 @@ def test_a_model_whose_times_are_not_used_is_refused(tmp_path):
         config.load(tmp_path / "small.yaml", settings)
     assert config.load(tmp_path / "small.yaml", ("model=llama-3-8b",))
     assert config.load(tmp_path / "small.yaml", ("model=opt-13b", "simulate.model=null"))
+
+
+def test_a_policy_that_knows_the_length_of_an_output_is_called_an_oracle(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "from pagedjax.policies import RATE, by_key\n"
+        "LEAST_WORK = by_key('least_work', lambda seq: RATE * seq.arrival + seq.limit)\n"
+        "SHORT = by_key('short', lambda seq: RATE * seq.arrival + seq.request.prompt_len)\n"
+    )
+    (tmp_path / "small.yaml").write_text(SIMULATED)
+    sentence = "mine.py:LEAST_WORK reads the limit of a request, which is the length of its output"
+    for name, is_oracle in (("LEAST_WORK", True), ("SHORT", False)):
+        out = tmp_path / name
+        words = [str(tmp_path / "small.yaml"), "--set", f"engine.policy=mine.py:{name}"]
+        assert run.main([*words, "--out", str(out)]) == 0
+        assert (sentence in capsys.readouterr().out) == is_oracle
+        text = text_of((out / "small" / "report.html").read_text())
+        assert (text.count(sentence) == 2) == is_oracle
+        assert ("oracle" in text.lower()) == is_oracle

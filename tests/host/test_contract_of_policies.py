@@ -198,3 +198,27 @@ def test_an_experiment_refuses_a_policy_that_is_not_pure_before_anything_runs(tm
         r"global SEEN, so that equal runs would differ; let it depend on its arguments alone$",
     ):
         config.load(tmp_path / "leaky.yaml")
+
+
+# --- oracles --------------------------------------------------------------------------------------
+
+
+def longest(seq):
+    return max(seq.limit, 1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "reads"),
+    [
+        *((policy, False) for policy in policies.POLICIES.values()),
+        (policies.by_key("mine", lambda seq: seq.limit), True),
+        (policies.by_key("mine", longest), True),
+        (policies.by_key("mine", lambda seq: longest(seq)), True),
+        (with_order(lambda waiting, *_: sorted(waiting, key=lambda s: s.request.max_tokens)), True),
+        (policies.by_key("mine", lambda seq: seq.length), False),
+        (FCFS._replace(preempt=lambda running: max(running, key=longest)), True),
+        (with_order(Counter()), False),
+    ],
+)
+def test_a_policy_that_reads_how_long_a_request_can_become_is_known(policy, reads):
+    assert purity.reads_limits(policy) == reads
