@@ -73,7 +73,7 @@ def oracle(experiments: Sequence[Experiment]) -> str:
     if not seers:
         return ""
     return (
-        f"{', '.join(seers)} reads the limit of a request, which is the length of its output here: "
+        f"{', '.join(map(_short, seers))} reads the limit of a request, which is the length of its output here: "
         "no policy knows it in a real service"
     )
 
@@ -167,11 +167,16 @@ def _joined(of_points: Sequence[dict[str, Any]], defaults: dict[str, Any]) -> st
 def _text(value: Any) -> str:
     """A value as a config has it, in one line."""
     if isinstance(value, str):
-        return value
+        return _short(value)
     if value is None:
         return "none"
     text = yaml_words.dump(_plain(value), default_flow_style=True, sort_keys=False, width=1 << 20)
     return text.removesuffix("...\n").strip()
+
+
+def _short(value: str) -> str:
+    """A value of a user's own without the folder of its file."""
+    return value.rpartition("/")[2] if ".py:" in value else value
 
 
 def _plain(value: Any) -> Any:
