@@ -34,6 +34,7 @@ from experiments import report
 from experiments.analysis import sweep_points
 from experiments.core import cluster, config, parallel, processes, store, sweep, what_ran
 from experiments.core.config import Experiment, Point
+from experiments.core.drive import planned_lengths
 from experiments.core.engines import Run, engine_key, plan_runs
 from experiments.core.optional_imports import require
 from experiments.core.pool_options import POOLS, of_pool
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = prepared.folder
         if options.dry_run:
             print(describe(prepared.plan, prepared.done, folder))
-            return 0
+            return _say_unfit(points)
         require_report()
         measure_all = _measure_function(options, prepared, resources)
         command = ["python", "-m", "experiments.run", *words]
@@ -103,6 +104,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\nstopped; {command} resumes the sweep. Results so far: {folder}", file=sys.stderr)
         return 130
     return _report(points, summaries, folder, quiet=options.quiet)
+
+
+def _say_unfit(points: Sequence[Point]) -> int:
+    """Print which points have requests that are too long. Returns the exit status."""
+    reasons = {point.label: reason for point in points if (reason := planned_lengths(point))}
+    for label, reason in reasons.items():
+        print(f"error: {label}: {reason}", file=sys.stderr)
+    return 2 if reasons else 0
 
 
 def _measure_function(

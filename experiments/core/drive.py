@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,12 +33,14 @@ from experiments.core.records import (
 from experiments.core.replicas import Present, StepLoad, by_end, drive_replicas, replicas_summary
 from experiments.core.submit import LONGEST_SLEEP, Engine, Sender, submit, with_arrivals
 from experiments.core.totals import StepTotals, TokenCounts
-from experiments.core.workloads import WorkItem, Workload, build
+from experiments.core.workloads import Prompts, Tokens, WorkItem, Workload, build
 from experiments.simulation.spans import DecodeSpan
 from pagedjax import routing
 from pagedjax.host.types import StepResult
 from pagedjax.options.config import EngineConfig
 from pagedjax.options.params import SamplingParams
+
+PLANNED_VOCABULARY = 1000  # lengths do not depend on it
 
 
 class Measured(NamedTuple):
@@ -306,6 +309,31 @@ def check_lengths(items: Sequence[WorkItem], limit: int) -> None:
             "distribution; max_prompt_tokens and max_output_tokens of a trace), which counts what "
             "it clips"
         )
+
+
+def planned_lengths(point: Point) -> str | None:
+    """Why requests of a point do not fit into its engine's longest length; None if they do, or if
+    either is not known without the model.
+    """
+    experiment = point.experiment
+    limit = experiment.engine.max_model_len
+    if limit is None or isinstance(experiment.workload, Prompts):
+        return None
+    vocab_size = sys.maxsize if isinstance(experiment.workload, Tokens) else PLANNED_VOCABULARY
+    workload = build(
+        experiment.workload, point.content, experiment.seed, vocab_size, lambda text: ()
+    )
+    longest = max(len(item.prompt_token_ids) for item in workload.items)
+    if longest >= limit:
+        return (
+            f"a prompt has {longest} tokens, and engine.max_model_len is {limit}, one of them for "
+            "output; raise the limit, or bound the workload's lengths"
+        )
+    try:
+        check_lengths(workload.items, limit)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def why_failed(steps: Sequence[StepRecord], summary: dict[str, Any]) -> str | None:
