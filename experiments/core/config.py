@@ -247,6 +247,7 @@ def load(path: Path, overrides: tuple[str, ...] = ()) -> list[Point]:
 
 def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
     """The points of a raw config. Files are searched in `folder`, then in the current folder."""
+    _refuse_seeds(raw)
     base = {key: value for key, value in raw.items() if key != "sweep"}
     points: list[Point] = []
     for swept in combinations(raw.get("sweep")):
@@ -271,6 +272,20 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
                 )
         points.append(point)
     return points
+
+
+def _refuse_seeds(raw: Mapping[str, Any]) -> None:
+    """Raises ValueError for a list of seeds, which repeats have."""
+    if "seeds" not in raw:
+        return
+    seeds = raw["seeds"]
+    example = "repeats: 3"
+    if isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds):
+        example = f"seed: {seeds[0]}, repeats: {len(seeds)}"
+    raise ValueError(
+        f"seeds is {seeds!r:.80}, and there is no such key; write {example} and reseed: true: "
+        "repeat r draws its workload from seed + r"
+    )
 
 
 def _refuse_ignored_model(values: Mapping[str, Any]) -> None:

@@ -159,3 +159,17 @@ def test_a_policy_that_knows_the_length_of_an_output_is_called_an_oracle(tmp_pat
         text = text_of((out / "small" / "report.html").read_text())
         assert (text.count(sentence) == 2) == is_oracle
         assert ("oracle" in text.lower()) == is_oracle
+
+
+@pytest.mark.parametrize(
+    ("seeds", "example"),
+    [("[3, 4, 5]", "seed: 3, repeats: 3"), ("7", "repeats: 3"), ("[a]", "repeats: 3")],
+)
+def test_a_list_of_seeds_is_answered_with_repeats_and_reseed(tmp_path, seeds, example):
+    (tmp_path / "small.yaml").write_text(SIMULATED)
+    with pytest.raises(
+        ValueError,
+        match=rf"^seeds is .*, and there is no such key; write {example} and reseed: true: repeat r "
+        r"draws its workload from seed \+ r$",
+    ):
+        config.load(tmp_path / "small.yaml", (f"seeds={seeds}",))
