@@ -3,6 +3,7 @@
 python -m experiments.run configs/quickstart.yaml      measure
 experiments.measure("configs/quickstart.yaml")         the same in Python; a pandas DataFrame
 experiments.load_runs("runs/quickstart")               read the results of earlier runs
+experiments.load_requests("runs/quickstart")           their requests; load_steps: their steps
 python -m experiments.report runs/quickstart           draw the report again
 python -m experiments.compare runs/before runs/after   is a difference real?
 python -m experiments.capacity configs/...yaml         the highest rate that meets the targets
@@ -26,14 +27,18 @@ folders go one way:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["load_runs", "measure"]
+    from experiments.core.records import RequestRecord
+
+__all__ = ["load_requests", "load_runs", "load_steps", "measure"]
 
 
 def measure(
@@ -88,13 +93,90 @@ def load_runs(folder: str | PathLike[str]) -> pd.DataFrame:
     return pandas.DataFrame([_row(run) for run in read_runs(folder)])
 
 
-def _row(run: dict[str, Any]) -> dict[str, Any]:
+def load_requests(folder: str | PathLike[str]) -> pd.DataFrame:
+    """Every request of every good run below `folder`, one row for each.
+
+    Columns: of its run, the swept keys by their short names, `label`, `point`, `repeat` and `run`;
+    then `request_id`, `prompt_tokens`, `max_tokens`, `output_tokens`, `branches` and `preemptions`
+    (counts), `arrival` and `first_scheduled` (seconds from the start of the run), `queue_s`,
+    `ttft_s`, `tpot_s` (the mean gap between tokens) and `e2e_s` (seconds from its arrival),
+    `finish_reason` of its first branch, and `replica`. What did not happen is missing.
+
+    Raises:
+        ValueError, ImportError: as of `load_runs`.
+    """
+    from experiments.core.store import read_requests
+
+    return _load(folder, lambda run_folder: map(_request_row, read_requests(run_folder)))
+
+
+def load_steps(folder: str | PathLike[str]) -> pd.DataFrame:
+    """Every step of every good run below `folder`, one row for each, in the order of the run.
+
+    Columns: of its run, those of `load_requests`; then those of steps.jsonl. A run with `records:
+    sums` has no steps.
+
+    Raises:
+        ValueError, ImportError: as of `load_runs`.
+    """
+
+    def steps(run_folder: Path) -> Iterable[dict[str, Any]]:
+        path = run_folder / "steps.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        return map(json.loads, lines)
+
+    return _load(folder, steps)
+
+
+def _load(
+    folder: str | PathLike[str], rows_of: Callable[[Path], Iterable[dict[str, Any]]]
+) -> pd.DataFrame:
+    """The rows of each good run, beside the facts of the run."""
+    from experiments.core.optional_imports import require
+    from experiments.core.store import read_runs
+
+    pandas = require("pandas")
+    rows: list[dict[str, Any]] = []
+    for run in read_runs(folder):
+        if run["failed"]:
+            continue
+        facts = _swept(run) | {key: run[key] for key in ("label", "point", "repeat", "run")}
+        rows += [facts | row for row in rows_of(Path(run["run"]))]
+    return pandas.DataFrame(rows)
+
+
+def _request_row(request: RequestRecord) -> dict[str, Any]:
+    gaps = [branch.tpot for branch in request.branches if branch.tpot is not None]
+    return {
+        "request_id": request.request_id,
+        "prompt_tokens": request.prompt_tokens,
+        "max_tokens": request.max_tokens,
+        "output_tokens": sum(branch.num_tokens for branch in request.branches),
+        "branches": len(request.branches),
+        "preemptions": sum(branch.preemptions for branch in request.branches),
+        "arrival": request.arrival,
+        "first_scheduled": request.first_scheduled,
+        "queue_s": request.queue,
+        "ttft_s": request.ttft,
+        "tpot_s": sum(gaps) / len(gaps) if gaps else None,
+        "e2e_s": request.e2e,
+        "finish_reason": request.branches[0].finish_reason,
+        "replica": request.replica,
+    }
+
+
+def _swept(run: dict[str, Any]) -> dict[str, Any]:
+    """The swept keys of a run by their short names."""
     from experiments.core.config import short_names
-    from experiments.core.store import flatten
 
     names = short_names(run["swept"])
-    swept = {names[path]: value for path, value in run["swept"].items()}
+    return {names[path]: value for path, value in run["swept"].items()}
+
+
+def _row(run: dict[str, Any]) -> dict[str, Any]:
+    from experiments.core.store import flatten
+
     facts = {
         key: run[key] for key in ("label", "point", "repeat", "failed", "commit", "device", "run")
     }
-    return {**swept, **facts, **flatten(run["metrics"] or {})}
+    return {**_swept(run), **facts, **flatten(run["metrics"] or {})}

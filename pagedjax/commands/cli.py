@@ -13,13 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pagedjax.commands import options
+from pagedjax.commands import experiments, options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code. An error of the user is one line on stderr."""
-    args = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
+        if words and words[0] in experiments.COMMANDS:  # they have parsers of their own
+            return experiments.main(words[0], words[1:])
+        args = parser().parse_args(words)
         return args.run(args)
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         sys.stderr.close()
@@ -361,6 +364,8 @@ def parser() -> options.Parser:
     view_parser(commands)
     trace_parser(commands)
     bench_parser(commands)
+    for name, text in experiments.COMMANDS.items():
+        commands.add_parser(name, help=text, description=text, add_help=False)
     return root
 
 

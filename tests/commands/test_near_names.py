@@ -13,7 +13,7 @@ from pagedjax.commands.cli import main
     [
         (["serv"], "there is no command 'serv'; did you mean serve?"),
         (["genrate", "a"], "there is no command 'genrate'; did you mean generate?"),
-        (["run"], "there is no command 'run'; write one of generate, chat, convert, serve, replay"),
+        (["qqq"], "there is no command 'qqq'; write one of generate, chat, convert, serve, replay"),
         (["bench", "server"], "there is no command 'server'; did you mean serve?"),
     ],
 )
