@@ -178,7 +178,7 @@ def test_a_mapping_is_written_as_pairs_or_as_json(text, mesh):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["serve-nothing"], "there is no command 'serve-nothing'; did you mean serve?"),
+        (["serve-nothing"], "there is no command 'serve-nothing'; write one of generate"),
         (["serve", "--block-size", "x"], "argument --block-size: invalid int value: 'x'"),
         (
             ["serve", "--dtype", "float31"],
