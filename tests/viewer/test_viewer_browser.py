@@ -195,6 +195,23 @@ def test_every_step_matches_the_scheduler_forward_and_backward(
     assert screen.page.is_disabled("#back")
 
 
+def test_an_address_opens_a_step_and_a_request(
+    open_page: Callable[..., OpenPage], lecture: tuple[Path, list[str]], tmp_path: Path
+):
+    target = tmp_path / "lecture.html"
+    assert cli.main(["view", str(lecture[0]), "-o", str(target), "--model", "smollm2-135m"]) == 0
+    screen = open_page(f"{target.as_uri()}#step=4")
+    state = screen.state()
+    assert (state["step"], state["rest"]) == (4, False)
+    name = state["rows"][0][0]
+    screen.page.evaluate(f"location.hash = 'step=2&request={name}'")
+    screen.wait("pagedjax.shown().step === 2")
+    assert screen.page.evaluate("pagedjax.view.name(pagedjax.view.chosen.n)") == name
+    screen.page.evaluate("location.hash = 'step=999'")
+    screen.wait("document.getElementById('note').textContent.includes('there is no step 999')")
+    assert screen.state()["step"] == 2
+
+
 def test_first_last_and_slider(screen: OpenPage, lecture: tuple[Path, list[str]]):
     plans = steps(lecture[0])
     screen.page.click("#last")

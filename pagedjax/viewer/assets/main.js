@@ -66,6 +66,19 @@ class View {
     this.draw();
   }
 
+  /** Open at what the address names: `#step=14` is a step, `#request=r00003` a request. */
+  open(address) {
+    const places = new URLSearchParams(address.replace(/^#/, "")), request = places.get("request");
+    if (places.has("step")) {
+      const step = Number(places.get("step"));
+      const index = this.history.frames.findLastIndex((frame) => frame.step === step && !frame.rest);
+      if (index >= 0) this.go(index);
+      else this.note(`there is no step ${places.get("step")}; the steps are 0 to ${this.history.frames.at(-1).step}`);
+    }
+    const life = request !== null && [...this.lives.all.values()].find((each) => each.id === request);
+    if (life) this.choose({ kind: "request", n: life.n });
+  }
+
   follow() {
     this.go(this.history.count - 1);
   }
@@ -162,7 +175,12 @@ const packed = byId("data").textContent.trim();
 const data = packed ? await unpacked(packed) : {};
 const view = new View(about, data);
 const watch = about.live ? new Watch(view, about.live) : null;
-if (!watch) view.grow(data.frames), view.go(0);
+if (!watch) {
+  view.grow(data.frames);
+  view.go(0);
+  view.open(location.hash);
+  addEventListener("hashchange", () => view.open(location.hash));
+}
 
 // For tests and readers: the shown picture as plain values.
 window.pagedjax = {
