@@ -41,6 +41,8 @@ def limits(
 
 
 class SchedulerState(NamedTuple):
+    """All that a scheduler knows. Each transition returns another one."""
+
     config: SchedulerConfig
     pool: BlockPool
     waiting: tuple[Seq, ...]

@@ -14,6 +14,23 @@ from immutables import Map
 from pagedjax.host.kv_policies import View
 from pagedjax.options.config import Reservation
 
+__all__ = [
+    "Admitted",
+    "Choice",
+    "Finished",
+    "Plan",
+    "Preempted",
+    "Released",
+    "Request",
+    "Resumed",
+    "Row",
+    "Running",
+    "Sampled",
+    "SchedulerConfig",
+    "Seq",
+    "Verified",
+]
+
 # in a block table: a block that the sequence does not have (views.py); the id of the trash block
 HOLE = 0
 FinishReason = Literal["stop", "length", "abort"]
@@ -97,10 +114,12 @@ class Seq(NamedTuple):
 
     @property
     def request_id(self) -> str:
+        """The id of its request."""
         return self.request.request_id
 
     @property
     def num_output(self) -> int:
+        """Tokens that it has generated."""
         return self.length - self.request.prompt_len
 
     @property
@@ -142,6 +161,7 @@ class Running(NamedTuple):
         )
 
     def pick(self, keep: Sequence[int]) -> Running:
+        """The sequences at some indices, in that order."""
         return Running(pick(self.seqs, keep), pick(self.lengths, keep), pick(self.computed, keep))
 
 
@@ -223,6 +243,7 @@ class Plan(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that the step computes, without padding."""
         return sum(self.counts)
 
 
@@ -262,6 +283,8 @@ class Adopted(NamedTuple):
 
 
 class Admitted(NamedTuple):
+    """A request enters the running sequences, for the first time or after a preemption."""
+
     step: int
     request_id: str
     num_tokens: int  # known at that moment: the prompt, and what was generated before a preemption
@@ -269,6 +292,8 @@ class Admitted(NamedTuple):
 
 
 class Preempted(NamedTuple):
+    """A request gives its blocks up, and waits again."""
+
     step: int
     request_id: str
     # its content is in host memory; else it goes back to the queue and is computed again
@@ -323,6 +348,8 @@ class Verified(NamedTuple):
 
 
 class Finished(NamedTuple):
+    """A request has ended, with `num_output` tokens of output."""
+
     step: int
     request_id: str
     reason: FinishReason
