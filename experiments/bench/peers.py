@@ -224,9 +224,8 @@ def compare(peers: Sequence[Peer], work: Work) -> dict[str, float]:
         )
         if peer.contender.exact and shares[peer.name] < 1:
             raise SystemExit(
-                f"error: {peer.name} gives other tokens than {peers[0].name}, so the work "
-                "differs; nothing was "
-                "timed. Set `exact: false` if this is expected"
+                f"error: {peer.name} gives other tokens than {peers[0].name}, so the work differs; "
+                "nothing was timed. Set `exact: false` if this is expected"
             )
     return shares
 

@@ -17,9 +17,8 @@ UTILISATION: dict[int, float] = dict(
 PAPER = "PagedAttention, block sizes, Alpaca"
 BEST = {"ShareGPT": (16, 128), "Alpaca": (16, 32)}
 KERNEL = (
-    "the paper's best size weighs fragmentation against a kernel that reads small blocks slowly; "
-    "a roofline has no "
-    "such kernel, so here the smallest block is never worse"
+    "the paper's best size weighs fragmentation against a kernel that reads small blocks slowly; a "
+    "roofline has no such kernel, so here the smallest block is never worse"
 )
 
 

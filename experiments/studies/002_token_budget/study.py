@@ -41,8 +41,7 @@ LOAD = (
 STALL = "it grows with the length of the joining prompt, which the paper does not state"
 TILES = (
     "a product of 257 tokens has 1.5 times the tiles of one of 256; on a GPU, other tiles of the "
-    "same wave hide a part "
-    "of this"
+    "same wave hide a part of this"
 )
 BUDGETS = (128, 256, 512, 1024, 2048, 4096)
 

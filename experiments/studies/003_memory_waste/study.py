@@ -105,11 +105,9 @@ def run(folder: Path, quick: bool) -> Findings:
     longest = bars["ShareGPT"]["Orca (Max)"]["tokens"]
     answer = [
         f"Of the cache {paged:.0f} % holds tokens when it is paged and {longest:.0f} % when each "
-        "request reserves its "
-        "longest possible length.",
+        "request reserves its longest possible length.",
         "Reservations lose three kinds of slots: those that a request fills later, those that it "
-        "never fills, and free "
-        "pieces into which no power of two fits.",
+        "never fills, and free pieces into which no power of two fits.",
     ]
     table = markdown(
         ("lengths like", "cache", *(f"{part}, %" for part in PARTS), "requests together"), rows

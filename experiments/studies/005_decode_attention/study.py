@@ -228,8 +228,7 @@ def packing_claim(shares: Sequence[float], steps: Times, grid: Grid) -> Claim:
     )
     why = (
         f"the published share is of a step on an A100, and this one takes {1e3 * seconds:.0f} ms; "
-        "a row of a table is "
-        "made when it grows, not in each step"
+        "a row of a table is made when it grows, not in each step"
     )
     return Claim("vAttention, block tables", quantity, (10.0, 30.0), span(shares), 1.1, "%", why)
 
@@ -257,21 +256,16 @@ def answers(
 
     return [
         f"A token that sees {context:,} takes {1e3 * without:,.0f} ms without a cache and "
-        f"{1e3 * cached:,.0f} ms with "
-        f"one, batch of {batch}.",
+        f"{1e3 * cached:,.0f} ms with one, batch of {batch}.",
         f"Without it a step asks for {demands[0].intensity:,.0f} operations a byte, which is bound "
-        f"by {binds(demands[0])}, "
-        f"with it for {demands[1].intensity:.2g}, which is bound by {binds(demands[1])}: this "
-        "device "
-        f"can do {ridge:.0f} "
-        f"({chip.bandwidth / 1e9:,.1f} GB/s, {chip.rate / 1e9:,.0f} Gop/s). The one reaches "
-        f"{100 * rate:.0f} % of the "
-        f"rate of plain products, the other reads at {100 * bandwidth:.0f} % of the bandwidth of "
-        "reading weights.",
+        f"by {binds(demands[0])}, with it for {demands[1].intensity:.2g}, which is bound by "
+        f"{binds(demands[1])}: this device can do {ridge:.0f} ({chip.bandwidth / 1e9:,.1f} GB/s, "
+        f"{chip.rate / 1e9:,.0f} Gop/s). The one reaches {100 * rate:.0f} % of the rate of plain "
+        f"products, the other reads at {100 * bandwidth:.0f} % of the bandwidth of reading "
+        "weights.",
         f"Attention alone over blocks of {SIZES[0]} takes {' and '.join(ratios)}.",
         f"gpt2-xl on an A100 is bound by arithmetic without a cache from {crossing(xl, a100)} "
-        "tokens on; below "
-        "that, by reading the weights.",
+        "tokens on; below that, by reading the weights.",
     ]
 
 

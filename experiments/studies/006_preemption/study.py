@@ -76,10 +76,8 @@ def run(folder: Path, quick: bool) -> Findings:
     recomputed, one_by_one, at_once = (rates[way][smallest] for way in WAYS)
     answer = [
         f"Alone, a sequence of {TOKENS:,} tokens takes {cost[16][0]:.0f} ms to compute again, "
-        "whatever the block size; "
-        f"moved out and back block by block {cost[1][1]:.0f} ms with blocks of 1 and "
-        f"{cost[16][1]:.0f} with blocks of "
-        f"16, in one copy {cost[16][2]:.0f}.",
+        f"whatever the block size; moved out and back block by block {cost[1][1]:.0f} ms with "
+        f"blocks of 1 and {cost[16][1]:.0f} with blocks of 16, in one copy {cost[16][2]:.0f}.",
         f"In a whole run with blocks of {smallest}, block by block makes "
         f"{one_by_one / recomputed:.2f} times the output of "
         f"recomputing, and one copy {at_once / recomputed:.2f} times.",

@@ -30,8 +30,7 @@ BLOCK = 16
 FACTOR = 1.25
 MEANS = (
     "ours are exponential lengths with the data set's means, and means do not determine the "
-    "prompt's share of a "
-    "sequence"
+    "prompt's share of a sequence"
 )
 BEAMS = (
     "the model decides where beams diverge; ours is SmolLM2-135M on English prose, not "

@@ -285,13 +285,11 @@ def run(folder: Path, quick: bool) -> Findings:
     gap = rows[3]
     answer = [
         f"Fitted to the steps of one run, a simulation is off by {rate[1]:.1f} % in output "
-        "tokens/s and by "
-        f"{gap[1]:.1f} % in the 99th percentile between tokens, over {len(results) - 1} other "
-        "runs; the same run again "
-        f"is off by {rate[4]:.1f} and {gap[4]:.1f} %.",
-        "A roofline that knows only the device's bandwidth and arithmetic is off by "
-        f"{rate[3]:.0f} and {gap[3]:.0f} %: "
-        "it is a bound, which does not include the losses of a step.",
+        f"tokens/s and by {gap[1]:.1f} % in the 99th percentile between tokens, over "
+        f"{len(results) - 1} other runs; the same run again is off by {rate[4]:.1f} and "
+        f"{gap[4]:.1f} %.",
+        f"A roofline that knows only the device's bandwidth and arithmetic is off by {rate[3]:.0f} "
+        f"and {gap[3]:.0f} %: it is a bound, which does not include the losses of a step.",
     ]
     return Findings(claims, answer, {"predicted.svg": figure(results)}, tables)
 

@@ -29,8 +29,7 @@ PAPER = "SpecDecode-Bench (arXiv 2601.11580), its simulator"
 TRACES = {"gsm8k": "combined_gsm8k.jsonl", "instructcoder": "combined_instructcoder.jsonl"}
 FETCH = (
     f"Fetch {' and '.join(TRACES.values())} from data/llama3.1-8B of "
-    "github.com/SpecDecode-Bench/simulator, and give "
-    "their folder"
+    "github.com/SpecDecode-Bench/simulator, and give their folder"
 )
 # with 3 drafts, by data, drafter and batch: what the benchmark's simulator gives for its traces
 PUBLISHED = {
@@ -98,8 +97,7 @@ def request(line: str, place: str) -> Recorded:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{place}: {type(error).__name__} {error}; it must be a JSON object with "
-            "prompt_token_ids, "
-            f"acc_eagle.acc_len and acc_ngram.acc_len. {FETCH}"
+            f"prompt_token_ids, acc_eagle.acc_len and acc_ngram.acc_len. {FETCH}"
         ) from None
     for method, lengths in gains.items():
         wrong = [length for length in lengths if not isinstance(length, int) or length < 1]
@@ -241,12 +239,10 @@ def answer(claims: Sequence[Claim], rows: Sequence[tuple[Any, ...]], table_count
     worst = max(abs((claim.ratio or 0.0) - 1) for claim in claims)
     slowest = min(rows, key=lambda row: row[4])
     return [
-        "With the recorded acceptance and the fitted times, the scheduler's speed-ups differ "
-        "from the benchmark's "
-        f"simulator by {100 * worst:.1f} % at most.",
+        "With the recorded acceptance and the fitted times, the scheduler's speed-ups differ from "
+        f"the benchmark's simulator by {100 * worst:.1f} % at most.",
         f"In the table, of the first {table_count} requests of each file, adaptive drafts are "
-        "never less than "
-        f"{rounded(slowest[4])} times as fast as none ({slowest[0]}, {slowest[1]}, batch "
-        f"{slowest[2]}).",
+        f"never less than {rounded(slowest[4])} times as fast as none ({slowest[0]}, {slowest[1]}, "
+        f"batch {slowest[2]}).",
         f"The recordings are not shipped here. {FETCH} with `--traces`.",
     ]

@@ -435,10 +435,8 @@ def answer(
     talks = kinds()["conversations"][0].split("mean: ")[1].split(",")[0]
     parts = [
         f"{kind}: {rounded(over(speed, speed.chunked).middle)} times those of engines with chunked "
-        "prefill, "
-        f"{rounded(over(speed, speed.whole_prompts).middle)} times those of engines that compute "
-        "whole "
-        "prompts first"
+        f"prefill, {rounded(over(speed, speed.whole_prompts).middle)} times those of engines that "
+        "compute whole prompts first"
         for kind, speed in speeds.items()
     ]
     slower = all(
@@ -457,40 +455,28 @@ def answer(
     )
     return [
         f"Two GPUs for prompts and one for decodes serve {rate_text(served[PLACEMENTS[0]])} "
-        "requests/s "
-        "of a GPU with "
-        "conversations as they are estimated here; DistServe's simulator says 1.56 with the real "
-        "ones. With first "
-        f"turns alone it is {rate_text(turns)}, where the example's search ends: its 300 requests "
-        "are "
-        "too few for a queue "
-        "there. So the lengths decide, and they are what is unknown.",
+        "requests/s of a GPU with conversations as they are estimated here; DistServe's simulator "
+        f"says 1.56 with the real ones. With first turns alone it is {rate_text(turns)}, where the "
+        "example's search ends: its 300 requests are too few for a queue there. So the lengths "
+        "decide, and they are what is unknown.",
         f"Requests/s of a GPU at 250 and 100 ms: {gpu}. The longest prompts leave one GPU little "
-        "or no time to wait, "
-        "so the gain depends on the share that is asked for.",
+        "or no time to wait, so the gain depends on the share that is asked for.",
         f"Tokens/s of four saturated GPUs, split into the best pools: {'; '.join(parts)}."
         + " So pools give no throughput, as vLLM's documentation says." * slower,
-        "In that comparison all engines have the coefficients of DistServe's, and pages move in "
-        "no time. Steps with "
-        "chunks and decodes have an assumed time (profiles.py), the best case for them; whole "
-        "prompts first need no "
-        "assumption.",
+        "In that comparison all engines have the coefficients of DistServe's, and pages move in no "
+        "time. Steps with chunks and decodes have an assumed time (profiles.py), the best case for "
+        "them; whole prompts first need no assumption.",
         "Not compared: DistServe's rate over vLLM's at 90 % (the notebook prints 4.6, the blog "
-        "says up to 4.48 without "
-        "a setting). A tenth of the prompts alone take vLLM 250 ms, so single requests decide at "
-        "what rate it meets "
-        "90 %, and lengths were estimated from that. The paper's factor of 7.4 is over "
-        "DeepSpeed-MII (the notebook: "
-        "7.36), for which no coefficients are published.",
+        "says up to 4.48 without a setting). A tenth of the prompts alone take vLLM 250 ms, so "
+        "single requests decide at what rate it meets 90 %, and lengths were estimated from that. "
+        "The paper's factor of 7.4 is over DeepSpeed-MII (the notebook: 7.36), for which no "
+        "coefficients are published.",
         "Unknown: the lengths of ShareGPT's conversations and their order (prompts of "
-        "conversations here are "
-        f"exponential with a mean of {talks} tokens before they are cut at 1,536, and outputs "
-        "have the mean of first "
-        "turns before they are cut at 511), the seeds, and what moving pages cost in the "
-        "measurements. A request of "
-        "DistServe's simulator has one decode step more than here, and an engine there decodes "
-        "contexts of at most "
-        "50,000 tokens at a time; here its cache decides.",
+        f"conversations here are exponential with a mean of {talks} tokens before they are cut at "
+        "1,536, and outputs have the mean of first turns before they are cut at 511), the seeds, "
+        "and what moving pages cost in the measurements. A request of DistServe's simulator has "
+        "one decode step more than here, and an engine there decodes contexts of at most 50,000 "
+        "tokens at a time; here its cache decides.",
     ]
 
 
