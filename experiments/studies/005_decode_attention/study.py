@@ -153,11 +153,23 @@ def run(folder: Path, quick: bool) -> Findings:
         "steps.svg": steps_figure(steps, grid, roof),
         "roofline.svg": roofline_figure(steps, shape, chip),
     }
-    columns = list(next(iter(alone.values())))
-    head = ("batch", "context", *(f"{name}, ms" for name in columns))
-    tables = [
-        markdown(head, [(*cell, *map(milliseconds, by.values())) for cell, by in alone.items()])
-    ]
+    tables = [attention_table(alone), steps_table(steps, roof)]
+    return Findings(claims, answers(steps, grid, shape, chip, kernels), plots, tables)
+
+
+def attention_table(alone: Times) -> str:
+    head = ("batch", "context", *(f"{name}, ms" for name in next(iter(alone.values()))))
+    return markdown(head, [(*cell, *map(milliseconds, by.values())) for cell, by in alone.items()])
+
+
+def steps_table(steps: Times, roof: Roofline) -> str:
+    head = (
+        "batch",
+        "context",
+        "whole step, no cache, ms",
+        "with the paged cache, ms",
+        "its roofline, ms",
+    )
     rows = [
         (
             *cell,
@@ -167,15 +179,7 @@ def run(folder: Path, quick: bool) -> Findings:
         )
         for cell, by in steps.items()
     ]
-    head = (
-        "batch",
-        "context",
-        "whole step, no cache, ms",
-        "with the paged cache, ms",
-        "its roofline, ms",
-    )
-    tables.append(markdown(head, rows))
-    return Findings(claims, answers(steps, grid, shape, chip, kernels), plots, tables)
+    return markdown(head, rows)
 
 
 def kernel_claims(
@@ -244,8 +248,7 @@ def answers(
     demands = [demand(shape, work(*last)) for work in (again, decode)]
     rate = demands[0].operations / without / chip.rate
     bandwidth = demands[1].bytes / cached / chip.bandwidth
-    xl = SHAPES["gpt2-xl"]
-    a100 = CHIPS["a100-80g"]
+    first = crossing(SHAPES["gpt2-xl"], CHIPS["a100-80g"])
     ratios = [
         f"{claim.ours.middle:.2f} times {claim.what.split('over ')[1].split(':')[0]}"
         for claim in kernels
@@ -264,7 +267,7 @@ def answers(
         f"products, the other reads at {100 * bandwidth:.0f} % of the bandwidth of reading "
         "weights.",
         f"Attention alone over blocks of {SIZES[0]} takes {' and '.join(ratios)}.",
-        f"gpt2-xl on an A100 is bound by arithmetic without a cache from {crossing(xl, a100)} "
+        f"gpt2-xl on an A100 is bound by arithmetic without a cache from {first} "
         "tokens on; below that, by reading the weights.",
     ]
 

@@ -186,10 +186,8 @@ def faster(folder: Path, records: Sequence[Recorded], settings: Sequence[Setting
     return [rate / plain for rate in with_drafts]
 
 
-def run(folder: Path, quick: bool, traces: Path) -> Findings:
-    count, table_count = (6, 3) if quick else (300, 30)
-    read_files = {data: read(traces, data, count) for data in TRACES}
-    claims = [
+def published_claims(folder: Path, read_files: Mapping[str, Sequence[Recorded]]) -> list[Claim]:
+    return [
         Claim(
             PAPER,
             f"{data}, {method}, {DRAFTS} drafts, batch {batch}",
@@ -203,23 +201,39 @@ def run(folder: Path, quick: bool, traces: Path) -> Findings:
         for batch, published in by.items()
         for ratio in faster(folder, read_files[data], [Setting(data, method, batch)])
     ]
+
+
+def ratios(
+    folder: Path, records: Sequence[Recorded], data: str, method: str
+) -> tuple[list[float], list[float]]:
+    """Of each batch, how many times as fast a fixed number of drafts is, and an adaptive one."""
+    by_batch = [
+        faster(
+            folder, records, [Setting(data, method, batch, adaptive) for adaptive in (False, True)]
+        )
+        for batch in BATCHES
+    ]
+    fixed, adaptive = zip(*by_batch, strict=True)
+    return list(fixed), list(adaptive)
+
+
+def run(folder: Path, quick: bool, traces: Path) -> Findings:
+    count, table_count = (6, 3) if quick else (300, 30)
+    read_files = {data: read(traces, data, count) for data in TRACES}
+    claims = published_claims(folder, read_files)
     rows = []
     panels = {}
     for data, method in PUBLISHED:
-        lines: dict[str, list[tuple[float, float]]] = {f"{DRAFTS} drafts": [], ADAPTIVE: []}
-        for batch in BATCHES:
-            settings = [Setting(data, method, batch, name == ADAPTIVE) for name in lines]
-            for line, ratio in zip(
-                lines.values(),
-                faster(folder, read_files[data][:table_count], settings),
-                strict=True,
-            ):
-                line.append((batch, ratio))
-        panels[f"{data}, {method}"] = lines | {"plain": [(BATCHES[0], 1.0), (BATCHES[-1], 1.0)]}
+        fixed, adaptive = ratios(folder, read_files[data][:table_count], data, method)
         rows += [
-            (data, method, batch, fixed, chosen)
-            for (batch, fixed), (_, chosen) in zip(*(lines[name] for name in lines), strict=True)
+            (data, method, batch, *pair)
+            for batch, pair in zip(BATCHES, zip(fixed, adaptive, strict=True), strict=True)
         ]
+        panels[f"{data}, {method}"] = {
+            f"{DRAFTS} drafts": list(zip(BATCHES, fixed, strict=True)),
+            ADAPTIVE: list(zip(BATCHES, adaptive, strict=True)),
+            "plain": [(BATCHES[0], 1.0), (BATCHES[-1], 1.0)],
+        }
     figure = figures.curves(
         panels, "sequences", "times as fast", log_x=2, lowest=0, dashed=("plain",)
     )

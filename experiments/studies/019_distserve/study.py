@@ -264,31 +264,18 @@ def run(folder: Path, quick: bool) -> Findings:
     seeds, fewer_seeds, turn_seeds = (2, 1, 1) if quick else (5, 3, 2)
     count = 60 if quick else 300  # the example's
     talks = kinds()["conversations"]
-    first = kinds()["first turns"]
-    served = {
-        place: highest(
-            folder,
-            sum(place),
-            each_in_time,
-            n,
-            count,
-            *placed(*place),
-            *talks,
-            within=EXAMPLES_WITHIN,
-        )
-        for place, n in zip(PLACEMENTS, (seeds, fewer_seeds, fewer_seeds, fewer_seeds), strict=True)
-    }
+    served = placement_rates(folder, (seeds, *(fewer_seeds,) * 3), count, talks)
     turns = highest(
-        folder, 3, each_in_time, turn_seeds, count, *placed(2, 1), *first, within=EXAMPLES_WITHIN
+        folder,
+        3,
+        each_in_time,
+        turn_seeds,
+        count,
+        *placed(2, 1),
+        *kinds()["first turns"],
+        within=EXAMPLES_WITHIN,
     )
-    in_time = {
-        (share, name): highest(
-            folder, gpus, both_in_time(share), fewer_seeds, count, *SLO, *place, *talks
-        )
-        for share in SHARES
-        for name, (gpus, place) in ENGINES.items()
-        if share < 0.9 or name != "vLLM"
-    }
+    in_time = engine_rates(folder, fewer_seeds, count, talks)
     attained = {
         name: shares(folder, fewer_seeds, 30 if quick else 100, name, talks) for name in ENGINES
     }
@@ -301,29 +288,56 @@ def run(folder: Path, quick: bool) -> Findings:
         *notebook_claims(in_time, attained),
         *throughput_claims(speeds),
     ]
-    panels = {"conversations": attained | {"vLLM, measured": list(VLLM_SHARES.items())}}
-    lines = {
-        title: {NAMES.get(name, name): points(of) for name, of in by.items()}
-        for title, by in panels.items()
-    }
-    figure = figures.curves(lines, "requests/s of a GPU", "% within both targets", lowest=0)
     tables = [rate_table(served, turns, in_time), speed_table(speeds)]
-    return Findings(
-        claims, answer(served, turns, in_time, speeds), {"attainment.svg": figure}, tables
-    )
+    figures_by_name = {"attainment.svg": figure(attained)}
+    return Findings(claims, answer(served, turns, in_time, speeds), figures_by_name, tables)
 
 
 Attained = Sequence[tuple[float, Interval]]  # % of requests by rate of a GPU
 
 
-def points(attained: Sequence[tuple[float, Interval | float]]) -> list[tuple[float, float]]:
-    return [
-        (rate, share.middle if isinstance(share, Interval) else share) for rate, share in attained
-    ]
+def points(attained: Attained) -> list[tuple[float, float]]:
+    return [(rate, share.middle) for rate, share in attained]
+
+
+def figure(attained: Mapping[str, Attained]) -> str:
+    lines = {NAMES[name]: points(of) for name, of in attained.items()}
+    lines["vLLM, measured"] = list(VLLM_SHARES.items())
+    panels = {"conversations": lines}
+    return figures.curves(panels, "requests/s of a GPU", "% within both targets", lowest=0)
 
 
 Served = Mapping[tuple[int, int], Highest]
 Both = Mapping[tuple[float, str], Highest]
+
+
+def placement_rates(
+    folder: Path, seeds: Sequence[int], count: int, kind: tuple[str, ...]
+) -> Served:
+    """The rates of PLACEMENTS within the example's targets. seeds: their number, for each."""
+    return {
+        place: highest(
+            folder,
+            sum(place),
+            each_in_time,
+            n,
+            count,
+            *placed(*place),
+            *kind,
+            within=EXAMPLES_WITHIN,
+        )
+        for place, n in zip(PLACEMENTS, seeds, strict=True)
+    }
+
+
+def engine_rates(folder: Path, seeds: int, count: int, kind: tuple[str, ...]) -> Both:
+    """The rates of ENGINES within the notebook's targets, by share of the requests."""
+    return {
+        (share, name): highest(folder, gpus, both_in_time(share), seeds, count, *SLO, *place, *kind)
+        for share in SHARES
+        for name, (gpus, place) in ENGINES.items()
+        if share < 0.9 or name != "vLLM"
+    }
 
 
 def example_claims(served: Served) -> list[Claim]:

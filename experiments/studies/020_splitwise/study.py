@@ -368,15 +368,17 @@ def table(best_rates: All) -> str:
     return markdown(head, rows)
 
 
+def factors(rates: Best) -> tuple[str, str, str]:
+    """The published ratios as texts: Splitwise-AA and -HA at equal power, and -AA at equal cost."""
+    pairs = ("aa", "baseline a100"), ("ha", "baseline h100"), ("aa, cost", "baseline h100")
+    a, b, c = (rounded(over(rates[above], rates[below]).middle) for above, below in pairs)
+    return a, b, c
+
+
 def answer(
     best_rates: All, stress: Mapping[str, Mapping[str, Sequence[float]]], claims: Sequence[Claim]
 ) -> list[str]:
     theirs, measured = (best_rates["conversations", times] for times in TIMES)
-
-    def factors(rates: Best) -> tuple[str, str, str]:
-        pairs = ("aa", "baseline a100"), ("ha", "baseline h100"), ("aa, cost", "baseline h100")
-        a, b, c = (rounded(over(rates[above], rates[below]).middle) for above, below in pairs)
-        return a, b, c
 
     a, b, c = factors(theirs)
     x, y, z = factors(measured)
@@ -388,11 +390,7 @@ def answer(
         f"{counts[0]} of {len(claims) // len(TIMES)} published numbers agree with these decodes, "
         f"and {counts[1]} with measured ones."
     )
-    ha = usual(theirs["ha"])
-    costs = {
-        name: ha.price / baseline.price - 1
-        for name, baseline in (("h", machines.BASELINE_H100), ("a", machines.BASELINE_A100))
-    }
+    ha = usual(theirs["ha"]).price
     stress_ratios = {
         times: rounded(interval(rates["a100"]).middle / interval(rates["h100"]).middle)
         for times, rates in stress.items()
@@ -421,9 +419,10 @@ def answer(
         "Splitwise-HH and -HHcap, designs at equal throughput (VI-C), and a changed load or model "
         "(VI-D).",
         "The paper does not say clearly what 1.18 is over. It has 10 % lower cost, and with the "
-        f"machines found here Splitwise-HA costs {100 * costs['h']:+.0f} % over Baseline-H100 and "
-        f"{100 * costs['a']:+.0f} % over Baseline-A100. Costs are the notebook's, 4.76 and 2.21 "
-        "$/h of a GPU.",
+        "machines found here Splitwise-HA costs "
+        f"{100 * (ha / machines.BASELINE_H100.price - 1):+.0f} % over Baseline-H100 and "
+        f"{100 * (ha / machines.BASELINE_A100.price - 1):+.0f} % over Baseline-A100. Costs are the "
+        "notebook's, 4.76 and 2.21 $/h of a GPU.",
         "Different here: a fifth of the machines; pools are fixed, and the best division into "
         "pools counts; a request goes to the machine with the fewest requests, there with the "
         "fewest tokens; decodes go on beside prompts; memory is taken in blocks and not for whole "
