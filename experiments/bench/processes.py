@@ -40,7 +40,7 @@ class Costs(NamedTuple):
     arrive: float
 
 
-def submitted(sequences: int, steps: int) -> SchedulerState:
+def state_with(sequences: int, steps: int) -> SchedulerState:
     """A scheduler with `sequences` requests that decode for `steps` steps."""
     blocks = sequences * (1 + (PROMPT + steps) // 16)
     state = scheduler.init(
@@ -53,7 +53,7 @@ def submitted(sequences: int, steps: int) -> SchedulerState:
 
 def measure(sequences: int, steps: int, connection: Connection) -> Costs:
     """Decode `sequences` sequences for `steps` steps. Returns the costs of a step."""
-    state = submitted(sequences, steps)
+    state = state_with(sequences, steps)
     digest = Digest()
     times = []  # seconds of each step: schedule, digest, send
     for number in range(steps):

@@ -28,7 +28,7 @@ def shifted(x: jax.Array, by: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, 0), (by, 0), (0, 0)))[:, :, : x.shape[2]]
 
 
-def grouped(q: jax.Array, keys: jax.Array) -> jax.Array:
+def queries_by_head(q: jax.Array, keys: jax.Array) -> jax.Array:
     """The queries [B * S, N, D] by the heads of keys [B, K, S, D]: [B, S, K, G, D]."""
     b, k, s, d = keys.shape
     return q.reshape(b, s, k, -1, d)
@@ -52,7 +52,7 @@ def attend_over(earlier: list[Pages], scale: float):
         assert window, "a head has a window"
         assert soft_cap is None, "a head that is trained here has no cap"
         passes = [*earlier, (k_pages, v_pages)]
-        queries = grouped(q, k_pages)
+        queries = queries_by_head(q, k_pages)
         keys, values = passes[0]
         s = keys.shape[2]
         place = jnp.arange(s)

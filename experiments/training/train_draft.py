@@ -45,7 +45,7 @@ from experiments.training.data import text_digest
 from experiments.training.draft_data import Windows
 from experiments.training.draft_loss import loss
 from experiments.training.draft_setup import DraftSetup
-from experiments.training.updates import adamw, run_steps, started, updated
+from experiments.training.updates import adamw, first_state, next_state, run_steps
 from pagedjax import LLM, SamplingParams, load_model
 from pagedjax.device import formats
 from pagedjax.device.models import Model
@@ -132,9 +132,9 @@ def make_trainer(setup: DraftSetup, model: Model, ids: np.ndarray) -> Trainer:
         (value, _), gradients = jax.value_and_grad(loss_of, has_aux=True)(
             state.params, model_params, windows
         )
-        return updated(method, state, gradients), value
+        return next_state(method, state, gradients), value
 
-    state = started(method, params)
+    state = first_state(method, params)
     jit_update = jax.jit(update, donate_argnums=0)
     loss_of_batch = jax.jit(loss_of)
     return Trainer(

@@ -47,7 +47,7 @@ from experiments.training.command import (
 from experiments.training.data import text_digest
 from experiments.training.lora_setup import LoraSetup
 from experiments.training.lora_tasks import Examples, Task, tasks
-from experiments.training.updates import adamw, updated
+from experiments.training.updates import adamw, next_state
 from pagedjax import LLM, LoRARequest, SamplingParams, load_model
 from pagedjax.device.models.decoder import Decoder, DecoderConfig
 from pagedjax.device.placement import fingerprint
@@ -115,7 +115,7 @@ def make_trainer(setup: LoraSetup, module: Decoder, names: Sequence[str]) -> Tra
 
     def update(state: State, base: nnx.State, examples: Examples) -> tuple[State, jax.Array]:
         value, gradients = jax.value_and_grad(loss)(state.params, base, examples)
-        return updated(method, state, gradients), value
+        return next_state(method, state, gradients), value
 
     factors = {name: initial(module.config, setup, stream) for stream, name in enumerate(names)}
     optimisers = {name: method.init(adapter) for name, adapter in factors.items()}

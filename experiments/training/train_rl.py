@@ -48,7 +48,7 @@ from experiments.training.command import (
 )
 from experiments.training.rl_setup import RLSetup
 from experiments.training.rl_task import Sum, reward, sums
-from experiments.training.updates import started, updated
+from experiments.training.updates import first_state, next_state
 from pagedjax import LLM, SamplingParams, load_model
 from pagedjax.device.placement import fingerprint
 from pagedjax.engine import compilations
@@ -181,9 +181,9 @@ def make_trainer(setup: RLSetup, module: nnx.Module) -> Trainer:
 
     def update(state: State, rollouts: Rollouts) -> tuple[State, dict[str, jax.Array]]:
         (_, facts), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params, rollouts)
-        return updated(method, state, gradients), facts
+        return next_state(method, state, gradients), facts
 
-    state = started(method, params, may_alias=False)
+    state = first_state(method, params, may_alias=False)
     return Trainer(state, jax.jit(update, donate_argnums=0))
 
 

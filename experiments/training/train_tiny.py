@@ -39,7 +39,7 @@ from experiments.training.command import check_least, check_seed, exit_status, r
 from experiments.training.data import END, Data, held_out_batches, prepare, unigram, windows
 from experiments.training.forward import initial, loss
 from experiments.training.setup import Setup, hf_config
-from experiments.training.updates import adamw, run_steps, started, updated
+from experiments.training.updates import adamw, first_state, next_state, run_steps
 from pagedjax import LLM, SamplingParams
 from pagedjax.device.models import llama
 from pagedjax.device.models.decoder import DecoderConfig
@@ -72,9 +72,9 @@ def make_trainer(setup: Setup, config: DecoderConfig, data: Data) -> Trainer:
 
     def update(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
         value, gradients = jax.value_and_grad(loss_of)(state.params, tokens)
-        return updated(method, state, gradients), value
+        return next_state(method, state, gradients), value
 
-    state = started(method, params)
+    state = first_state(method, params)
     blank = jax.ShapeDtypeStruct((setup.batch, setup.context + 1), np.int32)
     compiled = jax.jit(update, donate_argnums=0).lower(state, blank).compile()
     measure = jax.jit(loss_of).lower(params, blank).compile()

@@ -29,12 +29,12 @@ def adamw(setup: Any, end: int = 10, **options: Any) -> Any:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rates, **options))
 
 
-def started(method: Any, params: Any, **options: Any) -> State:
+def first_state(method: Any, params: Any, **options: Any) -> State:
     """The state before the first step, on the device. options: of `jax.device_put`."""
     return jax.device_put(State(params, method.init(params)), jax.devices()[0], **options)
 
 
-def updated(method: Any, state: State, gradients: Any) -> State:
+def next_state(method: Any, state: State, gradients: Any) -> State:
     """The state after a step of the optimiser `method`."""
     changes, optimiser = method.update(gradients, state.optimiser, state.params)
     return State(optax.apply_updates(state.params, changes), optimiser)

@@ -133,7 +133,7 @@ def make_step(
     def step(
         leaves: Sequence[Any], cache: KVCache, joined_batch: OneTransfer
     ) -> tuple[KVCache, StepOutput]:
-        batch = _arrived(parted(joined_batch))
+        batch = _arrive(parted(joined_batch))
         model, drafter = modules(leaves)
         cache = cache._replace(tokens=write_tokens(cache.tokens, batch.tokens, batch.slots))
         run = model.layers(
@@ -142,21 +142,21 @@ def make_step(
         cache = run.cache
         tapped = taken(model, run, batch, attend, wanted) if wanted else None
         if bound is not None:
-            cache = _observed(bound, drafter, model, cache, batch, run.outputs)
+            cache = _observe(bound, drafter, model, cache, batch, run.outputs)
         rows = _rows_of_samples(batch)
         hidden, prompt = _hidden_of_samples(model, run.finish, batch, tile, by_rows)
         logits = model.logits(hidden, batch.used_samples)
         sampled, of_samples = by_rows(
-            partial(_sampled, cache.tokens, seed, tile, chain, wanted), logits, rows
+            partial(_samples_of, cache.tokens, seed, tile, chain, wanted), logits, rows
         )
         if tapped is not None:
             tapped = tapped._replace(samples=of_samples)
-        return cache, StepOutput(sampled, prompt, _fed(batch, sampled), hidden, tapped)
+        return cache, StepOutput(sampled, prompt, _tokens_to_feed(batch, sampled), hidden, tapped)
 
     return jax.jit(_mapped(step, model, bound), donate_argnums=1)
 
 
-def _arrived(batch: Batch) -> Batch:
+def _arrive(batch: Batch) -> Batch:
     """The batch as its arrays that only some engines have make it. Raises ValueError for arrays
     that do not fit together.
     """
@@ -171,7 +171,7 @@ def _outputs(bound: BoundDraftModel | None, wanted: Wanted, layers: int) -> tupl
     return (*(bound.model.taps if bound else ()), *wanted.outputs(layers))
 
 
-def _observed(
+def _observe(
     bound: BoundDraftModel,
     drafter: Any,
     model: Any,
@@ -197,7 +197,7 @@ def _rows_of_samples(batch: Batch) -> tuple[SamplingBatch, jax.Array, jax.Array,
     return batch.sampling, tables, batch.positions[batch.last] + 1, batch.extra(Drafted)
 
 
-def _sampled(
+def _samples_of(
     tokens: jax.Array,
     seed: int,
     tile: int | None,
@@ -218,7 +218,7 @@ def _sampled(
     return sampled, {output.name: output.compute(logits, sampled) for output in wanted.samples}
 
 
-def _fed(batch: Batch, sampled: SampledTokens) -> jax.Array | None:
+def _tokens_to_feed(batch: Batch, sampled: SampledTokens) -> jax.Array | None:
     """[max_num_seqs] the sampled tokens, if an engine feeds them to its next step."""
     feed = batch.extra(Feed)
     if feed is None:

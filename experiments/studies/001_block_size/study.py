@@ -31,7 +31,7 @@ KERNEL = (
 )
 
 
-def measured(folder: Path, data: str, quick: bool) -> list[tuple[int, Interval, float, float]]:
+def measure(folder: Path, data: str, quick: bool) -> list[tuple[int, Interval, float, float]]:
     """The points of a data set: (block size, per cent of full slots, output tokens/s, seconds to
     the first token).
     """
@@ -80,7 +80,7 @@ def run(folder: Path, quick: bool) -> Findings:
     rates = {}
     rows = []
     for data in lengths.DATA:
-        points = measured(folder, data, quick)
+        points = measure(folder, data, quick)
         used[data] = [(size, full.middle) for size, full, *_ in points]
         rates[data] = [(size, rate) for size, _, rate, _ in points]
         rows += [(data, size, full.middle, *others) for size, full, *others in points]

@@ -55,7 +55,7 @@ def alone_claims(cost: Mapping[int, Sequence[float]]) -> list[Claim]:
     ]
 
 
-def measured(folder: Path, quick: bool) -> list[tuple[int, str, float, float]]:
+def measure(folder: Path, quick: bool) -> list[tuple[int, str, float, float]]:
     """Whole runs: (block size, way, preemptions, output tokens/s)."""
     rows = []
     points = simulated(
@@ -78,7 +78,7 @@ def measured(folder: Path, quick: bool) -> list[tuple[int, str, float, float]]:
 def run(folder: Path, quick: bool) -> Findings:
     cost = {size: alone(size) for size in SIZES}
     lines = {way: [(size, cost[size][i]) for size in SIZES] for i, way in enumerate(WAYS)}
-    rows = measured(folder, quick)
+    rows = measure(folder, quick)
     smallest = min(size for size, way, *_ in rows if way == WAYS[0])
     rates = {way: rate for size, way, _, rate in rows if size == smallest}
     recomputed, one_by_one, at_once = (rates[way] for way in WAYS)

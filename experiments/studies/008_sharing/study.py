@@ -107,11 +107,11 @@ def sampling_curves(data: sharing.Dataset, rows: Sequence[Pair]) -> Curves:
     return {
         "branches of one length": [(row.n, row.saved) for _, row in rows],
         "lengths of their own": [(row.n, row.saved) for row, _ in rows],
-        "published": printed(data.paper),
+        "published": points_of(data.paper),
     }
 
 
-def printed(shares: Mapping[int, float | None]) -> list[tuple[float, float]]:
+def points_of(shares: Mapping[int, float | None]) -> list[tuple[float, float]]:
     """(branches, per cent) of the values that the paper prints."""
     return [(n, share) for n, share in shares.items() if share is not None]
 
@@ -178,7 +178,7 @@ def run(folder: Path, quick: bool) -> Findings:
         "beams of a real model": [
             (width, statistics.fmean(shares)) for width, shares in searched.items()
         ],
-        "published": printed(ALPACA.beams),
+        "published": points_of(ALPACA.beams),
     }
     figure = figures.curves(
         panels, "branches", "% of blocks saved", lowest=0, dashed=("published",)
