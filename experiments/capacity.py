@@ -276,7 +276,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
     path = Path(options.config)
-    command = shlex.join(["python", "-m", "experiments.capacity", *arguments])
     try:
         raw, base = read_config(path, options.set)
         criterion = Criterion(base.experiment.slo, options.share, options.percentile)
@@ -289,9 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         while (rate := next_rate(probes, bounds)) is not None:
             rates = sorted([rate, *(probe.rate for probe in probes)])
             points = at_rates(raw, base, path.parent, rates)
-            summaries = _measure_rates(points, folder, command, engines)
-            rate_summaries = [s for s in summaries if s["order"] == rates.index(rate)]
-            probes.append(probe_of(rate, rate_summaries, criterion, folder))
+            summaries = _measure_rates(points, folder, arguments, engines)[rates.index(rate)]
+            probes.append(probe_of(rate, summaries, criterion, folder))
             if not options.quiet:
                 print(f"{rate:g} {unit}: {'met' if probes[-1].met else 'not met'}", file=sys.stderr)
     except ValueError as error:
@@ -314,15 +312,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure_rates(
-    points: Sequence[Point], folder: Path, command: str, engines: Engines
-) -> list[dict[str, Any]]:
-    """Measure what is missing of the points at all rates so far -> the summaries of all runs."""
+    points: Sequence[Point], folder: Path, arguments: Sequence[str], engines: Engines
+) -> list[list[dict[str, Any]]]:
+    """Measure what is missing of the points at all rates so far -> the summaries of each point."""
     remedy = f"Delete {folder} to measure all probes again"
     plan = plan_runs(points, 1)
-    sweep.write_sweep(folder, points, command)
+    command = ["python", "-m", "experiments.capacity", *arguments]
+    sweep.write_sweep(folder, points, shlex.join(command))
     done = sweep.finished_runs(plan, folder, remedy)
     measure_all = partial(sweep.run_in_turn, engines=engines)
-    return sweep.measure_missing(plan, folder, done, measure_all, quiet=True, remedy=remedy)
+    summaries = sweep.measure_missing(plan, folder, done, measure_all, quiet=True, remedy=remedy)
+    return [
+        [summary for summary in summaries if summary["order"] == order]
+        for order in range(len(points))
+    ]
 
 
 def _write_result(folder: Path, probes: Sequence[Probe], criterion: Criterion, unit: str) -> None:

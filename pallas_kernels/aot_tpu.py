@@ -194,6 +194,25 @@ def lower(function: Any, arguments: Any, target: str) -> Any:
         return function.trace(*placed).lower(lowering_platforms=("tpu",))
 
 
+def arguments_of(case: Case) -> tuple[Any, ...]:
+    """Returns the shapes of a layer's arguments: pages, new keys and values, q, slots, block tables,
+    lengths and cu_q_lens.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.shared.tpu import row_size
+
+    d = case.head_size
+    row = row_size(d)
+    pages = jax.ShapeDtypeStruct((PAGES, case.heads, case.block_size * d // row, row), case.dtype)
+    new = jax.ShapeDtypeStruct((TOKENS, case.heads, d), case.dtype)
+    q = jax.ShapeDtypeStruct((TOKENS, case.heads * case.group, d), case.dtype)
+    shapes = (TOKENS,), (ROWS, WIDTH), (ROWS,), (ROWS + 1,)
+    numbers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    return (pages, pages, new, new, q, *numbers)
+
+
 def compile_case(
     case: Case, target: str, tiles: TpuTiles, dump: Path
 ) -> tuple[dict[str, Kernel], float]:
@@ -202,34 +221,30 @@ def compile_case(
     Raises the compiler's errors.
     """
     import jax
-    import jax.numpy as jnp
 
     from pallas_kernels import kv_write
     from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
-    from pallas_kernels.shared.tpu import row_size
 
-    d = case.head_size
-    row = row_size(case.head_size)
     write = partial(kv_write.IMPLS["pallas_tpu"], tiles=tiles)
-    pages = jax.ShapeDtypeStruct((PAGES, case.heads, case.block_size * d // row, row), case.dtype)
-    new = jax.ShapeDtypeStruct((TOKENS, case.heads, d), case.dtype)
-    q = jax.ShapeDtypeStruct((TOKENS, case.heads * case.group, d), case.dtype)
-    slots = jax.ShapeDtypeStruct((TOKENS,), jnp.int32)
-    tables = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.int32)
-    lengths = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
-    first = jax.ShapeDtypeStruct((ROWS + 1,), jnp.int32)
 
     def layer(k_pages, v_pages, k, v, q, slots, tables, lengths, first):
         k_pages, v_pages = write(k_pages, v_pages, k, v, slots, rows=ROWS)
         options: dict[str, Any] = dict(case.options)
         out = pallas_tpu.paged_attention(
-            q, k_pages, v_pages, tables, lengths, first, scale=d**-0.5, tiles=tiles, **options
+            q,
+            k_pages,
+            v_pages,
+            tables,
+            lengths,
+            first,
+            scale=case.head_size**-0.5,
+            tiles=tiles,
+            **options,
         )
         return k_pages, v_pages, out
 
-    arguments = (pages, pages, new, new, q, slots, tables, lengths, first)
     started = time.perf_counter()
-    lower(jax.jit(layer, donate_argnums=(0, 1)), arguments, target).compile()
+    lower(jax.jit(layer, donate_argnums=(0, 1)), arguments_of(case), target).compile()
     seconds = time.perf_counter() - started
     kernel_sizes = sizes(case, tiles)
     kernels = {

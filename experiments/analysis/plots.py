@@ -172,6 +172,12 @@ def _from_zero(plot: Plot, highest: float) -> None:
     plot.axes.set_ylim(0, highest * 1.08 if highest > 0 else 1)
 
 
+def _row_axis(plot: Plot, rows: Sequence[PointRow]) -> None:
+    """A y axis with a line for each point."""
+    plot.axes.set_yticks(range(len(rows)), labels=[row.label for row in rows])
+    plot.axes.set_ylim(len(rows) - 0.5, -0.5)
+
+
 def _side_by_side(rows: Sequence[PointRow], metric: Metric) -> str:
     plot = Plot(height=0.7 + 0.28 * len(rows))
     for place, row in enumerate(rows):
@@ -181,8 +187,7 @@ def _side_by_side(rows: Sequence[PointRow], metric: Metric) -> str:
         )
         plot.axes.plot([middle], [place], "o", color=colour(0), ms=6)
         plot.tip(middle, place, tooltip(row, metric))
-    plot.axes.set_yticks(range(len(rows)), labels=[row.label for row in rows])
-    plot.axes.set_ylim(len(rows) - 0.5, -0.5)
+    _row_axis(plot, rows)
     plot.axes.set_xlim(0, 1.08 * max(row.values[metric.column].high for row in rows) or 1)
     plot.axes.set_xlabel(metric.unit)
     return plot.svg(f"{metric.title} of every point")
@@ -209,8 +214,7 @@ def time_plot(rows: Sequence[PointRow]) -> str | None:
             f"host {share:.1%}", (device + host, place), color=_MUTED, fontsize=8, **end
         )
         plot.tip(device / 2, place, note)
-    plot.axes.set_yticks(range(len(rows)), labels=[row.label for row in rows])
-    plot.axes.set_ylim(len(rows) - 0.5, -0.5)
+    _row_axis(plot, rows)
     plot.axes.set_xlim(0, 1.12 * max(row.middle(DEVICE) + row.middle(HOST) for row in rows))
     plot.axes.grid(axis="y", visible=False)
     plot.axes.set_xlabel("milliseconds a step")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -84,15 +85,7 @@ def of_requests(
     if not all(len(values) and np.percentile(values, percentile) > 0 for _, values in sides):
         return Ratio(None, None, None, "no ratio can be computed: there is a zero, or no value")
 
-    def ratio_of(drawn: np.ndarray) -> float:
-        """The ratio over the requests in `drawn`, each drawn on both sides with all its gaps."""
-        counts = np.bincount(drawn, minlength=len(a))
-        samples = [np.repeat(values, counts[owners]) for owners, values in sides]
-        if not all(map(len, samples)):
-            return math.nan
-        below, above = (np.percentile(values, percentile) for values in samples)
-        return float(above / below) if below else math.nan
-
+    ratio_of = partial(_ratio_of, sides=sides, percentile=percentile)
     all_requests = np.arange(len(a))
     ratio = ratio_of(all_requests)
     # from resamples without a ratio
@@ -117,6 +110,22 @@ def of_requests(
     return Ratio(
         ratio, low, high, f"{verdict(ratio, low, high)}, of these {len(a)} requests; {ONCE}"
     )
+
+
+def _ratio_of(
+    drawn: np.ndarray, sides: Sequence[tuple[np.ndarray, np.ndarray]], percentile: int
+) -> float:
+    """The ratio over the requests in `drawn`, each drawn on both sides with all its gaps.
+
+    Args:
+        sides: as of `_latencies`.
+    """
+    counts = np.bincount(drawn, minlength=len(drawn))
+    samples = [np.repeat(values, counts[owners]) for owners, values in sides]
+    if not all(map(len, samples)):
+        return math.nan
+    below, above = (np.percentile(values, percentile) for values in samples)
+    return float(above / below) if below else math.nan
 
 
 def _latencies(requests: Sequence[RequestRecord], name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,6 @@ Runs take turns, so that a slow minute of the machine meets all of them.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from experiments.core.environment import environment
+from experiments.core.json_files import write_json
 from pagedjax.options.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -46,6 +46,17 @@ def bench_parser(description: str | None, *, model: bool = True) -> argparse.Arg
         parser.add_argument("--model", default=DEFAULT_MODEL, help="as in LLM(model=...)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     return parser
+
+
+def arguments_of(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, **rehearsed: Any
+) -> argparse.Namespace:
+    """The arguments of a command. rehearsed: the defaults with `--rehearse`."""
+    args = parser.parse_args(argv)
+    if args.rehearse:
+        parser.set_defaults(**rehearsed)
+        args = parser.parse_args(argv)
+    return args
 
 
 def at_least_1(words: str) -> int:
@@ -75,8 +86,7 @@ def write_report(
         options: of `environment`.
     """
     if file is not None:
-        report = {place: environment(**options), **figures}
-        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(file, {place: environment(**options), **figures})
 
 
 # --- runs in turn ---------------------------------------------------------------------------------

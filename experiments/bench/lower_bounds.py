@@ -14,7 +14,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +102,23 @@ def weight_products(model: Model, tokens: int, samples: int | None = None) -> Ru
         return results
 
     return _ready(multiply, weights, rows, jnp.zeros(1, jnp.int32))
+
+
+class Probe(NamedTuple):
+    """Work of the device, and its amount in bytes or operations."""
+
+    run: Run
+    amount: int
+
+
+def probes(model: Model, tokens: int) -> dict[str, Probe]:
+    """What measures a device: reading all weights once, and products of `tokens` rows with them."""
+    weights = weights_of(model)
+    operations = sum(2 * tokens * m.outputs * m.inputs for _, m in weights)
+    return {
+        "read": Probe(read_weights(model), sum(w.nbytes for w, _ in weights)),
+        "multiply": Probe(weight_products(model, tokens), operations),
+    }
 
 
 def paged_attention(llm: LLM, batch: int, context: int) -> Run:

@@ -35,6 +35,7 @@ import numpy as np
 from experiments.bench.harness import bench_parser
 from experiments.core import strict_yaml
 from experiments.core.environment import cpu_model, git_state, processor_time, stolen_share
+from experiments.core.json_files import write_json
 from experiments.core.workloads import Tokens, read_tokens
 
 ROOT = Path(__file__).parents[1]
@@ -122,7 +123,7 @@ def write_out(model: str, folder: Path) -> Path:
         # needed by llama.cpp's converter
         named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[checkpoint.config["model_type"]]
         config = {"architectures": [named], **checkpoint.config, "torch_dtype": "float32"}
-        (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        write_json(target / "config.json", config, end="")
     return target
 
 
@@ -224,9 +225,8 @@ def compare(peers: Sequence[Peer], work: Work) -> dict[str, float]:
         )
         if peer.contender.exact and shares[peer.name] < 1:
             raise SystemExit(
-                f"error: {peer.name} gives other tokens than {peers[0].name}, so the work "
-                "differs; nothing was "
-                "timed. Set `exact: false` if this is expected"
+                f"error: {peer.name} gives other tokens than {peers[0].name}, so the work differs; "
+                "nothing was timed. Set `exact: false` if this is expected"
             )
     return shares
 
@@ -351,7 +351,7 @@ def main(argv: list[str] | None = None) -> int:
             "same_tokens": shares,
             "rows": rows,
         }
-        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, figures)
     return 0
 
 

@@ -24,7 +24,7 @@ from pagedjax.engine.processes.engines import Digest
 from pagedjax.host import scheduler
 from pagedjax.host.event_log import Commit, Schedule
 from pagedjax.host.policies import FCFS
-from pagedjax.host.scheduler import SchedulerConfig
+from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Request
 
 PROMPT = 32  # tokens
@@ -40,14 +40,20 @@ class Costs(NamedTuple):
     arrive: float
 
 
-def measure(sequences: int, steps: int, connection: Connection) -> Costs:
-    """Decode `sequences` sequences for `steps` steps. Returns the costs of a step."""
+def state_with(sequences: int, steps: int) -> SchedulerState:
+    """A scheduler with `sequences` requests that decode for `steps` steps."""
     blocks = sequences * (1 + (PROMPT + steps) // 16)
     state = scheduler.init(
         SchedulerConfig(16, blocks, sequences * PROMPT, sequences, PROMPT + steps + 2)
     )
     for i in range(sequences):
         state = scheduler.submit(state, Request(f"r{i}", PROMPT, steps + 1))
+    return state
+
+
+def measure(sequences: int, steps: int, connection: Connection) -> Costs:
+    """Decode `sequences` sequences for `steps` steps. Returns the costs of a step."""
+    state = state_with(sequences, steps)
     digest = Digest()
     times = []  # seconds of each step: schedule, digest, send
     for number in range(steps):
@@ -78,7 +84,12 @@ def measure(sequences: int, steps: int, connection: Connection) -> Costs:
     arrivals = (connection.receive() or {})["arrivals"]
     # without the first step, which computes the prompts
     columns = (*zip(*times[1:], strict=True), arrivals[1:])
-    return Costs(sequences, *(round(1e6 * median(column), 1) for column in columns))
+    return Costs(sequences, *map(microseconds, columns))
+
+
+def microseconds(seconds: Sequence[float]) -> float:
+    """The median."""
+    return round(1e6 * median(seconds), 1)
 
 
 def receive(address: tuple[str, int], runs: int) -> None:

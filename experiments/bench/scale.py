@@ -38,13 +38,14 @@ import jax
 import numpy as np
 from immutables import Map
 
-from experiments.bench.harness import bench_parser
-from experiments.bench.lower_bounds import read_weights, weight_products, weights_of
+from experiments.bench.harness import bench_parser, timed
+from experiments.bench.lower_bounds import Probe, probes
 from experiments.bench.peers import STOLEN
 from experiments.bench.random_llama import random_model
 from experiments.bench.scale_calculated import BLOCK, DTYPE, ROOM, Shape, needed_bytes, paper
 from experiments.bench.scale_report import report
 from experiments.core.environment import environment, load_average, processor_time, stolen_share
+from experiments.core.json_files import write_json
 from pagedjax import SamplingParams
 from pagedjax.device import attention, cache, memory
 from pagedjax.device.batch import Batch, SamplingBatch, Shapes, blank_sampling, joined
@@ -264,31 +265,9 @@ def measure(shape: Shape, body: Mapping[str, Any], steps: int) -> dict[str, Any]
     }
 
 
-class Probe(NamedTuple):
-    """Work of the device, and its amount in bytes or operations."""
-
-    run: Callable[[], Any]
-    amount: int
-
-
-def probes(model: Model) -> dict[str, Probe]:
-    """The probes, by the fields of `Rates`."""
-    weights = weights_of(model)
-    operations = sum(2 * PROBE_TOKENS * m.outputs * m.inputs for _, m in weights)
-    return {
-        "read": Probe(read_weights(model), sum(w.nbytes for w, _ in weights)),
-        "multiply": Probe(weight_products(model, PROBE_TOKENS), operations),
-    }
-
-
 def run_probe(probe: Probe, times: int = 3) -> list[float]:
     """Run a probe several times. Returns the amount per second of each run."""
-    rates = []
-    for _ in range(times):
-        start = time.perf_counter()
-        probe.run()
-        rates.append(float(f"{probe.amount / (time.perf_counter() - start):.5g}"))
-    return rates
+    return [float(f"{probe.amount / timed(probe.run):.5g}") for _ in range(times)]
 
 
 def run(setup: Setup, steps: int) -> dict[str, Any]:
@@ -301,7 +280,7 @@ def run(setup: Setup, steps: int) -> dict[str, Any]:
     processors = processor_time()
     load = load_average()
     figures = {}
-    named = probes(model_of(setup.base, setup.body))
+    named = probes(model_of(setup.base, setup.body), PROBE_TOKENS)
     warm_up(setup.base)
     rates: dict[str, list[float]] = {name: [] for name in named}
     for shape in points(setup):
@@ -433,8 +412,7 @@ def main(argv: list[str] | None = None) -> int:
             figures = {"command": command, **run(setup, steps)}
     except ValueError as error:
         parser.error(str(error))
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write_json(args.json, figures)
     print(report(figures), end="")
     return 0
 

@@ -149,8 +149,8 @@ def measure(model: str, count: int, rounds: int, replicas: bool) -> dict[str, li
         for run in ways.values():
             run(work[:4])
         tokens = sum(n for _, n in work)
-        passes = in_turn({way: partial(run, work) for way, run in ways.items()}, rounds)
-    return {way: [tokens / each for each in times] for way, times in passes.items()}
+        passes = in_turn({name: partial(run, work) for name, run in ways.items()}, rounds)
+    return {name: [tokens / seconds for seconds in times] for name, times in passes.items()}
 
 
 def _pass(url: str, stream: bool, work: Sequence[tuple[list[int], int]]) -> float:

@@ -37,7 +37,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -55,7 +55,7 @@ from experiments.core.workloads import branch_ids
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import SchedulerConfig
-from pagedjax.host.types import Request
+from pagedjax.host.types import Plan, Request
 
 Lengths = Literal["same", "own"]
 STOP = 0  # the token that ends a sequence; all others are drawn above it
@@ -149,6 +149,15 @@ def to_scheduler(request: SampledRequest, names: Sequence[str]) -> Request:
     return Request(names[0], request.prompt, longest, stop_token_ids=stops, forks=tuple(names[1:]))
 
 
+def sample(plan: Plan, ends: Mapping[str, int], rng: np.random.Generator) -> list[int]:
+    """Random tokens of the rows. ends: by branch, the length in tokens at which it stops."""
+    sampled = rng.integers(STOP + 1, 1000, size=len(plan.seqs)).tolist()
+    for i, (seq, length) in enumerate(zip(plan.seqs, plan.lengths, strict=True)):
+        if length + 1 == ends[seq.request.request_id]:
+            sampled[i] = STOP
+    return sampled
+
+
 def simulate(requests: Sequence[SampledRequest], block_size: int, seed: int = 0) -> Saved:
     """Run requests to their end. Tokens are random; a branch stops at its own length.
 
@@ -156,10 +165,11 @@ def simulate(requests: Sequence[SampledRequest], block_size: int, seed: int = 0)
     checks this.
     """
     longest = max(request.prompt + max(request.outputs) for request in requests)
-    blocks = MAX_SEQS * -(-longest // block_size)
-    state = scheduler.init(SchedulerConfig(block_size, blocks, BUDGET, MAX_SEQS, longest))
+    state = scheduler.init(
+        SchedulerConfig(block_size, MAX_SEQS * -(-longest // block_size), BUDGET, MAX_SEQS, longest)
+    )
     rng = np.random.default_rng([seed, 99])
-    ends: dict[str, int] = {}  # by branch: length in tokens at which it stops
+    ends: dict[str, int] = {}
     listed = used = preemptions = step = sent = 0
     while sent < len(requests) or ends:
         while sent < len(requests) and requests[sent].arrival <= step:
@@ -174,11 +184,7 @@ def simulate(requests: Sequence[SampledRequest], block_size: int, seed: int = 0)
         listed += sum([len(seq.blocks) for seq in state.running.seqs])
         used += plan.blocks_used
         preemptions += len(plan.preempted)
-        sampled = rng.integers(STOP + 1, 1000, size=len(plan.seqs)).tolist()
-        for i, (seq, length) in enumerate(zip(plan.seqs, plan.lengths, strict=True)):
-            if length + 1 == ends[seq.request.request_id]:
-                sampled[i] = STOP
-        state, events = scheduler.commit(state, plan, sampled)
+        state, events = scheduler.commit(state, plan, sample(plan, ends, rng))
         for event in events:
             if isinstance(event, scheduler.Finished):
                 del ends[event.request_id]

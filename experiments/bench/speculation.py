@@ -23,16 +23,16 @@ import inspect
 import statistics
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments.bench.harness import bench_parser, in_turn, markdown, write_report
+from experiments.core.speculation import Acceptance, acceptance_of
 from experiments.training.data import texts
 from pagedjax import LLM, SamplingParams
-from pagedjax.host.types import Verified
 from pagedjax.weights.pretrained import load_model
 
 FUNCTIONS: list[tuple[Callable[..., Any], str, str]] = [
@@ -68,23 +68,24 @@ class Pass(NamedTuple):
 
     seconds: float
     tokens: list[tuple[int, ...]]
-    drafts: int
-    accepted: int
-    rows: int  # decodes with drafts
+    drafts: Acceptance
+
+
+def edit_prompts() -> Iterator[str]:
+    """A function of Python's library, and the request to rename something in it."""
+    for function, old, new in FUNCTIONS:
+        source = inspect.getsource(function)
+        yield (
+            f"```python\n{source}```\n\n"
+            f"The same function, with `{old}` renamed to `{new}`:\n\n```python\n"
+        )
 
 
 def workloads(
     encode: Callable[[str], Sequence[int]], vocabulary: int, output: int, names: Sequence[str]
 ) -> list[Workload]:
     """The workloads of these names. output: tokens of an edit and of prose."""
-    edits = []
-    for function, old, new in FUNCTIONS:
-        source = inspect.getsource(function)
-        task = (
-            f"```python\n{source}```\n\n"
-            f"The same function, with `{old}` renamed to `{new}`:\n\n```python\n"
-        )
-        edits.append(list(encode(task)))
+    edits = [list(encode(edit)) for edit in edit_prompts()]
     topics = [list(encode(topic)) for topic in texts()[1]]
     long_topics = [tokens for tokens in topics if len(tokens) >= PROMPT]
     prose = [tokens[:PROMPT] for tokens in long_topics[: len(FUNCTIONS)]]
@@ -105,9 +106,7 @@ def run(llm: LLM, work: Workload) -> Pass:
     """Run all requests at once; an engine with one place runs them one after the other."""
     engine = llm.engine
     tokens: dict[str, list[int]] = {}
-    drafts = 0
-    accepted = 0
-    rows = 0
+    events = []
     engine.reset()
     for i, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True)):
         engine.add(
@@ -117,19 +116,15 @@ def run(llm: LLM, work: Workload) -> Pass:
     while engine.has_work:
         result = engine.step()
         assert result is not None, "there is work"
-        for event in result.events:
-            if isinstance(event, Verified):
-                drafts += sum(event.drafts)
-                accepted += sum(event.accepted)
-                rows += len(event.request_ids)
-            for name, token in zip(
-                getattr(event, "request_ids", ()), getattr(event, "token_ids", ()), strict=False
-            ):
-                tokens.setdefault(name, []).append(token)
+        events += result.events
     seconds = time.perf_counter() - started
-    return Pass(
-        seconds, [tuple(tokens[str(i)]) for i in range(len(work.prompts))], drafts, accepted, rows
-    )
+    for event in events:
+        for name, token in zip(
+            getattr(event, "request_ids", ()), getattr(event, "token_ids", ()), strict=False
+        ):
+            tokens.setdefault(name, []).append(token)
+    outputs = [tuple(tokens[str(i)]) for i in range(len(work.prompts))]
+    return Pass(seconds, outputs, acceptance_of(events))
 
 
 def measure(work: Workload, engines: dict[str, LLM], rounds: int) -> list[dict[str, Any]]:
@@ -150,7 +145,7 @@ def measure(work: Workload, engines: dict[str, LLM], rounds: int) -> list[dict[s
             plain.seconds / engine_pass.seconds
             for plain, engine_pass in zip(passes["plain"], engine_passes, strict=True)
         ]
-        last = engine_passes[-1]
+        last = engine_passes[-1].drafts
         total = sum(work.lengths)
         rows.append(
             {

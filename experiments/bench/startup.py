@@ -40,6 +40,7 @@ from typing import Any
 from experiments.bench.harness import bench_parser, check_least
 from experiments.bench.peers import STOLEN
 from experiments.core.environment import cpu_model, git_state, processor_time, stolen_share
+from experiments.core.json_files import write_json
 from pagedjax.commands import cli
 
 STAGES = ("start", "import", "load", "compile", "warmup", "first token")
@@ -333,7 +334,7 @@ def main(argv: list[str] | None = None) -> int:
             "cores": os.cpu_count(),
             "model": args.model,
         }
-        args.json.write_text(json.dumps({**facts, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, {**facts, "runs": runs})
     return 0
 
 

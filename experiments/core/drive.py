@@ -346,9 +346,8 @@ def why_failed(steps: Sequence[StepRecord], summary: dict[str, Any]) -> str | No
         )
         return (
             f"compiled in the measured run: {summary['compilations']} compilations, in step "
-            f"{steps_text}"
-            f"{' ...' if len(compiled) > 5 else ''}. Times with a compilation in them are not the "
-            "engine's"
+            f"{steps_text}{' ...' if len(compiled) > 5 else ''}. Times with a compilation in them "
+            "are not the engine's"
         )
     if summary["unfinished"]:
         return f"{summary['unfinished']} of {summary['requests']} requests did not finish"

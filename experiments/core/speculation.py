@@ -13,6 +13,23 @@ from pagedjax.host.types import Event, Plan, Verified
 COLUMNS = ("drafts", "accepted", "decodes")
 
 
+class Acceptance(NamedTuple):
+    """Drafts that were verified, the accepted ones, and rows with drafts."""
+
+    drafts: int
+    accepted: int
+    rows: int
+
+
+def acceptance_of(events: Iterable[Event]) -> Acceptance:
+    verified = [event for event in events if isinstance(event, Verified)]
+    return Acceptance(
+        drafts=sum(sum(event.drafts) for event in verified),
+        accepted=sum(sum(event.accepted) for event in verified),
+        rows=sum(len(event.request_ids) for event in verified),
+    )
+
+
 class DraftCounts(NamedTuple):
     drafts: int
     accepted: int  # of them
@@ -21,12 +38,8 @@ class DraftCounts(NamedTuple):
 
 def draft_counts(plan: Plan, events: Iterable[Event]) -> DraftCounts:
     """The drafts of a step that were verified, and its decode rows."""
-    verified = [event for event in events if isinstance(event, Verified)]
-    return DraftCounts(
-        drafts=sum(sum(event.drafts) for event in verified),
-        accepted=sum(sum(event.accepted) for event in verified),
-        decodes=decodes(plan),
-    )
+    drafts, accepted, _ = acceptance_of(events)
+    return DraftCounts(drafts, accepted, decodes(plan))
 
 
 def decodes(plan: Plan) -> int:

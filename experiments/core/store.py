@@ -147,9 +147,8 @@ def read_runs(folder: str | PathLike[str]) -> list[dict[str, Any]]:
         runs = [{**(read_summary(path) or {}), "run": str(path)} for path in folders]
     if not runs:
         raise ValueError(
-            f"{root} contains no runs: a run is a folder with a {_SUMMARY}, "
-            f"such as {root}/<point>/<repeat>/{_SUMMARY}; "
-            "`python -m experiments.run CONFIG` creates them"
+            f"{root} contains no runs: a run is a folder with a {_SUMMARY}, such as "
+            f"{root}/<point>/<repeat>/{_SUMMARY}; `python -m experiments.run CONFIG` creates them"
         )
     return runs
 

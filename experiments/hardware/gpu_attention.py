@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import statistics
 import sys
 import time
@@ -39,6 +38,7 @@ import jax.numpy as jnp
 
 from experiments.bench.harness import bench_parser
 from experiments.core.environment import environment
+from experiments.core.json_files import write_json
 from experiments.hardware.processes import gpu
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
@@ -390,8 +390,7 @@ def main() -> int:
     def keep(**figures: Any) -> None:
         """Write the results so far, with these figures."""
         results.update(figures)
-        if args.json:
-            args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        write_json(args.json, results, end="")
 
     card = limits(1 << 20, 256) if args.rehearse else limits()
     keep(card=card)

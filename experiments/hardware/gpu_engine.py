@@ -28,15 +28,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.profiler import ProfileData
 
-from experiments.bench.harness import at_least_1, bench_parser
+from experiments.bench.harness import arguments_of, at_least_1, bench_parser
 from experiments.bench.random_llama import SHAPES, random_model
 from experiments.core.environment import environment
+from experiments.core.json_files import write_json
 from experiments.simulation.cost import Chip, Roofline, shape_of, work_of
 from pagedjax import Engine, EngineConfig, SamplingParams
 from pagedjax.device.models import Model
@@ -331,11 +333,7 @@ def measure(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = gpu_engine_parser()
-    args = parser.parse_args(argv)
-    if args.rehearse:
-        parser.set_defaults(**REHEARSED)
-        args = parser.parse_args(argv)
+    args = arguments_of(gpu_engine_parser(), argv, **REHEARSED)
     programs.GPU_OPTIONS |= {
         BUFFERS: GRAPHS[args.graphs],
         "xla_enable_command_buffers_during_profiling": True,
@@ -354,10 +352,7 @@ def main(argv: list[str] | None = None) -> int:
         "runs": [],
     }
 
-    def keep() -> None:
-        if args.json:
-            args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
-
+    keep = partial(write_json, args.json, figures, end="")
     for impl in args.impls:
         for lookahead in args.lookahead:
             run: dict[str, Any] = {"impl": impl, "lookahead": lookahead, "graphs": args.graphs}

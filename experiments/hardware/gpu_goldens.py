@@ -37,8 +37,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.bench.harness import bench_parser
+from experiments.bench.harness import arguments_of, bench_parser
 from experiments.core.environment import environment
+from experiments.core.json_files import write_json
 from experiments.hardware.processes import results
 from pagedjax.weights.locate import located
 from pagedjax.weights.pretrained import DEFAULT_MODEL
@@ -253,10 +254,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--rehearse", action="store_true", help="on a CPU: few prompts and tokens, in float32"
     )
-    args = parser.parse_args(argv)
-    if args.rehearse:
-        parser.set_defaults(impls=["xla", "cpu"], dtypes=["float32"], prompts=8, tokens=8)
-        args = parser.parse_args(argv)
+    args = arguments_of(parser, argv, impls=["xla", "cpu"], dtypes=["float32"], prompts=8, tokens=8)
     if not 1 <= args.tokens <= TOKENS:
         parser.error(f"--tokens is {args.tokens}; the reference has {TOKENS}, and one is the least")
     reference = json.loads(GOLDENS.read_text(encoding="utf-8"))
@@ -280,11 +278,7 @@ def main(argv: list[str] | None = None) -> int:
         run = {"dtype": job.dtype, "impl": job.impl, **result}
         runs.append(run)
         print(line(run), flush=True)
-        if args.json:
-            args.json.write_text(
-                json.dumps({"where": machine, "runs": with_faults(runs)}, indent=1),
-                encoding="utf-8",
-            )
+        write_json(args.json, {"where": machine, "runs": with_faults(runs)}, end="")
     sentences = [
         f"{run['dtype']} {run['impl']}: {fault}"
         for run in with_faults(runs)

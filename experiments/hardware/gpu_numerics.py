@@ -166,18 +166,18 @@ def attend(case: Case, impl: Any, min_split: int | None, *arrays: Any) -> np.nda
     return np.asarray(jax.jit(function)(*on_device), np.float64)
 
 
+def kinds_of(queries: int) -> list[str]:
+    """The kinds of a row with so many queries."""
+    return [kind for kind, (fewest, most) in KINDS.items() if fewest <= queries <= most]
+
+
 def outputs_by_row(case: Case, batch: Batch, impl: Any) -> list[dict[str, np.ndarray]]:
     """The attention of each row, by its kind in KINDS and in ALONE; none for an absent row."""
     q, _, _, k_pages, v_pages, tables, lengths, first = batch
     together = attend(case, impl, None, q, k_pages, v_pages, tables, lengths, first)
     outputs = []
     for start, end in pairwise(first):
-        kinds = (
-            kind
-            for kind, (fewest_queries, most_queries) in KINDS.items()
-            if fewest_queries <= end - start <= most_queries
-        )
-        outputs.append({kind: together[start:end] for kind in kinds})
+        outputs.append({kind: together[start:end] for kind in kinds_of(end - start)})
     decodes = np.flatnonzero(np.diff(first) == 1)
     for kind, min_split in ALONE.items():
         alone = attend(

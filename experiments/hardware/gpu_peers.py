@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.bench.harness import at_least_1, bench_parser, write_report
+from experiments.bench.harness import arguments_of, at_least_1, bench_parser, write_report
 from experiments.bench.random_llama import SHAPES
 from experiments.hardware.gpu_engine import Request, requests_of
 
@@ -141,10 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--rehearse", action="store_true", help="on a CPU: few requests to a tiny model"
     )
-    args = parser.parse_args(argv)
-    if args.rehearse:
-        parser.set_defaults(**REHEARSED)
-        args = parser.parse_args(argv)
+    args = arguments_of(parser, argv, **REHEARSED)
     if importlib.util.find_spec("torch") is None:
         print(
             "error: transformers' continuous batching needs torch, which is not installed",

@@ -14,15 +14,15 @@ of a CPU.
 from __future__ import annotations
 
 import importlib
-import json
 import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.bench.harness import bench_parser
+from experiments.bench.harness import arguments_of, bench_parser
 from experiments.core.environment import environment
+from experiments.core.json_files import write_json
 from pagedjax.weights.locate import located
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 
@@ -73,12 +73,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--rehearse", action="store_true", help="on a CPU: one other run of few requests"
     )
-    args = parser.parse_args(argv)
-    if args.rehearse:
-        parser.set_defaults(
-            impl="xla", dtype="float32", requests=8, repeats=2, runs=["four fifths of the load"]
-        )
-        args = parser.parse_args(argv)
+    args = arguments_of(
+        parser,
+        argv,
+        impl="xla",
+        dtype="float32",
+        requests=8,
+        repeats=2,
+        runs=["four fifths of the load"],
+    )
     try:
         model = located(args.model).resolve(strict=True)
     except FileNotFoundError as error:
@@ -97,8 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     def keep(runs: Mapping[str, Any], fit_error: float) -> None:
         """Write the figures of the repeats so far."""
         figures = {"where": machine, "overrides": overrides[1:], **summary(study, runs, fit_error)}
-        if args.json:
-            args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+        write_json(args.json, figures, end="")
         print(f"{len(runs[study.FIT].measured)} of {args.repeats} repeats", flush=True)
 
     runs, fit_error = study.compare(file, overrides, args.repeats, False, only=args.runs, keep=keep)

@@ -48,6 +48,7 @@ from typing import Any, NamedTuple
 import jax
 
 from experiments.core.environment import environment
+from experiments.core.json_files import write_json
 from experiments.hardware.processes import gpu
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
@@ -164,7 +165,7 @@ def session(
     def keep(**fields: Any) -> None:
         """Write session.json as the session stands, with these fields."""
         report = {**(facts or {}), "parts": finished, "not_run": not_run, **fields}
-        (out / "session.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(out / "session.json", report)
 
     keep()
     for part in plan:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
+from experiments.core.json_files import write_json
 from pagedjax.weights.convert import check_free, complete_folder
 
 Loss = dict[str, Any]  # {"step", "train", "held_out"}
@@ -39,9 +40,7 @@ def begin(out: Path, run_options: Mapping[str, Any]) -> None:
     if not file.is_file():
         check_free(out)
         with complete_folder(out) as folder:
-            (folder / file.name).write_text(
-                json.dumps(run_options, indent=1) + "\n", encoding="utf-8"
-            )
+            write_json(folder / file.name, run_options)
         return
     try:
         recorded = dict(json.loads(file.read_text(encoding="utf-8")))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from pydoc_data.topics import topics
 from typing import NamedTuple
@@ -33,6 +35,11 @@ def texts() -> tuple[list[str], list[str]]:
         earlier.update(paragraphs)
         parts[i % 10 == HELD_OUT].append("\n\n".join(paragraphs))
     return parts
+
+
+def text_digest() -> str:
+    """16 letters that say which text a run has."""
+    return hashlib.sha256(json.dumps(texts()).encode()).hexdigest()[:16]
 
 
 def prepare(vocab: int) -> Data:

@@ -98,26 +98,26 @@ def read(
 ) -> Windows:
     """Have the model read windows [n, S]; dtype is that of the features."""
     n, s = windows.shape
-    top = min(TOP, model.config.vocab_size)
 
     @jax.jit
     def step(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         module = nnx.merge(model.graphdef, params)
         last, tapped = hidden(module, tokens, taps)
-        shares, ids = jax.lax.top_k(jax.nn.softmax(module.logits(last), axis=-1), top)
+        shares, ids = jax.lax.top_k(
+            jax.nn.softmax(module.logits(last), axis=-1), min(TOP, model.config.vocab_size)
+        )
         return jnp.concatenate(tapped, axis=-1).astype(dtype), ids, shares
 
     parts = []
     for i in tqdm(range(0, n, at_a_time), desc="features", unit="batch", leave=False, disable=None):
         rows = windows[i : i + at_a_time]
-        padded = np.concatenate([rows, np.zeros((at_a_time - len(rows), s), np.int32)])
-        arrays = step(model.params, padded)
+        blank = np.zeros((at_a_time - len(rows), s), np.int32)
+        arrays = step(model.params, np.concatenate([rows, blank]))
         parts.append([np.asarray(x).reshape(at_a_time, s, -1)[: len(rows)] for x in arrays])
     features, ids, shares = (np.concatenate(column) for column in zip(*parts, strict=True))
     if not np.isfinite(features).all():
-        largest = np.finfo(dtype).max
         raise ValueError(
-            f"features of the model are above {largest}, the largest {dtype}; a head cannot be "
+            f"features of the model are above {np.finfo(dtype).max}, the largest {dtype}; a head cannot be "
             "trained for it"
         )
     return Windows(windows, features, ids, shares)

@@ -28,6 +28,21 @@ def shifted(x: jax.Array, by: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, 0), (by, 0), (0, 0)))[:, :, : x.shape[2]]
 
 
+def queries_by_head(q: jax.Array, keys: jax.Array) -> jax.Array:
+    """The queries [B * S, N, D] by the heads of keys [B, K, S, D]: [B, S, K, G, D]."""
+    b, k, s, d = keys.shape
+    return q.reshape(b, s, k, -1, d)
+
+
+def true_scores(
+    queries: jax.Array, keys: jax.Array, place: jax.Array, last: int, window: int
+) -> jax.Array:
+    """[B, K, G, S, S] in pass `last`: over the keys of pass 0, as far as a query sees them."""
+    true = jnp.einsum("bskgd,bktd->bkgst", queries, keys)
+    far = place[:, None] - place  # of each key from each query
+    return jnp.where((far >= last) & (far < window), true, -jnp.inf)
+
+
 def attend_over(earlier: list[Pages], scale: float):
     """An `Attend` for pass s = len(earlier), over the true keys (pass 0) and those of the passes
     between.
@@ -37,14 +52,11 @@ def attend_over(earlier: list[Pages], scale: float):
         assert window, "a head has a window"
         assert soft_cap is None, "a head that is trained here has no cap"
         passes = [*earlier, (k_pages, v_pages)]
-        b, k, s, d = k_pages.shape
-        last = len(passes) - 1
-        queries = q.reshape(b, s, k, -1, d)
+        queries = queries_by_head(q, k_pages)
         keys, values = passes[0]
+        s = keys.shape[2]
         place = jnp.arange(s)
-        true = jnp.einsum("bskgd,bktd->bkgst", queries, keys)
-        far = place[:, None] - place  # of each key from each query
-        scores = [jnp.where((far >= last) & (far < window), true, -jnp.inf)]
+        scores = [true_scores(queries, keys, place, len(passes) - 1, window)]
         # pass s - m, at i - m
         later = [
             (shifted(key, m), shifted(value, m)) for m, (key, value) in enumerate(passes[:0:-1])

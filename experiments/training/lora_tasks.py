@@ -73,8 +73,8 @@ def capitals(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
     num_windows = len(held_out) // setup.context
     if num_windows < setup.held_out:
         raise ValueError(
-            f"--held-out is {setup.held_out}; the held-out text has {num_windows} windows: lower it or "
-            "--context"
+            f"--held-out is {setup.held_out}; the held-out text has {num_windows} windows: lower "
+            "it or --context"
         )
 
     @cache

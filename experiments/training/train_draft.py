@@ -17,8 +17,6 @@ end an engine drafts with the head for held-out prompts, and the command prints 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from experiments.core.optional_imports import require
+from experiments.core.speculation import acceptance_of
 from experiments.training import draft_data
 from experiments.training.checkpoints import Loss, State, begin, opened, restore, save
 from experiments.training.command import (
@@ -43,39 +41,22 @@ from experiments.training.command import (
     run_parser,
     setup_of,
 )
-from experiments.training.data import texts
+from experiments.training.data import text_digest
 from experiments.training.draft_data import Windows
 from experiments.training.draft_loss import loss
 from experiments.training.draft_setup import DraftSetup
+from experiments.training.updates import adamw, first_state, next_state, run_steps
 from pagedjax import LLM, SamplingParams, load_model
 from pagedjax.device import formats
 from pagedjax.device.models import Model
+from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.models.eagle import Eagle, assemble_eagle, blank_eagle, eagle_config
 from pagedjax.engine import compilations
-from pagedjax.host.types import Verified
 from pagedjax.weights.draft_model import write_eagle
 from pagedjax.weights.pretrained import LoadedModel
 from pagedjax.weights.tree import named, nested
 
-optax = require("optax")
-
 DRAFTS = 3  # of a sequence in a step, in the measurement at the end
-
-
-class Acceptance(NamedTuple):
-    """What an engine saw of a head: drafts, accepted ones, and rows with drafts."""
-
-    drafts: int
-    accepted: int
-    rows: int
-
-    @property
-    def share(self) -> float:
-        return self.accepted / self.drafts
-
-    @property
-    def tokens_a_step(self) -> float:
-        return 1 + self.accepted / self.rows
 
 
 # --- the head -------------------------------------------------------------------------------------
@@ -137,13 +118,7 @@ def make_trainer(setup: DraftSetup, model: Model, ids: np.ndarray) -> Trainer:
     graphdef, params, constants = initial(model, ids, setup.seed)
     place = np.full(model.config.vocab_size, -1, np.int32)
     place[ids] = np.arange(len(ids))
-    warm_up = max(1, setup.steps // 10)
-    rates = optax.warmup_cosine_decay_schedule(
-        0.0, setup.rate, warm_up, max(setup.steps, warm_up + 1), setup.rate / 20
-    )
-    method = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(rates, b2=0.95, weight_decay=0.1)
-    )
+    method = adamw(setup, 20, b2=0.95, weight_decay=0.1)
 
     def loss_of(
         params: nnx.State, model_params: Any, windows: Windows
@@ -157,24 +132,31 @@ def make_trainer(setup: DraftSetup, model: Model, ids: np.ndarray) -> Trainer:
         (value, _), gradients = jax.value_and_grad(loss_of, has_aux=True)(
             state.params, model_params, windows
         )
-        changes, after = method.update(gradients, state.optimiser, state.params)
-        return State(optax.apply_updates(state.params, changes), after), value
+        return next_state(method, state, gradients), value
 
-    state = jax.device_put(State(params, method.init(params)), jax.devices()[0])
+    state = first_state(method, params)
     jit_update = jax.jit(update, donate_argnums=0)
     loss_of_batch = jax.jit(loss_of)
+    return Trainer(
+        state,
+        lambda state, windows: jit_update(state, model.params, windows),
+        lambda params, windows: mean_loss(
+            lambda batch: loss_of_batch(params, model.params, batch), windows, setup.batch
+        ),
+    )
 
-    def measure(params: nnx.State, windows: Windows) -> tuple[float, list[float]]:
-        losses = []
-        right = []
-        for i in range(0, len(windows.tokens) - setup.batch + 1, setup.batch):
-            batch = Windows(*(x[i : i + setup.batch] for x in windows))
-            batch_loss, batch_right = loss_of_batch(params, model.params, batch)
-            losses.append(float(batch_loss))
-            right.append(np.asarray(batch_right))
-        return float(np.mean(losses)), np.mean(right, axis=0).tolist()
 
-    return Trainer(state, lambda state, windows: jit_update(state, model.params, windows), measure)
+def mean_loss(
+    loss_of_batch: Callable[[Windows], tuple[jax.Array, jax.Array]], windows: Windows, size: int
+) -> tuple[float, list[float]]:
+    """The means of (loss, share of right drafts by pass) over whole batches of `size` windows."""
+    losses = []
+    right = []
+    for i in range(0, len(windows.tokens) - size + 1, size):
+        batch_loss, batch_right = loss_of_batch(Windows(*(x[i : i + size] for x in windows)))
+        losses.append(float(batch_loss))
+        right.append(np.asarray(batch_right))
+    return float(np.mean(losses)), np.mean(right, axis=0).tolist()
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -182,8 +164,7 @@ def make_trainer(setup: DraftSetup, model: Model, ids: np.ndarray) -> Trainer:
 
 def options(setup: DraftSetup) -> dict[str, Any]:
     """What a run is known by: its options and its text."""
-    digest = hashlib.sha256(json.dumps(texts()).encode()).hexdigest()
-    return {**dataclasses.asdict(setup), "text": digest[:16]}
+    return {**dataclasses.asdict(setup), "text": text_digest()}
 
 
 def prepare(
@@ -205,6 +186,21 @@ def prepare(
     return draft_data.stored(files[0]), draft_data.stored(files[1])
 
 
+def check_model(setup: DraftSetup, c: DecoderConfig) -> None:
+    """Raises ValueError for a model that cannot have a head, or has no room for the windows."""
+    if any(kind.window for kind in c.kinds) or c.attn_cap:
+        raise ValueError(
+            f"{setup.model} has windows or a cap of scores; the training of a head does not "
+            "support them"
+        )
+    eagle_config(c, setup.vocabulary)  # refuses a vocabulary that is too large
+    if setup.prompt + setup.output > c.max_len:
+        raise ValueError(
+            f"windows of {setup.prompt} + {setup.output} tokens are too long: {setup.model} has "
+            f"room for {c.max_len}; lower --prompt or --output"
+        )
+
+
 @compilations.disk_cache()  # for the process that continues after a kill
 def train(
     out: Path, setup: DraftSetup, every: int, *, say: Callable[[str], None] = print
@@ -217,51 +213,45 @@ def train(
             head.
     """
     model = load_model(setup.model, dtype="float32")
-    if any(kind.window for kind in model.model.config.kinds) or model.model.config.attn_cap:
-        raise ValueError(
-            f"{setup.model} has windows or a cap of scores; the training of a head does not "
-            "support them"
-        )
-    eagle_config(model.model.config, setup.vocabulary)  # refuses a vocabulary that is too large
-    room = model.model.config.max_len
-    if setup.prompt + setup.output > room:
-        raise ValueError(
-            f"windows of {setup.prompt} + {setup.output} tokens are too long: {setup.model} has "
-            f"room for {room}; lower --prompt or --output"
-        )
+    check_model(setup, model.model.config)
     begin(out, options(setup))
     windows, held_out = prepare(out, model, setup, say)
     ids = draft_data.vocabulary(windows, setup.vocabulary, model.model.config.vocab_size)
     trainer = make_trainer(setup, model.model, ids)
     with opened(out) as manager:
         step, state, losses = restore(manager, trainer.start)
-        progress = f"; {step} steps are done" if step else ""
-        say(about(model.model, state.params, windows, held_out, ids) + progress)
+        say(
+            about(model.model, state.params, windows, held_out, ids)
+            + (f"; {step} steps are done" if step else "")
+        )
         say(f"{'step':>6} {'train':>7} {'held out':>9}  right drafts by place {'s/step':>8}")
         while step < setup.steps:
-            count = min(every - step % every, setup.steps - step)
-            started = time.perf_counter()
-            values = []
-            for i in range(step, step + count):
-                state, value = trainer.update(state, draft_data.batch(windows, setup, i))
-                values.append(value)
-            mean = float(np.mean(jax.device_get(values)))
-            seconds = (time.perf_counter() - started) / count
-            step += count
+            end = min(step + every - step % every, setup.steps)
+            state, mean, seconds = run_steps(
+                lambda state, i: trainer.update(state, draft_data.batch(windows, setup, i)),
+                state,
+                step,
+                end,
+            )
+            step = end
             value, right = trainer.measure(state.params, held_out)
             losses = [*losses, {"step": step, "train": mean, "held_out": value, "right": right}]
             save(manager, step, state, losses)
-            shares = " ".join(f"{100 * share:5.1f} %" for share in right)
-            say(f"{step:6} {mean:7.3f} {value:9.3f}  {shares:21} {seconds:8.2f}")
+            say(line(losses[-1], seconds))
     folder = out / "head"
     if not folder.exists():
         write_eagle(folder, model.model.config, ids.tolist(), state.params)
     acceptance = measure_acceptance(model, folder, held_out.tokens[:, : setup.prompt], setup.output)
-    say(
-        f"{folder}: an engine accepts {100 * acceptance.share:.1f} % of {acceptance.drafts} drafts for "
-        f"held-out prompts, {acceptance.tokens_a_step:.2f} tokens of a sequence a step"
-    )
+    say(f"{folder}: {acceptance}")
     return losses
+
+
+def line(loss: Loss, seconds: float) -> str:
+    """A line of the table. seconds: of a step."""
+    shares = " ".join(f"{100 * share:5.1f} %" for share in loss["right"])
+    return (
+        f"{loss['step']:6} {loss['train']:7.3f} {loss['held_out']:9.3f}  {shares:21} {seconds:8.2f}"
+    )
 
 
 def about(
@@ -278,10 +268,10 @@ def about(
     )
 
 
-def measure_acceptance(
-    model: LoadedModel, folder: Path, prompts: np.ndarray, output: int
-) -> Acceptance:
-    """What an engine accepts of a head's drafts when it continues prompts [n, length] greedily."""
+def measure_acceptance(model: LoadedModel, folder: Path, prompts: np.ndarray, output: int) -> str:
+    """What an engine accepts of a head's drafts when it continues prompts [n, length] greedily, in
+    words.
+    """
     width = prompts.shape[1] + output
     engine = LLM(
         model,
@@ -301,16 +291,12 @@ def measure_acceptance(
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     for i, prompt in enumerate(prompts):
         engine.add(str(i), prompt.tolist(), params)
-    drafts = 0
-    accepted = 0
-    rows = 0
-    while (result := engine.step()) is not None:
-        for event in result.events:
-            if isinstance(event, Verified):
-                drafts += sum(event.drafts)
-                accepted += sum(event.accepted)
-                rows += len(event.request_ids)
-    return Acceptance(drafts, accepted, rows)
+    events = (event for result in iter(engine.step, None) for event in result.events)
+    drafts, accepted, rows = acceptance_of(events)
+    return (
+        f"an engine accepts {100 * (accepted / drafts):.1f} % of {drafts} drafts for held-out "
+        f"prompts, {1 + accepted / rows:.2f} tokens of a sequence a step"
+    )
 
 
 # --- command line ---------------------------------------------------------------------------------

@@ -20,8 +20,6 @@ engine's.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from experiments.core.optional_imports import require
+from experiments.core.json_files import write_json
 from experiments.training.checkpoints import Loss, State, begin, opened, restore, save
 from experiments.training.command import (
     add_setup,
@@ -46,9 +44,10 @@ from experiments.training.command import (
     run_parser,
     setup_of,
 )
-from experiments.training.data import texts
+from experiments.training.data import text_digest
 from experiments.training.lora_setup import LoraSetup
 from experiments.training.lora_tasks import Examples, Task, tasks
+from experiments.training.updates import adamw, next_state
 from pagedjax import LLM, LoRARequest, SamplingParams, load_model
 from pagedjax.device.models.decoder import Decoder, DecoderConfig
 from pagedjax.device.placement import fingerprint
@@ -59,8 +58,6 @@ from pagedjax.weights.architectures import FAMILIES
 from pagedjax.weights.convert import complete_folder
 from pagedjax.weights.huggingface import read_json
 from pagedjax.weights.pretrained import LoadedModel
-
-optax = require("optax")
 
 BASE = "base"
 # A [r, in] and B [out, r] by the module's name in transformers
@@ -96,20 +93,6 @@ class Trainer(NamedTuple):
     chances: Callable[[Factors | None, Examples], jax.Array]
 
 
-def optimiser(setup: LoraSetup) -> Any:
-    """AdamW with clipped gradients.
-
-    The rate rises over a tenth of the steps, then falls along a cosine.
-    """
-    warm_up = max(1, setup.steps // 10)
-    rates = optax.warmup_cosine_decay_schedule(
-        0.0, setup.rate, warm_up, max(setup.steps, warm_up + 1), setup.rate / 10
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(rates, b2=0.99, weight_decay=0.01)
-    )
-
-
 def make_trainer(setup: LoraSetup, module: Decoder, names: Sequence[str]) -> Trainer:
     """The initial state and the compiled functions of a run.
 
@@ -118,14 +101,13 @@ def make_trainer(setup: LoraSetup, module: Decoder, names: Sequence[str]) -> Tra
     Raises:
         ValueError: the model has no such modules.
     """
-    config = module.config
-    method = optimiser(setup)
+    method = adamw(setup, b2=0.99, weight_decay=0.01)
     graphdef, base = nnx.split(module)
 
     def chances(factors: Factors | None, base: nnx.State, examples: Examples) -> jax.Array:
         parts = None
         if factors is not None:
-            parts = adapter_parts(factors, config, options(setup), "that is trained")
+            parts = adapter_parts(factors, module.config, options(setup), "that is trained")
         return score(nnx.merge(graphdef, base), examples.tokens, examples.lengths, adapter=parts)
 
     def loss(factors: Factors, base: nnx.State, examples: Examples) -> jax.Array:
@@ -133,10 +115,9 @@ def make_trainer(setup: LoraSetup, module: Decoder, names: Sequence[str]) -> Tra
 
     def update(state: State, base: nnx.State, examples: Examples) -> tuple[State, jax.Array]:
         value, gradients = jax.value_and_grad(loss)(state.params, base, examples)
-        changes, after = method.update(gradients, state.optimiser, state.params)
-        return State(optax.apply_updates(state.params, changes), after), value
+        return next_state(method, state, gradients), value
 
-    factors = {name: initial(config, setup, stream) for stream, name in enumerate(names)}
+    factors = {name: initial(module.config, setup, stream) for stream, name in enumerate(names)}
     optimisers = {name: method.init(adapter) for name, adapter in factors.items()}
     start = jax.device_put(State(factors, optimisers), jax.devices()[0], may_alias=False)
     jit_update = jax.jit(update, donate_argnums=0)
@@ -335,14 +316,14 @@ def train(
     trainer = make_trainer(
         setup, nnx.merge(loaded.model.graphdef, loaded.model.params), list(learnt)
     )
-    text = hashlib.sha256(json.dumps(texts()).encode()).hexdigest()[:16]
-    begin(out, {**dataclasses.asdict(setup), "model": fingerprint(loaded.model), "text": text})
+    facts = {"model": fingerprint(loaded.model), "text": text_digest()}
+    begin(out, {**dataclasses.asdict(setup), **facts})
     params, losses = _run_steps(trainer, out, setup, every, learnt, say)
-    (out / "log.json").write_text(json.dumps(losses, indent=1) + "\n", encoding="utf-8")
+    write_json(out / "log.json", losses)
     folders = write(out, model, setup, params, to)
     served = serve(load_model(model, dtype="float32"), folders, learnt)
     result = report(trainer, params, learnt, served)
-    (out / "report.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(out / "report.json", result)
     for line in lines(result):
         say(line)
     return losses, result

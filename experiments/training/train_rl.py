@@ -19,7 +19,6 @@ bits, so the two policies are one and the divergence between them (KL) is exactl
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from experiments.analysis.figures import curves
+from experiments.core.json_files import write_json
 from experiments.core.optional_imports import require
 from experiments.training.checkpoints import State, begin, opened, restore, save
 from experiments.training.command import (
@@ -48,6 +48,7 @@ from experiments.training.command import (
 )
 from experiments.training.rl_setup import RLSetup
 from experiments.training.rl_task import Sum, reward, sums
+from experiments.training.updates import first_state, next_state
 from pagedjax import LLM, SamplingParams, load_model
 from pagedjax.device.placement import fingerprint
 from pagedjax.engine import compilations
@@ -180,10 +181,9 @@ def make_trainer(setup: RLSetup, module: nnx.Module) -> Trainer:
 
     def update(state: State, rollouts: Rollouts) -> tuple[State, dict[str, jax.Array]]:
         (_, facts), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params, rollouts)
-        changes, after = method.update(gradients, state.optimiser, state.params)
-        return State(optax.apply_updates(state.params, changes), after), facts
+        return next_state(method, state, gradients), facts
 
-    state = jax.device_put(State(params, method.init(params)), jax.devices()[0], may_alias=False)
+    state = first_state(method, params, may_alias=False)
     return Trainer(state, jax.jit(update, donate_argnums=0))
 
 
@@ -220,7 +220,7 @@ def train(
             if step % every == 0 or step == setup.steps:
                 save(manager, step, state, log)
                 say(line(log[-every:]))
-    (out / "log.json").write_text(json.dumps(log, indent=1) + "\n", encoding="utf-8")
+    write_json(out / "log.json", log)
     (out / "reward.svg").write_text(figure({out.name: log}), encoding="utf-8")
     if not (out / "model").exists():
         write_model(out / "model", model, loaded, state.params)

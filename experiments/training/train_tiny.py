@@ -23,7 +23,6 @@ import dataclasses
 import hashlib
 import json
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,12 +33,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from experiments.core.optional_imports import require
+from experiments.core.json_files import write_json
 from experiments.training.checkpoints import Loss, State, begin, opened, restore, save
 from experiments.training.command import check_least, check_seed, exit_status, run_parser
 from experiments.training.data import END, Data, held_out_batches, prepare, unigram, windows
 from experiments.training.forward import initial, loss
 from experiments.training.setup import Setup, hf_config
+from experiments.training.updates import adamw, first_state, next_state, run_steps
 from pagedjax import LLM, SamplingParams
 from pagedjax.device.models import llama
 from pagedjax.device.models.decoder import DecoderConfig
@@ -47,8 +47,6 @@ from pagedjax.engine import compilations
 from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.weights.convert import complete_folder
 from pagedjax.weights.orbax_checkpoint import PARAMS
-
-optax = require("optax")
 
 PROMPT = "The function"
 SAMPLE = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=40, seed=0)
@@ -63,35 +61,20 @@ class Trainer(NamedTuple):
     held_out: Callable[[nnx.State], float]
 
 
-def optimiser(setup: Setup) -> Any:
-    """AdamW with clipped gradients.
-
-    The rate rises over a tenth of the steps, then falls along a cosine.
-    """
-    warm_up = max(1, setup.steps // 10)
-    rates = optax.warmup_cosine_decay_schedule(
-        0.0, setup.rate, warm_up, max(setup.steps, warm_up + 1), setup.rate / 10
-    )
-    matrices = partial(jax.tree.map, lambda x: x.ndim > 1)  # norms do not decay
-    return optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(rates, b2=0.99, weight_decay=0.1, mask=matrices)
-    )
-
-
 def make_trainer(setup: Setup, config: DecoderConfig, data: Data) -> Trainer:
     """The initial state and the compiled functions of a run."""
     graphdef, params, constants = nnx.split(initial(config, setup.seed), nnx.Param, ...)
-    method = optimiser(setup)
+    matrices = partial(jax.tree.map, lambda x: x.ndim > 1)  # norms do not decay
+    method = adamw(setup, b2=0.99, weight_decay=0.1, mask=matrices)
 
     def loss_of(params: nnx.State, tokens: jax.Array) -> jax.Array:
         return loss(nnx.merge(graphdef, params, constants), tokens)
 
     def update(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
         value, gradients = jax.value_and_grad(loss_of)(state.params, tokens)
-        changes, after = method.update(gradients, state.optimiser, state.params)
-        return State(optax.apply_updates(state.params, changes), after), value
+        return next_state(method, state, gradients), value
 
-    state = jax.device_put(State(params, method.init(params)), jax.devices()[0])
+    state = first_state(method, params)
     blank = jax.ShapeDtypeStruct((setup.batch, setup.context + 1), np.int32)
     compiled = jax.jit(update, donate_argnums=0).lower(state, blank).compile()
     measure = jax.jit(loss_of).lower(params, blank).compile()
@@ -113,9 +96,7 @@ def options(setup: Setup, data: Data) -> dict[str, Any]:
 def write_model(folder: Path, setup: Setup, tokenizer: Tokenizer, params: nnx.State) -> None:
     """Write a folder for LLM(model=folder), atomically."""
     with complete_folder(folder.absolute()) as part:
-        (part / "config.json").write_text(
-            json.dumps(hf_config(setup), indent=1) + "\n", encoding="utf-8"
-        )
+        write_json(part / "config.json", hf_config(setup))
         names = json.dumps({"eos_token": END}) + "\n"
         (part / "tokenizer_config.json").write_text(names, encoding="utf-8")
         tokenizer.backend.save(str(part / "tokenizer.json"))
@@ -141,32 +122,35 @@ def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = p
     with opened(out) as manager:
         step, state, losses = restore(manager, trainer.start)
         llm = LLM(params=state.params, config=hf, tokenizer=data.tokenizer, **serving())
-        progress = f"; {step} of {setup.steps} steps are done" if step else ""
-        say(about(setup, data, state.params) + progress)
+        say(about(setup, data, state.params) + progress(step, setup))
         say(
             f"{'step':>6} {'train':>7} {'held out':>9} {'tokens/s':>9} {'compiled':>9}  "
             f"{PROMPT!r} goes on"
         )
         while step < setup.steps:
-            count = min(every - step % every, setup.steps - step)
-            started = time.perf_counter()
-            values = []
-            for i in range(step, step + count):
-                state, value = trainer.update(state, windows(data.train, setup, i))
-                values.append(value)
-            mean = float(np.mean(jax.device_get(values)))
-            rate = count * setup.batch * setup.context / (time.perf_counter() - started)
-            step += count
+            end = min(step + every - step % every, setup.steps)
+            state, mean, seconds = run_steps(
+                lambda state, i: trainer.update(state, windows(data.train, setup, i)),
+                state,
+                step,
+                end,
+            )
+            step = end
             held_out = trainer.held_out(state.params)
             losses = [*losses, {"step": step, "train": mean, "held_out": held_out}]
             save(manager, step, state, losses)
             text, compiled = sample_with(llm, state.params)
+            rate = setup.batch * setup.context / seconds
             say(f"{step:6} {mean:7.3f} {held_out:9.3f} {rate:9,.0f} {compiled:9}  {text!r}")
     folder = out / "model"
     if not folder.exists():
         write_model(folder, setup, data.tokenizer, state.params)
     say(f"{folder}: {PROMPT}{sample(LLM(model=folder, **serving()))}")
     return losses
+
+
+def progress(step: int, setup: Setup) -> str:
+    return f"; {step} of {setup.steps} steps are done" if step else ""
 
 
 def serving() -> dict[str, Any]:

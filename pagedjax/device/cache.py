@@ -181,28 +181,19 @@ def init(
             "numbers"
         )
     sharding = sharding or CacheSharding()
-    make = pages or zeros
     if layer_pages is None:
         layer_pages = [kv_pages(BlockSizes(block_size, kv_heads, head_dim, dtype, row))] * layers
-
-    def column(name: str) -> tuple[Any, ...]:
-        """The arrays of this name, of all devices together."""
-        arrays = []
-        for layer in layer_pages:
-            array = None
-            if name in layer:
-                heads, *rest = layer[name].shape
-                shape = (blocks + 1, heads * sharding.devices, *rest)
-                array = make(shape, layer[name].dtype, device=sharding.heads)
-            arrays.append(array)
-        return tuple(arrays)
-
-    names = {name: None for layer in layer_pages for name in layer}
+    arrays = {
+        name: tuple(
+            [_zeros(layer.get(name), blocks, sharding, pages or zeros) for layer in layer_pages]
+        )
+        for name in dict.fromkeys(("k", "v", *(name for layer in layer_pages for name in layer)))
+    }
     cache = KVCache(
-        k=column("k"),
-        v=column("v"),
+        k=arrays.pop("k"),
+        v=arrays.pop("v"),
         tokens=zeros((blocks + 1, block_size), jnp.int32, device=sharding.copies),
-        others={name: column(name) for name in names if name not in ("k", "v")},
+        others=arrays,
     )
     if dense_layers is not None:
         ends = blocks + 1, kv_heads * sharding.devices, 2, head_dim
@@ -210,12 +201,39 @@ def init(
         cache = cache._replace(bounds=(None,) * dense_layers + tuple(bounds))
     if draft is None:
         return cache
+    return cache._replace(draft=_draft_pages(draft, blocks, block_size, dtype, sharding, zeros))
+
+
+def _zeros(
+    block: jax.ShapeDtypeStruct | None,
+    blocks: int,
+    sharding: CacheSharding,
+    zeros: Callable[..., Any],
+) -> Any:
+    """A page array of all devices together. block: of a device; None: the layer has no such
+    array.
+    """
+    if block is None:
+        return None
+    heads, *rest = block.shape
+    shape = (blocks + 1, heads * sharding.devices, *rest)
+    return zeros(shape, block.dtype, device=sharding.heads)
+
+
+def _draft_pages(
+    draft: DraftSizes,
+    blocks: int,
+    block_size: int,
+    dtype: str,
+    sharding: CacheSharding,
+    zeros: Callable[..., Any],
+) -> DraftPages:
+    """A drafter's part of `init`. Each device has all of a drafter's heads."""
     drafter = init(
         blocks=blocks,
         block_size=block_size,
         dtype=dtype,
         row=draft.row,
-        # each device has all of a drafter's heads
         sharding=CacheSharding(sharding.copies, sharding.copies),
         zeros=zeros,
         layers=draft.layers,
@@ -226,7 +244,7 @@ def init(
     if draft.features:
         shape = blocks + 1, block_size, draft.features
         features = zeros(shape, draft.feature_dtype, device=sharding.copies)
-    return cache._replace(draft=DraftPages(drafter.k, drafter.v, features))
+    return DraftPages(drafter.k, drafter.v, features)
 
 
 def shapes(**sizes: Any) -> KVCache:

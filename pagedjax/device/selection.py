@@ -101,7 +101,8 @@ def _query_order(
 ) -> QueryOrder:
     """Args:
     selects: [T] bool, also of padding.
-    rows: (block tables, lengths, cu_q_lens) of the step. In a row the queries that select are the last ones.
+    rows: (block tables, lengths, cu_q_lens) of the step. In a row the queries that select are the
+        last ones.
     token: [T] 0, 1, 2, ...
     """
     tables, lens, cu_q_lens = rows
@@ -140,26 +141,19 @@ def attend_selected(
     """
     selecting = batch.extra(Selecting)
     assert selecting is not None
-    selection = selecting.selection
-    selects = selecting.tokens
     t, n, d = q.shape
-    kv_heads = keys.pages.shape[1]
-    group = n // kv_heads
-    tables, lens, cu_q_lens = batch.attention
     token = jnp.arange(t, dtype=jnp.int32)
-    order = _query_order(selects, batch.attention, token)
+    order = _query_order(selecting.tokens, batch.attention, token)
     to_all = attend(
         q[order.query], keys.pages, v_pages, *order.dense, window=None, soft_cap=soft_cap
     )[order.place]
 
-    query = order.query[(order.first + token) % t]  # that select: in the first `number` places
-    row = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], query, side="right"), len(lens) - 1)
-    length = jnp.where(token < order.number, lens[row] - (cu_q_lens[row + 1] - 1 - query), 0)
-    queries = q[query].reshape(t, kv_heads, group, d)
-    rows = _selected(queries * scale, keys, tables[row], length, order.number, selection.blocks)
+    queries, rows = _rows_that_select(
+        q, keys, batch, order, token, scale, selecting.selection.blocks
+    )
     k_flat, v_flat = (pages.reshape(-1, 1, *pages.shape[2:]) for pages in (keys.pages, v_pages))
     to_selected = attend(
-        queries.reshape(t * kv_heads, group, d),
+        queries.reshape(-1, *queries.shape[2:]),
         k_flat,
         v_flat,
         *rows,
@@ -169,6 +163,28 @@ def attend_selected(
     return jnp.where(
         order.selecting[:, None, None], to_selected.reshape(t, n, d)[order.up_to - 1], to_all
     )
+
+
+def _rows_that_select(
+    q: jax.Array,
+    keys: BoundedKeys,
+    batch: Batch,
+    order: QueryOrder,
+    token: jax.Array,
+    scale: float,
+    blocks: int,
+) -> tuple[jax.Array, Rows]:
+    """The queries that select, [T, K, G, D], in the first `order.number` places, and their rows of
+    attention.
+    """
+    t, n, d = q.shape
+    query = order.query[(order.first + token) % t]
+    tables, lens, cu_q_lens = batch.attention
+    row = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], query, side="right"), len(lens) - 1)
+    length = jnp.where(token < order.number, lens[row] - (cu_q_lens[row + 1] - 1 - query), 0)
+    kv_heads = keys.pages.shape[1]
+    queries = q[query].reshape(t, kv_heads, n // kv_heads, d)
+    return queries, _selected(queries * scale, keys, tables[row], length, order.number, blocks)
 
 
 def _selected(
@@ -185,11 +201,29 @@ def _selected(
         q: [T, K, G, D] single queries, scaled; the first `number` of them count.
         tables, lengths: [T, M], [T] what they see.
     """
-    t, kv_heads, _, d = q.shape
+    t, kv_heads = q.shape[:2]
     block_size = keys.block_size
-    width = tables.shape[1]
-    blocks = min(blocks, width)
-    together = max(1, min(t, AT_ONCE // (min(SPAN, width) * kv_heads * 2 * d)))
+    blocks = min(blocks, tables.shape[1])
+    pages, length = _pages_by_parts(q, keys, tables, lengths, number, blocks)
+    whole = jnp.minimum((length - 1) // block_size, blocks - 1)  # without the own block
+    seen = jnp.where(length > 0, whole * block_size + (length - 1) % block_size + 1, 0)
+    cu_q_lens = jnp.minimum(jnp.arange(t * kv_heads + 1, dtype=jnp.int32), number * kv_heads)
+    return Rows(pages.reshape(t * kv_heads, blocks), jnp.repeat(seen, kv_heads), cu_q_lens)
+
+
+def _pages_by_parts(
+    q: jax.Array,
+    keys: BoundedKeys,
+    tables: jax.Array,
+    lengths: jax.Array,
+    number: jax.Array,
+    blocks: int,
+) -> tuple[jax.Array, jax.Array]:
+    """`_selected_pages` [T, K, `blocks`], numbered by key head, and `lengths`: of so many queries
+    at once that AT_ONCE holds. Arguments as in `_selected`.
+    """
+    t, kv_heads, _, d = q.shape
+    together = max(1, min(t, AT_ONCE // (min(SPAN, tables.shape[1]) * kv_heads * 2 * d)))
     rows = -(-t // together) * together
     q, tables, lengths = (
         jnp.pad(a, [(0, rows - t), *[(0, 0)] * (a.ndim - 1)]) for a in (q, tables, lengths)
@@ -205,11 +239,7 @@ def _selected(
 
     zeros = jnp.zeros((rows, kv_heads, blocks), jnp.int32)
     pages = jax.lax.fori_loop(0, (number + together - 1) // together, select, zeros)[:t]
-    length = lengths[:t]
-    whole = jnp.minimum((length - 1) // block_size, blocks - 1)  # without the own block
-    seen = jnp.where(length > 0, whole * block_size + (length - 1) % block_size + 1, 0)
-    cu_q_lens = jnp.minimum(jnp.arange(t * kv_heads + 1, dtype=jnp.int32), number * kv_heads)
-    return Rows(pages.reshape(t * kv_heads, blocks), jnp.repeat(seen, kv_heads), cu_q_lens)
+    return pages, lengths[:t]
 
 
 def _selected_pages(

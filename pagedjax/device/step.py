@@ -6,6 +6,7 @@ All of them take the cache by donation or read it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from flax import nnx
 
 from pagedjax.device import rejection
 from pagedjax.device.attention import Attend
-from pagedjax.device.batch import Batch, DraftBatch, OneTransfer, parted
+from pagedjax.device.batch import Batch, DraftBatch, OneTransfer, SamplingBatch, parted
 from pagedjax.device.cache import KVCache, copy, read_blocks, write_blocks, write_tokens
 from pagedjax.device.checks import check_shape
 from pagedjax.device.draft_model import DraftModel, features_before, fitted
@@ -132,50 +133,97 @@ def make_step(
     def step(
         leaves: Sequence[Any], cache: KVCache, joined_batch: OneTransfer
     ) -> tuple[KVCache, StepOutput]:
-        batch = parted(joined_batch)
-        _check(batch)
+        batch = _arrive(parted(joined_batch))
         model, drafter = modules(leaves)
-        for extra in batch.extras:
-            batch = extra.arrive(batch)
         cache = cache._replace(tokens=write_tokens(cache.tokens, batch.tokens, batch.slots))
-        observed = bound.model.taps if bound else ()  # layers whose outputs the drafter reads
-        outputs = (*observed, *wanted.outputs(model.config.layers))
-        run = model.layers(cache, batch, attend, outputs, wanted.experts)
+        run = model.layers(
+            cache, batch, attend, _outputs(bound, wanted, model.config.layers), wanted.experts
+        )
         cache = run.cache
         tapped = taken(model, run, batch, attend, wanted) if wanted else None
         if bound is not None:
-            assert cache.draft is not None
-            pages = bound.model.observe(
-                drafter, model, cache.draft, batch, run.outputs[: len(observed)], bound.attend
-            )
-            cache = cache._replace(draft=pages)
-        # a sample sees the tokens of its row up to the one that it follows
-        rows = (
-            batch.sampling,
-            batch.block_tables[batch.sampled_row],
-            batch.positions[batch.last] + 1,
-            batch.extra(Drafted),
-        )
-
-        def sampled_rows(logits: jax.Array, rows: Any) -> tuple[SampledTokens, dict[str, Any]]:
-            sampling, tables, lens, drafted = rows
-            history = History(cache.tokens, tables, lens)
-            sampled = sample(logits, sampling, history, jnp.uint32(seed), tile, chain, drafted)
-            outputs = {output.name: output.compute(logits, sampled) for output in wanted.samples}
-            return sampled, outputs
-
+            cache = _observe(bound, drafter, model, cache, batch, run.outputs)
+        rows = _rows_of_samples(batch)
         hidden, prompt = _hidden_of_samples(model, run.finish, batch, tile, by_rows)
         logits = model.logits(hidden, batch.used_samples)
-        sampled, of_samples = by_rows(sampled_rows, logits, rows)
+        sampled, of_samples = by_rows(
+            partial(_samples_of, cache.tokens, seed, tile, chain, wanted), logits, rows
+        )
         if tapped is not None:
             tapped = tapped._replace(samples=of_samples)
-        fed = None
-        feed = batch.extra(Feed)
-        if feed is not None:
-            fed = jnp.pad(sampled.tokens, (0, len(feed.tokens) - len(sampled.tokens)))
-        return cache, StepOutput(sampled, prompt, fed, hidden, tapped)
+        return cache, StepOutput(sampled, prompt, _tokens_to_feed(batch, sampled), hidden, tapped)
 
     return jax.jit(_mapped(step, model, bound), donate_argnums=1)
+
+
+def _arrive(batch: Batch) -> Batch:
+    """The batch as its arrays that only some engines have make it. Raises ValueError for arrays
+    that do not fit together.
+    """
+    _check(batch)
+    for extra in batch.extras:
+        batch = extra.arrive(batch)
+    return batch
+
+
+def _outputs(bound: BoundDraftModel | None, wanted: Wanted, layers: int) -> tuple[int, ...]:
+    """The layers whose outputs are read: by the drafter, and behind them those that are wanted."""
+    return (*(bound.model.taps if bound else ()), *wanted.outputs(layers))
+
+
+def _observe(
+    bound: BoundDraftModel,
+    drafter: Any,
+    model: Any,
+    cache: KVCache,
+    batch: Batch,
+    outputs: tuple[jax.Array, ...],
+) -> KVCache:
+    """The cache after the drafter has read the outputs of its layers, the first ones of
+    `outputs`.
+    """
+    assert cache.draft is not None
+    outputs = outputs[: len(bound.model.taps)]
+    pages = bound.model.observe(drafter, model, cache.draft, batch, outputs, bound.attend)
+    return cache._replace(draft=pages)
+
+
+def _rows_of_samples(batch: Batch) -> tuple[SamplingBatch, jax.Array, jax.Array, Drafted | None]:
+    """Of each sample, (sampling options, block table, number of tokens, draft).
+
+    It sees the tokens of its row up to the one that it follows.
+    """
+    tables = batch.block_tables[batch.sampled_row]
+    return batch.sampling, tables, batch.positions[batch.last] + 1, batch.extra(Drafted)
+
+
+def _samples_of(
+    tokens: jax.Array,
+    seed: int,
+    tile: int | None,
+    chain: RowChain,
+    wanted: Wanted,
+    logits: jax.Array,
+    rows: Any,
+) -> tuple[SampledTokens, dict[str, Any]]:
+    """The samples of some rows of logits [R, V], and the wanted outputs of these rows.
+
+    Args:
+        tokens: [P, S] of the cache.
+        rows: as in `_rows_of_samples`.
+    """
+    sampling, tables, lens, drafted = rows
+    history = History(tokens, tables, lens)
+    sampled = sample(logits, sampling, history, jnp.uint32(seed), tile, chain, drafted)
+    return sampled, {output.name: output.compute(logits, sampled) for output in wanted.samples}
+
+
+def _tokens_to_feed(batch: Batch, sampled: SampledTokens) -> jax.Array | None:
+    """[max_num_seqs] the sampled tokens, if an engine feeds them to its next step."""
+    feed = batch.extra(Feed)
+    if feed is None:
+        return None
+    return jnp.pad(sampled.tokens, (0, len(feed.tokens) - len(sampled.tokens)))
 
 
 def _hidden_of_samples(
@@ -236,67 +284,116 @@ def make_draft(
     ) -> tuple[KVCache, DraftOutput]:
         model, module = modules(leaves)
         rows = len(batch.tokens)
-        size = cache.tokens.shape[1]
         key = jnp.uint32(seed)
 
-        def draft_token(i: jax.Array, carry: Any) -> Any:
-            pages, cached_tokens, tokens, features, drafts, drafts_probs = carry
-            live = i < batch.counts
-            positions = batch.positions + jnp.minimum(i, jnp.maximum(batch.counts - 1, 0))
-            entry = (positions // size)[:, None]
-            block = jnp.take_along_axis(batch.block_tables, entry, axis=1)[:, 0]
-            # a row that has its drafts writes to the trash
-            slots = jnp.where(live, block * size + positions % size, 0)
-            one_token_each = jnp.arange(rows + 1, dtype=jnp.int32)
-            sampling = batch.sampling._replace(position=batch.sampling.position + i)
-            step = Batch(
-                tokens=tokens,
-                positions=positions,
-                slots=slots,
-                block_tables=batch.block_tables,
-                seq_lens=positions + 1,
-                cu_q_lens=one_token_each,
-                last=one_token_each[:-1],
-                sampled_row=one_token_each[:-1],
-                targets=None,
-                sampling=sampling,
-            )
-            cached_tokens = write_tokens(cached_tokens, tokens, slots)
+        def next_logits(pages: Any, step: Batch, features: Any) -> tuple[Any, Any, jax.Array]:
             pages, features, logits = bound.model.next_logits(
                 module, model, pages, step, features, bound.attend
             )
-            logits = fitted(logits, vocabulary)
-            if probs:
-                context = RowContext(
-                    cached_tokens,
-                    batch.block_tables,
-                    positions + 1,
-                    sampling.prompt_len,
-                    sampling.position,
-                )
-                drafted, drawn = rejection.draw_drafts(logits, sampling, context, key, chain)
-                drafts_probs = jax.lax.dynamic_update_index_in_dim(drafts_probs, drawn, i, 0)
-            else:
-                history = History(cached_tokens, batch.block_tables, positions + 1)
-                drafted = sample(logits, sampling, history, key, tile, chain).tokens
-            return pages, cached_tokens, drafted, features, drafts.at[i].set(drafted), drafts_probs
+            return pages, features, fitted(logits, vocabulary)
 
         assert cache.draft is not None
         features = features_before(
             cache.draft, batch.block_tables, jnp.arange(rows), batch.positions
         )
-        blank = jnp.zeros((num_drafts, rows), jnp.int32)
-        drafts_probs = jnp.zeros((num_drafts, rows, vocabulary)) if probs else None
-        carry = cache.draft, cache.tokens, batch.tokens, features, blank, drafts_probs
-        pages, cached_tokens, _, _, drafts, drafts_probs = jax.lax.fori_loop(
-            0, batch.counts.max(), draft_token, carry
+        start = Drafting(
+            pages=cache.draft,
+            cached_tokens=cache.tokens,
+            tokens=batch.tokens,
+            features=features,
+            drafts=jnp.zeros((num_drafts, rows), jnp.int32),
+            probs=jnp.zeros((num_drafts, rows, vocabulary)) if probs else None,
         )
+        draft_token = partial(
+            _draft_token, batch=batch, next_logits=next_logits, key=key, tile=tile, chain=chain
+        )
+        end = jax.lax.fori_loop(0, batch.counts.max(), draft_token, start)
+        drafts_probs = end.probs
         if drafts_probs is not None:
             drafts_probs = drafts_probs.reshape(num_drafts * rows, -1)[batch.samples]
-        cache = cache._replace(draft=pages, tokens=cached_tokens)
-        return cache, DraftOutput(drafts, drafts_probs)
+        cache = cache._replace(draft=end.pages, tokens=end.cached_tokens)
+        return cache, DraftOutput(end.drafts, drafts_probs)
 
     return jax.jit(_mapped(draft, model, bound), donate_argnums=1)
+
+
+class Drafting(NamedTuple):
+    """What the drafter's program carries from draft to draft.
+
+    pages: of the drafter.
+    cached_tokens: [P, S] as in the cache.
+    tokens: [B] the newest of each row.
+    features: of the tokens before them.
+    drafts, probs: [k, B] and [k, B, V], as far as they are drawn; `probs` is None if not wanted.
+    """
+
+    pages: Any
+    cached_tokens: jax.Array
+    tokens: jax.Array
+    features: Any
+    drafts: jax.Array
+    probs: jax.Array | None
+
+
+def _draft_token(
+    i: jax.Array,
+    state: Drafting,
+    *,
+    batch: DraftBatch,
+    next_logits: Callable[[Any, Batch, Any], tuple[Any, Any, jax.Array]],
+    key: jax.Array,
+    tile: int | None,
+    chain: RowChain,
+) -> Drafting:
+    """Draw draft i of each row.
+
+    Args:
+        next_logits: (pages, batch of one token a row, features) -> (pages, features, logits).
+    """
+    step = _one_token_each(i, state, batch)
+    cached_tokens = write_tokens(state.cached_tokens, state.tokens, step.slots)
+    pages, features, logits = next_logits(state.pages, step, state.features)
+    sampling = step.sampling
+    probs = state.probs
+    if probs is not None:
+        context = RowContext(
+            cached_tokens,
+            batch.block_tables,
+            step.positions + 1,
+            sampling.prompt_len,
+            sampling.position,
+        )
+        drafted, drawn = rejection.draw_drafts(logits, sampling, context, key, chain)
+        probs = jax.lax.dynamic_update_index_in_dim(probs, drawn, i, 0)
+    else:
+        history = History(cached_tokens, batch.block_tables, step.positions + 1)
+        drafted = sample(logits, sampling, history, key, tile, chain).tokens
+    return Drafting(pages, cached_tokens, drafted, features, state.drafts.at[i].set(drafted), probs)
+
+
+def _one_token_each(i: jax.Array, state: Drafting, batch: DraftBatch) -> Batch:
+    """The step of the drafter that computes the newest token of each row, for draft i."""
+    size = state.cached_tokens.shape[1]
+    live = i < batch.counts
+    positions = batch.positions + jnp.minimum(i, jnp.maximum(batch.counts - 1, 0))
+    entry = (positions // size)[:, None]
+    block = jnp.take_along_axis(batch.block_tables, entry, axis=1)[:, 0]
+    # a row that has its drafts writes to the trash
+    slots = jnp.where(live, block * size + positions % size, 0)
+    row = jnp.arange(len(batch.tokens) + 1, dtype=jnp.int32)
+    sampling = batch.sampling._replace(position=batch.sampling.position + i)
+    return Batch(
+        tokens=state.tokens,
+        positions=positions,
+        slots=slots,
+        block_tables=batch.block_tables,
+        seq_lens=positions + 1,
+        cu_q_lens=row,
+        last=row[:-1],
+        sampled_row=row[:-1],
+        targets=None,
+        sampling=sampling,
+    )
 
 
 def _check(batch: Batch) -> None:

@@ -106,73 +106,42 @@ def pack(
         sources: of the arrays that only some engines have.
         samples: R; None: that of the plan.
     """
-    rows = len(plan.seqs)
     data = of_rows(plan, sequences)
-    total = sum(plan.counts)
-    t = shapes.bucket(total)
-    b = shapes.rows(t)
-    starts = np.asarray(plan.starts, np.int32)
-    counts = np.asarray(plan.counts, np.int32)
-
-    tokens = _tokens(plan, data, t, total)
-    cu_q_lens = np.zeros(b + 1, np.int32)
-    np.cumsum(counts, out=cu_q_lens[1 : rows + 1])
-    cu_q_lens[rows + 1 :] = total
-    seq_lens = np.zeros(b, np.int32)
-    seq_lens[:rows] = starts + counts
-    row_of_token = np.repeat(np.arange(rows), counts)
-    positions = np.zeros(t, np.int32)
-    positions[:total] = np.arange(total) - cu_q_lens[row_of_token] + starts[row_of_token]
-    tables = _tables(plan.seqs, data, b, shapes)
-    slots = _slots(tables, row_of_token, positions[:total], t, shapes.block_size)
-
+    t = shapes.bucket(sum(plan.counts))
+    queries = _queries(plan, data, t, shapes.rows(t))
+    tables = _tables(plan.seqs, data, len(queries.seq_lens), shapes)
+    slots = _slots(tables, queries, shapes.block_size)
     r = samples or shapes.samples(t, bool(plan.drafts))
     row_of_sample, relative = _samples(plan)
-    num_samples = len(row_of_sample)
-    sampled_row = np.zeros(r, np.int32)
-    sampled_row[:num_samples] = row_of_sample
-    last = np.zeros(r, np.int32)
-    last[:num_samples] = cu_q_lens[1:][row_of_sample] - 1 + relative
-    records = np.frombuffer(b"".join([row.record for row in data]), record_of_rows(chain))
-    targets = _targets(plan, data, records["prompt_logprobs"], t, cu_q_lens)
-    masks = {}
-    if any([row.matcher for row in data]):
-        masks = token_masks.of_samples(plan, data)
-    lengths = np.asarray(plan.lengths, np.int32)
-    data_of_samples = data
-    if plan.drafts:
-        drafts_of_sample = np.repeat(plan.drafts, np.asarray(plan.drafts, np.int32) + 1)
-        lengths = lengths[row_of_sample] + relative + drafts_of_sample
-        data_of_samples = [data[i] for i in row_of_sample]
-        records = records[row_of_sample]
-    sampling = _sampling(data_of_samples, records, lengths, blanks[r], chain, masks)
-
-    decodes_alone = total == rows and t in shapes.decode_buckets and (targets < 0).all()
+    records = _records(data, chain)
+    targets = _targets(plan, data, records["prompt_logprobs"], queries)
+    sampling = _sampling_of_plan(plan, data, records, row_of_sample, relative, blanks[r], chain)
+    decodes_alone = (
+        len(queries.row_of_token) == len(data)
+        and t in shapes.decode_buckets
+        and (targets < 0).all()
+    )
     batch = Batch(
-        tokens=tokens,
-        positions=positions,
+        tokens=queries.tokens,
+        positions=queries.positions,
         slots=slots[0],
         block_tables=tables[0],
-        seq_lens=seq_lens,
-        cu_q_lens=None if decodes_alone else cu_q_lens,
-        last=last,
-        sampled_row=sampled_row,
+        seq_lens=queries.seq_lens,
+        cu_q_lens=None if decodes_alone else queries.cu_q_lens,
+        last=_padded(queries.cu_q_lens[1:][row_of_sample] - 1 + relative, r),
+        sampled_row=_padded(row_of_sample, r),
         targets=None if decodes_alone else targets,
         sampling=sampling,
     )
-    packing = Packing(
-        plan=plan,
-        data=data,
-        shapes=shapes,
-        batch=batch,
-        tables=tables,
-        slots=slots,
-        row_of_token=row_of_token,
-        relative=relative,
-        sources=sources,
+    return _with_extras(
+        Packing(plan, data, shapes, batch, tables, slots, queries.row_of_token, relative, sources)
     )
+
+
+def _with_extras(packing: Packing) -> Batch:
+    """The batch with the arrays of its engine's features."""
     extras = [make(packing) for make in ARRAYS]
-    return batch._replace(extras=tuple([extra for extra in extras if extra is not None]))
+    return packing.batch._replace(extras=tuple([extra for extra in extras if extra is not None]))
 
 
 # arrays that only some engines have ----------------------------------------------------------------
@@ -263,32 +232,61 @@ ARRAYS: tuple[Callable[[Packing], Extra | None], ...] = (
 # parts of a batch -----------------------------------------------------------------------------------
 
 
-def _tokens(plan: Plan, data: Sequence[SequenceData], t: int, total: int) -> np.ndarray:
-    """[T] the tokens that a plan computes, row behind row."""
-    tokens = np.zeros(t, np.int32)
+class Queries(NamedTuple):
+    """The tokens of a step, row behind row, and what each row sees.
+
+    row_of_token: [tokens] the rows of those that are not padding.
+    """
+
+    tokens: np.ndarray  # [T]
+    positions: np.ndarray  # [T]
+    row_of_token: np.ndarray
+    cu_q_lens: np.ndarray  # [B + 1]
+    seq_lens: np.ndarray  # [B]
+
+
+def _queries(plan: Plan, data: Sequence[SequenceData], t: int, b: int) -> Queries:
+    """The tokens that a plan computes, in arrays of T tokens and B rows."""
+    rows = len(data)
+    starts = np.asarray(plan.starts, np.int32)
+    counts = np.asarray(plan.counts, np.int32)
+    cu_q_lens = np.zeros(b + 1, np.int32)
+    np.cumsum(counts, out=cu_q_lens[1 : rows + 1])
+    total = sum(plan.counts)
+    cu_q_lens[rows + 1 :] = total
+    row_of_token = np.repeat(np.arange(rows), counts)
+    positions = np.arange(total) - cu_q_lens[row_of_token] + starts[row_of_token]
+    tokens = _padded(_tokens(plan, data, total), t)
+    seq_lens = _padded(starts + counts, b)
+    return Queries(tokens, _padded(positions, t), row_of_token, cu_q_lens, seq_lens)
+
+
+def _padded(values: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
+    """[size] int32: the values, and zeros behind them."""
+    array = np.zeros(size, np.int32)
+    array[: len(values)] = values
+    return array
+
+
+def _tokens(plan: Plan, data: Sequence[SequenceData], total: int) -> Sequence[int] | np.ndarray:
+    """[total] the tokens that a plan computes, row behind row."""
     if total == len(data):  # decodes alone
         pairs = zip(data, plan.starts, strict=True)
-        tokens[:total] = [row.tokens.item(start) for row, start in pairs]
-    else:
-        chunks = zip(data, plan.starts, plan.counts, strict=True)
-        tokens[:total] = np.concatenate(
-            [row.tokens[start : start + count] for row, start, count in chunks]
-        )
-    return tokens
+        return [row.tokens.item(start) for row, start in pairs]
+    chunks = zip(data, plan.starts, plan.counts, strict=True)
+    return np.concatenate([row.tokens[start : start + count] for row, start, count in chunks])
 
 
-def _slots(
-    tables: np.ndarray, row_of_token: np.ndarray, positions: np.ndarray, t: int, size: int
-) -> np.ndarray:
+def _slots(tables: np.ndarray, queries: Queries, size: int) -> np.ndarray:
     """[groups of layers, T] where the keys and values of each token are written.
 
     Args:
         tables: [groups, B, M] block tables.
-        positions: of the real tokens.
         size: tokens of a block.
     """
-    slots = np.zeros((len(tables), t), np.int32)
-    blocks = tables[:, row_of_token, positions // size]
+    positions = queries.positions[: len(queries.row_of_token)]
+    slots = np.zeros((len(tables), len(queries.tokens)), np.int32)
+    blocks = tables[:, queries.row_of_token, positions // size]
     slots[:, : len(positions)] = blocks * size + positions % size
     return slots
 
@@ -304,31 +302,37 @@ def pack_drafts(
     `pack`.
     """
     rows = [i for i, k in enumerate(plan.drafts) if k]
-    n = len(rows)
-    shape = shapes.draft_shape(n, shapes.bucket(sum(plan.counts)))
+    shape = shapes.draft_shape(len(rows), shapes.bucket(sum(plan.counts)))
     b = shape.rows
     seqs = [plan.seqs[i] for i in rows]
     data = [sequences[seq.request_id] for seq in seqs]
     lengths = np.array([plan.lengths[i] for i in rows], np.int32)
-    tokens = np.zeros(b, np.int32)
-    tokens[:n] = [row.tokens[length - 1] for row, length in zip(data, lengths, strict=True)]
-    positions = np.zeros(b, np.int32)
-    positions[:n] = lengths - 1
-    counts = np.zeros(b, np.int32)
-    counts[:n] = [plan.drafts[i] for i in rows]
-    records = np.frombuffer(b"".join([row.record for row in data]), record_of_rows(chain))
-    sampling = _sampling(data, records, lengths, blanks[b], chain)
-    sampling = sampling._replace(num_top=np.full(b, -1, np.int32))
-    samples = np.zeros(shape.samples, np.int32)
-    if shape.samples:
-        row_of_sample, relative = _samples(plan)
-        drafts = np.asarray(plan.drafts)[row_of_sample]
-        # 0, 1, ... of each row; the last sample has no draft and gets that of the one before
-        draft = np.minimum(drafts + relative, np.maximum(drafts - 1, 0))
-        column = np.searchsorted(rows, row_of_sample).clip(max=n - 1)
-        samples[: len(row_of_sample)] = draft * b + column
+    newest = [row.tokens.item(length - 1) for row, length in zip(data, lengths, strict=True)]
+    sampling = _sampling(data, _records(data, chain), lengths, blanks[b], chain)
+    drafts = _drafts_of_samples(plan, rows, b) if shape.samples else ()
     (tables,) = _tables(seqs, data, b, shapes)
-    return shape, DraftBatch(tokens, positions, counts, tables, sampling, samples)
+    return shape, DraftBatch(
+        tokens=_padded(newest, b),
+        positions=_padded(lengths - 1, b),
+        counts=_padded([plan.drafts[i] for i in rows], b),
+        block_tables=tables,
+        sampling=sampling._replace(num_top=np.full(b, -1, np.int32)),
+        samples=_padded(drafts, shape.samples),
+    )
+
+
+def _drafts_of_samples(plan: Plan, rows: Sequence[int], b: int) -> np.ndarray:
+    """Of each sample of a plan, which of the drafter's numbers, [k, b] in one row, is its draft.
+
+    Args:
+        rows: those with drafts.
+    """
+    row_of_sample, relative = _samples(plan)
+    drafts = np.asarray(plan.drafts)[row_of_sample]
+    # 0, 1, ... of each row; the last sample has no draft and gets that of the one before
+    draft = np.minimum(drafts + relative, np.maximum(drafts - 1, 0))
+    column = np.searchsorted(rows, row_of_sample).clip(max=len(rows) - 1)
+    return draft * b + column
 
 
 def _tables(
@@ -364,22 +368,53 @@ def _samples(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _targets(
-    plan: Plan, data: Sequence[SequenceData], asking: np.ndarray, t: int, cu_q_lens: np.ndarray
+    plan: Plan, data: Sequence[SequenceData], asking: np.ndarray, queries: Queries
 ) -> np.ndarray:
     """[T] the next prompt token for rows that want prompt log-probabilities.
 
     Args:
         asking: whether each row wants them.
     """
-    targets = np.full(t, -1, np.int32)
+    targets = np.full(len(queries.tokens), -1, np.int32)
     for i in np.flatnonzero(asking).tolist():
         row = data[i]
         start = plan.starts[i]
         stop = min(start + plan.counts[i], row.prompt_len - 1)
         if start < stop:
-            first = cu_q_lens[i]
+            first = queries.cu_q_lens[i]
             targets[first : first + stop - start] = row.tokens[start + 1 : stop + 1]
     return targets
+
+
+def _records(data: Sequence[SequenceData], chain: RowChain) -> np.ndarray:
+    """Of each row, the record of its options."""
+    return np.frombuffer(b"".join([row.record for row in data]), record_of_rows(chain))
+
+
+def _sampling_of_plan(
+    plan: Plan,
+    data: Sequence[SequenceData],
+    records: np.ndarray,
+    row_of_sample: np.ndarray,
+    relative: np.ndarray,
+    blank: SamplingBatch,
+    chain: RowChain,
+) -> SamplingBatch:
+    """How the samples of a plan are drawn.
+
+    Args:
+        data, records: of each row.
+        row_of_sample, relative: as in `_samples`.
+    """
+    masks = {}
+    if any([row.matcher for row in data]):
+        masks = token_masks.of_samples(plan, data)
+    lengths = np.asarray(plan.lengths, np.int32)
+    if plan.drafts:
+        lengths = (lengths + np.asarray(plan.drafts))[row_of_sample] + relative
+        data = [data[i] for i in row_of_sample]
+        records = records[row_of_sample]
+    return _sampling(data, records, lengths, blank, chain, masks)
 
 
 def _sampling(

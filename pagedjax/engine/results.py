@@ -84,10 +84,18 @@ LOGPROBS = Reader(
 )
 
 
+def _rows_asking(option: str, entries: Entries, outcome: Outcome) -> list[int]:
+    """The rows of the plan whose requests set an option."""
+    return [
+        i
+        for i, seq in enumerate(outcome.plan.seqs)
+        if seq.request_id in entries and getattr(outcome.data[i].params, option) is not None
+    ]
+
+
 def _of_prompts(entries: Entries, outcome: Outcome) -> Iterator[TokenLogprobs]:
     plan = outcome.plan
-    rows = [i for i, seq in enumerate(plan.seqs) if seq.request_id in entries]
-    rows = [i for i in rows if outcome.data[i].params.prompt_logprobs is not None]
+    rows = _rows_asking("prompt_logprobs", entries, outcome)
     if not rows:
         return
     ranked = jax.device_get(outcome.sent.output.prompt)
@@ -106,8 +114,7 @@ def _of_prompts(entries: Entries, outcome: Outcome) -> Iterator[TokenLogprobs]:
 
 def _of_samples(entries: Entries, outcome: Outcome) -> Iterator[TokenLogprobs]:
     plan = outcome.plan
-    rows = [i for i, seq in enumerate(plan.seqs) if seq.request_id in entries]
-    rows = [i for i in rows if outcome.data[i].params.logprobs is not None]
+    rows = _rows_asking("logprobs", entries, outcome)
     if not rows:
         return
     ranked = jax.device_get(outcome.sent.output.sampled)

@@ -184,86 +184,140 @@ def build(
     sizes = shapes(resolved, model)
     leaves = _leaves(model, draft_model)
     table = adapters.init(model, resolved)
-    draft_shapes = sizes.draft_shapes if draft_model else ()
-    inputs = _blank_inputs(sizes, resolved, model, chain, draft_shapes, table)
+    inputs = _blank_inputs(
+        sizes, resolved, model, chain, sizes.draft_shapes if draft_model else (), table
+    )
     device_memory = device_memory._replace(free=max(device_memory.free - inputs.nbytes, 0))
-    counts_before = compilations.counts()
-    started = time.perf_counter()
-    cache_geometry = geometry(
-        resolved, model, resolved.kv_cache_dtype, resolved.attention_impl, draft_model
+    spec = ProgramSpec(
+        # what compiles later keeps no parameters: `update_params` replaces them, and `sleep` frees
+        # their memory
+        model=model._replace(params=shapes_of(model.params)),
+        draft_model=draft_model and draft_model._replace(params=shapes_of(draft_model.params)),
+        config=resolved,
+        sizes=sizes,
+        geometry=geometry(
+            resolved, model, resolved.kv_cache_dtype, resolved.attention_impl, draft_model
+        ),
+        chain=chain,
+        inputs=inputs,
+        leaves=shapes_of(leaves),
     )
-    # what compiles later keeps no parameters: `update_params` replaces them, and `sleep` frees
-    # their memory
-    shapeless = model._replace(params=shapes_of(model.params))
-    shapeless_draft = draft_model and draft_model._replace(params=shapes_of(draft_model.params))
-    compiler = partial(
-        _compiler,
-        shapeless,
-        shapeless_draft,
-        resolved,
-        sizes,
-        cache_geometry,
-        chain,
-        inputs,
-        shapes_of(leaves),
-    )
-    compile_one = compiler()
 
     def settle(program: Any) -> Resolved:
         """The configuration with the blocks that fit beside the largest program."""
         activations = memory.activations_peak(program)
         return resolve(config, model, device_memory, activations, draft_model)
 
-    lazy = resolved.compilation == "lazy"
-    if lazy:
-        steps = programs.LazyPrograms(compile_one, resolved)
-    else:
-        background = resolved.compilation == "background"
-        first = sizes.steps[-1:] if background else (*inputs.drafts, *sizes.steps)
-        steps, resolved = programs.compile_all(
-            compile_one, first, resolved, settle, progress=progress
-        )
-        if background:
-            on_disk = (compilations.counts() - counts_before).cached > 0
-            steps = BackgroundPrograms(compile_one, resolved, steps, sizes, on_disk)
-    copy, swap = _block_programs(resolved, model, sizes, cache_geometry)
-    report = memory.report(
-        device_memory,
-        weights=memory.nbytes(leaves),
-        activations=None if lazy else memory.activations_peak(steps[sizes.steps[-1]]),
-        num_blocks=resolved.num_blocks,
-        block_size=resolved.block_size,
-        block_bytes=cache_geometry.block_bytes,
-        max_model_len=resolved.max_model_len,
-        swap_space_gib=resolved.swap_space_gib if resolved.preemption == "swap" else 0,
-        host_block_bytes=cache_geometry.host_block_bytes,
-        sequences=sequences_that_fit(_limits(resolved, cache_geometry)),
-    )
+    compiled = _compile(spec, settle, progress=progress)
+    report = _memory_report(device_memory, compiled, spec, weights=memory.nbytes(leaves))
+    resolved = compiled.config
     if progress:
         _print_choices(model, resolved, report)
-    compiled = compilations.counts() - counts_before
-    seconds = time.perf_counter() - started
     return Runtime(
         model=model,
-        config=resolved,
         eos_token_ids=tuple(eos_token_ids),
         policy=policies.find(resolved.policy),
         leaves=leaves,
         shapes=sizes,
         chain=chain,
         blanks=inputs.sampling,
-        programs=steps,
-        tapped=programs.TappedPrograms(compiler, resolved),
-        copy=copy,
-        swap=swap,
         memory=report,
-        geometry=cache_geometry,
+        geometry=spec.geometry,
         drafter=drafters.find(resolved.speculative) if resolved.speculative else None,
         draft_model=draft_model,
         undrafted=inputs.drafted,
         adapters=table,
         spare=max(resolved.lookahead, sizes.drafts),
-        startup={"compile": seconds, "warmup": 0.0, **compiled._asdict()},
+        **compiled._asdict(),
+    )
+
+
+class ProgramSpec(NamedTuple):
+    """What the programs of an engine are compiled from.
+
+    model, draft_model, leaves: with shapes in the place of parameters.
+    """
+
+    model: Model
+    draft_model: DraftModel | None
+    config: Resolved
+    sizes: Shapes
+    geometry: Geometry
+    chain: RowChain
+    inputs: BlankInputs
+    leaves: Sequence[Any]
+
+
+class CompiledPrograms(NamedTuple):
+    """The programs of an engine. Fields as in `Runtime`."""
+
+    config: Resolved
+    programs: Mapping[StepShape | DraftShape, Any]
+    tapped: programs.TappedPrograms
+    copy: Any
+    swap: SwapPrograms | None
+    startup: Mapping[str, Any]
+
+
+def _compile(
+    spec: ProgramSpec, settle: Callable[[Any], Resolved], *, progress: bool
+) -> CompiledPrograms:
+    """Compile what an engine's `compilation` compiles at its start.
+
+    Args:
+        settle: as in `programs.compile_all`.
+    """
+    counts_before = compilations.counts()
+    started = time.perf_counter()
+    config = spec.config
+    sizes = spec.sizes
+    compiler = partial(_compiler, spec)
+    compile_one = compiler()
+    if config.compilation == "lazy":
+        steps = programs.LazyPrograms(compile_one, config)
+    else:
+        background = config.compilation == "background"
+        first = sizes.steps[-1:] if background else (*spec.inputs.drafts, *sizes.steps)
+        steps, config = programs.compile_all(compile_one, first, config, settle, progress=progress)
+        if background:
+            on_disk = (compilations.counts() - counts_before).cached > 0
+            steps = BackgroundPrograms(compile_one, config, steps, sizes, on_disk)
+    copy, swap = _block_programs(config, spec.model, sizes, spec.geometry)
+    counts = compilations.counts() - counts_before
+    seconds = time.perf_counter() - started
+    return CompiledPrograms(
+        config=config,
+        programs=steps,
+        tapped=programs.TappedPrograms(compiler, config),
+        copy=copy,
+        swap=swap,
+        startup={"compile": seconds, "warmup": 0.0, **counts._asdict()},
+    )
+
+
+def _memory_report(
+    device_memory: memory.DeviceMemory,
+    compiled: CompiledPrograms,
+    spec: ProgramSpec,
+    *,
+    weights: int,
+) -> memory.MemoryReport:
+    """Where the memory of the device goes, in bytes. weights: of all parameters."""
+    config = compiled.config
+    activations = None
+    if config.compilation != "lazy":
+        activations = memory.activations_peak(compiled.programs[spec.sizes.steps[-1]])
+    return memory.report(
+        device_memory,
+        weights=weights,
+        activations=activations,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        block_bytes=spec.geometry.block_bytes,
+        max_model_len=config.max_model_len,
+        swap_space_gib=config.swap_space_gib if config.preemption == "swap" else 0,
+        host_block_bytes=spec.geometry.host_block_bytes,
+        sequences=sequences_that_fit(_limits(config, spec.geometry)),
     )
 
 
@@ -330,54 +384,40 @@ def _blank_inputs(
 
 
 def _compiler(
-    model: Model,
-    draft_model: DraftModel | None,
-    config: Resolved,
-    sizes: Shapes,
-    cache_geometry: Geometry,
-    chain: RowChain,
-    inputs: BlankInputs,
-    leaves: Sequence[Any],
-    wanted: Wanted = NOTHING,
+    spec: ProgramSpec, wanted: Wanted = NOTHING
 ) -> Callable[[StepShape | DraftShape, Resolved], Any]:
     """(shape of a program, configuration with the number of blocks) -> the compiled program."""
-    impl = config.attention_impl
+    model = spec.model
+    config = spec.config
+    sizes = spec.sizes
     kinds = {"invariant": config.batch_invariant, "drafts": config.speculative is not None}
-    attend = attention.attend(impl, model.config.attn_scale, **kinds)
-    bound = None
-    if draft_model:
-        draft_attend = attention.attend(impl, draft_model.layers.attn_scale)
-        bound = BoundDraftModel(draft_model, draft_attend)
-    seed = config.seed
+    attend = attention.attend(config.attention_impl, model.config.attn_scale, **kinds)
+    bound = _bound_draft_model(spec.draft_model, config.attention_impl)
     tile = device_tile()
-    step = make_step(model, attend, seed, tile, chain, bound, wanted=wanted)
+    step = make_step(model, attend, config.seed, tile, spec.chain, bound, wanted=wanted)
     draft: Any = None
     if bound:
-        probs = sizes.keeps_probs
-        draft = make_draft(model, bound, sizes.drafts, seed, tile, chain, probs=probs)
+        draft = make_draft(
+            model, bound, sizes.drafts, config.seed, tile, spec.chain, probs=sizes.keeps_probs
+        )
     xla_options = programs.compiler_options(jax.default_backend())
-    arrays = {extra for batch in inputs.steps.values() for extra in batch.extras}
-    built_in = all(type(extra).__module__ == extras.__name__ for extra in arrays)
-    # the code of an output of samples, too, may be a user's
-    facts = None
-    if built_in and not wanted.samples:
-        facts = _facts(model, bound, attend, chain)
+    facts = _facts(spec, bound, attend, wanted)
     if facts is not None:
-        facts = (*facts, seed, tile, kinds, wanted, sorted(xla_options.items()))
+        facts = (*facts, config.seed, tile, kinds, wanted, sorted(xla_options.items()))
     device = devices_of(model)[0]
 
     def compile_one(shape: StepShape | DraftShape, settled: Resolved) -> Any:
-        pages = cache_geometry.cache_shapes(settled.num_blocks, model)
+        pages = spec.geometry.cache_shapes(settled.num_blocks, model)
         jitted: Any
         if isinstance(shape, DraftShape):
             jitted = draft
             kind = ("draft", sizes.drafts, sizes.keeps_probs)
-            batch = inputs.drafts[shape]
+            batch = spec.inputs.drafts[shape]
         else:
             jitted = step
             kind = ("step",)
-            batch = joined(inputs.steps[shape])
-        arguments = leaves, pages, batch
+            batch = joined(spec.inputs.steps[shape])
+        arguments = spec.leaves, pages, batch
         return kept_programs.program(
             facts and (*facts, *kind),
             arguments,
@@ -388,12 +428,27 @@ def _compiler(
     return compile_one
 
 
+def _bound_draft_model(
+    draft_model: DraftModel | None, attention_impl: str
+) -> BoundDraftModel | None:
+    if draft_model is None:
+        return None
+    attend = attention.attend(attention_impl, draft_model.layers.attn_scale)
+    return BoundDraftModel(draft_model, attend)
+
+
 def _facts(
-    model: Model, bound: BoundDraftModel | None, attend: attention.Attend, chain: RowChain
+    spec: ProgramSpec, bound: BoundDraftModel | None, attend: attention.Attend, wanted: Wanted
 ) -> tuple[Any, ...] | None:
     """What a program is made from beside the options of `_compiler`, for `kept_programs`; None if
     not all of it can be told.
     """
+    model = spec.model
+    chain = spec.chain
+    # the code of an output of samples may be a user's, and that of a batch's arrays too
+    arrays = [extra for batch in spec.inputs.steps.values() for extra in batch.extras]
+    if wanted.samples or any(type(extra).__module__ != extras.__name__ for extra in arrays):
+        return None
     if not isinstance(attend, attention.Bound) or model.placement or jax.process_count() > 1:
         return None
     configs = [model.config]

@@ -39,27 +39,18 @@ def rows_of(
         last: [R] the token that each sample follows.
     """
     assert shapes.view is not None
-    window, sinks = shapes.view
     size = shapes.block_size
     rows = shapes.attention_rows(t)
-    # the first block that goes out of sight
-    first_hidden = next(block for block in range(len(sinks) + 1) if block not in sinks)
-    row, begin, count = _cut(starts, counts, first_hidden + window, size)
+    row, begin, count = _cut(starts, counts, _blocks_of_first_part(*shapes.view), size)
     num_rows = len(row)
     end = begin + count
-    window_first = np.maximum((end - 1) // size - window + 1, 0)
-
-    # entry j of a row: first the sinks before the window, then the window's blocks
-    outside = np.asarray(sinks, np.int64)[None] < window_first[:, None]  # [A, sinks]
-    num_sinks = outside.sum(1)
-    block = (window_first - num_sinks)[:, None] + np.arange(len(sinks) + window)
-    block[:, : len(sinks)] = np.where(outside, sinks, block[:, : len(sinks)])
-    entries = np.take_along_axis(tables[row], np.minimum(block, tables.shape[1] - 1), axis=1)
+    blocks, lengths = _seen_blocks(end, *shapes.view, size)
+    entries = np.take_along_axis(tables[row], np.minimum(blocks, tables.shape[1] - 1), axis=1)
 
     block_tables = np.zeros((rows, entries.shape[1]), np.int32)
-    block_tables[:num_rows] = np.where(block * size < end[:, None], entries, 0)
+    block_tables[:num_rows] = np.where(blocks * size < end[:, None], entries, 0)
     seq_lens = np.zeros(rows, np.int32)
-    seq_lens[:num_rows] = end - (window_first - num_sinks) * size
+    seq_lens[:num_rows] = lengths
     cu_q_lens = np.zeros(rows + 1, np.int32)
     cu_q_lens[1 : num_rows + 1] = np.cumsum(count)
     cu_q_lens[num_rows + 1 :] = cu_q_lens[num_rows]
@@ -68,18 +59,43 @@ def rows_of(
     return AttentionRows(block_tables, seq_lens, cu_q_lens, of_samples)
 
 
+def _blocks_of_first_part(window: int, sinks: Sequence[int]) -> int:
+    """Blocks at a sequence's beginning that all of its queries see at least."""
+    first_hidden = next(block for block in range(len(sinks) + 1) if block not in sinks)
+    return first_hidden + window
+
+
+def _seen_blocks(
+    end: np.ndarray, window: int, sinks: Sequence[int], size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """[A, sinks + window] the blocks of a sequence that each row of attention sees, and [A] its
+    tokens in them.
+
+    First the sinks before the window, then the window's blocks.
+
+    Args:
+        end: [A] tokens of the sequence up to and with the row's last one.
+    """
+    window_first = np.maximum((end - 1) // size - window + 1, 0)
+    outside = np.asarray(sinks, np.int64)[None] < window_first[:, None]  # [A, sinks]
+    hidden = window_first - outside.sum(1)
+    blocks = hidden[:, None] + np.arange(len(sinks) + window)
+    blocks[:, : len(sinks)] = np.where(outside, sinks, blocks[:, : len(sinks)])
+    return blocks, end - hidden * size
+
+
 def _cut(
-    starts: Sequence[int], counts: Sequence[int], whole: int, size: int
+    starts: Sequence[int], counts: Sequence[int], first_part: int, size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(row, first token, tokens) of each row of attention.
 
     Args:
-        whole: blocks of a sequence's beginning that all of its queries see at least.
+        first_part: `_blocks_of_first_part`.
     """
     start = np.asarray(starts, np.int64)
     count = np.asarray(counts, np.int64)
-    first = np.maximum(start // size, whole - 1)
-    last = np.maximum((start + count - 1) // size, whole - 1)
+    first = np.maximum(start // size, first_part - 1)
+    last = np.maximum((start + count - 1) // size, first_part - 1)
     pieces = last - first + 1
     row = np.repeat(np.arange(len(start)), pieces)
     piece = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)

@@ -59,47 +59,13 @@ def wanted_by(
             attention whose probabilities the engine does not have, or arrays of more than
             `max_tap_bytes`.
     """
-    model = runtime.model
     config = runtime.config
-    layers = model.config.layers
     wanted = Wanted(taps.hidden_states, taps.attention, taps.experts)
     subject = f"request {name!r}: taps"
-
-    def check(field: str, values: Iterable[int], limit: int, kind: str) -> None:
-        for value in values:
-            if value >= limit:
-                raise ValueError(f"{subject}.{field} has {value}; {kind} are 0 to {limit - 1}")
-
-    attention_layers = [layer for layer, _ in wanted.attention]
-    attention_heads = [head for _, heads in wanted.attention for head in heads]
-    check("hidden_states", wanted.hidden, layers + 1, "hidden states of this model")
-    check("attention", attention_layers, layers, "layers of this model")
-    check("attention", attention_heads, model.config.heads, "heads of this model")
-    check("experts", wanted.experts, layers, "layers of this model")
-    sparse = [i for i, kind in enumerate(model.config.kinds) if kind.sparse]
-    dense = [layer for layer in wanted.experts if layer not in sparse]
-    if dense:
-        choice = "this model has no experts"
-        if sparse:
-            choice = f"those with experts are {', '.join(map(str, sparse))}"
-        raise ValueError(f"{subject}.experts has layer {dense[0]}, which is dense; {choice}")
-    if wanted.attention and model.placement:
-        raise ValueError(
-            f"{subject}.attention needs a model on one device, which has all heads; leave mesh and "
-            "devices out"
-        )
-    if wanted.attention and (runtime.shapes.view or runtime.shapes.selection):
-        raise ValueError(
-            f"{subject}.attention gives probabilities by position, and with kv_policy "
-            f"{getattr(config.kv_policy, 'name', None)!r} a query sees a part of them; use "
-            "kv_policy='full'"
-        )
-    if wanted.attention and attention.find(config.attention_impl).probabilities is None:
-        raise ValueError(
-            f"{subject}.attention: attention_impl {config.attention_impl!r} does not say what it "
-            "weighs values with; give its Implementation the field `probabilities`, or use 'xla'"
-        )
-    size = nbytes(wanted, model.config, prompt_len, tokens, branches)
+    _check_layers(subject, wanted, runtime.model.config)
+    if wanted.attention:
+        _check_attention(subject, runtime)
+    size = nbytes(wanted, runtime.model.config, prompt_len, tokens, branches)
     if size > config.max_tap_bytes:
         in_branches = f" in {branches} branches" if branches > 1 else ""
         raise ValueError(
@@ -109,6 +75,54 @@ def wanted_by(
             "LLM(max_tap_bytes=...)"
         )
     return wanted
+
+
+def _check_layers(subject: str, wanted: Wanted, c: DecoderConfig) -> None:
+    """Raises ValueError for layers or heads that the model does not have, and for experts of a
+    dense layer. The text begins with `subject`.
+    """
+
+    def check(field: str, values: Iterable[int], limit: int, kind: str) -> None:
+        for value in values:
+            if value >= limit:
+                raise ValueError(f"{subject}.{field} has {value}; {kind} are 0 to {limit - 1}")
+
+    attention_layers = [layer for layer, _ in wanted.attention]
+    attention_heads = [head for _, heads in wanted.attention for head in heads]
+    check("hidden_states", wanted.hidden, c.layers + 1, "hidden states of this model")
+    check("attention", attention_layers, c.layers, "layers of this model")
+    check("attention", attention_heads, c.heads, "heads of this model")
+    check("experts", wanted.experts, c.layers, "layers of this model")
+    sparse = [i for i, kind in enumerate(c.kinds) if kind.sparse]
+    dense = [layer for layer in wanted.experts if layer not in sparse]
+    if dense:
+        choice = "this model has no experts"
+        if sparse:
+            choice = f"those with experts are {', '.join(map(str, sparse))}"
+        raise ValueError(f"{subject}.experts has layer {dense[0]}, which is dense; {choice}")
+
+
+def _check_attention(subject: str, runtime: Runtime) -> None:
+    """Raises ValueError if an engine cannot give probabilities of attention. The text begins with
+    `subject`.
+    """
+    config = runtime.config
+    if runtime.model.placement:
+        raise ValueError(
+            f"{subject}.attention needs a model on one device, which has all heads; leave mesh and "
+            "devices out"
+        )
+    if runtime.shapes.view or runtime.shapes.selection:
+        raise ValueError(
+            f"{subject}.attention gives probabilities by position, and with kv_policy "
+            f"{getattr(config.kv_policy, 'name', None)!r} a query sees a part of them; use "
+            "kv_policy='full'"
+        )
+    if attention.find(config.attention_impl).probabilities is None:
+        raise ValueError(
+            f"{subject}.attention: attention_impl {config.attention_impl!r} does not say what it "
+            "weighs values with; give its Implementation the field `probabilities`, or use 'xla'"
+        )
 
 
 def nbytes(
@@ -191,13 +205,7 @@ def _part_of(
     attention = {}
     if wanted.attention and outcome.reaches_end(row):
         samples = slice(first_sample, first_sample + num_samples)
-        heads_of = dict(outcome.sent.wanted.attention)
-        for layer, heads in wanted.attention:
-            columns = [heads_of[layer].index(head) for head in heads]
-            attention[layer] = [
-                weights[columns, : plan.lengths[row] + j]
-                for j, weights in enumerate(taps.attention[layer][samples])
-            ]
+        attention = _attention_of(wanted, outcome, row, taps, samples)
     routes = {layer: taps.experts[layer] for layer in wanted.experts}
     return TapPart(
         request_id=plan.seqs[row].request_id,
@@ -212,6 +220,23 @@ def _part_of(
         output=plan.lengths[row] - outcome.data[row].prompt_len,
         attention=attention,
     )
+
+
+def _attention_of(
+    wanted: Wanted, outcome: Outcome, row: int, taps: Any, samples: slice
+) -> dict[int, list[np.ndarray]]:
+    """By layer, what the tokens that the `samples` of a row follow weigh values with: of each
+    sample [heads, positions]. Arguments as in `_part_of`.
+    """
+    heads_of = dict(outcome.sent.wanted.attention)
+    attention = {}
+    for layer, heads in wanted.attention:
+        columns = [heads_of[layer].index(head) for head in heads]
+        attention[layer] = [
+            weights[columns, : outcome.plan.lengths[row] + j]
+            for j, weights in enumerate(taps.attention[layer][samples])
+        ]
+    return attention
 
 
 def _on_host(taps: Tapped, asked: Wanted) -> Any:

@@ -62,8 +62,7 @@ def route(
         present = ", ".join(map(repr, state.replicas))
         raise ValueError(
             f"router {router.name!r} chose replica {chosen!r} for request {name!r}; present are "
-            f"{present}; its choose "
-            "must return one of state.replicas"
+            f"{present}; its choose must return one of state.replicas"
         )
     by_replica = state.known
     if router.prefixes and request.hashes and state.known_blocks:
@@ -154,7 +153,6 @@ def find(name: str) -> Router:
     except TypeError:
         raise ValueError(
             f"router {name!r}: its choose takes other arguments; write choose(state, request), "
-            "which returns one of "
-            "state.replicas"
+            "which returns one of state.replicas"
         ) from None
     return router

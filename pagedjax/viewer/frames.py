@@ -232,37 +232,40 @@ def _filled(plan: Plan, old: SchedulerState, new: SchedulerState) -> list[tuple[
 def _framed(fold: Fold, rows: picture.Batch, step: int) -> Frame:
     """A frame: the changes since the last one."""
     state = fold.state
-    last_picture = fold.shown
     numbers = fold.numbers
-    tables = Map(fold.tables)
+    base = picture.expected(fold.shown.rows, Map(fold.tables))
     waiting = tuple([numbers[seq.request.request_id] for seq in state.waiting])
+    active = zip(state.running.seqs, state.running.computed, state.running.lengths, strict=True)
+    running = [
+        [numbers[seq.request.request_id], computed, length] for seq, computed, length in active
+    ]
     packed = {row[0] for row in rows}
-    active = zip(state.running.seqs, state.running.lengths, state.running.computed, strict=True)
-    named = [
-        (numbers[seq.request.request_id], computed, length) for seq, length, computed in active
-    ]
-    still = [list(entry) for entry in named if entry[0] not in packed]
-    away = [
-        [numbers[seq.request.request_id], held(seq.blocks)] for seq in state.waiting if seq.blocks
-    ]
-    ends = {n: computed for n, computed, _ in named} | {
-        n: start + count for n, start, count, *_ in rows
-    }
-    used = state.pool.num_blocks - state.pool.num_free
-    empty = _empty_slots(fold.tables, ends, state.pool.owners, state.config)
     frame: Frame = {
         "step": step,
         "came": list(fold.came),
-        "waiting": picture.splice(last_picture.waiting, waiting),
-        "rows": picture.splice(picture.expected(last_picture.rows, tables), rows),
-        "still": still,
-        "tables": _table_changes(last_picture.tables, fold.tables),
+        "waiting": picture.splice(fold.shown.waiting, waiting),
+        "rows": picture.splice(base, rows),
+        "still": [entry for entry in running if entry[0] not in packed],
+        "tables": _table_changes(fold.shown.tables, fold.tables),
         "published": _publications(fold),
-        "away": away,
-        "counts": [sum(row[2] for row in rows), used, len(state.pool.idle), empty],
+        "away": [
+            [numbers[seq.request.request_id], held(seq.blocks)]
+            for seq in state.waiting
+            if seq.blocks
+        ],
+        "counts": _counts(fold, rows, running),
         "before": [list(entry) for entry in fold.log],
     }
     return {name: value for name, value in frame.items() if value is not None and value != []}
+
+
+def _counts(fold: Fold, rows: picture.Batch, running: Sequence[Sequence[int]]) -> list[int]:
+    """The `counts` of a frame. running: [number, computed, known tokens] of each request."""
+    pool = fold.state.pool
+    ends = {n: computed for n, computed, _ in running}
+    ends |= {n: start + count for n, start, count, *_ in rows}
+    empty = _empty_slots(fold.tables, ends, pool.owners, fold.state.config)
+    return [sum(row[2] for row in rows), pool.num_blocks - pool.num_free, len(pool.idle), empty]
 
 
 def _table_changes(old: Map[int, tuple[int, ...]], new: Tables) -> list[list]:

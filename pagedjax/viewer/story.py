@@ -22,7 +22,7 @@ Chunks and tokens are rows of a frame, not entries. The page combines the two (s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from pagedjax.host.blocks import BlockPool
@@ -91,39 +91,53 @@ def moves(
     """
     gains, losses = _changes(old, new)
     source = {to: origin for origin, to in copies}
-    takers = Counter(block for _, ids in gains for block in ids)
+    takers = Counter(block for n, ids in gains for block in ids)
     gained: list[LogEntry] = []
     allocated: set[int] = set(source)  # were free
     for n, ids in gains:
         fresh = []
         shared = []
         for block in ids:
-            in_use = (
-                after.owners[block] > takers[block] or block in after.hashes or block in allocated
-            )
-            if block not in source:
-                (shared if in_use or not allocates else fresh).append(block)
+            if block in source:
+                continue
+            if (
+                not allocates
+                or after.owners[block] > takers[block]
+                or block in after.hashes
+                or block in allocated
+            ):
+                shared.append(block)
+            else:
+                fresh.append(block)
         allocated.update(fresh)
-        lost = [block for block in ids if block in allocated and block in before.hashes]
         gained += _entry("shared", n, shared)
-        gained += _entry("evicted", n, [block for block in lost if block not in shared])
+        filled = [block for block in ids if block in allocated and block in before.hashes]
+        gained += _entry("evicted", n, [block for block in filled if block not in shared])
         gained += _entry("allocated", n, fresh)
         gained += [["copied", n, source[block], block] for block in ids if block in source]
-    given_up: list[LogEntry] = []
+    return _releases(losses, before, after, allocated) + gained
+
+
+def _releases(
+    losses: Iterable[tuple[int, list[int]]],
+    before: BlockPool,
+    after: BlockPool,
+    allocated: Set[int],
+) -> list[LogEntry]:
+    """Entries for lost blocks that no owner has now, or a new one (`allocated`)."""
+    log: list[LogEntry] = []
     released: set[int] = set()
     for n, ids in losses:
-        freed_blocks = [
+        blocks = [
             block
             for block in ids
             if block not in released and (block not in after.owners or block in allocated)
         ]
-        released.update(freed_blocks)
-        findable = [
-            block for block in freed_blocks if block in before.hashes or block in after.hashes
-        ]
-        given_up += _entry("freed", n, [block for block in freed_blocks if block not in findable])
-        given_up += _entry("kept", n, findable)
-    return given_up + gained
+        released.update(blocks)
+        findable = [block for block in blocks if block in before.hashes or block in after.hashes]
+        log += _entry("freed", n, [block for block in blocks if block not in findable])
+        log += _entry("kept", n, findable)
+    return log
 
 
 def _changes(

@@ -209,19 +209,22 @@ def _restore_groups(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct]) -> 
 
     leaves, structure = _leaves(folder)
     stored = {name_of(keys): np.dtype(getattr(leaf, "dtype", None)) for keys, leaf in leaves}
-    sizes = {}
-    args = {}
-    for name, x in specs.items():
-        sizes[name] = prod(x.shape) * max(x.dtype.itemsize, stored[name].itemsize)
-        args[name] = ocp.ArrayRestoreArgs(
+    sizes = {
+        name: prod(x.shape) * max(x.dtype.itemsize, stored[name].itemsize)
+        for name, x in specs.items()
+    }
+    args = {
+        name: ocp.ArrayRestoreArgs(
             restore_type=jax.Array, dtype=x.dtype, sharding=x.sharding, global_shape=x.shape
         )
+        for name, x in specs.items()
+    }
     names = [name_of(keys) for keys, _ in leaves]
     arrays = {}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
         for group in _groups(sizes):
-            items = [specs[n] if n in group else ocp.PLACEHOLDER for n in names]
-            item_args = [args[n] if n in group else ocp.RestoreArgs() for n in names]
+            items = [specs[name] if name in group else ocp.PLACEHOLDER for name in names]
+            item_args = [args[name] if name in group else ocp.RestoreArgs() for name in names]
             tree = orbax.restore(
                 folder,
                 args=ocp.args.PyTreeRestore(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FALLBACK = "h100"  # the first Hopper: tiles that fit it fit its successors
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
@@ -40,12 +40,18 @@ class Tiles(NamedTuple):
 
     @classmethod
     def read(cls, name: str) -> Tiles:
-        fields = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
-        fields.pop("note", None)
+        fields = _fields(name)
         fields["decode_tile"] = tuple(
             (int(size), tile) for size, tile in fields["decode_tile"].items()
         )
         return cls(**fields)
+
+
+def _fields(name: str) -> dict[str, Any]:
+    """Reads the fields of a device's file, without its note for people."""
+    fields = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
+    fields.pop("note", None)
+    return fields
 
 
 class TpuTiles(NamedTuple):
@@ -92,7 +98,6 @@ class TpuTiles(NamedTuple):
 
     @classmethod
     def read(cls, name: str) -> TpuTiles:
-        fields = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
-        fields.pop("note", None)
+        fields = _fields(name)
         fields["device_kinds"] = tuple(fields["device_kinds"])
         return cls(**fields)

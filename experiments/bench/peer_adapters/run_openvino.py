@@ -25,8 +25,7 @@ def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
     if options or dtype not in ("float32", "bfloat16"):
         raise ValueError(
             f"options {options or dtype}; there are dtype (float32, bfloat16), max_num_seqs, "
-            "cache_gb and "
-            "max_num_batched_tokens"
+            "cache_gb and max_num_batched_tokens"
         )
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = cache

@@ -3,12 +3,20 @@ al. 2023)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from experiments.analysis import figures
 from experiments.studies import lengths
-from experiments.studies.findings import Claim, Findings, interval, markdown, results_of
+from experiments.studies.findings import (
+    Claim,
+    Findings,
+    Interval,
+    interval,
+    markdown,
+    results_of,
+)
 from pagedjax.host import reservation
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import StepResult
@@ -64,6 +72,48 @@ def together(results: Sequence[StepResult]) -> float:
     return sum(sizes) / len(sizes)
 
 
+def claims_of(data: str, kind: str, parts: Mapping[str, Interval], places: Interval) -> list[Claim]:
+    """The claims of one kind of reservation: per cent of the cache, and requests together."""
+    claims = []
+    if data == "ShareGPT":
+        claims = [
+            Claim(
+                PAPER,
+                f"{NAMES[kind]}: {part}",
+                published,
+                parts[part],
+                1.25,
+                "%",
+                lengths.MEANS_ALONE,
+            )
+            for part, published in zip(PARTS, SHARES[kind], strict=True)
+            if published
+        ]
+    why = RATE if kind == "none" else lengths.MEANS_ALONE
+    quantity = f"{data}, {NAMES[kind]}: requests together"
+    published = BATCHED[data][kind]
+    return [
+        *claims,
+        Claim("PagedAttention, Fig. 13", quantity, published, places, 1.25, "", why),
+    ]
+
+
+def answer(shares_by_name: Mapping[str, Mapping[str, float]]) -> list[str]:
+    paged = shares_by_name["paged"]["tokens"]
+    longest = shares_by_name["Orca (Max)"]["tokens"]
+    return [
+        f"Of the cache {paged:.0f} % holds tokens when it is paged and {longest:.0f} % when each "
+        "request reserves its longest possible length.",
+        "Reservations lose three kinds of slots: those that a request fills later, those that it "
+        "never fills, and free pieces into which no power of two fits.",
+    ]
+
+
+def table(rows: Sequence[tuple[Any, ...]]) -> str:
+    head = ("lengths like", "cache", *(f"{part}, %" for part in PARTS), "requests together")
+    return markdown(head, rows)
+
+
 def run(folder: Path, quick: bool) -> Findings:
     claims = []
     bars = {}
@@ -78,42 +128,11 @@ def run(folder: Path, quick: bool) -> Findings:
             repeats=2 if quick else None,
         ):
             kind = point.experiment.engine.reservation
-            shares_of_repeats = [shares(results, limits) for limits, results in runs]
+            of_repeats = [shares(results, limits) for limits, results in runs]
+            parts = {part: interval([repeat[part] for repeat in of_repeats]) for part in PARTS}
             places = interval([together(results) for _, results in runs])
-            bars[data][NAMES[kind]] = {
-                part: interval([repeat_shares[part] for repeat_shares in shares_of_repeats]).middle
-                for part in PARTS
-            }
+            claims += claims_of(data, kind, parts, places)
+            bars[data][NAMES[kind]] = {part: share.middle for part, share in parts.items()}
             rows.append((data, NAMES[kind], *bars[data][NAMES[kind]].values(), places.middle))
-            if data == "ShareGPT":
-                for part, published in zip(PARTS, SHARES[kind], strict=True):
-                    if published:
-                        share = interval(
-                            [repeat_shares[part] for repeat_shares in shares_of_repeats]
-                        )
-                        quantity = f"{NAMES[kind]}: {part}"
-                        claims.append(
-                            Claim(PAPER, quantity, published, share, 1.25, "%", lengths.MEANS_ALONE)
-                        )
-            published = BATCHED[data][kind]
-            why = RATE if kind == "none" else lengths.MEANS_ALONE
-            quantity = f"{data}, {NAMES[kind]}: requests together"
-            claims.append(
-                Claim("PagedAttention, Fig. 13", quantity, published, places, 1.25, "", why)
-            )
-    paged = bars["ShareGPT"]["paged"]["tokens"]
-    longest = bars["ShareGPT"]["Orca (Max)"]["tokens"]
-    answer = [
-        f"Of the cache {paged:.0f} % holds tokens when it is paged and {longest:.0f} % when each "
-        "request reserves its "
-        "longest possible length.",
-        "Reservations lose three kinds of slots: those that a request fills later, those that it "
-        "never fills, and free "
-        "pieces into which no power of two fits.",
-    ]
-    table = markdown(
-        ("lengths like", "cache", *(f"{part}, %" for part in PARTS), "requests together"), rows
-    )
-    return Findings(
-        claims, answer, {"memory.svg": figures.stacks(bars, "% of the cache's slots")}, [table]
-    )
+    figure = figures.stacks(bars, "% of the cache's slots")
+    return Findings(claims, answer(bars["ShareGPT"]), {"memory.svg": figure}, [table(rows)])

@@ -24,9 +24,8 @@ WHOLE, STATIC, ORCA, PAGED = NAMES = (
 )
 PAPER = "Orca, Fig. 10"
 WHY = (
-    "it compares two engines, FasterTransformer and Orca, on pipelines of GPUs that static "
-    "batches leave idle; here "
-    "only the batching differs"
+    "it compares two engines, FasterTransformer and Orca, on pipelines of GPUs that static batches "
+    "leave idle; here only the batching differs"
 )
 
 
@@ -44,12 +43,10 @@ def run(folder: Path, quick: bool) -> Findings:
     lines = load.lines(curves, rates) | {"target": [(rates[0], target), (rates[-1], target)]}
     answer = [
         f"At twice the latency of a single request ({1e3 * target:.0f} ms a token), batching by "
-        "iterations "
-        f"serves {load.multiple(gain)} the rate of static batches with the same reservations, and "
-        f"{load.multiple(paged_gain)} with paging and chunks.",
+        f"iterations serves {load.multiple(gain)} the rate of static batches with the same "
+        f"reservations, and {load.multiple(paged_gain)} with paging and chunks.",
         "If each member of a static batch were answered at its end, without further cost, "
-        "iterations would serve "
-        f"{load.multiple(single)} their rate.",
+        f"iterations would serve {load.multiple(single)} their rate.",
         f"The published factor is 36.9: {WHY}.",
     ]
     labels = "requests a second", "seconds a token, median"

@@ -153,11 +153,23 @@ def run(folder: Path, quick: bool) -> Findings:
         "steps.svg": steps_figure(steps, grid, roof),
         "roofline.svg": roofline_figure(steps, shape, chip),
     }
-    columns = list(next(iter(alone.values())))
-    head = ("batch", "context", *(f"{name}, ms" for name in columns))
-    tables = [
-        markdown(head, [(*cell, *map(milliseconds, by.values())) for cell, by in alone.items()])
-    ]
+    tables = [attention_table(alone), steps_table(steps, roof)]
+    return Findings(claims, answers(steps, grid, shape, chip, kernels), plots, tables)
+
+
+def attention_table(alone: Times) -> str:
+    head = ("batch", "context", *(f"{name}, ms" for name in next(iter(alone.values()))))
+    return markdown(head, [(*cell, *map(milliseconds, by.values())) for cell, by in alone.items()])
+
+
+def steps_table(steps: Times, roof: Roofline) -> str:
+    head = (
+        "batch",
+        "context",
+        "whole step, no cache, ms",
+        "with the paged cache, ms",
+        "its roofline, ms",
+    )
     rows = [
         (
             *cell,
@@ -167,15 +179,7 @@ def run(folder: Path, quick: bool) -> Findings:
         )
         for cell, by in steps.items()
     ]
-    head = (
-        "batch",
-        "context",
-        "whole step, no cache, ms",
-        "with the paged cache, ms",
-        "its roofline, ms",
-    )
-    tables.append(markdown(head, rows))
-    return Findings(claims, answers(steps, grid, shape, chip, kernels), plots, tables)
+    return markdown(head, rows)
 
 
 def kernel_claims(
@@ -228,8 +232,7 @@ def packing_claim(shares: Sequence[float], steps: Times, grid: Grid) -> Claim:
     )
     why = (
         f"the published share is of a step on an A100, and this one takes {1e3 * seconds:.0f} ms; "
-        "a row of a table is "
-        "made when it grows, not in each step"
+        "a row of a table is made when it grows, not in each step"
     )
     return Claim("vAttention, block tables", quantity, (10.0, 30.0), span(shares), 1.1, "%", why)
 
@@ -245,8 +248,7 @@ def answers(
     demands = [demand(shape, work(*last)) for work in (again, decode)]
     rate = demands[0].operations / without / chip.rate
     bandwidth = demands[1].bytes / cached / chip.bandwidth
-    xl = SHAPES["gpt2-xl"]
-    a100 = CHIPS["a100-80g"]
+    first = crossing(SHAPES["gpt2-xl"], CHIPS["a100-80g"])
     ratios = [
         f"{claim.ours.middle:.2f} times {claim.what.split('over ')[1].split(':')[0]}"
         for claim in kernels
@@ -257,21 +259,16 @@ def answers(
 
     return [
         f"A token that sees {context:,} takes {1e3 * without:,.0f} ms without a cache and "
-        f"{1e3 * cached:,.0f} ms with "
-        f"one, batch of {batch}.",
+        f"{1e3 * cached:,.0f} ms with one, batch of {batch}.",
         f"Without it a step asks for {demands[0].intensity:,.0f} operations a byte, which is bound "
-        f"by {binds(demands[0])}, "
-        f"with it for {demands[1].intensity:.2g}, which is bound by {binds(demands[1])}: this "
-        "device "
-        f"can do {ridge:.0f} "
-        f"({chip.bandwidth / 1e9:,.1f} GB/s, {chip.rate / 1e9:,.0f} Gop/s). The one reaches "
-        f"{100 * rate:.0f} % of the "
-        f"rate of plain products, the other reads at {100 * bandwidth:.0f} % of the bandwidth of "
-        "reading weights.",
+        f"by {binds(demands[0])}, with it for {demands[1].intensity:.2g}, which is bound by "
+        f"{binds(demands[1])}: this device can do {ridge:.0f} ({chip.bandwidth / 1e9:,.1f} GB/s, "
+        f"{chip.rate / 1e9:,.0f} Gop/s). The one reaches {100 * rate:.0f} % of the rate of plain "
+        f"products, the other reads at {100 * bandwidth:.0f} % of the bandwidth of reading "
+        "weights.",
         f"Attention alone over blocks of {SIZES[0]} takes {' and '.join(ratios)}.",
-        f"gpt2-xl on an A100 is bound by arithmetic without a cache from {crossing(xl, a100)} "
-        "tokens on; below "
-        "that, by reading the weights.",
+        f"gpt2-xl on an A100 is bound by arithmetic without a cache from {first} "
+        "tokens on; below that, by reading the weights.",
     ]
 
 

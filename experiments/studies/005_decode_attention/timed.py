@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import lower_bounds
-from experiments.bench.harness import in_turn
+from experiments.bench.harness import in_turn, timed
 from experiments.simulation.cost import Chip
 from pagedjax.device import attention, cache
 from pagedjax.device.batch import blank_sampling, joined
@@ -34,7 +34,7 @@ from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import Plan, Request
-from pagedjax.options.config import EngineConfig
+from pagedjax.options.config import EngineConfig, Resolved
 from pagedjax.options.params import SamplingParams
 from pallas_kernels.paged_attention import IMPLS
 
@@ -76,28 +76,21 @@ class Device:
     """The rates of this device, measured in turn with the steps, because machines drift."""
 
     def __init__(self, model: Model) -> None:
-        weights = lower_bounds.weights_of(model)
-        self._read = lower_bounds.read_weights(model)
-        self._multiply = lower_bounds.weight_products(model, WIDE)
-        self._bytes = sum(w.nbytes for w, _ in weights)
-        self._numbers = sum(m.outputs * m.inputs for _, m in weights)
-        self._seconds: list[tuple[float, float]] = []
+        self._probes = lower_bounds.probes(model, WIDE).values()
+        self._seconds: list[list[float]] = []
 
     def measure(self) -> None:
-        start = time.perf_counter()
-        self._read()
-        read = time.perf_counter()
-        self._multiply()
-        self._seconds.append((read - start, time.perf_counter() - read))
+        self._seconds.append([timed(probe.run) for probe in self._probes])
 
     def chip(self) -> Chip:
         """The bytes/s of reading all weights once, and the operations/s of products with them.
 
         They are the best ones since the last call, because a roofline is an upper bound.
         """
-        read, products = (min(column) for column in zip(*self._seconds, strict=True))
+        columns = zip(self._probes, zip(*self._seconds, strict=True), strict=True)
+        bandwidth, rate = (probe.amount / min(seconds) for probe, seconds in columns)
         self._seconds.clear()
-        return Chip(self._bytes / read, 2 * WIDE * self._numbers / products, 0.0, launch=0.0)
+        return Chip(bandwidth, rate, 0.0, launch=0.0)
 
 
 # --- attention alone ------------------------------------------------------------------------------
@@ -289,6 +282,36 @@ def sources(batch: int, length: int) -> dict[str, SequenceData]:
     }
 
 
+def planned_cell(cell: Cell, *, cached: bool) -> tuple[Plan, dict[str, SequenceData]]:
+    """The plan of a step, and the sequences that it computes."""
+    batch, context = cell
+    plan = planned(batch, context - cached, SIZES[0], prefilled=cached)
+    return plan, sources(batch, context)
+
+
+def step_config(model: Model, grid: Grid) -> Resolved:
+    """An engine with room for every cell."""
+    tokens = {*grid.batches, *(b * c for b, c in grid.cells if grid.computes((b, c)))}
+    longest = max(grid.contexts)
+    seqs = max(grid.batches)
+    return resolve(
+        EngineConfig(
+            block_size=SIZES[0],
+            max_num_batched_tokens=max(tokens),
+            max_num_seqs=seqs,
+            max_model_len=longest + 2,
+            num_blocks=seqs * -(-(longest + 2) // SIZES[0]),
+            token_buckets=tuple(sorted(tokens)),
+        ),
+        model,
+    )
+
+
+def empty_cache(model: Model, config: Resolved) -> cache.KVCache:
+    block = block_shape(SIZES[0], model, config.kv_cache_dtype, config.attention_impl)
+    return cache.init(blocks=config.num_blocks, **block)
+
+
 def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[float]]:
     """Seconds of the engine's steps by cell, and the time of packing a batch as shares (%) of a
     decode step.
@@ -296,40 +319,23 @@ def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[fl
     The shares are of the largest cell, one for each repeat. `pack` makes block tables and all other
     inputs of a step.
     """
-    tokens = {batch for batch in grid.batches} | {
-        b * c for b, c in grid.cells if grid.computes((b, c))
-    }
-    longest = max(grid.contexts)
-    seqs = max(grid.batches)
-    size = SIZES[0]
-    config = resolve(
-        EngineConfig(
-            block_size=size,
-            max_num_batched_tokens=max(tokens),
-            max_num_seqs=seqs,
-            max_model_len=longest + 2,
-            num_blocks=seqs * -(-(longest + 2) // size),
-            token_buckets=tuple(sorted(tokens)),
-        ),
-        model,
-    )
+    config = step_config(model, grid)
     fixed = shapes(config, model)
-    attend = attention.attend(config.attention_impl, model.config.attn_scale)
-    step = make_step(model, attend, config.seed, device_tile())
+    step = make_step(
+        model,
+        attention.attend(config.attention_impl, model.config.attn_scale),
+        config.seed,
+        device_tile(),
+    )
     blanks = {r: jax.device_put(blank_sampling(r)) for r in map(fixed.rows, fixed.tokens)}
-    block = block_shape(size, model, config.kv_cache_dtype, config.attention_impl)
-    pages = cache.init(blocks=config.num_blocks, **block)
+    pages = empty_cache(model, config)
 
-    def packed(cell: Cell, *, cached: bool) -> tuple[Callable[[], Any], Any]:
-        batch, context = cell
-        plan = planned(batch, context - cached, size, prefilled=cached)
-        make = partial(pack, plan, sources(batch, context), fixed, blanks)
-        return make, make()
+    def packed(cell: Cell, name: str) -> tuple[Cell, str, Callable[[], Any], Any]:
+        make = partial(pack, *planned_cell(cell, cached=name == CACHED), fixed, blanks)
+        return cell, name, make, make()
 
-    ways = [(cell, CACHED, *packed(cell, cached=True)) for cell in grid.cells]
-    ways += [
-        (cell, AGAIN, *packed(cell, cached=False)) for cell in grid.cells if grid.computes(cell)
-    ]
+    ways = [packed(cell, CACHED) for cell in grid.cells]
+    ways += [packed(cell, AGAIN) for cell in grid.cells if grid.computes(cell)]
     times: dict[Cell, dict[str, list[float]]] = {cell: {} for cell in grid.cells}
     shares = []
     for repeat in range(-1, grid.repeats):  # the first time compiles and is not counted
@@ -341,10 +347,9 @@ def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[fl
             pages, output = step(model.leaves, pages, joined(batch))
             jax.block_until_ready(output)
             seconds = time.perf_counter() - start
-            if repeat >= 0:
-                times[cell].setdefault(name, []).append(seconds)
-            if repeat >= 0 and cell == grid.cells[-1] and name == CACHED:
-                start = time.perf_counter()
-                make()
-                shares.append(100 * (time.perf_counter() - start) / seconds)
+            if repeat < 0:
+                continue
+            times[cell].setdefault(name, []).append(seconds)
+            if cell == grid.cells[-1] and name == CACHED:
+                shares.append(100 * timed(make) / seconds)
     return times, shares

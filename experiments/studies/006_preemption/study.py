@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from experiments.analysis import figures
@@ -34,30 +35,29 @@ def alone(size: int) -> tuple[float, float, float]:
     return 1e3 * seconds, 2e3 * one_by_one.move(blocks), 2e3 * at_once.move(blocks)
 
 
-def run(folder: Path, quick: bool) -> Findings:
-    cost = {size: alone(size) for size in SIZES}
-    lines = {way: [(size, cost[size][i]) for size in SIZES] for i, way in enumerate(WAYS)}
-    small = cost[1][1] / cost[1][0]
-    middle = [cost[size][1] / cost[size][0] for size in (16, 32, 64)]
-    claims = [
-        # the paper has curves; we read "much more" as at least three times, and "comparable" as
-        # within 1.5 times
+def alone_claims(cost: Mapping[int, Sequence[float]]) -> list[Claim]:
+    """One sequence: its blocks moved one by one, over computing it again. cost: `alone`, by size."""
+    # the paper has curves; we read "much more" as at least three times, and "comparable" as
+    # within 1.5 times
+    ranges = {1: ("much more", (3, 1e3), 1.0)}
+    ranges |= dict.fromkeys((16, 32, 64), ("comparable", (0.67, 1.5), 1.1))
+    return [
         Claim(
             PAPER,
-            "swapping over recomputing, blocks of 1: much more",
-            (3, 1e3),
-            exactly(small),
-            1.0,
+            f"swapping over recomputing, blocks of {size}: {words}",
+            published,
+            exactly(cost[size][1] / cost[size][0]),
+            factor,
             "x",
             COPIES,
-        ),
+        )
+        for size, (words, published, factor) in ranges.items()
     ]
-    for size, ratio in zip((16, 32, 64), middle, strict=True):
-        quantity = f"swapping over recomputing, blocks of {size}: comparable"
-        claims.append(Claim(PAPER, quantity, (0.67, 1.5), exactly(ratio), 1.1, "x", COPIES))
 
+
+def measure(folder: Path, quick: bool) -> list[tuple[int, str, float, float]]:
+    """Whole runs: (block size, way, preemptions, output tokens/s)."""
     rows = []
-    rates = {}
     points = simulated(
         folder / "config.yaml",
         f"workload.count={80 if quick else 300}",
@@ -69,17 +69,23 @@ def run(folder: Path, quick: bool) -> Findings:
         simulate = point.experiment.simulate
         assert simulate is not None
         way = WAYS[0] if engine.preemption == "recompute" else WAYS[1 + simulate.batched_moves]
+        preemptions = over(summaries, "preemptions").middle
         rate = over(summaries, "output_tokens_per_s").middle
-        rates.setdefault(way, {})[engine.block_size] = rate
-        rows.append((engine.block_size, way, over(summaries, "preemptions").middle, rate))
-    smallest = min(rates[WAYS[0]])
-    recomputed, one_by_one, at_once = (rates[way][smallest] for way in WAYS)
+        rows.append((engine.block_size, way, preemptions, rate))
+    return rows
+
+
+def run(folder: Path, quick: bool) -> Findings:
+    cost = {size: alone(size) for size in SIZES}
+    lines = {way: [(size, cost[size][i]) for size in SIZES] for i, way in enumerate(WAYS)}
+    rows = measure(folder, quick)
+    smallest = min(size for size, way, *_ in rows if way == WAYS[0])
+    rates = {way: rate for size, way, _, rate in rows if size == smallest}
+    recomputed, one_by_one, at_once = (rates[way] for way in WAYS)
     answer = [
         f"Alone, a sequence of {TOKENS:,} tokens takes {cost[16][0]:.0f} ms to compute again, "
-        "whatever the block size; "
-        f"moved out and back block by block {cost[1][1]:.0f} ms with blocks of 1 and "
-        f"{cost[16][1]:.0f} with blocks of "
-        f"16, in one copy {cost[16][2]:.0f}.",
+        f"whatever the block size; moved out and back block by block {cost[1][1]:.0f} ms with "
+        f"blocks of 1 and {cost[16][1]:.0f} with blocks of 16, in one copy {cost[16][2]:.0f}.",
         f"In a whole run with blocks of {smallest}, block by block makes "
         f"{one_by_one / recomputed:.2f} times the output of "
         f"recomputing, and one copy {at_once / recomputed:.2f} times.",
@@ -88,4 +94,4 @@ def run(folder: Path, quick: bool) -> Findings:
         {f"{TOKENS:,} tokens, OPT-13B, A100": lines}, "tokens a block", "ms", log_x=2, log_y=10
     )
     head = ("block", "preempted requests are", "preemptions", "output tokens/s")
-    return Findings(claims, answer, {"cost.svg": figure}, [markdown(head, rows)])
+    return Findings(alone_claims(cost), answer, {"cost.svg": figure}, [markdown(head, rows)])

@@ -63,10 +63,8 @@ def run(folder: Path, quick: bool) -> Findings:
     }
     answer = [
         f"Behind a prefix of 341 tokens, sharing makes {claims[-1].ours.middle:.1f} times the "
-        "throughput of "
-        f"reservations that know every length; paging alone makes {paged[341]:.1f}. The prefix is "
-        "computed once "
-        "and stored once.",
+        f"throughput of reservations that know every length; paging alone makes {paged[341]:.1f}. "
+        "The prefix is computed once and stored once.",
     ]
     head = ("prefix", "engine", "requests/s", "tokens found, %", "sequences a step")
     figure = figures.curves(

@@ -30,8 +30,7 @@ BLOCK = 16
 FACTOR = 1.25
 MEANS = (
     "ours are exponential lengths with the data set's means, and means do not determine the "
-    "prompt's share of a "
-    "sequence"
+    "prompt's share of a sequence"
 )
 BEAMS = (
     "the model decides where beams diverge; ours is SmolLM2-135M on English prose, not "
@@ -93,50 +92,47 @@ def beams(widths: Sequence[int], draws: int, requests: int) -> dict[int, list[fl
     return saved
 
 
-def run(folder: Path, quick: bool) -> Findings:
-    sampled = pairs(200 if quick else 800)
-    claims = [claim for pair in sampled if (claim := sampling_claim(*pair)) is not None]
-    searched = beams((4,), 2, 3) if quick else beams(tuple(ALPACA.beams), 3, 8)
-    for width, shares in searched.items():
-        published = ALPACA.beams[width]
-        assert published is not None, "all values of Alpaca are printed"
-        quantity = f"Alpaca, beams of {width}: blocks saved"
-        claims.append(Claim(PAPER, quantity, published, interval(shares), FACTOR, "%", BEAMS))
+def beam_claim(width: int, shares: Sequence[float]) -> Claim:
+    published = ALPACA.beams[width]
+    assert published is not None, "all values of Alpaca are printed"
+    quantity = f"Alpaca, beams of {width}: blocks saved"
+    return Claim(PAPER, quantity, published, interval(shares), FACTOR, "%", BEAMS)
 
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    sentences = []
-    for data in (ALPACA, SHAREGPT):
-        rows = [pair for pair in sampled if pair[0].dataset == data.name]
-        one_length = {row.n: row.saved for _, row in rows}
-        title = TITLES[data.name]
-        panels[f"{title}, parallel sampling"] = {
-            "branches of one length": list(one_length.items()),
-            "lengths of their own": [(own_row.n, own_row.saved) for own_row, _ in rows],
-            "published": [(n, share) for n, share in data.paper.items() if share is not None],
-        }
-        sentences.append(
-            f"{constant(one_length):.0f} % with {title}'s lengths "
-            f"(published values give {constant(data.paper):.0f})"
-        )
-    panels["Alpaca, beam search"] = {
-        "beams of a real model": [
-            (width, statistics.fmean(shares)) for width, shares in searched.items()
-        ],
-        "published": [(width, share) for width, share in ALPACA.beams.items() if share is not None],
+
+Curves = dict[str, list[tuple[float, float]]]
+
+
+def sampling_curves(data: sharing.Dataset, rows: Sequence[Pair]) -> Curves:
+    """Per cent saved by branches."""
+    return {
+        "branches of one length": [(row.n, row.saved) for _, row in rows],
+        "lengths of their own": [(row.n, row.saved) for row, _ in rows],
+        "published": points_of(data.paper),
     }
+
+
+def points_of(shares: Mapping[int, float | None]) -> list[tuple[float, float]]:
+    """(branches, per cent) of the values that the paper prints."""
+    return [(n, share) for n, share in shares.items() if share is not None]
+
+
+def answer(sentences: Sequence[str], searched: Mapping[int, Sequence[float]]) -> list[str]:
     low = min(searched)
     high = max(searched)
     beam_text = f"{low} beams save {statistics.fmean(searched[low]):.0f} %"
     if high > low:
         beam_text += f" and {high} beams {statistics.fmean(searched[high]):.0f} %"
-    answer = [
+    return [
         "n samples of one length save (n - 1) / n of what they have in common, "
         f"{' and '.join(sentences)}; samples "
         "that end one by one save less, because the last runs alone.",
         f"Beams continue from each other in every step and share more: {beam_text} of the blocks "
         "with Alpaca's lengths.",
     ]
-    table = markdown(
+
+
+def table(sampled: Sequence[Pair]) -> str:
+    return markdown(
         (
             "lengths like",
             "n",
@@ -159,7 +155,32 @@ def run(folder: Path, quick: bool) -> Findings:
             for own_row, same_row in sampled
         ],
     )
+
+
+def run(folder: Path, quick: bool) -> Findings:
+    sampled = pairs(200 if quick else 800)
+    claims = [claim for pair in sampled if (claim := sampling_claim(*pair)) is not None]
+    searched = beams((4,), 2, 3) if quick else beams(tuple(ALPACA.beams), 3, 8)
+    claims += [beam_claim(width, shares) for width, shares in searched.items()]
+
+    panels: dict[str, Curves] = {}
+    sentences = []
+    for data in (ALPACA, SHAREGPT):
+        rows = [pair for pair in sampled if pair[0].dataset == data.name]
+        title = TITLES[data.name]
+        panels[f"{title}, parallel sampling"] = sampling_curves(data, rows)
+        one_length = {row.n: row.saved for _, row in rows}
+        sentences.append(
+            f"{constant(one_length):.0f} % with {title}'s lengths "
+            f"(published values give {constant(data.paper):.0f})"
+        )
+    panels["Alpaca, beam search"] = {
+        "beams of a real model": [
+            (width, statistics.fmean(shares)) for width, shares in searched.items()
+        ],
+        "published": points_of(ALPACA.beams),
+    }
     figure = figures.curves(
         panels, "branches", "% of blocks saved", lowest=0, dashed=("published",)
     )
-    return Findings(claims, answer, {"saved.svg": figure}, [table])
+    return Findings(claims, answer(sentences, searched), {"saved.svg": figure}, [table(sampled)])

@@ -70,11 +70,9 @@ def gained(runs: Mapping[tuple[str, float], Sequence[Summary]]) -> list[str]:
         policy: over(runs[policy, rate], "ttft_s.p99").middle for policy in ("fcfs", "shortest")
     }
     first = (
-        f"The shorter prompt first keeps up to {best.middle:.2f} times as many requests within 2 "
-        "s and 60 ms as first "
-        f"come, first served ({best.low:.2f} to {best.high:.2f}, at {rate:g} requests a second); "
-        "its 99th "
-        f"percentile of the first token is {worst['shortest']:.1f} s instead of "
-        f"{worst['fcfs']:.1f}."
+        f"The shorter prompt first keeps up to {best.middle:.2f} times as many requests within 2 s "
+        f"and 60 ms as first come, first served ({best.low:.2f} to {best.high:.2f}, at {rate:g} "
+        f"requests a second); its 99th percentile of the first token is {worst['shortest']:.1f} s "
+        f"instead of {worst['fcfs']:.1f}."
     )
     return [first, *none_kept]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -124,15 +125,12 @@ def rooflines(model: Model, name: str) -> Callable[[], Roofline]:
     The roofline has the bytes/s of reading all weights once, and the operations/s of products with
     them.
     """
-    weights = lower_bounds.weights_of(model)
-    read = lower_bounds.read_weights(model)
-    multiply = lower_bounds.weight_products(model, PRODUCT_ROWS)
+    probes = lower_bounds.probes(model, PRODUCT_ROWS).values()
     number = jnp.dtype(model.dtype).itemsize
     shape = cost.shape_of(open_checkpoint(name).config, number, number)
 
     def measure_roofline() -> Roofline:
-        bandwidth = sum(w.nbytes for w, _ in weights) / seconds(read)
-        rate = 2 * PRODUCT_ROWS * sum(m.outputs * m.inputs for _, m in weights) / seconds(multiply)
+        bandwidth, rate = (probe.amount / seconds(probe.run) for probe in probes)
         return Roofline(shape, Chip(bandwidth, rate, 0.0, launch=0.0))
 
     return measure_roofline
@@ -177,20 +175,43 @@ def compare(
         for repeat in range(repeats):
             folder = Path(place) / str(repeat)
             folder.mkdir()
-            llm = engines.get(first.experiment)
-            step_time = roofline()
-            for name, of_run in runs.items():
-                point = point_of(file, *of_run)
-                result = run_point(engines, point, repeat)
-                results[name].measured.append(result.summary)
-                if name == FIT:
-                    steps = run_files(Run(point, repeat, 0), llm, result)[cost.STEPS]
-                    (folder / cost.STEPS).write_text(steps, encoding="utf-8")
-                    fit_errors.append(100 * cost.fit(cost.read_steps(steps)).error)
-                results[name].fitted.append(predict(file, of_run, folder, repeat))
-                results[name].roofline.append(predict(file, of_run, folder, repeat, step_time))
+            fit_errors.append(compare_once(engines, file, runs, repeat, folder, roofline, results))
             keep(results, statistics.median(fit_errors))
     return results, statistics.median(fit_errors)
+
+
+def compare_once(
+    engines: Engines,
+    file: Path,
+    runs: Mapping[str, Sequence[str]],
+    repeat: int,
+    folder: Path,
+    roofline: Callable[[], Roofline],
+    results: Mapping[str, Compared],
+) -> float:
+    """Measure and predict one repeat of every run, and append the summaries to `results`.
+
+    Returns the difference in per cent between the steps of the fitted run, which is the first one,
+    and the fit.
+
+    Args:
+        runs: the overrides of each, by name.
+        folder: for the steps of the fitted run.
+    """
+    llm = engines.get(point_of(file, *runs[FIT]).experiment)
+    step_time = roofline()
+    fit_error = math.nan
+    for name, overrides in runs.items():
+        point = point_of(file, *overrides)
+        result = run_point(engines, point, repeat)
+        if name == FIT:
+            steps = run_files(Run(point, repeat, 0), llm, result)[cost.STEPS]
+            (folder / cost.STEPS).write_text(steps, encoding="utf-8")
+            fit_error = 100 * cost.fit(cost.read_steps(steps)).error
+        results[name].measured.append(result.summary)
+        results[name].fitted.append(predict(file, overrides, folder, repeat))
+        results[name].roofline.append(predict(file, overrides, folder, repeat, step_time))
+    return fit_error
 
 
 def errors(guesses: Sequence[Summary], truth: Sequence[Summary], path: str) -> list[float]:
@@ -285,13 +306,11 @@ def run(folder: Path, quick: bool) -> Findings:
     gap = rows[3]
     answer = [
         f"Fitted to the steps of one run, a simulation is off by {rate[1]:.1f} % in output "
-        "tokens/s and by "
-        f"{gap[1]:.1f} % in the 99th percentile between tokens, over {len(results) - 1} other "
-        "runs; the same run again "
-        f"is off by {rate[4]:.1f} and {gap[4]:.1f} %.",
-        "A roofline that knows only the device's bandwidth and arithmetic is off by "
-        f"{rate[3]:.0f} and {gap[3]:.0f} %: "
-        "it is a bound, which does not include the losses of a step.",
+        f"tokens/s and by {gap[1]:.1f} % in the 99th percentile between tokens, over "
+        f"{len(results) - 1} other runs; the same run again is off by {rate[4]:.1f} and "
+        f"{gap[4]:.1f} %.",
+        f"A roofline that knows only the device's bandwidth and arithmetic is off by {rate[3]:.0f} "
+        f"and {gap[3]:.0f} %: it is a bound, which does not include the losses of a step.",
     ]
     return Findings(claims, answer, {"predicted.svg": figure(results)}, tables)
 

@@ -30,8 +30,7 @@ PUBLISHED = {
 }
 STEPS = (
     "Where it serves less, the cause is the steps and not the cache: the paged engine computes "
-    "prompts in separate "
-    "steps, as the paper's did, and decodes wait for them."
+    "prompts in separate steps, as the paper's did, and decodes wait for them."
 )
 
 Gains = Mapping[float, Mapping[str, Interval | None]]  # of paged over each other engine, by latency
@@ -115,11 +114,9 @@ def sentence(data: str, gains: Gains) -> str:
     by = gains[TARGET]
     text = (
         f"With {data}'s lengths a paged cache serves {load.multiple(by[ORACLE])} the rate of "
-        "reservations that know "
-        f"every length ({elsewhere(gains, ORACLE)}), {load.multiple(by[POW2])} that of "
-        "reservations for the next power "
-        f"of two and {load.multiple(by[MAX])} that of reservations for the longest possible "
-        "length, at "
+        f"reservations that know every length ({elsewhere(gains, ORACLE)}), "
+        f"{load.multiple(by[POW2])} that of reservations for the next power of two and "
+        f"{load.multiple(by[MAX])} that of reservations for the longest possible length, at "
         f"{1e3 * TARGET:.0f} ms a token."
     )
     any_loss = any(

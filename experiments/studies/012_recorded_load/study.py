@@ -112,13 +112,11 @@ def sentence(name: str, runs: dict[tuple[str, float], list[Summary]]) -> str:
         for policy in POLICIES
     }
     return (
-        f"On {name}, the shorter prompt first gains most at {rate:.2g} times the recorded load: "
-        "it keeps "
-        f"{shares['shortest']:.0f} % of the requests within 2 s and 60 ms, first come, first "
-        f"served {shares['fcfs']:.0f} % "
-        f"({best.low:.2f} to {best.high:.2f} times as many, by window); the 99th percentile of "
-        "the first "
-        f"token is {last['shortest']:.1f} s instead of {last['fcfs']:.1f}."
+        f"On {name}, the shorter prompt first gains most at {rate:.2g} times the recorded load: it "
+        f"keeps {shares['shortest']:.0f} % of the requests within 2 s and 60 ms, first come, first "
+        f"served {shares['fcfs']:.0f} % ({best.low:.2f} to {best.high:.2f} times as many, by "
+        f"window); the 99th percentile of the first token is {last['shortest']:.1f} s instead of "
+        f"{last['fcfs']:.1f}."
     )
 
 

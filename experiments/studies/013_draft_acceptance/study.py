@@ -180,15 +180,12 @@ def answer(runs: Mapping[Setting, Run]) -> list[str]:
     worst = max(abs(run.faster.middle / factor(setting) - 1) for setting, run in runs.items())
     return [
         "With 5 drafts that are accepted with probability 0.8, the scheduler gives "
-        f"{rounded(cheap)} tokens a step; if "
-        f"a draft token costs a tenth of a step, it is {rounded(costly)} times as fast. With "
-        f"{COSTLY[-1].text} drafts "
-        f"do not pay: {rounded(slow)} times as fast. Over {len(runs)} settings, the largest "
-        "difference from the "
-        f"paper's formulas is {100 * worst:.2f} %.",
+        f"{rounded(cheap)} tokens a step; if a draft token costs a tenth of a step, it is "
+        f"{rounded(costly)} times as fast. With {COSTLY[-1].text} drafts do not pay: "
+        f"{rounded(slow)} times as fast. Over {len(runs)} settings, the largest difference from "
+        f"the paper's formulas is {100 * worst:.2f} %.",
         "Each request has 8,000 tokens: its first token, which has no drafts, and its last steps, "
-        "which have fewer, "
-        "are counted and are less than 0.5 % of its steps.",
+        "which have fewer, are counted and are less than 0.5 % of its steps.",
     ]
 
 

@@ -195,8 +195,7 @@ def answer(drawn: Faster) -> list[str]:
         )
         sentences.append(
             f"By times {cost}, {FIXED} pay {', '.join(pays)}. With `adaptive` the engine is never "
-            "less than "
-            f"{rounded(lowest)} times as fast as without drafts."
+            f"less than {rounded(lowest)} times as fast as without drafts."
         )
     share, worst = min(
         (ratio / drawn[setting._replace(adaptive=False)], setting)
@@ -206,15 +205,12 @@ def answer(drawn: Faster) -> list[str]:
     return [
         *sentences,
         f"Against {FIXED}, `adaptive` is worst with times {worst.cost}, batch {worst.batch} and "
-        "acceptance "
-        f"{worst.acceptance:g}: {rounded(share)} times as fast. Where a step verifies few drafts, "
-        "its running average "
-        "of acceptance may fall below what pays, and then it is corrected by one draft in 32 "
-        "steps.",
+        f"acceptance {worst.acceptance:g}: {rounded(share)} times as fast. Where a step verifies "
+        "few drafts, its running average of acceptance may fall below what pays, and then it is "
+        "corrected by one draft in 32 steps.",
         "The acceptance is not known for the sources of the claims, and the number of drafts is "
-        f"not for {ISSUE}; ours "
-        f"has {DRAFTS} drafts, and the range is over acceptances from {LIKELY[0]:g} to "
-        f"{LIKELY[-1]:g}.",
+        f"not for {ISSUE}; ours has {DRAFTS} drafts, and the range is over acceptances from "
+        f"{LIKELY[0]:g} to {LIKELY[-1]:g}.",
     ]
 
 

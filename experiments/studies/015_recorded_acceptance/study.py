@@ -29,8 +29,7 @@ PAPER = "SpecDecode-Bench (arXiv 2601.11580), its simulator"
 TRACES = {"gsm8k": "combined_gsm8k.jsonl", "instructcoder": "combined_instructcoder.jsonl"}
 FETCH = (
     f"Fetch {' and '.join(TRACES.values())} from data/llama3.1-8B of "
-    "github.com/SpecDecode-Bench/simulator, and give "
-    "their folder"
+    "github.com/SpecDecode-Bench/simulator, and give their folder"
 )
 # with 3 drafts, by data, drafter and batch: what the benchmark's simulator gives for its traces
 PUBLISHED = {
@@ -98,8 +97,7 @@ def request(line: str, place: str) -> Recorded:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{place}: {type(error).__name__} {error}; it must be a JSON object with "
-            "prompt_token_ids, "
-            f"acc_eagle.acc_len and acc_ngram.acc_len. {FETCH}"
+            f"prompt_token_ids, acc_eagle.acc_len and acc_ngram.acc_len. {FETCH}"
         ) from None
     for method, lengths in gains.items():
         wrong = [length for length in lengths if not isinstance(length, int) or length < 1]
@@ -188,10 +186,8 @@ def faster(folder: Path, records: Sequence[Recorded], settings: Sequence[Setting
     return [rate / plain for rate in with_drafts]
 
 
-def run(folder: Path, quick: bool, traces: Path) -> Findings:
-    count, table_count = (6, 3) if quick else (300, 30)
-    read_files = {data: read(traces, data, count) for data in TRACES}
-    claims = [
+def published_claims(folder: Path, read_files: Mapping[str, Sequence[Recorded]]) -> list[Claim]:
+    return [
         Claim(
             PAPER,
             f"{data}, {method}, {DRAFTS} drafts, batch {batch}",
@@ -205,23 +201,39 @@ def run(folder: Path, quick: bool, traces: Path) -> Findings:
         for batch, published in by.items()
         for ratio in faster(folder, read_files[data], [Setting(data, method, batch)])
     ]
+
+
+def ratios(
+    folder: Path, records: Sequence[Recorded], data: str, method: str
+) -> tuple[list[float], list[float]]:
+    """Of each batch, how many times as fast a fixed number of drafts is, and an adaptive one."""
+    by_batch = [
+        faster(
+            folder, records, [Setting(data, method, batch, adaptive) for adaptive in (False, True)]
+        )
+        for batch in BATCHES
+    ]
+    fixed, adaptive = zip(*by_batch, strict=True)
+    return list(fixed), list(adaptive)
+
+
+def run(folder: Path, quick: bool, traces: Path) -> Findings:
+    count, table_count = (6, 3) if quick else (300, 30)
+    read_files = {data: read(traces, data, count) for data in TRACES}
+    claims = published_claims(folder, read_files)
     rows = []
     panels = {}
     for data, method in PUBLISHED:
-        lines: dict[str, list[tuple[float, float]]] = {f"{DRAFTS} drafts": [], ADAPTIVE: []}
-        for batch in BATCHES:
-            settings = [Setting(data, method, batch, name == ADAPTIVE) for name in lines]
-            for line, ratio in zip(
-                lines.values(),
-                faster(folder, read_files[data][:table_count], settings),
-                strict=True,
-            ):
-                line.append((batch, ratio))
-        panels[f"{data}, {method}"] = lines | {"plain": [(BATCHES[0], 1.0), (BATCHES[-1], 1.0)]}
+        fixed, adaptive = ratios(folder, read_files[data][:table_count], data, method)
         rows += [
-            (data, method, batch, fixed, chosen)
-            for (batch, fixed), (_, chosen) in zip(*(lines[name] for name in lines), strict=True)
+            (data, method, batch, *pair)
+            for batch, pair in zip(BATCHES, zip(fixed, adaptive, strict=True), strict=True)
         ]
+        panels[f"{data}, {method}"] = {
+            f"{DRAFTS} drafts": list(zip(BATCHES, fixed, strict=True)),
+            ADAPTIVE: list(zip(BATCHES, adaptive, strict=True)),
+            "plain": [(BATCHES[0], 1.0), (BATCHES[-1], 1.0)],
+        }
     figure = figures.curves(
         panels, "sequences", "times as fast", log_x=2, lowest=0, dashed=("plain",)
     )
@@ -241,12 +253,10 @@ def answer(claims: Sequence[Claim], rows: Sequence[tuple[Any, ...]], table_count
     worst = max(abs((claim.ratio or 0.0) - 1) for claim in claims)
     slowest = min(rows, key=lambda row: row[4])
     return [
-        "With the recorded acceptance and the fitted times, the scheduler's speed-ups differ "
-        "from the benchmark's "
-        f"simulator by {100 * worst:.1f} % at most.",
+        "With the recorded acceptance and the fitted times, the scheduler's speed-ups differ from "
+        f"the benchmark's simulator by {100 * worst:.1f} % at most.",
         f"In the table, of the first {table_count} requests of each file, adaptive drafts are "
-        "never less than "
-        f"{rounded(slowest[4])} times as fast as none ({slowest[0]}, {slowest[1]}, batch "
-        f"{slowest[2]}).",
+        f"never less than {rounded(slowest[4])} times as fast as none ({slowest[0]}, {slowest[1]}, "
+        f"batch {slowest[2]}).",
         f"The recordings are not shipped here. {FETCH} with `--traces`.",
     ]

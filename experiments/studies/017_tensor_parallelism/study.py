@@ -55,16 +55,14 @@ ALSO_FREE: tuple[int, int] = (5000, 500)  # lengths that are run without exchang
 LONG = Work(tokens=32, sequences=32, sampled=32, context=32 * 8192, pairs=32 * 8192)
 WHY_MEMORY = (
     "TensorRT-LLM keeps the embedding and the head in 16 bits and needs memory for a step, so one "
-    "H100 has room for "
-    "fewer tokens than ours beside the weights"
+    "H100 has room for fewer tokens than ours beside the weights"
 )
 WHY_EXCHANGES = (
     "the source counts no time of exchanges; ours has two sums a layer in float32, and their hops"
 )
 WHY_KEYS = (
     "the source halves the time of 8 chips, as if the cache were split 16 ways; 8 key heads are "
-    "split 8 ways, and each "
-    "is kept twice. It counts no exchanges either"
+    "split 8 ways, and each is kept twice. It counts no exchanges either"
 )
 WHY_TABLE = (
     "kernels and links reach less than their data sheets, and not by the same factor at every size"
@@ -197,8 +195,7 @@ def book_claims() -> list[Claim]:
         Claim(
             BOOK_TRAINING,
             "Llama-3-70B, 16 bits on TPU v5p, one axis: chips from which an MLP's exchanges take "
-            "longer than its "
-            "products, F / 2,550",
+            "longer than its products, F / 2,550",
             28672 / 2550,
             edge,
             WITHIN,
@@ -242,8 +239,7 @@ def table_claims(rates_by_chip: Rates) -> list[Claim]:
                 continue
             quantity = (
                 f"{chip.upper()}, {lengths[0]} tokens in, {lengths[1]} out: throughput of a chip "
-                f"on {n}, over that on "
-                f"{BASE}"
+                f"on {n}, over that on {BASE}"
             )
             why = WHY_MEMORY if chip == "h100" and n < BASE else WHY_TABLE
             claims.append(
@@ -314,12 +310,10 @@ def answer(steps: Grid, free: Rates) -> list[str]:
         faster = rounded(steps_of_1[0].latency / steps_of_8[0].latency)
         share = rounded(steps_of_8[-1].per_chip / steps_of_1[-1].per_chip)
         sentences.append(
-            f"{model} on {chip}: eight chips decode one sequence {faster} times as fast as one. "
-            "At the largest batch "
-            f"that fits, of up to {BATCHES[-1]} sequences (eight chips: {steps_of_8[-1].batch}, "
-            "one chip: "
-            f"{steps_of_1[-1].batch}), a chip of eight gives {share} times the tokens/s of one "
-            "alone."
+            f"{model} on {chip}: eight chips decode one sequence {faster} times as fast as one. At "
+            f"the largest batch that fits, of up to {BATCHES[-1]} sequences (eight chips: "
+            f"{steps_of_8[-1].batch}, one chip: {steps_of_1[-1].batch}), a chip of eight gives "
+            f"{share} times the tokens/s of one alone."
         )
     ideal = " and ".join(
         f"{rounded(of_base(chip_rates, 8))} ({chip})" for (_, chip), chip_rates in free.items()
@@ -333,17 +327,14 @@ def answer(steps: Grid, free: Rates) -> list[str]:
         f"{ideal} with "
         f"{ALSO_FREE[0]} tokens in and {ALSO_FREE[1]} out; the claims have it with exchanges.",
         "Ours differs from TensorRT-LLM in both directions. Its products are of 8 bits and twice "
-        "as fast, and its sums "
-        "are of 16 bits, where ours are of float32 and carry twice the bytes. Its kernels and "
-        "links reach less than "
-        "their data sheets, which a roofline does. Ratios of numbers of chips are claims for that "
-        "reason, and tokens/s "
-        "are not; and that they agree does not show that links reach what ours do.",
+        "as fast, and its sums are of 16 bits, where ours are of float32 and carry twice the "
+        "bytes. Its kernels and links reach less than their data sheets, which a roofline does. "
+        "Ratios of numbers of chips are claims for that reason, and tokens/s are not; and that "
+        "they agree does not show that links reach what ours do.",
         "Hops of NVLink take no time here, because no data sheet gives it: times on GPUs are "
         "lower bounds.",
-        "No source that we could verify gives latency against throughput for both models on 1 to "
-        "8 chips, so the "
-        "figure and the first table are results without a claim.",
+        "No source that we could verify gives latency against throughput for both models on 1 to 8 "
+        "chips, so the figure and the first table are results without a claim.",
     ]
 
 

@@ -59,9 +59,8 @@ WHY_RECOMPUTED = (
 )
 WHY_KEYS = (
     "64 tokens are 4 blocks of a model of 135M, where the paper's are 32 blocks of one of 7B; a "
-    "selection for each "
-    "query head, as in the paper, found as few in 128 tokens, and 90 % in 512, where ours found "
-    "70 %"
+    "selection for each query head, as in the paper, found as few in 128 tokens, and 90 % in 512, "
+    "where ours found 70 %"
 )
 WHY_TIME = (
     "the published time is of CUDA kernels on an RTX 4090; here scores are computed by XLA on a CPU"
@@ -373,19 +372,15 @@ def answers(
     key_shares = ", ".join(f"{name}: {share:.0f} %" for name, share in hidden.items())
     return [
         f"A query that reads {fixed} of up to {size.length:,} tokens of Python's documentation "
-        "costs "
-        f"{increase(read.quest[fixed])} of perplexity if they are the best blocks (quest), and "
-        f"{increase(read.streaming[fixed])} if they are the first {SINKS} and the last ones "
-        "(streaming). Without the first "
-        f"ones, perplexity is {alone} times as high as with all tokens.",
+        f"costs {increase(read.quest[fixed])} of perplexity if they are the best blocks (quest), "
+        f"and {increase(read.streaming[fixed])} if they are the first {SINKS} and the last ones "
+        f"(streaming). Without the first ones, perplexity is {alone} times as high as with all "
+        "tokens.",
         f"Pass keys in {size.hidden:,} tokens that are found: {key_shares}. The first digit comes "
-        "from the prompt's last "
-        "query, which reads everything under quest.",
+        "from the prompt's last query, which reads everything under quest.",
         f"Attention to {longest:,} tokens takes {times[longest].middle:.2f} times as long as "
-        f"quest's to {size.read:,} "
-        f"of them, scores included ({times[longest].impl}, batch of {size.batch}). Streaming "
-        "gives blocks back, and "
-        "quest keeps all.",
+        f"quest's to {size.read:,} of them, scores included ({times[longest].impl}, batch of "
+        f"{size.batch}). Streaming gives blocks back, and quest keeps all.",
     ]
 
 

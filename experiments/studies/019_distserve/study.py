@@ -264,31 +264,18 @@ def run(folder: Path, quick: bool) -> Findings:
     seeds, fewer_seeds, turn_seeds = (2, 1, 1) if quick else (5, 3, 2)
     count = 60 if quick else 300  # the example's
     talks = kinds()["conversations"]
-    first = kinds()["first turns"]
-    served = {
-        place: highest(
-            folder,
-            sum(place),
-            each_in_time,
-            n,
-            count,
-            *placed(*place),
-            *talks,
-            within=EXAMPLES_WITHIN,
-        )
-        for place, n in zip(PLACEMENTS, (seeds, fewer_seeds, fewer_seeds, fewer_seeds), strict=True)
-    }
+    served = placement_rates(folder, (seeds, *(fewer_seeds,) * 3), count, talks)
     turns = highest(
-        folder, 3, each_in_time, turn_seeds, count, *placed(2, 1), *first, within=EXAMPLES_WITHIN
+        folder,
+        3,
+        each_in_time,
+        turn_seeds,
+        count,
+        *placed(2, 1),
+        *kinds()["first turns"],
+        within=EXAMPLES_WITHIN,
     )
-    in_time = {
-        (share, name): highest(
-            folder, gpus, both_in_time(share), fewer_seeds, count, *SLO, *place, *talks
-        )
-        for share in SHARES
-        for name, (gpus, place) in ENGINES.items()
-        if share < 0.9 or name != "vLLM"
-    }
+    in_time = engine_rates(folder, fewer_seeds, count, talks)
     attained = {
         name: shares(folder, fewer_seeds, 30 if quick else 100, name, talks) for name in ENGINES
     }
@@ -301,29 +288,56 @@ def run(folder: Path, quick: bool) -> Findings:
         *notebook_claims(in_time, attained),
         *throughput_claims(speeds),
     ]
-    panels = {"conversations": attained | {"vLLM, measured": list(VLLM_SHARES.items())}}
-    lines = {
-        title: {NAMES.get(name, name): points(of) for name, of in by.items()}
-        for title, by in panels.items()
-    }
-    figure = figures.curves(lines, "requests/s of a GPU", "% within both targets", lowest=0)
     tables = [rate_table(served, turns, in_time), speed_table(speeds)]
-    return Findings(
-        claims, answer(served, turns, in_time, speeds), {"attainment.svg": figure}, tables
-    )
+    figures_by_name = {"attainment.svg": figure(attained)}
+    return Findings(claims, answer(served, turns, in_time, speeds), figures_by_name, tables)
 
 
 Attained = Sequence[tuple[float, Interval]]  # % of requests by rate of a GPU
 
 
-def points(attained: Sequence[tuple[float, Interval | float]]) -> list[tuple[float, float]]:
-    return [
-        (rate, share.middle if isinstance(share, Interval) else share) for rate, share in attained
-    ]
+def points(attained: Attained) -> list[tuple[float, float]]:
+    return [(rate, share.middle) for rate, share in attained]
+
+
+def figure(attained: Mapping[str, Attained]) -> str:
+    lines = {NAMES[name]: points(of) for name, of in attained.items()}
+    lines["vLLM, measured"] = list(VLLM_SHARES.items())
+    panels = {"conversations": lines}
+    return figures.curves(panels, "requests/s of a GPU", "% within both targets", lowest=0)
 
 
 Served = Mapping[tuple[int, int], Highest]
 Both = Mapping[tuple[float, str], Highest]
+
+
+def placement_rates(
+    folder: Path, seeds: Sequence[int], count: int, kind: tuple[str, ...]
+) -> Served:
+    """The rates of PLACEMENTS within the example's targets. seeds: their number, for each."""
+    return {
+        place: highest(
+            folder,
+            sum(place),
+            each_in_time,
+            n,
+            count,
+            *placed(*place),
+            *kind,
+            within=EXAMPLES_WITHIN,
+        )
+        for place, n in zip(PLACEMENTS, seeds, strict=True)
+    }
+
+
+def engine_rates(folder: Path, seeds: int, count: int, kind: tuple[str, ...]) -> Both:
+    """The rates of ENGINES within the notebook's targets, by share of the requests."""
+    return {
+        (share, name): highest(folder, gpus, both_in_time(share), seeds, count, *SLO, *place, *kind)
+        for share in SHARES
+        for name, (gpus, place) in ENGINES.items()
+        if share < 0.9 or name != "vLLM"
+    }
 
 
 def example_claims(served: Served) -> list[Claim]:
@@ -435,10 +449,8 @@ def answer(
     talks = kinds()["conversations"][0].split("mean: ")[1].split(",")[0]
     parts = [
         f"{kind}: {rounded(over(speed, speed.chunked).middle)} times those of engines with chunked "
-        "prefill, "
-        f"{rounded(over(speed, speed.whole_prompts).middle)} times those of engines that compute "
-        "whole "
-        "prompts first"
+        f"prefill, {rounded(over(speed, speed.whole_prompts).middle)} times those of engines that "
+        "compute whole prompts first"
         for kind, speed in speeds.items()
     ]
     slower = all(
@@ -457,40 +469,28 @@ def answer(
     )
     return [
         f"Two GPUs for prompts and one for decodes serve {rate_text(served[PLACEMENTS[0]])} "
-        "requests/s "
-        "of a GPU with "
-        "conversations as they are estimated here; DistServe's simulator says 1.56 with the real "
-        "ones. With first "
-        f"turns alone it is {rate_text(turns)}, where the example's search ends: its 300 requests "
-        "are "
-        "too few for a queue "
-        "there. So the lengths decide, and they are what is unknown.",
+        "requests/s of a GPU with conversations as they are estimated here; DistServe's simulator "
+        f"says 1.56 with the real ones. With first turns alone it is {rate_text(turns)}, where the "
+        "example's search ends: its 300 requests are too few for a queue there. So the lengths "
+        "decide, and they are what is unknown.",
         f"Requests/s of a GPU at 250 and 100 ms: {gpu}. The longest prompts leave one GPU little "
-        "or no time to wait, "
-        "so the gain depends on the share that is asked for.",
+        "or no time to wait, so the gain depends on the share that is asked for.",
         f"Tokens/s of four saturated GPUs, split into the best pools: {'; '.join(parts)}."
         + " So pools give no throughput, as vLLM's documentation says." * slower,
-        "In that comparison all engines have the coefficients of DistServe's, and pages move in "
-        "no time. Steps with "
-        "chunks and decodes have an assumed time (profiles.py), the best case for them; whole "
-        "prompts first need no "
-        "assumption.",
+        "In that comparison all engines have the coefficients of DistServe's, and pages move in no "
+        "time. Steps with chunks and decodes have an assumed time (profiles.py), the best case for "
+        "them; whole prompts first need no assumption.",
         "Not compared: DistServe's rate over vLLM's at 90 % (the notebook prints 4.6, the blog "
-        "says up to 4.48 without "
-        "a setting). A tenth of the prompts alone take vLLM 250 ms, so single requests decide at "
-        "what rate it meets "
-        "90 %, and lengths were estimated from that. The paper's factor of 7.4 is over "
-        "DeepSpeed-MII (the notebook: "
-        "7.36), for which no coefficients are published.",
+        "says up to 4.48 without a setting). A tenth of the prompts alone take vLLM 250 ms, so "
+        "single requests decide at what rate it meets 90 %, and lengths were estimated from that. "
+        "The paper's factor of 7.4 is over DeepSpeed-MII (the notebook: 7.36), for which no "
+        "coefficients are published.",
         "Unknown: the lengths of ShareGPT's conversations and their order (prompts of "
-        "conversations here are "
-        f"exponential with a mean of {talks} tokens before they are cut at 1,536, and outputs "
-        "have the mean of first "
-        "turns before they are cut at 511), the seeds, and what moving pages cost in the "
-        "measurements. A request of "
-        "DistServe's simulator has one decode step more than here, and an engine there decodes "
-        "contexts of at most "
-        "50,000 tokens at a time; here its cache decides.",
+        f"conversations here are exponential with a mean of {talks} tokens before they are cut at "
+        "1,536, and outputs have the mean of first turns before they are cut at 511), the seeds, "
+        "and what moving pages cost in the measurements. A request of DistServe's simulator has "
+        "one decode step more than here, and an engine there decodes contexts of at most 50,000 "
+        "tokens at a time; here its cache decides.",
     ]
 
 

@@ -65,13 +65,11 @@ STRESSED = 180.0
 STRESSED_SECONDS = 600.0
 WHY_FIXED = (
     "not known; here pools are fixed (Splitwise's mixed pool moves machines between them), and "
-    "clusters have a fifth "
-    "of the machines"
+    "clusters have a fifth of the machines"
 )
 WHY_DECODES = (
     "64 decodes take up to 2 times as long as one in the measurements, and hardly longer in "
-    "Splitwise's simulator; "
-    "pools are fixed here"
+    "Splitwise's simulator; pools are fixed here"
 )
 WHY_STRESS = (
     "not known; the published simulator stops decodes for prompts and reserves memory "
@@ -370,15 +368,17 @@ def table(best_rates: All) -> str:
     return markdown(head, rows)
 
 
+def factors(rates: Best) -> tuple[str, str, str]:
+    """The published ratios as texts: Splitwise-AA and -HA at equal power, and -AA at equal cost."""
+    pairs = ("aa", "baseline a100"), ("ha", "baseline h100"), ("aa, cost", "baseline h100")
+    a, b, c = (rounded(over(rates[above], rates[below]).middle) for above, below in pairs)
+    return a, b, c
+
+
 def answer(
     best_rates: All, stress: Mapping[str, Mapping[str, Sequence[float]]], claims: Sequence[Claim]
 ) -> list[str]:
     theirs, measured = (best_rates["conversations", times] for times in TIMES)
-
-    def factors(rates: Best) -> tuple[str, str, str]:
-        pairs = ("aa", "baseline a100"), ("ha", "baseline h100"), ("aa, cost", "baseline h100")
-        a, b, c = (rounded(over(rates[above], rates[below]).middle) for above, below in pairs)
-        return a, b, c
 
     a, b, c = factors(theirs)
     x, y, z = factors(measured)
@@ -390,59 +390,42 @@ def answer(
         f"{counts[0]} of {len(claims) // len(TIMES)} published numbers agree with these decodes, "
         f"and {counts[1]} with measured ones."
     )
-    ha = usual(theirs["ha"])
-    costs = {
-        name: ha.price / baseline.price - 1
-        for name, baseline in (("h", machines.BASELINE_H100), ("a", machines.BASELINE_A100))
-    }
+    ha = usual(theirs["ha"]).price
     stress_ratios = {
         times: rounded(interval(rates["a100"]).middle / interval(rates["h100"]).middle)
         for times, rates in stress.items()
     }
     return [
-        f"With decodes as Splitwise's simulator takes them, Splitwise-AA serves {a} times the "
-        "load of Baseline-A100 at "
-        f"the same power and cost (published: 2.15), Splitwise-HA {b} times that of Baseline-H100 "
-        "at the same power "
-        f"(1.18), and Splitwise-AA {c} times that of Baseline-H100 at the same cost (1.4). "
-        f"{agreeing}",
+        f"With decodes as Splitwise's simulator takes them, Splitwise-AA serves {a} times the load "
+        f"of Baseline-A100 at the same power and cost (published: 2.15), Splitwise-HA {b} times "
+        f"that of Baseline-H100 at the same power (1.18), and Splitwise-AA {c} times that of "
+        f"Baseline-H100 at the same cost (1.4). {agreeing}",
         f"With decodes as they were measured, the same factors are {x}, {y} and {z}. That "
-        "simulator looks up a step of "
-        "n decodes where a prompt of n tokens was measured, so a batch of decodes takes hardly "
-        "longer than one, and a "
-        "few machines for tokens are enough. In the measurements 32 decodes of an A100 take 1.34 "
-        "times as long as one "
-        "and 64 take 1.98 times, and the median of TBT may be 1.25 times that of one request "
-        "alone. "
-        "Splitwise's mixed pool, which is not simulated, could raise these factors.",
+        "simulator looks up a step of n decodes where a prompt of n tokens was measured, so a "
+        "batch of decodes takes hardly longer than one, and a few machines for tokens are enough. "
+        "In the measurements 32 decodes of an A100 take 1.34 times as long as one and 64 take 1.98 "
+        "times, and the median of TBT may be 1.25 times that of one request alone. Splitwise's "
+        "mixed pool, which is not simulated, could raise these factors.",
         "On code, whose answers are short, and with one seed, the same factors are "
-        f"{', '.join(code)} with its "
-        f"decodes, and {', '.join(code_measured)} with measured ones.",
-        "Without targets, $ for $, machines with A100s end "
-        f"{stress_ratios['splitwise-sim']} times as many requests as those with H100s with its "
-        "decodes, and "
-        f"{stress_ratios['splitwise']} times with measured ones (published: 0.89 / 0.75 = 1.19). "
-        "Splitwise-AA and -HH have no "
+        f"{', '.join(code)} with its decodes, and {', '.join(code_measured)} with measured ones.",
+        f"Without targets, $ for $, machines with A100s end {stress_ratios['splitwise-sim']} times "
+        f"as many requests as those with H100s with its decodes, and {stress_ratios['splitwise']} "
+        "times with measured ones (published: 0.89 / 0.75 = 1.19). Splitwise-AA and -HH have no "
         "number here: under stress their mixed pool makes them the baselines, and it is not "
         "simulated.",
         "Not compared: the abstract's factors, 1.4 at 20 % lower cost and 2.35 at the same cost "
-        "and power. No sentence "
-        "of the evaluation that we found has them: 1.4 is there at equal cost, and 2.35 is in "
-        "Table V as the cost of a "
-        "DGX-H100 over that of a DGX-A100. Nor are Splitwise-HH and -HHcap, designs at equal "
-        "throughput (VI-C), and a "
-        "changed load or model (VI-D).",
+        "and power. No sentence of the evaluation that we found has them: 1.4 is there at equal "
+        "cost, and 2.35 is in Table V as the cost of a DGX-H100 over that of a DGX-A100. Nor are "
+        "Splitwise-HH and -HHcap, designs at equal throughput (VI-C), and a changed load or model "
+        "(VI-D).",
         "The paper does not say clearly what 1.18 is over. It has 10 % lower cost, and with the "
-        "machines found here "
-        f"Splitwise-HA costs {100 * costs['h']:+.0f} % over Baseline-H100 and "
-        f"{100 * costs['a']:+.0f} % over "
-        "Baseline-A100. Costs are the notebook's, 4.76 and 2.21 $/h of a GPU.",
+        "machines found here Splitwise-HA costs "
+        f"{100 * (ha / machines.BASELINE_H100.price - 1):+.0f} % over Baseline-H100 and "
+        f"{100 * (ha / machines.BASELINE_A100.price - 1):+.0f} % over Baseline-A100. Costs are the "
+        "notebook's, 4.76 and 2.21 $/h of a GPU.",
         "Different here: a fifth of the machines; pools are fixed, and the best division into "
-        "pools counts; a request "
-        "goes to the machine with the fewest requests, there with the fewest tokens; decodes go "
-        "on beside prompts; "
-        "memory is taken in blocks and not for whole answers; "
-        f"arrivals last {SECONDS:.0f} s, there 600. A step with prompts and decodes takes 1.1 "
-        "times the time of "
-        "prompts, as there.",
+        "pools counts; a request goes to the machine with the fewest requests, there with the "
+        "fewest tokens; decodes go on beside prompts; memory is taken in blocks and not for whole "
+        f"answers; arrivals last {SECONDS:.0f} s, there 600. A step with prompts and decodes takes "
+        "1.1 times the time of prompts, as there.",
     ]

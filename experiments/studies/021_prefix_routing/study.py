@@ -38,18 +38,15 @@ WITHIN = 1.25
 
 WHY_SHARE = (
     "kernels reach less than the data sheet's bandwidth and arithmetic, and here a step costs the "
-    "host 0.2 ms in all; "
-    "the source's server, router and network take time too"
+    "host 0.2 ms in all; the source's server, router and network take time too"
 )
 WHY_FOUND = (
-    "not explained: the source's cache may be smaller than all of ours; sequences that enter "
-    "again after a preemption "
-    "find their own blocks, which is a small part of the difference"
+    "not explained: the source's cache may be smaller than all of ours; sequences that enter again "
+    "after a preemption find their own blocks, which is a small part of the difference"
 )
 WHY_FIRST = (
     "a mean has the first prompts in it, which no cache has; by a roofline they are computed "
-    "faster, and their queue "
-    "is shorter"
+    "faster, and their queue is shorter"
 )
 WHY_QUEUE = (
     "with round robin ours finds more tokens in the cache, and computes the others "
@@ -209,40 +206,30 @@ def answer(
     quiet = min(load)
     return [
         f"It pays most where the prefixes that are in use fit into the caches of all {REPLICAS} "
-        "replicas together and "
-        f"not into one. With prefixes of {held(best):.1f} caches it makes {rounded(gains[best])} "
-        "times the tokens/s of "
-        f"round robin, and the first token comes {rounded(sooner(sweep[best]))} times as soon.",
-        f"With prefixes of {held(fewest):.2f} caches, every replica soon has all of them: it "
-        f"makes {rounded(gains[fewest])} "
-        f"times the tokens/s, and the first token comes {sooner(sweep[fewest]):.1f} times as "
-        "soon. With "
-        f"{held(most_prefixes):.0f} caches, {held(most_prefixes) / REPLICAS:.1f} times what all "
-        "replicas hold, it "
-        "makes "
+        f"replicas together and not into one. With prefixes of {held(best):.1f} caches it makes "
+        f"{rounded(gains[best])} times the tokens/s of round robin, and the first token comes "
+        f"{rounded(sooner(sweep[best]))} times as soon.",
+        f"With prefixes of {held(fewest):.2f} caches, every replica soon has all of them: it makes "
+        f"{rounded(gains[fewest])} times the tokens/s, and the first token comes "
+        f"{sooner(sweep[fewest]):.1f} times as soon. With {held(most_prefixes):.0f} caches, "
+        f"{held(most_prefixes) / REPLICAS:.1f} times what all replicas hold, it makes "
         f"{rounded(gains[most_prefixes])} times.",
         f"On the source's load prefix routing makes {rounded(source)} times the tokens/s of round "
         "robin, and the "
         f"source measured {MEASURED:.2f}. With as many prefixes, `least_loaded` makes "
         f"{rounded(gain(sweep[AT], LOADED))} times: what pays is the prefix, and not the balance.",
         f"With {quiet} clients instead of {MANY}, it makes {rounded(gain(load[quiet]))} times the "
-        "tokens/s, and the "
-        f"first token comes {rounded(sooner(load[quiet]))} times as soon.",
-        "The source does not give the memory of the cache, the tokens of a step, its sequences "
-        "and the version of "
-        "vLLM. Ours are vLLM's defaults, and ranges are over caches of "
+        f"tokens/s, and the first token comes {rounded(sooner(load[quiet]))} times as soon.",
+        "The source does not give the memory of the cache, the tokens of a step, its sequences and "
+        "the version of vLLM. Ours are vLLM's defaults, and ranges are over caches of "
         f"{', '.join(f'{cache:,}' for cache in CACHES)} tokens. Each of the source's prefixes has "
-        "60 requests; ours "
-        "draws them. Routing takes no time here. llm-d follows the evictions of each replica, "
-        "while `prefix` remembers "
-        "what it sent. Times are those of a roofline, so tokens/s and seconds are bounds, and "
-        "their ratios are what to "
-        "compare.",
+        "60 requests; ours draws them. Routing takes no time here. llm-d follows the evictions of "
+        "each replica, while `prefix` remembers what it sent. Times are those of a roofline, so "
+        "tokens/s and seconds are bounds, and their ratios are what to compare.",
         "Anyscale (blog of 15 September 2025) has a first token 60 % sooner and 40 % more "
-        "throughput with a model of "
-        "32 billion parameters. It is no claim here: we could not verify its GPUs, prefixes, "
-        "clients and lengths, and "
-        "its baseline is the lighter of two random replicas.",
+        "throughput with a model of 32 billion parameters. It is no claim here: we could not "
+        "verify its GPUs, prefixes, clients and lengths, and its baseline is the lighter of two "
+        "random replicas.",
     ]
 
 

@@ -10,7 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind, Rope
-from pagedjax.device.models.llama import SLIDING, attention_table, frozen, mlp_table, norm_table
+from pagedjax.device.models.llama import (
+    SLIDING,
+    attention_table,
+    decoder_table,
+    frozen,
+    mlp_table,
+    norm_table,
+)
 from pagedjax.device.models.param_table import ParamSource
 
 
@@ -84,10 +91,10 @@ def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
         "mlp_norm": "pre_feedforward_layernorm",
         "mlp_post": "post_feedforward_layernorm",
     }
-    table = [ParamSource(("embed",), ("model.embed_tokens.weight",), (c.vocab_size, c.hidden))]
-    for i in range(c.layers):
-        table += attention_table(c, i) + norm_table(c, i, norms) + mlp_table(c, i)
-    table.append(ParamSource(("norm", "weight"), ("model.norm.weight",), (c.hidden,)))
-    if not c.tied:
-        table.append(ParamSource(("head", "weight"), ("lm_head.weight",), (c.vocab_size, c.hidden)))
-    return tuple(table)
+    return decoder_table(
+        c,
+        [
+            attention_table(c, i) + norm_table(c, i, norms) + mlp_table(c, i)
+            for i in range(c.layers)
+        ],
+    )

@@ -6,7 +6,8 @@ v); Qwen3 (norms of q and k); Mixtral and Qwen3-MoE (experts instead of the MLP)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind, Rope
@@ -120,12 +121,29 @@ def _experts(config: dict[str, Any], kind: str) -> Experts | None:
 
 def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
     """Where each parameter comes from: Hugging Face tensor names, fused along the output axis."""
-    table = [ParamSource(("embed",), ("model.embed_tokens.weight",), (c.vocab_size, c.hidden))]
-    for i, kind in enumerate(c.kinds):
-        norms = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-        table += attention_table(c, i) + norm_table(c, i, norms)
-        table += _experts_table(c, i) if kind.sparse else mlp_table(c, i)
-    table.append(ParamSource(("norm", "weight"), ("model.norm.weight",), (c.hidden,)))
+    norms = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    return decoder_table(
+        c,
+        [
+            attention_table(c, i)
+            + norm_table(c, i, norms)
+            + (_experts_table(c, i) if kind.sparse else mlp_table(c, i))
+            for i, kind in enumerate(c.kinds)
+        ],
+    )
+
+
+def decoder_table(
+    c: DecoderConfig, blocks: Iterable[Sequence[ParamSource]]
+) -> tuple[ParamSource, ...]:
+    """The embedding, the parameters of the blocks, the last norm, and the head if it is not
+    tied.
+    """
+    table = [
+        ParamSource(("embed",), ("model.embed_tokens.weight",), (c.vocab_size, c.hidden)),
+        *chain.from_iterable(blocks),
+        ParamSource(("norm", "weight"), ("model.norm.weight",), (c.hidden,)),
+    ]
     if not c.tied:
         table.append(ParamSource(("head", "weight"), ("lm_head.weight",), (c.vocab_size, c.hidden)))
     return tuple(table)

@@ -68,9 +68,8 @@ def lark(
     elif answer is not None:
         if not form.trigger:
             raise ValueError(
-                "response_format does not go with tools for this model, "
-                "whose calls are bare JSON too; "
-                "leave one of them out, or set tool_choice to 'required' or 'none'"
+                "response_format does not go with tools for this model, whose calls are bare JSON "
+                "too; leave one of them out, or set tool_choice to 'required' or 'none'"
             )
         rules = [
             f"start: answer | {written(form.begin)} calls",

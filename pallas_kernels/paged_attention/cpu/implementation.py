@@ -50,6 +50,20 @@ def handler_of(dtype: str, query_dtype: str, invariant: bool) -> Handler:
     return _HANDLERS[PAIRED if is_paired else dtype, invariant]
 
 
+def _served_dtype(q, k_pages, v_pages) -> str:
+    """Returns the dtype of keys and values. Raises ValueError if `unsupported` gives a reason."""
+    dtype = jnp.dtype(FLOATS.get(k_pages.dtype.name, k_pages.dtype)).name
+    reason = unsupported(jax.default_backend(), dtype, q.shape[-1])
+    if not reason and v_pages.dtype != k_pages.dtype:
+        reason = (
+            "needs k_pages and v_pages of one dtype, "
+            f"and they are {k_pages.dtype} and {v_pages.dtype}"
+        )
+    if reason:
+        raise ValueError(f"impl 'cpu' {reason}; impl 'xla' has no such limit")
+    return dtype
+
+
 def paged_attention(
     q,
     k_pages,
@@ -73,26 +87,17 @@ def paged_attention(
     Raises:
         ValueError: `unsupported` gives a reason.
     """
-    dtype = jnp.dtype(FLOATS.get(k_pages.dtype.name, k_pages.dtype)).name
-    reason = unsupported(jax.default_backend(), dtype, q.shape[-1])
-    if not reason and v_pages.dtype != k_pages.dtype:
-        reason = (
-            "needs k_pages and v_pages of one dtype, "
-            f"and they are {k_pages.dtype} and {v_pages.dtype}"
-        )
-    if reason:
-        raise ValueError(f"impl 'cpu' {reason}; impl 'xla' has no such limit")
+    dtype = _served_dtype(q, k_pages, v_pages)
     handler = handler_of(dtype, q.dtype.name, invariant)
     handler.register()
     t, n, d = q.shape
     k = k_pages.shape[1]
     grouped = (q.astype(jnp.float32) * scale).reshape(t, k, n // k, d)
-    # the kernel divides by it, to have the bfloat16 numbers again
-    factor = scale if q.dtype == jnp.bfloat16 else 0
     options = (
         jnp.full(1, window or 0, jnp.int32),
         jnp.full(1, soft_cap or 0, jnp.float32),
-        jnp.full(1, factor or 0, jnp.float32),
+        # the kernel divides by it, to have the bfloat16 numbers again
+        jnp.full(1, scale if q.dtype == jnp.bfloat16 else 0, jnp.float32),
     )
     attend = jax.ffi.ffi_call(handler.target, jax.ShapeDtypeStruct(grouped.shape, jnp.float32))
     out = attend(grouped, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *options)

@@ -425,9 +425,8 @@ def too_much(rows: int, width: int) -> str:
     if needed <= SMEM:
         return ""
     return (
-        f"stores block tables in {SMEM:,} bytes of scalar memory, "
-        f"and {rows} rows of {width} blocks take {needed:,}; "
-        "lower max_num_seqs or max_model_len, or raise block_size"
+        f"stores block tables in {SMEM:,} bytes of scalar memory, and {rows} rows of {width} "
+        f"blocks take {needed:,}; lower max_num_seqs or max_model_len, or raise block_size"
     )
 
 
