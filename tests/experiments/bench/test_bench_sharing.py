@@ -52,16 +52,6 @@ def test_saved_share_matches_brute_force_count(requests: list[SampledRequest], s
     assert counts.preemptions == 0
 
 
-def test_saved_share_of_two_branches_by_hand() -> None:
-    # Prompt 20 in blocks of 16. The first branch: steps 0 to 2, the second: steps 1 to 3, two
-    # blocks each, one shared.
-    counts = simulate([SampledRequest(20, (3, 3), 0.0)], 16)
-    assert (counts.listed, counts.used, counts.steps) == (2 + 4 + 4 + 2, 2 + 3 + 3 + 2, 4)
-    assert simulate([SampledRequest(15, (3, 3), 0.0)], 16).share == 0, (
-        "the only block is partial, and is copied"
-    )
-
-
 @pytest.fixture(scope="module")
 def shares() -> dict[tuple[str, int, str], float]:
     """Per cent saved, by data set, branches and kind of lengths."""
@@ -88,17 +78,6 @@ def test_paper_values_lie_between_both_kinds_of_lengths(
     assert shares["sharegpt", 2, "same"] == pytest.approx(low, rel=0.25)
     assert shares["sharegpt", 6, "same"] == pytest.approx(high, rel=0.25)
     assert shares["sharegpt", 4, "own"] > shares["alpaca", 4, "own"], "longer prompts share more"
-
-
-def test_equal_length_branches_save_n_minus_1_of_n(
-    shares: dict[tuple[str, int, str], float],
-) -> None:
-    for data in (ALPACA, SHAREGPT):
-        constants = [shares[data.name, n, "same"] * n / (n - 1) for n in (2, 4, 6)]
-        assert constants == pytest.approx([constants[0]] * 3, rel=0.02)
-        # The paper's own values follow the law as far as they are printed.
-        paper = [value * n / (n - 1) for n, value in data.paper.items() if value is not None]
-        assert max(paper) < 1.14 * min(paper)
 
 
 def test_arrival_times_do_not_change_saved_share() -> None:

@@ -41,7 +41,7 @@ def test_floor_products_have_the_shapes_of_the_step(tiny):
 
 
 @pytest.mark.slow
-def test_lower_bounds_command(tiny_folder, tmp_path, capsys):
+def test_lower_bounds_command(tiny_folder, tmp_path):
     out = tmp_path / "lower_bounds.json"
     sizes = ["--batches", "1", "3", "--prompts", "9", "--context", "20", "--repeats", "3"]
     lower_bounds.main(["--model", str(tiny_folder), *sizes, "--json", str(out)])
@@ -52,10 +52,7 @@ def test_lower_bounds_command(tiny_folder, tmp_path, capsys):
     names = ("step", "host", "read weights", "weight products", "attention", "read cache")
     assert all(row[name] > 0 for row in rows for name in names)
     assert [row["prompt"] for row in prompts] == [9]
-    assert all(row[name] > 0 for row in prompts for name in names[:2] + names[3:4])
-    printed = capsys.readouterr().out
-    assert "step/products and it" in printed
-    assert "prompt    step" in printed
+    assert all(row[name] > 0 for row in prompts for name in ("step", "host", "weight products"))
 
 
 def test_attention_of_lower_bounds_reads_every_page_and_as_many_bytes(tiny_folder):
@@ -68,7 +65,7 @@ def test_attention_of_lower_bounds_reads_every_page_and_as_many_bytes(tiny_folde
 
 
 @pytest.mark.exhaustive  # it measures for half a minute
-def test_idle_command_reads_trace(tiny_folder, tmp_path, capsys):
+def test_idle_command_reads_trace(tiny_folder, tmp_path):
     out = tmp_path / "idle.json"
     for _ in range(3):  # other processes can disturb the clocks of the trace and of the engine
         idle.main(
@@ -82,7 +79,6 @@ def test_idle_command_reads_trace(tiny_folder, tmp_path, capsys):
         assert row["idle"] <= row["longest"]
         assert row["step"] > 0
     assert plain["idle"] > plain["host"] > 0, "without lookahead the device waits for the host"
-    assert "idle / step" in capsys.readouterr().out
 
 
 def test_programs_of_a_trace():
