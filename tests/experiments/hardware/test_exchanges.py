@@ -236,16 +236,6 @@ def test_layers_that_are_not_compiled_count_with_two_sums_each(tiny_llm):
     assert exchanges.seconds_of_layers(model, 5, 4, 10, SWITCH) == pytest.approx(2 * 5 * seconds)
 
 
-def test_the_table_has_a_line_for_each_kind_with_its_bytes_and_time():
-    assert exchanges.table(
-        HAS + Counter({Collective("send", "f32[2]", 2, 8): 1}), 4, SWITCH
-    ).splitlines() == [
-        "     3 x all-reduce  f32[8,4]: 0.000 MiB, 0.001 ms",
-        "     1 x send        f32[2]: 0.000 MiB, no estimate",
-        "     1 x all-to-all  f32[5,4]: 0.000 MiB, 0.000 ms, for each 64 prompt tokens with log-probabilities",
-    ]
-
-
 @pytest.mark.parametrize(
     ("attributes", "size"),
     [

@@ -115,7 +115,7 @@ def hang_or_not(case: Case) -> dict[str, object]:
 
 
 @pytest.mark.slow  # test_job_processes.py has a job that hangs
-def test_a_kernel_that_hangs_does_not_hang_the_command(monkeypatch, tmp_path, capsys):
+def test_a_kernel_that_hangs_does_not_hang_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_numerics, "cases", lambda every: [SMALL._replace(window=33), SMALL])
     monkeypatch.setattr(gpu_numerics, "check_case", hang_or_not)
     file = tmp_path / "found.json"
@@ -123,8 +123,6 @@ def test_a_kernel_that_hangs_does_not_hang_the_command(monkeypatch, tmp_path, ca
     right, hung = json.loads(file.read_text())["cases"]
     assert right["right"]
     assert hung["failed"] == "not done after 10 s"
-    assert "window=33" in hung["case"]
-    assert "2 cases, 1 wrong" in capsys.readouterr().out
 
 
 def test_cases_have_every_size_and_every_option():
@@ -132,8 +130,8 @@ def test_cases_have_every_size_and_every_option():
     assert len(every) == 70
     assert {case.d for case in every} == set(pallas_gpu.HEAD_SIZES)
     assert {case.s for case in every} == set(pallas_gpu.BLOCK_SIZES)
-    assert any(case.window for case in every)
-    assert any(case.soft_cap for case in every)
+    for option in ("window", "soft_cap"):
+        assert {case.group for case in every if getattr(case, option)} == set(GROUPS)
     assert len(list(cases(7))) < 15
 
 
@@ -158,16 +156,3 @@ def test_both_ways_of_a_decode_are_checked():
         ]
         assert parts[0] == 1
         assert parts[1] > 1
-
-
-def test_windows_and_soft_caps_are_checked_with_every_group():
-    for option in ("window", "soft_cap"):
-        assert {case.group for case in cases() if getattr(case, option)} == set(GROUPS)
-
-
-def test_a_number_below_one_is_an_error(capsys):
-    for word in ("--every", "--processes"):
-        with pytest.raises(SystemExit, match="2"):
-            gpu_numerics.main([word, "0"])
-        assert f"argument {word}: " in (printed := capsys.readouterr().err)
-        assert "0" in printed
