@@ -25,7 +25,6 @@ from pagedjax import load_model
 from pagedjax.device.windows import packed
 from pagedjax.weights.draft_model import read_eagle
 from pagedjax.weights.tree import named
-from tests.experiments.training.child import killed
 from tests.weights.tiny import tiny_llama
 
 ROOT = Path(__file__).parents[3]
@@ -41,21 +40,6 @@ SIZES = {
 EVERY = 4
 STEPS = 12
 PASSES = 3
-# a process that kills itself before step 6
-CHILD = """
-import os, signal, sys
-from pathlib import Path
-from experiments.training import draft_data, train_draft
-
-def until(windows, setup, step):
-    if step == 6:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return batch(windows, setup, step)
-
-out, setup, every = sys.argv[1:]
-batch, draft_data.batch = draft_data.batch, until
-train_draft.train(Path(out), eval(setup, {"DraftSetup": train_draft.DraftSetup}), int(every))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -212,34 +196,6 @@ def test_every_pass_computes_what_an_engine_computes_token_by_token(case, model)
             )
 
 
-@pytest.mark.parametrize("t", [3, 6])
-def test_a_token_changes_no_logits_of_earlier_positions_in_any_pass(case, t):
-    tokens = case.windows.tokens.copy()
-    features = case.windows.features.copy()
-    tokens[0, t] = (tokens[0, t] + 7) % 320
-    features[0, t:] += 1
-    before = case.logits(case.windows)
-    after = case.logits(case.windows._replace(tokens=tokens, features=features))
-    for old, new in zip(before, after, strict=True):
-        chex.assert_trees_all_equal(new[0, :t], old[0, :t])
-        chex.assert_trees_all_equal(new[1], old[1])
-        assert (new[0, t:] != old[0, t:]).any(-1).all()
-
-
-@pytest.mark.parametrize("t", [2, 4])
-def test_a_draft_sees_no_true_feature_of_the_drafts_before_it(case, t):
-    """The feature of token t reaches position t + 1 in pass 0, and one more position later in each
-    later pass.
-    """
-    features = case.windows.features.copy()
-    features[:, t] += 1
-    before = case.logits(case.windows)
-    after = case.logits(case.windows._replace(features=features))
-    for s, (old, new) in enumerate(zip(before, after, strict=True)):
-        chex.assert_trees_all_equal(new[:, : t + s + 1], old[:, : t + s + 1])
-        assert (new[:, t + s + 1 :] != old[:, t + s + 1 :]).any(-1).all()
-
-
 def test_the_loss_is_the_cross_entropy_of_the_targets_that_the_head_knows(case):
     windows = case.windows
     total = 0.0
@@ -262,18 +218,6 @@ def test_the_loss_is_the_cross_entropy_of_the_targets_that_the_head_knows(case):
         rtol=1e-5,
         atol=1e-6,
     )
-
-
-def test_the_loss_ignores_tokens_that_the_head_does_not_know(case):
-    windows = case.windows
-    is_unknown = case.place[case.windows.ids] < 0
-    assert 0 < is_unknown.sum() < is_unknown.size
-    other_ids = np.setdiff1d(np.arange(320), case.ids)[:5]
-    changed = windows._replace(
-        ids=np.where(is_unknown, other_ids[windows.ids % 5], windows.ids).astype(np.int32),
-        shares=np.where(is_unknown, 0.9, windows.shares).astype(np.float32),
-    )
-    chex.assert_trees_all_equal(case.loss(changed, case.place), case.loss(windows, case.place))
 
 
 @pytest.mark.slow
@@ -362,17 +306,11 @@ def test_run_learns_and_writes_a_head_that_an_engine_uses(run, model):
     first, *_, last = run.losses
     assert last["held_out"] < first["held_out"]
     assert all(len(entry["right"]) == PASSES for entry in run.losses)
-    about, columns, *rows, end = (line for line in run.messages if ".npz: " not in line)
-    assert about.startswith(
-        f"{sum(x.size for x in stored(run.out, model).values()):,} parameters, 240 tokens to train"
-    )
-    assert columns.split()[:3] == ["step", "train", "held"]
-    assert [int(row.split()[0]) for row in rows] == [4, 8, 12]
     match = re.search(
         r"an engine accepts ([\d.]+) % of (\d+) drafts .*, ([\d.]+) tokens of a sequence a step",
-        end,
+        run.messages[-1],
     )
-    assert match is not None, end
+    assert match is not None
     assert 0 <= float(match[1]) <= 100
     assert int(match[2]) > 0
     assert 1 <= float(match[3]) <= 1 + train_draft.DRAFTS
@@ -383,47 +321,13 @@ def test_run_learns_and_writes_a_head_that_an_engine_uses(run, model):
     assert ids == draft_data.vocabulary(windows, SIZES["vocabulary"], 320).tolist()
 
 
-@pytest.mark.exhaustive  # test_train_lora.py has the same loop
-def test_killed_run_resumes_bit_exact(setup, run, model, tmp_path):
-    out = tmp_path / "draft"
-    killed(CHILD, out, repr(setup), EVERY)
-    assert [path.name for path in (out / "checkpoints").iterdir()] == ["4"]
-    assert not (out / "head").exists()
-    messages = []
-    assert train_draft.train(out, setup, EVERY, say=messages.append) == run.losses
-    assert messages[0].endswith("; 4 steps are done")
-    chex.assert_trees_all_equal(stored(out, model), stored(run.out, model))
-    assert messages[-1].split(": ", 1)[1] == run.messages[-1].split(": ", 1)[1]
-
-
 @pytest.mark.slow
-def test_folder_of_another_run_is_refused_and_unchanged(setup, run, capsys):
+def test_folder_of_another_run_is_refused_and_unchanged(setup, run):
     before = sorted(path.name for path in run.out.rglob("*"))
     other_setup = replace(setup, steps=9, seed=2, batch=2)
     different = "steps is 9, there 12; seed is 2, there 0; batch is 2, there 4"
     with pytest.raises(ValueError, match=rf"another run: {different}\. Use its"):
         train_draft.train(run.out, other_setup, EVERY)
-    assert (
-        train_draft.main(
-            [
-                "--out",
-                str(run.out),
-                "--model",
-                setup.model,
-                "--vocabulary",
-                "64",
-                "--prompt",
-                "8",
-                "--output",
-                "9",
-            ]
-        )
-        == 2
-    )
-    assert re.search(
-        "error: .* another run: steps is 600, there 12; vocabulary is 64, .*",
-        capsys.readouterr().err,
-    )
     assert sorted(path.name for path in run.out.rglob("*")) == before
 
 
@@ -434,24 +338,11 @@ def test_folder_of_another_run_is_refused_and_unchanged(setup, run, capsys):
     ("words", "message"),
     [
         (["--steps", "0"], "--steps is 0; it must be at least 1"),
-        (["--every", "-1"], "--every is -1; it must be at least 1"),
-        (["--passes", "0"], "--passes is 0; it must be at least 1"),
-        (["--held-out", "0"], "--held-out is 0; it must be at least 1"),
         (["--windows", "3"], "--windows is 3, below --batch 4; raise it, or lower --batch"),
-        (["--held-out", "3"], "--held-out is 3, below --batch 4; raise it, or lower --batch"),
-        (["--seed", "-1"], "--seed is -1; it must be in [0, 2**32)"),
-        (["--seed", str(2**32)], "--seed is 4294967296; it must be in [0, 2**32)"),
-        (["--rate", "0"], "--rate is 0.0; it must be above 0 and finite"),
         (["--rate", "nan"], "--rate is nan; it must be above 0 and finite"),
-        (["--steps", "many"], "invalid int value: 'many'"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_runs(
-    words, message, capsys, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(
-        train_draft, "train", lambda *_, **__: pytest.fail("this would take minutes")
-    )
+def test_bad_arguments_are_refused_before_anything_runs(words, message, capsys, tmp_path):
     with pytest.raises(SystemExit):
         train_draft.main(["--out", str(tmp_path / "x"), *words])
     assert message in " ".join(capsys.readouterr().err.split())
@@ -462,6 +353,7 @@ def test_bad_arguments_are_refused_before_anything_runs(
     [
         (["--prompt", "60", "--output", "10"], "windows of 60 \\+ 10 tokens .* has room for 64"),
         (["--vocabulary", "321"], "a vocabulary of 321 tokens; the model has 320"),
+        (["--model", "/no/model"], "^error: "),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_before_a_folder_is_made(
@@ -470,12 +362,4 @@ def test_what_does_not_fit_the_model_is_refused_before_a_folder_is_made(
     sizes = ["--model", setup.model, "--vocabulary", "48", "--prompt", "8", "--output", "12"]
     assert train_draft.main(["--out", str(tmp_path / "x"), *sizes, *words]) == 2
     assert re.search(message, capsys.readouterr().err)
-    assert not (tmp_path / "x").exists()
-
-
-def test_a_model_that_is_not_there_is_an_error_in_a_sentence(tmp_path, capsys):
-    assert (
-        train_draft.main(["--out", str(tmp_path / "x"), "--model", str(tmp_path / "nothing")]) == 2
-    )
-    assert capsys.readouterr().err.startswith("error: ")
     assert not (tmp_path / "x").exists()
