@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -46,30 +48,17 @@ def points(tmp_path: Path, *overrides: str, **sections: Any) -> list[config.Poin
             {"engine": {"block_size": "16"}},
             r"engine\.block_size is '16'; it must be an integer \(write it without quo",
         ),
-        ({"engine": {"block_size": True}}, r"engine\.block_size is True; it must be an integer"),
         (
             {"engine": {"block_size": 0}},
             r"engine\.block_size is 0; it must be an integer of at least 1",
-        ),
-        (
-            {"engine": {"memory_fraction": "0.1"}},
-            r"engine\.memory_fraction is '0\.1'.*without quotes: 0\.1",
         ),
         (
             {"engine": {"compilation": "background"}},
             r"engine\.compilation is 'background', and a measured run compiles everything first; set it to eager",
         ),
         (
-            {"engine": {"dtype": "bfloat"}},
-            r"engine\.dtype is 'bfloat'; it must be one of .*did you mean 'bfloat16'",
-        ),
-        (
             {"engine": {"mesh": {"tensor": 0}}},
             r"^engine\.mesh\.tensor is 0; it must be an integer of at least 1",
-        ),
-        (
-            {"engine": {"speculative": {"num_tokens": 0}}},
-            r"^engine\.speculative\.num_tokens is 0; it must be an integer",
         ),
         (
             {"engine": 3},
@@ -96,35 +85,20 @@ def points(tmp_path: Path, *overrides: str, **sections: Any) -> list[config.Poin
             r"sampling\.bad_words: an experiment.*use sampling\.bad_words_token_ids",
         ),
         (
-            {"sampling": {"structured_outputs": {"regex": "a"}}},
-            r"sampling\.structured_outputs: an experiment runs on",
-        ),
-        (
             {"sampling": {"truncate_prompt_tokens": 3}},
             r"truncate_prompt_tokens: .*the workload has the lengths",
-        ),
-        ({"sampling": {"n": 0}}, r"sampling\.n is 0; it must be at least 1"),
-        (
-            {"sampling": {"n": 4, "best_of": 2}},
-            r"sampling\.best_of is 2; it must be None, or .* at least n \(4\)",
         ),
         (
             {"sampling": {"stop_token_ids": [1, "x"]}},
             r"sampling\.stop_token_ids\[1\] is 'x'; it must be an integer",
         ),
-        ({"repeat": 3}, r"unknown key 'repeat'; did you mean 'repeats'"),
         ({"repeats": 0}, r"repeats is 0; it must be at least 1"),
         ({"seed": -1}, r"seed is -1; it must be at least 0"),
         ({"name": "a/b"}, r"name is 'a/b'"),
-        ({"warmup": {"requests": -1}}, r"warmup\.requests is -1; it must be at least 0"),
         ({"slo": {"ttft": 0}}, r"slo\.ttft is 0\.0; it must be above 0 seconds"),
         (
             {"cache_tokens": 100},
             r"100; it must be a multiple of engine\.block_size \(16\), and at least 16",
-        ),
-        (
-            {"cache_tokens": -16},
-            r"cache_tokens is -16; it must be a multiple .*\(16\), and at least 16",
         ),
         ({"cache_tokens": 64, "engine": {"num_blocks": 4}}, r"both given; give one"),
         (
@@ -135,7 +109,6 @@ def points(tmp_path: Path, *overrides: str, **sections: Any) -> list[config.Poin
             {"workload": {"count": 2}},
             r"workload\.kind is missing; it must be one of 'prompts', 'synthetic'",
         ),
-        ({"workload": {"kind": "synthetic", "count": 2}}, r"workload\.prompt is missing"),
         (
             {"workload": {**BASE["workload"], "prompt": {"dist": "fixed"}}},
             r"workload\.prompt\.value is missing",
@@ -145,47 +118,18 @@ def points(tmp_path: Path, *overrides: str, **sections: Any) -> list[config.Poin
             {"workload": {"kind": "trace", "file": "no.csv"}},
             r"there is no file .*no\.csv.*Azure Public Dataset, CC-BY",
         ),
-        ({"workload": {"kind": "prompts", "file": "no.txt"}}, r"workload\.file: there is no file"),
-        (
-            {"workload": {**BASE["workload"], "count": 0}},
-            r"workload\.count is 0; it must be at least 1",
-        ),
-        (
-            {
-                "workload": {
-                    **BASE["workload"],
-                    "prompt": {"dist": "fixed", "value": 4, "min": 9, "max": 3},
-                }
-            },
-            r"workload\.prompt\.min is 9 and max 3; they must be 1 <= min <= max",
-        ),
-        (
-            {
-                "workload": {
-                    **BASE["workload"],
-                    "output": {"dist": "lognormal", "mu": 663, "sigma": 1, "max": 9},
-                }
-            },
-            r"workload\.output\.mu is 663\.0, a median of exp\(mu\) tokens; it must be at most 16\.6",
-        ),
         ({"sweep": {"gird": {}}}, r"sweep is .*keys from: grid, zip, list"),
         ({"sweep": {"grid": {"seed": 3}}}, r"sweep\.grid is .*list of one value or more"),
         (
             {"sweep": {"zip": {"seed": [1], "engine.block_size": [1, 2]}}},
             r"seed has 1, engine\.block_size has 2",
         ),
-        ({"sweep": {"list": [3]}}, r"sweep\.list is \[3\]"),
         ({"sweep": {"grid": {"repeats": [1, 2]}}}, r"'repeats'.*cannot be swept"),
         (
             {"sweep": {"grid": {"seed": [1, 2]}, "zip": {"seed": [3]}}},
             r"one key in two of its parts",
         ),
-        ({"sweep": {"list": [{"seed": 0}, {"repeats.x": 1}]}}, r"cannot be swept"),
         ({"sweep": {"list": [{"seed": 0}, {}]}}, r"points 1 \(seed=0\) and 2 are the same"),
-        (
-            {"sweep": {"grid": {"engine.block_sizes": [1]}}},
-            r"unknown key engine\.'block_sizes'; did you mean",
-        ),
     ],
 )
 def test_config_error_has_path_value_and_limit(
@@ -195,19 +139,22 @@ def test_config_error_has_path_value_and_limit(
         points(tmp_path, **sections)
 
 
-def test_missing_section_error_names_the_section(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: smollm2-135m", "^name is missing; it must be text"),
+        ("- 1", "a config is a mapping"),
+        (None, "cannot read the config"),
+    ],
+)
+def test_file_that_holds_no_config_is_an_error(
+    tmp_path: Path, text: str | None, message: str
+) -> None:
     path = tmp_path / "x.yaml"
-    path.write_text("workload: {kind: synthetic, count: 1, prompt: {dist: fixed, value: 1}}")
-    with pytest.raises(ValueError, match=r"workload\.output is missing"):
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
         config.load(path)
-    path.write_text("model: smollm2-135m")
-    with pytest.raises(ValueError, match=r"^name is missing; it must be text"):
-        config.load(path)
-    path.write_text("- 1")
-    with pytest.raises(ValueError, match="a config is a mapping"):
-        config.load(path)
-    with pytest.raises(ValueError, match="cannot read the config"):
-        config.load(tmp_path / "no.yaml")
 
 
 def test_duplicate_key_error_has_both_lines() -> None:
@@ -215,27 +162,16 @@ def test_duplicate_key_error_has_both_lines() -> None:
         ValueError, match="line 3: the key 'seed' is given twice \\(first in line 1\\)"
     ):
         load_text("seed: 1\nname: a\nseed: 2", "x.yaml")
-    with pytest.raises(ValueError, match="'a' is given twice"):
-        load_text("x: {y: {a: 1, a: 1}}", "x.yaml")
     assert load_text("x: &x {a: 1}\ny: {<<: *x, a: 2}", "x.yaml") == {"x": {"a": 1}, "y": {"a": 2}}
 
 
 def test_values_are_converted_to_field_types(tmp_path: Path) -> None:
-    (point,) = points(
-        tmp_path,
-        sampling={
-            "temperature": 0,
-            "stop_token_ids": [5, 4],
-            "min_tokens": 40,
-            "logit_bias": {3: 1},
-        },
-    )
+    given = {"temperature": 0, "stop_token_ids": [5, 4], "min_tokens": 40, "logit_bias": {3: 1}}
+    (point,) = points(tmp_path, sampling=given)
     sampling = point.experiment.sampling
-    assert (sampling.temperature, sampling.stop_token_ids, sampling.logit_bias) == (
-        0.0,
-        (5, 4),
-        {3: 1.0},
-    )
+    assert sampling.temperature == 0.0
+    assert sampling.stop_token_ids == (5, 4)
+    assert sampling.logit_bias == {3: 1.0}
     assert parse(Lengths, {"dist": "exponential", "mean": 3}, "x").mean == 3.0
     assert isinstance(point.experiment.workload, Synthetic)
 
@@ -253,15 +189,8 @@ def test_sweep_expands_in_order_and_labels_swept_keys(tmp_path: Path) -> None:
     ]
     assert len(expanded) == 8
     assert {
-        p.experiment.engine_config.num_blocks
-        for p in expanded
-        if p.experiment.engine.block_size == 8
-    } == {32}
-    assert {
-        p.experiment.engine_config.num_blocks
-        for p in expanded
-        if p.experiment.engine.block_size == 16
-    } == {16}
+        (p.experiment.engine.block_size, p.experiment.engine_config.num_blocks) for p in expanded
+    } == {(8, 32), (16, 16)}
     assert points(tmp_path)[0].label == "one point"
     assert config.short_names(["a.seed", "b.seed", "c"]) == {
         "a.seed": "a.seed",
@@ -282,15 +211,11 @@ def test_overrides_are_yaml_and_conflict_with_swept_keys(tmp_path: Path) -> None
     expanded = points(tmp_path, "engine.block_size=32", sweep=two_keys)
     assert [p.label for p in expanded] == ["seed=1", "seed=2"]
     assert {p.experiment.engine.block_size for p in expanded} == {32}
-    assert [p.label for p in points(tmp_path, "engine.block_size=32", sweep=sweep)] == ["one point"]
-    lengths = {
-        "grid": {"workload.prompt": [{"dist": "fixed", "value": 3}, {"dist": "fixed", "value": 4}]}
-    }
+    lengths = {"workload.prompt": [{"dist": "fixed", "value": n} for n in (3, 4)]}
     for form, text in (
         ({"zip": sweep["grid"]}, "engine.block_size=32"),
-        (lengths, "workload.prompt.value=9"),
+        ({"grid": lengths}, "workload.prompt.value=9"),
         (sweep, "engine={block_size: 32}"),
-        ({"zip": sweep["grid"]}, "engine={block_size: 32}"),
     ):
         with pytest.raises(ValueError, match=r"the config sweeps .*; add --set sweep=null"):
             points(tmp_path, text, sweep=form)
@@ -303,21 +228,12 @@ def test_overrides_are_yaml_and_conflict_with_swept_keys(tmp_path: Path) -> None
         "sweep.grid.engine.block_size=[8]",
         "sweep.grid={engine.block_size: [8]}",
     ):
-        for texts in (
-            (new, "engine.block_size=32"),
-            ("engine.block_size=32", new),
-            ("engine={}", new),
-        ):
+        for texts in ((new, "engine.block_size=32"), ("engine={}", new)):
             with pytest.raises(
                 ValueError,
                 match=r"another --set sweeps engine\.block_size; leave one of the two out",
             ):
                 points(tmp_path, *texts, sweep=two_keys)
-    expanded = points(tmp_path, "engine.block_size=32", "sweep.grid.seed=[5, 6]", sweep=two_keys)
-    assert [(p.label, p.experiment.engine.block_size) for p in expanded] == [
-        ("seed=5", 32),
-        ("seed=6", 32),
-    ]
     assert len(points(tmp_path, "sweep.zip.seed=[1, 2]")) == 2
     for text, message in (
         ("seed", "write it as"),
@@ -376,24 +292,6 @@ def test_point_key_without_later_fields_is_that_of_earlier_versions(tmp_path: Pa
         assert points(tmp_path, **sections, **ends)[0].key == key
 
 
-def test_point_key_depends_on_the_mesh(tmp_path: Path) -> None:
-    def key(simulate: dict[str, Any]) -> str:
-        return points(
-            tmp_path, simulate={"chip": "h200", **simulate}, sampling={"ignore_eos": True}
-        )[0].key
-
-    meshes = [
-        {},
-        {"mesh": {"tensor": 2}},
-        {"mesh": {"tensor": 4}},
-        {"mesh": {"tensor": 2}, "hop_s": 1e-6},
-    ]
-    assert len({key(mesh) for mesh in meshes}) == len(meshes)
-    assert key({"mesh": {"tensor": 2, "expert": 1}}) == key({"mesh": {"tensor": 2}})
-    engines = [{}, {"mesh": {"tensor": 2}}, {"devices": [1]}]
-    assert len({points(tmp_path, engine=engine)[0].key for engine in engines}) == len(engines)
-
-
 def test_point_key_depends_on_file_content_not_path(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n")
     (tmp_path / "b.txt").write_text("one\n")
@@ -401,6 +299,15 @@ def test_point_key_depends_on_file_content_not_path(tmp_path: Path) -> None:
     a, b, c = (points(tmp_path, workload={"kind": "prompts", "file": f"{n}.txt"})[0] for n in "abc")
     assert a.key == b.key != c.key
     assert c.content == "two\n"
+
+
+def write_model(folder: Path) -> None:
+    """Write files of one length and time."""
+    (folder / "params").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    for file in ("model.safetensors", "params/0"):
+        (folder / file).write_bytes(b"1234")
+        os.utime(folder / file, ns=(10**18, 10**18))
 
 
 def test_point_key_depends_on_local_model_files_or_hub_name(tmp_path: Path) -> None:
@@ -413,11 +320,7 @@ def test_point_key_depends_on_local_model_files_or_hub_name(tmp_path: Path) -> N
         return points(tmp_path, model=model)[0].key
 
     for name in ("a", "b"):
-        (tmp_path / name / "params").mkdir(parents=True)
-        (tmp_path / name / "config.json").write_text("{}")
-        for file in ("model.safetensors", "params/0"):
-            (tmp_path / name / file).write_bytes(b"1234")
-            os.utime(tmp_path / name / file, ns=(10**18, 10**18))
+        write_model(tmp_path / name)
     first = str(tmp_path / "a")
     base_key = key(first)
     assert base_key == key(str(tmp_path / "b")) != key("smollm2-135m")
@@ -433,40 +336,27 @@ def test_point_key_depends_on_local_model_files_or_hub_name(tmp_path: Path) -> N
     assert len(set(keys)) == len(keys)
 
 
-@pytest.mark.parametrize("field", ["attention_impl", "linear_impl", "model_family"])
-def test_point_key_depends_on_the_content_of_a_file_of_ones_own(tmp_path: Path, field: str) -> None:
+@pytest.mark.parametrize(
+    "path", ["attention_impl", "linear_impl", "model_family", "speculative.method"]
+)
+def test_point_key_depends_on_the_content_of_a_file_of_ones_own(tmp_path: Path, path: str) -> None:
+    def point_of(value: str) -> config.Point:
+        section, _, field = path.partition(".")
+        return points(tmp_path, engine={section: {field: value} if field else value})[0]
+
     def key(name: str, text: str, source: str = "own.py") -> str:
         (tmp_path / source).write_text(text)
-        (point,) = points(tmp_path, engine={field: f"{source}:{name}"})
-        assert getattr(point.experiment.engine, field) == f"{(tmp_path / source).resolve()}:{name}"
+        point = point_of(f"{source}:{name}")
+        value = attrgetter(path)(point.experiment.engine)
+        assert value == f"{(tmp_path / source).resolve()}:{name}"
         return point.key
 
     first = key("A", "A = 1")
     assert first == key("A", "A = 1", "moved.py")
     assert len({first, key("A", "A = 2"), key("B", "A = 1"), points(tmp_path)[0].key}) == 4
-    with pytest.raises(
-        ValueError, match=rf"engine\.{field} is 'none\.py:A', but there is no file none\.py"
-    ):
-        points(tmp_path, engine={field: "none.py:A"})
-
-
-def test_point_key_depends_on_the_content_of_a_drafter_file(tmp_path: Path) -> None:
-    def key(text: str, source: str = "own.py") -> str:
-        (tmp_path / source).write_text(text)
-        (point,) = points(tmp_path, engine={"speculative": {"method": f"{source}:A"}})
-        return point.key
-
-    first = key("A = 1")
-    assert first == key("A = 1", "moved.py") != key("A = 2")
-    assert (
-        points(tmp_path, engine={"speculative": {"method": "ngram"}})[0].key
-        != points(tmp_path)[0].key
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"engine\.speculative\.method is 'none\.py:A', but there is no file none\.py",
-    ):
-        points(tmp_path, engine={"speculative": {"method": "none.py:A"}})
+    message = rf"engine\.{re.escape(path)} is 'none\.py:A', but there is no file none\.py"
+    with pytest.raises(ValueError, match=message):
+        point_of("none.py:A")
 
 
 def test_point_key_depends_on_the_content_of_a_draft_model(tmp_path: Path) -> None:
@@ -476,10 +366,7 @@ def test_point_key_depends_on_the_content_of_a_draft_model(tmp_path: Path) -> No
         return points(tmp_path, engine={"speculative": {"method": "eagle", "model": name}})[0].key
 
     for name in ("a", "b"):
-        (tmp_path / name / "params").mkdir(parents=True)
-        (tmp_path / name / "config.json").write_text("{}")
-        (tmp_path / name / "params/0").write_bytes(b"1234")
-        os.utime(tmp_path / name / "params/0", ns=(10**18, 10**18))
+        write_model(tmp_path / name)
     first = key(str(tmp_path / "a"))
     assert first == key(str(tmp_path / "b")) != key("org/name")
     os.utime(tmp_path / "a/params/0")
@@ -492,8 +379,6 @@ def test_error_in_policy_file_is_reported(tmp_path: Path) -> None:
             "raise KeyError('x')",
             r"engine\.policy is '.*p\.py:P', whose file raises KeyError: 'x'; correct the file",
         ),
-        ("X = 5 +", r"whose file raises SyntaxError"),
-        ("raise ValueError('no')", r"whose file raises ValueError: no; correct the file"),
         ("P = 5", r"engine\.policy is '.*P in .* is no Policy"),
     ):
         (tmp_path / "p.py").write_text(text)
@@ -507,7 +392,7 @@ def test_unreadable_file_fails_when_config_is_loaded(tmp_path: Path) -> None:
             points(tmp_path, **sections)
 
     simulated = {"simulate": {"fit": str(tmp_path)}, "sampling": {"ignore_eos": True}}
-    for text in ("{", "[]\n" * 9, '{"pairs": 1}\n' * 9, '{"pairs": 1}'):
+    for text in ("{", '{"pairs": 1}\n' * 9):
         (tmp_path / "steps.jsonl").write_text(text)
         refused(
             r"simulate\.fit: .*steps\.jsonl cannot be fitted \(.*; give another run's folder",
@@ -515,8 +400,6 @@ def test_unreadable_file_fails_when_config_is_loaded(tmp_path: Path) -> None:
         )
     file = tmp_path / "w"
     for kind, content, message in (
-        ("tokens", b"{", "w is not JSON"),
-        ("trace", b"a,b\n", "w has no column TIMESTAMP"),
         ("prompts", b"\n\n", "w holds no prompts"),
         ("prompts", b"\xff", r"workload\.file: .*w cannot be read as UTF-8 text"),
     ):

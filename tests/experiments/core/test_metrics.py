@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,10 +18,10 @@ from experiments.core.workloads import WorkItem, branch_ids
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.types import (
+    EMPTY_PLAN,
     Admitted,
     Event,
     Finished,
-    Plan,
     Preempted,
     Request,
     Row,
@@ -56,33 +56,22 @@ def step(
     rows: Sequence[Row],
     events: Sequence[Event],
     seconds: tuple[float, float, float],
-    *,
-    preempted: tuple[str, ...] = (),
-    admitted: tuple[str, ...] = (),
-    blocks: int,
-    waiting: int = 0,
     padded: int = 8,
     compilations: int = 0,
+    **fields: Any,
 ) -> StepResult:
-    """`seconds`: start and end after START, and time on the device."""
-    plan = Plan(
+    """`seconds`: start and end after START, and time on the device. `fields`: of the plan."""
+    admitted = fields.get("admitted", ())
+    plan = EMPTY_PLAN._replace(
         step=number,
         seqs=tuple(row.seq for row in rows),
         lengths=tuple(row.seq.length for row in rows),
         starts=tuple(row.seq.computed for row in rows),
         counts=tuple(row.count for row in rows),
-        admitted=admitted,
         known=(5,) * len(admitted),
         cached=(0,) * len(admitted),
-        copies=(),
-        preempted=preempted,
-        swapped=(),
-        resumed=(),
-        swap_out=(),
-        swap_in=(),
-        num_waiting=waiting,
-        blocks_used=blocks,
         num_blocks=10,
+        **fields,
     )
     started, finished, device = seconds
     return StepResult(
@@ -96,7 +85,12 @@ B = item("b", 0.5, 3, 2)
 # again in step 4.
 RUN = [
     step(
-        0, [row(A, 6, 0, 5)], [Admitted(0, "a", 6, 0)], (0.0, 1.0, 0.8), admitted=("a",), blocks=2
+        0,
+        [row(A, 6, 0, 5)],
+        [Admitted(0, "a", 6, 0)],
+        (0.0, 1.0, 0.8),
+        admitted=("a",),
+        blocks_used=2,
     ),
     step(
         1,
@@ -104,17 +98,19 @@ RUN = [
         [Admitted(1, "b", 3, 0), Sampled(1, ("a", "b"), (40, 50))],
         (1.0, 1.5, 0.4),
         admitted=("b",),
-        blocks=3,
+        blocks_used=3,
     ),
-    step(2, [row(A, 7, 6, 1)], [Sampled(2, ("a",), (41,))], (1.5, 1.75, 0.2), blocks=3, padded=2),
+    step(
+        2, [row(A, 7, 6, 1)], [Sampled(2, ("a",), (41,))], (1.5, 1.75, 0.2), blocks_used=3, padded=2
+    ),
     step(
         3,
         [row(A, 8, 7, 1)],
         [Preempted(3, "b", False), Sampled(3, ("a",), (42,)), Finished(3, "a", "length", 3)],
         (2.0, 2.25, 0.2),
         preempted=("b",),
-        blocks=2,
-        waiting=1,
+        blocks_used=2,
+        num_waiting=1,
         padded=2,
     ),
     step(
@@ -123,7 +119,7 @@ RUN = [
         [Admitted(4, "b", 4, 0), Sampled(4, ("b",), (2,)), Finished(4, "b", "stop", 2)],
         (2.25, 3.0, 0.5),
         admitted=("b",),
-        blocks=1,
+        blocks_used=1,
         compilations=2,
     ),
 ]
@@ -184,51 +180,36 @@ def test_drafts_of_hand_made_run() -> None:
     """
     a = item("a", 0.0, 3, 9)
     b = item("b", 0.0, 1, 2)
-    plans = [
-        (
-            step(
-                0,
-                [row(a, 3, 0, 3)],
-                [Sampled(0, ("a",), (9,))],
-                (0.0, 1.0, 0.8),
-                admitted=("a",),
-                blocks=1,
-            ),
-            (),
+    run = [
+        step(
+            0,
+            [row(a, 3, 0, 3)],
+            [Sampled(0, ("a",), (9,))],
+            (0.0, 1.0, 0.8),
+            admitted=("a",),
         ),
-        (
-            step(
-                1,
-                [row(a, 4, 3, 4)],
-                [drafted(1, 3, (5, 6, 7)), Verified(1, ("a",), (3,), (2,), (2,))],
-                (1.0, 2.0, 0.8),
-                blocks=2,
-            ),
-            (3,),
+        step(
+            1,
+            [row(a, 4, 3, 4)],
+            [Sampled(1, ("a",) * 3, (5, 6, 7)), Verified(1, ("a",), (3,), (2,), (2,))],
+            (1.0, 2.0, 0.8),
+            drafts=(3,),
         ),
-        (
-            step(
-                2,
-                [row(a, 7, 6, 2)],
-                [drafted(2, 1, (8,)), Verified(2, ("a",), (1,), (0,), (2,))],
-                (2.0, 3.0, 0.8),
-                blocks=2,
-            ),
-            (1,),
+        step(
+            2,
+            [row(a, 7, 6, 2)],
+            [Sampled(2, ("a",), (8,)), Verified(2, ("a",), (1,), (0,), (2,))],
+            (2.0, 3.0, 0.8),
+            drafts=(1,),
         ),
-        (
-            step(
-                3,
-                [row(a, 8, 7, 1), row(b, 1, 0, 1)],
-                [Sampled(3, ("a", "b"), (4, 4))],
-                (3.0, 4.0, 0.8),
-                admitted=("b",),
-                blocks=3,
-            ),
-            (),
+        step(
+            3,
+            [row(a, 8, 7, 1), row(b, 1, 0, 1)],
+            [Sampled(3, ("a", "b"), (4, 4))],
+            (3.0, 4.0, 0.8),
+            admitted=("b",),
         ),
     ]
-    run = [result._replace(plan=result.plan._replace(drafts=drafts)) for result, drafts in plans]
     steps = step_records(run, START, S)
     assert [(s.drafts, s.accepted, s.decodes) for s in steps] == [
         (0, 0, 0),
@@ -247,11 +228,6 @@ def test_drafts_of_hand_made_run() -> None:
     assert summary == summarize(requests, steps, S)  # nothing else changes
     alone = summarize(requests, steps[:1], S, speculates=True)["speculation"]
     assert alone == {"drafts": 0, "accepted": 0, "acceptance": None, "tokens_per_decode": None}
-
-
-def drafted(number: int, drafts: int, tokens: tuple[int, ...]) -> Sampled:
-    assert len(tokens) <= drafts + 1
-    return Sampled(number, ("a",) * len(tokens), tokens)
 
 
 def test_steady_rate_excludes_start_and_end() -> None:
@@ -283,18 +259,12 @@ def test_goodput_counts_requests_that_meet_every_target() -> None:
     (branch,) = requests[1].branches
     requests[1] = requests[1]._replace(branches=(branch._replace(finish_reason="abort"),))
     assert share(Slo(ttft=9.0)) == 0.5
-    # One branch that is too slow (a's gaps of 0.25 and 0.5 seconds) or was aborted makes a bad
-    # request of two.
+    # One branch that is too slow (a's gaps of 0.25 and 0.5 seconds) makes a bad request of two.
     slow = requests[0].branches[0]
     fast = branch._replace(finish_reason="stop", token_times=(1.5, 1.6))
-    requests[:] = [
-        requests[0]._replace(branches=(fast, slow)),
-        requests[0]._replace(branches=(fast, fast)),
-    ]
+    requests[:] = [requests[0]._replace(branches=branches) for branches in ((fast, slow), (fast,))]
     assert share(Slo(itl=0.3)) == 0.5
     assert share(Slo(itl=0.4)) == 1.0
-    requests[0] = requests[0]._replace(branches=(fast, slow._replace(finish_reason="abort")))
-    assert share(Slo(itl=0.4)) == 0.5
 
 
 def test_token_digest_differs_for_different_outputs() -> None:
@@ -313,14 +283,7 @@ def test_interrupted_run_counts_unfinished_requests() -> None:
     summary = summarize(requests, steps, S)
     assert (summary["unfinished"], summary["finished"], summary["prompt_tokens"]) == (3, {}, 0)
     assert requests[2].queue is None
-    assert summary["itl_s"] == {
-        "count": 0,
-        "mean": None,
-        "p50": None,
-        "p90": None,
-        "p99": None,
-        "max": None,
-    }
+    assert summary["itl_s"] == spread([])
 
 
 def test_summarize_refuses_empty_or_foreign_runs() -> None:
@@ -446,13 +409,10 @@ def test_metrics_of_random_runs_match_slow_reference(seed: int) -> None:
     assert [s.blocks_used for s in steps] == physical
     assert [s.blocks_listed for s in steps] == logical
     assert summary["blocks_saved_share"] == pytest.approx(1 - sum(physical) / sum(logical))
-    if branches == 1 and seed % 2 == 0:
-        assert summary["blocks_saved_share"] == 0
     slots = sum(physical) * S
     assert summary["fragmentation_share"] == pytest.approx(
         1 - sum(s.held_tokens for s in steps) / slots
     )
-    assert 0 <= summary["fragmentation_share"] < 1
     assert summary["padding_share"] == pytest.approx(0.5)
     assert summary["output_tokens"] == sum(
         event.num_output

@@ -54,27 +54,12 @@ def make(spec, content: str = "", seed: int = 0, vocab: int = 100) -> Workload:
     return build(spec, content, seed, vocab, encode=lambda text: [ord(c) % vocab for c in text])
 
 
+BOUNDS = {"min": st.just(2), "max": st.just(30)}
 lengths = st.one_of(
-    st.builds(Fixed, st.just("fixed"), st.integers(1, 50), min=st.just(2), max=st.just(30)),
-    st.builds(
-        Uniform,
-        st.just("uniform"),
-        st.integers(1, 20),
-        st.integers(20, 50),
-        min=st.just(2),
-        max=st.just(30),
-    ),
-    st.builds(
-        Exponential, st.just("exponential"), st.floats(0.1, 100), min=st.just(2), max=st.just(30)
-    ),
-    st.builds(
-        Lognormal,
-        st.just("lognormal"),
-        st.floats(0, 5),
-        st.floats(0, 9),
-        min=st.just(2),
-        max=st.just(30),
-    ),
+    st.builds(Fixed, st.just("fixed"), st.integers(1, 50), **BOUNDS),
+    st.builds(Uniform, st.just("uniform"), st.integers(1, 20), st.integers(20, 50), **BOUNDS),
+    st.builds(Exponential, st.just("exponential"), st.floats(0.1, 100), **BOUNDS),
+    st.builds(Lognormal, st.just("lognormal"), st.floats(0, 5), st.floats(0, 9), **BOUNDS),
 )
 arrivals = st.one_of(
     st.just(AtOnce()),
@@ -111,8 +96,6 @@ def test_shared_prefix_changes_only_the_start_of_prompts() -> None:
     assert [item.prompt_token_ids[30:] for item in items] == [
         item.prompt_token_ids for item in without
     ]
-    with pytest.raises(ValueError, match="shared_prefix is -1; it must be at least 0 tokens"):
-        replace(plain, shared_prefix=-1)
 
 
 def test_each_prompt_begins_with_one_of_the_prefixes() -> None:
@@ -178,11 +161,8 @@ def test_clipped_lengths_are_counted() -> None:
 
 def test_shipped_prompts_are_english_of_mixed_length() -> None:
     content = PROMPTS.read_text(encoding="utf-8")
-    work = make(Prompts("prompts", "english.txt"), content)
     texts = content.splitlines()
-    assert len(work.items) == len(texts) == 48
-    assert len(set(texts)) == 48
-    assert {"Hi, my name is", "Today is a beautiful summer day", "Hello there"} <= set(texts)
+    assert len(make(Prompts("prompts", "english.txt"), content).items) == len(set(texts)) == 48
     words = sorted(len(text.split()) for text in texts)
     assert words[0] <= 4
     assert 100 <= words[-1] <= 160
@@ -229,8 +209,6 @@ def test_bad_trace_errors() -> None:
         with pytest.raises(ValueError, match=message):
             make(spec, content)
     for values, message in (
-        ({"offset": -1}, "offset is -1"),
-        ({"limit": 0}, "limit is 0"),
         ({"time_scale": -1}, "time_sc"),
         (
             {"max_prompt_tokens": 0},
@@ -250,8 +228,6 @@ def test_token_list_is_used_unchanged() -> None:
         ("{", "w.json is not JSON"),
         ("[]", "must hold a list"),
         ('[{"prompt": [], "n": 1}]', "entry 0: needs"),
-        ('[{"prompt": [1], "n": 0}]', "entry 0: needs"),
-        ("[3]", "entry 0: needs"),
         ('[{"prompt": [1, 100], "n": 1}]', r"entry 0: token id 100 is outside \[0, 100\)"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -274,28 +250,20 @@ def test_parameters_out_of_range_are_refused() -> None:
     )
     for make_bad, message in (
         (lambda: Uniform("uniform", 3, 2), "high is 2; it must be at least low"),
-        (lambda: Exponential("exponential", 0.0), "mean is 0.0"),
         (lambda: Lognormal("lognormal", 1.0, -1.0), "sigma is -1.0"),
         (
             lambda: Lognormal("lognormal", 663.0, 1.0, max=9),
             r"mu is 663\.0, a median of exp\(mu\) tokens; .* such as 6\.63",
         ),
-        (lambda: Lognormal("lognormal", 1.0, float("nan")), "sigma is nan"),
-        (lambda: Poisson("poisson", 0.0), "rate is 0.0"),
         (
             lambda: Poisson("poisson", float("nan")),
             "rate is nan; it must be above 0 requests a second, and finite",
         ),
         (lambda: Gamma("gamma", 1.0, 0.0), "burstiness is 0.0"),
         (
-            lambda: Synthetic("synthetic", 0, Fixed("fixed", 1), Fixed("fixed", 1)),
-            "count is 0; it must be at least 1",
-        ),
-        (
             lambda: Prompts("prompts", "p", count=0),
             "count is 0; it must be at least 1, or null for each prompt once",
         ),
-        (lambda: Prompts("prompts", "p", max_tokens=0), "max_tokens is 0; it must be at least 1"),
         (
             lambda: draw_lengths(Fixed("fixed", 10**12), 1, rng()),
             r"value=1000000000000.* beyond 16,777,216; give it a `max`",
@@ -325,16 +293,11 @@ def test_rounds_repeat_the_arrivals_and_lengths_of_a_trace_with_other_prompts():
         (7, 5),
     ] * 3
     assert len({tuple(item.prompt_token_ids) for item in items}) == 9
-    single_round = make(replace(spec, rounds=1), content).items
-    assert single_round == items[:3]
-    with pytest.raises(ValueError, match=r"rounds is 0; it must be at least 1"):
-        Trace(kind="trace", file="t.csv", rounds=0)
+    assert make(replace(spec, rounds=1), content).items == items[:3]
     with pytest.raises(
         ValueError, match=r"rounds is 3, and the kept requests of t.csv all arrive at one time"
     ):
         make(replace(spec, limit=1), content)
-    at_once = make(replace(spec, time_scale=0.0), content).items
-    assert [item.arrival for item in at_once] == [0.0] * 9
 
 
 def test_ids_that_are_drawn_later_are_those_that_a_generator_draws_in_a_row():
