@@ -74,7 +74,7 @@ def put(
 
 
 @pytest.fixture
-def compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+def compared(tmp_path, capsys) -> Any:
     """What the command prints of two folders of tmp_path."""
 
     def output(a: str, b: str, *options: str, status: int = 0) -> str:
@@ -86,7 +86,7 @@ def compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     return output
 
 
-def test_sweeps_are_compared_point_by_point(tmp_path: Path, compared: Any) -> None:
+def test_sweeps_are_compared_point_by_point(tmp_path, compared: Any):
     draw = np.random.default_rng(0)
     for size, ratio in ((8, 1.12), (16, 1.0)):
         # slow minutes that both sides share
@@ -118,7 +118,7 @@ def test_sweeps_are_compared_point_by_point(tmp_path: Path, compared: Any) -> No
 @pytest.mark.default_cases("True-3", "False-2")
 @pytest.mark.parametrize("repeats", [2, 3, 5])
 @pytest.mark.parametrize("paired", [True, False])
-def test_false_positive_rate_of_repeats(repeats: int, paired: bool) -> None:
+def test_false_positive_rate_of_repeats(repeats: int, paired: bool):
     draw = np.random.default_rng(repeats)
     called = 0
     for _ in range(400):
@@ -131,9 +131,7 @@ def test_false_positive_rate_of_repeats(repeats: int, paired: bool) -> None:
 
 @pytest.mark.default_cases("100-90")
 @pytest.mark.parametrize(("count", "percentile"), [(10, 50), (100, 90), (200, 99)])
-def test_false_positive_rate_of_request_bootstrap(
-    count: int, percentile: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_false_positive_rate_of_request_bootstrap(count: int, percentile: int, monkeypatch):
     monkeypatch.setattr(ratios, "RESAMPLES", 200)
     draw = np.random.default_rng(count)
     called = 0
@@ -144,7 +142,7 @@ def test_false_positive_rate_of_request_bootstrap(
     assert called / 60 < 0.12
 
 
-def test_bootstrap_draws_requests_with_all_their_gaps() -> None:
+def test_bootstrap_draws_requests_with_all_their_gaps():
     first = np.random.default_rng(1).lognormal(0, 0.5, 50).tolist()
     comparison = of_requests(requests(first, 0.05), requests(first, 0.06), "itl_s", 90, 0.95)
     assert comparison.ratio == pytest.approx(1.2)
@@ -152,7 +150,7 @@ def test_bootstrap_draws_requests_with_all_their_gaps() -> None:
     assert ": real, of these 50 requests; one run each" in comparison.verdict
 
 
-def test_single_runs_give_intervals_over_requests_only(tmp_path: Path, compared: Any) -> None:
+def test_single_runs_give_intervals_over_requests_only(tmp_path, compared: Any):
     draw = np.random.default_rng(2)
     first = draw.lognormal(0, 0.5, 60)
     put(tmp_path / "a", 0, 100.0, first=first.tolist())
@@ -183,8 +181,8 @@ def test_single_runs_give_intervals_over_requests_only(tmp_path: Path, compared:
     ids=str,
 )
 def test_different_requests_with_equal_totals_are_not_paired(
-    tmp_path: Path, compared: Any, change: dict[str, Any], difference: str, repeats: int
-) -> None:
+    tmp_path, compared: Any, change: dict[str, Any], difference: str, repeats: int
+):
     first, second, *others = requests([0.1] * 20)
     for repeat in range(repeats):
         put(tmp_path / "a", repeat, 100.0, lived=[first, second, *others])
@@ -194,7 +192,7 @@ def test_different_requests_with_equal_totals_are_not_paired(
     assert "of these" not in text
 
 
-def test_runs_without_requests_file_are_not_paired(tmp_path: Path, compared: Any) -> None:
+def test_runs_without_requests_file_are_not_paired(tmp_path, compared: Any):
     for name in ("a", "b"):
         put(tmp_path / name, 0, 100.0, first=[0.1] * 20)
     next((tmp_path / "b").glob("*/0/requests.jsonl")).unlink()
@@ -203,7 +201,7 @@ def test_runs_without_requests_file_are_not_paired(tmp_path: Path, compared: Any
     assert "of these" not in text
 
 
-def test_differences_of_device_and_code_are_reported(tmp_path: Path, compared: Any) -> None:
+def test_differences_of_device_and_code_are_reported(tmp_path, compared: Any):
     put(tmp_path / "a", 0, 100.0, device="cpu", commit="abc", env={"versions": {"jax": "0.7.0"}})
     put(tmp_path / "b", 0, 100.0, device="cpu", commit="def", env={"versions": {"jax": "0.7.1"}})
     lines = compared("a", "b").splitlines()
@@ -231,14 +229,14 @@ def test_differences_of_device_and_code_are_reported(tmp_path: Path, compared: A
 )
 def test_resamples_without_ratio_give_no_interval(
     name: str, percentile: int, a: list[RequestRecord], b: list[RequestRecord]
-) -> None:
+):
     comparison = of_requests(a, b, name, percentile, 0.95)
     assert comparison.ratio == pytest.approx(1.3 if name == "queue_s" else 1.0)
     assert (comparison.low, comparison.high) == (None, None)
     assert "resamples have no value, or a zero (B is 1." in comparison.verdict
 
 
-def test_unpaired_runs_are_reported(tmp_path: Path, compared: Any) -> None:
+def test_unpaired_runs_are_reported(tmp_path, compared: Any):
     for repeat in range(3):
         put(tmp_path / "a", repeat, 100.0 + repeat)
         put(tmp_path / "b", repeat + 1, 120.0 + repeat)
@@ -260,23 +258,20 @@ def test_unpaired_runs_are_reported(tmp_path: Path, compared: Any) -> None:
     assert "A has repeats 0, 1, B 0, 1, 2" in compared("a/*/[01]", "c")
 
 
-def test_numbers_of_drafts_are_compared_if_a_side_has_them(tmp_path: Path, compared: Any) -> None:
-    names = ("drafts", "accepted", "acceptance", "tokens_per_decode")
-    for name, drafts in (
-        ("none", None),
-        ("a", (100, 50, 0.5, 2.0)),
-        ("b", (80, 60, 0.75, 2.5)),
-        ("idle", (0, 0, None, 1.0)),
-    ):
+def test_numbers_of_drafts_are_compared_if_a_side_has_them(tmp_path, compared: Any):
+    of_side: dict[str, dict[str, Any] | None] = {
+        "none": None,
+        "a": {"drafts": 100, "accepted": 50, "acceptance": 0.5, "tokens_per_decode": 2.0},
+        "b": {"drafts": 80, "accepted": 60, "acceptance": 0.75, "tokens_per_decode": 2.5},
+        "idle": {"drafts": 0, "accepted": 0, "acceptance": None, "tokens_per_decode": 1.0},
+    }
+    latency = spread([])
+    for name, drafts in of_side.items():
+        metrics = {RATE: 100.0, "preemptions": 0, "tokens_sha256": "same"}
+        metrics |= {"ttft_s": latency, "itl_s": latency, "e2e_s": latency}
+        metrics |= {"speculation": drafts} if drafts else {}
         for repeat in range(2):
-            put(tmp_path / name, repeat, 100.0)
-            file = next((tmp_path / name).glob(f"*/{repeat}/summary.json"))
-            summary = json.loads(file.read_text())
-            latency = summary["metrics"]["ttft_s"]
-            summary["metrics"] |= {"itl_s": latency, "e2e_s": latency}
-            if drafts:
-                summary["metrics"]["speculation"] = dict(zip(names, drafts, strict=True))
-            file.write_text(json.dumps(summary))
+            put(tmp_path / name, repeat, 100.0, metrics=metrics)
 
     def rows(a: str, b: str) -> dict[str, str]:
         lines = [line.split() for line in compared(a, b, "--confidence", "0.95").splitlines()]
@@ -288,14 +283,14 @@ def test_numbers_of_drafts_are_compared_if_a_side_has_them(tmp_path: Path, compa
 
     assert rows("none", "none") == {}
     numbers = rows("a", "b")
-    assert list(numbers) == list(names)
+    assert list(numbers) == list(of_side["a"] or ())
     assert numbers["acceptance"].endswith("B is 1.50 times A in every repeat: real, without noise")
     assert rows("none", "a")["tokens_per_decode"] == "- 2 only B has numbers of drafts"
     assert rows("a", "none")["accepted"] == "50 - only A has numbers of drafts"
     assert rows("a", "idle")["acceptance"] == "- - there is no such value in A or in B"
 
 
-def test_difference_without_noise_is_real() -> None:
+def test_difference_without_noise_is_real():
     assert of_runs([10.0, 20.0], [11.0, 22.0], paired=True, confidence=0.95) == (
         pytest.approx(1.1), pytest.approx(1.1), pytest.approx(1.1),
         "B is 1.10 times A in every repeat: real, without noise",
@@ -329,8 +324,8 @@ def test_difference_without_noise_is_real() -> None:
     ],
 )
 def test_incomparable_folders_are_errors(
-    tmp_path: Path, compared: Any, folder: str, options: tuple[str, ...], message: str
-) -> None:
+    tmp_path, compared: Any, folder: str, options: tuple[str, ...], message: str
+):
     for size in (8, 16):
         put(tmp_path / "sizes", 0, 10.0, {"engine.block_size": size})
         put(tmp_path / "seeds", 0, 10.0, {"seed": size})
@@ -340,7 +335,7 @@ def test_incomparable_folders_are_errors(
     assert message in compared("sizes", folder, *options, status=2)
 
 
-def test_two_points_of_one_sweep_are_compared(tmp_path: Path, compared: Any) -> None:
+def test_two_points_of_one_sweep_are_compared(tmp_path, compared: Any):
     for size, rate in ((8, 10.0), (16, 20.0)):
         for repeat in range(3):
             put(tmp_path, repeat, rate * (1 + 0.01 * repeat), {"seed": size}, point=f"point{size}")

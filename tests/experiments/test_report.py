@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html.parser
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,7 +78,7 @@ ABOUT = {
 }
 
 
-def test_repeats_fold_into_points() -> None:
+def test_repeats_fold_into_points():
     rows = sweep_points.points(GRID)
     assert [row.repeats for row in rows] == [3] * 6
     assert rows[0].values["output_tokens_per_s"] == (101.0, 100.0, 102.0)
@@ -105,7 +104,7 @@ def test_repeats_fold_into_points() -> None:
         ([{}], Axes(None, ())),
     ],
 )  # fmt: skip
-def test_axes_follow_swept_keys(swept: list[dict[str, Any]], axes: Axes) -> None:
+def test_axes_follow_swept_keys(swept: list[dict[str, Any]], axes: Axes):
     rows = sweep_points.points([run(i, 0, values, 100.0) for i, values in enumerate(swept)])
     assert sweep_points.choose_axes(rows) == axes
     assert sum(map(len, sweep_points.lines(rows, axes).values())) == len(rows)
@@ -116,7 +115,7 @@ def sentences(runs: list[dict[str, Any]]) -> str:
     return " ".join(sweep_points.reading(runs, rows, sweep_points.choose_axes(rows)))
 
 
-def test_sentences_match_numbers() -> None:
+def test_sentences_match_numbers():
     text = sentences(GRID)
     best = "block_size=128, max_num_batched_tokens=256"
     assert f"Fastest is {best} with 281 output tokens/s (280 to 282 over 3 repeats): 2.78" in text
@@ -125,7 +124,7 @@ def test_sentences_match_numbers() -> None:
     assert "All 18 runs generated exactly the same tokens." in text
 
 
-def test_sentences_state_missing_repeats_and_failures() -> None:
+def test_sentences_state_missing_repeats_and_failures():
     single_runs = [run(0, 0, {"seed": 1}, 100.0), run(1, 0, {"seed": 2}, 90.0)]
     single_runs[1]["metrics"]["tokens_sha256"] = "other"
     text = sentences(single_runs)
@@ -143,7 +142,7 @@ def test_sentences_state_missing_repeats_and_failures() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6))))
-def test_pareto_front_matches_brute_force(points: list[tuple[int, int]]) -> None:
+def test_pareto_front_matches_brute_force(points: list[tuple[int, int]]):
     def dominated(at: tuple[int, int]) -> bool:
         return any(cost <= at[0] and gain >= at[1] and (cost, gain) != at for cost, gain in points)
 
@@ -173,7 +172,7 @@ class Tags(html.parser.HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_page_is_well_formed_and_self_contained() -> None:
+def test_page_is_well_formed_and_self_contained():
     swept = {"engine.block_size": 4, "engine.max_num_batched_tokens": 64}
     failed = run(9, 0, swept, 1.0, failed="a < b", metrics=None)
     page = report.page(ABOUT, [*GRID, failed], [{}] * 19)
@@ -192,7 +191,7 @@ def test_page_is_well_formed_and_self_contained() -> None:
     assert page.count("var(--s1)") > page.count("var(--s7)")
 
 
-def test_report_is_written_from_run_folder(tmp_path: Path) -> None:
+def test_report_is_written_from_run_folder(tmp_path):
     """The fastest run has a plot of its steps; a speculating one, the numbers of its drafts."""
     drafts = {"drafts": 40, "accepted": 30, "acceptance": 0.75, "tokens_per_decode": 2.5}
     runs = [run(order, 0, {"engine.max_num_seqs": 2**order}, 100.0 + order) for order in (0, 1)]
@@ -221,9 +220,7 @@ def test_report_is_written_from_run_folder(tmp_path: Path) -> None:
     assert table[1].split()[-2:] == ["75", "2.50"]
 
 
-def test_folders_without_results_are_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_without_results_are_reported(tmp_path, capsys):
     failed = run(0, 0, {}, 1.0, failed="x", metrics=None)
     assert "there is no result" in report.page(ABOUT, [failed], [{}])
     with pytest.raises(ValueError, match="contains no runs"):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from experiments.bench import processes
 
 
-def test_each_number_of_sequences_has_a_row_of_positive_costs(tmp_path: Path):
+def test_each_number_of_sequences_has_a_row_of_positive_costs(tmp_path):
     file = tmp_path / "report.json"
     processes.main(["--sequences", "1", "3", "--steps", "5", "--json", str(file)])
     report = json.loads(file.read_text())

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from experiments.bench import sharing
 from experiments.bench.sharing import ALPACA, SHAREGPT, SampledRequest, draw, simulate
-from experiments.core.distributions import Poisson
 from tests import drawn
 
 
@@ -46,7 +45,7 @@ asks_of_any_shape = st.lists(
 
 
 @drawn.given(20, 60, asks_of_any_shape, st.sampled_from([1, 4, 16]))
-def test_saved_share_matches_brute_force_count(requests: list[SampledRequest], size: int) -> None:
+def test_saved_share_matches_brute_force_count(requests: list[SampledRequest], size: int):
     counts = simulate(requests, size)
     assert (counts.listed, counts.used) == by_hand(requests, size)
     assert counts.preemptions == 0
@@ -64,9 +63,7 @@ def shares() -> dict[tuple[str, int, str], float]:
     return rows
 
 
-def test_paper_values_lie_between_both_kinds_of_lengths(
-    shares: dict[tuple[str, int, str], float],
-) -> None:
+def test_paper_values_lie_between_both_kinds_of_lengths(shares: dict[tuple[str, int, str], float]):
     for n, paper in ALPACA.paper.items():
         assert paper is not None
         assert shares["alpaca", n, "own"] < paper < shares["alpaca", n, "same"]
@@ -80,18 +77,7 @@ def test_paper_values_lie_between_both_kinds_of_lengths(
     assert shares["sharegpt", 4, "own"] > shares["alpaca", 4, "own"], "longer prompts share more"
 
 
-def test_arrival_times_do_not_change_saved_share() -> None:
-    at_once = draw(ALPACA, 40, 3, "own", seed=2)
-    spread = draw(ALPACA, 40, 3, "own", seed=2, arrivals=Poisson("poisson", 0.5))
-    assert [ask[:2] for ask in at_once] == [ask[:2] for ask in spread]
-    assert spread[-1].arrival > 40
-    a = simulate(at_once, 16)
-    b = simulate(spread, 16)
-    assert (a.listed, a.used) == (b.listed, b.used)
-    assert a.steps < b.steps
-
-
-def test_drawn_lengths_have_expected_means() -> None:
+def test_drawn_lengths_have_expected_means():
     same_lengths, own_lengths = (
         draw(SHAREGPT, 400, 4, lengths, seed=3) for lengths in ("same", "own")
     )
@@ -103,7 +89,7 @@ def test_drawn_lengths_have_expected_means() -> None:
     assert mean == pytest.approx(SHAREGPT.output, rel=0.1)
 
 
-def test_command_prints_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_rows(capsys):
     assert sharing.main(["--requests", "4", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     expected = [

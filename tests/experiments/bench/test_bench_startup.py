@@ -24,17 +24,6 @@ def test_stages_sum_to_total_and_warm_process_compiles_nothing(tiny_folder, tmp_
     assert warm["cached"] == warm["programs"] == cold["programs"] > 0
 
 
-@pytest.mark.exhaustive  # `serve` beside the two kinds above
-def test_a_server_is_timed_until_its_answers(tiny_folder, tmp_path):
-    out = tmp_path / "startup.json"
-    words = ["--model", str(tiny_folder), "--kinds", "serve", "--repeats", "1", "--json", str(out)]
-    assert startup.main(words) == 0
-    runs = {name: run for name, (run,) in json.loads(out.read_text())["runs"].items()}
-    for name in ("serve, cold", "serve, warm"):
-        run = runs[name]
-        assert 0 < run["listening"] < run["total"] < run["all programs"]
-
-
 @pytest.mark.slow
 def test_failed_process_error_has_reason(tmp_path, capsys):
     assert startup.main(["--model", str(tmp_path), "--repeats", "1"]) == 1

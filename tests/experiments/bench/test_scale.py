@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.bench import scale, scale_calculated, scale_report
-from experiments.bench.scale import FULL, QUICK, WARM, checked
+from experiments.bench.scale import QUICK, WARM, checked
 from experiments.bench.scale_calculated import BLOCK, ROOM, Paper, Rates, Shape, paper
 from experiments.bench.scale_report import line
 from pagedjax.device import cache
@@ -117,16 +117,8 @@ def test_paper_cache_and_inputs_match_arrays(sequences: int, context: int):
 
 
 def test_roofline_takes_slower_of_traffic_and_arithmetic():
-    p = Paper(
-        0,
-        weights_read=100,
-        kv_read=30,
-        products=1000,
-        attention=60,
-        cache=0,
-        inputs=0,
-        activations=0,
-    )
+    fields = dict.fromkeys(Paper._fields, 0)
+    p = Paper(**{**fields, "weights_read": 100, "kv_read": 30, "products": 1000, "attention": 60})
     assert scale_calculated.roofline(p, Rates(read=10.0, multiply=1000.0)) == 10 + 3
     assert scale_calculated.roofline(p, Rates(read=10.0, multiply=10.0)) == 100 + 6
     assert scale_calculated.roofline(p, Rates(read=10.0, multiply=50.0)) == 20 + 3
@@ -148,19 +140,16 @@ def test_middle_step_has_the_given_context(sequences: int, steps: int):
         host, _, batch = scale.advance(
             host, shapes, blanks, lambda batch, i=i: batch.tokens * 0 + i
         )
-        chex.assert_trees_all_equal(
-            batch.cu_q_lens, jnp.arange(sequences + 1), custom_message="one token each"
-        )
+        chex.assert_trees_all_equal(batch.cu_q_lens, jnp.arange(sequences + 1))  # one token each
         lengths.append(batch.seq_lens)
         tokens.append(batch.tokens)
     assert len(host.state.running.seqs) == sequences, "no sequence has ended"
     assert lengths[lead][0] == context
     assert lengths[lead].mean() == pytest.approx(context, abs=0.5)
     assert lengths[-1].max() < context + ROOM
+    # a step computes the tokens sampled before it
     sampled = jnp.full(sequences, WARM + steps - 2, jnp.int32)
-    chex.assert_trees_all_equal(
-        tokens[-1], sampled, custom_message="a step computes the tokens sampled before it"
-    )
+    chex.assert_trees_all_equal(tokens[-1], sampled)
     assert all(len(seq.hashes) >= (context - lead) // BLOCK - 1 for seq in host.state.running.seqs)
 
 
@@ -177,13 +166,6 @@ def test_line_fit_minimizes_relative_error():
     coefficients = line([1, 4, 16, 1024], [12, 18, 42, 2058])
     assert coefficients == pytest.approx((10, 2, 0), abs=1e-6)
     assert line([1, 2, 4], [1, 1, 2]).miss == pytest.approx(0.18, abs=0.02)
-
-
-def test_base_point_is_measured_once_for_all_factors():
-    shapes = scale.points(FULL)
-    assert len(shapes) == len(set(shapes)) == sum(map(len, FULL.values.values())) - 3
-    for setup in (FULL, QUICK):
-        assert all(getattr(setup.base, factor) in values for factor, values in setup.values.items())
 
 
 @pytest.mark.slow

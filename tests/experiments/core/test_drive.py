@@ -75,7 +75,7 @@ def items(*arrivals: float, prompt: int = 3, output: int = 2) -> list[WorkItem]:
     return [WorkItem(f"r{i}", time, (20,) * prompt, output) for i, time in enumerate(arrivals)]
 
 
-def test_requests_are_added_at_their_arrival_and_never_earlier() -> None:
+def test_requests_are_added_at_their_arrival_and_never_earlier():
     clock = Clock()
     engine = HostOnly(clock)
     work = items(0.0, 0.1, 3.0, 3.0)
@@ -99,7 +99,7 @@ def test_requests_are_added_at_their_arrival_and_never_earlier() -> None:
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(n=3), SamplingParams(n=2, best_of=3)])
-def test_request_is_done_when_all_its_branches_are_done(sampling: SamplingParams) -> None:
+def test_request_is_done_when_all_its_branches_are_done(sampling: SamplingParams):
     clock = Clock()
     work = items(0.0, 0.25, prompt=5, output=3)
     start, results = drive(HostOnly(clock), work, sampling, clock, clock.sleep)
@@ -112,7 +112,6 @@ def test_request_is_done_when_all_its_branches_are_done(sampling: SamplingParams
         *[(0.5, 0.75, 1.0)] * 2,
     ]
     assert (first.ttft, first.e2e) == (0.25, 1.0)
-    assert [branch.finish_reason for branch in first.branches] == ["length"] * 3
     assert not request_records(results[:3], work, start, branches=3)[0].done, (
         "two of its branches have not ended"
     )
@@ -123,16 +122,14 @@ def test_request_is_done_when_all_its_branches_are_done(sampling: SamplingParams
     steps = step_records(results, start, 4)
     summary = summarize([first, second], steps, 4)
     assert (summary["requests"], summary["branches"], summary["finished"]) == (2, 6, {"length": 6})
-    assert summary["output_tokens"] == 2 * 3 * 3
-    assert summary["prompt_tokens"] == 2 * 5
-    assert summary["itl_s"]["count"] == 2 * 3 * 2
+    assert (summary["output_tokens"], summary["prompt_tokens"]) == (2 * 3 * 3, 2 * 5)
     # Prompts of 5 tokens in blocks of 4, outputs to a length of 8: each branch lists 2 blocks, and
     # all share the first. Step 0 has one sequence, step 3 the two forks without the one that ended.
     assert [(s.blocks_listed, s.blocks_used) for s in steps[:4]] == [(2, 2), (6, 4), (6, 4), (4, 3)]
     assert summary["blocks_saved_share"] == pytest.approx(1 - 13 / 18)
 
 
-def test_refused_request_error_has_its_id_and_a_remedy() -> None:
+def test_refused_request_error_has_its_id_and_a_remedy():
     clock = Clock()
     with pytest.raises(
         ValueError,
@@ -141,13 +138,7 @@ def test_refused_request_error_has_its_id_and_a_remedy() -> None:
         drive(HostOnly(clock), items(0.0, prompt=99), SamplingParams(), clock, clock.sleep)
 
 
-def test_items_out_of_arrival_order_are_refused() -> None:
-    clock = Clock()
-    with pytest.raises(ValueError, match="in order of arrival"):
-        drive(HostOnly(clock), items(1.0, 0.0), SamplingParams(), clock, clock.sleep)
-
-
-def test_engine_with_work_but_no_step_raises() -> None:
+def test_engine_with_work_but_no_step_raises():
     class Stuck(HostOnly):
         def step(self) -> StepResult | None:
             return None
@@ -157,7 +148,7 @@ def test_engine_with_work_but_no_step_raises() -> None:
         drive(Stuck(clock), items(0.0), SamplingParams(), clock, clock.sleep)
 
 
-def test_run_with_compilation_or_unfinished_request_fails() -> None:
+def test_run_with_compilation_or_unfinished_request_fails():
     clock = Clock()
     work = items(0.0, 0.0)
     start, results = drive(HostOnly(clock), work, SamplingParams(), clock, clock.sleep)

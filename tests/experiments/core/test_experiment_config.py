@@ -31,7 +31,7 @@ BASE: dict[str, Any] = {
 }
 
 
-def points(tmp_path: Path, *overrides: str, **sections: Any) -> list[config.Point]:
+def points(tmp_path, *overrides: str, **sections: Any) -> list[config.Point]:
     path = tmp_path / "unit.yaml"
     path.write_text(yaml.safe_dump({**BASE, **sections}, sort_keys=False))
     return config.load(path, overrides)
@@ -132,9 +132,7 @@ def points(tmp_path: Path, *overrides: str, **sections: Any) -> list[config.Poin
         ({"sweep": {"list": [{"seed": 0}, {}]}}, r"points 1 \(seed=0\) and 2 are the same"),
     ],
 )
-def test_config_error_has_path_value_and_limit(
-    tmp_path: Path, sections: dict[str, Any], message: str
-) -> None:
+def test_config_error_has_path_value_and_limit(tmp_path, sections: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         points(tmp_path, **sections)
 
@@ -147,9 +145,7 @@ def test_config_error_has_path_value_and_limit(
         (None, "cannot read the config"),
     ],
 )
-def test_file_that_holds_no_config_is_an_error(
-    tmp_path: Path, text: str | None, message: str
-) -> None:
+def test_file_that_holds_no_config_is_an_error(tmp_path, text: str | None, message: str):
     path = tmp_path / "x.yaml"
     if text is not None:
         path.write_text(text)
@@ -157,7 +153,7 @@ def test_file_that_holds_no_config_is_an_error(
         config.load(path)
 
 
-def test_duplicate_key_error_has_both_lines() -> None:
+def test_duplicate_key_error_has_both_lines():
     with pytest.raises(
         ValueError, match="line 3: the key 'seed' is given twice \\(first in line 1\\)"
     ):
@@ -165,7 +161,7 @@ def test_duplicate_key_error_has_both_lines() -> None:
     assert load_text("x: &x {a: 1}\ny: {<<: *x, a: 2}", "x.yaml") == {"x": {"a": 1}, "y": {"a": 2}}
 
 
-def test_values_are_converted_to_field_types(tmp_path: Path) -> None:
+def test_values_are_converted_to_field_types(tmp_path):
     given = {"temperature": 0, "stop_token_ids": [5, 4], "min_tokens": 40, "logit_bias": {3: 1}}
     (point,) = points(tmp_path, sampling=given)
     sampling = point.experiment.sampling
@@ -176,7 +172,7 @@ def test_values_are_converted_to_field_types(tmp_path: Path) -> None:
     assert isinstance(point.experiment.workload, Synthetic)
 
 
-def test_sweep_expands_in_order_and_labels_swept_keys(tmp_path: Path) -> None:
+def test_sweep_expands_in_order_and_labels_swept_keys(tmp_path):
     sweep = {
         "grid": {"engine.block_size": [8, 16], "engine.max_num_batched_tokens": [64, 256]},
         "zip": {"seed": [1, 2], "workload.count": [3, 4]},
@@ -199,7 +195,7 @@ def test_sweep_expands_in_order_and_labels_swept_keys(tmp_path: Path) -> None:
     }
 
 
-def test_overrides_are_yaml_and_conflict_with_swept_keys(tmp_path: Path) -> None:
+def test_overrides_are_yaml_and_conflict_with_swept_keys(tmp_path):
     sweep = {"grid": {"engine.block_size": [8, 16]}}
     (point,) = points(
         tmp_path, "engine.max_num_seqs=4", "workload.prompt={dist: fixed, value: 3}", "slo.ttft=1.5"
@@ -246,7 +242,7 @@ def test_overrides_are_yaml_and_conflict_with_swept_keys(tmp_path: Path) -> None
         points(tmp_path, "sweep.grid.seed=[1]", sweep=[1])
 
 
-def test_point_key_covers_exactly_measured_values(tmp_path: Path) -> None:
+def test_point_key_covers_exactly_measured_values(tmp_path):
     def key(**sections: Any) -> str:
         return points(tmp_path, **sections)[0].key
 
@@ -286,13 +282,13 @@ EARLIER_KEYS = {  # of the version before any field of `experiments.core.point_k
 }
 
 
-def test_point_key_without_later_fields_is_that_of_earlier_versions(tmp_path: Path) -> None:
+def test_point_key_without_later_fields_is_that_of_earlier_versions(tmp_path):
     for key, sections in EARLIER_KEYS.items():
         ends = {"sampling": {"ignore_eos": True}} if "simulate" in sections else {}
         assert points(tmp_path, **sections, **ends)[0].key == key
 
 
-def test_point_key_depends_on_file_content_not_path(tmp_path: Path) -> None:
+def test_point_key_depends_on_file_content_not_path(tmp_path):
     (tmp_path / "a.txt").write_text("one\n")
     (tmp_path / "b.txt").write_text("one\n")
     (tmp_path / "c.txt").write_text("two\n")
@@ -310,7 +306,7 @@ def write_model(folder: Path) -> None:
         os.utime(folder / file, ns=(10**18, 10**18))
 
 
-def test_point_key_depends_on_local_model_files_or_hub_name(tmp_path: Path) -> None:
+def test_point_key_depends_on_local_model_files_or_hub_name(tmp_path):
     assert [point_key._model_source(name) for name in ("smollm2-135m", "org/name")] == [
         "smollm2-135m",
         "org/name",
@@ -339,7 +335,7 @@ def test_point_key_depends_on_local_model_files_or_hub_name(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "path", ["attention_impl", "linear_impl", "model_family", "speculative.method"]
 )
-def test_point_key_depends_on_the_content_of_a_file_of_ones_own(tmp_path: Path, path: str) -> None:
+def test_point_key_depends_on_the_content_of_a_file_of_ones_own(tmp_path, path: str):
     def point_of(value: str) -> config.Point:
         section, _, field = path.partition(".")
         return points(tmp_path, engine={section: {field: value} if field else value})[0]
@@ -359,7 +355,7 @@ def test_point_key_depends_on_the_content_of_a_file_of_ones_own(tmp_path: Path, 
         point_of("none.py:A")
 
 
-def test_point_key_depends_on_the_content_of_a_draft_model(tmp_path: Path) -> None:
+def test_point_key_depends_on_the_content_of_a_draft_model(tmp_path):
     """A head that was trained again is another measurement, though its folder has the same name."""
 
     def key(name: str) -> str:
@@ -373,7 +369,7 @@ def test_point_key_depends_on_the_content_of_a_draft_model(tmp_path: Path) -> No
     assert key(str(tmp_path / "a")) != first
 
 
-def test_error_in_policy_file_is_reported(tmp_path: Path) -> None:
+def test_error_in_policy_file_is_reported(tmp_path):
     for text, message in (
         (
             "raise KeyError('x')",
@@ -386,7 +382,7 @@ def test_error_in_policy_file_is_reported(tmp_path: Path) -> None:
             points(tmp_path, engine={"policy": "p.py:P"})
 
 
-def test_unreadable_file_fails_when_config_is_loaded(tmp_path: Path) -> None:
+def test_unreadable_file_fails_when_config_is_loaded(tmp_path):
     def refused(message: str, **sections: Any) -> None:
         with pytest.raises(ValueError, match=message):
             points(tmp_path, **sections)
@@ -412,9 +408,7 @@ def test_unreadable_file_fails_when_config_is_loaded(tmp_path: Path) -> None:
         config.load(tmp_path / "bad.yaml")
 
 
-def test_relative_file_is_found_in_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_file_is_found_in_current_folder(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "t.csv").write_text("x")
     monkeypatch.chdir(tmp_path / "here")
@@ -422,7 +416,7 @@ def test_relative_file_is_found_in_current_folder(
     assert content == ("x", str((tmp_path / "here" / "t.csv").resolve()))
 
 
-def test_point_key_of_a_trace_is_that_of_versions_without_rounds(tmp_path: Path) -> None:
+def test_point_key_of_a_trace_is_that_of_versions_without_rounds(tmp_path):
     (tmp_path / "t.csv").write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.0,3,4\n"
     )
@@ -438,7 +432,7 @@ def test_point_key_of_a_trace_is_that_of_versions_without_rounds(tmp_path: Path)
     assert point.key == "b59a679c062a47748029e4ceb58297237c8ea93d86a50fab6d7da6f06c855a2d"
 
 
-def test_every_shipped_config_loads_and_has_its_command(tmp_path: Path) -> None:
+def test_every_shipped_config_loads_and_has_its_command(tmp_path):
     folder = Path(__file__).parents[3] / "configs"
     trace = tmp_path / "trace.csv"
     rows = "2026-01-05 09:00:00.0,3,4\n2026-01-05 09:00:01.0,3,4\n"
@@ -474,7 +468,7 @@ scalars = (
         lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
     ),
 )
-def test_any_section_value_gives_a_config_or_value_error(value: Any) -> None:
+def test_any_section_value_gives_a_config_or_value_error(value: Any):
     for section in (
         "engine",
         "workload",

@@ -72,14 +72,8 @@ class CheckedEngine(SimulatedEngine):
 
 
 def engines(count: int, seconds: float | StepTime = 1.0, **options) -> list[CheckedEngine]:
-    options = {
-        "max_model_len": 96,
-        "num_blocks": 64,
-        "block_size": 4,
-        "token_buckets": (2048,),
-        **options,
-    }
-    config = EngineConfig(**options)
+    sizes = {"max_model_len": 96, "num_blocks": 64, "block_size": 4, "token_buckets": (2048,)}
+    config = EngineConfig(**{**sizes, **options})
     simulate = Simulate(step_s=1.0, padded=False)
     time: StepTime = seconds if callable(seconds) else lambda _: seconds
     return [CheckedEngine(config, time, vocab_size=1000, simulate=simulate) for _ in range(count)]
@@ -272,38 +266,6 @@ def test_with_room_for_all_the_times_are_those_of_a_naive_model(case):
         assert request.branches[0].token_times == pytest.approx(times)
 
 
-def test_times_by_hand():
-    """Steps of 1 s in `prefill` and of 0.5 s in `decode`; a block takes 1 s to move, and 0.25 s
-    pass in addition.
-    """
-    work = [
-        WorkItem("a", 0.0, (20,) * 5, 3),
-        WorkItem("b", 0.5, (30,) * 4, 2),
-        WorkItem("c", 0.5, (40,) * 4, 1),
-    ]
-    outcome = drive(engines(1), engines(1, 0.5), Link(8.0, 8.0, 0.25), work)
-    a, b, c = outcome.requests
-    (of_a,) = a.transfers
-    (of_b,) = b.transfers
-    assert (of_a.released, of_a.arrived, of_a.adopted, of_a.bytes) == (1.0, 3.25, 3.25, 16.0)
-    # the link is free at 3.0
-    assert (of_b.released, of_b.arrived, of_b.adopted, of_b.bytes) == (2.0, 4.25, 4.25, 8.0)
-    assert not c.transfers
-    assert [request.branches[0].token_times for request in (a, b, c)] == [
-        (1.0, 3.75, 4.25),
-        (2.0, 4.75),
-        (2.0,),
-    ]
-    assert outcome.steps[1] == [(3.25, 3.75, ("a",)), (3.75, 4.25, ("a",)), (4.25, 4.75, ("b",))]
-
-
-def test_a_sequence_is_adopted_in_front_of_a_step_not_during_one():
-    work = [WorkItem("a", 0.0, (20,) * 4, 9), WorkItem("b", 0.1, (30,) * 4, 2)]
-    outcome = drive(engines(1), engines(1, 1.5), Link(1.0), work)
-    assert [request.transfers[0].adopted for request in outcome.requests] == [1.0, 2.5]
-    assert outcome.requests[1].transfers[0].arrived == 2.0
-
-
 def test_blocks_in_prefill_are_held_until_the_pages_were_adopted():
     """`prefill` has room for one prompt."""
     work = [WorkItem("a", 0.0, (20,) * 8, 4), WorkItem("b", 0.0, (30,) * 8, 4)]
@@ -339,6 +301,21 @@ def test_a_request_that_decode_can_never_run_is_refused():
         drive(engines(1, num_blocks=4), engines(1), Link(1.0), work)
 
 
+def plans_of(engine, monkeypatch) -> list[Plan]:
+    """The plans of the steps that the engine will make."""
+    plans: list[Plan] = []
+    step = engine.step
+
+    def noted_step():
+        result = step()
+        if result is not None:
+            plans.append(result.plan)
+        return result
+
+    monkeypatch.setattr(engine, "step", noted_step)
+    return plans
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"max_num_batched_tokens": 24, "mixed_steps": False}], ids=["mixed", "apart"]
 )
@@ -356,16 +333,7 @@ def test_one_of_each_without_a_link_has_the_plans_of_a_real_pair(tiny, monkeypat
     lengths = [(5, 4), (22, 7), (17, 1), (11, 12), (40, 3), (3, 9), (22, 2)]
     prompts = [list(range(20 + i, 20 + i + prompt)) for i, (prompt, _) in enumerate(lengths)]
     llms = [LLM(tiny, progress=False, **common) for _ in range(2)]
-    real: list[list[Plan]] = [[], []]
-    for llm, plans in zip(llms, real, strict=True):
-
-        def step(take=llm.engine.step, plans=plans):
-            result = take()
-            if result is not None:
-                plans.append(result.plan)
-            return result
-
-        monkeypatch.setattr(llm.engine, "step", step)
+    real = [plans_of(llm.engine, monkeypatch) for llm in llms]
     params = [dataclasses.replace(GREEDY, max_tokens=output) for _, output in lengths]
     answers = PrefillDecode(*llms).generate(prompts, params)
 
@@ -374,16 +342,7 @@ def test_one_of_each_without_a_link_has_the_plans_of_a_real_pair(tiny, monkeypat
     ]
     prefill = engines(1, **common)
     decode = engines(1, **common)
-    simulated: list[list[Plan]] = [[], []]
-    for (engine,), plans in zip((prefill, decode), simulated, strict=True):
-
-        def note(take=engine.step, plans=plans):
-            result = take()
-            if result is not None:
-                plans.append(result.plan)
-            return result
-
-        monkeypatch.setattr(engine, "step", note)
+    simulated = [plans_of(engine, monkeypatch) for engine in (*prefill, *decode)]
     outcome = drive(prefill, decode, Link(1.0), work)
 
     def rows(plans: list[Plan]):

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-import jax
 import pytest
 
 from experiments.hardware import compile_step, exchanges, hlo
@@ -145,15 +144,6 @@ def test_a_compiled_step_has_the_exchanges_that_it_must_have(tiny, mesh):
     )
     # the last layer's are in a branch
     assert [difference.wrong for difference in differences(collectives, wider)] == [True, True]
-
-
-def test_one_device_exchanges_nothing(tiny_llm):
-    model = tiny_llm.engine.model
-    assert required(model.config, model.part, 1, T, R, COLUMNS) == ()
-    program = hlo.parse(
-        jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((8, 8), "float32")).compile().as_text()
-    )
-    assert exchanges.collectives_of(program, 1) == Counter()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from experiments.hardware.gpu_attention import (
     DECODES,
     VERIFIED,
     compile_rows,
-    contenders,
     draft_ratios,
     measure,
 )
@@ -24,18 +23,6 @@ from pallas_kernels.timing import Shape
 DECODE = Shape(2, 1, 9, 2, 3, 8, 4)
 PROMPT = Shape(2, 8, 8, 2, 3, 8, 4)
 CHUNK = Shape(2, 3, 9, 2, 3, 8, 4)
-
-
-def test_contenders_without_a_mask_for_chunks_are_left_out():
-    mosaic = {f"jax mosaic 64 x {keys}, contiguous" for keys in (64, 128)}
-    assert set(contenders(DECODE)) == {
-        "pallas_gpu",
-        "xla",
-        "cudnn, contiguous",
-        "jax triton (deprecated)",
-    }
-    assert set(contenders(PROMPT)) == {"pallas_gpu", "xla", "cudnn, contiguous"} | mosaic
-    assert set(contenders(CHUNK)) == {"pallas_gpu", "xla"}
 
 
 @pytest.mark.slow

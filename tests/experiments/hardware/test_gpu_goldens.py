@@ -78,14 +78,6 @@ def test_the_model_on_a_cpu_gives_identical_tokens(smollm2):
     assert faults(report, None) == []
 
 
-def test_an_engine_agrees_with_itself(tiny_llm, goldens):
-    """The probabilities of a prompt's tokens are those of the tokens that were generated."""
-    report = report_of(tiny_llm, goldens)
-    assert report["decoded"]["identical"] == report["decoded"]["of"] == 4
-    assert max(report["forced"]["largest"], report["decoded"]["largest"]) < 1e-4
-    assert faults(report, None) == []
-
-
 def test_a_wrong_log_probability_is_found(tiny_llm, goldens):
     wrong = with_entry(goldens[1], "logprobs", 3, goldens[1]["logprobs"][3] + 0.5)
     report = report_of(tiny_llm, [goldens[0], wrong])

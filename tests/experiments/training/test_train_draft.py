@@ -79,19 +79,16 @@ def stored(out: Path, model) -> dict[str, np.ndarray]:
 def case(model) -> SimpleNamespace:
     """A head of random parameters, and two windows of random tokens and features."""
     rng = np.random.default_rng(0)
-    c = model.config
-    b = 2
-    s = 9
-    ids = np.sort(rng.permutation(c.vocab_size)[:20]).astype(np.int32)
+    vocabulary = model.config.vocab_size
+    shape = (2, 9)
+    ids = np.sort(rng.permutation(vocabulary)[:20]).astype(np.int32)
     graphdef, params, buffers = train_draft.initial(model, ids, seed=0)
     params = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape, np.float32), params)
     windows = Windows(
-        rng.integers(0, c.vocab_size, (b, s)).astype(np.int32),
-        rng.standard_normal((b, s, 3 * c.hidden)).astype(np.float16),
-        rng.permuted(np.tile(np.arange(c.vocab_size), (b, s, 1)), axis=-1)[..., :8].astype(
-            np.int32
-        ),
-        rng.dirichlet(np.ones(9), (b, s))[..., :8].astype(np.float32),
+        rng.integers(0, vocabulary, shape).astype(np.int32),
+        rng.standard_normal((*shape, 3 * model.config.hidden)).astype(np.float16),
+        rng.permuted(np.tile(np.arange(vocabulary, dtype=np.int32), (*shape, 1)), axis=-1)[..., :8],
+        rng.dirichlet(np.ones(9), shape)[..., :8].astype(np.float32),
     )
     decoder = nnx.merge(model.graphdef, model.params)
 
@@ -108,7 +105,7 @@ def case(model) -> SimpleNamespace:
     def loss_of(windows: Windows, place: jax.Array) -> tuple[jax.Array, jax.Array]:
         return loss(nnx.merge(graphdef, params, buffers), decoder, place, windows, PASSES)
 
-    place = np.full(c.vocab_size, -1, np.int32)
+    place = np.full(vocabulary, -1, np.int32)
     place[ids] = np.arange(len(ids))
     return SimpleNamespace(
         windows=windows, logits=logits, loss=loss_of, params=params, ids=ids, place=place
@@ -141,27 +138,19 @@ def as_an_engine(
             [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=1
         )
 
-    def layer(
-        position: int, before: np.ndarray, keys: list, values: list
-    ) -> tuple[np.ndarray, list, list]:
-        joined = np.concatenate(
-            [norm("embed_norm", embedded[position]), norm("feature_norm", before)]
-        )
-        x = params["join.weight"] @ joined
-        heads = (params["block.attn.qkv.weight"] @ norm("block.attn_norm", x)).reshape(
-            -1, c.head_dim
-        )
-        q, k, v = np.split(heads, [c.heads, c.heads + c.kv_heads])
+    def layer(position: int, before: np.ndarray, keys: list, values: list) -> tuple:
+        joined = [norm("embed_norm", embedded[position]), norm("feature_norm", before)]
+        x = params["join.weight"] @ np.concatenate(joined)
+        heads = params["block.attn.qkv.weight"] @ norm("block.attn_norm", x)
+        q, k, v = np.split(heads.reshape(-1, c.head_dim), [c.heads, c.heads + c.kv_heads])
         keys = [*keys, rotated(k, position)]
         values = [*values, v]
-        outputs = []
-        for h, query in enumerate(rotated(q, position)):
-            scores = np.array([key[h // group] @ query for key in keys]) / np.sqrt(c.head_dim)
-            weights = np.exp(scores - scores.max())
-            outputs.append(
-                weights / weights.sum() @ np.array([value[h // group] for value in values])
-            )
-        x = x + params["block.attn.out.weight"] @ np.concatenate(outputs)
+        # [S, heads, D]
+        all_keys, all_values = (np.repeat(kv, group, axis=1) for kv in (keys, values))
+        scores = np.einsum("hd,shd->sh", rotated(q, position), all_keys) / np.sqrt(c.head_dim)
+        weights = np.exp(scores - np.logaddexp.reduce(scores, axis=0))
+        outputs = np.einsum("sh,shd->hd", weights, all_values).reshape(-1)
+        x = x + params["block.attn.out.weight"] @ outputs
         gate, up = np.split(params["block.mlp.up.weight"] @ norm("block.mlp_norm", x), 2)
         return x + params["block.mlp.down.weight"] @ (gate / (1 + np.exp(-gate)) * up), keys, values
 
@@ -198,23 +187,20 @@ def test_every_pass_computes_what_an_engine_computes_token_by_token(case, model)
 
 def test_the_loss_is_the_cross_entropy_of_the_targets_that_the_head_knows(case):
     windows = case.windows
-    total = 0.0
-    weight = 0.0
+    losses = []
     agreement = []
     places = case.place[windows.ids]
     shares = np.where(places >= 0, windows.shares, 0).astype(np.float64)
     for s, logits in enumerate(case.logits(windows)):
         x = np.asarray(logits, np.float64)[:, s:]
         logp = x - np.log(np.exp(x).sum(-1, keepdims=True))
-        losses = -shares[:, s:] * np.take_along_axis(logp, np.maximum(places[:, s:], 0), axis=-1)
-        total += LATER**s * losses.sum() / shares[:, s:].sum()
-        weight += LATER**s
+        of_targets = np.take_along_axis(logp, np.maximum(places[:, s:], 0), axis=-1)
+        losses.append(-(shares[:, s:] * of_targets).sum() / shares[:, s:].sum())
         agreement.append((x.argmax(-1) == places[:, s:, 0]).mean())
-    value, right = case.loss(windows, case.place)
-    chex.assert_shape([value, right], [(), (PASSES,)])
+    expected = np.average(losses, weights=LATER ** np.arange(PASSES))
     chex.assert_trees_all_close(
-        (value, right),
-        (np.float32(total / weight), np.array(agreement, np.float32)),
+        case.loss(windows, case.place),
+        (np.float32(expected), np.array(agreement, np.float32)),
         rtol=1e-5,
         atol=1e-6,
     )
@@ -237,24 +223,24 @@ def test_gradients_reach_every_parameter(setup, run, model):
 
 
 def test_batches_depend_on_seed_and_step_and_an_epoch_has_each_window_once():
-    n = 12
     setup = DraftSetup(batch=4, seed=3)
-    rows = np.arange(n)
-    windows = Windows(rows[:, None], rows[:, None, None], rows[:, None, None], rows[:, None, None])
-    batches = [draft_data.batch(windows, setup, step) for step in range(9)]
-    # rows of all columns
-    assert all(len(set(map(bytes, (x.reshape(-1) for x in batch)))) == 1 for batch in batches)
-    epochs = np.array([batch.tokens.reshape(-1) for batch in batches]).reshape(3, n)
+    rows = np.arange(12)
+    column = rows[:, None, None]
+    windows = Windows(rows[:, None], column, column, column)
+
+    def tokens_of(setup: DraftSetup) -> np.ndarray:
+        """Of three epochs; all columns have the same rows."""
+        batches = [draft_data.batch(windows, setup, step) for step in range(9)]
+        for batch in batches:
+            chex.assert_trees_all_equal(*(x.reshape(-1) for x in batch))
+        return np.array([batch.tokens.reshape(-1) for batch in batches])
+
+    tokens = tokens_of(setup)
+    epochs = tokens.reshape(3, 12)
     np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(rows, (3, 1)))
     assert (epochs[0] != epochs[1]).any()
-    np.testing.assert_array_equal(draft_data.batch(windows, setup, 4).tokens, batches[4].tokens)
-    of_other_seed = [
-        draft_data.batch(windows, replace(setup, seed=4), step).tokens for step in range(3)
-    ]
-    assert any(
-        (batch.tokens != theirs).any()
-        for batch, theirs in zip(batches, of_other_seed, strict=False)
-    )
+    np.testing.assert_array_equal(tokens_of(setup), tokens)
+    assert (tokens_of(replace(setup, seed=4)) != tokens).any()
 
 
 def test_vocabulary_has_the_ids_of_most_probability():
@@ -275,9 +261,7 @@ def test_stored_features_are_the_models_layers_and_shares_its_probabilities(run,
     windows = draft_data.stored(run.out / "held_out.npz")
     n, s = windows.tokens.shape
     assert (n, s) == (SIZES["held_out"], SIZES["prompt"] + SIZES["output"])
-    chex.assert_shape(
-        [windows.features, windows.ids, windows.shares], [(n, s, 3 * 64), (n, s, 8), (n, s, 8)]
-    )
+    chex.assert_shape(windows[1:], [(n, s, 3 * 64), (n, s, 8), (n, s, 8)])
     chex.assert_type(list(windows), [np.int32, np.float16, np.int32, np.float32])
     assert (np.diff(windows.shares, axis=-1) <= 0).all()
     assert (windows.shares.sum(-1) <= 1 + 1e-6).all()
@@ -285,16 +269,13 @@ def test_stored_features_are_the_models_layers_and_shares_its_probabilities(run,
     np.testing.assert_array_equal(
         windows.tokens[0, SIZES["prompt"] :], windows.ids[0, SIZES["prompt"] - 1 : -1, 0]
     )
+    params = {name: np.asarray(x, np.float64) for name, x in named(model.params).items()}
     last = windows.features[..., -64:].astype(np.float64)
-    norm, head = (
-        np.asarray(named(model.params)[name], np.float64) for name in ("norm.weight", "head.weight")
-    )
-    logits = (last / np.sqrt((last**2).mean(-1, keepdims=True) + model.config.eps) * norm) @ head.T
-    p = np.exp(logits - logits.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    np.testing.assert_allclose(
-        np.take_along_axis(p, windows.ids, axis=-1), windows.shares, atol=0.02
-    )
+    scale = np.sqrt((last**2).mean(-1, keepdims=True) + model.config.eps)
+    logits = (last / scale * params["norm.weight"]) @ params["head.weight"].T
+    p = np.exp(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True))
+    shares = np.take_along_axis(p, windows.ids, axis=-1)
+    np.testing.assert_allclose(shares, windows.shares, atol=0.02)
 
 
 # --- the run --------------------------------------------------------------------------------------

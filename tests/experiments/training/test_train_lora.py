@@ -193,42 +193,31 @@ def test_peft_gives_the_same_log_probabilities(complete_run, model, module, name
 
 def test_held_out_lists_are_in_no_step_and_answers_are_pythons(loaded, named_tasks):
     decode = loaded.tokenizer.decode
-    held_out = named_tasks["sort"].held_out
-    prompts = {decode(held_out.prompt(i)) for i in range(SETUP.held_out)}
+    task = named_tasks["sort"]
+    prompts = {decode(task.held_out.prompt(i)) for i in range(SETUP.held_out)}
     assert len(prompts) == SETUP.held_out
-    trained = [named_tasks["sort"].batch(step) for step in range(40)]
+    trained = [task.batch(step) for step in range(40)]
     assert not prompts & {decode(batch.prompt(i)) for batch in trained for i in range(SETUP.lists)}
     for i in range(5):
-        prompt = decode(held_out.prompt(i))
-        answer = decode(held_out.answer(i))
+        prompt = decode(task.held_out.prompt(i))
+        answer = decode(task.held_out.answer(i))
         digits = ast.literal_eval(prompt.removeprefix(">>> sorted(").removesuffix(")\n"))
         assert len(set(digits)) == DIGITS
-        assert (
-            (prompt, answer)
-            == question(digits)
-            == (f">>> sorted({digits})\n", f"{sorted(digits)}\n")
-        )
-        assert named_tasks["sort"].right(answer, answer)
-        assert not named_tasks["sort"].right(answer, answer.replace("]", ", 1]"))
+        assert (prompt, answer) == question(digits)
+        assert answer == f"{sorted(digits)}\n"
+        assert task.right(answer, answer)
+        assert not task.right(answer, answer.replace("]", ", 1]"))
 
 
 def test_capitals_are_the_documentations(loaded, named_tasks):
-    batch = named_tasks["upper"].batch(3)
-    held_out = named_tasks["upper"].held_out
-    for examples in (batch, held_out):
-        assert all(
-            loaded.tokenizer.decode(row).upper() == loaded.tokenizer.decode(row)
-            for row in examples.tokens
-        )
-    assert [int(x) for x in (batch.counts.sum(), held_out.counts.sum())] == [8 * 37, 8 * 26]
-    assert held_out.prompts.tolist() == [12] * 8
-    right = named_tasks["upper"].right
-    assert [right("", text) for text in ("THE X.", "The x.", "...", "")] == [
-        True,
-        False,
-        False,
-        False,
-    ]
+    task = named_tasks["upper"]
+    for examples in (task.batch(3), task.held_out):
+        texts = [loaded.tokenizer.decode(row) for row in examples.tokens]
+        assert texts == [text.upper() for text in texts]
+    assert task.batch(3).counts.sum() == 8 * 37
+    assert task.held_out.counts.sum() == 8 * 26
+    assert task.right("", "THE X.")
+    assert not any(task.right("", text) for text in ("The x.", "...", ""))
 
 
 def test_examples_depend_on_seed_and_step_alone(loaded, named_tasks):

@@ -98,15 +98,6 @@ def test_a_stopped_run_resumes_to_the_same_bits(complete_run, model, tmp_path, m
         train_rl.train(model, tmp_path / "run", replace(SETUP, rate=0.1), 2)
 
 
-@pytest.mark.slow
-def test_rewards_rise(model, tmp_path):
-    log = train_rl.train(
-        model, tmp_path / "run", replace(SETUP, steps=60, sums=8, group=16), 20, say=lambda _: None
-    )
-    first, last = (np.mean([entry["reward"] for entry in part]) for part in (log[:10], log[-10:]))
-    assert last > first + 0.1
-
-
 # --- parts ----------------------------------------------------------------------------------------
 
 
@@ -118,18 +109,17 @@ def test_rewards_rise(model, tmp_path):
     clip=st.sampled_from([0.1, 0.5]),
 )
 def test_the_loss_is_that_of_the_papers(rewards, seed, clip):
-    """Written out in numpy, answer by answer."""
+    """Written out in numpy."""
     rng = np.random.default_rng(seed)
     chances, old = rng.normal(-2, 0.5, (2, 6, 5)).astype(np.float32)
     answer = rng.random((6, 5)) < 0.6
     answer[0, 0] = True
     rollouts = Rollouts(None, None, answer, old, np.array(rewards, np.float32))
-    terms = []
-    for i, j in zip(*np.nonzero(answer), strict=True):
-        group = np.array(rewards[i // 3 * 3 :][:3], np.float64)
-        gain = (rewards[i] - group.mean()) / np.sqrt(group.var() + 1e-4)
-        ratio = np.exp(float(chances[i, j]) - float(old[i, j]))
-        terms.append(min(ratio * gain, float(np.clip(ratio, 1 - clip, 1 + clip)) * gain))
+    groups = np.array(rewards, np.float64).reshape(2, 3)
+    deviations = np.sqrt(groups.var(axis=1, keepdims=True) + 1e-4)
+    gains = ((groups - groups.mean(axis=1, keepdims=True)) / deviations).reshape(6, 1)
+    rates = np.exp(chances.astype(np.float64) - old)
+    terms = np.minimum(rates * gains, np.clip(rates, 1 - clip, 1 + clip) * gains)[answer]
     loss = train_rl.loss(jnp.asarray(chances), rollouts, RLSetup(group=3, clip=clip))
     chex.assert_shape(loss, ())
     chex.assert_trees_all_close(float(loss), -np.mean(terms), rtol=1e-3, atol=1e-3)

@@ -21,7 +21,6 @@ from experiments.training import forward, train_tiny
 from experiments.training.data import END
 from experiments.training.setup import Setup
 from pagedjax import LLM, SamplingParams
-from pagedjax.device import attention, cache, windows
 from pagedjax.device.models import llama
 from pagedjax.engine import compilations
 from pagedjax.weights.tree import named
@@ -132,25 +131,6 @@ LOGITS = jax.jit(forward.logits)
 @pytest.fixture(scope="module")
 def module():
     return train_tiny.initial(llama.from_hf(train_tiny.hf_config(replace(SETUP, layers=2))), 1)
-
-
-def test_dense_attention_matches_paged_attention(module, data):
-    """On the same windows, each in its own page."""
-    tokens = jnp.asarray(train_tiny.windows(data.train, SETUP, 0)[:, :-1])
-    b, s = tokens.shape
-    pages = cache.init(
-        layers=2, blocks=b - 1, block_size=s, kv_heads=2, head_dim=8, dtype="float32"
-    )
-    paged = attention.attend("reference", module.config.attn_scale)
-    run = jax.jit(
-        lambda: module.logits(module.hidden(pages, windows.packed(tokens), paged)[1]).reshape(
-            b, s, -1
-        )
-    )
-    dense_logits = LOGITS(module, tokens)
-    chex.assert_shape(dense_logits, (b, s, SETUP.vocab))
-    chex.assert_tree_all_finite(dense_logits)
-    chex.assert_trees_all_close(dense_logits, run(), rtol=1e-7, atol=1e-5)
 
 
 def test_written_model_gives_training_logprobs(run):
