@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import xml.etree.ElementTree as ET
 
 import pytest
 
 from experiments import reproduce
+from experiments.analysis import figures
 from experiments.studies.findings import Claim, Findings, Interval
 
 SIMULATED = ("001", "002", "003", "004", "006", "007", "009", "011", "013", "014", "017", "021")
@@ -35,6 +37,13 @@ def test_a_number_agrees_within_its_factor_of_the_published_one(
     result = claim(published, measured, factor)
     assert result.ratio == pytest.approx(ratio)
     assert result.agrees == agrees
+
+
+def test_figures_are_reproducible_svg():
+    panels = {"left": {"a": [(1, 2.0), (2, 3.0)], "b": [(1, 1.0), (2, 1.0)]}}
+    first, second = (figures.curves(panels, "x", "y", log_x=2, dashed=("b",)) for _ in range(2))
+    assert first == second
+    assert ET.fromstring(first).tag.endswith("svg")
 
 
 @pytest.fixture

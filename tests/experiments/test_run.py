@@ -95,6 +95,7 @@ def test_sweep_end_to_end(tmp_path, model: str, capsys):
     requests = json_lines({"run": folder}, "requests.jsonl")
     lengths = [[len(branch["token_ids"]) for branch in request["branches"]] for request in requests]
     assert lengths == [[request["max_tokens"]] for request in requests]
+    assert not {"replica", "transfers"} & set(requests[0]), "columns of simulated runs"
     steps = json_lines({"run": folder}, "steps.jsonl")
     assert sum(step["sampled"] for step in steps) == frame["output_tokens"].iloc[0]
 
@@ -299,8 +300,8 @@ def test_killed_sweep_resumes_without_lost_or_double_runs(tmp_path, monkeypatch)
     finished = summaries()
     assert len(finished) == 9
     assert {entry: finished[entry] for entry in survived} == survived  # not one was measured again
-    index = (tmp_path / "runs" / "side-by-side" / "runs.jsonl").read_text().splitlines()
-    assert [(row["order"], row["repeat"]) for row in map(json.loads, index)] == [
+    index = store.read_runs(tmp_path / "runs" / "side-by-side")
+    assert [(row["order"], row["repeat"]) for row in index] == [
         (i, r) for i in range(3) for r in range(3)
     ]
     assert not [entry for entry in (tmp_path / "runs").rglob(".writing-*")]

@@ -12,14 +12,11 @@ from experiments.core.config import expand
 from experiments.core.present import Change
 from experiments.core.replicas import Present, drive_replicas
 from experiments.core.workloads import WorkItem
-from experiments.simulation.cost import Simulate
-from experiments.simulation.simulate import SimulatedEngine
 from pagedjax import SamplingParams
-from pagedjax.options.config import EngineConfig
 from pagedjax.routing import LEAST_LOADED, ROUND_ROBIN, ROUTERS
 from tests import drawn
 from tests.experiments.core.summaries import BASE, changed_workload, simulated_run
-from tests.experiments.core.test_replicas import Times
+from tests.experiments.core.test_replicas import Times, engines
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 ARRIVALS = {"process": "poisson", "rate": 100.0}
@@ -41,17 +38,11 @@ def by_hand(work: list[WorkItem], count: int, *changes: Change, router=ROUND_ROB
     """Run steps of one second. Returns the replica of each request, when each replica's steps
     began, and the requests that were computed anew.
     """
-    config = EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,))
-    simulate = Simulate(step_s=1.0)
     ever = count + sum(change.join for change in changes)
-    engines = [
-        SimulatedEngine(config, lambda work: 1.0, vocab_size=1000, simulate=simulate)
-        for _ in range(ever)
-    ]
     anew: list[str] = []
     times = Times(ever)
     assigned = drive_replicas(
-        engines, router, 32, work, GREEDY, times, None, Present(count, changes, anew.append)
+        engines(ever), router, 32, work, GREEDY, times, None, Present(count, changes, anew.append)
     )
     return assigned, [[started for started, *_ in steps] for steps in times.steps], anew
 

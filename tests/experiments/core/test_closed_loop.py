@@ -15,13 +15,11 @@ from experiments.core.drive import drive
 from experiments.core.records import RequestRecord
 from experiments.core.submit import Sender
 from experiments.core.workloads import WorkItem
-from experiments.simulation.cost import Simulate
-from experiments.simulation.simulate import SimulatedEngine
 from pagedjax import SamplingParams
-from pagedjax.options.config import EngineConfig
 from pagedjax.routing import ROUTERS
 from tests import drawn
 from tests.experiments.core.summaries import BASE, changed_workload, simulated_run
+from tests.experiments.core.test_replicas import engines
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 OUTPUT = {"dist": "uniform", "low": 1, "high": 12}
@@ -30,12 +28,6 @@ OUTPUT = {"dist": "uniform", "low": 1, "high": 12}
 def workload(clients: int) -> dict[str, Any]:
     arrivals = {"process": "closed_loop", "clients": clients}
     return changed_workload(count=24, output=OUTPUT, arrivals=arrivals)
-
-
-def one_second_engine() -> SimulatedEngine:
-    config = EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,))
-    simulate = Simulate(step_s=1.0)
-    return SimulatedEngine(config, lambda work: 1.0, vocab_size=1000, simulate=simulate)
 
 
 def run_with(**changes):
@@ -58,7 +50,7 @@ def test_times_by_hand():
     """Steps of 1 s, a token each, two clients: both are busy until 2 s and 3 s; the next ones begin
     there.
     """
-    engine = one_second_engine()
+    (engine,) = engines(1)
     added: list[tuple[str, float]] = []
     add = engine.add
     engine.add = lambda name, *arguments, **options: (
@@ -112,7 +104,7 @@ def test_sender_waits_for_the_client_that_is_free_first():
     """Replica steps end in any order; 5 s is known before 2 s."""
     work = [WorkItem(name, 0.0, (20,), 1) for name in "abc"]
     sender = Sender(work, GREEDY, clients=2)
-    engine = one_second_engine()
+    (engine,) = engines(1)
     results = {}
     for name in "ab":
         assert sender.next() == 0.0

@@ -48,6 +48,7 @@ def points(tmp_path, *overrides: str, **sections: Any) -> list[config.Point]:
             {"engine": {"block_size": "16"}},
             r"engine\.block_size is '16'; it must be an integer \(write it without quo",
         ),
+        ({"engine": {"block_size": True}}, r"engine\.block_size is True; it must be an integer"),
         (
             {"engine": {"block_size": 0}},
             r"engine\.block_size is 0; it must be an integer of at least 1",
@@ -94,6 +95,9 @@ def points(tmp_path, *overrides: str, **sections: Any) -> list[config.Point]:
         ),
         ({"repeats": 0}, r"repeats is 0; it must be at least 1"),
         ({"seed": -1}, r"seed is -1; it must be at least 0"),
+        ({"warmup": {"requests": -1}}, r"warmup\.requests is -1; it must be at least 0"),
+        ({"workload": {"count": 2}}, r"workload\.kind is missing; it must be one of 'prompts'"),
+        ({"sweep": {"list": [3]}}, r"sweep\.list is \[3\]"),
         ({"name": "a/b"}, r"name is 'a/b'"),
         ({"slo": {"ttft": 0}}, r"slo\.ttft is 0\.0; it must be above 0 seconds"),
         (

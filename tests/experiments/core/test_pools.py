@@ -100,43 +100,51 @@ def drive(prefill, decode, link: Link, work, sampling=GREEDY, router=LEAST_LOADE
     return Outcome(note.requests.records(placements.prefill, placements.transfers), steps)
 
 
+GAPS = st.sampled_from([0.0, 0.25, 1.0, 3.7])
+REQUESTS = st.lists(
+    st.tuples(GAPS, st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=12
+)
+SHARED = st.fixed_dictionaries(
+    {
+        "enable_prefix_caching": st.booleans(),
+        "mixed_steps": st.booleans(),
+        "preemption": st.sampled_from(["recompute", "swap"]),
+    }
+)
+SIZES = st.fixed_dictionaries(
+    {
+        "num_blocks": st.sampled_from([11, 20, 64]),  # 11 are those of the longest request
+        "max_num_seqs": st.sampled_from([3, 8]),
+        "max_num_batched_tokens": st.sampled_from([8, 64]),
+    }
+)
+POOL = st.tuples(st.integers(1, 2), st.sampled_from([0.5, 1.0]), SIZES)
+LINK = st.builds(
+    Link, st.just(2.0), st.sampled_from([math.inf, 1.0, 10.0]), st.sampled_from([0.0, 0.3])
+)
+
+
 @st.composite
 def runs(draw):
     """Engines, a link, requests and the number of branches."""
-    count = draw(st.integers(1, 12))
-    gaps = draw(st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.7]), min_size=count, max_size=count))
-    lengths = draw(
-        st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=count, max_size=count)
-    )
     work = []
     arrival = 0.0
-    for i, (gap, (prompt, output)) in enumerate(zip(gaps, lengths, strict=True)):
+    for i, (gap, prompt, output) in enumerate(draw(REQUESTS)):
         arrival += gap
         # one prompt begins the other
         work.append(WorkItem(f"r{i}", arrival, tuple(range(20, 20 + prompt)), output))
     n = draw(st.sampled_from([1, 1, 3]))
-    shared = {
-        "enable_prefix_caching": draw(st.booleans()),
-        "mixed_steps": draw(st.booleans()),
-        "preemption": draw(st.sampled_from(["recompute", "swap"])),
-    }
-
-    def options():
-        return {
-            **shared,
-            # 11 are those of the longest request
-            "num_blocks": draw(st.sampled_from([11, 20, 64])),
-            "max_num_seqs": draw(st.sampled_from([3, 8])),
-            "max_num_batched_tokens": draw(st.sampled_from([8, 64])),
-        }
-
+    shared = draw(SHARED)
     sizes = [
-        (draw(st.integers(1, 2)), draw(st.sampled_from([0.5, 1.0])), options()) for _ in range(2)
+        (count, seconds, {**shared, **options})
+        for count, seconds, options in draw(st.tuples(POOL, POOL))
     ]
-    link = Link(
-        2.0, draw(st.sampled_from([math.inf, 1.0, 10.0])), draw(st.sampled_from([0.0, 0.3]))
+    return (
+        sizes,
+        draw(LINK),
+        tuple(work),
+        dataclasses.replace(GREEDY, n=n, temperature=float(n > 1)),
     )
-    return sizes, link, tuple(work), dataclasses.replace(GREEDY, n=n, temperature=float(n > 1))
 
 
 def engines_of(size) -> list[CheckedEngine]:
@@ -186,10 +194,8 @@ def test_laws_of_any_run(case):
             transfer = moved[branch.branch_id]
             assert branch.token_times[0] == transfer.released
             assert transfer.released <= transfer.arrived <= transfer.adopted < branch.token_times[1]
-            assert (
-                transfer.arrived
-                >= transfer.released + transfer.bytes / link.bandwidth + link.latency - 1e-9
-            )
+            seconds = transfer.bytes / link.bandwidth
+            assert transfer.arrived >= transfer.released + seconds + link.latency - 1e-9
             assert transfer.bytes >= link.block_bytes * math.ceil(len(item.prompt_token_ids) / 4)
             for engine, begin, end in of_step[branch.branch_id]:
                 assert engine in (request.replica, transfer.replica)
@@ -199,9 +205,7 @@ def test_laws_of_any_run(case):
                     else begin >= transfer.adopted
                 )
             end = transfer.arrived - link.latency
-            sent.setdefault(request.replica, []).append(
-                (end - transfer.bytes / link.bandwidth, end)
-            )
+            sent.setdefault(request.replica, []).append((end - seconds, end))
     for spans in sent.values():
         spans.sort()
         assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(spans)), "a link sent two at a time"

@@ -174,6 +174,11 @@ def test_a_run_records_its_transfers_and_both_engines(tmp_path):
             {"pools": {"link_gb_s": 0}},
             "pools.link_gb_s is 0.0; it must be above 0, or null for no time",
         ),
+        ({"pools": {"latency_s": -1}}, "pools.latency_s is -1.0; it must be at least 0 seconds"),
+        (
+            {"pools": {"decode": {"cache_tokens": 5}}},
+            r"pools.decode: cache_tokens is 5; it must be a multiple",
+        ),
         ({"replicas": {}}, "replicas and pools are both given; give one"),
         (
             {"simulate": None},

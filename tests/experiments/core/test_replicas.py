@@ -197,12 +197,22 @@ def test_prefix_finds_more_than_the_others_on_the_example():
         assert prefix["ttft_s"]["mean"] < summary["ttft_s"]["mean"]
 
 
+def test_known_blocks_bound_what_prefix_finds():
+    shares = {
+        known_blocks: simulated_run(
+            {**RAW, "replicas": {"count": 3, "known_blocks": known_blocks}}
+        ).summary["prefix_hit_share"]
+        for known_blocks in (0, None)
+    }
+    assert shares[0] < shares[None]
+
+
 def test_a_run_records_replicas(tmp_path):
     sweep = {"grid": {"replicas.router": ["least_loaded", "round_robin"], "replicas.count": [1, 2]}}
     runs = run_files(tmp_path, {**RAW, "sweep": sweep})
-    summaries = [json.loads(line) for line in (runs / "runs.jsonl").read_text().splitlines()]
+    summaries = store.read_runs(runs)
     assert [summary["metrics"]["replicas"]["count"] for summary in summaries] == [1, 2, 1, 2]
-    folder = runs / summaries[3]["run"]
+    folder = Path(summaries[3]["run"])
     assert {request.replica for request in store.read_requests(folder)} == {0, 1}
     steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     assert {step["replica"] for step in steps} == {0, 1}
@@ -213,6 +223,10 @@ def test_a_run_records_replicas(tmp_path):
     ("change", "message"),
     [
         ({"replicas": {"count": 0}}, "replicas.count is 0; it must be at least 1"),
+        (
+            {"replicas": {"known_blocks": -1}},
+            r"replicas.known_blocks is -1; it must be at least 0, or null for the",
+        ),
         (
             {"replicas": {"router": "prefixes"}},
             "replicas.router is 'prefixes'; write one of round_robin, least_loaded",

@@ -66,6 +66,16 @@ def test_small_whole_numbers_are_exact_and_nothing_has_no_percentiles():
     assert tally.spread() == spread([0.0] * 3)
 
 
+def test_a_tally_counts_more_numbers_than_wait_at_a_time(monkeypatch):
+    monkeypatch.setattr("experiments.core.totals._BUFFER", 100)
+    tally = Tally()
+    rng = np.random.default_rng(0)
+    values = rng.lognormal(size=5_000)
+    for part in np.split(values, 100):
+        tally.add(part)
+    chex.assert_trees_all_close(tally.spread(), spread(values.tolist()), rtol=PART)
+
+
 @drawn.given(15, 50, st.floats(0, 1e5), st.floats(1e-3, 1e5), st.integers(1, 2**16))
 def test_a_steady_rate_is_near_the_exact_one_or_not_given(start, length, seed):
     rng = np.random.default_rng(seed)

@@ -200,6 +200,9 @@ def test_bad_trace_errors():
         with pytest.raises(ValueError, match=message):
             make(spec, content)
     for values, message in (
+        ({"offset": -1}, "offset is -1"),
+        ({"limit": 0}, "limit is 0"),
+        ({"rounds": 0}, "rounds is 0; it must be at least 1"),
         ({"time_scale": -1}, "time_sc"),
         (
             {"max_prompt_tokens": 0},
@@ -241,6 +244,7 @@ def test_parameters_out_of_range_are_refused():
     )
     for make_bad, message in (
         (lambda: Uniform("uniform", 3, 2), "high is 2; it must be at least low"),
+        (lambda: Exponential("exponential", 0.0), "mean is 0.0"),
         (lambda: Lognormal("lognormal", 1.0, -1.0), "sigma is -1.0"),
         (
             lambda: Lognormal("lognormal", 663.0, 1.0, max=9),
@@ -251,6 +255,17 @@ def test_parameters_out_of_range_are_refused():
             "rate is nan; it must be above 0 requests a second, and finite",
         ),
         (lambda: Gamma("gamma", 1.0, 0.0), "burstiness is 0.0"),
+        (
+            lambda: Synthetic("synthetic", 0, Fixed("fixed", 1), Fixed("fixed", 1)),
+            "count is 0; it must be at least 1",
+        ),
+        (
+            lambda: Synthetic(
+                "synthetic", 1, Fixed("fixed", 1), Fixed("fixed", 1), shared_prefix=-1
+            ),
+            "shared_prefix is -1; it must be at least 0 tokens",
+        ),
+        (lambda: Prompts("prompts", "p", max_tokens=0), "max_tokens is 0; it must be at least 1"),
         (
             lambda: Prompts("prompts", "p", count=0),
             "count is 0; it must be at least 1, or null for each prompt once",

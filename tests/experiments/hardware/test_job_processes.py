@@ -41,3 +41,8 @@ def test_a_job_that_hangs_is_given_up_and_its_process_killed():
         ("hang", "not done after 8 s"),
     ]
     assert time.monotonic() - start < 30
+
+
+def test_jobs_that_were_not_started_are_yielded_too():
+    outcomes = dict(results(job, ["hang", "one"], 1, 3))
+    assert [str(outcome) for outcome in outcomes.values()] == ["not done after 3 s"] * 2

@@ -437,6 +437,12 @@ def test_fit_refuses_too_few_or_old_steps():
             {"fit": "runs/x", "chips": 2},
             "chips is 2, and measured steps .* leave it out, or give a chip",
         ),
+        ({"chip": "h200", "chips": 0}, "chips is 0; it must be at least 1"),
+        ({"chip": "h200", "draft_s": -1.0}, "draft_s is -1.0; it must be at least 0 seconds"),
+        (
+            {"chip": "h200", "mesh": {"tensor": 2}, "hop_s": -1.0},
+            "hop_s is -1.0; it must be at least 0 seconds",
+        ),
         ({"chip": "h200", "host_s": -1.0}, "host_s is -1.0; it must be at least 0 seconds"),
         (
             {"chip": "h200", "mesh": {"data": 2}},

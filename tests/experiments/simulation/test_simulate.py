@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 
 import numpy as np
 import pytest
 
 from experiments import run
+from experiments.core import store
 from experiments.core.config import expand
 from experiments.core.drive import drive, measure
 from experiments.core.records import request_records, step_records
@@ -37,6 +39,19 @@ def items(count, seed=0, gap=0.0):
         )
         for i in range(count)
     )
+
+
+COLUMNS = attrgetter(
+    "preempted",
+    "tokens",
+    "sequences",
+    "blocks_used",
+    "blocks_listed",
+    "held_tokens",
+    "padded_tokens",
+    "context_tokens",
+    "pairs",
+)
 
 
 @pytest.mark.default_cases(
@@ -77,24 +92,19 @@ def test_simulated_plans_match_real_engine(tiny, options):
     for engine in (real, simulated):
         start, results = drive(engine, work, GREEDY)
         steps = step_records(results, start, 4, engine.scheduler_state.config)
-        counted = [
-            (s.tokens, s.sequences, s.blocks_used, s.blocks_listed, s.held_tokens, s.preempted)
-            for s in steps
-        ]
         plans = [
             (r.plan.counts, r.plan.starts, [seq.blocks for seq in r.plan.seqs]) for r in results
         ]
-        histories.append(
-            (counted, plans, [(s.padded_tokens, s.context_tokens, s.pairs) for s in steps])
-        )
+        histories.append(([COLUMNS(step) for step in steps], plans))
     assert histories[0] == histories[1]
-    assert options.get("num_blocks") is None or sum(row[5] for row in histories[0][0]) > 0
+    assert options.get("num_blocks") is None or sum(row[0] for row in histories[0][0]) > 0
 
 
-def engine_of(simulate: Simulate, **options) -> SimulatedEngine:
-    """Its steps take 0.25 s on the device."""
-    config = EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,), **options)
-    return SimulatedEngine(config, lambda work: 0.25, vocab_size=1000, simulate=simulate)
+def engine_of(simulate: Simulate, time=lambda work: 0.25, **options) -> SimulatedEngine:
+    """An engine whose steps take 0.25 s on the device, if no other time is given."""
+    sizes = {"max_model_len": 64, "num_blocks": 32, "token_buckets": (2048,)}
+    config = EngineConfig(**{**sizes, **options})
+    return SimulatedEngine(config, time, vocab_size=1000, simulate=simulate)
 
 
 def test_virtual_time_is_steps_plus_idle_gaps():
@@ -112,18 +122,13 @@ def test_virtual_time_is_steps_plus_idle_gaps():
 def test_whole_batch_is_computed_until_its_last_member_ends():
     """Three requests, two places: against the work of each step counted by hand."""
     works = []
-    engine = SimulatedEngine(
-        EngineConfig(
-            max_model_len=64,
-            num_blocks=32,
-            token_buckets=(8, 2048),
-            max_num_seqs=2,
-            policy="static",
-            mixed_steps=False,
-        ),
+    engine = engine_of(
+        Simulate(chip="h200", whole_batches=True),
         lambda work: works.append(work) or 1.0,
-        vocab_size=1000,
-        simulate=Simulate(chip="h200", whole_batches=True),
+        token_buckets=(8, 2048),
+        max_num_seqs=2,
+        policy="static",
+        mixed_steps=False,
     )
     work = [
         WorkItem("a", 0.0, (20,) * 5, 1),
@@ -199,10 +204,7 @@ def test_simulated_sweep_starts_no_jax_backend(tmp_path):
     file = tmp_path / "sweep.yaml"
     file.write_text(json.dumps(raw), encoding="utf-8")
     assert run.main([str(file), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    summaries = [
-        json.loads(line)
-        for line in (tmp_path / "runs/simulated/runs.jsonl").read_text().splitlines()
-    ]
+    summaries = store.read_runs(tmp_path / "runs/simulated")
     assert [s["device"] for s in summaries] == ["simulated h200", "simulated a100-40g"] * 2
     faster, slower = (summary["metrics"]["duration_s"] for summary in summaries[:2])
     assert faster < slower
@@ -303,16 +305,13 @@ def speculating(k: int, acceptance: float, **options):
     """Seconds of one sequence of 2,000 tokens, and its accepted and drafted tokens; a step takes 1
     s at any size.
     """
-    adaptive = options.pop("adaptive", False)
-    config = EngineConfig(
+    engine = engine_of(
+        Simulate(chip="h100", acceptance=acceptance, **options),
+        lambda work: 1.0,
         num_blocks=200,
         max_model_len=2304,
-        token_buckets=(512,),
-        max_num_batched_tokens=512,
-        speculative={"num_tokens": k, "adaptive": adaptive},
+        speculative={"num_tokens": k, "adaptive": False},
     )
-    simulate = Simulate(chip="h100", acceptance=acceptance, **options)
-    engine = SimulatedEngine(config, lambda work: 1.0, vocab_size=1000, simulate=simulate)
     engine.add("a", [1] * 8, SamplingParams(max_tokens=2000, ignore_eos=True))
     right = tried = 0
     while engine.has_work:
@@ -349,18 +348,7 @@ def test_drafting_costs_its_seconds():
 )
 def test_speculation_and_its_acceptance_are_set_together(config, simulate, message):
     with pytest.raises(ValueError, match=message):
-        SimulatedEngine(
-            EngineConfig(
-                num_blocks=8,
-                max_model_len=64,
-                token_buckets=(8,),
-                max_num_batched_tokens=8,
-                **config,
-            ),
-            lambda work: 1.0,
-            vocab_size=10,
-            simulate=Simulate(chip="h100", **simulate),
-        )
+        engine_of(Simulate(chip="h100", **simulate), **config)
 
 
 def test_given_drafts_are_offered_and_accepted_as_given():

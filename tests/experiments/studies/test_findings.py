@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from experiments.studies import load
-from experiments.studies.findings import Claim, Interval, exactly, interval, ratios, times
+from experiments.studies.findings import Claim, exactly, interval, ratios, times
 
 paged_load = importlib.import_module("experiments.studies.011_paged_load.study")
 recorded = importlib.import_module("experiments.studies.012_recorded_load.study")
@@ -47,14 +46,6 @@ def test_constant_values_have_no_interval():
     assert interval([0.0, 0.0]) == (0.0, 0.0, 0.0, "interval", 2)
     assert exactly(4.0) == (4.0, 4.0, 4.0, "interval", None)
     json.dumps(interval([1.0, 1e9]), allow_nan=False)
-
-
-def test_old_findings_format_is_read():
-    assert Interval(*json.loads("[1, 2, 3]")) == (1.0, 2.0, 3.0, "interval", None)
-    for file in Path(load.__file__).parent.glob("*/findings.json"):
-        for claim in json.loads(file.read_text())["claims"]:
-            measured = Interval(*claim["ours"])
-            assert measured.low <= measured.middle <= measured.high
 
 
 def test_ratios_are_taken_seed_by_seed():
