@@ -16,16 +16,9 @@ from experiments import run
 from experiments.core import config, overrides, store
 from pagedjax.options.config import NONE_STAYS
 from tests import garbage
+from tests.experiments.core.summaries import MEASURED
 from tests.experiments.training.child import killed
 from tests.weights.tiny import tiny_llama
-
-WORKLOAD = {
-    "kind": "synthetic",
-    "count": 5,
-    "prompt": {"dist": "uniform", "low": 2, "high": 12},
-    "output": {"dist": "uniform", "low": 2, "high": 6},
-    "arrivals": {"process": "poisson", "rate": 200.0},
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,23 +38,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def write_config(folder: Path, model: str, **sections: Any) -> Path:
-    base = {
-        "name": "unit",
-        "model": model,
-        "engine": {
-            "max_num_batched_tokens": 16,
-            "max_num_seqs": 4,
-            "max_model_len": 32,
-            "token_buckets": [16],
-        },
-        "cache_tokens": 256,
-        "workload": WORKLOAD,
-        "sampling": {"temperature": 0.0, "ignore_eos": True},
-        "warmup": {"requests": 1, "max_tokens": 2},
-    }
     folder.mkdir(exist_ok=True)
     path = folder / "unit.yaml"
-    path.write_text(yaml.safe_dump({**base, **sections}, sort_keys=False))
+    path.write_text(yaml.safe_dump({**MEASURED, "model": model, **sections}, sort_keys=False))
     return path
 
 
@@ -242,7 +221,7 @@ def test_config_that_cannot_be_read_is_an_error(tmp_path, capsys, name: str, rea
 
 SIMULATED = {
     "name": "side-by-side",
-    "workload": {**WORKLOAD, "count": 20},
+    "workload": {**MEASURED["workload"], "count": 20},
     "engine": {"max_num_seqs": 4, "max_model_len": 64},
     "simulate": {"chip": "h200", "model": "llama-3-8b"},
     "repeats": 2,

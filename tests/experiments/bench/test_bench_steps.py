@@ -16,28 +16,20 @@ from experiments.bench import idle, lower_bounds
 
 def test_floor_products_have_the_shapes_of_the_step(tiny):
     model = tiny.model
-    batch = 3
-    c = model.config
-    weights = [w for w, _ in lower_bounds.weights_of(model)]
+    matrices = [(np.asarray(w), m.gated) for w, m in lower_bounds.weights_of(model)]
     # the head too; an embedding of its own is not multiplied
-    assert len(weights) == 4 * c.layers + 1
-    products = lower_bounds.weight_products(model, batch)()
-    gated = [m.gated for _, m in lower_bounds.weights_of(model)]
-    assert sum(gated) == c.layers
-    rows = [np.asarray(w) for w in weights]
+    assert len(matrices) == 4 * model.config.layers + 1
+    assert sum(gated for _, gated in matrices) == model.config.layers
     silu = lambda x: x / (1 + np.exp(-x))  # noqa: E731
-    first = [
-        silu(w[0].sum()) * w[len(w) // 2].sum() if g else w[0].sum()
-        for w, g in zip(rows, gated, strict=True)
+    expected = [
+        silu(w[0].sum()) * w[len(w) // 2].sum() if gated else w[0].sum() for w, gated in matrices
     ]
-    chex.assert_trees_all_close(products, first, rtol=1e-3, atol=1e-4)
-    chex.assert_type(products, jnp.float32)
-    chex.assert_trees_all_close(
-        lower_bounds.weight_products(model, 8, samples=1)(), products, rtol=1e-3, atol=1e-4
-    )
+    for batch, samples in ((3, 3), (8, 1)):
+        products = lower_bounds.weight_products(model, batch, samples=samples)()
+        chex.assert_trees_all_close(products, expected, rtol=1e-3, atol=1e-4)
+        chex.assert_type(products, jnp.float32)
     sums = lower_bounds.read_weights(model)()
-    chex.assert_shape(sums, [()] * len(weights))
-    chex.assert_trees_all_close(sums, [w.sum() for w in rows], rtol=1e-3, atol=1e-3)
+    chex.assert_trees_all_close(sums, [w.sum() for w, _ in matrices], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow

@@ -12,13 +12,11 @@ from experiments.core.config import expand
 from experiments.core.present import Change
 from experiments.core.replicas import Present, drive_replicas
 from experiments.core.workloads import WorkItem
-from pagedjax import SamplingParams
 from pagedjax.routing import LEAST_LOADED, ROUND_ROBIN, ROUTERS
 from tests import drawn
-from tests.experiments.core.summaries import BASE, changed_workload, simulated_run
+from tests.experiments.core.summaries import BASE, GREEDY, changed_workload, simulated_run
 from tests.experiments.core.test_replicas import Times, engines
 
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 ARRIVALS = {"process": "poisson", "rate": 100.0}
 RAW = {
     **BASE,

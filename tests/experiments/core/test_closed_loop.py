@@ -15,13 +15,11 @@ from experiments.core.drive import drive
 from experiments.core.records import RequestRecord
 from experiments.core.submit import Sender
 from experiments.core.workloads import WorkItem
-from pagedjax import SamplingParams
 from pagedjax.routing import ROUTERS
 from tests import drawn
-from tests.experiments.core.summaries import BASE, changed_workload, simulated_run
+from tests.experiments.core.summaries import BASE, GREEDY, changed_workload, simulated_run
 from tests.experiments.core.test_replicas import engines
 
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 OUTPUT = {"dist": "uniform", "low": 1, "high": 12}
 
 

@@ -23,28 +23,13 @@ from experiments.core import cluster, config
 from experiments.core.cluster import Place, parse_resources, places_of
 from experiments.core.engines import Run, plan_runs
 from experiments.core.environment import cpu_model, environment, source
+from tests.experiments.core import summaries
 from tests.weights.tiny import tiny_llama
 
 ROOT = Path(__file__).parents[3]
-WORKLOAD = {
-    "kind": "synthetic",
-    "count": 5,
-    "prompt": {"dist": "uniform", "low": 2, "high": 12},
-    "output": {"dist": "uniform", "low": 2, "high": 6},
-    "arrivals": {"process": "closed_loop", "clients": 2},
-}
 MEASURED = {
+    **summaries.MEASURED,
     "name": "spread",
-    "engine": {
-        "max_num_batched_tokens": 16,
-        "max_num_seqs": 4,
-        "max_model_len": 32,
-        "token_buckets": [16],
-    },
-    "cache_tokens": 256,
-    "workload": WORKLOAD,
-    "sampling": {"temperature": 0.0, "ignore_eos": True},
-    "warmup": {"requests": 1, "max_tokens": 2},
     "repeats": 2,
     "sweep": {"grid": {"engine.block_size": [4, 16]}},
 }
@@ -233,7 +218,7 @@ def files(folder: Path, *apart: str) -> dict[str, str]:
     }
 
 
-def summaries(folder: Path) -> list[dict[str, Any]]:
+def runs_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "spread/runs.jsonl").read_text().splitlines()]
 
 
@@ -259,8 +244,8 @@ def test_measured_runs_have_the_requests_and_tokens_of_one_process(
     sections = {**MEASURED, "model": model}
     assert measured(sections, "one") == 0
     assert measured(sections, "two", "--backend", "ray", "--worker-resources", "num_cpus=1") == 0
-    alone = summaries(tmp_path / "one")
-    spread = summaries(tmp_path / "two")
+    alone = runs_of(tmp_path / "one")
+    spread = runs_of(tmp_path / "two")
     for key in ("label", "point", "repeat", "order", "run", "failed", "source", "jax", "device"):
         assert [summary[key] for summary in alone] == [summary[key] for summary in spread]
     for counted in ("tokens_sha256", "requests", "output_tokens", "finished"):
@@ -304,7 +289,7 @@ def test_a_worker_that_dies_is_a_failed_run_and_the_sweep_goes_on(tmp_path, meas
     sweep = {"grid": {"engine.policy": ["fcfs", "dies.py:KILLS"], "engine.block_size": [4, 16]}}
     sections = {**SIMULATED, "sweep": sweep}
     assert measured(sections, "runs", "--backend", "ray") == 1
-    runs = summaries(tmp_path / "runs")
+    runs = runs_of(tmp_path / "runs")
     assert [summary["failed"] is None for summary in runs] == [True] * 4 + [False] * 4
     for summary in runs[4:]:
         assert summary["failed"].startswith("the worker of this run is lost. ActorDiedError")
@@ -346,7 +331,7 @@ def test_workers_with_other_code_make_no_run(tmp_path, measured, local_ray, monk
         "experiments.core.cluster.code", lambda: {"source": "another", "jax": "0.0"}
     )
     assert measured(SIMULATED, "runs", "--backend", "ray") == 1
-    runs = summaries(tmp_path / "runs")
+    runs = runs_of(tmp_path / "runs")
     assert len(runs) == 4
     assert all(
         "a node has other code" in summary["failed"] and "install the same" in summary["failed"]

@@ -11,8 +11,8 @@ from experiments.core.records import request_records, step_records
 from experiments.core.workloads import WorkItem
 from pagedjax.host.types import StepResult
 from pagedjax.options.params import SamplingParams
-from tests.experiments.core.summaries import summarize
-from tests.experiments.core.test_replicas import GREEDY, engines
+from tests.experiments.core.summaries import GREEDY, summarize
+from tests.experiments.core.test_replicas import engines
 
 
 def items(*arrivals: float, prompt: int = 3, output: int = 2) -> list[WorkItem]:

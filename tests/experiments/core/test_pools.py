@@ -18,15 +18,14 @@ from experiments.core.records import RequestRecord
 from experiments.core.workloads import WorkItem
 from experiments.simulation.cost import Simulate, StepTime, Work
 from experiments.simulation.simulate import Handover, SimulatedEngine
-from pagedjax import LLM, SamplingParams
+from pagedjax import LLM
 from pagedjax.disaggregated import PrefillDecode
 from pagedjax.host import blocks, scheduler
 from pagedjax.host.types import Plan, StepResult
 from pagedjax.options.config import EngineConfig
 from pagedjax.routing import LEAST_LOADED, ROUND_ROBIN
 from tests import drawn
-
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+from tests.experiments.core.summaries import GREEDY
 
 
 class CheckedEngine(SimulatedEngine):

@@ -21,12 +21,12 @@ from experiments.core.workloads import WorkItem, build
 from experiments.simulation.cost import Simulate
 from experiments.simulation.simulate import SimulatedEngine
 from experiments.simulation.spans import DecodeSpan
-from pagedjax import SamplingParams
 from pagedjax.host.types import StepResult
 from pagedjax.options.config import EngineConfig
 from pagedjax.routing import LEAST_LOADED, ROUND_ROBIN, ROUTERS, Router
 from tests.experiments.core.summaries import (
     BASE,
+    GREEDY,
     changed_workload,
     run_files,
     simulated_run,
@@ -35,7 +35,6 @@ from tests.experiments.core.summaries import (
 )
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 RAW = {**BASE, "workload": changed_workload(count=60, shared_prefix=64, prefixes=6)}
 
 

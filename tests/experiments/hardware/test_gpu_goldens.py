@@ -34,17 +34,16 @@ def goldens(tiny_llm) -> list[dict[str, Any]]:
     entries = []
     for i, out in enumerate(tiny_llm.generate(prompts, params, use_tqdm=False)):
         (branch,) = out.outputs
-        tokens = list(branch.token_ids)
-        chances = [
-            entry[token].logprob for entry, token in zip(branch.logprobs, tokens, strict=True)
-        ]
-        golden = {
-            "name": f"prompt {i}",
-            "prompt_token_ids": prompts[i],
-            "token_ids": tokens,
-            "logprobs": chances,
-        }
-        entries.append({**golden, "margins": [1.0] * TOKENS})
+        logprobs = zip(branch.token_ids, branch.logprobs, strict=True)
+        entries.append(
+            {
+                "name": f"prompt {i}",
+                "prompt_token_ids": prompts[i],
+                "token_ids": list(branch.token_ids),
+                "logprobs": [entry[token].logprob for token, entry in logprobs],
+                "margins": [1.0] * TOKENS,
+            }
+        )
     return entries
 
 

@@ -19,9 +19,8 @@ from experiments.simulation.simulate import Guess, SimulatedEngine, SimulatedLLM
 from pagedjax import LLM, SamplingParams
 from pagedjax.host.types import Verified
 from pagedjax.options.config import EngineConfig
-from tests.experiments.core.summaries import BASE, changed_workload
+from tests.experiments.core.summaries import BASE, GREEDY, changed_workload
 
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 RAW = {**BASE, "workload": changed_workload(count=12)}
 
 

@@ -108,9 +108,8 @@ def in_pages(x, contender):
     pages = np.full(contender.shape, np.nan, np.float32)
     tables = np.asarray(contender.arguments[0])
     size = contender.shape[2]
-    for row, tokens in enumerate(x):
-        for position, token in enumerate(tokens):
-            pages[tables[row, position // size], :, position % size] = token
+    positions = np.arange(x.shape[1])
+    pages[tables[:, positions // size], :, positions % size] = x
     return pages
 
 
