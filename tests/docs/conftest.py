@@ -25,21 +25,11 @@ def build_site(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
     def build() -> Path:
         pytest.importorskip("sphinx", reason="the `docs` extra is not installed")
         pages = tmp_path_factory.mktemp("site") / "pages"
-        command = [
-            sys.executable,
-            "-m",
-            "sphinx",
-            "-q",
-            "-W",
-            "--keep-going",
-            "-D",
-            "nb_execution_mode=off",
-        ]
-        environment = {
-            name: value for name, value in os.environ.items() if name != "PAGEDJAX_SOURCE"
-        }
+        options = ["-q", "-W", "--keep-going", "-D", "nb_execution_mode=off"]
+        environment = dict(os.environ)
+        environment.pop("PAGEDJAX_SOURCE", None)
         child = subprocess.run(
-            [*command, "docs", str(pages)],
+            [sys.executable, "-m", "sphinx", *options, "docs", str(pages)],
             cwd=ROOT,
             env=environment,
             capture_output=True,

@@ -71,7 +71,7 @@ def test_a_guide_has_the_form_of_a_guide(path: Path):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=IDS)
-def test_commands_and_configs_of_a_guide_are_read_by_the_real_readers(path: Path, tmp_path: Path):
+def test_commands_and_configs_of_a_guide_are_read_by_the_real_readers(path: Path, tmp_path):
     text = path.read_text("utf-8")
     shells = [block for block in blocks(text) if block.language == "sh"]
     words = [command for block in shells for command in guide_blocks.commands(block.source)]
@@ -87,7 +87,7 @@ def test_commands_and_configs_of_a_guide_are_read_by_the_real_readers(path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PAGES, ids=IDS)
-def test_a_guide_runs(path: Path, tmp_path: Path):
+def test_a_guide_runs(path: Path, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     variables = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
     command = [sys.executable, str(ROOT / "tests" / "docs" / "guide_blocks.py"), str(path)]
@@ -174,7 +174,7 @@ def test_blocks_and_mistakes_are_found():
     assert not matches("a ... e", "a b c d")
 
 
-def test_wrong_pages_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_pages_fail(tmp_path, monkeypatch):
     """Each check can fail: an option that does not exist, an error of Python or the shell, another
     error text.
     """

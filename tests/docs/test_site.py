@@ -164,7 +164,7 @@ def test_generators_load_without_what_they_describe():
     assert {"jax", "numpy", "pagedjax", "fastapi", "sphinx"} & loaded == set()
 
 
-def test_broken_links_and_foreign_files_are_seen(tmp_path: Path):
+def test_broken_links_and_foreign_files_are_seen(tmp_path):
     (tmp_path / "a.html").write_text(
         '<h1 id="x"></h1><a href="#x"></a><a href="#y"></a><a href="b.html#z"></a><a href="c.html"></a>'
         '<a href="https://example.org/a"></a><script src="https://example.org/b.js"></script>'
@@ -179,7 +179,7 @@ def test_broken_links_and_foreign_files_are_seen(tmp_path: Path):
     assert built_pages.foreign(tmp_path) == ["a.html -> https://example.org/b.js"]
 
 
-def test_a_built_site_is_checked_by_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_built_site_is_checked_by_a_command(tmp_path, capsys):
     assert built_pages.main(tmp_path) == 1  # there is no page
     (tmp_path / "a.html").write_text('<h1 id="x"></h1><a href="#x"></a>')
     assert built_pages.main(tmp_path) == 0

@@ -37,7 +37,7 @@ def faults_of(browser: Any, pages: list[Path], width: int) -> dict[str, Any]:
     return faults
 
 
-def test_a_wide_page_and_a_missing_picture_are_seen(chromium: Any, tmp_path: Path):
+def test_a_wide_page_and_a_missing_picture_are_seen(chromium: Any, tmp_path):
     (tmp_path / "wide.html").write_text('<div style="width: 500px">x</div><img src="no.png">')
     (tmp_path / "right.html").write_text("<p>x</p>")
     faults = faults_of(chromium, sorted(tmp_path.glob("*.html")), 390)

@@ -76,12 +76,7 @@ def test_the_page_of_keys_has_each_key_of_an_experiment_once():
     assert len(named) == len(set(named))
     assert {f.name for f in dataclasses.fields(Experiment)} <= set(named)
     assert {f"workload[synthetic].{f.name}" for f in dataclasses.fields(Synthetic)} <= set(named)
-    assert {
-        "engine.block_size",
-        "speculative.num_tokens",
-        "arrivals[poisson].rate",
-        "changes.join",
-    } <= set(named)
+    assert {"speculative.num_tokens", "arrivals[poisson].rate", "changes.join"} <= set(named)
 
 
 # command lines ------------------------------------------------------------------------------------
@@ -91,12 +86,8 @@ def test_no_command_takes_a_part_of_an_options_name():
     """A part that is clear today is not when an option is added, and may mean a file where a secret
     was meant.
     """
-    every = dict((name, parser) for name, parser, _ in commands.commands())
-    assert {
-        "pagedjax serve",
-        "python -m experiments.run",
-        "python -m experiments.bench.peers",
-    } <= set(every)
+    every = {name: parser for name, parser, _ in commands.commands()}
+    assert "pagedjax serve" in every
     assert [name for name, parser in every.items() if parser.allow_abbrev] == []
 
 
@@ -131,8 +122,6 @@ def test_a_section_has_the_usage_and_each_word():
     parser.add_argument("--secret", help=argparse.SUPPRESS)
     text = "\n".join(commands.section("run x", parser))
     assert "   run x [-h] [-n N] [--kind {a,b}] [--at AT] file" in text
-    assert "Does ``it``." in text
-    assert ".. option:: file\n\n   To read.\n" in text
     assert ".. option:: -n N, --count N\n\n   Of them. The default is ``0``.\n" in text
     assert ".. option:: --kind KIND\n\n   One of ``a``, ``b``. The default is ``a``.\n" in text
     assert "The default is ``configs``." in text
@@ -144,7 +133,6 @@ def test_every_command_is_found_with_all_its_options():
         name: (parser, "\n".join(commands.section(name, parser)))
         for name, parser, _ in commands.commands()
     }
-    assert {"pagedjax serve", "pagedjax bench serve", "python -m experiments.run"} <= set(sections)
     assert {
         name.removeprefix("python -m ") for name in sections if name.startswith("python")
     } == set(commands.modules())
@@ -177,10 +165,6 @@ def test_the_page_of_endpoints_has_every_route():
     assert routes == {
         line for line in page if re.match(r"``(GET|POST) /", line) and "``." not in line
     }
-    assert (
-        "- ``input`` (``string | list of integer | list of string | list of list of integer``, required)"
-        in page
-    )
     assert "- ``since`` (query, ``integer``)" in page
 
 
@@ -268,7 +252,7 @@ def test_the_toctree_has_the_order_of_the_index():
     assert links.with_toctree("[a](b.md)\n").endswith("```{toctree}\n:hidden:\n\nb\n```\n")
 
 
-def test_pages_are_written_once_and_old_ones_go(tmp_path: Path):
+def test_pages_are_written_once_and_old_ones_go(tmp_path):
     (tmp_path / "old.rst").write_text("x")
     written = _generate.write(tmp_path, {"a.rst": lambda: ["one", ""]})
     assert (written, [path.name for path in tmp_path.iterdir()]) == (
@@ -281,7 +265,7 @@ def test_pages_are_written_once_and_old_ones_go(tmp_path: Path):
     assert (tmp_path / "a.rst").read_text() == "one\n"
 
 
-def test_a_changed_line_and_a_new_name_change_the_digest(tmp_path: Path):
+def test_a_changed_line_and_a_new_name_change_the_digest(tmp_path):
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "a.py").write_text("1")
     digests = [sources.digest([tmp_path / "p"]), sources.digest([tmp_path / "p"])]

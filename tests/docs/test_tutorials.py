@@ -19,14 +19,15 @@ FOLDER = ROOT / "docs" / "tutorials"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "index.md")
 # over ten seconds: an engine is compiled, or many runs are simulated
 SLOW = {
-    *(
-        "life_of_a_prompt",
-        "does_block_size_matter",
-        "a_policy_of_your_own",
-        "bring_a_model",
-        "a_kernel_of_your_own",
-    ),
-    *("train_and_look_inside", "speculate", "serve_and_watch", "many_devices"),
+    "life_of_a_prompt",
+    "does_block_size_matter",
+    "a_policy_of_your_own",
+    "bring_a_model",
+    "a_kernel_of_your_own",
+    "train_and_look_inside",
+    "speculate",
+    "serve_and_watch",
+    "many_devices",
 }
 HEADER = """---
 jupytext:
@@ -56,7 +57,7 @@ def run(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     "path",
     [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in SLOW else []) for p in PAGES],
 )
-def test_every_cell_of_a_tutorial_runs(path: Path, tmp_path: Path):
+def test_every_cell_of_a_tutorial_runs(path: Path, tmp_path):
     child = run(path, tmp_path)
     assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-6000:]
     assert f"{len(cells(path.read_text('utf-8')))} cells ran" in child.stdout
@@ -110,7 +111,7 @@ def test_cells_are_found_with_the_lines_of_the_page():
         cells("# Title\n\n```{code-cell}\na = 1\n")
 
 
-def test_a_wrong_cell_fails_with_its_line(tmp_path: Path):
+def test_a_wrong_cell_fails_with_its_line(tmp_path):
     """The check can fail: by an assertion, by an error of a shown value, and by a name of another
     page.
     """

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import compare, run
+from experiments import compare
 from experiments.analysis import ratios
 from experiments.analysis.ratios import of_requests, of_runs
 from experiments.core import store
 from experiments.core.records import BranchRecord, RequestRecord
 from pagedjax.server.load_client.summary import spread
 
+RATE = "output_tokens_per_s"
 WORKLOAD = {"requests": 4, "prompt_tokens": 20, "last_arrival_s": 1.0}
 
 
@@ -50,16 +51,13 @@ def put(
         "ttft_s": spread(request.ttft for request in lived),
         "tokens_sha256": "same",
     }
-    head = {
+    summary = {
         "schema": store.SCHEMA,
         "label": label,
         "swept": swept,
         "point": point,
         "repeat": repeat,
         "order": 0,
-    }
-    summary = {
-        **head,
         "run": f"{point}/{repeat}",
         "failed": None,
         "workload": WORKLOAD,
@@ -75,15 +73,20 @@ def put(
     store.write_run(store.run_folder(sweep, point, repeat), files)
 
 
-def output_of(capsys: pytest.CaptureFixture[str], *arguments: Any, status: int = 0) -> str:
-    assert compare.main([str(argument) for argument in arguments]) == status
-    printed = capsys.readouterr()
-    return printed.out if status == 0 else printed.err
+@pytest.fixture
+def compared(tmp_path, capsys) -> Any:
+    """What the command prints of two folders of tmp_path."""
+
+    def output(a: str, b: str, *options: str, status: int = 0) -> str:
+        folders = [str(tmp_path / a), str(tmp_path / b)]
+        assert compare.main([*folders, *(options or ("--metric", RATE))]) == status
+        printed = capsys.readouterr()
+        return printed.out if status == 0 else printed.err
+
+    return output
 
 
-def test_sweeps_are_compared_point_by_point(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sweeps_are_compared_point_by_point(tmp_path, compared: Any):
     draw = np.random.default_rng(0)
     for size, ratio in ((8, 1.12), (16, 1.0)):
         # slow minutes that both sides share
@@ -92,17 +95,8 @@ def test_sweeps_are_compared_point_by_point(
                 rate = 100 * minute * factor * draw.lognormal(0, 0.01)
                 put(tmp_path / name, repeat, rate, {"engine.block_size": size})
     put(tmp_path / "a", 0, 5.0, {"engine.block_size": 32})
-    file = tmp_path / "found.json"
-    command = (
-        tmp_path / "a",
-        tmp_path / "b",
-        "--metric",
-        "output_tokens_per_s",
-        "preemptions",
-        "--json",
-        file,
-    )
-    text = output_of(capsys, *command)
+    file = tmp_path / "comparison.json"
+    text = compared("a", "b", "--metric", RATE, "preemptions", "--json", str(file))
     assert "engine.block_size=8 (5 pairs of repeats)" in text
     assert "only in A: engine.block_size=32" in text
     assert "of 2 intervals at 0.95, 0.1 exclude 1 by chance alone" in text
@@ -124,7 +118,7 @@ def test_sweeps_are_compared_point_by_point(
 @pytest.mark.default_cases("True-3", "False-2")
 @pytest.mark.parametrize("repeats", [2, 3, 5])
 @pytest.mark.parametrize("paired", [True, False])
-def test_false_positive_rate_of_repeats(repeats: int, paired: bool) -> None:
+def test_false_positive_rate_of_repeats(repeats: int, paired: bool):
     draw = np.random.default_rng(repeats)
     called = 0
     for _ in range(400):
@@ -137,9 +131,7 @@ def test_false_positive_rate_of_repeats(repeats: int, paired: bool) -> None:
 
 @pytest.mark.default_cases("100-90")
 @pytest.mark.parametrize(("count", "percentile"), [(10, 50), (100, 90), (200, 99)])
-def test_false_positive_rate_of_request_bootstrap(
-    count: int, percentile: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_false_positive_rate_of_request_bootstrap(count: int, percentile: int, monkeypatch):
     monkeypatch.setattr(ratios, "RESAMPLES", 200)
     draw = np.random.default_rng(count)
     called = 0
@@ -150,7 +142,7 @@ def test_false_positive_rate_of_request_bootstrap(
     assert called / 60 < 0.12
 
 
-def test_bootstrap_draws_requests_with_all_their_gaps() -> None:
+def test_bootstrap_draws_requests_with_all_their_gaps():
     first = np.random.default_rng(1).lognormal(0, 0.5, 50).tolist()
     comparison = of_requests(requests(first, 0.05), requests(first, 0.06), "itl_s", 90, 0.95)
     assert comparison.ratio == pytest.approx(1.2)
@@ -158,16 +150,14 @@ def test_bootstrap_draws_requests_with_all_their_gaps() -> None:
     assert ": real, of these 50 requests; one run each" in comparison.verdict
 
 
-def test_single_runs_give_intervals_over_requests_only(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_single_runs_give_intervals_over_requests_only(tmp_path, compared: Any):
     draw = np.random.default_rng(2)
     first = draw.lognormal(0, 0.5, 60)
     put(tmp_path / "a", 0, 100.0, first=first.tolist())
     # no repeat is its pair
     put(tmp_path / "b", 3, 90.0, first=(1.3 * first * draw.lognormal(0, 0.02, 60)).tolist())
-    metrics = ("--metric", "output_tokens_per_s", "ttft_s.p50", "ttft_s.p99", "preemptions")
-    text = output_of(capsys, tmp_path / "a", tmp_path / "b", *metrics).splitlines()
+    metrics = ("--metric", RATE, "ttft_s.p50", "ttft_s.p99")
+    text = compared("a", "b", *metrics).splitlines()
     assert text[0] == "one point (one run each of the same requests)"
     assert text[2].endswith("one run each: the noise between runs is not known (B is 0.90 times A)")
     assert (
@@ -175,7 +165,7 @@ def test_single_runs_give_intervals_over_requests_only(
     )
     assert text[4].endswith("60 requests are too few for p99, which needs 200")
     put(tmp_path / "b", 3, 90.0, first=first.tolist(), workload={**WORKLOAD, "last_arrival_s": 2.0})
-    text = output_of(capsys, tmp_path / "a", tmp_path / "b", *metrics)
+    text = compared("a", "b", *metrics)
     assert "(the workloads of repeat 0 differ in last_arrival_s)" in text
     assert "of these" not in text
 
@@ -185,57 +175,38 @@ def test_single_runs_give_intervals_over_requests_only(
     ("change", "difference"),
     [
         ({"arrival": 0.25}, "arrival of request 1: 0.0, 0.25"),
-        ({"prompt_tokens": 6}, "prompt_tokens of request 1: 5, 6"),
         ({"max_tokens": 9}, "max_tokens of request 1: 3, 9"),
         ({"branches": ()}, "branches of request 1: 1, 0"),
     ],
     ids=str,
 )
 def test_different_requests_with_equal_totals_are_not_paired(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    change: dict[str, Any],
-    difference: str,
-    repeats: int,
-) -> None:
+    tmp_path, compared: Any, change: dict[str, Any], difference: str, repeats: int
+):
+    first, second, *others = requests([0.1] * 20)
     for repeat in range(repeats):
-        lived = requests([0.1] * 20)
-        put(tmp_path / "a", repeat, 100.0, lived=lived)
-        put(
-            tmp_path / "b", repeat, 100.0, lived=[lived[0], lived[1]._replace(**change), *lived[2:]]
-        )
-    text = output_of(
-        capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "ttft_s.p50"
-    )
+        put(tmp_path / "a", repeat, 100.0, lived=[first, second, *others])
+        put(tmp_path / "b", repeat, 100.0, lived=[first, second._replace(**change), *others])
+    text = compared("a", "b", "--metric", RATE, "ttft_s.p50")
     assert f"the workloads of repeat 0 differ in {difference})" in text
     assert "of these" not in text
 
 
-def test_runs_without_requests_file_are_not_paired(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_without_requests_file_are_not_paired(tmp_path, compared: Any):
     for name in ("a", "b"):
         put(tmp_path / name, 0, 100.0, first=[0.1] * 20)
     next((tmp_path / "b").glob("*/0/requests.jsonl")).unlink()
-    text = output_of(
-        capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "ttft_s.p50"
-    )
+    text = compared("a", "b", "--metric", RATE, "ttft_s.p50")
     assert "whether repeat 0 had the same requests is not known: there is no" in text
     assert "of these" not in text
 
 
-def test_differences_of_device_and_code_are_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_differences_of_device_and_code_are_reported(tmp_path, compared: Any):
     put(tmp_path / "a", 0, 100.0, device="cpu", commit="abc", env={"versions": {"jax": "0.7.0"}})
     put(tmp_path / "b", 0, 100.0, device="cpu", commit="def", env={"versions": {"jax": "0.7.1"}})
-    lines = output_of(
-        capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s"
-    ).splitlines()
+    lines = compared("a", "b").splitlines()
     assert lines[-2:] == ["commit differs: A abc, B def", "jax differs: A 0.7.0, B 0.7.1"]
-    assert "differs" not in output_of(
-        capsys, tmp_path / "a", tmp_path / "a", "--metric", "output_tokens_per_s"
-    )
+    assert "differs" not in compared("a", "a")
 
 
 @pytest.mark.parametrize(
@@ -258,39 +229,14 @@ def test_differences_of_device_and_code_are_reported(
 )
 def test_resamples_without_ratio_give_no_interval(
     name: str, percentile: int, a: list[RequestRecord], b: list[RequestRecord]
-) -> None:
+):
     comparison = of_requests(a, b, name, percentile, 0.95)
     assert comparison.ratio == pytest.approx(1.3 if name == "queue_s" else 1.0)
     assert (comparison.low, comparison.high) == (None, None)
     assert "resamples have no value, or a zero (B is 1." in comparison.verdict
 
 
-def test_metric_without_interval_does_not_affect_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("a", "b"):
-        lived = [
-            r._replace(first_scheduled=float(i % 10 > 7))
-            for i, r in enumerate(requests([2.0] * 40))
-        ]
-        put(tmp_path / name, 0, 100.0, lived=lived)
-        file = next((tmp_path / name).glob("*/0/summary.json"))
-        summary = json.loads(file.read_text())
-        summary["metrics"]["queue_s"] = spread(request.queue for request in lived)
-        file.write_text(json.dumps(summary))
-    text = output_of(
-        capsys, tmp_path / "a", tmp_path / "b", "--metric", "queue_s.p90", "ttft_s.p50"
-    )
-    assert "no interval can be computed" in text
-    assert "of these 40 requests" in text
-
-
-def test_unpaired_runs_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def said(name: str) -> str:
-        return output_of(
-            capsys, tmp_path / "a", tmp_path / name, "--metric", "output_tokens_per_s"
-        ).splitlines()[0]
-
+def test_unpaired_runs_are_reported(tmp_path, compared: Any):
     for repeat in range(3):
         put(tmp_path / "a", repeat, 100.0 + repeat)
         put(tmp_path / "b", repeat + 1, 120.0 + repeat)
@@ -298,118 +244,53 @@ def test_unpaired_runs_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
         put(tmp_path / "d/1", repeat, 120.0, point="other")
         put(tmp_path / "d/2", repeat, 120.0, point="other")
     put(tmp_path / "b", 4, 1.0, failed="it broke", metrics=None)
-    assert said("b").endswith("(repeats are not paired: A has repeats 0, 1, 2, B 1, 2, 3)")
-    assert said("c").endswith(
-        "(repeats are not paired: the workloads of repeat 1 differ in requests)"
-    )
-    assert said("d").endswith("(repeats are not paired: B has a repeat twice)")
-    text = output_of(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s")
+    text = compared("a", "b")
+    assert "(repeats are not paired: A has repeats 0, 1, 2, B 1, 2, 3)" in text
     assert "B is 1.20 times A (1.17 to 1.22): real" in text  # Welch's, all the same
     assert f"1 of 4 runs of {tmp_path / 'b'} failed and are left out" in text
+    assert "(repeats are not paired: the workloads of repeat 1 differ in requests)" in compared(
+        "a", "c"
+    )
+    assert "(repeats are not paired: B has a repeat twice)" in compared("a", "d")
     run_folder, *_ = sorted((tmp_path / "a").glob("*/0"))
-    assert "A has one run: the noise between runs is not known" in output_of(
-        capsys, run_folder, tmp_path / "b", "--metric", "output_tokens_per_s"
-    )
-    output = output_of(
-        capsys, f"{tmp_path}/a/*/[01]", tmp_path / "c", "--metric", "output_tokens_per_s"
-    )
-    assert "A has repeats 0, 1, B 0, 1, 2" in output
+    message = "A has one run: the noise between runs is not known"
+    assert message in compared(str(run_folder), "b")
+    assert "A has repeats 0, 1, B 0, 1, 2" in compared("a/*/[01]", "c")
 
 
-def test_numbers_of_drafts_are_compared_if_a_side_has_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = ("drafts", "accepted", "acceptance", "tokens_per_decode")
-    for name, drafts in (
-        ("none", None),
-        ("a", (100, 50, 0.5, 2.0)),
-        ("b", (80, 60, 0.75, 2.5)),
-        ("idle", (0, 0, None, 1.0)),
-    ):
+def test_numbers_of_drafts_are_compared_if_a_side_has_them(tmp_path, compared: Any):
+    of_side: dict[str, dict[str, Any] | None] = {
+        "none": None,
+        "a": {"drafts": 100, "accepted": 50, "acceptance": 0.5, "tokens_per_decode": 2.0},
+        "b": {"drafts": 80, "accepted": 60, "acceptance": 0.75, "tokens_per_decode": 2.5},
+        "idle": {"drafts": 0, "accepted": 0, "acceptance": None, "tokens_per_decode": 1.0},
+    }
+    latency = spread([])
+    for name, drafts in of_side.items():
+        metrics = {RATE: 100.0, "preemptions": 0, "tokens_sha256": "same"}
+        metrics |= {"ttft_s": latency, "itl_s": latency, "e2e_s": latency}
+        metrics |= {"speculation": drafts} if drafts else {}
         for repeat in range(2):
-            put(tmp_path / name, repeat, 100.0)
-            file = next((tmp_path / name).glob(f"*/{repeat}/summary.json"))
-            summary = json.loads(file.read_text())
-            latency = summary["metrics"]["ttft_s"]
-            summary["metrics"] |= {"itl_s": latency, "e2e_s": latency}
-            if drafts:
-                summary["metrics"]["speculation"] = dict(zip(names, drafts, strict=True))
-            file.write_text(json.dumps(summary))
+            put(tmp_path / name, repeat, 100.0, metrics=metrics)
 
     def rows(a: str, b: str) -> dict[str, str]:
-        text = output_of(capsys, tmp_path / a, tmp_path / b)
-        lines = [
-            line.split(maxsplit=1) for line in text.splitlines() if line.startswith("speculation.")
-        ]
-        return {name.removeprefix("speculation."): " ".join(cells.split()) for name, cells in lines}
+        lines = [line.split() for line in compared(a, b, "--confidence", "0.95").splitlines()]
+        return {
+            name.removeprefix("speculation."): " ".join(cells)
+            for name, *cells in filter(None, lines)
+            if name.startswith("speculation.")
+        }
 
     assert rows("none", "none") == {}
     numbers = rows("a", "b")
-    assert list(numbers) == list(names)
-    assert (
-        numbers["acceptance"]
-        == "0.500 0.750 B is 1.50 times A in every repeat: real, without noise"
-    )
+    assert list(numbers) == list(of_side["a"] or ())
+    assert numbers["acceptance"].endswith("B is 1.50 times A in every repeat: real, without noise")
     assert rows("none", "a")["tokens_per_decode"] == "- 2 only B has numbers of drafts"
     assert rows("a", "none")["accepted"] == "50 - only A has numbers of drafts"
-    assert rows("idle", "none")["acceptance"] == "- - only A has numbers of drafts"
     assert rows("a", "idle")["acceptance"] == "- - there is no such value in A or in B"
-    explicit = (tmp_path / "none", tmp_path / "none", "--metric", "speculation.drafts")
-    assert "--metric is 'speculation.drafts'" in output_of(capsys, *explicit, status=2)
 
 
-@pytest.mark.slow
-def test_compare_reads_measured_sweeps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    workload = {
-        "kind": "synthetic",
-        "count": 10,
-        "prompt": {"dist": "uniform", "low": 4, "high": 40},
-        "output": {"dist": "uniform", "low": 2, "high": 20},
-    }
-    raw = {
-        "name": "unit",
-        "workload": workload,
-        "cache_tokens": 1024,
-        "sampling": {"temperature": 0.0, "ignore_eos": True},
-        "simulate": {"chip": "h200", "model": "llama-3-8b"},
-        "repeats": 3,
-        "reseed": True,
-        "sweep": {"grid": {"engine.max_num_seqs": [2, 8]}},
-    }
-    (tmp_path / "unit.yaml").write_text(json.dumps(raw))
-    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
-    # of the bandwidth: steps take some 1.2 times as long
-    for name, share in (("a", 1.0), ("b", 0.8)):
-        options = (
-            "--out",
-            str(tmp_path / name),
-            "--set",
-            f"simulate.bandwidth_share={share}",
-            "--quiet",
-        )
-        assert run.main([str(tmp_path / "unit.yaml"), *options]) == 0
-    capsys.readouterr()
-    text = output_of(
-        capsys,
-        tmp_path / "a",
-        tmp_path / "b",
-        "--metric",
-        "output_tokens_per_s",
-        "itl_s.p50",
-        "steps",
-    )
-    assert text.count("(3 pairs of repeats)") == 2
-    assert text.count(": real") == 4
-    assert text.count("the same in every run") == 2  # steps
-    output = output_of(
-        capsys, f"{tmp_path}/a/unit/*/0", f"{tmp_path}/b/unit/*/0", "--metric", "itl_s.p50"
-    )
-    assert output.count("real, of these 10 requests") == 2
-
-
-def test_difference_without_noise_is_real() -> None:
+def test_difference_without_noise_is_real():
     assert of_runs([10.0, 20.0], [11.0, 22.0], paired=True, confidence=0.95) == (
         pytest.approx(1.1), pytest.approx(1.1), pytest.approx(1.1),
         "B is 1.10 times A in every repeat: real, without noise",
@@ -424,49 +305,40 @@ def test_difference_without_noise_is_real() -> None:
     json.dumps(wild, allow_nan=False)
 
 
+@pytest.mark.parametrize(
+    ("folder", "options", "message"),
+    [
+        ("no", (), "there is no folder"),
+        ("seeds", (), "A has 2 points over engine.block_size, and B 2 points over seed"),
+        ("others", (), "share no point"),
+        ("two", (), "B has two points with engine.block_size=8 that differ in what is not swept"),
+        ("failed", (), "all 1 runs of"),
+        ("sizes", ("--metric", "output_token_per_s"), "(did you mean 'output_tokens_per_s'?)"),
+        ("sizes", ("--metric", "tokens_sha256"), "'tokens_sha256'; it must be one of"),
+        ("sizes", ("--metric", "speculation.drafts"), "--metric is 'speculation.drafts'"),
+        (
+            "sizes",
+            ("--confidence", "95"),
+            "--confidence is 95.0; it must be above 0 and below 1",
+        ),
+    ],
+)
 def test_incomparable_folders_are_errors(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, compared: Any, folder: str, options: tuple[str, ...], message: str
+):
     for size in (8, 16):
         put(tmp_path / "sizes", 0, 10.0, {"engine.block_size": size})
         put(tmp_path / "seeds", 0, 10.0, {"seed": size})
         put(tmp_path / "others", 0, 10.0, {"engine.block_size": 10 * size})
         put(tmp_path / "two", 0, 10.0, {"engine.block_size": 8}, point=f"point{size}")
     put(tmp_path / "failed", 0, 10.0, failed="it broke", metrics=None)
-    sizes = tmp_path / "sizes"
-    for arguments, message in (
-        ((sizes, tmp_path / "no"), "there is no folder"),
-        (
-            (sizes, tmp_path / "seeds"),
-            "A has 2 points over engine.block_size, and B 2 points over seed",
-        ),
-        ((sizes, tmp_path / "others"), "share no point"),
-        (
-            (sizes, tmp_path / "two"),
-            "B has two points with engine.block_size=8 that differ in what is not swept",
-        ),
-        ((sizes, tmp_path / "failed"), "all 1 runs of"),
-        ((sizes, sizes, "--metric", "output_token_per_s"), "did you mean 'output_tokens_per_s'?"),
-        (
-            (sizes, sizes, "--metric", "tokens_sha256"),
-            "--metric is 'tokens_sha256'; it must be one of",
-        ),
-        (
-            (sizes, sizes, "--confidence", "95"),
-            "--confidence is 95.0; it must be above 0 and below 1",
-        ),
-    ):
-        assert message in output_of(capsys, *arguments, status=2)
+    assert message in compared("sizes", folder, *options, status=2)
 
 
-def test_two_points_of_one_sweep_are_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_points_of_one_sweep_are_compared(tmp_path, compared: Any):
     for size, rate in ((8, 10.0), (16, 20.0)):
         for repeat in range(3):
             put(tmp_path, repeat, rate * (1 + 0.01 * repeat), {"seed": size}, point=f"point{size}")
-    text = output_of(
-        capsys, tmp_path / "point8", tmp_path / "point16", "--metric", "output_tokens_per_s"
-    )
+    text = compared("point8", "point16")
     assert text.startswith("seed=8 (A) against seed=16 (B) (3 pairs of repeats)")
     assert "B is 2.00 times A in every repeat" in text

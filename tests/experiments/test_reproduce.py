@@ -9,7 +9,7 @@ import pytest
 
 from experiments import reproduce
 from experiments.analysis import figures
-from experiments.studies.findings import Claim, Findings, Interval, exactly, markdown, rounded
+from experiments.studies.findings import Claim, Findings, Interval
 
 SIMULATED = ("001", "002", "003", "004", "006", "007", "009", "011", "013", "014", "017", "021")
 LONGEST = ("013", "014", "021")  # the numbers of the documents come from whole runs
@@ -21,33 +21,22 @@ def claim(published, measured, factor=1.1, why=""):
     )
 
 
-def test_a_number_agrees_within_its_factor_of_the_published_one():
-    assert claim(10.0, 10.9).agrees
-    assert claim(10.0, 9.1).agrees
-    assert not claim(10.0, 11.2).agrees
-    assert not claim(10.0, 9.0).agrees
-    assert claim(10.0, 20.0).ratio == 2.0
-
-
-def test_a_number_agrees_within_a_published_range():
-    assert claim((2.0, 8.0), 5.0, 1.0).agrees
-    assert claim((2.0, 8.0), 5.0).ratio == 1.0
-    assert claim((2.0, 8.0), 16.0).ratio == 2.0
-    assert claim((2.0, 8.0), 1.0).ratio == 0.5
-    assert not claim((2.0, 8.0), 9.0, 1.0).agrees
-
-
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0"), (1234.5, "1,230"), (0.123456, "0.123"), (0.00001234, "1.2e-05"), (7.0, "7")],
+    ("published", "measured", "factor", "ratio", "agrees"),
+    [
+        (10.0, 10.9, 1.1, 1.09, True),
+        (10.0, 9.0, 1.1, 0.9, False),
+        ((2.0, 8.0), 5.0, 1.0, 1.0, True),
+        ((2.0, 8.0), 9.0, 1.0, 1.125, False),
+        ((2.0, 8.0), 1.0, 1.1, 0.5, False),
+    ],
 )
-def test_numbers_have_three_digits(value, text):
-    assert rounded(value) == text
-
-
-def test_tables_have_their_numbers_at_the_right():
-    text = markdown(("name", "value"), [("a", 1.0), ("b", 1234.0)])
-    assert text.splitlines() == ["| name | value |", "| --- | ---: |", "| a | 1 |", "| b | 1,230 |"]
+def test_a_number_agrees_within_its_factor_of_the_published_one(
+    published, measured, factor, ratio, agrees
+):
+    result = claim(published, measured, factor)
+    assert result.ratio == pytest.approx(ratio)
+    assert result.agrees == agrees
 
 
 def test_figures_are_reproducible_svg():
@@ -55,9 +44,6 @@ def test_figures_are_reproducible_svg():
     first, second = (figures.curves(panels, "x", "y", log_x=2, dashed=("b",)) for _ in range(2))
     assert first == second
     assert ET.fromstring(first).tag.endswith("svg")
-    assert ET.fromstring(figures.stacks({"one": {"bar": {"a": 1.0, "b": 2.0}}}, "y")).tag.endswith(
-        "svg"
-    )
 
 
 @pytest.fixture
@@ -84,13 +70,7 @@ def test_findings_are_written_and_read_back(tmp_path, answers, monkeypatch):
     saved = json.loads((folder / "findings.json").read_text())
     assert reproduce.claims_of(saved) == answers.claims
     text = (folder / "README.md").read_text()
-    for part in (
-        "What is it?",
-        "It is 42.",
-        "![a.svg](a.svg)",
-        "no: another planet",
-        "reproduce 042\n",
-    ):
+    for part in ("What is it?", "It is 42.", "![a.svg](a.svg)", "no: another planet"):
         assert part in text
     table = (tmp_path / "REPRODUCTION.md").read_text()
     assert "1 of 2 published numbers agree" in table
@@ -106,14 +86,11 @@ def test_quick_or_out_leaves_kept_files_unchanged(tmp_path, answers, monkeypatch
     for place, *options in (
         ("elsewhere", "--out", str(tmp_path / "elsewhere")),
         (reproduce.QUICK, "--quick"),
-        ("both", "--quick", "--out", "both"),
     ):
         assert reproduce.main(["042", *options]) == 0
         table = (tmp_path / place / "REPRODUCTION.md").read_text()
         assert "](042_answers/README.md)" in table
         assert ("--quick: too few requests" in table) == ("--quick" in options)
-        readme = (tmp_path / place / "042_answers/README.md").read_text()
-        assert ("reproduce 042 --quick\n" in readme) == ("--quick" in options)
         assert (tmp_path / place / "042_answers/a.svg").is_file()
     assert {path: path.read_bytes() for path in contents} == contents
 
@@ -123,37 +100,28 @@ def test_unwritable_out_folder_fails_before_anything_runs(tmp_path, answers, mon
     (tmp_path / "file").touch()
     for out, message in (
         (tmp_path / "file", "which cannot be created"),
-        (tmp_path / "file/inside", "which cannot be created"),
         (tmp_path, "the folder of the kept results; give another folder"),
     ):
         assert reproduce.main(["042", "--out", str(out)]) == 2
         assert message in capsys.readouterr().err
 
 
-def test_claim_row_has_factor_and_kind_of_range():
-    def cells(published, measured: Interval, factor=1.25):
-        return reproduce.row(Claim("a paper", "a thing", published, measured, factor, "x"))[2:]
-
-    assert cells(2.0, Interval(1.9, 2.1, 2.3, n=3)) == [
-        "2 x",
-        "2.1 (1.9 to 2.3, n = 3) x",
-        "1.05",
-        "1.25 x",
-        "yes",
-    ]
-    assert cells(2.0, Interval(1.0, 2.0, 3.0, "range", 4))[1] == "2 (range 1 to 3, n = 4) x"
-    interval = Interval(2.0, 2.0, 2.0)
-    published = [
-        cells(claimed, interval)[0]
-        for claimed in ((1.0, 1000.0), (0.0, 9.0), (1.0, 28.3), (1.0, 3.0))
-    ]
-    assert published == ["at least 1 x", "at most 9 x", "1 to 28.3 x (wide)", "1 to 3 x"]
-    assert cells((0.0, 9.0), exactly(0.0))[2:] == ["none", "1.25 x", "yes"]
-    weak = [
-        reproduce.weak(claim(claimed, 2.0))
-        for claimed in ((1.0, 1000.0), (0.0, 9.0), (1.0, 28.3), (1.0, 3.0), 2.0)
-    ]
-    assert weak == [True, True, True, False, False]
+@pytest.mark.parametrize(
+    ("published", "text", "weak"),
+    [
+        ((1.0, 1000.0), "at least 1 x", True),
+        ((0.0, 9.0), "at most 9 x", True),
+        ((1.0, 28.3), "1 to 28.3 x (wide)", True),
+        ((1.0, 3.0), "1 to 3 x", False),
+        (2.0, "2 x", False),
+    ],
+)
+def test_claim_row_says_how_much_a_published_range_claims(published, text, weak):
+    result = Claim("a paper", "a thing", published, Interval(1.9, 2.1, 2.3, n=3), 1.25, "x")
+    cells = reproduce.row(result)[2:]
+    assert cells[:2] == [text, "2.1 (1.9 to 2.3, n = 3) x"]
+    assert cells[3:] == ["1.25 x", "yes"]
+    assert reproduce.weak(result) == weak
 
 
 def test_unknown_study_is_an_error(capsys):

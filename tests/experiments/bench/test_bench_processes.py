@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-
-import pytest
 
 from experiments.bench import processes
 
 
-def test_each_number_of_sequences_has_a_row_of_positive_costs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    processes.main(
-        ["--sequences", "1", "3", "--steps", "5", "--json", str(tmp_path / "found.json")]
-    )
-    report = json.loads((tmp_path / "found.json").read_text())
+def test_each_number_of_sequences_has_a_row_of_positive_costs(tmp_path):
+    file = tmp_path / "report.json"
+    processes.main(["--sequences", "1", "3", "--steps", "5", "--json", str(file)])
+    report = json.loads(file.read_text())
     assert [row["sequences"] for row in report["rows"]] == [1, 3]
     assert all(
         row[name] > 0 for row in report["rows"] for name in ("schedule", "digest", "send", "arrive")
     )
-    assert report["environment"]["versions"]["jax"]
-    assert len(capsys.readouterr().out.splitlines()) == 3

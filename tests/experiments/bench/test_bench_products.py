@@ -15,17 +15,12 @@ pytest.importorskip("llvmlite")
 @pytest.fixture(autouse=True)
 def _small_model(monkeypatch):
     layer = Matrix(80, 64), Matrix(64, 64), Matrix(2 * 96, 64, gated=True), Matrix(64, 96)
-    for name, value in {
-        "HIDDEN": 64,
-        "LAYER": layer,
-        "LAYERS": 1,
-        "MODEL": 64,
-        "EXPERT": 32,
-    }.items():
+    small = {"HIDDEN": 64, "LAYER": layer, "LAYERS": 1, "MODEL": 64, "EXPERT": 32}
+    for name, value in small.items():
         monkeypatch.setattr(products, name, value)
 
 
-def test_products_of_every_dtype_and_experts_are_measured(tmp_path, capsys):
+def test_products_of_every_dtype_and_experts_are_measured(tmp_path):
     out = tmp_path / "products.json"
     products.main(["--tokens", "3", "--experts", "2", "--repeats", "1", "--json", str(out)])
     report = json.loads(out.read_text())
@@ -34,7 +29,6 @@ def test_products_of_every_dtype_and_experts_are_measured(tmp_path, capsys):
     ]
     assert all(row["ms"] > 0 and row["gflops"] > 0 for row in report["layers"])
     assert report["experts"][0]["tokens"] == 2
-    assert "8 of 64 experts" in capsys.readouterr().out
 
 
 def test_every_token_of_a_mixture_goes_through_eight_experts():

@@ -10,7 +10,7 @@ from experiments.bench import server
 
 
 @pytest.mark.slow
-def test_each_way_makes_all_tokens(tiny_folder, tmp_path, capsys, monkeypatch):
+def test_each_way_makes_all_tokens(tiny_folder, tmp_path, monkeypatch):
     # fewer programs to compile
     small = {"max_num_batched_tokens": 64, "token_buckets": (64,), "max_num_seqs": 8}
     monkeypatch.setattr(server, "ENGINE", server.ENGINE | small)
@@ -19,16 +19,8 @@ def test_each_way_makes_all_tokens(tiny_folder, tmp_path, capsys, monkeypatch):
         ["--model", str(tiny_folder), "--requests", "3", "--rounds", "1", "--json", str(out)]
     )
     throughputs = json.loads(out.read_text())["output_tokens_per_s"]
-    assert {way: len(values) for way, values in throughputs.items()} == dict.fromkeys(
-        ("library", "whole", "streamed"), 1
-    )
-    assert all(value > 0 for values in throughputs.values() for value in values)
-    assert "| library |" in capsys.readouterr().out
-
-
-def test_ratios_are_taken_round_by_round():
-    text = server.table({"library": [10.0, 20.0], "whole": [9.0, 10.0], "streamed": [10.0, 20.0]})
-    assert "| whole | 10 (9 to 10) | 0.700 (0.500 to 0.900) |" in text
+    assert list(throughputs) == ["library", "whole", "streamed"]
+    assert all(rate > 0 for (rate,) in throughputs.values())
 
 
 def test_requests_are_reproducible_and_within_limits():

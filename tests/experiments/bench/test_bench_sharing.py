@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from experiments.bench import sharing
 from experiments.bench.sharing import ALPACA, SHAREGPT, SampledRequest, draw, simulate
-from experiments.core.distributions import Poisson
 from tests import drawn
 
 
@@ -46,20 +45,10 @@ asks_of_any_shape = st.lists(
 
 
 @drawn.given(20, 60, asks_of_any_shape, st.sampled_from([1, 4, 16]))
-def test_saved_share_matches_brute_force_count(requests: list[SampledRequest], size: int) -> None:
+def test_saved_share_matches_brute_force_count(requests: list[SampledRequest], size: int):
     counts = simulate(requests, size)
     assert (counts.listed, counts.used) == by_hand(requests, size)
     assert counts.preemptions == 0
-
-
-def test_saved_share_of_two_branches_by_hand() -> None:
-    # Prompt 20 in blocks of 16. The first branch: steps 0 to 2, the second: steps 1 to 3, two
-    # blocks each, one shared.
-    counts = simulate([SampledRequest(20, (3, 3), 0.0)], 16)
-    assert (counts.listed, counts.used, counts.steps) == (2 + 4 + 4 + 2, 2 + 3 + 3 + 2, 4)
-    assert simulate([SampledRequest(15, (3, 3), 0.0)], 16).share == 0, (
-        "the only block is partial, and is copied"
-    )
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +63,7 @@ def shares() -> dict[tuple[str, int, str], float]:
     return rows
 
 
-def test_paper_values_lie_between_both_kinds_of_lengths(
-    shares: dict[tuple[str, int, str], float],
-) -> None:
+def test_paper_values_lie_between_both_kinds_of_lengths(shares: dict[tuple[str, int, str], float]):
     for n, paper in ALPACA.paper.items():
         assert paper is not None
         assert shares["alpaca", n, "own"] < paper < shares["alpaca", n, "same"]
@@ -90,29 +77,7 @@ def test_paper_values_lie_between_both_kinds_of_lengths(
     assert shares["sharegpt", 4, "own"] > shares["alpaca", 4, "own"], "longer prompts share more"
 
 
-def test_equal_length_branches_save_n_minus_1_of_n(
-    shares: dict[tuple[str, int, str], float],
-) -> None:
-    for data in (ALPACA, SHAREGPT):
-        constants = [shares[data.name, n, "same"] * n / (n - 1) for n in (2, 4, 6)]
-        assert constants == pytest.approx([constants[0]] * 3, rel=0.02)
-        # The paper's own values follow the law as far as they are printed.
-        paper = [value * n / (n - 1) for n, value in data.paper.items() if value is not None]
-        assert max(paper) < 1.14 * min(paper)
-
-
-def test_arrival_times_do_not_change_saved_share() -> None:
-    at_once = draw(ALPACA, 40, 3, "own", seed=2)
-    spread = draw(ALPACA, 40, 3, "own", seed=2, arrivals=Poisson("poisson", 0.5))
-    assert [ask[:2] for ask in at_once] == [ask[:2] for ask in spread]
-    assert spread[-1].arrival > 40
-    a = simulate(at_once, 16)
-    b = simulate(spread, 16)
-    assert (a.listed, a.used) == (b.listed, b.used)
-    assert a.steps < b.steps
-
-
-def test_drawn_lengths_have_expected_means() -> None:
+def test_drawn_lengths_have_expected_means():
     same_lengths, own_lengths = (
         draw(SHAREGPT, 400, 4, lengths, seed=3) for lengths in ("same", "own")
     )
@@ -124,7 +89,7 @@ def test_drawn_lengths_have_expected_means() -> None:
     assert mean == pytest.approx(SHAREGPT.output, rel=0.1)
 
 
-def test_command_prints_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_rows(capsys):
     assert sharing.main(["--requests", "4", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     expected = [

@@ -13,14 +13,13 @@ from experiments.simulation.simulate import SimulatedEngine
 from tests.experiments.core.test_decodes_together import RAW, Counting
 
 
-def test_each_way_makes_its_steps(tmp_path, capsys):
+def test_each_way_makes_its_steps(tmp_path):
     path = tmp_path / "small.json"
     path.write_text(json.dumps(RAW), encoding="utf-8")
     simulation.main([str(path), "--rounds", "1", "--json", str(tmp_path / "out.json")])
     report = json.loads((tmp_path / "out.json").read_text("utf-8"))
     assert list(report["seconds"]) == list(simulation.WAYS)
     assert list(report["shares"]) == ["together", "sums"]
-    assert "times as fast" in capsys.readouterr().out
     assert (report["requests"], report["sequences_per_step"] > 1) == (40, True)
     points = simulation.points_of(path, [])
     together = {}
@@ -50,20 +49,7 @@ def test_each_way_makes_its_steps(tmp_path, capsys):
 )
 def test_a_config_that_cannot_run_in_every_way_is_refused(tmp_path, capsys, changes, message):
     path = tmp_path / "small.json"
-    config = {
-        name: value
-        for name, value in ({**RAW, "model": "smollm2-135m"} | changes).items()
-        if value is not None
-    }
-    path.write_text(json.dumps(config), encoding="utf-8")
+    path.write_text(json.dumps({**RAW, **changes}), encoding="utf-8")
     with pytest.raises(SystemExit):
         simulation.main([str(path)])
     assert message in capsys.readouterr().err
-
-
-def test_the_folders_of_a_trace_are_not_kept_and_other_values_are():
-    assert simulation._nameless("workload.file=folder/trace.csv") == "workload.file=trace.csv"
-    assert (
-        simulation._nameless("simulate.profile=vllm/opt-13b/tp1")
-        == "simulate.profile=vllm/opt-13b/tp1"
-    )

@@ -13,6 +13,53 @@ from experiments.core.config import Point, Slo, expand
 from experiments.core.drive import Measured, measure
 from experiments.core.metrics import step_sums, summary, token_sums
 from experiments.core.records import RequestRecord, StepRecord
+from pagedjax import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+BASE: dict[str, Any] = {  # a simulated run, which tests change
+    "name": "simulated",
+    "model": "nothing is loaded",
+    "engine": {
+        "max_num_seqs": 8,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 64,
+        "block_size": 8,
+    },
+    "cache_tokens": 1024,
+    "workload": {
+        "kind": "synthetic",
+        "count": 40,
+        "prompt": {"dist": "uniform", "low": 4, "high": 40},
+        "output": {"dist": "uniform", "low": 2, "high": 20},
+        "arrivals": {"process": "poisson", "rate": 60.0},
+    },
+    "sampling": {"temperature": 0.0, "ignore_eos": True},
+    "simulate": {"chip": "h200", "model": "llama-3-8b"},
+}
+
+MEASURED: dict[str, Any] = {  # a run on a tiny model
+    "name": "unit",
+    "engine": {
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 4,
+        "max_model_len": 32,
+        "token_buckets": [16],
+    },
+    "cache_tokens": 256,
+    "workload": {
+        "kind": "synthetic",
+        "count": 5,
+        "prompt": {"dist": "uniform", "low": 2, "high": 12},
+        "output": {"dist": "uniform", "low": 2, "high": 6},
+        "arrivals": {"process": "poisson", "rate": 200.0},
+    },
+    "sampling": {"temperature": 0.0, "ignore_eos": True},
+    "warmup": {"requests": 1, "max_tokens": 2},
+}
+
+
+def changed_workload(**fields: Any) -> dict[str, Any]:
+    return {**BASE["workload"], **fields}
 
 
 def simulated_run(raw: dict[str, Any], folder: Path = Path()) -> Measured:

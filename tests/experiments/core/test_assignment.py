@@ -7,41 +7,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import strategies as st
 
 from experiments.core import assignment, config
 from experiments.core.assignment import Assignment, choose
 from experiments.core.engines import Run, engine_key, plan_runs
 from tests import drawn
-
-SIMULATED = {
-    "name": "spread",
-    "model": "nothing is loaded",
-    "engine": {
-        "max_num_batched_tokens": 16,
-        "max_num_seqs": 4,
-        "max_model_len": 32,
-        "token_buckets": [16],
-    },
-    "cache_tokens": 256,
-    "workload": {
-        "kind": "synthetic",
-        "count": 5,
-        "prompt": {"dist": "fixed", "value": 4},
-        "output": {"dist": "fixed", "value": 4},
-    },
-    "sampling": {"ignore_eos": True},
-    "simulate": {"chip": "h200", "model": "llama-3-8b"},
-}
+from tests.experiments.core.summaries import BASE
 
 
 def plan_of(sizes: list[int], repeats: int) -> list[Run]:
-    raw: dict[str, Any] = {
-        **SIMULATED,
-        "repeats": repeats,
-        "sweep": {"grid": {"engine.block_size": sizes}},
-    }
+    raw = {**BASE, "repeats": repeats, "sweep": {"grid": {"engine.block_size": sizes}}}
     return plan_runs(config.expand(raw, Path()), alive=4)
 
 
@@ -143,12 +119,6 @@ def test_workers_that_never_start_do_not_keep_a_finished_sweep():
     state = assignment.end_run(state, 2)
     assert state.starting == {0, 1}
     assert not assignment.active(state)
-
-
-def test_a_worker_without_a_run_finishes_nothing():
-    state = assignment.add_worker(assignment.new((), 1), 0, "slow")
-    with pytest.raises(AssertionError, match="the worker at place 0 has no run"):
-        assignment.end_run(state, 0)
 
 
 def test_a_worker_prefers_its_own_engines_and_then_new_ones():

@@ -5,6 +5,7 @@ replicas.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import chex
 import pytest
@@ -14,39 +15,21 @@ from experiments.core.drive import drive
 from experiments.core.records import RequestRecord
 from experiments.core.submit import Sender
 from experiments.core.workloads import WorkItem
-from experiments.simulation.cost import Simulate
-from experiments.simulation.simulate import SimulatedEngine
-from pagedjax import SamplingParams
-from pagedjax.options.config import EngineConfig
 from pagedjax.routing import ROUTERS
 from tests import drawn
-from tests.experiments.core.summaries import simulated_run
+from tests.experiments.core.summaries import BASE, GREEDY, changed_workload, simulated_run
+from tests.experiments.core.test_replicas import engines
 
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
-RAW = {
-    "name": "closed",
-    "model": "nothing is loaded",
-    "engine": {
-        "max_num_seqs": 8,
-        "max_model_len": 256,
-        "max_num_batched_tokens": 64,
-        "block_size": 8,
-    },
-    "cache_tokens": 1024,
-    "workload": {
-        "kind": "synthetic",
-        "count": 24,
-        "prompt": {"dist": "uniform", "low": 4, "high": 40},
-        "output": {"dist": "uniform", "low": 1, "high": 12},
-        "arrivals": {"process": "closed_loop", "clients": 3},
-    },
-    "sampling": {"temperature": 0.0, "ignore_eos": True},
-    "simulate": {"chip": "h200", "model": "llama-3-8b"},
-}
+OUTPUT = {"dist": "uniform", "low": 1, "high": 12}
+
+
+def workload(clients: int) -> dict[str, Any]:
+    arrivals = {"process": "closed_loop", "clients": clients}
+    return changed_workload(count=24, output=OUTPUT, arrivals=arrivals)
 
 
 def run_with(**changes):
-    return simulated_run({**RAW, **changes})
+    return simulated_run({**BASE, **changes})
 
 
 def ends(requests: list[RequestRecord]) -> list[float]:
@@ -65,10 +48,7 @@ def test_times_by_hand():
     """Steps of 1 s, a token each, two clients: both are busy until 2 s and 3 s; the next ones begin
     there.
     """
-    config = EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,))
-    engine = SimulatedEngine(
-        config, lambda work: 1.0, vocab_size=1000, simulate=Simulate(step_s=1.0)
-    )
+    (engine,) = engines(1)
     added: list[tuple[str, float]] = []
     add = engine.add
     engine.add = lambda name, *arguments, **options: (
@@ -84,39 +64,10 @@ def test_times_by_hand():
     assert (start, len(results)) == (0.0, 4)
 
 
-@pytest.mark.parametrize("clients", [1, 3, 24, 100])
-@pytest.mark.parametrize("replicas", [None, {"count": 1}, {"count": 3, "router": "least_loaded"}])
-def test_no_client_has_two_requests_and_none_waits(clients: int, replicas: dict | None):
-    arrivals = {"process": "closed_loop", "clients": clients}
-    result = run_with(workload={**RAW["workload"], "arrivals": arrivals}, replicas=replicas)
-    requests = result.requests
-    assert result.failed is None
-    assert [request.arrival for request in requests[:clients]] == [0.0] * min(clients, 24)
-    assert [request.arrival for request in requests] == sorted(
-        request.arrival for request in requests
-    )
-    for request in requests[clients:]:
-        assert request.arrival in ends(requests), "it is sent when another one ends"
-        # at the last arrival, more clients may be free than requests left
-        requests_left = request.arrival < requests[-1].arrival
-        assert unfinished_at(requests, request.arrival) == clients or (
-            not requests_left and clients > 1
-        )
-    assert result.workload.describe()["last_arrival_s"] == requests[-1].arrival
-
-
-def test_one_client_has_its_requests_one_after_another():
-    requests = run_with(
-        workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": 1}}
-    ).requests
-    assert [request.arrival for request in requests[1:]] == ends(requests)[:-1]
-    assert {request.queue for request in requests} == {0.0}
-
-
 @drawn.given(
     8,
     25,
-    clients=st.integers(1, 12),
+    clients=st.sampled_from([*range(1, 13), 24, 100]),
     count=st.integers(1, 5),
     router=st.sampled_from(sorted(ROUTERS)),
     branches=st.integers(1, 3),
@@ -125,7 +76,7 @@ def test_one_client_has_its_requests_one_after_another():
 def test_laws_of_a_closed_loop(clients: int, count: int, router: str, branches: int, seed: int):
     """Replicas have clocks of their own, so steps end in another order than they begin."""
     result = run_with(
-        workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": clients}},
+        workload=workload(clients),
         sampling={"temperature": 0.8, "ignore_eos": True, "n": branches},
         replicas={"count": count, "router": router},
         seed=seed,
@@ -141,47 +92,17 @@ def test_laws_of_a_closed_loop(clients: int, count: int, router: str, branches: 
         [request.arrival for request in requests],
         ([0.0] * clients + sorted(ends(requests)))[: len(requests)],
     )
+    assert result.workload.describe()["last_arrival_s"] == last
     assert all(request.queue is not None and request.queue >= 0 for request in requests), (
         "nothing is computed before it is sent"
     )
-
-
-def test_enough_clients_are_all_requests_at_once():
-    alone = run_with(
-        workload={key: value for key, value in RAW["workload"].items() if key != "arrivals"}
-    )
-    in_turn = run_with(
-        workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": 24}}
-    )
-    assert (in_turn.requests, in_turn.steps, in_turn.summary) == (
-        alone.requests,
-        alone.steps,
-        alone.summary,
-    )
-
-
-def test_more_clients_make_more_tokens_and_wait_longer():
-    summaries = [
-        run_with(
-            workload={**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": n}}
-        ).summary
-        for n in (1, 4, 8)
-    ]
-    rates, waits = ([dict_[key] for dict_ in summaries] for key in ("output_tokens_per_s", "itl_s"))
-    assert rates == sorted(rates)
-    assert [wait["mean"] for wait in waits] == sorted(wait["mean"] for wait in waits)
 
 
 def test_sender_waits_for_the_client_that_is_free_first():
     """Replica steps end in any order; 5 s is known before 2 s."""
     work = [WorkItem(name, 0.0, (20,), 1) for name in "abc"]
     sender = Sender(work, GREEDY, clients=2)
-    engine = SimulatedEngine(
-        EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,)),
-        lambda work: 1.0,
-        vocab_size=1000,
-        simulate=Simulate(step_s=1.0),
-    )
+    (engine,) = engines(1)
     results = {}
     for name in "ab":
         assert sender.next() == 0.0
@@ -197,10 +118,5 @@ def test_sender_waits_for_the_client_that_is_free_first():
 
 
 def test_no_clients_are_refused():
-    arrivals = {"process": "closed_loop", "clients": 0}
     with pytest.raises(ValueError, match=r"workload.arrivals.clients is 0; it must be at least 1"):
-        run_with(workload={**RAW["workload"], "arrivals": arrivals})
-    with pytest.raises(
-        ValueError, match=r"workload.arrivals.clients is missing; it must be an integer"
-    ):
-        run_with(workload={**RAW["workload"], "arrivals": {"process": "closed_loop"}})
+        run_with(workload=workload(0))

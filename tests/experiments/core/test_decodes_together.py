@@ -23,28 +23,18 @@ from experiments.simulation.cost import Work
 from experiments.simulation.simulate import SimulatedEngine
 from experiments.simulation.spans import step_times
 from tests import drawn
+from tests.experiments.core.summaries import BASE, changed_workload
 
 RAW: dict[str, Any] = {
-    "name": "runs",
-    "model": "nothing is loaded",
-    "engine": {
-        "max_num_seqs": 6,
-        "max_model_len": 200,
-        "max_num_batched_tokens": 64,
-        "block_size": 8,
-    },
+    **BASE,
+    "engine": {**BASE["engine"], "max_num_seqs": 6, "max_model_len": 200},
     "cache_tokens": 512,
-    "workload": {
-        "kind": "synthetic",
-        "count": 40,
-        "shared_prefix": 16,
-        "prefixes": 3,
-        "prompt": {"dist": "uniform", "low": 4, "high": 40},
-        "output": {"dist": "uniform", "low": 2, "high": 60},
-        "arrivals": {"process": "poisson", "rate": 100.0},
-    },
-    "sampling": {"temperature": 0.0, "ignore_eos": True},
-    "simulate": {"chip": "h200", "model": "llama-3-8b"},
+    "workload": changed_workload(
+        shared_prefix=16,
+        prefixes=3,
+        output={"dist": "uniform", "low": 2, "high": 60},
+        arrivals={"process": "poisson", "rate": 100.0},
+    ),
     "replicas": {"count": 2, "router": "prefix"},
 }
 

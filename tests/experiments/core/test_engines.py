@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,7 +37,7 @@ def labels(runs: Any) -> list[str]:
     return [f"{run.point.label} r{run.repeat}" for run in runs]
 
 
-def test_repeats_interleave_and_odd_repeats_run_in_reverse() -> None:
+def test_repeats_interleave_and_odd_repeats_run_in_reverse():
     runs = plan_runs(points(engine__block_size=[8, 16], seed=[1, 2]), alive=4)
     one_way = [
         "block_size=8, seed=1",
@@ -49,7 +50,7 @@ def test_repeats_interleave_and_odd_repeats_run_in_reverse() -> None:
     ]
 
 
-def test_engine_sized_by_free_memory_shares_no_group() -> None:
+def test_engine_sized_by_free_memory_shares_no_group():
     runs = plan_runs(points(num_blocks=None, engine__block_size=[8, 16]), alive=4)
     assert labels(runs) == [
         "block_size=8 r0",
@@ -59,29 +60,23 @@ def test_engine_sized_by_free_memory_shares_no_group() -> None:
     ]
 
 
+def values(*options: Any) -> st.SearchStrategy[list[Any]]:
+    return st.lists(st.sampled_from(options), min_size=1, max_size=3, unique=True)
+
+
+GRIDS = {
+    "model": values("a", "b"),
+    "engine__block_size": values(8, 16, 32),
+    "seed": values(*range(6)),
+    "engine__num_blocks": values(4, 8, None),
+}
+
+
 @settings(max_examples=12, deadline=None)
-@given(
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.lists(st.sampled_from(["a", "b"]), min_size=1, unique=True),
-    st.lists(st.sampled_from([8, 16, 32]), min_size=1, unique=True),
-    st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True),
-    st.lists(st.sampled_from([4, 8, None]), min_size=1, unique=True),
-)
+@given(st.integers(1, 3), st.integers(1, 3), st.fixed_dictionaries(GRIDS))
 def test_every_run_happens_once_and_each_engine_is_built_once(
-    alive: int,
-    repeats: int,
-    models: list[str],
-    sizes: list[int],
-    seeds: list[int],
-    blocks: list[int | None],
-) -> None:
-    grid = {
-        "model": models,
-        "engine__block_size": sizes,
-        "seed": seeds,
-        "engine__num_blocks": blocks,
-    }
+    alive: int, repeats: int, grid: dict[str, list[Any]]
+):
     grid_points = points(repeats, **grid)
     runs = plan_runs(grid_points, alive)
     assert sorted((run.order, run.repeat) for run in runs) == [
@@ -103,11 +98,11 @@ def test_every_run_happens_once_and_each_engine_is_built_once(
         assert engine["block_size"] == run.point.experiment.engine.block_size
         assert len(engines._engines) <= (1 if engine["num_blocks"] is None else alive)
     assert len(built) == len({engine_key(point.experiment) for point in grid_points})
-    assert loaded == [model for model in models]
+    assert loaded == grid["model"]
     assert set(engines.startup_seconds) == {engine_key(point.experiment) for point in grid_points}
 
 
-def test_weights_are_loaded_once_per_dtype() -> None:
+def test_weights_are_loaded_once_per_dtype():
     loaded = []
 
     def load(model: str, *, dtype: Any, weight_dtype: Any, **places: Any) -> str:
@@ -121,14 +116,10 @@ def test_weights_are_loaded_once_per_dtype() -> None:
         options = run.point.experiment.engine
         engine = engines.get(run.point.experiment)
         assert (engine["dtype"], engine["weight_dtype"]) == (options.dtype, options.weight_dtype)
-    assert loaded == [
-        (dtype, weights)
-        for dtype in grid["engine__dtype"]
-        for weights in grid["engine__weight_dtype"]
-    ]
+    assert loaded == list(product(*grid.values()))
 
 
-def test_failed_engine_build_is_not_repeated() -> None:
+def test_failed_engine_build_is_not_repeated():
     tries = []
 
     def make(**_: Any) -> Any:

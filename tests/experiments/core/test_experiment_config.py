@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ BASE: dict[str, Any] = {
 }
 
 
-def points(tmp_path: Path, *overrides: str, **sections: Any) -> list[config.Point]:
+def points(tmp_path, *overrides: str, **sections: Any) -> list[config.Point]:
     path = tmp_path / "unit.yaml"
     path.write_text(yaml.safe_dump({**BASE, **sections}, sort_keys=False))
     return config.load(path, overrides)
@@ -52,24 +54,12 @@ def points(tmp_path: Path, *overrides: str, **sections: Any) -> list[config.Poin
             r"engine\.block_size is 0; it must be an integer of at least 1",
         ),
         (
-            {"engine": {"memory_fraction": "0.1"}},
-            r"engine\.memory_fraction is '0\.1'.*without quotes: 0\.1",
-        ),
-        (
             {"engine": {"compilation": "background"}},
             r"engine\.compilation is 'background', and a measured run compiles everything first; set it to eager",
         ),
         (
-            {"engine": {"dtype": "bfloat"}},
-            r"engine\.dtype is 'bfloat'; it must be one of .*did you mean 'bfloat16'",
-        ),
-        (
             {"engine": {"mesh": {"tensor": 0}}},
             r"^engine\.mesh\.tensor is 0; it must be an integer of at least 1",
-        ),
-        (
-            {"engine": {"speculative": {"num_tokens": 0}}},
-            r"^engine\.speculative\.num_tokens is 0; it must be an integer",
         ),
         (
             {"engine": 3},
@@ -96,35 +86,23 @@ def points(tmp_path: Path, *overrides: str, **sections: Any) -> list[config.Poin
             r"sampling\.bad_words: an experiment.*use sampling\.bad_words_token_ids",
         ),
         (
-            {"sampling": {"structured_outputs": {"regex": "a"}}},
-            r"sampling\.structured_outputs: an experiment runs on",
-        ),
-        (
             {"sampling": {"truncate_prompt_tokens": 3}},
             r"truncate_prompt_tokens: .*the workload has the lengths",
-        ),
-        ({"sampling": {"n": 0}}, r"sampling\.n is 0; it must be at least 1"),
-        (
-            {"sampling": {"n": 4, "best_of": 2}},
-            r"sampling\.best_of is 2; it must be None, or .* at least n \(4\)",
         ),
         (
             {"sampling": {"stop_token_ids": [1, "x"]}},
             r"sampling\.stop_token_ids\[1\] is 'x'; it must be an integer",
         ),
-        ({"repeat": 3}, r"unknown key 'repeat'; did you mean 'repeats'"),
         ({"repeats": 0}, r"repeats is 0; it must be at least 1"),
         ({"seed": -1}, r"seed is -1; it must be at least 0"),
-        ({"name": "a/b"}, r"name is 'a/b'"),
         ({"warmup": {"requests": -1}}, r"warmup\.requests is -1; it must be at least 0"),
+        ({"workload": {"count": 2}}, r"workload\.kind is missing; it must be one of 'prompts'"),
+        ({"sweep": {"list": [3]}}, r"sweep\.list is \[3\]"),
+        ({"name": "a/b"}, r"name is 'a/b'"),
         ({"slo": {"ttft": 0}}, r"slo\.ttft is 0\.0; it must be above 0 seconds"),
         (
             {"cache_tokens": 100},
             r"100; it must be a multiple of engine\.block_size \(16\), and at least 16",
-        ),
-        (
-            {"cache_tokens": -16},
-            r"cache_tokens is -16; it must be a multiple .*\(16\), and at least 16",
         ),
         ({"cache_tokens": 64, "engine": {"num_blocks": 4}}, r"both given; give one"),
         (
@@ -135,7 +113,6 @@ def points(tmp_path: Path, *overrides: str, **sections: Any) -> list[config.Poin
             {"workload": {"count": 2}},
             r"workload\.kind is missing; it must be one of 'prompts', 'synthetic'",
         ),
-        ({"workload": {"kind": "synthetic", "count": 2}}, r"workload\.prompt is missing"),
         (
             {"workload": {**BASE["workload"], "prompt": {"dist": "fixed"}}},
             r"workload\.prompt\.value is missing",
@@ -145,102 +122,61 @@ def points(tmp_path: Path, *overrides: str, **sections: Any) -> list[config.Poin
             {"workload": {"kind": "trace", "file": "no.csv"}},
             r"there is no file .*no\.csv.*Azure Public Dataset, CC-BY",
         ),
-        ({"workload": {"kind": "prompts", "file": "no.txt"}}, r"workload\.file: there is no file"),
-        (
-            {"workload": {**BASE["workload"], "count": 0}},
-            r"workload\.count is 0; it must be at least 1",
-        ),
-        (
-            {
-                "workload": {
-                    **BASE["workload"],
-                    "prompt": {"dist": "fixed", "value": 4, "min": 9, "max": 3},
-                }
-            },
-            r"workload\.prompt\.min is 9 and max 3; they must be 1 <= min <= max",
-        ),
-        (
-            {
-                "workload": {
-                    **BASE["workload"],
-                    "output": {"dist": "lognormal", "mu": 663, "sigma": 1, "max": 9},
-                }
-            },
-            r"workload\.output\.mu is 663\.0, a median of exp\(mu\) tokens; it must be at most 16\.6",
-        ),
         ({"sweep": {"gird": {}}}, r"sweep is .*keys from: grid, zip, list"),
         ({"sweep": {"grid": {"seed": 3}}}, r"sweep\.grid is .*list of one value or more"),
         (
             {"sweep": {"zip": {"seed": [1], "engine.block_size": [1, 2]}}},
             r"seed has 1, engine\.block_size has 2",
         ),
-        ({"sweep": {"list": [3]}}, r"sweep\.list is \[3\]"),
         ({"sweep": {"grid": {"repeats": [1, 2]}}}, r"'repeats'.*cannot be swept"),
         (
             {"sweep": {"grid": {"seed": [1, 2]}, "zip": {"seed": [3]}}},
             r"one key in two of its parts",
         ),
-        ({"sweep": {"list": [{"seed": 0}, {"repeats.x": 1}]}}, r"cannot be swept"),
         ({"sweep": {"list": [{"seed": 0}, {}]}}, r"points 1 \(seed=0\) and 2 are the same"),
-        (
-            {"sweep": {"grid": {"engine.block_sizes": [1]}}},
-            r"unknown key engine\.'block_sizes'; did you mean",
-        ),
     ],
 )
-def test_config_error_has_path_value_and_limit(
-    tmp_path: Path, sections: dict[str, Any], message: str
-) -> None:
+def test_config_error_has_path_value_and_limit(tmp_path, sections: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         points(tmp_path, **sections)
 
 
-def test_missing_section_error_names_the_section(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: smollm2-135m", "^name is missing; it must be text"),
+        ("- 1", "a config is a mapping"),
+        (None, "cannot read the config"),
+    ],
+)
+def test_file_that_holds_no_config_is_an_error(tmp_path, text: str | None, message: str):
     path = tmp_path / "x.yaml"
-    path.write_text("workload: {kind: synthetic, count: 1, prompt: {dist: fixed, value: 1}}")
-    with pytest.raises(ValueError, match=r"workload\.output is missing"):
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
         config.load(path)
-    path.write_text("model: smollm2-135m")
-    with pytest.raises(ValueError, match=r"^name is missing; it must be text"):
-        config.load(path)
-    path.write_text("- 1")
-    with pytest.raises(ValueError, match="a config is a mapping"):
-        config.load(path)
-    with pytest.raises(ValueError, match="cannot read the config"):
-        config.load(tmp_path / "no.yaml")
 
 
-def test_duplicate_key_error_has_both_lines() -> None:
+def test_duplicate_key_error_has_both_lines():
     with pytest.raises(
         ValueError, match="line 3: the key 'seed' is given twice \\(first in line 1\\)"
     ):
         load_text("seed: 1\nname: a\nseed: 2", "x.yaml")
-    with pytest.raises(ValueError, match="'a' is given twice"):
-        load_text("x: {y: {a: 1, a: 1}}", "x.yaml")
     assert load_text("x: &x {a: 1}\ny: {<<: *x, a: 2}", "x.yaml") == {"x": {"a": 1}, "y": {"a": 2}}
 
 
-def test_values_are_converted_to_field_types(tmp_path: Path) -> None:
-    (point,) = points(
-        tmp_path,
-        sampling={
-            "temperature": 0,
-            "stop_token_ids": [5, 4],
-            "min_tokens": 40,
-            "logit_bias": {3: 1},
-        },
-    )
+def test_values_are_converted_to_field_types(tmp_path):
+    given = {"temperature": 0, "stop_token_ids": [5, 4], "min_tokens": 40, "logit_bias": {3: 1}}
+    (point,) = points(tmp_path, sampling=given)
     sampling = point.experiment.sampling
-    assert (sampling.temperature, sampling.stop_token_ids, sampling.logit_bias) == (
-        0.0,
-        (5, 4),
-        {3: 1.0},
-    )
+    assert sampling.temperature == 0.0
+    assert sampling.stop_token_ids == (5, 4)
+    assert sampling.logit_bias == {3: 1.0}
     assert parse(Lengths, {"dist": "exponential", "mean": 3}, "x").mean == 3.0
     assert isinstance(point.experiment.workload, Synthetic)
 
 
-def test_sweep_expands_in_order_and_labels_swept_keys(tmp_path: Path) -> None:
+def test_sweep_expands_in_order_and_labels_swept_keys(tmp_path):
     sweep = {
         "grid": {"engine.block_size": [8, 16], "engine.max_num_batched_tokens": [64, 256]},
         "zip": {"seed": [1, 2], "workload.count": [3, 4]},
@@ -253,15 +189,8 @@ def test_sweep_expands_in_order_and_labels_swept_keys(tmp_path: Path) -> None:
     ]
     assert len(expanded) == 8
     assert {
-        p.experiment.engine_config.num_blocks
-        for p in expanded
-        if p.experiment.engine.block_size == 8
-    } == {32}
-    assert {
-        p.experiment.engine_config.num_blocks
-        for p in expanded
-        if p.experiment.engine.block_size == 16
-    } == {16}
+        (p.experiment.engine.block_size, p.experiment.engine_config.num_blocks) for p in expanded
+    } == {(8, 32), (16, 16)}
     assert points(tmp_path)[0].label == "one point"
     assert config.short_names(["a.seed", "b.seed", "c"]) == {
         "a.seed": "a.seed",
@@ -270,7 +199,7 @@ def test_sweep_expands_in_order_and_labels_swept_keys(tmp_path: Path) -> None:
     }
 
 
-def test_overrides_are_yaml_and_conflict_with_swept_keys(tmp_path: Path) -> None:
+def test_overrides_are_yaml_and_conflict_with_swept_keys(tmp_path):
     sweep = {"grid": {"engine.block_size": [8, 16]}}
     (point,) = points(
         tmp_path, "engine.max_num_seqs=4", "workload.prompt={dist: fixed, value: 3}", "slo.ttft=1.5"
@@ -282,15 +211,11 @@ def test_overrides_are_yaml_and_conflict_with_swept_keys(tmp_path: Path) -> None
     expanded = points(tmp_path, "engine.block_size=32", sweep=two_keys)
     assert [p.label for p in expanded] == ["seed=1", "seed=2"]
     assert {p.experiment.engine.block_size for p in expanded} == {32}
-    assert [p.label for p in points(tmp_path, "engine.block_size=32", sweep=sweep)] == ["one point"]
-    lengths = {
-        "grid": {"workload.prompt": [{"dist": "fixed", "value": 3}, {"dist": "fixed", "value": 4}]}
-    }
+    lengths = {"workload.prompt": [{"dist": "fixed", "value": n} for n in (3, 4)]}
     for form, text in (
         ({"zip": sweep["grid"]}, "engine.block_size=32"),
-        (lengths, "workload.prompt.value=9"),
+        ({"grid": lengths}, "workload.prompt.value=9"),
         (sweep, "engine={block_size: 32}"),
-        ({"zip": sweep["grid"]}, "engine={block_size: 32}"),
     ):
         with pytest.raises(ValueError, match=r"the config sweeps .*; add --set sweep=null"):
             points(tmp_path, text, sweep=form)
@@ -303,21 +228,12 @@ def test_overrides_are_yaml_and_conflict_with_swept_keys(tmp_path: Path) -> None
         "sweep.grid.engine.block_size=[8]",
         "sweep.grid={engine.block_size: [8]}",
     ):
-        for texts in (
-            (new, "engine.block_size=32"),
-            ("engine.block_size=32", new),
-            ("engine={}", new),
-        ):
+        for texts in ((new, "engine.block_size=32"), ("engine={}", new)):
             with pytest.raises(
                 ValueError,
                 match=r"another --set sweeps engine\.block_size; leave one of the two out",
             ):
                 points(tmp_path, *texts, sweep=two_keys)
-    expanded = points(tmp_path, "engine.block_size=32", "sweep.grid.seed=[5, 6]", sweep=two_keys)
-    assert [(p.label, p.experiment.engine.block_size) for p in expanded] == [
-        ("seed=5", 32),
-        ("seed=6", 32),
-    ]
     assert len(points(tmp_path, "sweep.zip.seed=[1, 2]")) == 2
     for text, message in (
         ("seed", "write it as"),
@@ -330,7 +246,7 @@ def test_overrides_are_yaml_and_conflict_with_swept_keys(tmp_path: Path) -> None
         points(tmp_path, "sweep.grid.seed=[1]", sweep=[1])
 
 
-def test_point_key_covers_exactly_measured_values(tmp_path: Path) -> None:
+def test_point_key_covers_exactly_measured_values(tmp_path):
     def key(**sections: Any) -> str:
         return points(tmp_path, **sections)[0].key
 
@@ -370,31 +286,13 @@ EARLIER_KEYS = {  # of the version before any field of `experiments.core.point_k
 }
 
 
-def test_point_key_without_later_fields_is_that_of_earlier_versions(tmp_path: Path) -> None:
+def test_point_key_without_later_fields_is_that_of_earlier_versions(tmp_path):
     for key, sections in EARLIER_KEYS.items():
         ends = {"sampling": {"ignore_eos": True}} if "simulate" in sections else {}
         assert points(tmp_path, **sections, **ends)[0].key == key
 
 
-def test_point_key_depends_on_the_mesh(tmp_path: Path) -> None:
-    def key(simulate: dict[str, Any]) -> str:
-        return points(
-            tmp_path, simulate={"chip": "h200", **simulate}, sampling={"ignore_eos": True}
-        )[0].key
-
-    meshes = [
-        {},
-        {"mesh": {"tensor": 2}},
-        {"mesh": {"tensor": 4}},
-        {"mesh": {"tensor": 2}, "hop_s": 1e-6},
-    ]
-    assert len({key(mesh) for mesh in meshes}) == len(meshes)
-    assert key({"mesh": {"tensor": 2, "expert": 1}}) == key({"mesh": {"tensor": 2}})
-    engines = [{}, {"mesh": {"tensor": 2}}, {"devices": [1]}]
-    assert len({points(tmp_path, engine=engine)[0].key for engine in engines}) == len(engines)
-
-
-def test_point_key_depends_on_file_content_not_path(tmp_path: Path) -> None:
+def test_point_key_depends_on_file_content_not_path(tmp_path):
     (tmp_path / "a.txt").write_text("one\n")
     (tmp_path / "b.txt").write_text("one\n")
     (tmp_path / "c.txt").write_text("two\n")
@@ -403,7 +301,16 @@ def test_point_key_depends_on_file_content_not_path(tmp_path: Path) -> None:
     assert c.content == "two\n"
 
 
-def test_point_key_depends_on_local_model_files_or_hub_name(tmp_path: Path) -> None:
+def write_model(folder: Path) -> None:
+    """Write files of one length and time."""
+    (folder / "params").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    for file in ("model.safetensors", "params/0"):
+        (folder / file).write_bytes(b"1234")
+        os.utime(folder / file, ns=(10**18, 10**18))
+
+
+def test_point_key_depends_on_local_model_files_or_hub_name(tmp_path):
     assert [point_key._model_source(name) for name in ("smollm2-135m", "org/name")] == [
         "smollm2-135m",
         "org/name",
@@ -413,11 +320,7 @@ def test_point_key_depends_on_local_model_files_or_hub_name(tmp_path: Path) -> N
         return points(tmp_path, model=model)[0].key
 
     for name in ("a", "b"):
-        (tmp_path / name / "params").mkdir(parents=True)
-        (tmp_path / name / "config.json").write_text("{}")
-        for file in ("model.safetensors", "params/0"):
-            (tmp_path / name / file).write_bytes(b"1234")
-            os.utime(tmp_path / name / file, ns=(10**18, 10**18))
+        write_model(tmp_path / name)
     first = str(tmp_path / "a")
     base_key = key(first)
     assert base_key == key(str(tmp_path / "b")) != key("smollm2-135m")
@@ -433,67 +336,49 @@ def test_point_key_depends_on_local_model_files_or_hub_name(tmp_path: Path) -> N
     assert len(set(keys)) == len(keys)
 
 
-@pytest.mark.parametrize("field", ["attention_impl", "linear_impl", "model_family"])
-def test_point_key_depends_on_the_content_of_a_file_of_ones_own(tmp_path: Path, field: str) -> None:
+@pytest.mark.parametrize(
+    "path", ["attention_impl", "linear_impl", "model_family", "speculative.method"]
+)
+def test_point_key_depends_on_the_content_of_a_file_of_ones_own(tmp_path, path: str):
+    def point_of(value: str) -> config.Point:
+        section, _, field = path.partition(".")
+        return points(tmp_path, engine={section: {field: value} if field else value})[0]
+
     def key(name: str, text: str, source: str = "own.py") -> str:
         (tmp_path / source).write_text(text)
-        (point,) = points(tmp_path, engine={field: f"{source}:{name}"})
-        assert getattr(point.experiment.engine, field) == f"{(tmp_path / source).resolve()}:{name}"
+        point = point_of(f"{source}:{name}")
+        value = attrgetter(path)(point.experiment.engine)
+        assert value == f"{(tmp_path / source).resolve()}:{name}"
         return point.key
 
     first = key("A", "A = 1")
     assert first == key("A", "A = 1", "moved.py")
     assert len({first, key("A", "A = 2"), key("B", "A = 1"), points(tmp_path)[0].key}) == 4
-    with pytest.raises(
-        ValueError, match=rf"engine\.{field} is 'none\.py:A', but there is no file none\.py"
-    ):
-        points(tmp_path, engine={field: "none.py:A"})
+    message = rf"engine\.{re.escape(path)} is 'none\.py:A', but there is no file none\.py"
+    with pytest.raises(ValueError, match=message):
+        point_of("none.py:A")
 
 
-def test_point_key_depends_on_the_content_of_a_drafter_file(tmp_path: Path) -> None:
-    def key(text: str, source: str = "own.py") -> str:
-        (tmp_path / source).write_text(text)
-        (point,) = points(tmp_path, engine={"speculative": {"method": f"{source}:A"}})
-        return point.key
-
-    first = key("A = 1")
-    assert first == key("A = 1", "moved.py") != key("A = 2")
-    assert (
-        points(tmp_path, engine={"speculative": {"method": "ngram"}})[0].key
-        != points(tmp_path)[0].key
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"engine\.speculative\.method is 'none\.py:A', but there is no file none\.py",
-    ):
-        points(tmp_path, engine={"speculative": {"method": "none.py:A"}})
-
-
-def test_point_key_depends_on_the_content_of_a_draft_model(tmp_path: Path) -> None:
+def test_point_key_depends_on_the_content_of_a_draft_model(tmp_path):
     """A head that was trained again is another measurement, though its folder has the same name."""
 
     def key(name: str) -> str:
         return points(tmp_path, engine={"speculative": {"method": "eagle", "model": name}})[0].key
 
     for name in ("a", "b"):
-        (tmp_path / name / "params").mkdir(parents=True)
-        (tmp_path / name / "config.json").write_text("{}")
-        (tmp_path / name / "params/0").write_bytes(b"1234")
-        os.utime(tmp_path / name / "params/0", ns=(10**18, 10**18))
+        write_model(tmp_path / name)
     first = key(str(tmp_path / "a"))
     assert first == key(str(tmp_path / "b")) != key("org/name")
     os.utime(tmp_path / "a/params/0")
     assert key(str(tmp_path / "a")) != first
 
 
-def test_error_in_policy_file_is_reported(tmp_path: Path) -> None:
+def test_error_in_policy_file_is_reported(tmp_path):
     for text, message in (
         (
             "raise KeyError('x')",
             r"engine\.policy is '.*p\.py:P', whose file raises KeyError: 'x'; correct the file",
         ),
-        ("X = 5 +", r"whose file raises SyntaxError"),
-        ("raise ValueError('no')", r"whose file raises ValueError: no; correct the file"),
         ("P = 5", r"engine\.policy is '.*P in .* is no Policy"),
     ):
         (tmp_path / "p.py").write_text(text)
@@ -501,13 +386,13 @@ def test_error_in_policy_file_is_reported(tmp_path: Path) -> None:
             points(tmp_path, engine={"policy": "p.py:P"})
 
 
-def test_unreadable_file_fails_when_config_is_loaded(tmp_path: Path) -> None:
+def test_unreadable_file_fails_when_config_is_loaded(tmp_path):
     def refused(message: str, **sections: Any) -> None:
         with pytest.raises(ValueError, match=message):
             points(tmp_path, **sections)
 
     simulated = {"simulate": {"fit": str(tmp_path)}, "sampling": {"ignore_eos": True}}
-    for text in ("{", "[]\n" * 9, '{"pairs": 1}\n' * 9, '{"pairs": 1}'):
+    for text in ("{", '{"pairs": 1}\n' * 9):
         (tmp_path / "steps.jsonl").write_text(text)
         refused(
             r"simulate\.fit: .*steps\.jsonl cannot be fitted \(.*; give another run's folder",
@@ -515,8 +400,6 @@ def test_unreadable_file_fails_when_config_is_loaded(tmp_path: Path) -> None:
         )
     file = tmp_path / "w"
     for kind, content, message in (
-        ("tokens", b"{", "w is not JSON"),
-        ("trace", b"a,b\n", "w has no column TIMESTAMP"),
         ("prompts", b"\n\n", "w holds no prompts"),
         ("prompts", b"\xff", r"workload\.file: .*w cannot be read as UTF-8 text"),
     ):
@@ -529,9 +412,7 @@ def test_unreadable_file_fails_when_config_is_loaded(tmp_path: Path) -> None:
         config.load(tmp_path / "bad.yaml")
 
 
-def test_relative_file_is_found_in_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_file_is_found_in_current_folder(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "t.csv").write_text("x")
     monkeypatch.chdir(tmp_path / "here")
@@ -539,7 +420,7 @@ def test_relative_file_is_found_in_current_folder(
     assert content == ("x", str((tmp_path / "here" / "t.csv").resolve()))
 
 
-def test_point_key_of_a_trace_is_that_of_versions_without_rounds(tmp_path: Path) -> None:
+def test_point_key_of_a_trace_is_that_of_versions_without_rounds(tmp_path):
     (tmp_path / "t.csv").write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.0,3,4\n"
     )
@@ -555,7 +436,7 @@ def test_point_key_of_a_trace_is_that_of_versions_without_rounds(tmp_path: Path)
     assert point.key == "b59a679c062a47748029e4ceb58297237c8ea93d86a50fab6d7da6f06c855a2d"
 
 
-def test_every_shipped_config_loads_and_has_its_command(tmp_path: Path) -> None:
+def test_every_shipped_config_loads_and_has_its_command(tmp_path):
     folder = Path(__file__).parents[3] / "configs"
     trace = tmp_path / "trace.csv"
     rows = "2026-01-05 09:00:00.0,3,4\n2026-01-05 09:00:01.0,3,4\n"
@@ -591,7 +472,7 @@ scalars = (
         lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
     ),
 )
-def test_any_section_value_gives_a_config_or_value_error(value: Any) -> None:
+def test_any_section_value_gives_a_config_or_value_error(value: Any):
     for section in (
         "engine",
         "workload",

@@ -18,15 +18,14 @@ from experiments.core.records import RequestRecord
 from experiments.core.workloads import WorkItem
 from experiments.simulation.cost import Simulate, StepTime, Work
 from experiments.simulation.simulate import Handover, SimulatedEngine
-from pagedjax import LLM, SamplingParams
+from pagedjax import LLM
 from pagedjax.disaggregated import PrefillDecode
 from pagedjax.host import blocks, scheduler
 from pagedjax.host.types import Plan, StepResult
 from pagedjax.options.config import EngineConfig
 from pagedjax.routing import LEAST_LOADED, ROUND_ROBIN
 from tests import drawn
-
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+from tests.experiments.core.summaries import GREEDY
 
 
 class CheckedEngine(SimulatedEngine):
@@ -72,14 +71,8 @@ class CheckedEngine(SimulatedEngine):
 
 
 def engines(count: int, seconds: float | StepTime = 1.0, **options) -> list[CheckedEngine]:
-    options = {
-        "max_model_len": 96,
-        "num_blocks": 64,
-        "block_size": 4,
-        "token_buckets": (2048,),
-        **options,
-    }
-    config = EngineConfig(**options)
+    sizes = {"max_model_len": 96, "num_blocks": 64, "block_size": 4, "token_buckets": (2048,)}
+    config = EngineConfig(**{**sizes, **options})
     simulate = Simulate(step_s=1.0, padded=False)
     time: StepTime = seconds if callable(seconds) else lambda _: seconds
     return [CheckedEngine(config, time, vocab_size=1000, simulate=simulate) for _ in range(count)]
@@ -106,43 +99,51 @@ def drive(prefill, decode, link: Link, work, sampling=GREEDY, router=LEAST_LOADE
     return Outcome(note.requests.records(placements.prefill, placements.transfers), steps)
 
 
+GAPS = st.sampled_from([0.0, 0.25, 1.0, 3.7])
+REQUESTS = st.lists(
+    st.tuples(GAPS, st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=12
+)
+SHARED = st.fixed_dictionaries(
+    {
+        "enable_prefix_caching": st.booleans(),
+        "mixed_steps": st.booleans(),
+        "preemption": st.sampled_from(["recompute", "swap"]),
+    }
+)
+SIZES = st.fixed_dictionaries(
+    {
+        "num_blocks": st.sampled_from([11, 20, 64]),  # 11 are those of the longest request
+        "max_num_seqs": st.sampled_from([3, 8]),
+        "max_num_batched_tokens": st.sampled_from([8, 64]),
+    }
+)
+POOL = st.tuples(st.integers(1, 2), st.sampled_from([0.5, 1.0]), SIZES)
+LINK = st.builds(
+    Link, st.just(2.0), st.sampled_from([math.inf, 1.0, 10.0]), st.sampled_from([0.0, 0.3])
+)
+
+
 @st.composite
 def runs(draw):
     """Engines, a link, requests and the number of branches."""
-    count = draw(st.integers(1, 12))
-    gaps = draw(st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.7]), min_size=count, max_size=count))
-    lengths = draw(
-        st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=count, max_size=count)
-    )
     work = []
     arrival = 0.0
-    for i, (gap, (prompt, output)) in enumerate(zip(gaps, lengths, strict=True)):
+    for i, (gap, prompt, output) in enumerate(draw(REQUESTS)):
         arrival += gap
         # one prompt begins the other
         work.append(WorkItem(f"r{i}", arrival, tuple(range(20, 20 + prompt)), output))
     n = draw(st.sampled_from([1, 1, 3]))
-    shared = {
-        "enable_prefix_caching": draw(st.booleans()),
-        "mixed_steps": draw(st.booleans()),
-        "preemption": draw(st.sampled_from(["recompute", "swap"])),
-    }
-
-    def options():
-        return {
-            **shared,
-            # 11 are those of the longest request
-            "num_blocks": draw(st.sampled_from([11, 20, 64])),
-            "max_num_seqs": draw(st.sampled_from([3, 8])),
-            "max_num_batched_tokens": draw(st.sampled_from([8, 64])),
-        }
-
+    shared = draw(SHARED)
     sizes = [
-        (draw(st.integers(1, 2)), draw(st.sampled_from([0.5, 1.0])), options()) for _ in range(2)
+        (count, seconds, {**shared, **options})
+        for count, seconds, options in draw(st.tuples(POOL, POOL))
     ]
-    link = Link(
-        2.0, draw(st.sampled_from([math.inf, 1.0, 10.0])), draw(st.sampled_from([0.0, 0.3]))
+    return (
+        sizes,
+        draw(LINK),
+        tuple(work),
+        dataclasses.replace(GREEDY, n=n, temperature=float(n > 1)),
     )
-    return sizes, link, tuple(work), dataclasses.replace(GREEDY, n=n, temperature=float(n > 1))
 
 
 def engines_of(size) -> list[CheckedEngine]:
@@ -192,10 +193,8 @@ def test_laws_of_any_run(case):
             transfer = moved[branch.branch_id]
             assert branch.token_times[0] == transfer.released
             assert transfer.released <= transfer.arrived <= transfer.adopted < branch.token_times[1]
-            assert (
-                transfer.arrived
-                >= transfer.released + transfer.bytes / link.bandwidth + link.latency - 1e-9
-            )
+            seconds = transfer.bytes / link.bandwidth
+            assert transfer.arrived >= transfer.released + seconds + link.latency - 1e-9
             assert transfer.bytes >= link.block_bytes * math.ceil(len(item.prompt_token_ids) / 4)
             for engine, begin, end in of_step[branch.branch_id]:
                 assert engine in (request.replica, transfer.replica)
@@ -205,9 +204,7 @@ def test_laws_of_any_run(case):
                     else begin >= transfer.adopted
                 )
             end = transfer.arrived - link.latency
-            sent.setdefault(request.replica, []).append(
-                (end - transfer.bytes / link.bandwidth, end)
-            )
+            sent.setdefault(request.replica, []).append((end - seconds, end))
     for spans in sent.values():
         spans.sort()
         assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(spans)), "a link sent two at a time"
@@ -272,38 +269,6 @@ def test_with_room_for_all_the_times_are_those_of_a_naive_model(case):
         assert request.branches[0].token_times == pytest.approx(times)
 
 
-def test_times_by_hand():
-    """Steps of 1 s in `prefill` and of 0.5 s in `decode`; a block takes 1 s to move, and 0.25 s
-    pass in addition.
-    """
-    work = [
-        WorkItem("a", 0.0, (20,) * 5, 3),
-        WorkItem("b", 0.5, (30,) * 4, 2),
-        WorkItem("c", 0.5, (40,) * 4, 1),
-    ]
-    outcome = drive(engines(1), engines(1, 0.5), Link(8.0, 8.0, 0.25), work)
-    a, b, c = outcome.requests
-    (of_a,) = a.transfers
-    (of_b,) = b.transfers
-    assert (of_a.released, of_a.arrived, of_a.adopted, of_a.bytes) == (1.0, 3.25, 3.25, 16.0)
-    # the link is free at 3.0
-    assert (of_b.released, of_b.arrived, of_b.adopted, of_b.bytes) == (2.0, 4.25, 4.25, 8.0)
-    assert not c.transfers
-    assert [request.branches[0].token_times for request in (a, b, c)] == [
-        (1.0, 3.75, 4.25),
-        (2.0, 4.75),
-        (2.0,),
-    ]
-    assert outcome.steps[1] == [(3.25, 3.75, ("a",)), (3.75, 4.25, ("a",)), (4.25, 4.75, ("b",))]
-
-
-def test_a_sequence_is_adopted_in_front_of_a_step_not_during_one():
-    work = [WorkItem("a", 0.0, (20,) * 4, 9), WorkItem("b", 0.1, (30,) * 4, 2)]
-    outcome = drive(engines(1), engines(1, 1.5), Link(1.0), work)
-    assert [request.transfers[0].adopted for request in outcome.requests] == [1.0, 2.5]
-    assert outcome.requests[1].transfers[0].arrived == 2.0
-
-
 def test_blocks_in_prefill_are_held_until_the_pages_were_adopted():
     """`prefill` has room for one prompt."""
     work = [WorkItem("a", 0.0, (20,) * 8, 4), WorkItem("b", 0.0, (30,) * 8, 4)]
@@ -339,6 +304,21 @@ def test_a_request_that_decode_can_never_run_is_refused():
         drive(engines(1, num_blocks=4), engines(1), Link(1.0), work)
 
 
+def plans_of(engine, monkeypatch) -> list[Plan]:
+    """The plans of the steps that the engine will make."""
+    plans: list[Plan] = []
+    step = engine.step
+
+    def noted_step():
+        result = step()
+        if result is not None:
+            plans.append(result.plan)
+        return result
+
+    monkeypatch.setattr(engine, "step", noted_step)
+    return plans
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"max_num_batched_tokens": 24, "mixed_steps": False}], ids=["mixed", "apart"]
 )
@@ -356,16 +336,7 @@ def test_one_of_each_without_a_link_has_the_plans_of_a_real_pair(tiny, monkeypat
     lengths = [(5, 4), (22, 7), (17, 1), (11, 12), (40, 3), (3, 9), (22, 2)]
     prompts = [list(range(20 + i, 20 + i + prompt)) for i, (prompt, _) in enumerate(lengths)]
     llms = [LLM(tiny, progress=False, **common) for _ in range(2)]
-    real: list[list[Plan]] = [[], []]
-    for llm, plans in zip(llms, real, strict=True):
-
-        def step(take=llm.engine.step, plans=plans):
-            result = take()
-            if result is not None:
-                plans.append(result.plan)
-            return result
-
-        monkeypatch.setattr(llm.engine, "step", step)
+    real = [plans_of(llm.engine, monkeypatch) for llm in llms]
     params = [dataclasses.replace(GREEDY, max_tokens=output) for _, output in lengths]
     answers = PrefillDecode(*llms).generate(prompts, params)
 
@@ -374,16 +345,7 @@ def test_one_of_each_without_a_link_has_the_plans_of_a_real_pair(tiny, monkeypat
     ]
     prefill = engines(1, **common)
     decode = engines(1, **common)
-    simulated: list[list[Plan]] = [[], []]
-    for (engine,), plans in zip((prefill, decode), simulated, strict=True):
-
-        def note(take=engine.step, plans=plans):
-            result = take()
-            if result is not None:
-                plans.append(result.plan)
-            return result
-
-        monkeypatch.setattr(engine, "step", note)
+    simulated = [plans_of(engine, monkeypatch) for engine in (*prefill, *decode)]
     outcome = drive(prefill, decode, Link(1.0), work)
 
     def rows(plans: list[Plan]):

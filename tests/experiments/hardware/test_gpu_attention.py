@@ -11,11 +11,9 @@ import pytest
 from experiments.hardware import gpu_attention
 from experiments.hardware.gpu_attention import (
     CHUNKS,
-    COMPARED,
     DECODES,
     VERIFIED,
     compile_rows,
-    contenders,
     draft_ratios,
     measure,
 )
@@ -25,18 +23,6 @@ from pallas_kernels.timing import Shape
 DECODE = Shape(2, 1, 9, 2, 3, 8, 4)
 PROMPT = Shape(2, 8, 8, 2, 3, 8, 4)
 CHUNK = Shape(2, 3, 9, 2, 3, 8, 4)
-
-
-def test_contenders_without_a_mask_for_chunks_are_left_out():
-    mosaic = {f"jax mosaic 64 x {keys}, contiguous" for keys in (64, 128)}
-    assert set(contenders(DECODE)) == {
-        "pallas_gpu",
-        "xla",
-        "cudnn, contiguous",
-        "jax triton (deprecated)",
-    }
-    assert set(contenders(PROMPT)) == {"pallas_gpu", "xla", "cudnn, contiguous"} | mosaic
-    assert set(contenders(CHUNK)) == {"pallas_gpu", "xla"}
 
 
 @pytest.mark.slow
@@ -52,15 +38,6 @@ def test_a_contender_that_does_not_compile_is_a_row_with_its_error(capsys):
     assert rows[1]["error"] in capsys.readouterr().out
 
 
-def test_alternatives_are_timed_where_they_are_compared():
-    assert set(COMPARED) <= {*DECODES, *CHUNKS}
-    rows = compile_rows([CHUNK, DECODE], None, with_torch=True)
-    assert [(row.shape, row.name) for row in rows] == [
-        (CHUNK, "pallas_gpu"),
-        (DECODE, "pallas_gpu"),
-    ]
-
-
 @pytest.mark.parametrize("shape", [DECODE, PROMPT, CHUNK, *DECODES[-1:], *CHUNKS[-1:]], ids=str)
 def test_operations_are_those_of_the_pairs_that_are_seen(shape):
     pairs = np.tri(shape.queries, shape.context, shape.context - shape.queries, bool).sum()
@@ -72,29 +49,17 @@ def test_rows_with_drafts_are_compared_with_the_decode_of_as_many_rows_and_token
     rows = [
         {
             "shape": shape._asdict(),
-            "contender": contender,
-            "seconds": factor * seconds[shape.queries] * shape.rows,
+            "contender": "xla",
+            "seconds": seconds[shape.queries] * shape.rows,
         }
         for shape in VERIFIED
-        for contender, factor in (("pallas_gpu", 1.0), ("xla", 10.0))
     ]
-    rows += [
-        {"shape": VERIFIED[1]._asdict(), "contender": "torch sdpa, contiguous", "error": "missing"}
-    ]
+    rows.append({"shape": VERIFIED[1]._asdict(), "contender": "torch", "error": "missing"})
     ratios = [
         (entry["shape"]["rows"], entry["shape"]["queries"], entry["over_a_decode"])
         for entry in draft_ratios(rows)
     ]
-    assert ratios == [
-        (n, queries, ratio)
-        for n in (64, 1)
-        for queries, ratio in ((4, 1.5), (8, 2.5))
-        for _ in range(2)
-    ]
-    assert {(shape.rows, shape.queries, shape.context) for shape in VERIFIED} >= {
-        (64, 1, 2048),
-        (64, 4, 2048),
-    }
+    assert ratios == [(64, 4, 1.5), (64, 8, 2.5), (1, 4, 1.5), (1, 8, 2.5)]
 
 
 @pytest.mark.parametrize("shape", [DECODE, pytest.param(PROMPT, marks=pytest.mark.slow)], ids=str)

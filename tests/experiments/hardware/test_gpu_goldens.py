@@ -5,7 +5,6 @@ found.
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from experiments.hardware import gpu_goldens
 from experiments.hardware.gpu_goldens import (
     FACTOR,
     GOLDENS,
-    MOST,
-    checked_model,
     differences,
     faults,
     forced_differences,
@@ -37,28 +34,28 @@ def goldens(tiny_llm) -> list[dict[str, Any]]:
     entries = []
     for i, out in enumerate(tiny_llm.generate(prompts, params, use_tqdm=False)):
         (branch,) = out.outputs
-        tokens = list(branch.token_ids)
-        chances = [
-            entry[token].logprob for entry, token in zip(branch.logprobs, tokens, strict=True)
-        ]
-        golden = {
-            "name": f"prompt {i}",
-            "prompt_token_ids": prompts[i],
-            "token_ids": tokens,
-            "logprobs": chances,
-        }
-        entries.append({**golden, "margins": [1.0] * TOKENS})
+        logprobs = zip(branch.token_ids, branch.logprobs, strict=True)
+        entries.append(
+            {
+                "name": f"prompt {i}",
+                "prompt_token_ids": prompts[i],
+                "token_ids": list(branch.token_ids),
+                "logprobs": [entry[token].logprob for token, entry in logprobs],
+                "margins": [1.0] * TOKENS,
+            }
+        )
     return entries
 
 
-def report_of(llm, goldens, dtype="float32", impl="xla"):
+def report_of(llm, goldens):
     """The result of an engine on this CPU."""
-    measured = {
+    return {
+        "dtype": "float32",
+        "impl": "xla",
         "forced": forced_differences(llm, goldens, TOKENS),
         "decoded": greedy_differences(llm, goldens, TOKENS),
         "seconds": 1.0,
     }
-    return {"dtype": dtype, "impl": impl, **measured}
 
 
 def with_entry(golden, field, at, value):
@@ -77,14 +74,6 @@ def test_the_model_on_a_cpu_gives_identical_tokens(smollm2):
     report = report_of(llm, SHORT)
     assert report["decoded"]["identical"] == report["decoded"]["of"] == 4
     assert max(report["forced"]["largest"], report["decoded"]["largest"]) < 1e-3
-    assert faults(report, None) == []
-
-
-def test_an_engine_agrees_with_itself(tiny_llm, goldens):
-    """The probabilities of a prompt's tokens are those of the tokens that were generated."""
-    report = report_of(tiny_llm, goldens)
-    assert report["decoded"]["identical"] == report["decoded"]["of"] == 4
-    assert max(report["forced"]["largest"], report["decoded"]["largest"]) < 1e-4
     assert faults(report, None) == []
 
 
@@ -113,15 +102,8 @@ def test_another_token_is_wrong_unless_the_reference_has_a_near_tie(tiny_llm, go
         "forced": {"mean": 0.01, "largest": 0.1},
     }
     (fault,) = faults(result, None)
-    assert (
-        f"token 2 of {goldens[0]['name']!r} is another, and the reference's margin is 0.3, not below 0.2"
-        in fault
-    )
+    assert "is another, and the reference's margin is 0.3, not below 0.2" in fault
     assert faults({**result, "forced": {"mean": 0.01, "largest": 0.16}}, None) == []
-    assert (
-        len(faults({**result, "dtype": "float32", "forced": {"mean": 0.0, "largest": 1.0}}, None))
-        == 1
-    )
 
 
 def run(impl, mean, largest, dtype="bfloat16"):
@@ -135,7 +117,6 @@ def test_the_kernels_may_not_be_much_worse_than_xla():
     far = run("pallas_gpu", 0.021, 0.3)
     assert [result["wrong"] for result in with_faults([near, xla])] == [[], []]
     wrong = with_faults([far, xla])[0]["wrong"]
-    assert len(wrong) == 4
     assert f"forced: the largest difference is 0.3; XLA's allows {FACTOR * 0.1:.2g}" in wrong
     assert with_faults([far])[0]["wrong"] == [], (
         "the limits of the dtype are all there is without a result of XLA"
@@ -143,14 +124,6 @@ def test_the_kernels_may_not_be_much_worse_than_xla():
     assert with_faults([far, run("xla", 1e-4, 1e-3, "float16")])[0]["wrong"] == [], (
         "that of another dtype says nothing"
     )
-
-
-@pytest.mark.parametrize("dtype", sorted(MOST))
-def test_both_may_not_be_wrong(dtype):
-    results = with_faults(
-        [run("xla", 2 * MOST[dtype], 3.0, dtype), run("pallas_gpu", 2 * MOST[dtype], 3.0, dtype)]
-    )
-    assert all(any("the limit is" in fault for fault in result["wrong"]) for result in results)
 
 
 def test_what_is_not_finite_or_failed_is_wrong():
@@ -168,47 +141,20 @@ def test_what_is_not_finite_or_failed_is_wrong():
     ]
 
 
-def test_results_are_written_as_they_come_and_a_failed_engine_is_wrong(
-    tmp_path, monkeypatch, capsys
-):
+def test_results_are_written_as_they_come_and_a_failed_engine_is_wrong(tmp_path, monkeypatch):
     def results(function, jobs, processes, seconds):
-        assert [(job.dtype, job.impl, job.tokens) for job in jobs] == [
-            ("bfloat16", "xla", 3),
-            ("bfloat16", "cpu", 3),
-        ]
-        yield jobs[1], {**run("cpu", 0.01, 0.1), "seconds": 1.0} | {"decoded": DECODED}
+        right = run("cpu", 0.01, 0.1)
+        counts = {"identical": 3, "of": 4}
+        yield jobs[1], {**right, "decoded": right["decoded"] | counts, "seconds": 1.0}
         assert len(json.loads(file.read_text())["runs"]) == 1
         yield jobs[0], RuntimeError("no memory")
 
     file = tmp_path / "goldens.json"
     monkeypatch.setattr(gpu_goldens, "results", results)
-    options = [
-        "--impls",
-        "xla",
-        "cpu",
-        "--dtypes",
-        "bfloat16",
-        "--tokens",
-        "3",
-        "--json",
-        str(file),
-    ]
-    assert gpu_goldens.main(options) == 1
-    right, failed = json.loads(file.read_text())["runs"]
-    assert right["wrong"] == []
-    assert failed["wrong"] == ["RuntimeError: no memory"]
-    printed = capsys.readouterr().out
-    assert "3 of 4 identical" in printed
-    assert "wrong: bfloat16 xla: RuntimeError: no memory" in printed
-
-
-DECODED = {
-    "mean": 0.01,
-    "largest": 0.1,
-    "identical": 3,
-    "of": 4,
-    "differ": [{"prompt": "a", "at": 1, "margin": 0.1}],
-}
+    options = ["--impls", "xla", "cpu", "--dtypes", "bfloat16", "--tokens", "3"]
+    assert gpu_goldens.main([*options, "--json", str(file)]) == 1
+    runs = json.loads(file.read_text())["runs"]
+    assert [run["wrong"] for run in runs] == [[], ["RuntimeError: no memory"]]
 
 
 def test_another_model_is_an_error(tmp_path, capsys):
@@ -221,7 +167,6 @@ def test_another_model_is_an_error(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         gpu_goldens.main(["--tokens", "65"])
     assert "--tokens is 65; the reference has 64" in capsys.readouterr().err
-    assert os.path.isfile(checked_model("smollm2-135m", KEPT["sha256"]))
 
 
 def test_the_reference_has_as_many_tokens_and_prompts_as_an_engine_is_made_for():

@@ -43,16 +43,14 @@ def test_exact_attention_equals_the_reference(count, length, options):
     case = Case(64, 8, 3, **options)
     rng = np.random.default_rng(count)
     q = rng.standard_normal((count, 6, 64)).astype(np.float32)
-    k, v = (rng.standard_normal((length, 2, 64)).astype(np.float32) for _ in "kv")
-    paged = [
-        np.pad(a, ((0, -length % 8), (0, 0), (0, 0))).reshape(-1, 8, 2, 64).swapaxes(1, 2)
-        for a in (k, v)
-    ]
-    table = np.arange(len(paged[0]), dtype=np.int32)[None]
-    lengths = np.array([length], np.int32)
-    first = np.array([0, count], np.int32)
+    k, v = rng.standard_normal((2, length, 2, 64)).astype(np.float32)
+    pages = [np.pad(a, ((0, 32 - length), (0, 0), (0, 0))).swapaxes(0, 1)[None] for a in (k, v)]
     expected = jax.jit(partial(reference, scale=64**-0.5, **options))(
-        q, *paged, table, lengths, first
+        q,
+        *pages,
+        np.zeros((1, 1), np.int32),
+        np.array([length], np.int32),
+        np.array([0, count], np.int32),
     )
     chex.assert_trees_all_close(
         exact(q, k, v, 3, case), np.asarray(expected, np.float64), atol=1e-5
@@ -115,7 +113,7 @@ def hang_or_not(case: Case) -> dict[str, object]:
 
 
 @pytest.mark.slow  # test_job_processes.py has a job that hangs
-def test_a_kernel_that_hangs_does_not_hang_the_command(monkeypatch, tmp_path, capsys):
+def test_a_kernel_that_hangs_does_not_hang_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_numerics, "cases", lambda every: [SMALL._replace(window=33), SMALL])
     monkeypatch.setattr(gpu_numerics, "check_case", hang_or_not)
     file = tmp_path / "found.json"
@@ -123,8 +121,6 @@ def test_a_kernel_that_hangs_does_not_hang_the_command(monkeypatch, tmp_path, ca
     right, hung = json.loads(file.read_text())["cases"]
     assert right["right"]
     assert hung["failed"] == "not done after 10 s"
-    assert "window=33" in hung["case"]
-    assert "2 cases, 1 wrong" in capsys.readouterr().out
 
 
 def test_cases_have_every_size_and_every_option():
@@ -132,18 +128,9 @@ def test_cases_have_every_size_and_every_option():
     assert len(every) == 70
     assert {case.d for case in every} == set(pallas_gpu.HEAD_SIZES)
     assert {case.s for case in every} == set(pallas_gpu.BLOCK_SIZES)
-    assert any(case.window for case in every)
-    assert any(case.soft_cap for case in every)
+    for option in ("window", "soft_cap"):
+        assert {case.group for case in every if getattr(case, option)} == set(GROUPS)
     assert len(list(cases(7))) < 15
-
-
-@pytest.mark.skipif(
-    jax.__version_info__ >= pallas_gpu.JAX_NEEDED, reason="this JAX interprets GPU kernels"
-)
-def test_a_rehearsal_with_an_old_jax_is_an_error(capsys):
-    assert gpu_numerics.main(["--rehearse"]) == 2
-    message = f"--rehearse needs JAX 0.11 or newer, and this is {jax.__version__}; use Python 3.12 or newer, where pip"
-    assert message in capsys.readouterr().err
 
 
 def test_both_ways_of_a_decode_are_checked():
@@ -158,16 +145,3 @@ def test_both_ways_of_a_decode_are_checked():
         ]
         assert parts[0] == 1
         assert parts[1] > 1
-
-
-def test_windows_and_soft_caps_are_checked_with_every_group():
-    for option in ("window", "soft_cap"):
-        assert {case.group for case in cases() if getattr(case, option)} == set(GROUPS)
-
-
-def test_a_number_below_one_is_an_error(capsys):
-    for word in ("--every", "--processes"):
-        with pytest.raises(SystemExit, match="2"):
-            gpu_numerics.main([word, "0"])
-        assert f"argument {word}: " in (printed := capsys.readouterr().err)
-        assert "0" in printed

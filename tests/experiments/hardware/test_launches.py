@@ -77,11 +77,3 @@ def test_a_compiled_program_has_launches():
 )
 def test_graphs_are_counted_in_the_compilers_log(log, number):
     assert launches.graphs(log) == number
-
-
-def test_the_table_names_the_rest(capsys):
-    kinds = tuple(Kind(f"kind {i}", 2, 1 << 20) for i in range(15))
-    text = launches.lines(kinds, 1)
-    assert text.startswith("30 launches outside of branches, in 1 CUDA graph:\n")
-    assert text.endswith("6        3.0 MiB  other kinds")
-    assert launches.lines(kinds[:1], None).startswith("2 launches outside of branches:\n")

@@ -35,22 +35,19 @@ def ring_all_reduce(arrays):
     each device sent, and the steps.
     """
     n = len(arrays)
-    arrays = [np.array_split(a.copy(), len(arrays)) for a in arrays]
-    sent_numbers = [0] * n
+    pieces = np.reshape(arrays, (n, n, -1)).copy()
+    device = np.arange(n)
+    right = (device + 1) % n
+    sent_numbers = 0
     steps = 0
     for added in (True, False):
         for step in range(n - 1):
-            # each sends one piece to its right
-            moved = [(d, (d - step + (not added)) % n) for d in range(n)]
-            content = [arrays[d][piece].copy() for d, piece in moved]
-            for (d, piece), piece_content in zip(moved, content, strict=True):
-                right = (d + 1) % n
-                arrays[right][piece] = (
-                    arrays[right][piece] + piece_content if added else piece_content
-                )
-                sent_numbers[d] += piece_content.size
+            piece = (device - step + (not added)) % n  # each sends one piece to its right
+            content = pieces[device, piece]
+            pieces[right, piece] = content + added * pieces[right, piece]
+            sent_numbers += content.shape[-1]
             steps += 1
-    return [np.concatenate(a) for a in arrays], sent_numbers, steps
+    return pieces.reshape(n, -1), sent_numbers, steps
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
@@ -58,11 +55,11 @@ def test_all_reduce_sends_the_bytes_of_a_ring(n):
     size = 5 * n
     arrays = list(np.random.default_rng(n).integers(0, 9, (n, size)).astype(np.float32))
     summed, numbers, steps = ring_all_reduce(arrays)
-    chex.assert_trees_all_equal(summed, [sum(arrays)] * n)
+    chex.assert_trees_all_equal(summed, np.tile(sum(arrays), (n, 1)))
     reduce = Exchange("all-reduce", 4 * size)
-    assert [sent(reduce, n)] * n == pytest.approx([4 * count for count in numbers])
+    assert sent(reduce, n) == pytest.approx(4 * numbers)
     assert collectives.hops(reduce, n, SWITCH) == steps
-    assert seconds(reduce, n, SWITCH) == pytest.approx(4 * numbers[0] / 1e9 + steps * 1e-6)
+    assert seconds(reduce, n, SWITCH) == pytest.approx(4 * numbers / 1e9 + steps * 1e-6)
 
 
 def busiest_link(n, piece):
@@ -106,27 +103,20 @@ def test_two_directions_halve_the_time_and_the_hops_of_a_ring():
     )
 
 
-def bytes_one_by_one(n, tokens, sampled):
-    """Bytes of the arrays that are exchanged, counted number by number."""
-    counted = Counter()
-    for _layer in range(SIZES.layers):
-        for _sum in ("attention", "MLP"):
-            for _token in range(tokens):
-                for _hidden in range(SIZES.hidden):
-                    counted["all-reduce"] += 4
-    for _token in range(tokens):
-        for _hidden in range(SIZES.hidden):
-            counted["all-reduce"] += 2
-    rows = sampled
-    while rows % n:
-        rows += 1
-    for _row in range(rows):
-        # and the 20 likeliest of both
-        for _number in ("token", "log-probability", "rank", *range(20), *range(20)):
-            counted["all-gather"] += 4
-        for _entry in range(SIZES.vocabulary):
-            counted["all-to-all"] += 4
-    return counted
+def bytes_of_arrays(n, tokens, sampled):
+    """Bytes of the arrays that are exchanged."""
+    sums = np.zeros((SIZES.layers, 2, tokens, SIZES.hidden), np.float32)  # attention and MLP
+    embedded = np.zeros((tokens, SIZES.hidden), np.float16)
+    rows = -(-sampled // n) * n
+    logits = np.zeros((rows, SIZES.vocabulary), np.float32)
+    results = np.zeros((rows, 3 + 2 * 20), np.int32)  # token, log-probability, rank, the 20 best
+    return Counter(
+        {
+            "all-reduce": sums.nbytes + embedded.nbytes,
+            "all-to-all": logits.nbytes,
+            "all-gather": results.nbytes,
+        }
+    )
 
 
 @given(n=devices, tokens=st.integers(1, 20), sampled=st.integers(0, 20))
@@ -134,7 +124,7 @@ def test_exchanged_bytes_match_a_count_of_numbers(n, tokens, sampled):
     sent_bytes = Counter()
     for exchange in exchanges(SIZES, n, tokens, sampled):
         sent_bytes[exchange.kind] += exchange.times * exchange.bytes
-    assert sent_bytes == bytes_one_by_one(n, tokens, sampled)
+    assert sent_bytes == bytes_of_arrays(n, tokens, sampled)
 
 
 def test_one_device_exchanges_nothing():

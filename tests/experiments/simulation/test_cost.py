@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import random
 
 import numpy as np
@@ -11,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.simulation import cost
 from experiments.simulation.collectives import Network
 from experiments.simulation.cost import (
     CHIPS,
@@ -24,7 +21,6 @@ from experiments.simulation.cost import (
     fit,
     of_mesh,
     part,
-    read_steps,
     shape_of,
     work_of,
 )
@@ -89,14 +85,8 @@ def test_shapes_have_the_published_sizes():
         "llama-3-8b": 8.03,
         "llama-3-70b": 70.6,
     }
-    billions |= {
-        "mistral-7b": 7.24,
-        "yi-34b": 34.4,
-        "tinyllama-1.1b": 1.10,
-        "gpt2-xl": 1.56,
-        "smollm2-135m": 0.1345,
-    }
-    billions |= {"qwen2.5-7b": 7.61}
+    billions |= {"mistral-7b": 7.24, "yi-34b": 34.4, "tinyllama-1.1b": 1.10, "gpt2-xl": 1.56}
+    billions |= {"smollm2-135m": 0.1345, "qwen2.5-7b": 7.61}
     for name, size in billions.items():
         shape = SHAPES[name]
         assert shape.total_bytes / shape.weight_bytes / 1e9 == pytest.approx(size, rel=0.01), name
@@ -260,12 +250,8 @@ def test_part_has_padded_heads_and_widths():
     groups of 3.
     """
     device_part = part(SHAPES["smollm2-135m"], MeshConfig(tensor=2))
-    assert (
-        device_part.heads,
-        device_part.kv_heads,
-        device_part.intermediate,
-        device_part.vocabulary,
-    ) == (6, 2, 768, 24576)
+    assert (device_part.heads, device_part.kv_heads) == (6, 2)
+    assert (device_part.intermediate, device_part.vocabulary) == (768, 24576)
 
 
 def test_part_of_llama_70b_is_an_eighth():
@@ -284,13 +270,8 @@ def test_experts_are_dealt_over_the_axis_expert():
     """
     shape = shape_of(MIXTRAL)
     device_part = part(shape_of(MIXTRAL), MeshConfig(tensor=2, expert=4))
-    assert (
-        device_part.heads,
-        device_part.kv_heads,
-        device_part.expert,
-        device_part.dealt,
-        device_part.experts,
-    ) == (4, 1, 7168, 4, 8)
+    assert (device_part.heads, device_part.kv_heads) == (4, 1)
+    assert (device_part.expert, device_part.dealt, device_part.experts) == (7168, 4, 8)
     attention = 4096 * 128 * 2 * (4 + 1)
     router = 4096 * 8
     expert = 3 * 4096 * 7168
@@ -390,13 +371,8 @@ def test_links_of_a_chip_are_those_of_its_data_sheet():
     """
     links = {"tpu-v4": 6, "tpu-v5e": 4, "tpu-v5p": 6, "tpu-v6e": 4, "tpu7x": 6}
     sheets = {"a100-40g": 600e9, "a100-80g": 600e9, "h100": 900e9, "h200": 900e9}
-    sheets |= {
-        "tpu-v4": 600e9,
-        "tpu-v5e": 400e9,
-        "tpu-v5p": 1200e9,
-        "tpu-v6e": 800e9,
-        "tpu7x": 1200e9,
-    }
+    sheets |= {"tpu-v4": 600e9, "tpu-v5e": 400e9, "tpu-v5p": 1200e9}
+    sheets |= {"tpu-v6e": 800e9, "tpu7x": 1200e9}
     assert sheets.keys() == CHIPS.keys() - {"a10g"}, "an A10G has no links but those of its host"
     for name, bytes_per_s in sheets.items():
         network = CHIPS[name].network
@@ -447,43 +423,30 @@ def test_fit_refuses_too_few_or_old_steps():
         fit(old)
 
 
-def test_steps_are_read_line_by_line():
-    steps = measured_steps(3)
-    assert read_steps("".join(json.dumps(step) + "\n" for step in steps)) == steps
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({}, r"needs one of chip .* and step_s"),
-        ({"chip": "h200", "fit": "runs/x"}, "one of chip"),
         ({"chip": "h20"}, "chip is 'h20'.*h200"),
         ({"chip": "h200", "model": "opt-13"}, "model is 'opt-13'.*did you mean 'opt-13b'"),
-        ({"chip": "h200", "chips": 0}, "chips is 0; it must be at least 1"),
         (
             {"chip": "h200", "rate_share": 1.5},
             "rate_share is 1.5; it must be above 0 and at most 1",
         ),
-        ({"chip": "h200", "bandwidth_share": 0.0}, "bandwidth_share is 0.0"),
         (
             {"fit": "runs/x", "chips": 2},
             "chips is 2, and measured steps .* leave it out, or give a chip",
         ),
-        ({"fit": "runs/x", "bandwidth_share": 0.8}, "bandwidth_share is 0.8, and measured steps"),
-        ({"fit": "runs/x", "rate_share": 0.8}, "rate_share is 0.8, and measured steps"),
-        ({"fit": "runs/x", "batched_moves": False}, "batched_moves is False, and measured steps"),
-        ({"chip": "h200", "host_s": -1.0}, "host_s is -1.0; it must be at least 0 seconds"),
+        ({"chip": "h200", "chips": 0}, "chips is 0; it must be at least 1"),
+        ({"chip": "h200", "draft_s": -1.0}, "draft_s is -1.0; it must be at least 0 seconds"),
         (
-            {"chip": "h200", "mesh": {"tensr": 2}},
-            r"unknown key simulate.mesh.'tensr'; did you mean 'tensor'",
+            {"chip": "h200", "mesh": {"tensor": 2}, "hop_s": -1.0},
+            "hop_s is -1.0; it must be at least 0 seconds",
         ),
+        ({"chip": "h200", "host_s": -1.0}, "host_s is -1.0; it must be at least 0 seconds"),
         (
             {"chip": "h200", "mesh": {"data": 2}},
             r"unknown key simulate.mesh.'data'; known keys are tensor, expert",
-        ),
-        (
-            {"chip": "h200", "mesh": {"tensor": 0}},
-            r"mesh.tensor is 0; it must be an integer of at least 1",
         ),
         (
             {"chip": "h200", "mesh": {"tensor": 16}},
@@ -493,21 +456,12 @@ def test_steps_are_read_line_by_line():
             {"chip": "h200", "chips": 2, "mesh": {"tensor": 2}},
             "chips is 2 and mesh is tensor 2; leave chips out",
         ),
-        (
-            {"fit": "runs/x", "mesh": {"tensor": 2}},
-            "mesh is tensor 2, and measured steps .* leave it out, or give a chip",
-        ),
         ({"step_s": 1.0, "mesh": {"tensor": 2}}, "mesh is tensor 2, and a constant step"),
         (
             {"chip": "h200", "hop_s": 1e-6},
             "hop_s is 1e-06, and without a mesh nothing is exchanged; set mesh",
         ),
-        (
-            {"chip": "h200", "mesh": {"tensor": 2}, "hop_s": -1.0},
-            "hop_s is -1.0; it must be at least 0 seconds",
-        ),
         ({"step_s": 0.0}, r"step_s is 0.0; it must be above 0 seconds"),
-        ({"step_s": 1.0, "chip": "h100"}, r"needs one of chip .* and step_s"),
         (
             {"step_s": 1.0, "chips": 2},
             r"chips is 2, and a constant step \(step_s\) does not depend on it; leave it out",
@@ -522,16 +476,10 @@ def test_steps_are_read_line_by_line():
             "profile is 'opt'; it must be one of 'distserve/opt-13b/tp1",
         ),
         (
-            {"profile": "distserve/opt-13b/tp2", "padded": False, "chip": "h100"},
-            r"needs one of chip .*, profile \(a name\)",
-        ),
-        (
             {"profile": "distserve/opt-13b/tp2", "padded": False, "chips": 2},
             "chips is 2, and a profile does not depend on it; leave it out",
         ),
         ({"chip": "h100", "acceptance": 1.5}, "acceptance is 1.5; it must be"),
-        ({"chip": "h100", "acceptance": -0.1}, "acceptance is -0.1; it must be"),
-        ({"chip": "h100", "draft_s": -1.0}, "draft_s is -1.0; it must be"),
     ],
 )
 def test_simulate_section_is_checked(wrong, message):
@@ -539,14 +487,20 @@ def test_simulate_section_is_checked(wrong, message):
         Simulate(**wrong)
 
 
-def test_simulated_device_names():
-    assert Simulate(chip="h200").name == "simulated h200"
-    assert Simulate(chip="a100-80g", chips=2).name == "simulated a100-80g x 2"
-    assert Simulate(chip="tpu-v5e", mesh={"tensor": 8}).name == "simulated tpu-v5e, tensor 8"
-    assert (
-        Simulate(chip="h100", mesh={"tensor": 2, "expert": 4}).name
-        == "simulated h100, tensor 2, expert 4"
-    )
-    assert Simulate(fit="somewhere").name == "simulated, fitted"
-    assert dataclasses.replace(Simulate(chip="h200"), model="llama-3-8b").model in SHAPES
-    assert set(cost.CHIPS) == set(CHIPS)
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"chip": "a100-80g", "chips": 2}, "simulated a100-80g x 2"),
+        (
+            {"chip": "h100", "mesh": {"tensor": 2, "expert": 4}},
+            "simulated h100, tensor 2, expert 4",
+        ),
+        ({"fit": "somewhere"}, "simulated, fitted"),
+        (
+            {"profile": "distserve/opt-13b/tp2", "padded": False},
+            "simulated, distserve/opt-13b/tp2",
+        ),
+    ],
+)
+def test_simulated_device_names(fields, name):
+    assert Simulate(**fields).name == name

@@ -7,12 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.core.config import expand
-from experiments.core.drive import measure
-from experiments.core.engines import simulated
-from experiments.simulation.cost import Simulate, Work
-from experiments.simulation.measured import BLOOM, MEAN_CONTEXT, MEASURED, MIXED, SEQUENCES, at
-from experiments.simulation.profiles import NAMES, find
+from experiments.simulation.cost import Work
+from experiments.simulation.measured import BLOOM, MEAN_CONTEXT, MIXED, SEQUENCES, at
+from experiments.simulation.profiles import find
 
 A100 = "splitwise/bloom-176b/a100"
 H100 = "splitwise/bloom-176b/h100"
@@ -71,35 +68,3 @@ def test_its_simulator_takes_many_decodes_as_one():
     assert theirs(decodes(64)) / theirs(decodes(1)) == pytest.approx(1.0, abs=0.01)
     assert theirs(decodes(64, 4000)) == theirs(decodes(64))
     assert find(A100)(decodes(64)) / find(A100)(decodes(1)) == pytest.approx(96.583 / 48.764)
-
-
-@pytest.mark.parametrize("name", MEASURED)
-def test_every_name_is_a_profile(name):
-    assert name in NAMES
-    assert Simulate(profile=name, padded=False).name == f"simulated, {name}"
-    with pytest.raises(
-        ValueError,
-        match="whose coefficients count real tokens, and padded is true; set it to false",
-    ):
-        Simulate(profile=name)
-
-
-def test_the_clock_of_an_engine_is_that_of_its_times():
-    raw = {
-        "name": "measured",
-        "model": "nothing is loaded",
-        "engine": {"max_num_seqs": 8, "max_model_len": 512, "max_num_batched_tokens": 4096},
-        "cache_tokens": 8192,
-        "workload": {
-            "kind": "synthetic",
-            "count": 2,
-            "prompt": {"dist": "fixed", "value": 256},
-            "output": {"dist": "fixed", "value": 2},
-        },
-        "sampling": {"temperature": 0.0, "ignore_eos": True},
-        "simulate": {"profile": H100, "padded": False, "model": "bloom-176b"},
-    }
-    (point,) = expand(raw, folder=None)  # type: ignore[arg-type]
-    first, second = measure(simulated(point.experiment), point, 0).steps
-    assert first.seconds == pytest.approx(0.076142)
-    assert second.seconds == pytest.approx(find(H100)(decodes(2, 257)))

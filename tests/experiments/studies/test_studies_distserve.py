@@ -77,23 +77,6 @@ def test_the_search_finds_the_highest_rate_that_meets_a_criterion(monkeypatch, l
     assert study.rate_text(always).startswith("at least")
 
 
-def test_the_example_gives_the_last_rate_that_met_its_targets(monkeypatch):
-    def simulated(file: Path, *options: str):
-        return [(None, [{"met": float(options[0].partition("=")[2]) / 3 < 1.6}])]
-
-    monkeypatch.setattr(study, "simulated", simulated)
-    highest = study.highest(
-        FOLDER, 3, lambda summary: summary["met"], 1, 50, within=study.EXAMPLES_WITHIN
-    )
-    assert highest.rates == (1.5625,)  # printed there as 1.56
-
-
-def test_chance_is_given_no_cause():
-    ratio = interval([0.8, 0.9, 1.1])
-    assert study.reason("why", ratio, 1.0) == study.WHY_NOISE
-    assert study.reason("why", ratio, 3.0) == "why"
-
-
 def test_criteria_are_those_of_the_sources():
     def summary(ttft: float, tpot: float, share: float):
         return {"ttft_s": {"p90": ttft}, "tpot_s": {"p90": tpot}, "goodput": {"share": share}}

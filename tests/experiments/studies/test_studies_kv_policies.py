@@ -70,9 +70,6 @@ def test_kv_policies_study_on_tiny_model(tmp_path, monkeypatch):
     assert len(findings.claims) == 7
     assert all(claim.ours.low <= claim.ours.middle <= claim.ours.high for claim in findings.claims)
     assert [claim.agrees for claim in findings.claims][5], "bytes are exact"
-    perplexities, hidden, times = findings.tables
-    assert len(perplexities.splitlines()) == 2 + 1 + 2 + 2 + 2
+    perplexities, *_ = findings.tables
     assert perplexities.splitlines()[2].endswith("| 1.000 (1.000 to 1.000) |")
-    assert len(hidden.splitlines()) == 2 + 3
-    assert len(times.splitlines()) == 2 + 2
     assert sorted(findings.figures) == ["perplexity.svg"]

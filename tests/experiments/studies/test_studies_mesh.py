@@ -24,20 +24,6 @@ def test_published_rates_become_rates_of_a_chip():
     assert parallel.PUBLISHED.keys() == parallel.REQUESTS.keys()
 
 
-def test_table_claims_compare_every_size_with_two_chips():
-    published = {
-        (lengths, chip): rates
-        for lengths, chips in parallel.PUBLISHED.items()
-        for chip, rates in chips.items()
-    }
-    claims = parallel.table_claims(published)
-    assert len(claims) == 4 * 3
-    assert all(claim.ratio == 1.0 for claim in claims), (
-        "the published numbers agree with themselves"
-    )
-    assert all(claim.why for claim in claims)
-
-
 def test_decode_steps_fit_in_memory_and_the_next_batch_does_not():
     steps = parallel.decodes("llama-3-8b", "tpu-v5e", 1)
     weights = 8.03e9
@@ -68,14 +54,6 @@ def test_best_is_the_most_throughput_within_the_limit():
     assert parallel.best(steps, "m", "c", 0.05) == (1, slow)
     assert parallel.best(steps, "m", "c", 0.02) == (2, fast)
     assert parallel.best(steps, "m", "c", 0.001) is None
-
-
-def test_panels_have_a_line_for_each_size_with_room():
-    steps = {("m", "c", n): [parallel.Decode(1, 0.002, 5.0, 0.0)] for n in (1, 4)} | {
-        ("m", "d", 8): []
-    }
-    assert parallel.lines(steps, "m", "c") == {"1 chip": [(2.0, 5.0)], "4 chips": [(2.0, 5.0)]}
-    assert [parallel.panel(steps, "m", chip) for chip in "cd"] == ["m, c", "m, d, 8 chips"]
 
 
 def test_crossing_is_where_both_times_are_equal():

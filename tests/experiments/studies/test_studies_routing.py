@@ -60,28 +60,3 @@ def test_ratios_by_hand():
         "least_loaded": [(1.0, 1.5)],
         "prefix": [(1.0, 3.0)],
     }
-
-
-def test_published_numbers_agree_with_themselves():
-    plain = routing.Run(2742.0, 19.029, 0.1092, 0.11, 0.985, 180.0, 1.0)
-    aware = routing.Run(6423.0, 0.863, 0.0753, 0.93, 0.68, 0.0, 1.0)
-    claims = routing.claimed([{routing.PLAIN: plain, routing.AWARE: aware}] * 2)
-    assert len(claims) == 13
-    assert all(claim.ratio == pytest.approx(1.0) for claim in claims)
-    assert all(claim.why for claim in claims)
-    assert all(claim.ours.kind == "range" for claim in claims)
-
-
-def test_answer_names_the_best_and_both_ends_of_the_sweep():
-    worse = RUNS | {routing.AWARE: FAST._replace(rate=110.0)}
-    sweep = {8: worse, routing.AT: RUNS, 864: worse}
-    text = " ".join(routing.answer([RUNS], sweep, {64: worse, routing.MANY: RUNS}))
-    assert "With prefixes of 2.8 caches it makes 3 times the tokens/s of round robin" in text
-    assert (
-        "With prefixes of 0.15 caches, every replica soon has all of them: it makes 1.1 times the tokens/s"
-        in text
-    )
-    assert "With 16 caches, 2.0 times what all replicas hold, it makes 1.1 times" in text
-    assert "With 64 clients instead of 512, it makes 1.1 times" in text
-    assert routing.sweep_table(sweep).count("\n") == 1 + 9
-    assert routing.load_table({64: worse, 512: RUNS}).count("least_loaded") == 2

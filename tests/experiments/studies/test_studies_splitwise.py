@@ -59,11 +59,9 @@ def test_designs_keep_their_budget_and_one_machine_more_would_not(kind):
 @pytest.mark.parametrize(
     ("kind", "name", "division"),
     [
-        ("conversations", "aa", (45, 25)),
         ("conversations", "ha", (25, 26)),
         ("conversations", "aa, cost", (51, 35)),
         ("code", "aa", (55, 15)),
-        ("code", "aa, cost", (66, 20)),
     ],
 )
 def test_a_search_begins_with_a_fifth_of_the_notebook_s_division(kind, name, division):
@@ -73,7 +71,7 @@ def test_a_search_begins_with_a_fifth_of_the_notebook_s_division(kind, name, div
 
 
 @pytest.fixture
-def recorded(tmp_path: Path) -> Path:
+def recorded(tmp_path) -> Path:
     """A folder with both traces, short ones: prompts of 200 tokens or more, answers of at most
     12.
     """
@@ -174,12 +172,6 @@ def test_the_search_climbs_to_the_best_division(first, peak):
     assert best.rate <= served[best.design] < best.rate + 0.5
     assert best.failed == ("TBT P50",)
     assert len(calls) == len(set(calls))
-
-
-def test_a_search_that_never_fails_ends_at_the_highest_rate():
-    best = study.best(lambda design, rate: (), machines.mixed(), 0.5, 3)
-    assert study.HIGHEST - 0.5 <= best.rate <= study.HIGHEST
-    assert best.failed == ()
 
 
 def test_a_folder_without_traces_is_refused(tmp_path):

@@ -25,7 +25,6 @@ from pagedjax import load_model
 from pagedjax.device.windows import packed
 from pagedjax.weights.draft_model import read_eagle
 from pagedjax.weights.tree import named
-from tests.experiments.training.child import killed
 from tests.weights.tiny import tiny_llama
 
 ROOT = Path(__file__).parents[3]
@@ -41,21 +40,6 @@ SIZES = {
 EVERY = 4
 STEPS = 12
 PASSES = 3
-# a process that kills itself before step 6
-CHILD = """
-import os, signal, sys
-from pathlib import Path
-from experiments.training import draft_data, train_draft
-
-def until(windows, setup, step):
-    if step == 6:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return batch(windows, setup, step)
-
-out, setup, every = sys.argv[1:]
-batch, draft_data.batch = draft_data.batch, until
-train_draft.train(Path(out), eval(setup, {"DraftSetup": train_draft.DraftSetup}), int(every))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -95,19 +79,16 @@ def stored(out: Path, model) -> dict[str, np.ndarray]:
 def case(model) -> SimpleNamespace:
     """A head of random parameters, and two windows of random tokens and features."""
     rng = np.random.default_rng(0)
-    c = model.config
-    b = 2
-    s = 9
-    ids = np.sort(rng.permutation(c.vocab_size)[:20]).astype(np.int32)
+    vocabulary = model.config.vocab_size
+    shape = (2, 9)
+    ids = np.sort(rng.permutation(vocabulary)[:20]).astype(np.int32)
     graphdef, params, buffers = train_draft.initial(model, ids, seed=0)
     params = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape, np.float32), params)
     windows = Windows(
-        rng.integers(0, c.vocab_size, (b, s)).astype(np.int32),
-        rng.standard_normal((b, s, 3 * c.hidden)).astype(np.float16),
-        rng.permuted(np.tile(np.arange(c.vocab_size), (b, s, 1)), axis=-1)[..., :8].astype(
-            np.int32
-        ),
-        rng.dirichlet(np.ones(9), (b, s))[..., :8].astype(np.float32),
+        rng.integers(0, vocabulary, shape).astype(np.int32),
+        rng.standard_normal((*shape, 3 * model.config.hidden)).astype(np.float16),
+        rng.permuted(np.tile(np.arange(vocabulary, dtype=np.int32), (*shape, 1)), axis=-1)[..., :8],
+        rng.dirichlet(np.ones(9), shape)[..., :8].astype(np.float32),
     )
     decoder = nnx.merge(model.graphdef, model.params)
 
@@ -124,7 +105,7 @@ def case(model) -> SimpleNamespace:
     def loss_of(windows: Windows, place: jax.Array) -> tuple[jax.Array, jax.Array]:
         return loss(nnx.merge(graphdef, params, buffers), decoder, place, windows, PASSES)
 
-    place = np.full(c.vocab_size, -1, np.int32)
+    place = np.full(vocabulary, -1, np.int32)
     place[ids] = np.arange(len(ids))
     return SimpleNamespace(
         windows=windows, logits=logits, loss=loss_of, params=params, ids=ids, place=place
@@ -157,27 +138,19 @@ def as_an_engine(
             [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=1
         )
 
-    def layer(
-        position: int, before: np.ndarray, keys: list, values: list
-    ) -> tuple[np.ndarray, list, list]:
-        joined = np.concatenate(
-            [norm("embed_norm", embedded[position]), norm("feature_norm", before)]
-        )
-        x = params["join.weight"] @ joined
-        heads = (params["block.attn.qkv.weight"] @ norm("block.attn_norm", x)).reshape(
-            -1, c.head_dim
-        )
-        q, k, v = np.split(heads, [c.heads, c.heads + c.kv_heads])
+    def layer(position: int, before: np.ndarray, keys: list, values: list) -> tuple:
+        joined = [norm("embed_norm", embedded[position]), norm("feature_norm", before)]
+        x = params["join.weight"] @ np.concatenate(joined)
+        heads = params["block.attn.qkv.weight"] @ norm("block.attn_norm", x)
+        q, k, v = np.split(heads.reshape(-1, c.head_dim), [c.heads, c.heads + c.kv_heads])
         keys = [*keys, rotated(k, position)]
         values = [*values, v]
-        outputs = []
-        for h, query in enumerate(rotated(q, position)):
-            scores = np.array([key[h // group] @ query for key in keys]) / np.sqrt(c.head_dim)
-            weights = np.exp(scores - scores.max())
-            outputs.append(
-                weights / weights.sum() @ np.array([value[h // group] for value in values])
-            )
-        x = x + params["block.attn.out.weight"] @ np.concatenate(outputs)
+        # [S, heads, D]
+        all_keys, all_values = (np.repeat(kv, group, axis=1) for kv in (keys, values))
+        scores = np.einsum("hd,shd->sh", rotated(q, position), all_keys) / np.sqrt(c.head_dim)
+        weights = np.exp(scores - np.logaddexp.reduce(scores, axis=0))
+        outputs = np.einsum("sh,shd->hd", weights, all_values).reshape(-1)
+        x = x + params["block.attn.out.weight"] @ outputs
         gate, up = np.split(params["block.mlp.up.weight"] @ norm("block.mlp_norm", x), 2)
         return x + params["block.mlp.down.weight"] @ (gate / (1 + np.exp(-gate)) * up), keys, values
 
@@ -212,68 +185,25 @@ def test_every_pass_computes_what_an_engine_computes_token_by_token(case, model)
             )
 
 
-@pytest.mark.parametrize("t", [3, 6])
-def test_a_token_changes_no_logits_of_earlier_positions_in_any_pass(case, t):
-    tokens = case.windows.tokens.copy()
-    features = case.windows.features.copy()
-    tokens[0, t] = (tokens[0, t] + 7) % 320
-    features[0, t:] += 1
-    before = case.logits(case.windows)
-    after = case.logits(case.windows._replace(tokens=tokens, features=features))
-    for old, new in zip(before, after, strict=True):
-        chex.assert_trees_all_equal(new[0, :t], old[0, :t])
-        chex.assert_trees_all_equal(new[1], old[1])
-        assert (new[0, t:] != old[0, t:]).any(-1).all()
-
-
-@pytest.mark.parametrize("t", [2, 4])
-def test_a_draft_sees_no_true_feature_of_the_drafts_before_it(case, t):
-    """The feature of token t reaches position t + 1 in pass 0, and one more position later in each
-    later pass.
-    """
-    features = case.windows.features.copy()
-    features[:, t] += 1
-    before = case.logits(case.windows)
-    after = case.logits(case.windows._replace(features=features))
-    for s, (old, new) in enumerate(zip(before, after, strict=True)):
-        chex.assert_trees_all_equal(new[:, : t + s + 1], old[:, : t + s + 1])
-        assert (new[:, t + s + 1 :] != old[:, t + s + 1 :]).any(-1).all()
-
-
 def test_the_loss_is_the_cross_entropy_of_the_targets_that_the_head_knows(case):
     windows = case.windows
-    total = 0.0
-    weight = 0.0
+    losses = []
     agreement = []
     places = case.place[windows.ids]
     shares = np.where(places >= 0, windows.shares, 0).astype(np.float64)
     for s, logits in enumerate(case.logits(windows)):
         x = np.asarray(logits, np.float64)[:, s:]
         logp = x - np.log(np.exp(x).sum(-1, keepdims=True))
-        losses = -shares[:, s:] * np.take_along_axis(logp, np.maximum(places[:, s:], 0), axis=-1)
-        total += LATER**s * losses.sum() / shares[:, s:].sum()
-        weight += LATER**s
+        of_targets = np.take_along_axis(logp, np.maximum(places[:, s:], 0), axis=-1)
+        losses.append(-(shares[:, s:] * of_targets).sum() / shares[:, s:].sum())
         agreement.append((x.argmax(-1) == places[:, s:, 0]).mean())
-    value, right = case.loss(windows, case.place)
-    chex.assert_shape([value, right], [(), (PASSES,)])
+    expected = np.average(losses, weights=LATER ** np.arange(PASSES))
     chex.assert_trees_all_close(
-        (value, right),
-        (np.float32(total / weight), np.array(agreement, np.float32)),
+        case.loss(windows, case.place),
+        (np.float32(expected), np.array(agreement, np.float32)),
         rtol=1e-5,
         atol=1e-6,
     )
-
-
-def test_the_loss_ignores_tokens_that_the_head_does_not_know(case):
-    windows = case.windows
-    is_unknown = case.place[case.windows.ids] < 0
-    assert 0 < is_unknown.sum() < is_unknown.size
-    other_ids = np.setdiff1d(np.arange(320), case.ids)[:5]
-    changed = windows._replace(
-        ids=np.where(is_unknown, other_ids[windows.ids % 5], windows.ids).astype(np.int32),
-        shares=np.where(is_unknown, 0.9, windows.shares).astype(np.float32),
-    )
-    chex.assert_trees_all_equal(case.loss(changed, case.place), case.loss(windows, case.place))
 
 
 @pytest.mark.slow
@@ -293,24 +223,24 @@ def test_gradients_reach_every_parameter(setup, run, model):
 
 
 def test_batches_depend_on_seed_and_step_and_an_epoch_has_each_window_once():
-    n = 12
     setup = DraftSetup(batch=4, seed=3)
-    rows = np.arange(n)
-    windows = Windows(rows[:, None], rows[:, None, None], rows[:, None, None], rows[:, None, None])
-    batches = [draft_data.batch(windows, setup, step) for step in range(9)]
-    # rows of all columns
-    assert all(len(set(map(bytes, (x.reshape(-1) for x in batch)))) == 1 for batch in batches)
-    epochs = np.array([batch.tokens.reshape(-1) for batch in batches]).reshape(3, n)
+    rows = np.arange(12)
+    column = rows[:, None, None]
+    windows = Windows(rows[:, None], column, column, column)
+
+    def tokens_of(setup: DraftSetup) -> np.ndarray:
+        """Of three epochs; all columns have the same rows."""
+        batches = [draft_data.batch(windows, setup, step) for step in range(9)]
+        for batch in batches:
+            chex.assert_trees_all_equal(*(x.reshape(-1) for x in batch))
+        return np.array([batch.tokens.reshape(-1) for batch in batches])
+
+    tokens = tokens_of(setup)
+    epochs = tokens.reshape(3, 12)
     np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(rows, (3, 1)))
     assert (epochs[0] != epochs[1]).any()
-    np.testing.assert_array_equal(draft_data.batch(windows, setup, 4).tokens, batches[4].tokens)
-    of_other_seed = [
-        draft_data.batch(windows, replace(setup, seed=4), step).tokens for step in range(3)
-    ]
-    assert any(
-        (batch.tokens != theirs).any()
-        for batch, theirs in zip(batches, of_other_seed, strict=False)
-    )
+    np.testing.assert_array_equal(tokens_of(setup), tokens)
+    assert (tokens_of(replace(setup, seed=4)) != tokens).any()
 
 
 def test_vocabulary_has_the_ids_of_most_probability():
@@ -331,9 +261,7 @@ def test_stored_features_are_the_models_layers_and_shares_its_probabilities(run,
     windows = draft_data.stored(run.out / "held_out.npz")
     n, s = windows.tokens.shape
     assert (n, s) == (SIZES["held_out"], SIZES["prompt"] + SIZES["output"])
-    chex.assert_shape(
-        [windows.features, windows.ids, windows.shares], [(n, s, 3 * 64), (n, s, 8), (n, s, 8)]
-    )
+    chex.assert_shape(windows[1:], [(n, s, 3 * 64), (n, s, 8), (n, s, 8)])
     chex.assert_type(list(windows), [np.int32, np.float16, np.int32, np.float32])
     assert (np.diff(windows.shares, axis=-1) <= 0).all()
     assert (windows.shares.sum(-1) <= 1 + 1e-6).all()
@@ -341,16 +269,13 @@ def test_stored_features_are_the_models_layers_and_shares_its_probabilities(run,
     np.testing.assert_array_equal(
         windows.tokens[0, SIZES["prompt"] :], windows.ids[0, SIZES["prompt"] - 1 : -1, 0]
     )
+    params = {name: np.asarray(x, np.float64) for name, x in named(model.params).items()}
     last = windows.features[..., -64:].astype(np.float64)
-    norm, head = (
-        np.asarray(named(model.params)[name], np.float64) for name in ("norm.weight", "head.weight")
-    )
-    logits = (last / np.sqrt((last**2).mean(-1, keepdims=True) + model.config.eps) * norm) @ head.T
-    p = np.exp(logits - logits.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    np.testing.assert_allclose(
-        np.take_along_axis(p, windows.ids, axis=-1), windows.shares, atol=0.02
-    )
+    scale = np.sqrt((last**2).mean(-1, keepdims=True) + model.config.eps)
+    logits = (last / scale * params["norm.weight"]) @ params["head.weight"].T
+    p = np.exp(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True))
+    shares = np.take_along_axis(p, windows.ids, axis=-1)
+    np.testing.assert_allclose(shares, windows.shares, atol=0.02)
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -362,17 +287,11 @@ def test_run_learns_and_writes_a_head_that_an_engine_uses(run, model):
     first, *_, last = run.losses
     assert last["held_out"] < first["held_out"]
     assert all(len(entry["right"]) == PASSES for entry in run.losses)
-    about, columns, *rows, end = (line for line in run.messages if ".npz: " not in line)
-    assert about.startswith(
-        f"{sum(x.size for x in stored(run.out, model).values()):,} parameters, 240 tokens to train"
-    )
-    assert columns.split()[:3] == ["step", "train", "held"]
-    assert [int(row.split()[0]) for row in rows] == [4, 8, 12]
     match = re.search(
         r"an engine accepts ([\d.]+) % of (\d+) drafts .*, ([\d.]+) tokens of a sequence a step",
-        end,
+        run.messages[-1],
     )
-    assert match is not None, end
+    assert match is not None
     assert 0 <= float(match[1]) <= 100
     assert int(match[2]) > 0
     assert 1 <= float(match[3]) <= 1 + train_draft.DRAFTS
@@ -383,47 +302,13 @@ def test_run_learns_and_writes_a_head_that_an_engine_uses(run, model):
     assert ids == draft_data.vocabulary(windows, SIZES["vocabulary"], 320).tolist()
 
 
-@pytest.mark.exhaustive  # test_train_lora.py has the same loop
-def test_killed_run_resumes_bit_exact(setup, run, model, tmp_path):
-    out = tmp_path / "draft"
-    killed(CHILD, out, repr(setup), EVERY)
-    assert [path.name for path in (out / "checkpoints").iterdir()] == ["4"]
-    assert not (out / "head").exists()
-    messages = []
-    assert train_draft.train(out, setup, EVERY, say=messages.append) == run.losses
-    assert messages[0].endswith("; 4 steps are done")
-    chex.assert_trees_all_equal(stored(out, model), stored(run.out, model))
-    assert messages[-1].split(": ", 1)[1] == run.messages[-1].split(": ", 1)[1]
-
-
 @pytest.mark.slow
-def test_folder_of_another_run_is_refused_and_unchanged(setup, run, capsys):
+def test_folder_of_another_run_is_refused_and_unchanged(setup, run):
     before = sorted(path.name for path in run.out.rglob("*"))
     other_setup = replace(setup, steps=9, seed=2, batch=2)
     different = "steps is 9, there 12; seed is 2, there 0; batch is 2, there 4"
     with pytest.raises(ValueError, match=rf"another run: {different}\. Use its"):
         train_draft.train(run.out, other_setup, EVERY)
-    assert (
-        train_draft.main(
-            [
-                "--out",
-                str(run.out),
-                "--model",
-                setup.model,
-                "--vocabulary",
-                "64",
-                "--prompt",
-                "8",
-                "--output",
-                "9",
-            ]
-        )
-        == 2
-    )
-    assert re.search(
-        "error: .* another run: steps is 600, there 12; vocabulary is 64, .*",
-        capsys.readouterr().err,
-    )
     assert sorted(path.name for path in run.out.rglob("*")) == before
 
 
@@ -434,24 +319,11 @@ def test_folder_of_another_run_is_refused_and_unchanged(setup, run, capsys):
     ("words", "message"),
     [
         (["--steps", "0"], "--steps is 0; it must be at least 1"),
-        (["--every", "-1"], "--every is -1; it must be at least 1"),
-        (["--passes", "0"], "--passes is 0; it must be at least 1"),
-        (["--held-out", "0"], "--held-out is 0; it must be at least 1"),
         (["--windows", "3"], "--windows is 3, below --batch 4; raise it, or lower --batch"),
-        (["--held-out", "3"], "--held-out is 3, below --batch 4; raise it, or lower --batch"),
-        (["--seed", "-1"], "--seed is -1; it must be in [0, 2**32)"),
-        (["--seed", str(2**32)], "--seed is 4294967296; it must be in [0, 2**32)"),
-        (["--rate", "0"], "--rate is 0.0; it must be above 0 and finite"),
         (["--rate", "nan"], "--rate is nan; it must be above 0 and finite"),
-        (["--steps", "many"], "invalid int value: 'many'"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_runs(
-    words, message, capsys, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(
-        train_draft, "train", lambda *_, **__: pytest.fail("this would take minutes")
-    )
+def test_bad_arguments_are_refused_before_anything_runs(words, message, capsys, tmp_path):
     with pytest.raises(SystemExit):
         train_draft.main(["--out", str(tmp_path / "x"), *words])
     assert message in " ".join(capsys.readouterr().err.split())
@@ -462,6 +334,7 @@ def test_bad_arguments_are_refused_before_anything_runs(
     [
         (["--prompt", "60", "--output", "10"], "windows of 60 \\+ 10 tokens .* has room for 64"),
         (["--vocabulary", "321"], "a vocabulary of 321 tokens; the model has 320"),
+        (["--model", "/no/model"], "^error: "),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_before_a_folder_is_made(
@@ -470,12 +343,4 @@ def test_what_does_not_fit_the_model_is_refused_before_a_folder_is_made(
     sizes = ["--model", setup.model, "--vocabulary", "48", "--prompt", "8", "--output", "12"]
     assert train_draft.main(["--out", str(tmp_path / "x"), *sizes, *words]) == 2
     assert re.search(message, capsys.readouterr().err)
-    assert not (tmp_path / "x").exists()
-
-
-def test_a_model_that_is_not_there_is_an_error_in_a_sentence(tmp_path, capsys):
-    assert (
-        train_draft.main(["--out", str(tmp_path / "x"), "--model", str(tmp_path / "nothing")]) == 2
-    )
-    assert capsys.readouterr().err.startswith("error: ")
     assert not (tmp_path / "x").exists()

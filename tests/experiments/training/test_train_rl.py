@@ -24,27 +24,12 @@ from experiments.training.setup import Setup
 from experiments.training.train_rl import Rollouts
 from pagedjax import LLM
 from tests import drawn
-from tests.experiments.training.child import killed
 from tests.experiments.training.models import stored, write_initial
 
 pytest.importorskip("llvmlite")
 
 SMALL = Setup(vocab=300, layers=1, hidden=32, heads=4, kv_heads=2, context=32)
 SETUP = RLSetup(steps=6, sums=4, group=4, rate=3e-3)
-# a process that kills itself in its fifth step, after the second checkpoint
-CHILD = """
-import os, signal, sys
-from pathlib import Path
-from experiments.training import train_rl
-from experiments.training.rl_setup import RLSetup
-original = train_rl.roll_out
-def roll_out(llm, setup, step):
-    if step == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(llm, setup, step)
-train_rl.roll_out = roll_out
-train_rl.train(Path(sys.argv[1]), Path(sys.argv[2]), eval(sys.argv[3]), 2)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -53,20 +38,17 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def complete_run(model, tmp_path_factory) -> tuple[Path, list[Any], list[str]]:
+def complete_run(model, tmp_path_factory) -> tuple[Path, list[Any]]:
     """A run without interruption."""
     out = tmp_path_factory.mktemp("runs") / "whole"
-    lines = []
-    return out, train_rl.train(model, out, SETUP, 2, say=lines.append), lines
+    return out, train_rl.train(model, out, SETUP, 2, say=lambda _: None)
 
 
 def test_the_policies_are_one_in_exact_mode(complete_run, model):
-    out, log, lines = complete_run
+    out, log = complete_run
     assert [entry["step"] for entry in log] == [1, 2, 3, 4, 5, 6]
     assert {entry["kl"] for entry in log} == {0.0}
     assert {entry["largest_difference"] for entry in log} == {0.0}
-    assert lines[0].split()[:4] == ["step", "reward", "right", "KL"]
-    assert [line.split()[0] for line in lines[1:]] == ["2", "4", "6"]
     assert json.loads((out / "log.json").read_text()) == log
     assert (out / "reward.svg").read_text().startswith("<?xml")
     before = stored(model)
@@ -93,7 +75,7 @@ class Stops(Exception):
 
 
 def test_a_stopped_run_resumes_to_the_same_bits(complete_run, model, tmp_path, monkeypatch):
-    out, log, _ = complete_run
+    out, log = complete_run
     original = train_rl.roll_out
 
     def roll_out(llm: LLM, setup: RLSetup, step: int) -> Rollouts:
@@ -116,24 +98,6 @@ def test_a_stopped_run_resumes_to_the_same_bits(complete_run, model, tmp_path, m
         train_rl.train(model, tmp_path / "run", replace(SETUP, rate=0.1), 2)
 
 
-@pytest.mark.exhaustive  # a stopped one is in the default run, above
-def test_a_killed_process_resumes_to_the_same_bits(complete_run, model, tmp_path):
-    out, log, _ = complete_run
-    killed(CHILD, model, tmp_path / "run", repr(SETUP))
-    assert not (tmp_path / "run" / "model").exists()
-    assert train_rl.train(model, tmp_path / "run", SETUP, 2, say=lambda _: None) == log
-    chex.assert_trees_all_equal(stored(tmp_path / "run" / "model"), stored(out / "model"))
-
-
-@pytest.mark.slow
-def test_rewards_rise(model, tmp_path):
-    log = train_rl.train(
-        model, tmp_path / "run", replace(SETUP, steps=60, sums=8, group=16), 20, say=lambda _: None
-    )
-    first, last = (np.mean([entry["reward"] for entry in part]) for part in (log[:10], log[-10:]))
-    assert last > first + 0.1
-
-
 # --- parts ----------------------------------------------------------------------------------------
 
 
@@ -145,18 +109,17 @@ def test_rewards_rise(model, tmp_path):
     clip=st.sampled_from([0.1, 0.5]),
 )
 def test_the_loss_is_that_of_the_papers(rewards, seed, clip):
-    """Written out in numpy, answer by answer."""
+    """Written out in numpy."""
     rng = np.random.default_rng(seed)
     chances, old = rng.normal(-2, 0.5, (2, 6, 5)).astype(np.float32)
     answer = rng.random((6, 5)) < 0.6
     answer[0, 0] = True
     rollouts = Rollouts(None, None, answer, old, np.array(rewards, np.float32))
-    terms = []
-    for i, j in zip(*np.nonzero(answer), strict=True):
-        group = np.array(rewards[i // 3 * 3 :][:3], np.float64)
-        gain = (rewards[i] - group.mean()) / np.sqrt(group.var() + 1e-4)
-        ratio = np.exp(float(chances[i, j]) - float(old[i, j]))
-        terms.append(min(ratio * gain, float(np.clip(ratio, 1 - clip, 1 + clip)) * gain))
+    groups = np.array(rewards, np.float64).reshape(2, 3)
+    deviations = np.sqrt(groups.var(axis=1, keepdims=True) + 1e-4)
+    gains = ((groups - groups.mean(axis=1, keepdims=True)) / deviations).reshape(6, 1)
+    rates = np.exp(chances.astype(np.float64) - old)
+    terms = np.minimum(rates * gains, np.clip(rates, 1 - clip, 1 + clip) * gains)[answer]
     loss = train_rl.loss(jnp.asarray(chances), rollouts, RLSetup(group=3, clip=clip))
     chex.assert_shape(loss, ())
     chex.assert_trees_all_close(float(loss), -np.mean(terms), rtol=1e-3, atol=1e-3)
@@ -208,14 +171,8 @@ def test_sums_depend_on_seed_and_step_alone():
     ("options", "message"),
     [
         (["--group", "1"], "--group is 1; it must be at least 2"),
-        (["--steps", "0"], "--steps is 0; it must be at least 1"),
         (["--largest", "1000"], "--largest is 1000; it must be at most 999"),
         (["--rate", "0"], "--rate is 0.0; it must be above 0 and below 1"),
-        (["--seed", "-1"], r"--seed is -1; it must be in \[0, 2\*\*32\)"),
-        (
-            [],
-            "where no config.json is; python -m experiments.training.train_tiny --out FOLDER makes one",
-        ),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, capsys, options, message):

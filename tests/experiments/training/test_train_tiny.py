@@ -5,10 +5,6 @@ bit-exact.
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +21,6 @@ from experiments.training import forward, train_tiny
 from experiments.training.data import END
 from experiments.training.setup import Setup
 from pagedjax import LLM, SamplingParams
-from pagedjax.device import attention, cache, windows
 from pagedjax.device.models import llama
 from pagedjax.engine import compilations
 from pagedjax.weights.tree import named
@@ -37,7 +32,7 @@ SETUP = Setup(steps=24, vocab=300, layers=1, hidden=32, heads=4, kv_heads=2, con
 EVERY = 8
 LENGTH = 12  # generated tokens
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True, logprobs=1)
-# a process that kills itself at a given place
+# a process that kills itself while the second checkpoint is written
 CHILD = """
 import os, signal, sys
 from pathlib import Path
@@ -47,17 +42,13 @@ from experiments.training import train_tiny
 def kill(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
-where, out, setup, every = sys.argv[1:]
-if where == "between":
-    windows = train_tiny.windows
-    train_tiny.windows = lambda train, setup, step: kill() if step == 13 else windows(train, setup, step)
-else:
-    save = train_tiny.save
-    def second(manager, step, state, losses):
-        if step == 16:
-            ocp.JsonCheckpointHandler.async_save = ocp.JsonCheckpointHandler.save = kill
-        save(manager, step, state, losses)
-    train_tiny.save = second
+def second(manager, step, state, losses):
+    if step == 16:
+        ocp.JsonCheckpointHandler.async_save = ocp.JsonCheckpointHandler.save = kill
+    save(manager, step, state, losses)
+
+out, setup, every = sys.argv[1:]
+save, train_tiny.save = train_tiny.save, second
 train_tiny.train(Path(out), eval(setup, {"Setup": train_tiny.Setup}), int(every))
 """
 
@@ -142,43 +133,6 @@ def module():
     return train_tiny.initial(llama.from_hf(train_tiny.hf_config(replace(SETUP, layers=2))), 1)
 
 
-def test_dense_attention_matches_paged_attention(module, data):
-    """On the same windows, each in its own page."""
-    tokens = jnp.asarray(train_tiny.windows(data.train, SETUP, 0)[:, :-1])
-    b, s = tokens.shape
-    pages = cache.init(
-        layers=2, blocks=b - 1, block_size=s, kv_heads=2, head_dim=8, dtype="float32"
-    )
-    paged = attention.attend("reference", module.config.attn_scale)
-    run = jax.jit(
-        lambda: module.logits(module.hidden(pages, windows.packed(tokens), paged)[1]).reshape(
-            b, s, -1
-        )
-    )
-    dense_logits = LOGITS(module, tokens)
-    chex.assert_shape(dense_logits, (b, s, SETUP.vocab))
-    chex.assert_tree_all_finite(dense_logits)
-    chex.assert_trees_all_close(dense_logits, run(), rtol=1e-7, atol=1e-5)
-
-
-def test_logits_are_causal_and_independent_of_other_windows(module, data):
-    tokens = train_tiny.windows(data.train, SETUP, 0)[:, :-1]
-
-    def at(row: int, place: int):
-        later = tokens.copy()
-        changed = tokens.copy()
-        later[row, place + 1 :] = 5
-        later[1 - row] = 7
-        changed[row, place] = 5
-        return [
-            np.asarray(LOGITS(module, jnp.asarray(x)))[row, place] for x in (tokens, later, changed)
-        ]
-
-    base, unaffected, affected = at(1, 9)
-    chex.assert_trees_all_equal(base, unaffected)
-    assert (base != affected).any()
-
-
 def test_written_model_gives_training_logprobs(run):
     """Greedy tokens are the best ones of the training forward pass, with its log-probabilities."""
     llm = LLM(model=run.out / "model", **train_tiny.serving())
@@ -235,20 +189,9 @@ def test_run_learns_and_writes_model(run):
     assert [entry["step"] for entry in run.losses] == [8, 16, 24]
     assert last["train"] < first["train"]
     assert last["held_out"] < first["held_out"] < np.log(SETUP.vocab)
-    heading, columns, *rows, end = run.messages
-    assert heading.startswith(
-        f"{sum(x.size for x in stored(run.out / 'model').values()):,} parameters, "
-    )
-    assert columns.split()[:3] == ["step", "train", "held"]
-    for row, entry in zip(rows, run.losses, strict=True):
-        match = re.fullmatch(r" +(\d+) +([\d.]+) +([\d.]+) +[\d,]+ +0  ['\"].*['\"]", row)
-        assert match is not None, row
-        assert (int(match[1]), match[2], match[3]) == (
-            entry["step"],
-            f"{entry['train']:.3f}",
-            f"{entry['held_out']:.3f}",
-        )
-    assert end.startswith(f"{run.out / 'model'}: The function")
+    assert run.messages[-1].startswith(f"{run.out / 'model'}: The function")
+    about = json.loads((run.out / "run.json").read_text())
+    assert about.items() >= {"steps": 24, "seed": 0, "context": 32}.items()
     assert {path.name for path in (run.out / "model").iterdir()} >= {
         "config.json",
         "tokenizer.json",
@@ -282,12 +225,9 @@ def test_stopped_run_resumes_bit_exact(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "moment", [pytest.param("between", marks=pytest.mark.exhaustive), "while saving"]
-)
-def test_killed_run_resumes_bit_exact(run, tmp_path, moment):
+def test_killed_run_resumes_bit_exact(run, tmp_path):
     out = tmp_path / "tiny"
-    printed = killed(CHILD, moment, out, repr(SETUP), EVERY)
+    printed = killed(CHILD, out, repr(SETUP), EVERY)
     assert [line.split()[0] for line in printed.splitlines()[2:]] == ["8"]
     assert not (out / "model").exists()
     messages = []
@@ -312,28 +252,6 @@ def test_finished_run_only_rewrites_missing_model(run, monkeypatch):
             (run.out / "before").rename(model)
 
 
-@pytest.mark.exhaustive  # minutes; tests above train less, and a tutorial does it too
-def test_command_trains_on_english(tmp_path):
-    """The defaults reach a loss far below that of token frequencies; takes minutes."""
-    out = tmp_path / "tiny"
-    words = [sys.executable, "-m", "experiments.training.train_tiny", "--out", str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    child = subprocess.run(
-        words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=3000
-    )
-    assert child.returncode == 0, child.stderr
-    alone = float(re.search(r"by frequencies alone is ([\d.]+)", child.stdout)[1])
-    rows = [line.split() for line in child.stdout.splitlines() if re.match(r" +\d+ ", line)]
-    assert float(rows[-1][2]) < alone - 1.5
-    assert {row[4] for row in rows} == {"0"}
-    (text,) = LLM(model=out / "model", **train_tiny.serving()).generate(
-        "The function", SamplingParams(temperature=0, max_tokens=60), use_tqdm=False
-    )
-    english_words = set(re.findall(r"[a-z]{4,}", " ".join(training_data.texts()[0])))
-    generated_words = re.findall(r"[a-z]{4,}", text.outputs[0].text)
-    assert sum(word in english_words for word in generated_words) > 0.9 * len(generated_words) > 5
-
-
 # --- bad arguments --------------------------------------------------------------------------------
 
 
@@ -341,18 +259,10 @@ def test_command_trains_on_english(tmp_path):
     ("words", "message"),
     [
         (["--steps", "0"], "--steps is 0; it must be at least 1"),
-        (["--every", "-1"], "--every is -1; it must be at least 1"),
-        (["--seed", "-1"], "--seed is -1; it must be in [0, 2**32)"),
         (["--seed", str(2**32)], "--seed is 4294967296; it must be in [0, 2**32)"),
-        (["--steps", "many"], "invalid int value: 'many'"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_runs(
-    words, message, capsys, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(
-        train_tiny, "train", lambda *_, **__: pytest.fail("this would take minutes")
-    )
+def test_bad_arguments_are_refused_before_anything_runs(words, message, capsys, tmp_path):
     with pytest.raises(SystemExit):
         train_tiny.main(["--out", str(tmp_path / "x"), *words])
     assert message in " ".join(capsys.readouterr().err.split())
@@ -380,10 +290,3 @@ def test_foreign_folder_is_refused_and_unchanged(run, data, tmp_path, capsys):
         ValueError, match=r"run\.json is damaged .* remove .*, or give another --out"
     ):
         begin(tmp_path, SETUP, data)
-
-
-def test_run_file_describes_run(run):
-    assert (
-        json.loads((run.out / "run.json").read_text()).items()
-        >= {"steps": 24, "seed": 0, "context": 32}.items()
-    )
