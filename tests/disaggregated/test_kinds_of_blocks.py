@@ -24,6 +24,7 @@ from tests.engine.test_kv_policies import (
     tokens_of,
 )
 from tests.engine.test_quest import QUEST
+from tests.refusals import refused
 from tests.weights.tiny import tiny_llama
 from tests.weights.tiny_adapters import tiny_adapter
 
@@ -81,24 +82,19 @@ def test_an_adapter_is_found_by_its_content_in_another_slot(tmp_path):
     prompts = [{"prompt_token_ids": list(range(5, 25))}] * 2
     prefill.load_adapter(adapters[0].lora_name, adapters[0].lora_path)
     prefill.load_adapter(adapters[1].lora_name, adapters[1].lora_path)
-    expected = prefill.generate(prompts, GREEDY, lora_request=adapters, use_tqdm=False)
+    expected = prefill.generate(prompts, GREEDY, lora_request=adapters)
     pair = PrefillDecode(prefill, decode)
-    with pytest.raises(
-        ValueError,
-        match=r"needs the adapter of content \w+, and the engine that goes on with it has none",
-    ):
-        pair.generate(prompts, GREEDY, lora_request=adapters, use_tqdm=False)
+    with refused(r"needs the adapter of content \w+, and the engine that goes on with it has none"):
+        pair.generate(prompts, GREEDY, lora_request=adapters)
     decode.load_adapter(adapters[1].lora_name, adapters[1].lora_path)
     decode.load_adapter(adapters[0].lora_name, adapters[0].lora_path)
-    outputs = pair.generate(prompts, GREEDY, lora_request=adapters, use_tqdm=False)
+    outputs = pair.generate(prompts, GREEDY, lora_request=adapters)
     tokens = [[output.outputs[0].token_ids for output in side] for side in (outputs, expected)]
     assert tokens[0] == tokens[1]
     assert tokens[0][0] != tokens[0][1], "the adapters say different things"
     prefill.engine.add("x", list(range(5, 30)), SamplingParams(max_tokens=5), adapter="one")
     prefill.engine.step()
     prefill.engine.unload_adapter("one")
-    with pytest.raises(
-        ValueError, match="'x' has an adapter that was unloaded or replaced; let it end here"
-    ):
+    with refused("'x' has an adapter that was unloaded or replaced; let it end here"):
         prefill.engine.handover("x")
     prefill.engine.cancel("x")

@@ -27,16 +27,18 @@ from pagedjax.engine.session import GenerationRequest
 from pagedjax.host import replay, scheduler
 from pagedjax.host.types import Preempted, Sampled
 from pagedjax.viewer import read_recording
+from tests.engine.runs import greedy
 from tests.engine.test_batch_invariance import VOCAB, model_of
 from tests.engine.test_row_features import FAVOUR
 from tests.engine.test_update_params import SIZES
+from tests.refusals import refused
 
 pytest.importorskip("llvmlite")
 
 
 PROMPTS = [np.random.default_rng(n).integers(3, VOCAB, n).tolist() for n in (3, 20, 37, 58, 16, 1)]
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2),
+    greedy(24, logprobs=2),
     SamplingParams(
         temperature=0.8, top_p=0.9, seed=5, max_tokens=24, logprobs=1, prompt_logprobs=1
     ),
@@ -83,7 +85,7 @@ def plain(model) -> LLM:
 
 def answers(llm: Any, prompts=PROMPTS, params: Any = PARAMS) -> list[Any]:
     """Token ids, log-probabilities and why they ended, of every branch."""
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
     return [
         [
             (branch.token_ids, branch.logprobs, branch.cumulative_logprob, branch.finish_reason)
@@ -168,7 +170,7 @@ def test_blocks_that_the_decoding_engine_has_are_not_copied(model, plain):
     plain.engine.padded_pages = lambda blocks: fetched.append(len(blocks)) or pages(blocks)  # type: ignore[method-assign]
     try:
         for tail in ([5], [6], [6, 7, 8, 9, 10, 11, 12, 13]):
-            pair.generate([{"prompt_token_ids": PROMPTS[3][:48] + tail}], PARAMS[0], use_tqdm=False)
+            pair.generate([{"prompt_token_ids": PROMPTS[3][:48] + tail}], PARAMS[0])
     finally:
         del plain.engine.padded_pages
     assert fetched == [7, 1, 1], "six full blocks were there, and the last one is full"
@@ -245,26 +247,21 @@ def test_pages_are_those_that_were_asked_for(model):
     chex.assert_tree_shape_prefix(llm.engine.pages([]), (0,))
     last = llm.engine.config.num_blocks
     for block in (-1, last + 1):
-        with pytest.raises(
-            ValueError,
-            match=f"block {block} is not in the cache; its blocks are 0 to {last}: use ids",
-        ):
+        with refused(f"block {block} is not in the cache; its blocks are 0 to {last}: use ids"):
             llm.engine.pages([0, block])
     for wrong in ([1.9], [True], 5, ["a"], [[1]]):
         for take in (llm.engine.pages, llm.engine.padded_pages):
-            with pytest.raises(
-                ValueError, match=r"give a sequence of block ids, integers from 0 to"
-            ):
+            with refused(r"give a sequence of block ids, integers from 0 to"):
                 take(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"block -1 is not in the cache"):
+    with refused(r"block -1 is not in the cache"):
         llm.engine.padded_pages([-1])
     llm.engine.cancel("a")
     llm.sleep()
-    with pytest.raises(ValueError, match=r"the engine sleeps; call wake_up\(\) first"):
+    with refused(r"the engine sleeps; call wake_up\(\) first"):
         llm.engine.pages([0])
     llm.wake_up()
     llm.engine._set(state.roll_back(llm.engine._state))
-    with pytest.raises(ValueError, match="the last step failed, and its cache is gone; run a step"):
+    with refused("the last step failed, and its cache is gone; run a step"):
         llm.engine.pages([0])
 
 
@@ -388,7 +385,7 @@ def test_stop_strings_text_and_structured_outputs_continue(tiny_llm, tinies):
         for i in range(3)
     ]
     prompts = [f"some words {i} and " for i in range(len(params))]
-    outputs, expected = (llm.generate(prompts, params, use_tqdm=False) for llm in (pair, tiny_llm))
+    outputs, expected = (llm.generate(prompts, params) for llm in (pair, tiny_llm))
     facts = [
         [(o.outputs[0].text, o.outputs[0].token_ids, o.outputs[0].stop_reason) for o in x]
         for x in (outputs, expected)
@@ -407,18 +404,16 @@ def test_what_one_engine_computes_is_refused(tinies, tiny_llm):
         (BeamSearchParams(beam_width=2, max_tokens=4), "BeamSearchParams"),
         (SamplingParams(max_tokens=4, taps=Taps(hidden_states=(0,))), "taps"),
     ):
-        with pytest.raises(
-            ValueError, match=f"a request has {feature}, which one engine computes; use `prefill`"
-        ):
-            pair.generate("hello", params, use_tqdm=False)
+        with refused(f"a request has {feature}, which one engine computes; use `prefill`"):
+            pair.generate("hello", params)
     engine = tinies[0].engine
     engine.add("x", [5, 6, 7], PoolingParams())
-    with pytest.raises(ValueError, match="'x' is a prompt that samples nothing"):
+    with refused("'x' is a prompt that samples nothing"):
         engine.handover("x")
     engine.cancel("x")
-    with pytest.raises(ValueError, match="sequence 'y' is not unfinished here"):
+    with refused("sequence 'y' is not unfinished here"):
         engine.handover("y")
-    with pytest.raises(ValueError, match="prefill and decode are one engine"):
+    with refused("prefill and decode are one engine"):
         PrefillDecode(tiny_llm, tiny_llm)
     check_empty(*tinies)
 
@@ -444,27 +439,25 @@ def test_what_one_engine_computes_is_refused(tinies, tiny_llm):
     ],
 )
 def test_engines_that_differ_are_refused(tiny, tinies, options: Any, message):
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         PrefillDecode(tinies[0], LLM(tiny, progress=False, **SMALL | options))
 
 
 def test_another_model_or_another_version_of_the_weights_is_refused(tinies, plain, tiny):
-    with pytest.raises(
-        ValueError, match=r"model\.head_dim is 16 where the sequence was and 32 here"
-    ):
+    with refused(r"model\.head_dim is 16 where the sequence was and 32 here"):
         PrefillDecode(tinies[0], plain)
     decode = LLM(tiny, progress=False, **SMALL)
     pair = PrefillDecode(tinies[0], decode)
     decode.update_params(tiny.model.params)
-    with pytest.raises(ValueError, match="params_version is 0 where the sequence was and 1 here"):
-        pair.generate("hello", SamplingParams(max_tokens=4), use_tqdm=False)
+    with refused("params_version is 0 where the sequence was and 1 here"):
+        pair.generate("hello", SamplingParams(max_tokens=4))
 
 
 def test_a_request_that_the_decoding_engine_can_never_run_is_refused_before_any_step(tiny, tinies):
     sizes: dict[str, Any] = SMALL | {"num_blocks": 3}
     pair = PrefillDecode(tinies[0], LLM(tiny, progress=False, **sizes))
-    with pytest.raises(ValueError, match="raise num_blocks to 6"):
-        pair.generate("hello", SamplingParams(max_tokens=90), use_tqdm=False)
+    with refused("raise num_blocks to 6"):
+        pair.generate("hello", SamplingParams(max_tokens=90))
     check_empty(tinies[0])
 
 
@@ -474,7 +467,7 @@ def test_the_example_of_the_page_runs(documented_file, tiny, tiny_llm):
     sizes: dict[str, Any] = {"max_num_seqs": 8, "num_blocks": 64, "progress": False}
     outputs = example["answers"](tiny, ["one and ", "two and "], **sizes)
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
-    expected = tiny_llm.generate(["one and ", "two and "], params, use_tqdm=False)
+    expected = tiny_llm.generate(["one and ", "two and "], params)
     assert [output.outputs[0].text for output in outputs] == [
         output.outputs[0].text for output in expected
     ]

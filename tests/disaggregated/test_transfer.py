@@ -98,9 +98,7 @@ def test_tokens_are_those_of_one_engine_whatever_happens_to_the_other(
         SamplingParams(temperature=0.9, seed=i, max_tokens=MAX_TOKENS, ignore_eos=True)
         for i in range(4)
     ]
-    expected = tiny_llm.generate(
-        [{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False
-    )
+    expected = tiny_llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params)
     assert tokens == [
         [*ids, *output.outputs[0].token_ids] for ids, output in zip(PROMPTS, expected, strict=True)
     ]

@@ -8,7 +8,8 @@ import chex
 import numpy as np
 import pytest
 
-from pagedjax import LLM, LoRARequest, SamplingParams
+from pagedjax import LLM, LoRARequest
+from tests.engine.runs import greedy
 from tests.weights.tiny_adapters import tiny_adapter
 
 pytestmark = pytest.mark.oracle
@@ -33,9 +34,9 @@ def test_log_probabilities_of_a_mixed_batch_are_those_of_peft(tiny_folder, tmp_p
         "num_blocks": 64,
     }
     llm = LLM(tiny_folder, progress=False, enable_lora=True, max_loras=2, max_lora_rank=8, **sizes)
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+    params = greedy(6, logprobs=0)
     wanted = [name and LoRARequest(name, 1, folders[name]) for name in NAMES]
-    outputs = llm.generate(PROMPTS, params, lora_request=wanted, use_tqdm=False)
+    outputs = llm.generate(PROMPTS, params, lora_request=wanted)
     for name, prompt, output in zip(NAMES, PROMPTS, outputs, strict=True):
         model = transformers.AutoModelForCausalLM.from_pretrained(tiny_folder, dtype="float32")
         if name:

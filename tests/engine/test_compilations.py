@@ -72,7 +72,7 @@ def test_jax_options_are_set_while_an_llm_compiles_and_restored_after(tiny, fold
 def test_lazy_programs_are_kept_too(tiny, folder):
     made = LLM(tiny, progress=False, compilation="lazy", **SIZES)
     before, kept = options(), len(programs(folder))
-    made.generate([5, 6, 7], SamplingParams(max_tokens=2), use_tqdm=False)
+    made.generate([5, 6, 7], SamplingParams(max_tokens=2))
     assert len(programs(folder)) > kept
     assert options() == before
 
@@ -81,7 +81,7 @@ def test_lazy_programs_are_kept_too(tiny, folder):
 @pytest.mark.parametrize("compilation", ["eager", "lazy"])
 def test_the_cache_can_be_switched_off(tiny, folder, compilation):
     made = LLM(tiny, progress=False, compilation_cache=False, compilation=compilation, **SIZES)
-    made.generate([5, 6, 7], SamplingParams(max_tokens=2), use_tqdm=False)
+    made.generate([5, 6, 7], SamplingParams(max_tokens=2))
     assert not folder.exists()
 
 

@@ -16,16 +16,17 @@ import jax
 import numpy as np
 import pytest
 
-from pagedjax import Engine, EngineConfig, SamplingParams
+from pagedjax import Engine, EngineConfig
 from pagedjax.device import attention, sampling
 from pagedjax.device.models.decoder import Block
 from pagedjax.device.row_features import RowFeature
 from pagedjax.device.row_features import chain as chain_of
 from pagedjax.engine import compilations, kept_programs, runtime
 from tests import quick_compiler
+from tests.engine.runs import greedy
 
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "token_buckets": (8,), "num_blocks": 256}
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+GREEDY = greedy(6)
 
 
 @pytest.fixture

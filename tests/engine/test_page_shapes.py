@@ -127,7 +127,7 @@ def answers(llm: LLM) -> list[Any]:
     )
     outputs = []
     for _ in range(2):  # the second time, the prefix is in the cache
-        outputs += llm.generate(prompts, params, use_tqdm=False)
+        outputs += llm.generate(prompts, params)
     branches = [branch for output in outputs for branch in output.outputs]
     return [(branch.token_ids, branch.cumulative_logprob) for branch in branches]
 

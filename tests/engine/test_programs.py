@@ -14,6 +14,8 @@ from pagedjax.device import step
 from pagedjax.engine import compilations, kept_programs, programs
 from pagedjax.engine.resolve import resolve
 from tests import mappings
+from tests.engine.runs import greedy
+from tests.refusals import refused
 
 SIZES = {
     "max_num_seqs": 4,
@@ -21,7 +23,7 @@ SIZES = {
     "token_buckets": (4, 16),
     "num_blocks": 64,
 }
-GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+GREEDY = greedy(5)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,7 @@ def test_the_first_error_cancels_the_other_compilations(config, monkeypatch):
     def unfit(largest):
         raise ValueError("does not fit")
 
-    with pytest.raises(ValueError, match="does not fit"):
+    with refused("does not fit"):
         programs.compile_all(build, config.token_buckets, config, unfit)
     assert built == [16]
 
@@ -131,12 +133,12 @@ def test_lazy_compiles_a_bucket_at_its_first_step_with_the_same_tokens(one_layer
     lazy.engine.cancel("b")
 
     lazy.engine.reset()
-    outputs = [llm.generate(prompts, GREEDY, use_tqdm=False) for llm in (eager, lazy)]
+    outputs = [llm.generate(prompts, GREEDY) for llm in (eager, lazy)]
     assert [o.outputs[0].token_ids for o in outputs[0]] == [
         o.outputs[0].token_ids for o in outputs[1]
     ]
     before = compilations.compilations()
-    lazy.generate(prompts, GREEDY, use_tqdm=False)
+    lazy.generate(prompts, GREEDY)
     assert compilations.compilations() == before
 
 
@@ -159,9 +161,7 @@ def test_a_failed_compilation_leaves_the_state_unchanged(one_layer, monkeypatch)
 
 
 def test_an_unknown_compilation_is_refused():
-    with pytest.raises(
-        ValueError, match="compilation is 'later'; it must be one of 'eager', 'lazy'"
-    ):
+    with refused("compilation is 'later'; it must be one of 'eager', 'lazy'"):
         EngineConfig(compilation="later")  # type: ignore[arg-type]
 
 
@@ -197,7 +197,7 @@ def test_a_step_is_traced_once_for_each_bucket_and_never_after_start_up(one_laye
         SamplingParams(top_p=0.5, seed=1, max_tokens=4),
         SamplingParams(frequency_penalty=1.0, logprobs=2),
     ]
-    assert len(llm.generate(prompts, mixed, use_tqdm=False)) == 3
+    assert len(llm.generate(prompts, mixed)) == 3
     with pytest.raises(AssertionError, match="traced > 2 times"):
         # the count is not blind: another engine traces again
         LLM(one_layer, progress=False, compilation="eager", **SIZES)
@@ -213,7 +213,7 @@ def test_an_engine_that_is_dropped_gives_its_memory_mappings_back(one_layer, mon
     def mapped() -> tuple[int, int]:
         """By this process while an engine lives, and after it."""
         llm = LLM(one_layer, progress=False, compilation="eager", **SIZES)
-        llm.generate([[3, 4, 5]], GREEDY, use_tqdm=False)
+        llm.generate([[3, 4, 5]], GREEDY)
         while_it_lives = mappings.used()
         del llm
         gc.collect()

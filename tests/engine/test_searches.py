@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import pytest
 
-from pagedjax import LLM, BeamSearchParams, SamplingParams
+from pagedjax import LLM, BeamSearchParams
 from pagedjax.host.searches import SEARCHES, Continuation, Offer, SearchKind
 from pagedjax.host.types import Hypothesis
+from tests.engine.runs import greedy
 
 WIDTH = 8
 LENGTH = 3
@@ -64,11 +65,11 @@ def all_paths(llm: LLM, prompt: list[int]) -> list[Path]:
     """Every sequence of the `WIDTH` most likely tokens at each position. Each token is computed by
     a request of its own.
     """
-    params = SamplingParams(temperature=0, max_tokens=1, logprobs=WIDTH, ignore_eos=True)
+    params = greedy(1, logprobs=WIDTH)
     paths = [ROOT]
     for _ in range(LENGTH):
         prompts = [[*prompt, *path.token_ids] for path in paths]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params)
         tops = [output.outputs[0].logprobs[0] for output in outputs]
         paths = [
             path.continued(token, entry.logprob)
@@ -84,11 +85,9 @@ def test_an_engine_runs_a_search_that_this_file_defines(tiny, monkeypatch):
     llm = LLM(tiny, progress=False, compilation="lazy", token_buckets=(64,), **sizes)
     params = BottleneckParams(WIDTH, max_tokens=LENGTH, ignore_eos=True)
     prompts = [[5, 9, 200, 31, 7], [44, 3]]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params)
     bests = [max(all_paths(llm, prompt)) for prompt in prompts]
-    likeliest = llm.generate(
-        prompts, BeamSearchParams(WIDTH, max_tokens=LENGTH, ignore_eos=True), use_tqdm=False
-    )
+    likeliest = llm.generate(prompts, BeamSearchParams(WIDTH, max_tokens=LENGTH, ignore_eos=True))
     for output, best in zip(outputs, bests, strict=True):
         found = output.outputs[0]
         assert tuple(found.token_ids) == best.token_ids

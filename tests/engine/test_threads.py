@@ -16,6 +16,7 @@ import pytest
 
 from pagedjax import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from pagedjax.engine.interrupts import Turns
+from tests.engine.runs import greedy
 from tests.weights.tiny_adapters import tiny_adapter
 
 LIMIT = 300  # seconds for what takes some: machines may be slow
@@ -51,7 +52,7 @@ def a_call(number: int) -> dict[str, Any]:
 def answer(llm: LLM, call: dict[str, Any]) -> Any:
     prompts, params = call["prompts"], call["params"]
     if not call["streams"]:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params)
         return [[branch.token_ids for branch in output.outputs] for output in outputs]
     stream = llm.stream(prompts[0], params)
     if call["leaves"]:
@@ -83,13 +84,13 @@ def test_steps_are_shared_and_short_calls_do_not_wait_for_long_ones(tiny_llm):
     began = threading.Event()
 
     def generate(name: str) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=lengths[name], ignore_eos=True)
+        params = greedy(lengths[name])
         if name == "long":
             for _ in tiny_llm.stream([5, 6], params):
                 began.set()
         else:
             assert began.wait(LIMIT)
-            tiny_llm.generate([[7, 8]], params, use_tqdm=False)
+            tiny_llm.generate([[7, 8]], params)
         ended[name] = time.perf_counter()
 
     threads = [threading.Thread(target=generate, args=(name,)) for name in lengths]
@@ -109,11 +110,11 @@ def test_pooling_adapters_and_changes_go_with_generation(tiny, tiny_folder, tmp_
     }
     llm = LLM(tiny, progress=False, enable_lora=True, max_loras=2, **sizes)
     folders = [tiny_adapter(tmp_path / str(i), tiny_folder, 4, seed=i) for i in range(3)]
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    params = greedy(6)
 
     def adapted(i: int) -> Any:
         request = LoRARequest(f"a{i % 3}", lora_path=str(folders[i % 3]))
-        (output,) = llm.generate([[5, 6, 7, 8]], params, use_tqdm=False, lora_request=request)
+        (output,) = llm.generate([[5, 6, 7, 8]], params, lora_request=request)
         return output.outputs[0].token_ids
 
     expected = [adapted(i) for i in range(3)]
@@ -125,8 +126,8 @@ def test_pooling_adapters_and_changes_go_with_generation(tiny, tiny_folder, tmp_
 
 
 def test_ctrl_c_ends_the_call_of_the_main_thread_alone(tiny_llm, interruptible):
-    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
-    expected = tiny_llm.generate([[5, 6]], params, use_tqdm=False)[0].outputs[0].token_ids
+    params = greedy(200)
+    expected = tiny_llm.generate([[5, 6]], params)[0].outputs[0].token_ids
     running, interrupted = threading.Event(), threading.Event()
 
     def press() -> None:
@@ -138,7 +139,7 @@ def test_ctrl_c_ends_the_call_of_the_main_thread_alone(tiny_llm, interruptible):
                 return
 
     def other() -> Any:
-        tokens = tiny_llm.generate([[5, 6]] * 2, params, use_tqdm=False)
+        tokens = tiny_llm.generate([[5, 6]] * 2, params)
         return [output.outputs[0].token_ids for output in tokens]
 
     def stream_for_ever() -> None:
@@ -156,7 +157,7 @@ def test_ctrl_c_ends_the_call_of_the_main_thread_alone(tiny_llm, interruptible):
     assert not tiny_llm.session.branches
     state = tiny_llm.engine.scheduler_state
     assert state.pool.num_free == state.config.num_blocks
-    assert tiny_llm.generate([[5, 6]], params, use_tqdm=False)[0].outputs[0].token_ids == expected
+    assert tiny_llm.generate([[5, 6]], params)[0].outputs[0].token_ids == expected
 
 
 def test_turns_are_taken_in_turn_and_may_be_nested():

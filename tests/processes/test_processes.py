@@ -21,10 +21,11 @@ from typing import Any
 import httpx
 import pytest
 
-from pagedjax import LLM, SamplingParams
+from pagedjax import LLM
 from pagedjax.engine.processes.group import EXIT_STATUS
 from pagedjax.host.replay import verify
 from pagedjax.weights.convert import convert
+from tests.engine.runs import greedy
 from tests.engine.test_lookahead import CONFIG, play
 from tests.weights.tiny import tiny_llama
 
@@ -349,10 +350,8 @@ def test_two_processes_serve_until_one_is_asked_to_stop(folder, tmp_path):
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
         servers[1].send_signal(signal.SIGTERM)
         assert [process.wait(60) for process in servers] == [0, 0], (tmp_path / "0").read_text()
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    (alone,) = LLM(folder, progress=False, num_blocks=256, max_num_seqs=4).generate(
-        "abc", params, use_tqdm=False
-    )
+    params = greedy(8)
+    (alone,) = LLM(folder, progress=False, num_blocks=256, max_num_seqs=4).generate("abc", params)
     assert answer.json()["choices"][0]["text"] == alone.outputs[0].text
     followers_log = log.with_suffix(".process-1.jsonl")
     assert verify(followers_log).steps == verify(log).steps == 8

@@ -38,10 +38,12 @@ from pagedjax.engine.processes.engines import (
 from pagedjax.engine.processes.group import ProcessFailed
 from pagedjax.engine.requests import EngineRequest
 from pagedjax.host.policies import FCFS
+from tests.engine.runs import greedy
 from tests.engine.test_lookahead import CONFIG, make, play, tokens
 from tests.processes.pairs import Connected, connected
+from tests.refusals import refused
 
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+GREEDY = greedy(8)
 SWAPPED = {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max_model_len": 64}
 SWAPPED |= {"token_buckets": (24,)}
 SPECULATIVE = {"speculative": {"method": "ngram", "num_tokens": 3, "adaptive": True}}
@@ -161,10 +163,7 @@ def test_several_processes_compile_for_a_pooled_prompt_only_if_they_may(pair):
     pair.leader.runtime = dataclasses.replace(
         pair.leader.runtime, config=dataclasses.replace(pair.leader.config, compilation="eager")
     )
-    with pytest.raises(
-        ValueError,
-        match=r"'MEAN' compiles .* while several processes wait; use 'LAST', or compilation",
-    ):
+    with refused(r"'MEAN' compiles .* while several processes wait; use 'LAST', or compilation"):
         pair.leader.add("mean", tokens(30, 9), PoolingParams(pooling_type="MEAN"))
     assert not pair.leader.has_work
 
@@ -334,14 +333,11 @@ def test_an_exception_in_a_step_of_the_leader_ends_both(pair, monkeypatch, error
 
 def test_requests_that_are_refused_reach_nobody(pair):
     pair.follow()
-    with pytest.raises(ValueError, match=r"request .bad. has token id 999; the vocabulary"):
+    with refused(r"request .bad. has token id 999; the vocabulary"):
         pair.leader.add("bad", [999], GREEDY)
-    with pytest.raises(
-        ValueError,
-        match="request 'taps': taps run in one process, and this engine has several; leave",
-    ):
+    with refused("request 'taps': taps run in one process, and this engine has several; leave"):
         pair.leader.add("taps", [5], SamplingParams(taps=Taps(hidden_states=0)))
-    with pytest.raises(ValueError, match="process 1 follows process 0, which takes the requests"):
+    with refused("process 1 follows process 0, which takes the requests"):
         pair.follower.add("other", [5], GREEDY)
     add(pair.leader)
     pair.leader.cancel("nobody")
@@ -398,7 +394,7 @@ def test_what_cannot_be_sent_is_refused_before_it_is_taken(pair, tmp_path):
     pair.follow()
     with pytest.raises(TypeError):
         pair.leader.add("a", tokens(5, 1), GREEDY, user=object())
-    with pytest.raises(ValueError, match=r"has no folder; make .*, or name a file elsewhere"):
+    with refused(r"has no folder; make .*, or name a file elsewhere"):
         pair.leader.record(tmp_path / "nowhere" / "run.jsonl")
     pair.leader.add("a", np.array(tokens(5, 1)), GREEDY, priority=np.int64(3))
     while pair.leader.has_work:
@@ -523,14 +519,10 @@ def test_a_request_survives_the_wire():
 def test_several_processes_without_a_connection_or_a_mesh_are_refused(tiny, monkeypatch):
     config = EngineConfig(**CONFIG)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(
-        ValueError,
-        match=r"JAX runs in 2 processes, and they are not connected; call pagedjax\.engine\.processes\.join",
+    with refused(
+        r"JAX runs in 2 processes, and they are not connected; call pagedjax\.engine\.processes\.join"
     ):
         make_engine(tiny.model, config)
     monkeypatch.setattr(engines, "joined", lambda: object())
-    with pytest.raises(
-        ValueError,
-        match=r"2 processes have \d+ devices, and mesh is None; set mesh=\{'tensor': \d+\}",
-    ):
+    with refused(r"2 processes have \d+ devices, and mesh is None; set mesh=\{'tensor': \d+\}"):
         make_engine(tiny.model, config)

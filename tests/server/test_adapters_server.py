@@ -23,6 +23,7 @@ from pagedjax import LLM, LoRARequest, PoolingParams, SamplingParams
 from pagedjax.commands import cli
 from pagedjax.server import adapters
 from pagedjax.server.worker import EngineStopped
+from tests.engine.runs import greedy
 from tests.server.support import (
     ENGINE,
     command,
@@ -37,7 +38,7 @@ from tests.weights.tiny_adapters import tiny_adapter
 
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
-PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PARAMS = greedy(8)
 PROMPT = "the cat and"
 MESSAGES = [{"role": "user", "content": "the cat"}]
 RANKS = {"one": 4, "two": 8, "three": 3}
@@ -121,7 +122,7 @@ def texts(
     prompt: Any = PROMPT,
 ) -> str:
     request = name and LoRARequest(name, 1, folders[name])
-    (output,) = library.generate(prompt, params, lora_request=request, use_tqdm=False)
+    (output,) = library.generate(prompt, params, lora_request=request)
     return output.outputs[0].text
 
 
@@ -149,7 +150,7 @@ def test_every_route_serves_an_adapter_as_a_model(http, library, folders):
         )
 
     request = LoRARequest("one", 1, folders["one"])
-    (chat,) = library.chat(MESSAGES, PARAMS, lora_request=request, use_tqdm=False)
+    (chat,) = library.chat(MESSAGES, PARAMS, lora_request=request)
     reply = http.post(
         "/v1/chat/completions", json={**GREEDY, "model": "one", "messages": MESSAGES}
     ).json()
@@ -160,7 +161,7 @@ def test_every_route_serves_an_adapter_as_a_model(http, library, folders):
     body = {"model": "one", "input": "the cat", "temperature": 0, "max_output_tokens": 8}
     reply = http.post("/v1/responses", json=body).json()
     params = SamplingParams(temperature=0.0, max_tokens=8)
-    (answer,) = library.chat(MESSAGES, params, lora_request=request, use_tqdm=False)
+    (answer,) = library.chat(MESSAGES, params, lora_request=request)
     assert (reply["model"], reply["output"][0]["content"][0]["text"]) == (
         "one",
         answer.outputs[0].text,
@@ -176,8 +177,7 @@ def test_embeddings_have_the_adapter_too(http, library, folders):
     ).json()
     request = LoRARequest("two", 1, folders["two"])
     with_it, without = (
-        library.embed(PROMPT, PoolingParams(), lora_request=r, use_tqdm=False)
-        for r in (request, None)
+        library.embed(PROMPT, PoolingParams(), lora_request=r) for r in (request, None)
     )
     assert reply["model"] == "two"
     vector = reply["data"][0]["embedding"]
@@ -199,10 +199,10 @@ def test_requests_of_several_adapters_run_together(open_server, http, library, f
             return await asyncio.gather(*(one(client, i, name) for i, name in enumerate(names)))
 
     generated = asyncio.run(every())
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    params = greedy(12)
     requests = [name and LoRARequest(name, 1, folders[name]) for name in names]
     prompts = [[20 + i, 30, 40] for i in range(len(names))]
-    outputs = library.generate(prompts, params, lora_request=requests, use_tqdm=False)
+    outputs = library.generate(prompts, params, lora_request=requests)
     assert generated == [output.outputs[0].text for output in outputs]
 
 
@@ -242,7 +242,7 @@ def test_the_list_of_models_has_the_adapters(http, folders):
 def test_a_stream_keeps_its_adapter_while_others_are_loaded_and_it_is_replaced_and_unloaded(
     open_server, http, library, folders, slow
 ):
-    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    params = greedy(200)
     must_load(http, "mine", folders["one"])
     body = {**GREEDY, "max_tokens": 200, "model": "mine", "prompt": PROMPT, "stream": True}
     with httpx.stream("POST", f"{open_server.url}/v1/completions", json=body, timeout=60) as answer:

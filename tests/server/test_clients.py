@@ -106,7 +106,7 @@ def score(llm, context: str, continuation: str) -> float:
     tokens = llm.tokenizer.encode(context + continuation)
     start = len(llm.tokenizer.encode(context))
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    (output,) = llm.generate(tokens, params, use_tqdm=False)
+    (output,) = llm.generate(tokens, params)
     positions = zip(tokens[start:], output.prompt_logprobs[start:], strict=True)
     return sum(position[token].logprob for token, position in positions)
 

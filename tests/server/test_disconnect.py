@@ -10,7 +10,8 @@ from collections import Counter
 import httpx
 import pytest
 
-from pagedjax import LLM, SamplingParams
+from pagedjax import LLM
+from tests.engine.runs import greedy
 from tests.server.support import ENGINE, GREEDY, idle, serving, wait_until
 
 CLIENTS = 80
@@ -63,10 +64,8 @@ def test_answers_stay_right_while_a_third_of_the_clients_leave(served, reference
         [20 + i % 250, 30, 40 + i // 250, *(draw.randint(20, 300) for _ in range(i % 30))]
         for i in range(CLIENTS)
     ]
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    expected = [
-        output.outputs[0].text for output in reference.generate(prompts, params, use_tqdm=False)
-    ]
+    params = greedy(24)
+    expected = [output.outputs[0].text for output in reference.generate(prompts, params)]
     leaving = {i for i in range(CLIENTS) if draw.random() < 1 / 3}
 
     async def one(client, i):

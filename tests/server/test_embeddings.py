@@ -32,8 +32,7 @@ def post(http: httpx.Client, **body: Any) -> httpx.Response:
 
 def vectors(reference: LLM, prompts: Any, **params: Any) -> list[list[float]]:
     return [
-        output.outputs.embedding
-        for output in reference.embed(prompts, PoolingParams(**params), use_tqdm=False)
+        output.outputs.embedding for output in reference.embed(prompts, PoolingParams(**params))
     ]
 
 

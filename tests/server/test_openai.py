@@ -19,7 +19,7 @@ PROMPT = "abc def"
 
 
 def generate(reference, prompt, **params):
-    (output,) = reference.generate(prompt, SamplingParams(**params), use_tqdm=False)
+    (output,) = reference.generate(prompt, SamplingParams(**params))
     return output
 
 
@@ -57,9 +57,7 @@ def test_defaults_are_those_of_openai(client):
     "prompts", [["abc", "b", "cc dd"], [[20, 30, 40], [50]]], ids=["texts", "ids"]
 )
 def test_several_prompts_are_answered_in_order(client, reference, prompts):
-    expected = reference.generate(
-        prompts, SamplingParams(temperature=0.0, max_tokens=5), use_tqdm=False
-    )
+    expected = reference.generate(prompts, SamplingParams(temperature=0.0, max_tokens=5))
     completion = client.completions.create(
         model="tiny", prompt=prompts, max_tokens=5, n=1, **GREEDY
     )
@@ -213,9 +211,7 @@ def test_prompt_log_probabilities_have_vllms_format(client, reference):
 
 
 def test_beam_search_matches_the_library(client, reference):
-    (expected,) = reference.generate(
-        PROMPT, BeamSearchParams(beam_width=3, max_tokens=6), use_tqdm=False
-    )
+    (expected,) = reference.generate(PROMPT, BeamSearchParams(beam_width=3, max_tokens=6))
     completion = client.completions.create(
         model="tiny",
         prompt=PROMPT,
@@ -261,7 +257,7 @@ def test_a_stream_is_the_answer_in_pieces(client, reference, n):
 
 def test_a_stream_of_several_prompts_numbers_their_choices(client, reference):
     prompts = ["abc", "b", "cc dd"]
-    outputs = reference.generate(prompts, SamplingParams(n=2, seed=4, max_tokens=5), use_tqdm=False)
+    outputs = reference.generate(prompts, SamplingParams(n=2, seed=4, max_tokens=5))
     texts = {i: "" for i in range(6)}
     for chunk in client.completions.create(
         model="tiny", prompt=prompts, n=2, seed=4, max_tokens=5, stream=True
@@ -304,9 +300,7 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 
 
 def test_a_chat_uses_the_models_template(client, reference):
-    (expected,) = reference.chat(
-        MESSAGES, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False
-    )
+    (expected,) = reference.chat(MESSAGES, SamplingParams(temperature=0.0, max_tokens=8))
     answer = client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_completion_tokens=8, **GREEDY
     )
@@ -434,9 +428,7 @@ def test_continuous_usage_of_a_stream_counts_one_branch(client, reference):
 
 def test_each_of_many_clients_gets_its_answer(served, reference):
     prompts = [[20 + i, 30, 40 + i] for i in range(24)]
-    outputs = reference.generate(
-        prompts, SamplingParams(temperature=0.0, max_tokens=10), use_tqdm=False
-    )
+    outputs = reference.generate(prompts, SamplingParams(temperature=0.0, max_tokens=10))
 
     async def all_clients():
         async with openai.AsyncOpenAI(
@@ -576,9 +568,9 @@ def test_the_embedded_model_gives_the_same_text_over_http(smollm2):
         "Write “émigré” in capitals:",
     ]
     params = SamplingParams(temperature=0.0, max_tokens=24)
-    expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+    expected = [output.outputs[0].text for output in llm.generate(prompts, params)]
     messages = [{"role": "user", "content": "Name three colours."}]
-    (answer,) = llm.chat(messages, params, use_tqdm=False)
+    (answer,) = llm.chat(messages, params)
     with (
         serving(llm, name="smollm2-135m") as server,
         openai.OpenAI(

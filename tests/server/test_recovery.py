@@ -9,9 +9,10 @@ import logging
 import httpx
 import pytest
 
-from pagedjax import LLM, SamplingParams
+from pagedjax import LLM
 from pagedjax.engine import step
 from pagedjax.text.outputs import OutputBuilder
+from tests.engine.runs import greedy
 from tests.server.support import (
     ENGINE,
     GREEDY,
@@ -51,8 +52,8 @@ def failing(monkeypatch):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_step_that_fails_once_changes_no_token(tiny, reference, failing, caplog, stream):
     llm = LLM(tiny, progress=False, **ENGINE)
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    (expected,) = reference.generate("abc", params, use_tqdm=False)
+    params = greedy(12)
+    (expected,) = reference.generate("abc", params)
     failed = failing(lambda call: call in (1, 5, 6, 9))
     options = {"max_tokens": 12, "ignore_eos": True}
     with served_to(llm) as (server, http), caplog.at_level(logging.ERROR, "pagedjax.server"):

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pagedjax import SamplingParams
+from tests.engine.runs import greedy
 from tests.server.support import GREEDY, gauge, start_server
 
 CLIENTS = 200
@@ -46,10 +46,8 @@ def soak(reference, folder, seconds: float) -> dict:
     """Load a server with clients of which a third leave. Returns counts, and memory over time."""
     draw = random.Random(0)
     prompts = [[draw.randint(20, 300) for _ in range(draw.randint(1, 60))] for _ in range(100)]
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    expected = [
-        output.outputs[0].text for output in reference.generate(prompts, params, use_tqdm=False)
-    ]
+    params = greedy(TOKENS)
+    expected = [output.outputs[0].text for output in reference.generate(prompts, params)]
     process, url = start_server(
         str(folder),
         *SIZES,

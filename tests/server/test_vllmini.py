@@ -36,9 +36,7 @@ def status(http, name) -> str:
 
 
 def test_a_generation_is_started_and_its_text_is_read_later(http, reference):
-    (expected,) = reference.generate(
-        "abc", SamplingParams(temperature=0.0, max_tokens=60), use_tqdm=False
-    )
+    (expected,) = reference.generate("abc", SamplingParams(temperature=0.0, max_tokens=60))
     answers = []
     name = post(http, max_length=len(expected.prompt_token_ids) + 60)
     wait_until(

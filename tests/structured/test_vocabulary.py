@@ -145,7 +145,7 @@ def test_an_answer_has_the_whole_text(tiny, tiny_llm, speculative):
     )
     cases = forms("see <|im_end|> here")
     params = [SamplingParams(max_tokens=80, structured_outputs=form) for form, _ in cases.values()]
-    answers = llm.generate(["x"] * len(params), params, use_tqdm=False)
+    answers = llm.generate(["x"] * len(params), params)
     assert [answer.outputs[0].text for answer in answers] == [text for _, text in cases.values()]
     assert {answer.outputs[0].finish_reason for answer in answers} == {"stop"}
 

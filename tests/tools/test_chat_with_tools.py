@@ -25,12 +25,7 @@ def test_calls_obey_their_schemas(tiny_tools):
     params = [SamplingParams(max_tokens=200, seed=i) for i in range(6)]
     chats = [MESSAGES] * 6
     outputs = tiny_tools.chat(
-        chats,
-        params,
-        tools=TOOLS,
-        tool_choice="required",
-        parallel_tool_calls=False,
-        use_tqdm=False,
+        chats, params, tools=TOOLS, tool_choice="required", parallel_tool_calls=False
     )
     for output in outputs:
         (branch,) = output.outputs
@@ -78,12 +73,7 @@ def test_calls_may_be_written_with_tokens_of_the_vocabulary(tmp_path, kind):
     params = [SamplingParams(max_tokens=200, seed=i) for i in range(4)]
     chats = [MESSAGES] * 4
     outputs = llm.chat(
-        chats,
-        params,
-        tools=TOOLS,
-        tool_choice="required",
-        parallel_tool_calls=False,
-        use_tqdm=False,
+        chats, params, tools=TOOLS, tool_choice="required", parallel_tool_calls=False
     )
     for output in outputs:
         assert output.prompt == "2 toolsthe cat"
@@ -95,14 +85,14 @@ def test_calls_may_be_written_with_tokens_of_the_vocabulary(tmp_path, kind):
         jsonschema.validate(
             json.loads(call.arguments), SCHEMA if call.name == "f" else {"maxProperties": 0}
         )
-    (free,) = llm.chat(MESSAGES, SamplingParams(max_tokens=20, seed=1), tools=TOOLS, use_tqdm=False)
+    (free,) = llm.chat(MESSAGES, SamplingParams(max_tokens=20, seed=1), tools=TOOLS)
     assert free.outputs[0].text
 
 
 def test_without_tools_nothing_changes(tiny_tools):
     params = SamplingParams(max_tokens=8, temperature=0.0)
-    (plain,) = tiny_tools.chat(MESSAGES, params, use_tqdm=False)
-    (none,) = tiny_tools.chat(MESSAGES, params, tools=TOOLS, tool_choice="none", use_tqdm=False)
+    (plain,) = tiny_tools.chat(MESSAGES, params)
+    (none,) = tiny_tools.chat(MESSAGES, params, tools=TOOLS, tool_choice="none")
     assert plain.outputs[0].tool_calls == none.outputs[0].tool_calls == ()
     assert plain.prompt_token_ids == none.prompt_token_ids
     assert plain.outputs == none.outputs
@@ -110,7 +100,7 @@ def test_without_tools_nothing_changes(tiny_tools):
 
 def test_a_beam_search_has_no_tools(tiny_tools):
     with pytest.raises(ValueError, match="tools do not go with a beam search"):
-        tiny_tools.chat(MESSAGES, BeamSearchParams(2), tools=TOOLS, use_tqdm=False)
+        tiny_tools.chat(MESSAGES, BeamSearchParams(2), tools=TOOLS)
 
 
 @pytest.mark.slow

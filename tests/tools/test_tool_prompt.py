@@ -22,6 +22,7 @@ from pagedjax.text.tools.formats import (
 )
 from pagedjax.text.tools.prompt import DEFAULT_PROMPT, conversation, system_text
 from pagedjax.text.tools.use import tool_use
+from tests.refusals import refused
 
 TOOL = {
     "type": "function",
@@ -77,9 +78,7 @@ def test_an_operator_may_name_the_format():
     assert dialect("{{ tools }} ...", "hermes") == Dialect(HERMES, True)
     assert dialect("{{ messages }}", "llama3_json") == Dialect(LLAMA, False)
     assert dialect("{{ tools }} [TOOL_CALLS] [", "mistral").format is MISTRAL_SPACED
-    with pytest.raises(
-        ValueError, match="tool_call_parser is 'x'; it must be one of hermes, llama3_json, mistral"
-    ):
+    with refused("tool_call_parser is 'x'; it must be one of hermes, llama3_json, mistral"):
         dialect(None, "x")
 
 
@@ -160,7 +159,7 @@ def test_a_wrong_message_is_named_by_its_place(native, message, error):
     if not isinstance(message, dict):
         calls = [CALL, {**CALL, "function": {"name": "f", "arguments": message}}]
         message = {"role": "assistant", "tool_calls": calls}
-    with pytest.raises(ValueError, match=error):
+    with refused(error):
         conversation([message], (), Dialect(HERMES, native))
 
 

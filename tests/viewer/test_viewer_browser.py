@@ -106,7 +106,7 @@ def lecture(tmp_path_factory: pytest.TempPathFactory, smollm2: Any) -> tuple[Pat
         progress=False,
     )
     llm.engine.record(path, times=True, prompts=True)
-    outs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    outs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12))
     llm.engine.record(None)
     return path, [out.outputs[0].text for out in outs]
 

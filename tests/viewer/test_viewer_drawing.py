@@ -8,7 +8,6 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 
-import pytest
 from hypothesis import strategies as st
 
 from pagedjax.host import blocks, scheduler
@@ -19,6 +18,7 @@ from pagedjax.host.types import Request
 from pagedjax.viewer import drawing
 from tests import drawn
 from tests.host.scheduler_steps import crowded, request, start, step
+from tests.refusals import refused
 from tests.viewer.runs import any_run
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -128,7 +128,7 @@ def test_a_notebook_shows_a_drawing():
 
 def test_too_many_blocks_are_refused_with_the_remedy():
     message = "the pool has 5000 blocks, and a drawing shows at most 1024; draw a smaller engine, or record the run"
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         drawing.draw(start(num_blocks=5000))
 
 
@@ -136,9 +136,7 @@ def test_too_many_entries_of_shared_blocks_are_refused_too():
     request = Request("a", 700, 4, hashes=tuple(map(str, range(700))))
     sizes = {"block_size": 1, "num_blocks": 1024, "budget": 2048, "model_len": 1000}
     state, *_ = step(start(request, request._replace(request_id="b"), **sizes))
-    with pytest.raises(
-        ValueError, match="the block tables have 1400 blocks, and a drawing shows at most 1024"
-    ):
+    with refused("the block tables have 1400 blocks, and a drawing shows at most 1024"):
         drawing.draw(state)
 
 

@@ -14,6 +14,7 @@ import yaml
 from pagedjax.commands import cli
 from pagedjax.server.ray.command import options_of
 from pagedjax.server.ray.options import ClusterOptions, check_room, default_resources, of_args
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[3]
 WRONG = [
@@ -72,7 +73,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("args", "message"), WRONG)
 def test_a_wrong_option_is_an_error_with_a_remedy(args, message):
-    with pytest.raises(ValueError, match=f"(?s){message}"):
+    with refused(f"(?s){message}"):
         of_args(args)
 
 
@@ -115,15 +116,13 @@ def test_replicas_that_have_no_room_are_refused():
     options = ClusterOptions(replicas=3)
     check_room(options, {"num_gpus": 2}, {"CPU": 1.0, "GPU": 6.0})
     message = "replicas is 3, and each needs 2 GPU, but Ray has 4; start fewer, or ask for less with --replica-resources"
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with refused(re.escape(message)):
         check_room(options, {"num_gpus": 2}, {"CPU": 8.0, "GPU": 4.0})
-    with pytest.raises(
-        ValueError, match="replicas need an accelerator 'A100', which Ray does not have"
-    ):
+    with refused("replicas need an accelerator 'A100', which Ray does not have"):
         check_room(options, {"accelerator_type": "A100"}, {"CPU": 8.0})
-    with pytest.raises(ValueError, match=r"each needs 1e\+12 memory, but Ray has 2e\+10"):
+    with refused(r"each needs 1e\+12 memory, but Ray has 2e\+10"):
         check_room(options, {"memory": 1e12}, {"CPU": 8.0, "memory": 2e10})
-    with pytest.raises(ValueError, match="each needs 1 TPU, but Ray has 0"):
+    with refused("each needs 1 TPU, but Ray has 0"):
         check_room(options, {"resources": {"TPU": 1}}, {"CPU": 8.0})
 
 
@@ -208,9 +207,7 @@ def test_a_wrong_command_line_ends_before_ray_starts(words, message, capsys):
 
 def test_an_empty_key_is_refused(tmp_path):
     (tmp_path / "key").write_text("\n", "utf-8")
-    with pytest.raises(
-        ValueError, match="is empty; write the key into it, or leave it out to need no key"
-    ):
+    with refused("is empty; write the key into it, or leave it out to need no key"):
         ClusterOptions(api_key_file=str(tmp_path / "key")).api_key()
     (tmp_path / "key").write_text("secret\n", "utf-8")
     assert ClusterOptions(api_key_file=str(tmp_path / "key")).api_key() == "secret"

@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
-from pagedjax import SamplingParams
 from pagedjax.routing import recording
+from tests.engine.runs import greedy
 from tests.server.replicas.support import Cluster, cluster, idle
 from tests.server.support import wait_until
 
@@ -76,11 +76,8 @@ async def while_it_grows(ray_cluster: Cluster, key: str) -> list[tuple[int, str]
 
 
 def test_replicas_follow_the_queue_and_drain(tiny_folder, reference, tmp_path):
-    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-    expected = [
-        output.outputs[0].text
-        for output in reference.generate(PROMPTS[:12], params, use_tqdm=False)
-    ]
+    params = greedy(100)
+    expected = [output.outputs[0].text for output in reference.generate(PROMPTS[:12], params)]
     (tmp_path / "key").write_text("secret\n", "utf-8")
     words = (
         "--replicas",

@@ -17,8 +17,9 @@ import httpx
 import openai
 import pytest
 
-from pagedjax import LLM, SamplingParams
+from pagedjax import LLM
 from pagedjax.routing import recording
+from tests.engine.runs import greedy
 from tests.server.replicas.support import cluster, idle, kill_one_replica
 from tests.server.support import wait_until
 
@@ -75,8 +76,8 @@ def prompts() -> list[str]:
 def expected_texts(smollm2) -> list[str]:
     """The library's answers, one prompt after the other."""
     llm = LLM(smollm2, progress=False, **ENGINE)
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    return [output.outputs[0].text for output in llm.generate(prompts(), params, use_tqdm=False)]
+    params = greedy(TOKENS)
+    return [output.outputs[0].text for output in llm.generate(prompts(), params)]
 
 
 async def send(client: openai.AsyncOpenAI, number: int, prompt: str, stream: bool) -> Sent:
