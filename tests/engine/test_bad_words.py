@@ -91,7 +91,7 @@ def words(tiny_llm) -> list[tuple[int, ...]]:
 
 
 def test_no_output_has_a_bad_word_and_the_other_rows_are_unchanged(tiny_llm, words):
-    params = [greedy(20, bad_words_token_ids=row_words) for row_words in (words, None, words[2:])]
+    params = [greedy(20, bad_words_token_ids=row_words) for row_words in (words, (), words[2:])]
     outputs = token_ids(tiny_llm, PROMPTS, params)
     assert outputs[1] == token_ids(tiny_llm, PROMPTS, PLAIN)[1]
     for i, row_words in ((0, words), (2, words[2:])):

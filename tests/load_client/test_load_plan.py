@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shlex
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def test_lognormal_lengths_have_the_median_asked_for():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "x", "5:4", "1:2:3", "-3", "lognormal:1", "lognormal:1,-1", "lognormal:inf,1"]
+    "text", ["", *shlex.split("0 x 5:4 1:2:3 -3 lognormal:1 lognormal:1,-1 lognormal:inf,1")]
 )
 def test_an_invalid_length_gives_an_error_with_the_valid_formats(text):
     with refused(r"prompt_tokens is .*; it must be like"):

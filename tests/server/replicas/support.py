@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -61,10 +62,7 @@ def cluster(model: str, folder: Path, *words: str, key: str = "none") -> Iterato
         "serve",
         model,
         *words,
-        "--port",
-        "0",
-        "--log-level",
-        "warning",
+        *shlex.split("--port 0 --log-level warning"),
     ]
     with log.open("w") as errors:
         process = subprocess.Popen(
