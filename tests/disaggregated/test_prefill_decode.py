@@ -414,7 +414,7 @@ def test_what_one_engine_computes_is_refused(tinies, tiny_llm):
         ),
     ],
 )
-def test_engines_that_differ_are_refused(tiny, tinies, options: Any, message):
+def test_engines_that_differ_are_refused(tiny, tinies, options, message):
     with refused(message):
         PrefillDecode(tinies[0], small_llm(tiny, **options))
 

@@ -8,8 +8,8 @@ import chex
 import numpy as np
 import pytest
 
-from pagedjax import LLM, LoRARequest
-from tests.engine.runs import greedy
+from pagedjax import LoRARequest
+from tests.engine.runs import greedy, small_llm
 from tests.weights.tiny_adapters import tiny_adapter
 
 pytestmark = pytest.mark.oracle
@@ -30,10 +30,9 @@ def test_log_probabilities_of_a_mixed_batch_are_those_of_peft(tiny_folder, tmp_p
     sizes = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
-        "token_buckets": (16,),
         "num_blocks": 64,
     }
-    llm = LLM(tiny_folder, progress=False, enable_lora=True, max_loras=2, max_lora_rank=8, **sizes)
+    llm = small_llm(tiny_folder, enable_lora=True, max_loras=2, max_lora_rank=8, **sizes)
     params = greedy(6, logprobs=0)
     wanted = [name and LoRARequest(name, 1, folders[name]) for name in NAMES]
     outputs = llm.generate(PROMPTS, params, lora_request=wanted)

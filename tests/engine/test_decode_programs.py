@@ -119,7 +119,7 @@ def test_a_decode_that_wants_a_log_probability_of_its_prompt_is_in_a_mixed_step(
     """A chunk of one token, the last but one of a prompt."""
     logprobs = []
     for impl, config in (
-        (OWN, {"max_num_batched_tokens": 4, "token_buckets": (4,)}),
+        (OWN, {"max_num_batched_tokens": 4}),
         ("reference", {}),
     ):
         llm = make(one_layer, impl, **config)

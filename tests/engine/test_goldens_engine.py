@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from pagedjax import LLM, RequestOutput, SamplingParams
-from tests.engine.poison import poisoned
 from tests.engine.runs import greedy, logprobs_of, sampled, steps, token_ids
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "greedy.json").read_text())["prompts"]
@@ -91,17 +90,6 @@ def test_tokens_and_log_probabilities_equal_transformers(smollm2, options, golde
             assert prompt_log_probabilities(output) == pytest.approx(values, abs=1e-3)
 
 
-@pytest.mark.exhaustive  # test_swapping.py has the same with small models
-def test_preemption_changes_no_golden_token(smollm2):
-    llm = engine(
-        smollm2, block_size=8, max_num_batched_tokens=64, num_blocks=20, token_buckets=(16, 64)
-    )
-    goldens = SHORT[:8]
-    count, tokens = run(llm, prompts_of(goldens), [greedy(32)] * len(goldens))
-    assert count > 0
-    assert all(tokens[str(i)] == g["token_ids"][:32] for i, g in enumerate(goldens))
-
-
 @pytest.mark.slow
 def test_a_seeded_request_is_independent_of_its_batch(smollm2):
     prompt = GOLDENS[0]["prompt_token_ids"]
@@ -126,24 +114,6 @@ def test_a_seeded_request_is_independent_of_its_batch(smollm2):
     count, tokens = run(narrow, [*others[:3], prompt], [greedy(24)] * 3 + [SAMPLED])
     assert count > 0, "the pool was meant to be too small"
     assert tokens["3"] == list(alone)
-
-
-@pytest.mark.exhaustive  # test_prefix_caching.py does it by default
-def test_goldens_never_read_freed_blocks(smollm2):
-    """Free blocks hold NaN; the pool is so small that every block changes hands, and nothing is
-    kept for others.
-    """
-    llm = engine(
-        smollm2,
-        block_size=16,
-        max_num_batched_tokens=512,
-        num_blocks=60,
-        enable_prefix_caching=False,
-    )
-    spoilt = poisoned(llm.engine)
-    assert differing(llm, GOLDENS) == []
-    assert max(spoilt) == 60
-    assert min(spoilt) < 5
 
 
 # The smallest and the largest. The rest of the grid takes minutes more and is for changes of

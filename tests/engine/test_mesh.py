@@ -10,12 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from pagedjax import LLM, SamplingParams, from_params, load_model
+from pagedjax import SamplingParams, from_params, load_model
 from pagedjax.options.config import MeshConfig
 from pagedjax.weights.convert import convert
 from pagedjax.weights.trained import whole
 from pagedjax.weights.tree import named
-from tests.engine.runs import greedy, token_ids
+from tests.engine.runs import greedy, small_llm, token_ids
 from tests.engine.test_batch_invariance import model_of
 from tests.engine.test_lookahead import CONFIG, play, tokens
 from tests.refusals import refused
@@ -53,7 +53,7 @@ def compare_runs(
     runs = []
     logs = []
     for name, placement in (("one", {}), ("mesh", {"mesh": mesh, "devices": devices})):
-        engine = LLM(folder, progress=False, **CONFIG | config, **placement).engine
+        engine = small_llm(folder, **CONFIG | config, **placement).engine
         assert (engine.model.placement is not None) == (name == "mesh")
         files = [tmp_path / f"{name}{seed}.jsonl" for seed in seeds]
         runs.append(
@@ -166,11 +166,11 @@ def test_new_parameters_are_split_as_the_old_ones(folders, tmp_path, name):
     """An engine with the parameters of another model says what that model says."""
     folder = save_model(tmp_path / "other", name, seed=5)
     prompts = [tokens(9, 1), tokens(30, 2)]
-    split = LLM(folders[name], progress=False, mesh={"tensor": 4}, **CONFIG)
+    split = small_llm(folders[name], mesh={"tensor": 4}, **CONFIG)
     before = token_ids(split, prompts, greedy(12))
     old = split.engine.model.leaves
     split.update_params(load_model(folder).model.params)
-    single = LLM(folder, progress=False, **CONFIG)
+    single = small_llm(folder, **CONFIG)
     after = token_ids(split, prompts, greedy(12))
     assert after == token_ids(single, prompts, greedy(12)) != before
     chex.assert_trees_all_equal_shapes_and_dtypes(old, split.engine.model.leaves)
@@ -208,7 +208,7 @@ def test_in_16_bits_log_probabilities_are_close(name):
     model = model_of(name, "bfloat16")
     logprobs = []
     for mesh in (None, {"tensor": 4}):
-        llm = LLM(model, progress=False, mesh=mesh, **CONFIG)
+        llm = small_llm(model, mesh=mesh, **CONFIG)
         (output,) = llm.generate([tokens(40, 3)], params)
         logprobs.append(
             [next(iter(ranked.values())).logprob for ranked in output.prompt_logprobs[1:]]
@@ -221,7 +221,7 @@ def test_parameters_in_the_order_of_a_mesh_are_refused_and_come_back_whole(folde
     """8 and 4 heads on 2 devices: nothing is padded, so shapes cannot tell. They would be permuted
     twice.
     """
-    llm = LLM(folders["8/4"], progress=False, mesh={"tensor": 2}, **CONFIG)
+    llm = small_llm(folders["8/4"], mesh={"tensor": 2}, **CONFIG)
     placed = llm.engine.model
     message = "is from a model on a mesh, in the order of its devices; give whole"
     with refused(message):

@@ -340,7 +340,7 @@ def test_any_plan_lays_every_token_where_its_block_table_says(data):
 
 
 @given(drafts=st.lists(st.integers(0, 3), min_size=1, max_size=4), chunk=st.integers(0, 5))
-def test_a_row_with_drafts_has_a_sample_after_each(drafts: list[int], chunk: int):
+def test_a_row_with_drafts_has_a_sample_after_each(drafts, chunk):
     """Sample j of a row follows the token j places behind its last known one, and has the next
     position.
     """

@@ -286,22 +286,6 @@ def test_a_smaller_cache_has_bounds_of_its_own_numbers(model, dtype):
     assert tokens_of(preempting) == answers[16]
 
 
-@pytest.mark.exhaustive  # test_selection.py has windows
-def test_a_selection_within_a_window(model, tmp_path):
-    """A policy of one's own with both: a query reads some of the blocks that it sees."""
-    text = "from pagedjax.policies import KVPolicy, TopBlocks\n"
-    text += "BOTH = KVPolicy('both', window=33, keeps=lambda start: start < 8, selects=TopBlocks({tokens}, 1))\n"
-    answers = {}
-    for tokens in (16, 40, 41):  # a query sees 9 blocks of 4 tokens in its window, and 2 before it
-        (tmp_path / f"own{tokens}.py").write_text(text.format(tokens=tokens), encoding="utf-8")
-        for options in ({}, {"num_blocks": 26, "max_num_batched_tokens": 7}):
-            llm = make(model, kv_policy=f"{tmp_path}/own{tokens}.py:BOTH", **options)
-            assert (llm.engine.runtime.shapes.selection is None) == (tokens == 41)
-            output = tokens_of(llm)
-            assert answers.setdefault(tokens, output) == output
-    assert answers[16] != answers[41]
-
-
 # --- memory, options, errors ----------------------------------------------------------------------
 
 

@@ -469,7 +469,7 @@ def test_the_union_is_what_all_want():
 
 
 @drawn.given(20, 200, data=st.data())
-def test_parts_in_any_chunks_with_repeats_give_the_same_arrays(data: st.DataObject):
+def test_parts_in_any_chunks_with_repeats_give_the_same_arrays(data):
     """Two branches: chunks of any size, and from time to time a branch begins again."""
     prompt = data.draw(st.integers(1, 9))
     outputs = data.draw(st.integers(1, 6))

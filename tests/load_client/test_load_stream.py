@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from contextlib import suppress
 
 from hypothesis import example, given
@@ -66,29 +67,20 @@ def delta(reason: str | None = None, **content) -> dict:
 
 
 def test_chunks_count_when_they_carry_output_and_usage_counts_tokens():
-    details = {
-        "prompt_tokens": 9,
-        "completion_tokens": 4,
-        "prompt_tokens_details": {"cached_tokens": 8},
-    }
+    usage = {"prompt_tokens": 9, "completion_tokens": 4}
+    usage["prompt_tokens_details"] = {"cached_tokens": 8}
     completion = reading(
         text("a"),
         text("bc"),
         text(""),
         text("", "length"),
-        {"choices": [], "usage": details},
+        {"choices": [], "usage": usage},
         "[DONE]",
     )
-    assert (completion.chunks, completion.closed, completion.finish_reason) == (
-        [0.0, 1.0, 2.0],
-        3.0,
-        "length",
-    )
-    assert (
-        completion.count("prompt_tokens"),
-        completion.count("completion_tokens"),
-        completion.cached,
-    ) == (9, 4, 8)
+    assert completion.chunks == [0.0, 1.0, 2.0]
+    assert (completion.closed, completion.finish_reason) == (3.0, "length")
+    assert [completion.count(name) for name in ("prompt_tokens", "completion_tokens")] == [9, 4]
+    assert completion.cached == 8
     role = {"role": "assistant", "content": ""}
     chat = reading(
         delta(**role), delta(content="a"), delta(content="", reason=None), delta("stop"), "[DONE]"
@@ -97,6 +89,12 @@ def test_chunks_count_when_they_carry_output_and_usage_counts_tokens():
     assert reading(delta(reasoning_content="hm")).chunks == [0.0]
     assert not carries_output({"delta": {}, "finish_reason": None})
     assert reading("[DONE]").closed == 0.0
+
+
+KEYS = shlex.split("choices usage error delta text finish_reason content message")
+
+
+VALUES = st.none() | st.integers() | st.text()
 
 
 def test_errors_in_a_stream_are_read_in_several_forms():
@@ -112,25 +110,7 @@ def test_errors_in_a_stream_are_read_in_several_forms():
 @given(
     st.text()
     | st.recursive(
-        st.none() | st.integers() | st.text(),
-        lambda x: (
-            st.dictionaries(
-                st.sampled_from(
-                    [
-                        "choices",
-                        "usage",
-                        "error",
-                        "delta",
-                        "text",
-                        "finish_reason",
-                        "content",
-                        "message",
-                    ]
-                ),
-                x,
-            )
-            | st.lists(x)
-        ),
+        VALUES, lambda inner: st.dictionaries(st.sampled_from(KEYS), inner) | st.lists(inner)
     )
 )
 @example(

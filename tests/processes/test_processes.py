@@ -25,7 +25,6 @@ import pytest
 from pagedjax import LLM
 from pagedjax.engine.processes.group import EXIT_STATUS
 from pagedjax.host.replay import verify
-from pagedjax.weights.convert import convert
 from tests.engine.runs import answers, greedy
 from tests.engine.test_lookahead import CONFIG, play
 from tests.weights.tiny import tiny_llama
@@ -151,14 +150,6 @@ def test_recordings_of_two_processes_are_those_of_one_device(one_layer_folder, t
     compare_recordings(one_layer_folder, tmp_path, 2, 2, [SWAPPED])
 
 
-@pytest.mark.exhaustive  # two processes do the same in slow runs, below
-def test_recordings_of_four_processes_are_those_of_one_device(folder, tmp_path):
-    drafts = {"method": "draft", "model": str(folder), "num_tokens": 2, "adaptive": True}
-    compare_recordings(
-        folder, tmp_path, 4, 1, [{"lookahead": 2, **SWAPPED}, {"speculative": drafts, **SWAPPED}]
-    )
-
-
 @pytest.mark.slow
 def test_recordings_are_byte_identical_in_every_mode(folder, tmp_path):
     drafts = {
@@ -173,11 +164,6 @@ def test_recordings_are_byte_identical_in_every_mode(folder, tmp_path):
         {"speculative": drafts, "attention_impl": "xla", "compilation": "lazy"},
     ]
     compare_recordings(folder, tmp_path, 2, 2, modes)
-
-
-@pytest.mark.exhaustive  # the reader of parts has tests of its own
-def test_an_orbax_checkpoint_is_read_by_each_process(folder, tmp_path):
-    compare_recordings(convert(folder, tmp_path / "orbax", "orbax"), tmp_path, 2, 1, [{}])
 
 
 def exhaustive(*values: Any) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from pagedjax import LLM
 from pagedjax.text.messages import content_text
 from pagedjax.text.tokenizer import Tokenizer
 from tests import drawn
@@ -75,7 +74,7 @@ def test_another_content_is_refused_with_its_place(tiny, tiny_llm, content, erro
         tiny.tokenizer.apply_chat_template([{"role": 3, "content": "x"}])
 
 
-def test_chats_with_none_and_with_parts_are_those_with_their_text(tiny_llm: LLM):
+def test_chats_with_none_and_with_parts_are_those_with_their_text(tiny_llm):
     conversations = [
         [{"role": "system", "content": None}, {"role": "user", "content": PARTS}],
         [{"role": "system", "content": ""}, {"role": "user", "content": "the cat"}],

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -95,7 +94,7 @@ SURFACES = [
 
 
 @pytest.mark.parametrize("read", SURFACES)
-def test_a_word_means_the_same_everywhere(read: Callable[[str], Any]):
+def test_a_word_means_the_same_everywhere(read):
     for text, meaning in MEANINGS.items():
         value = read(text)
         assert (type(value), value) == (type(meaning), meaning), text

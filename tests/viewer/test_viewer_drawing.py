@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 from collections import Counter
-from pathlib import Path
 
 from hypothesis import strategies as st
 
@@ -72,7 +71,7 @@ def check(state: SchedulerState) -> None:
 
 
 @drawn.examples(15, 60)
-def test_a_drawing_shows_every_state_of_a_run(tmp_path: Path, number: int):
+def test_a_drawing_shows_every_state_of_a_run(tmp_path, number):
     def holds(seed: int, num_blocks: int) -> None:
         for transition in any_run(tmp_path / "run.jsonl", seed, num_blocks)[::7]:
             check(transition.state)
