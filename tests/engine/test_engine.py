@@ -89,12 +89,6 @@ def test_small_blocks_a_small_budget_and_preemption_change_no_token(tiny, expect
     assert tokens == expected
 
 
-def test_a_reused_block_hides_its_old_content(tiny, expected):
-    engine = small_llm(tiny, **SMALL).engine
-    run(engine, {"a": (PROMPTS[4], DRAWN)})  # 11 of the 14 blocks, and the next request needs 8
-    assert run(engine, {"g2": (PROMPTS[2], GREEDY)})[0]["g2"] == expected["g2"]
-
-
 def test_a_request_can_be_cancelled_at_any_time(engine, expected):
     stages = {"waiting": 0, "in its prompt": 1, "while decoding": 4}
     for number in stages.values():

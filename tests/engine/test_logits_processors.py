@@ -159,29 +159,32 @@ def test_the_command_line_and_yaml_name_processors(tmp_path, file):
     args = parser().parse_args(["serve", "--row-features", "a.py:A,b:B"])
     assert args.row_features == ("a.py:A", "b:B")
     assert EngineConfig(row_features=["a.py:A"]).row_features == ("a.py:A",)  # type: ignore[arg-type]
+    code = file.read_text("utf-8")
 
-    def point(text: str, *, name: str = "watermark.py", **sections: Any) -> config.Point:
+    def point(text: str = code, name: str = "watermark.py", **sections: Any) -> config.Point:
         (tmp_path / name).write_text(text, "utf-8")
-        raw = {"name": "unit", "workload": {"kind": "synthetic", "count": 1, **LENGTHS}, **sections}
-        (expanded,) = config.expand(raw, tmp_path)
+        engine = {"row_features": [f"{name}:WATERMARK"]}
+        sampling = {"extra_args": {"watermark": [0.25, 2.0, 7]}}
+        raw = {"name": "unit", "workload": WORKLOAD, "engine": engine, "sampling": sampling}
+        (expanded,) = config.expand(raw | sections, tmp_path)
         return expanded
 
-    code = file.read_text("utf-8")
-    engine = {"row_features": ["watermark.py:WATERMARK"]}
-    sampling = {"extra_args": {"watermark": [0.25, 2.0, 7]}}
-    first = point(code, engine=engine, sampling=sampling)
+    first = point()
     assert first.experiment.engine.row_features == (f"{tmp_path.resolve()}/watermark.py:WATERMARK",)
     assert first.experiment.sampling.extra_args == {"watermark": (0.25, 2.0, 7)}
-    moved = point(
-        code, name="moved.py", engine={"row_features": ["moved.py:WATERMARK"]}, sampling=sampling
-    )
-    assert moved.key == first.key, "the content counts, and not the place"
-    assert point(f"{code}\n", engine=engine, sampling=sampling).key != first.key
-    assert point(code, engine={"row_features": []}).key == point(code).key
+    assert point(name="moved.py").key == first.key, "the content counts, and not the place"
+    assert point(f"{code}\n").key != first.key
+    empty = [point(engine=engine, sampling={}) for engine in ({"row_features": []}, {})]
+    assert empty[0].key == empty[1].key
     with refused(r"engine.row_features is 'none.py:A', but there is no file none.py"):
-        point(code, engine={"row_features": ["none.py:A"]})
+        point(engine={"row_features": ["none.py:A"]})
     with refused(r"sampling\.taps: an experiment keeps no arrays"):
-        point(code, sampling={"taps": {"hidden_states": [0]}})
+        point(sampling={"taps": {"hidden_states": [0]}})
 
 
-LENGTHS = {"prompt": {"dist": "fixed", "value": 8}, "output": {"dist": "fixed", "value": 4}}
+WORKLOAD = {
+    "kind": "synthetic",
+    "count": 1,
+    "prompt": {"dist": "fixed", "value": 8},
+    "output": {"dist": "fixed", "value": 4},
+}

@@ -66,7 +66,7 @@ class HalfValues(Attention):
         def of_row(name: str) -> jax.Array:
             """[T, heads, M S, ...]"""
             of_blocks = jnp.swapaxes(pages[name][tables], 1, 2)
-            return of_blocks.reshape(t, found.shape[1], -1, *found.shape[4:])
+            return of_blocks.reshape(t, of_blocks.shape[1], -1, *of_blocks.shape[4:])
 
         queries = q.reshape(t, c.kv_heads, -1, c.head_dim)
         scores = c.attn_scale * jnp.einsum("tkgd,tkcd->tkgc", queries, of_row("k"))

@@ -134,13 +134,6 @@ def test_freed_blocks_are_never_read(tiny, expected):
         assert run(engine, everyone(params))[0] == expected[params.temperature]
 
 
-def test_cached_tokens_are_reported_in_the_output(tiny):
-    llm = small_llm(tiny, block_size=8, num_blocks=128)
-    assert [out.num_cached_tokens for out in llm.generate([SYSTEM, SYSTEM], GREEDY)] == [0, 32]
-    llm.reset_prefix_cache()
-    assert llm.generate([SYSTEM], GREEDY)[0].num_cached_tokens == 0
-
-
 @pytest.mark.parametrize("salt", ["", 7])
 def test_an_empty_salt_is_refused(salt):
     with pytest.raises(

@@ -287,14 +287,6 @@ def test_arrays_beside_a_drafter_on_the_device(tiny_folder, folders, method, dra
 
 
 @pytest.mark.slow
-def test_an_engine_that_slept_makes_programs_of_taps(tiny_folder):
-    llm = make(tiny_folder, compilation="eager")
-    llm.sleep()
-    llm.wake_up()
-    check(tiny_folder, PROMPTS[0], *answers(llm, PROMPTS[0], PARAMS))
-
-
-@pytest.mark.slow
 def test_arrays_of_16_bits_are_given_in_float32(tiny_folder):
     llm = make(
         tiny_folder,

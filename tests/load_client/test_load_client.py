@@ -45,17 +45,14 @@ class Stub:
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        headers = {
-            name.lower(): value
-            for name, _, value in (line.partition(": ") for line in head[1:] if line)
-        }
+        fields = [line.split(": ", 1) for line in head[1:] if line]
+        headers = {name.lower(): value for name, value in fields}
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         path = head[0].split()[1]
         if path == "/v1/models":
-            status = 200 if isinstance(self.models, dict) else self.models
-            return self._whole(
-                writer, status, self.models if status == 200 else {"error": {"message": "go away"}}
-            )
+            if isinstance(self.models, dict):
+                return self._whole(writer, 200, self.models)
+            return self._whole(writer, self.models, {"error": {"message": "go away"}})
         if path == "/metrics":
             return self._whole(writer, 404, {"error": {"message": "no metrics here"}})
         self.paths.append(path)
@@ -94,32 +91,34 @@ class Stub:
                     await writer.drain()
 
         chat = "messages" in body
-        piece = (lambda word: delta(content=word)) if chat else text
+
+        def piece(word: str, reason: str | None = None) -> dict:
+            return delta(reason, content=word) if chat else text(word, reason)
+
         if chat:
             await put(delta(role="assistant", content=""))
         await asyncio.sleep(self.first)
-        if max_tokens >= 1000:
-            if max_tokens == 1002:
-                await put(piece("a"), {"error": {"message": "the engine stopped"}}, "[DONE]")
-            elif max_tokens == 1003:
-                await put(piece("ab"), delta("stop") if chat else text("", "stop"), "[DONE]")
-            elif max_tokens == 1004:
-                await put("[DONE]")
-            elif max_tokens == 1005:
-                await put("{")
-            else:
-                await put(piece("a"))
-                if max_tokens == 1001:
-                    await asyncio.sleep(30)
+        faults = {
+            1000: [piece("a")],
+            1001: [piece("a")],
+            1002: [piece("a"), {"error": {"message": "the engine stopped"}}, "[DONE]"],
+            1003: [piece("ab"), piece("", "stop"), "[DONE]"],
+            1004: ["[DONE]"],
+            1005: ["{"],
+        }
+        if max_tokens in faults:
+            await put(*faults[max_tokens])
+            if max_tokens == 1001:
+                await asyncio.sleep(30)
+            if max_tokens < 1002:
                 return False
         else:
             for i in range(max_tokens):
                 await put(piece(f"w{i} "))
                 await asyncio.sleep(self.gap if i + 1 < max_tokens else 0)
-            await put(delta("length") if chat else text("", "length"))
             prompt = body.get("prompt") or body["messages"][0]["content"].split()
             usage = {"prompt_tokens": len(prompt), "completion_tokens": max_tokens}
-            await put({"choices": [], "usage": usage}, "[DONE]")
+            await put(piece("", "length"), {"choices": [], "usage": usage}, "[DONE]")
         writer.write(b"0\r\n\r\n")
         return True
 

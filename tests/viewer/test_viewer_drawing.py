@@ -41,32 +41,22 @@ def check(state: SchedulerState) -> None:
     picture = drawing.draw(state)
     active = scheduler.running(state)
     size = state.config.block_size
+    layers = state.config.groups
     entries = groups(picture, "entry")
     tables = [(seq.request_id, block) for seq in active for block in seq.blocks]
     assert Counter((e["data-sequence"], int(e["data-block"])) for e in entries) == Counter(tables)
     for seq in active:
-        sequence_entries = [e for e in entries if e["data-sequence"] == seq.request_id]
+        of_seq = [e for e in entries if e["data-sequence"] == seq.request_id]
+        room = len(of_seq) // layers * size
         for name, count in (("data-computed", seq.computed), ("data-known", seq.length)):
-            room = len(sequence_entries) // state.config.groups * size
-            assert (
-                sum(int(e[name]) for e in sequence_entries)
-                == min(count, room) * state.config.groups
-            )
+            assert sum(int(e[name]) for e in of_seq) == min(count, room) * layers
+    states = dict.fromkeys(range(state.config.num_blocks + 1), "owned")
+    states |= dict.fromkeys(blocks.free_ids(state.pool), "empty")
+    states |= dict.fromkeys(blocks.idle_ids(state.pool), "idle")
+    states[0] = "trash"
     pool = {int(g["data-block"]): g for g in groups(picture, "block")}
-    assert sorted(pool) == list(range(state.config.num_blocks + 1))
-    idle = set(blocks.idle_ids(state.pool))
-    free = set(blocks.free_ids(state.pool))
+    assert {block: g["data-state"] for block, g in pool.items()} == states
     for block, g in pool.items():
-        expected = (
-            "trash"
-            if not block
-            else "idle"
-            if block in idle
-            else "empty"
-            if block in free
-            else "owned"
-        )
-        assert g["data-state"] == expected
         assert int(g["data-owners"]) == state.pool.owners.get(block, 0)
 
 
