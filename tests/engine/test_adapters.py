@@ -38,7 +38,12 @@ RANKS = {"one": 4, "two": 8, "three": 3}
 PROMPTS = [
     list(range(5 + i, 5 + i + length)) for i, length in enumerate((3, 17, 9, 30, 5, 12, 1, 20))
 ]
+INVARIANT = {"batch_invariant": True, "enable_prefix_caching": False}
 PARAMS = greedy(6, logprobs=2)
+
+
+def lora_llm(model: Path, **config: Any) -> LLM:
+    return LLM(model, **SIZES | LORA | config)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +61,7 @@ def folders(model) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def llm(model) -> LLM:
-    return LLM(model, **SIZES, **LORA)
+    return lora_llm(model)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +117,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 @pytest.mark.default_cases("cpu")
 @pytest.mark.parametrize("name", ENGINES)
 def test_rows_of_many_adapters_are_as_in_models_that_have_them_merged(name, model, folders, alone):
-    llm = LLM(model, **SIZES | ENGINES[name], **LORA)
+    llm = lora_llm(model, **ENGINES[name])
     for names in (NAMES, NAMES[::-1]):
         check(llm, requests(folders, names), alone, *names)
     adapted = numbers_of(llm, requests(folders, NAMES), len(NAMES))[1]
@@ -160,7 +165,7 @@ def test_other_results_have_the_adapter_too(llm, folders, alone):
 def test_other_dtypes(dtype, model, folders, alone):
     """int8: of the model's matrices alone; the adapter is exact."""
     options = {"weight_dtype": "int8"} if dtype == "int8" else {"dtype": dtype}
-    llm = LLM(model, **SIZES, **LORA, **options)
+    llm = lora_llm(model, **options)
     params = replace(PARAMS, max_tokens=1)
     logprobs = numbers_of(llm, requests(folders, NAMES[:4]), 4, params)[1]
     chex.assert_trees_all_close(
@@ -176,14 +181,14 @@ def slots_of(llm: LLM) -> dict[str, int]:
 
 
 def test_an_adapter_that_no_request_needs_gives_way_to_a_later_one(model, folders, alone):
-    llm = LLM(model, **SIZES, **LORA | {"max_loras": 2})
+    llm = lora_llm(model, max_loras=2)
     for names in (["one", "two"], ["one"], ["three", None], ["two", "three"]):
         check(llm, requests(folders, names), alone, *names)
     assert set(slots_of(llm)) == {"two", "three"}
 
 
 def test_a_kept_adapter_stays_until_it_is_unloaded(model, folders, alone):
-    llm = LLM(model, **SIZES, **LORA | {"max_loras": 2})
+    llm = lora_llm(model, max_loras=2)
     llm.load_adapter("mine", folders["one"])
     llm.load_adapter("other", folders["three"])
     with refused(
@@ -199,7 +204,7 @@ def test_a_kept_adapter_stays_until_it_is_unloaded(model, folders, alone):
 
 def test_a_request_keeps_its_adapter_while_another_one_takes_its_name(model, folders, alone):
     """And while it is unloaded. Nothing is compiled."""
-    llm = LLM(model, **SIZES, **LORA | {"max_loras": 2})
+    llm = lora_llm(model, max_loras=2)
     llm.load_adapter("mine", folders["one"])
     engine = llm.engine
     expected = [
@@ -223,7 +228,7 @@ def test_a_request_keeps_its_adapter_while_another_one_takes_its_name(model, fol
 
 
 def test_arrays_are_taken_in_place_of_a_folder(model, folders, alone):
-    llm = LLM(model, **SIZES, **LORA | {"max_loras": 2})
+    llm = lora_llm(model, max_loras=2)
     arrays = jax.tree.map(jnp.asarray, random_factors(model, RANKS["two"], seed=1))
     llm.load_adapter("mine", arrays, {"lora_alpha": RANKS["two"] / 2})
     check(llm, LoRARequest("mine"), alone, "two")
@@ -276,7 +281,7 @@ def test_arrays_are_taken_in_place_of_a_folder(model, folders, alone):
 
 def test_the_prefix_cache_is_salted_with_an_adapters_content(model, folders):
     """Another adapter under an old name finds nothing; the same content under another name does."""
-    llm = LLM(model, **SIZES, **LORA)
+    llm = lora_llm(model)
 
     def cached(name: str | None) -> int:
         request = LoRARequest(name) if name else None
@@ -292,7 +297,7 @@ def test_the_prefix_cache_is_salted_with_an_adapters_content(model, folders):
 
 
 def test_a_folder_is_read_again_if_a_request_says_so(model, folders, alone, tmp_path):
-    llm = LLM(model, **SIZES, **LORA)
+    llm = lora_llm(model)
     folder = tmp_path / "mine"
     request = LoRARequest("mine", 1, folder)
     shutil.copytree(folders["one"], folder)
@@ -309,23 +314,21 @@ def test_a_folder_is_read_again_if_a_request_says_so(model, folders, alone, tmp_
 @pytest.mark.slow
 def test_a_batch_invariant_engine_stays_so(model, folders):
     """The bits of a request do not depend on those beside it, nor on the slot of its adapter."""
-    options = SIZES | {"batch_invariant": True, "enable_prefix_caching": False}
-    together = LLM(model, **options, **LORA).generate(
+    together = lora_llm(model, **INVARIANT).generate(
         PROMPTS, PARAMS, lora_request=requests(folders, NAMES)
     )
-    small = LLM(model, **options, **LORA | {"max_loras": 2})
+    small = lora_llm(model, max_loras=2, **INVARIANT)
     for name, prompt, expected in reversed(list(zip(NAMES, PROMPTS, together, strict=True))):
         outputs = small.generate([prompt], PARAMS, lora_request=requests(folders, [name])[0])
         chex.assert_trees_all_equal(numbers(outputs), numbers([expected]))
 
 
 def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_adapters(model, folders):
-    options = SIZES | {"batch_invariant": True, "enable_prefix_caching": False}
     names = [None, "two", None, "three"]
-    outputs = LLM(model, **options, **LORA).generate(
+    outputs = lora_llm(model, **INVARIANT).generate(
         PROMPTS[:4], PARAMS, lora_request=requests(folders, names)
     )
-    plain = LLM(model, **options).generate(PROMPTS[:4], PARAMS)
+    plain = LLM(model, **SIZES, **INVARIANT).generate(PROMPTS[:4], PARAMS)
     chex.assert_trees_all_equal(numbers(outputs[0:3:2]), numbers(plain[0:3:2]))
 
 
@@ -367,12 +370,12 @@ def test_products_that_add_none_of_low_rank_are_refused(model, tmp_path):
     with refused(
         r"own.py:MINE' adds no products of low rank; use one of 'reference', 'xla', 'cpu'"
     ):
-        LLM(model, **SIZES, **LORA, linear_impl=f"{file}:MINE")
+        lora_llm(model, linear_impl=f"{file}:MINE")
 
 
 def test_adapters_that_cannot_be_served_are_refused(llm, model, folders, alone, tmp_path):
     one, two = requests(folders, ["one", "two"])
-    small = LLM(model, **SIZES, **LORA | {"max_loras": 1})
+    small = lora_llm(model, max_loras=1)
     large = LoRARequest("large", 1, tiny_adapter(tmp_path / "large", model, 9))
     other_folder = LoRARequest("one", 1, folders["two"])
     for engine, request, message in (

@@ -353,6 +353,7 @@ def test_what_cannot_be_loaded_is_refused_with_the_librarys_text(
     (broken / "adapter_model.safetensors").write_bytes(b"abc")
     large = tiny_adapter(tmp_path / "large", tiny_folder, 9)
     dora = tiny_adapter(tmp_path / "dora", tiny_folder, 4, use_dora=True)
+    patterns = tiny_adapter(tmp_path / "patterns", tiny_folder, 4, alpha_pattern=[1])
     missing = "has no adapter_config.json; it must be the folder of a LoRA adapter"
     for folder in (tmp_path / "nowhere", Path("~no-such-user/a"), one / "adapter_config.json"):
         assert_refused(load(http, "a", folder), 404, missing, "lora_path")
@@ -361,6 +362,7 @@ def test_what_cannot_be_loaded_is_refused_with_the_librarys_text(
         (broken, "truncated or not a safetensors file"),
         (large, "adapter 'a' has rank 9, and max_lora_rank is 8; set max_lora_rank=9"),
         (dora, "use_dora is True, which is not supported"),
+        (patterns, "alpha_pattern is [1]; it must be an object"),
     ):
         assert_refused(load(http, "a", folder), 400, message)
     name_taken = "lora_name: 'tiny' is the name of the model, and an adapter needs its own; choose another name"
