@@ -31,7 +31,7 @@ from pagedjax.engine.session import GenerationRequest
 from pagedjax.host import replay, scheduler
 from pagedjax.viewer import read_recording
 from tests.engine.runs import answers as first_branches
-from tests.engine.runs import greedy, sampled, small_llm, steps
+from tests.engine.runs import check_idle, greedy, sampled, small_llm, steps
 from tests.engine.test_batch_invariance import VOCAB, model_of
 from tests.engine.test_row_features import FAVOUR
 from tests.engine.test_update_params import SIZES
@@ -121,10 +121,8 @@ def recorded(folder: Path, prefill: LLM, decode: LLM) -> Iterator[None]:
 def check_empty(*llms: LLM) -> None:
     """Checks that all requests have ended, and that no block is owned."""
     for llm in llms:
-        state = llm.engine.scheduler_state
-        scheduler.check(state)
-        assert not llm.engine.has_work
-        assert state.pool.num_free == state.pool.num_blocks
+        scheduler.check(llm.engine.scheduler_state)
+        check_idle(llm.engine)
         assert not llm.engine._state.sequences
 
 

@@ -40,12 +40,21 @@ def logprobs_of(answer: Any) -> np.ndarray:
     return np.array([place[token].logprob for place, token in places])
 
 
+def check_idle(engine: Any) -> None:
+    """All requests have ended, and no block has an owner."""
+    state = engine.scheduler_state
+    assert not engine.has_work
+    assert state.pool.num_free == state.config.num_blocks, "blocks leaked"
+    assert not state.host_pool or state.host_pool.num_free == state.config.host_blocks
+
+
 def steps(engine: Any) -> Iterator[StepResult]:
     """Runs an engine until it has no work, checks its invariants, and yields the results."""
     while engine.has_work:
         result = engine.step()
         scheduler.check(engine.scheduler_state)
         yield result
+    check_idle(engine)
 
 
 def sampled(results: Iterable[StepResult]) -> dict[str, list[int]]:

@@ -18,7 +18,7 @@ from pagedjax.host import replay, scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.searches import Offer, beams
 from pagedjax.host.types import Beamed, Choice, Finished, Forked, Hypothesis, Preempted, Request
-from tests.engine.runs import answers, greedy, small_llm, steps
+from tests.engine.runs import answers, check_idle, greedy, small_llm, steps
 from tests.refusals import refused
 
 PROMPTS = {n: np.random.default_rng(n).integers(3, 320, n).tolist() for n in (1, 8, 21, 40)}
@@ -37,7 +37,7 @@ def llm(tiny):
 def search(llm, prompts, params) -> list[list[Hypothesis]]:
     """By prompt, the sequences that `generate` gives."""
     outputs = llm.generate(prompts, params)
-    assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
+    check_idle(llm.engine)
     return [
         [
             Hypothesis(o.token_ids, o.cumulative_logprob, o.score, o.finish_reason)
@@ -273,7 +273,7 @@ def test_batch_block_size_caching_and_preemption_change_no_beam(tiny, golden, co
     assert not any(isinstance(event, Forked) and "0" in event.request_ids for event in events)
     if config.get("num_blocks") == 28:
         assert any(isinstance(event, Preempted) for event in events)
-    assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
+    check_idle(llm.engine)
     assert not llm.engine._state.sequences
     assert not llm.engine._state.readers
 
@@ -335,9 +335,8 @@ def test_any_beam_id_cancels_the_search(tiny):
             llm.engine.step()
         events = llm.engine.cancel("b")
         assert {event.request_id for event in events} == {"a", "b", "c"}
-        assert not llm.engine.has_work
         assert not llm.engine._state.readers
-        assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
+        check_idle(llm.engine)
 
 
 # --- what is refused ------------------------------------------------------------------------------

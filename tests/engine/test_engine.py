@@ -41,7 +41,6 @@ def run(engine, requests) -> tuple[dict[str, list[int]], list[StepResult]]:
         engine.add(request_id, prompt, params)
     results = list(itertools.islice(steps(engine), 2000))
     assert not engine.has_work, "no progress"
-    assert engine.scheduler_state.pool.num_free == engine.config.num_blocks
     return sampled(results), results
 
 
@@ -102,7 +101,6 @@ def test_a_request_can_be_cancelled_at_any_time(engine, expected):
         scheduler.check(engine.scheduler_state)
         for result in steps(engine):
             assert "g4" not in {getattr(end, "request_id", None) for end in result.events}
-        assert engine.scheduler_state.pool.num_free == engine.config.num_blocks
     assert run(engine, {"g4": (PROMPTS[4], GREEDY)})[0]["g4"] == expected["g4"]
 
 

@@ -30,7 +30,7 @@ from tests import quick_compiler
 from tests.device.test_model_families import BODY
 from tests.engine import runs
 from tests.engine.poison import poisoned
-from tests.engine.runs import greedy, logprobs_of, small_llm, steps
+from tests.engine.runs import check_idle, greedy, logprobs_of, small_llm, steps
 from tests.engine.whole_text import TEXT, chosen_logprobs, padded, text_logits
 from tests.refusals import refused
 
@@ -142,7 +142,7 @@ def test_tokens_do_not_depend_on_chunks_batch_mates_or_how_blocks_are_kept(tiny,
         poisoned(llm.engine)
     assert tokens_of(llm) == streamed
     assert tokens_of(llm) == streamed, "after prefix hits"
-    assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
+    check_idle(llm.engine)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from pagedjax.host.replay import verify
 from pagedjax.host.types import Finished
 from pagedjax.text.tokenizer import NoTokenizer
 from tests.device.test_llama import plain_hidden
-from tests.engine.runs import greedy, sampled, small_llm, steps
+from tests.engine.runs import check_idle, greedy, sampled, small_llm, steps
 from tests.refusals import refused
 from tests.weights.tiny import tiny_llama
 
@@ -64,8 +64,7 @@ def assert_pooled(
 def llm(one_layer):
     yield (llm := make(one_layer))
     scheduler.check(llm.engine.scheduler_state)
-    assert not llm.engine.has_work
-    assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
+    check_idle(llm.engine)
     assert not llm.engine._state.readers
 
 

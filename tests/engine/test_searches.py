@@ -11,7 +11,7 @@ import pytest
 from pagedjax import LLM, BeamSearchParams
 from pagedjax.host.searches import SEARCHES, Continuation, Offer, SearchKind
 from pagedjax.host.types import Hypothesis
-from tests.engine.runs import greedy, small_llm
+from tests.engine.runs import check_idle, greedy, small_llm
 
 WIDTH = 8
 LENGTH = 3
@@ -97,4 +97,4 @@ def test_an_engine_runs_a_search_that_this_file_defines(tiny, monkeypatch):
     assert [output.outputs[0].token_ids for output in outputs] != [
         output.outputs[0].token_ids for output in likeliest
     ]
-    assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
+    check_idle(llm.engine)

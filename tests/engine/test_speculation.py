@@ -20,7 +20,7 @@ from pagedjax.host.replay import replay, verify
 from pagedjax.host.types import Admitted, Finished, Preempted, Verified
 from pagedjax.options.config import Speculative
 from tests.engine import test_lookahead as lookahead
-from tests.engine.runs import greedy, sampled, steps, token_ids
+from tests.engine.runs import check_idle, greedy, sampled, steps, token_ids
 from tests.engine.test_lookahead import OFTEN, tokens
 from tests.refusals import refused
 
@@ -107,8 +107,7 @@ def run(engine, requests: list[Ask], seed: int, path=None, cancel: float = 0.0) 
             ranked = entry.token_id, entry.rank, entry.top_ids
             logprobs[entry.request_id, entry.prompt, entry.position] = ranked, entry.logprob
         assert len(results) < 2000
-    pool = engine.scheduler_state.pool
-    assert pool.num_free == pool.num_blocks, "blocks leaked"
+    check_idle(engine)
     engine.record(None)
     outputs = {name: [] for name in names} | sampled(results)
     ends = {event.request_id: event for event in events if isinstance(event, Finished)}

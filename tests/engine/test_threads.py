@@ -17,7 +17,7 @@ import pytest
 
 from pagedjax import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from pagedjax.engine.interrupts import Turns
-from tests.engine.runs import greedy, small_llm, token_ids
+from tests.engine.runs import check_idle, greedy, small_llm, token_ids
 from tests.weights.tiny_adapters import tiny_adapter
 
 LIMIT = 300  # seconds for what takes some: machines may be slow
@@ -56,12 +56,6 @@ def answer(llm: LLM, call: dict[str, Any]) -> Any:
     return "".join(stream)
 
 
-def check_idle(llm: LLM) -> None:
-    state = llm.engine.scheduler_state
-    assert state.pool.num_free == state.config.num_blocks
-    assert not llm.session.branches
-
-
 def test_the_answers_are_those_of_calls_in_turn(tiny_llm):
     calls = [drawn_call(number) for number in range(120)]
     assert sum(call["streams"] for call in calls) > 40
@@ -70,7 +64,8 @@ def test_the_answers_are_those_of_calls_in_turn(tiny_llm):
     with ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(answer, tiny_llm, call) for call in calls]
         assert [future.result(LIMIT) for future in futures] == expected
-    check_idle(tiny_llm)
+    check_idle(tiny_llm.engine)
+    assert not tiny_llm.session.branches
 
 
 def test_steps_are_shared_and_short_calls_do_not_wait_for_long_ones(tiny_llm):
@@ -129,7 +124,8 @@ def test_ctrl_c_ends_the_call_of_the_main_thread_alone(tiny_llm, interruptible):
             stream_for_ever()
         interrupted.set()
         assert other.result(LIMIT) == [expected] * 2
-    check_idle(tiny_llm)
+    check_idle(tiny_llm.engine)
+    assert not tiny_llm.session.branches
     assert token_ids(tiny_llm, [[5, 6]], greedy(200)) == [expected]
 
 
