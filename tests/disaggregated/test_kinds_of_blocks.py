@@ -13,6 +13,7 @@ from pagedjax.disaggregated import PrefillDecode
 from pagedjax.host import replay, scheduler
 from pagedjax.options.params import LoRARequest
 from tests.device.test_model_families import BODY
+from tests.engine.runs import check_idle, token_ids
 from tests.engine.test_adapters import LORA, SIZES
 from tests.engine.test_kv_policies import (
     GEMMA,
@@ -24,6 +25,7 @@ from tests.engine.test_kv_policies import (
     tokens_of,
 )
 from tests.engine.test_quest import QUEST
+from tests.refusals import refused
 from tests.weights.tiny import tiny_llama
 from tests.weights.tiny_adapters import tiny_adapter
 
@@ -44,11 +46,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 def test_tokens_are_those_of_one_engine(tmp_path, name):
     config, shared, decode_only = CASES[name]
     model = random_model(config)
-    single, prefill, decode = (
-        make(model, **shared),
-        make(model, **shared),
-        make(model, **shared | decode_only),
-    )
+    single, prefill, decode = (make(model, **shared | options) for options in ({}, {}, decode_only))
     if "mesh" in decode_only:
         prefill, decode = decode, prefill
     for file, llm in (("prefill", prefill), ("decode", decode)):
@@ -59,10 +57,7 @@ def test_tokens_are_those_of_one_engine(tmp_path, name):
         assert tokens_of(pair) == expected  # type: ignore[arg-type]
         for llm in (prefill, decode):
             scheduler.check(llm.engine.scheduler_state)
-            assert (
-                llm.engine.scheduler_state.pool.num_free
-                == llm.engine.scheduler_state.pool.num_blocks
-            )
+            check_idle(llm.engine)
     for file, llm in (("prefill", prefill), ("decode", decode)):
         llm.engine.record(None)
         assert replay.verify(tmp_path / f"{file}.jsonl").identical
@@ -78,27 +73,20 @@ def test_an_adapter_is_found_by_its_content_in_another_slot(tmp_path):
         for i, name in enumerate(("one", "two"))
     ]
     prefill, decode = (LLM(folder, **SIZES, **LORA) for _ in range(2))
-    prompts = [{"prompt_token_ids": list(range(5, 25))}] * 2
-    prefill.load_adapter(adapters[0].lora_name, adapters[0].lora_path)
-    prefill.load_adapter(adapters[1].lora_name, adapters[1].lora_path)
-    expected = prefill.generate(prompts, GREEDY, lora_request=adapters, use_tqdm=False)
+    prompts = [list(range(5, 25))] * 2
+    for adapter in adapters:
+        prefill.load_adapter(adapter.lora_name, adapter.lora_path)
+    expected = token_ids(prefill, prompts, GREEDY, lora_request=adapters)
     pair = PrefillDecode(prefill, decode)
-    with pytest.raises(
-        ValueError,
-        match=r"needs the adapter of content \w+, and the engine that goes on with it has none",
-    ):
-        pair.generate(prompts, GREEDY, lora_request=adapters, use_tqdm=False)
-    decode.load_adapter(adapters[1].lora_name, adapters[1].lora_path)
-    decode.load_adapter(adapters[0].lora_name, adapters[0].lora_path)
-    outputs = pair.generate(prompts, GREEDY, lora_request=adapters, use_tqdm=False)
-    tokens = [[output.outputs[0].token_ids for output in side] for side in (outputs, expected)]
-    assert tokens[0] == tokens[1]
-    assert tokens[0][0] != tokens[0][1], "the adapters say different things"
+    with refused(r"needs the adapter of content \w+, and the engine that goes on with it has none"):
+        pair.generate(prompts, GREEDY, lora_request=adapters)
+    for adapter in reversed(adapters):
+        decode.load_adapter(adapter.lora_name, adapter.lora_path)
+    assert token_ids(pair, prompts, GREEDY, lora_request=adapters) == expected  # type: ignore[arg-type]
+    assert expected[0] != expected[1], "the adapters say different things"
     prefill.engine.add("x", list(range(5, 30)), SamplingParams(max_tokens=5), adapter="one")
     prefill.engine.step()
     prefill.engine.unload_adapter("one")
-    with pytest.raises(
-        ValueError, match="'x' has an adapter that was unloaded or replaced; let it end here"
-    ):
+    with refused("'x' has an adapter that was unloaded or replaced; let it end here"):
         prefill.engine.handover("x")
     prefill.engine.cancel("x")

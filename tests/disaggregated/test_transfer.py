@@ -2,29 +2,58 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pagedjax import LLM, SamplingParams
+from pagedjax import SamplingParams
 from pagedjax.disaggregated import Transfers
 from pagedjax.host import replay, scheduler
-from pagedjax.host.types import Sampled
 from tests.disaggregated.cut_link import Link
+from tests.engine.runs import sampled, small_llm, steps, token_ids
 
 ENGINE: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
-    "token_buckets": (8, 64),
+    "token_buckets": (64,),
     "num_blocks": 256,
 }
+
+
+@contextmanager
+def offering(folder: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[Any]]]:
+    """A process that has computed all prompts, and its offers."""
+    job = {
+        "model": str(folder),
+        "engine": ENGINE,
+        "prompts": PROMPTS,
+        "max_tokens": MAX_TOKENS,
+        "offers": str(tmp_path / "offers"),
+        "recording": str(tmp_path / "prefill.jsonl"),
+    }
+    command = [sys.executable, "-m", "tests.disaggregated.sender", json.dumps(job)]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "offered\n"
+            yield process, pickle.loads((tmp_path / "offers").read_bytes())
+        finally:
+            process.kill()
+
+
 PROMPTS = [np.random.default_rng(n).integers(3, 320, n).tolist() for n in (40, 7, 33)]
 PROMPTS.append([*PROMPTS[0][:32], 9, 9])  # two of its blocks are there already
 MAX_TOKENS = 12
@@ -45,72 +74,43 @@ def test_tokens_are_those_of_one_engine_whatever_happens_to_the_other(
     """`killed`: after so many sequences were adopted. `cut`: the network, after so many bytes of
     pages.
     """
-    job = {
-        "model": str(tiny_folder),
-        "engine": ENGINE,
-        "prompts": PROMPTS,
-        "max_tokens": MAX_TOKENS,
-    }
-    job |= {"offers": str(tmp_path / "offers"), "recording": str(tmp_path / "prefill.jsonl")}
-    command = [sys.executable, "-m", "tests.disaggregated.sender", json.dumps(job)]
-    root = Path(__file__).parents[2]
-    llm = LLM(tiny_folder, progress=False, **ENGINE)
-    engine = llm.engine
+    engine = small_llm(tiny_folder).engine
     timeout = 20.0 if cut is None and killed != 0 else 3.0  # seconds; each late answer takes it
     transfers = Transfers("127.0.0.1:0", timeout=timeout)
     engine.record(tmp_path / "decode.jsonl")
-    with subprocess.Popen(
-        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "offered\n"
-            offers = pickle.loads((tmp_path / "offers").read_bytes())
-            adopted = []
-            link = None
-            if cut is not None:
-                link = Link(offers[0].address, cut)
-                offers = [offer._replace(address=link.address) for offer in offers]
-                sizes = [sum(math.prod(shape) * 4 for shape, _ in offer.shapes) for offer in offers]
-                first_cut = next(i for i in range(len(sizes)) if sum(sizes[: i + 1]) > cut)
-                assert sum(sizes[:first_cut]) < cut, (
-                    "the cut is between two transfers and not within one"
-                )
-            for i, offer in enumerate(offers):
-                if i == killed:
-                    process.kill()
-                    process.wait()
-                adopted.append(transfers.adopt(engine, f"d{i}", offer))
-                scheduler.check(engine.scheduler_state)
-        finally:
-            process.kill()
-    tokens = [offer.handover.tokens.tolist() for offer in offers]
-    while engine.has_work:
-        result: Any = engine.step()
-        for event in result.events:
-            for name, token in (
-                zip(event.request_ids, event.token_ids, strict=True)
-                if isinstance(event, Sampled)
-                else ()
-            ):
-                tokens[int(name[1:])].append(token)
+    first_late = killed
+    adopted = []
+    with offering(tiny_folder, tmp_path) as (process, offers):
+        if cut is not None:
+            link = Link(offers[0].address, cut)
+            offers = [offer._replace(address=link.address) for offer in offers]
+            sizes = [sum(math.prod(shape) * 4 for shape, _ in offer.shapes) for offer in offers]
+            totals = list(itertools.accumulate(sizes))
+            first_late = sum(total <= cut for total in totals)
+            assert cut not in totals, "the cut is between two transfers and not within one"
+        for i, offer in enumerate(offers):
+            if i == killed:
+                process.kill()
+                process.wait()
+            adopted.append(transfers.adopt(engine, f"d{i}", offer))
+            scheduler.check(engine.scheduler_state)
+    later = sampled(steps(engine))
+    tokens = [
+        [*offer.handover.tokens.tolist(), *later.get(f"d{i}", [])] for i, offer in enumerate(offers)
+    ]
     params = [
         SamplingParams(temperature=0.9, seed=i, max_tokens=MAX_TOKENS, ignore_eos=True)
         for i in range(4)
     ]
-    expected = tiny_llm.generate(
-        [{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False
-    )
-    assert tokens == [
-        [*ids, *output.outputs[0].token_ids] for ids, output in zip(PROMPTS, expected, strict=True)
-    ]
-    first_waits = adopted.index(False) if False in adopted else None
-    if link is None:
-        assert first_waits == killed
+    expected = zip(PROMPTS, token_ids(tiny_llm, PROMPTS, params), strict=True)
+    assert tokens == [[*prompt, *output] for prompt, output in expected]
+    on_time = len(adopted) if first_late is None else first_late
+    assert adopted[:on_time] == [True] * on_time
+    if cut is not None:
+        assert not any(adopted[on_time:])
+        assert cut < link.passed < totals[-1]
     else:
-        assert first_waits == first_cut
-        assert not any(adopted[first_cut:])
-        assert cut < link.passed < sum(sizes)
+        assert killed is None or not adopted[killed]
     engine.record(None)
     assert replay.verify(tmp_path / "prefill.jsonl").identical
     assert replay.verify(tmp_path / "decode.jsonl").identical

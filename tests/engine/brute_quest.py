@@ -15,13 +15,9 @@ def chosen_blocks(queries: np.ndarray, keys: np.ndarray, size: int, blocks: int)
         blocks: that are read at most.
     """
     own = (len(keys) - 1) // size
-    upper = np.zeros((len(queries), own))
-    for i in range(own):
-        part = keys[i * size : (i + 1) * size]
-        for g, q in enumerate(queries):
-            upper[g, i] = sum(
-                max(a, b) for a, b in zip(q * part.min(0), q * part.max(0), strict=True)
-            )
+    parts = keys[: own * size].reshape(own, 1, size, keys.shape[1])
+    bounds = np.maximum(queries * parts.min(2), queries * parts.max(2))
+    upper = bounds.sum(-1).T  # [G, own]
     shares = np.exp(upper - upper.max(1, keepdims=True)) if own else upper
     scores = (shares / shares.sum(1, keepdims=True)).sum(0)
     best = sorted(range(own), key=lambda i: -scores[i])[: blocks - 1]

@@ -24,6 +24,8 @@ from pagedjax.engine import background, compilations, runtime, step
 from pagedjax.engine.processes import engines
 from pagedjax.host.replay import verify
 from tests import quick_compiler
+from tests.engine.runs import answers, greedy, small_llm, steps
+from tests.refusals import refused
 
 SIZES = {
     "max_num_seqs": 4,
@@ -32,7 +34,7 @@ SIZES = {
     "num_blocks": 64,
 }
 PROMPTS = [list(range(3, 8)), list(range(20, 31)), [7, 9]]
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+GREEDY = greedy(6, logprobs=2, prompt_logprobs=1)
 SAMPLED = SamplingParams(
     temperature=0.9, top_p=0.9, seed=5, max_tokens=6, ignore_eos=True, logprobs=2
 )
@@ -80,48 +82,45 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch):
-    found = Gate()
-    monkeypatch.setattr(runtime, "_compiler", found.around(runtime._compiler))
-    monkeypatch.setattr(background, "PAUSE", 0.0)
-    yield found
-    found.open()
+    gate = Gate()
+    monkeypatch.setattr(runtime, "_compiler", gate.around(runtime._compiler))
+    set_times(monkeypatch, pause=0.0)
+    yield gate
+    gate.open()
 
 
-def make(one_layer, **config) -> LLM:
-    return LLM(one_layer, progress=False, **{"compilation": "background", **SIZES, **config})
+def set_times(monkeypatch, **seconds: float) -> None:
+    for name, value in seconds.items():
+        monkeypatch.setattr(background, name.upper(), value)
 
 
-def programs_of(llm: LLM) -> background.BackgroundPrograms:
-    found = llm.engine.background
-    assert found is not None
-    return found
+def make(one_layer, **config) -> tuple[LLM, background.BackgroundPrograms]:
+    llm = small_llm(one_layer, **{"compilation": "background", **SIZES, **config})
+    return llm, llm.engine.background
 
 
-def steps(llm: LLM, prompts=PROMPTS, params=MIXED):
-    """Run requests -> the results of all steps."""
+def padded(llm: LLM, prompts=PROMPTS, params=MIXED) -> list[int]:
+    """Run requests -> the sizes of all steps."""
     names = llm.engine.new_ids(len(prompts))
-    for name, prompt, one in zip(names, prompts, params, strict=True):
-        llm.engine.add(name, prompt, one)
-    while llm.engine.has_work:
-        result = llm.engine.step()
-        assert result is not None
-        yield result
+    for name, prompt, request_params in zip(names, prompts, params, strict=True):
+        llm.engine.add(name, prompt, request_params)
+    results = list(steps(llm.engine))
+    assert {result.compilations for result in results} == {0}
+    return [result.padded_tokens for result in results]
 
 
 def outputs(llm: LLM):
     """Tokens, and the log-probabilities as arrays."""
-    found = llm.generate(PROMPTS, MIXED, use_tqdm=False)
-    tokens = [one.outputs[0].token_ids for one in found]
-    positions = [position for one in found for position in one.outputs[0].logprobs or ()]
-    return tokens, np.array(
-        [top.logprob for position in positions for top in position.values()], np.float32
-    )
+    branches = answers(llm, PROMPTS, MIXED)
+    places = [place for branch in branches for place in branch.logprobs or ()]
+    logprobs = [top.logprob for place in places for top in place.values()]
+    return [branch.token_ids for branch in branches], np.array(logprobs, np.float32)
 
 
 @pytest.fixture(scope="module")
 def expected(one_layer):
     """What an engine gives whose programs were all compiled first."""
-    return outputs(LLM(one_layer, progress=False, **SIZES))
+    return outputs(small_llm(one_layer, **SIZES))
 
 
 @pytest.mark.default_cases("{}")
@@ -131,8 +130,7 @@ def expected(one_layer):
 def test_requests_are_answered_by_the_largest_program_and_later_by_their_own(
     one_layer, gate, expected, config
 ):
-    llm = make(one_layer, **config)
-    programs = programs_of(llm)
+    llm, programs = make(one_layer, **config)
     assert (len(programs), programs.missing) == (1, 2)
     tokens, logprobs = outputs(llm)
     assert tokens == expected[0]
@@ -140,15 +138,17 @@ def test_requests_are_answered_by_the_largest_program_and_later_by_their_own(
     # the compiled kernels compute a token alike, whatever the program's size
     if "attention_impl" not in config:
         chex.assert_trees_all_equal(logprobs, expected[1])
-    assert {result.padded_tokens for result in steps(llm)} == {16}
+    assert set(padded(llm)) == {16}
+    before = compilations.counts()
     gate.open()
     programs.join(60)
+    assert compilations.counts() == before, "what is compiled behind a step is not its own"
     assert programs.missing == 0
     assert gate.begun == [16, 4, 2]
     llm.engine.reset_prefix_cache()
     assert outputs(llm)[0] == expected[0]
     llm.engine.reset_prefix_cache()
-    assert {result.padded_tokens for result in steps(llm)} > {4, 16}
+    assert set(padded(llm)) > {4, 16}
 
 
 @pytest.mark.slow
@@ -156,63 +156,51 @@ def test_requests_are_answered_by_the_largest_program_and_later_by_their_own(
 def test_a_program_that_comes_in_while_a_step_runs_serves_the_next_one(
     one_layer, gate, expected, lookahead
 ):
-    llm = make(one_layer, lookahead=lookahead)
-    programs = programs_of(llm)
-    largest, seen = programs[StepShape(16, 4)], []
+    llm, programs = make(one_layer, lookahead=lookahead)
+    largest = programs[StepShape(16, 4)]
+    present = []
 
     def and_another_comes_in(*args):
         gate.open(4)
         while 4 not in programs.present.tokens:
             programs.join(0.01)
-        seen.append(programs.present.tokens)
+        present.append(programs.present.tokens)
         return largest(*args)
 
     programs[StepShape(16, 4)] = and_another_comes_in
-    found = list(steps(llm, [[3]], [SAMPLED]))
-    assert seen == [(4, 16)]
-    assert [result.padded_tokens for result in found] == [16, *[4] * 5]
+    assert padded(llm, [[3]], [SAMPLED]) == [16, *[4] * 5]
+    assert present == [(4, 16)]
     llm.engine.reset_prefix_cache()
     assert outputs(llm)[0] == expected[0]
-
-
-@pytest.mark.slow
-def test_what_is_compiled_behind_a_step_is_not_counted_as_its_own(one_layer, gate):
-    llm = make(one_layer)
-    before = compilations.counts()
-    gate.open()
-    programs_of(llm).join(60)
-    assert programs_of(llm).missing == 0
-    assert compilations.counts() == before
-    assert {result.compilations for result in steps(llm)} == {0}
 
 
 def test_a_failed_compilation_is_logged_and_survived(one_layer, gate, expected, caplog):
     gate.failing = {4}
-    llm = make(one_layer)
+    llm, programs = make(one_layer)
     with caplog.at_level(logging.INFO, "pagedjax.engine"):
         gate.open()
-        programs_of(llm).join(60)
+        programs.join(60)
     assert "the program for 4 tokens cannot be compiled" in caplog.text
     assert "2 of 3 programs are there" in caplog.text
-    assert programs_of(llm).missing == 1
+    assert programs.missing == 1
     assert outputs(llm)[0] == expected[0]
     llm.engine.reset_prefix_cache()
-    assert 4 not in {result.padded_tokens for result in steps(llm)}
+    assert 4 not in padded(llm)
 
 
 @pytest.mark.slow
 def test_recordings_do_not_depend_on_which_programs_exist(one_layer, gate, tmp_path):
-    written = []
-    for name, compilation in (("behind", "background"), ("first", "eager")):
+    recordings = []
+    for compilation in ("background", "eager"):
         if compilation == "eager":
             gate.open()
-        llm = make(one_layer, compilation=compilation)
-        llm.engine.record(tmp_path / name)
+        llm, _ = make(one_layer, compilation=compilation)
+        llm.engine.record(tmp_path / compilation)
         outputs(llm)
         llm.engine.record(None)
-        assert verify(tmp_path / name).steps > 5
-        written.append((tmp_path / name).read_bytes())
-    assert written[0] == written[1]
+        assert verify(tmp_path / compilation).steps > 5
+        recordings.append((tmp_path / compilation).read_bytes())
+    assert recordings[0] == recordings[1]
 
 
 @pytest.mark.parametrize(
@@ -221,50 +209,37 @@ def test_recordings_do_not_depend_on_which_programs_exist(one_layer, gate, tmp_p
 def test_a_compilation_waits_for_a_pause_but_not_for_ever(
     one_layer, gate, monkeypatch, pause, patience, begins
 ):
-    monkeypatch.setattr(background, "PAUSE", pause)
-    monkeypatch.setattr(background, "PATIENCE", patience)
-    monkeypatch.setattr(background, "LOADED", 0.0)
-    nothing_on_disk(monkeypatch)
+    set_times(monkeypatch, pause=pause, patience=patience, loaded=0.0)
+    monkeypatch.setattr(compilations, "counts", lambda: compilations.Counts(0, 0))
     gate.open()
-    llm = make(one_layer)
-    programs = programs_of(llm)
+    llm, programs = make(one_layer)
     programs.join(60 if begins else 0.5)
     assert (programs.missing == 0) == begins
     before = programs.stepped_at
-    padded = {result.padded_tokens for result in steps(llm)}
-    assert padded > {4, 16} if begins else padded == {16}
+    sizes = set(padded(llm))
+    assert sizes > {4, 16} if begins else sizes == {16}
     assert programs.stepped_at > before
     programs.stop()  # it does not wait for the pause
     programs.join(30)
     assert not programs.compiling
 
 
-def nothing_on_disk(monkeypatch) -> None:
-    monkeypatch.setattr(compilations, "counts", lambda: compilations.Counts(0, 0))
-
-
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_programs_on_disk_are_fetched_without_a_pause(one_layer, gate, monkeypatch, on_disk):
-    monkeypatch.setattr(background, "PAUSE", 60.0)
-    monkeypatch.setattr(background, "PATIENCE", 60.0)
-    monkeypatch.setattr(background, "LOADED", 60.0)
-    if on_disk:
-        numbers = itertools.count()
-        monkeypatch.setattr(
-            compilations, "counts", lambda: compilations.Counts(next(numbers), next(numbers))
-        )
-    else:
-        nothing_on_disk(monkeypatch)
+    set_times(monkeypatch, pause=60.0, patience=60.0, loaded=60.0)
+    numbers = itertools.count() if on_disk else itertools.repeat(0)
+    monkeypatch.setattr(
+        compilations, "counts", lambda: compilations.Counts(next(numbers), next(numbers))
+    )
     gate.open()
-    programs = programs_of(make(one_layer))
+    _, programs = make(one_layer)
     programs.join(60 if on_disk else 0.5)
     assert programs.missing == (0 if on_disk else 2)
     programs.stop()
 
 
 def test_stopping_begins_no_other_program(one_layer, gate):
-    llm = make(one_layer)
-    programs = programs_of(llm)
+    _, programs = make(one_layer)
     while len(gate.begun) < 2:
         programs.join(0.01)
     programs.stop()
@@ -276,14 +251,25 @@ def test_stopping_begins_no_other_program(one_layer, gate):
 
 
 def test_an_engine_that_is_dropped_is_not_kept_by_its_thread(one_layer, gate):
-    llm = make(one_layer)
-    thread, kept = programs_of(llm)._thread, weakref.ref(programs_of(llm))
-    del llm
+    llm, programs = make(one_layer)
+    thread = programs._thread
+    reference = weakref.ref(programs)
+    del llm, programs
     gate.open(4)
     thread.join(60)
     gc.collect()
-    assert kept() is None
+    assert reference() is None
     assert len(gate.begun) < 3
+
+
+def run_python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+    )
 
 
 @pytest.mark.slow
@@ -293,12 +279,8 @@ def test_python_ends_while_a_program_is_compiled(one_layer_folder):
         "llm = LLM(sys.argv[1], progress=False, compilation='background', num_blocks=64)\n"
         "print(llm.engine.background.compiling, flush=True)\n"
     )
-    words = [sys.executable, "-c", program, str(one_layer_folder)]
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2]
-    )
-    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
-    assert done.stderr == ""
+    process = run_python(program, str(one_layer_folder))
+    assert (process.returncode, process.stdout, process.stderr) == (0, "True\n", "")
 
 
 def test_python_ends_while_a_program_is_traced():
@@ -327,15 +309,9 @@ programs = BackgroundPrograms(build, None, {}, Shapes((1,), 1, 1, 1, 1, 1), True
 programs.start()
 traces.wait(60)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.stdout == "compiled\n", done.stderr
-    assert "cannot be compiled" not in done.stderr
+    process = run_python(script)
+    assert (process.returncode, process.stdout) == (0, "compiled\n"), process.stderr
+    assert "cannot be compiled" not in process.stderr
 
 
 def test_an_llm_compiles_behind_its_steps_where_it_can_and_an_engine_everything_first(one_layer):
@@ -350,13 +326,10 @@ def test_an_llm_compiles_behind_its_steps_where_it_can_and_an_engine_everything_
 
 
 def test_it_is_refused_with_drafts_and_in_several_processes(one_layer, monkeypatch):
-    with pytest.raises(ValueError, match="compilation is 'background' and speculative is 'ngram'"):
+    with refused("compilation is 'background' and speculative is 'ngram'"):
         EngineConfig(compilation="background", speculative={"method": "ngram"})  # type: ignore[arg-type]
     monkeypatch.setattr(engines.jax, "process_count", lambda: 2)
-    with pytest.raises(
-        ValueError,
-        match="all processes must run the same program for a step; set compilation='eager'",
-    ):
+    with refused("all processes must run the same program for a step; set compilation='eager'"):
         engines.make_engine(one_layer.model, EngineConfig(compilation="background", **SIZES))
 
 
@@ -379,13 +352,6 @@ def test_the_order_keeps_every_step_near_a_bucket(sizes, most_seqs, order):
 
 
 def test_a_buckets_program_for_decodes_is_compiled_behind_its_other_one():
-    shapes = [
-        StepShape(2, 2, True),
-        StepShape(4, 4, True),
-        StepShape(2, 2),
-        StepShape(4, 4),
-        StepShape(8, 4),
-    ]
     order = [
         StepShape(4, 4),
         StepShape(4, 4, True),
@@ -393,4 +359,5 @@ def test_a_buckets_program_for_decodes_is_compiled_behind_its_other_one():
         StepShape(2, 2, True),
         StepShape(8, 4),
     ]
+    shapes = [order[i] for i in (3, 1, 2, 0, 4)]
     assert background.in_order(shapes, 4) == order

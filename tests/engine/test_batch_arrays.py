@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 
-from pagedjax import LLM, SamplingParams
 from pagedjax.device.batch import Batch
 from pagedjax.device.checks import check_shape
 from pagedjax.device.extras import Extra, SampleRows
@@ -19,11 +18,11 @@ from pagedjax.device.models.decoder import Block
 from pagedjax.engine import pack
 from pagedjax.engine.pack import Packing
 from pagedjax.weights.trained import named, nested, whole
+from tests.engine.runs import greedy, small_llm
 
 SIZES = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 16,
-    "token_buckets": (16,),
     "block_size": 4,
     "num_blocks": 64,
 }
@@ -80,12 +79,9 @@ def changed(model: Model, *, muted: bool = False, block: type[Block] | None = No
 
 def answers(pretrained: Any, model: Model, seeds: tuple[int, ...]) -> list[Any]:
     """The tokens and log-probabilities of all prompts, in one batch."""
-    llm = LLM(replace(pretrained, model=model), progress=False, **SIZES)
-    params = [
-        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, seed=seed, logprobs=0)
-        for seed in seeds
-    ]
-    outputs = [output.outputs[0] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    llm = small_llm(replace(pretrained, model=model), **SIZES)
+    params = [greedy(6, seed=seed, logprobs=0) for seed in seeds]
+    outputs = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
     return [(output.token_ids, output.cumulative_logprob) for output in outputs]
 
 

@@ -24,6 +24,8 @@ from pagedjax.weights.architectures import FAMILIES, normalised
 from tests import drawn
 from tests.device.test_linear_impl import random_params
 from tests.device.test_model_families import BODY, CASES, GPT2
+from tests.engine.runs import greedy, steps
+from tests.refusals import refused
 
 pytestmark = pytest.mark.optimised  # bits are compared
 
@@ -45,31 +47,25 @@ NEEDLES = [
     for more in OPTIONS
 ]
 COMMON = {"batch_invariant": True, "progress": False, "max_model_len": 128}
+LARGE: dict[str, Any] = {
+    "max_num_batched_tokens": 64,
+    "token_buckets": (64,),
+    "max_num_seqs": 16,
+    "num_blocks": 200,
+}
+FEW: dict[str, Any] = {
+    "max_num_batched_tokens": 8,
+    "token_buckets": (8,),
+    "max_num_seqs": 5,
+    "block_size": 4,
+    "num_blocks": 50,
+}
 # One bucket each, so that few programs are compiled. "preemption" has the shapes of "small chunks
-# and blocks", and so
-# its program: the blocks are those of few tokens.
+# and blocks", and so its program: the blocks are those of few tokens.
 ENGINES: dict[str, dict[str, Any]] = {
-    "large steps": {
-        "max_num_batched_tokens": 64,
-        "token_buckets": (64,),
-        "max_num_seqs": 16,
-        "num_blocks": 200,
-    },
-    "small chunks and blocks": {
-        "max_num_batched_tokens": 8,
-        "token_buckets": (8,),
-        "max_num_seqs": 5,
-        "block_size": 4,
-        "num_blocks": 50,
-    },
-    "preemption": {
-        "max_num_batched_tokens": 8,
-        "token_buckets": (8,),
-        "max_num_seqs": 5,
-        "block_size": 4,
-        "num_blocks": 50,
-        "enable_prefix_caching": False,
-    },
+    "large steps": LARGE,
+    "small chunks and blocks": FEW,
+    "preemption": FEW | {"enable_prefix_caching": False},
     "speculation": {
         "max_num_batched_tokens": 48,
         "token_buckets": (48,),
@@ -84,20 +80,19 @@ WITHOUT_DRAFTS = [name for name in ENGINES if name != "speculation"]
 
 def answer(out: Any) -> tuple[Any, Any]:
     """All numbers of a result: tokens with log-probabilities, and those of the prompt."""
-    (one,) = out.outputs
+    (branch,) = out.outputs
 
-    def bits(several: Any) -> list[Any]:
+    def bits(places: Any) -> list[Any]:
         return [
-            None if d is None else {token: p.logprob for token, p in d.items()}
-            for d in several or ()
+            None if place is None else {token: p.logprob for token, p in place.items()}
+            for place in places or ()
         ]
 
-    return (list(one.token_ids), bits(one.logprobs)), bits(out.prompt_logprobs)
+    return (list(branch.token_ids), bits(branch.logprobs)), bits(out.prompt_logprobs)
 
 
 def answers(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
-    ids = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return [answer(out) for out in llm.generate(ids, params, use_tqdm=False)]
+    return [answer(out) for out in llm.generate(prompts, params)]
 
 
 def among_mates(llm: LLM, seed: int, mates: int) -> list[Any]:
@@ -106,13 +101,12 @@ def among_mates(llm: LLM, seed: int, mates: int) -> list[Any]:
     jobs = list(NEEDLES)
     for _ in range(mates):
         prompt = rng.integers(3, VOCAB, rng.integers(1, 90)).tolist()
-        own = SamplingParams(
-            temperature=float(rng.choice([0.0, 1.0])), seed=int(rng.integers(99)), max_tokens=12
-        )
-        jobs.append((prompt, own))
+        options = {"temperature": float(rng.choice([0.0, 1.0])), "seed": int(rng.integers(99))}
+        jobs.append((prompt, SamplingParams(**options, max_tokens=12)))
     order = rng.permutation(len(jobs))
-    found = answers(llm, [jobs[i][0] for i in order], [jobs[i][1] for i in order])
-    return [found[int(np.flatnonzero(order == i)[0])] for i in range(len(NEEDLES))]
+    shuffled = answers(llm, [jobs[i][0] for i in order], [jobs[i][1] for i in order])
+    by_job = dict(zip(order.tolist(), shuffled, strict=True))
+    return [by_job[i] for i in range(len(NEEDLES))]
 
 
 def alone(llm: LLM) -> list[Any]:
@@ -156,26 +150,16 @@ def test_a_request_has_the_same_bits_in_any_company_and_any_engine(engines, expe
 
 def test_the_engines_differ_in_what_they_do(engines, expected):
     """Else the test above would compare too little: blocks run out, prefixes are found."""
-    llm = engines["preemption"]
-    names = [f"p{i}" for i in range(12)]
-    for i, name in enumerate(names):
-        llm.engine.add(
-            name, NEEDLES[9][0][: 40 + i], SamplingParams(max_tokens=40, ignore_eos=True)
-        )
-    preempted = 0
-    while llm.engine.has_work:
-        result = llm.engine.step()
-        preempted += len(result.plan.preempted) if result else 0
-    assert preempted > 0
-    cached = engines["small chunks and blocks"]
-    prompt, params = NEEDLES[-3]
-    for name in ("first", "again"):
-        cached.engine.add(name, prompt, params)
-        found = 0
-        while cached.engine.has_work:
-            result = cached.engine.step()
-            found += sum(result.plan.cached) if result else 0
-    assert found > 0, "the second request finds the blocks of the first"
+    engine = engines["preemption"].engine
+    prompt, params = NEEDLES[9]
+    for i in range(12):
+        engine.add(f"p{i}", prompt[: 40 + i], SamplingParams(max_tokens=40, ignore_eos=True))
+    assert any(result.plan.preempted for result in steps(engine))
+    engine = engines["small chunks and blocks"].engine
+    for name in ("first", "second"):
+        engine.add(name, prompt, params)
+        cached = sum(sum(result.plan.cached) for result in steps(engine))
+    assert cached > 0, "the second request finds the blocks of the first"
 
 
 @pytest.mark.slow
@@ -183,14 +167,8 @@ def test_drafts_change_no_bit(expected):
     llm = LLM(model_of("Qwen3", layers=1), **COMMON, **ENGINES["speculation"])
     for seed in range(3):
         chex.assert_trees_all_equal(among_mates(llm, seed, 12), expected)
-    llm.engine.add(
-        "repeats", [7, 8, 9] * 8, SamplingParams(max_tokens=16, ignore_eos=True, temperature=0.0)
-    )
-    drafts = 0
-    while llm.engine.has_work:
-        result = llm.engine.step()
-        drafts += sum(result.plan.drafts) if result else 0
-    assert drafts > 0
+    llm.engine.add("repeats", [7, 8, 9] * 8, greedy(16))
+    assert any(sum(result.plan.drafts) for result in steps(llm.engine))
 
 
 @pytest.mark.slow
@@ -203,19 +181,22 @@ def test_drafts_change_no_bit(expected):
         pytest.param("Mixtral", "float32", {}, {}, marks=pytest.mark.exhaustive),
         ("Qwen3-MoE", "float32", {"weight_dtype": "int8"}, {}),
         pytest.param("Llama 3", "bfloat16", {}, {}, marks=pytest.mark.exhaustive),
-        ("Mistral", "float32", {}, {"preemption": "swap", "lookahead": 1}),
+        (
+            "Mistral",
+            "float32",
+            {},
+            {"preemption": "swap", "lookahead": 1, "enable_prefix_caching": True},
+        ),
     ],
 )
 def test_every_family_and_dtype(name, dtype, options, engine):
     model = model_of(name, dtype, **options)
-    first = LLM(model, **COMMON, **ENGINES["large steps"], **engine)
-    wanted = alone(first)
-    chex.assert_trees_all_equal(among_mates(first, 0, 20), wanted)
+    first = LLM(model, **COMMON, **LARGE | engine)
+    expected = alone(first)
+    chex.assert_trees_all_equal(among_mates(first, 0, 20), expected)
     for other in ("small chunks and blocks", "preemption"):
-        swaps = engine.get("preemption") == "swap"
-        more = {"enable_prefix_caching": True} if swaps else {}
-        llm = LLM(model, **COMMON, **ENGINES[other] | engine | more)
-        chex.assert_trees_all_equal(among_mates(llm, 1, 12), wanted)
+        llm = LLM(model, **COMMON, **ENGINES[other] | engine)
+        chex.assert_trees_all_equal(among_mates(llm, 1, 12), expected)
 
 
 ONE_THREAD = """
@@ -232,12 +213,12 @@ print(json.dumps(among_mates(LLM(model_of("Qwen3"), **COMMON, **ENGINES["large s
     sys.platform != "linux", reason="the number of processors is set as Linux does it"
 )
 def test_the_number_of_threads_changes_no_bit():
-    found = []
+    outputs = []
     for processors in ("one", "all"):
         command = [sys.executable, "-c", ONE_THREAD, processors]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    chex.assert_trees_all_equal(*found)
+        outputs.append(json.loads(done.stdout.splitlines()[-1]))
+    chex.assert_trees_all_equal(*outputs)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +238,7 @@ def test_the_number_of_threads_changes_no_bit():
     ],
 )
 def test_what_cannot_be_batch_invariant_is_refused(tiny, options, message):
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         LLM(
             tiny,
             **COMMON | {"max_model_len": 64, "num_blocks": 40, "compilation": "lazy"} | options,
@@ -268,7 +249,5 @@ def test_other_hidden_sizes_are_refused():
     """The compiler may round the last numbers of such a row in another way, by the number of rows."""
     hf = BODY | {"model_type": "llama", "hidden_size": 72, "head_dim": 16}
     config = FAMILIES["llama"].from_hf(normalised(hf, "odd"))
-    with pytest.raises(
-        ValueError, match=r"hidden size of the model is 72: .*set batch_invariant=False"
-    ):
+    with refused(r"hidden size of the model is 72: .*set batch_invariant=False"):
         LLM(from_params(random_params(config), config), **COMMON | {"num_blocks": 40})

@@ -54,77 +54,74 @@ def compile_one(size: int) -> None:
 
 
 def test_jax_options_are_set_while_an_llm_compiles_and_restored_after(tiny, folder, monkeypatch):
-    before, seen, engine = options(), [], llm.make_engine
-    monkeypatch.setattr(
-        llm,
-        "make_engine",
-        lambda *args, **config: seen.append(options()) or engine(*args, **config),
-    )
-    LLM(tiny, progress=False, **(SIZES | {"compilation": "eager"}))
+    before = options()
+    during = []
+    make_engine = llm.make_engine
+
+    def noted(*args, **config):
+        during.append(options())
+        return make_engine(*args, **config)
+
+    monkeypatch.setattr(llm, "make_engine", noted)
+    LLM(tiny, progress=False, compilation="eager", **SIZES)
     assert options() == before
-    assert seen == [dict(zip(OPTIONS, (str(folder), compilations.MAX_BYTES, 0.0), strict=True))]
-    kept = programs(folder)
-    assert kept
+    assert during == [dict(zip(OPTIONS, (str(folder), compilations.MAX_BYTES, 0.0), strict=True))]
+    files = programs(folder)
+    assert files
     compile_one(1001)
-    assert programs(folder) == kept  # the user's own program is not kept
+    assert programs(folder) == files  # the user's own program is not kept
 
 
 def test_lazy_programs_are_kept_too(tiny, folder):
-    made = LLM(tiny, progress=False, compilation="lazy", **SIZES)
-    before, kept = options(), len(programs(folder))
-    made.generate([5, 6, 7], SamplingParams(max_tokens=2), use_tqdm=False)
-    assert len(programs(folder)) > kept
+    lazy = LLM(tiny, progress=False, compilation="lazy", **SIZES)
+    before = options()
+    files = len(programs(folder))
+    lazy.generate([5, 6, 7], SamplingParams(max_tokens=2))
+    assert len(programs(folder)) > files
     assert options() == before
 
 
 @pytest.mark.default_cases("lazy")
 @pytest.mark.parametrize("compilation", ["eager", "lazy"])
 def test_the_cache_can_be_switched_off(tiny, folder, compilation):
-    made = LLM(tiny, progress=False, compilation_cache=False, compilation=compilation, **SIZES)
-    made.generate([5, 6, 7], SamplingParams(max_tokens=2), use_tqdm=False)
+    config = {"compilation_cache": False, "compilation": compilation, **SIZES}
+    LLM(tiny, progress=False, **config).generate([5, 6, 7], SamplingParams(max_tokens=2))
     assert not folder.exists()
 
 
 def test_the_cache_of_jax_itself_is_left_alone(folder, tmp_path):
-    own = tmp_path / "own"
-    jax.config.update("jax_compilation_cache_dir", str(own))
+    cache = tmp_path / "own"
+    jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     before = options()
     with compilations.disk_cache():
         assert options() == before
         compile_one(1002)
-    assert programs(own)
+    assert programs(cache)
     assert not folder.exists()
 
 
-def test_the_oldest_program_is_dropped_at_the_bound(folder, monkeypatch):
+@pytest.mark.parametrize("bounded", [True, False])
+def test_the_oldest_program_is_dropped_at_the_bound(folder, monkeypatch, bounded):
+    """Earlier versions kept programs without a bound, and without the times of their last use."""
     with compilations.disk_cache():
-        compile_one(1003)
+        compile_one(1003 + bounded)
     (first,) = programs(folder)
+    if not bounded:
+        for file in folder.glob("*-atime"):
+            file.unlink()
     monkeypatch.setattr(compilations, "MAX_BYTES", int(2.5 * first.stat().st_size))
-    for size in (1004, 1005, 1006):
+    for size in (1005, 1006, 1007):
         with compilations.disk_cache():
-            compile_one(size)
+            compile_one(size + 3 * bounded)
     assert len(programs(folder)) == 2
     assert not first.exists()
 
 
-def test_programs_of_an_unbounded_cache_can_be_dropped(folder, monkeypatch):
-    """Earlier versions kept programs without a bound, and without the times of their last use."""
-    with compilations.disk_cache():
-        compile_one(1007)
-    (first,) = programs(folder)
-    for file in folder.glob("*-atime"):
-        file.unlink()
-    monkeypatch.setattr(compilations, "MAX_BYTES", int(1.5 * first.stat().st_size))
-    with compilations.disk_cache():
-        compile_one(1008)
-    assert len(programs(folder)) == 1
-    assert not first.exists()
-
-
 def test_blocks_that_overlap_restore_the_options_after_the_last_of_them(folder):
-    before, (first, second) = options(), (compilations.disk_cache(), compilations.disk_cache())
+    before = options()
+    first = compilations.disk_cache()
+    second = compilations.disk_cache()
     first.__enter__()
     within = options()
     with compilations.disk_cache(False):

@@ -18,6 +18,7 @@ from pagedjax.device.batch import StepShape
 from pagedjax.engine import compilations, programs, runtime
 from pagedjax.host.replay import verify
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
+from tests.engine.runs import answers, greedy, logprobs_of, small_llm, steps, token_ids
 
 SIZES = {
     "block_size": 4,
@@ -29,10 +30,10 @@ SIZES = {
 BUCKETS = (4, 16)
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 11, 9)]
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=2, prompt_logprobs=1),
+    greedy(9, logprobs=2, prompt_logprobs=1),
     SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=7, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, frequency_penalty=0.5),
-    SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+    greedy(3, frequency_penalty=0.5),
+    greedy(8),
 ]
 
 
@@ -66,16 +67,8 @@ def _shared_programs():
 def make(one_layer, impl: str, **config) -> LLM:
     """Only an implementation with programs for decodes needs a bucket for them."""
     buckets = BUCKETS if impl == OWN else BUCKETS[-1:]
-    return LLM(
-        one_layer,
-        progress=False,
-        attention_impl=impl,
-        **{"token_buckets": buckets} | SIZES | config,
-    )
-
-
-def outputs(llm: LLM):
-    return [output.outputs[0] for output in llm.generate(PROMPTS, PARAMS)]
+    config = {"token_buckets": buckets, **SIZES, **config}
+    return small_llm(one_layer, attention_impl=impl, **config)
 
 
 @pytest.mark.default_cases("plain")
@@ -92,21 +85,10 @@ def outputs(llm: LLM):
 def test_tokens_are_those_of_mixed_programs(one_layer, config):
     separate = make(one_layer, OWN, **config)
     mixed = make(one_layer, "reference", **config)
-    answers = outputs(separate)
-    expected = outputs(mixed)
-    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
-    values = [
-        np.array(
-            [
-                ranked[token].logprob
-                for ranked, token in zip(
-                    run_answers[0].logprobs, run_answers[0].token_ids, strict=True
-                )
-            ]
-        )
-        for run_answers in (answers, expected)
-    ]
-    chex.assert_trees_all_close(*values, atol=1e-5)
+    outputs = answers(separate, PROMPTS, PARAMS)
+    expected = answers(mixed, PROMPTS, PARAMS)
+    assert [answer.token_ids for answer in outputs] == [answer.token_ids for answer in expected]
+    chex.assert_trees_all_close(logprobs_of(outputs[0]), logprobs_of(expected[0]), atol=1e-5)
     shapes = set(separate.engine.runtime.programs)
     assert StepShape(4, 4, True) in shapes or config.get("compilation") == "lazy"
     assert any(shape.decodes_alone for shape in shapes)
@@ -114,41 +96,38 @@ def test_tokens_are_those_of_mixed_programs(one_layer, config):
 
 
 def test_a_step_of_decodes_runs_its_own_program_and_a_mixed_one_does_not(one_layer):
-    llm = make(one_layer, OWN, compilation="eager")
+    engine = make(one_layer, OWN, compilation="eager").engine
     ran = []
-    programs = llm.engine.runtime.programs
-    for shape, program in list(programs.items()):
-        programs[shape] = lambda *arrays, shape=shape, program=program: (
-            ran.append(shape),
-            program(*arrays),
-        )[1]
-    steps = []
+    programs = engine.runtime.programs
+
+    def noted(shape, program):
+        def run(*arrays):
+            ran.append(shape.decodes_alone)
+            return program(*arrays)
+
+        return run
+
+    programs |= {shape: noted(shape, program) for shape, program in programs.items()}
     for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        llm.engine.add(str(i), prompt, params)
-    while llm.engine.has_work:
-        steps.append(llm.engine.step())
-    alone = [max(step.plan.counts) == 1 for step in steps]
-    assert [shape.decodes_alone for shape in ran] == alone
+        engine.add(str(i), prompt, params)
+    alone = [max(result.plan.counts) == 1 for result in steps(engine)]
+    assert ran == alone
     assert set(alone) == {True, False}
 
 
 def test_a_decode_that_wants_a_log_probability_of_its_prompt_is_in_a_mixed_step(one_layer):
     """A chunk of one token, the last but one of a prompt."""
-    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=1)
-    chunks = {"max_num_batched_tokens": 4, "token_buckets": (4,)}
-    prompt_logprobs, expected = (
-        [
-            output.prompt_logprobs
-            for output in make(one_layer, impl, **config).generate([list(range(3, 8))], params)
-        ]
-        for impl, config in ((OWN, chunks), ("reference", {}))
-    )
-    chosen = [
-        [[round(value.logprob, 4) for value in place.values()] for place in logprobs[0][1:]]
-        for logprobs in (prompt_logprobs, expected)
-    ]
-    assert chosen[0] == chosen[1]
-    assert len(chosen[0]) == 4
+    logprobs = []
+    for impl, config in (
+        (OWN, {"max_num_batched_tokens": 4}),
+        ("reference", {}),
+    ):
+        llm = make(one_layer, impl, **config)
+        (output,) = llm.generate([list(range(3, 8))], greedy(2, prompt_logprobs=1))
+        places = output.prompt_logprobs[1:]
+        logprobs.append([[p.logprob for p in place.values()] for place in places])
+    assert len(logprobs[0]) == 4
+    chex.assert_trees_all_close(*logprobs, atol=1e-4)
 
 
 def test_buckets_above_the_sequences_have_mixed_programs_alone(one_layer):
@@ -160,16 +139,16 @@ def test_buckets_above_the_sequences_have_mixed_programs_alone(one_layer):
 def test_programs_that_come_in_later_serve_the_steps_after_them(one_layer, tmp_path):
     llm = make(one_layer, OWN, compilation="background")
     llm.engine.record(tmp_path / "events.jsonl")
-    expected = [answer.token_ids for answer in outputs(make(one_layer, "reference"))]
-    assert [answer.token_ids for answer in outputs(llm)] == expected
+    expected = token_ids(make(one_layer, "reference"), PROMPTS, PARAMS)
+    assert token_ids(llm, PROMPTS, PARAMS) == expected
     background = llm.engine.background
     assert background is not None
     background.join(120)
     assert background.present.decode_buckets == (4,)
     assert background.present.tokens == BUCKETS
-    assert [answer.token_ids for answer in outputs(llm)] == expected
+    assert token_ids(llm, PROMPTS, PARAMS) == expected
     llm.engine.record(None)
-    verify(tmp_path / "events.jsonl")
+    assert verify(tmp_path / "events.jsonl").identical
 
 
 def test_the_invariant_form_of_an_implementation_gets_offsets():
@@ -199,14 +178,9 @@ def test_an_engine_without_drafts_has_the_attention_for_it():
 def test_a_call_without_offsets_is_a_batch_of_decodes(impl, lengths):
     draw = np.random.default_rng(0)
     rows = len(lengths)
-    heads = 2
-    group = 2
-    d = 8
-    s = 4
-    width = 3
-    q = draw.standard_normal((rows, heads * group, d)).astype(np.float32)
-    k, v = draw.standard_normal((2, 1 + rows * width, heads, s, d)).astype(np.float32)
-    tables = 1 + np.arange(rows * width, dtype=np.int32).reshape(rows, width)
+    q = draw.standard_normal((rows, 4, 8)).astype(np.float32)
+    k, v = draw.standard_normal((2, 1 + rows * 3, 2, 4, 8)).astype(np.float32)
+    tables = 1 + np.arange(rows * 3, dtype=np.int32).reshape(rows, 3)
     offsets = np.concatenate([[0], np.cumsum(np.array(lengths) > 0)]).astype(np.int32)
     arrays = q, k, v, tables, np.array(lengths, np.int32)
     result = paged_attention(*arrays, None, scale=0.3, impl=impl)

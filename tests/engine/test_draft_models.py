@@ -8,6 +8,7 @@ knows no cache.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections import Counter
@@ -23,16 +24,18 @@ from scipy import stats
 
 import pagedjax.engine.step as engine_step
 from experiments.training import draft_data, draft_loss, train_draft
-from pagedjax import LLM, EngineConfig, SamplingParams
+from pagedjax import EngineConfig, SamplingParams
 from pagedjax.device import cache, draft_model
 from pagedjax.engine import drafting
 from pagedjax.engine.engine import Engine
 from pagedjax.host.replay import verify
-from pagedjax.host.types import Admitted, Sampled, Verified
+from pagedjax.host.types import Verified
 from pagedjax.options.config import Speculative
 from pagedjax.weights.draft_model import load_draft_model, read_eagle, write_eagle
+from tests.engine.runs import greedy, sampled, steps, token_ids
 from tests.engine.test_lookahead import tokens
-from tests.engine.test_speculation import CONFIG, asks, run
+from tests.engine.test_speculation import CONFIG, asks, make, plain_runs, run
+from tests.refusals import refused
 from tests.weights.tiny import tiny_llama
 
 SWAPPED = {"num_blocks": 20, "max_model_len": 80, "preemption": "swap", "swap_space_gib": 0.002}
@@ -72,47 +75,33 @@ def folders(tiny, tiny_folder, tmp_path_factory) -> Drafters:
 
 @pytest.fixture(scope="module")
 def plain(tiny):
-    engine = LLM(tiny, progress=False, **CONFIG).engine
-    requests_by_seed = {seed: asks(seed) for seed in range(3)}
-    return {
-        seed: run(engine, requests, seed) for seed, requests in requests_by_seed.items()
-    }, requests_by_seed
+    return plain_runs(tiny)
 
 
-def speculative_engine(
-    tiny, folders: Drafters, drafter: str, k: int, rule: str = "strict", **config
-):
-    method = "eagle" if drafter == "head" else "draft"
-    options = {
-        "method": method,
-        "model": getattr(folders, drafter),
-        "num_tokens": k,
-        "adaptive": False,
-        "rule": rule,
-    }
-    return LLM(tiny, progress=False, speculative=options, **CONFIG | config).engine
+def speculative_engine(tiny, folders: Drafters, drafter: str, k: int, rule="strict", **config):
+    options = {"num_tokens": k, "adaptive": False, "rule": rule}
+    if drafter != "ngram":
+        options |= {"method": "eagle" if drafter == "head" else "draft"}
+        options |= {"model": getattr(folders, drafter)}
+    return make(tiny, speculative=options, **config).engine
 
 
-def run_to_the_end(engine) -> tuple[list[int], int, int]:
-    """Run all requests of an engine to their end: tokens, drafts and accepted drafts."""
-    output = []
-    drafts = 0
-    accepted = 0
-    while engine.has_work:
-        for event in engine.step().events:
-            if isinstance(event, Sampled):
-                output += event.token_ids
-            if isinstance(event, Verified):
-                drafts += sum(event.drafts)
-                accepted += sum(event.accepted)
-    return output, drafts, accepted
+def drafts_of(results) -> tuple[int, int]:
+    """How many drafts steps verified, and how many they accepted."""
+    verified = [event for result in results for event in result.events if type(event) is Verified]
+    drafts = sum(sum(event.drafts) for event in verified)
+    return drafts, sum(sum(event.accepted) for event in verified)
 
 
 # --- tokens ---------------------------------------------------------------------------------------
 
 
 # Each case compiles an engine: slow runs have each drafter, and each case once.
-SLOW = (
+
+
+@pytest.mark.default_cases("head-k 7")
+# Each case compiles an engine: slow runs have each drafter, and each case once.
+@pytest.mark.slow_cases(
     "itself-k 7",
     "itself-two buckets",
     "itself-few blocks, swapped",
@@ -121,10 +110,6 @@ SLOW = (
     "head-blocks of 16",
     "head-prompts and decodes in turn",
 )
-
-
-@pytest.mark.default_cases("head-k 7")
-@pytest.mark.slow_cases(*SLOW)
 # `run` allows no compilation
 @pytest.mark.parametrize("case", [case for case in CASES if case != LAZY])
 @pytest.mark.parametrize("drafter", ["itself", "small", "head"])
@@ -132,18 +117,17 @@ def test_outputs_are_those_without_drafts(tiny, folders, plain, tmp_path, drafte
     k, config = CASES[case]
     outcomes, requests = plain
     engine = speculative_engine(tiny, folders, drafter, k, **config)
-    drafted = accepted = preempted = 0
+    runs = []
     for seed, expected in outcomes.items():
         outcome = run(engine, requests[seed], seed + 100, tmp_path / "log.jsonl")
         assert (outcome.tokens, outcome.reasons) == (expected.tokens, expected.reasons)
-        drafted += outcome.drafted
-        accepted += outcome.accepted
-        preempted += outcome.preempted
         assert verify(tmp_path / "log.jsonl").identical
+        runs.append(outcome)
+    drafted = sum(outcome.drafted for outcome in runs)
     assert drafted > (10 if "budget" in case else 100)
-    assert preempted or "few blocks" not in case
+    assert any(outcome.preempted for outcome in runs) or "few blocks" not in case
     if drafter == "itself":  # drafts behind a stop token are not accepted
-        assert accepted > 0.85 * drafted
+        assert sum(outcome.accepted for outcome in runs) > 0.85 * drafted
 
 
 @pytest.mark.slow
@@ -151,18 +135,14 @@ def test_outputs_are_those_without_drafts(tiny, folders, plain, tmp_path, drafte
 def test_every_draft_of_the_model_itself_is_accepted(tiny, folders, case):
     k, config = CASES[case]
     engine = speculative_engine(tiny, folders, "itself", k, **config)
+    special = {"repetition_penalty": 1.3, "top_k": 40, "logit_bias": {7: 2.0}}
     for i in range(9):
-        options: dict[str, Any] = {
-            "temperature": float(i % 2),
-            "seed": i,
-            "max_tokens": 20,
-            "ignore_eos": True,
-        }
-        if i % 3 == 0:
-            options |= {"repetition_penalty": 1.3, "top_k": 40, "logit_bias": {7: 2.0}}
-        engine.add(f"r{i}", tokens(5 + 6 * i, i % 4), SamplingParams(**options))
-    output, drafts, accepted = run_to_the_end(engine)
-    assert len(output) == 180
+        options = {"max_tokens": 20, "ignore_eos": True} | (special if i % 3 == 0 else {})
+        params = SamplingParams(temperature=float(i % 2), seed=i, **options)
+        engine.add(f"r{i}", tokens(5 + 6 * i, i % 4), params)
+    results = list(steps(engine))
+    assert sum(map(len, sampled(results).values())) == 180
+    drafts, accepted = drafts_of(results)
     assert drafts == accepted > 10
 
 
@@ -175,20 +155,11 @@ def test_drafts_behind_a_prefix_that_was_found_are_as_good_as_behind_one_that_wa
     """
     engine = speculative_engine(tiny, folders, "itself", 4)
     prompt = tokens(30, 3)
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    engine.add("first", prompt, params)
-    first = run_to_the_end(engine)
-    engine.add("second", prompt + first[0], params)
-    cached = 0
-    drafts = 0
-    accepted = 0
-    while engine.has_work:
-        for event in engine.step().events:
-            cached += event.num_cached if isinstance(event, Admitted) else 0
-            if isinstance(event, Verified):
-                drafts += sum(event.drafts)
-                accepted += sum(event.accepted)
-    assert cached == 44
+    engine.add("first", prompt, greedy(16))
+    engine.add("second", prompt + sampled(steps(engine))["first"], greedy(16))
+    results = list(steps(engine))
+    assert results[0].plan.cached == (44,)
+    drafts, accepted = drafts_of(results)
     assert drafts == accepted > 0
 
 
@@ -243,21 +214,14 @@ def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(
 
     monkeypatch.setattr(engine_step, "run_drafter", watched)
     engine = speculative_engine(tiny, folders, "head", 3, **config)
-    shared = tokens(12, 0)
     for i in range(6):
-        engine.add(
-            f"r{i}",
-            shared + tokens(3 + 5 * i, i),
-            SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
-        )
-    run_to_the_end(engine)
+        engine.add(f"r{i}", tokens(12, 0) + tokens(3 + 5 * i, i), greedy(8))
+    list(steps(engine))
     assert len(drafted) >= 8
     for context, drafts in drafted[:: len(drafted) // 8]:
         best, lead = dense_drafts(tiny, folders.head, context, drafts)
-        agreements = [
-            a == b or margin < 1e-4 for a, b, margin in zip(best, drafts, lead, strict=True)
-        ]
-        assert all(agreements), (best, drafts, lead)
+        for expected, draft, margin in zip(best, drafts, lead, strict=True):
+            assert expected == draft or margin < 1e-4, (best, drafts, lead)
 
 
 # --- rejection sampling ---------------------------------------------------------------------------
@@ -288,46 +252,24 @@ def test_with_rejection_outputs_have_the_distribution_of_an_engine_without_draft
     tiny, folders, drafter
 ):
     number = 2000
-    length = 4
-    allowed = [5, 9, 17, 33]
-    config = {
-        "max_num_seqs": 64,
-        "max_num_batched_tokens": 256,
-        "token_buckets": (256,),
-        "num_blocks": 512,
-    }
-    if drafter == "ngram":
-        options = {"num_tokens": 2, "adaptive": False, "rule": "rejection"}
-        drafting_engine = LLM(tiny, progress=False, speculative=options, **config).engine
-    else:
-        drafting_engine = speculative_engine(tiny, folders, drafter, 2, "rejection", **config)
+    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "token_buckets": (256,)}
+    sizes |= {"num_blocks": 512}
+    drafting_engine = speculative_engine(tiny, folders, drafter, 2, "rejection", **sizes)
     counts = []
-    for first, engine in (
-        (0, LLM(tiny, progress=False, **config).engine),
-        (number, drafting_engine),
-    ):
+    for first, engine in ((0, make(tiny, **sizes).engine), (number, drafting_engine)):
         for i in range(number):
             params = SamplingParams(
                 seed=first + i,
                 temperature=2.0,
-                max_tokens=length,
+                max_tokens=4,
                 ignore_eos=True,
-                allowed_token_ids=allowed,
+                allowed_token_ids=[5, 9, 17, 33],
             )
             engine.add(f"r{i}", [5, 9, 5, 9, 17, 5], params)
-        outputs: dict[str, list[int]] = {}
-        verified = 0
-        while engine.has_work:
-            for event in engine.step().events:
-                verified += isinstance(event, Verified)
-                if isinstance(event, Sampled):
-                    for name, token in zip(event.request_ids, event.token_ids, strict=True):
-                        outputs.setdefault(name, []).append(token)
-        assert bool(verified) == bool(first)
-        counts.append(Counter(tuple(output) for output in outputs.values()))
-    cells = [
-        cell for cell in set(counts[0]) | set(counts[1]) if counts[0][cell] + counts[1][cell] >= 20
-    ]
+        results = list(steps(engine))
+        assert bool(drafts_of(results)[0]) == bool(first)
+        counts.append(Counter(map(tuple, sampled(results).values())))
+    cells = [cell for cell, total in (counts[0] + counts[1]).items() if total >= 20]
     table = np.array([[count[cell] for cell in cells] for count in counts])
     assert len(cells) > 20
     assert stats.chi2_contingency(table).pvalue > 1e-3
@@ -357,66 +299,72 @@ def test_a_block_has_the_drafters_pages(tiny, folders):
 )
 def test_an_engine_learns_what_drafts_on_the_device_cost(tiny, folders, rule):
     options = {"method": "draft", "model": folders.itself, "num_tokens": 3, "rule": rule}
-    config = {**CONFIG, "token_buckets": (1, 2, 4, 8, 24)}
-    engine = LLM(tiny, progress=False, speculative=options, **config).engine
-    engine.add("a", tokens(9, 1), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
-    draft_seconds = 0.0
-    while engine.has_work:
-        result = engine.step()
+    engine = make(tiny, speculative=options, token_buckets=(1, 2, 4, 8, 24)).engine
+    engine.add("a", tokens(9, 1), greedy(60))
+    for result in steps(engine):
         assert (result.draft_seconds > 0) == (result.draft_rows > 0) == any(result.plan.drafts)
-        assert (
-            0 <= result.draft_seconds <= result.device_seconds <= result.finished - result.started
-        )
-        draft_seconds += result.draft_seconds
+        seconds = result.finished - result.started
+        assert 0 <= result.draft_seconds <= result.device_seconds <= seconds
     learned = engine._state.drafting.draft_seconds
     assert set(learned) == {1}, "the drafts of one row are known by another number of rows"
-    assert draft_seconds > 0
     assert drafting.draft_cost(learned, 1) == drafting.draft_cost({4: learned[1]}, 1) == learned[1]
     assert drafting.draft_cost({}, 1) == 0
     engine.reset()
     assert engine._state.drafting.draft_seconds == learned
 
 
-def test_no_draft_model_is_an_error_before_anything_is_compiled(tiny):
-    with pytest.raises(
-        ValueError, match=r"method is 'draft' and speculative\.model is None; name a smaller model"
-    ):
-        LLM(tiny, progress=False, speculative={"method": "draft"}, **CONFIG)
-    with pytest.raises(
-        ValueError, match=r"method is 'eagle' and speculative\.model is None; name the folder"
-    ):
-        LLM(tiny, progress=False, speculative={"method": "eagle"}, **CONFIG)
-    config = EngineConfig(speculative=Speculative(method="draft", model="x"), **CONFIG)
-    with pytest.raises(
-        ValueError,
-        match=r"'draft', and the engine has no draft model; set speculative\.model, or give",
-    ):
-        Engine(tiny.model, config)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"method": "draft"},
+            r"method is 'draft' and speculative\.model is None; name a smaller model",
+        ),
+        ({"method": "eagle"}, r"method is 'eagle' and speculative\.model is None; name the folder"),
+        ({"model": "x"}, r"speculative\.model is 'x', and the drafter 'ngram' has no model"),
+        (
+            {"method": "draft", "model": 5},
+            r"speculative\.model is 5; it must be a path, a hub id or a name",
+        ),
+        (
+            {"method": "suffix", "rule": "rejection"},
+            r"speculative\.method is 'suffix', which learns from other requests",
+        ),
+        (
+            {"rule": "loose"},
+            r"speculative\.rule is 'loose'; it must be one of 'strict', 'rejection'",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(tiny, options, message):
+    with refused(message):
+        make(tiny, speculative=options)
 
 
-def test_a_draft_model_without_its_method_is_an_error(tiny, folders):
+def test_an_engine_has_the_draft_model_of_its_method_and_dtype(tiny, folders):
     draft = load_draft_model(Speculative(method="draft", model=folders.small), tiny)
-    with pytest.raises(
-        ValueError,
-        match=r"there is a draft model, but speculative\.method is None; it must be one of",
+    assert draft is not None
+    config = EngineConfig(speculative=Speculative(method="draft", model="x"), **CONFIG)
+    bfloat16 = draft._replace(dtype="bfloat16")
+    for engine_config, drafter, message in (
+        (
+            config,
+            None,
+            r"'draft', and the engine has no draft model; set speculative\.model, or give",
+        ),
+        (
+            EngineConfig(**CONFIG),
+            draft,
+            r"there is a draft model, but speculative\.method is None; it must be one of",
+        ),
+        (
+            config,
+            bfloat16,
+            r"the draft model is in 'bfloat16' and the model in 'float32'; load it again",
+        ),
     ):
-        Engine(tiny.model, EngineConfig(**CONFIG), draft_model=draft)
-    with pytest.raises(
-        ValueError, match=r"speculative\.model is 'x', and the drafter 'ngram' has no model"
-    ):
-        Speculative(model="x")
-    with pytest.raises(
-        ValueError, match=r"speculative\.model is 5; it must be a path, a hub id or a name"
-    ):
-        Speculative(method="draft", model=5)  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=r"speculative\.method is 'suffix', which learns from other requests"
-    ):
-        Speculative(method="suffix", rule="rejection")
-    with pytest.raises(
-        ValueError, match=r"speculative\.rule is 'loose'; it must be one of 'strict', 'rejection'"
-    ):
-        Speculative(rule="loose")  # type: ignore[arg-type]
+        with refused(message):
+            Engine(tiny.model, engine_config, draft_model=drafter)
 
 
 def test_a_draft_model_with_another_tokenizer_is_refused(tiny, tmp_path):
@@ -425,25 +373,14 @@ def test_a_draft_model_with_another_tokenizer_is_refused(tiny, tmp_path):
     ids = tokenizer["model"]["vocab"]
     ids["a"], ids["b"] = ids["b"], ids["a"]
     file.write_text(json.dumps(tokenizer))
-    with pytest.raises(
-        ValueError,
-        match=r"has another tokenizer than the model: '[ab]' is token \d+ there and \d+ here",
-    ):
-        LLM(
-            tiny,
-            progress=False,
-            speculative={"method": "draft", "model": str(file.parent)},
-            **CONFIG,
-        )
+    with refused("has another tokenizer than the model: '[ab]' is token \\d+ there and \\d+ here"):
+        make(tiny, speculative={"method": "draft", "model": str(file.parent)})
 
 
 def test_a_draft_model_that_is_too_short_is_refused(tiny, tmp_path):
     folder = tiny_llama(tmp_path / "other", layers=1, max_len=64)
-    with pytest.raises(
-        ValueError,
-        match="the draft model was made for 64 tokens and max_model_len is 512; lower it",
-    ):
-        LLM(tiny, progress=False, speculative={"method": "draft", "model": str(folder)}, **CONFIG)
+    with refused("the draft model was made for 64 tokens and max_model_len is 512; lower it"):
+        make(tiny, speculative={"method": "draft", "model": str(folder)})
 
 
 @pytest.mark.parametrize(
@@ -455,47 +392,20 @@ def test_a_draft_model_whose_vocabulary_is_padded_to_another_size_drafts(
     """The tokenizer has 303 tokens. The random model also samples ids behind them."""
     folder = tiny_llama(tmp_path / str(vocab), layers=1, tied=False, vocab=vocab)
     prompts = [[i, i + 1, i + 2] for i in range(20, 60, 10)]
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     drafts = {"method": "draft", "model": str(folder), "num_tokens": 2, "rule": rule}
-    answers = []
-    for speculative in (None, drafts):
-        llm = LLM(tiny, progress=False, speculative=speculative, **CONFIG)
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        answers.append([output.outputs[0].token_ids for output in outputs])
-    assert answers[0] == answers[1]
-    assert max(map(max, answers[0])) >= 303, "no id that pads a vocabulary was sampled"
+    outputs, expected = (
+        token_ids(make(tiny, speculative=speculative), prompts, greedy(12))
+        for speculative in (drafts, None)
+    )
+    assert outputs == expected
+    assert max(map(max, outputs)) >= 303, "no id that pads a vocabulary was sampled"
 
 
 def test_ids_that_pad_the_vocabulary_of_a_draft_model_are_no_drafts():
-    logits = np.arange(8, dtype=np.float32).reshape(2, 4)
-    chex.assert_trees_all_equal(
-        draft_model.fitted(jnp.asarray(logits), 3), jnp.asarray(logits[:, :3])
-    )
-    padded = np.pad(logits, ((0, 0), (0, 2)), constant_values=-np.inf)
-    chex.assert_trees_all_equal(draft_model.fitted(jnp.asarray(logits), 6), jnp.asarray(padded))
-
-
-def test_a_draft_model_of_another_dtype_is_refused(tiny, folders, tmp_path):
-    config = EngineConfig(speculative=Speculative(method="draft", model="x"), **CONFIG)
-    draft = load_draft_model(Speculative(method="draft", model=folders.small), tiny)
-    assert draft is not None
-    with pytest.raises(
-        ValueError,
-        match=r"the draft model is in 'bfloat16' and the model in 'float32'; load it again",
-    ):
-        Engine(tiny.model, config, draft_model=draft._replace(dtype="bfloat16"))
-
-
-@pytest.mark.slow
-def test_a_drafter_of_ones_own_has_a_function(tiny, tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "from pagedjax.engine.drafters import Drafter\nMINE = Drafter('mine', None)\n"
-    )
-    method = f"{tmp_path / 'mine.py'}:MINE"
-    with pytest.raises(
-        ValueError, match=r"mine\.py:MINE', and its propose is None; give it a function"
-    ):
-        LLM(tiny, progress=False, speculative={"method": method}, **CONFIG)
+    logits = jnp.arange(8, dtype=jnp.float32).reshape(2, 4)
+    chex.assert_trees_all_equal(draft_model.fitted(logits, 3), logits[:, :3])
+    padded = jnp.pad(logits, ((0, 0), (0, 2)), constant_values=-np.inf)
+    chex.assert_trees_all_equal(draft_model.fitted(logits, 6), padded)
 
 
 @pytest.mark.slow
@@ -511,67 +421,52 @@ def test_other_dtypes_draft_too(tiny_folder, folders, dtypes):
     """In 16 bits a step of several tokens rounds in another way than a draft, so a few drafts are
     not accepted.
     """
-    config = {**CONFIG, "token_buckets": (8, 24)}
-    for method, folder in (("draft", folders.itself), ("eagle", folders.head)):
-        options = {"method": method, "model": folder, "num_tokens": 3, "adaptive": False}
-        engine = LLM(tiny_folder, progress=False, speculative=options, **config, **dtypes).engine
+    for drafter in ("itself", "head"):
+        config = {"token_buckets": (8, 24), **dtypes}
+        engine = speculative_engine(tiny_folder, folders, drafter, 3, **config)
         for i in range(3):
             params = SamplingParams(
                 temperature=float(i % 2), seed=i, max_tokens=16, ignore_eos=True
             )
             engine.add(f"r{i}", tokens(5 + 6 * i, i), params)
-        output, drafts, accepted = run_to_the_end(engine)
-        assert len(output) == 48
+        results = list(steps(engine))
+        assert sum(map(len, sampled(results).values())) == 48
+        drafts, accepted = drafts_of(results)
         assert drafts > 10
-        if method == "draft" and "weight_dtype" not in dtypes:
+        if drafter == "itself" and "weight_dtype" not in dtypes:
             assert accepted > 0.7 * drafts
 
 
 @pytest.mark.slow
 def test_a_failed_step_after_its_drafts_is_rolled_back(tiny, folders, monkeypatch):
     requests = asks(1)
-    expected = run(LLM(tiny, progress=False, **CONFIG).engine, requests, 1).tokens
+    expected = run(make(tiny).engine, requests, 1).tokens
     engine = speculative_engine(tiny, folders, "itself", 3)
     original = engine_step.batch_of
-    calls = []
+    calls = itertools.count(1)
 
     def failing(*arguments):
-        calls.append(1)
-        if len(calls) in (9, 17):
+        if next(calls) in (9, 17):
             raise RuntimeError("out of luck")
         return original(*arguments)
 
     monkeypatch.setattr(engine_step, "batch_of", failing)
     for ask in requests:
         engine.add(ask.names[0], ask.prompt, ask.params, forks=ask.names[1:])
-    outputs: dict[str, list[int]] = {name: [] for ask in requests for name in ask.names}
-    failed = 0
-    while engine.has_work:
-        try:
-            result = engine.step()
-        except RuntimeError:
-            failed += 1
-            continue
-        for event in result.events:
-            if isinstance(event, Sampled):
-                for name, token in zip(event.request_ids, event.token_ids, strict=True):
-                    outputs[name].append(token)
-    assert failed == 2
-    assert outputs == expected
+    results = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of luck"):
+            results.extend(steps(engine))
+    results.extend(steps(engine))
+    assert sampled(results) == {name: output for name, output in expected.items() if output}
 
 
 @pytest.mark.slow
 def test_new_parameters_leave_the_drafter_as_it_is(tiny, folders):
-    config = {**CONFIG, "compilation": "lazy"}
     options = {"method": "draft", "model": folders.itself, "num_tokens": 3}
-    llm = LLM(tiny, progress=False, speculative=options, **config)
-    halved = jax.tree.map(lambda x: x * 0.5, llm.engine.model.params)
-    llm.update_params(halved)
-    undrafted = LLM(tiny, progress=False, **config)
-    undrafted.update_params(halved)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    tokens_with_drafts, expected = (
-        engine.generate(tokens(9, 2), params, use_tqdm=False)[0].outputs[0].token_ids
-        for engine in (llm, undrafted)
-    )
-    assert tokens_with_drafts == expected
+    outputs = []
+    for speculative in (options, None):
+        llm = make(tiny, speculative=speculative, compilation="lazy")
+        llm.update_params(jax.tree.map(lambda x: x * 0.5, tiny.model.params))
+        outputs.append(token_ids(llm, tokens(9, 2), greedy(12)))
+    assert outputs[0] == outputs[1]

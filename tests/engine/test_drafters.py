@@ -29,10 +29,10 @@ def looked_up(tokens: list[int], k: int, longest: int, shortest: int) -> list[in
 
 
 @given(texts, st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
-def test_prompt_lookup_is_its_definition(tokens: list[int], k: int, longest: int, shortest: int):
+def test_prompt_lookup_is_its_definition(tokens, k, longest, shortest):
     shortest = min(shortest, longest)
-    found = ngram.drafter(longest, shortest).propose(None, "a", np.array(tokens, np.int32), k)
-    assert list(found) == looked_up(tokens, k, longest, shortest)
+    drafts = ngram.drafter(longest, shortest).propose(None, "a", np.array(tokens, np.int32), k)
+    assert list(drafts) == looked_up(tokens, k, longest, shortest)
 
 
 def test_a_match_inside_the_bytes_of_a_token_is_none():
@@ -46,7 +46,8 @@ def test_prompt_lookup_proposes_what_transformers_does():
     torch = pytest.importorskip("torch")
     from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-    draw, matches = random.Random(0), 0
+    draw = random.Random(0)
+    matches = 0
     for _ in range(2000):
         tokens = [draw.randrange(4) for _ in range(draw.randint(1, 60))]
         k, longest = draw.randint(1, 8), draw.randint(1, 4)
@@ -54,14 +55,14 @@ def test_prompt_lookup_proposes_what_transformers_does():
             num_output_tokens=k, max_matching_ngram_size=longest, max_length=len(tokens) + 100
         )
         expected = theirs.get_candidates(torch.tensor([tokens]))[0][0].tolist()[len(tokens) :]
-        found = ngram.drafter(longest, 1).propose(None, "a", np.array(tokens, np.int32), k)
-        assert list(found) == expected
+        drafts = ngram.drafter(longest, 1).propose(None, "a", np.array(tokens, np.int32), k)
+        assert list(drafts) == expected
         matches += bool(expected)
     assert matches > 1000
 
 
 @given(texts, st.integers(1, 6))
-def test_the_longest_suffix_of_a_sequence_is_found_in_it(tokens: list[int], k: int):
+def test_the_longest_suffix_of_a_sequence_is_found_in_it(tokens, k):
     length, drafts = suffix.repeated_suffix(np.array(tokens, np.int32), k)
     fits = [n for n in range(1, len(tokens)) if looked_up(tokens, k, n, n)]
     assert length == max(fits, default=0)
@@ -79,20 +80,20 @@ def runs(outputs: list[list[int]]) -> Counter[tuple[int, ...]]:
 
 
 def counted(node: suffix.Node, before: tuple[int, ...] = ()) -> dict[tuple[int, ...], int]:
-    found = {before: node.count} if before else {}
+    counts = {before: node.count} if before else {}
     for token, child in node.children.items():
-        found |= counted(child, (*before, token))
-    return found
+        counts |= counted(child, (*before, token))
+    return counts
 
 
 @given(st.lists(texts, max_size=6), st.integers(1, 400))
-def test_the_tree_counts_every_run_of_the_outputs_it_keeps(outputs: list[list[int]], limit: int):
+def test_the_tree_counts_every_run_of_the_outputs_it_keeps(outputs, limit):
     tree = suffix.Outputs(limit)
     for output in outputs:
         tree.add(output)
-    kept = list(tree._outputs)
-    assert kept == outputs[len(outputs) - len(kept) :]
-    expected = runs(kept)
+    remembered = list(tree._outputs)
+    assert remembered == outputs[len(outputs) - len(remembered) :]
+    expected = runs(remembered)
     assert counted(tree.root) == dict(expected)
     assert tree.nodes == len(expected) <= max(limit, 0)
 
@@ -111,7 +112,8 @@ def test_the_tree_continues_with_the_token_that_was_seen_most_often():
 
 
 def test_the_end_of_a_long_output_is_remembered():
-    drafter, tree = suffix.drafter(), suffix.Outputs()
+    drafter = suffix.drafter()
+    tree = suffix.Outputs()
     drafter.finished(tree, "a", np.arange(3000, dtype=np.int32))
     assert tree._outputs[0] == list(range(3000 - suffix.REMEMBERED, 3000))
 

@@ -19,7 +19,7 @@ from pagedjax.engine.drafting import Drafting, paying
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
-from pagedjax.host.types import Plan, Request, Running, Seq, StepResult, Verified
+from pagedjax.host.types import Request, Running, Seq, StepResult, Verified
 from pagedjax.options.config import Speculative
 
 BUCKETS = (8, 16, 64)
@@ -28,8 +28,17 @@ SHAPES = Shapes(
 )
 
 
-def empty_plan() -> Plan:
-    return scheduler.schedule(scheduler.init(scheduler.SchedulerConfig(4, 8, 8, 4, 16)), FCFS)[1]
+ANY = Drafting(Drafter("any", lambda *_: []))
+
+
+SMALL = Drafting(Drafter("small", None))
+
+
+PLAN = scheduler.schedule(scheduler.init(scheduler.SchedulerConfig(4, 8, 8, 4, 16)), FCFS)[1]
+
+
+def step_of(size: int, seconds: float, *events: Verified) -> StepResult:
+    return StepResult(PLAN, events, 0.0, seconds, seconds, size, 0)
 
 
 @pytest.mark.parametrize(
@@ -47,48 +56,45 @@ def empty_plan() -> Plan:
     ],
 )
 def test_adaptive_drafts_are_as_many_as_pay(acceptance, seconds, num_decodes, expected):
-    learned = Drafting(Drafter("any", lambda *_: []), acceptance=acceptance, seconds=seconds)
+    learned = ANY._replace(acceptance=acceptance, seconds=seconds)
     assert paying(learned, 4, num_decodes, 0, BUCKETS) == expected
 
 
-def test_the_time_of_drafts_on_the_device_counts():
-    known = {"acceptance": 0.9, "seconds": {8: 1.0, 16: 1.0, 64: 1.0}}
-    drafter = Drafter("small", None)
-    assert paying(Drafting(drafter, **known), 4, 2, 0, BUCKETS) == 4
-    assert paying(Drafting(drafter, **known, draft_seconds={8: 0.5}), 4, 2, 0, BUCKETS) == 3
-    assert paying(Drafting(drafter, **known, draft_seconds={8: 2.0}), 4, 2, 0, BUCKETS) == 0
+@pytest.mark.parametrize(("seconds", "expected"), [({}, 4), ({8: 0.5}, 3), ({8: 2.0}, 0)])
+def test_the_time_of_drafts_on_the_device_counts(seconds, expected):
+    learned = SMALL._replace(acceptance=0.9, seconds={8: 1.0, 16: 1.0, 64: 1.0})
+    assert paying(learned._replace(draft_seconds=seconds), 4, 2, 0, BUCKETS) == expected
 
 
 def test_a_draft_is_tried_again_after_some_steps_without():
-    learned = Drafting(
-        Drafter("any", lambda *_: []), acceptance=0.0, seconds={8: 1.0, 16: 2.0, 64: 8.0}
-    )
+    learned = ANY._replace(acceptance=0.0, seconds={8: 1.0, 16: 2.0, 64: 8.0})
     assert paying(learned, 4, 8, 0, BUCKETS) == 0
     assert paying(learned._replace(idle=drafting.RETRY), 4, 8, 0, BUCKETS) == 1
 
 
 def test_the_average_acceptance_approaches_the_true_one():
-    learned, draw, found = Drafting(Drafter("any", lambda *_: [])), random.Random(0), []
-    plan = empty_plan()
+    learned = ANY
+    draw = random.Random(0)
+    acceptances = []
     for step in range(2000):
         accepted = 0
         while accepted < 4 and draw.random() < 0.4:
             accepted += 1
         event = Verified(step, ("a",), (4,), (accepted,), (1,))
-        learned = drafting.learned(learned, StepResult(plan, (event,), 0.0, 1.0, 1.0, 8, 0))
-        if step >= 100:
-            found.append(learned.acceptance)
+        learned = drafting.learned(learned, step_of(8, 1.0, event))
+        acceptances.append(learned.acceptance)
     # 92 drafts count: a standard deviation of 0.04 for the newest, and less for the mean
-    assert abs(np.mean(found) - 0.4) < 0.02
-    assert np.std(found) < 0.08
+    assert abs(np.mean(acceptances[100:]) - 0.4) < 0.02
+    assert np.std(acceptances[100:]) < 0.08
     assert learned.seconds == {8: 1.0}
 
 
 def test_the_time_of_a_draft_is_that_of_the_program_by_its_drafts():
     """The program of drafts runs once for each draft of the row that has most of them."""
-    plan = empty_plan()._replace(drafts=(2, 4))
-    result = StepResult(plan, (), 0.0, 3.0, 3.0, 8, 0, draft_seconds=2.0, draft_rows=4)
-    learned = drafting.learned(Drafting(Drafter("small", None)), result)
+    result = step_of(8, 3.0)._replace(
+        plan=PLAN._replace(drafts=(2, 4)), draft_seconds=2.0, draft_rows=4
+    )
+    learned = drafting.learned(SMALL, result)
     assert learned.draft_seconds == {4: 0.5}
     longer = result._replace(draft_seconds=4.0)
     assert drafting.learned(learned, longer).draft_seconds == {4: 0.5 + drafting.WEIGHT * 0.5}
@@ -134,13 +140,10 @@ def test_the_first_step_of_a_size_is_not_timed():
     """It is two to three times as slow. Kept, its time would forbid the drafts that could correct
     it.
     """
-    learned = Drafting(Drafter("any", lambda *_: []))
-    plan = empty_plan()
+    learned = ANY
     for size, seconds in ((1, 3.0), (1, 1.0), (4, 3.0)):
-        learned = drafting.learned(learned, StepResult(plan, (), 0.0, seconds, seconds, size, 0))
+        learned = drafting.learned(learned, step_of(size, seconds))
     assert learned.seconds == {1: 1.0}
-    assert paying(learned._replace(acceptance=0.8), 3, 1, 0, (1, 4)) == 3, (
-        "one slow step ended the drafts"
-    )
-    learned = drafting.learned(learned, StepResult(plan, (), 0.0, 1.5, 1.5, 4, 0))
-    assert learned.seconds == {1: 1.0, 4: 1.5}
+    drafts = paying(learned._replace(acceptance=0.8), 3, 1, 0, (1, 4))
+    assert drafts == 3, "one slow step ended the drafts"
+    assert drafting.learned(learned, step_of(4, 1.5)).seconds == {1: 1.0, 4: 1.5}

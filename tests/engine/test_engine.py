@@ -10,34 +10,27 @@ import itertools
 import numpy as np
 import pytest
 
-from pagedjax import LLM, BeamSearchParams, SamplingParams, from_params
+from pagedjax import BeamSearchParams, SamplingParams, from_params
 from pagedjax.device.models import llama
 from pagedjax.engine import compilations
 from pagedjax.engine.runtime import COPIES
 from pagedjax.host import replay, scheduler
-from pagedjax.host.types import Finished, Preempted, Sampled, StepResult
+from pagedjax.host.types import Finished, StepResult
 from tests.device.test_linear_impl import random_params
+from tests.device.test_model_families import BODY
+from tests.engine.runs import greedy, sampled, small_llm, steps
+from tests.refusals import refused
 
 LENGTHS = (3, 17, 40, 1, 64, 9)
 PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate(LENGTHS)]
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+GREEDY = greedy(24)
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=24, ignore_eos=True)
-SMALL = {"block_size": 8, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 14}
-
-
-def make(tiny, **config):
-    config = {
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "token_buckets": (64,),
-        "num_blocks": 256,
-    } | config
-    return LLM(tiny, progress=False, **config).engine
+SMALL = {"block_size": 8, "max_num_batched_tokens": 16, "num_blocks": 14}
 
 
 @pytest.fixture(scope="module")
 def engine(tiny):
-    return make(tiny)
+    return small_llm(tiny).engine
 
 
 def run(engine, requests) -> tuple[dict[str, list[int]], list[StepResult]]:
@@ -46,33 +39,17 @@ def run(engine, requests) -> tuple[dict[str, list[int]], list[StepResult]]:
     """
     for request_id, (prompt, params) in requests.items():
         engine.add(request_id, prompt, params)
-    tokens: dict[str, list[int]] = {request_id: [] for request_id in requests}
-    results = []
-    while engine.has_work:
-        result = engine.step()
-        scheduler.check(engine.scheduler_state)
-        assert len(results) < 2000, "no progress"
-        results.append(result)
-        for event in result.events:
-            if isinstance(event, Sampled):
-                for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
-                    tokens[request_id].append(token)
-    assert engine.scheduler_state.pool.num_free == engine.config.num_blocks
-    return tokens, results
-
-
-def count(results, kind) -> int:
-    return sum(isinstance(event, kind) for result in results for event in result.events)
+    results = list(itertools.islice(steps(engine), 2000))
+    assert not engine.has_work, "no progress"
+    return sampled(results), results
 
 
 @pytest.fixture(scope="module")
 def expected(engine):
     """Each request alone, greedy and drawn."""
     alone = {}
-    for (i, prompt), (name, params) in itertools.product(
-        enumerate(PROMPTS), (("g", GREEDY), ("d", DRAWN))
-    ):
-        alone |= run(engine, {f"{name}{i}": (prompt, params)})[0]
+    for name, request in everyone().items():
+        alone |= run(engine, {name: request})[0]
     assert len({tuple(tokens) for tokens in alone.values()}) == len(alone), (
         "the model must not say the same always"
     )
@@ -89,7 +66,7 @@ def everyone() -> dict:
     "config",
     [
         {"block_size": 1, "num_blocks": 600},
-        {"block_size": 8, "max_num_batched_tokens": 16, "token_buckets": (16,)},
+        {"block_size": 8, "max_num_batched_tokens": 16},
         {"block_size": 64},
         {"block_size": 16, "max_num_batched_tokens": 512, "token_buckets": (8, 512)},
         {"block_size": 16, "attention_impl": "reference"},
@@ -97,42 +74,33 @@ def everyone() -> dict:
     ids=str,
 )
 def test_block_size_budget_and_batch_change_no_token(tiny, expected, config):
-    engine = make(tiny, **config)
+    engine = small_llm(tiny, **config).engine
     assert run(engine, everyone())[0] == expected
     backwards = dict(reversed(everyone().items()))
     assert run(engine, backwards)[0] == expected
 
 
 def test_small_blocks_a_small_budget_and_preemption_change_no_token(tiny, expected):
-    engine = make(tiny, **SMALL)
-    tokens, results = run(engine, everyone())
-    assert count(results, Preempted) > 3
-    assert count(results, Finished) == len(expected)
+    tokens, results = run(small_llm(tiny, **SMALL).engine, everyone())
+    assert sum(len(result.plan.preempted) for result in results) > 3
+    ends = [e for result in results for e in result.events if isinstance(e, Finished)]
+    assert len(ends) == len(expected)
     assert tokens == expected
-
-
-def test_a_reused_block_hides_its_old_content(tiny):
-    fresh = run(make(tiny, **SMALL), {"b": (PROMPTS[2], GREEDY)})[0]
-    engine = make(tiny, **SMALL)
-    run(engine, {"a": (PROMPTS[4], DRAWN)})  # 11 of the 14 blocks, and the next request needs 8
-    assert run(engine, {"b": (PROMPTS[2], GREEDY)})[0] == fresh
 
 
 def test_a_request_can_be_cancelled_at_any_time(engine, expected):
     stages = {"waiting": 0, "in its prompt": 1, "while decoding": 4}
-    for steps in stages.values():
+    for number in stages.values():
         for request_id, (prompt, params) in everyone().items():
             engine.add(request_id, prompt, params)
-        for _ in range(steps):
+        for _ in range(number):
             engine.step()
         (event,) = engine.cancel("g4")
         assert (event.request_id, event.reason) == ("g4", "abort")
         assert engine.cancel("g4") == ()
         scheduler.check(engine.scheduler_state)
-        while engine.has_work:
-            for done in engine.step().events:
-                assert getattr(done, "request_id", None) != "g4"
-        assert engine.scheduler_state.pool.num_free == engine.config.num_blocks
+        for result in steps(engine):
+            assert "g4" not in {getattr(end, "request_id", None) for end in result.events}
     assert run(engine, {"g4": (PROMPTS[4], GREEDY)})[0]["g4"] == expected["g4"]
 
 
@@ -146,11 +114,10 @@ def test_no_step_compiles_after_start_up(engine):
         {"logprobs": 5, "prompt_logprobs": 2},
     ]
     before = compilations.compilations()
+    pairs = itertools.product(features, PROMPTS[:3])
     requests = {
-        f"{i}-{j}": (prompt, SamplingParams(max_tokens=6, seed=i, **feature))
-        for (i, feature), (j, prompt) in itertools.product(
-            enumerate(features), enumerate(PROMPTS[:3])
-        )
+        f"{i}": (prompt, SamplingParams(max_tokens=6, seed=i, **feature))
+        for i, (feature, prompt) in enumerate(pairs)
     }
     _, results = run(engine, requests)
     assert compilations.compilations() == before
@@ -168,21 +135,17 @@ def test_a_step_reports_its_times_and_its_padding(engine):
     assert [result.plan.num_tokens for result in results] == [40] + [1] * 23
 
 
-def test_an_idle_engine_returns_no_result(engine):
-    assert not engine.has_work
-    assert engine.step() is None
-
-
 def test_reset_forgets_requests_and_cache(engine, expected):
     engine.add("a", PROMPTS[0], GREEDY)
     engine.step()
     engine.reset()
     assert not engine.has_work
+    assert engine.step() is None
     assert run(engine, {"g0": (PROMPTS[0], GREEDY)})[0]["g0"] == expected["g0"]
 
 
 def test_a_recorded_run_replays_byte_for_byte(tiny, tmp_path):
-    engine = make(tiny, **SMALL)
+    engine = small_llm(tiny, **SMALL).engine
     # an engine that has worked starts its log at step 0 all the same
     run(engine, {"before": (PROMPTS[0], GREEDY)})
     engine.record(tmp_path / "run.jsonl")
@@ -194,8 +157,7 @@ def test_a_recorded_run_replays_byte_for_byte(tiny, tmp_path):
     ):
         engine.record(tmp_path / "late.jsonl")
     engine.cancel("d1")
-    while engine.has_work:
-        engine.step()
+    list(steps(engine))
     engine.record(None)
     report = replay.verify(tmp_path / "run.jsonl")
     assert report.identical
@@ -212,20 +174,18 @@ def test_a_refused_request_leaves_the_engine_unchanged(engine):
         ([5.0, 6.5], GREEDY, "token id 5.0; the vocabulary is 0 to 319, in integers"),
         ([5], SamplingParams(allowed_token_ids=tuple(range(300)) * 4), "the limit is 1024"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refused(message):
             engine.add("x", prompt, params)
         assert engine.scheduler_state is state
     engine.add("x", [5], GREEDY)
-    with pytest.raises(ValueError, match="request id 'x' is in use"):
+    with refused("request id 'x' is in use"):
         engine.add("x", [5], GREEDY)
     engine.cancel("x")
 
 
 def test_output_is_cut_off_at_the_models_limit(engine):
     assert engine.config.max_model_len == 512
-    tokens, results = run(
-        engine, {"a": ([5] * 500, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))}
-    )
+    tokens, results = run(engine, {"a": ([5] * 500, greedy(100))})
     assert len(tokens["a"]) == 12
     (end,) = [event for event in results[-1].events if isinstance(event, Finished)]
     assert end.reason == "length"
@@ -236,25 +196,18 @@ def test_many_copies_of_a_step_are_made_in_groups(tiny, monkeypatch):
     """20 branches write behind the block that they share, all in one step: more than are copied at
     a time.
     """
-    prompt, n = PROMPTS[1][:11], 20
-    engine = make(tiny, max_num_seqs=32, num_blocks=200)
-    names = [f"{i}" for i in range(n)]
+    prompt = PROMPTS[1][:11]
+    engine = small_llm(tiny, max_num_seqs=32, num_blocks=200).engine
+    names = [f"{i}" for i in range(20)]
     calls = []
     copy = engine.runtime.copy
     engine.runtime = dataclasses.replace(
         engine.runtime, copy=lambda *args: calls.append(args[1:]) or copy(*args)
     )
     engine.add(names[0], prompt, DRAWN, forks=names[1:])
-    tokens: dict[str, list[int]] = {}
-    most = 0
-    while engine.has_work:
-        result = engine.step()
-        most = max(most, len(result.plan.copies))
-        for event in result.events:
-            if isinstance(event, Sampled):
-                for name, token in zip(event.request_ids, event.token_ids, strict=True):
-                    tokens.setdefault(name, []).append(token)
-    assert most > 2 * COPIES
+    results = list(steps(engine))
+    tokens = sampled(results)
+    assert max(len(result.plan.copies) for result in results) > 2 * COPIES
     assert len(calls) >= 3
     for i in (0, 7, 8, 19):  # as requests of their own, with the seeds of branches
         params = dataclasses.replace(DRAWN, seed=DRAWN.seed + i)
@@ -265,27 +218,15 @@ def test_top_logprobs_of_a_vocabulary_below_twenty():
     """What pads them to twenty must not pass for token 0, and a beam cannot rank more than there
     are.
     """
-    body = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    sizes = {"num_hidden_layers": 1, "vocab_size": 4, "max_position_embeddings": 64}
-    config = llama.from_hf({**body, **sizes, "tie_word_embeddings": False})
+    body = BODY | {"num_hidden_layers": 1, "vocab_size": 4, "tie_word_embeddings": False}
+    config = llama.from_hf(body)
     model = from_params(random_params(config), config)
-    engine = make(
-        model, max_num_seqs=4, max_num_batched_tokens=8, token_buckets=(8,), num_blocks=16
-    )
-    engine.add(
-        "a",
-        [1, 2, 3],
-        SamplingParams(temperature=1.0, seed=2, max_tokens=6, logprobs=10, ignore_eos=True),
-    )
-    while engine.has_work:
-        for entry in engine.step().logprobs:
-            assert sorted(entry.top_ids) == [0, 1, 2, 3]
-            assert np.isclose(np.exp(entry.top_logprobs).sum(), 1)
+    engine = small_llm(model, max_num_seqs=4, max_num_batched_tokens=8, num_blocks=16).engine
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=6, logprobs=10, ignore_eos=True)
+    engine.add("a", [1, 2, 3], params)
+    for entry in [entry for result in steps(engine) for entry in result.logprobs]:
+        assert sorted(entry.top_ids) == [0, 1, 2, 3]
+        assert np.isclose(np.exp(entry.top_logprobs).sum(), 1)
     with pytest.raises(
         ValueError, match=r"has beam_width 5 and 0 stop tokens; .*at most 4; lower beam_width to 4"
     ):

@@ -9,17 +9,17 @@ import jax
 import numpy as np
 import pytest
 
-from pagedjax import LLM, EngineConfig, SamplingParams
+from pagedjax import EngineConfig, SamplingParams
 from pagedjax.engine import runtime as runtimes
 from pagedjax.engine import state as states
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.requests import EngineRequest, SequenceData, appended
 from pagedjax.engine.step import step
 from pagedjax.host.event_log import Cancel, Commit, Forget, Schedule, Submit
-from pagedjax.host.types import Sampled
+from tests.engine.runs import greedy, sampled, small_llm, steps
 
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 256}
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+GREEDY = greedy(6)
 PROMPTS = {"a": [5, 6, 7, 8, 9], "b": list(range(20, 50))}
 REQUEST = EngineRequest(("a",), PROMPTS["a"], GREEDY)
 
@@ -37,32 +37,23 @@ def submitted(runtime, state, params=GREEDY):
 
 def completed(runtime, state):
     """Steps until no request is unfinished -> (the last state, tokens by sequence)."""
-    tokens: dict[str, list[int]] = {}
+    results = []
     while state.has_work:
         state, result = step(runtime, state)
-        for event in result.events:
-            if isinstance(event, Sampled):
-                for name, token in zip(event.request_ids, event.token_ids, strict=True):
-                    tokens.setdefault(name, []).append(token)
-    return state, tokens
+        results.append(result)
+    return state, sampled(results)
 
 
 def test_two_states_of_one_runtime_do_not_know_each_other(runtime, tiny):
     engine = Engine(tiny.model, EngineConfig(**SIZES))
-    first, second = (
-        submitted(runtime, states.init(runtime)),
-        submitted(runtime, states.init(runtime)),
-    )
+    first, second = (submitted(runtime, states.init(runtime)) for _ in range(2))
     first, result = step(runtime, first)  # one is ahead of the other
     assert result.plan.num_tokens == sum(map(len, PROMPTS.values()))
     assert second.scheduler.running.seqs == ()
     _, expected = completed(runtime, second)
     assert completed(runtime, first)[1] == {name: tokens[1:] for name, tokens in expected.items()}
     engine.add("a", PROMPTS["a"], GREEDY)
-    found = [
-        e.token_ids[0] for _ in range(6) for e in engine.step().events if isinstance(e, Sampled)
-    ]
-    assert found == expected["a"]
+    assert sampled(steps(engine)) == {"a": expected["a"]}
 
 
 def test_transitions_leave_the_state_before_them_unchanged(runtime):
@@ -101,36 +92,32 @@ def test_a_step_keeps_the_cache_where_it_is(runtime):
 
 def test_branches_of_a_queued_request_share_one_array(tiny):
     """64 branches of 3 tokens with a limit of 131,072 once took 32 MiB before they ran."""
-    llm = LLM(tiny, progress=False, **SIZES)
-    engine, names = llm.engine, [f"{i}" for i in range(8)]
-    engine.add(
-        names[0],
-        [5, 6, 7],
-        SamplingParams(max_tokens=400, seed=1, ignore_eos=True),
-        forks=names[1:],
-    )
+    engine = small_llm(tiny).engine
+    names = [f"{i}" for i in range(8)]
+    params = SamplingParams(max_tokens=400, seed=1, ignore_eos=True)
+    engine.add(names[0], [5, 6, 7], params, forks=names[1:])
     queued = engine._state.sequences
     arrays = {id(data.tokens): data.tokens for data in queued.values()}
     assert sum(array.nbytes for array in arrays.values()) <= 4 * 3
-    while not engine.scheduler_state.running.seqs or len(engine.scheduler_state.running.seqs) < 8:
+    while len(engine.scheduler_state.running.seqs) < 8:
         engine.step()
     engine.step()
-    running = engine._state.sequences
-    assert len({id(data.tokens) for data in running.values()}) == 8, (
-        "each branch writes to an array of its own"
-    )
-    assert sum(data.tokens.nbytes for data in running.values()) < 8 * 4 * 100
+    running = [data.tokens for data in engine._state.sequences.values()]
+    assert len(set(map(id, running))) == 8, "each branch writes to an array of its own"
+    assert sum(tokens.nbytes for tokens in running) < 8 * 4 * 100
 
 
 @pytest.mark.parametrize("spare", [0, 3])
 def test_appended_tokens_never_reach_a_shared_prompt(spare):
     prompt = np.array([1, 2, 3] + [0] * spare, np.int32)
+    before = prompt.copy()
     a, b = (SequenceData(GREEDY, 0, 3, prompt) for _ in range(2))
     for length, token in enumerate((7, 8, 9), start=3):
-        a, b = appended(a, length, token, spare), appended(b, length, token + 10, spare)
+        a = appended(a, length, token, spare)
+        b = appended(b, length, token + 10, spare)
     chex.assert_trees_all_equal(a.tokens[:6], np.array([1, 2, 3, 7, 8, 9], np.int32))
     chex.assert_trees_all_equal(b.tokens[:6], np.array([1, 2, 3, 17, 18, 19], np.int32))
-    chex.assert_trees_all_equal(prompt, np.array([1, 2, 3] + [0] * spare, np.int32))
+    chex.assert_trees_all_equal(prompt, before)
     assert len(a.tokens) >= 6 + spare
 
 

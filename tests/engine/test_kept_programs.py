@@ -16,16 +16,17 @@ import jax
 import numpy as np
 import pytest
 
-from pagedjax import Engine, EngineConfig, SamplingParams
+from pagedjax import Engine, EngineConfig
 from pagedjax.device import attention, sampling
 from pagedjax.device.models.decoder import Block
 from pagedjax.device.row_features import RowFeature
 from pagedjax.device.row_features import chain as chain_of
 from pagedjax.engine import compilations, kept_programs, runtime
 from tests import quick_compiler
+from tests.engine.runs import greedy, sampled, steps
 
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "token_buckets": (8,), "num_blocks": 256}
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+GREEDY = greedy(6)
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def compiled(monkeypatch) -> list[str]:
     names: list[str] = []
     event = "/jax/core/compile/backend_compile_duration"
 
-    def listen(name: str, seconds: float, fun_name: str = "", **more: object) -> None:
+    def listen(name: str, seconds: float, fun_name: str = "", **details: object) -> None:
         if name == event:
             names.append(fun_name)
 
@@ -68,13 +69,7 @@ def steps_compiled(names: list[str]) -> int:
 
 def tokens_of(engine: Engine) -> list[int]:
     engine.add("a", [3, 4, 5], GREEDY)
-    tokens: list[int] = []
-    while engine.has_work:
-        result = engine.step()
-        assert result is not None
-        for event in result.events:
-            tokens += getattr(event, "token_ids", ())
-    return tokens
+    return sampled(steps(engine))["a"]
 
 
 def test_a_program_is_found_in_memory_and_then_on_disk(tiny, folder, compiled, monkeypatch):
@@ -99,11 +94,11 @@ def test_a_program_is_found_in_memory_and_then_on_disk(tiny, folder, compiled, m
 def test_a_program_written_to_disk_computes_the_same_and_a_damaged_file_is_made_again(
     folder, monkeypatch
 ):
-    made: list[str] = []
+    traced: list[str] = []
     salt = time.time_ns() % 2**20  # the program is in no cache of JAX
 
     def program(values: jax.Array) -> jax.Array:
-        made.append("traced")
+        traced.append("step")
         return values * 2 + salt
 
     values = np.arange(7.0, dtype=np.float32)
@@ -114,16 +109,16 @@ def test_a_program_written_to_disk_computes_the_same_and_a_damaged_file_is_made_
     (file,) = folder.iterdir()
     forget(monkeypatch)
     second = kept_programs.program(facts, (values,), device, compile_program)
-    assert made == ["traced"]
+    assert traced == ["step"]
     chex.assert_trees_all_equal(second(values), first(values))
     content = file.read_bytes()
     for damaged in (b"", content[:-1], content[:40] + b"x" + content[41:]):
         file.write_bytes(damaged)
         forget(monkeypatch)
-        made.clear()
-        again = kept_programs.program(facts, (values,), device, compile_program)
-        assert made == ["traced"]
-        chex.assert_trees_all_equal(again(values), first(values))
+        traced.clear()
+        repaired = kept_programs.program(facts, (values,), device, compile_program)
+        assert traced == ["step"]
+        chex.assert_trees_all_equal(repaired(values), first(values))
         file.write_bytes(content)
 
 
@@ -132,7 +127,7 @@ def test_the_key_has_what_a_program_is_made_from(monkeypatch):
     device = jax.devices()[0]
     key = lambda facts, arguments: kept_programs._key(facts, arguments, device)  # noqa: E731
     plain = key(["fact"], (values,))
-    others = [
+    different = [
         key(["other fact"], (values,)),
         key(["fact", ""], (values,)),
         key(["fact"], (values.astype(np.int32),)),
@@ -142,11 +137,11 @@ def test_the_key_has_what_a_program_is_made_from(monkeypatch):
         kept_programs._key(["fact"], (values,), jax.devices()[1]),
     ]
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-    others.append(key(["fact"], (values,)))
+    different.append(key(["fact"], (values,)))
     monkeypatch.undo()
     assert key(["fact"], (values + 1,)) == plain
-    assert plain not in others
-    assert len(set(others)) == len(others)
+    assert plain not in different
+    assert len(set(different)) == len(different)
 
 
 def test_settings_of_jax_are_in_the_key():
@@ -182,12 +177,14 @@ def test_options_of_ones_own_are_traced(tiny, folder, monkeypatch):
     feature = RowFeature(
         "nothing", "logits", {"x": np.float32(0)}, lambda p, _: None, lambda x, *_: x, ("nothing",)
     )
-    seen = []
+    facts_of = []
     monkeypatch.setattr(
-        kept_programs, "program", lambda facts, *arguments: seen.append(facts) or arguments[-1]()
+        kept_programs,
+        "program",
+        lambda facts, *arguments: facts_of.append(facts) or arguments[-1](),
     )
     tokens = tokens_of(engine_of(tiny, row_features=(feature,)))
-    assert seen == [None]
+    assert facts_of == [None]
     assert len(tokens) == GREEDY.max_tokens
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import runpy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from experiments.core import config
 from pagedjax import LLM, EngineConfig, SamplingParams
 from pagedjax.commands.cli import parser
 from pagedjax.device.row_features import find
+from tests.engine.runs import answers, small_llm, token_ids
+from tests.refusals import refused
 
-SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 64}
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 64}
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12], [20, 21]]
 PLAIN = SamplingParams(temperature=1.0, seed=1, max_tokens=120, ignore_eos=True, logprobs=1)
 GAMMA = 0.25
@@ -35,11 +38,7 @@ def file(documented_file) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(one_layer, file) -> LLM:
-    return LLM(one_layer, progress=False, row_features=f"{file}:WATERMARK", **SIZES)
-
-
-def generate(llm: LLM, *params: SamplingParams) -> list[Any]:
-    return [output.outputs[0] for output in llm.generate(PROMPTS, list(params), use_tqdm=False)]
+    return small_llm(one_layer, row_features=f"{file}:WATERMARK", **SIZES)
 
 
 def test_a_watermark_is_detected_where_it_was_asked_for_and_nothing_else_changes(
@@ -47,15 +46,14 @@ def test_a_watermark_is_detected_where_it_was_asked_for_and_nothing_else_changes
 ):
     z_score = runpy.run_path(str(file))["z_score"]
     other_params = replace(PLAIN, seed=2), replace(PLAIN, temperature=0.0)
-    plain = generate(LLM(one_layer, progress=False, **SIZES), PLAIN, *other_params)
-    assert generate(llm, PLAIN, *other_params) == plain, "the same bits"
-    mixed = generate(llm, MARKED, *other_params)
+    plain = answers(small_llm(one_layer, **SIZES), PROMPTS, [PLAIN, *other_params])
+    assert answers(llm, PROMPTS, [PLAIN, *other_params]) == plain, "the same bits"
+    mixed = answers(llm, PROMPTS, [MARKED, *other_params])
     assert mixed[1:] == plain[1:], "the same bits beside a row with a mark"
-    assert mixed[0].token_ids != plain[0].token_ids
-    assert z_score(PROMPTS[0], mixed[0].token_ids, GAMMA, KEY) > 6
-    assert abs(z_score(PROMPTS[0], mixed[0].token_ids, GAMMA, KEY + 1)) < 4, (
-        "another key finds nothing"
-    )
+    marked = mixed[0].token_ids
+    assert marked != plain[0].token_ids
+    assert z_score(PROMPTS[0], marked, GAMMA, KEY) > 6
+    assert abs(z_score(PROMPTS[0], marked, GAMMA, KEY + 1)) < 4, "another key finds nothing"
     for prompt, branch in zip(PROMPTS[:2], plain[:2], strict=True):
         assert abs(z_score(prompt, branch.token_ids, GAMMA, KEY)) < 3.5
 
@@ -86,10 +84,9 @@ def test_a_watermark_does_not_depend_on_how_steps_are_made(
     one_layer, one_layer_folder, llm, file, options
 ):
     params = [replace(request_params, max_tokens=60) for request_params in (MARKED, PLAIN, MARKED)]
-    expected = [answer.token_ids for answer in generate(llm, *params)]
     model = one_layer_folder if "mesh" in options else one_layer
-    varied = LLM(model, progress=False, row_features=[find(f"{file}:WATERMARK")], **SIZES | options)
-    assert [answer.token_ids for answer in generate(varied, *params)] == expected
+    varied = small_llm(model, row_features=[find(f"{file}:WATERMARK")], **SIZES | options)
+    assert token_ids(varied, PROMPTS, params) == token_ids(llm, PROMPTS, params)
 
 
 def test_what_a_request_says_is_checked_and_a_bug_in_read_refuses_it_alone(llm):
@@ -101,8 +98,9 @@ def test_what_a_request_says_is_checked_and_a_bug_in_read_refuses_it_alone(llm):
             r"row feature 'watermark' cannot read {'watermark': 3} \(TypeError: .*\); give what its `read` expects",
         ),
     ):
-        with pytest.raises(ValueError, match=f"request '[0-9]+': {message}"):
-            generate(llm, PLAIN, replace(PLAIN, extra_args={"watermark": value}), PLAIN)
+        wrong = replace(PLAIN, extra_args={"watermark": value})
+        with refused(f"request '[0-9]+': {message}"):
+            llm.generate(PROMPTS, [PLAIN, wrong, PLAIN])
         assert not llm.engine.has_work
 
 
@@ -111,85 +109,82 @@ def test_what_a_request_says_is_checked_and_a_bug_in_read_refuses_it_alone(llm):
 
 def test_names_and_values_are_given_together_or_under_vllms_name(one_layer, file):
     value = find(f"{file}:WATERMARK")
-    lazy: dict[str, Any] = {"progress": False, **SIZES}
+    make = partial(small_llm, one_layer, **SIZES)
+
+    def names(**options) -> list[str]:
+        chain = make(**options).engine.runtime.chain.features
+        return [feature.name for feature in chain if feature.name in ("watermark", "other")]
+
     for option in (
         {"row_features": value},
         {"logits_processors": [value]},
         {"logits_processors": f"{file}:WATERMARK"},
     ):
-        llm = LLM(one_layer, **lazy, **option)
-        assert [feature.name for feature in llm.engine.runtime.chain.features][-1] == "watermark"
-    llm = LLM(one_layer, **lazy, row_features=(value._replace(name="other"), f"{file}:WATERMARK"))
-    assert [feature.name for feature in llm.engine.runtime.chain.features][-2:] == [
-        "watermark",
-        "other",
-    ]
-    assert llm.engine.config.row_features == (f"{file}:WATERMARK",)
-    assert LLM(one_layer, **lazy, logits_processors=None).engine.config.row_features == ()
-    with pytest.raises(
-        ValueError, match="logits_processors is vLLM's name of row_features, and both are given"
-    ):
-        LLM(one_layer, **lazy, row_features=value, logits_processors=value)
-    with pytest.raises(
-        ValueError,
-        match=r"row_features has <class 'int'>; write a RowFeature, or give folder/file.py",
-    ):
-        LLM(one_layer, **lazy, logits_processors=[int])
-    with pytest.raises(ValueError, match="row_features use the name 'watermark' twice"):
-        LLM(one_layer, **lazy, row_features=(value, f"{file}:WATERMARK"))
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+        assert names(**option) == ["watermark"]
+    both = (value._replace(name="other"), f"{file}:WATERMARK")
+    assert names(row_features=both) == ["watermark", "other"]
+    assert make(row_features=both).engine.config.row_features == (f"{file}:WATERMARK",)
+    assert names(logits_processors=None) == []
+    for option, message in (
         (
-            "none.py:A",
+            {"row_features": value, "logits_processors": value},
+            "logits_processors is vLLM's name of row_features, and both are given",
+        ),
+        (
+            {"logits_processors": [int]},
+            "row_features has <class 'int'>; write a RowFeature, or give folder/file.py",
+        ),
+        (
+            {"row_features": (value, f"{file}:WATERMARK")},
+            "row_features use the name 'watermark' twice",
+        ),
+        (
+            {"row_features": "none.py:A"},
             "row_features is 'none.py:A', but there is no file none.py; write module:NAME, or folder/file.py:N",
         ),
         (
-            "json:dumps",
+            {"row_features": "json:dumps"},
             "row_features is 'json:dumps', but dumps in json is no RowFeature; those in it: none",
         ),
         (
-            "watermark",
+            {"row_features": "watermark"},
             r"row_features is \('watermark',\); it must be a list, and each item module:NAME or folder/file",
         ),
-    ],
-)
-def test_a_name_that_leads_nowhere_is_an_error(one_layer, name, message):
-    with pytest.raises(ValueError, match=message):
-        LLM(one_layer, progress=False, row_features=name, **SIZES)
+    ):
+        with refused(message):
+            make(**option)
 
 
 def test_the_command_line_and_yaml_name_processors(tmp_path, file):
     args = parser().parse_args(["serve", "--row-features", "a.py:A,b:B"])
     assert args.row_features == ("a.py:A", "b:B")
     assert EngineConfig(row_features=["a.py:A"]).row_features == ("a.py:A",)  # type: ignore[arg-type]
+    code = file.read_text("utf-8")
 
-    def point(text: str, *, name: str = "watermark.py", **sections: Any) -> config.Point:
+    def point(text: str = code, name: str = "watermark.py", **sections: Any) -> config.Point:
         (tmp_path / name).write_text(text, "utf-8")
-        raw = {"name": "unit", "workload": {"kind": "synthetic", "count": 1, **LENGTHS}, **sections}
-        (expanded,) = config.expand(raw, tmp_path)
+        engine = {"row_features": [f"{name}:WATERMARK"]}
+        sampling = {"extra_args": {"watermark": [0.25, 2.0, 7]}}
+        raw = {"name": "unit", "workload": WORKLOAD, "engine": engine, "sampling": sampling}
+        (expanded,) = config.expand(raw | sections, tmp_path)
         return expanded
 
-    code = file.read_text("utf-8")
-    engine = {"row_features": ["watermark.py:WATERMARK"]}
-    sampling = {"extra_args": {"watermark": [0.25, 2.0, 7]}}
-    first = point(code, engine=engine, sampling=sampling)
+    first = point()
     assert first.experiment.engine.row_features == (f"{tmp_path.resolve()}/watermark.py:WATERMARK",)
     assert first.experiment.sampling.extra_args == {"watermark": (0.25, 2.0, 7)}
-    moved = point(
-        code, name="moved.py", engine={"row_features": ["moved.py:WATERMARK"]}, sampling=sampling
-    )
-    assert moved.key == first.key, "the content counts, and not the place"
-    assert point(f"{code}\n", engine=engine, sampling=sampling).key != first.key
-    assert point(code, engine={"row_features": []}).key == point(code).key
-    with pytest.raises(
-        ValueError, match=r"engine.row_features is 'none.py:A', but there is no file none.py"
-    ):
-        point(code, engine={"row_features": ["none.py:A"]})
-    with pytest.raises(ValueError, match=r"sampling\.taps: an experiment keeps no arrays"):
-        point(code, sampling={"taps": {"hidden_states": [0]}})
+    assert point(name="moved.py").key == first.key, "the content counts, and not the place"
+    assert point(f"{code}\n").key != first.key
+    empty = [point(engine=engine, sampling={}) for engine in ({"row_features": []}, {})]
+    assert empty[0].key == empty[1].key
+    with refused(r"engine.row_features is 'none.py:A', but there is no file none.py"):
+        point(engine={"row_features": ["none.py:A"]})
+    with refused(r"sampling\.taps: an experiment keeps no arrays"):
+        point(sampling={"taps": {"hidden_states": [0]}})
 
 
-LENGTHS = {"prompt": {"dist": "fixed", "value": 8}, "output": {"dist": "fixed", "value": 4}}
+WORKLOAD = {
+    "kind": "synthetic",
+    "count": 1,
+    "prompt": {"dist": "fixed", "value": 8},
+    "output": {"dist": "fixed", "value": 4},
+}

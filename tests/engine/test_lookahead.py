@@ -5,17 +5,20 @@ are the same.
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
-from pagedjax import LLM, BeamSearchParams, SamplingParams
+from pagedjax import LLM, BeamSearchParams, EngineConfig, SamplingParams
 from pagedjax.engine import lookahead
 from pagedjax.engine import step as step_module
 from pagedjax.host import blocks, scheduler
 from pagedjax.host.replay import verify
-from pagedjax.host.types import EMPTY_PLAN, Request, Sampled, Seq
+from pagedjax.host.types import EMPTY_PLAN, Request, Sampled, Seq, StepResult
+from tests.engine.runs import greedy, sampled
 
 DEPTHS = (1, 3)
 # One bucket, so that each engine of these tests and of those of drafts and meshes compiles one
@@ -67,6 +70,12 @@ class Observed:
         )
         return result
 
+    def finish(self) -> list[StepResult]:
+        results = []
+        while self.engine.has_work:
+            results.append(self.step())
+        return results
+
 
 def tokens(n: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 320, n).tolist()
@@ -88,29 +97,8 @@ def play(engine, seed: int, path, *, kinds=KINDS, hottest: float = 1.0) -> Obser
     number = 0
     while number < 14 or engine.has_work:
         while number < 14 and draw.random() < 0.5:
-            kind = draw.choice(kinds)
-            name = f"r{number}"
-            n = draw.randint(1, 40)
+            add_request(engine, draw, number, draw.choice(kinds), hottest)
             number += 1
-            forks = []
-            params = {"max_tokens": draw.randint(1, 24), "ignore_eos": True, "seed": number}
-            params |= {"temperature": draw.choice([0.0, hottest])}
-            if kind == "beams":
-                beam = BeamSearchParams(beam_width=2, max_tokens=6)
-                engine.add(name, tokens(n, number), beam, forks=[f"{name}b"])
-                continue
-            if kind == "stops":
-                params |= {"stop_token_ids": list(OFTEN), "min_tokens": draw.randint(0, 4)}
-                params["min_tokens"] = min(params["min_tokens"], params["max_tokens"])
-            if kind == "forks":
-                forks = [f"{name}b", f"{name}c"]
-                params["temperature"] = hottest
-            if kind == "penalties":
-                params |= {"frequency_penalty": 0.7, "repetition_penalty": 1.2}
-            if draw.random() < 0.3:
-                params |= {"logprobs": 2, "prompt_logprobs": 1}
-            shared = tokens(12, 0) if draw.random() < 0.4 else []
-            engine.add(name, shared + tokens(n, number), SamplingParams(**params), forks=forks)
         if draw.random() < 0.1:
             run.results.append(
                 engine.cancel(f"r{draw.randrange(14)}{draw.choice(['', '', 'b', 'c'])}")
@@ -124,24 +112,52 @@ def play(engine, seed: int, path, *, kinds=KINDS, hottest: float = 1.0) -> Obser
     return run
 
 
+def add_request(engine, draw: random.Random, number: int, kind: str, hottest: float) -> None:
+    name = f"r{number}"
+    prompt = tokens(draw.randint(1, 40), number + 1)
+    forks = []
+    params: dict[str, Any] = {"max_tokens": draw.randint(1, 24), "ignore_eos": True}
+    params |= {"seed": number + 1, "temperature": draw.choice([0.0, hottest])}
+    if kind == "beams":
+        beam = BeamSearchParams(beam_width=2, max_tokens=6)
+        engine.add(name, prompt, beam, forks=[f"{name}b"])
+        return
+    if kind == "stops":
+        params |= {"stop_token_ids": list(OFTEN)}
+        params |= {"min_tokens": min(draw.randint(0, 4), params["max_tokens"])}
+    if kind == "forks":
+        forks = [f"{name}b", f"{name}c"]
+        params["temperature"] = hottest
+    if kind == "penalties":
+        params |= {"frequency_penalty": 0.7, "repetition_penalty": 1.2}
+    if draw.random() < 0.3:
+        params |= {"logprobs": 2, "prompt_logprobs": 1}
+    shared = tokens(12, 0) if draw.random() < 0.4 else []
+    engine.add(name, shared + prompt, SamplingParams(**params), forks=forks)
+
+
+def compare(engines, seed: int, folder: Path, **options) -> tuple[Observed, Observed]:
+    """Plays the same on an engine without lookahead and one with it: recordings and results are
+    equal.
+    """
+    runs = [
+        play(engine, seed, folder / f"{i}.jsonl", **options) for i, engine in enumerate(engines)
+    ]
+    assert runs[1].results == runs[0].results
+    assert (folder / "1.jsonl").read_bytes() == (folder / "0.jsonl").read_bytes()
+    return runs[0], runs[1]
+
+
 @pytest.mark.default_cases("3-4")
 @pytest.mark.parametrize(("depth", "seeds"), [(1, 10), (3, 4), (3, 10)])
 def test_recordings_are_byte_identical_with_lookahead(llms, tmp_path, depth, seeds):
-    runs = []
-    for seed in range(seeds):
-        plain = play(llms[0].engine, seed, tmp_path / "plain.jsonl")
+    engines = llms[0].engine, llms[depth].engine
+    pairs = [compare(engines, seed, tmp_path) for seed in range(seeds)]
+    for plain, _ in pairs:
         assert plain.sent == plain.late == plain.steps
-        predicted = play(llms[depth].engine, seed, tmp_path / "predicted.jsonl")
-        assert predicted.results == plain.results
-        assert (tmp_path / "predicted.jsonl").read_bytes() == (
-            tmp_path / "plain.jsonl"
-        ).read_bytes()
-        runs.append(predicted)
-    steps, sent, late = (
-        sum(getattr(run, name) for run in runs) for name in ("steps", "sent", "late")
-    )
-    assert late < 0.9 * steps, "no step was predicted"
-    assert sent >= steps + 5, "no prediction was wrong"
+    steps = sum(run.steps for _, run in pairs)
+    assert sum(run.late for _, run in pairs) < 0.9 * steps, "no step was predicted"
+    assert sum(run.sent for _, run in pairs) >= steps + 5, "no prediction was wrong"
 
 
 @pytest.mark.slow
@@ -150,24 +166,14 @@ def test_recordings_are_byte_identical_with_lookahead(llms, tmp_path, depth, see
     [
         {"num_blocks": 20, "enable_prefix_caching": False},
         {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001},
-        pytest.param(
-            {"num_blocks": 10, "block_size": 8, "policy": "shortest"}, marks=pytest.mark.slow
-        ),
+        {"num_blocks": 10, "block_size": 8, "policy": "shortest"},
     ],
     ids=["recomputed", "swapped", "shortest first"],
 )
 def test_recordings_are_byte_identical_under_preemption(tiny, tmp_path, config):
     engines = [make(tiny, depth, max_model_len=64, **config).engine for depth in (0, 3)]
-    preempted = 0
-    for seed in range(3):
-        plain, *predicted_runs = [
-            play(engine, seed, tmp_path / f"{i}.jsonl") for i, engine in enumerate(engines)
-        ]
-        for i, predicted in enumerate(predicted_runs, 1):
-            assert predicted.results == plain.results
-            assert (tmp_path / f"{i}.jsonl").read_bytes() == (tmp_path / "0.jsonl").read_bytes()
-        preempted += plain.preempted
-    assert preempted, "no sequence was preempted"
+    pairs = [compare(engines, seed, tmp_path) for seed in range(3)]
+    assert any(plain.preempted for plain, _ in pairs), "no sequence was preempted"
 
 
 @pytest.mark.default_cases("separate steps")
@@ -203,48 +209,28 @@ def test_recordings_are_byte_identical_in_baseline_modes(tiny, tmp_path, config)
     is predicted.
     """
     engines = [make(tiny, depth, **config).engine for depth in (0, 3)]
-    kinds = {"kinds": ("plain", "stops", "penalties")} if "reservation" in config else {}
-    steps = late = 0
-    for seed in range(4):
-        plain, *predicted_runs = [
-            play(engine, seed, tmp_path / f"{i}.jsonl", **kinds) for i, engine in enumerate(engines)
-        ]
-        assert verify(tmp_path / "0.jsonl").identical
-        for i, predicted in enumerate(predicted_runs, 1):
-            assert predicted.results == plain.results
-            assert (tmp_path / f"{i}.jsonl").read_bytes() == (tmp_path / "0.jsonl").read_bytes()
-            steps += predicted.steps
-            late += predicted.late
-    assert late < 0.9 * steps, "no step was predicted"
+    kinds = ("plain", "stops", "penalties") if "reservation" in config else KINDS
+    pairs = [compare(engines, seed, tmp_path, kinds=kinds) for seed in range(4)]
+    assert verify(tmp_path / "0.jsonl").identical
+    steps = sum(run.steps for _, run in pairs)
+    assert sum(run.late for _, run in pairs) < 0.9 * steps, "no step was predicted"
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_branch_that_is_cancelled_before_its_fork_lends_its_row_to_no_other(llms, depth):
     """The branches behind it have other arrivals than in the step that was predicted."""
-    sampled_by_engine = {}
+    outputs = []
     for engine in (llms[0].engine, llms[depth].engine):
         engine.reset()
-        engine.add(
-            "a",
-            tokens(57, 1),
-            SamplingParams(temperature=2.0, seed=1, max_tokens=8, ignore_eos=True),
-            forks="bcd",
-        )
+        params = SamplingParams(temperature=2.0, seed=1, max_tokens=8, ignore_eos=True)
+        engine.add("a", tokens(57, 1), params, forks="bcd")
         run = Observed(engine)
-        sampled = {}
-        while engine.has_work:
-            if run.steps == 2:
-                assert engine.scheduler_state.running.seqs[0].request.forks == ("b", "c", "d")
-                engine.cancel("b")
-            for event in run.step().events:
-                for name, token in (
-                    zip(*event[1:], strict=True) if isinstance(event, Sampled) else ()
-                ):
-                    sampled.setdefault(name, []).append(token)
-        sampled_by_engine[engine] = sampled
-    plain, predicted = sampled_by_engine.values()
-    assert predicted == plain
-    assert plain.keys() == {"a", "c", "d"}
+        results = [run.step(), run.step()]
+        assert engine.scheduler_state.running.seqs[0].request.forks == ("b", "c", "d")
+        engine.cancel("b")
+        outputs.append(sampled([*results, *run.finish()]))
+    assert outputs[0] == outputs[1]
+    assert outputs[0].keys() == {"a", "c", "d"}
 
 
 def test_stop_strings_end_at_the_same_token(llms):
@@ -253,10 +239,10 @@ def test_stop_strings_end_at_the_same_token(llms):
         for i in range(8)
     ]
     prompts = [tokens(5 + 3 * i, i) for i in range(8)]
-    expected = llms[0].generate(prompts, params, use_tqdm=False)
+    expected = llms[0].generate(prompts, params)
     assert {out.outputs[0].finish_reason for out in expected} == {"stop", "length"}
     for depth in DEPTHS:
-        assert llms[depth].generate(prompts, params, use_tqdm=False) == expected
+        assert llms[depth].generate(prompts, params) == expected
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -264,14 +250,13 @@ def test_every_step_but_the_first_is_predicted_when_nothing_stops(llms, depth):
     engine = llms[depth].engine
     engine.reset()
     for i in range(8):  # more than run at a time: all ends are known in advance
-        engine.add(
-            str(i),
-            tokens(3 + i, i),
-            SamplingParams(temperature=0, max_tokens=9 + i, ignore_eos=True),
-        )
+        engine.add(str(i), tokens(3 + i, i), greedy(9 + i))
     run = Observed(engine)
-    while engine.has_work:
-        run.step()
+    for result in run.finish():
+        assert 0 <= result.device_seconds <= result.finished - result.started
+        assert result.compilations == 0
+        for event in result.events:
+            assert not isinstance(event, Sampled) or lookahead.NO_TOKEN not in event.token_ids
     assert run.late == 1
     assert run.sent == run.steps
 
@@ -284,22 +269,12 @@ def test_a_stop_token_costs_at_most_one_extra_step(llms):
         params = SamplingParams(temperature=1.0, seed=i, max_tokens=40, stop_token_ids=list(OFTEN))
         engine.add(str(i), tokens(4, i), params)
     run = Observed(engine)
-    ends = 0
-    while engine.has_work:
-        result = run.step()
-        ends += any(event.reason == "stop" for event in result.events if hasattr(event, "reason"))
+    ends = sum(
+        any(getattr(event, "reason", None) == "stop" for event in result.events)
+        for result in run.finish()
+    )
     assert ends >= 4
     assert run.sent - run.steps <= ends  # at worst one wrong prediction for each
-
-
-def test_device_time_is_within_the_step(llms):
-    engine = llms[1].engine
-    engine.reset()
-    engine.add("a", tokens(4, 0), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
-    while engine.has_work:
-        result = engine.step()
-        assert 0 <= result.device_seconds <= result.finished - result.started
-        assert result.compilations == 0
 
 
 @pytest.mark.slow
@@ -311,17 +286,12 @@ def test_no_prediction_overwrites_cached_content(tiny):
     for depth in (0, 1):
         engine = make(tiny, depth, num_blocks=32, max_model_len=64).engine
         for i in range(4):  # fill the cache
-            engine.add(f"a{i}", tokens(31, i), SamplingParams(temperature=0, max_tokens=1))
-            while engine.has_work:
-                engine.step()
-        num_cached = len(engine.scheduler_state.pool.contents)
-        assert num_cached == 4 * (31 // 4)
-        runs[depth] = run = Observed(engine)
-        engine.add(
-            "b", tokens(10, 99), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-        )
-        while engine.has_work:
-            run.step()
+            engine.add(f"a{i}", tokens(31, i), greedy(1))
+            Observed(engine).finish()
+        assert len(engine.scheduler_state.pool.contents) == 4 * (31 // 4)
+        runs[depth] = Observed(engine)
+        engine.add("b", tokens(10, 99), greedy(40))
+        runs[depth].finish()
     assert runs[1].results == runs[0].results
     assert runs[1].sent == runs[1].steps, "a prediction was wrong"
     assert 5 <= runs[1].late < runs[1].steps, "each block taken from the cache is waited for"
@@ -329,41 +299,28 @@ def test_no_prediction_overwrites_cached_content(tiny):
 
 @pytest.mark.parametrize("value", [-1, True, 1.5])
 def test_an_invalid_depth_is_refused(value):
-    from pagedjax.options.config import EngineConfig
-
     with pytest.raises(ValueError, match=r"lookahead is .*; it must be an integer of at least 0"):
         EngineConfig(lookahead=value)
-
-
-def test_events_contain_no_placeholder_token(llms):
-    engine = llms[3].engine
-    engine.reset()
-    engine.add("a", tokens(4, 0), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
-    while engine.has_work:
-        for event in engine.step().events:
-            assert not isinstance(event, Sampled) or lookahead.NO_TOKEN not in event.token_ids
 
 
 @pytest.mark.slow
 def test_predicted_steps_are_dropped_when_a_recording_starts(tiny, tmp_path):
     """A predicted step knows a sequence by its arrival number, which starts again at zero."""
-    first = {}
+    events = {}
     for depth in (0, 1):
         engine = make(tiny, depth, max_num_seqs=1, enable_prefix_caching=False).engine
-        engine.add("a", tokens(4, 1), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
-        engine.add("b", tokens(4, 2), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        engine.add("a", tokens(4, 1), greedy(1))
+        engine.add("b", tokens(4, 2), greedy(1))
         engine.step()
         assert len(engine._state.ahead.sent) == depth  # a step of b, which is cancelled now
         engine.cancel("b")
         engine.record(tmp_path / "log.jsonl")
         for name in ("x", "y"):
-            engine.add(
-                name, tokens(4, 3), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-            )
+            engine.add(name, tokens(4, 3), greedy(1))
         engine.cancel("x")
-        first[depth] = engine.step().events
+        events[depth] = engine.step().events
         engine.record(None)
-    assert first[1] == first[0]
+    assert events[1] == events[0]
 
 
 @pytest.mark.parametrize(
@@ -373,7 +330,7 @@ def test_a_last_prediction_without_the_names_of_most_blocks_is_the_same(tiny, co
     """It names those of sequences that end; with all names, the plan and the free blocks are equal."""
     engine = make(tiny, 0, **config).engine
     for i in range(12):
-        params = SamplingParams(temperature=0, max_tokens=5 + 3 * i, ignore_eos=True)
+        params = greedy(5 + 3 * i)
         engine.add(f"r{i}", tokens(3 + 2 * i, i), params)
     policy = engine.runtime.policy
     ended = 0
@@ -411,21 +368,16 @@ def test_rows_match_if_their_work_and_their_blocks_do():
     assert lookahead.matching_rows(plan, plan) == (0, 1, 2, 3)
     assert lookahead.matching_rows(part, plan) == (1, 3)
     assert lookahead.matching_rows(plan, part) is None, "a row is missing"
-    assert lookahead.matching_rows(part._replace(seqs=part.seqs[::-1]), plan) is None, (
-        "another order"
-    )
+    other_branch = seqs[3]._replace(request=Request("another", 3, 9))
+    other_block = seqs[3]._replace(blocks=(3, 13))
     for column, value in (
         ("lengths", (6, 9)),
         ("starts", (5, 6)),
         ("counts", (1, 2)),
         ("copies", ((1, 2),)),
+        ("seqs", seqs[3::-2]),
+        ("seqs", (seqs[1], other_branch)),
+        ("seqs", (seqs[1], other_block)),
     ):
-        assert lookahead.matching_rows(part._replace(**{column: value}), plan) is None, column
-    branch = seqs[3]._replace(request=Request("another", 3, 9))
-    assert lookahead.matching_rows(part._replace(seqs=(seqs[1], branch)), plan) is None, (
-        "another branch"
-    )
-    moved = seqs[3]._replace(blocks=(3, 13))
-    assert lookahead.matching_rows(part._replace(seqs=(seqs[1], moved)), plan) is None, (
-        "another block"
-    )
+        changed = part._replace(**{column: value})
+        assert lookahead.matching_rows(changed, plan) is None, (column, value)

@@ -9,18 +9,16 @@ import chex
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
-from pagedjax import LLM, SamplingParams, from_params, load_model
-from pagedjax.device.models import Decoder
+from pagedjax import SamplingParams, from_params, load_model
 from pagedjax.options.config import MeshConfig
-from pagedjax.weights.architectures import FAMILIES, normalised
 from pagedjax.weights.convert import convert
-from pagedjax.weights.pretrained import LoadedModel
 from pagedjax.weights.trained import whole
-from pagedjax.weights.tree import named, nested
-from tests.device.test_model_families import CASES
+from pagedjax.weights.tree import named
+from tests.engine.runs import greedy, small_llm, token_ids
+from tests.engine.test_batch_invariance import model_of
 from tests.engine.test_lookahead import CONFIG, play, tokens
+from tests.refusals import refused
 from tests.weights.tiny import tiny_llama
 
 # 8 query heads with 4 or 2 key heads, and SmolLM2's 9 with 3
@@ -40,29 +38,31 @@ def save_model(folder: Path, name: str, seed: int = 0) -> Path:
     return tiny_llama(folder, **sizes, tied=False, seed=seed)
 
 
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 def compare_runs(
-    folder, tmp_path, seeds=(0, 1), *, mesh: dict[str, int] | None = None, **config: Any
+    folder,
+    tmp_path,
+    *,
+    mesh: dict[str, int],
+    seeds: tuple[int, ...] = (0, 1),
+    devices: list[int] | None = None,
+    hottest: float = 1.0,
+    atol: float = 1e-5,
+    **config: Any,
 ) -> list[Any]:
     """Recordings of one device and of the mesh are equal; returns the results of both."""
     runs = []
     logs = []
-    devices = config.pop("devices", None)
-    hottest = config.pop("hottest", 1.0)
-    atol = config.pop("atol", 1e-5)
     for name, placement in (("one", {}), ("mesh", {"mesh": mesh, "devices": devices})):
-        engine = LLM(folder, progress=False, **CONFIG | config, **placement).engine
+        engine = small_llm(folder, **CONFIG | config, **placement).engine
         assert (engine.model.placement is not None) == (name == "mesh")
+        files = [tmp_path / f"{name}{seed}.jsonl" for seed in seeds]
         runs.append(
             [
-                play(engine, seed, tmp_path / f"{name}{seed}.jsonl", hottest=hottest)
-                for seed in seeds
+                play(engine, seed, file, hottest=hottest)
+                for seed, file in zip(seeds, files, strict=True)
             ]
         )
-        logs.append([(tmp_path / f"{name}{seed}.jsonl").read_bytes() for seed in seeds])
+        logs.append([file.read_bytes() for file in files])
     assert logs[0] == logs[1]
     for single, split in zip(*runs, strict=True):
         compare_logprobs(single.results, split.results, atol)
@@ -96,14 +96,12 @@ def test_recordings_are_byte_identical(folders, tmp_path, name, n):
 @pytest.mark.parametrize(
     "config",
     [
-        slow(
-            {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max_model_len": 64}
-        ),
-        slow({"num_blocks": 20, "enable_prefix_caching": False, "max_model_len": 64}),
+        {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max_model_len": 64},
+        {"num_blocks": 20, "enable_prefix_caching": False, "max_model_len": 64},
         {"lookahead": 2},
-        slow({"weight_dtype": "int8"}),
-        slow({"kv_cache_dtype": "float8_e4m3fn"}),
-        slow({"attention_impl": "xla", "compilation": "lazy"}),
+        {"weight_dtype": "int8"},
+        {"kv_cache_dtype": "float8_e4m3fn"},
+        {"attention_impl": "xla", "compilation": "lazy"},
     ],
     ids=["swapped", "recomputed", "lookahead", "int8", "float8", "xla"],
 )
@@ -113,31 +111,12 @@ def test_recordings_are_byte_identical_in_every_mode(folders, tmp_path, config):
         assert sum(run.preempted for run in single) > 5
 
 
-def random_model(
-    name: str, dtype: str | None = None, weight_dtype: str | None = None
-) -> LoadedModel:
-    """A model of test_model_families with random weights, without torch."""
-    kind, settings = CASES[name]
-    config = normalised({"model_type": kind, **settings}, name)
-    family = FAMILIES[kind]
-    rng = np.random.default_rng(0)
-    shapes = named(nnx.eval_shape(lambda: Decoder(family.from_hf(config), "float32")))
-    params = {
-        name: rng.normal(0, x.shape[-1] ** -0.5 if len(x.shape) > 1 else 0.3, x.shape).astype(
-            np.float32
-        )
-        for name, x in shapes.items()
-    }
-    return from_params(nested(params), config, dtype=dtype or "float32", weight_dtype=weight_dtype)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [slow("GPT-2, untied, exact GELU, a narrow MLP"), "Gemma 2, caps that bind", slow("Qwen2")],
+    "name", ["GPT-2, untied, exact GELU, a narrow MLP", "Gemma 2, caps that bind", "Qwen2"]
 )
 def test_families_with_biases_caps_and_norms_behind_a_sum(tmp_path, name):
-    compare_runs(random_model(name), tmp_path, seeds=(0,), mesh={"tensor": 4}, max_model_len=128)
+    compare_runs(model_of(name), tmp_path, seeds=(0,), mesh={"tensor": 4}, max_model_len=128)
 
 
 @pytest.mark.slow
@@ -145,21 +124,16 @@ def test_families_with_biases_caps_and_norms_behind_a_sum(tmp_path, name):
     ("mesh", "dtype"),
     [
         ({"tensor": 2, "expert": 2}, "int8"),
-        *(
-            slow(*case)
-            for case in [
-                ({"tensor": 3}, None),
-                ({"expert": 2}, None),
-                ({"expert": 3}, "int8"),
-                ({"tensor": 2, "expert": 2}, None),
-            ]
-        ),
+        ({"tensor": 3}, None),
+        ({"expert": 2}, None),
+        ({"expert": 3}, "int8"),
+        ({"tensor": 2, "expert": 2}, None),
     ],
     ids=str,
 )
 def test_experts_are_split_by_number_and_by_width(tmp_path, mesh, dtype):
     """The second of three layers has no experts; three devices do not divide the width."""
-    model = random_model("Qwen3-MoE", weight_dtype=dtype)
+    model = model_of("Qwen3-MoE", weight_dtype=dtype)
     compare_runs(model, tmp_path, seeds=(0,), mesh=mesh, max_model_len=128)
 
 
@@ -192,63 +166,54 @@ def test_new_parameters_are_split_as_the_old_ones(folders, tmp_path, name):
     """An engine with the parameters of another model says what that model says."""
     folder = save_model(tmp_path / "other", name, seed=5)
     prompts = [tokens(9, 1), tokens(30, 2)]
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-    def answers(llm: LLM) -> list[tuple[int, ...]]:
-        return [
-            output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)
-        ]
-
-    split = LLM(folders[name], progress=False, mesh={"tensor": 4}, **CONFIG)
-    single = LLM(folder, progress=False, **CONFIG)
-    before = answers(split)
+    split = small_llm(folders[name], mesh={"tensor": 4}, **CONFIG)
+    before = token_ids(split, prompts, greedy(12))
     old = split.engine.model.leaves
     split.update_params(load_model(folder).model.params)
-    assert answers(split) == answers(single) != before
+    single = small_llm(folder, **CONFIG)
+    after = token_ids(split, prompts, greedy(12))
+    assert after == token_ids(single, prompts, greedy(12)) != before
     chex.assert_trees_all_equal_shapes_and_dtypes(old, split.engine.model.leaves)
     assert [x.sharding for x in old] == [x.sharding for x in split.engine.model.leaves]
+    short = named(whole(split.engine.model)) | {"embed": np.zeros((3, 64), np.float32)}
     with pytest.raises(ValueError, match=r"shape of embed: expected \(320, 64\), found \(3, 64\)"):
-        split.update_params(
-            named(whole(split.engine.model)) | {"embed": np.zeros((3, 64), np.float32)}
-        )
+        split.update_params(short)
 
 
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_an_orbax_checkpoint_goes_to_the_same_parts(folders, tmp_path, dtype):
-    convert(folders["9/3"], tmp_path / "orbax", "orbax")
+    orbax = tmp_path / "orbax"
+    convert(folders["9/3"], orbax, "orbax")
     mesh = MeshConfig(tensor=4)
     converted, restored = (
-        load_model(x, mesh=mesh, weight_dtype=dtype) for x in (folders["9/3"], tmp_path / "orbax")
+        load_model(folder, mesh=mesh, weight_dtype=dtype).model.leaves
+        for folder in (folders["9/3"], orbax)
     )
-    chex.assert_trees_all_equal(converted.model.leaves, restored.model.leaves)
-    sixteen = {"dtype": "bfloat16", "weight_dtype": dtype}
+    chex.assert_trees_all_equal(converted, restored)
+    assert [x.sharding for x in converted] == [x.sharding for x in restored]
     alone, placed = (
-        load_model(tmp_path / "orbax", mesh=mesh, **sixteen).model for mesh in (None, mesh)
+        load_model(orbax, mesh=mesh, dtype="bfloat16", weight_dtype=dtype).model
+        for mesh in (None, mesh)
     )
     chex.assert_trees_all_equal(whole(alone), whole(placed))
-    assert [x.sharding for x in converted.model.leaves] == [
-        x.sharding for x in restored.model.leaves
-    ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Llama 2", slow("Mixtral")])
+@pytest.mark.parametrize("name", ["Llama 2", "Mixtral"])
 def test_in_16_bits_log_probabilities_are_close(name):
     """Partial sums are added in float32 before they are rounded, so a mesh differs by roundings of
     sums alone.
     """
-    prompt = tokens(40, 3)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    model = random_model(name, "bfloat16")
+    model = model_of(name, "bfloat16")
     logprobs = []
     for mesh in (None, {"tensor": 4}):
-        llm = LLM(model, progress=False, mesh=mesh, **CONFIG)
-        (output,) = llm.generate([prompt], params, use_tqdm=False)
-        assert output.prompt_logprobs is not None
+        llm = small_llm(model, mesh=mesh, **CONFIG)
+        (output,) = llm.generate([tokens(40, 3)], params)
         logprobs.append(
-            [next(iter(ranked.values())).logprob for ranked in output.prompt_logprobs[1:] if ranked]
+            [next(iter(ranked.values())).logprob for ranked in output.prompt_logprobs[1:]]
         )
-    chex.assert_trees_all_close(np.array(logprobs[0]), np.array(logprobs[1]), atol=0.05)
+    chex.assert_trees_all_close(*map(np.array, logprobs), atol=0.05)
 
 
 @pytest.mark.slow
@@ -256,26 +221,20 @@ def test_parameters_in_the_order_of_a_mesh_are_refused_and_come_back_whole(folde
     """8 and 4 heads on 2 devices: nothing is padded, so shapes cannot tell. They would be permuted
     twice.
     """
-    loaded = load_model(folders["8/4"])
-    llm = LLM(folders["8/4"], progress=False, mesh={"tensor": 2}, **CONFIG)
+    llm = small_llm(folders["8/4"], mesh={"tensor": 2}, **CONFIG)
     placed = llm.engine.model
-    for refused in (
-        lambda: llm.update_params(placed.params),
-        lambda: from_params(placed.params, placed.config),
-    ):
-        with pytest.raises(
-            ValueError, match=r"is from a model on a mesh, in the order of its devices; give whole"
-        ):
-            refused()
-    chex.assert_trees_all_equal(whole(placed), whole(loaded.model))
+    message = "is from a model on a mesh, in the order of its devices; give whole"
+    with refused(message):
+        llm.update_params(placed.params)
+    with refused(message):
+        from_params(placed.params, placed.config)
+    chex.assert_trees_all_equal(whole(placed), whole(load_model(folders["8/4"]).model))
     for name in HEADS:  # heads of zeros, and heads that several devices have
         placed = load_model(folders[name], mesh={"tensor": 8}).model
         chex.assert_trees_all_equal(whole(placed), whole(load_model(folders[name]).model))
-    prompts = [tokens(9, 1)]
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    before = llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids
+    before = token_ids(llm, [tokens(9, 1)], greedy(12))
     llm.update_params(whole(llm.engine.model))
-    assert llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids == before
+    assert token_ids(llm, [tokens(9, 1)], greedy(12)) == before
 
 
 @pytest.mark.slow
@@ -295,7 +254,10 @@ def test_an_engine_on_a_slice_of_devices_leaves_the_others_alone(folders, tmp_pa
     assert split[0].engine.config.devices == (6, 3, 5, 2)
 
 
-@pytest.mark.parametrize("n", [slow(2), pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "n",
+    [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.exhaustive)],
+)
 def test_smollm2_on_two_and_three_devices(smollm2, tmp_path, n):
     """Its 3 key heads divide by 3, and on 2 devices a fourth one of zeros is added.
 

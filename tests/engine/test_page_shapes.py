@@ -21,11 +21,11 @@ from pagedjax.device.memory import nbytes
 from pagedjax.device.models import Model, assemble
 from pagedjax.device.models.decoder import Attention, Block, DecoderConfig, LayerKind
 from pagedjax.weights.trained import named, nested, whole
+from tests.engine.runs import small_llm
 
 SIZES: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 16,
-    "token_buckets": (16,),
     "block_size": 4,
     "num_blocks": 20,
     "preemption": "swap",
@@ -65,8 +65,8 @@ class HalfValues(Attention):
 
         def of_row(name: str) -> jax.Array:
             """[T, heads, M S, ...]"""
-            found = jnp.swapaxes(pages[name][tables], 1, 2)
-            return found.reshape(t, found.shape[1], -1, *found.shape[4:])
+            of_blocks = jnp.swapaxes(pages[name][tables], 1, 2)
+            return of_blocks.reshape(t, of_blocks.shape[1], -1, *of_blocks.shape[4:])
 
         queries = q.reshape(t, c.kv_heads, -1, c.head_dim)
         scores = c.attn_scale * jnp.einsum("tkgd,tkcd->tkgc", queries, of_row("k"))
@@ -127,20 +127,18 @@ def answers(llm: LLM) -> list[Any]:
     )
     outputs = []
     for _ in range(2):  # the second time, the prefix is in the cache
-        outputs += llm.generate(prompts, params, use_tqdm=False)
+        outputs += llm.generate(prompts, params)
     branches = [branch for output in outputs for branch in output.outputs]
     return [(branch.token_ids, branch.cumulative_logprob) for branch in branches]
 
 
 @pytest.fixture(scope="module")
 def llm(tiny) -> LLM:
-    return LLM(replace(tiny, model=with_half_blocks(tiny.model)), progress=False, **SIZES)
+    return small_llm(replace(tiny, model=with_half_blocks(tiny.model)), **SIZES)
 
 
 def test_pages_of_another_shape_are_shared_copied_and_swapped(llm, tiny, tmp_path):
-    usual = LLM(
-        replace(tiny, model=without_half_of_the_values(tiny.model)), progress=False, **SIZES
-    )
+    usual = small_llm(replace(tiny, model=without_half_of_the_values(tiny.model)), **SIZES)
     recording = tmp_path / "run.jsonl"
     llm.engine.record(recording)
     pairs = zip(answers(llm), answers(usual), strict=True)

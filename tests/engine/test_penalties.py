@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pagedjax import LLM, SamplingParams
-from pagedjax.host.types import Preempted, Resumed
+from tests.engine.runs import answers, small_llm, token_ids
 
 SHARED = np.random.default_rng(0).integers(3, 300, 20).tolist()
 TAILS = [
@@ -35,11 +35,7 @@ SWAPPING = {**FEW, "preemption": "swap", "swap_space_gib": 0.01}
 
 def make(tiny, **config) -> LLM:
     sizes = {"max_model_len": 128, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 16}
-    return LLM(tiny, progress=False, token_buckets=(16,), **sizes, **config)
-
-
-def tokens_of(llm: LLM, params) -> list[list[int]]:
-    return [list(out.outputs[0].token_ids) for out in llm.generate(PROMPTS, params, use_tqdm=False)]
+    return small_llm(tiny, **sizes, **config)
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +46,10 @@ def roomy(tiny) -> LLM:
 def test_greedy_tokens_are_the_best_after_a_plain_count_of_the_outputs(roomy):
     params = SamplingParams(temperature=0, logprobs=20, **PENALTIES)
     different = 0
-    for out in roomy.generate(PROMPTS, params, use_tqdm=False):
+    for answer in answers(roomy, PROMPTS, params):
         counts: Counter[int] = Counter()
-        for token, logprobs in zip(out.outputs[0].token_ids, out.outputs[0].logprobs, strict=True):
-            raw = {other: entry.logprob for other, entry in logprobs.items()}
+        for token, place in zip(answer.token_ids, answer.logprobs, strict=True):
+            raw = {other: entry.logprob for other, entry in place.items()}
             adjusted = {
                 other: x - 0.4 * counts[other] - 0.7 * (counts[other] > 0)
                 for other, x in raw.items()
@@ -64,7 +60,7 @@ def test_greedy_tokens_are_the_best_after_a_plain_count_of_the_outputs(roomy):
     assert different > 0, "the penalties decided no token"
 
 
-@pytest.mark.default_cases("recompute")
+@pytest.mark.default_cases("recompute", "swap")
 @pytest.mark.parametrize(
     "config",
     [
@@ -76,22 +72,12 @@ def test_greedy_tokens_are_the_best_after_a_plain_count_of_the_outputs(roomy):
     ],
     ids=["no sharing", "lookahead", "recompute", "swap", "swap and lookahead"],
 )
-def test_penalties_are_the_same_however_blocks_are_filled(tiny, roomy, config):
-    assert tokens_of(make(tiny, **config), MIXED) == tokens_of(roomy, MIXED)
-
-
-def test_swapped_blocks_bring_their_token_ids_back(tiny, roomy):
-    llm, events = make(tiny, **SWAPPING), []
-    for i, (prompt, params) in enumerate(zip(PROMPTS, MIXED, strict=True)):
-        llm.engine.add(str(i), prompt, params)
-    found: dict[str, list[int]] = {str(i): [] for i in range(len(PROMPTS))}
-    while llm.engine.has_work:
-        for event in llm.engine.step().events:
-            events.append(event)
-            for name, token in zip(
-                getattr(event, "request_ids", ()), getattr(event, "token_ids", ()), strict=False
-            ):
-                found[name].append(token)
-    assert any(isinstance(event, Preempted) and event.swapped for event in events)
-    assert any(isinstance(event, Resumed) for event in events)
-    assert list(found.values()) == tokens_of(roomy, MIXED)
+def test_penalties_are_the_same_however_blocks_are_filled(tiny, roomy, tmp_path, config):
+    """Swapped blocks bring their token ids back."""
+    llm = make(tiny, **config)
+    llm.engine.record(tmp_path / "run.jsonl")
+    assert token_ids(llm, PROMPTS, MIXED) == token_ids(roomy, PROMPTS, MIXED)
+    llm.engine.record(None)
+    text = (tmp_path / "run.jsonl").read_text()
+    assert ('"Preempted"' in text) == (config["num_blocks"] == 12)
+    assert ('"Resumed"' in text) == ("preemption" in config)

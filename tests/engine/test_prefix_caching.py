@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedjax import LLM, SamplingParams
+from pagedjax import SamplingParams
 from pagedjax.engine import block_hashes
-from pagedjax.host import scheduler
 from pagedjax.host.blocks import idle_ids
-from pagedjax.host.types import Admitted, Sampled
 from tests.engine.poison import poisoned
+from tests.engine.runs import greedy, sampled, small_llm, steps
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+GREEDY = greedy(12)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=12, ignore_eos=True)
 SYSTEM = np.random.default_rng(0).integers(3, 320, 40).tolist()
 TAILS = [
@@ -23,13 +22,7 @@ PROMPTS = [SYSTEM + tail for tail in TAILS]
 
 
 def make(tiny, **config):
-    config = {
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "token_buckets": (64,),
-        "num_blocks": 128,
-    } | config
-    return LLM(tiny, progress=False, **({"block_size": 8} | config)).engine
+    return small_llm(tiny, **{"block_size": 8, "num_blocks": 128} | config).engine
 
 
 def run(engine, requests):
@@ -38,20 +31,11 @@ def run(engine, requests):
     """
     for request_id, (prompt, params) in requests.items():
         engine.add(request_id, prompt, params)
-    tokens: dict[str, list[int]] = {request_id: [] for request_id in requests}
+    results = list(steps(engine))
     cached: dict[str, int] = {}
-    computed = 0
-    while engine.has_work:
-        result = engine.step()
-        scheduler.check(engine.scheduler_state)
-        computed += result.plan.num_tokens
-        for event in result.events:
-            if isinstance(event, Sampled):
-                for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
-                    tokens[request_id].append(token)
-            elif isinstance(event, Admitted):
-                cached.setdefault(event.request_id, event.num_cached)
-    return tokens, cached, computed
+    for plan in [result.plan for result in reversed(results)]:
+        cached |= dict(zip(plan.admitted, plan.cached, strict=True))
+    return sampled(results), cached, sum(result.plan.num_tokens for result in results)
 
 
 def everyone(params=GREEDY) -> dict:
@@ -67,26 +51,24 @@ def cold(tiny):
 def expected(cold):
     """Each request alone and without any sharing."""
     alone = {}
-    for name, params in (("greedy", GREEDY), ("drawn", DRAWN)):
-        for request_id, request in everyone(params).items():
-            alone[name, request_id] = run(cold, {request_id: request})[0][request_id]
-    assert len({tuple(tokens) for tokens in alone.values()}) == len(alone)
+    for params in (GREEDY, DRAWN):
+        requests = everyone(params)
+        alone[params.temperature] = {
+            name: run(cold, {name: request})[0][name] for name, request in requests.items()
+        }
+        assert len(set(map(tuple, alone[params.temperature].values()))) == len(requests)
     return alone
 
 
-@pytest.mark.default_cases(
-    "config0-drawn-params1", "config1-greedy-params0", "config2-drawn-params1"
-)
-@pytest.mark.parametrize(("name", "params"), [("greedy", GREEDY), ("drawn", DRAWN)])
+@pytest.mark.default_cases("config0-drawn", "config1-greedy", "config2-drawn")
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize(
     "config", [{}, {"block_size": 1, "num_blocks": 800}, {"block_size": 16, "num_blocks": 9}]
 )
-def test_prefix_caching_changes_no_token(tiny, expected, name, params, config):
+def test_prefix_caching_changes_no_token(tiny, expected, params, config):
     engine = make(tiny, **config)
-    wanted = {request_id: expected[name, request_id] for request_id in everyone()}
     for _ in range(3):
-        tokens, _, _ = run(engine, everyone(params))
-        assert tokens == wanted
+        assert run(engine, everyone(params))[0] == expected[params.temperature]
 
 
 def test_a_common_prefix_is_computed_once_for_requests_in_one_step(tiny):
@@ -101,12 +83,10 @@ def test_a_common_prefix_is_computed_once_for_requests_in_one_step(tiny):
 
 def test_a_fully_cached_prompt_computes_one_token_of_its_last_block(tiny):
     engine = make(tiny)
-    one = {"a": (SYSTEM, GREEDY)}
-    assert run(engine, one)[1] == {"a": 0}
     # 40 tokens are 5 blocks of 8, but one token must be computed
-    assert run(engine, one)[1] == {"a": 32}
+    assert [run(engine, {"a": (SYSTEM, GREEDY)})[1]["a"] for _ in range(2)] == [0, 32]
     engine.reset_prefix_cache()
-    assert run(engine, one)[1] == {"a": 0}
+    assert run(engine, {"a": (SYSTEM, GREEDY)})[1] == {"a": 0}
 
 
 def test_generated_blocks_are_found_by_the_next_turn(tiny, cold):
@@ -121,22 +101,18 @@ def test_generated_blocks_are_found_by_the_next_turn(tiny, cold):
 
 def test_salted_and_uncached_requests_share_nothing(tiny):
     engine = make(tiny)
-    salted = {
-        salt: SamplingParams(temperature=0, max_tokens=2, cache_salt=salt) for salt in ("x", "y")
-    }
-    private = SamplingParams(temperature=0, max_tokens=2, enable_prefix_caching=False)
-    plain = SamplingParams(temperature=0, max_tokens=2)
-    shown = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
-    for request_id, params, hit in (
+    private = {"enable_prefix_caching": False}
+    for request_id, options, hit in (
         ("private leaves nothing", private, 0),
-        ("plain", plain, 0),
-        ("plain again", plain, 32),
+        ("plain", {}, 0),
+        ("plain, the second time", {}, 32),
         ("private finds nothing", private, 0),
-        ("x", salted["x"], 0),
-        ("x again", salted["x"], 32),
-        ("y", salted["y"], 0),
-        ("prompt log-probabilities need every token", shown, 0),
+        ("x", {"cache_salt": "x"}, 0),
+        ("x, the second time", {"cache_salt": "x"}, 32),
+        ("y", {"cache_salt": "y"}, 0),
+        ("prompt log-probabilities need every token", {"prompt_logprobs": 0}, 0),
     ):
+        params = SamplingParams(temperature=0, max_tokens=2, **options)
         assert run(engine, {request_id: (SYSTEM, params)})[1] == {request_id: hit}, request_id
 
 
@@ -153,21 +129,9 @@ def test_the_least_recently_used_block_is_evicted_first(tiny):
 def test_freed_blocks_are_never_read(tiny, expected):
     """Every block without content holds NaN, in keys and values, whoever had it before."""
     engine = make(tiny, block_size=16, num_blocks=9)
-
     poisoned(engine)
-    for name, params in (("greedy", GREEDY), ("drawn", DRAWN)):
-        tokens, _, _ = run(engine, everyone(params))
-        assert tokens == {request_id: expected[name, request_id] for request_id in everyone()}
-
-
-def test_cached_tokens_are_reported_in_the_output(tiny):
-    sizes = {"block_size": 8, "num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    llm = LLM(tiny, progress=False, token_buckets=(64,), **sizes)
-    assert [
-        out.num_cached_tokens for out in llm.generate([SYSTEM, SYSTEM], GREEDY, use_tqdm=False)
-    ] == [0, 32]
-    llm.reset_prefix_cache()
-    assert llm.generate([SYSTEM], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+    for params in (GREEDY, DRAWN):
+        assert run(engine, everyone(params))[0] == expected[params.temperature]
 
 
 @pytest.mark.parametrize("salt", ["", 7])
@@ -179,16 +143,18 @@ def test_an_empty_salt_is_refused(salt):
 
 
 def test_a_hash_depends_on_every_token_before():
+    def chain(tokens, salt=None, size=4):
+        return block_hashes.chain(block_hashes.root(salt, size), tokens, size)
+
     tokens = np.arange(20, dtype=np.int32)
-    root = block_hashes.root(None, 4)
-    whole = block_hashes.chain(root, tokens, 4)
-    assert len(whole) == len(set(whole)) == 5
-    assert block_hashes.chain(root, tokens[:11], 4) == whole[:2]
-    assert block_hashes.chain(whole[1], tokens[8:], 4) == whole[2:]
+    hashes = chain(tokens)
+    assert len(hashes) == len(set(hashes)) == 5
+    assert chain(tokens[:11]) == hashes[:2]
+    assert block_hashes.chain(hashes[1], tokens[8:], 4) == hashes[2:]
+    assert chain(tokens.astype(np.int64)[::1]) == hashes
     changed = tokens.copy()
     changed[5] = 99
-    assert block_hashes.chain(root, changed, 4)[0] == whole[0]
-    assert not set(block_hashes.chain(root, changed, 4)[1:]) & set(whole)
-    assert not set(block_hashes.chain(block_hashes.root("salt", 4), tokens, 4)) & set(whole)
-    assert not set(block_hashes.chain(block_hashes.root(None, 5), tokens, 5)) & set(whole)
-    assert block_hashes.chain(root, tokens.astype(np.int64)[::1], 4) == whole
+    assert chain(changed)[0] == hashes[0]
+    assert set(hashes).isdisjoint(
+        [*chain(changed)[1:], *chain(tokens, salt="salt"), *chain(tokens, size=5)]
+    )

@@ -14,6 +14,8 @@ from pagedjax.device import step
 from pagedjax.engine import compilations, kept_programs, programs
 from pagedjax.engine.resolve import resolve
 from tests import mappings
+from tests.engine.runs import greedy, small_llm, steps, token_ids
+from tests.refusals import refused
 
 SIZES = {
     "max_num_seqs": 4,
@@ -21,45 +23,30 @@ SIZES = {
     "token_buckets": (4, 16),
     "num_blocks": 64,
 }
-GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+GREEDY = greedy(5)
 
 
-@pytest.fixture(scope="module")
-def config(one_layer):
-    return resolve(EngineConfig(**SIZES | {"token_buckets": (4, 8, 16)}), one_layer.model)
-
-
-def test_each_bucket_is_compiled_once_largest_first(config):
-    built, lock = [], threading.Lock()
-
-    def build(tokens, c):
-        with lock:
-            built.append((tokens, c.num_blocks))
-        return f"program of {tokens}"
-
-    found, fitted = programs.compile_all(
-        build, config.token_buckets, config, lambda largest: config
-    )
-    assert found == {t: f"program of {t}" for t in (4, 8, 16)}
-    assert list(found) == [4, 8, 16]
-    assert fitted == config
-    assert built[0] == (16, 64)
-    assert sorted(built) == [(4, 64), (8, 64), (16, 64)]
-
-
-def test_only_the_largest_program_is_compiled_twice(config):
-    smaller, built = replace(config, num_blocks=7), []
+@pytest.mark.parametrize("num_blocks", [64, 7])
+def test_each_bucket_is_compiled_largest_first_and_only_the_largest_twice(config, num_blocks):
+    """Twice if the engine then fits itself to fewer blocks."""
+    fitted = replace(config, num_blocks=num_blocks)
+    built = []
 
     def build(tokens, c):
         built.append((tokens, c.num_blocks))
         return tokens, c.num_blocks
 
-    found, fitted = programs.compile_all(
-        build, config.token_buckets, config, lambda largest: smaller
-    )
-    assert found == {t: (t, 7) for t in (4, 8, 16)}
-    assert fitted is smaller
-    assert sorted(built) == [(4, 7), (8, 7), (16, 7), (16, 64)]
+    compiled = programs.compile_all(build, config.token_buckets, config, lambda largest: fitted)
+    assert compiled == ({t: (t, num_blocks) for t in (4, 8, 16)}, fitted)
+    assert list(compiled[0]) == [4, 8, 16]
+    assert built[0] == (16, 64)
+    expected = {(16, 64), *((t, num_blocks) for t in (4, 8, 16))}
+    assert sorted(built) == sorted(expected)
+
+
+@pytest.fixture(scope="module")
+def config(one_layer):
+    return resolve(EngineConfig(**SIZES | {"token_buckets": (4, 8, 16)}), one_layer.model)
 
 
 def test_the_first_error_cancels_the_other_compilations(config, monkeypatch):
@@ -81,19 +68,9 @@ def test_the_first_error_cancels_the_other_compilations(config, monkeypatch):
     def unfit(largest):
         raise ValueError("does not fit")
 
-    with pytest.raises(ValueError, match="does not fit"):
+    with refused("does not fit"):
         programs.compile_all(build, config.token_buckets, config, unfit)
     assert built == [16]
-
-
-def test_an_engine_of_one_bucket_has_one_program(config):
-    one = replace(config, token_buckets=(16,))
-    assert programs.compile_all(
-        lambda tokens, c: tokens, one.token_buckets, one, lambda largest: one
-    ) == (
-        {16: 16},
-        one,
-    )
 
 
 def test_programs_are_compiled_in_parallel(config, monkeypatch):
@@ -110,58 +87,50 @@ def test_programs_are_compiled_in_parallel(config, monkeypatch):
 @pytest.mark.slow
 def test_lazy_compiles_a_bucket_at_its_first_step_with_the_same_tokens(one_layer):
     prompts = [list(range(3, 8)), list(range(20, 31))]
-    eager = LLM(one_layer, progress=False, compilation="eager", **SIZES)
-    lazy = LLM(one_layer, progress=False, compilation="lazy", **SIZES)
+    eager, lazy = (
+        small_llm(one_layer, compilation=compilation, **SIZES) for compilation in ("eager", "lazy")
+    )
     assert len(eager.engine.runtime.programs) == 2
     assert lazy.startup["compilations"] <= 1  # zeros for the cache
-    lines = [line.split(maxsplit=2) for line in str(lazy.engine.memory).splitlines()]
+    engine = lazy.engine
+    lines = [line.split(maxsplit=2) for line in str(engine.memory).splitlines()]
     assert ["activations", "peak", "unknown  until the largest step is compiled"] in lines
-    assert lazy.engine.memory.left == lazy.engine.memory.free - lazy.engine.memory.cache
+    assert engine.memory.left == engine.memory.free - engine.memory.cache
 
-    lazy.engine.add("a", prompts[0], GREEDY)
-    result = lazy.engine.step()
-    assert result is not None
-    assert (result.padded_tokens, result.compilations) == (16, 1)
-    lazy.engine.cancel("a")
-    lazy.engine.add("b", prompts[0], GREEDY)
-    again = lazy.engine.step()
-    assert again is not None
-    # a cached block makes it shorter
-    assert again.compilations == (1 if again.padded_tokens == 4 else 0)
-    lazy.engine.cancel("b")
+    sizes = []
+    for name in "ab":  # a cached block makes the second one shorter
+        engine.add(name, prompts[0], GREEDY)
+        result = engine.step()
+        assert result.compilations == (result.padded_tokens not in sizes)
+        sizes.append(result.padded_tokens)
+        engine.cancel(name)
+    assert sizes[0] == 16
 
-    lazy.engine.reset()
-    outputs = [llm.generate(prompts, GREEDY, use_tqdm=False) for llm in (eager, lazy)]
-    assert [o.outputs[0].token_ids for o in outputs[0]] == [
-        o.outputs[0].token_ids for o in outputs[1]
-    ]
+    engine.reset()
+    assert token_ids(eager, prompts, GREEDY) == token_ids(lazy, prompts, GREEDY)
     before = compilations.compilations()
-    lazy.generate(prompts, GREEDY, use_tqdm=False)
+    lazy.generate(prompts, GREEDY)
     assert compilations.compilations() == before
 
 
 def test_a_failed_compilation_leaves_the_state_unchanged(one_layer, monkeypatch):
-    llm = LLM(one_layer, progress=False, compilation="lazy", **SIZES)
-    llm.engine.add("a", [3, 4, 5], GREEDY)
-    state = llm.engine.scheduler_state
-    build_it = llm.engine.runtime.programs._build
+    engine = small_llm(one_layer, compilation="lazy", **SIZES).engine
+    engine.add("a", [3, 4, 5], GREEDY)
+    state = engine.scheduler_state
 
     def build(tokens, c):
         raise RuntimeError("out of memory")
 
-    llm.engine.runtime.programs._build = build
-    with pytest.raises(RuntimeError, match="out of memory"):
-        llm.engine.step()
-    assert llm.engine.scheduler_state == state
-    llm.engine.runtime.programs._build = build_it
-    while llm.engine.has_work:
-        llm.engine.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runtime.programs, "_build", build)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.step()
+    assert engine.scheduler_state == state
+    assert list(steps(engine))
 
 
 def test_an_unknown_compilation_is_refused():
-    with pytest.raises(
-        ValueError, match="compilation is 'later'; it must be one of 'eager', 'lazy'"
-    ):
+    with refused("compilation is 'later'; it must be one of 'eager', 'lazy'"):
         EngineConfig(compilation="later")  # type: ignore[arg-type]
 
 
@@ -174,10 +143,8 @@ def test_the_start_up_summary_names_stages_and_programs(one_layer, capsys):
         "compilations": 13,
         "cached": 12,
     }
-    stages, counts = (
-        "import 1.0 s, load 2.0 s, compile 3.0 s, warm-up 0.3 s",
-        "13 programs, 12 of them from the cache on disk",
-    )
+    stages = "import 1.0 s, load 2.0 s, compile 3.0 s, warm-up 0.3 s"
+    counts = "13 programs, 12 of them from the cache on disk"
     assert programs.summary(figures) == f"start-up: {stages}; {counts}"
     llm = LLM(one_layer, progress=True, compilation="eager", **SIZES)
     assert programs.summary(llm.startup) in capsys.readouterr().err
@@ -190,17 +157,17 @@ def test_a_step_is_traced_once_for_each_bucket_and_never_after_start_up(one_laye
     chex.clear_trace_counter()
     counted = chex.assert_max_traces(step.sample, n=len(SIZES["token_buckets"]))
     monkeypatch.setattr(step, "sample", counted)
-    llm = LLM(one_layer, progress=False, compilation="eager", **SIZES)
+    llm = small_llm(one_layer, compilation="eager", **SIZES)
     prompts = [list(range(3, 3 + n)) for n in (2, 7, 14)]
     mixed = [
         GREEDY,
         SamplingParams(top_p=0.5, seed=1, max_tokens=4),
         SamplingParams(frequency_penalty=1.0, logprobs=2),
     ]
-    assert len(llm.generate(prompts, mixed, use_tqdm=False)) == 3
+    assert len(llm.generate(prompts, mixed)) == 3
     with pytest.raises(AssertionError, match="traced > 2 times"):
         # the count is not blind: another engine traces again
-        LLM(one_layer, progress=False, compilation="eager", **SIZES)
+        small_llm(one_layer, compilation="eager", **SIZES)
 
 
 @pytest.mark.slow
@@ -212,8 +179,8 @@ def test_an_engine_that_is_dropped_gives_its_memory_mappings_back(one_layer, mon
 
     def mapped() -> tuple[int, int]:
         """By this process while an engine lives, and after it."""
-        llm = LLM(one_layer, progress=False, compilation="eager", **SIZES)
-        llm.generate([[3, 4, 5]], GREEDY, use_tqdm=False)
+        llm = small_llm(one_layer, compilation="eager", **SIZES)
+        llm.generate([[3, 4, 5]], GREEDY)
         while_it_lives = mappings.used()
         del llm
         gc.collect()

@@ -19,6 +19,7 @@ from pagedjax.engine import readers
 from pagedjax.engine.outcome import NewRequest, Outcome, Reader, Reading
 from pagedjax.host.types import StepResult
 from tests.device.test_llama import plain_llama
+from tests.engine.runs import small_llm
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [3, 4], [14]]
 
@@ -75,12 +76,10 @@ ENTROPIES = Reader(
 
 @pytest.fixture(scope="module")
 def llm(one_layer) -> LLM:
-    return LLM(
+    return small_llm(
         one_layer,
-        progress=False,
         max_num_seqs=4,
         max_num_batched_tokens=8,
-        token_buckets=(8,),
         block_size=4,
         num_blocks=64,
     )

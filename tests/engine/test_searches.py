@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import pytest
 
-from pagedjax import LLM, BeamSearchParams, SamplingParams
+from pagedjax import LLM, BeamSearchParams
 from pagedjax.host.searches import SEARCHES, Continuation, Offer, SearchKind
 from pagedjax.host.types import Hypothesis
+from tests.engine.runs import check_idle, greedy, small_llm
 
 WIDTH = 8
 LENGTH = 3
@@ -48,8 +49,8 @@ class Bottleneck(NamedTuple):
         pairs = sorted(pairs, reverse=True)[: self.params.beam_width]
         paths = tuple(path for path, _ in pairs)
         if len(paths[0].token_ids) == self.params.max_tokens:
-            found = tuple(Hypothesis(p.token_ids, p.total, p.worst, "length") for p in paths)
-            return self._replace(finished=found), ()
+            hypotheses = tuple(Hypothesis(p.token_ids, p.total, p.worst, "length") for p in paths)
+            return self._replace(finished=hypotheses), ()
         continuations = [Continuation(parent, path.token_ids[-1]) for path, parent in pairs]
         return self._replace(paths=paths), continuations
 
@@ -64,11 +65,11 @@ def all_paths(llm: LLM, prompt: list[int]) -> list[Path]:
     """Every sequence of the `WIDTH` most likely tokens at each position. Each token is computed by
     a request of its own.
     """
-    params = SamplingParams(temperature=0, max_tokens=1, logprobs=WIDTH, ignore_eos=True)
+    params = greedy(1, logprobs=WIDTH)
     paths = [ROOT]
     for _ in range(LENGTH):
         prompts = [[*prompt, *path.token_ids] for path in paths]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params)
         tops = [output.outputs[0].logprobs[0] for output in outputs]
         paths = [
             path.continued(token, entry.logprob)
@@ -81,21 +82,19 @@ def all_paths(llm: LLM, prompt: list[int]) -> list[Path]:
 def test_an_engine_runs_a_search_that_this_file_defines(tiny, monkeypatch):
     monkeypatch.setitem(SEARCHES, BottleneckParams, BOTTLENECK)
     sizes = {"block_size": 4, "num_blocks": 128, "max_num_seqs": 16, "max_num_batched_tokens": 64}
-    llm = LLM(tiny, progress=False, compilation="lazy", token_buckets=(64,), **sizes)
+    llm = small_llm(tiny, compilation="lazy", token_buckets=(64,), **sizes)
     params = BottleneckParams(WIDTH, max_tokens=LENGTH, ignore_eos=True)
     prompts = [[5, 9, 200, 31, 7], [44, 3]]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params)
     bests = [max(all_paths(llm, prompt)) for prompt in prompts]
-    likeliest = llm.generate(
-        prompts, BeamSearchParams(WIDTH, max_tokens=LENGTH, ignore_eos=True), use_tqdm=False
-    )
+    likeliest = llm.generate(prompts, BeamSearchParams(WIDTH, max_tokens=LENGTH, ignore_eos=True))
     for output, best in zip(outputs, bests, strict=True):
-        found = output.outputs[0]
-        assert tuple(found.token_ids) == best.token_ids
-        assert found.score == pytest.approx(best.worst, abs=1e-5)
-        assert found.cumulative_logprob == pytest.approx(best.total, abs=1e-5)
+        first = output.outputs[0]
+        assert tuple(first.token_ids) == best.token_ids
+        assert first.score == pytest.approx(best.worst, abs=1e-5)
+        assert first.cumulative_logprob == pytest.approx(best.total, abs=1e-5)
         assert len(output.outputs) == WIDTH
     assert [output.outputs[0].token_ids for output in outputs] != [
         output.outputs[0].token_ids for output in likeliest
     ]
-    assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
+    check_idle(llm.engine)

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import chex
 import numpy as np
 import pytest
 
@@ -17,12 +17,20 @@ from pagedjax.engine import runtime
 from pagedjax.engine.drafters import Drafter
 from pagedjax.host import scheduler
 from pagedjax.host.replay import replay, verify
-from pagedjax.host.types import Admitted, Finished, Preempted, Sampled, Verified
+from pagedjax.host.types import Admitted, Finished, Preempted, Verified
 from pagedjax.options.config import Speculative
 from tests.engine import test_lookahead as lookahead
+from tests.engine.runs import check_idle, greedy, sampled, steps, token_ids
 from tests.engine.test_lookahead import OFTEN, tokens
+from tests.refusals import refused
 
 CONFIG = lookahead.CONFIG | {"compilation": "eager"}  # no step compiles
+
+
+def make(model: Any, **config: Any) -> LLM:
+    return LLM(model, progress=False, **CONFIG | config)
+
+
 KINDS = ("plain", "stops", "forks", "penalties", "minimum", "logprobs", "bias")
 
 
@@ -75,48 +83,45 @@ def run(engine, requests: list[Ask], seed: int, path=None, cancel: float = 0.0) 
     """Requests arrive between random steps; some of their sequences are cancelled."""
     draw = random.Random(seed)
     pending = list(requests)
+    names = [name for ask in requests for name in ask.names]
     engine.reset()
     engine.record(path)
-    outputs = {name: [] for ask in requests for name in ask.names}
-    reasons = {}
+    results = []
+    events = []
     logprobs = {}
-    steps = drafted = accepted = preempted = 0
     while pending or engine.has_work:
         while pending and draw.random() < 0.5:
             ask = pending.pop(0)
             engine.add(ask.names[0], ask.prompt, ask.params, forks=ask.names[1:])
         if draw.random() < cancel:
-            events = engine.cancel(draw.choice(list(outputs)))
-            reasons |= {
-                event.request_id: event.reason for event in events if isinstance(event, Finished)
-            }
+            events += engine.cancel(draw.choice(names))
         result = engine.step()
         if result is None:
             continue
-        steps += 1
+        results.append(result)
+        events += result.events
         scheduler.check(engine.scheduler_state)
         assert result.compilations == 0
         assert result.plan.num_tokens <= engine.config.max_num_batched_tokens
-        for event in result.events:
-            if isinstance(event, Sampled):
-                for name, token in zip(event.request_ids, event.token_ids, strict=True):
-                    outputs[name].append(token)
-            elif isinstance(event, Finished):
-                reasons[event.request_id] = event.reason
-                assert event.num_output == len(outputs[event.request_id])
-            elif isinstance(event, Verified):
-                drafted += sum(event.drafts)
-                accepted += sum(event.accepted)
-            preempted += isinstance(event, Preempted)
         for entry in result.logprobs:
             ranked = entry.token_id, entry.rank, entry.top_ids
             logprobs[entry.request_id, entry.prompt, entry.position] = ranked, entry.logprob
-        assert steps < 2000
-    assert engine.scheduler_state.pool.num_free == engine.scheduler_state.pool.num_blocks, (
-        "blocks leaked"
-    )
+        assert len(results) < 2000
+    check_idle(engine)
     engine.record(None)
-    return Outcome(outputs, reasons, logprobs, steps, drafted, accepted, preempted)
+    outputs = {name: [] for name in names} | sampled(results)
+    ends = {event.request_id: event for event in events if isinstance(event, Finished)}
+    assert all(end.num_output == len(outputs[name]) for name, end in ends.items())
+    verified = [event for event in events if isinstance(event, Verified)]
+    return Outcome(
+        outputs,
+        {name: end.reason for name, end in ends.items()},
+        logprobs,
+        steps=len(results),
+        drafted=sum(sum(event.drafts) for event in verified),
+        accepted=sum(sum(event.accepted) for event in verified),
+        preempted=sum(isinstance(event, Preempted) for event in events),
+    )
 
 
 def oracle_drafter(
@@ -145,17 +150,19 @@ def oracle_drafter(
 @pytest.fixture(scope="module")
 def plain(tiny):
     """By seed, requests and their outcome without drafts."""
-    engine = LLM(tiny, progress=False, **CONFIG).engine
-    requests_by_seed = {seed: asks(seed) for seed in range(3)}
-    return {
-        seed: run(engine, requests, seed) for seed, requests in requests_by_seed.items()
-    }, requests_by_seed
+    return plain_runs(tiny)
+
+
+def plain_runs(tiny) -> tuple[dict[int, Outcome], dict[int, list[Ask]]]:
+    engine = make(tiny).engine
+    requests = {seed: asks(seed) for seed in range(3)}
+    return {seed: run(engine, requests[seed], seed) for seed in requests}, requests
 
 
 def speculative_engine(tiny, k: int, drafter: Drafter, monkeypatch, **config):
     monkeypatch.setattr(runtime.drafters, "find", lambda options: drafter)
     options = Speculative(num_tokens=k, adaptive=False)
-    return LLM(tiny, progress=False, speculative=options, **CONFIG | config).engine
+    return make(tiny, speculative=options, **config).engine
 
 
 CASES = {
@@ -178,35 +185,28 @@ CASES = {
 
 
 # each case compiles an engine
-SLOW = ("k 1", "blocks of 16", "two buckets", "no prefix cache", "shortest first")
 
 
 @pytest.mark.default_cases("k 3", "prompts and decodes in turn")
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_outputs_are_those_without_drafts(tiny, plain, monkeypatch, tmp_path, case):
     k, config = CASES[case]
     outcomes, requests = plain
     engine = speculative_engine(tiny, k, oracle_drafter(*plain, right=0.7), monkeypatch, **config)
-    accepted = preempted = 0
+    runs = []
     for seed, expected in outcomes.items():
         outcome = run(engine, requests[seed], seed + 100, tmp_path / "log.jsonl")
         assert outcome.tokens == expected.tokens
         assert outcome.reasons == expected.reasons
-        assert {at: ranked for at, (ranked, _) in outcome.logprobs.items()} == {
-            at: ranked for at, (ranked, _) in expected.logprobs.items()
-        }
-        values = [
-            {at: np.float32(value) for at, (_, value) in run_outcome.logprobs.items()}
-            for run_outcome in (outcome, expected)
-        ]
-        chex.assert_trees_all_close(*values, atol=1e-4)
-        accepted += outcome.accepted
-        preempted += outcome.preempted
+        assert outcome.logprobs.keys() == expected.logprobs.keys()
+        for at, (ranked, value) in outcome.logprobs.items():
+            expected_ranked, expected_value = expected.logprobs[at]
+            assert ranked == expected_ranked
+            assert value == pytest.approx(expected_value, abs=1e-4)
         assert verify(tmp_path / "log.jsonl").identical
-    assert accepted >= (10 if "budget" in case else 75)
-    assert preempted or "few blocks" not in case
+        runs.append(outcome)
+    assert sum(outcome.accepted for outcome in runs) >= (10 if "budget" in case else 75)
+    assert any(outcome.preempted for outcome in runs) or "few blocks" not in case
 
 
 @pytest.mark.parametrize("right", [0.0, 1.0])
@@ -245,7 +245,7 @@ def test_sequences_that_are_cancelled_between_steps_get_no_late_token(
 def test_the_built_in_drafters_change_no_token(tiny, plain, method):
     outcomes, requests = plain
     options = {"method": method, "num_tokens": 4, "adaptive": False}
-    engine = LLM(tiny, progress=False, speculative=options, **CONFIG).engine
+    engine = make(tiny, speculative=options).engine
     accepted = 0
     for seed, expected in outcomes.items():
         outcome = run(engine, requests[seed], seed)
@@ -255,25 +255,15 @@ def test_the_built_in_drafters_change_no_token(tiny, plain, method):
 
 
 def test_stop_strings_inside_accepted_drafts_end_the_text_at_the_same_place(tiny, monkeypatch):
-    params = [
-        SamplingParams(
-            temperature=1.0,
-            seed=i,
-            max_tokens=40,
-            stop=["e", "th"],
-            ignore_eos=True,
-            logprobs=1,
-            n=2,
-        )
-        for i in range(8)
-    ]
+    options = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True, "logprobs": 1, "n": 2}
+    free = [SamplingParams(seed=i, **options) for i in range(8)]
+    params = [replace(unstopped, stop=("e", "th")) for unstopped in free]
     prompts = [tokens(5 + 3 * i, i) for i in range(8)]
-    expected = LLM(tiny, progress=False, **CONFIG).generate(prompts, params, use_tqdm=False)
-    free = [p.__class__(**vars(p) | {"stop": ()}) for p in params]
-    long = LLM(tiny, progress=False, **CONFIG).generate(prompts, free, use_tqdm=False)
+    undrafted = make(tiny)
+    expected = undrafted.generate(prompts, params)
     texts = [
         prompt + list(branch.token_ids)
-        for prompt, out in zip(prompts, long, strict=True)
+        for prompt, out in zip(prompts, undrafted.generate(prompts, free), strict=True)
         for branch in out.outputs
     ]
 
@@ -281,57 +271,48 @@ def test_stop_strings_inside_accepted_drafts_end_the_text_at_the_same_place(tiny
         start = context.tolist()
         return next((text[len(start) :][:k] for text in texts if text[: len(start)] == start), [])
 
-    engine = speculative_engine(tiny, 6, Drafter("true", propose), monkeypatch)
-    llm = LLM(tiny, progress=False, speculative=Speculative(num_tokens=6, adaptive=False), **CONFIG)
-    assert llm.engine.runtime.drafter is engine.runtime.drafter
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    drafter = Drafter("true", propose)
+    monkeypatch.setattr(runtime.drafters, "find", lambda options: drafter)
+    llm = make(tiny, speculative=Speculative(num_tokens=6, adaptive=False))
+    assert llm.engine.runtime.drafter is drafter
+    outputs = llm.generate(prompts, params)
     assert {out.outputs[0].finish_reason for out in expected} == {"stop", "length"}
-    for output, expected_output in zip(outputs, expected, strict=True):
-        for branch, expected_branch in zip(output.outputs, expected_output.outputs, strict=True):
-            assert (branch.text, branch.token_ids, branch.finish_reason) == (
-                expected_branch.text,
-                expected_branch.token_ids,
-                expected_branch.finish_reason,
-            )
-            assert branch.cumulative_logprob == pytest.approx(
-                expected_branch.cumulative_logprob, abs=1e-3
-            )
-            assert [set(p) for p in branch.logprobs] == [set(p) for p in expected_branch.logprobs]
+    pairs = zip(
+        [branch for output in outputs for branch in output.outputs],
+        [branch for output in expected for branch in output.outputs],
+        strict=True,
+    )
+    for branch, expected_branch in pairs:
+        for name in ("text", "token_ids", "finish_reason"):
+            assert getattr(branch, name) == getattr(expected_branch, name)
+        total = expected_branch.cumulative_logprob
+        assert branch.cumulative_logprob == pytest.approx(total, abs=1e-3)
+        assert [set(p) for p in branch.logprobs] == [set(p) for p in expected_branch.logprobs]
 
 
-def test_a_prefix_is_found_with_the_blocks_of_accepted_drafts(tiny, plain, monkeypatch):
+def test_a_prefix_is_found_with_the_blocks_of_accepted_drafts(tiny, monkeypatch):
     """Blocks that accepted drafts filled are published, those of rejected drafts are not."""
     prompt = tokens(9, 3)
-    observed = {}
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    outputs: list[int] = []
+    (answer,) = token_ids(make(tiny), [prompt], greedy(30))
 
     def propose(memory: Any, sequence_id: str, context: np.ndarray, k: int) -> list[int]:
-        following = (prompt + outputs)[len(context) :][:k]
+        following = [*prompt, *answer][len(context) :][:k]
         return [*following[:-1], 0]  # the last one is wrong
 
-    for drafter in (None, Drafter("nearly", propose)):
-        engine = (
-            speculative_engine(tiny, 5, drafter, monkeypatch)
-            if drafter
-            else LLM(tiny, progress=False, **CONFIG).engine
-        )
-        engine.add("first", prompt, params)
-        while engine.has_work:
-            for event in engine.step().events:
-                outputs += event.token_ids if isinstance(event, Sampled) and drafter is None else ()
-        engine.add(
-            "second", prompt + outputs, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-        )
-        output = []
-        while engine.has_work:
-            for event in engine.step().events:
-                if isinstance(event, Admitted):
-                    observed[drafter is not None] = event.num_cached
-                output += event.token_ids if isinstance(event, Sampled) else ()
-        observed[drafter is not None, "output"] = output
-    assert observed[True] == observed[False] == 36
-    assert observed[True, "output"] == observed[False, "output"]
+    outputs = []
+    for engine in (
+        make(tiny).engine,
+        speculative_engine(tiny, 5, Drafter("nearly", propose), monkeypatch),
+    ):
+        engine.add("first", prompt, greedy(30))
+        list(steps(engine))
+        engine.add("second", [*prompt, *answer], greedy(5))
+        results = list(steps(engine))
+        events = [event for result in results for event in result.events]
+        (admitted,) = [event for event in events if isinstance(event, Admitted)]
+        assert admitted.num_cached == 36
+        outputs.append(sampled(results))
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.slow
@@ -342,50 +323,26 @@ def test_a_draft_stops_at_the_end_of_max_model_len(tiny, monkeypatch):
     always = Drafter("always", lambda memory, name, context, k: [5] * k)
     for length in (61, 63, 64):
         engine = speculative_engine(tiny, 7, always, monkeypatch, max_model_len=length)
-        engine.add(
-            "a",
-            tokens(length - 12, 1),
-            SamplingParams(temperature=0, max_tokens=200, ignore_eos=True),
-        )
-        num_sampled = 0
-        while engine.has_work:
-            result = engine.step()
-            ends = [
-                start + count
-                for start, count in zip(result.plan.starts, result.plan.counts, strict=True)
-            ]
-            assert max(ends) <= length - 1
-            num_sampled += sum(
-                len(event.token_ids) for event in result.events if isinstance(event, Sampled)
-            )
-        assert num_sampled == 12
+        engine.add("a", tokens(length - 12, 1), greedy(200))
+        results = list(steps(engine))
+        for plan in [result.plan for result in results]:
+            assert max(map(sum, zip(plan.starts, plan.counts, strict=True))) <= length - 1
+        assert len(sampled(results)["a"]) == 12
 
 
 def test_a_replay_knows_offered_drafts(tiny, plain, monkeypatch, tmp_path):
     outcomes, requests = plain
+    log = tmp_path / "log.jsonl"
     engine = speculative_engine(tiny, 4, oracle_drafter(*plain, right=0.7), monkeypatch)
-    run(engine, requests[0], 0, tmp_path / "log.jsonl")
-    transitions = list(replay(tmp_path / "log.jsonl"))
-    replayed: dict[str, list[int]] = {}
-    for event in (
-        event
-        for transition in transitions
-        for event in transition.events
-        if isinstance(event, Sampled)
-    ):
-        for name, token in zip(event.request_ids, event.token_ids, strict=True):
-            replayed.setdefault(name, []).append(token)
-    assert replayed == {name: output for name, output in outcomes[0].tokens.items() if output}
-    text = (tmp_path / "log.jsonl").read_text()
-    (tmp_path / "log.jsonl").write_text(
-        re.sub(r'"offered":{"(\w+)":\d', r'"offered":{"\1":1', text)
-    )
-    assert not verify(tmp_path / "log.jsonl").identical, "other offers, and the same plans"
+    run(engine, requests[0], 0, log)
+    outputs = {name: output for name, output in outcomes[0].tokens.items() if output}
+    assert sampled(replay(log)) == outputs
+    log.write_text(re.sub(r'"offered":{"(\w+)":\d', r'"offered":{"\1":1', log.read_text()))
+    assert not verify(log).identical, "other offers, and the same plans"
 
 
 def test_without_speculation_a_recording_has_no_word_of_drafts(tiny, plain, tmp_path):
-    engine = LLM(tiny, progress=False, **CONFIG).engine
-    run(engine, plain[1][0], 0, tmp_path / "log.jsonl")
+    run(make(tiny).engine, plain[1][0], 0, tmp_path / "log.jsonl")
     text = (tmp_path / "log.jsonl").read_text()
     assert "offered" not in text
     assert "Verified" not in text
@@ -411,14 +368,13 @@ def test_without_speculation_a_recording_has_no_word_of_drafts(tiny, plain, tmp_
     ],
 )
 def test_invalid_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         EngineConfig(speculative=options)
 
 
 def test_lookahead_and_speculation_are_refused_together():
-    with pytest.raises(
-        ValueError,
-        match=r"lookahead is 1 and speculative is 'ngram': .*; set lookahead=0, or speculative=",
+    with refused(
+        r"lookahead is 1 and speculative is 'ngram': .*; set lookahead=0, or speculative="
     ):
         EngineConfig(lookahead=1, speculative={"method": "ngram"})
 
@@ -429,73 +385,55 @@ def test_a_drafter_of_ones_own_is_a_value_in_a_file(tiny, tmp_path):
     file.write_text(
         "from pagedjax.engine.drafters import Drafter\n"
         "LAST = Drafter('last', lambda memory, sequence_id, tokens, k: [int(tokens[-1])] * k)\n"
+        "MINE = Drafter('mine', None)\n"
     )
     options = {"method": f"{file}:LAST", "num_tokens": 2, "adaptive": False}
-    llm = LLM(tiny, progress=False, speculative=options, **CONFIG)
-    drafted = 0
-    llm.engine.add("a", tokens(5, 1), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-    while llm.engine.has_work:
-        drafted += sum(llm.engine.step().plan.drafts)
-    assert drafted >= 5
-    with pytest.raises(
-        ValueError, match=r"speculative\.method is '.*mine\.py:NONE', but NONE in .* is no Drafter"
+    llm = make(tiny, speculative=options)
+    llm.engine.add("a", tokens(5, 1), greedy(8))
+    assert sum(sum(result.plan.drafts) for result in steps(llm.engine)) >= 5
+    for name, message in (
+        ("NONE", r"speculative\.method is '.*mine\.py:NONE', but NONE in .* is no Drafter"),
+        ("MINE", r"mine\.py:MINE', and its propose is None; give it a function"),
     ):
-        LLM(tiny, progress=False, speculative={**options, "method": f"{file}:NONE"}, **CONFIG)
+        with refused(message):
+            make(tiny, speculative={"method": f"{file}:{name}"})
 
 
 @pytest.mark.default_cases("320", "-1")
 @pytest.mark.parametrize("wrong", [320, -1, 2**40, 0.5])
 def test_a_draft_outside_the_vocabulary_is_refused_and_nothing_is_lost(tiny, monkeypatch, wrong):
     drafts = [wrong]
-    engine = speculative_engine(
-        tiny, 3, Drafter("other", lambda memory, name, context, k: [5, *drafts]), monkeypatch
-    )
-    engine.add("a", tokens(5, 1), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-    output = []
-    message = (
+    drafter = Drafter("other", lambda memory, name, context, k: [5, *drafts])
+    engine = speculative_engine(tiny, 3, drafter, monkeypatch)
+    engine.add("a", tokens(5, 1), greedy(8))
+    results = [engine.step()]
+    with refused(
         r"drafter 'other' drafted .* for 'a'; the vocabulary is 0 to 319, .*; use a drafter with"
-    )
-    output += [t for e in engine.step().events if isinstance(e, Sampled) for t in e.token_ids]
-    with pytest.raises(ValueError, match=message):
+    ):
         engine.step()
     drafts.clear()  # the drafter is mended, and the request goes on
-    while engine.has_work:
-        output += [t for e in engine.step().events if isinstance(e, Sampled) for t in e.token_ids]
-    plain = LLM(tiny, progress=False, **CONFIG)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    assert (
-        tuple(output)
-        == plain.generate([tokens(5, 1)], params, use_tqdm=False)[0].outputs[0].token_ids
-    )
+    results += steps(engine)
+    assert [tuple(sampled(results)["a"])] == token_ids(make(tiny), [tokens(5, 1)], greedy(8))
 
 
 def test_a_beam_search_beside_drafts_finds_what_it_finds_alone(tiny, monkeypatch):
     """Beams have no drafts themselves. A row with drafts before them has several samples: theirs
     come later.
     """
-    beam = BeamSearchParams(beam_width=2, max_tokens=6)
-    params = SamplingParams(temperature=0, max_tokens=30)
     drafter = Drafter("always", lambda memory, name, context, k: [5] * k)
-    engines = (
-        LLM(tiny, progress=False, **CONFIG).engine,
-        speculative_engine(tiny, 3, drafter, monkeypatch),
-    )
     searches = []
     shared_steps = 0
-    for engine in engines:
-        engine.add("plain", tokens(7, 2), params)
+    for engine in (make(tiny).engine, speculative_engine(tiny, 3, drafter, monkeypatch)):
+        engine.add("plain", tokens(7, 2), SamplingParams(temperature=0, max_tokens=30))
         engine.step()
-        engine.add("a", tokens(5, 1), beam, forks=["b"])
-        results = []
-        while engine.has_work:
-            step = engine.step()
-            results += step.beams
-            drafts = dict(
-                zip([seq.request_id for seq in step.plan.seqs], step.plan.drafts, strict=False)
-            )
+        engine.add("a", tokens(5, 1), BeamSearchParams(beam_width=2, max_tokens=6), forks=["b"])
+        results = list(steps(engine))
+        searches.append([beams for result in results for beams in result.beams])
+        for plan in [result.plan for result in results]:
+            names = [seq.request_id for seq in plan.seqs]
+            drafts = dict(zip(names, plan.drafts, strict=False))
             assert not drafts.get("a")
             assert not drafts.get("b")
             shared_steps += bool("a" in drafts and drafts.get("plain"))
-        searches.append(results)
     assert shared_steps > 2, "no step had drafts and beams"
     assert searches[0] == searches[1]

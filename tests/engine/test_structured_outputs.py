@@ -13,35 +13,32 @@ import pytest
 import regex
 
 from pagedjax import LLM, SamplingParams, StructuredOutputsParams
-from pagedjax.host.types import Preempted, Verified
+from pagedjax.host.types import Preempted, StepResult, Verified
 from pagedjax.text.structured import grammars
+from tests.engine.runs import answers, small_llm
 from tests.structured.schemas import CASES
 
 # as of tiny_llm
-SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,)}
 # A random model answers at random: a pattern or a format of many characters would end by its
 # length.
 SCHEMAS = [case for case in CASES if "format" not in json.dumps(case.schema)]
 THOUSANDS = ("swapped", "lookahead")  # slow; the others: exhaustive
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {"num_blocks": 256},
-    "without prefix caching": {"num_blocks": 256, "enable_prefix_caching": False},
+    "plain": {},
+    "without prefix caching": {"enable_prefix_caching": False},
     "recomputed": {"num_blocks": 40, "block_size": 4},
     "swapped": {"num_blocks": 40, "block_size": 4, "preemption": "swap", "swap_space_gib": 0.01},
-    "speculation": {
-        "num_blocks": 256,
-        "speculative": {"method": "ngram", "num_tokens": 4, "ngram_min": 1},
-    },
+    "speculation": {"speculative": {"method": "ngram", "num_tokens": 4, "ngram_min": 1}},
     "speculation, recomputed": {
         "num_blocks": 48,
         "block_size": 4,
         "speculative": {"method": "ngram", "num_tokens": 3, "ngram_min": 1},
     },
-    "lookahead": {"num_blocks": 256, "lookahead": 1},
+    "lookahead": {"lookahead": 1},
 }
 
 
-def asked(schema: Any, **options: Any) -> SamplingParams:
+def form_params(schema: Any, **options: Any) -> SamplingParams:
     form = StructuredOutputsParams(json=schema, whitespace_pattern=" ")
     return SamplingParams(
         structured_outputs=form, **{"max_tokens": 60, "temperature": 1.0, **options}
@@ -53,40 +50,37 @@ def validates(schema: Any, text: str) -> bool:
     return jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
 
 
-def answers(llm: LLM, cases, seeds: int) -> Counter[str]:
+def reasons_of_answers(llm: LLM, cases, seeds: int) -> Counter[str]:
     """How many answers ended in which way. Every one that ended by itself has its form."""
-    wanted = [(case, asked(case.schema, seed=seed)) for seed in range(seeds) for case in cases]
-    prompts = [[5, 6, 7, 8, 9, 10 + i % 50] for i in range(len(wanted))]
-    reasons: Counter[str] = Counter()
-    outputs = llm.generate(prompts, [params for _, params in wanted], use_tqdm=False)
-    for (case, _), output in zip(wanted, outputs, strict=True):
-        (one,) = output.outputs
-        reasons[one.finish_reason] += 1
-        if one.finish_reason == "stop":
-            assert validates(case.schema, one.text), (case.name, one.text)
+    cases = [(case, seed) for seed in range(seeds) for case in cases]
+    params = [form_params(case.schema, seed=seed) for case, seed in cases]
+    prompts = [[5, 6, 7, 8, 9, 10 + i % 50] for i in range(len(cases))]
+    outputs = answers(llm, prompts, params)
+    for (case, _), answer in zip(cases, outputs, strict=True):
+        if answer.finish_reason == "stop":
+            assert validates(case.schema, answer.text), (case.name, answer.text)
+    reasons = Counter(answer.finish_reason for answer in outputs)
+    assert set(reasons) <= {"stop", "length"}
     return reasons
 
 
-def counted(llm: LLM, kind: type) -> list[int]:
-    """Grows by one for each event of a kind, from now on."""
-    seen: list[int] = []
+def watch(llm: LLM) -> list[StepResult]:
+    """The results of all steps from now on, as they come."""
+    results: list[StepResult] = []
     step = llm.engine.step
 
     def watched():
-        result = step()
-        seen.extend(1 for event in result.events if isinstance(event, kind)) if result else None
-        return result
+        results.append(step())
+        return results[-1]
 
     llm.engine.step = watched  # type: ignore
-    return seen
+    return results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["recomputed", "speculation"])
 def test_an_answer_that_ends_has_its_form(tiny, kind):
-    reasons = answers(LLM(tiny, progress=False, **SIZES, **KINDS[kind]), SCHEMAS[::4], 1)
-    assert reasons["stop"] >= 30
-    assert set(reasons) <= {"stop", "length"}
+    assert reasons_of_answers(small_llm(tiny, **KINDS[kind]), SCHEMAS[::4], 1)["stop"] >= 30
 
 
 @pytest.mark.slow
@@ -99,13 +93,12 @@ def test_an_answer_that_ends_has_its_form(tiny, kind):
 )
 def test_thousands_of_answers_have_their_form(tiny, kind):
     """With all kinds of engines together more than 2,000 answers, over more than 200 schemas."""
-    llm = LLM(tiny, progress=False, **SIZES, **KINDS[kind])
-    preempted, verified = counted(llm, Preempted), counted(llm, Verified)
-    reasons = answers(llm, SCHEMAS, 3)
-    assert reasons["stop"] >= 400
-    assert set(reasons) <= {"stop", "length"}
-    assert bool(preempted) == (KINDS[kind]["num_blocks"] < 100)
-    assert bool(verified) == kind.startswith("speculation")
+    llm = small_llm(tiny, **KINDS[kind])
+    results = watch(llm)
+    assert reasons_of_answers(llm, SCHEMAS, 3)["stop"] >= 400
+    kinds = {type(event) for result in results if result for event in result.events}
+    assert (Preempted in kinds) == ("num_blocks" in KINDS[kind])
+    assert (Verified in kinds) == kind.startswith("speculation")
 
 
 FORMS = [
@@ -126,65 +119,49 @@ def mixed(number: int = 12) -> list[SamplingParams]:
         {"temperature": 1.0},
         {"temperature": 1.0, "top_p": 0.9, "logprobs": 2},
     ]
-    options = (
-        {"structured_outputs": forms[i % len(forms)], **kinds[i % len(kinds)]}
+    return [
+        SamplingParams(max_tokens=24, seed=i, structured_outputs=forms[i % 5], **kinds[i % 3])
         for i in range(number)
-    )
-    return [SamplingParams(max_tokens=24, seed=i, **each) for i, each in enumerate(options)]
+    ]
 
 
 PROMPTS = [[5 + i, 6, 7, 8, 9] for i in range(12)]
 
 
 def texts(llm: LLM) -> list[tuple[Any, ...]]:
-    outputs = llm.generate(PROMPTS, mixed(), use_tqdm=False)
     return [
-        (one.token_ids, one.text, one.finish_reason, one.logprobs)
-        for o in outputs
-        for one in o.outputs
+        (answer.token_ids, answer.text, answer.finish_reason)
+        for answer in answers(llm, PROMPTS, mixed())
     ]
 
 
 @pytest.fixture(scope="module")
 def expected(tiny):
-    return texts(LLM(tiny, progress=False, **SIZES, **KINDS["plain"]))
+    return texts(small_llm(tiny))
 
 
 @pytest.mark.default_cases("recomputed")
 @pytest.mark.parametrize(
-    "kind",
-    [
-        *("recomputed", "speculation", "lookahead"),
-        *(
-            pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("without prefix caching", "swapped")
-        ),
-    ],
+    "kind", ["recomputed", "speculation", "lookahead", "without prefix caching", "swapped"]
 )
 def test_tokens_are_the_same_in_every_engine(tiny, expected, kind):
-    found = texts(LLM(tiny, progress=False, **SIZES, **KINDS[kind]))
-    assert [one[:3] for one in found] == [one[:3] for one in expected]
+    """Nothing is compiled after the start."""
+    llm = small_llm(tiny, compilation="eager", **KINDS[kind])
+    results = watch(llm)
+    assert texts(llm) == expected
+    assert sum(result.compilations for result in results) == 0
 
 
 def test_a_request_without_a_form_is_what_it_is_alone(tiny):
     """Bit for bit: its log-probabilities too. One size of steps, because XLA's sums may depend on
     the padding.
     """
-    llm = LLM(tiny, progress=False, **SIZES, **KINDS["without prefix caching"])
+    llm = small_llm(tiny, enable_prefix_caching=False)
     plain = SamplingParams(temperature=1.0, seed=5, max_tokens=24, logprobs=3, prompt_logprobs=1)
-    (alone,) = llm.generate([PROMPTS[0]], plain, use_tqdm=False)
-    together, *_ = llm.generate(PROMPTS, [plain, *mixed(11)], use_tqdm=False)
+    (alone,) = llm.generate([PROMPTS[0]], plain)
+    together, *_ = llm.generate(PROMPTS, [plain, *mixed(11)])
     assert together.outputs == alone.outputs
     assert together.prompt_logprobs == alone.prompt_logprobs
-
-
-def test_nothing_is_compiled_after_the_start(tiny):
-    llm = LLM(tiny, progress=False, compilation="eager", **SIZES, **KINDS["speculation"])
-    results = []
-    step = llm.engine.step
-    llm.engine.step = lambda: results.append(step()) or results[-1]  # type: ignore
-    texts(llm)
-    assert sum(result.compilations for result in results) == 0
 
 
 def test_a_text_that_must_come_takes_fewer_steps(tiny):
@@ -192,35 +169,28 @@ def test_a_text_that_must_come_takes_fewer_steps(tiny):
         regex="a long text of which every letter must come, and a digit: [0-9]"
     )
     params = SamplingParams(temperature=1.0, seed=0, max_tokens=80, structured_outputs=form)
-    tokens, steps = {}, {}
+    outputs = []
     for kind in ("plain", "speculation"):
-        llm = LLM(tiny, progress=False, **SIZES, **KINDS[kind])
-        results: list[Any] = []
-        step = llm.engine.step
-        llm.engine.step = lambda step=step, results=results: results.append(step()) or results[-1]  # type: ignore
-        (output,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
-        assert regex.fullmatch(form.regex or "", output.outputs[0].text)
-        tokens[kind], steps[kind] = output.outputs[0].token_ids, len(results)
-    assert tokens["plain"] == tokens["speculation"]
-    assert steps["speculation"] < 0.4 * steps["plain"]
+        llm = small_llm(tiny, **KINDS[kind])
+        results = watch(llm)
+        (answer,) = answers(llm, [PROMPTS[0]], params)
+        assert regex.fullmatch(form.regex or "", answer.text)
+        outputs.append((answer.token_ids, len(results)))
+    (tokens, plain_steps), (tokens_with_drafts, steps) = outputs
+    assert tokens == tokens_with_drafts
+    assert steps < 0.4 * plain_steps
 
 
 def test_each_branch_has_its_own_place_in_the_grammar(tiny_llm):
-    schema = {
-        "type": "array",
-        "items": {"enum": ["red", "green", "blue"]},
-        "minItems": 3,
-        "maxItems": 6,
-    }
+    colours = {"enum": ["red", "green", "blue"]}
+    schema = {"type": "array", "items": colours, "minItems": 3, "maxItems": 6}
     for options in ({"n": 5}, {"n": 2, "best_of": 5}):
-        (output,) = tiny_llm.generate(
-            [PROMPTS[0]], asked(schema, seed=3, temperature=2.0, **options), use_tqdm=False
-        )
+        params = form_params(schema, seed=3, temperature=2.0, **options)
+        (output,) = tiny_llm.generate([PROMPTS[0]], params)
         assert len(output.outputs) == options["n"]
-        assert all(
-            one.finish_reason != "stop" or validates(schema, one.text) for one in output.outputs
-        )
-        assert len({one.text for one in output.outputs}) > 1
+        for branch in output.outputs:
+            assert branch.finish_reason != "stop" or validates(schema, branch.text)
+        assert len({branch.text for branch in output.outputs}) > 1
 
 
 def test_options_that_go_with_a_form(tiny_llm):
@@ -233,12 +203,10 @@ def test_options_that_go_with_a_form(tiny_llm):
         {"max_tokens": 3},
     )
     params = [
-        SamplingParams(**{"max_tokens": 20, **each}, structured_outputs=form, seed=1)
-        for each in options
+        SamplingParams(**{"max_tokens": 20, **more}, structured_outputs=form, seed=1)
+        for more in options
     ]
-    biased, stopped, penalised, cut = [
-        out.outputs[0] for out in tiny_llm.generate(PROMPTS[:4], params, use_tqdm=False)
-    ]
+    biased, stopped, penalised, cut = answers(tiny_llm, PROMPTS[:4], params)
     assert biased.text.startswith("bbbbc")
     assert regex.fullmatch("[ab]{4}", stopped.text)
     assert stopped.stop_reason == "c"
@@ -251,16 +219,13 @@ def test_a_parser_that_gives_up_ends_its_request_and_no_other(tiny_llm, monkeypa
     """The answer does not end as if it was complete."""
     monkeypatch.setattr(grammars, "LIMITS", {"step_lexer_fuel": 400})
     hostile = StructuredOutputsParams(regex="(.*[ax].{30}){5}")
+    choice = StructuredOutputsParams(choice=["yes", "no"])
     params = [
         SamplingParams(structured_outputs=hostile, max_tokens=200, seed=0),
-        SamplingParams(
-            structured_outputs=StructuredOutputsParams(choice=["yes", "no"]), max_tokens=20
-        ),
+        SamplingParams(structured_outputs=choice, max_tokens=20),
         SamplingParams(max_tokens=20, temperature=0.0),
     ]
-    failed, chosen, plain = [
-        out.outputs[0] for out in tiny_llm.generate(PROMPTS[:3], params, use_tqdm=False)
-    ]
+    failed, chosen, plain = answers(tiny_llm, PROMPTS[:3], params)
     assert failed.finish_reason == "abort"
     assert "its structured output failed" in caplog.text
     assert chosen.text in ("yes", "no")
@@ -281,6 +246,6 @@ def test_a_token_that_a_form_did_not_allow_is_not_shown(tiny_llm):
     """
     form = StructuredOutputsParams(grammar='start: "a" <|im_end|> "b"')
     params = SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=form)
-    (output,) = tiny_llm.generate("x", params, use_tqdm=False)
+    (output,) = tiny_llm.generate("x", params)
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("a", "abort")
     assert list(tiny_llm.stream("x", params)) == ["a"]

@@ -4,7 +4,10 @@ that had them.
 
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import chex
@@ -14,12 +17,13 @@ import pytest
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams
 from pagedjax.host import replay, scheduler
-from pagedjax.host.types import Admitted, Sampled
+from pagedjax.host.types import Admitted
+from tests.engine.runs import answers, greedy, logprobs_of, sampled, steps
 from tests.engine.test_batch_invariance import VOCAB, model_of
 
 pytest.importorskip("llvmlite")
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+GREEDY = greedy(24, logprobs=0)
 PROMPTS = {
     f"r{n}": np.random.default_rng(n).integers(3, VOCAB, n).tolist() for n in (3, 20, 37, 58)
 }
@@ -65,48 +69,52 @@ def updated(model, new) -> LLM:
     return llm
 
 
-def run_steps(engine: Any, answers: Tokens, steps: int | None = None) -> list[Any]:
+def run_steps(engine: Any, answers: Tokens, number: int | None = None) -> list[Any]:
     """Run some steps, or all, and note tokens -> their events."""
-    events = []
-    while engine.has_work and (steps is None or steps > 0):
-        steps = None if steps is None else steps - 1
-        result = engine.step()
-        scheduler.check(engine.scheduler_state)
-        events += result.events
+    results = list(itertools.islice(steps(engine), number))
+    for result in results:
         chances = {(e.request_id, e.position): e.logprob for e in result.logprobs if not e.prompt}
-        for event in result.events:
-            for name, token in (
-                zip(event.request_ids, event.token_ids, strict=True)
-                if isinstance(event, Sampled)
-                else ()
-            ):
-                answer = answers.setdefault(name, [])
-                answer.append((token, chances[name, len(answer)], result.params_version))
-    return events
+        for name, tokens in sampled([result]).items():
+            answer = answers.setdefault(name, [])
+            answer += [
+                (token, chances[name, len(answer)], result.params_version) for token in tokens
+            ]
+    return [event for result in results for event in result.events]
 
 
-def continuation(llm: LLM, prompt: list[int], tokens: list[int]) -> list[tuple[int, float]]:
+def start(model: Any, name: str, log: Path) -> tuple[Any, Tokens]:
+    """An engine that has begun to answer all prompts."""
+    engine = LLM(model, **SIZES | ENGINES[name]).engine
+    engine.record(log)
+    for request, prompt in PROMPTS.items():
+        engine.add(request, prompt, GREEDY)
+    answers: Tokens = {}
+    run_steps(engine, answers, 9)
+    return engine, answers
+
+
+def without_versions(answer: list[tuple[int, float, int]]) -> list[tuple[int, float]]:
+    return [(token, chance) for token, chance, _ in answer]
+
+
+def versions_of(answer: list[tuple[int, float, int]]) -> list[int]:
+    return [version for _, _, version in answer]
+
+
+def continuation(llm: LLM, prompt: list[int], answer: list[tuple[int, float, int]]) -> Any:
     """What an engine says greedily after a prompt and tokens, up to as many as GREEDY has."""
-    num_left = GREEDY.max_tokens - len(tokens)
-    params = SamplingParams(temperature=0, max_tokens=num_left, ignore_eos=True, logprobs=0)
-    (answer,) = answers_of(llm, [prompt + tokens], params)
-    return answer
+    tokens = [token for token, *_ in answer]
+    params = replace(GREEDY, max_tokens=GREEDY.max_tokens - len(tokens))
+    return answers_of(llm, [prompt + tokens], params)[0]
 
 
 def answers_of(
-    llm: LLM, prompts: list[list[int]], params: SamplingParams
+    llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY
 ) -> list[list[tuple[int, float]]]:
     """Tokens and their log-probabilities, of each prompt."""
-    outs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
-    )
-    answers = [out.outputs[0] for out in outs]
+    outputs = answers(llm, prompts, params)
     return [
-        [
-            (token, entry[token].logprob)
-            for token, entry in zip(answer.token_ids, answer.logprobs or (), strict=True)
-        ]
-        for answer in answers
+        list(zip(output.token_ids, logprobs_of(output).tolist(), strict=True)) for output in outputs
     ]
 
 
@@ -116,12 +124,7 @@ def test_after_a_restart_all_is_as_if_the_weights_had_been_there_before(
     model, new, updated, tmp_path, name
 ):
     """Bit for bit, also of requests that were swapped out, and with predicted steps on the device."""
-    engine = LLM(model, **SIZES | ENGINES[name]).engine
-    engine.record(tmp_path / "run.jsonl")
-    for request, prompt in PROMPTS.items():
-        engine.add(request, prompt, GREEDY)
-    before: Tokens = {}
-    run_steps(engine, before, 9)
+    engine, before = start(model, name, tmp_path / "run.jsonl")
     while name == "swapping" and not any(seq.blocks for seq in engine.scheduler_state.waiting):
         run_steps(engine, before, 1)
         assert engine.has_work, "nothing was swapped out"
@@ -134,11 +137,10 @@ def test_after_a_restart_all_is_as_if_the_weights_had_been_there_before(
     assert {event.request_id for event in admitted} == set(PROMPTS), "all are computed again"
     for request, prompt in PROMPTS.items():
         old = before.get(request, [])
-        later = answers[request][len(before.get(request, [])) :]
-        assert {version for *_, version in old} <= {0}
-        assert {version for *_, version in later} == {1}
-        expected = continuation(updated, prompt, [token for token, *_ in old])
-        chex.assert_trees_all_equal([(token, chance) for token, chance, _ in later], expected)
+        later = answers[request][len(old) :]
+        assert set(versions_of(old)) <= {0}
+        assert set(versions_of(later)) == {1}
+        chex.assert_trees_all_equal(without_versions(later), continuation(updated, prompt, old))
     engine.record(None)
     assert replay.verify(tmp_path / "run.jsonl").identical
     text = (tmp_path / "run.jsonl").read_text()
@@ -153,18 +155,10 @@ def test_keep_goes_on_with_the_old_cache_and_new_requests_do_not_find_it(
     """The oracle of old requests is a step of its own: a cache of the old weights, read by a
     program with the new.
     """
-    engine = LLM(model, **SIZES | ENGINES[name]).engine
-    engine.record(tmp_path / "run.jsonl")
-    for request, prompt in PROMPTS.items():
-        engine.add(request, prompt, GREEDY)
-    answers: Tokens = {}
-    run_steps(engine, answers, 9)
+    engine, answers = start(model, name, tmp_path / "run.jsonl")
     before = {request: list(answer) for request, answer in answers.items()}
-    started = [
-        s.request_id
-        for s in (*engine.scheduler_state.running.seqs, *engine.scheduler_state.waiting)
-        if s.blocks
-    ]
+    seqs = (*engine.scheduler_state.running.seqs, *engine.scheduler_state.waiting)
+    started = [seq.request_id for seq in seqs if seq.blocks]
     engine.update_params(new, pending="keep")
     scheduler.check(engine.scheduler_state)
     events: list[Any] = []
@@ -174,33 +168,28 @@ def test_keep_goes_on_with_the_old_cache_and_new_requests_do_not_find_it(
         events += run_steps(engine, answers, 3)
     events += run_steps(engine, answers)
     # the first of the new ones finds nothing; those after it may find what it computed
-    for event in events:
-        assert not (isinstance(event, Admitted) and event.request_id == "new0" and event.num_cached)
-    prompts = [
-        PROMPTS["r37"] + [token for token, *_ in answers["r37"][:n]]
-        for n in range(len(answers["r37"]) + 1)
-    ]
-    wanted_of_new = answers_of(updated, prompts, GREEDY)
+    admitted = [event for event in events if isinstance(event, Admitted)]
+    assert not any(event.num_cached for event in admitted if event.request_id == "new0")
+    said = [token for token, *_ in answers["r37"]]
+    expected_of_new = answers_of(updated, [PROMPTS["r37"] + said[:n] for n in range(len(said) + 1)])
     for i in range(6):
-        say = [(token, chance) for token, chance, _ in answers[f"new{i}"]]
-        assert say in wanted_of_new, "no old content is in it"
-        assert {version for *_, version in answers[f"new{i}"]} == {1}
+        answer = answers[f"new{i}"]
+        assert without_versions(answer) in expected_of_new, "no old content is in it"
+        assert set(versions_of(answer)) == {1}
     unfinished = [
         request
         for request in started
         if before.get(request) and len(before[request]) < GREEDY.max_tokens
     ]
     assert unfinished, "some request had begun to answer"
-    num_different = 0
+    different = []
     for request in unfinished:
         old = before[request]
-        versions = [version for *_, version in answers[request]]
-        assert versions == [0] * len(old) + [1] * (GREEDY.max_tokens - len(old))
-        expected = continuation(updated, PROMPTS[request], [token for token, *_ in old])
-        num_different += [
-            (token, chance) for token, chance, _ in answers[request][len(old) :]
-        ] != expected
-    assert num_different or name == "swapping", "the old cache matters"
+        versions = [0] * len(old) + [1] * (GREEDY.max_tokens - len(old))
+        assert versions_of(answers[request]) == versions
+        later = without_versions(answers[request][len(old) :])
+        different.append(later != continuation(updated, PROMPTS[request], old))
+    assert any(different) or name == "swapping", "the old cache matters"
     engine.record(None)
     assert replay.verify(tmp_path / "run.jsonl").identical
     assert '{"update":{"version":1,"pending":"keep"}}' in (tmp_path / "run.jsonl").read_text()
@@ -209,26 +198,21 @@ def test_keep_goes_on_with_the_old_cache_and_new_requests_do_not_find_it(
 def test_keep_with_the_same_weights_changes_no_token(model):
     """So the cache is kept: the continuation is that of an engine without the update."""
     answers = []
+    plain = model_of("Qwen3", layers=2, linear_impl="xla").model.params
     for pending in (None, "keep", "restart"):
         llm = LLM(model, **SIZES)
-        plain = model_of("Qwen3", layers=2, linear_impl="xla").model.params
         for request, prompt in PROMPTS.items():
             llm.engine.add(request, prompt, GREEDY, forks=[f"{request}/1", f"{request}/2"])
         outputs: Tokens = {}
         run_steps(llm.engine, outputs, 7)
-        admitted: list[Any] = []
         if pending:
             llm.update_params(plain, pending=pending)
-            admitted = [
-                event for event in run_steps(llm.engine, outputs, 1) if isinstance(event, Admitted)
-            ]
-        assert bool(admitted) == (pending == "restart")
+            events = run_steps(llm.engine, outputs, 1)
+            assert any(isinstance(e, Admitted) for e in events) == (pending == "restart")
         run_steps(llm.engine, outputs)
-        answers.append({name: [token[:2] for token in output] for name, output in outputs.items()})
-        assert llm.engine.scheduler_state.pool.num_free == SIZES["num_blocks"]
+        answers.append({name: without_versions(output) for name, output in outputs.items()})
     assert len(answers[0]) == 12
-    chex.assert_trees_all_equal(answers[0], answers[1])
-    chex.assert_trees_all_equal(answers[0], answers[2])
+    chex.assert_trees_all_equal(*answers)
 
 
 @pytest.mark.slow
@@ -240,72 +224,47 @@ def test_nothing_that_old_content_went_into_is_found_later(model, new, updated):
     llm.engine.step()
     llm.update_params(new, pending="keep")
     run_steps(llm.engine, {})
-    (repeated,) = llm.generate([{"prompt_token_ids": prompt}], GREEDY, use_tqdm=False)
-    assert repeated.num_cached_tokens == 0
-    chances: Any = repeated.outputs[0].logprobs
-    answer = [
-        (t, entry[t].logprob)
-        for t, entry in zip(repeated.outputs[0].token_ids, chances, strict=True)
-    ]
-    chex.assert_trees_all_equal(answer, continuation(updated, prompt, []))
-    (third,) = llm.generate([{"prompt_token_ids": prompt}], GREEDY, use_tqdm=False)
-    assert third.num_cached_tokens == 56, "what has new content alone is found"
+    first, second = (llm.generate([prompt], GREEDY)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 56)
+    (expected,) = answers(updated, [prompt], GREEDY)
+    assert first.outputs[0].token_ids == expected.token_ids
+    chex.assert_trees_all_equal(logprobs_of(first.outputs[0]), logprobs_of(expected))
 
 
 @pytest.mark.parametrize("pending", ["restart", "keep"])
 def test_beam_searches_and_pooled_prompts_go_on(model, new, pending):
     llm = LLM(model, **SIZES)
-    llm.engine.add(
-        "beams", PROMPTS["r20"], BeamSearchParams(beam_width=3, max_tokens=8), forks=["b1", "b2"]
-    )
+    params = BeamSearchParams(beam_width=3, max_tokens=8)
+    llm.engine.add("beams", PROMPTS["r20"], params, forks=["b1", "b2"])
     for _ in range(4):
         llm.engine.step()
     llm.update_params(new, pending=pending)
-    beams: list[Any] = []
-    while llm.engine.has_work:
-        result = llm.engine.step()
-        assert result is not None
-        beams += result.beams
-    assert [len(sequence.token_ids) for sequence in beams[0].sequences] == [8] * 3
-    assert llm.engine.scheduler_state.pool.num_free == SIZES["num_blocks"]
+    (beams,) = [beams for result in steps(llm.engine) for beams in result.beams]
+    assert [len(sequence.token_ids) for sequence in beams.sequences] == [8] * 3
 
 
-def test_outputs_say_which_weights_made_each_token(model, new):
+def test_outputs_say_which_weights_made_each_token(model, new, tmp_path):
+    """An update of an idle engine is recorded too."""
     llm = LLM(model, **SIZES)
-    assert llm.params_version == 0
-    (first,) = llm.generate([{"prompt_token_ids": PROMPTS["r3"]}], GREEDY, use_tqdm=False)
-    assert first.outputs[0].versions == (0,) * GREEDY.max_tokens
+    prompt = PROMPTS["r3"]
+    (first,) = answers(llm, [prompt], GREEDY)
+    assert first.versions == (0,) * GREEDY.max_tokens
+    llm.engine.record(tmp_path / "run.jsonl")
     llm.update_params(new)
     llm.update_params(new)
     assert llm.params_version == 2
-    (later,) = llm.generate([{"prompt_token_ids": PROMPTS["r3"]}], GREEDY, use_tqdm=False)
-    assert later.outputs[0].versions == (2,) * GREEDY.max_tokens
-    (search,) = llm.generate(
-        [{"prompt_token_ids": PROMPTS["r3"]}], BeamSearchParams(2, max_tokens=3), use_tqdm=False
-    )
+    (later,) = answers(llm, [prompt], GREEDY)
+    assert later.versions == (2,) * GREEDY.max_tokens
+    llm.engine.record(None)
+    lines = (tmp_path / "run.jsonl").read_text().splitlines()[1:5]
+    kinds = [next(iter(json.loads(line))) for line in lines]
+    assert kinds == ["update", "update", "submit", "schedule"]
+    assert replay.verify(tmp_path / "run.jsonl").identical
+    (search,) = llm.generate([prompt], BeamSearchParams(2, max_tokens=3))
     assert [branch.versions for branch in search.outputs] == [(), ()]
     llm.engine.reset()
-    assert llm.params_version == 2
-
-
-def test_an_unknown_value_changes_nothing(model, new):
-    llm = LLM(model, **SIZES)
     with pytest.raises(
         ValueError, match="pending is 'kept'; it must be one of None, 'restart', 'keep'"
     ):
         llm.update_params(new, pending="kept")  # type: ignore[arg-type]
-    assert llm.params_version == 0
-
-
-def test_an_update_of_an_idle_engine_is_recorded_too(model, new, tmp_path):
-    llm = LLM(model, **SIZES)
-    llm.engine.record(tmp_path / "run.jsonl")
-    llm.update_params(new)
-    llm.generate([{"prompt_token_ids": PROMPTS["r3"]}], GREEDY, use_tqdm=False)
-    llm.engine.record(None)
-    kinds = [
-        next(iter(json.loads(line)))
-        for line in (tmp_path / "run.jsonl").read_text().splitlines()[1:4]
-    ]
-    assert kinds == ["update", "submit", "schedule"]
-    assert replay.verify(tmp_path / "run.jsonl").identical
+    assert llm.params_version == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -44,17 +45,14 @@ class Stub:
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        headers = {
-            name.lower(): value
-            for name, _, value in (line.partition(": ") for line in head[1:] if line)
-        }
+        fields = [line.split(": ", 1) for line in head[1:] if line]
+        headers = {name.lower(): value for name, value in fields}
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         path = head[0].split()[1]
         if path == "/v1/models":
-            status = 200 if isinstance(self.models, dict) else self.models
-            return self._whole(
-                writer, status, self.models if status == 200 else {"error": {"message": "go away"}}
-            )
+            if isinstance(self.models, dict):
+                return self._whole(writer, 200, self.models)
+            return self._whole(writer, self.models, {"error": {"message": "go away"}})
         if path == "/metrics":
             return self._whole(writer, 404, {"error": {"message": "no metrics here"}})
         self.paths.append(path)
@@ -93,32 +91,34 @@ class Stub:
                     await writer.drain()
 
         chat = "messages" in body
-        piece = (lambda word: delta(content=word)) if chat else text
+
+        def piece(word: str, reason: str | None = None) -> dict:
+            return delta(reason, content=word) if chat else text(word, reason)
+
         if chat:
             await put(delta(role="assistant", content=""))
         await asyncio.sleep(self.first)
-        if max_tokens >= 1000:
-            if max_tokens == 1002:
-                await put(piece("a"), {"error": {"message": "the engine stopped"}}, "[DONE]")
-            elif max_tokens == 1003:
-                await put(piece("ab"), delta("stop") if chat else text("", "stop"), "[DONE]")
-            elif max_tokens == 1004:
-                await put("[DONE]")
-            elif max_tokens == 1005:
-                await put("{")
-            else:
-                await put(piece("a"))
-                if max_tokens == 1001:
-                    await asyncio.sleep(30)
+        faults = {
+            1000: [piece("a")],
+            1001: [piece("a")],
+            1002: [piece("a"), {"error": {"message": "the engine stopped"}}, "[DONE]"],
+            1003: [piece("ab"), piece("", "stop"), "[DONE]"],
+            1004: ["[DONE]"],
+            1005: ["{"],
+        }
+        if max_tokens in faults:
+            await put(*faults[max_tokens])
+            if max_tokens == 1001:
+                await asyncio.sleep(30)
+            if max_tokens < 1002:
                 return False
         else:
             for i in range(max_tokens):
                 await put(piece(f"w{i} "))
                 await asyncio.sleep(self.gap if i + 1 < max_tokens else 0)
-            await put(delta("length") if chat else text("", "length"))
             prompt = body.get("prompt") or body["messages"][0]["content"].split()
             usage = {"prompt_tokens": len(prompt), "completion_tokens": max_tokens}
-            await put({"choices": [], "usage": usage}, "[DONE]")
+            await put(piece("", "length"), {"choices": [], "usage": usage}, "[DONE]")
         writer.write(b"0\r\n\r\n")
         return True
 
@@ -159,10 +159,10 @@ def server():
         yield stub
 
 
-def bench(url: str, *words: str, tmp_path=None) -> tuple[int, dict]:
+def bench(url: str, options: str, tmp_path=None) -> tuple[int, dict]:
     """The exit status and the JSON file."""
-    file = [] if tmp_path is None else ["--json", str(tmp_path / "out.json")]
-    code = cli.main(["bench", "serve", "--url", url, "--timeout", "20", *words, *file])
+    file = "" if tmp_path is None else f"--json {tmp_path / 'out.json'}"
+    code = cli.main(shlex.split(f"bench serve --url {url} --timeout 20 {options} {file}"))
     return code, json.loads((tmp_path / "out.json").read_text("utf-8")) if file else {}
 
 
@@ -174,10 +174,8 @@ def test_no_connection_is_kept_idle(server):
 
     async def idle() -> list:
         async with connected(Target(url)) as client:
-            assert (
-                await asyncio.gather(*(find_model(client, Target(url)) for _ in range(5)))
-                == ["stub"] * 5
-            )
+            models = await asyncio.gather(*(find_model(client, Target(url)) for _ in range(5)))
+            assert models == ["stub"] * 5
             return client._transport._pool.connections
 
     assert asyncio.run(idle()) == []
@@ -187,21 +185,10 @@ def test_latencies_are_the_delays_of_the_server(server, tmp_path, capsys):
     stub, url = server
     stub.first = 0.1
     stub.gap = 0.03
-    words = [
-        "--rate",
-        "20",
-        "--requests",
-        "8",
-        "--prompt-tokens",
-        "5:9",
-        "--output-tokens",
-        "4",
-        "--vocab",
-        "99",
-    ]
-    code, out = bench(
-        f"{url}/v1/", *words, "--ttft-target", "5", "--itl-target", "0.02", tmp_path=tmp_path
-    )
+    load = Load(rate=20, requests=8, prompt_tokens="5:9", output_tokens="4", vocab=99)
+    options = "--rate 20 --requests 8 --prompt-tokens 5:9 --output-tokens 4 --vocab 99"
+    targets = "--ttft-target 5 --itl-target 0.02"
+    code, out = bench(f"{url}/v1/", f"{options} {targets}", tmp_path)
     assert code == 0
     s = out["summary"]
     assert (s["completed"], s["output_tokens"], s["requests_without_usage"]) == (8, 32, 0)
@@ -214,51 +201,33 @@ def test_latencies_are_the_delays_of_the_server(server, tmp_path, capsys):
     assert s["finished"] == {"length": 8}
     assert stub.paths == ["/v1/completions"] * 8
     assert stub.keys == [None] * 8
-    assert {
-        key: stub.bodies[0][key]
-        for key in ("model", "max_tokens", "temperature", "stream", "stream_options")
-    } == {
+    body = stub.bodies[0]
+    body.pop("prompt")
+    assert body == body | {
         "model": "stub",
         "max_tokens": 4,
         "temperature": 0.0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    assert "ignore_eos" not in stub.bodies[0]
-    assert [item["arrival"] for item in out["requests"]] == [
-        item.arrival
-        for item in make_plan(
-            Load(rate=20, requests=8, prompt_tokens="5:9", output_tokens="4", vocab=99)
-        ).items
-    ]
-    printed = capsys.readouterr().out
-    assert "8 of 8 completed" in printed
-    assert "first token (TTFT)" in printed
+    assert "ignore_eos" not in body
+    planned = [item.arrival for item in make_plan(load).items]
+    assert [item["arrival"] for item in out["requests"]] == planned
+    assert "8 of 8 completed" in capsys.readouterr().out
 
 
 def test_requests_do_not_wait_for_answers_and_latencies_include_the_queue(server, tmp_path):
     stub, url = server
     stub.first = 0.1
     stub.serial = True
-    code, out = bench(
-        url, "--arrivals", "at-once", "--requests", "6", "--output-tokens", "1", tmp_path=tmp_path
-    )
+    options = "--arrivals at-once --requests 6 --output-tokens 1"
+    code, out = bench(url, options, tmp_path)
     assert code == 0
     assert stub.most == 6
     assert out["summary"]["ttft_s"]["max"] >= 0.6
     stub.most = 0
     stub.serial = False
-    words = [
-        "--arrivals",
-        "at-once",
-        "--requests",
-        "6",
-        "--output-tokens",
-        "1",
-        "--max-concurrency",
-        "1",
-    ]
-    code, out = bench(url, *words, tmp_path=tmp_path)
+    code, out = bench(url, f"{options} --max-concurrency 1", tmp_path)
     assert stub.most == 1
     assert out["summary"]["ttft_s"]["max"] >= 0.6  # includes the wait for max_concurrency
     assert out["summary"]["client"]["waited_s"]["max"] >= 0.5
@@ -268,10 +237,9 @@ def test_every_kind_of_failure_is_counted_and_the_exit_status_is_1(server, tmp_p
     _, url = server
     file = tmp_path / "trace.csv"
     kinds = [429, 500, 1000, 1001, 1002, 1005, 1003, 1004, 2, 3]
-    file.write_text(
-        HEADER + "".join(f"2024-01-01 00:00:00.{i:02d},3,{kind}\n" for i, kind in enumerate(kinds))
-    )
-    code, out = bench(url, "--trace", str(file), "--timeout", "1.5", tmp_path=tmp_path)
+    rows = [f"2024-01-01 00:00:00.{i:02d},3,{kind}\n" for i, kind in enumerate(kinds)]
+    file.write_text(HEADER + "".join(rows))
+    code, out = bench(url, f"--trace {file} --timeout 1.5", tmp_path)
     s = out["summary"]
     assert code == 1
     assert s["failed"] == {
@@ -281,17 +249,16 @@ def test_every_kind_of_failure_is_counted_and_the_exit_status_is_1(server, tmp_p
         "stream": 2,
         "timeout": 1,
     }
-    assert s["failed_because"]["status 429"] == "the stub says 429"
-    assert s["failed_because"]["stream"] == "the engine stopped"
-    assert s["failed_because"]["timeout"] == "not complete 1.5 s after its arrival"
+    reasons = s["failed_because"]
+    assert reasons["status 429"] == "the stub says 429"
+    assert reasons["stream"] == "the engine stopped"
+    assert reasons["timeout"] == "not complete 1.5 s after its arrival"
     assert s["completed"] == 4
     assert s["requests_without_usage"] == 2
     assert s["output_tokens"] == 2 + 3 + 1  # the last without usage: its one chunk
     assert s["finished"] == {"length": 2, "stop": 1, "unknown": 1}
     assert s["duration_s"] < 10
-    printed = capsys.readouterr().out
-    assert "1 x status 429: the stub says 429" in printed
-    assert "2 answers came without usage" in printed
+    assert "2 answers came without usage" in capsys.readouterr().out
 
 
 def test_a_chat_sends_messages_and_its_role_chunk_is_not_output(server, tmp_path):
@@ -299,27 +266,15 @@ def test_a_chat_sends_messages_and_its_role_chunk_is_not_output(server, tmp_path
     stub.first = 0.1
     texts = tmp_path / "texts.txt"
     texts.write_text("one two\nthree\n", "utf-8")
-    words = [
-        "--endpoint",
-        "chat",
-        "--prompts",
-        str(texts),
-        "--arrivals",
-        "at-once",
-        "--model",
-        "other",
-        "--ignore-eos",
-    ]
-    code, out = bench(url, *words, "--output-tokens", "2", tmp_path=tmp_path)
+    options = f"--endpoint chat --prompts {texts} --arrivals at-once --model other --ignore-eos"
+    code, out = bench(url, f"{options} --output-tokens 2", tmp_path)
     assert code == 0
     assert stub.paths == ["/v1/chat/completions"] * 2
     # in any order: at once
-    sent = [message for body in stub.bodies for message in body["messages"]]
-    assert sorted(sent, key=lambda message: message["content"]) == [
-        {"role": "user", "content": "one two"},
-        {"role": "user", "content": "three"},
-    ]
-    assert (stub.bodies[0]["model"], stub.bodies[0]["ignore_eos"]) == ("other", True)
+    bodies = sorted(stub.bodies, key=lambda body: body["messages"][0]["content"])
+    for body, content in zip(bodies, ("one two", "three"), strict=True):
+        assert body["messages"] == [{"role": "user", "content": content}]
+        assert (body["model"], body["ignore_eos"]) == ("other", True)
     assert out["summary"]["ttft_s"]["p50"] >= 0.1
     assert out["summary"]["itl_s"]["count"] == 2
 
@@ -328,8 +283,7 @@ def test_the_api_key_is_sent_and_not_written(server, tmp_path, capsys):
     stub, url = server
     file = tmp_path / "key"
     file.write_text("s3cret\n")
-    words = ["--arrivals", "at-once", "--requests", "1", "--api-key-file", str(file)]
-    code, _ = bench(url, *words, tmp_path=tmp_path)
+    code, _ = bench(url, f"--arrivals at-once --requests 1 --api-key-file {file}", tmp_path)
     assert code == 0
     assert stub.keys == ["Bearer s3cret"]
     assert "s3cret" not in (tmp_path / "out.json").read_text("utf-8") + "".join(capsys.readouterr())
@@ -338,64 +292,63 @@ def test_the_api_key_is_sent_and_not_written(server, tmp_path, capsys):
 
 def test_a_warm_up_is_not_measured_and_a_failed_one_ends_the_run(server, tmp_path, capsys):
     stub, url = server
-    words = ["--arrivals", "at-once", "--requests", "2", "--warmup", "3"]
-    code, out = bench(url, *words, "--output-tokens", "2", tmp_path=tmp_path)
+    options = "--arrivals at-once --requests 2 --warmup 3 --output-tokens"
+    code, out = bench(url, f"{options} 2", tmp_path)
     assert (code, out["summary"]["requests"], len(stub.bodies)) == (0, 2, 5)
-    assert bench(url, *words, "--output-tokens", "429")[0] == 2
-    assert (
-        "3 of 3 warm-up requests failed (status 429: the stub says 429)" in capsys.readouterr().err
-    )
+    assert bench(url, f"{options} 429")[0] == 2
+    message = "3 of 3 warm-up requests failed (status 429: the stub says 429)"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (
-            [],
+            "",
             "arrivals poisson need a rate, in requests a second; give --rate 4, or --arrivals at-once",
         ),
         (
-            ["--rate", "1", "--model", "unknown"],
+            "--rate 1 --model unknown",
             "the server has no model 'unknown'; it has stub, other",
         ),
-        (["--rate", "1", "--trace", "x.csv"], "--trace already gives --rate"),
-        (["--rate", "1", "--prompts", "x", "--vocab", "5"], "--prompts already gives --vocab"),
-        (["--rate", "1", "--time-scale", "2"], "--time-scale needs a --trace"),
+        ("--rate 1 --trace x.csv", "--trace already gives --rate"),
+        ("--rate 1 --prompts x --vocab 5", "--prompts already gives --vocab"),
+        ("--rate 1 --time-scale 2", "--time-scale needs a --trace"),
         (
-            ["--trace", "nowhere.csv"],
+            "--trace nowhere.csv",
             "--trace is 'nowhere.csv', which cannot be read: No such file or directory; name a CSV",
         ),
         (
-            ["--trace", "/"],
+            "--trace /",
             "--trace is '/', which cannot be read: Is a directory; name a CSV file, with TIMESTAMP",
         ),
         (
-            ["--rate", "1", "--prompts", "no.txt"],
+            "--rate 1 --prompts no.txt",
             "--prompts is 'no.txt', which cannot be read: No such file or directory;",
         ),
         (
-            ["--rate", "1", "--prompts", "/"],
+            "--rate 1 --prompts /",
             "which cannot be read: Is a directory; name a text file with a prompt on each",
         ),
-        (["--rate", "1", "--json", "/"], "--json is '/', which is a folder; name a file in it"),
+        ("--rate 1 --json /", "--json is '/', which is a folder; name a file in it"),
         (
-            ["--rate", "1", "--api-key-file", "/"],
+            "--rate 1 --api-key-file /",
             "cannot be read: Is a directory; name a text file that has the key alone",
         ),
-        (["--rate", "1", "--ttft-target", "0"], "--ttft-target is 0.0; it must be above 0 seconds"),
-        (["--rate", "1", "--max-concurrency", "0"], "max_concurrency is 0"),
-        (["--rate", "1", "--warmup", "-1"], "--warmup is -1"),
-        (["--rate", "1", "--timeout", "nan"], "timeout is nan"),
-        (["--rate", "1", "--json", "no/such/folder/x.json"], "its folder does not exist"),
+        ("--rate 1 --ttft-target 0", "--ttft-target is 0.0; it must be above 0 seconds"),
+        ("--rate 1 --max-concurrency 0", "max_concurrency is 0"),
+        ("--rate 1 --warmup -1", "--warmup is -1"),
+        ("--rate 1 --timeout nan", "timeout is nan"),
+        ("--rate 1 --json no/such/folder/x.json", "its folder does not exist"),
         (
-            ["--rate", "1", "--api-key-file", "nokey"],
+            "--rate 1 --api-key-file nokey",
             "--api-key-file is 'nokey', which cannot be read: No such file or directory;",
         ),
     ],
 )
 def test_bad_arguments_are_one_line_and_nothing_is_sent(server, capsys, words, message):
     stub, url = server
-    assert bench(url, *words)[0] == 2
+    assert bench(url, words)[0] == 2
     out, err = capsys.readouterr()
     assert message in err
     assert err.startswith("pagedjax: ")
@@ -407,35 +360,22 @@ def test_a_server_without_answer_or_without_models_is_an_error(server, capsys):
     stub, url = server
     with running() as (_, address):
         pass
-    assert bench(address, "--rate", "1")[0] == 2
-    assert f"no server answers at {address}" in capsys.readouterr().err
-    assert bench("127.0.0.1:8000", "--rate", "1")[0] == 2
-    assert "it must be like http://127.0.0.1:8000" in capsys.readouterr().err
-    stub.models = 401
-    assert bench(url, "--rate", "1")[0] == 2
-    assert "answers 401: go away; give --api-key-file" in capsys.readouterr().err
-    stub.models = 404
-    assert bench(url, "--rate", "1")[0] == 2
-    assert "lists no models (status 404); name one with --model" in capsys.readouterr().err
-    assert bench(url, "--arrivals", "at-once", "--requests", "1", "--model", "mine")[0] == 0
+    for models, place, message in (
+        (None, address, f"no server answers at {address}"),
+        (None, "127.0.0.1:8000", "it must be like http://127.0.0.1:8000"),
+        (401, url, "answers 401: go away; give --api-key-file"),
+        (404, url, "lists no models (status 404); name one with --model"),
+    ):
+        stub.models = models
+        assert bench(place, "--rate 1")[0] == 2
+        assert message in capsys.readouterr().err
+    assert bench(url, "--arrivals at-once --requests 1 --model mine")[0] == 0
     assert stub.bodies[0]["model"] == "mine"
 
 
 def test_two_runs_of_a_seed_send_the_same_bodies(server):
     stub, url = server
     for _ in range(2):
-        bench(
-            url,
-            "--rate",
-            "200",
-            "--requests",
-            "9",
-            "--prompt-tokens",
-            "3:9",
-            "--output-tokens",
-            "1:3",
-            "--seed",
-            "3",
-        )
+        bench(url, "--rate 200 --requests 9 --prompt-tokens 3:9 --output-tokens 1:3 --seed 3")
     sent = [json.dumps(body, sort_keys=True) for body in stub.bodies]
     assert sorted(sent[:9]) == sorted(sent[9:])

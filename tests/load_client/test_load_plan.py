@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shlex
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from pagedjax.server.load_client.plan import (
     make_plan,
     warm_up,
 )
+from tests.refusals import refused
 
 AT_ONCE = {"arrivals": "at-once"}
 
@@ -66,10 +68,10 @@ def test_lognormal_lengths_have_the_median_asked_for():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "x", "5:4", "1:2:3", "-3", "lognormal:1", "lognormal:1,-1", "lognormal:inf,1"]
+    "text", ["", *shlex.split("0 x 5:4 1:2:3 -3 lognormal:1 lognormal:1,-1 lognormal:inf,1")]
 )
 def test_an_invalid_length_gives_an_error_with_the_valid_formats(text):
-    with pytest.raises(ValueError, match=r"prompt_tokens is .*; it must be like"):
+    with refused(r"prompt_tokens is .*; it must be like"):
         Load(prompt_tokens=text, **AT_ONCE)
 
 
@@ -164,7 +166,7 @@ def test_any_written_trace_can_be_read(rows):
 
 def test_an_invalid_trace_gives_an_error_with_the_line():
     """Others are in test_text_files.py."""
-    with pytest.raises(ValueError, match=r"a\.csv, line 2: GeneratedTokens is 'many'; it must be"):
+    with refused(r"a\.csv, line 2: GeneratedTokens is 'many'; it must be"):
         make_plan(Load(trace="a.csv"), HEADER + "2023-11-16,5,many\n")
 
 
@@ -196,5 +198,5 @@ def test_prompts_are_lines_that_repeat():
     ],
 )
 def test_an_invalid_load_is_an_error(fields, message):
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         Load(**fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from contextlib import redirect_stdout
 from io import StringIO
 
@@ -48,20 +49,10 @@ def test_a_load_run_prints_the_accepted_drafts(tiny, tmp_path, speculative):
         words = [
             "--url",
             server.url,
-            "--requests",
-            "4",
-            "--arrivals",
-            "at-once",
-            "--prompt-tokens",
-            "12",
+            *shlex.split("--requests 4 --arrivals at-once --prompt-tokens 12"),
         ]
         words += [
-            "--output-tokens",
-            "30",
-            "--ignore-eos",
-            "--vocab",
-            "300",
-            "--json",
+            *shlex.split("--output-tokens 30 --ignore-eos --vocab 300 --json"),
             str(tmp_path / "out.json"),
         ]
         with redirect_stdout(StringIO()) as printed:

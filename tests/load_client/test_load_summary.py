@@ -22,68 +22,43 @@ def test_latencies_follow_their_definitions():
 
 
 def test_the_summary_has_latencies_of_completed_requests_and_counts_of_failed_ones():
+    completed = {"output_tokens": 3, "prompt_tokens": 10, "cached_tokens": 4}
+    late = {"output_tokens": 2, "prompt_tokens": 20, "due": 1.25, "sent": 1.5}
+    full = {"arrival": 3, "due": 3, "chunks": (), "ended": 3, "error": "status 429"}
     requests = [
-        timed(
-            0.0,
-            0.5,
-            1.0,
-            1.5,
-            output_tokens=3,
-            prompt_tokens=10,
-            cached_tokens=4,
-            finish_reason="stop",
-        ),
-        timed(
-            1.0,
-            2.0,
-            4.0,
-            output_tokens=2,
-            prompt_tokens=20,
-            due=1.25,
-            sent=1.5,
-            finish_reason="length",
-        ),
+        timed(0.0, 0.5, 1.0, 1.5, finish_reason="stop", **completed),
+        timed(1.0, 2.0, 4.0, finish_reason="length", **late),
         timed(2.0, 2.5, ended=5.0, error="timeout", detail="not complete"),
-        RequestTimes(
-            arrival=3, due=3, sent=None, chunks=(), ended=3, error="status 429", detail="full"
-        ),
-        RequestTimes(
-            arrival=3, due=3, sent=3, chunks=(), ended=3, error="status 429", detail="full again"
-        ),
+        RequestTimes(sent=None, detail="full", **full),
+        RequestTimes(sent=3, detail="full again", **full),
     ]
     s = summarize(requests, ttft=1.0, itl=0.5, lag=0.25)
-    assert (s["requests"], s["completed"], s["failed"]) == (5, 2, {"status 429": 2, "timeout": 1})
-    assert s["failed_because"] == {"status 429": "full", "timeout": "not complete"}
-    assert s["finished"] == {"length": 1, "stop": 1}
     assert (
-        s["duration_s"],
-        s["requests_per_s"],
-        s["output_tokens_per_s"],
-        s["total_tokens_per_s"],
-    ) == (5, 0.4, 1, 7)
-    assert (
-        s["prompt_tokens"],
-        s["cached_prompt_tokens"],
-        s["output_tokens"],
-        s["tokens_per_chunk"],
-    ) == (30, 4, 5, 1)
+        s
+        | {
+            "requests": 5,
+            "completed": 2,
+            "failed": {"status 429": 2, "timeout": 1},
+            "failed_because": {"status 429": "full", "timeout": "not complete"},
+            "finished": {"length": 1, "stop": 1},
+            "duration_s": 5,
+            "requests_per_s": 0.4,
+            "output_tokens_per_s": 1,
+            "total_tokens_per_s": 7,
+            "prompt_tokens": 30,
+            "cached_prompt_tokens": 4,
+            "output_tokens": 5,
+            "tokens_per_chunk": 1,
+            "goodput": {"ttft_s": 1.0, "itl_s": 0.5, "requests_per_s": 0.2, "share": 0.2},
+        }
+        == s
+    )
     assert (s["ttft_s"]["count"], s["ttft_s"]["p50"], s["ttft_s"]["max"]) == (2, 0.75, 1.0)
     assert (s["itl_s"]["count"], s["itl_s"]["mean"]) == (3, 1.0)
     assert s["tpot_s"]["max"] == 2.0
-    assert s["goodput"] == {"ttft_s": 1.0, "itl_s": 0.5, "requests_per_s": 0.2, "share": 0.2}
-    assert s["client"]["late_s"]["max"] == 0.25
-    assert s["client"]["waited_s"]["max"] == 0.25
+    assert s["client"]["late_s"]["max"] == s["client"]["waited_s"]["max"] == 0.25
     assert json.loads(json.dumps(s)) == s
-    text = table(s)
-    for part in (
-        "2 of 5 completed in 5.00 s",
-        "2 x status 429: full",
-        "1 x timeout",
-        "could not keep up",
-        "1000.0",
-    ):
-        assert part in text
-    assert "waited for max_concurrency" in text
+    assert "2 of 5 completed in 5.00 s" in table(s)
 
 
 def test_goodput_needs_a_target_and_uses_the_given_ones():
@@ -95,13 +70,9 @@ def test_goodput_needs_a_target_and_uses_the_given_ones():
 
 
 def test_a_run_without_completed_requests_has_a_summary():
-    s = summarize(
-        [RequestTimes(arrival=0, due=0, sent=None, chunks=(), ended=0, error="connection")]
-    )
+    failed = RequestTimes(arrival=0, due=0, sent=None, chunks=(), ended=0, error="connection")
+    s = summarize([failed])
     assert s["completed"] == 0
-    assert (
-        s["ttft_s"]
-        == spread([])
-        == {"count": 0, "mean": None, "p50": None, "p90": None, "p99": None, "max": None}
-    )
+    empty = dict.fromkeys(("mean", "p50", "p90", "p99", "max"))
+    assert s["ttft_s"] == spread([]) == {"count": 0, **empty}
     assert "0 of 1 completed" in table(s)

@@ -7,13 +7,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,10 @@ from typing import Any
 import httpx
 import pytest
 
-from pagedjax import LLM, SamplingParams
+from pagedjax import LLM
 from pagedjax.engine.processes.group import EXIT_STATUS
 from pagedjax.host.replay import verify
-from pagedjax.weights.convert import convert
+from tests.engine.runs import answers, greedy
 from tests.engine.test_lookahead import CONFIG, play
 from tests.weights.tiny import tiny_llama
 
@@ -33,16 +34,20 @@ SWAPPED = {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max
 LIMIT = 240  # seconds for one job, on a machine that does other things too
 
 
+PAGEDJAX = [sys.executable, "-m", "pagedjax"]
+
+
+def of_two_processes(*words: str, mesh: str = "--mesh tensor=2") -> list[list[str]]:
+    """The commands of two processes that share a mesh."""
+    group = f"{mesh} --coordinator 127.0.0.1:{free_port()} --processes 2 --process"
+    return [[*words, *shlex.split(group), str(i)] for i in range(2)]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    sizes: dict[str, Any] = {
-        "layers": 1,
-        "heads": 8,
-        "kv_heads": 4,
-        "head_dim": 8,
-        "intermediate": 90,
-    }
-    return tiny_llama(tmp_path_factory.mktemp("model") / "tiny", **sizes, tied=False)
+    sizes: dict[str, Any] = {"layers": 1, "heads": 8, "kv_heads": 4, "head_dim": 8}
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    return tiny_llama(folder, intermediate=90, tied=False, **sizes)
 
 
 def free_port() -> int:
@@ -62,12 +67,16 @@ def start_processes(
     try:
         for i, command in enumerate(commands):
             with open(folder / str(i), "w") as output:
-                streams: dict[str, Any] = {
-                    "stdout": output,
-                    "stderr": subprocess.STDOUT,
-                    "text": True,
-                }
-                running.append(subprocess.Popen(command, cwd=ROOT, env=environment, **streams))
+                running.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=ROOT,
+                        env=environment,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        text=True,
+                    )
+                )
         yield running
     finally:
         for process in running:
@@ -102,31 +111,27 @@ def compare_recordings(
     """Recordings of processes and of one device are equal, in several modes, with those of each
     process.
     """
-    mesh = {"mesh": {"tensor": processes * devices}}
-    runs = [
-        {"seed": 0, "log": str(tmp_path / f"{i}.jsonl"), "engine": mode}
-        for i, mode in enumerate(modes)
-    ]
-    job = {"model": str(folder), "engine": {**CONFIG, **mesh}, "runs": runs}
-    job |= {"timeout": LIMIT / 2}
+    logs = [tmp_path / f"{i}.jsonl" for i in range(len(modes))]
+    job = {
+        "model": str(folder),
+        "engine": {**CONFIG, "mesh": {"tensor": processes * devices}},
+        "runs": [
+            {"seed": 0, "log": str(log), "engine": mode}
+            for log, mode in zip(logs, modes, strict=True)
+        ],
+        "timeout": LIMIT / 2,
+    }
     statuses, outputs = run(job, tmp_path, processes, devices)
     assert statuses == [0] * processes, "\n".join(outputs)
-    for i, mode in enumerate(modes):
-        first, *copies = (
-            tmp_path / name
-            for name in (f"{i}.jsonl", *(f"{i}.jsonl.{j}" for j in range(1, processes)))
-        )
-        for copy in copies:
-            assert copy.read_bytes() == first.read_bytes(), (copy, mode)
-        assert verify(first).identical
+    for log, mode in zip(logs, modes, strict=True):
+        for j in range(1, processes):
+            assert Path(f"{log}.{j}").read_bytes() == log.read_bytes(), (j, mode)
+        assert verify(log).identical
         # else the number of drafts follows times
         if not mode.get("speculative", {}).get("adaptive"):
-            alone = play(
-                LLM(folder, progress=False, **CONFIG | mode).engine,
-                0,
-                tmp_path / "alone.jsonl",
-            )
-            assert without_host_blocks(first) == without_host_blocks(tmp_path / "alone.jsonl"), mode
+            engine = LLM(folder, progress=False, **CONFIG | mode).engine
+            alone = play(engine, 0, tmp_path / "alone.jsonl")
+            assert without_host_blocks(log) == without_host_blocks(tmp_path / "alone.jsonl"), mode
             assert alone.preempted or "num_blocks" not in mode
 
 
@@ -145,14 +150,6 @@ def test_recordings_of_two_processes_are_those_of_one_device(one_layer_folder, t
     compare_recordings(one_layer_folder, tmp_path, 2, 2, [SWAPPED])
 
 
-@pytest.mark.exhaustive  # two processes do the same in slow runs, below
-def test_recordings_of_four_processes_are_those_of_one_device(folder, tmp_path):
-    drafts = {"method": "draft", "model": str(folder), "num_tokens": 2, "adaptive": True}
-    compare_recordings(
-        folder, tmp_path, 4, 1, [{"lookahead": 2, **SWAPPED}, {"speculative": drafts, **SWAPPED}]
-    )
-
-
 @pytest.mark.slow
 def test_recordings_are_byte_identical_in_every_mode(folder, tmp_path):
     drafts = {
@@ -167,11 +164,6 @@ def test_recordings_are_byte_identical_in_every_mode(folder, tmp_path):
         {"speculative": drafts, "attention_impl": "xla", "compilation": "lazy"},
     ]
     compare_recordings(folder, tmp_path, 2, 2, modes)
-
-
-@pytest.mark.exhaustive  # the reader of parts has tests of its own
-def test_an_orbax_checkpoint_is_read_by_each_process(folder, tmp_path):
-    compare_recordings(convert(folder, tmp_path / "orbax", "orbax"), tmp_path, 2, 1, [{}])
 
 
 def exhaustive(*values: Any) -> Any:
@@ -249,11 +241,11 @@ def test_a_process_that_fails_ends_all_with_a_sentence(folder, tmp_path, faults,
     ("words", "reason"),
     [
         (
-            ["--model", "/nowhere"],
+            "--model /nowhere",
             "process 1 does not follow: its program has ended, and its output says why",
         ),
         (
-            ["--budget", "64"],
+            "--budget 64",
             "process 1 differs from process 0: engine.max_num_batched_tokens is 64 here and 32 in",
         ),
     ],
@@ -261,99 +253,42 @@ def test_a_process_that_fails_ends_all_with_a_sentence(folder, tmp_path, faults,
 )
 def test_a_process_that_cannot_start_ends_all(folder, tmp_path, words, reason):
     """Before any program waits for the devices of all."""
-    start = [
-        sys.executable,
-        "-m",
-        "pagedjax",
-        "generate",
-        "abc",
-        "--model",
-        str(folder),
-        "--max-model-len",
-        "64",
-    ]
-    group = [
-        "--budget",
-        "32",
-        "--mesh",
-        "tensor=2",
-        "--coordinator",
-        f"127.0.0.1:{free_port()}",
-        "--processes",
-        "2",
-    ]
-    commands = [[*start, *group, "--process", str(i), *(words if i else [])] for i in range(2)]
+    options = shlex.split(f"generate abc --model {folder} --max-model-len 64 --budget 32")
+    commands = of_two_processes(*PAGEDJAX, *options)
+    commands[1] += shlex.split(words)
     with start_processes(commands, tmp_path) as job_processes:
         assert [process.wait(LIMIT) for process in job_processes] == [EXIT_STATUS] * 2
     assert reason in (tmp_path / "0").read_text()
 
 
-def serve_commands(folder: Path, *words: str) -> list[list[str]]:
-    port = free_port()
-    shape = [
-        "--mesh",
-        "tensor=2",
-        "--max-num-seqs",
-        "4",
-        "--num-blocks",
-        "256",
-        "--token-buckets",
-        "8,64",
-    ]
-    shape += ["--max-num-batched-tokens", "64"]
-    group = [
-        "--coordinator",
-        f"127.0.0.1:{port}",
-        "--processes",
-        "2",
-        "--process-timeout",
-        "5",
-        *words,
-    ]
-    start = [
-        sys.executable,
-        "-m",
-        "pagedjax",
-        "serve",
-        str(folder),
-        "--port",
-        "0",
-        "--log-level",
-        "warning",
-    ]
-    return [[*start, *shape, *group, "--process", str(i)] for i in range(2)]
-
-
-def url_of(process: subprocess.Popen[str], output: Path) -> str:
-    until = time.monotonic() + LIMIT
-    while "serving " not in output.read_text():
-        assert process.poll() is None, output.read_text()
-        assert time.monotonic() < until, output.read_text()
-        time.sleep(0.05)
-    line = next(line for line in output.read_text().splitlines() if line.startswith("serving "))
-    return line.split(" at ")[1].removesuffix("/v1")
+@contextmanager
+def served(folder: Path, tmp_path: Path) -> Iterator[tuple[list[subprocess.Popen[str]], str]]:
+    """Two processes that serve, and their url; the recording is run.jsonl."""
+    options = f"serve {folder} --port 0 --log-level warning --process-timeout 5"
+    options += " --max-num-seqs 4 --num-blocks 256 --token-buckets 8,64"
+    options += f" --max-num-batched-tokens 64 --record {tmp_path / 'run.jsonl'}"
+    output = tmp_path / "0"
+    commands = of_two_processes(*PAGEDJAX, *shlex.split(options))
+    with start_processes(commands, tmp_path) as servers:
+        until = time.monotonic() + LIMIT
+        while not (url := re.search(r"serving .* at (\S+)/v1", output.read_text())):
+            assert servers[0].poll() is None, output.read_text()
+            assert time.monotonic() < until, output.read_text()
+            time.sleep(0.05)
+        yield servers, url[1]
 
 
 @pytest.mark.slow
 def test_two_processes_serve_until_one_is_asked_to_stop(folder, tmp_path):
     log = tmp_path / "run.jsonl"
-    with start_processes(serve_commands(folder, "--record", str(log)), tmp_path) as servers:
-        url = url_of(servers[0], tmp_path / "0")
-        body = {
-            "model": "tiny",
-            "prompt": "abc",
-            "temperature": 0,
-            "max_tokens": 8,
-            "ignore_eos": True,
-        }
+    with served(folder, tmp_path) as (servers, url):
+        body = {"model": "tiny", "prompt": "abc", "temperature": 0, "max_tokens": 8}
+        body["ignore_eos"] = True
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
         servers[1].send_signal(signal.SIGTERM)
         assert [process.wait(60) for process in servers] == [0, 0], (tmp_path / "0").read_text()
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    (alone,) = LLM(folder, progress=False, num_blocks=256, max_num_seqs=4).generate(
-        "abc", params, use_tqdm=False
-    )
-    assert answer.json()["choices"][0]["text"] == alone.outputs[0].text
+    (alone,) = answers(LLM(folder, progress=False, num_blocks=256), "abc", greedy(8))
+    assert answer.json()["choices"][0]["text"] == alone.text
     followers_log = log.with_suffix(".process-1.jsonl")
     assert verify(followers_log).steps == verify(log).steps == 8
     assert verify(followers_log).identical
@@ -362,57 +297,32 @@ def test_two_processes_serve_until_one_is_asked_to_stop(folder, tmp_path):
 @pytest.mark.slow
 def test_clients_get_503_when_a_process_is_killed(folder, tmp_path):
     log = tmp_path / "run.jsonl"
-    answers = []
-    with start_processes(serve_commands(folder, "--record", str(log)), tmp_path) as servers:
-        url = url_of(servers[0], tmp_path / "0")
+    with served(folder, tmp_path) as (servers, url), ThreadPoolExecutor(6) as pool:
         body = {"model": "tiny", "prompt": "abc", "max_tokens": 500, "ignore_eos": True}
-
-        def ask() -> None:
-            answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60))
-
-        clients = [threading.Thread(target=ask) for _ in range(6)]  # 4 run and 2 wait
-        for client in clients:
-            client.start()
+        calls = [
+            pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+            for _ in range(6)  # 4 run and 2 wait
+        ]
         until = time.monotonic() + 60
         while log.read_text().count('{"commit"') < 20 and time.monotonic() < until:
             time.sleep(0.01)
         servers[1].kill()
-        for client in clients:
-            client.join(30)
+        replies = [call.result() for call in calls]
         assert servers[0].wait(30) == EXIT_STATUS
-    assert [answer.status_code for answer in answers] == [503] * 6
-    assert all("process 1 ended" in answer.json()["error"]["message"] for answer in answers)
+    assert [reply.status_code for reply in replies] == [503] * 6
+    assert all("process 1 ended" in reply.json()["error"]["message"] for reply in replies)
     assert verify(log).identical
     assert verify(log).steps >= 20
 
 
 @pytest.mark.slow
 def test_generate_in_two_processes_prints_what_one_prints(folder, tmp_path):
-    words = [
-        sys.executable,
-        "-m",
-        "pagedjax",
-        "generate",
-        "abc",
-        "--model",
-        str(folder),
-        "--max-model-len",
-        "64",
-    ]
-    words += ["--max-tokens", "8", "--budget", "32"]
+    options = f"generate abc --model {folder} --max-model-len 64 --max-tokens 8 --budget 32"
+    words = [*PAGEDJAX, *shlex.split(options)]
     alone = subprocess.run(
         words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=True
     )
-    group = [
-        "--mesh",
-        "tensor=2",
-        "--coordinator",
-        f"127.0.0.1:{free_port()}",
-        "--processes",
-        "2",
-        "--process",
-    ]
-    with start_processes([[*words, *group, str(i)] for i in range(2)], tmp_path) as job_processes:
+    with start_processes(of_two_processes(*words), tmp_path) as job_processes:
         assert [process.wait(LIMIT) for process in job_processes] == [0, 0]
     assert (tmp_path / "0").read_text().endswith(alone.stdout)
     assert "process 1 of 2 follows process 0" in (tmp_path / "1").read_text()
@@ -422,26 +332,26 @@ def test_generate_in_two_processes_prints_what_one_prints(folder, tmp_path):
 @pytest.mark.exhaustive  # a slow test generates in two processes, above
 def test_a_sweep_in_two_processes_has_the_tokens_of_one(folder, tmp_path):
     """Two engines stay alive and take turns; a third cannot be built, in either process."""
-    engine = {
-        "max_num_batched_tokens": 16,
-        "max_num_seqs": 4,
-        "max_model_len": 32,
-        "token_buckets": [16],
-    }
-    workload = {"kind": "synthetic", "count": 5, "arrivals": {"process": "poisson", "rate": 200.0}}
-    workload |= {name: {"dist": "uniform", "low": 2, "high": 6} for name in ("prompt", "output")}
+    lengths = {"dist": "uniform", "low": 2, "high": 6}
     config = {
         "name": "unit",
         "model": str(folder),
-        "engine": engine,
+        "engine": {
+            "max_num_batched_tokens": 16,
+            "max_num_seqs": 4,
+            "max_model_len": 32,
+            "token_buckets": [16],
+        },
         "cache_tokens": 256,
-        "workload": workload,
-    }
-    config |= {
+        "workload": {
+            "kind": "synthetic",
+            "count": 5,
+            "arrivals": {"process": "poisson", "rate": 200.0},
+            "prompt": lengths,
+            "output": lengths,
+        },
         "sampling": {"temperature": 0.0, "ignore_eos": True},
         "warmup": {"requests": 1, "max_tokens": 2},
-    }
-    config |= {
         "repeats": 2,
         "sweep": {"grid": {"engine.block_size": [4, 16], "engine.max_model_len": [32, 9999]}},
     }
@@ -449,33 +359,19 @@ def test_a_sweep_in_two_processes_has_the_tokens_of_one(folder, tmp_path):
     path.write_text(json.dumps(config))
     words = [sys.executable, "-m", "experiments.run", str(path), "--quiet", "--out"]
     subprocess.run([*words, str(tmp_path / "alone")], cwd=ROOT, timeout=LIMIT, check=False)
-    group = [
-        "--set",
-        "engine.mesh={tensor: 2}",
-        "--coordinator",
-        f"127.0.0.1:{free_port()}",
-        "--processes",
-        "2",
-    ]
-    with start_processes(
-        [[*words, str(tmp_path / "two"), *group, "--process", str(i)] for i in range(2)], tmp_path
-    ) as job_processes:
-        assert [process.wait(LIMIT) for process in job_processes] == [1, 0], (
-            tmp_path / "1"
-        ).read_text()
+    mesh = "--set 'engine.mesh={tensor: 2}'"
+    commands = of_two_processes(*words, str(tmp_path / "two"), mesh=mesh)
+    with start_processes(commands, tmp_path) as job_processes:
+        statuses = [process.wait(LIMIT) for process in job_processes]
+        assert statuses == [1, 0], (tmp_path / "1").read_text()
     runs = {}
     for name in ("alone", "two"):
         for file in (tmp_path / name).rglob("summary.json"):
-            run = json.loads(file.read_text())
+            summary = json.loads(file.read_text())
             facts = json.loads((file.parent / "env.json").read_text())
-            key = (
-                run["swept"]["engine.block_size"],
-                run["swept"]["engine.max_model_len"],
-                run["repeat"],
-            )
-            runs.setdefault(key, []).append(
-                (run["failed"], run["metrics"] and run["metrics"]["tokens_sha256"])
-            )
+            tokens = summary["metrics"] and summary["metrics"]["tokens_sha256"]
+            key = (*sorted(summary["swept"].items()), summary["repeat"])
+            runs.setdefault(key, []).append((summary["failed"], tokens))
             assert facts["device"]["processes"] == (2 if name == "two" else 1)
     assert len(runs) == 8
     assert all(single == shared for single, shared in runs.values())

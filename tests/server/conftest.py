@@ -10,12 +10,12 @@ import openai
 import pytest
 
 from pagedjax import LLM
-from tests.server.support import ENGINE, serving_without_leaks
+from tests.server.support import server_llm, serving_without_leaks
 
 
 @pytest.fixture(scope="session")
 def served(tiny) -> Iterator[SimpleNamespace]:
-    llm = LLM(tiny, progress=False, **ENGINE)
+    llm = server_llm(tiny)
     with serving_without_leaks(llm) as server:
         yield server
 
@@ -37,14 +37,14 @@ def http(served) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="session")
 def reference(tiny) -> LLM:
     """The library, whose answers the server must repeat."""
-    return LLM(tiny, progress=False, **ENGINE)
+    return server_llm(tiny)
 
 
 @pytest.fixture(scope="session")
 def tool_server(tiny_long) -> Iterator[SimpleNamespace]:
     """A server with room for long prompts and answers."""
     options = {"max_num_batched_tokens": 256, "token_buckets": (8, 256), "num_blocks": 512}
-    llm = LLM(tiny_long, progress=False, **ENGINE | options)
+    llm = server_llm(tiny_long, **options)
     with serving_without_leaks(llm) as server:
         yield server
 

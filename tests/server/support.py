@@ -4,16 +4,18 @@ its answers.
 
 from __future__ import annotations
 
+import json
+import shlex
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO
+from typing import IO, Any
 
 import httpx
 import pytest
@@ -30,8 +32,19 @@ ENGINE = {
     "token_buckets": (8, 64),
     "num_blocks": 256,
 }
+SIZES = (  # the same, as words of a command
+    "--max-num-seqs=8",
+    "--max-num-batched-tokens=64",
+    "--token-buckets=8,64",
+    "--num-blocks=256",
+)
 ROOT = Path(__file__).parents[2]
 GREEDY = {"model": "tiny", "temperature": 0.0}
+
+
+def server_llm(model: Any, **config: Any) -> LLM:
+    """The engine of most servers, which shares programs with `tiny_llm`."""
+    return LLM(model, progress=False, **ENGINE | config)
 
 
 @contextmanager
@@ -91,17 +104,7 @@ def start_server(
         errors: the file for its log.
         module: "pagedjax" compiles as for users.
     """
-    command = [
-        sys.executable,
-        "-m",
-        module,
-        "serve",
-        *words,
-        "--port",
-        "0",
-        "--log-level",
-        "warning",
-    ]
+    command = [sys.executable, "-m", module, "serve", *words, "--port=0", "--log-level=warning"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT)
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -121,7 +124,7 @@ def command(*words: str) -> Iterator[tuple[uvicorn.Server, str]]:
             await super().startup(sockets)
             servers.append(self)
 
-    arguments = ["serve", *words, "--port", "0", "--log-level", "warning"]
+    arguments = ["serve", *words, *shlex.split("--port 0 --log-level warning")]
     thread = threading.Thread(target=cli.main, args=[arguments], daemon=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve, "_Server", Noted)
@@ -141,6 +144,22 @@ def complete(client: httpx.Client, **options) -> dict:
     answer = client.post("/v1/completions", json={**GREEDY, "prompt": "abc", **options})
     assert answer.status_code == 200, answer.text
     return answer.json()
+
+
+def post(http: httpx.Client, **options: Any) -> httpx.Response:
+    """The answer to a completion request, which may be refused."""
+    return http.post("/v1/completions", json={**GREEDY, "prompt": "abc", **options})
+
+
+def text_of(http: httpx.Client, **options: Any) -> str:
+    return complete(http, **options)["choices"][0]["text"]
+
+
+def streamed_texts(lines: Iterable[str]) -> Iterator[str]:
+    """The texts of a completion's events."""
+    for line in lines:
+        if line.startswith("data: {"):
+            yield "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
 
 
 def error_of(answer: httpx.Response) -> dict:
@@ -173,8 +192,5 @@ def idle(worker) -> bool:
 
 def gauge(page: str, name: str) -> float:
     """The value of a gauge on the page of metrics of one server."""
-    return float(
-        next(
-            line.split()[-1] for line in page.splitlines() if line.startswith(f"pagedjax:{name}{{")
-        )
-    )
+    lines = [line for line in page.splitlines() if line.startswith(f"pagedjax:{name}{{")]
+    return float(lines[0].split()[-1])

@@ -5,10 +5,10 @@ against the library.
 from __future__ import annotations
 
 import asyncio
-import json
+import shlex
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,21 +23,25 @@ from pagedjax import LLM, LoRARequest, PoolingParams, SamplingParams
 from pagedjax.commands import cli
 from pagedjax.server import adapters
 from pagedjax.server.worker import EngineStopped
+from tests.engine.runs import answers, greedy
 from tests.server.support import (
-    ENGINE,
+    SIZES,
     command,
     complete,
     error_of,
     idle,
     served_to,
+    server_llm,
     serving,
+    serving_without_leaks,
+    streamed_texts,
     wait_until,
 )
 from tests.weights.tiny_adapters import tiny_adapter
 
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
-PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PARAMS = greedy(8)
 PROMPT = "the cat and"
 MESSAGES = [{"role": "user", "content": "the cat"}]
 RANKS = {"one": 4, "two": 8, "three": 3}
@@ -46,27 +50,24 @@ RANKS = {"one": 4, "two": 8, "three": 3}
 @pytest.fixture(scope="module")
 def folders(tiny_folder, tmp_path_factory) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("adapters")
-    ranks = enumerate(RANKS.items())
     return {
-        name: tiny_adapter(parent / name, tiny_folder, rank, seed=i) for i, (name, rank) in ranks
+        name: tiny_adapter(parent / name, tiny_folder, rank, seed=i)
+        for i, (name, rank) in enumerate(RANKS.items())
     }
 
 
 @pytest.fixture(scope="module")
 def library(tiny) -> LLM:
     """The library, whose answers the server must repeat."""
-    return LLM(tiny, progress=False, **ENGINE, **LORA)
+    return server_llm(tiny, **LORA)
 
 
 @pytest.fixture(scope="module")
 def open_server(tiny) -> Iterator[SimpleNamespace]:
     """A server whose clients may load adapters."""
-    with serving(
-        LLM(tiny, progress=False, **ENGINE, **LORA), allow_runtime_lora_updating=True
-    ) as server:
+    llm = server_llm(tiny, **LORA)
+    with serving_without_leaks(llm, allow_runtime_lora_updating=True) as server:
         yield server
-        wait_until(lambda: idle(server.worker))
-        assert server.worker.healthy
 
 
 @pytest.fixture
@@ -75,9 +76,32 @@ def http(open_server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=open_server.url, timeout=60) as client:
         yield client
         for name in list(open_server.worker.llm.engine.adapters):
-            assert (
-                client.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code == 200
-            )
+            assert unload(client, name).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def expected(library, folders) -> Callable[..., str]:
+    """(name of an adapter or None, number of tokens) -> what the library says after PROMPT."""
+
+    def text(name: str | None, max_tokens: int = 8) -> str:
+        request = name and LoRARequest(name, 1, folders[name])
+        (answer,) = answers(library, PROMPT, greedy(max_tokens), lora_request=request)
+        return answer.text
+
+    return text
+
+
+def text_of(http: httpx.Client, model: str | None) -> str:
+    """What a model of the server says after PROMPT."""
+    reply = complete(http, **GREEDY, model=model, prompt=PROMPT)
+    assert reply["model"] == (model or "tiny")
+    return reply["choices"][0]["text"]
+
+
+def assert_refused(answer: httpx.Response, status: int, message: str, param=None) -> None:
+    assert answer.status_code == status, answer.text
+    assert message in error_of(answer)["message"]
+    assert error_of(answer)["param"] == param
 
 
 @pytest.fixture
@@ -113,97 +137,60 @@ def unload(http: httpx.Client, name: str, **fields: Any) -> httpx.Response:
     return http.post("/v1/unload_lora_adapter", json={"lora_name": name, **fields})
 
 
-def texts(
-    library: LLM,
-    folders: dict[str, Path],
-    name: str | None,
-    params: Any = PARAMS,
-    prompt: Any = PROMPT,
-) -> str:
-    request = name and LoRARequest(name, 1, folders[name])
-    (output,) = library.generate(prompt, params, lora_request=request, use_tqdm=False)
-    return output.outputs[0].text
-
-
-def texts_of_events(lines: Iterator[str]) -> Iterator[str]:
-    """The texts of a completion's events."""
-    for line in lines:
-        if line.startswith("data: {"):
-            yield "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
-
-
 # --- requests -------------------------------------------------------------------------------------
 
 
-def test_every_route_serves_an_adapter_as_a_model(http, library, folders):
+def test_every_route_serves_an_adapter_as_a_model(http, library, folders, expected):
     must_load(http, "one", folders["one"])
-    expected = texts(library, folders, "one")
-    assert expected != texts(library, folders, None)
-    reply = complete(http, **GREEDY, model="one", prompt=PROMPT)
-    assert (reply["model"], reply["choices"][0]["text"]) == ("one", expected)
+    assert text_of(http, "one") == expected("one") != expected(None)
     for base in ("tiny", "", None):
-        reply = complete(http, **GREEDY, model=base, prompt=PROMPT)
-        assert (reply["model"], reply["choices"][0]["text"]) == (
-            "tiny",
-            texts(library, folders, None),
-        )
+        assert text_of(http, base) == expected(None)
 
     request = LoRARequest("one", 1, folders["one"])
-    (chat,) = library.chat(MESSAGES, PARAMS, lora_request=request, use_tqdm=False)
-    reply = http.post(
-        "/v1/chat/completions", json={**GREEDY, "model": "one", "messages": MESSAGES}
-    ).json()
-    assert (reply["model"], reply["choices"][0]["message"]["content"]) == (
-        "one",
-        chat.outputs[0].text,
-    )
+    (chat,) = library.chat(MESSAGES, PARAMS, lora_request=request)
+    body = {**GREEDY, "model": "one", "messages": MESSAGES}
+    reply = http.post("/v1/chat/completions", json=body).json()
+    assert reply["model"] == "one"
+    assert reply["choices"][0]["message"]["content"] == chat.outputs[0].text
     body = {"model": "one", "input": "the cat", "temperature": 0, "max_output_tokens": 8}
     reply = http.post("/v1/responses", json=body).json()
     params = SamplingParams(temperature=0.0, max_tokens=8)
-    (answer,) = library.chat(MESSAGES, params, lora_request=request, use_tqdm=False)
-    assert (reply["model"], reply["output"][0]["content"][0]["text"]) == (
-        "one",
-        answer.outputs[0].text,
-    )
+    (chat,) = library.chat(MESSAGES, params, lora_request=request)
+    assert reply["model"] == "one"
+    assert reply["output"][0]["content"][0]["text"] == chat.outputs[0].text
     assert http.post("/tokenize", json={"model": "one", "prompt": "a"}).json()["count"] == 1
 
 
 @pytest.mark.filterwarnings("ignore:this model was not made for embeddings")
 def test_embeddings_have_the_adapter_too(http, library, folders):
     must_load(http, "two", folders["two"])
-    reply = http.post(
-        "/v1/embeddings", json={"model": "two", "input": PROMPT, "encoding_format": "float"}
-    ).json()
-    request = LoRARequest("two", 1, folders["two"])
-    with_it, without = (
-        library.embed(PROMPT, PoolingParams(), lora_request=r, use_tqdm=False)
-        for r in (request, None)
+    body = {"model": "two", "input": PROMPT, "encoding_format": "float"}
+    reply = http.post("/v1/embeddings", json=body).json()
+    adapted, plain = (
+        library.embed(PROMPT, PoolingParams(), lora_request=request)[0].outputs.embedding
+        for request in (LoRARequest("two", 1, folders["two"]), None)
     )
     assert reply["model"] == "two"
     vector = reply["data"][0]["embedding"]
-    np.testing.assert_allclose(vector, with_it[0].outputs.embedding, rtol=0, atol=1e-5)
-    assert np.abs(np.subtract(vector, without[0].outputs.embedding)).max() > 0.01
+    np.testing.assert_allclose(vector, adapted, rtol=0, atol=1e-5)
+    assert np.abs(np.subtract(vector, plain)).max() > 0.01
 
 
-def test_requests_of_several_adapters_run_together(open_server, http, library, folders):
+def test_requests_of_several_adapters_run_together(http, library, folders):
     for name in RANKS:
         must_load(http, name, folders[name])
     names = [*RANKS, None] * 6
-
-    async def one(client: httpx.AsyncClient, i: int, name: str | None) -> str:
-        body = {**GREEDY, "max_tokens": 12, "model": name or "tiny", "prompt": [20 + i, 30, 40]}
-        return (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
-
-    async def every() -> list[str]:
-        async with httpx.AsyncClient(base_url=open_server.url, timeout=60) as client:
-            return await asyncio.gather(*(one(client, i, name) for i, name in enumerate(names)))
-
-    generated = asyncio.run(every())
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    requests = [name and LoRARequest(name, 1, folders[name]) for name in names]
     prompts = [[20 + i, 30, 40] for i in range(len(names))]
-    outputs = library.generate(prompts, params, lora_request=requests, use_tqdm=False)
-    assert generated == [output.outputs[0].text for output in outputs]
+
+    def generate(name: str | None, prompt: list[int]) -> str:
+        options = {**GREEDY, "max_tokens": 12, "model": name or "tiny", "prompt": prompt}
+        return complete(http, **options)["choices"][0]["text"]
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        generated = list(pool.map(generate, names, prompts))
+    requests = [name and LoRARequest(name, 1, folders[name]) for name in names]
+    outputs = answers(library, prompts, greedy(12), lora_request=requests)
+    assert generated == [answer.text for answer in outputs]
 
 
 def test_the_list_of_models_has_the_adapters(http, folders):
@@ -211,102 +198,74 @@ def test_the_list_of_models_has_the_adapters(http, folders):
         fields = {"root": str(root), "parent": parent, "max_model_len": 512}
         return {"id": name, "object": "model", "created": 0, "owned_by": "pagedjax", **fields}
 
-    assert http.get("/v1/models").json() == {"object": "list", "data": [card("tiny", "tiny", None)]}
+    tiny = card("tiny", "tiny", None)
+    assert http.get("/v1/models").json() == {"object": "list", "data": [tiny]}
     must_load(http, "team/poems", folders["two"])
     must_load(http, "mail", folders["one"])
-    cards = [
-        card("tiny", "tiny", None),
-        card("mail", folders["one"], "tiny"),
-        card("team/poems", folders["two"], "tiny"),
-    ]
+    cards = [tiny, card("mail", folders["one"], "tiny"), card("team/poems", folders["two"], "tiny")]
     assert http.get("/v1/models").json()["data"] == cards
     assert [http.get(f"/v1/models/{model['id']}").json() for model in cards] == cards
-    answer = http.get("/v1/models/other")
-    assert answer.status_code == 404
     message = (
         "the model 'other' is not served here; 'tiny' is, and its adapters 'mail', 'team/poems'"
     )
-    assert error_of(answer) == {"message": message, "type": "not_found_error", "param": "model"} | {
-        "code": "model_not_found"
-    }
+    answer = http.get("/v1/models/other")
+    assert_refused(answer, 404, message, "model")
+    assert error_of(answer)["type"] == "not_found_error"
     assert unload(http, "mail", lora_int_id=7).text == "Success: LoRA adapter 'mail' is unloaded."
-    assert (
-        error_of(http.post("/v1/completions", json={"model": "mail", "prompt": "a"}))["code"]
-        == "model_not_found"
-    )
+    answer = http.post("/v1/completions", json={"model": "mail", "prompt": "a"})
+    assert error_of(answer)["code"] == "model_not_found"
 
 
 # --- while requests run ---------------------------------------------------------------------------
 
 
 def test_a_stream_keeps_its_adapter_while_others_are_loaded_and_it_is_replaced_and_unloaded(
-    open_server, http, library, folders, slow
+    open_server, http, expected, folders, slow
 ):
-    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     must_load(http, "mine", folders["one"])
     body = {**GREEDY, "max_tokens": 200, "model": "mine", "prompt": PROMPT, "stream": True}
     with httpx.stream("POST", f"{open_server.url}/v1/completions", json=body, timeout=60) as answer:
-        pieces = texts_of_events(answer.iter_lines())
+        pieces = streamed_texts(answer.iter_lines())
         text = next(pieces)
         must_load(http, "other", folders["three"])
         must_load(http, "mine", folders["two"], load_inplace=True)
-        later = complete(http, **GREEDY, model="mine", prompt=PROMPT)["choices"][0]["text"]
-        of_other = complete(http, **GREEDY, model="other", prompt=PROMPT)["choices"][0]["text"]
+        assert text_of(http, "mine") == expected("two")
+        assert text_of(http, "other") == expected("three")
         assert unload(http, "mine").status_code == 200
-        plain = complete(http, **GREEDY, prompt=PROMPT)["choices"][0]["text"]
+        assert text_of(http, None) == expected(None)
         assert open_server.worker.llm.engine.scheduler_state.running.seqs, (
             "the stream ended too early for this test"
         )
         slow.set()
         text += "".join(pieces)
-    assert text == texts(library, folders, "one", params)
-    assert [later, of_other, plain] == [
-        texts(library, folders, name) for name in ("two", "three", None)
-    ]
+    assert text == expected("one", 200)
 
 
-def test_many_clients_load_and_unload_under_load_and_no_answer_is_wrong(
-    open_server, http, library, folders
-):
+def test_many_clients_load_and_unload_under_load_and_no_answer_is_wrong(http, expected, folders):
     """A request is answered by the adapter of its name, or refused because the adapter has gone."""
     must_load(http, "stays", folders["one"])
-    expected = {"stays": texts(library, folders, "one"), "comes": texts(library, folders, "two")}
+    texts = {"stays": expected("one"), "comes": expected("two")}
 
-    async def ask(client: httpx.AsyncClient, name: str) -> int:
-        answer = await client.post(
-            "/v1/completions", json={**GREEDY, "model": name, "prompt": PROMPT}
-        )
+    def ask(name: str) -> int:
+        answer = http.post("/v1/completions", json={**GREEDY, "model": name, "prompt": PROMPT})
         if answer.status_code == 200:
-            assert answer.json()["choices"][0]["text"] == expected[name]
+            assert answer.json()["choices"][0]["text"] == texts[name]
         else:
             assert answer.status_code in (400, 404)
             assert "'comes' is not" in error_of(answer)["message"]
             assert name == "comes"
         return answer.status_code
 
-    async def change(client: httpx.AsyncClient) -> None:
+    with ThreadPoolExecutor(62) as pool:
+        codes = [pool.submit(ask, name) for name in ["stays", "comes"] * 30]
         for _ in range(15):
-            body = {"lora_name": "comes", "lora_path": str(folders["two"])}
-            codes = [
-                response.status_code
-                for response in await asyncio.gather(*(twice(client, body) for _ in range(2)))
-            ]
-            assert sorted(codes) == [200, 400], "one of two loads finds the other's adapter"
-            await asyncio.sleep(0.01)
-            assert (
-                await client.post("/v1/unload_lora_adapter", json={"lora_name": "comes"})
-            ).status_code == 200
-
-    def twice(client: httpx.AsyncClient, body: dict[str, Any]) -> Any:
-        return client.post("/v1/load_lora_adapter", json=body)
-
-    async def every() -> list[int]:
-        async with httpx.AsyncClient(base_url=open_server.url, timeout=60) as client:
-            asks = [ask(client, name) for name in ["stays", "comes"] * 30]
-            return (await asyncio.gather(change(client), *asks))[1:]
-
-    codes = asyncio.run(every())
-    assert codes[::2] == [200] * 30
+            loads = [pool.submit(load, http, "comes", folders["two"]) for _ in range(2)]
+            assert sorted(answer.result().status_code for answer in loads) == [200, 400], (
+                "one of two loads finds the other's adapter"
+            )
+            assert unload(http, "comes").status_code == 200
+    assert [code.result() for code in codes[::2]] == [200] * 30
+    assert all(code.result() for code in codes)
 
 
 def test_a_request_whose_adapter_goes_before_it_is_queued_is_refused(
@@ -317,11 +276,8 @@ def test_a_request_whose_adapter_goes_before_it_is_queued_is_refused(
     monkeypatch.setattr(adapters, "check_model", lambda llm, model, base: None)
     assert unload(http, "one").status_code == 200
     answer = http.post("/v1/completions", json={"model": "one", "prompt": ["a", "b"]})
-    assert answer.status_code == 400
-    assert (
-        error_of(answer)["message"]
-        == "adapter 'one' is not loaded; loaded are none; load it first (load_adapter)"
-    )
+    message = "adapter 'one' is not loaded; loaded are none; load it first (load_adapter)"
+    assert_refused(answer, 400, message)
     assert idle(open_server.worker)
 
 
@@ -365,131 +321,93 @@ def test_a_change_that_fails_changes_nothing_and_one_behind_the_end_is_refused(t
 
 def test_the_routes_are_off_by_default_and_have_the_key(library, folders):
     before = set(library.engine.adapters)
+    message = "this server loads and unloads no adapters for clients; have the operator start it "
+    message += "with --allow-runtime-lora-updating"
     with served_to(library, api_key="sesame") as (_, http):
         for answer in (load(http, "one", folders["one"]), unload(http, "one")):
             assert (answer.status_code, error_of(answer)["code"]) == (401, "invalid_api_key")
         http.headers["Authorization"] = "Bearer sesame"
         for answer in (load(http, "one", folders["one"]), unload(http, "one")):
-            assert answer.status_code == 404
-            message = "this server loads and unloads no adapters for clients; have the operator start it with"
-            assert error_of(answer)["message"] == f"{message} --allow-runtime-lora-updating"
+            assert_refused(answer, 404, message)
     assert set(library.engine.adapters) == before
 
 
-def test_an_adapter_that_is_loaded_is_replaced_only_in_place(http, library, folders, tmp_path):
-    shutil.copytree(folders["one"], tmp_path / "mine")
-    must_load(http, "mine", tmp_path / "mine")
-    shutil.copytree(folders["two"], tmp_path / "mine", dirs_exist_ok=True)
+def test_an_adapter_that_is_loaded_is_replaced_only_in_place(http, expected, folders, tmp_path):
+    folder = shutil.copytree(folders["one"], tmp_path / "mine")
+    must_load(http, "mine", folder)
+    shutil.copytree(folders["two"], folder, dirs_exist_ok=True)
+    message = "lora_name: adapter 'mine' has already been loaded; set load_inplace to true to "
+    message += "replace it, or unload it first"
     for fields in ({}, {"load_inplace": False}, {"load_inplace": None}):
-        answer = load(http, "mine", tmp_path / "mine", **fields)
-        assert (answer.status_code, error_of(answer)["param"]) == (400, "lora_name")
-        message = "lora_name: adapter 'mine' has already been loaded"
-        assert (
-            error_of(answer)["message"]
-            == f"{message}; set load_inplace to true to replace it, or unload it first"
-        )
-    text = complete(http, **GREEDY, model="mine", prompt=PROMPT)["choices"][0]["text"]
-    assert text == texts(library, folders, "one")
-    must_load(http, "mine", tmp_path / "mine", load_inplace=True)
-    text = complete(http, **GREEDY, model="mine", prompt=PROMPT)["choices"][0]["text"]
-    assert text == texts(library, folders, "two")
+        assert_refused(load(http, "mine", folder, **fields), 400, message, "lora_name")
+    assert text_of(http, "mine") == expected("one")
+    must_load(http, "mine", folder, load_inplace=True)
+    assert text_of(http, "mine") == expected("two")
 
 
 def test_what_cannot_be_loaded_is_refused_with_the_librarys_text(
     open_server, http, tiny_folder, folders, tmp_path
 ):
-    def refused(
-        answer: httpx.Response, status: int, message: str, param: str | None = None
-    ) -> None:
-        assert answer.status_code == status, answer.text
-        assert message in error_of(answer)["message"]
-        assert error_of(answer)["param"] == param
-
-    broken = Path(shutil.copytree(folders["one"], tmp_path / "broken"))
+    one = folders["one"]
+    broken = Path(shutil.copytree(one, tmp_path / "broken"))
     (broken / "adapter_model.safetensors").write_bytes(b"abc")
     large = tiny_adapter(tmp_path / "large", tiny_folder, 9)
     dora = tiny_adapter(tmp_path / "dora", tiny_folder, 4, use_dora=True)
     patterns = tiny_adapter(tmp_path / "patterns", tiny_folder, 4, alpha_pattern=[1])
     missing = "has no adapter_config.json; it must be the folder of a LoRA adapter"
-    for wrong in (
-        tmp_path / "nowhere",
-        tmp_path,
-        Path("~no-such-user/a"),
-        folders["one"] / "adapter_config.json",
+    for folder in (tmp_path / "nowhere", Path("~no-such-user/a"), one / "adapter_config.json"):
+        assert_refused(load(http, "a", folder), 404, missing, "lora_path")
+    for folder, message in (
+        (Path("/" + "a" * 4000), "File name too long"),
+        (broken, "truncated or not a safetensors file"),
+        (large, "adapter 'a' has rank 9, and max_lora_rank is 8; set max_lora_rank=9"),
+        (dora, "use_dora is True, which is not supported"),
+        (patterns, "alpha_pattern is [1]; it must be an object"),
     ):
-        refused(load(http, "a", wrong), 404, missing, "lora_path")
-    refused(load(http, "a", Path("/" + "a" * 4000)), 400, "File name too long")
-    refused(load(http, "a", broken), 400, "truncated or not a safetensors file")
-    refused(
-        load(http, "a", large),
-        400,
-        "adapter 'a' has rank 9, and max_lora_rank is 8; set max_lora_rank=9",
-    )
-    refused(load(http, "a", dora), 400, "use_dora is True, which is not supported")
-    refused(load(http, "a", patterns), 400, "alpha_pattern is [1]; it must be an object")
+        assert_refused(load(http, "a", folder), 400, message)
     name_taken = "lora_name: 'tiny' is the name of the model, and an adapter needs its own; choose another name"
-    refused(load(http, "tiny", folders["one"]), 400, name_taken, "lora_name")
-    refused(load(http, "", folders["one"]), 400, "lora_name: ", "lora_name")
-    refused(load(http, "a" * 257, folders["one"]), 400, "lora_name: ", "lora_name")
-    refused(load(http, "a", folders["one"], load_inplace=1), 400, "load_inplace: ", "load_inplace")
-    refused(load(http, "a", folders["one"], other=1), 400, "unknown field 'other'", "other")
-    refused(
-        http.post("/v1/load_lora_adapter", json={"lora_name": "a"}),
-        400,
-        "lora_path: Field",
-        "lora_path",
-    )
-    refused(
-        http.post("/v1/unload_lora_adapter", json={}), 400, "lora_name: Field required", "lora_name"
-    )
-    refused(unload(http, "a"), 404, "adapter 'a' is not loaded; loaded are none", "lora_name")
+    for name, message in (("tiny", name_taken), ("", "lora_name: "), ("a" * 257, "lora_name: ")):
+        assert_refused(load(http, name, one), 400, message, "lora_name")
+    for body, message, param in (
+        ({"lora_path": "a", "load_inplace": 1}, "load_inplace: ", "load_inplace"),
+        ({"lora_path": "a", "other": 1}, "unknown field 'other'", "other"),
+        ({}, "lora_path: Field", "lora_path"),
+    ):
+        answer = http.post("/v1/load_lora_adapter", json={"lora_name": "a", **body})
+        assert_refused(answer, 400, message, param)
+    answer = http.post("/v1/unload_lora_adapter", json={})
+    assert_refused(answer, 400, "lora_name: Field required", "lora_name")
+    gone = "adapter 'a' is not loaded; loaded are none"
+    assert_refused(unload(http, "a"), 404, gone, "lora_name")
     for name in RANKS:
         must_load(http, name, folders[name])
-    refused(
-        load(http, "a", folders["one"]),
-        400,
-        "adapter 'a' has no slot: max_loras is 3, and 3 adapters are loaded",
-    )
+    message = "adapter 'a' has no slot: max_loras is 3, and 3 adapters are loaded"
+    assert_refused(load(http, "a", one), 400, message)
     assert set(open_server.worker.llm.engine.adapters) == set(RANKS)
 
 
 def test_an_engine_without_adapters_refuses_them(tiny_llm, folders):
+    message = "adapter 'one' is wanted, and this engine has none; set enable_lora=True"
     with served_to(tiny_llm, allow_runtime_lora_updating=True) as (_, http):
-        message = "adapter 'one' is wanted, and this engine has none; set enable_lora=True"
-        answer = load(http, "one", folders["one"])
-        assert (answer.status_code, error_of(answer)["message"]) == (400, message)
-        answer = unload(http, "one")
-        assert (answer.status_code, error_of(answer)["message"]) == (404, message)
+        for answer, status in (
+            (load(http, "one", folders["one"]), 400),
+            (unload(http, "one"), 404),
+        ):
+            assert (answer.status_code, error_of(answer)["message"]) == (status, message)
 
 
 # --- the command and the metrics ------------------------------------------------------------------
 
 
-def test_the_command_loads_adapters_at_its_start(tiny_folder, library, folders):
-    sizes = [
-        f"--{name.replace('_', '-')}={value}"
-        for name, value in ENGINE.items()
-        if name != "token_buckets"
-    ]
-    pairs = [f"{name}={folders[name]}" for name in ("one", "two")]
-    words = [
-        *sizes,
-        "--served-model-name",
-        "tiny",
-        "--enable-lora",
-        "--max-loras",
-        "3",
-        "--max-lora-rank",
-        "8",
-    ]
-    words += ["--lora-modules", *pairs, "--token-buckets", "8,64"]
+def test_the_command_loads_adapters_at_its_start(tiny_folder, expected, folders):
+    words = shlex.split("--enable-lora --max-loras 3 --max-lora-rank 8")
+    words += ["--lora-modules", *(f"{name}={folders[name]}" for name in ("one", "two"))]
     with (
-        command(str(tiny_folder), *words) as (_, url),
+        command(str(tiny_folder), *SIZES, "--served-model-name", "tiny", *words) as (_, url),
         httpx.Client(base_url=url, timeout=60) as http,
     ):
         for name in ("one", "two", None):
-            completion = complete(http, **GREEDY, model=name or "tiny", prompt=PROMPT)
-            assert completion["choices"][0]["text"] == texts(library, folders, name)
+            assert text_of(http, name) == expected(name)
         assert load(http, "three", folders["three"]).status_code == 404
 
 
@@ -497,44 +415,36 @@ def test_the_command_loads_adapters_at_its_start(tiny_folder, library, folders):
     ("words", "message"),
     [
         (
-            ["--lora-modules", "a=b"],
+            "--lora-modules a=b",
             "--lora-modules is given, and the engine has no adapters; add --enable-lora",
         ),
         (
-            ["--allow-runtime-lora-updating"],
+            "--allow-runtime-lora-updating",
             "--allow-runtime-lora-updating is given, and the engine has no adapters",
         ),
         (
-            ["--enable-lora", "--lora-modules", "a=b", "a=c"],
+            "--enable-lora --lora-modules a=b a=c",
             "--lora-modules has the name 'a' twice; give each",
         ),
         (
-            ["--enable-lora", "--lora-modules", "a=b", "--lora-modules", "model=c"],
+            "--enable-lora --lora-modules a=b --lora-modules model=c",
             "--lora-modules: 'model' is the name of the model, and an adapter needs its own",
         ),
     ],
 )
 def test_wrong_flags_are_errors_before_the_model_is_loaded(capsys, words, message):
-    assert cli.main(["serve", "nowhere/model", "--port", "0", *words]) == 2
+    assert cli.main(shlex.split(f"serve nowhere/model --port 0 {words}")) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_wrong_folder_of_the_command_is_an_error_before_it_serves(tiny_folder, tmp_path, capsys):
-    words = [
-        "--port",
-        "0",
-        "--enable-lora",
-        "--compilation",
-        "lazy",
-        "--lora-modules",
-        f"a={tmp_path}",
-    ]
-    assert cli.main(["serve", str(tiny_folder), *words]) == 2
+    command = ["serve", str(tiny_folder), *shlex.split("--port 0 --enable-lora --lora-modules")]
+    assert cli.main([*command, f"a={tmp_path}"]) == 2
     printed = capsys.readouterr()
     assert f"{tmp_path} has no adapter_config.json" in printed.err
     assert "serving" not in printed.out
     with pytest.raises(SystemExit):
-        cli.main(["serve", str(tiny_folder), "--lora-modules", "poems"])
+        cli.main([*command, "poems"])
     assert "'poems' is no NAME=FOLDER; write poems=adapters/poems" in capsys.readouterr().err
 
 

@@ -11,13 +11,20 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from pagedjax import LLM
 from pagedjax import llm as llm_module
 from pagedjax.commands import cli
 from pagedjax.engine import background, runtime
 from pagedjax.server import serve
 from tests import quick_compiler
-from tests.server.support import ENGINE, GREEDY, complete, gauge, served_to, start_server
+from tests.server.support import (
+    ENGINE,
+    gauge,
+    post,
+    served_to,
+    server_llm,
+    start_server,
+    text_of,
+)
 
 
 @pytest.fixture
@@ -43,12 +50,12 @@ def event(monkeypatch):
 
 
 def test_a_server_answers_while_programs_are_missing_and_stops_without_them(tiny, tiny_llm, event):
-    llm = LLM(tiny, progress=False, compilation="background", **ENGINE)
+    llm = server_llm(tiny, compilation="background")
     programs = llm.engine.background
     assert programs is not None
     with served_to(llm) as (server, http):
         assert gauge(http.get("/metrics").text, "missing_programs") == 1
-        answer = complete(http, max_tokens=5, ignore_eos=True)["choices"][0]["text"]
+        text = text_of(http, max_tokens=5, ignore_eos=True)
         start = time.perf_counter()
         server.worker.stop()
         assert time.perf_counter() - start < 10
@@ -57,7 +64,7 @@ def test_a_server_answers_while_programs_are_missing_and_stops_without_them(tiny
     programs.join(60)
     with served_to(tiny_llm) as (_, http):
         assert gauge(http.get("/metrics").text, "missing_programs") == 0
-        assert complete(http, max_tokens=5, ignore_eos=True)["choices"][0]["text"] == answer
+        assert text_of(http, max_tokens=5, ignore_eos=True) == text
 
 
 @pytest.mark.parametrize(
@@ -101,23 +108,14 @@ def test_a_signal_ends_a_server_whose_programs_are_missing(
     tiny_folder, tmp_path, monkeypatch, number, statuses
 ):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))  # an empty one
-    sizes = ("--max-num-seqs", "4", "--num-blocks", "64", "--max-num-batched-tokens", "64")
+    words = [str(tiny_folder), "--max-num-seqs=4", "--num-blocks=64", "--served-model-name=tiny"]
+    words.append("--max-num-batched-tokens=64")
     with (tmp_path / "errors").open("w") as errors:
-        process, url = start_server(
-            str(tiny_folder),
-            *sizes,
-            "--served-model-name",
-            "tiny",
-            errors=errors,
-            module="pagedjax",
-        )
+        process, url = start_server(*words, errors=errors, module="pagedjax")
         try:
             with httpx.Client(base_url=url, timeout=60) as http:
                 assert gauge(http.get("/metrics").text, "missing_programs") > 0
-                assert (
-                    http.post("/v1/completions", json={**GREEDY, "prompt": "abc"}).status_code
-                    == 200
-                )
+                assert post(http).status_code == 200
             process.send_signal(number)
             # 0: the parent of the tests may ignore SIGINT, as a shell does for background processes
             assert process.wait(30) in statuses

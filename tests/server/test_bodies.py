@@ -12,11 +12,11 @@ import httpx
 import pytest
 from hypothesis import strategies as st
 
-from pagedjax import LLM, StructuredOutputsParams
+from pagedjax import StructuredOutputsParams
 from pagedjax.text.structured.grammars import grammar_text
 from pagedjax.text.surrogates import halves
 from tests import drawn
-from tests.server.support import ENGINE, serving_without_leaks
+from tests.server.support import server_llm, serving_without_leaks
 
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 TOOL = {
@@ -68,15 +68,14 @@ VALUES = st.recursive(
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of each value in a body."""
     yield path
-    children = (
-        enumerate(value)
-        if isinstance(value, list)
-        else value.items()
-        if isinstance(value, dict)
-        else ()
-    )
+    children = enumerate(value) if isinstance(value, list) else ()
+    children = value.items() if isinstance(value, dict) else children
     for key, child in children:
         yield from places(child, (*path, key))
+
+
+def post_raw(http: httpx.Client, route: str, content: bytes) -> httpx.Response:
+    return http.post(route, content=content, headers={"content-type": "application/json"})
 
 
 def changed(body: Any, path: tuple[Any, ...], value: Any) -> Any:
@@ -103,7 +102,7 @@ def bodies(draw: Any) -> tuple[str, Any]:
 @pytest.fixture(scope="module")
 def small(tiny) -> Iterator[httpx.Client]:
     """A server with short sequences, so that what is right is answered soon."""
-    llm = LLM(tiny, progress=False, **ENGINE, max_model_len=64)
+    llm = server_llm(tiny, max_model_len=64)
     with (
         serving_without_leaks(llm, allow_user=True) as server,
         httpx.Client(base_url=server.url, timeout=60) as client,
@@ -116,15 +115,10 @@ def small(tiny) -> Iterator[httpx.Client]:
 def test_any_body_is_answered_or_refused_with_a_sentence(small, number):
     def holds(case: tuple[str, Any]) -> None:
         route, body = case
-        raw = json.dumps(body).encode()  # \ud800 is spelled in ASCII
-        answer = small.post(route, content=raw, headers={"content-type": "application/json"})
+        answer = post_raw(small, route, json.dumps(body).encode())  # \ud800 is spelled in ASCII
         assert answer.status_code < 500, answer.text
         if answer.headers["content-type"].startswith("text/event-stream"):
-            lines = [
-                line.removeprefix("data: ")
-                for line in answer.text.splitlines()
-                if line.startswith("data: ")
-            ]
+            lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
             assert lines[-1] == "[DONE]" or route == "/v1/responses"
             for line in lines:
                 assert line == "[DONE]" or json.loads(line)
@@ -138,6 +132,10 @@ def test_any_body_is_answered_or_refused_with_a_sentence(small, number):
     drawn.check(number, holds, bodies())
 
 
+def user(content: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content, **fields}]}
+
+
 @pytest.mark.parametrize(
     ("route", "body", "place"),
     [
@@ -145,32 +143,20 @@ def test_any_body_is_answered_or_refused_with_a_sentence(small, number):
         ("/v1/completions", {"prompt": "a", "user": "\udfff"}, "user"),
         ("/v1/completions", {"prompt": ["a", "\ud83d"], "stream": True}, "prompt.1"),
         ("/v1/completions", {"prompt": "a", "stop": ["\ud800"]}, "stop.0"),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "\ud800"}]},
-            "messages.0.content",
-        ),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "a", "\ud800": 1}]},
-            "messages.0",
-        ),
+        ("/v1/chat/completions", user("\ud800"), "messages.0.content"),
+        ("/v1/chat/completions", user("a", **{"\ud800": 1}), "messages.0"),
         ("/v1/responses", {"input": "\ud800", "stream": True}, "input"),
         ("/v1/embeddings", {"input": "\ud800"}, "input"),
         ("/tokenize", {"prompt": "\ud800"}, "prompt"),
     ],
 )
 def test_half_of_a_surrogate_pair_is_a_400_that_names_its_place(small, route, body, place):
-    answer = small.post(
-        route, content=json.dumps(body).encode(), headers={"content-type": "application/json"}
-    )
+    answer = post_raw(small, route, json.dumps(body).encode())
     error = answer.json()["error"]
     assert answer.status_code == 400
     assert error["param"] == place
-    assert (
-        error["message"]
-        == f"{place} has half of a surrogate pair; remove it, or send the whole character"
-    )
+    message = f"{place} has half of a surrogate pair; remove it, or send the whole character"
+    assert error["message"] == message
 
 
 def test_halves_as_bytes_and_in_other_encodings_are_refused(small):
@@ -178,7 +164,7 @@ def test_halves_as_bytes_and_in_other_encodings_are_refused(small):
         b'{"prompt": "\xed\xa0\x80"}',
         '{"prompt": "\ud800"}'.encode("utf-16", "surrogatepass"),
     ):
-        answer = small.post("/tokenize", content=raw, headers={"content-type": "application/json"})
+        answer = post_raw(small, "/tokenize", raw)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
     arguments = {
         "role": "assistant",
@@ -196,9 +182,5 @@ def test_halves_as_bytes_and_in_other_encodings_are_refused(small):
 
 def test_whole_pairs_and_spelled_backslashes_are_texts(small):
     for text in ("\U0001f600", "\\ud800", "\\\\ud83d"):
-        answer = small.post("/tokenize", json={"prompt": text})
-        assert answer.status_code == 200
-        assert (
-            small.post("/detokenize", json={"tokens": answer.json()["tokens"]}).json()["prompt"]
-            == text
-        )
+        ids = small.post("/tokenize", json={"prompt": text}).json()["tokens"]
+        assert small.post("/detokenize", json={"tokens": ids}).json() == {"prompt": text}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -27,8 +28,8 @@ OFFLINE = {
     "HF_DATASETS_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "NO_COLOR": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
 }
-OFFLINE |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 def program(name: str) -> str:
@@ -79,26 +80,17 @@ def test_an_evaluation_harness_gets_the_scores_of_the_library(
     }
     (tmp_path / "cats.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
     endpoint = f"base_url={served.url}/v1/completions,model=tiny,tokenizer={tiny_folder},num_concurrent=2,max_length=512"
-    model = ("--model", "local-completions", "--model_args", endpoint)
-    options = (
-        "--include_path",
-        str(tmp_path),
-        "--tasks",
-        "cats",
-        "--log_samples",
-        "--output_path",
-        str(tmp_path / "out"),
-    )
-    run(program("lm_eval"), *model, *options, cwd=tmp_path)
+    model = f"--model local-completions --model_args {endpoint}"
+    options = f"--include_path {tmp_path} --tasks cats --log_samples --output_path {tmp_path}/out"
+    run(program("lm_eval"), *shlex.split(f"{model} {options}"), cwd=tmp_path)
     (file,) = (tmp_path / "out").rglob("samples_cats*.jsonl")
     samples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert len(samples) == len(questions)
     for sample in samples:
         doc = sample["doc"]
         logprobs = [float(response[0][0]) for response in sample["resps"]]
-        assert logprobs == pytest.approx(
-            [score(reference, doc["context"], c) for c in doc["choices"]], abs=1e-3
-        )
+        scores = [score(reference, doc["context"], choice) for choice in doc["choices"]]
+        assert logprobs == pytest.approx(scores, abs=1e-3)
 
 
 def score(llm, context: str, continuation: str) -> float:
@@ -106,7 +98,7 @@ def score(llm, context: str, continuation: str) -> float:
     tokens = llm.tokenizer.encode(context + continuation)
     start = len(llm.tokenizer.encode(context))
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    (output,) = llm.generate(tokens, params, use_tqdm=False)
+    (output,) = llm.generate(tokens, params)
     positions = zip(tokens[start:], output.prompt_logprobs[start:], strict=True)
     return sum(position[token].logprob for token, position in positions)
 

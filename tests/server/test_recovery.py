@@ -5,21 +5,23 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 
 import httpx
 import pytest
 
-from pagedjax import LLM, SamplingParams
 from pagedjax.engine import step
 from pagedjax.text.outputs import OutputBuilder
+from tests.engine.runs import answers, greedy
 from tests.server.support import (
-    ENGINE,
-    GREEDY,
     complete,
     error_of,
     idle,
+    post,
     served_to,
-    serving,
+    server_llm,
+    streamed_texts,
+    text_of,
     wait_until,
 )
 
@@ -50,54 +52,41 @@ def failing(monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_step_that_fails_once_changes_no_token(tiny, reference, failing, caplog, stream):
-    llm = LLM(tiny, progress=False, **ENGINE)
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    (expected,) = reference.generate("abc", params, use_tqdm=False)
+    (expected,) = answers(reference, "abc", greedy(12))
     failed = failing(lambda call: call in (1, 5, 6, 9))
     options = {"max_tokens": 12, "ignore_eos": True}
-    with served_to(llm) as (server, http), caplog.at_level(logging.ERROR, "pagedjax.server"):
+    with (
+        served_to(server_llm(tiny)) as (server, http),
+        caplog.at_level(logging.ERROR, "pagedjax.server"),
+    ):
         if stream:
-            answer = http.post(
-                "/v1/completions", json={**GREEDY, "prompt": "abc", "stream": True, **options}
-            )
-            events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
-            text = "".join(
-                choice["text"] for event in events for choice in json.loads(event)["choices"]
-            )
+            lines = post(http, stream=True, **options).text.splitlines()
+            text = "".join(streamed_texts(lines))
         else:
-            text = complete(http, **options)["choices"][0]["text"]
-        assert text == expected.outputs[0].text
+            text = text_of(http, **options)
+        assert text == expected.text
         assert http.get("/health").status_code == 200
         assert http.get("/viewer/steps").status_code == 200
         wait_until(lambda: idle(server.worker))
     assert failed == [1, 5, 6, 9]
-    logged = [
-        record.getMessage() for record in caplog.records if "step failed" in record.getMessage()
-    ]
-    assert [text.split("(")[1].split(")")[0] for text in logged] == [
-        f"{count} of 3 in a row" for count in (1, 1, 2, 1)
-    ]
+    counts = re.findall(r"step failed.*?\((\d) of 3 in a row\)", caplog.text)
+    assert counts == ["1", "1", "2", "1"]
+
+
+def assert_stopped(answer: httpx.Response, message: str) -> None:
+    assert (answer.status_code, error_of(answer)["code"]) == (503, "engine_stopped")
+    assert error_of(answer)["message"] == f"the engine failed: {message}"
 
 
 def test_three_failed_steps_in_a_row_end_the_engine(tiny, failing):
     failed = failing(lambda call: call > 2)
-    with served_to(LLM(tiny, progress=False, **ENGINE)) as (_, http):
+    with served_to(server_llm(tiny)) as (_, http):
         assert complete(http, max_tokens=2)["choices"]
-        answer = http.post("/v1/completions", json={**GREEDY, "prompt": "abc"})
-        assert (answer.status_code, error_of(answer)["code"]) == (503, "engine_stopped")
-        assert error_of(answer)["message"] == "the engine failed: the device is out of memory"
+        assert_stopped(post(http), "the device is out of memory")
         assert failed == [3, 4, 5]
         assert http.get("/health").status_code == 503
-        assert http.post("/v1/completions", json={**GREEDY, "prompt": "abc"}).status_code == 503
+        assert post(http).status_code == 503
         assert http.post("/generate", json={"prompt": "abc"}).status_code == 503
-
-
-def test_a_successful_step_resets_the_count_of_failed_steps(tiny, failing):
-    failing(lambda call: call in (2, 3, 5, 6))
-    with served_to(LLM(tiny, progress=False, **ENGINE)) as (server, http):
-        for _ in range(3):
-            assert complete(http, max_tokens=3)["choices"]
-        assert server.worker.healthy
 
 
 def test_an_error_after_a_step_ends_the_engine_because_its_tokens_are_lost(tiny, monkeypatch):
@@ -109,33 +98,24 @@ def test_an_error_after_a_step_ends_the_engine_because_its_tokens_are_lost(tiny,
             raise RuntimeError("no text")
         return push(*args)
 
-    with served_to(LLM(tiny, progress=False, **ENGINE)) as (_, http):
+    with served_to(server_llm(tiny)) as (_, http):
         monkeypatch.setattr(OutputBuilder, "push", faulty)
-        answer = http.post(
-            "/v1/completions", json={**GREEDY, "prompt": "abc", "max_tokens": 8, "ignore_eos": True}
-        )
-        assert (answer.status_code, error_of(answer)["message"]) == (
-            503,
-            "the engine failed: no text",
-        )
+        assert_stopped(post(http, max_tokens=8, ignore_eos=True), "no text")
 
 
 def test_an_error_while_a_request_is_queued_is_answered(tiny, monkeypatch):
-    llm = LLM(tiny, progress=False, **ENGINE)
+    llm = server_llm(tiny)
     with served_to(llm) as (server, http):
         monkeypatch.setattr(llm.engine, "_submit", lambda request: 1 / 0)
-        answer = http.post("/v1/completions", json={**GREEDY, "prompt": "abc"}, timeout=10)
-        assert (answer.status_code, error_of(answer)["code"]) == (503, "engine_stopped")
-        assert error_of(answer)["message"] == "the engine failed: division by zero"
+        assert_stopped(post(http), "division by zero")
         wait_until(lambda: not server.worker.healthy)
         assert http.get("/health").status_code == 503
 
 
 def test_a_stream_ends_with_an_error_when_the_engine_ends(tiny, failing):
     failing(lambda call: call > 4)
-    with serving(LLM(tiny, progress=False, **ENGINE)) as server:
-        options = {**GREEDY, "prompt": "abc", "max_tokens": 30, "ignore_eos": True, "stream": True}
-        answer = httpx.post(f"{server.url}/v1/completions", json=options, timeout=60)
+    with served_to(server_llm(tiny)) as (_, http):
+        answer = post(http, max_tokens=30, ignore_eos=True, stream=True)
     events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
     assert json.loads(events[-2])["error"]["type"] == "server_error"
     assert events[-1] == "[DONE]"

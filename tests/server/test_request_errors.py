@@ -24,14 +24,21 @@ CONTENT = 'messages.0.content must be a text, or a list of {"type": "text", "tex
 
 
 def errors(kind: type[BaseModel], fields: dict) -> list:
-    """The errors of a body that is refused, in FastAPI's format."""
+    """The errors of a body with wrong fields, in FastAPI's format."""
     with pytest.raises(ValidationError) as caught:
-        kind.model_validate(fields)
+        kind.model_validate({**RIGHT.get(kind, {}), **fields})
     return [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
 
 
 def user(content: object, **fields: object) -> list[dict]:
     return [{"role": "user", "content": content, **fields}]
+
+
+RIGHT: dict[type[BaseModel], dict] = {
+    CompletionRequest: {"prompt": "a"},
+    LectureRequest: {"prompt": "a"},
+    ChatRequest: {"messages": user("a")},
+}
 
 
 @pytest.mark.parametrize(
@@ -44,52 +51,52 @@ def user(content: object, **fields: object) -> list[dict]:
         (CompletionRequest, {"prompt": [20, *["a"] * MANY]}, PROMPT),
         (
             CompletionRequest,
-            {"prompt": "a", "stop": [{}] * MANY},
+            {"stop": [{}] * MANY},
             "stop must be a text, or a list of texts",
         ),
         (
             CompletionRequest,
-            {"prompt": "a", "stop_token_ids": ["a"] * MANY},
+            {"stop_token_ids": ["a"] * MANY},
             "stop_token_ids.0: Input should be",
         ),
         (
             CompletionRequest,
-            {"prompt": "a", "allowed_token_ids": [20] * MANY},
+            {"allowed_token_ids": [20] * MANY},
             "allowed_token_ids: List should have",
         ),
         (
             CompletionRequest,
-            {"prompt": "a", "taps": {"hidden_states": [0]}},
+            {"taps": {"hidden_states": [0]}},
             "unknown field 'taps'",
         ),
         (
             CompletionRequest,
-            {"prompt": "a", "vllm_xargs": FIELDS},
+            {"vllm_xargs": FIELDS},
             "vllm_xargs: it has 20000 fields; the limit is",
         ),
         (
             CompletionRequest,
-            {"prompt": "a", "vllm_xargs": {"b": {}}},
+            {"vllm_xargs": {"b": {}}},
             "vllm_xargs: 'b' must be a text, a number,",
         ),
         (
             CompletionRequest,
-            {"prompt": "a", "vllm_xargs": {"b": [1] * MANY}},
+            {"vllm_xargs": {"b": [1] * MANY}},
             "vllm_xargs: 'b' must be a text, a number,",
         ),
         (
             CompletionRequest,
-            {"prompt": "a", "logit_bias": FIELDS},
+            {"logit_bias": FIELDS},
             "logit_bias: it has 20000 fields; the limit is",
         ),
         (
             CompletionRequest,
-            {"prompt": "a", **FIELDS},
+            FIELDS,
             "the body: it has 20001 fields; the limit is 256",
         ),
         (
             CompletionRequest,
-            {"prompt": "a", "stream_options": FIELDS},
+            {"stream_options": FIELDS},
             "stream_options: it has 20000 fields; the",
         ),
         (ChatRequest, {"messages": [{}] * MANY}, "messages.0.role: Field required"),
@@ -102,12 +109,12 @@ def user(content: object, **fields: object) -> list[dict]:
         ),
         (
             ChatRequest,
-            {"messages": user("a"), "tools": [{}] * MANY},
+            {"tools": [{}] * MANY},
             "tools: List should have at most 128 items",
         ),
         (
             ChatRequest,
-            {"messages": user("a"), "modalities": ["a"] * MANY},
+            {"modalities": ["a"] * MANY},
             "modalities: answers are text",
         ),
         (
@@ -146,34 +153,33 @@ def test_other_forms_of_a_prompt_are_refused(prompt):
 
 
 HUGE = 10**400
-COMPLETION = {"prompt": "a"}
 
 
 @pytest.mark.parametrize(
     ("kind", "fields", "limit"),
     [
-        (CompletionRequest, COMPLETION | {"max_tokens": HUGE}, "less than 2147483648"),
-        (CompletionRequest, COMPLETION | {"min_tokens": HUGE}, "less than 2147483648"),
-        (CompletionRequest, COMPLETION | {"top_k": 2**31}, "less than 2147483648"),
-        (CompletionRequest, COMPLETION | {"length_penalty": 1e308}, "less than or equal to 10"),
+        (CompletionRequest, {"max_tokens": HUGE}, "less than 2147483648"),
+        (CompletionRequest, {"min_tokens": HUGE}, "less than 2147483648"),
+        (CompletionRequest, {"top_k": 2**31}, "less than 2147483648"),
+        (CompletionRequest, {"length_penalty": 1e308}, "less than or equal to 10"),
         (
             CompletionRequest,
-            COMPLETION | {"length_penalty": -1e308},
+            {"length_penalty": -1e308},
             "greater than or equal to -10",
         ),
-        (CompletionRequest, COMPLETION | {"stop": "a" * (MAX_STOP + 1)}, "at most 1000 characters"),
+        (CompletionRequest, {"stop": "a" * (MAX_STOP + 1)}, "at most 1000 characters"),
         (
             CompletionRequest,
-            COMPLETION | {"stop": ["b", "a" * (MAX_STOP + 1)]},
+            {"stop": ["b", "a" * (MAX_STOP + 1)]},
             "at most 1000 characters",
         ),
-        (ChatRequest, {"messages": user("a"), "max_tokens": HUGE}, "less than 2147483648"),
+        (ChatRequest, {"max_tokens": HUGE}, "less than 2147483648"),
         (
             ChatRequest,
-            {"messages": user("a"), "max_completion_tokens": HUGE},
+            {"max_completion_tokens": HUGE},
             "less than 2147483648",
         ),
-        (LectureRequest, COMPLETION | {"max_length": HUGE}, "less than 2147483648"),
+        (LectureRequest, {"max_length": HUGE}, "less than 2147483648"),
     ],
 )
 def test_a_number_above_its_limit_is_refused_with_the_limit(kind, fields, limit):
@@ -184,21 +190,30 @@ def test_a_number_above_its_limit_is_refused_with_the_limit(kind, fields, limit)
     assert field == name
 
 
-def test_a_json_error_names_the_place():
-    error = {
-        "type": "json_invalid",
-        "loc": ("body", 15),
-        "msg": "JSON decode error",
-        "ctx": {"error": "Expecting ','"},
-    }
-    assert first_error([error]) == ("the body is not JSON: Expecting ',' at character 15", None)
-
-
-def test_a_parameter_of_the_url_is_named():
-    for place in ("query", "path"):
-        error = {
-            "type": "int_parsing",
-            "loc": (place, "since"),
-            "msg": "Input should be a valid integer",
-        }
-        assert first_error([error]) == ("since: Input should be a valid integer", "since")
+@pytest.mark.parametrize(
+    ("error", "message", "field"),
+    [
+        (
+            {
+                "type": "json_invalid",
+                "loc": ("body", 15),
+                "msg": "JSON decode error",
+                "ctx": {"error": "Expecting ','"},
+            },
+            "the body is not JSON: Expecting ',' at character 15",
+            None,
+        ),
+        (
+            {"type": "int_parsing", "loc": ("query", "since"), "msg": "Input should be"},
+            "since: Input should be",
+            "since",
+        ),
+        (
+            {"type": "int_parsing", "loc": ("path", "since"), "msg": "Input should be"},
+            "since: Input should be",
+            "since",
+        ),
+    ],
+)
+def test_a_parameter_of_the_url_and_a_place_in_json_are_named(error, message, field):
+    assert first_error([error]) == (message, field)

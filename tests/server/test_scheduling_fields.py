@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from types import SimpleNamespace
 
 import pytest
 
-from pagedjax import LLM
 from pagedjax.commands import cli
 from pagedjax.server import serve
-from tests.server.support import ENGINE, GREEDY, complete, error_of, served_to
+from tests.server.support import GREEDY, complete, error_of, served_to, server_llm
 
 
 @pytest.fixture
 def llm(tiny, monkeypatch):
     """It has `orders`: the priority and user that each request had in the engine."""
-    built = LLM(tiny, progress=False, **ENGINE)
+    built = server_llm(tiny)
     submit = built.engine._submit
     orders = []
 
@@ -71,11 +71,11 @@ def test_the_user_counts_only_if_the_operator_allows_it(llm, allowed, user):
     assert llm.orders == [(0, user)]
 
 
-@pytest.mark.parametrize(("words", "warnings"), [([], 1), (["--allow-user"], 0)])
+@pytest.mark.parametrize(("words", "warnings"), [("", 1), ("--allow-user", 0)])
 def test_the_policy_fair_without_users_is_a_warning(monkeypatch, caplog, words, warnings):
     llm = SimpleNamespace(engine=SimpleNamespace(record=lambda path: None, background=None))
     monkeypatch.setattr(serve, "LLM", lambda *args, **options: llm)
     monkeypatch.setattr(serve, "serve", lambda *args, **options: None)
     with caplog.at_level(logging.WARNING, "pagedjax.server"):
-        assert cli.main(["serve", "x", "--port", "0", "--policy", "fair", *words]) == 0
+        assert cli.main(shlex.split(f"serve x --port 0 --policy fair {words}")) == 0
     assert sum("--allow-user" in record.getMessage() for record in caplog.records) == warnings

@@ -10,8 +10,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 
-from pagedjax import LLM
-from tests.server.support import ENGINE, serving_without_leaks
+from tests.server.support import server_llm, serving_without_leaks
 
 EXAMPLES = 4  # of each operation
 
@@ -19,7 +18,7 @@ EXAMPLES = 4  # of each operation
 @pytest.fixture(scope="module")
 def small(tiny):
     """A server with short sequences, so that valid requests are answered soon."""
-    llm = LLM(tiny, progress=False, **ENGINE | {"max_model_len": 24, "token_buckets": (64,)})
+    llm = server_llm(tiny, max_model_len=24, token_buckets=(64,))
     with serving_without_leaks(llm, allow_runtime_lora_updating=True) as server:
         yield server
 

@@ -48,14 +48,16 @@ class Run:
         result = StepResult(plan, events, started, ended, 0.0, 8, 0, {"beams": beams})
         self.metrics.stepped(self.state, result, events, self.state)
 
-    def value(self, name: str, **labels: str) -> float:
-        all_labels = {"model_name": "m", **labels}
+    def check(self, **expected: float) -> None:
+        """Values by name."""
         families = text_string_to_metric_families(self.metrics.text(0))
-        samples = (sample for family in families for sample in family.samples)
-        (number,) = (
-            s.value for s in samples if s.name == f"pagedjax:{name}" and s.labels == all_labels
-        )
-        return number
+        samples = {
+            sample.name.removeprefix("pagedjax:"): sample.value
+            for family in families
+            for sample in family.samples
+            if sample.labels.get("finished_reason", "length") == "length"
+        }
+        assert {name: samples[name] for name in expected} == expected
 
 
 @pytest.fixture
@@ -70,13 +72,13 @@ def test_branches_share_the_queue_and_prefill_times_of_the_first(run):
         20, 21, {"0": 1, "1": 1}, Sampled(1, ("0", "1"), (7, 8)), Finished(1, "0", "length", 2)
     )
     run.step(21, 22, {"1": 1}, Sampled(2, ("1",), (7,)), Finished(2, "1", "length", 2))
-    assert (
-        run.value("request_queue_time_seconds_count"),
-        run.value("request_queue_time_seconds_sum"),
-    ) == (2, 20)
-    assert run.value("request_prefill_time_seconds_sum") == (20 - 10) + (21 - 10)
-    assert run.value("request_inference_time_seconds_sum") == (21 - 10) + (22 - 10)
-    assert run.value("e2e_request_latency_seconds_sum") == 21 + 22
+    run.check(
+        request_queue_time_seconds_count=2,
+        request_queue_time_seconds_sum=20,
+        request_prefill_time_seconds_sum=(20 - 10) + (21 - 10),
+        request_inference_time_seconds_sum=(21 - 10) + (22 - 10),
+        e2e_request_latency_seconds_sum=21 + 22,
+    )
 
 
 def test_the_time_of_an_output_token_is_that_of_the_tokens_after_the_first(run):
@@ -84,8 +86,10 @@ def test_the_time_of_an_output_token_is_that_of_the_tokens_after_the_first(run):
     run.step(10, 20, {"0": 4}, Sampled(0, ("0",), (7,)))
     run.step(20, 22, {"0": 1}, Sampled(1, ("0",), (7,)))
     run.step(22, 26, {"0": 1}, Sampled(2, ("0",), (7,)), Finished(2, "0", "length", 3))
-    assert run.value("request_decode_time_seconds_sum") == 26 - 20
-    assert run.value("request_time_per_output_token_seconds_sum") == (26 - 20) / 2
+    run.check(
+        request_decode_time_seconds_sum=26 - 20,
+        request_time_per_output_token_seconds_sum=(26 - 20) / 2,
+    )
 
 
 def test_a_beam_search_counts_as_one_request_with_the_tokens_it_found(run):
@@ -96,20 +100,16 @@ def test_a_beam_search_counts_as_one_request_with_the_tokens_it_found(run):
     hypotheses = tuple(Hypothesis((7,) * count, -1.0, -1.0, "length") for count in (3, 2))
     ends = tuple(Finished(2, name, "length", 2) for name in names)
     run.step(4, 7, {"0": 1, "1": 1}, *ends, beams=(BeamResult("0", hypotheses),))
-    assert run.value("request_params_n_sum") == 2
-    assert run.value("generation_tokens_total") == 5
-    assert (
-        run.value("request_generation_tokens_count"),
-        run.value("request_generation_tokens_sum"),
-    ) == (2, 5)
-    assert run.value("time_to_first_token_seconds_sum") == 2
-    assert (
-        run.value("inter_token_latency_seconds_count"),
-        run.value("inter_token_latency_seconds_sum"),
-    ) == (2, 5)
-    assert (
-        run.value("e2e_request_latency_seconds_count"),
-        run.value("e2e_request_latency_seconds_sum"),
-    ) == (1, 7)
-    assert run.value("request_queue_time_seconds_sum") == 1
-    assert run.value("request_success_total", finished_reason="length") == 2
+    run.check(
+        request_params_n_sum=2,
+        generation_tokens_total=5,
+        request_generation_tokens_count=2,
+        request_generation_tokens_sum=5,
+        time_to_first_token_seconds_sum=2,
+        inter_token_latency_seconds_count=2,
+        inter_token_latency_seconds_sum=5,
+        e2e_request_latency_seconds_count=1,
+        e2e_request_latency_seconds_sum=7,
+        request_queue_time_seconds_sum=1,
+        request_success_total=2,
+    )

@@ -10,10 +10,16 @@ import time
 import httpx
 import pytest
 
-from pagedjax import LLM, SamplingParams
+from pagedjax import SamplingParams
 from pagedjax.engine import step
 from pagedjax.server import vllmini
-from tests.server.support import ENGINE, complete, error_of, idle, served_to, wait_until
+from tests.server.support import complete, error_of, idle, served_to, server_llm, wait_until
+
+
+def generate(http, **options) -> str:
+    answer = http.post("/generate", json={"prompt": "abc", **options})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["sequence_id"]
 
 
 @pytest.fixture
@@ -25,37 +31,26 @@ def slow(monkeypatch):
     )
 
 
-def post(http, **options) -> str:
-    answer = http.post("/generate", json={"prompt": "abc", **options})
-    assert answer.status_code == 200, answer.text
-    return answer.json()["sequence_id"]
-
-
 def status(http, name) -> str:
     return http.get(f"/result/{name}").json()["status"]
 
 
 def test_a_generation_is_started_and_its_text_is_read_later(http, reference):
-    (expected,) = reference.generate(
-        "abc", SamplingParams(temperature=0.0, max_tokens=60), use_tqdm=False
-    )
-    answers = []
-    name = post(http, max_length=len(expected.prompt_token_ids) + 60)
-    wait_until(
-        lambda: (
-            answers.append(http.get(f"/result/{name}").json())
-            or answers[-1]["status"] != "in progress"
-        )
-    )
+    (expected,) = reference.generate("abc", SamplingParams(temperature=0.0, max_tokens=60))
+    text = expected.outputs[0].text
+    results = []
+    name = generate(http, max_length=len(expected.prompt_token_ids) + 60)
+    while not results or results[-1]["status"] == "in progress":
+        results.append(http.get(f"/result/{name}").json())
+    assert results[-1] == {"status": "completed", "generated": text}
+    for partial in results:
+        assert text.startswith(partial["generated"])
     answer = http.post("/generate", json={"prompt": "abc the cat", "max_length": 1})
-    assert answers[-1] == {"status": "completed", "generated": expected.outputs[0].text}
-    for partial in answers:
-        assert expected.outputs[0].text.startswith(partial["generated"])
     assert "at least" in error_of(answer)["message"]
 
 
 def test_ids_cannot_be_guessed(http):
-    names = [post(http, max_length=8) for _ in range(3)]
+    names = [generate(http, max_length=8) for _ in range(3)]
     for name in names:
         wait_until(lambda name=name: status(http, name) == "completed")
     for guess in (*range(8), names[0][:-1], names[0] + "A"):
@@ -65,8 +60,8 @@ def test_ids_cannot_be_guessed(http):
 
 
 def test_a_result_is_forgotten_when_no_client_asks_for_it(tiny):
-    with served_to(LLM(tiny, progress=False, **ENGINE), result_seconds=1.0) as (_, http):
-        name = post(http, max_length=8)
+    with served_to(server_llm(tiny), result_seconds=1.0) as (_, http):
+        name = generate(http, max_length=8)
         end = time.monotonic() + 2.0
         while time.monotonic() < end:  # each GET keeps it for one more second
             assert status(http, name) in ("in progress", "completed")
@@ -76,8 +71,8 @@ def test_a_result_is_forgotten_when_no_client_asks_for_it(tiny):
 
 
 def test_a_generation_is_cancelled_when_no_client_asks_for_its_result(tiny, slow):
-    with served_to(LLM(tiny, progress=False, **ENGINE), result_seconds=0.3) as (server, http):
-        name = post(http, max_length=480)
+    with served_to(server_llm(tiny), result_seconds=0.3) as (server, http):
+        name = generate(http, max_length=480)
         wait_until(lambda: server.worker.llm.engine.scheduler_state.running.seqs)
         wait_until(lambda: idle(server.worker), seconds=5)
         assert status(http, name) == "not found"
@@ -96,7 +91,7 @@ def test_a_generation_is_cancelled_when_the_client_leaves_before_the_answer(
         assert resume.wait(30)
         return send(*args, **options)
 
-    with served_to(LLM(tiny, progress=False, **ENGINE)) as (server, http):
+    with served_to(server_llm(tiny)) as (server, http):
         monkeypatch.setattr(step, "send", blocking)
         thread = threading.Thread(target=complete, args=(http,), kwargs={"max_tokens": 3})
         thread.start()
@@ -113,36 +108,29 @@ def test_a_generation_is_cancelled_when_the_client_leaves_before_the_answer(
 
 def test_the_oldest_completed_result_makes_room(tiny, monkeypatch):
     monkeypatch.setattr(vllmini, "MAX_RESULTS", 3)
-    with served_to(LLM(tiny, progress=False, **ENGINE)) as (_, http):
+    with served_to(server_llm(tiny)) as (_, http):
         names = []
         for _ in range(6):
-            names.append(post(http, max_length=8))
+            names.append(generate(http, max_length=8))
             wait_until(lambda: status(http, names[-1]) == "completed")
         assert [status(http, name) for name in names] == ["not found"] * 3 + ["completed"] * 3
 
 
 def test_a_generation_above_the_limit_is_refused_while_all_are_in_progress(tiny, slow, monkeypatch):
     monkeypatch.setattr(vllmini, "MAX_RESULTS", 2)
-    with served_to(LLM(tiny, progress=False, **ENGINE)) as (server, http):
-        names = [post(http, max_length=400) for _ in range(2)]
+    with served_to(server_llm(tiny)) as (server, http):
+        names = [generate(http, max_length=400) for _ in range(2)]
         answer = http.post("/generate", json={"prompt": "abc", "max_length": 400})
         assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
         assert "limit of /generate" in error_of(answer)["message"]
         assert [status(http, name) for name in names] == ["in progress"] * 2
-        engine = server.worker.llm.engine
-        wait_until(
-            lambda: (
-                len(engine.scheduler_state.running.seqs) + len(engine.scheduler_state.waiting) == 2
-            ),
-            seconds=5,
-        )
+        wait_until(lambda: server.worker.llm.engine._state.unfinished == 2, seconds=5)
 
 
 def test_the_endpoints_can_be_switched_off(tiny):
-    with served_to(LLM(tiny, progress=False, **ENGINE), lecture_endpoints=False) as (_, http):
+    with served_to(server_llm(tiny), lecture_endpoints=False) as (_, http):
         assert http.post("/generate", json={"prompt": "abc"}).status_code == 404
         assert http.get("/result/1").status_code == 404
-        assert not {"/generate", "/result/{sequence_id}"} & set(
-            http.get("/openapi.json").json()["paths"]
-        )
+        paths = http.get("/openapi.json").json()["paths"]
+        assert {"/generate", "/result/{sequence_id}"}.isdisjoint(paths)
         assert complete(http, max_tokens=1)["choices"]

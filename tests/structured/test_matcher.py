@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pagedjax.options.params import StructuredOutputsParams
 from pagedjax.text.structured.matcher import MaskRow, masks
+from tests.structured.schemas import integer, opened, typed
 
 EOS = (2, 0)  # of the model; a form ends by any of them
 PATTERNS = [
@@ -71,11 +72,7 @@ def test_a_mask_has_the_tokens_that_a_search_finds(grammars, pattern, random):
         output.append(token)
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
-    "required": ["a", "b"],
-}
+SCHEMA = opened(["a", "b"], a=integer(), b=typed("string"))
 
 
 @settings(max_examples=20, deadline=None)

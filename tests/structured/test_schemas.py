@@ -11,6 +11,7 @@ import pytest
 
 from pagedjax.options.params import StructuredOutputsParams
 from pagedjax.text.structured import keywords
+from tests.refusals import refused
 from tests.structured.schemas import CASES
 
 
@@ -47,9 +48,7 @@ def test_there_are_many_schemas_and_they_use_every_supported_keyword():
 @pytest.mark.parametrize("name", sorted(keywords.UNSUPPORTED))
 def test_an_unsupported_keyword_is_refused_with_its_place(grammars, name):
     schema = {"type": "object", "properties": {"a/b": {"type": "array", "items": {name: {}}}}}
-    with pytest.raises(
-        ValueError, match=rf"keyword '{name.replace('$', '.')}' at #/properties/a~1b/items/"
-    ):
+    with refused(rf"keyword '{name.replace('$', '.')}' at #/properties/a~1b/items/"):
         grammars.compiled(StructuredOutputsParams(json=schema))
     grammar = grammars.compiled(StructuredOutputsParams(json=schema, ignore_unsupported=True))
     assert grammar.ignored == (f"#/properties/a~1b/items/{name}",)
@@ -57,7 +56,7 @@ def test_an_unsupported_keyword_is_refused_with_its_place(grammars, name):
 
 
 def test_an_unknown_keyword_is_refused_with_the_near_one(grammars):
-    with pytest.raises(ValueError, match=r"'minlength' at #/minlength.*did you mean 'minLength'"):
+    with refused(r"'minlength' at #/minlength.*did you mean 'minLength'"):
         grammars.compiled(StructuredOutputsParams(json={"type": "string", "minlength": 3}))
 
 
@@ -81,5 +80,5 @@ def test_names_of_others_constrain_nothing(grammars, name):
 
 def test_keys_that_may_repeat_are_not_counted(grammars):
     """{"a": 1, "a": 2} has one property, and the parser would count two."""
-    with pytest.raises(ValueError, match=r"minProperties.*may repeat"):
+    with refused(r"minProperties.*may repeat"):
         grammars.compiled(StructuredOutputsParams(json={"type": "object", "minProperties": 2}))

@@ -17,9 +17,18 @@ from pagedjax.text.structured.grammars import Grammars
 from pagedjax.text.structured.matcher import Grammar, MaskRow, masks
 from pagedjax.text.tokenizer import Tokenizer, byte_alphabet
 from pagedjax.text.tools.use import tool_use
+from tests.engine.runs import answers, small_llm
+from tests.structured.schemas import opened, shut
+from tests.tools.functions import function
 
 ENDS = (2,)
 LETTERS = list(byte_alphabet())
+
+
+def bits_of(matcher, output: list[int]) -> list[int]:
+    """The tokens that a mask allows behind an output."""
+    (mask,) = masks([MaskRow(matcher, output, [], 0, ENDS)], 1)
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
 def byte_level(special: tuple[str, ...], later_special: tuple[str, ...] = ()) -> Tokenizer:
@@ -66,38 +75,33 @@ TEXTS = (
 def forms(text: str) -> dict[str, tuple[StructuredOutputsParams, str]]:
     """By kind, a form that allows one answer alone, and that answer."""
     quoted = json.dumps(text)
-    tight = {"disable_any_whitespace": True}
-    named = {
-        "type": "object",
-        "properties": {text: {"const": 1}},
-        "required": [text],
-        "additionalProperties": False,
-    }
     escaped = "".join(f"\\x{{{ord(character):x}}}" for character in text)
+
+    def tight(schema: dict) -> StructuredOutputsParams:
+        return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+
     return {
         "choice": (StructuredOutputsParams(choice=[text]), text),
         "regex": (StructuredOutputsParams(regex=escaped), text),
         "grammar": (StructuredOutputsParams(grammar=f"start: {quoted}"), text),
-        "const": (StructuredOutputsParams(json={"const": text}, **tight), quoted),
-        "enum": (StructuredOutputsParams(json={"enum": [text]}, **tight), quoted),
-        "property": (StructuredOutputsParams(json=named, **tight), f"{{{quoted}:1}}"),
+        "const": (tight({"const": text}), quoted),
+        "enum": (tight({"enum": [text]}), quoted),
+        "property": (tight(shut(**{text: {"const": 1}})), f"{{{quoted}:1}}"),
     }
 
 
-def only_answer(grammar: Grammar, limit: int = 200) -> list[int]:
+def only_answer(grammar: Grammar) -> list[int]:
     """The tokens of an answer for which the masks allow one way alone."""
     matcher = grammar.matcher()
     output: list[int] = []
-    for _ in range(limit):
-        (mask,) = masks([MaskRow(matcher, output, [], 0, ENDS)], 1)
-        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-        (token,) = np.flatnonzero(bits).tolist()
+    for _ in range(200):
+        (token,) = bits_of(matcher, output)
         assert matcher.error is None
         if token in ENDS:
             return output
         assert matcher.forced(output, 1) in ([token], [])
         output.append(token)
-    raise AssertionError(f"no end after {limit} tokens")
+    raise AssertionError("no end after 200 tokens")
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -113,20 +117,14 @@ def test_masks_and_forced_tokens_spell_the_whole_text(kind):
 
 def test_arguments_of_tools_may_spell_special_tokens(tiny):
     text = "rm <|im_end|> <|im_start|>"
-    schema = {
-        "type": "object",
-        "properties": {"cmd": {"const": text}},
-        "required": ["cmd"],
-    }
-    tool = {"type": "function", "function": {"name": "run", "parameters": schema}}
+    tool = function("run", parameters=opened(["cmd"], cmd={"const": text}))
     use = tool_use(tiny.tokenizer, [tool], "required", parallel=False)
     params, _ = use.applied(SamplingParams(), tiny.tokenizer)
     size = tiny.model.config.vocab_size
     matcher = Grammars(tiny.tokenizer, size, ENDS).compiled(params.structured_outputs).matcher()
     output: list[int] = []
     while matcher.error is None:
-        (mask,) = masks([MaskRow(matcher, output, [], 0, ENDS)], 1)
-        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        allowed = bits_of(matcher, output)
         if ENDS[0] in allowed:
             break
         output.append(allowed[-1])  # white space comes first
@@ -135,19 +133,12 @@ def test_arguments_of_tools_may_spell_special_tokens(tiny):
 
 @pytest.mark.parametrize("speculative", [None, {"method": "ngram", "num_tokens": 3}])
 def test_an_answer_has_the_whole_text(tiny, tiny_llm, speculative):
-    from pagedjax import LLM
-
-    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64)}
-    llm = (
-        LLM(tiny, progress=False, **sizes, num_blocks=256, speculative=speculative)
-        if speculative
-        else tiny_llm
-    )
+    llm = small_llm(tiny, speculative=speculative) if speculative else tiny_llm
     cases = forms("see <|im_end|> here")
     params = [SamplingParams(max_tokens=80, structured_outputs=form) for form, _ in cases.values()]
-    answers = llm.generate(["x"] * len(params), params, use_tqdm=False)
-    assert [answer.outputs[0].text for answer in answers] == [text for _, text in cases.values()]
-    assert {answer.outputs[0].finish_reason for answer in answers} == {"stop"}
+    outputs = answers(llm, ["x"] * len(params), params)
+    assert [answer.text for answer in outputs] == [text for _, text in cases.values()]
+    assert {answer.finish_reason for answer in outputs} == {"stop"}
 
 
 def test_a_grammar_may_name_special_tokens_and_spell_them():

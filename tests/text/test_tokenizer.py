@@ -19,6 +19,7 @@ from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.tokenizer_files import load_tokenizer
 from tests import fresh_python
+from tests.refusals import refused
 from tests.weights.bpe_oracle import GPT2_WORDS, SAMPLES, TEXTS, BruteForce, smollm
 from tests.weights.tiny import tiny_gguf, tiny_llama
 
@@ -116,9 +117,9 @@ def test_other_threads_run_while_a_long_text_is_tokenized(work):
 
 
 def test_encode_refuses_values_that_are_not_text(tiny):
-    with pytest.raises(ValueError, match="the text is a int; encode takes a string"):
+    with refused("the text is a int; encode takes a string"):
         tiny.encode(3)
-    with pytest.raises(ValueError, match="half of a surrogate pair at character 1"):
+    with refused("half of a surrogate pair at character 1"):
         tiny.encode("a\ud800")
 
 
@@ -168,7 +169,7 @@ def test_directories_without_a_usable_tokenizer_say_so(tmp_path):
     folder = tiny_llama(tmp_path)
     checkpoint = open_checkpoint(folder)
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):
+    with refused(r"tokenizer\.json is not a tokenizer"):
         load_tokenizer(checkpoint)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json; write one with"):
@@ -208,18 +209,18 @@ def test_embedded_chat_template_gives_the_published_tokens():
 
 
 def test_chat_template_errors_are_reported(tiny):
-    with pytest.raises(ValueError, match="must be a mapping with 'role' and 'content'"):
+    with refused("must be a mapping with 'role' and 'content'"):
         tiny.apply_chat_template([{"role": "user"}])
-    with pytest.raises(ValueError, match="no chat template"):
+    with refused("no chat template"):
         Tokenizer(tiny.backend, (2,), {}).apply_chat_template(
             [{"role": "user", "content": "hello"}]
         )
-    with pytest.raises(ValueError, match="at least one message"):
+    with refused("at least one message"):
         tiny.apply_chat_template([])
     refusing = Tokenizer(
         tiny.backend, (2,), {"eos_token": "<|im_end|>"}, "{{ raise_exception('no ' + eos_token) }}"
     )
-    with pytest.raises(ValueError, match=r"refuses these messages: no <\|im_end\|>"):
+    with refused(r"refuses these messages: no <\|im_end\|>"):
         refusing.apply_chat_template([{"role": "user", "content": "hello"}])
 
 
@@ -236,7 +237,7 @@ def test_chat_template_errors_are_reported(tiny):
 )
 def test_messages_that_the_template_cannot_render_are_refused(tiny, template, calls):
     tokenizer = Tokenizer(tiny.backend, (2,), {}, template)
-    with pytest.raises(ValueError, match="the model's chat template refuses these messages: "):
+    with refused("the model's chat template refuses these messages: "):
         tokenizer.apply_chat_template([{"role": "assistant", "content": "x", "tool_calls": calls}])
 
 

@@ -8,101 +8,73 @@ import jsonschema
 import pytest
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams
+from tests.engine.runs import small_llm
 from tests.structured.schemas import SMALL as SCHEMA
+from tests.structured.schemas import opened, typed
+from tests.tools.functions import function
 from tests.weights.tiny import tiny_llama
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "f", "description": "Does it.", "parameters": SCHEMA},
-    },
-    {"type": "function", "function": {"name": "g"}},
-]
+TOOLS = [function("f", description="Does it.", parameters=SCHEMA), function("g")]
 
 
-def test_calls_obey_their_schemas(tiny_tools):
-    params = [SamplingParams(max_tokens=200, seed=i) for i in range(6)]
-    chats = [MESSAGES] * 6
-    outputs = tiny_tools.chat(
-        chats,
-        params,
-        tools=TOOLS,
-        tool_choice="required",
-        parallel_tool_calls=False,
-        use_tqdm=False,
-    )
+def check_calls(llm: LLM, seeds: int) -> list:
+    """Ask for one call each -> the outputs, whose calls are valid."""
+    params = [SamplingParams(max_tokens=200, seed=i) for i in range(seeds)]
+    options = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    outputs = llm.chat([MESSAGES] * seeds, params, **options)
     for output in outputs:
         (branch,) = output.outputs
         assert branch.finish_reason == "stop"
         (call,) = branch.tool_calls
-        assert (
-            branch.text
-            == f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
-        )
-        jsonschema.validate(
-            json.loads(call.arguments), SCHEMA if call.name == "f" else {"maxProperties": 0}
-        )
+        schema = SCHEMA if call.name == "f" else {"maxProperties": 0}
+        jsonschema.validate(json.loads(call.arguments), schema)
+    return outputs
 
 
-@pytest.mark.parametrize("kind", ["hermes", "mistral", "args"])
-def test_calls_may_be_written_with_tokens_of_the_vocabulary(tmp_path, kind):
+def test_calls_obey_their_schemas(tiny_tools):
+    for output in check_calls(tiny_tools, 6):
+        (branch,) = output.outputs
+        (call,) = branch.tool_calls
+        text = f'{{"name": "{call.name}", "arguments": {call.arguments}}}'
+        assert branch.text == f"<tool_call>\n{text}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    "marks",
+    ["<tool_call> arguments", "[TOOL_CALLS] [", "[TOOL_CALLS] [ARGS]"],
+    ids=["hermes", "mistral", "args"],
+)
+def test_calls_may_be_written_with_tokens_of_the_vocabulary(tmp_path, marks):
     """Special ones too, which texts do not show otherwise."""
     from tokenizers import AddedToken, Tokenizer
+
+    def added(*texts: str) -> list[AddedToken]:
+        return [AddedToken(text, normalized=False) for text in texts]
 
     folder = tiny_llama(tmp_path / "m", tied=False)
     file = str(folder / "tokenizer.json")
     config = folder / "tokenizer_config.json"
     backend = Tokenizer.from_file(file)
-    backend.add_tokens(
-        [AddedToken(text, normalized=False) for text in ("<tool_call>", "</tool_call>", "<think>")]
-    )
-    backend.add_special_tokens(
-        [AddedToken(text, normalized=False) for text in ("[TOOL_CALLS]", "[ARGS]")]
-    )
+    backend.add_tokens(added("<tool_call>", "</tool_call>", "<think>"))
+    backend.add_special_tokens(added("[TOOL_CALLS]", "[ARGS]"))
     backend.save(file)
-    marks = {
-        "hermes": "<tool_call> arguments",
-        "mistral": "[TOOL_CALLS] [",
-        "args": "[TOOL_CALLS] [ARGS]",
-    }[kind]
     template = f"{{# {marks} #}}{{{{ (tools or []) | length }}}} tools{{{{ messages[0].content }}}}"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
-    sizes = {
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "token_buckets": (8, 64),
-        "num_blocks": 256,
-    }
-    llm = LLM(folder, progress=False, **sizes)  # those of `tiny_llm`
-    params = [SamplingParams(max_tokens=200, seed=i) for i in range(4)]
-    chats = [MESSAGES] * 4
-    outputs = llm.chat(
-        chats,
-        params,
-        tools=TOOLS,
-        tool_choice="required",
-        parallel_tool_calls=False,
-        use_tqdm=False,
-    )
-    for output in outputs:
+    llm = small_llm(folder, token_buckets=(8, 64))  # the sizes of `tiny_llm`
+    for output in check_calls(llm, 4):
         assert output.prompt == "2 toolsthe cat"
         (branch,) = output.outputs
-        (call,) = branch.tool_calls
-        assert branch.finish_reason == "stop"
         assert marks.split()[0] in branch.text
         assert backend.token_to_id(marks.split()[0]) in branch.token_ids
-        jsonschema.validate(
-            json.loads(call.arguments), SCHEMA if call.name == "f" else {"maxProperties": 0}
-        )
-    (free,) = llm.chat(MESSAGES, SamplingParams(max_tokens=20, seed=1), tools=TOOLS, use_tqdm=False)
+    (free,) = llm.chat(MESSAGES, SamplingParams(max_tokens=20, seed=1), tools=TOOLS)
     assert free.outputs[0].text
 
 
 def test_without_tools_nothing_changes(tiny_tools):
     params = SamplingParams(max_tokens=8, temperature=0.0)
-    (plain,) = tiny_tools.chat(MESSAGES, params, use_tqdm=False)
-    (none,) = tiny_tools.chat(MESSAGES, params, tools=TOOLS, tool_choice="none", use_tqdm=False)
+    (plain,) = tiny_tools.chat(MESSAGES, params)
+    (none,) = tiny_tools.chat(MESSAGES, params, tools=TOOLS, tool_choice="none")
     assert plain.outputs[0].tool_calls == none.outputs[0].tool_calls == ()
     assert plain.prompt_token_ids == none.prompt_token_ids
     assert plain.outputs == none.outputs
@@ -110,42 +82,30 @@ def test_without_tools_nothing_changes(tiny_tools):
 
 def test_a_beam_search_has_no_tools(tiny_tools):
     with pytest.raises(ValueError, match="tools do not go with a beam search"):
-        tiny_tools.chat(MESSAGES, BeamSearchParams(2), tools=TOOLS, use_tqdm=False)
+        tiny_tools.chat(MESSAGES, BeamSearchParams(2), tools=TOOLS)
 
 
 @pytest.mark.slow
 def test_the_embedded_model_calls_with_the_default_prompt(smollm2):
     """Its chat template knows no tools."""
-    llm = LLM(
+    llm = small_llm(
         smollm2,
-        progress=False,
         max_num_seqs=2,
         max_model_len=1024,
         token_buckets=(2, 256),
         max_num_batched_tokens=256,
     )
-    city = {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 20}},
-        "required": ["city"],
-    }
+    city = opened(["city"], city=typed("string", maxLength=20))
     tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": name,
-                "description": f"The {subject} in a city.",
-                "parameters": city,
-            },
-        }
-        for name, subject in (("get_weather", "weather"), ("get_time", "time"))
+        function(f"get_{subject}", description=f"The {subject} in a city.", parameters=city)
+        for subject in ("weather", "time")
     ]
     chats = [
         [{"role": "user", "content": text}]
         for text in ("What is the weather in Paris?", "How late is it in Rome?")
     ]
     params = SamplingParams(temperature=0.0, max_tokens=100)
-    options = {"tool_choice": "required", "parallel_tool_calls": False, "use_tqdm": False}
+    options = {"tool_choice": "required", "parallel_tool_calls": False}
     for output in llm.chat(chats, params, tools=tools, **options):
         (call,) = output.outputs[0].tool_calls
         assert call.name in ("get_weather", "get_time")

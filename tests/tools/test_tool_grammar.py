@@ -4,6 +4,8 @@ marks.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from pagedjax.options.params import SamplingParams, StructuredOutputsParams
@@ -12,24 +14,19 @@ from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.text.tools.use import tool_use
 from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.tokenizer_files import load_tokenizer
+from tests.refusals import refused
+from tests.structured.schemas import integer, opened, shut, typed
+from tests.tools.functions import function
 
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 
 
-def tool(name: str, **properties) -> dict:
-    schema = {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
-    return {"type": "function", "function": {"name": name, "parameters": schema}}
-
-
 TOOLS = [
-    tool("f", a={"type": "integer"}),
-    tool("ff", b={"$ref": "#/$defs/x"}),
-    {"type": "function", "function": {"name": "g"}},
+    function("f", parameters=shut(a=integer())),
+    function(
+        "ff", parameters={**shut(b={"$ref": "#/$defs/x"}), "$defs": {"x": {"enum": ["x::=y", "z"]}}}
+    ),
+    function("g"),
 ]
 TOOLS[1]["function"]["parameters"]["$defs"] = {"x": {"enum": ["x::=y", "z"]}}
 F = ("f", '{"a": 1}')
@@ -50,14 +47,13 @@ def tokenizer(request, tiny_folder) -> Tokenizer:
     """The second one has tokens for the marks, as Qwen's."""
     from tokenizers import AddedToken
 
+    def added(*texts: str) -> list[AddedToken]:
+        return [AddedToken(text, normalized=False) for text in texts]
+
     built = load_tokenizer(open_checkpoint(tiny_folder))
     if request.param == "marks":
-        built.backend.add_tokens(
-            [AddedToken(mark, normalized=False, special=False) for mark in MARKS]
-        )
-        built.backend.add_special_tokens(
-            [AddedToken(mark, normalized=False) for mark in ("[TOOL_CALLS]", "[ARGS]")]
-        )
+        built.backend.add_tokens(added(*MARKS))
+        built.backend.add_special_tokens(added("[TOOL_CALLS]", "[ARGS]"))
     return built
 
 
@@ -66,21 +62,24 @@ def accepts(
     text: str,
     params=None,
     template: str = "tools <tool_call> arguments",
+    tools: list = TOOLS,
     **options,
 ) -> str:
     """ "complete", "prefix", or the text before the token that is refused."""
     with_template = Tokenizer(tokenizer.backend, (2,), {}, template)
-    use = tool_use(with_template, options.pop("tools", TOOLS), **options)
+    use = tool_use(with_template, tools, **options)
     params, _ = use.applied(params or SamplingParams(), with_template)
-    matcher = use.compiled(
-        Grammars(with_template, with_template.vocab_size, (2,)), params
-    ).start.deep_copy()
+    grammars = Grammars(with_template, with_template.vocab_size, (2,))
+    matcher = use.compiled(grammars, params).start.deep_copy()
     ids = with_template.encode(text)
     count = matcher.validate_tokens(ids)
     if count < len(ids):
         return with_template.decode(ids[:count], skip_special_tokens=False)
     matcher.consume_tokens(ids)
     return "complete" if matcher.is_accepting() else "prefix"
+
+
+ACCEPTED = ("complete", "prefix")
 
 
 TEMPLATES = {
@@ -94,34 +93,30 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_an_answer_is_text_or_valid_calls(tokenizer, template):
-    use = tool_use(Tokenizer(tokenizer.backend, (2,), {}, template))
-    written = use.dialect.format.written
+    form = tool_use(Tokenizer(tokenizer.backend, (2,), {}, template)).dialect.format
+    accepted = partial(accepts, tokenizer, template=template)
     for text in ("", "Hello", "a <tool_c\n[b] ü", "x {}"):
-        assert accepts(tokenizer, text, template=template) == "complete"
+        assert accepted(text) == "complete"
     for calls in ([F], [FF], [G], [F, FF], [G, G, F]):
-        text = written(calls)
-        assert accepts(tokenizer, text, template=template) == "complete"
-        assert accepts(tokenizer, text, template=template, choice="required") == "complete"
-        accepted = accepts(tokenizer, text, template=template, parallel=False)
-        assert accepted == "complete" if len(calls) == 1 else len(accepted) < len(text)
-        if use.dialect.format.trigger:
-            assert accepts(tokenizer, "Well.\n" + text, template=template) == "complete"
-            assert accepts(tokenizer, "Well.\n" + text, template=template, choice="required") == ""
+        text = form.written(calls)
+        assert accepted(text) == accepted(text, choice="required") == "complete"
+        single = accepted(text, parallel=False)
+        assert single == "complete" if len(calls) == 1 else len(single) < len(text)
+        if form.trigger:
+            assert accepted("Well.\n" + text) == "complete"
+            assert accepted("Well.\n" + text, choice="required") == ""
     for call in WRONG:
-        assert accepts(tokenizer, written([call]), template=template) not in ("complete", "prefix")
-        assert accepts(tokenizer, written([F, call]), template=template) not in (
-            "complete",
-            "prefix",
-        )
-    assert accepts(tokenizer, "Hello", template=template, choice="required") == ""
+        assert accepted(form.written([call])) not in ACCEPTED
+        assert accepted(form.written([F, call])) not in ACCEPTED
+    assert accepted("Hello", choice="required") == ""
 
 
 def test_a_named_tool_is_called_once(tokenizer):
-    choice = {"type": "function", "function": {"name": "g"}}
+    choice = function("g")
     written = tool_use(tokenizer).dialect.format.written
     assert accepts(tokenizer, written([G]), choice=choice) == "complete"
     for calls in ([F], [G, G]):
-        assert accepts(tokenizer, written(calls), choice=choice) not in ("complete", "prefix")
+        assert accepts(tokenizer, written(calls), choice=choice) not in ACCEPTED
 
 
 def test_a_template_for_single_calls_gets_one(tokenizer):
@@ -145,57 +140,46 @@ def test_text_may_have_other_marks(tokenizer):
 
 
 def test_an_answer_that_is_no_call_may_have_a_schema(tokenizer):
-    form = StructuredOutputsParams(
-        json={"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    )
-    params = SamplingParams(structured_outputs=form)
+    def form(**fields) -> SamplingParams:
+        return SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
+
+    params = form(json=opened(["n"], n=integer()))
     written = tool_use(tokenizer).dialect.format.written
     assert accepts(tokenizer, '{"n": 3}', params) == "complete"
     assert accepts(tokenizer, written([F, FF]), params) == "complete"
     assert accepts(tokenizer, "Hello", params) == ""
     assert accepts(tokenizer, '{"n": "', params) == '{"n": '
-    json_object = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
-    assert accepts(tokenizer, '{"x": [1]}', json_object) == "complete"
-    assert accepts(tokenizer, "[1]", json_object) == ""
+    assert accepts(tokenizer, '{"x": [1]}', form(json_object=True)) == "complete"
+    assert accepts(tokenizer, "[1]", form(json_object=True)) == ""
     for text in ("{", "[" * 10**5):
-        with pytest.raises(ValueError, match=r"structured_outputs\.json is not JSON"):
-            accepts(
-                tokenizer, "", SamplingParams(structured_outputs=StructuredOutputsParams(json=text))
-            )
-    with pytest.raises(ValueError, match="structured_outputs go with tools as JSON alone"):
-        accepts(
-            tokenizer, "", SamplingParams(structured_outputs=StructuredOutputsParams(choice=("a",)))
-        )
-    with pytest.raises(ValueError, match="response_format does not go with tools for this model"):
+        with refused(r"structured_outputs\.json is not JSON"):
+            accepts(tokenizer, "", form(json=text))
+    with refused("structured_outputs go with tools as JSON alone"):
+        accepts(tokenizer, "", form(choice=("a",)))
+    with refused("response_format does not go with tools for this model"):
         accepts(tokenizer, "", params, TEMPLATES["llama"])
 
 
 def test_a_schema_that_is_not_supported_names_the_tool(tokenizer):
-    wrong = [tool("fine"), tool("bad", a={"type": "array", "uniqueItems": True})]
-    with pytest.raises(
-        ValueError,
-        match=r"'bad' has the keyword 'uniqueItems' at #/properties/a/uniqueItems.*strict: false",
-    ):
-        accepts(tokenizer, "", tools=wrong)
-    wrong[1]["function"]["strict"] = False
-    use = tool_use(tokenizer, wrong)
+    unique = shut(a=typed("array", uniqueItems=True))
+    message = r"'bad' has the keyword 'uniqueItems' at #/properties/a/uniqueItems.*strict: false"
+    with refused(message):
+        accepts(tokenizer, "", tools=[function("fine"), function("bad", parameters=unique)])
+    use = tool_use(tokenizer, [function("bad", parameters=unique, strict=False)])
     assert use.applied(SamplingParams(), tokenizer)[1] == ("bad#/properties/a/uniqueItems",)
-    with pytest.raises(ValueError, match=r"the schema of 'odd' cannot be used at #/properties/a"):
-        accepts(
-            tokenizer,
-            "",
-            tools=[tool("fine"), tool("odd", a={"type": "string", "pattern": "(?=a)"})],
-        )
+    odd = function("odd", parameters=shut(a=typed("string", pattern="(?=a)")))
+    with refused(r"the schema of 'odd' cannot be used at #/properties/a"):
+        accepts(tokenizer, "", tools=[function("fine"), odd])
 
 
 def test_parameters_that_a_tool_does_not_name_are_never_given(tokenizer):
     written = tool_use(tokenizer).dialect.format.written
-    named = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    named = typed("object", properties={"a": integer()})
     for schema, allowed in (
         (named, False),
         ({**named, "additionalProperties": True}, True),
-        ({"type": "object"}, True),
+        (typed("object"), True),
     ):
-        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-        accepted = accepts(tokenizer, written([("f", '{"a": 1, "b": 2}')]), tools=tools)
+        text = written([("f", '{"a": 1, "b": 2}')])
+        accepted = accepts(tokenizer, text, tools=[function(parameters=schema)])
         assert (accepted == "complete") == allowed

@@ -22,19 +22,16 @@ from pagedjax.text.tools.formats import (
 )
 from pagedjax.text.tools.prompt import DEFAULT_PROMPT, conversation, system_text
 from pagedjax.text.tools.use import tool_use
+from tests.refusals import refused
+from tests.tools.functions import call, function
 
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
-}
-CALL = {
-    "id": "c1",
-    "type": "function",
-    "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'},
-}
+TOOL = function("add", description="Adds.", parameters={"type": "object"})
+
+
+ADD = call('{"a": 1, "b": 2}', "add")
 CHAT = [
     {"role": "user", "content": "1 + 2?"},
-    {"role": "assistant", "content": None, "tool_calls": [CALL, {**CALL, "id": "c2"}]},
+    {"role": "assistant", "content": None, "tool_calls": [ADD, {**ADD, "id": "c2"}]},
     {"role": "tool", "tool_call_id": "c1", "content": "3"},
     {"role": "tool", "tool_call_id": "c2", "content": "three"},
 ]
@@ -77,9 +74,7 @@ def test_an_operator_may_name_the_format():
     assert dialect("{{ tools }} ...", "hermes") == Dialect(HERMES, True)
     assert dialect("{{ messages }}", "llama3_json") == Dialect(LLAMA, False)
     assert dialect("{{ tools }} [TOOL_CALLS] [", "mistral").format is MISTRAL_SPACED
-    with pytest.raises(
-        ValueError, match="tool_call_parser is 'x'; it must be one of hermes, llama3_json, mistral"
-    ):
+    with refused("tool_call_parser is 'x'; it must be one of hermes, llama3_json, mistral"):
         dialect(None, "x")
 
 
@@ -158,28 +153,24 @@ def test_the_system_text_stays_first():
 )
 def test_a_wrong_message_is_named_by_its_place(native, message, error):
     if not isinstance(message, dict):
-        calls = [CALL, {**CALL, "function": {"name": "f", "arguments": message}}]
-        message = {"role": "assistant", "tool_calls": calls}
-    with pytest.raises(ValueError, match=error):
+        message = {"role": "assistant", "tool_calls": [ADD, call(message)]}
+    with refused(error):
         conversation([message], (), Dialect(HERMES, native))
 
 
+def calls_in_a_prompt(*calls: dict) -> dict:
+    message = {"role": "assistant", "tool_calls": list(calls)}
+    return conversation([message], (), Dialect(HERMES, True))[0]
+
+
 def test_other_fields_of_calls_stay_out_of_prompts():
-    function = {"name": "f", "arguments": "{}", "parsed_arguments": {"x": 1}}
-    (message,) = conversation(
-        [{"role": "assistant", "tool_calls": [{**CALL, "index": 0, "function": function}]}],
-        (),
-        Dialect(HERMES, True),
-    )
-    expected = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}
-    assert message["tool_calls"] == [expected]
+    extended = {**call("{}"), "index": 0}
+    extended["function"]["parsed_arguments"] = {"x": 1}
+    assert calls_in_a_prompt(extended)["tool_calls"] == [call({})]
 
 
 def test_arguments_may_be_an_object_or_empty():
     for arguments, expected in (({"a": 1}, {"a": 1}), ("", {}), (" {} ", {})):
-        call = {**CALL, "function": {"name": "f", "arguments": arguments}}
-        (message,) = conversation(
-            [{"role": "assistant", "tool_calls": [call]}], (), Dialect(HERMES, True)
-        )
+        message = calls_in_a_prompt(call(arguments))
         assert message["tool_calls"][0]["function"]["arguments"] == expected
         assert message["content"] == ""

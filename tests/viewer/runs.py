@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pagedjax.host import drafts, replay, scheduler
 from pagedjax.host.event_log import Cancel, Commit, Recorder, Schedule, Submit
@@ -21,39 +22,52 @@ DRAFTING = SchedulerConfig(
 )
 
 
+class Writer:
+    """A scheduler without an engine, whose transitions are recorded."""
+
+    def __init__(self, path: Path, config: SchedulerConfig, **options: Any) -> None:
+        self.recorder = Recorder(path, config, **options)
+        self.state = scheduler.init(config)
+        self.requests = 0
+
+    def submit(self, request: Request, prompt: Sequence[int] = ()) -> None:
+        self.state = scheduler.submit(self.state, request)
+        self.requests += 1
+        self.recorder.write(Submit(request, prompt))
+
+    def schedule(self, offered: dict[str, int] | None = None) -> Plan:
+        self.state, plan = scheduler.schedule(self.state, FCFS, offered or {})
+        self.recorder.write(Schedule(plan, offered or {}))
+        return plan
+
+    def commit(self, plan: Plan, sampled: Sequence[drafts.Sample], hashes: Any = None) -> None:
+        hashes = hashes or {}
+        self.state, events = scheduler.commit(self.state, plan, sampled, hashes)
+        self.recorder.write(Commit(plan, sampled, hashes, {}, events))
+
+
 def random_run(path: Path, seed: int, length: int = 120, **config) -> list[Transition]:
     """Record a random run with all kinds of transitions. Returns the transitions of the recording."""
     record(path, SMALL._replace(**config), seed, length)
     return list(replay.replay(path))
 
 
-def crowd(
-    path: Path, *, steps: int, blocks: int, seqs: int, size: int = 16, seed: int = 0
-) -> SchedulerConfig:
+def crowd(path: Path, *, steps: int, blocks: int, seqs: int) -> None:
     """Records `steps` steps of many requests with common prefixes in a pool that is too small."""
-    config = SchedulerConfig(size, blocks, 256, seqs, 1024)
-    draw = random.Random(seed)
-    state = scheduler.init(config)
-    count = 0
-    recorder = Recorder(path, config)
+    size = 16
+    draw = random.Random(0)
+    writer = Writer(path, SchedulerConfig(size, blocks, 256, seqs, 1024))
     for _ in range(steps):
-        while len(state.waiting) < 3:
+        while len(writer.state.waiting) < 3:
+            count = writer.requests
             prompt = draw.randint(4, 8 * size)
             family = draw.randrange(3)
-            hashes = tuple(
-                f"{family}/{i}" if i < 4 else f"{count}.{i}" for i in range(prompt // size)
-            )
-            request = Request(f"r{count}", prompt, draw.randint(2, 6 * size), hashes=hashes)
-            state = scheduler.submit(state, request)
-            count = count + 1
-            recorder.write(Submit(request))
-        state, plan = scheduler.schedule(state, FCFS)
-        recorder.write(Schedule(plan))
-        tokens = [draw.randrange(49152) for _ in plan.seqs]
-        state, events = scheduler.commit(state, plan, tokens)
-        recorder.write(Commit(plan, tokens, {}, {}, events))
-    recorder.close()
-    return config
+            hashes = [f"{family}/{i}" if i < 4 else f"{count}.{i}" for i in range(prompt // size)]
+            length = draw.randint(2, 6 * size)
+            writer.submit(Request(f"r{count}", prompt, length, hashes=tuple(hashes)))
+        plan = writer.schedule()
+        writer.commit(plan, [draw.randrange(49152) for _ in plan.seqs])
+    writer.recorder.close()
 
 
 def drafting_run(path: Path, seed: int, steps: int = 60, **config) -> list[Transition]:
@@ -61,29 +75,23 @@ def drafting_run(path: Path, seed: int, steps: int = 60, **config) -> list[Trans
     of the recording.
     """
     draw = random.Random(seed)
-    state = scheduler.init(DRAFTING._replace(**config))
-    count = 0
-    recorder = Recorder(path, state.config)
+    writer = Writer(path, DRAFTING._replace(**config))
     for _ in range(steps):
-        while len(state.waiting) < 2:
-            request = Request(
-                f"r{count}", draw.randint(1, 6), draw.randint(1, 10), 0, frozenset({3})
-            )
-            state = scheduler.submit(state, request)
-            count = count + 1
-            recorder.write(Submit(request))
-        offered = {name: k for name in sorted(state.ids) if (k := draw.randrange(5))}
-        state, plan = scheduler.schedule(state, FCFS, offered)
-        recorder.write(Schedule(plan, offered))
+        while len(writer.state.waiting) < 2:
+            name = f"r{writer.requests}"
+            lengths = draw.randint(1, 6), draw.randint(1, 10)
+            writer.submit(Request(name, *lengths, 0, frozenset({3})))
+        plan = writer.schedule(
+            {name: k for name in sorted(writer.state.ids) if (k := draw.randrange(5))}
+        )
         if draw.random() < 0.2:
-            name = draw.choice(sorted(state.ids))
-            state, events = scheduler.cancel(state, name, "abort")
-            recorder.write(Cancel(name, "abort", events))
+            name = draw.choice(sorted(writer.state.ids))
+            writer.state, events = scheduler.cancel(writer.state, name, "abort")
+            writer.recorder.write(Cancel(name, "abort", events))
         sampled = samples(plan, draw)
-        hashes = filled(kept_part(plan, sampled), state.config.block_size)
-        state, events = scheduler.commit(state, plan, sampled, hashes)
-        recorder.write(Commit(plan, sampled, hashes, {}, events))
-    recorder.close()
+        hashes = filled(kept_part(plan, sampled), writer.state.config.block_size)
+        writer.commit(plan, sampled, hashes)
+    writer.recorder.close()
     return list(replay.replay(path))
 
 
@@ -129,11 +137,11 @@ def brute_force_empty(state: SchedulerState, plan: Plan) -> int:
     ends = {
         seq.arrival: a + c for seq, a, c in zip(plan.seqs, plan.starts, plan.counts, strict=True)
     }
-    filled: dict[int, int] = {}
+    used: dict[int, int] = {}
     for seq in scheduler.running(state):
         end = ends.get(seq.arrival, seq.computed)
         for entry, block in enumerate(seq.blocks):
             if block:
                 i = entry // state.config.groups
-                filled[block] = max(filled.get(block, 0), min(size, max(0, end - i * size)))
-    return sum(size - tokens for tokens in filled.values())
+                used[block] = max(used.get(block, 0), min(size, max(0, end - i * size)))
+    return sum(size - tokens for tokens in used.values())

@@ -20,13 +20,11 @@ import pytest
 
 from pagedjax import LLM, SamplingParams, viewer
 from pagedjax.commands import cli
-from pagedjax.host import event_log, replay, scheduler
-from pagedjax.host.event_log import Commit, Schedule, Submit
-from pagedjax.host.policies import FCFS
+from pagedjax.host import replay, scheduler
 from pagedjax.host.replay import Transition
 from pagedjax.host.types import Request
 from pagedjax.viewer import read_recording as runs
-from tests.viewer.runs import crowd, drafting_run, random_run
+from tests.viewer.runs import Writer, crowd, drafting_run, random_run
 from tests.viewer.test_viewer_live import Fake
 
 pytestmark = pytest.mark.browser
@@ -106,7 +104,7 @@ def lecture(tmp_path_factory: pytest.TempPathFactory, smollm2: Any) -> tuple[Pat
         progress=False,
     )
     llm.engine.record(path, times=True, prompts=True)
-    outs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    outs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12))
     llm.engine.record(None)
     return path, [out.outputs[0].text for out in outs]
 
@@ -175,9 +173,7 @@ def matches(picture: dict[str, Any], transition: Transition) -> bool:
     return picture["step"] == plan.step
 
 
-def test_every_step_matches_the_scheduler_forward_and_backward(
-    screen: OpenPage, lecture: tuple[Path, list[str]]
-):
+def test_every_step_matches_the_scheduler_forward_and_backward(screen, lecture):
     """By button and by key: blocks come when the scheduler gives them and go when it takes them."""
     plans = steps(lecture[0])
     assert screen.state()["count"] == len(plans) + 1
@@ -195,9 +191,7 @@ def test_every_step_matches_the_scheduler_forward_and_backward(
     assert screen.page.is_disabled("#back")
 
 
-def test_an_address_opens_a_step_and_a_request(
-    open_page: Callable[..., OpenPage], lecture: tuple[Path, list[str]], tmp_path: Path
-):
+def test_an_address_opens_a_step_and_a_request(open_page, lecture, tmp_path):
     target = tmp_path / "lecture.html"
     assert cli.main(["view", str(lecture[0]), "-o", str(target), "--model", "smollm2-135m"]) == 0
     screen = open_page(f"{target.as_uri()}#step=4")
@@ -212,7 +206,7 @@ def test_an_address_opens_a_step_and_a_request(
     assert screen.state()["step"] == 2
 
 
-def test_first_last_and_slider(screen: OpenPage, lecture: tuple[Path, list[str]]):
+def test_first_last_and_slider(screen, lecture):
     plans = steps(lecture[0])
     screen.page.click("#last")
     assert screen.state()["rest"]
@@ -233,7 +227,7 @@ def test_first_last_and_slider(screen: OpenPage, lecture: tuple[Path, list[str]]
     )
 
 
-def test_play_runs_to_the_end_and_stops(screen: OpenPage):
+def test_play_runs_to_the_end_and_stops(screen):
     screen.page.select_option("#speed", "60")
     screen.page.click("#play")
     assert screen.page.get_attribute("#play", "aria-pressed") == "true"
@@ -250,7 +244,7 @@ def test_play_runs_to_the_end_and_stops(screen: OpenPage):
     assert screen.state()["index"] <= 1
 
 
-def test_the_story_of_a_request(screen: OpenPage, lecture: tuple[Path, list[str]]):
+def test_the_story_of_a_request(screen, lecture):
     screen.go(3)
     screen.page.click("#queues .chip >> nth=2")
     story = screen.story()
@@ -276,16 +270,14 @@ def test_the_story_of_a_request(screen: OpenPage, lecture: tuple[Path, list[str]
     assert "Click a request or a block" in screen.story()
 
 
-def test_the_end_of_a_story_contains_all_its_text(
-    screen: OpenPage, lecture: tuple[Path, list[str]]
-):
+def test_the_end_of_a_story_contains_all_its_text(screen, lecture):
     screen.page.keyboard.press("End")
     for n, (prompt, output) in enumerate(zip(PROMPTS, lecture[1], strict=True)):
         screen.page.evaluate(f"pagedjax.view.choose({{ kind: 'request', n: {n} }})")
         assert screen.page.text_content("#lines blockquote") == prompt + output
 
 
-def test_the_story_of_a_block(screen: OpenPage):
+def test_the_story_of_a_block(screen):
     screen.go(4)
     x, y = screen.block_at(5)
     screen.page.click("#grid", position={"x": x, "y": y})
@@ -303,7 +295,7 @@ def test_the_story_of_a_block(screen: OpenPage):
     assert "Block 5" in screen.story()
 
 
-def test_the_keyboard_moves_through_the_grid(screen: OpenPage):
+def test_the_keyboard_moves_through_the_grid(screen):
     screen.go(4)
     screen.page.focus("#grid")
     for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowUp"):
@@ -316,7 +308,7 @@ def test_the_keyboard_moves_through_the_grid(screen: OpenPage):
     assert screen.state()["index"] == 5
 
 
-def test_every_control_has_a_name_and_can_be_reached(screen: OpenPage):
+def test_every_control_has_a_name_and_can_be_reached(screen):
     names = screen.page.evaluate(
         "[...document.querySelectorAll('button, input, select, canvas, section')].filter((e) => !e.hidden).map((e) =>"
         " e.getAttribute('aria-label') || e.textContent.trim() || e.title)"
@@ -329,7 +321,7 @@ def test_every_control_has_a_name_and_can_be_reached(screen: OpenPage):
     assert {"play", "forward", "slider", "speed", "grid", "theme"} <= reached
 
 
-def test_pixels_of_the_grid_match_the_state(screen: OpenPage):
+def test_pixels_of_the_grid_match_the_state(screen):
     """An owned block has its request's colour, an empty one has none, and both change with the
     theme.
     """
@@ -346,9 +338,7 @@ def test_pixels_of_the_grid_match_the_state(screen: OpenPage):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_laptop_in_the_readers_colours(
-    open_text: Any, lecture: tuple[Path, list[str]], scheme: str
-):
+def test_it_fits_a_laptop_in_the_readers_colours(open_text, lecture, scheme):
     screen = open_text(viewer.page(viewer.read(lecture[0])), color_scheme=scheme)
     dark = "getComputedStyle(document.body).backgroundColor"
     first = screen.page.evaluate(dark)
@@ -362,39 +352,37 @@ def test_it_fits_a_laptop_in_the_readers_colours(
     assert overflow == [LAPTOP["width"], LAPTOP["width"], LAPTOP["height"], LAPTOP["height"]]
 
 
-def test_text_of_users_is_shown_and_never_executed(open_text: Any, tmp_path: Path):
-    config = scheduler.SchedulerConfig(2, 6, 5, 4, 12)
+def test_text_of_users_is_shown_and_never_executed(open_text, tmp_path):
     nasty = "</script><img src=x onerror=alert(1)> é 漢字 🙂"
-    recorder = event_log.Recorder(tmp_path / "run.jsonl", config)
-    request = Request(nasty, 2, 2)
-    state = scheduler.submit(scheduler.init(config), request)
-    recorder.write(Submit(request))
-    _, plan = scheduler.schedule(state, FCFS)
-    recorder.write(Schedule(plan))
-    recorder.close()
+    writer = Writer(tmp_path / "run.jsonl", scheduler.SchedulerConfig(2, 6, 5, 4, 12))
+    writer.submit(Request(nasty, 2, 2))
+    writer.schedule()
+    writer.recorder.close()
     screen = open_text(viewer.page(viewer.read(tmp_path / "run.jsonl"), labels={nasty: nasty}))
     screen.page.click("#queues .chip")
     assert f"You are request {nasty}" in screen.story()
     assert screen.page.evaluate("document.images.length") == 0
 
 
+def check_pictures(screen: OpenPage, transitions: list[Transition]) -> int:
+    """Every picture of the page is of the scheduler's state -> how many there are."""
+    pictures = [screen.go(index) for index in range(screen.state()["count"])]
+    at_work = [picture for picture in pictures if not picture["rest"]]
+    steps = [transition for transition in transitions if transition.plan]
+    for picture, transition in zip(at_work, steps, strict=True):
+        assert matches(picture, transition)
+    return len(pictures)
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
-def test_random_runs_match_the_scheduler(open_text: Any, tmp_path: Path, seed: int):
+def test_random_runs_match_the_scheduler(open_text, tmp_path, seed):
     """Branches, beams, swaps, cancels and a forgotten cache: each picture of the page, and a story
     of every request.
     """
     log = tmp_path / "run.jsonl"
-    transitions = [
-        transition
-        for transition in random_run(log, seed, num_blocks=8, host_blocks=4 * (seed % 2))
-        if transition.plan
-    ]
+    transitions = random_run(log, seed, num_blocks=8, host_blocks=4 * (seed % 2))
     screen = open_text(viewer.page(viewer.read(log)))
-    pictures = [screen.go(index) for index in range(screen.state()["count"])]
-    for picture, transition in zip(
-        [picture for picture in pictures if not picture["rest"]], transitions, strict=True
-    ):
-        assert matches(picture, transition)
+    check_pictures(screen, transitions)
     for n in screen.page.evaluate("[...pagedjax.view.lives.all.keys()]"):
         screen.page.evaluate(f"pagedjax.view.choose({{ kind: 'request', n: {n} }})")
         assert screen.story().startswith("You are request r")
@@ -405,16 +393,11 @@ def test_random_runs_match_the_scheduler(open_text: Any, tmp_path: Path, seed: i
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_random_runs_with_drafts_match_the_scheduler(open_text: Any, tmp_path: Path, seed: int):
+def test_random_runs_with_drafts_match_the_scheduler(open_text, tmp_path, seed):
     log = tmp_path / "run.jsonl"
-    transitions = [step for step in drafting_run(log, seed) if step.plan]
+    transitions = drafting_run(log, seed)
     screen = open_text(viewer.page(viewer.read(log)))
-    pictures = [screen.go(index) for index in range(screen.state()["count"])]
-    for picture, transition in zip(
-        [picture for picture in pictures if not picture["rest"]], transitions, strict=True
-    ):
-        assert matches(picture, transition)
-    for index in range(len(pictures)):
+    for index in range(check_pictures(screen, transitions)):
         assert screen.page.evaluate(KEPT, index)
     for n in screen.page.evaluate("[...pagedjax.view.lives.all.keys()]"):
         screen.page.evaluate(f"pagedjax.view.choose({{ kind: 'request', n: {n} }})")
@@ -438,27 +421,19 @@ def record_guesses(path: Path, block_size: int = 4) -> None:
     """Records two requests. In step 1 the first has 4 drafts and keeps 2 of them, the second 2,
     which are all kept.
     """
-    config = scheduler.SchedulerConfig(block_size, 8, 16, 4, 32)
-    recorder = event_log.Recorder(path, config)
-    state = scheduler.init(config)
+    writer = Writer(path, scheduler.SchedulerConfig(block_size, 8, 16, 4, 32))
     for request in (Request("a", 5, 9), Request("b", 3, 9)):
-        state = scheduler.submit(state, request)
-        recorder.write(Submit(request))
+        writer.submit(request)
     for offered, sampled in (
         ({}, [7, 8]),
         ({"a": 4, "b": 2}, [(10, 11, 12), (13, 14, 15)]),
         ({}, [16, 17]),
     ):
-        state, plan = scheduler.schedule(state, FCFS, offered)
-        recorder.write(Schedule(plan, offered))
-        state, events = scheduler.commit(state, plan, sampled)
-        recorder.write(Commit(plan, sampled, {}, {}, events))
-    recorder.close()
+        writer.commit(writer.schedule(offered), sampled)
+    writer.recorder.close()
 
 
-def test_a_step_with_drafts_shows_the_accepted_and_the_rejected_ones(
-    open_text: Any, tmp_path: Path
-):
+def test_a_step_with_drafts_shows_the_accepted_and_the_rejected_ones(open_text, tmp_path):
     record_guesses(tmp_path / "run.jsonl")
     page = viewer.page(
         viewer.read(tmp_path / "run.jsonl"), decode=lambda ids: "".join(f" w{i}" for i in ids)
@@ -519,7 +494,7 @@ BROKEN_LINES = """(index) => {
 
 
 @pytest.mark.parametrize("block_size", [4, 32])
-def test_slots_of_rejected_drafts_are_crossed_out(open_text: Any, tmp_path: Path, block_size: int):
+def test_slots_of_rejected_drafts_are_crossed_out(open_text, tmp_path, block_size):
     """A cross in a broken edge, so colour is not the only sign: on each slot if it is visible, else
     one for all.
     """
@@ -529,7 +504,7 @@ def test_slots_of_rejected_drafts_are_crossed_out(open_text: Any, tmp_path: Path
     assert drawn == [0, 2 if block_size == 4 else 1, 0]
 
 
-def test_a_click_on_the_timeline_moves_to_that_step(screen: OpenPage):
+def test_a_click_on_the_timeline_moves_to_that_step(screen):
     # the last step, in the second lane
     x = screen.page.evaluate("document.getElementById('lanes').clientWidth") - 13
     screen.page.click("#lanes", position={"x": x, "y": 3 + 15 + 5})
@@ -544,7 +519,7 @@ def test_a_click_on_the_timeline_moves_to_that_step(screen: OpenPage):
     assert "0: computes its prompt" in screen.page.inner_text("#tip")
 
 
-def test_a_long_run_of_a_large_pool_opens_and_seeks(open_text: Any, tmp_path: Path):
+def test_a_long_run_of_a_large_pool_opens_and_seeks(open_text, tmp_path):
     """Forward and back in leaps, each picture as the frames say."""
     crowd(tmp_path / "run.jsonl", steps=1_200, blocks=9_000, seqs=48)
     run = viewer.read(tmp_path / "run.jsonl")
@@ -620,9 +595,7 @@ def until(screen: OpenPage, fake: Fake) -> None:
         }
 
 
-def test_the_page_follows_a_running_engine_unless_the_reader_steps_back(
-    open_page: Any, served: tuple[Fake, Server]
-):
+def test_the_page_follows_a_running_engine_unless_the_reader_steps_back(open_page, served):
     fake, server = served
     screen = open_page(server.url)
     until(screen, fake)
@@ -640,9 +613,7 @@ def test_the_page_follows_a_running_engine_unless_the_reader_steps_back(
     until(screen, fake)
 
 
-def test_polling_slows_down_and_recovers_after_an_outage(
-    open_page: Any, served: tuple[Fake, Server]
-):
+def test_polling_slows_down_and_recovers_after_an_outage(open_page, served):
     fake, server = served
     screen = open_page(server.url, allowed="503")
     until(screen, fake)
@@ -658,7 +629,7 @@ def test_polling_slows_down_and_recovers_after_an_outage(
     screen.wait("!document.getElementById('note').textContent.includes('trying again')")
 
 
-def test_the_page_sends_the_api_key(open_page: Any, served: tuple[Fake, Server]):
+def test_the_page_sends_the_api_key(open_page, served):
     fake, server = served
     server.key = "s3cret"
     screen = open_page(server.url, wait=False, allowed="401")
@@ -675,7 +646,7 @@ def test_the_page_sends_the_api_key(open_page: Any, served: tuple[Fake, Server])
     assert len([url for url in screen.asked if "steps" in url]) <= 6
 
 
-def test_a_restarted_engine_starts_a_new_page(open_page: Any, served: tuple[Fake, Server]):
+def test_a_restarted_engine_starts_a_new_page(open_page, served):
     fake, server = served
     screen = open_page(server.url)
     until(screen, fake)
@@ -690,9 +661,7 @@ def test_a_restarted_engine_starts_a_new_page(open_page: Any, served: tuple[Fake
     }
 
 
-def test_frames_of_a_live_page_are_those_of_a_recording(
-    open_page: Any, served: tuple[Fake, Server]
-):
+def test_frames_of_a_live_page_are_those_of_a_recording(open_page, served):
     fake, server = served
     fake.run(30, rate=1.0)
     screen = open_page(server.url)
@@ -707,7 +676,7 @@ def test_frames_of_a_live_page_are_those_of_a_recording(
     ] == planned
 
 
-def test_the_frames_of_the_page_are_those_of_the_python_fold(lecture: tuple[Path, list[str]]):
+def test_the_frames_of_the_page_are_those_of_the_python_fold(lecture):
     """A check of the tests: the frames of the lecture are one a step, and one for its end."""
     frames = list(runs.fold(replay.replay(lecture[0])))
     assert len(frames) == len(steps(lecture[0])) + 1

@@ -4,26 +4,30 @@ thread.
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from immutables import Map
 
-from pagedjax import LLM, BeamSearchParams, SamplingParams
+from pagedjax import BeamSearchParams, SamplingParams
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import SchedulerState
-from pagedjax.host.types import Event, Plan, Request, Sampled, StepResult
+from pagedjax.host.types import Event, Plan, Request, StepResult
 from pagedjax.options.config import Speculative
 from pagedjax.viewer import Live, picture, read
 from pagedjax.viewer.picture import Picture
 from pagedjax.viewer.text import generated
+from tests.engine.runs import greedy, sampled, small_llm, steps
 from tests.host.test_event_log import SMALL, filled
+from tests.refusals import refused
 from tests.viewer.runs import kept_part, pictures, samples
 
 
@@ -49,7 +53,7 @@ class Fake:
                     f"q{self.count}", self.draw.randint(1, 6), self.draw.randint(1, 6)
                 )
                 self.state = scheduler.submit(self.state, request)
-                self.count = self.count + 1
+                self.count += 1
                 self.live.added((request.request_id,), None, 0.0, self.state)
             if self.state.waiting or self.state.running.seqs:
                 self.step()
@@ -57,16 +61,12 @@ class Fake:
 
     def step(self) -> None:
         before = self.state
-        offered = (
-            {name: self.draw.randint(0, self.drafts) for name in sorted(before.ids)}
-            if self.drafts
-            else {}
-        )
+        offered = {}
+        if self.drafts:
+            offered = {name: self.draw.randint(0, self.drafts) for name in sorted(before.ids)}
         running, plan = scheduler.schedule(before, FCFS, offered)
         self.planned.append((running, plan))
-        tokens = (
-            samples(plan, self.draw) if self.drafts else [self.draw.randrange(9) for _ in plan.seqs]
-        )
+        tokens = samples(plan, self.draw)
         hashes = filled(kept_part(plan, tokens), SMALL.block_size)
         self.state, events = scheduler.commit(running, plan, tokens, hashes)
         self.live.stepped(before, self.result(plan, events), events, self.state)
@@ -111,39 +111,32 @@ class Page:
     def tables(self) -> dict[str, tuple[int, ...]]:
         return {self.picture.requests[n][1]: table for n, table in self.picture.tables.items()}
 
-
-def views_of(page: Page) -> list[tuple]:
-    return [
-        (view.step, view.counts, tuple(sorted(view.tables.values())))
-        for view in page.seen
-        if not view.rest
-    ]
-
-
-def planned_views(fake: Fake) -> list[tuple]:
-    return [
-        (plan.step, tuple(sorted(seq.blocks for seq in state.running.seqs)))
-        for state, plan in fake.planned
-    ]
+    def check(self, fake: Fake) -> None:
+        """It has seen every step that was planned."""
+        assert [
+            (view.step, tuple(sorted(view.tables.values()))) for view in self.seen if not view.rest
+        ] == [
+            (plan.step, tuple(sorted(seq.blocks for seq in state.running.seqs)))
+            for state, plan in fake.planned
+        ]
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("every", [1, 7, 1000])
 @pytest.mark.parametrize("drafts", [0, 4])
-def test_a_live_page_shows_every_step(seed: int, every: int, drafts: int):
+def test_a_live_page_shows_every_step(seed, every, drafts):
     fake = Fake(seed, drafts)
     page = Page(fake.live)
     for _ in range(0, 140, min(every, 140)):
         fake.run(min(every, 140))
         page.ask()
-    assert [(step, tables) for step, _, tables in views_of(page)] == planned_views(fake)
+    page.check(fake)
     assert page.begun == 1
     assert bool(page.picture.verified[0]) == bool(drafts)
     assert page.about["config"]["num_blocks"] == 10
-    pool = fake.state.pool
     if not fake.state.ids:  # then the page shows the cache as it stays
         assert page.picture.rest
-        assert set(page.picture.published) == set(pool.hashes)
+        assert set(page.picture.published) == set(fake.state.pool.hashes)
         assert not page.tables()
 
 
@@ -163,7 +156,7 @@ def test_a_late_page_starts_with_the_kept_frames():
 
 
 def test_without_readers_only_the_last_steps_are_kept():
-    fake = Fake(2, keep=5)
+    fake = Fake(4, keep=5)  # no request ends in the last step: its name would be gone
     page = Page(fake.live)
     page.ask()
     fake.run(100, rate=1.0)
@@ -188,16 +181,16 @@ def test_a_page_with_unknown_frames_starts_again():
     assert Fake(3).live.since(0)["run"] != fake.live.since(0)["run"]
 
 
-def test_replies_are_bounded_and_mark_that_more_frames_exist(monkeypatch: pytest.MonkeyPatch):
+def test_replies_are_bounded_and_mark_that_more_frames_exist(monkeypatch):
     monkeypatch.setattr("pagedjax.viewer.live.REPLY", 4)
     fake = Fake(4)
     fake.run(40, rate=1.0)
     page = Page(fake.live)
-    sizes = []
+    sizes = set()
     while (reply := page.ask())["more"]:
-        sizes.append(len(reply["frames"]))
-    assert set(sizes) == {4}
-    assert [(step, tables) for step, _, tables in views_of(page)] == planned_views(fake)
+        sizes.add(len(reply["frames"]))
+    assert sizes == {4}
+    page.check(fake)
     assert page.begun == 1
 
 
@@ -207,21 +200,15 @@ def test_the_reason_of_an_end_is_shown_if_its_event_was_recorded():
     for name in "ab":
         state = scheduler.submit(state, Request(name, 2, 4))
     before = state
-    (running, plan) = scheduler.schedule(state, FCFS)
+    running, plan = scheduler.schedule(state, FCFS)
     state, events = scheduler.commit(running, plan, [5, 5])
     result = StepResult(plan, events, 1.0, 2.0, 0.5, 4, 0)
     state, stopped = scheduler.cancel(state, "a", "stop")
     live.stepped(before, result, (*events, *stopped), state)
     before = state
-    (state, _) = scheduler.cancel(state, "b")
+    state, _ = scheduler.cancel(state, "b")
     live.stepped(before, None, (), state)
-    log = [
-        entry
-        for frame in live.since(0)["frames"]
-        for part in ("before", "after")
-        for entry in frame.get(part, ())
-    ]
-    assert [entry for entry in log if entry[0] == "ended"] == [
+    assert [entry for entry in log_of(live.since(0)["frames"]) if entry[0] == "ended"] == [
         ["ended", 0, "stop", 1],
         ["ended", 1, "abort", None],
     ]
@@ -230,112 +217,104 @@ def test_the_reason_of_an_end_is_shown_if_its_event_was_recorded():
 def test_threads_can_read_while_the_engine_runs():
     fake = Fake(5)
     pages = [Page(fake.live) for _ in range(3)]
-    errors = []
     over = threading.Event()
 
     def poll(page: Page) -> None:
-        try:
-            while not over.is_set():
-                page.ask()
-        except Exception as error:
-            errors.append(error)
+        while not over.is_set():
+            page.ask()
 
-    threads = [threading.Thread(target=poll, args=(page,)) for page in pages]
-    for thread in threads:
-        thread.start()
-    fake.run(300)
-    over.set()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(3) as pool:
+        polls = [pool.submit(poll, page) for page in pages]
+        fake.run(300)
+        over.set()
+        for call in polls:
+            call.result()
     for page in pages:
         while page.ask()["more"]:
             pass
-        assert [(step, tables) for step, _, tables in views_of(page)] == planned_views(fake)
+        page.check(fake)
+
+
+@contextmanager
+def watched(engine: Any, path: Path) -> Iterator[Live]:
+    """A recording of the block's steps, and a live page that sees the engine's steps and cancels."""
+    engine.record(path)
+    live = Live(engine.scheduler_state, engine.config.policy)
+    step = engine.step
+    cancel = engine.cancel
+
+    def stepped() -> Any:
+        before = engine.scheduler_state
+        result = step()
+        live.stepped(before, result, result.events, engine.scheduler_state)
+        return result
+
+    def cancelled(name: str) -> None:
+        before = engine.scheduler_state
+        live.stepped(before, None, cancel(name), engine.scheduler_state)
+
+    engine.step = stepped
+    engine.cancel = cancelled
+    yield live
+    engine.record(None)
 
 
 @pytest.mark.parametrize("k", [-1, 1.5, True, "3", None])
-def test_since_is_a_number_of_a_frame(k: Any):
-    with pytest.raises(ValueError, match=r"since is .*; it must be a whole number from 0"):
+def test_since_is_a_number_of_a_frame(k):
+    with refused(r"since is .*; it must be a whole number from 0"):
         Live(scheduler.init(SMALL)).since(k)
 
 
 def test_arguments_of_live_are_checked():
-    with pytest.raises(ValueError, match="keep is 0; a page shows at least 1 step"):
+    with refused("keep is 0; a page shows at least 1 step"):
         Live(scheduler.init(SMALL), keep=0)
-    with pytest.raises(ValueError, match="policy is 'lifo'"):
+    with refused("policy is 'lifo'"):
         Live(scheduler.init(SMALL), "lifo")
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_live_frames_of_an_engine_match_its_recording(tiny, tmp_path: Path, preemption: str):
+def test_live_frames_of_an_engine_match_its_recording(tiny, tmp_path, preemption):
     """Branches, beams, shared prefixes, preemptions and a cancel, in a pool too small for all of
     them.
     """
-    llm = LLM(
-        tiny, progress=False, block_size=4, num_blocks=11, max_num_seqs=6, max_num_batched_tokens=16,
-        token_buckets=(16,), max_model_len=32, preemption=preemption, swap_space_gib=0.001,
-    )  # fmt: skip
-    engine = llm.engine
-    engine.record(tmp_path / "run.jsonl")
-    live = Live(engine.scheduler_state, engine.config.policy)
-    greedy = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
-    for i in range(4):
-        engine.add(f"r{i}", [5, 6, 7, 8, 9, i + 10], greedy)
-    engine.add("n", [5, 6, 7, 8, 9], SamplingParams(max_tokens=9, seed=1), forks=["n/1"])
-    engine.add("b", [9, 8, 7], BeamSearchParams(beam_width=2, max_tokens=6), forks=["b/1"])
-    for k in itertools.count():
-        if not engine.has_work:
-            break
-        before = engine.scheduler_state
-        result = engine.step()
-        assert result is not None
-        live.stepped(before, result, result.events, engine.scheduler_state)
-        if k == 5:
-            before = engine.scheduler_state
-            events = engine.cancel("r1")
-            live.stepped(before, None, events, engine.scheduler_state)
-    engine.record(None)
+    engine = small_llm(
+        tiny, block_size=4, num_blocks=11, max_num_seqs=6, max_num_batched_tokens=16,
+        max_model_len=32, preemption=preemption, swap_space_gib=0.001,
+    ).engine  # fmt: skip
+    with watched(engine, tmp_path / "run.jsonl") as live:
+        for i in range(4):
+            engine.add(f"r{i}", [5, 6, 7, 8, 9, i + 10], greedy(14))
+        engine.add("n", [5, 6, 7, 8, 9], SamplingParams(max_tokens=9, seed=1), forks=["n/1"])
+        engine.add("b", [9, 8, 7], BeamSearchParams(beam_width=2, max_tokens=6), forks=["b/1"])
+        for _ in range(6):
+            engine.step()
+        engine.cancel("r1")
+        list(steps(engine))
     recorded = list(read(tmp_path / "run.jsonl").frames)
-    watched = live.since(0)["frames"][1:]  # the first is of before the run
-    assert [view._replace(requests=Map()) for _, view in pictures(watched)] == [
-        view._replace(requests=Map()) for _, view in pictures(recorded)
-    ]
+    frames = live.since(0)["frames"][1:]  # the first is of before the run
+    views, recorded_views = (
+        [view._replace(requests=Map()) for _, view in pictures(side)] for side in (frames, recorded)
+    )
+    assert views == recorded_views
     log = log_of(recorded)
     assert "preempted" in {entry[0] for entry in log}
-    assert log_of(watched) == log  # though the end of a search is the next step's in a recording
+    assert log_of(frames) == log  # though the end of a search is the next step's in a recording
 
 
 @pytest.mark.slow
-def test_live_frames_of_a_speculating_engine_match_its_recording(tiny, tmp_path: Path):
-    llm = LLM(
-        tiny, progress=False, block_size=4, num_blocks=40, max_num_seqs=4, max_num_batched_tokens=32,
-        token_buckets=(32,), max_model_len=64, speculative=Speculative(num_tokens=3, ngram_min=1, adaptive=False),
-    )  # fmt: skip
-    engine = llm.engine
-    engine.record(tmp_path / "run.jsonl")
-    live = Live(engine.scheduler_state, engine.config.policy)
-    for i in range(3):
-        engine.add(
-            f"r{i}",
-            [5, 6, 7, 5, 6, i + 10],
-            SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
-        )
-    outputs: dict[str, list[int]] = {}
-    while engine.has_work:
-        before = engine.scheduler_state
-        result = engine.step()
-        assert result is not None
-        live.stepped(before, result, result.events, engine.scheduler_state)
-        for event in result.events:
-            if isinstance(event, Sampled):
-                for name, token in zip(event.request_ids, event.token_ids, strict=True):
-                    outputs.setdefault(name, []).append(token)
-    engine.record(None)
+def test_live_frames_of_a_speculating_engine_match_its_recording(tiny, tmp_path):
+    engine = small_llm(
+        tiny, block_size=4, num_blocks=40, max_num_seqs=4, max_num_batched_tokens=32,
+        max_model_len=64, speculative=Speculative(num_tokens=3, ngram_min=1, adaptive=False),
+    ).engine  # fmt: skip
+    with watched(engine, tmp_path / "run.jsonl") as live:
+        for i in range(3):
+            engine.add(f"r{i}", [5, 6, 7, 5, 6, i + 10], greedy(30))
+        outputs = sampled(steps(engine))
     recorded = list(read(tmp_path / "run.jsonl").frames)
-    watched = live.since(0)["frames"][1:]
+    frames = live.since(0)["frames"][1:]
     for key in ("rows", "tables", "counts", "sampled", "accepted", "verified"):
-        assert [frame.get(key) for frame in watched] == [frame.get(key) for frame in recorded]
+        assert [frame.get(key) for frame in frames] == [frame.get(key) for frame in recorded]
     drafts, accepted = [frame["verified"] for frame in recorded if "verified" in frame][-1]
     assert 0 < accepted < drafts
     assert generated(recorded) == {n: outputs[f"r{n}"] for n in range(3)}

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from pagedjax import LLM, SamplingParams, viewer
+from pagedjax import SamplingParams, viewer
 from pagedjax.commands import cli
 from pagedjax.host import replay, scheduler
 from pagedjax.host.event_log import Cancel, Commit, Forget, Recorder, Schedule, Submit
 from pagedjax.host.policies import FCFS
 from pagedjax.host.replay import ReplayError
 from pagedjax.host.types import Request
+from tests.engine.runs import steps
 from tests.host.test_event_log import SMALL
 from tests.viewer.test_viewer_page import parts
 
@@ -43,7 +44,7 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "run.jsonl"
 
 
-def test_times_and_prompts_are_notes_beside_a_transition(log: Path):
+def test_times_and_prompts_are_notes_beside_a_transition(log):
     lines = log.read_text().splitlines()
     assert '"at"' not in lines[0]
     ends = [
@@ -92,64 +93,40 @@ def test_times_and_prompts_are_notes_beside_a_transition(log: Path):
         ),
     ],
 )
-def test_malformed_notes_are_errors_with_the_line(log: Path, old: str, new: str, message: str):
+def test_malformed_notes_are_errors_with_the_line(log, old, new, message):
     log.write_text(log.read_text().replace(old, new, 1))
     with pytest.raises(ReplayError, match=message):
         replay.verify(log)
 
 
-def test_an_engine_records_notes_only_on_request(tiny, tiny_folder: Path, tmp_path: Path):
-    llm = LLM(
-        tiny,
-        progress=False,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        token_buckets=(8, 64),
-        num_blocks=256,
-    )
+def test_an_engine_records_notes_only_on_request(tiny_llm, tiny_folder, tmp_path):
+    engine = tiny_llm.engine
+    tokenizer = tiny_llm.tokenizer
+    prompts = {text: tokenizer.encode(text) for text in ("ab", "cde")}
     recordings = {}
-    for name, options in {
-        "bare": {},
-        "again": {},
-        "noted": {"times": True, "prompts": True},
-    }.items():
-        llm.engine.record(tmp_path / name, **options)
-        for text in ("ab", "cde"):
-            llm.engine.add(
-                text, llm.tokenizer.encode(text), SamplingParams(temperature=0, max_tokens=4)
-            )
-        while llm.engine.has_work:
-            llm.engine.step()
-        llm.engine.record(None)
+    noting = {"times": True, "prompts": True}
+    for name, options in (("bare", {}), ("repeated", {}), ("noted", noting)):
+        engine.record(tmp_path / name, **options)
+        for text, ids in prompts.items():
+            engine.add(text, ids, SamplingParams(temperature=0, max_tokens=4))
+        list(steps(engine))
+        engine.record(None)
         recordings[name] = (tmp_path / name).read_bytes()
         assert replay.verify(tmp_path / name).identical
-    assert recordings["bare"] == recordings["again"] != recordings["noted"]
+    assert recordings["bare"] == recordings["repeated"] != recordings["noted"]
     bare = viewer.read(tmp_path / "bare")
     noted = viewer.read(tmp_path / "noted")
     assert (bare.timed, bare.prompts) == (False, {})
-    assert [list(noted.prompts[n]) for n in (0, 1)] == [
-        llm.tokenizer.encode(text) for text in ("ab", "cde")
-    ]
+    assert [list(noted.prompts[n]) for n in (0, 1)] == list(prompts.values())
     spans = [frame["at"] for frame in noted.frames]
     assert all(begin <= end for begin, end in spans)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
     assert 0 < spans[0][0] < spans[-1][1] < 60
-    assert (
-        cli.main(
-            [
-                "view",
-                str(tmp_path / "noted"),
-                "-o",
-                str(tmp_path / "x.html"),
-                "--model",
-                str(tiny_folder),
-            ]
-        )
-        == 0
-    )
-    html = (tmp_path / "x.html").read_text("utf-8")
-    assert html == viewer.page(
-        noted, decode=partial(llm.tokenizer.decode, skip_special_tokens=False)
-    )
+    target = tmp_path / "x.html"
+    words = ["view", str(tmp_path / "noted"), "-o", str(target), "--model", str(tiny_folder)]
+    assert cli.main(words) == 0
+    html = target.read_text("utf-8")
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    assert html == viewer.page(noted, decode=decode)
     assert parts(html)[1]["labels"] == {"0": "ab", "1": "cde"}  # type: ignore[index]
     assert "words" not in parts(viewer.page(noted))[1]  # type: ignore[operator]

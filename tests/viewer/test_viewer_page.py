@@ -12,13 +12,12 @@ import pytest
 
 from pagedjax import viewer
 from pagedjax.commands import cli
-from pagedjax.host.event_log import Recorder, Submit
 from pagedjax.host.replay import ReplayError
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import Request
 from pagedjax.viewer import document, text
 from pagedjax.viewer.drafts import several
-from tests.viewer.runs import GOLDENS, crowd, drafting_run, random_run
+from tests.viewer.runs import GOLDENS, Writer, crowd, drafting_run, random_run
 
 NASTY = "</script><script>alert(1)</script> $title ${data} <!-- é 漢字 🙂 \u2028 & \" ' \\"
 
@@ -39,7 +38,7 @@ def log(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_the_page_loads_nothing_from_outside(log: Path, live: bool):
+def test_the_page_loads_nothing_from_outside(log, live):
     html = viewer.live_page() if live else viewer.page(viewer.read(log))
     code = re.sub(r'(id="data">)[^<]*', r"\1", html)
     assert len(code) > 50_000
@@ -51,7 +50,7 @@ def test_the_page_loads_nothing_from_outside(log: Path, live: bool):
     assert html.count("</script>") == 3
 
 
-def test_the_page_contains_the_frames(log: Path):
+def test_the_page_contains_the_frames(log):
     run = viewer.read(log)
     about, data = parts(viewer.page(run))
     assert data is not None
@@ -69,7 +68,7 @@ def test_the_data_of_a_page_without_drafts_is_as_before():
     assert not {"accepted", "verified"} & {key for frame in frames for key in frame}
 
 
-def test_the_page_of_a_run_with_drafts_contains_their_tokens(tmp_path: Path):
+def test_the_page_of_a_run_with_drafts_contains_their_tokens(tmp_path):
     drafting_run(tmp_path / "run.jsonl", 2)
     run = viewer.read(tmp_path / "run.jsonl")
     _, data = parts(viewer.page(run, decode=lambda ids: "".join(f"<{i}>" for i in ids)))
@@ -80,9 +79,7 @@ def test_the_page_of_a_run_with_drafts_contains_their_tokens(tmp_path: Path):
     assert data["words"] == {str(token): f"<{token}>" for token in sorted(set(generated))}
 
 
-def test_all_tokens_of_a_row_count_towards_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_all_tokens_of_a_row_count_towards_the_limit(tmp_path, monkeypatch):
     drafting_run(tmp_path / "run.jsonl", 2)
     run = viewer.read(tmp_path / "run.jsonl")
     tokens = sum(
@@ -94,11 +91,11 @@ def test_all_tokens_of_a_row_count_towards_the_limit(
     assert document.bounded(run)[1]
 
 
-def test_text_of_users_is_escaped(tmp_path: Path):
+def test_text_of_users_is_escaped(tmp_path):
     path = tmp_path / "</script><b>$data.jsonl".replace("/", "_")
-    recorder = Recorder(path, SchedulerConfig(2, 6, 5, 4, 12))
-    recorder.write(Submit(Request(NASTY, 2, 2)))
-    recorder.close()
+    writer = Writer(path, SchedulerConfig(2, 6, 5, 4, 12))
+    writer.submit(Request(NASTY, 2, 2))
+    writer.recorder.close()
     html = viewer.page(viewer.read(path), labels={NASTY: NASTY, "nobody": "x"})
     assert "alert(1)" not in html
     assert html.count("</script>") == 3
@@ -122,7 +119,7 @@ def decode(ids) -> str:
 
 
 @pytest.mark.parametrize("sentence", ["plain", "naïve", "漢字 and 🙂🙃", "🙂", ""])
-def test_pieces_join_to_the_text_and_never_show_half_a_character(sentence: str):
+def test_pieces_join_to_the_text_and_never_show_half_a_character(sentence):
     ids = list(sentence.encode())
     pieces = text.pieces(decode, ids)
     assert len(pieces) == len(ids)
@@ -134,7 +131,7 @@ def test_an_incomplete_character_at_the_end_is_shown_as_a_replacement():
     assert text.pieces(decode, [65, 0xF0, 0x9F]) == ["A", "", text.REPLACEMENT]
 
 
-def test_texts_are_words_and_their_corrections(tmp_path: Path):
+def test_texts_are_words_and_their_corrections(tmp_path):
     frames = [
         {
             "step": 0,
@@ -154,7 +151,7 @@ def test_texts_are_words_and_their_corrections(tmp_path: Path):
     }
 
 
-def test_a_run_of_many_steps_stays_small(tmp_path: Path):
+def test_a_run_of_many_steps_stays_small(tmp_path):
     """Bytes a step: what changed, and a token for each sequence."""
     crowd(tmp_path / "run.jsonl", steps=600, blocks=300, seqs=32)
     run = viewer.read(tmp_path / "run.jsonl")
@@ -164,9 +161,7 @@ def test_a_run_of_many_steps_stays_small(tmp_path: Path):
     assert len(html) < (tmp_path / "run.jsonl").stat().st_size / 3
 
 
-def test_tokens_beyond_the_limit_are_left_out_and_marked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_tokens_beyond_the_limit_are_left_out_and_marked(tmp_path, monkeypatch):
     crowd(tmp_path / "run.jsonl", steps=40, blocks=60, seqs=8)
     run = viewer.read(tmp_path / "run.jsonl")
     monkeypatch.setattr(document, "MAX_TOKENS", 10)
@@ -183,9 +178,7 @@ def test_tokens_beyond_the_limit_are_left_out_and_marked(
 # the commands -------------------------------------------------------------------------------------
 
 
-def test_view_writes_a_page_beside_the_recording_or_to_the_given_path(
-    log: Path, tmp_path: Path, capsys
-):
+def test_view_writes_a_page_beside_the_recording_or_to_the_given_path(log, tmp_path, capsys):
     assert cli.main(["view", str(log)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'run.html'}\n"
     assert parts((tmp_path / "run.html").read_text("utf-8"))[0]["name"] == "run.jsonl"
@@ -209,7 +202,7 @@ def test_view_writes_a_page_beside_the_recording_or_to_the_given_path(
 )
 @pytest.mark.parametrize("command", ["view", "trace"])
 def test_a_file_that_is_no_recording_is_an_error_with_the_remedy(
-    tmp_path: Path, capsys, command: str, content: bytes, message: str
+    tmp_path, capsys, command, content, message
 ):
     path = tmp_path / "run.jsonl"
     path.write_bytes(content)
@@ -221,7 +214,7 @@ def test_a_file_that_is_no_recording_is_an_error_with_the_remedy(
 
 
 @pytest.mark.parametrize("command", ["view", "trace", "replay"])
-def test_a_missing_recording_and_a_folder_in_its_place_are_named(command, tmp_path: Path, capsys):
+def test_a_missing_recording_and_a_folder_in_its_place_are_named(command, tmp_path, capsys):
     missing = tmp_path / "none.jsonl"
     assert cli.main([command, str(missing)]) == 2
     error = capsys.readouterr().err
@@ -235,7 +228,7 @@ def test_a_missing_recording_and_a_folder_in_its_place_are_named(command, tmp_pa
     )
 
 
-def test_forbidden_targets_are_errors(log: Path, tmp_path: Path, capsys):
+def test_forbidden_targets_are_errors(log, tmp_path, capsys):
     before = log.read_bytes()
     assert cli.main(["view", str(log), "-o", str(log)]) == 2
     assert "is the recording itself" in capsys.readouterr().err
@@ -244,7 +237,7 @@ def test_forbidden_targets_are_errors(log: Path, tmp_path: Path, capsys):
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_a_recording_refused_by_the_scheduler_is_an_error_with_its_line(log: Path):
+def test_a_recording_refused_by_the_scheduler_is_an_error_with_its_line(log):
     lines = log.read_text().splitlines(keepends=True)
     log.write_text(lines[0] + '{"commit":{"sampled":[],"hashes":{},"choices":{},"events":[]}}\n')
     with pytest.raises(ReplayError, match="line 2 is refused: a commit without a schedule"):

@@ -11,12 +11,9 @@ import pytest
 
 from pagedjax import viewer
 from pagedjax.commands import cli
-from pagedjax.host import scheduler
-from pagedjax.host.event_log import Commit, Recorder, Schedule, Submit
-from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Request
 from tests.host.test_event_log import SMALL
-from tests.viewer.runs import GOLDENS, drafting_run, random_run
+from tests.viewer.runs import GOLDENS, Writer, drafting_run, random_run
 
 
 def tracks(trace: dict) -> dict[tuple[int, int], list[dict]]:
@@ -51,7 +48,7 @@ def check(trace: dict) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_slices_nest_and_time_never_decreases(tmp_path: Path, seed: int):
+def test_slices_nest_and_time_never_decreases(tmp_path, seed):
     random_run(tmp_path / "run.jsonl", seed, num_blocks=9, host_blocks=4 * (seed % 2))
     run = viewer.read(tmp_path / "run.jsonl")
     trace = viewer.trace(run)
@@ -64,35 +61,30 @@ def test_slices_nest_and_time_never_decreases(tmp_path: Path, seed: int):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_drafts_are_arguments_of_steps_and_decodes(tmp_path: Path, seed: int):
+def test_drafts_are_arguments_of_steps_and_decodes(tmp_path, seed):
     drafting_run(tmp_path / "run.jsonl", seed)
     run = viewer.read(tmp_path / "run.jsonl")
     trace = viewer.trace(run)
     check(trace)
-    steps = [count["args"] for count in tracks(trace)[1, 0]]
+    by_track = tracks(trace)
+    steps = [event["args"] for event in by_track[1, 0]]
     step_frames = [frame for frame in run.frames if "rest" not in frame]
-    assert [args.get("accepted") for args in steps] == [
-        sum(count or 0 for count in frame["accepted"]) if "accepted" in frame else None
-        for frame in step_frames
-    ]
-    of_requests = [
-        e["args"] for track, slices in tracks(trace).items() if track[0] == 2 for e in slices
-    ]
-    rows = [args for args in of_requests if "of" in args and "drafts" in args]
-    phases = [args for args in of_requests if "of" not in args]
+    for args, frame in zip(steps, step_frames, strict=True):
+        accepted = frame.get("accepted")
+        assert args.get("accepted") == (accepted and sum(count or 0 for count in accepted))
+    slices = [event for (pid, _), track in by_track.items() if pid == 2 for event in track]
+    rows = [e["args"] for e in slices if "of" in e["args"] and "drafts" in e["args"]]
+    phases = [e["args"] for e in slices if "of" not in e["args"]]
     assert sum(args.get("drafts", 0) for args in steps) == sum(args["drafts"] for args in rows)
     for name in ("drafts", "accepted"):
         assert sum(args.get(name, 0) for args in rows) == sum(args.get(name, 0) for args in phases)
-    shares = [
-        e["args"]["share"] for e in trace["traceEvents"] if e["name"] == "accepted share so far"
+    verified = [frame["verified"] for frame in step_frames if "verified" in frame]
+    shares = [e["args"] for e in trace["traceEvents"] if e["name"] == "accepted share so far"]
+    assert [args["share"] for args in shares] == [
+        round(accepted / drafts, 4) for drafts, accepted in verified
     ]
-    assert shares == [
-        round(f["verified"][1] / f["verified"][0], 4) for f in step_frames if "verified" in f
-    ]
-    slices = [event for track in tracks(trace).values() for event in track]
-    assert not any(
-        "drafts" in event["args"] for event in slices if event["name"] in ("recompute", "prefill")
-    )
+    undrafted = [event for event in slices if event["name"] in ("recompute", "prefill")]
+    assert not any("drafts" in event["args"] for event in undrafted)
 
 
 def test_a_trace_without_drafts_is_the_same_as_before():
@@ -105,22 +97,17 @@ def record_timed_run(path: Path) -> None:
     """Two requests in three blocks of 2, a second a step, half a second between steps."""
     config = SMALL._replace(block_size=2, num_blocks=3, max_num_batched_tokens=8)
     clock = itertools.count(100.0, 0.5)
-    recorder = Recorder(path, config, clock=lambda: next(clock), prompts=True)
-    state = scheduler.init(config)
+    writer = Writer(path, config, clock=lambda: next(clock), prompts=True)
     for name in "ab":
-        request = Request(name, 2, 3)
-        state = scheduler.submit(state, request)
-        recorder.write(Submit(request, [1, 2]))
-    while state.waiting or state.running.seqs:
-        state, plan = scheduler.schedule(state, FCFS)
-        recorder.write(Schedule(plan))
+        writer.submit(Request(name, 2, 3), [1, 2])
+    while writer.state.waiting or writer.state.running.seqs:
+        plan = writer.schedule()
         next(clock)
-        state, events = scheduler.commit(state, plan, [7] * len(plan.seqs))
-        recorder.write(Commit(plan, [7] * len(plan.seqs), {}, {}, events))
-    recorder.close()
+        writer.commit(plan, [7] * len(plan.seqs))
+    writer.recorder.close()
 
 
-def test_phases_of_a_request_have_the_recorded_times(tmp_path: Path):
+def test_phases_of_a_request_have_the_recorded_times(tmp_path):
     record_timed_run(tmp_path / "run.jsonl")
     trace = viewer.trace(viewer.read(tmp_path / "run.jsonl"))
     check(trace)
@@ -139,7 +126,7 @@ def test_phases_of_a_request_have_the_recorded_times(tmp_path: Path):
     assert steps == [(f"step {k}", 1.5 + 1.5 * k, 1.0) for k in range(5)]
 
 
-def test_the_command_writes_a_trace(tmp_path: Path, capsys):
+def test_the_command_writes_a_trace(tmp_path, capsys):
     record_timed_run(tmp_path / "run.jsonl")
     assert cli.main(["trace", str(tmp_path / "run.jsonl")]) == 0
     target = tmp_path / "run.trace.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,9 @@ import httpx
 
 from tests.server.support import wait_until
 
+# options of a cluster of the tiny model, of any number of replicas
+OF_TINY = "--served-model-name tiny --replica-resources num_cpus=0.5 --max-num-seqs 4"
+OF_TINY += " --num-blocks 256 --max-num-batched-tokens 64 --token-buckets 8,64"
 STARTS = 240.0  # seconds, on a loaded machine
 
 
@@ -27,18 +31,14 @@ class Cluster(NamedTuple):
     key: str
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(
-            f"{self.url}{path}", timeout=60, headers={"Authorization": f"Bearer {self.key}"}
-        )
+        headers = {"Authorization": f"Bearer {self.key}"}
+        return httpx.get(f"{self.url}{path}", timeout=60, headers=headers)
 
     def replicas(self) -> dict[str, bool]:
         """Return the replicas that are present, by name, and whether each is healthy."""
         answer = self.get("/replicas")
-        return (
-            {replica["name"]: replica["healthy"] for replica in answer.json()["data"]}
-            if answer.status_code == 200
-            else {}
-        )
+        data = answer.json()["data"] if answer.status_code == 200 else ()
+        return {replica["name"]: replica["healthy"] for replica in data}
 
     def gauges(self, name: str) -> dict[str, float]:
         """A gauge of each replica."""
@@ -48,27 +48,16 @@ class Cluster(NamedTuple):
 
 
 @contextmanager
-def cluster(model: str, folder: Path, *words: str, key: str = "none") -> Iterator[Cluster]:
+def cluster(model: str, folder: Path, options: str, key: str = "none") -> Iterator[Cluster]:
     """`pagedjax serve --replicas` until the end of the block; then it is asked to stop, and
     must.
     """
     routing = folder / "routing.jsonl"
     log = folder / "log"
-    command = [
-        sys.executable,
-        "-m",
-        "pagedjax",
-        "serve",
-        model,
-        *words,
-        "--port",
-        "0",
-        "--log-level",
-        "warning",
-    ]
+    command = f"-m pagedjax serve {model} {options} --port 0 --log-level warning"
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [*command, "--record-routing", str(routing)],
+            [sys.executable, *shlex.split(f"{command} --record-routing {routing}")],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

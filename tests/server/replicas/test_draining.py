@@ -15,29 +15,11 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from tests.server.replicas.support import Cluster, cluster, process_of_one_replica
+from tests.server.replicas.support import OF_TINY, Cluster, cluster, process_of_one_replica
 from tests.server.support import wait_until
 
 pytestmark = pytest.mark.slow
-SIZES = (
-    "--max-num-seqs",
-    "4",
-    "--num-blocks",
-    "256",
-    "--max-num-batched-tokens",
-    "64",
-    "--token-buckets",
-    "8,64",
-)
-WORDS = (
-    "--replicas",
-    "2",
-    "--replica-resources",
-    "num_cpus=0.5",
-    "--served-model-name",
-    "tiny",
-    *SIZES,
-)
+OPTIONS = f"{OF_TINY} --replicas 2"
 BODY = {"temperature": 0.0, "ignore_eos": True, "prompt": [20, 30, 40]}
 
 
@@ -74,14 +56,8 @@ def stop_cluster(ray_cluster: Cluster, tokens: int, count: int) -> tuple[list, l
             answers = [asyncio.ensure_future(whole(client, tokens)) for _ in range(count)]
             streams = [asyncio.ensure_future(events_of(client, tokens)) for _ in range(count)]
             for _ in range(600):  # until replicas have some of them
-                if (
-                    sum(
-                        (
-                            await asyncio.to_thread(ray_cluster.gauges, "num_requests_running")
-                        ).values()
-                    )
-                    > 1
-                ):
+                running = await asyncio.to_thread(ray_cluster.gauges, "num_requests_running")
+                if sum(running.values()) > 1:
                     break
                 await asyncio.sleep(0.1)
             # on a busy machine some have ended before this process looks
@@ -96,7 +72,7 @@ def stop_cluster(ray_cluster: Cluster, tokens: int, count: int) -> tuple[list, l
 
 
 def test_what_ends_in_time_is_answered(tiny_folder, tmp_path):
-    with cluster(str(tiny_folder), tmp_path, *WORDS, "--drain-seconds", "100") as ray_cluster:
+    with cluster(str(tiny_folder), tmp_path, f"{OPTIONS} --drain-seconds 100") as ray_cluster:
         with freeze_one_replica(
             ray_cluster
         ):  # a replica that does not answer is no reason to call the cluster dead
@@ -114,7 +90,7 @@ def test_what_ends_in_time_is_answered(tiny_folder, tmp_path):
 
 
 def test_what_does_not_is_answered_503(tiny_folder, tmp_path):
-    with cluster(str(tiny_folder), tmp_path, *WORDS, "--drain-seconds", "1") as ray_cluster:
+    with cluster(str(tiny_folder), tmp_path, f"{OPTIONS} --drain-seconds 1") as ray_cluster:
         answers, streams, seconds = stop_cluster(ray_cluster, 490, 30)
         assert ray_cluster.process.wait(120) == 0
     refused = [body["error"]["code"] for status, body in answers if status != 200]

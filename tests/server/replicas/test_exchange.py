@@ -60,8 +60,11 @@ def scope_of(method: str, url: str, headers: dict[str, str]) -> dict:
     request = httpx.Request(method, f"http://127.0.0.1{url}", headers=headers)
     return {
         **exchange.get(request.url.path),
-        **{"method": method, "query_string": request.url.query, "headers": request.headers.raw},
-        **{"app": lambda: None, "state": {}},
+        "method": method,
+        "query_string": request.url.query,
+        "headers": request.headers.raw,
+        "app": lambda: None,
+        "state": {},
     }
 
 
@@ -135,23 +138,13 @@ def test_metrics_of_all_replicas_are_one_page():
         for family in families
         for sample in family.samples
     }
-    assert {replica: samples["tokens_total", replica, None].value for replica in "ab"} == {
-        "a": 1,
-        "b": 2,
-    }
+    for name, bucket, values in (
+        ("tokens_total", None, [1, 2]),
+        ("running", None, [1, 2]),
+        ("seconds_bucket", "1.0", [1, 0]),
+    ):
+        assert [samples[name, replica, bucket].value for replica in "ab"] == values
     assert samples["tokens_total", "a", None].labels == {"model": "m", "replica": "a"}
-    assert {replica: samples["running", replica, None].value for replica in "ab"} == {
-        "a": 1,
-        "b": 2,
-    }
-    assert {replica: samples["seconds_bucket", replica, "1.0"].value for replica in "ab"} == {
-        "a": 1,
-        "b": 0,
-    }
     kinds = {family.name: family.type for family in families}
-    assert (kinds["tokens"], kinds["running"], kinds["seconds"]) == (
-        "counter",
-        "gauge",
-        "histogram",
-    )
+    assert kinds == kinds | {"tokens": "counter", "running": "gauge", "seconds": "histogram"}
     assert len(kinds) == len(families), "a family is twice on the page"

@@ -15,14 +15,12 @@ from pagedjax.server.app import Options
 from pagedjax.server.ray.prompts import Reader, router_request
 from pagedjax.server.schema import ChatRequest, CompletionRequest
 from tests.server.support import ENGINE
+from tests.tools.functions import function
 from tests.weights.tiny import tiny_llama
 
 SERVER = Options(name="tiny", allow_user=True)
 SIZE = 4
-TOOL = {
-    "type": "function",
-    "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
-}
+TOOL = function("look", parameters={"type": "object", "properties": {}})
 TALK = [{"role": "user", "content": "What is a block table?"}]
 COMPLETIONS = [
     {"prompt": "abcdefghij"},
@@ -43,6 +41,10 @@ CHATS = [
     {"messages": TALK, "tools": [TOOL]},
     {"messages": TALK, "tools": [TOOL], "tool_choice": "none"},
 ]
+
+
+def read(reader: Reader, path: str, body: dict) -> RouterRequest:
+    return router_request(reader, "a", f"/v1/{path}", json.dumps(body).encode())
 
 
 @pytest.fixture(scope="module")
@@ -70,43 +72,34 @@ def of_engine(requests) -> RouterRequest:
 @pytest.mark.parametrize("body", COMPLETIONS, ids=lambda body: ",".join(body))
 def test_completions(llm, reader, body):
     requests, _ = server_app._completion_requests(llm, CompletionRequest(**body), SERVER)
-    assert router_request(reader, "a", "/v1/completions", json.dumps(body).encode()) == of_engine(
-        requests
-    )
+    assert read(reader, "completions", body) == of_engine(requests)
 
 
 @pytest.mark.parametrize("body", CHATS, ids=lambda body: ",".join(body))
 def test_chats(llm, reader, body):
     requests, _ = server_app._chat_requests(llm, ChatRequest.model_validate(body), SERVER)
-    assert router_request(
-        reader, "a", "/v1/chat/completions", json.dumps(body).encode()
-    ) == of_engine(requests)
+    assert read(reader, "chat/completions", body) == of_engine(requests)
 
 
 def test_responses_are_chats(llm, reader):
     body = {"input": "What is a block table?", "instructions": "Be short.", "max_output_tokens": 6}
     chat = responses_api.as_chat(responses_api.ResponsesRequest(**body))
     requests, _ = server_app._chat_requests(llm, chat, SERVER)
-    assert router_request(reader, "a", "/v1/responses", json.dumps(body).encode()) == of_engine(
-        requests
-    )
+    assert read(reader, "responses", body) == of_engine(requests)
 
 
 def test_adapters_share_no_prefix(reader):
     def hashes(model):
-        body = json.dumps({"model": model, "prompt": "abcdefghij"}).encode()
-        return router_request(reader, "a", "/v1/completions", body).hashes
+        return read(reader, "completions", {"model": model, "prompt": "abcdefghij"}).hashes
 
     assert hashes("tiny") == hashes("") != hashes("poems") != hashes("songs")
 
 
 def test_without_prefixes_nothing_is_hashed(reader):
-    body = json.dumps({"prompt": "abcdefghij", "max_tokens": 5}).encode()
-    request = router_request(reader._replace(hashes=False), "a", "/v1/completions", body)
-    assert (request.hashes, request.tokens) == (
-        (),
-        len(reader.tokenizer.encode("abcdefghij", True)) + 5,
-    )
+    body = {"prompt": "abcdefghij", "max_tokens": 5}
+    request = read(reader._replace(hashes=False), "completions", body)
+    tokens = len(reader.tokenizer.encode("abcdefghij", True))
+    assert (request.hashes, request.tokens) == ((), tokens + 5)
 
 
 @pytest.mark.parametrize(

@@ -11,32 +11,21 @@ import httpx
 import openai
 import pytest
 
-from pagedjax import SamplingParams
 from pagedjax.routing import recording
-from tests.server.replicas.support import Cluster, cluster, idle
+from tests.engine.runs import answers as answers_of
+from tests.engine.runs import greedy
+from tests.server.replicas.support import OF_TINY, Cluster, cluster, idle
 from tests.server.support import wait_until
 
 pytestmark = pytest.mark.slow
-SIZES = (
-    "--max-num-seqs",
-    "4",
-    "--num-blocks",
-    "256",
-    "--max-num-batched-tokens",
-    "64",
-    "--token-buckets",
-    "8,64",
-)
 SCALING = {
-    **{
-        "max_replicas": 2,
-        "target_ongoing_requests": 4,
-        "upscale_delay_s": 1,
-        "downscale_delay_s": 3,
-    },
+    "max_replicas": 2,
+    "target_ongoing_requests": 4,
+    "upscale_delay_s": 1,
+    "downscale_delay_s": 3,
     "look_back_period_s": 11,  # Serve measures every 10 s
 }
-PROMPTS = [[20 + i, 30 + i, 40 + i] for i in range(24)]
+PROMPTS = [[20 + i, 30 + i, 40 + i] for i in range(12)]
 
 
 async def ask(client: openai.AsyncOpenAI, prompt: list[int], tokens: int) -> str:
@@ -76,38 +65,17 @@ async def while_it_grows(ray_cluster: Cluster, key: str) -> list[tuple[int, str]
 
 
 def test_replicas_follow_the_queue_and_drain(tiny_folder, reference, tmp_path):
-    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-    expected = [
-        output.outputs[0].text
-        for output in reference.generate(PROMPTS[:12], params, use_tqdm=False)
-    ]
+    expected = [answer.text for answer in answers_of(reference, PROMPTS, greedy(100))]
     (tmp_path / "key").write_text("secret\n", "utf-8")
-    words = (
-        "--replicas",
-        "1",
-        "--autoscaling",
-        json.dumps(SCALING),
-        "--replica-resources",
-        "num_cpus=0.5",
-        *SIZES,
-    )
-    options = (
-        "--served-model-name",
-        "tiny",
-        "--api-key-file",
-        str(tmp_path / "key"),
-        "--router",
-        "least_loaded",
-    )
-    with cluster(str(tiny_folder), tmp_path, *words, *options, key="secret") as ray_cluster:
+    options = f"{OF_TINY} --replicas 1 --router least_loaded --api-key-file {tmp_path / 'key'}"
+    options += f" --autoscaling '{json.dumps(SCALING)}'"
+    with cluster(str(tiny_folder), tmp_path, options, key="secret") as ray_cluster:
         assert httpx.get(f"{ray_cluster.url}/v1/models").status_code == 401
         assert httpx.get(f"{ray_cluster.url}/replicas").status_code == 401
         assert len(ray_cluster.replicas()) == 1
         answers = asyncio.run(while_it_grows(ray_cluster, "secret"))
         assert len(ray_cluster.replicas()) == 2
-        assert [answer for answer in answers if answer[1] != expected[answer[0]]] == [], (
-            "wrong answers"
-        )
+        assert all(text == expected[i] for i, text in answers)
         wait_until(lambda: len(ray_cluster.replicas()) == 1, 120)  # it shrinks, with nothing to do
         wait_until(lambda: idle(ray_cluster), 60)
     state, count = recording.replay(ray_cluster.routing.read_text("utf-8").splitlines())

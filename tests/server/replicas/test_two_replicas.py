@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shlex
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
@@ -17,8 +18,9 @@ import httpx
 import openai
 import pytest
 
-from pagedjax import LLM, SamplingParams
+from pagedjax import LLM
 from pagedjax.routing import recording
+from tests.engine.runs import answers, greedy
 from tests.server.replicas.support import cluster, idle, kill_one_replica
 from tests.server.support import wait_until
 
@@ -27,29 +29,9 @@ GROUPS = 6
 TOKENS = 12
 REQUESTS = 200
 CLIENTS = 12
-WORDS = (
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "and",
-    "then",
-    "it",
-    "saw",
-    "an",
-    "old",
-    "dog",
-    "who",
-    "ran",
-    "to",
-    "town",
-)
+WORDS = shlex.split("the cat sat on a mat and then it saw an old dog who ran to town")
 ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "num_blocks": 512, "max_model_len": 256}
-OPTIONS = [
-    word for name, value in ENGINE.items() for word in (f"--{name.replace('_', '-')}", str(value))
-]
+OPTIONS = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in ENGINE.items())
 
 
 class Sent(NamedTuple):
@@ -75,8 +57,7 @@ def prompts() -> list[str]:
 def expected_texts(smollm2) -> list[str]:
     """The library's answers, one prompt after the other."""
     llm = LLM(smollm2, progress=False, **ENGINE)
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    return [output.outputs[0].text for output in llm.generate(prompts(), params, use_tqdm=False)]
+    return [answer.text for answer in answers(llm, prompts(), greedy(TOKENS))]
 
 
 async def send(client: openai.AsyncOpenAI, number: int, prompt: str, stream: bool) -> Sent:
@@ -152,17 +133,15 @@ def kept_to_their_replica(answers: list[Sent]) -> float:
 
 
 def test_200_requests_while_clients_leave_and_a_replica_is_killed(expected_texts, tmp_path):
-    with cluster("smollm2-135m", tmp_path, "--replicas", "2", *OPTIONS) as ray_cluster:
+    with cluster("smollm2-135m", tmp_path, f"--replicas 2 {OPTIONS}") as ray_cluster:
         first = ray_cluster.replicas()
         assert list(first.values()) == [True, True]
-        answers, leavers, before = asyncio.run(
+        sent_requests, leavers, before = asyncio.run(
             load(ray_cluster.url, lambda: kill_one_replica(ray_cluster), random.Random(1))
         )
-        complete = [sent for sent in answers if sent.text is not None]
-        failed = [sent for sent in answers if sent.text is None]
-        assert [sent for sent in complete if sent.text != expected_texts[sent.number % 60]] == [], (
-            "wrong answers"
-        )
+        complete = [sent for sent in sent_requests if sent.text is not None]
+        failed = [sent for sent in sent_requests if sent.text is None]
+        assert all(sent.text == expected_texts[sent.number % 60] for sent in complete)
         assert {sent.error for sent in failed} <= {
             "503 replica_ended",
             "within a stream: replica_ended",
@@ -179,12 +158,8 @@ def test_200_requests_while_clients_leave_and_a_replica_is_killed(expected_texts
         wait_until(lambda: idle(ray_cluster), 60)
         with httpx.Client(base_url=ray_cluster.url, timeout=120) as client:
             for name in ray_cluster.replicas():  # the new one gives the same answers
-                body = {
-                    "prompt": prompts()[0],
-                    "max_tokens": TOKENS,
-                    "temperature": 0.0,
-                    "ignore_eos": True,
-                }
+                body = {"prompt": prompts()[0], "max_tokens": TOKENS, "ignore_eos": True}
+                body["temperature"] = 0.0
                 answer = client.post(f"/replicas/{name}/v1/completions", json=body)
                 assert answer.headers["x-replica"] == name
                 assert answer.json()["choices"][0]["text"] == expected_texts[0]
