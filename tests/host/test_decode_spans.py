@@ -180,32 +180,6 @@ def decoding(*requests: Request, **sizes) -> SchedulerState:
     return one_step(start(*requests, **sizes), FCFS, shares=False)[0]
 
 
-def test_the_first_end_limits_the_steps():
-    state = decoding(request("a", 3, 10), request("b", 3, 5))
-    # of b's five tokens, one is there and the last one ends it
-    assert decode_spans.steps_ahead(state) == 3
-
-
-def test_free_blocks_limit_the_steps():
-    state = decoding(request("a", 4, 20), request("b", 4, 20), num_blocks=6)
-    assert decode_spans.steps_ahead(state) == 8  # two further blocks of 4 tokens each
-
-
-@pytest.mark.parametrize(
-    "requests",
-    [
-        [request("a", 100, 5)],  # its prompt takes two steps
-        [request("a", 3, 5, stop_token_ids=frozenset({2}))],
-        [request("a", 3, 5, forks=("b",))],  # just forked, so that a block may have to be copied
-        [request("a", 3, 5, beams=True)],
-        [],
-    ],
-)
-def test_no_steps_are_ahead_where_something_else_may_happen(requests):
-    state = decoding(*requests, model_len=128) if requests else start()
-    assert decode_spans.steps_ahead(state) == 0
-
-
 def test_a_waiting_request_counts_only_if_it_may_enter():
     full = decoding(request("a", 3, 9), request("b", 3, 9), seqs=1)
     assert (len(full.waiting), decode_spans.steps_ahead(full)) == (1, 7)
