@@ -59,8 +59,8 @@ class ModelSequence:
     away: list[int] = field(default_factory=list)  # its blocks in host memory while it waits
     mixed: bool = False  # it has content of older weights, so nobody shares what it computes
 
-    def __lt__(self, other: ModelSequence) -> bool:
-        return self.arrival < other.arrival
+    def __lt__(self, sequence: ModelSequence) -> bool:
+        return self.arrival < sequence.arrival
 
     @property
     def name(self) -> str:
@@ -176,11 +176,11 @@ class Model:
 
     def reserved(self, request: Request) -> int:
         """Blocks of the piece that a request owns for its whole sequence."""
-        most = self.config.max_model_len
+        longest = self.config.max_model_len
         prompt = request.prompt_len
         limit = self.limit(request)
-        slots = {"oracle": limit, "pow2": prompt + power(limit - prompt), "max": most}
-        return power(math.ceil(min(slots[self.config.reservation], most) / self.size))
+        slots = {"oracle": limit, "pow2": prompt + power(limit - prompt), "max": longest}
+        return power(math.ceil(min(slots[self.config.reservation], longest) / self.size))
 
     def ids(self) -> set[int]:
         return set(range(1, self.config.num_blocks + 1))
@@ -300,8 +300,8 @@ class Model:
         """Which sequences have their turn, by the mode of the scheduler."""
         ready = [sequence for sequence in self.running if sequence.awaits_siblings()]
         decodes = [sequence for sequence in self.running if sequence.known - sequence.computed == 1]
-        others = [*decodes, *ready]
-        prompts = [sequence for sequence in self.running if sequence not in others]
+        decoding = [*decodes, *ready]
+        prompts = [sequence for sequence in self.running if sequence not in decoding]
         self.decodes = decodes
         admits = not step.preempted
         if self.config.mixed_steps:
@@ -309,7 +309,7 @@ class Model:
         elif self.config.chunked_prefill and self.steps % 2 and decodes:  # alternating steps
             self.compose(step, decodes, prompts + ready, admits=False)
         else:
-            self.compose(step, prompts, others, admits=admits)
+            self.compose(step, prompts, decoding, admits=admits)
             if not step.rows:
                 self.compose(step, decodes, prompts + ready, admits=False)
 
@@ -318,12 +318,12 @@ class Model:
         num_drafts = 0
         request = sequence.request
         tokens = sum(count for *_, count in step.rows)
-        most = min(
+        max_drafts = min(
             0 if request.beams or request.forks else len(drafts),
             self.limit(request) - sequence.known - 1,
             self.config.max_num_batched_tokens - tokens,
         )
-        while num_drafts < most:
+        while num_drafts < max_drafts:
             if sequence.known + num_drafts + 1 > len(sequence.table) * self.size:
                 if self.free() == 0:
                     break
@@ -368,7 +368,7 @@ class Model:
             first = min(self.waiting)
             unit = [first]
             if first.request.beams and not first.request.forks:
-                unit = sorted(other for other in self.waiting if other.group == first.group)
+                unit = sorted(beam for beam in self.waiting if beam.group == first.group)
             width = sum(sequence.width for sequence in unit)
             if width > places or not self.all_enter(step, unit):
                 break
@@ -656,10 +656,10 @@ class Model:
                     )
                 )
             self.running += new
-            left = [sequence for sequence in old if sequence.name not in parents]
+            dropped = [sequence for sequence in old if sequence.name not in parents]
             cached = set(self.published.values()) - self.owned()
-            for number, sequence in enumerate(left):
-                later = {block for other in left[number + 1 :] for block in other.table}
+            for number, sequence in enumerate(dropped):
+                later = {block for beam in dropped[number + 1 :] for block in beam.table}
                 free = cached - later
                 self.idle += [block for block in reversed(sequence.table) if block in free]
             events.append(Beamed(self.steps, tuple(names), parents, tokens))

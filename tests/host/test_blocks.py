@@ -16,8 +16,8 @@ from pagedjax.host import blocks
 from pagedjax.host.blocks import BlockPool
 
 
-def take(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]]:
-    allocation = blocks.allocate(pool, n)
+def take(pool: BlockPool, n: int, allocate=blocks.allocate) -> tuple[BlockPool, tuple[int, ...]]:
+    allocation = allocate(pool, n)
     assert allocation is not None
     return allocation
 
@@ -94,8 +94,8 @@ def test_pools_with_equal_history_are_equal():
     released, equal = (blocks.release(take(blocks.init(9), 4)[0], ids) for _ in range(2))
     assert released == equal
     assert hash(released) == hash(equal)
-    for other in (blocks.release(pool, ids[::-1]), pool, blocks.init(9), blocks.init(8)):
-        assert released != other
+    for unequal in (blocks.release(pool, ids[::-1]), pool, blocks.init(9), blocks.init(8)):
+        assert released != unequal
     assert released != tuple(released)
 
 
@@ -152,9 +152,7 @@ def test_check_finds_inconsistent_content(broken, message):
 
 
 def take_run(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]]:
-    allocation = blocks.allocate_run(pool, n)
-    assert allocation is not None
-    return allocation
+    return take(pool, n, blocks.allocate_run)
 
 
 @pytest.mark.parametrize("n", [-1, 0, 3, 6])

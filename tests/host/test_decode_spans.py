@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from pagedjax.host import decode_spans, scheduler
 from pagedjax.host.policies import FCFS, POLICIES, Policy
 from pagedjax.host.scheduler import Rejected, SchedulerConfig, SchedulerState
-from pagedjax.host.types import Event, Finished, Plan, Request, Sampled
+from pagedjax.host.types import Event, Finished, Plan, Request, Sampled, Seq
 from tests.host.scheduler_steps import start
 
 WORD = 7
@@ -44,35 +45,29 @@ def content(request_id: str, block: int) -> str:
     return f"{request_id[0]}{block}"
 
 
-def filled_hashes(state: SchedulerState, lengths: tuple[int, ...], size: int) -> Hashes:
-    """Returns the hashes that an engine would give with a commit, or with several. `lengths`: the
-    tokens computed after it, by sequence.
+def filled_hashes(
+    seqs: Sequence[Seq], before: Sequence[int], after: Sequence[int], size: int
+) -> Hashes:
+    """Returns the hashes that an engine would give with a commit, or with several. `before` and
+    `after`: the computed tokens of each sequence. One that fills no block in these steps gets none.
     """
-    new_hashes: Hashes = {}
-    for seq, computed in zip(state.running.seqs, lengths, strict=True):
-        num_hashes = len(seq.hashes)
-        full = computed // size
-        if seq.request.hashes != ("none",) and full > num_hashes:
-            new_hashes[seq.request_id] = tuple(
-                [content(seq.request_id, block) for block in range(num_hashes, full)]
-            )
-    return new_hashes
+    return {
+        seq.request_id: tuple(
+            [content(seq.request_id, block) for block in range(len(seq.hashes), end // size)]
+        )
+        for seq, start, end in zip(seqs, before, after, strict=True)
+        if end // size > start // size
+    }
 
 
 def one_step(
     state: SchedulerState, policy: Policy, shares: bool
 ) -> tuple[SchedulerState, tuple[Event, ...], Plan]:
     state, plan = scheduler.schedule(state, policy)
-    ends = tuple([start + count for start, count in zip(plan.starts, plan.counts, strict=True)])
-    rows = state._replace(running=state.running._replace(seqs=plan.seqs))
-    hashes = filled_hashes(rows, ends, state.config.block_size) if shares else {}
-    return *_committed(state, plan, hashes), plan
-
-
-def _committed(
-    state: SchedulerState, plan: Plan, hashes: Hashes
-) -> tuple[SchedulerState, tuple[Event, ...]]:
-    return scheduler.commit(state, plan, [WORD] * len(plan.seqs), hashes)
+    ends = [start + count for start, count in zip(plan.starts, plan.counts, strict=True)]
+    size = state.config.block_size
+    hashes = filled_hashes(plan.seqs, plan.starts, ends, size) if shares else {}
+    return *scheduler.commit(state, plan, [WORD] * len(plan.seqs), hashes), plan
 
 
 def submitted(
@@ -112,23 +107,10 @@ def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
                 break
             continue
         steps = data.draw(st.integers(1, max_steps))
-        size = config.block_size
         active = state.running
-        hashes = (
-            filled_hashes(state, tuple([computed + steps for computed in active.computed]), size)
-            if shares
-            else {}
-        )
-        # an engine gives a hash when its block is full: a sequence that fills none in these steps
-        # gets none
-        fills = [
-            i
-            for i, computed in enumerate(active.computed)
-            if (computed + steps) // size > computed // size
-        ]
-        hashes = {
-            active.seqs[i].request_id: hashes[active.seqs[i].request_id] for i in fills if hashes
-        }
+        after = [computed + steps for computed in active.computed]
+        hashes = filled_hashes(active.seqs, active.computed, after, config.block_size)
+        hashes = hashes if shares else {}
         at_once, allocated = decode_spans.after_decodes(state, steps, hashes)
         used = [state.pool.num_blocks - state.pool.num_free]
         counted = []
@@ -214,8 +196,8 @@ def test_blocks_are_evicted_in_the_order_of_the_steps():
         )
     )
     for steps, expected in enumerate(one_by_one):
-        hashes = filled_hashes(
-            state, tuple([computed + steps for computed in state.running.computed]), 4
-        )
+        computed = state.running.computed
+        after = [number + steps for number in computed]
+        hashes = filled_hashes(state.running.seqs, computed, after, 4)
         assert decode_spans.after_decodes(state, steps, hashes)[0] == expected
     assert len(one_by_one[-1].pool.idle) < 4

@@ -60,13 +60,9 @@ class Pair:
             leaver.table,
         )
         self.moves += 1
-        released = released._replace(
-            request=released.request._replace(request_id=f"m{self.moves}{name}")
-        )
-        if leaver.name.startswith("private"):
-            released = released._replace(
-                request=released.request._replace(request_id=f"private-m{self.moves}")
-            )
+        private = name.startswith("private")
+        new_name = f"private-m{self.moves}" if private else f"m{self.moves}{name}"
+        released = released._replace(request=released.request._replace(request_id=new_name))
         if not taker.model.accepts(released.request) or leaver.known >= taker.model.limit(
             released.request
         ):

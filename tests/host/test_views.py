@@ -56,20 +56,12 @@ def check_sight(sinks: int, window: int, size: int, max_blocks: int) -> None:
     rounded = view(kv_policies.streaming(sinks, window), size, max_blocks)
     for position in range(max_blocks * size):
         block = position // size
-        visible_blocks = {
-            i for i in (*rounded.outside(block), *range(rounded.first(block), block + 1))
-        }
-        tokens = {
-            t for i in visible_blocks for t in range(i * size, (i + 1) * size) if t <= position
-        }
-        required = {t for t in range(position + 1) if t < sinks or t > position - window}
-        assert required <= tokens
-        if rounded != ALL:
-            assert tokens <= {
-                t
-                for t in range(position + 1)
-                if t < sinks + size - 1 or t > position - window - 2 * size + 1
-            }
+        visible_blocks = {*rounded.outside(block), *range(rounded.first(block), block + 1)}
+        for token in range(position + 1):
+            visible = token // size in visible_blocks
+            assert visible or sinks <= token <= position - window
+            if rounded != ALL and sinks + size - 1 <= token <= position - window - 2 * size + 1:
+                assert not visible
 
 
 @drawn.examples(30, 100)
