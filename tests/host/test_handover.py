@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from pagedjax.host import replay, scheduler
 from pagedjax.host.event_log import Adopt, Commit, Recorder, Release, Schedule, Submit
@@ -131,15 +130,7 @@ def test_sequences_move_between_schedulers_at_any_time(number: int):
     sides.
     """
     HandoverMachine.tally = Counter()
-    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-    bounds = settings(
-        max_examples=number,
-        stateful_step_count=10,
-        deadline=None,
-        print_blob=True,
-        suppress_health_check=checks,
-    )
-    run_state_machine_as_test(HandoverMachine, settings=bounds)
+    drawn.run_machine(HandoverMachine, number, steps=10)
 
 
 def test_the_moves_of_a_fixed_seed_are_of_every_kind():

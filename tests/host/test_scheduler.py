@@ -172,21 +172,17 @@ def test_a_policy_chooses_the_victim():
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "tokens", "reason"),
+    ("max_tokens", "min_tokens", "tokens", "reason"),
     [
-        (8, [WORD, EOS], "stop"),
-        (2, [WORD, WORD], "length"),
-        (2, [WORD, EOS], "stop"),
-        (50, [WORD] * 7, "length"),  # max_model_len is 10
-        (1, [WORD], "length"),
-        (8, [WORD, WORD, EOS, EOS], "stop"),
+        (8, 0, [WORD, EOS], "stop"),
+        (2, 0, [WORD, WORD], "length"),
+        (2, 0, [WORD, EOS], "stop"),
+        (50, 0, [WORD] * 7, "length"),  # max_model_len is 10
+        (1, 0, [WORD], "length"),
+        (8, 4, [WORD, WORD, EOS, EOS], "stop"),
     ],
 )
-def test_a_request_ends_with_a_stop_token_or_at_its_limit(max_tokens, tokens, reason):
-    """A stop token before the fourth token is ignored where `min_tokens` is 4, as in the last
-    case.
-    """
-    min_tokens = 4 if len(tokens) == 4 else 0
+def test_a_request_ends_with_a_stop_token_or_at_its_limit(max_tokens, min_tokens, tokens, reason):
     state = start(request("a", 3, max_tokens, min_tokens), model_len=10)
     events: tuple[Event, ...] = ()
     for token in tokens:

@@ -10,14 +10,12 @@ from collections import Counter
 from typing import Any, ClassVar, get_args
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from pagedjax.host import scheduler
@@ -35,6 +33,7 @@ from pagedjax.host.types import (
     Seq,
 )
 from pagedjax.options.config import Reservation
+from tests import drawn
 from tests.host.scheduler_model import Model, ModelSequence
 
 STOPS = (0, 1, 2)
@@ -247,24 +246,28 @@ class Driver:
         self.plan = plan
         self.check_new_state(state)
         self.remember(plan)
+        self.count_plan(plan, decodes)
+
+    def count_plan(self, plan: Plan, decodes: set[str]) -> None:
         shared = [block for seq in plan.seqs for block in seq.blocks]
-        active = scheduler.running(state)
+        active = scheduler.running(self.state)
+        ids = {seq.request_id for seq in plan.seqs}
         groups = Counter(seq.group for seq in active if seq.group is not None)
         group_runs = max(groups.values(), default=0) > 1
         prompts = {seq.request_id for seq in active if seq.length - seq.computed > 1}
         self.tally += Counter(
             {
                 "preempted": len(plan.preempted),
-                "cut": len(partial),
+                "cut": sum(not row.samples for row in plan.rows),
                 "found": sum(cached > 0 for cached in plan.cached),
                 "swapped": len(plan.swapped),
                 "resumed": len(plan.resumed),
                 "copied": len(plan.copies),
                 "a group preempted": len(plan.preempted) > 1 and group_runs,
                 "shared": len(set(shared)) < len(shared),
-                "decodes waited": bool(decodes - set(plan.preempted) - set(ids)),
-                "prompts waited": not prompts <= set(ids),
-                "reserved": len(plan.admitted) if c.reservation != "none" else 0,
+                "decodes waited": bool(decodes - set(plan.preempted) - ids),
+                "prompts waited": not prompts <= ids,
+                "reserved": len(plan.admitted) if self.state.config.reservation != "none" else 0,
                 "no whole prompt": self.model.uncut,
                 "no piece": self.model.fragmented,
             }
@@ -534,19 +537,8 @@ def run_machine(
     tally: Counter[str] = Counter()
     start = initialize(config=configs)(SchedulerMachine.start)
     machine = type("Machine", (SchedulerMachine,), {"tally": tally, "start": start})
-    profile = settings(
-        max_examples=examples,
-        stateful_step_count=steps,
-        deadline=None,
-        print_blob=True,
-        suppress_health_check=[
-            HealthCheck.too_slow,
-            HealthCheck.filter_too_much,
-            HealthCheck.data_too_large,
-        ],
-    )
     for _ in range(5):  # one draw of examples may have few steps
-        run_state_machine_as_test(machine, settings=profile)
+        drawn.run_machine(machine, examples, steps)
         if tally["step"] >= at_least:
             return tally
     raise AssertionError(f"only {tally} in five runs")
