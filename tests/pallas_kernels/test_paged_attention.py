@@ -106,6 +106,7 @@ def make(
     d: int = 16,
     seed: int = 0,
     dtype: Any = np.float32,
+    garbage: float = GARBAGE,
 ) -> Case:
     """rows: (query tokens, context tokens) of each; padded to T tokens and B rows. Unowned slots
     hold garbage.
@@ -128,7 +129,7 @@ def make(
     case = Case(
         q, keys, values, k_pages, v_pages, np.zeros((b, m), np.int32), seq_lens, cu_q_lens, d**-0.5
     )
-    return scatter(case, rng.permutation(b * m) + 1)
+    return scatter(case, rng.permutation(b * m) + 1, garbage)
 
 
 def scatter(case: Case, pages: np.ndarray | None = None, garbage: float = GARBAGE) -> Case:

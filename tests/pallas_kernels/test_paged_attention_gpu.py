@@ -56,8 +56,8 @@ class Case(NamedTuple):
         """`order` seeds the places of a row's pages in the cache alone."""
         t = max(1, sum(count for count, _ in self.rows)) + 3  # three of padding
         sizes = {"s": self.s, "k": self.heads, "g": self.group, "d": self.d}
-        dtype = jnp.dtype(self.dtype)
-        batch = make(self.rows, t=t, b=len(self.rows), seed=self.seed, dtype=dtype, **sizes)
+        options = {"seed": self.seed, "dtype": jnp.dtype(self.dtype), "garbage": self.poison}
+        batch = make(self.rows, t=t, b=len(self.rows), **sizes, **options)
         pages = np.random.default_rng([order, 1]).permutation(len(batch.k_pages) - 1) + 1
         return scatter(batch, pages, self.poison)
 
