@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
 
 Property = Callable[..., None]
 
@@ -25,6 +26,19 @@ def examples(sample: int, full: int) -> pytest.MarkDecorator:
         pytest.param(full, id="whole", marks=pytest.mark.slow),
     ]
     return pytest.mark.parametrize("number", cases)
+
+
+def run_machine(machine: Any, number: int, steps: int) -> None:
+    """Runs `number` histories of a state machine, of at most `steps` rules each."""
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+    limits = settings(
+        max_examples=number,
+        stateful_step_count=steps,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=checks,
+    )
+    run_state_machine_as_test(machine, settings=limits)
 
 
 def check(number: int, holds: Property, *columns: Any, **strategies: Any) -> None:

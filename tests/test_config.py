@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import get_args
 
@@ -34,18 +35,14 @@ def test_defaults_are_valid_and_leave_model_and_memory_sizes_open():
 
 
 INVALID = [
-    *((name, "an integer of at least 1", (0, -1, 1.0, True, "16")) for name in SIZES),
-    ("memory_fraction", "above 0 and at most 1", (0, 0.0, -0.1, 1.01, float("nan"), "half", True)),
-    (
-        "swap_space_gib",
-        "a number of GiB, at least 0",
-        (-1, -0.5, float("nan"), float("inf"), "4", True, None),
-    ),
-    ("seed", "an integer in [0, 2**32)", (-1, 2**32, 1.0, True, "0")),
+    *((name, "an integer of at least 1", (0, 1.0, True, "16")) for name in SIZES),
+    ("memory_fraction", "above 0 and at most 1", (0, 1.01, math.nan, "half", True)),
+    ("swap_space_gib", "a number of GiB, at least 0", (-0.5, math.nan, math.inf, "4", True, None)),
+    ("seed", "an integer in [0, 2**32)", (-1, 2**32, 1.0, True, None)),
     (
         "token_buckets",
         "ascending integers of at least 1",
-        ((), [], (0, 2048), (2048, 16), (16, 16, 2048), (16.0, 2048), (True, 2048), "16"),
+        ((), (0, 2048), (2048, 16), (16, 16, 2048), (16.0, 2048), (True, 2048), "16"),
     ),
     *(
         (name, "True or False", (0, 1, None, "yes"))
@@ -80,7 +77,7 @@ def test_the_extremes_are_accepted(name, value):
 
 
 @pytest.mark.parametrize(
-    "name", ["block_size", "max_num_batched_tokens", "max_num_seqs", "memory_fraction", "seed"]
+    "name", ["block_size", "max_num_batched_tokens", "max_num_seqs", "memory_fraction"]
 )
 def test_none_is_refused_where_nothing_is_chosen_later(name):
     with pytest.raises(ValueError, match=f"^{name} is None"):
@@ -93,13 +90,10 @@ def test_none_is_refused_where_nothing_is_chosen_later(name):
         ("dtype", "float23", r"'float32', 'bfloat16', 'float16' \(did you mean 'float32'\?\)$"),
         ("policy", "fcsf", r"'fcfs'.*, or FILE\.py:NAME \(did you mean 'fcfs'\?\)$"),
         ("policy", None, "'fcfs'"),
-        ("policy", "", "'fcfs'"),
         ("attention_impl", "refrence", r", or FILE\.py:NAME \(did you mean 'reference'\?\)$"),
-        ("attention_impl", "auto", "'pallas_gpu', 'reference'"),
         ("linear_impl", "gpu", r", or FILE\.py:NAME \(did you mean 'cpu'\?\)$"),
         ("kv_policy", "some", r"'full', 'streaming', 'quest', or FILE\.py:NAME$"),
         ("reservation", "pow3", r"'none', 'oracle', 'pow2', 'max' \(did you mean 'pow2'\?\)$"),
-        ("reservation", None, "'none'"),
     ],
 )
 def test_an_unknown_choice_lists_the_choices_and_the_nearest(name, value, message):
@@ -133,12 +127,6 @@ def test_a_resolved_config_has_no_none(name):
     assert getattr(Resolved(**RESOLVED), name) == RESOLVED[name]  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"^{name} is not resolved$"):
         Resolved(**{**RESOLVED, name: None})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["max_model_len", "num_blocks", "token_buckets"])
-def test_a_resolved_config_refuses_none(name):
-    with pytest.raises(ValueError, match=f"{name}"):
-        Resolved(**{key: value for key, value in RESOLVED.items() if key != name})  # type: ignore[arg-type]
 
 
 DRAFT = {"method": "draft", "model": "small"}
@@ -231,11 +219,6 @@ def test_an_unknown_key_without_a_near_name_lists_all_keys():
         ValueError, match=r"^unknown key engine\.'qqq'; known keys are block_size, .*seed$"
     ):
         from_dict(EngineConfig, {"qqq": 1}, where="engine.")
-
-
-def test_values_of_a_mapping_are_checked():
-    with pytest.raises(ValueError, match="block_size is '16'"):
-        from_dict(EngineConfig, {"block_size": "16"})
 
 
 def test_a_config_is_frozen_hashable_and_checked_when_replaced():

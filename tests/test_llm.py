@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,18 @@ from pagedjax.weights.locate import embedded_file
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 TEXT = "the cat and the other cat"
+
+
+def greedy(**options) -> SamplingParams:
+    return dataclasses.replace(GREEDY, **options)
+
+
+def run(llm: LLM, prompts: Any = TEXT, params: Any = GREEDY) -> list[RequestOutput]:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def branch_of(llm: LLM, params: Any = GREEDY) -> Any:
+    return run(llm, TEXT, params)[0].outputs[0]
 
 
 def texts(outputs: list[RequestOutput]) -> list[str]:
@@ -34,45 +47,43 @@ def llm(tiny_llm):
 
 def test_prompts_are_strings_token_ids_or_lists_of_either(llm):
     ids = llm.tokenizer.encode(TEXT)
-    (output,) = llm.generate(TEXT, GREEDY, use_tqdm=False)
+    (output,) = run(llm)
     assert output.prompt == TEXT
     assert output.prompt_token_ids == tuple(ids)
     assert len(output.outputs[0].token_ids) == 12
     assert output.outputs[0].finish_reason == "length"
-    by_ids = llm.generate(ids, GREEDY, use_tqdm=False)
+    by_ids = run(llm, ids)
     assert by_ids[0].prompt is None
     assert texts(by_ids) == texts([output])
-    outputs = llm.generate([TEXT, ids, "rain"], GREEDY, use_tqdm=False)
+    outputs = run(llm, [TEXT, ids, "rain"])
     assert texts(outputs)[:2] == texts([output]) * 2
     assert [out.request_id for out in outputs] == ["0", "1", "2"]
 
 
 def test_each_prompt_can_have_its_own_parameters(llm):
-    params = [GREEDY, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)]
-    lengths = [
-        len(out.outputs[0].token_ids) for out in llm.generate([TEXT, TEXT], params, use_tqdm=False)
-    ]
+    params = [GREEDY, greedy(max_tokens=3)]
+    lengths = [len(out.outputs[0].token_ids) for out in run(llm, [TEXT, TEXT], params)]
     assert lengths == [12, 3]
     with pytest.raises(ValueError, match="2 SamplingParams for 1 prompts"):
-        llm.generate([TEXT], params, use_tqdm=False)
+        run(llm, [TEXT], params)
 
 
 def test_default_parameters_equal_vllm(llm):
-    assert len(llm.generate(TEXT, use_tqdm=False)[0].outputs[0].token_ids) <= 16
+    assert len(branch_of(llm, None).token_ids) <= 16
 
 
 def test_branch_i_equals_a_request_with_seed_plus_i(llm):
     params = SamplingParams(temperature=1.0, seed=11, n=3, max_tokens=10, ignore_eos=True)
-    branches = llm.generate(TEXT, params, use_tqdm=False)[0].outputs
+    branches = run(llm, TEXT, params)[0].outputs
     assert [branch.index for branch in branches] == [0, 1, 2]
     assert len({branch.token_ids for branch in branches}) > 1
     for i, branch in enumerate(branches):
         alone = SamplingParams(temperature=1.0, seed=11 + i, max_tokens=10, ignore_eos=True)
-        assert llm.generate(TEXT, alone, use_tqdm=False)[0].outputs[0].token_ids == branch.token_ids
+        assert branch_of(llm, alone).token_ids == branch.token_ids
 
 
 def test_an_engine_seed_fixes_requests_without_one(tiny):
-    def run(seed: int) -> list[str]:
+    def texts_with(seed: int) -> list[str]:
         sizes = {
             "max_num_seqs": 8,
             "max_num_batched_tokens": 64,
@@ -80,21 +91,17 @@ def test_an_engine_seed_fixes_requests_without_one(tiny):
             "num_blocks": 256,
         }
         llm = LLM(tiny, progress=False, seed=seed, **sizes)
-        return texts(
-            llm.generate(
-                [TEXT, TEXT], SamplingParams(max_tokens=10, ignore_eos=True), use_tqdm=False
-            )
-        )
+        return texts(run(llm, [TEXT, TEXT], SamplingParams(max_tokens=10, ignore_eos=True)))
 
-    first = run(0)
+    first = texts_with(0)
     assert first[0] != first[1]
-    assert run(0) == first
-    assert run(1) != first
+    assert texts_with(0) == first
+    assert texts_with(1) != first
 
 
 def test_stream_yields_the_same_text(llm):
     pieces = list(llm.stream(TEXT, GREEDY))
-    assert "".join(pieces) == texts(llm.generate(TEXT, GREEDY, use_tqdm=False))[0]
+    assert "".join(pieces) == texts(run(llm))[0]
     with pytest.raises(ValueError, match="n is 2; a stream has one branch"):
         next(llm.stream(TEXT, SamplingParams(n=2)))
     with pytest.raises(ValueError, match="best_of is 3; a stream has one branch, use generate"):
@@ -103,7 +110,7 @@ def test_stream_yields_the_same_text(llm):
 
 
 def test_an_abandoned_stream_frees_its_blocks(llm):
-    stream = llm.stream(TEXT, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    stream = llm.stream(TEXT, greedy(max_tokens=100))
     next(stream)
     assert llm.engine.has_work
     stream.close()
@@ -112,14 +119,12 @@ def test_an_abandoned_stream_frees_its_blocks(llm):
 
 def test_interleaved_streams_and_calls_lose_no_text(llm):
     """A step serves all unfinished requests, of every call."""
-    long = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    expected = [texts(llm.generate(prompt, long, use_tqdm=False))[0] for prompt in (TEXT, "rain")]
+    long = greedy(max_tokens=30)
+    expected = [texts(run(llm, prompt, long))[0] for prompt in (TEXT, "rain")]
     streams = [llm.stream(TEXT, long), llm.stream("rain", long)]
     got = [next(streams[0]), next(streams[1])]
-    between = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    assert texts(llm.generate(["the"], between, use_tqdm=False)) == texts(
-        llm.generate(["the"], between, use_tqdm=False)
-    )
+    between = greedy(max_tokens=10)
+    assert texts(run(llm, ["the"], between)) == texts(run(llm, ["the"], between))
     pairs = list(zip_longest(*streams, fillvalue=""))
     assert [
         first + "".join(pieces) for first, pieces in zip(got, zip(*pairs, strict=True), strict=True)
@@ -127,12 +132,10 @@ def test_interleaved_streams_and_calls_lose_no_text(llm):
 
 
 def test_a_stream_that_other_calls_ended_yields_all_text(llm):
-    expected = texts(llm.generate(TEXT, GREEDY, use_tqdm=False))[0]
+    expected = texts(run(llm))[0]
     stream = llm.stream(TEXT, GREEDY)
     first = next(stream)
-    llm.generate(
-        "rain", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False
-    )
+    run(llm, "rain", greedy(max_tokens=30))
     assert not llm.engine.has_work
     assert first + "".join(stream) == expected
 
@@ -146,49 +149,41 @@ def test_chat_renders_the_template_of_the_model(llm):
 
 
 def test_a_stop_string_ends_the_text_inside_a_token(llm):
-    full = texts(llm.generate(TEXT, GREEDY, use_tqdm=False))[0]
+    full = texts(run(llm))[0]
     assert len(full) > 8, "the tiny model's text is too short for this test"
     for start, end in ((3, 4), (2, 7), (len(full) - 2, len(full))):
         stop = full[start:end]
         first = full.find(stop)
-        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=stop)
-        branch = llm.generate(TEXT, params, use_tqdm=False)[0].outputs[0]
+        params = greedy(stop=stop)
+        branch = branch_of(llm, params)
         assert branch.text == full[:first]
         assert (branch.finish_reason, branch.stop_reason) == ("stop", stop)
         assert not llm.engine.has_work, "the scheduler still runs it"
-        inclusive = SamplingParams(
-            temperature=0,
-            max_tokens=12,
-            ignore_eos=True,
-            stop=stop,
-            include_stop_str_in_output=True,
-        )
-        assert texts(llm.generate(TEXT, inclusive, use_tqdm=False)) == [full[:first] + stop]
-    late = SamplingParams(
-        temperature=0, max_tokens=12, min_tokens=12, ignore_eos=True, stop=full[0]
-    )
-    assert len(llm.generate(TEXT, late, use_tqdm=False)[0].outputs[0].token_ids) == 12
+        inclusive = greedy(stop=stop, include_stop_str_in_output=True)
+        assert texts(run(llm, TEXT, inclusive)) == [full[:first] + stop]
+    late = greedy(min_tokens=12, stop=full[0])
+    assert len(branch_of(llm, late).token_ids) == 12
 
 
 def test_text_that_might_begin_a_stop_string_is_returned_at_the_end(llm):
-    full = texts(llm.generate(TEXT, GREEDY, use_tqdm=False))[0]
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=full[-4:] + "!")
-    assert texts(llm.generate(TEXT, params, use_tqdm=False)) == [full]
+    full = texts(run(llm))[0]
+    params = greedy(stop=full[-4:] + "!")
+    assert texts(run(llm, TEXT, params)) == [full]
     assert "".join(llm.stream(TEXT, params)) == full
 
 
 def test_an_incomplete_character_at_the_end_is_marked(llm):
     first_byte = llm.tokenizer.encode("é")[0]
     params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=(first_byte,))
-    assert texts(llm.generate(TEXT, params, use_tqdm=False)) == ["\ufffd"]
+    assert texts(run(llm, TEXT, params)) == ["\ufffd"]
     assert list(llm.stream(TEXT, params)) == ["\ufffd"]
 
 
 def test_a_stop_token_is_the_stop_reason(llm):
-    tokens = llm.generate(TEXT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    tokens = branch_of(llm).token_ids
     stop = tokens[4]
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=(stop,))
-    branch = llm.generate(TEXT, params, use_tqdm=False)[0].outputs[0]
+    params = greedy(stop_token_ids=(stop,))
+    branch = branch_of(llm, params)
     assert branch.token_ids == tokens[: tokens.index(stop) + 1]
     assert (branch.finish_reason, branch.stop_reason) == ("stop", stop)
     assert branch.text == llm.tokenizer.decode(branch.token_ids[:-1])
@@ -199,7 +194,7 @@ def test_eos_that_is_ignored_and_a_stop_token_is_the_stop_reason(llm):
     options = {"temperature": 0, "logit_bias": {eos: 100.0}, "stop_token_ids": (eos,)}
     for ignored, reason in ((True, eos), (False, None)):
         params = SamplingParams(**options, ignore_eos=ignored)
-        branch = llm.generate(TEXT, params, use_tqdm=False)[0].outputs[0]
+        branch = branch_of(llm, params)
         assert (branch.token_ids, branch.text) == ((eos,), "")
         assert (branch.finish_reason, branch.stop_reason) == ("stop", reason)
 
@@ -207,22 +202,18 @@ def test_eos_that_is_ignored_and_a_stop_token_is_the_stop_reason(llm):
 def test_eos_has_no_stop_reason_and_min_tokens_defers_it(llm):
     eos = llm.model.eos_token_ids[0]
     bias = {eos: 100.0}
-    branch = llm.generate(TEXT, SamplingParams(temperature=0, logit_bias=bias), use_tqdm=False)[
-        0
-    ].outputs[0]
+    branch = branch_of(llm, SamplingParams(temperature=0, logit_bias=bias))
     assert (branch.token_ids, branch.text) == ((eos,), "")
     assert (branch.finish_reason, branch.stop_reason) == ("stop", None)
     later = SamplingParams(temperature=0, logit_bias=bias, min_tokens=5)
-    branch = llm.generate(TEXT, later, use_tqdm=False)[0].outputs[0]
+    branch = branch_of(llm, later)
     assert len(branch.token_ids) == 6
     assert branch.token_ids.index(eos) == 5
 
 
 def test_each_token_has_log_probabilities_and_the_best_others(llm):
-    params = SamplingParams(
-        temperature=0, max_tokens=5, ignore_eos=True, logprobs=3, prompt_logprobs=1
-    )
-    (out,) = llm.generate(TEXT, params, use_tqdm=False)
+    params = greedy(max_tokens=5, logprobs=3, prompt_logprobs=1)
+    (out,) = run(llm, TEXT, params)
     branch = out.outputs[0]
     assert branch.logprobs is not None
     for token, entry in zip(branch.token_ids, branch.logprobs, strict=True):
@@ -247,16 +238,13 @@ BAD_REQUESTS = {
     "no token ids": ([[]], {}, "the prompt is empty"),
     "no prompts": ([], {}, "there are no prompts"),
     "a prompt beyond the limit": (
-        [[5] * 600],
+        [TEXT, [5] * 600, TEXT],
         {},
         "prompt of 600 tokens, but max_model_len is 512",
     ),
     "a token beyond the vocabulary": ([[5, 320]], {}, "token id 320; the vocabulary is 0 to 319"),
     "a negative token": ([[5, -1]], {}, "token id -1"),
     "a token beyond 64 bits": ([[5], [2**70]], {}, f"token id {2**70}; the vocabulary is 0 to 319"),
-    "temperature -1": (TEXT, {"temperature": -1}, "temperature is -1; it must be between 0"),
-    "top_p 0": (TEXT, {"top_p": 0.0}, "top_p is 0.0; it must be above 0"),
-    "n 0": (TEXT, {"n": 0}, "n is 0; it must be at least 1"),
     "a bias beyond the vocabulary": (
         TEXT,
         {"logit_bias": {400: 1.0}},
@@ -278,18 +266,17 @@ BAD_REQUESTS = {
 @pytest.mark.parametrize("name", BAD_REQUESTS)
 def test_a_bad_request_is_refused_and_the_next_one_is_served(llm, name):
     prompts, params, message = BAD_REQUESTS[name]
-    before = texts(llm.generate(TEXT, GREEDY, use_tqdm=False))
+    before = texts(run(llm))
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
+        run(llm, prompts, SamplingParams(**params))
     assert not llm.engine.has_work
-    assert texts(llm.generate(TEXT, GREEDY, use_tqdm=False)) == before
+    assert texts(run(llm)) == before
 
 
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
         (None, "prompts is None; give a string"),
-        (5, "prompts is 5; give a string"),
         (b"the cat", "prompts is b'the cat'; give a string"),
         ({"text": "the cat"}, "a prompt has 'text'; models here take text alone"),
         ({}, r"a prompt is \{\}; a mapping has 'prompt' or 'prompt_token_ids'"),
@@ -307,15 +294,13 @@ def test_a_bad_request_is_refused_and_the_next_one_is_served(llm, name):
             r"a prompt is \['a'\]; it must be a string or a list of token ids",
         ),
         ([None], "a prompt is None; it must be a string or a list of token ids"),
-        (["the cat", ["sat"]], r"a prompt is \['sat'\]; it must be"),
-        ([5.0, 6.0], "a prompt is 5.0; it must be"),
         ([[5, 6.5]], r"a prompt is \[5, 6.5\]; it must be"),
         ([b"the cat"], "a prompt is b'the cat'; it must be"),
     ],
 )
 def test_an_invalid_prompt_is_refused(llm, prompts, message):
     with pytest.raises(ValueError, match=message):
-        llm.generate(prompts, GREEDY, use_tqdm=False)
+        run(llm, prompts)
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", 5, [None], [{"n": 2}]])
@@ -338,16 +323,10 @@ def test_an_invalid_conversation_is_refused(llm, messages):
 
 
 def test_token_ids_may_be_numpy_integers(llm):
-    expected = texts(llm.generate([5, 6, 7], GREEDY, use_tqdm=False))
+    expected = texts(run(llm, [5, 6, 7]))
     ids = np.array([5, 6, 7])
     for prompts in (ids, [ids], list(ids), ids[None]):
-        assert texts(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
-
-
-def test_one_bad_prompt_runs_none_of_the_call(llm):
-    with pytest.raises(ValueError, match="prompt of 600 tokens"):
-        llm.generate([TEXT, [5] * 600, TEXT], GREEDY, use_tqdm=False)
-    assert not llm.engine.has_work
+        assert texts(run(llm, prompts)) == expected
 
 
 def test_a_pool_too_small_for_one_request_names_the_needed_size(tiny):
@@ -362,19 +341,14 @@ def test_a_pool_too_small_for_one_request_names_the_needed_size(tiny):
     with pytest.raises(
         ValueError, match=r"can grow to 105 tokens, which is 7 blocks of 16, but the pool has 2"
     ):
-        llm.generate([[5] * 5], SamplingParams(max_tokens=100), use_tqdm=False)
-    assert len(llm.generate([[5] * 5], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
+        run(llm, [[5] * 5], SamplingParams(max_tokens=100))
+    assert len(run(llm, [[5] * 5])[0].outputs[0].token_ids) == 12
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"block_sise": 16}, "unknown key 'block_sise'; did you mean 'block_size'?"),
-        ({"block_size": "16"}, "block_size is '16'; it must be an integer"),
-        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
-        ({"dtype": "float8"}, "dtype is 'float8'; it must be one of"),
-        ({"policy": "fifo"}, "policy is 'fifo'; it must be one of"),
-        ({"attention_impl": "triton"}, "attention_impl is 'triton'; it must be one of"),
         ({"dtype": "bfloat16"}, "the model was loaded with 'float32'; load it again"),
         (
             {"attention_impl": "pallas_gpu"},

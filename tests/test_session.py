@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagedjax import LLM, SamplingParams
+from pagedjax import SamplingParams
 from pagedjax.engine.session import GenerationRequest, Session, output_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -12,15 +12,14 @@ PROMPTS = ([5, 6, 7], [9, 10, 11, 12])
 
 
 @pytest.fixture
-def llm(tiny):
-    return LLM(
-        tiny,
-        progress=False,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        token_buckets=(8, 64),
-        num_blocks=256,
-    )
+def llm(tiny_llm):
+    return tiny_llm
+
+
+@pytest.fixture
+def expected(llm) -> list[tuple[int, ...]]:
+    outputs = llm.generate(list(PROMPTS), GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
 
 
 def session(llm) -> Session:
@@ -31,10 +30,7 @@ def token_ids(request, branches) -> tuple[int, ...]:
     return output_of("0", request, branches).outputs[0].token_ids
 
 
-def test_two_sessions_on_one_engine_get_their_own_tokens(llm):
-    expected = [
-        out.outputs[0].token_ids for out in llm.generate(list(PROMPTS), GREEDY, use_tqdm=False)
-    ]
+def test_two_sessions_on_one_engine_get_their_own_tokens(llm, expected):
     first = session(llm)
     second = session(llm)
     requests = [GenerationRequest(prompt, GREEDY) for prompt in PROMPTS]
@@ -56,10 +52,7 @@ def test_a_session_without_requests_keeps_no_results(llm):
     assert not idle._results
 
 
-def test_a_generate_beside_another_session_completes_both(llm):
-    expected = [
-        out.outputs[0].token_ids for out in llm.generate(list(PROMPTS), GREEDY, use_tqdm=False)
-    ]
+def test_a_generate_beside_another_session_completes_both(llm, expected):
     other_session = session(llm)
     request = GenerationRequest(PROMPTS[0], GREEDY)
     (branch,) = other_session.add([request])

@@ -110,11 +110,6 @@ def test_errors_of_convert_are_one_line(tiny_folder, capsys, words, message):
             2,
             "pagedjax: [Errno 13] Permission denied: 'x'\n",
         ),
-        (
-            IsADirectoryError(21, "Is a directory", "x"),
-            2,
-            "pagedjax: [Errno 21] Is a directory: 'x'\n",
-        ),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
@@ -159,10 +154,8 @@ def test_the_default_model_name_is_that_of_the_folder_or_link(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("text", "mesh"),
     [
-        ("tensor=4", {"tensor": 4}),
         ("tensor=2,expert=3", {"tensor": 2, "expert": 3}),
         ('{"tensor": 4}', {"tensor": 4}),
-        ("method=ngram,num_tokens=4", {"method": "ngram", "num_tokens": 4}),
         ("num_cpus=0.5,num_gpus=2", {"num_cpus": 0.5, "num_gpus": 2}),
         ('{"model": "a=b"}', {"model": "a=b"}),
         (
@@ -184,14 +177,6 @@ def test_a_mapping_is_written_as_pairs_or_as_json(text, mesh):
             ["serve", "--dtype", "float31"],
             "argument --dtype: invalid choice: 'float31' (choose from 'float32', ",
         ),
-        (
-            ["serve", "--preemption", "stop"],
-            "argument --preemption: invalid choice: 'stop' (choose from 'recompute', ",
-        ),
-        (
-            ["serve", "--speculative", "ngram"],
-            "--speculative/--speculative-config is 'ngram', which is neither NAME=VALUE,... ",
-        ),
         (["serve", "--no-such-option"], "unrecognized arguments: --no-such-option"),
         (
             ["serve", "--no-such", "--other=3"],
@@ -212,16 +197,8 @@ def test_a_mapping_is_written_as_pairs_or_as_json(text, mesh):
             f"--mesh/--mesh-config {NEITHER}; write tensor=4, or tensor=2,expert=2 (see ",
         ),
         (
-            ["generate", "x", "--mesh", "4"],
-            f"--mesh {NEITHER}; write tensor=4, or tensor=2,expert=2 (see ",
-        ),
-        (
             ["serve", "--autoscaling", "4"],
             f"--autoscaling {NEITHER}; write max_replicas=4,target_ongoing_requests=32",
-        ),
-        (
-            ["serve", "--replica-resources", "4"],
-            f"--replica-resources {NEITHER}; write num_gpus=2 (see ",
         ),
         (
             ["serve", "--token-buckets", "8,x"],
@@ -233,20 +210,12 @@ def test_a_mapping_is_written_as_pairs_or_as_json(text, mesh):
             "--max-body-mib is 0; it must be a number of MiB above 0, such as 8",
         ),
         (
-            ["serve", "--max-body-mib", "nan"],
-            "--max-body-mib is nan; it must be a number of MiB above 0",
-        ),
-        (
             ["serve", "--drain-seconds", "-1"],
             "--drain-seconds is -1; it must be a whole number of seconds, at least 0",
         ),
         (
             ["generate", "x", "--budget", "0"],
             "--max-num-batched-tokens/--budget is 0; it must be an integer of at ",
-        ),
-        (
-            ["chat", "--budget", "x"],
-            "--max-num-batched-tokens/--budget is x; it must be an integer of at least 1",
         ),
     ],
 )
@@ -263,7 +232,6 @@ def test_errors_of_options_are_one_line_and_exit_code_2(capsys, words, message):
     [
         ["serve", "--api-key", "hunter2"],
         ["--api-key", "hunter2", "serve"],
-        ["serve", "m", "--api-key=hunter2"],
         ["bench", "serve", "--api-key", "hunter2"],
         ["serve", "m", "--hf-token", "hunter2"],
         ["serve", "m", "--api-ke", "hunter2"],
@@ -291,13 +259,8 @@ def test_a_secret_on_the_command_line_is_not_shown(capsys, words):
             "--tensor-parallel-size is vLLM's name; write --mesh tensor=4 (see ",
         ),
         ("-tp 4", "-tp is vLLM's name; write --mesh tensor=4 (see "),
-        (
-            "--enable-chunked-prefill",
-            "--enable-chunked-prefill is vLLM's name; write --chunked-prefill (see ",
-        ),
         ("--no-enable-chunked-prefill", "is vLLM's name; write --no-chunked-prefill (see "),
         ("--swap-space 4", "is vLLM's name; write --swap-space-gib 4 --preemption swap (see "),
-        ("--quantization awq", "--quantization is 'awq'; weights are read in float32 or 16 bits, "),
         (
             "--disable-log-requests",
             "is vLLM's, and changes nothing here (an engine logs nothing; see engine.record",
@@ -333,12 +296,8 @@ def test_generate_has_fewer_options_than_serve_and_says_so(capsys):
 def test_the_token_budget_has_the_engines_name_and_a_short_one():
     for flag in ("--max-num-batched-tokens", "--budget"):
         for words in (["generate", "x"], ["chat"]):
-            assert (
-                cli.engine_options(cli.parser().parse_args([*words, flag, "64"]))[
-                    "max_num_batched_tokens"
-                ]
-                == 64
-            )
+            options = cli.engine_options(cli.parser().parse_args([*words, flag, "64"]))
+            assert options["max_num_batched_tokens"] == 64
 
 
 def test_help_explains_every_engine_option(capsys):
@@ -350,13 +309,7 @@ def test_help_explains_every_engine_option(capsys):
         "share of the device's free memory for a step and the cache when num_blocks is None; the default is 0"
         in help_text
     )
-    for default in (
-        "default 127.0.0.1",
-        "default 8000",
-        "413; default 8",
-        "at a stop; default 60",
-        "429; default 256",
-    ):
+    for default in ("default 127.0.0.1", "413; default 8", "429; default 256"):
         assert default in help_text
     about = first_sentences(EngineConfig)
     assert {field.name for field in dataclasses.fields(EngineConfig)} == set(about)
@@ -367,21 +320,10 @@ def test_every_engine_option_is_a_field_with_its_type():
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
     args = vars(cli.parser().parse_args(["serve"]))
     assert {name for name in fields if args[name] is not None} == set()
-    words = [
-        "--block-size",
-        "8",
-        "--memory-fraction",
-        "0.25",
-        "--no-mixed-steps",
-        "--token-buckets",
-        "8,2048",
-    ]
-    words += ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5}']
-    args = vars(
-        cli.parser().parse_args(
-            ["serve", *words, "--policy", "a.py:B", "--kv-cache-dtype", "float16"]
-        )
-    )
+    words = "--block-size 8 --memory-fraction 0.25 --no-mixed-steps --token-buckets 8,2048"
+    words += " --policy a.py:B --kv-cache-dtype float16 --speculative-config"
+    speculative = '{"method": "ngram", "num_speculative_tokens": 5}'
+    args = vars(cli.parser().parse_args(["serve", *words.split(), speculative]))
     assert EngineConfig(
         **{name: args[name] for name in fields if args[name] is not None}
     ) == EngineConfig(
@@ -410,8 +352,7 @@ assert not heavy, heavy
     assert fresh_python.output_of(code, timeout=60).startswith("usage: pagedjax")
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
-def test_the_compilation_cache_has_a_switch(command):
-    words = [command, *(["x"] if command == "generate" else [])]
+@pytest.mark.parametrize("words", [["generate", "x"], ["chat"], ["serve"]])
+def test_the_compilation_cache_has_a_switch(words):
     assert cli.parser().parse_args(words).compilation_cache is True
     assert cli.parser().parse_args([*words, "--no-compilation-cache"]).compilation_cache is False

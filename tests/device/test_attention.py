@@ -102,19 +102,11 @@ def test_own_implementation_is_loaded_once_and_again_after_its_file_changes(own,
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("refrence", r"attention_impl is 'refrence'; .*\(did you mean 'reference'\?\)"),
         (
             "nowhere.py:MINE",
             r"attention_impl is 'nowhere.py:MINE', but there is no file nowhere.py; write one of refer",
         ),
-        (
-            "no_such_module:MINE",
-            "no_such_module cannot be imported .*; write one of reference, xla, cpu, .*module:NAME",
-        ),
-        ("own.py:THEIRS", r"THEIRS in own.py is no Implementation; those in it: \['MINE'\]"),
-        ("own.py:SIZE", r"SIZE in own.py is no Implementation"),
-        ("json:dumps", "dumps in json is no Implementation; those in it: none"),
-        (":MINE", "attention_impl is ':MINE'; write one of"),
+        ("own.py:SIZE", r"SIZE in own.py is no Implementation; those in it: \['MINE'\]"),
     ],
 )
 def test_unknown_implementations_raise_with_the_reason(own, tmp_path, monkeypatch, name, message):

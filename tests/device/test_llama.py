@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,7 @@ from pagedjax import LLM, SamplingParams, load_model
 from pagedjax.device import attention, cache
 from pagedjax.device.batch import Batch
 from pagedjax.device.layers import rope_frequencies
-from pagedjax.device.models import Decoder, Model, llama
-from pagedjax.device.models.decoder import Rope
+from pagedjax.device.models import Model, llama
 from pagedjax.weights import open_checkpoint
 from tests.weights.tiny import llama3_scaling, tiny_llama
 
@@ -66,35 +64,29 @@ M = 10
 
 
 def all_logits(
-    model: Model,
-    steps: Sequence[Sequence[tuple[int, int]]],
-    prompts=PROMPTS,
-    t: int = T,
-    impl: str = "reference",
+    model: Model, steps: Sequence[Sequence[tuple[int, int]]], impl: str = "reference"
 ) -> list[np.ndarray]:
-    """The logits after every token of the prompts, computed through the cache in these steps.
+    """The logits after every token of PROMPTS, computed through the cache in these steps.
 
     Args:
         impl: of attention. "reference" is compiled in a third of the time of "xla".
     """
     c = model.config
+    b = len(PROMPTS)
     sizes = {"layers": c.layers, "kv_heads": c.kv_heads, "head_dim": c.head_dim}
-    kv = cache.init(**sizes, blocks=len(prompts) * M, block_size=S, dtype=model.dtype)
-    tables = (
-        np.random.default_rng(0).permutation(len(prompts) * M).reshape(-1, M).astype(np.int32) + 1
-    )
-    computed = [0] * len(prompts)
-    logits_of_rows = [[] for _ in prompts]
+    kv = cache.init(**sizes, blocks=b * M, block_size=S, dtype=model.dtype)
+    tables = 1 + np.random.default_rng(0).permutation(b * M).reshape(b, M).astype(np.int32)
+    computed = [0] * b
+    logits_of_rows = [[] for _ in PROMPTS]
     run = partial(_run, model.graphdef, impl)
     for step in steps:
-        kv, logits = run(model.params, kv, lay_out(step, computed, prompts, tables, t))
-        logits = np.asarray(logits, np.float32)
-        at = 0
-        for row, count in step:
-            logits_of_rows[row].append(logits[at : at + count])
-            computed[row] = computed[row] + count
-            at = at + count
-    assert computed == [len(prompt) for prompt in prompts]
+        kv, logits = run(model.params, kv, lay_out(step, computed, PROMPTS, tables, T))
+        ends = np.cumsum([count for _, count in step])
+        parts = np.split(np.asarray(logits, np.float32), ends)
+        for (row, count), part in zip(step, parts, strict=False):
+            logits_of_rows[row].append(part)
+            computed[row] += count
+    assert tuple(computed) == LENGTHS
     return [np.concatenate(parts) for parts in logits_of_rows]
 
 
@@ -105,9 +97,10 @@ def _run(graphdef, impl, params, kv, batch):
     return kv, model.logits(hidden)
 
 
-def lay_out(step, computed, prompts, tables, t: int) -> Batch:
+def lay_out(step, computed, prompts, tables, t: int, s: int = S) -> Batch:
+    """The rows of a step, (row, tokens), in blocks of s tokens; the others are padding."""
     tokens, positions, slots = np.zeros((3, t), np.int32)
-    block_tables = np.zeros((len(prompts), M), np.int32)
+    block_tables = np.zeros_like(tables)
     seq_lens = np.zeros(len(prompts), np.int32)
     cu_q_lens = np.zeros(len(prompts) + 1, np.int32)
     at = 0
@@ -116,7 +109,7 @@ def lay_out(step, computed, prompts, tables, t: int) -> Batch:
         span = computed[row] + np.arange(count)
         tokens[columns] = prompts[row][span]
         positions[columns] = span
-        slots[columns] = tables[row][span // S] * S + span % S
+        slots[columns] = tables[row][span // s] * s + span % s
         block_tables[i] = tables[row]
         seq_lens[i] = computed[row] + count
         at += count
@@ -125,6 +118,12 @@ def lay_out(step, computed, prompts, tables, t: int) -> Batch:
     return Batch(
         tokens, positions, slots, block_tables, seq_lens, cu_q_lens, unused, unused, unused, None
     )  # type: ignore[arg-type]
+
+
+def chosen(tokens: Any, entries: Any) -> np.ndarray:
+    """The log-probabilities that an engine gave to these tokens."""
+    pairs = zip(tokens, entries, strict=True)
+    return np.array([entry[token].logprob for token, entry in pairs], np.float32)
 
 
 # --- the definition in numpy ----------------------------------------------------------------------
@@ -248,23 +247,7 @@ def test_ragged_chunks_through_the_cache_give_the_logits_of_plain_numpy(folder):
     for got, prompt in zip(chunked, PROMPTS, strict=True):
         expected = plain_llama(folder, prompt)
         assert np.ptp(expected) > 5, "the logits hardly differ: the comparison is blind"
-        chex.assert_trees_all_close(np.asarray(got), np.asarray(expected), atol=1e-4, rtol=0)
-
-
-@pytest.mark.oracle
-def test_ragged_chunks_through_the_cache_give_the_logits_of_transformers(folder):
-    import torch
-    from transformers import LlamaForCausalLM
-
-    if json.loads((folder / "config.json").read_text()).get("qkv_bias"):
-        pytest.skip("transformers' Llama has four biases or none")
-    theirs = LlamaForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
-    for got, prompt in zip(all_logits(load_model(folder).model, CHUNKED), PROMPTS, strict=True):
-        with torch.no_grad():
-            expected = theirs(torch.from_numpy(prompt)[None]).logits[0].numpy()
-        chex.assert_trees_all_close(np.asarray(got), np.asarray(expected), atol=1e-4, rtol=0)
+        chex.assert_trees_all_close(got, expected, atol=1e-4, rtol=0)
 
 
 def test_how_prompts_are_cut_into_steps_does_not_matter(tiny):
@@ -275,18 +258,6 @@ def test_how_prompts_are_cut_into_steps_does_not_matter(tiny):
     for a, b, reference in zip(chunked, in_two_steps, expected, strict=True):
         chex.assert_trees_all_close(a, b, atol=2e-5, rtol=1e-7)
         chex.assert_trees_all_close(a, reference, atol=1e-4, rtol=0)
-
-
-def test_a_token_changes_no_logits_before_it_and_all_after_it(tiny):
-    before = all_logits(tiny.model, CHUNKED, impl="xla")
-    for changed in (0, 5, 11, 12, 40, 69):
-        prompt = PROMPTS[0].copy()
-        prompt[changed] = (prompt[changed] + 1) % 320
-        after = all_logits(tiny.model, CHUNKED, [prompt, *PROMPTS[1:]], impl="xla")
-        chex.assert_trees_all_equal(after[0][:changed], before[0][:changed])
-        assert (after[0][changed:] != before[0][changed:]).any(-1).all()
-        for row in (1, 2, 3):
-            chex.assert_trees_all_equal(after[row], before[row])
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
@@ -302,20 +273,8 @@ def test_half_precision_is_as_near_as_its_bits(tiny, tiny_folder, dtype, bits):
         assert 2.0 ** -(bits + 6) < error < 4 * 2.0**-bits
 
 
-# --- shapes of real models, without their weights -------------------------------------------------
+# --- configurations -------------------------------------------------------------------------------
 
-SMOLLM2 = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "max_position_embeddings": 8192,
-    "rope_theta": 100000,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}
 TINYLLAMA = {
     "hidden_size": 2048,
     "intermediate_size": 5632,
@@ -326,35 +285,6 @@ TINYLLAMA = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
 }
-LLAMA3_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-}
-
-
-@pytest.mark.parametrize(
-    ("config", "parameters"),
-    [(SMOLLM2, 134_515_008), (TINYLLAMA, 1_100_048_384), (LLAMA3_8B, 8_030_261_248)],
-    ids=["SmolLM2-135M", "TinyLlama-1.1B", "Llama-3-8B"],
-)
-def test_real_models_have_their_published_number_of_parameters(config, parameters):
-    c = llama.from_hf(config)
-    table = llama.param_table(c)
-    assert sum(int(np.prod(entry.shape)) for entry in table) == parameters
-    _, params, _ = nnx.split(nnx.eval_shape(lambda: Decoder(c, "bfloat16")), nnx.Param, ...)
-    modules = jax.tree_util.tree_flatten_with_path(params)[0]
-    shapes = {
-        ".".join(str(getattr(key, "key", key)) for key in path if hasattr(key, "key")): leaf.shape
-        for path, leaf in modules
-    }
-    assert shapes == {".".join(entry.path): entry.shape for entry in table}
 
 
 def test_the_table_names_every_tensor_of_a_checkpoint_once(folder):
@@ -365,26 +295,10 @@ def test_the_table_names_every_tensor_of_a_checkpoint_once(folder):
     assert sorted(names) == sorted(config.tensors)
 
 
-def test_what_a_config_leaves_out_takes_its_default():
-    sparse = {
-        key: value
-        for key, value in TINYLLAMA.items()
-        if key not in ("num_key_value_heads", "rms_norm_eps")
-    }
-    c = llama.from_hf(sparse)
-    assert (c.kv_heads, c.head_dim, c.eps, c.ropes) == (32, 64, 1e-6, (Rope(10000.0, None),))
-    assert (c.tied, c.qkv_bias, c.out_bias) == (False, False, False)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the Llama family uses 'silu'"),
-        ({"mlp_bias": True}, "mlp_bias is true"),
-        (
-            {"num_key_value_heads": 5},
-            "num_attention_heads 32 is not a multiple of num_key_value_heads 5",
-        ),
+        ({"num_key_value_heads": 5}, "heads 32 is not a multiple of num_key_value_heads 5"),
         ({"hidden_size": None}, "hidden_size"),
     ],
 )
@@ -400,7 +314,6 @@ def test_a_config_this_file_cannot_honour_is_refused(change, message):
         (None, 2048),
         ({"rope_type": "linear", "factor": 4.0}, 8192),
         ({"rope_type": "linear", "factor": 2.5}, 5120),
-        ({"rope_type": "linear", "factor": 1.0}, 2048),
         ({"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
         ({"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
         (llama3_scaling(), 2048),
@@ -414,31 +327,17 @@ def test_scaling_stretches_the_longest_context(scaling, length):
 def test_log_probabilities_in_a_stretched_context_are_those_of_plain_numpy(tmp_path):
     linear = {"rope_type": "linear", "factor": 4.0}
     folder = tiny_llama(tmp_path / "llama", layers=1, tied=False, max_len=64, rope_scaling=linear)
-    sizes = {
-        "max_num_seqs": 1,
-        "max_num_batched_tokens": 200,
-        "token_buckets": (200,),
-        "num_blocks": 16,
-    }
-    llm = LLM(load_model(folder, linear_impl="xla"), progress=False, **sizes)
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 200, "token_buckets": (200,)}
+    llm = LLM(load_model(folder, linear_impl="xla"), progress=False, num_blocks=16, **sizes)
     assert llm.engine.config.max_model_len == 256
     prompt = np.random.default_rng(0).integers(3, 320, 200)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     (output,) = llm.generate([prompt.tolist()], params, use_tqdm=False)
-    logprobs = [
-        entry[token].logprob
-        for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
-    ]
-    hidden, _ = plain_run(folder, prompt)
-    head = open_checkpoint(folder).tensors["lm_head.weight"].read().astype(np.float64)
-    logits = hidden[-1] @ head.T
+    logprobs = chosen(prompt[1:], output.prompt_logprobs[1:])
+    logits = plain_llama(folder, prompt)
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = logp[np.arange(199), prompt[1:]]
     np.testing.assert_allclose(logprobs, expected, atol=2e-4)
-    with pytest.raises(
-        ValueError, match="max_model_len is 257, but the model was made for 256 tokens"
-    ):
-        LLM(llm.model, progress=False, max_model_len=257)
 
 
 def test_an_unknown_rope_scaling_is_refused():
@@ -463,11 +362,5 @@ def test_experts_are_in_every_nth_layer_counted_from_one():
     `mlp_only_layers`.
     """
     config = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
-    assert [kind.sparse for kind in llama._kinds(config, "qwen3_moe")] == [
-        False,
-        True,
-        False,
-        False,
-        False,
-        True,
-    ]
+    sparse = [kind.sparse for kind in llama._kinds(config, "qwen3_moe")]
+    assert sparse == [i in (1, 5) for i in range(6)]

@@ -7,16 +7,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import chex
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pagedjax import LLM, SamplingParams, Taps
 from pagedjax.device import attention
 from pagedjax.weights import open_checkpoint
-from pallas_kernels.paged_attention import paged_attention
-from tests.device.test_llama import plain_run, softmax
+from tests.device.test_llama import chosen, plain_run, softmax
+from tests.pallas_kernels.test_paged_attention import make, oracle, run, scatter
 
 pytestmark = pytest.mark.few_optimisations
 
@@ -57,20 +55,18 @@ def test_the_documented_variants_are_dense_attention_of_their_kind(tiny_folder, 
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
         branch = output.outputs[0]
         states, weights = plain_run(tiny_folder, np.array([*prompt, *branch.token_ids])[:-1], weigh)
-        dense_states = plain_run(tiny_folder, np.array([*prompt, *branch.token_ids])[:-1])[0]
         logits = states[-1][len(prompt) - 1 :] @ head.T
         logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         assert tuple(logits.argmax(-1).tolist()) == branch.token_ids
-        for entry, token, row in zip(branch.logprobs, branch.token_ids, logprobs, strict=True):
-            chex.assert_trees_all_close(entry[token].logprob, row[token], atol=1e-4)
+        chex.assert_trees_all_close(
+            chosen(branch.token_ids, branch.logprobs),
+            logprobs.max(-1).astype(np.float32),
+            atol=1e-4,
+        )
         for i in TAPS.hidden_states:
             chex.assert_trees_all_close(
                 branch.taps.hidden_states[i], states[i].astype(np.float32), atol=1e-4
             )
-            if len(prompt) > 1:
-                assert np.abs(states[i] - dense_states[i]).max() > 0.01, (
-                    "it hardly differs: the comparison is blind"
-                )
         for layer, heads in TAPS.attention:
             for j, tapped in enumerate(branch.taps.attention[layer]):
                 at = len(prompt) + j
@@ -80,32 +76,12 @@ def test_the_documented_variants_are_dense_attention_of_their_kind(tiny_folder, 
 
 def test_the_documented_variants_read_windows_caps_and_padding(file):
     """A window and a soft cap in the kernel's contract, and NaN in slots that nobody sees."""
-    rng = np.random.default_rng(0)
-    impl = attention.find(f"{file}:PLUS_ONE")
-    q = rng.normal(size=(8, 4, 16)).astype(np.float32)
-    pages = np.full((2, 6, 2, 4, 16), np.nan, np.float32)  # keys and values
-    tables = np.array([[3, 1, 0], [5, 0, 0], [0, 0, 0]])
-    lens = np.array([7, 2, 0])
-    cu = np.array([0, 5, 6, 6])
-    tokens_of_rows = {
-        row: rng.normal(size=(2, lens[row], 2, 16)).astype(np.float32) for row in (0, 1)
-    }
-    for row, tokens in tokens_of_rows.items():
-        for i in range(lens[row]):
-            pages[:, tables[row, i // 4], :, i % 4] = tokens[:, i]
-    arrays = [jnp.asarray(x) for x in (q, *pages)] + [
-        jnp.asarray(x, jnp.int32) for x in (tables, lens, cu)
-    ]
-    options = {"scale": 0.3, "window": 3, "soft_cap": 2.0}
-    result = jax.jit(lambda *a: paged_attention(*a, impl=impl, **options))(*arrays)
-    chex.assert_shape(result, q.shape)
-    for token in range(6):
-        row, at = (0, 2 + token) if token < 5 else (1, 1)
-        for head in range(4):
-            keys, values = tokens_of_rows[row][:, max(at - 2, 0) : at + 1, head // 2]
-            scores = 2.0 * np.tanh(0.3 * keys @ q[token, head] / 2.0)
-            expected = plus_one(scores[None], head)[0] @ values
-            chex.assert_trees_all_close(np.asarray(result[token, head]), expected, atol=1e-5)
+    case = scatter(make([(5, 7), (1, 2)], t=8, b=3, s=4), garbage=np.nan)
+    case = case._replace(scale=0.3, window=3, soft_cap=2.0)
+    result = run(case, attention.find(f"{file}:PLUS_ONE"))
+    chex.assert_shape(result, case.q.shape)
+    expected = oracle(case, weigh=lambda scores: plus_one(scores, 0))
+    chex.assert_trees_all_close(result[:6], expected[:6], atol=1e-5)
 
 
 def test_a_cache_that_the_documented_variants_do_not_read_is_refused(tiny_folder, file):

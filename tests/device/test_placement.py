@@ -186,7 +186,6 @@ def test_an_engine_on_given_devices_uses_those(tiny):
             {"mesh": {"tensor": 16}},
             r"the mesh has 16 devices, and the model 4 heads; use at most 4 devices",
         ),
-        ({"mesh": {"expert": 2}}, r"mesh\.expert is 2, and the model has no experts"),
     ],
 )
 def test_a_wrong_mesh_is_refused(tiny, config, message):

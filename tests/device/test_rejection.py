@@ -169,6 +169,15 @@ def assert_share(hits: np.ndarray, share: float) -> None:
     assert abs(float(hits.mean()) - share) <= 4 * error
 
 
+def assert_kept(outcome: Drawn, p: np.ndarray, q: np.ndarray) -> None:
+    """Drafts are drawn from q and tokens from p."""
+    chex.assert_tree_all_finite(outcome)
+    assert pvalue(outcome.drafts, q) > KEPT
+    assert pvalue(outcome.tokens, p) > KEPT
+    # a rejected draft has q > p, so it is not drawn again
+    assert_share(outcome.tokens == outcome.drafts, np.minimum(p, q).sum())
+
+
 # --- the distribution is kept ---------------------------------------------------------------------
 
 
@@ -184,11 +193,7 @@ def test_drawn_and_accepted_tokens_have_the_models_distribution(name, calls):
     p = distribution(MODEL, row)
     q = distribution(DRAFTER, row)
     outcome = draft_and_verify(MODEL, DRAFTER, same(row, ROWS), calls=calls)
-    chex.assert_tree_all_finite(outcome)
-    assert pvalue(outcome.drafts, q) > KEPT
-    assert pvalue(outcome.tokens, p) > KEPT
-    # a rejected draft has q > p, so it is not drawn again
-    assert_share(outcome.tokens == outcome.drafts, np.minimum(p, q).sum())
+    assert_kept(outcome, p, q)
     drawn = np.asarray(outcome.probs[0, 0], np.float64)
     chex.assert_trees_all_close(drawn / drawn.sum(), q, rtol=1e-7, atol=1e-6)
 
@@ -220,12 +225,7 @@ def test_a_drafter_of_few_tokens_keeps_the_distribution():
     row = RULES["temperature"]
     logits = np.where(np.isin(np.arange(V), [1, 4, 9]), DRAFTER, -np.inf).astype(np.float32)
     outcome = draft_and_verify(MODEL, logits, same(row, ROWS))
-    p = distribution(MODEL, row)
-    q = distribution(logits, row)
-    chex.assert_tree_all_finite(outcome)
-    assert pvalue(outcome.drafts, q) > KEPT
-    assert pvalue(outcome.tokens, p) > KEPT
-    assert_share(outcome.tokens == outcome.drafts, np.minimum(p, q).sum())
+    assert_kept(outcome, distribution(MODEL, row), distribution(logits, row))
 
 
 @pytest.mark.parametrize(
@@ -389,17 +389,6 @@ def test_a_row_with_a_draft_does_not_depend_on_the_other_rows():
     chex.assert_trees_all_equal(beside_others.tokens[:, :3], drawn.tokens[:, :3])
     chex.assert_trees_all_equal(beside_others.drafts[:, :3], drawn.drafts[:, :3])
     assert (beside_others.tokens != drawn.tokens)[:, 3:].any()
-
-
-@pytest.mark.slow
-def test_a_row_with_a_draft_does_not_depend_on_the_number_of_rows():
-    s, history = same(RULES["penalties and bias"], ROWS)
-    three_arrays = jax.tree.map(lambda x: x[:3], (s, history.block_tables, history.seq_lens))
-    alone = three_arrays[0], History(history.tokens, *three_arrays[1:])
-    all_rows = draft_and_verify(MODEL, DRAFTER, (s, history))
-    three_rows = draft_and_verify(MODEL, DRAFTER, alone)
-    chex.assert_trees_all_equal(three_rows.tokens, all_rows.tokens[:, :3])
-    chex.assert_trees_all_equal(three_rows.drafts, all_rows.drafts[:, :3])
 
 
 def test_a_few_rows_at_a_time_are_as_all_rows_at_once():

@@ -15,7 +15,7 @@ from flax import nnx
 from pagedjax.device.batch import blank_sampling
 from pagedjax.device.draws import at_quantile, weights
 from pagedjax.device.linear import find
-from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind, Rope, SparseMLP
+from pagedjax.device.models.decoder import Experts, SparseMLP
 from pagedjax.device.row_features.chain import DEFAULT
 from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.row_reductions import (
@@ -26,6 +26,7 @@ from pagedjax.device.row_reductions import (
     softmax,
     weighted_sums,
 )
+from tests.device.test_layers import sparse_config
 
 ROWS = 64
 FEWER = (1, 3, 33)  # rows alone: one, within a vector's width, and more than half
@@ -97,18 +98,8 @@ def test_weights_and_draws_do_not_depend_on_the_number_of_rows(vocabulary):
 
 def test_experts_do_not_depend_on_the_number_of_tokens():
     """64 experts: XLA computes a softmax over so many in another way than one over few."""
-    shape = {
-        "vocab_size": 320,
-        "hidden": 64,
-        "intermediate": 96,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 16,
-    }
-    kinds = (LayerKind(sparse=True),)
-    experts = Experts(64, 8, 32, normalised=True)
-    options = {"max_len": 64, "tied": True, "eps": 1e-5, "ropes": (Rope(1e4),), "linear": "cpu"}
-    module = SparseMLP(DecoderConfig(**shape, kinds=kinds, experts=experts, **options), "float32")
+    config = sparse_config(64, Experts(64, 8, 32, normalised=True), linear="cpu")
+    module = SparseMLP(config, "float32")
     for linear in (module.up, module.down, module.router.weight):
         matrix = linear.matrix
         stored = numbers(matrix.outputs, matrix.inputs) / np.float32(np.sqrt(matrix.inputs))

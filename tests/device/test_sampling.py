@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core.primitives import dot_general_p
-from scipy import stats
 
 from pagedjax.device import draws
 from pagedjax.device.batch import MAX_TOP, SamplingBatch
@@ -62,12 +61,13 @@ def sampled(logits: jax.Array, s: SamplingBatch, history: History, seed: jax.Arr
 at_once = jax.jit(sample)
 
 
-def history_of(rows: list[Row], size: int = 4) -> History:
+def history_of(rows: list[Row]) -> History:
     """The rows' tokens in blocks of a cache, in any order, among blocks that are full of other
     tokens.
     """
     rng = np.random.default_rng(len(rows))
     b = len(rows)
+    size = 4
     width = ROOM // size
     tables = 1 + rng.permutation(b * width).reshape(b, width).astype(np.int32)
     tokens = rng.integers(0, 40, (1 + b * width, size)).astype(np.int32)
@@ -136,14 +136,6 @@ def draw(logits: np.ndarray, rows: list[Row], seed: int = ENGINE_SEED) -> np.nda
         for first in range(0, shape[0], B)
     ]
     return np.concatenate([call.tokens for call in calls])[:size]
-
-
-def repeated(row: Row, vary: str, size: int) -> tuple[SamplingBatch, History]:
-    """As `batch` of one row many times, whose `vary` is 0, 1, 2 ..."""
-    s, history = batch([row])
-    repeat = lambda x: np.repeat(x, size, axis=0)  # noqa: E731
-    s = jax.tree.map(repeat, s)._replace(**{vary: np.arange(size, dtype=getattr(s, vary).dtype)})
-    return s, History(history.tokens, repeat(history.block_tables), repeat(history.seq_lens))
 
 
 def adjusted(logits: np.ndarray, row: Row) -> np.ndarray:
@@ -263,12 +255,8 @@ def test_the_best_of_any_vocabulary_is_numpys_argmax(v):
     [
         {},
         {"temperature": 0.3},
-        {"temperature": 2.0},
-        {"top_k": 1},
         {"top_k": 7},
-        {"top_k": V},
         {"top_k": V + 50},
-        {"top_p": 0.95},
         {"top_p": 0.5},
         {"top_p": 1e-6},
         {"min_p": 0.05},
@@ -280,33 +268,6 @@ def test_the_best_of_any_vocabulary_is_numpys_argmax(v):
 )
 def test_a_rule_alone_draws_from_its_definition(rule):
     assert_draws(random_logits(1), [{"temperature": 1.0, "seed": i} | rule for i in range(B)])
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        {"repetition_penalty": 1.8},
-        {"repetition_penalty": 0.6},
-        {"presence_penalty": 1.5},
-        {"presence_penalty": -1.0},
-        {"frequency_penalty": 0.7},
-        {"frequency_penalty": -0.3},
-    ],
-)
-def test_a_penalty_alone_draws_from_its_definition(rule):
-    rng = np.random.default_rng(2)
-    rows = [{"temperature": 1.0, "seed": i} | rule | random_history(rng) for i in range(B)]
-    assert_draws(random_logits(2)[:, :40], rows)
-
-
-def test_penalties_reach_greedy_rows():
-    rng = np.random.default_rng(3)
-    rule = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 0.5}
-    rows = [rule | random_history(rng) for _ in range(B)]
-    logits = random_logits(3)[:, :40]
-    expected = [adjusted(x, row).argmax() for x, row in zip(logits, rows, strict=True)]
-    assert draw(logits, rows).tolist() == expected
-    assert expected != logits.argmax(-1).tolist()
 
 
 def test_presence_and_frequency_count_the_output_alone_and_repetition_the_prompt_too():
@@ -385,25 +346,7 @@ def test_the_order_of_the_rules_shows(row, logits, possible):
     } == possible
 
 
-# --- distributions --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("vary", ["position", "seed"])
-def test_drawn_tokens_follow_the_distribution(vary):
-    """Chi-square over 8,192 draws of one row at many positions, and of one position with many
-    seeds.
-    """
-    rule = {"temperature": 0.8, "top_p": 0.95, "top_k": 30}
-    logits = random_logits(5, b=1, v=50)
-    rows = repeated(rule, vary, 8192)
-    tokens = at_once(np.repeat(logits, 8192, axis=0), *rows, np.uint32(ENGINE_SEED)).tokens
-    p = distribution(logits[0], rule)
-    counts = np.bincount(tokens, minlength=50)
-    assert not counts[p == 0].any()
-    often = p * 8192 >= 5
-    observed = np.append(counts[often], counts[~often].sum())
-    expected = np.append(p[often], p[~often].sum()) * 8192
-    assert stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3
+# --- precision ------------------------------------------------------------------------------------
 
 
 def products(jaxpr: Any) -> Iterator[Any]:
@@ -425,16 +368,6 @@ def test_no_sum_of_sampling_is_a_product(tile):
     token is drawn too often."""
     arguments = jnp.zeros((B, V)), *batch([{}] * B), np.uint32(0)
     assert not list(products(jax.make_jaxpr(lambda *a: sample(*a, tile))(*arguments)))
-
-
-def test_neighbouring_positions_and_seeds_are_independent():
-    logits = np.full((8192, 50), -np.inf, np.float32)  # the shape of the test above
-    logits[:, :8] = 0
-    for vary in ("position", "seed"):
-        rows = repeated({"temperature": 1.0}, vary, 8192)
-        tokens = np.asarray(at_once(logits, *rows, np.uint32(ENGINE_SEED)).tokens)
-        pairs = np.bincount(tokens[:-1] * 8 + tokens[1:], minlength=64)
-        assert stats.chisquare(pairs).pvalue > 1e-3
 
 
 # --- what a token depends on ----------------------------------------------------------------------
@@ -578,13 +511,6 @@ def test_exactly_top_p_is_enough():
     assert [(cuts(weights, p=p) > 0).sum() for p in (0.5, 0.75, 0.875, 0.876)] == [1, 2, 3, 5]
 
 
-def test_top_p_measures_what_top_k_left():
-    weights = np.array([[1.0, 0.9, 0.8, 0.7, 0.6]], np.float32)
-    # the best two hold 1.9 of 2.7, which is 0.704
-    assert (cuts(weights, k=3, p=0.70) > 0).sum() == 2
-    assert (cuts(weights, k=3, p=0.71) > 0).sum() == 3
-
-
 # --- log-probabilities ----------------------------------------------------------------------------
 
 
@@ -604,9 +530,7 @@ def assert_logprobs(logits, tokens, logprobs, ranks, top_ids, top_logprobs) -> N
     chex.assert_trees_all_close(
         observed, tuple(x.astype(np.float32) for x in expected), rtol=1e-7, atol=2e-5
     )
-    chex.assert_trees_all_equal(
-        np.asarray(ranks), 1 + (logits > logits[rows, tokens][:, None]).sum(-1)
-    )
+    chex.assert_trees_all_equal(ranks, 1 + (logits > logits[rows, tokens][:, None]).sum(-1))
     chex.assert_trees_all_equal(np.asarray(top_ids)[:, :width], order)
 
 
@@ -761,12 +685,14 @@ def test_the_list_of_a_row_holds_as_many_tokens_as_it_may():
 
 # --- features of a user ---------------------------------------------------------------------------
 
-NEAR = RowFeature(  # an option of one file: favour the tokens beside the newest one
+NEAR = RowFeature(  # an option of one file: favour the token whose id is the row's position
     name="near",
     stage="logits",
     off={"near": np.float32(0)},
     read=lambda params, stop_ids: {"near": params.extra_args["near"]},
-    apply=lambda x, rows, context: x + rows["near"][:, None] * beside(newest(context), x.shape[1]),
+    apply=lambda x, rows, context: (
+        x + rows["near"][:, None] * (jnp.arange(x.shape[1]) == context.position[:, None])
+    ),
     params=("near",),
 )
 ODD = RowFeature(
@@ -781,39 +707,21 @@ ODD = RowFeature(
 )
 
 
-def newest(context: RowContext) -> jax.Array:
-    """[B] the last token of each row."""
-    at = jnp.maximum(context.seq_lens - 1, 0)
-    size = context.tokens.shape[1]
-    return context.tokens[context.block_tables[jnp.arange(len(at)), at // size], at % size]
-
-
-def beside(tokens: jax.Array, v: int) -> jax.Array:
-    """[B, V] whether it is a neighbour of the row's token."""
-    return jnp.abs(jnp.arange(v) - tokens[:, None]) == 1
-
-
 @pytest.mark.parametrize("tile", [pytest.param(None, marks=pytest.mark.slow), TILE])
 def test_a_feature_of_a_user_changes_the_rows_that_use_it_and_no_other(tile):
     options = chain((NEAR, ODD))
     logits = random_logits(30)
-    history = {"history": [9, 8, 100], "prompt_len": 1}
-    rows: list[Row] = [{"seed": i, "temperature": 1.0} | history for i in range(B)]
-    rows[3] = history | {"extra_args": {"near": 100.0}}
+    rows: list[Row] = [{"seed": i, "temperature": 1.0} for i in range(B)]
+    without = draw(logits, rows)
+    rows[3] = {"position": 99, "extra_args": {"near": 100.0}}
     rows[4]["extra_args"] = {"odd": True}
-    rows[5] |= {"extra_args": {"near": 100.0, "odd": True}, "logit_bias": {101: 10.0}}
+    rows[5] |= {"position": 101, "extra_args": {"near": 100.0, "odd": True}}
     rows[6]["extra_args"] = {"odd": False}
     run = jax.jit(lambda *a: sample(*a, np.uint32(ENGINE_SEED), tile, options))
     tokens = np.asarray(run(logits, *batch(rows, options=options)).tokens)
-    without = draw(
-        logits,
-        [{key: row[key] for key in row if key not in ("extra_args", "logit_bias")} for row in rows],
-    )
     unchanged = np.r_[0:3, 6:B]
     chex.assert_trees_all_equal(tokens[unchanged], without[unchanged])
-    assert tokens[3] == (99 if logits[3, 99] > logits[3, 101] else 101)
-    assert tokens[4] % 2 == 1
-    assert tokens[5] == 101
+    assert (tokens[3], tokens[4] % 2, tokens[5]) == (99, 1, 101)
 
 
 def test_a_batch_of_another_chain_is_refused_when_traced():
@@ -829,10 +737,6 @@ def test_arrays_that_do_not_fit_are_refused_when_traced():
     seed = np.uint32(0)
     with pytest.raises(ValueError, match=r"logits has shape \[2, 300\]; it must be \[3, any\]"):
         jax.jit(sample)(jnp.zeros((2, V)), s, history, seed)
-    with pytest.raises(ValueError, match=r"seq_lens has shape \[2\]; it must be \[3\]"):
-        jax.jit(sample)(
-            jnp.zeros((3, V)), s, history._replace(seq_lens=jnp.zeros(2, jnp.int32)), seed
-        )
     with pytest.raises(ValueError, match=r"\.seed has shape \[1\]; it must be \[3\]"):
         jax.jit(sample)(jnp.zeros((3, V)), s._replace(seed=np.zeros(1, np.uint32)), history, seed)
 
@@ -855,15 +759,10 @@ def mixed_rows() -> list[Row]:
     return [rules[i % 6] | {"seed": i, "position": i} | random_history(rng) for i in range(B)]
 
 
-with_jit = partial(pytest.param, id="with jit")
-without_jit = partial(pytest.param, marks=pytest.mark.slow, id="without jit")
-
-
-@pytest.mark.parametrize("run", [with_jit(at_once), without_jit(sample)])
-def test_shapes_types_and_values_are_those_of_a_step(run):
+def test_shapes_types_and_values_are_those_of_a_step():
     logits = random_logits(31)
     arguments = *batch(mixed_rows()), np.uint32(ENGINE_SEED)
-    out = run(logits, *arguments)
+    out = at_once(logits, *arguments)
     chex.assert_shape([out.tokens, out.logprobs, out.ranks], DIMS["B"])
     chex.assert_shape([out.top_ids, out.top_logprobs], DIMS["BO"])
     chex.assert_type(list(out), [jnp.int32, jnp.float32, jnp.int32, jnp.int32, jnp.float32])
@@ -871,27 +770,22 @@ def test_shapes_types_and_values_are_those_of_a_step(run):
     chex.assert_trees_all_equal(out.tokens, sampled(logits, *arguments).tokens)
 
 
-def penalised_without_jit(*arguments: Any) -> jax.Array:
-    return PENALTIES.apply(*jax.tree.map(jnp.asarray, arguments))
-
-
-@pytest.mark.parametrize(
-    "apply", [with_jit(jax.jit(PENALTIES.apply)), without_jit(penalised_without_jit)]
-)
-def test_penalties_are_those_of_a_plain_computation(apply: Callable[..., Any]):
+def test_penalties_are_those_of_a_plain_computation():
     """Of the logits themselves, for histories of any length up to a whole block table."""
     rng = np.random.default_rng(32)
     logits = random_logits(32)[:, :40]
     names = "presence_penalty", "frequency_penalty", "repetition_penalty"
     rows = [
-        {name: float(rng.uniform(0.5, 1.5)) for name in names} | random_history(rng)
+        {name: float(rng.uniform(-1.5, 1.5)) for name in names[:2]}
+        | {"repetition_penalty": float(rng.uniform(0.5, 2))}
+        | random_history(rng)
         for _ in range(B)
     ]
     rows[0]["history"] = []
     rows[1]["history"] = rng.integers(0, 12, ROOM).tolist()
     s, history = batch(rows)
     context = RowContext(*history, s.prompt_len, s.position)
-    penalised = apply(logits, s.features["penalties"].fields, context)
+    penalised = jax.jit(PENALTIES.apply)(logits, s.features["penalties"].fields, context)
     expected = np.array([adjusted(x, row) for x, row in zip(logits, rows, strict=True)], np.float32)
     chex.assert_trees_all_close(penalised, expected, rtol=1e-5, atol=1e-5)
 

@@ -18,7 +18,9 @@ from pagedjax.device.batch import Batch
 from pagedjax.device.cache import BoundedKeys, Pages
 from pagedjax.device.extras import Selecting, Selection
 from pagedjax.device.selection import attend_selected, write
+from tests.device.test_llama import lay_out
 from tests.engine.brute_quest import chosen_blocks
+from tests.pallas_kernels.test_paged_attention import dense
 
 pytestmark = pytest.mark.few_optimisations
 K = 2
@@ -35,53 +37,39 @@ DTYPES = "float32", "uint16", "uint8"  # of pages: float32, and the bits of bflo
 
 def batch_of(blocks: int, rng: np.random.Generator) -> Batch:
     """ROWS over pages in any order; token t of a row is in the page of its position."""
-    tables = rng.permutation(np.arange(1, len(ROWS) * M + 1)).reshape(len(ROWS), M).astype(np.int32)
-    lens = np.array([total for _, _, total in ROWS], np.int32)
-    offsets = np.cumsum([0] + [a + b for a, b, _ in ROWS]).astype(np.int32)
-    selects = np.zeros(T, bool)
-    positions = np.zeros(T, np.int32)
-    for i, (dense, num_selecting, total) in enumerate(ROWS):
-        selects[offsets[i] + dense : offsets[i + 1]] = True
-        positions[offsets[i] : offsets[i + 1]] = (
-            total - dense - num_selecting + np.arange(dense + num_selecting)
-        )
-    row = np.repeat(np.arange(len(ROWS)), np.diff(offsets))
-    slots = np.zeros(T, np.int32)
-    at = positions[: len(row)]
-    slots[: len(row)] = tables[row, at // S] * S + at % S
-    absent: Any = None
-    fixed = absent, absent, absent, absent
-    selecting = Selecting(
-        Selection(blocks, 0, True), jnp.asarray(selects | (np.arange(T) >= offsets[-1]))
+    b = len(ROWS)
+    tables = 1 + rng.permutation(b * M).reshape(b, M).astype(np.int32)
+    counts = [dense + selecting for dense, selecting, _ in ROWS]
+    computed = [row[2] - count for count, row in zip(counts, ROWS, strict=True)]
+    step = [*enumerate(counts)]
+    batch = lay_out(step, computed, np.zeros((b, M * S), np.int32), tables, T, s=S)
+    selects = np.ones(T, bool)
+    selects[: sum(counts)] = np.concatenate(
+        [np.arange(count) >= row[0] for count, row in zip(counts, ROWS, strict=True)]
     )
-    arrays = map(jnp.asarray, (positions, positions, slots, tables, lens, offsets))
-    return Batch(*arrays, *fixed, extras=(selecting,))
+    selecting = Selecting(Selection(blocks, 0, True), jnp.asarray(selects))
+    return jax.tree.map(jnp.asarray, batch)._replace(extras=(selecting,))
 
 
 def expected(q, k_pages, v_pages, batch: Batch, blocks: int) -> np.ndarray:
     out = np.zeros((T, K * G, D))
     tables, _, offsets = map(np.asarray, batch.attention)
-    for i, (dense, num_selecting, total) in enumerate(ROWS):
+    for i, (num_dense, num_selecting, total) in enumerate(ROWS):
         keys, values = (
-            pages[tables[i]].transpose(1, 0, 2, 3).reshape(K, M * S, D)
-            for pages in (k_pages, v_pages)
+            pages[tables[i]].swapaxes(1, 2).reshape(M * S, K, D) for pages in (k_pages, v_pages)
         )
-        for j in range(dense + num_selecting):
+        for j in range(num_dense + num_selecting):
             t = offsets[i] + j
-            num_seen = total - dense - num_selecting + j + 1
+            num_seen = total - num_dense - num_selecting + j + 1
             for head in range(K):
-                queries = q[t, head * G : (head + 1) * G]
-                block_ids = (
-                    chosen_blocks(SCALE * queries, keys[head, :num_seen], S, blocks)
-                    if j >= dense
-                    else range(-(-num_seen // S))
-                )
-                tokens = np.array([n for n in range(num_seen) if n // S in block_ids])
-                scores = SCALE * queries @ keys[head, tokens].T
-                weights = np.exp(scores - scores.max(1, keepdims=True))
-                out[t, head * G : (head + 1) * G] = (
-                    weights / weights.sum(1, keepdims=True) @ values[head, tokens]
-                )
+                heads = slice(head * G, (head + 1) * G)
+                head_keys, head_values = (x[:num_seen, head : head + 1] for x in (keys, values))
+                block_ids = range(M)
+                if j >= num_dense:
+                    block_ids = chosen_blocks(SCALE * q[t, heads], head_keys[:, 0], S, blocks)
+                mask = np.isin(np.arange(num_seen) // S, list(block_ids))
+                queries = q[t : t + 1, heads]
+                out[t, heads] = dense(queries, head_keys, head_values, mask[None], SCALE, None)
     return out
 
 

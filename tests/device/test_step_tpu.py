@@ -68,20 +68,3 @@ def test_cache_has_rows_of_128_and_the_same_bytes(tiny_llm):
     chex.assert_shape([*tpu.k, *tpu.v], dims["PKRL"])
     chex.assert_type([*tpu.k, *tpu.v], jnp.bfloat16)
     assert attention.page_row("pallas_tpu", 256) == 256
-
-
-@pytest.mark.exhaustive  # minutes of compiling; a small model above does the same
-def test_smollm2_gives_its_golden_tokens(smollm2, on_a_tpu):
-    """Prompts in chunks beside decodes."""
-    from tests.engine.test_goldens_engine import GOLDENS
-
-    goldens = sorted(GOLDENS, key=lambda golden: len(golden["prompt_token_ids"]))[:6]
-    prompts = [golden["prompt_token_ids"] for golden in goldens]
-    config = {
-        "block_size": 16,
-        "max_num_batched_tokens": 16,
-        "max_num_seqs": 4,
-        "token_buckets": (16,),
-    }
-    tokens = greedy(smollm2, prompts, 24, "pallas_tpu", num_blocks=32, **config)
-    assert tokens == [golden["token_ids"][:24] for golden in goldens]

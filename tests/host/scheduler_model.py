@@ -16,9 +16,9 @@ aligned, and decides by halving whether a piece is free.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,8 @@ from pagedjax.host.types import (
     Verified,
 )
 
+Slots = dict[int, dict[int, str]]  # block -> offset -> the token there, with all before it
+
 
 @dataclass(eq=False)  # compared by identity: an id may be used again after its request ended
 class ModelSequence:
@@ -56,6 +58,9 @@ class ModelSequence:
     group: int | None = None  # arrival of the first branch, if there are several
     away: list[int] = field(default_factory=list)  # its blocks in host memory while it waits
     mixed: bool = False  # it has content of older weights, so nobody shares what it computes
+
+    def __lt__(self, sequence: ModelSequence) -> bool:
+        return self.arrival < sequence.arrival
 
     @property
     def name(self) -> str:
@@ -86,10 +91,7 @@ class ModelSequence:
 
 def power(number: int) -> int:
     """The least power of two that is not below a number."""
-    power_of_two = 1
-    while power_of_two < number:
-        power_of_two *= 2
-    return power_of_two
+    return 1 << max(number - 1, 0).bit_length()
 
 
 def free_pieces(free: set[int], start: int, size: int) -> list[int]:
@@ -106,9 +108,10 @@ def free_pieces(free: set[int], start: int, size: int) -> list[int]:
 class Step:
     """One step as the rules require it."""
 
-    rows: list[tuple[ModelSequence, int, int]]  # sequence, first token to compute, how many
-    admitted: list[ModelSequence]
-    preempted: list[str]
+    # sequence, first token to compute, how many
+    rows: list[tuple[ModelSequence, int, int]] = field(default_factory=list)
+    admitted: list[ModelSequence] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
     # tokens of each admitted one that need not be computed
     cached: list[int] = field(default_factory=list)
     entered: list[int] = field(default_factory=list)  # its known tokens when it was admitted
@@ -123,13 +126,15 @@ class Step:
 class Model:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
+        self.size = config.block_size
         self.waiting: list[ModelSequence] = []  # in any order: the earliest arrival is next
         self.running: list[ModelSequence] = []  # decodes first, else in order of admission
-        self.slots: dict[tuple[int, int], str] = {}
-        self.host_slots: dict[tuple[int, int], str] = {}
+        self.slots: Slots = defaultdict(dict)
+        self.host_slots: Slots = defaultdict(dict)
         self.published: dict[str, int] = {}  # content -> the block
         self.idle: list[int] = []  # published blocks without an owner; the first is evicted next
-        self.flight: Step | None = None
+        self.flight = Step()
+        self.decodes: list[ModelSequence] = []  # those of the step
         # arrival -> cached tokens of a waiting sequence when admission began
         self.cached: dict[int, int] = {}
         self.arrivals = self.steps = self.unseen = 0
@@ -144,27 +149,19 @@ class Model:
         return min(request.prompt_len + request.max_tokens, self.config.max_model_len)
 
     def accepts(self, request: Request) -> bool:
-        beams = 1 + len(request.forks) if request.beams else 1
-        fits = (
-            beams * math.ceil(self.limit(request) / self.config.block_size)
-            <= self.config.num_blocks
-        )
+        c = self.config
+        width = 1 + len(request.forks)
+        beams = width if request.beams else 1
+        limit = self.limit(request)
         silent = request.max_tokens == 0 and not request.forks
-        sane = request.prompt_len > 0 and (request.max_tokens > 0 or silent)
-        sane = sane and request.prompt_len + (not silent) <= self.config.max_model_len
         names = [request.request_id, *request.forks, *self.names()]
-        fits_rows = 1 + len(request.forks) <= min(
-            self.config.max_num_seqs, self.config.max_num_batched_tokens
-        )
-        fits_one_step = (
-            self.config.chunked_prefill
-            or beams * self.limit(request) <= self.config.max_num_batched_tokens
-        )
         return (
-            fits
-            and sane
-            and fits_rows
-            and fits_one_step
+            request.prompt_len > 0
+            and (request.max_tokens > 0 or silent)
+            and request.prompt_len + (not silent) <= c.max_model_len
+            and beams * math.ceil(limit / self.size) <= c.num_blocks
+            and width <= min(c.max_num_seqs, c.max_num_batched_tokens)
+            and (c.chunked_prefill or beams * limit <= c.max_num_batched_tokens)
             and self.reservable(request)
             and len(set(names)) == len(names)
         )
@@ -179,13 +176,11 @@ class Model:
 
     def reserved(self, request: Request) -> int:
         """Blocks of the piece that a request owns for its whole sequence."""
-        c = self.config
+        longest = self.config.max_model_len
         prompt = request.prompt_len
         limit = self.limit(request)
-        slots = {"oracle": limit, "pow2": prompt + power(limit - prompt), "max": c.max_model_len}[
-            c.reservation
-        ]
-        return power(math.ceil(min(slots, c.max_model_len) / c.block_size))
+        slots = {"oracle": limit, "pow2": prompt + power(limit - prompt), "max": longest}
+        return power(math.ceil(min(slots[self.config.reservation], longest) / self.size))
 
     def ids(self) -> set[int]:
         return set(range(1, self.config.num_blocks + 1))
@@ -198,12 +193,8 @@ class Model:
     def hashes(self, name: str, prompt_len: int) -> tuple[str, ...]:
         """The hashes of the full blocks of a prompt."""
         sequence = ModelSequence(Request(name, prompt_len, 1), 0)
-        size = self.config.block_size
-        return (
-            tuple(sequence.key(j * size) for j in range(1, prompt_len // size + 1))
-            if sequence.shares()
-            else ()
-        )
+        number = prompt_len // self.size if sequence.shares() else 0
+        return tuple(sequence.key((j + 1) * self.size) for j in range(number))
 
     def submit(self, request: Request) -> None:
         group = self.arrivals if request.forks or request.beams else None
@@ -217,6 +208,9 @@ class Model:
 
     def free(self) -> int:
         return self.config.num_blocks - len(self.owned())
+
+    def computed_blocks(self, sequence: ModelSequence) -> list[int]:
+        return sequence.table[: math.ceil(sequence.computed / self.size)]
 
     def publishes(self, sequence: ModelSequence) -> bool:
         """Whether the engine gives hashes for blocks that a sequence fills."""
@@ -246,10 +240,7 @@ class Model:
         step.preempted += [sequence.name for sequence in sequences]
         for sequence in sequences:
             sequence.computed = min(sequence.computed, sequence.known - 1)
-        tables = [
-            sequence.table[: math.ceil(sequence.computed / self.config.block_size)]
-            for sequence in sequences
-        ]
+        tables = [self.computed_blocks(sequence) for sequence in sequences]
         distinct = list(dict.fromkeys(block for table in tables for block in table))
         occupied = {block for sequence in self.waiting for block in sequence.away}
         fits = all(tables) and len(distinct) <= self.config.host_blocks - len(occupied)
@@ -264,37 +255,33 @@ class Model:
         step.swapped += [sequence.name for sequence in sequences] if fits else []
         step.out += place.items() if fits else []
 
-    def schedule(self, offered: Mapping[str, list[int]] | None = None) -> Step:
+    def schedule(self, offered: Mapping[str, list[int]]) -> Step:
         """offered: by name, draft tokens."""
-        c = self.config
-        step = Step([], [], [])
+        step = Step()
 
         def starving() -> list[ModelSequence]:  # the next token lies past the last block
-            edge = [
+            return [
                 sequence
                 for sequence in self.running
-                if sequence.computed >= len(sequence.table) * c.block_size
+                if sequence.computed >= len(sequence.table) * self.size
+                and not sequence.awaits_siblings()
             ]
-            return [sequence for sequence in edge if not sequence.awaits_siblings()]
 
         while len(starving()) + len(self.copying()) > self.free():
-            victim = max(self.running, key=lambda sequence: sequence.arrival)
+            victim = max(self.running)
             group = [
                 sequence
                 for sequence in self.running
                 if sequence.group is not None and sequence.group == victim.group
             ]
             together = 0 < len(group) < len(self.running)
-            self.stop(
-                step, sorted(group, key=lambda sequence: sequence.arrival) if together else [victim]
-            )
-        full = starving()
+            self.stop(step, sorted(group) if together else [victim])
         copying = self.copying()
-        for sequence in full + copying:
+        for sequence in starving() + copying:
             self.take(sequence, 1)
         for sequence in copying:
             new = sequence.table.pop()
-            at = sequence.computed // c.block_size
+            at = sequence.computed // self.size
             step.copies.append((sequence.table[at], new))
             sequence.table[at] = new
         for old, _ in step.copies:
@@ -303,41 +290,41 @@ class Model:
                     "a block was copied although no other sequence needs it"
                 )
                 self.idle.append(old)
-
-        ready = [sequence for sequence in self.running if sequence.awaits_siblings()]
-        decodes = [sequence for sequence in self.running if sequence.known - sequence.computed == 1]
-        prompts = [
-            sequence
-            for sequence in self.running
-            if sequence not in decodes and sequence not in ready
-        ]
-        if c.mixed_steps:
-            self.compose(step, decodes + prompts, ready, decodes, admits=not step.preempted)
-        elif c.chunked_prefill and self.steps % 2 and decodes:  # alternating steps
-            self.compose(step, decodes, prompts + ready, decodes, admits=False)
-        else:
-            self.compose(step, prompts, decodes + ready, decodes, admits=not step.preempted)
-            if not step.rows:
-                self.compose(step, decodes, prompts + ready, decodes, admits=False)
-        for sequence in [row[0] for row in step.rows if row[0] in decodes]:
-            self.draft(step, sequence, (offered or {}).get(sequence.name, []))
+        self.compose_by_kind(step)
+        for sequence in [row[0] for row in step.rows if row[0] in self.decodes]:
+            self.draft(step, sequence, offered.get(sequence.name, []))
         self.flight = step
         return step
 
+    def compose_by_kind(self, step: Step) -> None:
+        """Which sequences have their turn, by the mode of the scheduler."""
+        ready = [sequence for sequence in self.running if sequence.awaits_siblings()]
+        decodes = [sequence for sequence in self.running if sequence.known - sequence.computed == 1]
+        decoding = [*decodes, *ready]
+        prompts = [sequence for sequence in self.running if sequence not in decoding]
+        self.decodes = decodes
+        admits = not step.preempted
+        if self.config.mixed_steps:
+            self.compose(step, decodes + prompts, ready, admits=admits)
+        elif self.config.chunked_prefill and self.steps % 2 and decodes:  # alternating steps
+            self.compose(step, decodes, prompts + ready, admits=False)
+        else:
+            self.compose(step, prompts, decoding, admits=admits)
+            if not step.rows:
+                self.compose(step, decodes, prompts + ready, admits=False)
+
     def draft(self, step: Step, sequence: ModelSequence, drafts: list[int]) -> None:
         """Gives a decode as many drafts as fit, one after the other."""
-        c = self.config
         num_drafts = 0
-        alone = not (sequence.request.beams or sequence.request.forks)
-        while alone and num_drafts < len(drafts):
-            grown = sequence.known + num_drafts + 1
-            tokens = sum(count for *_, count in step.rows)
-            if (
-                grown + 1 > self.limit(sequence.request)
-                or tokens + num_drafts + 1 > c.max_num_batched_tokens
-            ):
-                break
-            if grown > len(sequence.table) * c.block_size:
+        request = sequence.request
+        tokens = sum(count for *_, count in step.rows)
+        max_drafts = min(
+            0 if request.beams or request.forks else len(drafts),
+            self.limit(request) - sequence.known - 1,
+            self.config.max_num_batched_tokens - tokens,
+        )
+        while num_drafts < max_drafts:
+            if sequence.known + num_drafts + 1 > len(sequence.table) * self.size:
                 if self.free() == 0:
                     break
                 self.take(sequence, 1)
@@ -353,7 +340,6 @@ class Model:
         step: Step,
         turn: list[ModelSequence],
         resting: list[ModelSequence],
-        decodes: list[ModelSequence],
         *,
         admits: bool,
     ) -> None:
@@ -379,50 +365,26 @@ class Model:
             for sequence in self.waiting
         }
         while self.waiting and self.budget > 0 and admits:
-            first = min(self.waiting, key=lambda sequence: sequence.arrival)
+            first = min(self.waiting)
             unit = [first]
             if first.request.beams and not first.request.forks:
-                unit = sorted(
-                    (sequence for sequence in self.waiting if sequence.group == first.group),
-                    key=lambda sequence: sequence.arrival,
-                )
-            if sum(sequence.width for sequence in unit) > places or not self.all_enter(
-                step, unit, decodes
-            ):
+                unit = sorted(beam for beam in self.waiting if beam.group == first.group)
+            width = sum(sequence.width for sequence in unit)
+            if width > places or not self.all_enter(step, unit):
                 break
-            places -= sum(sequence.width for sequence in unit)
+            places -= width
         self.running = [sequence for sequence in self.running if sequence not in resting] + resting
 
-    def all_enter(
-        self, step: Step, unit: list[ModelSequence], decodes: list[ModelSequence]
-    ) -> bool:
+    def all_enter(self, step: Step, unit: list[ModelSequence]) -> bool:
         """Admits all sequences of a group, or none if one of them does not fit."""
-        before = [
-            (sequence, list(sequence.table), list(sequence.away), sequence.computed)
-            for sequence in unit
-        ]
-        model_state = [
-            list(self.waiting),
-            list(self.running),
-            list(self.idle),
-            dict(self.published),
-            dict(self.moved),
-        ]
-        numbers = (self.budget, self.unseen)
-        lists = {name: copy(value) for name, value in vars(step).items()}
-        if all([self.enters(step, sequence, decodes) for sequence in unit]):
-            return True
-        for sequence, table, away, computed in before:
-            sequence.table = table
-            sequence.away = away
-            sequence.computed = computed
-        self.waiting, self.running, self.idle, self.published, self.moved = model_state
-        self.budget, self.unseen = numbers
-        vars(step).update(lists)
-        return False
+        if len(unit) > 1:
+            trial, trial_step, trial_unit = deepcopy((self, step, unit))
+            if not all(trial.enters(trial_step, sequence) for sequence in trial_unit):
+                return False
+        return all(self.enters(step, sequence) for sequence in unit)
 
-    def enters(self, step: Step, sequence: ModelSequence, decodes: list[ModelSequence]) -> bool:
-        size = self.config.block_size
+    def enters(self, step: Step, sequence: ModelSequence) -> bool:
+        size = self.size
         num_full = sequence.computed // size
         already_back = [
             self.moved[block] for block in sequence.away[:num_full] if block in self.moved
@@ -430,7 +392,9 @@ class Model:
         shared = (
             already_back
             if sequence.away
-            else self.shared_blocks(sequence, [row for row in step.rows if row[0] not in decodes])
+            else self.shared_blocks(
+                sequence, [row for row in step.rows if row[0] not in self.decodes]
+            )
         )
         reserves = self.config.reservation != "none"
         need = (
@@ -491,7 +455,7 @@ class Model:
 
     def copying(self) -> list[ModelSequence]:
         """Branches whose next token goes to a block that others own or can find."""
-        size = self.config.block_size
+        size = self.size
         branches = []
         owners = Counter(block for sequence in self.running for block in sequence.table)
         for sequence in self.running:
@@ -511,14 +475,7 @@ class Model:
         """The number of tokens at the beginning of a sequence, without its last one, whose blocks
         are published.
         """
-        size = self.config.block_size
-        number = 0
-        while (
-            number < min(sequence.hashed, (sequence.known - 1) // size)
-            and sequence.key((number + 1) * size) in self.published
-        ):
-            number += 1
-        return number * size
+        return len(self.shared_blocks(sequence, [])) * self.size
 
     def shared_blocks(
         self, sequence: ModelSequence, chunks: list[tuple[ModelSequence, int, int]]
@@ -526,7 +483,7 @@ class Model:
         """Blocks that contain the beginning of a sequence without its last token, now or after this
         step's writes.
         """
-        size = self.config.block_size
+        size = self.size
         prefix = []
         for j in range(min(sequence.hashed, (sequence.known - 1) // size)):
             key = sequence.key((j + 1) * size)
@@ -547,8 +504,7 @@ class Model:
 
     def filled_hashes(self, sampled: Sequence[Any]) -> dict[str, tuple[str, ...]]:
         """The hashes that the engine gives for blocks of generated tokens when the step is done."""
-        assert self.flight is not None
-        size = self.config.block_size
+        size = self.size
         hashes = {}
         for (sequence, start, count), sample in zip(self.flight.rows, sampled, strict=True):
             drafts = self.flight.drafts.get(sequence.name, [])
@@ -578,13 +534,10 @@ class Model:
         """Takes the block ids of the real sequences, then writes and reads the cache as the device
         does.
         """
-        assert self.flight is not None
-        size = self.config.block_size
+        size = self.size
+        flight = self.flight
         real_ids: dict[int, int] = {}
         for sequence, seq in zip(self.running, real, strict=True):
-            assert len(seq.blocks) == len(sequence.table), (
-                f"{sequence.name}: {len(seq.blocks)} blocks, not {len(sequence.table)}"
-            )
             for model_id, real_id in zip(sequence.table, seq.blocks, strict=True):
                 assert real_ids.setdefault(model_id, real_id) == real_id, (
                     f"{sequence.name}: blocks that it owned or shares changed"
@@ -592,16 +545,13 @@ class Model:
                 assert model_id < 0 or model_id == real_id, (
                     f"{sequence.name}: blocks that it owned or shares were lost or changed"
                 )
-        for (sequence, start, count), seq in zip(self.flight.rows, plan.seqs, strict=True):
+            sequence.table = list(seq.blocks)
+        for (sequence, start, count), seq in zip(flight.rows, plan.seqs, strict=True):
             assert start + count <= len(sequence.table) * size, (
                 f"{sequence.name}: writes past its blocks"
             )
-            assert [real_ids[block] for block in sequence.table] == list(seq.blocks), (
-                f"{sequence.name}: the plan has other blocks"
-            )
-        for sequence in self.running:
-            sequence.table = [real_ids.get(block, block) for block in sequence.table]
-        for sequence in self.flight.admitted if self.config.reservation != "none" else ():
+            assert sequence.table == list(seq.blocks), f"{sequence.name}: the plan has other blocks"
+        for sequence in flight.admitted if self.config.reservation != "none" else ():
             first = sequence.table[0]
             number = len(sequence.table)
             assert sequence.table == list(range(first, first + number)), (
@@ -609,11 +559,10 @@ class Model:
             )
             assert (first - 1) % number == 0, f"{sequence.name}: its piece is not aligned"
         self.move(plan, real_ids)
-        copies = [(old, real_ids[new]) for old, new in self.flight.copies]
+        copies = [(old, real_ids[new]) for old, new in flight.copies]
         assert copies == list(plan.copies), "other blocks are copied"
         for old, new in copies:
-            for offset in range(size):
-                self.slots[new, offset] = self.slots.get((old, offset), "nothing")
+            self.slots[new] = dict(self.slots[old])
         ids = set(real_ids.values()) | self.owned()
         assert len(set(real_ids.values())) == len(real_ids), "a block was handed out twice"
         assert all(1 <= block <= self.config.num_blocks for block in ids), (
@@ -622,42 +571,32 @@ class Model:
         assert not ids & set(self.idle), "an idle block has an owner"
 
         written: set[tuple[int, int]] = set()
-        for sequence, start, count in self.flight.rows:
+        for sequence, start, count in flight.rows:
+            drafts = flight.drafts.get(sequence.name, [])
+            readers = set(self.running) - {sequence, *flight.admitted}
             for at in range(start, start + count):
                 slot = (sequence.table[at // size], at % size)
                 assert slot not in written, "two sequences write to one slot"
                 written.add(slot)
-                for reader in self.running:
-                    read = (
-                        reader.computed > at
-                        and reader.table[at // size] == slot[0]
-                        and reader is not sequence
-                    )
-                    assert not read or reader in self.flight.admitted, (
+                for reader in readers:
+                    assert reader.computed <= at or reader.table[at // size] != slot[0], (
                         f"{sequence.name} writes to a block that {reader.name} reads"
                     )
-                self.slots[slot] = sequence.key(at + 1, self.flight.drafts.get(sequence.name, []))
-        for sequence, start, count in self.flight.rows:
-            drafts = self.flight.drafts.get(sequence.name, [])
+                self.slots[slot[0]][slot[1]] = sequence.key(at + 1, drafts)
+        for sequence, start, count in flight.rows:
+            drafts = flight.drafts.get(sequence.name, [])
             for at in range(start + count):
-                read = self.slots[sequence.table[at // size], at % size]
+                read = self.slots[sequence.table[at // size]].get(at % size)
                 assert read == sequence.key(at + 1, drafts), "reads a wrong token"
 
     def move(self, plan: Plan, real_ids: dict[int, int]) -> None:
         """Moves blocks to host memory, then other blocks back."""
-        assert self.flight is not None
         flight = self.flight
-        size = self.config.block_size
         assert [old for old, _ in plan.swap_out] == [old for old, _ in flight.out], (
             "other blocks move out"
         )
-        place = dict(
-            zip(
-                [model_id for _, model_id in flight.out],
-                [real_id for _, real_id in plan.swap_out],
-                strict=True,
-            )
-        )
+        pairs = zip(flight.out, plan.swap_out, strict=True)
+        place = {model_id: real_id for (_, model_id), (_, real_id) in pairs}
         assert len(set(place.values())) == len(place), "two blocks move to one place"
         assert all(1 <= block <= self.config.host_blocks for block in place.values()), (
             "a host block is out of range"
@@ -667,36 +606,29 @@ class Model:
         for sequence in self.waiting:
             sequence.away = [place.get(block, block) for block in sequence.away]
         for device, host in plan.swap_out:
-            for offset in range(size):
-                self.host_slots[host, offset] = self.slots.get((device, offset), "nothing")
+            self.host_slots[host] = dict(self.slots[device])
         assert list(plan.swap_in) == [(host, real_ids[device]) for host, device in flight.back], (
             "other blocks come back"
         )
         for host, device in plan.swap_in:
-            for offset in range(size):
-                self.slots[device, offset] = self.host_slots[host, offset]
+            self.slots[device] = dict(self.host_slots[host])
 
     def ready(self) -> tuple[list[list[ModelSequence]], list[ModelSequence]]:
         """Groups of beams that all have computed their tokens after this step, and the first beams
         of those at their limit."""
-        assert self.flight is not None
         ends = {id(sequence): start + count for sequence, start, count in self.flight.rows}
-        beams = [sequence for sequence in self.running if sequence.request.beams]
-        beams = [
-            sequence
-            for sequence in beams
-            if ends.get(id(sequence), sequence.computed) == sequence.known
-        ]
-        groups = [
-            [sequence for sequence in beams if sequence.group == group]
-            for group in sorted({sequence.group for sequence in beams})
-        ]
+        groups: dict[int | None, list[ModelSequence]] = {}
+        for sequence in sorted(self.alive()):
+            if sequence.request.beams:
+                groups.setdefault(sequence.group, []).append(sequence)
         complete = [
-            g
-            for g in groups
-            if len(g) == sum(sequence.group == g[0].group for sequence in self.alive())
+            group
+            for group in groups.values()
+            if all(
+                beam in self.running and ends.get(id(beam), beam.computed) == beam.known
+                for beam in group
+            )
         ]
-        complete = [sorted(group, key=lambda sequence: sequence.arrival) for group in complete]
         full = [group for group in complete if group[0].known + 1 >= self.limit(group[0].request)]
         return [group for group in complete if group not in full], [group[0] for group in full]
 
@@ -704,10 +636,7 @@ class Model:
         events: list[Event] = []
         for name, (parents, tokens) in choices.items():
             first = next(sequence for sequence in self.running if sequence.name == name)
-            old = sorted(
-                (sequence for sequence in self.running if sequence.group == first.group),
-                key=lambda sequence: sequence.arrival,
-            )
+            old = sorted(beam for beam in self.running if beam.group == first.group)
             by_name = {sequence.name: sequence for sequence in old}
             names = [*by_name, *first.request.forks]
             request = first.request._replace(forks=())
@@ -715,51 +644,44 @@ class Model:
             new = []
             for k, (child, parent, token) in enumerate(zip(names, parents, tokens, strict=True)):
                 source = by_name[parent]
-                sequence = ModelSequence(
-                    request._replace(request_id=child), first.arrival + k, [*source.outputs, token]
+                new.append(
+                    ModelSequence(
+                        request._replace(request_id=child),
+                        first.arrival + k,
+                        [*source.outputs, token],
+                        source.computed,
+                        list(source.table),
+                        source.hashed,
+                        first.group,
+                    )
                 )
-                sequence.computed = source.computed
-                sequence.hashed = source.hashed
-                sequence.group = first.group
-                sequence.table = list(source.table)
-                new.append(sequence)
             self.running += new
-            for sequence in old:
-                if sequence.name not in parents:
-                    cached = set(self.published.values()) - self.owned()
-                    shared_later = {
-                        b
-                        for o in old[old.index(sequence) + 1 :]
-                        if o.name not in parents
-                        for b in o.table
-                    }
-                    self.idle += [
-                        block
-                        for block in reversed(sequence.table)
-                        if block in cached - shared_later
-                    ]
+            dropped = [sequence for sequence in old if sequence.name not in parents]
+            cached = set(self.published.values()) - self.owned()
+            for number, sequence in enumerate(dropped):
+                later = {block for beam in dropped[number + 1 :] for block in beam.table}
+                free = cached - later
+                self.idle += [block for block in reversed(sequence.table) if block in free]
             events.append(Beamed(self.steps, tuple(names), parents, tokens))
         return events
 
     def commit(self, sampled: Sequence[Any], choices: Mapping[str, Choice]) -> list[Event]:
-        assert self.flight is not None
         flight = self.flight
         events: list[Event] = [
             Preempted(self.steps, name, name in flight.swapped) for name in flight.preempted
         ]
         events += [Resumed(self.steps, name) for name in flight.resumed]
-        entered = zip(self.flight.admitted, self.flight.entered, self.flight.cached, strict=True)
+        entered = zip(flight.admitted, flight.entered, flight.cached, strict=True)
         events += [
             Admitted(self.steps, sequence.name, length, cached)
             for sequence, length, cached in entered
             if sequence.name not in flight.resumed
         ]
         new: list[tuple[str, int]] = []
-        ends: list[Event] = []
+        ends: list[Finished] = []
         forked: list[Event] = []
-        finished: list[ModelSequence] = []
         verified: list[tuple[ModelSequence, int, int]] = []  # drafts, accepted ones
-        for (sequence, start, count), token in zip(self.flight.rows, sampled, strict=True):
+        for (sequence, start, count), token in zip(flight.rows, sampled, strict=True):
             if sequence not in self.running:
                 continue  # cancelled meanwhile
             drafts = flight.drafts.get(sequence.name, [])
@@ -779,24 +701,20 @@ class Model:
                 continue
             if sequence.request.forks:
                 forked.append(Forked(self.steps, tuple(self.fork(sequence))))
-            if not sequence.request.max_tokens:  # it samples nothing
-                finished.append(sequence)
-                ends.append(Finished(self.steps, sequence.name, "length", 0))
-                continue
-            sequence.outputs.append(token)
-            new.append((sequence.name, token))
-            reason = self.why_ended(sequence)
+            reason: FinishReason | None = "length"
+            if sequence.request.max_tokens:  # else it samples nothing
+                sequence.outputs.append(token)
+                new.append((sequence.name, token))
+                reason = self.why_ended(sequence)
             if reason is not None:
-                finished.append(sequence)
                 ends.append(Finished(self.steps, sequence.name, reason, len(sequence.outputs)))
-        for sequence in finished:
+        ended = {end.request_id for end in ends}
+        for sequence in [sequence for sequence in self.running if sequence.name in ended]:
             self.running.remove(sequence)
             self.release(sequence)
         for sequence, *_ in verified:
             if self.config.reservation == "none":
-                sequence.table = sequence.table[
-                    : math.ceil(sequence.computed / self.config.block_size)
-                ]
+                sequence.table = self.computed_blocks(sequence)
         num_blocks = tuple(
             len(sequence.table) if sequence in self.running else 0 for sequence, *_ in verified
         )
@@ -812,7 +730,6 @@ class Model:
             )
             events.append(Verified(self.steps, names, drafted, right, num_blocks))
         self.steps += 1
-        self.flight = None
         return events + ends
 
     def fork(self, sequence: ModelSequence) -> list[str]:
@@ -825,12 +742,14 @@ class Model:
         computed = request.prompt_len - 1
         for number, name in enumerate(forks, 1):
             fork = ModelSequence(
-                request._replace(request_id=name), sequence.arrival + number, group=sequence.group
+                request._replace(request_id=name),
+                sequence.arrival + number,
+                computed=computed,
+                hashed=sequence.hashed,
+                group=sequence.group,
+                mixed=sequence.mixed,
             )
-            fork.computed = computed
-            fork.hashed = sequence.hashed
-            fork.mixed = sequence.mixed
-            fork.table = sequence.table[: math.ceil(computed / self.config.block_size)]
+            fork.table = sequence.table[: math.ceil(computed / self.size)]
             self.running.append(fork)
         return list(forks)
 
@@ -838,7 +757,7 @@ class Model:
         """Makes the blocks that a sequence filled in this step findable, unless others have the
         same content.
         """
-        size = self.config.block_size
+        size = self.size
         full = sequence.computed // size
         if self.publishes(sequence) and full > start // size:
             sequence.hashed = max(sequence.hashed, full)
@@ -887,7 +806,7 @@ class Model:
         return None
 
     def cancel(self, name: str, reason: FinishReason) -> list[Event]:
-        sequences = sorted(self.waiting, key=lambda sequence: sequence.arrival) + self.running
+        sequences = sorted(self.waiting) + self.running
         for sequence in sequences:
             if name in sequence.request.forks and not sequence.request.beams:
                 remaining = tuple(fork for fork in sequence.request.forks if fork != name)
@@ -920,7 +839,7 @@ class Model:
         ):
             return None
         leaver = copy(sequence)
-        leaver.table = leaver.table[: math.ceil(leaver.computed / self.config.block_size)]
+        leaver.table = self.computed_blocks(leaver)
         leaver.away = []
         leaver.computed = leaver.computed if sequence in self.running else 0
         (self.running if sequence in self.running else self.waiting).remove(sequence)
@@ -931,11 +850,11 @@ class Model:
         self,
         leaver: ModelSequence,
         released: Released,
-        slots: Mapping[tuple[int, int], str],
+        slots: Slots,
         adopted: Adopted,
     ) -> None:
         """Takes over a sequence that left another model, whose cache has `slots`."""
-        size = self.config.block_size
+        size = self.size
         c = self.config
         sequence = ModelSequence(
             released.request, self.arrivals, list(leaver.outputs), 0, [], len(released.hashes)
@@ -972,38 +891,38 @@ class Model:
         )
         for source, target in adopted.copies:
             assert target in fresh, "a copy overwrites what others read"
-            for offset in range(size):
-                self.slots[target, offset] = slots.get((source, offset), "nothing")
+            self.slots[target] = dict(slots[source])
         for at in range(sequence.computed):
-            assert self.slots[sequence.table[at // size], at % size] == sequence.key(at + 1), (
-                "wrong content"
-            )
+            content = self.slots[sequence.table[at // size]].get(at % size)
+            assert content == sequence.key(at + 1), "wrong content"
         for j, key in enumerate(keys):
             self.published.setdefault(key, sequence.table[j])
 
     def compare(self, state: SchedulerState) -> None:
         """Compares the real state with the model, block by block."""
-        by_arrival = sorted(self.waiting, key=lambda sequence: sequence.arrival)
-        assert [seq.arrival for seq in state.waiting] == [
-            sequence.arrival for sequence in by_arrival
-        ], "queue out of order"
-        away = [(seq.length, seq.computed, list(seq.blocks)) for seq in state.waiting]
-        assert away == [
-            (sequence.known, sequence.computed, sequence.away) for sequence in by_arrival
+        line = sorted(self.waiting)
+        assert [
+            (seq.arrival, seq.length, seq.computed, list(seq.blocks)) for seq in state.waiting
+        ] == [
+            (sequence.arrival, sequence.known, sequence.computed, sequence.away)
+            for sequence in line
         ]
-        real = [(seq.arrival, seq.length, seq.computed, list(seq.blocks)) for seq in running(state)]
-        assert real == [
-            (sequence.arrival, sequence.known, sequence.computed, sequence.table)
+        assert [
+            (seq.arrival, seq.length, seq.computed, list(seq.blocks), seq.limit)
+            for seq in running(state)
+        ] == [
+            (
+                sequence.arrival,
+                sequence.known,
+                sequence.computed,
+                sequence.table,
+                self.limit(sequence.request),
+            )
             for sequence in self.running
-        ]
-        assert [seq.limit for seq in running(state)] == [
-            self.limit(sequence.request) for sequence in self.running
         ]
         owners = Counter(block for sequence in self.running for block in sequence.table)
         assert dict(state.pool.owners) == dict(owners), "owner counts differ from the tables"
         assert dict(state.pool.contents) == self.published, "something else is published"
         assert list(blocks.idle_ids(state.pool)) == self.idle, "idle blocks in another order"
-        assert sorted(blocks.free_ids(state.pool)) == sorted(
-            set(range(1, self.config.num_blocks + 1)) - set(owners)
-        )
+        assert sorted(blocks.free_ids(state.pool)) == sorted(self.ids() - set(owners))
         assert (state.step, state.arrivals) == (self.steps, self.arrivals)

@@ -44,13 +44,12 @@ def names(seqs: Iterable) -> list[str]:
     return [seq.request_id for seq in seqs]
 
 
-def until_end(state: SchedulerState, steps: int = 100) -> list[Event]:
+def until_end(state: SchedulerState) -> list[Event]:
     events: list[Event] = []
     while state.waiting or state.running.seqs:
-        assert steps > 0, "does not end"
         state, _, new = step(state)
-        steps = steps - 1
-        events = [*events, *new]
+        events += new
+        assert state.step < 100, "does not end"
     assert state.pool.num_free == state.config.num_blocks
     return events
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from pagedjax.host import decode_spans, scheduler
 from pagedjax.host.policies import FCFS, POLICIES, Policy
 from pagedjax.host.scheduler import Rejected, SchedulerConfig, SchedulerState
-from pagedjax.host.types import Event, Finished, Plan, Request, Sampled
+from pagedjax.host.types import Event, Finished, Plan, Request, Sampled, Seq
 from tests.host.scheduler_steps import start
 
 WORD = 7
@@ -44,35 +45,29 @@ def content(request_id: str, block: int) -> str:
     return f"{request_id[0]}{block}"
 
 
-def filled_hashes(state: SchedulerState, lengths: tuple[int, ...], size: int) -> Hashes:
-    """Returns the hashes that an engine would give with a commit, or with several. `lengths`: the
-    tokens computed after it, by sequence.
+def filled_hashes(
+    seqs: Sequence[Seq], before: Sequence[int], after: Sequence[int], size: int
+) -> Hashes:
+    """Returns the hashes that an engine would give with a commit, or with several. `before` and
+    `after`: the computed tokens of each sequence. One that fills no block in these steps gets none.
     """
-    new_hashes: Hashes = {}
-    for seq, computed in zip(state.running.seqs, lengths, strict=True):
-        num_hashes = len(seq.hashes)
-        full = computed // size
-        if seq.request.hashes != ("none",) and full > num_hashes:
-            new_hashes[seq.request_id] = tuple(
-                [content(seq.request_id, block) for block in range(num_hashes, full)]
-            )
-    return new_hashes
+    return {
+        seq.request_id: tuple(
+            [content(seq.request_id, block) for block in range(len(seq.hashes), end // size)]
+        )
+        for seq, start, end in zip(seqs, before, after, strict=True)
+        if end // size > start // size
+    }
 
 
 def one_step(
     state: SchedulerState, policy: Policy, shares: bool
 ) -> tuple[SchedulerState, tuple[Event, ...], Plan]:
     state, plan = scheduler.schedule(state, policy)
-    ends = tuple([start + count for start, count in zip(plan.starts, plan.counts, strict=True)])
-    rows = state._replace(running=state.running._replace(seqs=plan.seqs))
-    hashes = filled_hashes(rows, ends, state.config.block_size) if shares else {}
-    return *_committed(state, plan, hashes), plan
-
-
-def _committed(
-    state: SchedulerState, plan: Plan, hashes: Hashes
-) -> tuple[SchedulerState, tuple[Event, ...]]:
-    return scheduler.commit(state, plan, [WORD] * len(plan.seqs), hashes)
+    ends = [start + count for start, count in zip(plan.starts, plan.counts, strict=True)]
+    size = state.config.block_size
+    hashes = filled_hashes(plan.seqs, plan.starts, ends, size) if shares else {}
+    return *scheduler.commit(state, plan, [WORD] * len(plan.seqs), hashes), plan
 
 
 def submitted(
@@ -112,23 +107,10 @@ def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
                 break
             continue
         steps = data.draw(st.integers(1, max_steps))
-        size = config.block_size
         active = state.running
-        hashes = (
-            filled_hashes(state, tuple([computed + steps for computed in active.computed]), size)
-            if shares
-            else {}
-        )
-        # an engine gives a hash when its block is full: a sequence that fills none in these steps
-        # gets none
-        fills = [
-            i
-            for i, computed in enumerate(active.computed)
-            if (computed + steps) // size > computed // size
-        ]
-        hashes = {
-            active.seqs[i].request_id: hashes[active.seqs[i].request_id] for i in fills if hashes
-        }
+        after = [computed + steps for computed in active.computed]
+        hashes = filled_hashes(active.seqs, active.computed, after, config.block_size)
+        hashes = hashes if shares else {}
         at_once, allocated = decode_spans.after_decodes(state, steps, hashes)
         used = [state.pool.num_blocks - state.pool.num_free]
         counted = []
@@ -180,32 +162,6 @@ def decoding(*requests: Request, **sizes) -> SchedulerState:
     return one_step(start(*requests, **sizes), FCFS, shares=False)[0]
 
 
-def test_the_first_end_limits_the_steps():
-    state = decoding(request("a", 3, 10), request("b", 3, 5))
-    # of b's five tokens, one is there and the last one ends it
-    assert decode_spans.steps_ahead(state) == 3
-
-
-def test_free_blocks_limit_the_steps():
-    state = decoding(request("a", 4, 20), request("b", 4, 20), num_blocks=6)
-    assert decode_spans.steps_ahead(state) == 8  # two further blocks of 4 tokens each
-
-
-@pytest.mark.parametrize(
-    "requests",
-    [
-        [request("a", 100, 5)],  # its prompt takes two steps
-        [request("a", 3, 5, stop_token_ids=frozenset({2}))],
-        [request("a", 3, 5, forks=("b",))],  # just forked, so that a block may have to be copied
-        [request("a", 3, 5, beams=True)],
-        [],
-    ],
-)
-def test_no_steps_are_ahead_where_something_else_may_happen(requests):
-    state = decoding(*requests, model_len=128) if requests else start()
-    assert decode_spans.steps_ahead(state) == 0
-
-
 def test_a_waiting_request_counts_only_if_it_may_enter():
     full = decoding(request("a", 3, 9), request("b", 3, 9), seqs=1)
     assert (len(full.waiting), decode_spans.steps_ahead(full)) == (1, 7)
@@ -240,8 +196,8 @@ def test_blocks_are_evicted_in_the_order_of_the_steps():
         )
     )
     for steps, expected in enumerate(one_by_one):
-        hashes = filled_hashes(
-            state, tuple([computed + steps for computed in state.running.computed]), 4
-        )
+        computed = state.running.computed
+        after = [number + steps for number in computed]
+        hashes = filled_hashes(state.running.seqs, computed, after, 4)
         assert decode_spans.after_decodes(state, steps, hashes)[0] == expected
     assert len(one_by_one[-1].pool.idle) < 4

@@ -8,7 +8,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
@@ -29,7 +29,7 @@ from pagedjax.host.event_log import (
     Submit,
     Update,
 )
-from pagedjax.host.policies import FCFS, POLICIES, Policy
+from pagedjax.host.policies import FCFS, Policy
 from pagedjax.host.replay import ReplayError, Transition, verify
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Choice, Finished, Plan, Request, Seq
@@ -40,7 +40,24 @@ from tests.host import drawn_views
 SMALL = SchedulerConfig(
     block_size=2, num_blocks=6, max_num_batched_tokens=5, max_num_seqs=4, max_model_len=12
 )
-WAYS = ("chunked_prefill", "mixed_steps", "reservation")  # of earlier engines
+
+
+def random_request(
+    draw: random.Random, name: str, config: SchedulerConfig, ids: Iterable[str]
+) -> Request:
+    """Ids of branches are used again only after all of them ended. A reservation shares nothing."""
+    stops = frozenset(draw.sample(range(4), draw.randrange(3)))
+    prompt = draw.randint(1, 6)
+    hashes = tuple(f"{draw.randrange(2)}{i}" for i in range(prompt // config.block_size))
+    request = Request(name, prompt, draw.randint(1, 6), 0, stops, draw.randrange(3))
+    forks = tuple(f"{name}/{i}" for i in range(draw.randrange(min(3, config.max_num_seqs))))
+    beams = draw.random() < 0.3
+    if config.reservation != "none":
+        return request
+    if any(request_id.startswith(f"{name}/") for request_id in ids):
+        forks = ()
+    forks = forks[: config.max_num_batched_tokens - 1]
+    return request._replace(forks=forks, hashes=hashes, beams=beams)
 
 
 def record(
@@ -55,77 +72,55 @@ def record(
     draw = random.Random(seed)
     state = scheduler.init(config)
     plan = None
-    transitions = []
-    transitions.append(Transition("init", state, None, ()))
+    transitions = [Transition("init", state, None, ())]
     with closing(Recorder(path, config, policy.name)) as recorder:
 
-        def arrive(
-            kind: str, new: SchedulerState, plan: Plan | None = None, events=()
-        ) -> SchedulerState:
-            transitions.append(Transition(kind, new, plan, events))  # type: ignore[arg-type]
-            return new
+        def write(record: Any, new: SchedulerState, plan: Plan | None = None, events=()) -> None:
+            kind = type(record).__name__.lower()
+            transitions.append(Transition(kind, new, plan, events))
+            recorder.write(record)
+
+        def cancel(state: SchedulerState, name: str, reason: Any) -> SchedulerState:
+            state, events = scheduler.cancel(state, name, reason)
+            write(Cancel(name, reason, events), state, None, events)
+            return state
 
         for _ in range(length):
             name = f"{names}{draw.randrange(8)}"  # ids are used again after their request ended
             alive = [seq.request_id for seq in (*state.waiting, *state.running.seqs)]
             if draw.random() < 0.4 and name not in alive:
-                stops = frozenset(draw.sample(range(4), draw.randrange(3)))
-                prompt = draw.randint(1, 6)
-                hashes = tuple(
-                    f"{draw.randrange(2)}{i}" for i in range(prompt // config.block_size)
-                )
-                request = Request(
-                    name, prompt, draw.randint(1, 6), 0, stops, draw.randrange(3), hashes=hashes
-                )
-                branches = [
-                    f"{name}/{i}" for i in range(draw.randrange(min(3, config.max_num_seqs)))
-                ]
-                free = not any(request_id.startswith(f"{name}/") for request_id in state.ids)
-                request = request._replace(
-                    forks=tuple(branches[: config.max_num_batched_tokens - 1] if free else ())
-                )
-                request = request._replace(beams=draw.random() < 0.3)
-                if config.reservation != "none":  # which shares nothing
-                    request = request._replace(forks=(), hashes=(), beams=False)
+                request = random_request(draw, name, config, state.ids)
                 try:
-                    state = arrive("submit", scheduler.submit(state, request))
+                    state = scheduler.submit(state, request)
                 except scheduler.Rejected:
                     # more beams than the pool has blocks for, or a budget below a whole prompt
                     continue
-                recorder.write(Submit(request))
+                write(Submit(request), state)
             alive = [seq.request_id for seq in (*state.waiting, *state.running.seqs)]
             if alive and draw.random() < 0.15:
-                name = draw.choice(alive)
-                reason = draw.choice(["abort", "stop"])
-                state, events = scheduler.cancel(state, name, reason)
-                state = arrive("cancel", state, None, events)
-                recorder.write(Cancel(name, reason, events))
+                state = cancel(state, draw.choice(alive), draw.choice(["abort", "stop"]))
             if draw.random() < 0.05:
-                state = arrive("forget", scheduler.forget(state))
-                recorder.write(Forget())
+                state = scheduler.forget(state)
+                write(Forget(), state)
             if plan is None and draw.random() < 0.05:
-                state = arrive("restart", scheduler.restart(state))
-                recorder.write(Restart())
+                state = scheduler.restart(state)
+                write(Restart(), state)
             if plan is None and draw.random() < 0.05:
                 pending: Any = draw.choice(["restart", "keep"])
-                state = arrive("update", scheduler.update(state, pending))
-                recorder.write(Update(len(transitions), pending))
+                state = scheduler.update(state, pending)
+                write(Update(len(transitions) + 1, pending), state)
             if plan is None:
                 state, plan = scheduler.schedule(state, policy)
-                state = arrive("schedule", state, plan)
-                recorder.write(Schedule(plan))
+                write(Schedule(plan), state, plan)
             else:
                 sampled = [draw.randrange(20) for _ in plan.seqs]
                 hashes = filled(plan, config.block_size) if config.reservation == "none" else {}
                 choices, ended = chosen(state, plan, draw)
                 state, events = scheduler.commit(state, plan, sampled, hashes, choices)
-                state = arrive("commit", state, None, events)
-                recorder.write(Commit(plan, sampled, hashes, choices, events))
+                write(Commit(plan, sampled, hashes, choices, events), state, None, events)
                 plan = None
                 for name in ended:
-                    state, events = scheduler.cancel(state, name, "length")
-                    state = arrive("cancel", state, None, events)
-                    recorder.write(Cancel(name, "length", events))
+                    state = cancel(state, name, "length")
     return transitions
 
 
@@ -149,7 +144,8 @@ def chosen(
         group.sort(key=lambda seq: seq.arrival)
         names = [seq.request_id for seq in group]
         width = len(group) + len(group[0].request.forks)
-        if any(ends.get(seq.arrival, seq.computed) < seq.length for seq in group):
+        incomplete = any(ends.get(seq.arrival, seq.computed) < seq.length for seq in group)
+        if incomplete or any(seq.group == group[0].group for seq in state.waiting):
             continue
         if group[0].length + 1 >= group[0].limit:
             ended.append(names[0])
@@ -189,6 +185,10 @@ def replace_line(number: int, text: str) -> Callable[[list[str]], list[str]]:
     return lambda lines: [*lines[: number - 1], text, *lines[number:]]
 
 
+def header(**changes: object) -> str:
+    return event_log.header_line(SMALL._replace(**changes), "fcfs", __version__)
+
+
 sizes = (
     st.integers(1, 8),
     st.integers(12, 20),
@@ -198,7 +198,7 @@ sizes = (
     st.sampled_from([0, 2, 20]),
 )
 usual = [
-    *(st.just(SchedulerConfig._field_defaults[name]) for name in WAYS[:3]),
+    *map(st.just, (True, True, "none")),
     drawn_views.one_group,
 ]
 ways = [st.booleans(), st.booleans(), st.sampled_from(get_args(Reservation)), st.just(())]
@@ -296,34 +296,13 @@ def test_the_format_is_fixed_byte_for_byte(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "way",
-    [
-        {},
-        {"chunked_prefill": False, "max_num_batched_tokens": 36},
-        {"mixed_steps": False},
-        {"reservation": "pow2", "num_blocks": 16},
-        {
-            "chunked_prefill": False,
-            "max_num_batched_tokens": 12,
-            "mixed_steps": False,
-            "reservation": "max",
-        },
-    ],
-    ids=str,
+    "way", [{}, {"chunked_prefill": False}, {"mixed_steps": False, "reservation": "max"}], ids=str
 )
-def test_a_header_contains_baseline_options_only_if_they_are_not_default(tmp_path: Path, way: dict):
+def test_a_header_contains_baseline_options_only_if_they_are_not_default(way: dict):
     """So logs of the default mode do not change when a mode is added."""
-    path = tmp_path / "run.jsonl"
-    config = SMALL._replace(num_blocks=20)._replace(**way)
-    transitions = record(path, config, seed=3, length=120)
-    header = json.loads(path.read_text().splitlines()[0])["config"]
-    assert header == dict(zip(SMALL._fields[:6], config, strict=False)) | {
-        k: way[k] for k in WAYS if k in way
-    }
-    assert list(replay.replay(path)) == transitions
-    report = verify(path)
-    assert report.identical
-    assert report.requests >= 10
+    sizes = SMALL._asdict()
+    expected = {name: sizes[name] for name in SMALL._fields[:6]} | way
+    assert json.loads(header(**way))["config"] == expected
 
 
 def test_block_tables_can_be_rebuilt_from_the_log_alone(log: Path):
@@ -433,81 +412,49 @@ def test_a_file_without_a_whole_line_is_an_error(tmp_path: Path, content: str):
         verify(path)
 
 
-def header(**changes: object) -> str:
-    return event_log.header_line(SMALL._replace(**changes), "fcfs", __version__)
-
-
 @pytest.mark.parametrize(
     ("number", "text", "message"),
     [
-        (1, '{"pagedjax_replay":1}', "line 1 has 1; this version reads format 2"),
-        (
-            1,
-            '{"a":1}',
-            "line 1 has no format number; this version reads format 2; name one that was recorded, by",
-        ),
-        (
-            1,
-            "# Hello",
-            "line 1 is not JSON in ASCII: .*run.jsonl is no recording; name one that was recorded, by ",
-        ),
+        (1, '{"pagedjax_replay":1}', "has 1; this version reads format 2"),
+        (1, '{"a":1}', "has no format number; this version reads format 2; name one that was "),
+        (1, "# Hello", "is not JSON in ASCII: .*run.jsonl is no recording; name one that was "),
         (
             1,
             '{"pagedjax_replay":2,"policy":"lifo"}',
-            "line 1 names the policy 'lifo'; known are fair, fcfs",
+            "names the policy 'lifo'; known are fair, fcfs",
         ),
-        (1, '{"pagedjax_replay":2,"policy":"fcfs","config":{}}', "line 1 is a malformed header"),
-        (
-            1,
-            header(reservation="pow3"),
-            "line 1 is a malformed header: .*reservation is 'pow3'; it must be one of",
-        ),
-        (
-            1,
-            header(mixed_steps=0),
-            "line 1 is a malformed header: .*mixed_steps is 0; it must be True or False",
-        ),
-        (5, '{"schedule":{', "line 5 is not JSON in ASCII"),
-        (5, '{"schedule":"é"}', "line 5 is not JSON in ASCII"),
-        (5, "[]", "line 5 is not a JSON object"),
+        (1, '{"pagedjax_replay":2,"policy":"fcfs","config":{}}', "is a malformed header"),
+        (1, header(reservation="pow3"), "is a malformed header: .*reservation is 'pow3'; it must"),
+        (1, header(mixed_steps=0), "is a malformed header: .*mixed_steps is 0; it must be True or"),
+        (5, '{"schedule":"é"}', "is not JSON in ASCII"),
+        (5, "[]", "is not a JSON object"),
         (
             5,
             "{}",
-            "line 5 is no transition; one has a single key: submit, schedule, commit, cancel, forget, restart, update",
+            "is no transition; one has a single key: submit, schedule, commit, cancel, forget, ",
         ),
-        (5, '{"step":{}}', "line 5 is no transition"),
-        (5, '{"submit":{"request_id":"x"}}', "line 5 is a malformed submit: KeyError"),
+        (5, '{"step":{}}', "is no transition"),
+        (5, '{"submit":{"request_id":"x"}}', "is a malformed submit: KeyError"),
         (
             5,
             '{"submit":{"stop_token_ids":[],"forks":[],"hashes":[],"colour":1}}',
-            "line 5 is a malformed submit: TypeError",
+            "is a malformed submit: TypeError",
         ),
-        (5, '{"submit":7}', "line 5 is a malformed submit: TypeError"),
-        (5, '{"cancel":{}}', "line 5 is a malformed cancel: KeyError"),
-        (5, '{"update":{"version":1}}', "line 5 is a malformed update: KeyError"),
+        (5, '{"cancel":{}}', "is a malformed cancel: KeyError"),
+        (5, '{"update":{"version":1}}', "is a malformed update: KeyError"),
     ],
 )
 def test_a_malformed_line_is_an_error_with_its_number(
     log: Path, capsys, number: int, text: str, message: str
 ):
     edit(log, replace_line(number, text))
+    message = f"line {number} {message}"
     with pytest.raises(ReplayError, match=message):
         verify(log)
     with pytest.raises(ReplayError, match=message):
         list(replay.replay(log))
     assert replay.main([str(log)]) == 1
     assert re.search(message, capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("kind", event_log.KINDS)
-def test_a_replay_knows_every_transition_of_the_log(log: Path, kind: str):
-    edit(log, replace_line(2, f'{{"{kind}":{{}}}}'))
-    error = ""
-    try:
-        list(replay.replay(log))
-    except ReplayError as refused:
-        error = str(refused)
-    assert "is no transition" not in error
 
 
 @pytest.mark.parametrize(
@@ -562,14 +509,6 @@ def test_a_missing_recording_and_a_folder_in_its_place_are_not_verified(tmp_path
         ReplayError, match=f"^{tmp_path} is a directory; name the file that was recorded"
     ):
         verify(tmp_path)
-
-
-def test_verify_takes_user_policies(tmp_path: Path):
-    path = tmp_path / "run.jsonl"
-    Recorder(path, SMALL, "mine").close()
-    with pytest.raises(ReplayError, match="'mine'; known are fair, fcfs"):
-        verify(path)
-    assert verify(path, {**POLICIES, "mine": FCFS._replace(name="mine")}).identical
 
 
 def test_array_scalars_are_recorded_as_integers(tmp_path: Path):

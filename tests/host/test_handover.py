@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from pagedjax.host import replay, scheduler
 from pagedjax.host.event_log import Adopt, Commit, Recorder, Release, Schedule, Submit
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import Rejected, SchedulerConfig
-from pagedjax.host.types import Adopted, Released, Request
+from pagedjax.host.types import Released, Request
 from tests import drawn
 from tests.host.test_scheduler_machine import Driver, seeds, sizes, small_config
 
@@ -60,13 +59,9 @@ class Pair:
             leaver.table,
         )
         self.moves += 1
-        released = released._replace(
-            request=released.request._replace(request_id=f"m{self.moves}{name}")
-        )
-        if leaver.name.startswith("private"):
-            released = released._replace(
-                request=released.request._replace(request_id=f"private-m{self.moves}")
-            )
+        private = name.startswith("private")
+        new_name = f"private-m{self.moves}" if private else f"m{self.moves}{name}"
+        released = released._replace(request=released.request._replace(request_id=new_name))
         if not taker.model.accepts(released.request) or leaver.known >= taker.model.limit(
             released.request
         ):
@@ -135,15 +130,7 @@ def test_sequences_move_between_schedulers_at_any_time(number: int):
     sides.
     """
     HandoverMachine.tally = Counter()
-    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-    bounds = settings(
-        max_examples=number,
-        stateful_step_count=10,
-        deadline=None,
-        print_blob=True,
-        suppress_health_check=checks,
-    )
-    run_state_machine_as_test(HandoverMachine, settings=bounds)
+    drawn.run_machine(HandoverMachine, number, steps=10)
 
 
 def test_the_moves_of_a_fixed_seed_are_of_every_kind():
@@ -171,52 +158,12 @@ def test_the_moves_of_a_fixed_seed_are_of_every_kind():
     assert all(tally[name] for name in kinds), {name: tally[name] for name in kinds}
 
 
-def state_after_prompt(config: SchedulerConfig = SMALL, **fields) -> scheduler.SchedulerState:
+def state_after_prompt() -> scheduler.SchedulerState:
     """A scheduler whose request "a", a prompt of 10 tokens, has its first token."""
-    fields = {"hashes": ("h0", "h1"), "stop_token_ids": frozenset({7})} | fields
-    state = scheduler.submit(scheduler.init(config), Request("a", 10, 8, **fields))
+    request = Request("a", 10, 8, stop_token_ids=frozenset({7}), hashes=("h0", "h1"))
+    state = scheduler.submit(scheduler.init(SMALL), request)
     state, plan = scheduler.schedule(state, FCFS)
     return scheduler.commit(state, plan, [1])[0]
-
-
-def test_a_released_sequence_leaves_its_full_blocks_in_the_prefix_cache():
-    state, released = scheduler.release(state_after_prompt(), "a")
-    scheduler.check(state)
-    assert released[1:] == (11, 10, (1, 2, 3), ("h0", "h1"))
-    assert not state.running.seqs
-    assert not state.ids
-    assert dict(state.pool.contents) == {"h0": 1, "h1": 2}
-    assert state.pool.num_free == 8
-
-
-def test_blocks_that_are_there_already_are_shared_and_the_others_are_published():
-    _, released = scheduler.release(state_after_prompt(), "a")
-    state = state_after_prompt(hashes=("h0",))
-    released = released._replace(request=released.request._replace(request_id="b"))
-    state, adopted = scheduler.adopt(state, FCFS, released)
-    scheduler.check(state)
-    assert adopted == Adopted(10, (1, 4, 5), ((2, 4), (3, 5)))
-    assert dict(state.pool.contents) == {"h0": 1, "h1": 4}
-    state, plan = scheduler.schedule(state, FCFS)
-    assert (plan.counts, plan.starts) == ((1, 1), (10, 10)), "it decodes in the next step"
-    assert plan.admitted == ()
-
-
-@pytest.mark.parametrize(
-    ("config", "why"),
-    [(SMALL._replace(num_blocks=5), "blocks"), (SMALL._replace(max_num_seqs=1), "rows")],
-)
-def test_without_room_it_waits_and_is_computed_again(config, why):
-    _, released = scheduler.release(state_after_prompt(), "a")
-    state = state_after_prompt(config, hashes=("other",))
-    released = released._replace(request=released.request._replace(request_id="b"))
-    assert not scheduler.has_room(state, FCFS, released), why
-    state, adopted = scheduler.adopt(state, FCFS, released)
-    scheduler.check(state)
-    assert adopted == Adopted(0, (), ())
-    assert [(seq.length, seq.computed, seq.hashes) for seq in state.waiting] == [
-        (11, 0, ("h0", "h1"))
-    ]
 
 
 def test_what_cannot_be_released_says_why():

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedjax.host import replay, scheduler
+from pagedjax.host import scheduler
 from pagedjax.host.policies import LONGEST_PREFIX, RATE
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
-from pagedjax.host.types import Finished, Request, Seq
-from tests.host.scheduler_steps import WORD, names, start, step
-from tests.host.test_event_log import SMALL, record
+from pagedjax.host.types import Request, Seq
+from tests.host.scheduler_steps import WORD
 
 
-def shared(
-    name: str, prompt_len: int, blocks: int, max_tokens: int = 4, *, size: int = 4
-) -> Request:
+def shared(name: str, prompt_len: int, blocks: int, max_tokens: int = 4) -> Request:
     """A request whose first `blocks` full blocks are those of every other request; its other blocks
     are its own.
     """
-    hashes = tuple(f"all {i}" if i < blocks else f"{name} {i}" for i in range(prompt_len // size))
+    hashes = tuple(f"all {i}" if i < blocks else f"{name} {i}" for i in range(prompt_len // 4))
     return Request(name, prompt_len, max_tokens, hashes=hashes)
 
 
@@ -39,31 +34,6 @@ def brute_force(state: SchedulerState, seq: Seq) -> int:
             break
         number += 1
     return number * size
-
-
-def test_the_request_with_the_longest_cached_prefix_is_admitted_first():
-    state, *_ = step(start(shared("warm", 81, 20, 1), num_blocks=128, model_len=128, seqs=1))
-    for name, blocks in (("short", 4), ("middle", 12), ("long", 20), ("none", 0)):
-        state = scheduler.submit(state, shared(name, 81, blocks))
-    admitted = []
-    cached = []
-    while state.waiting or state.running.seqs:
-        state, plan, _ = step(state, policy=LONGEST_PREFIX)
-        admitted += plan.admitted
-        cached += plan.cached
-    assert admitted == ["long", "middle", "short", "none"]
-    assert cached == [80, 48, 16, 0]
-
-
-@pytest.mark.parametrize("host_blocks", [0, 8])
-@pytest.mark.parametrize("seed", range(6))
-def test_recordings_replay_byte_for_byte(tmp_path: Path, seed: int, host_blocks: int):
-    config = SMALL._replace(num_blocks=10, max_model_len=14, host_blocks=host_blocks)
-    transitions = record(tmp_path / "run.jsonl", config, seed, length=150, policy=LONGEST_PREFIX)
-    assert list(replay.replay(tmp_path / "run.jsonl")) == transitions
-    report = replay.verify(tmp_path / "run.jsonl")
-    assert report.identical
-    assert report.requests >= 10
 
 
 def run(config: SchedulerConfig, requests: list[Request], draw: random.Random) -> Counter[str]:
@@ -151,35 +121,3 @@ def test_the_first_admitted_has_the_least_key():
             checked += line[0].arrival > min(seq.arrival for seq in line)
         state, _ = scheduler.commit(state, plan, [WORD] * len(plan.seqs))
     assert checked > 20, "no request was admitted before an earlier one"
-
-
-def test_a_request_without_a_cached_prefix_ends_in_an_endless_stream_of_cached_ones():
-    """Too few blocks: sequences are preempted, and fewer than max_model_len / RATE later requests
-    come before it.
-    """
-    config = SchedulerConfig(4, 26, 16, 4, 100)
-    state = scheduler.init(config)
-    later = 0
-    preempted = 0
-    state = scheduler.submit(state, shared("warm", 60, 15, 1))
-    victim = shared("victim", 60, 0, 30)
-    state = scheduler.submit(state, victim)
-    for _ in range(2_000):
-        while len(state.waiting) < 8:
-            state = scheduler.submit(state, shared(str(state.arrivals), 60, 15, 30))
-        waits = "victim" in names(state.waiting)
-        state, plan = scheduler.schedule(state, LONGEST_PREFIX)
-        before = (
-            plan.admitted[: plan.admitted.index("victim")]
-            if "victim" in plan.admitted
-            else plan.admitted
-        )
-        later += len([name for name in before if name != "warm"]) if waits else 0
-        preempted += len(plan.preempted)
-        assert "victim" not in plan.preempted, "the oldest request was preempted"
-        state, events = scheduler.commit(state, plan, [WORD] * len(plan.seqs))
-        if any(isinstance(event, Finished) and event.request_id == "victim" for event in events):
-            assert 0 < later <= 100 // RATE + preempted
-            assert preempted > 0, "the pool was large enough"
-            return
-    raise AssertionError("starved")

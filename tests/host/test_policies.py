@@ -4,10 +4,8 @@ request.
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import get_args
@@ -15,8 +13,6 @@ from typing import get_args
 import pytest
 from hypothesis import strategies as st
 
-from experiments import compare, run
-from experiments.core import config
 from pagedjax import LLM, SamplingParams
 from pagedjax.commands.cli import main
 from pagedjax.host import scheduler, views
@@ -93,15 +89,20 @@ def alive(state: SchedulerState) -> tuple[Seq, ...]:
 # --- order ----------------------------------------------------------------------------------------
 
 
-def test_fcfs_keeps_the_order_of_the_queue():
-    assert order(FCFS, queue(ask("a", 9), ask("b", 1, priority=-5), ask("c"))) == "abc"
-
-
-def test_priority_admits_the_lower_number_first():
-    assert (
-        order(PRIORITY, queue(ask("a", priority=1), ask("b"), ask("c", priority=-1), ask("d")))
-        == "cbda"
-    )
+@pytest.mark.parametrize(
+    ("policy", "requests", "expected"),
+    [
+        (FCFS, [ask("a", 9), ask("b", 1, priority=-5), ask("c")], "abc"),
+        (PRIORITY, [ask("a", priority=1), ask("b"), ask("c", priority=-1), ask("d")], "cbda"),
+        (SHORTEST, [ask("a", 300), ask("b", 100), ask("c", 200), ask("d", 40)], "dbca"),
+        # one arrival is worth RATE tokens of a prompt
+        (SHORTEST, [ask("a", 1 + RATE), ask("b", 2), ask("c", 1)], "abc"),
+        (SHORTEST, [ask("a", 2 + RATE), ask("b", 1), ask("c", 1)], "bac"),
+        (FAIR, [ask(name, 9 - i) for i, name in enumerate("abcdef")], "abcdef"),
+    ],
+)
+def test_the_order_of_a_policy(policy, requests, expected):
+    assert order(policy, queue(*requests)) == expected
 
 
 def test_one_priority_level_is_worth_window_arrivals():
@@ -110,29 +111,22 @@ def test_one_priority_level_is_worth_window_arrivals():
     assert order(PRIORITY, (first, young, old)) == "bac"  # equal keys: the earlier arrival
 
 
-def test_shortest_admits_the_shorter_prompt_first():
-    assert (
-        order(SHORTEST, queue(ask("a", 300), ask("b", 100), ask("c", 200), ask("d", 40))) == "dbca"
-    )
-
-
-def test_one_arrival_is_worth_rate_prompt_tokens():
-    assert order(SHORTEST, queue(ask("a", 1 + RATE), ask("b", 2), ask("c", 1))) == "abc"
-    assert order(SHORTEST, queue(ask("a", 2 + RATE), ask("b", 1), ask("c", 1))) == "bac"
-
-
 def test_generated_tokens_do_not_change_the_order_of_shortest():
     first, *later = queue(ask("a", 2), ask("b", 2))
     assert order(SHORTEST, (first._replace(length=60), *later)) == "ab"
 
 
-def test_fair_alternates_users_by_tokens_and_keeps_each_users_order():
-    waiting = queue(
+@pytest.fixture
+def greedy_and_modest() -> tuple[Seq, ...]:
+    return queue(
         *(ask(name, 10, user="greedy") for name in "abc"),
         *(ask(name, 4, user="modest") for name in "xyz"),
     )
+
+
+def test_fair_alternates_users_by_tokens_and_keeps_each_users_order(greedy_and_modest):
     # 0 and 0, then modest at 4, at 8; greedy at 10 and at 20
-    assert order(FAIR, waiting) == "axyzbc"
+    assert order(FAIR, greedy_and_modest) == "axyzbc"
 
 
 def test_fair_counts_the_current_tokens_of_running_sequences():
@@ -145,130 +139,45 @@ def test_fair_counts_the_current_tokens_of_running_sequences():
     assert names(FAIR.order((a, x, y, b), active, len)) == ["x", "x", "a", "a"]
 
 
-def test_fair_without_users_is_fcfs():
-    assert order(FAIR, queue(*(ask(name, 9 - i) for i, name in enumerate("abcdef")))) == "abcdef"
-
-
-def test_the_longest_cached_prefix_is_first():
-    waiting = queue(ask("a", 30), ask("b", 30), ask("c", 30), ask("d", 30))
-    cached_tokens = {"a": 0, "b": 3 * RATE, "c": 9 * RATE, "d": 9 * RATE}
-    assert (
-        order(LONGEST_PREFIX, waiting, cached=lambda seq: cached_tokens[seq.request_id]) == "cdba"
-    )
-    assert order(LONGEST_PREFIX, waiting, cached=lambda seq: 0) == "abcd"
-
-
-def test_an_arrival_is_worth_some_cached_tokens():
-    waiting = queue(ask("a", 30), ask("b", 30), ask("c", 30))
-    assert (
-        order(LONGEST_PREFIX, waiting, cached=lambda seq: RATE * (seq.request_id == "b")) == "abc"
-    )
-    assert (
-        order(LONGEST_PREFIX, waiting, cached=lambda seq: (RATE + 1) * (seq.request_id == "b"))
-        == "bac"
-    )
-
-
-def test_cached_tokens_are_those_of_blocks_in_the_pool():
-    """Two prompts share two blocks with a request that ran; one of them has a token more than these
-    blocks.
-    """
-    first = with_hashes(ask("first", 9, 1), 2, "shared")
-    state = start(first, block_size=4, num_blocks=16, model_len=64)
-    state, *_ = step(state, LONGEST_PREFIX)
-    requests = [
-        ask("other", 9),
-        with_hashes(ask("whole", 8), 2, "shared"),
-        with_hashes(ask("more", 9), 2, "shared"),
-    ]
-    for request in requests:
-        state = scheduler.submit(state, request)
-    cached_tokens = {}
-
-    def record_cached(waiting, running, cached):
-        cached_tokens.update({seq.request_id: cached(seq) for seq in waiting})
-        return waiting
-
-    scheduler.schedule(state, LONGEST_PREFIX._replace(order=record_cached))
-    assert cached_tokens == {"other": 0, "whole": 4, "more": 8}, (
-        "one token of a prompt is always computed"
-    )
-    plan = scheduler.schedule(
-        state, by_key("most", lambda seq: 0)._replace(order=LONGEST_PREFIX.order)
-    )[1]
-    assert plan.admitted == ("other", "whole", "more"), "8 tokens are worth less than an arrival"
+@pytest.mark.parametrize(
+    ("cached_tokens", "expected"),
+    [
+        ({"b": 3 * RATE, "c": 9 * RATE, "d": 9 * RATE}, "cdba"),
+        ({}, "abcd"),
+        # an arrival is worth RATE cached tokens
+        ({"b": RATE}, "abcd"),
+        ({"b": RATE + 1}, "bacd"),
+    ],
+)
+def test_the_longest_cached_prefix_is_first(cached_tokens, expected):
+    waiting = queue(*(ask(name, 30) for name in "abcd"))
+    cached = lambda seq: cached_tokens.get(seq.request_id, 0)  # noqa: E731
+    assert order(LONGEST_PREFIX, waiting, cached=cached) == expected
 
 
 # --- preemption -----------------------------------------------------------------------------------
 
 
-def test_priority_preempts_the_least_urgent():
-    assert PRIORITY.preempt(queue(ask("a", priority=1), ask("b"), ask("c"))).request_id == "a"
-    first, last = queue(ask("a", priority=1), ask("b"))
-    assert PRIORITY.preempt((first, last._replace(arrival=WINDOW))).request_id == "b"
+def test_fair_preempts_the_latest_request_of_the_user_with_most_tokens(greedy_and_modest):
+    assert FAIR.preempt(greedy_and_modest).request_id == "c"
 
 
-def test_shortest_preempts_the_longest_prompt():
-    assert SHORTEST.preempt(queue(ask("a", 200), ask("b", 1), ask("c", 100))).request_id == "a"
-
-
-def test_fair_preempts_the_latest_request_of_the_user_with_most_tokens():
-    waiting = queue(
-        *(ask(name, 10, user="greedy") for name in "abc"),
-        *(ask(name, 4, user="modest") for name in "xyz"),
-    )
-    assert FAIR.preempt(waiting).request_id == "c"
-
-
-def test_a_preempted_request_returns_to_its_old_position():
-    """b is the victim and returns to the front of the queue, but d is more urgent and is admitted
-    first.
-    """
-    requests = [
-        ask(name, 4, 4, priority=priority) for name, priority in (("a", 0), ("b", 2), ("c", 1))
-    ]
-    state, plan, _ = step(start(*requests, num_blocks=4), PRIORITY)
-    assert plan.admitted == ("a", "c", "b")
-    state = scheduler.submit(state, ask("d", 4))
-    state, plan, _ = step(state, PRIORITY)
-    assert (plan.preempted, names(state.waiting)) == (("b",), ["b", "d"])
-    admitted = []
-    while state.waiting:
-        state, plan, _ = step(state, PRIORITY)
-        admitted += plan.admitted
-    assert admitted == ["d", "b"]
-
-
-seqs = st.lists(
-    st.builds(
-        lambda prompt, output, priority, user: (prompt, output, priority, user),
-        st.integers(1, 200),
-        st.integers(0, 50),
-        st.integers(-3, 3),
-        st.sampled_from("xyz"),
-    ),
+drawn_seqs = st.lists(
+    st.tuples(st.integers(1, 200), st.integers(0, 50), st.integers(-3, 3), st.sampled_from("xyz")),
     min_size=1,
     max_size=12,
 )
 
 
-@drawn.examples(20, 50)
-def test_the_victim_is_the_last_in_order(number: int):
-    def holds(rows: list[tuple[int, int, int, str]]) -> None:
-        requests = [
-            Request(str(i), p, 51, 0, frozenset(), level, user)
-            for i, (p, _, level, user) in enumerate(rows)
-        ]
-        seqs = tuple(
-            Seq(request, i, request.prompt_len + 51, request.prompt_len + output)
-            for i, (request, (_, output, *_)) in enumerate(zip(requests, rows, strict=True))
-        )
-        for policy in POLICIES.values():
-            assert policy.preempt(seqs) == policy.order(seqs, Running(), lambda seq: 0)[-1], (
-                policy.name
-            )
-
-    drawn.check(number, holds, rows=seqs)
+@drawn.given(20, 50, rows=drawn_seqs)
+def test_the_victim_is_the_last_in_order(rows: list[tuple[int, int, int, str]]):
+    seqs = tuple(
+        Seq(ask(str(i), prompt, 51, priority, user), i, prompt + 51, prompt + output)
+        for i, (prompt, output, priority, user) in enumerate(rows)
+    )
+    for policy in POLICIES.values():
+        last = policy.order(seqs, Running(), lambda seq: 0)[-1]
+        assert policy.preempt(seqs) == last, policy.name
 
 
 # --- no starvation --------------------------------------------------------------------------------
@@ -276,19 +185,17 @@ def test_the_victim_is_the_last_in_order(number: int):
 Stream = Callable[[int], Request]  # the number of an arrival -> the request
 
 
-def push_back(
-    policy: Policy, victim: Request, stream: Stream, num_before: int = 0, steps: int = 600
-) -> int:
+def push_back(policy: Policy, victim: Request, stream: Stream, num_before: int = 0) -> int:
     """Number of later requests admitted before `victim`, with a queue that is never empty and two
     running.
 
-    `num_before` requests of the stream arrive before the victim. Returns `steps` if the victim is never
-    admitted.
+    `num_before` requests of the stream arrive before the victim. Returns 600 if the victim is not
+    admitted in as many steps.
     """
     state = start(*map(stream, range(num_before)), victim, num_blocks=256, seqs=2, model_len=512)
     number = num_before
     admitted = list[str]()
-    for _ in range(steps):
+    for _ in range(600):
         while len(state.waiting) < 8:
             state = scheduler.submit(state, stream(number))
             number = number + 1
@@ -298,27 +205,25 @@ def push_back(
             return sum(
                 int(name) >= num_before for name in admitted[: admitted.index(victim.request_id)]
             )
-    return steps
+    return 600
 
 
-@pytest.mark.parametrize("levels", [1, 3])
-def test_an_endless_stream_of_urgent_requests_overtakes_a_bounded_number_of_times(levels: int):
-    victim = ask("victim", priority=levels)
-    urgent = lambda i: ask(str(i), max_tokens=1)  # noqa: E731
-    assert push_back(PRIORITY, victim, urgent) == WINDOW * levels - 1
-    assert push_back(STRICT_PRIORITY, victim, urgent) == 600
-
-
-@pytest.mark.parametrize("prompt_len", [40, 400])
-def test_an_endless_stream_of_short_prompts_overtakes_a_bounded_number_of_times(prompt_len: int):
-    victim = ask("victim", prompt_len)
-    short = lambda i: ask(str(i), max_tokens=1)  # noqa: E731
-    assert (
-        push_back(SHORTEST, victim, short)
-        == math.ceil((prompt_len - 1) / RATE) - 1
-        <= prompt_len / RATE
-    )
-    assert push_back(STRICT_SHORTEST, victim, short) == 600
+@pytest.mark.parametrize(
+    ("policy", "strict", "victim", "bound"),
+    [
+        (PRIORITY, STRICT_PRIORITY, ask("victim", priority=1), WINDOW),
+        (PRIORITY, STRICT_PRIORITY, ask("victim", priority=3), 3 * WINDOW),
+        (SHORTEST, STRICT_SHORTEST, ask("victim", 40), math.ceil(39 / RATE)),
+        (SHORTEST, STRICT_SHORTEST, ask("victim", 400), math.ceil(399 / RATE)),
+    ],
+)
+def test_an_endless_stream_of_small_requests_overtakes_a_bounded_number_of_times(
+    policy, strict, victim, bound
+):
+    """They are urgent and short. A policy without ageing never admits the victim."""
+    small = lambda i: ask(str(i), max_tokens=1)  # noqa: E731
+    assert push_back(policy, victim, small) == bound - 1
+    assert push_back(strict, victim, small) == 600
 
 
 def test_an_endless_stream_of_cached_prefixes_overtakes_a_bounded_number_of_times():
@@ -348,8 +253,7 @@ def test_fair_admits_another_user_before_the_queue_of_a_greedy_one():
             branch_state, plan, _ = step(branch_state, policy)
             passed += plan.admitted
         waits[policy.name] = passed.index("victim")
-    assert waits["fair"] == 0
-    assert waits["fcfs"] > 250
+    assert waits["fair"] == 0 < 250 < waits["fcfs"]
 
 
 def test_new_users_do_not_overtake_a_user_without_running_requests():
@@ -377,66 +281,6 @@ def test_new_users_overtake_a_second_request_only_while_the_first_is_unfinished(
             return
         ended = "first" in finished
     raise AssertionError("starved")
-
-
-HOSTILE: dict[str, tuple[Request, Stream]] = {
-    "fcfs": (ask("victim", 9, 20), lambda i: ask(str(i), 1 + i % 5, 12)),
-    "priority": (ask("victim", 9, 20, priority=1), lambda i: ask(str(i), 1 + i % 5, 12)),
-    "shortest": (ask("victim", 25, 7), lambda i: ask(str(i), 1, 1 + i % 25)),
-    "fair": (
-        ask("victim", 9, 20, user="z"),
-        lambda i: ask(str(i), 1 + i % 5, 12, user=f"{i}" if i % 2 else "z"),
-    ),
-    "longest_prefix": (
-        ask("victim", 9, 20),
-        lambda i: with_hashes(ask(str(i), 17 + i % 5, 12), 4, "shared"),
-    ),
-}
-OVERTAKEN = {
-    "fcfs": 0,
-    "priority": WINDOW,
-    "shortest": 25 // RATE,
-    "fair": 0,
-    "longest_prefix": 35 // RATE,
-}
-
-
-def hostile(policy: Policy, victim: Request, stream: Stream, steps: int) -> tuple[int, int]:
-    """The stream with too few blocks -> (steps until the victim ended, preemptions meanwhile)."""
-    state = start(
-        *map(stream, range(6)), victim, num_blocks=9, block_size=4, budget=8, seqs=5, model_len=36
-    )
-    preempted = 0
-    for number in range(steps):
-        while len(state.waiting) < 8:
-            state = scheduler.submit(state, stream(state.arrivals))
-        state, plan, ended = step(state, policy)
-        preempted += len(plan.preempted)
-        if victim.request_id in ended:
-            return number + 1, preempted
-    return steps, preempted
-
-
-@pytest.mark.parametrize("policy", [POLICIES[name] for name in HOSTILE], ids=HOSTILE)
-def test_every_request_ends_in_an_endless_stream_with_too_few_blocks(policy: Policy):
-    """The first request in order is admitted when the running ones have ended or were preempted; it
-    is never preempted.
-
-    Both take fewer steps than the longest request has tokens. The six earlier requests and the
-    later ones that may overtake come before the victim.
-    """
-    bound = 2 * 36 * (6 + OVERTAKEN[policy.name] + 1)
-    steps, preempted = hostile(policy, *HOSTILE[policy.name], bound)
-    assert steps < bound
-    assert preempted > 0, "the pool was large enough"
-
-
-@pytest.mark.parametrize(
-    ("policy", "like"), [(STRICT_PRIORITY, "priority"), (STRICT_SHORTEST, "shortest")]
-)
-def test_a_key_without_ageing_starves_in_the_same_stream(policy: Policy, like: str):
-    bound = 2 * 36 * (6 + OVERTAKEN[like] + 1)
-    assert hostile(policy, *HOSTILE[like], bound)[0] == bound
 
 
 # --- any workload ---------------------------------------------------------------------------------
@@ -545,49 +389,31 @@ def drive(
 
 
 @drawn.examples(20, 80)
+@pytest.mark.parametrize("modes", [configs, baselines], ids=["usual", "baselines"])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_random_workloads_end_and_the_first_in_order_always_advances(policy: Policy, number: int):
+def test_random_workloads_end_and_the_first_in_order_always_advances(
+    policy: Policy, modes, number: int
+):
     def holds(config: SchedulerConfig, workload) -> None:
         drive(policy, config, workload)
 
-    drawn.check(number, holds, config=configs, workload=workloads)
+    drawn.check(number, holds, config=modes, workload=workloads)
 
 
-@drawn.examples(20, 80)
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_random_workloads_end_in_baseline_modes(policy: Policy, number: int):
-    def holds(config: SchedulerConfig, workload) -> None:
-        drive(policy, config, workload)
-
-    drawn.check(number, holds, config=baselines, workload=workloads)
-
-
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_many_requests_end_in_a_pool_that_is_too_small(policy: Policy):
+@pytest.mark.parametrize("modes", [(True, True), (True, False), (False, True), (False, False)])
+def test_many_requests_end_in_a_pool_that_is_too_small(modes: tuple[bool, bool]):
+    """modes: chunked_prefill and mixed_steps."""
     draw = random.Random(0)
-    preempted = 0
-    for _ in range(6):
-        crowd = [
-            (draw.randint(1, 9), 16, draw.randint(-2, 2), draw.choice("xyz"), i % 3 == 0)
-            for i in range(14)
-        ]
-        preempted += drive(policy, SchedulerConfig(2, 16, 12, 6, 32), crowd)
-    assert preempted >= 30, "too few preemptions"
-
-
-@pytest.mark.parametrize(("chunked", "mixed"), [(True, False), (False, True), (False, False)])
-def test_many_requests_end_in_baseline_modes(chunked: bool, mixed: bool):
-    draw = random.Random(0)
-    preempted = 0
+    config = SchedulerConfig(2, 16, 12, 6, 32, 0, *modes)
     for policy in POLICIES.values():
-        config = SchedulerConfig(2, 16, 12, 6, 32, chunked_prefill=chunked, mixed_steps=mixed)
-        for _ in range(2):
+        preempted = 0
+        for _ in range(4):
             crowd = [
                 (draw.randint(1, 9), 16, draw.randint(-2, 2), draw.choice("xyz"), i % 3 == 0)
                 for i in range(14)
             ]
             preempted += drive(policy, config, crowd)
-    assert preempted >= 50, "too few preemptions"
+        assert preempted >= 10, f"{policy.name}: too few preemptions"
 
 
 @drawn.examples(30, 160)
@@ -648,43 +474,12 @@ def test_branches_end_in_a_pool_that_is_too_small(policy: Policy, chunked: bool,
     assert preempted >= 25, "too few preemptions"
 
 
-@pytest.mark.parametrize("policy", [POLICIES[name] for name in HOSTILE], ids=HOSTILE)
-def test_branches_end_in_an_endless_stream(policy: Policy):
-    victim, stream = HOSTILE[policy.name]
-    state = start(
-        victim._replace(forks=("b", "c")),
-        num_blocks=9,
-        block_size=4,
-        budget=8,
-        seqs=5,
-        model_len=36,
-    )
-    missing = {"victim", "b", "c"}
-    preempted = set[str]()
-    for _ in range(2 * 36 * (OVERTAKEN[policy.name] + 3) * 36):
-        while len(state.waiting) < 8:
-            state = scheduler.submit(state, stream(state.arrivals))
-        state, plan, ended = step(state, policy)
-        preempted |= missing & set(plan.preempted)
-        missing -= set(ended)
-        if not missing:
-            break
-    assert not missing, "starved"
-    assert preempted, "the pool was large enough"
-
-
 # --- the example of docs/design/policies.md -------------------------------------------------------
 
 
 @pytest.fixture
-def documented(tmp_path) -> Path:
-    """The file that docs/design/policies.md shows."""
-    text = (Path(__file__).parents[2] / "docs/design/policies.md").read_text(encoding="utf-8")
-    section = text.split("## Writing a policy")[1]
-    code = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
-    assert len(code.splitlines()) < 30
-    (tmp_path / "least_work.py").write_text(code, encoding="utf-8")
-    return tmp_path / "least_work.py"
+def documented(documented_file) -> Path:
+    return documented_file("policies.md", "least_work.py")
 
 
 def test_the_documented_policy_orders_and_ends_all_requests(documented):
@@ -716,46 +511,11 @@ def test_the_documented_policy_runs_in_an_engine_and_its_recording_replays(
     assert "names the policy 'least_work'" in capsys.readouterr().err
 
 
-def test_the_documented_policy_runs_in_the_simulator_and_in_a_comparison(
-    documented, tmp_path, capsys
-):
-    raw = {
-        "name": "mine",
-        "model": "nothing is loaded",
-        "engine": {"max_num_seqs": 4, "max_model_len": 128, "max_num_batched_tokens": 64},
-        "cache_tokens": 1024,
-        "workload": {
-            "kind": "synthetic",
-            "count": 40,
-            "prompt": {"dist": "uniform", "low": 4, "high": 40},
-            "output": {"dist": "uniform", "low": 2, "high": 60},
-        },
-        "sampling": {"temperature": 0.0, "ignore_eos": True},
-        "simulate": {"chip": "h200", "model": "llama-3-8b"},
-        "repeats": 2,
-        "reseed": True,
-        "sweep": {"grid": {"engine.policy": ["fcfs", "least_work.py:LEAST_WORK"]}},
-    }
-    (tmp_path / "mine.yaml").write_text(json.dumps(raw), encoding="utf-8")
-    assert run.main([str(tmp_path / "mine.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
-    first, second = config.load(tmp_path / "mine.yaml")
-    folders = [str(tmp_path / "runs/mine" / point.key[:12]) for point in (first, second)]
-    capsys.readouterr()
-    assert compare.main(folders) == 0
-    assert "ttft" in capsys.readouterr().out
-    documented.write_text(documented.read_text().replace("seq.limit,", "2 * seq.limit,"))
-    # the key of a policy is the content of its file
-    assert config.load(tmp_path / "mine.yaml")[1].key != second.key
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("fcsf", "policy is 'fcsf'; .*did you mean 'fcfs'"),
-        (
-            "nowhere.py:MINE",
-            "there is no file nowhere.py; write one of fcfs, .*folder/file.py:NAME",
-        ),
+        ("nowhere.py:MINE", "there is no file nowhere.py; write one of fcfs, "),
         ("no_such_module:MINE", "no_such_module cannot be imported"),
         (
             "pagedjax.host.policies:WINDOW",

@@ -1,12 +1,12 @@
-"""Each rule of admission, budget and preemption by example. test_scheduler_machine.py checks them
-in any order.
+"""Rules of admission, budget, preemption and ends by example. test_scheduler_machine.py checks all of
+them in any order.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from pagedjax.host import blocks, scheduler
+from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import Rejected, SchedulerConfig
 from pagedjax.host.types import Admitted, Event, Finished, Preempted, Sampled
@@ -19,7 +19,6 @@ from tests.host.scheduler_steps import (
     rows,
     start,
     step,
-    until_end,
 )
 
 SHORTEST = FCFS._replace(
@@ -69,19 +68,6 @@ def test_a_rejection_is_a_value_error():
     assert issubclass(Rejected, ValueError)
 
 
-def test_a_request_that_exactly_fits_is_accepted():
-    state = start(request("a", 12, 8), num_blocks=5)  # 20 tokens, 5 blocks of 4
-    assert until_end(state)[-1] == Finished(7, "a", "length", 8)
-
-
-def test_an_id_is_rejected_while_it_is_in_use():
-    state, *_ = step(start(request("a", 3, 2)))
-    with pytest.raises(Rejected, match="in use"):
-        scheduler.submit(state, request("a", 1))
-    state, *_ = step(state)
-    assert names(scheduler.submit(state, request("a", 1)).waiting) == ["a"]
-
-
 @pytest.mark.parametrize("name", SchedulerConfig._fields[:6])
 def test_sizes_below_the_least_are_refused(name):
     smallest = 0 if name == "host_blocks" else 1
@@ -107,18 +93,7 @@ def test_an_unknown_reservation_is_refused(value):
         scheduler.init(SchedulerConfig(1, 1, 1, 1, 1, reservation=value))
 
 
-def test_submit_does_not_change_the_old_state():
-    old = start(request("a", 3))
-    scheduler.submit(old, request("b", 3))
-    assert names(old.waiting) == ["a"]
-
-
 # --- budget and order -----------------------------------------------------------------------------
-
-
-def test_a_step_with_nothing_to_do_is_an_empty_plan():
-    _state, plan, events = step(start())
-    assert (plan.seqs, plan.counts, plan.num_tokens, events) == ((), (), 0, ())
 
 
 def test_whole_prompts_are_admitted_together_in_order_of_arrival():
@@ -129,53 +104,6 @@ def test_whole_prompts_are_admitted_together_in_order_of_arrival():
         Sampled(0, ("a", "b", "c"), (WORD,) * 3),
     )
     assert (plan.blocks_used, plan.num_blocks, plan.num_waiting) == (2 + 1 + 3, 64, 0)
-
-
-def test_decodes_come_before_prompt_chunks_which_share_the_rest():
-    state, *_ = step(start(request("a", 2), request("b", 2), budget=6))
-    for name, length in (("c", 7), ("d", 3)):
-        state = scheduler.submit(state, request(name, length))
-    state, plan, _ = step(state)
-    assert rows(plan) == [("a", 2, 1), ("b", 2, 1), ("c", 0, 4)]
-    state, plan, _ = step(state)
-    assert rows(plan) == [("a", 3, 1), ("b", 3, 1), ("c", 4, 3), ("d", 0, 1)]
-    state, plan, events = step(state)
-    assert rows(plan) == [("a", 4, 1), ("b", 4, 1), ("c", 7, 1), ("d", 1, 2)]
-    assert events == (Sampled(4 - 1, ("a", "b", "c", "d"), (WORD,) * 4),)
-
-
-def test_a_budget_of_one_computes_one_token_a_step():
-    state = start(request("a", 3, 2), request("b", 2, 1), budget=1)
-    plans = []
-    while state.waiting or state.running.seqs:
-        state, plan, _ = step(state)
-        plans += rows(plan)
-    assert plans == [("a", 0, 1), ("a", 1, 1), ("a", 2, 1), ("a", 3, 1), ("b", 0, 1), ("b", 1, 1)]
-
-
-def test_a_chunk_that_does_not_reach_the_end_samples_nothing():
-    state, plan, events = step(start(request("a", 5), budget=4), EOS)
-    assert [row.samples for row in plan.rows] == [False]
-    assert events == (Admitted(0, "a", 5, 0),)
-    assert scheduler.running(state)[0].num_output == 0
-
-
-def test_no_more_sequences_run_than_the_budget_has_tokens():
-    state, plan, _ = step(start(*(request(name, 1) for name in "abcde"), budget=3, seqs=5))
-    assert names(plan.seqs) == ["a", "b", "c"]
-    for _ in range(4):
-        state, plan, _ = step(state)
-        assert names(plan.seqs) == ["a", "b", "c"]
-
-
-def test_no_more_sequences_run_than_max_num_seqs():
-    _state, plan, _ = step(start(*(request(name, 1) for name in "abc"), seqs=2))
-    assert (names(plan.seqs), plan.num_waiting) == (["a", "b"], 1)
-
-
-def test_a_free_row_is_used_in_the_next_step():
-    state, *_ = step(start(request("a", 1, 1), request("b", 1), seqs=1))
-    assert step(state)[1].admitted == ("b",)
 
 
 def test_a_request_is_admitted_only_when_blocks_for_its_whole_prompt_are_free():
@@ -199,12 +127,6 @@ def test_the_latest_arrival_is_preempted_and_the_other_decodes_continue():
     assert events[:2] == (Preempted(1, "c", False), Preempted(1, "b", False))
 
 
-def test_preempted_requests_return_to_the_front_of_the_queue_in_order_of_arrival():
-    state, plan, _ = step(crowded())
-    assert names(state.waiting) == ["b", "c", "d"]
-    assert plan.num_waiting == 3
-
-
 def test_nothing_is_admitted_in_a_step_that_preempted():
     """First come first served never could: the victim is next and needs more than it gave. Other
     orders could.
@@ -215,43 +137,6 @@ def test_nothing_is_admitted_in_a_step_that_preempted():
     assert state.pool.num_free == 1  # d would have fitted
     state, _ = scheduler.commit(state, plan, [WORD])
     assert scheduler.schedule(state, SHORTEST)[1].admitted == ("d",)
-
-
-def test_a_preempted_request_recomputes_prompt_and_outputs_and_continues():
-    state = start(request("a", 3, 6), request("b", 3, 6), num_blocks=3)
-    state, *_ = step(state, 10, 20)
-    # a and b: 5 tokens known, 4 computed, one block each, one is free
-    state, *_ = step(state, 11, 21)
-    state, plan, _ = step(state, 12)
-    assert (plan.preempted, rows(plan)) == (("b",), [("a", 4, 1)])
-    assert (state.waiting[0].length, state.waiting[0].computed, state.waiting[0].blocks) == (
-        5,
-        0,
-        (),
-    )
-    events: list[Event] = []
-    while not any(isinstance(event, Finished) for event in events):
-        state, plan, events = step(state)  # type: ignore[assignment]
-    state, plan, events = step(state, 22)  # type: ignore[assignment]
-    assert (plan.admitted, rows(plan)) == (("b",), [("b", 0, 5)])
-    assert Sampled(plan.step, ("b",), (22,)) in events
-    assert until_end(state)[-1] == Finished(plan.step + 3, "b", "length", 6)
-
-
-def test_blocks_of_a_preempted_request_are_free_for_the_others_in_the_same_step():
-    state, plan = scheduler.schedule(crowded(), FCFS)
-    assert len(plan.seqs[0].blocks) == 2
-    assert plan.blocks_used == 2
-    blocks.check(state.pool, [plan.seqs[0].blocks])
-
-
-def test_a_decode_takes_a_block_only_when_its_last_one_is_full():
-    state, plan, _ = step(start(request("a", 3)))
-    tables = []
-    for _ in range(6):
-        state, plan, _ = step(state)
-        tables.append(len(plan.seqs[0].blocks))
-    assert tables == [1, 2, 2, 2, 2, 3]  # computing tokens 3, 4 ... 8 in blocks of 4
 
 
 # --- policies -------------------------------------------------------------------------------------
@@ -281,3 +166,49 @@ def test_a_policy_chooses_the_victim():
     oldest = FCFS._replace(preempt=lambda running: min(running, key=lambda seq: seq.arrival))
     plan = scheduler.schedule(crowded(), oldest)[1]
     assert (plan.preempted, names(plan.seqs)) == (("a", "b"), ["c"])
+
+
+# --- the end of a request -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "min_tokens", "tokens", "reason"),
+    [
+        (8, 0, [WORD, EOS], "stop"),
+        (2, 0, [WORD, WORD], "length"),
+        (2, 0, [WORD, EOS], "stop"),
+        (50, 0, [WORD] * 7, "length"),  # max_model_len is 10
+        (1, 0, [WORD], "length"),
+        (8, 4, [WORD, WORD, EOS, EOS], "stop"),
+    ],
+)
+def test_a_request_ends_with_a_stop_token_or_at_its_limit(max_tokens, min_tokens, tokens, reason):
+    state = start(request("a", 3, max_tokens, min_tokens), model_len=10)
+    events: tuple[Event, ...] = ()
+    for token in tokens:
+        assert state.running.seqs or state.waiting
+        state, _, events = step(state, token)
+    assert events[-1] == Finished(len(tokens) - 1, "a", reason, len(tokens))
+    assert state.pool.num_free == state.config.num_blocks
+
+
+# --- commit ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampled", [[], [WORD], [WORD] * 3])
+def test_a_wrong_number_of_sampled_tokens_is_an_error(sampled):
+    state, plan = scheduler.schedule(start(request("a", 1), request("b", 1)), FCFS)
+    with pytest.raises(ValueError, match=f"{len(sampled)} sampled tokens for 2 rows"):
+        scheduler.commit(state, plan, sampled)
+
+
+# --- cancel ---------------------------------------------------------------------------------------
+
+
+def test_an_id_submitted_again_between_schedule_and_commit_is_another_request():
+    state, plan = scheduler.schedule(start(request("a", 2)), FCFS)
+    state, _ = scheduler.cancel(state, "a")
+    state = scheduler.submit(state, request("a", 5))
+    state, events = scheduler.commit(state, plan, [EOS])
+    assert not any(isinstance(event, (Sampled, Finished)) for event in events)
+    assert [(seq.length, seq.arrival) for seq in state.waiting] == [(5, 1)]

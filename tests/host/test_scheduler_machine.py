@@ -10,14 +10,12 @@ from collections import Counter
 from typing import Any, ClassVar, get_args
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from pagedjax.host import scheduler
@@ -35,6 +33,7 @@ from pagedjax.host.types import (
     Seq,
 )
 from pagedjax.options.config import Reservation
+from tests import drawn
 from tests.host.scheduler_model import Model, ModelSequence
 
 STOPS = (0, 1, 2)
@@ -148,45 +147,32 @@ class Driver:
             beams = False
         kind, end = ("private", "") if family == 2 else ("r", f".{family}")
         names = [f"{kind}{self.names}{branch}{end}" for branch in ("", "b", "c", "d")[: forks + 1]]
-        at_least = min(min_tokens, max_tokens)
+        request = Request(names[0], prompt_len, max_tokens, min(min_tokens, max_tokens))
         stops = frozenset() if beams else stops
-        self.submit(
-            Request(
-                names[0],
-                prompt_len,
-                max_tokens,
-                at_least,
-                stops,
-                forks=tuple(names[1:]),
-                beams=beams,
-            )
+        forks_of_request = tuple(names[1:])
+        self.submit(request._replace(stop_token_ids=stops, forks=forks_of_request, beams=beams))
+
+    def oldest(self) -> ModelSequence | None:
+        """The oldest request; None where beams that wait for a choice block the queue."""
+        sequences = self.model.alive()
+        moving = {sequence.group for sequence in sequences if not sequence.awaits_siblings()}
+        blocked = any(
+            sequence.awaits_siblings() and sequence.group not in moving for sequence in sequences
         )
+        return min([] if blocked else sequences, default=None)
 
     def schedule(self, seed: int = 0, drafting: float = 0.0) -> None:
         """drafting: the share of decodes that are offered drafts."""
         draw = random.Random(seed)
+        active = scheduler.running(self.state)
         drafts = {
             seq.request_id: [draw.randrange(40) for _ in range(draw.randint(1, 9))]
-            for seq in scheduler.running(self.state)
+            for seq in active
             if draw.random() < drafting
         }
         offered = {name: len(tokens) for name, tokens in drafts.items()}
-        decodes = {
-            seq.request_id
-            for seq in scheduler.running(self.state)
-            if seq.length - seq.computed == 1
-        }
-        sequences = self.model.alive()
-        moving = {sequence.group for sequence in sequences if not sequence.awaits_siblings()}
-        # beams that wait for a choice block the queue
-        blocked_by_beams = any(
-            sequence.awaits_siblings() and sequence.group not in moving for sequence in sequences
-        )
-        oldest = min(
-            [] if blocked_by_beams else sequences,
-            key=lambda sequence: sequence.arrival,
-            default=None,
-        )
+        decodes = {seq.request_id for seq in active if seq.length - seq.computed == 1}
+        oldest = self.oldest()
         cached: dict[int, int] = {}
 
         def order(waiting: tuple[Seq, ...], running: Running, cached_of: Cached) -> tuple[Seq, ...]:
@@ -198,10 +184,9 @@ class Driver:
             "the same state gave another plan"
         )
         undrafted = scheduler.schedule(self.state, FCFS)[1]
-        oldest_rows = "seqs", "counts", "drafts", "blocks_used"
-        assert (
-            plan._replace(**{name: getattr(undrafted, name) for name in oldest_rows}) == undrafted
-        ), "a draft changed the plan"
+        drafted_columns = ("seqs", "counts", "drafts", "blocks_used")
+        columns = {name: getattr(undrafted, name) for name in drafted_columns}
+        assert plan._replace(**columns) == undrafted, "a draft changed the plan"
         assert [seq.arrival for seq in plan.seqs] == [seq.arrival for seq in undrafted.seqs]
 
         step = self.model.schedule(drafts)
@@ -223,8 +208,8 @@ class Driver:
         )
         self.tally["cached in the queue"] += sum(number > 0 for number in cached.values())
         assert plan.admitted == tuple(sequence.name for sequence in step.admitted)
-        assert plan.cached == tuple(step.cached)
-        assert plan.preempted == tuple(step.preempted)
+        lists = (step.cached, step.preempted, step.swapped, step.resumed)
+        assert (plan.cached, plan.preempted, plan.swapped, plan.resumed) == tuple(map(tuple, lists))
         ids = [seq.request_id for seq in plan.seqs]
         assert list(zip(ids, plan.starts, plan.counts, plan.lengths, strict=True)) == [
             (sequence.name, start, count, sequence.known) for sequence, start, count in step.rows
@@ -238,12 +223,9 @@ class Driver:
         oldest_rows = [
             seq
             for seq in plan.seqs
-            if oldest and (seq.arrival, seq.group) == (oldest.arrival, oldest.group)
-        ]
-        oldest_rows += [
-            seq
-            for seq in plan.seqs
-            if oldest and oldest.request.beams and seq.group == oldest.group
+            if oldest
+            and seq.group == oldest.group
+            and (seq.arrival == oldest.arrival or oldest.request.beams)
         ]
         if c.mixed_steps:
             assert oldest is None or oldest_rows, "the oldest request makes no progress"
@@ -264,27 +246,31 @@ class Driver:
         self.plan = plan
         self.check_new_state(state)
         self.remember(plan)
-        self.tally += Counter(
-            preempted=len(plan.preempted), admitted=len(plan.admitted), cut=len(partial)
-        )
-        self.tally["found"] += sum(cached > 0 for cached in plan.cached)
+        self.count_plan(plan, decodes)
+
+    def count_plan(self, plan: Plan, decodes: set[str]) -> None:
         shared = [block for seq in plan.seqs for block in seq.blocks]
-        assert (plan.swapped, plan.resumed) == (tuple(step.swapped), tuple(step.resumed))
-        self.tally += Counter({"swapped": len(plan.swapped), "resumed": len(plan.resumed)})
-        self.tally["copied"] += len(plan.copies)
-        groups = Counter(
-            seq.group for seq in scheduler.running(self.state) if seq.group is not None
-        )
-        self.tally["a group preempted"] += (
-            len(plan.preempted) > 1 and max(groups.values(), default=0) > 1
-        )
-        self.tally["shared"] += len(set(shared)) < len(shared)
-        self.tally["decodes waited"] += bool(decodes - set(plan.preempted) - set(ids))
-        prompts = [seq for seq in scheduler.running(state) if seq.length - seq.computed > 1]
-        self.tally["prompts waited"] += not {seq.request_id for seq in prompts} <= set(ids)
-        self.tally["reserved"] += c.reservation != "none" and len(plan.admitted)
+        active = scheduler.running(self.state)
+        ids = {seq.request_id for seq in plan.seqs}
+        groups = Counter(seq.group for seq in active if seq.group is not None)
+        group_runs = max(groups.values(), default=0) > 1
+        prompts = {seq.request_id for seq in active if seq.length - seq.computed > 1}
         self.tally += Counter(
-            {"no whole prompt": self.model.uncut, "no piece": self.model.fragmented}
+            {
+                "preempted": len(plan.preempted),
+                "cut": sum(not row.samples for row in plan.rows),
+                "found": sum(cached > 0 for cached in plan.cached),
+                "swapped": len(plan.swapped),
+                "resumed": len(plan.resumed),
+                "copied": len(plan.copies),
+                "a group preempted": len(plan.preempted) > 1 and group_runs,
+                "shared": len(set(shared)) < len(shared),
+                "decodes waited": bool(decodes - set(plan.preempted) - ids),
+                "prompts waited": not prompts <= ids,
+                "reserved": len(plan.admitted) if self.state.config.reservation != "none" else 0,
+                "no whole prompt": self.model.uncut,
+                "no piece": self.model.fragmented,
+            }
         )
         self.model.uncut = self.model.fragmented = 0
 
@@ -397,11 +383,8 @@ class Driver:
         """Two numbers in [0, 1) as a prompt length and max_tokens that the limits allow."""
         c = self.state.config
         longest_sequence = min(c.max_model_len, longest(c))
-        longest_sequence = (
-            longest_sequence
-            if c.chunked_prefill
-            else max(1, min(longest_sequence, c.max_num_batched_tokens))
-        )
+        if not c.chunked_prefill:
+            longest_sequence = max(1, min(longest_sequence, c.max_num_batched_tokens))
         prompt_len = 1 + int(prompt * (longest_sequence - 1))
         return prompt_len, 1 + int(output * (longest_sequence - prompt_len))
 
@@ -486,24 +469,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=shares,
         output=shares,
         min_tokens=st.integers(0, 4),
-        stops=st.sets(st.sampled_from(STOPS)),
+        stops=st.frozensets(st.sampled_from(STOPS)),
         family=st.integers(0, 2),
         forks=st.integers(0, 3),
         beams=st.booleans(),
     )
-    def submit_what_fits(
-        self,
-        prompt: float,
-        output: float,
-        min_tokens: int,
-        stops: set[int],
-        family: int,
-        forks: int,
-        beams: bool,
-    ) -> None:
-        self.driver.submit_new(
-            *self.driver.fit(prompt, output), min_tokens, frozenset(stops), family, forks, beams
-        )
+    def submit_what_fits(self, prompt: float, output: float, **options: Any) -> None:
+        self.driver.submit_new(*self.driver.fit(prompt, output), **options)
 
     @rule(prompt_len=st.integers(0, 45), max_tokens=st.integers(0, 45))
     def submit_anything(self, prompt_len: int, max_tokens: int) -> None:
@@ -565,19 +537,8 @@ def run_machine(
     tally: Counter[str] = Counter()
     start = initialize(config=configs)(SchedulerMachine.start)
     machine = type("Machine", (SchedulerMachine,), {"tally": tally, "start": start})
-    profile = settings(
-        max_examples=examples,
-        stateful_step_count=steps,
-        deadline=None,
-        print_blob=True,
-        suppress_health_check=[
-            HealthCheck.too_slow,
-            HealthCheck.filter_too_much,
-            HealthCheck.data_too_large,
-        ],
-    )
     for _ in range(5):  # one draw of examples may have few steps
-        run_state_machine_as_test(machine, settings=profile)
+        drawn.run_machine(machine, examples, steps)
         if tally["step"] >= at_least:
             return tally
     raise AssertionError(f"only {tally} in five runs")
@@ -602,21 +563,6 @@ def small_config(draw: random.Random) -> SchedulerConfig:
         max_model_len=40,
         host_blocks=host_blocks,
     )
-
-
-@pytest.mark.slow
-def test_no_block_leaks_in_long_lives_with_drafts():
-    """Long lives of a few schedulers: each state is compared with the model, and each pool is whole
-    at the end.
-    """
-    draw = random.Random(1)
-    tally: Counter[str] = Counter()
-    while tally["step"] < 40_000:
-        driver = Driver(small_config(draw), tally)
-        for _ in range(25):
-            driver.traffic(100, draw.randrange(2**32), drafting=draw.choice([0.3, 0.8]))
-        driver.drain(seed=0)
-    assert tally["drafted"] > 4_000
 
 
 @pytest.mark.parametrize(

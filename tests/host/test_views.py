@@ -7,8 +7,10 @@ that lie in a slot. It knows what a query sees from the policy's definition alon
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections import Counter
+from collections import Counter, defaultdict
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -20,7 +22,6 @@ from pagedjax.host.request_limits import Rejected
 from pagedjax.host.types import (
     HOLE,
     Beamed,
-    Choice,
     Finished,
     Forked,
     Plan,
@@ -32,6 +33,7 @@ from pagedjax.options.config import KVPolicyOptions
 from tests import drawn
 from tests.host import drawn_views
 from tests.host.scheduler_steps import step
+from tests.host.test_event_log import chosen
 
 # --- policies -------------------------------------------------------------------------------------
 
@@ -54,20 +56,12 @@ def check_sight(sinks: int, window: int, size: int, max_blocks: int) -> None:
     rounded = view(kv_policies.streaming(sinks, window), size, max_blocks)
     for position in range(max_blocks * size):
         block = position // size
-        visible_blocks = {
-            i for i in (*rounded.outside(block), *range(rounded.first(block), block + 1))
-        }
-        tokens = {
-            t for i in visible_blocks for t in range(i * size, (i + 1) * size) if t <= position
-        }
-        required = {t for t in range(position + 1) if t < sinks or t > position - window}
-        assert required <= tokens
-        if rounded != ALL:
-            assert tokens <= {
-                t
-                for t in range(position + 1)
-                if t < sinks + size - 1 or t > position - window - 2 * size + 1
-            }
+        visible_blocks = {*rounded.outside(block), *range(rounded.first(block), block + 1)}
+        for token in range(position + 1):
+            visible = token // size in visible_blocks
+            assert visible or sinks <= token <= position - window
+            if rounded != ALL and sinks + size - 1 <= token <= position - window - 2 * size + 1:
+                assert not visible
 
 
 @drawn.examples(30, 100)
@@ -182,59 +176,50 @@ def test_views_that_are_none_and_views_beside_a_baseline_are_refused():
 
 
 class Cache:
-    """Slots of the device and of the host: (block, offset) -> (group, the tokens up to it)."""
+    """Blocks of the device and of the host: block -> offset -> (group, the tokens up to it)."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.device: dict[tuple[int, int], object] = {}
-        self.host: dict[tuple[int, int], object] = {}
+        self.device: dict[int, dict[int, object]] = defaultdict(dict)
+        self.host: dict[int, dict[int, object]] = defaultdict(dict)
 
     def carry_out(self, plan: Plan, tokens: dict[str, list[int]], keeps: set[str]) -> int:
         """Moves, copies, writes, and then reads of every query -> how many slots were read."""
         c = self.config
-        size = self.config.block_size
+        size = c.block_size
         reads = 0
-        offsets = range(size)
-        self.host |= {
-            (host, o): self.device.get((block, o)) for block, host in plan.swap_out for o in offsets
-        }
-        self.device |= {
-            (block, o): self.host.get((host, o)) for host, block in plan.swap_in for o in offsets
-        }
-        copied = {(new, o): self.device.get((old, o)) for old, new in plan.copies for o in offsets}
-        self.device |= copied
-        written = set()
-        for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
-            content_tokens = tokens[seq.request_id]
-            for at in range(start, start + count):
-                for group in range(c.groups):
-                    slot = (seq.blocks[at // size * c.groups + group], at % size)
-                    assert slot[0] != HOLE, "writes into a hole"
-                    content = (group, tuple(content_tokens[: at + 1]))
-                    assert slot not in written or self.device[slot] == content, (
-                        "two rows write different tokens"
-                    )
-                    written.add(slot)
-                    self.device[slot] = content
-        for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
-            content_tokens = tokens[seq.request_id]
-            for at in range(start, start + count):
-                for group, group_view in enumerate(c.views or (ALL,)):
-                    for i in range(at // size + 1):
-                        block = seq.blocks[i * c.groups + group]
-                        if (
-                            i in group_view.kept
-                            or group_view.window is None
-                            or i > at // size - group_view.window
-                        ):
-                            for t in range(i * size, min((i + 1) * size, at + 1)):
-                                assert self.device[block, t % size] == (
-                                    group,
-                                    tuple(content_tokens[: t + 1]),
-                                ), "a wrong token"
-                                reads += 1
-                        elif seq.request_id in keeps:
-                            assert block != HOLE, "a block was not kept"
+        for block, host in plan.swap_out:
+            self.host[host] = dict(self.device[block])
+        for host, block in plan.swap_in:
+            self.device[block] = dict(self.host[host])
+        self.device |= {new: dict(self.device[old]) for old, new in plan.copies}
+        rows = [
+            (seq, tokens[seq.request_id], range(start, start + count))
+            for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)
+        ]
+        written: dict[tuple[int, int], object] = {}
+        for seq, row_tokens, places in rows:
+            for at, group in itertools.product(places, range(c.groups)):
+                block = seq.blocks[at // size * c.groups + group]
+                assert block != HOLE, "writes into a hole"
+                content = (group, tuple(row_tokens[: at + 1]))
+                assert written.setdefault((block, at % size), content) == content, (
+                    "two rows write different tokens"
+                )
+                self.device[block][at % size] = content
+        for seq, row_tokens, places in rows:
+            for at, (group, group_view) in itertools.product(places, enumerate(c.views or (ALL,))):
+                last = at // size
+                for i in range(last + 1):
+                    block = seq.blocks[i * c.groups + group]
+                    window = group_view.window
+                    if i in group_view.kept or window is None or i > last - window:
+                        for t in range(i * size, min((i + 1) * size, at + 1)):
+                            content = (group, tuple(row_tokens[: t + 1]))
+                            assert self.device[block].get(t % size) == content, "a wrong token"
+                            reads += 1
+                    elif seq.request_id in keeps:
+                        assert block != HOLE, "a block was not kept"
         return reads
 
 
@@ -257,23 +242,18 @@ def drive(config: SchedulerConfig, seed: int, steps: int = 50) -> Counter[str]:
             names += 1
             family = draw.randrange(2)
             prompt = draw.randint(1, longest - 1)
-            forks = draw.choice([0, 0, 0, 1, 2])
-            beams = draw.random() < 0.3
-            ids = [f"{names}{end}" for end in ("", "b", "c")[: forks + 1]]
-            hashes = (
-                tuple(f"{family}:{j}" for j in range(prompt // config.block_size))
-                if draw.random() < 0.8
-                else ()
-            )
+            ids = [f"{names}{end}" for end in ("", *draw.choice(["", "", "", "b", "bc"]))]
+            full = prompt // config.block_size
             keep = draw.random() < 0.15
             request = Request(
                 ids[0],
                 prompt,
                 draw.randint(1, longest - prompt),
                 forks=tuple(ids[1:]),
-                hashes=hashes,
+                hashes=tuple(f"{family}:{j}" for j in range(full)) if draw.random() < 0.8 else (),
+                beams=draw.random() < 0.3 and len(ids) > 1,
+                keeps_blocks=keep,
             )
-            request = request._replace(beams=beams and forks > 0, keeps_blocks=keep)
             try:
                 state = scheduler.submit(state, request)
             except Rejected:
@@ -292,8 +272,11 @@ def drive(config: SchedulerConfig, seed: int, steps: int = 50) -> Counter[str]:
         state, plan = scheduler.schedule(state, FCFS, {name: len(d) for name, d in drafts.items()})
         scheduler.check(state)
         granted = dict(zip([seq.request_id for seq in plan.seqs], plan.drafts, strict=False))
+        lengths = {
+            seq.request_id: length for seq, length in zip(plan.seqs, plan.lengths, strict=True)
+        }
         for name, k in granted.items():
-            del tokens[name][plan.lengths[[seq.request_id for seq in plan.seqs].index(name)] :]
+            del tokens[name][lengths[name] :]
             tokens[name] += drafts[name][:k] if k else []
         tally["reads"] += cache.carry_out(plan, tokens, keeps)
         tally += Counter(
@@ -302,40 +285,13 @@ def drive(config: SchedulerConfig, seed: int, steps: int = 50) -> Counter[str]:
         tally["found with holes"] += sum(n > 0 for n in plan.cached) * any(
             HOLE in seq.blocks for seq in plan.seqs
         )
-        samples: list[int | tuple[int, ...]] = [draw.randrange(50) for _ in plan.seqs]
-        hashes = {}
-        choices = {}
-        for i, (seq, length) in enumerate(zip(plan.seqs, plan.lengths, strict=True)):
-            if k := granted.get(seq.request_id, 0):
-                right = draw.randint(0, k)
-                samples[i] = (*drafts[seq.request_id][:right], samples[i])
-            del tokens[seq.request_id][length:]
-        ends = {
-            seq.arrival: start + count
-            for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)
-        }
-        active = scheduler.running(state)
-        for seq in active:
-            beams = [beam for beam in active if beam.group == seq.group]
-            complete = all(ends.get(beam.arrival, beam.computed) == beam.length for beam in beams)
-            first = seq.arrival == seq.group and seq.request.beams
-            if (
-                first
-                and complete
-                and not any(waiting_beam.group == seq.group for waiting_beam in state.waiting)
-            ):
-                if seq.length + 1 >= seq.limit:
-                    choices[seq.request_id] = None
-                else:
-                    parents = [beam.request_id for beam in beams]
-                    num_children = len(beams) + len(seq.request.forks)
-                    choices[seq.request_id] = Choice(
-                        tuple(draw.choices(parents, k=num_children)),
-                        tuple(draw.randrange(50) for _ in range(num_children)),
-                    )
-        over = [name for name, choice in choices.items() if choice is None]
-        choices = {name: choice for name, choice in choices.items() if choice is not None}
-        state, events = scheduler.commit(state, plan, samples, hashes, choices)
+        samples: list[Any] = [draw.randrange(50) for _ in plan.seqs]
+        for i, (name, length) in enumerate(lengths.items()):
+            if k := granted.get(name, 0):
+                samples[i] = (*drafts[name][: draw.randint(0, k)], samples[i])
+            del tokens[name][length:]
+        choices, over = chosen(state, plan, draw)
+        state, events = scheduler.commit(state, plan, samples, {}, choices)
         for name in over:
             state, _ = scheduler.cancel(state, name, "stop")
         scheduler.check(state)
@@ -383,16 +339,16 @@ def test_the_driver_reaches_every_kind_of_event():
         views = draw.choice(
             [(View(2, (0,)),), (ALL, View(2)), (View(1), View(3, (0, 2))), (View(1),)]
         )
-        sizes = (
+        config = SchedulerConfig(
             draw.randint(1, 5),
             draw.randint(9, 18) * len(views),
             draw.randint(4, 30),
             draw.randint(2, 6),
             60,
+            draw.choice([0, 30]),
+            views=views,
         )
-        tally += drive(
-            SchedulerConfig(*sizes, host_blocks=draw.choice([0, 30]), views=views), seed, steps=40
-        )
+        tally += drive(config, seed, steps=40)
     for kind in (
         "rejected",
         "preempted",

@@ -78,51 +78,42 @@ def in_rows(pages: np.ndarray) -> np.ndarray:
     return pages.reshape(*pages.shape[:2], -1, row_size(pages.shape[3]))
 
 
-class WithAndWithoutJit(chex.TestCase):
-    @chex.variants(with_jit=True, without_jit=True)
-    def test_tokens_are_in_their_slots_and_other_slots_are_unchanged(self):
-        call = self.variant(partial(kv_write.write, rows=6, impl="xla"))
-        for s in (1, 8, 16):
-            for dtype in ("float32", "bfloat16"):
-                case = Case(d=16, s=s, dtype=dtype)
-                assert_written(call(*map(jnp.asarray, case.arrays())), case)
+write = jax.jit(partial(kv_write.write, rows=6, impl="xla"))
 
-    @chex.variants(with_jit=True, without_jit=True)
-    def test_rows_of_several_tokens_have_the_same_bytes(self):
-        """The scatter into the layout of a TPU."""
-        call = self.variant(partial(kv_write.write, rows=6, impl="xla"))
-        for d, s in ((64, 16), (64, 8), (16, 16), (128, 8)):
-            case = Case(d=d, s=s, dtype="float32")
-            k_pages, v_pages, *new = case.arrays()
-            assert_written(
-                call(*map(jnp.asarray, (in_rows(k_pages), in_rows(v_pages), *new))), case
-            )
 
-    @chex.variants(with_jit=True, without_jit=True)
-    def test_8_bits_saturate_and_keep_nan(self):
-        pages = jnp.zeros((2, 1, 2, 4), jnp.uint8)
-        values = jnp.array([[[1e6, -1e6, 3.3, np.nan]]], jnp.float32)
-        call = self.variant(partial(kv_write.write, rows=1, impl="xla"))
-        for result in call(pages, pages, values, values, jnp.array([2], jnp.int32)):
-            chex.assert_type(result, jnp.uint8)
-            stored = jax.lax.bitcast_convert_type(result, jnp.float8_e4m3fn)[1, 0, 0].astype(
-                jnp.float32
-            )
-            chex.assert_trees_all_equal(stored, jnp.array([448, -448, 3.25, np.nan]))
+def test_tokens_are_in_their_slots_and_other_slots_are_unchanged():
+    for s in (1, 8, 16):
+        for dtype in ("float32", "bfloat16"):
+            case = Case(d=16, s=s, dtype=dtype)
+            assert_written(write(*case.arrays()), case)
 
-    @chex.variants(with_jit=True, without_jit=True)
-    def test_bits_of_16_bit_floats_are_those_of_the_nearest_numbers(self):
-        k_pages, v_pages, *new = Case(d=16, s=8, dtype="bfloat16").arrays()
-        call = self.variant(partial(kv_write.write, rows=6, impl="xla"))
-        bits = call(
-            jnp.asarray(k_pages.view(np.uint16)),
-            jnp.asarray(v_pages.view(np.uint16)),
-            *map(jnp.asarray, new),
+
+def test_rows_of_several_tokens_have_the_same_bytes():
+    """The scatter into the layout of a TPU."""
+    for d, s in ((64, 16), (64, 8), (16, 16), (128, 8)):
+        case = Case(d=d, s=s, dtype="float32")
+        k_pages, v_pages, *new = case.arrays()
+        assert_written(write(in_rows(k_pages), in_rows(v_pages), *new), case)
+
+
+def test_8_bits_saturate_and_keep_nan():
+    pages = jnp.zeros((2, 1, 2, 4), jnp.uint8)
+    values = jnp.array([[[1e6, -1e6, 3.3, np.nan]]], jnp.float32)
+    for result in write(pages, pages, values, values, jnp.array([2], jnp.int32)):
+        chex.assert_type(result, jnp.uint8)
+        stored = jax.lax.bitcast_convert_type(result, jnp.float8_e4m3fn)[1, 0, 0].astype(
+            jnp.float32
         )
-        chex.assert_type(bits, jnp.uint16)
-        floats = call(*map(jnp.asarray, (k_pages, v_pages, *new)))
-        chex.assert_trees_all_equal(jax.lax.bitcast_convert_type(bits[0], jnp.bfloat16), floats[0])
-        chex.assert_trees_all_equal(jax.lax.bitcast_convert_type(bits[1], jnp.bfloat16), floats[1])
+        chex.assert_trees_all_equal(stored, jnp.array([448, -448, 3.25, np.nan]))
+
+
+def test_bits_of_16_bit_floats_are_those_of_the_nearest_numbers():
+    k_pages, v_pages, *new = Case(d=16, s=8, dtype="bfloat16").arrays()
+    bits = write(k_pages.view(np.uint16), v_pages.view(np.uint16), *new)
+    chex.assert_type(bits, jnp.uint16)
+    floats = write(k_pages, v_pages, *new)
+    chex.assert_trees_all_equal(jax.lax.bitcast_convert_type(bits[0], jnp.bfloat16), floats[0])
+    chex.assert_trees_all_equal(jax.lax.bitcast_convert_type(bits[1], jnp.bfloat16), floats[1])
 
 
 @pytest.mark.parametrize(
@@ -132,9 +123,7 @@ class WithAndWithoutJit(chex.TestCase):
         ({"v_pages": (4, 2, 8, 16)}, r"must both be \[P, K, S, D\]"),
         ({"v": (8, 2, 8)}, r"k and v \[T, K, D\]"),
         ({"slots": (8, 1)}, r"slots \[T\]; got .*slots \(8, 1\)"),
-        ({"slots": (7,)}, "must have the same K, D and T"),
         ({"k": (8, 3, 16), "v": (8, 3, 16)}, "must have the same K, D and T"),
-        ({"k": (8, 2, 12), "v": (8, 2, 12)}, "must have the same K, D and T"),
     ],
 )
 def test_wrong_shapes_raise_with_the_shapes(change, message):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import chex
@@ -21,7 +20,6 @@ from tests import drawn
 from tests.pallas_kernels import older_cpus
 
 pytestmark = pytest.mark.few_optimisations
-ROOT = Path(__file__).parents[2]
 HERE = [name for name in IMPLS if name != "cpu" or importlib.util.find_spec("llvmlite")]
 ERROR = {"float32": 3e-6, "bfloat16": 2**-8}  # of the largest number of a result
 ACTIVATIONS = {
@@ -166,7 +164,6 @@ CASES = {
     "bias and residual": {"t": 14, "k": 48, "m": 45, "bias": True, "residual": True},
     "gates": {"t": 12, "k": 48, "m": 128, "activation": "silu"},
     "gates of odd width": {"t": 5, "k": 40, "m": 2 * 37, "activation": "gelu_tanh", "norm": True},
-    "rows": {"t": 9, "k": 64, "m": 192, "rows": (64, 160)},
     "rows within a panel": {
         "t": 9,
         "k": 64,
@@ -205,7 +202,6 @@ CASES = {
         "low": (9, 16, (32, 64)),
         "activation": "gelu_tanh",
     },
-    "low rank by rows": {"t": 9, "k": 64, "m": 192, "low": (3, 8, (32, 48, 64)), "rows": (96, 192)},
     "low rank by rows within a panel": {
         "t": 9,
         "k": 64,
@@ -214,7 +210,6 @@ CASES = {
         "low": (3, 8, (32, 64)),
     },
     "low rank, many tokens": {"t": 200, "k": 48, "m": 170, "residual": True, "low": (9, 8, (64,))},
-    "low rank, deep": {"t": 29, "k": 4200, "m": 64, "low": (3, 8, (64,))},
     "experts": {"t": 40, "k": 32, "m": 4 * 64, "sizes": (3, 0, 30, 7), "activation": "silu"},
     "experts without gates": {
         "t": 5,
@@ -335,9 +330,7 @@ def test_a_packed_weight_is_unpacked_exactly_and_its_rows_are_found(impl, matrix
     chex.assert_trees_all_equal(kernel.unpack(packed, matrix), weight)
     if not matrix.gated and matrix.count == 1:
         ids = rng.integers(0, matrix.outputs, 11)
-        chex.assert_trees_all_equal(
-            np.asarray(kernel.gather(jax.device_put(packed), matrix, ids)), weight[ids]
-        )
+        chex.assert_trees_all_equal(kernel.gather(jax.device_put(packed), matrix, ids), weight[ids])
 
 
 @pytest.mark.default_cases(
@@ -466,7 +459,6 @@ def test_numbers_that_are_not_finite_stay_in_their_rows():
         ({"impl": "gpu"}, "impl is 'gpu'; it must be one of 'reference', 'xla', 'cpu'"),
         ({"x": zeros((3, 9))}, r"x is \(3, 9\); the weight \[64, 8\] needs \[T, 8\]"),
         ({"bias": zeros(63)}, r"bias is \(63,\); x \(3, 8\) and the weight \[64, 8\] need \(64,\)"),
-        ({"residual": zeros((2, 64))}, r"residual is \(2, 64\)"),
         ({"rows": (60, 65)}, r"rows is \(60, 65\); it must be within \[0, 64\]"),
         ({"activation": "silu"}, "the weight is not gated and the activation 'silu'; need both"),
         (
@@ -487,7 +479,6 @@ def test_numbers_that_are_not_finite_stay_in_their_rows():
             {"low": {"a": zeros((2, 4, 8))}},
             r"low.a is \(2, 4, 8\); x \(3, 8\) and 2 slots of rank 4 need \(2, 4, 16\)",
         ),
-        ({"low": {"slots": zeros(3)}}, "low.slots is float32; it must be int32"),
         (
             {"low": {"b": zeros((2, 4, 63))}},
             r"low.b is float32 \(2, 4, 63\); impl 'xla' needs float32 \(2, 4, 64\)",

@@ -106,6 +106,7 @@ def make(
     d: int = 16,
     seed: int = 0,
     dtype: Any = np.float32,
+    garbage: float = GARBAGE,
 ) -> Case:
     """rows: (query tokens, context tokens) of each; padded to T tokens and B rows. Unowned slots
     hold garbage.
@@ -128,17 +129,17 @@ def make(
     case = Case(
         q, keys, values, k_pages, v_pages, np.zeros((b, m), np.int32), seq_lens, cu_q_lens, d**-0.5
     )
-    return scatter(case, rng.permutation(b * m) + 1)
+    return scatter(case, rng.permutation(b * m) + 1, garbage)
 
 
-def scatter(case: Case, pages: np.ndarray, garbage: float = GARBAGE) -> Case:
-    """Puts row b's i-th block into page `pages[b * M + i]`. Slots without a token, and page 0, have
-    garbage.
+def scatter(case: Case, pages: np.ndarray | None = None, garbage: float = GARBAGE) -> Case:
+    """Puts row b's i-th block into page `pages[b * M + i]`, by default where it is. Slots without a
+    token, and page 0, have garbage.
     """
     s = case.v_pages.shape[2]
     (b, width) = case.k.shape[:2]
     m = width // s
-    tables = pages.reshape(b, m).astype(np.int32)
+    tables = case.block_tables if pages is None else pages.reshape(b, m).astype(np.int32)
     k_pages = np.full_like(case.k_pages, garbage)
     v_pages = np.full_like(case.v_pages, -garbage)
     for row, length in enumerate(case.seq_lens):
@@ -156,14 +157,19 @@ def in_bits(case: Case) -> Case:
     return case._replace(k_pages=case.k_pages.view(integers), v_pages=case.v_pages.view(integers))
 
 
-def run(case: Case, impl: str) -> np.ndarray:
+def run(case: Case, impl: str | Implementation) -> np.ndarray:
     options = {"scale": case.scale, "window": case.window, "soft_cap": case.soft_cap}
     return np.asarray(paged_attention(*case.arguments, impl=impl, **options))
 
 
-def dense(q, k, v, mask, scale, soft_cap) -> np.ndarray:
+def softmax(scores: np.ndarray) -> np.ndarray:
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def dense(q, k, v, mask, scale, soft_cap, weigh=softmax) -> np.ndarray:
     """Return attention [Q, N, D] in float64 of q [Q, N, D] over k and v [C, K, D] where mask [Q, C]
-    is true.
+    is true. weigh: scores [N, Q, C] -> weights.
     """
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(a, group, axis=1).astype(np.float64) for a in (k, v))
@@ -171,11 +177,10 @@ def dense(q, k, v, mask, scale, soft_cap) -> np.ndarray:
     if soft_cap:
         scores = soft_cap * np.tanh(scores / soft_cap)
     scores = np.where(mask, scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("nqc,cnd->qnd", weights / weights.sum(-1, keepdims=True), v, optimize=True)
+    return np.einsum("nqc,cnd->qnd", weigh(scores), v, optimize=True)
 
 
-def oracle(case: Case) -> np.ndarray:
+def oracle(case: Case, weigh=softmax) -> np.ndarray:
     """Each row's queries over its contiguous keys."""
     q, k, v = (a.astype(np.float32) for a in (case.q, case.k, case.v))
     out = np.zeros_like(q)
@@ -186,11 +191,10 @@ def oracle(case: Case) -> np.ndarray:
         place = np.arange(length)
         visible = length - count + np.arange(count)[:, None] + 1
         mask = (place < visible) & (place >= visible - (case.window or length))
-        if count:
+        if count and length:  # a query without a context sees nothing: zeros
             queries = slice(start, start + count)
-            out[queries] = dense(
-                q[queries], k[row, :length], v[row, :length], mask, case.scale, case.soft_cap
-            )
+            keys, values = (x[row, :length] for x in (k, v))
+            out[queries] = dense(q[queries], keys, values, mask, case.scale, case.soft_cap, weigh)
     return out
 
 
@@ -203,7 +207,7 @@ def test_the_oracle_is_jaxs_own_attention():
         case = make([(17, 40)], t=17, b=1)._replace(window=window)
         mask = (place < visible) & (place >= visible - (window or 40))
         jaxs = attend(case.q[None], case.k[:, :40], case.v[:, :40], mask=mask[None, None])[0]
-        chex.assert_trees_all_close(oracle(case), np.asarray(jaxs), atol=1e-5, rtol=0)
+        chex.assert_trees_all_close(oracle(case), jaxs, atol=1e-5, rtol=0)
 
 
 def assert_contract(case: Case, impl: str, atol: float = 2e-5) -> None:
@@ -218,7 +222,7 @@ def assert_contract(case: Case, impl: str, atol: float = 2e-5) -> None:
     assert_padding_is_zero(got, case)
 
 
-def assert_padding_is_zero(got: np.ndarray, case: Case) -> None:
+def assert_padding_is_zero(got: Any, case: Case) -> None:
     padding = got[case.cu_q_lens[-1] :]
     chex.assert_trees_all_equal(padding, np.zeros_like(padding))
 
@@ -274,9 +278,9 @@ def test_narrow_pages_give_the_result_of_their_values_in_float32(impl, dtype, bi
     )
     narrow = rounded._replace(**{x: getattr(case, x).astype(dtype) for x in ("k_pages", "v_pages")})
     if dtype == jnp.float8_e4m3fn:  # it has no number as large as the garbage
-        narrow = scatter(narrow, case.block_tables.reshape(-1), garbage=448.0)
+        narrow = scatter(narrow, garbage=448.0)
     narrow = in_bits(narrow) if bits else narrow
-    expected = oracle(scatter(rounded, case.block_tables.reshape(-1)))
+    expected = oracle(scatter(rounded))
     chex.assert_trees_all_close(run(narrow, impl), expected, atol=2e-5, rtol=1e-7)
 
 
@@ -312,33 +316,26 @@ def test_decodes_over_many_spans(impl, t):
 
 @every_impl
 def test_chunks_over_many_spans(impl):
-    for rows in ([(63, 63), (64, 64), (2, 513)], [(65, 65), (40, 257)], [(130, 700), (2, 513)]):
+    many_rows = [
+        [(63, 63), (64, 64), (2, 513)],
+        [(65, 65), (40, 257)],
+        [(130, 700), (2, 513)],
+        [(MANY, MANY)],
+    ]
+    for rows in many_rows:
         assert_contract(make(rows, t=MANY, **ROOM), impl)
 
 
-@every_impl
-def test_a_chunk_that_is_the_whole_call(impl):
-    assert_contract(make([(MANY, MANY)], t=MANY, **ROOM), impl)
+HEADS = [
+    *((k, g, 16, t) for k, g in ((3, 3), (1, 8), (4, 1), (2, 4)) for t in (24, 80)),
+    (1, 3, 64, 24),
+    (1, 3, 128, 80),
+]
 
 
-@every_impl_and_size
-def test_decodes_and_chunks_together_in_any_order(impl, t):
-    assert_contract(make(MIXED, t=t, **ROOM), impl)
-    assert_contract(make(MIXED[::-1], t=t, **ROOM), impl)
-
-
-HEADS = [(k, g, t) for k, g in ((3, 3), (1, 8), (4, 1), (2, 4)) for t in (24, 80)]
-
-
-@pytest.mark.parametrize(("impl", "k", "g", "t"), choices([(3, 3, 80)], of_cpu=HEADS))
-def test_query_heads_share_key_heads(impl, k, g, t):
-    d = 128 if (k, t) == (3, 80) else 16  # one more head size without one more program
+@pytest.mark.parametrize(("impl", "k", "g", "d", "t"), choices([(3, 3, 128, 80)], of_cpu=HEADS))
+def test_query_heads_of_any_size_share_key_heads(impl, k, g, d, t):
     assert_contract(make([(1, 40), (9, 21), (7, 150)], t=t, b=4, k=k, g=g, d=d, seed=k * g), impl)
-
-
-@pytest.mark.parametrize(("impl", "t", "d"), choices([], of_cpu=[(24, 64), (80, 128)]))
-def test_head_sizes(impl, t, d):
-    assert_contract(make([(1, 40), (9, 21), (7, 150)], t=t, b=4, d=d, k=1, g=3), impl)
 
 
 @pytest.mark.parametrize(("impl", "t"), choices([(80,)], of_cpu=[(24,)]))
@@ -346,12 +343,8 @@ def test_error_in_bfloat16_is_within_its_rounding(impl, t):
     # values near 1 averaged over n tokens; inputs are exact, so what rounds is q * scale, the
     # weights and the output
     case = make([(1, 300), (9, 21), (7, 150)], t=t, b=4, d=64, dtype=jnp.bfloat16)
-    got = run(case, impl).astype(np.float32)
-    expected = oracle(case)
-    chex.assert_trees_all_close(
-        got, expected, atol=2.0**-6 * max(1.0, np.abs(expected).max()), rtol=0
-    )
-    assert np.sqrt(np.mean((got - expected) ** 2)) < 2.0**-9
+    assert_contract(case, impl)
+    assert np.sqrt(np.mean((run(case, impl).astype(np.float32) - oracle(case)) ** 2)) < 2.0**-9
 
 
 @pytest.mark.parametrize(
@@ -386,27 +379,7 @@ def test_a_call_without_tokens_is_all_zeros(impl, t):
     assert_padding_is_zero(run(case, impl), case)
 
 
-SMALL = [(1, 20), (3, 9), (1, 1), (2, 2)]
-
-
 # tests below have windows and caps in one program; operations one after another are for debugging
-@pytest.mark.slow
-class WithAndWithoutJit(chex.TestCase):
-    """The small batch runs as one program, and as one operation after another with jit disabled."""
-
-    @chex.variants(with_jit=True, without_jit=True)
-    def test_every_plain_implementation_gives_the_same_result(self):
-        without = "without_jit" in self.id()
-        for t in (12,) if without else (12, 70):  # 70 has the loop over chunks, slow without jit
-            case = make(SMALL, t=t, b=6, s=8)._replace(window=7, soft_cap=3.0)
-            for name in ("reference", "xla"):
-                options = {"scale": case.scale, "window": case.window, "soft_cap": case.soft_cap}
-                call = self.variant(partial(paged_attention, impl=name, **options))
-                with jax.disable_jit(without):
-                    got = call(*map(jnp.asarray, case.arguments))
-                chex.assert_shape(got, case.dims["TND"])
-                chex.assert_type(got, jnp.float32)
-                chex.assert_trees_all_close(np.asarray(got), oracle(case), atol=2e-5, rtol=0)
 
 
 # --- windows and soft caps ------------------------------------------------------------------------
@@ -425,15 +398,6 @@ windows = choices(singles((17,)), of_cpu=singles(BORDERS), rare=singles(MORE_BOR
 def test_windows(impl, window):
     assert_contract(make(LONG, t=96, b=9)._replace(window=window), impl)
     assert_contract(make(LONG[::-1], t=96, b=9, seed=1)._replace(window=window), impl)
-
-
-windows = choices([], of_cpu=singles((1, 257)), rare=singles(BORDERS + MORE_BORDERS))
-
-
-@pytest.mark.parametrize(("impl", "window"), windows)
-def test_windows_of_decodes(impl, window):
-    lengths = [1, 2, 127, 128, 129, 255, 256, 257, 511, 512, 513, 640, 900]
-    assert_contract(make([(1, n) for n in lengths], t=16, b=16)._replace(window=window), impl)
 
 
 SHAPES = [
@@ -483,15 +447,6 @@ def test_random_ragged_batches_with_windows_and_soft_caps(impl, t):
         )
 
 
-@pytest.mark.parametrize(
-    ("impl", "window", "soft_cap"), choices([], of_cpu=[(40, None), (257, 5.0), (None, 5.0)])
-)
-def test_windows_and_soft_caps_of_bfloat16(impl, window, soft_cap):
-    assert_contract(
-        make(LONG, t=96, b=9, dtype=jnp.bfloat16)._replace(window=window, soft_cap=soft_cap), impl
-    )
-
-
 def before_windows(case: Case, garbage: float) -> Case:
     """The case with garbage in the tokens before the windows of all of a row's queries."""
     assert case.window
@@ -525,7 +480,7 @@ def test_a_changed_token_changes_exactly_the_queries_whose_window_has_it(impl):
         v = case.v.copy()
         k[row, token] = 3
         v[row, token] = -3
-        after = run(scatter(case._replace(k=k, v=v), case.block_tables.reshape(-1)), impl)[1:51]
+        after = run(scatter(case._replace(k=k, v=v)), impl)[1:51]
         changed = (after != before).any(axis=(1, 2))
         chex.assert_trees_all_equal(changed, (position >= token) & (position < token + 17))
 
@@ -545,10 +500,9 @@ def test_moving_blocks_to_other_pages_changes_no_bit(impl, t):
 @every_impl_and_size
 def test_content_of_unowned_slots_changes_no_bit(impl, t):
     case = make(MIXED, t=t, **ROOM)
-    pages = case.block_tables.reshape(-1)
-    clean = run(scatter(case, pages, garbage=0.0), impl)
+    clean = run(scatter(case, garbage=0.0), impl)
     for garbage in (GARBAGE, -GARBAGE, 1.0):
-        chex.assert_trees_all_equal(run(scatter(case, pages, garbage), impl), clean)
+        chex.assert_trees_all_equal(run(scatter(case, garbage=garbage), impl), clean)
 
 
 @every_impl_and_size
@@ -556,7 +510,6 @@ def test_a_row_does_not_depend_on_other_rows(impl, t):
     case = make(MIXED, t=t, **ROOM)
     changed = make(MIXED, t=t, **ROOM, seed=1)
     before = run(case, impl)
-    pages = case.block_tables.reshape(-1)
     for row in range(len(MIXED)):
         k = changed.k.copy()
         v = changed.v.copy()
@@ -565,40 +518,10 @@ def test_a_row_does_not_depend_on_other_rows(impl, t):
         k[row] = case.k[row]
         v[row] = case.v[row]
         q[tokens_of_row] = case.q[tokens_of_row]
-        after = run(scatter(case._replace(k=k, v=v, q=q), pages), impl)
+        after = run(scatter(case._replace(k=k, v=v, q=q)), impl)
         chex.assert_trees_all_equal(after[tokens_of_row], before[tokens_of_row])
         other_tokens = np.delete(np.arange(case.cu_q_lens[-1]), np.r_[tokens_of_row])
         assert (after[other_tokens] != before[other_tokens]).any(axis=(1, 2)).all()
-
-
-@every_impl_and_size
-def test_a_query_does_not_depend_on_later_tokens(impl, t):
-    case = make([(20, 150)], t=t, **ROOM)
-    before = run(case, impl)
-    cut = 140
-    k = case.k.copy()
-    v = case.v.copy()
-    k[0, cut:] = 1e3
-    v[0, cut:] = -1e3
-    after = run(scatter(case._replace(k=k, v=v), case.block_tables.reshape(-1)), impl)
-    chex.assert_trees_all_equal(after[:10], before[:10])
-    assert (after[10:20] != before[10:20]).any(axis=(1, 2)).all()
-
-
-@every_impl
-def test_a_chunk_in_pieces_equals_the_whole_chunk(impl):
-    case = make([(100, 150)], t=MANY, **ROOM)
-    expected = run(case, impl)[:100]
-    for first in (1, 37, 64, 99):
-        context = np.where(case.seq_lens, 50 + first, 0).astype(np.int32)
-        part = case._replace(seq_lens=context, cu_q_lens=np.minimum(case.cu_q_lens, first))
-        chex.assert_trees_all_close(run(part, impl)[:first], expected[:first], atol=2e-6, rtol=1e-7)
-        remainder = case._replace(
-            q=np.roll(case.q, -first, axis=0), cu_q_lens=np.minimum(case.cu_q_lens, 100 - first)
-        )
-        chex.assert_trees_all_close(
-            run(remainder, impl)[: 100 - first], expected[first:], atol=2e-6, rtol=1e-7
-        )
 
 
 # --- what it costs --------------------------------------------------------------------------------
@@ -606,27 +529,14 @@ def test_a_chunk_in_pieces_equals_the_whole_chunk(impl):
 
 @pytest.mark.parametrize("t", [slow(64), 512])  # 512 has both loops
 def test_xla_allocates_a_tile_and_not_whole_table_rows(t):
-    b = 64
-    s = 16
-    m = 2048
-    k = 3
-    g = 3
-    d = 64
-    pages = 4096
+    page = ((4096, 3, 16, 64), jnp.float32)
+    tables = (((64, 2048), jnp.int32), ((64,), jnp.int32), ((65,), jnp.int32))
     shapes = [
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in (
-            ((t, k * g, d), jnp.float32),
-            ((pages, k, s, d), jnp.float32),
-            ((pages, k, s, d), jnp.float32),
-            ((b, m), jnp.int32),
-            ((b,), jnp.int32),
-            ((b + 1,), jnp.int32),
-        )
+        jax.ShapeDtypeStruct(*shape) for shape in (((t, 9, 64), jnp.float32), page, page, *tables)
     ]
     compiled = paged_attention.lower(*shapes, scale=0.125, impl="xla").compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
-    gathered = b * m * s * k * d * 4
+    gathered = 64 * 2048 * 16 * 3 * 64 * 4
     assert temporary < gathered / 50, f"{temporary / 2**20:.1f} MiB of {gathered / 2**20:.0f}"
 
 
@@ -742,7 +652,6 @@ GOOD = {
     ("name", "shape", "dtype", "message"),
     [
         ("q", (8, 64), "float32", r"expected ranks 3, 4, 4, 2, 1, 1; got q \(8, 64\)"),
-        ("cu_q_lens", (4, 1), "int32", r"expected ranks .* cu_q_lens \(4, 1\)"),
         (
             "q",
             (8, 4, 32),
@@ -750,7 +659,6 @@ GOOD = {
             r"must both be \[P, K, S, D\] with q's head size 32; got q \(8, 4, 32\)",
         ),
         ("k_pages", (5, 2, 16, 8), "float32", r"k_pages and v_pages must .* head size 16"),
-        ("v_pages", (5, 2, 16, 8), "float32", r"must both be \[P, K, S, D\] .* head size 16"),
         ("v_pages", (4, 2, 8, 16), "float32", r"must both be \[P, K, S, D\]"),
         ("q", (8, 3, 16), "float32", r"3 query heads cannot share 2 key heads evenly"),
         (
@@ -766,7 +674,6 @@ GOOD = {
             r"cu_q_lens \[B \+ 1\] with seq_lens's B = 3; got .*cu_q_lens \(3,\)",
         ),
         ("block_tables", (3, 2), "uint32", r"block_tables is uint32; it must be int32"),
-        ("seq_lens", (3,), "float32", r"seq_lens is float32; it must be int32"),
         ("cu_q_lens", (4,), "int16", r"cu_q_lens is int16; it must be int32"),
     ],
 )
@@ -783,18 +690,9 @@ def test_an_unknown_implementation_raises_with_the_known_names():
 
 
 @every_impl
-@pytest.mark.parametrize(
-    "wrong", [{"window": 0}, {"window": -3}, {"soft_cap": 0.0}, {"soft_cap": -30.0}]
-)
+@pytest.mark.parametrize("wrong", [{"window": 0}, {"soft_cap": 0.0}])
 def test_a_window_or_a_soft_cap_that_is_not_above_0_raises(impl, wrong):
     arguments = [np.zeros(*value) for value in GOOD.values()]
     message = f"window is {wrong.get('window')} and soft_cap {wrong.get('soft_cap')}; each must be above 0, or None"
     with pytest.raises(ValueError, match=message):
         paged_attention(*arguments, scale=1.0, impl=impl, **wrong)
-
-
-def test_scale_and_implementation_have_no_default():
-    arguments = [np.zeros(*value) for value in GOOD.values()]
-    for missing in ({"impl": "xla"}, {"scale": 1.0}):
-        with pytest.raises(TypeError, match="missing 1 required keyword-only argument"):
-            paged_attention(*arguments, **missing)

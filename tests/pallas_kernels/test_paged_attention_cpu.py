@@ -40,18 +40,11 @@ pytestmark = [
 ]
 
 
-def shapes(b: int, pages: int, m: int = 8) -> list[jax.ShapeDtypeStruct]:
+def shapes(b: int, pages: int) -> list[jax.ShapeDtypeStruct]:
     """The arguments of a call of b decodes: SmolLM2-135M's heads, blocks of 16."""
     page = jax.ShapeDtypeStruct((pages, 3, 16, 64), jnp.float32)
-    tables = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((b, m), (b,), (b + 1,))]
+    tables = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((b, 8), (b,), (b + 1,))]
     return [jax.ShapeDtypeStruct((b, 9, 64), jnp.float32), page, page, *tables]
-
-
-@pytest.mark.parametrize("t", [48, 256])
-def test_nan_outside_contexts_does_not_spread(t):
-    case = make(MIXED, t=t, b=8)
-    poisoned = scatter(case, case.block_tables.reshape(-1), garbage=float("nan"))
-    chex.assert_trees_all_equal(run(poisoned, "cpu"), run(case, "cpu"))
 
 
 def test_nan_within_a_context_stays_in_its_row():
@@ -59,25 +52,16 @@ def test_nan_within_a_context_stays_in_its_row():
     before = run(case, "cpu")
     k = case.k.copy()
     k[1, 270] = np.nan
-    after = run(scatter(case._replace(k=k), case.block_tables.reshape(-1)), "cpu")
+    after = run(scatter(case._replace(k=k)), "cpu")
     assert np.isnan(after[1]).all()
     chex.assert_trees_all_equal(after[[0, 2]], before[[0, 2]])
-
-
-def assert_close(case):
-    if case.q.dtype == np.float32:
-        assert_contract(case, "cpu")
-    else:
-        chex.assert_trees_all_close(
-            run(case, "cpu").astype(np.float32), oracle(case), atol=2.0**-6, rtol=0
-        )
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("d", [8, 24, 40])
 def test_head_sizes_that_are_not_whole_vectors(d, dtype):
     case = make([(1, 40), (9, 21), (1, 300), (40, 150)], t=56, b=4, d=d, s=6, dtype=dtype)
-    assert_close(case)
+    assert_contract(case, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
@@ -88,7 +72,7 @@ def test_chunks_that_cross_pages_and_steps(s, dtype):
     """
     rows = [(2, 64), (23, 65), (24, 129), (25, 25), (64, 300), (1, 300), (48, 48)]
     case = make(rows, t=200, b=8, s=s, dtype=dtype)
-    assert_close(case)
+    assert_contract(case, "cpu")
 
 
 def assert_close_in_bfloat16(case):
@@ -137,11 +121,17 @@ def test_bfloat16_queries_keep_their_bits_at_any_scale():
     assert_close_in_bfloat16(case._replace(q=(30 * case.q).astype(case.q.dtype), scale=0.3))
 
 
-def test_bfloat16_chunks_read_nothing_behind_their_context():
-    """Odd contexts: the last token is half of a pair."""
-    case = make(ODD, t=176, b=8, d=64, dtype=jnp.bfloat16)
-    poisoned = scatter(case, case.block_tables.reshape(-1), garbage=float("nan"))
-    chex.assert_trees_all_equal(run(in_bits(poisoned), "cpu"), run(in_bits(case), "cpu"))
+@pytest.mark.parametrize(
+    ("rows", "t", "dtype"),
+    [(MIXED, 48, np.float32), (MIXED, 256, np.float32), (ODD, 176, jnp.bfloat16)],
+)
+def test_nan_outside_contexts_does_not_spread(rows, t, dtype):
+    """The odd contexts in bfloat16: the last token is half of a pair."""
+    case = make(rows, t=t, b=8, d=64, dtype=dtype)
+    poisoned = scatter(case, garbage=float("nan"))
+    if dtype == jnp.bfloat16:
+        poisoned, case = (in_bits(pages) for pages in (poisoned, case))
+    chex.assert_trees_all_equal(run(poisoned, "cpu"), run(case, "cpu"))
 
 
 def test_a_bfloat16_chunk_has_the_same_bits_beside_other_rows():
@@ -154,7 +144,7 @@ def test_a_bfloat16_chunk_has_the_same_bits_beside_other_rows():
     k[0] = alone.k[0]
     v[0] = alone.v[0]
     together = together._replace(q=np.concatenate([alone.q, together.q[70:]]), k=k, v=v)
-    together = scatter(together, together.block_tables.reshape(-1))
+    together = scatter(together)
     chex.assert_trees_all_equal(run(together, "cpu")[:70], run(alone, "cpu"))
 
 
@@ -195,7 +185,7 @@ def test_every_number_of_8_bits_is_read_exactly():
         case = case._replace(
             **{x: getattr(case, x).astype(jnp.float8_e4m3fn) for x in ("k_pages", "v_pages")}
         )
-        out = run(in_bits(scatter(case, case.block_tables.reshape(-1), garbage=448.0)), "cpu")
+        out = run(in_bits(scatter(case, garbage=448.0)), "cpu")
         chex.assert_trees_all_equal(out[0].reshape(-1), values.astype(np.float32))
 
 
@@ -204,17 +194,11 @@ def test_a_window_as_long_as_the_context_changes_no_bit():
     chex.assert_trees_all_equal(run(case._replace(window=700), "cpu"), run(case, "cpu"))
 
 
-def test_a_window_of_one_token_is_its_value():
-    case = make([(1, 300), (60, 150), (1, 1)], t=64, b=3, g=3)._replace(window=1, soft_cap=3.0)
-    tokens = np.concatenate([case.v[0, 299:300], case.v[1, 90:150], case.v[2, :1]])
-    chex.assert_trees_all_equal(run(case, "cpu")[:62], np.repeat(tokens, 3, axis=1))
-
-
 def test_nan_within_a_window_is_not_hidden_by_a_soft_cap():
     case = make([(1, 300), (20, 90)], t=21, b=2)._replace(window=280, soft_cap=3.0)
     k = case.k.copy()
     k[:, 80] = np.nan
-    poisoned = run(scatter(case._replace(k=k), case.block_tables.reshape(-1)), "cpu")
+    poisoned = run(scatter(case._replace(k=k)), "cpu")
     assert np.isnan(poisoned[[0, *range(11, 21)]]).all()
 
 
@@ -324,7 +308,7 @@ def test_unsupported_arguments_raise_with_the_reason(monkeypatch):
             ValueError, match=rf"^impl 'cpu' .*{reason}.*; impl 'xla' has no such limit"
         )
 
-    half = scatter(make([(1, 9)], t=1, b=1, dtype=np.float16), np.ones(1, int), garbage=1e4)
+    half = make([(1, 9)], t=1, b=1, dtype=np.float16, garbage=1e4)
     with refused("float16"):
         run(half, "cpu")
     with refused(12):
@@ -386,44 +370,27 @@ def test_a_query_of_a_short_row_has_the_bits_of_a_decode(window):
         first += count
 
 
-def dense_pages(keys: np.ndarray, block: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Put an array [L, K, D] into pages in random order, with NaN past the end. Returns the pages
-    [P, K, S, D] and their table [1, M].
-    """
-    length, heads, size = keys.shape
-    count = -(-length // block)
-    table = np.random.default_rng(seed).permutation(count) + 1
-    pages = np.full((count + 1, heads, block, size), np.nan, np.float32)
-    for i in range(length):
-        pages[table[i // block], :, i % block] = keys[i]
-    return pages, table[None].astype(np.int32)
-
-
 @pytest.mark.parametrize("window", [None, 100, 300])
 def test_the_invariant_form_has_the_bits_of_a_decode_in_any_chunk_and_block(window):
     """Contexts of several spans. Chunks of 1 token are decodes, of 2 to 8 short rows, and longer
     ones pieces.
     """
     length = 600
-    heads = 3
-    size = 40
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((length, n, size)).astype(np.float32) for n in (9, heads, heads))
+    q, k, v = (rng.standard_normal((length, heads, 40), np.float32) for heads in (9, 3, 3))
     invariant = cpu.IMPLEMENTATION._replace(attend=cpu.IMPLEMENTATION.invariant)
 
     def attended(chunks: list[int], block: int, impl: Any = invariant) -> np.ndarray:
-        keys, table = dense_pages(k, block, block)
-        values, _ = dense_pages(v, block, block)
-        output = np.zeros_like(q)
+        m = -(-length // block)
+        keys, values = (np.pad(x, ((0, m * block - length), (0, 0), (0, 0)))[None] for x in (k, v))
+        outputs = []
         at = 0
         for count in chunks:
-            rows = np.array([at + count], np.int32), np.array([0, count], np.int32)
-            options = {"scale": 0.2, "impl": impl, "window": window}
-            output[at : at + count] = paged_attention(
-                q[at : at + count], keys, values, table, *rows, **options
-            )
+            case = make([(count, at + count)], t=count, b=1, s=block, m=m, k=3, g=3, d=40)
+            case = case._replace(q=q[at : at + count], k=keys, v=values, window=window)
+            outputs.append(run(scatter(case, garbage=np.nan), impl))
             at += count
-        return output
+        return np.concatenate(outputs)
 
     decoded = attended([length], 16)
     for chunks, block in (

@@ -22,6 +22,14 @@ from pallas_kernels.paged_attention import IMPLS, paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.paged_attention.rows import SHORT, slot_queries, slots_of, with_results
 from pallas_kernels.tiles import Tiles
+from tests.pallas_kernels import test_paged_attention
+from tests.pallas_kernels.test_paged_attention import (
+    assert_padding_is_zero,
+    make,
+    oracle,
+    scatter,
+    slow,
+)
 
 interpreted = pytest.mark.skipif(
     jax.__version_info__ < pallas_gpu.JAX_NEEDED, reason="GPU interpret mode needs JAX 0.11"
@@ -44,79 +52,21 @@ class Case(NamedTuple):
     seed: int = 0
     poison: float = NAN
 
-    @property
-    def dims(self) -> chex.Dimensions:
-        """The letters of the contract."""
-        t = max(1, sum(count for count, _ in self.rows)) + 3
-        return chex.Dimensions(
-            T=t, N=self.heads * self.group, D=self.d, B=len(self.rows), K=self.heads, S=self.s
-        )
-
-    def arrays(self, order: int = 0) -> dict[str, np.ndarray]:
-        """Arguments by name; `order` seeds the places of a row's pages in the cache alone."""
-        rng = np.random.default_rng(self.seed)
-        width = max(1, *(-(-context // self.s) for _, context in self.rows))
-        b = len(self.rows)
+    def batch(self, order: int = 0) -> test_paged_attention.Case:
+        """`order` seeds the places of a row's pages in the cache alone."""
         t = max(1, sum(count for count, _ in self.rows)) + 3  # three of padding
-        half = lambda *shape: rng.standard_normal(shape).astype(jnp.dtype(self.dtype))  # noqa: E731
-        q, k, v = (
-            half(t, self.heads * self.group, self.d),
-            *(half(b, width * self.s, self.heads, self.d) for _ in "kv"),
-        )
-        pages = (
-            np.random.default_rng([order, 1])
-            .permutation(b * width)
-            .reshape(b, width)
-            .astype(np.int32)
-            + 1
-        )
-        shape = (b * width + 1, self.heads, self.s, self.d)
-        k_pages, v_pages = (np.full(shape, self.poison, q.dtype) for _ in range(2))
-        tables = np.zeros((b, width), np.int32)
-        for row, (_, context) in enumerate(self.rows):
-            for position in range(context):
-                page = pages[row, position // self.s]
-                slot = position % self.s
-                tables[row, position // self.s] = page
-                k_pages[page, :, slot] = k[row, position]
-                v_pages[page, :, slot] = v[row, position]
-        counts = np.array([count for count, _ in self.rows], np.int32)
-        first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        lengths = np.array([context for _, context in self.rows], np.int32)
-        return {
-            "q": q,
-            "k": k,
-            "v": v,
-            "k_pages": k_pages,
-            "v_pages": v_pages,
-            "tables": tables,
-            "lengths": lengths,
-            "counts": counts,
-            "first": first,
-        }
+        sizes = {"s": self.s, "k": self.heads, "g": self.group, "d": self.d}
+        options = {"seed": self.seed, "dtype": jnp.dtype(self.dtype), "garbage": self.poison}
+        batch = make(self.rows, t=t, b=len(self.rows), **sizes, **options)
+        pages = np.random.default_rng([order, 1]).permutation(len(batch.k_pages) - 1) + 1
+        return scatter(batch, pages, self.poison)
 
     def arguments(self) -> list[jax.Array]:
         """The arguments of `paged_attention`, in its order."""
-        a = self.arrays()
-        names = ("q", "k_pages", "v_pages", "tables", "lengths", "first")
-        return [jnp.asarray(a[name]) for name in names]
+        return [jnp.asarray(array) for array in self.batch().arguments]
 
     def expected(self, window: int | None = None, soft_cap: float | None = None) -> np.ndarray:
-        a = self.arrays()
-        q, k, v = (a[name].astype(np.float64) for name in "qkv")
-        out = np.zeros_like(q)
-        for row, (count, context) in enumerate(self.rows):
-            for i in range(min(count, context)):  # a query without a context sees nothing: zeros
-                stop = context - count + i + 1
-                begin = 0 if window is None else max(0, stop - window)
-                for n in range(self.heads * self.group):
-                    token = a["first"][row] + i
-                    head = n // self.group
-                    x = k[row, begin:stop, head] @ q[token, n] * self.d**-0.5
-                    x = x if soft_cap is None else soft_cap * np.tanh(x / soft_cap)
-                    p = np.exp(x - x.max())
-                    out[token, n] = p @ v[row, begin:stop, head] / p.sum()
-        return out
+        return oracle(self.batch()._replace(window=window, soft_cap=soft_cap))
 
 
 # decodes, short rows and chunks in one batch
@@ -139,15 +89,24 @@ MIXED = Case(
 )
 
 
+def interpret_mode(**options):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(**options))
+
+
+def assert_near(output: jax.Array, expected: np.ndarray) -> None:
+    """Weights and results are rounded to 16 bits."""
+    first = np.asarray(output, np.float32)[: len(expected)]
+    chex.assert_trees_all_close(first, expected, atol=2.0**-6, rtol=0)
+
+
 def assert_mixed(output: jax.Array, options: dict) -> None:
     """The attention of `MIXED` keeps the contract, and padding is zero."""
     chex.assert_type(output, jnp.bfloat16)
-    chex.assert_shape(output, MIXED.dims["TND"])
-    chex.assert_trees_all_close(
-        np.asarray(output, np.float32), MIXED.expected(**options), atol=2.0**-6, rtol=0
-    )
-    padding = output[sum(count for count, _ in MIXED.rows) :]
-    chex.assert_trees_all_equal(padding, jnp.zeros_like(padding))
+    chex.assert_shape(output, MIXED.batch().dims["TND"])
+    assert_near(output, MIXED.expected(**options))
+    assert_padding_is_zero(output, MIXED.batch())
 
 
 def run(
@@ -156,30 +115,30 @@ def run(
     """Runs one kernel under race detection: that of decodes if all rows are, [B, N, D]; else that
     of chunks or of short rows, [T, N, D]."""
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
-    from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from pallas_kernels.paged_attention.pallas_gpu import chunks, decode
 
-    a = {name: jnp.asarray(value) for name, value in case.arrays(order).items()}
+    batch = case.batch(order)
     options = {"scale": case.d**-0.5, "window": None, "soft_cap": None, "tiles": tiles} | options
     if options["window"]:  # what no query of a row sees may be given back: page 0, which has NaN
         for row, (count, context) in enumerate(case.rows):
             past = max(context - count + 1 - options["window"], 0) // case.s
-            a["tables"] = a["tables"].at[row, :past].set(0)
-    pages = a["k_pages"], a["v_pages"], a["tables"], a["lengths"]
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+            batch.block_tables[row, :past] = 0
+    q, *pages, first = map(jnp.asarray, batch.arguments)
+    counts = jnp.diff(first)
+    with interpret_mode(detect_races=True):
         longest = max(count for count, _ in case.rows)
         if shorts and longest > 1:
             row_size = next(size for size in SHORT if longest <= size)
-            row, begin, number = slots_of(a["counts"] > 1, a["first"], len(case.rows))
+            row, begin, number = slots_of(counts > 1, first, len(case.rows))
             results = decode.decode_short(
-                slot_queries(a["q"], begin, row_size), *pages, row, number, **options
+                slot_queries(q, begin, row_size), *pages, row, number, **options
             )
-            out = with_results(jnp.zeros_like(a["q"]), results, begin, number)
+            out = with_results(jnp.zeros_like(q), results, begin, number)
         elif longest <= 1:
-            out = decode.decode(a["q"][: len(case.rows)], *pages, **options)
+            out = decode.decode(q[: len(case.rows)], *pages, **options)
         else:
-            out = chunks.chunks(a["q"], *pages, a["first"][:-1], a["counts"], **options)
+            out = chunks.chunks(q, *pages, first[:-1], counts, **options)
     output = np.asarray(out, np.float32)
     assert not get_races().races_found, "two threads touch the same memory without an order"
     return output
@@ -208,10 +167,6 @@ def short_rows(s: int, longest: int, *contexts: int) -> list[tuple[int, int]]:
     counts = range(2, 5) if longest == 4 else range(5, 9)
     around = [(count, max(count, s + i)) for i, count in enumerate(counts)]
     return [(longest, longest), (0, 0), *around, *((longest - 1, context) for context in contexts)]
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 EVERY = [
@@ -299,25 +254,20 @@ def test_a_call_of_one_short_row_and_padding_rows(row, group):
     """A step of one sequence with drafts: as many rows of the batch as tokens, and all but one are
     padding.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     case = Case([row, *[(0, 0)] * (row[0] - 1)], group=group)
     arguments = case.arguments()
     arguments[0] = arguments[0][: row[0]]  # without padding tokens
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+    with interpret_mode():
         output = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_gpu")
-    chex.assert_trees_all_close(
-        np.asarray(output, np.float32), case.expected()[: row[0]], atol=2.0**-6, rtol=0
-    )
+    assert_near(output, case.expected()[: row[0]])
 
 
 @interpreted
 def test_results_have_the_type_of_the_queries():
-    a = {name: jnp.asarray(value) for name, value in Case([(2, 5), (1, 3)]).arrays().items()}
-    pages = a["k_pages"], a["v_pages"], a["tables"], a["lengths"], a["first"]
+    q, *pages = Case([(2, 5), (1, 3)]).arguments()
     for dtype in (jnp.float32, jnp.bfloat16):
         call = partial(pallas_gpu.paged_attention, scale=0.125, tiles=SMALL)
-        chex.assert_type(jax.eval_shape(call, a["q"].astype(dtype), *pages), dtype)
+        chex.assert_type(jax.eval_shape(call, q.astype(dtype), *pages), dtype)
 
 
 @interpreted
@@ -392,35 +342,17 @@ def test_content_of_unowned_slots_changes_no_bit(rows):
     "options", [{}, {"window": 20, "soft_cap": 2.0}], ids=["plain", "window and cap"]
 )
 def test_a_mixed_batch_keeps_the_contract(options):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     arguments = MIXED.arguments()
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+    with interpret_mode():
         output = paged_attention(*arguments, scale=MIXED.d**-0.5, impl="pallas_gpu", **options)
     assert_mixed(output, options)
-
-
-def through_the_kernels(
-    monkeypatch, model, prompts, tokens: int, **config
-) -> list[tuple[int, ...]]:
-    """Greedy tokens of an engine in float16 whose attention is the GPU kernels, interpreted."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    from pagedjax import LLM, SamplingParams
-
-    monkeypatch.setitem(
-        IMPLS, "pallas_gpu", IMPLS["pallas_gpu"]._replace(obstacle=lambda device, **sizes: "")
-    )
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        llm = LLM(model, attention_impl="pallas_gpu", progress=False, max_model_len=32, **config)
-        return [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
 
 
 @interpreted
 def test_an_engine_gives_the_same_tokens_through_them(tmp_path, monkeypatch):
     """A small random model: chunks of prompts beside decodes, three sequences."""
-    from pagedjax import LLM, SamplingParams, load_model
+    from pagedjax import load_model
+    from tests.device.test_step_tpu import greedy
     from tests.weights.tiny import tiny_llama
 
     model = load_model(tiny_llama(tmp_path / "llama", tied=False, head_dim=64), dtype="float16")
@@ -433,55 +365,16 @@ def test_an_engine_gives_the_same_tokens_through_them(tmp_path, monkeypatch):
         "token_buckets": (8,),
         "num_blocks": 32,
     }
-    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    plain = LLM(model, attention_impl="xla", progress=False, max_model_len=32, **config)
-    expected = [out.outputs[0].token_ids for out in plain.generate(prompts, params, use_tqdm=False)]
-    assert through_the_kernels(monkeypatch, model, prompts, 3, **config) == expected
-
-
-@interpreted
-@pytest.mark.exhaustive  # a step of 30 layers takes a minute, interpreted
-def test_smollm2_keeps_its_goldens_through_them(monkeypatch):
-    from pagedjax import load_model
-    from tests.engine.test_goldens_engine import GOLDENS
-
-    goldens = sorted(GOLDENS, key=lambda golden: len(golden["prompt_token_ids"]))[1:3]
-    prompts = [golden["prompt_token_ids"] for golden in goldens]
-    config = {
-        "block_size": 16,
-        "max_num_batched_tokens": 4,
-        "max_num_seqs": 2,
-        "token_buckets": (4,),
-        "num_blocks": 8,
-    }
-    generated = through_the_kernels(
-        monkeypatch, load_model("smollm2-135m", dtype="float16"), prompts, 3, **config
-    )
-    assert [list(tokens) for tokens in generated] == [golden["token_ids"][:3] for golden in goldens]
+    expected = greedy(model, prompts, 3, "xla", **config)
+    accepts = IMPLS["pallas_gpu"]._replace(obstacle=lambda device, **sizes: "")
+    monkeypatch.setitem(IMPLS, "pallas_gpu", accepts)
+    with interpret_mode():
+        assert greedy(model, prompts, 3, "pallas_gpu", **config) == expected
 
 
 # --- the checks detect mistakes -------------------------------------------------------------------
 
 SHORT_ROWS = short_rows(16, 8, 300, 700)
-
-
-@interpreted
-@pytest.mark.parametrize(
-    "rows",
-    [decodes(16, 300), [(30, 300), (9, 9)], slow(SHORT_ROWS)],
-    ids=["decodes", "chunks", "short rows"],
-)
-def test_the_checks_detect_a_wrong_page(rows, monkeypatch):
-    from pallas_kernels.paged_attention.pallas_gpu import pages as gpu_pages
-
-    right = gpu_pages.page_ids
-
-    def one_ahead(tables, row, start, length, **sizes):
-        return right(tables, row, start + 64, length, **sizes)
-
-    monkeypatch.setattr(gpu_pages, "page_ids", one_ahead)
-    with pytest.raises(AssertionError):
-        check(Case(rows), shorts=rows == SHORT_ROWS)
 
 
 @interpreted
@@ -559,31 +452,24 @@ def test_unsupported_shapes_raise_with_the_reason(change, message):
 @pytest.mark.parametrize("min_split", [1 << 30, 16], ids=["whole", "in parts"])
 def test_a_call_of_decodes_alone_is_right(min_split):
     """With padding rows behind the others, whose results are zeros."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     case = Case([(1, 5), (1, 40), (1, 16), (0, 0)], group=3)
-    a = case.arrays()
+    q, *pages, _ = case.arguments()
     tiles = SMALL._replace(min_split=min_split, multiprocessors=8)
-    arrays = (*(a[name] for name in ("k_pages", "v_pages", "tables", "lengths")), None)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        output = pallas_gpu.paged_attention(a["q"][:4], *arrays, scale=case.d**-0.5, tiles=tiles)
+    with interpret_mode():
+        output = pallas_gpu.paged_attention(q[:4], *pages, None, scale=case.d**-0.5, tiles=tiles)
     chex.assert_shape(output, (4, 3, 64))
-    chex.assert_trees_all_close(np.asarray(output[:3], np.float64), case.expected()[:3], atol=2e-2)
-    np.testing.assert_array_equal(np.asarray(output[3], np.float64), 0)
+    assert_near(output, case.expected()[:4])
+    assert not output[3].any()
 
 
 @interpreted
 def test_rows_of_a_few_tokens_can_be_chunks():
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     case = Case([(1, 9), (3, 20), (6, 6), (12, 30)])
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+    with interpret_mode():
         output = pallas_gpu.paged_attention(
             *case.arguments(), scale=case.d**-0.5, tiles=SMALL, short_rows=False
         )
-    chex.assert_trees_all_close(
-        np.asarray(output, np.float64)[:22], case.expected()[:22], atol=2e-2
-    )
+    assert_near(output, case.expected())
 
 
 def test_an_old_jax_is_an_obstacle(monkeypatch):

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from pagedjax import routing
@@ -266,8 +264,7 @@ class NaivePrefixRouter(RuleBasedStateMachine):
 
 @drawn.examples(15, 60)
 def test_the_prefix_router_is_the_naive_one(number: int):
-    limits = settings(max_examples=number, stateful_step_count=40, deadline=None, print_blob=True)
-    run_state_machine_as_test(NaivePrefixRouter, settings=limits)
+    drawn.run_machine(NaivePrefixRouter, number, steps=40)
 
 
 def test_round_robin_goes_on_where_it_was_when_a_replica_leaves():
@@ -282,23 +279,13 @@ def test_round_robin_goes_on_where_it_was_when_a_replica_leaves():
 
 def test_least_loaded_counts_requests_then_tokens():
     state = cluster(2)
-    prompt_tokens = {"heavy": 100, "light": 1}
-    for name, tokens in prompt_tokens.items():
+    for name, tokens in (("heavy", 100), ("light", 1)):
         state, _ = routing.route(state, routing.LEAST_LOADED, RouterRequest(name, tokens))
     state, third = routing.route(state, routing.LEAST_LOADED, RouterRequest("third", 5))
     assert third == 1
     assert state.loads[1] == Load(2, 6)
     state = routing.finished(state, "heavy")
     assert routing.route(state, routing.LEAST_LOADED, RouterRequest("fourth", 5))[1] == 0
-
-
-def test_a_prefix_goes_to_a_second_replica_beyond_the_limit():
-    router = by_prefix("strict", factor=1.0, slack=2)
-    state, chosen = send(cluster(3), router, *["aaa"] * 5)
-    assert chosen == [0, 0, 1, 1, 2]
-    assert [
-        state.known_prefix(replica, RouterRequest("", 0, hashes("aab"))) for replica in range(3)
-    ] == [2, 2, 2]
 
 
 def test_routers_without_prefixes_remember_none():
@@ -361,17 +348,10 @@ def test_prompts_with_another_salt_or_adapter_have_other_hashes():
         ),
         (
             lambda s: routing.route(
-                s, Router("mine", lambda state, request: 9), RouterRequest("a", 1)
-            ),
-            "router 'mine' chose replica 9 for request 'a'; present are 0, 1; its choose must return one of",
-        ),
-        (
-            lambda s: routing.route(
                 s, Router("mine", lambda state, request: [0]), RouterRequest("a", 1)
             ),
             "router 'mine' chose replica [0] for request 'a'; present are 0, 1; its choose must return one of",
         ),
-        (lambda s: by_prefix("mine", factor=0.5), "factor is 0.5; it must be at least 1, or"),
         (lambda s: by_prefix("mine", factor=math.nan), "factor is nan; it must be at least 1"),
         (lambda s: by_prefix("mine", slack=-1), "slack is -1; it must be at least 0 requests"),
         (
@@ -397,7 +377,6 @@ def test_wrong_values_are_refused_with_a_remedy(act, message: str):
             "MINE = Router('mine', lambda state: 0)",
             "its choose takes other arguments; write choose(state, request)",
         ),
-        ("MINE = 3", "MINE in .* is no Router; those in it: none"),
     ],
 )
 def test_a_wrong_router_of_ones_own_is_refused(tmp_path, code: str, message: str):

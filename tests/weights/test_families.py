@@ -23,11 +23,12 @@ from pagedjax.commands import cli
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind, Rope
 from pagedjax.models import initial_factors, score
 from pagedjax.weights import open_checkpoint
-from pagedjax.weights.architectures import FAMILIES, Family, normalised
+from pagedjax.weights.architectures import Family
 from pagedjax.weights.convert import convert
-from pagedjax.weights.families import built_in, check_parameters, own_family
+from pagedjax.weights.families import own_family
 from pagedjax.weights.pretrained import read_model
 from pagedjax.weights.trained import whole
+from tests.device.test_llama import chosen, plain_attention, softmax
 from tests.weights.tiny import tiny_gguf, tiny_llama, write_tokenizer
 
 CONFIG = {
@@ -43,20 +44,15 @@ CONFIG = {
     "eos_token_id": 2,
 }
 SIZES: dict[str, Any] = {
-    **{
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 16,
-        "token_buckets": (16,),
-        "block_size": 4,
-        "num_blocks": 64,
-    },
-    **{"progress": False, "compilation": "lazy"},
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "block_size": 4,
+    "num_blocks": 64,
+    "progress": False,
 }
-WORKLOAD = {
-    "kind": "synthetic",
-    "count": 2,
-    **{key: {"dist": "fixed", "value": 8} for key in ("prompt", "output")},
-}
+LENGTH = {"dist": "fixed", "value": 8}
+WORKLOAD = {"kind": "synthetic", "count": 2, "prompt": LENGTH, "output": LENGTH}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate((5, 40, 1))]
 
@@ -100,8 +96,7 @@ def plain(folder: Path, tokens: list[int], *, parallel: bool = True) -> np.ndarr
     """Log-probabilities [len(tokens), V] of the next token, in float64, without a cache."""
     w = {key: tensor.read().astype(np.float64) for key, tensor in open_tensors(folder).items()}
     x = w["embed.weight"][tokens]
-    length = len(tokens)
-    angles = np.arange(length)[:, None] * 10000.0 ** (-np.arange(8) / 8)
+    heads = {**CONFIG, "rope_theta": 10000.0, "rope_scaling": None}
 
     def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * weight
@@ -109,27 +104,11 @@ def plain(folder: Path, tokens: list[int], *, parallel: bool = True) -> np.ndarr
     def gelu(x: np.ndarray) -> np.ndarray:
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
-    def rotated(a: np.ndarray) -> np.ndarray:
-        half = a[..., :8]
-        other_half = a[..., 8:]
-        cos = np.cos(angles)[:, None]
-        sin = np.sin(angles)[:, None]
-        return np.concatenate([half * cos - other_half * sin, other_half * cos + half * sin], -1)
-
     for i in range(CONFIG["num_hidden_layers"]):
         layer = {key.split(".")[2]: x for key, x in w.items() if key.startswith(f"layers.{i}.")}
         y = norm(x, layer["norm_1"])
-        q, k, v = (
-            (y @ layer[part].T).reshape(length, -1, 16) for part in ("query", "key", "value")
-        )
-        q = rotated(q)
-        k = np.repeat(rotated(k), 2, 1)
-        v = np.repeat(v, 2, 1)
-        scores = np.einsum("qnd,knd->nqk", q, k) / 4
-        scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
-        shares = np.exp(scores - scores.max(-1, keepdims=True))
-        shares /= shares.sum(-1, keepdims=True)
-        attended = np.einsum("nqk,knd->qnd", shares, v).reshape(length, -1) @ layer["out"].T
+        q, k, v = (y @ layer[part].T for part in ("query", "key", "value"))
+        attended = plain_attention(q, k, v, heads, softmax)[0] @ layer["out"].T
         before = x if parallel else x + attended
         x = x + attended + gelu(norm(before, layer["norm_2"]) @ layer["up"].T) @ layer["down"].T
     logits = norm(x, w["norm.weight"]) @ w["head.weight"].T
@@ -161,13 +140,8 @@ def test_the_documented_family_is_a_plain_forward_pass(folder, llm):
             plain(folder, tokens, parallel=p)[len(prompt) - 1 :] for p in (True, False)
         )
         assert tuple(rows.argmax(-1).tolist()) == branch.token_ids
-        logprobs = np.array(
-            [
-                entry[token].logprob
-                for entry, token in zip(branch.logprobs, branch.token_ids, strict=True)
-            ]
-        )
-        chex.assert_trees_all_close(logprobs, rows.max(-1), atol=1e-4)
+        logprobs = chosen(branch.token_ids, branch.logprobs)
+        chex.assert_trees_all_close(logprobs, rows.max(-1).astype(np.float32), atol=1e-4)
         assert np.abs(rows - sequential).max() > 0.1, (
             "layers in turn hardly differ: the comparison is blind"
         )
@@ -216,7 +190,7 @@ def test_taps_and_scores_of_the_family(folder, name, llm):
     tokens = PROMPTS[1]
     rows = plain(folder, tokens)[np.arange(len(tokens) - 1), tokens[1:]]
     chex.assert_trees_all_close(
-        np.asarray(score(module, np.array([tokens]))[0, 1:]), np.float32(rows), atol=1e-4
+        score(module, np.array([tokens]))[0, 1:], np.float32(rows), atol=1e-4
     )
     params = replace(GREEDY, taps=Taps(hidden_states=(0, 2)))
     (tapped,) = llm.generate([tokens], params, use_tqdm=False)
@@ -288,15 +262,6 @@ def test_a_wrong_name_is_refused(name):
         own_family(name.replace("FAMILY", "Parallel"))
 
 
-def test_a_file_is_read_once_until_it_changes(name, tmp_path):
-    assert own_family(name) is own_family(name)
-    file = tmp_path / "mine.py"
-    file.write_text(Path(name.rpartition(":")[0]).read_text())
-    first = own_family(f"{file}:FAMILY")
-    file.write_text(file.read_text().replace('"parallel"', '"twin"'))
-    assert (first.model_type, own_family(f"{file}:FAMILY").model_type) == ("parallel", "twin")
-
-
 def test_a_layer_that_is_no_block_is_refused():
     sizes = {
         "vocab_size": 8,
@@ -359,33 +324,6 @@ def test_a_table_that_does_not_fit_the_decoder_is_refused_with_each_difference(f
         match=r"(?s)missing: head\.weight.*not in the decoder: crown\.weight \(320, 48\)",
     ):
         open_model(folder, family_with(name, param_table=misnamed))
-
-
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
-def test_the_tables_of_built_in_families_fit_their_decoders(model_type):
-    sizes = {key: value for key, value in CONFIG.items() if key != "model_type"}
-    sizes |= {
-        "num_local_experts": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-    }
-    sizes |= {
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 64,
-        "n_inner": 80,
-        "sliding_window": 16,
-    }
-    sizes |= {
-        "query_pre_attn_scalar": 16,
-        "hidden_act": "silu",
-        "hidden_activation": "gelu_pytorch_tanh",
-    }
-    family = built_in(model_type)
-    config = family.from_hf(normalised({**sizes, "model_type": model_type}, "config"))
-    check_parameters(family, config, family.param_table(config))
 
 
 def test_what_a_familys_from_hf_does_wrong_is_said(folder, name):

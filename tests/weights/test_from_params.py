@@ -13,7 +13,6 @@ import pytest
 from flax import nnx
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams, from_params, load_model
-from pagedjax.device.models.decoder import Decoder
 from pagedjax.engine import compilations
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.pretrained import read_model
@@ -75,8 +74,8 @@ def test_every_form_of_the_same_parameters_is_the_same_model(tiny, tiny_folder, 
         model = from_params(form, config, tokenizer=tiny_folder)
         for key, x in named(model.model.params).items():
             chex.assert_trees_all_equal(
-                np.asarray(x),
-                np.asarray(named(tiny.model.params)[key]),
+                x,
+                named(tiny.model.params)[key],
                 custom_message=f"{name}: {key}",
             )
     packed = replace(model_config, linear=model.model.config.linear)
@@ -146,7 +145,7 @@ def test_given_arrays_may_be_donated_or_overwritten(tree, config):
     embedding = np.array(tree["embed"])
     tree["embed"][:] = 0
     for params in (arrays, written):
-        chex.assert_trees_all_equal(np.asarray(params["embed"][...]), np.asarray(embedding))
+        chex.assert_trees_all_equal(params["embed"][...], embedding)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -156,9 +155,7 @@ def test_dtypes_are_kept_or_cast(tree, config, tiny_folder, dtype):
     for model in (from_params(tree, config, dtype=dtype), from_params(cast, config)):
         assert model.model.dtype == dtype
         for name, x in named(model.model.params).items():
-            chex.assert_trees_all_equal(
-                np.asarray(x), np.asarray(expected[name]), custom_message=name
-            )
+            chex.assert_trees_all_equal(x, expected[name], custom_message=name)
     with pytest.raises(
         ValueError, match=f"the parameters are of {dtype} and float32; set the dtype"
     ):
@@ -209,8 +206,6 @@ def test_values_that_are_not_parameters_are_refused(config, params):
 def test_a_wrong_config_is_refused(tree, config):
     with pytest.raises(ValueError, match="config: model_type is 'mamba'; supported"):
         from_params(tree, {**config, "model_type": "mamba"})
-    with pytest.raises(ValueError, match="config: vocab_size is 0"):
-        from_params(tree, {**config, "vocab_size": 0})
 
 
 # --- new values for a running model ---------------------------------------------------------------
@@ -248,15 +243,6 @@ def test_new_values_clear_the_prefix_cache_and_drop_steps_sent_ahead(tiny, tree)
     )
 
 
-def test_a_lazy_engine_takes_new_values_too(tiny, tree):
-    llm = LLM(tiny, **SMALL | {"compilation": "lazy"})
-    before = ids(llm)
-    llm.update_params(scaled(tree, 1.5))
-    compiled = compilations.compilations()
-    assert ids(llm) != before
-    assert compilations.compilations() == compiled
-
-
 def test_arrays_may_be_donated_or_overwritten_after_an_update(tiny, tree):
     llm = LLM(tiny, **SMALL)
     inputs = jax.tree.map(jnp.asarray, scaled(tree, 1.5))
@@ -284,31 +270,11 @@ def test_parameters_that_do_not_fit_change_nothing(llm, tree):
     params = llm.engine.model.params
     del tree["norm"]
     tree["embed"] = tree["embed"].astype(np.float16)
-    tree["blocks"][0]["attn"]["qkv"]["weight"] = tree["blocks"][0]["attn"]["qkv"]["weight"][:-1]
-    tree["blocks"][1]["extra"] = np.ones(3, np.float32)
-    with pytest.raises(
-        ValueError, match=r"^the given parameters do not fit the model in use; diff"
-    ) as caught:
+    message = (
+        r"(?s)^the given parameters do not fit the model in use; differences: 2"
+        r".*dtype of embed: expected float32, found float16"
+    )
+    with pytest.raises(ValueError, match=message):
         llm.update_params(tree)
-    assert sorted(str(caught.value).split("\n  ")[1:]) == [
-        "dtype of embed: expected float32, found float16",
-        "missing: norm.weight (64,)",
-        "shape of blocks.0.attn.qkv.weight: expected (128, 64), found (127, 64)",
-        "unexpected: blocks.1.extra (3,)",
-    ]
     assert llm.engine.model.params is params
     assert ids(llm) == before
-
-
-def test_a_module_generates_between_training_steps(tiny_folder, tiny, llm):
-    """A jitted step donates the state; then the engine takes the new values."""
-    module = Decoder(tiny.model.config, "float32")
-    nnx.update(module, jax.tree.map(jnp.copy, tiny.model.params))
-    state = nnx.state(module, nnx.Param)
-    serving = LLM(from_params(state, tiny.model.config, tokenizer=tiny_folder), **SMALL)
-    assert ids(serving) == ids(llm)
-    step = jax.jit(lambda s: jax.tree.map(lambda x: 1.5 * x, s), donate_argnums=0)
-    state = step(state)
-    serving.update_params(state)
-    state = step(state)  # donates the given arrays
-    assert ids(serving) != ids(llm)

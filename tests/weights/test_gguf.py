@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.gguf_file import read_gguf
-from tests.weights.tiny import tiny_gguf, tiny_llama
+from tests.weights.tiny import tiny_gguf, tiny_llama, write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -98,36 +98,46 @@ def test_header_and_values_equal_the_gguf_packages(tmp_path):
         )
 
 
-def test_rope_scaling_in_its_three_forms(tmp_path):
-    folder = tiny_llama(tmp_path)
-    factors = [1.0, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0]
-    opened = open_checkpoint(tiny_gguf(tmp_path / "a.gguf", folder, freq_factors=factors))
-    assert opened.config["rope_scaling"] == {"rope_type": "freqs", "factors": factors}
+FACTORS = [1.0, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0]
+LINEAR = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+YARN = {
+    "llama.rope.scaling.type": "yarn",
+    "llama.rope.scaling.factor": 2.0,
+    "llama.rope.scaling.original_context_length": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("extra", "factors", "scaling"),
+    [
+        ({}, FACTORS, {"rope_type": "freqs", "factors": FACTORS}),
+        (LINEAR, None, {"rope_type": "linear", "factor": 4.0}),
+        ({"llama.rope.scale_linear": 2.0}, None, {"rope_type": "linear", "factor": 2.0}),
+        (
+            YARN,
+            None,
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256},
+        ),
+    ],
+)
+def test_rope_scaling_in_its_forms(tmp_path, extra, factors, scaling):
+    path = tiny_gguf(tmp_path / "m.gguf", tiny_llama(tmp_path), freq_factors=factors, extra=extra)
+    opened = open_checkpoint(path)
+    assert opened.config["rope_scaling"] == scaling
     assert not any("rope" in name for name in opened.tensors)
 
-    linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    opened = open_checkpoint(tiny_gguf(tmp_path / "b.gguf", folder, extra=linear))
-    assert opened.config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
 
-    yarn = {
-        "llama.rope.scaling.type": "yarn",
-        "llama.rope.scaling.factor": 2.0,
-        "llama.rope.scaling.original_context_length": 256,
-    }
-    opened = open_checkpoint(tiny_gguf(tmp_path / "c.gguf", folder, extra=yarn))
-    expected = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
-    assert opened.config["rope_scaling"] == expected
-
-    opened = open_checkpoint(
-        tiny_gguf(tmp_path / "d.gguf", folder, extra={"llama.rope.scale_linear": 2.0})
-    )
-    assert opened.config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
-    with pytest.raises(ValueError, match=r"both rope_freqs.weight and .*type = 'linear'"):
-        open_checkpoint(tiny_gguf(tmp_path / "e.gguf", folder, extra=linear, freq_factors=factors))
-    with pytest.raises(ValueError, match="type is 'longrope'"):
-        open_checkpoint(
-            tiny_gguf(tmp_path / "f.gguf", folder, extra={"llama.rope.scaling.type": "longrope"})
-        )
+@pytest.mark.parametrize(
+    ("extra", "factors", "message"),
+    [
+        (LINEAR, FACTORS, r"both rope_freqs.weight and .*type = 'linear'"),
+        ({"llama.rope.scaling.type": "longrope"}, None, "type is 'longrope'"),
+    ],
+)
+def test_rope_scaling_that_is_not_known_is_refused(tmp_path, extra, factors, message):
+    path = tiny_gguf(tmp_path / "m.gguf", tiny_llama(tmp_path), freq_factors=factors, extra=extra)
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(path)
 
 
 def test_keys_that_older_files_lack_have_defaults(tmp_path):
@@ -176,11 +186,6 @@ def test_end_of_turn_and_of_message_end_the_text_too(tmp_path):
             ("llama.attention.key_length",),
             "value of the wrong type",
         ),
-        (
-            {"llama.attention.head_count": 0},
-            ("llama.attention.key_length",),
-            "value of the wrong type",
-        ),
         ({"general.alignment": 12}, (), "general.alignment is 12; it must be a power of two"),
     ],
 )
@@ -201,11 +206,7 @@ def test_equal_numbers_for_each_layer_are_one_number(tmp_path):
 def test_other_architectures_are_refused_with_the_supported_ones(tmp_path):
     from gguf import GGUFWriter
 
-    writer = GGUFWriter(tmp_path / "m.gguf", "qwen35")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(GGUFWriter(tmp_path / "m.gguf", "qwen35"))
     with pytest.raises(ValueError, match=r"general\.architecture is 'qwen35'; supported: llama"):
         open_checkpoint(tmp_path / "m.gguf")
 
@@ -216,10 +217,7 @@ def test_encodings_that_cannot_be_decoded_name_tensor_and_type(tmp_path):
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("numbers", np.arange(8, dtype=np.int32))
     writer.add_tensor("wide", np.arange(3, dtype=np.float64))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(writer)
     tensors = read_gguf(tmp_path / "m.gguf").tensors
     np.testing.assert_array_equal(tensors["wide"].read(), [0, 1, 2])
     with pytest.raises(
@@ -272,7 +270,6 @@ def test_data_that_is_missing_after_opening_is_named(file, tmp_path):
         (0, b"GGML", r"begins with b'GGML', not b'GGUF'"),
         (4, struct.pack("<I", 1), r"GGUF version 1; versions \(2, 3\) are supported"),
         (4, struct.pack(">I", 3), "big-endian"),
-        (8, struct.pack("<Q", 2**60), "truncated or damaged|damaged"),
         (16, struct.pack("<Q", 2**60), "damaged"),
         (
             24,

@@ -44,18 +44,6 @@ def test_pre_tokenizers_equal_brute_force(pre, text):
     assert tokenizer.encode(text).ids == oracle.encode(text)
 
 
-def test_pre_tokenizers_differ_where_they_should():
-    def pieces(pre: str, text: str) -> list[str]:
-        return [piece for piece, _ in embedded_as(pre)[0].pre_tokenizer.pre_tokenize_str(text)]
-
-    assert pieces("smollm", "in 2024") == ["in", "Ġ", "2", "0", "2", "4"]
-    assert pieces("gpt-2", "in 2024") == ["in", "Ġ2024"]
-    assert pieces("llama-bpe", "in 2024") == ["in", "Ġ", "202", "4"]
-    assert pieces("qwen2", "in 2024") == ["in", "Ġ", "2", "0", "2", "4"]
-    assert pieces("llama-bpe", "IT'S\n\nok") == ["IT", "'S", "ĊĊ", "ok"]
-    assert pieces("smollm", "IT'S\n\nok") == ["IT", "'", "S", "Ċ", "Ċ", "ok"]
-
-
 def test_llama3_adds_bos_unless_the_file_disables_it():
     metadata = dict(open_checkpoint("smollm2-135m").metadata) | {"tokenizer.ggml.pre": "llama-bpe"}
     assert build_tokenizer("x", metadata).encode("Hello").ids == [19556]  # the file disables it

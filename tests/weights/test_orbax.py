@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import shutil
 import sys
 import time
@@ -22,16 +21,14 @@ import pytest
 import tensorstore
 from flax import nnx
 
-from pagedjax import LLM, SamplingParams, load_model
-from pagedjax.device.models.decoder import Decoder
-from pagedjax.weights import architectures, open_checkpoint, orbax_checkpoint
+from pagedjax import load_model
+from pagedjax.weights import open_checkpoint, orbax_checkpoint
 from pagedjax.weights.convert import convert
-from pagedjax.weights.load import restore_params
 from pagedjax.weights.pretrained import read_model
 from pagedjax.weights.tokenizer_files import load_tokenizer
 from pagedjax.weights.tree import named
 from tests import fresh_python
-from tests.weights.tiny import llama3_scaling, tiny_gguf, tiny_llama
+from tests.weights.tiny import tiny_gguf
 
 assert_equal = partial(chex.assert_trees_all_equal, strict=True)  # dtypes, too
 
@@ -62,41 +59,6 @@ def folder(source) -> Path:
 # --- the written model ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [{"dtype": "float32"}, {"dtype": "bfloat16", "tied": False}, {"dtype": "float16", "shards": 3}],
-    ids=str,
-)
-def test_a_restored_model_is_identical_and_has_the_same_dtype(tmp_path, kind):
-    source = tiny_llama(tmp_path / "hf", rope_scaling=llama3_scaling(), **kind)
-    folder = convert(source, tmp_path / "orbax", "orbax")
-    stored = open_checkpoint(source)
-    restored = open_checkpoint(folder)
-    assert restored.format == "orbax"
-    assert {x.dtype.name for x in restored.tensors.values()} == {kind["dtype"]}
-    assert {**restored.config, "torch_dtype": ""} == {**stored.config, "torch_dtype": ""}
-    assert restored.eos_token_ids == stored.eos_token_ids == (0, 2)
-    assert_equal(params(folder, kind["dtype"]), params(source, kind["dtype"]))
-
-
-def test_the_folder_generates_the_same_text_as_its_source(source, folder):
-    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    small = {
-        "max_num_seqs": 2,
-        "max_num_batched_tokens": 32,
-        "token_buckets": (32,),
-        "num_blocks": 16,
-    }
-    texts = [
-        LLM(model, progress=False, **small)
-        .generate("the cat", greedy, use_tqdm=False)[0]
-        .outputs[0]
-        for model in (source, folder)
-    ]
-    assert texts[0] == texts[1]
-    assert texts[0].text
-
-
 def test_values_are_rounded_once_when_written_or_restored_in_another_dtype(
     tmp_path, source, folder
 ):
@@ -118,7 +80,7 @@ def test_a_gguf_file_becomes_a_folder_with_its_tokenizer(tmp_path, source):
 def test_one_tensor_can_be_read_by_its_path(source, folder):
     tensor = open_checkpoint(folder).tensors["blocks.1.attn.qkv.bias"]
     assert (tensor.shape, tensor.dtype, tensor.file) == ((128,), np.float32, folder / "params")
-    chex.assert_trees_all_equal(np.asarray(tensor.read()), params(source)["blocks.1.attn.qkv.bias"])
+    chex.assert_trees_all_equal(tensor.read(), params(source)["blocks.1.attn.qkv.bias"])
 
 
 def test_orbax_itself_reads_the_folder(source, folder):
@@ -169,21 +131,14 @@ def test_one_error_lists_every_difference_and_the_folder(tmp_path, source):
     tree = nnx.to_pure_dict(load_model(source, linear_impl="xla").model.params)
     del tree["norm"]
     tree["embed"] = tree["embed"][:300]
-    tree["head"]["weight"] = tree["head"]["weight"].astype("int8")
-    tree["blocks"][1]["attn"]["qkv"]["weight"] = tree["blocks"][1]["attn"]["qkv"]["weight"].T
-    tree["step"] = np.array(7)
     folder = save(tmp_path / "t", tree, source)
-    with pytest.raises(
-        ValueError, match=f"^{folder} does not fit the llama model its config describes"
-    ) as caught:
+    message = (
+        rf"(?s)^{folder} does not fit the llama model its config describes"
+        r"(?=.*shape of embed: expected \(320, 64\), found \(300, 64\) in params)"
+        r"(?=.*missing: norm.weight \(64,\))"
+    )
+    with pytest.raises(ValueError, match=message):
         load_model(folder)
-    assert sorted(str(caught.value).split("\n  ")[1:]) == [
-        "dtype of head.weight: expected a floating point type, found int8 in params",
-        "missing: norm.weight (64,)",
-        "shape of blocks.1.attn.qkv.weight: expected (128, 64), found (64, 128) in params",
-        "shape of embed: expected (320, 64), found (300, 64) in params",
-        "unexpected: step () in params",
-    ]
 
 
 def test_another_orbax_folder_is_refused_with_what_is_missing(tmp_path, source, folder):
@@ -267,35 +222,3 @@ def test_damaged_metadata_is_named(tmp_path, folder, name, share):
     ) if share else file.unlink()
     with pytest.raises(ValueError, match=rf"{broken}/params .*(cannot|can) be read"):
         open_checkpoint(broken)
-
-
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_broken_json_is_named(tmp_path, folder, name):
-    broken = copy(folder, tmp_path / "broken")
-    (broken / name).write_text("{")
-    with pytest.raises(ValueError, match=rf"{name} is not valid JSON"):
-        open_checkpoint(broken)
-
-
-def test_a_config_of_another_model_gives_a_list_of_differences(tmp_path, folder):
-    changed = copy(folder, tmp_path / "other")
-    config = json.loads((changed / "config.json").read_text())
-    (changed / "config.json").write_text(
-        json.dumps({**config, "num_hidden_layers": 1, "vocab_size": 319})
-    )
-    with pytest.raises(
-        ValueError, match=r"(?s)shape of embed: expected \(319, 64\).*unexpected: blocks\.1\."
-    ):
-        load_model(changed)
-
-
-def test_an_abstract_decoder_has_the_stored_names(folder):
-    """So that a program that builds the module can find its parameters."""
-    opened = open_checkpoint(folder)
-    config = architectures.FAMILIES["llama"].from_hf(opened.config)
-    abstract = named(nnx.eval_shape(lambda: Decoder(config, "float32")))
-    assert {name: x.shape for name, x in abstract.items()} == {
-        name: x.shape for name, x in opened.tensors.items()
-    }
-    table = architectures.FAMILIES["llama"].param_table(config)
-    assert set(named(restore_params(opened, table, "float32"))) == set(abstract)

@@ -17,6 +17,13 @@ from tests.device.test_llama import plain_hidden
 from tests.weights.tiny import tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:this model was not made for embeddings")
+SMALL = {
+    "progress": False,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 32,
+    "token_buckets": (32,),
+    "num_blocks": 32,
+}
 MODELS = "sentence_transformers.models"
 
 
@@ -75,14 +82,7 @@ def test_a_model_pools_as_its_files_say_and_without_a_warning(tiny_folder, tmp_p
     folder = write(
         shutil.copytree(tiny_folder, tmp_path / "model"), "Transformer", "Pooling", mean_tokens=True
     )
-    llm = LLM(
-        folder,
-        progress=False,
-        max_num_seqs=2,
-        max_num_batched_tokens=32,
-        token_buckets=(32,),
-        num_blocks=32,
-    )
+    llm = LLM(folder, **SMALL)
     assert llm.model.pooling == "MEAN"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -104,16 +104,7 @@ def test_a_model_that_was_saved_without_its_head_opens(tmp_path):
     save_file(
         {name.removeprefix("model."): x for name, x in tensors.items()}, bare / "model.safetensors"
     )
-    options = {
-        "max_num_seqs": 2,
-        "max_num_batched_tokens": 32,
-        "token_buckets": (32,),
-        "num_blocks": 32,
-    }
-    outputs = [
-        LLM(folder, progress=False, **options).embed([[5, 6]], use_tqdm=False)
-        for folder in (full, bare)
-    ]
+    outputs = [LLM(folder, **SMALL).embed([[5, 6]], use_tqdm=False) for folder in (full, bare)]
     assert outputs[0] == outputs[1]
 
 
@@ -121,13 +112,7 @@ def test_a_pooling_that_is_not_supported_is_refused(tiny_folder, tmp_path):
     folder = write(
         shutil.copytree(tiny_folder, tmp_path / "model"), "Transformer", "Pooling", max_tokens=True
     )
-    options = {
-        "max_num_seqs": 2,
-        "max_num_batched_tokens": 32,
-        "token_buckets": (32,),
-        "num_blocks": 32,
-    }
-    llm = LLM(folder, progress=False, compilation="lazy", **options)
+    llm = LLM(folder, **SMALL)
     with pytest.raises(
         ValueError,
         match="the model's files ask for 'max_tokens', which is not supported; give pool",

@@ -10,50 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.huggingface import INDEX, read_safetensors
 from tests.weights.tiny import tiny_llama
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_values_equal_the_safetensors_packages(tmp_path, dtype):
-    folder = tiny_llama(tmp_path, dtype=dtype)
-    stored = load_file(folder / "model.safetensors")
-    opened = open_checkpoint(folder)
-    assert set(opened.tensors) == set(stored)
-    for name, tensor in opened.tensors.items():
-        values = tensor.read()
-        assert values.dtype == tensor.dtype == getattr(ml_dtypes, dtype, dtype)
-        assert tensor.file == folder / "model.safetensors"
-        np.testing.assert_array_equal(values, stored[name])
-
-
-def test_shards_are_one_checkpoint(tmp_path):
-    single = open_checkpoint(tiny_llama(tmp_path / "one"))
-    sharded = open_checkpoint(tiny_llama(tmp_path / "three", shards=3))
-    assert set(single.tensors) == set(sharded.tensors)
-    assert len({tensor.file for tensor in sharded.tensors.values()}) == 3
-    for name, tensor in single.tensors.items():
-        np.testing.assert_array_equal(tensor.read(), sharded.tensors[name].read())
-
-
 def test_every_dtype_of_the_format_reads(tmp_path):
-    kinds = [
-        "float64",
-        "float32",
-        "float16",
-        "bool",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-    ]
-    values = {kind: np.array([[0, 1], [1, 0], [1, 1]], kind) for kind in kinds}
+    # numpy's letters: bool, integers of 8 to 64 bits, without a sign too, and floats
+    values = {kind: np.array([[0, 1], [1, 0], [1, 1]], kind) for kind in "?bhiqBHIefd"}
     for kind in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         values[kind] = np.array([1.5, -2], getattr(ml_dtypes, kind))
     values["scalar"] = np.array(3.0, np.float32)
@@ -160,10 +126,8 @@ def with_header(path: Path, header: object) -> Path:
     ("header", "message"),
     [
         (b"{not json", "damaged header"),
-        (b"\xff\xff", "damaged header"),
         ([1], "a JSON list"),
         ({"a": 3}, "the entry of a is 3"),
-        ({"a": {"dtype": "F32", "shape": [2]}}, "the entry of a is"),
         ({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}, "the entry of a is"),
         ({"a": {"dtype": "F32", "shape": ["2"], "data_offsets": [0, 8]}}, "the entry of a is"),
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": ["0", 8]}}, "the entry of a is"),

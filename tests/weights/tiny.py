@@ -5,8 +5,6 @@ torch.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +21,12 @@ CHAT_TEMPLATE = (
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-TEXT = "the cat and the other cat are in the house; she sells sea shells and he then hears the rain on the window "
+# Byte pairs that are most frequent in a text about a cat, a house and the rain.
+MERGES = (
+    "h e,t he,Ġ the,Ġ s,i n,Ġ a,a t,c at,l l,ll s,n d,Ġ cat,Ġ he,Ġ o,Ġa nd,Ġs e,Ġs he,a in,a r,ar s,"
+    "d o,do w,e ;,h o,ho u,hou s,hous e;,in dow,r ain,r e,the r,w indow,Ġ house;,Ġ in,Ġ rain,"
+    "Ġ window,Ġa re,Ġhe ars,Ġo n,Ġo ther,Ġse a,Ġse lls,Ġshe lls,Ġthe n"
+)
 
 
 def tiny_llama(
@@ -159,38 +162,16 @@ def save_shards(folder: Path, tensors: dict[str, np.ndarray], shards: int) -> No
     write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
 
 
-def byte_merges(count: int) -> list[tuple[str, str]]:
-    """Up to `count` byte-pair merges learnt from TEXT; ties go to the pair that sorts first."""
-    letters = {byte: char for char, byte in byte_alphabet().items()}
-    words = [
-        [letters[b] for b in word.encode()] for word in TEXT.replace(" ", "\n ").split("\n") if word
-    ]
-    merges: list[tuple[str, str]] = []
-    while len(merges) < count:
-        pairs = Counter(pair for word in words for pair in pairwise(word))
-        if not pairs:
-            break
-        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
-        merges.append(best)
-        for word in words:
-            for at in range(len(word) - 2, -1, -1):
-                if at + 1 < len(word) and (word[at], word[at + 1]) == best:
-                    word[at : at + 2] = ["".join(best)]
-    return merges
-
-
 def tiny_vocab(vocab: int) -> tuple[list[str], list[tuple[str, str]]]:
     """(tokens in id order, merges) of a byte-level BPE with at most `vocab` tokens."""
     letters = {byte: char for char, byte in byte_alphabet().items()}
     assert vocab >= len(SPECIAL) + 256, (
         f"vocab is {vocab}; 259 are the special tokens and the bytes"
     )
-    merges = byte_merges(vocab - len(SPECIAL) - 256)
-    return [
-        *SPECIAL,
-        *(letters[byte] for byte in range(256)),
-        *(first + second for first, second in merges),
-    ], merges
+    pairs = MERGES.split(",")[: vocab - len(SPECIAL) - 256]
+    letters_of_bytes = [letters[byte] for byte in range(256)]
+    tokens = [*SPECIAL, *letters_of_bytes, *(pair.replace(" ", "") for pair in pairs)]
+    return tokens, [tuple(pair.split(" ")) for pair in pairs]  # type: ignore[misc]
 
 
 def write_tokenizer(folder: Path, vocab: int) -> None:
@@ -250,13 +231,16 @@ def llama_cpp_permute(x: np.ndarray, heads: int) -> np.ndarray:
     """Row i of a head's first half and row i of its second half become neighbours, as llama.cpp's
     converter does.
     """
-    out = np.empty_like(x)
-    size = len(x) // heads
-    for head in range(heads):
-        for i in range(size // 2):
-            out[head * size + 2 * i] = x[head * size + i]
-            out[head * size + 2 * i + 1] = x[head * size + size // 2 + i]
-    return out
+    halves = x.reshape(heads, 2, -1, *x.shape[1:])
+    return halves.swapaxes(1, 2).reshape(x.shape)
+
+
+def write_gguf(writer: Any) -> None:
+    """Write what a GGUFWriter of the gguf package was given."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def tiny_gguf(
@@ -320,20 +304,17 @@ def tiny_gguf(
     for file in sorted(folder.glob("*.safetensors")):
         for name, x in load_file(file).items():
             x = x.astype(np.float32)
-            if ".q_proj." in name or ".k_proj." in name:
-                x = llama_cpp_permute(
-                    x,
-                    config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"],
-                )
+            for part, heads in (
+                ("q_proj", "num_attention_heads"),
+                ("k_proj", "num_key_value_heads"),
+            ):
+                if f".{part}." in name:
+                    x = llama_cpp_permute(x, config[heads])
             if x.ndim == 2 and matrices != "F32":
-                packed = quantize(x, kind)
-                writer.add_tensor(gguf_name(name), packed, raw_dtype=kind)
+                writer.add_tensor(gguf_name(name), quantize(x, kind), raw_dtype=kind)
             else:
                 writer.add_tensor(gguf_name(name), x)
     if freq_factors is not None:
         writer.add_tensor("rope_freqs.weight", np.asarray(freq_factors, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(writer)
     return path
