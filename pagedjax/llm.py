@@ -435,13 +435,13 @@ class LLM:
         use = tool_use(self.tokenizer, tools, tool_choice, parallel_tool_calls, tool_call_parser)
         ids = [use.tokens(self.tokenizer, item) for item in _conversations(messages)]
         params_of_each = [
-            use.applied(params, self.tokenizer)[0]
+            use.with_grammar(params, self.tokenizer)[0]
             for params in _params_of_each(sampling_params, len(ids))
         ]
         requests = []
         for tokens, params in zip(ids, params_of_each, strict=True):
             if use.tools:
-                use.compiled(self.session.grammars, params)
+                use.compiled_grammar(self.session.grammars, params)
             text = self.tokenizer.decode(tokens, skip_special_tokens=False)
             requests.append(GenerationRequest(self._truncated(tokens, params), params, text))
         outputs = self._run(requests, use_tqdm, lora_request)

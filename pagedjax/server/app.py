@@ -287,7 +287,7 @@ def _chat_requests(
         chat=True,
         tokenizer=llm.tokenizer,
         logprobs=logprobs,
-        calls=use.form,
+        calls=use.call_format,
         ignored=ignored or (grammar.ignored if grammar else ()),
         token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),

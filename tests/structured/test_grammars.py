@@ -131,7 +131,7 @@ def test_a_hostile_form_costs_a_bounded_time(grammars, fields):
 
 
 def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(grammars, monkeypatch):
-    monkeypatch.setattr(module, "KEPT", 2)
+    monkeypatch.setattr(module, "MAX_KEPT", 2)
     first = grammars.compiled(StructuredOutputsParams(regex="first"))
     grammars.compiled(StructuredOutputsParams(regex="second"))
     assert grammars.compiled(StructuredOutputsParams(regex="first")) is first

@@ -71,8 +71,8 @@ def accepts(
     """ "complete", "prefix", or the text before the token that is refused."""
     with_template = Tokenizer(tokenizer.backend, (2,), {}, template)
     use = tool_use(with_template, options.pop("tools", TOOLS), **options)
-    params, _ = use.applied(params or SamplingParams(), with_template)
-    matcher = use.compiled(
+    params, _ = use.with_grammar(params or SamplingParams(), with_template)
+    matcher = use.compiled_grammar(
         Grammars(with_template, with_template.vocab_size, (2,)), params
     ).start.deep_copy()
     ids = with_template.encode(text)
@@ -179,7 +179,7 @@ def test_a_schema_that_is_not_supported_names_the_tool(tokenizer):
         accepts(tokenizer, "", tools=wrong)
     wrong[1]["function"]["strict"] = False
     use = tool_use(tokenizer, wrong)
-    assert use.applied(SamplingParams(), tokenizer)[1] == ("bad#/properties/a/uniqueItems",)
+    assert use.with_grammar(SamplingParams(), tokenizer)[1] == ("bad#/properties/a/uniqueItems",)
     with pytest.raises(ValueError, match=r"the schema of 'odd' cannot be used at #/properties/a"):
         accepts(
             tokenizer,
