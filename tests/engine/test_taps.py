@@ -32,7 +32,7 @@ from pagedjax.engine.session import Session, SessionStep
 from pagedjax.host import scheduler
 from pagedjax.host.replay import verify
 from pagedjax.host.types import Preempted, Verified
-from pagedjax.text.tap_arrays import TapPart, collect
+from pagedjax.text.tap_arrays import TapPart, collectors
 from tests.device.test_llama import plain_run
 from tests.device.test_model_families import saved  # noqa: F401  (a fixture)
 from tests.engine.test_draft_models import folders  # noqa: F401  (a fixture)
@@ -240,7 +240,7 @@ def test_a_stop_string_ends_the_arrays_too(llm, tiny_folder):
 
 def test_a_failed_step_computes_arrays_again(llm, tiny_folder, monkeypatch):
     llm.engine.add("r", PROMPTS[1], PARAMS)
-    collected = collect(["r"], len(PROMPTS[1]))["r"]
+    collected = collectors(["r"], len(PROMPTS[1]))["r"]
     parts = []
     tokens = []
     for broken in (False, True, *(False,) * 20):
@@ -569,7 +569,7 @@ def check_parts(data: st.DataObject) -> None:
     length = prompt + outputs - 1
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     shared = rng.normal(size=(prompt, 3)).astype(np.float32)
-    collected = collect(["a", "b"], prompt)
+    collected = collectors(["a", "b"], prompt)
     for name in ("a", "b"):
         states = np.concatenate([shared, rng.normal(size=(outputs - 1, 3)).astype(np.float32)])
         ids = rng.integers(0, 9, (length, 2)).astype(np.int32)
