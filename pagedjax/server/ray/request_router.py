@@ -48,7 +48,7 @@ class PureRouter(RequestRouter):
             record: where the recording is written; if that file exists, to `unused_path` of it.
         """
         path = None if record is None else unused_path(Path(record))
-        self.routing = Recorder(routing.find(router), known_blocks, path)
+        self.recorder = Recorder(routing.find(router), known_blocks, path)
         self._drain_seconds = drain_seconds
         self._early: dict[str, None] = {}  # requests that ended before they were routed
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -97,8 +97,8 @@ class PureRouter(RequestRouter):
 
         Requests of a replica that left are forgotten, so they are routed again.
         """
-        routed = self.routing.state.unfinished.get(request.request_id)
-        return self.routing.route(request) if routed is None else routed.replica
+        routed = self.recorder.state.unfinished.get(request.request_id)
+        return self.recorder.route(request) if routed is None else routed.replica
 
     def end(self, request_id: str) -> None:
         """End a request, whatever ended it. Any thread may call it."""
@@ -106,8 +106,8 @@ class PureRouter(RequestRouter):
             self._loop.call_soon_threadsafe(self._end, request_id)
 
     def _end(self, request_id: str) -> None:
-        if request_id in self.routing.state.unfinished:
-            self.routing.finished(request_id)
+        if request_id in self.recorder.state.unfinished:
+            self.recorder.finished(request_id)
         else:  # its client left before Serve asked for a replica; Serve may still ask
             self._early[request_id] = None
             while len(self._early) > MAX_EARLY_ENDS:
@@ -117,13 +117,13 @@ class PureRouter(RequestRouter):
         """Let replicas join and leave as Serve has them."""
         self._loop = asyncio.get_running_loop()
         present = {replica_id.unique_id for replica_id in self.curr_replicas}
-        previous = self.routing.state.replicas
+        previous = self.recorder.state.replicas
         for name in previous:
             if name not in present:
-                self.routing.left(name)
+                self.recorder.left(name)
                 self._loop.call_later(self._drain_seconds, link.LINK.drained, str(name))
         for name in sorted(present.difference(previous)):
-            self.routing.joined(name)
+            self.recorder.joined(name)
 
     # called by Serve ------------------------------------------------------------------------------
 

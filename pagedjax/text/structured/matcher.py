@@ -127,20 +127,20 @@ def masks(rows: Sequence[MaskRow], count: int) -> np.ndarray:
     )
 
     bit_masks = np.full((count, rows[0].matcher.grammar.words), -1, np.int32)
-    requests = [
+    work = [
         (row.matcher.after(row.output), row.first, [int(token) for token in row.drafts])
         for row in rows
     ]
-    valid = [(parser, first, drafts) for parser, first, drafts in requests if parser is not None]
-    plain = [(parser, first) for parser, first, drafts in valid if not drafts]
-    with_drafts = [(parser, first, drafts) for parser, first, drafts in valid if drafts]
+    usable = [(parser, first, drafts) for parser, first, drafts in work if parser is not None]
+    plain = [(parser, first) for parser, first, drafts in usable if not drafts]
+    with_drafts = [(parser, first, drafts) for parser, first, drafts in usable if drafts]
     if plain:
         fill_next_token_bitmask_par(_executor(), plain, bit_masks)
     if with_drafts:
         fill_next_token_bitmask_par_with_draft_tokens(_executor(), with_drafts, bit_masks)
     bit_masks = bit_masks.view(np.uint32)
     has_end = _has_end(bit_masks, rows[0].matcher.grammar.ends)
-    for row, (_, _, drafts) in zip(rows, requests, strict=True):
+    for row, (_, _, drafts) in zip(rows, work, strict=True):
         samples = slice(row.first, row.first + 1 + len(row.drafts))
         ending = np.flatnonzero(has_end[samples]).tolist()
         if ending and row.matcher.usable_parser() is not None:
