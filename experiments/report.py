@@ -93,7 +93,9 @@ def page(
         name=about["name"],
         question=about["question"],
         command=about["command"],
-        reading=[mark_labels(text, rows) for text in sweep_points.reading(runs, rows, axes)],
+        reading=[
+            mark_labels(text, rows) for text in sweep_points.result_sentences(runs, rows, axes)
+        ],
         tiles=tiles(runs, rows),
         sections=[*sections(rows, axes), *timeline(rows, steps)],
         table=table(rows),

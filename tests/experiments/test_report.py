@@ -121,7 +121,7 @@ def test_axes_follow_swept_keys(swept: list[dict[str, Any]], axes: Axes) -> None
 
 def test_sentences_match_numbers() -> None:
     rows = sweep_points.points(GRID)
-    text = " ".join(sweep_points.reading(GRID, rows, sweep_points.choose_axes(rows)))
+    text = " ".join(sweep_points.result_sentences(GRID, rows, sweep_points.choose_axes(rows)))
     best = "block_size=128, max_num_batched_tokens=256"
     worst = "block_size=8, max_num_batched_tokens=64"
     assert (
@@ -147,7 +147,9 @@ def test_sentences_state_missing_repeats_and_failures() -> None:
     single_runs = [run(0, 0, {"seed": 1}, 100.0), run(1, 0, {"seed": 2}, 90.0)]
     single_runs[1]["metrics"]["tokens_sha256"] = "other"
     rows = sweep_points.points(single_runs)
-    text = " ".join(sweep_points.reading(single_runs, rows, sweep_points.choose_axes(rows)))
+    text = " ".join(
+        sweep_points.result_sentences(single_runs, rows, sweep_points.choose_axes(rows))
+    )
     assert "Each point ran once, so how much of a difference is noise is not known." in text
     assert "The 2 runs generated 2 different sets of tokens." in text
     near = [
@@ -157,14 +159,14 @@ def test_sentences_state_missing_repeats_and_failures() -> None:
     ]
     rows = sweep_points.points(near)
     assert "one other point reaches into the range" in " ".join(
-        sweep_points.reading(near, rows, sweep_points.choose_axes(rows))
+        sweep_points.result_sentences(near, rows, sweep_points.choose_axes(rows))
     )
     broken = [run(0, 0, {}, 1.0, failed="x", metrics=None)]
-    assert sweep_points.reading(broken, [], Axes(None, ())) == [
+    assert sweep_points.result_sentences(broken, [], Axes(None, ())) == [
         "All 1 runs failed; there is no result."
     ]
     mixed = [*single_runs, *broken]
-    assert "1 of 3 runs failed and are left out." in sweep_points.reading(
+    assert "1 of 3 runs failed and are left out." in sweep_points.result_sentences(
         mixed, sweep_points.points(mixed), Axes(None, ())
     )
 
