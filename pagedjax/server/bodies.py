@@ -51,5 +51,8 @@ def _check(body: bytes) -> None:
     place = next(places_of_halves(value), None)
     if place is None:
         return
-    message = f"{place or 'the body'} has half of a surrogate pair; remove it, or send the whole character"
+    message = (
+        f"{place or 'the body'} has half of a surrogate pair; "
+        "remove it, or send the whole character"
+    )
     raise ApiError(400, message, place or None)

@@ -1,7 +1,7 @@
 """Build the tokenizer of a GGUF file, which splits text exactly as the model's original one does.
 
-The file names its pre-tokenizer (`tokenizer.ggml.pre`) but does not define it. A wrong pre-tokenizer
-still gives tokens, but not the ones that the model was trained on. So an unknown name is an error.
+The file names its pre-tokenizer (`tokenizer.ggml.pre`) but does not define it. A wrong one still
+gives tokens, but not those that the model was trained on. So an unknown name is an error.
 (transformers makes this mistake with "smollm": its conversion does not split digits.)
 """
 

@@ -48,7 +48,7 @@ class Matcher:
         self.error: str | None = None
 
     def after(self, output: Tokens) -> Any:
-        """llguidance's matcher after the output tokens; None, and `error` says why, if it failed."""
+        """llguidance's matcher after the output; None, and `error` says why, if it has failed."""
         if self.error is not None:
             return None
         if len(output) < self._consumed:
