@@ -1,13 +1,13 @@
 """Experiments on PagedJAX: strict configs, workloads, sweeps, metrics and reports.
 
-python -m experiments.run configs/quickstart.yaml      measure
-experiments.measure("configs/quickstart.yaml")         the same in Python; a pandas DataFrame
-experiments.load_runs("runs/quickstart")               read the results of earlier runs
-experiments.load_requests("runs/quickstart")           their requests; load_steps: their steps
-python -m experiments.report runs/quickstart           draw the report again
-python -m experiments.compare runs/before runs/after   is a difference real?
-python -m experiments.capacity configs/...yaml         the highest rate that meets the targets
-python -m experiments.reproduce 003                    a published result, reproduced
+    python -m experiments.run configs/quickstart.yaml      measure
+    experiments.measure("configs/quickstart.yaml")         the same in Python; a pandas DataFrame
+    experiments.load_runs("runs/quickstart")               read the results of earlier runs
+    experiments.load_requests("runs/quickstart")           their requests; load_steps: their steps
+    python -m experiments.report runs/quickstart           draw the report again
+    python -m experiments.compare runs/before runs/after   is a difference real?
+    python -m experiments.capacity configs/...yaml         the highest rate that meets the targets
+    python -m experiments.reproduce 003                    a published result, reproduced
 
 This folder holds one module for each of these commands, and nothing else. Imports between the
 folders go one way:

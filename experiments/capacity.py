@@ -1,14 +1,15 @@
-"""The highest rate that meets the targets: python -m experiments.capacity CONFIG [--set
-slo.ttft=0.5] [--share 0.9]
+"""The highest rate that meets the targets.
+
+    python -m experiments.capacity CONFIG [--set slo.ttft=0.5] [--share 0.9]
 
     --share 0.9         at least this share of requests meets every target of the config's `slo`, as goodput counts them
     --percentile 99     or: the 99th percentiles of TTFT and ITL (all gaps pooled) are each within slo.ttft and slo.itl
 
-Each probe measures the config at one rate (workload.arrivals.rate; for a trace 1 / time_scale, a
-multiple of the recorded speed). It is a point of the sweep <out>/<name>-capacity, so the same
-command resumes after the finished probes. The first probe has the config's own rate. The next ones
-double or halve it until one probe meets the targets and one does not; then the geometric middle of
-the two is probed, until they are within `tolerance`. The median of repeats counts.
+Each probe measures the config at one rate: workload.arrivals.rate, or of a trace its speed as a
+multiple of the recorded one, 1 / time_scale. It is a point of the sweep <out>/<name>-capacity, so
+the same command resumes after the finished probes. The first probe has the config's own rate. The
+next ones double or halve it until one probe meets the targets and one does not; then the geometric
+middle of the two is probed, until they are within `tolerance`. The median of repeats counts.
 
 Bisection assumes that every rate below a met rate is met too. This need not hold: a batch that
 happens to fill better can reverse it. So two rates above the answer are probed as well, and the
@@ -16,7 +17,7 @@ answer says if a rate was met above a rate that was not. The answer is valid for
 few requests, the queue of a rate that is too high has no time to grow, and the answer is too high.
 
 Exit status: 0 found, 1 not found or a run failed (the last line gives the reason), 2 the config is
-wrong.
+wrong, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -68,7 +69,17 @@ class Criterion:
             raise ValueError(f"--share is {self.share}; it must be above 0 and at most 1")
 
     def values(self, summaries: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """The deciding numbers, each the median over repeats, by their columns in a summary."""
+        """The deciding numbers, each the median over repeats, by their columns in a summary.
+
+        Raises:
+            ValueError: ITL is the only target, and no request has a second token.
+        """
+        flat = [flatten(summary["metrics"]) for summary in summaries]
+        if self.slo.ttft is None and all(row["itl_s.p50"] is None for row in flat):
+            raise ValueError(
+                "slo has itl alone, and no request has a second token, so every rate would meet "
+                "it; set slo.ttft, or give the workload longer outputs"
+            )
         columns = ["goodput.share"]
         if self.percentile is not None:
             targets = {"ttft_s": self.slo.ttft, "itl_s": self.slo.itl}
@@ -77,19 +88,23 @@ class Criterion:
                 for name, target in targets.items()
                 if target is not None
             ]
-        flat = [flatten(summary["metrics"]) for summary in summaries]
         values = {name: [row[name] for row in flat if row[name] is not None] for name in columns}
         # without gaps there is no ITL
         return {name: statistics.median(repeats) for name, repeats in values.items() if repeats}
 
-    def met(self, values: dict[str, float]) -> bool:
+    def is_met(self, values: dict[str, float]) -> bool:
         if self.percentile is None:
             return values["goodput.share"] >= self.share
         limits = {
             f"ttft_s.p{self.percentile}": self.slo.ttft,
             f"itl_s.p{self.percentile}": self.slo.itl,
         }
-        return all(value <= (limits[name] or 0.0) for name, value in values.items())
+        for name, value in values.items():
+            limit = limits[name]
+            assert limit is not None, "`values` has only latencies with a target"
+            if value > limit:
+                return False
+        return True
 
     def __str__(self) -> str:
         targets = {"TTFT": self.slo.ttft, "ITL": self.slo.itl}
@@ -106,7 +121,7 @@ class Probe(NamedTuple):
 
     rate: float
     met: bool
-    alone: bool  # no two requests overlapped, so a lower rate changes nothing
+    alone: bool  # it was not met, and no two requests overlapped: a lower rate changes nothing
     values: Mapping[str, float]
 
 
@@ -120,12 +135,14 @@ class Bounds(NamedTuple):
 
 
 def bracket(probes: Sequence[Probe]) -> tuple[float, float]:
-    """(met, unmet): the lowest rate that was not met (or infinity), and the highest met rate below
-    it (or 0).
+    """The two rates that the capacity is between.
+
+    Returns:
+        (highest met rate below the other one, or 0; lowest rate that was not met, or infinity).
     """
-    unmet = min((probe.rate for probe in probes if not probe.met), default=math.inf)
-    met_rates = [probe.rate for probe in probes if probe.met and probe.rate < unmet]
-    return max(met_rates, default=0.0), unmet
+    lowest_unmet = min((probe.rate for probe in probes if not probe.met), default=math.inf)
+    met_rates = [probe.rate for probe in probes if probe.met and probe.rate < lowest_unmet]
+    return max(met_rates, default=0.0), lowest_unmet
 
 
 def next_rate(probes: Sequence[Probe], bounds: Bounds) -> float | None:
@@ -135,25 +152,27 @@ def next_rate(probes: Sequence[Probe], bounds: Bounds) -> float | None:
     """
     start, low, high, tolerance = bounds
     probed = {probe.rate for probe in probes}
-    first_rates = [rate for rate in (low, high) if rate is not None] or [start]
-    for rate in first_rates:
+    given_rates = [rate for rate in (low, high) if rate is not None]
+    for rate in given_rates or [start]:  # these first
         if rate not in probed:
             return rate
-    met, unmet = bracket(probes)
-    if not met:
+    highest_met, lowest_unmet = bracket(probes)
+    if highest_met == 0.0:
         ended = (
             low is not None
             or len(probes) > MAX_BRACKET_PROBES
             or any(probe.alone for probe in probes)
         )
-        return None if ended else rounded(unmet / 2)
-    if unmet == math.inf:
-        return None if high is not None or len(probes) > MAX_BRACKET_PROBES else rounded(2 * met)
-    middle = rounded(math.sqrt(met * unmet))
-    if unmet > met * (1 + tolerance) and met < middle < unmet:
+        return None if ended else rounded(lowest_unmet / 2)
+    if lowest_unmet == math.inf:
+        ended = high is not None or len(probes) > MAX_BRACKET_PROBES
+        return None if ended else rounded(2 * highest_met)
+    middle = rounded(math.sqrt(highest_met * lowest_unmet))
+    is_wide = lowest_unmet > highest_met * (1 + tolerance)
+    if is_wide and highest_met < middle < lowest_unmet:
         return middle
     for i in range(1, BEYOND + 1):
-        rate = rounded(unmet * (1 + tolerance) ** i)
+        rate = rounded(lowest_unmet * (1 + tolerance) ** i)
         is_probed = any(abs(rate - other_rate) < rate * tolerance / 2 for other_rate in probed)
         if not is_probed and (high is None or rate < high):
             return rate
@@ -167,7 +186,8 @@ def rounded(rate: float) -> float:
 
 def met_above_limit(probes: Sequence[Probe]) -> list[float]:
     """The rates that were met above the lowest rate that was not."""
-    return sorted(probe.rate for probe in probes if probe.met and probe.rate > bracket(probes)[1])
+    _, lowest_unmet = bracket(probes)
+    return sorted(probe.rate for probe in probes if probe.met and probe.rate > lowest_unmet)
 
 
 def never_overlap(requests: Sequence[RequestRecord]) -> bool:
@@ -178,6 +198,7 @@ def never_overlap(requests: Sequence[RequestRecord]) -> bool:
 def rate_of(workload: Spec) -> tuple[float, str, str]:
     """(rate, unit, key of the config that sets it) of a workload."""
     if isinstance(workload, Trace):
+        # a time_scale of 0 has no rate (all requests at once): begin with the recorded speed
         rate = 1 / workload.time_scale if workload.time_scale else 1.0
         return rate, "times as recorded", "workload.time_scale"
     if isinstance(workload.arrivals, AtOnce | ClosedLoop):
@@ -205,9 +226,10 @@ def read_config(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], P
 def at_rates(raw: dict[str, Any], base: Point, folder: Path, rates: Sequence[float]) -> list[Point]:
     """The config as a sweep over `rates`, under the name <name>-capacity."""
     key = rate_of(base.experiment.workload)[2]
-    values = [1 / rate if isinstance(base.experiment.workload, Trace) else rate for rate in rates]
-    sweep = {"list": [{**base.swept, key: value} for value in values]}
-    return config.expand({**raw, "name": _name(base), "sweep": sweep}, folder)
+    is_trace = isinstance(base.experiment.workload, Trace)
+    values = [1 / rate if is_trace else rate for rate in rates]  # of a trace: its time_scale
+    rates_section = {"list": [{**base.swept, key: value} for value in values]}
+    return config.expand({**raw, "name": _name(base), "sweep": rates_section}, folder)
 
 
 def _name(base: Point) -> str:
@@ -218,46 +240,53 @@ def _name(base: Point) -> str:
 def probe_of(
     rate: float, summaries: Sequence[dict[str, Any]], criterion: Criterion, folder: Path
 ) -> Probe:
-    """The probe of a rate. Raises RuntimeError if a repeat failed."""
+    """The probe of a rate.
+
+    Raises:
+        RuntimeError: a repeat failed.
+        ValueError: see `Criterion.values`.
+    """
     for summary in summaries:
         if summary["failed"]:
             raise RuntimeError(
                 f"the run at rate {rate:g}, repeat {summary['repeat']}, failed: {summary['failed']}"
             )
     values = criterion.values(summaries)
-    met = criterion.met(values)
-    single = not met and never_overlap(store.read_requests(folder / summaries[0]["run"]))
-    return Probe(rate, met, single, values)
+    met = criterion.is_met(values)
+    alone = not met and never_overlap(store.read_requests(folder / summaries[0]["run"]))
+    return Probe(rate, met, alone, values)
 
 
 def answer_sentences(
     probes: Sequence[Probe], bounds: Bounds, criterion: Criterion, unit: str
 ) -> list[str]:
     """The answer in sentences."""
-    met, unmet = bracket(probes)
-    if not met and any(probe.alone for probe in probes):
+    highest_met, lowest_unmet = bracket(probes)
+    if highest_met == 0.0 and any(probe.alone for probe in probes):
         return [
-            f"No capacity: not met at {unmet:g} {unit}, where no two requests overlap. Loosen the "
-            "config's slo."
+            f"No capacity: not met at {lowest_unmet:g} {unit}, where no two requests overlap. "
+            "Loosen the config's slo."
         ]
-    if not met:
+    if highest_met == 0.0:
         return [
-            f"No capacity found: not met even at {unmet:g} {unit}. Give a lower --low, or loosen "
-            "the config's slo."
+            f"No capacity found: not met even at {lowest_unmet:g} {unit}. Give a lower --low, or "
+            "loosen the config's slo."
         ]
-    if unmet == math.inf:
+    if lowest_unmet == math.inf:
         advice = "The number of requests is too small for a limit; raise it"
         if bounds.high:
             advice = "Give a higher --high"
-        return [f"No limit found: met even at {met:g} {unit}. {advice}."]
-    sentences = [f"Capacity: {met:g} {unit} ({unmet:g} is too much), by {criterion}."]
+        return [f"No limit found: met even at {highest_met:g} {unit}. {advice}."]
+    sentences = [
+        f"Capacity: {highest_met:g} {unit} ({lowest_unmet:g} is too much), by {criterion}."
+    ]
     higher = met_above_limit(probes)
     if higher:
         rates = " and ".join(f"{rate:g}" for rate in higher)
         sentences.append(
-            f"Not monotone: met at {rates} although not at {unmet:g}, so the limit is between "
-            f"{met:g} and a rate above {max(higher):g}. More requests or repeats give a better "
-            "answer."
+            f"Not monotone: met at {rates} although not at {lowest_unmet:g}, so the limit is "
+            f"between {highest_met:g} and a rate above {max(higher):g}. More requests or repeats "
+            "give a better answer."
         )
     return sentences
 
@@ -301,14 +330,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nstopped; the same command resumes after the finished probes", file=sys.stderr)
         return 130
-    met, unmet = bracket(probes)
+    highest_met, lowest_unmet = bracket(probes)
     _write_result(folder, probes, criterion, unit)
     if simulated := what_ran.simulated(points):
         print(f"{simulated}: every time is calculated")
     print(table(probes, unit))
     print(*answer_sentences(probes, bounds, criterion, unit))
     print(f"runs: {folder}")
-    return 0 if 0.0 < met < unmet < math.inf else 1
+    return 0 if 0.0 < highest_met < lowest_unmet < math.inf else 1
 
 
 def _measure_rates(
@@ -329,12 +358,12 @@ def _measure_rates(
 
 
 def _write_result(folder: Path, probes: Sequence[Probe], criterion: Criterion, unit: str) -> None:
-    met, unmet = bracket(probes)
+    highest_met, lowest_unmet = bracket(probes)
     result = {
         "criterion": str(criterion),
         "unit": unit,
-        "met": met,
-        "unmet": unmet if unmet < math.inf else None,
+        "met": highest_met,
+        "unmet": lowest_unmet if lowest_unmet < math.inf else None,
         "above": met_above_limit(probes),
         "probes": [probe._asdict() for probe in probes],
     }
@@ -362,7 +391,7 @@ def _bounds(start: float, options: argparse.Namespace) -> Bounds:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.capacity",
-        description="Find the highest rate.",
+        description="Find the highest rate at which a workload meets its targets.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -373,19 +402,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     criterion = parser.add_mutually_exclusive_group()
     criterion.add_argument(
-        "--share", type=float, default=0.9, help="of requests that must meet the slo (default: 0.9)"
+        "--share",
+        type=float,
+        default=0.9,
+        help="share of the requests that must meet the slo (default: 0.9)",
     )
     criterion.add_argument(
-        "--percentile", type=int, choices=PERCENTILES, help="of TTFT and ITL instead of a share"
+        "--percentile",
+        type=int,
+        choices=PERCENTILES,
+        help="compare this percentile of TTFT and of ITL with the slo, instead of a share",
     )
     parser.add_argument(
-        "--low", type=float, help="lowest rate to probe (default: halved from the config's own)"
+        "--low",
+        type=float,
+        help="lowest rate to probe (default: the config's own rate is halved until one is met)",
     )
     parser.add_argument(
-        "--high", type=float, help="highest rate to probe (default: doubled from the config's own)"
+        "--high",
+        type=float,
+        help="highest rate to probe (default: the config's own rate is doubled until one is not "
+        "met)",
     )
     parser.add_argument(
-        "--tolerance", type=float, default=0.05, help="of the answer, as a share (default: 0.05)"
+        "--tolerance",
+        type=float,
+        default=0.05,
+        help="how close the answer must be, as a share of the rate (default: 0.05)",
     )
     parser.add_argument("--out", default="runs", help="folder of results (default: runs)")
     parser.add_argument("--quiet", action="store_true", help="print nothing until the end")

@@ -97,7 +97,9 @@ def page(
         simulated=simulation(about, runs),
         what_ran=about.get("facts", []),
         oracle=dict(about.get("facts", [])).get("Oracle", ""),
-        reading=[mark_labels(text, rows) for text in sweep_points.reading(runs, rows, axes)],
+        reading=[
+            mark_labels(text, rows) for text in sweep_points.result_sentences(runs, rows, axes)
+        ],
         tiles=tiles(runs, rows),
         sections=[*sections(rows, axes), *timeline(rows, steps)],
         table=table(rows),

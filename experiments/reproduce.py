@@ -1,5 +1,6 @@
-"""Reproduces published results: python -m experiments.reproduce [003 009 ...] [--quick] [--traces
-FOLDER]
+"""Reproduces published results.
+
+    python -m experiments.reproduce [003 009 ...] [--quick] [--traces FOLDER]
 
 Runs the studies of experiments/studies and writes README.md, figures and findings.json into the
 folder of each, and REPRODUCTION.md: every published number, ours with its interval, their ratio,

@@ -1,5 +1,6 @@
-"""Measure an experiment: python -m experiments.run configs/quickstart.yaml [--set a.b=c ...]
-[--jobs 4]
+"""Measure an experiment.
+
+    python -m experiments.run configs/quickstart.yaml [--set a.b=c ...] [--jobs 4]
 
 Each repeat of each point of the sweep becomes a folder (see store.py). The same command resumes a
 sweep that was stopped, even by SIGKILL: it measures only runs that are missing or failed. Runs made
@@ -37,7 +38,7 @@ from experiments.core.config import Experiment, Point
 from experiments.core.drive import planned_lengths
 from experiments.core.engines import Run, engine_key, plan_runs
 from experiments.core.optional_imports import require
-from experiments.core.pool_options import POOLS, of_pool
+from experiments.core.pool_options import POOLS, pool_experiment
 from experiments.core.workloads import Prompts
 from pagedjax.commands import cli
 from pagedjax.text import yaml_words
@@ -320,7 +321,9 @@ def _reads_model(experiment: Experiment) -> bool:
 
     Pools may name another shape.
     """
-    engines = [of_pool(experiment, name) for name in POOLS] if experiment.pools else [experiment]
+    engines = (
+        [pool_experiment(experiment, name) for name in POOLS] if experiment.pools else [experiment]
+    )
     sections = [engine.simulate for engine in engines]
     shaped = all(simulate is not None and simulate.model is not None for simulate in sections)
     return not shaped or isinstance(experiment.workload, Prompts)

@@ -381,7 +381,7 @@ class LLM:
         users = _values_of_each("user", user, str, len(ids))
         requests = [
             GenerationRequest(
-                self._truncated(ids[i], params), params, texts[i], priorities[i], users[i]
+                self._last_tokens(ids[i], params), params, texts[i], priorities[i], users[i]
             )
             for i, params in enumerate(params_of_each)
         ]
@@ -435,15 +435,15 @@ class LLM:
         use = tool_use(self.tokenizer, tools, tool_choice, parallel_tool_calls, tool_call_parser)
         ids = [use.tokens(self.tokenizer, item) for item in _conversations(messages)]
         params_of_each = [
-            use.applied(params, self.tokenizer)[0]
+            use.with_grammar(params, self.tokenizer)[0]
             for params in _params_of_each(sampling_params, len(ids))
         ]
         requests = []
         for tokens, params in zip(ids, params_of_each, strict=True):
             if use.tools:
-                use.compiled(self.session.grammars, params)
+                use.compiled_grammar(self.session.grammars, params)
             text = self.tokenizer.decode(tokens, skip_special_tokens=False)
-            requests.append(GenerationRequest(self._truncated(tokens, params), params, text))
+            requests.append(GenerationRequest(self._last_tokens(tokens, params), params, text))
         outputs = self._run(requests, use_tqdm, lora_request)
         return [use.read(output) for output in outputs]
 
@@ -468,7 +468,7 @@ class LLM:
         if params.taps:
             raise ValueError("taps come with an output, and a stream is text; use generate")
         _, source = _text_and_source(prompt)
-        ids = self._truncated(self._tokens(source), params)
+        ids = self._last_tokens(self._tokens(source), params)
         sent = 0  # characters
         with ExitStack() as stack:
             with interrupts.deferred(), self._adapter_turn(lora_request):
@@ -574,14 +574,16 @@ class LLM:
         lora_request: Any = None,
     ) -> list[Any]:
         params_of_each = [
-            pooling.resolved(item, task or item.task or "token_embed", self._loaded.pooling)
+            pooling.with_task_and_pooling(
+                item, task or item.task or "token_embed", self._loaded.pooling
+            )
             for item in _params_of_each(params, len(prompts), PoolingParams)
         ]
         texts, sources = zip(*map(_text_and_source, prompts), strict=True)
         limit = self.engine.config.max_model_len
         requests = []
         for text, source, params in zip(texts, sources, params_of_each, strict=True):
-            ids = pooling.truncated(self._tokens(source), params, limit)
+            ids = pooling.last_tokens(self._tokens(source), params, limit)
             requests.append(GenerationRequest(ids, params, text))
         self.warn_if_not_made_for_embeddings()
         return self._run(requests, use_tqdm, lora_request, "embedding")
@@ -590,16 +592,16 @@ class LLM:
         """Warn, once, if the model's hidden states were not trained to be embeddings."""
         if self._loaded.pooling is None and not self._warned:
             self._warned = True
-            warnings.warn(pooling.NOT_MADE, UserWarning, stacklevel=4)
+            warnings.warn(pooling.NO_POOLING_NAMED, UserWarning, stacklevel=4)
 
     # ----------------------------------------------------------------------------------------------
 
-    def _truncated(self, ids: list[int], params: Params) -> Sequence[int]:
+    def _last_tokens(self, ids: list[int], params: Params) -> Sequence[int]:
         """Returns the last tokens of a prompt, as many as `truncate_prompt_tokens` says."""
         count = params.truncate_prompt_tokens if isinstance(params, SamplingParams) else None
         if count is None:
             return ids
-        return vllm_prompts.kept(ids, count, self.engine.config.max_model_len)
+        return vllm_prompts.last_tokens(ids, count, self.engine.config.max_model_len)
 
     def _tokens(self, source: Any) -> list[int]:
         ids = self.tokenizer.encode(source) if isinstance(source, str) else _token_ids(source)

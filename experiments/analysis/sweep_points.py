@@ -1,4 +1,7 @@
-"""A sweep as points, axes to plot, and sentences. Pure functions of summaries."""
+"""What a sweep showed, from the summaries of its runs: its points, the axes of plots, sentences.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ NOISE = 1e-9  # smaller than any unit that is shown can be measured
 
 
 class Metric(NamedTuple):
-    """A number of a summary: its display (`scale` converts to the shown unit) and the better
-    direction.
+    """A number of a summary, how it is shown, and whether a high or a low one is better.
+
+    It is shown times `scale`, in `unit`.
     """
 
     column: str
@@ -86,11 +90,9 @@ TABLE = (
 
 
 class Range(NamedTuple):
-    """A metric over the repeats of a point, in its shown unit: the median, because a noisy minute
-    changes a mean.
-    """
+    """A metric over the repeats of a point, in its shown unit."""
 
-    middle: float
+    middle: float  # the median, because one noisy minute changes a mean
     low: float
     high: float
 
@@ -98,7 +100,8 @@ class Range(NamedTuple):
 class PointRow(NamedTuple):
     """One point of a sweep.
 
-    `swept` has short names; `values`, by column, has what at least one repeat has.
+    swept: the swept values, by short names of their keys.
+    values: by a metric's column; only metrics that at least one repeat has.
     """
 
     label: str
@@ -126,7 +129,8 @@ def points(runs: Sequence[dict[str, Any]]) -> list[PointRow]:
     for run in runs:
         if not run["failed"]:
             good.setdefault(run["point"], []).append(run)
-    names = short_names(list(dict.fromkeys(path for run in runs for path in run["swept"])))
+    swept_paths = dict.fromkeys(path for run in runs for path in run["swept"])  # each once
+    names = short_names(list(swept_paths))
     rows = []
     for key, repeats in good.items():
         flat = [flatten(run["metrics"]) for run in repeats]
@@ -162,7 +166,8 @@ def choose_axes(rows: Sequence[PointRow]) -> Axes:
         return Axes(None, tuple(varied))
     x = "block_size" if "block_size" in numeric else numeric[0]
     line_keys = [key for key in varied if key != x]
-    line_keys.sort(key=lambda key: key != "max_num_batched_tokens")  # stable
+    # the token budget first, the others in their order
+    line_keys.sort(key=lambda key: key != "max_num_batched_tokens")
     return Axes(x, tuple(line_keys))
 
 
@@ -171,22 +176,25 @@ def lines(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[PointRow]]:
     line).
     """
     by_line: dict[str, list[PointRow]] = {}
-    for row in rows if axes.x is None else sorted(rows, key=lambda row: row.swept[axes.x or ""]):
+    x = axes.x
+    ordered = rows if x is None else sorted(rows, key=lambda row: row.swept[x])
+    for row in ordered:
         name = ", ".join(f"{key}={row.swept.get(key)}" for key in axes.lines)
         by_line.setdefault(name, []).append(row)
     return by_line
 
 
-def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
+def pareto(costs_and_gains: Sequence[tuple[float, float]]) -> list[int]:
     """Indices of the points (cost, gain) that no other point dominates, in ascending order of both.
 
     A point dominates another if it costs no more, gains no less and is better in one of them. Equal
     points do not.
     """
+    pairs = costs_and_gains
     front: list[int] = []
-    for place in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
-        last = points[front[-1]] if front else (-math.inf, -math.inf)
-        if points[place][1] > last[1] or points[place] == last:
+    for place in sorted(range(len(pairs)), key=lambda i: (pairs[i][0], -pairs[i][1])):
+        last = pairs[front[-1]] if front else (-math.inf, -math.inf)
+        if pairs[place][1] > last[1] or pairs[place] == last:
             front.append(place)
     return front
 
@@ -203,27 +211,31 @@ def widest_spread(rows: Sequence[PointRow], metric: Metric) -> float | None:
     repeats.
     """
     shares = [
-        (v.high - v.low) / v.middle
+        (spread.high - spread.low) / spread.middle
         for row in rows
-        if row.repeats > 1 and (v := row.values.get(metric.column))
+        if row.repeats > 1 and (spread := row.values.get(metric.column))
     ]
     return max(shares, default=None)
 
 
 def number(value: float, digits: int = 3) -> str:
-    """`value` with `digits` significant digits or all its whole ones, a thin space between
-    thousands; "-" for NaN, "0" for what rounding leaves of a difference.
+    """`value` with `digits` significant digits, or more if its whole part has more.
+
+    A whole number has no decimal point. A thin space is between thousands. "-" for NaN and
+    infinity, "0" for what rounding leaves of a difference.
     """
     if not math.isfinite(value):
         return "-"
     if abs(value) < NOISE:
         return "0"
-    is_count = value == round(value)  # or close enough to one
-    places = 0 if is_count else max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    is_whole = value == round(value)
+    places = 0 if is_whole else max(0, digits - 1 - math.floor(math.log10(abs(value))))
     return f"{value:,.{places}f}".replace(",", "\u2009")
 
 
-def reading(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow], axes: Axes) -> list[str]:
+def result_sentences(
+    runs: Sequence[dict[str, Any]], rows: Sequence[PointRow], axes: Axes
+) -> list[str]:
     """The result in sentences, the most important first."""
     failed = sum(1 for run in runs if run["failed"])
     if not rows:
@@ -243,24 +255,27 @@ def _throughput(rows: Sequence[PointRow]) -> list[str]:
     ordered = sorted(rows, key=lambda row: -row.middle(THROUGHPUT))
     first = ordered[0]
     last = ordered[-1]
-    middle, low, high = first.values[THROUGHPUT.column]
+    fastest = first.values[THROUGHPUT.column]
     runs = "one run"
     if first.repeats > 1:
-        runs = f"{number(low)} to {number(high)} over {first.repeats} repeats"
+        runs = f"{number(fastest.low)} to {number(fastest.high)} over {first.repeats} repeats"
     if len(rows) == 1:
-        return [f"{number(middle)} output tokens/s ({runs})."]
+        return [f"{number(fastest.middle)} output tokens/s ({runs})."]
     slowest = last.middle(THROUGHPUT)
     text = (
-        f"Fastest is {first.label} with {number(middle)} output tokens/s ({runs}): "
-        f"{middle / slowest:.2f} times the slowest, {last.label} ({number(slowest)})."
+        f"Fastest is {first.label} with {number(fastest.middle)} output tokens/s ({runs}): "
+        f"{fastest.middle / slowest:.2f} times the slowest, {last.label} ({number(slowest)})."
     )
     share = widest_spread(rows, THROUGHPUT)
     if share is None:
         return [text, "Each point ran once, so how much of a difference is noise is not known."]
-    tied = sum(row.values[THROUGHPUT.column].high >= low for row in ordered[1:])
-    overlap = {0: "no other point reaches", 1: "one other point reaches"}.get(
-        tied, f"{tied} other points reach"
-    )
+    tied = sum(row.values[THROUGHPUT.column].high >= fastest.low for row in ordered[1:])
+    if tied == 0:
+        overlap = "no other point reaches"
+    elif tied == 1:
+        overlap = "one other point reaches"
+    else:
+        overlap = f"{tied} other points reach"
     return [
         text,
         f"Repeats of one point differ by up to {share:.1%}; {overlap} into the range of the "
@@ -292,7 +307,7 @@ def _latency(rows: Sequence[PointRow]) -> list[str]:
         row = best(rows, metric)
         if row is not None and len(rows) > 1:
             lowest.append(f"{words} at {row.label} ({number(row.middle(metric))} {metric.unit})")
-    return [f"Lowest are {' and '.join(lowest)}."] if lowest else []
+    return [f"The lowest values: {' and '.join(lowest)}."] if lowest else []
 
 
 def _same_tokens(runs: Sequence[dict[str, Any]]) -> list[str]:
@@ -332,4 +347,8 @@ def aligned(columns: Mapping[str, Sequence[str]]) -> str:
     named = [[name, *cells] for name, cells in columns.items()]
     widths = [max(map(len, column)) for column in named]
     lines_of_text = zip(*named, strict=True)
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines_of_text)
+    padded_lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines_of_text
+    )
+    return "\n".join(line.rstrip() for line in padded_lines)

@@ -1,12 +1,12 @@
-"""What do adapters cost? An engine without them, and engines with eight, in turn, several rounds.
+"""What do adapters cost? An engine without adapters and engines with eight take turns.
 
     python -m experiments.bench.adapters [--ranks 8 16] [--rounds 5] [--json out.json]
 
 A batch of 32 requests, each with one of eight adapters of all matrices of attention and MLP.
 "decodes" has prompts of 16 tokens and outputs of 96: almost all steps are decodes of 32 requests.
 "prompts" has prompts of 256 tokens and outputs of 8. For each rank one engine runs both "8
-adapters" and "no adapter", where no request uses any. A ratio is seconds of the engine without
-adapters over those of the other one, in the same round: the share of the speed that is left.
+adapters" and "no adapter", where no request uses any. A share is the seconds of the engine without
+adapters over those of the other one, in the same round: how much of the speed is left.
 """
 
 from __future__ import annotations
@@ -44,16 +44,18 @@ def random_adapter(config: DecoderConfig, name: str, rank: int, seed: int) -> Ad
     factors = {}
     for module, places in modules_of(config).items():
         sizes = [sizes_of(config, place.matrix, place.part) for place in places]
-        outputs = sum(size for _, size in sizes)
-        a = rng.standard_normal((rank, sizes[0][0]))
+        inputs, _ = sizes[0]  # the same for all parts of a module
+        outputs = sum(part_outputs for _, part_outputs in sizes)
+        a = rng.standard_normal((rank, inputs))
         b = rng.standard_normal((outputs, rank))
         factors[module] = a.astype(np.float32) / 24, b.astype(np.float32) / 24
     return adapter_of(factors, {"lora_alpha": rank}, config, name)
 
 
-def measure(without: LLM, engines: dict[int, LLM], name: str, count: int) -> dict[str, Any]:
-    """Run a workload in all engines, `count` rounds. Returns the seconds of each run and the
-    shares.
+def measure(without: LLM, engines: dict[int, LLM], name: str, num_rounds: int) -> dict[str, Any]:
+    """Run a workload in all engines, for some rounds.
+
+    Returns the seconds of each run, and the shares of the speed that are left.
 
     Args:
         without: the engine without adapters.
@@ -67,8 +69,9 @@ def measure(without: LLM, engines: dict[int, LLM], name: str, count: int) -> dic
         run = partial(seconds, llm, prompts, params)
         runs[f"rank {rank}, no adapter"] = run
         runs[f"rank {rank}, {ADAPTERS} adapters"] = partial(run, lora_request=adapters)
-    seconds_by_run = rounds(runs, count)
-    shares = {run: ratios(seconds_by_run["without"], seconds_by_run[run]) for run in list(runs)[1:]}
+    seconds_by_run = rounds(runs, num_rounds)
+    base = seconds_by_run["without"]
+    shares = {run: ratios(base, times) for run, times in seconds_by_run.items() if run != "without"}
     return {"workload": name, "seconds": seconds_by_run, "shares": shares}
 
 

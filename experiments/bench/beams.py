@@ -1,7 +1,7 @@
 """Which share of cache blocks does beam search save, on real text with a real model?
 
-python -m experiments.bench.beams
-python -m experiments.bench.beams --requests 8 --widths 4 --block-size 8
+    python -m experiments.bench.beams
+    python -m experiments.bench.beams --requests 8 --widths 4 --block-size 8
 
     saved = 1 - sum over steps of distinct blocks / sum over steps of block table entries, of the running sequences
 

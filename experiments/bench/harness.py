@@ -129,7 +129,7 @@ def second_run(run: Callable[[], Any]) -> float:
     return timed(run)
 
 
-def prefilling(llm: LLM) -> bool:
+def computes_prompts(llm: LLM) -> bool:
     """Whether a request waits, or a running one still has more than one token to compute."""
     state = llm.engine.scheduler_state
     rows = zip(state.running.lengths, state.running.computed, strict=True)

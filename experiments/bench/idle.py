@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.profiler import ProfileData
 
-from experiments.bench.harness import bench_parser, markdown, prefilling, write_report
+from experiments.bench.harness import bench_parser, computes_prompts, markdown, write_report
 from pagedjax import LLM, Engine, SamplingParams
 from pagedjax.weights.pretrained import LoadedModel, load_model
 
@@ -87,7 +87,7 @@ def decode_all(llm: LLM, sequences: int, output: int) -> None:
     for i in range(sequences):
         prompt = draw.integers(1, llm.engine.model.config.vocab_size, PROMPT).tolist()
         llm.engine.add(str(i), prompt, params)
-    while prefilling(llm):
+    while computes_prompts(llm):
         llm.engine.step()
     for _ in range(WARM):
         llm.engine.step()

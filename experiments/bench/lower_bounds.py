@@ -24,7 +24,7 @@ from flax import nnx
 from experiments.bench.harness import (
     bench_parser,
     check_least,
-    prefilling,
+    computes_prompts,
     second_run,
     write_report,
 )
@@ -196,7 +196,7 @@ def beside_lower_bounds(
         }
         llm.engine.reset()
         _add_requests(llm, batch, context, length - context)
-        while prefilling(llm):
+        while computes_prompts(llm):
             llm.engine.step()
         rows.append({"batch": batch, "context": context, **_time_in_turn(llm, parts, repeats)})
         assert len(llm.engine.scheduler_state.running.seqs) == batch, (

@@ -12,7 +12,8 @@ other rows are compared with the first one:
     same greedy  share of the greedy tokens after each window that come before the first different one
     step         median decode step, as a multiple of the first row's; all engines take turns
 
-If a row has another dtype than the first one, its figures include that rounding. Under quest,
+A row of another dtype than the first one's also has the differences that its dtype's rounding
+makes. Under quest,
 prompts read everything, so its perplexity is that of the first row, and greedy tokens differ; under
 "quest, prompts too" all queries select. `--kv-policy JSON` adds a row with a KV policy of your own,
 such as '{"name": "quest", "tokens": 128}'.
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.bench.harness import bench_parser, markdown, prefilling, write_report
+from experiments.bench.harness import bench_parser, computes_prompts, markdown, write_report
 from pagedjax import LLM, EngineConfig, SamplingParams
 from pagedjax.device.cache import TOKEN_BYTES
 
@@ -39,13 +40,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8 weights": {"weight_dtype": "int8"},
     "8-bit cache": {"kv_cache_dtype": "float8_e4m3fn"},
+    # both of the last two
     "both": {"weight_dtype": "int8", "kv_cache_dtype": "float8_e4m3fn"},
     "streaming": {"kv_policy": {"name": "streaming", "sinks": 4, "window": 252}},
     "quest": {"kv_policy": {"name": "quest", "tokens": 256}},
     "quest, prompts too": {"kv_policy": {"name": "quest", "tokens": 256, "dense_prompts": False}},
 }
 GREEDY_TOKENS = 32
-TOGETHER = 16  # sequences that run at the same time, also in the timed steps
+BATCH = 16  # sequences that run at the same time, also in the timed steps
+SPARE_STEPS = 8  # so that no request ends while steps are timed
 
 
 class Reading(NamedTuple):
@@ -84,7 +87,7 @@ def windows_of(llm: LLM, count: int, length: int) -> list[list[int]]:
     return [list(tokens[i * length : (i + 1) * length]) for i in range(count)]
 
 
-def read(llm: LLM, windows: Sequence[list[int]]) -> Reading:
+def continue_windows(llm: LLM, windows: Sequence[list[int]]) -> Reading:
     """Give the windows to a model as prompts, and let it continue them greedily."""
     params = SamplingParams(
         temperature=0,
@@ -99,12 +102,15 @@ def read(llm: LLM, windows: Sequence[list[int]]) -> Reading:
     for output, window in zip(llm.generate(list(windows), params), windows, strict=True):
         assert output.prompt_logprobs is not None, "SamplingParams asks for them"
         rows = [row for row in output.prompt_logprobs[1:] if row is not None]
-        logprobs.append([row[token].logprob for row, token in zip(rows, window[1:], strict=True)])
-        best.append(
-            [next(token for token, entry in row.items() if entry.rank == 1) for row in rows]
-        )
+        following = window[1:]
+        logprobs.append([row[token].logprob for row, token in zip(rows, following, strict=True)])
+        best.append([_best_token(row) for row in rows])
         greedy.append(output.outputs[0].token_ids)
     return Reading(np.array(logprobs), np.array(best), greedy)
+
+
+def _best_token(row: Mapping[int, Any]) -> int:
+    return next(token for token, entry in row.items() if entry.rank == 1)
 
 
 def equal_prefix(tokens: Sequence[int], expected: Sequence[int]) -> int:
@@ -115,12 +121,12 @@ def equal_prefix(tokens: Sequence[int], expected: Sequence[int]) -> int:
 
 def decode_seconds(engines: Sequence[LLM], windows: Sequence[list[int]], steps: int) -> list[float]:
     """Time the decode steps of all engines, in turn. Returns the median of each."""
-    params = SamplingParams(temperature=0, max_tokens=steps + 8, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=steps + SPARE_STEPS, ignore_eos=True)
     for llm in engines:
         llm.engine.reset()
-        for i, window in enumerate(windows[:TOGETHER]):
+        for i, window in enumerate(windows[:BATCH]):
             llm.engine.add(str(i), window, params)
-        while prefilling(llm):
+        while computes_prompts(llm):
             llm.engine.step()
     times: list[list[float]] = [[] for _ in engines]
     for _ in range(steps):
@@ -146,19 +152,19 @@ def compare(
         count, length: of the windows.
         steps: decode steps to time.
     """
-    size = length + max(GREEDY_TOKENS, steps + 8)
+    size = length + max(GREEDY_TOKENS, steps + SPARE_STEPS)
     options: dict[str, Any] = {
         "compilation": "eager",
         "dtype": dtype,
-        "max_num_seqs": TOGETHER,
+        "max_num_seqs": BATCH,
         "max_model_len": size,
         "max_num_batched_tokens": 512,
-        "token_buckets": (TOGETHER, 512),
-        "num_blocks": TOGETHER * -(-size // 16),
+        "token_buckets": (BATCH, 512),
+        "num_blocks": BATCH * -(-size // 16),
     }
     engines = [LLM(model, **(options | dict(variants[name]))) for name in names]
     windows = windows_of(engines[0], count, length)
-    readings = [read(llm, windows) for llm in engines]
+    readings = [continue_windows(llm, windows) for llm in engines]
     times = decode_seconds(engines, windows, steps)
     return [
         row_of(name, llm, reading, readings[0], seconds)
@@ -185,7 +191,14 @@ def row_of(name: str, llm: LLM, reading: Reading, first: Reading, seconds: float
 
 def table(rows: Sequence[Row]) -> str:
     columns = (
-        "|perplexity|difference, nats|same best|same greedy|weights, MiB|cache, B a token|step"
+        "",
+        "perplexity",
+        "difference, nats",
+        "same best",
+        "same greedy",
+        "weights, MiB",
+        "cache, B a token",
+        "step",
     )
     cells = (
         (
@@ -200,7 +213,7 @@ def table(rows: Sequence[Row]) -> str:
         )
         for row in rows
     )
-    return markdown(columns.split("|"), cells)
+    return markdown(columns, cells)
 
 
 def kv_policy(text: str) -> Any:
@@ -238,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="one more row, by its KV policy",
     )
     args = parser.parse_args(argv)
-    if min(args.windows, args.steps, args.length - 1) < 1:
+    if args.windows < 1 or args.steps < 1 or args.length < 2:
         parser.error("--windows and --steps must be at least 1, and --length at least 2")
     try:
         policies = {json.dumps(policy): {"kv_policy": policy} for policy in args.kv_policy}
@@ -251,8 +264,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         # the model is missing, or a length is beyond the model or the text
         parser.error(str(error))
     print(table(rows))
-    sizes = {name: getattr(args, name) for name in ("windows", "length", "steps", "model")}
-    write_report(args.json, {**sizes, "rows": [row._asdict() for row in rows]})
+    options = {name: getattr(args, name) for name in ("windows", "length", "steps", "model")}
+    write_report(args.json, {**options, "rows": [row._asdict() for row in rows]})
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """How does a decode step grow with sequences, context, layers and vocabulary, calculated and
 measured?
 
-    python -m experiments.bench.scale [--json out.json]         # prints the section for results/README.md
-    python -m experiments.bench.scale --show out.json             # the same section from kept figures
-    python -m experiments.bench.scale --quick                     # a tiny model, as a test of the program
+    python -m experiments.bench.scale [--json out.json]     # prints the section for results/README.md
+    python -m experiments.bench.scale --show out.json       # the same section from kept figures
+    python -m experiments.bench.scale --quick               # a tiny model, as a test of the program
 
 One factor at a time varies around a base shape, a Llama of random weights in float32. The
 calculation ("paper") uses the model's shape and two rates of the device, those of
@@ -15,8 +15,8 @@ and values and multiplying with them. Rates are measured at every point; the cal
 The measurement is the engine's loop, schedule -> pack -> run -> commit, with the engine's functions
 and compiled step. Prompts are scheduled and committed but not computed, because the content of the
 cache does not change the time of attention. `step` is the device's part, by the clock. `host` is
-all other work in processor time: with the hashes of filled blocks, without log-probabilities and
-beams, which these requests do not use. The sequences have different lengths (the mean is the given
+all other work, in processor time. It includes the hashes of filled blocks. These requests use no
+log-probabilities and no beams. The sequences have different lengths (the mean is the given
 context), so in each step a few of them begin a block. A point that lost more than 5 % of the
 processors to other machines is measured again, at most twice.
 """
@@ -30,6 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +43,14 @@ from experiments.bench.harness import bench_parser, timed
 from experiments.bench.lower_bounds import Probe, probes
 from experiments.bench.peers import STOLEN
 from experiments.bench.random_llama import random_model
-from experiments.bench.scale_calculated import BLOCK, DTYPE, ROOM, Shape, needed_bytes, paper
+from experiments.bench.scale_calculated import (
+    BLOCK,
+    DTYPE,
+    ROOM,
+    Shape,
+    calculated_step,
+    needed_bytes,
+)
 from experiments.bench.scale_report import report
 from experiments.core.environment import environment, load_average, processor_time, stolen_share
 from experiments.core.json_files import write_json
@@ -67,7 +75,9 @@ from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import EMPTY_PLAN
 
 WARM = 2  # steps before the timed ones
-MOST_STEPS = 40  # ROOM limits the steps
+# The steps lie around the mean context, so a sequence grows beyond it by about half of them, which
+# must be at most ROOM
+MAX_STEPS = 40
 ATTEMPTS = 3  # at a point, if processor time is stolen
 PROBE_TOKENS = 512  # rows of the products that measure the rate of multiplying
 
@@ -137,18 +147,30 @@ class Seconds(NamedTuple):
 def shapes_of(shape: Shape) -> Shapes:
     longest = shape.context + ROOM
     return Shapes(
-        (shape.sequences,), shape.sequences, BLOCK, -(-longest // BLOCK), longest, shape.vocabulary
+        tokens=(shape.sequences,),
+        max_seqs=shape.sequences,
+        block_size=BLOCK,
+        table_width=-(-longest // BLOCK),
+        max_model_len=longest,
+        vocab_size=shape.vocabulary,
     )
 
 
 def state_after_prompts(shapes: Shapes, context: int, lead: int) -> Host:
     """The state after the step of all prompts.
 
-    The mean context of decode step `lead`, counted from 0, is `context`.
+    Prompts are so long that the mean context of the decode step number `lead` (the first is 0) is
+    `context`.
     """
     rows = shapes.max_seqs
     longest = shapes.max_model_len
-    config = SchedulerConfig(BLOCK, rows * shapes.table_width, rows * longest, rows, longest)
+    config = SchedulerConfig(
+        block_size=BLOCK,
+        num_blocks=rows * shapes.table_width,
+        max_num_batched_tokens=rows * longest,
+        max_num_seqs=rows,
+        max_model_len=longest,
+    )
     params = SamplingParams(temperature=0, max_tokens=longest, ignore_eos=True)
     rules = RequestRules(shapes.vocab_size, caching=True)
     rng = np.random.default_rng(0)
@@ -193,22 +215,33 @@ class Device:
         self.model = model_of(shape, body)
         self.shapes = shapes_of(shape)
         c = self.model.config
-        heads: dict[str, Any] = {"head_dim": c.head_dim, "kv_heads": c.kv_heads}
-        sizes = {"block_size": BLOCK, "heads": c.heads, **heads}
+        kv_heads: dict[str, Any] = {"head_dim": c.head_dim, "kv_heads": c.kv_heads}
         self.impl = attention.choose(
-            None, jax.devices()[0], dtype=DTYPE, query_dtype=DTYPE, **sizes
+            None,
+            jax.devices()[0],
+            dtype=DTYPE,
+            query_dtype=DTYPE,
+            block_size=BLOCK,
+            heads=c.heads,
+            **kv_heads,
         )
-        blocks = shape.sequences * self.shapes.table_width
-        size: dict[str, Any] = {"layers": c.layers, "blocks": blocks, "block_size": BLOCK}
+        make_cache = partial(
+            cache.init,
+            layers=c.layers,
+            blocks=shape.sequences * self.shapes.table_width,
+            block_size=BLOCK,
+            dtype=DTYPE,
+            **kv_heads,
+        )
         self.blanks = {shape.sequences: jax.device_put(blank_sampling(shape.sequences))}
         batch = pack(EMPTY_PLAN, {}, self.shapes, self.blanks)
         step = make_step(
             self.model, attention.attend(self.impl, c.head_dim**-0.5), 0, device_tile()
         )
-        pages = jax.eval_shape(lambda: cache.init(**size, **heads, dtype=DTYPE))
+        pages = jax.eval_shape(make_cache)
         lower = step.lower  # pyright: ignore[reportFunctionMemberAccess]  (a jit)
         self.program = lower(self.model.leaves, pages, joined(batch)).compile()
-        self.pages = cache.init(**size, **heads, dtype=DTYPE)
+        self.pages = make_cache()
 
     def compute(self, batch: Batch) -> np.ndarray:
         """Run the step. Returns the sampled tokens."""
@@ -236,8 +269,8 @@ def warm_up(shape: Shape) -> None:
     """Run the host's code alone: Python is faster after a function has run a few times."""
     shapes = shapes_of(shape)
     blanks = {shape.sequences: blank_sampling(shape.sequences)}
-    host = state_after_prompts(shapes, shape.context, WARM + MOST_STEPS // 2)
-    for _ in range(MOST_STEPS):
+    host = state_after_prompts(shapes, shape.context, WARM + MAX_STEPS // 2)
+    for _ in range(MAX_STEPS):
         host, *_ = advance(host, shapes, blanks, lambda batch: np.zeros_like(batch.tokens))
 
 
@@ -245,10 +278,13 @@ def measure(shape: Shape, body: Mapping[str, Any], steps: int) -> dict[str, Any]
     """Measure a point. Returns all times of its steps, and the compiler's count of memory."""
     device = Device(shape, body)
     attempts: list[tuple[float, list[Seconds]]] = []
-    while not attempts or (attempts[-1][0] > STOLEN and len(attempts) < ATTEMPTS):
-        processors = processor_time()
+    for _ in range(ATTEMPTS):
+        since = processor_time()
         times = time_steps(device, shape.context, steps)
-        attempts.append((stolen_share(processors) or 0.0, times))
+        stolen = stolen_share(since) or 0.0
+        attempts.append((stolen, times))
+        if stolen <= STOLEN:
+            break
     stolen, times = min(attempts, key=lambda attempt: attempt[0])
     stats = device.program.memory_analysis()
     return {
@@ -257,7 +293,7 @@ def measure(shape: Shape, body: Mapping[str, Any], steps: int) -> dict[str, Any]
         "stolen": stolen,
         "host_us": [round(1e6 * t.host, 1) for t in times],
         "step_ms": [round(1e3 * t.device, 4) for t in times],
-        "paper": paper(device.model.config, shape.sequences, shape.context)._asdict(),
+        "paper": calculated_step(device.model.config, shape.sequences, shape.context)._asdict(),
         "compiled": {
             "arguments": stats.argument_size_in_bytes if stats else None,
             "activations": memory.activations_peak(device.program),
@@ -279,35 +315,35 @@ def run(setup: Setup, steps: int) -> dict[str, Any]:
     process_start = time.process_time()
     processors = processor_time()
     load = load_average()
-    figures = {}
-    named = probes(model_of(setup.base, setup.body), PROBE_TOKENS)
+    by_shape: dict[Shape, dict[str, Any]] = {}
+    rate_probes = probes(model_of(setup.base, setup.body), PROBE_TOKENS)
     warm_up(setup.base)
-    rates: dict[str, list[float]] = {name: [] for name in named}
+    rates: dict[str, list[float]] = {name: [] for name in rate_probes}
     for shape in points(setup):
-        figures[shape] = measure(shape, setup.body, steps)
-        for name, probe in named.items():
+        by_shape[shape] = measure(shape, setup.body, steps)
+        for name, probe in rate_probes.items():
             rates[name] += run_probe(probe)
-        median = statistics.median(figures[shape]["step_ms"])
+        median = statistics.median(by_shape[shape]["step_ms"])
         print(f"  {shape}: {median:.2f} ms", file=sys.stderr, flush=True)
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "where": environment(),
         "load_average": load,
         "stolen": stolen_share(processors),
-        "elsewhere": elsewhere(processors, time.process_time() - process_start),
+        "elsewhere": share_of_others(processors, time.process_time() - process_start),
         "seconds": round(time.perf_counter() - start, 1),
         "body": setup.body,
         "base": setup.base._asdict(),
         "steps": steps,
         "rates": rates,
         "factors": {
-            factor: [figures[shape] for shape in shapes] for factor, shapes in lines(setup).items()
+            factor: [by_shape[shape] for shape in shapes] for factor, shapes in lines(setup).items()
         },
     }
 
 
-def elsewhere(since: tuple[int, int] | None, process_seconds: float) -> float | None:
-    """The share of the processor time used since `since` that was not used by this process.
+def share_of_others(since: tuple[int, int] | None, process_seconds: float) -> float | None:
+    """Of the processor time that was used since `since`, the share that other processes used.
 
     process_seconds: those that this process used.
     """
@@ -335,8 +371,8 @@ def points(setup: Setup) -> list[Shape]:
 # --- the command ----------------------------------------------------------------------------------
 
 
-def checked(setup: Setup, steps: int, free: int | None) -> Setup:
-    """The setup with a rotary table for the longest context.
+def checked_setup(setup: Setup, steps: int, free: int | None) -> Setup:
+    """The setup with a rotary table for the longest context, if every point has room.
 
     Args:
         free: free bytes of the device; None if not known.
@@ -344,9 +380,9 @@ def checked(setup: Setup, steps: int, free: int | None) -> Setup:
     Raises:
         ValueError: there is no room for so many steps, or for a point; the message has the limit.
     """
-    if not 1 <= steps <= MOST_STEPS:
+    if not 1 <= steps <= MAX_STEPS:
         raise ValueError(
-            f"--steps is {steps}; a sequence has room for {MOST_STEPS}: choose 1 to {MOST_STEPS}"
+            f"--steps is {steps}; a sequence has room for {MAX_STEPS}: choose 1 to {MAX_STEPS}"
         )
     longest = max(shape.context for shape in points(setup)) + ROOM
     setup = setup._replace(body={**setup.body, "max_position_embeddings": longest})
@@ -404,12 +440,15 @@ def main(argv: list[str] | None = None) -> int:
                     f"--json is {args.json}, in a folder that does not exist; make it first"
                 )
             steps = (3 if args.quick else 15) if args.steps is None else args.steps
-            device = memory.read(jax.devices()[0])
-            free = device.free if device.total else None
-            setup = checked(QUICK if args.quick else FULL, steps, free)
-            words = ["--quick"] * args.quick + ["--steps", str(args.steps)] * bool(args.steps)
-            command = " ".join(["python -m experiments.bench.scale", *words])
-            figures = {"command": command, **run(setup, steps)}
+            device_memory = memory.read(jax.devices()[0])
+            free = device_memory.free if device_memory.total else None  # total 0: not known
+            setup = checked_setup(QUICK if args.quick else FULL, steps, free)
+            words = ["python -m experiments.bench.scale"]
+            if args.quick:
+                words.append("--quick")
+            if args.steps:
+                words += ["--steps", str(args.steps)]
+            figures = {"command": " ".join(words), **run(setup, steps)}
     except ValueError as error:
         parser.error(str(error))
     write_json(args.json, figures)

@@ -1,5 +1,4 @@
-"""The calculated decode step of `experiments.bench.scale`: bytes and operations from the shape of a
-Llama."""
+"""The calculated decode step of `experiments.bench.scale`: bytes and operations of a Llama."""
 
 from __future__ import annotations
 
@@ -12,9 +11,9 @@ from pagedjax.device.row_features.bad_words import MAX_TOKENS
 from pagedjax.device.row_features.listed_tokens import MAX_LISTED
 
 DTYPE = "float32"
-NUMBER = 4  # bytes of a DTYPE; token ids and lengths have as many
+NUMBER_BYTES = 4  # of a float32 number, a token id and a length
 BLOCK = 16
-ROOM = 32  # tokens of a sequence beyond the measured context
+ROOM = 32  # how many tokens longer than the mean context a sequence may become
 
 
 class Shape(NamedTuple):
@@ -29,7 +28,7 @@ class Shape(NamedTuple):
     vocabulary: int
 
 
-class Paper(NamedTuple):
+class CalculatedStep(NamedTuple):
     """Bytes and floating point operations of one decode step, from the model's shape alone."""
 
     weights: int  # all weights in memory
@@ -42,30 +41,33 @@ class Paper(NamedTuple):
     activations: int  # the most that has to exist at a time
 
 
-def paper(c: Any, sequences: int, context: int) -> Paper:
-    """The calculated step of a Llama. c: its configuration, as `llama.from_hf` makes it."""
+def calculated_step(config: Any, sequences: int, context: int) -> CalculatedStep:
+    """The calculated step of a Llama. config: its configuration, as `llama.from_hf` makes it."""
+    c = config
     queries = c.heads * c.head_dim
     keys = c.kv_heads * c.head_dim
     layer = c.hidden * (queries + 2 * keys) + queries * c.hidden + 3 * c.hidden * c.intermediate
     head = c.vocab_size * c.hidden
-    embedding = 0 if c.tied else head  # of one that is not the head, a row a sequence is read
+    embedding = 0 if c.tied else head  # a tied one is the head
+    embedding_read = 0 if c.tied else sequences * c.hidden  # one row for each sequence
     norms = (2 * c.layers + 1) * c.hidden
     biases = c.layers * (c.qkv_bias * (queries + 2 * keys) + c.out_bias * c.hidden)
-    angles = c.head_dim * c.max_len  # the rotary table, of which a row a sequence is read
+    # the rotary table; a step reads one row of it for each sequence, which is not counted
+    angles = c.head_dim * c.max_len
     read = c.layers * layer + head + norms + biases
     longest = context + ROOM
     blocks = 1 + sequences * -(-longest // BLOCK)
-    return Paper(
-        weights=NUMBER * (read + embedding + angles),
-        weights_read=NUMBER * (read + (embedding and sequences * c.hidden)),
-        kv_read=NUMBER * 2 * c.layers * keys * context * sequences,
+    return CalculatedStep(
+        weights=NUMBER_BYTES * (read + embedding + angles),
+        weights_read=NUMBER_BYTES * (read + embedding_read),
+        kv_read=NUMBER_BYTES * 2 * c.layers * keys * context * sequences,
         products=2 * sequences * (c.layers * layer + head),
         attention=4 * c.layers * queries * context * sequences,
-        cache=(NUMBER * 2 * c.layers * keys + TOKEN_BYTES) * blocks * BLOCK,
+        cache=(NUMBER_BYTES * 2 * c.layers * keys + TOKEN_BYTES) * blocks * BLOCK,
         inputs=batch_bytes(sequences, longest),
-        # in a layer: its input, what gate and up make, and their product; after the last one: the
+        # the larger of: a layer's input with the outputs of gate and up and their product; the
         # logits
-        activations=NUMBER * sequences * max(c.hidden + 3 * c.intermediate, c.vocab_size),
+        activations=NUMBER_BYTES * sequences * max(c.hidden + 3 * c.intermediate, c.vocab_size),
     )
 
 
@@ -74,14 +76,16 @@ def batch_bytes(sequences: int, longest: int) -> int:
 
     See `batch.Batch`, `batch.SamplingBatch` and the built-in `row_features`.
     """
-    # of each row: tokens to targets, of which cu_q_lens has one more; temperature to prompt_len
-    numbers = 8 + 5
-    numbers += 3 + 1 + 1 + 1  # penalties, min_p, top_k, top_p
-    # block table; listed tokens, their biases, two counts
-    row = numbers + -(-longest // BLOCK) + 2 * MAX_LISTED + 2
-    row += 3 * MAX_TOKENS  # of bad words: their tokens, and where each is in its word
-    # Two fields have bytes: only listed tokens, and which of six features are on.
-    return sequences * (NUMBER * row + 1 + 6) + NUMBER
+    # numbers of each row
+    of_batch = 8  # the fields of `Batch` from tokens to targets, but for block_tables
+    of_sampling = 5  # the fields of `SamplingBatch` from temperature to prompt_len
+    of_features = 3 + 1 + 1 + 1  # penalties, min_p, top_k, top_p
+    block_table = -(-longest // BLOCK)
+    listed_tokens = 2 * MAX_LISTED + 2  # the tokens and their biases; two counts
+    bad_words = 3 * MAX_TOKENS  # their tokens, and where each is in its word
+    numbers = of_batch + of_sampling + of_features + block_table + listed_tokens + bad_words
+    flags = 1 + 6  # a byte each: whether only listed tokens are allowed; which of 6 features are on
+    return sequences * (NUMBER_BYTES * numbers + flags) + NUMBER_BYTES  # cu_q_lens has one more
 
 
 class Rates(NamedTuple):
@@ -91,17 +95,18 @@ class Rates(NamedTuple):
     multiply: float  # floating point operations a second
 
 
-def roofline(p: Paper, rates: Rates) -> float:
+def roofline(step: CalculatedStep, rates: Rates) -> float:
     """The seconds of a step that loses nothing: products with weights, then attention.
 
     Source: Williams et al. 2009.
     """
-    weights = max(p.weights_read / rates.read, p.products / rates.multiply)
-    return weights + max(p.kv_read / rates.read, p.attention / rates.multiply)
+    weights = max(step.weights_read / rates.read, step.products / rates.multiply)
+    return weights + max(step.kv_read / rates.read, step.attention / rates.multiply)
 
 
 def needed_bytes(shape: Shape, body: Mapping[str, Any]) -> int:
     """The bytes that a point needs."""
-    c = llama.from_hf({**body, "num_hidden_layers": shape.layers, "vocab_size": shape.vocabulary})
-    p = paper(c, shape.sequences, shape.context)
-    return p.weights + p.cache + p.inputs + p.activations
+    layers_and_vocabulary = {"num_hidden_layers": shape.layers, "vocab_size": shape.vocabulary}
+    config = llama.from_hf({**body, **layers_and_vocabulary})
+    step = calculated_step(config, shape.sequences, shape.context)
+    return step.weights + step.cache + step.inputs + step.activations

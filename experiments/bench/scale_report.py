@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.bench.harness import markdown
-from experiments.bench.scale_calculated import DTYPE, Paper, Rates, roofline
+from experiments.bench.scale_calculated import DTYPE, CalculatedStep, Rates, roofline
 from pagedjax.device import memory
 
 UNITS = {  # of a factor's growth
@@ -66,7 +66,7 @@ def report(figures: Mapping[str, Any]) -> str:
 
 def medians(point: Mapping[str, Any], rates: Rates) -> dict[str, Any]:
     """A point with one time of each kind: of the step and the host, and on paper."""
-    on_paper = 1e3 * roofline(Paper(**point["paper"]), rates)
+    on_paper = 1e3 * roofline(CalculatedStep(**point["paper"]), rates)
     return {
         **point,
         **{name: statistics.median(point[name]) for name in ("step_ms", "host_us")},
@@ -199,5 +199,5 @@ def spans(rates: Sequence[float]) -> str:
 def difference(point: Mapping[str, Any]) -> int:
     """The compiler's bytes of arguments minus the calculated ones; 0 if it does not report them."""
     counted = point["compiled"]["arguments"]
-    p = Paper(**point["paper"])
+    p = CalculatedStep(**point["paper"])
     return 0 if counted is None else counted - p.weights - p.cache - p.inputs

@@ -1,16 +1,17 @@
-"""How many microseconds does the scheduler (schedule + commit) take in a step? Runs on the host
-alone.
+"""How many microseconds does the scheduler (schedule + commit) take in a step?
 
-python -m experiments.bench.scheduler python -m experiments.bench.scheduler --seqs 64 --blocks 4096
---steps runs/quickstart/.../steps.jsonl python -m experiments.bench.scheduler --loads decode
-tight+all
+    python -m experiments.bench.scheduler
+    python -m experiments.bench.scheduler --seqs 64 --blocks 4096 --steps runs/quickstart/.../steps.jsonl
+    python -m experiments.bench.scheduler --loads decode tight+all
+
+It runs on the host alone.
 
 Each load keeps `--seqs` sequences running. The base loads:
 
     decode     decodes only
     arrivals   requests end and are replaced continuously
     chunks     long prompts, computed in chunks together with decodes
-    tight      requests need more blocks than there are, so some are preempted repeatedly
+    tight      requests need more blocks than there are, so some are preempted repeatedly; only with features
 
 Features that are added to them:
 
@@ -22,8 +23,8 @@ Features that are added to them:
 The loads take turns, ROUNDS times each, so a slow minute of the machine affects all of them. If the
 clock is in doubt, compare a load with `decode` of the same run. `low` and `high` are the lowest and
 highest median of a round; `p99` includes garbage collections. The limits at 256 sequences and
-32,768 blocks of 16 are medians of 200 us for `decode` and 300 us for all other loads. `--steps`
-shows the device time of a recorded run for comparison.
+32,768 blocks of 16 are medians of 200 us for `decode` and 300 us for all other loads. `--steps` is
+a file of a recorded run, whose device time is shown for comparison.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from pagedjax.host.types import Finished, Plan, Request
 
 TARGET_US = 200.0  # for `decode`
 LIMIT_US = 300.0  # for all other loads
-LONGEST = 1280  # tokens of the longest request of the loads whose lengths do not depend on `room`
+LONGEST = 1280  # tokens of the longest request of `arrivals` and `chunks`
+MAX_PROMPT = 64  # tokens of a prompt of `decode` and `arrivals`
 ROUNDS = 10
 BRANCHES = 4
 PROMPTS = 64  # different prompts, before they recur
@@ -77,15 +79,17 @@ class Load(NamedTuple):
 
 def _decode(i: int, room: int) -> tuple[int, int]:
     # different lengths, so that block boundaries are crossed in different steps
-    return 1 + i * 7 % 64, 1 << 30
+    return 1 + i * 7 % MAX_PROMPT, 1 << 30
 
 
 def _arrivals(i: int, room: int) -> tuple[int, int]:
-    return 1 + i * 7 % 64, 1 + i * 13 % 128
+    return 1 + i * 7 % MAX_PROMPT, 1 + i * 13 % 128
 
 
 def _chunks(i: int, room: int) -> tuple[int, int]:
-    return 512, 257 + i * 13 % 512  # a step computes as many prompt tokens as sequences run
+    # The budget is two tokens a sequence. A decode takes one of them, so a step computes about as
+    # many tokens of prompts as sequences run.
+    return 512, 257 + i * 13 % 512
 
 
 def _tight(i: int, room: int) -> tuple[int, int]:
@@ -180,20 +184,20 @@ def advance(stream: Stream, steps: int) -> tuple[Stream, list[Step]]:
     for _ in range(steps):
         stream = refill(stream)
         hashes = {}
-        start = perf_counter()
+        schedule_began = perf_counter()
         state, plan = scheduler.schedule(stream.state, FCFS)
-        scheduled = perf_counter()
+        schedule_ended = perf_counter()
         sampled = [0] * len(plan.seqs)
         if stream.load.hashes:
             hashes = hashes_of_filled(plan, state.config.block_size)
-        dispatched = perf_counter()
+        commit_began = perf_counter()
         state, events = scheduler.commit(state, plan, sampled, hashes)
-        committed = perf_counter()
+        commit_ended = perf_counter()
         stream = stream._replace(state=state)
         timings.append(
             Step(
-                schedule=scheduled - start,
-                commit=committed - dispatched,
+                schedule=schedule_ended - schedule_began,
+                commit=commit_ended - commit_began,
                 sequences=len(plan.seqs),
                 tokens=plan.num_tokens,
                 finished=sum(isinstance(event, Finished) for event in events),
@@ -214,7 +218,9 @@ def refill(stream: Stream) -> Stream:
     room = state.config.num_blocks // state.config.max_num_seqs * state.config.block_size
     while places < state.config.max_num_seqs + 4 * width:
         prompt, output = load.request(number, room)
-        content = number if load.tight else number % PROMPTS  # a recurring prompt would free blocks
+        # Under `tight` every prompt is another one: one that recurs shares blocks, and the pool
+        # would no longer be too small.
+        content = number if load.tight else number % PROMPTS
         hashes = prompt_hashes(content, prompt // state.config.block_size) if load.hashes else ()
         first, *forks = branch_ids(f"r{number}", width)
         state = scheduler.submit(
@@ -227,7 +233,7 @@ def refill(stream: Stream) -> Stream:
 
 def prompt_hashes(prompt: int, blocks: int) -> tuple[str, ...]:
     """The hashes of a prompt by its number; all prompts begin with the same eighth."""
-    return tuple([key("all" if j < blocks // 8 else f"p{prompt}", j) for j in range(blocks)])
+    return tuple([block_hash("all" if j < blocks // 8 else f"p{prompt}", j) for j in range(blocks)])
 
 
 def hashes_of_filled(plan: Plan, size: int) -> dict[str, tuple[str, ...]]:
@@ -238,7 +244,9 @@ def hashes_of_filled(plan: Plan, size: int) -> dict[str, tuple[str, ...]]:
         full = (begin + count) // size
         hashed = len(seq.hashes)
         if full > begin // size and full > hashed:
-            hashes[seq.request_id] = tuple([key(seq.request_id, j) for j in range(hashed, full)])
+            hashes[seq.request_id] = tuple(
+                [block_hash(seq.request_id, j) for j in range(hashed, full)]
+            )
     return hashes
 
 
@@ -247,9 +255,12 @@ def _root(name: str) -> bytes:
     return blake2b(name.encode(), digest_size=12).digest()
 
 
-def key(name: str, block: int) -> str:
-    """A hash of the real length (engine/block_hashes.py), because comparing hashes is part of the
-    cost."""
+def block_hash(name: str, block: int) -> str:
+    """A hash for the block of a prompt or a sequence.
+
+    It is as long as a real one (engine/block_hashes.py), because comparing hashes is part of the
+    cost.
+    """
     return (_root(name) + block.to_bytes(4, "big")).hex()
 
 
@@ -273,33 +284,44 @@ def timing(name: str, rounds: Sequence[Sequence[Step]]) -> Timing:
     steps = [step for part in rounds for step in part]
     totals = [step.schedule + step.commit for step in steps]
     medians = [median([step.schedule + step.commit for step in part]) for part in rounds]
-    times = (
-        median(totals),
-        min(medians),
-        max(medians),
-        quantiles(totals, n=100)[98],
-        median([step.schedule for step in steps]),
-        median([step.commit for step in steps]),
-    )
-    means = [round(float(mean(column)), 2) for column in list(zip(*steps, strict=True))[2:]]
-    return Timing(name, *(round(t * 1e6, 1) for t in times), *means)
+    seconds = {
+        "median": median(totals),
+        "low": min(medians),
+        "high": max(medians),
+        "p99": quantiles(totals, n=100)[98],
+        "schedule": median([step.schedule for step in steps]),
+        "commit": median([step.commit for step in steps]),
+    }
+    microseconds = {field: round(1e6 * value, 1) for field, value in seconds.items()}
+    count_fields = Step._fields[2:]  # all but the seconds of its two halves
+    mean_counts = {
+        field: round(float(mean([getattr(step, field) for step in steps])), 2)
+        for field in count_fields
+    }
+    return Timing(name, **microseconds, **mean_counts)
 
 
-def sizes(seqs: int, blocks: int, block_size: int, steps: int) -> SchedulerConfig:
+def scheduler_config(seqs: int, blocks: int, block_size: int, steps: int) -> SchedulerConfig:
     """A pool with room for every sequence at its longest: only `tight` preempts.
 
     Raises:
         ValueError: the pool is too small; the message has a remedy.
     """
-    # under `decode`, every sequence grows by a token a step
-    length = max(LONGEST, steps + LOADS[0].warm_up + 65)
+    # under `decode`, the first load, every sequence grows by a token a step
+    length = max(LONGEST, MAX_PROMPT + LOADS[0].warm_up + steps + 1)
     need = seqs * -(-length // block_size)
     if need > blocks:
         raise ValueError(
             f"--blocks is {blocks}; {seqs} sequences of {length} tokens need {need} blocks of "
             f"{block_size}: raise --blocks, or lower --seqs or --measure"
         )
-    return SchedulerConfig(block_size, blocks, seqs, seqs, block_size * (blocks // seqs))
+    return SchedulerConfig(
+        block_size=block_size,
+        num_blocks=blocks,
+        max_num_batched_tokens=seqs,  # `start` replaces it
+        max_num_seqs=seqs,
+        max_model_len=block_size * (blocks // seqs),
+    )
 
 
 def device_seconds(path: Path) -> float:
@@ -340,7 +362,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seqs", type=int, default=256, help="running sequences (256)")
     parser.add_argument("--blocks", type=int, default=32768, help="cache blocks (32768)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens in a block (16)")
-    parser.add_argument("--measure", type=int, default=1000, help="steps to measure (1000)")
+    parser.add_argument(
+        "--measure", type=int, default=1000, help="how many steps to measure (1000)"
+    )
     parser.add_argument(
         "--loads",
         nargs="+",
@@ -349,7 +373,10 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="LOAD",
     )
     parser.add_argument(
-        "--steps", type=Path, help="steps.jsonl of a run, to compare with its device time"
+        "--steps",
+        type=Path,
+        metavar="FILE",
+        help="a run's steps.jsonl (not a number): its device time is printed for comparison",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of a table"
@@ -359,7 +386,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--seqs is {args.seqs}; a request of {BRANCHES} branches needs as many")
     check_least(parser, args, blocks=1, block_size=1, measure=1)
     try:
-        config = sizes(args.seqs, args.blocks, args.block_size, args.measure)
+        config = scheduler_config(args.seqs, args.blocks, args.block_size, args.measure)
         device = device_seconds(args.steps) if args.steps else None
     except ValueError as error:
         parser.error(str(error))

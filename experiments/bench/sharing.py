@@ -1,8 +1,8 @@
 """Which share of cache blocks does parallel sampling save? Runs the scheduler alone, without a
 device.
 
-python -m experiments.bench.sharing
-python -m experiments.bench.sharing --requests 200 --rate 0.2 --json
+    python -m experiments.bench.sharing
+    python -m experiments.bench.sharing --requests 200 --rate 0.2 --json
 
     saved = 1 - sum over steps of distinct blocks / sum over steps of block table entries, of the running sequences
 

@@ -1,5 +1,6 @@
-"""Runs on the nodes of a Ray cluster: python -m experiments.run CONFIG --backend ray
-[--worker-resources num_gpus=1].
+"""Runs on the nodes of a Ray cluster.
+
+    python -m experiments.run CONFIG --backend ray [--worker-resources num_gpus=1]
 
     connect(...)   -> Workers   the places that the nodes have for workers; ValueError: none
     results(runs)  -> results, as they finish

@@ -15,7 +15,7 @@ from experiments.core.config import Experiment
 from experiments.core.drive import Measured, measure
 from experiments.core.engines import Engines, Run, engine_key
 from experiments.core.environment import load_average, processor_time, stolen_share
-from experiments.core.pool_options import POOLS, of_pool
+from experiments.core.pool_options import POOLS, pool_experiment
 from experiments.core.records import BranchRecord, RequestRecord
 from pagedjax.options.config import EngineConfig
 
@@ -87,7 +87,7 @@ def _engine_facts(experiment: Experiment, llm: Any, startup: dict[str, float]) -
         facts["engine"] = {
             name: dataclasses.asdict(getattr(llm, name).engine.config) for name in POOLS
         }
-        sections = {name: of_pool(experiment, name).simulate for name in POOLS}
+        sections = {name: pool_experiment(experiment, name).simulate for name in POOLS}
         facts["simulate"] = {
             name: dataclasses.asdict(simulate) for name, simulate in sections.items() if simulate
         }

@@ -34,8 +34,8 @@ class Pool:
             raise ValueError(f"count is {self.count}; it must be at least 1")
         if self.simulate and self.simulate.fit is not None:
             raise ValueError(
-                "simulate.fit: a pool takes a chip, step_s or a profile; set fit for both, in "
-                "simulate"
+                "simulate.fit: a pool takes a chip, step_s or a profile; set fit in the section "
+                "simulate at the top, where it holds for both pools"
             )
 
 
@@ -67,7 +67,7 @@ class Pools:
         return self.prefill.count + self.decode.count
 
 
-def of_pool(experiment: Experiment, name: str) -> Experiment:
+def pool_experiment(experiment: Experiment, name: str) -> Experiment:
     """The experiment of one engine of a pool: the pool's own values replace those of the
     experiment, and there is no section `pools`.
 
@@ -116,13 +116,13 @@ def check_pools(experiment: Experiment) -> None:
         raise ValueError(
             f"{models}; blocks are those of one model, so give both the same simulate.model"
         )
-    recomputes = not all(simulate.kv_cache for simulate in sections.values())
+    no_kv_cache = not all(simulate.kv_cache for simulate in sections.values())
     whole_batches = any(simulate.whole_batches for simulate in sections.values())
     reservation = f"engine.reservation {engine.reservation!r}"
     for option, is_set, remedy in (
         ("engine.speculative", engine.speculative, "leave it out"),
         (reservation, engine.reservation != "none", "set it to none"),
-        ("simulate.kv_cache false", recomputes, "leave it out"),
+        ("simulate.kv_cache false", no_kv_cache, "leave it out"),
         ("simulate.whole_batches", whole_batches, "leave it out"),
     ):
         if is_set:
@@ -132,6 +132,6 @@ def check_pools(experiment: Experiment) -> None:
             )
     for name in POOLS:
         try:
-            of_pool(experiment, name)
+            pool_experiment(experiment, name)
         except ValueError as error:
             raise ValueError(f"pools.{name}: {error}") from None

@@ -1,7 +1,7 @@
 """Driver of two pools of simulated engines: one computes prompts and first tokens, the other one
 goes on with them.
 
-    prefill  submit -> steps -> released, its blocks are held       given back, when it was adopted
+    prefill  submit -> steps -> released, its blocks are held       given back when it is adopted
                                     |    its pages, over the link of this engine
     decode                          arrived -> waits for room -> adopted before a step -> finished
 
@@ -10,9 +10,9 @@ of requests, steps of `decode`, steps of `prefill`; those at one time in this or
 router (pagedjax/routing), which knows the ends in its pool up to the time at which it is asked. The
 transitions are those of the real engines (pagedjax/host/handover.py).
 
-All pages of a sequence are sent, even those that `decode` has in its prefix cache. Its row in
-`prefill` is free once it is released; its blocks are not until it was adopted, so a full `decode`
-holds `prefill` up. It never decodes there.
+All pages of a sequence are sent, even those that `decode` has in its prefix cache. A released
+sequence gives its row in `prefill` back at once, but its blocks only when `decode` has adopted it.
+So a full `decode` holds `prefill` up. No sequence decodes in `prefill`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 from experiments.core.config import Experiment
 from experiments.core.fleet import Fleet, Notes, Source, VirtualEngine, run_events
-from experiments.core.pool_options import POOLS, of_pool
+from experiments.core.pool_options import POOLS, pool_experiment
 from experiments.core.records import RequestRecord, StepRecord, Transfer
 from experiments.core.replicas import replicas_summary
 from experiments.core.submit import Sender, Unfinished, submit
@@ -39,6 +39,9 @@ from pagedjax.server.load_client.summary import spread
 
 # Keys of a summary that describe one engine: two kinds of engines have no value in common.
 OF_ONE_ENGINE = ("blocks_total", "blocks_used", "slots_used")
+# Kinds of moves; at one time, arrivals are first
+ARRIVED = 0
+RELEASED = 1
 
 
 class PoolEngine(VirtualEngine, Protocol):
@@ -62,26 +65,38 @@ class Link(NamedTuple):
 
     block_bytes: float
     bandwidth: float = math.inf  # bytes/s
-    latency: float = 0.0  # seconds of each sequence, in which the next one is sent already
+    # seconds that each sequence needs in addition; meanwhile the next one is sent
+    latency: float = 0.0
+
+
+class Release(NamedTuple):
+    """A sequence that an engine of `prefill` has released."""
+
+    handover: Handover
+    request_id: str
+    replica: int
 
 
 class Shipment(NamedTuple):
     """A sequence on its way from `prefill` to `decode`, with the times of its transfer."""
 
     handover: Handover
-    request_id: str  # of its request; its own is in `handover`
-    replica: int  # in `prefill`
-    target: int  # in `decode`
+    request_id: str  # the request's; the sequence's own id is in `handover`
+    replica: int  # the engine of `prefill` that sends it
+    target: int  # the engine of `decode` that gets it
     bytes: float
     released: float
     arrived: float
 
 
 class Placement(NamedTuple):
-    """Where requests ran. Numbers of `decode` follow those of `prefill`."""
+    """Where requests ran. Engines are numbered: those of `prefill` first, then those of `decode`.
+
+    prefill: by request, the engine that computed its prompt.
+    transfers: by request; a request whose first token was its last has none.
+    """
 
     prefill: Mapping[str, int]
-    # by request; none of a request whose first token was its last
     transfers: Mapping[str, Sequence[Transfer]]
 
 
@@ -114,33 +129,34 @@ def drive_pools(
             arrival.
         RuntimeError: sequences are left, and no engine can make a step.
     """
-    blocks = [pool[0].config.num_blocks for pool in (prefill, decode)]
-    assert blocks[0] is not None, "see `resolved`"
-    assert blocks[1] is not None, "see `resolved`"
+    prefill_blocks = prefill[0].config.num_blocks
+    decode_blocks = decode[0].config.num_blocks
+    assert prefill_blocks is not None, "`simulation.simulate.resolved` sets it"
+    assert decode_blocks is not None, "`simulation.simulate.resolved` sets it"
     # Steps are made one by one: sequences leave and enter between them.
-    prefills = Fleet(prefill, routers[0], blocks[0], notes, waits=True, looks_ahead=False)
-    decodes = Fleet(
+    prefill_fleet = Fleet(prefill, routers[0], prefill_blocks, notes, waits=True, looks_ahead=False)
+    decode_fleet = Fleet(
         decode,
         routers[1],
-        blocks[1],
+        decode_blocks,
         notes,
         number=len(prefill),
         name="engine {} of pools.decode",
         looks_ahead=False,
     )
-    run = _Run(prefills, decodes, link, notes, Sender(items, sampling, clients))
+    run = _Run(prefill_fleet, decode_fleet, link, notes, Sender(items, sampling, clients))
     run_events(
         Source(run.next_move, run.move),
         Source(run.sender.next, run.send),
-        Source(decodes.next, run.step_decode),
-        Source(prefills.next, run.step_prefill),
+        Source(decode_fleet.next, run.step_decode),
+        Source(prefill_fleet.next, run.step_prefill),
     )
     stuck = [engine for engine in (*prefill, *decode) if engine.has_work]
     if stuck:
         raise RuntimeError(
             f"{len(stuck)} engines have work but make no step: their schedulers are stuck"
         )
-    return Placement(run.prefills, run.transfers)
+    return Placement(run.prefill_replicas, run.transfers)
 
 
 class _Run:
@@ -148,25 +164,25 @@ class _Run:
 
     def __init__(
         self,
-        prefill: Fleet[PoolEngine],
-        decode: Fleet[PoolEngine],
+        prefill_fleet: Fleet[PoolEngine],
+        decode_fleet: Fleet[PoolEngine],
         link: Link,
         notes: PoolNotes,
         sender: Sender,
     ) -> None:
         self.sender = sender
-        self.prefills: dict[str, int] = {}  # request -> its engine of `prefill`
+        self.prefill_replicas: dict[str, int] = {}  # request -> its engine of `prefill`
         self.transfers: dict[str, list[Transfer]] = {}
-        # a heap: time, 0 for an arrival or 1 for a release, order, and the sequence
+        # a heap: time, kind, order, and the `Shipment` or the `Release`
         self._moves: list[tuple[float, int, int, Any]] = []
-        self._prefill = prefill
-        self._decode = decode
+        self._prefill_fleet = prefill_fleet
+        self._decode_fleet = decode_fleet
         self._link = link
         self._notes = notes
         self._num_moves = 0
-        self._link_free = [0.0] * len(prefill.engines)  # seconds: when each link is free
+        self._link_free = [0.0] * len(prefill_fleet.engines)  # seconds: when each link is free
         # by engine of `decode`, the sequences that wait for room there
-        self._arrived: list[deque[Shipment]] = [deque() for _ in decode.engines]
+        self._arrived: list[deque[Shipment]] = [deque() for _ in decode_fleet.engines]
         self._items: dict[str, tuple[WorkItem, SamplingParams]] = {}  # by the id of the request
         self._branches: dict[str, str] = {}  # branch in `prefill` -> its request
         self._targets: dict[str, int] = {}  # request -> its engine of `decode`
@@ -176,12 +192,13 @@ class _Run:
         """Give the next request that arrives to an engine of `prefill`."""
         now = self.sender.next()
         item, params = self.sender.send()
-        replica = self._prefill.route(item, params, now)
-        self._prefill.wake(replica, now)
-        engine = self._prefill.engines[replica]
+        replica = self._prefill_fleet.route(item, params, now)
+        self._prefill_fleet.wake(replica, now)
+        engine = self._prefill_fleet.engines[replica]
         submit(engine, item, params)
         try:
-            self._decode.engines[0].check(engine.scheduler_state.waiting[-1].request)
+            # the request as it was just queued; engines of a pool are equal, so one answers for all
+            self._decode_fleet.engines[0].check(engine.scheduler_state.waiting[-1].request)
         except ValueError as error:
             raise ValueError(
                 f"an engine of pools.decode refused {item.request_id}: {error}. Bound the "
@@ -191,24 +208,25 @@ class _Run:
         self._computing.add(item.request_id, names)
         self._branches.update(dict.fromkeys(names, item.request_id))
         self._items[item.request_id] = item, params
-        self.prefills[item.request_id] = replica
+        self.prefill_replicas[item.request_id] = replica
 
     def step_prefill(self) -> None:
-        """Make a step that computes prompts.
+        """Make a step of an engine of `prefill`.
 
-        Sequences that have their first token are released when it has ended.
+        When it has ended, the sequences with a first token are released.
         """
-        replica, result = self._prefill.step()
+        replica, result = self._prefill_fleet.step()
         if result is None:  # it waits until blocks are given back
             return
         for event in result.events:
             if isinstance(event, Finished):
                 self._leave_prefill(event.request_id, replica, result.finished)
         self.sender.end_branches(result, result.finished)
-        engine = self._prefill.engines[replica]
+        engine = self._prefill_fleet.engines[replica]
         for name in engine.prefilled():
             request_id = self._leave_prefill(name, replica, result.finished)
-            self._push(result.finished, 1, (engine.release(name), request_id, replica))
+            release = Release(engine.release(name), request_id, replica)
+            self._push(result.finished, RELEASED, release)
 
     def _leave_prefill(self, branch: str, replica: int, now: float) -> str:
         """Note that a branch has ended in `prefill`, or leaves it.
@@ -218,10 +236,10 @@ class _Run:
         """
         ended_request = self._computing.end_branch(branch)
         if ended_request is not None:
-            self._prefill.end_request(ended_request, replica, now)
+            self._prefill_fleet.end_request(ended_request, replica, now)
         return self._branches.pop(branch)
 
-    def _push(self, time: float, kind: int, sequence: Any) -> None:
+    def _push(self, time: float, kind: int, sequence: Shipment | Release) -> None:
         heappush(self._moves, (time, kind, self._num_moves, sequence))
         self._num_moves += 1
 
@@ -232,14 +250,14 @@ class _Run:
     def move(self) -> None:
         """Handle the next move: pages have arrived, or a sequence that was released is sent."""
         now, kind, _, sequence = heappop(self._moves)
-        if kind == 0:
+        if kind == ARRIVED:
             self._arrived[sequence.target].append(sequence)
-            self._decode.wake(sequence.target, now)
+            self._decode_fleet.wake(sequence.target, now)
             return
-        handover, request_id, replica = sequence
+        handover, request_id, replica = sequence  # a `Release`
         if request_id not in self._targets:  # the branches of a request go to one engine
             item, params = self._items[request_id]
-            self._targets[request_id] = self._decode.route(item, params, now)
+            self._targets[request_id] = self._decode_fleet.route(item, params, now)
         num_blocks = sum(block != HOLE for block in handover.released.blocks)
         num_bytes = num_blocks * self._link.block_bytes
         sent = max(now, self._link_free[replica]) + num_bytes / self._link.bandwidth
@@ -253,42 +271,41 @@ class _Run:
             released=now,
             arrived=sent + self._link.latency,
         )
-        self._push(shipment.arrived, 0, shipment)
+        self._push(shipment.arrived, ARRIVED, shipment)
 
     def step_decode(self) -> None:
         """Make a step of an engine of `decode`.
 
-        In front of it the engine adopts the sequences that have arrived, in order, while it has
-        room.
+        Before it, the engine adopts the sequences that have arrived, in order, while it has room.
         """
-        now = self._decode.next()
-        target = self._decode.next_replica()
-        engine = self._decode.engines[target]
+        now = self._decode_fleet.next()
+        target = self._decode_fleet.next_replica()
+        engine = self._decode_fleet.engines[target]
         arrived = self._arrived[target]
         while arrived and engine.adopt(arrived[0].handover):
-            self._free_prefill_blocks(arrived.popleft(), now)
-        _, result = self._decode.step()
+            self._end_transfer(arrived.popleft(), now)
+        _, result = self._decode_fleet.step()
         assert result is not None, "`decode` neither waits nor looks ahead"
         for request_id in self.sender.end_branches(result, result.finished):
-            self._decode.end_request(request_id, target, result.finished)
+            self._decode_fleet.end_request(request_id, target, result.finished)
             del self._targets[request_id]
-        if arrived:  # even if nothing runs there any more
-            self._decode.wake(target, engine.now)
+        if arrived:  # those that found no room are tried again before the next step
+            self._decode_fleet.wake(target, engine.now)
 
-    def _free_prefill_blocks(self, shipment: Shipment, now: float) -> None:
+    def _end_transfer(self, shipment: Shipment, now: float) -> None:
         """Free the blocks in `prefill` of a sequence that `decode` has adopted.
 
-        Others may wait for them there.
+        Sequences that wait for blocks there can go on. The transfer is recorded.
         """
-        engine = self._prefill.engines[shipment.replica]
+        engine = self._prefill_fleet.engines[shipment.replica]
         name = shipment.handover.released.request.request_id
         engine.free(shipment.handover)
         self._notes.drop_branch(shipment.replica, name)
         if engine.has_work:
-            self._prefill.wake(shipment.replica, now)
+            self._prefill_fleet.wake(shipment.replica, now)
         transfer = Transfer(
             branch_id=name,
-            replica=shipment.target + len(self._prefill.engines),
+            replica=shipment.target + len(self._prefill_fleet.engines),
             bytes=shipment.bytes,
             released=shipment.released,
             arrived=shipment.arrived,
@@ -300,7 +317,7 @@ class _Run:
 class PooledLLM:
     """Two pools of an experiment, with the attributes of an `LLM` that `drive.measure` uses.
 
-    `engine` is of `prefill`.
+    `engine` is the first one of `prefill`.
     """
 
     def __init__(self, experiment: Experiment) -> None:
@@ -318,12 +335,14 @@ class PooledLLM:
 
 def _pool_llm(experiment: Experiment, name: str) -> SimulatedLLM:
     """The simulated engines of a pool."""
-    pool_experiment = of_pool(experiment, name)
-    simulate = pool_experiment.simulate
+    experiment_of_pool = pool_experiment(experiment, name)
+    simulate = experiment_of_pool.simulate
     assert simulate is not None, "see `check_pools`"
     count = getattr(experiment.pools, name).count
     try:
-        return SimulatedLLM(simulate, pool_experiment.engine_config, pool_experiment.model, count)
+        return SimulatedLLM(
+            simulate, experiment_of_pool.engine_config, experiment_of_pool.model, count
+        )
     except ValueError as error:
         raise ValueError(f"pools.{name}: {error}") from error
 
@@ -334,10 +353,10 @@ def pools_summary(
     counts: Sequence[int],
     duration: float,
 ) -> dict[str, Any]:
-    """How even the engines of each pool were, their blocks, and what moving took.
+    """For each pool, how evenly its engines worked and how full they were; and the transfers.
 
-    `blocks_used` over `blocks_total` says how full a pool was. In `prefill` it has the blocks of
-    sequences that wait for room in `decode`: if it is full, these hold it up.
+    `blocks_used` over `blocks_total` is how full an engine was. The blocks of sequences that wait
+    for room in `decode` are counted in `prefill`: if `prefill` is full, those sequences hold it up.
 
     Args:
         counts: engines of `prefill` and of `decode`.
@@ -360,7 +379,7 @@ def pools_summary(
 
 
 def _blocks_summary(steps: Sequence[StepRecord], engines: range) -> dict[str, Any]:
-    """Blocks of an engine of a pool, and those in use, over the steps of its engines.
+    """The blocks of one engine of a pool, and how many were in use over the steps of all engines.
 
     Both are None without a step.
     """

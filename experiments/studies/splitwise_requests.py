@@ -69,13 +69,13 @@ def write(trace: Path, place: Path, count: int, seed: int) -> Path:
     rows = trace_rows(str(trace), trace.read_text(encoding="utf-8"))
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1.0, count))
-    lengths = [rng.choice(column, count) for column in list(zip(*rows, strict=True))[1:]]
+    _, prompt_lens, answer_lens = zip(*rows, strict=True)
+    prompts = rng.choice(prompt_lens, count).tolist()
+    answers = rng.choice(answer_lens, count).tolist()
     file = place / f"{trace.stem}-{count}-{seed}.csv"
     with file.open("w", encoding="utf-8", newline="") as out:
         writer = csv.writer(out)
         writer.writerow(("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
-        for at_s, prompt, answer in zip(
-            arrivals.tolist(), *(column.tolist() for column in lengths), strict=True
-        ):
+        for at_s, prompt, answer in zip(arrivals.tolist(), prompts, answers, strict=True):
             writer.writerow(((START + timedelta(seconds=at_s)).isoformat(), prompt, answer))
     return file

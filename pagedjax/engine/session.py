@@ -19,7 +19,7 @@ from pagedjax.text.outputs import BeamOutputBuilder, CompletionOutput, OutputBui
 from pagedjax.text.pooling import PoolingBuilder, PoolingOutput, PoolingRequestOutput
 from pagedjax.text.structured.grammars import Grammars
 from pagedjax.text.structured.matcher import Grammar
-from pagedjax.text.tap_arrays import collect
+from pagedjax.text.tap_arrays import collectors
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 
 Params = SamplingParams | BeamSearchParams
@@ -231,7 +231,7 @@ class Session(Calls):
             return {names[0]: PoolingBuilder()}
         if isinstance(params, BeamSearchParams):
             return {names[0]: BeamOutputBuilder(params, self.tokenizer, prompt, self._eos)}
-        taps = collect(names, len(prompt)) if params.taps else {}
+        taps = collectors(names, len(prompt)) if params.taps else {}
         return {
             name: OutputBuilder(
                 i, params, self.tokenizer, prompt, self._eos, collected=taps.get(name)

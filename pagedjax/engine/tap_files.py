@@ -24,7 +24,7 @@ from pagedjax.engine.state import LogEntry
 from pagedjax.engine.taps import StepTaps, TapsBegin
 from pagedjax.host.event_log import Cancel, Commit
 from pagedjax.host.types import Event, Finished
-from pagedjax.text.tap_arrays import Collected, TapArrays, collect
+from pagedjax.text.tap_arrays import Collected, TapArrays, collectors
 
 ENDING = ".npz"
 
@@ -53,7 +53,7 @@ class TapWriter:
         for entry in log:
             match entry:
                 case TapsBegin(names, prompt_len):
-                    self._open |= collect(names, prompt_len)
+                    self._open |= collectors(names, prompt_len)
                 case StepTaps(parts):
                     for part in parts:
                         self._open[part.request_id].take(part)

@@ -114,9 +114,10 @@ def header(path: str | PathLike[str]) -> dict[str, Any]:
     Raises:
         ReplayError: there is no whole line, or it is no record.
     """
-    for _, _, record in _rows(path):
-        return record
-    raise ReplayError(f"{path} has no whole line: nothing was recorded")
+    record = next((record for _, _, record in _rows(path)), None)
+    if record is None:
+        raise ReplayError(f"{path} has no whole line: nothing was recorded")
+    return record
 
 
 def verify(path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES) -> ReplayReport:

@@ -16,10 +16,10 @@ from pagedjax import __version__, viewer
 from pagedjax.engine.session import GenerationRequest
 from pagedjax.llm import LLM
 from pagedjax.options.params import BeamSearchParams, SamplingParams
-from pagedjax.options.vllm_names.prompts import kept
+from pagedjax.options.vllm_names.prompts import last_tokens
 from pagedjax.server import adapters, embeddings, forms, responses, responses_api, schema, vllmini
 from pagedjax.server.bodies import CheckedRoute
-from pagedjax.server.errors import ApiError, add_errors, in_thread, submit
+from pagedjax.server.errors import ApiError, add_error_handlers, in_thread, submit
 from pagedjax.server.metrics import Metrics
 from pagedjax.server.middleware import Gate
 from pagedjax.server.responses import JSON, Style
@@ -107,7 +107,7 @@ def create_app(llm: LLM, options: Options, observers: Sequence[Observer] = ()) -
     app = FastAPI(title="PagedJAX", version=__version__, lifespan=lifespan)
     app.state.worker = worker
     app.router.route_class = CheckedRoute
-    add_errors(app)
+    add_error_handlers(app)
     add_routes(app, worker, options, metrics)
     adapters.add_routes(app, worker, options.name, options.allow_runtime_lora_updating)
     if options.lecture_endpoints:
@@ -298,7 +298,7 @@ def _chat_requests(
         chat=True,
         tokenizer=llm.tokenizer,
         logprobs=logprobs,
-        calls=use.form,
+        calls=use.call_format,
         ignored=ignored or (grammar.ignored if grammar else ()),
         token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
@@ -308,7 +308,7 @@ def _chat_requests(
 
 def _last_tokens(llm: LLM, ids: Any, body: GenerationBody) -> Any:
     """The tokens of a prompt that `truncate_prompt_tokens` keeps."""
-    return kept(ids, body.truncate_prompt_tokens, llm.engine.config.max_model_len)
+    return last_tokens(ids, body.truncate_prompt_tokens, llm.engine.config.max_model_len)
 
 
 def _embedding_requests(

@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from pagedjax.server.errors import ApiError
-from pagedjax.text.surrogates import halves
+from pagedjax.text.surrogates import places_of_halves
 
 # Half of a pair, spelled or as bytes; also whole pairs, and behind an escaped backslash.
 SPELLED = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
@@ -57,9 +57,11 @@ def _check(body: bytes) -> None:
         value = json.loads(body)
     except (ValueError, RecursionError):
         return  # the route says that it is no JSON
-    for place in halves(value):
-        message = (
-            f"{place or 'the body'} has half of a surrogate pair; remove it, or send the whole "
-            "character"
-        )
-        raise ApiError(400, message, place or None)
+    place = next(places_of_halves(value), None)
+    if place is None:
+        return
+    message = (
+        f"{place or 'the body'} has half of a surrogate pair; "
+        "remove it, or send the whole character"
+    )
+    raise ApiError(400, message, place or None)

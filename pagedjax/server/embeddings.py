@@ -40,7 +40,7 @@ def requests(
     limit = llm.engine.config.max_model_len
     size = llm.model.model.config.hidden
     params = PoolingParams(**field_values(body, POOLING))
-    params = pooling.resolved(params, "embed", llm.model.pooling)
+    params = pooling.with_task_and_pooling(params, "embed", llm.model.pooling)
     if (params.dimensions or 0) > size:
         raise ValueError(
             f"dimensions is {params.dimensions}, but the model's hidden states have {size} numbers"
@@ -56,7 +56,7 @@ def requests(
         if isinstance(text_or_ids, str):
             text = text_or_ids
             ids = llm.tokenizer.encode(text, body.add_special_tokens is not False)
-        ids = pooling.truncated(ids, params, limit)
+        ids = pooling.last_tokens(ids, params, limit)
         name = f"input {i}" if len(inputs) > 1 else "input"
         if not ids:
             raise ValueError(f"{name} is empty: it has no tokens; give it at least one")

@@ -25,7 +25,10 @@ Result = TypeVar("Result")
 
 
 class ApiError(Exception):
-    """A response that is an error. `seconds` is its Retry-After."""
+    """An error that is answered with a response.
+
+    retry_after: seconds after which a client may try again; None is not said.
+    """
 
     def __init__(
         self,
@@ -34,19 +37,19 @@ class ApiError(Exception):
         param: str | None = None,
         *,
         code: str | None = None,
-        seconds: int | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
-        self.seconds = seconds
+        self.retry_after = retry_after
 
     def response(self) -> JSONResponse:
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         other_kind = "invalid_request_error" if self.status < 500 else "server_error"
         kind = kinds.get(self.status, other_kind)
-        headers = {} if self.seconds is None else {"Retry-After": str(self.seconds)}
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         body = responses.error(str(self), kind, self.param, self.code)
         return JSONResponse(body, self.status, headers)
 
@@ -65,14 +68,16 @@ async def in_thread(function: Callable[..., Result], *args: Any) -> Result:
 
 def bad_request(error: ValueError) -> ApiError:
     """A response of status 400. It names a field if the message begins with one."""
-    word = str(error).split(" ", 1)[0].rstrip(":").split(".")[0]
+    # "temperature is -1; ..." names temperature, "messages.0.content: ..." names messages
+    first_word = str(error).split(" ", 1)[0].rstrip(":")
+    field = first_word.split(".")[0]
     bodies = (CompletionRequest, ChatRequest, DetokenizeRequest, EmbeddingRequest)
-    is_field = any(word in body.model_fields for body in bodies)
+    is_field = any(field in body.model_fields for body in bodies)
     too_long = "max_model_len" in str(error)
     return ApiError(
         400,
         str(error),
-        param=word if is_field else None,
+        param=field if is_field else None,
         code="context_length_exceeded" if too_long else None,
     )
 
@@ -84,7 +89,10 @@ async def submit(
     deltas: bool = True,
     field: str = "prompt",
 ) -> Submission:
-    """Queue requests, which are those of the body's field `field`.
+    """Queue requests.
+
+    Args:
+        field: the field of the body that they came from, for errors.
 
     Raises:
         ApiError: they can never run, or the queue has no room.
@@ -100,11 +108,11 @@ async def submit(
     except ValueError as error:
         raise bad_request(error) from error
     except QueueFull as error:
-        raise ApiError(429, str(error), code="queue_full", seconds=error.seconds) from error
+        raise ApiError(429, str(error), code="queue_full", retry_after=error.seconds) from error
 
 
-def add_errors(app: FastAPI) -> None:
-    """Give every error OpenAI's format."""
+def add_error_handlers(app: FastAPI) -> None:
+    """Add handlers that give every error OpenAI's format."""
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -115,13 +123,13 @@ def add_errors(app: FastAPI) -> None:
         return ApiError(400, *schema.first_error(error.errors())).response()
 
     @app.exception_handler(HTTPException)
-    async def http(request: Request, error: HTTPException) -> Response:
+    async def http_error(request: Request, error: HTTPException) -> Response:
         return ApiError(error.status_code, str(error.detail)).response()
 
     @app.exception_handler(EngineStopped)
-    async def stopped(request: Request, error: EngineStopped) -> Response:
+    async def engine_stopped(request: Request, error: EngineStopped) -> Response:
         return ApiError(503, str(error), code="engine_stopped").response()
 
     @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
+    async def other_error(request: Request, error: Exception) -> Response:
         return ApiError(500, f"internal error: {type(error).__name__}").response()

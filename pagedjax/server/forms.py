@@ -68,7 +68,7 @@ def with_tools(
 ) -> tuple[Any, tuple[str, ...]]:
     """The parameters with the grammar of tools, and the keywords of schemas that it ignores."""
     try:
-        return use.applied(params, llm.tokenizer)
+        return use.with_grammar(params, llm.tokenizer)
     except ValueError as error:
         raise _with_field_names(error, body) from error
 
@@ -82,7 +82,7 @@ def grammar(llm: LLM, params: Any, use: ToolUse | None, body: GenerationBody) ->
     if not isinstance(params, SamplingParams) or params.structured_outputs is None:
         return None
     if use is not None and use.tools:
-        return use.compiled(llm.session.grammars, params)
+        return use.compiled_grammar(llm.session.grammars, params)
     try:
         return llm.session.grammars.compiled(params.structured_outputs)
     except ValueError as error:

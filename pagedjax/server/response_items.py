@@ -12,6 +12,7 @@ from typing import Any
 from pagedjax.text.tools.reader import Piece
 
 JSON = dict[str, Any]
+_ONLY_PART = {"content_index": 0}  # a message has one part
 
 
 class Answer:
@@ -23,7 +24,7 @@ class Answer:
 
     def __init__(self, head: JSON) -> None:
         self.response: JSON = {**head, "status": "in_progress", "output": []}
-        self._number = 0
+        self._number = 0  # of the next event
         self._open = False  # the last item is not complete
 
     def begin(self) -> Iterator[JSON]:
@@ -43,28 +44,28 @@ class Answer:
                     "arguments": "",
                 }
                 yield from self._add("fc", call)
-            elif piece.call is None and not self._open:
+            elif piece.call is None and not self._open:  # no text follows a call
                 yield from self._add("msg", {"type": "message", "role": "assistant", "content": []})
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                self._item["content"].append(part)
-                yield self._of_item("response.content_part.added", part=dict(part), **_FIRST)
+                self._last_item["content"].append(part)
+                yield self._item_event("response.content_part.added", part=dict(part), **_ONLY_PART)
             if not piece.text:
                 continue
             if piece.call is None:
-                self._item["content"][0]["text"] += piece.text
-                yield self._of_item(
-                    "response.output_text.delta", delta=piece.text, logprobs=[], **_FIRST
+                self._last_item["content"][0]["text"] += piece.text
+                yield self._item_event(
+                    "response.output_text.delta", delta=piece.text, logprobs=[], **_ONLY_PART
                 )
             else:
-                self._item["arguments"] += piece.text
-                yield self._of_item("response.function_call_arguments.delta", delta=piece.text)
+                self._last_item["arguments"] += piece.text
+                yield self._item_event("response.function_call_arguments.delta", delta=piece.text)
 
     def end(self, reason: str, usage: JSON, time: int) -> Iterator[JSON]:
         """End the answer; yield the last events.
 
         Args:
-            reason: why the answer ended.
-            time: when, in seconds since 1970.
+            reason: a finish reason, such as "stop" or "length".
+            time: when the answer ended, in seconds since 1970.
         """
         status = "completed" if reason == "stop" else "incomplete"
         yield from self._close(status)
@@ -72,8 +73,9 @@ class Answer:
         if reason == "stop":
             self.response["completed_at"] = time
         else:
-            details = "max_output_tokens" if reason == "length" else "content_filter"
-            self.response["incomplete_details"] = {"reason": details}
+            # OpenAI names only two reasons: whatever else cut the answer is the second one
+            cut_by = "max_output_tokens" if reason == "length" else "content_filter"
+            self.response["incomplete_details"] = {"reason": cut_by}
         yield self._event(f"response.{status}", response=self._snapshot())
 
     def failure(self, message: str) -> JSON:
@@ -81,8 +83,12 @@ class Answer:
         return self._event("error", code="server_error", message=message, param=None)
 
     @property
-    def _item(self) -> JSON:
+    def _last_item(self) -> JSON:
         return self.response["output"][-1]
+
+    @property
+    def _last_index(self) -> int:
+        return len(self.response["output"]) - 1
 
     def _add(self, prefix: str, item: JSON) -> Iterator[JSON]:
         """Add an item; yield its event."""
@@ -90,46 +96,44 @@ class Answer:
             {"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **item}
         )
         self._open = True
-        copy = dict(self._item)
+        copy = dict(self._last_item)
         if "content" in item:
             copy["content"] = []
-        yield self._event("response.output_item.added", output_index=self._index, item=copy)
+        yield self._event("response.output_item.added", output_index=self._last_index, item=copy)
 
     def _close(self, status: str) -> Iterator[JSON]:
         """Complete the last item, if it is open; yield the events of its end."""
         if not self._open:
             return
         self._open = False
-        item = self._item
+        item = self._last_item
         if item["type"] == "message":
             part = item["content"][0]
-            yield self._of_item(
-                "response.output_text.done", text=part["text"], logprobs=[], **_FIRST
+            yield self._item_event(
+                "response.output_text.done", text=part["text"], logprobs=[], **_ONLY_PART
             )
-            yield self._of_item("response.content_part.done", part=dict(part), **_FIRST)
+            yield self._item_event("response.content_part.done", part=dict(part), **_ONLY_PART)
         else:
-            yield self._of_item(
+            yield self._item_event(
                 "response.function_call_arguments.done",
                 arguments=item["arguments"],
                 name=item["name"],
             )
         item["status"] = status
-        yield self._event("response.output_item.done", output_index=self._index, item=dict(item))
+        yield self._event(
+            "response.output_item.done", output_index=self._last_index, item=dict(item)
+        )
 
-    @property
-    def _index(self) -> int:
-        return len(self.response["output"]) - 1
-
-    def _of_item(self, kind: str, **fields: Any) -> JSON:
+    def _item_event(self, kind: str, **fields: Any) -> JSON:
         """An event of the last item."""
-        return self._event(kind, item_id=self._item["id"], output_index=self._index, **fields)
+        item_id = self._last_item["id"]
+        return self._event(kind, item_id=item_id, output_index=self._last_index, **fields)
 
     def _event(self, kind: str, **fields: Any) -> JSON:
+        """Make the next event."""
+        number = self._number
         self._number += 1
-        return {"type": kind, "sequence_number": self._number - 1, **fields}
+        return {"type": kind, "sequence_number": number, **fields}
 
     def _snapshot(self) -> JSON:
         return {**self.response, "output": list(self.response["output"])}
-
-
-_FIRST = {"content_index": 0}  # a message has one part

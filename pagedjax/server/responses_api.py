@@ -251,7 +251,7 @@ def _with_field_names(error: ApiError) -> ApiError:
     if param in names:
         message = message.replace(param, names[param], 1)
         param = names[param]
-    return ApiError(error.status, message, param, code=error.code, seconds=error.seconds)
+    return ApiError(error.status, message, param, code=error.code, retry_after=error.retry_after)
 
 
 def messages(body: ResponsesRequest) -> list[JSON]:

@@ -80,7 +80,7 @@ class Results:
                     f"{MAX_RESULTS} generations are in progress, the limit of /generate; try again "
                     "later"
                 )
-                raise ApiError(429, message, code="queue_full", seconds=1)
+                raise ApiError(429, message, code="queue_full", retry_after=1)
             self._forget(completed[0])
         name = secrets.token_urlsafe(ID_BYTES)
         result = Result(submission)

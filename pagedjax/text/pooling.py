@@ -12,15 +12,19 @@ from pagedjax.host.types import FinishReason
 from pagedjax.options.params import NO_HEAD, PoolingParams, PoolingTask, PoolingType
 
 Output = TypeVar("Output")
-NOT_MADE = (
-    "this model was not made for embeddings: its files name no pooling, and the hidden states of a "
-    "model that was trained to generate are no trained embeddings; similar texts need not be near"
+NO_POOLING_NAMED = (
+    "this model was not made for embeddings: its files name no pooling, and a model that was "
+    "trained to generate has not learned to give similar texts similar vectors; use an embedding "
+    "model if that matters"
 )
 
 
 @dataclass(frozen=True, eq=False)
 class PoolingOutput:
-    """data: float32, [H], or [tokens, H] for the task "token_embed"."""
+    """The hidden states of a prompt.
+
+    data: float32, [H], or [tokens, H] for the task "token_embed".
+    """
 
     data: np.ndarray
 
@@ -36,14 +40,20 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True)
 class ScoringOutput:
-    """score: the cosine similarity of two embeddings, from -1 to 1."""
+    """The similarity of two prompts.
+
+    score: the cosine similarity of their embeddings, from -1 to 1.
+    """
 
     score: float
 
 
 @dataclass(frozen=True)
 class PoolingRequestOutput(Generic[Output]):
-    """num_cached_tokens: of the prompt, found in the cache when the request was first admitted."""
+    """The result of a prompt that was pooled.
+
+    num_cached_tokens: tokens of the prompt that were in the cache when it was first admitted.
+    """
 
     request_id: str
     outputs: Output
@@ -70,10 +80,12 @@ class PoolingBuilder:
 
     def end(self, data: np.ndarray) -> None:
         self.data = data
-        self.finish_reason = "length"
+        self.finish_reason = "length"  # not None: the prompt has ended
 
 
-def resolved(params: PoolingParams, task: PoolingTask, model_pooling: str | None) -> PoolingParams:
+def with_task_and_pooling(
+    params: PoolingParams, task: PoolingTask, model_pooling: str | None
+) -> PoolingParams:
     """The parameters with a task and a kind of pooling.
 
     Args:
@@ -81,7 +93,8 @@ def resolved(params: PoolingParams, task: PoolingTask, model_pooling: str | None
         model_pooling: how the model's files say that it pools.
 
     Raises:
-        ValueError: another task than the method's, or a pooling of the model that is not supported.
+        ValueError: `task` is unknown, or another one than that of `params`; or the model's pooling
+            is not supported.
     """
     if task not in get_args(PoolingTask):
         raise ValueError(
@@ -97,18 +110,23 @@ def resolved(params: PoolingParams, task: PoolingTask, model_pooling: str | None
     if model_pooling is not None and model_pooling not in get_args(PoolingType):
         raise ValueError(
             f"the model's files ask for {model_pooling!r}, which is not supported; give "
-            "pooling_type to do without"
+            "pooling_type to use another kind of pooling"
         )
     kind: Any = model_pooling or "LAST"
     return replace(params, pooling_type=kind)
 
 
-def truncated(ids: Sequence[int], params: PoolingParams, limit: int) -> Sequence[int]:
-    """The tokens of a prompt that are kept, the last ones. `limit`: max_model_len."""
-    count = params.truncate_prompt_tokens
-    if count is None:
+def last_tokens(ids: Sequence[int], params: PoolingParams, limit: int) -> Sequence[int]:
+    """The tokens of a prompt that `truncate_prompt_tokens` leaves, its last ones.
+
+    Args:
+        limit: max_model_len; as many are left for -1.
+    """
+    truncate = params.truncate_prompt_tokens
+    if truncate is None:
         return ids
-    return ids[-(limit if count == -1 else count) :]
+    count = limit if truncate == -1 else truncate
+    return ids[-count:]
 
 
 def embedding(output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:
@@ -123,9 +141,10 @@ def similarity(
     first: PoolingRequestOutput[PoolingOutput],
     second: PoolingRequestOutput[PoolingOutput],
 ) -> ScoringRequestOutput:
-    """The score of two prompts. Zeros are like nothing: their score is 0."""
+    """The cosine similarity of two prompts' vectors; 0 if one of them is all zeros."""
     a, b = (output.outputs.data.astype(np.float64) for output in (first, second))
-    score = float(np.clip(a @ b / max(np.linalg.norm(a) * np.linalg.norm(b), 1e-24), -1, 1))
+    norms = max(np.linalg.norm(a) * np.linalg.norm(b), 1e-24)  # above 0, for vectors of zeros
+    score = float(np.clip(a @ b / norms, -1, 1))
     ids = (*first.prompt_token_ids, *second.prompt_token_ids)
     cached = first.num_cached_tokens + second.num_cached_tokens
     return ScoringRequestOutput(request_id, ScoringOutput(score), ids, cached)

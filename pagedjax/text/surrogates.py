@@ -1,5 +1,6 @@
-"""Half of a surrogate pair is a text in Python and in JSON (`"\\ud800"`), and no character: UTF-8
-cannot express it.
+"""Halves of surrogate pairs: Python and JSON allow them in a text (`"\\ud800"`).
+
+They are no characters, and UTF-8 cannot express them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def halves(value: Any) -> Iterator[str]:
+def places_of_halves(value: Any) -> Iterator[str]:
     """The places of texts with half of a pair in a value of JSON, such as `messages.0.content`.
 
     Keys of objects are texts too.
@@ -31,11 +32,13 @@ def halves(value: Any) -> Iterator[str]:
 
 def check_whole(place: str, value: Any) -> None:
     """Raise ValueError, with the place, if a value has half of a pair."""
-    for path in halves(value):
-        location = f"{place} at {path}" if path else place
-        raise ValueError(
-            f"{location} has half of a surrogate pair; remove it, or write the whole character"
-        )
+    path = next(places_of_halves(value), None)
+    if path is None:
+        return
+    location = f"{place} at {path}" if path else place
+    raise ValueError(
+        f"{location} has half of a surrogate pair; remove it, or write the whole character"
+    )
 
 
 def _below(place: str, name: str | int) -> str:

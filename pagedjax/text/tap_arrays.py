@@ -13,7 +13,7 @@ class TapPart(NamedTuple):
     """What one step gives one sequence.
 
     start: position of the first token of `hidden_states` and `experts`.
-    hidden_states: by number, [n, H] float32.
+    hidden_states: by number, as `Taps` counts them (0: the first layer's input), [n, H] float32.
     experts: by layer, ids [n, chosen] int32 and weights [n, chosen] float32.
     output: index, among the sequence's outputs, of the first token of `attention`.
     attention: by layer, an array [heads, context] float32 for each sampled token.
@@ -32,11 +32,12 @@ class TapArrays:
     """What the taps of one branch gave.
 
     Attributes:
-        hidden_states: by number, [tokens, H] float32: of every token that was computed, the
-            prompt's and the output's but for the last one, which nothing follows.
-        attention: by layer, for each output token an array [heads, context] float32: what the token
-            before it weighs the values of all tokens up to itself with. The heads are in ascending
-            order.
+        hidden_states: by number, as `Taps` counts them (0: the first layer's input), [tokens, H]
+            float32, for the tokens of the prompt and of the output. The output's last token is
+            missing, because nothing is sampled after it.
+        attention: by layer, for each output token an array [heads, context] float32: the attention
+            weights of the token before it, over all tokens up to that one. The heads are in
+            ascending order.
         experts: by layer, ids [tokens, chosen] int32, the one with the largest weight first, and
             weights [tokens, chosen] float32.
     """
@@ -58,7 +59,8 @@ class _Column:
         if end > len(self._rows):
             old = self._rows[: self.count]
             self._rows = np.empty((max(end, 2 * self.count), *rows.shape[1:]), rows.dtype)
-            self._rows[: len(old)] = old if len(old) else 0
+            if len(old):  # the first array has another shape and dtype
+                self._rows[: len(old)] = old
         self._rows[start:end] = rows
         self.count = max(self.count, end)
 
@@ -76,8 +78,8 @@ class Collected:
         self._attention: dict[int, dict[int, np.ndarray]] = {}
 
     def take(self, part: TapPart) -> None:
-        for layer, states in part.hidden_states.items():
-            self._put(("hidden", layer), part.start, states)
+        for number, states in part.hidden_states.items():
+            self._put(("hidden", number), part.start, states)
         for layer, arrays in part.experts.items():
             for kind, array in zip(("ids", "weights"), arrays, strict=True):
                 self._put((kind, layer), part.start, array)
@@ -86,15 +88,18 @@ class Collected:
             self._attention.setdefault(layer, {}).update(weights)
 
     def _put(self, key: Any, start: int, rows: np.ndarray) -> None:
-        prompt_rows = max(self.prompt_len - start, 0)
-        if prompt_rows:
-            self._prompt.setdefault(key, _Column()).put(start, rows[:prompt_rows])
-        if len(rows) > prompt_rows:
+        prompt_left = max(self.prompt_len - start, 0)  # tokens of the prompt from `start` on
+        if prompt_left:
+            self._prompt.setdefault(key, _Column()).put(start, rows[:prompt_left])
+        if len(rows) > prompt_left:
             first = max(start - self.prompt_len, 0)
-            self._output.setdefault(key, _Column()).put(first, rows[prompt_rows:])
+            self._output.setdefault(key, _Column()).put(first, rows[prompt_left:])
 
     def arrays(self, outputs: int) -> TapArrays:
-        """The arrays of a branch with so many tokens of output; a step may have computed more."""
+        """The arrays of a branch that has `outputs` tokens of output.
+
+        Steps may have computed more, which are left out.
+        """
 
         def rows(key: Any) -> np.ndarray:
             pieces = [self._prompt[key].first()]
@@ -102,23 +107,23 @@ class Collected:
                 pieces.append(self._output[key].first(max(outputs - 1, 0)))
             return np.concatenate(pieces)
 
-        def layers(kind: str) -> list[int]:
-            return sorted(layer for kind_of, layer in self._prompt if kind_of == kind)
+        def numbers(kind: str) -> list[int]:
+            return sorted(number for other_kind, number in self._prompt if other_kind == kind)
 
         attention = {}
         for layer in sorted(self._attention):
             samples = self._attention[layer]
             attention[layer] = tuple(samples[i] for i in range(outputs) if i in samples)
         return TapArrays(
-            hidden_states={layer: rows(("hidden", layer)) for layer in layers("hidden")},
+            hidden_states={number: rows(("hidden", number)) for number in numbers("hidden")},
             attention=attention,
             experts={
-                layer: (rows(("ids", layer)), rows(("weights", layer))) for layer in layers("ids")
+                layer: (rows(("ids", layer)), rows(("weights", layer))) for layer in numbers("ids")
             },
         )
 
 
-def collect(names: Sequence[str], prompt_len: int) -> dict[str, Collected]:
-    """What will be collected of the branches of a request, by their ids."""
+def collectors(names: Sequence[str], prompt_len: int) -> dict[str, Collected]:
+    """An empty `Collected` for each branch of a request, by its id. They share the prompt's."""
     prompt: dict[Any, _Column] = {}
     return {name: Collected(prompt_len, prompt) for name in names}

@@ -1,9 +1,8 @@
-"""Build the tokenizer of a GGUF file, so that it splits text exactly as the model's original
-tokenizer.
+"""Build the tokenizer of a GGUF file, which splits text exactly as the model's original one does.
 
 The file names its pre-tokenizer (`tokenizer.ggml.pre`) but does not define it. A wrong one still
-gives tokens, but worse ones, so an unknown name is an error. (transformers' conversion ignores
-"smollm" and does not split digits.)
+gives tokens, but not those that the model was trained on. So an unknown name is an error.
+(transformers makes this mistake with "smollm": its conversion does not split digits.)
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ WORDS_GPT4 = (  # for llama 3 and qwen 2; %s: they differ in how many digits sta
 )
 
 
-class Split(NamedTuple):
-    """A byte-level pre-tokenizer. digits: first split off every digit; words: a pattern instead of
-    GPT-2's.
+class PreTokenizerSpec(NamedTuple):
+    """What a byte-level pre-tokenizer does.
 
+    digits: every digit is split off first.
+    words: the pattern of words; None is GPT-2's.
     ignore_merges: a word that is in the vocabulary is one token, even if the merges do not make it.
-    add_bos: default if the file has no tokenizer.ggml.add_bos_token.
+    add_bos: what holds if the file has no tokenizer.ggml.add_bos_token.
     """
 
     digits: bool = False
@@ -40,13 +40,13 @@ class Split(NamedTuple):
     add_bos: bool = False
 
 
-GPT2 = Split()
-DIGITS = Split(digits=True)
-LLAMA3 = Split(words=WORDS_GPT4 % "{1,3}", ignore_merges=True, add_bos=True)
-QWEN2 = Split(words=WORDS_GPT4 % "")
+GPT2 = PreTokenizerSpec()
+DIGITS = PreTokenizerSpec(digits=True)
+LLAMA3 = PreTokenizerSpec(words=WORDS_GPT4 % "{1,3}", ignore_merges=True, add_bos=True)
+QWEN2 = PreTokenizerSpec(words=WORDS_GPT4 % "")
 # "default" is not here: llama.cpp uses it, with a warning, for models that its converter did not
 # know.
-SPLITS = {
+PRE_TOKENIZERS = {
     "gpt-2": GPT2,
     "smollm": DIGITS,
     "starcoder": DIGITS,
@@ -101,25 +101,25 @@ def _byte_level(
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     pre = metadata.get("tokenizer.ggml.pre")
-    if pre not in SPLITS:
+    if pre not in PRE_TOKENIZERS:
         raise ValueError(
             f"{path}: tokenizer.ggml.pre is {pre!r}, which is not supported; supported: "
-            f"{', '.join(SPLITS)}; use the model's Hugging Face directory instead"
+            f"{', '.join(PRE_TOKENIZERS)}; use the model's Hugging Face directory instead"
         )
-    split = SPLITS[pre]
-    merges = [_pair(path, merge) for merge in metadata.get("tokenizer.ggml.merges") or ()]
+    spec = PRE_TOKENIZERS[pre]
+    merges = [_split_merge(path, merge) for merge in metadata.get("tokenizer.ggml.merges") or ()]
     vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.ignore_merges))
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
-    if split.words is not None:
-        steps.append(pre_tokenizers.Split(Regex(split.words), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.words is None))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=spec.ignore_merges))
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if spec.digits else []
+    if spec.words is not None:
+        steps.append(pre_tokenizers.Split(Regex(spec.words), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=spec.words is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, split.add_bos
+    return tokenizer, spec.add_bos
 
 
-def _pair(path: Any, merge: str) -> tuple[str, str]:
+def _split_merge(path: Any, merge: str) -> tuple[str, str]:
     first, space, second = merge.partition(" ")
     if not (first and space and second):
         raise ValueError(
@@ -150,7 +150,9 @@ def _sentencepiece(
         )
     listed = metadata.get("tokenizer.ggml.merges")
     merges = (
-        [_pair(path, merge) for merge in listed] if listed else score_merges(tokens, scores, types)
+        [_split_merge(path, merge) for merge in listed]
+        if listed
+        else score_merges(tokens, scores, types)
     )
     vocab = {token: index for index, token in enumerate(tokens)}
     unknown_token = next(
@@ -174,22 +176,24 @@ def _sentencepiece(
 def score_merges(
     tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """The merges that SentencePiece's scores imply: all pairs of pieces that join to a piece, best
-    score first.
+    """The merges that SentencePiece's scores imply: all pairs of pieces that join to a piece.
+
+    The best score is first; of one piece, the longest first part.
     """
     score = {t: s for t, s, kind in zip(tokens, scores, types, strict=True) if kind == NORMAL}
-    pairs = [
+    merges = [
         (-value, -cut, piece[:cut], piece[cut:])
         for piece, value in score.items()
         for cut in range(1, len(piece))
         if piece[:cut] in score and piece[cut:] in score
     ]
-    return [(first, second) for _, _, first, second in sorted(pairs)]
+    return [(first, second) for _, _, first, second in sorted(merges)]
 
 
 def _add_whole_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Add control and user-defined tokens: they are matched whole in the text, before it is
-    split.
+    """Add the control, unknown and user-defined tokens.
+
+    They are matched whole in the text, before it is split.
     """
     from tokenizers import AddedToken
 
@@ -201,16 +205,22 @@ def _add_whole_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int])
 
 
 def _add_bos_eos(
-    path: Any, tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str], bos: bool
+    path: Any,
+    tokenizer: Tokenizer,
+    metadata: Mapping[str, Any],
+    tokens: list[str],
+    default_bos: bool,
 ) -> None:
-    """Add BOS before and EOS after a text if the file says so. `bos`: add BOS if the file does not
-    say.
+    """Add BOS before and EOS after a text if the file says so.
+
+    Args:
+        default_bos: whether to add BOS if the file does not say.
     """
     from tokenizers import processors
 
     template = "$A"
     special = []
-    for name, default in (("bos", bos), ("eos", False)):
+    for name, default in (("bos", default_bos), ("eos", False)):
         if not metadata.get(f"tokenizer.ggml.add_{name}_token", default):
             continue
         index = metadata.get(f"tokenizer.ggml.{name}_token_id")

@@ -93,7 +93,7 @@ def test_without_a_word_the_cache_is_in_the_dtype_of_the_model(tiny_folder):
 
 def test_the_gpu_kernels_are_refused_a_cache_of_another_dtype_than_the_queries(monkeypatch):
     monkeypatch.setattr(pallas_gpu, "wrong_device", lambda device: "")
-    monkeypatch.setattr(pallas_gpu, "unsupported", lambda *sizes: "")
+    monkeypatch.setattr(pallas_gpu, "shape_obstacle", lambda *sizes: "")
     sizes = {"head_dim": 64, "block_size": 64, "kv_heads": 8, "heads": 8}
     with pytest.raises(
         ValueError, match="of the queries' dtype, and they are float16 and bfloat16; 'xla'"

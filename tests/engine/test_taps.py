@@ -34,7 +34,7 @@ from pagedjax.engine.session import Session, SessionStep
 from pagedjax.host import scheduler
 from pagedjax.host.replay import verify
 from pagedjax.host.types import Preempted, Verified
-from pagedjax.text.tap_arrays import TapPart, collect
+from pagedjax.text.tap_arrays import TapPart, collectors
 from pagedjax.weights.pretrained import LoadedModel
 from tests import drawn
 from tests.device.test_llama import plain_run
@@ -208,7 +208,7 @@ def test_a_failed_step_computes_arrays_again(llm, tiny_folder, monkeypatch):
     results += steps(llm.engine)
     parts = [part for result in results for part in result.taps]
     assert [part.start for part in parts][:2] == [0, 0]
-    collected = collect(["r"], len(PROMPTS[1]))["r"]
+    collected = collectors(["r"], len(PROMPTS[1]))["r"]
     for part in parts:
         collected.take(part)
     tokens = sampled(results)["r"]
@@ -468,7 +468,7 @@ def test_parts_in_any_chunks_with_repeats_give_the_same_arrays(data):
     length = prompt + outputs - 1
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     shared = rng.normal(size=(prompt, 3)).astype(np.float32)
-    collected = collect(["a", "b"], prompt)
+    collected = collectors(["a", "b"], prompt)
     for name in ("a", "b"):
         states = np.concatenate([shared, rng.normal(size=(outputs - 1, 3)).astype(np.float32)])
         ids = rng.integers(0, 9, (length, 2)).astype(np.int32)

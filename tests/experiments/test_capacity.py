@@ -229,10 +229,20 @@ def test_criterion_uses_median_of_repeats():
     by_tail = capacity.Criterion(slo, percentile=99)
     assert by_share.values(runs) == {"goodput.share": 0.91}
     assert by_tail.values(runs) == {"ttft_s.p99": 1.0}
-    assert by_share.met({"goodput.share": 0.9})
-    assert not by_share.met({"goodput.share": 0.89})
-    assert by_tail.met({"ttft_s.p99": 1.0})
-    assert not by_tail.met({"ttft_s.p99": 0.5, "itl_s.p99": 0.11})
+    assert by_share.is_met({"goodput.share": 0.9})
+    assert not by_share.is_met({"goodput.share": 0.89})
+    assert by_tail.is_met({"ttft_s.p99": 1.0})
+    assert not by_tail.is_met({"ttft_s.p99": 0.5, "itl_s.p99": 0.11})
+
+
+@pytest.mark.parametrize("criterion", [("--percentile", "90"), ("--share", "0.9")])
+def test_itl_alone_needs_requests_with_a_second_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], criterion: tuple[str, str]
+) -> None:
+    workload = {**MD1["workload"], "count": 20}  # of one token each
+    path = write(tmp_path, workload=workload, slo={"itl": 0.05})
+    assert capacity.main([str(path), "--out", str(tmp_path), "--quiet", *criterion]) == 2
+    assert "slo has itl alone, and no request has a second token" in capsys.readouterr().err
 
 
 def test_alone_means_no_overlapping_requests():

@@ -112,7 +112,7 @@ def test_axes_follow_swept_keys(swept: list[dict[str, Any]], axes: Axes):
 
 def sentences(runs: list[dict[str, Any]]) -> str:
     rows = sweep_points.points(runs)
-    return " ".join(sweep_points.reading(runs, rows, sweep_points.choose_axes(rows)))
+    return " ".join(sweep_points.result_sentences(runs, rows, sweep_points.choose_axes(rows)))
 
 
 def test_sentences_match_numbers():

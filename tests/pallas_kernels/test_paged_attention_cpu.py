@@ -316,12 +316,12 @@ def test_unsupported_arguments_raise_with_the_reason(monkeypatch):
     mixed = make([(1, 9)], t=1, b=1)
     with refused("float32 and bfloat16"):
         run(mixed._replace(v_pages=mixed.v_pages.astype(jnp.bfloat16)), "cpu")
-    assert "'gpu'" in cpu.unsupported("gpu", "float32", 64)
-    assert cpu.unsupported("cpu", "bfloat16", 64) == ""
+    assert "'gpu'" in cpu.cache_obstacle("gpu", "float32", 64)
+    assert cpu.cache_obstacle("cpu", "bfloat16", 64) == ""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "needs llvmlite" in cpu.unsupported("cpu", "bfloat16", 64)
+    assert "needs llvmlite" in cpu.cache_obstacle("cpu", "bfloat16", 64)
     monkeypatch.setattr(cpu.sys, "platform", "win32")
-    assert "POSIX" in cpu.unsupported("cpu", "bfloat16", 64)
+    assert "POSIX" in cpu.cache_obstacle("cpu", "bfloat16", 64)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 37}, {"window": 280, "soft_cap": 5.0}])

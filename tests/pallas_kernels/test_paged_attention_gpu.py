@@ -474,7 +474,7 @@ def test_rows_of_a_few_tokens_can_be_chunks():
 
 def test_an_old_jax_is_an_obstacle(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    assert "needs JAX 0.11 or newer" in pallas_gpu.unsupported("bfloat16", 64, 16, 4)
+    assert "needs JAX 0.11 or newer" in pallas_gpu.shape_obstacle("bfloat16", 64, 16, 4)
 
 
 class Device(NamedTuple):

@@ -341,8 +341,8 @@ def test_pages_of_partial_rows_or_of_8_bits_raise(interpreted):
 
 
 def test_block_tables_beyond_scalar_memory_raise_with_the_setting_to_lower():
-    assert pallas_tpu.too_much(64, 3584) == ""
-    message = pallas_tpu.too_much(256, 8192)
+    assert pallas_tpu.scalar_memory_obstacle(64, 3584) == ""
+    message = pallas_tpu.scalar_memory_obstacle(256, 8192)
     assert "256 rows of 8192 blocks take 8,388,608" in message
     assert "lower max_num_seqs or max_model_len, or raise block_size" in message
 

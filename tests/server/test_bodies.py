@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pagedjax import StructuredOutputsParams
 from pagedjax.text.structured.grammars import grammar_text
-from pagedjax.text.surrogates import halves
+from pagedjax.text.surrogates import places_of_halves
 from tests import drawn
 from tests.server.support import server_llm, serving_without_leaks
 
@@ -126,7 +126,7 @@ def test_any_body_is_answered_or_refused_with_a_sentence(small, number):
         reply = answer.json()
         if answer.status_code != 200:
             assert reply["error"]["message"], reply
-        if any(halves(body)):
+        if any(places_of_halves(body)):
             assert answer.status_code == 400, reply
 
     drawn.check(number, holds, bodies())

@@ -136,7 +136,7 @@ def test_a_hostile_form_costs_a_bounded_time(grammars, fields):
 
 
 def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(grammars, monkeypatch):
-    monkeypatch.setattr(module, "KEPT", 2)
+    monkeypatch.setattr(module, "MAX_KEPT", 2)
     first = compiled(grammars, regex="first")
     compiled(grammars, regex="second")
     assert compiled(grammars, regex="first") is first

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedjax.options.params import StructuredOutputsParams
-from pagedjax.text.structured.matcher import MaskRow, masks
+from pagedjax.text.structured.matcher import MaskRow, first_line, masks
 from tests.structured.schemas import integer, opened, typed
 
 EOS = (2, 0)  # of the model; a form ends by any of them
@@ -133,3 +133,19 @@ def test_a_failed_matcher_allows_everything_but_the_end(grammars):
     ]
     assert matcher.forced([], 5) == []
     assert matcher.allowed([], [5]) == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        (
+            "wrong form\n  error: no such rule\n<state>many lines</state>",
+            "wrong form error: no such rule",
+        ),
+        ("error: no such rule\nerror: and another", "error: no such rule"),
+        ("<non-verbose/>\ntoo large\n", "too large"),
+        ("<state>nothing else</state>", ""),
+    ],
+)
+def test_the_reason_is_one_line_of_the_library_s_message(message, line):
+    assert first_line(message) == line

@@ -119,7 +119,7 @@ def test_arguments_of_tools_may_spell_special_tokens(tiny):
     text = "rm <|im_end|> <|im_start|>"
     tool = function("run", parameters=opened(["cmd"], cmd={"const": text}))
     use = tool_use(tiny.tokenizer, [tool], "required", parallel=False)
-    params, _ = use.applied(SamplingParams(), tiny.tokenizer)
+    params, _ = use.with_grammar(SamplingParams(), tiny.tokenizer)
     size = tiny.model.config.vocab_size
     matcher = Grammars(tiny.tokenizer, size, ENDS).compiled(params.structured_outputs).matcher()
     output: list[int] = []

@@ -68,9 +68,9 @@ def accepts(
     """ "complete", "prefix", or the text before the token that is refused."""
     with_template = Tokenizer(tokenizer.backend, (2,), {}, template)
     use = tool_use(with_template, tools, **options)
-    params, _ = use.applied(params or SamplingParams(), with_template)
+    params, _ = use.with_grammar(params or SamplingParams(), with_template)
     grammars = Grammars(with_template, with_template.vocab_size, (2,))
-    matcher = use.compiled(grammars, params).start.deep_copy()
+    matcher = use.compiled_grammar(grammars, params).start.deep_copy()
     ids = with_template.encode(text)
     count = matcher.validate_tokens(ids)
     if count < len(ids):
@@ -166,7 +166,7 @@ def test_a_schema_that_is_not_supported_names_the_tool(tokenizer):
     with refused(message):
         accepts(tokenizer, "", tools=[function("fine"), function("bad", parameters=unique)])
     use = tool_use(tokenizer, [function("bad", parameters=unique, strict=False)])
-    assert use.applied(SamplingParams(), tokenizer)[1] == ("bad#/properties/a/uniqueItems",)
+    assert use.with_grammar(SamplingParams(), tokenizer)[1] == ("bad#/properties/a/uniqueItems",)
     odd = function("odd", parameters=shut(a=typed("string", pattern="(?=a)")))
     with refused(r"the schema of 'odd' cannot be used at #/properties/a"):
         accepts(tokenizer, "", tools=[function("fine"), odd])

@@ -43,7 +43,7 @@ def test_text_and_calls_are_the_same_in_any_pieces(form, lead, count):
         plain_text = "".join(piece.text for piece in parts if piece.call is None)
         assert plain_text == (lead.rstrip() if count else lead)
         assert [(call.name, call.arguments) for call in calls_of(parts)] == CALLS[:count]
-        assert (reader.calls, reader.complete) == (count, True)
+        assert (reader.num_calls, reader.complete) == (count, True)
         assert len({call.id for call in calls_of(parts)}) == count
 
 

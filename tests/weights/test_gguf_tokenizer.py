@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pagedjax.text.detokenizer import Detokenizer
 from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.weights import open_checkpoint
-from pagedjax.weights.gguf_tokenizer import SPLITS, build_tokenizer
+from pagedjax.weights.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer
 from tests.weights.bpe_oracle import GPT2_WORDS, LLAMA3_WORDS, QWEN2_WORDS, TEXTS, BruteForce
 from tests.weights.tiny import tiny_gguf, tiny_llama
 
@@ -88,7 +88,7 @@ def test_tokenizers_that_cannot_be_built_are_refused(tmp_path, change, message):
 
 
 def test_every_known_pre_tokenizer_has_an_oracle():
-    assert {SPLITS[name] for name in ORACLES} == set(SPLITS.values())
+    assert {PRE_TOKENIZERS[name] for name in ORACLES} == set(PRE_TOKENIZERS.values())
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def text_and_prompt(prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
     return text, text if tokens is None else tokens
 
 
-def kept(tokens: Sequence[int], truncate: int | None, max_model_len: int) -> Sequence[int]:
+def last_tokens(tokens: Sequence[int], truncate: int | None, max_model_len: int) -> Sequence[int]:
     """The last `truncate` tokens; of -1, as many as leave room for one token of output."""
     if truncate is None:
         return tokens

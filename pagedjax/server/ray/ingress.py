@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedjax.routing import RouterRequest, find
 from pagedjax.server import responses
-from pagedjax.server.errors import ApiError, add_errors
+from pagedjax.server.errors import ApiError, add_error_handlers
 from pagedjax.server.metrics import Metrics
 from pagedjax.server.middleware import Gate
 from pagedjax.server.ray import exchange, pages, prompts
@@ -58,7 +58,7 @@ def create_ingress(options: ClusterOptions, replicas: DeploymentHandle) -> ASGIA
     """
     app = FastAPI(title="PagedJAX", openapi_url=None)
     ingress = Ingress(options, replicas)
-    add_errors(app)
+    add_error_handlers(app)
 
     @app.get("/health")
     async def health() -> Response:
@@ -248,7 +248,7 @@ class Ingress:
         except (*GONE, _Drained) as error:
             log.warning("a replica ended with a request under way: %s", type(error).__name__)
             if start is None:
-                raise ApiError(503, ENDED, code="replica_ended", seconds=1) from error
+                raise ApiError(503, ENDED, code="replica_ended", retry_after=1) from error
             if not _is_stream(start):
                 raise  # a part of the answer is sent already, so the connection ends
             error_event = responses.event(
@@ -269,7 +269,7 @@ class Ingress:
         except TimeoutError:
             raise _no_replica(self._options.route_seconds) from None
         except NotRouted as error:
-            raise ApiError(503, str(error), code="not_routed", seconds=1) from error
+            raise ApiError(503, str(error), code="not_routed", retry_after=1) from error
         assert message["type"] == TAKEN
         return message["replica"]
 
@@ -300,7 +300,7 @@ def _is_stream(start: Message) -> bool:
 
 def _no_replica(seconds: float) -> ApiError:
     message = f"no replica was ready within {seconds:g} s; try again later"
-    return ApiError(503, message, code="no_replica", seconds=10)
+    return ApiError(503, message, code="no_replica", retry_after=10)
 
 
 async def _unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -18,7 +18,7 @@ class NotRouted(Exception):
 class Router(Protocol):
     """request_router.PureRouter."""
 
-    routing: Recorder
+    recorder: Recorder
 
     def end(self, request_id: str) -> None: ...
 
@@ -36,7 +36,7 @@ class Link:
 
     def present(self) -> Sequence[Any]:
         """The names of the replicas. Any thread: the state is never changed, but replaced."""
-        return () if self.router is None else self.router.routing.state.replicas
+        return () if self.router is None else self.router.recorder.state.replicas
 
     def end(self, request_id: str) -> None:
         """A request is over, whatever ended it."""

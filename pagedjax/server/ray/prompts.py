@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pagedjax.engine import block_hashes
-from pagedjax.options.vllm_names.prompts import kept
+from pagedjax.options.vllm_names.prompts import last_tokens
 from pagedjax.routing import RouterRequest
 from pagedjax.server import adapters, responses_api
 from pagedjax.server.app import Options
@@ -74,7 +74,9 @@ def _of_prompts(
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
 ) -> RouterRequest:
-    prompts = [kept(ids, body.truncate_prompt_tokens, reader.max_model_len) for ids in prompts]
+    prompts = [
+        last_tokens(ids, body.truncate_prompt_tokens, reader.max_model_len) for ids in prompts
+    ]
     if any(len(ids) >= reader.max_model_len for ids in prompts):
         raise ValueError("a prompt is too long")
     branches = max(body.n or 1, body.best_of or 1)

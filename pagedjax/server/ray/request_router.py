@@ -1,14 +1,15 @@
 """Ray Serve's request router around a router of `pagedjax.routing`.
 
-The ingress's handle asks it for every call.
+The handle through which the ingress calls replicas asks this router about every call. Serve tells
+it which replicas are present. The ingress tells it when a request has ended, and is told when a
+replica that left has had its time to drain (link.py). Which replica a request gets is decided by
+the pure functions of `pagedjax.routing`.
 
-Serve says which replicas are present. The ingress says when a request has ended. It learns when the
-drain time of a replica that left is over (link.py). The pure state does the rest. All methods run
-in one event loop of the ingress's process, which is not the one that answers clients; so one thread
-alone changes the state.
+All methods but `end` run in one event loop of the ingress's process; another loop answers the
+clients. `end` only passes the request on to it. So one thread alone changes the state.
 
-Serve pickles this module by value: a global object of it would be another one in the ingress. So it
-has none.
+Serve pickles this module by value, so the ingress would have its own copy of an object that this
+module makes. What both share, `LINK`, is therefore in link.py.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from pagedjax.routing import RouterRequest
 from pagedjax.routing.recording import Recorder
 from pagedjax.server.ray import link
 
-# Requests that are remembered; they are few, and Serve asks for each within a moment
-EARLY_ENDS = 4096
+# Most requests that are remembered because they ended before they were routed; Serve asks for each
+# of them soon
+MAX_EARLY_ENDS = 4096
 log = logging.getLogger("pagedjax.server")
 
 
@@ -40,9 +42,13 @@ class PureRouter(RequestRouter):
     def initialize_state(
         self, router: str, known_blocks: int, drain_seconds: float, record: str | None = None
     ) -> None:
-        """Begin. `record`: the file of `routing.recording`; if it exists, `unused_path` of it."""
+        """Begin. Serve calls it, with the options of the cluster.
+
+        Args:
+            record: where the recording is written; if that file exists, to `unused_path` of it.
+        """
         path = None if record is None else unused_path(Path(record))
-        self.routing = Recorder(routing.find(router), known_blocks, path)
+        self.recorder = Recorder(routing.find(router), known_blocks, path)
         self._drain_seconds = drain_seconds
         self._early: dict[str, None] = {}  # requests that ended before they were routed
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -53,11 +59,14 @@ class PureRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The one replica that gets the call. Serve asks again until it is sent."""
+        """The one replica that gets the call. Serve asks again until it is sent.
+
+        All candidates, if the call names no replica or is already over.
+        """
         if pending_request is None:
             return [candidate_replicas]
         call = pending_request
-        call.routing_context.should_backoff = True  # if Serve asks again, it waits a little before
+        call.routing_context.should_backoff = True  # Serve waits a little before it asks again
         self._update_presence()
         replicas = self.curr_replicas.values()
         by_name = {replica.replica_id.unique_id: replica for replica in replicas}
@@ -68,6 +77,7 @@ class PureRouter(RequestRouter):
         if request is not None:
             if request.request_id in self._early:
                 call.future.cancel()
+                # the call is over, so what is returned does not matter; as in the errors below
                 return [candidate_replicas]
             try:
                 target = self._assign(request)
@@ -83,34 +93,37 @@ class PureRouter(RequestRouter):
         return [[by_name[target]]]
 
     def _assign(self, request: RouterRequest) -> Any:
-        """Route a request -> its replica, as before if that one is present."""
-        routed = self.routing.state.unfinished.get(request.request_id)
-        return self.routing.route(request) if routed is None else routed.replica
+        """Route a request, if it is not yet routed. Returns its replica.
+
+        Requests of a replica that left are forgotten, so they are routed again.
+        """
+        routed = self.recorder.state.unfinished.get(request.request_id)
+        return self.recorder.route(request) if routed is None else routed.replica
 
     def end(self, request_id: str) -> None:
-        """A request is over, whatever ended it. Any thread."""
+        """End a request, whatever ended it. Any thread may call it."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._end, request_id)
 
     def _end(self, request_id: str) -> None:
-        if request_id in self.routing.state.unfinished:
-            self.routing.finished(request_id)
+        if request_id in self.recorder.state.unfinished:
+            self.recorder.finished(request_id)
         else:  # its client left before Serve asked for a replica; Serve may still ask
             self._early[request_id] = None
-            while len(self._early) > EARLY_ENDS:
+            while len(self._early) > MAX_EARLY_ENDS:
                 del self._early[next(iter(self._early))]
 
     def _update_presence(self) -> None:
         """Let replicas join and leave as Serve has them."""
         self._loop = asyncio.get_running_loop()
         present = {replica_id.unique_id for replica_id in self.curr_replicas}
-        previous = self.routing.state.replicas
+        previous = self.recorder.state.replicas
         for name in previous:
             if name not in present:
-                self.routing.left(name)
+                self.recorder.left(name)
                 self._loop.call_later(self._drain_seconds, link.LINK.drained, str(name))
         for name in sorted(present.difference(previous)):
-            self.routing.joined(name)
+            self.recorder.joined(name)
 
     # called by Serve ------------------------------------------------------------------------------
 

@@ -16,22 +16,24 @@ from pagedjax.options.params import StructuredOutputsParams
 from pagedjax.text.imports import imported
 from pagedjax.text.structured import keywords, vocabulary
 from pagedjax.text.structured.matcher import Grammar, first_line
-from pagedjax.text.structured.regular import beyond
+from pagedjax.text.structured.regular import first_byte_beyond
 from pagedjax.text.surrogates import check_whole
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 
-KEPT = 64  # compiled grammars, those that were used last
-# Characters of a form at most, so that compiling takes less than a second. A grammar may be
-# translated in Python.
+MAX_KEPT = 64  # compiled grammars; the one that was not used for the longest time is dropped
+# Most characters of a form, so that compiling takes less than a second; fewer of a grammar, which
+# may have to be translated in Python first
 MAX_TEXT = {"json": 2**17, "choice": 2**17, "grammar": 2**16, "regex": 2**14}
 # Between JSON's tokens: without a limit a model could write white space for ever
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,16}"
 JSON_SPACE = r"[\x20\x0A\x0D\x09]*"
-LOCATED = 500  # schemas in a schema up to which the place of an error is looked for
+MAX_SEARCHED = 500  # schemas: in a form that has more, the place of an error is not looked for
 # Limits of llguidance's parser. An answer that exceeds one is cancelled, and never ends as if it
-# was complete.
+# were complete.
 LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 50_000, "max_grammar_size": 200_000}
-EXTRA = "structured outputs need llguidance; install the extra: pip install 'pagedjax[structured]'"
+MISSING_LIBRARY = (
+    "structured outputs need llguidance; install the extra: pip install 'pagedjax[structured]'"
+)
 
 
 class Grammars:
@@ -58,28 +60,34 @@ class Grammars:
                 self._kept.move_to_end(form)
                 return grammar
         text, ignored = grammar_text(form, vocabulary.marks(self.tokenizer))
-        grammar = self._checked(text, form, ignored)
+        grammar = self._compile(text, form, ignored)
         with self._lock:
             self._kept[form] = grammar
-            while len(self._kept) > KEPT:
+            while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         return grammar
 
-    def _checked(
+    def _compile(
         self, text: str, form: StructuredOutputsParams, ignored: tuple[str, ...]
     ) -> Grammar:
+        """Compile llguidance's text of a form.
+
+        Raises:
+            ValueError: the text cannot be used, or it allows no answer.
+        """
         library = _library()
         known_vocabulary = self._known_vocabulary()
         limits = library.LLParserLimits(**LIMITS, verbose_errors=False)
         start = library.LLMatcher(known_vocabulary, text, log_level=0, limits=limits)
+        kind = _kind(form)
         if not start.is_error():
-            first = start.compute_bitmask()
-            if not start.is_error() and not any(first):
-                raise ValueError(f"structured_outputs.{_form(form)} allows no answer at all")
+            first_mask = start.compute_bitmask()
+            if not start.is_error() and not any(first_mask):
+                raise ValueError(f"structured_outputs.{kind} allows no answer at all")
         if start.is_error():
             message = first_line(start.get_error())
-            place = _place(form, message, known_vocabulary) if _form(form) == "json" else ""
-            raise ValueError(f"structured_outputs.{_form(form)} cannot be used{place}: {message}")
+            place = _place(form, message, known_vocabulary) if kind == "json" else ""
+            raise ValueError(f"structured_outputs.{kind} cannot be used{place}: {message}")
         return Grammar(start, -(-self.vocab_size // 32), ignored, self.eos_token_ids)
 
     def _known_vocabulary(self) -> Any:
@@ -108,10 +116,11 @@ def _library() -> Any:
     try:
         return imported("llguidance")
     except ModuleNotFoundError as error:
-        raise ValueError(EXTRA) from error
+        raise ValueError(MISSING_LIBRARY) from error
 
 
-def _form(form: StructuredOutputsParams) -> str:
+def _kind(form: StructuredOutputsParams) -> str:
+    """The option that says what the form is, such as "json"."""
     names = ("json", "regex", "choice", "grammar", "json_object")
     return next(name for name in names if getattr(form, name) not in (None, False))
 
@@ -122,14 +131,14 @@ def grammar_text(
     """llguidance's text of a form's grammar, and the keywords that are ignored.
 
     Args:
-        marks: the tokens that a Lark grammar may name, by their names.
+        marks: ids of the added tokens that a Lark grammar may name, by their names.
 
     Raises:
         ValueError: too long, no JSON, a keyword that is not supported, or a grammar that cannot be
             read.
     """
     library = _library()
-    name = _form(form)
+    name = _kind(form)
     value = getattr(form, name)
     length = 0
     if isinstance(value, (str, tuple)):
@@ -152,22 +161,33 @@ def grammar_text(
             raise ValueError(
                 f"structured_outputs.grammar cannot be read: {first_line(str(error))}"
             ) from error
-    schema, ignored = ({"type": "object"}, ()) if name == "json_object" else schema_of(form)
+    schema: Any = {"type": "object"}
+    ignored: tuple[str, ...] = ()
+    if name == "json":
+        schema, ignored = schema_of(form)
+    text = library.LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), overrides=_schema_options(form)
+    )
+    return text, ignored
+
+
+def _schema_options(form: StructuredOutputsParams) -> dict[str, Any]:
+    """llguidance's options for a JSON schema. Raises ValueError for a wrong whitespace_pattern."""
     if form.whitespace_pattern is not None:
         _check_white_space(form.whitespace_pattern)
-    options = {"whitespace_pattern": form.whitespace_pattern or WHITE_SPACE, "lenient": False}
+    options: dict[str, Any] = {"lenient": False}
     if form.disable_any_whitespace:
-        options = {"whitespace_flexible": False, "lenient": False}
-    return library.LLMatcher.grammar_from_json_schema(
-        json.dumps(schema), overrides=options
-    ), ignored
+        options["whitespace_flexible"] = False
+    else:
+        options["whitespace_pattern"] = form.whitespace_pattern or WHITE_SPACE
+    return options
 
 
 def _check_white_space(pattern: str) -> None:
     """Raises ValueError for a pattern of more than JSON's white space: answers would be no JSON."""
     problem = f"structured_outputs.whitespace_pattern is {pattern!r:.80}"
     try:
-        start = beyond(pattern, JSON_SPACE)
+        start = first_byte_beyond(pattern, JSON_SPACE)
     except ValueError as error:
         raise ValueError(f"{problem}: {error}") from None
     if start is not None:
@@ -178,7 +198,7 @@ def _check_white_space(pattern: str) -> None:
 
 
 def schema_of(form: StructuredOutputsParams) -> tuple[Any, tuple[str, ...]]:
-    """The schema that is compiled, and the keywords that it has lost."""
+    """The schema that is compiled, and the places of the keywords that are ignored."""
     assert isinstance(form.json, str)
     try:
         schema = json.loads(form.json)
@@ -192,26 +212,29 @@ def schema_of(form: StructuredOutputsParams) -> tuple[Any, tuple[str, ...]]:
     if schema is False:
         raise ValueError("structured_outputs.json is false, and the schema false allows no answer")
     schema = {} if schema is True else schema
-    how = "ignore_unsupported (strict: false in response_format)"
-    schema, places = keywords.checked(
-        schema, "structured_outputs.json", ignore=how, ignored=form.ignore_unsupported
+    option = "ignore_unsupported (strict: false in response_format)"  # as an error names it
+    schema, ignored = keywords.checked(
+        schema, "structured_outputs.json", option=option, ignore=form.ignore_unsupported
     )
     if form.disable_additional_properties:
         schema = keywords.closed(schema)
-    return schema, places
+    return schema, ignored
 
 
 def _place(form: StructuredOutputsParams, message: str, known_vocabulary: Any) -> str:
-    """Returns where the smallest schema is that gives the same error by itself; "" without one."""
+    """Where in a JSON schema an error is: " at " and a place, for a message; "" if not known.
+
+    It is the longest place whose schema gives the same error by itself.
+    """
     library = _library()
-    place_of_smallest = ""
-    schemas = list(islice(keywords.subschemas(schema_of(form)[0]), LOCATED + 1))
-    if len(schemas) > LOCATED:
-        return place_of_smallest
+    schemas = list(islice(keywords.subschemas(schema_of(form)[0]), MAX_SEARCHED + 1))
+    if len(schemas) > MAX_SEARCHED:
+        return ""
+    longest = ""
     limits = library.LLParserLimits(**LIMITS, verbose_errors=False)
     for place, schema in schemas:
         text = library.LLMatcher.grammar_from_json_schema(json.dumps(schema))
         error = library.LLMatcher.validate_grammar(text, known_vocabulary, limits=limits)
-        if error and first_line(error) == message and len(place) >= len(place_of_smallest):
-            place_of_smallest = place
-    return f" at {place_of_smallest:.200}" if place_of_smallest else ""
+        if error and first_line(error) == message and len(place) >= len(longest):
+            longest = place
+    return f" at {longest:.200}" if longest else ""

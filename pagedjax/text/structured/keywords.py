@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from pagedjax.text.structured.regular import beyond
+from pagedjax.text.structured.regular import first_byte_beyond
 
 
 def _names(text: str) -> frozenset[str]:
@@ -138,27 +138,25 @@ def _nearly(name: str) -> str | None:
     return None if keyword in DESCRIBING else keyword
 
 
-def checked(
-    schema: Any, subject: str, *, ignore: str, ignored: bool
-) -> tuple[Any, tuple[str, ...]]:
-    """Returns the schema that is compiled, and the places of the keywords that it has lost.
+def checked(schema: Any, subject: str, *, option: str, ignore: bool) -> tuple[Any, tuple[str, ...]]:
+    """Returns the schema that is compiled, and the places of the keywords that are ignored.
 
     Args:
         subject: who has the schema, in the error.
-        ignore: how keywords are ignored, in the error.
-        ignored: whether they are.
+        option: the setting that ignores keywords which are not supported, in the error.
+        ignore: whether it is set.
 
     Raises:
-        ValueError: it has a keyword that is not supported.
+        ValueError: the schema has a keyword that is not supported, and `ignore` is False.
     """
     refused = list(unsupported(schema))
-    if refused and not ignored:
+    if refused and not ignore:
         place, why = refused[0]
         count = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
         name = place.rpartition("/")[2]
         raise ValueError(
             f"{subject} has the keyword {name!r:.80} at {place:.200}, which is {why}{count}; "
-            f"remove it, or set {ignore}"
+            f"remove it, or set {option}"
         )
     places = tuple(place for place, _ in refused)
     return (without(schema, frozenset(places)) if refused else schema), places
@@ -195,7 +193,7 @@ def _names_all_keys(schema: Mapping[str, Any]) -> bool:
     parts = [part for pattern in patterns for part in _alternatives(pattern)]
     allowed = "|".join(f"({_of_whole_keys(part)})" for part in parts)
     try:
-        return beyond(allowed, "|".join(map(re.escape, keys))) is None
+        return first_byte_beyond(allowed, "|".join(map(re.escape, keys))) is None
     except ValueError:  # the compiler of grammars says what is wrong
         return False
 

@@ -35,8 +35,9 @@ class Matcher:
     """The tokens that a grammar allows after a sequence's output.
 
     What it answers depends on the output alone, so it needs no part in preemption, roll-back or
-    lookahead: what it keeps is the parser after the longest output that it was asked about. A
-    failed one stays failed.
+    lookahead. It keeps the parser after the output that it was last asked about. A longer output,
+    which begins with that one, is parsed from there, and a shorter one from the beginning. A
+    matcher that has failed stays failed.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -47,8 +48,7 @@ class Matcher:
         self.error: str | None = None
 
     def after(self, output: Tokens) -> Any:
-        """llguidance's matcher after the output tokens; None if there is none, and `error` says
-        why."""
+        """llguidance's matcher after the output; None, and `error` says why, if it has failed."""
         if self.error is not None:
             return None
         if len(output) < self._consumed:
@@ -57,23 +57,25 @@ class Matcher:
         if new := [int(token) for token in output[self._consumed :]]:
             self._consumed += len(new)
             self._parser.consume_tokens(new)
-        return self.checked()
+        return self.usable_parser()
 
-    def checked(self) -> Any:
-        """llguidance's matcher; None if it has failed."""
+    def usable_parser(self) -> Any:
+        """llguidance's matcher; None, and `error` says why, if it has failed."""
         if self.error is None and self._parser.is_error():
             self.error = first_line(self._parser.get_error()) or "the parser failed"
         return None if self.error is not None else self._parser
 
     def check_ends(self, drafts: Sequence[int], ending: Sequence[int]) -> None:
-        """Fail if the form is not complete where a mask allows its end. It would be an error of the
-        library's.
+        """Set `error` if a mask allows an end token where the form is not complete.
+
+        The library is wrong then.
 
         Args:
-            drafts: tokens behind the output that `after` was last asked about.
-            ending: numbers of drafts, ascending, behind which the mask allows an end token. Behind
-                a draft that is not allowed no sample counts.
+            drafts: tokens that follow the output that `after` was last asked about.
+            ending: after how many of the drafts the mask allows an end token; ascending. Those
+                after a draft that is not allowed are not checked, because no sample there counts.
         """
+        # a copy, if drafts are consumed
         parser = self._parser if ending[-1] == 0 else self._parser.deep_copy()
         for position in range(ending[-1] + 1):
             if position and not parser.validate_tokens(drafts[position - 1 : position]):
@@ -85,13 +87,11 @@ class Matcher:
                 return
 
     def forced(self, output: Tokens, limit: int) -> list[int]:
-        """The next tokens, if the grammar leaves no choice; at most `most`."""
+        """The next tokens, at most `limit`, as long as the grammar leaves no choice."""
         parser = self.after(output)
-        return (
-            parser.compute_ff_tokens()[:limit]
-            if parser is not None and not parser.is_stopped()
-            else []
-        )
+        if parser is None or parser.is_stopped():
+            return []
+        return parser.compute_ff_tokens()[:limit]
 
     def allowed(self, output: Tokens, drafts: Tokens) -> int:
         """How many of the drafts, from the first, are allowed after the output."""
@@ -114,13 +114,12 @@ class MaskRow(NamedTuple):
 
 
 def masks(rows: Sequence[MaskRow], count: int) -> np.ndarray:
-    """[count, words] uint32: the allowed tokens of each sample, a bit each, for rows of one
-    vocabulary.
+    """[count, words] uint32: a bit for each token, which is set if the sample may have the token.
 
-    Bits of samples that no row names are all set. Behind a draft that is not allowed no sample
-    counts, so its mask is not computed. A row whose matcher has failed may have every token except
-    its `stops`: its sequence must not end as if its form was complete, and the engine cancels it
-    after the step.
+    The rows have one vocabulary. A sample that belongs to no row may have any token. Behind a draft
+    that is not allowed no sample counts, so its mask is not computed. A row whose matcher has
+    failed may have any token but its `stops`: the engine cancels its sequence after the step, and
+    until then it must not end as if its form were complete.
     """
     from llguidance.numpy import (
         fill_next_token_bitmask_par,
@@ -128,28 +127,25 @@ def masks(rows: Sequence[MaskRow], count: int) -> np.ndarray:
     )
 
     bit_masks = np.full((count, rows[0].matcher.grammar.words), -1, np.int32)
-    parsers = [
+    work = [
         (row.matcher.after(row.output), row.first, [int(token) for token in row.drafts])
         for row in rows
     ]
-    if plain := [
-        (parser, first) for parser, first, drafts in parsers if parser is not None and not drafts
-    ]:
+    usable = [(parser, first, drafts) for parser, first, drafts in work if parser is not None]
+    plain = [(parser, first) for parser, first, drafts in usable if not drafts]
+    with_drafts = [(parser, first, drafts) for parser, first, drafts in usable if drafts]
+    if plain:
         fill_next_token_bitmask_par(_executor(), plain, bit_masks)
-    if drafted := [
-        (parser, first, drafts)
-        for parser, first, drafts in parsers
-        if parser is not None and drafts
-    ]:
-        fill_next_token_bitmask_par_with_draft_tokens(_executor(), drafted, bit_masks)
+    if with_drafts:
+        fill_next_token_bitmask_par_with_draft_tokens(_executor(), with_drafts, bit_masks)
     bit_masks = bit_masks.view(np.uint32)
-    ending = _allow_an_end(bit_masks, rows[0].matcher.grammar.ends)
-    for row, (_, _, drafts) in zip(rows, parsers, strict=True):
+    has_end = _has_end(bit_masks, rows[0].matcher.grammar.ends)
+    for row, (_, _, drafts) in zip(rows, work, strict=True):
         samples = slice(row.first, row.first + 1 + len(row.drafts))
-        ends = np.flatnonzero(ending[samples]).tolist()
-        if ends and row.matcher.checked() is not None:
-            row.matcher.check_ends(drafts, ends)
-        if row.matcher.checked() is None:
+        ending = np.flatnonzero(has_end[samples]).tolist()
+        if ending and row.matcher.usable_parser() is not None:
+            row.matcher.check_ends(drafts, ending)
+        if row.matcher.usable_parser() is None:
             allowed = bit_masks[samples]
             allowed[:] = 0xFFFFFFFF
             for token in row.stops:
@@ -157,11 +153,11 @@ def masks(rows: Sequence[MaskRow], count: int) -> np.ndarray:
     return bit_masks
 
 
-def _allow_an_end(allowed: np.ndarray, ends: Sequence[int]) -> np.ndarray:
-    """allowed [count, words] uint32 -> [count] bool: some end token is allowed."""
+def _has_end(bit_masks: np.ndarray, ends: Sequence[int]) -> np.ndarray:
+    """bit_masks [count, words] uint32 -> [count] bool: whether one of the tokens `ends` is set."""
     words = [token // 32 for token in ends]
     bits = np.array([1 << token % 32 for token in ends], np.uint32)
-    return np.asarray((allowed[:, words] & bits).any(axis=1))
+    return np.asarray((bit_masks[:, words] & bits).any(axis=1))
 
 
 @cache
@@ -173,12 +169,15 @@ def _executor() -> Any:
 
 
 def first_line(message: str) -> str:
-    """The part of the library's message that says what is wrong: one line, without the parser's
-    state."""
-    lines = [
-        line.strip()
-        for line in message.split("<state>")[0].replace("<non-verbose/>", "").splitlines()
-        if line.strip()
-    ]
-    last = next((line for line in lines if line.startswith("error:")), "")
-    return f"{lines[0] if lines else ''} {last}".strip()[:400]
+    """What is wrong, of the library's message: its first line and the one with "error:", as a line.
+
+    The parser's state is left out.
+    """
+    text = message.split("<state>")[0].replace("<non-verbose/>", "")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    error = next((line for line in lines[1:] if line.startswith("error:")), "")
+    if lines[0].startswith("error:"):
+        error = ""  # the first line has it
+    return f"{lines[0]} {error}".strip()[:400]

@@ -18,7 +18,7 @@ from pagedjax.text.tokenizer import byte_alphabet
 END = 256  # the end of a text; the tokens before it are bytes
 
 
-def beyond(pattern: str, other_pattern: str) -> str | None:
+def first_byte_beyond(pattern: str, other_pattern: str) -> str | None:
     """The first byte of a text that `pattern` matches as a whole and `other_pattern` does not.
 
     Returns:

@@ -89,22 +89,22 @@ def lark(
 
 
 def arguments_schema(tool: Tool) -> tuple[Any, tuple[str, ...]]:
-    """Returns the compiled schema of a tool's arguments, and the places of the keywords it lost.
+    """Returns the schema of a tool's arguments, and the places of the keywords that are ignored.
 
     Parameters that a tool does not name are never given, unless its schema says more about them: a
     function would refuse them.
     """
     subject = f"tools: the schema of {tool.name!r}"
-    schema, lost = keywords.checked(
-        tool.parameters, subject, ignore="strict: false for the tool", ignored=not tool.strict
+    schema, ignored = keywords.checked(
+        tool.parameters, subject, option="strict: false for the tool", ignore=not tool.strict
     )
     if "properties" in schema and not OPEN & schema.keys():
         schema = {**schema, "additionalProperties": False}
-    return schema, lost
+    return schema, ignored
 
 
 def answer_schema(form: StructuredOutputsParams | None) -> tuple[Any, tuple[str, ...]]:
-    """Returns the JSON schema of an answer that is no call, and the keywords that it has lost.
+    """Returns the JSON schema of an answer that is no call, and the keywords that are ignored.
 
     The schema is None for plain text.
 

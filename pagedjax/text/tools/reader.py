@@ -31,20 +31,21 @@ class Piece(NamedTuple):
 class CallReader:
     """Reads one answer.
 
-    The grammar made it, so its form is exact; an answer that was cut may end anywhere.
-
-    White space before the first call is dropped, so the end of a text is kept back until more of it
-    is known.
+    A grammar constrained the answer, so it has exactly the format's form, but it may have been cut
+    anywhere. White space before the first call is dropped, so white space at the end of a text
+    waits for what follows.
     """
 
     def __init__(self, form: CallFormat) -> None:
         self._form = form
         self._left = ""
-        self._state = "text"  # then "head", "arguments" and "close", in turn
+        # A method's name without its "_": first "text". Then "plain"; or, for each call, "head",
+        # "arguments" and "after_call".
+        self._state = "text"
         self._depth = 0
         self._quoted = False
         self._escaped = False
-        self.calls = 0  # that have begun
+        self.num_calls = 0  # calls that have begun
         self.complete = True  # no call is under way
 
     def push(self, text: str) -> list[Piece]:
@@ -65,23 +66,24 @@ class CallReader:
     def _text(self, last: bool) -> Iterator[Piece]:
         """Text before the calls."""
         form = self._form
-        pending_text = self._left
-        if not form.trigger:  # a call is the whole answer
-            if pending_text.startswith(form.before):
+        text = self._left
+        if not form.trigger:  # a call is the whole answer, or there is none
+            if text.startswith(form.before):
                 self._state = "head"
-            elif last or not form.before.startswith(pending_text):
+            elif last or not form.before.startswith(text):
                 self._state = "plain"
             return
-        at = pending_text.find(form.trigger)
+        at = text.find(form.trigger)
         if at >= 0:
-            ready = pending_text[:at].rstrip()
-            unread = pending_text[at:]
+            ready = text[:at].rstrip()
+            unread = text[at:]
             self._state = "head"
         else:
-            pending = 0 if last else pending_length(pending_text, form.trigger)
-            ready = pending_text[: len(pending_text) - pending]
-            ready = ready if last else ready.rstrip()
-            unread = pending_text[len(ready) :]
+            num_pending = 0 if last else pending_length(text, form.trigger)
+            ready = text[: len(text) - num_pending]
+            if not last:  # white space before a call is dropped, and a call may follow
+                ready = ready.rstrip()
+            unread = text[len(ready) :]
         if ready:
             yield Piece(None, ready)
         self._left = unread
@@ -94,31 +96,32 @@ class CallReader:
 
     def _head(self, last: bool) -> Iterator[Piece]:
         form = self._form
-        lead = (form.between if self.calls else form.begin) + form.before
+        lead = (form.between if self.num_calls else form.begin) + form.before
         end = self._left.find(form.after, len(lead))
         if end < 0:
             return
         name = self._left[len(lead) : end]
         self._left = self._left[end + len(form.after) :]
-        yield Piece(self.calls, "", _new_id(form.id_length), name)
-        self.calls += 1
+        yield Piece(self.num_calls, "", _new_id(form.id_length), name)
+        self.num_calls += 1
         self.complete = False
         self._state = "arguments"
 
     def _arguments(self, last: bool) -> Iterator[Piece]:
         """A JSON object, up to the brace that closes it."""
-        end = next(
-            (i for i, character in enumerate(self._left, start=1) if self._closes(character)), None
-        )
-        if end is not None:
-            self._state = "close"
+        end = None
+        for i, character in enumerate(self._left, start=1):
+            if self._take(character):
+                end = i
+                self._state = "after_call"
+                break
         ready = self._left[:end]
         self._left = "" if end is None else self._left[end:]
         if ready:
-            yield Piece(self.calls - 1, ready)
+            yield Piece(self.num_calls - 1, ready)
 
-    def _closes(self, character: str) -> bool:
-        """Whether the object ends with its next character."""
+    def _take(self, character: str) -> bool:
+        """Take the object's next character. Returns whether the object ends with it."""
         if self._quoted:
             self._quoted = self._escaped or character != '"'
             self._escaped = character == "\\" and not self._escaped
@@ -131,22 +134,26 @@ class CallReader:
             return self._depth == 0
         return False
 
-    def _close(self, last: bool) -> Iterator[Piece]:
+    def _after_call(self, last: bool) -> Iterator[Piece]:
         """The rest of a call. Another one may follow."""
         form = self._form
         self.complete = self.complete or self._left.startswith(form.close)
         if self._left.startswith(form.close + form.between):
             self._left = self._left[len(form.close) :]
             self._state = "head"
-        yield from ()
+        yield from ()  # a generator, as the other states are
 
 
 def read(text: str, form: CallFormat) -> tuple[str, tuple[ToolCall, ...], bool]:
-    """(the answer's own text, its calls, whether they are complete) of a whole answer."""
+    """Read a whole answer.
+
+    Returns:
+        (its own text, its calls, whether there are calls and the last one is complete).
+    """
     reader = CallReader(form)
     pieces = [*reader.push(text), *reader.finish()]
     answer = "".join(piece.text for piece in pieces if piece.call is None)
-    return answer, calls_of(pieces), reader.calls > 0 and reader.complete
+    return answer, calls_of(pieces), reader.num_calls > 0 and reader.complete
 
 
 def calls_of(pieces: Sequence[Piece]) -> tuple[ToolCall, ...]:

@@ -33,7 +33,7 @@ class ToolUse:
     dialect: Dialect
 
     @property
-    def form(self) -> CallFormat | None:
+    def call_format(self) -> CallFormat | None:
         """The format of calls; None if there can be none."""
         return self.dialect.format if self.tools else None
 
@@ -42,16 +42,20 @@ class ToolUse:
     ) -> list[int]:
         """The tokens of a conversation with these tools.
 
+        Args:
+            generating: add what begins the model's answer.
+
         Raises:
             ValueError: a message is wrong, or the model has no chat template.
         """
-        plain = prompt.conversation(messages, self.tools, self.dialect)
+        plain_messages = prompt.conversation(messages, self.tools, self.dialect)
         tool_objects = [tool.shown() for tool in self.tools] if self.dialect.native else None
-        return tokenizer.apply_chat_template(plain, generating, tool_objects)
+        return tokenizer.apply_chat_template(plain_messages, generating, tool_objects)
 
-    def applied(self, params: Any, tokenizer: Tokenizer) -> tuple[Any, tuple[str, ...]]:
-        """The sampling parameters with the grammar of these tools, and the keywords of schemas that
-        it ignores.
+    def with_grammar(self, params: Any, tokenizer: Tokenizer) -> tuple[Any, tuple[str, ...]]:
+        """Returns (sampling parameters with the grammar of these tools, ignored keywords).
+
+        Those are the keywords of schemas that the grammar ignores.
 
         Raises:
             ValueError: a beam search, or a schema or another form that does not go with tools.
@@ -60,12 +64,12 @@ class ToolUse:
             return params, ()
         if not isinstance(params, SamplingParams):
             raise ValueError(
-                "tools do not go with a beam search, whose answers have no form; "
-                "leave one of them out"
+                "tools do not go with a beam search, whose answers no grammar constrains; "
+                "leave one of the two out"
             )
         allowed = [tool for tool in self.tools if self.only in (None, tool.name)]
-        answer, lost = grammar.answer_schema(params.structured_outputs)
-        text, ignored = grammar.lark(
+        answer, ignored_of_answer = grammar.answer_schema(params.structured_outputs)
+        text, ignored_of_tools = grammar.lark(
             allowed,
             self.dialect.format,
             tokenizer,
@@ -73,32 +77,29 @@ class ToolUse:
             parallel=self.parallel and self.only is None and not self.dialect.format.single,
             answer=answer,
         )
-        # calls may be written with special tokens, and must be seen; others cannot occur in the
-        # grammar
-        form = StructuredOutputsParams(grammar=text)
-        return replace(params, structured_outputs=form, skip_special_tokens=False), (
-            *ignored,
-            *lost,
-        )
+        structured = StructuredOutputsParams(grammar=text)
+        # A call may begin with a special token, which the reader must see. The grammar allows no
+        # other special tokens.
+        params = replace(params, structured_outputs=structured, skip_special_tokens=False)
+        return params, (*ignored_of_tools, *ignored_of_answer)
 
-    def compiled(self, grammars: Grammars, params: SamplingParams) -> Grammar:
-        """The compiled grammar of parameters from `applied`.
+    def compiled_grammar(self, grammars: Grammars, params: SamplingParams) -> Grammar:
+        """The compiled grammar of parameters from `with_grammar`.
 
         Raises:
             ValueError: it cannot be compiled; names the tool whose schema is the reason.
         """
-        form = params.structured_outputs
-        assert form is not None
+        structured = params.structured_outputs
+        assert structured is not None
         try:
-            return grammars.compiled(form)
+            return grammars.compiled(structured)
         except ValueError as error:
             for tool in self.tools:
+                schema, _ = grammar.arguments_schema(tool)
                 try:
-                    grammars.compiled(
-                        StructuredOutputsParams(json=grammar.arguments_schema(tool)[0])
-                    )
-                except ValueError as wrong:
-                    message = str(wrong).replace(
+                    grammars.compiled(StructuredOutputsParams(json=schema))
+                except ValueError as error_of_tool:
+                    message = str(error_of_tool).replace(
                         "structured_outputs.json", f"tools: the schema of {tool.name!r}"
                     )
                     raise ValueError(message) from error
@@ -106,18 +107,16 @@ class ToolUse:
 
     def read(self, output: RequestOutput) -> RequestOutput:
         """An output with its calls. The text stays as the model wrote it."""
-        form = self.form
-        return (
-            output
-            if form is None
-            else replace(
-                output, outputs=tuple(_read(completion, form) for completion in output.outputs)
-            )
-        )
+        call_format = self.call_format
+        if call_format is None:
+            return output
+        outputs = tuple(_read(completion, call_format) for completion in output.outputs)
+        return replace(output, outputs=outputs)
 
 
-def _read(output: CompletionOutput, form: CallFormat) -> CompletionOutput:
-    return replace(output, tool_calls=reader.read(output.text, form)[1])
+def _read(output: CompletionOutput, call_format: CallFormat) -> CompletionOutput:
+    _, calls, _ = reader.read(output.text, call_format)
+    return replace(output, tool_calls=calls)
 
 
 def tool_use(
@@ -140,9 +139,9 @@ def tool_use(
     kind, only = choice_of(choice, defined)
     used = () if kind == "none" else defined
     return ToolUse(
-        used,
-        kind == "required",
-        only,
-        parallel is not False,
-        dialect(tokenizer.chat_template, parser),
+        tools=used,
+        required=kind == "required",
+        only=only,
+        parallel=parallel is not False,  # OpenAI's default is true
+        dialect=dialect(tokenizer.chat_template, parser),
     )

@@ -56,9 +56,9 @@ def multiply(
     """See `api.linear`.
 
     Raises:
-        ValueError: `unsupported` gives a reason.
+        ValueError: `product_obstacle` gives a reason.
     """
-    reason = unsupported(
+    reason = product_obstacle(
         jax.default_backend(), x.dtype.name, weight.dtype.name, epilogue.activation
     )
     if reason:
@@ -107,7 +107,7 @@ def _scratch(tokens: int, matrix: Matrix) -> Any:
     return jax.ShapeDtypeStruct((4 * words,), jnp.uint8)
 
 
-def unsupported(platform: str, dtype: str, weight_dtype: str, activation: str | None) -> str:
+def product_obstacle(platform: str, dtype: str, weight_dtype: str, activation: str | None) -> str:
     """Returns why this implementation cannot compute such products; empty if it can.
 
     The reason is the rest of a sentence.
@@ -136,7 +136,7 @@ def obstacle(
     """See `Implementation`."""
     if mesh:
         return "is for a device without a mesh"
-    return unsupported(device.platform, dtype, weight_dtype, activation)
+    return product_obstacle(device.platform, dtype, weight_dtype, activation)
 
 
 def prepare(*, dtype: str, weight_dtype: str, low_rank: bool) -> None:
@@ -144,7 +144,7 @@ def prepare(*, dtype: str, weight_dtype: str, low_rank: bool) -> None:
 
     See `Implementation`.
     """
-    if unsupported(jax.default_backend(), dtype, weight_dtype, None):
+    if product_obstacle(jax.default_backend(), dtype, weight_dtype, None):
         return
     HANDLERS[dtype, weight_dtype, False].start()
     if low_rank:

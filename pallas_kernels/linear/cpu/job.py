@@ -31,7 +31,7 @@ WEIGHT = 384
 PANELS = 400  # of one matrix
 PANEL_BYTES = 408
 FIRST = 416  # the first output that is computed, of one matrix
-LAST = 424  # the one behind the last
+END = 424  # the output behind the last one that is computed
 # Addresses, or 0
 SCALES = 432
 BIAS = 440
@@ -65,8 +65,15 @@ LOW_K = 632  # numbers in a row of `a`
 LOW_HALVES = 640  # halves of panels of a slot of `b`
 ORDER = 648  # address of the tokens in the order of the tiles; 0: as they come
 JOB_BYTES = 656
-TILE_WORDS = 3  # a tile: place of its first row, rows, matrix
-CHUNK_WORDS = 2  # a chunk: first tile, tiles
+# Byte offsets in an entry of the table of tiles
+TILE_PLACE = 0  # place of its first row
+TILE_ROWS = 8
+TILE_MATRIX = 16
+TILE_WORDS = 3
+# Byte offsets in an entry of the table of chunks
+CHUNK_FIRST_TILE = 0
+CHUNK_TILE_COUNT = 8
+CHUNK_WORDS = 2
 
 RMS = 1
 RMS_PLUS_ONE = 2
@@ -91,7 +98,7 @@ def token_at(job, place):
 
 @compiled
 def half_outputs(job, panel, half):
-    """Returns the outputs first : last of one matrix that a half of a panel computes.
+    """Returns (first, end) of the outputs of one matrix that a half of a panel computes.
 
     They are none if the call does not ask for this half.
     """
@@ -100,7 +107,7 @@ def half_outputs(job, panel, half):
         end = load_word(job + OUTPUTS) // 2
     else:
         first = PANEL * panel + FULL * half
-        end = min(load_word(job + OUTPUTS), load_word(job + LAST))
+        end = min(load_word(job + OUTPUTS), load_word(job + END))
         if first < load_word(job + FIRST):
             return first, first
     return first, max(first, min(first + FULL, end))

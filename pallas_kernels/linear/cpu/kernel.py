@@ -1,9 +1,9 @@
 """Products of activations with packed weights: compiled code behind XLA's FFI.
 
-    handler   XLA calls it with a call frame. It cuts the rows of x into tiles of at most COLUMNS, asks XLA's thread
-              pool for helpers, works, and waits for what helpers have begun.
-    work      packs tiles of x, one an item: normalises the rows, and stores them input by input. When all are packed,
-              it computes items of the product, each some panels of the weight by some tiles.
+    handle        XLA calls it with a call frame. It cuts the rows of x into tiles of at most COLUMNS, asks XLA's thread
+                  pool for helpers, runs items, and waits for what helpers have begun.
+    _run_items    packs tiles of x, one an item: normalises the rows, and stores them input by input. When all are
+                  packed, it computes items of the product, each some panels of the weight by some tiles.
 
 A helper that begins too late finds no item. Shapes are read from the call frame, so one program
 serves all of them. A variant has code for its own dtypes alone, and for products of low rank if it
@@ -18,10 +18,13 @@ from pallas_kernels.linear.cpu import low_rank
 from pallas_kernels.linear.cpu.job import (
     ACTIVATION,
     BIAS,
+    CHUNK_FIRST_TILE,
     CHUNK_TABLE,
+    CHUNK_TILE_COUNT,
     CHUNK_WORDS,
     CHUNKS,
     COMPUTED_PANELS,
+    END,
     EPS,
     FIRST,
     FIRST_PANEL,
@@ -30,7 +33,6 @@ from pallas_kernels.linear.cpu.job import (
     ITEMS_DONE,
     JOB_BYTES,
     KIND,
-    LAST,
     LOW,
     LOW_A,
     NEXT_ITEM,
@@ -50,6 +52,9 @@ from pallas_kernels.linear.cpu.job import (
     STEPS,
     TABLE,
     TILE_BYTES,
+    TILE_MATRIX,
+    TILE_PLACE,
+    TILE_ROWS,
     TILE_WORDS,
     TILES,
     TILES_DONE,
@@ -115,14 +120,30 @@ from pallas_kernels.shared.cpu.xla_call import (
     threads,
 )
 
-MAX_DEPTH = 2048  # steps of a tile at most that are computed while its sums stay in registers
-# At most, of the panels that an item reads: they stay in a core's cache
-GROUP_BYTES = 400 << 10
-GROUP_PANELS = 16
-CHUNK_TILES = 16  # tiles of an item at most, if their sums wait for the rest of their steps
-MIN_TILES = 8  # tiles of an item at least, if there are two times as many or more
+MAX_DEPTH = 2048  # most steps of a tile that are computed while its sums stay in registers
+GROUP_BYTES = 400 << 10  # most bytes of the panels of an item, so that they stay in a core's cache
+GROUP_PANELS = 16  # most panels of an item
+CHUNK_TILES = 16  # most tiles of an item whose sums wait in memory, because its steps are cut
+MIN_TILES = 8  # fewest tiles of an item, in a call that has at least twice as many
 SUMS = 4 * PANEL * COLUMNS  # bytes of a tile's sums
-EDGES = 4 * 4 * PANEL  # bytes of a panel's scales and biases, and of scratch
+SCALES_BYTES = 4 * 4 * PANEL  # bytes of a panel's scales and biases, and of scratch
+
+# The call's operands, by number (`implementation.py`); those of low rank follow
+X_OPERAND = 0
+WEIGHT_OPERAND = 1
+SCALES_OPERAND = 2
+BIAS_OPERAND = 3
+NORM_WEIGHT_OPERAND = 4
+RESIDUAL_OPERAND = 5
+SIZES_OPERAND = 6
+OPTIONS_OPERAND = 7
+EPS_OPERAND = 8
+# Byte offsets in the options
+OPTION_OUTPUTS = 0
+OPTION_FIRST = 4
+OPTION_END = 8
+OPTION_ACTIVATION = 12
+OPTION_NORM = 16
 
 
 # --- packing --------------------------------------------------------------------------------------
@@ -151,7 +172,9 @@ def _load_row(job, row, norm, out):
         mean = sum_of_squares(out, padded) / np.float32(k)
         factor = np.float32(1) / square_root(mean + load_float(job + EPS))
         scale_by(out, factor, norm, padded)
-    if X_SIZE == BFLOAT16:
+    if X_SIZE == BFLOAT16:  # dtypes are named by the bytes of a number
+        # x is rounded to its own dtype; the numbers stay bfloat16 only for an instruction that
+        # multiplies pairs of them
         narrow(out, out, padded)
         if not (PAIRS and KIND == BFLOAT16):
             for start in range(padded - FULL, -1, -FULL):  # from the end, for it is in place
@@ -160,17 +183,18 @@ def _load_row(job, row, norm, out):
 
 @compiled
 def _load_norm_weights(job, out):
-    """out [K, padded] = the weights of the norm as float32."""
+    """Writes the weights of the norm to `out` as float32: K numbers, and zeros to whole vectors."""
     k = load_word(job + K)
-    kind = load_word(job + NORM)
-    if kind == 0:
+    norm_kind = load_word(job + NORM)
+    if norm_kind == 0:
         return
     copy_bytes(load_word(job + NORM_WEIGHT), out, k * X_SIZE)
     if X_SIZE == BFLOAT16:
         for start in range(rounded_up(k, FULL) - FULL, -1, -FULL):
             widen(BFLOAT16, out + 2 * start, out + 4 * start, FULL)
-    for i in range(k if kind == RMS_PLUS_ONE else 0):
-        store_float(out + 4 * i, np.float32(1) + load_float(out + 4 * i))
+    if norm_kind == RMS_PLUS_ONE:
+        for i in range(k):
+            store_float(out + 4 * i, np.float32(1) + load_float(out + 4 * i))
     for i in range(k, rounded_up(k, FULL)):
         store_float(out + 4 * i, np.float32(0))
 
@@ -179,8 +203,8 @@ def _load_norm_weights(job, out):
 def _pack_tile(job, tile, norm, rows):
     """Packs one tile of x. rows: scratch of 16 rows."""
     entry = load_word(job + TABLE) + 8 * TILE_WORDS * tile
-    first = load_word(entry)
-    columns = load_word(entry + 8)
+    first = load_word(entry + TILE_PLACE)
+    columns = load_word(entry + TILE_ROWS)
     words = load_word(job + STEPS) * load_word(job + WORDS)
     row_bytes = bytes_of_row(load_word(job + K))
     out = load_word(job + PACKED) + tile * load_word(job + TILE_BYTES)
@@ -204,20 +228,23 @@ def _multiply_tile(columns, w, x, count, sums, next_weight, stride):
 
 
 @compiled
-def _load_vector(address, size, first, last, out):
-    """out [16] float32 = numbers first : last of a vector, and zeros."""
+def _load_vector(address, size, first, end, out):
+    """Writes numbers first : end of a vector to `out` [16] as float32, and zeros after them.
+
+    The 16 numbers behind `out` are scratch memory.
+    """
     for i in range(FULL):
         store_float(out + 4 * i, np.float32(0))
     numbers = out + 4 * FULL
     for i in range(FULL):
         store_float(numbers + 4 * i, np.float32(0))
-    if last > first:
-        copy_bytes(address + size * first, numbers, size * (last - first))
+    if end > first:
+        copy_bytes(address + size * first, numbers, size * (end - first))
     widen(size, numbers, out, FULL)
 
 
 @compiled
-def _load_edges(job, panel, matrix, out):
+def _load_scales_and_biases(job, panel, matrix, out):
     """Writes a panel's scales and biases to `out` [2, 32] float32.
 
     Behind them is scratch memory of 32 numbers.
@@ -225,43 +252,45 @@ def _load_edges(job, panel, matrix, out):
     gated = load_word(job + ACTIVATION) != 0
     outputs = load_word(job + OUTPUTS)
     for half in range(2):
-        first, last = half_outputs(job, panel, half)
-        at = (outputs // 2 if gated and half == 1 else 0) + outputs * matrix
+        first, end = half_outputs(job, panel, half)
+        matrix_start = (outputs // 2 if gated and half == 1 else 0) + outputs * matrix
         scales = load_word(job + SCALES)
         bias = load_word(job + BIAS)
         if scales == 0:
             for i in range(FULL):
                 store_float(out + 4 * (FULL * half + i), np.float32(1))
         else:
-            _load_vector(scales, 4, at + first, at + last, out + 4 * (2 * PANEL))
+            _load_vector(scales, 4, matrix_start + first, matrix_start + end, out + 4 * (2 * PANEL))
             copy_bytes(out + 4 * (2 * PANEL), out + 4 * FULL * half, 4 * FULL)
         if bias == 0:
             for i in range(FULL):
                 store_float(out + 4 * (PANEL + FULL * half + i), np.float32(0))
         else:
-            _load_vector(bias, X_SIZE, at + first, at + last, out + 4 * (2 * PANEL))
+            _load_vector(
+                bias, X_SIZE, matrix_start + first, matrix_start + end, out + 4 * (2 * PANEL)
+            )
             copy_bytes(out + 4 * (2 * PANEL), out + 4 * (PANEL + FULL * half), 4 * FULL)
 
 
 @compiled
-def _finish_tile(job, panel, entry, sums, edges):
+def _finish_tile(job, panel, entry, sums, scales_and_biases):
     """Applies scales, biases, activation and residual to a tile's sums, and writes the result."""
-    row = load_word(entry)
-    columns = load_word(entry + 8)
+    row = load_word(entry + TILE_PLACE)
+    columns = load_word(entry + TILE_ROWS)
     size = load_word(job + OUT_SIZE)
     width = load_word(job + WIDTH)
-    kind = load_word(job + ACTIVATION)
+    activation = load_word(job + ACTIVATION)
     residual = load_word(job + RESIDUAL)
     if load_word(job + SCALES) != 0 or load_word(job + BIAS) != 0:
-        scale_and_add(sums, edges, edges + 4 * PANEL, columns)
+        scale_and_add(sums, scales_and_biases, scales_and_biases + 4 * PANEL, columns)
     if LOW and load_word(job + LOW_A) != 0:
         low_rank.add_sums(job, panel, entry, sums)
-    if kind != 0:
-        gate(kind, sums, columns)
-    scratch = edges + 4 * 2 * PANEL
-    for half in range(2 if kind == 0 else 1):
-        first, last = half_outputs(job, panel, half)
-        count = last - first
+    if activation != 0:
+        gate(activation, sums, columns)
+    scratch = scales_and_biases + 4 * 2 * PANEL
+    for half in range(2 if activation == 0 else 1):
+        first, end = half_outputs(job, panel, half)
+        count = end - first
         column = first - load_word(job + FIRST)
         if count <= 0:
             continue
@@ -292,26 +321,27 @@ def _prefetch_results(job, panel, entry):
     size = load_word(job + OUT_SIZE)
     width = load_word(job + WIDTH)
     residual = load_word(job + RESIDUAL)
-    row = load_word(entry)
-    columns = load_word(entry + 8)
+    row = load_word(entry + TILE_PLACE)
+    columns = load_word(entry + TILE_ROWS)
     first, _ = half_outputs(job, panel, 0)
-    at = first - load_word(job + FIRST)
+    column = first - load_word(job + FIRST)
     for i in range(columns):
-        place = at + token_at(job, row + i) * width
-        prefetch_written(load_word(job + OUT) + size * place)
-        prefetch_written(load_word(job + OUT) + size * (place + FULL))
+        position = token_at(job, row + i) * width + column
+        prefetch_written(load_word(job + OUT) + size * position)
+        prefetch_written(load_word(job + OUT) + size * (position + FULL))
         if residual != 0:
-            prefetch(residual + X_SIZE * place)
-            prefetch(residual + X_SIZE * (place + FULL))
+            prefetch(residual + X_SIZE * position)
+            prefetch(residual + X_SIZE * (position + FULL))
 
 
 @compiled
 def _depth(steps):
     """Returns the steps of a tile that are computed while its sums stay in registers.
 
-    They are equal parts of all steps.
+    They are equal parts of all steps; the last part may be smaller.
     """
-    return -(-steps // -(-steps // MAX_DEPTH))
+    parts = -(-steps // MAX_DEPTH)
+    return -(-steps // parts)
 
 
 @compiled
@@ -319,8 +349,9 @@ def _weight_of(job, item):
     """Returns the address of the first panel of an item."""
     chunks = load_word(job + CHUNKS)
     tile_table = load_word(job + TABLE)
-    first_tile = load_word(load_word(job + CHUNK_TABLE) + 8 * CHUNK_WORDS * (item % chunks))
-    matrix = load_word(tile_table + 8 * TILE_WORDS * first_tile + 16)
+    chunk = load_word(job + CHUNK_TABLE) + 8 * CHUNK_WORDS * (item % chunks)
+    first_tile = load_word(chunk + CHUNK_FIRST_TILE)
+    matrix = load_word(tile_table + 8 * TILE_WORDS * first_tile + TILE_MATRIX)
     panel = (
         matrix * load_word(job + PANELS)
         + load_word(job + FIRST_PANEL)
@@ -333,16 +364,16 @@ def _weight_of(job, item):
 def _compute_item(job, item, sums):
     """Computes a group of panels by a chunk of tiles.
 
-    A tile is multiplied with all panels of the group, which stay in a core's cache, before the next
-    one. So neighbouring numbers of the result are written one after the other.
+    One tile after the other is multiplied with all panels of the group, which stay in a core's
+    cache. So neighbouring numbers of the result are written soon after one another.
     """
     chunks = load_word(job + CHUNKS)
     group = load_word(job + GROUP)
     chunk = load_word(job + CHUNK_TABLE) + 8 * CHUNK_WORDS * (item % chunks)
-    first_tile = load_word(chunk)
-    tiles = load_word(chunk + 8)
+    first_tile = load_word(chunk + CHUNK_FIRST_TILE)
+    tiles = load_word(chunk + CHUNK_TILE_COUNT)
     first = load_word(job + FIRST_PANEL) + group * (item // chunks)
-    last = min(first + group, load_word(job + FIRST_PANEL) + load_word(job + COMPUTED_PANELS))
+    end = min(first + group, load_word(job + FIRST_PANEL) + load_word(job + COMPUTED_PANELS))
     table = load_word(job + TABLE)
     packed = load_word(job + PACKED)
     tile_bytes = load_word(job + TILE_BYTES)
@@ -350,31 +381,31 @@ def _compute_item(job, item, sums):
     steps = load_word(job + STEPS)
     words = load_word(job + WORDS)
     step_bytes = PANEL if KIND == INT8 else 4 * PANEL
-    matrix = load_word(table + 8 * TILE_WORDS * first_tile + 16)
+    matrix = load_word(table + 8 * TILE_WORDS * first_tile + TILE_MATRIX)
     weight = _weight_of(job, item)
-    # Each tile fetches a part of the panels of the item that this thread takes next, if threads are
-    # equally fast. The last group may have fewer panels: addresses behind the weight are not read,
-    # and a fetch of them does not fail.
+    # While a tile is multiplied, a part of the next item's panels is fetched. The next item is a
+    # guess: the one that this thread takes if all threads are equally fast. The last group may have
+    # fewer panels: addresses behind the weight are not read, and a fetch of them does not fail.
     next_weight = _weight_of(job, min(item + load_word(job + WORKERS), load_word(job + ITEMS) - 1))
     share = -(-panel_bytes // tiles)
     stride = -(-step_bytes // tiles)
     depth = _depth(steps)
-    apart = SUMS if depth < steps else 0  # sums that wait for the rest of their steps
-    edges = sums + SUMS * (CHUNK_TILES * GROUP_PANELS if apart > 0 else 1)
-    finishes = load_word(job + SCALES) != 0 or load_word(job + BIAS) != 0
-    if finishes:
-        for panel in range(first, last):
-            _load_edges(job, panel, matrix, edges + EDGES * (panel - first))
+    # Bytes between the sums of two tiles. 0: a tile's sums are finished before the next tile's.
+    sums_stride = SUMS if depth < steps else 0
+    scales = sums + SUMS * (CHUNK_TILES * GROUP_PANELS if sums_stride > 0 else 1)
+    if load_word(job + SCALES) != 0 or load_word(job + BIAS) != 0:
+        for panel in range(first, end):
+            _load_scales_and_biases(job, panel, matrix, scales + SCALES_BYTES * (panel - first))
     for start in range(0, steps, depth):
         count = min(depth, steps - start)
         next_start = step_bytes * start // tiles
         for tile in range(first_tile, first_tile + tiles):
             entry = table + 8 * TILE_WORDS * tile
-            columns = load_word(entry + 8)
+            columns = load_word(entry + TILE_ROWS)
             x = packed + tile * tile_bytes + 4 * columns * words * start
             fetched = next_weight + (tile - first_tile) * share + next_start
-            for panel in range(first, last):
-                tile_sums = sums + apart * ((tile - first_tile) * group + panel - first)
+            for panel in range(first, end):
+                tile_sums = sums + sums_stride * ((tile - first_tile) * group + panel - first)
                 w = weight + (panel - first) * panel_bytes + step_bytes * start
                 fetched_panel = fetched + (panel - first) * panel_bytes
                 if start == 0:
@@ -383,37 +414,40 @@ def _compute_item(job, item, sums):
                     _prefetch_results(job, panel, entry)
                 _multiply_tile(columns, w, x, count, tile_sums, fetched_panel, stride)
                 if start + count == steps:
-                    _finish_tile(job, panel, entry, tile_sums, edges + EDGES * (panel - first))
+                    panel_scales = scales + SCALES_BYTES * (panel - first)
+                    _finish_tile(job, panel, entry, tile_sums, panel_scales)
 
 
 @compiled
 def _scratch_bytes(k, steps):
     """Returns the bytes of scratch memory of a thread.
 
-    First it holds rows of x and weights of the norm, then sums of an item.
+    First it holds rows of x and weights of the norm, then sums of an item. It has 128 bytes more,
+    because aligning its begin to 64 bytes takes some.
     """
     sums = SUMS * (1 if steps <= MAX_DEPTH else CHUNK_TILES * GROUP_PANELS)
-    return max((FULL + 1) * bytes_of_row(k), sums + EDGES * GROUP_PANELS) + 128
+    return max((FULL + 1) * bytes_of_row(k), sums + SCALES_BYTES * GROUP_PANELS) + 128
 
 
 @compiled_apart
 def _run_items(job):
     """Packs tiles until none is left, waits for those of other threads, and computes items."""
-    room = malloc(_scratch_bytes(load_word(job + K), load_word(job + STEPS)))
-    scratch = rounded_up(room, 64)
+    allocated = malloc(_scratch_bytes(load_word(job + K), load_word(job + STEPS)))
+    scratch = rounded_up(allocated, 64)
     tiles = load_word(job + TILES)
     items = load_word(job + ITEMS)
     norm = scratch + FULL * bytes_of_row(load_word(job + K))
-    ready = False
+    has_norm_weights = False
     while True:
         tile = fetch_add(job + NEXT_TILE, 1)
         if tile >= tiles:
             break
-        if not ready:
+        if not has_norm_weights:
             _load_norm_weights(job, norm)
-            ready = True
+            has_norm_weights = True
         _pack_tile(job, tile, norm, scratch)
         fetch_add(job + TILES_DONE, 1)
+    # TILES_DONE is read atomically: what other threads have packed is visible after it
     while load_word(job + NEXT_ITEM) < items and fetch_add(job + TILES_DONE, 0) < tiles:
         sched_yield()
     while True:
@@ -422,7 +456,7 @@ def _run_items(job):
             break
         _compute_item(job, item, scratch)
         fetch_add(job + ITEMS_DONE, 1)
-    free(room)
+    free(allocated)
 
 
 @compiled
@@ -437,7 +471,7 @@ def _help(job):
 
 
 @compiled
-def _size(buffer):
+def _number_bytes(buffer):
     """Returns the bytes of a float32 or bfloat16 number."""
     return 4 if dtype(buffer) == IS_FLOAT32 else 2
 
@@ -449,44 +483,50 @@ def _optional(buffer):
 
 
 @compiled
-def _tiles(rows):
+def _tile_count(rows):
     return -(-rows // COLUMNS)
 
 
 @compiled
 def _split(tiles, computed_panels, panel_bytes, steps, matrices, workers):
-    """Returns (chunks of the tiles of a matrix at most, panels of a group).
+    """Returns (the most chunks that the tiles of a matrix are cut into, panels of a group).
 
-    An item is a group by a chunk. Each worker gets several items, so that workers end together.
-    There are as few chunks as that allows, because each chunk reads the weight.
+    An item is a chunk by a group. Each worker gets at least 4 items where there are enough, so that
+    workers end together. There are as few chunks as that allows, because each chunk reads the whole
+    weight.
     """
     group = min(GROUP_PANELS, max(1, GROUP_BYTES // min(panel_bytes, MAX_DEPTH * 4 * PANEL)))
     min_items = 4 * workers
     chunks = max(1, min(tiles, -(-min_items // computed_panels))) if workers > 1 else 1
     if tiles >= 2 * MIN_TILES and matrices == 1 and steps <= MAX_DEPTH:
-        # a core's cache has no room for the tiles: all panels of a group use a tile before the next
-        # one is read
+        # A core's cache has no room for the tiles: all panels of a group use a tile before the next
+        # one is read. Chunks are so many that each worker gets 16 items of the largest groups, but
+        # not shorter than MIN_TILES. Groups are smaller if a worker would get fewer than 4 items.
         long_chunks = max(1, min(tiles // MIN_TILES, -(-4 * min_items * group // computed_panels)))
         if long_chunks * computed_panels >= min_items:
             group = max(1, min(group, long_chunks * computed_panels // min_items))
-            return long_chunks, -(-computed_panels // -(-computed_panels // group))
+            groups = -(-computed_panels // group)
+            return long_chunks, -(-computed_panels // groups)  # equal groups
     elif steps > MAX_DEPTH:
         chunks = max(chunks, -(-tiles // CHUNK_TILES))
+    # at least 64 groups a worker, as long as a group has one panel or more
     return chunks, max(1, min(group, computed_panels // (64 * workers)))
 
 
 @compiled
 def _matrix_rows(frame, matrix):
     """Returns how many rows of x a matrix multiplies; all of them if the call has no sizes."""
-    sizes = argument(frame, 6)
-    return dim(argument(frame, 0), 0) if dim(sizes, 0) == 0 else load_int(data(sizes) + 4 * matrix)
+    sizes = argument(frame, SIZES_OPERAND)
+    if dim(sizes, 0) == 0:
+        return dim(argument(frame, X_OPERAND), 0)
+    return load_int(data(sizes) + 4 * matrix)
 
 
 @compiled
 def _all_tiles(frame, matrices):
     tiles = 0
     for matrix in range(matrices):
-        tiles += _tiles(_matrix_rows(frame, matrix))
+        tiles += _tile_count(_matrix_rows(frame, matrix))
     return tiles
 
 
@@ -494,28 +534,28 @@ def _all_tiles(frame, matrices):
 def _list_tiles(frame, job, matrices, chunk_tiles):
     """Writes the tables of the tiles of all matrices, and of their chunks.
 
-    chunk_tiles: tiles of a chunk at most. Returns (chunks, rows of all tiles).
+    chunk_tiles: most tiles of a chunk. Returns (chunks, rows of all tiles).
     """
     place = 0
     tile = 0
     chunks = 0
     for matrix in range(matrices):
         rows = _matrix_rows(frame, matrix)
-        tiles = _tiles(rows)
+        tiles = _tile_count(rows)
         matrix_chunks = -(-tiles // chunk_tiles)
         for i in range(matrix_chunks):
             begin = i * tiles // matrix_chunks
             end = (i + 1) * tiles // matrix_chunks
             chunk = load_word(job + CHUNK_TABLE) + 8 * CHUNK_WORDS * chunks
-            store_word(chunk, tile + begin)
-            store_word(chunk + 8, end - begin)
+            store_word(chunk + CHUNK_FIRST_TILE, tile + begin)
+            store_word(chunk + CHUNK_TILE_COUNT, end - begin)
             chunks += 1
         for i in range(tiles):
             columns = rows // tiles + (1 if i < rows % tiles else 0)
             entry = load_word(job + TABLE) + 8 * TILE_WORDS * tile
-            store_word(entry, place)
-            store_word(entry + 8, columns)
-            store_word(entry + 16, matrix)
+            store_word(entry + TILE_PLACE, place)
+            store_word(entry + TILE_ROWS, columns)
+            store_word(entry + TILE_MATRIX, matrix)
             place += columns
             tile += 1
     return chunks, place
@@ -524,23 +564,23 @@ def _list_tiles(frame, job, matrices, chunk_tiles):
 @compiled
 def _store_operands(frame, job):
     """Writes what the job needs of the call's operands, but for the weight's panels."""
-    x = argument(frame, 0)
-    options = data(argument(frame, 7))
+    x = argument(frame, X_OPERAND)
+    options = data(argument(frame, OPTIONS_OPERAND))
     out = result(frame, 0)
     store_word(job + X, data(x))
     store_word(job + K, dim(x, 1))
-    store_word(job + NORM, load_int(options + 16))
-    store_word(job + NORM_WEIGHT, data(argument(frame, 4)))
-    store_float(job + EPS, load_float(data(argument(frame, 8))))
-    store_word(job + FIRST, load_int(options + 4))
-    store_word(job + LAST, load_int(options + 8))
-    store_word(job + SCALES, _optional(argument(frame, 2)))
-    store_word(job + BIAS, _optional(argument(frame, 3)))
-    store_word(job + ACTIVATION, load_int(options + 12))
-    store_word(job + RESIDUAL, _optional(argument(frame, 5)))
-    store_word(job + OUTPUTS, load_int(options))
+    store_word(job + NORM, load_int(options + OPTION_NORM))
+    store_word(job + NORM_WEIGHT, data(argument(frame, NORM_WEIGHT_OPERAND)))
+    store_float(job + EPS, load_float(data(argument(frame, EPS_OPERAND))))
+    store_word(job + FIRST, load_int(options + OPTION_FIRST))
+    store_word(job + END, load_int(options + OPTION_END))
+    store_word(job + SCALES, _optional(argument(frame, SCALES_OPERAND)))
+    store_word(job + BIAS, _optional(argument(frame, BIAS_OPERAND)))
+    store_word(job + ACTIVATION, load_int(options + OPTION_ACTIVATION))
+    store_word(job + RESIDUAL, _optional(argument(frame, RESIDUAL_OPERAND)))
+    store_word(job + OUTPUTS, load_int(options + OPTION_OUTPUTS))
     store_word(job + OUT, data(out))
-    store_word(job + OUT_SIZE, _size(out))
+    store_word(job + OUT_SIZE, _number_bytes(out))
     store_word(job + WIDTH, dim(out, 1))
     store_word(job + PACKED, data(result(frame, 1)))
     store_word(job + TILE_BYTES, 4 * (COLUMNS * rounded_up(dim(x, 1), FULL) + 2 * FULL))
@@ -550,20 +590,22 @@ def _store_operands(frame, job):
 @compiled
 def _make_job(frame, workers):
     """Lists the work of a call. Operands: see `implementation.py`."""
-    weight = argument(frame, 1)
-    options = data(argument(frame, 7))
-    matrices = max(dim(argument(frame, 6), 0), 1)
+    weight = argument(frame, WEIGHT_OPERAND)
+    options = data(argument(frame, OPTIONS_OPERAND))
+    matrices = max(dim(argument(frame, SIZES_OPERAND), 0), 1)
     steps = dim(weight, 1)
     panels = dim(weight, 0) // matrices
     tiles = _all_tiles(frame, matrices)
-    gated = load_int(options + 12) != 0
-    first_panel = 0 if gated else load_int(options + 4) // PANEL
-    computed_panels = (panels if gated else -(-load_int(options + 8) // PANEL)) - first_panel
+    gated = load_int(options + OPTION_ACTIVATION) != 0
+    first_panel = 0 if gated else load_int(options + OPTION_FIRST) // PANEL
+    end_panel = panels if gated else -(-load_int(options + OPTION_END) // PANEL)
+    computed_panels = end_panel - first_panel
     panel_bytes = steps * (PANEL if KIND == INT8 else 4 * PANEL)
     max_chunks, group = _split(tiles, computed_panels, panel_bytes, steps, matrices, workers)
     chunks_at = JOB_BYTES + 8 * TILE_WORDS * tiles
     low_at = rounded_up(chunks_at + 8 * CHUNK_WORDS * tiles, 64)
-    job = malloc(low_at + (low_rank.room(frame, dim(argument(frame, 0), 0)) if LOW else 0))
+    low_bytes = low_rank.room(frame, dim(argument(frame, X_OPERAND), 0)) if LOW else 0
+    job = malloc(low_at + low_bytes)
     store_word(job + TABLE, job + JOB_BYTES)
     store_word(job + CHUNK_TABLE, job + chunks_at)
     chunks, rows = _list_tiles(frame, job, matrices, max(1, -(-tiles // max_chunks)))
@@ -589,18 +631,20 @@ def _make_job(frame, workers):
 
 @compiled
 def _clear_padding(frame):
-    """Sets the results of tokens behind those of all matrices to zero.
+    """Sets the results of the tokens that no matrix multiplies, the last ones, to zero.
 
     XLA does not clear the result's memory.
     """
-    sizes = argument(frame, 6)
+    sizes = argument(frame, SIZES_OPERAND)
+    if dim(sizes, 0) == 0:
+        return
     out = result(frame, 0)
     used = 0
     for matrix in range(dim(sizes, 0)):
         used += load_int(data(sizes) + 4 * matrix)
-    row_bytes = _size(out) * dim(out, 1)
-    for at in range(row_bytes * used, row_bytes * dim(out, 0) if dim(sizes, 0) > 0 else 0):
-        store_byte(data(out) + at, 0)
+    row_bytes = _number_bytes(out) * dim(out, 1)
+    for byte in range(row_bytes * used, row_bytes * dim(out, 0)):
+        store_byte(data(out) + byte, 0)
 
 
 @compiled

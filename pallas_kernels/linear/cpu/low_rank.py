@@ -2,10 +2,10 @@
 
 Tokens come in the order of their slots, so that a tile has few slots.
 
-begin             the order of the tokens, when the work of a call is listed
-multiply_rows     a tile's tokens by the rows of `a`, when it is packed
-prefetch_factors    fetches rows of `b` before the sums of a tile are computed
-add_sums          adds the products with the rows of `b` to them
+    begin               lists the tokens in the order of their slots, when the work of a call is listed
+    multiply_rows       multiplies a tile's tokens with the rows of `a`, when the tile is packed
+    prefetch_factors    fetches rows of `b` before the sums of a tile are computed
+    add_sums            adds the products with the rows of `b` to them
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pallas_kernels.linear.cpu.job import (
     ORDER,
     RANKS,
     SLOTS,
+    TILE_PLACE,
+    TILE_ROWS,
     X_SIZE,
     K,
     bytes_of_row,
@@ -42,6 +44,11 @@ from pallas_kernels.shared.cpu.vectors import FULL
 from pallas_kernels.shared.cpu.xla_call import argument, data, dim
 
 LINE_BYTES = 64  # of a cache line
+# The call's operands, by number (`implementation.py`)
+A_OPERAND = 9
+B_OPERAND = 10
+SLOTS_OPERAND = 11
+RANKS_OPERAND = 12
 
 
 @compiled
@@ -100,25 +107,25 @@ def _factors(job, panel, half, slot):
     """Returns (address in `b`, first row, rows) for a slot and the 16 outputs of half a panel."""
     ranks = load_word(job + RANKS) + 8 * (2 * panel + half)
     first = load_int(ranks)
-    last = load_int(ranks + 4)
+    end = load_int(ranks + 4)
     row = (
         load_word(job + LOW_ROWS) * (load_word(job + LOW_HALVES) * slot + 2 * panel + half) + first
     )
-    return load_word(job + LOW_B) + X_SIZE * FULL * row, first, last - first
+    return load_word(job + LOW_B) + X_SIZE * FULL * row, first, end - first
 
 
 @compiled
 def add_sums(job, panel, entry, sums):
     """sums += products of low rank: the tokens' products with `a`, by the rows of `b`."""
-    place = load_word(entry)
-    columns = load_word(entry + 8)
+    place = load_word(entry + TILE_PLACE)
+    columns = load_word(entry + TILE_ROWS)
     factor_rows = load_word(job + LOW_ROWS)
     column = 0
     while column < columns:
         slot, tokens = _run(job, place + column, place + columns)
         for half in range(2 if slot != 0 else 0):
-            first, last = half_outputs(job, panel, half)
-            if last > first:
+            first, end = half_outputs(job, panel, half)
+            if end > first:
                 rows, start, count = _factors(job, panel, half, slot)
                 factors = load_word(job + LOW_X) + 4 * (factor_rows * (place + column) + start)
                 token_sums = sums + 4 * (PANEL * column + FULL * half)
@@ -129,15 +136,15 @@ def add_sums(job, panel, entry, sums):
 @compiled
 def prefetch_factors(job, panel, entry):
     """Fetches the rows of `b` for a tile's sums."""
-    place = load_word(entry)
-    columns = load_word(entry + 8)
+    place = load_word(entry + TILE_PLACE)
+    columns = load_word(entry + TILE_ROWS)
     row_bytes = X_SIZE * FULL
     column = 0
     while column < columns:
         slot, tokens = _run(job, place + column, place + columns)
         for half in range(2 if slot != 0 else 0):
-            first, last = half_outputs(job, panel, half)
-            if last > first:
+            first, end = half_outputs(job, panel, half)
+            if end > first:
                 rows, _, count = _factors(job, panel, half, slot)
                 for byte in range(0, row_bytes * count, LINE_BYTES):
                     prefetch(rows + byte)
@@ -173,7 +180,7 @@ def _sort_by_slot(slots, count, number, order):
 @compiled
 def room(frame, rows):
     """Returns the bytes of the tokens' products with `a`, and of their order."""
-    a = argument(frame, 9)
+    a = argument(frame, A_OPERAND)
     return 4 * dim(a, 1) * rows + 4 * (rows + dim(a, 0) + 1)
 
 
@@ -185,10 +192,10 @@ def begin(job, frame, tokens, place):
     """
     store_word(job + LOW_A, 0)
     store_word(job + ORDER, 0)
-    a = argument(frame, 9)
-    b = argument(frame, 10)
-    slots = argument(frame, 11)
-    ranks = argument(frame, 12)
+    a = argument(frame, A_OPERAND)
+    b = argument(frame, B_OPERAND)
+    slots = argument(frame, SLOTS_OPERAND)
+    ranks = argument(frame, RANKS_OPERAND)
     factor_rows = dim(a, 1)
     order = place + 4 * factor_rows * dim(slots, 0)
     if _sort_by_slot(data(slots), tokens, dim(a, 0), order) == 0:

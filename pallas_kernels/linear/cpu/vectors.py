@@ -23,7 +23,7 @@ from pallas_kernels.shared.cpu.vectors import (
     each_case,
     each_index,
     exponential,
-    floats,
+    float_vector,
     fold,
     load,
     load_one,
@@ -58,7 +58,7 @@ def _float_weights(builder, w, index, vector):
 def _int8_weights(builder, w, index, vector):
     address = _at(builder, builder.add(w, ir.Constant(WORD, FULL * vector)), index, PANEL)
     bits = builder.load(pointer(builder, address, ir.VectorType(ir.IntType(8), FULL)), align=1)
-    return [builder.sitofp(builder.sext(bits, ir.VectorType(INT32, FULL)), floats(FULL))]
+    return [builder.sitofp(builder.sext(bits, ir.VectorType(INT32, FULL)), float_vector(FULL))]
 
 
 def _pairs(builder, w, index, vector):
@@ -71,7 +71,7 @@ def _widened_pairs(builder, w, index, vector):
     bits = _pairs(builder, w, index, vector)
     even = builder.shl(bits, uniform(bits.type, 16))
     odd = builder.and_(bits, uniform(bits.type, 0xFFFF0000))
-    return [builder.bitcast(x, floats(FULL)) for x in (even, odd)]
+    return [builder.bitcast(x, float_vector(FULL)) for x in (even, odd)]
 
 
 def _fetch(builder, address, written, level):
@@ -97,7 +97,7 @@ def _add_tile(builder, kind, columns, w, x, count, sums, next_weight, stride):
             [builder.add(sums, ir.Constant(WORD, 4 * (PANEL * c + FULL * v))) for v in vectors]
             for c in range(columns)
         ]
-        totals = [[variable(builder, floats(FULL)) for _ in vectors] for _ in range(columns)]
+        totals = [[variable(builder, float_vector(FULL)) for _ in vectors] for _ in range(columns)]
         for row, at in zip(totals, places, strict=True):
             for total, place in zip(row, at, strict=True):
                 builder.store(load(builder, place, zero, FULL), total)
@@ -175,7 +175,7 @@ def widen(builder, size, source, out, count):
 @instruction
 def sum_of_squares(builder, x, count):
     """Returns the sum of the squares of x [count], padded with zeros to a multiple of 16."""
-    total = variable(builder, floats(FULL), constant(0))
+    total = variable(builder, float_vector(FULL), constant(0))
 
     def piece(i):
         y = load(builder, x, i, FULL)
@@ -268,7 +268,7 @@ def dots(builder, tokens, x_size, x, x_stride, size, rows, stride, count, out, o
     def sums(number):
         token_rows = _rows_at(builder, x, x_stride, number)
         starts = _rows_at(builder, rows, stride, DOTS)
-        totals = [[variable(builder, floats(FULL)) for _ in starts] for _ in token_rows]
+        totals = [[variable(builder, float_vector(FULL)) for _ in starts] for _ in token_rows]
         for total in itertools.chain(*totals):
             builder.store(constant(0), total)
 
@@ -308,7 +308,7 @@ def add_rows(builder, tokens, size, sums, factors, stride, rows, count):
     def products(number):
         token_factors = _rows_at(builder, factors, stride, number)
         # even, odd rows
-        totals = [[variable(builder, floats(FULL)) for _ in range(2)] for _ in token_factors]
+        totals = [[variable(builder, float_vector(FULL)) for _ in range(2)] for _ in token_factors]
         for total in itertools.chain(*totals):
             builder.store(constant(0), total)
         with each_index(builder, count, step=2) as index:

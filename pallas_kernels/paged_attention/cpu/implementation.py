@@ -51,9 +51,9 @@ def handler_of(dtype: str, query_dtype: str, invariant: bool) -> Handler:
 
 
 def _served_dtype(q, k_pages, v_pages) -> str:
-    """Returns the dtype of keys and values. Raises ValueError if `unsupported` gives a reason."""
+    """Returns the dtype of keys and values. Raises ValueError if `cache_obstacle` gives a reason."""
     dtype = jnp.dtype(FLOATS.get(k_pages.dtype.name, k_pages.dtype)).name
-    reason = unsupported(jax.default_backend(), dtype, q.shape[-1])
+    reason = cache_obstacle(jax.default_backend(), dtype, q.shape[-1])
     if not reason and v_pages.dtype != k_pages.dtype:
         reason = (
             "needs k_pages and v_pages of one dtype, "
@@ -85,7 +85,7 @@ def paged_attention(
         invariant: see `Implementation.invariant`.
 
     Raises:
-        ValueError: `unsupported` gives a reason.
+        ValueError: `cache_obstacle` gives a reason.
     """
     dtype = _served_dtype(q, k_pages, v_pages)
     handler = handler_of(dtype, q.dtype.name, invariant)
@@ -104,7 +104,7 @@ def paged_attention(
     return out.reshape(t, n, d).astype(q.dtype)
 
 
-def unsupported(platform: str, dtype: str, head_size: int) -> str:
+def cache_obstacle(platform: str, dtype: str, head_size: int) -> str:
     """Returns why this implementation cannot serve a cache; empty if it can.
 
     The reason is the rest of a sentence.
@@ -133,7 +133,7 @@ def obstacle(
     heads: int,
 ) -> str:
     """See `Implementation`."""
-    return unsupported(device.platform, dtype, head_dim)
+    return cache_obstacle(device.platform, dtype, head_dim)
 
 
 def page_dtype(dtype: str) -> str:
@@ -142,7 +142,7 @@ def page_dtype(dtype: str) -> str:
 
 def prepare(*, dtype: str, query_dtype: str, invariant: bool) -> None:
     """Loads or compiles the handler in a thread, if it can serve such keys and values here."""
-    if not unsupported(jax.default_backend(), dtype, HEAD_SIZES):
+    if not cache_obstacle(jax.default_backend(), dtype, HEAD_SIZES):
         handler_of(dtype, query_dtype, invariant).start()
 
 

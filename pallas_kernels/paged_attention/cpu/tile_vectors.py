@@ -8,8 +8,8 @@ from pallas_kernels.shared.cpu.compiler import has
 from pallas_kernels.shared.cpu.memory import pointer
 from pallas_kernels.shared.cpu.translate import INT32, WORD, external_function, instruction
 from pallas_kernels.shared.cpu.vectors import (
+    COEFFICIENTS,
     FULL,
-    POWERS,
     BFloat,
     columns_of,
     constant,
@@ -17,7 +17,7 @@ from pallas_kernels.shared.cpu.vectors import (
     each_index,
     each_piece,
     exponential,
-    floats,
+    float_vector,
     load,
     load_one,
     multiply_add,
@@ -50,7 +50,7 @@ def _paired(builder, a, b):
     """
     lanes = a.type.count
     pairs = shuffle(builder, a, b, [i + side for i in range(lanes) for side in (0, lanes)])
-    return builder.bitcast(pairs, floats(lanes))
+    return builder.bitcast(pairs, float_vector(lanes))
 
 
 @instruction
@@ -94,8 +94,8 @@ def transpose(builder, rows, stride, out):
 def _sums_of_tile(builder, vectors, q, keys, words, add):
     """Returns sums over `words` words: keys by `vectors` x 16 lanes of q [words, LANES]."""
     parts = range(vectors)
-    zeros = ir.Constant(floats(FULL), None)
-    sums = [[variable(builder, floats(FULL), zeros) for _ in parts] for _ in keys]
+    zeros = ir.Constant(float_vector(FULL), None)
+    sums = [[variable(builder, float_vector(FULL), zeros) for _ in parts] for _ in keys]
     with each_index(builder, words) as index:
         at = builder.mul(index, ir.Constant(WORD, LANES))
         columns = [builder.add(at, ir.Constant(WORD, part * FULL)) for part in parts]
@@ -168,7 +168,7 @@ def _add_values(add):
             for i in queries:
                 old = load(builder, out, places[i], lanes)
                 decay = splat(builder, load_one(builder, rescale, ir.Constant(WORD, i)), lanes)
-                sums.append(variable(builder, floats(lanes)))
+                sums.append(variable(builder, float_vector(lanes)))
                 builder.store(builder.fmul(old, decay), sums[i])
             with each_index(builder, count) as token:
                 y = load(builder, v, builder.add(builder.mul(d, token), index), lanes)
@@ -223,7 +223,7 @@ def _online_softmax_step(write):
         """
         start = ir.Constant(WORD, 0)
         old = load(builder, top, start, FULL)
-        highest = variable(builder, floats(FULL), old)
+        highest = variable(builder, float_vector(FULL), old)
 
         def score(index):
             return load(builder, scores, builder.mul(index, ir.Constant(WORD, LANES)), FULL)
@@ -245,7 +245,7 @@ def _online_softmax_step(write):
 
 def _write_weights(builder, scores, count, power):
     """scores [count, LANES] = exp(power(token)); returns their sums."""
-    total = variable(builder, floats(FULL), constant(0))
+    total = variable(builder, float_vector(FULL), constant(0))
     with each_index(builder, count) as index:
         weight = exponential(builder, power(index))
         builder.store(builder.fadd(builder.load(total), weight), total)
@@ -253,7 +253,9 @@ def _write_weights(builder, scores, count, power):
     return builder.load(total)
 
 
-SHORT_POWERS = POWERS[-5:]  # for a weight that is rounded to 8 bits: the error is below 2**-14
+SHORT_COEFFICIENTS = COEFFICIENTS[
+    -5:
+]  # for a weight that is rounded to 8 bits: the error is below 2**-14
 
 
 def _write_pairs(builder, scores, count, power):
@@ -263,14 +265,16 @@ def _write_pairs(builder, scores, count, power):
         rounded weights: so the rounding changes the shares of the values, and the shares still add
         up to 1. One instruction adds both weights of a pair.
     """
-    total = variable(builder, floats(FULL), constant(0))
-    ones = builder.bitcast(uniform(ir.VectorType(INT32, FULL), 0x3F803F80), floats(FULL))
-    kind = ir.FunctionType(ir.VectorType(BFloat(), 2 * FULL), [floats(FULL), floats(FULL)])
+    total = variable(builder, float_vector(FULL), constant(0))
+    ones = builder.bitcast(uniform(ir.VectorType(INT32, FULL), 0x3F803F80), float_vector(FULL))
+    kind = ir.FunctionType(
+        ir.VectorType(BFloat(), 2 * FULL), [float_vector(FULL), float_vector(FULL)]
+    )
     rounded = external_function(builder.module, kind, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
     with each_index(builder, builder.udiv(count, ir.Constant(WORD, 2))) as index:
         first = builder.mul(index, ir.Constant(WORD, 2))
         even, odd = (
-            exponential(builder, power(at), SHORT_POWERS)
+            exponential(builder, power(at), SHORT_COEFFICIENTS)
             for at in (first, builder.add(first, ir.Constant(WORD, 1)))
         )
         # the even ones in front

@@ -11,14 +11,14 @@ from llvmlite import ir
 
 from pallas_kernels.shared.cpu.translate import INT32, WORD, external_function, instruction
 from pallas_kernels.shared.cpu.vectors import (
+    COEFFICIENTS,
     FULL,
     HALF,
-    POWERS,
     constant,
     each_index,
     each_piece,
     exponential,
-    floats,
+    float_vector,
     fold,
     integer_and_fraction,
     load,
@@ -46,9 +46,10 @@ def _scores(count, queries):
         All queries share one pass over the keys; sums over lanes share their shuffles. Queries
         follow each other; their results are `stride` numbers apart.
         """
-        zeros = ir.Constant(floats(FULL), None)
+        zeros = ir.Constant(float_vector(FULL), None)
         sums = [
-            [variable(builder, floats(FULL), zeros) for _ in range(count)] for _ in range(queries)
+            [variable(builder, float_vector(FULL), zeros) for _ in range(count)]
+            for _ in range(queries)
         ]
         rows = [builder.mul(d, ir.Constant(WORD, i)) for i in range(queries)]
 
@@ -65,7 +66,7 @@ def _scores(count, queries):
                         part = shuffle(
                             builder,
                             builder.fmul(x, y),
-                            ir.Constant(floats(HALF), None),
+                            ir.Constant(float_vector(HALF), None),
                             range(FULL),
                         )
                         new = builder.fadd(part, old)
@@ -166,7 +167,7 @@ def clear(builder, out, d):
     each_piece(
         builder,
         d,
-        lambda index, lanes: store(builder, ir.Constant(floats(lanes), None), out, index),
+        lambda index, lanes: store(builder, ir.Constant(float_vector(lanes), None), out, index),
     )
 
 
@@ -200,7 +201,7 @@ def apply_soft_cap(builder, numbers, count, stride, cap):
         integer, fraction = integer_and_fraction(builder, power)
         power_of_two = two_to(builder, integer)
         # 2**fraction - 1
-        small = builder.fmul(polynomial(builder, fraction, POWERS[:-1]), fraction)
+        small = builder.fmul(polynomial(builder, fraction, COEFFICIENTS[:-1]), fraction)
         e = multiply_add(builder, power_of_two, small, builder.fsub(power_of_two, constant(1)))
         capped = builder.fdiv(e, builder.fadd(e, constant(2)))
         store(builder, builder.fmul(capped, cap), numbers, at)

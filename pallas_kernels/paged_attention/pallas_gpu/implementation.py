@@ -59,11 +59,11 @@ def paged_attention(
         tiles: sizes of the kernels; None takes those of the device.
 
     Raises:
-        ValueError: `unsupported` gives a reason.
+        ValueError: `shape_obstacle` gives a reason.
     """
     t, n, d = q.shape
     _, heads, s, _ = k_pages.shape
-    reason = unsupported(str(k_pages.dtype), d, s, n // heads)
+    reason = shape_obstacle(str(k_pages.dtype), d, s, n // heads)
     if not reason and v_pages.dtype != k_pages.dtype:
         reason = (
             "needs k_pages and v_pages of one dtype, "
@@ -102,7 +102,7 @@ def paged_attention(
     return out.at[jnp.where(single, first, t)].set(decoded, mode="drop")
 
 
-def unsupported(dtype: str, head_size: int, block_size: int, group: int) -> str:
+def shape_obstacle(dtype: str, head_size: int, block_size: int, group: int) -> str:
     """Returns why the kernels cannot take a shape, as the rest of a sentence; empty if they can."""
     if jax.__version_info__ < JAX_NEEDED:
         needed = ".".join(map(str, JAX_NEEDED))
@@ -147,7 +147,7 @@ def obstacle(
     heads: int,
 ) -> str:
     """See `Implementation`."""
-    reason = wrong_device(device) or unsupported(dtype, head_dim, block_size, heads // kv_heads)
+    reason = wrong_device(device) or shape_obstacle(dtype, head_dim, block_size, heads // kv_heads)
     if not reason and dtype != query_dtype:
         reason = (
             f"reads keys and values of the queries' dtype, and they are {dtype} and {query_dtype}"

@@ -1,12 +1,13 @@
-"""Paged attention on TPUs: one Pallas kernel (`kernel.py`) that Mosaic compiles in four sizes.
+"""Paged attention on TPUs: one Pallas kernel (`kernel.py`), compiled in up to four sizes a call.
 
     decode    a row with one query token is one tile
-    short     a row of 2 to 4, or of 5 to 8, query tokens is one tile: a decode with drafts to verify
-    chunks    all other rows are cut at multiples of the tile's size, counted from the call's first token. So a tile may
-              contain the end of one row and the beginning of the next, with an item for each, and queries need no
-              gathering
+    short4    a row of 2 to 4 query tokens is one tile: a decode with drafts to verify
+    short8    a row of 5 to 8 query tokens is one tile
+    chunks    all other rows are cut at multiples of the tile's size, counted from the call's first token, so queries
+              need no gathering. A tile may have the end of one row and the beginning of the next
 
-Every call runs all sizes that its tokens can need, because only the device knows the rows' lengths.
+Each pair of a tile and a row is an *item* of the kernel's work. A call runs all sizes that its
+tokens can need, because only the device knows the rows' lengths.
 
 Pages are read as rows of 128 numbers, [P, K, S * D / 128, 128] where D is below 128: the same bytes
 in the same order, which a TPU stores without padding. A cache in this layout is used in place; any
@@ -69,15 +70,15 @@ def paged_attention(
         interpret: False compiles; True or pltpu.InterpretParams runs it on a CPU.
 
     Raises:
-        ValueError: `unsupported` or `too_much` gives a reason.
+        ValueError: `shape_obstacle` or `scalar_memory_obstacle` gives a reason.
     """
     t, n, d = q.shape
     heads = k_pages.shape[1]
     s = k_pages.shape[2] * k_pages.shape[3] // d
     b, width = block_tables.shape
-    reason = unsupported(
+    reason = shape_obstacle(
         str(k_pages.dtype), d, s, n // heads, interpret=bool(interpret)
-    ) or too_much(b, width)
+    ) or scalar_memory_obstacle(b, width)
     if not reason and v_pages.dtype != k_pages.dtype:
         reason = (
             "needs k_pages and v_pages of one dtype, "
@@ -89,7 +90,14 @@ def paged_attention(
     k_pages, v_pages = (
         pages.reshape(pages.shape[0], heads, -1, lanes) for pages in (k_pages, v_pages)
     )
-    shape = Shape(heads, n // heads, d, s, k_pages.dtype.itemsize, q.dtype.itemsize)
+    shape = Shape(
+        heads=heads,
+        group=n // heads,
+        d=d,
+        s=s,
+        itemsize=k_pages.dtype.itemsize,
+        query_itemsize=q.dtype.itemsize,
+    )
     scores = Scores(scale, window, soft_cap)
     tiles = tiles or TpuTiles.of(device_kind())
     call = Call(k_pages, v_pages, block_tables, shape, scores, tiles, interpret)
@@ -98,7 +106,7 @@ def paged_attention(
     first = cu_q_lens[:-1]
     single = (q_lens == 1) & (seq_lens > 0)
     decoded = decode(call, q[jnp.minimum(first, t - 1)], jnp.where(single, seq_lens, 0))
-    out = jnp.zeros_like(q)
+    out = jnp.zeros_like(q)  # also the result of padding; `chunks` gives zeros there too
     has_several = (q_lens > 1) & (seq_lens >= q_lens)
     if t > SHORT[-1]:
         out = chunks(call, q, seq_lens, cu_q_lens, has_several & (q_lens > SHORT[-1]))
@@ -108,13 +116,14 @@ def paged_attention(
         )
         results = short(call, slot_queries(q, begin, size), seq_lens, row, number)
         out = with_results(out, results, begin, number)
+    # the index t, of rows that are no decodes, is dropped
     return out.at[jnp.where(single, first, t)].set(decoded, mode="drop")
 
 
 class Call(NamedTuple):
     """The arguments that all kernels of a call share."""
 
-    k_pages: jax.Array  # [P, K, S D / L, L]
+    k_pages: jax.Array  # [P, K, S * D / lanes, lanes]; lanes: `row_size`
     v_pages: jax.Array
     block_tables: jax.Array  # [B, M]
     shape: Shape
@@ -138,7 +147,7 @@ class Call(NamedTuple):
 
 
 def decode(call: Call, q: jax.Array, seq_lens: jax.Array) -> jax.Array:
-    """Computes the attention of q [B, N, D], one token a row, the last of its context.
+    """Computes the attention of q [B, N, D]: the last token of each row's context.
 
     Returns [B, N, D]; undefined where seq_lens [B] is 0.
     """
@@ -153,10 +162,10 @@ def decode(call: Call, q: jax.Array, seq_lens: jax.Array) -> jax.Array:
 def short(
     call: Call, q: jax.Array, seq_lens: jax.Array, row: jax.Array, number: jax.Array
 ) -> jax.Array:
-    """Computes the attention of rows of a few query tokens, q [I, Q, N, D].
+    """Computes the attention of short rows, q [slots, Q, N, D]: Q is the size of a tile.
 
-    number[i] of q[i] are tokens of row[i], the last of its context. Returns the same shape,
-    undefined for other tokens. A slot with the number 0 is no item.
+    The first number[i] tokens of q[i] are the last tokens of the context of row[i]. A slot whose
+    number is 0 is unused. Returns the same shape; undefined for all other tokens.
     """
     slots, queries, n, d = q.shape
     shape = call.shape
@@ -189,25 +198,28 @@ def chunks(
 class Shape(NamedTuple):
     """The numbers that decide the sizes of a kernel."""
 
-    heads: int  # of keys
-    group: int  # query heads of each
-    d: int
-    s: int
-    itemsize: int  # of pages
+    heads: int  # key heads
+    group: int  # query heads of each key head
+    d: int  # head size
+    s: int  # token slots of a page
+    itemsize: int  # bytes of a number of pages
     query_itemsize: int
 
     @property
     def streams(self) -> int:
+        """Tokens side by side in one row of a page; each is a stream (see `kernel.py`)."""
         return row_size(self.d) // self.d
 
 
 # --- queries as tiles -----------------------------------------------------------------------------
+# In shapes, L is the lanes of a row of a page, and U the tiles of a bundle (see `kernel.py`).
 
 
 def streams_of(q: jax.Array, streams: int) -> jax.Array:
-    """Returns queries [..., R, D] as [..., streams * R, streams * D].
+    """Returns queries [..., R, D] as [..., streams * R, streams * D], once for each stream.
 
-    Each stream's queries are in the stream's lanes, and zeros elsewhere.
+    A stream's copy of the queries has them in the lanes of that stream's token, and zeros in the
+    other lanes.
     """
     *front, rows, d = q.shape
     eye = jnp.eye(streams, dtype=q.dtype)
@@ -217,9 +229,9 @@ def streams_of(q: jax.Array, streams: int) -> jax.Array:
 
 
 def decode_tiles(q: jax.Array, sizes: Sizes) -> jax.Array:
-    """Returns queries [B, K, G * Q, D] as tiles [blocks, U, K, R, L], R as in `chunk_tiles`.
+    """Returns queries [B, K, G * Q, D] as tiles [bundles, U, K, R, L], R as in `chunk_tiles`.
 
-    Rows are padded to the 8 of a register.
+    R is padded to a multiple of 8, the rows of a register.
     """
     b, _, rows, _ = q.shape
     padded = jnp.pad(q, ((0, -b % sizes.units), (0, 0), (0, -rows % 8), (0, 0)))
@@ -248,45 +260,50 @@ def chunk_results(out: jax.Array, t: int, n: int, d: int, tokens: int) -> jax.Ar
 # --- sizes and items ------------------------------------------------------------------------------
 
 
-def decode_sizes(shape: Shape, tiles: TpuTiles, queries: int = 1) -> Sizes:
-    """Returns sizes whose step has as many context tokens as fit in `decode_step` bytes.
+def _power_of_two(limit: int) -> int:
+    """Returns the largest power of two that is at most `limit`; 1 if that is 0."""
+    return 1 << max(0, limit.bit_length() - 1)
 
-    They are a power of two within bounds.
+
+def decode_sizes(shape: Shape, tiles: TpuTiles, queries: int = 1) -> Sizes:
+    """Returns the sizes for tiles of `queries` tokens: decodes (1) or short rows.
+
+    The context tokens of a step are the power of two that fits in `decode_step` bytes, between the
+    bounds of `tiles`.
     """
     tokens = tiles.decode_step // (2 * shape.heads * shape.d * shape.itemsize)
-    span = max(tiles.shortest_span, min(tiles.longest_span, 1 << max(0, tokens.bit_length() - 1)))
-    kernel = "decode" if queries == 1 else f"short{queries}"
+    span = max(tiles.shortest_span, min(tiles.longest_span, _power_of_two(tokens)))
     sizes = Sizes(
-        tiles.decode_units,
-        queries,
-        shape.streams,
-        shape.s,
-        max(span, shape.s),
-        tiles.decode_stages,
-        kernel,
+        units=tiles.decode_units,
+        tokens=queries,
+        streams=shape.streams,
+        block_size=shape.s,
+        span=max(span, shape.s),
+        stages=tiles.decode_stages,
+        kernel="decode" if queries == 1 else f"short{queries}",
     )
     return sizes_that_fit(shape, sizes, tiles.vmem_limit)
 
 
 def chunk_sizes(shape: Shape, tiles: TpuTiles) -> Sizes:
     """Returns sizes whose tiles have `chunk_rows` rows for each key head."""
-    tokens = max(MIN_TOKENS, 1 << (tiles.chunk_rows // shape.group).bit_length() - 1)
     sizes = Sizes(
-        1,
-        tokens,
-        shape.streams,
-        shape.s,
-        max(tiles.chunk_span, shape.s),
-        tiles.chunk_stages,
-        "chunks",
+        units=1,
+        tokens=max(MIN_TOKENS, _power_of_two(tiles.chunk_rows // shape.group)),
+        streams=shape.streams,
+        block_size=shape.s,
+        span=max(tiles.chunk_span, shape.s),
+        stages=tiles.chunk_stages,
+        kernel="chunks",
     )
     return sizes_that_fit(shape, sizes, tiles.vmem_limit)
 
 
 def sizes_that_fit(shape: Shape, sizes: Sizes, limit: int) -> Sizes:
-    """Halves sizes in turn until they fit in VMEM, for many key heads.
+    """Returns sizes that fit in VMEM: they are halved one after the other, down to their minima.
 
-    The compiler refuses what never fits.
+    Shapes with many key heads need it. If even the minima do not fit, the compiler refuses the
+    kernel.
     """
     span = max(LANES, shape.s)
     tokens = min(sizes.tokens, MIN_TOKENS)
@@ -325,9 +342,20 @@ def _items(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Arra
 
 
 def _work(
-    blocks: int, block, valid, unit, row, begin, end, base, span: int, window: int | None
+    bundles: int, bundle, valid, unit, row, begin, end, base, span: int, window: int | None
 ) -> Work:
-    first = (valid & (block < jnp.arange(blocks + 1)[:, None])).sum(1, dtype=jnp.int32)
+    """Returns the work of items in ascending order of their bundle.
+
+    Args:
+        bundles: how many there are.
+        bundle: [I] that of each item.
+        valid: [I] bool; the items that are not valid are the last ones, and are not computed.
+        unit, row, begin, end, base: [I], see `Work`.
+    """
+    boundaries = jnp.arange(bundles + 1)[:, None]
+    first = (valid & (bundle < boundaries)).sum(
+        1, dtype=jnp.int32
+    )  # valid items before each bundle
     start = jnp.zeros_like(base)
     if window is not None:
         start = jnp.maximum(base + begin + 1 - window, 0) // span
@@ -340,38 +368,37 @@ def decode_work(seq_lens: jax.Array, sizes: Sizes, window: int | None) -> Work:
     b = len(seq_lens)
     row, _, valid = _items((seq_lens > 0).astype(jnp.int32), b)
     zero = jnp.zeros_like(row)
-    block = row // sizes.units
+    bundle = row // sizes.units
     return _work(
-        -(-b // sizes.units),
-        block,
-        valid,
-        row % sizes.units,
-        row,
-        zero,
-        zero + 1,
-        seq_lens[row] - 1,
-        sizes.span,
-        window,
+        bundles=-(-b // sizes.units),
+        bundle=bundle,
+        valid=valid,
+        unit=row % sizes.units,
+        row=row,
+        begin=zero,
+        end=zero + 1,
+        base=seq_lens[row] - 1,
+        span=sizes.span,
+        window=window,
     )
 
 
 def short_work(seq_lens, row, number, sizes: Sizes, window: int | None) -> Work:
-    """Returns an item for each slot that is used; slot i is tile i, and the used ones come
-    first."""
+    """Returns an item for each slot that is used; slot i is tile i, and the used ones are first."""
     slot = jnp.arange(len(row), dtype=jnp.int32)
     zero = jnp.zeros_like(row)
-    block = slot // sizes.units
+    bundle = slot // sizes.units
     return _work(
-        -(-len(row) // sizes.units),
-        block,
-        number > 0,
-        slot % sizes.units,
-        row,
-        zero,
-        number,
-        seq_lens[row] - number,
-        sizes.span,
-        window,
+        bundles=-(-len(row) // sizes.units),
+        bundle=bundle,
+        valid=number > 0,
+        unit=slot % sizes.units,
+        row=row,
+        begin=zero,
+        end=number,
+        base=seq_lens[row] - number,
+        span=sizes.span,
+        window=window,
     )
 
 
@@ -379,21 +406,33 @@ def chunk_work(chosen, seq_lens, cu_q_lens, t: int, sizes: Sizes, window: int | 
     """Returns an item for each pair of a tile and a `chosen` row with query tokens in it."""
     tokens = sizes.tokens
     tiles = -(-t // sizes.tokens)
-    first = cu_q_lens[:-1]
-    past = cu_q_lens[1:]
-    counts = jnp.where(chosen, (past - 1) // tokens - first // tokens + 1, 0)
+    row_begin = cu_q_lens[:-1]
+    row_end = cu_q_lens[1:]
+    counts = jnp.where(chosen, (row_end - 1) // tokens - row_begin // tokens + 1, 0)
+    # at most one item more than tiles for each row that begins inside a tile
     row, index, valid = _items(counts, tiles + min(len(seq_lens), t // 2))
-    tile = first[row] // tokens + index
-    begin = jnp.maximum(first[row] - tile * tokens, 0)
-    end = jnp.minimum(past[row] - tile * tokens, tokens)
-    base = seq_lens[row] - past[row] + tile * tokens
-    return _work(tiles, tile, valid, jnp.zeros_like(row), row, begin, end, base, sizes.span, window)
+    tile = row_begin[row] // tokens + index
+    begin = jnp.maximum(row_begin[row] - tile * tokens, 0)
+    end = jnp.minimum(row_end[row] - tile * tokens, tokens)
+    base = seq_lens[row] - row_end[row] + tile * tokens
+    return _work(
+        bundles=tiles,
+        bundle=tile,
+        valid=valid,
+        unit=jnp.zeros_like(row),
+        row=row,
+        begin=begin,
+        end=end,
+        base=base,
+        span=sizes.span,
+        window=window,
+    )
 
 
 # --- limits ---------------------------------------------------------------------------------------
 
 
-def unsupported(
+def shape_obstacle(
     dtype: str, head_size: int, block_size: int, group: int, *, interpret: bool = False
 ) -> str:
     """Returns why the kernel cannot take a shape, as the rest of a sentence; empty if it can.
@@ -419,7 +458,7 @@ def unsupported(
     return ""
 
 
-def too_much(rows: int, width: int) -> str:
+def scalar_memory_obstacle(rows: int, width: int) -> str:
     """Returns what does not fit in scalar memory, as the rest of a sentence; empty if all does."""
     needed = 4 * rows * width
     if needed <= SMEM:
@@ -450,7 +489,7 @@ def obstacle(
     heads: int,
 ) -> str:
     """See `Implementation`."""
-    return wrong_device(device) or unsupported(dtype, head_dim, block_size, heads // kv_heads)
+    return wrong_device(device) or shape_obstacle(dtype, head_dim, block_size, heads // kv_heads)
 
 
 IMPLEMENTATION = Implementation(

@@ -1,11 +1,11 @@
 """Attention of tiles of queries over pages: Pallas, Mosaic TPU. Decodes, short rows and chunks are
 sizes of one kernel.
 
-    grid        blocks of U tiles of queries, one after another; Pallas copies queries in and results out
-    item        (tile of a block, row of the batch): the tile's queries of one sequence, over the context they see
+    grid        bundles of U tiles of queries, one after another; Pallas copies queries in and results out
+    item        (tile of a bundle, row of the batch): the tile's queries of one sequence, over the context they see
     step        an item's next `span` context tokens: its pages, each copied whole from HBM by one DMA
     ring        `stages` spans of keys and values in VMEM. A cursor in scalar memory walks all items ahead of the
-                computation, across tiles and blocks, so that a short context is copied while another is computed
+                computation, across tiles and bundles, so that a short context is copied while another is computed
 
 A tile has R rows for each key head, one for each (stream, query head, query token). A row of a page
 has L lanes, 128 or D if it is larger, so L / D tokens share it. The tile has the query once for
@@ -46,10 +46,10 @@ USED = 3  # spans that have been used
 
 
 class Work(NamedTuple):
-    """The work, for scalar memory: I items, those of a block side by side."""
+    """The work, for scalar memory: I items, those of a bundle side by side."""
 
-    first: jax.Array  # [blocks + 1] the items of block i are first[i] : first[i + 1]
-    unit: jax.Array  # [I] which tile of its block
+    first: jax.Array  # [bundles + 1] the items of bundle i are first[i] : first[i + 1]
+    unit: jax.Array  # [I] which tile of its bundle
     row: jax.Array  # [I] the row of the block tables
     begin: jax.Array  # [I] the tile's query tokens begin : end are the row's
     end: jax.Array  # [I]
@@ -62,7 +62,7 @@ class Work(NamedTuple):
 class Sizes(NamedTuple):
     """The sizes of a kernel."""
 
-    units: int  # tiles of a block: U
+    units: int  # tiles of a bundle: U
     tokens: int  # query tokens of a tile, a power of two
     streams: int
     block_size: int
@@ -109,7 +109,7 @@ def vmem_bytes(q_shape, q_itemsize: int, itemsize: int, sizes: Sizes) -> int:
     in float32, which needs several passes of the matrix unit.
 
     Args:
-        q_shape: [blocks, U, K, R, L].
+        q_shape: [bundles, U, K, R, L].
         itemsize: of the pages.
     """
     _, units, heads, rows, lanes = q_shape
@@ -140,7 +140,7 @@ def attend(
     """Computes the attention of every tile's queries over the tokens that they see.
 
     Args:
-        q: [blocks, U, K, R, L] tiles, R in the order (stream, query head, query token).
+        q: [bundles, U, K, R, L] tiles, R in the order (stream, query head, query token).
         k_pages, v_pages: [P, K, S / streams, L].
         tables: [B * M] page ids.
         width: M.
@@ -148,14 +148,14 @@ def attend(
         interpret: False compiles; True or pltpu.InterpretParams runs it on a CPU.
 
     Returns:
-        [blocks, U, K, R / streams, L] in q's dtype: the result is in the first D lanes of (query
+        [bundles, U, K, R / streams, L] in q's dtype: the result is in the first D lanes of (query
         head, query token). Queries without an item have zeros.
     """
-    blocks, units, heads, rows, lanes = q.shape
+    bundles, units, heads, rows, lanes = q.shape
     ring = (sizes.stages, sizes.span // sizes.block_size, heads, *k_pages.shape[2:])
     result_rows = rows // sizes.streams
 
-    def block(rows):
+    def bundle_spec(rows):
         return pl.BlockSpec((1, units, heads, rows, lanes), lambda i, *_: (i, 0, 0, 0, 0))
 
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
@@ -163,9 +163,9 @@ def attend(
         partial(_kernel, sizes, scores, width),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(work) + 1,
-            grid=(blocks,),
-            in_specs=[block(rows), in_hbm, in_hbm],
-            out_specs=block(result_rows),
+            grid=(bundles,),
+            in_specs=[bundle_spec(rows), in_hbm, in_hbm],
+            out_specs=bundle_spec(result_rows),
             scratch_shapes=[
                 pltpu.VMEM(ring, k_pages.dtype),
                 pltpu.VMEM(ring, v_pages.dtype),
@@ -176,7 +176,7 @@ def attend(
                 pltpu.SemaphoreType.DMA((sizes.stages,)),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((blocks, units, heads, result_rows, lanes), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((bundles, units, heads, result_rows, lanes), q.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit
         ),
@@ -187,13 +187,13 @@ def attend(
 
 
 def _kernel(sizes: Sizes, scores: Scores, width: int, *refs) -> None:
-    """Computes one block of the grid."""
+    """Computes one bundle of the grid."""
     scalar_count = len(Work._fields)
     r = Refs(sizes, scores, width, Work(*refs[:scalar_count]), *refs[scalar_count:])
-    block = pl.program_id(0)
+    bundle = pl.program_id(0)
     total = r.work.first[pl.num_programs(0)]
 
-    @pl.when(block == 0)
+    @pl.when(bundle == 0)
     def begin():
         r.cursor[ITEM] = 0
         r.cursor[STEP] = r.work.start[0]
@@ -203,7 +203,10 @@ def _kernel(sizes: Sizes, scores: Scores, width: int, *refs) -> None:
 
     r.out[...] = jnp.zeros_like(r.out)
     lax.fori_loop(
-        r.work.first[block], r.work.first[block + 1], lambda i, _: _compute_item(r, i, total), None
+        r.work.first[bundle],
+        r.work.first[bundle + 1],
+        lambda i, _: _compute_item(r, i, total),
+        None,
     )
 
 

@@ -1,11 +1,10 @@
-"""Vector code for CPU kernels: float32 numbers in vectors of 8 or 16, whatever the CPU's own
-vectors are.
+"""Vector code for CPU kernels: vectors of 8 or 16 float32 numbers, whatever the CPU's own are.
 
 It is generated as vector code and does not depend on a vectoriser. `size` is the bytes of a stored
 number: 4 of float32, 2 of bfloat16, which is the upper half of a float32 number, 1 of
-float8_e4m3fn. The bits of the last, moved to their places in a float16, are a number 2^8 times too
-small, also for subnormal numbers. (In a float32 those are subnormal as well, and XLA's threads
-treat them as zeros.)
+float8_e4m3fn. A float8_e4m3fn number is read as a float16: with its bits in their places there, it
+is 2^8 times too small, also if it is subnormal. (As a float32 it would be subnormal too, which
+XLA's threads treat as zero.)
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def each_index(builder: Any, stop: Any, start: Any = None, step: int = 1) -> Ite
 def each_case(
     builder: Any, value: Any, cases: Sequence[int], generate: Callable[[int], None]
 ) -> None:
-    """Generates code that compares `value` with each case and runs that of generate(case).
+    """Generates code that compares `value` with each case, and generate(case) for where they match.
 
     If `value` is a constant, only the code of its case is generated.
     """
@@ -79,8 +78,9 @@ def each_case(
 # --- vectors --------------------------------------------------------------------------------------
 
 
-def floats(count):
-    return ir.VectorType(FLOAT, count)
+def float_vector(lanes):
+    """Returns the type of a vector of float32 numbers."""
+    return ir.VectorType(FLOAT, lanes)
 
 
 def shuffle(builder, a, b, lanes):
@@ -88,7 +88,7 @@ def shuffle(builder, a, b, lanes):
 
 
 def splat(builder, value, lanes):
-    undefined = ir.Constant(floats(lanes), ir.Undefined)
+    undefined = ir.Constant(float_vector(lanes), ir.Undefined)
     return shuffle(
         builder,
         builder.insert_element(undefined, value, ir.Constant(INT32, 0)),
@@ -97,32 +97,36 @@ def splat(builder, value, lanes):
     )
 
 
-def uniform(kind, value):
-    return ir.Constant(kind, [value] * kind.count)
+def uniform(type_, value):
+    """Returns a constant vector of equal numbers."""
+    return ir.Constant(type_, [value] * type_.count)
 
 
 def constant(value):
-    return ir.Constant(floats(FULL), [float(np.float32(value))] * FULL)
+    """Returns a constant vector of 16 equal float32 numbers."""
+    return ir.Constant(float_vector(FULL), [float(np.float32(value))] * FULL)
 
 
 def load(builder, base, index, lanes, size=4):
     """Loads `lanes` numbers from index `index` of an array at address `base`, as float32."""
     address = builder.add(base, builder.mul(index, ir.Constant(WORD, size)))
     if size == 4:
-        return builder.load(pointer(builder, address, floats(lanes)), align=4)
+        return builder.load(pointer(builder, address, float_vector(lanes)), align=4)
     stored = ir.VectorType(ir.IntType(8 * size), lanes)
     bits = builder.load(pointer(builder, address, stored), align=size)
     if size == 2:
         wide = ir.VectorType(INT32, lanes)
         return builder.bitcast(
-            builder.shl(builder.zext(bits, wide), uniform(wide, 16)), floats(lanes)
+            builder.shl(builder.zext(bits, wide), uniform(wide, 16)), float_vector(lanes)
         )
     wide = ir.VectorType(ir.IntType(16), lanes)
     bits = builder.zext(bits, wide)
     sign = builder.shl(builder.and_(bits, uniform(wide, 0x80)), uniform(wide, 8))
     magnitude = builder.shl(builder.and_(bits, uniform(wide, 0x7F)), uniform(wide, 7))
     half = builder.bitcast(builder.or_(sign, magnitude), ir.VectorType(ir.HalfType(), lanes))
-    return builder.fmul(builder.fpext(half, floats(lanes)), uniform(floats(lanes), 256.0))
+    return builder.fmul(
+        builder.fpext(half, float_vector(lanes)), uniform(float_vector(lanes), 256.0)
+    )
 
 
 def load_one(builder, base, index):
@@ -155,7 +159,10 @@ def columns_of(builder, vectors):
     for step in (1, 2, 4, 8):  # swap the blocks of `step` numbers beside the diagonal
         lower = [i + (FULL - step if i & step else 0) for i in range(FULL)]
         upper = [i + (FULL if i & step else step) for i in range(FULL)]
-        for i, j in [(i, i + step) for i in range(FULL) if not i & step]:
+        for i in range(FULL):
+            if i & step:
+                continue
+            j = i + step
             a = vectors[i]
             b = vectors[j]
             vectors[i] = shuffle(builder, a, b, lower)
@@ -211,9 +218,9 @@ def dot_pairs(builder, a, b, c):
     return builder.call(dot, [c, builder.bitcast(a, pairs), builder.bitcast(b, pairs)])
 
 
-# 2**f for f in [-0.5, 0.5]: coefficients of the powers of f, from the seventh down. They are
-# Taylor's; the error is below float32's there.
-POWERS = [math.log(2) ** i / math.factorial(i) for i in range(7, -1, -1)]
+# Coefficients of Taylor's polynomial of 2**f, from that of f**7 down. For f in [-0.5, 0.5] its
+# error is below float32's.
+COEFFICIENTS = [math.log(2) ** i / math.factorial(i) for i in range(7, -1, -1)]
 
 
 def polynomial(builder, x, coefficients):
@@ -228,7 +235,7 @@ def integer_and_fraction(builder, power):
 
     The fraction is in [-0.5, 0.5].
     """
-    vector = floats(FULL)
+    vector = float_vector(FULL)
     floor = external_function(
         builder.module, ir.FunctionType(vector, [vector]), "llvm.floor.v16f32"
     )
@@ -240,17 +247,19 @@ def two_to(builder, exponent):
     """Returns 2**exponent: the integer is put in the place of a float32 number's exponent."""
     integers = ir.VectorType(INT32, FULL)
     biased = builder.add(builder.fptosi(exponent, integers), ir.Constant(integers, [127] * FULL))
-    return builder.bitcast(builder.shl(biased, ir.Constant(integers, [23] * FULL)), floats(FULL))
+    return builder.bitcast(
+        builder.shl(biased, ir.Constant(integers, [23] * FULL)), float_vector(FULL)
+    )
 
 
-def exponential(builder, x, powers=POWERS):
+def exponential(builder, x, coefficients=COEFFICIENTS):
     """Returns exp(x) of 16 float32 numbers of at most 0; 0 where they are below -87.
 
     It is 2**integer times a polynomial of the fraction.
     """
     power = builder.fmul(x, constant(1 / math.log(2)))
     integer, fraction = integer_and_fraction(builder, power)
-    result = polynomial(builder, fraction, powers)
+    result = polynomial(builder, fraction, coefficients)
     tiny = builder.fcmp_ordered("<", power, constant(-126))
     scaled = builder.fmul(result, two_to(builder, builder.select(tiny, constant(0), integer)))
     return builder.select(tiny, constant(0), scaled)

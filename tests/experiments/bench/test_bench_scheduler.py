@@ -7,7 +7,15 @@ import json
 import pytest
 
 from experiments.bench import scheduler as bench_scheduler
-from experiments.bench.scheduler import LOADS, Step, Stream, advance, sizes, start, timing
+from experiments.bench.scheduler import (
+    LOADS,
+    Step,
+    Stream,
+    advance,
+    scheduler_config,
+    start,
+    timing,
+)
 from pagedjax.host import scheduler
 
 SEQS = 16
@@ -19,7 +27,7 @@ def ran() -> Ran:
     """Each load through its warm-up and 200 steps more, with SEQS sequences and as many blocks as
     they need.
     """
-    config = sizes(seqs=SEQS, blocks=80 * SEQS, block_size=16, steps=200)
+    config = scheduler_config(seqs=SEQS, blocks=80 * SEQS, block_size=16, steps=200)
     return {load.name: advance(start(load, config), load.warm_up + 200) for load in LOADS}
 
 

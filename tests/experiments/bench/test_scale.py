@@ -14,8 +14,15 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.bench import scale, scale_calculated, scale_report
-from experiments.bench.scale import QUICK, WARM, checked
-from experiments.bench.scale_calculated import BLOCK, ROOM, Paper, Rates, Shape, paper
+from experiments.bench.scale import QUICK, WARM, checked_setup
+from experiments.bench.scale_calculated import (
+    BLOCK,
+    ROOM,
+    CalculatedStep,
+    Rates,
+    Shape,
+    calculated_step,
+)
 from experiments.bench.scale_report import line
 from pagedjax.device import cache
 from pagedjax.device.batch import blank_sampling
@@ -54,7 +61,7 @@ def test_paper_weights_match_parameters(tied: bool, bias: bool):
         "max_position_embeddings": 100,
     }
     model = scale.model_of(Shape(5, 30, 3, 320), body)
-    p = paper(model.config, sequences=5, context=30)
+    p = calculated_step(model.config, sequences=5, context=30)
     assert p.weights == size(model.params)
     read = size(model.params) - size(model.params["angles"])
     assert p.weights_read == read - (0 if tied else (320 - 5) * 48 * 4), (
@@ -74,7 +81,7 @@ def test_paper_products_match_compiler_flops():
 
         return jax.jit(run).lower(*flat).cost_analysis()["flops"]
 
-    assert paper(model.config, sequences=8, context=30).products == products(model.params)
+    assert calculated_step(model.config, sequences=8, context=30).products == products(model.params)
 
 
 def test_paper_attention_matches_compiler_flops():
@@ -90,7 +97,7 @@ def test_paper_attention_matches_compiler_flops():
     q = jnp.ones((b, c.kv_heads, group, c.head_dim))
     keys = jnp.ones((b, c.kv_heads, n, c.head_dim))
     counted = jax.jit(both).lower(q, keys, keys).cost_analysis()["flops"]
-    p = paper(c, sequences=b, context=n)
+    p = calculated_step(c, sequences=b, context=n)
     assert p.attention == c.layers * counted
     assert p.kv_read == c.layers * size((keys, keys))
 
@@ -108,7 +115,7 @@ def test_paper_cache_and_inputs_match_arrays(sequences: int, context: int):
         dtype="float32",
     )
     batch = pack(EMPTY_PLAN, {}, shapes, {sequences: blank_sampling(sequences)})
-    p = paper(c, sequences, context)
+    p = calculated_step(c, sequences, context)
     assert p.cache == size(pages)
     assert p.inputs == size(batch)
     chex.assert_type([*pages.k, *pages.v], scale_calculated.DTYPE)
@@ -117,8 +124,10 @@ def test_paper_cache_and_inputs_match_arrays(sequences: int, context: int):
 
 
 def test_roofline_takes_slower_of_traffic_and_arithmetic():
-    fields = dict.fromkeys(Paper._fields, 0)
-    p = Paper(**{**fields, "weights_read": 100, "kv_read": 30, "products": 1000, "attention": 60})
+    fields = dict.fromkeys(CalculatedStep._fields, 0)
+    p = CalculatedStep(
+        **{**fields, "weights_read": 100, "kv_read": 30, "products": 1000, "attention": 60}
+    )
     assert scale_calculated.roofline(p, Rates(read=10.0, multiply=1000.0)) == 10 + 3
     assert scale_calculated.roofline(p, Rates(read=10.0, multiply=10.0)) == 100 + 6
     assert scale_calculated.roofline(p, Rates(read=10.0, multiply=50.0)) == 20 + 3
@@ -127,7 +136,7 @@ def test_roofline_takes_slower_of_traffic_and_arithmetic():
 # --- the loop -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("sequences", "steps"), [(1, 1), (16, 5), (20, scale.MOST_STEPS)])
+@pytest.mark.parametrize(("sequences", "steps"), [(1, 1), (16, 5), (20, scale.MAX_STEPS)])
 def test_middle_step_has_the_given_context(sequences: int, steps: int):
     context = 64
     lead = WARM + steps // 2
@@ -227,8 +236,8 @@ def test_show_refuses_other_files(tmp_path):
 def test_point_beyond_memory_error_has_remedy():
     body = {**QUICK.body, "max_position_embeddings": 96 + ROOM}
     need = scale_calculated.needed_bytes(Shape(2, 48, 2, 256), body)
-    assert checked(QUICK, 3, need).body == body
+    assert checked_setup(QUICK, 3, need).body == body
     with pytest.raises(ValueError, match=r"layers=2, .* takes 0\.\d\d MiB, .* free some memory"):
-        checked(QUICK, 3, need - 1)
+        checked_setup(QUICK, 3, need - 1)
     # a device without a known size is not checked
-    assert checked(QUICK, 3, None).values == QUICK.values
+    assert checked_setup(QUICK, 3, None).values == QUICK.values

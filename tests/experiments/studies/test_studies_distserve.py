@@ -12,7 +12,7 @@ import pytest
 
 from experiments import reproduce
 from experiments.core import config
-from experiments.core.pool_options import of_pool
+from experiments.core.pool_options import pool_experiment
 from experiments.core.workloads import build
 from experiments.simulation.profiles import PROFILES
 from experiments.studies.findings import interval
@@ -35,7 +35,7 @@ def test_a_tenth_of_the_conversations_take_vllm_longer_than_its_target():
 
 def test_the_engines_of_the_config_are_those_of_the_example():
     (point,) = config.load(FOLDER / "config.yaml")
-    prefill, decode = (of_pool(point.experiment, name) for name in ("prefill", "decode"))
+    prefill, decode = (pool_experiment(point.experiment, name) for name in ("prefill", "decode"))
     assert prefill.simulate
     assert decode.simulate
     assert (prefill.simulate.profile, prefill.cache_tokens) == (

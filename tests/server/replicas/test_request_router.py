@@ -127,8 +127,8 @@ def test_a_request_that_ended_is_never_unfinished(turns, in_the_moment):
         return ray_router
 
     ray_router = asyncio.run(run())
-    assert not ray_router.routing.state.unfinished
-    routing.state.check(ray_router.routing.state)
+    assert not ray_router.recorder.state.unfinished
+    routing.state.check(ray_router.recorder.state)
 
 
 def test_a_request_that_ended_before_it_was_routed_gets_no_replica():
@@ -139,7 +139,7 @@ def test_a_request_that_ended_before_it_was_routed_gets_no_replica():
         await asyncio.sleep(0)
         with pytest.raises(asyncio.CancelledError):
             await choose(ray_router, RouterRequest("q", 1))
-        assert not ray_router.routing.state.unfinished
+        assert not ray_router.recorder.state.unfinished
         assert (await choose(ray_router, RouterRequest("r", 1))).replica_id.unique_id == "a"
 
     asyncio.run(run())
@@ -161,11 +161,11 @@ def test_a_replica_that_leaves_is_told_when_its_time_is_over():
             ]
         )
         assert (
-            ray_router.routing.state.replicas
+            ray_router.recorder.state.replicas
             == tuple({"a", "b"} - {first})
             == tuple(LINK.present())
         )
-        assert not ray_router.routing.state.unfinished
+        assert not ray_router.recorder.state.unfinished
         assert not drained
         await asyncio.sleep(0.1)
         assert drained == [first]
@@ -183,7 +183,7 @@ def test_a_named_replica_gets_the_call_or_it_fails():
         with pytest.raises(NotRouted, match="replica 'c' is not present"):
             await ray_router._choose_replica_for_request(call("tc", target="c"))
         await ray_router._choose_replica_for_request(call("facts"))  # any replica
-        assert not ray_router.routing.state.unfinished
+        assert not ray_router.recorder.state.unfinished
 
     asyncio.run(run())
 
@@ -199,14 +199,14 @@ def test_a_router_that_fails_is_an_error_of_the_request(tmp_path):
             await choose(ray_router, RouterRequest("q", 0))
         with pytest.raises(NotRouted, match="its choose must return one of"):
             await choose(ray_router, RouterRequest("q", 1))
-        assert not ray_router.routing.state.unfinished
+        assert not ray_router.recorder.state.unfinished
 
     asyncio.run(run())
 
 
 def test_an_ingress_that_starts_again_keeps_the_first_record(tmp_path):
     for _ in range(3):
-        router(record=str(tmp_path / "routing.jsonl")).routing.close()
+        router(record=str(tmp_path / "routing.jsonl")).recorder.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "routing.2.jsonl",
         "routing.3.jsonl",
