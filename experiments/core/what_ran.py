@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.core.config import Experiment, Point, Slo
-from experiments.core.pool_options import POOLS, of_pool
+from experiments.core.pool_options import POOLS, pool_experiment
 from experiments.core.present import Replicas
 from experiments.simulation.cost import Simulate
 from pagedjax.host import policies, purity
@@ -81,7 +81,7 @@ def oracle(experiments: Sequence[Experiment]) -> str:
 def _simulated(experiment: Experiment) -> list[tuple[Experiment, Simulate]]:
     """The simulated engines of an experiment: with pools, those of each pool."""
     if experiment.pools:
-        pools = [of_pool(experiment, name) for name in POOLS]
+        pools = [pool_experiment(experiment, name) for name in POOLS]
         return [(pool, pool.simulate) for pool in pools if pool.simulate]
     return [(experiment, experiment.simulate)] if experiment.simulate else []
 
