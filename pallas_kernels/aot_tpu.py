@@ -195,8 +195,9 @@ def lower(function: Any, arguments: Any, target: str) -> Any:
 
 
 def arguments_of(case: Case) -> tuple[Any, ...]:
-    """Returns the shapes of a layer's arguments: pages, new keys and values, q, slots, block tables,
-    lengths and cu_q_lens.
+    """Returns the shapes of a layer's arguments.
+
+    They are pages, new keys and values, q, slots, block tables, lengths and cu_q_lens.
     """
     import jax
     import jax.numpy as jnp

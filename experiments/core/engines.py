@@ -24,7 +24,10 @@ class Run(NamedTuple):
 
 
 def engine_key(experiment: Experiment) -> Hashable:
-    """Points with equal keys share one engine: they differ in workload, sampling or repeats only."""
+    """Points with equal keys share one engine.
+
+    They differ in workload, sampling or repeats only.
+    """
     engine = dataclasses.astuple(experiment.engine_config)
     return experiment.model, experiment.simulate, experiment.num_replicas, experiment.pools, engine
 

@@ -56,7 +56,10 @@ def finished_runs(
 
 
 def code_of(summary: dict[str, Any]) -> dict[str, str | None]:
-    """The value of `environment.code` at the time of the run; None for a key that older runs lack."""
+    """The value of `environment.code` at the time of the run.
+
+    None for a key that older runs lack.
+    """
     return {name: summary.get(name) for name in code()}
 
 

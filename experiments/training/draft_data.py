@@ -117,8 +117,8 @@ def read(
     features, ids, shares = (np.concatenate(column) for column in zip(*parts, strict=True))
     if not np.isfinite(features).all():
         raise ValueError(
-            f"features of the model are above {np.finfo(dtype).max}, the largest {dtype}; a head cannot be "
-            "trained for it"
+            f"features of the model are above {np.finfo(dtype).max}, the largest {dtype}; a head "
+            "cannot be trained for it"
         )
     return Windows(windows, features, ids, shares)
 

@@ -36,7 +36,10 @@ def alone(size: int) -> tuple[float, float, float]:
 
 
 def alone_claims(cost: Mapping[int, Sequence[float]]) -> list[Claim]:
-    """One sequence: its blocks moved one by one, over computing it again. cost: `alone`, by size."""
+    """One sequence: its blocks moved one by one, over computing it again.
+
+    cost: `alone`, by size.
+    """
     # the paper has curves; we read "much more" as at least three times, and "comparable" as
     # within 1.5 times
     ranges = {1: ("much more", (3, 1e3), 1.0)}
