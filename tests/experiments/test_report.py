@@ -205,9 +205,9 @@ def test_report_is_written_from_run_folder(tmp_path):
     step |= {"blocks_used": 3, "num_blocks": 12, "drafts": 3, "accepted": 2}
     steps = [{**step, "started": 0.5 * i, "seconds": 0.5} for i in range(300)]
     for order in (0, 1):
-        own = {"engine": {"max_num_seqs": 2**order}, "startup": {"compile": 20.0 + order}}
+        facts = {"engine": {"max_num_seqs": 2**order}, "startup": {"compile": 20.0 + order}}
         files = {
-            "env.json": store.json_text({**env, **own}),
+            "env.json": store.json_text({**env, **facts}),
             "steps.jsonl": store.json_lines(steps),
         }
         store.write_run(tmp_path / f"p{order}" / "0", files)
