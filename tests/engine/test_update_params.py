@@ -77,7 +77,8 @@ def run_steps(engine: Any, answers: Tokens, number: int | None = None) -> list[A
         for name, tokens in sampled([result]).items():
             answer = answers.setdefault(name, [])
             answer += [
-                (token, chances[name, len(answer)], result.params_version) for token in tokens
+                (token, chances[name, position], result.params_version)
+                for position, token in enumerate(tokens, len(answer))
             ]
     return [event for result in results for event in result.events]
 
