@@ -297,7 +297,8 @@ def _refuse_ignored_model(values: Mapping[str, Any]) -> None:
     model = values.get("model")
     shape = simulate.get("model") if isinstance(simulate, Mapping) else None
     tokenizes = isinstance(workload, Mapping) and workload.get("kind") == "prompts"
-    if shape is not None and model is not None and model != shape and not tokenizes:
+    # the resolved config of a run names the default
+    if shape is not None and model not in (None, Experiment.model, shape) and not tokenizes:
         raise ValueError(
             f"model is {model!r} and simulate.model is {shape!r}, from which all times come; leave "
             "model out, or make them equal"

@@ -80,6 +80,13 @@ class Integers(NamedTuple):
             raise ValueError(f"{name} is {value!r}; it must be an integer {limits}{self.remedy}")
 
 
+class StoredDTypes:
+    """The dtypes and formats of stored matrices."""
+
+    def check(self, name: str, value: object) -> None:
+        one_of(name, value, (*get_args(DType), *STORED_FORMATS))
+
+
 Size = Annotated[int, Integers(1)]
 _DRAFTED = Integers(1, MAX_DRAFT_TOKENS, "; to switch speculation off, leave speculative out")
 
@@ -349,7 +356,7 @@ class EngineConfig:
     memory_fraction: float = 0.5
     swap_space_gib: float = 4.0
     dtype: DType | None = None
-    weight_dtype: WeightDType | None = None
+    weight_dtype: Annotated[WeightDType, StoredDTypes()] | None = None
     kv_cache_dtype: CacheDType | None = None
     policy: str = "fcfs"  # a PolicyName, or the place of a user's own
     attention_impl: str | None = None  # an AttentionImpl, or the place of a user's own

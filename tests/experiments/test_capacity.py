@@ -19,7 +19,7 @@ from experiments.core.records import BranchRecord, RequestRecord
 
 MD1 = {  # one request of one step at a time, Poisson arrivals: an M/D/1 queue
     "name": "md1",
-    "model": "nothing is loaded",
+    "model": "llama-3-8b",
     "engine": {"max_num_seqs": 1, "max_model_len": 64, "enable_prefix_caching": False},
     "cache_tokens": 256,
     "workload": {

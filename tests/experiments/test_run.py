@@ -96,7 +96,7 @@ def test_runs_with_speculation_have_columns_of_drafts(tmp_path):
         {"engine.speculative": {"num_tokens": 3}, "simulate.acceptance": 0.7},
     ]
     sections = {**SIMULATED, "name": "unit", "repeats": 1, "sweep": {"list": points}}
-    path = write_config(tmp_path, "nothing is loaded", **sections)
+    path = write_config(tmp_path, "llama-3-8b", **sections)
     assert run.main([str(path), "--out", str(tmp_path), "--quiet"]) == 0
     plain, drafted = store.read_runs(tmp_path / "unit")
     assert "speculation" not in plain["metrics"]
@@ -151,8 +151,10 @@ def test_impossible_request_fails_its_point_only(tmp_path, model: str, capsys):
     assert "Bound the workload's lengths" in bad
     (error,) = tmp_path.rglob("error.txt")
     assert "Traceback" in error.read_text()
-    assert run.main([str(path), "--out", str(tmp_path), "--dry-run"]) == 0
-    assert "2 runs, 1 of them done" in capsys.readouterr().out  # a failed run is tried again
+    assert run.main([str(path), "--out", str(tmp_path), "--dry-run"]) == 2
+    printed = capsys.readouterr()
+    assert "2 runs, 1 of them done" in printed.out  # a failed run is tried again
+    assert "a prompt has 99 tokens, and engine.max_model_len is" in printed.err
 
 
 def test_compilation_in_measured_run_fails_it(tmp_path, model: str, monkeypatch, capsys):
@@ -257,7 +259,7 @@ run.main(sys.argv[1:])
 
 def test_killed_sweep_resumes_without_lost_or_double_runs(tmp_path, monkeypatch):
     sections = {**SIMULATED, "reseed": False, "repeats": 3, "sweep": {"grid": {"seed": [1, 2, 3]}}}
-    path = write_config(tmp_path, "nothing is loaded", **sections)
+    path = write_config(tmp_path, "llama-3-8b", **sections)
     command = [str(path), "--out", str(tmp_path / "runs"), "--quiet"]
 
     def summaries() -> dict[Path, int]:
@@ -287,7 +289,7 @@ def test_killed_sweep_resumes_without_lost_or_double_runs(tmp_path, monkeypatch)
 
 
 def test_parallel_runs_equal_single_process_runs(tmp_path, monkeypatch, capsys):
-    path = write_config(tmp_path, "nothing is loaded", **SIMULATED)
+    path = write_config(tmp_path, "llama-3-8b", **SIMULATED)
 
     def files(folder: str) -> dict[str, str]:
         paths = [entry for entry in (tmp_path / folder).rglob("*") if entry.is_file()]
@@ -336,7 +338,7 @@ def simulated(tmp_path, monkeypatch) -> Any:
     drawing a report.
     """
     sweep = {"grid": {"engine.block_size": [4, 16]}}
-    path = write_config(tmp_path, "nothing is loaded", **SIMULATED | {"sweep": sweep})
+    path = write_config(tmp_path, "llama-3-8b", **SIMULATED | {"sweep": sweep})
     monkeypatch.setattr("experiments.report.write", lambda folder: folder)
 
     def measure(*options: str) -> int:
@@ -439,7 +441,7 @@ def test_run_folder_has_copies_of_named_files(tmp_path):
     )
     tokens = {"kind": "tokens", "file": "w1.json"}
     plain = {**SIMULATED, "sweep": None, "workload": tokens, "repeats": 1}
-    path = write_config(tmp_path, "nothing", **plain | {"engine": {"policy": "mine.py:MINE"}})
+    path = write_config(tmp_path, "llama-3-8b", **plain | {"engine": {"policy": "mine.py:MINE"}})
     (point,) = config.load(path)
     assert run.main([str(path), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
     (copied,) = tmp_path.rglob("config.yaml")
@@ -458,7 +460,7 @@ def test_run_folder_has_copies_of_named_files(tmp_path):
 
 def test_measure_is_the_command_as_a_function(tmp_path):
     sweep = {"grid": {"engine.block_size": [8, 16]}}
-    path = write_config(tmp_path, "nothing is loaded", **SIMULATED | {"sweep": sweep, "repeats": 1})
+    path = write_config(tmp_path, "llama-3-8b", **SIMULATED | {"sweep": sweep, "repeats": 1})
     folder = tmp_path / "runs" / "side-by-side"
     runs = experiments.measure(path, out=tmp_path / "runs")
     assert sorted(runs["block_size"]) == [8, 16]

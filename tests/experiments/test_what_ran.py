@@ -140,6 +140,7 @@ def test_a_model_whose_times_are_not_used_is_refused(tmp_path):
     ):
         config.load(tmp_path / "small.yaml", settings)
     assert config.load(tmp_path / "small.yaml", ("model=llama-3-8b",))
+    assert config.load(tmp_path / "small.yaml", ("model=smollm2-135m",)), "the default"
     assert config.load(tmp_path / "small.yaml", ("model=opt-13b", "simulate.model=null"))
 
 

@@ -18,7 +18,7 @@ from pagedjax import SamplingParams
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 BASE: dict[str, Any] = {  # a simulated run, which tests change
     "name": "simulated",
-    "model": "nothing is loaded",
+    "model": "llama-3-8b",
     "engine": {
         "max_num_seqs": 8,
         "max_model_len": 256,

@@ -35,7 +35,7 @@ MEASURED = {
 }
 SIMULATED = {
     **MEASURED,
-    "model": "nothing is loaded",
+    "model": "llama-3-8b",
     "simulate": {"chip": "h200", "model": "llama-3-8b"},
 }
 

@@ -14,7 +14,7 @@ from pagedjax.host.types import EMPTY_PLAN, Plan, Request, Seq
 TP2 = "distserve/opt-13b/tp2"
 RAW = {
     "name": "profiled",
-    "model": "nothing is loaded",
+    "model": "opt-13b",
     "engine": {
         "max_num_seqs": 200,
         "max_model_len": 512,
