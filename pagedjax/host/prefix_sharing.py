@@ -138,7 +138,19 @@ def publish(
         seq = seqs[i]
         new_hashes = hashes.get(seq.request.request_id)
         if new_hashes:
-            seq = updated[i] = seq._replace(hashes=seq.hashes + new_hashes)
+            request, arrival, limit, length, computed, table, hashes_so_far, group = seq
+            # `_replace` takes three times as long
+            seq = Seq(
+                request,
+                arrival,
+                limit,
+                length,
+                computed,
+                table,
+                hashes_so_far + new_hashes,
+                group,
+            )
+            updated[i] = seq
         if not seq.hashes:
             continue
         first = (ends[i] - counts[i]) // size
