@@ -26,7 +26,6 @@ __all__ = [
     "Row",
     "Running",
     "Sampled",
-    "SchedulerConfig",
     "Seq",
     "Verified",
 ]
