@@ -51,24 +51,29 @@ def facts(points: Sequence[Point]) -> list[tuple[str, str]]:
         "Engine options": (_engine_options, EngineConfig),
         "Sampling": (lambda experiment: _changed(experiment.sampling), SamplingParams),
     }
-    named = []
+    pairs = []
     for name, (options_of, kind) in parts.items():
         defaults = {} if kind is None else _defaults(kind)
-        named.append((name, _joined([options_of(each) for each in experiments], defaults)))
+        of_points = [options_of(experiment) for experiment in experiments]
+        pairs.append((name, _joined(of_points, defaults)))
     seeds = f"{first.repeats} of seed {first.seed}"
     if first.reseed:
         seeds = f"seeds {first.seed} to {first.seed + first.repeats - 1}, one each"
-    named.append(("Repeats", seeds))
-    named.append(("Oracle", oracle(experiments)))
-    return [(name, value) for name, value in named if value]
+    pairs.append(("Repeats", seeds))
+    pairs.append(("Oracle", oracle(experiments)))
+    return [(name, value) for name, value in pairs if value]
 
 
 def oracle(experiments: Sequence[Experiment]) -> str:
     """Which policies know the length of each output before it is generated; "" if none does.
 
-    Every request of a workload asks for as many tokens as it generates.
+    With `ignore_eos` every request of a workload asks for as many tokens as it generates.
     """
-    names = dict.fromkeys(experiment.engine.policy for experiment in experiments)
+    names = dict.fromkeys(
+        experiment.engine.policy
+        for experiment in experiments
+        if experiment.sampling.ignore_eos and not experiment.sampling.stop_token_ids
+    )
     seers = [name for name in names if ":" in name and purity.reads_limits(policies.find(name))]
     if not seers:
         return ""

@@ -47,19 +47,19 @@ def called_twice(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-def names_read(function: Any, seen: set[int] | None = None) -> set[str]:
+def names_read(function: Any, visited: set[int] | None = None) -> set[str]:
     """Returns the names of globals and attributes that a user's function reads, with those of the
     functions of the user that it can reach.
     """
-    seen = set() if seen is None else seen
+    visited = set() if visited is None else visited
     while isinstance(function, partial):
         function = function.func
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         function = vars(type(function)).get("__call__")  # of an object that can be called
-    if not isinstance(function, FunctionType) or id(function) in seen:
+    if not isinstance(function, FunctionType) or id(function) in visited:
         return set()
-    seen.add(id(function))
+    visited.add(id(function))
     variables = inspect.getclosurevars(function)
     names: set[str] = set()
     if not str(function.__module__).startswith("pagedjax."):
@@ -69,7 +69,7 @@ def names_read(function: Any, seen: set[int] | None = None) -> set[str]:
             codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     for value in (*variables.nonlocals.values(), *variables.globals.values()):
         if callable(value) and not isinstance(value, type):
-            names |= names_read(value, seen)
+            names |= names_read(value, visited)
     return names
 
 
@@ -87,34 +87,36 @@ def _text(result: Any) -> str:
     return repr(result)
 
 
-def _lasting_values(function: Any, seen: set[int] | None = None) -> Iterator[tuple[str, bytes]]:
+def _lasting_values(function: Any, visited: set[int] | None = None) -> Iterator[tuple[str, bytes]]:
     """What outlives a call of a function: (where it is, its value as bytes)."""
-    seen = set() if seen is None else seen
-    if id(function) in seen:
+    visited = set() if visited is None else visited
+    if id(function) in visited:
         return
-    seen.add(id(function))
+    visited.add(id(function))
     while isinstance(function, partial):
         function = function.func
     if isinstance(function, MethodType):
-        yield from _values_of("an attribute of its object", vars(function.__self__), seen)
+        yield from _values_of("an attribute of its object", vars(function.__self__), visited)
         function = function.__func__
     if not isinstance(function, FunctionType):
-        yield from _values_of("an attribute of its object", getattr(function, "__dict__", {}), seen)
+        yield from _values_of(
+            "an attribute of its object", getattr(function, "__dict__", {}), visited
+        )
         return
     variables = function.__globals__
-    if not str(function.__module__).startswith("pagedjax.") and id(variables) not in seen:
-        seen.add(id(variables))
-        yield from _values_of("the global", variables, seen)
+    if not str(function.__module__).startswith("pagedjax.") and id(variables) not in visited:
+        visited.add(id(variables))
+        yield from _values_of("the global", variables, visited)
     enclosed = inspect.getclosurevars(function).nonlocals
-    yield from _values_of("the variable", dict(enclosed), seen)
-    yield from _values_of("its attribute", function.__dict__, seen)
-    yield from _values_of("a default of", {function.__name__: function.__defaults__}, seen)
+    yield from _values_of("the variable", dict(enclosed), visited)
+    yield from _values_of("its attribute", function.__dict__, visited)
+    yield from _values_of("a default of", {function.__name__: function.__defaults__}, visited)
 
 
-def _values_of(kind: str, values: dict[str, Any], seen: set[int]) -> Iterator[tuple[str, bytes]]:
+def _values_of(kind: str, values: dict[str, Any], visited: set[int]) -> Iterator[tuple[str, bytes]]:
     for name, value in values.items():
         if isinstance(value, (FunctionType, MethodType)):
-            yield from _lasting_values(value, seen)
+            yield from _lasting_values(value, visited)
         elif not (name.startswith("__") or isinstance(value, (type, ModuleType))):
             try:
                 yield f"{kind} {name}", pickle.dumps(value)

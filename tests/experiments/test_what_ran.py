@@ -160,6 +160,12 @@ def test_a_policy_that_knows_the_length_of_an_output_is_called_an_oracle(tmp_pat
         text = text_of((out / "small" / "report.html").read_text())
         assert (text.count(sentence) == 2) == is_oracle
         assert ("oracle" in text.lower()) == is_oracle
+    settings = ("engine.policy=mine.py:LEAST_WORK", "simulate=null", "model=smollm2-135m")
+    for ignores_eos in (True, False):  # else an output may end before its limit
+        points = config.load(
+            tmp_path / "small.yaml", (*settings, f"sampling.ignore_eos={str(ignores_eos).lower()}")
+        )
+        assert ("Oracle" in dict(what_ran.facts(points))) == ignores_eos
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-wait",
         action="store_true",
-        help="begin although the server still compiles programs; the default waits for them",
+        help="begin although the server still compiles programs; the default waits for them, "
+        "--timeout seconds at most",
     )
     add("--warmup", type=int, default=0, help="requests to send before the measurement")
     add("--api-key-file", help="a file with nothing but the key")
