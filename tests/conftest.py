@@ -151,9 +151,16 @@ def one_layer(one_layer_folder):
     return load_model(one_layer_folder, linear_impl="xla")
 
 
+@pytest.fixture(autouse=True)
+def _no_cached_prompts(request: pytest.FixtureRequest) -> None:
+    """A test finds no block that another one cached, in whatever order they run."""
+    if "tiny_llm" in request.fixturenames:
+        request.getfixturevalue("tiny_llm").reset_prefix_cache()
+
+
 @pytest.fixture(scope="session")
 def tiny_llm(tiny):
-    """For tests that leave no request behind."""
+    """For tests that leave no request behind. Its prefix cache is empty when a test begins."""
     from pagedjax import LLM
 
     return LLM(
