@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests import garbage, mappings, memory, quick_compiler
+from tests import drawn, garbage, mappings, memory, quick_compiler
 
 # Read when jax is first imported, here and in the processes that tests start. Without it the suite
 # takes minutes more.
@@ -27,6 +27,7 @@ os.environ.setdefault("MALLOC_ARENA_MAX", "2")
 # Engines on a mesh need several devices. The first one is the default, as before.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 quick_compiler.choose_emitters()
+drawn.choose_settings()
 
 
 def pytest_configure() -> None:

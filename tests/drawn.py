@@ -17,6 +17,17 @@ from hypothesis.stateful import run_state_machine_as_test
 Property = Callable[..., None]
 
 
+def choose_settings() -> None:
+    """Of every property: no limit of time, because a machine may be busy."""
+    settings.register_profile(
+        "pagedjax",
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("pagedjax")
+
+
 def examples(sample: int, full: int) -> pytest.MarkDecorator:
     """The test has a parameter `number`, the number of examples: `sample` by default, `full` if it
     is slow.
@@ -31,24 +42,13 @@ def examples(sample: int, full: int) -> pytest.MarkDecorator:
 def run_machine(machine: Any, number: int, steps: int) -> None:
     """Runs `number` histories of a state machine, of at most `steps` rules each."""
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-    limits = settings(
-        max_examples=number,
-        stateful_step_count=steps,
-        deadline=None,
-        print_blob=True,
-        suppress_health_check=checks,
-    )
+    limits = settings(max_examples=number, stateful_step_count=steps, suppress_health_check=checks)
     run_state_machine_as_test(machine, settings=limits)
 
 
 def check(number: int, holds: Property, *columns: Any, **strategies: Any) -> None:
     """Calls `holds` with `number` examples of the strategies of its arguments."""
-    limits = settings(
-        max_examples=number,
-        deadline=None,
-        print_blob=True,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+    limits = settings(max_examples=number)
     limits(hypothesis.given(*columns, **strategies)(holds))()
 
 

@@ -65,7 +65,7 @@ def random_params(config) -> dict:
 # --- rounding -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     arrays(
         np.float32, array_shapes(min_dims=2, max_dims=2), elements=st.floats(-1e6, 1e6, width=32)

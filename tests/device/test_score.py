@@ -178,7 +178,7 @@ def test_gradients_are_those_of_finite_differences(module, exact):
     chex.assert_trees_all_close(predicted, slope, rtol=0.02, atol=0)
 
 
-@settings(max_examples=10, deadline=None, print_blob=True)
+@settings(max_examples=10)
 @given(
     lengths=st.lists(st.integers(0, 24), min_size=3, max_size=3),
     seed=st.integers(0, 99),

@@ -135,7 +135,7 @@ def test_selected_attention_is_that_of_a_brute_force_model(impl, dtype, blocks):
 WRITE = jax.jit(write, static_argnums=0)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_bounds_of_full_blocks_are_those_of_their_keys_after_any_writes(data):
     """Slots are written again, as after a rejected draft, and the blocks of one step fill in any

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedjax.device.models import split
@@ -79,7 +79,6 @@ def stored(order: np.ndarray) -> np.ndarray:
     return order[order != PADDING]
 
 
-@settings(deadline=None)
 @given(models())
 def test_each_query_head_is_once_beside_its_own_key_head(model):
     c, mesh = model
@@ -121,7 +120,6 @@ def test_parts_have_the_shapes_that_a_device_expects(model):
                 assert {*stored(axis_split.order)} == {*range(size)}, f"{name} lost a row or column"
 
 
-@settings(deadline=None)
 @given(models())
 def test_gate_up_and_down_of_a_device_are_the_same_columns_of_the_mlp(model):
     c, mesh = model

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 from _generate import api, rst
 from _generate.docstrings import entries, field_names, field_texts, signature, text_of, to_rst
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 SIZES = """Sizes of a thing.
@@ -151,7 +151,6 @@ def test_lists_and_columns_are_kept():
 MARKUP = st.text(alphabet=" abi1.*_`|\\:-=+~#()[]{}<>\"'/,;\n", max_size=60)
 
 
-@settings(deadline=None)  # docutils takes long on a busy machine
 @given(MARKUP)
 def test_no_text_becomes_markup(text: str):
     """docutils reads back the same words as one paragraph, without a remark."""
@@ -160,7 +159,6 @@ def test_no_text_becomes_markup(text: str):
     assert [node.tagname for node in document.children] in ([], ["paragraph"])
 
 
-@settings(deadline=None)  # docutils takes long on a busy machine
 @given(MARKUP)
 def test_no_paragraph_becomes_other_markup_than_code(text: str):
     document = parse([rst.inline(text)])
@@ -175,7 +173,6 @@ def test_no_paragraph_becomes_other_markup_than_code(text: str):
     assert kinds <= {"literal"}
 
 
-@settings(deadline=None)  # docutils takes long on a busy machine
 @given(st.lists(MARKUP, max_size=5).map("\n".join), st.sets(st.sampled_from(["a", "b", "i"])))
 @example("i:", {"i"})  # an entry without words
 @example("'`'_`", set())  # code that begins with the partner of the quote before it

@@ -43,7 +43,7 @@ row = st.tuples(
 apply = jax.jit(BAD_WORDS.apply)
 
 
-@settings(max_examples=60, deadline=None, print_blob=True)
+@settings(max_examples=60)
 @given(st.lists(row, min_size=ROWS, max_size=ROWS), st.integers(0, 99))
 def test_the_last_token_of_a_word_is_forbidden_where_the_others_were_sampled(rows, seed):
     random = np.random.default_rng(seed)

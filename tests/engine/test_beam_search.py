@@ -84,7 +84,7 @@ def run(params: BeamSearchParams, stops: frozenset[int], rows) -> tuple[Hypothes
     return search.finished
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     seed=st.integers(0, 1000),
     stops=st.sets(st.integers(0, 3), max_size=2),

@@ -207,7 +207,7 @@ class Buddies:
             self.free.append((start, length))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     size=st.integers(1, 31),
     script=st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60),
@@ -262,7 +262,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(size=st.integers(1, 12), script=actions)
 def test_random_operations_match_a_dictionary_of_counts(size: int, script: list[tuple[str, int]]):
     pool = blocks.init(size)

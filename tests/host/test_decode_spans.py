@@ -86,7 +86,7 @@ def submitted(
         return state
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), configs, st.sampled_from([*POLICIES.values()]), st.booleans())
 def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
     shares = shares and config.reservation == "none"
@@ -128,7 +128,7 @@ def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
         scheduler.check(at_once)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(configs, drawn_requests)
 def test_what_follows_the_steps_ahead_is_another_step(config, drawn):
     """If nothing waits or forks, the count is the largest: after it a request ends, or blocks do

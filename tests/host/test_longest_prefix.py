@@ -78,7 +78,7 @@ workloads = st.lists(
     blocks=st.integers(25, 40),
     host=st.sampled_from([0, 10]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_random_workloads_with_shared_prefixes_end(workload, seed: int, blocks: int, host: int):
     config = SchedulerConfig(4, blocks, 16, 4, 100, host)
     run(config, [shared(str(i), *sizes) for i, sizes in enumerate(workload)], random.Random(seed))

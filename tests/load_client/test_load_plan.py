@@ -8,7 +8,7 @@ import shlex
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedjax.server.load_client.plan import (
@@ -148,7 +148,6 @@ def test_a_trace_gives_arrivals_and_lengths_in_order_of_arrival():
         st.tuples(st.datetimes(), st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=8
     )
 )
-@settings(deadline=None)
 def test_any_written_trace_can_be_read(rows):
     text = io.StringIO()
     csv.writer(text).writerows(

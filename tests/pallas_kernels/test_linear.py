@@ -437,7 +437,7 @@ def test_tokens_before_padding_are_as_without_it_and_padding_is_finite(impl, nam
         chex.assert_trees_all_equal(output[used:], np.zeros_like(output[used:]))
 
 
-@settings(max_examples=200, deadline=None, print_blob=True)
+@settings(max_examples=200)
 @given(
     st.integers(1, 400),
     st.integers(1, 200),

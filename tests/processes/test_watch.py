@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedjax.engine.processes.watch import Progress, late
@@ -72,7 +72,6 @@ STAGES = st.sampled_from(["starting", "waiting", "scheduling", "running"])
 PROGRESS = st.builds(Progress, st.integers(0, 3), STAGES, st.floats(0, 30), st.floats(0, 30))
 
 
-@settings(deadline=None)
 @given(st.lists(PROGRESS, min_size=2, max_size=5))
 def test_nobody_is_late_within_the_timeout_and_who_is_named_is_late(processes):
     progress = dict(enumerate(processes))

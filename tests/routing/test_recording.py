@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedjax import routing
@@ -43,7 +43,6 @@ def record(router: routing.Router, events: list[tuple[str, int]], path: Path) ->
     return recorder
 
 
-@settings(deadline=None)  # it writes files
 @given(DONE, st.sampled_from(sorted(ROUTERS)))
 def test_a_record_replays_to_the_same_state_and_assignments(tmp_path_factory, events, name):
     path = tmp_path_factory.mktemp("routing") / "routing.jsonl"

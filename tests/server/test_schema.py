@@ -32,7 +32,6 @@ def fuzz(url: str, examples: int) -> int:
 
         @settings(
             max_examples=examples,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
             database=None,
         )

@@ -49,7 +49,7 @@ def search(pattern: str, tokenizer, output: list[int], vocab: int) -> list[int]:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.randoms(use_true_random=False))
 def test_a_mask_has_the_tokens_that_a_search_finds(grammars, pattern, random):
     matcher = grammars.compiled(StructuredOutputsParams(regex=pattern)).matcher()
@@ -75,7 +75,7 @@ def test_a_mask_has_the_tokens_that_a_search_finds(grammars, pattern, random):
 SCHEMA = opened(["a", "b"], a=integer(), b=typed("string"))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=12))
 def test_answers_do_not_depend_on_what_was_asked_before(grammars, lengths):
     tokens = grammars.tokenizer.encode('{"a": 12, "b": "some words"}')

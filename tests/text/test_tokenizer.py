@@ -75,7 +75,7 @@ def test_embedded_tokenizer_equals_brute_force(text):
     assert smollm().decode(ids, skip_special_tokens=False) == text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(TEXTS)
 def test_embedded_tokenizer_equals_brute_force_on_any_text(text):
     test_embedded_tokenizer_equals_brute_force(text)

@@ -25,7 +25,7 @@ def pushed(stream: Detokenizer, ids) -> list[str]:
     return [stream.push(i) for i in ids]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 49151) | st.integers(17, 272), max_size=30), st.booleans())
 def test_pushes_and_flush_join_to_the_decoded_whole(ids, skip):
     stream = Detokenizer(smollm(), skip_special_tokens=skip)
@@ -33,7 +33,7 @@ def test_pushes_and_flush_join_to_the_decoded_whole(ids, skip):
     assert text == smollm().decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(TEXTS, st.integers(0, 40))
 def test_output_continues_a_prompt_without_its_text_or_broken_characters(text, cut):
     ids = smollm().encode(text)
@@ -163,7 +163,7 @@ def run_stop(chunks: list[str], checker: StopChecker) -> tuple[str, bool]:
     return out + piece, stopped
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(
     st.lists(st.text("ab\n", max_size=4), max_size=12),
     st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3).map(tuple),
@@ -176,7 +176,7 @@ def test_stop_strings_equal_a_search_of_the_whole_text(chunks, stop, min_tokens,
     assert run_stop(chunks, checker) == brute_stop("".join(chunks), stop, include, after)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text("abc", max_size=20), st.lists(st.integers(0, 20), max_size=6))
 def test_the_split_into_chunks_does_not_change_the_result(text, places):
     stop = ("abc", "cb")

@@ -287,7 +287,7 @@ def test_damaged_headers_are_named(file, tmp_path, at, value, message):
         open_checkpoint(rewrite(tmp_path, bytes(data)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4))
 def test_any_damage_raises_our_own_error(file, tmp_path_factory, changes):
     data = bytearray(file.read_bytes()[:10_000])

@@ -37,7 +37,7 @@ def embedded_as(pre: str) -> tuple:
 
 
 @pytest.mark.parametrize("pre", ORACLES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(TEXTS)
 def test_pre_tokenizers_equal_brute_force(pre, text):
     tokenizer, oracle = embedded_as(pre)
@@ -164,7 +164,7 @@ def test_sentencepiece_pieces_and_words_are_spaced_by_their_context():
     assert [at_start.push(the), at_start.push(cat)] == ["the", " cat"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(alphabet=" thecandog\né中😀", max_size=30))
 def test_sentencepiece_pushes_join_to_the_text(text):
     tokenizer = sentencepiece()

@@ -147,7 +147,7 @@ def test_damaged_headers_are_named(tmp_path, header, message):
         read_safetensors(with_header(tmp_path / "x.safetensors", header))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=3))
 def test_any_damage_raises_our_own_error(tmp_path_factory, changes):
     path = small(tmp_path_factory.mktemp("fuzz") / "x.safetensors")

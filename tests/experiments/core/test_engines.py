@@ -72,7 +72,7 @@ GRIDS = {
 }
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(1, 3), st.integers(1, 3), st.fixed_dictionaries(GRIDS))
 def test_every_run_happens_once_and_each_engine_is_built_once(
     alive: int, repeats: int, grid: dict[str, list[Any]]

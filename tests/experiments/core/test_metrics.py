@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.core.config import Slo
@@ -282,7 +282,6 @@ def test_summarize_refuses_empty_or_foreign_runs():
         request_records(RUN, [A], START)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40))
 def test_percentiles_are_linear_between_the_values(values: list[float]):
     summary = spread([*values, None])

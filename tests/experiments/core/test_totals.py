@@ -12,7 +12,7 @@ import chex
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments import compare, run
@@ -29,7 +29,6 @@ from tests.experiments.core.test_decodes_together import RAW, changed
 PART = 1 / 1024  # of a number, that rounding may take
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=20), st.integers(1, 5)),

@@ -10,7 +10,7 @@ from pathlib import Path
 import chex
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.core.distributions import (
@@ -68,7 +68,6 @@ arrivals = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(lengths, lengths, arrivals, st.integers(1, 8), st.integers(0, 2**32))
 def test_synthetic_workload_respects_limits_and_prefix(
     prompt, output, times, count: int, seed: int

@@ -99,7 +99,7 @@ def test_assignments_are_those_of_the_pure_router(tmp_path):
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(-1, 6), min_size=1, max_size=12), st.booleans())
 def test_a_request_that_ended_is_never_unfinished(turns, in_the_moment):
     """The client of call i leaves after turns[i] turns of the event loop; -1: it stays until it has
