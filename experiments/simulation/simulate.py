@@ -396,7 +396,7 @@ class SimulatedEngine:
         buckets = self.config.token_buckets
         if not (self._drafting and buckets):
             return {}
-        draftable, num_tokens = drafting.wanted(self._drafting, running, buckets)
+        draftable, num_tokens = drafting.candidates(self._drafting, running, buckets)
         if not num_tokens:
             return {}
         seqs = {seq.request_id: seq for seq in running.seqs}

@@ -33,7 +33,7 @@ from pagedjax.device.sampling import (
     prompt_logprobs,
     sample,
 )
-from pagedjax.device.taps import NOTHING, Tapped, Wanted, taken
+from pagedjax.device.taps import NOTHING, SideOutputs, Tapped, taken
 
 Step = Callable[[Any, KVCache, OneTransfer], tuple[KVCache, "StepOutput"]]
 Draft = Callable[[Any, KVCache, DraftBatch], tuple[KVCache, "DraftOutput"]]
@@ -111,7 +111,7 @@ def make_step(
     chain: RowChain = DEFAULT,
     bound: BoundDraftModel | None = None,
     *,
-    wanted: Wanted = NOTHING,
+    side_outputs: SideOutputs = NOTHING,
 ) -> Step:
     """step(leaves, cache, joined(batch)) -> (cache, StepOutput), jitted; the cache is donated and
     updated in place.
@@ -121,7 +121,7 @@ def make_step(
             those of the drafter.
         tile, chain: see `sample`.
         bound: a drafter on the device, which observes the step's tokens.
-        wanted: what to return beside samples. Samples are computed as without it, so that they have
+        side_outputs: to return beside samples. Samples are computed as without them, so that they have
             the same bits.
 
     Raises:
@@ -137,17 +137,21 @@ def make_step(
         model, drafter = modules(leaves)
         cache = cache._replace(tokens=write_tokens(cache.tokens, batch.tokens, batch.slots))
         run = model.layers(
-            cache, batch, attend, _outputs(bound, wanted, model.config.layers), wanted.experts
+            cache,
+            batch,
+            attend,
+            _outputs(bound, side_outputs, model.config.layers),
+            side_outputs.experts,
         )
         cache = run.cache
-        tapped = taken(model, run, batch, attend, wanted) if wanted else None
+        tapped = taken(model, run, batch, attend, side_outputs) if side_outputs else None
         if bound is not None:
             cache = _observe(bound, drafter, model, cache, batch, run.outputs)
         rows = _rows_of_samples(batch)
         hidden, prompt = _hidden_of_samples(model, run.finish, batch, tile, by_rows)
         logits = model.logits(hidden, batch.used_samples)
         sampled, of_samples = by_rows(
-            partial(_samples_of, cache.tokens, seed, tile, chain, wanted), logits, rows
+            partial(_samples_of, cache.tokens, seed, tile, chain, side_outputs), logits, rows
         )
         if tapped is not None:
             tapped = tapped._replace(samples=of_samples)
@@ -166,9 +170,11 @@ def _arrive(batch: Batch) -> Batch:
     return batch
 
 
-def _outputs(bound: BoundDraftModel | None, wanted: Wanted, layers: int) -> tuple[int, ...]:
-    """The layers whose outputs are read: by the drafter, and behind them those that are wanted."""
-    return (*(bound.model.taps if bound else ()), *wanted.outputs(layers))
+def _outputs(
+    bound: BoundDraftModel | None, side_outputs: SideOutputs, layers: int
+) -> tuple[int, ...]:
+    """The layers whose outputs are read: by the drafter, and behind them by side outputs."""
+    return (*(bound.model.taps if bound else ()), *side_outputs.outputs(layers))
 
 
 def _observe(
@@ -202,11 +208,11 @@ def _samples_of(
     seed: int,
     tile: int | None,
     chain: RowChain,
-    wanted: Wanted,
+    side_outputs: SideOutputs,
     logits: jax.Array,
     rows: Any,
 ) -> tuple[SampledTokens, dict[str, Any]]:
-    """The samples of some rows of logits [R, V], and the wanted outputs of these rows.
+    """The samples of some rows of logits [R, V], and the side outputs of these rows.
 
     Args:
         tokens: [P, S] of the cache.
@@ -215,7 +221,9 @@ def _samples_of(
     sampling, tables, lens, drafted = rows
     history = History(tokens, tables, lens)
     sampled = sample(logits, sampling, history, jnp.uint32(seed), tile, chain, drafted)
-    return sampled, {output.name: output.compute(logits, sampled) for output in wanted.samples}
+    return sampled, {
+        output.name: output.compute(logits, sampled) for output in side_outputs.samples
+    }
 
 
 def _tokens_to_feed(batch: Batch, sampled: SampledTokens) -> jax.Array | None:

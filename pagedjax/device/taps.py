@@ -1,4 +1,4 @@
-"""What a step can return beside samples: `Wanted` says what. `taken` makes what is of the model's
+"""Side outputs of a step: what it can return beside samples. `taken` makes those of the model's
 inside; a `SampleOutput` is made of the logits that a sample is drawn from.
 
 It is static: a step that returns more is another program, and one that returns nothing more is as
@@ -35,15 +35,15 @@ class SampleOutput:
     compute: Callable[[jax.Array, SampledTokens], Any]
 
 
-class Wanted(NamedTuple):
-    """False if it is nothing.
+class SideOutputs(NamedTuple):
+    """Which arrays a step returns beside samples. False if none.
 
     hidden: hidden states, counted as transformers counts them: 0 is what the first layer gets, i is
         the output of layer i - 1, and the number of layers is the output of the last one after the
         final norm.
-    attention: by layer, the query heads whose probabilities are wanted.
-    experts: layers whose chosen experts are wanted.
-    samples: outputs of each sample that are wanted.
+    attention: by layer, the query heads whose probabilities are returned.
+    experts: layers whose chosen experts are returned.
+    samples: outputs of each sample.
     """
 
     hidden: tuple[int, ...] = ()
@@ -62,11 +62,11 @@ class Wanted(NamedTuple):
         return tuple(sorted(i - 1 for i in inputs if i))
 
 
-NOTHING = Wanted()
+NOTHING = SideOutputs()
 
 
 class Tapped(NamedTuple):
-    """What was wanted, by layer, as in `Wanted`."""
+    """The arrays of `SideOutputs`, by layer."""
 
     hidden: dict[int, jax.Array]  # [T, H]
     # [R, heads, M S] float32, by position, for the token that each sample follows
@@ -75,19 +75,19 @@ class Tapped(NamedTuple):
     samples: dict[str, Any]  # by name, what each `SampleOutput.compute` gave
 
 
-def union(several: Iterable[Wanted]) -> Wanted:
-    """What all of them want."""
+def union(parts: Iterable[SideOutputs]) -> SideOutputs:
+    """All that some part has."""
     hidden: set[int] = set()
     heads: dict[int, set[int]] = {}
     experts: set[int] = set()
     samples: set[SampleOutput] = set()
-    for wanted in several:
-        hidden.update(wanted.hidden)
-        experts.update(wanted.experts)
-        samples.update(wanted.samples)
-        for layer, heads_of_layer in wanted.attention:
+    for part in parts:
+        hidden.update(part.hidden)
+        experts.update(part.experts)
+        samples.update(part.samples)
+        for layer, heads_of_layer in part.attention:
             heads.setdefault(layer, set()).update(heads_of_layer)
-    return Wanted(
+    return SideOutputs(
         hidden=tuple(sorted(hidden)),
         attention=tuple((layer, tuple(sorted(heads[layer]))) for layer in sorted(heads)),
         experts=tuple(sorted(experts)),
@@ -95,33 +95,35 @@ def union(several: Iterable[Wanted]) -> Wanted:
     )
 
 
-def taken(model: Decoder, run: Run, batch: Batch, attend: Attend, wanted: Wanted) -> Tapped:
-    """What is wanted of a batch, but for outputs of samples, which are not drawn yet.
+def taken(
+    model: Decoder, run: Run, batch: Batch, attend: Attend, side_outputs: SideOutputs
+) -> Tapped:
+    """The side outputs of a batch, but for outputs of samples, which are not drawn yet.
 
     Args:
-        run: of the batch, where the last outputs are those of the layers `wanted.outputs`.
+        run: of the batch, where the last outputs are those of the layers `side_outputs.outputs`.
     """
     layers = model.config.layers
-    needed = wanted.outputs(layers)
+    needed = side_outputs.outputs(layers)
     states = {
         layer + 1: x
         for layer, x in zip(needed, run.outputs[len(run.outputs) - len(needed) :], strict=True)
     }
     states[0] = model.embedded(batch)
     routes = dict(run.routes)
-    if layers - 1 in wanted.experts:
+    if layers - 1 in side_outputs.experts:
         states[layers], routes[layers - 1] = run.finish(None, routed=True)
-    elif layers in wanted.hidden:
+    elif layers in side_outputs.hidden:
         states[layers] = run.finish(None)
     attention = {
         layer: model.attention_weights(
             layer, states[layer], run.cache.k[batch.page_of(layer)], batch, attend, heads
         )
-        for layer, heads in wanted.attention
+        for layer, heads in side_outputs.attention
     }
     return Tapped(
-        {i: states[i] for i in wanted.hidden},
+        {i: states[i] for i in side_outputs.hidden},
         attention,
-        {layer: routes[layer] for layer in wanted.experts},
+        {layer: routes[layer] for layer in side_outputs.experts},
         {},
     )

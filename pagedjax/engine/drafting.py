@@ -8,10 +8,11 @@ tokens are the same for any drafter at any temperature (drafter-invariant specul
 2408.07978); a drafter only decides how many of them a step gives. With the rule "rejection" a
 sample depends on its draft (device/rejection.py).
 
-    wanted(...)       before `schedule`: which sequences should have drafts, and how many
+    candidates(...)   before `schedule`: which sequences should have drafts, and how many
     offer(...)        then ask the drafter, write its drafts, count them
     verified(...)     after the step: of each row the accepted drafts, and one more token
-    learned(...)      after `commit`: acceptance and times, from which `wanted` chooses how many drafts pay
+    learned(...)      after `commit`: acceptance and times, from which
+                      `candidates` chooses how many drafts pay
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def offer(
     slots (`send`).
 
     Args:
-        draftable, k: as `wanted` returns them.
+        draftable, k: as `candidates` returns them.
 
     Raises:
         ValueError: the drafter gave what is no token of the model's vocabulary.
@@ -113,7 +114,7 @@ def offer(
     return offered
 
 
-def wanted(
+def candidates(
     drafting: Drafting, running: Running, buckets: Sequence[int]
 ) -> tuple[list[tuple[str, int]], int]:
     """The sequences that may have drafts, with their lengths; and how many drafts each should have.

@@ -104,7 +104,7 @@ def handover(runtime: Runtime, state: EngineState, name: str) -> Handover:
     check_processes()
     _, released = scheduler.release(state.scheduler, name)
     data = state.sequences[name]
-    if readers.wanted_of(state.readers, [name]):
+    if readers.side_outputs_of(state.readers, [name]):
         raise ValueError(
             f"sequence {name!r} has taps, whose arrays are collected by one engine; leave taps out"
         )

@@ -23,7 +23,7 @@ import numpy as np
 
 from pagedjax.device.cache import KVCache
 from pagedjax.device.step import StepOutput
-from pagedjax.device.taps import NOTHING, Wanted
+from pagedjax.device.taps import NOTHING, SideOutputs
 from pagedjax.engine.requests import SequenceData, of_rows
 from pagedjax.host import scheduler
 from pagedjax.host.policies import Policy
@@ -43,7 +43,7 @@ class SentStep(NamedTuple):
     padded_tokens: int = 0  # of the program that computes it
     draft_seconds: float = 0.0  # of the drafter's program, which ran before
     draft_rows: int = 0  # its rows with drafts, as a bucket
-    wanted: Wanted = NOTHING  # what its output has beside samples
+    side_outputs: SideOutputs = NOTHING  # what its output has beside samples
 
     @property
     def cu_q_lens(self) -> np.ndarray:

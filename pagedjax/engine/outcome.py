@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from immutables import Map
 
-from pagedjax.device.taps import NOTHING, Wanted
+from pagedjax.device.taps import NOTHING, SideOutputs
 from pagedjax.engine.lookahead import SentStep
 from pagedjax.engine.requests import PreparedRequest, SequenceData
 from pagedjax.engine.runtime import Runtime
@@ -96,7 +96,7 @@ def asked(request: NewRequest) -> Mapping[str, Any]:
     return dict.fromkeys(request.names, True)
 
 
-def nothing_wanted(entry: Any) -> Wanted:
+def no_side_outputs(entry: Any) -> SideOutputs:
     """What every step computes is enough for a reader."""
     return NOTHING
 
@@ -118,7 +118,7 @@ class Reader(NamedTuple):
             with such parameters ask.
         start: (new request that asks) -> its entries, by the id of a sequence. It may refuse the
             request with a ValueError. An entry is deleted when its sequence ends.
-        wanted: (entry) -> what the device must compute in the steps of that sequence.
+        side_outputs: (entry) -> what the device must compute in the steps of that sequence.
         restarted: (entries) -> the entries when running sequences return to the queue.
         decides: while it has entries, a step cannot be predicted from the counts of the one before.
     """
@@ -128,6 +128,6 @@ class Reader(NamedTuple):
     read: Callable[[Entries, Outcome], Reading]
     options: tuple[str, ...] = ()
     start: Callable[[NewRequest], Mapping[str, Any]] = asked
-    wanted: Callable[[Any], Wanted] = nothing_wanted
+    side_outputs: Callable[[Any], SideOutputs] = no_side_outputs
     restarted: Callable[[Entries], Entries] = unchanged
     decides: bool = False

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from immutables import Map
 
-from pagedjax.device.taps import NOTHING, Wanted
+from pagedjax.device.taps import NOTHING, SideOutputs
 from pagedjax.engine.outcome import NewRequest, Outcome, Reader, Reading
 from pagedjax.options.params import PoolingParams
 
@@ -25,14 +25,14 @@ LEAST_LENGTH = 1e-12  # of a vector that is normalised, so that zeros stay zeros
 class Pool(NamedTuple):
     """What is known of one prompt.
 
-    wanted: of its steps beside samples: the last hidden states, if it needs more than that of its
+    side_outputs: of its steps: the last hidden states, if it needs more than that of its
         last token.
-    parts: of "MEAN" the sum of the states so far, [1, H] float64; else the wanted states, [n, H]
+    parts: of "MEAN" the sum of the states so far, [1, H] float64; else the states that are pooled, [n, H]
         float32.
     """
 
     params: PoolingParams
-    wanted: Wanted
+    side_outputs: SideOutputs
     parts: tuple[np.ndarray, ...] = ()
 
 
@@ -50,9 +50,9 @@ def start(request: NewRequest) -> Mapping[str, Pool]:
             f"dimensions is {params.dimensions}, but the model's hidden states have {hidden} "
             "numbers"
         )
-    after_final_norm = Wanted(hidden=(request.runtime.model.config.layers,))
-    wanted = NOTHING if params.kind == "LAST" else after_final_norm
-    return {request.names[0]: Pool(params, wanted)}
+    after_final_norm = SideOutputs(hidden=(request.runtime.model.config.layers,))
+    side_outputs = NOTHING if params.kind == "LAST" else after_final_norm
+    return {request.names[0]: Pool(params, side_outputs)}
 
 
 def advance(pools: Map[str, Pool], outcome: Outcome) -> Reading:
@@ -67,7 +67,7 @@ def advance(pools: Map[str, Pool], outcome: Outcome) -> Reading:
     last_states = np.asarray(output.hidden)
     all_states = None
     if any([pools[plan.seqs[i].request_id].params.kind != "LAST" for i in rows]):
-        assert output.taps is not None, "`wanted` chose the program"
+        assert output.taps is not None, "`side_outputs` chose the program"
         after_final_norm = max(output.taps.hidden)
         all_states = np.asarray(output.taps.hidden[after_final_norm])
     first_samples = outcome.first_samples
@@ -88,7 +88,9 @@ def advance(pools: Map[str, Pool], outcome: Outcome) -> Reading:
     return Reading(pools, tuple(pooled))
 
 
-POOLS = Reader("pooled", PoolingParams, read=advance, start=start, wanted=lambda pool: pool.wanted)
+POOLS = Reader(
+    "pooled", PoolingParams, read=advance, start=start, side_outputs=lambda pool: pool.side_outputs
+)
 
 
 def added(pool: Pool, first: int, states: np.ndarray) -> Pool:

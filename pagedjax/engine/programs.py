@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from pagedjax.device.batch import DraftShape, StepShape
-from pagedjax.device.taps import Wanted
+from pagedjax.device.taps import SideOutputs
 from pagedjax.engine import compilations
 from pagedjax.options.config import Resolved
 
@@ -92,17 +92,17 @@ class LazyPrograms(dict[Shape, Any]):
         return self[shape]
 
 
-class TappedPrograms(dict[Wanted, LazyPrograms]):
+class TappedPrograms(dict[SideOutputs, LazyPrograms]):
     """Programs of steps with taps, by the arrays that a step returns beside samples. Each program
     is compiled when a step first needs it.
     """
 
-    def __init__(self, build: Callable[[Wanted], Build], config: Resolved) -> None:
+    def __init__(self, build: Callable[[SideOutputs], Build], config: Resolved) -> None:
         super().__init__()
         self._build = build
         self._config = config
 
-    def __missing__(self, taps: Wanted) -> LazyPrograms:
+    def __missing__(self, taps: SideOutputs) -> LazyPrograms:
         self[taps] = LazyPrograms(self._build(taps), self._config)
         return self[taps]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from immutables import Map
 
-from pagedjax.device.taps import NOTHING, Wanted, union
+from pagedjax.device.taps import NOTHING, SideOutputs, union
 from pagedjax.engine import pooling, results, taps
 from pagedjax.engine.outcome import Entries, NewRequest, Outcome, Reader
 from pagedjax.host.types import Choice, FinishReason
@@ -65,17 +65,17 @@ def read(readers: Readers, outcome: Outcome) -> Read:
     return Read(readers, outputs, choices, ends)
 
 
-def wanted_of(readers: Readers, sequence_ids: Iterable[str]) -> Wanted:
-    """What sequences want of a step together, beside samples."""
+def side_outputs_of(readers: Readers, sequence_ids: Iterable[str]) -> SideOutputs:
+    """What a step with these sequences returns beside samples."""
     if not readers:
         return NOTHING
     ids = tuple(sequence_ids)
-    wants = set()
+    parts = set()
     for reader in READERS:
         entries = readers.get(reader.name, Map())
-        wants |= {reader.wanted(entries[name]) for name in ids if name in entries}
-    wants.discard(NOTHING)
-    return union(wants) if wants else NOTHING
+        parts |= {reader.side_outputs(entries[name]) for name in ids if name in entries}
+    parts.discard(NOTHING)
+    return union(parts) if parts else NOTHING
 
 
 def without(readers: Readers, names: Iterable[str]) -> Readers:

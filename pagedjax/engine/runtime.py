@@ -36,7 +36,7 @@ from pagedjax.device.row_features import RowChain, RowFeature, find
 from pagedjax.device.row_features import chain as chain_of
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import BoundDraftModel, copy_blocks, make_draft, make_step
-from pagedjax.device.taps import NOTHING, Wanted
+from pagedjax.device.taps import NOTHING, SideOutputs
 from pagedjax.engine import adapters, compilations, drafters, kept_programs, programs
 from pagedjax.engine.adapters import AdapterTable
 from pagedjax.engine.background import BackgroundPrograms
@@ -384,7 +384,7 @@ def _blank_inputs(
 
 
 def _compiler(
-    spec: ProgramSpec, wanted: Wanted = NOTHING
+    spec: ProgramSpec, side_outputs: SideOutputs = NOTHING
 ) -> Callable[[StepShape | DraftShape, Resolved], Any]:
     """(shape of a program, configuration with the number of blocks) -> the compiled program."""
     model = spec.model
@@ -394,16 +394,16 @@ def _compiler(
     attend = attention.attend(config.attention_impl, model.config.attn_scale, **kinds)
     bound = _bound_draft_model(spec.draft_model, config.attention_impl)
     tile = device_tile()
-    step = make_step(model, attend, config.seed, tile, spec.chain, bound, wanted=wanted)
+    step = make_step(model, attend, config.seed, tile, spec.chain, bound, side_outputs=side_outputs)
     draft: Any = None
     if bound:
         draft = make_draft(
             model, bound, sizes.drafts, config.seed, tile, spec.chain, probs=sizes.keeps_probs
         )
     xla_options = programs.compiler_options(jax.default_backend())
-    facts = _facts(spec, bound, attend, wanted)
+    facts = _facts(spec, bound, attend, side_outputs)
     if facts is not None:
-        facts = (*facts, config.seed, tile, kinds, wanted, sorted(xla_options.items()))
+        facts = (*facts, config.seed, tile, kinds, side_outputs, sorted(xla_options.items()))
     device = devices_of(model)[0]
 
     def compile_one(shape: StepShape | DraftShape, settled: Resolved) -> Any:
@@ -438,7 +438,10 @@ def _bound_draft_model(
 
 
 def _facts(
-    spec: ProgramSpec, bound: BoundDraftModel | None, attend: attention.Attend, wanted: Wanted
+    spec: ProgramSpec,
+    bound: BoundDraftModel | None,
+    attend: attention.Attend,
+    side_outputs: SideOutputs,
 ) -> tuple[Any, ...] | None:
     """What a program is made from beside the options of `_compiler`, for `kept_programs`; None if
     not all of it can be told.
@@ -447,7 +450,7 @@ def _facts(
     chain = spec.chain
     # the code of an output of samples may be a user's, and that of a batch's arrays too
     arrays = [extra for batch in spec.inputs.steps.values() for extra in batch.extras]
-    if wanted.samples or any(type(extra).__module__ != extras.__name__ for extra in arrays):
+    if side_outputs.samples or any(type(extra).__module__ != extras.__name__ for extra in arrays):
         return None
     if not isinstance(attend, attention.Bound) or model.placement or jax.process_count() > 1:
         return None

@@ -51,7 +51,7 @@ class EngineState(NamedTuple):
         returns it.
     log: transitions that no recorder has written yet.
     readers: what readers of outcomes know of unfinished sequences (readers.py): beam searches,
-        pooled prompts, wanted taps.
+        pooled prompts, taps.
     params_version: how often the parameters were updated.
     """
 

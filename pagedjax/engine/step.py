@@ -70,7 +70,9 @@ def schedule(runtime: Runtime, state: EngineState, drafts: int | None = None) ->
     offered = NO_DRAFTS
     learned = state.drafting
     if learned:
-        draftable, paying = drafting.wanted(learned, state.scheduler.running, runtime.shapes.tokens)
+        draftable, paying = drafting.candidates(
+            learned, state.scheduler.running, runtime.shapes.tokens
+        )
         drafts = paying if drafts is None else drafts
         offered = drafting.offer(
             learned, draftable, drafts, state.sequences, runtime.shapes.vocab_size
@@ -231,11 +233,11 @@ def send(
         draft_rows = runtime.shapes.bucket(sum(k > 0 for k in plan.drafts))
     batch = batch_of(runtime, state.sequences, plan, previous, unknown, draft_probs)
     sent_at = time.perf_counter()
-    wanted = readers.wanted_of(state.readers, (seq.request_id for seq in plan.seqs))
-    programs = runtime.programs if wanted is NOTHING else runtime.tapped[wanted]
+    side_outputs = readers.side_outputs_of(state.readers, (seq.request_id for seq in plan.seqs))
+    programs = runtime.programs if side_outputs is NOTHING else runtime.tapped[side_outputs]
     shape = StepShape(len(batch.tokens), len(batch.last), batch.cu_q_lens is None)
     cache, output = programs[shape](runtime.leaves, cache, joined(batch))
-    sent = SentStep(plan, output, sent_at, shape.tokens, draft_seconds, draft_rows, wanted)
+    sent = SentStep(plan, output, sent_at, shape.tokens, draft_seconds, draft_rows, side_outputs)
     return cache, sent
 
 

@@ -17,7 +17,7 @@ from immutables import Map
 
 from pagedjax.device import attention
 from pagedjax.device.models.decoder import DecoderConfig
-from pagedjax.device.taps import Tapped, Wanted, union
+from pagedjax.device.taps import SideOutputs, Tapped, union
 from pagedjax.engine.outcome import NewRequest, Outcome, Reader, Reading
 from pagedjax.engine.runtime import Runtime
 from pagedjax.options.params import SamplingParams, Taps
@@ -29,11 +29,11 @@ NUMBER = 4  # bytes: arrays are float32 and int32
 # --- a request ------------------------------------------------------------------------------------
 
 
-def start(request: NewRequest) -> Mapping[str, Wanted]:
-    """What a new request with taps wants of steps, by the id of its sequences.
+def start(request: NewRequest) -> Mapping[str, SideOutputs]:
+    """The side outputs of steps with a new request that has taps, by the id of its sequences.
 
     Raises:
-        ValueError: see `wanted_by`.
+        ValueError: see `side_outputs_by`.
     """
     params = request.params
     assert isinstance(params, SamplingParams)
@@ -42,13 +42,13 @@ def start(request: NewRequest) -> Mapping[str, Wanted]:
     names = request.names
     prompt_len = request.prepared.request.prompt_len
     sizes = prompt_len, request.length, len(names)
-    return dict.fromkeys(names, wanted_by(names[0], params.taps, request.runtime, *sizes))
+    return dict.fromkeys(names, side_outputs_by(names[0], params.taps, request.runtime, *sizes))
 
 
-def wanted_by(
+def side_outputs_by(
     name: str, taps: Taps, runtime: Runtime, prompt_len: int, tokens: int, branches: int
-) -> Wanted:
-    """What a request wants of the steps that compute it.
+) -> SideOutputs:
+    """The side outputs of the steps that compute a request.
 
     Args:
         name: of the request.
@@ -60,12 +60,12 @@ def wanted_by(
             `max_tap_bytes`.
     """
     config = runtime.config
-    wanted = Wanted(taps.hidden_states, taps.attention, taps.experts)
+    side_outputs = SideOutputs(taps.hidden_states, taps.attention, taps.experts)
     subject = f"request {name!r}: taps"
-    _check_layers(subject, wanted, runtime.model.config)
-    if wanted.attention:
+    _check_layers(subject, side_outputs, runtime.model.config)
+    if side_outputs.attention:
         _check_attention(subject, runtime)
-    size = nbytes(wanted, runtime.model.config, prompt_len, tokens, branches)
+    size = nbytes(side_outputs, runtime.model.config, prompt_len, tokens, branches)
     if size > config.max_tap_bytes:
         in_branches = f" in {branches} branches" if branches > 1 else ""
         raise ValueError(
@@ -74,10 +74,10 @@ def wanted_by(
             f"{config.max_tap_bytes}; lower max_tokens, name fewer layers or heads, or raise "
             "LLM(max_tap_bytes=...)"
         )
-    return wanted
+    return side_outputs
 
 
-def _check_layers(subject: str, wanted: Wanted, c: DecoderConfig) -> None:
+def _check_layers(subject: str, side_outputs: SideOutputs, c: DecoderConfig) -> None:
     """Raises ValueError for layers or heads that the model does not have, and for experts of a
     dense layer. The text begins with `subject`.
     """
@@ -87,14 +87,14 @@ def _check_layers(subject: str, wanted: Wanted, c: DecoderConfig) -> None:
             if value >= limit:
                 raise ValueError(f"{subject}.{field} has {value}; {kind} are 0 to {limit - 1}")
 
-    attention_layers = [layer for layer, _ in wanted.attention]
-    attention_heads = [head for _, heads in wanted.attention for head in heads]
-    check("hidden_states", wanted.hidden, c.layers + 1, "hidden states of this model")
+    attention_layers = [layer for layer, _ in side_outputs.attention]
+    attention_heads = [head for _, heads in side_outputs.attention for head in heads]
+    check("hidden_states", side_outputs.hidden, c.layers + 1, "hidden states of this model")
     check("attention", attention_layers, c.layers, "layers of this model")
     check("attention", attention_heads, c.heads, "heads of this model")
-    check("experts", wanted.experts, c.layers, "layers of this model")
+    check("experts", side_outputs.experts, c.layers, "layers of this model")
     sparse = [i for i, kind in enumerate(c.kinds) if kind.sparse]
-    dense = [layer for layer in wanted.experts if layer not in sparse]
+    dense = [layer for layer in side_outputs.experts if layer not in sparse]
     if dense:
         choice = "this model has no experts"
         if sparse:
@@ -126,15 +126,15 @@ def _check_attention(subject: str, runtime: Runtime) -> None:
 
 
 def nbytes(
-    wanted: Wanted, c: DecoderConfig, prompt_len: int, tokens: int, branches: int = 1
+    side_outputs: SideOutputs, c: DecoderConfig, prompt_len: int, tokens: int, branches: int = 1
 ) -> int:
     """Bytes of a request's arrays at its longest. The last token of a branch is not computed."""
-    position = NUMBER * c.hidden * len(wanted.hidden)
-    if wanted.experts:
+    position = NUMBER * c.hidden * len(side_outputs.hidden)
+    if side_outputs.experts:
         assert c.experts is not None
-        position += 2 * NUMBER * c.experts.chosen * len(wanted.experts)
+        position += 2 * NUMBER * c.experts.chosen * len(side_outputs.experts)
     outputs = tokens - prompt_len
-    heads = sum(len(heads_of_layer) for _, heads_of_layer in wanted.attention)
+    heads = sum(len(heads_of_layer) for _, heads_of_layer in side_outputs.attention)
     # of the outputs: prompt_len, prompt_len + 1, ...
     contexts = outputs * prompt_len + outputs * (outputs - 1) // 2
     of_branch = position * (outputs - 1) + NUMBER * heads * contexts
@@ -160,22 +160,22 @@ class StepTaps(NamedTuple):
     parts: tuple[TapPart, ...]
 
 
-def read(wants: Map[str, Wanted], outcome: Outcome) -> Reading:
+def read(entries: Map[str, SideOutputs], outcome: Outcome) -> Reading:
     """The result is what a step gives the requests that asked for taps, a `TapPart` each."""
     seqs = outcome.plan.seqs
-    rows = [i for i, seq in enumerate(seqs) if seq.request_id in wants]
+    rows = [i for i, seq in enumerate(seqs) if seq.request_id in entries]
     if not rows:
-        return Reading(wants)
-    assert outcome.sent.output.taps is not None, "`wanted` chose the program"
-    wanted = union(wants[seqs[i].request_id] for i in rows)
-    taps = _on_host(outcome.sent.output.taps, wanted)
+        return Reading(entries)
+    assert outcome.sent.output.taps is not None, "`side_outputs` chose the program"
+    side_outputs = union(entries[seqs[i].request_id] for i in rows)
+    taps = _on_host(outcome.sent.output.taps, side_outputs)
     first_tokens = outcome.first_tokens
     first_samples = outcome.first_samples
     parts = tuple(
-        _part_of(wants[seqs[i].request_id], outcome, i, taps, first_tokens[i], first_samples[i])
+        _part_of(entries[seqs[i].request_id], outcome, i, taps, first_tokens[i], first_samples[i])
         for i in rows
     )
-    return Reading(wants, parts)
+    return Reading(entries, parts)
 
 
 TAPS = Reader(
@@ -184,12 +184,17 @@ TAPS = Reader(
     read=read,
     options=("taps",),
     start=start,
-    wanted=lambda wanted: wanted,
+    side_outputs=lambda entry: entry,
 )
 
 
 def _part_of(
-    wanted: Wanted, outcome: Outcome, row: int, taps: Any, first_token: int, first_sample: int
+    side_outputs: SideOutputs,
+    outcome: Outcome,
+    row: int,
+    taps: Any,
+    first_token: int,
+    first_sample: int,
 ) -> TapPart:
     """What a step gives the sequence of a row.
 
@@ -203,15 +208,15 @@ def _part_of(
     rejected = plan.drafts[row] + 1 - num_samples if plan.drafts else 0
     tokens = slice(first_token, first_token + plan.counts[row] - rejected)
     attention = {}
-    if wanted.attention and outcome.reaches_end(row):
+    if side_outputs.attention and outcome.reaches_end(row):
         samples = slice(first_sample, first_sample + num_samples)
-        attention = _attention_of(wanted, outcome, row, taps, samples)
-    routes = {layer: taps.experts[layer] for layer in wanted.experts}
+        attention = _attention_of(side_outputs, outcome, row, taps, samples)
+    routes = {layer: taps.experts[layer] for layer in side_outputs.experts}
     return TapPart(
         request_id=plan.seqs[row].request_id,
         start=plan.starts[row],
         hidden_states={
-            layer: taps.hidden[layer][tokens].astype(np.float32) for layer in wanted.hidden
+            layer: taps.hidden[layer][tokens].astype(np.float32) for layer in side_outputs.hidden
         },
         experts={
             layer: (route.experts[tokens].copy(), route.weights[tokens].copy())
@@ -223,14 +228,14 @@ def _part_of(
 
 
 def _attention_of(
-    wanted: Wanted, outcome: Outcome, row: int, taps: Any, samples: slice
+    side_outputs: SideOutputs, outcome: Outcome, row: int, taps: Any, samples: slice
 ) -> dict[int, list[np.ndarray]]:
     """By layer, what the tokens that the `samples` of a row follow weigh values with: of each
     sample [heads, positions]. Arguments as in `_part_of`.
     """
-    heads_of = dict(outcome.sent.wanted.attention)
+    heads_of = dict(outcome.sent.side_outputs.attention)
     attention = {}
-    for layer, heads in wanted.attention:
+    for layer, heads in side_outputs.attention:
         columns = [heads_of[layer].index(head) for head in heads]
         attention[layer] = [
             weights[columns, : outcome.plan.lengths[row] + j]
@@ -239,12 +244,12 @@ def _attention_of(
     return attention
 
 
-def _on_host(taps: Tapped, asked: Wanted) -> Any:
-    """`Tapped` with numpy arrays, of what is asked for."""
+def _on_host(taps: Tapped, side_outputs: SideOutputs) -> Any:
+    """`Tapped` with numpy arrays, of these side outputs."""
     chosen = Tapped(
-        {i: taps.hidden[i] for i in asked.hidden},
-        {layer: taps.attention[layer] for layer, _ in asked.attention},
-        {layer: taps.experts[layer] for layer in asked.experts},
+        {i: taps.hidden[i] for i in side_outputs.hidden},
+        {layer: taps.attention[layer] for layer, _ in side_outputs.attention},
+        {layer: taps.experts[layer] for layer in side_outputs.experts},
         {},
     )
     return jax.device_get(chosen)

@@ -103,7 +103,7 @@ def test_the_time_of_a_draft_is_that_of_the_program_by_its_drafts():
 
 def offered(learned: Drafting, running: Running, known: dict[str, SequenceData]) -> Any:
     return drafting.offer(
-        learned, *drafting.wanted(learned, running, SHAPES.tokens), known, SHAPES.vocab_size
+        learned, *drafting.candidates(learned, running, SHAPES.tokens), known, SHAPES.vocab_size
     )
 
 

@@ -14,7 +14,7 @@ from immutables import Map
 
 from pagedjax import LLM, SamplingParams
 from pagedjax.device.sampling import SampledTokens
-from pagedjax.device.taps import SampleOutput, Wanted
+from pagedjax.device.taps import SampleOutput, SideOutputs
 from pagedjax.engine import readers
 from pagedjax.engine.outcome import NewRequest, Outcome, Reader, Reading
 from pagedjax.host.types import StepResult
@@ -33,14 +33,14 @@ def compute_entropy(logits: jax.Array, sampled: SampledTokens) -> jax.Array:
     return -(jnp.exp(logprobs) * logprobs).sum(axis=-1)
 
 
-ENTROPY = Wanted(samples=(SampleOutput("entropy", compute_entropy),))
+ENTROPY = SideOutputs(samples=(SampleOutput("entropy", compute_entropy),))
 
 
-def start(request: NewRequest) -> dict[str, Wanted]:
+def start(request: NewRequest) -> dict[str, SideOutputs]:
     return dict.fromkeys(request.names, ENTROPY)
 
 
-def read(entries: Map[str, Wanted], outcome: Outcome) -> Reading:
+def read(entries: Map[str, SideOutputs], outcome: Outcome) -> Reading:
     """The result is (sequence id, index of the sampled token in the output, its entropy) of each
     row that asked and sampled.
     """
@@ -67,7 +67,7 @@ ENTROPIES = Reader(
     read=read,
     options=("logprobs",),  # such requests ask for it
     start=start,
-    wanted=lambda wanted: wanted,
+    side_outputs=lambda entry: entry,
 )
 
 

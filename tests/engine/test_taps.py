@@ -28,7 +28,7 @@ from pagedjax import (
     load_model,
     read_taps,
 )
-from pagedjax.device.taps import Wanted, union
+from pagedjax.device.taps import SideOutputs, union
 from pagedjax.engine import step as step_module
 from pagedjax.engine.session import Session, SessionStep
 from pagedjax.host import scheduler
@@ -451,13 +451,13 @@ def test_attention_of_ones_own_that_does_not_say_its_weights_is_refused(tiny_fol
 
 
 def test_the_union_is_what_all_want():
-    first = Wanted((0, 2), ((1, (0, 3)),))
-    second = Wanted((2, 5), ((0, (1,)), (1, (2,))), (4,))
-    assert union([first, second]) == Wanted((0, 2, 5), ((0, (1,)), (1, (0, 2, 3))), (4,))
-    assert union([]) == Wanted()
-    assert not Wanted()
-    assert Wanted(experts=(0,))
-    assert Wanted((0, 6), ((3, (0,)),)).outputs(6) == (2,)
+    first = SideOutputs((0, 2), ((1, (0, 3)),))
+    second = SideOutputs((2, 5), ((0, (1,)), (1, (2,))), (4,))
+    assert union([first, second]) == SideOutputs((0, 2, 5), ((0, (1,)), (1, (0, 2, 3))), (4,))
+    assert union([]) == SideOutputs()
+    assert not SideOutputs()
+    assert SideOutputs(experts=(0,))
+    assert SideOutputs((0, 6), ((3, (0,)),)).outputs(6) == (2,)
 
 
 @drawn.given(20, 200, data=st.data())
