@@ -228,7 +228,13 @@ def section_words(section: Section, *, simulated: bool) -> dict[str, Any]:
         for figure in section.figures
         if figure.plot is not None
     ]
-    return {"title": section.title, "note": section.note, "legend": legend, "figures": figures}
+    return {
+        "title": section.title,
+        "note": section.note,
+        "legend": legend,
+        "columns": section.columns,
+        "figures": figures,
+    }
 
 
 def policy_idle(runs: Sequence[dict[str, Any]]) -> str:

@@ -121,9 +121,11 @@ def length_bins(prompts: np.ndarray) -> Bins | None:
     return Bins(tuple(edges.tolist())) if len(edges) > 2 else None
 
 
-def medians_by_length(point: Latencies, name: str, bins: Bins) -> Mapping[int, float]:
-    """The median of a latency in seconds, by the number of the bin; bins with few requests are
-    left out.
+def medians_by_length(
+    point: Latencies, name: str, bins: Bins, scale: float = 1.0
+) -> Mapping[int, float]:
+    """The median of a latency, in seconds times `scale`, by the number of the bin; bins with few
+    requests are left out.
     """
     values = point.by_request[name]
     places = np.searchsorted(bins.edges, point.prompts, side="right") - 1
@@ -131,5 +133,5 @@ def medians_by_length(point: Latencies, name: str, bins: Bins) -> Mapping[int, f
     for place in range(len(bins.edges) - 1):
         members = values[(places == place) & ~np.isnan(values)]
         if len(members) >= FEWEST:
-            medians[place] = float(np.median(members))
+            medians[place] = scale * float(np.median(members))
     return medians

@@ -12,15 +12,17 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
+import numpy as np
 from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullFormatter, NullLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator
 
 from experiments.analysis.latencies import Bins, cumulative
 from experiments.analysis.sweep_points import (
@@ -30,6 +32,7 @@ from experiments.analysis.sweep_points import (
     Axes,
     Metric,
     PointRow,
+    Range,
     XAxis,
     lines,
     number,
@@ -242,29 +245,14 @@ def metric_plot(
     axis = x_axis(rows, x)
     plot = Plot(f"{metric.title} against {x}", palette)
     drawn_keys = {row.key for row in drawn}
-    for index, line in enumerate(lines(rows, axes).values()):
+    by_line = lines(rows, axes)
+    for index, line in enumerate(by_line.values()):
         on_line = [row for row in line if row.key in drawn_keys]
-        if not on_line:
-            continue
-        xs = [axis.place(row.swept.get(x)) for row in on_line]
-        ranges = [row.values[metric.column] for row in on_line]
-        lows = [spread.low for spread in ranges]
-        highs = [spread.high for spread in ranges]
-        middles = [spread.middle for spread in ranges]
-        # later lines are thinner, so that coinciding lines are all visible
-        width = max(1.4, 3.0 - 0.6 * index)
-        if axis.numeric:
-            plot.axes.fill_between(xs, lows, highs, color=plot.colour(index), alpha=0.16, lw=0)
-        else:  # names have no order, so that nothing is between them
-            plot.axes.vlines(xs, lows, highs, color=plot.colour(index), alpha=0.35, lw=4)
-        plot.axes.plot(
-            xs,
-            middles,
-            color=plot.colour(index),
-            lw=width,
-            ls="-" if axis.numeric else "",
-            **plot.marker(index, 3.2 + 1.3 * width),
-        )
+        # lines over names stand side by side
+        shift = 0.0 if axis.numeric else 0.5 * ((index + 0.5) / len(by_line) - 0.5)
+        xs = [axis.place(row.swept.get(x)) + shift for row in on_line]
+        if on_line:
+            _draw_line(plot, index, xs, [row.values[metric.column] for row in on_line], axis)
         for place, row in zip(xs, on_line, strict=True):
             plot.tip(place, row.middle(metric), tooltip(row, metric))
     _scale_x(plot, axis)
@@ -272,6 +260,25 @@ def metric_plot(
     _from_zero(plot, max(row.values[metric.column].high for row in having))
     _mark_differences(plot, drawn, axes, axis, metric)
     return plot
+
+
+def _draw_line(
+    plot: Plot, index: int, xs: Sequence[float], ranges: Sequence[Range], axis: XAxis
+) -> None:
+    """Medians and ranges of a metric along x."""
+    colour = plot.colour(index)
+    lows = [spread.low for spread in ranges]
+    highs = [spread.high for spread in ranges]
+    middles = [spread.middle for spread in ranges]
+    if axis.numeric:
+        # later lines are thinner, so that coinciding lines are all visible
+        width = max(1.4, 3.0 - 0.6 * index)
+        plot.axes.fill_between(xs, lows, highs, color=colour, alpha=0.16, lw=0)
+        style = plot.marker(index, 3.2 + 1.3 * width)
+        plot.axes.plot(xs, middles, color=colour, lw=width, **style)
+    else:  # names have no order, so that nothing is between them
+        plot.axes.vlines(xs, lows, highs, color=colour, alpha=0.35, lw=4)
+        plot.axes.plot(xs, middles, color=colour, ls="", **plot.marker(index, 6.5))
 
 
 def can_mark(rows: Sequence[PointRow], axes: Axes) -> bool:
@@ -377,7 +384,7 @@ def time_plot(rows: Sequence[PointRow], palette: Palette = PAGE) -> Plot | None:
     plot = Plot("Host and device time per step", palette, WIDE, height=0.8 + 0.27 * len(rows))
     for place, row in enumerate(rows):
         device = row.middle(DEVICE)
-        host = row.middle(HOST)
+        host = max(row.middle(HOST), 0.0)  # simulated, a difference of rounding
         plot.axes.barh(place, device, height=0.62, color=plot.colour(0))
         plot.axes.barh(place, host, left=device, height=0.62, color=plot.colour(1))
         share = host / (device + host) if device + host else 0.0
@@ -442,34 +449,64 @@ def pareto_plot(
     if logarithmic:
         plot.axes.set_xscale("log")
         plot.axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    positions = [(math.log(cost) if logarithmic else cost, rate) for cost, rate in at]
-    for i in _labelled(positions, front):
-        plot.axes.annotate(
-            rows[i].label,
-            at[i],
-            xytext=(9, -11),
-            textcoords="offset points",
-            fontsize=8,
-            color=plot.palette.ink,
-        )
     plot.axes.margins(x=0.16, y=0.16)
     plot.axes.set_xlabel(f"{latency.title}, {latency.unit} (less is better)")
     plot.axes.set_ylabel(f"{THROUGHPUT.title}, {THROUGHPUT.unit}")
+    _label_points(plot, at, {i: rows[i].label for i in front}, [at[i] for i in front])
     return plot
 
 
-def _labelled(positions: Sequence[tuple[float, float]], front: Sequence[int]) -> list[int]:
-    """The points of the front whose labels do not overlap; the others have tooltips."""
-    width, height = (max(values) - min(values) for values in zip(*positions, strict=True))
-    labelled: list[int] = []
-    for i in front:
-        x, y = positions[i]
-        if all(
-            abs(x - positions[j][0]) > width / 3 or abs(y - positions[j][1]) > height / 20
-            for j in labelled
-        ):
-            labelled.append(i)
-    return labelled
+def _label_points(
+    plot: Plot,
+    at: Sequence[tuple[float, float]],
+    labels: Mapping[int, str],
+    line: Sequence[tuple[float, float]],
+) -> None:
+    """Labels beside points, where they meet no other point, no other label and, if there is such a
+    place, not the line; points without a place have tooltips.
+    """
+    with matplotlib.rc_context(_style(plot.palette)):
+        FigureCanvasSVG(plot.figure)
+        plot.figure.draw_without_rendering()  # so that the axes have their place
+    to_points = 72 / plot.figure.dpi
+    spots = to_points * plot.axes.transData.transform(np.array(at))
+    edges = plot.axes.get_window_extent()
+    left, right = (to_points * edge for edge in (edges.x0, edges.x1))
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in spots]
+    corners = to_points * plot.axes.transData.transform(np.array(line))
+    on_line = [
+        (*spot, *spot)
+        for begin, end in pairwise(corners)
+        for spot in np.linspace(begin, end, 100).tolist()
+    ]
+    for i, label in labels.items():
+        width = 5.0 * len(label)  # of text that is 8 points high, at most
+        places = []
+        for is_right, dy in ((True, -11), (True, 5), (False, -11), (False, 5)):
+            x = spots[i][0] + (9 if is_right else -9 - width)
+            y = spots[i][1] + dy
+            box = (x, y - 2, x + width, y + 8)
+            fits = left < x and x + width < right
+            if fits and not any(_touch(box, other) for other in taken):
+                crossed = any(_touch(box, spot) for spot in on_line)
+                places.append((crossed, len(places), box, is_right, dy))
+        if places:
+            *_, box, is_right, dy = min(places)
+            taken.append(box)
+            plot.axes.annotate(
+                label,
+                at[i],
+                xytext=(9 if is_right else -9, dy),
+                textcoords="offset points",
+                ha="left" if is_right else "right",
+                fontsize=8,
+                color=plot.palette.ink,
+            )
+
+
+def _touch(a: Sequence[float], b: Sequence[float]) -> bool:
+    """Whether two boxes (left, bottom, right, top) have a point in common."""
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def timeline_plot(
@@ -503,12 +540,12 @@ def timeline_plot(
 
 
 def cumulative_plot(
-    curves: Mapping[int, tuple[str, Any]], latency: str, palette: Palette = PAGE
+    curves: Mapping[int, tuple[str, Any]], latency: str, unit: str, palette: Palette = PAGE
 ) -> Plot | None:
     """The cumulative distribution of a latency, a curve for each line; None without values.
 
     Args:
-        curves: by the number of the line, its name and its values, float64 [n] seconds.
+        curves: by the number of the line, its name and its values, float64 [n] in `unit`.
     """
     drawn = {index: curve for index, curve in curves.items() if len(curve[1])}
     if not drawn:
@@ -526,37 +563,34 @@ def cumulative_plot(
         )
         for share in (50, 90, 99):
             place = min(int(shares.searchsorted(share / 100)), len(xs) - 1)
-            words = f"{share} % within {number(xs[place])} s, of {len(values)}"
+            words = f"{share} % within {number(xs[place])} {unit}, of {len(values)}"
             plot.tip(xs[place], 100 * shares[place], f"{name}\n{words}".strip())
     everything = [values for _, values in drawn.values()]
     least = min(float(values.min()) for values in everything)
     largest = max(float(values.max()) for values in everything)
     if least > 0 and largest > SKEWED * least:
-        _log_seconds(plot)
+        plot.axes.set_xscale("log")
+        plot.axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        plot.axes.xaxis.set_minor_formatter(NullFormatter())
     else:
         plot.axes.set_xlim(left=0)
+        plot.axes.xaxis.set_major_locator(MaxNLocator(5))
     plot.axes.set_ylim(0, 102)
-    plot.axes.set_xlabel("seconds")
+    plot.axes.set_xlabel(unit)
     return plot
-
-
-def _log_seconds(plot: Plot) -> None:
-    """A logarithmic x axis with plain numbers at powers of ten."""
-    plot.axes.set_xscale("log")
-    plot.axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    plot.axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def length_plot(
     medians: Mapping[int, tuple[str, Mapping[int, float]]],
     bins: Bins,
     latency: str,
+    unit: str,
     palette: Palette = PAGE,
 ) -> Plot | None:
     """The median of a latency by the length of the prompt, a line for each line of the sweep.
 
     Args:
-        medians: by the number of the line, its name and its medians in seconds, by bin.
+        medians: by the number of the line, its name and its medians in `unit`, by bin.
     """
     drawn = {index: line for index, line in medians.items() if line[1]}
     if not drawn:
@@ -571,9 +605,9 @@ def length_plot(
             lw=width,
             **plot.marker(index, 3.2 + 1.3 * width),
         )
-        for place, seconds in by_bin.items():
-            words = f"prompts of {bins.labels[place]} tokens: {number(seconds)} s"
-            plot.tip(place, seconds, f"{name}\n{words}".strip())
+        for place, median in by_bin.items():
+            words = f"prompts of {bins.labels[place]} tokens: {number(median)} {unit}"
+            plot.tip(place, median, f"{name}\n{words}".strip())
     _name_places(plot, bins.labels)
     plot.axes.set_xlabel("prompt tokens")
     _from_zero(plot, max(max(by_bin.values()) for _, by_bin in drawn.values()))

@@ -38,15 +38,16 @@ from experiments.analysis.sweep_points import (
 
 FORMATS = ("svg", "pdf")
 MOST_POINTS = 8  # side by side, of which one plot has the distributions
+# by latency: title, unit, and the unit's parts of a second
 DISTRIBUTIONS = {
-    "ttft_s": "Time to first token",
-    "itl_s": "Inter-token latency",
-    "e2e_s": "End to end",
+    "ttft_s": ("Time to first token", "ms", 1e3),
+    "itl_s": ("Inter-token latency", "ms", 1e3),
+    "e2e_s": ("End to end", "s", 1.0),
 }
 BY_LENGTH = {
-    "ttft_s": "Time to first token",
-    "tpot_s": "Mean gap between tokens",
-    "e2e_s": "End to end",
+    "ttft_s": ("Time to first token", "ms", 1e3),
+    "tpot_s": ("Mean gap of tokens", "ms", 1e3),
+    "e2e_s": ("End to end", "s", 1.0),
 }
 
 
@@ -75,12 +76,14 @@ class Section(NamedTuple):
     """Figures under a heading.
 
     legend: the title and the entries of the colours of its figures; None: there is one colour.
+    columns: of figures on a wide page.
     """
 
     title: str
     note: str
     figures: list[Figure]
     legend: tuple[str, tuple[str, ...]] | None = None
+    columns: int = 3
 
 
 def sections(
@@ -103,10 +106,12 @@ def sections(
     if not rows:
         return []
     colours = line_legend(rows, axes)
+    num_facets = len(sweep_points.facets(rows, axes))
+    columns = 2 if num_facets in (2, 4) else 3  # the facets of a metric stand together
 
     def of_metrics(title: str, note: str, *metrics: Metric) -> Section:
         figures = [figure for metric in metrics for figure in metric_figures(rows, axes, metric)]
-        return Section(title, note, figures, colours)
+        return Section(title, note, figures, colours, columns)
 
     lines_note = axes_note(rows, axes)
     targets = f" The targets: {slo}." if slo else ""
@@ -258,7 +263,7 @@ def distributions(
     return [
         Section(
             "Distribution of latencies",
-            f"The share of requests (of gaps, for ITL) within so many seconds, all repeats "
+            f"The share of requests (of gaps, for ITL) that took at most so long, all repeats "
             f"together.{ends}",
             shares,
             legend,
@@ -275,12 +280,14 @@ def distributions(
 
 def _cumulative_figures(lines: Mapping[int, tuple[str, Latencies]], suffix: str) -> list[Figure]:
     figures = []
-    for latency, title in DISTRIBUTIONS.items():
-        curves = {index: (name, point.values(latency)) for index, (name, point) in lines.items()}
+    for latency, (title, unit, scale) in DISTRIBUTIONS.items():
+        curves = {
+            index: (name, scale * point.values(latency)) for index, (name, point) in lines.items()
+        }
         figures.append(
             Figure(
                 ", ".join(filter(None, [title, suffix])),
-                partial(plots.cumulative_plot, curves, title),
+                partial(plots.cumulative_plot, curves, title, unit),
                 unit="% of the requests" if latency != "itl_s" else "% of the gaps",
             )
         )
@@ -293,16 +300,16 @@ def _length_figures(lines: Mapping[int, tuple[str, Latencies]], suffix: str) -> 
     if bins is None:
         return []
     figures = []
-    for latency, title in BY_LENGTH.items():
+    for latency, (title, unit, scale) in BY_LENGTH.items():
         medians = {
-            index: (name, latencies.medians_by_length(point, latency, bins))
+            index: (name, latencies.medians_by_length(point, latency, bins, scale))
             for index, (name, point) in lines.items()
         }
         figures.append(
             Figure(
                 ", ".join(filter(None, [title, suffix])),
-                partial(plots.length_plot, medians, bins, title),
-                unit="seconds, median",
+                partial(plots.length_plot, medians, bins, title, unit),
+                unit=f"{unit}, median",
                 better="low",
             )
         )

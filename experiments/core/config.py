@@ -167,11 +167,7 @@ class Experiment:
             )
         pool_options.check_pools(self)
         self._check_records()
-        if self.record and self.pools:
-            raise ValueError(
-                "record is true, and the config has pools: a sequence on its way keeps its blocks "
-                "in the pool that it left, which no line of a recording says; leave record out"
-            )
+        self._check_record()
         size = self.engine.block_size
         if self.cache_tokens is not None and self.engine.num_blocks is not None:
             raise ValueError("cache_tokens and engine.num_blocks are both given; give one of them")
@@ -197,6 +193,20 @@ class Experiment:
             )
         if why:
             raise ValueError(f"records is 'sums', and {why}; leave records out")
+
+    def _check_record(self) -> None:
+        if not self.record:
+            return
+        if self.pools:
+            raise ValueError(
+                "record is true, and the config has pools: a sequence on its way keeps its blocks "
+                "in the pool that it left, which no line of a recording says; leave record out"
+            )
+        if self.records == "sums":
+            raise ValueError(
+                "record is true and records is 'sums', but a recording has each step of the run; "
+                "leave one of them out"
+            )
 
     @property
     def engine_config(self) -> EngineConfig:
