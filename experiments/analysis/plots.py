@@ -124,35 +124,32 @@ class Plot:
             self.axes.tick_params(length=0, pad=5)
         self._tips: list[str] = []
 
-    def tip(self, x: Any, y: Any, text: str) -> None:
-        """An invisible target around a point that shows `text` under the pointer of a page."""
+    def tip(self, x: Any, y: Any, text: str, *, size: float = 15, **place: Any) -> None:
+        """An invisible target around a point that shows `text` under the pointer of a page.
+
+        Args:
+            place: a transform and the like, for a point that is not one of the data.
+        """
         if self.palette is not PAGE:
             return
         gid = f"tip-{len(self._tips)}"
         self._tips.append(text)
-        self.axes.plot([x], [y], "o", ms=15, alpha=0.0, color=PAGE.ink, gid=gid, zorder=9)
+        style: dict[str, Any] = {"alpha": 0.0, "color": PAGE.ink, "zorder": 9, "in_layout": False}
+        self.axes.plot([x], [y], "o", ms=size, gid=gid, **style, **place)
 
-    def tip_above(self, x: Any, height: float, text: str) -> None:
-        """The same around a mark above the axes; `height` in parts of theirs."""
-        if self.palette is not PAGE:
-            return
-        gid = f"tip-{len(self._tips)}"
-        self._tips.append(text)
-        self._above([x], height, "o", ms=8, alpha=0.0, color=PAGE.ink, gid=gid, zorder=9)
-
-    def _above(self, xs: Sequence[Any], height: float, shape: str, **style: Any) -> None:
-        transform = self.axes.get_xaxis_transform()
-        self.axes.plot(xs, [height] * len(xs), shape, transform=transform, clip_on=False, **style)
-
-    def mark_above(self, x: Any, height: float, sign: int, index: int) -> None:
+    def mark_above(self, x: Any, height: float, index: int, sign: int, words: str) -> None:
         """A mark above the axes at x, in the colour of line `index`: a triangle that points up or
-        down, or an empty circle for no sign.
+        down, or an empty circle for no sign; `words` are shown under the pointer.
+
+        Args:
+            height: in parts of the axes.
         """
         shape = {1: "^", -1: "v", 0: "o"}[sign]
         face = self.colour(index) if sign else "none"
-        self._above(
-            [x], height, shape, ms=4.5, color=self.colour(index), markerfacecolor=face, mew=0.9
-        )
+        style = {"color": self.colour(index), "markerfacecolor": face, "ms": 4.5, "mew": 0.9}
+        place = {"transform": self.axes.get_xaxis_transform(), "clip_on": False}
+        self.axes.plot([x], [height], shape, **style, **place)
+        self.tip(x, height, words, size=8, **place)
 
     def colour(self, index: int) -> str:
         """The colour of line `index`."""
@@ -309,8 +306,8 @@ def _mark_differences(
             and (difference := of_points(reference, row, metric))
         }
         for place, difference in differences.items():
-            plot.mark_above(place, height, difference.sign, index)
-            plot.tip_above(place, height, f"{list(by_line)[index]}: {difference.words}")
+            words = f"{list(by_line)[index]}: {difference.words}"
+            plot.mark_above(place, height, index, difference.sign, words)
         height += 0.07 if differences else 0.0
 
 

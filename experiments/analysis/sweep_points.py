@@ -269,7 +269,8 @@ class XAxis(NamedTuple):
 
 def x_axis(rows: Sequence[PointRow], x: str) -> XAxis:
     """Numbers by size, other values in the order of the points."""
-    values = list({repr(row.swept.get(x)): row.swept.get(x) for row in rows}.values())
+    by_text = {repr(row.swept.get(x)): row.swept.get(x) for row in rows}
+    values: list[Any] = list(by_text.values())
     if _all_numbers(values):
         return XAxis(tuple(sorted(values)), numeric=True)
     return XAxis(tuple(values), numeric=False)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments import report
-from experiments.analysis import sweep_points
-from experiments.analysis.sweep_points import Axes
+from experiments.analysis import plots, report_figures, sweep_points
+from experiments.analysis.sweep_points import THROUGHPUT, TTFT, Axes
 from experiments.core import store
 from experiments.core.config import short_names
 
@@ -171,8 +171,8 @@ def test_pareto_front_matches_brute_force(points: list[tuple[int, int]]):
     assert [points[place] for place in front] == sorted(points[place] for place in front)
 
 
-def page_of(runs: list[dict[str, Any]], **choice: Any) -> str:
-    drawn = report.prepare(runs, report.Choice(**choice))
+def page_of(runs: list[dict[str, Any]]) -> str:
+    drawn = report.prepare(runs, report.Choice())
     sections = report.draw(ABOUT, runs, drawn)
     return report.page(ABOUT, runs, [{}] * len(runs), drawn, sections)
 
@@ -256,31 +256,46 @@ def test_folders_without_results_are_reported(tmp_path, capsys):
 
 
 def test_marks_say_where_curves_differ():
-    page = page_of(POLICIES)
-    assert page.count("times policy=fcfs, rate=1.0: shown, over 3 pairs of repeats") >= 1
-    assert "times policy=fcfs, rate=2.0: no difference can be told" in page  # of latencies
-    assert "compare each other line with policy=fcfs" in page
-    assert "Requests that met the targets" in page
-    alone = page_of([row for row in POLICIES if row["repeat"] == 0])
-    assert "Marks above" not in alone
-    assert "shown, over" not in alone
-
-
-def titles(page: str) -> list[str]:
-    return re.findall(r"<figcaption>(.*?)<span>", page)
+    drawn = report.prepare(POLICIES, report.Choice())
+    plot = plots.metric_plot(drawn.rows, drawn.axes, THROUGHPUT)
+    assert plot is not None
+    tips = re.findall(r"<title>policy=mine: (.*)</title>", plot.svg())
+    assert len(tips) == 2
+    assert all(tip.endswith("shown, over 3 pairs of repeats") for tip in tips)
+    equal = plots.metric_plot(drawn.rows, drawn.axes, TTFT)
+    assert equal is not None
+    assert equal.svg().count(": no difference can be told, over 3 pairs") == 2
+    note = report_figures.axes_note(drawn.rows, drawn.axes)
+    assert "compare each other line with policy=fcfs" in note
+    alone = report.prepare([row for row in POLICIES if row["repeat"] == 0], report.Choice())
+    assert "Marks above" not in report_figures.axes_note(alone.rows, alone.axes)
 
 
 def test_x_facet_and_y_are_chosen():
-    faceted = titles(page_of(POLICIES, facet="engine.policy", y=("ttft_p99", "steps")))
-    assert faceted[:4] == [
+    choice = report.Choice(facet="engine.policy", y=("ttft_p99", "steps"))
+    drawn = report.prepare(POLICIES, choice)
+    assert drawn.axes == Axes("rate", (), "policy")
+    figures = [
+        figure
+        for metric in drawn.chosen
+        for figure in report_figures.metric_figures(drawn.rows, drawn.axes, metric)
+    ]
+    assert [figure.title for figure in figures] == [
         "Time to first token, p99, policy=fcfs",
         "Time to first token, p99, policy=mine",
         "Steps, policy=fcfs",
         "Steps, policy=mine",
     ]
-    by_policy = page_of(POLICIES, x="policy")
-    assert "policy is the x axis, one line for each rate." in by_policy
-    assert 'aria-label="Output throughput against policy"' in by_policy
+    drawings = [figure.draw() for figure in figures[:2]]
+    limits = {drawing.axes.get_ylim() for drawing in drawings if drawing is not None}
+    assert len(limits) == 1, "facets compare"
+    by_policy = report.prepare(POLICIES, report.Choice(x="policy"))
+    assert by_policy.axes == Axes("policy", ("rate",))
+    (figure,) = report_figures.metric_figures(by_policy.rows, by_policy.axes, THROUGHPUT)
+    plot = figure.draw()
+    assert plot is not None
+    names = [label.get_text() for label in plot.axes.get_xticklabels()]
+    assert names == ["fcfs", "mine"]
 
 
 @pytest.mark.parametrize(
@@ -303,18 +318,17 @@ def test_unknown_choice_names_what_there_is(options: list[str], words: str, tmp_
 
 
 def test_figures_are_written_as_files(tmp_path, capsys):
-    store.write_file(tmp_path / "runs.jsonl", store.json_lines(POLICIES[:2] + POLICIES[6:8]))
-    assert report.main([str(tmp_path), "--y", "output_tokens_per_s", "--format", "svg", "pdf"]) == 0
+    store.write_file(tmp_path / "runs.jsonl", store.json_lines(POLICIES[:1]))
+    assert report.main([str(tmp_path), "--format", "svg", "pdf"]) == 0
+    name = tmp_path / "figures" / "time-of-a-step-mean-time-of-a-step"
+    svg = name.with_suffix(".svg")
+    pdf = name.with_suffix(".pdf")
     paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
-    assert paths[0] == tmp_path / "report.html"
-    name = tmp_path / "figures" / "throughput-output-throughput"
-    assert paths[0].read_text().count("<svg") == len(paths[1:]) / 2
-    svg = name.with_suffix(".svg").read_text()
-    assert "#0b6fb0" in svg
-    assert "#010203" not in svg
-    assert "var(--" not in svg
-    assert name.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
-    assert len({path.name for path in paths}) == len(paths)
+    assert paths == [tmp_path / "report.html", svg, pdf]
+    text = svg.read_text()
+    assert "#0b6fb0" in text
+    assert not re.search(r"#01020\d|#02..07|var\(--|tip-", text), "placeholders and targets"
+    assert pdf.read_bytes().startswith(b"%PDF")
 
 
 @pytest.mark.parametrize(

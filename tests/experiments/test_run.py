@@ -50,7 +50,7 @@ def json_lines(summary: Any, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(summary["run"]) / name).read_text().splitlines()]
 
 
-def test_sweep_end_to_end(tmp_path, model: str, capsys):
+def test_sweep_end_to_end(tmp_path, model: str, monkeypatch, capsys):
     sweep = {"grid": {"engine.block_size": [4, 16], "seed": [1, 2]}}
     path = write_config(
         tmp_path,
@@ -95,6 +95,7 @@ def test_sweep_end_to_end(tmp_path, model: str, capsys):
     assert repeated.experiment.engine.num_blocks == 64
 
     # A second time measures nothing; more repeats add only what is missing.
+    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
     before = {entry: entry.stat().st_mtime_ns for entry in tmp_path.rglob("summary.json")}
     assert run.main(command) == 0
     assert {entry: entry.stat().st_mtime_ns for entry in tmp_path.rglob("summary.json")} == before

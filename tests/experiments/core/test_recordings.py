@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments import report, run
+from experiments import report
 from experiments.core import store
 from experiments.core.config import expand
 from pagedjax.commands import cli
@@ -97,13 +97,15 @@ def test_what_cannot_be_recorded_is_refused(changes: dict[str, Any], words: str)
         expand({**SMALL, **changes, "record": True}, folder=Path())
 
 
-def test_finished_run_without_recording_is_made_again(tmp_path, capsys):
+def test_finished_run_without_recording_is_made_again(tmp_path, monkeypatch, capsys):
+    write_report = report.write
+    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
     folder = run_files(tmp_path, SMALL)
     (summary,) = store.read_runs(folder)
     run_folder = Path(summary["run"])
     before = (run_folder / "requests.jsonl").read_bytes()
     assert not (run_folder / "recording.jsonl").exists()
-    assert "Recordings" not in (folder / "report.html").read_text()
+    assert report.recorded([summary], folder) == []
 
     run_files(tmp_path, {**SMALL, "record": True})
     note = "NOTE: 1 finished runs were made without a recording: "
@@ -117,14 +119,15 @@ def test_finished_run_without_recording_is_made_again(tmp_path, capsys):
 
     requests = store.read_requests(run_folder)
     slowest = max(requests, key=lambda request: request.ttft or 0.0)
-    page = (folder / "report.html").read_text()
+    page = write_report(folder).read_text()
     address = f"{summary['point'][:12]}/0/recording.html#request={slowest.request_id}"
     assert f'<a href="{address}">{slowest.request_id}</a>' in page
     assert slowest.request_id in (run_folder / "recording.jsonl").read_text()
     assert f"pagedjax view {shlex.quote(str(run_folder / 'recording.jsonl'))}</code>" in page
 
 
-def test_own_policy_is_shown_by_the_command_of_the_report(tmp_path):
+def test_own_policy_is_shown_by_the_command_of_the_report(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
     policy = (
         "from pagedjax.policies import by_key\nMINE = by_key('mine', lambda seq: seq.arrival)\n"
     )
@@ -141,7 +144,8 @@ def test_own_policy_is_shown_by_the_command_of_the_report(tmp_path):
     assert (folder / file["page"]).is_file()
 
 
-def test_slowest_request_is_in_the_recording_of_its_replica(tmp_path):
+def test_slowest_request_is_in_the_recording_of_its_replica(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
     raw = {**SMALL, "record": True, "replicas": {"count": 2, "router": "round_robin"}}
     folder = run_files(tmp_path, raw)
     (summary,) = store.read_runs(folder)
@@ -150,4 +154,3 @@ def test_slowest_request_is_in_the_recording_of_its_replica(tmp_path):
         assert f'{{"submit":{{"request_id":"{worst["request"]}"' in text
     (row,) = report.recorded([summary], folder)
     assert [file["name"] for file in row["files"]] == ["recording.0.jsonl", "recording.1.jsonl"]
-    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--dry-run"]) == 0
