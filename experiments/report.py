@@ -169,7 +169,7 @@ def page(
     about: dict[str, Any],
     runs: Sequence[dict[str, Any]],
     environments: Sequence[dict[str, Any]],
-    drawn: Drawn,
+    drawn: Drawn | None = None,
     sections: Sequence[Section] = (),
     *,
     idle: str = "",
@@ -177,9 +177,10 @@ def page(
 ) -> str:
     """The report's HTML.
 
-    Pure: summaries, env.json of each in the same order, the figures, the sentence of
-    `policy_idle`, and the rows of `recorded`.
+    Pure: summaries, env.json of each in the same order, the points (None: as they are drawn
+    without a choice), the figures, the sentence of `policy_idle`, and the rows of `recorded`.
     """
+    drawn = drawn or prepare(runs, Choice())
     rows = drawn.rows
     # all lines: with facets, those of a plot are fewer
     axes = drawn.axes._replace(

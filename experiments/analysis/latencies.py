@@ -15,7 +15,7 @@ import numpy as np
 from experiments.core import store
 from experiments.core.records import RequestRecord
 
-MOST_BYTES = 1 << 28  # of requests.jsonl that a report reads; JSON of 256 MiB takes seconds
+MOST_BYTES = 1 << 26  # of requests.jsonl that a report reads; JSON of 64 MiB takes seconds
 MOST_BINS = 6
 FEWEST = 3  # requests of a bin, to have a median
 CURVE = 200  # points of a curve

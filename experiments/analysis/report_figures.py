@@ -187,7 +187,7 @@ def axes_note(rows: Sequence[PointRow], axes: Axes) -> str:
     return (
         f"{text} Marks above a plot compare each other line with {first}, over repeats: a triangle "
         "where it is shown to be higher or lower (the 95 % interval excludes 0), an empty circle "
-        "where no difference can be told."
+        "where no difference can be told. Of twenty equal pairs, one is marked as shown by chance."
     )
 
 

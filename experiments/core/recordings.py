@@ -17,6 +17,7 @@ from pagedjax import viewer
 from pagedjax.host.policies import POLICIES, Policy
 from pagedjax.host.replay import ReplayError
 
+MOST_CHARACTERS = 1 << 25  # of a recording that gets a page: the page has all of its steps
 LATENCIES = ("ttft_s", "e2e_s")  # of which the slowest request is named
 
 
@@ -38,7 +39,8 @@ def page_name(name: str) -> str:
 
 
 def files(logs: Sequence[str], policy: Policy) -> dict[str, str]:
-    """The files of a run (name -> text). A recording that cannot be replayed has no page.
+    """The files of a run (name -> text). A recording that is too long, or that cannot be replayed,
+    has no page.
 
     Args:
         logs: the text of each engine's recording.
@@ -46,6 +48,8 @@ def files(logs: Sequence[str], policy: Policy) -> dict[str, str]:
     texts = {}
     for name, log in zip(names(len(logs)), logs, strict=True):
         texts[name] = log
+        if len(log) > MOST_CHARACTERS:
+            continue
         page = _page(name, log, {**POLICIES, policy.name: policy})
         if page is not None:
             texts[page_name(name)] = page

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from experiments import report
-from experiments.core import store
+from experiments.core import recordings, store
 from experiments.core.config import expand
 from pagedjax.commands import cli
-from pagedjax.host import replay
+from pagedjax.host import policies, replay
 from tests.experiments.core.summaries import (
     BASE,
     MEASURED,
@@ -154,3 +154,14 @@ def test_slowest_request_is_in_the_recording_of_its_replica(tmp_path, monkeypatc
         assert f'{{"submit":{{"request_id":"{worst["request"]}"' in text
     (row,) = report.recorded([summary], folder)
     assert [file["name"] for file in row["files"]] == ["recording.0.jsonl", "recording.1.jsonl"]
+
+
+def test_long_and_wrong_recordings_have_no_page(monkeypatch):
+    (log,) = simulated_run({**SMALL, "record": True}).logs
+    names = ["recording.jsonl", "recording.html"]
+    assert list(recordings.files([log], policies.FCFS)) == names
+    header, first, *rest = log.splitlines(keepends=True)
+    wrong = header.replace('"fcfs"', '"gone"') + first + "".join(rest)
+    assert list(recordings.files([wrong], policies.FCFS)) == names[:1]
+    monkeypatch.setattr(recordings, "MOST_CHARACTERS", len(log) - 1)
+    assert list(recordings.files([log], policies.FCFS)) == names[:1]
