@@ -98,7 +98,6 @@ def test_what_cannot_be_recorded_is_refused(changes: dict[str, Any], words: str)
 
 
 def test_finished_run_without_recording_is_made_again(tmp_path, monkeypatch, capsys):
-    write_report = report.write
     monkeypatch.setattr("experiments.report.write", lambda folder: folder)
     folder = run_files(tmp_path, SMALL)
     (summary,) = store.read_runs(folder)
@@ -119,7 +118,9 @@ def test_finished_run_without_recording_is_made_again(tmp_path, monkeypatch, cap
 
     requests = store.read_requests(run_folder)
     slowest = max(requests, key=lambda request: request.ttft or 0.0)
-    page = write_report(folder).read_text()
+    runs = store.read_runs(folder)
+    about = {"name": "unit", "question": "", "command": ""}
+    page = report.page(about, runs, [{}], recorded=report.recorded(runs, folder))
     address = f"{summary['point'][:12]}/0/recording.html#request={slowest.request_id}"
     assert f'<a href="{address}">{slowest.request_id}</a>' in page
     assert slowest.request_id in (run_folder / "recording.jsonl").read_text()
