@@ -248,8 +248,11 @@ def policy_idle(runs: Sequence[dict[str, Any]]) -> str:
     names = short_names(list(dict.fromkeys(path for run in runs for path in run["swept"])))
     idle: dict[str, bool] = {}
     for run in runs:
-        others = {path: value for path, value in run["swept"].items() if path != "engine.policy"}
-        place = ", ".join(f"{names[path]}={value}" for path, value in others.items())
+        place = ", ".join(
+            f"{names[path]}={value}"
+            for path, value in run["swept"].items()
+            if path != "engine.policy"
+        )
         if idle.get(place, True):
             nobody = not run["failed"] and latencies.nobody_waited(Path(run["run"]))
             idle[place] = bool(nobody)

@@ -295,10 +295,10 @@ def _mark_differences(
     from experiments.analysis.differences import of_points  # scipy takes a second to import
 
     assert axes.x is not None, "points side by side are no lines"
-    first, *others = by_line.values()
+    first, *compared = by_line.values()
     references = {axis.place(row.swept.get(axes.x)): row for row in first}
     height = 1.06
-    for index, line in enumerate(others, 1):
+    for index, line in enumerate(compared, 1):
         differences = {
             axis.place(row.swept.get(axes.x)): difference
             for row in line
@@ -453,6 +453,32 @@ def pareto_plot(
     return plot
 
 
+class Box(NamedTuple):
+    """A part of a plot, in points."""
+
+    left: float
+    bottom: float
+    right: float
+    top: float
+
+    def touches(self, box: Box) -> bool:
+        """Whether two boxes have a point in common."""
+        across = self.left < box.right and box.left < self.right
+        return across and self.bottom < box.top and box.bottom < self.top
+
+
+class LabelPlace(NamedTuple):
+    """A place for a label beside a point.
+
+    crossed: whether a line goes through it.
+    """
+
+    crossed: bool
+    is_right: bool
+    dy: int  # points above its point
+    box: Box
+
+
 def _label_points(
     plot: Plot,
     at: Sequence[tuple[float, float]],
@@ -465,45 +491,54 @@ def _label_points(
     with matplotlib.rc_context(_style(plot.palette)):
         FigureCanvasSVG(plot.figure)
         plot.figure.draw_without_rendering()  # so that the axes have their place
-    to_points = 72 / plot.figure.dpi
-    spots = to_points * plot.axes.transData.transform(np.array(at))
-    edges = plot.axes.get_window_extent()
-    left, right = (to_points * edge for edge in (edges.x0, edges.x1))
-    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in spots]
-    corners = to_points * plot.axes.transData.transform(np.array(line))
-    on_line = [
-        (*spot, *spot)
-        for begin, end in pairwise(corners)
+    boxes = [Box(x - 5, y - 5, x + 5, y + 5) for x, y in _in_points(plot, at)]
+    spots = [
+        Box(*spot, *spot)
+        for begin, end in pairwise(_in_points(plot, line))
         for spot in np.linspace(begin, end, 100).tolist()
     ]
     for i, label in labels.items():
-        width = 5.0 * len(label)  # of text that is 8 points high, at most
-        places = []
-        for is_right, dy in ((True, -11), (True, 5), (False, -11), (False, 5)):
-            x = spots[i][0] + (9 if is_right else -9 - width)
-            y = spots[i][1] + dy
-            box = (x, y - 2, x + width, y + 8)
-            fits = left < x and x + width < right
-            if fits and not any(_touch(box, other) for other in taken):
-                crossed = any(_touch(box, spot) for spot in on_line)
-                places.append((crossed, len(places), box, is_right, dy))
+        places = _label_places(plot, boxes[i], label, boxes, spots)
         if places:
-            *_, box, is_right, dy = min(places)
-            taken.append(box)
+            place = min(places, key=lambda place: place.crossed)
+            boxes.append(place.box)
             plot.axes.annotate(
                 label,
                 at[i],
-                xytext=(9 if is_right else -9, dy),
+                xytext=(9 if place.is_right else -9, place.dy),
                 textcoords="offset points",
-                ha="left" if is_right else "right",
+                ha="left" if place.is_right else "right",
                 fontsize=8,
                 color=plot.palette.ink,
             )
 
 
-def _touch(a: Sequence[float], b: Sequence[float]) -> bool:
-    """Whether two boxes (left, bottom, right, top) have a point in common."""
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+def _in_points(plot: Plot, places: Sequence[tuple[float, float]]) -> Any:
+    """Places of the data in points, float64 [n, 2]."""
+    return 72 / plot.figure.dpi * plot.axes.transData.transform(np.array(places))
+
+
+def _label_places(
+    plot: Plot, marker: Box, label: str, boxes: Sequence[Box], spots: Sequence[Box]
+) -> list[LabelPlace]:
+    """The free places for a label: below and above, at the right and at the left of its marker.
+
+    Args:
+        boxes: of markers and labels.
+        spots: of lines.
+    """
+    axes = plot.axes.get_window_extent()
+    scale = 72 / plot.figure.dpi
+    width = 5.0 * len(label)  # of text that is 8 points high, at most
+    places = []
+    for is_right, dy in ((True, -11), (True, 5), (False, -11), (False, 5)):
+        left = marker.right + 4 if is_right else marker.left - 4 - width
+        bottom = marker.bottom + 5 + dy
+        box = Box(left, bottom - 2, left + width, bottom + 8)
+        fits = scale * axes.x0 < box.left and box.right < scale * axes.x1
+        if fits and not any(map(box.touches, boxes)):
+            places.append(LabelPlace(any(map(box.touches, spots)), is_right, dy, box))
+    return places
 
 
 def timeline_plot(
@@ -562,10 +597,9 @@ def cumulative_plot(
             place = min(int(shares.searchsorted(share / 100)), len(xs) - 1)
             words = f"{share} % within {number(xs[place])} {unit}, of {len(values)}"
             plot.tip(xs[place], 100 * shares[place], f"{name}\n{words}".strip())
-    everything = [values for _, values in drawn.values()]
-    least = min(float(values.min()) for values in everything)
-    largest = max(float(values.max()) for values in everything)
-    if least > 0 and largest > SKEWED * least:
+    shortest = min(float(values.min()) for _, values in drawn.values())
+    longest = max(float(values.max()) for _, values in drawn.values())
+    if shortest > 0 and longest > SKEWED * shortest:
         plot.axes.set_xscale("log")
         plot.axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         plot.axes.xaxis.set_minor_formatter(NullFormatter())

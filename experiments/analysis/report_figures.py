@@ -121,8 +121,12 @@ def sections(
         of_metrics(
             "Latency",
             "Medians, and under them the 99th percentiles: one request of a hundred takes longer.",
-            *(TTFT, ITL, E2E),
-            *(TTFT_P99, ITL_P99, E2E_P99),
+            TTFT,
+            ITL,
+            E2E,
+            TTFT_P99,
+            ITL_P99,
+            E2E_P99,
         ),
         Section(
             "Throughput against latency",
@@ -143,12 +147,15 @@ def sections(
             "Memory",
             "Slots of used blocks without a token are internal fragmentation; padding is computed "
             "without use.",
-            *(FRAGMENTATION, PEAK_SLOTS, PADDING),
+            FRAGMENTATION,
+            PEAK_SLOTS,
+            PADDING,
         ),
         of_metrics(
             "Speculation",
             "A decode row gives one token in a step, and one for each draft that is accepted.",
-            *(ACCEPTANCE, TOKENS_PER_DECODE),
+            ACCEPTANCE,
+            TOKENS_PER_DECODE,
         ),
         Section(
             "Time of a step",
