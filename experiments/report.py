@@ -1,59 +1,150 @@
 """report.html of a sweep, one self-contained file.
 
-`python -m experiments.report FOLDER` draws it again.
+python -m experiments.report FOLDER                                    draw it again
+python -m experiments.report FOLDER --x rate --facet policy --y ttft_p99     choose its figures
+python -m experiments.report FOLDER --format pdf         and write each figure as a file
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup, escape
 
-from experiments.analysis import sweep_points
+from experiments.analysis import latencies, sweep_points
 from experiments.analysis.sweep_points import (
-    ACCEPTANCE,
-    FRAGMENTATION,
     ITL,
-    ITL_P99,
-    PADDING,
-    PEAK_SLOTS,
     SPECULATION,
     TABLE,
     THROUGHPUT,
-    TOKENS_PER_DECODE,
     TTFT,
-    TTFT_P99,
     Axes,
+    Metric,
     PointRow,
     number,
 )
-from experiments.core import store
+from experiments.core import recordings, store
+from experiments.core.config import short_names
 from experiments.core.optional_imports import require
 from experiments.simulation.cost import SIMULATED
 
+if TYPE_CHECKING:
+    from experiments.analysis.report_figures import Section
+
+FORMATS = ("svg", "pdf")
+FIGURES = "figures"  # the folder of exported figures, beside the page
+SLOWEST = {"ttft_s": "first token", "e2e_s": "end to end"}
+
+
+class Choice(NamedTuple):
+    """What a user chose of the figures; None: the report chooses.
+
+    x, facet: swept keys. y: numbers of the summaries, which get figures of their own.
+    """
+
+    x: str | None = None
+    facet: str | None = None
+    y: tuple[str, ...] = ()
+
+
+class Drawn(NamedTuple):
+    """What figures are drawn of: the points, their axes, and the numbers that were chosen."""
+
+    rows: list[PointRow]
+    axes: Axes
+    chosen: tuple[Metric, ...] = ()
+
 
 def write(folder: Path) -> Path:
-    """Draw the report of the sweep in `folder` and return its path.
+    """Draw the report of the sweep in `folder`, and return its path.
 
-    Raises ValueError if the folder has no runs.
+    Raises:
+        ValueError: the folder has no runs.
+    """
+    page_path, *_ = write_chosen(folder)
+    return page_path
+
+
+def write_chosen(
+    folder: Path, choice: Choice | None = None, formats: Sequence[str] = ()
+) -> list[Path]:
+    """Draw the report of the sweep in `folder` with chosen figures.
+
+    Args:
+        formats: of FORMATS, in which each figure is written into a folder beside the page.
+
+    Returns:
+        The paths that were written, the page first.
+
+    Raises:
+        ValueError: the folder has no runs, or there is no such key or number.
     """
     runs = store.read_runs(folder)
     try:
         about = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         about = {"name": folder.name, "question": "", "command": ""}
+    drawn = prepare(runs, choice or Choice())
+    sections = draw(about, runs, drawn)
     path = folder / "report.html"
-    store.write_file(
-        path, page(about, runs, [environment(run) for run in runs], fastest_steps(runs))
+    text = page(
+        about,
+        runs,
+        [environment(run) for run in runs],
+        drawn,
+        sections,
+        idle=policy_idle(runs),
+        recorded=recorded(runs, folder),
     )
-    return path
+    store.write_file(path, text)
+    paths = [path]
+    for ending in formats:
+        from experiments.analysis import report_figures
+
+        is_simulated = bool(simulation(about, runs))
+        paths += report_figures.export(sections, folder / FIGURES, ending, simulated=is_simulated)
+    return paths
+
+
+def prepare(runs: Sequence[dict[str, Any]], choice: Choice) -> Drawn:
+    """The points of the figures. Raises ValueError if the choice names what there is not."""
+    x = sweep_points.swept_key("--x", choice.x, runs) if choice.x else None
+    facet = sweep_points.swept_key("--facet", choice.facet, runs) if choice.facet else None
+    if facet is not None and facet == x:
+        raise ValueError(
+            f"--x and --facet are both {facet!r}; give two keys, or leave one of them out"
+        )
+    chosen = tuple(sweep_points.find_metric("--y", name, runs) for name in choice.y)
+    rows = sweep_points.points(runs, tuple(dict.fromkeys((*TABLE, *chosen))))
+    return Drawn(rows, sweep_points.choose_axes(rows, x, facet), chosen)
+
+
+def draw(about: dict[str, Any], runs: Sequence[dict[str, Any]], drawn: Drawn) -> list[Section]:
+    """The figures of a sweep, in sections. Reads requests and steps from the runs' folders."""
+    if not drawn.rows:
+        return []
+    require("matplotlib")
+    from experiments.analysis import report_figures
+
+    groups = report_figures.distribution_points(drawn.rows, drawn.axes).values()
+    samples = latencies.read(runs, [row.key for group in groups for row in group])
+    return report_figures.sections(
+        drawn.rows,
+        drawn.axes,
+        samples,
+        fastest_steps(runs),
+        slo=dict(about.get("facts", [])).get("Targets", ""),
+        chosen=drawn.chosen,
+    )
 
 
 def environment(run: dict[str, Any]) -> dict[str, Any]:
@@ -78,18 +169,29 @@ def page(
     about: dict[str, Any],
     runs: Sequence[dict[str, Any]],
     environments: Sequence[dict[str, Any]],
-    steps: Sequence[dict[str, Any]] = (),
+    drawn: Drawn | None = None,
+    sections: Sequence[Section] = (),
+    *,
+    idle: str = "",
+    recorded: Sequence[dict[str, Any]] = (),
 ) -> str:
     """The report's HTML.
 
-    Pure: summaries, env.json of each in the same order, and steps.jsonl of the fastest run.
+    Pure: summaries, env.json of each in the same order, the points (None: as they are drawn
+    without a choice), the figures, the sentence of `policy_idle`, and the rows of `recorded`.
     """
-    rows = sweep_points.points(runs)
-    axes = sweep_points.choose_axes(rows)
+    drawn = drawn or prepare(runs, Choice())
+    rows = drawn.rows
+    # all lines: with facets, those of a plot are fewer
+    axes = drawn.axes._replace(
+        lines=(*drawn.axes.lines, *filter(None, [drawn.axes.facet])), facet=None
+    )
+    sentences = sweep_points.result_sentences(runs, rows, axes)
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     template = jinja2.Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
+    is_simulated = bool(simulation(about, runs))
     return template.get_template("report.html.jinja").render(
         name=about["name"],
         question=about["question"],
@@ -98,15 +200,110 @@ def page(
         what_ran=about.get("facts", []),
         oracle=dict(about.get("facts", [])).get("Oracle", ""),
         reading=[
-            mark_labels(text, rows) for text in sweep_points.result_sentences(runs, rows, axes)
+            mark_labels(text, rows)
+            for text in (*sentences[:1], *filter(None, [idle]), *sentences[1:])
         ],
         tiles=tiles(runs, rows),
-        sections=[*sections(rows, axes), *timeline(rows, steps)],
+        sections=[section_words(section, simulated=is_simulated) for section in sections],
         table=table(rows),
+        recorded=recorded,
         failed=[run for run in runs if run["failed"]],
-        facts=facts(environments, simulated=bool(simulation(about, runs))),
+        facts=facts(environments, simulated=is_simulated),
         speculates=any(metric.column in row.values for row in rows for metric in SPECULATION),
     )
+
+
+def section_words(section: Section, *, simulated: bool) -> dict[str, Any]:
+    """A section as the page's template has it."""
+    legend = None
+    if section.legend:
+        legend = {"title": section.legend[0], "entries": section.legend[1]}
+    figures = [
+        {
+            "title": figure.title,
+            "about": figure.about(simulated=simulated),
+            "svg": Markup(figure.plot.svg()),
+            "wide": figure.wide,
+            "legend": figure.legend,
+        }
+        for figure in section.figures
+        if figure.plot is not None
+    ]
+    return {
+        "title": section.title,
+        "note": section.note,
+        "legend": legend,
+        "columns": section.columns,
+        "figures": figures,
+    }
+
+
+def policy_idle(runs: Sequence[dict[str, Any]]) -> str:
+    """The sentence that says where a swept policy decided nothing, because no request waited and
+    none was preempted; "" if it did everywhere, or that is not known.
+    """
+    policy_keys = [path for run in runs for path in run["swept"] if path == "engine.policy"]
+    if not policy_keys:
+        return ""
+    names = short_names(list(dict.fromkeys(path for run in runs for path in run["swept"])))
+    idle: dict[str, bool] = {}
+    for run in runs:
+        place = ", ".join(
+            f"{names[path]}={value}"
+            for path, value in run["swept"].items()
+            if path != "engine.policy"
+        )
+        if idle.get(place, True):
+            nobody = not run["failed"] and latencies.nobody_waited(Path(run["run"]))
+            idle[place] = bool(nobody)
+    places = [place for place, is_idle in idle.items() if is_idle]
+    if len(places) == len(idle):
+        return "No request waited: the policy decided nothing."
+    if not places:
+        return ""
+    return f"No request waited at {'; '.join(places)}: the policy decided nothing there."
+
+
+def recorded(runs: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """The recordings of the runs: their pages, the commands that show them, and the slowest
+    requests. Pages are named from `folder`, which the report is in.
+    """
+    rows = []
+    for run in runs:
+        run_folder = Path(run["run"])
+        about = run.get("recording") or {}
+        policy = about.get("policy", "")
+        option = f" --policy {shlex.quote(str(run_folder / policy))}" if ".py:" in policy else ""
+        files = [
+            {
+                "name": path.name,
+                "page": _page_beside(path, folder),
+                "command": f"pagedjax view {shlex.quote(str(path))}{option}",
+            }
+            for path in recordings.paths(run_folder)
+        ]
+        by_name = {file["name"]: file for file in files}
+        slowest = [
+            {
+                "what": SLOWEST[latency],
+                "request": worst["request"],
+                "seconds": number(worst["seconds"]),
+                "page": by_name[worst["file"]]["page"],
+                "address": f"#request={worst['request']}",
+            }
+            for latency, worst in about.get("slowest", {}).items()
+            if worst["file"] in by_name
+        ]
+        if files:
+            label = f"{run['label']}, repeat {run['repeat']}"
+            rows.append({"label": label, "files": files, "slowest": slowest})
+    return rows
+
+
+def _page_beside(path: Path, folder: Path) -> str:
+    """The page of a recording, as a link from a folder; "" if there is none."""
+    page = path.with_name(recordings.page_name(path.name))
+    return Path(os.path.relpath(page, folder)).as_posix() if page.is_file() else ""
 
 
 def simulation(about: dict[str, Any], runs: Sequence[dict[str, Any]]) -> str:
@@ -123,133 +320,6 @@ def mark_labels(sentence: str, rows: Sequence[PointRow]) -> Markup:
     labels = sorted({str(escape(row.label)) for row in rows}, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, labels)) or "$^")
     return Markup(pattern.sub(lambda label: f"<b>{label[0]}</b>", str(escape(sentence))))
-
-
-def axes_note(axes: Axes) -> str:
-    """The axes of the plots, in words."""
-    if axes.x is None:
-        return "No numeric key is swept, so the points are side by side."
-    per_line = f", one line for each {' and '.join(axes.lines)}" if axes.lines else ""
-    return f"{axes.x} is the x axis{per_line}. Lines are medians over repeats; bands are the range."
-
-
-def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
-    """The plots in groups, without empty plots."""
-    if not rows:
-        return []
-    require("matplotlib")
-    from experiments.analysis import plots
-
-    def figures(*metrics: sweep_points.Metric) -> list[dict[str, Any]]:
-        drawn = ((metric, plots.metric_plot(rows, axes, metric)) for metric in metrics)
-        return [
-            {"title": m.title, "unit": m.unit, "svg": Markup(svg), "better": m.better}
-            for m, svg in drawn
-            if svg
-        ]
-
-    def wide(title: str, svg: str | None) -> list[dict[str, Any]]:
-        return [{"title": title, "unit": "", "svg": Markup(svg), "wide": True}] if svg else []
-
-    by_line = legend(rows, axes)
-    groups: list[dict[str, Any]] = [
-        {
-            "title": "Throughput and latency",
-            "note": axes_note(axes),
-            "legend": by_line,
-            "figures": figures(THROUGHPUT, TTFT, ITL),
-        },
-        {
-            "title": "Throughput against latency",
-            "note": "Up and to the left is better. The dashed line joins the points that no other "
-            "point beats in both.",
-            "legend": by_line,
-            "figures": [
-                figure
-                for latency in (TTFT_P99, ITL_P99)
-                for figure in wide(
-                    f"Throughput against {latency.short}", plots.pareto_plot(rows, axes, latency)
-                )
-            ],
-        },
-        {
-            "title": "Memory",
-            "note": "Slots of used blocks without a token are internal fragmentation; padding is "
-            "computed without use.",
-            "legend": by_line,
-            "figures": figures(FRAGMENTATION, PEAK_SLOTS, PADDING),
-        },
-        {
-            "title": "Speculation",
-            "note": "A decode row gives one token in a step, and one for each draft that is "
-            "accepted.",
-            "legend": by_line,
-            "figures": figures(ACCEPTANCE, TOKENS_PER_DECODE),
-        },
-        {
-            "title": "Time of a step",
-            "note": "Device: from dispatch until the sampled tokens are on the host. Host: "
-            "schedule, pack, commit.",
-            "legend": {"title": "", "entries": ["device", "host"]},
-            "figures": wide("Mean time of a step", plots.time_plot(rows)),
-        },
-    ]
-    return [group for group in groups if group["figures"]]
-
-
-def timeline(rows: Sequence[PointRow], steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One run over time: sequences that run and wait, tokens, and the use of the cache; of
-    replicas, the first one.
-    """
-    fastest = sweep_points.best(rows, THROUGHPUT)
-    steps = [step for step in steps if not step.get("replica")]
-    if len(steps) < 2 or fastest is None:
-        return []
-    from experiments.analysis import plots
-
-    edges = [steps[0]["started"], *(step["started"] + step["seconds"] for step in steps)]
-    used = [100 * step["blocks_used"] / step["num_blocks"] for step in steps]
-    curves: dict[str, dict[str, list[float]]] = {
-        "Sequences": {
-            "in the step": [step["sequences"] for step in steps],
-            "waiting": [step["waiting"] for step in steps],
-        },
-        "Tokens": {
-            "padded": [step["padded_tokens"] for step in steps],
-            "computed": [step["tokens"] for step in steps],
-        },
-        "Cache in use": {"% of blocks with an owner": used},
-    }
-    if any("drafts" in step for step in steps):
-        curves["Drafts"] = {
-            name: [step.get(name, 0) for step in steps] for name in ("drafts", "accepted")
-        }
-    figures = [
-        {
-            "title": title,
-            "unit": "",
-            "svg": Markup(plots.timeline_plot(edges, series, title)),
-            "legend": list(series),
-        }
-        for title, series in curves.items()
-    ]
-    start = "Replica 0 in the first" if "replica" in steps[0] else "The first"
-    note = f"{start} repeat of the fastest point, {fastest.label}."
-    return [{"title": "One run over time", "note": note, "figures": figures}]
-
-
-def legend(rows: Sequence[PointRow], axes: Axes) -> dict[str, Any] | None:
-    """The legend of the colours in order; None if there is one colour.
-
-    A single key is its title.
-    """
-    if axes.x is None or not axes.lines:
-        return None
-    entries = list(sweep_points.lines(rows, axes))
-    key, *other_keys = axes.lines
-    if other_keys:
-        return {"title": "", "entries": entries}
-    return {"title": key, "entries": [entry.removeprefix(f"{key}=") for entry in entries]}
 
 
 def tiles(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]) -> list[dict[str, str]]:
@@ -409,9 +479,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, help="of a sweep, such as runs/quickstart")
+    parser.add_argument("--x", metavar="KEY", help="swept key of the x axis, such as rate")
+    parser.add_argument(
+        "--facet", metavar="KEY", help="swept key of which each value has a plot of its own"
+    )
+    parser.add_argument(
+        "--y",
+        nargs="+",
+        default=[],
+        metavar="NUMBER",
+        help="numbers of summary.json that get figures of their own, such as ttft_p99",
+    )
+    parser.add_argument(
+        "--format",
+        nargs="+",
+        choices=FORMATS,
+        default=[],
+        help=f"also write each figure into FOLDER/{FIGURES}",
+    )
     options = parser.parse_args(arguments)
+    choice = Choice(options.x, options.facet, tuple(options.y))
     try:
-        print(write(options.folder))
+        print(*write_chosen(options.folder, choice, options.format), sep="\n")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,7 +1,8 @@
-"""Plots of a sweep as inline SVG. Colours are CSS variables, set by the page's light or dark theme.
+"""Plots of a sweep: inline SVG of a page, whose colours are CSS variables set by its light or dark
+theme, and files for papers.
 
-matplotlib draws with placeholder colours; `svg()` replaces them by var(--...) and gives every point
-a tooltip.
+For a page, matplotlib draws with placeholder colours; `Plot.svg()` replaces them by var(--...) and
+gives every point a tooltip.
 """
 
 from __future__ import annotations
@@ -11,13 +12,19 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import matplotlib
+import numpy as np
+from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, NullLocator
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator
 
+from experiments.analysis.latencies import Bins, cumulative
 from experiments.analysis.sweep_points import (
     DEVICE,
     HOST,
@@ -25,63 +32,174 @@ from experiments.analysis.sweep_points import (
     Axes,
     Metric,
     PointRow,
+    Range,
+    XAxis,
     lines,
     number,
     pareto,
+    x_axis,
 )
 
 WIDE = 11.0  # inches; text then has the same size as in a narrow plot after the page scales both
 MOST_STEPS = 2000  # steps of a timeline; of more steps, every second, third ... is shown
 SERIES = 8  # colours and markers before they repeat
+MOST_MARKED = 4  # lines whose differences from the first one are marked above a plot
+SKEWED = 20  # the largest value over the least one, above which an axis is logarithmic
 _MARKERS = "osD^vPXp"
+
+
+class Palette(NamedTuple):
+    """The colours of a plot."""
+
+    ink: str
+    muted: str
+    grid: str
+    paper: str
+    series: tuple[str, ...]
+
+
 # Placeholders: no other colour may be equal to one of these.
-_INK = "#010203"
-_MUTED = "#010204"
-_GRID = "#010205"
-_PAPER = "#010206"
-_SERIES = [f"#02{i:02x}07" for i in range(SERIES)]
-_VARIABLES = {_INK: "--ink", _MUTED: "--muted", _GRID: "--grid", _PAPER: "--paper"}
-_VARIABLES |= {placeholder: f"--s{i}" for i, placeholder in enumerate(_SERIES)}
-_STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text, in the page's font
-    "svg.hashsalt": "pagedjax",
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.edgecolor": _MUTED,
-    "axes.labelcolor": _MUTED,
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "text.color": _INK,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "axes.axisbelow": True,
-}
+PAGE = Palette(
+    ink="#010203",
+    muted="#010204",
+    grid="#010205",
+    paper="#010206",
+    series=tuple(f"#02{i:02x}07" for i in range(SERIES)),
+)
+# The page's light theme.
+PRINT = Palette(
+    ink="#22252a",
+    muted="#6a6f78",
+    grid="#e9e6df",
+    paper="#ffffff",
+    series=(
+        "#0b6fb0",
+        "#cf5b04",
+        "#0a8a66",
+        "#b25592",
+        "#a97800",
+        "#3f9bd6",
+        "#55585e",
+        "#8a7f00",
+    ),
+)
+_VARIABLES = {PAGE.ink: "--ink", PAGE.muted: "--muted", PAGE.grid: "--grid", PAGE.paper: "--paper"}
+_VARIABLES |= {placeholder: f"--s{i}" for i, placeholder in enumerate(PAGE.series)}
+
+
+def _style(palette: Palette) -> Any:
+    return {
+        # of a page, text stays text, in the page's font
+        "svg.fonttype": "none" if palette is PAGE else "path",
+        "svg.hashsalt": "pagedjax",
+        "pdf.fonttype": 42,  # text of a PDF can be searched
+        "font.family": "DejaVu Sans",
+        "font.size": 9,
+        "axes.edgecolor": palette.muted,
+        "axes.labelcolor": palette.muted,
+        "axes.linewidth": 0.8,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "text.color": palette.ink,
+        "xtick.color": palette.muted,
+        "ytick.color": palette.muted,
+        "axes.axisbelow": True,
+    }
 
 
 class Plot:
-    """One pair of axes with its tooltips; `svg` draws it."""
+    """One pair of axes with its tooltips; `svg` and `save` draw it."""
 
-    def __init__(self, width: float = 3.7, height: float = 2.5) -> None:
-        """`width` and `height` in inches; the page scales the result."""
-        with matplotlib.rc_context(_STYLE):
+    def __init__(
+        self, title: str, palette: Palette = PAGE, width: float = 3.7, height: float = 2.5
+    ) -> None:
+        """`title` is the accessible name; `width` and `height` in inches, a page scales them."""
+        self.title = title
+        self.palette = palette
+        with matplotlib.rc_context(_style(palette)):
             self.figure = Figure(figsize=(width, height), layout="constrained", facecolor="none")
             # the page's background is visible
             self.axes = self.figure.add_subplot(facecolor="none")
-            self.axes.grid(color=_GRID, linewidth=0.8)
+            self.axes.grid(color=palette.grid, linewidth=0.8)
             self.axes.tick_params(length=0, pad=5)
         self._tips: list[str] = []
 
-    def tip(self, x: Any, y: Any, text: str) -> None:
-        """An invisible target around a point that shows `text` under the pointer."""
+    def tip(self, x: Any, y: Any, text: str, *, size: float = 15, **place: Any) -> None:
+        """An invisible target around a point that shows `text` under the pointer of a page.
+
+        Args:
+            place: a transform and the like, for a point that is not one of the data.
+        """
+        if self.palette is not PAGE:
+            return
         gid = f"tip-{len(self._tips)}"
         self._tips.append(text)
-        self.axes.plot([x], [y], "o", ms=15, alpha=0.0, color=_INK, gid=gid, zorder=9)
+        style: dict[str, Any] = {"alpha": 0.0, "color": PAGE.ink, "zorder": 9, "in_layout": False}
+        self.axes.plot([x], [y], "o", ms=size, gid=gid, **style, **place)
 
-    def svg(self, title: str) -> str:
-        """The plot as an <svg> element with the accessible name `title`."""
+    def mark_above(self, x: Any, height: float, index: int, sign: int, words: str) -> None:
+        """A mark above the axes at x, in the colour of line `index`: a triangle that points up or
+        down, or an empty circle for no sign; `words` are shown under the pointer.
+
+        Args:
+            height: in parts of the axes.
+        """
+        shape = {1: "^", -1: "v", 0: "o"}[sign]
+        face = self.colour(index) if sign else "none"
+        style = {"color": self.colour(index), "markerfacecolor": face, "ms": 4.5, "mew": 0.9}
+        place = {"transform": self.axes.get_xaxis_transform(), "clip_on": False}
+        self.axes.plot([x], [height], shape, **style, **place)
+        self.tip(x, height, words, size=8, **place)
+
+    def colour(self, index: int) -> str:
+        """The colour of line `index`."""
+        return self.palette.series[index % SERIES]
+
+    def marker(self, index: int, size: float) -> dict[str, Any]:
+        """Marker of line `index` with a rim in the background colour, so that lines differ without
+        colours.
+        """
+        return {
+            "marker": _MARKERS[index % SERIES],
+            "ms": size,
+            "markeredgecolor": self.palette.paper,
+            "markeredgewidth": 0.8,
+        }
+
+    def save(self, path: Path, title: str, legend: Sequence[str] = ()) -> None:
+        """Write the plot as a file of its own, with its title and legend in it.
+
+        Args:
+            path: its ending chooses the format, .svg or .pdf.
+            legend: of the colours, in order.
+        """
+        with matplotlib.rc_context(_style(self.palette)):
+            self.figure.set_facecolor(self.palette.paper)
+            self.figure.suptitle(title, fontsize=9, color=self.palette.ink, wrap=True)
+            if legend:
+                handles = [
+                    Line2D([], [], color=self.colour(i), lw=2, **self.marker(i, 5))
+                    for i in range(len(legend))
+                ]
+                self.figure.legend(
+                    handles,
+                    legend,
+                    loc="outside lower center",
+                    frameon=False,
+                    fontsize=8,
+                    ncols=1 if max(map(len, legend)) > 20 else min(3, len(legend)),
+                )
+            if path.suffix == ".pdf":
+                FigureCanvasPdf(self.figure).print_pdf(str(path), metadata={"CreationDate": None})
+            else:
+                FigureCanvasSVG(self.figure).print_svg(
+                    str(path), metadata={"Date": None, "Creator": None}
+                )
+
+    def svg(self) -> str:
+        """The plot as an <svg> element of a page."""
         buffer = io.StringIO()
-        with matplotlib.rc_context(_STYLE):
+        with matplotlib.rc_context(_style(self.palette)):
             FigureCanvasSVG(self.figure).print_svg(buffer, metadata={"Date": None, "Creator": None})
         text = buffer.getvalue()
         text = text[text.index("<svg") :]
@@ -94,58 +212,103 @@ class Plot:
         text = size.sub(
             lambda m: "<svg " + re.sub(r'\bheight="[^"]*"', "", m[1] + m[2]) + ">", text, count=1
         )
-        return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" ', 1)
+        return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(self.title)}" ', 1)
 
 
-def colour(index: int) -> str:
-    """The placeholder colour of line `index`; `Plot.svg` turns it into var(--s...)."""
-    return _SERIES[index % SERIES]
-
-
-def marker(index: int, size: float) -> dict[str, Any]:
-    """Marker of line `index` with a rim in the background colour, so that lines differ without
-    colours.
-    """
-    return {
-        "marker": _MARKERS[index % SERIES],
-        "ms": size,
-        "markeredgecolor": _PAPER,
-        "markeredgewidth": 0.8,
-    }
-
-
-def metric_plot(rows: Sequence[PointRow], axes: Axes, metric: Metric) -> str | None:
+def metric_plot(
+    rows: Sequence[PointRow],
+    axes: Axes,
+    metric: Metric,
+    palette: Palette = PAGE,
+    *,
+    members: Sequence[PointRow] | None = None,
+) -> Plot | None:
     """`metric` along x, one line for each combination of the other keys, a band from least to most
     over repeats.
 
     Without an x, points are side by side. None if fewer than two points have the metric.
+
+    Args:
+        rows: all points, which decide the limits of the axes and the colours of the lines.
+        members: the points of this plot; None: all.
     """
-    if sum(metric.column in row.values for row in rows) < 2:
+    having = [row for row in rows if metric.column in row.values]
+    drawn = [row for row in members or rows if metric.column in row.values]
+    if len(having) < 2 or not drawn:
         return None
     if axes.x is None:
-        return _side_by_side([row for row in rows if metric.column in row.values], metric)
-    plot = Plot()
-    for index, line in enumerate(lines(rows, axes).values()):
-        members = [row for row in line if metric.column in row.values]
-        xs = [row.swept[axes.x] for row in members]
-        ranges = [row.values[metric.column] for row in members]
-        lows = [spread.low for spread in ranges]
-        highs = [spread.high for spread in ranges]
-        plot.axes.fill_between(xs, lows, highs, color=colour(index), alpha=0.16, lw=0)
+        return _side_by_side(drawn, metric, palette)
+    x = axes.x
+    axis = x_axis(rows, x)
+    plot = Plot(f"{metric.title} against {x}", palette)
+    drawn_keys = {row.key for row in drawn}
+    by_line = lines(rows, axes)
+    for index, line in enumerate(by_line.values()):
+        on_line = [row for row in line if row.key in drawn_keys]
+        # lines over names stand side by side
+        shift = 0.0 if axis.numeric else 0.5 * ((index + 0.5) / len(by_line) - 0.5)
+        xs = [axis.place(row.swept.get(x)) + shift for row in on_line]
+        if on_line:
+            _draw_line(plot, index, xs, [row.values[metric.column] for row in on_line], axis)
+        for place, row in zip(xs, on_line, strict=True):
+            plot.tip(place, row.middle(metric), tooltip(row, metric))
+    _scale_x(plot, axis)
+    plot.axes.set_xlabel(x)
+    _from_zero(plot, max(row.values[metric.column].high for row in having))
+    _mark_differences(plot, drawn, axes, axis, metric)
+    return plot
+
+
+def _draw_line(
+    plot: Plot, index: int, xs: Sequence[float], ranges: Sequence[Range], axis: XAxis
+) -> None:
+    """Medians and ranges of a metric along x."""
+    colour = plot.colour(index)
+    lows = [spread.low for spread in ranges]
+    highs = [spread.high for spread in ranges]
+    middles = [spread.middle for spread in ranges]
+    if axis.numeric:
         # later lines are thinner, so that coinciding lines are all visible
         width = max(1.4, 3.0 - 0.6 * index)
-        middles = [spread.middle for spread in ranges]
-        plot.axes.plot(
-            xs, middles, color=colour(index), lw=width, **marker(index, 3.2 + 1.3 * width)
-        )
-        for x, row in zip(xs, members, strict=True):
-            plot.tip(x, row.middle(metric), tooltip(row, metric))
-    _scale_x(plot, sorted({row.swept[axes.x] for row in rows}))
-    plot.axes.set_xlabel(axes.x)
-    _from_zero(
-        plot, max(row.values[metric.column].high for row in rows if metric.column in row.values)
-    )
-    return plot.svg(f"{metric.title} against {axes.x}")
+        plot.axes.fill_between(xs, lows, highs, color=colour, alpha=0.16, lw=0)
+        style = plot.marker(index, 3.2 + 1.3 * width)
+        plot.axes.plot(xs, middles, color=colour, lw=width, **style)
+    else:  # names have no order, so that nothing is between them
+        plot.axes.vlines(xs, lows, highs, color=colour, alpha=0.35, lw=4)
+        plot.axes.plot(xs, middles, color=colour, ls="", **plot.marker(index, 6.5))
+
+
+def can_mark(rows: Sequence[PointRow], axes: Axes) -> bool:
+    """Whether differences between lines can be marked: there are a few, with repeats."""
+    num_lines = len(lines(rows, axes))
+    repeated = any(row.repeats > 1 for row in rows)
+    return axes.x is not None and 2 <= num_lines <= MOST_MARKED + 1 and repeated
+
+
+def _mark_differences(
+    plot: Plot, drawn: Sequence[PointRow], axes: Axes, axis: XAxis, metric: Metric
+) -> None:
+    """Marks above the axes: at each x, whether a line differs from the first one."""
+    by_line = lines(drawn, axes)
+    if not can_mark(drawn, axes):
+        return
+    from experiments.analysis.differences import of_points  # scipy takes a second to import
+
+    assert axes.x is not None, "points side by side are no lines"
+    first, *compared = by_line.values()
+    references = {axis.place(row.swept.get(axes.x)): row for row in first}
+    height = 1.06
+    for index, line in enumerate(compared, 1):
+        differences = {
+            axis.place(row.swept.get(axes.x)): difference
+            for row in line
+            if (reference := references.get(axis.place(row.swept.get(axes.x))))
+            and (difference := of_points(reference, row, metric))
+        }
+        for place, difference in differences.items():
+            words = f"{list(by_line)[index]}: {difference.words}"
+            plot.mark_above(place, height, index, difference.sign, words)
+        height += 0.07 if differences else 0.0
 
 
 def tooltip(row: PointRow, metric: Metric) -> str:
@@ -156,8 +319,12 @@ def tooltip(row: PointRow, metric: Metric) -> str:
     return f"{row.label}\n{metric.title}: {number(middle)} {metric.unit}{over}"
 
 
-def _scale_x(plot: Plot, values: list[float]) -> None:
+def _scale_x(plot: Plot, axis: XAxis) -> None:
     """Ticks at the swept values; a logarithmic axis if they grow by factors."""
+    if not axis.numeric:
+        _name_places(plot, [str(value) for value in axis.values])
+        return
+    values: list[float] = list(axis.values)
     if len(values) > 2 and values[0] > 0 and values[-1] / values[0] >= 4:
         plot.axes.set_xscale("log", base=2)
     plot.axes.set_xticks(values, labels=[f"{value:g}" for value in values])
@@ -165,6 +332,14 @@ def _scale_x(plot: Plot, values: list[float]) -> None:
     plot.axes.xaxis.set_minor_formatter(NullFormatter())
     if len(values) > 12:  # too many to write each
         plot.axes.set_xticks(values[:: math.ceil(len(values) / 12)])
+
+
+def _name_places(plot: Plot, names: Sequence[str]) -> None:
+    """Names at 0, 1, 2, ... on the x axis; slanted where they would touch."""
+    is_long = sum(map(len, names)) > 36
+    slant: dict[str, Any] = {"rotation": 30, "ha": "right"} if is_long else {}
+    plot.axes.set_xticks(range(len(names)), labels=names, **slant)
+    plot.axes.set_xlim(-0.5, len(names) - 0.5)
 
 
 def _from_zero(plot: Plot, highest: float) -> None:
@@ -178,32 +353,37 @@ def _row_axis(plot: Plot, rows: Sequence[PointRow]) -> None:
     plot.axes.set_ylim(len(rows) - 0.5, -0.5)
 
 
-def _side_by_side(rows: Sequence[PointRow], metric: Metric) -> str:
-    plot = Plot(height=0.7 + 0.28 * len(rows))
+def _side_by_side(rows: Sequence[PointRow], metric: Metric, palette: Palette) -> Plot:
+    plot = Plot(f"{metric.title} of every point", palette, height=0.7 + 0.28 * len(rows))
     for place, row in enumerate(rows):
         middle, low, high = row.values[metric.column]
         plot.axes.plot(
-            [low, high], [place, place], color=colour(0), lw=6, alpha=0.25, solid_capstyle="round"
+            [low, high],
+            [place, place],
+            color=plot.colour(0),
+            lw=6,
+            alpha=0.25,
+            solid_capstyle="round",
         )
-        plot.axes.plot([middle], [place], "o", color=colour(0), ms=6)
+        plot.axes.plot([middle], [place], "o", color=plot.colour(0), ms=6)
         plot.tip(middle, place, tooltip(row, metric))
     _row_axis(plot, rows)
     plot.axes.set_xlim(0, 1.08 * max(row.values[metric.column].high for row in rows) or 1)
     plot.axes.set_xlabel(metric.unit)
-    return plot.svg(f"{metric.title} of every point")
+    return plot
 
 
-def time_plot(rows: Sequence[PointRow]) -> str | None:
+def time_plot(rows: Sequence[PointRow], palette: Palette = PAGE) -> Plot | None:
     """Device and host time of a step in milliseconds, one bar for each point."""
     rows = [row for row in rows if DEVICE.column in row.values and HOST.column in row.values]
     if not rows:
         return None
-    plot = Plot(WIDE, height=0.8 + 0.27 * len(rows))
+    plot = Plot("Host and device time per step", palette, WIDE, height=0.8 + 0.27 * len(rows))
     for place, row in enumerate(rows):
         device = row.middle(DEVICE)
-        host = row.middle(HOST)
-        plot.axes.barh(place, device, height=0.62, color=colour(0))
-        plot.axes.barh(place, host, left=device, height=0.62, color=colour(1))
+        host = max(row.middle(HOST), 0.0)  # simulated, a difference of rounding
+        plot.axes.barh(place, device, height=0.62, color=plot.colour(0))
+        plot.axes.barh(place, host, left=device, height=0.62, color=plot.colour(1))
         share = host / (device + host) if device + host else 0.0
         note = (
             f"{row.label}\n"
@@ -211,38 +391,53 @@ def time_plot(rows: Sequence[PointRow]) -> str | None:
         )
         end = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
         plot.axes.annotate(
-            f"host {share:.1%}", (device + host, place), color=_MUTED, fontsize=8, **end
+            f"host {share:.1%}", (device + host, place), color=plot.palette.muted, fontsize=8, **end
         )
         plot.tip(device / 2, place, note)
     _row_axis(plot, rows)
     plot.axes.set_xlim(0, 1.12 * max(row.middle(DEVICE) + row.middle(HOST) for row in rows))
     plot.axes.grid(axis="y", visible=False)
     plot.axes.set_xlabel("milliseconds a step")
-    return plot.svg("Host and device time per step")
+    return plot
 
 
-def pareto_plot(rows: Sequence[PointRow], axes: Axes, latency: Metric) -> str | None:
+def pareto_plot(
+    rows: Sequence[PointRow], axes: Axes, latency: Metric, palette: Palette = PAGE
+) -> Plot | None:
     """Throughput against `latency`, with the Pareto front joined; None below three points."""
     rows = [row for row in rows if latency.column in row.values and THROUGHPUT.column in row.values]
     if len(rows) < 3:
         return None
-    plot = Plot(WIDE, height=3.9)
+    plot = Plot(f"{THROUGHPUT.title} against {latency.title}", palette, WIDE, height=3.9)
     at = [(row.middle(latency), row.middle(THROUGHPUT)) for row in rows]
     front = pareto(at)
     plot.axes.plot(
-        *zip(*(at[i] for i in front), strict=True), color=_MUTED, lw=1.2, ls=(0, (4, 3)), zorder=1
+        *zip(*(at[i] for i in front), strict=True),
+        color=plot.palette.muted,
+        lw=1.2,
+        ls=(0, (4, 3)),
+        zorder=1,
     )
     best = {rows[i].key for i in front}
     for index, members in enumerate(lines(rows, axes).values()):
         for row in members:
             cost = row.values[latency.column]
             rate = row.values[THROUGHPUT.column]
-            shade: dict[str, Any] = {"color": colour(index), "lw": 1, "alpha": 0.45, "zorder": 2}
+            shade: dict[str, Any] = {
+                "color": plot.colour(index),
+                "lw": 1,
+                "alpha": 0.45,
+                "zorder": 2,
+            }
             plot.axes.plot([cost.low, cost.high], [rate.middle, rate.middle], **shade)
             plot.axes.plot([cost.middle, cost.middle], [rate.low, rate.high], **shade)
             size = 8 if row.key in best else 5
             plot.axes.plot(
-                [cost.middle], [rate.middle], color=colour(index), zorder=3, **marker(index, size)
+                [cost.middle],
+                [rate.middle],
+                color=plot.colour(index),
+                zorder=3,
+                **plot.marker(index, size),
             )
             words = f"{latency.title}: {number(cost.middle)} {latency.unit}"
             plot.tip(cost.middle, rate.middle, f"{tooltip(row, THROUGHPUT)}\n{words}")
@@ -251,47 +446,117 @@ def pareto_plot(rows: Sequence[PointRow], axes: Axes, latency: Metric) -> str | 
     if logarithmic:
         plot.axes.set_xscale("log")
         plot.axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    positions = [(math.log(cost) if logarithmic else cost, rate) for cost, rate in at]
-    for i in _labelled(positions, front):
-        plot.axes.annotate(
-            rows[i].label,
-            at[i],
-            xytext=(9, -11),
-            textcoords="offset points",
-            fontsize=8,
-            color=_INK,
-        )
     plot.axes.margins(x=0.16, y=0.16)
     plot.axes.set_xlabel(f"{latency.title}, {latency.unit} (less is better)")
     plot.axes.set_ylabel(f"{THROUGHPUT.title}, {THROUGHPUT.unit}")
-    return plot.svg(f"{THROUGHPUT.title} against {latency.title}")
+    _label_points(plot, at, {i: rows[i].label for i in front}, [at[i] for i in front])
+    return plot
 
 
-def _labelled(positions: Sequence[tuple[float, float]], front: Sequence[int]) -> list[int]:
-    """The points of the front whose labels do not overlap; the others have tooltips."""
-    width, height = (max(values) - min(values) for values in zip(*positions, strict=True))
-    labelled: list[int] = []
-    for i in front:
-        x, y = positions[i]
-        if all(
-            abs(x - positions[j][0]) > width / 3 or abs(y - positions[j][1]) > height / 20
-            for j in labelled
-        ):
-            labelled.append(i)
-    return labelled
+class Box(NamedTuple):
+    """A part of a plot, in points."""
+
+    left: float
+    bottom: float
+    right: float
+    top: float
+
+    def touches(self, box: Box) -> bool:
+        """Whether two boxes have a point in common."""
+        across = self.left < box.right and box.left < self.right
+        return across and self.bottom < box.top and box.bottom < self.top
 
 
-def timeline_plot(edges: Sequence[float], series: Mapping[str, Sequence[float]], title: str) -> str:
+class LabelPlace(NamedTuple):
+    """A place for a label beside a point.
+
+    crossed: whether a line goes through it.
+    """
+
+    crossed: bool
+    is_right: bool
+    dy: int  # points above its point
+    box: Box
+
+
+def _label_points(
+    plot: Plot,
+    at: Sequence[tuple[float, float]],
+    labels: Mapping[int, str],
+    line: Sequence[tuple[float, float]],
+) -> None:
+    """Labels beside points, where they meet no other point, no other label and, if there is such a
+    place, not the line; points without a place have tooltips.
+    """
+    with matplotlib.rc_context(_style(plot.palette)):
+        FigureCanvasSVG(plot.figure)
+        plot.figure.draw_without_rendering()  # so that the axes have their place
+    boxes = [Box(x - 5, y - 5, x + 5, y + 5) for x, y in _in_points(plot, at)]
+    spots = [
+        Box(*spot, *spot)
+        for begin, end in pairwise(_in_points(plot, line))
+        for spot in np.linspace(begin, end, 100).tolist()
+    ]
+    for i, label in labels.items():
+        places = _label_places(plot, boxes[i], label, boxes, spots)
+        if places:
+            place = min(places, key=lambda place: place.crossed)
+            boxes.append(place.box)
+            plot.axes.annotate(
+                label,
+                at[i],
+                xytext=(9 if place.is_right else -9, place.dy),
+                textcoords="offset points",
+                ha="left" if place.is_right else "right",
+                fontsize=8,
+                color=plot.palette.ink,
+            )
+
+
+def _in_points(plot: Plot, places: Sequence[tuple[float, float]]) -> Any:
+    """Places of the data in points, float64 [n, 2]."""
+    return 72 / plot.figure.dpi * plot.axes.transData.transform(np.array(places))
+
+
+def _label_places(
+    plot: Plot, marker: Box, label: str, boxes: Sequence[Box], spots: Sequence[Box]
+) -> list[LabelPlace]:
+    """The free places for a label: below and above, at the right and at the left of its marker.
+
+    Args:
+        boxes: of markers and labels.
+        spots: of lines.
+    """
+    axes = plot.axes.get_window_extent()
+    scale = 72 / plot.figure.dpi
+    width = 5.0 * len(label)  # of text that is 8 points high, at most
+    places = []
+    for is_right, dy in ((True, -11), (True, 5), (False, -11), (False, 5)):
+        left = marker.right + 4 if is_right else marker.left - 4 - width
+        bottom = marker.bottom + 5 + dy
+        box = Box(left, bottom - 2, left + width, bottom + 8)
+        fits = scale * axes.x0 < box.left and box.right < scale * axes.x1
+        if fits and not any(map(box.touches, boxes)):
+            places.append(LabelPlace(any(map(box.touches, spots)), is_right, dy, box))
+    return places
+
+
+def timeline_plot(
+    edges: Sequence[float],
+    series: Mapping[str, Sequence[float]],
+    title: str,
+    palette: Palette = PAGE,
+) -> Plot:
     """Values over the seconds of a run, constant between two edges; there is one more edge than
     values.
     """
     every = -(-len(edges) // MOST_STEPS)
     edges = [*edges[:-1:every], edges[-1]]
     series = {name: values[::every] for name, values in series.items()}
-    plot = Plot()
+    plot = Plot(title, palette)
     for index, values in enumerate(series.values()):
         plot.axes.stairs(
-            values, edges, baseline=None, color=colour(index), lw=max(1.4, 2.4 - 0.6 * index)
+            values, edges, baseline=None, color=plot.colour(index), lw=max(1.4, 2.4 - 0.6 * index)
         )
     # a few hundred tooltips are enough
     for step in range(0, len(edges) - 1, max(1, len(edges) // 200)):
@@ -303,4 +568,78 @@ def timeline_plot(edges: Sequence[float], series: Mapping[str, Sequence[float]],
     plot.axes.set_xlabel("seconds")
     plot.axes.set_xlim(edges[0], edges[-1])
     _from_zero(plot, max(map(max, series.values())))
-    return plot.svg(title)
+    return plot
+
+
+def cumulative_plot(
+    curves: Mapping[int, tuple[str, Any]], latency: str, unit: str, palette: Palette = PAGE
+) -> Plot | None:
+    """The cumulative distribution of a latency, a curve for each line; None without values.
+
+    Args:
+        curves: by the number of the line, its name and its values, float64 [n] in `unit`.
+    """
+    drawn = {index: curve for index, curve in curves.items() if len(curve[1])}
+    if not drawn:
+        return None
+    plot = Plot(f"Cumulative distribution of {latency}", palette)
+    for index, (name, values) in drawn.items():
+        xs, shares = cumulative(values)
+        plot.axes.plot(
+            xs,
+            100 * shares,
+            color=plot.colour(index),
+            lw=max(1.4, 2.6 - 0.5 * index),
+            ls="-" if index < SERIES else "--",
+            drawstyle="steps-post",
+        )
+        for share in (50, 90, 99):
+            place = min(int(shares.searchsorted(share / 100)), len(xs) - 1)
+            words = f"{share} % within {number(xs[place])} {unit}, of {len(values)}"
+            plot.tip(xs[place], 100 * shares[place], f"{name}\n{words}".strip())
+    shortest = min(float(values.min()) for _, values in drawn.values())
+    longest = max(float(values.max()) for _, values in drawn.values())
+    if shortest > 0 and longest > SKEWED * shortest:
+        plot.axes.set_xscale("log")
+        plot.axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        plot.axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        plot.axes.set_xlim(left=0)
+        plot.axes.xaxis.set_major_locator(MaxNLocator(5))
+    plot.axes.set_ylim(0, 102)
+    plot.axes.set_xlabel(unit)
+    return plot
+
+
+def length_plot(
+    medians: Mapping[int, tuple[str, Mapping[int, float]]],
+    bins: Bins,
+    latency: str,
+    unit: str,
+    palette: Palette = PAGE,
+) -> Plot | None:
+    """The median of a latency by the length of the prompt, a line for each line of the sweep.
+
+    Args:
+        medians: by the number of the line, its name and its medians in `unit`, by bin.
+    """
+    drawn = {index: line for index, line in medians.items() if line[1]}
+    if not drawn:
+        return None
+    plot = Plot(f"{latency} by prompt length", palette)
+    for index, (name, by_bin) in drawn.items():
+        width = max(1.4, 3.0 - 0.6 * index)
+        plot.axes.plot(
+            list(by_bin),
+            list(by_bin.values()),
+            color=plot.colour(index),
+            lw=width,
+            **plot.marker(index, 3.2 + 1.3 * width),
+        )
+        for place, median in by_bin.items():
+            words = f"prompts of {bins.labels[place]} tokens: {number(median)} {unit}"
+            plot.tip(place, median, f"{name}\n{words}".strip())
+    _name_places(plot, bins.labels)
+    plot.axes.set_xlabel("prompt tokens")
+    _from_zero(plot, max(max(by_bin.values()) for _, by_bin in drawn.values()))
+    return plot

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from experiments.core.config import short_names
 from experiments.core.store import flatten
+from pagedjax.options.config import one_of
 
 NOISE = 1e-9  # smaller than any unit that is shown can be measured
 
@@ -19,14 +20,14 @@ NOISE = 1e-9  # smaller than any unit that is shown can be measured
 class Metric(NamedTuple):
     """A number of a summary, how it is shown, and whether a high or a low one is better.
 
-    It is shown times `scale`, in `unit`.
+    It is shown times `scale`, in `unit`. `better` is "" where it is not known.
     """
 
     column: str
     title: str
     unit: str
     scale: float
-    better: Literal["high", "low"]
+    better: Literal["high", "low", ""]
     short: str
 
 
@@ -35,6 +36,12 @@ TTFT = Metric("ttft_s.p50", "Time to first token, p50", "ms", 1e3, "low", "TTFT 
 ITL = Metric("itl_s.p50", "Inter-token latency, p50", "ms", 1e3, "low", "ITL p50")
 TTFT_P99 = Metric("ttft_s.p99", "Time to first token, p99", "ms", 1e3, "low", "TTFT p99")
 ITL_P99 = Metric("itl_s.p99", "Inter-token latency, p99", "ms", 1e3, "low", "ITL p99")
+E2E = Metric("e2e_s.p50", "End to end, p50", "s", 1.0, "low", "E2E p50")
+E2E_P99 = Metric("e2e_s.p99", "End to end, p99", "s", 1.0, "low", "E2E p99")
+GOODPUT = Metric("goodput.requests_per_s", "Goodput", "requests/s", 1.0, "high", "goodput")
+ATTAINMENT = Metric(
+    "goodput.share", "Requests that met the targets", "%", 1e2, "high", "attainment"
+)
 FRAGMENTATION = Metric(
     "fragmentation_share", "Empty slots in used blocks", "%", 1e2, "low", "empty slots"
 )
@@ -67,8 +74,10 @@ TABLE = (
     TTFT_P99,
     ITL,
     ITL_P99,
-    Metric("e2e_s.p50", "End to end, p50", "s", 1.0, "low", "E2E p50"),
-    Metric("goodput.requests_per_s", "Goodput", "requests/s", 1.0, "high", "goodput"),
+    E2E,
+    E2E_P99,
+    GOODPUT,
+    ATTAINMENT,
     Metric("steps", "Steps", "", 1.0, "low", "steps"),
     DEVICE,
     HOST,
@@ -102,6 +111,8 @@ class PointRow(NamedTuple):
 
     swept: the swept values, by short names of their keys.
     values: by a metric's column; only metrics that at least one repeat has.
+    samples: by a metric's column, the number of each repeat, in the shown unit.
+    workloads: of each repeat, what its run says of the workload; None: nothing.
     """
 
     label: str
@@ -109,6 +120,8 @@ class PointRow(NamedTuple):
     swept: dict[str, Any]
     repeats: int
     values: dict[str, Range]
+    samples: dict[str, dict[int, float]]
+    workloads: dict[int, Any]
 
     def middle(self, metric: Metric) -> float:
         """The median over repeats; NaN if the point has no such value."""
@@ -117,14 +130,19 @@ class PointRow(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """The x axis (None: points side by side) and the keys that make a line."""
+    """The x axis (None: points side by side), the keys that make a line, and the key of which each
+    value has a plot of its own (None: one plot has all lines).
+    """
 
     x: str | None
     lines: tuple[str, ...]
+    facet: str | None = None
 
 
-def points(runs: Sequence[dict[str, Any]]) -> list[PointRow]:
-    """The points with a successful run, in the order of `runs` (from store.read_runs)."""
+def points(runs: Sequence[dict[str, Any]], metrics: Sequence[Metric] = TABLE) -> list[PointRow]:
+    """The points with a successful run, in the order of `runs` (from store.read_runs), with the
+    values of some metrics.
+    """
     good: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         if not run["failed"]:
@@ -133,18 +151,74 @@ def points(runs: Sequence[dict[str, Any]]) -> list[PointRow]:
     names = short_names(list(swept_paths))
     rows = []
     for key, repeats in good.items():
-        flat = [flatten(run["metrics"]) for run in repeats]
-        values = {}
-        for metric in TABLE:
-            numbers = [
-                m[metric.column] * metric.scale for m in flat if m.get(metric.column) is not None
-            ]
+        flat = {run["repeat"]: flatten(run["metrics"]) for run in repeats}
+        samples = {}
+        for metric in metrics:
+            numbers = {
+                repeat: summary[metric.column] * metric.scale
+                for repeat, summary in flat.items()
+                if summary.get(metric.column) is not None
+            }
             if numbers:
-                middle = statistics.median(numbers)
-                values[metric.column] = Range(middle, min(numbers), max(numbers))
-        swept = {names[path]: value for path, value in repeats[0]["swept"].items()}
-        rows.append(PointRow(repeats[0]["label"], key, swept, len(repeats), values))
+                samples[metric.column] = numbers
+        rows.append(
+            PointRow(
+                label=repeats[0]["label"],
+                key=key,
+                swept={names[path]: value for path, value in repeats[0]["swept"].items()},
+                repeats=len(repeats),
+                values={column: _range(numbers) for column, numbers in samples.items()},
+                samples=samples,
+                workloads={run["repeat"]: run.get("workload") for run in repeats},
+            )
+        )
     return rows
+
+
+def _range(numbers: Mapping[int, float]) -> Range:
+    values = numbers.values()
+    return Range(statistics.median(values), min(values), max(values))
+
+
+def swept_key(option: str, name: str, runs: Sequence[dict[str, Any]]) -> str:
+    """The short name of a swept key, which is given by its short name or its path.
+
+    Raises:
+        ValueError: it is not swept; the message names the option and the swept keys.
+    """
+    names = short_names(list(dict.fromkeys(path for run in runs for path in run["swept"])))
+    if not names:
+        raise ValueError(
+            f"{option} is {name!r}, and the sweep has one point; sweep a key, or leave {option} out"
+        )
+    if name not in names.values():
+        one_of(option, name, tuple(names))
+    return names.get(name, name)
+
+
+def find_metric(option: str, name: str, runs: Sequence[dict[str, Any]]) -> Metric:
+    """A number of the summaries by its dotted name, with or without the unit of its seconds
+    (`ttft_s.p99`, `ttft_p99`), or by its short name in the report (`goodput`).
+
+    Raises:
+        ValueError: no run has such a number; the message names the option and the numbers.
+    """
+    columns = {
+        column: None
+        for run in runs
+        if not run["failed"]
+        for column, value in flatten(run["metrics"]).items()
+        if isinstance(value, (int, float))
+    }
+    named = {metric.column: metric for metric in TABLE}
+    aliases = {column.replace("_s.", "_").replace(".", "_"): column for column in columns}
+    aliases |= {metric.short.replace(" ", "_"): metric.column for metric in TABLE}
+    column = name if name in columns else aliases.get(name, name)
+    one_of(option, column, tuple(columns))
+    quantity = column.split(".")[0]
+    is_seconds = quantity.endswith("_s") and not quantity.endswith("_per_s")
+    unit = "s" if is_seconds else ""
+    return named.get(column) or Metric(column, column, unit, 1.0, "", column)
 
 
 def swept_keys(rows: Sequence[PointRow]) -> list[str]:
@@ -152,23 +226,54 @@ def swept_keys(rows: Sequence[PointRow]) -> list[str]:
     return list(dict.fromkeys(key for row in rows for key in row.swept))
 
 
-def choose_axes(rows: Sequence[PointRow]) -> Axes:
+def choose_axes(rows: Sequence[PointRow], x: str | None = None, facet: str | None = None) -> Axes:
     """Block size on x and one line per token budget if they are swept; else the first numeric key
     on x.
+
+    Args:
+        x, facet: short names of swept keys that were chosen; None: not chosen.
     """
 
     def values(key: str) -> list[Any]:
         return [row.swept.get(key) for row in rows]
 
     varied = [key for key in swept_keys(rows) if len(set(map(repr, values(key)))) > 1]
-    numeric = [key for key in varied if all(type(value) in (int, float) for value in values(key))]
-    if not numeric:
-        return Axes(None, tuple(varied))
-    x = "block_size" if "block_size" in numeric else numeric[0]
-    line_keys = [key for key in varied if key != x]
+    free = [key for key in varied if key != facet]
+    if x is None:
+        numeric = [key for key in free if _all_numbers(values(key))]
+        if not numeric:
+            return Axes(None, tuple(free), facet)
+        x = "block_size" if "block_size" in numeric else numeric[0]
+    line_keys = [key for key in free if key != x]
     # the token budget first, the others in their order
     line_keys.sort(key=lambda key: key != "max_num_batched_tokens")
-    return Axes(x, tuple(line_keys))
+    return Axes(x, tuple(line_keys), facet)
+
+
+def _all_numbers(values: Sequence[Any]) -> bool:
+    return all(type(value) in (int, float) for value in values)
+
+
+class XAxis(NamedTuple):
+    """The values of the x axis, in order.
+
+    numeric: False: they are names, side by side at 0, 1, 2, ...
+    """
+
+    values: tuple[Any, ...]
+    numeric: bool
+
+    def place(self, value: Any) -> float:
+        return value if self.numeric else self.values.index(value)
+
+
+def x_axis(rows: Sequence[PointRow], x: str) -> XAxis:
+    """Numbers by size, other values in the order of the points."""
+    by_text = {repr(row.swept.get(x)): row.swept.get(x) for row in rows}
+    values: list[Any] = list(by_text.values())
+    if _all_numbers(values):
+        return XAxis(tuple(sorted(values)), numeric=True)
+    return XAxis(tuple(values), numeric=False)
 
 
 def lines(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[PointRow]]:
@@ -177,11 +282,24 @@ def lines(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[PointRow]]:
     """
     by_line: dict[str, list[PointRow]] = {}
     x = axes.x
-    ordered = rows if x is None else sorted(rows, key=lambda row: row.swept[x])
+    ordered = list(rows)
+    if x is not None:
+        axis = x_axis(rows, x)
+        ordered.sort(key=lambda row: axis.place(row.swept.get(x)))
     for row in ordered:
         name = ", ".join(f"{key}={row.swept.get(key)}" for key in axes.lines)
         by_line.setdefault(name, []).append(row)
     return by_line
+
+
+def facets(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[PointRow]]:
+    """The points of each plot, by what its title says of them ("" when one plot has all)."""
+    if axes.facet is None:
+        return {"": list(rows)}
+    by_value: dict[str, list[PointRow]] = {}
+    for row in rows:
+        by_value.setdefault(f"{axes.facet}={row.swept.get(axes.facet)}", []).append(row)
+    return by_value
 
 
 def pareto(costs_and_gains: Sequence[tuple[float, float]]) -> list[int]:

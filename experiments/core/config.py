@@ -17,6 +17,7 @@
                                                   # simulate.py
     records: sums                 # of a long simulation: no record of a step and of the times of
                                   # tokens, see totals.py
+    record: true                  # every decision of the scheduler, for `pagedjax view`
     replicas: {count: 16, router: prefix}         # several simulated engines; router: mine.py:NAME
                                                   # is your own; changes: [{at: 30.0, join: 2},
                                                   # {at: 60.0, leave: 1}], see Change
@@ -106,6 +107,10 @@ class Experiment:
     reseed: repeat r draws its workload from seed + r instead of seed.
     records: "sums" keeps no record of a step and only the first and the last time of a request's
         tokens, for long simulations; percentiles over tokens and steps are then of rounded numbers.
+    record: keep a recording of each run, `recording.jsonl` in its folder, and the viewer's page of
+        it; with replicas one of each, `recording.0.jsonl`. A simulated run has the same numbers
+        without one, and is the same point; a finished run without one is simulated again. Of a
+        measured run it costs time of the host in each step, so that it is another point.
     """
 
     name: str
@@ -124,6 +129,7 @@ class Experiment:
     replicas: Replicas | None = None
     pools: Pools | None = None
     records: Records = "full"
+    record: bool = False
 
     def __post_init__(self) -> None:
         if not self.name or self.name.startswith(".") or any(c in self.name for c in '/\\:*?"<>|'):
@@ -161,6 +167,7 @@ class Experiment:
             )
         pool_options.check_pools(self)
         self._check_records()
+        self._check_record()
         size = self.engine.block_size
         if self.cache_tokens is not None and self.engine.num_blocks is not None:
             raise ValueError("cache_tokens and engine.num_blocks are both given; give one of them")
@@ -186,6 +193,20 @@ class Experiment:
             )
         if why:
             raise ValueError(f"records is 'sums', and {why}; leave records out")
+
+    def _check_record(self) -> None:
+        if not self.record:
+            return
+        if self.pools:
+            raise ValueError(
+                "record is true, and the config has pools: a sequence on its way keeps its blocks "
+                "in the pool that it left, which no line of a recording says; leave record out"
+            )
+        if self.records == "sums":
+            raise ValueError(
+                "record is true and records is 'sums', but a recording has each step of the run; "
+                "leave one of them out"
+            )
 
     @property
     def engine_config(self) -> EngineConfig:

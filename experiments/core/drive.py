@@ -14,6 +14,8 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from experiments.core import metrics
@@ -51,6 +53,7 @@ class Measured(NamedTuple):
     steps: list[StepRecord]
     summary: dict[str, Any]
     failed: str | None
+    logs: tuple[str, ...] = ()  # of a run with `record`, the text of each engine's recording
 
 
 def drive(
@@ -126,7 +129,7 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
         gc.collect()  # so that garbage of the previous run costs this one no time
     for cold_engine in engines:
         cold_engine.reset()  # removes cached prefixes and counters of the warm-up
-    recording = _record_run(llm, engines, experiment, workload)
+    recording, logs = _run_with_logs(llm, engines, experiment, workload)
     requests = with_arrivals(recording.requests, workload.clients)
     items = tuple(
         item._replace(arrival=request.arrival)
@@ -135,7 +138,26 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     workload = workload._replace(items=items)
     summary = _summary(requests, recording, experiment, engine.config)
     failed = why_failed(recording.steps, summary)
-    return Measured(workload, requests, recording.steps, summary, failed)
+    return Measured(workload, requests, recording.steps, summary, failed, logs)
+
+
+def _run_with_logs(
+    llm: Any, engines: Sequence[Any], experiment: Experiment, workload: Workload
+) -> tuple[Recording, tuple[str, ...]]:
+    """A run of engines that were reset: its records, and the logs of `Measured`."""
+    if not experiment.record:
+        return _record_run(llm, engines, experiment, workload), ()
+    has_text = isinstance(experiment.workload, Prompts)
+    with TemporaryDirectory() as folder:
+        paths = [Path(folder) / f"{number}.jsonl" for number in range(len(engines))]
+        try:
+            for engine, path in zip(engines, paths, strict=True):
+                engine.record(path, times=True, prompts=has_text)
+            recording = _record_run(llm, engines, experiment, workload)
+        finally:
+            for engine in engines:
+                engine.record(None)
+        return recording, tuple(path.read_text(encoding="ascii") for path in paths)
 
 
 class Recording(NamedTuple):

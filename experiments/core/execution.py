@@ -10,14 +10,16 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from experiments.core import speculation, store, what_ran
+from experiments.core import recordings, speculation, store, what_ran
 from experiments.core.config import Experiment
 from experiments.core.drive import Measured, measure
 from experiments.core.engines import Engines, Run, engine_key
 from experiments.core.environment import load_average, processor_time, stolen_share
 from experiments.core.pool_options import POOLS, pool_experiment
 from experiments.core.records import BranchRecord, RequestRecord
+from pagedjax.host import policies
 from pagedjax.options.config import EngineConfig
+from pagedjax.text import yaml_words
 
 Result = tuple[dict[str, str], dict[str, Any]]  # the files of a run (name -> text) and its summary
 COPIED = 1 << 18  # a workload file of at most this many characters is copied into the run's folder
@@ -68,6 +70,11 @@ def measure_run(run: Run, engines: Engines, env: dict[str, Any]) -> Result:
         "metrics": measured.summary,
     }
     files = run_files(run, llm, measured)
+    if measured.logs:
+        files |= recordings.files(measured.logs, policies.find(experiment.engine.policy))
+        # its own file is beside the recording
+        policy = yaml_words.load(files["config.yaml"])["engine"]["policy"]
+        summary["recording"] = recordings.about(measured.requests, len(measured.logs), policy)
     startup = {**llm.startup, "total": engines.startup_seconds[engine_key(experiment)]}
     facts = _engine_facts(experiment, llm, startup)
     files["env.json"] = store.json_text({**env, **facts, **noise(busy, used)})

@@ -106,6 +106,8 @@ def point_key(experiment: Experiment, content: str) -> str:
             values["pools"][name]["router"] = _own_source(getattr(experiment.pools, name).router)
     if experiment.records == "full":  # not in the keys of versions before this field
         del values["records"]
+    if not experiment.record or experiment.simulate:  # it changes no number of a simulated run
+        del values["record"]
     for section, names in LATER.items():
         usual = {
             field.name: field.default

@@ -5,6 +5,7 @@
         env.json        the environment: commit, hash of the code, versions, device, flags
         requests.jsonl  one line a request, its branches in it
         steps.jsonl     one line a step; not in a run that keeps sums (totals.py)
+        recording.jsonl, recording.html     with `record: true`, see recordings.py
         summary.json    the metrics; a run exists if and only if this file exists
     <out>/<name>/sweep.json, runs.jsonl, report.html    the sweep: its runs in order, their summaries, the report
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.core import processes, store, what_ran
+from experiments.core import processes, recordings, store, what_ran
 from experiments.core.config import Point
 from experiments.core.engines import Engines, Run
 from experiments.core.environment import code, environment
@@ -29,29 +29,40 @@ NAMED = 6  # run folders that a note names
 def finished_runs(
     plan: Sequence[Run], folder: Path, remedy: str = REMEDY
 ) -> dict[tuple[str, int], dict[str, Any]]:
-    """Summaries of the plan's finished runs; a failed run counts as missing.
+    """Summaries of the plan's finished runs; a failed run counts as missing, and so does one
+    without the recording that the plan wants.
 
     Runs made by other code (see environment.code) are named on stderr. They are kept if all repeats
     of their point are finished. Otherwise they are left out and measured again, because repeats of
     a point must differ by noise alone.
     """
     finished = {}
+    unrecorded = {}
     for run in plan:
-        summary = store.read_summary(store.run_folder(folder, run.point.key, run.repeat))
-        if summary is not None and not summary["failed"]:
-            # its place in the sweep may be another one now
-            finished[run.point.key, run.repeat] = {**summary, **head_of(run)}
+        run_folder = store.run_folder(folder, run.point.key, run.repeat)
+        summary = store.read_summary(run_folder)
+        if summary is None or summary["failed"]:
+            continue
+        lacks_recording = run.point.experiment.record and not recordings.paths(run_folder)
+        # its place in the sweep may be another one now
+        (unrecorded if lacks_recording else finished)[run.point.key, run.repeat] = {
+            **summary,
+            **head_of(run),
+        }
+    note_runs(
+        unrecorded, folder, "without a recording", "They are made again, because record is true"
+    )
     missing = {run.point.key for run in plan if (run.point.key, run.repeat) not in finished}
     other_code = {key: summary for key, summary in finished.items() if code_of(summary) != code()}
     repeated = {key: summary for key, summary in other_code.items() if key[0] in missing}
     note_runs(
         repeated,
         folder,
-        "by other code",
+        "by other code than this",
         "They are measured again, because other repeats of their points are missing",
     )
     reused = {key: summary for key, summary in other_code.items() if key not in repeated}
-    note_runs(reused, folder, "by other code", remedy)
+    note_runs(reused, folder, "by other code than this", remedy)
     return {key: summary for key, summary in finished.items() if key not in repeated}
 
 
@@ -67,14 +78,14 @@ def note_runs(runs: dict[Any, dict[str, Any]], folder: Path, difference: str, re
     """Print a note on finished runs that were made in another way than new ones.
 
     Args:
-        difference: in which way, such as "by other code".
+        difference: in which way, such as "by other code than this".
     """
     if not runs:
         return
     names = [str(folder / summary["run"]) for summary in runs.values()]
     more_text = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     print(
-        f"NOTE: {len(names)} finished runs were made {difference} than this: "
+        f"NOTE: {len(names)} finished runs were made {difference}: "
         f"{', '.join(names[:NAMED])}{more_text}. {remedy}.",
         file=sys.stderr,
     )
@@ -156,7 +167,7 @@ def _note_other_devices(
         if summary["device"] != device
         and not (summary["device"] or SIMULATED).startswith(SIMULATED)
     }
-    note_runs(other_devices, folder, f"on another device ({device})", remedy)
+    note_runs(other_devices, folder, f"on another device than this ({device})", remedy)
 
 
 def show(bar: Any, run: Run) -> None:

@@ -18,6 +18,7 @@ does not change a run.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -54,6 +55,7 @@ from pagedjax.engine.requests import (
 )
 from pagedjax.host import blocks, decode_spans, kv_policies, policies, request_limits, scheduler
 from pagedjax.host.drafts import Sample, cut_at_the_end
+from pagedjax.host.event_log import Commit, Entry, Recorder, Schedule, Submit
 from pagedjax.host.reservation import table_width
 from pagedjax.host.state import limits
 from pagedjax.host.types import (
@@ -180,9 +182,11 @@ class SimulatedEngine:
         views = kv_policies.views(config, table_width(config, config.max_model_len))
         self._policy = policies.find(config.policy)
         self._limits = limits(config, host_blocks, views)
+        self._recorder: Recorder | None = None
         self.reset()
 
     def reset(self) -> None:
+        self.record(None)
         self.scheduler_state = scheduler.init(self._limits)
         self._sequences: Sequences = Map()
         options = self.config.speculative
@@ -191,6 +195,23 @@ class SimulatedEngine:
         )
         self._batch = WholeBatch()
         self.now = 0.0
+
+    def record(
+        self, path: str | os.PathLike[str] | None, *, times: bool = False, prompts: bool = False
+    ) -> None:
+        """Like `Engine.record`, with the times of this engine's clock. Call it after `reset`.
+
+        A released sequence keeps its blocks here, which no line of a recording says: engines of
+        pools are not recorded.
+        """
+        if self._recorder:
+            self._recorder.close()
+            self._recorder = None
+        if path is not None:
+            clock = self.clock if times else None
+            self._recorder = Recorder(
+                path, self._limits, self._policy.name, clock=clock, prompts=prompts
+            )
 
     @property
     def has_work(self) -> bool:
@@ -222,8 +243,13 @@ class SimulatedEngine:
         request = EngineRequest((request_id, *forks), prompt_token_ids, params)
         prepared = prepare(self.scheduler_state, request, self._rules)
         self.scheduler_state = scheduler.submit(self.scheduler_state, prepared.request)
+        self._write(Submit(prepared.request, prompt_token_ids))
         if self._rules.caching:  # only hashes of blocks need token values
             self._sequences = self._sequences.update(prepared.sequences)
+
+    def _write(self, entry: Entry) -> None:
+        if self._recorder:
+            self._recorder.write(entry)
 
     def check(self, request: Request) -> None:
         """Raises Rejected if this engine could never adopt the request's sequences."""
@@ -301,6 +327,9 @@ class SimulatedEngine:
                 plan, self._sequences, self.config.block_size, accepted_drafts
             )
         self.scheduler_state, events = scheduler.commit(state, plan, samples, hashes)
+        self.now = started + seconds + self._simulate.host_s
+        self._write(Schedule(plan, num_drafts, started))
+        self._write(Commit(plan, samples, dict(hashes), {}, events))
         if self._sequences:
             self._sequences = apply_events(
                 self._sequences, events, state.running, self._rules.spare
@@ -309,7 +338,6 @@ class SimulatedEngine:
             self._batch, events = after_step(
                 self._batch, plan, events, over=not self.scheduler_state.running.seqs
             )
-        self.now = started + seconds + self._simulate.host_s
         result = StepResult(plan, events, started, self.now, seconds, padded, 0)
         self._drafting = self._drafting and drafting.learned(self._drafting, result)
         return result
@@ -338,8 +366,10 @@ class SimulatedEngine:
     def ahead(self) -> StepTimes | None:
         """The times of the next steps, if several of them only decode; `advance` makes them.
 
-        Else None.
+        Else None. A recording has each step, so that they are made one by one.
         """
+        if self._recorder:
+            return None
         if self._drafting or self._simulate.whole_batches or not self._simulate.kv_cache:
             return None
         steps = min(decode_spans.steps_ahead(self.scheduler_state), MOST_AHEAD)

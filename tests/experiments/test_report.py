@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments import report
-from experiments.analysis import sweep_points
-from experiments.analysis.sweep_points import Axes
+from experiments.analysis import plots, report_figures, sweep_points
+from experiments.analysis.sweep_points import THROUGHPUT, TTFT, Axes
 from experiments.core import store
 from experiments.core.config import short_names
 
 
 def run(
-    order: int, repeat: int, swept: dict[str, Any], rate: float, gap: float = 0.05, **fields: Any
+    order: int,
+    repeat: int,
+    swept: dict[str, Any],
+    rate: float,
+    gap: float = 0.05,
+    goodput: dict[str, float] | None = None,
+    **fields: Any,
 ) -> dict[str, Any]:
     label = (
         ", ".join(f"{name}={swept[path]}" for path, name in short_names(swept).items())
@@ -39,7 +46,7 @@ def run(
         "prefix_hit_share": 0.3,
         "slots_used": {"mean": 90.0, "peak": 128},
         "preemptions": 0,
-        "goodput": None,
+        "goodput": goodput,
         "tokens_sha256": "same",
     }
     return {
@@ -76,6 +83,19 @@ ABOUT = {
     "question": "How much?",
     "command": "python -m experiments.run configs/unit.yaml",
 }
+POLICIES = [
+    run(
+        4 * i + j,
+        repeat,
+        {"engine.policy": policy, "workload.arrivals.rate": rate},
+        100.0 * rate + faster + 10 * repeat,
+        workload={"requests": repeat},
+        goodput={"requests_per_s": rate, "share": 0.9},
+    )
+    for i, (policy, faster) in enumerate((("fcfs", 0.0), ("mine", 5.0)))
+    for j, rate in enumerate((1.0, 2.0))
+    for repeat in range(3)
+]
 
 
 def test_repeats_fold_into_points():
@@ -151,6 +171,12 @@ def test_pareto_front_matches_brute_force(points: list[tuple[int, int]]):
     assert [points[place] for place in front] == sorted(points[place] for place in front)
 
 
+def page_of(runs: list[dict[str, Any]]) -> str:
+    drawn = report.prepare(runs, report.Choice())
+    sections = report.draw(ABOUT, runs, drawn)
+    return report.page(ABOUT, runs, [{}] * len(runs), drawn, sections)
+
+
 class Tags(html.parser.HTMLParser):
     """Fails on a tag that is closed out of order, and collects addresses."""
 
@@ -175,7 +201,7 @@ class Tags(html.parser.HTMLParser):
 def test_page_is_well_formed_and_self_contained():
     swept = {"engine.block_size": 4, "engine.max_num_batched_tokens": 64}
     failed = run(9, 0, swept, 1.0, failed="a < b", metrics=None)
-    page = report.page(ABOUT, [*GRID, failed], [{}] * 19)
+    page = page_of([*GRID, failed])
     tags = Tags()
     tags.feed(page)
     tags.close()
@@ -185,7 +211,7 @@ def test_page_is_well_formed_and_self_contained():
     assert "@import" not in page
     assert "unit &lt;test&gt;" in page
     assert "a &lt; b" in page
-    assert page.count("<svg") == 3 + 2 + 3 + 1
+    assert page.count("<svg") == 1 + 6 + 2 + 3 + 1
     # every placeholder became a variable
     assert re.findall(r"#0[12][0-9a-f]{4}\b", page.partition("<main>")[2]) == []
     assert page.count("var(--s1)") > page.count("var(--s7)")
@@ -222,8 +248,107 @@ def test_report_is_written_from_run_folder(tmp_path):
 
 def test_folders_without_results_are_reported(tmp_path, capsys):
     failed = run(0, 0, {}, 1.0, failed="x", metrics=None)
-    assert "there is no result" in report.page(ABOUT, [failed], [{}])
+    assert "there is no result" in page_of([failed])
     with pytest.raises(ValueError, match="contains no runs"):
         report.write(tmp_path)
     assert report.main([str(tmp_path / "no")]) == 2
     assert "error: there is no folder" in capsys.readouterr().err
+
+
+def test_marks_say_where_curves_differ():
+    drawn = report.prepare(POLICIES, report.Choice())
+    plot = plots.metric_plot(drawn.rows, drawn.axes, THROUGHPUT)
+    assert plot is not None
+    tips = re.findall(r"<title>policy=mine: (.*)</title>", plot.svg())
+    assert len(tips) == 2
+    assert all(tip.endswith("shown, over 3 pairs of repeats") for tip in tips)
+    equal = plots.metric_plot(drawn.rows, drawn.axes, TTFT)
+    assert equal is not None
+    assert equal.svg().count(": no difference can be told, over 3 pairs") == 2
+    note = report_figures.axes_note(drawn.rows, drawn.axes)
+    assert "compare each other line with policy=fcfs" in note
+    alone = report.prepare([row for row in POLICIES if row["repeat"] == 0], report.Choice())
+    assert "Marks above" not in report_figures.axes_note(alone.rows, alone.axes)
+
+
+def test_x_facet_and_y_are_chosen():
+    choice = report.Choice(facet="engine.policy", y=("ttft_p99", "steps"))
+    drawn = report.prepare(POLICIES, choice)
+    assert drawn.axes == Axes("rate", (), "policy")
+    figures = [
+        figure
+        for metric in drawn.chosen
+        for figure in report_figures.metric_figures(drawn.rows, drawn.axes, metric)
+    ]
+    assert [figure.title for figure in figures] == [
+        "Time to first token, p99, policy=fcfs",
+        "Time to first token, p99, policy=mine",
+        "Steps, policy=fcfs",
+        "Steps, policy=mine",
+    ]
+    drawings = [figure.draw() for figure in figures[:2]]
+    limits = {drawing.axes.get_ylim() for drawing in drawings if drawing is not None}
+    assert len(limits) == 1, "facets compare"
+    by_policy = report.prepare(POLICIES, report.Choice(x="policy"))
+    assert by_policy.axes == Axes("policy", ("rate",))
+    (figure,) = report_figures.metric_figures(by_policy.rows, by_policy.axes, THROUGHPUT)
+    plot = figure.draw()
+    assert plot is not None
+    names = [label.get_text() for label in plot.axes.get_xticklabels()]
+    assert names == ["fcfs", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--x", "rates"], r"--x is 'rates'; it must be one of 'engine.policy', 'workload.arr"),
+        (["--facet", "engine.polcy"], r"--facet is 'engine.polcy'.*did you mean 'engine.policy'"),
+        (["--x", "rate", "--facet", "workload.arrivals.rate"], "--x and --facet are both 'rate'"),
+        (["--y", "ttft_s.p98"], r"--y is 'ttft_s.p98'.*did you mean 'ttft_s.p9"),
+    ],
+)
+def test_unknown_choice_names_what_there_is(options: list[str], words: str, tmp_path, capsys):
+    store.write_file(tmp_path / "runs.jsonl", store.json_lines(POLICIES))
+    assert report.main([str(tmp_path), *options]) == 2
+    assert re.search(words, capsys.readouterr().err)
+    single = tmp_path / "single"
+    store.write_file(single / "runs.jsonl", store.json_lines([run(0, 0, {}, 1.0)]))
+    assert report.main([str(single), "--x", "rate"]) == 2
+    assert "the sweep has one point; sweep a key, or leave --x out" in capsys.readouterr().err
+
+
+def test_figures_are_written_as_files(tmp_path, capsys):
+    store.write_file(tmp_path / "runs.jsonl", store.json_lines(POLICIES[:1]))
+    assert report.main([str(tmp_path), "--format", "svg", "pdf"]) == 0
+    name = tmp_path / "figures" / "time-of-a-step-mean-time-of-a-step"
+    svg = name.with_suffix(".svg")
+    pdf = name.with_suffix(".pdf")
+    paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert paths == [tmp_path / "report.html", svg, pdf]
+    text = svg.read_text()
+    assert "#0b6fb0" in text
+    assert not re.search(r"#01020\d|#02..07|var\(--|tip-", text), "placeholders and targets"
+    assert pdf.read_bytes().startswith(b"%PDF")
+
+
+@pytest.mark.parametrize(
+    ("waiting", "sentence"),
+    [
+        ({}, "No request waited: the policy decided nothing."),
+        ({2.0: '"waiting":3'}, "No request waited at rate=1.0: the policy decided nothing there."),
+        ({1.0: '"preempted":1', 2.0: '"waiting":1'}, ""),
+        ({1.0: None, 2.0: None}, ""),
+    ],
+)
+def test_report_says_where_a_policy_decided_nothing(waiting: Any, sentence: str, tmp_path):
+    runs = []
+    for row in POLICIES:
+        folder = tmp_path / row["run"]
+        runs.append({**row, "run": str(folder)})
+        last = waiting.get(row["swept"]["workload.arrivals.rate"], '"waiting":0,"preempted":0')
+        if last is not None:
+            idle = '{"step":0,"waiting":0,"preempted":0}\n'
+            store.write_run(folder, {"steps.jsonl": f"{idle}{{{last}}}\n"})
+    assert report.policy_idle(runs) == sentence
+    other_keys = [{**row, "swept": {"seed": 1}} for row in runs]
+    assert report.policy_idle(other_keys) == ""

@@ -14,6 +14,7 @@ import yaml
 import experiments
 from experiments import run
 from experiments.core import config, overrides, store
+from pagedjax.host import replay
 from pagedjax.options.config import NONE_STAYS
 from tests import garbage
 from tests.experiments.core.summaries import MEASURED
@@ -49,10 +50,16 @@ def json_lines(summary: Any, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(summary["run"]) / name).read_text().splitlines()]
 
 
-def test_sweep_end_to_end(tmp_path, model: str, capsys):
+def test_sweep_end_to_end(tmp_path, model: str, monkeypatch, capsys):
     sweep = {"grid": {"engine.block_size": [4, 16], "seed": [1, 2]}}
     path = write_config(
-        tmp_path, model, repeats=2, sweep=sweep, question="Does it run?", slo={"ttft": 60.0}
+        tmp_path,
+        model,
+        repeats=2,
+        sweep=sweep,
+        question="Does it run?",
+        slo={"ttft": 60.0},
+        record=True,
     )
     command = [str(path), "--out", str(tmp_path / "runs"), "--quiet"]
     assert run.main(command) == 0
@@ -78,11 +85,17 @@ def test_sweep_end_to_end(tmp_path, model: str, capsys):
     steps = json_lines({"run": folder}, "steps.jsonl")
     assert sum(step["sampled"] for step in steps) == frame["output_tokens"].iloc[0]
 
+    verified = replay.verify(folder / "recording.jsonl")
+    assert verified.identical
+    assert verified.requests == len(requests), "no request of the warm-up"
+    assert (folder / "recording.html").is_file()
+
     # The saved config can be loaded: an engine without open choices.
     (repeated,) = config.load(folder / "config.yaml")
     assert repeated.experiment.engine.num_blocks == 64
 
     # A second time measures nothing; more repeats add only what is missing.
+    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
     before = {entry: entry.stat().st_mtime_ns for entry in tmp_path.rglob("summary.json")}
     assert run.main(command) == 0
     assert {entry: entry.stat().st_mtime_ns for entry in tmp_path.rglob("summary.json")} == before

@@ -1,0 +1,168 @@
+"""`record: true`: it changes no number of a simulated run, and what it keeps replays."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import report
+from experiments.core import recordings, store
+from experiments.core.config import expand
+from pagedjax.commands import cli
+from pagedjax.host import policies, replay
+from tests.experiments.core.summaries import (
+    BASE,
+    MEASURED,
+    changed_workload,
+    run_files,
+    simulated_run,
+)
+
+SMALL = {**BASE, "workload": changed_workload(count=12)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"engine": {**BASE["engine"], "max_num_seqs": 3}},
+        {"workload": changed_workload(count=12, shared_prefix=16)},
+        {
+            "engine": {**BASE["engine"], "speculative": {"num_tokens": 3}},
+            "simulate": {**BASE["simulate"], "acceptance": 0.7},
+        },
+        {"sampling": {**BASE["sampling"], "n": 2}, "replicas": {"count": 2}},
+        {
+            "engine": {**BASE["engine"], "preemption": "swap", "max_model_len": 60},
+            "cache_tokens": 80,
+        },
+        {
+            "engine": {**BASE["engine"], "policy": "static"},
+            "simulate": {**BASE["simulate"], "whole_batches": True},
+        },
+    ],
+    ids=["queue", "prefixes", "drafts", "branches-replicas", "swap", "whole-batches"],
+)
+def test_recording_changes_nothing_and_replays(changes: dict[str, Any], tmp_path):
+    raw = {**SMALL, **changes}
+    plain = simulated_run(raw)
+    recorded = simulated_run({**raw, "record": True})
+    assert plain.logs == ()
+    assert recorded._replace(logs=()) == plain
+    num_requests = 0
+    for log in recorded.logs:
+        path = tmp_path / "run.jsonl"
+        path.write_text(log)
+        verified = replay.verify(path)
+        assert verified.identical
+        num_requests += verified.requests
+    assert num_requests == 12
+    steps = [json.loads(line) for log in recorded.logs for line in log.splitlines()]
+    ends = [line["at"] for line in steps if "commit" in line]
+    assert max(ends) == pytest.approx(plain.summary["duration_s"], abs=1e-6)
+    if "cache_tokens" in changes:
+        assert plain.summary["preemptions"] > 0
+
+
+def key_of(raw: dict[str, Any]) -> str:
+    (point,) = expand(raw, folder=Path())
+    return point.key
+
+
+def test_recording_is_another_point_of_measured_runs_alone():
+    assert key_of({**SMALL, "record": True}) == key_of(SMALL)
+    measured = {**MEASURED, "model": "smollm2-135m"}
+    assert key_of({**measured, "record": True}) != key_of(measured)
+    assert key_of({**measured, "record": False}) == key_of(measured)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"pools": {"prefill": {"count": 1}, "decode": {"count": 1}}},
+            "record is true, and the config has pools: .*; leave record out",
+        ),
+        (
+            {"records": "sums"},
+            "record is true and records is 'sums', but a recording .*; leave one of them out",
+        ),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(changes: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        expand({**SMALL, **changes, "record": True}, folder=Path())
+
+
+def test_finished_run_without_recording_is_made_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+    folder = run_files(tmp_path, SMALL)
+    (summary,) = store.read_runs(folder)
+    run_folder = Path(summary["run"])
+    before = (run_folder / "requests.jsonl").read_bytes()
+    assert not (run_folder / "recording.jsonl").exists()
+    assert report.recorded([summary], folder) == []
+
+    run_files(tmp_path, {**SMALL, "record": True})
+    note = "NOTE: 1 finished runs were made without a recording: "
+    assert note in capsys.readouterr().err
+    assert (run_folder / "requests.jsonl").read_bytes() == before
+    made = (run_folder / "recording.jsonl").stat().st_mtime_ns
+    run_files(tmp_path, SMALL)  # a recording is no reason to run again
+    run_files(tmp_path, {**SMALL, "record": True})
+    assert "NOTE" not in capsys.readouterr().err
+    assert (run_folder / "recording.jsonl").stat().st_mtime_ns == made
+
+    requests = store.read_requests(run_folder)
+    slowest = max(requests, key=lambda request: request.ttft or 0.0)
+    runs = store.read_runs(folder)
+    about = {"name": "unit", "question": "", "command": ""}
+    page = report.page(about, runs, [{}], recorded=report.recorded(runs, folder))
+    address = f"{summary['point'][:12]}/0/recording.html#request={slowest.request_id}"
+    assert f'<a href="{address}">{slowest.request_id}</a>' in page
+    assert slowest.request_id in (run_folder / "recording.jsonl").read_text()
+    assert f"pagedjax view {shlex.quote(str(run_folder / 'recording.jsonl'))}</code>" in page
+
+
+def test_own_policy_is_shown_by_the_command_of_the_report(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+    policy = (
+        "from pagedjax.policies import by_key\nMINE = by_key('mine', lambda seq: seq.arrival)\n"
+    )
+    (tmp_path / "mine.py").write_text(policy)
+    engine = {**BASE["engine"], "policy": "mine.py:MINE"}
+    folder = run_files(tmp_path, {**SMALL, "engine": engine, "record": True})
+    (row,) = report.recorded(store.read_runs(folder), folder)
+    (file,) = row["files"]
+    name, *words = shlex.split(file["command"])
+    assert name == "pagedjax"
+    assert words[2] == "--policy"
+    (folder / file["page"]).unlink()
+    assert cli.main(words) == 0
+    assert (folder / file["page"]).is_file()
+
+
+def test_slowest_request_is_in_the_recording_of_its_replica(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+    raw = {**SMALL, "record": True, "replicas": {"count": 2, "router": "round_robin"}}
+    folder = run_files(tmp_path, raw)
+    (summary,) = store.read_runs(folder)
+    for worst in summary["recording"]["slowest"].values():
+        text = (Path(summary["run"]) / worst["file"]).read_text()
+        assert f'{{"submit":{{"request_id":"{worst["request"]}"' in text
+    (row,) = report.recorded([summary], folder)
+    assert [file["name"] for file in row["files"]] == ["recording.0.jsonl", "recording.1.jsonl"]
+
+
+def test_long_and_wrong_recordings_have_no_page(monkeypatch):
+    (log,) = simulated_run({**SMALL, "record": True}).logs
+    names = ["recording.jsonl", "recording.html"]
+    assert list(recordings.files([log], policies.FCFS)) == names
+    header, first, *rest = log.splitlines(keepends=True)
+    wrong = header.replace('"fcfs"', '"gone"') + first + "".join(rest)
+    assert list(recordings.files([wrong], policies.FCFS)) == names[:1]
+    monkeypatch.setattr(recordings, "MOST_CHARACTERS", len(log) - 1)
+    assert list(recordings.files([log], policies.FCFS)) == names[:1]
