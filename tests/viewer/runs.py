@@ -127,6 +127,11 @@ def pictures(frames: list[Frame]) -> Iterator[tuple[Frame, Picture]]:
         yield frame, picture
 
 
+def without_why(frames: list[Frame]) -> list[Frame]:
+    """Frames as of the version before reasons."""
+    return [{name: part for name, part in frame.items() if name != "why"} for frame in frames]
+
+
 def names(frames: list[Frame]) -> dict[int, str]:
     return {record[0]: record[1] for frame in frames for record in frame.get("came", ())}
 

@@ -38,7 +38,12 @@ function drawQueues(view) {
 
 function queue(view, title, numbers, note) {
   const head = element("h2", { textContent: title }, element("span", { textContent: numbers.length }));
-  const chips = numbers.slice(0, MOST_CHIPS).map((n) => queued(view, n, note(n), `${title}${n}`));
+  const shown = numbers.slice(0, MOST_CHIPS), whys = shown.map((n) => (whyOf(view.picture, n) || [""])[0]);
+  const chips = shown.flatMap((n, i) => {
+    const chip = queued(view, n, note(n), `${title}${n}`);
+    // one sentence below the requests that it is true of
+    return whys[i] && whys[i] !== whys[i + 1] ? [chip, element("p", { className: "why", textContent: whys[i] })] : [chip];
+  });
   if (!numbers.length) chips.push(aside("none"));
   if (numbers.length > MOST_CHIPS) chips.push(aside(`and ${numbers.length - MOST_CHIPS} more`));
   return [head, ...chips];
@@ -115,7 +120,7 @@ function requestStory(view, n) {
     life.tags.length ? `tags ${life.tags.join(", ")}` : "",
   ].filter(Boolean);
   const kin = more.length ? element("p", { className: "whose", textContent: more.join(" · ") }) : null;
-  const intro = [textNow(view, life), kin, blocksNow(view, n)];
+  const intro = [textNow(view, life), kin, ...whyNow(view, n), blocksNow(view, n)];
   return { title: `You are ${view.called(n)}`, intro: intro.filter(Boolean), entries };
 }
 
@@ -129,6 +134,14 @@ function textNow(view, life) {
   const output = view.words.output(life, end);
   if (label === null && !output) return null;
   return element("blockquote", {}, label ?? "…", element("mark", { textContent: output ?? "" }));
+}
+
+/** Why it gets no token in this step, and the request that is before it. */
+function whyNow(view, n) {
+  const [sentence, behind] = whyOf(view.picture, n) || [];
+  if (!sentence) return [];
+  const text = element("p", { className: "why", textContent: `In step ${view.picture.step}: ${sentence}.` });
+  return behind === null ? [text] : [text, element("div", { className: "links" }, requestChip(view, behind, "", `w${behind}`))];
 }
 
 function blocksNow(view, n) {
