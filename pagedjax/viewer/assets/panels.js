@@ -103,6 +103,9 @@ function help(view) {
     view.speculates &&
       "A decode may have drafts: guesses of its next tokens, which the same step checks. Slots and parts of the bar " +
         "that are crossed out were rejected: computed and not kept.",
+    view.pair &&
+      "The timeline has both runs: of each request the first run above the second. The buttons, or the keys 1 and 2, show " +
+        "the one or the other at the same time.",
     "Keys: ← → or , . one step · space plays · Home End · arrows in the grid move from block to block.",
   ];
   return about.filter(Boolean).map((text) => element("p", { className: "whose", textContent: text }));
@@ -110,10 +113,11 @@ function help(view) {
 
 function requestStory(view, n) {
   const life = view.lives.all.get(n);
-  if (!life) return { title: `Request ${view.name(n)}`, intro: [], entries: [] };
+  if (!life) return { title: `Request ${view.name(n)}`, intro: [aside(view.pair?.runOf(n) || "")], entries: [] };
   byId("lines").style.setProperty("--hue", colour(n));
   const entries = view.stories(`r${n}`, () => storyOf(life, view.history, (m) => view.name(m), view.words));
   const more = [
+    view.pair?.runOf(n),
     life.first !== null && life.first !== n ? `a branch of ${view.name(life.first)}` : "",
     life.user && `user ${life.user}`,
     life.priority ? `priority ${life.priority}` : "",
