@@ -84,7 +84,7 @@ class View {
     this.note([
       about.truncated && "the recording is cut off",
       about.bare && "too many tokens: their text is left out",
-      timed === false && `no times ${this.pair ? "in both" : "recorded"}: one step is one unit`,
+      timed === false && `${this.pair ? "not both runs have times" : "no times recorded"}: one step is one unit`,
     ].filter(Boolean).join("; "));
   }
 
