@@ -117,7 +117,7 @@ def test_without_the_limit_that_a_reason_names_a_request_enters_or_meets_another
         config = SMALL._replace(**{**config, **mode})
         path = tmp_path / "run.jsonl"
         record(path, config, seed, 60, policy=policy)
-        before = None
+        before = scheduler.init(config)
         for transition in replay(path, {policy.name: policy}):
             if transition.kind == "schedule":
                 check_reasons(before, policy, limits, exact=False)
