@@ -159,7 +159,7 @@ def test_a_run_of_many_steps_stays_small(tmp_path):
     run = viewer.read(tmp_path / "run.jsonl")
     html = viewer.page(run)
     assert len(run.frames) == 601
-    assert len(html) < 90_000 + 600 * 250
+    assert len(html) < 95_000 + 600 * 250
     assert len(html) < (tmp_path / "run.jsonl").stat().st_size / 3
 
 
