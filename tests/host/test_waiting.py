@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from pagedjax.host import scheduler
+from pagedjax.host.admission import Shortage
 from pagedjax.host.kv_policies import ALL, View
 from pagedjax.host.policies import FCFS, POLICIES, SHORTEST, STATIC, Policy
 from pagedjax.host.replay import replay
@@ -73,7 +74,16 @@ def lifted(
 
 def check_reasons(state: SchedulerState, policy: Policy, limits: set[str], exact: bool) -> None:
     """The reasons of the next step: those requests, and none of them stays when it is lifted."""
-    reasons = why_waiting(state, policy)
+    queue: list[str] = []
+
+    def order(waiting, running, cached):
+        offered = list(policy.order(waiting, running, cached))
+        # beams are offered at the place of the first of them
+        queue[:] = [seq.request_id.split("/")[0] for seq in offered]
+        return offered
+
+    reasons = why_waiting(state, policy._replace(order=order))
+    assert reasons.keys() == why_waiting(state, policy).keys()
     after, plan = scheduler.schedule(state, policy)
     rows = {seq.request_id for seq in plan.seqs}
     unfinished = (*after.waiting, *after.running.seqs)
@@ -83,6 +93,10 @@ def check_reasons(state: SchedulerState, policy: Policy, limits: set[str], exact
         limit = reason.limit
         limits.add(limit)
         assert (reason.behind is not None) == (limit == "behind")
+        if reason.behind is not None:
+            assert reasons[reason.behind].limit in get_args(Shortage)
+            head, follower = (each.split("/")[0] for each in (reason.behind, name))
+            assert queue.index(head) < queue.index(follower)
         if limit == "siblings":
             assert name not in waiting
             continue
