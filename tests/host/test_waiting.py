@@ -113,6 +113,9 @@ def check_reasons(state: SchedulerState, policy: Policy, limits: set[str], exact
             # fewer blocks were evicted, so another one is shared that was idle
             more += changed.need - changed.free
             changed = why_waiting(*lifted(state, policy, reason, more)).get(name)
+        admitted = scheduler.schedule(*lifted(state, policy, reason, more))[1].admitted
+        if name in admitted and name in waiting:
+            continue  # a beam may enter before there is a token for it
         if limit in ("preempted", "preemption"):
             assert changed is None or changed.limit not in ("preempted", "preemption")
         else:
