@@ -24,6 +24,7 @@ MODULES = (
     "pagedjax.viewer",
     "pagedjax.host.scheduler",
     "pagedjax.host.types",
+    "pagedjax.host.waiting",
     "experiments",
     "pallas_kernels.paged_attention",
     "pallas_kernels.kv_write",

@@ -239,12 +239,18 @@ def _replay_routing(args: argparse.Namespace) -> int:
 
 
 def view(args: argparse.Namespace) -> int:
-    """Write a recorded run as one HTML page that opens in any browser, and print where."""
+    """Write a recorded run, or two on one time axis, as one HTML page that opens in any browser, and
+    print where."""
     from pagedjax import viewer
 
-    run = viewer.read(args.file, _policies(args.policy))
+    policies = _policies(None)
+    for name in args.policy or ():
+        policies |= _policies(name)
+    run = viewer.read(args.file, policies)
+    second = viewer.read(args.second, policies) if args.second else None
     decode = _decoder(args.model) if args.model else None
-    return _write(args, ".html", viewer.page(run, decode=decode))
+    ending = f"-{Path(args.second).stem}.html" if second else ".html"
+    return _write(args, ending, viewer.page(run, second=second, decode=decode))
 
 
 def trace(args: argparse.Namespace) -> int:
@@ -277,9 +283,11 @@ def _decoder(model: str) -> Any:
 
 
 def _write(args: argparse.Namespace, ending: str, text: str) -> int:
-    """Write a file next to the recording, or to the path of -o, but never over the recording."""
-    target = Path(args.output) if args.output else Path(args.file).with_suffix(ending)
-    if target.resolve() == Path(args.file).resolve():
+    """Write a file next to the recording, or to the path of -o, but never over a recording."""
+    source = Path(args.file)
+    target = Path(args.output) if args.output else source.with_name(source.stem + ending)
+    recordings = [path for path in (args.file, getattr(args, "second", None)) if path]
+    if target.resolve() in [Path(path).resolve() for path in recordings]:
         raise ValueError(f"{target} is the recording itself; name another file with -o")
     if target.is_dir() or not target.parent.is_dir():
         raise ValueError(
@@ -569,7 +577,12 @@ def view_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("file", help="a JSONL file of Engine.record")
     parser.add_argument(
-        "-o", "--output", help="the page; the default is the recording's name with .html"
+        "second", nargs="?", help="another run of the same prompts, to be shown beside the first"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        help="the page; the default is the recording's name with .html, of two a-b.html",
     )
     parser.add_argument(
         "--model",
@@ -577,7 +590,9 @@ def view_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--policy",
-        help="the run's policy, if it is not built in: module:NAME or folder/file.py:NAME",
+        action="append",
+        help="a run's policy, if it is not built in: module:NAME or folder/file.py:NAME; of two "
+        "runs perhaps one each",
     )
     parser.set_defaults(run=view)
 

@@ -4,14 +4,26 @@ suffice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from pagedjax.host import blocks, prefix_sharing, reservation, views
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.policies import Policy
 from pagedjax.host.preemption import Pairs
 from pagedjax.host.types import HOLE, CurrentSeqs, Running, SchedulerConfig, Seq
+
+# what does not suffice for a sequence that would enter; "piece": blocks in a row (reservation.py);
+# "policy": its `admit` refuses
+Shortage = Literal["tokens", "rows", "blocks", "piece", "policy"]
+
+
+class Refusal(NamedTuple):
+    """Why sequences do not enter: what they need of something, and how much of it is free."""
+
+    shortage: Shortage
+    need: int
+    free: int
 
 
 class Admission(NamedTuple):
@@ -22,8 +34,8 @@ class Admission(NamedTuple):
     filling_now: dict[str, int]
     budget: int  # tokens
     free_rows: int
-    # host block -> device block, of full blocks; owned by this value alone
-    swapped_in: dict[int, int]
+    # host block -> device block, of full blocks
+    swapped_in: Mapping[int, int]
     admitted: tuple[Seq, ...] = ()
     swap_in: Pairs = ()
     promised: int = 0  # blocks that sequences still need, beside those that they have (views.py)
@@ -42,27 +54,39 @@ def admit(
     Raises:
         ValueError: the policy's `order` returns something else than waiting sequences.
     """
-    for group in _groups(_ordered(admission.pool, policy, waiting, active, config)):
-        if admission.budget <= 0 or sum([seq.num_rows for seq in group]) > admission.free_rows:
-            break
-        trial = admission
-        # all or none: the changes of the first ones are dropped if the last does not fit
-        if len(group) > 1:
-            trial = admission._replace(
-                filling_now=dict(admission.filling_now), swapped_in=dict(admission.swapped_in)
-            )
-        if config.views:
-            need = sum([views.entry_need(config, seq) for seq in group])
-            trial = trial._replace(promised=trial.promised + need)
-        for seq in group:
-            trial = _admit_one(trial, policy, seq, config) if trial else None
-        if trial is None:
+    for group in groups(ordered(admission.pool, policy, waiting, active, config)):
+        trial = enter(admission, policy, group, config)
+        if isinstance(trial, Refusal):
             break
         admission = trial
     return admission
 
 
-def _ordered(
+def enter(
+    admission: Admission, policy: Policy, group: Sequence[Seq], config: SchedulerConfig
+) -> Admission | Refusal:
+    """Admits a sequence, or all beams of a request; or says what does not suffice for them."""
+    if admission.budget <= 0:
+        return Refusal("tokens", 1, admission.budget)
+    num_rows = sum([seq.num_rows for seq in group])
+    if num_rows > admission.free_rows:
+        return Refusal("rows", num_rows, admission.free_rows)
+    trial = admission
+    # all or none: the changes of the first ones are dropped if the last does not fit
+    if len(group) > 1:
+        trial = admission._replace(filling_now=dict(admission.filling_now))
+    if config.views:
+        need = sum([views.entry_need(config, seq) for seq in group])
+        trial = trial._replace(promised=trial.promised + need)
+    for seq in group:
+        entered = _admit_one(trial, policy, seq, config)
+        if isinstance(entered, Refusal):
+            return entered
+        trial = entered
+    return trial
+
+
+def ordered(
     pool: BlockPool,
     policy: Policy,
     waiting: tuple[Seq, ...],
@@ -97,7 +121,7 @@ def _ordered(
     return offered
 
 
-def _groups(queue: Sequence[Seq]) -> Iterator[list[Seq]]:
+def groups(queue: Sequence[Seq]) -> Iterator[list[Seq]]:
     """The sequences one by one, but the beams of a request together, in order of arrival, at the
     place of the first of them.
     """
@@ -113,14 +137,16 @@ def _groups(queue: Sequence[Seq]) -> Iterator[list[Seq]]:
 
 def _admit_one(
     admission: Admission, policy: Policy, seq: Seq, config: SchedulerConfig
-) -> Admission | None:
-    """Gives a sequence its blocks. None if the blocks do not suffice, or the tokens do not suffice
-    for a prompt that must not be cut.
+) -> Admission | Refusal:
+    """Gives a sequence its blocks, if they suffice, and the tokens do for a prompt that must not be
+    cut.
     """
     cached = _cached_blocks(admission, seq, config)
     need, free = _need(admission, seq, cached, config)
-    if need > free or not policy.admit(seq, need, free):
-        return None
+    if need > free:
+        return Refusal("blocks", need, free)
+    if not policy.admit(seq, need, free):
+        return Refusal("policy", need, free)
     pool = admission.pool
     promised = admission.promised
     if config.views:
@@ -133,11 +159,13 @@ def _admit_one(
     else:
         allocation = blocks.allocate_run(pool, need)
         if allocation is None:
-            return None  # enough blocks are free, but not in one piece
+            return Refusal("piece", need, free)
     pool, new_blocks = allocation
     swap_in = admission.swap_in
+    swapped_in = admission.swapped_in
     if seq.blocks:
-        table, moves = _swap_in(admission.swapped_in, seq, new_blocks, config)
+        swapped_in = dict(swapped_in)
+        table, moves = _swap_in(swapped_in, seq, new_blocks, config)
         swap_in += moves
         entered = seq._replace(blocks=table)
     else:
@@ -146,14 +174,14 @@ def _admit_one(
     count = chunk_size(entered, admission.budget, config)
     end = entered.computed + count
     if not config.chunked_prefill and end < entered.length:
-        return None
+        return Refusal("tokens", entered.length - entered.computed, admission.budget)
     prefix_sharing.add_filled(admission.filling_now, entered, entered.computed, end, config)
     return Admission(
         pool,
         admission.filling_now,
         budget=admission.budget - count,
         free_rows=admission.free_rows - seq.num_rows,
-        swapped_in=admission.swapped_in,
+        swapped_in=swapped_in,
         admitted=(*admission.admitted, entered),
         swap_in=swap_in,
         promised=promised,

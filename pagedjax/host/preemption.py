@@ -33,7 +33,7 @@ def make_room(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pr
     swapped: list[str] = []
     swap_out: list[tuple[int, int]] = []
     copies: Pairs = ()
-    full, shared = _rows_without_room(state)
+    full, shared = rows_without_room(state)
     while len(full) * groups + len(shared) > state.pool.num_free:
         candidates = current(*state.running)
         victims = _victims(candidates, policy.preempt(candidates))
@@ -43,13 +43,13 @@ def make_room(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pr
         if moves:
             swapped += names
             swap_out += moves
-        full, shared = _rows_without_room(state)
+        full, shared = rows_without_room(state)
     if full or shared:
         state, copies = _give_blocks(state, full, shared)
     return state, Preemptions(copies, tuple(preempted), tuple(swapped), tuple(swap_out))
 
 
-def _rows_without_room(state: SchedulerState) -> tuple[list[int], list[tuple[int, int]]]:
+def rows_without_room(state: SchedulerState) -> tuple[list[int], list[tuple[int, int]]]:
     """The running sequences that need blocks for their next token.
 
     Returns:
@@ -71,7 +71,7 @@ def _rows_without_room(state: SchedulerState) -> tuple[list[int], list[tuple[int
 def _give_blocks(
     state: SchedulerState, full: Sequence[int], shared: Sequence[tuple[int, int]]
 ) -> tuple[SchedulerState, Pairs]:
-    """Gives new blocks to the rows that `_rows_without_room` returned -> (state, (from, to) of the
+    """Gives new blocks to the rows that `rows_without_room` returned -> (state, (from, to) of the
     blocks to copy).
     """
     groups = state.config.groups

@@ -210,19 +210,35 @@ def _choose_rows(
         (running sequences of the step, the number of decodes among them, tokens of each, then of
         each admitted sequence, admission, sequences that compute nothing)
     """
-    runnable, num_decodes, waiting_beams = _decodes_first(state.running)
-    if state.config.mixed_steps:
-        active, counts, admission = _token_counts(state, policy, runnable, num_decodes, admits)
-        return active, num_decodes, counts, admission, waiting_beams
-    for kind in step_kinds.kinds(state.config, state.step):
-        active, decodes, skipped = step_kinds.split(runnable, num_decodes, kind)
-        active, counts, admission = _token_counts(
-            state, policy, active, decodes, admits and kind != "decodes"
-        )
+    for attempt in attempts(state):
+        active, counts, admission = _token_counts(state, policy, attempt, admits and attempt.admits)
         if counts:
             break
-    idle = skipped.joined(waiting_beams) if skipped.seqs else waiting_beams
-    return active, decodes, counts, admission, idle
+    return active, attempt.num_decodes, counts, admission, attempt.idle
+
+
+class Attempt(NamedTuple):
+    """Sequences of which a step may compute tokens. A step that would compute nothing of them is
+    another attempt (step_kinds.py).
+    """
+
+    active: Running  # decodes first
+    num_decodes: int
+    idle: Running  # running sequences that compute nothing
+    admits: bool
+
+
+def attempts(state: SchedulerState) -> tuple[Attempt, ...]:
+    """The attempts of a step in their order; one, unless steps do not mix decodes and prompts."""
+    active, num_decodes, waiting_beams = _decodes_first(state.running)
+    if state.config.mixed_steps:
+        return (Attempt(active, num_decodes, waiting_beams, True),)
+    trials = []
+    for kind in step_kinds.kinds(state.config, state.step):
+        chosen, decodes, skipped = step_kinds.split(active, num_decodes, kind)
+        idle = skipped.joined(waiting_beams) if skipped.seqs else waiting_beams
+        trials.append(Attempt(chosen, decodes, idle, kind != "decodes"))
+    return tuple(trials)
 
 
 def _leave_queue(
@@ -248,13 +264,32 @@ def _release_blocks(pool: BlockPool, seqs: Sequence[Seq]) -> BlockPool:
 
 
 def _token_counts(
-    state: SchedulerState, policy: Policy, active: Running, num_decodes: int, admits: bool
+    state: SchedulerState, policy: Policy, attempt: Attempt, admits: bool
 ) -> tuple[Running, list[int], Admission]:
     """The tokens of each running sequence, decodes first, then those of each sequence that is
     admitted -> (running sequences with their blocks, tokens, admission).
     """
     config = state.config
+    active, counts, admission = running_counts(state, attempt)
+    if state.waiting and admission.budget and admission.free_rows > 0 and admits:
+        admission = begin_admission(config, attempt.num_decodes, active, counts, admission)
+        budget = admission.budget
+        admission = admit(admission, policy, state.waiting, state.running, config)
+        for seq in admission.admitted:
+            if budget:  # beams enter together, even if tokens suffice only for the first of them
+                counts.append(chunk_size(seq, budget, config))
+                budget -= counts[-1]
+    return active, counts, admission
+
+
+def running_counts(state: SchedulerState, attempt: Attempt) -> tuple[Running, list[int], Admission]:
+    """The tokens of each running sequence until the budget is used -> (running sequences with their
+    blocks, tokens, what is left for an admission).
+    """
+    config = state.config
     pool = state.pool
+    active = attempt.active
+    num_decodes = attempt.num_decodes
     counts = [1] * num_decodes
     budget = config.max_num_batched_tokens - num_decodes
     if config.views:
@@ -269,21 +304,25 @@ def _token_counts(
                 break
             counts.append(min(length - computed, budget))
             budget -= counts[-1]
-
     free_rows = config.max_running - len(state.running.seqs)
     if state.waiting and free_rows > 0:
         free_rows = config.max_running - sum([seq.num_rows for seq in state.running.seqs])
-    admission = Admission(pool, {}, budget, free_rows, {})
-    if state.waiting and budget and free_rows > 0 and admits:
-        filling_now = prefix_sharing.filling(active, num_decodes, counts, config)
-        promised = views.promised_blocks(config, active) if config.views else 0
-        admission = admission._replace(filling_now=filling_now, promised=promised)
-        admission = admit(admission, policy, state.waiting, state.running, config)
-    for seq in admission.admitted:
-        if budget:  # beams are admitted together, even if tokens suffice only for the first of them
-            counts.append(chunk_size(seq, budget, config))
-            budget -= counts[-1]
-    return active, counts, admission
+    return active, counts, Admission(pool, {}, budget, free_rows, {})
+
+
+def begin_admission(
+    config: SchedulerConfig,
+    num_decodes: int,
+    active: Running,
+    counts: Sequence[int],
+    admission: Admission,
+) -> Admission:
+    """An admission that knows the blocks which the running sequences fill in this step, and those
+    that they still need.
+    """
+    filling_now = prefix_sharing.filling(active, num_decodes, counts, config)
+    promised = views.promised_blocks(config, active) if config.views else 0
+    return admission._replace(filling_now=filling_now, promised=promised)
 
 
 def commit(

@@ -4,6 +4,7 @@ This folder holds the page (Python and the JavaScript in assets/) and the trace 
 no jax and no numpy.
 
 viewer.page(viewer.read("run.jsonl"))       one HTML file, `pagedjax view`
+viewer.page(run, second=other)              two runs of the same requests on one page
 viewer.trace(viewer.read("run.jsonl"))      for Perfetto, `pagedjax trace`
 viewer.live_page("viewer/steps")            the same page for a running engine; `viewer.Live` serves
                                             its steps

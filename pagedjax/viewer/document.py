@@ -12,12 +12,14 @@ from string import Template
 from typing import Any
 
 from pagedjax.viewer.drafts import several
+from pagedjax.viewer.pair import pair
 from pagedjax.viewer.read_recording import Run
 from pagedjax.viewer.text import Decode, texts
 
 SCRIPTS = (
     "fold",
     "lives",
+    "track",
     "story",
     "look",
     "grid",
@@ -32,21 +34,41 @@ MAX_TOKENS = 500_000  # sampled tokens that a page carries: each is 2 to 4 bytes
 MAX_LABEL = 2_000  # characters of a prompt that a page carries
 
 
-def page(run: Run, *, labels: Mapping[str, str] | None = None, decode: Decode | None = None) -> str:
+def page(
+    run: Run,
+    *,
+    second: Run | None = None,
+    labels: Mapping[str, str] | None = None,
+    decode: Decode | None = None,
+) -> str:
     """Returns a recorded run as one HTML file that any browser can open.
 
     Args:
+        second: another run of the same requests, to be shown beside the first, on one time axis.
         labels: request id -> the text of its prompt, for requests whose text is known.
         decode: token ids -> text; shows generated text, and prompts whose tokens were recorded.
+
+    Raises:
+        ValueError: no request is in both runs, or one has another prompt.
     """
+    if second is None:
+        data = _data(run, labels or {}, decode)
+        return assembled(run.name or "a run", data["about"], pack(data))
+    both = pair(run, second)
+    data = _data(both.first, labels or {}, decode)
+    other = _data(both.second, labels or {}, decode)
+    data |= {"second": other, "parting": both.parting, "only": both.only}
+    about = data["about"] | {"second": other["about"]}
+    return assembled(f"{run.name} and {second.name}", about, pack(data))
+
+
+def _data(run: Run, labels: Mapping[str, str], decode: Decode | None) -> dict[str, Any]:
+    """Returns what the page shows of a run."""
     bounded_run, bare = bounded(run)
     text = texts(run.frames, run.prompts, decode) if decode and not bare else {}
-    prompt_texts = labels or {}
     records = (record for frame in run.frames for record in frame.get("came", ()))
     named = {
-        number: prompt_texts[request_id]
-        for number, request_id, *_ in records
-        if request_id in prompt_texts
+        number: labels[request_id] for number, request_id, *_ in records if request_id in labels
     }
     shown_labels = {n: shortened(label) for n, label in {**text.get("labels", {}), **named}.items()}
     prompts = run.prompts if sum(map(len, run.prompts.values())) <= MAX_TOKENS else {}
@@ -56,14 +78,13 @@ def page(run: Run, *, labels: Mapping[str, str] | None = None, decode: Decode | 
         "timed": run.timed,
     }
     about |= {"truncated": run.truncated, "bare": bare}
-    data = {
+    return {
         "about": about,
         "frames": bounded_run.frames,
         **text,
         "prompts": prompts if text else {},
         "labels": shown_labels,
     }
-    return assembled(run.name or "a run", about, pack(data))
 
 
 def live_page(url: str = "viewer/steps", *, title: str = "live") -> str:

@@ -3,7 +3,7 @@
     fold = begin(config)
     fold = passed(fold, state, events)              # a change between two steps: a submit, a
                                                     # cancel, a restart
-    fold = scheduled(fold, state, plan)             # a step starts
+    fold = scheduled(fold, state, plan, reasons)    # a step starts
     fold, frame = committed(fold, state, events)    # the step has ended
     fold, frame = rested(fold)                      # no request is unfinished
 
@@ -14,6 +14,7 @@ engine. The cost of a step depends on its sequences, never on the size of the po
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from immutables import Map
@@ -22,9 +23,12 @@ from pagedjax.host import scheduler
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Event, Finished, Plan, Request, Seq
 from pagedjax.host.views import held
+from pagedjax.host.waiting import Reason
 from pagedjax.viewer import drafts, picture, story
 from pagedjax.viewer.picture import Frame, Picture
 from pagedjax.viewer.story import LogEntry, Tables
+
+NO_REASONS: Mapping[str, Reason] = MappingProxyType({})
 
 
 class Fold(NamedTuple):
@@ -85,8 +89,18 @@ def _stopped(fold: Fold, state: SchedulerState) -> Fold:
     return fold._replace(log=(*fold.log, *(["preempted", n, False] for n in back)))
 
 
-def scheduled(fold: Fold, state: SchedulerState, plan: Plan, at: float | None = None) -> Fold:
-    """Opens the frame of a step: the picture while the step runs."""
+def scheduled(
+    fold: Fold,
+    state: SchedulerState,
+    plan: Plan,
+    reasons: Mapping[str, Reason] = NO_REASONS,
+    at: float | None = None,
+) -> Fold:
+    """Opens the frame of a step: the picture while the step runs.
+
+    Args:
+        reasons: why requests get no token in it, by their ids (host/waiting.py).
+    """
     numbers = fold.numbers
     log = story.planned(plan, numbers)
     fold = _moved(
@@ -95,6 +109,8 @@ def scheduled(fold: Fold, state: SchedulerState, plan: Plan, at: float | None = 
     columns = zip(plan.seqs, plan.starts, plan.counts, plan.lengths, strict=True)
     rows = tuple([(numbers[seq.request.request_id], *row) for seq, *row in columns])
     frame = _framed(fold, drafts.drafted(rows, plan), plan.step)
+    if reasons:
+        frame["why"] = _why(reasons, numbers)
     at = fold.at if at is None else at
     if at is not None:
         frame["at"] = [at, at]
@@ -257,6 +273,24 @@ def _framed(fold: Fold, rows: picture.Batch, step: int) -> Frame:
         "before": [list(entry) for entry in fold.log],
     }
     return {name: value for name, value in frame.items() if value is not None and value != []}
+
+
+def _why(reasons: Mapping[str, Reason], numbers: Mapping[str, int]) -> list[list]:
+    """The `why` of a frame. Most requests of a long queue have one reason, which names none of
+    them.
+    """
+    requests: dict[Reason, list[int]] = {}
+    for name, reason in reasons.items():
+        requests.setdefault(reason, []).append(numbers[name])
+    most = max(requests, key=lambda reason: len(requests[reason]))
+    return [
+        [
+            reason.sentence,
+            None if reason.behind is None else numbers[reason.behind],
+            None if reason is most else ids,
+        ]
+        for reason, ids in requests.items()
+    ]
 
 
 def _counts(fold: Fold, rows: picture.Batch, running: Sequence[Sequence[int]]) -> list[int]:

@@ -26,6 +26,7 @@ from pagedjax.host import scheduler
 from pagedjax.host.policies import Policy, find
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Event, Plan, StepResult
+from pagedjax.host.waiting import why_waiting
 from pagedjax.viewer import frames, picture
 from pagedjax.viewer.document import facts
 from pagedjax.viewer.drafts import offered
@@ -160,7 +161,8 @@ class Live:
             # the scheduler is pure: planning again from `before` gives the cache as it was while
             # the step ran
             running, _ = scheduler.schedule(record.before, self._policy, offered(record.plan))
-            fold = frames.scheduled(fold, running, record.plan, started)
+            reasons = why_waiting(record.before, self._policy)
+            fold = frames.scheduled(fold, running, record.plan, reasons, started)
             fold, frame = frames.committed(fold, record.after, record.events, finished)
             self._append(frame)
         if not fold.numbers and (fold.log or not fold.shown.rest):  # no request is left

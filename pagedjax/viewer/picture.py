@@ -17,6 +17,8 @@ and may be used again.
     still      [number, computed, known tokens] of running requests without a row in this step
     tables     [number, blocks kept, new blocks] of a changed block table; [number, null, []]: it no longer runs
     published  [added, removed] blocks whose content can be found, or [all of them]
+    why        [sentence, number of the request that is before it or null, numbers] of requests that get no token in this
+               step: why they wait, or run without one. Numbers are null in one entry, of all others
     away       [number, host blocks] of requests that are swapped out
     counts     [tokens computed, blocks with an owner, idle blocks, slots of owned blocks that hold no token]
     sampled    the token that each row gets, or null; of a row with drafts a list: the accepted ones and one more
@@ -48,10 +50,12 @@ class Picture(NamedTuple):
     still: tuple[tuple[int, int, int], ...] = ()
     tables: Map[int, tuple[int, ...]] = Map()
     published: Map[int, None] = Map()
+    why: tuple[tuple[Any, ...], ...] = ()
     away: tuple[tuple[int, int], ...] = ()
     counts: tuple[int, ...] = (0, 0, 0, 0)
-    # number -> its record in `came`, of unfinished requests
+    # number -> its record in `came`, of requests that were unfinished while the step ran
     requests: Map[int, tuple[Any, ...]] = Map()
+    ended: tuple[int, ...] = ()  # those of them that ended with the step
     # drafts, and those of them that were accepted, of all steps so far
     verified: tuple[int, ...] = (0, 0)
 
@@ -91,15 +95,9 @@ def apply(picture: Picture, frame: Frame) -> Picture:
             tables[n] = (*tables.get(n, ())[:blocks_kept], *new)
     tables = tables.finish()
     requests = picture.requests.mutate()
-    ended = (
-        entry[1]
-        for part in ("before", "after")
-        for entry in frame.get(part, ())
-        if entry[0] == "ended"
-    )
     for record in frame.get("came", ()):
         requests[record[0]] = tuple(record)
-    for n in ended:
+    for n in (*picture.ended, *_ended(frame.get("before", ()))):
         requests.pop(n, None)
     return Picture(
         step=frame["step"],
@@ -109,11 +107,18 @@ def apply(picture: Picture, frame: Frame) -> Picture:
         still=tuple(map(tuple, frame.get("still", ()))),
         tables=tables,
         published=_published(picture.published, frame.get("published")),
+        why=tuple(map(tuple, frame.get("why", ()))),
         away=tuple(map(tuple, frame.get("away", ()))),
         counts=tuple(frame["counts"]),
         requests=requests.finish(),
+        ended=_ended(frame.get("after", ())),
         verified=tuple(frame.get("verified", picture.verified)),
     )
+
+
+def _ended(log: Sequence[Sequence[Any]]) -> tuple[int, ...]:
+    """The requests that end in some log entries."""
+    return tuple([entry[1] for entry in log if entry[0] == "ended"])
 
 
 def _published(old: Map[int, None], change: Sequence[Sequence[int]] | None) -> Map[int, None]:
@@ -138,8 +143,10 @@ def whole(picture: Picture) -> Frame:
         "still": [list(entry) for entry in picture.still],
         "tables": [[n, 0, list(table)] for n, table in sorted(picture.tables.items())],
         "published": [sorted(picture.published)],
+        "why": [list(entry) for entry in picture.why],
         "away": [list(entry) for entry in picture.away],
         "counts": list(picture.counts),
+        "after": [["ended", n, "", None] for n in picture.ended],
     }
     if any(picture.verified):
         frame["verified"] = list(picture.verified)

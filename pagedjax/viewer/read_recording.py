@@ -11,6 +11,7 @@ from pagedjax.host import replay
 from pagedjax.host.policies import POLICIES, Policy
 from pagedjax.host.replay import ReplayError, Transition
 from pagedjax.host.scheduler import SchedulerConfig
+from pagedjax.host.waiting import why_waiting
 from pagedjax.viewer import frames
 from pagedjax.viewer.picture import Frame
 
@@ -49,7 +50,8 @@ def read(path: str | os.PathLike[str], policies: Mapping[str, Policy] = POLICIES
         header = replay.header(path)
         transitions = replay.replay(path, policies)
         first = next(transitions)
-        frames_of_run = tuple(fold(chain([first], transitions), prompts))
+        policy = policies[header["policy"]]
+        frames_of_run = tuple(fold(chain([first], transitions), prompts, policy))
     except ReplayError as error:
         raise ReplayError(f"{path} cannot be shown: {error}; {REMEDY}") from None
     name = os.path.basename(path)
@@ -66,7 +68,9 @@ def read(path: str | os.PathLike[str], policies: Mapping[str, Policy] = POLICIES
 
 
 def fold(
-    transitions: Iterable[Transition], prompts: dict[int, tuple[int, ...]] | None = None
+    transitions: Iterable[Transition],
+    prompts: dict[int, tuple[int, ...]] | None = None,
+    policy: Policy | None = None,
 ) -> Iterator[Frame]:
     """Yields the frames of a run.
 
@@ -74,8 +78,10 @@ def fold(
 
     Args:
         prompts: filled with the recorded token ids of prompts, by number.
+        policy: of the run; with it, frames say why requests wait.
     """
     state: Any = None
+    before: Any = None  # the scheduler's state before the transition
     for kind, scheduler_state, plan, events, at, prompt in transitions:
         if kind == "init":
             state = frames.begin(scheduler_state.config)
@@ -84,7 +90,8 @@ def fold(
             if state.frame is not None:  # planned again, because the step did not run
                 state, frame = frames.committed(state, state.state, ())
                 yield frame
-            state = frames.scheduled(state, scheduler_state, plan, at)
+            reasons = why_waiting(before, policy) if policy else frames.NO_REASONS
+            state = frames.scheduled(state, scheduler_state, plan, reasons, at)
         elif kind == "commit":
             state, frame = frames.committed(state, scheduler_state, events, at)
             yield frame
@@ -96,6 +103,7 @@ def fold(
             if kind == "submit" and prompt is not None and prompts is not None:
                 prompts[state.count] = prompt
             state = frames.passed(state, scheduler_state, events, at)
+        before = scheduler_state
     if state.frame is not None:
         yield state.frame
     elif not state.shown.rest or state.log:

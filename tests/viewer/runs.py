@@ -9,7 +9,7 @@ from typing import Any
 
 from pagedjax.host import drafts, replay, scheduler
 from pagedjax.host.event_log import Cancel, Commit, Recorder, Schedule, Submit
-from pagedjax.host.policies import FCFS
+from pagedjax.host.policies import FCFS, Policy
 from pagedjax.host.replay import Transition
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Plan, Request
@@ -25,8 +25,11 @@ DRAFTING = SchedulerConfig(
 class Writer:
     """A scheduler without an engine, whose transitions are recorded."""
 
-    def __init__(self, path: Path, config: SchedulerConfig, **options: Any) -> None:
-        self.recorder = Recorder(path, config, **options)
+    def __init__(
+        self, path: Path, config: SchedulerConfig, policy: Policy = FCFS, **options: Any
+    ) -> None:
+        self.policy = policy
+        self.recorder = Recorder(path, config, policy.name, **options)
         self.state = scheduler.init(config)
         self.requests = 0
 
@@ -36,7 +39,7 @@ class Writer:
         self.recorder.write(Submit(request, prompt))
 
     def schedule(self, offered: dict[str, int] | None = None) -> Plan:
-        self.state, plan = scheduler.schedule(self.state, FCFS, offered or {})
+        self.state, plan = scheduler.schedule(self.state, self.policy, offered or {})
         self.recorder.write(Schedule(plan, offered or {}))
         return plan
 
@@ -125,6 +128,11 @@ def pictures(frames: list[Frame]) -> Iterator[tuple[Frame, Picture]]:
     for frame in frames:
         picture = apply(picture, frame)
         yield frame, picture
+
+
+def without_why(frames: list[Frame]) -> list[Frame]:
+    """Frames as of the version before reasons."""
+    return [{name: part for name, part in frame.items() if name != "why"} for frame in frames]
 
 
 def names(frames: list[Frame]) -> dict[int, str]:

@@ -6,6 +6,7 @@ tests/viewer
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
@@ -21,11 +22,15 @@ import pytest
 from pagedjax import LLM, SamplingParams, viewer
 from pagedjax.commands import cli
 from pagedjax.host import replay, scheduler
+from pagedjax.host.policies import SHORTEST
 from pagedjax.host.replay import Transition
 from pagedjax.host.types import Request
+from pagedjax.host.waiting import why_waiting
 from pagedjax.viewer import read_recording as runs
+from pagedjax.viewer.pair import pair
 from tests.viewer.runs import Writer, crowd, drafting_run, random_run
 from tests.viewer.test_viewer_live import Fake
+from tests.viewer.test_viewer_pair import LENGTHS, SIZES, write
 
 pytestmark = pytest.mark.browser
 
@@ -502,6 +507,77 @@ def test_slots_of_rejected_drafts_are_crossed_out(open_text, tmp_path, block_siz
     screen = open_text(viewer.page(viewer.read(tmp_path / "run.jsonl")))
     drawn = [screen.page.evaluate(BROKEN_LINES, i) for i in (0, 1, 2)]
     assert drawn == [0, 2 if block_size == 4 else 1, 0]
+
+
+def test_the_page_says_why_requests_wait(open_text, tmp_path):
+    """Below the requests of the queue, and in the story of each, as the scheduler's function says."""
+    path = write(tmp_path / "run.jsonl", LENGTHS, SHORTEST)
+    screen = open_text(viewer.page(viewer.read(path)))
+    before = scheduler.init(SIZES)
+    steps_with_reasons = 0
+    index = -1
+    for transition in replay.replay(path):
+        if transition.kind == "schedule":
+            index += 1
+            screen.go(index)
+            reasons = why_waiting(before, SHORTEST)
+            shown = screen.page.locator("#queues .why").all_inner_texts()
+            assert set(shown) == {str(reason) for reason in reasons.values()}
+            steps_with_reasons += bool(reasons)
+        before = transition.state
+    assert steps_with_reasons > 5
+    screen.go(0)
+    screen.page.click("#queues .chip:has-text('short')")
+    assert "In step 0: it is behind long in the order of the policy shortest." in screen.story()
+    screen.page.click("#lines .links .chip:has-text('long')")
+    assert "You are request long" in screen.story()
+    assert "In step 0: the token budget of 8 is used up." in screen.story()
+
+
+@pytest.mark.parametrize("times", [False, True])
+def test_two_runs_are_shown_on_one_axis(open_text, tmp_path, times):
+    clocks = [itertools.count(0, second).__next__ if times else None for second in (0.5, 0.7)]
+    first = write(tmp_path / "first.jsonl", LENGTHS | {"last": 3}, clock=clocks[0])
+    smaller = SIZES._replace(num_blocks=10)
+    second = write(tmp_path / "second.jsonl", LENGTHS, config=smaller, clock=clocks[1])
+    both = pair(viewer.read(first), viewer.read(second))
+    assert both.parting is not None
+    screen = open_text(viewer.page(viewer.read(first), second=viewer.read(second)))
+    bar = screen.page.inner_text("#pair")
+    assert "1: first.jsonl\n2: second.jsonl\n" in bar
+    assert "1 request only in first.jsonl" in bar
+    screen.page.click("#pair a")
+    state = screen.state()
+    parting = both.first.frames[both.parting[0]]["step"]
+    assert (state["run"], state["step"]) == (0, parting)
+    # the same moment in the other run: the same step, or the last one that had begun
+    for index in (3, 7, parting):
+        screen.page.keyboard.press("1")
+        screen.go(index)
+        screen.page.keyboard.press("2")
+        state = screen.state()
+        assert state["run"] == 1
+        if times:
+            moment = both.first.frames[index]["at"][0]
+            begins = [frame["at"][0] for frame in both.second.frames]
+            expected = max(sum(begin <= moment for begin in begins) - 1, 0)
+        else:
+            expected = index
+        assert state["index"] == expected
+        plan = steps(second)[expected] if not state["rest"] else None
+        assert plan is None or matches(state, plan)
+    # a lane belongs to both runs: the request keeps its place, its colour and its story
+    x = screen.page.evaluate("document.getElementById('lanes').clientWidth")
+    screen.page.click("#lanes", position={"x": 20, "y": 3 + 22 + 5})
+    assert "You are request middle" in screen.story()
+    screen.page.keyboard.press("1")
+    assert "You are request middle" in screen.story()
+    screen.page.click("#lanes", position={"x": 20, "y": 3 + 3 * 22 + 5})
+    assert "only in first.jsonl" in screen.story()
+    # the end of the axis is the end of the longer run
+    screen.page.click("#lanes", position={"x": x - 13, "y": 3 + 22 + 5})
+    assert screen.state()["rest"]
+    assert screen.state()["index"] == screen.state()["count"] - 1
 
 
 def test_a_click_on_the_timeline_moves_to_that_step(screen):

@@ -32,6 +32,7 @@ from tests.viewer.runs import (
     names,
     pictures,
     random_run,
+    without_why,
 )
 
 runs = {
@@ -83,6 +84,11 @@ def check(run_frames: list, transitions: list) -> None:
             s.request_id: s.computed for s in scheduler.running(state) if s.arrival not in packed
         }
         assert len(frame.get("sampled", plan.seqs)) == len(plan.seqs)
+        reasons = whys(view)
+        without_row = {n for n, *_ in view.still} | set(view.waiting)
+        assert reasons.keys() == without_row
+        order = {entry[1] for entry in reasons.values()} - {None}
+        assert order <= {n for n, (_, behind) in reasons.items() if behind is None}
     assert steps == []
     kinds = ["commit", *(change.kind for change in transitions)]
     last = [kind for kind in kinds if kind in ("schedule", "commit")][-1]
@@ -90,8 +96,20 @@ def check(run_frames: list, transitions: list) -> None:
     assert run_frames[-1].get("rest", False) == (last == "commit")
 
 
+def whys(view: Picture) -> dict[int, tuple[str, int | None]]:
+    """The sentence of each request without a row, and the request that is before it."""
+    reasons: dict[int, tuple[str, int | None]] = {}
+    for sentence, behind, numbers in view.why:
+        reasons |= dict.fromkeys(numbers or (), (sentence, behind))
+    for sentence, behind, numbers in view.why:
+        if numbers is None:
+            others = {n for n, *_ in view.still} | set(view.waiting)
+            reasons |= dict.fromkeys(others - reasons.keys(), (sentence, behind))
+    return reasons
+
+
 def folded(transitions: list) -> list[dict]:
-    return list(read_recording.fold(transitions))
+    return list(read_recording.fold(transitions, policy=FCFS))
 
 
 def log_of(run_frames: list) -> list:
@@ -201,7 +219,9 @@ def test_a_recording_without_drafts_gives_the_same_frames_as_before():
     nothing is new.
     """
     run = read_recording.read(GOLDENS / "run.jsonl")
-    assert json.loads(json.dumps(run.frames)) == json.loads((GOLDENS / "frames.json").read_text())
+    run_frames = json.loads(json.dumps(run.frames))
+    assert sum("why" in frame for frame in run_frames) > 3
+    assert without_why(run_frames) == json.loads((GOLDENS / "frames.json").read_text())
 
 
 @drawn.examples(12, 60)

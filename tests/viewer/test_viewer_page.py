@@ -17,7 +17,7 @@ from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import Request
 from pagedjax.viewer import document, text
 from pagedjax.viewer.drafts import several
-from tests.viewer.runs import GOLDENS, Writer, crowd, drafting_run, random_run
+from tests.viewer.runs import GOLDENS, Writer, crowd, drafting_run, random_run, without_why
 
 NASTY = "</script><script>alert(1)</script> $title ${data} <!-- é 漢字 🙂 \u2028 & \" ' \\"
 
@@ -64,6 +64,8 @@ def test_the_data_of_a_page_without_drafts_is_as_before():
     run = viewer.read(GOLDENS / "run.jsonl")
     about, data = parts(viewer.page(run))
     frames = json.loads((GOLDENS / "frames.json").read_text())
+    assert data is not None
+    data["frames"] = without_why(data["frames"])
     assert data == {"about": about, "frames": frames, "prompts": {}, "labels": {}}
     assert not {"accepted", "verified"} & {key for frame in frames for key in frame}
 
@@ -157,7 +159,7 @@ def test_a_run_of_many_steps_stays_small(tmp_path):
     run = viewer.read(tmp_path / "run.jsonl")
     html = viewer.page(run)
     assert len(run.frames) == 601
-    assert len(html) < 90_000 + 600 * 250
+    assert len(html) < 95_000 + 600 * 250
     assert len(html) < (tmp_path / "run.jsonl").stat().st_size / 3
 
 

@@ -32,6 +32,7 @@ class Controls {
       ArrowLeft: () => view.go(view.index - 1), ArrowRight: () => view.go(view.index + 1),
       ",": () => view.go(view.index - 1), ".": () => view.go(view.index + 1),
       PageUp: () => view.go(Math.max(0, view.index - 10)), PageDown: () => view.go(Math.min(last, view.index + 10)),
+      1: () => view.show(0), 2: () => view.show(1),
       Home: () => view.go(0), End: () => view.go(last), " ": () => this.toggle(), Escape: () => view.choose(null),
     }[event.key];
     if (!act) return;

@@ -1,7 +1,7 @@
 // Frames to pictures, as in picture.py. A picture is never changed; the next one shares its parts.
 
 const NOTHING = {
-  step: 0, rest: true, waiting: [], rows: [], still: [], tables: new Map(), published: new Uint8Array(0), away: [],
+  step: 0, rest: true, waiting: [], rows: [], still: [], tables: new Map(), published: new Uint8Array(0), away: [], why: [],
   counts: [0, 0, 0, 0], at: null, accepted: [], verified: [0, 0],
 };
 const KEYFRAME = 64; // frames from one kept picture to the next: a seek applies at most so many
@@ -50,6 +50,7 @@ function applied(picture, frame, blocks) {
     tables,
     published: changedPublished(picture.published, frame.published, blocks),
     away: frame.away || [],
+    why: frame.why || [],
     counts: frame.counts,
     at: frame.at || null,
     accepted: frame.accepted || [],
@@ -98,6 +99,12 @@ function progress(picture) {
     found.set(n, [start, end, end - rejected(drafts, picture.accepted[i])]);
   });
   return found;
+}
+
+/** Why a request gets no token in the step: [sentence, number of the request that is before it or null], or null. */
+function whyOf(picture, n) {
+  if (!picture.waiting.includes(n) && !picture.still.some(([m]) => m === n)) return null;
+  return picture.why.find(([, , numbers]) => numbers && numbers.includes(n)) || picture.why.find((entry) => !entry[2]) || null;
 }
 
 /** Drafts of a row that are computed and not kept; 0 if the step's end is not known. */

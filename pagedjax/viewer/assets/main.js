@@ -1,33 +1,77 @@
-// The view: one run, one step of it, perhaps a chosen request or block, and the objects that draw them.
+// The view: a run (or one of two), one step of it, perhaps a chosen request or block, and the objects that draw them.
 
 class View {
   constructor(about, data) {
     this.index = 0;
     this.chosen = null;
     this.following = Boolean(about.live);
-    this.history = new History(1);
-    this.lives = new Lives();
-    this.words = new Words(data);
+    this.data = data;
+    this.track = new Track({}, data);
+    this.tracks = [this.track];
     this.storyCache = new Map();
     this.grid = new Grid(this);
     this.timeline = new Timeline(this);
-    byId("name").textContent = about.name || "";
+    byId("name").textContent = about.second ? `${about.name} and ${about.second.name}` : about.name || "";
     if (about.config) this.begin(about, null);
     this.controls = new Controls(this);
     new ResizeObserver(() => this.draw()).observe(document.querySelector("main"));
   }
 
+  get about() {
+    return this.track.about;
+  }
+
+  get config() {
+    return this.track.config;
+  }
+
+  get history() {
+    return this.track.history;
+  }
+
+  get lives() {
+    return this.track.lives;
+  }
+
+  get words() {
+    return this.track.words;
+  }
+
+  get speculates() {
+    return this.track.speculates;
+  }
+
   /** A run from its start, or from a picture. */
   begin(about, base) {
-    const { config } = about;
-    this.about = about;
-    this.config = config;
     this.index = 0;
-    this.history = new History(config.num_blocks, base);
-    this.lives = new Lives();
+    this.track = new Track(about, this.data, base);
+    this.tracks = [this.track];
     this.storyCache.clear();
-    for (const record of (base && base.came) || []) this.lives.begin(record);
-    this.speculates = Boolean(base && base.verified);
+    this.describe();
+  }
+
+  /** Put another run of the same requests beside the first. */
+  join(second) {
+    const track = new Track(second.about, second);
+    track.grow(second.frames);
+    this.tracks = [this.track, track];
+    this.timed = onOneAxis(this.tracks);
+    this.pair = new Switch(this, this.data);
+    this.describe();
+  }
+
+  /** Show the other one of two runs, at the same place of the axis. */
+  show(k) {
+    if (!this.tracks[k] || this.track === this.tracks[k]) return;
+    const place = this.track.place(this.index);
+    this.track = this.tracks[k];
+    this.storyCache.clear();
+    this.describe();
+    this.go(this.track.indexAt(place));
+  }
+
+  describe() {
+    const { about, config } = this;
     byId("facts").textContent = [
       `${config.num_blocks} blocks of ${config.block_size}`,
       `budget ${config.max_num_batched_tokens}`,
@@ -36,19 +80,18 @@ class View {
       config.host_blocks && `${config.host_blocks} host blocks`,
       about.version && `pagedjax ${about.version}`,
     ].filter(Boolean).join(" · ");
+    const timed = this.pair ? this.timed : about.timed;
     this.note([
       about.truncated && "the recording is cut off",
       about.bare && "too many tokens: their text is left out",
-      about.timed === false && "no times recorded: one step is one unit",
+      timed === false && `${this.pair ? "not both runs have times" : "no times recorded"}: one step is one unit`,
     ].filter(Boolean).join("; "));
   }
 
   grow(frames) {
     if (!frames.length) return;
-    for (const frame of frames) this.lives.take(frame, this.history.push(frame), this.history.count - 1);
+    this.track.grow(frames);
     this.storyCache.clear();
-    this.speculates ||= frames.some((frame) => frame.verified);
-    byId("crossed").hidden = !this.speculates;
     this.go(this.following ? this.history.count - 1 : this.index);
   }
 
@@ -66,9 +109,10 @@ class View {
     this.draw();
   }
 
-  /** Open at what the address names: `#step=14` is a step, `#request=r00003` a request. */
+  /** Open at what the address names: `#step=14` is a step, `#request=r00003` a request, `#run=2` the second run. */
   open(address) {
     const places = new URLSearchParams(address.replace(/^#/, "")), request = places.get("request");
+    if (places.has("run")) this.show(Number(places.get("run")) - 1);
     if (places.has("step")) {
       const step = Number(places.get("step"));
       const index = this.history.frames.findLastIndex((frame) => frame.step === step && !frame.rest);
@@ -91,6 +135,8 @@ class View {
   draw() {
     if (!this.picture || !this.controls) return;
     this.controls.draw();
+    this.pair?.draw();
+    byId("crossed").hidden = !this.speculates;
     byId("follow").setAttribute("aria-pressed", this.following);
     this.grid.draw();
     this.usage();
@@ -110,7 +156,7 @@ class View {
   // words
 
   name(n) {
-    const life = this.lives.all.get(n);
+    const life = this.tracks.map(({ lives }) => lives.all.get(n)).find(Boolean);
     return life ? life.id : `#${n}`;
   }
 
@@ -126,7 +172,8 @@ class View {
 
   title(n) {
     const life = this.lives.all.get(n), label = life && this.words.label(life);
-    return label ? `${this.called(n)}\n${label.length > 300 ? `${label.slice(0, 300)} …` : label}` : this.called(n);
+    const text = label && (label.length > 300 ? `${label.slice(0, 300)} …` : label);
+    return [this.called(n), this.pair?.runOf(n), text].filter(Boolean).join("\n");
   }
 
   kind([n, ...row]) {
@@ -177,6 +224,7 @@ const view = new View(about, data);
 const watch = about.live ? new Watch(view, about.live) : null;
 if (!watch) {
   view.grow(data.frames);
+  if (data.second) view.join(data.second);
   view.go(0);
   view.open(location.hash);
   addEventListener("hashchange", () => view.open(location.hash));
@@ -187,7 +235,7 @@ window.pagedjax = {
   view,
   watch,
   shown: () => ({
-    index: view.index, count: view.history.count, step: view.picture.step, rest: view.picture.rest,
+    run: view.tracks.indexOf(view.track), index: view.index, count: view.history.count, step: view.picture.step, rest: view.picture.rest,
     tables: [...view.picture.tables].map(([n, table]) => [view.name(n), table]),
     cached: [...view.picture.published.keys()].filter((block) => view.picture.published[block]),
     waiting: view.picture.waiting.map((n) => view.name(n)),

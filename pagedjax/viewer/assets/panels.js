@@ -38,7 +38,12 @@ function drawQueues(view) {
 
 function queue(view, title, numbers, note) {
   const head = element("h2", { textContent: title }, element("span", { textContent: numbers.length }));
-  const chips = numbers.slice(0, MOST_CHIPS).map((n) => queued(view, n, note(n), `${title}${n}`));
+  const shown = numbers.slice(0, MOST_CHIPS), whys = shown.map((n) => (whyOf(view.picture, n) || [""])[0]);
+  const chips = shown.flatMap((n, i) => {
+    const chip = queued(view, n, note(n), `${title}${n}`);
+    // one sentence below the requests that it is true of
+    return whys[i] && whys[i] !== whys[i + 1] ? [chip, element("p", { className: "why", textContent: whys[i] })] : [chip];
+  });
   if (!numbers.length) chips.push(aside("none"));
   if (numbers.length > MOST_CHIPS) chips.push(aside(`and ${numbers.length - MOST_CHIPS} more`));
   return [head, ...chips];
@@ -98,6 +103,9 @@ function help(view) {
     view.speculates &&
       "A decode may have drafts: guesses of its next tokens, which the same step checks. Slots and parts of the bar " +
         "that are crossed out were rejected: computed and not kept.",
+    view.pair &&
+      "The timeline has both runs: of each request the first run above the second. The buttons, or the keys 1 and 2, show " +
+        "the one or the other at the same time.",
     "Keys: ← → or , . one step · space plays · Home End · arrows in the grid move from block to block.",
   ];
   return about.filter(Boolean).map((text) => element("p", { className: "whose", textContent: text }));
@@ -105,17 +113,18 @@ function help(view) {
 
 function requestStory(view, n) {
   const life = view.lives.all.get(n);
-  if (!life) return { title: `Request ${view.name(n)}`, intro: [], entries: [] };
+  if (!life) return { title: `Request ${view.name(n)}`, intro: [aside(view.pair?.runOf(n) || "")], entries: [] };
   byId("lines").style.setProperty("--hue", colour(n));
   const entries = view.stories(`r${n}`, () => storyOf(life, view.history, (m) => view.name(m), view.words));
   const more = [
+    view.pair?.runOf(n),
     life.first !== null && life.first !== n ? `a branch of ${view.name(life.first)}` : "",
     life.user && `user ${life.user}`,
     life.priority ? `priority ${life.priority}` : "",
     life.tags.length ? `tags ${life.tags.join(", ")}` : "",
   ].filter(Boolean);
   const kin = more.length ? element("p", { className: "whose", textContent: more.join(" · ") }) : null;
-  const intro = [textNow(view, life), kin, blocksNow(view, n)];
+  const intro = [textNow(view, life), kin, ...whyNow(view, n), blocksNow(view, n)];
   return { title: `You are ${view.called(n)}`, intro: intro.filter(Boolean), entries };
 }
 
@@ -129,6 +138,14 @@ function textNow(view, life) {
   const output = view.words.output(life, end);
   if (label === null && !output) return null;
   return element("blockquote", {}, label ?? "…", element("mark", { textContent: output ?? "" }));
+}
+
+/** Why it gets no token in this step, and the request that is before it. */
+function whyNow(view, n) {
+  const [sentence, behind] = whyOf(view.picture, n) || [];
+  if (!sentence) return [];
+  const text = element("p", { className: "why", textContent: `In step ${view.picture.step}: ${sentence}.` });
+  return behind === null ? [text] : [text, element("div", { className: "links" }, requestChip(view, behind, "", `w${behind}`))];
 }
 
 function blocksNow(view, n) {

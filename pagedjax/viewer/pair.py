@@ -1,0 +1,177 @@
+"""Two recorded runs of the same requests on one page: `pair(first, second)`.
+
+A request has the same number in both, so it has one colour and one place. Requests are matched by
+their ids; an id that was used again is another request each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from pagedjax.viewer.picture import Frame, Picture, apply
+from pagedjax.viewer.read_recording import Run
+
+REMEDY = "show two runs that got the same prompts, of one model"
+
+
+class Pair(NamedTuple):
+    """Two runs whose requests have common numbers.
+
+    parting: the indices of the frames in which the runs first decide differently; None in the place
+        of a run that had ended before; None if all decisions are equal.
+    only: numbers of the requests that are in the first run alone, and in the second alone.
+    """
+
+    first: Run
+    second: Run
+    parting: tuple[int | None, int | None] | None
+    only: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def pair(first: Run, second: Run) -> Pair:
+    """Gives the requests of the second run the numbers that they have in the first.
+
+    A decision is which request computes which tokens in a step, with how many drafts, and which one
+    is preempted. Steps are compared in turn: the first with the first, and so on.
+
+    Raises:
+        ValueError: no request is in both runs, or one has another prompt.
+    """
+    records = _records(first)
+    numbers = {key: n for n, key in enumerate(records)}
+    others = _records(second)
+    common = [key for key in others if key in numbers]
+    if not common:
+        raise ValueError(
+            f"{first.name} and {second.name} have no request id in common "
+            f"({_some(records)}; {_some(others)}); {REMEDY}"
+        )
+    _check_prompts(first, second, numbers, records, others)
+    new_numbers = iter(range(len(records), len(records) + len(others)))
+    renamed = [numbers[key] if key in numbers else next(new_numbers) for key in others]
+    second = second._replace(
+        frames=tuple([renumbered(frame, renamed) for frame in second.frames]),
+        prompts={renamed[n]: prompt for n, prompt in second.prompts.items()},
+    )
+    missing = tuple([n for key, n in numbers.items() if key not in others])
+    added = tuple([n for n in renamed if n >= len(records)])
+    return Pair(first, second, _parting(first, second), (missing, added))
+
+
+def _records(run: Run) -> dict[tuple[str, int], Sequence[Any]]:
+    """The records in `came` by (id, how often it was used before), in the order of their numbers."""
+    records: dict[tuple[str, int], Sequence[Any]] = {}
+    uses: dict[str, int] = {}
+    for frame in run.frames:
+        for record in frame.get("came", ()):
+            name = record[1]
+            records[name, uses.get(name, 0)] = record
+            uses[name] = uses.get(name, 0) + 1
+    return records
+
+
+def _some(records: dict[tuple[str, int], Sequence[Any]]) -> str:
+    names = [repr(name) for name, _ in records][:2]
+    return f"{', '.join(names)}, ..." if len(records) > 2 else ", ".join(names) or "none"
+
+
+def _check_prompts(
+    first: Run,
+    second: Run,
+    numbers: dict[tuple[str, int], int],
+    records: dict[tuple[str, int], Sequence[Any]],
+    others: dict[tuple[str, int], Sequence[Any]],
+) -> None:
+    """Raises ValueError for a request that has another prompt in the second run."""
+    for place, (key, record) in enumerate(others.items()):
+        if key not in records:
+            continue
+        name = key[0]
+        length = records[key][2]
+        if length != record[2]:
+            raise ValueError(
+                f"request {name!r} has a prompt of {length} tokens in {first.name} "
+                f"and of {record[2]} in {second.name}; {REMEDY}"
+            )
+        prompt = first.prompts.get(numbers[key])
+        other = second.prompts.get(place)
+        if prompt is not None and other is not None and prompt != other:
+            pairs = enumerate(zip(prompt, other, strict=True))
+            i, (token, token_of_second) = next((i, p) for i, p in pairs if p[0] != p[1])
+            raise ValueError(
+                f"the prompt of request {name!r} has token {token} at {i} in {first.name} "
+                f"and {token_of_second} in {second.name}; {REMEDY}"
+            )
+
+
+def renumbered(frame: Frame, numbers: Sequence[int]) -> Frame:
+    """A frame whose request n has the number `numbers[n]`."""
+
+    def heads(entries: Sequence[Any]) -> list[list[Any]]:
+        return [[numbers[entry[0]], *entry[1:]] for entry in entries]
+
+    parts: dict[str, Any] = {}
+    for record in frame.get("came", ()):
+        number, name, prompt, limit, priority, user, branch, *tags = record
+        branch_number = None if branch is None else numbers[branch]
+        new = [numbers[number], name, prompt, limit, priority, user, branch_number, *tags]
+        parts.setdefault("came", []).append(new)
+    if "waiting" in frame:
+        front, back, queue = frame["waiting"]
+        parts["waiting"] = [front, back, [numbers[n] for n in queue]]
+    if "rows" in frame:
+        front, back, rows = frame["rows"]
+        parts["rows"] = [front, back, heads(rows)]
+    for name in ("still", "tables", "away"):
+        if name in frame:
+            parts[name] = heads(frame[name])
+    if "why" in frame:
+        parts["why"] = [
+            [sentence, _mapped(behind, numbers), _mapped(requests, numbers)]
+            for sentence, behind, requests in frame["why"]
+        ]
+    for name in ("before", "after"):
+        if name in frame:
+            parts[name] = [_entry(entry, numbers) for entry in frame[name]]
+    return frame | parts
+
+
+def _entry(entry: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
+    """A log entry with other numbers (story.py)."""
+    kind, number, *details = entry
+    if kind in ("forked", "beamed"):  # their third item is requests as well
+        details[0] = _mapped(details[0], numbers)
+    return [kind, _mapped(number, numbers), *details]
+
+
+def _mapped(requests: Any, numbers: Sequence[int]) -> Any:
+    """The new number of a request, or the new numbers of a list of them; None of None."""
+    if requests is None:
+        return None
+    if isinstance(requests, int):
+        return numbers[requests]
+    return [numbers[n] for n in requests]
+
+
+def _parting(first: Run, second: Run) -> tuple[int | None, int | None] | None:
+    """`Pair.parting`."""
+    for step, other in zip_longest(_decisions(first), _decisions(second), fillvalue=(None, None)):
+        if step[1] != other[1]:
+            return step[0], other[0]
+    return None
+
+
+def _decisions(run: Run) -> list[tuple[int, Any]]:
+    """(index of its frame, what it decides) of each step."""
+    decisions = []
+    picture = Picture()
+    for index, frame in enumerate(run.frames):
+        picture = apply(picture, frame)
+        if picture.rest:
+            continue
+        rows = sorted((n, start, count, *drafts) for n, start, count, _, *drafts in picture.rows)
+        preempted = sorted(e[1] for e in frame.get("before", ()) if e[0] == "preempted")
+        decisions.append((index, (rows, preempted)))
+    return decisions
