@@ -16,7 +16,7 @@ from experiments.core.selection import Selection, choose, split
 from pagedjax.text import yaml_words
 from tests.experiments.test_compare import put
 
-KEYS = ("engine.policy", "workload.arrivals.rate")
+KEYS: tuple[str, ...] = ("engine.policy", "workload.arrivals.rate")
 
 
 def runs_of(*points: dict[str, Any], repeats: int = 1) -> list[dict[str, Any]]:
