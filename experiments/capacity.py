@@ -2,27 +2,29 @@
 
     python -m experiments.capacity CONFIG [--set slo.ttft=0.5] [--share 0.9] [--jobs 4]
 
-    --share 0.9         at least this share of requests meets every target of the config's `slo`, as goodput counts them
-    --percentile 99     or: the 99th percentiles of TTFT and ITL (all gaps pooled) are each within slo.ttft and slo.itl
+    --share 0.9         at least this share of requests meets every target of the config's `slo`,
+                        as goodput counts them
+    --percentile 99     or: the 99th percentiles of TTFT and ITL (all gaps pooled) are each within
+                        slo.ttft and slo.itl
 
-A cell is a combination of the config's swept keys, but for `seed`; without a sweep there is one. With
-`reseed: true` each repeat, and with `seed` swept each seed, has a search of its own; the cell's
-capacity is the geometric mean over its seeds, with a 95 % interval by Student's t on the logarithms.
-Without reseed there is one seed, and the median of repeats counts at every rate.
+A cell is a combination of the config's swept keys, but for `seed`; without a sweep there is one.
+With `reseed: true` each repeat, and with `seed` swept each seed, has a search of its own; the
+cell's capacity is the geometric mean over its seeds, with a 95 % interval by Student's t on the
+logarithms. Without reseed there is one seed, and the median of repeats counts at every rate.
 
-Each probe measures a cell at one rate: workload.arrivals.rate, or of a trace its speed as a multiple
-of the recorded one, 1 / time_scale. It is a point of the sweep <out>/<name>-capacity, so the same
-command resumes after the finished probes. The first probe has the config's own rate. The next ones
-double or halve it until one probe meets the targets and one does not; then the geometric middle of
-the two is probed, until they are within `tolerance`. --jobs N runs N probes of different searches
-at a time, if they are simulated.
+Each probe measures a cell at one rate: workload.arrivals.rate, or of a trace its speed as a
+multiple of the recorded one, 1 / time_scale. It is a point of the sweep <out>/<name>-capacity, so
+the same command resumes after the finished probes. The first probe has the config's own rate. The
+next ones double or halve it until one probe meets the targets and one does not; then the geometric
+middle of the two is probed, until they are within `tolerance`. --jobs N runs N probes of different
+searches at a time, if they are simulated.
 
 Bisection assumes that every rate below a met rate is met too. This need not hold: a batch that
 happens to fill better can reverse it. So two rates above the answer are probed as well, and the
 answer says if a rate was met above a rate that was not. The answer is valid for this workload: with
 few requests, the queue of a rate that is too high has no time to grow, and the answer is too high.
-The command says when the run at the answer is too short for it (few requests decide, the queue still
-grew at its end, or the share that misses is not known): docs/design/comparisons.md.
+The command says when the run at the answer is too short for it (few requests decide, the queue
+still grew at its end, or the share that misses is not known): docs/design/comparisons.md.
 
 Results: capacity.json and capacity.html in the folder of the sweep, and --json FILE.
 
@@ -388,9 +390,9 @@ class Probed:
         points = self.points
         plan = [run for run in plan_runs(points, 1) if run.repeat in self._repeats[run.point.key]]
         sweep.write_sweep(self.folder, points, self._command)
-        done = sweep.finished_runs(plan, self.folder, remedy)
+        finished = sweep.finished_runs(plan, self.folder, remedy)
         summaries = sweep.measure_missing(
-            plan, self.folder, done, measure_all, quiet=True, remedy=remedy
+            plan, self.folder, finished, measure_all, quiet=True, remedy=remedy
         )
         return {(summary["point"], summary["repeat"]): summary for summary in summaries}
 

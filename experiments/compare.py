@@ -7,7 +7,8 @@ A, B and SWEEP are folders of a sweep, a point or a run, or globs of such folder
 quotes). KEY=VALUE words after a folder choose runs by swept values: `runs/x engine.policy=fcfs
 workload.arrivals.rate=4 runs/x engine.policy=shortest workload.arrivals.rate=4`. A key may be its
 last name (`policy=fcfs`), and `repeat` is one. Sweeps over the same keys, but for those that are
-chosen, are compared point by point; otherwise each side must be one point. Failed runs are left out.
+chosen, are compared point by point; otherwise each side must be one point. Failed runs are left
+out.
 
 With --by, the other values of a key are compared with its first one, or with --baseline, over all
 cells: a cell is a combination of the other swept keys. In a cell, runs with the same repeat (and
@@ -393,8 +394,8 @@ def _parser() -> argparse.ArgumentParser:
         "runs",
         nargs="+",
         metavar="FOLDER",
-        help="folder of a sweep, a point or a run, or a glob of such folders; KEY=VALUE words after "
-        "it choose some of its runs. Two folders (ratios are B / A), or one with --by",
+        help="folder of a sweep, a point or a run, or a glob of such folders; KEY=VALUE words "
+        "after it choose some of its runs. Two folders (ratios are B / A), or one with --by",
     )
     parser.add_argument(
         "--by",

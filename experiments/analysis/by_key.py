@@ -1,13 +1,15 @@
-"""The values of one swept key compared over all cells of a sweep. Pure functions, but for runs of one
-pair, whose requests are read.
+"""The values of one swept key compared over all cells of a sweep. Pure functions, but for runs of
+one pair, whose requests are read.
 
 A cell is a combination of the other swept keys. In a cell, the runs of two values with the same
 repeat (and the same seed, if `seed` is swept) are a pair.
 
-    of a cell   the mean over its pairs of log(value) - log(baseline), by Student's t; shown as a ratio. If a
-                value of the metric is not above 0, the differences are of the numbers themselves.
-    pooled      of each repeat the mean over the cells, then the mean over repeats, by Student's t. Cells of one
-                repeat often have the same requests, so they are not independent; repeats are.
+    of a cell   the mean over its pairs of log(value) - log(baseline), by Student's t; shown as a
+                ratio. If a value of the metric is not above 0, the differences are of the numbers
+                themselves.
+    pooled      of each repeat the mean over the cells, then the mean over repeats, by Student's t.
+                Cells of one repeat often have the same requests, so they are not independent;
+                repeats are.
 
 p is corrected by Holm's method for many comparisons, in two families: all that are of a cell, and
 all that are pooled.
@@ -18,9 +20,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from experiments.analysis.ratios import NOISE, Effect, digits_of, effect_of_pairs, holm, times
+from experiments.analysis.ratios import (
+    NOISE,
+    Effect,
+    Scale,
+    digits_of,
+    effect_of_pairs,
+    holm,
+    times,
+)
 from experiments.analysis.sides import (
     DRAFTS,
     Side,
@@ -102,14 +112,41 @@ def cells_of(runs: Sequence[Run], key: str) -> list[Cell]:
     return list(cells.values())
 
 
-def pair_of_sides(cell: Cell, baseline: str, value: str) -> tuple[list[Unit], Side, Side]:
-    """The units that two values of the key share in a cell, and the runs of both in this order."""
-    runs_a = cell.runs.get(baseline, {})
-    runs_b = cell.runs.get(value, {})
+class Pairing(NamedTuple):
+    """The runs of the baseline (a) and of another value (b) in a cell, in the order of their units."""
+
+    value: Any
+    cell: Cell
+    units: list[Unit]
+    a: Side
+    b: Side
+
+    def numbers(self, metric: str) -> dict[Unit, tuple[float, float]]:
+        """A metric of both runs of each pair. A pair without such a number is left out."""
+        by_unit = {}
+        for unit, run_a, run_b in zip(self.units, self.a.runs, self.b.runs, strict=True):
+            number_a = _number(run_a, metric)
+            number_b = _number(run_b, metric)
+            if number_a is not None and number_b is not None:
+                by_unit[unit] = (number_a, number_b)
+        return by_unit
+
+
+def _number(run: Run, metric: str) -> float | None:
+    """A metric of a run; None for numbers of drafts of a run that does not speculate."""
+    if metric in DRAFTS and not run_speculates(run):
+        return None
+    return number_of(run, metric)
+
+
+def pairing_of(cell: Cell, baseline: Any, value: Any) -> Pairing:
+    """The pairs of two values of the key in a cell."""
+    runs_a = cell.runs.get(value_text(baseline), {})
+    runs_b = cell.runs.get(value_text(value), {})
     units = [unit for unit in runs_a if unit in runs_b]
-    side_a = Side(baseline, tuple(runs_a[unit] for unit in units))
-    side_b = Side(value, tuple(runs_b[unit] for unit in units))
-    return units, side_a, side_b
+    side_a = Side(value_text(baseline), tuple(runs_a[unit] for unit in units))
+    side_b = Side(value_text(value), tuple(runs_b[unit] for unit in units))
+    return Pairing(value, cell, units, side_a, side_b)
 
 
 def rows_of(
@@ -122,77 +159,51 @@ def rows_of(
     """Every comparison with the baseline: of each metric and value, the cells and the pooled one.
 
     Raises:
-        ValueError: no cell has a pair, or a metric does not exist.
+        ValueError: a metric does not exist.
     """
-    other_values = [value for value in values if value_text(value) != value_text(baseline)]
     rows: list[Row] = []
     for metric in metrics:
-        sided = [
-            (value, cell, *pair_of_sides(cell, value_text(baseline), value_text(value)))
-            for value in other_values
-            for cell in cells
+        by_value = [
+            [pairing_of(cell, baseline, value) for cell in cells]
+            for value in values
+            if value_text(value) != value_text(baseline)
         ]
-        numbers = [
-            [(_number(run_a, metric), _number(run_b, metric)) for run_a, run_b in zip(
-                side_a.runs, side_b.runs, strict=True)]
-            for _, _, _, side_a, side_b in sided
-        ]  # fmt: skip
-        scale = scale_of([x for pairs in numbers for pair in pairs for x in pair])
-        of_cells = [
-            _row_of_cell(metric, value, cell, (units, a, b), pairs, scale, confidence)
-            for (value, cell, units, a, b), pairs in zip(sided, numbers, strict=True)
-            if units
-        ]
-        for value in other_values:
-            of_value = [row for row in of_cells if value_text(row.value) == value_text(value)]
+        scale = scale_of(metric, [pairing for pairings in by_value for pairing in pairings])
+        for pairings in by_value:
+            of_value = [
+                _row_of_cell(metric, pairing, scale, confidence)
+                for pairing in pairings
+                if pairing.units
+            ]
             rows += of_value
             if len(cells) > 1:
-                rows.append(pooled(metric, value, of_value, scale, confidence))
+                rows.append(pooled(metric, pairings[0].value, of_value, scale, confidence))
     return corrected(rows)
 
 
-def _number(run: Run, metric: str) -> float | None:
-    """A metric of a run; None for numbers of drafts of a run that does not speculate."""
-    if metric in DRAFTS and not run_speculates(run):
-        return None
-    return number_of(run, metric)
+def scale_of(metric: str, pairings: Sequence[Pairing]) -> Scale:
+    """Ratios if every number is above 0, else differences."""
+    numbers = [pair for pairing in pairings for pair in pairing.numbers(metric).values()]
+    return "ratio" if all(min(pair) > 0 for pair in numbers) else "difference"
 
 
-def scale_of(values: Sequence[float | None]) -> Literal["ratio", "difference"]:
-    """Ratios if every value is above 0, else differences."""
-    return "ratio" if all(value is None or value > 0 for value in values) else "difference"
-
-
-def _row_of_cell(
-    metric: str,
-    value: Any,
-    cell: Cell,
-    paired_sides: tuple[Sequence[Unit], Side, Side],
-    pairs: Sequence[tuple[float | None, float | None]],
-    scale: Literal["ratio", "difference"],
-    confidence: float,
-) -> Row:
-    """The row of a cell. Units of which a side has no such number are left out."""
-    units, side_a, side_b = paired_sides
-    numbers = {
-        unit: (a, b)
-        for unit, (a, b) in zip(units, pairs, strict=True)
-        if a is not None and b is not None
-    }
-    row = Row(metric, value, cell, tuple(numbers))
+def _row_of_cell(metric: str, pairing: Pairing, scale: Scale, confidence: float) -> Row:
+    """The row of a cell."""
+    numbers = pairing.numbers(metric)
+    row = Row(metric, pairing.value, pairing.cell, tuple(numbers))
     if not numbers:
         return row._replace(note="there is no such number on both sides")
     medians = [statistics.median(column) for column in zip(*numbers.values(), strict=True)]
     row = row._replace(a=medians[0], b=medians[1])
-    rounded = of_rounded(side_a, side_b, metric, *medians)
+    rounded = of_rounded(pairing.a, pairing.b, metric, *medians)
     if rounded is not None:
         return row._replace(note=rounded.verdict)
     differences = tuple(difference(a, b, scale) for a, b in numbers.values())
     row = row._replace(
         differences=differences, effect=effect_of_pairs(differences, scale, confidence)
     )
-    if len(side_a.runs) == 1:
-        return _with_interval_of_requests(row, side_a, side_b, confidence)
+    if len(pairing.units) == 1:
+        return _with_interval_of_requests(row, pairing.a, pairing.b, confidence)
     return row._replace(note=_note(row.effect))
 
 
@@ -209,7 +220,7 @@ def _with_interval_of_requests(row: Row, a: Side, b: Side, confidence: float) ->
     return row._replace(note=note)
 
 
-def difference(a: float, b: float, scale: Literal["ratio", "difference"]) -> float:
+def difference(a: float, b: float, scale: Scale) -> float:
     return math.log(b) - math.log(a) if scale == "ratio" else b - a
 
 
@@ -228,7 +239,7 @@ def pooled(
     metric: str,
     value: Any,
     rows: Sequence[Row],
-    scale: Literal["ratio", "difference"],
+    scale: Scale,
     confidence: float,
 ) -> Row:
     """The row over all cells: of each unit that every cell has, the mean over the cells."""

@@ -1,7 +1,7 @@
 """The capacities of the cells of a sweep: each over its seeds, as sentences, a table and a plot.
 
-A cell is a combination of swept keys but for `seed`. Each seed has a capacity of its own; a cell has
-their geometric mean, and an interval over seeds by Student's t on the logarithms.
+A cell is a combination of swept keys but for `seed`. Each seed has a capacity of its own; a cell
+has their geometric mean, and an interval over seeds by Student's t on the logarithms.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def too_short_sentences(cells: Sequence[CellAnswer]) -> list[str]:
                 by_kind.setdefault(reason.partition(":")[0], []).append(f"{name}: {reason}")
     texts = []
     for texts_of_kind in by_kind.values():
-        more = len(texts_of_kind) - 1
-        texts.append(f"{texts_of_kind[0]}{f' ({more} more like it.)' if more else ''}")
+        others = f" ({len(texts_of_kind) - 1} more like it.)" * (len(texts_of_kind) > 1)
+        texts.append(f"{texts_of_kind[0]}{others}")
     return [f"Too short for the answer: {text}" for text in texts]
 
 
@@ -181,10 +181,10 @@ def page_table(cells: Sequence[CellAnswer]) -> dict[str, Any]:
         is_best = estimate is not None and estimate == max(estimates) and len(cells) > 1
         words = [str(cell.swept.get(key, "")) for key in keys] or [cell.label]
         cells_of_row: list[dict[str, Any]] = [{"text": word, "sort": word} for word in words]
-        shown = "-" if estimate is None else number(estimate)
+        text = "-" if estimate is None else number(estimate)
         bar = None if estimate is None else round(100 * estimate / max(estimates), 1)
         cells_of_row.append(
-            {"text": shown, "sort": "" if estimate is None else estimate, "bar": bar}
+            {"text": text, "sort": "" if estimate is None else estimate, "bar": bar}
         )
         texts = (interval_text(cell), range_text(cell), length_text(cell))
         cells_of_row += [{"text": text, "sort": text} for text in texts]

@@ -32,6 +32,9 @@ NOISE = "the noise between runs is not known"
 ONCE = f"one run each: {NOISE}"
 
 
+Scale = Literal["ratio", "difference"]
+
+
 class Ratio(NamedTuple):
     """B / A with its interval, and the verdict in words; None where a number has no value."""
 
@@ -49,7 +52,7 @@ class Effect(NamedTuple):
     scale: "ratio": the differences are of logarithms, and the numbers are their exponentials.
     """
 
-    scale: Literal["ratio", "difference"]
+    scale: Scale
     pairs: int
     estimate: float
     low: float | None = None
@@ -57,9 +60,7 @@ class Effect(NamedTuple):
     p: float | None = None
 
 
-def effect_of_pairs(
-    differences: Sequence[float], scale: Literal["ratio", "difference"], confidence: float
-) -> Effect:
+def effect_of_pairs(differences: Sequence[float], scale: Scale, confidence: float) -> Effect:
     """The mean of the differences by Student's t over independent pairs.
 
     Args:
@@ -67,14 +68,16 @@ def effect_of_pairs(
     """
     values = np.asarray(differences, float)
     mean = float(values.mean())
-    shown = _exponential if scale == "ratio" else float
+    on_scale = _exponential if scale == "ratio" else float
     if len(values) < 2 or np.ptp(values) <= 1e-12 * max(1.0, abs(mean)):
-        return Effect(scale, len(values), shown(mean))
+        return Effect(scale, len(values), on_scale(mean))
     freedom = len(values) - 1
     error = float(values.std(ddof=1)) / math.sqrt(len(values))
     reach = float(special.stdtrit(freedom, (1 + confidence) / 2)) * error
     p = 2 * float(special.stdtr(freedom, -abs(mean) / error))
-    return Effect(scale, len(values), shown(mean), shown(mean - reach), shown(mean + reach), p)
+    return Effect(
+        scale, len(values), on_scale(mean), on_scale(mean - reach), on_scale(mean + reach), p
+    )
 
 
 def _exponential(value: float) -> float:

@@ -4,12 +4,14 @@ requests of the run at the highest rate that was met.
 A run is too short if one of these holds:
 
     few decide       fewer than 10 of its requests may miss the targets: so few outcomes decide
-    queue grew       over the last quarter of the arrivals, more requests were waiting or running than over the
-                     quarter before it, by more than `tolerance` of the requests that arrived in a quarter. At this
-                     rate the engine does not keep up, or it had not reached its steady state.
-    share not known  the 95 % interval of the share that misses reaches above twice the allowed share. The interval
-                     is that of batch means: neighbours in a queue are alike, so the requests are cut into 10 parts in
-                     order of arrival, and the means of the parts count.
+    queue grew       over the last quarter of the arrivals, more requests were waiting or running
+                     than over the quarter before it, by more than `tolerance` of the requests that
+                     arrived in a quarter. At this rate the engine does not keep up, or it had not
+                     reached its steady state.
+    share not known  the 95 % interval of the share that misses reaches above twice the allowed
+                     share. The interval is that of batch means: neighbours in a queue are alike, so
+                     the requests are cut into 10 parts in order of arrival, and the means of the
+                     parts count.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ def reasons(
     if share < 1 and interval is not None and interval[1] > 2 * (1 - share):
         low, high = (100 * bound for bound in interval)
         sentences.append(
-            f"the share is not known: {low:.0f} to {high:.0f} % miss the targets, which may be more "
-            f"than twice the {100 * (1 - share):.3g} % that may. Raise the number of requests."
+            f"the share is not known: {low:.0f} to {high:.0f} % miss the targets, which may be "
+            f"more than twice the {100 * (1 - share):.3g} % that may. Raise the number of requests."
         )
     return sentences
 

@@ -1,4 +1,4 @@
-"""Two sides of a comparison: the runs of a point, which of them are paired, and a metric of both."""
+"""Two sides of a comparison: the runs of a point, which are paired, and a metric of both."""
 
 from __future__ import annotations
 

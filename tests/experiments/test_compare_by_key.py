@@ -67,13 +67,8 @@ def test_interval_and_p_are_those_of_t(values: list[float], confidence: float):
 def put_point(
     folder: Path, repeat: int, value: float, swept: dict[str, Any], **fields: Any
 ) -> None:
-    put(
-        folder,
-        repeat,
-        value,
-        swept,
-        **{"point": "-".join(map(str, reversed(swept.values()))), **fields},
-    )
+    fields.setdefault("point", "-".join(map(str, reversed(swept.values()))))
+    put(folder, repeat, value, swept, **fields)
 
 
 def put_grid(folder: Path, factors: dict[str, float], repeats: int = 3, seed: int = 0) -> None:

@@ -16,8 +16,6 @@ from experiments.core.selection import Selection, choose, split
 from pagedjax.text import yaml_words
 from tests.experiments.test_compare import put
 
-KEYS: tuple[str, ...] = ("engine.policy", "workload.arrivals.rate")
-
 
 def runs_of(*points: dict[str, Any], repeats: int = 1) -> list[dict[str, Any]]:
     return [
@@ -27,12 +25,9 @@ def runs_of(*points: dict[str, Any], repeats: int = 1) -> list[dict[str, Any]]:
     ]
 
 
+POLICIES = (("fcfs", 2.0), ("fcfs", 4.0), ("shortest", 4.0), ("mine.py:AGED", 2.0))
 GRID = runs_of(
-    *(dict(zip(KEYS, values, strict=True)) for values in (("fcfs", 2.0), ("fcfs", 4.0))),
-    *(
-        dict(zip(KEYS, values, strict=True))
-        for values in (("shortest", 4.0), ("mine.py:AGED", 2.0))
-    ),
+    *({"engine.policy": policy, "workload.arrivals.rate": rate} for policy, rate in POLICIES),
     repeats=2,
 )
 
