@@ -114,19 +114,21 @@ class Criterion:
         # without gaps there is no ITL
         return {name: statistics.median(repeats) for name, repeats in values.items() if repeats}
 
-    def is_met(self, values: dict[str, float]) -> bool:
-        if self.percentile is None:
-            return values["goodput.share"] >= self.share
+    def limit_of(self, column: str) -> float:
+        """The limit of a deciding number: the least share, or the largest latency in seconds."""
         limits = {
+            "goodput.share": self.share,
             f"ttft_s.p{self.percentile}": self.slo.ttft,
             f"itl_s.p{self.percentile}": self.slo.itl,
         }
-        for name, value in values.items():
-            limit = limits[name]
-            assert limit is not None, "`values` has only latencies with a target"
-            if value > limit:
-                return False
-        return True
+        limit = limits[column]
+        assert limit is not None, "`values` has only latencies with a target"
+        return limit
+
+    def is_met(self, values: dict[str, float]) -> bool:
+        if self.percentile is None:
+            return values["goodput.share"] >= self.share
+        return all(value <= self.limit_of(name) for name, value in values.items())
 
     def in_time(self, request: RequestRecord) -> bool:
         """Whether a request meets the targets by itself; with a percentile, the one of TTFT, or of
@@ -629,17 +631,19 @@ def sections(searches: Sequence[Search], cells: Sequence[CellAnswer]) -> list[di
     """The plots of the page."""
     columns = dict.fromkeys(name for search in searches for name in search.probes[0].values)
     plots = {"Capacity": capacities.plot_of_cells(cells)}
-    plots |= {
-        f"{column} against the rate": capacities.plot_of_probes(cells, column) for column in columns
-    }
+    for column in columns:
+        limits = list(dict.fromkeys(search.criterion.limit_of(column) for search in searches))
+        svg = capacities.plot_of_probes(cells, column, limits)
+        plots[f"{column} against the rate"] = svg
     legend = None
     if len(cells) > 1:
         legend = {"title": "", "entries": [cell.label for cell in cells]}
     groups = []
     for title, svg in plots.items():
-        note = "What the search saw at each rate, of the first seed. The first unmet rate ends it."
+        note = "What the search of the first seed saw at each rate. Dashed: the target."
         if title == "Capacity":
-            note = "Points: the mean over seeds; bands: its interval; small lines: each seed."
+            note = "Points: the mean over seeds; bands: its interval, which may end beyond the plot; small "
+            "lines: each seed."
         figure = {"title": title, "unit": "", "svg": Markup(svg or ""), "wide": True}
         group = {"title": title, "note": note, "figures": [figure]}
         if title != "Capacity":

@@ -235,35 +235,39 @@ def plot_of_cells(cells: Sequence[CellAnswer]) -> str | None:
         plot.tip(capacity.estimate, place, text)
     plot.axes.set_yticks(range(len(having)), labels=[cell.label for cell, _ in having])
     plot.axes.set_ylim(len(having) - 0.5, -0.5)
-    highest = max(max(seed.met for seed in cell.seeds) for cell, _ in having)
-    highest = max(highest, *(capacity.high or 0.0 for _, capacity in having), 0.0)
-    plot.axes.set_xlim(0, 1.08 * highest)
+    # a wide interval of few seeds would leave no room for the capacities
+    plot.axes.set_xlim(0, 1.5 * max(seed.met for cell, _ in having for seed in cell.seeds))
     plot.axes.set_xlabel(" or ".join(dict.fromkeys(cell.unit for cell in cells)))
     return plot.svg("Capacity of each cell")
 
 
-def plot_of_probes(cells: Sequence[CellAnswer], column: str) -> str | None:
-    """The deciding number against the rate, a line for each cell: of its first seed. None if there
-    are fewer than two probes.
+def plot_of_probes(cells: Sequence[CellAnswer], column: str, limits: Sequence[float]) -> str | None:
+    """The deciding number against the rate, a line for each cell: of its first seed, and dashed the
+    limits. None if there are fewer than two probes.
     """
     from experiments.analysis import plots
 
     plot = plots.Plot(plots.WIDE, height=3.4)
-    drawn = 0
+    rates: list[float] = []
+    for limit in limits:
+        plot.axes.axhline(limit, color=plots.colour(6), lw=1, ls=(0, (4, 3)))
     for index, cell in enumerate(cells):
         probes = sorted(cell.seeds[0].probes, key=lambda probe: probe[0])
         points = [(rate, values[column]) for rate, _, values in probes if column in values]
         if not points:
             continue
-        drawn += len(points)
+        rates += [rate for rate, _ in points]
         style: dict[str, Any] = {"color": plots.colour(index), "lw": 1.4, **plots.marker(index, 5)}
         plot.axes.plot([rate for rate, _ in points], [value for _, value in points], **style)
         for rate, value in points:
             plot.tip(rate, value, f"{cell.label}\n{rate:g} {cell.unit}: {column} {number(value)}")
-    if drawn < 2:
+    if len(rates) < 2:
         return None
     plot.axes.set_xscale("log")
-    plot.axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    plot.axes.xaxis.set_minor_formatter(lambda value, _: "")
+    lowest = math.log(min(rates))
+    width = math.log(max(rates)) - lowest
+    ticks = [float(f"{math.exp(lowest + part * width / 6):.2g}") for part in range(7)]
+    plot.axes.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    plot.axes.minorticks_off()
     plot.axes.set_xlabel(f"rate, {cells[0].unit}")
     return plot.svg(f"{column} against the rate")

@@ -133,6 +133,17 @@ def test_requests_are_a_row_each_with_their_times(folder):
     assert (frame["queue_s"] <= frame["ttft_s"]).all()
 
 
+def test_rows_are_chosen_by_values(folder):
+    runs = folder / "runs" / "small"
+    assert set(experiments.load_requests(runs, {"block_size": 8})["block_size"]) == {8}
+    assert set(experiments.load_steps(runs, {"engine.block_size": 16})["block_size"]) == {16}
+    assert len(experiments.load_runs(runs, {"block_size": 16, "repeat": 0})) == 1
+    with pytest.raises(
+        ValueError, match=r"engine\.block_size has 8, 16 \(the nearest: .*size=16\)"
+    ):
+        experiments.load_runs(runs, {"block_size": 32})
+
+
 def test_steps_are_a_row_each(folder):
     frame = experiments.load_steps(folder / "runs" / "small")
     runs = experiments.load_runs(folder / "runs" / "small").set_index("block_size")
