@@ -59,6 +59,7 @@ from experiments.core import config, parallel, store, sweep, what_ran
 from experiments.core.config import Point, Slo
 from experiments.core.distributions import AtOnce, ClosedLoop
 from experiments.core.engines import plan_runs
+from experiments.core.execution import head_of
 from experiments.core.metrics import meets
 from experiments.core.optional_imports import require
 from experiments.core.overrides import override_all
@@ -368,6 +369,7 @@ class Probed:
         self._command = command
         self._points: dict[tuple[str, float], Point] = {}  # by the key of the base, and the rate
         self._repeats: dict[str, set[int]] = {}  # by the key of the point
+        self._finished: dict[tuple[str, int], dict[str, Any]] = {}  # summaries, by point and repeat
 
     @property
     def points(self) -> list[Point]:
@@ -392,9 +394,13 @@ class Probed:
         points = self.points
         plan = [run for run in plan_runs(points, 1) if run.repeat in self._repeats[run.point.key]]
         sweep.write_sweep(self.folder, points, self._command)
-        finished = sweep.finished_runs(plan, self.folder, remedy)
+        new_runs = [run for run in plan if (run.point.key, run.repeat) not in self._finished]
+        self._finished |= sweep.finished_runs(new_runs, self.folder, remedy)
+        for run in plan:  # its place in the sweep changes with every round
+            if (run.point.key, run.repeat) in self._finished:
+                self._finished[run.point.key, run.repeat] |= head_of(run)
         summaries = sweep.measure_missing(
-            plan, self.folder, finished, measure_all, quiet=True, remedy=remedy
+            plan, self.folder, self._finished, measure_all, quiet=True, remedy=remedy
         )
         return {(summary["point"], summary["repeat"]): summary for summary in summaries}
 
@@ -642,8 +648,10 @@ def sections(searches: Sequence[Search], cells: Sequence[CellAnswer]) -> list[di
     for title, svg in plots.items():
         note = "What the search of the first seed saw at each rate. Dashed: the target."
         if title == "Capacity":
-            note = "Points: the mean over seeds; bands: its interval, which may end beyond the plot; small "
-            "lines: each seed."
+            note = (
+                "Points: the mean over seeds; bands: its interval, which may end beyond the plot; "
+                "small lines: each seed."
+            )
         figure = {"title": title, "unit": "", "svg": Markup(svg or ""), "wide": True}
         group = {"title": title, "note": note, "figures": [figure]}
         if title != "Capacity":

@@ -343,6 +343,7 @@ def test_the_page_shows_the_cells(cells):
     assert "<h2>What ran</h2>" in text
     assert text.count("<svg ") == 2
     assert "Too short for the answer" in text
+    assert "small lines: each seed." in text
     assert text.count('scope="col"') == 5
     assert "undefined" not in text.lower()
 
