@@ -109,9 +109,9 @@ class Chosen(NamedTuple):
         ]
 
 
-def read(wanted_runs: Selection) -> Chosen:
+def read(choice: Selection) -> Chosen:
     """The runs that a selection names, and notes on runs that are left out."""
-    pattern = wanted_runs.folder
+    pattern = choice.folder
     folders = [pattern]
     if not Path(pattern).is_dir():
         folders = sorted(path for path in glob.glob(pattern) if Path(path).is_dir())
@@ -120,17 +120,15 @@ def read(wanted_runs: Selection) -> Chosen:
             f"there is no folder {pattern!r}; give a folder of a sweep, a point or a run, or a glob"
         )
     all_runs = {run["run"]: run for folder in folders for run in store.read_runs(folder)}
-    runs, fixed = selection.choose(list(all_runs.values()), wanted_runs)
+    runs, fixed = selection.choose(list(all_runs.values()), choice)
     good_runs = [run for run in runs if not run["failed"]]
     if not good_runs:
-        raise ValueError(
-            f"all {len(runs)} runs of {wanted_runs} failed; there is nothing to compare"
-        )
+        raise ValueError(f"all {len(runs)} runs of {choice} failed; there is nothing to compare")
     num_failed = len(runs) - len(good_runs)
     notes = []
     if num_failed:
-        notes.append(f"{num_failed} of {len(runs)} runs of {wanted_runs} failed and are left out")
-    return Chosen(wanted_runs, good_runs, fixed, notes)
+        notes.append(f"{num_failed} of {len(runs)} runs of {choice} failed and are left out")
+    return Chosen(choice, good_runs, fixed, notes)
 
 
 def match(a: Chosen, b: Chosen) -> tuple[list[tuple[str, Side, Side]], list[str]]:
@@ -231,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"--confidence is {options.confidence}; it must be above 0 and below 1, such as "
                 "0.95"
             )
-        chosen = [read(wanted_runs) for wanted_runs in selection.split(options.runs)]
+        chosen = [read(choice) for choice in selection.split(options.runs)]
         result = _of_key(chosen, options) if options.by else _of_two(chosen, options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

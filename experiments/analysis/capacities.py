@@ -112,26 +112,39 @@ def text_table(cells: Sequence[CellAnswer]) -> str:
 
 def too_short_sentences(cells: Sequence[CellAnswer]) -> list[str]:
     """Why runs are too short: of each kind of reason, the first one, and how many there are."""
-    by_kind: dict[str, list[str]] = {}
-    for cell in cells:
-        for seed in cell.seeds:
-            name = cell.label if seed.seed is None else f"{cell.label}, seed {seed.seed}"
-            for reason in seed.too_short:
-                by_kind.setdefault(reason.partition(":")[0], []).append(f"{name}: {reason}")
-    texts = []
-    for texts_of_kind in by_kind.values():
-        others = f" ({len(texts_of_kind) - 1} more like it.)" * (len(texts_of_kind) > 1)
-        texts.append(f"{texts_of_kind[0]}{others}")
-    return [f"Too short for the answer: {text}" for text in texts]
+    named = [(name, reason) for name, seed in _by_name(cells) for reason in seed.too_short]
+    return [f"Too short for the answer: {text}" for text in _first_of_each_kind(named)]
 
 
 def unmet_sentences(cells: Sequence[CellAnswer]) -> list[str]:
-    """The answers of the searches that found no capacity, and of those that were not monotone."""
+    """The answers of searches without a capacity, and of those that were not monotone: of each kind
+    the first one, and how many there are.
+    """
+    named = [
+        (name, sentence)
+        for name, seed in _by_name(cells)
+        for sentence in (seed.sentences[1:] if seed.is_found else seed.sentences)
+    ]
+    return _first_of_each_kind(named)
+
+
+def _by_name(cells: Sequence[CellAnswer]) -> list[tuple[str, SeedAnswer]]:
+    """Each seed of each cell, with a name in words."""
     return [
-        f"{cell.label}{'' if seed.seed is None else f', seed {seed.seed}'}: {sentence}"
+        (cell.label if seed.seed is None else f"{cell.label}, seed {seed.seed}", seed)
         for cell in cells
         for seed in cell.seeds
-        for sentence in (seed.sentences[1:] if seed.is_found else seed.sentences)
+    ]
+
+
+def _first_of_each_kind(named: Sequence[tuple[str, str]]) -> list[str]:
+    """The first sentence of each kind, with its name. A kind is what stands before the colon."""
+    by_kind: dict[str, list[str]] = {}
+    for name, sentence in named:
+        by_kind.setdefault(sentence.partition(":")[0], []).append(f"{name}: {sentence}")
+    return [
+        texts[0] + f" ({len(texts) - 1} more like it.)" * (len(texts) > 1)
+        for texts in by_kind.values()
     ]
 
 

@@ -104,11 +104,11 @@ def value_of(key: str, text: str, runs: Sequence[Run], where: str) -> Any:
         ValueError: there is none; the message lists the values and the nearest one.
     """
     values = values_in(runs, key)
-    wanted_value = load_text(text, f"{key}={text}")
+    parsed_value = load_text(text, f"{key}={text}")
     for value in values:
-        if _same(value, wanted_value) or value_text(value) == text:
+        if _same(value, parsed_value) or value_text(value) == text:
             return value
-    nearest = nearest_value(wanted_value, values)
+    nearest = nearest_value(parsed_value, values)
     raise ValueError(
         f"{key}={text} selects no run of {where}; {key} has {value_list(values)} (the nearest: "
         f"{key}={value_text(nearest)})"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments import compare
@@ -24,6 +24,7 @@ POLICY = "engine.policy"
 REQUEST_RATE = "workload.arrivals.rate"
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
 def test_holm_is_the_closed_test_of_bonferroni(values: list[float]):
     """A hypothesis is rejected at a if Bonferroni rejects every set of hypotheses that has it."""
@@ -51,6 +52,7 @@ def effect_of_three(values: Sequence[float], confidence: float) -> tuple[float, 
     return mean, mean - reach, mean + reach, 1 - t / math.sqrt(2 + t * t)
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.floats(-5, 5), min_size=3, max_size=3).filter(lambda x: max(x) - min(x) > 1e-3),
     st.floats(0.5, 0.99),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.core import config, selection
@@ -92,6 +92,7 @@ VALUES = st.one_of(
 )
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.lists(VALUES, min_size=1, max_size=5))
 def test_every_value_is_chosen_by_its_text(values: list[Any]):
     """And 1 is not true, nor the text "1"."""
