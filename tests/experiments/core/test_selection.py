@@ -95,7 +95,6 @@ VALUES = st.one_of(
 @settings(max_examples=40, deadline=None)
 @given(st.lists(VALUES, min_size=1, max_size=5))
 def test_every_value_is_chosen_by_its_text(values: list[Any]):
-    """And 1 is not true, nor the text "1"."""
     runs = runs_of(*({"key": value} for value in values))
     for value in values:
         text = yaml_words.dump(value, default_flow_style=True, width=1 << 20)
@@ -105,6 +104,15 @@ def test_every_value_is_chosen_by_its_text(values: list[Any]):
             repr(other) for other in values if other == value
         }
         assert any(run["swept"]["key"] == value for run in chosen)
+
+
+@pytest.mark.parametrize("values", [[True, 1], [1, True], [False, 0.0], [0, False]])
+def test_a_number_is_no_truth(values: list[Any]):
+    runs = runs_of(*({"key": value} for value in values))
+    for place, value in enumerate(values):
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        chosen, _ = choose(runs, Selection("x", (f"key={text}",)))
+        assert chosen == [runs[place]]
 
 
 def test_words_follow_their_folder(tmp_path, monkeypatch):
