@@ -75,26 +75,47 @@ def measure(
     return load_runs(run.measure(config, settings, out, jobs=jobs, engines=engines, quiet=quiet))
 
 
-def load_runs(folder: str | PathLike[str]) -> pd.DataFrame:
+def load_runs(folder: str | PathLike[str], where: Mapping[str, Any] | None = None) -> pd.DataFrame:
     """Every run below `folder`, one row for each point and repeat.
+
+    Args:
+        where: values of swept keys that choose some of the runs, in place of a folder with a hash,
+            such as {"engine.policy": "fcfs", "repeat": 0}. A key may be its last name.
 
     Columns: the swept keys by their short names (`block_size`), `label`, `point` (hash), `repeat`,
     `failed` (missing, or the reason), the summary's numbers with dotted names (`ttft_s.p50`),
     `commit`, `device`, and `run` (the run's folder).
 
     Raises:
-        ValueError: there is no run below `folder`; the message describes a run's folder.
+        ValueError: there is no run below `folder`, which the message describes; or none with these
+            values, and the message lists those that exist.
         ImportError: pandas is missing; the message says how to install it.
     """
     from experiments.core.optional_imports import require
-    from experiments.core.store import read_runs
 
     pandas = require("pandas")
-    return pandas.DataFrame([_row(run) for run in read_runs(folder)])
+    return pandas.DataFrame([_row(run) for run in _chosen_runs(folder, where)])
 
 
-def load_requests(folder: str | PathLike[str]) -> pd.DataFrame:
+def _chosen_runs(
+    folder: str | PathLike[str], where: Mapping[str, Any] | None
+) -> list[dict[str, Any]]:
+    """The summaries of the runs below a folder, with these values of swept keys."""
+    from experiments.core import selection
+    from experiments.core.store import read_runs
+
+    values = [f"{key}={selection.value_text(value)}" for key, value in (where or {}).items()]
+    runs, _ = selection.choose(read_runs(folder), selection.Selection(str(folder), tuple(values)))
+    return runs
+
+
+def load_requests(
+    folder: str | PathLike[str], where: Mapping[str, Any] | None = None
+) -> pd.DataFrame:
     """Every request of every good run below `folder`, one row for each.
+
+    Args:
+        where: as of `load_runs`.
 
     Columns: of its run, the swept keys by their short names, `label`, `point`, `repeat` and `run`;
     then `request_id`, `prompt_tokens`, `max_tokens`, `output_tokens`, `branches` and `preemptions`
@@ -107,11 +128,14 @@ def load_requests(folder: str | PathLike[str]) -> pd.DataFrame:
     """
     from experiments.core.store import read_requests
 
-    return _load(folder, lambda run_folder: map(_request_row, read_requests(run_folder)))
+    return _load(folder, where, lambda run_folder: map(_request_row, read_requests(run_folder)))
 
 
-def load_steps(folder: str | PathLike[str]) -> pd.DataFrame:
+def load_steps(folder: str | PathLike[str], where: Mapping[str, Any] | None = None) -> pd.DataFrame:
     """Every step of every good run below `folder`, one row for each, in the order of the run.
+
+    Args:
+        where: as of `load_runs`.
 
     Columns: of its run, those of `load_requests`; then those of steps.jsonl. A run with `records:
     sums` has no steps.
@@ -125,19 +149,20 @@ def load_steps(folder: str | PathLike[str]) -> pd.DataFrame:
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         return map(json.loads, lines)
 
-    return _load(folder, steps)
+    return _load(folder, where, steps)
 
 
 def _load(
-    folder: str | PathLike[str], rows_of: Callable[[Path], Iterable[dict[str, Any]]]
+    folder: str | PathLike[str],
+    where: Mapping[str, Any] | None,
+    rows_of: Callable[[Path], Iterable[dict[str, Any]]],
 ) -> pd.DataFrame:
     """The rows of each good run, beside the facts of the run."""
     from experiments.core.optional_imports import require
-    from experiments.core.store import read_runs
 
     pandas = require("pandas")
     rows: list[dict[str, Any]] = []
-    for run in read_runs(folder):
+    for run in _chosen_runs(folder, where):
         if run["failed"]:
             continue
         facts = _swept(run) | {key: run[key] for key in ("label", "point", "repeat", "run")}

@@ -1,28 +1,41 @@
-"""The highest rate that meets the targets.
+"""The highest rate that meets the targets, for each cell of a sweep.
 
-    python -m experiments.capacity CONFIG [--set slo.ttft=0.5] [--share 0.9]
+    python -m experiments.capacity CONFIG [--set slo.ttft=0.5] [--share 0.9] [--jobs 4]
 
-    --share 0.9         at least this share of requests meets every target of the config's `slo`, as goodput counts them
-    --percentile 99     or: the 99th percentiles of TTFT and ITL (all gaps pooled) are each within slo.ttft and slo.itl
+    --share 0.9         at least this share of requests meets every target of the config's `slo`,
+                        as goodput counts them
+    --percentile 99     or: the 99th percentiles of TTFT and ITL (all gaps pooled) are each within
+                        slo.ttft and slo.itl
 
-Each probe measures the config at one rate: workload.arrivals.rate, or of a trace its speed as a
+A cell is a combination of the config's swept keys, but for `seed`; without a sweep there is one.
+With `reseed: true` each repeat, and with `seed` swept each seed, has a search of its own; the
+cell's capacity is the geometric mean over its seeds, with a 95 % interval by Student's t on the
+logarithms. Without reseed there is one seed, and the median of repeats counts at every rate.
+
+Each probe measures a cell at one rate: workload.arrivals.rate, or of a trace its speed as a
 multiple of the recorded one, 1 / time_scale. It is a point of the sweep <out>/<name>-capacity, so
 the same command resumes after the finished probes. The first probe has the config's own rate. The
 next ones double or halve it until one probe meets the targets and one does not; then the geometric
-middle of the two is probed, until they are within `tolerance`. The median of repeats counts.
+middle of the two is probed, until they are within `tolerance`. --jobs N runs N probes of different
+searches at a time, if they are simulated.
 
 Bisection assumes that every rate below a met rate is met too. This need not hold: a batch that
 happens to fill better can reverse it. So two rates above the answer are probed as well, and the
 answer says if a rate was met above a rate that was not. The answer is valid for this workload: with
 few requests, the queue of a rate that is too high has no time to grow, and the answer is too high.
+The command says when the run at the answer is too short for it (few requests decide, the queue
+still grew at its end, or the share that misses is not known): docs/design/comparisons.md.
 
-Exit status: 0 found, 1 not found or a run failed (the last line gives the reason), 2 the config is
-wrong, 130 interrupted.
+Results: capacity.json and capacity.html in the folder of the sweep, and --json FILE.
+
+Exit status: 0 found for each cell, 1 not found or a run failed (the output gives the reason), 2
+the config is wrong, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shlex
 import statistics
@@ -30,15 +43,25 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
+import numpy as np
+from markupsafe import Markup
+
+from experiments import report
+from experiments.analysis import capacities, run_length
+from experiments.analysis.capacities import CellAnswer, SeedAnswer
 from experiments.analysis.sweep_points import aligned, number
-from experiments.core import config, store, sweep, what_ran
+from experiments.core import config, parallel, store, sweep, what_ran
 from experiments.core.config import Point, Slo
 from experiments.core.distributions import AtOnce, ClosedLoop
-from experiments.core.engines import Engines, plan_runs
+from experiments.core.engines import plan_runs
+from experiments.core.execution import head_of
+from experiments.core.metrics import meets
+from experiments.core.optional_imports import require
 from experiments.core.overrides import override_all
 from experiments.core.records import RequestRecord
 from experiments.core.store import flatten
@@ -92,19 +115,35 @@ class Criterion:
         # without gaps there is no ITL
         return {name: statistics.median(repeats) for name, repeats in values.items() if repeats}
 
-    def is_met(self, values: dict[str, float]) -> bool:
-        if self.percentile is None:
-            return values["goodput.share"] >= self.share
+    def limit_of(self, column: str) -> float:
+        """The limit of a deciding number: the least share, or the largest latency in seconds."""
         limits = {
+            "goodput.share": self.share,
             f"ttft_s.p{self.percentile}": self.slo.ttft,
             f"itl_s.p{self.percentile}": self.slo.itl,
         }
-        for name, value in values.items():
-            limit = limits[name]
-            assert limit is not None, "`values` has only latencies with a target"
-            if value > limit:
-                return False
-        return True
+        limit = limits[column]
+        assert limit is not None, "`values` has only latencies with a target"
+        return limit
+
+    def is_met(self, values: dict[str, float]) -> bool:
+        if self.percentile is None:
+            return values["goodput.share"] >= self.share
+        return all(value <= self.limit_of(name) for name, value in values.items())
+
+    def in_time(self, request: RequestRecord) -> bool:
+        """Whether a request meets the targets by itself; with a percentile, the one of TTFT, or of
+        its own gaps if ITL alone has a target.
+        """
+        if self.percentile is None:
+            return meets(request, self.slo)
+        if self.slo.ttft is not None:
+            return request.ttft is not None and request.ttft <= self.slo.ttft
+        assert self.slo.itl is not None, "a criterion has a target"
+        if not request.has_gaps:
+            return meets(request, self.slo)
+        gaps = [gap for branch in request.branches for gap in branch.gaps]
+        return not gaps or float(np.percentile(gaps, self.percentile)) <= self.slo.itl
 
     def __str__(self) -> str:
         targets = {"TTFT": self.slo.ttft, "ITL": self.slo.itl}
@@ -209,32 +248,185 @@ def rate_of(workload: Spec) -> tuple[float, str, str]:
     return workload.arrivals.rate, "requests/s", "workload.arrivals.rate"
 
 
-def read_config(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Point]:
-    """The raw config after `overrides`, and the one point that it is."""
+def read_config(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[Point]]:
+    """The raw config after `overrides`, and its points.
+
+    Raises:
+        ValueError: it sweeps the rate.
+    """
     raw = load_file(path)
     override_all(raw, overrides)
     points = config.expand(raw, folder=path.parent)
-    if len(points) > 1:
-        keys = " and ".join(points[0].swept)
+    for point in points:
+        rate, _, key = rate_of(point.experiment.workload)
+        if key in point.swept:
+            raise ValueError(
+                f"the config sweeps {key}, which is the rate that is looked for; fix it with --set "
+                f"{key}={rate:g}, where the search begins"
+            )
+    return raw, points
+
+
+class Search(NamedTuple):
+    """The search for the capacity of a cell with one seed.
+
+    base: the point of the config.
+    criterion: of its targets, which may be swept.
+    repeat: that the search measures; None: all of them, whose median counts.
+    """
+
+    base: Point
+    criterion: Criterion
+    bounds: Bounds
+    repeat: int | None
+    probes: tuple[Probe, ...] = ()
+
+    @property
+    def cell(self) -> dict[str, Any]:
+        """The swept keys but for the seed."""
+        return {key: value for key, value in self.base.swept.items() if key != "seed"}
+
+    @property
+    def cell_label(self) -> str:
+        return self.base._replace(swept=self.cell).label
+
+    @property
+    def seed(self) -> int | None:
+        """Of its workload, if the cell has several."""
+        if self.repeat is None and "seed" not in self.base.swept:
+            return None
+        return self.base.experiment.seed + (self.repeat or 0)
+
+    @property
+    def name(self) -> str:
+        """Its cell and seed, in words."""
+        return self.cell_label if self.seed is None else f"{self.cell_label}, seed {self.seed}"
+
+    @property
+    def unit(self) -> str:
+        return rate_of(self.base.experiment.workload)[1]
+
+    @property
+    def repeats(self) -> list[int]:
+        """That each of its probes measures."""
+        every_repeat = list(range(self.base.experiment.repeats))
+        return every_repeat if self.repeat is None else [self.repeat]
+
+    @property
+    def next_rate(self) -> float | None:
+        return next_rate(self.probes, self.bounds)
+
+
+def searches_of(points: Sequence[Point], options: argparse.Namespace) -> list[Search]:
+    """A search for each cell and seed.
+
+    Raises:
+        ValueError: a swept seed and a repeat draw the same workload.
+    """
+    searches = []
+    for point in points:
+        experiment = point.experiment
+        criterion = Criterion(experiment.slo, options.share, options.percentile)
+        bounds = _bounds(rounded(rate_of(experiment.workload)[0]), options)
+        repeats = range(experiment.repeats) if experiment.reseed else [None]
+        searches += [Search(point, criterion, bounds, repeat) for repeat in repeats]
+    names = [search.name for search in searches if search.seed is not None]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
         raise ValueError(
-            f"the config has {len(points)} points and a capacity is one point's; fix {keys} with "
-            "--set"
+            f"two searches are of {twice}: seed is swept, and with reseed repeat r has seed + r; "
+            "leave one of the two out, or sweep seeds that are further apart"
         )
-    return raw, points[0]
+    return searches
 
 
-def at_rates(raw: dict[str, Any], base: Point, folder: Path, rates: Sequence[float]) -> list[Point]:
-    """The config as a sweep over `rates`, under the name <name>-capacity."""
-    key = rate_of(base.experiment.workload)[2]
-    is_trace = isinstance(base.experiment.workload, Trace)
-    values = [1 / rate if is_trace else rate for rate in rates]  # of a trace: its time_scale
-    rates_section = {"list": [{**base.swept, key: value} for value in values]}
-    return config.expand({**raw, "name": _name(base), "sweep": rates_section}, folder)
+def point_at(raw: dict[str, Any], base: Point, folder: Path, rate: float) -> Point:
+    """A point of the config at a rate, under the name <name>-capacity."""
+    workload = base.experiment.workload
+    value = 1 / rate if isinstance(workload, Trace) else rate  # of a trace: its time_scale
+    swept = {**base.swept, rate_of(workload)[2]: value}
+    (point,) = config.expand({**raw, "name": _name(base), "sweep": {"list": [swept]}}, folder)
+    return point
 
 
 def _name(base: Point) -> str:
     # not the config's own folder, which has another sweep
     return f"{base.experiment.name}-capacity"
+
+
+class Probed:
+    """The points and runs that the searches need so far, and their summaries.
+
+    Each round measures what is missing of all of them, so that the folder is one sweep.
+    """
+
+    def __init__(
+        self, raw: dict[str, Any], config_folder: Path, folder: Path, command: str
+    ) -> None:
+        self._raw = raw
+        self._config_folder = config_folder
+        self.folder = folder
+        self._command = command
+        self._points: dict[tuple[str, float], Point] = {}  # by the key of the base, and the rate
+        self._repeats: dict[str, set[int]] = {}  # by the key of the point
+        self._finished: dict[tuple[str, int], dict[str, Any]] = {}  # summaries, by point and repeat
+
+    @property
+    def points(self) -> list[Point]:
+        """In the order of cells, and of rates."""
+        bases = list(dict.fromkeys(base for base, _ in self._points))
+        places = sorted(self._points, key=lambda place: (bases.index(place[0]), place[1]))
+        return [self._points[place] for place in places]
+
+    def point(self, search: Search, rate: float) -> Point:
+        """The point of a search at a rate. Its repeats are needed from now on."""
+        place = (search.base.key, rate)
+        if place not in self._points:
+            point = point_at(self._raw, search.base, self._config_folder, rate)
+            self._points[place] = point
+        point = self._points[place]
+        self._repeats.setdefault(point.key, set()).update(search.repeats)
+        return point
+
+    def measure(self, measure_all: sweep.Measure) -> dict[tuple[str, int], dict[str, Any]]:
+        """Measure what is missing -> the summaries, by point and repeat."""
+        remedy = f"Delete {self.folder} to measure all probes again"
+        points = self.points
+        plan = [run for run in plan_runs(points, 1) if run.repeat in self._repeats[run.point.key]]
+        sweep.write_sweep(self.folder, points, self._command)
+        new_runs = [run for run in plan if (run.point.key, run.repeat) not in self._finished]
+        self._finished |= sweep.finished_runs(new_runs, self.folder, remedy)
+        for run in plan:  # its place in the sweep changes with every round
+            if (run.point.key, run.repeat) in self._finished:
+                self._finished[run.point.key, run.repeat] |= head_of(run)
+        summaries = sweep.measure_missing(
+            plan, self.folder, self._finished, measure_all, quiet=True, remedy=remedy
+        )
+        return {(summary["point"], summary["repeat"]): summary for summary in summaries}
+
+
+def run_searches(
+    searches: Sequence[Search],
+    probed: Probed,
+    measure_all: sweep.Measure,
+    *,
+    quiet: bool,
+) -> list[Search]:
+    """The searches with their probes: in rounds, of each the next rate."""
+    current = list(searches)
+    while rates := {i: rate for i, s in enumerate(current) if (rate := s.next_rate) is not None}:
+        points = {i: probed.point(current[i], rate) for i, rate in rates.items()}
+        summaries = probed.measure(measure_all)
+        for i, rate in rates.items():
+            search = current[i]
+            of_probe = [summaries[points[i].key, repeat] for repeat in search.repeats]
+            probe = probe_of(rate, of_probe, search.criterion, probed.folder)
+            current[i] = search._replace(probes=(*search.probes, probe))
+            name = f"{search.name}: " if len(current) > 1 else ""
+            if not quiet:
+                text = f"{name}{rate:g} {search.unit}: {'met' if probe.met else 'not met'}"
+                print(text, file=sys.stderr)
+    return current
 
 
 def probe_of(
@@ -300,27 +492,58 @@ def table(probes: Sequence[Probe], unit: str) -> str:
     return aligned({**columns, "": ["met" if probe.met else "not met" for probe in rows]})
 
 
+def too_short(search: Search, probed: Probed) -> list[str]:
+    """Why the run at the highest met rate is too short for the answer."""
+    rate, lowest_unmet = bracket(search.probes)
+    if not 0.0 < rate < lowest_unmet < math.inf:
+        return []
+    point = probed.point(search, rate)
+    run_folder = store.run_folder(probed.folder, point.key, search.repeats[0])
+    requests = store.read_requests(run_folder)
+    criterion = search.criterion
+    in_time = [criterion.in_time(request) for request in requests]
+    share = criterion.share if criterion.percentile is None else criterion.percentile / 100
+    return run_length.reasons(requests, in_time, share, search.bounds.tolerance)
+
+
+def answers(searches: Sequence[Search], probed: Probed) -> list[CellAnswer]:
+    """The answers of the searches, by cell."""
+    cells: dict[str, CellAnswer] = {}
+    for search in searches:
+        highest_met, lowest_unmet = bracket(search.probes)
+        answer = SeedAnswer(
+            search.seed,
+            highest_met,
+            lowest_unmet,
+            tuple(answer_sentences(search.probes, search.bounds, search.criterion, search.unit)),
+            tuple(too_short(search, probed)),
+            tuple((probe.rate, probe.met, dict(probe.values)) for probe in search.probes),
+        )
+        cell = CellAnswer(search.cell, search.cell_label, search.unit, ())
+        cell = cells.get(cell.label, cell)
+        cells[cell.label] = cell._replace(seeds=(*cell.seeds, answer))
+    return list(cells.values())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
     path = Path(options.config)
+    command = shlex.join(["python", "-m", "experiments.capacity", *arguments])
     try:
-        raw, base = read_config(path, options.set)
-        criterion = Criterion(base.experiment.slo, options.share, options.percentile)
-        start, unit, _ = rate_of(base.experiment.workload)
-        bounds = _bounds(rounded(start), options)
-        folder = Path(options.out) / _name(base)
+        raw, points = read_config(path, options.set)
+        parallel.check(points, options.jobs, "loky")
+        searches = searches_of(points, options)
+        folder = Path(options.out) / _name(points[0])
+        require("matplotlib")
         store.clean(folder)
-        engines = sweep.make_engines(1, quiet=options.quiet)
-        probes: list[Probe] = []
-        while (rate := next_rate(probes, bounds)) is not None:
-            rates = sorted([rate, *(probe.rate for probe in probes)])
-            points = at_rates(raw, base, path.parent, rates)
-            summaries = _measure_rates(points, folder, arguments, engines)[rates.index(rate)]
-            probes.append(probe_of(rate, summaries, criterion, folder))
-            if not options.quiet:
-                print(f"{rate:g} {unit}: {'met' if probes[-1].met else 'not met'}", file=sys.stderr)
+        probed = Probed(raw, path.parent, folder, command)
+        measure_all = _measure_function(options)
+        finished: list[Search] = []
+        for group in _groups(searches):
+            finished += run_searches(group, probed, measure_all, quiet=options.quiet)
+        cells = answers(finished, probed)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -330,44 +553,135 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nstopped; the same command resumes after the finished probes", file=sys.stderr)
         return 130
-    highest_met, lowest_unmet = bracket(probes)
-    _write_result(folder, probes, criterion, unit)
-    if simulated := what_ran.simulated(points):
+    result = _result(finished, cells, probed.points)
+    store.write_file(folder / "capacity.json", store.json_text(result))
+    if options.json:
+        store.write_file(Path(options.json), store.json_text(result))
+    store.write_file(folder / "capacity.html", page(finished, cells, folder))
+    if simulated := what_ran.simulated(probed.points):
         print(f"{simulated}: every time is calculated")
-    print(table(probes, unit))
-    print(*answer_sentences(probes, bounds, criterion, unit))
-    print(f"runs: {folder}")
-    return 0 if 0.0 < highest_met < lowest_unmet < math.inf else 1
+    if len(finished) == 1:
+        print(table(finished[0].probes, finished[0].unit))
+    else:
+        print(capacities.text_table(cells))
+    print(*reading(finished, cells), sep="\n")
+    print(f"runs: {folder}\nreport: {folder / 'capacity.html'}")
+    return 0 if all(cell.is_found for cell in cells) else 1
 
 
-def _measure_rates(
-    points: Sequence[Point], folder: Path, arguments: Sequence[str], engines: Engines
-) -> list[list[dict[str, Any]]]:
-    """Measure what is missing of the points at all rates so far -> the summaries of each point."""
-    remedy = f"Delete {folder} to measure all probes again"
-    plan = plan_runs(points, 1)
-    command = ["python", "-m", "experiments.capacity", *arguments]
-    sweep.write_sweep(folder, points, shlex.join(command))
-    done = sweep.finished_runs(plan, folder, remedy)
-    measure_all = partial(sweep.run_in_turn, engines=engines)
-    summaries = sweep.measure_missing(plan, folder, done, measure_all, quiet=True, remedy=remedy)
+def _measure_function(options: argparse.Namespace) -> sweep.Measure:
+    """What measures probes: processes, or this process."""
+    if (options.jobs or 1) > 1:
+        return partial(parallel.results, jobs=options.jobs)
+    return partial(sweep.run_in_turn, engines=sweep.make_engines(1, quiet=options.quiet))
+
+
+def _groups(searches: Sequence[Search]) -> list[list[Search]]:
+    """Searches that go on in the same rounds: all simulated ones, else those of one cell, so that
+    its engine is built once.
+    """
+    if all(search.base.experiment.simulate for search in searches):
+        return [list(searches)]
+    return [list(group) for _, group in groupby(searches, key=lambda search: search.cell_label)]
+
+
+def reading(searches: Sequence[Search], cells: Sequence[CellAnswer]) -> list[str]:
+    """The answer in sentences, the most important first."""
+    if len(searches) == 1:
+        (answer,) = cells[0].seeds
+        return [" ".join(answer.sentences), *capacities.too_short_sentences(cells)]
+    criteria = " or ".join(dict.fromkeys(str(search.criterion) for search in searches))
+    sentences = [
+        f"Capacities by {criteria}; the next rate that was tried with a seed, at most "
+        f"{100 * searches[0].bounds.tolerance:g} % higher, does not meet it."
+    ]
+    if all(len(cell.seeds) == 1 for cell in cells):
+        sentences.append(
+            "One seed: an interval over seeds needs `repeats: 3` or more, and `reseed: true`."
+        )
     return [
-        [summary for summary in summaries if summary["order"] == order]
-        for order in range(len(points))
+        *sentences,
+        *capacities.unmet_sentences(cells),
+        *capacities.too_short_sentences(cells),
     ]
 
 
-def _write_result(folder: Path, probes: Sequence[Probe], criterion: Criterion, unit: str) -> None:
-    highest_met, lowest_unmet = bracket(probes)
-    result = {
-        "criterion": str(criterion),
-        "unit": unit,
-        "met": highest_met,
-        "unmet": lowest_unmet if lowest_unmet < math.inf else None,
-        "above": met_above_limit(probes),
-        "probes": [probe._asdict() for probe in probes],
+def page(searches: Sequence[Search], cells: Sequence[CellAnswer], folder: Path) -> str:
+    """The HTML of capacity.html: the page of a report about cells (capacity.html.jinja)."""
+    runs = store.read_runs(folder)
+    about = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+    simulated = report.simulation(about, runs)
+    environments = [report.environment(run) for run in runs]
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    templates = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    return templates.get_template("capacity.html.jinja").render(
+        name=about["name"],
+        question=about["question"],
+        command=about["command"],
+        simulated=simulated,
+        what_ran=about["facts"],
+        oracle=dict(about["facts"]).get("Oracle", ""),
+        reading=reading(searches, cells),
+        tiles=capacities.tiles(cells),
+        sections=sections(searches, cells),
+        table=capacities.page_table(cells),
+        facts=report.facts(environments, simulated=bool(simulated)),
+        criterion=" or ".join(dict.fromkeys(str(search.criterion) for search in searches)),
+        tolerance=f"{100 * searches[0].bounds.tolerance:g} %",
+    )
+
+
+def sections(searches: Sequence[Search], cells: Sequence[CellAnswer]) -> list[dict[str, Any]]:
+    """The plots of the page."""
+    columns = dict.fromkeys(name for search in searches for name in search.probes[0].values)
+    plots = {"Capacity": capacities.plot_of_cells(cells)}
+    for column in columns:
+        limits = list(dict.fromkeys(search.criterion.limit_of(column) for search in searches))
+        svg = capacities.plot_of_probes(cells, column, limits)
+        plots[f"{column} against the rate"] = svg
+    legend = None
+    if len(cells) > 1:
+        legend = {"title": "", "entries": [cell.label for cell in cells]}
+    groups = []
+    for title, svg in plots.items():
+        note = "What the search of the first seed saw at each rate. Dashed: the target."
+        if title == "Capacity":
+            note = (
+                "Points: the mean over seeds; bands: its interval, which may end beyond the plot; "
+                "small lines: each seed."
+            )
+        figure = {"title": title, "unit": "", "svg": Markup(svg or ""), "wide": True}
+        group = {"title": title, "note": note, "figures": [figure]}
+        if title != "Capacity":
+            group["legend"] = legend
+        if svg:
+            groups.append(group)
+    return groups
+
+
+def _result(
+    searches: Sequence[Search], cells: Sequence[CellAnswer], points: Sequence[Point]
+) -> dict[str, Any]:
+    """capacity.json. Of one search, its answer is at the top too."""
+    result: dict[str, Any] = {
+        "criterion": " or ".join(dict.fromkeys(str(search.criterion) for search in searches)),
+        "unit": " or ".join(dict.fromkeys(search.unit for search in searches)),
+        "tolerance": searches[0].bounds.tolerance,
+        "simulated": what_ran.simulated(points),
+        "cells": [capacities.plain(cell) for cell in cells],
     }
-    store.write_file(folder / "capacity.json", store.json_text(result))
+    if len(searches) == 1:
+        probes = searches[0].probes
+        highest_met, lowest_unmet = bracket(probes)
+        result |= {
+            "met": highest_met,
+            "unmet": lowest_unmet if lowest_unmet < math.inf else None,
+            "above": met_above_limit(probes),
+            "probes": [probe._asdict() for probe in probes],
+        }
+    return result
 
 
 def _bounds(start: float, options: argparse.Namespace) -> Bounds:
@@ -394,9 +708,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Find the highest rate at which a workload meets its targets.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "config", help="a YAML file of one point, with arrivals that have a rate and with an slo"
-    )
+    parser.add_argument("config", help="a YAML file with arrivals that have a rate and with an slo")
     parser.add_argument(
         "--set", action="append", default=[], metavar="a.b=c", help="override a key; c is YAML"
     )
@@ -431,6 +743,10 @@ def _parser() -> argparse.ArgumentParser:
         help="how close the answer must be, as a share of the rate (default: 0.05)",
     )
     parser.add_argument("--out", default="runs", help="folder of results (default: runs)")
+    parser.add_argument(
+        "--jobs", type=int, help="simulated probes of different searches at a time (default: 1)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write capacity.json to this file")
     parser.add_argument("--quiet", action="store_true", help="print nothing until the end")
     return parser
 

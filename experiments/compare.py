@@ -1,10 +1,22 @@
-"""Is a difference real? python -m experiments.compare A B [--metric output_tokens_per_s ...] [--confidence 0.95]
+"""Is a difference real? Two sides, or all values of a swept key.
 
-A and B are folders of a sweep, a point or a run, or globs of such folders ('runs/w1/*/0', in
-quotes). Sweeps over the same keys are compared point by point; otherwise each side must be one
-point. Failed runs are left out.
+    python -m experiments.compare A B [--metric output_tokens_per_s ...] [--confidence 0.95]
+    python -m experiments.compare SWEEP --by engine.policy [--baseline fcfs]
 
-The ratio B / A has an interval:
+A, B and SWEEP are folders of a sweep, a point or a run, or globs of such folders ('runs/w1/*/0', in
+quotes). KEY=VALUE words after a folder choose runs by swept values: `runs/x engine.policy=fcfs
+workload.arrivals.rate=4 runs/x engine.policy=shortest workload.arrivals.rate=4`. A key may be its
+last name (`policy=fcfs`), and `repeat` is one. Sweeps over the same keys, but for those that are
+chosen, are compared point by point; otherwise each side must be one point. Failed runs are left
+out.
+
+With --by, the other values of a key are compared with its first one, or with --baseline, over all
+cells: a cell is a combination of the other swept keys. In a cell, runs with the same repeat (and
+the same seed, if `seed` is swept) are a pair. The mean of the paired differences, of logarithms,
+has an interval by Student's t, and a p that is corrected for many comparisons (Holm). "pooled" is
+over all cells. See docs/design/comparisons.md.
+
+Of two sides, the ratio B / A has an interval:
 
     several runs each   of geometric means over repeats, by Student's t on the logarithms: over pairs of repeats with
                         one number if both sides have the same repeats of the same workload, else Welch's. It covers
@@ -36,39 +48,25 @@ from __future__ import annotations
 import argparse
 import glob
 import json
-import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.analysis.ratios import LATENCIES, NOISE, ONCE, Ratio, of_requests, of_runs, times
-from experiments.analysis.sweep_points import SPECULATION, aligned, number
-from experiments.core import store
-from experiments.core.records import RequestRecord
-from experiments.core.store import flatten
-from experiments.simulation.cost import SIMULATED
-from pagedjax.options.config import one_of
-
-METRICS = ("output_tokens_per_s", "ttft_s.p50", "ttft_s.p99", "itl_s.p50", "itl_s.p99", "e2e_s.p50")
-DRAFTS = tuple(metric.column for metric in SPECULATION)  # of points with speculation
-# Percentiles over tokens and steps are of rounded numbers in a run that keeps sums
-# (core/totals.py).
-ROUNDED = ("itl_s", "step_s", "device_s", "host_s", "sequences_per_step")
-ROUNDING = 1 / 1024
-# what makes runs differ beside their config; source: the hash of the code, committed or not
-ORIGIN = ("device", "commit", "source", "jax")
-
-
-class Side(NamedTuple):
-    """The successful runs of one point, in order of repeat."""
-
-    label: str
-    runs: tuple[dict[str, Any], ...]
-
-    @property
-    def repeats(self) -> list[int]:
-        return [run["repeat"] for run in self.runs]
+from experiments.analysis import by_key
+from experiments.analysis.ratios import Ratio
+from experiments.analysis.sides import (
+    METRICS,
+    Side,
+    choose_metrics,
+    medians_and_ratio,
+    origin_notes,
+    why_unpaired,
+)
+from experiments.analysis.sweep_points import aligned, number
+from experiments.core import selection, store
+from experiments.core.overrides import short_names
+from experiments.core.selection import Run, Selection, value_text
 
 
 class Comparison(NamedTuple):
@@ -88,8 +86,32 @@ class Comparison(NamedTuple):
         return {**values, **self.ratio._asdict()}
 
 
-def read(pattern: str) -> tuple[list[Side], list[str]]:
-    """The points that a folder or a glob names, and notes on runs that are left out."""
+class Chosen(NamedTuple):
+    """The successful runs of a selection.
+
+    fixed: the value of each key that the selection gives.
+    """
+
+    selection: Selection
+    runs: list[Run]
+    fixed: Mapping[str, Any]
+    notes: list[str]
+
+    @property
+    def sides(self) -> list[Side]:
+        """Its points."""
+        points: dict[str, list[Run]] = {}
+        for run in self.runs:
+            points.setdefault(run["point"], []).append(run)
+        return [
+            Side(point_runs[0]["label"], tuple(sorted(point_runs, key=lambda run: run["repeat"])))
+            for point_runs in points.values()
+        ]
+
+
+def read(choice: Selection) -> Chosen:
+    """The runs that a selection names, and notes on runs that are left out."""
+    pattern = choice.folder
     folders = [pattern]
     if not Path(pattern).is_dir():
         folders = sorted(path for path in glob.glob(pattern) if Path(path).is_dir())
@@ -97,245 +119,96 @@ def read(pattern: str) -> tuple[list[Side], list[str]]:
         raise ValueError(
             f"there is no folder {pattern!r}; give a folder of a sweep, a point or a run, or a glob"
         )
-    runs = list({run["run"]: run for folder in folders for run in store.read_runs(folder)}.values())
-    good = [run for run in runs if not run["failed"]]
-    if not good:
-        raise ValueError(f"all {len(runs)} runs of {pattern} failed; there is nothing to compare")
-    points: dict[str, list[dict[str, Any]]] = {}
-    for run in good:
-        points.setdefault(run["point"], []).append(run)
-    sides = [
-        Side(point_runs[0]["label"], tuple(sorted(point_runs, key=lambda run: run["repeat"])))
-        for point_runs in points.values()
-    ]
+    all_runs = {run["run"]: run for folder in folders for run in store.read_runs(folder)}
+    runs, fixed = selection.choose(list(all_runs.values()), choice)
+    good_runs = [run for run in runs if not run["failed"]]
+    if not good_runs:
+        raise ValueError(f"all {len(runs)} runs of {choice} failed; there is nothing to compare")
+    num_failed = len(runs) - len(good_runs)
     notes = []
-    if len(good) < len(runs):
-        num_failed = len(runs) - len(good)
-        notes.append(f"{num_failed} of {len(runs)} runs of {pattern} failed and are left out")
-    return sides, notes
+    if num_failed:
+        notes.append(f"{num_failed} of {len(runs)} runs of {choice} failed and are left out")
+    return Chosen(choice, good_runs, fixed, notes)
 
 
-def match(a: Sequence[Side], b: Sequence[Side]) -> tuple[list[tuple[str, Side, Side]], list[str]]:
+def match(a: Chosen, b: Chosen) -> tuple[list[tuple[str, Side, Side]], list[str]]:
     """The pairs of points to compare, with their labels, and notes on points without a partner."""
-    if len(a) == len(b) == 1:
-        label = a[0].label
-        if label != b[0].label:
-            label = f"{label} (A) against {b[0].label} (B)"
-        return [(label, a[0], b[0])], []
-    keys = [sorted({path for side in sides for path in side.runs[0]["swept"]}) for sides in (a, b)]
-    if keys[0] != keys[1]:
+    if len(a.sides) == len(b.sides) == 1:
+        side_a = a.sides[0]
+        side_b = b.sides[0]
+        label = side_a.label
+        if label != side_b.label:
+            label = f"{label} (A) against {side_b.label} (B)"
+        return [(label, side_a, side_b)], []
+    keys_a = free_keys(a)
+    keys_b = free_keys(b)
+    if list(keys_a) != list(keys_b):
         texts = [
-            f"{len(sides)} points over {', '.join(k) or 'nothing'}"
-            for sides, k in zip((a, b), keys, strict=True)
+            f"{len(chosen.sides)} points over {_keys_text(keys)}"
+            for chosen, keys in ((a, keys_a), (b, keys_b))
         ]
         raise ValueError(
             f"A has {texts[0]}, and B {texts[1]}: give sweeps over the same keys, or one point of "
-            "each"
+            f"each: {_example(a, keys_a)}"
         )
     sides_a = _by_swept("A", a)
     sides_b = _by_swept("B", b)
     pairs = [
-        (side.label, side, sides_b[swept]) for swept, side in sides_a.items() if swept in sides_b
+        (_label(side, a), side, sides_b[swept])
+        for swept, side in sides_a.items()
+        if swept in sides_b
     ]
     if not pairs:
         raise ValueError(
-            f"A and B sweep {', '.join(keys[0])}, but share no point; give the folder of one "
-            "point of each"
+            f"A and B sweep {', '.join(keys_a)}, but share no point: A has {_keys_text(keys_a)}, and "
+            f"B {_keys_text(keys_b)}; choose one point of each: {_example(a, keys_a)}"
         )
-    notes = [f"only in A: {side.label}" for swept, side in sides_a.items() if swept not in sides_b]
-    notes += [f"only in B: {side.label}" for swept, side in sides_b.items() if swept not in sides_a]
-    return pairs, notes
+    only_a = [side for swept, side in sides_a.items() if swept not in sides_b]
+    only_b = [side for swept, side in sides_b.items() if swept not in sides_a]
+    notes = [f"only in A: {side.label}" for side in only_a]
+    return pairs, [*notes, *(f"only in B: {side.label}" for side in only_b)]
 
 
-def _by_swept(name: str, sides: Sequence[Side]) -> dict[str, Side]:
-    """The points by their swept values, as JSON."""
+def free_keys(chosen: Chosen) -> dict[str, list[Any]]:
+    """The swept keys that the selection does not give, sorted, with their values."""
+    keys = sorted(set(selection.swept_keys(chosen.runs)) - set(chosen.fixed))
+    return {key: selection.values_in(chosen.runs, key) for key in keys}
+
+
+def _keys_text(keys: Mapping[str, Sequence[Any]]) -> str:
+    texts = [f"{key} ({selection.value_list(values)})" for key, values in keys.items()]
+    return ", ".join(texts) or "nothing"
+
+
+def _example(chosen: Chosen, keys: Mapping[str, Sequence[Any]]) -> str:
+    """The words that choose one point, such as "runs/x engine.block_size=8"."""
+    words = [f"{key}={value_text(values[0])}" for key, values in keys.items()]
+    return " ".join([str(chosen.selection), *words])
+
+
+def _label(side: Side, chosen: Chosen) -> str:
+    """The label of a point without the keys that the selection gives."""
+    swept = {key: v for key, v in side.runs[0]["swept"].items() if key not in chosen.fixed}
+    if not chosen.fixed or not swept:
+        return side.label
+    names = short_names(swept)
+    return ", ".join(f"{names[key]}={value}" for key, value in swept.items())
+
+
+def _by_swept(name: str, chosen: Chosen) -> dict[str, Side]:
+    """The points by their swept values that the selection does not give, as JSON."""
     by_swept: dict[str, Side] = {}
-    for side in sides:
-        swept = json.dumps(side.runs[0]["swept"], sort_keys=True)
-        if swept in by_swept:
+    for side in chosen.sides:
+        swept = {key: v for key, v in side.runs[0]["swept"].items() if key not in chosen.fixed}
+        text = json.dumps(swept, sort_keys=True)
+        if text in by_swept:
             raise ValueError(
                 f"{name} has two points with {side.label} that differ in what is not swept "
-                f"({by_swept[swept].runs[0]['run']} and {side.runs[0]['run']}); give the folder of "
+                f"({by_swept[text].runs[0]['run']} and {side.runs[0]['run']}); give the folder of "
                 "one sweep"
             )
-        by_swept[swept] = side
+        by_swept[text] = side
     return by_swept
-
-
-def why_unpaired(a: Side, b: Side) -> str | None:
-    """Why the runs of two points are not paired; None if they are.
-
-    One run each is always a pair.
-    """
-    if len(a.runs) == len(b.runs) == 1:
-        return workload_difference(a.runs[0], b.runs[0])
-    for name, side in (("A", a), ("B", b)):
-        if len(set(side.repeats)) < len(side.runs):
-            return f"{name} has a repeat twice"
-    if a.repeats != b.repeats:
-        return f"A has repeats {_list_text(a.repeats)}, B {_list_text(b.repeats)}"
-    for run_a, run_b in zip(a.runs, b.runs, strict=True):
-        difference = workload_difference(run_a, run_b)
-        if difference:
-            return difference
-    return None
-
-
-def workload_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
-    """The difference between the workloads of two runs, in total or in a request; None if they are
-    the same.
-    """
-    differ = [key for key, value in a["workload"].items() if b["workload"].get(key) != value]
-    if differ:
-        return f"the workloads of repeat {a['repeat']} differ in {', '.join(differ)}"
-    try:
-        inputs_a, inputs_b = (
-            [_inputs(request) for request in store.read_requests(Path(run["run"]))]
-            for run in (a, b)
-        )
-    except ValueError as error:  # a folder of results may have the summaries only
-        return f"whether repeat {a['repeat']} had the same requests is not known: {error}"
-    for i, (request_a, request_b) in enumerate(zip(inputs_a, inputs_b, strict=True)):
-        for name, value in request_a.items():
-            if request_b[name] != value:
-                return (
-                    f"the workloads of repeat {a['repeat']} differ in {name} of request {i}: "
-                    f"{value}, {request_b[name]}"
-                )
-    return None
-
-
-def _inputs(request: RequestRecord) -> dict[str, Any]:
-    """The input of a request: its record without the results."""
-    results = ("request_id", "first_scheduled", "replica")
-    inputs = {key: value for key, value in request._asdict().items() if key not in results}
-    return {**inputs, "branches": len(request.branches)}
-
-
-def origin_notes(a: Side, b: Side) -> list[str]:
-    """Notes on simulated sides, and on differences of device, code and version of JAX."""
-    origins_a, origins_b = (
-        {key: sorted({_origin(run)[key] for run in side.runs}) for key in ORIGIN} for side in (a, b)
-    )
-    devices = dict.fromkeys([*origins_a["device"], *origins_b["device"]])
-    simulated = [device for device in devices if device.startswith(SIMULATED)]
-    calculated = [f"{' and '.join(simulated)}: every time is calculated"] if simulated else []
-    return calculated + [
-        f"{key} differs: A {' and '.join(origins_a[key])}, B {' and '.join(origins_b[key])}"
-        for key in ORIGIN
-        if origins_a[key] != origins_b[key]
-    ]
-
-
-def _origin(run: dict[str, Any]) -> dict[str, str]:
-    """The device and the code that made a run; "not known" for what it does not tell."""
-    values = {key: run.get(key) for key in ORIGIN}
-    file = Path(run["run"]) / "env.json"
-    if not values["jax"] and file.is_file():  # summaries of earlier versions do not have it
-        env = json.loads(file.read_text(encoding="utf-8"))
-        values["jax"] = env.get("versions", {}).get("jax")
-    return {key: str(value or "not known") for key, value in values.items()}
-
-
-def _list_text(repeats: Sequence[int]) -> str:
-    return ", ".join(map(str, repeats))
-
-
-def choose_metrics(metrics: Sequence[str] | None, a: Side, b: Side) -> tuple[str, ...]:
-    """The metrics to compare: those of --metric, or METRICS, with drafts if a side speculates."""
-    if metrics:
-        return tuple(metrics)
-    return METRICS + (DRAFTS if speculates(a) or speculates(b) else ())
-
-
-def speculates(side: Side) -> bool:
-    return any("speculation" in run["metrics"] for run in side.runs)
-
-
-def values_of(side: Side, metric: str) -> list[float]:
-    """A metric in each run of a point.
-
-    Raises:
-        ValueError: a summary has no such number; the message names the known ones.
-    """
-    values = []
-    for run in side.runs:
-        flat = {
-            key: value
-            for key, value in flatten(run["metrics"]).items()
-            if not isinstance(value, str)
-        }
-        one_of("--metric", metric, tuple(flat))
-        if flat[metric] is not None:
-            values.append(float(flat[metric]))
-    return values
-
-
-def compare(
-    a: Side, b: Side, metric: str, *, apart: str | None, confidence: float
-) -> tuple[float | None, float | None, Ratio]:
-    """The medians of both sides and their ratio.
-
-    Args:
-        apart: why the runs are not paired; see `why_unpaired`.
-    """
-    if metric in DRAFTS and speculates(a) != speculates(b):
-        return one_sided(a, b, metric)
-    values_a = values_of(a, metric)
-    values_b = values_of(b, metric)
-    if not values_a or not values_b:
-        return None, None, Ratio(None, None, None, "there is no such value in A or in B")
-    medians = statistics.median(values_a), statistics.median(values_b)
-    rounded = of_rounded(a, b, metric, *medians)
-    if rounded is not None:
-        return *medians, rounded
-    if len(values_a) > 1 and len(values_b) > 1:
-        complete = len(values_a) == len(a.runs) and len(values_b) == len(b.runs)
-        paired = complete and apart is None
-        return *medians, of_runs(values_a, values_b, paired=paired, confidence=confidence)
-    if len(values_a) + len(values_b) > 2:
-        name = "A" if len(values_a) == 1 else "B"
-        return *medians, Ratio(None, None, None, f"{name} has one run: {NOISE}")
-    name, _, percentile = metric.partition(".p")
-    if name in LATENCIES and percentile.isdigit() and apart is None:
-        before, after = (store.read_requests(Path(side.runs[0]["run"])) for side in (a, b))
-        if name != "itl_s" or all(request.has_gaps for request in (*before, *after)):
-            return *medians, of_requests(before, after, name, int(percentile), confidence)
-    ratio = medians[1] / medians[0] if medians[0] > 0 else None
-    words = ONCE if ratio is None else f"{ONCE} (B is {times(ratio)} times A)"
-    return *medians, Ratio(ratio, None, None, words)
-
-
-def of_rounded(a: Side, b: Side, metric: str, median_a: float, median_b: float) -> Ratio | None:
-    """The result for a percentile that one side or both have of rounded numbers; None if the values
-    can be compared.
-    """
-    name, _, percentile = metric.partition(".p")
-    if name not in ROUNDED or not percentile.isdigit():
-        return None
-    methods = {
-        run["metrics"].get("percentile_method", "linear") for side in (a, b) for run in side.runs
-    }
-    if len(methods) > 1:
-        verdict = (
-            "one side keeps sums, whose percentiles are of rounded numbers; compare two sides that "
-            "keep the same"
-        )
-        return Ratio(None, None, None, verdict)
-    if methods != {"linear"} and abs(median_b - median_a) <= ROUNDING * max(median_a, median_b):
-        return Ratio(None, None, None, "no difference beyond the rounding of runs that keep sums")
-    return None
-
-
-def one_sided(a: Side, b: Side, metric: str) -> tuple[float | None, float | None, Ratio]:
-    """The median of a number of drafts on the side that has it: the other does not speculate, or is
-    an older run.
-    """
-    values = values_of(a if speculates(a) else b, metric)
-    middle = statistics.median(values) if values else None
-    if speculates(a):
-        return middle, None, Ratio(None, None, None, "only A has numbers of drafts")
-    return None, middle, Ratio(None, None, None, "only B has numbers of drafts")
 
 
 def how(a: Side, b: Side, apart: str | None) -> str:
@@ -356,40 +229,131 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"--confidence is {options.confidence}; it must be above 0 and below 1, such as "
                 "0.95"
             )
-        sides_a, notes_a = read(options.a)
-        sides_b, notes_b = read(options.b)
-        pairs, unmatched = match(sides_a, sides_b)
-        reasons = {label: why_unpaired(a, b) for label, a, b in pairs}
-        rows = [
-            Comparison(
-                label,
-                how(a, b, reasons[label]),
-                metric,
-                *compare(a, b, metric, apart=reasons[label], confidence=options.confidence),
-            )
-            for label, a, b in pairs
-            for metric in choose_metrics(options.metric, a, b)
-        ]
-        origins = dict.fromkeys(note for _, a, b in pairs for note in origin_notes(a, b))
+        chosen = [read(choice) for choice in selection.split(options.runs)]
+        result = _of_key(chosen, options) if options.by else _of_two(chosen, options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    notes = [*notes_a, *notes_b, *unmatched, *origins, *chance_notes(rows, options.confidence)]
-    for label, a, b in pairs:
-        print(f"{label} ({how(a, b, reasons[label])})")
+    if options.json:
+        store.write_file(Path(options.json), store.json_text(result))
+    return 0
+
+
+def _of_two(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, Any]:
+    """Compare two sides and print the tables. Returns the result as JSON."""
+    if len(chosen) != 2:
+        raise ValueError(
+            f"{len(chosen)} folders are given ({', '.join(str(c.selection) for c in chosen)}); give "
+            "two of them, A and B, or one and --by KEY"
+        )
+    if options.baseline is not None:
+        raise ValueError("--baseline is given without --by; leave it out: ratios are B / A")
+    a, b = chosen
+    pairs, unmatched = match(a, b)
+    reasons = {label: why_unpaired(side_a, side_b) for label, side_a, side_b in pairs}
+    rows = [
+        Comparison(
+            label,
+            how(side_a, side_b, reasons[label]),
+            metric,
+            *medians_and_ratio(
+                side_a, side_b, metric, apart=reasons[label], confidence=options.confidence
+            ),
+        )
+        for label, side_a, side_b in pairs
+        for metric in choose_metrics(options.metric, side_a, side_b)
+    ]
+    origins = dict.fromkeys(note for _, *sides in pairs for note in origin_notes(*sides))
+    chance = chance_notes(rows, options.confidence)
+    notes = [*a.notes, *b.notes, *unmatched, *origins, *chance]
+    if a.fixed or b.fixed:
+        print(f"A: {a.selection}\nB: {b.selection}\n")
+    for label, side_a, side_b in pairs:
+        print(f"{label} ({how(side_a, side_b, reasons[label])})")
         print(f"{table([row for row in rows if row.point == label])}\n")
     for note in notes:
         print(note)
-    if options.json:
-        result = {
-            "a": options.a,
-            "b": options.b,
-            "confidence": options.confidence,
-            "notes": notes,
-            "comparisons": [row.flat() for row in rows],
-        }
-        store.write_file(Path(options.json), store.json_text(result))
-    return 0
+    return {
+        "a": str(a.selection),
+        "b": str(b.selection),
+        "confidence": options.confidence,
+        "notes": notes,
+        "comparisons": [row.flat() for row in rows],
+    }
+
+
+def _of_key(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, Any]:
+    """Compare the values of a key over all cells and print the tables. Returns the result as
+    JSON.
+    """
+    if len(chosen) != 1:
+        raise ValueError(
+            f"--by is given with {len(chosen)} folders; give one, whose sweep has the key"
+        )
+    (sweep,) = chosen
+    key = selection.key_of(options.by, sweep.runs, str(sweep.selection))
+    values = selection.values_in(sweep.runs, key)
+    if key == selection.REPEAT or len(values) < 2:
+        raise ValueError(
+            f"--by is {options.by!r}, which has {len(values)} value(s) in {sweep.selection} "
+            f"({selection.value_list(values)}); give a swept key with two, such as "
+            f"{_other_keys(sweep)}"
+        )
+    baseline = values[0]
+    if options.baseline is not None:
+        baseline = selection.value_of(key, options.baseline, sweep.runs, str(sweep.selection))
+    cells = by_key.cells_of(sweep.runs, key)
+    metrics = choose_metrics(options.metric, *sweep.sides)
+    rows = by_key.rows_of(cells, values, baseline, metrics, options.confidence)
+    if not rows or all(row.cell is None for row in rows):
+        others = " and ".join(path for path in free_keys(sweep) if path != key)
+        raise ValueError(
+            f"no cell has a run of {key}={value_text(baseline)} and one of another value, with the "
+            f"same repeat: {key} changes together with {others}; give a key that is crossed with "
+            "the others (sweep.grid)"
+        )
+    notes = [
+        *sweep.notes,
+        *by_key.notes(rows, cells, options.confidence),
+        *sides_notes(sweep, key),
+    ]
+    _print_rows(rows, key, baseline, options.confidence)
+    print(*notes, sep="\n")
+    return {
+        "runs": str(sweep.selection),
+        "by": key,
+        "baseline": baseline,
+        "values": values,
+        "confidence": options.confidence,
+        "correction": "Holm, a family of the cells and a family of the pooled ones",
+        "notes": notes,
+        "comparisons": [by_key.plain(row, options.confidence) for row in rows],
+    }
+
+
+def _other_keys(chosen: Chosen) -> str:
+    keys = [key for key, values in free_keys(chosen).items() if len(values) > 1]
+    return " or ".join(keys) or "another sweep's"
+
+
+def sides_notes(sweep: Chosen, key: str) -> list[str]:
+    """Notes on simulated runs, and on values that other devices or other code ran."""
+    by_value: dict[str, list[Run]] = {}
+    for run in sweep.runs:
+        if key in run["swept"]:
+            by_value.setdefault(value_text(run["swept"][key]), []).append(run)
+    first, *others = [Side(text, tuple(runs)) for text, runs in by_value.items()]
+    return list(dict.fromkeys(note for side in others for note in origin_notes(first, side)))
+
+
+def _print_rows(rows: Sequence[by_key.Row], key: str, baseline: Any, confidence: float) -> None:
+    """Print a table for each metric and value."""
+    tables: dict[tuple[str, str], list[by_key.Row]] = {}
+    for row in rows:
+        tables.setdefault((row.metric, value_text(row.value)), []).append(row)
+    for (metric, value), members in tables.items():
+        print(f"{metric}: {key}={value} against {value_text(baseline)}")
+        print(f"{by_key.table(members, baseline, confidence)}\n")
 
 
 def table(rows: Sequence[Comparison]) -> str:
@@ -424,8 +388,23 @@ def _parser() -> argparse.ArgumentParser:
         description="Is a difference real?",
         allow_abbrev=False,
     )
-    parser.add_argument("a", help="folder of a sweep, a point or a run, or a glob of such folders")
-    parser.add_argument("b", help="the other one; ratios are B / A")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="FOLDER",
+        help="folder of a sweep, a point or a run, or a glob of such folders; KEY=VALUE words "
+        "after it choose some of its runs. Two folders (ratios are B / A), or one with --by",
+    )
+    parser.add_argument(
+        "--by",
+        metavar="KEY",
+        help="compare the values of this swept key over all combinations of the others",
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="VALUE",
+        help="of --by: the value that others are compared with (default: the first)",
+    )
     parser.add_argument(
         "--metric",
         nargs="+",

@@ -1,4 +1,5 @@
-"""Ratios of two sides with intervals: over several runs each, or over the requests of one run each.
+"""Ratios of two sides with intervals: over several runs each, or over the requests of one run each;
+paired differences, and Holm's correction for many of them.
 
 Pure functions.
 """
@@ -9,10 +10,10 @@ import math
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy import special, stats
 
 from experiments.core.records import RequestRecord
 
@@ -31,6 +32,9 @@ NOISE = "the noise between runs is not known"
 ONCE = f"one run each: {NOISE}"
 
 
+Scale = Literal["ratio", "difference"]
+
+
 class Ratio(NamedTuple):
     """B / A with its interval, and the verdict in words; None where a number has no value."""
 
@@ -38,6 +42,60 @@ class Ratio(NamedTuple):
     low: float | None
     high: float | None
     verdict: str
+
+
+class Effect(NamedTuple):
+    """The mean of paired differences with its interval, and p of the hypothesis that it is zero.
+
+    None for all but the estimate if there is one pair, or no difference between the pairs.
+
+    scale: "ratio": the differences are of logarithms, and the numbers are their exponentials.
+    """
+
+    scale: Scale
+    pairs: int
+    estimate: float
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+
+
+def effect_of_pairs(differences: Sequence[float], scale: Scale, confidence: float) -> Effect:
+    """The mean of the differences by Student's t over independent pairs.
+
+    Args:
+        differences: of each pair; with the scale "ratio", of logarithms.
+    """
+    values = np.asarray(differences, float)
+    mean = float(values.mean())
+    on_scale = _exponential if scale == "ratio" else float
+    if len(values) < 2 or np.ptp(values) <= 1e-12 * max(1.0, abs(mean)):
+        return Effect(scale, len(values), on_scale(mean))
+    freedom = len(values) - 1
+    error = float(values.std(ddof=1)) / math.sqrt(len(values))
+    reach = float(special.stdtrit(freedom, (1 + confidence) / 2)) * error
+    p = 2 * float(special.stdtr(freedom, -abs(mean) / error))
+    return Effect(
+        scale, len(values), on_scale(mean), on_scale(mean - reach), on_scale(mean + reach), p
+    )
+
+
+def _exponential(value: float) -> float:
+    return math.exp(min(value, 700.0))  # avoids overflow
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """p values of one family, corrected by Holm's step-down method (Scand. J. Statist. 6, 1979).
+
+    Rejecting those that are at most a keeps the chance of any false rejection at a, whatever their
+    dependence.
+    """
+    corrected = [0.0] * len(values)
+    largest = 0.0
+    for rank, place in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        largest = max(largest, min(1.0, (len(values) - rank) * values[place]))
+        corrected[place] = largest
+    return corrected
 
 
 def of_runs(a: Sequence[float], b: Sequence[float], *, paired: bool, confidence: float) -> Ratio:
@@ -65,7 +123,7 @@ def of_runs(a: Sequence[float], b: Sequence[float], *, paired: bool, confidence:
             else stats.ttest_ind(logs_b, logs_a, equal_var=False)
         )
     interval = test.confidence_interval(confidence)
-    low, high = (math.exp(min(float(bound), 700.0)) for bound in interval)  # avoids overflow
+    low, high = (_exponential(float(bound)) for bound in interval)
     return Ratio(ratio, low, high, verdict(ratio, low, high))
 
 
@@ -139,9 +197,14 @@ def _latencies(requests: Sequence[RequestRecord], name: str) -> tuple[np.ndarray
 
 def verdict(ratio: float, low: float, high: float) -> str:
     """The interval in words."""
-    digits = 2 if high <= low else max(2, -math.floor(math.log10(high - low)))
+    digits = digits_of(low, high)
     text = f"B is {times(ratio, digits)} times A ({times(low, digits)} to {times(high, digits)})"
     return f"{text}: real" if low > 1.0 or high < 1.0 else f"no difference can be shown: {text}"
+
+
+def digits_of(low: float, high: float) -> int:
+    """The decimals that show an interval's width."""
+    return 2 if high <= low else max(2, -math.floor(math.log10(high - low)))
 
 
 def times(ratio: float, digits: int = 2) -> str:

@@ -37,8 +37,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from experiments.core import pool_options
-from experiments.core.overrides import combinations, override_all, put
+from experiments.core import pool_options, selection
+from experiments.core.overrides import combinations, override_all, put, short_names
 from experiments.core.point_key import NOT_MEASURED, OWN_VALUES, point_key
 from experiments.core.pool_options import POOLS, Pool, Pools
 from experiments.core.present import Replicas
@@ -244,15 +244,6 @@ class Point(NamedTuple):
         return ", ".join(f"{names[path]}={self.swept[path]}" for path in names) or "one point"
 
 
-def short_names(paths: Any) -> dict[str, str]:
-    """Path -> its last name, or the whole path if two paths have the same last name."""
-    last = [path.rsplit(".", 1)[-1] for path in paths]
-    return {
-        path: name if last.count(name) == 1 else path
-        for path, name in zip(paths, last, strict=True)
-    }
-
-
 def load(path: Path, overrides: tuple[str, ...] = ()) -> list[Point]:
     """The points of the experiment in `path`, after `overrides` of the form `a.b=yaml`, in the
     order of the sweep.
@@ -335,13 +326,7 @@ def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
     simulate = experiment.simulate
     if simulate is None or simulate.fit is None:
         return experiment
-    places = [folder / simulate.fit, Path(simulate.fit)]
-    run_folder = next((place for place in places if (place / STEPS).is_file()), None)
-    if run_folder is None:
-        raise ValueError(
-            f"simulate.fit: there is no {STEPS} in {' or '.join(map(str, places))}; give a run's "
-            "folder"
-        )
+    run_folder = _fitted_run(simulate.fit, folder)
     try:
         cost.fit(cost.read_steps((run_folder / STEPS).read_text(encoding="utf-8")))
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
@@ -353,6 +338,24 @@ def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
     return dataclasses.replace(
         experiment, simulate=dataclasses.replace(simulate, fit=str(run_folder.resolve()))
     )
+
+
+def _fitted_run(text: str, folder: Path) -> Path:
+    """The run's folder that `simulate.fit` names, by its path or by the values of swept keys."""
+    places = [folder / text, Path(text)]
+    run_folder = next((place for place in places if (place / STEPS).is_file()), None)
+    if run_folder is None and "=" in text:
+        try:
+            run_folder = selection.one_run(text, [folder, Path()])
+        except ValueError as error:
+            raise ValueError(f"simulate.fit: {error}") from None
+        places = [run_folder]
+    if run_folder is None or not (run_folder / STEPS).is_file():
+        raise ValueError(
+            f"simulate.fit: there is no {STEPS} in {' or '.join(map(str, places))}; give a run's "
+            "folder"
+        )
+    return run_folder
 
 
 def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:

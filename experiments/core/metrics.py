@@ -205,17 +205,18 @@ def goodput(
     """
     if slo.ttft is None and slo.itl is None:
         return None
-    good = 0
-    for request in requests:
-        reasons = [branch.finish_reason for branch in request.branches]
-        if None in reasons or "abort" in reasons or request.ttft is None:
-            continue
-        in_time = slo.ttft is None or request.ttft <= slo.ttft
-        steady = slo.itl is None or all(
-            b.tpot is None or b.tpot <= slo.itl for b in request.branches
-        )
-        good += in_time and steady
+    good = sum(meets(request, slo) for request in requests)
     return {"requests_per_s": good / duration, "share": good / len(requests)}
+
+
+def meets(request: RequestRecord, slo: Slo) -> bool:
+    """Whether a request finished and met every target."""
+    reasons = [branch.finish_reason for branch in request.branches]
+    if None in reasons or "abort" in reasons or request.ttft is None:
+        return False
+    in_time = slo.ttft is None or request.ttft <= slo.ttft
+    steady = slo.itl is None or all(b.tpot is None or b.tpot <= slo.itl for b in request.branches)
+    return in_time and steady
 
 
 def tokens_digest(requests: Sequence[RequestRecord]) -> str:

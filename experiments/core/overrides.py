@@ -102,6 +102,15 @@ def put(raw: dict[str, Any], path: str, value: Any) -> None:
     raw[last] = value
 
 
+def short_names(paths: Any) -> dict[str, str]:
+    """Path -> its last name, or the whole path if two paths have the same last name."""
+    last = [path.rsplit(".", 1)[-1] for path in paths]
+    return {
+        path: name if last.count(name) == 1 else path
+        for path, name in zip(paths, last, strict=True)
+    }
+
+
 def combinations(sweep: Any) -> list[dict[str, Any]]:
     """Every point of a sweep as {path: value}: the product of `list` entries, `zip` rows and `grid`
     combinations.

@@ -528,7 +528,8 @@ class Simulate:
         exchange sums. A `MeshConfig` or a mapping such as {"tensor": 8}.
     hop_s: with a mesh, seconds of each hop of an exchange, in addition to its bytes; None is the
         chip's.
-    fit: the folder of a measured run, in place of a chip; the times come from its steps.jsonl.
+    fit: the folder of a measured run, in place of a chip; the times come from its steps.jsonl. Or
+        a folder and swept values that choose the run: "runs/x block_size=16 repeat=0".
     step_s: seconds of every step, in place of a chip: its time does not depend on what it computes.
     profile: one of profiles.NAMES, in place of a chip: published coefficients or times. They count
         real tokens, so `padded` must be False.

@@ -18,6 +18,7 @@ from _generate import commands as command_lines
 from _generate import server
 
 from experiments.core import config, metrics
+from pagedjax.commands import experiments
 from tests.docs import guide_blocks
 from tests.docs.guide_blocks import Block, Mistake, blocks, matches, mistakes
 
@@ -43,6 +44,10 @@ def wrong_words(command: str) -> str:
     words = shlex.split(re.sub(r" (?:&|>|\|).*", "", command))
     if words[0] in FOREIGN or re.fullmatch(r"python \w+\.py", command):
         return ""
+    if (
+        words[0] == "pagedjax" and words[1] in experiments.COMMANDS
+    ):  # they have parsers of their own
+        words = ["python", "-m", f"experiments.{words[1]}", *words[2:]]
     commands = [name for name in parsers() if words[: len(name.split())] == name.split()]
     name = max(commands, key=len, default=None)
     if name is None:

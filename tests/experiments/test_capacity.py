@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import pytest
 import yaml
 
 from experiments import capacity
+from experiments.analysis import run_length
+from experiments.analysis.sweep_points import number
 from experiments.capacity import Bounds, Probe, bracket, met_above_limit, next_rate
 from experiments.core import store, sweep
 from experiments.core.records import BranchRecord, RequestRecord
@@ -195,9 +199,15 @@ def test_trace_capacity_by_time_scale_and_percentile(tmp_path):
             "at_once, which has no rate; set one that has",
         ),
         (
-            ["--set", "sweep={grid: {seed: [1, 2]}}"],
-            "the config has 2 points and a capacity is one point's; fix seed",
+            ["--set", "sweep={grid: {workload.arrivals.rate: [1, 2]}}"],
+            "the config sweeps workload.arrivals.rate, which is the rate that is looked for; fix it "
+            "with --set workload.arrivals.rate=1, where the search begins",
         ),
+        (
+            ["--set", "sweep={grid: {seed: [1, 2]}}", "--set", "repeats=2", "--set", "reseed=true"],
+            "two searches are of one point, seed 2: seed is swept, and with reseed repeat r has",
+        ),
+        (["--jobs", "0"], "--jobs is 0; it must be at least 1"),
         (["--share", "90"], "--share is 90.0; it must be above 0 and at most 1"),
         (["--low", "0"], "--low is 0.0; it must be a rate above 0"),
         (["--low", "3", "--high", "2"], "--low is 3 and --high 2; the lower bound must be below"),
@@ -251,3 +261,152 @@ def test_alone_means_no_overlapping_requests():
     )
     assert not capacity.never_overlap([first, first._replace(arrival=1.9)])
     assert capacity.never_overlap([first, first._replace(arrival=2.0)])
+
+
+CELLS = {
+    "workload": {**MD1["workload"], "count": 40},
+    "sweep": {"grid": {"engine.max_num_seqs": [1, 2]}},
+    "repeats": 2,
+    "reseed": True,
+}
+BOUNDS = ("--low", "150", "--high", "1200", "--tolerance", "0.5", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory) -> Any:
+    """The folder of capacities of two cells with two seeds each, and what the command printed."""
+    folder = tmp_path_factory.mktemp("cells")
+    path = write(folder, **CELLS)
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        words = [str(path), "--out", str(folder), "--json", str(folder / "c.json"), *BOUNDS]
+        assert capacity.main(words) == 0
+    return folder, printed.getvalue()
+
+
+def test_each_cell_and_seed_has_its_capacity(cells):
+    folder, printed = cells
+    result = json.loads((folder / "c.json").read_text())
+    assert (folder / "md1-capacity" / "capacity.json").read_text() == (
+        folder / "c.json"
+    ).read_text()
+    assert [cell["cell"] for cell in result["cells"]] == [
+        {"engine.max_num_seqs": 1},
+        {"engine.max_num_seqs": 2},
+    ]
+    for cell in result["cells"]:
+        assert [seed["seed"] for seed in cell["seeds"]] == [0, 1]
+        logs = [math.log(seed["met"]) for seed in cell["seeds"]]
+        assert cell["capacity"] == pytest.approx(math.exp(sum(logs) / 2))
+        if logs[0] != logs[1]:  # Student's t of one degree of freedom is Cauchy's distribution
+            reach = math.tan(0.475 * math.pi) * abs(logs[0] - logs[1]) / 2
+            assert math.log(cell["high"] / cell["capacity"]) == pytest.approx(reach)
+        assert f"{cell['label']}  {number(cell['capacity'])}" in printed
+    assert result["cells"][1]["capacity"] > 1.5 * result["cells"][0]["capacity"]
+
+
+def test_a_seed_is_searched_alone(cells):
+    """Its answer is that of the queue of its own arrivals, by Lindley's recursion."""
+    folder, _ = cells
+    (cell, _) = json.loads((folder / "c.json").read_text())["cells"]
+    runs = [run for run in store.read_runs(folder) if run["swept"]["engine.max_num_seqs"] == 1]
+    for seed in cell["seeds"]:
+        run = next(run for run in runs if run["repeat"] == seed["seed"])
+        step = json.loads((Path(run["run"]) / "steps.jsonl").read_text().splitlines()[0])["seconds"]
+        arrivals = np.array([r.arrival for r in store.read_requests(Path(run["run"]))])
+        draws = run["swept"]["workload.arrivals.rate"] * arrivals
+        for probe in seed["probes"]:
+            exact = share_in_time(draws / probe["rate"], step, 0.02)
+            assert probe["values"]["goodput.share"] == pytest.approx(exact, abs=0.03)
+            assert probe["met"] == (probe["values"]["goodput.share"] >= 0.9)
+        assert seed["met"] == max(p["rate"] for p in seed["probes"] if p["met"])
+
+
+def test_a_run_that_is_too_short_is_said(cells):
+    folder, printed = cells
+    result = json.loads((folder / "c.json").read_text())
+    assert all(cell["too_short"] for cell in result["cells"])
+    assert "2 of 2 seeds" in printed
+    few = (
+        "few decide: 4 of 40 requests may miss the targets, and 10 are needed. Raise the number of"
+    )
+    assert f"Too short for the answer: max_num_seqs=1, seed 0: {few} requests to 100." in printed
+
+
+def test_the_page_shows_the_cells(cells):
+    folder, _ = cells
+    text = (folder / "md1-capacity" / "capacity.html").read_text()
+    assert "prefers-color-scheme: dark" in text
+    assert "Simulated h200, times of llama-3-8b: no step ran" in text
+    assert "<h2>Every cell</h2>" in text
+    assert "<h2>Every point</h2>" not in text
+    assert "<h2>What ran</h2>" in text
+    assert text.count("<svg ") == 2
+    assert "Too short for the answer" in text
+    assert "small lines: each seed." in text
+    assert text.count('scope="col"') == 5
+    assert "undefined" not in text.lower()
+
+
+@pytest.mark.slow
+def test_jobs_change_no_number(cells, tmp_path):
+    folder, _ = cells
+    words = [str(write(tmp_path, **CELLS)), "--out", str(tmp_path), "--jobs", "2", *BOUNDS]
+    assert capacity.main(words) == 0
+    assert (tmp_path / "md1-capacity" / "capacity.json").read_text() == (
+        folder / "c.json"
+    ).read_text()
+
+
+def test_targets_may_be_swept(tmp_path):
+    """Each cell has its own criterion; without reseed, the median of repeats counts."""
+    path = write(tmp_path, sweep={"grid": {"slo.ttft": [0.01, 0.1]}}, repeats=2)
+    _, points = capacity.read_config(path, [])
+    searches = capacity.searches_of(points, capacity._parser().parse_args(["x"]))
+    assert [str(search.criterion) for search in searches] == [
+        "90% of requests: TTFT within 0.01 s",
+        "90% of requests: TTFT within 0.1 s",
+    ]
+    assert [(search.repeats, search.seed) for search in searches] == [([0, 1], None)] * 2
+    _, points = capacity.read_config(path, ["sweep={grid: {seed: [3, 5]}}"])
+    searches = capacity.searches_of(points, capacity._parser().parse_args(["x"]))
+    assert [(search.cell, search.seed) for search in searches] == [({}, 3), ({}, 5)]
+
+
+def requests_of(arrivals: np.ndarray, service: float) -> list[RequestRecord]:
+    """Requests of one server, each of which takes `service` seconds."""
+    ends = []
+    for arrival in arrivals.tolist():
+        ends.append(max(arrival, ends[-1] if ends else 0.0) + service)
+    return [
+        RequestRecord(f"r{i}", arrival, 5, 1, arrival, (BranchRecord(f"r{i}", (end,), (1,), 0, "length"),))
+        for i, (arrival, end) in enumerate(zip(arrivals.tolist(), ends, strict=True))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("service", "growth"), [(0.5, 0.0), (1.25, 0.2), (2.0, 0.5)])
+def test_growth_is_the_share_of_requests_that_stay(service: float, growth: float):
+    """Of a request each second, a server that takes 1.25 s for each leaves a fifth behind."""
+    requests = requests_of(np.arange(200.0), service)
+    assert run_length.growth_at_end(requests) == pytest.approx(growth, abs=0.02)
+    grown = run_length.reasons(requests, [True] * 200, 0.9, 0.05)
+    assert [text.partition(":")[0] for text in grown] == ["the queue grew"] * (growth > 0)
+    assert run_length.growth_at_end(requests[:7]) is None
+
+
+def test_interval_of_misses_is_that_of_batch_means():
+    draw = np.random.default_rng(0)
+    in_time = (draw.random(200) < np.repeat(draw.uniform(0.7, 1.0, 10), 20)).tolist()
+    parts = 1 - np.array(in_time).reshape(10, 20).mean(1)
+    reach = 2.262157 * parts.std(ddof=1) / math.sqrt(10)  # t of 9 degrees of freedom
+    interval = run_length.interval_of_misses(in_time)
+    assert interval == pytest.approx((parts.mean() - reach, parts.mean() + reach), rel=1e-5)
+    assert run_length.interval_of_misses([True] * 9) is None
+    requests = requests_of(np.arange(200.0), 0.5)
+    first_miss = [i >= 20 for i in range(200)]  # a part of ten misses: a standard error of 0.1
+    assert run_length.reasons(requests, first_miss, 0.9, 0.05) == [
+        "the share is not known: 0 to 33 % miss the targets, which may be more than twice the 10 % "
+        "that may. Raise the number of requests."
+    ]
+    (share_of_all,) = run_length.reasons(requests, [True] * 200, 1.0, 0.05)
+    assert share_of_all.endswith("10 are needed. Compare a share below 1.")

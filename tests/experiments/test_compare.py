@@ -309,7 +309,11 @@ def test_difference_without_noise_is_real():
     ("folder", "options", "message"),
     [
         ("no", (), "there is no folder"),
-        ("seeds", (), "A has 2 points over engine.block_size, and B 2 points over seed"),
+        (
+            "seeds",
+            (),
+            "A has 2 points over engine.block_size (8, 16), and B 2 points over seed (8, 16)",
+        ),
         ("others", (), "share no point"),
         ("two", (), "B has two points with engine.block_size=8 that differ in what is not swept"),
         ("failed", (), "all 1 runs of"),

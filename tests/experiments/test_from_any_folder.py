@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 import experiments
 from pagedjax.commands import experiments as commands
 from pagedjax.commands.cli import main
+from tests.docs.guide_blocks import blocks, write
+from tests.docs.guide_blocks import commands as guide_commands
 
 CONFIG = """name: small
 simulate: {chip: h100, model: llama-3-8b}
@@ -76,6 +79,33 @@ def test_commands_are_those_of_the_modules(folder, monkeypatch, capsys):
         assert f"experiments.{name}" in capsys.readouterr().out
 
 
+def test_comparisons_and_capacities_of_the_guide_run_elsewhere(tmp_path, monkeypatch, capsys):
+    """The guide's commands in an empty folder, on fewer requests and a coarser search."""
+    page = (Path(__file__).parents[2] / "docs/guides/run_an_ablation.md").read_text("utf-8")
+    config, commands_of_guide, *_ = blocks(page)
+    monkeypatch.chdir(tmp_path)
+    write(config, tmp_path)
+    text = (tmp_path / "budget.yaml").read_text()
+    fewer = text.replace("count: 100", "count: 12").replace("repeats: 3", "repeats: 2")
+    sooner = fewer.replace("rate: 12.0", "rate: 100.0").replace("ttft: 0.5", "ttft: 0.03")
+    (tmp_path / "budget.yaml").write_text(sooner)
+    ran = []
+    for command in guide_commands(commands_of_guide.source):
+        words = shlex.split(command.replace("--jobs 2", "--jobs 1").replace("0.2", "1.0"))
+        assert words[0] == "pagedjax"
+        assert main(words[1:] + ["--quiet"] * (words[1] in ("run", "capacity"))) == 0, command
+        ran.append(words[1])
+    printed = capsys.readouterr().out
+    assert ran.count("compare") == 3
+    assert "engine.max_num_batched_tokens=2048 against 256" in printed
+    assert "Holm's method: 2 of cells and 0 pooled ones" in printed
+    assert {row["value"] for row in json.loads(Path("by.json").read_text())["comparisons"]} == {
+        2048
+    }
+    assert len(json.loads(Path("runs/budget-capacity/capacity.json").read_text())["cells"]) == 2
+    assert Path("runs/budget-capacity/capacity.html").is_file()
+
+
 def test_without_experiments_the_command_says_how_to_get_them(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "experiments.run", None)
     assert main(["run", "small.yaml"]) == 2
@@ -101,6 +131,17 @@ def test_requests_are_a_row_each_with_their_times(folder):
         )
     assert (frame["tpot_s"] > 0).all()
     assert (frame["queue_s"] <= frame["ttft_s"]).all()
+
+
+def test_rows_are_chosen_by_values(folder):
+    runs = folder / "runs" / "small"
+    assert set(experiments.load_requests(runs, {"block_size": 8})["block_size"]) == {8}
+    assert set(experiments.load_steps(runs, {"engine.block_size": 16})["block_size"]) == {16}
+    assert len(experiments.load_runs(runs, {"block_size": 16, "repeat": 0})) == 1
+    with pytest.raises(
+        ValueError, match=r"engine\.block_size has 8, 16 \(the nearest: .*size=16\)"
+    ):
+        experiments.load_runs(runs, {"block_size": 32})
 
 
 def test_steps_are_a_row_each(folder):

@@ -1,0 +1,286 @@
+"""The capacities of the cells of a sweep: each over its seeds, as sentences, a table and a plot.
+
+A cell is a combination of swept keys but for `seed`. Each seed has a capacity of its own; a cell
+has their geometric mean, and an interval over seeds by Student's t on the logarithms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from experiments.analysis.ratios import Effect, effect_of_pairs
+from experiments.analysis.sweep_points import aligned, number
+
+CONFIDENCE = 0.95
+
+
+class SeedAnswer(NamedTuple):
+    """The answer of one search.
+
+    seed: of the workload; None if the config has one seed, and the median of repeats counts.
+    met, unmet: the highest rate that was met, or 0, and the lowest that was not, or infinity.
+    sentences: the answer in words.
+    too_short: why the run at `met` is too short for the answer.
+    probes: (rate, whether it was met, the deciding numbers) of each.
+    """
+
+    seed: int | None
+    met: float
+    unmet: float
+    sentences: tuple[str, ...]
+    too_short: tuple[str, ...]
+    probes: tuple[tuple[float, bool, dict[str, float]], ...]
+
+    @property
+    def is_found(self) -> bool:
+        return 0.0 < self.met < self.unmet < math.inf
+
+
+class CellAnswer(NamedTuple):
+    """The answers of a cell.
+
+    swept: its swept keys and their values.
+    """
+
+    swept: dict[str, Any]
+    label: str
+    unit: str
+    seeds: tuple[SeedAnswer, ...]
+
+    @property
+    def is_found(self) -> bool:
+        return all(seed.is_found for seed in self.seeds)
+
+    @property
+    def capacity(self) -> Effect | None:
+        """The geometric mean over seeds and its interval; None if a seed has no capacity."""
+        if not self.is_found:
+            return None
+        logs = [math.log(seed.met) for seed in self.seeds]
+        return effect_of_pairs(logs, "ratio", CONFIDENCE)
+
+    @property
+    def num_short(self) -> int:
+        """Seeds whose runs are too short."""
+        return sum(bool(seed.too_short) for seed in self.seeds)
+
+
+def interval_text(cell: CellAnswer) -> str:
+    """The interval over seeds, or why there is none."""
+    capacity = cell.capacity
+    if capacity is None:
+        return "-"
+    if capacity.low is not None and capacity.high is not None:
+        return f"{number(capacity.low)} to {number(capacity.high)}"
+    return "one seed" if capacity.pairs == 1 else f"the same for {capacity.pairs} seeds"
+
+
+def range_text(cell: CellAnswer) -> str:
+    """The least and the largest capacity of a seed, or the bounds that the search has."""
+    low = min(seed.met for seed in cell.seeds)
+    high = max(seed.met for seed in cell.seeds)
+    if cell.is_found:
+        return number(low) if low == high else f"{number(low)} to {number(high)}"
+    num_found = sum(seed.is_found for seed in cell.seeds)
+    return f"{num_found} of {len(cell.seeds)} found"
+
+
+def length_text(cell: CellAnswer) -> str:
+    if not cell.is_found:
+        return "-"
+    if not cell.num_short:
+        return "no"
+    return "yes" if len(cell.seeds) == 1 else f"{cell.num_short} of {len(cell.seeds)} seeds"
+
+
+def text_table(cells: Sequence[CellAnswer]) -> str:
+    """The cells as a table for a terminal."""
+    units = list(dict.fromkeys(cell.unit for cell in cells))
+    columns = {
+        "cell": [cell.label for cell in cells],
+        f"capacity ({' or '.join(units)})": [
+            "-" if cell.capacity is None else number(cell.capacity.estimate) for cell in cells
+        ],
+        f"{100 * CONFIDENCE:g} % interval over seeds": list(map(interval_text, cells)),
+        "of the seeds": list(map(range_text, cells)),
+        "too short": list(map(length_text, cells)),
+    }
+    return aligned(columns)
+
+
+def too_short_sentences(cells: Sequence[CellAnswer]) -> list[str]:
+    """Why runs are too short: of each kind of reason, the first one, and how many there are."""
+    named = [(name, reason) for name, seed in _by_name(cells) for reason in seed.too_short]
+    return [f"Too short for the answer: {text}" for text in _first_of_each_kind(named)]
+
+
+def unmet_sentences(cells: Sequence[CellAnswer]) -> list[str]:
+    """The answers of searches without a capacity, and of those that were not monotone: of each kind
+    the first one, and how many there are.
+    """
+    named = [
+        (name, sentence)
+        for name, seed in _by_name(cells)
+        for sentence in (seed.sentences[1:] if seed.is_found else seed.sentences)
+    ]
+    return _first_of_each_kind(named)
+
+
+def _by_name(cells: Sequence[CellAnswer]) -> list[tuple[str, SeedAnswer]]:
+    """Each seed of each cell, with a name in words."""
+    return [
+        (cell.label if seed.seed is None else f"{cell.label}, seed {seed.seed}", seed)
+        for cell in cells
+        for seed in cell.seeds
+    ]
+
+
+def _first_of_each_kind(named: Sequence[tuple[str, str]]) -> list[str]:
+    """The first sentence of each kind, with its name. A kind is what stands before the colon."""
+    by_kind: dict[str, list[str]] = {}
+    for name, sentence in named:
+        by_kind.setdefault(sentence.partition(":")[0], []).append(f"{name}: {sentence}")
+    return [
+        texts[0] + f" ({len(texts) - 1} more like it.)" * (len(texts) > 1)
+        for texts in by_kind.values()
+    ]
+
+
+def plain(cell: CellAnswer) -> dict[str, Any]:
+    """A cell as JSON."""
+    capacity = cell.capacity
+    return {
+        "cell": cell.swept,
+        "label": cell.label,
+        "unit": cell.unit,
+        "capacity": capacity.estimate if capacity else None,
+        "low": capacity.low if capacity else None,
+        "high": capacity.high if capacity else None,
+        "confidence": CONFIDENCE,
+        "too_short": cell.num_short > 0,
+        "seeds": [_plain_seed(seed) for seed in cell.seeds],
+    }
+
+
+def _plain_seed(seed: SeedAnswer) -> dict[str, Any]:
+    return {
+        "seed": seed.seed,
+        "met": seed.met,
+        "unmet": seed.unmet if seed.unmet < math.inf else None,
+        "answer": " ".join(seed.sentences),
+        "too_short": list(seed.too_short),
+        "probes": [
+            {"rate": rate, "met": met, "values": values} for rate, met, values in seed.probes
+        ],
+    }
+
+
+def page_table(cells: Sequence[CellAnswer]) -> dict[str, Any]:
+    """Head and body of the page's table of cells, as experiments/report.py has them."""
+    keys = list(dict.fromkeys(key for cell in cells for key in cell.swept))
+    heads = [{"title": key, "unit": ""} for key in keys or ["cell"]]
+    heads += [
+        {"title": "capacity", "unit": " or ".join(dict.fromkeys(cell.unit for cell in cells))},
+        {"title": "over seeds", "unit": f"{100 * CONFIDENCE:g} % interval"},
+        {"title": "of the seeds", "unit": "least to largest"},
+        {"title": "too short", "unit": "for the answer"},
+    ]
+    estimates = [cell.capacity.estimate for cell in cells if cell.capacity]
+    body = []
+    for cell in cells:
+        estimate = cell.capacity.estimate if cell.capacity else None
+        is_best = estimate is not None and estimate == max(estimates) and len(cells) > 1
+        words = [str(cell.swept.get(key, "")) for key in keys] or [cell.label]
+        cells_of_row: list[dict[str, Any]] = [{"text": word, "sort": word} for word in words]
+        text = "-" if estimate is None else number(estimate)
+        bar = None if estimate is None else round(100 * estimate / max(estimates), 1)
+        cells_of_row.append(
+            {"text": text, "sort": "" if estimate is None else estimate, "bar": bar}
+        )
+        texts = (interval_text(cell), range_text(cell), length_text(cell))
+        cells_of_row += [{"text": text, "sort": text} for text in texts]
+        body.append({"cells": cells_of_row, "best": is_best})
+    return {"heads": heads, "body": body}
+
+
+def tiles(cells: Sequence[CellAnswer]) -> list[dict[str, str]]:
+    """The main numbers, for the top of the page."""
+    numbers = []
+    having = [(cell.capacity.estimate, cell) for cell in cells if cell.capacity]
+    ends = (
+        {"highest capacity": max, "lowest capacity": min} if len(having) > 1 else {"capacity": max}
+    )
+    for title, end in ends.items() if having else ():
+        estimate, cell = end(having, key=lambda pair: pair[0])
+        tile = {"value": number(estimate), "unit": cell.unit, "title": title, "note": cell.label}
+        numbers.append(tile)
+    searches = [seed for cell in cells for seed in cell.seeds]
+    num_found = sum(seed.is_found for seed in searches)
+    num_short = sum(seed.is_found and bool(seed.too_short) for seed in searches)
+    note = f"of {len(searches)}: cells times seeds"
+    numbers.append({"value": str(num_found), "unit": "", "title": "capacities found", "note": note})
+    note = "of those that were found"
+    numbers.append({"value": str(num_short), "unit": "", "title": "too short", "note": note})
+    return numbers
+
+
+def plot_of_cells(cells: Sequence[CellAnswer]) -> str | None:
+    """The capacity of each cell with its interval over seeds, and of each seed a small point, as
+    SVG. None if no cell has one.
+    """
+    from experiments.analysis import plots
+
+    having = [(cell, cell.capacity) for cell in cells if cell.capacity]
+    if not having:
+        return None
+    plot = plots.Plot(plots.WIDE, height=0.9 + 0.34 * len(having))
+    for place, (cell, capacity) in enumerate(having):
+        rates = [seed.met for seed in cell.seeds]
+        ends = [capacity.low or capacity.estimate, capacity.high or capacity.estimate]
+        plot.axes.plot(
+            ends, [place, place], color=plots.colour(0), lw=6, alpha=0.25, solid_capstyle="round"
+        )
+        plot.axes.plot(rates, [place] * len(rates), "|", color=plots.colour(1), ms=9)
+        plot.axes.plot([capacity.estimate], [place], "o", color=plots.colour(0), ms=6)
+        text = f"{cell.label}\n{number(capacity.estimate)} {cell.unit}, {interval_text(cell)}"
+        plot.tip(capacity.estimate, place, text)
+    plot.axes.set_yticks(range(len(having)), labels=[cell.label for cell, _ in having])
+    plot.axes.set_ylim(len(having) - 0.5, -0.5)
+    # a wide interval of few seeds would leave no room for the capacities
+    plot.axes.set_xlim(0, 1.5 * max(seed.met for cell, _ in having for seed in cell.seeds))
+    plot.axes.set_xlabel(" or ".join(dict.fromkeys(cell.unit for cell in cells)))
+    return plot.svg("Capacity of each cell")
+
+
+def plot_of_probes(cells: Sequence[CellAnswer], column: str, limits: Sequence[float]) -> str | None:
+    """The deciding number against the rate, a line for each cell: of its first seed, and dashed the
+    limits. None if there are fewer than two probes.
+    """
+    from experiments.analysis import plots
+
+    plot = plots.Plot(plots.WIDE, height=3.4)
+    rates: list[float] = []
+    for limit in limits:
+        plot.axes.axhline(limit, color=plots.colour(6), lw=1, ls=(0, (4, 3)))
+    for index, cell in enumerate(cells):
+        probes = sorted(cell.seeds[0].probes, key=lambda probe: probe[0])
+        points = [(rate, values[column]) for rate, _, values in probes if column in values]
+        if not points:
+            continue
+        rates += [rate for rate, _ in points]
+        style: dict[str, Any] = {"color": plots.colour(index), "lw": 1.4, **plots.marker(index, 5)}
+        plot.axes.plot([rate for rate, _ in points], [value for _, value in points], **style)
+        for rate, value in points:
+            plot.tip(rate, value, f"{cell.label}\n{rate:g} {cell.unit}: {column} {number(value)}")
+    if len(rates) < 2:
+        return None
+    plot.axes.set_xscale("log")
+    lowest = math.log(min(rates))
+    width = math.log(max(rates)) - lowest
+    ticks = [float(f"{math.exp(lowest + part * width / 6):.2g}") for part in range(7)]
+    plot.axes.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    plot.axes.minorticks_off()
+    plot.axes.set_xlabel(f"rate, {cells[0].unit}")
+    return plot.svg(f"{column} against the rate")

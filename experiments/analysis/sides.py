@@ -1,0 +1,217 @@
+"""Two sides of a comparison: the runs of a point, which are paired, and a metric of both."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.analysis.ratios import LATENCIES, NOISE, ONCE, Ratio, of_requests, of_runs, times
+from experiments.analysis.sweep_points import SPECULATION
+from experiments.core import store
+from experiments.core.records import RequestRecord
+from experiments.core.store import flatten
+from experiments.simulation.cost import SIMULATED
+from pagedjax.options.config import one_of
+
+METRICS = ("output_tokens_per_s", "ttft_s.p50", "ttft_s.p99", "itl_s.p50", "itl_s.p99", "e2e_s.p50")
+DRAFTS = tuple(metric.column for metric in SPECULATION)  # of points with speculation
+# Percentiles over tokens and steps are of rounded numbers in a run that keeps sums
+# (core/totals.py).
+ROUNDED = ("itl_s", "step_s", "device_s", "host_s", "sequences_per_step")
+ROUNDING = 1 / 1024
+# what makes runs differ beside their config; source: the hash of the code, committed or not
+ORIGIN = ("device", "commit", "source", "jax")
+
+
+class Side(NamedTuple):
+    """The successful runs of one point, in order of repeat."""
+
+    label: str
+    runs: tuple[dict[str, Any], ...]
+
+    @property
+    def repeats(self) -> list[int]:
+        return [run["repeat"] for run in self.runs]
+
+
+def why_unpaired(a: Side, b: Side) -> str | None:
+    """Why the runs of two points are not paired; None if they are.
+
+    One run each is always a pair.
+    """
+    if len(a.runs) == len(b.runs) == 1:
+        return workload_difference(a.runs[0], b.runs[0])
+    for name, side in (("A", a), ("B", b)):
+        if len(set(side.repeats)) < len(side.runs):
+            return f"{name} has a repeat twice"
+    if a.repeats != b.repeats:
+        return f"A has repeats {_list_text(a.repeats)}, B {_list_text(b.repeats)}"
+    for run_a, run_b in zip(a.runs, b.runs, strict=True):
+        difference = workload_difference(run_a, run_b)
+        if difference:
+            return difference
+    return None
+
+
+def workload_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
+    """The difference between the workloads of two runs, in total or in a request; None if they are
+    the same.
+    """
+    differ = [key for key, value in a["workload"].items() if b["workload"].get(key) != value]
+    if differ:
+        return f"the workloads of repeat {a['repeat']} differ in {', '.join(differ)}"
+    try:
+        inputs_a, inputs_b = (
+            [_inputs(request) for request in store.read_requests(Path(run["run"]))]
+            for run in (a, b)
+        )
+    except ValueError as error:  # a folder of results may have the summaries only
+        return f"whether repeat {a['repeat']} had the same requests is not known: {error}"
+    for i, (request_a, request_b) in enumerate(zip(inputs_a, inputs_b, strict=True)):
+        for name, value in request_a.items():
+            if request_b[name] != value:
+                return (
+                    f"the workloads of repeat {a['repeat']} differ in {name} of request {i}: "
+                    f"{value}, {request_b[name]}"
+                )
+    return None
+
+
+def _inputs(request: RequestRecord) -> dict[str, Any]:
+    """The input of a request: its record without the results."""
+    results = ("request_id", "first_scheduled", "replica")
+    inputs = {key: value for key, value in request._asdict().items() if key not in results}
+    return {**inputs, "branches": len(request.branches)}
+
+
+def origin_notes(a: Side, b: Side) -> list[str]:
+    """Notes on simulated sides, and on differences of device, code and version of JAX."""
+    origins_a, origins_b = (
+        {key: sorted({_origin(run)[key] for run in side.runs}) for key in ORIGIN} for side in (a, b)
+    )
+    devices = dict.fromkeys([*origins_a["device"], *origins_b["device"]])
+    simulated = [device for device in devices if device.startswith(SIMULATED)]
+    calculated = [f"{' and '.join(simulated)}: every time is calculated"] if simulated else []
+    return calculated + [
+        f"{key} differs: A {' and '.join(origins_a[key])}, B {' and '.join(origins_b[key])}"
+        for key in ORIGIN
+        if origins_a[key] != origins_b[key]
+    ]
+
+
+def _origin(run: dict[str, Any]) -> dict[str, str]:
+    """The device and the code that made a run; "not known" for what it does not tell."""
+    values = {key: run.get(key) for key in ORIGIN}
+    file = Path(run["run"]) / "env.json"
+    if not values["jax"] and file.is_file():  # summaries of earlier versions do not have it
+        env = json.loads(file.read_text(encoding="utf-8"))
+        values["jax"] = env.get("versions", {}).get("jax")
+    return {key: str(value or "not known") for key, value in values.items()}
+
+
+def _list_text(repeats: Sequence[int]) -> str:
+    return ", ".join(map(str, repeats))
+
+
+def choose_metrics(metrics: Sequence[str] | None, *sides: Side) -> tuple[str, ...]:
+    """The metrics to compare: those of --metric, or METRICS, with drafts if a side speculates."""
+    if metrics:
+        return tuple(metrics)
+    return METRICS + (DRAFTS if any(map(speculates, sides)) else ())
+
+
+def speculates(side: Side) -> bool:
+    return any(map(run_speculates, side.runs))
+
+
+def run_speculates(run: dict[str, Any]) -> bool:
+    return "speculation" in run["metrics"]
+
+
+def values_of(side: Side, metric: str) -> list[float]:
+    """A metric in each run of a point that has a value.
+
+    Raises:
+        ValueError: a summary has no such number; the message names the known ones.
+    """
+    values = [number_of(run, metric) for run in side.runs]
+    return [value for value in values if value is not None]
+
+
+def number_of(run: dict[str, Any], metric: str) -> float | None:
+    """A metric of a run. Raises ValueError as `values_of`."""
+    flat = {
+        key: value for key, value in flatten(run["metrics"]).items() if not isinstance(value, str)
+    }
+    one_of("--metric", metric, tuple(flat))
+    return None if flat[metric] is None else float(flat[metric])
+
+
+def medians_and_ratio(
+    a: Side, b: Side, metric: str, *, apart: str | None, confidence: float
+) -> tuple[float | None, float | None, Ratio]:
+    """The medians of both sides and their ratio.
+
+    Args:
+        apart: why the runs are not paired; see `why_unpaired`.
+    """
+    if metric in DRAFTS and speculates(a) != speculates(b):
+        return one_sided(a, b, metric)
+    values_a = values_of(a, metric)
+    values_b = values_of(b, metric)
+    if not values_a or not values_b:
+        return None, None, Ratio(None, None, None, "there is no such value in A or in B")
+    medians = statistics.median(values_a), statistics.median(values_b)
+    rounded = of_rounded(a, b, metric, *medians)
+    if rounded is not None:
+        return *medians, rounded
+    if len(values_a) > 1 and len(values_b) > 1:
+        complete = len(values_a) == len(a.runs) and len(values_b) == len(b.runs)
+        paired = complete and apart is None
+        return *medians, of_runs(values_a, values_b, paired=paired, confidence=confidence)
+    if len(values_a) + len(values_b) > 2:
+        name = "A" if len(values_a) == 1 else "B"
+        return *medians, Ratio(None, None, None, f"{name} has one run: {NOISE}")
+    name, _, percentile = metric.partition(".p")
+    if name in LATENCIES and percentile.isdigit() and apart is None:
+        before, after = (store.read_requests(Path(side.runs[0]["run"])) for side in (a, b))
+        if name != "itl_s" or all(request.has_gaps for request in (*before, *after)):
+            return *medians, of_requests(before, after, name, int(percentile), confidence)
+    ratio = medians[1] / medians[0] if medians[0] > 0 else None
+    words = ONCE if ratio is None else f"{ONCE} (B is {times(ratio)} times A)"
+    return *medians, Ratio(ratio, None, None, words)
+
+
+def of_rounded(a: Side, b: Side, metric: str, median_a: float, median_b: float) -> Ratio | None:
+    """The result for a percentile that one side or both have of rounded numbers; None if the values
+    can be compared.
+    """
+    name, _, percentile = metric.partition(".p")
+    if name not in ROUNDED or not percentile.isdigit():
+        return None
+    methods = {
+        run["metrics"].get("percentile_method", "linear") for side in (a, b) for run in side.runs
+    }
+    if len(methods) > 1:
+        verdict = (
+            "one side keeps sums, whose percentiles are of rounded numbers; compare two sides that "
+            "keep the same"
+        )
+        return Ratio(None, None, None, verdict)
+    if methods != {"linear"} and abs(median_b - median_a) <= ROUNDING * max(median_a, median_b):
+        return Ratio(None, None, None, "no difference beyond the rounding of runs that keep sums")
+    return None
+
+
+def one_sided(a: Side, b: Side, metric: str) -> tuple[float | None, float | None, Ratio]:
+    """The median of a number of drafts on the side that has it: the other does not speculate, or is
+    an older run.
+    """
+    values = values_of(a if speculates(a) else b, metric)
+    middle = statistics.median(values) if values else None
+    if speculates(a):
+        return middle, None, Ratio(None, None, None, "only A has numbers of drafts")
+    return None, middle, Ratio(None, None, None, "only B has numbers of drafts")
