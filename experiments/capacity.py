@@ -625,7 +625,7 @@ def page(searches: Sequence[Search], cells: Sequence[CellAnswer], folder: Path) 
         oracle=dict(about["facts"]).get("Oracle", ""),
         reading=reading(searches, cells),
         tiles=capacities.tiles(cells),
-        sections=sections(searches, cells),
+        sections=sections(searches, cells, simulated=bool(simulated)),
         table=capacities.page_table(cells),
         facts=report.facts(environments, simulated=bool(simulated)),
         criterion=" or ".join(dict.fromkeys(str(search.criterion) for search in searches)),
@@ -633,7 +633,9 @@ def page(searches: Sequence[Search], cells: Sequence[CellAnswer], folder: Path) 
     )
 
 
-def sections(searches: Sequence[Search], cells: Sequence[CellAnswer]) -> list[dict[str, Any]]:
+def sections(
+    searches: Sequence[Search], cells: Sequence[CellAnswer], *, simulated: bool
+) -> list[dict[str, Any]]:
     """The plots of the page."""
     columns = dict.fromkeys(name for search in searches for name in search.probes[0].values)
     plots = {"Capacity": capacities.plot_of_cells(cells)}
@@ -652,7 +654,8 @@ def sections(searches: Sequence[Search], cells: Sequence[CellAnswer]) -> list[di
                 "Points: the mean over seeds; bands: its interval, which may end beyond the plot; "
                 "small lines: each seed."
             )
-        figure = {"title": title, "unit": "", "svg": Markup(svg or ""), "wide": True}
+        about_figure = "simulated" if simulated else ""
+        figure = {"title": title, "about": about_figure, "svg": Markup(svg or ""), "wide": True}
         group = {"title": title, "note": note, "figures": [figure]}
         if title != "Capacity":
             group["legend"] = legend

@@ -235,15 +235,15 @@ def plot_of_cells(cells: Sequence[CellAnswer]) -> str | None:
     having = [(cell, cell.capacity) for cell in cells if cell.capacity]
     if not having:
         return None
-    plot = plots.Plot(plots.WIDE, height=0.9 + 0.34 * len(having))
+    plot = plots.Plot("Capacity of each cell", width=plots.WIDE, height=0.9 + 0.34 * len(having))
     for place, (cell, capacity) in enumerate(having):
         rates = [seed.met for seed in cell.seeds]
         ends = [capacity.low or capacity.estimate, capacity.high or capacity.estimate]
         plot.axes.plot(
-            ends, [place, place], color=plots.colour(0), lw=6, alpha=0.25, solid_capstyle="round"
+            ends, [place, place], color=plot.colour(0), lw=6, alpha=0.25, solid_capstyle="round"
         )
-        plot.axes.plot(rates, [place] * len(rates), "|", color=plots.colour(1), ms=9)
-        plot.axes.plot([capacity.estimate], [place], "o", color=plots.colour(0), ms=6)
+        plot.axes.plot(rates, [place] * len(rates), "|", color=plot.colour(1), ms=9)
+        plot.axes.plot([capacity.estimate], [place], "o", color=plot.colour(0), ms=6)
         text = f"{cell.label}\n{number(capacity.estimate)} {cell.unit}, {interval_text(cell)}"
         plot.tip(capacity.estimate, place, text)
     plot.axes.set_yticks(range(len(having)), labels=[cell.label for cell, _ in having])
@@ -251,7 +251,7 @@ def plot_of_cells(cells: Sequence[CellAnswer]) -> str | None:
     # a wide interval of few seeds would leave no room for the capacities
     plot.axes.set_xlim(0, 1.5 * max(seed.met for cell, _ in having for seed in cell.seeds))
     plot.axes.set_xlabel(" or ".join(dict.fromkeys(cell.unit for cell in cells)))
-    return plot.svg("Capacity of each cell")
+    return plot.svg()
 
 
 def plot_of_probes(cells: Sequence[CellAnswer], column: str, limits: Sequence[float]) -> str | None:
@@ -260,17 +260,17 @@ def plot_of_probes(cells: Sequence[CellAnswer], column: str, limits: Sequence[fl
     """
     from experiments.analysis import plots
 
-    plot = plots.Plot(plots.WIDE, height=3.4)
+    plot = plots.Plot(f"{column} against the rate", width=plots.WIDE, height=3.4)
     rates: list[float] = []
     for limit in limits:
-        plot.axes.axhline(limit, color=plots.colour(6), lw=1, ls=(0, (4, 3)))
+        plot.axes.axhline(limit, color=plot.colour(6), lw=1, ls=(0, (4, 3)))
     for index, cell in enumerate(cells):
         probes = sorted(cell.seeds[0].probes, key=lambda probe: probe[0])
         points = [(rate, values[column]) for rate, _, values in probes if column in values]
         if not points:
             continue
         rates += [rate for rate, _ in points]
-        style: dict[str, Any] = {"color": plots.colour(index), "lw": 1.4, **plots.marker(index, 5)}
+        style: dict[str, Any] = {"color": plot.colour(index), "lw": 1.4, **plot.marker(index, 5)}
         plot.axes.plot([rate for rate, _ in points], [value for _, value in points], **style)
         for rate, value in points:
             plot.tip(rate, value, f"{cell.label}\n{rate:g} {cell.unit}: {column} {number(value)}")
@@ -283,4 +283,4 @@ def plot_of_probes(cells: Sequence[CellAnswer], column: str, limits: Sequence[fl
     plot.axes.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     plot.axes.minorticks_off()
     plot.axes.set_xlabel(f"rate, {cells[0].unit}")
-    return plot.svg(f"{column} against the rate")
+    return plot.svg()
