@@ -42,7 +42,7 @@ from experiments.core.point_key import NOT_MEASURED, OWN_VALUES, point_key
 from experiments.core.pool_options import POOLS, Pool, Pools
 from experiments.core.present import Replicas
 from experiments.core.strict_yaml import load_file, parse
-from experiments.core.workloads import AZURE, Spec, Trace, check
+from experiments.core.workloads import AZURE, Prompts, Spec, Trace, check, limits_of
 from experiments.simulation import cost
 from experiments.simulation.cost import STEPS, Simulate
 from pagedjax import routing
@@ -160,6 +160,7 @@ class Experiment:
                 "measured run has 1 engine; add one, or leave replicas out"
             )
         pool_options.check_pools(self)
+        self._check_limits()
         self._check_records()
         size = self.engine.block_size
         if self.cache_tokens is not None and self.engine.num_blocks is not None:
@@ -169,6 +170,32 @@ class Experiment:
                 f"cache_tokens is {self.cache_tokens}; it must be a multiple of engine.block_size "
                 f"({size}), and at least {size}"
             )
+
+    def _check_limits(self) -> None:
+        """Raises ValueError if requests end at drawn lengths before their limits, and an option
+        does not let them.
+        """
+        if limits_of(self.workload) is None:
+            return
+        key = "workload.output" if isinstance(self.workload, Prompts) else "workload.max_tokens"
+        why = None
+        if not self.sampling.ignore_eos:
+            why = (
+                "sampling.ignore_eos is false, so that the model may end a request before its "
+                "drawn length; set it to true"
+            )
+        elif self.engine.reservation == "oracle":
+            why = (
+                "engine.reservation is 'oracle', which reserves the limit of a request as if it "
+                "were the length of its output; set it to pow2 or max"
+            )
+        elif self.engine.speculative and not self.simulate:
+            why = (
+                "engine.speculative is set: a measured step may give tokens beyond the drawn "
+                "length; leave it out, or add a simulate section"
+            )
+        if why:
+            raise ValueError(f"{key} sets limits apart from the lengths of outputs, and {why}")
 
     def _check_records(self) -> None:
         one_of("records", self.records, get_args(Records))

@@ -90,6 +90,44 @@ class Lognormal:
 Lengths = Fixed | Uniform | Exponential | Lognormal
 
 
+@dataclass(frozen=True)
+class Multiple:
+    """`times` as many tokens as the request's output has, rounded up."""
+
+    dist: Literal["multiple"]
+    times: float
+    min: int = 1
+    max: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.times < math.inf:
+            raise ValueError(
+                f"times is {self.times!r}; it must be at least 1, because a request ends at its "
+                "limit, and finite"
+            )
+        _check_limits(self.min, self.max)
+
+
+Limits = int | Lengths | Multiple
+
+
+def draw_limits(spec: Limits, outputs: Sequence[int], rng: np.random.Generator) -> list[int]:
+    """The most tokens that each request asks for.
+
+    Args:
+        outputs: the length of each request's output.
+
+    Raises:
+        ValueError: see `draw_lengths`.
+    """
+    if isinstance(spec, int):
+        return [spec] * len(outputs)
+    if isinstance(spec, Multiple):
+        limits = [math.ceil(spec.times * output) for output in outputs]
+        return clip(limits, spec.min, spec.max)[0]
+    return draw_lengths(spec, len(outputs), rng)[0]
+
+
 def draw_lengths(spec: Lengths, count: int, rng: np.random.Generator) -> tuple[list[int], int]:
     """`count` lengths within [spec.min, spec.max], and how many of them had to be moved to a limit.
 

@@ -31,7 +31,14 @@ from experiments.core.records import (
     step_records,
 )
 from experiments.core.replicas import Present, StepLoad, by_end, drive_replicas, replicas_summary
-from experiments.core.submit import LONGEST_SLEEP, Engine, Sender, submit, with_arrivals
+from experiments.core.submit import (
+    LONGEST_SLEEP,
+    DrawnEnds,
+    Engine,
+    Sender,
+    submit,
+    with_arrivals,
+)
 from experiments.core.totals import StepTotals, TokenCounts
 from experiments.core.workloads import Prompts, Tokens, WorkItem, Workload, build
 from experiments.simulation.spans import DecodeSpan
@@ -66,6 +73,9 @@ def drive(
     A request is added between two steps, as soon as its arrival time has passed, with as many
     branches as `sampling` draws. Branch i uses the request's seed + i.
 
+    A branch that has as many tokens as its request's `ends_at` is cancelled between two steps, with
+    the reason "stop", as a stop string ends one.
+
     Args:
         clients: of a closed loop; None: an open loop (see `Sender`).
 
@@ -75,6 +85,7 @@ def drive(
         RuntimeError: the engine has work but makes no step.
     """
     sender = Sender(items, sampling, clients)
+    ends = DrawnEnds(items, sampling.drawn().n)
     results: list[StepResult] = []
     start = clock()
 
@@ -82,7 +93,8 @@ def drive(
         arrival = sender.next()
         while clock() - start < arrival:
             sleep(min(max(start + arrival - clock(), 0.0), LONGEST_SLEEP))
-        submit(engine, *sender.send())
+        item, params = sender.send()
+        submit(engine, item._replace(ends_at=None), params)
 
     def next_step() -> float:
         return clock() - start if engine.has_work else math.inf
@@ -91,6 +103,9 @@ def drive(
         result = engine.step()
         if result is None:
             raise RuntimeError("the engine has work but makes no step: its scheduler is stuck")
+        for name in ends.reached(result):
+            events = engine.cancel(name, "stop")
+            result = result._replace(events=(*result.events, *events))
         results.append(result)
         sender.end_branches(result, result.finished - start)
 
@@ -102,7 +117,9 @@ def warm_up(engine: Engine, experiment: Experiment, items: Sequence[WorkItem]) -
     """Run the first few requests, shortened and all at once, to touch every page and code path."""
     warmup = experiment.warmup
     first = [
-        item._replace(arrival=0.0, max_tokens=min(item.max_tokens, warmup.max_tokens))
+        item._replace(
+            arrival=0.0, max_tokens=min(item.longest_output, warmup.max_tokens), ends_at=None
+        )
         for item in items[: warmup.requests]
     ]
     sampling = dataclasses.replace(experiment.sampling, min_tokens=0)
@@ -297,7 +314,7 @@ def check_lengths(items: Sequence[WorkItem], limit: int) -> None:
     cut = [
         item
         for item in items
-        if len(item.prompt_token_ids) < limit < len(item.prompt_token_ids) + item.max_tokens
+        if len(item.prompt_token_ids) < limit < len(item.prompt_token_ids) + item.longest_output
     ]
     if cut:
         first = cut[0]
@@ -305,7 +322,7 @@ def check_lengths(items: Sequence[WorkItem], limit: int) -> None:
         raise ValueError(
             f"{len(cut)} of {len(items)} requests would be cut off at engine.max_model_len, "
             f"{limit} tokens: {first.request_id} has {prompt} prompt tokens and asks for "
-            f"{first.max_tokens}. Raise the limit, or bound the workload's lengths (max of a "
+            f"{first.longest_output}. Raise the limit, or bound the workload's lengths (max of a "
             "distribution; max_prompt_tokens and max_output_tokens of a trace), which counts what "
             "it clips"
         )

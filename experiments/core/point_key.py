@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.core.pool_options import POOLS
-from experiments.core.workloads import Synthetic, Trace
+from experiments.core.workloads import Prompts, Synthetic, Trace
 from experiments.simulation.cost import STEPS, Simulate
 from pagedjax.options import own_values
 from pagedjax.options.config import EngineConfig, KVPolicyOptions
@@ -25,7 +25,7 @@ NOT_MEASURED = ("name", "question", "repeats", "sweep")
 # Fields that a point's key has only with another value than their default, so that other keys are
 # those of versions before these fields.
 LATER = {
-    "engine": (
+    EngineConfig: (
         "speculative",
         "mesh",
         "devices",
@@ -40,21 +40,17 @@ LATER = {
         "max_lora_rank",
         "model_family",
     ),
-    "simulate": ("mesh", "hop_s", "profile"),
-    "workload": ("prefixes", "rounds"),
-    "sampling": (
+    Simulate: ("mesh", "hop_s", "profile"),
+    Prompts: ("output",),
+    Synthetic: ("prefixes", "max_tokens"),
+    Trace: ("rounds", "max_tokens"),
+    SamplingParams: (
         "structured_outputs",
         "bad_words",
         "bad_words_token_ids",
         "truncate_prompt_tokens",
         "taps",
     ),
-}
-_KINDS = {
-    "engine": (EngineConfig,),
-    "simulate": (Simulate,),
-    "sampling": (SamplingParams,),
-    "workload": (Synthetic, Trace),
 }
 # Fields of EngineConfig that may name a value of one's own, file.py:NAME. `row_features` has
 # several of them.
@@ -106,15 +102,12 @@ def point_key(experiment: Experiment, content: str) -> str:
             values["pools"][name]["router"] = _own_source(getattr(experiment.pools, name).router)
     if experiment.records == "full":  # not in the keys of versions before this field
         del values["records"]
-    for section, names in LATER.items():
-        usual = {
-            field.name: field.default
-            for kind in _KINDS[section]
-            for field in dataclasses.fields(kind)
-        }
-        for name in names:
-            if section in values and values[section].get(name, ...) == usual[name]:
-                del values[section][name]
+    for section in ("engine", "simulate", "sampling", "workload"):
+        options = getattr(experiment, section)
+        names = LATER.get(type(options), ())
+        for field in dataclasses.fields(options) if options is not None else ():
+            if field.name in names and values[section][field.name] == field.default:
+                del values[section][field.name]
     if "file" in values["workload"]:  # a file counts by content, not by path
         values["workload"]["file"] = hashlib.sha256(content.encode()).hexdigest()
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.core.config import Experiment, Point, Slo
+from experiments.core.distributions import Multiple
 from experiments.core.pool_options import POOLS, pool_experiment
 from experiments.core.present import Replicas
+from experiments.core.workloads import limits_of
 from experiments.simulation.cost import Simulate
 from pagedjax.host import policies, purity
 from pagedjax.options.config import EngineConfig
@@ -67,19 +69,25 @@ def facts(points: Sequence[Point]) -> list[tuple[str, str]]:
 def oracle(experiments: Sequence[Experiment]) -> str:
     """Which policies know the length of each output before it is generated; "" if none does.
 
-    With `ignore_eos` every request of a workload asks for as many tokens as it generates.
+    With `ignore_eos` every request of a workload asks for as many tokens as it generates, or for a
+    multiple of them, unless the workload draws its limits apart.
     """
-    names = dict.fromkeys(
-        experiment.engine.policy
-        for experiment in experiments
-        if experiment.sampling.ignore_eos and not experiment.sampling.stop_token_ids
-    )
-    seers = [name for name in names if ":" in name and purity.reads_limits(policies.find(name))]
+    seers: dict[str, str] = {}
+    for experiment in experiments:
+        sampling = experiment.sampling
+        policy = experiment.engine.policy
+        limits = limits_of(experiment.workload)
+        telling = limits is None or isinstance(limits, Multiple)
+        if not telling or not sampling.ignore_eos or sampling.stop_token_ids:
+            continue
+        if ":" in policy and purity.reads_limits(policies.find(policy)):
+            seers[policy] = "the length" if limits is None else "a multiple of the length"
     if not seers:
         return ""
+    length = " or ".join(dict.fromkeys(seers.values()))
     return (
-        f"{', '.join(map(_short, seers))} reads the limit of a request, which is the length of its output here: "
-        "no policy knows it in a real service"
+        f"{', '.join(map(_short, seers))} reads the limit of a request, which is {length} of its "
+        "output here: no policy knows it in a real service"
     )
 
 

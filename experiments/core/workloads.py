@@ -28,9 +28,11 @@ from experiments.core.distributions import (
     Arrivals,
     ClosedLoop,
     Lengths,
+    Limits,
     clip,
     draw_arrivals,
     draw_lengths,
+    draw_limits,
 )
 from pagedjax.server.load_client.text_files import lines, paragraphs, trace_rows
 
@@ -47,12 +49,21 @@ AZURE = (
 class WorkItem(NamedTuple):
     """One request: `arrival` in seconds after the start of the run, at most `max_tokens` output
     tokens a branch.
+
+    ends_at: output tokens after which each branch ends by itself, as if the model had said its end
+        token; None: it has `max_tokens`, or the model ends it.
     """
 
     request_id: str
     arrival: float
     prompt_token_ids: Sequence[int]  # a tuple, or `RandomIds`
     max_tokens: int
+    ends_at: int | None = None
+
+    @property
+    def longest_output(self) -> int:
+        """Output tokens that a branch has at most: the scheduler may know a higher limit."""
+        return self.max_tokens if self.ends_at is None else self.ends_at
 
 
 def branch_ids(request_id: str, branches: int) -> tuple[str, ...]:
@@ -85,10 +96,14 @@ class Workload(NamedTuple):
         """The counts that a run records: requests, tokens, clipped lengths, seconds until the last
         arrival.
         """
+        drawn = {}
+        if any(item.ends_at is not None for item in self.items):
+            drawn = {"drawn_output_tokens": sum(item.longest_output for item in self.items)}
         return {
             "requests": len(self.items),
             "prompt_tokens": sum(len(item.prompt_token_ids) for item in self.items),
             "max_output_tokens": sum(item.max_tokens for item in self.items),
+            **drawn,
             "clipped_prompts": self.clipped_prompts,
             "clipped_outputs": self.clipped_outputs,
             "last_arrival_s": self.items[-1].arrival,
@@ -100,6 +115,9 @@ class Prompts:
     """Texts of `file`, one a line (or a paragraph).
 
     With `cycle`, a `count` beyond the file repeats it.
+
+    output: the lengths at which requests end, as if the model had said its end token; null: they
+        end at `max_tokens`, or where the model ends them. A length beyond `max_tokens` is cut.
     """
 
     kind: Literal["prompts"]
@@ -109,6 +127,7 @@ class Prompts:
     split: Literal["line", "paragraph"] = "line"
     max_tokens: int = 32
     arrivals: Arrivals = AT_ONCE
+    output: Lengths | None = None
 
     def __post_init__(self) -> None:
         _at_least_one("count", self.count, "null for each prompt once")
@@ -123,6 +142,10 @@ class Synthetic:
         follow.
     prefixes: how many different prefixes of that length there are; each request has one of them,
         drawn evenly.
+    max_tokens: the most tokens that a request asks for, which a scheduler knows, apart from the
+        length of its output, which it does not know: a number, a distribution as of lengths, or
+        {dist: multiple, times: 2} of the output. A longer output is cut, and counted. null: equal
+        to the output.
     """
 
     kind: Literal["synthetic"]
@@ -132,9 +155,11 @@ class Synthetic:
     arrivals: Arrivals = AT_ONCE
     shared_prefix: int = 0
     prefixes: int = 1
+    max_tokens: Limits | None = None
 
     def __post_init__(self) -> None:
         _at_least_one("count", self.count)
+        _check_limits(self.max_tokens)
         if self.shared_prefix < 0:
             raise ValueError(
                 f"shared_prefix is {self.shared_prefix!r}; it must be at least 0 tokens"
@@ -157,6 +182,7 @@ class Trace:
     rounds: how often the requests come, one round after the other with the mean gap between them:
         24 makes a day of a recorded hour. The prompts of each round are others. With a `time_scale`
         of 0 all rounds arrive at once.
+    max_tokens: the most tokens that a request asks for; see `Synthetic`.
     """
 
     kind: Literal["trace"]
@@ -167,8 +193,10 @@ class Trace:
     rounds: int = 1
     max_prompt_tokens: int | None = None
     max_output_tokens: int | None = None
+    max_tokens: Limits | None = None
 
     def __post_init__(self) -> None:
+        _check_limits(self.max_tokens)
         if not 0 <= self.time_scale < math.inf:
             raise ValueError(
                 f"time_scale is {self.time_scale!r}; it must be at least 0, and finite"
@@ -200,6 +228,15 @@ Spec = Prompts | Synthetic | Trace | Tokens
 Encode = Callable[[str], Sequence[int]]
 
 
+def limits_of(spec: Spec) -> Limits | None:
+    """The limits that requests have apart from the lengths of their outputs; None: both are
+    equal.
+    """
+    if isinstance(spec, Prompts):
+        return None if spec.output is None else spec.max_tokens
+    return None if isinstance(spec, Tokens) else spec.max_tokens
+
+
 def check(spec: Spec, content: str) -> None:
     """Check the workload's file, as far as no vocabulary is needed.
 
@@ -227,37 +264,61 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
     """
     arrivals = getattr(spec, "arrivals", None)  # a trace has its own
     clients = arrivals.clients if isinstance(arrivals, ClosedLoop) else None
-    workload = _without_clients(spec, content, seed, vocab_size, encode)
+    streams = tuple(np.random.default_rng([seed, stream]) for stream in range(7))
+    workload = _with_equal_limits(spec, content, vocab_size, encode, streams)
+    limits = limits_of(spec)
+    if limits is not None:
+        workload = _with_limits(workload, limits, streams[6])
     return workload._replace(clients=clients)
 
 
-def _without_clients(
-    spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode
+def _with_limits(workload: Workload, limits: Limits, rng: np.random.Generator) -> Workload:
+    """The workload with these limits; its outputs end where they did, or at their limits."""
+    outputs = [item.max_tokens for item in workload.items]
+    pairs = list(zip(workload.items, draw_limits(limits, outputs, rng), strict=True))
+    items = [
+        item._replace(
+            max_tokens=limit, ends_at=item.max_tokens if item.max_tokens < limit else None
+        )
+        for item, limit in pairs
+    ]
+    cut = sum(item.max_tokens > limit for item, limit in pairs)
+    return workload._replace(items=tuple(items), clipped_outputs=workload.clipped_outputs + cut)
+
+
+def _with_equal_limits(
+    spec: Spec,
+    content: str,
+    vocab_size: int,
+    encode: Encode,
+    streams: Sequence[np.random.Generator],
 ) -> Workload:
-    """The workload without its clients; see `build`."""
-    streams = tuple(np.random.default_rng([seed, stream]) for stream in range(6))
+    """The workload without clients, whose limits are the lengths of its outputs; see `build`."""
     if isinstance(spec, Synthetic):
         return _synthetic(spec, vocab_size, streams)
-    _, token_rng, arrival_rng, *_ = streams
+    _, token_rng, arrival_rng, output_rng, *_ = streams
     if isinstance(spec, Trace):
         times, contexts, generated = read_trace(spec, content)
         prompt_lens, clipped_prompts = clip(contexts, 1, spec.max_prompt_tokens)
         output_lens, clipped_outputs = clip(generated, 1, spec.max_output_tokens)
         prompts = lazy_prompts(prompt_lens, vocab_size, token_rng)
         return Workload(_items(times, prompts, output_lens), clipped_prompts, clipped_outputs)
+    clipped_outputs = 0
     if isinstance(spec, Prompts):
         prompts = [tuple(encode(text)) for text in read_prompts(spec, content)]
         output_lens = [spec.max_tokens] * len(prompts)
+        if spec.output is not None:
+            output_lens, clipped_outputs = draw_lengths(spec.output, len(prompts), output_rng)
     else:
         prompts, output_lens = read_tokens(spec, content, vocab_size)
     times = draw_arrivals(spec.arrivals, len(prompts), arrival_rng)
-    return Workload(_items(times, prompts, output_lens))
+    return Workload(_items(times, prompts, output_lens), clipped_outputs=clipped_outputs)
 
 
 def _synthetic(
     spec: Synthetic, vocab_size: int, streams: Sequence[np.random.Generator]
 ) -> Workload:
-    length_rng, token_rng, arrival_rng, output_rng, prefix_rng, choice_rng = streams
+    length_rng, token_rng, arrival_rng, output_rng, prefix_rng, choice_rng, *_ = streams
     prompt_lens, clipped_prompts = draw_lengths(spec.prompt, spec.count, length_rng)
     output_lens, clipped_outputs = draw_lengths(spec.output, spec.count, output_rng)
     times = draw_arrivals(spec.arrivals, spec.count, arrival_rng)
@@ -419,6 +480,11 @@ def _items(
     return tuple(
         WorkItem(f"r{i:05d}", time, prompt, count) for i, (time, prompt, count) in enumerate(rows)
     )
+
+
+def _check_limits(limits: Limits | None) -> None:
+    if isinstance(limits, int):
+        _at_least_one("max_tokens", limits, "null for the lengths of the outputs")
 
 
 def _at_least_one(name: str, value: int | None, none: str = "") -> None:

@@ -10,9 +10,9 @@ model advances.
                                                                 # profiles.py
 
 This section is the only difference in a config: driver, events, records, summary and report are the
-same. Tokens have no meaning, so requests end at their max_tokens and `sampling.ignore_eos` must be
-true; the workload draws the lengths. Time is virtual: nothing sleeps, and the load of the machine
-does not change a run.
+same. Tokens have no meaning. A request ends at its max_tokens, or before it at the length that the
+workload draws, by an end token that no other token is; so `sampling.ignore_eos` must be true. Time
+is virtual: nothing sleeps, and the load of the machine does not change a run.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ from pagedjax.host.types import (
     NO_HASHES,
     Event,
     Finished,
+    FinishReason,
     Plan,
     Released,
     Request,
@@ -93,6 +94,7 @@ class Handover(NamedTuple):
 
     released: Released
     data: SequenceData | None  # its tokens; None: no prefixes are shared
+    end: int | None = None  # its length when it ends by itself
 
 
 class WholeBatch(NamedTuple):
@@ -177,6 +179,8 @@ class SimulatedEngine:
             spare=config.speculative.num_tokens if config.speculative else 0,
         )
         assert config.max_model_len is not None, "see `resolved`"
+        # an id outside the vocabulary, so that no other token is it
+        self._end_tokens = frozenset({vocab_size})
         views = kv_policies.views(config, table_width(config, config.max_model_len))
         self._policy = policies.find(config.policy)
         self._limits = limits(config, host_blocks, views)
@@ -190,6 +194,8 @@ class SimulatedEngine:
             drafting.start(Drafter("simulated", lambda *_: ()), options) if options else None
         )
         self._batch = WholeBatch()
+        # by sequence id, its length when it ends by itself
+        self._ends: dict[str, int] = {}
         self.now = 0.0
 
     @property
@@ -209,8 +215,13 @@ class SimulatedEngine:
         params: SamplingParams,
         *,
         forks: Sequence[str] = (),
+        ends_at: int | None = None,
     ) -> None:
         """Like `Engine.add`.
+
+        Args:
+            ends_at: output tokens of each branch, of which the last is an end token; None: as many
+                as `params.max_tokens`.
 
         Raises ValueError for a request that could end before max_tokens or can never run.
         """
@@ -221,9 +232,24 @@ class SimulatedEngine:
             )
         request = EngineRequest((request_id, *forks), prompt_token_ids, params)
         prepared = prepare(self.scheduler_state, request, self._rules)
-        self.scheduler_state = scheduler.submit(self.scheduler_state, prepared.request)
+        scheduler_request = prepared.request
+        if ends_at is not None:
+            scheduler_request = scheduler_request._replace(stop_token_ids=self._end_tokens)
+        self.scheduler_state = scheduler.submit(self.scheduler_state, scheduler_request)
+        if ends_at is not None:
+            end = len(prompt_token_ids) + ends_at
+            self._ends |= dict.fromkeys((request_id, *forks), end)
         if self._rules.caching:  # only hashes of blocks need token values
             self._sequences = self._sequences.update(prepared.sequences)
+
+    def cancel(self, request_id: str, reason: FinishReason = "abort") -> tuple[Event, ...]:
+        """Like `Engine.cancel`."""
+        state = self.scheduler_state
+        self.scheduler_state, events = scheduler.cancel(state, request_id, reason)
+        if self._sequences:
+            self._sequences = apply_events(self._sequences, events, state.running)
+        self._ends.pop(request_id, None)
+        return events
 
     def check(self, request: Request) -> None:
         """Raises Rejected if this engine could never adopt the request's sequences."""
@@ -251,7 +277,7 @@ class SimulatedEngine:
         data = self._sequences.get(request_id)
         if data is not None:
             self._sequences = self._sequences.delete(request_id)
-        return Handover(released, data)
+        return Handover(released, data, self._ends.pop(request_id, None))
 
     def free(self, handover: Handover) -> None:
         """Free the blocks of a released sequence, whose pages are elsewhere now."""
@@ -269,6 +295,8 @@ class SimulatedEngine:
         if not scheduler.has_room(self.scheduler_state, self._policy, released):
             return False
         self.scheduler_state, _ = scheduler.adopt(self.scheduler_state, self._policy, released)
+        if handover.end is not None:
+            self._ends[released.request.request_id] = handover.end
         if handover.data is not None:
             self._sequences = self._sequences.set(released.request.request_id, handover.data)
         return True
@@ -305,6 +333,10 @@ class SimulatedEngine:
             self._sequences = apply_events(
                 self._sequences, events, state.running, self._rules.spare
             )
+        if self._ends:
+            for event in events:
+                if isinstance(event, Finished):
+                    self._ends.pop(event.request_id, None)
         if self._simulate.whole_batches:
             self._batch, events = after_step(
                 self._batch, plan, events, over=not self.scheduler_state.running.seqs
@@ -320,20 +352,23 @@ class SimulatedEngine:
         Accepted drafts are written into the tokens of their sequence.
         """
         samples: list[Sample] = [
-            sampled(seq.arrival, length, self._rules.vocab_size)
-            for seq, length in zip(plan.seqs, plan.lengths, strict=True)
+            self._token(seq, length) for seq, length in zip(plan.seqs, plan.lengths, strict=True)
         ]
         for i, num_drafts in enumerate(plan.drafts):
             seq = plan.seqs[i]
             length = plan.lengths[i]
             right = min(guesses[seq.request_id].right, num_drafts) if num_drafts else 0
-            tokens = [
-                sampled(seq.arrival, length + j, self._rules.vocab_size) for j in range(right + 1)
-            ]
+            tokens = [self._token(seq, length + j) for j in range(right + 1)]
             if self._sequences:
                 self._sequences[seq.request_id].tokens[length : length + right] = tokens[:right]
             samples[i] = tuple(tokens)
         return samples
+
+    def _token(self, seq: Seq, length: int) -> int:
+        """The token that a sequence gets after `length` known ones."""
+        if self._ends and self._ends.get(seq.request_id) == length + 1:
+            return self._rules.vocab_size
+        return sampled(seq.arrival, length, self._rules.vocab_size)
 
     def ahead(self) -> StepTimes | None:
         """The times of the next steps, if several of them only decode; `advance` makes them.
@@ -342,7 +377,7 @@ class SimulatedEngine:
         """
         if self._drafting or self._simulate.whole_batches or not self._simulate.kv_cache:
             return None
-        steps = min(decode_spans.steps_ahead(self.scheduler_state), MOST_AHEAD)
+        steps = min(decode_spans.steps_ahead(self.scheduler_state, self._ends), MOST_AHEAD)
         if steps < 2:
             return None
         lengths = self.scheduler_state.running.lengths
