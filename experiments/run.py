@@ -145,8 +145,10 @@ def _report(
     if not quiet:
         if simulated := what_ran.simulated(points):
             print(f"{simulated}: every time is calculated")
-        if oracle := what_ran.oracle([point.experiment for point in points]):
-            print(f"note: {oracle}")
+        experiments = [point.experiment for point in points]
+        for note in (what_ran.predictions(experiments), what_ran.oracle(experiments)):
+            if note:
+                print(f"note: {note}")
         print(sweep_points.text_table(sweep_points.points(store.read_runs(folder))))
     for summary in failed:
         print(

@@ -175,6 +175,11 @@ class Experiment:
         """Raises ValueError if requests end at drawn lengths before their limits, and an option
         does not let them.
         """
+        if self.workload.predicted and not self.sampling.ignore_eos:
+            raise ValueError(
+                "workload.predicted is given, and sampling.ignore_eos is false, so that the model "
+                "may end a request at a length that nobody knows before; set it to true"
+            )
         if limits_of(self.workload) is None:
             return
         key = "workload.output" if isinstance(self.workload, Prompts) else "workload.max_tokens"

@@ -15,6 +15,7 @@ import numpy as np
 # Lengths, in tokens -------------------------------------------------------------------------------
 
 LONGEST = 1 << 24  # tokens; a longer draw is refused as a mistake
+MOST_ERROR = 10  # of `Predicted`
 
 
 def _check_limits(low: int, high: int | None) -> None:
@@ -157,6 +158,33 @@ def clip(lengths: Sequence[int], low: int, high: int | None) -> tuple[list[int],
     """Lengths moved into [low, high] (None: no upper limit), and how many were moved."""
     clipped = [max(low, n if high is None else min(n, high)) for n in lengths]
     return clipped, sum(a != b for a, b in zip(lengths, clipped, strict=True))
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Predictions of the lengths of outputs, as a policy reads them: `seq.predicted`.
+
+    error: the standard deviation of the logarithm of prediction / length, whose median is 1; 0 is
+        exact. Each request has one random number, which `error` multiplies, so that sweeps over
+        `error` are paired.
+    """
+
+    error: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.error <= MOST_ERROR:
+            raise ValueError(
+                f"error is {self.error!r}; it must be from 0 (exact) to {MOST_ERROR}, which is "
+                "random: it is the sigma of a log-normal factor"
+            )
+
+
+def predicted_lengths(
+    spec: Predicted, outputs: Sequence[int], rng: np.random.Generator
+) -> list[int]:
+    """A prediction of each length, in tokens, at least 1."""
+    factors = np.exp(spec.error * rng.standard_normal(len(outputs)))
+    return [max(1, round(length * factor)) for length, factor in zip(outputs, factors, strict=True)]
 
 
 # Arrivals, in seconds -----------------------------------------------------------------------------

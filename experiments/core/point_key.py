@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.core.pool_options import POOLS
-from experiments.core.workloads import Prompts, Synthetic, Trace
+from experiments.core.workloads import Prompts, Synthetic, Tokens, Trace
 from experiments.simulation.cost import STEPS, Simulate
 from pagedjax.options import own_values
 from pagedjax.options.config import EngineConfig, KVPolicyOptions
@@ -41,9 +41,10 @@ LATER = {
         "model_family",
     ),
     Simulate: ("mesh", "hop_s", "profile"),
-    Prompts: ("output",),
-    Synthetic: ("prefixes", "max_tokens"),
-    Trace: ("rounds", "max_tokens"),
+    Prompts: ("output", "predicted"),
+    Synthetic: ("prefixes", "max_tokens", "predicted"),
+    Trace: ("rounds", "max_tokens", "predicted"),
+    Tokens: ("predicted",),
     SamplingParams: (
         "structured_outputs",
         "bad_words",

@@ -189,7 +189,8 @@ def submit(engine: Engine, item: WorkItem, params: SamplingParams) -> None:
     """
     try:
         _, *forks = branch_ids(item.request_id, params.n)
-        options = {} if item.ends_at is None else {"ends_at": item.ends_at}
+        numbers = {"ends_at": item.ends_at, "predicted": item.predicted}
+        options = {name: number for name, number in numbers.items() if number is not None}
         engine.add(item.request_id, item.prompt_token_ids, params, forks=forks, **options)
     except ValueError as error:
         raise ValueError(

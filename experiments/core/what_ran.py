@@ -62,6 +62,7 @@ def facts(points: Sequence[Point]) -> list[tuple[str, str]]:
     if first.reseed:
         seeds = f"seeds {first.seed} to {first.seed + first.repeats - 1}, one each"
     pairs.append(("Repeats", seeds))
+    pairs.append(("Predictions", predictions(experiments)))
     pairs.append(("Oracle", oracle(experiments)))
     return [(name, value) for name, value in pairs if value]
 
@@ -77,17 +78,34 @@ def oracle(experiments: Sequence[Experiment]) -> str:
         sampling = experiment.sampling
         policy = experiment.engine.policy
         limits = limits_of(experiment.workload)
-        telling = limits is None or isinstance(limits, Multiple)
-        if not telling or not sampling.ignore_eos or sampling.stop_token_ids:
+        if ":" not in policy or not sampling.ignore_eos or sampling.stop_token_ids:
             continue
-        if ":" in policy and purity.reads_limits(policies.find(policy)):
-            seers[policy] = "the length" if limits is None else "a multiple of the length"
-    if not seers:
-        return ""
-    length = " or ".join(dict.fromkeys(seers.values()))
-    return (
-        f"{', '.join(map(_short, seers))} reads the limit of a request, which is {length} of its "
-        "output here: no policy knows it in a real service"
+        value = policies.find(policy)
+        predicted = experiment.workload.predicted
+        if predicted and predicted.error == 0 and purity.reads_predictions(value):
+            seers[policy] = "the predicted length of a request, which is the length"
+        elif limits is None and purity.reads_limits(value):
+            seers[policy] = "the limit of a request, which is the length"
+        elif isinstance(limits, Multiple) and purity.reads_limits(value):
+            seers[policy] = "the limit of a request, which is a multiple of the length"
+    return "; ".join(
+        f"{_short(policy)} reads {number} of its output here: no policy knows it in a real service"
+        for policy, number in seers.items()
+    )
+
+
+def predictions(experiments: Sequence[Experiment]) -> str:
+    """Which policies read predicted lengths of outputs, and with which errors; "" if none does."""
+    errors: dict[str, list[str]] = {}
+    for experiment in experiments:
+        policy = experiment.engine.policy
+        predicted = experiment.workload.predicted
+        if ":" in policy and predicted and purity.reads_predictions(policies.find(policy)):
+            errors.setdefault(policy, []).append(f"{predicted.error:g}")
+    return "; ".join(
+        f"{_short(policy)} reads predicted lengths of outputs, which are the drawn lengths with a "
+        f"log-normal error of sigma {', '.join(dict.fromkeys(sigmas))}"
+        for policy, sigmas in errors.items()
     )
 
 

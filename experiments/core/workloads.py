@@ -29,10 +29,12 @@ from experiments.core.distributions import (
     ClosedLoop,
     Lengths,
     Limits,
+    Predicted,
     clip,
     draw_arrivals,
     draw_lengths,
     draw_limits,
+    predicted_lengths,
 )
 from pagedjax.server.load_client.text_files import lines, paragraphs, trace_rows
 
@@ -52,6 +54,7 @@ class WorkItem(NamedTuple):
 
     ends_at: output tokens after which each branch ends by itself, as if the model had said its end
         token; None: it has `max_tokens`, or the model ends it.
+    predicted: output tokens, for a policy that reads it; None: nothing is predicted.
     """
 
     request_id: str
@@ -59,6 +62,7 @@ class WorkItem(NamedTuple):
     prompt_token_ids: Sequence[int]  # a tuple, or `RandomIds`
     max_tokens: int
     ends_at: int | None = None
+    predicted: int | None = None
 
     @property
     def longest_output(self) -> int:
@@ -78,12 +82,14 @@ class Workload(NamedTuple):
     limits.
 
     clients: of a closed loop, whose requests arrive when a client is free; None: an open loop.
+    predicted_error: of the predictions; None: there are none.
     """
 
     items: tuple[WorkItem, ...]
     clipped_prompts: int = 0
     clipped_outputs: int = 0
     clients: int | None = None
+    predicted_error: float | None = None
 
     def drawn(self) -> Workload:
         """The same with all token ids in memory."""
@@ -107,6 +113,7 @@ class Workload(NamedTuple):
             "clipped_prompts": self.clipped_prompts,
             "clipped_outputs": self.clipped_outputs,
             "last_arrival_s": self.items[-1].arrival,
+            **({} if self.predicted_error is None else {"predicted_error": self.predicted_error}),
         }
 
 
@@ -118,6 +125,7 @@ class Prompts:
 
     output: the lengths at which requests end, as if the model had said its end token; null: they
         end at `max_tokens`, or where the model ends them. A length beyond `max_tokens` is cut.
+    predicted: what a policy may know of the lengths; null: nothing.
     """
 
     kind: Literal["prompts"]
@@ -128,6 +136,7 @@ class Prompts:
     max_tokens: int = 32
     arrivals: Arrivals = AT_ONCE
     output: Lengths | None = None
+    predicted: Predicted | None = None
 
     def __post_init__(self) -> None:
         _at_least_one("count", self.count, "null for each prompt once")
@@ -146,6 +155,7 @@ class Synthetic:
         length of its output, which it does not know: a number, a distribution as of lengths, or
         {dist: multiple, times: 2} of the output. A longer output is cut, and counted. null: equal
         to the output.
+    predicted: what a policy may know of the outputs' lengths; null: nothing.
     """
 
     kind: Literal["synthetic"]
@@ -156,6 +166,7 @@ class Synthetic:
     shared_prefix: int = 0
     prefixes: int = 1
     max_tokens: Limits | None = None
+    predicted: Predicted | None = None
 
     def __post_init__(self) -> None:
         _at_least_one("count", self.count)
@@ -183,6 +194,7 @@ class Trace:
         24 makes a day of a recorded hour. The prompts of each round are others. With a `time_scale`
         of 0 all rounds arrive at once.
     max_tokens: the most tokens that a request asks for; see `Synthetic`.
+    predicted: what a policy may know of the outputs' lengths; null: nothing.
     """
 
     kind: Literal["trace"]
@@ -194,6 +206,7 @@ class Trace:
     max_prompt_tokens: int | None = None
     max_output_tokens: int | None = None
     max_tokens: Limits | None = None
+    predicted: Predicted | None = None
 
     def __post_init__(self) -> None:
         _check_limits(self.max_tokens)
@@ -213,12 +226,15 @@ class Trace:
 class Tokens:
     """A JSON list of {"prompt": [token ids], "max_tokens": count}; "n" is another name of
     "max_tokens".
+
+    predicted: what a policy may know of the outputs' lengths; null: nothing.
     """
 
     kind: Literal["tokens"]
     file: str
     limit: int | None = None
     arrivals: Arrivals = AT_ONCE
+    predicted: Predicted | None = None
 
     def __post_init__(self) -> None:
         _at_least_one("limit", self.limit, "null for the whole file")
@@ -264,11 +280,13 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
     """
     arrivals = getattr(spec, "arrivals", None)  # a trace has its own
     clients = arrivals.clients if isinstance(arrivals, ClosedLoop) else None
-    streams = tuple(np.random.default_rng([seed, stream]) for stream in range(7))
+    streams = tuple(np.random.default_rng([seed, stream]) for stream in range(8))
     workload = _with_equal_limits(spec, content, vocab_size, encode, streams)
     limits = limits_of(spec)
     if limits is not None:
         workload = _with_limits(workload, limits, streams[6])
+    if spec.predicted is not None:
+        workload = _with_predictions(workload, spec.predicted, streams[7])
     return workload._replace(clients=clients)
 
 
@@ -284,6 +302,14 @@ def _with_limits(workload: Workload, limits: Limits, rng: np.random.Generator) -
     ]
     cut = sum(item.max_tokens > limit for item, limit in pairs)
     return workload._replace(items=tuple(items), clipped_outputs=workload.clipped_outputs + cut)
+
+
+def _with_predictions(workload: Workload, spec: Predicted, rng: np.random.Generator) -> Workload:
+    """The workload with a prediction of the length of each output."""
+    outputs = [item.longest_output for item in workload.items]
+    pairs = zip(workload.items, predicted_lengths(spec, outputs, rng), strict=True)
+    items = [item._replace(predicted=tokens) for item, tokens in pairs]
+    return workload._replace(items=tuple(items), predicted_error=spec.error)
 
 
 def _with_equal_limits(

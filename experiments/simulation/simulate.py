@@ -215,6 +215,7 @@ class SimulatedEngine:
         params: SamplingParams,
         *,
         forks: Sequence[str] = (),
+        predicted: int | None = None,
         ends_at: int | None = None,
     ) -> None:
         """Like `Engine.add`.
@@ -230,7 +231,8 @@ class SimulatedEngine:
                 "a simulated request ends at max_tokens; set sampling.ignore_eos: true and leave "
                 "stop_token_ids out"
             )
-        request = EngineRequest((request_id, *forks), prompt_token_ids, params)
+        names = (request_id, *forks)
+        request = EngineRequest(names, prompt_token_ids, params, predicted=predicted)
         prepared = prepare(self.scheduler_state, request, self._rules)
         scheduler_request = prepared.request
         if ends_at is not None:
@@ -238,7 +240,7 @@ class SimulatedEngine:
         self.scheduler_state = scheduler.submit(self.scheduler_state, scheduler_request)
         if ends_at is not None:
             end = len(prompt_token_ids) + ends_at
-            self._ends |= dict.fromkeys((request_id, *forks), end)
+            self._ends |= dict.fromkeys(names, end)
         if self._rules.caching:  # only hashes of blocks need token values
             self._sequences = self._sequences.update(prepared.sequences)
 

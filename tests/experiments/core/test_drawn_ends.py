@@ -67,7 +67,7 @@ def test_an_end_token_of_a_simulation_and_a_cancellation_make_the_same_steps(bra
     sampling = replace(GREEDY, n=branches, temperature=float(branches - 1))
     (cancelled,) = engines(1, block_size=4, max_num_seqs=4)
     by_driver, plans = records_of(cancelled, WORK, sampling)
-    (ending,) = engines(1, block_size=4, max_num_seqs=4)
+    ending: Any = engines(1, block_size=4, max_num_seqs=4)[0]
     add = ending.add
     ends = {item.request_id: item.ends_at for item in WORK}
     ending.add = lambda name, *args, **options: add(name, *args, **options, ends_at=ends[name])
