@@ -43,7 +43,7 @@ from experiments.core.overrides import override_all
 from experiments.core.records import RequestRecord
 from experiments.core.store import flatten
 from experiments.core.strict_yaml import load_file
-from experiments.core.workloads import Spec, Trace
+from experiments.core.workloads import Recorded, Spec
 from pagedjax.server.load_client.summary import PERCENTILES
 
 MAX_BRACKET_PROBES = 12  # to find one met rate and one unmet rate
@@ -197,7 +197,7 @@ def never_overlap(requests: Sequence[RequestRecord]) -> bool:
 
 def rate_of(workload: Spec) -> tuple[float, str, str]:
     """(rate, unit, key of the config that sets it) of a workload."""
-    if isinstance(workload, Trace):
+    if isinstance(workload, Recorded):
         # a time_scale of 0 has no rate (all requests at once): begin with the recorded speed
         rate = 1 / workload.time_scale if workload.time_scale else 1.0
         return rate, "times as recorded", "workload.time_scale"
@@ -226,7 +226,7 @@ def read_config(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], P
 def at_rates(raw: dict[str, Any], base: Point, folder: Path, rates: Sequence[float]) -> list[Point]:
     """The config as a sweep over `rates`, under the name <name>-capacity."""
     key = rate_of(base.experiment.workload)[2]
-    is_trace = isinstance(base.experiment.workload, Trace)
+    is_trace = isinstance(base.experiment.workload, Recorded)
     values = [1 / rate if is_trace else rate for rate in rates]  # of a trace: its time_scale
     rates_section = {"list": [{**base.swept, key: value} for value in values]}
     return config.expand({**raw, "name": _name(base), "sweep": rates_section}, folder)

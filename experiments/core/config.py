@@ -42,7 +42,7 @@ from experiments.core.point_key import NOT_MEASURED, OWN_VALUES, point_key
 from experiments.core.pool_options import POOLS, Pool, Pools
 from experiments.core.present import Replicas
 from experiments.core.strict_yaml import load_file, parse
-from experiments.core.workloads import AZURE, Prompts, Spec, Trace, check, limits_of
+from experiments.core.workloads import HINTS, Prompts, Spec, check, limits_of
 from experiments.simulation import cost
 from experiments.simulation.cost import STEPS, Simulate
 from pagedjax import routing
@@ -328,7 +328,7 @@ def _refuse_ignored_model(values: Mapping[str, Any]) -> None:
     workload = values.get("workload")
     model = values.get("model")
     shape = simulate.get("model") if isinstance(simulate, Mapping) else None
-    tokenizes = isinstance(workload, Mapping) and workload.get("kind") == "prompts"
+    tokenizes = isinstance(workload, Mapping) and workload.get("kind") in ("prompts", "sharegpt")
     # the resolved config of a run names the default
     if shape is not None and model not in (None, Experiment.model, shape) and not tokenizes:
         raise ValueError(
@@ -471,5 +471,5 @@ def read_content(spec: Spec, folder: Path) -> tuple[str, str]:
                 raise ValueError(
                     f"workload.file: {place} cannot be read as UTF-8 text ({error})"
                 ) from None
-    hint = f". {AZURE}" if isinstance(spec, Trace) else ""
+    hint = f". {HINTS[type(spec)]}" if type(spec) in HINTS else ""
     raise ValueError(f"workload.file: there is no file {' or '.join(map(str, places))}{hint}")

@@ -40,7 +40,7 @@ from experiments.core.submit import (
     with_arrivals,
 )
 from experiments.core.totals import StepTotals, TokenCounts
-from experiments.core.workloads import Prompts, Tokens, WorkItem, Workload, build
+from experiments.core.workloads import Tokens, WorkItem, Workload, build, has_text
 from experiments.simulation.spans import DecodeSpan
 from pagedjax import routing
 from pagedjax.host.types import StepResult
@@ -334,7 +334,7 @@ def planned_lengths(point: Point) -> str | None:
     """
     experiment = point.experiment
     limit = experiment.engine.max_model_len
-    if limit is None or isinstance(experiment.workload, Prompts):
+    if limit is None or has_text(experiment.workload):
         return None
     vocab_size = sys.maxsize if isinstance(experiment.workload, Tokens) else PLANNED_VOCABULARY
     workload = build(

@@ -2,11 +2,12 @@
 
 Pure functions of (spec, file content, seed, vocabulary).
 
-Four kinds: `prompts` (real text), `synthetic` (lengths drawn from distributions), `trace` (lengths
-and arrivals of a recorded service) and `tokens` (a JSON list of token ids). The last three need no
-tokenizer. Random token ids suit speed measurements, because a dense model's work does not depend on
-token values. They do NOT suit speculative decoding (they distort its acceptance) or prefix caching
-(only `shared_prefix` is shared).
+Kinds: `prompts` and `sharegpt` (real text), `synthetic` (lengths drawn from distributions), `trace`,
+`burstgpt` and `mooncake` (lengths and arrivals of a recorded service) and `tokens` (a JSON list of
+token ids). Only those with text need a tokenizer. Random token ids suit speed measurements, because
+a dense model's work does not depend on token values. They do NOT suit speculative decoding (they
+distort its acceptance), or prefix caching (only `shared_prefix`, and blocks of `mooncake`, are
+shared).
 
 Every random choice has its own stream: other arrivals change no prompt, and the first k requests of
 `count: n` are the same for every n >= k.
@@ -23,6 +24,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
+from experiments.core import field_files
 from experiments.core.distributions import (
     AT_ONCE,
     Arrivals,
@@ -35,6 +37,14 @@ from experiments.core.distributions import (
     draw_lengths,
     draw_limits,
     predicted_lengths,
+)
+from experiments.core.field_files import (
+    BURSTGPT,
+    MOONCAKE,
+    SHAREGPT,
+    Arrived,
+    BlockIds,
+    conversations,
 )
 from pagedjax.server.load_client.text_files import lines, paragraphs, trace_rows
 
@@ -184,20 +194,22 @@ class Synthetic:
 
 
 @dataclass(frozen=True)
-class Trace:
-    """Arrivals and lengths of a recorded service: CSV with TIMESTAMP, ContextTokens,
-    GeneratedTokens; random ids.
+class Recorded:
+    """Arrivals and lengths of a recorded service. Prompts are random ids.
 
+    offset, limit: of the file's requests, how many are left out at its beginning, and how many are
+        taken then; null: all.
     time_scale: multiplies the recorded gaps: 0.5 doubles the rate, with 0 all requests arrive at
         once.
     rounds: how often the requests come, one round after the other with the mean gap between them:
         24 makes a day of a recorded hour. The prompts of each round are others. With a `time_scale`
         of 0 all rounds arrive at once.
+    max_prompt_tokens, max_output_tokens: longer ones are cut, and counted; null: as recorded.
     max_tokens: the most tokens that a request asks for; see `Synthetic`.
     predicted: what a policy may know of the outputs' lengths; null: nothing.
     """
 
-    kind: Literal["trace"]
+    kind: str
     file: str
     offset: int = 0
     limit: int | None = None
@@ -223,6 +235,73 @@ class Trace:
 
 
 @dataclass(frozen=True)
+class Trace(Recorded):
+    """A CSV with TIMESTAMP, ContextTokens, GeneratedTokens, as Azure publishes it; see `Recorded`."""
+
+    kind: Literal["trace"]
+
+
+@dataclass(frozen=True)
+class BurstGPT(Recorded):
+    """A CSV of BurstGPT, with Timestamp (seconds), Model, Request tokens, Response tokens, Log Type;
+    see `Recorded`.
+
+    Requests without response tokens are left out, because they failed, and so are those of other
+    models and log types; `offset` and `limit` count the rest.
+
+    model, log_type: of the requests that are kept, such as GPT-4 and Conversation log; null: all.
+    """
+
+    kind: Literal["burstgpt"]
+    model: str | None = None
+    log_type: str | None = None
+
+
+@dataclass(frozen=True)
+class Mooncake(Recorded):
+    """JSON lines of Mooncake, with timestamp (milliseconds), input_length, output_length, hash_ids;
+    see `Recorded`.
+
+    A hash id stands for 512 tokens of a prompt. Blocks with one id have the same random tokens, so
+    that prefixes are shared as in the recorded service.
+    """
+
+    kind: Literal["mooncake"]
+
+
+@dataclass(frozen=True)
+class ShareGPT:
+    """The first question and answer of each conversation of a ShareGPT file: a JSON list of
+    {"conversations": [{"from": "human", "value": text}, ...]}.
+
+    Prompts are the questions; the length of an output is that of the answer, in tokens of the
+    model.
+
+    limit: how many conversations; null: all.
+    shuffle: take them in random order, by the seed.
+    max_prompt_tokens, max_output_tokens: longer ones are cut, and counted; null: as they are.
+    max_tokens: the most tokens that a request asks for; see `Synthetic`.
+    predicted: what a policy may know of the outputs' lengths; null: nothing.
+    """
+
+    kind: Literal["sharegpt"]
+    file: str
+    limit: int | None = None
+    shuffle: bool = False
+    max_prompt_tokens: int | None = None
+    max_output_tokens: int | None = None
+    max_tokens: Limits | None = None
+    arrivals: Arrivals = AT_ONCE
+    predicted: Predicted | None = None
+
+    def __post_init__(self) -> None:
+        _check_limits(self.max_tokens)
+        _at_least_one("limit", self.limit, "null for the whole file")
+        for name in ("max_prompt_tokens", "max_output_tokens"):
+            _at_least_one(name, getattr(self, name), "null for lengths as they are")
+
+
+@dataclass(frozen=True)
 class Tokens:
     """A JSON list of {"prompt": [token ids], "max_tokens": count}; "n" is another name of
     "max_tokens".
@@ -240,8 +319,14 @@ class Tokens:
         _at_least_one("limit", self.limit, "null for the whole file")
 
 
-Spec = Prompts | Synthetic | Trace | Tokens
+Spec = Prompts | Synthetic | Trace | Tokens | ShareGPT | BurstGPT | Mooncake
+HINTS = {Trace: AZURE, ShareGPT: SHAREGPT, BurstGPT: BURSTGPT, Mooncake: MOONCAKE}
 Encode = Callable[[str], Sequence[int]]
+
+
+def has_text(spec: Spec) -> bool:
+    """Whether a tokenizer makes the workload's tokens."""
+    return isinstance(spec, Prompts | ShareGPT)
 
 
 def limits_of(spec: Spec) -> Limits | None:
@@ -258,8 +343,10 @@ def check(spec: Spec, content: str) -> None:
 
     Raises ValueError like `build`.
     """
-    if isinstance(spec, Trace):
-        read_trace(spec, content)
+    if isinstance(spec, Recorded):
+        read_recorded(spec, content)
+    elif isinstance(spec, ShareGPT):
+        conversations(spec.file, content)
     elif isinstance(spec, Prompts):
         read_prompts(spec, content)
     elif isinstance(spec, Tokens):
@@ -280,8 +367,11 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
     """
     arrivals = getattr(spec, "arrivals", None)  # a trace has its own
     clients = arrivals.clients if isinstance(arrivals, ClosedLoop) else None
-    streams = tuple(np.random.default_rng([seed, stream]) for stream in range(8))
-    workload = _with_equal_limits(spec, content, vocab_size, encode, streams)
+    streams = tuple(np.random.default_rng([seed, stream]) for stream in range(9))
+    if isinstance(spec, Recorded):
+        workload = _recorded(spec, content, seed, vocab_size, streams[1])
+    else:
+        workload = _with_equal_limits(spec, content, vocab_size, encode, streams)
     limits = limits_of(spec)
     if limits is not None:
         workload = _with_limits(workload, limits, streams[6])
@@ -312,8 +402,30 @@ def _with_predictions(workload: Workload, spec: Predicted, rng: np.random.Genera
     return workload._replace(items=tuple(items), predicted_error=spec.error)
 
 
+def _recorded(
+    spec: Recorded, content: str, seed: int, vocab_size: int, token_rng: np.random.Generator
+) -> Workload:
+    """The workload of a recorded service."""
+    recorded = read_recorded(spec, content)
+    prompt_lens, clipped_prompts = clip(recorded.prompt_lens, 1, spec.max_prompt_tokens)
+    output_lens, clipped_outputs = clip(recorded.output_lens, 1, spec.max_output_tokens)
+    prompts: Sequence[Sequence[int]]
+    if isinstance(spec, Mooncake):
+        _check_vocabulary(vocab_size)
+        ids = (FIRST_ORDINARY_TOKEN, vocab_size)
+        count = len(prompt_lens) // spec.rounds
+        prompts = [
+            BlockIds(blocks, length, ids, (seed, 1, i // count))
+            for i, (blocks, length) in enumerate(zip(recorded.blocks, prompt_lens, strict=True))
+        ]
+    else:
+        prompts = lazy_prompts(prompt_lens, vocab_size, token_rng)
+    items = _items(recorded.times, prompts, output_lens)
+    return Workload(items, clipped_prompts, clipped_outputs)
+
+
 def _with_equal_limits(
-    spec: Spec,
+    spec: Prompts | Synthetic | Tokens | ShareGPT,
     content: str,
     vocab_size: int,
     encode: Encode,
@@ -322,23 +434,35 @@ def _with_equal_limits(
     """The workload without clients, whose limits are the lengths of its outputs; see `build`."""
     if isinstance(spec, Synthetic):
         return _synthetic(spec, vocab_size, streams)
-    _, token_rng, arrival_rng, output_rng, *_ = streams
-    if isinstance(spec, Trace):
-        times, contexts, generated = read_trace(spec, content)
-        prompt_lens, clipped_prompts = clip(contexts, 1, spec.max_prompt_tokens)
-        output_lens, clipped_outputs = clip(generated, 1, spec.max_output_tokens)
-        prompts = lazy_prompts(prompt_lens, vocab_size, token_rng)
-        return Workload(_items(times, prompts, output_lens), clipped_prompts, clipped_outputs)
+    arrival_rng, output_rng = streams[2:4]
+    clipped_prompts = 0
     clipped_outputs = 0
     if isinstance(spec, Prompts):
         prompts = [tuple(encode(text)) for text in read_prompts(spec, content)]
         output_lens = [spec.max_tokens] * len(prompts)
         if spec.output is not None:
             output_lens, clipped_outputs = draw_lengths(spec.output, len(prompts), output_rng)
+    elif isinstance(spec, ShareGPT):
+        pairs = _encoded_conversations(spec, content, encode, streams[8])
+        lens = [len(prompt) for prompt, _ in pairs]
+        prompt_lens, clipped_prompts = clip(lens, 1, spec.max_prompt_tokens)
+        prompts = [prompt[:length] for (prompt, _), length in zip(pairs, prompt_lens, strict=True)]
+        lens = [length for _, length in pairs]
+        output_lens, clipped_outputs = clip(lens, 1, spec.max_output_tokens)
     else:
         prompts, output_lens = read_tokens(spec, content, vocab_size)
     times = draw_arrivals(spec.arrivals, len(prompts), arrival_rng)
-    return Workload(_items(times, prompts, output_lens), clipped_outputs=clipped_outputs)
+    return Workload(_items(times, prompts, output_lens), clipped_prompts, clipped_outputs)
+
+
+def _encoded_conversations(
+    spec: ShareGPT, content: str, encode: Encode, rng: np.random.Generator
+) -> list[tuple[tuple[int, ...], int]]:
+    """Prompt ids and the number of the answer's tokens, of each conversation that is taken."""
+    texts = conversations(spec.file, content)
+    order = rng.permutation(len(texts)) if spec.shuffle else range(len(texts))
+    chosen = [texts[i] for i in order[: spec.limit]]
+    return [(tuple(encode(prompt)), len(encode(answer))) for prompt, answer in chosen]
 
 
 def _synthetic(
@@ -417,16 +541,20 @@ class RandomIds(Sequence[int]):
 
 def lazy_prompts(lens: Sequence[int], vocab_size: int, rng: np.random.Generator) -> list[RandomIds]:
     """The prompts of `random_prompts`, whose ids are drawn when they are read."""
-    if vocab_size <= FIRST_ORDINARY_TOKEN:
-        raise ValueError(
-            f"the vocabulary has {vocab_size} tokens; random prompts need more than "
-            f"{FIRST_ORDINARY_TOKEN}, because lower ids are special"
-        )
+    _check_vocabulary(vocab_size)
     prompts = []
     for length in lens:
         prompts.append(RandomIds(rng, length, vocab_size))
         rng.integers(FIRST_ORDINARY_TOKEN, vocab_size, size=length)
     return prompts
+
+
+def _check_vocabulary(vocab_size: int) -> None:
+    if vocab_size <= FIRST_ORDINARY_TOKEN:
+        raise ValueError(
+            f"the vocabulary has {vocab_size} tokens; random prompts need more than "
+            f"{FIRST_ORDINARY_TOKEN}, because lower ids are special"
+        )
 
 
 def read_prompts(spec: Prompts, content: str) -> list[str]:
@@ -443,16 +571,31 @@ def read_prompts(spec: Prompts, content: str) -> list[str]:
     return [texts[i % len(texts)] for i in range(count)]
 
 
-def read_trace(spec: Trace, content: str) -> tuple[list[float], list[int], list[int]]:
-    """A trace: arrivals in seconds after its first request that counts, prompt lengths and output
-    lengths, in order of arrival.
+class RecordedLoad(NamedTuple):
+    """The requests of a recorded service, in order of arrival.
+
+    times: seconds after the first request that counts.
+    blocks: of each prompt; see `Arrived`.
     """
-    rows = trace_rows(spec.file, content, spec.offset, spec.limit, AZURE)
+
+    times: list[float]
+    prompt_lens: list[int]
+    output_lens: list[int]
+    blocks: list[tuple[int, ...]]
+
+
+def read_recorded(spec: Recorded, content: str) -> RecordedLoad:
+    """The requests that a workload takes of a recorded service, in all of its rounds.
+
+    Raises:
+        ValueError: a line cannot be read, no request is left, or there is no gap between rounds.
+    """
+    rows = _recorded_rows(spec, content)
     if not rows:
         raise ValueError(
             f"{spec.file} has no requests after workload.offset {spec.offset} (limit {spec.limit})"
         )
-    times = [(row[0] - rows[0][0]).total_seconds() * spec.time_scale for row in rows]
+    times = [(row.seconds - rows[0].seconds) * spec.time_scale for row in rows]
     # the time until the first request of the next round
     period = times[-1] * len(times) / max(1, len(times) - 1)
     if spec.rounds > 1 and spec.time_scale and not period:
@@ -463,7 +606,28 @@ def read_trace(spec: Trace, content: str) -> tuple[list[float], list[int], list[
         )
     if spec.rounds > 1:
         times = [time + i * period for i in range(spec.rounds) for time in times]
-    return times, [row[1] for row in rows] * spec.rounds, [row[2] for row in rows] * spec.rounds
+    return RecordedLoad(
+        times,
+        [row.prompt_tokens for row in rows] * spec.rounds,
+        [row.output_tokens for row in rows] * spec.rounds,
+        [row.blocks for row in rows] * spec.rounds,
+    )
+
+
+def _recorded_rows(spec: Recorded, content: str) -> list[Arrived]:
+    """The requests of a file that a workload takes, by time."""
+    if not isinstance(spec, BurstGPT | Mooncake):
+        rows = trace_rows(spec.file, content, spec.offset, spec.limit, AZURE)
+        return [
+            Arrived((row.at - rows[0].at).total_seconds(), row.prompt_tokens, row.output_tokens)
+            for row in rows
+        ]
+    if isinstance(spec, BurstGPT):
+        arrived = field_files.burst_rows(spec.file, content, spec.model, spec.log_type)
+    else:
+        arrived = field_files.mooncake_rows(spec.file, content)
+    end = None if spec.limit is None else spec.offset + spec.limit
+    return sorted(arrived[spec.offset : end], key=lambda row: row.seconds)
 
 
 def read_tokens(

@@ -65,7 +65,7 @@ def test_a_policy_of_ones_own_reads_predictions(tmp_path, error):
     assert measured.workload.describe()["predicted_error"] == error
     predicted = {item.request_id: item.predicted for item in measured.workload.items}
     started = sorted(measured.requests, key=lambda request: request.first_scheduled or 0.0)
-    order = [predicted[request.request_id] for request in started]
+    order = [predicted[request.request_id] or 0 for request in started]
     assert order == sorted(order)
     facts = dict(what_ran.facts(expand(raw, folder=tmp_path)))
     assert facts["Predictions"] == (
