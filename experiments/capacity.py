@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 from experiments.analysis.sweep_points import aligned, number
 from experiments.core import config, store, sweep, what_ran
 from experiments.core.config import Point, Slo
-from experiments.core.distributions import AtOnce, ClosedLoop
+from experiments.core.distributions import AtOnce, Changing, ClosedLoop
 from experiments.core.engines import Engines, plan_runs
 from experiments.core.overrides import override_all
 from experiments.core.records import RequestRecord
@@ -201,6 +201,8 @@ def rate_of(workload: Spec) -> tuple[float, str, str]:
         # a time_scale of 0 has no rate (all requests at once): begin with the recorded speed
         rate = 1 / workload.time_scale if workload.time_scale else 1.0
         return rate, "times as recorded", "workload.time_scale"
+    if isinstance(workload.arrivals, Changing):
+        return workload.arrivals.scale, "times the config's rates", "workload.arrivals.scale"
     if isinstance(workload.arrivals, AtOnce | ClosedLoop):
         raise ValueError(
             f"workload.arrivals.process is {workload.arrivals.process}, which has no rate; set "

@@ -41,7 +41,7 @@ LATER = {
         "model_family",
     ),
     Simulate: ("mesh", "hop_s", "profile"),
-    Prompts: ("output", "predicted"),
+    Prompts: ("output", "predicted", "shuffle"),
     Synthetic: ("prefixes", "max_tokens", "predicted"),
     Trace: ("rounds", "max_tokens", "predicted"),
     Tokens: ("predicted",),

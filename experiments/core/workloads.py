@@ -136,6 +136,8 @@ class Prompts:
     output: the lengths at which requests end, as if the model had said its end token; null: they
         end at `max_tokens`, or where the model ends them. A length beyond `max_tokens` is cut.
     predicted: what a policy may know of the lengths; null: nothing.
+    shuffle: take the texts in random order, by the seed; each repetition of the file in another
+        one.
     """
 
     kind: Literal["prompts"]
@@ -147,6 +149,7 @@ class Prompts:
     arrivals: Arrivals = AT_ONCE
     output: Lengths | None = None
     predicted: Predicted | None = None
+    shuffle: bool = False
 
     def __post_init__(self) -> None:
         _at_least_one("count", self.count, "null for each prompt once")
@@ -438,7 +441,7 @@ def _with_equal_limits(
     clipped_prompts = 0
     clipped_outputs = 0
     if isinstance(spec, Prompts):
-        prompts = [tuple(encode(text)) for text in read_prompts(spec, content)]
+        prompts = [tuple(encode(text)) for text in read_prompts(spec, content, streams[8])]
         output_lens = [spec.max_tokens] * len(prompts)
         if spec.output is not None:
             output_lens, clipped_outputs = draw_lengths(spec.output, len(prompts), output_rng)
@@ -557,8 +560,8 @@ def _check_vocabulary(vocab_size: int) -> None:
         )
 
 
-def read_prompts(spec: Prompts, content: str) -> list[str]:
-    """The texts of a prompts file; blank lines are skipped."""
+def read_prompts(spec: Prompts, content: str, rng: np.random.Generator | None = None) -> list[str]:
+    """The texts of a prompts file; blank lines are skipped. rng: of the order, with `shuffle`."""
     texts = paragraphs(content) if spec.split == "paragraph" else lines(content)
     if not texts:
         raise ValueError(f"{spec.file} holds no prompts; write one a {spec.split}")
@@ -568,7 +571,10 @@ def read_prompts(spec: Prompts, content: str) -> list[str]:
             f"workload.count is {count}, but {spec.file} has {len(texts)} prompts; set "
             "workload.cycle: true"
         )
-    return [texts[i % len(texts)] for i in range(count)]
+    if not (spec.shuffle and rng):
+        return [texts[i % len(texts)] for i in range(count)]
+    orders = [rng.permutation(len(texts)) for _ in range(-(-count // len(texts)))]
+    return [texts[i] for i in np.concatenate(orders)[:count]]
 
 
 class RecordedLoad(NamedTuple):
