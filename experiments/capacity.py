@@ -203,6 +203,11 @@ def rate_of(workload: Spec) -> tuple[float, str, str]:
         return rate, "times as recorded", "workload.time_scale"
     if isinstance(workload.arrivals, Changing):
         return workload.arrivals.scale, "times the config's rates", "workload.arrivals.scale"
+    if workload.arrivals is None:
+        raise ValueError(
+            f"workload.kind is {workload.kind!r}, whose arrivals have no rate; set "
+            "workload.arrivals, such as {process: poisson, rate: 1.0}"
+        )
     if isinstance(workload.arrivals, AtOnce | ClosedLoop):
         raise ValueError(
             f"workload.arrivals.process is {workload.arrivals.process}, which has no rate; set "

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.analysis.ratios import LATENCIES, NOISE, ONCE, Ratio, of_requests, of_runs, times
-from experiments.analysis.sweep_points import SPECULATION, aligned, number
+from experiments.analysis.sweep_points import OWN, SPECULATION, aligned, number
 from experiments.core import store
 from experiments.core.records import RequestRecord
 from experiments.core.store import flatten
@@ -185,7 +185,11 @@ def workload_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
     """The difference between the workloads of two runs, in total or in a request; None if they are
     the same.
     """
-    differ = [key for key, value in a["workload"].items() if b["workload"].get(key) != value]
+    differ = [
+        key
+        for key, value in a["workload"].items()
+        if b["workload"].get(key) != value and key != "predicted_error"  # no part of a request
+    ]
     if differ:
         return f"the workloads of repeat {a['repeat']} differ in {', '.join(differ)}"
     try:
@@ -245,7 +249,18 @@ def choose_metrics(metrics: Sequence[str] | None, a: Side, b: Side) -> tuple[str
     """The metrics to compare: those of --metric, or METRICS, with drafts if a side speculates."""
     if metrics:
         return tuple(metrics)
-    return METRICS + (DRAFTS if speculates(a) or speculates(b) else ())
+    common = [_own_columns(side) for side in (a, b)]
+    own = tuple([column for column in common[0] if column in common[1]])
+    return METRICS + (DRAFTS if speculates(a) or speculates(b) else ()) + own
+
+
+def _own_columns(side: Side) -> list[str]:
+    """The columns of a user's own metrics that all runs of a point have."""
+    columns = [
+        [column for column in flatten(run["metrics"]) if column.startswith(OWN)]
+        for run in side.runs
+    ]
+    return [column for column in columns[0] if all(column in others for others in columns)]
 
 
 def speculates(side: Side) -> bool:

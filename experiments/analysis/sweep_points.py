@@ -10,9 +10,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from experiments.core import own_metrics
 from experiments.core.config import short_names
 from experiments.core.store import flatten
 
+OWN = f"{own_metrics.OWN}."  # what the column of a user's own metric begins with
 NOISE = 1e-9  # smaller than any unit that is shown can be measured
 
 
@@ -135,7 +137,7 @@ def points(runs: Sequence[dict[str, Any]]) -> list[PointRow]:
     for key, repeats in good.items():
         flat = [flatten(run["metrics"]) for run in repeats]
         values = {}
-        for metric in TABLE:
+        for metric in (*TABLE, *_own_metrics(flat)):
             numbers = [
                 m[metric.column] * metric.scale for m in flat if m.get(metric.column) is not None
             ]
@@ -145,6 +147,24 @@ def points(runs: Sequence[dict[str, Any]]) -> list[PointRow]:
         swept = {names[path]: value for path, value in repeats[0]["swept"].items()}
         rows.append(PointRow(repeats[0]["label"], key, swept, len(repeats), values))
     return rows
+
+
+def _own_metrics(flat: Sequence[Mapping[str, Any]]) -> list[Metric]:
+    """The metrics of a user's own in some summaries with dotted names."""
+    columns = dict.fromkeys(column for row in flat for column in row if column.startswith(OWN))
+    return [_own_metric(column) for column in columns]
+
+
+def _own_metric(column: str) -> Metric:
+    name = column.removeprefix(OWN)
+    return Metric(column, name, "", 1.0, "high", name)
+
+
+def shown_metrics(rows: Sequence[PointRow]) -> list[Metric]:
+    """The metrics of which some point has a value: those of TABLE, then a user's own."""
+    columns = dict.fromkeys(column for row in rows for column in row.values)
+    metrics = [metric for metric in TABLE if metric.column in columns]
+    return metrics + [_own_metric(column) for column in columns if column.startswith(OWN)]
 
 
 def swept_keys(rows: Sequence[PointRow]) -> list[str]:
@@ -337,8 +357,11 @@ def text_table(rows: Sequence[PointRow]) -> str:
         for metric in (ACCEPTANCE, TOKENS_PER_DECODE)
         if any(metric.column in row.values for row in rows)
     ]
-    for metric in (TTFT, ITL, PADDING, FRAGMENTATION, *drafts):
-        columns[f"{metric.short} {metric.unit}"] = [number(row.middle(metric)) for row in rows]
+    own = [metric for metric in shown_metrics(rows) if metric.column.startswith(OWN)]
+    for metric in (TTFT, ITL, PADDING, FRAGMENTATION, *drafts, *own):
+        columns[f"{metric.short} {metric.unit}".strip()] = [
+            number(row.middle(metric)) for row in rows
+        ]
     return aligned(columns)
 
 

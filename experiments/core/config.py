@@ -15,6 +15,7 @@
     sweep: {grid: {engine.block_size: [8, 16], engine.max_num_batched_tokens: [64, 256]}}
     simulate: {chip: h200, model: llama-3-8b}     # no device: a cost model advances a clock, see
                                                   # simulate.py
+    metrics: [mine.py:jain]       # your own, of the records of a run
     records: sums                 # of a long simulation: no record of a step and of the times of
                                   # tokens, see totals.py
     replicas: {count: 16, router: prefix}         # several simulated engines; router: mine.py:NAME
@@ -36,13 +37,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from experiments.core import pool_options
+from experiments.core import own_metrics, pool_options
 from experiments.core.overrides import combinations, override_all, put
 from experiments.core.point_key import NOT_MEASURED, OWN_VALUES, point_key
 from experiments.core.pool_options import POOLS, Pool, Pools
 from experiments.core.present import Replicas
 from experiments.core.strict_yaml import load_file, parse
-from experiments.core.workloads import HINTS, Prompts, Spec, check, limits_of
+from experiments.core.workloads import HINTS, Own, Prompts, Spec, check, limits_of
 from experiments.simulation import cost
 from experiments.simulation.cost import STEPS, Simulate
 from pagedjax import routing
@@ -52,6 +53,7 @@ from pagedjax.options.params import SamplingParams
 from pagedjax.options.purity import Impure
 from pagedjax.routing import purity as routers_purity
 
+NOT_OF_ENGINE = ("workload.kind", "metrics", "simulate.cost")  # own values of other sections
 Records = Literal["full", "sums"]
 # Fields of SamplingParams that a tokenizer or `LLM` reads, and what an experiment has instead.
 NEED_TEXT = {
@@ -104,6 +106,9 @@ class Experiment:
     """One point of a sweep, checked.
 
     reseed: repeat r draws its workload from seed + r instead of seed.
+    metrics: functions of your own, mine.py:NAME, of the records of a run: NAME(requests, steps)
+        gets lists of `RequestRecord` and `StepRecord`, and returns a number, or numbers by their
+        names. They are in a summary as `own.NAME`, in tables, reports and comparisons.
     records: "sums" keeps no record of a step and only the first and the last time of a request's
         tokens, for long simulations; percentiles over tokens and steps are then of rounded numbers.
     """
@@ -124,6 +129,7 @@ class Experiment:
     replicas: Replicas | None = None
     pools: Pools | None = None
     records: Records = "full"
+    metrics: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name or self.name.startswith(".") or any(c in self.name for c in '/\\:*?"<>|'):
@@ -207,7 +213,9 @@ class Experiment:
         why = None
         if self.records == "full":
             return
-        if not self.simulate:
+        if self.metrics:
+            why = f"metrics has {self.metrics[0]!r}, which reads records"
+        elif not self.simulate:
             why = "there is no simulate section: a measured run keeps all of its records"
         elif self.pools:
             why = "with pools, transfers are counted by their records"
@@ -384,7 +392,19 @@ def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
         method = _with_path("speculative.method", engine.speculative.method, folder)
         paths["speculative"] = dataclasses.replace(engine.speculative, method=method)
     experiment = dataclasses.replace(experiment, engine=dataclasses.replace(engine, **paths))
+    workload = experiment.workload
+    if isinstance(workload, Own):
+        kind = _with_path("workload.kind", workload.kind, folder)
+        experiment = dataclasses.replace(
+            experiment, workload=dataclasses.replace(workload, kind=kind)
+        )
+    metrics = tuple([_with_path("metrics", metric, folder) for metric in experiment.metrics])
+    experiment = dataclasses.replace(experiment, metrics=metrics)
+    own_metrics.check(experiment.metrics)
     _check_value("engine.policy", policies.find, purity.check, experiment.engine.policy)
+    if experiment.simulate:
+        simulate = _with_cost(experiment.simulate, folder)
+        experiment = dataclasses.replace(experiment, simulate=simulate)
     if experiment.replicas:
         replicas = _with_router("replicas", experiment.replicas, folder)
         experiment = dataclasses.replace(experiment, replicas=replicas)
@@ -399,10 +419,22 @@ def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
     return experiment
 
 
+def _with_cost(simulate: Simulate, folder: Path) -> Simulate:
+    """The section with the absolute path of its own cost model, which is read here."""
+    if simulate.cost is None:
+        return simulate
+    path = _with_path("simulate.cost", simulate.cost, folder)
+    assert path is not None, "it has one"
+    cost.own_step_time(path, simulate.cost_options)
+    return dataclasses.replace(simulate, cost=path)
+
+
 def _with_router(section: str, engines: Routed, folder: Path) -> Routed:
     """The section with the absolute path of its router's file, which is read here."""
     router = _with_path("router", engines.router, folder)
     _check_value(f"{section}.router", routing.find, routers_purity.check, router)
+    if isinstance(engines, Pool) and engines.simulate:
+        engines = dataclasses.replace(engines, simulate=_with_cost(engines.simulate, folder))
     return dataclasses.replace(engines, router=router)
 
 
@@ -439,7 +471,8 @@ def _with_path(key: str, value: str | None, folder: Path) -> str | None:
     place = next((place for place in places if place.is_file()), places[0])
     # the errors for policies and routers come from their `find`
     if key not in ("policy", "router") and not place.is_file():
-        raise ValueError(f"engine.{key} is {value!r}, but there is no file {file}")
+        key = key if key in NOT_OF_ENGINE else f"engine.{key}"
+        raise ValueError(f"{key} is {value!r}, but there is no file {file}")
     return f"{place.resolve()}:{name}"
 
 

@@ -260,8 +260,8 @@ class Changing:
         for i, pair in enumerate(self.rates):
             if len(pair) != 2 or not all(0 <= number < math.inf for number in pair):
                 raise ValueError(
-                    f"rates[{i}] is {list(pair)!r}; it must be [seconds, requests a second], both at "
-                    "least 0"
+                    f"rates[{i}] is {list(pair)!r}; it must be [seconds, requests a second], both "
+                    "at least 0"
                 )
         times = [pair[0] for pair in self.rates]
         if not times or times[0] != 0 or any(a >= b for a, b in pairwise(times)):

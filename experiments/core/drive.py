@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.core import metrics
+from experiments.core import metrics, own_metrics
 from experiments.core.config import Experiment, Point, Replicas
 from experiments.core.fleet import Source, run_events
 from experiments.core.metrics import StepSums, TokenSums
@@ -289,6 +289,9 @@ def _summary(
         speculates=config.speculative is not None,
         replicas=num_replicas,
     )
+    if experiment.metrics:
+        names = experiment.metrics
+        summary[own_metrics.OWN] = own_metrics.values_of(names, requests, recording.steps)
     duration = summary["duration_s"]
     if options:
         request_replicas = [request.replica for request in requests]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,24 +154,32 @@ def _mooncake_row(place: str, line: str) -> Arrived:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place} is not JSON: {error}. {MOONCAKE}") from None
-    names = ("timestamp", "input_length", "output_length")
-    numbers = [row.get(name) if isinstance(row, dict) else None for name in names]
-    for name, number in zip(names, numbers, strict=True):
-        least = 1 if name == "input_length" else 0
-        if type(number) not in (int, float) or not least <= number < math.inf:
-            unit = "milliseconds" if name == "timestamp" else "tokens"
-            raise ValueError(
-                f"{place}: {name} is {number!r:.80}; it must be a number of {unit}, at least {least}"
-            )
-    time, prompt, output = numbers
+    if not isinstance(row, dict):
+        raise ValueError(f"{place} is {row!r:.80}; it must be a mapping. {MOONCAKE}")
+    time = _number(place, row, "timestamp", "milliseconds", 0)
+    prompt = int(_number(place, row, "input_length", "tokens", 1))
+    output = int(_number(place, row, "output_length", "tokens", 0))
     ids = row.get("hash_ids")
-    need = -(-int(prompt) // BLOCK)
+    need = -(-prompt // BLOCK)
     if not isinstance(ids, list) or len(ids) != need or any(type(i) is not int for i in ids):
         raise ValueError(
             f"{place}: hash_ids is {ids!r:.60}; a prompt of {prompt} tokens has {need} integers, "
             f"one for each {BLOCK} tokens"
         )
-    return Arrived(time / 1000, int(prompt), int(output), tuple(ids))
+    return Arrived(time / 1000, prompt, output, tuple(ids))
+
+
+def _number(place: str, row: Mapping[str, Any], name: str, unit: str, least: int) -> float:
+    """A number of a row, of at least `least`."""
+    number = row.get(name)
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        number = math.nan
+    if not least <= number < math.inf:
+        raise ValueError(
+            f"{place}: {name} is {row.get(name)!r:.80}; it must be a number of {unit}, at least "
+            f"{least}"
+        )
+    return number
 
 
 class BlockIds(Sequence[int]):

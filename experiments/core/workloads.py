@@ -2,12 +2,12 @@
 
 Pure functions of (spec, file content, seed, vocabulary).
 
-Kinds: `prompts` and `sharegpt` (real text), `synthetic` (lengths drawn from distributions), `trace`,
-`burstgpt` and `mooncake` (lengths and arrivals of a recorded service) and `tokens` (a JSON list of
-token ids). Only those with text need a tokenizer. Random token ids suit speed measurements, because
-a dense model's work does not depend on token values. They do NOT suit speculative decoding (they
-distort its acceptance), or prefix caching (only `shared_prefix`, and blocks of `mooncake`, are
-shared).
+Kinds: `prompts` and `sharegpt` (real text), `synthetic` (lengths drawn from distributions),
+`trace`, `burstgpt` and `mooncake` (lengths and arrivals of a recorded service), `tokens` (a JSON
+list of token ids), and a function of your own (`mine.py:NAME`). Only those with text need a
+tokenizer. Random token ids suit speed measurements, because a dense model's work does not depend on
+token values. They do NOT suit speculative decoding (they distort its acceptance), or prefix caching
+(only `shared_prefix`, and blocks of `mooncake`, are shared).
 
 Every random choice has its own stream: other arrivals change no prompt, and the first k requests of
 `count: n` are the same for every n >= k.
@@ -18,8 +18,10 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from types import FunctionType
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
@@ -46,6 +48,7 @@ from experiments.core.field_files import (
     BlockIds,
     conversations,
 )
+from pagedjax.options.own_values import call_with_options, own_value
 from pagedjax.server.load_client.text_files import lines, paragraphs, trace_rows
 
 FIRST_ORDINARY_TOKEN = (
@@ -239,15 +242,18 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Trace(Recorded):
-    """A CSV with TIMESTAMP, ContextTokens, GeneratedTokens, as Azure publishes it; see `Recorded`."""
+    """A CSV with TIMESTAMP, ContextTokens, GeneratedTokens, as Azure publishes it.
+
+    The other keys are those of `Recorded`.
+    """
 
     kind: Literal["trace"]
 
 
 @dataclass(frozen=True)
 class BurstGPT(Recorded):
-    """A CSV of BurstGPT, with Timestamp (seconds), Model, Request tokens, Response tokens, Log Type;
-    see `Recorded`.
+    """A CSV of BurstGPT, with Timestamp (seconds), Model, Request tokens, Response tokens and Log
+    Type.
 
     Requests without response tokens are left out, because they failed, and so are those of other
     models and log types; `offset` and `limit` count the rest.
@@ -262,8 +268,8 @@ class BurstGPT(Recorded):
 
 @dataclass(frozen=True)
 class Mooncake(Recorded):
-    """JSON lines of Mooncake, with timestamp (milliseconds), input_length, output_length, hash_ids;
-    see `Recorded`.
+    """JSON lines of Mooncake, with timestamp (milliseconds), input_length, output_length and
+    hash_ids.
 
     A hash id stands for 512 tokens of a prompt. Blocks with one id have the same random tokens, so
     that prefixes are shared as in the recorded service.
@@ -322,7 +328,48 @@ class Tokens:
         _at_least_one("limit", self.limit, "null for the whole file")
 
 
-Spec = Prompts | Synthetic | Trace | Tokens | ShareGPT | BurstGPT | Mooncake
+@dataclass(frozen=True)
+class Own:
+    """Requests of a function of your own: `kind: mine.py:bursts`.
+
+    It is called as bursts(rng, **options), with a numpy.random.Generator that depends on the seed
+    alone, and returns its requests: for each (prompt, output) or (prompt, output, arrival), or an
+    `Item` or a mapping with these names. Equal generators must give equal requests.
+
+    options: its keyword arguments.
+    file: a text file, of which the function gets the text as the option `content`.
+    arrivals: in place of those that the function gives; null: its own, at once without one.
+    max_tokens: the most tokens that a request asks for; see `Synthetic`.
+    predicted: what a policy may know of the outputs' lengths; null: nothing.
+    """
+
+    kind: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    file: str | None = None
+    arrivals: Arrivals | None = None
+    max_tokens: Limits | None = None
+    predicted: Predicted | None = None
+
+    def __post_init__(self) -> None:
+        _check_limits(self.max_tokens)
+        if self.file is not None and "content" in self.options:
+            raise ValueError("options.content is given, and file gives it; leave one of them out")
+
+
+class Item(NamedTuple):
+    """A request that a function of a user's own returns.
+
+    prompt: its token ids, or the number of random ones.
+    output: output tokens.
+    arrival: seconds after the start of the run.
+    """
+
+    prompt: int | Sequence[int]
+    output: int
+    arrival: float = 0.0
+
+
+Spec = Prompts | Synthetic | Trace | Tokens | ShareGPT | BurstGPT | Mooncake | Own
 HINTS = {Trace: AZURE, ShareGPT: SHAREGPT, BurstGPT: BURSTGPT, Mooncake: MOONCAKE}
 Encode = Callable[[str], Sequence[int]]
 
@@ -348,6 +395,8 @@ def check(spec: Spec, content: str) -> None:
     """
     if isinstance(spec, Recorded):
         read_recorded(spec, content)
+    elif isinstance(spec, Own):
+        own_items(spec, content, 0, sys.maxsize)
     elif isinstance(spec, ShareGPT):
         conversations(spec.file, content)
     elif isinstance(spec, Prompts):
@@ -371,7 +420,9 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
     arrivals = getattr(spec, "arrivals", None)  # a trace has its own
     clients = arrivals.clients if isinstance(arrivals, ClosedLoop) else None
     streams = tuple(np.random.default_rng([seed, stream]) for stream in range(9))
-    if isinstance(spec, Recorded):
+    if isinstance(spec, Own):
+        workload = _own(spec, content, seed, vocab_size, streams)
+    elif isinstance(spec, Recorded):
         workload = _recorded(spec, content, seed, vocab_size, streams[1])
     else:
         workload = _with_equal_limits(spec, content, vocab_size, encode, streams)
@@ -403,6 +454,84 @@ def _with_predictions(workload: Workload, spec: Predicted, rng: np.random.Genera
     pairs = zip(workload.items, predicted_lengths(spec, outputs, rng), strict=True)
     items = [item._replace(predicted=tokens) for item, tokens in pairs]
     return workload._replace(items=tuple(items), predicted_error=spec.error)
+
+
+def _own(
+    spec: Own, content: str, seed: int, vocab_size: int, streams: Sequence[np.random.Generator]
+) -> Workload:
+    """The workload of a user's own function."""
+    items = own_items(spec, content, seed, vocab_size)
+    if spec.arrivals is not None:
+        times = draw_arrivals(spec.arrivals, len(items), streams[2])
+        pairs = zip(items, times, strict=True)
+        items = [item._replace(arrival=time) for item, time in pairs]
+    lens = [item.prompt if isinstance(item.prompt, int) else 1 for item in items]
+    random_ids = lazy_prompts(lens, vocab_size, streams[1])
+    prompts = [
+        ids if isinstance(item.prompt, int) else tuple(item.prompt)
+        for item, ids in zip(items, random_ids, strict=True)
+    ]
+    times = [item.arrival for item in items]
+    return Workload(_items(times, prompts, [item.output for item in items]))
+
+
+def own_items(spec: Own, content: str, seed: int, vocab_size: int) -> list[Item]:
+    """What a user's own function returns, checked, in order of arrival.
+
+    Raises:
+        ValueError: there is no such function, it does not take the options, or it returns no
+            requests; names the first wrong one.
+    """
+    function = own_value("workload.kind", spec.kind, FunctionType, ())
+    options = dict(spec.options)
+    if spec.file is not None:
+        options["content"] = content
+    rng = np.random.default_rng([seed, 9])
+    returned = call_with_options("workload.options", function, [rng], options)
+    if not isinstance(returned, Iterable):
+        raise ValueError(
+            f"workload.kind is {spec.kind!r}, which returned {returned!r:.80}; it must return its "
+            "requests, each (prompt, output, arrival)"
+        )
+    items = [
+        _own_item(f"workload.kind is {spec.kind!r}, whose request {i}", entry, vocab_size)
+        for i, entry in enumerate(returned)
+    ]
+    if not items:
+        raise ValueError(f"workload.kind is {spec.kind!r}, which returned no requests; return one")
+    return sorted(items, key=lambda item: item.arrival)
+
+
+def _own_item(place: str, entry: Any, vocab_size: int) -> Item:
+    """A request that a user's function returned. Raises ValueError, which begins with `place`."""
+    try:
+        item = Item(**entry) if isinstance(entry, Mapping) else Item(*entry)
+    except TypeError:
+        raise ValueError(
+            f"{place} is {entry!r:.80}; write (prompt, output) or (prompt, output, arrival), or a "
+            "mapping with prompt, output and arrival"
+        ) from None
+    prompt: Any = item.prompt
+    tokens: tuple[int, ...] = ()
+    if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, str):
+        tokens = tuple(np.asarray(prompt).tolist())
+    if not tokens and (not isinstance(prompt, Integral) or prompt < 1):
+        raise ValueError(
+            f"{place} has the prompt {prompt!r:.60}; it must be token ids, or their number, at "
+            "least 1"
+        )
+    wrong = [t for t in tokens if type(t) is not int or not 0 <= t < vocab_size]
+    if wrong:
+        raise ValueError(f"{place} has token id {wrong[0]!r}; it is outside [0, {vocab_size})")
+    if not isinstance(item.output, Integral) or item.output < 1:
+        raise ValueError(
+            f"{place} has output {item.output!r:.60}; it must be an integer, at least 1"
+        )
+    if not isinstance(item.arrival, Real) or not 0 <= item.arrival < math.inf:
+        raise ValueError(
+            f"{place} has arrival {item.arrival!r:.60}; it must be seconds, at least 0, and finite"
+        )
+    return Item(tokens or int(prompt), int(item.output), float(item.arrival))
 
 
 def _recorded(

@@ -5,6 +5,7 @@ model advances.
     simulate: {chip: tpu-v5e, mesh: {tensor: 8}, model: llama-3-8b}   # that of eight devices, which
                                                                       # exchange sums
     simulate: {fit: runs/w1/0123456789ab/0}        # the measured steps of a run
+    simulate: {cost: mine.py:seconds}              # a function of your own, of the step's counts
     simulate: {step_s: 1.0}                        # every step takes the same time
     simulate: {profile: distserve/opt-13b/tp2, padded: false}   # published coefficients, see
                                                                 # profiles.py
@@ -27,7 +28,6 @@ from immutables import Map
 
 from experiments.simulation import cost, profiles
 from experiments.simulation.cost import (
-    CHIPS,
     SHAPES,
     Roofline,
     Shape,
@@ -527,6 +527,8 @@ class SimulatedLLM:
             self.step_time: StepTime = cost.fit(steps)
         elif (seconds := simulate.step_s) is not None:
             self.step_time = lambda work: seconds
+        elif simulate.cost is not None:
+            self.step_time = cost.own_step_time(simulate.cost, simulate.cost_options)
         elif simulate.profile is not None:
             self.step_time = profiles.find(simulate.profile)
         else:
@@ -584,10 +586,9 @@ def _shape(simulate: Simulate, config: EngineConfig, model: str) -> Shape:
 
 def _roofline(simulate: Simulate, config: EngineConfig, shape: Shape) -> Roofline:
     """The roofline of the chips, or of a mesh of them."""
-    assert simulate.chip is not None, "`Simulate` has a chip, a fit, step_s or a profile"
     roofline = Roofline(
         shape=shape,
-        chip=CHIPS[simulate.chip],
+        chip=simulate.chip_limits,
         chips=simulate.chips,
         bandwidth_share=simulate.bandwidth_share,
         rate_share=simulate.rate_share,
