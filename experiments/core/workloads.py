@@ -515,7 +515,8 @@ def _own_item(place: str, entry: Any, vocab_size: int) -> Item:
     tokens: tuple[int, ...] = ()
     if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, str):
         tokens = tuple(np.asarray(prompt).tolist())
-    if not tokens and (not isinstance(prompt, Integral) or prompt < 1):
+    length = int(prompt) if isinstance(prompt, Integral) else 0
+    if not tokens and length < 1:
         raise ValueError(
             f"{place} has the prompt {prompt!r:.60}; it must be token ids, or their number, at "
             "least 1"
@@ -531,7 +532,7 @@ def _own_item(place: str, entry: Any, vocab_size: int) -> Item:
         raise ValueError(
             f"{place} has arrival {item.arrival!r:.60}; it must be seconds, at least 0, and finite"
         )
-    return Item(tokens or int(prompt), int(item.output), float(item.arrival))
+    return Item(tokens or length, int(item.output), float(item.arrival))
 
 
 def _recorded(
