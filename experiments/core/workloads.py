@@ -242,10 +242,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Trace(Recorded):
-    """A CSV with TIMESTAMP, ContextTokens, GeneratedTokens, as Azure publishes it.
-
-    The other keys are those of `Recorded`.
-    """
+    """A CSV with TIMESTAMP, ContextTokens, GeneratedTokens, as Azure publishes it."""
 
     kind: Literal["trace"]
 
