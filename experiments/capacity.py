@@ -57,7 +57,7 @@ from experiments.analysis.capacities import CellAnswer, SeedAnswer
 from experiments.analysis.sweep_points import aligned, number
 from experiments.core import config, parallel, store, sweep, what_ran
 from experiments.core.config import Point, Slo
-from experiments.core.distributions import AtOnce, ClosedLoop
+from experiments.core.distributions import AtOnce, Changing, ClosedLoop
 from experiments.core.engines import plan_runs
 from experiments.core.execution import head_of
 from experiments.core.metrics import meets
@@ -66,7 +66,7 @@ from experiments.core.overrides import override_all
 from experiments.core.records import RequestRecord
 from experiments.core.store import flatten
 from experiments.core.strict_yaml import load_file
-from experiments.core.workloads import Spec, Trace
+from experiments.core.workloads import Recorded, Spec
 from pagedjax.server.load_client.summary import PERCENTILES
 
 MAX_BRACKET_PROBES = 12  # to find one met rate and one unmet rate
@@ -236,10 +236,17 @@ def never_overlap(requests: Sequence[RequestRecord]) -> bool:
 
 def rate_of(workload: Spec) -> tuple[float, str, str]:
     """(rate, unit, key of the config that sets it) of a workload."""
-    if isinstance(workload, Trace):
+    if isinstance(workload, Recorded):
         # a time_scale of 0 has no rate (all requests at once): begin with the recorded speed
         rate = 1 / workload.time_scale if workload.time_scale else 1.0
         return rate, "times as recorded", "workload.time_scale"
+    if isinstance(workload.arrivals, Changing):
+        return workload.arrivals.scale, "times the config's rates", "workload.arrivals.scale"
+    if workload.arrivals is None:
+        raise ValueError(
+            f"workload.kind is {workload.kind!r}, whose arrivals have no rate; set "
+            "workload.arrivals, such as {process: poisson, rate: 1.0}"
+        )
     if isinstance(workload.arrivals, AtOnce | ClosedLoop):
         raise ValueError(
             f"workload.arrivals.process is {workload.arrivals.process}, which has no rate; set "
@@ -343,7 +350,7 @@ def searches_of(points: Sequence[Point], options: argparse.Namespace) -> list[Se
 def point_at(raw: dict[str, Any], base: Point, folder: Path, rate: float) -> Point:
     """A point of the config at a rate, under the name <name>-capacity."""
     workload = base.experiment.workload
-    value = 1 / rate if isinstance(workload, Trace) else rate  # of a trace: its time_scale
+    value = 1 / rate if isinstance(workload, Recorded) else rate  # of a trace: its time_scale
     swept = {**base.swept, rate_of(workload)[2]: value}
     (point,) = config.expand({**raw, "name": _name(base), "sweep": {"list": [swept]}}, folder)
     return point

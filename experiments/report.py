@@ -369,7 +369,7 @@ def clipped_lengths(run: dict[str, Any]) -> int:
 def table(rows: Sequence[PointRow]) -> dict[str, Any]:
     """Head and body of the table of points: text, sort key and range over repeats of each cell."""
     keys = sweep_points.swept_keys(rows)
-    metrics = [metric for metric in TABLE if any(metric.column in row.values for row in rows)]
+    metrics = sweep_points.shown_metrics(rows)
     highest = max((row.middle(THROUGHPUT) for row in rows), default=1.0)
     body = []
     for row in rows:

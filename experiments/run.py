@@ -39,7 +39,7 @@ from experiments.core.drive import planned_lengths
 from experiments.core.engines import Run, engine_key, plan_runs
 from experiments.core.optional_imports import require
 from experiments.core.pool_options import POOLS, pool_experiment
-from experiments.core.workloads import Prompts
+from experiments.core.workloads import has_text
 from pagedjax.commands import cli
 from pagedjax.text import yaml_words
 from pagedjax.weights.families import own_family
@@ -145,8 +145,10 @@ def _report(
     if not quiet:
         if simulated := what_ran.simulated(points):
             print(f"{simulated}: every time is calculated")
-        if oracle := what_ran.oracle([point.experiment for point in points]):
-            print(f"note: {oracle}")
+        experiments = [point.experiment for point in points]
+        for note in (what_ran.predictions(experiments), what_ran.oracle(experiments)):
+            if note:
+                print(f"note: {note}")
         print(sweep_points.text_table(sweep_points.points(store.read_runs(folder))))
     for summary in failed:
         print(
@@ -326,7 +328,7 @@ def _reads_model(experiment: Experiment) -> bool:
     )
     sections = [engine.simulate for engine in engines]
     shaped = all(simulate is not None and simulate.model is not None for simulate in sections)
-    return not shaped or isinstance(experiment.workload, Prompts)
+    return not shaped or has_text(experiment.workload)
 
 
 def describe(plan: Sequence[Run], done: dict[tuple[str, int], dict[str, Any]], folder: Path) -> str:

@@ -47,7 +47,10 @@ class Section(NamedTuple):
 
 def keys(cls: type) -> tuple[Key, ...]:
     """The keys that a dataclass has."""
-    hints, texts = get_type_hints(cls), field_texts(cls) | _comments(cls)
+    hints, texts = get_type_hints(cls), {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            texts |= field_texts(base) | _comments(base)
     return tuple(
         Key(field.name, type_name(hints[field.name]), _default(field), texts.get(field.name, ""))
         for field in dataclasses.fields(cls)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.analysis.ratios import LATENCIES, NOISE, ONCE, Ratio, of_requests, of_runs, times
-from experiments.analysis.sweep_points import SPECULATION
+from experiments.analysis.sweep_points import OWN, SPECULATION
 from experiments.core import store
 from experiments.core.records import RequestRecord
 from experiments.core.store import flatten
@@ -60,7 +60,11 @@ def workload_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
     """The difference between the workloads of two runs, in total or in a request; None if they are
     the same.
     """
-    differ = [key for key, value in a["workload"].items() if b["workload"].get(key) != value]
+    differ = [
+        key
+        for key, value in a["workload"].items()
+        if b["workload"].get(key) != value and key != "predicted_error"  # no part of a request
+    ]
     if differ:
         return f"the workloads of repeat {a['repeat']} differ in {', '.join(differ)}"
     try:
@@ -120,7 +124,18 @@ def choose_metrics(metrics: Sequence[str] | None, *sides: Side) -> tuple[str, ..
     """The metrics to compare: those of --metric, or METRICS, with drafts if a side speculates."""
     if metrics:
         return tuple(metrics)
-    return METRICS + (DRAFTS if any(map(speculates, sides)) else ())
+    first, *others = [_own_columns(side) for side in sides]
+    own = tuple(column for column in first if all(column in columns for columns in others))
+    return METRICS + (DRAFTS if any(map(speculates, sides)) else ()) + own
+
+
+def _own_columns(side: Side) -> list[str]:
+    """The columns of a user's own metrics that all runs of a point have."""
+    first, *others = [
+        [column for column in flatten(run["metrics"]) if column.startswith(OWN)]
+        for run in side.runs
+    ]
+    return [column for column in first if all(column in columns for columns in others)]
 
 
 def speculates(side: Side) -> bool:

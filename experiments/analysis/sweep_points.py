@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from experiments.core import own_metrics
 from experiments.core.config import short_names
 from experiments.core.store import flatten
 from pagedjax.options.config import one_of
 
+OWN = f"{own_metrics.OWN}."  # what the column of a user's own metric begins with
 NOISE = 1e-9  # smaller than any unit that is shown can be measured
 
 
@@ -153,7 +155,7 @@ def points(runs: Sequence[dict[str, Any]], metrics: Sequence[Metric] = TABLE) ->
     for key, repeats in good.items():
         flat = {run["repeat"]: flatten(run["metrics"]) for run in repeats}
         samples = {}
-        for metric in metrics:
+        for metric in (*metrics, *_own_metrics(flat.values())):
             numbers = {
                 repeat: summary[metric.column] * metric.scale
                 for repeat, summary in flat.items()
@@ -219,6 +221,24 @@ def find_metric(option: str, name: str, runs: Sequence[dict[str, Any]]) -> Metri
     is_seconds = quantity.endswith("_s") and not quantity.endswith("_per_s")
     unit = "s" if is_seconds else ""
     return named.get(column) or Metric(column, column, unit, 1.0, "", column)
+
+
+def _own_metrics(flat: Iterable[Mapping[str, Any]]) -> list[Metric]:
+    """The metrics of a user's own in some summaries with dotted names."""
+    columns = dict.fromkeys(column for row in flat for column in row if column.startswith(OWN))
+    return [_own_metric(column) for column in columns]
+
+
+def _own_metric(column: str) -> Metric:
+    name = column.removeprefix(OWN)
+    return Metric(column, name, "", 1.0, "high", name)
+
+
+def shown_metrics(rows: Sequence[PointRow]) -> list[Metric]:
+    """The metrics of which some point has a value: those of TABLE, then a user's own."""
+    columns = dict.fromkeys(column for row in rows for column in row.values)
+    metrics = [metric for metric in TABLE if metric.column in columns]
+    return metrics + [_own_metric(column) for column in columns if column.startswith(OWN)]
 
 
 def swept_keys(rows: Sequence[PointRow]) -> list[str]:
@@ -455,8 +475,11 @@ def text_table(rows: Sequence[PointRow]) -> str:
         for metric in (ACCEPTANCE, TOKENS_PER_DECODE)
         if any(metric.column in row.values for row in rows)
     ]
-    for metric in (TTFT, ITL, PADDING, FRAGMENTATION, *drafts):
-        columns[f"{metric.short} {metric.unit}"] = [number(row.middle(metric)) for row in rows]
+    own = [metric for metric in shown_metrics(rows) if metric.column.startswith(OWN)]
+    for metric in (TTFT, ITL, PADDING, FRAGMENTATION, *drafts, *own):
+        columns[f"{metric.short} {metric.unit}".strip()] = [
+            number(row.middle(metric)) for row in rows
+        ]
     return aligned(columns)
 
 

@@ -15,6 +15,7 @@
     sweep: {grid: {engine.block_size: [8, 16], engine.max_num_batched_tokens: [64, 256]}}
     simulate: {chip: h200, model: llama-3-8b}     # no device: a cost model advances a clock, see
                                                   # simulate.py
+    metrics: [mine.py:jain]       # your own, of the records of a run
     records: sums                 # of a long simulation: no record of a step and of the times of
                                   # tokens, see totals.py
     record: true                  # every decision of the scheduler, for `pagedjax view`
@@ -37,13 +38,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from experiments.core import pool_options, selection
+from experiments.core import own_metrics, pool_options, selection
 from experiments.core.overrides import combinations, override_all, put, short_names
 from experiments.core.point_key import NOT_MEASURED, OWN_VALUES, point_key
 from experiments.core.pool_options import POOLS, Pool, Pools
 from experiments.core.present import Replicas
 from experiments.core.strict_yaml import load_file, parse
-from experiments.core.workloads import AZURE, Spec, Trace, check
+from experiments.core.workloads import HINTS, Own, Prompts, Spec, check, limits_of
 from experiments.simulation import cost
 from experiments.simulation.cost import STEPS, Simulate
 from pagedjax import routing
@@ -53,6 +54,7 @@ from pagedjax.options.params import SamplingParams
 from pagedjax.options.purity import Impure
 from pagedjax.routing import purity as routers_purity
 
+NOT_OF_ENGINE = ("workload.kind", "metrics", "simulate.cost")  # own values of other sections
 Records = Literal["full", "sums"]
 # Fields of SamplingParams that a tokenizer or `LLM` reads, and what an experiment has instead.
 NEED_TEXT = {
@@ -105,6 +107,9 @@ class Experiment:
     """One point of a sweep, checked.
 
     reseed: repeat r draws its workload from seed + r instead of seed.
+    metrics: functions of your own, mine.py:NAME, of the records of a run: NAME(requests, steps)
+        gets lists of `RequestRecord` and `StepRecord`, and returns a number, or numbers by their
+        names. They are in a summary as `own.NAME`, in tables, reports and comparisons.
     records: "sums" keeps no record of a step and only the first and the last time of a request's
         tokens, for long simulations; percentiles over tokens and steps are then of rounded numbers.
     record: keep a recording of each run, `recording.jsonl` in its folder, and the viewer's page of
@@ -130,6 +135,7 @@ class Experiment:
     pools: Pools | None = None
     records: Records = "full"
     record: bool = False
+    metrics: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name or self.name.startswith(".") or any(c in self.name for c in '/\\:*?"<>|'):
@@ -166,6 +172,7 @@ class Experiment:
                 "measured run has 1 engine; add one, or leave replicas out"
             )
         pool_options.check_pools(self)
+        self._check_limits()
         self._check_records()
         self._check_record()
         size = self.engine.block_size
@@ -177,12 +184,45 @@ class Experiment:
                 f"({size}), and at least {size}"
             )
 
+    def _check_limits(self) -> None:
+        """Raises ValueError if requests end at drawn lengths before their limits, and an option
+        does not let them.
+        """
+        if self.workload.predicted and not self.sampling.ignore_eos:
+            raise ValueError(
+                "workload.predicted is given, and sampling.ignore_eos is false, so that the model "
+                "may end a request at a length that nobody knows before; set it to true"
+            )
+        if limits_of(self.workload) is None:
+            return
+        key = "workload.output" if isinstance(self.workload, Prompts) else "workload.max_tokens"
+        why = None
+        if not self.sampling.ignore_eos:
+            why = (
+                "sampling.ignore_eos is false, so that the model may end a request before its "
+                "drawn length; set it to true"
+            )
+        elif self.engine.reservation == "oracle":
+            why = (
+                "engine.reservation is 'oracle', which reserves the limit of a request as if it "
+                "were the length of its output; set it to pow2 or max"
+            )
+        elif self.engine.speculative and not self.simulate:
+            why = (
+                "engine.speculative is set: a measured step may give tokens beyond the drawn "
+                "length; leave it out, or add a simulate section"
+            )
+        if why:
+            raise ValueError(f"{key} sets limits apart from the lengths of outputs, and {why}")
+
     def _check_records(self) -> None:
         one_of("records", self.records, get_args(Records))
         why = None
         if self.records == "full":
             return
-        if not self.simulate:
+        if self.metrics:
+            why = f"metrics has {self.metrics[0]!r}, which reads records"
+        elif not self.simulate:
             why = "there is no simulate section: a measured run keeps all of its records"
         elif self.pools:
             why = "with pools, transfers are counted by their records"
@@ -308,7 +348,7 @@ def _refuse_ignored_model(values: Mapping[str, Any]) -> None:
     workload = values.get("workload")
     model = values.get("model")
     shape = simulate.get("model") if isinstance(simulate, Mapping) else None
-    tokenizes = isinstance(workload, Mapping) and workload.get("kind") == "prompts"
+    tokenizes = isinstance(workload, Mapping) and workload.get("kind") in ("prompts", "sharegpt")
     # the resolved config of a run names the default
     if shape is not None and model not in (None, Experiment.model, shape) and not tokenizes:
         raise ValueError(
@@ -376,7 +416,19 @@ def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
         method = _with_path("speculative.method", engine.speculative.method, folder)
         paths["speculative"] = dataclasses.replace(engine.speculative, method=method)
     experiment = dataclasses.replace(experiment, engine=dataclasses.replace(engine, **paths))
+    workload = experiment.workload
+    if isinstance(workload, Own):
+        kind = _with_path("workload.kind", workload.kind, folder)
+        experiment = dataclasses.replace(
+            experiment, workload=dataclasses.replace(workload, kind=kind)
+        )
+    metrics = tuple([_with_path("metrics", metric, folder) for metric in experiment.metrics])
+    experiment = dataclasses.replace(experiment, metrics=metrics)
+    own_metrics.check(experiment.metrics)
     _check_value("engine.policy", policies.find, purity.check, experiment.engine.policy)
+    if experiment.simulate:
+        simulate = _with_cost(experiment.simulate, folder)
+        experiment = dataclasses.replace(experiment, simulate=simulate)
     if experiment.replicas:
         replicas = _with_router("replicas", experiment.replicas, folder)
         experiment = dataclasses.replace(experiment, replicas=replicas)
@@ -391,10 +443,22 @@ def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
     return experiment
 
 
+def _with_cost(simulate: Simulate, folder: Path) -> Simulate:
+    """The section with the absolute path of its own cost model, which is read here."""
+    if simulate.cost is None:
+        return simulate
+    path = _with_path("simulate.cost", simulate.cost, folder)
+    assert path is not None, "it has one"
+    cost.own_step_time(path, simulate.cost_options)
+    return dataclasses.replace(simulate, cost=path)
+
+
 def _with_router(section: str, engines: Routed, folder: Path) -> Routed:
     """The section with the absolute path of its router's file, which is read here."""
     router = _with_path("router", engines.router, folder)
     _check_value(f"{section}.router", routing.find, routers_purity.check, router)
+    if isinstance(engines, Pool) and engines.simulate:
+        engines = dataclasses.replace(engines, simulate=_with_cost(engines.simulate, folder))
     return dataclasses.replace(engines, router=router)
 
 
@@ -431,7 +495,8 @@ def _with_path(key: str, value: str | None, folder: Path) -> str | None:
     place = next((place for place in places if place.is_file()), places[0])
     # the errors for policies and routers come from their `find`
     if key not in ("policy", "router") and not place.is_file():
-        raise ValueError(f"engine.{key} is {value!r}, but there is no file {file}")
+        key = key if key in NOT_OF_ENGINE else f"engine.{key}"
+        raise ValueError(f"{key} is {value!r}, but there is no file {file}")
     return f"{place.resolve()}:{name}"
 
 
@@ -463,5 +528,5 @@ def read_content(spec: Spec, folder: Path) -> tuple[str, str]:
                 raise ValueError(
                     f"workload.file: {place} cannot be read as UTF-8 text ({error})"
                 ) from None
-    hint = f". {AZURE}" if isinstance(spec, Trace) else ""
+    hint = f". {HINTS[type(spec)]}" if type(spec) in HINTS else ""
     raise ValueError(f"workload.file: there is no file {' or '.join(map(str, places))}{hint}")

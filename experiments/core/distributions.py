@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 # Lengths, in tokens -------------------------------------------------------------------------------
 
 LONGEST = 1 << 24  # tokens; a longer draw is refused as a mistake
+MOST_ERROR = 10  # of `Predicted`
 
 
 def _check_limits(low: int, high: int | None) -> None:
@@ -90,6 +92,44 @@ class Lognormal:
 Lengths = Fixed | Uniform | Exponential | Lognormal
 
 
+@dataclass(frozen=True)
+class Multiple:
+    """`times` as many tokens as the request's output has, rounded up."""
+
+    dist: Literal["multiple"]
+    times: float
+    min: int = 1
+    max: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.times < math.inf:
+            raise ValueError(
+                f"times is {self.times!r}; it must be at least 1, because a request ends at its "
+                "limit, and finite"
+            )
+        _check_limits(self.min, self.max)
+
+
+Limits = int | Lengths | Multiple
+
+
+def draw_limits(spec: Limits, outputs: Sequence[int], rng: np.random.Generator) -> list[int]:
+    """The most tokens that each request asks for.
+
+    Args:
+        outputs: the length of each request's output.
+
+    Raises:
+        ValueError: see `draw_lengths`.
+    """
+    if isinstance(spec, int):
+        return [spec] * len(outputs)
+    if isinstance(spec, Multiple):
+        limits = [math.ceil(spec.times * output) for output in outputs]
+        return clip(limits, spec.min, spec.max)[0]
+    return draw_lengths(spec, len(outputs), rng)[0]
+
+
 def draw_lengths(spec: Lengths, count: int, rng: np.random.Generator) -> tuple[list[int], int]:
     """`count` lengths within [spec.min, spec.max], and how many of them had to be moved to a limit.
 
@@ -119,6 +159,33 @@ def clip(lengths: Sequence[int], low: int, high: int | None) -> tuple[list[int],
     """Lengths moved into [low, high] (None: no upper limit), and how many were moved."""
     clipped = [max(low, n if high is None else min(n, high)) for n in lengths]
     return clipped, sum(a != b for a, b in zip(lengths, clipped, strict=True))
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Predictions of the lengths of outputs, as a policy reads them: `seq.predicted`.
+
+    error: the standard deviation of the logarithm of prediction / length, whose median is 1; 0 is
+        exact. Each request has one random number, which `error` multiplies, so that sweeps over
+        `error` are paired.
+    """
+
+    error: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.error <= MOST_ERROR:
+            raise ValueError(
+                f"error is {self.error!r}; it must be from 0 (exact) to {MOST_ERROR}, which is "
+                "random: it is the sigma of a log-normal factor"
+            )
+
+
+def predicted_lengths(
+    spec: Predicted, outputs: Sequence[int], rng: np.random.Generator
+) -> list[int]:
+    """A prediction of each length, in tokens, at least 1."""
+    factors = np.exp(spec.error * rng.standard_normal(len(outputs)))
+    return [max(1, round(length * factor)) for length, factor in zip(outputs, factors, strict=True)]
 
 
 # Arrivals, in seconds -----------------------------------------------------------------------------
@@ -167,7 +234,55 @@ class ClosedLoop:
             raise ValueError(f"clients is {self.clients!r}; it must be at least 1")
 
 
-Arrivals = AtOnce | Poisson | Gamma | ClosedLoop
+@dataclass(frozen=True)
+class Changing:
+    """A rate that changes: steps, ramps and bursts.
+
+    rates: [seconds, requests a second] of each change, beginning at 0: [[0, 2], [60, 8]] is a rate
+        of 2 in the first minute, and of 8 from then on.
+    ramp: the rate changes evenly from one of `rates` to the next; false: at once.
+    repeat_s: seconds after which the rates begin anew: [[0, 2], [50, 20]] with 60 is a burst of ten
+        seconds in each minute. null: the last rate stays.
+    burstiness: of gamma gaps, as measured in expected requests; see `Gamma`.
+    scale: multiplies all rates.
+    """
+
+    process: Literal["changing"]
+    rates: tuple[tuple[float, ...], ...]
+    ramp: bool = False
+    repeat_s: float | None = None
+    burstiness: float = 1.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("burstiness", "scale"):
+            _check_above_zero(name, getattr(self, name))
+        for i, pair in enumerate(self.rates):
+            if len(pair) != 2 or not all(0 <= number < math.inf for number in pair):
+                raise ValueError(
+                    f"rates[{i}] is {list(pair)!r}; it must be [seconds, requests a second], both "
+                    "at least 0"
+                )
+        times = [pair[0] for pair in self.rates]
+        if not times or times[0] != 0 or any(a >= b for a, b in pairwise(times)):
+            raise ValueError(f"rates change at {times!r} s; these must begin at 0 and ascend")
+        if self.repeat_s is None and not self.rates[-1][1]:
+            raise ValueError(
+                f"rates end with 0 requests a second at {times[-1]:g} s, so that later requests "
+                "never arrive; end with a rate above 0, or set repeat_s"
+            )
+        if self.repeat_s is None:
+            return
+        if not times[-1] < self.repeat_s < math.inf:
+            raise ValueError(
+                f"repeat_s is {self.repeat_s!r}; it must be above {times[-1]:g} s, the last of "
+                "`rates`, and finite"
+            )
+        if not any(pair[1] for pair in self.rates):
+            raise ValueError("rates are all 0, so that no request arrives; give one above 0")
+
+
+Arrivals = AtOnce | Poisson | Gamma | ClosedLoop | Changing
 AT_ONCE = AtOnce()
 
 
@@ -179,7 +294,40 @@ def draw_arrivals(spec: Arrivals, count: int, rng: np.random.Generator) -> list[
     """
     if isinstance(spec, AtOnce | ClosedLoop):
         return [0.0] * count
+    if isinstance(spec, Changing):
+        gaps = rng.gamma(spec.burstiness, 1.0 / spec.burstiness, size=count)
+        gaps[0] = 0.0
+        return _times_of(spec, np.cumsum(gaps))
     shape = spec.burstiness if isinstance(spec, Gamma) else 1.0
     gaps = rng.gamma(shape, 1.0 / (spec.rate * shape), size=count)
     gaps[0] = 0.0
     return [float(t) for t in np.cumsum(gaps)]
+
+
+def _times_of(spec: Changing, expected: np.ndarray) -> list[float]:
+    """The times at which so many requests are expected, from time 0; the first is 0.
+
+    Args:
+        expected: float64 [requests], ascending from 0: the integral of the rate until each arrival.
+    """
+    starts = np.array([pair[0] for pair in spec.rates])
+    rates = spec.scale * np.array([pair[1] for pair in spec.rates])
+    seconds = np.diff(starts)
+    slopes = np.diff(rates) / seconds if spec.ramp else np.zeros(len(seconds))
+    # requests that are expected until each change
+    until = np.append(0.0, np.cumsum(seconds * (rates[:-1] + slopes * seconds / 2)))
+    slopes = np.append(slopes, 0.0)
+    periods = np.zeros(len(expected))
+    if spec.repeat_s is not None:
+        in_a_period = until[-1] + rates[-1] * (spec.repeat_s - starts[-1])
+        periods = expected // in_a_period
+        expected = expected - periods * in_a_period
+    places = np.searchsorted(until, expected, side="right") - 1
+    rest = expected - until[places]
+    # the time t after a change solves rest = rate * t + slope * t^2 / 2
+    root = np.sqrt(np.maximum(rates[places] ** 2 + 2 * slopes[places] * rest, 0.0))
+    divisor = rates[places] + root
+    after = np.divide(2 * rest, divisor, out=np.zeros(len(rest)), where=divisor > 0)
+    times = periods * (spec.repeat_s or 0.0) + starts[places] + after
+    times[0] = 0.0
+    return [float(time) for time in times]

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from experiments.core import metrics
+from experiments.core import metrics, own_metrics
 from experiments.core.config import Experiment, Point, Replicas
 from experiments.core.fleet import Source, run_events
 from experiments.core.metrics import StepSums, TokenSums
@@ -33,9 +33,16 @@ from experiments.core.records import (
     step_records,
 )
 from experiments.core.replicas import Present, StepLoad, by_end, drive_replicas, replicas_summary
-from experiments.core.submit import LONGEST_SLEEP, Engine, Sender, submit, with_arrivals
+from experiments.core.submit import (
+    LONGEST_SLEEP,
+    DrawnEnds,
+    Engine,
+    Sender,
+    submit,
+    with_arrivals,
+)
 from experiments.core.totals import StepTotals, TokenCounts
-from experiments.core.workloads import Prompts, Tokens, WorkItem, Workload, build
+from experiments.core.workloads import Tokens, WorkItem, Workload, build, has_text
 from experiments.simulation.spans import DecodeSpan
 from pagedjax import routing
 from pagedjax.host.types import StepResult
@@ -69,6 +76,9 @@ def drive(
     A request is added between two steps, as soon as its arrival time has passed, with as many
     branches as `sampling` draws. Branch i uses the request's seed + i.
 
+    A branch that has as many tokens as its request's `ends_at` is cancelled between two steps, with
+    the reason "stop", as a stop string ends one.
+
     Args:
         clients: of a closed loop; None: an open loop (see `Sender`).
 
@@ -78,6 +88,7 @@ def drive(
         RuntimeError: the engine has work but makes no step.
     """
     sender = Sender(items, sampling, clients)
+    ends = DrawnEnds(items, sampling.drawn().n)
     results: list[StepResult] = []
     start = clock()
 
@@ -85,7 +96,8 @@ def drive(
         arrival = sender.next()
         while clock() - start < arrival:
             sleep(min(max(start + arrival - clock(), 0.0), LONGEST_SLEEP))
-        submit(engine, *sender.send())
+        item, params = sender.send()
+        submit(engine, item._replace(ends_at=None), params)
 
     def next_step() -> float:
         return clock() - start if engine.has_work else math.inf
@@ -94,6 +106,9 @@ def drive(
         result = engine.step()
         if result is None:
             raise RuntimeError("the engine has work but makes no step: its scheduler is stuck")
+        for name in ends.reached(result):
+            events = engine.cancel(name, "stop")
+            result = result._replace(events=(*result.events, *events))
         results.append(result)
         sender.end_branches(result, result.finished - start)
 
@@ -105,7 +120,9 @@ def warm_up(engine: Engine, experiment: Experiment, items: Sequence[WorkItem]) -
     """Run the first few requests, shortened and all at once, to touch every page and code path."""
     warmup = experiment.warmup
     first = [
-        item._replace(arrival=0.0, max_tokens=min(item.max_tokens, warmup.max_tokens))
+        item._replace(
+            arrival=0.0, max_tokens=min(item.longest_output, warmup.max_tokens), ends_at=None
+        )
         for item in items[: warmup.requests]
     ]
     sampling = dataclasses.replace(experiment.sampling, min_tokens=0)
@@ -147,12 +164,11 @@ def _run_with_logs(
     """A run of engines that were reset: its records, and the logs of `Measured`."""
     if not experiment.record:
         return _record_run(llm, engines, experiment, workload), ()
-    has_text = isinstance(experiment.workload, Prompts)
     with TemporaryDirectory() as folder:
         paths = [Path(folder) / f"{number}.jsonl" for number in range(len(engines))]
         try:
             for engine, path in zip(engines, paths, strict=True):
-                engine.record(path, times=True, prompts=has_text)
+                engine.record(path, times=True, prompts=has_text(experiment.workload))
             recording = _record_run(llm, engines, experiment, workload)
         finally:
             for engine in engines:
@@ -294,6 +310,9 @@ def _summary(
         speculates=config.speculative is not None,
         replicas=num_replicas,
     )
+    if experiment.metrics:
+        names = experiment.metrics
+        summary[own_metrics.OWN] = own_metrics.values_of(names, requests, recording.steps)
     duration = summary["duration_s"]
     if options:
         request_replicas = [request.replica for request in requests]
@@ -319,7 +338,7 @@ def check_lengths(items: Sequence[WorkItem], limit: int) -> None:
     cut = [
         item
         for item in items
-        if len(item.prompt_token_ids) < limit < len(item.prompt_token_ids) + item.max_tokens
+        if len(item.prompt_token_ids) < limit < len(item.prompt_token_ids) + item.longest_output
     ]
     if cut:
         first = cut[0]
@@ -327,7 +346,7 @@ def check_lengths(items: Sequence[WorkItem], limit: int) -> None:
         raise ValueError(
             f"{len(cut)} of {len(items)} requests would be cut off at engine.max_model_len, "
             f"{limit} tokens: {first.request_id} has {prompt} prompt tokens and asks for "
-            f"{first.max_tokens}. Raise the limit, or bound the workload's lengths (max of a "
+            f"{first.longest_output}. Raise the limit, or bound the workload's lengths (max of a "
             "distribution; max_prompt_tokens and max_output_tokens of a trace), which counts what "
             "it clips"
         )
@@ -339,7 +358,7 @@ def planned_lengths(point: Point) -> str | None:
     """
     experiment = point.experiment
     limit = experiment.engine.max_model_len
-    if limit is None or isinstance(experiment.workload, Prompts):
+    if limit is None or has_text(experiment.workload):
         return None
     vocab_size = sys.maxsize if isinstance(experiment.workload, Tokens) else PLANNED_VOCABULARY
     workload = build(

@@ -29,7 +29,9 @@ def engine_key(experiment: Experiment) -> Hashable:
     They differ in workload, sampling or repeats only.
     """
     engine = dataclasses.astuple(experiment.engine_config)
-    return experiment.model, experiment.simulate, experiment.num_replicas, experiment.pools, engine
+    # options of functions of one's own are mappings, which cannot be hashed
+    sections = repr((experiment.simulate, experiment.pools))
+    return experiment.model, sections, experiment.num_replicas, engine
 
 
 def simulated(experiment: Experiment) -> SimulatedLLM | PooledLLM:

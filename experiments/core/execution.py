@@ -17,6 +17,7 @@ from experiments.core.engines import Engines, Run, engine_key
 from experiments.core.environment import load_average, processor_time, stolen_share
 from experiments.core.pool_options import POOLS, pool_experiment
 from experiments.core.records import BranchRecord, RequestRecord
+from experiments.core.workloads import Own
 from pagedjax.host import policies
 from pagedjax.options.config import EngineConfig
 from pagedjax.text import yaml_words
@@ -207,7 +208,15 @@ def config_files(run: Run, engine: Any) -> dict[str, str]:
         name = f"workload{Path(run.point.source).suffix}"
         copies = {name: run.point.content} if len(run.point.content) <= COPIED else {}
         values["workload"]["file"] = name if copies else run.point.source
-    with_files = [(values["engine"], "policy", "policy.py")]
+    with_files: list[tuple[Any, Any, str]] = [(values["engine"], "policy", "policy.py")]
+    if isinstance(experiment.workload, Own):
+        with_files.append((values["workload"], "kind", "own_workload.py"))
+    values["metrics"] = list(values["metrics"])
+    with_files += [(values["metrics"], i, f"metric{i}.py") for i in range(len(values["metrics"]))]
+    sections = [values] + [values["pools"][name] for name in POOLS if experiment.pools]
+    for i, section in enumerate(sections):
+        if section["simulate"] and section["simulate"]["cost"]:
+            with_files.append((section["simulate"], "cost", f"cost{i}.py"))
     if experiment.replicas:
         with_files.append((values["replicas"], "router", "router.py"))
     if experiment.pools:

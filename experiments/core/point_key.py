@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.core.pool_options import POOLS
-from experiments.core.workloads import Synthetic, Trace
+from experiments.core.workloads import Own, Prompts, Synthetic, Tokens, Trace
 from experiments.simulation.cost import STEPS, Simulate
 from pagedjax.options import own_values
 from pagedjax.options.config import EngineConfig, KVPolicyOptions
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 # Keys without influence on the measurement; they are not in a point's hash.
 NOT_MEASURED = ("name", "question", "repeats", "sweep")
+OF_COST = ("cost", "cost_options")
 # Fields that a point's key has only with another value than their default, so that other keys are
 # those of versions before these fields.
 LATER = {
-    "engine": (
+    EngineConfig: (
         "speculative",
         "mesh",
         "devices",
@@ -40,21 +41,18 @@ LATER = {
         "max_lora_rank",
         "model_family",
     ),
-    "simulate": ("mesh", "hop_s", "profile"),
-    "workload": ("prefixes", "rounds"),
-    "sampling": (
+    Simulate: ("mesh", "hop_s", "profile", *OF_COST),
+    Prompts: ("output", "predicted", "shuffle"),
+    Synthetic: ("prefixes", "max_tokens", "predicted"),
+    Trace: ("rounds", "max_tokens", "predicted"),
+    Tokens: ("predicted",),
+    SamplingParams: (
         "structured_outputs",
         "bad_words",
         "bad_words_token_ids",
         "truncate_prompt_tokens",
         "taps",
     ),
-}
-_KINDS = {
-    "engine": (EngineConfig,),
-    "simulate": (Simulate,),
-    "sampling": (SamplingParams,),
-    "workload": (Synthetic, Trace),
 }
 # Fields of EngineConfig that may name a value of one's own, file.py:NAME. `row_features` has
 # several of them.
@@ -104,23 +102,41 @@ def point_key(experiment: Experiment, content: str) -> str:
     else:
         for name in POOLS:
             values["pools"][name]["router"] = _own_source(getattr(experiment.pools, name).router)
+            simulate = values["pools"][name]["simulate"]
+            if simulate is not None:
+                simulate["cost"] = _own_source(simulate["cost"])
+                if simulate["cost"] is None:
+                    for field in OF_COST:
+                        del simulate[field]
+    if experiment.metrics:
+        values["metrics"] = tuple(map(_own_source, experiment.metrics))
+    else:
+        del values["metrics"]
+    if isinstance(experiment.workload, Own):
+        values["workload"]["kind"] = _own_source(experiment.workload.kind)
+    if experiment.simulate is not None and experiment.simulate.cost is not None:
+        values["simulate"]["cost"] = _own_source(experiment.simulate.cost)
     if experiment.records == "full":  # not in the keys of versions before this field
         del values["records"]
     if not experiment.record or experiment.simulate:  # it changes no number of a simulated run
         del values["record"]
-    for section, names in LATER.items():
-        usual = {
-            field.name: field.default
-            for kind in _KINDS[section]
-            for field in dataclasses.fields(kind)
-        }
-        for name in names:
-            if section in values and values[section].get(name, ...) == usual[name]:
-                del values[section][name]
+    for section in ("engine", "simulate", "sampling", "workload"):
+        options = getattr(experiment, section)
+        names = LATER.get(type(options), ())
+        for field in dataclasses.fields(options) if options is not None else ():
+            if field.name in names and getattr(options, field.name) == default_of(field):
+                del values[section][field.name]
     if "file" in values["workload"]:  # a file counts by content, not by path
         values["workload"]["file"] = hashlib.sha256(content.encode()).hexdigest()
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The default of a field that has one."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
 
 
 def _own_source(value: str | None) -> str | None:

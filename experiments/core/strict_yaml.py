@@ -23,6 +23,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 
 from pagedjax.options.config import from_dict, one_of
+from pagedjax.options.own_values import names_own_value
 from pagedjax.text import yaml_words
 
 
@@ -179,6 +180,9 @@ def _union(members: tuple[Any, ...], value: Any, path: str) -> Any:
             raise ValueError(
                 f"{path}.{name} is missing; it must be one of {', '.join(map(repr, tagged))}"
             )
+        own = [cls for cls in members if dataclasses.is_dataclass(cls) and not _tag(cls)[1]]
+        if own and names_own_value(value[name]):  # such as `kind: mine.py:bursts`
+            return parse(own[0], value, path)
         one_of(f"{path}.{name}", value[name], tuple(tagged))
         return parse(tagged[value[name]], value, path)
     for member in members:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from experiments.core.records import RequestRecord
 from experiments.core.workloads import WorkItem, branch_ids
-from pagedjax.host.types import Finished, StepResult
+from pagedjax.host.types import Event, Finished, FinishReason, Sampled, StepResult
 from pagedjax.options.params import SamplingParams
 
 LONGEST_SLEEP = 0.05  # seconds; longer waits are split, so that an interrupt takes effect soon
@@ -33,6 +33,8 @@ class Engine(Protocol):
         forks: Sequence[str] = (),
     ) -> None: ...
 
+    def cancel(self, request_id: str, reason: FinishReason = "abort") -> tuple[Event, ...]: ...
+
     def step(self) -> StepResult | None: ...
 
     def reset(self) -> None: ...
@@ -44,11 +46,17 @@ def in_order(
     """Each request with its own parameters.
 
     Raises:
-        ValueError: items are not in order of arrival.
+        ValueError: items are not in order of arrival, or one ends before `min_tokens`.
     """
     if any(a.arrival > b.arrival for a, b in pairwise(items)):
         raise ValueError("the workload's items must be in order of arrival")
     params = sampling.drawn()
+    early = next((item for item in items if item.longest_output < params.min_tokens), None)
+    if early is not None and early.ends_at is not None:
+        raise ValueError(
+            f"sampling.min_tokens is {params.min_tokens}, and {early.request_id} ends after "
+            f"{early.ends_at} tokens; lower it, or raise the min of the workload's output"
+        )
     return ((item, dataclasses.replace(params, max_tokens=item.max_tokens)) for item in items)
 
 
@@ -146,15 +154,44 @@ def with_arrivals(requests: Sequence[RequestRecord], clients: int | None) -> lis
     return [request._replace(arrival=time) for request, time in zip(requests, free, strict=False)]
 
 
+class DrawnEnds:
+    """The branches that end at a drawn length, and the tokens that each still gets."""
+
+    def __init__(self, items: Sequence[WorkItem], branches: int) -> None:
+        self._tokens_left = {
+            name: item.ends_at
+            for item in items
+            if item.ends_at is not None
+            for name in branch_ids(item.request_id, branches)
+        }
+
+    def reached(self, result: StepResult) -> list[str]:
+        """The branches that got their last token in a step."""
+        if not self._tokens_left:
+            return []
+        names = []
+        for event in result.events:
+            if not isinstance(event, Sampled):
+                continue
+            for name in event.request_ids:
+                if name in self._tokens_left:
+                    self._tokens_left[name] -= 1
+                    if not self._tokens_left[name]:
+                        names.append(name)
+        return names
+
+
 def submit(engine: Engine, item: WorkItem, params: SamplingParams) -> None:
-    """Add a request to an engine.
+    """Add a request to an engine. Only a simulated engine ends it at its `ends_at`.
 
     Raises:
         ValueError: the engine refuses the request; the message has its reason.
     """
     try:
         _, *forks = branch_ids(item.request_id, params.n)
-        engine.add(item.request_id, item.prompt_token_ids, params, forks=forks)
+        numbers = {"ends_at": item.ends_at, "predicted": item.predicted}
+        options = {name: number for name, number in numbers.items() if number is not None}
+        engine.add(item.request_id, item.prompt_token_ids, params, forks=forks, **options)
     except ValueError as error:
         raise ValueError(
             f"the engine refused {item.request_id} ({len(item.prompt_token_ids)} prompt tokens, "

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.core.config import Experiment, Point, Slo
+from experiments.core.distributions import Multiple
 from experiments.core.pool_options import POOLS, pool_experiment
 from experiments.core.present import Replicas
+from experiments.core.workloads import limits_of
 from experiments.simulation.cost import Simulate
 from pagedjax.host import policies, purity
 from pagedjax.options.config import EngineConfig
@@ -60,6 +62,7 @@ def facts(points: Sequence[Point]) -> list[tuple[str, str]]:
     if first.reseed:
         seeds = f"seeds {first.seed} to {first.seed + first.repeats - 1}, one each"
     pairs.append(("Repeats", seeds))
+    pairs.append(("Predictions", predictions(experiments)))
     pairs.append(("Oracle", oracle(experiments)))
     return [(name, value) for name, value in pairs if value]
 
@@ -67,19 +70,42 @@ def facts(points: Sequence[Point]) -> list[tuple[str, str]]:
 def oracle(experiments: Sequence[Experiment]) -> str:
     """Which policies know the length of each output before it is generated; "" if none does.
 
-    With `ignore_eos` every request of a workload asks for as many tokens as it generates.
+    With `ignore_eos` every request of a workload asks for as many tokens as it generates, or for a
+    multiple of them, unless the workload draws its limits apart.
     """
-    names = dict.fromkeys(
-        experiment.engine.policy
-        for experiment in experiments
-        if experiment.sampling.ignore_eos and not experiment.sampling.stop_token_ids
+    seers: dict[str, str] = {}
+    for experiment in experiments:
+        sampling = experiment.sampling
+        policy = experiment.engine.policy
+        limits = limits_of(experiment.workload)
+        if ":" not in policy or not sampling.ignore_eos or sampling.stop_token_ids:
+            continue
+        value = policies.find(policy)
+        predicted = experiment.workload.predicted
+        if predicted and predicted.error == 0 and purity.reads_predictions(value):
+            seers[policy] = "the predicted length of a request, which is the length"
+        elif limits is None and purity.reads_limits(value):
+            seers[policy] = "the limit of a request, which is the length"
+        elif isinstance(limits, Multiple) and purity.reads_limits(value):
+            seers[policy] = "the limit of a request, which is a multiple of the length"
+    return "; ".join(
+        f"{_short(policy)} reads {number} of its output here: no policy knows it in a real service"
+        for policy, number in seers.items()
     )
-    seers = [name for name in names if ":" in name and purity.reads_limits(policies.find(name))]
-    if not seers:
-        return ""
-    return (
-        f"{', '.join(map(_short, seers))} reads the limit of a request, which is the length of its output here: "
-        "no policy knows it in a real service"
+
+
+def predictions(experiments: Sequence[Experiment]) -> str:
+    """Which policies read predicted lengths of outputs, and with which errors; "" if none does."""
+    errors: dict[str, list[str]] = {}
+    for experiment in experiments:
+        policy = experiment.engine.policy
+        predicted = experiment.workload.predicted
+        if ":" in policy and predicted and purity.reads_predictions(policies.find(policy)):
+            errors.setdefault(policy, []).append(f"{predicted.error:g}")
+    return "; ".join(
+        f"{_short(policy)} reads predicted lengths of outputs, which are the drawn lengths with a "
+        f"log-normal error of sigma {', '.join(dict.fromkeys(sigmas))}"
+        for policy, sigmas in errors.items()
     )
 
 

@@ -2,11 +2,12 @@
 
 Pure functions of (spec, file content, seed, vocabulary).
 
-Four kinds: `prompts` (real text), `synthetic` (lengths drawn from distributions), `trace` (lengths
-and arrivals of a recorded service) and `tokens` (a JSON list of token ids). The last three need no
+Kinds: `prompts` and `sharegpt` (real text), `synthetic` (lengths drawn from distributions),
+`trace`, `burstgpt` and `mooncake` (lengths and arrivals of a recorded service), `tokens` (a JSON
+list of token ids), and a function of your own (`mine.py:NAME`). Only those with text need a
 tokenizer. Random token ids suit speed measurements, because a dense model's work does not depend on
-token values. They do NOT suit speculative decoding (they distort its acceptance) or prefix caching
-(only `shared_prefix` is shared).
+token values. They do NOT suit speculative decoding (they distort its acceptance), or prefix caching
+(only `shared_prefix`, and blocks of `mooncake`, are shared).
 
 Every random choice has its own stream: other arrivals change no prompt, and the first k requests of
 `count: n` are the same for every n >= k.
@@ -17,21 +18,37 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from types import FunctionType
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
+from experiments.core import field_files
 from experiments.core.distributions import (
     AT_ONCE,
     Arrivals,
     ClosedLoop,
     Lengths,
+    Limits,
+    Predicted,
     clip,
     draw_arrivals,
     draw_lengths,
+    draw_limits,
+    predicted_lengths,
 )
+from experiments.core.field_files import (
+    BURSTGPT,
+    MOONCAKE,
+    SHAREGPT,
+    Arrived,
+    BlockIds,
+    conversations,
+)
+from pagedjax.options.own_values import call_with_options, own_value
 from pagedjax.server.load_client.text_files import lines, paragraphs, trace_rows
 
 FIRST_ORDINARY_TOKEN = (
@@ -47,12 +64,23 @@ AZURE = (
 class WorkItem(NamedTuple):
     """One request: `arrival` in seconds after the start of the run, at most `max_tokens` output
     tokens a branch.
+
+    ends_at: output tokens after which each branch ends by itself, as if the model had said its end
+        token; None: it has `max_tokens`, or the model ends it.
+    predicted: output tokens, for a policy that reads it; None: nothing is predicted.
     """
 
     request_id: str
     arrival: float
     prompt_token_ids: Sequence[int]  # a tuple, or `RandomIds`
     max_tokens: int
+    ends_at: int | None = None
+    predicted: int | None = None
+
+    @property
+    def longest_output(self) -> int:
+        """Output tokens that a branch has at most: the scheduler may know a higher limit."""
+        return self.max_tokens if self.ends_at is None else self.ends_at
 
 
 def branch_ids(request_id: str, branches: int) -> tuple[str, ...]:
@@ -67,12 +95,14 @@ class Workload(NamedTuple):
     limits.
 
     clients: of a closed loop, whose requests arrive when a client is free; None: an open loop.
+    predicted_error: of the predictions; None: there are none.
     """
 
     items: tuple[WorkItem, ...]
     clipped_prompts: int = 0
     clipped_outputs: int = 0
     clients: int | None = None
+    predicted_error: float | None = None
 
     def drawn(self) -> Workload:
         """The same with all token ids in memory."""
@@ -85,13 +115,18 @@ class Workload(NamedTuple):
         """The counts that a run records: requests, tokens, clipped lengths, seconds until the last
         arrival.
         """
+        drawn = {}
+        if any(item.ends_at is not None for item in self.items):
+            drawn = {"drawn_output_tokens": sum(item.longest_output for item in self.items)}
         return {
             "requests": len(self.items),
             "prompt_tokens": sum(len(item.prompt_token_ids) for item in self.items),
             "max_output_tokens": sum(item.max_tokens for item in self.items),
+            **drawn,
             "clipped_prompts": self.clipped_prompts,
             "clipped_outputs": self.clipped_outputs,
             "last_arrival_s": self.items[-1].arrival,
+            **({} if self.predicted_error is None else {"predicted_error": self.predicted_error}),
         }
 
 
@@ -100,6 +135,12 @@ class Prompts:
     """Texts of `file`, one a line (or a paragraph).
 
     With `cycle`, a `count` beyond the file repeats it.
+
+    output: the lengths at which requests end, as if the model had said its end token; null: they
+        end at `max_tokens`, or where the model ends them. A length beyond `max_tokens` is cut.
+    predicted: what a policy may know of the lengths; null: nothing.
+    shuffle: take the texts in random order, by the seed; each repetition of the file in another
+        one.
     """
 
     kind: Literal["prompts"]
@@ -109,6 +150,9 @@ class Prompts:
     split: Literal["line", "paragraph"] = "line"
     max_tokens: int = 32
     arrivals: Arrivals = AT_ONCE
+    output: Lengths | None = None
+    predicted: Predicted | None = None
+    shuffle: bool = False
 
     def __post_init__(self) -> None:
         _at_least_one("count", self.count, "null for each prompt once")
@@ -123,6 +167,11 @@ class Synthetic:
         follow.
     prefixes: how many different prefixes of that length there are; each request has one of them,
         drawn evenly.
+    max_tokens: the most tokens that a request asks for, which a scheduler knows, apart from the
+        length of its output, which it does not know: a number, a distribution as of lengths, or
+        {dist: multiple, times: 2} of the output. A longer output is cut, and counted. null: equal
+        to the output.
+    predicted: what a policy may know of the outputs' lengths; null: nothing.
     """
 
     kind: Literal["synthetic"]
@@ -132,9 +181,12 @@ class Synthetic:
     arrivals: Arrivals = AT_ONCE
     shared_prefix: int = 0
     prefixes: int = 1
+    max_tokens: Limits | None = None
+    predicted: Predicted | None = None
 
     def __post_init__(self) -> None:
         _at_least_one("count", self.count)
+        _check_limits(self.max_tokens)
         if self.shared_prefix < 0:
             raise ValueError(
                 f"shared_prefix is {self.shared_prefix!r}; it must be at least 0 tokens"
@@ -148,18 +200,22 @@ class Synthetic:
 
 
 @dataclass(frozen=True)
-class Trace:
-    """Arrivals and lengths of a recorded service: CSV with TIMESTAMP, ContextTokens,
-    GeneratedTokens; random ids.
+class Recorded:
+    """Arrivals and lengths of a recorded service. Prompts are random ids.
 
+    offset, limit: of the file's requests, how many are left out at its beginning, and how many are
+        taken then; null: all.
     time_scale: multiplies the recorded gaps: 0.5 doubles the rate, with 0 all requests arrive at
         once.
     rounds: how often the requests come, one round after the other with the mean gap between them:
         24 makes a day of a recorded hour. The prompts of each round are others. With a `time_scale`
         of 0 all rounds arrive at once.
+    max_prompt_tokens, max_output_tokens: longer ones are cut, and counted; null: as recorded.
+    max_tokens: the most tokens that a request asks for; see `Synthetic`.
+    predicted: what a policy may know of the outputs' lengths; null: nothing.
     """
 
-    kind: Literal["trace"]
+    kind: str
     file: str
     offset: int = 0
     limit: int | None = None
@@ -167,8 +223,11 @@ class Trace:
     rounds: int = 1
     max_prompt_tokens: int | None = None
     max_output_tokens: int | None = None
+    max_tokens: Limits | None = None
+    predicted: Predicted | None = None
 
     def __post_init__(self) -> None:
+        _check_limits(self.max_tokens)
         if not 0 <= self.time_scale < math.inf:
             raise ValueError(
                 f"time_scale is {self.time_scale!r}; it must be at least 0, and finite"
@@ -182,22 +241,148 @@ class Trace:
 
 
 @dataclass(frozen=True)
+class Trace(Recorded):
+    """A CSV with TIMESTAMP, ContextTokens, GeneratedTokens, as Azure publishes it."""
+
+    kind: Literal["trace"]
+
+
+@dataclass(frozen=True)
+class BurstGPT(Recorded):
+    """A CSV of BurstGPT, with Timestamp (seconds), Model, Request tokens, Response tokens and Log
+    Type.
+
+    Requests without response tokens are left out, because they failed, and so are those of other
+    models and log types; `offset` and `limit` count the rest.
+
+    model, log_type: of the requests that are kept, such as GPT-4 and Conversation log; null: all.
+    """
+
+    kind: Literal["burstgpt"]
+    model: str | None = None
+    log_type: str | None = None
+
+
+@dataclass(frozen=True)
+class Mooncake(Recorded):
+    """JSON lines of Mooncake, with timestamp (milliseconds), input_length, output_length and
+    hash_ids.
+
+    A hash id stands for 512 tokens of a prompt. Blocks with one id have the same random tokens, so
+    that prefixes are shared as in the recorded service.
+    """
+
+    kind: Literal["mooncake"]
+
+
+@dataclass(frozen=True)
+class ShareGPT:
+    """The first question and answer of each conversation of a ShareGPT file: a JSON list of
+    {"conversations": [{"from": "human", "value": text}, ...]}.
+
+    Prompts are the questions; the length of an output is that of the answer, in tokens of the
+    model.
+
+    limit: how many conversations; null: all.
+    shuffle: take them in random order, by the seed.
+    max_prompt_tokens, max_output_tokens: longer ones are cut, and counted; null: as they are.
+    max_tokens: the most tokens that a request asks for; see `Synthetic`.
+    predicted: what a policy may know of the outputs' lengths; null: nothing.
+    """
+
+    kind: Literal["sharegpt"]
+    file: str
+    limit: int | None = None
+    shuffle: bool = False
+    max_prompt_tokens: int | None = None
+    max_output_tokens: int | None = None
+    max_tokens: Limits | None = None
+    arrivals: Arrivals = AT_ONCE
+    predicted: Predicted | None = None
+
+    def __post_init__(self) -> None:
+        _check_limits(self.max_tokens)
+        _at_least_one("limit", self.limit, "null for the whole file")
+        for name in ("max_prompt_tokens", "max_output_tokens"):
+            _at_least_one(name, getattr(self, name), "null for lengths as they are")
+
+
+@dataclass(frozen=True)
 class Tokens:
     """A JSON list of {"prompt": [token ids], "max_tokens": count}; "n" is another name of
     "max_tokens".
+
+    predicted: what a policy may know of the outputs' lengths; null: nothing.
     """
 
     kind: Literal["tokens"]
     file: str
     limit: int | None = None
     arrivals: Arrivals = AT_ONCE
+    predicted: Predicted | None = None
 
     def __post_init__(self) -> None:
         _at_least_one("limit", self.limit, "null for the whole file")
 
 
-Spec = Prompts | Synthetic | Trace | Tokens
+@dataclass(frozen=True)
+class Own:
+    """Requests of a function of your own: `kind: mine.py:bursts`.
+
+    It is called as bursts(rng, **options), with a numpy.random.Generator that depends on the seed
+    alone, and returns its requests: for each (prompt, output) or (prompt, output, arrival), or an
+    `Item` or a mapping with these names. Equal generators must give equal requests.
+
+    options: its keyword arguments.
+    file: a text file, of which the function gets the text as the option `content`.
+    arrivals: in place of those that the function gives; null: its own, at once without one.
+    max_tokens: the most tokens that a request asks for; see `Synthetic`.
+    predicted: what a policy may know of the outputs' lengths; null: nothing.
+    """
+
+    kind: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    file: str | None = None
+    arrivals: Arrivals | None = None
+    max_tokens: Limits | None = None
+    predicted: Predicted | None = None
+
+    def __post_init__(self) -> None:
+        _check_limits(self.max_tokens)
+        if self.file is not None and "content" in self.options:
+            raise ValueError("options.content is given, and file gives it; leave one of them out")
+
+
+class Item(NamedTuple):
+    """A request that a function of a user's own returns.
+
+    prompt: its token ids, or the number of random ones.
+    output: output tokens.
+    arrival: seconds after the start of the run.
+    """
+
+    prompt: int | Sequence[int]
+    output: int
+    arrival: float = 0.0
+
+
+Spec = Prompts | Synthetic | Trace | Tokens | ShareGPT | BurstGPT | Mooncake | Own
+HINTS = {Trace: AZURE, ShareGPT: SHAREGPT, BurstGPT: BURSTGPT, Mooncake: MOONCAKE}
 Encode = Callable[[str], Sequence[int]]
+
+
+def has_text(spec: Spec) -> bool:
+    """Whether a tokenizer makes the workload's tokens."""
+    return isinstance(spec, Prompts | ShareGPT)
+
+
+def limits_of(spec: Spec) -> Limits | None:
+    """The limits that requests have apart from the lengths of their outputs; None: both are
+    equal.
+    """
+    if isinstance(spec, Prompts):
+        return None if spec.output is None else spec.max_tokens
+    return None if isinstance(spec, Tokens) else spec.max_tokens
 
 
 def check(spec: Spec, content: str) -> None:
@@ -205,8 +390,12 @@ def check(spec: Spec, content: str) -> None:
 
     Raises ValueError like `build`.
     """
-    if isinstance(spec, Trace):
-        read_trace(spec, content)
+    if isinstance(spec, Recorded):
+        read_recorded(spec, content)
+    elif isinstance(spec, Own):
+        own_items(spec, content, 0, sys.maxsize)
+    elif isinstance(spec, ShareGPT):
+        conversations(spec.file, content)
     elif isinstance(spec, Prompts):
         read_prompts(spec, content)
     elif isinstance(spec, Tokens):
@@ -227,37 +416,189 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
     """
     arrivals = getattr(spec, "arrivals", None)  # a trace has its own
     clients = arrivals.clients if isinstance(arrivals, ClosedLoop) else None
-    workload = _without_clients(spec, content, seed, vocab_size, encode)
+    streams = tuple(np.random.default_rng([seed, stream]) for stream in range(9))
+    if isinstance(spec, Own):
+        workload = _own(spec, content, seed, vocab_size, streams)
+    elif isinstance(spec, Recorded):
+        workload = _recorded(spec, content, seed, vocab_size, streams[1])
+    else:
+        workload = _with_equal_limits(spec, content, vocab_size, encode, streams)
+    limits = limits_of(spec)
+    if limits is not None:
+        workload = _with_limits(workload, limits, streams[6])
+    if spec.predicted is not None:
+        workload = _with_predictions(workload, spec.predicted, streams[7])
     return workload._replace(clients=clients)
 
 
-def _without_clients(
-    spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode
+def _with_limits(workload: Workload, limits: Limits, rng: np.random.Generator) -> Workload:
+    """The workload with these limits; its outputs end where they did, or at their limits."""
+    outputs = [item.max_tokens for item in workload.items]
+    pairs = list(zip(workload.items, draw_limits(limits, outputs, rng), strict=True))
+    items = [
+        item._replace(
+            max_tokens=limit, ends_at=item.max_tokens if item.max_tokens < limit else None
+        )
+        for item, limit in pairs
+    ]
+    cut = sum(item.max_tokens > limit for item, limit in pairs)
+    return workload._replace(items=tuple(items), clipped_outputs=workload.clipped_outputs + cut)
+
+
+def _with_predictions(workload: Workload, spec: Predicted, rng: np.random.Generator) -> Workload:
+    """The workload with a prediction of the length of each output."""
+    outputs = [item.longest_output for item in workload.items]
+    pairs = zip(workload.items, predicted_lengths(spec, outputs, rng), strict=True)
+    items = [item._replace(predicted=tokens) for item, tokens in pairs]
+    return workload._replace(items=tuple(items), predicted_error=spec.error)
+
+
+def _own(
+    spec: Own, content: str, seed: int, vocab_size: int, streams: Sequence[np.random.Generator]
 ) -> Workload:
-    """The workload without its clients; see `build`."""
-    streams = tuple(np.random.default_rng([seed, stream]) for stream in range(6))
+    """The workload of a user's own function."""
+    items = own_items(spec, content, seed, vocab_size)
+    if spec.arrivals is not None:
+        times = draw_arrivals(spec.arrivals, len(items), streams[2])
+        pairs = zip(items, times, strict=True)
+        items = [item._replace(arrival=time) for item, time in pairs]
+    lens = [item.prompt if isinstance(item.prompt, int) else 1 for item in items]
+    random_ids = lazy_prompts(lens, vocab_size, streams[1])
+    prompts = [
+        ids if isinstance(item.prompt, int) else tuple(item.prompt)
+        for item, ids in zip(items, random_ids, strict=True)
+    ]
+    times = [item.arrival for item in items]
+    return Workload(_items(times, prompts, [item.output for item in items]))
+
+
+def own_items(spec: Own, content: str, seed: int, vocab_size: int) -> list[Item]:
+    """What a user's own function returns, checked, in order of arrival.
+
+    Raises:
+        ValueError: there is no such function, it does not take the options, or it returns no
+            requests; names the first wrong one.
+    """
+    function = own_value("workload.kind", spec.kind, FunctionType, ())
+    options = dict(spec.options)
+    if spec.file is not None:
+        options["content"] = content
+    rng = np.random.default_rng([seed, 9])
+    returned = call_with_options("workload.options", function, [rng], options)
+    if not isinstance(returned, Iterable):
+        raise ValueError(
+            f"workload.kind is {spec.kind!r}, which returned {returned!r:.80}; it must return its "
+            "requests, each (prompt, output, arrival)"
+        )
+    items = [
+        _own_item(f"workload.kind is {spec.kind!r}, whose request {i}", entry, vocab_size)
+        for i, entry in enumerate(returned)
+    ]
+    if not items:
+        raise ValueError(f"workload.kind is {spec.kind!r}, which returned no requests; return one")
+    return sorted(items, key=lambda item: item.arrival)
+
+
+def _own_item(place: str, entry: Any, vocab_size: int) -> Item:
+    """A request that a user's function returned. Raises ValueError, which begins with `place`."""
+    try:
+        item = Item(**entry) if isinstance(entry, Mapping) else Item(*entry)
+    except TypeError:
+        raise ValueError(
+            f"{place} is {entry!r:.80}; write (prompt, output) or (prompt, output, arrival), or a "
+            "mapping with prompt, output and arrival"
+        ) from None
+    prompt: Any = item.prompt
+    tokens: tuple[int, ...] = ()
+    if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, str):
+        tokens = tuple(np.asarray(prompt).tolist())
+    length = int(prompt) if isinstance(prompt, Integral) else 0
+    if not tokens and length < 1:
+        raise ValueError(
+            f"{place} has the prompt {prompt!r:.60}; it must be token ids, or their number, at "
+            "least 1"
+        )
+    wrong = [t for t in tokens if type(t) is not int or not 0 <= t < vocab_size]
+    if wrong:
+        raise ValueError(f"{place} has token id {wrong[0]!r}; it is outside [0, {vocab_size})")
+    if not isinstance(item.output, Integral) or item.output < 1:
+        raise ValueError(
+            f"{place} has output {item.output!r:.60}; it must be an integer, at least 1"
+        )
+    if not isinstance(item.arrival, Real) or not 0 <= item.arrival < math.inf:
+        raise ValueError(
+            f"{place} has arrival {item.arrival!r:.60}; it must be seconds, at least 0, and finite"
+        )
+    return Item(tokens or length, int(item.output), float(item.arrival))
+
+
+def _recorded(
+    spec: Recorded, content: str, seed: int, vocab_size: int, token_rng: np.random.Generator
+) -> Workload:
+    """The workload of a recorded service."""
+    recorded = read_recorded(spec, content)
+    prompt_lens, clipped_prompts = clip(recorded.prompt_lens, 1, spec.max_prompt_tokens)
+    output_lens, clipped_outputs = clip(recorded.output_lens, 1, spec.max_output_tokens)
+    prompts: Sequence[Sequence[int]]
+    if isinstance(spec, Mooncake):
+        _check_vocabulary(vocab_size)
+        ids = (FIRST_ORDINARY_TOKEN, vocab_size)
+        count = len(prompt_lens) // spec.rounds
+        prompts = [
+            BlockIds(blocks, length, ids, (seed, 1, i // count))
+            for i, (blocks, length) in enumerate(zip(recorded.blocks, prompt_lens, strict=True))
+        ]
+    else:
+        prompts = lazy_prompts(prompt_lens, vocab_size, token_rng)
+    items = _items(recorded.times, prompts, output_lens)
+    return Workload(items, clipped_prompts, clipped_outputs)
+
+
+def _with_equal_limits(
+    spec: Prompts | Synthetic | Tokens | ShareGPT,
+    content: str,
+    vocab_size: int,
+    encode: Encode,
+    streams: Sequence[np.random.Generator],
+) -> Workload:
+    """The workload without clients, whose limits are the lengths of its outputs; see `build`."""
     if isinstance(spec, Synthetic):
         return _synthetic(spec, vocab_size, streams)
-    _, token_rng, arrival_rng, *_ = streams
-    if isinstance(spec, Trace):
-        times, contexts, generated = read_trace(spec, content)
-        prompt_lens, clipped_prompts = clip(contexts, 1, spec.max_prompt_tokens)
-        output_lens, clipped_outputs = clip(generated, 1, spec.max_output_tokens)
-        prompts = lazy_prompts(prompt_lens, vocab_size, token_rng)
-        return Workload(_items(times, prompts, output_lens), clipped_prompts, clipped_outputs)
+    arrival_rng, output_rng = streams[2:4]
+    clipped_prompts = 0
+    clipped_outputs = 0
     if isinstance(spec, Prompts):
-        prompts = [tuple(encode(text)) for text in read_prompts(spec, content)]
+        prompts = [tuple(encode(text)) for text in read_prompts(spec, content, streams[8])]
         output_lens = [spec.max_tokens] * len(prompts)
+        if spec.output is not None:
+            output_lens, clipped_outputs = draw_lengths(spec.output, len(prompts), output_rng)
+    elif isinstance(spec, ShareGPT):
+        pairs = _encoded_conversations(spec, content, encode, streams[8])
+        lens = [len(prompt) for prompt, _ in pairs]
+        prompt_lens, clipped_prompts = clip(lens, 1, spec.max_prompt_tokens)
+        prompts = [prompt[:length] for (prompt, _), length in zip(pairs, prompt_lens, strict=True)]
+        lens = [length for _, length in pairs]
+        output_lens, clipped_outputs = clip(lens, 1, spec.max_output_tokens)
     else:
         prompts, output_lens = read_tokens(spec, content, vocab_size)
     times = draw_arrivals(spec.arrivals, len(prompts), arrival_rng)
-    return Workload(_items(times, prompts, output_lens))
+    return Workload(_items(times, prompts, output_lens), clipped_prompts, clipped_outputs)
+
+
+def _encoded_conversations(
+    spec: ShareGPT, content: str, encode: Encode, rng: np.random.Generator
+) -> list[tuple[tuple[int, ...], int]]:
+    """Prompt ids and the number of the answer's tokens, of each conversation that is taken."""
+    texts = conversations(spec.file, content)
+    order = rng.permutation(len(texts)) if spec.shuffle else range(len(texts))
+    chosen = [texts[i] for i in order[: spec.limit]]
+    return [(tuple(encode(prompt)), len(encode(answer))) for prompt, answer in chosen]
 
 
 def _synthetic(
     spec: Synthetic, vocab_size: int, streams: Sequence[np.random.Generator]
 ) -> Workload:
-    length_rng, token_rng, arrival_rng, output_rng, prefix_rng, choice_rng = streams
+    length_rng, token_rng, arrival_rng, output_rng, prefix_rng, choice_rng, *_ = streams
     prompt_lens, clipped_prompts = draw_lengths(spec.prompt, spec.count, length_rng)
     output_lens, clipped_outputs = draw_lengths(spec.output, spec.count, output_rng)
     times = draw_arrivals(spec.arrivals, spec.count, arrival_rng)
@@ -330,11 +671,7 @@ class RandomIds(Sequence[int]):
 
 def lazy_prompts(lens: Sequence[int], vocab_size: int, rng: np.random.Generator) -> list[RandomIds]:
     """The prompts of `random_prompts`, whose ids are drawn when they are read."""
-    if vocab_size <= FIRST_ORDINARY_TOKEN:
-        raise ValueError(
-            f"the vocabulary has {vocab_size} tokens; random prompts need more than "
-            f"{FIRST_ORDINARY_TOKEN}, because lower ids are special"
-        )
+    _check_vocabulary(vocab_size)
     prompts = []
     for length in lens:
         prompts.append(RandomIds(rng, length, vocab_size))
@@ -342,8 +679,16 @@ def lazy_prompts(lens: Sequence[int], vocab_size: int, rng: np.random.Generator)
     return prompts
 
 
-def read_prompts(spec: Prompts, content: str) -> list[str]:
-    """The texts of a prompts file; blank lines are skipped."""
+def _check_vocabulary(vocab_size: int) -> None:
+    if vocab_size <= FIRST_ORDINARY_TOKEN:
+        raise ValueError(
+            f"the vocabulary has {vocab_size} tokens; random prompts need more than "
+            f"{FIRST_ORDINARY_TOKEN}, because lower ids are special"
+        )
+
+
+def read_prompts(spec: Prompts, content: str, rng: np.random.Generator | None = None) -> list[str]:
+    """The texts of a prompts file; blank lines are skipped. rng: of the order, with `shuffle`."""
     texts = paragraphs(content) if spec.split == "paragraph" else lines(content)
     if not texts:
         raise ValueError(f"{spec.file} holds no prompts; write one a {spec.split}")
@@ -353,19 +698,37 @@ def read_prompts(spec: Prompts, content: str) -> list[str]:
             f"workload.count is {count}, but {spec.file} has {len(texts)} prompts; set "
             "workload.cycle: true"
         )
-    return [texts[i % len(texts)] for i in range(count)]
+    if not (spec.shuffle and rng):
+        return [texts[i % len(texts)] for i in range(count)]
+    orders = [rng.permutation(len(texts)) for _ in range(-(-count // len(texts)))]
+    return [texts[i] for i in np.concatenate(orders)[:count]]
 
 
-def read_trace(spec: Trace, content: str) -> tuple[list[float], list[int], list[int]]:
-    """A trace: arrivals in seconds after its first request that counts, prompt lengths and output
-    lengths, in order of arrival.
+class RecordedLoad(NamedTuple):
+    """The requests of a recorded service, in order of arrival.
+
+    times: seconds after the first request that counts.
+    blocks: of each prompt; see `Arrived`.
     """
-    rows = trace_rows(spec.file, content, spec.offset, spec.limit, AZURE)
+
+    times: list[float]
+    prompt_lens: list[int]
+    output_lens: list[int]
+    blocks: list[tuple[int, ...]]
+
+
+def read_recorded(spec: Recorded, content: str) -> RecordedLoad:
+    """The requests that a workload takes of a recorded service, in all of its rounds.
+
+    Raises:
+        ValueError: a line cannot be read, no request is left, or there is no gap between rounds.
+    """
+    rows = _recorded_rows(spec, content)
     if not rows:
         raise ValueError(
             f"{spec.file} has no requests after workload.offset {spec.offset} (limit {spec.limit})"
         )
-    times = [(row[0] - rows[0][0]).total_seconds() * spec.time_scale for row in rows]
+    times = [(row.seconds - rows[0].seconds) * spec.time_scale for row in rows]
     # the time until the first request of the next round
     period = times[-1] * len(times) / max(1, len(times) - 1)
     if spec.rounds > 1 and spec.time_scale and not period:
@@ -376,7 +739,28 @@ def read_trace(spec: Trace, content: str) -> tuple[list[float], list[int], list[
         )
     if spec.rounds > 1:
         times = [time + i * period for i in range(spec.rounds) for time in times]
-    return times, [row[1] for row in rows] * spec.rounds, [row[2] for row in rows] * spec.rounds
+    return RecordedLoad(
+        times,
+        [row.prompt_tokens for row in rows] * spec.rounds,
+        [row.output_tokens for row in rows] * spec.rounds,
+        [row.blocks for row in rows] * spec.rounds,
+    )
+
+
+def _recorded_rows(spec: Recorded, content: str) -> list[Arrived]:
+    """The requests of a file that a workload takes, by time."""
+    if not isinstance(spec, BurstGPT | Mooncake):
+        rows = trace_rows(spec.file, content, spec.offset, spec.limit, AZURE)
+        return [
+            Arrived((row.at - rows[0].at).total_seconds(), row.prompt_tokens, row.output_tokens)
+            for row in rows
+        ]
+    if isinstance(spec, BurstGPT):
+        arrived = field_files.burst_rows(spec.file, content, spec.model, spec.log_type)
+    else:
+        arrived = field_files.mooncake_rows(spec.file, content)
+    end = None if spec.limit is None else spec.offset + spec.limit
+    return sorted(arrived[spec.offset : end], key=lambda row: row.seconds)
 
 
 def read_tokens(
@@ -419,6 +803,11 @@ def _items(
     return tuple(
         WorkItem(f"r{i:05d}", time, prompt, count) for i, (time, prompt, count) in enumerate(rows)
     )
+
+
+def _check_limits(limits: Limits | None) -> None:
+    if isinstance(limits, int):
+        _at_least_one("max_tokens", limits, "null for the lengths of the outputs")
 
 
 def _at_least_one(name: str, value: int | None, none: str = "") -> None:

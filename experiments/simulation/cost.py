@@ -27,9 +27,12 @@ time is a lower bound. Imports no jax, except for the shape of a checkpoint or o
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -39,6 +42,7 @@ from experiments.simulation.collectives import Exchanged, Network
 from pagedjax.host.kv_policies import View
 from pagedjax.host.types import Plan, SchedulerConfig
 from pagedjax.options.config import MeshConfig, from_dict, one_of
+from pagedjax.options.own_values import check_options, own_value
 
 if TYPE_CHECKING:
     from pagedjax.weights.architectures import Family
@@ -366,6 +370,107 @@ CHIPS = {
 }
 
 
+@dataclass(frozen=True)
+class OwnNetwork:
+    """The links of a chip of your own; see `collectives.Network`."""
+
+    bandwidth: float
+    neighbours: bool
+    devices: int
+    hop: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_above_zero("bandwidth", self.bandwidth, "bytes/s")
+        if self.devices < 2:
+            raise ValueError(f"devices is {self.devices}; it must be at least 2")
+        if not 0 <= self.hop < math.inf:
+            raise ValueError(f"hop is {self.hop}; it must be at least 0 seconds, and finite")
+
+
+@dataclass(frozen=True)
+class OwnChip:
+    """A chip of your own, in the config: `chip: {name: mine, like: h100, bandwidth: 4.0e12}`.
+
+    name: of the device in results.
+    like: a name of cost.CHIPS, which has the values that are not given; null: bandwidth, rate and
+        memory must be given.
+    bandwidth: bytes/s of its memory. rate: operations/s of dense 16-bit arithmetic. memory: bytes.
+    launch: seconds of a step for launches, sampling and the host.
+    tile: tokens that a matrix product computes at a time.
+    link: bytes/s between its memory and the host's. transfer: seconds of each copy over it.
+    network: to other chips.
+    """
+
+    name: str
+    like: str | None = None
+    bandwidth: float | None = None
+    rate: float | None = None
+    memory: float | None = None
+    launch: float | None = None
+    tile: int | None = None
+    link: float | None = None
+    transfer: float | None = None
+    network: OwnNetwork | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name in CHIPS:
+            raise ValueError(
+                f"name is {self.name!r}; it must be text, and none of the known chips "
+                f"({', '.join(CHIPS)})"
+            )
+        if self.like is not None:
+            one_of("like", self.like, tuple(CHIPS))
+        units = {"bandwidth": "bytes/s", "rate": "operations/s", "memory": "bytes"}
+        for name, unit in (units | {"link": "bytes/s"}).items():
+            value = getattr(self, name)
+            if value is not None:
+                _check_above_zero(name, value, unit)
+            elif name in units and self.like is None:
+                raise ValueError(f"{name} is missing; give it in {unit}, or a chip that it is like")
+        for name in ("launch", "transfer"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be at least 0 seconds, and finite")
+        if self.tile is not None and self.tile < 1:
+            raise ValueError(f"tile is {self.tile}; it must be at least 1 token")
+
+    @property
+    def limits(self) -> Chip:
+        """The chip that it stands for."""
+        names = [field.name for field in dataclasses.fields(self)[2:]]
+        values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.network is not None:
+            values["network"] = Network(**dataclasses.asdict(self.network))
+        return Chip(**values) if self.like is None else CHIPS[self.like]._replace(**values)
+
+
+def _check_above_zero(name: str, value: float, unit: str) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value}; it must be above 0 {unit}, and finite")
+
+
+def own_step_time(spec: str, options: Mapping[str, Any]) -> StepTime:
+    """The seconds of a step by a user's own function of a `Work`, file.py:NAME.
+
+    Raises:
+        ValueError: there is no such function, or it does not take the options. A call raises it if
+            the function returns no time.
+    """
+    function = own_value("simulate.cost", spec, FunctionType, ())
+    check_options("simulate.cost_options", function, 1, options)
+
+    def seconds(work: Work) -> Any:
+        time = function(work, **options)
+        if not np.all(np.greater(time, 0) & np.isfinite(time)):
+            raise ValueError(
+                f"simulate.cost is {spec!r}, which returned {time!r:.80} for {work}; it must "
+                "return the seconds of the step, above 0"
+            )
+        return time
+
+    return seconds
+
+
 class Roofline(NamedTuple):
     """Seconds of a step on `chips` chips that share weights and heads without a cost (ideal tensor
     parallelism).
@@ -523,7 +628,8 @@ def _text(value: object) -> str:
 class Simulate:
     """The model of the device.
 
-    chip: a name of cost.CHIPS. chips: the number of chips that share the model, without a cost.
+    chip: a name of cost.CHIPS, or a chip of your own with its values (`OwnChip`).
+    chips: the number of chips that share the model, without a cost.
     mesh: the devices that share the model, in place of chips: each computes its part, and they
         exchange sums. A `MeshConfig` or a mapping such as {"tensor": 8}.
     hop_s: with a mesh, seconds of each hop of an exchange, in addition to its bytes; None is the
@@ -531,6 +637,9 @@ class Simulate:
     fit: the folder of a measured run, in place of a chip; the times come from its steps.jsonl. Or
         a folder and swept values that choose the run: "runs/x block_size=16 repeat=0".
     step_s: seconds of every step, in place of a chip: its time does not depend on what it computes.
+    cost: a function of your own, mine.py:NAME, in place of a chip: NAME(work, **cost_options) gives
+        the seconds of a step with the counts of `Work`.
+    cost_options: its keyword arguments.
     profile: one of profiles.NAMES, in place of a chip: published coefficients or times. They count
         real tokens, so `padded` must be False.
     model: a name of cost.SHAPES; None is the shape of the experiment's own model, from its
@@ -550,7 +659,7 @@ class Simulate:
         the host.
     """
 
-    chip: str | None = None
+    chip: str | OwnChip | None = None
     chips: int = 1
     fit: str | None = None
     step_s: float | None = None
@@ -567,16 +676,20 @@ class Simulate:
     mesh: MeshConfig | None = None
     hop_s: float | None = None
     profile: str | None = None
+    cost: str | None = None
+    cost_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.mesh, Mapping):
             sizes: dict[str, Any] = {str(name): size for name, size in self.mesh.items()}
             object.__setattr__(self, "mesh", from_dict(MeshConfig, sizes, where="simulate.mesh."))
-        if [self.chip, self.fit, self.step_s, self.profile].count(None) != 3:
+        if [self.chip, self.fit, self.step_s, self.profile, self.cost].count(None) != 4:
             raise ValueError(
-                "needs one of chip (a name), fit (a folder of a measured run), profile (a name) "
-                "and step_s (seconds of every step)"
+                "needs one of chip (a name), fit (a folder of a measured run), profile (a name), "
+                "cost (mine.py:NAME) and step_s (seconds of every step)"
             )
+        if self.cost_options and self.cost is None:
+            raise ValueError("cost_options are given without a cost; name it, or leave them out")
         if self.profile is not None:
             one_of("profile", self.profile, profiles.NAMES)
             if self.padded:
@@ -584,7 +697,7 @@ class Simulate:
                     f"profile is {self.profile!r}, whose coefficients count real tokens, and "
                     "padded is true; set it to false"
                 )
-        if self.chip is not None:
+        if self.chip is not None and not isinstance(self.chip, OwnChip):
             one_of("chip", self.chip, tuple(CHIPS))
         if self.model is not None:
             one_of("model", self.model, tuple(SHAPES))
@@ -598,6 +711,8 @@ class Simulate:
             )
             if self.fit is not None:
                 source = "measured steps (fit) do"
+            if self.cost is not None:
+                source = "a function of your own (cost) does"
             for name in (
                 "chips",
                 "bandwidth_share",
@@ -642,15 +757,27 @@ class Simulate:
                 f"chips is {self.chips} and mesh is {_text(self.mesh)}; leave chips out"
             )
         if self.mesh.size > 1:
-            assert self.chip is not None, "checked before"
-            check_network(CHIPS[self.chip].network, self.mesh.size, self.chip)
+            check_network(self.chip_limits.network, self.mesh.size, self.chip_name)
+
+    @property
+    def chip_limits(self) -> Chip:
+        """The limits of its chip; it must have one."""
+        assert self.chip is not None, "`__post_init__` checks it"
+        return self.chip.limits if isinstance(self.chip, OwnChip) else CHIPS[self.chip]
+
+    @property
+    def chip_name(self) -> str:
+        """The name of its chip; "" without one."""
+        return self.chip.name if isinstance(self.chip, OwnChip) else self.chip or ""
 
     @property
     def name(self) -> str:
         """The name of the device in a summary."""
         if self.chip is None:
             how = "fitted" if self.fit is not None else "constant step"
+            if self.cost is not None:
+                how = self.cost.rpartition("/")[2]
             return f"{SIMULATED}, {self.profile or how}"
         if self.mesh is not None:
-            return f"{SIMULATED} {self.chip}, {_text(self.mesh)}"
-        return f"{SIMULATED} {self.chip}" + (f" x {self.chips}" if self.chips > 1 else "")
+            return f"{SIMULATED} {self.chip_name}, {_text(self.mesh)}"
+        return f"{SIMULATED} {self.chip_name}" + (f" x {self.chips}" if self.chips > 1 else "")

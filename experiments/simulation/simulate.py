@@ -5,14 +5,15 @@ model advances.
     simulate: {chip: tpu-v5e, mesh: {tensor: 8}, model: llama-3-8b}   # that of eight devices, which
                                                                       # exchange sums
     simulate: {fit: runs/w1/0123456789ab/0}        # the measured steps of a run
+    simulate: {cost: mine.py:seconds}              # a function of your own, of the step's counts
     simulate: {step_s: 1.0}                        # every step takes the same time
     simulate: {profile: distserve/opt-13b/tp2, padded: false}   # published coefficients, see
                                                                 # profiles.py
 
 This section is the only difference in a config: driver, events, records, summary and report are the
-same. Tokens have no meaning, so requests end at their max_tokens and `sampling.ignore_eos` must be
-true; the workload draws the lengths. Time is virtual: nothing sleeps, and the load of the machine
-does not change a run.
+same. Tokens have no meaning. A request ends at its max_tokens, or before it at the length that the
+workload draws, by an end token that no other token is; so `sampling.ignore_eos` must be true. Time
+is virtual: nothing sleeps, and the load of the machine does not change a run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from immutables import Map
 
 from experiments.simulation import cost, profiles
 from experiments.simulation.cost import (
-    CHIPS,
     SHAPES,
     Roofline,
     Shape,
@@ -55,7 +55,7 @@ from pagedjax.engine.requests import (
 )
 from pagedjax.host import blocks, decode_spans, kv_policies, policies, request_limits, scheduler
 from pagedjax.host.drafts import Sample, cut_at_the_end
-from pagedjax.host.event_log import Commit, Entry, Recorder, Schedule, Submit
+from pagedjax.host.event_log import Cancel, Commit, Entry, Recorder, Schedule, Submit
 from pagedjax.host.reservation import table_width
 from pagedjax.host.state import limits
 from pagedjax.host.types import (
@@ -63,6 +63,7 @@ from pagedjax.host.types import (
     NO_HASHES,
     Event,
     Finished,
+    FinishReason,
     Plan,
     Released,
     Request,
@@ -95,6 +96,7 @@ class Handover(NamedTuple):
 
     released: Released
     data: SequenceData | None  # its tokens; None: no prefixes are shared
+    end: int | None = None  # its length when it ends by itself
 
 
 class WholeBatch(NamedTuple):
@@ -179,6 +181,8 @@ class SimulatedEngine:
             spare=config.speculative.num_tokens if config.speculative else 0,
         )
         assert config.max_model_len is not None, "see `resolved`"
+        # an id outside the vocabulary, so that no other token is it
+        self._end_tokens = frozenset({vocab_size})
         views = kv_policies.views(config, table_width(config, config.max_model_len))
         self._policy = policies.find(config.policy)
         self._limits = limits(config, host_blocks, views)
@@ -194,6 +198,8 @@ class SimulatedEngine:
             drafting.start(Drafter("simulated", lambda *_: ()), options) if options else None
         )
         self._batch = WholeBatch()
+        # by sequence id, its length when it ends by itself
+        self._ends: dict[str, int] = {}
         self.now = 0.0
 
     def record(
@@ -230,8 +236,14 @@ class SimulatedEngine:
         params: SamplingParams,
         *,
         forks: Sequence[str] = (),
+        predicted: int | None = None,
+        ends_at: int | None = None,
     ) -> None:
         """Like `Engine.add`.
+
+        Args:
+            ends_at: output tokens of each branch, of which the last is an end token; None: as many
+                as `params.max_tokens`.
 
         Raises ValueError for a request that could end before max_tokens or can never run.
         """
@@ -240,16 +252,33 @@ class SimulatedEngine:
                 "a simulated request ends at max_tokens; set sampling.ignore_eos: true and leave "
                 "stop_token_ids out"
             )
-        request = EngineRequest((request_id, *forks), prompt_token_ids, params)
+        names = (request_id, *forks)
+        request = EngineRequest(names, prompt_token_ids, params, predicted=predicted)
         prepared = prepare(self.scheduler_state, request, self._rules)
-        self.scheduler_state = scheduler.submit(self.scheduler_state, prepared.request)
-        self._write(Submit(prepared.request, prompt_token_ids))
+        scheduler_request = prepared.request
+        if ends_at is not None:
+            scheduler_request = scheduler_request._replace(stop_token_ids=self._end_tokens)
+        self.scheduler_state = scheduler.submit(self.scheduler_state, scheduler_request)
+        self._write(Submit(scheduler_request, prompt_token_ids))
+        if ends_at is not None:
+            end = len(prompt_token_ids) + ends_at
+            self._ends |= dict.fromkeys(names, end)
         if self._rules.caching:  # only hashes of blocks need token values
             self._sequences = self._sequences.update(prepared.sequences)
 
     def _write(self, entry: Entry) -> None:
         if self._recorder:
             self._recorder.write(entry)
+
+    def cancel(self, request_id: str, reason: FinishReason = "abort") -> tuple[Event, ...]:
+        """Like `Engine.cancel`."""
+        state = self.scheduler_state
+        self.scheduler_state, events = scheduler.cancel(state, request_id, reason)
+        if self._sequences:
+            self._sequences = apply_events(self._sequences, events, state.running)
+        self._ends.pop(request_id, None)
+        self._write(Cancel(request_id, reason, events))
+        return events
 
     def check(self, request: Request) -> None:
         """Raises Rejected if this engine could never adopt the request's sequences."""
@@ -277,7 +306,7 @@ class SimulatedEngine:
         data = self._sequences.get(request_id)
         if data is not None:
             self._sequences = self._sequences.delete(request_id)
-        return Handover(released, data)
+        return Handover(released, data, self._ends.pop(request_id, None))
 
     def free(self, handover: Handover) -> None:
         """Free the blocks of a released sequence, whose pages are elsewhere now."""
@@ -295,6 +324,8 @@ class SimulatedEngine:
         if not scheduler.has_room(self.scheduler_state, self._policy, released):
             return False
         self.scheduler_state, _ = scheduler.adopt(self.scheduler_state, self._policy, released)
+        if handover.end is not None:
+            self._ends[released.request.request_id] = handover.end
         if handover.data is not None:
             self._sequences = self._sequences.set(released.request.request_id, handover.data)
         return True
@@ -334,6 +365,10 @@ class SimulatedEngine:
             self._sequences = apply_events(
                 self._sequences, events, state.running, self._rules.spare
             )
+        if self._ends:
+            for event in events:
+                if isinstance(event, Finished):
+                    self._ends.pop(event.request_id, None)
         if self._simulate.whole_batches:
             self._batch, events = after_step(
                 self._batch, plan, events, over=not self.scheduler_state.running.seqs
@@ -348,20 +383,23 @@ class SimulatedEngine:
         Accepted drafts are written into the tokens of their sequence.
         """
         samples: list[Sample] = [
-            sampled(seq.arrival, length, self._rules.vocab_size)
-            for seq, length in zip(plan.seqs, plan.lengths, strict=True)
+            self._token(seq, length) for seq, length in zip(plan.seqs, plan.lengths, strict=True)
         ]
         for i, num_drafts in enumerate(plan.drafts):
             seq = plan.seqs[i]
             length = plan.lengths[i]
             right = min(guesses[seq.request_id].right, num_drafts) if num_drafts else 0
-            tokens = [
-                sampled(seq.arrival, length + j, self._rules.vocab_size) for j in range(right + 1)
-            ]
+            tokens = [self._token(seq, length + j) for j in range(right + 1)]
             if self._sequences:
                 self._sequences[seq.request_id].tokens[length : length + right] = tokens[:right]
             samples[i] = tuple(tokens)
         return samples
+
+    def _token(self, seq: Seq, length: int) -> int:
+        """The token that a sequence gets after `length` known ones."""
+        if self._ends and self._ends.get(seq.request_id) == length + 1:
+            return self._rules.vocab_size
+        return sampled(seq.arrival, length, self._rules.vocab_size)
 
     def ahead(self) -> StepTimes | None:
         """The times of the next steps, if several of them only decode; `advance` makes them.
@@ -372,7 +410,7 @@ class SimulatedEngine:
             return None
         if self._drafting or self._simulate.whole_batches or not self._simulate.kv_cache:
             return None
-        steps = min(decode_spans.steps_ahead(self.scheduler_state), MOST_AHEAD)
+        steps = min(decode_spans.steps_ahead(self.scheduler_state, self._ends), MOST_AHEAD)
         if steps < 2:
             return None
         lengths = self.scheduler_state.running.lengths
@@ -520,6 +558,8 @@ class SimulatedLLM:
             self.step_time: StepTime = cost.fit(steps)
         elif (seconds := simulate.step_s) is not None:
             self.step_time = lambda work: seconds
+        elif simulate.cost is not None:
+            self.step_time = cost.own_step_time(simulate.cost, simulate.cost_options)
         elif simulate.profile is not None:
             self.step_time = profiles.find(simulate.profile)
         else:
@@ -577,10 +617,9 @@ def _shape(simulate: Simulate, config: EngineConfig, model: str) -> Shape:
 
 def _roofline(simulate: Simulate, config: EngineConfig, shape: Shape) -> Roofline:
     """The roofline of the chips, or of a mesh of them."""
-    assert simulate.chip is not None, "`Simulate` has a chip, a fit, step_s or a profile"
     roofline = Roofline(
         shape=shape,
-        chip=CHIPS[simulate.chip],
+        chip=simulate.chip_limits,
         chips=simulate.chips,
         bandwidth_share=simulate.bandwidth_share,
         rate_share=simulate.rate_share,

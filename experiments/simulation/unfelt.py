@@ -48,8 +48,10 @@ def refuse_unfelt(config: EngineConfig, simulate: Simulate, *, recorded: bool) -
             f"engine.kv_policy is {config.kv_policy.name!r}, which selects blocks, and a "
             "simulated step reads all that a query sees; use a policy without a selection"
         )
-    if config.preemption == "swap" and (simulate.fit is not None or simulate.profile is not None):
+    if config.preemption == "swap" and simulate.chip is None and simulate.step_s is None:
         source = "a profile (simulate.profile)"
+        if simulate.cost is not None:
+            source = "functions of your own (simulate.cost)"
         if simulate.fit is not None:
             source = "measured steps (simulate.fit)"
         raise ValueError(

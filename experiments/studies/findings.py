@@ -177,12 +177,15 @@ def results_of(
             seed = experiment.seed + (repeat if experiment.reseed else 0)
             vocabulary = llm.tokenizer.vocab_size
             encode = llm.tokenizer.encode
-            items, _, _, clients = build(
-                experiment.workload, point.content, seed, vocabulary, encode
-            )
+            workload = build(experiment.workload, point.content, seed, vocabulary, encode)
             engine = llm.engine
             _, results = drive(
-                engine, items, experiment.sampling, engine.clock, engine.sleep, clients
+                engine,
+                workload.items,
+                experiment.sampling,
+                engine.clock,
+                engine.sleep,
+                workload.clients,
             )
             runs.append((engine.scheduler_state.config, results))
         points.append((point, runs))

@@ -146,6 +146,7 @@ class Engine:
         tags: Sequence[str] = (),
         grammar: Grammar | None = None,
         adapter: str | None = None,
+        predicted: int | None = None,
     ) -> None:
         """Queue a request. `priority` and `user` matter to the policies of those names, see
         host/policies.py.
@@ -160,6 +161,7 @@ class Engine:
             grammar: what `params.structured_outputs` was compiled to (pagedjax/structured).
             adapter: the name of a loaded one. The request keeps it, whatever is loaded or unloaded
                 later.
+            predicted: output tokens that someone predicts, for a policy that reads `seq.predicted`.
 
         Raises:
             ValueError: the request can never run (see `scheduler.submit` and `requests.prepare`).
@@ -175,6 +177,7 @@ class Engine:
                 tags=tuple(tags),
                 grammar=grammar,
                 adapter=adapter,
+                predicted=predicted,
             )
         )
 

@@ -189,6 +189,7 @@ def adopt(
             user=request.user,
             tags=request.tags,
             grammar=grammar or handover.grammar,
+            predicted=request.predicted,
         ),
         runtime.request_rules,
         adapter=adapter_of(runtime, handover.adapter),

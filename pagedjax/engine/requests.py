@@ -147,6 +147,7 @@ class EngineRequest(NamedTuple):
 
     names: ids of its sequences; the first one is the request's.
     priority, user: they matter to the policies of those names (host/policies.py).
+    predicted: output tokens, for a policy that reads it.
     tags: opaque names; requests with other tags share no cached blocks.
     grammar: what `params.structured_outputs` was compiled to.
     adapter: the name of a loaded one; None: the model alone.
@@ -160,6 +161,7 @@ class EngineRequest(NamedTuple):
     tags: tuple[str, ...] = ()
     grammar: Grammar | None = None
     adapter: str | None = None
+    predicted: int | None = None
 
 
 class RequestRules(NamedTuple):
@@ -267,6 +269,7 @@ def prepare(
         beams=is_searched,
         tags=request.tags,
         keeps_blocks=drops_tokens and rules.chain.reads_tokens(options),
+        predicted=request.predicted,
     )
     tokens = np.zeros(len(prompt) + rules.spare, np.int32)
     tokens[: len(prompt)] = prompt

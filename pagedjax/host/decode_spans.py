@@ -11,14 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 
 from pagedjax.host import blocks
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.state import SchedulerState
 from pagedjax.host.types import NO_HASHES, Running
 
+NO_ENDS: Mapping[str, int] = MappingProxyType({})
 
-def steps_ahead(state: SchedulerState) -> int:
+
+def steps_ahead(state: SchedulerState, ends: Mapping[str, int] = NO_ENDS) -> int:
     """The number of next steps that certainly compute one token of each running sequence, and
     nothing else.
 
@@ -26,10 +29,14 @@ def steps_ahead(state: SchedulerState) -> int:
     another one. It is also 0 where this function would have to know more: if a request waits and
     there is room for another row, if there are stop tokens, beams, branches that may have to copy a
     block, or queries that do not see all blocks.
+
+    Args:
+        ends: by sequence id, its length when a stop token ends it. Given some, no other sequence
+            has stop tokens.
     """
     config = state.config
     seqs, lengths, computed = state.running
-    if not seqs or state.stops or state.forked or config.views:
+    if not seqs or (state.stops and not ends) or state.forked or config.views:
         return 0
     if state.waiting and sum([seq.num_rows for seq in seqs]) < config.max_running:
         return 0
@@ -40,7 +47,8 @@ def steps_ahead(state: SchedulerState) -> int:
             return 0
         if request.forks or request.beams:
             return 0
-        steps = min(steps, seq.limit - length - 1)
+        end = min(seq.limit, ends.get(request.request_id, seq.limit)) if ends else seq.limit
+        steps = min(steps, end - length - 1)
     if _blocks_for(state, steps) <= state.pool.num_free:
         return max(steps, 0)
     low = 0  # the pool has blocks for so many steps

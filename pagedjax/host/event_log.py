@@ -352,9 +352,12 @@ def with_notes(line: str, notes: Mapping[str, Any]) -> str:
 
 def request_record(request: Request) -> Record:
     fields = request._asdict() | {"stop_token_ids": sorted(request.stop_token_ids)}
-    for name in ("tags", "keeps_blocks"):  # so that a log without them is the same in every version
+    # so that a log without them is the same in every version
+    for name in ("tags", "keeps_blocks"):
         if not fields[name]:
             del fields[name]
+    if request.predicted is None:
+        del fields["predicted"]
     return fields
 
 

@@ -13,7 +13,14 @@ CONFIG = SchedulerConfig(
     block_size=2, num_blocks=10, max_num_batched_tokens=8, max_num_seqs=4, max_model_len=16
 )
 REQUESTS = [
-    Request(f"r{i}", 1 + 3 * i % 7, max_tokens=5, priority=i % 3, user=f"u{i % 2}")
+    Request(
+        f"r{i}",
+        1 + 3 * i % 7,
+        max_tokens=5,
+        priority=i % 3,
+        user=f"u{i % 2}",
+        predicted=1 + 2 * i % 5,
+    )
     for i in range(10)
 ]
 MAX_STEPS = 80
@@ -44,10 +51,19 @@ def reads_limits(policy: Policy) -> bool:
     """Whether a user's policy reads how long a request can become. Where a request asks for no more
     tokens than it generates, such a policy knows the future.
     """
+    return not LIMITS.isdisjoint(_names_read(policy))
+
+
+def reads_predictions(policy: Policy) -> bool:
+    """Whether a user's policy reads the predicted lengths of outputs."""
+    return "predicted" in _names_read(policy)
+
+
+def _names_read(policy: Policy) -> set[str]:
     names: set[str] = set()
     for function in (policy.order, policy.admit, policy.preempt, policy.swap):
         names |= names_read(function)
-    return not LIMITS.isdisjoint(names)
+    return names
 
 
 def _run(policy: Policy) -> None:

@@ -90,6 +90,7 @@ class Request(NamedTuple):
     tags: tuple[str, ...] = ()
     # its sampling reads its tokens through its blocks, so none is given back (views.py)
     keeps_blocks: bool = False
+    predicted: int | None = None  # output tokens, as someone predicts them; policies may read it
 
 
 class Seq(NamedTuple):
@@ -120,6 +121,21 @@ class Seq(NamedTuple):
     def num_output(self) -> int:
         """Tokens that it has generated."""
         return self.length - self.request.prompt_len
+
+    @property
+    def predicted(self) -> int:
+        """Output tokens that were predicted for it.
+
+        Raises:
+            ValueError: nothing was predicted.
+        """
+        tokens = self.request.predicted
+        if tokens is None:
+            raise ValueError(
+                f"request {self.request_id!r} has no predicted length, and the policy reads one; "
+                "give it to Engine.add, or workload.predicted to an experiment"
+            )
+        return tokens
 
     @property
     def num_rows(self) -> int:

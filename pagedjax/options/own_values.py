@@ -7,11 +7,13 @@ engine, and so are they.
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
+import inspect
 import os
 import runpy
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,6 +72,54 @@ def own_value(
             f"those in it: {names or 'none'}"
         )
     return value
+
+
+def call_with_options(
+    where: str, function: Callable[..., Any], given: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Calls a user's function with options of a config as keyword arguments -> its result.
+
+    Args:
+        where: the path of the options in the config, for errors.
+        given: the arguments before the options.
+
+    Raises:
+        ValueError: see `check_options`.
+    """
+    check_options(where, function, len(given), options)
+    return function(*given, **options)
+
+
+def check_options(
+    where: str, function: Callable[..., Any], given: int, options: Mapping[str, Any]
+) -> None:
+    """Checks that a function takes `given` arguments, and then these options by their names.
+
+    Raises:
+        ValueError: an option that it does not have (with the near name), one that is missing, or
+            fewer arguments than `given`.
+    """
+    name = getattr(function, "__name__", str(function))
+    parameters = list(inspect.signature(function).parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if len(positional) < given and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise ValueError(
+            f"{where}: {name} takes {len(positional)} arguments before its options, and it gets "
+            f"{given}; correct its signature"
+        )
+    named = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    named += [p for p in positional[given:] if p.kind is p.POSITIONAL_OR_KEYWORD]
+    names = [p.name for p in named]
+    for key in options:
+        if key not in names and not takes_all:
+            near = difflib.get_close_matches(str(key), names, n=1)
+            known = f"its options are {', '.join(names)}" if names else "it has no options"
+            hint = f"did you mean {near[0]!r}?" if near else known
+            raise ValueError(f"{where}.{key} is no option of {name}; {hint}")
+    missing = [p.name for p in named if p.default is p.empty and p.name not in options]
+    if missing:
+        raise ValueError(f"{where}.{missing[0]} is missing: {name} has no default of it; set it")
 
 
 def source_files(file: str | os.PathLike[str]) -> tuple[Path, ...]:

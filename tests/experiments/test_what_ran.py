@@ -166,6 +166,11 @@ def test_a_policy_that_knows_the_length_of_an_output_is_called_an_oracle(tmp_pat
             tmp_path / "small.yaml", (*settings, f"sampling.ignore_eos={str(ignores_eos).lower()}")
         )
         assert ("Oracle" in dict(what_ran.facts(points))) == ignores_eos
+    for limits, known in (("500", ""), ("{dist: multiple, times: 2}", "a multiple of the length")):
+        settings = ("engine.policy=mine.py:LEAST_WORK", f"workload.max_tokens={limits}")
+        points = config.load(tmp_path / "small.yaml", settings)
+        assert known in dict(what_ran.facts(points)).get("Oracle", "none" if known else "")
+        assert ("Oracle" in dict(what_ran.facts(points))) == bool(known)
 
 
 @pytest.mark.parametrize(

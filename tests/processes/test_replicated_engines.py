@@ -471,6 +471,7 @@ def test_a_request_survives_the_wire():
         priority=-1,
         user="u",
         tags=("t",),
+        predicted=7,
     )
     defaults = EngineRequest((), [], GREEDY)
     unsent = [name for name in request._fields if getattr(request, name) == getattr(defaults, name)]

@@ -422,6 +422,7 @@ def encoded_request(request: EngineRequest) -> Message:
         "priority": request.priority,
         "user": request.user,
         "tags": request.tags,
+        "predicted": request.predicted,
     }
 
 
@@ -434,6 +435,7 @@ def decoded_request(message: Message) -> EngineRequest:
         priority=message["priority"],
         user=message["user"],
         tags=tuple(message["tags"]),
+        predicted=message["predicted"],
     )
 
 

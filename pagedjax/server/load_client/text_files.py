@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ def trace_rows(
             Lengths are decimal and at least 0; times are of ISO 8601, all with a time zone or none.
     """
     rows: list[TraceRow] = []
-    for index, (line, fields) in enumerate(_records(file, content, hint)):
+    for index, (line, fields) in enumerate(records(file, content, COLUMNS, hint)):
         if limit is not None and index >= offset + limit:
             break
         if index < offset:
@@ -52,21 +52,26 @@ def trace_rows(
     return sorted(rows, key=lambda row: row.at)
 
 
-def _records(file: str, content: str, hint: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line, the fields of COLUMNS) of each record."""
+def records(
+    file: str, content: str, columns: Sequence[str], hint: str
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield (line, the fields of some columns) of each record of a CSV file with a header.
+
+    Raises ValueError like `trace_rows`.
+    """
     reader = csv.reader(io.StringIO(content.removeprefix(BYTE_ORDER_MARK), newline=""))
     try:
         names = next(reader, [])
-        form = f"a trace is CSV with the columns {','.join(COLUMNS)}"
+        form = f"a trace is CSV with the columns {','.join(columns)}"
         if hint:
             form += f". {hint}"
-        missing = [name for name in COLUMNS if name not in names]
+        missing = [name for name in columns if name not in names]
         if missing:
             raise ValueError(f"{file} has no column {', '.join(missing)}; {form}")
-        repeated = [name for name in COLUMNS if names.count(name) > 1]
+        repeated = [name for name in columns if names.count(name) > 1]
         if repeated:
             raise ValueError(f"{file} has more than one column {', '.join(repeated)}; {form}")
-        positions = [names.index(name) for name in COLUMNS]
+        positions = [names.index(name) for name in columns]
         for record in reader:
             if not record:  # a blank line
                 continue

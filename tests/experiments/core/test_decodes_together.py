@@ -124,6 +124,8 @@ MEASURED = {
         {"sampling": {"n": 3, "temperature": 0.7}},
         {"workload": {"arrivals": {"process": "closed_loop", "clients": 5}}},
         {"replicas": {"count": 3, "changes": CHANGES}},
+        {"workload": {"max_tokens": 90}},
+        {"workload": {"max_tokens": 90}, "cache_tokens": 208},
     ],
     ids=lambda changes: ",".join(f"{value}" for value in changes.values())[:60],
 )

@@ -1,0 +1,225 @@
+"""Files in which the field publishes its loads: ShareGPT's conversations, BurstGPT's CSV and
+Mooncake's JSON lines.
+
+Pure functions of a file's text. The files are the reader's own copies.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pagedjax.server.load_client.text_files import lines, records
+
+SHAREGPT = (
+    "The usual file is ShareGPT_V3_unfiltered_cleaned_split.json, a JSON list of conversations; "
+    "give the path of your copy"
+)
+BURSTGPT = (
+    "The public original is BurstGPT_1.csv of the project BurstGPT; give the path of your copy"
+)
+MOONCAKE = (
+    "The public originals are conversation_trace.jsonl and others of the project Mooncake; give "
+    "the path of your copy"
+)
+BURST_COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens", "Log Type")
+BLOCK = 512  # tokens that a hash id of Mooncake stands for
+ASKING = ("human", "user")
+ANSWERING = ("gpt", "chatgpt", "assistant", "bing", "bard")
+
+
+class Arrived(NamedTuple):
+    """A request of a recorded service. `seconds` count from any moment.
+
+    blocks: ids of the blocks of its prompt, of which equal ones have equal tokens; (): not known.
+    """
+
+    seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+
+
+def conversations(file: str, content: str) -> list[tuple[str, str]]:
+    """The first question and its answer of each conversation of a ShareGPT file.
+
+    A conversation that does not begin with both is left out, and so is one where either is empty.
+
+    Raises:
+        ValueError: the file is no such list, or no conversation is left.
+    """
+    try:
+        entries = json.loads(content)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON: {error}. {SHAREGPT}") from None
+    if not isinstance(entries, list):
+        raise ValueError(f"{file} holds no list of conversations. {SHAREGPT}")
+    pairs = []
+    for index, entry in enumerate(entries):
+        messages = entry.get("conversations") if isinstance(entry, dict) else None
+        if not isinstance(messages, list):
+            raise ValueError(
+                f'{file}, entry {index}: needs "conversations", a list of {{"from": "human" or '
+                '"gpt", "value": text}'
+            )
+        texts = [_message(f"{file}, entry {index}", message) for message in messages[:3]]
+        texts = [text for text in texts if text[0] != "system"][:2]
+        roles = [role for role, _ in texts]
+        if len(texts) == 2 and roles[0] in ASKING and roles[1] in ANSWERING:
+            prompt, answer = (text.strip() for _, text in texts)
+            if prompt and answer:
+                pairs.append((prompt, answer))
+    if not pairs:
+        raise ValueError(
+            f"{file} has no conversation that begins with a question and an answer. {SHAREGPT}"
+        )
+    return pairs
+
+
+def _message(place: str, message: Any) -> tuple[str, str]:
+    """Who says it, and the text of it."""
+    role = message.get("from") if isinstance(message, dict) else None
+    text = message.get("value") if isinstance(message, dict) else None
+    if not isinstance(role, str) or not isinstance(text, str):
+        raise ValueError(
+            f'{place}: a message is {message!r:.80}; it needs "from" and "value", both text'
+        )
+    return role, text
+
+
+def burst_rows(file: str, content: str, model: str | None, log_type: str | None) -> list[Arrived]:
+    """The requests of a BurstGPT file, in its order.
+
+    Requests without response tokens are left out: they failed.
+
+    Args:
+        model, log_type: of the requests that are kept; None: all.
+
+    Raises:
+        ValueError: a column is missing, a row cannot be read (names the line), or the file has no
+            such model or log type.
+    """
+    rows = []
+    values: dict[str, set[str]] = {"model": set(), "log_type": set()}
+    for line, fields in records(file, content, BURST_COLUMNS, BURSTGPT):
+        time, row_model, prompt, output, row_type = (field.strip() for field in fields)
+        values["model"].add(row_model)
+        values["log_type"].add(row_type)
+        place = f"{file}, line {line}"
+        arrived = Arrived(
+            _seconds(place, time),
+            _tokens(f"{place}: Request tokens", prompt),
+            _tokens(f"{place}: Response tokens", output),
+        )
+        if model in (None, row_model) and log_type in (None, row_type) and arrived.output_tokens:
+            rows.append(arrived)
+    for name, chosen in (("model", model), ("log_type", log_type)):
+        if chosen is not None and chosen not in values[name]:
+            raise ValueError(
+                f"workload.{name} is {chosen!r}; {file} has {sorted(values[name])}; name one of "
+                "them, or null for all"
+            )
+    return rows
+
+
+def _seconds(place: str, text: str) -> float:
+    if not re.fullmatch(r"\d{1,12}(\.\d*)?", text, re.ASCII):
+        raise ValueError(f"{place}: Timestamp is {text!r:.80}; it must be seconds, such as 5.0")
+    return float(text)
+
+
+def _tokens(place: str, text: str) -> int:
+    if not re.fullmatch(r"\d{1,12}(\.0*)?", text, re.ASCII):
+        raise ValueError(f"{place} is {text!r:.80}; it must be a number of tokens, such as 472")
+    return int(float(text))
+
+
+def mooncake_rows(file: str, content: str) -> list[Arrived]:
+    """The requests of a Mooncake file, in its order.
+
+    Raises:
+        ValueError: a line cannot be read, or has not one hash id for each 512 tokens of its prompt;
+            names the line among those that are not blank.
+    """
+    return [_mooncake_row(f"{file}, line {i}", line) for i, line in enumerate(lines(content), 1)]
+
+
+def _mooncake_row(place: str, line: str) -> Arrived:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not JSON: {error}. {MOONCAKE}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{place} is {row!r:.80}; it must be a mapping. {MOONCAKE}")
+    time = _number(place, row, "timestamp", "milliseconds", 0)
+    prompt = int(_number(place, row, "input_length", "tokens", 1))
+    output = int(_number(place, row, "output_length", "tokens", 0))
+    ids = row.get("hash_ids")
+    need = -(-prompt // BLOCK)
+    if not isinstance(ids, list) or len(ids) != need or any(type(i) is not int for i in ids):
+        raise ValueError(
+            f"{place}: hash_ids is {ids!r:.60}; a prompt of {prompt} tokens has {need} integers, "
+            f"one for each {BLOCK} tokens"
+        )
+    return Arrived(time / 1000, prompt, output, tuple(ids))
+
+
+def _number(place: str, row: Mapping[str, Any], name: str, unit: str, least: int) -> float:
+    """A number of a row, of at least `least`."""
+    number = row.get(name)
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        number = math.nan
+    if not least <= number < math.inf:
+        raise ValueError(
+            f"{place}: {name} is {row.get(name)!r:.80}; it must be a number of {unit}, at least "
+            f"{least}"
+        )
+    return number
+
+
+class BlockIds(Sequence[int]):
+    """The token ids of a prompt that is known by its blocks: random, and equal in equal blocks.
+
+    They are drawn when they are read. Those of a day of requests would fill the memory.
+    """
+
+    __slots__ = ("_blocks", "_ids", "_length", "_seed")
+
+    def __init__(
+        self, blocks: Sequence[int], length: int, ids: tuple[int, int], seed: tuple[int, ...]
+    ) -> None:
+        """ids: the range that they are drawn from. seed: non-negative; each block has its own."""
+        self._blocks = tuple(blocks)
+        self._length = length
+        self._ids = ids
+        self._seed = seed
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        parts = [
+            np.random.default_rng([*self._seed, abs(block), int(block < 0)]).integers(
+                *self._ids, size=BLOCK
+            )
+            for block in self._blocks
+        ]
+        tokens = np.concatenate(parts)[: self._length]
+        return tokens if dtype is None else tokens.astype(dtype)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        return np.asarray(self).tolist()[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.asarray(self).tolist())
+
+    def __eq__(self, value: object) -> bool:
+        return isinstance(value, Sequence) and len(self) == len(value) and list(self) == list(value)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))

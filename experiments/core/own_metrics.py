@@ -1,0 +1,74 @@
+"""Metrics of a user's own: functions of the records of a run, named file.py:NAME.
+
+def jain(requests, steps):
+    shares = [1 / request.e2e for request in requests if request.done]
+    return sum(shares) ** 2 / (len(shares) * sum(share * share for share in shares))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from types import FunctionType
+from typing import Any
+
+from pagedjax.options.own_values import check_options, own_value
+
+OWN = "own"  # the section of a summary
+
+
+def check(names: Sequence[str]) -> None:
+    """Raises ValueError if a function is missing or takes other arguments, or two have one name."""
+    functions = [find(name) for name in names]
+    for name, function in zip(names, functions, strict=True):
+        check_options(f"metrics: {name}", function, 2, {})
+    short = [name_of(name) for name in names]
+    repeated = next((name for name in short if short.count(name) > 1), None)
+    if repeated:
+        raise ValueError(f"metrics has two functions named {repeated!r}; rename one of them")
+
+
+def find(name: str) -> Callable[..., Any]:
+    """The function that a config names."""
+    return own_value("metrics", name, FunctionType, ())
+
+
+def name_of(name: str) -> str:
+    """The name of a metric in a summary, without its file."""
+    return name.rpartition(":")[2]
+
+
+def values_of(
+    names: Sequence[str], requests: Sequence[Any], steps: Sequence[Any]
+) -> dict[str, Any]:
+    """The value of each metric, by its name.
+
+    Args:
+        requests: `RequestRecord`s.
+        steps: `StepRecord`s.
+
+    Raises:
+        ValueError: a function returns no number, nor numbers by their names.
+    """
+    values = {}
+    for name in names:
+        value = find(name)(list(requests), list(steps))
+        values[name_of(name)] = (
+            {str(key): _number(name, item) for key, item in value.items()}
+            if isinstance(value, Mapping)
+            else _number(name, value)
+        )
+    return values
+
+
+def _number(name: str, value: Any) -> float | int | None:
+    """A finite number as JSON has it; None, and NaN, for a value that a run does not have."""
+    if value is None or (isinstance(value, Real) and math.isnan(value)):
+        return None
+    if not isinstance(value, Real) or math.isinf(value):
+        raise ValueError(
+            f"metrics: {name} returned {value!r:.80}; it must be a finite number, null, or a "
+            "mapping of names to them"
+        )
+    return int(value) if isinstance(value, int) else float(value)
