@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pagedjax.device.batch import Batch
+from pagedjax.options.own_errors import raise_with_place
 from pagedjax.options.own_values import own_value
 from pallas_kernels import kv_write
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
@@ -30,12 +31,20 @@ Attend = Callable[..., jax.Array]
 DEFAULTS = "cpu", "pallas_gpu", "xla"
 
 
-def find(name: str) -> Implementation:
-    """Returns the implementation of that name: one of IMPLS, or your own.
+def find(name: Any) -> Implementation:
+    """Returns the implementation of that name: one of IMPLS, or your own; an `Implementation` is
+    itself.
 
     Raises:
         ValueError: there is no such implementation, module, file or value.
     """
+    if isinstance(name, Implementation):
+        return name
+    if not isinstance(name, str):
+        raise ValueError(
+            f"attention_impl is {name!r:.200}; it must be one of {', '.join(map(repr, IMPLS))}, "
+            "FILE.py:NAME, or an Implementation"
+        )
     if name in IMPLS:
         return IMPLS[name]
     return own_value("attention_impl", name, Implementation, IMPLS, shared=True)
@@ -141,7 +150,11 @@ class Bound:
     scale: float
 
     def __call__(self, *arrays: jax.Array, **options: Any) -> jax.Array:
-        return paged_attention(*arrays, scale=self.scale, impl=self.impl, **options)
+        try:
+            return paged_attention(*arrays, scale=self.scale, impl=self.impl, **options)
+        except Exception as error:
+            raise_with_place(f"attend of the attention {self.impl.name!r}", error)
+            raise
 
 
 def attend(impl: str, scale: float, *, invariant: bool = False, drafts: bool = True) -> Attend:

@@ -175,6 +175,7 @@ def build(
     Raises:
         ValueError: see `resolve`, and two sampling options of one name.
     """
+    policy = policies.find(config.policy)
     chain = chain_of((*map(find, config.row_features), *row_features), model.config.vocab_size)
     model = with_linear(on_mesh(model, config), config.linear_impl)
     if draft_model:
@@ -216,7 +217,7 @@ def build(
     return Runtime(
         model=model,
         eos_token_ids=tuple(eos_token_ids),
-        policy=policies.find(resolved.policy),
+        policy=policy,
         leaves=leaves,
         shapes=sizes,
         chain=chain,

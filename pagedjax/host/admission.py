@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from pagedjax.host import blocks, prefix_sharing, reservation, views
 from pagedjax.host.blocks import BlockPool
-from pagedjax.host.policies import Policy
+from pagedjax.host.policies import Policy, called, decision
 from pagedjax.host.preemption import Pairs
 from pagedjax.host.types import HOLE, CurrentSeqs, Running, SchedulerConfig, Seq
+from pagedjax.options.own_errors import raise_with_place
 
 
 class Admission(NamedTuple):
@@ -40,7 +41,8 @@ def admit(
     sequence is overtaken for ever.
 
     Raises:
-        ValueError: the policy's `order` returns something else than waiting sequences.
+        ValueError: the policy's `order` returns something else than waiting sequences, or its
+            `admit` something else than True or False, or one of them raises.
     """
     for group in _groups(_ordered(admission.pool, policy, waiting, active, config)):
         if admission.budget <= 0 or sum([seq.num_rows for seq in group]) > admission.free_rows:
@@ -75,7 +77,9 @@ def _ordered(
         ValueError: it offers something else.
     """
     records: Any = CurrentSeqs(active)
-    queue = policy.order(
+    queue = called(
+        policy,
+        "order",
         waiting,
         active._replace(seqs=records),
         lambda seq: prefix_sharing.cached_tokens(pool, seq, config),
@@ -85,7 +89,11 @@ def _ordered(
     remedy = "return the waiting sequences in an order, or some of them, each once"
     if not isinstance(queue, Iterable):
         raise ValueError(f"order of the policy {policy.name!r} returned {queue!r:.200}; {remedy}")
-    offered = tuple(queue)
+    try:
+        offered = tuple(queue)
+    except Exception as error:  # a generator runs now
+        raise_with_place(f"order of the policy {policy.name!r}", error)
+        raise
     places = {id(seq) for seq in waiting}
     for seq in offered:
         if id(seq) not in places:
@@ -119,7 +127,7 @@ def _admit_one(
     """
     cached = _cached_blocks(admission, seq, config)
     need, free = _need(admission, seq, cached, config)
-    if need > free or not policy.admit(seq, need, free):
+    if need > free or not decision(policy, "admit", seq, need, free):
         return None
     pool = admission.pool
     promised = admission.promised
