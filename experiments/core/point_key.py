@@ -15,6 +15,7 @@ from experiments.core.workloads import Synthetic, Trace
 from experiments.simulation.cost import STEPS, Simulate
 from pagedjax.options import own_values
 from pagedjax.options.config import EngineConfig, KVPolicyOptions
+from pagedjax.options.own_names import own_name
 from pagedjax.options.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -123,15 +124,16 @@ def point_key(experiment: Experiment, content: str) -> str:
 
 def _own_source(value: str | None) -> str | None:
     """The part of a point's key for a field of OWN_VALUES: a name, or for a user's own value the
-    hash of its file and its name there.
+    hash of its file, its name there and its parameters.
 
     What the file imports from its folder is in the hash.
     """
-    module, colon, name = (value or "").rpartition(":")
-    if not colon:
+    name = own_name(value or "")
+    module = name.module
+    if not module:
         return value
     file: str | None = module
-    if not module.endswith(".py"):
+    if not name.is_file:
         file = inspect.getsourcefile(importlib.import_module(module))
     if file is None:
         return value
@@ -140,7 +142,7 @@ def _own_source(value: str | None) -> str | None:
     for helper in helpers:
         digest.update(helper.relative_to(first.parent).as_posix().encode())
         digest.update(hashlib.sha256(helper.read_bytes()).digest())
-    return f"{digest.hexdigest()}:{name}"
+    return f"{digest.hexdigest()}:{name.attribute}{name.call}"
 
 
 def _model_source(model: str | None) -> str | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from experiments.core.config import Experiment, Point, Slo
@@ -14,6 +15,7 @@ from experiments.core.present import Replicas
 from experiments.simulation.cost import Simulate
 from pagedjax.host import policies, purity
 from pagedjax.options.config import EngineConfig
+from pagedjax.options.own_names import names_own_value, own_name
 from pagedjax.options.params import SamplingParams
 from pagedjax.text import yaml_words
 
@@ -74,7 +76,7 @@ def oracle(experiments: Sequence[Experiment]) -> str:
         for experiment in experiments
         if experiment.sampling.ignore_eos and not experiment.sampling.stop_token_ids
     )
-    seers = [name for name in names if ":" in name and purity.reads_limits(policies.find(name))]
+    seers = [name for name in names if names_own_value(name) and purity.reads_limits(policies.find(name))]
     if not seers:
         return ""
     return (
@@ -181,7 +183,8 @@ def _text(value: Any) -> str:
 
 def _short(value: str) -> str:
     """A value of a user's own without the folder of its file."""
-    return value.rpartition("/")[2] if ".py:" in value else value
+    name = own_name(value)
+    return name._replace(module=Path(name.module).name).text if name.is_file else value
 
 
 def _plain(value: Any) -> Any:

@@ -138,6 +138,7 @@ def replica_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--router",
+        type=options.own_name,
         metavar="NAME",
         help="which replica gets a request: round_robin, least_loaded, prefix (the default), or "
         "file.py:NAME",
@@ -218,13 +219,14 @@ def convert(args: argparse.Namespace) -> int:
 def replay(args: argparse.Namespace) -> int:
     """Verify a recorded run of an engine, or the recorded assignments of a router."""
     from pagedjax.host import replay
+    from pagedjax.options.own_names import name_in_one_line
 
     replay.check_file(args.file)
     with open(args.file, "rb") as lines:
         if next(lines, b"").startswith(b'{"routing":'):
             return _replay_routing(args)
-    policy = ["--policy", args.policy] if args.policy else []
-    return replay.main([args.file, *policy])
+    policy = name_in_one_line("policy", args.policy)
+    return replay.main([args.file, *(["--policy", policy] if policy else [])])
 
 
 def _replay_routing(args: argparse.Namespace) -> int:
@@ -257,7 +259,7 @@ def trace(args: argparse.Namespace) -> int:
     return _write(args, ".trace.json", json.dumps(events, separators=(",", ":")))
 
 
-def _policies(name: str | None) -> dict[str, Any]:
+def _policies(name: Any) -> dict[str, Any]:
     """The policies that a recording may name, and the one of that name, by their names."""
     from pagedjax.host.policies import POLICIES, find
 
@@ -556,6 +558,7 @@ def replay_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--policy",
+        type=options.own_name,
         metavar="NAME",
         help="the run's policy or router, if it is not built in: module:NAME or "
         "folder/file.py:NAME",
@@ -577,6 +580,8 @@ def view_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--policy",
+        type=options.own_name,
+        metavar="NAME",
         help="the run's policy, if it is not built in: module:NAME or folder/file.py:NAME",
     )
     parser.set_defaults(run=view)
@@ -594,6 +599,8 @@ def trace_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--policy",
+        type=options.own_name,
+        metavar="NAME",
         help="the run's policy, if it is not built in: module:NAME or folder/file.py:NAME",
     )
     parser.set_defaults(run=trace)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagedjax.device import attention, linear
 from pagedjax.device.row_features import find as find_row_feature
 from pagedjax.engine import drafters
-from pagedjax.host import kv_policies, policies, purity
+from pagedjax.host import kv_policies, purity
 from pagedjax.options.config import EngineConfig, KVPolicyOptions
 from pagedjax.weights.families import own_family
 
@@ -16,13 +16,7 @@ def check_own_values(config: EngineConfig) -> None:
     Raises:
         ValueError: a file, a value or a parameter is not there or wrong, or the policy is impure.
     """
-    policy = policies.find(config.policy)
-    if policy not in policies.POLICIES.values():
-        try:
-            purity.check(policy)
-        except ValueError as error:
-            name = config.policy if isinstance(config.policy, str) else policy.name
-            raise ValueError(f"policy is {name!r}: {error}") from error
+    purity.find_pure(config.policy)
     if isinstance(config.kv_policy, KVPolicyOptions):
         kv_policies.find(config.kv_policy)
     if config.speculative is not None:
