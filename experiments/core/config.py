@@ -47,8 +47,8 @@ from experiments.core.workloads import AZURE, Spec, Trace, check
 from experiments.simulation import cost
 from experiments.simulation.cost import STEPS, Simulate
 from pagedjax import routing
-from pagedjax.host import policies, purity
-from pagedjax.options.config import EngineConfig, one_of
+from pagedjax.host import kv_policies, policies, purity
+from pagedjax.options.config import EngineConfig, KVPolicyOptions, one_of
 from pagedjax.options.own_names import name_in_one_line, names_own_value, own_name
 from pagedjax.options.params import SamplingParams
 from pagedjax.routing import purity as routers_purity
@@ -359,7 +359,7 @@ def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
     """The experiment with absolute paths of the user's own files; tried from `folder`, then from
     the current folder.
 
-    A policy and a router are read here. The others need jax, so only their files' presence is
+    A policy, a KV policy and a router are read here. The others need jax, so only their files' presence is
     checked.
     """
     engine = experiment.engine
@@ -372,8 +372,14 @@ def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
     if engine.speculative:
         method = _with_path("speculative.method", engine.speculative.method, folder)
         paths["speculative"] = dataclasses.replace(engine.speculative, method=method)
+    if isinstance(engine.kv_policy, KVPolicyOptions):
+        name = _with_path("kv_policy", engine.kv_policy.name, folder)
+        paths["kv_policy"] = dataclasses.replace(engine.kv_policy, name=name)
     experiment = dataclasses.replace(experiment, engine=dataclasses.replace(engine, **paths))
     _check_value("engine.policy", policies.find, purity.check, experiment.engine.policy)
+    kv_policy = experiment.engine.kv_policy
+    if isinstance(kv_policy, KVPolicyOptions):
+        _check_value("engine.kv_policy", _kv_policy, lambda value: None, kv_policy.name)
     if experiment.replicas:
         replicas = _with_router("replicas", experiment.replicas, folder)
         experiment = dataclasses.replace(experiment, replicas=replicas)
@@ -393,6 +399,10 @@ def _with_router(section: str, engines: Routed, folder: Path) -> Routed:
     router = _with_path("router", engines.router, folder)
     _check_value(f"{section}.router", routing.find, routers_purity.check, router)
     return dataclasses.replace(engines, router=router)
+
+
+def _kv_policy(name: str) -> kv_policies.KVPolicy:
+    return kv_policies.find(KVPolicyOptions(name))
 
 
 def _check_value(

@@ -76,7 +76,9 @@ def oracle(experiments: Sequence[Experiment]) -> str:
         for experiment in experiments
         if experiment.sampling.ignore_eos and not experiment.sampling.stop_token_ids
     )
-    seers = [name for name in names if names_own_value(name) and purity.reads_limits(policies.find(name))]
+    seers = [
+        name for name in names if names_own_value(name) and purity.reads_limits(policies.find(name))
+    ]
     if not seers:
         return ""
     return (

@@ -216,8 +216,10 @@ def integers(example: str, noun: str = "integers") -> Callable[[str], tuple[int,
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Read names with commas between them; a comma in parentheses is between parameters."""
-    return tuple(re.split(r",(?![^()]*\))", text))
+    """Read names with commas between them; a comma without a name behind it is between
+    parameters.
+    """
+    return tuple(re.split(r",(?=[^,()]*:)", text))
 
 
 def at_least_1(text: str) -> int:

@@ -52,15 +52,19 @@ class OwnName(NamedTuple):
 
 def own_name(text: str) -> OwnName:
     """Returns the parts of a name in one line."""
-    match = _CALL.fullmatch(text)
-    place = match["place"] if match else text
+    place, call = _place_and_call(text)
     module, _, attribute = place.rpartition(":")
-    return OwnName(module, attribute, match["call"] if match else "")
+    return OwnName(module, attribute, call)
+
+
+def _place_and_call(text: str) -> tuple[str, str]:
+    match = _CALL.fullmatch(text)
+    return (match["place"], match["call"]) if match else (text, "")
 
 
 def names_own_value(value: Any) -> bool:
     """Returns whether a value may name a user's own one."""
-    return isinstance(value, str) and bool(own_name(value).module)
+    return isinstance(value, str) and ":" in _place_and_call(value)[0]
 
 
 def is_value(value: Any) -> bool:
@@ -112,17 +116,24 @@ def name_in_one_line(field: str, value: Any) -> Any:
                 f"{field}.name is {text!r}, which has parameters; write all of them beside it"
             )
     elif isinstance(value, str):
-        name = own_name(value)
+        text = value
+        name = own_name(text)
         parameters = parameters_of(field, name)
     else:
         return value
-    if parameters and not name.module:
+    if not parameters:
+        return text
+    if "name" in parameters:
+        raise ValueError(
+            f"{field} is {name.text!r}, and no parameter can be called 'name'; rename it in the file"
+        )
+    if not name.module:
         raise ValueError(
             f"{field} is {name.attribute!r}, which has no parameters, and {next(iter(parameters))} "
             "is given; leave it out, or name a function of your own, mine.py:NAME"
         )
     texts = [f"{key}={_text(field, key, parameters[key])}" for key in sorted(parameters)]
-    return name._replace(call=f"({', '.join(texts)})" if texts else "").text
+    return name._replace(call=f"({', '.join(texts)})").text
 
 
 def as_mapping(value: str) -> dict[str, Any]:
@@ -134,7 +145,9 @@ def as_mapping(value: str) -> dict[str, Any]:
 def _text(field: str, key: str, value: Any) -> str:
     """A parameter as Python writes it. Lists become tuples."""
     if not key.isidentifier():
-        raise ValueError(f"{field} has the parameter {key!r}, which is no name in Python; correct it")
+        raise ValueError(
+            f"{field} has the parameter {key!r}, which is no name in Python; correct it"
+        )
     if not _is_plain(value):
         raise ValueError(
             f"{field}.{key} is {value!r:.200}; a parameter is a finite number, a text, true, false, "

@@ -58,7 +58,11 @@ def own_value(
             has another type.
     """
     own = own_name(name)
-    values = _values_in(field, own, built_in, shared=shared)
+    choices = "".join(f"{choice}, " for choice in built_in)
+    usage = f"write {f'one of {choices}' if choices else ''}module:NAME, or folder/file.py:NAME"
+    if not own.module or not own.attribute:
+        raise ValueError(f"{field} is {name!r}; {usage}")
+    values = _values_in(field, own, usage, shared=shared)
     value = values.get(own.attribute)
     if not isinstance(value, kind):
         names = sorted(key for key, item in values.items() if isinstance(item, kind))
@@ -70,7 +74,9 @@ def own_value(
             raise ValueError(error)
         parameters = parameters_of(field, own)
         arguments = _arguments(f"{field} is {name!r}", value, parameters, error)
-        value = (_shared_result if shared else _result)(field, name, value, tuple(arguments.items()))
+        value = (_shared_result if shared else _result)(
+            field, name, value, tuple(arguments.items())
+        )
         if not isinstance(value, kind):
             raise ValueError(
                 f"{field} is {name!r}, and {own.attribute} in {own.module} returned "
@@ -84,15 +90,13 @@ def own_value(
     return value
 
 
-def _values_in(
-    field: str, own: OwnName, built_in: Iterable[str], *, shared: bool
-) -> Mapping[str, Any]:
-    """Returns the values of a module or file. Args and errors: see `own_value`."""
+def _values_in(field: str, own: OwnName, usage: str, *, shared: bool) -> Mapping[str, Any]:
+    """Returns the values of a module or file. Errors: see `own_value`.
+
+    Args:
+        usage: what an error says to write.
+    """
     module = own.module
-    choices = "".join(f"{choice}, " for choice in built_in)
-    usage = f"write {f'one of {choices}' if choices else ''}module:NAME, or folder/file.py:NAME"
-    if not module or not own.attribute:
-        raise ValueError(f"{field} is {own.text!r}; {usage}")
     if own.is_file and not os.path.isfile(module):
         raise ValueError(f"{field} is {own.text!r}, but there is no file {module}; {usage}")
     try:

@@ -47,9 +47,7 @@ def called(drafter: Drafter, function: str, *arguments: Any) -> Any:
         raise
 
 
-def proposed(
-    drafter: Drafter, memory: Any, sequence_id: str, tokens: np.ndarray, k: int
-) -> Tokens:
+def proposed(drafter: Drafter, memory: Any, sequence_id: str, tokens: np.ndarray, k: int) -> Tokens:
     """Returns what a drafter proposes.
 
     Raises:
