@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
@@ -203,6 +204,13 @@ def test_a_value_itself_is_taken_in_the_place_of_its_name(mine):
     assert EngineConfig(policy=policies.FAIR).policy is policies.FAIR
 
 
+def attention_arrays() -> tuple[np.ndarray, ...]:
+    """One query of one token: q, pages of keys and of values, table, lengths."""
+    q = np.zeros((1, 1, 8), np.float32)
+    pages = np.zeros((2, 1, 4, 8), np.float32)
+    return q, pages, pages, np.ones((1, 1), np.int32), *map(np.array, ([1], [0, 1]))
+
+
 def policies_kv(name: str) -> kv_policies.KVPolicy:
     return kv_policies.KVPolicy(name, window=8)
 
@@ -233,3 +241,27 @@ def test_an_error_of_the_package_is_no_error_of_a_user():
     with pytest.raises(TypeError) as caught:
         policies.called(policies.FCFS, "preempt", 5)
     assert not isinstance(caught.value, OwnError)
+
+
+def test_an_error_in_an_attention_or_a_kv_policy_names_its_file_and_line(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from pagedjax.policies import KVPolicy\n"
+        "def attend(*arrays, **options):\n    raise NotImplementedError('sliding')\n"
+        "from pagedjax.device.attention import IMPLS\n"
+        "MINE = IMPLS['reference']._replace(name='mine', attend=attend)\n"
+        "KEEPS = KVPolicy('mine', 2, lambda start: 1 / 0)\n"
+        "WORDS = KVPolicy('mine', 2, lambda start: 'yes')\n"
+    )
+    attend = attention.attend(f"{path}:MINE", 1.0)
+    with pytest.raises(
+        OwnError, match=r"attend of the attention 'mine' raised .*mine\.py, line 3\)"
+    ):
+        attend(*attention_arrays(), window=None, soft_cap=None)
+    for name, message in (
+        ("KEEPS", r"keeps of the kv_policy 'mine' raised ZeroDivisionError: .*mine\.py, line 6\)"),
+        ("WORDS", "keeps of the kv_policy 'mine' returned 'yes' for 0; return True or False"),
+    ):
+        policy = kv_policies.find(KVPolicyOptions(f"{path}:{name}"))
+        with pytest.raises(ValueError, match=message):
+            kv_policies.view(policy, 2, 8)
