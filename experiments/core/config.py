@@ -406,12 +406,11 @@ def _kv_policy(name: str) -> kv_policies.KVPolicy:
 
 
 def _check_value(
-    key: str, find: Callable[[str], Value], check_pure: Callable[[Value], None], spec: str | None
+    key: str, find: Callable[[str], Value], check_pure: Callable[[Value], None], spec: Any
 ) -> None:
     """Raises ValueError, beginning with the key, if `find` cannot read a value of one's own, or if
     it would make equal runs differ.
     """
-    assert spec is not None
     section, _, name = key.rpartition(".")
     try:
         value = find(spec)
@@ -429,7 +428,7 @@ def _check_value(
             raise ValueError(f"{key} is {spec!r}: {error}") from None
 
 
-def _with_path(key: str, value: str | None, folder: Path) -> str | None:
+def _with_path(key: str, value: Any, folder: Path) -> Any:
     """The value, with the absolute path of its file if it names one."""
     name = own_name(value or "")
     if not name.is_file:

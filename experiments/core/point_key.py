@@ -122,7 +122,7 @@ def point_key(experiment: Experiment, content: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _own_source(value: str | None) -> str | None:
+def _own_source(value: Any) -> Any:
     """The part of a point's key for a field of OWN_VALUES: a name, or for a user's own value the
     hash of its file, its name there and its parameters.
 

@@ -71,7 +71,7 @@ def oracle(experiments: Sequence[Experiment]) -> str:
 
     With `ignore_eos` every request of a workload asks for as many tokens as it generates.
     """
-    names = dict.fromkeys(
+    names: dict[Any, None] = dict.fromkeys(
         experiment.engine.policy
         for experiment in experiments
         if experiment.sampling.ignore_eos and not experiment.sampling.stop_token_ids

@@ -165,7 +165,7 @@ def add_engine_options(command: argparse.ArgumentParser, **defaults: str) -> Non
         default = "" if field.default in (None, ()) else f"the default is {field.default}"
         parts = (sentences[field.name], defaults.get(field.name, default))
         text = "; ".join(filter(None, parts)).replace("%", "%%")
-        if Mapping in map(get_origin, get_args(hint)):
+        if any(get_origin(part) is Mapping for part in get_args(hint)):
             group.add_argument(flag, type=own_name, metavar="NAME", help=text)
         elif kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)

@@ -50,7 +50,7 @@ def find(name: Any) -> Implementation:
     return own_value("attention_impl", name, Implementation, IMPLS, shared=True)
 
 
-def choose(name: str | None, device: Any, *, invariant: bool = False, **sizes: Any) -> str:
+def choose(name: Any, device: Any, *, invariant: bool = False, **sizes: Any) -> str:
     """Returns the name of an engine's implementation: this one, or the default.
 
     Args:
@@ -74,7 +74,7 @@ def choose(name: str | None, device: Any, *, invariant: bool = False, **sizes: A
     return name
 
 
-def _not_invariant(name: str | None, device: Any, **sizes: Any) -> str:
+def _not_invariant(name: Any, device: Any, **sizes: Any) -> str:
     """Returns why an engine cannot be batch-invariant with this attention, and a remedy; empty if
     it can.
     """
@@ -114,7 +114,7 @@ numbers_in = read  # the numbers in pages
 stored_in = stored  # numbers as pages of a dtype have them
 
 
-def prepare(name: str | None, *, dtype: str, query_dtype: str, invariant: bool) -> None:
+def prepare(name: Any, *, dtype: str, query_dtype: str, invariant: bool) -> None:
     """Starts an implementation's work of once a process, before there is a model to trace.
 
     Args:

@@ -23,8 +23,9 @@ def check_own_values(config: EngineConfig) -> None:
         drafters.find(config.speculative)
     if config.attention_impl is not None:
         attention.find(config.attention_impl)
-    if config.linear_impl is not None:
+    if isinstance(config.linear_impl, str):
         linear.find(config.linear_impl)
-    own_family(config.model_family)
+    if isinstance(config.model_family, str):
+        own_family(config.model_family)
     for name in config.row_features:
         find_row_feature(name)

@@ -75,8 +75,9 @@ def names_read(function: Any, visited: set[int] | None = None) -> set[str]:
 
 def _value(result: Any) -> Any:
     """A result that can be compared: an `order` may return any iterable."""
-    is_single = isinstance(result, (bool, int, str, tuple)) or not isinstance(result, Iterable)
-    return result if is_single else tuple(result)
+    if isinstance(result, (bool, int, str, tuple)) or not isinstance(result, Iterable):
+        return result
+    return tuple(result)
 
 
 def _text(result: Any) -> str:
