@@ -716,8 +716,9 @@ def _prepare_kernels(config: EngineConfig) -> None:
         query_dtype=dtype,
         invariant=config.batch_invariant,
     )
+    linear_impl: Any = config.linear_impl  # no mapping any more
     linear.prepare(
-        config.linear_impl,
+        linear_impl,
         dtype=dtype,
         weight_dtype=formats.find(formats.name_of(config.weight_dtype)).numbers_dtype(dtype),
         low_rank=config.enable_lora,
