@@ -85,8 +85,9 @@ class PureRouter(RequestRouter):
                 target = self._assign(request)
             except Exception as error:  # of a router of the user's own
                 log.exception("the router failed")
+                cause = error.__cause__ or error  # without the path of a file: clients read it
                 call.future.set_exception(
-                    link.NotRouted(f"the router failed: {type(error).__name__}: {error}")
+                    link.NotRouted(f"the router failed: {type(cause).__name__}: {cause}")
                 )
                 return [candidate_replicas]
         if target not in by_name:
