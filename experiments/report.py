@@ -242,16 +242,17 @@ def policy_idle(runs: Sequence[dict[str, Any]]) -> str:
     """The sentence that says where a swept policy decided nothing, because no request waited and
     none was preempted; "" if it did everywhere, or that is not known.
     """
-    policy_keys = [path for run in runs for path in run["swept"] if path == "engine.policy"]
+    swept = list(dict.fromkeys(path for run in runs for path in run["swept"]))
+    policy_keys = [path for path in swept if f"{path}.".startswith("engine.policy.")]
     if not policy_keys:
         return ""
-    names = short_names(list(dict.fromkeys(path for run in runs for path in run["swept"])))
+    names = short_names(swept)
     idle: dict[str, bool] = {}
     for run in runs:
         place = ", ".join(
             f"{names[path]}={value}"
             for path, value in run["swept"].items()
-            if path != "engine.policy"
+            if path not in policy_keys
         )
         if idle.get(place, True):
             nobody = not run["failed"] and latencies.nobody_waited(Path(run["run"]))

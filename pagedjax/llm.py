@@ -22,6 +22,7 @@ from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.row_features import RowFeature
 from pagedjax.engine import compilations, interrupts, programs
 from pagedjax.engine.adapters import no_adapters
+from pagedjax.engine.own_checks import check_own_values
 from pagedjax.engine.processes.engines import FollowerEngine, LeaderEngine, make_engine
 from pagedjax.engine.processes.join import joined
 from pagedjax.engine.session import GenerationRequest, Params, Session, output_of
@@ -100,6 +101,7 @@ class LLM:
             "row_features": names,
         }
         engine_config = from_dict(EngineConfig, options, aliases=ARGUMENTS)
+        check_own_values(engine_config)
         with compilations.disk_cache(compilation_cache):
             self._open(
                 model, params, config, tokenizer, progress, engine_config, features, arguments
@@ -714,8 +716,9 @@ def _prepare_kernels(config: EngineConfig) -> None:
         query_dtype=dtype,
         invariant=config.batch_invariant,
     )
+    linear_impl: Any = config.linear_impl  # no mapping any more
     linear.prepare(
-        config.linear_impl,
+        linear_impl,
         dtype=dtype,
         weight_dtype=formats.find(formats.name_of(config.weight_dtype)).numbers_dtype(dtype),
         low_rank=config.enable_lora,

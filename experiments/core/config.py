@@ -4,7 +4,8 @@
     question: How much does the block size matter?
     model: smollm2-135m
     engine: {max_num_seqs: 16}    # fields of pagedjax.options.config.EngineConfig; policy: mine.py:NAME is
-                                  # your own policy
+                                  # your own policy, {name: mine.py:NAME, worth: 64} one with parameters,
+                                  # and engine.policy.worth can be swept
     cache_tokens: 8192            # engine.num_blocks = cache_tokens / block_size, so all points have
                                   # one capacity
     workload: {kind: prompts, file: prompts/english.txt}      # see workloads.py
@@ -48,10 +49,10 @@ from experiments.core.workloads import HINTS, Own, Prompts, Spec, check, limits_
 from experiments.simulation import cost
 from experiments.simulation.cost import STEPS, Simulate
 from pagedjax import routing
-from pagedjax.host import policies, purity
-from pagedjax.options.config import EngineConfig, one_of
+from pagedjax.host import kv_policies, policies, purity
+from pagedjax.options.config import EngineConfig, KVPolicyOptions, one_of
+from pagedjax.options.own_names import name_in_one_line, names_own_value, own_name
 from pagedjax.options.params import SamplingParams
-from pagedjax.options.purity import Impure
 from pagedjax.routing import purity as routers_purity
 
 NOT_OF_ENGINE = ("workload.kind", "metrics", "simulate.cost")  # own values of other sections
@@ -63,6 +64,7 @@ NEED_TEXT = {
     "structured_outputs": "python -m experiments.bench.structured measures what forms cost",
     "truncate_prompt_tokens": "the workload has the lengths of prompts",
 }
+OWN_SECTIONS = {"engine", "replicas", "pools"}  # where a user's own value may be named
 Routed = TypeVar("Routed", Replicas, Pool)
 Value = TypeVar("Value")
 
@@ -304,12 +306,15 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
     points: list[Point] = []
     for swept in combinations(raw.get("sweep")):
         values = copy.deepcopy(base)
-        for path, value in swept.items():
+        for path in sorted(swept, key=lambda path: path.count(".")):  # a name before its parameters
             if path.split(".")[0] in NOT_MEASURED:
                 raise ValueError(
                     f"sweep has the key {path!r}; {', '.join(NOT_MEASURED)} cannot be swept"
                 )
-            put(values, path, copy.deepcopy(value))
+            put(values, path, copy.deepcopy(swept[path]))
+        swept = {path: with_names_in_one_line(value, path) for path, value in swept.items()}
+        for section in OWN_SECTIONS & values.keys():
+            values[section] = with_names_in_one_line(values[section], section)
         _refuse_output_lengths(values.get("sampling"))
         _refuse_ignored_model(values)
         experiment = _with_own_files(_with_fit(parse(Experiment, values, ""), folder), folder)
@@ -324,6 +329,22 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
                 )
         points.append(point)
     return points
+
+
+def with_names_in_one_line(value: Any, path: str) -> Any:
+    """A raw value, in which a mapping of a user's own value and its parameters is one text, which
+    tables and keys of points have.
+
+    Raises:
+        ValueError: see `name_in_one_line`.
+    """
+    if isinstance(value, list):
+        return [with_names_in_one_line(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    if names_own_value(value.get("name")):
+        return name_in_one_line(path, value)
+    return {key: with_names_in_one_line(item, f"{path}.{key}") for key, item in value.items()}
 
 
 def _refuse_seeds(raw: Mapping[str, Any]) -> None:
@@ -402,7 +423,7 @@ def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
     """The experiment with absolute paths of the user's own files; tried from `folder`, then from
     the current folder.
 
-    A policy and a router are read here. The others need jax, so only their files' presence is
+    A policy, a KV policy and a router are read here. The others need jax, so only their files' presence is
     checked.
     """
     engine = experiment.engine
@@ -415,6 +436,9 @@ def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
     if engine.speculative:
         method = _with_path("speculative.method", engine.speculative.method, folder)
         paths["speculative"] = dataclasses.replace(engine.speculative, method=method)
+    if isinstance(engine.kv_policy, KVPolicyOptions):
+        name = _with_path("kv_policy", engine.kv_policy.name, folder)
+        paths["kv_policy"] = dataclasses.replace(engine.kv_policy, name=name)
     experiment = dataclasses.replace(experiment, engine=dataclasses.replace(engine, **paths))
     workload = experiment.workload
     if isinstance(workload, Own):
@@ -426,6 +450,9 @@ def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
     experiment = dataclasses.replace(experiment, metrics=metrics)
     own_metrics.check(experiment.metrics)
     _check_value("engine.policy", policies.find, purity.check, experiment.engine.policy)
+    kv_policy = experiment.engine.kv_policy
+    if isinstance(kv_policy, KVPolicyOptions):
+        _check_value("engine.kv_policy", _kv_policy, lambda value: None, kv_policy.name)
     if experiment.simulate:
         simulate = _with_cost(experiment.simulate, folder)
         experiment = dataclasses.replace(experiment, simulate=simulate)
@@ -462,13 +489,16 @@ def _with_router(section: str, engines: Routed, folder: Path) -> Routed:
     return dataclasses.replace(engines, router=router)
 
 
+def _kv_policy(name: str) -> kv_policies.KVPolicy:
+    return kv_policies.find(KVPolicyOptions(name))
+
+
 def _check_value(
-    key: str, find: Callable[[str], Value], check_pure: Callable[[Value], None], spec: str | None
+    key: str, find: Callable[[str], Value], check_pure: Callable[[Value], None], spec: Any
 ) -> None:
     """Raises ValueError, beginning with the key, if `find` cannot read a value of one's own, or if
     it would make equal runs differ.
     """
-    assert spec is not None
     section, _, name = key.rpartition(".")
     try:
         value = find(spec)
@@ -479,25 +509,26 @@ def _check_value(
             f"{key} is {spec!r}, whose file raises {type(error).__name__}: {error}; correct the "
             "file"
         ) from error
-    if ":" in spec:  # a user's own
+    if names_own_value(spec):
         try:
             check_pure(value)
-        except Impure as error:
+        except ValueError as error:
             raise ValueError(f"{key} is {spec!r}: {error}") from None
 
 
-def _with_path(key: str, value: str | None, folder: Path) -> str | None:
+def _with_path(key: str, value: Any, folder: Path) -> Any:
     """The value, with the absolute path of its file if it names one."""
-    file, colon, name = (value or "").rpartition(":")
-    if not (colon and file.endswith(".py")):
+    name = own_name(value or "")
+    if not name.is_file:
         return value
+    file = name.module
     places = (folder / file, Path(file))
     place = next((place for place in places if place.is_file()), places[0])
     # the errors for policies and routers come from their `find`
     if key not in ("policy", "router") and not place.is_file():
         key = key if key in NOT_OF_ENGINE else f"engine.{key}"
         raise ValueError(f"{key} is {value!r}, but there is no file {file}")
-    return f"{place.resolve()}:{name}"
+    return name._replace(module=str(place.resolve())).text
 
 
 def _refuse_output_lengths(sampling: Any) -> None:

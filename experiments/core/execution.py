@@ -20,6 +20,7 @@ from experiments.core.records import BranchRecord, RequestRecord
 from experiments.core.workloads import Own
 from pagedjax.host import policies
 from pagedjax.options.config import EngineConfig
+from pagedjax.options.own_names import own_name
 from pagedjax.text import yaml_words
 
 Result = tuple[dict[str, str], dict[str, Any]]  # the files of a run (name -> text) and its summary
@@ -222,10 +223,10 @@ def config_files(run: Run, engine: Any) -> dict[str, str]:
     if experiment.pools:
         with_files += [(values["pools"][name], "router", f"{name}_router.py") for name in POOLS]
     for section, key, copy in with_files:
-        file, _, name = section[key].rpartition(":")
-        if file.endswith(".py") and Path(file).is_file():
-            copies[copy] = Path(file).read_text(encoding="utf-8")
-            section[key] = f"{copy}:{name}"
+        name = own_name(section[key])
+        if name.is_file and Path(name.module).is_file():
+            copies[copy] = Path(name.module).read_text(encoding="utf-8")
+            section[key] = name._replace(module=copy).text
     head = (
         f"# Point {run.point.key}, repeat {run.repeat}.\n"
         "# python -m experiments.run THIS_FILE measures it again.\n"

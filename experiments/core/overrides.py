@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.core.strict_yaml import load_text
+from pagedjax.options.own_names import as_mapping, names_own_value
 
 _ONE_KEY = ("sweep.grid.", "sweep.zip.")  # prefixes of --set that are followed by one swept key
 
@@ -93,9 +94,13 @@ def _overlap(a: str, b: str) -> bool:
 
 
 def put(raw: dict[str, Any], path: str, value: Any) -> None:
-    """Set the nested key `path` of `raw`; missing sections are created."""
+    """Set the nested key `path` of `raw`; missing sections are created, and the name of a user's own
+    value becomes a mapping of it and its parameters.
+    """
     *sections, last = path.split(".")
     for section in sections:
+        if names_own_value(raw.get(section)):  # its keys are its parameters
+            raw[section] = as_mapping(raw[section])
         raw = raw.setdefault(section, {})
         if not isinstance(raw, dict):
             raise ValueError(f"{path}: {section!r} is {raw!r}, which has no keys inside")

@@ -15,6 +15,7 @@ from experiments.core.workloads import Own, Prompts, Synthetic, Tokens, Trace
 from experiments.simulation.cost import STEPS, Simulate
 from pagedjax.options import own_values
 from pagedjax.options.config import EngineConfig, KVPolicyOptions
+from pagedjax.options.own_names import own_name
 from pagedjax.options.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -139,17 +140,18 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default
 
 
-def _own_source(value: str | None) -> str | None:
+def _own_source(value: Any) -> Any:
     """The part of a point's key for a field of OWN_VALUES: a name, or for a user's own value the
-    hash of its file and its name there.
+    hash of its file, its name there and its parameters.
 
     What the file imports from its folder is in the hash.
     """
-    module, colon, name = (value or "").rpartition(":")
-    if not colon:
+    name = own_name(value or "")
+    module = name.module
+    if not module:
         return value
     file: str | None = module
-    if not module.endswith(".py"):
+    if not name.is_file:
         file = inspect.getsourcefile(importlib.import_module(module))
     if file is None:
         return value
@@ -158,7 +160,7 @@ def _own_source(value: str | None) -> str | None:
     for helper in helpers:
         digest.update(helper.relative_to(first.parent).as_posix().encode())
         digest.update(hashlib.sha256(helper.read_bytes()).digest())
-    return f"{digest.hexdigest()}:{name}"
+    return f"{digest.hexdigest()}:{name.attribute}{name.call}"
 
 
 def _model_source(model: str | None) -> str | None:

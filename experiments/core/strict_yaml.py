@@ -23,7 +23,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 
 from pagedjax.options.config import from_dict, one_of
-from pagedjax.options.own_values import names_own_value
+from pagedjax.options.own_names import names_own_value
 from pagedjax.text import yaml_words
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from experiments.core.config import Experiment, Point, Slo
@@ -16,6 +17,7 @@ from experiments.core.workloads import limits_of
 from experiments.simulation.cost import Simulate
 from pagedjax.host import policies, purity
 from pagedjax.options.config import EngineConfig
+from pagedjax.options.own_names import names_own_value, own_name
 from pagedjax.options.params import SamplingParams
 from pagedjax.text import yaml_words
 
@@ -73,12 +75,12 @@ def oracle(experiments: Sequence[Experiment]) -> str:
     With `ignore_eos` every request of a workload asks for as many tokens as it generates, or for a
     multiple of them, unless the workload draws its limits apart.
     """
-    seers: dict[str, str] = {}
+    seers: dict[Any, str] = {}
     for experiment in experiments:
         sampling = experiment.sampling
         policy = experiment.engine.policy
         limits = limits_of(experiment.workload)
-        if ":" not in policy or not sampling.ignore_eos or sampling.stop_token_ids:
+        if not names_own_value(policy) or not sampling.ignore_eos or sampling.stop_token_ids:
             continue
         value = policies.find(policy)
         predicted = experiment.workload.predicted
@@ -96,11 +98,13 @@ def oracle(experiments: Sequence[Experiment]) -> str:
 
 def predictions(experiments: Sequence[Experiment]) -> str:
     """Which policies read predicted lengths of outputs, and with which errors; "" if none does."""
-    errors: dict[str, list[str]] = {}
+    errors: dict[Any, list[str]] = {}
     for experiment in experiments:
         policy = experiment.engine.policy
         predicted = experiment.workload.predicted
-        if ":" in policy and predicted and purity.reads_predictions(policies.find(policy)):
+        if not names_own_value(policy) or not predicted:
+            continue
+        if purity.reads_predictions(policies.find(policy)):
             errors.setdefault(policy, []).append(f"{predicted.error:g}")
     return "; ".join(
         f"{_short(policy)} reads predicted lengths of outputs, which are the drawn lengths with a "
@@ -207,7 +211,8 @@ def _text(value: Any) -> str:
 
 def _short(value: str) -> str:
     """A value of a user's own without the folder of its file."""
-    return value.rpartition("/")[2] if ".py:" in value else value
+    name = own_name(value)
+    return name._replace(module=Path(name.module).name).text if name.is_file else value
 
 
 def _plain(value: Any) -> Any:

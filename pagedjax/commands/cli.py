@@ -138,6 +138,7 @@ def replica_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--router",
+        type=options.own_name,
         metavar="NAME",
         help="which replica gets a request: round_robin, least_loaded, prefix (the default), or "
         "file.py:NAME",
@@ -218,13 +219,14 @@ def convert(args: argparse.Namespace) -> int:
 def replay(args: argparse.Namespace) -> int:
     """Verify a recorded run of an engine, or the recorded assignments of a router."""
     from pagedjax.host import replay
+    from pagedjax.options.own_names import name_in_one_line
 
     replay.check_file(args.file)
     with open(args.file, "rb") as lines:
         if next(lines, b"").startswith(b'{"routing":'):
             return _replay_routing(args)
-    policy = ["--policy", args.policy] if args.policy else []
-    return replay.main([args.file, *policy])
+    policy = name_in_one_line("policy", args.policy)
+    return replay.main([args.file, *(["--policy", policy] if policy else [])])
 
 
 def _replay_routing(args: argparse.Namespace) -> int:
@@ -263,7 +265,7 @@ def trace(args: argparse.Namespace) -> int:
     return _write(args, ".trace.json", json.dumps(events, separators=(",", ":")))
 
 
-def _policies(name: str | None) -> dict[str, Any]:
+def _policies(name: Any) -> dict[str, Any]:
     """The policies that a recording may name, and the one of that name, by their names."""
     from pagedjax.host.policies import POLICIES, find
 
@@ -564,6 +566,7 @@ def replay_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--policy",
+        type=options.own_name,
         metavar="NAME",
         help="the run's policy or router, if it is not built in: module:NAME or "
         "folder/file.py:NAME",
@@ -591,6 +594,8 @@ def view_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--policy",
         action="append",
+        type=options.own_name,
+        metavar="NAME",
         help="a run's policy, if it is not built in: module:NAME or folder/file.py:NAME; of two "
         "runs perhaps one each",
     )
@@ -609,6 +614,8 @@ def trace_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--policy",
+        type=options.own_name,
+        metavar="NAME",
         help="the run's policy, if it is not built in: module:NAME or folder/file.py:NAME",
     )
     parser.set_defaults(run=trace)

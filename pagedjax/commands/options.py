@@ -13,7 +13,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
@@ -165,7 +165,9 @@ def add_engine_options(command: argparse.ArgumentParser, **defaults: str) -> Non
         default = "" if field.default in (None, ()) else f"the default is {field.default}"
         parts = (sentences[field.name], defaults.get(field.name, default))
         text = "; ".join(filter(None, parts)).replace("%", "%%")
-        if kind is bool:
+        if any(get_origin(part) is Mapping for part in get_args(hint)):
+            group.add_argument(flag, type=own_name, metavar="NAME", help=text)
+        elif kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         elif dataclasses.is_dataclass(kind):
             form = name_or_mapping if str in get_args(hint) else mapping
@@ -214,7 +216,10 @@ def integers(example: str, noun: str = "integers") -> Callable[[str], tuple[int,
 
 
 def names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
+    """Read names with commas between them; a comma without a name behind it is between
+    parameters.
+    """
+    return tuple(re.split(r",(?=[^,()]*:)", text))
 
 
 def at_least_1(text: str) -> int:
@@ -284,6 +289,15 @@ def name_or_mapping(example: str) -> Callable[[str], str | dict[str, Any]]:
         return mapping(example)(text) if "=" in text or text.startswith("{") else text
 
     return read
+
+
+def own_name(text: str) -> str | dict[str, Any]:
+    """Read the name of a shipped value or of a user's own: mine.py:NAME, or with parameters
+    name=mine.py:NAME,worth=64, mine.py:NAME(worth=64) or a JSON object.
+    """
+    if not re.match(r"name=|\{", text):
+        return text
+    return mapping("name=mine.py:NAME,worth=64")(text)
 
 
 def _word(text: str) -> Any:

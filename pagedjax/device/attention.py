@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pagedjax.device.batch import Batch
+from pagedjax.options.own_errors import raise_with_place
 from pagedjax.options.own_values import own_value
 from pallas_kernels import kv_write
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
@@ -30,18 +31,26 @@ Attend = Callable[..., jax.Array]
 DEFAULTS = "cpu", "pallas_gpu", "xla"
 
 
-def find(name: str) -> Implementation:
-    """Returns the implementation of that name: one of IMPLS, or your own.
+def find(name: Any) -> Implementation:
+    """Returns the implementation of that name: one of IMPLS, or your own; an `Implementation` is
+    itself.
 
     Raises:
         ValueError: there is no such implementation, module, file or value.
     """
+    if isinstance(name, Implementation):
+        return name
+    if not isinstance(name, str):
+        raise ValueError(
+            f"attention_impl is {name!r:.200}; it must be one of {', '.join(map(repr, IMPLS))}, "
+            "FILE.py:NAME, or an Implementation"
+        )
     if name in IMPLS:
         return IMPLS[name]
     return own_value("attention_impl", name, Implementation, IMPLS, shared=True)
 
 
-def choose(name: str | None, device: Any, *, invariant: bool = False, **sizes: Any) -> str:
+def choose(name: Any, device: Any, *, invariant: bool = False, **sizes: Any) -> str:
     """Returns the name of an engine's implementation: this one, or the default.
 
     Args:
@@ -65,7 +74,7 @@ def choose(name: str | None, device: Any, *, invariant: bool = False, **sizes: A
     return name
 
 
-def _not_invariant(name: str | None, device: Any, **sizes: Any) -> str:
+def _not_invariant(name: Any, device: Any, **sizes: Any) -> str:
     """Returns why an engine cannot be batch-invariant with this attention, and a remedy; empty if
     it can.
     """
@@ -105,7 +114,7 @@ numbers_in = read  # the numbers in pages
 stored_in = stored  # numbers as pages of a dtype have them
 
 
-def prepare(name: str | None, *, dtype: str, query_dtype: str, invariant: bool) -> None:
+def prepare(name: Any, *, dtype: str, query_dtype: str, invariant: bool) -> None:
     """Starts an implementation's work of once a process, before there is a model to trace.
 
     Args:
@@ -141,7 +150,11 @@ class Bound:
     scale: float
 
     def __call__(self, *arrays: jax.Array, **options: Any) -> jax.Array:
-        return paged_attention(*arrays, scale=self.scale, impl=self.impl, **options)
+        try:
+            return paged_attention(*arrays, scale=self.scale, impl=self.impl, **options)
+        except Exception as error:
+            raise_with_place(f"attend of the attention {self.impl.name!r}", error)
+            raise
 
 
 def attend(impl: str, scale: float, *, invariant: bool = False, drafts: bool = True) -> Attend:

@@ -26,6 +26,7 @@ import numpy as np
 
 from pagedjax.engine import token_masks
 from pagedjax.engine.drafters import Drafter
+from pagedjax.engine.drafters.drafter import called, proposed
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host.drafts import Sample, cut_at_the_end
 from pagedjax.host.types import NO_DRAFTS, Finished, Plan, Running, StepResult, Verified
@@ -69,7 +70,7 @@ class Drafting(NamedTuple):
 
 def start(drafter: Drafter, options: Speculative) -> Drafting:
     """Nothing learned yet."""
-    return Drafting(drafter, options, drafter.start())
+    return Drafting(drafter, options, called(drafter, "start"))
 
 
 def offer(
@@ -89,17 +90,16 @@ def offer(
         draftable, k: as `candidates` returns them.
 
     Raises:
-        ValueError: the drafter gave what is no token of the model's vocabulary.
+        ValueError: the drafter gave what is no token of the model's vocabulary, or raised.
     """
-    propose = drafting.drafter.propose
-    if propose is None:
+    if drafting.drafter.propose is None:
         return {name: k for name, _ in draftable} if k else NO_DRAFTS
     if not k:
         return NO_DRAFTS
     offered = {}
     for name, length in draftable:
         data = sequences[name]
-        propose_for = partial(propose, drafting.memory, name)
+        propose_for = partial(proposed, drafting.drafter, drafting.memory, name)
         drafts = np.asarray(token_masks.drafts(data, length, k, propose_for))
         if not len(drafts):
             continue
@@ -263,7 +263,8 @@ def left(drafting: Drafting, name: str, data: SequenceData, length: int) -> None
     """Show the drafter the output so far, [data.prompt_len : length], of a sequence that another
     engine has adopted.
     """
-    drafting.drafter.finished(drafting.memory, name, data.tokens[data.prompt_len : length])
+    output = data.tokens[data.prompt_len : length]
+    called(drafting.drafter, "finished", drafting.memory, name, output)
 
 
 def ended(
@@ -274,4 +275,4 @@ def ended(
         data = sequences.get(name)
         if data is not None and event.num_output:
             output = data.tokens[data.prompt_len : data.prompt_len + event.num_output]
-            drafting.drafter.finished(drafting.memory, name, output)
+            called(drafting.drafter, "finished", drafting.memory, name, output)

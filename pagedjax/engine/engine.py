@@ -35,6 +35,7 @@ from pagedjax.host import scheduler
 from pagedjax.host.event_log import Entry, Recorder
 from pagedjax.host.types import Event, FinishReason, Pending, StepResult
 from pagedjax.options.config import EngineConfig, Resolved, one_of
+from pagedjax.options.own_names import names_own_value
 from pagedjax.options.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.text.structured.matcher import Grammar
 
@@ -525,10 +526,12 @@ class Engine:
             self._recorder = self._tap_writer = None
         if path is not None:
             clock = time.perf_counter if times else None
+            named_policy: Any = self.runtime.config.policy
             self._recorder = Recorder(
                 path,
                 self.scheduler_state.config,
                 self.runtime.policy.name,
+                own_policy=named_policy if names_own_value(named_policy) else None,
                 clock=clock,
                 prompts=prompts,
             )

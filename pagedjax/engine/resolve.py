@@ -66,7 +66,8 @@ def resolve(
             f"{smallest} tokens"
         )
     impl = _attention_impl(config, model, draft, kv_dtype, length)
-    values = dataclasses.asdict(config) | {
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    values |= {
         "dtype": dtype,
         "weight_dtype": model.weight_dtype,
         "kv_cache_dtype": kv_dtype,

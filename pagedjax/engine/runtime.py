@@ -175,8 +175,10 @@ def build(
     Raises:
         ValueError: see `resolve`, and two sampling options of one name.
     """
+    policy = policies.find(config.policy)
     chain = chain_of((*map(find, config.row_features), *row_features), model.config.vocab_size)
-    model = with_linear(on_mesh(model, config), config.linear_impl)
+    linear_impl: Any = config.linear_impl  # no mapping any more
+    model = with_linear(on_mesh(model, config), linear_impl)
     if draft_model:
         draft_model = draft_model._replace(params=_on_devices(draft_model.params, model))
     device_memory = free_memory(model)  # before the cache takes its share
@@ -216,7 +218,7 @@ def build(
     return Runtime(
         model=model,
         eos_token_ids=tuple(eos_token_ids),
-        policy=policies.find(resolved.policy),
+        policy=policy,
         leaves=leaves,
         shapes=sizes,
         chain=chain,
@@ -338,7 +340,8 @@ def _block_programs(
 def _print_choices(model: Model, config: Resolved, report: memory.MemoryReport) -> None:
     """Tell the user where the model is, which kernels serve it, and where the memory goes."""
     placement = f"{model.placement}\n" if model.placement else ""
-    impls = f"attention {config.attention_impl!r}, products {config.linear_impl!r}"
+    attention_name = getattr(config.attention_impl, "name", config.attention_impl)
+    impls = f"attention {attention_name!r}, products {config.linear_impl!r}"
     tqdm.write(f"{placement}{impls}\n{report}", file=sys.stderr)
 
 

@@ -9,9 +9,10 @@ from typing import Any, Literal, NamedTuple
 
 from pagedjax.host import blocks, prefix_sharing, reservation, views
 from pagedjax.host.blocks import BlockPool
-from pagedjax.host.policies import Policy
+from pagedjax.host.policies import Policy, called, decision
 from pagedjax.host.preemption import Pairs
 from pagedjax.host.types import HOLE, CurrentSeqs, Running, SchedulerConfig, Seq
+from pagedjax.options.own_errors import raise_with_place
 
 # what does not suffice for a sequence that would enter; "piece": blocks in a row (reservation.py);
 # "policy": its `admit` refuses
@@ -52,7 +53,8 @@ def admit(
     sequence is overtaken for ever.
 
     Raises:
-        ValueError: the policy's `order` returns something else than waiting sequences.
+        ValueError: the policy's `order` returns something else than waiting sequences, or its
+            `admit` something else than True or False, or one of them raises.
     """
     for group in groups(ordered(admission.pool, policy, waiting, active, config)):
         trial = enter(admission, policy, group, config)
@@ -99,7 +101,9 @@ def ordered(
         ValueError: it offers something else.
     """
     records: Any = CurrentSeqs(active)
-    queue = policy.order(
+    queue = called(
+        policy,
+        "order",
         waiting,
         active._replace(seqs=records),
         lambda seq: prefix_sharing.cached_tokens(pool, seq, config),
@@ -109,7 +113,11 @@ def ordered(
     remedy = "return the waiting sequences in an order, or some of them, each once"
     if not isinstance(queue, Iterable):
         raise ValueError(f"order of the policy {policy.name!r} returned {queue!r:.200}; {remedy}")
-    offered = tuple(queue)
+    try:
+        offered = tuple(queue)
+    except Exception as error:  # a generator runs now
+        raise_with_place(f"order of the policy {policy.name!r}", error)
+        raise
     places = {id(seq) for seq in waiting}
     for seq in offered:
         if id(seq) not in places:
@@ -145,7 +153,7 @@ def _admit_one(
     need, free = _need(admission, seq, cached, config)
     if need > free:
         return Refusal("blocks", need, free)
-    if not policy.admit(seq, need, free):
+    if not decision(policy, "admit", seq, need, free):
         return Refusal("policy", need, free)
     pool = admission.pool
     promised = admission.promised

@@ -2,6 +2,7 @@
 `Recorder` writes it. Here long lines are wrapped. `Entry` is what a line says, as a record.
 
     {"pagedjax_replay":2,"pagedjax":"0.2.0","policy":"fcfs","config":{"block_size":4,...}}
+        (a policy in a user's file: "policy":"aged","own_policy":"mine.py:aged(worth=64)",...)
     {"submit":{"request_id":"a","prompt_len":5,"max_tokens":8,...}}
     {"schedule":{"step":0,"ids":["a"],"starts":[0],"counts":[5],"blocks":{"a":[1,2]},
         "admitted":["a"],...}}
@@ -290,6 +291,8 @@ class Recorder:
     An existing file is overwritten.
 
     Args:
+        own_policy: of a policy in a user's file, how it was named: the file, the value in it and its
+            parameters. The header has it, so that a reader knows what a replay needs.
         clock: seconds since any moment, for the times of lines; None leaves times out.
         prompts: write the token ids of prompts.
     """
@@ -300,6 +303,7 @@ class Recorder:
         config: SchedulerConfig,
         policy: str = "fcfs",
         *,
+        own_policy: str | None = None,
         clock: Callable[[], float] | None = None,
         prompts: bool = False,
     ) -> None:
@@ -311,7 +315,7 @@ class Recorder:
         self._began = clock() if clock else 0.0
         self._prompts = prompts
         self._written: Written = {}
-        self._file.write(header_line(config, policy, __version__) + "\n")
+        self._file.write(header_line(config, policy, __version__, own_policy) + "\n")
 
     def write(self, entry: Entry) -> None:
         """Write the line of a transition, after it."""
@@ -402,16 +406,19 @@ def _event_records(events: Sequence[Event], written: Written) -> list[Record]:
     return [{"event": type(event).__name__, **event._asdict()} for event in events]
 
 
-def header_line(config: SchedulerConfig, policy: str, version: str) -> str:
+def header_line(
+    config: SchedulerConfig, policy: str, version: str, own_policy: str | None = None
+) -> str:
+    """Returns the first line. own_policy: as `Recorder` gets it."""
     defaults = config._field_defaults
     settings = {
         name: value
         for name, value in config._asdict().items()
         if name == "host_blocks" or value != defaults.get(name)
     }
-    return dump(
-        {"pagedjax_replay": FORMAT, "pagedjax": version, "policy": policy, "config": settings}
-    )
+    own = {} if own_policy is None else {"own_policy": own_policy}
+    head = {"pagedjax_replay": FORMAT, "pagedjax": version, "policy": policy}
+    return dump({**head, **own, "config": settings})
 
 
 def dump(record: Record) -> str:

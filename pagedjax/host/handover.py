@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from pagedjax.host import blocks, prefix_sharing, request_limits, views
 from pagedjax.host.blocks import BlockPool
-from pagedjax.host.policies import Policy
+from pagedjax.host.policies import Policy, decision, shipped
 from pagedjax.host.preemption import Pairs
 from pagedjax.host.request_limits import Rejected, final_length
 from pagedjax.host.state import SchedulerState, running
@@ -63,7 +63,7 @@ def release(state: SchedulerState, request_id: str) -> tuple[SchedulerState, Rel
 
 
 def adopt(
-    state: SchedulerState, policy: Policy, released: Released
+    state: SchedulerState, policy: Policy | str, released: Released
 ) -> tuple[SchedulerState, Adopted]:
     """Takes a sequence over. It runs at once if there is room (`has_room`); else it joins the
     queue, with nothing computed.
@@ -116,7 +116,7 @@ def _place_blocks(
     return pool, (*table, *new_blocks[len(copied) :]), copies
 
 
-def has_room(state: SchedulerState, policy: Policy, released: Released) -> bool:
+def has_room(state: SchedulerState, policy: Policy | str, released: Released) -> bool:
     """Whether a sequence would run at once: nothing waits, and a row and blocks for all its known
     tokens are free.
     """
@@ -136,7 +136,7 @@ def has_room(state: SchedulerState, policy: Policy, released: Released) -> bool:
     else:
         need = blocks.needed(released.length, config.block_size)
     need = max(need, views.held(released.blocks)) - len(shared)
-    return need <= free and policy.admit(seq, need, free)
+    return need <= free and decision(shipped(policy), "admit", seq, need, free)
 
 
 def _keys(state: SchedulerState, released: Released) -> Sequence[str]:

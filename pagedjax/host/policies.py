@@ -8,9 +8,12 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pagedjax.host.types import Running, Seq
+from pagedjax.options.config import one_of
+from pagedjax.options.own_errors import raise_with_place
+from pagedjax.options.own_names import name_in_one_line
 from pagedjax.options.own_values import own_value
 
 WINDOW = 64  # arrivals that one level of priority is worth
@@ -151,27 +154,95 @@ POLICIES = {
 }
 
 
-def find(name: str) -> Policy:
+ARGUMENTS = {  # of the functions of a policy: their number, and what an error says to write
+    "order": (
+        3,
+        "order(waiting, running, cached), where cached(seq) is the number of the sequence's tokens "
+        "that are found in the cache",
+    ),
+    "admit": (3, "admit(seq, need, free)"),
+    "preempt": (1, "preempt(running)"),
+    "swap": (1, "swap(victims)"),
+}
+
+
+def find(name: Any) -> Policy:
     """The policy of that name. "module:NAME" or "folder/file.py:NAME" is a policy of the user, in
-    that module or file.
+    that module or file, with parameters as in a mapping {"name": "mine.py:aged", "worth": 64}; a
+    `Policy` is itself.
 
     Raises:
-        ValueError: no such policy, module, file or value; a value that is no policy; or an `order`
-            that does not take three arguments.
+        ValueError: no such policy, module, file or value; a value that is no policy; or a function
+            of it that takes other arguments.
     """
-    if name in POLICIES:
-        return POLICIES[name]
-    policy = own_value("policy", name, Policy, POLICIES)
+    name = name_in_one_line("policy", name)
+    if isinstance(name, str):
+        if name in POLICIES:
+            return POLICIES[name]
+        policy = own_value("policy", name, Policy, POLICIES)
+    elif isinstance(name, Policy):
+        policy = name
+        name = policy.name
+        if policy in POLICIES.values():
+            return policy
+    else:
+        raise ValueError(
+            f"policy is {name!r:.200}; it must be one of {', '.join(map(repr, POLICIES))}, "
+            "FILE.py:NAME, or a Policy"
+        )
     if policy.name in POLICIES:  # a recording would be replayed with the other one
         raise ValueError(
             f"policy {name!r} calls itself {policy.name!r}, which is another one; rename it"
         )
-    try:
-        inspect.signature(policy.order).bind((), Running(), len)
-    except TypeError:
-        raise ValueError(
-            f"policy {name!r}: its order takes other arguments; "
-            "write order(waiting, running, cached), where "
-            "cached(seq) is the number of the sequence's tokens that are found in the cache"
-        ) from None
+    for function, (count, usage) in ARGUMENTS.items():
+        try:
+            inspect.signature(getattr(policy, function)).bind(*[None] * count)
+        except TypeError:
+            raise ValueError(
+                f"policy {name!r}: its {function} takes other arguments; write {usage}"
+            ) from None
     return policy
+
+
+def shipped(policy: Policy | str) -> Policy:
+    """The policy, which may be given by the name of a shipped one.
+
+    Raises:
+        ValueError: there is no such name. A policy of a user's own is found once, by `find`.
+    """
+    if not isinstance(policy, str):
+        return policy
+    if policy not in POLICIES and ":" in policy:
+        raise ValueError(
+            f"policy is {policy!r}; give the value that pagedjax.policies.find({policy!r}) returns"
+        )
+    one_of("policy", policy, tuple(POLICIES))
+    return POLICIES[policy]
+
+
+def called(policy: Policy, function: str, *arguments: Any) -> Any:
+    """The result of one of a policy's functions.
+
+    Raises:
+        OwnError: a function of the user raised. The message names its file and line.
+    """
+    try:
+        return getattr(policy, function)(*arguments)
+    except Exception as error:
+        raise_with_place(f"{function} of the policy {policy.name!r}", error)
+        raise
+
+
+def decision(policy: Policy, function: str, *arguments: Any) -> bool:
+    """The result of a policy's `admit` or `swap`.
+
+    Raises:
+        ValueError: it is neither True nor False.
+    """
+    result = called(policy, function, *arguments)
+    if result is not True and result is not False and result not in (True, False):
+        raise ValueError(
+            f"{function} of the policy {policy.name!r} returned {result!r:.200}; return True or "
+            "False"
+        )
+    return result

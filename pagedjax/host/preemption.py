@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pagedjax.host import blocks, branches
 from pagedjax.host.blocks import BlockPool
-from pagedjax.host.policies import Policy
+from pagedjax.host.policies import Policy, called, decision
 from pagedjax.host.state import SchedulerState
 from pagedjax.host.types import HOLE, Running, SchedulerConfig, Seq, current
 
@@ -36,7 +36,7 @@ def make_room(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pr
     full, shared = rows_without_room(state)
     while len(full) * groups + len(shared) > state.pool.num_free:
         candidates = current(*state.running)
-        victims = _victims(candidates, policy.preempt(candidates))
+        victims = _victims(candidates, _victim(policy, candidates))
         state, moves = _preempt(state, policy, candidates, victims)
         names = [victim.request_id for victim in victims]
         preempted += names
@@ -47,6 +47,21 @@ def make_room(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pr
     if full or shared:
         state, copies = _give_blocks(state, full, shared)
     return state, Preemptions(copies, tuple(preempted), tuple(swapped), tuple(swap_out))
+
+
+def _victim(policy: Policy, candidates: Sequence[Seq]) -> Seq:
+    """The running sequence that the policy chooses.
+
+    Raises:
+        ValueError: it chooses something else.
+    """
+    victim = called(policy, "preempt", candidates)
+    if not any(victim is seq for seq in candidates):
+        raise ValueError(
+            f"preempt of the policy {policy.name!r} returned {victim!r:.200}; return one of the "
+            "running sequences that it gets"
+        )
+    return victim
 
 
 def rows_without_room(state: SchedulerState) -> tuple[list[int], list[tuple[int, int]]]:
@@ -133,7 +148,7 @@ def _preempt(
         victim._replace(computed=min(victim.computed, victim.length - 1)) for victim in victims
     ]
     computed = all(victim.computed for victim in victims)
-    if state.host_pool is not None and computed and policy.swap(victims):
+    if state.host_pool is not None and computed and decision(policy, "swap", victims):
         swap = _swap_out(state.host_pool, victims, state.config)
         if swap is not None:
             host_pool, swapped, moves = swap

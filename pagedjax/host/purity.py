@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pagedjax.host import scheduler
-from pagedjax.host.policies import Policy
+from pagedjax.host.policies import POLICIES, Policy, find
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import Request
-from pagedjax.options.purity import Impure, called_twice, names_read
+from pagedjax.options.own_errors import OwnError
+from pagedjax.options.own_names import name_in_one_line
+from pagedjax.options.purity import called_twice, names_read
 
 # A pool that is too small for all requests at once, so that some wait and some are preempted.
 CONFIG = SchedulerConfig(
@@ -27,6 +31,22 @@ MAX_STEPS = 80
 LIMITS = {"limit", "max_tokens", "final_length"}  # names of what says it
 
 
+def find_pure(name: Any) -> Policy:
+    """The policy of that name, as `policies.find` reads it; one of a user's own is checked.
+
+    Raises:
+        ValueError: see `policies.find` and `check`.
+    """
+    policy = find(name)
+    if policy not in POLICIES.values():
+        try:
+            check(policy)
+        except ValueError as error:
+            text = policy.name if isinstance(name, Policy) else name_in_one_line("policy", name)
+            raise ValueError(f"policy is {text!r}: {error}") from error
+    return policy
+
+
 def check(policy: Policy) -> None:
     """Runs a small scheduler with the policy, and calls each of its functions twice.
 
@@ -34,6 +54,7 @@ def check(policy: Policy) -> None:
 
     Raises:
         Impure: a function is not pure.
+        ValueError: a function returns what it must not.
     """
     functions = {
         name: called_twice(getattr(policy, name), f"{name} of the policy {policy.name!r}")
@@ -41,9 +62,11 @@ def check(policy: Policy) -> None:
     }
     try:
         _run(policy._replace(**functions))
-    except Impure:
+    except OwnError:  # a real run will raise it, too
+        pass
+    except ValueError:  # of what a function returns
         raise
-    except Exception:  # a real run will raise it, too
+    except Exception:
         pass
 
 

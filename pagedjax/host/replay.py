@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -88,6 +89,7 @@ class ReplayReport(NamedTuple):
     finished: dict[str, int]  # by reason
     truncated: bool  # the last line is cut off: the run was killed while it wrote; it is left out
     difference: Difference | None
+    own_policy: str = ""  # of a user's file, as the recorded run named it
 
     @property
     def identical(self) -> bool:
@@ -128,6 +130,7 @@ def verify(path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES)
         ReplayError: a folder, an unknown format or policy, or a malformed line.
     """
     version = ""
+    own_policy = ""
     lines = 0
     difference = None
     kinds: Counter[str] = Counter()
@@ -135,7 +138,10 @@ def verify(path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES)
     preemptions = 0
     try:
         for lines, recorded, recomputed, transition in _rerun(path, policies):
-            version = version or json.loads(recorded)["pagedjax"]
+            if not version:
+                first_record = json.loads(recorded)
+                version = first_record["pagedjax"]
+                own_policy = first_record.get("own_policy", "")
             if recorded != recomputed:
                 difference = Difference(lines, recorded, recomputed)
                 break
@@ -155,6 +161,7 @@ def verify(path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES)
         finished=dict(sorted(finished.items())),
         truncated=truncated(path),
         difference=difference,
+        own_policy=own_policy,
     )
 
 
@@ -169,8 +176,9 @@ def _rerun(
     if header is None:
         raise ReplayError(f"{path} has no whole line: nothing was recorded")
     config, policy, version = _header(header, policies)
+    own_policy = header.get("own_policy")
     transition = Transition("init", scheduler.init(config))
-    yield number, recorded, header_line(config, policy.name, version), transition
+    yield number, recorded, header_line(config, policy.name, version, own_policy), transition
     plan: Plan | None = None
     written: Written = {}
     for number, recorded, record in rows:
@@ -353,10 +361,13 @@ def _header(
             file_format = repr(record["pagedjax_replay"])
         raise ReplayError(f"line 1 has {file_format}; this version reads format {FORMAT}; {REMEDY}")
     if record.get("policy") not in policies:
-        raise ReplayError(
-            f"line 1 names the policy {record.get('policy')!r}; "
-            f"known are {', '.join(sorted(policies))}"
-        )
+        remedy = f"known are {', '.join(sorted(policies))}"
+        if own := record.get("own_policy"):
+            remedy = (
+                f"a recording runs no file, so add --policy {shlex.quote(str(own))}, or where that "
+                "file is now"
+            )
+        raise ReplayError(f"line 1 names the policy {record.get('policy')!r}; {remedy}")
     try:
         fields = record["config"]
         views = [View(window, tuple(blocks)) for window, blocks in fields.get("views", ())]
@@ -391,6 +402,8 @@ def summary(report: ReplayReport) -> str:
         f"  recorded    {recorded[excerpt]}",
         f"  recomputed  {recomputed[excerpt]}",
     ]
+    if report.own_policy:
+        lines.append(f"the recorded run had the policy {report.own_policy}")
     return "\n".join(lines)
 
 

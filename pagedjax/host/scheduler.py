@@ -48,7 +48,7 @@ from pagedjax.host.admission import Admission, admit, chunk_size
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.drafts import Sample, accepted, cut_at_the_end, flat, give_back, grant
 from pagedjax.host.handover import adopt, has_room, release
-from pagedjax.host.policies import Policy
+from pagedjax.host.policies import Policy, shipped
 from pagedjax.host.preemption import make_room
 from pagedjax.host.request_limits import Rejected, final_length
 from pagedjax.host.state import SchedulerConfig, SchedulerState, check, running
@@ -149,14 +149,20 @@ def submit(state: SchedulerState, request: Request) -> SchedulerState:
 
 
 def schedule(
-    state: SchedulerState, policy: Policy, offered: Mapping[str, int] = NO_DRAFTS
+    state: SchedulerState, policy: Policy | str, offered: Mapping[str, int] = NO_DRAFTS
 ) -> tuple[SchedulerState, Plan]:
     """Decides what the next step computes. The plan has no rows when nothing runs and nothing can.
 
     Args:
+        policy: the value, or the name of a shipped one, such as "fcfs".
         offered: by sequence id, how many draft tokens there are for it. Decodes get some of them
             (drafts.py).
+
+    Raises:
+        ValueError: there is no such policy, or a function of the policy returns what it must not.
+        OwnError: a function of a user's own policy raised; names the file and the line.
     """
+    policy = shipped(policy)
     state, preemptions = make_room(state, policy)
     admits = not preemptions.preempted  # rule 3
     active, num_decodes, counts, admission, idle = _choose_rows(state, policy, admits)

@@ -29,7 +29,12 @@ from typing import (
 )
 
 from pagedjax.options import exclusions
-from pagedjax.options.own_values import names_own_value
+from pagedjax.options.own_names import (
+    NamedValue,
+    is_value,
+    name_in_one_line,
+    names_own_value,
+)
 
 DType = Literal["float32", "bfloat16", "float16"]
 # Formats of matrices beside the dtypes: where each `Format` is (pagedjax/device/formats)
@@ -98,7 +103,8 @@ class Speculative:
     method: "ngram": the tokens that followed the last tokens where these occurred before in the
         sequence (prompt lookup); "suffix": the same by a tree of suffixes, also over earlier
         outputs of the engine; "draft": a smaller model; "eagle": a head on the model's own layers.
-        A user's own drafter is "module:NAME" or "folder/file.py:NAME", see engine/drafters.
+        A user's own drafter is "module:NAME" or "folder/file.py:NAME", a mapping of it and its
+        parameters, or a `Drafter`; see engine/drafters.
     model: of "draft", a path, hub id or name for `load_model`, with the model's own tokenizer; of
         "eagle", the folder of a head (`python -m experiments.training.train_draft`).
     num_tokens: the most draft tokens of a sequence in a step. One step verifies all of them and
@@ -112,7 +118,7 @@ class Speculative:
     ngram_max, ngram_min: of "ngram", the longest and the shortest run of tokens to look up.
     """
 
-    method: str = "ngram"
+    method: str | Mapping[str, Any] | NamedValue = "ngram"  # no mapping after __post_init__
     num_tokens: Annotated[int, _DRAFTED] = 4
     adaptive: bool = True
     model: str | None = None
@@ -127,8 +133,7 @@ class Speculative:
                 f"speculative.ngram_min is {self.ngram_min}; "
                 f"it must be at most ngram_max {self.ngram_max}"
             )
-        if not names_own_value(self.method):
-            one_of("speculative.method", self.method, get_args(DraftMethod), custom=True)
+        _read_own(self, "method", get_args(DraftMethod), field="speculative.method")
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
         if self.model is not None and not isinstance(self.model, str):
@@ -160,7 +165,7 @@ class KVPolicyOptions:
     name: "full": all. "streaming": the first tokens and the last ones (StreamingLLM, arXiv
         2309.17453); other blocks are freed. "quest": a query reads the blocks whose keys fit it
         best (arXiv 2406.10774); all blocks are kept. A user's own `KVPolicy` is "module:NAME" or
-        "folder/file.py:NAME".
+        "folder/file.py:NAME", with the parameters of `NAME` in parentheses, or the value itself.
     sinks: of "streaming", the number of first tokens that every query sees; None is 4.
     window: of "streaming", the smallest number of last tokens that a query sees, its own included;
         None is 1020.
@@ -170,7 +175,7 @@ class KVPolicyOptions:
     dense_prompts: of "quest", whether queries of prompts read all; None is True.
     """
 
-    name: str = "full"
+    name: str | NamedValue = "full"
     sinks: int | None = None
     window: int | None = None
     tokens: int | None = None
@@ -178,8 +183,7 @@ class KVPolicyOptions:
     dense_prompts: bool | None = None
 
     def __post_init__(self) -> None:
-        if not names_own_value(self.name):
-            one_of("kv_policy", self.name, get_args(KVPolicyName), custom=True)
+        _read_own(self, "name", get_args(KVPolicyName), field="kv_policy")
         for name, (policy, default, minimum) in _KV_POLICY_SIZES.items():
             value = getattr(self, name)
             if value is None:
@@ -203,16 +207,19 @@ class KVPolicyOptions:
         """Returns the options that a value describes; None for "full".
 
         Args:
-            value: None ("full"), a name, a mapping of fields (from YAML and the command line), or a
+            value: None ("full"), a name, a mapping of fields (from YAML and the command line; of a
+                user's own policy, its name and its parameters), a `KVPolicy`, or a
                 `KVPolicyOptions`.
 
         Raises:
             ValueError: an unknown name or field, or a size out of range.
         """
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and names_own_value(value.get("name")):
+            value = KVPolicyOptions(name_in_one_line("kv_policy", value))
+        elif isinstance(value, Mapping):
             fields = {str(name): item for name, item in value.items()}
             value = from_dict(KVPolicyOptions, fields, where="kv_policy.")
-        elif isinstance(value, str):
+        elif isinstance(value, str) or is_value(value):
             value = KVPolicyOptions(value)
         elif value is not None and not isinstance(value, KVPolicyOptions):
             raise ValueError(
@@ -290,9 +297,11 @@ class EngineConfig:
         holds four times as many tokens as float32 and twice as many as bfloat16, to 3 bits of
         mantissa and without scales: nothing above 448.
     policy: the order of admission and the choice of victims when blocks run out; host/policies.py
-        states the promise of each. A user's own policy is "module:NAME" or "folder/file.py:NAME".
+        states the promise of each. A user's own policy is "module:NAME" or "folder/file.py:NAME",
+        a mapping of it and its parameters, such as {"name": "mine.py:aged", "worth": 64}, or a
+        `Policy` (docs/design/policies.md).
     attention_impl: an implementation of pallas_kernels.paged_attention; None chooses by platform,
-        once. A user's own one is "module:NAME" or "folder/file.py:NAME".
+        once. A user's own one is named in the same way, or is an `Implementation`.
     linear_impl: an implementation of pallas_kernels.linear, in whose layout matrices are stored;
         None chooses by platform, once. A user's own one is named in the same way.
     model_family: what reads the model, if no built-in family does: "module:NAME" or
@@ -358,10 +367,11 @@ class EngineConfig:
     dtype: DType | None = None
     weight_dtype: Annotated[WeightDType, StoredDTypes()] | None = None
     kv_cache_dtype: CacheDType | None = None
-    policy: str = "fcfs"  # a PolicyName, or the place of a user's own
-    attention_impl: str | None = None  # an AttentionImpl, or the place of a user's own
-    linear_impl: str | None = None  # a LinearImpl, or the place of a user's own
-    model_family: str | None = None
+    # a PolicyName, an AttentionImpl, a LinearImpl, or a user's own; no mapping after __post_init__
+    policy: str | Mapping[str, Any] | NamedValue = "fcfs"
+    attention_impl: str | Mapping[str, Any] | NamedValue | None = None
+    linear_impl: str | Mapping[str, Any] | None = None
+    model_family: str | Mapping[str, Any] | None = None
     token_buckets: tuple[int, ...] | None = None
     preemption: Preemption = "recompute"
     enable_prefix_caching: bool = True
@@ -372,7 +382,7 @@ class EngineConfig:
     compilation: Compilation = "eager"
     chunked_prefill: bool = True
     mixed_steps: bool = True
-    kv_policy: KVPolicyOptions | str | None = None  # no str after __post_init__
+    kv_policy: KVPolicyOptions | str | NamedValue | None = None  # options after __post_init__
     free_window_blocks: bool = True
     reservation: Reservation = "none"
     batch_invariant: bool = False
@@ -423,20 +433,23 @@ class EngineConfig:
 
     def _check_names(self) -> None:
         """Raises ValueError for an unknown policy, implementation, family or row feature."""
-        if not names_own_value(self.policy):
-            one_of("policy", self.policy, get_args(PolicyName), custom=True)
-        for name, allowed in (("attention_impl", AttentionImpl), ("linear_impl", LinearImpl)):
-            value = getattr(self, name)
-            if value is not None and not names_own_value(value):
-                one_of(name, value, get_args(allowed), custom=True)
+        _read_own(self, "policy", get_args(PolicyName))
+        if self.attention_impl is not None:
+            _read_own(self, "attention_impl", get_args(AttentionImpl))
+        if self.linear_impl is not None:
+            _read_own(self, "linear_impl", get_args(LinearImpl), by_value=False)
+        if self.model_family is not None:
+            family = name_in_one_line("model_family", self.model_family)
+            object.__setattr__(self, "model_family", family)
         if self.model_family is not None and not names_own_value(self.model_family):
             raise ValueError(
                 f"model_family is {self.model_family!r}; "
                 "it must be module:NAME or folder/file.py:NAME of a Family, or None"
             )
-        if isinstance(self.row_features, list):  # YAML has no tuples
-            object.__setattr__(self, "row_features", tuple(self.row_features))
         features = self.row_features
+        if isinstance(features, (list, tuple)):  # YAML has no tuples
+            features = tuple([name_in_one_line("row_features", name) for name in features])
+            object.__setattr__(self, "row_features", features)
         if not isinstance(features, tuple) or not all(map(names_own_value, features)):
             raise ValueError(
                 f"row_features is {features!r:.200}; "
@@ -524,6 +537,31 @@ def checked_devices(devices: Any, mesh: MeshConfig | None) -> tuple[int, ...] | 
     return positions
 
 
+def _read_own(
+    options: Any,
+    name: str,
+    built_in: tuple[str, ...],
+    *,
+    field: str | None = None,
+    by_value: bool = True,
+) -> None:
+    """Replace a mapping of a user's own value by its name in one line.
+
+    Args:
+        name: of the field of `options`.
+        field: its name for errors.
+        by_value: whether the value itself may be there.
+
+    Raises:
+        ValueError: it is neither a built-in name nor a user's own value.
+    """
+    field = field or name
+    value = name_in_one_line(field, getattr(options, name))
+    object.__setattr__(options, name, value)
+    if not (names_own_value(value) or (by_value and is_value(value))):
+        one_of(field, value, built_in, custom=True)
+
+
 @cache
 def _field_types(cls: type) -> dict[str, tuple[Any, ...]]:
     """Returns the types that the value of each field may have."""
@@ -553,6 +591,18 @@ def check_fields(options: Any, cls: type, prefix: str = "") -> None:
                 one_of(name, value, get_args(kind))
             if get_origin(kind) is Annotated:
                 get_args(kind)[1].check(name, value)
+
+
+def as_dict(options: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass, and of those in it, as mappings. A user's own value is its
+    name: its functions have no text that two processes share.
+    """
+    return dataclasses.asdict(
+        options,
+        dict_factory=lambda pairs: {
+            name: value.name if is_value(value) else value for name, value in pairs
+        },
+    )
 
 
 def _is_integer(value: Any) -> TypeGuard[int]:

@@ -1,4 +1,5 @@
-"""Values of a user's own: "module:NAME", or "folder/file.py:NAME". This module imports no jax.
+"""Values of a user's own: "module:NAME", or "folder/file.py:NAME", with parameters if NAME is a
+function that returns one (own_names.py). This module imports no jax.
 
 A file may import others of its folder, whatever the current folder is. It is run anew for each
 engine, and so are they.
@@ -16,16 +17,24 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from pagedjax.options.own_errors import place_of, raise_with_place
+from pagedjax.options.own_names import OwnName, own_name, parameters_of
 
 Value = TypeVar("Value")
 PROJECT = ("pagedjax", "pallas_kernels", "experiments")  # their versions are known
 Stamps = tuple[tuple[str, int, int], ...]  # of each file: its path, time of change and size
-
-
-def names_own_value(value: Any) -> bool:
-    """Returns whether a value may name a user's own one, as in `own_value`."""
-    return isinstance(value, str) and ":" in value
 
 
 def own_value(
@@ -36,42 +45,182 @@ def own_value(
     A file is run anew, so that no engine sees what another one left in its globals.
 
     Args:
-        name: "module:NAME" or "folder/file.py:NAME".
+        name: "module:NAME" or "folder/file.py:NAME"; behind it the parameters, in parentheses, if
+            NAME is a function that returns the value.
         built_in: the names of the built-in values, for error messages.
         shared: the file is run again only after it, or a file that it imports from its folder, has
-            changed. So all that name a value of it get the same one, as functions must be from
-            which programs are compiled.
+            changed. So all that name a value of it with equal parameters get the same one, as
+            functions must be from which programs are compiled.
 
     Raises:
-        ValueError: there is no such module, file or value, or the value is not of that kind.
+        ValueError: there is no such module, file or value, the file or the function raises, the
+            value is not of that kind, or a parameter is none of the function's, or is missing, or
+            has another type.
     """
-    module, _, attribute = name.rpartition(":")
+    own = own_name(name)
     choices = "".join(f"{choice}, " for choice in built_in)
     usage = f"write {f'one of {choices}' if choices else ''}module:NAME, or folder/file.py:NAME"
-    if not module or not attribute:
+    if not own.module or not own.attribute:
         raise ValueError(f"{field} is {name!r}; {usage}")
-    is_file = module.endswith(".py")
-    try:
-        if not is_file:
-            values = vars(importlib.import_module(module))
-        else:
-            values = _shared_values(module) if shared else _run_file(module)
-    except ImportError as error:
-        if is_file:
-            usage = "install what it imports, or put it into the file's folder"
-        raise ValueError(
-            f"{field} is {name!r}, but {module} cannot be imported ({error}); {usage}"
-        ) from error
-    except FileNotFoundError:
-        raise ValueError(f"{field} is {name!r}, but there is no file {module}; {usage}") from None
-    value = values.get(attribute)
+    values = _values_in(field, own, usage, shared=shared)
+    value = values.get(own.attribute)
     if not isinstance(value, kind):
         names = sorted(key for key, item in values.items() if isinstance(item, kind))
-        raise ValueError(
-            f"{field} is {name!r}, but {attribute} in {module} is no {kind.__name__}; "
+        error = (
+            f"{field} is {name!r}, but {own.attribute} in {own.module} is no {kind.__name__}; "
             f"those in it: {names or 'none'}"
         )
+        if not callable(value) or isinstance(value, type):
+            raise ValueError(error)
+        parameters = parameters_of(field, own)
+        arguments = _arguments(f"{field} is {name!r}", value, parameters, error)
+        value = (_shared_result if shared else _result)(
+            field, name, value, tuple(arguments.items())
+        )
+        if not isinstance(value, kind):
+            raise ValueError(
+                f"{field} is {name!r}, and {own.attribute} in {own.module} returned "
+                f"{value!r:.80}; it must return a {kind.__name__}"
+            )
+    elif own.call:
+        raise ValueError(
+            f"{field} is {name!r}, and {own.attribute} in {own.module} is a {kind.__name__}, which "
+            f"takes no parameters; write a function of them that returns a {kind.__name__}"
+        )
     return value
+
+
+def _values_in(field: str, own: OwnName, usage: str, *, shared: bool) -> Mapping[str, Any]:
+    """Returns the values of a module or file. Errors: see `own_value`.
+
+    Args:
+        usage: what an error says to write.
+    """
+    module = own.module
+    if own.is_file and not os.path.isfile(module):
+        raise ValueError(f"{field} is {own.text!r}, but there is no file {module}; {usage}")
+    try:
+        if not own.is_file:
+            return vars(importlib.import_module(module))
+        return _shared_values(module) if shared else _run_file(module)
+    except ImportError as error:
+        if own.is_file:
+            usage = "install what it imports, or put it into the file's folder"
+        raise ValueError(
+            f"{field} is {own.text!r}, but {module} cannot be imported ({error}); {usage}"
+        ) from error
+    except Exception as error:  # a user's file may raise anything
+        kind = "file" if own.is_file else "module"
+        raise ValueError(
+            f"{field} is {own.text!r}, whose {kind} raises {type(error).__name__}: "
+            f"{error}{place_of(error)}; correct the {kind}"
+        ) from error
+
+
+def _arguments(
+    start: str, function: Callable[..., Any], given: Mapping[str, Any], no_value: str
+) -> dict[str, Any]:
+    """Returns the keyword arguments for a function that returns an own value.
+
+    Args:
+        start: of the error.
+        no_value: the error if nothing says that the function was meant.
+
+    Raises:
+        ValueError: a parameter is none of the function's, or is missing, or has another type.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of some compiled functions
+        raise ValueError(no_value) from None
+    names = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(
+                f"{start}, and it has no parameter {name!r}{hint}; its parameters are: "
+                f"{', '.join(names) or 'none'}"
+            )
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and name not in given
+    ]
+    if missing:
+        needed = ", ".join(missing)
+        if not given:
+            raise ValueError(f"{no_value}; as a function that returns one, it needs {needed}")
+        raise ValueError(f"{start}, and its parameter {needed} is missing; give it")
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except Exception:  # a type that is not there when the file runs: then no type is checked
+        hints = {}
+    return {name: _checked(f"{start}, and {name}", hints.get(name), x) for name, x in given.items()}
+
+
+def _checked(start: str, kind: Any, value: Any) -> Any:
+    """Returns the value as the type `kind` of a parameter. Types without a rule take any value.
+
+    Raises:
+        ValueError: the value is of another type, or outside of the bounds of an `Annotated`.
+    """
+    if get_origin(kind) is Annotated:
+        base, *bounds = get_args(kind)
+        value = _checked(start, base, value)
+        for bound in bounds:
+            if hasattr(bound, "check"):
+                bound.check(start, value)
+        return value
+    if not _fits(kind, value):
+        raise ValueError(f"{start} is {value!r}; it must be {_words(kind)}")
+    return float(value) if kind is float else value
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        return any(_fits(member, value) for member in get_args(kind))
+    if origin is Annotated:
+        return _fits(get_args(kind)[0], value)
+    if origin is Literal:
+        return value in get_args(kind)
+    if kind is float:
+        return type(value) in (int, float)
+    if kind in (int, bool, str, NoneType):
+        return type(value) is kind
+    return True
+
+
+def _words(kind: Any) -> str:
+    """What a value of a type must be, in words."""
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        return " or ".join(map(_words, get_args(kind)))
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, get_args(kind)))}"
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+    return words.get(kind, "null")
+
+
+def _result(
+    field: str, name: str, function: Callable[..., Any], arguments: tuple[tuple[str, Any], ...]
+) -> Any:
+    """Calls a user's function that returns an own value."""
+    try:
+        return function(**dict(arguments))
+    except Exception as error:
+        raise_with_place(f"{field} is {name!r}, which", error)
+        raise
+
+
+_shared_result = cache(_result)  # by the name too: 1 and True are equal, and their names are not
 
 
 def call_with_options(
@@ -177,8 +326,6 @@ def _values_of(path: str, stamps: Stamps) -> dict[str, Any]:
 
 def _run_file(path: str) -> dict[str, Any]:
     """Runs a file, and anew what it imports from its folder -> its global values."""
-    if not os.path.isfile(path):
-        raise FileNotFoundError(path)
     helpers = {str(file) for file in source_files(path)[1:]}
     folder = os.path.dirname(os.path.abspath(path))
     _forget_modules(helpers)

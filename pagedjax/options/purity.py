@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -75,7 +75,9 @@ def names_read(function: Any, visited: set[int] | None = None) -> set[str]:
 
 def _value(result: Any) -> Any:
     """A result that can be compared: an `order` may return any iterable."""
-    return result if isinstance(result, (bool, int, str, tuple)) else tuple(result)
+    if isinstance(result, (bool, int, str, tuple)) or not isinstance(result, Iterable):
+        return result
+    return tuple(result)
 
 
 def _text(result: Any) -> str:

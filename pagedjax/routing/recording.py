@@ -1,6 +1,6 @@
 """A record of routing: the transitions of a router's state as JSON lines, and their replay.
 
-    {"routing": 1, "router": "prefix", "known_blocks": 65536}
+    {"routing": 1, "router": "prefix", "known_blocks": 65536}   (own_router: of a user's file)
     {"joined": "a"}      {"left": "a"}      {"finished": "request-7"}
     {"routed": "request-7", "to": "a", "tokens": 48, "hashes": ["9f..."], "user": ""}
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,17 @@ class Recorder:
     It is not safe for several threads.
     """
 
-    def __init__(self, router: Router, known_blocks: int, path: Path | None = None) -> None:
+    def __init__(
+        self,
+        router: Router,
+        known_blocks: int,
+        path: Path | None = None,
+        *,
+        own_router: str | None = None,
+    ) -> None:
         """Begin a record in the file at `path`; None writes nothing.
+
+        own_router: of a router in a user's file, how it was named, with its parameters.
 
         If it cannot be written, now or later, an error is logged, and routing continues without a
         record.
@@ -44,7 +54,8 @@ class Recorder:
                 self._file = path.open("w", encoding="utf-8", buffering=1)
             except OSError as error:
                 log.error("routing is not recorded: %s", error)
-        self._write(routing=FORMAT, router=router.name, known_blocks=known_blocks)
+        own = {} if own_router is None else {"own_router": own_router}
+        self._write(routing=FORMAT, router=router.name, **own, known_blocks=known_blocks)
 
     def joined(self, replica: Replica) -> None:
         self.state = state.joined(self.state, replica)
@@ -107,7 +118,7 @@ def replay(lines: Iterable[str], router: Router | None = None) -> tuple[RouterSt
                     raise ValueError(
                         f"format {entry['routing']!r} is not {FORMAT}, which this version reads"
                     )
-                router = router or routers.find(entry["router"])
+                router = router or _shipped(entry)
                 current = state.init(entry["known_blocks"])
             elif "routed" in entry:
                 request = RouterRequest(
@@ -136,3 +147,15 @@ def replay(lines: Iterable[str], router: Router | None = None) -> tuple[RouterSt
     if current is None:
         raise ValueError("the record is empty; its first line names the router")
     return current, count
+
+
+def _shipped(header: dict[str, Any]) -> Router:
+    """The router that the first line of a record names, if it is shipped."""
+    name = header["router"]
+    if name in routers.ROUTERS:
+        return routers.ROUTERS[name]
+    own = header.get("own_router") or "file.py:NAME"
+    raise ValueError(
+        f"the router is {name!r}, and a recording runs no file; add --policy {shlex.quote(own)}, "
+        "or where that file is now"
+    )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from pagedjax.options.own_errors import raise_with_place
+from pagedjax.options.own_names import name_in_one_line
 from pagedjax.options.own_values import own_value
 from pagedjax.routing import prefixes
 from pagedjax.routing.state import Load, Replica, Routed, RouterRequest, RouterState, init
@@ -41,8 +43,8 @@ def route(
     blocks while they are computed.
 
     Raises:
-        ValueError: no replica is present, the request is unfinished, its tokens are below 0, or the
-            router chose a replica that is not present.
+        ValueError: no replica is present, the request is unfinished, its tokens are below 0, the
+            router chose a replica that is not present, or it raised.
     """
     name = request.request_id
     if not state.replicas:
@@ -57,7 +59,11 @@ def route(
         )
     if request.tokens < 0:
         raise ValueError(f"request {name!r} has {request.tokens} tokens; give at least 0")
-    chosen = router.choose(state, request)
+    try:
+        chosen = router.choose(state, request)
+    except Exception as error:
+        raise_with_place(f"choose of the router {router.name!r}", error)
+        raise
     if chosen not in state.replicas:  # compared and not hashed: it may be anything
         present = ", ".join(map(repr, state.replicas))
         raise ValueError(
@@ -132,18 +138,31 @@ PREFIX = by_prefix("prefix")
 ROUTERS = {router.name: router for router in (ROUND_ROBIN, LEAST_LOADED, PREFIX)}
 
 
-def find(name: str) -> Router:
+def find(name: Any) -> Router:
     """The router of that name.
 
-    "module:NAME" or "folder/file.py:NAME" is a router of the user, in that module or file.
+    "module:NAME" or "folder/file.py:NAME" is a router of the user, in that module or file, with
+    parameters as in a mapping {"name": "mine.py:NAME", "worth": 64}; a `Router` is itself.
 
     Raises:
         ValueError: no such router, module, file or value; a value that is no router; or a `choose`
             that does not take two arguments.
     """
-    if name in ROUTERS:
-        return ROUTERS[name]
-    router = own_value("router", name, Router, ROUTERS)
+    name = name_in_one_line("router", name)
+    if isinstance(name, str):
+        if name in ROUTERS:
+            return ROUTERS[name]
+        router = own_value("router", name, Router, ROUTERS)
+    elif isinstance(name, Router):
+        router = name
+        name = router.name
+        if router in ROUTERS.values():
+            return router
+    else:
+        raise ValueError(
+            f"router is {name!r:.200}; it must be one of {', '.join(map(repr, ROUTERS))}, "
+            "FILE.py:NAME, or a Router"
+        )
     if router.name in ROUTERS:
         raise ValueError(
             f"router {name!r} calls itself {router.name!r}, which is another one; rename it"

@@ -95,7 +95,8 @@ def create_app(llm: LLM, options: Options, observers: Sequence[Observer] = ()) -
     Its engine runs between the application's start-up and shutdown.
     """
     metrics = Metrics(options.name, llm.engine.config)
-    live = viewer.Live(llm.engine.scheduler_state, llm.engine.config.policy)
+    policy: Any = llm.engine.config.policy
+    live = viewer.Live(llm.engine.scheduler_state, policy)
     worker = Worker(llm, max_queue=options.max_queue, observers=(metrics, live, *observers))
 
     @asynccontextmanager

@@ -31,6 +31,7 @@ from pagedjax.engine.session import Branches, GenerationRequest, SessionStep, ou
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Event, FinishReason, StepResult
 from pagedjax.llm import LLM
+from pagedjax.options.own_errors import OwnError
 from pagedjax.text.outputs import OutputBuilder, PositionLogprobs, RequestOutput
 
 MAX_FAILED_STEPS = 3  # in a row: the last of them ends the engine
@@ -424,7 +425,9 @@ class Worker:
     def _reason(self) -> EngineStopped:
         if self.error is None:
             return EngineStopped("the server is stopping")
-        return EngineStopped(f"the engine failed: {self.error}")
+        # clients read it, and an OwnError has the path of a file
+        cause = self.error.__cause__ if isinstance(self.error, OwnError) else self.error
+        return EngineStopped(f"the engine failed: {cause}")
 
     def _call_in_loop(self, function: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None, "call start first"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pagedjax.device.models.param_table import ParamSource
 
 
-def own_family(name: str | None) -> Family | None:
+def own_family(name: Any) -> Family | None:
     """The family that "module:NAME" or "folder/file.py:NAME" names; None for None.
 
     Raises:

@@ -57,9 +57,7 @@ def model_of(
     return assemble(config, nested({name: copy_of(name, x) for name, x in params.items()}), dtype)
 
 
-def linear_of(
-    linear_impl: str | None, config: DecoderConfig, dtype: str, *, mesh: bool = False
-) -> str:
+def linear_of(linear_impl: Any, config: DecoderConfig, dtype: str, *, mesh: bool = False) -> str:
     """The name of the implementation of a model's products.
 
     Args:

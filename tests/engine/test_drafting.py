@@ -147,3 +147,22 @@ def test_the_first_step_of_a_size_is_not_timed():
     drafts = paying(learned._replace(acceptance=0.8), 3, 1, 0, (1, 4))
     assert drafts == 3, "one slow step ended the drafts"
     assert drafting.learned(learned, step_of(4, 1.5)).seconds == {1: 1.0, 4: 1.5}
+
+
+@pytest.mark.parametrize(
+    ("propose", "message"),
+    [
+        (lambda *_: None, "propose of the drafter 'mine' returned None for 'a'; return at most 2"),
+        (lambda *_: [[1, 2]], "propose of the drafter 'mine' returned .*; return at most 2 tokens"),
+        (
+            lambda m, i, t, k: t[99],
+            r"propose of the drafter 'mine' raised IndexError: .*drafting\.py",
+        ),
+    ],
+    ids=["none", "a table", "error"],
+)
+def test_a_drafter_that_returns_or_raises_something_else_is_told(propose, message):
+    learned = drafting.start(Drafter("mine", propose), Speculative(num_tokens=2, adaptive=False))
+    known = {"a": SequenceData(SamplingParams(), 0, 6, np.full(16, 9, np.int32))}
+    with pytest.raises(ValueError, match=message):
+        drafting.offer(learned, [("a", 7)], 2, known, SHAPES.vocab_size)

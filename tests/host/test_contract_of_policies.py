@@ -13,6 +13,7 @@ from pagedjax.host import policies, purity, scheduler
 from pagedjax.host.policies import FCFS, Policy
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Request, Seq
+from pagedjax.options.purity import Impure
 from tests.host.scheduler_steps import WORD, request, start, step
 
 Order = Callable[..., Sequence[Seq]]
@@ -163,7 +164,7 @@ class Counter:
 )
 def test_a_policy_that_keeps_something_between_calls_is_refused(policy, message):
     random.seed(0)
-    with pytest.raises(purity.Impure, match=f"^{message}"):
+    with pytest.raises(Impure, match=f"^{message}"):
         purity.check(policy)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pagedjax import LLM, SamplingParams
 from pagedjax.commands.cli import main
-from pagedjax.host import scheduler, views
+from pagedjax.host import purity, scheduler, views
 from pagedjax.host.policies import (
     FAIR,
     FCFS,
@@ -30,16 +30,21 @@ from pagedjax.host.policies import (
     by_key,
     find,
 )
-from pagedjax.host.replay import replay
+from pagedjax.host.replay import replay, verify
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Finished, Request, Running, Seq
 from pagedjax.options.config import EngineConfig, Reservation
+from pagedjax.options.own_errors import OwnError
 from tests import drawn
 from tests.host import drawn_views
 from tests.host.scheduler_steps import EOS, WORD, names, start
 
 STRICT_PRIORITY = by_key("strict", lambda seq: seq.request.priority)
 STRICT_SHORTEST = by_key("strict", lambda seq: seq.request.prompt_len)
+RANDOM = FCFS._replace(
+    name="random",
+    order=lambda waiting, running, cached: random.sample(waiting, len(waiting)),
+)
 
 
 def ask(
@@ -508,7 +513,9 @@ def test_the_documented_policy_runs_in_an_engine_and_its_recording_replays(
     assert [ids for ids in first if ids] == [("0", "2", "1")]
     assert main(["replay", str(tmp_path / "run.jsonl"), "--policy", name]) == 0
     assert main(["replay", str(tmp_path / "run.jsonl")]) != 0
-    assert "names the policy 'least_work'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "names the policy 'least_work'" in error
+    assert f"a recording runs no file, so add --policy {name}" in error
 
 
 @pytest.mark.parametrize(
@@ -539,3 +546,115 @@ def test_a_policy_whose_order_takes_other_arguments_is_refused(tmp_path):
         match=r"its order takes other arguments; write order\(waiting, running, cached\)",
     ):
         find(f"{tmp_path / 'old.py'}:OLD")
+
+
+# --- what functions of one's own return and raise -------------------------------------------------
+
+
+def in_file(tmp_path: Path, change: str) -> Policy:
+    """FCFS with a change, in a file of one's own."""
+    text = f"from pagedjax.policies import FCFS\nMINE = FCFS._replace(name='mine', {change})\n"
+    (tmp_path / "mine.py").write_text(text)
+    return find(f"{tmp_path}/mine.py:MINE")
+
+
+def preempting(policy: Policy | str) -> None:
+    """A step in which the policy is asked for each of its decisions."""
+    state = start(ask("a", 4, 4), ask("b", 4, 4), num_blocks=2, block_size=4, host_blocks=4)
+    state, plan = scheduler.schedule(state, policy)
+    state, _ = scheduler.commit(state, plan, (WORD,) * len(plan.seqs))
+    scheduler.schedule(state, policy)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("admit=lambda s, n, f: None", "admit of the policy 'mine' returned None; return True or"),
+        ("swap=lambda v: 'no'", "swap of the policy 'mine' returned 'no'; return True or False"),
+        ("preempt=lambda r: r", "preempt of the policy 'mine' returned .*; return one of the run"),
+        (
+            "preempt=lambda r: r[0]._replace(arrival=0, length=1)",
+            "preempt of the policy .mine. returned Seq.*; return one",
+        ),
+    ],
+)
+def test_a_wrong_decision_is_refused_and_said(tmp_path, change, message):
+    policy = in_file(tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        preempting(policy)
+    with pytest.raises(ValueError, match=f"policy is 'mine': {message}"):
+        purity.find_pure(policy)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "order=lambda w, r, c: w[9]",
+        "order=lambda w, r, c: (w[i] for i in (0, 9))",
+        "admit=lambda s, n, f: s[99]",
+        "preempt=lambda r: r[9]",
+        "swap=lambda v: v[9]",
+    ],
+)
+def test_an_error_in_a_function_names_its_file_and_line(tmp_path, change):
+    function = change.partition("=")[0]
+    policy = in_file(tmp_path, change)
+    place = rf"{function} of the policy 'mine' raised IndexError: .* in <.*> \(.*mine.py, line 2\)"
+    with pytest.raises(OwnError, match=place) as caught:
+        preempting(policy)
+    assert isinstance(caught.value.__cause__, IndexError)
+    purity.find_pure(policy)  # it may need requests of another kind
+
+
+def test_functions_that_take_other_arguments_are_refused(tmp_path):
+    for function, usage in (("admit", r"admit\(seq, need, free\)"), ("swap", r"swap\(victims\)")):
+        with pytest.raises(
+            ValueError, match=f"its {function} takes other arguments; write {usage}"
+        ):
+            in_file(tmp_path, f"{function}=lambda: True")
+
+
+def test_a_schedule_takes_the_name_of_a_shipped_policy():
+    state = start(ask("a", 40), ask("b", 2), seqs=1)
+    assert scheduler.schedule(state, "shortest") == scheduler.schedule(state, SHORTEST)
+    assert scheduler.schedule(state, "shortest") != scheduler.schedule(state, "fcfs")
+    with pytest.raises(ValueError, match=r"policy is .shortet.; .*did you mean 'shortest'"):
+        scheduler.schedule(state, "shortet")
+    with pytest.raises(ValueError, match=r"give the value that pagedjax\.policies\.find"):
+        scheduler.schedule(state, "mine.py:MINE")
+
+
+# --- policies of one's own before weights ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("nowhere.py:MINE", "there is no file nowhere.py"),
+        (
+            FCFS._replace(name="mine", swap=lambda victims: None),
+            "swap of the policy 'mine' returned",
+        ),
+        (RANDOM, "order of the policy 'random' "),
+    ],
+    ids=["missing", "wrong", "impure"],
+)
+def test_a_policy_is_checked_before_weights_are_loaded(policy, message):
+    with pytest.raises(ValueError, match=message):
+        LLM("/no/such/model", policy=policy)
+
+
+def test_an_engine_takes_the_value_and_its_recording_replays(tiny, tmp_path, capsys):
+    policy = FCFS._replace(name="last", order=lambda waiting, running, cached: waiting[::-1])
+    sizes = {"max_num_seqs": 8, "num_blocks": 256, "max_num_batched_tokens": 64}
+    llm = LLM(tiny, progress=False, policy=policy, token_buckets=(8, 64), **sizes)
+    path = tmp_path / "run.jsonl"
+    llm.engine.record(path)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=2)
+    llm.generate([[20, 30], [40]], params, use_tqdm=False)
+    llm.engine.record(None)
+    steps = [t.plan.admitted for t in replay(path, {"last": policy}) if t.plan]
+    assert steps[0] == ("1", "0")
+    assert verify(path, {"last": policy}).identical
+    assert main(["replay", str(path)]) != 0
+    assert "names the policy 'last'; known are" in capsys.readouterr().err

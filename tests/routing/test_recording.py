@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pagedjax import routing
 from pagedjax.commands import cli
+from pagedjax.options.own_errors import OwnError
 from pagedjax.routing import PREFIX, ROUTERS, RouterRequest, recording
 from pagedjax.routing.recording import Recorder
 
@@ -102,3 +103,38 @@ def test_the_command_replays_a_record(lines, tmp_path, capsys):
     assert "3 assignments, all as recorded" in capsys.readouterr().out
     assert cli.main(["replay", str(tmp_path / "a.jsonl"), "--policy", "round_robin"]) == 2
     assert "round_robin" in capsys.readouterr().err
+
+
+OWN = """
+from pagedjax.routing import Router
+
+def nth(n: int):
+    return Router("nth", lambda state, request: state.replicas[n])
+"""
+
+
+def test_a_record_names_a_router_of_ones_own_with_its_parameters(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(OWN)
+    name = f"{tmp_path}/mine.py:nth(n=1)"
+    path = tmp_path / "routing.jsonl"
+    recorder = Recorder(routing.find(name), 4, path, own_router=name)
+    for replica in ("a", "b"):
+        recorder.joined(replica)
+    assert recorder.route(RouterRequest("q", 1)) == "b"
+    recorder.close()
+    assert json.loads(path.read_text().splitlines()[0])["own_router"] == name
+    assert cli.main(["replay", str(path)]) == 2
+    remedy = "the router is 'nth', and a recording runs no file; add --policy"
+    assert f"{remedy} '{name}'" in capsys.readouterr().err
+    typed = f"name={tmp_path}/mine.py:nth,n=1"
+    assert cli.main(["replay", str(path), "--policy", typed]) == 0
+
+
+def test_an_error_in_a_router_names_its_file_and_line(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    router = routing.find({"name": f"{tmp_path}/mine.py:nth", "n": 7})
+    state = routing.joined(routing.init(4), "a")
+    with pytest.raises(
+        OwnError, match=r"choose of the router 'nth' raised IndexError: .*mine\.py, line 5\)"
+    ):
+        routing.route(state, router, RouterRequest("q", 1))

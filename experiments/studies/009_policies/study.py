@@ -28,7 +28,7 @@ def run(folder: Path, quick: bool) -> Findings:
         rate = point.swept["workload.arrivals.rate"]
         share = over(summaries, "goodput.share")
         runs[policy, rate] = summaries
-        lines.setdefault(policy, []).append((rate, 100 * share.middle))
+        lines.setdefault(str(policy), []).append((rate, 100 * share.middle))
         cells = (over(summaries, path).middle for path in ("ttft_s.p50", "ttft_s.p99", "itl_s.p99"))
         rows.append((policy, rate, 100 * share.middle, *cells))
     answer = [*gained(runs), "If all requests are served in time, the order makes no difference."]

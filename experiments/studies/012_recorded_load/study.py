@@ -91,7 +91,7 @@ def windows(
     for point, (summary,) in simulated(
         folder / "config.yaml", f"workload.file={file.resolve()}", *fewer, *overrides
     ):
-        key = point.experiment.engine.policy, 1 / point.swept["workload.time_scale"]
+        key = str(point.experiment.engine.policy), 1 / point.swept["workload.time_scale"]
         summaries.setdefault(key, []).append(summary)
     return summaries
 

@@ -5,7 +5,7 @@ A drafter is a value, as a policy is.
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 from pagedjax.engine.drafters import ngram, suffix
 from pagedjax.engine.drafters.drafter import Drafter
@@ -26,8 +26,15 @@ def find(options: Speculative) -> Drafter:
     if options.method == "suffix":
         return suffix.drafter()
     if options.on_device:
-        return Drafter(options.method, None)
-    drafter = own_value("speculative.method", options.method, Drafter, get_args(DraftMethod))
+        return Drafter(str(options.method), None)
+    drafter: Any = options.method
+    if isinstance(drafter, str):
+        drafter = own_value("speculative.method", drafter, Drafter, get_args(DraftMethod))
+    if not isinstance(drafter, Drafter):
+        raise ValueError(
+            f"speculative.method is {drafter!r:.200}; it must be one of "
+            f"{', '.join(map(repr, get_args(DraftMethod)))}, FILE.py:NAME, or a Drafter"
+        )
     if drafter.propose is None:
         raise ValueError(
             f"speculative.method is {options.method!r}, and its propose is None; give it a function"

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pagedjax.options.own_errors import raise_with_place
+
 Tokens = Sequence[int] | np.ndarray
 
 
@@ -30,3 +32,31 @@ class Drafter(NamedTuple):
     propose: Callable[[Any, str, np.ndarray, int], Tokens] | None
     start: Callable[[], Any] = lambda: None
     finished: Callable[[Any, str, np.ndarray], None] = lambda memory, sequence_id, output: None
+
+
+def called(drafter: Drafter, function: str, *arguments: Any) -> Any:
+    """Returns the result of one of a drafter's functions.
+
+    Raises:
+        OwnError: a function of the user raised. The message names its file and line.
+    """
+    try:
+        return getattr(drafter, function)(*arguments)
+    except Exception as error:
+        raise_with_place(f"{function} of the drafter {drafter.name!r}", error)
+        raise
+
+
+def proposed(drafter: Drafter, memory: Any, sequence_id: str, tokens: np.ndarray, k: int) -> Tokens:
+    """Returns what a drafter proposes.
+
+    Raises:
+        ValueError: it is no list of tokens.
+    """
+    drafts = called(drafter, "propose", memory, sequence_id, tokens, k)
+    if not isinstance(drafts, (Sequence, np.ndarray)) or np.ndim(drafts) != 1:
+        raise ValueError(
+            f"propose of the drafter {drafter.name!r} returned {drafts!r:.200} for "
+            f"{sequence_id!r}; return at most {k} tokens in a list or an array"
+        )
+    return drafts

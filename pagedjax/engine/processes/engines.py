@@ -36,7 +36,7 @@ from pagedjax.engine.requests import EngineRequest
 from pagedjax.engine.state import EngineState
 from pagedjax.engine.step import ScheduledStep, schedule
 from pagedjax.host.types import Event, FinishReason, Pending, StepResult
-from pagedjax.options.config import EngineConfig
+from pagedjax.options.config import EngineConfig, as_dict
 from pagedjax.options.params import BeamSearchParams, PoolingParams, SamplingParams
 
 
@@ -45,9 +45,7 @@ def given_facts(model: Model, config: EngineConfig, options: Mapping[str, Any]) 
 
     Otherwise processes would run different programs, which wait for each other.
     """
-    facts: dict[str, Any] = {
-        f"engine.{name}": value for name, value in dataclasses.asdict(config).items()
-    }
+    facts: dict[str, Any] = {f"engine.{name}": value for name, value in as_dict(config).items()}
     facts |= {
         "pagedjax": __version__,
         "jax": jax.__version__,
@@ -67,9 +65,8 @@ def given_facts(model: Model, config: EngineConfig, options: Mapping[str, Any]) 
 
 def resolved_facts(engine: Engine) -> dict[str, Any]:
     """The facts of a built engine that must be equal before the first input."""
-    facts: dict[str, Any] = {
-        f"engine.{name}": value for name, value in dataclasses.asdict(engine.config).items()
-    }
+    options = as_dict(engine.config)
+    facts: dict[str, Any] = {f"engine.{name}": value for name, value in options.items()}
     facts["policy"] = engine.runtime.policy.name
     return json.loads(json.dumps(facts, default=str))
 

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import ray
 from ray import serve
 from ray.serve.schema import LoggingConfig
 
+from pagedjax.host import purity
+from pagedjax.options.config import EngineConfig
+from pagedjax.options.own_names import name_in_one_line, names_own_value, own_name
 from pagedjax.server.ray import application
 from pagedjax.server.ray import options as cluster_options
 from pagedjax.server.ray.options import ClusterOptions
@@ -53,7 +57,7 @@ def options_of(args: argparse.Namespace, engine: dict[str, Any]) -> ClusterOptio
     if len(folders) < len(args.lora_modules):
         raise ValueError("--lora-modules has a name twice; give each adapter its own")
     engine = {
-        name: _absolute_file(value) if isinstance(value, str) else value
+        name: _absolute_file(name, value) if _is_named(value) else value
         for name, value in engine.items()
     }
     server = {name: getattr(args, name) for name in OF_SERVER}
@@ -70,7 +74,7 @@ def options_of(args: argparse.Namespace, engine: dict[str, Any]) -> ClusterOptio
         replicas=1 if args.replicas is None else args.replicas,
         autoscaling=args.autoscaling,
         resources=args.replica_resources,
-        router=_absolute_file(args.router or "prefix"),
+        router=_absolute_file("router", args.router or "prefix"),
         known_blocks=1 << 16 if args.known_blocks is None else args.known_blocks,
         api_key_file=args.api_key_file and _absolute(args.api_key_file),
         drain_seconds=args.drain_seconds,
@@ -84,9 +88,10 @@ def check_files(options: ClusterOptions) -> None:
     """Check now, and not in each replica, that all files are there.
 
     Raises:
-        ValueError, OSError: one is missing.
+        ValueError, OSError: one is missing, or a policy of a user's own is wrong.
     """
     options.api_key()
+    purity.find_pure(options.engine.get("policy", EngineConfig.policy))
     open_checkpoint(options.model, family=own_family(options.engine.get("model_family")))
     for name, folder in options.adapters.items():
         if not Path(folder).is_dir():
@@ -105,10 +110,19 @@ def _absolute(path: str) -> str:
     return os.path.abspath(path) if Path(path).exists() else path
 
 
-def _absolute_file(name: str) -> str:
-    """Of "folder/file.py:NAME" with an absolute path; another name stays."""
-    file, colon, value = name.rpartition(":")
-    return f"{os.path.abspath(file)}{colon}{value}" if file.endswith(".py") else name
+def _is_named(value: Any) -> bool:
+    """Whether this may name a user's own value: a text, or a mapping with a name."""
+    return isinstance(value, str) or (isinstance(value, Mapping) and "name" in value)
+
+
+def _absolute_file(field: str, value: Any) -> Any:
+    """A name in one line, with the absolute path of its file if it has one. A mapping with the name
+    of a shipped value stays.
+    """
+    if not (isinstance(value, str) or names_own_value(value["name"])):
+        return value
+    name = own_name(name_in_one_line(field, value))
+    return name._replace(module=os.path.abspath(name.module)).text if name.is_file else name.text
 
 
 def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:

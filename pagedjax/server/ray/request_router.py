@@ -22,6 +22,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from pagedjax import routing
+from pagedjax.options.own_names import names_own_value
 from pagedjax.routing import RouterRequest
 from pagedjax.routing.recording import Recorder
 from pagedjax.server.ray import link
@@ -48,7 +49,8 @@ class PureRouter(RequestRouter):
             record: where the recording is written; if that file exists, to `unused_path` of it.
         """
         path = None if record is None else unused_path(Path(record))
-        self.recorder = Recorder(routing.find(router), known_blocks, path)
+        own_router = router if names_own_value(router) else None
+        self.recorder = Recorder(routing.find(router), known_blocks, path, own_router=own_router)
         self._drain_seconds = drain_seconds
         self._early: dict[str, None] = {}  # requests that ended before they were routed
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -83,8 +85,9 @@ class PureRouter(RequestRouter):
                 target = self._assign(request)
             except Exception as error:  # of a router of the user's own
                 log.exception("the router failed")
+                cause = error.__cause__ or error  # without the path of a file: clients read it
                 call.future.set_exception(
-                    link.NotRouted(f"the router failed: {type(error).__name__}: {error}")
+                    link.NotRouted(f"the router failed: {type(cause).__name__}: {cause}")
                 )
                 return [candidate_replicas]
         if target not in by_name:

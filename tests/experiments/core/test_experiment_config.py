@@ -377,7 +377,7 @@ def test_error_in_policy_file_is_reported(tmp_path):
     for text, message in (
         (
             "raise KeyError('x')",
-            r"engine\.policy is '.*p\.py:P', whose file raises KeyError: 'x'; correct the file",
+            r"engine\.policy is '.*p\.py:P', whose file raises KeyError: 'x' in <module> \(.*p\.py, line 1\); correct",
         ),
         ("P = 5", r"engine\.policy is '.*P in .* is no Policy"),
     ):
