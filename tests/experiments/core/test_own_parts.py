@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import experiments
-from experiments import compare
 from experiments.analysis import sweep_points
+from experiments.analysis.sides import Side, choose_metrics
 from experiments.core import engines, execution, store
 from experiments.core.config import Point, expand, load
 from experiments.core.environment import environment
@@ -97,8 +97,8 @@ def test_metrics_of_ones_own_are_in_summaries_tables_and_comparisons(tmp_path):
     assert "own.jain.index" in rows[0].values
     assert "longest" in sweep_points.text_table(rows).splitlines()[0]
     assert "jain.index" in (runs / "report.html").read_text(encoding="utf-8")
-    sides, _ = compare.read(str(runs))
-    columns = compare.choose_metrics(None, sides[0], sides[0])
+    side = Side("mine", (run,))
+    columns = choose_metrics(None, side, side)
     assert columns[-3:] == ("own.jain.index", "own.jain.none", "own.longest")
 
 
