@@ -231,7 +231,7 @@ def _own_metrics(flat: Iterable[Mapping[str, Any]]) -> list[Metric]:
 
 def _own_metric(column: str) -> Metric:
     name = column.removeprefix(OWN)
-    return Metric(column, name, "", 1.0, "high", name)
+    return Metric(column, name, "", 1.0, "", name)  # nobody says whether more is better
 
 
 def shown_metrics(rows: Sequence[PointRow]) -> list[Metric]:

@@ -115,9 +115,10 @@ class Experiment:
     records: "sums" keeps no record of a step and only the first and the last time of a request's
         tokens, for long simulations; percentiles over tokens and steps are then of rounded numbers.
     record: keep a recording of each run, `recording.jsonl` in its folder, and the viewer's page of
-        it; with replicas one of each, `recording.0.jsonl`. A simulated run has the same numbers
-        without one, and is the same point; a finished run without one is simulated again. Of a
-        measured run it costs time of the host in each step, so that it is another point.
+        it; with replicas one of each, `recording.0.jsonl`. Recording changes no number of a
+        simulated run, so the point is the same, and a finished run that has no recording is
+        simulated again. Recording a measured run takes host time in each step, so it is another
+        point.
     """
 
     name: str

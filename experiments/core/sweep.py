@@ -29,8 +29,8 @@ NAMED = 6  # run folders that a note names
 def finished_runs(
     plan: Sequence[Run], folder: Path, remedy: str = REMEDY
 ) -> dict[tuple[str, int], dict[str, Any]]:
-    """Summaries of the plan's finished runs; a failed run counts as missing, and so does one
-    without the recording that the plan wants.
+    """Summaries of the plan's finished runs; a failed run counts as missing, and so does a run
+    without a recording if the plan has `record: true`.
 
     Runs made by other code (see environment.code) are named on stderr. They are kept if all repeats
     of their point are finished. Otherwise they are left out and measured again, because repeats of
@@ -45,10 +45,8 @@ def finished_runs(
             continue
         lacks_recording = run.point.experiment.record and not recordings.paths(run_folder)
         # its place in the sweep may be another one now
-        (unrecorded if lacks_recording else finished)[run.point.key, run.repeat] = {
-            **summary,
-            **head_of(run),
-        }
+        summaries = unrecorded if lacks_recording else finished
+        summaries[run.point.key, run.repeat] = {**summary, **head_of(run)}
     note_runs(
         unrecorded, folder, "without a recording", "They are made again, because record is true"
     )

@@ -240,9 +240,12 @@ def decision(policy: Policy, function: str, *arguments: Any) -> bool:
         ValueError: it is neither True nor False.
     """
     result = called(policy, function, *arguments)
-    if result is not True and result is not False and result not in (True, False):
+    if isinstance(result, int) and result in (0, 1):
+        return bool(result)
+    # a truth value of numpy is one, an array of them is not
+    if getattr(result, "dtype", None) != bool or getattr(result, "shape", None) != ():
         raise ValueError(
             f"{function} of the policy {policy.name!r} returned {result!r:.200}; return True or "
             "False"
         )
-    return result
+    return bool(result)

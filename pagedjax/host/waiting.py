@@ -4,8 +4,8 @@
     print(reasons["r00003"])                    # it needs 5 blocks, and 3 are free
 
 The reasons are the scheduler's own: its functions try the same sequences in the same order
-(scheduler.py, admission.py), and say what does not suffice. The first sequence that does not fit
-ends the admission. So it has a limit as its reason, and those after it in the order are behind it.
+(scheduler.py, admission.py), and say what does not suffice. Admission ends at the first sequence
+that does not fit. Its reason is a limit. The reason of each later sequence is "behind".
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class Reason(NamedTuple):
 
     limit: one of them.
     sentence: the same in words.
-    need, free: tokens of the budget, rows or blocks. With `need - free` more of them, this limit
-        does not keep it out. Of a preemption: what the running sequences needed, and what was free.
+    need, free: tokens of the budget, rows or blocks. If `need - free` more were free, the request
+        would pass this limit. For "preempted" and "preemption": the blocks that running sequences
+        needed, and the free ones.
     behind: the id of the request that is before it, for the limit "behind".
     """
 
@@ -179,8 +180,8 @@ def _missing(
     config: SchedulerConfig,
     refusal: Refusal,
 ) -> int:
-    """How much more of what is short would let the sequences pass this limit. A beam that passes it
-    may leave too little for the next one.
+    """The number of tokens, rows or blocks that the sequences lack for this limit. It tries again
+    after each addition, because one beam may use what the next one needs.
     """
     shortage = refusal.shortage
     more = 0

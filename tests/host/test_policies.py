@@ -571,6 +571,10 @@ def preempting(policy: Policy | str) -> None:
     [
         ("admit=lambda s, n, f: None", "admit of the policy 'mine' returned None; return True or"),
         ("swap=lambda v: 'no'", "swap of the policy 'mine' returned 'no'; return True or False"),
+        (
+            "admit=lambda s, n, f: __import__('numpy').ones(2, bool)",
+            "admit of the policy 'mine' returned .*True",
+        ),
         ("preempt=lambda r: r", "preempt of the policy 'mine' returned .*; return one of the run"),
         (
             "preempt=lambda r: r[0]._replace(arrival=0, length=1)",
