@@ -146,9 +146,13 @@ def _report(
         if simulated := what_ran.simulated(points):
             print(f"{simulated}: every time is calculated")
         experiments = [point.experiment for point in points]
-        for note in (what_ran.predictions(experiments), what_ran.oracle(experiments)):
-            if note:
-                print(f"note: {note}")
+        notes = (
+            what_ran.equal_repeats(experiments),
+            what_ran.predictions(experiments),
+            what_ran.oracle(experiments),
+        )
+        for note in filter(None, notes):
+            print(f"note: {note}")
         print(sweep_points.text_table(sweep_points.points(store.read_runs(folder))))
     for summary in failed:
         print(

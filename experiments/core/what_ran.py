@@ -13,7 +13,7 @@ from experiments.core.config import Experiment, Point, Slo
 from experiments.core.distributions import Multiple
 from experiments.core.pool_options import POOLS, pool_experiment
 from experiments.core.present import Replicas
-from experiments.core.workloads import limits_of
+from experiments.core.workloads import Recorded, limits_of
 from experiments.simulation.cost import Simulate
 from pagedjax.host import policies, purity
 from pagedjax.options.config import EngineConfig
@@ -63,6 +63,8 @@ def facts(points: Sequence[Point]) -> list[tuple[str, str]]:
     seeds = f"{first.repeats} of seed {first.seed}"
     if first.reseed:
         seeds = f"seeds {first.seed} to {first.seed + first.repeats - 1}, one each"
+    if equal := equal_repeats(experiments):
+        seeds += f"; {equal}"
     pairs.append(("Repeats", seeds))
     pairs.append(("Predictions", predictions(experiments)))
     pairs.append(("Oracle", oracle(experiments)))
@@ -75,7 +77,7 @@ def oracle(experiments: Sequence[Experiment]) -> str:
     With `ignore_eos` every request of a workload asks for as many tokens as it generates, or for a
     multiple of them, unless the workload draws its limits apart.
     """
-    seers: dict[Any, str] = {}
+    oracles: dict[str, dict[str, None]] = {}  # by what they read
     for experiment in experiments:
         sampling = experiment.sampling
         policy = experiment.engine.policy
@@ -85,15 +87,47 @@ def oracle(experiments: Sequence[Experiment]) -> str:
         value = policies.find(policy)
         predicted = experiment.workload.predicted
         if predicted and predicted.error == 0 and purity.reads_predictions(value):
-            seers[policy] = "the predicted length of a request, which is the length"
+            number = "the predicted length of a request where its error is 0, which is the length"
         elif limits is None and purity.reads_limits(value):
-            seers[policy] = "the limit of a request, which is the length"
+            number = "the limit of a request, which is the length"
         elif isinstance(limits, Multiple) and purity.reads_limits(value):
-            seers[policy] = "the limit of a request, which is a multiple of the length"
+            number = "the limit of a request, which is a multiple of the length"
+        else:
+            continue
+        oracles.setdefault(number, {})[_short(_without_parameters(policy))] = None
     return "; ".join(
-        f"{_short(policy)} reads {number} of its output here: no policy knows it in a real service"
-        for policy, number in seers.items()
+        f"{' and '.join(names)} {'reads' if len(names) == 1 else 'read'} {number} of its output "
+        "here: no policy knows it in a real service"
+        for number, names in oracles.items()
     )
+
+
+def _without_parameters(policy: Any) -> str:
+    return own_name(str(policy))._replace(call="").text
+
+
+def equal_repeats(experiments: Sequence[Experiment]) -> str:
+    """The sentence that repeats are equal though each has a seed of its own; "" if they are not.
+
+    A simulated run of a recorded load draws nothing, unless its limits or predictions are drawn.
+    """
+    for experiment in experiments:
+        workload = experiment.workload
+        if not (experiment.simulate and experiment.reseed and isinstance(workload, Recorded)):
+            continue
+        limits = limits_of(workload)
+        is_drawn = not (limits is None or isinstance(limits, Multiple | int))
+        predicted = workload.predicted
+        if experiment.repeats == 1 or is_drawn or (predicted and predicted.error):
+            continue
+        if experiment.engine.speculative is None:
+            return (
+                f"the {experiment.repeats} repeats of a point are equal: a simulated run of a "
+                "recorded load draws nothing. An interval over them says nothing; set `repeats` "
+                "to 1, or draw another part of the file for each seed with a workload of your own "
+                "(docs/guides/make_a_workload.md)"
+            )
+    return ""
 
 
 def predictions(experiments: Sequence[Experiment]) -> str:

@@ -185,3 +185,38 @@ def test_a_list_of_seeds_is_answered_with_repeats_and_reseed(tmp_path, seeds, ex
         r"draws its workload from seed \+ r$",
     ):
         config.load(tmp_path / "small.yaml", (f"seeds={seeds}",))
+
+
+def test_an_oracle_is_said_once_for_all_parameters_and_at_the_error_it_is_one(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from pagedjax.policies import by_key\n"
+        "def aged(weight):\n"
+        "    return by_key('aged', lambda seq: weight * seq.arrival + seq.predicted)\n"
+    )
+    policy = "engine: {policy: {name: mine.py:aged, weight: 4}, "
+    (tmp_path / "aged.yaml").write_text(SIMULATED.replace("engine: {", policy))
+    axes = "sweep={grid: {engine.policy.weight: [4, 64], workload.predicted.error: [0.0, 0.5]}}"
+    facts = dict(what_ran.facts(config.load(tmp_path / "aged.yaml", (axes,))))
+    assert facts["Oracle"].startswith(
+        "mine.py:aged reads the predicted length of a request where its error is 0, which is"
+    )
+    assert facts["Oracle"].count("aged") == 1
+
+
+def test_equal_repeats_of_a_recorded_load_are_said(tmp_path):
+    rows = "".join(f"2023-11-16 18:15:0{i},{20 + i},4\n" for i in range(5))
+    head = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    (tmp_path / "trace.csv").write_text(head + rows)
+    (tmp_path / "small.yaml").write_text(SIMULATED)
+    trace = ("workload={kind: trace, file: trace.csv}", "repeats=3", "reseed=true")
+    equal = "the 3 repeats of a point are equal: a simulated run of a recorded load draws nothing"
+    drawn = "workload.max_tokens={dist: uniform, low: 5, high: 50}"
+    for settings, says_so in (
+        (trace, True),
+        ((*trace, "repeats=1"), False),
+        ((*trace, "workload.predicted={error: 0.5}"), False),
+        ((*trace, drawn), False),
+        (("repeats=3", "reseed=true"), False),
+    ):
+        points = config.load(tmp_path / "small.yaml", settings)
+        assert (equal in dict(what_ran.facts(points))["Repeats"]) == says_so, settings
