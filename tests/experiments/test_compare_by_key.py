@@ -159,8 +159,56 @@ def test_swept_seeds_are_repeats(tmp_path, by: Any):
         put_point(tmp_path / "grid", 0, draw.lognormal(), {POLICY: policy, "seed": seed})
     _, (row,) = by("--by", POLICY)
     assert (row["pairs"], row["cell"]) == (3, {})
-    assert row["units"] == [{"seed": seed, "repeat": 0} for seed in (7, 8, 9)]
+    assert row["units"] == [{"seed": seed, "repeat": None} for seed in (7, 8, 9)]
     assert row["p"] is not None
+
+
+def run_of(policy: str, seed: int, repeat: int, number: float, workload: int = 0) -> dict[str, Any]:
+    """A summary of a sweep over policies and seeds."""
+    return {
+        "swept": {POLICY: policy, "seed": seed},
+        "repeat": repeat,
+        "run": f"{policy}/{seed}/{repeat}",
+        "label": "",
+        "workload": {"prompt_tokens": workload},
+        "metrics": {"number": number},
+    }
+
+
+def row_of_seeds(ratios: dict[tuple[int, int], float], reseed: bool = False) -> by_key.Row:
+    """The row of b against a. ratios: by seed and repeat."""
+    runs = [
+        run_of(policy, seed, repeat, number, seed + reseed * repeat)
+        for (seed, repeat), ratio in ratios.items()
+        for policy, number in (("a", 1.0), ("b", ratio))
+    ]
+    cells = by_key.cells_of(runs, POLICY)
+    (row,) = by_key.rows_of(cells, ["a", "b"], "a", ["number"], 0.95)
+    return row
+
+
+def test_equal_repeats_of_a_swept_seed_are_one_pair():
+    """They have one workload, so they make no more equal things different."""
+    draw = np.random.default_rng(4)
+    num_real = 0
+    for _ in range(200):
+        ratios = {
+            (seed, repeat): value
+            for seed, value in enumerate(draw.lognormal(0, 0.02, 3))
+            for repeat in range(3)
+        }
+        row = row_of_seeds(ratios)
+        num_real += row.effect is not None and row.effect.p is not None and row.effect.p < 0.05
+    assert num_real / 200 < 0.12  # 0.05 plus the error of 200 draws; 0.37 if repeats counted
+
+
+def test_repeats_with_a_workload_each_are_pairs_by_its_seed():
+    """With reseed, repeat r of seed s has the workload of seed s + r: 0 + 1 and 1 + 0 are one."""
+    ratios = {(0, 0): 2.0, (0, 1): 4.0, (1, 0): 1.0, (1, 1): 8.0}
+    row = row_of_seeds(ratios, reseed=True)
+    assert row.units == ((0, None), (1, None), (2, None))
+    assert np.exp(row.differences) == pytest.approx([2.0, 2.0, 8.0])
+    assert row_of_seeds({(7, 0): 2.0, (7, 1): 4.0}).units == ((7, 0), (7, 1)), "one seed is chosen"
 
 
 def test_a_value_of_zero_makes_differences(tmp_path, by: Any):
@@ -269,7 +317,7 @@ def test_keys_that_change_together_have_no_pairs(tmp_path, by: Any):
     assert "engine.policy changes together with workload.arrivals.rate; give" in text
     put_point(tmp_path / "grid", 0, 1.0, {POLICY: "fcfs", REQUEST_RATE: 2.0}, point="other")
     text, _ = by("--by", POLICY, status=2)
-    assert "two runs are repeat 0 of" in text
+    assert "two runs have engine.policy=fcfs, workload.arrivals.rate=2.0 and repeat 0 (" in text
 
 
 def test_two_sides_are_chosen_by_values(tmp_path, capsys):
