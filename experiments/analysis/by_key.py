@@ -136,7 +136,7 @@ def units_of(cells: Sequence[Cell]) -> dict[Pair, Unit]:
 
 def _has_workloads_of_repeats(runs: Mapping[Pair, Run]) -> bool:
     """Whether two repeats of one seed have workloads with different totals."""
-    totals = {(seed, str(request_totals(run))) for (seed, _), run in runs.items()}
+    totals = {(seed, str(request_totals(run.get("workload")))) for (seed, _), run in runs.items()}
     return len(totals) > len({seed for seed, _ in runs})
 
 
@@ -419,7 +419,8 @@ def _workload(cell: Cell, value: str) -> str:
     """The totals of the workloads of the pairs that all values of a cell have."""
     shared = set.intersection(*(set(pairs) for pairs in cell.runs.values()))
     pairs = sorted(shared, key=str)
-    return str([request_totals(cell.runs[value][pair]) for pair in pairs])
+    runs = [cell.runs[value][pair] for pair in pairs]
+    return str([request_totals(run.get("workload")) for run in runs])
 
 
 def plain(row: Row, confidence: float) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 from scipy import stats
 
 from experiments.analysis import ratios
+from experiments.analysis.sides import request_totals
 from experiments.analysis.sweep_points import Metric, PointRow, number
 
 CONFIDENCE = 0.95
@@ -32,7 +33,8 @@ def of_points(reference: PointRow, row: PointRow, metric: Metric) -> Difference 
     samples = [point.samples.get(metric.column, {}) for point in (reference, row)]
     common = sorted(samples[0].keys() & samples[1].keys())
     paired = len(common) > 1 and all(
-        reference.workloads[repeat] == row.workloads[repeat] for repeat in common
+        request_totals(reference.workloads[repeat]) == request_totals(row.workloads[repeat])
+        for repeat in common
     )
     if paired:
         below, above = ([sample[repeat] for repeat in common] for sample in samples)

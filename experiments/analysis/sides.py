@@ -60,8 +60,9 @@ def workload_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
     """The difference between the workloads of two runs, in total or in a request; None if they are
     the same.
     """
-    totals_b = request_totals(b)
-    differ = [key for key, value in request_totals(a).items() if totals_b.get(key) != value]
+    totals_b = request_totals(b["workload"])
+    totals_a = request_totals(a["workload"])
+    differ = [key for key, value in totals_a.items() if totals_b.get(key) != value]
     if differ:
         return f"the workloads of repeat {a['repeat']} differ in {', '.join(differ)}"
     try:
@@ -81,10 +82,9 @@ def workload_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
     return None
 
 
-def request_totals(run: Mapping[str, Any]) -> dict[str, Any]:
-    """What a summary says of the requests of its run. Predictions are no part of a request."""
-    totals = run.get("workload") or {}
-    return {key: value for key, value in totals.items() if key != "predicted_error"}
+def request_totals(workload: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a summary's workload says of the requests. Predictions are no part of a request."""
+    return {key: value for key, value in (workload or {}).items() if key != "predicted_error"}
 
 
 def _inputs(request: RequestRecord) -> dict[str, Any]:

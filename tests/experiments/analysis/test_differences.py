@@ -12,23 +12,28 @@ from experiments.analysis.sweep_points import ATTAINMENT, THROUGHPUT, Metric, Po
 NOISY = [100.0, 300.0, 50.0, 170.0]
 
 
-def point(metric: Metric, values: list[float], workloads: str = "same") -> PointRow:
+def point(
+    metric: Metric, values: list[float], prompt_tokens: int = 10, error: float = 0.0
+) -> PointRow:
     samples = {metric.column: dict(enumerate(values))}
-    repeats = {repeat: f"{workloads} {repeat}" for repeat in range(len(values))}
+    repeats = {
+        repeat: {"prompt_tokens": prompt_tokens + repeat, "predicted_error": error}
+        for repeat in range(len(values))
+    }
     return PointRow("label", "key", {}, len(values), {}, samples, repeats)
 
 
 def test_pairs_show_what_the_noise_of_seeds_hides():
     faster = [1.1 * value + i for i, value in enumerate(NOISY)]
     reference = point(THROUGHPUT, NOISY)
-    paired = of_points(reference, point(THROUGHPUT, faster), THROUGHPUT)
+    paired = of_points(reference, point(THROUGHPUT, faster, error=0.5), THROUGHPUT)
     assert paired is not None
     assert paired.sign == 1
     assert "4 pairs of repeats" in paired.words
     slower = of_points(point(THROUGHPUT, faster), reference, THROUGHPUT)
     assert slower is not None
     assert slower.sign == -1
-    apart = of_points(reference, point(THROUGHPUT, faster, "other"), THROUGHPUT)
+    apart = of_points(reference, point(THROUGHPUT, faster, prompt_tokens=20), THROUGHPUT)
     assert apart is not None
     assert apart.sign == 0
     assert "no difference can be told, over repeats that are not paired" in apart.words
