@@ -45,7 +45,7 @@ from experiments.analysis.sides import (
 )
 from experiments.analysis.sweep_points import aligned, number
 from experiments.core.overrides import short_names
-from experiments.core.selection import Run, swept_keys, value_text
+from experiments.core.selection import Run, swept_keys, value_list, value_text
 
 SEED = "seed"
 POOLED = "pooled"
@@ -73,6 +73,7 @@ class Row(NamedTuple):
     a, b: the medians over the pairs, of the baseline and of the value.
     differences: of each unit, the mean over its pairs; with the scale "ratio", of logarithms.
     note: why there is no effect, or no p.
+    left_out: labels of the cells that are no part of a pooled row: they have no effect.
     """
 
     metric: str
@@ -85,6 +86,7 @@ class Row(NamedTuple):
     effect: Effect | None = None
     note: str = ""
     p_holm: float | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -206,7 +208,10 @@ def rows_of(
             ]
             rows += of_value
             if len(cells) > 1:
-                rows.append(pooled(metric, pairings[0].value, of_value, scale, confidence))
+                with_effect = {row.label for row in of_value if row.effect is not None}
+                left_out = [cell.label for cell in cells if cell.label not in with_effect]
+                row = pooled(metric, pairings[0].value, of_value, scale, confidence)
+                rows.append(row._replace(left_out=tuple(left_out)))
     return corrected(rows)
 
 
@@ -327,7 +332,11 @@ def signs(row: Row, rows: Sequence[Row]) -> str:
     ]
     higher = sum(effect.estimate > (effect.scale == "ratio") for effect in effects)
     lower = sum(effect.estimate < (effect.scale == "ratio") for effect in effects)
-    return f"higher in {higher} and lower in {lower} of {len(effects)} cells"
+    text = f"higher in {higher} and lower in {lower} of {len(effects)} cells"
+    if not row.left_out:
+        return text
+    num_cells = len(effects) + len(row.left_out)
+    return f"{text}; {len(row.left_out)} of {num_cells} left out: {value_list(row.left_out)}"
 
 
 def short_text(value: Any) -> str:
@@ -399,7 +408,7 @@ def notes(rows: Sequence[Row], cells: Sequence[Cell], confidence: float) -> list
     if len(cells) > 1:
         texts.append(
             "pooled: of each repeat the mean over the cells, then over repeats, as cells of one "
-            "repeat may share their requests."
+            "repeat may share their requests. A cell without a pair that has the number is left out."
         )
     if any(repeat is None for row in rows for _, repeat in row.units):
         texts.append(
@@ -432,6 +441,7 @@ def plain(row: Row, confidence: float) -> dict[str, Any]:
         "cell": None if row.cell is None else row.cell.swept,
         "label": row.label,
         "pairs": len(row.units),
+        "left_out": list(row.left_out),
         "units": [{"seed": seed, "repeat": repeat} for seed, repeat in row.units],
         "baseline_median": row.a,
         "median": row.b,

@@ -249,6 +249,16 @@ def test_missing_and_failed_runs_leave_their_pairs_out(tmp_path, by: Any):
     assert "1 of 16 runs of" in text
 
 
+def test_the_pooled_row_names_the_cells_that_it_leaves_out(tmp_path, by: Any):
+    put_grid(tmp_path / "grid", {"fcfs": 1.0, "shortest": 1.3})
+    for repeat in range(3):
+        put_point(tmp_path / "grid", repeat, 1.0, {POLICY: "fcfs", REQUEST_RATE: 8.0})
+    text, (*of_cells, pooled) = by("--by", POLICY)
+    assert "higher in 2 and lower in 0 of 2 cells; 1 of 3 left out: rate=8.0)" in text
+    assert pooled["left_out"] == ["rate=8.0"]
+    assert [row["left_out"] for row in of_cells] == [[], []]
+
+
 def test_other_workloads_are_said(tmp_path, by: Any):
     for repeat, rate in itertools.product(range(2), (2.0, 4.0)):
         workload = {"requests": 4, "last_arrival_s": 10 / rate}
