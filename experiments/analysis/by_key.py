@@ -25,7 +25,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments.analysis.ratios import (
+    NO_NOISE,
     NOISE,
+    SAME,
     Effect,
     Scale,
     digits_of,
@@ -269,9 +271,7 @@ def _note(effect: Effect | None) -> str:
         return ""
     if effect.pairs == 1:
         return f"one pair: {NOISE}"
-    if abs(effect.estimate - (1.0 if effect.scale == "ratio" else 0.0)) < 1e-12:
-        return "the same in every pair"
-    return "the same difference in every pair: without noise, of this workload"
+    return SAME if effect.is_neutral else NO_NOISE
 
 
 def pooled(
@@ -312,8 +312,7 @@ def verdict(row: Row, confidence: float) -> str:
     """What a row shows, in words."""
     if row.effect is None or row.p_holm is None:
         return row.note
-    neutral = 1.0 if row.effect.scale == "ratio" else 0.0
-    direction = "higher" if row.effect.estimate > neutral else "lower"
+    direction = "higher" if row.effect.estimate > row.effect.neutral else "lower"
     if row.p_holm <= 1 - confidence:
         return f"{direction}: real"
     if row.effect.p is not None and row.effect.p <= 1 - confidence:
@@ -330,8 +329,8 @@ def signs(row: Row, rows: Sequence[Row]) -> str:
         and other.effect is not None
         and (other.metric, value_text(other.value)) == (row.metric, value_text(row.value))
     ]
-    higher = sum(effect.estimate > (effect.scale == "ratio") for effect in effects)
-    lower = sum(effect.estimate < (effect.scale == "ratio") for effect in effects)
+    higher = sum(effect.estimate > effect.neutral for effect in effects)
+    lower = sum(effect.estimate < effect.neutral for effect in effects)
     text = f"higher in {higher} and lower in {lower} of {len(effects)} cells"
     if not row.left_out:
         return text

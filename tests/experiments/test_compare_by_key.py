@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from experiments import compare
 from experiments.analysis import by_key
-from experiments.analysis.ratios import effect_of_pairs, holm
+from experiments.analysis.ratios import NO_NOISE, effect_of_pairs, holm
 from tests.experiments.test_compare import RATE, put
 
 POLICY = "engine.policy"
@@ -221,7 +221,7 @@ def test_a_value_of_zero_makes_differences(tmp_path, by: Any):
     assert [row["scale"] for row in rows] == ["ratio", "difference"]
     assert rows[1]["estimate"] == 4.0
     assert "+4 (+1.52 to +6.48)" in text
-    assert rows[0]["verdict"] == "the same in every pair"
+    assert rows[0]["verdict"] == "the same in every repeat"
     assert rows[0]["p_holm"] is None, "not in the family"
 
 
@@ -257,6 +257,11 @@ def test_the_pooled_row_names_the_cells_that_it_leaves_out(tmp_path, by: Any):
     assert "higher in 2 and lower in 0 of 2 cells; 1 of 3 left out: rate=8.0)" in text
     assert pooled["left_out"] == ["rate=8.0"]
     assert [row["left_out"] for row in of_cells] == [[], []]
+
+
+def test_a_difference_without_noise_is_of_this_workload():
+    row = row_of_seeds({(7, repeat): 1.1 for repeat in range(3)})
+    assert by_key.verdict(row, 0.95) == NO_NOISE
 
 
 def test_other_workloads_are_said(tmp_path, by: Any):

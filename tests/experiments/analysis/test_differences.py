@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.analysis.differences import of_points
-from experiments.analysis.ratios import of_runs
+from experiments.analysis.ratios import NO_NOISE, of_runs
 from experiments.analysis.sweep_points import ATTAINMENT, THROUGHPUT, Metric, PointRow
 
 NOISY = [100.0, 300.0, 50.0, 170.0]
@@ -61,6 +61,19 @@ def test_zeros_are_compared_by_differences():
     same = of_points(point(ATTAINMENT, zeros), point(ATTAINMENT, zeros), ATTAINMENT)
     assert same is not None
     assert same.sign == 0
+
+
+@pytest.mark.parametrize("metric", [THROUGHPUT, ATTAINMENT])
+@pytest.mark.parametrize("prompt_tokens", [10, 20])
+def test_a_difference_without_noise_shows_nothing_of_other_workloads(
+    metric: Metric, prompt_tokens: int
+):
+    reference = point(metric, [100.0 if metric is THROUGHPUT else 0.0] * 3)
+    row = point(metric, [110.0] * 3, prompt_tokens)
+    difference = of_points(reference, row, metric)
+    assert difference is not None
+    assert difference.sign == 0
+    assert NO_NOISE in difference.words
 
 
 def test_one_repeat_tells_nothing():
