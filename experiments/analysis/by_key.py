@@ -411,8 +411,8 @@ def notes(rows: Sequence[Row], cells: Sequence[Cell], confidence: float) -> list
         )
     if any(repeat is None for row in rows for _, repeat in row.units):
         texts.append(
-            "seed is swept, so a pair is a seed: of its repeats, which have one workload, the mean "
-            "counts."
+            "seed is swept, so a pair is the seed of a workload. Of repeats with one workload, the "
+            "mean counts."
         )
     unlike = [cell.label for cell in cells if len({_workload(cell, v) for v in cell.runs}) > 1]
     if unlike:
