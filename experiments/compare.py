@@ -12,9 +12,9 @@ out.
 
 With --by, the other values of a key are compared with its first one, or with --baseline, over all
 cells: a cell is a combination of the other swept keys. In a cell, runs with the same repeat (and
-the same seed, if `seed` is swept) are a pair. The mean of the paired differences, of logarithms,
-has an interval by Student's t, and a p that is corrected for many comparisons (Holm). "pooled" is
-over all cells. See docs/design/comparisons.md.
+the same seed, if `seed` is swept) are a pair; the pairs of one swept seed count as one. The mean of
+the paired differences, of logarithms, has an interval by Student's t, and a p that is corrected for
+many comparisons (Holm). "pooled" is over all cells. See docs/design/comparisons.md.
 
 Of two sides, the ratio B / A has an interval:
 
@@ -37,8 +37,8 @@ A difference is called real if the interval excludes 1. This is weak with few re
 show only large differences, and t assumes normally distributed logarithms. Methods without that
 assumption are not better: a bootstrap of three repeats calls a quarter of all equal things
 different, and a permutation test of three can call none different at 0.95. Repeats with one seed
-say nothing about other workloads (use `reseed`). Of many comparisons, some look real by chance; the
-last line says how many.
+say nothing about other workloads (use `reseed`): equal ratios in every repeat have no interval, and
+are not called real. Of many comparisons, some look real by chance; the last line says how many.
 
 Exit status: 0 for any verdict, 2 if the folders cannot be compared.
 """

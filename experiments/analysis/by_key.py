@@ -2,14 +2,16 @@
 one pair, whose requests are read.
 
 A cell is a combination of the other swept keys. In a cell, the runs of two values with the same
-repeat (and the same seed, if `seed` is swept) are a pair.
+repeat (and the same seed, if `seed` is swept) are a pair. Pairs of one swept seed have one workload,
+so they are not independent: their mean counts as one pair. With `reseed` they have the workload of
+seed + repeat.
 
     of a cell   the mean over its pairs of log(value) - log(baseline), by Student's t; shown as a
                 ratio. If a value of the metric is not above 0, the differences are of the numbers
                 themselves.
     pooled      of each repeat the mean over the cells, then the mean over repeats, by Student's t.
                 Cells of one repeat often have the same requests, so they are not independent;
-                repeats are.
+                repeats are. If `seed` is swept, seeds take the place of repeats.
 
 p is corrected by Holm's method for many comparisons, in two families: all that are of a cell, and
 all that are pooled.
@@ -19,11 +21,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments.analysis.ratios import (
+    NO_NOISE,
     NOISE,
+    SAME,
     Effect,
     Scale,
     digits_of,
@@ -37,37 +41,41 @@ from experiments.analysis.sides import (
     medians_and_ratio,
     number_of,
     of_rounded,
+    request_totals,
     run_speculates,
     why_unpaired,
 )
 from experiments.analysis.sweep_points import aligned, number
 from experiments.core.overrides import short_names
-from experiments.core.selection import Run, swept_keys, value_text
+from experiments.core.selection import Run, swept_keys, value_list, value_text
 
 SEED = "seed"
 POOLED = "pooled"
 
-Unit = tuple[Any, int]  # what a pair has in common: the swept seed or None, and the repeat
+Pair = tuple[Any, int]  # what two runs have in common: the swept seed or None, and the repeat
+# of which differences are independent: the repeat, or the seed of a workload if `seed` is swept
+Unit = tuple[Any, int | None]
 
 
 class Cell(NamedTuple):
     """The runs of one combination of the other keys.
 
     swept: the other keys and their values.
-    runs: by the text of the key's value, then by unit.
+    runs: by the text of the key's value, then by pair.
     """
 
     swept: dict[str, Any]
     label: str
-    runs: dict[str, dict[Unit, Run]]
+    runs: dict[str, dict[Pair, Run]]
 
 
 class Row(NamedTuple):
     """A metric with one value of the key against the baseline, in a cell or pooled (cell None).
 
     a, b: the medians over the pairs, of the baseline and of the value.
-    differences: of each pair; with the scale "ratio", of logarithms.
+    differences: of each unit, the mean over its pairs; with the scale "ratio", of logarithms.
     note: why there is no effect, or no p.
+    left_out: labels of the cells that are no part of a pooled row: they have no effect.
     """
 
     metric: str
@@ -80,6 +88,7 @@ class Row(NamedTuple):
     effect: Effect | None = None
     note: str = ""
     p_holm: float | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -101,35 +110,58 @@ def cells_of(runs: Sequence[Run], key: str) -> list[Cell]:
         swept = {path: run["swept"][path] for path in keys if path in run["swept"]}
         label = ", ".join(f"{names[path]}={value_text(swept[path])}" for path in swept)
         cell = cells.setdefault(label, Cell(swept, label or "all runs", {}))
-        units = cell.runs.setdefault(value_text(run["swept"][key]), {})
-        unit = (None if key == SEED else run["swept"].get(SEED), run["repeat"])
-        if unit in units:
+        by_pair = cell.runs.setdefault(value_text(run["swept"][key]), {})
+        pair = (None if key == SEED else run["swept"].get(SEED), run["repeat"])
+        if pair in by_pair:
             raise ValueError(
-                f"two runs are repeat {unit[1]} of {run['label']} ({units[unit]['run']} and "
-                f"{run['run']}); give the folder of one sweep"
+                f"two runs have {run['label']} and repeat {run['repeat']} ({by_pair[pair]['run']} "
+                f"and {run['run']}); give the folder of one sweep"
             )
-        units[unit] = run
+        by_pair[pair] = run
     return list(cells.values())
 
 
+def units_of(cells: Sequence[Cell]) -> dict[Pair, Unit]:
+    """The independent unit of each pair.
+
+    If the runs have several seeds, it is the seed of the workload: the swept one, or with `reseed`
+    seed + repeat. Repeats have a workload each (`reseed`) if a seed's repeats have different totals.
+    """
+    by_pair_of_points = [runs for cell in cells for runs in cell.runs.values()]
+    pairs = dict.fromkeys(pair for runs in by_pair_of_points for pair in runs)
+    if len({seed for seed, _ in pairs}) < 2:
+        return {pair: pair for pair in pairs}
+    is_reseeded = any(map(_has_workloads_of_repeats, by_pair_of_points))
+    return {
+        (seed, repeat): (seed + repeat if is_reseeded and seed is not None else seed, None)
+        for seed, repeat in pairs
+    }
+
+
+def _has_workloads_of_repeats(runs: Mapping[Pair, Run]) -> bool:
+    """Whether two repeats of one seed have workloads with different totals."""
+    totals = {(seed, str(request_totals(run.get("workload")))) for (seed, _), run in runs.items()}
+    return len(totals) > len({seed for seed, _ in runs})
+
+
 class Pairing(NamedTuple):
-    """The runs of the baseline (a) and of another value (b) in a cell, in the order of their units."""
+    """The runs of the baseline (a) and of another value (b) in a cell, in the order of the pairs."""
 
     value: Any
     cell: Cell
-    units: list[Unit]
+    pairs: list[Pair]
     a: Side
     b: Side
 
-    def numbers(self, metric: str) -> dict[Unit, tuple[float, float]]:
+    def numbers(self, metric: str) -> dict[Pair, tuple[float, float]]:
         """A metric of both runs of each pair. A pair without such a number is left out."""
-        by_unit = {}
-        for unit, run_a, run_b in zip(self.units, self.a.runs, self.b.runs, strict=True):
+        by_pair = {}
+        for pair, run_a, run_b in zip(self.pairs, self.a.runs, self.b.runs, strict=True):
             number_a = _number(run_a, metric)
             number_b = _number(run_b, metric)
             if number_a is not None and number_b is not None:
-                by_unit[unit] = (number_a, number_b)
-        return by_unit
+                by_pair[pair] = (number_a, number_b)
+        return by_pair
 
 
 def _number(run: Run, metric: str) -> float | None:
@@ -143,10 +175,10 @@ def pairing_of(cell: Cell, baseline: Any, value: Any) -> Pairing:
     """The pairs of two values of the key in a cell."""
     runs_a = cell.runs.get(value_text(baseline), {})
     runs_b = cell.runs.get(value_text(value), {})
-    units = [unit for unit in runs_a if unit in runs_b]
-    side_a = Side(value_text(baseline), tuple(runs_a[unit] for unit in units))
-    side_b = Side(value_text(value), tuple(runs_b[unit] for unit in units))
-    return Pairing(value, cell, units, side_a, side_b)
+    pairs = [pair for pair in runs_a if pair in runs_b]
+    side_a = Side(value_text(baseline), tuple(runs_a[pair] for pair in pairs))
+    side_b = Side(value_text(value), tuple(runs_b[pair] for pair in pairs))
+    return Pairing(value, cell, pairs, side_a, side_b)
 
 
 def rows_of(
@@ -162,6 +194,7 @@ def rows_of(
         ValueError: a metric does not exist.
     """
     rows: list[Row] = []
+    units = units_of(cells)
     for metric in metrics:
         by_value = [
             [pairing_of(cell, baseline, value) for cell in cells]
@@ -171,13 +204,16 @@ def rows_of(
         scale = scale_of(metric, [pairing for pairings in by_value for pairing in pairings])
         for pairings in by_value:
             of_value = [
-                _row_of_cell(metric, pairing, scale, confidence)
+                _row_of_cell(metric, pairing, units, scale, confidence)
                 for pairing in pairings
-                if pairing.units
+                if pairing.pairs
             ]
             rows += of_value
             if len(cells) > 1:
-                rows.append(pooled(metric, pairings[0].value, of_value, scale, confidence))
+                with_effect = {row.label for row in of_value if row.effect is not None}
+                left_out = [cell.label for cell in cells if cell.label not in with_effect]
+                row = pooled(metric, pairings[0].value, of_value, scale, confidence)
+                rows.append(row._replace(left_out=tuple(left_out)))
     return corrected(rows)
 
 
@@ -187,10 +223,15 @@ def scale_of(metric: str, pairings: Sequence[Pairing]) -> Scale:
     return "ratio" if all(min(pair) > 0 for pair in numbers) else "difference"
 
 
-def _row_of_cell(metric: str, pairing: Pairing, scale: Scale, confidence: float) -> Row:
+def _row_of_cell(
+    metric: str, pairing: Pairing, units: Mapping[Pair, Unit], scale: Scale, confidence: float
+) -> Row:
     """The row of a cell."""
     numbers = pairing.numbers(metric)
-    row = Row(metric, pairing.value, pairing.cell, tuple(numbers))
+    by_unit: dict[Unit, list[float]] = {}
+    for pair, (a, b) in numbers.items():
+        by_unit.setdefault(units[pair], []).append(difference(a, b, scale))
+    row = Row(metric, pairing.value, pairing.cell, tuple(by_unit))
     if not numbers:
         return row._replace(note="there is no such number on both sides")
     medians = [statistics.median(column) for column in zip(*numbers.values(), strict=True)]
@@ -198,11 +239,11 @@ def _row_of_cell(metric: str, pairing: Pairing, scale: Scale, confidence: float)
     rounded = of_rounded(pairing.a, pairing.b, metric, *medians)
     if rounded is not None:
         return row._replace(note=rounded.verdict)
-    differences = tuple(difference(a, b, scale) for a, b in numbers.values())
+    differences = tuple(map(statistics.fmean, by_unit.values()))
     row = row._replace(
         differences=differences, effect=effect_of_pairs(differences, scale, confidence)
     )
-    if len(pairing.units) == 1:
+    if len(pairing.pairs) == 1:
         return _with_interval_of_requests(row, pairing.a, pairing.b, confidence)
     return row._replace(note=_note(row.effect))
 
@@ -230,9 +271,7 @@ def _note(effect: Effect | None) -> str:
         return ""
     if effect.pairs == 1:
         return f"one pair: {NOISE}"
-    if abs(effect.estimate - (1.0 if effect.scale == "ratio" else 0.0)) < 1e-12:
-        return "the same in every pair"
-    return "the same difference in every pair: without noise, of this workload"
+    return SAME if effect.is_neutral else NO_NOISE
 
 
 def pooled(
@@ -273,8 +312,7 @@ def verdict(row: Row, confidence: float) -> str:
     """What a row shows, in words."""
     if row.effect is None or row.p_holm is None:
         return row.note
-    neutral = 1.0 if row.effect.scale == "ratio" else 0.0
-    direction = "higher" if row.effect.estimate > neutral else "lower"
+    direction = "higher" if row.effect.estimate > row.effect.neutral else "lower"
     if row.p_holm <= 1 - confidence:
         return f"{direction}: real"
     if row.effect.p is not None and row.effect.p <= 1 - confidence:
@@ -291,9 +329,13 @@ def signs(row: Row, rows: Sequence[Row]) -> str:
         and other.effect is not None
         and (other.metric, value_text(other.value)) == (row.metric, value_text(row.value))
     ]
-    higher = sum(effect.estimate > (effect.scale == "ratio") for effect in effects)
-    lower = sum(effect.estimate < (effect.scale == "ratio") for effect in effects)
-    return f"higher in {higher} and lower in {lower} of {len(effects)} cells"
+    higher = sum(effect.estimate > effect.neutral for effect in effects)
+    lower = sum(effect.estimate < effect.neutral for effect in effects)
+    text = f"higher in {higher} and lower in {lower} of {len(effects)} cells"
+    if not row.left_out:
+        return text
+    num_cells = len(effects) + len(row.left_out)
+    return f"{text}; {len(row.left_out)} of {num_cells} left out: {value_list(row.left_out)}"
 
 
 def short_text(value: Any) -> str:
@@ -365,7 +407,12 @@ def notes(rows: Sequence[Row], cells: Sequence[Cell], confidence: float) -> list
     if len(cells) > 1:
         texts.append(
             "pooled: of each repeat the mean over the cells, then over repeats, as cells of one "
-            "repeat may share their requests."
+            "repeat may share their requests. A cell without a pair that has the number is left out."
+        )
+    if any(repeat is None for row in rows for _, repeat in row.units):
+        texts.append(
+            "seed is swept, so a pair is the seed of a workload. Of repeats with one workload, the "
+            "mean counts."
         )
     unlike = [cell.label for cell in cells if len({_workload(cell, v) for v in cell.runs}) > 1]
     if unlike:
@@ -377,10 +424,11 @@ def notes(rows: Sequence[Row], cells: Sequence[Cell], confidence: float) -> list
 
 
 def _workload(cell: Cell, value: str) -> str:
-    """The totals of the workloads of the units that all values of a cell have."""
-    shared = set.intersection(*(set(units) for units in cell.runs.values()))
-    units = sorted(shared, key=str)
-    return str([cell.runs[value][unit].get("workload") for unit in units])
+    """The totals of the workloads of the pairs that all values of a cell have."""
+    shared = set.intersection(*(set(pairs) for pairs in cell.runs.values()))
+    pairs = sorted(shared, key=str)
+    runs = [cell.runs[value][pair] for pair in pairs]
+    return str([request_totals(run.get("workload")) for run in runs])
 
 
 def plain(row: Row, confidence: float) -> dict[str, Any]:
@@ -392,6 +440,7 @@ def plain(row: Row, confidence: float) -> dict[str, Any]:
         "cell": None if row.cell is None else row.cell.swept,
         "label": row.label,
         "pairs": len(row.units),
+        "left_out": list(row.left_out),
         "units": [{"seed": seed, "repeat": repeat} for seed, repeat in row.units],
         "baseline_median": row.a,
         "median": row.b,

@@ -30,7 +30,8 @@ LATENCIES = {
 }
 NOISE = "the noise between runs is not known"
 ONCE = f"one run each: {NOISE}"
-
+SAME = "the same in every repeat"
+NO_NOISE = "the same difference in every repeat: without noise, of this workload"
 
 Scale = Literal["ratio", "difference"]
 
@@ -50,6 +51,7 @@ class Effect(NamedTuple):
     None for all but the estimate if there is one pair, or no difference between the pairs.
 
     scale: "ratio": the differences are of logarithms, and the numbers are their exponentials.
+    pairs: 0 if the runs are not paired; then p is None.
     """
 
     scale: Scale
@@ -59,8 +61,19 @@ class Effect(NamedTuple):
     high: float | None = None
     p: float | None = None
 
+    @property
+    def neutral(self) -> float:
+        """The estimate of no difference."""
+        return 1.0 if self.scale == "ratio" else 0.0
 
-def effect_of_pairs(differences: Sequence[float], scale: Scale, confidence: float) -> Effect:
+    @property
+    def is_neutral(self) -> bool:
+        return abs(self.estimate - self.neutral) < 1e-12
+
+
+def effect_of_pairs(
+    differences: Sequence[float] | np.ndarray, scale: Scale, confidence: float
+) -> Effect:
     """The mean of the differences by Student's t over independent pairs.
 
     Args:
@@ -98,33 +111,40 @@ def holm(values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def of_runs(a: Sequence[float], b: Sequence[float], *, paired: bool, confidence: float) -> Ratio:
-    """The ratio of geometric means over several runs each."""
-    if min(*a, *b) <= 0:
-        words = "no ratio can be computed: there is a zero"
-        if sorted(a) == sorted(b):
-            words = "the same in every run"
-        return Ratio(None, None, None, words)
-    logs_a = np.log(a)
-    logs_b = np.log(b)
-    middle = float(logs_b.mean() - logs_a.mean())
-    ratio = math.exp(middle)
-    spreads = [np.ptp(logs_b - logs_a)] if paired else [np.ptp(logs_a), np.ptp(logs_b)]
-    if max(spreads) < 1e-12:  # simulated, or a count: the variance is zero
-        words = f"B is {times(ratio)} times A in every repeat: real, without noise"
-        if abs(middle) < 1e-12:
-            words = "the same in every run"
-        return Ratio(ratio, ratio, ratio, words)
+def effect_of_runs(
+    a: Sequence[float], b: Sequence[float], *, paired: bool, confidence: float
+) -> Effect:
+    """How b differs from a, over several runs each: a ratio if all numbers are above 0.
+
+    By Student's t over pairs, or by Welch's t. Without noise, only the estimate is known.
+    """
+    scale: Scale = "ratio" if min(*a, *b) > 0 else "difference"
+    values_a = np.log(a) if scale == "ratio" else np.asarray(a, float)
+    values_b = np.log(b) if scale == "ratio" else np.asarray(b, float)
+    if paired:
+        return effect_of_pairs(values_b - values_a, scale, confidence)
+    on_scale = _exponential if scale == "ratio" else float
+    estimate = on_scale(float(values_b.mean() - values_a.mean()))
+    if max(np.ptp(values_a), np.ptp(values_b)) < 1e-12:
+        return Effect(scale, 0, estimate)
     # one side without noise is allowed
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
-        test = (
-            stats.ttest_rel(logs_b, logs_a)
-            if paired
-            else stats.ttest_ind(logs_b, logs_a, equal_var=False)
-        )
-    interval = test.confidence_interval(confidence)
-    low, high = (_exponential(float(bound)) for bound in interval)
-    return Ratio(ratio, low, high, verdict(ratio, low, high))
+        test = stats.ttest_ind(values_b, values_a, equal_var=False)
+    low, high = (on_scale(float(bound)) for bound in test.confidence_interval(confidence))
+    return Effect(scale, 0, estimate, low, high)
+
+
+def of_runs(a: Sequence[float], b: Sequence[float], *, paired: bool, confidence: float) -> Ratio:
+    """The ratio of geometric means over several runs each."""
+    effect = effect_of_runs(a, b, paired=paired, confidence=confidence)
+    if effect.scale == "difference":
+        words = SAME if sorted(a) == sorted(b) else "no ratio can be computed: there is a zero"
+        return Ratio(None, None, None, words)
+    ratio = effect.estimate
+    if effect.low is None or effect.high is None:  # simulated, or a count: the variance is zero
+        words = SAME if effect.is_neutral else f"B is {times(ratio)} times A, {NO_NOISE}"
+        return Ratio(ratio, None, None, words)
+    return Ratio(ratio, effect.low, effect.high, verdict(ratio, effect.low, effect.high))
 
 
 def of_requests(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,11 +60,9 @@ def workload_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
     """The difference between the workloads of two runs, in total or in a request; None if they are
     the same.
     """
-    differ = [
-        key
-        for key, value in a["workload"].items()
-        if b["workload"].get(key) != value and key != "predicted_error"  # no part of a request
-    ]
+    totals_b = request_totals(b["workload"])
+    totals_a = request_totals(a["workload"])
+    differ = [key for key, value in totals_a.items() if totals_b.get(key) != value]
     if differ:
         return f"the workloads of repeat {a['repeat']} differ in {', '.join(differ)}"
     try:
@@ -82,6 +80,11 @@ def workload_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
                     f"{value}, {request_b[name]}"
                 )
     return None
+
+
+def request_totals(workload: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a summary's workload says of the requests. Predictions are no part of a request."""
+    return {key: value for key, value in (workload or {}).items() if key != "predicted_error"}
 
 
 def _inputs(request: RequestRecord) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from experiments.core import store
 from experiments.core.overrides import short_names
 from experiments.core.strict_yaml import load_text
@@ -104,9 +106,14 @@ def value_of(key: str, text: str, runs: Sequence[Run], where: str) -> Any:
         ValueError: there is none; the message lists the values and the nearest one.
     """
     values = values_in(runs, key)
+    if not values:
+        raise ValueError(f"the runs of {where} do not have {key}; leave {key}={text} out")
     parsed_value = load_text(text, f"{key}={text}")
     for value in values:
         if _same(value, parsed_value) or value_text(value) == text:
+            return value
+    for value in values:
+        if str(value) == text:  # as labels have it: None
             return value
     nearest = nearest_value(parsed_value, values)
     raise ValueError(
@@ -186,6 +193,8 @@ def value_text(value: Any) -> str:
     """A value as YAML has it, in one line."""
     if isinstance(value, str):
         return value
+    if isinstance(value, np.generic):  # of a DataFrame
+        value = value.item()
     text = yaml_words.dump(value, default_flow_style=True, allow_unicode=True, width=1 << 20)
     return text.removesuffix("...\n").strip()
 

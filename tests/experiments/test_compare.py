@@ -112,7 +112,9 @@ def test_sweeps_are_compared_point_by_point(tmp_path, compared: Any):
     unchanged = comparisons["engine.block_size=16", "output_tokens_per_s"]
     assert unchanged["low"] < 1.0 < unchanged["high"]
     assert unchanged["verdict"].startswith("no difference can be shown: B is ")
-    assert comparisons["engine.block_size=16", "preemptions"]["verdict"] == "the same in every run"
+    assert (
+        comparisons["engine.block_size=16", "preemptions"]["verdict"] == "the same in every repeat"
+    )
 
 
 @pytest.mark.default_cases("True-3", "False-2")
@@ -284,20 +286,20 @@ def test_numbers_of_drafts_are_compared_if_a_side_has_them(tmp_path, compared: A
     assert rows("none", "none") == {}
     numbers = rows("a", "b")
     assert list(numbers) == list(of_side["a"] or ())
-    assert numbers["acceptance"].endswith("B is 1.50 times A in every repeat: real, without noise")
+    assert numbers["acceptance"].endswith("without noise, of this workload")
     assert rows("none", "a")["tokens_per_decode"] == "- 2 only B has numbers of drafts"
     assert rows("a", "none")["accepted"] == "50 - only A has numbers of drafts"
     assert rows("a", "idle")["acceptance"] == "- - there is no such value in A or in B"
 
 
-def test_difference_without_noise_is_real():
+def test_difference_without_noise_is_of_this_workload():
     assert of_runs([10.0, 20.0], [11.0, 22.0], paired=True, confidence=0.95) == (
-        pytest.approx(1.1), pytest.approx(1.1), pytest.approx(1.1),
-        "B is 1.10 times A in every repeat: real, without noise",
+        pytest.approx(1.1), None, None,
+        "B is 1.10 times A, the same difference in every repeat: without noise, of this workload",
     )  # fmt: skip
     assert (
         of_runs([10.0, 20.0], [10.0, 20.0], paired=True, confidence=0.95).verdict
-        == "the same in every run"
+        == "the same in every repeat"
     )
     assert "a zero" in of_runs([0.0, 1.0], [1.0, 1.0], paired=False, confidence=0.95).verdict
     wild = of_runs([1.0, 1e9], [1.0, 2.0], paired=False, confidence=0.99)
@@ -345,4 +347,4 @@ def test_two_points_of_one_sweep_are_compared(tmp_path, compared: Any):
             put(tmp_path, repeat, rate * (1 + 0.01 * repeat), {"seed": size}, point=f"point{size}")
     text = compared("point8", "point16")
     assert text.startswith("seed=8 (A) against seed=16 (B) (3 pairs of repeats)")
-    assert "B is 2.00 times A in every repeat" in text
+    assert "B is 2.00 times A, the same difference in every repeat" in text

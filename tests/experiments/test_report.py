@@ -264,7 +264,7 @@ def test_marks_say_where_curves_differ():
     assert all(tip.endswith("shown, over 3 pairs of repeats") for tip in tips)
     equal = plots.metric_plot(drawn.rows, drawn.axes, TTFT)
     assert equal is not None
-    assert equal.svg().count(": no difference can be told, over 3 pairs") == 2
+    assert equal.svg().count(", the same in every repeat, over 3 pairs") == 2
     note = report_figures.axes_note(drawn.rows, drawn.axes)
     assert "compare each other line with policy=fcfs" in note
     alone = report.prepare([row for row in POLICIES if row["repeat"] == 0], report.Choice())

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,6 +79,25 @@ def test_a_choice_without_runs_says_which_values_there_are(
 ):
     with pytest.raises(ValueError, match=re.escape(message)):
         choose(GRID, Selection("x", conditions))
+
+
+def test_the_key_is_not_one_of_the_chosen_runs():
+    runs = runs_of({"engine.policy": "fcfs"}, {"engine.policy": "aged", "engine.policy.worth": 64})
+    message = "the runs of x with engine.policy=fcfs do not have engine.policy.worth; leave engine"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        choose(runs, Selection("x", ("policy=fcfs", "worth=64")))
+
+
+@pytest.mark.parametrize("value", [None, "None"])
+def test_none_is_chosen_as_labels_show_it(value: Any):
+    runs = runs_of({"key": value}, {"key": "another"}, {"key": None})
+    chosen, _ = choose(runs, Selection("x", (f"key={value}",)))
+    assert all(run["swept"]["key"] == value for run in chosen)
+
+
+def test_numbers_of_a_table_are_values():
+    numbers = [np.int64(4), np.float64(0.5), np.bool_(True)]
+    assert list(map(selection.value_text, numbers)) == ["4", "0.5", "true"]
 
 
 def test_nothing_is_swept():
