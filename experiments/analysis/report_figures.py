@@ -187,8 +187,7 @@ def axes_note(rows: Sequence[PointRow], axes: Axes) -> str:
         f"{axes.x} is the x axis{per_line}. Lines are medians over repeats; bands are the "
         f"range.{facet}"
     )
-    members = list(sweep_points.facets(rows, axes).values())
-    if not all(plots.can_mark(points, axes) for points in members):
+    if not plots.can_mark(rows, axes):
         return text
     first, *_ = sweep_points.lines(rows, axes)
     return (
