@@ -13,7 +13,7 @@ from experiments import report
 from experiments.core import recordings, store
 from experiments.core.config import expand
 from pagedjax.commands import cli
-from pagedjax.host import policies, replay
+from pagedjax.host import replay
 from tests.experiments.core.summaries import (
     BASE,
     MEASURED,
@@ -157,12 +157,23 @@ def test_slowest_request_is_in_the_recording_of_its_replica(tmp_path, monkeypatc
     assert [file["name"] for file in row["files"]] == ["recording.0.jsonl", "recording.1.jsonl"]
 
 
-def test_long_and_wrong_recordings_have_no_page(monkeypatch):
-    (log,) = simulated_run({**SMALL, "record": True}).logs
-    names = ["recording.jsonl", "recording.html"]
-    assert list(recordings.files([log], policies.FCFS)) == names
-    header, first, *rest = log.splitlines(keepends=True)
-    wrong = header.replace('"fcfs"', '"gone"') + first + "".join(rest)
-    assert list(recordings.files([wrong], policies.FCFS)) == names[:1]
-    monkeypatch.setattr(recordings, "MOST_CHARACTERS", len(log) - 1)
-    assert list(recordings.files([log], policies.FCFS)) == names[:1]
+def test_errors_of_the_viewer_lose_no_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+    pages = []
+
+    def page(*arguments: Any) -> str:
+        pages.append(arguments)
+        raise KeyError("frame")
+
+    monkeypatch.setattr("pagedjax.viewer.page", page)
+    raw = {**SMALL, "record": True}
+    folder = run_files(tmp_path, raw)
+    assert "recording.jsonl has no page, because of KeyError: 'frame'" in capsys.readouterr().err
+    (summary,) = store.read_runs(folder)
+    assert summary["failed"] is None
+    assert len(pages) == 1
+    assert [path.name for path in recordings.paths(Path(summary["run"]))] == ["recording.jsonl"]
+
+    monkeypatch.setattr(recordings, "MOST_BYTES", 100)
+    recordings.write_pages(Path(summary["run"]), "fcfs")
+    assert len(pages) == 1, "too long"
