@@ -145,6 +145,33 @@ def test_own_policy_is_shown_by_the_command_of_the_report(tmp_path, monkeypatch)
     assert (folder / file["page"]).is_file()
 
 
+def test_two_runs_with_parameters_of_one_policy_are_shown_together(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+    policy = (
+        "from pagedjax.policies import by_key\n"
+        "def mine(sign): return by_key('mine', lambda seq: sign * seq.arrival)\n"
+    )
+    (tmp_path / "mine.py").write_text(policy)
+    engine = {**BASE["engine"], "max_num_seqs": 2, "policy": {"name": "mine.py:mine", "sign": 1}}
+    sweep = {"grid": {"engine.policy.sign": [1, -1]}}
+    folder = run_files(tmp_path, {**SMALL, "engine": engine, "record": True, "sweep": sweep})
+    paths = [Path(run["run"]) / "recording.jsonl" for run in store.read_runs(folder)]
+    options = []
+    for path, sign in zip(paths, (1, -1), strict=True):
+        own_policy = replay.header(path)["own_policy"]
+        assert own_policy.endswith(f"mine.py:mine(sign={sign})")
+        options += ["--policy", own_policy]
+    capsys.readouterr()
+    assert cli.main(["view", *map(str, paths), *options]) == 0
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    page = Path(capsys.readouterr().out.strip())
+    assert f"<title>{names[0]} and {names[1]}" in page.read_text()
+    ending = names[1].replace("/", "-").replace(".jsonl", ".html")
+    assert page == paths[0].with_name(f"recording-{ending}")
+    assert cli.main(["view", str(paths[0]), *options]) == 2
+    assert "--policy is given 2 times, and there are 1 recordings" in capsys.readouterr().err
+
+
 def test_slowest_request_is_in_the_recording_of_its_replica(tmp_path, monkeypatch):
     monkeypatch.setattr("experiments.report.write", lambda folder: folder)
     raw = {**SMALL, "record": True, "replicas": {"count": 2, "router": "round_robin"}}
