@@ -136,12 +136,14 @@ def draw(about: dict[str, Any], runs: Sequence[dict[str, Any]], drawn: Drawn) ->
     from experiments.analysis import report_figures
 
     groups = report_figures.distribution_points(drawn.rows, drawn.axes).values()
-    samples = latencies.read(runs, [row.key for group in groups for row in group])
+    keys = [row.key for group in groups for row in group]
+    samples, left_out = latencies.read(runs, keys)
     return report_figures.sections(
         drawn.rows,
         drawn.axes,
         samples,
         fastest_steps(runs),
+        left_out=left_out,
         slo=dict(about.get("facts", [])).get("Targets", ""),
         chosen=drawn.chosen,
     )

@@ -358,6 +358,18 @@ def test_figures_are_written_as_files(tmp_path, capsys):
     assert pdf.read_bytes().startswith(b"%PDF")
 
 
+def test_figures_with_like_titles_have_files_of_their_own(tmp_path):
+    figures = [
+        report_figures.Figure(title, lambda palette, title=title: plots.Plot(title, palette))
+        for title in ("x=mine.py:A", "x=mine.py:a", "x=Ж", "x=Я")
+    ]
+    section = report_figures.Section("Latency", "", figures)
+    paths = report_figures.export([section], tmp_path, "svg", simulated=False)
+    assert len(paths) == 4
+    assert sorted(tmp_path.iterdir()) == sorted(set(paths))
+    assert paths[0].name == "latency-x=mine.py-a.svg"
+
+
 @pytest.mark.parametrize(
     ("waiting", "sentence"),
     [
