@@ -36,6 +36,7 @@ from experiments.core import recordings, store
 from experiments.core.config import short_names
 from experiments.core.optional_imports import require
 from experiments.simulation.cost import SIMULATED
+from pagedjax.options.own_names import names_own_value, own_name
 
 if TYPE_CHECKING:
     from experiments.analysis.report_figures import Section
@@ -276,7 +277,9 @@ def recorded(runs: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any
         run_folder = Path(run["run"])
         about = run.get("recording") or {}
         policy = about.get("policy", "")
-        option = f" --policy {shlex.quote(str(run_folder / policy))}" if ".py:" in policy else ""
+        if own_name(policy).is_file:
+            policy = str(run_folder / policy)
+        option = f" --policy {shlex.quote(policy)}" if names_own_value(policy) else ""
         files = [
             {
                 "name": path.name,

@@ -172,6 +172,15 @@ def test_two_runs_with_parameters_of_one_policy_are_shown_together(tmp_path, mon
     assert "--policy is given 2 times, and there are 1 recordings" in capsys.readouterr().err
 
 
+def test_policy_of_a_module_is_in_the_command_of_the_report(tmp_path):
+    (tmp_path / "recording.jsonl").touch()
+    recording = {"policy": "lab.mine:aged(worth=1)"}
+    run = {"run": str(tmp_path), "label": "one point", "repeat": 0, "recording": recording}
+    (row,) = report.recorded([run], tmp_path)
+    words = shlex.split(row["files"][0]["command"])
+    assert words[3:] == ["--policy", "lab.mine:aged(worth=1)"]
+
+
 def test_slowest_request_is_in_the_recording_of_its_replica(tmp_path, monkeypatch):
     monkeypatch.setattr("experiments.report.write", lambda folder: folder)
     raw = {**SMALL, "record": True, "replicas": {"count": 2, "router": "round_robin"}}
