@@ -328,7 +328,8 @@ def searches_of(points: Sequence[Point], options: argparse.Namespace) -> list[Se
     """A search for each cell and seed.
 
     Raises:
-        ValueError: a swept seed and a repeat draw the same workload.
+        ValueError: a swept seed and a repeat draw the same workload, or percentiles are compared of
+            cells with other latencies in their targets.
     """
     searches = []
     for point in points:
@@ -337,6 +338,8 @@ def searches_of(points: Sequence[Point], options: argparse.Namespace) -> list[Se
         bounds = _bounds(rounded(rate_of(experiment.workload)[0]), options)
         repeats = range(experiment.repeats) if experiment.reseed else [None]
         searches += [Search(point, criterion, bounds, repeat) for repeat in repeats]
+    if options.percentile is not None:
+        _check_same_latencies([search.criterion.slo for search in searches])
     names = [search.name for search in searches if search.seed is not None]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -345,6 +348,17 @@ def searches_of(points: Sequence[Point], options: argparse.Namespace) -> list[Se
             "leave one of the two out, or sweep seeds that are further apart"
         )
     return searches
+
+
+def _check_same_latencies(targets: Sequence[Slo]) -> None:
+    """Raises ValueError if a latency has a target in some cells and none in others."""
+    for name in ("ttft", "itl"):
+        if len({getattr(slo, name) is None for slo in targets}) > 1:
+            raise ValueError(
+                f"slo.{name} is null in some cells and a target in others, so that their "
+                "percentiles are not of the same latencies; set it in all cells or in none, or "
+                "give --share instead of --percentile"
+            )
 
 
 def point_at(raw: dict[str, Any], base: Point, folder: Path, rate: float) -> Point:

@@ -36,6 +36,7 @@ from experiments.core import recordings, store
 from experiments.core.config import short_names
 from experiments.core.optional_imports import require
 from experiments.simulation.cost import SIMULATED
+from pagedjax.options.own_names import names_own_value, own_name
 
 if TYPE_CHECKING:
     from experiments.analysis.report_figures import Section
@@ -136,12 +137,14 @@ def draw(about: dict[str, Any], runs: Sequence[dict[str, Any]], drawn: Drawn) ->
     from experiments.analysis import report_figures
 
     groups = report_figures.distribution_points(drawn.rows, drawn.axes).values()
-    samples = latencies.read(runs, [row.key for group in groups for row in group])
+    keys = [row.key for group in groups for row in group]
+    samples, left_out = latencies.read(runs, keys)
     return report_figures.sections(
         drawn.rows,
         drawn.axes,
         samples,
         fastest_steps(runs),
+        left_out=left_out,
         slo=dict(about.get("facts", [])).get("Targets", ""),
         chosen=drawn.chosen,
     )
@@ -274,7 +277,9 @@ def recorded(runs: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any
         run_folder = Path(run["run"])
         about = run.get("recording") or {}
         policy = about.get("policy", "")
-        option = f" --policy {shlex.quote(str(run_folder / policy))}" if ".py:" in policy else ""
+        if own_name(policy).is_file:
+            policy = str(run_folder / policy)
+        option = f" --policy {shlex.quote(policy)}" if names_own_value(policy) else ""
         files = [
             {
                 "name": path.name,

@@ -16,7 +16,7 @@ from pagedjax.engine import drafters
 from pagedjax.host import kv_policies, policies
 from pagedjax.options.config import EngineConfig, KVPolicyOptions, Speculative
 from pagedjax.options.own_errors import OwnError
-from pagedjax.options.own_names import as_mapping, name_in_one_line
+from pagedjax.options.own_names import OwnName, as_mapping, name_in_one_line
 from pagedjax.options.own_values import own_value
 from pagedjax.routing import routers
 from tests import drawn
@@ -265,3 +265,9 @@ def test_an_error_in_an_attention_or_a_kv_policy_names_its_file_and_line(tmp_pat
         policy = kv_policies.find(KVPolicyOptions(f"{path}:{name}"))
         with pytest.raises(ValueError, match=message):
             kv_policies.view(policy, 2, 8)
+
+
+def test_the_short_name_keeps_parameters_with_slashes():
+    name = OwnName("/data/lab/mine.py", "aged", "(file='runs/x.json')")
+    assert name.short == "mine.py:aged(file='runs/x.json')"
+    assert OwnName("lab.mine", "aged", "(file='a/b')").short == "lab.mine:aged(file='a/b')"

@@ -48,6 +48,7 @@ from experiments.analysis.sides import (
 from experiments.analysis.sweep_points import aligned, number
 from experiments.core.overrides import short_names
 from experiments.core.selection import Run, swept_keys, value_list, value_text
+from pagedjax.options.own_names import names_own_value, own_name
 
 SEED = "seed"
 POOLED = "pooled"
@@ -341,7 +342,7 @@ def signs(row: Row, rows: Sequence[Row]) -> str:
 def short_text(value: Any) -> str:
     """A value without the folder of a user's own file."""
     text = value_text(value)
-    return text.rpartition("/")[2] if ".py:" in text else text
+    return own_name(text).short if names_own_value(text) else text
 
 
 def table(rows: Sequence[Row], baseline: Any, confidence: float) -> str:

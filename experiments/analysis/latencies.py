@@ -58,8 +58,9 @@ def latencies(requests: Iterable[RequestRecord]) -> Latencies:
     )
 
 
-def read(runs: Sequence[dict[str, Any]], keys: Iterable[str]) -> dict[str, Latencies]:
-    """The latencies of points by their keys; none of them if their files have over MOST_BYTES.
+def read(runs: Sequence[dict[str, Any]], keys: Iterable[str]) -> tuple[dict[str, Latencies], str]:
+    """The latencies of points by their keys, and a sentence that says why there are none, if their
+    files have over MOST_BYTES.
 
     A point without the files of its requests is left out: a folder may have the summaries only.
     """
@@ -69,12 +70,17 @@ def read(runs: Sequence[dict[str, Any]], keys: Iterable[str]) -> dict[str, Laten
         if folders and all((folder / "requests.jsonl").is_file() for folder in folders):
             files[key] = folders
     paths = [folder / "requests.jsonl" for folders in files.values() for folder in folders]
-    if sum(path.stat().st_size for path in paths) > MOST_BYTES:
-        return {}
-    return {
+    num_bytes = sum(path.stat().st_size for path in paths)
+    if num_bytes > MOST_BYTES:
+        return {}, (
+            f"Left out: the files requests.jsonl of the points that are shown here have "
+            f"{num_bytes / 2**20:.0f} MiB, and a report reads at most {MOST_BYTES / 2**20:.0f} MiB."
+        )
+    samples = {
         key: latencies(request for folder in folders for request in store.read_requests(folder))
         for key, folders in files.items()
     }
+    return samples, ""
 
 
 def nobody_waited(folder: Path) -> bool | None:

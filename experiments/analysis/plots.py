@@ -255,7 +255,11 @@ def metric_plot(
     _scale_x(plot, axis)
     plot.axes.set_xlabel(x)
     _from_zero(plot, max(row.values[metric.column].high for row in having))
-    _mark_differences(plot, drawn, axes, axis, metric)
+    if can_mark(rows, axes):
+        members_of_lines = [
+            [row for row in line if row.key in drawn_keys] for line in by_line.values()
+        ]
+        _mark_differences(plot, dict(zip(by_line, members_of_lines, strict=True)), axis, x, metric)
     return plot
 
 
@@ -279,34 +283,39 @@ def _draw_line(
 
 
 def can_mark(rows: Sequence[PointRow], axes: Axes) -> bool:
-    """Whether differences between lines can be marked: there are a few, with repeats."""
+    """Whether differences between lines can be marked: there are a few, with repeats.
+
+    Args:
+        rows: all points of a report.
+    """
     num_lines = len(lines(rows, axes))
     repeated = any(row.repeats > 1 for row in rows)
     return axes.x is not None and 2 <= num_lines <= MOST_MARKED + 1 and repeated
 
 
 def _mark_differences(
-    plot: Plot, drawn: Sequence[PointRow], axes: Axes, axis: XAxis, metric: Metric
+    plot: Plot, by_line: Mapping[str, Sequence[PointRow]], axis: XAxis, x: str, metric: Metric
 ) -> None:
-    """Marks above the axes: at each x, whether a line differs from the first one."""
-    by_line = lines(drawn, axes)
-    if not can_mark(drawn, axes):
-        return
+    """Marks above the axes: at each x, whether a line differs from the first one. No marks where
+    the first one has no such number.
+
+    Args:
+        by_line: the points of this plot, of all lines of the report in the order of their colours.
+    """
     from experiments.analysis.differences import of_points  # scipy takes a second to import
 
-    assert axes.x is not None, "points side by side are no lines"
-    first, *compared = by_line.values()
-    references = {axis.place(row.swept.get(axes.x)): row for row in first}
+    (_, first), *compared = by_line.items()
+    references = {axis.place(row.swept.get(x)): row for row in first}
     height = 1.06
-    for index, line in enumerate(compared, 1):
+    for index, (name, line) in enumerate(compared, 1):
         differences = {
-            axis.place(row.swept.get(axes.x)): difference
+            axis.place(row.swept.get(x)): difference
             for row in line
-            if (reference := references.get(axis.place(row.swept.get(axes.x))))
+            if (reference := references.get(axis.place(row.swept.get(x))))
             and (difference := of_points(reference, row, metric))
         }
         for place, difference in differences.items():
-            words = f"{list(by_line)[index]}: {difference.words}"
+            words = f"{name}: {difference.words}"
             plot.mark_above(place, height, index, difference.sign, words)
         height += 0.07 if differences else 0.0
 

@@ -6,6 +6,7 @@ A figure is drawn when its page or its file is written.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -77,6 +78,7 @@ class Section(NamedTuple):
 
     legend: the title and the entries of the colours of its figures; None: there is one colour.
     columns: of figures on a wide page.
+    is_shown: also without a figure, for its note.
     """
 
     title: str
@@ -84,6 +86,7 @@ class Section(NamedTuple):
     figures: list[Figure]
     legend: tuple[str, tuple[str, ...]] | None = None
     columns: int = 3
+    is_shown: bool = False
 
 
 def sections(
@@ -92,14 +95,16 @@ def sections(
     samples: Mapping[str, Latencies],
     steps: Sequence[dict[str, Any]],
     *,
+    left_out: str = "",
     slo: str = "",
     chosen: Sequence[Metric] = (),
 ) -> list[Section]:
-    """The sections of a report that have a figure.
+    """The sections of a report that have a figure, or a note why they have none.
 
     Args:
         samples: by the key of a point, the latencies of its requests.
         steps: lines of steps.jsonl of the run that is shown over time.
+        left_out: why there are no samples, for the page; "" if that needs no word.
         slo: the targets of goodput, in words.
         chosen: numbers that get a section of their own, the first one.
     """
@@ -142,6 +147,7 @@ def sections(
             ],
             colours,
         ),
+        Section("Distribution of latencies", left_out, [], is_shown=bool(left_out)),
         *distributions(rows, axes, samples),
         of_metrics(
             "Memory",
@@ -174,7 +180,7 @@ def sections(
         group._replace(figures=[figure for figure in group.figures if figure.plot is not None])
         for group in drawn
     ]
-    return [group for group in with_plots if group.figures]
+    return [group for group in with_plots if group.figures or group.is_shown]
 
 
 def axes_note(rows: Sequence[PointRow], axes: Axes) -> str:
@@ -187,8 +193,7 @@ def axes_note(rows: Sequence[PointRow], axes: Axes) -> str:
         f"{axes.x} is the x axis{per_line}. Lines are medians over repeats; bands are the "
         f"range.{facet}"
     )
-    members = list(sweep_points.facets(rows, axes).values())
-    if not all(plots.can_mark(points, axes) for points in members):
+    if not plots.can_mark(rows, axes):
         return text
     first, *_ = sweep_points.lines(rows, axes)
     return (
@@ -364,12 +369,17 @@ def export(groups: Sequence[Section], folder: Path, ending: str, *, simulated: b
         ending: one of FORMATS.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    counts: Counter[str] = Counter()
     paths = []
     for group in groups:
         for figure in group.figures:
             plot = figure.draw(palette=plots.PRINT)
             assert plot is not None, "see `sections`"
-            path = folder / f"{file_name(f'{group.title} {figure.title}')}.{ending}"
+            name = file_name(f"{group.title} {figure.title}")
+            counts[name] += 1
+            if counts[name] > 1:  # other titles, with the same letters
+                name = f"{name}--{counts[name]}"
+            path = folder / f"{name}.{ending}"
             about = figure.about(simulated=simulated)
             title = f"{figure.title}\n{about}" if about else figure.title
             legend = figure.legend or (group.legend[1] if group.legend else ())

@@ -18,7 +18,6 @@ from experiments.core.environment import load_average, processor_time, stolen_sh
 from experiments.core.pool_options import POOLS, pool_experiment
 from experiments.core.records import BranchRecord, RequestRecord
 from experiments.core.workloads import Own
-from pagedjax.host import policies
 from pagedjax.options.config import EngineConfig
 from pagedjax.options.own_names import own_name
 from pagedjax.text import yaml_words
@@ -73,7 +72,7 @@ def measure_run(run: Run, engines: Engines, env: dict[str, Any]) -> Result:
     }
     files = run_files(run, llm, measured)
     if measured.logs:
-        files |= recordings.files(measured.logs, policies.find(experiment.engine.policy))
+        files |= recordings.files(measured.logs)
         # its own file is beside the recording
         policy = yaml_words.load(files["config.yaml"])["engine"]["policy"]
         summary["recording"] = recordings.about(measured.requests, len(measured.logs), policy)

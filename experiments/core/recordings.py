@@ -7,17 +7,18 @@ what the summary says of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+from experiments.core import store
 from experiments.core.records import RequestRecord
 from pagedjax import viewer
-from pagedjax.host.policies import POLICIES, Policy
-from pagedjax.host.replay import ReplayError
+from pagedjax.host import policies
 
-MOST_CHARACTERS = 1 << 25  # of a recording that gets a page: the page has all of its steps
+# of a recording that gets a page after its run; that takes about 2 s for each MiB
+MOST_BYTES = 1 << 22
 LATENCIES = ("ttft_s", "e2e_s")  # of which the slowest request is named
 
 
@@ -38,32 +39,28 @@ def page_name(name: str) -> str:
     return Path(name).with_suffix(".html").name
 
 
-def files(logs: Sequence[str], policy: Policy) -> dict[str, str]:
-    """The files of a run (name -> text). A recording that is too long, or that cannot be replayed,
-    has no page.
+def files(logs: Sequence[str]) -> dict[str, str]:
+    """The files of a run (name -> text), of the text of each engine's recording."""
+    return dict(zip(names(len(logs)), logs, strict=True))
+
+
+def write_pages(folder: Path, policy_name: Any) -> None:
+    """Write the page of each recording in a run's folder, which is already on disk: an error of the
+    viewer is a note on stderr. A recording that is too long has no page.
 
     Args:
-        logs: the text of each engine's recording.
+        policy_name: as a config names it.
     """
-    texts = {}
-    for name, log in zip(names(len(logs)), logs, strict=True):
-        texts[name] = log
-        if len(log) > MOST_CHARACTERS:
+    for path in paths(folder):
+        if path.stat().st_size > MOST_BYTES:
             continue
-        page = _page(name, log, {**POLICIES, policy.name: policy})
-        if page is not None:
-            texts[page_name(name)] = page
-    return texts
-
-
-def _page(name: str, log: str, policies: Mapping[str, Policy]) -> str | None:
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / name
-        path.write_text(log, encoding="ascii")
         try:
-            return viewer.page(viewer.read(path, policies))
-        except ReplayError:
-            return None
+            policy = policies.find(policy_name)
+            run = viewer.read(path, {**policies.POLICIES, policy.name: policy})
+            store.write_file(path.with_name(page_name(path.name)), viewer.page(run))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            print(f"NOTE: {path} has no page, because of {reason}", file=sys.stderr)
 
 
 def about(requests: Sequence[RequestRecord], num_engines: int, policy: str) -> dict[str, Any]:

@@ -144,13 +144,19 @@ def measure_missing(
         env = environment(device=has_device)
         if local:
             _note_other_devices(finished, env["device"]["kind"], folder, remedy)
+        policy_names = {
+            (run.point.key, run.repeat): run.point.experiment.engine.policy for run in missing
+        }
         bar = tqdm(total=len(plan), initial=len(plan) - len(missing), disable=quiet, unit="run")
         with bar, closing(measure_all(missing, env, partial(show, bar))) as results:
             for files, summary in results:
                 key = summary["point"], summary["repeat"]
-                store.write_run(store.run_folder(folder, *key), files)
+                run_folder = store.run_folder(folder, *key)
+                store.write_run(run_folder, files)
                 finished[key] = summary
                 write_index(folder, plan, finished)
+                if "recording" in summary:
+                    recordings.write_pages(run_folder, policy_names[key])
                 bar.update()
     return write_index(folder, plan, finished)
 

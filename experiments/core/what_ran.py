@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from experiments.core.config import Experiment, Point, Slo
@@ -94,16 +93,12 @@ def oracle(experiments: Sequence[Experiment]) -> str:
             number = "the limit of a request, which is a multiple of the length"
         else:
             continue
-        oracles.setdefault(number, {})[_short(_without_parameters(policy))] = None
+        oracles.setdefault(number, {})[own_name(str(policy))._replace(call="").short] = None
     return "; ".join(
         f"{' and '.join(names)} {'reads' if len(names) == 1 else 'read'} {number} of its output "
         "here: no policy knows it in a real service"
         for number, names in oracles.items()
     )
-
-
-def _without_parameters(policy: Any) -> str:
-    return own_name(str(policy))._replace(call="").text
 
 
 def equal_repeats(experiments: Sequence[Experiment]) -> str:
@@ -141,7 +136,7 @@ def predictions(experiments: Sequence[Experiment]) -> str:
         if purity.reads_predictions(policies.find(policy)):
             errors.setdefault(policy, []).append(f"{predicted.error:g}")
     return "; ".join(
-        f"{_short(policy)} reads predicted lengths of outputs, which are the drawn lengths with a "
+        f"{own_name(policy).short} reads predicted lengths of outputs, which are the drawn lengths with a "
         f"log-normal error of sigma {', '.join(dict.fromkeys(sigmas))}"
         for policy, sigmas in errors.items()
     )
@@ -236,17 +231,11 @@ def _joined(of_points: Sequence[dict[str, Any]], defaults: dict[str, Any]) -> st
 def _text(value: Any) -> str:
     """A value as a config has it, in one line."""
     if isinstance(value, str):
-        return _short(value)
+        return own_name(value).short
     if value is None:
         return "none"
     text = yaml_words.dump(_plain(value), default_flow_style=True, sort_keys=False, width=1 << 20)
     return text.removesuffix("...\n").strip()
-
-
-def _short(value: str) -> str:
-    """A value of a user's own without the folder of its file."""
-    name = own_name(value)
-    return name._replace(module=Path(name.module).name).text if name.is_file else value
 
 
 def _plain(value: Any) -> Any:

@@ -22,7 +22,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from immutables import Map
@@ -71,6 +71,7 @@ from pagedjax.host.types import (
     StepResult,
 )
 from pagedjax.options.config import EngineConfig
+from pagedjax.options.own_names import names_own_value
 from pagedjax.options.params import SamplingParams
 from pagedjax.weights.families import own_family
 from pagedjax.weights.huggingface import np_dtype
@@ -215,8 +216,14 @@ class SimulatedEngine:
             self._recorder = None
         if path is not None:
             clock = self.clock if times else None
+            policy: Any = self.config.policy
             self._recorder = Recorder(
-                path, self._limits, self._policy.name, clock=clock, prompts=prompts
+                path,
+                self._limits,
+                self._policy.name,
+                own_policy=policy if names_own_value(policy) else None,
+                clock=clock,
+                prompts=prompts,
             )
 
     @property

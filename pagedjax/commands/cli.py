@@ -244,15 +244,38 @@ def view(args: argparse.Namespace) -> int:
     """Write a recorded run, or two on one time axis, as one HTML page that opens in any browser, and
     print where."""
     from pagedjax import viewer
+    from pagedjax.viewer.pair import different_names
 
-    policies = _policies(None)
-    for name in args.policy or ():
-        policies |= _policies(name)
-    run = viewer.read(args.file, policies)
-    second = viewer.read(args.second, policies) if args.second else None
+    paths = [path for path in (args.file, args.second) if path]
+    policies = _policies_of_runs(args.policy or (), len(paths))
+    runs = list(map(viewer.read, paths, policies))
     decode = _decoder(args.model) if args.model else None
-    ending = f"-{Path(args.second).stem}.html" if second else ".html"
+    if len(runs) == 1:
+        return _write(args, ".html", viewer.page(runs[0], decode=decode))
+    names = different_names(*paths)
+    run, second = (run._replace(name=name) for run, name in zip(runs, names, strict=True))
+    ending = f"-{Path(names[1]).with_suffix('').as_posix().replace('/', '-')}.html"
     return _write(args, ending, viewer.page(run, second=second, decode=decode))
+
+
+def _policies_of_runs(names: Sequence[Any], num_runs: int) -> list[dict[str, Any]]:
+    """The policies that each recording may name. Of two policies with one name, which differ in
+    their parameters, the first is that of the first recording.
+
+    Raises:
+        ValueError: there are more names than recordings.
+    """
+    if len(names) > num_runs:
+        raise ValueError(
+            f"--policy is given {len(names)} times, and there are {num_runs} recordings; give it "
+            "at most once for each"
+        )
+    policies_by_name = [_policies(name) for name in names]
+    all_policies = _policies(None)
+    for policies in policies_by_name:
+        all_policies |= policies
+    own = [*policies_by_name, *[{}] * num_runs][:num_runs]
+    return [all_policies | policies for policies in own]
 
 
 def trace(args: argparse.Namespace) -> int:
@@ -597,7 +620,7 @@ def view_parser(commands: argparse._SubParsersAction) -> None:
         type=options.own_name,
         metavar="NAME",
         help="a run's policy, if it is not built in: module:NAME or folder/file.py:NAME; of two "
-        "runs perhaps one each",
+        "runs perhaps one each, in their order",
     )
     parser.set_defaults(run=view)
 

@@ -49,6 +49,13 @@ class OwnName(NamedTuple):
         place = f"{self.module}:{self.attribute}" if self.module else self.attribute
         return place + self.call
 
+    @property
+    def short(self) -> str:
+        """The name in one line without the folder of its file."""
+        if not self.is_file:
+            return self.text
+        return self._replace(module=re.split(r"[/\\]", self.module)[-1]).text
+
 
 def own_name(text: str) -> OwnName:
     """Returns the parts of a name in one line."""

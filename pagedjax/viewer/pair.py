@@ -6,8 +6,10 @@ their ids; an id that was used again is another request each time.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pagedjax.viewer.picture import Frame, Picture, apply
@@ -58,6 +60,19 @@ def pair(first: Run, second: Run) -> Pair:
     missing = tuple([n for key, n in numbers.items() if key not in others])
     added = tuple([n for n in renamed if n >= len(records)])
     return Pair(first, second, _parting(first, second), (missing, added))
+
+
+def different_names(first: str, second: str) -> tuple[str, str]:
+    """The names of two recordings: those of their files, or where these are equal, their paths
+    from the last folder that has both.
+    """
+    paths = [Path(os.path.abspath(path)) for path in (first, second)]
+    if paths[0].name != paths[1].name or paths[0] == paths[1]:
+        return paths[0].name, paths[1].name
+    parts = list(zip(paths[0].parts, paths[1].parts, strict=False))
+    num_common = next(i for i, (part, other) in enumerate(parts) if part != other)
+    names = [Path(*path.parts[num_common:]).as_posix() for path in paths]
+    return names[0], names[1]
 
 
 def _records(run: Run) -> dict[tuple[str, int], Sequence[Any]]:

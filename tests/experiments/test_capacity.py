@@ -190,6 +190,9 @@ def test_trace_capacity_by_time_scale_and_percentile(tmp_path):
     assert report["met"] == pytest.approx(1 / (40 * steps["mean"]), rel=0.3)
 
 
+NULL_TARGET = "sweep={grid: {slo.ttft: [0.3, null]}}"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -206,6 +209,10 @@ def test_trace_capacity_by_time_scale_and_percentile(tmp_path):
         (
             ["--set", "sweep={grid: {seed: [1, 2]}}", "--set", "repeats=2", "--set", "reseed=true"],
             "two searches are of one point, seed 2: seed is swept, and with reseed repeat r has",
+        ),
+        (
+            ["--percentile=90", "--set", "slo.itl=0.1", "--set", NULL_TARGET],
+            "slo.ttft is null in some cells and a target in others",
         ),
         (["--jobs", "0"], "--jobs is 0; it must be at least 1"),
         (["--share", "90"], "--share is 90.0; it must be above 0 and at most 1"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from experiments import report
 from experiments.analysis import plots, report_figures, sweep_points
-from experiments.analysis.sweep_points import THROUGHPUT, TTFT, Axes
+from experiments.analysis.sweep_points import GOODPUT, THROUGHPUT, TTFT, Axes
 from experiments.core import store
 from experiments.core.config import short_names
 
@@ -271,6 +271,33 @@ def test_marks_say_where_curves_differ():
     assert "Marks above" not in report_figures.axes_note(alone.rows, alone.axes)
 
 
+@pytest.mark.parametrize(
+    ("lacking", "marked"), [("fcfs", []), ("mine", [2, 2]), ("", [1, 1, 2, 2])]
+)
+def test_marks_have_the_colour_of_their_line(lacking: str, marked: list[int], monkeypatch):
+    third = [
+        {**row, "point": f"third{row['point']}", "swept": {**row["swept"], "engine.policy": "z"}}
+        for row in POLICIES[6:]
+    ]
+    runs = [
+        {**row, "metrics": {**row["metrics"], "goodput": None}}
+        if row["swept"]["engine.policy"] == lacking
+        else row
+        for row in [*POLICIES, *third]
+    ]
+    marks = []
+    monkeypatch.setattr(
+        plots.Plot, "mark_above", lambda _, x, height, *mark: marks.append((mark[0], mark[2]))
+    )
+    drawn = report.prepare(runs, report.Choice())
+    plots.metric_plot(drawn.rows, drawn.axes, GOODPUT)
+    assert [index for index, _ in marks] == marked
+    names = {1: "policy=mine: ", 2: "policy=z: "}
+    assert all(words.startswith(names[index]) for index, words in marks)
+    assert all("policy=fcfs, " in words for _, words in marks)
+    assert "line with policy=fcfs" in report_figures.axes_note(drawn.rows, drawn.axes)
+
+
 def test_x_facet_and_y_are_chosen():
     choice = report.Choice(facet="engine.policy", y=("ttft_p99", "steps"))
     drawn = report.prepare(POLICIES, choice)
@@ -329,6 +356,18 @@ def test_figures_are_written_as_files(tmp_path, capsys):
     assert "#0b6fb0" in text
     assert not re.search(r"#01020\d|#02..07|var\(--|tip-", text), "placeholders and targets"
     assert pdf.read_bytes().startswith(b"%PDF")
+
+
+def test_figures_with_like_titles_have_files_of_their_own(tmp_path):
+    figures = [
+        report_figures.Figure(title, lambda palette, title=title: plots.Plot(title, palette))
+        for title in ("x=mine.py:A", "x=mine.py:a", "x=Ж", "x=Я")
+    ]
+    section = report_figures.Section("Latency", "", figures)
+    paths = report_figures.export([section], tmp_path, "svg", simulated=False)
+    assert len(paths) == 4
+    assert sorted(tmp_path.iterdir()) == sorted(set(paths))
+    assert paths[0].name == "latency-x=mine.py-a.svg"
 
 
 @pytest.mark.parametrize(

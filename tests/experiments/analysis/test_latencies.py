@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from experiments import report
 from experiments.analysis import latencies
 from experiments.core import store
 from tests import drawn
@@ -58,6 +59,12 @@ def test_points_without_requests_and_long_files_are_left_out(tmp_path, monkeypat
     folder = run_files(tmp_path, {**BASE, "workload": changed_workload(count=12)})
     runs = store.read_runs(folder)
     key = runs[0]["point"]
-    assert len(latencies.read(runs, [key, "other"])[key].prompts) == 12
+    samples, left_out = latencies.read(runs, [key, "other"])
+    assert len(samples[key].prompts) == 12
+    assert left_out == ""
+    drawn = report.prepare(runs, report.Choice())
+    about = {"name": "unit", "question": "", "command": ""}
+    assert "Left out" not in report.page(about, runs, [{}], drawn, report.draw({}, runs, drawn))
     monkeypatch.setattr(latencies, "MOST_BYTES", 10)
-    assert latencies.read(runs, [key]) == {}
+    page = report.page(about, runs, [{}], drawn, report.draw({}, runs, drawn))
+    assert "Left out: the files requests.jsonl of the points that are shown here have" in page

@@ -13,7 +13,7 @@ from experiments import report
 from experiments.core import recordings, store
 from experiments.core.config import expand
 from pagedjax.commands import cli
-from pagedjax.host import policies, replay
+from pagedjax.host import replay
 from tests.experiments.core.summaries import (
     BASE,
     MEASURED,
@@ -145,6 +145,42 @@ def test_own_policy_is_shown_by_the_command_of_the_report(tmp_path, monkeypatch)
     assert (folder / file["page"]).is_file()
 
 
+def test_two_runs_with_parameters_of_one_policy_are_shown_together(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+    policy = (
+        "from pagedjax.policies import by_key\n"
+        "def mine(sign): return by_key('mine', lambda seq: sign * seq.arrival)\n"
+    )
+    (tmp_path / "mine.py").write_text(policy)
+    engine = {**BASE["engine"], "max_num_seqs": 2, "policy": {"name": "mine.py:mine", "sign": 1}}
+    sweep = {"grid": {"engine.policy.sign": [1, -1]}}
+    folder = run_files(tmp_path, {**SMALL, "engine": engine, "record": True, "sweep": sweep})
+    paths = [Path(run["run"]) / "recording.jsonl" for run in store.read_runs(folder)]
+    options = []
+    for path, sign in zip(paths, (1, -1), strict=True):
+        own_policy = replay.header(path)["own_policy"]
+        assert own_policy.endswith(f"mine.py:mine(sign={sign})")
+        options += ["--policy", own_policy]
+    capsys.readouterr()
+    assert cli.main(["view", *map(str, paths), *options]) == 0
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    page = Path(capsys.readouterr().out.strip())
+    assert f"<title>{names[0]} and {names[1]}" in page.read_text()
+    ending = names[1].replace("/", "-").replace(".jsonl", ".html")
+    assert page == paths[0].with_name(f"recording-{ending}")
+    assert cli.main(["view", str(paths[0]), *options]) == 2
+    assert "--policy is given 2 times, and there are 1 recordings" in capsys.readouterr().err
+
+
+def test_policy_of_a_module_is_in_the_command_of_the_report(tmp_path):
+    (tmp_path / "recording.jsonl").touch()
+    recording = {"policy": "lab.mine:aged(worth=1)"}
+    run = {"run": str(tmp_path), "label": "one point", "repeat": 0, "recording": recording}
+    (row,) = report.recorded([run], tmp_path)
+    words = shlex.split(row["files"][0]["command"])
+    assert words[3:] == ["--policy", "lab.mine:aged(worth=1)"]
+
+
 def test_slowest_request_is_in_the_recording_of_its_replica(tmp_path, monkeypatch):
     monkeypatch.setattr("experiments.report.write", lambda folder: folder)
     raw = {**SMALL, "record": True, "replicas": {"count": 2, "router": "round_robin"}}
@@ -157,12 +193,23 @@ def test_slowest_request_is_in_the_recording_of_its_replica(tmp_path, monkeypatc
     assert [file["name"] for file in row["files"]] == ["recording.0.jsonl", "recording.1.jsonl"]
 
 
-def test_long_and_wrong_recordings_have_no_page(monkeypatch):
-    (log,) = simulated_run({**SMALL, "record": True}).logs
-    names = ["recording.jsonl", "recording.html"]
-    assert list(recordings.files([log], policies.FCFS)) == names
-    header, first, *rest = log.splitlines(keepends=True)
-    wrong = header.replace('"fcfs"', '"gone"') + first + "".join(rest)
-    assert list(recordings.files([wrong], policies.FCFS)) == names[:1]
-    monkeypatch.setattr(recordings, "MOST_CHARACTERS", len(log) - 1)
-    assert list(recordings.files([log], policies.FCFS)) == names[:1]
+def test_errors_of_the_viewer_lose_no_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+    pages = []
+
+    def page(*arguments: Any) -> str:
+        pages.append(arguments)
+        raise KeyError("frame")
+
+    monkeypatch.setattr("pagedjax.viewer.page", page)
+    raw = {**SMALL, "record": True}
+    folder = run_files(tmp_path, raw)
+    assert "recording.jsonl has no page, because of KeyError: 'frame'" in capsys.readouterr().err
+    (summary,) = store.read_runs(folder)
+    assert summary["failed"] is None
+    assert len(pages) == 1
+    assert [path.name for path in recordings.paths(Path(summary["run"]))] == ["recording.jsonl"]
+
+    monkeypatch.setattr(recordings, "MOST_BYTES", 100)
+    recordings.write_pages(Path(summary["run"]), "fcfs")
+    assert len(pages) == 1, "too long"
