@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -289,7 +290,22 @@ def test_a_wrong_request_of_ones_own_is_named(tmp_path, request_, message):
         point_of(tmp_path, {"workload": {"kind": "mine.py:wrong"}}, source)
 
 
-def test_a_metric_that_is_no_number_fails_its_run(tmp_path):
-    point = point_of(tmp_path, {"metrics": ["mine.py:text"]})
-    with pytest.raises(ValueError, match=r"^metrics: .*:text returned 'fast'; it must be a finite"):
-        simulated_run_at(point)
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("text", r"metrics: .*:text returned 'fast'; it must be a finite number"),
+        ("broken", r"metrics: .*:broken raised TypeError: .* in broken \(.*mine\.py, line 29\)"),
+    ],
+)
+def test_a_metric_without_a_number_leaves_the_records_of_its_run(tmp_path, function, message):
+    (tmp_path / "mine.py").write_text(SOURCE, encoding="utf-8")
+    metrics = [f"mine.py:{function}", "mine.py:longest"]
+    runs = run_files(tmp_path, {**BASE, "metrics": metrics}, status=1)
+    (run,) = store.read_runs(runs)
+    assert re.match(message, run["failed"])
+    own = run["metrics"].pop("own")
+    assert own[function] is None
+    assert own["longest"] == pytest.approx(run["metrics"]["step_s"]["max"], abs=1e-6)
+    (file,) = runs.rglob("requests.jsonl")
+    assert len(file.read_text(encoding="utf-8").splitlines()) == run["metrics"]["requests"] > 0
+    assert f"{function} " in (runs / "report.html").read_text(encoding="utf-8")
