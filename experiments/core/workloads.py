@@ -486,7 +486,7 @@ def own_items(spec: Own, content: str, seed: int, vocab_size: int) -> list[Item]
     if spec.file is not None:
         options["content"] = content
     rng = np.random.default_rng([seed, 9])
-    check_options("workload.options", function, 1, options)
+    options = check_options("workload.options", function, 1, options)
     try:
         returned = function(rng, **options)
         entries = list(returned) if isinstance(returned, Iterable) else None  # a generator runs now

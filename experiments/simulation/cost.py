@@ -462,11 +462,11 @@ def own_step_time(spec: str, options: Mapping[str, Any]) -> StepTime:
             the function returns no time, and `OwnError` if the function raises.
     """
     function = own_value("simulate.cost", spec, FunctionType, ())
-    check_options("simulate.cost_options", function, 1, options)
+    arguments = check_options("simulate.cost_options", function, 1, options)
 
     def seconds(work: Work) -> float:
         try:
-            time: Any = function(work, **options)
+            time: Any = function(work, **arguments)
         except Exception as error:
             raise_with_place(f"simulate.cost is {spec!r}, which", error)
             raise
