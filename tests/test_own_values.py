@@ -10,7 +10,7 @@ import pytest
 
 from experiments.core import config
 from pagedjax.host import policies
-from pagedjax.options.own_values import call_with_options, own_value, source_files
+from pagedjax.options.own_values import check_options, own_value, source_files
 
 POLICY = "from pagedjax.policies import by_key\nfrom weights import age\n"
 POLICY += "MINE = by_key('mine', age)\n"
@@ -100,11 +100,18 @@ def test_the_key_of_a_point_has_what_the_file_imports(tmp_path, monkeypatch):
 
 
 def test_options_are_given_by_their_names():
-    def first(a, /, b, *, c=3, **others):
+    def first(a, /, b: int, *, c: float = 3, **others):
         return a, b, c, others
 
-    assert call_with_options("x", first, [1], {"b": 2, "d": 4}) == (1, 2, 3, {"d": 4})
-    with pytest.raises(ValueError, match=r"^x\.b is missing: first has no default of it; set it$"):
-        call_with_options("x", first, [1], {})
+    options = {"b": 2, "c": 4, "d": 4}
+    assert check_options("x", first, 1, options) == options
+    for options, message in (
+        ({}, r"^x\.b is missing: first has no default of it; set it, or give it one$"),
+        ({"b": "3"}, r"^x\.b is '3'; it must be an integer$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_options("x", first, 1, options)
+    with pytest.raises(ValueError, match=r"^x\.b is no option of first; its options are c$"):
+        check_options("x", first, 2, {"b": 2})
     with pytest.raises(ValueError, match=r"^x\.a is no option of len; it has no options$"):
-        call_with_options("x", len, [[]], {"a": 2})
+        check_options("x", len, 1, {"a": 2})

@@ -504,7 +504,7 @@ def _check_value(
     try:
         value = find(spec)
     except Exception as error:  # a user's file may raise anything
-        if isinstance(error, ValueError) and str(error).startswith(f"{name} "):
+        if isinstance(error, ValueError) and str(error).startswith((f"{name} ", f"{name}.")):
             raise ValueError(f"{section}.{error}") from error
         raise ValueError(
             f"{key} is {spec!r}, whose file raises {type(error).__name__}: {error}; correct the "

@@ -16,6 +16,7 @@ import numpy as np
 # Lengths, in tokens -------------------------------------------------------------------------------
 
 LONGEST = 1 << 24  # tokens; a longer draw is refused as a mistake
+ROUNDING = 1e-6  # tokens: more than a product of a double is off
 MOST_ERROR = 10  # of `Predicted`
 
 
@@ -125,7 +126,8 @@ def draw_limits(spec: Limits, outputs: Sequence[int], rng: np.random.Generator) 
     if isinstance(spec, int):
         return [spec] * len(outputs)
     if isinstance(spec, Multiple):
-        limits = [math.ceil(spec.times * output) for output in outputs]
+        # 1.1 * 100 is 110.00000000000001
+        limits = [math.ceil(spec.times * output - ROUNDING) for output in outputs]
         return clip(limits, spec.min, spec.max)[0]
     return draw_lengths(spec, len(outputs), rng)[0]
 

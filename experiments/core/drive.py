@@ -42,7 +42,7 @@ from experiments.core.submit import (
     with_arrivals,
 )
 from experiments.core.totals import StepTotals, TokenCounts
-from experiments.core.workloads import Tokens, WorkItem, Workload, build, has_text
+from experiments.core.workloads import Own, Tokens, WorkItem, Workload, build, has_text
 from experiments.simulation.spans import DecodeSpan
 from pagedjax import routing
 from pagedjax.host.types import StepResult
@@ -155,6 +155,10 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     workload = workload._replace(items=items)
     summary = _summary(requests, recording, experiment, engine.config)
     failed = why_failed(recording.steps, summary)
+    if experiment.metrics:
+        values, errors = own_metrics.values_of(experiment.metrics, requests, recording.steps)
+        summary[own_metrics.OWN] = values
+        failed = failed or "; ".join(errors) or None
     return Measured(workload, requests, recording.steps, summary, failed, logs)
 
 
@@ -310,9 +314,6 @@ def _summary(
         speculates=config.speculative is not None,
         replicas=num_replicas,
     )
-    if experiment.metrics:
-        names = experiment.metrics
-        summary[own_metrics.OWN] = own_metrics.values_of(names, requests, recording.steps)
     duration = summary["duration_s"]
     if options:
         request_replicas = [request.replica for request in requests]
@@ -360,7 +361,9 @@ def planned_lengths(point: Point) -> str | None:
     limit = experiment.engine.max_model_len
     if limit is None or has_text(experiment.workload):
         return None
-    vocab_size = sys.maxsize if isinstance(experiment.workload, Tokens) else PLANNED_VOCABULARY
+    # token ids of a file or of a user's function may be of any vocabulary
+    has_ids = isinstance(experiment.workload, Tokens | Own)
+    vocab_size = sys.maxsize if has_ids else PLANNED_VOCABULARY
     workload = build(
         experiment.workload, point.content, experiment.seed, vocab_size, lambda text: ()
     )

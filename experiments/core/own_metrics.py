@@ -2,6 +2,8 @@
 
 def jain(requests, steps):
     shares = [1 / request.e2e for request in requests if request.done]
+    if not shares:
+        return None
     return sum(shares) ** 2 / (len(shares) * sum(share * share for share in shares))
 """
 
@@ -13,6 +15,7 @@ from numbers import Real
 from types import FunctionType
 from typing import Any
 
+from pagedjax.options.own_errors import raise_with_place
 from pagedjax.options.own_values import check_options, own_value
 
 OWN = "own"  # the section of a summary
@@ -41,25 +44,41 @@ def name_of(name: str) -> str:
 
 def values_of(
     names: Sequence[str], requests: Sequence[Any], steps: Sequence[Any]
-) -> dict[str, Any]:
-    """The value of each metric, by its name.
+) -> tuple[dict[str, Any], list[str]]:
+    """The value of each metric, by its name, and why some have none.
+
+    A metric that raises, or that returns no number, has the value None: what was measured stays.
 
     Args:
         requests: `RequestRecord`s.
         steps: `StepRecord`s.
+    """
+    values: dict[str, Any] = {}
+    errors = []
+    for name in names:
+        try:
+            values[name_of(name)] = _value(name, requests, steps)
+        except ValueError as error:
+            values[name_of(name)] = None
+            errors.append(str(error))
+    return values, errors
+
+
+def _value(name: str, requests: Sequence[Any], steps: Sequence[Any]) -> Any:
+    """The value of a metric.
 
     Raises:
-        ValueError: a function returns no number, nor numbers by their names.
+        ValueError: it raises, or returns no number, nor numbers by their names.
     """
-    values = {}
-    for name in names:
+    try:
         value = find(name)(list(requests), list(steps))
-        values[name_of(name)] = (
-            {str(key): _number(name, item) for key, item in value.items()}
-            if isinstance(value, Mapping)
-            else _number(name, value)
-        )
-    return values
+    except Exception as error:
+        raise_with_place(f"metrics: {name}", error)
+        # an installed module has no place
+        raise ValueError(f"metrics: {name} raised {type(error).__name__}: {error}") from error
+    if isinstance(value, Mapping):
+        return {str(key): _number(name, item) for key, item in value.items()}
+    return _number(name, value)
 
 
 def _number(name: str, value: Any) -> float | int | None:

@@ -48,7 +48,8 @@ from experiments.core.field_files import (
     BlockIds,
     conversations,
 )
-from pagedjax.options.own_values import call_with_options, own_value
+from pagedjax.options.own_errors import raise_with_place
+from pagedjax.options.own_values import check_options, own_value
 from pagedjax.server.load_client.text_files import lines, paragraphs, trace_rows
 
 FIRST_ORDINARY_TOKEN = (
@@ -476,6 +477,7 @@ def own_items(spec: Own, content: str, seed: int, vocab_size: int) -> list[Item]
     """What a user's own function returns, checked, in order of arrival.
 
     Raises:
+        OwnError: it raises.
         ValueError: there is no such function, it does not take the options, or it returns no
             requests; names the first wrong one.
     """
@@ -484,15 +486,21 @@ def own_items(spec: Own, content: str, seed: int, vocab_size: int) -> list[Item]
     if spec.file is not None:
         options["content"] = content
     rng = np.random.default_rng([seed, 9])
-    returned = call_with_options("workload.options", function, [rng], options)
-    if not isinstance(returned, Iterable):
+    options = check_options("workload.options", function, 1, options)
+    try:
+        returned = function(rng, **options)
+        entries = list(returned) if isinstance(returned, Iterable) else None  # a generator runs now
+    except Exception as error:
+        raise_with_place(f"workload.kind is {spec.kind!r}, which", error)
+        raise
+    if entries is None:
         raise ValueError(
             f"workload.kind is {spec.kind!r}, which returned {returned!r:.80}; it must return its "
             "requests, each (prompt, output, arrival)"
         )
     items = [
         _own_item(f"workload.kind is {spec.kind!r}, whose request {i}", entry, vocab_size)
-        for i, entry in enumerate(returned)
+        for i, entry in enumerate(entries)
     ]
     if not items:
         raise ValueError(f"workload.kind is {spec.kind!r}, which returned no requests; return one")

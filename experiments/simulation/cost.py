@@ -32,6 +32,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +43,7 @@ from experiments.simulation.collectives import Exchanged, Network
 from pagedjax.host.kv_policies import View
 from pagedjax.host.types import Plan, SchedulerConfig
 from pagedjax.options.config import MeshConfig, from_dict, one_of
+from pagedjax.options.own_errors import raise_with_place
 from pagedjax.options.own_values import check_options, own_value
 
 if TYPE_CHECKING:
@@ -58,8 +60,8 @@ StepTime = Callable[["Work"], Any]
 class Work(NamedTuple):
     """The counts of a step that decide its time; tokens unless stated otherwise.
 
-    Of several steps that only decode, `context`, `pairs` and `single_context` are int64 [steps]. A
-    `StepTime` that raises TypeError or ValueError for these is called step by step.
+    Of several steps that only decode, `context`, `pairs` and `single_context` are int64 [steps].
+    A function of a user's own gets the integers of one step (`own_step_time`).
     """
 
     tokens: int  # computed, padding included
@@ -452,23 +454,42 @@ def _check_above_zero(name: str, value: float, unit: str) -> None:
 def own_step_time(spec: str, options: Mapping[str, Any]) -> StepTime:
     """The seconds of a step by a user's own function of a `Work`, file.py:NAME.
 
+    The function is called for each step alone, with integers. What a function makes of arrays
+    cannot be checked: `np.max(work.context)` is one number for all steps.
+
     Raises:
         ValueError: there is no such function, or it does not take the options. A call raises it if
-            the function returns no time.
+            the function returns no time, and `OwnError` if the function raises.
     """
     function = own_value("simulate.cost", spec, FunctionType, ())
-    check_options("simulate.cost_options", function, 1, options)
+    arguments = check_options("simulate.cost_options", function, 1, options)
 
-    def seconds(work: Work) -> Any:
-        time = function(work, **options)
-        if not np.all(np.greater(time, 0) & np.isfinite(time)):
+    def seconds(work: Work) -> float:
+        try:
+            time: Any = function(work, **arguments)
+        except Exception as error:
+            raise_with_place(f"simulate.cost is {spec!r}, which", error)
+            raise
+        if not isinstance(time, Real) or not 0 < float(time) < math.inf:
             raise ValueError(
                 f"simulate.cost is {spec!r}, which returned {time!r:.80} for {work}; it must "
-                "return the seconds of the step, above 0"
+                "return the seconds of the step: a number above 0, and finite"
             )
-        return time
+        return float(time)
 
-    return seconds
+    def seconds_of_each(work: Work) -> Any:
+        counts: tuple[Any, ...] = (work.context, work.pairs, work.single_context)
+        if not isinstance(work.context, np.ndarray):
+            return seconds(work)
+        columns = [count.tolist() for count in counts]
+        return np.array(
+            [
+                seconds(work._replace(context=context, pairs=pairs, single_context=single_context))
+                for context, pairs, single_context in zip(*columns, strict=True)
+            ]
+        )
+
+    return seconds_of_each
 
 
 class Roofline(NamedTuple):

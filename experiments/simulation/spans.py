@@ -74,15 +74,7 @@ def step_times(start: float, steps: int, work: Work, seconds: StepTime, host_s: 
         host_s: seconds of the host in each step.
     """
     contexts: Any = work.context + work.sequences * np.arange(steps)
-    try:
-        device = seconds(work._replace(context=contexts, pairs=contexts, single_context=contexts))
-    except (TypeError, ValueError):  # it takes one step at a time
-        device = np.array(
-            [
-                seconds(work._replace(context=context, pairs=context, single_context=context))
-                for context in contexts.tolist()
-            ]
-        )
+    device = seconds(work._replace(context=contexts, pairs=contexts, single_context=contexts))
     device = np.broadcast_to(device, steps)
     parts = np.full((steps, 2), host_s)
     parts[:, 0] = device

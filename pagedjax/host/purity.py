@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pagedjax.host import scheduler
@@ -61,7 +62,7 @@ def check(policy: Policy) -> None:
         for name in ("order", "admit", "preempt", "swap")
     }
     try:
-        _run(policy._replace(**functions))
+        _run(policy._replace(**functions), REQUESTS)
     except OwnError:  # a real run will raise it, too
         pass
     except ValueError:  # of what a function returns
@@ -82,6 +83,22 @@ def reads_predictions(policy: Policy) -> bool:
     return "predicted" in _names_read(policy)
 
 
+def needs_predictions(policy: Policy) -> bool:
+    """Whether a user's policy raises for requests without predicted lengths, and not with them."""
+    if not reads_predictions(policy):
+        return False
+    without = [request._replace(predicted=None) for request in REQUESTS]
+    return _raises(policy, without) and not _raises(policy, REQUESTS)
+
+
+def _raises(policy: Policy, requests: Sequence[Request]) -> bool:
+    try:
+        _run(policy, requests)
+    except Exception:  # a user's file may raise anything
+        return True
+    return False
+
+
 def _names_read(policy: Policy) -> set[str]:
     names: set[str] = set()
     for function in (policy.order, policy.admit, policy.preempt, policy.swap):
@@ -89,10 +106,10 @@ def _names_read(policy: Policy) -> set[str]:
     return names
 
 
-def _run(policy: Policy) -> None:
+def _run(policy: Policy, requests: Sequence[Request]) -> None:
     state = scheduler.init(CONFIG._replace(host_blocks=4))
     for step in range(MAX_STEPS):
-        if step < len(REQUESTS):
-            state = scheduler.submit(state, REQUESTS[step])
+        if step < len(requests):
+            state = scheduler.submit(state, requests[step])
         state, plan = scheduler.schedule(state, policy)
         state, _ = scheduler.commit(state, plan, (0,) * len(plan.seqs))

@@ -10,7 +10,8 @@ import traceback
 from pathlib import Path
 
 PACKAGES = Path(__file__).parents[2]
-OURS = tuple(f"{PACKAGES / name}{os.sep}" for name in ("pagedjax", "pallas_kernels"))
+CALLERS = ("pagedjax", "pallas_kernels", "experiments/core", "experiments/simulation")
+OURS = tuple(f"{PACKAGES / name}{os.sep}" for name in CALLERS)
 LIBRARIES = tuple(
     f"{folder}{os.sep}" for name, folder in sysconfig.get_paths().items() if name.endswith("lib")
 )

@@ -14,7 +14,7 @@ import inspect
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -73,7 +73,7 @@ def own_value(
         if not callable(value) or isinstance(value, type):
             raise ValueError(error)
         parameters = parameters_of(field, own)
-        arguments = _arguments(f"{field} is {name!r}", value, parameters, error)
+        arguments = check_options(field, value, 0, parameters, error)
         value = (_shared_result if shared else _result)(
             field, name, value, tuple(arguments.items())
         )
@@ -117,52 +117,59 @@ def _values_in(field: str, own: OwnName, usage: str, *, shared: bool) -> Mapping
         ) from error
 
 
-def _arguments(
-    start: str, function: Callable[..., Any], given: Mapping[str, Any], no_value: str
+def check_options(
+    where: str,
+    function: Callable[..., Any],
+    given: int,
+    options: Mapping[str, Any],
+    no_value: str = "",
 ) -> dict[str, Any]:
-    """Returns the keyword arguments for a function that returns an own value.
+    """Returns the keyword arguments of a user's function: these options, as its types have them.
 
     Args:
-        start: of the error.
-        no_value: the error if nothing says that the function was meant.
+        where: the path of the options in the config, for errors.
+        given: the number of arguments before them.
+        no_value: what the error says first if a parameter is missing and there are no options.
 
     Raises:
-        ValueError: a parameter is none of the function's, or is missing, or has another type.
+        ValueError: an option that it does not have (with the near name), one that is missing or has
+            another type, or fewer arguments than `given`.
     """
+    name = getattr(function, "__name__", str(function))
     try:
-        parameters = inspect.signature(function).parameters
+        parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # of some compiled functions
-        raise ValueError(no_value) from None
-    names = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    ]
-    for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(
-                f"{start}, and it has no parameter {name!r}{hint}; its parameters are: "
-                f"{', '.join(names) or 'none'}"
-            )
-    missing = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        and name not in given
-    ]
+        raise ValueError(no_value or f"{where}: {name} has no signature; write a def") from None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if len(positional) < given and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise ValueError(
+            f"{where}: {name} takes {len(positional)} arguments before its options, and it gets "
+            f"{given}; correct its signature"
+        )
+    before = [p.name for p in positional[:given] if p.kind is p.POSITIONAL_OR_KEYWORD]
+    named = [p for p in positional[given:] if p.kind is p.POSITIONAL_OR_KEYWORD]
+    named += [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    names = [p.name for p in named]
+    for key in options:
+        if key in before or (key not in names and not takes_all):
+            near = difflib.get_close_matches(str(key), names, n=1)
+            options_text = f"its options are {', '.join(names)}" if names else "it has no options"
+            hint = f"did you mean {near[0]!r}?" if near else options_text
+            raise ValueError(f"{where}.{key} is no option of {name}; {hint}")
+    needed = [*positional[given:], *named]
+    missing = [p.name for p in needed if p.default is p.empty and p.name not in options]
+    if missing and no_value and not options:
+        raise ValueError(f"{no_value}; as a function that returns one, it needs {missing[0]}")
     if missing:
-        needed = ", ".join(missing)
-        if not given:
-            raise ValueError(f"{no_value}; as a function that returns one, it needs {needed}")
-        raise ValueError(f"{start}, and its parameter {needed} is missing; give it")
+        raise ValueError(
+            f"{where}.{missing[0]} is missing: {name} has no default of it; set it, or give it one"
+        )
     try:
         hints = get_type_hints(function, include_extras=True)
     except Exception:  # a type that is not there when the file runs: then no type is checked
         hints = {}
-    return {name: _checked(f"{start}, and {name}", hints.get(name), x) for name, x in given.items()}
+    return {key: _checked(f"{where}.{key}", hints.get(key), x) for key, x in options.items()}
 
 
 def _checked(start: str, kind: Any, value: Any) -> Any:
@@ -221,54 +228,6 @@ def _result(
 
 
 _shared_result = cache(_result)  # by the name too: 1 and True are equal, and their names are not
-
-
-def call_with_options(
-    where: str, function: Callable[..., Any], given: Sequence[Any], options: Mapping[str, Any]
-) -> Any:
-    """Calls a user's function with options of a config as keyword arguments -> its result.
-
-    Args:
-        where: the path of the options in the config, for errors.
-        given: the arguments before the options.
-
-    Raises:
-        ValueError: see `check_options`.
-    """
-    check_options(where, function, len(given), options)
-    return function(*given, **options)
-
-
-def check_options(
-    where: str, function: Callable[..., Any], given: int, options: Mapping[str, Any]
-) -> None:
-    """Checks that a function takes `given` arguments, and then these options by their names.
-
-    Raises:
-        ValueError: an option that it does not have (with the near name), one that is missing, or
-            fewer arguments than `given`.
-    """
-    name = getattr(function, "__name__", str(function))
-    parameters = list(inspect.signature(function).parameters.values())
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if len(positional) < given and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        raise ValueError(
-            f"{where}: {name} takes {len(positional)} arguments before its options, and it gets "
-            f"{given}; correct its signature"
-        )
-    named = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-    named += [p for p in positional[given:] if p.kind is p.POSITIONAL_OR_KEYWORD]
-    names = [p.name for p in named]
-    for key in options:
-        if key not in names and not takes_all:
-            near = difflib.get_close_matches(str(key), names, n=1)
-            known = f"its options are {', '.join(names)}" if names else "it has no options"
-            hint = f"did you mean {near[0]!r}?" if near else known
-            raise ValueError(f"{where}.{key} is no option of {name}; {hint}")
-    missing = [p.name for p in named if p.default is p.empty and p.name not in options]
-    if missing:
-        raise ValueError(f"{where}.{missing[0]} is missing: {name} has no default of it; set it")
 
 
 def source_files(file: str | os.PathLike[str]) -> tuple[Path, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 import uvicorn
 
 from pagedjax.engine.processes.join import joined, leave
-from pagedjax.host import event_log
+from pagedjax.host import event_log, policies, purity
 from pagedjax.llm import LLM
 from pagedjax.server import adapters
 from pagedjax.server.app import Options, create_app
@@ -201,6 +201,13 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
         log.warning(
             "the policy is fair, but the field user of requests is ignored; add --allow-user to "
             "share by it"
+        )
+    policy = engine.get("policy")
+    if policy is not None and purity.needs_predictions(policies.find(policy)):
+        raise ValueError(
+            f"policy is {policy!r}, which reads seq.predicted, and no request to a server "
+            "has a predicted length; take another policy, or let it read seq.request.predicted, "
+            "which is None there"
         )
     group = joined()
     llm_options = {

@@ -31,6 +31,13 @@ def write_tokens(tmp_path, prompt: int) -> str:
     return "{kind: tokens, file: tokens.json}"
 
 
+def write_own(tmp_path, prompt: int) -> str:
+    (tmp_path / "mine.py").write_text(
+        f"def mine(rng):\n    return [([30000] * {prompt}, 9), (5, 9)]\n"
+    )
+    return "{kind: mine.py:mine}"
+
+
 def write_trace(tmp_path, prompt: int) -> str:
     rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.0000000,{},9\n"
     (tmp_path / "trace.csv").write_text(rows.format(prompt))
@@ -46,7 +53,9 @@ def test_points_with_requests_that_would_be_cut_are_named(tmp_path, capsys):
     assert "requests would be cut off at engine.max_model_len, 64 tokens: r0" in line
 
 
-@pytest.mark.parametrize("write", [write_tokens, write_trace], ids=["tokens", "trace"])
+@pytest.mark.parametrize(
+    "write", [write_tokens, write_own, write_trace], ids=["tokens", "own", "trace"]
+)
 def test_prompts_that_are_too_long_alone_are_named(tmp_path, capsys, write):
     assert dry_run(tmp_path, write(tmp_path, 70)) == 2
     assert capsys.readouterr().err == (

@@ -610,6 +610,19 @@ def test_an_error_in_a_function_names_its_file_and_line(tmp_path, change):
     purity.find_pure(policy)  # it may need requests of another kind
 
 
+@pytest.mark.parametrize(
+    ("change", "needs"),
+    [
+        ("order=lambda w, r, c: sorted(w, key=lambda s: s.predicted)", True),
+        ("order=lambda w, r, c: sorted(w, key=lambda s: s.request.predicted or 64)", False),
+        ("order=lambda w, r, c: [w[9].predicted]", False),  # it fails with them, too
+        ("admit=lambda s, n, f: n <= f", False),
+    ],
+)
+def test_a_policy_needs_predictions_if_it_fails_without_them_alone(tmp_path, change, needs):
+    assert purity.needs_predictions(in_file(tmp_path, change)) == needs
+
+
 def test_functions_that_take_other_arguments_are_refused(tmp_path):
     for function, usage in (("admit", r"admit\(seq, need, free\)"), ("swap", r"swap\(victims\)")):
         with pytest.raises(

@@ -405,10 +405,17 @@ def refuses(url: str) -> bool:
         ("--min-priority 1", "min_priority is 1; it must be from -2..31 to 0"),
         ("--max-priority -1", "max_priority is -1; it must be from 0 to 2..31 - 1"),
         ("--result-seconds 0", "result_seconds is 0.0; it must be above 0"),
+        (
+            "--policy {folder}/mine.py:SHORTEST",
+            "mine.py:SHORTEST', which reads seq.predicted, and no request to a server has a",
+        ),
     ],
 )
 def test_a_server_that_cannot_start_prints_one_line(tiny_folder, tmp_path, capsys, words, message):
     (tmp_path / "empty").touch()
+    (tmp_path / "mine.py").write_text(
+        "from pagedjax.policies import by_key\nSHORTEST = by_key('mine', lambda seq: seq.predicted)\n"
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         places = {
             "taken": listener.getsockname()[1],

@@ -72,12 +72,15 @@ def simulated_run_at(point: Point) -> Measured:
     return measure(engines.simulated(point.experiment), point, 0)
 
 
-def run_files(folder: Path, raw: dict[str, Any]) -> Path:
+def run_files(folder: Path, raw: dict[str, Any], status: int = 0) -> Path:
     """Run a config by the command, in a folder with the files that it names. Returns the folder
     of its runs.
+
+    status: that the command exits with.
     """
     (folder / "one.yaml").write_text(json.dumps(raw), encoding="utf-8")
-    assert run.main([str(folder / "one.yaml"), "--out", str(folder / "runs"), "--quiet"]) == 0
+    command = [str(folder / "one.yaml"), "--out", str(folder / "runs"), "--quiet"]
+    assert run.main(command) == status
     return folder / "runs" / raw["name"]
 
 

@@ -5,7 +5,6 @@ bit by bit.
 from __future__ import annotations
 
 import copy
-import math
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from experiments.core import drive
 from experiments.core.config import expand
 from experiments.core.engines import simulated
 from experiments.core.store import json_lines
-from experiments.simulation.cost import Work
+from experiments.simulation.cost import Work, own_step_time
 from experiments.simulation.simulate import SimulatedEngine
 from experiments.simulation.spans import step_times
 from tests import drawn
@@ -165,12 +164,26 @@ def test_a_fitted_cost_model_gives_the_same_times(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "seconds", [lambda work: 0.01 if work.context < 500 else 0.02, lambda w: math.sqrt(w.context)]
+    "text",
+    [
+        "0.01 if work.context < 500 else 0.02",
+        "1e-5 * float(np.max([work.context]))",
+        "0.01 * work.context.bit_length()",
+        "1e-5 * (work.context + work.pairs + work.single_context)",
+    ],
 )
-def test_a_cost_model_of_ones_own_may_take_one_step_at_a_time(seconds):
+def test_a_cost_model_of_ones_own_gets_the_integers_of_one_step(text, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        f"import numpy as np\ndef seconds(work):\n    return {text}\n", encoding="utf-8"
+    )
+    seconds = own_step_time(f"{tmp_path}/mine.py:seconds", {})
     work = Work(8, 3, 3, 490, 490, single=3, single_context=490)
     times = step_times(1.0, 10, work, seconds, 0.5)
-    durations = [seconds(work._replace(context=490 + 3 * i)) for i in range(10)]
+    contexts = range(490, 520, 3)
+    durations = [
+        seconds(work._replace(context=context, pairs=context, single_context=context))
+        for context in contexts
+    ]
     chex.assert_trees_all_equal(times.device, np.array(durations))
     clock = list(accumulate(durations, lambda time, step: time + step + 0.5, initial=1.0))
     chex.assert_trees_all_equal(times.started, np.array(clock[:-1]))

@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from experiments.core.config import expand
-from experiments.core.distributions import Fixed, Multiple, Uniform
+from experiments.core.distributions import Fixed, Multiple, Uniform, draw_limits
 from experiments.core.drive import drive
 from experiments.core.records import request_records
 from experiments.core.submit import in_order
@@ -43,6 +44,13 @@ def test_limits_change_no_length_that_they_do_not_cut(limits, of_output):
     drawn = apart.describe()["drawn_output_tokens"]
     assert drawn == sum(min(output, of_output(output)) for output in outputs)
     assert "drawn_output_tokens" not in make(EQUAL).describe()
+
+
+def test_a_multiple_has_no_token_of_rounding():
+    spec = Multiple("multiple", 1.1)
+    outputs = list(range(1, 3000))
+    limits = draw_limits(spec, outputs, np.random.default_rng(0))
+    assert limits == [-(-11 * output // 10) for output in outputs]
 
 
 def test_limits_may_be_drawn_and_prompts_may_end_at_drawn_lengths():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from experiments.core import engines, execution, store
 from experiments.core.config import Point, expand, load
 from experiments.core.environment import environment
 from experiments.simulation.cost import CHIPS, OwnChip
+from pagedjax.options.own_errors import OwnError
 from tests.experiments.core.summaries import (
     BASE,
     run_files,
@@ -45,6 +47,16 @@ def seconds(work, *, a=0.001, b=0.0001):
 
 def negative(work):
     return -1.0
+
+def unfinished(work):
+    0.001 * work.tokens
+
+def broken(*records, **options):
+    return records[0]["no such key"]
+
+def late(rng):
+    yield 5, 5
+    yield 5, 1 // 0
 """
 OWN = {"kind": "mine.py:bursts", "options": {"count": 20}}
 OF_COST = {"cost": "mine.py:seconds", "model": "llama-3-8b"}
@@ -128,9 +140,51 @@ def test_a_cost_model_of_ones_own_gives_the_seconds_of_steps(tmp_path):
     assert all(math.isclose(s.device_seconds, 0.5 + 0.25 * s.context_tokens) for s in steps)
     assert point.experiment.simulate is not None
     assert point.experiment.simulate.name == "simulated, mine.py:seconds"
-    negative = {"cost": "mine.py:negative", "model": "llama-3-8b"}
-    with pytest.raises(ValueError, match=r"^simulate\.cost is .*:negative', which returned -1\.0"):
-        simulated_run_at(point_of(tmp_path, {"simulate": negative}))
+
+
+@pytest.mark.parametrize(("function", "value"), [("negative", r"-1\.0"), ("unfinished", "None")])
+def test_a_cost_model_that_returns_no_seconds_is_named(tmp_path, function, value):
+    simulate = {"cost": f"mine.py:{function}", "model": "llama-3-8b"}
+    with pytest.raises(
+        ValueError,
+        match=rf"^simulate\.cost is .*:{function}', which returned {value} for Work\(.*; it must "
+        r"return the seconds of the step: a number above 0, and finite$",
+    ):
+        simulated_run_at(point_of(tmp_path, {"simulate": simulate}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"workload": {"kind": "mine.py:broken"}}, r"workload\.kind is .*, which raised TypeError"),
+        (
+            {"workload": {"kind": "mine.py:late"}},
+            r"workload\.kind is .*, which raised ZeroDivisionError: .* in late \(.*mine\.py, line 33\)",
+        ),
+        (
+            {"simulate": {"cost": "mine.py:broken", "model": "llama-3-8b"}},
+            r"simulate\.cost is .*, which raised TypeError: .* in broken \(.*mine\.py, line 29\)",
+        ),
+    ],
+    ids=["a workload", "a generator", "a cost model"],
+)
+def test_an_error_in_a_function_of_ones_own_has_its_place(tmp_path, sections, message):
+    with pytest.raises(OwnError, match=message):
+        simulated_run_at(point_of(tmp_path, sections))
+
+
+def test_a_recording_changes_no_time_of_a_cost_model_of_ones_own(tmp_path):
+    source = (
+        "import numpy as np\ndef most(work):\n    return 1e-5 * float(np.max([work.context]))\n"
+    )
+    simulate = {"cost": "mine.py:most", "model": "llama-3-8b"}
+    points = [
+        point_of(tmp_path, {"simulate": simulate, "record": record}, source)
+        for record in (False, True)
+    ]
+    assert points[0].key == points[1].key
+    summaries = [simulated_run_at(point).summary for point in points]
+    assert summaries[0] == summaries[1]
 
 
 PARTS = [
@@ -164,7 +218,7 @@ def test_a_file_of_ones_own_is_in_the_key_and_in_the_folder_of_a_run(tmp_path, s
     [
         (
             {"workload": {"kind": "mine.py:burst"}},
-            r"^workload\.kind is .*; those in it: \['bursts'",
+            r"^workload\.kind is .*; those in it: \['broken', 'bursts'",
         ),
         (
             {"workload": {"kind": "no.py:burst"}},
@@ -236,7 +290,22 @@ def test_a_wrong_request_of_ones_own_is_named(tmp_path, request_, message):
         point_of(tmp_path, {"workload": {"kind": "mine.py:wrong"}}, source)
 
 
-def test_a_metric_that_is_no_number_fails_its_run(tmp_path):
-    point = point_of(tmp_path, {"metrics": ["mine.py:text"]})
-    with pytest.raises(ValueError, match=r"^metrics: .*:text returned 'fast'; it must be a finite"):
-        simulated_run_at(point)
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("text", r"metrics: .*:text returned 'fast'; it must be a finite number"),
+        ("broken", r"metrics: .*:broken raised TypeError: .* in broken \(.*mine\.py, line 29\)"),
+    ],
+)
+def test_a_metric_without_a_number_leaves_the_records_of_its_run(tmp_path, function, message):
+    (tmp_path / "mine.py").write_text(SOURCE, encoding="utf-8")
+    metrics = [f"mine.py:{function}", "mine.py:longest"]
+    runs = run_files(tmp_path, {**BASE, "metrics": metrics}, status=1)
+    (run,) = store.read_runs(runs)
+    assert re.match(message, run["failed"])
+    own = run["metrics"].pop("own")
+    assert own[function] is None
+    assert own["longest"] == pytest.approx(run["metrics"]["step_s"]["max"], abs=1e-6)
+    (file,) = runs.rglob("requests.jsonl")
+    assert len(file.read_text(encoding="utf-8").splitlines()) == run["metrics"]["requests"] > 0
+    assert f"{function} " in (runs / "report.html").read_text(encoding="utf-8")

@@ -127,13 +127,19 @@ def test_other_values_are_swept_too(folder):
     [
         (
             "engine.policy={name: mine.py:aged, wort: 3}",
-            r"^engine\.policy is '.*mine.py:aged\(wort=3\)', .*did you mean 'worth'",
+            r"^engine\.policy\.wort is no option of aged; did you mean 'worth'",
         ),
-        ("engine.policy={name: mine.py:aged, worth: x}", r"^engine\.policy.*must be an integer"),
+        (
+            "engine.policy={name: mine.py:aged, worth: x}",
+            r"^engine\.policy\.worth is 'x'; it must be an integer",
+        ),
         ("engine.policy={name: fcfs, worth: 3}", r"engine\.policy is 'fcfs', which has no param"),
         ("engine.policy.worth=3", r"engine\.policy is {'worth': 3}; it must have a name"),
         ("engine.policy={name: mine.py:impure, worth: 2}", r"mine.py:impure\(worth=2\)': preempt"),
-        ("replicas={router: {name: mine.py:nth, m: 1}}", r"^replicas\.router is .* 'm'"),
+        (
+            "replicas={router: {name: mine.py:nth, m: 1}}",
+            r"^replicas\.router\.m is no option of nth",
+        ),
     ],
 )
 def test_a_wrong_parameter_is_refused_when_the_config_is_loaded(folder, override, message):
