@@ -243,7 +243,8 @@ def decision(policy: Policy, function: str, *arguments: Any) -> bool:
     if isinstance(result, int) and result in (0, 1):
         return bool(result)
     # a truth value of numpy is one, an array of them is not
-    if str(getattr(result, "dtype", "")) != "bool" or result.shape != ():
+    dtype = getattr(result, "dtype", None)
+    if str(dtype) != "bool" or getattr(result, "shape", None) != ():
         raise ValueError(
             f"{function} of the policy {policy.name!r} returned {result!r:.200}; return True or "
             "False"
