@@ -54,7 +54,9 @@ def test_text_is_that_of_a_chat(tool_client):
     parts = [{"type": "input_text", "text": text} for text in ("the ", "cat")]
     in_parts = ask(tool_client, max_output_tokens=12, input=[{"role": "user", "content": parts}])
     assert in_parts.output_text == answer.output_text
-    assert in_parts.usage == answer.usage
+    # that it may have more cached tokens depends on earlier tests
+    assert in_parts.usage.input_tokens == answer.usage.input_tokens
+    assert in_parts.usage.total_tokens == answer.usage.total_tokens
 
 
 def test_a_stream_has_the_events_of_the_answer(tool_client):

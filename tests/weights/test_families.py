@@ -5,6 +5,7 @@ errors.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,13 +151,11 @@ def test_the_documented_family_is_a_plain_forward_pass(folder, llm):
 def test_the_engine_names_the_family_and_says_it_when_it_runs_on_a_loaded_model(folder, name, llm):
     assert llm.engine.config.model_family == name
     assert LLM(load_model(folder, model_family=name), **SIZES).engine.config.model_family == name
-    with pytest.raises(
-        ValueError,
-        match=r"model_family is 'other.py:X', and the loaded model's is None; leave it out",
-    ):
+    message = f"model_family is {name!r}, and the loaded model's is None; leave it out"
+    with pytest.raises(ValueError, match=re.escape(message)):
         LLM(
             from_params(whole(llm.model.model), llm.model.model.config),
-            model_family="other.py:X",
+            model_family=name,
             **SIZES,
         )
 
