@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.core.drawn_ids import DrawnIds
 from pagedjax.server.load_client.text_files import lines, records
 
 SHAREGPT = (
@@ -182,13 +183,13 @@ def _number(place: str, row: Mapping[str, Any], name: str, unit: str, least: int
     return number
 
 
-class BlockIds(Sequence[int]):
+class BlockIds(DrawnIds):
     """The token ids of a prompt that is known by its blocks: random, and equal in equal blocks.
 
     They are drawn when they are read. Those of a day of requests would fill the memory.
     """
 
-    __slots__ = ("_blocks", "_ids", "_length", "_seed")
+    __slots__ = ("_blocks", "_ids", "_seed")
 
     def __init__(
         self, blocks: Sequence[int], length: int, ids: tuple[int, int], seed: tuple[int, ...]
@@ -208,18 +209,3 @@ class BlockIds(Sequence[int]):
         ]
         tokens = np.concatenate(parts)[: self._length]
         return tokens if dtype is None else tokens.astype(dtype)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: Any) -> Any:
-        return np.asarray(self).tolist()[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(np.asarray(self).tolist())
-
-    def __eq__(self, value: object) -> bool:
-        return isinstance(value, Sequence) and len(self) == len(value) and list(self) == list(value)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))

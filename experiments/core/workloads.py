@@ -18,11 +18,11 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from types import FunctionType
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from experiments.core.distributions import (
     draw_limits,
     predicted_lengths,
 )
+from experiments.core.drawn_ids import DrawnIds
 from experiments.core.field_files import (
     BURSTGPT,
     MOONCAKE,
@@ -628,12 +629,12 @@ def random_prompts(
     return [tuple(prompt) for prompt in lazy_prompts(lens, vocab_size, rng)]
 
 
-class RandomIds(Sequence[int]):
+class RandomIds(DrawnIds):
     """Random token ids that are drawn when they are read: those of a day of requests would fill the
     memory.
     """
 
-    __slots__ = ("_drawn_from", "_increment", "_length", "_vocab_size")
+    __slots__ = ("_drawn_from", "_increment", "_vocab_size")
 
     def __init__(self, rng: np.random.Generator, length: int, vocab_size: int) -> None:
         """The next ids that `rng`, on PCG64, draws. It is not advanced."""
@@ -656,25 +657,6 @@ class RandomIds(Sequence[int]):
             FIRST_ORDINARY_TOKEN, self._vocab_size, size=self._length
         )
         return ids if dtype is None else ids.astype(dtype)
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        return np.asarray(self).tolist()[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(np.asarray(self).tolist())
-
-    def __eq__(self, value: object) -> bool:
-        return isinstance(value, Sequence) and len(self) == len(value) and list(self) == list(value)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
 
 
 def lazy_prompts(lens: Sequence[int], vocab_size: int, rng: np.random.Generator) -> list[RandomIds]:
