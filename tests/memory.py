@@ -11,7 +11,7 @@ from pathlib import Path
 STATUS = Path("/proc/self/statm")
 # MiB: of a process with all imports and the models of fixtures; since memory was given back
 LEAST = 1100
-GROWTH = 250
+GROWTH = 120
 
 _after = 0
 
