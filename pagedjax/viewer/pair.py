@@ -144,8 +144,8 @@ def renumbered(frame: Frame, numbers: Sequence[int]) -> Frame:
             parts[name] = heads(frame[name])
     if "why" in frame:
         parts["why"] = [
-            [sentence, _mapped(behind, numbers), _mapped(requests, numbers)]
-            for sentence, behind, requests in frame["why"]
+            [sentence, _mapped(behind, numbers), _mapped(requests, numbers), limit]
+            for sentence, behind, requests, limit in frame["why"]
         ]
     for name in ("before", "after"):
         if name in frame:

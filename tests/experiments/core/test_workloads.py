@@ -205,7 +205,7 @@ def test_bad_trace_errors():
         ({"time_scale": -1}, "time_sc"),
         (
             {"max_prompt_tokens": 0},
-            "max_prompt_tokens is 0; it must be at least 1, or null for lengths as recorded",
+            "max_prompt_tokens is 0; it must be at least 1, or null for lengths as they are",
         ),
     ):
         with pytest.raises(ValueError, match=message):
