@@ -10,7 +10,7 @@ class Lives {
     const [n, id, prompt, limit, priority, user, first, tags = []] = record;
     if (this.all.has(n)) return this.all.get(n);
     const life = { n, id, prompt, limit, priority, user, first, tags, spans: [], tokens: [], beam: false, ended: null };
-    life.waits = new Map(); // limit -> steps in which it kept the request from a token
+    life.stepsWaited = new Map(); // limit -> steps in which it kept the request from a token
     this.all.set(n, life);
     this.order.push(life);
     return life;
@@ -34,7 +34,7 @@ class Lives {
     const others = why.find((entry) => !entry[2]);
     for (const n of [...waiting, ...still.map((entry) => entry[0])]) {
       const life = this.all.get(n), limit = limits.get(n) || (others && others[3]);
-      if (life && limit) life.waits.set(limit, (life.waits.get(limit) || 0) + 1);
+      if (life && limit) life.stepsWaited.set(limit, (life.stepsWaited.get(limit) || 0) + 1);
     }
   }
 

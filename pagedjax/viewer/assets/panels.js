@@ -155,8 +155,8 @@ const WAITED = {
 };
 
 /** The steps in which it got no token, in the whole run, by what kept it out. */
-function waitedFor({ waits }) {
-  const parts = [...waits].sort((a, b) => b[1] - a[1]), total = parts.reduce((sum, [, steps]) => sum + steps, 0);
+function waitedFor({ stepsWaited }) {
+  const parts = [...stepsWaited].sort((a, b) => b[1] - a[1]), total = parts.reduce((sum, [, steps]) => sum + steps, 0);
   if (!total) return null;
   const reasons = parts.map(([limit, steps]) => `${steps} ${WAITED[limit]}`).join(", ");
   return element("p", { className: "whose", textContent: `waited ${many(total, "step")}: ${reasons}` });

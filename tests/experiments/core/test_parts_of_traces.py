@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from experiments.core import workloads
 from experiments.core.config import expand
 from experiments.core.drive import seed_of
 from experiments.core.workloads import BurstGPT, Mooncake, Recorded, Trace, build
@@ -112,3 +113,22 @@ def test_users_are_those_of_the_file_or_drawn():
     several = [item.user for item in items_of(spec_of(users=2, rounds=50))]
     assert set(several) == {"u0", "u1"}
     assert 200 < several.count("u0") < 300
+
+
+def test_the_file_of_a_sweep_is_read_and_parsed_once(tmp_path, monkeypatch):
+    (tmp_path / "m.jsonl").write_text(MOONCAKE, encoding="utf-8")
+    reads = []
+    read_text = Path.read_text
+    monkeypatch.setattr(
+        Path,
+        "read_text",
+        lambda path, **options: reads.append(path.name) or read_text(path, **options),
+    )
+    workloads._parsed_rows.cache_clear()
+    workload = {"kind": "mooncake", "file": "m.jsonl"}
+    sweep = {"grid": {"workload.rate": [0.5, 1.0, 2.0]}}
+    points = expand({**BASE, "workload": workload, "sweep": sweep}, folder=tmp_path)
+    for point in points:
+        items_of(point.experiment.workload, content=point.content)
+    assert reads == ["m.jsonl"]
+    assert workloads._parsed_rows.cache_info().misses == 1
