@@ -144,7 +144,7 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     check_lengths(workload.items, engine.config.max_model_len)
     engine.reset()
     if experiment.simulate is None:
-        workload = workload.drawn()  # so that the measured run does not draw ids
+        workload = workload.in_memory()  # so that the measured run does not draw ids
         warm_up(engine, experiment, workload.items)
         gc.collect()  # so that garbage of the previous run costs this one no time
     for cold_engine in engines:

@@ -111,7 +111,7 @@ class Workload(NamedTuple):
     clients: int | None = None
     predicted_error: float | None = None
 
-    def drawn(self) -> Workload:
+    def in_memory(self) -> Workload:
         """The same with all token ids in memory."""
         items = [
             item._replace(prompt_token_ids=tuple(item.prompt_token_ids)) for item in self.items
@@ -577,9 +577,9 @@ def _own_item(place: str, entry: Any, vocab_size: int) -> Item:
             f"{place} has the prompt {prompt!r:.60}; it must be token ids, or their number, at "
             "least 1"
         )
-    wrong = [t for t in tokens if type(t) is not int or not 0 <= t < vocab_size]
-    if wrong:
-        raise ValueError(f"{place} has token id {wrong[0]!r}; it is outside [0, {vocab_size})")
+    outside = [t for t in tokens if type(t) is not int or not 0 <= t < vocab_size]
+    if outside:
+        raise ValueError(f"{place} has token id {outside[0]!r}; it is outside [0, {vocab_size})")
     if not isinstance(item.output, Integral) or item.output < 1:
         raise ValueError(
             f"{place} has output {item.output!r:.60}; it must be an integer, at least 1"
@@ -905,10 +905,10 @@ def read_tokens(
                 f'{spec.file}, entry {index}: needs "prompt", a list of token ids, and '
                 '"max_tokens" >= 1'
             )
-        wrong = [t for t in prompt if type(t) is not int or not 0 <= t < vocab_size]
-        if wrong:
+        outside = [t for t in prompt if type(t) is not int or not 0 <= t < vocab_size]
+        if outside:
             raise ValueError(
-                f"{spec.file}, entry {index}: token id {wrong[0]!r} is outside [0, {vocab_size})"
+                f"{spec.file}, entry {index}: token id {outside[0]!r} is outside [0, {vocab_size})"
             )
         user = entry.get("user", "")
         if not isinstance(user, str):

@@ -50,8 +50,8 @@ def own_value(
             NAME is a function that returns the value.
         built_in: the names of the built-in values, for error messages.
         shared: the file is run again only after it, or a file that it imports from its folder, has
-            changed. So all that name a value of it with equal parameters get the same one, as
-            functions must be from which programs are compiled.
+            changed. So equal names give the same object. Compiled programs need this, because they
+            are looked up by their functions.
 
     Raises:
         ValueError: there is no such module, file or value, the file or the function raises, the
@@ -75,9 +75,8 @@ def own_value(
             raise ValueError(error)
         parameters = parameters_of(field, own)
         arguments = bound_parameters(field, value, 0, parameters, error)
-        value = (_shared_result if shared else _result)(
-            field, name, value, tuple(arguments.items())
-        )
+        result_of = _shared_result if shared else _result
+        value = result_of(field, name, value, tuple(arguments.items()))
         if not isinstance(value, kind):
             raise ValueError(
                 f"{field} is {name!r}, and {own.attribute} in {own.module} returned "
@@ -174,9 +173,9 @@ def own_function(
     own = own_name(name)
     function = own_value(field, own._replace(call="").text, FunctionType, ())
     parameters = parameters_of(field, own)
-    both = next((key for key in options if key in parameters), None)
-    if both:
-        raise ValueError(f"{field}.{both} is given, and the section gives it too; leave it out")
+    repeated = next((key for key in options if key in parameters), None)
+    if repeated:
+        raise ValueError(f"{field}.{repeated} is given, and the section gives it too; leave it out")
     arguments = bound_parameters(field, function, given, {**parameters, **options})
     return partial(function, **arguments)
 
@@ -247,9 +246,10 @@ def bound_parameters(
     names = [p.name for p in named]
     for key in values:
         if key in before or (key not in names and not takes_all):
-            near = difflib.get_close_matches(str(key), names, n=1)
-            those = f"its parameters are {', '.join(names)}" if names else "it has none"
-            hint = f"did you mean {near[0]!r}?" if near else those
+            close_names = difflib.get_close_matches(str(key), names, n=1)
+            hint = f"its parameters are {', '.join(names)}" if names else "it has none"
+            if close_names:
+                hint = f"did you mean {close_names[0]!r}?"
             raise ValueError(f"{where}.{key} is no parameter of {name}; {hint}")
     needed = [*positional[given:], *named]
     missing = [p.name for p in needed if p.default is p.empty and p.name not in values]
