@@ -112,7 +112,8 @@ def _chosen_runs(
 def load_requests(
     folder: str | PathLike[str], where: Mapping[str, Any] | None = None
 ) -> pd.DataFrame:
-    """Every request of every good run below `folder`, one row for each.
+    """Every request of every good run below `folder`, one row for each. A run is good as well if
+    nothing but a metric of your own failed.
 
     Args:
         where: as of `load_runs`.
@@ -121,7 +122,8 @@ def load_requests(
     then `request_id`, `prompt_tokens`, `max_tokens`, `output_tokens`, `branches` and `preemptions`
     (counts), `arrival` and `first_scheduled` (seconds from the start of the run), `queue_s`,
     `ttft_s`, `tpot_s` (the mean gap between tokens) and `e2e_s` (seconds from its arrival),
-    `finish_reason` of its first branch, and `replica`. What did not happen is missing.
+    `finish_reason` of its first branch, and `replica`; where the workload has them, `predicted`
+    (output tokens) and `user`. What did not happen is missing.
 
     Raises:
         ValueError, ImportError: as of `load_runs`.
@@ -159,11 +161,12 @@ def _load(
 ) -> pd.DataFrame:
     """The rows of each good run, beside the facts of the run."""
     from experiments.core.optional_imports import require
+    from experiments.core.own_metrics import only_metrics_failed
 
     pandas = require("pandas")
     rows: list[dict[str, Any]] = []
     for run in _chosen_runs(folder, where):
-        if run["failed"]:
+        if run["failed"] and not only_metrics_failed(run["failed"]):
             continue
         facts = _swept(run) | {key: run[key] for key in ("label", "point", "repeat", "run")}
         rows += [facts | row for row in rows_of(Path(run["run"]))]
@@ -172,6 +175,7 @@ def _load(
 
 def _request_row(request: RequestRecord) -> dict[str, Any]:
     gaps = [branch.tpot for branch in request.branches if branch.tpot is not None]
+    optional = {"predicted": request.predicted, "user": request.user or None}
     return {
         "request_id": request.request_id,
         "prompt_tokens": request.prompt_tokens,
@@ -187,6 +191,7 @@ def _request_row(request: RequestRecord) -> dict[str, Any]:
         "e2e_s": request.e2e,
         "finish_reason": request.branches[0].finish_reason,
         "replica": request.replica,
+        **{name: value for name, value in optional.items() if value is not None},
     }
 
 

@@ -43,7 +43,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -603,7 +603,8 @@ def _groups(searches: Sequence[Search]) -> list[list[Search]]:
     """
     if all(search.base.experiment.simulate for search in searches):
         return [list(searches)]
-    return [list(group) for _, group in groupby(searches, key=lambda search: search.cell_label)]
+    cells = dict.fromkeys(search.cell_label for search in searches)
+    return [[search for search in searches if search.cell_label == cell] for cell in cells]
 
 
 def reading(searches: Sequence[Search], cells: Sequence[CellAnswer]) -> list[str]:

@@ -295,7 +295,7 @@ def recorded(runs: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any
                 "request": worst["request"],
                 "seconds": number(worst["seconds"]),
                 "page": by_name[worst["file"]]["page"],
-                "address": f"#request={worst['request']}",
+                "address": f"#step={worst.get('step', 0)}&request={worst['request']}",
             }
             for latency, worst in about.get("slowest", {}).items()
             if worst["file"] in by_name

@@ -35,12 +35,14 @@ from experiments import report
 from experiments.analysis import sweep_points
 from experiments.core import cluster, config, parallel, processes, store, sweep, what_ran
 from experiments.core.config import Experiment, Point
-from experiments.core.drive import planned_lengths
-from experiments.core.engines import Run, engine_key, plan_runs
+from experiments.core.drive import check_planned
+from experiments.core.engines import Run, engine_key, plan_runs, simulated
 from experiments.core.optional_imports import require
 from experiments.core.pool_options import POOLS, pool_experiment
 from experiments.core.workloads import has_text
+from experiments.simulation.cost import shape_of
 from pagedjax.commands import cli
+from pagedjax.options.config import check_model_len
 from pagedjax.text import yaml_words
 from pagedjax.weights.families import own_family
 from pagedjax.weights.locate import HUB_ID, open_checkpoint
@@ -108,11 +110,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say_unfit(points: Sequence[Point]) -> int:
-    """Print which points have requests that are too long. Returns the exit status."""
-    reasons = {point.label: reason for point in points if (reason := planned_lengths(point))}
-    for label, reason in reasons.items():
-        print(f"error: {label}: {reason}", file=sys.stderr)
-    return 2 if reasons else 0
+    """Print each reason why points cannot run, once. Returns the exit status."""
+    labels: dict[str, list[str]] = {}
+    for point in points:
+        try:
+            limit = _longest_request(point.experiment)
+            if limit is not None:
+                check_planned(point, limit)
+        except (OSError, ValueError) as error:
+            labels.setdefault(str(error), []).append(point.label)
+    for reason, names in labels.items():
+        of_points = f"{len(names)} points, such as {names[0]}" if len(names) > 1 else names[0]
+        print(f"error: {of_points}: {reason}", file=sys.stderr)
+    return 2 if labels else 0
+
+
+def _longest_request(experiment: Experiment) -> int | None:
+    """The max_model_len that the engine will have. A model that is not here has no limit of its
+    own yet.
+
+    Raises:
+        ValueError: the engine cannot be simulated, or its limit is beyond the model's.
+    """
+    if experiment.simulate:
+        return simulated(experiment).engine.config.max_model_len
+    limit = experiment.engine.max_model_len
+    if HUB_ID.fullmatch(experiment.model) and not Path(experiment.model).exists():
+        return limit
+    family = own_family(experiment.engine.model_family)
+    checkpoint = open_checkpoint(experiment.model, family=family)
+    longest = shape_of(checkpoint.config, family=family).longest
+    check_model_len(limit or longest, longest)
+    return limit or longest
 
 
 def _measure_function(

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from pagedjax.commands.options import names, own_name
 from pagedjax.device import attention
 from pagedjax.engine import drafters
-from pagedjax.host import kv_policies, policies
+from pagedjax.host import kv_policies, policies, purity, scheduler
+from pagedjax.host.types import Seq
 from pagedjax.options.config import EngineConfig, KVPolicyOptions, Speculative
 from pagedjax.options.own_errors import OwnError
 from pagedjax.options.own_names import OwnName, as_mapping, name_in_one_line
 from pagedjax.options.own_values import own_value
-from pagedjax.routing import routers
+from pagedjax.routing import init, routers
 from tests import drawn
 
 MINE = """
@@ -126,14 +127,14 @@ def test_a_function_gets_its_parameters_and_has_its_own_defaults(mine, parameter
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("aged(wort=3)", r"^policy\.wort is no option of aged; did you mean 'worth'\?$"),
-        ("aged(z=3)", "policy.z is no option of aged; its options are worth, slack, kind"),
+        ("aged(wort=3)", r"^policy\.wort is no parameter of aged .*; did you mean 'worth'\?$"),
+        ("aged(z=3)", "policy.z is no parameter of aged .*; its parameters are worth, slack, kind"),
         ("aged(worth='x')", "policy.worth is 'x'; it must be an integer"),
         ("aged(worth=True)", "policy.worth is True; it must be an integer"),
         ("aged(slack='x')", "policy.slack is 'x'; it must be a number"),
         ("aged(kind='c')", "policy.kind is 'c'; it must be one of 'a', 'b'"),
         ("needy", "needy in .* is no Policy; those in it: .*; as a function .* it needs worth"),
-        ("needy(times=(1, 2))", "policy.worth is missing: needy has no default of it; set it"),
+        ("needy(times=(1, 2))", "policy.worth is missing: needy .* has no default of it; set it"),
         ("needy(worth=0)", "worth is 0; it must be an integer of at least 1"),
         ("number(worth='x')", "worth is 'x'; it must be an integer or null"),
         ("number", "number in .* returned 5; it must return a Policy"),
@@ -180,7 +181,7 @@ def test_values_of_other_kinds_take_parameters(mine, tmp_path):
     assert drafter.propose is not None
     assert list(drafter.propose(None, "a", (), 4)) == [1, 1, 1]
     router = routers.find({"name": f"{file}:nth", "n": 1})
-    assert router.choose(routers.init()._replace(replicas=("a", "b")), None) == "b"  # type: ignore[arg-type]
+    assert router.choose(init()._replace(replicas=("a", "b")), None) == "b"  # type: ignore[arg-type]
     impl = EngineConfig(attention_impl={"name": f"{file}:xla", "name_": "mine"}).attention_impl
     assert attention.find(impl).name == "mine"
 
@@ -234,6 +235,7 @@ def test_the_command_line_reads_a_name_with_parameters():
     assert own_name("name=mine.py:aged,worth=3") == {"name": "mine.py:aged", "worth": 3}
     assert own_name('{"name": "mine.py:aged"}') == {"name": "mine.py:aged"}
     assert names("a.py:A(x=1, y=(2, 3)),b.py:B") == ("a.py:A(x=1, y=(2, 3))", "b.py:B")
+    assert names("a.py:f(x=1,y='b:c)'),d.py:g") == ("a.py:f(x=1,y='b:c)')", "d.py:g")
 
 
 def test_an_error_of_the_package_is_no_error_of_a_user():
@@ -260,7 +262,7 @@ def test_an_error_in_an_attention_or_a_kv_policy_names_its_file_and_line(tmp_pat
         attend(*attention_arrays(), window=None, soft_cap=None)
     for name, message in (
         ("KEEPS", r"keeps of the kv_policy 'mine' raised ZeroDivisionError: .*mine\.py, line 6\)"),
-        ("WORDS", "keeps of the kv_policy 'mine' returned 'yes' for 0; return True or False"),
+        ("WORDS", r"keeps\(0\) of the kv_policy 'mine' returned 'yes'; return True or False"),
     ):
         policy = kv_policies.find(KVPolicyOptions(f"{path}:{name}"))
         with pytest.raises(ValueError, match=message):
@@ -271,3 +273,15 @@ def test_the_short_name_keeps_parameters_with_slashes():
     name = OwnName("/data/lab/mine.py", "aged", "(file='runs/x.json')")
     assert name.short == "mine.py:aged(file='runs/x.json')"
     assert OwnName("lab.mine", "aged", "(file='a/b')").short == "lab.mine:aged(file='a/b')"
+
+
+def test_a_name_that_a_record_does_not_have_is_told_the_near_one_and_all(mine):
+    mine.write_text(MINE + "WRONG = by_key('wrong', lambda seq: seq.prompt_lne)\n")
+    policy = policies.find(f"{mine}:WRONG")
+    state = scheduler.submit(scheduler.init(purity.CONFIG), purity.REQUESTS[0])
+    with pytest.raises(OwnError, match=r"no attribute 'prompt_lne'") as caught:
+        scheduler.schedule(state, policy)
+    _, _, names_there = str(caught.value).partition("; a Seq has ")
+    near, *others = names_there.split(", ")
+    assert near == "request.prompt_len"
+    assert {*Seq._fields, "num_output", "request.user"} <= set(others)

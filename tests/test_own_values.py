@@ -10,7 +10,7 @@ import pytest
 
 from experiments.core import config
 from pagedjax.host import policies
-from pagedjax.options.own_values import check_options, own_value, source_files
+from pagedjax.options.own_values import bound_parameters, own_value, source_files
 
 POLICY = "from pagedjax.policies import by_key\nfrom weights import age\n"
 POLICY += "MINE = by_key('mine', age)\n"
@@ -104,14 +104,16 @@ def test_options_are_given_by_their_names():
         return a, b, c, others
 
     options = {"b": 2, "c": 4, "d": 4}
-    assert check_options("x", first, 1, options) == options
+    assert bound_parameters("x", first, 1, options) == options
     for options, message in (
-        ({}, r"^x\.b is missing: first has no default of it; set it, or give it one$"),
+        ({}, r"^x\.b is missing: first .* has no default of it; set it, or give it one$"),
         ({"b": "3"}, r"^x\.b is '3'; it must be an integer$"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_options("x", first, 1, options)
-    with pytest.raises(ValueError, match=r"^x\.b is no option of first; its options are c$"):
-        check_options("x", first, 2, {"b": 2})
-    with pytest.raises(ValueError, match=r"^x\.a is no option of len; it has no options$"):
-        check_options("x", len, 1, {"a": 2})
+            bound_parameters("x", first, 1, options)
+    with pytest.raises(
+        ValueError, match=r"^x\.b is no parameter of first .*; its parameters are c$"
+    ):
+        bound_parameters("x", first, 2, {"b": 2})
+    with pytest.raises(ValueError, match=r"^x\.a is no parameter of len; it has none$"):
+        bound_parameters("x", len, 1, {"a": 2})

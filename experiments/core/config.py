@@ -64,7 +64,8 @@ NEED_TEXT = {
     "structured_outputs": "python -m experiments.bench.structured measures what forms cost",
     "truncate_prompt_tokens": "the workload has the lengths of prompts",
 }
-OWN_SECTIONS = {"engine", "replicas", "pools"}  # where a user's own value may be named
+# where a user's own value may be named
+OWN_SECTIONS = {"engine", "replicas", "pools", "workload", "simulate", "metrics"}
 Routed = TypeVar("Routed", Replicas, Pool)
 Value = TypeVar("Value")
 
@@ -111,7 +112,8 @@ class Experiment:
     reseed: repeat r draws its workload from seed + r instead of seed.
     metrics: functions of your own, mine.py:NAME, of the records of a run: NAME(requests, steps)
         gets lists of `RequestRecord` and `StepRecord`, and returns a number, or numbers by their
-        names. They are in a summary as `own.NAME`, in tables, reports and comparisons.
+        names. One with parameters is {name: mine.py:NAME, worth: 64}. They are in a summary as
+        `own.NAME`, in tables, reports and comparisons.
     records: "sums" keeps no record of a step and only the first and the last time of a request's
         tokens, for long simulations; percentiles over tokens and steps are then of rounded numbers.
     record: keep a recording of each run, `recording.jsonl` in its folder, and the viewer's page of
@@ -305,6 +307,7 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
     _refuse_seeds(raw)
     base = {key: value for key, value in raw.items() if key != "sweep"}
     points: list[Point] = []
+    contents: dict[str | None, tuple[str, str]] = {}  # by the name of the workload's file
     for swept in combinations(raw.get("sweep")):
         values = copy.deepcopy(base)
         for path in sorted(swept, key=lambda path: path.count(".")):  # a name before its parameters
@@ -319,7 +322,10 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
         _refuse_output_lengths(values.get("sampling"))
         _refuse_ignored_model(values)
         experiment = _with_own_files(_with_fit(parse(Experiment, values, ""), folder), folder)
-        content, source = read_content(experiment.workload, folder)
+        file = getattr(experiment.workload, "file", None)
+        if file not in contents:
+            contents[file] = read_content(experiment.workload, folder)
+        content, source = contents[file]
         check(experiment.workload, content)
         point = Point(experiment, swept, point_key(experiment, content), content, source)
         for i, earlier in enumerate(points):
@@ -424,8 +430,8 @@ def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
     """The experiment with absolute paths of the user's own files; tried from `folder`, then from
     the current folder.
 
-    A policy, a KV policy and a router are read here. The others need jax, so only their files' presence is
-    checked.
+    Policies, KV policies, routers, metrics and cost models are read here. The others need jax, so
+    it is only checked that their files exist.
     """
     engine = experiment.engine
     paths: dict[str, Any] = {
@@ -477,7 +483,7 @@ def _with_cost(simulate: Simulate, folder: Path) -> Simulate:
         return simulate
     path = _with_path("simulate.cost", simulate.cost, folder)
     assert path is not None, "it has one"
-    cost.own_step_time(path, simulate.cost_options)
+    cost.own_step_time(path)
     return dataclasses.replace(simulate, cost=path)
 
 

@@ -13,6 +13,8 @@ from typing import Literal
 
 import numpy as np
 
+from pagedjax.options.config import check_above_zero
+
 # Lengths, in tokens -------------------------------------------------------------------------------
 
 LONGEST = 1 << 24  # tokens; a longer draw is refused as a mistake
@@ -23,11 +25,6 @@ MOST_ERROR = 10  # of `Predicted`
 def _check_limits(low: int, high: int | None) -> None:
     if low < 1 or (high is not None and high < low):
         raise ValueError(f"min is {low!r} and max {high!r}; they must be 1 <= min <= max")
-
-
-def _check_above_zero(name: str, value: float, unit: str = "") -> None:
-    if not 0 < value < math.inf:  # also refuses NaN
-        raise ValueError(f"{name} is {value!r}; it must be above 0{unit}, and finite")
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class Exponential:
     max: int | None = None
 
     def __post_init__(self) -> None:
-        _check_above_zero("mean", self.mean)
+        check_above_zero("mean", self.mean)
         _check_limits(self.min, self.max)
 
 
@@ -206,7 +203,7 @@ class Poisson:
     rate: float
 
     def __post_init__(self) -> None:
-        _check_above_zero("rate", self.rate, " requests a second")
+        check_above_zero("rate", self.rate, "requests a second")
 
 
 @dataclass(frozen=True)
@@ -221,7 +218,7 @@ class Gamma:
 
     def __post_init__(self) -> None:
         for name, value in (("rate", self.rate), ("burstiness", self.burstiness)):
-            _check_above_zero(name, value)
+            check_above_zero(name, value)
 
 
 @dataclass(frozen=True)
@@ -258,7 +255,7 @@ class Changing:
 
     def __post_init__(self) -> None:
         for name in ("burstiness", "scale"):
-            _check_above_zero(name, getattr(self, name))
+            check_above_zero(name, getattr(self, name))
         for i, pair in enumerate(self.rates):
             if len(pair) != 2 or not all(0 <= number < math.inf for number in pair):
                 raise ValueError(

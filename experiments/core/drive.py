@@ -134,14 +134,17 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     experiment = point.experiment
     engine = llm.engine
     engines = llm.engines if experiment.replicas or experiment.pools else (engine,)
-    seed = experiment.seed + (repeat if experiment.reseed else 0)
     workload = build(
-        experiment.workload, point.content, seed, llm.tokenizer.vocab_size, llm.tokenizer.encode
+        experiment.workload,
+        point.content,
+        seed_of(experiment, repeat),
+        llm.tokenizer.vocab_size,
+        llm.tokenizer.encode,
     )
     check_lengths(workload.items, engine.config.max_model_len)
     engine.reset()
     if experiment.simulate is None:
-        workload = workload.drawn()  # so that the measured run does not draw ids
+        workload = workload.in_memory()  # so that the measured run does not draw ids
         warm_up(engine, experiment, workload.items)
         gc.collect()  # so that garbage of the previous run costs this one no time
     for cold_engine in engines:
@@ -353,31 +356,37 @@ def check_lengths(items: Sequence[WorkItem], limit: int) -> None:
         )
 
 
-def planned_lengths(point: Point) -> str | None:
-    """Why requests of a point do not fit into its engine's longest length; None if they do, or if
-    either is not known without the model.
+def seed_of(experiment: Experiment, repeat: int) -> int:
+    """The seed of a repeat's workload."""
+    return experiment.seed + (repeat if experiment.reseed else 0)
+
+
+def check_planned(point: Point, limit: int) -> None:
+    """Check the lengths of a point's requests, in all repeats, before anything runs. Those of texts
+    are not known without the model.
+
+    Args:
+        limit: max_model_len of its engine.
+
+    Raises:
+        ValueError: requests do not fit.
     """
     experiment = point.experiment
-    limit = experiment.engine.max_model_len
-    if limit is None or has_text(experiment.workload):
-        return None
+    if has_text(experiment.workload):
+        return
     # token ids of a file or of a user's function may be of any vocabulary
     has_ids = isinstance(experiment.workload, Tokens | Own)
     vocab_size = sys.maxsize if has_ids else PLANNED_VOCABULARY
-    workload = build(
-        experiment.workload, point.content, experiment.seed, vocab_size, lambda text: ()
-    )
-    longest = max(len(item.prompt_token_ids) for item in workload.items)
-    if longest >= limit:
-        return (
-            f"a prompt has {longest} tokens, and engine.max_model_len is {limit}, one of them for "
-            "output; raise the limit, or bound the workload's lengths"
-        )
-    try:
+    seeds = dict.fromkeys(seed_of(experiment, repeat) for repeat in range(experiment.repeats))
+    for seed in seeds:
+        workload = build(experiment.workload, point.content, seed, vocab_size, lambda text: ())
+        longest = max(len(item.prompt_token_ids) for item in workload.items)
+        if longest >= limit:
+            raise ValueError(
+                f"a prompt has {longest} tokens, and engine.max_model_len is {limit}, one of them "
+                "for output; raise the limit, or bound the workload's lengths"
+            )
         check_lengths(workload.items, limit)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def why_failed(steps: Sequence[StepRecord], summary: dict[str, Any]) -> str | None:

@@ -75,7 +75,9 @@ def measure_run(run: Run, engines: Engines, env: dict[str, Any]) -> Result:
         files |= recordings.files(measured.logs)
         # its own file is beside the recording
         policy = yaml_words.load(files["config.yaml"])["engine"]["policy"]
-        summary["recording"] = recordings.about(measured.requests, len(measured.logs), policy)
+        summary["recording"] = recordings.about(
+            measured.requests, measured.steps, len(measured.logs), policy
+        )
     startup = {**llm.startup, "total": engines.startup_seconds[engine_key(experiment)]}
     facts = _engine_facts(experiment, llm, startup)
     files["env.json"] = store.json_text({**env, **facts, **noise(busy, used)})
@@ -142,7 +144,7 @@ def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
     Times are rounded to microseconds.
 
     Only an engine with speculation has columns of drafts, only several engines have a column of
-    theirs, and only pools have transfers.
+    theirs, and only pools have transfers. Predictions and users are there if a request has one.
     """
     experiment = run.point.experiment
     hidden: set[str] = set()  # columns that this run does not have
@@ -152,6 +154,10 @@ def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
         hidden.add("transfers")
     if not llm.engine.config.speculative:
         hidden.update(speculation.COLUMNS)
+    if experiment.workload.predicted is None:
+        hidden.add("predicted")
+    if not any(request.user for request in measured.requests):
+        hidden.add("user")
 
     def request_row(request: RequestRecord) -> dict[str, Any]:
         row = {key: value for key, value in request._asdict().items() if key not in hidden}

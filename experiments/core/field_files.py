@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,14 +39,17 @@ class Arrived(NamedTuple):
     """A request of a recorded service. `seconds` count from any moment.
 
     blocks: ids of the blocks of its prompt, of which equal ones have equal tokens; (): not known.
+    user: who sent it; "": not said.
     """
 
     seconds: float
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
+    user: str = ""
 
 
+@lru_cache(maxsize=1)  # the points and the repeats of a sweep have one file
 def conversations(file: str, content: str) -> list[tuple[str, str]]:
     """The first question and its answer of each conversation of a ShareGPT file.
 
@@ -108,7 +112,7 @@ def burst_rows(file: str, content: str, model: str | None, log_type: str | None)
     rows = []
     values: dict[str, set[str]] = {"model": set(), "log_type": set()}
     for line, fields in records(file, content, BURST_COLUMNS, BURSTGPT):
-        time, row_model, prompt, output, row_type = (field.strip() for field in fields)
+        time, row_model, prompt, output, row_type, user = (field.strip() for field in fields)
         values["model"].add(row_model)
         values["log_type"].add(row_type)
         place = f"{file}, line {line}"
@@ -116,6 +120,7 @@ def burst_rows(file: str, content: str, model: str | None, log_type: str | None)
             _seconds(place, time),
             _tokens(f"{place}: Request tokens", prompt),
             _tokens(f"{place}: Response tokens", output),
+            user=user,
         )
         if model in (None, row_model) and log_type in (None, row_type) and arrived.output_tokens:
             rows.append(arrived)
@@ -144,8 +149,8 @@ def mooncake_rows(file: str, content: str) -> list[Arrived]:
     """The requests of a Mooncake file, in its order.
 
     Raises:
-        ValueError: a line cannot be read, or has not one hash id for each 512 tokens of its prompt;
-            names the line among those that are not blank.
+        ValueError: a line cannot be read, or its number of hash ids is wrong. The message has the
+            line's number, without blank lines.
     """
     return [_mooncake_row(f"{file}, line {i}", line) for i, line in enumerate(lines(content), 1)]
 
@@ -158,8 +163,8 @@ def _mooncake_row(place: str, line: str) -> Arrived:
     if not isinstance(row, dict):
         raise ValueError(f"{place} is {row!r:.80}; it must be a mapping. {MOONCAKE}")
     time = _number(place, row, "timestamp", "milliseconds", 0)
-    prompt = int(_number(place, row, "input_length", "tokens", 1))
-    output = int(_number(place, row, "output_length", "tokens", 0))
+    prompt = _count(place, row, "input_length", 1)
+    output = _count(place, row, "output_length", 0)
     ids = row.get("hash_ids")
     need = -(-prompt // BLOCK)
     if not isinstance(ids, list) or len(ids) != need or any(type(i) is not int for i in ids):
@@ -167,7 +172,18 @@ def _mooncake_row(place: str, line: str) -> Arrived:
             f"{place}: hash_ids is {ids!r:.60}; a prompt of {prompt} tokens has {need} integers, "
             f"one for each {BLOCK} tokens"
         )
-    return Arrived(time / 1000, prompt, output, tuple(ids))
+    user = row.get("user", "")
+    if not isinstance(user, str):
+        raise ValueError(f"{place}: user is {user!r:.60}; it must be a text")
+    return Arrived(time / 1000, prompt, output, tuple(ids), user)
+
+
+def _count(place: str, row: Mapping[str, Any], name: str, least: int) -> int:
+    """A number of tokens of a row, of at least `least`."""
+    number = _number(place, row, name, "tokens", least)
+    if number != int(number):
+        raise ValueError(f"{place}: {name} is {number!r}; it must be an integer, such as 472")
+    return int(number)
 
 
 def _number(place: str, row: Mapping[str, Any], name: str, unit: str, least: int) -> float:

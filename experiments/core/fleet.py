@@ -182,7 +182,7 @@ class Fleet(Generic[E_co]):
         if self._router.prefixes and config.enable_prefix_caching:
             hashes = tuple(block_hashes.of_prompt(prompt, params, config.block_size)[1])
         tokens = len(prompt) + params.n * params.max_tokens
-        request = RouterRequest(item.request_id, tokens, hashes)
+        request = RouterRequest(item.request_id, tokens, hashes, item.user)
         self._state, replica = routing.route(self._state, self._router, request)
         return int(replica)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.core.strict_yaml import load_text
-from pagedjax.options.own_names import as_mapping, names_own_value
+from pagedjax.options.own_names import as_mapping, name_in_one_line, names_own_value
 
 _ONE_KEY = ("sweep.grid.", "sweep.zip.")  # prefixes of --set that are followed by one swept key
 
@@ -32,7 +32,7 @@ def override_all(raw: dict[str, Any], overrides: Sequence[str]) -> None:
         swept = {key for point in combinations(raw.get("sweep")) for key in point}
     for path, text in paths:
         if path not in sweeps:
-            overlapping = [key for key in swept if _overlap(path, key)]
+            overlapping = [key for key in swept if _conflict(text, key)]
             if overlapping:
                 raise ValueError(
                     f"--set {path}: another --set sweeps {overlapping[0]}; leave one of the two out"
@@ -61,11 +61,11 @@ def override(raw: dict[str, Any], text: str) -> None:
         sweep[form][key] = load_text(value, f"--set {path}")
         return
     if path != "sweep":
-        _remove_from_grid(raw, path)
+        _remove_from_grid(raw, path, text)
     put(raw, path, load_text(value, f"--set {path}"))
 
 
-def _remove_from_grid(raw: dict[str, Any], path: str) -> None:
+def _remove_from_grid(raw: dict[str, Any], path: str, text: str) -> None:
     """Remove a key that --set gives from the grid.
 
     Raises:
@@ -81,16 +81,24 @@ def _remove_from_grid(raw: dict[str, Any], path: str) -> None:
         }
         return
     for swept in {key for point in points for key in point}:
-        if _overlap(path, swept):
+        if _conflict(text, swept):
             raise ValueError(
                 f"--set {path}: the config sweeps {swept}; add --set sweep=null, or set the sweep "
                 "itself"
             )
 
 
-def _overlap(a: str, b: str) -> bool:
-    """Whether two paths are equal, or one is a section around the other."""
-    return f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
+def _conflict(text: str, key: str) -> bool:
+    """Whether `a.b=value` and a swept key set the same: they are equal, or one is a section around
+    the other. A user's own value, whose parameter is swept, is no such section.
+    """
+    path, _, value = text.partition("=")
+    if not key.startswith(f"{path}."):
+        return f"{path}.".startswith(f"{key}.")
+    name = load_text(value, f"--set {path}")
+    if not names_own_value(name.get("name") if isinstance(name, dict) else name):
+        return True
+    return key.removeprefix(f"{path}.") in as_mapping(name_in_one_line(path, name))
 
 
 def put(raw: dict[str, Any], path: str, value: Any) -> None:

@@ -12,20 +12,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from types import FunctionType
 from typing import Any
 
-from pagedjax.options.own_errors import raise_with_place
-from pagedjax.options.own_values import check_options, own_value
+from pagedjax.options.own_errors import OwnError, place_of, placed
+from pagedjax.options.own_names import own_name
+from pagedjax.options.own_values import own_function
 
 OWN = "own"  # the section of a summary
+FAILED = "metrics"  # the first word of each error of a metric, and of no other reason of a failure
 
 
 def check(names: Sequence[str]) -> None:
     """Raises ValueError if a function is missing or takes other arguments, or two have one name."""
-    functions = [find(name) for name in names]
-    for name, function in zip(names, functions, strict=True):
-        check_options(f"metrics: {name}", function, 2, {})
+    for name in names:
+        find(name)
     short = [name_of(name) for name in names]
     repeated = next((name for name in short if short.count(name) > 1), None)
     if repeated:
@@ -33,13 +33,19 @@ def check(names: Sequence[str]) -> None:
 
 
 def find(name: str) -> Callable[..., Any]:
-    """The function that a config names."""
-    return own_value("metrics", name, FunctionType, ())
+    """The function that a config names, with its parameters."""
+    return own_function("metrics", name, 2)
 
 
 def name_of(name: str) -> str:
-    """The name of a metric in a summary, without its file."""
-    return name.rpartition(":")[2]
+    """The name of a metric in a summary, with its parameters and without its file."""
+    own = own_name(name)
+    return own.attribute + own.call
+
+
+def only_metrics_failed(reason: str) -> bool:
+    """Whether a run that failed for this reason has records that may be used."""
+    return reason.startswith(FAILED)
 
 
 def values_of(
@@ -71,11 +77,15 @@ def _value(name: str, requests: Sequence[Any], steps: Sequence[Any]) -> Any:
         ValueError: it raises, or returns no number, nor numbers by their names.
     """
     try:
-        value = find(name)(list(requests), list(steps))
+        with placed(f"metrics: {name}"):
+            value = find(name)(list(requests), list(steps))
+    except OwnError:
+        raise
     except Exception as error:
-        raise_with_place(f"metrics: {name}", error)
-        # an installed module has no place
-        raise ValueError(f"metrics: {name} raised {type(error).__name__}: {error}") from error
+        place = place_of(error, installed=True)
+        raise ValueError(
+            f"metrics: {name} raised {type(error).__name__}: {error}{place}"
+        ) from error
     if isinstance(value, Mapping):
         return {str(key): _number(name, item) for key, item in value.items()}
     return _number(name, value)

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.core.pool_options import POOLS
-from experiments.core.workloads import Own, Prompts, Synthetic, Tokens, Trace
+from experiments.core.workloads import (
+    Own,
+    Prompts,
+    Recorded,
+    Requests,
+    Synthetic,
+    Tokens,
+    Trace,
+)
 from experiments.simulation.cost import STEPS, Simulate
 from pagedjax.options import own_values
 from pagedjax.options.config import EngineConfig, KVPolicyOptions
@@ -23,7 +31,6 @@ if TYPE_CHECKING:
 
 # Keys without influence on the measurement; they are not in a point's hash.
 NOT_MEASURED = ("name", "question", "repeats", "sweep")
-OF_COST = ("cost", "cost_options")
 # Fields that a point's key has only with another value than their default, so that other keys are
 # those of versions before these fields.
 LATER = {
@@ -42,11 +49,13 @@ LATER = {
         "max_lora_rank",
         "model_family",
     ),
-    Simulate: ("mesh", "hop_s", "profile", *OF_COST),
+    Simulate: ("mesh", "hop_s", "profile", "cost"),
     Prompts: ("output", "predicted", "shuffle"),
     Synthetic: ("prefixes", "max_tokens", "predicted"),
     Trace: ("rounds", "max_tokens", "predicted"),
     Tokens: ("predicted",),
+    Requests: ("users",),
+    Recorded: ("rate", "window", "num_requests"),
     SamplingParams: (
         "structured_outputs",
         "bad_words",
@@ -107,8 +116,7 @@ def point_key(experiment: Experiment, content: str) -> str:
             if simulate is not None:
                 simulate["cost"] = _own_source(simulate["cost"])
                 if simulate["cost"] is None:
-                    for field in OF_COST:
-                        del simulate[field]
+                    del simulate["cost"]
     if experiment.metrics:
         values["metrics"] = tuple(map(_own_source, experiment.metrics))
     else:
@@ -123,7 +131,7 @@ def point_key(experiment: Experiment, content: str) -> str:
         del values["record"]
     for section in ("engine", "simulate", "sampling", "workload"):
         options = getattr(experiment, section)
-        names = LATER.get(type(options), ())
+        names = [name for kind in type(options).__mro__ for name in LATER.get(kind, ())]
         for field in dataclasses.fields(options) if options is not None else ():
             if field.name in names and getattr(options, field.name) == default_of(field):
                 del values[section][field.name]

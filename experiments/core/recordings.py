@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from experiments.core import store
-from experiments.core.records import RequestRecord
+from experiments.core.records import RequestRecord, StepRecord
 from pagedjax import viewer
 from pagedjax.host import policies
 
@@ -63,9 +64,12 @@ def write_pages(folder: Path, policy_name: Any) -> None:
             print(f"NOTE: {path} has no page, because of {reason}", file=sys.stderr)
 
 
-def about(requests: Sequence[RequestRecord], num_engines: int, policy: str) -> dict[str, Any]:
-    """What a summary says of recordings: the slowest request of each latency, with the file that
-    has it, and the policy, as the run's config names it.
+def about(
+    requests: Sequence[RequestRecord], steps: Sequence[StepRecord], num_engines: int, policy: str
+) -> dict[str, Any]:
+    """The `recording` section of a summary: the policy, as the run's config names it, and the
+    slowest request by TTFT and by total time, with its file and the step in which its longest wait
+    begins.
     """
     file_names = names(num_engines)
     slowest = {}
@@ -81,5 +85,19 @@ def about(requests: Sequence[RequestRecord], num_engines: int, policy: str) -> d
                 "request": request.request_id,
                 "seconds": round(seconds[request], 6),
                 "file": file_names[request.replica if num_engines > 1 else 0],
+                "step": _step_of_wait(request, steps, until_first=latency == "ttft_s"),
             }
     return {"policy": policy, "slowest": slowest}
+
+
+def _step_of_wait(request: RequestRecord, steps: Sequence[StepRecord], *, until_first: bool) -> int:
+    """The first step of the longest time in which the request got nothing: until it was scheduled,
+    or (unless `until_first`) between two of its tokens.
+    """
+    times = () if until_first else request.branches[0].token_times
+    waits = [(request.arrival, request.first_scheduled or request.arrival), *pairwise(times)]
+    start, _ = max(waits, key=lambda wait: wait[1] - wait[0])
+    later = [
+        step.step for step in steps if step.replica == request.replica and step.started >= start
+    ]
+    return min(later, default=0)

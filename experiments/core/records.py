@@ -83,6 +83,8 @@ class RequestRecord(NamedTuple):
     branches: tuple[BranchRecord, ...]
     replica: int = 0  # that computed it, or its prompt
     transfers: tuple[Transfer, ...] = ()  # of its branches, in the order of their adoption
+    predicted: int | None = None  # output tokens, as a policy may read them
+    user: str = ""  # who sent it; "": not said
 
     @property
     def queue(self) -> float | None:
@@ -294,6 +296,8 @@ class RequestRecorder:
                 branches=tuple(map(self._branch, names)),
                 replica=replicas.get(item.request_id, 0) if replicas else 0,
                 transfers=tuple(transfers.get(item.request_id, ())) if transfers else (),
+                predicted=item.predicted,
+                user=item.user,
             )
             for item, names in self._requests
         ]

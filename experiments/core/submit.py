@@ -189,8 +189,12 @@ def submit(engine: Engine, item: WorkItem, params: SamplingParams) -> None:
     """
     try:
         _, *forks = branch_ids(item.request_id, params.n)
-        numbers = {"ends_at": item.ends_at, "predicted": item.predicted}
-        options = {name: number for name, number in numbers.items() if number is not None}
+        values = {
+            "ends_at": item.ends_at,
+            "predicted": item.predicted,
+            "user": item.user or None,
+        }
+        options = {name: value for name, value in values.items() if value is not None}
         engine.add(item.request_id, item.prompt_token_ids, params, forks=forks, **options)
     except ValueError as error:
         raise ValueError(

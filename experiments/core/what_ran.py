@@ -104,16 +104,20 @@ def oracle(experiments: Sequence[Experiment]) -> str:
 def equal_repeats(experiments: Sequence[Experiment]) -> str:
     """The sentence that repeats are equal though each has a seed of its own; "" if they are not.
 
-    A simulated run of a recorded load draws nothing, unless its limits or predictions are drawn.
+    A simulated run of a recorded load draws nothing, unless its part, limits, users or predictions
+    are drawn.
     """
     for experiment in experiments:
         workload = experiment.workload
         if not (experiment.simulate and experiment.reseed and isinstance(workload, Recorded)):
             continue
         limits = limits_of(workload)
-        is_drawn = not (limits is None or isinstance(limits, Multiple | int))
-        predicted = workload.predicted
-        if experiment.repeats == 1 or is_drawn or (predicted and predicted.error):
+        is_drawn = (
+            not (limits is None or isinstance(limits, Multiple | int))
+            or (workload.window or workload.num_requests or workload.users) is not None
+            or (workload.predicted is not None and workload.predicted.error > 0)
+        )
+        if experiment.repeats == 1 or is_drawn:
             continue
         if experiment.engine.speculative is None:
             return (

@@ -19,9 +19,10 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 from numbers import Integral, Real
-from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -49,13 +50,15 @@ from experiments.core.field_files import (
     BlockIds,
     conversations,
 )
-from pagedjax.options.own_errors import raise_with_place
-from pagedjax.options.own_values import check_options, own_value
+from pagedjax.options.config import check_above_zero
+from pagedjax.options.own_errors import placed
+from pagedjax.options.own_values import own_function
 from pagedjax.server.load_client.text_files import lines, paragraphs, trace_rows
 
 FIRST_ORDINARY_TOKEN = (
     17  # lower ids are special in the embedded model (chat marks, padding, file names ...)
 )
+MOST_REQUESTS = 10_000_000  # of a function of a user's own
 AZURE = (
     "The public original is AzureLLMInferenceTrace_conv.csv (2023; the code trace is beside it) "
     "of the Azure Public Dataset, CC-BY 4.0, with columns "
@@ -70,6 +73,7 @@ class WorkItem(NamedTuple):
     ends_at: output tokens after which each branch ends by itself, as if the model had said its end
         token; None: it has `max_tokens`, or the model ends it.
     predicted: output tokens, for a policy that reads it; None: nothing is predicted.
+    user: who sends it, for the policy `fair` and routers; "": not said.
     """
 
     request_id: str
@@ -78,6 +82,7 @@ class WorkItem(NamedTuple):
     max_tokens: int
     ends_at: int | None = None
     predicted: int | None = None
+    user: str = ""
 
     @property
     def longest_output(self) -> int:
@@ -106,7 +111,7 @@ class Workload(NamedTuple):
     clients: int | None = None
     predicted_error: float | None = None
 
-    def drawn(self) -> Workload:
+    def in_memory(self) -> Workload:
         """The same with all token ids in memory."""
         items = [
             item._replace(prompt_token_ids=tuple(item.prompt_token_ids)) for item in self.items
@@ -132,15 +137,64 @@ class Workload(NamedTuple):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Requests:
+    """What every kind may say of its requests.
+
+    predicted: what a policy may know of the outputs' lengths; null: nothing.
+    users: of so many users, u0, u1, ..., each request has one, drawn evenly. The policy `fair`
+        shares by them. null: those that the file or the function gives, if it gives any.
+    """
+
+    predicted: Predicted | None = None
+    users: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least_one("users", self.users, "null for those of the file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitedRequests(Requests):
+    """Requests whose limits may be apart from the lengths of their outputs.
+
+    max_tokens: the most tokens that a request asks for, which a scheduler knows, apart from the
+        length of its output, which it does not know: a number, a distribution as of lengths, or
+        {dist: multiple, times: 2} of the output. A longer output is cut, and counted. null: equal
+        to the output.
+    """
+
+    max_tokens: Limits | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.max_tokens, int):
+            _at_least_one("max_tokens", self.max_tokens, "null for the lengths of the outputs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutRequests(LimitedRequests):
+    """Requests with the lengths of a file.
+
+    max_prompt_tokens, max_output_tokens: longer ones are cut, and counted; null: as they are.
+    """
+
+    max_prompt_tokens: int | None = None
+    max_output_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_prompt_tokens", "max_output_tokens"):
+            _at_least_one(name, getattr(self, name), "null for lengths as they are")
+
+
 @dataclass(frozen=True)
-class Prompts:
+class Prompts(Requests):
     """Texts of `file`, one a line (or a paragraph).
 
     With `cycle`, a `count` beyond the file repeats it.
 
     output: the lengths at which requests end, as if the model had said its end token; null: they
         end at `max_tokens`, or where the model ends them. A length beyond `max_tokens` is cut.
-    predicted: what a policy may know of the lengths; null: nothing.
     shuffle: take the texts in random order, by the seed; each repetition of the file in another
         one.
     """
@@ -153,27 +207,22 @@ class Prompts:
     max_tokens: int = 32
     arrivals: Arrivals = AT_ONCE
     output: Lengths | None = None
-    predicted: Predicted | None = None
     shuffle: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _at_least_one("count", self.count, "null for each prompt once")
         _at_least_one("max_tokens", self.max_tokens)
 
 
 @dataclass(frozen=True)
-class Synthetic:
+class Synthetic(LimitedRequests):
     """Random token ids whose lengths follow distributions.
 
     shared_prefix: tokens at the start of all prompts, like a system prompt; those of `prompt`
         follow.
     prefixes: how many different prefixes of that length there are; each request has one of them,
         drawn evenly.
-    max_tokens: the most tokens that a request asks for, which a scheduler knows, apart from the
-        length of its output, which it does not know: a number, a distribution as of lengths, or
-        {dist: multiple, times: 2} of the output. A longer output is cut, and counted. null: equal
-        to the output.
-    predicted: what a policy may know of the outputs' lengths; null: nothing.
     """
 
     kind: Literal["synthetic"]
@@ -183,12 +232,10 @@ class Synthetic:
     arrivals: Arrivals = AT_ONCE
     shared_prefix: int = 0
     prefixes: int = 1
-    max_tokens: Limits | None = None
-    predicted: Predicted | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _at_least_one("count", self.count)
-        _check_limits(self.max_tokens)
         if self.shared_prefix < 0:
             raise ValueError(
                 f"shared_prefix is {self.shared_prefix!r}; it must be at least 0 tokens"
@@ -202,19 +249,21 @@ class Synthetic:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Recorded(CutRequests):
     """Arrivals and lengths of a recorded service. Prompts are random ids.
 
     offset, limit: of the file's requests, how many are left out at its beginning, and how many are
         taken then; null: all.
+    window, num_requests: take a part of those: so many seconds of the recorded time, or so many
+        requests, from a start that is drawn by the seed. With `reseed` each repeat has another
+        part. null: all.
     time_scale: multiplies the recorded gaps: 0.5 doubles the rate, with 0 all requests arrive at
         once.
+    rate: in its place, the mean requests a second that the gaps are multiplied to; null: as
+        recorded.
     rounds: how often the requests come, one round after the other with the mean gap between them:
         24 makes a day of a recorded hour. The prompts of each round are others. With a `time_scale`
         of 0 all rounds arrive at once.
-    max_prompt_tokens, max_output_tokens: longer ones are cut, and counted; null: as recorded.
-    max_tokens: the most tokens that a request asks for; see `Synthetic`.
-    predicted: what a policy may know of the outputs' lengths; null: nothing.
     """
 
     kind: str
@@ -223,13 +272,12 @@ class Recorded:
     limit: int | None = None
     time_scale: float = 1.0
     rounds: int = 1
-    max_prompt_tokens: int | None = None
-    max_output_tokens: int | None = None
-    max_tokens: Limits | None = None
-    predicted: Predicted | None = None
+    rate: float | None = None
+    window: float | None = None
+    num_requests: int | None = None
 
     def __post_init__(self) -> None:
-        _check_limits(self.max_tokens)
+        super().__post_init__()
         if not 0 <= self.time_scale < math.inf:
             raise ValueError(
                 f"time_scale is {self.time_scale!r}; it must be at least 0, and finite"
@@ -238,13 +286,28 @@ class Recorded:
             raise ValueError(f"offset is {self.offset!r}; it must be at least 0")
         _at_least_one("limit", self.limit, "null for the whole file")
         _at_least_one("rounds", self.rounds)
-        for name in ("max_prompt_tokens", "max_output_tokens"):
-            _at_least_one(name, getattr(self, name), "null for lengths as recorded")
+        _at_least_one("num_requests", self.num_requests, "null for all")
+        if self.rate is not None:
+            check_above_zero("rate", self.rate, "requests a second")
+            if self.time_scale != 1.0:
+                raise ValueError(
+                    f"rate is {self.rate!r} and time_scale {self.time_scale!r}, and both scale "
+                    "the recorded gaps; leave one of them out"
+                )
+        if self.window is not None:
+            check_above_zero("window", self.window, "seconds")
+            if self.num_requests is not None:
+                raise ValueError(
+                    f"window is {self.window!r} and num_requests {self.num_requests!r}, and both "
+                    "say how long the part is; leave one of them out"
+                )
 
 
 @dataclass(frozen=True)
 class Trace(Recorded):
-    """A CSV with TIMESTAMP, ContextTokens, GeneratedTokens, as Azure publishes it."""
+    """A CSV with TIMESTAMP, ContextTokens, GeneratedTokens, as Azure publishes it. A column User
+    may say who sent a request.
+    """
 
     kind: Literal["trace"]
 
@@ -252,7 +315,7 @@ class Trace(Recorded):
 @dataclass(frozen=True)
 class BurstGPT(Recorded):
     """A CSV of BurstGPT, with Timestamp (seconds), Model, Request tokens, Response tokens and Log
-    Type.
+    Type. A column User may say who sent a request.
 
     Requests without response tokens are left out, because they failed, and so are those of other
     models and log types; `offset` and `limit` count the rest.
@@ -268,7 +331,7 @@ class BurstGPT(Recorded):
 @dataclass(frozen=True)
 class Mooncake(Recorded):
     """JSON lines of Mooncake, with timestamp (milliseconds), input_length, output_length and
-    hash_ids.
+    hash_ids; user may say who sent a request.
 
     A hash id stands for 512 tokens of a prompt. Blocks with one id have the same random tokens, so
     that prefixes are shared as in the recorded service.
@@ -278,7 +341,7 @@ class Mooncake(Recorded):
 
 
 @dataclass(frozen=True)
-class ShareGPT:
+class ShareGPT(CutRequests):
     """The first question and answer of each conversation of a ShareGPT file: a JSON list of
     {"conversations": [{"from": "human", "value": text}, ...]}.
 
@@ -287,72 +350,52 @@ class ShareGPT:
 
     limit: how many conversations; null: all.
     shuffle: take them in random order, by the seed.
-    max_prompt_tokens, max_output_tokens: longer ones are cut, and counted; null: as they are.
-    max_tokens: the most tokens that a request asks for; see `Synthetic`.
-    predicted: what a policy may know of the outputs' lengths; null: nothing.
     """
 
     kind: Literal["sharegpt"]
     file: str
     limit: int | None = None
     shuffle: bool = False
-    max_prompt_tokens: int | None = None
-    max_output_tokens: int | None = None
-    max_tokens: Limits | None = None
     arrivals: Arrivals = AT_ONCE
-    predicted: Predicted | None = None
 
     def __post_init__(self) -> None:
-        _check_limits(self.max_tokens)
+        super().__post_init__()
         _at_least_one("limit", self.limit, "null for the whole file")
-        for name in ("max_prompt_tokens", "max_output_tokens"):
-            _at_least_one(name, getattr(self, name), "null for lengths as they are")
 
 
 @dataclass(frozen=True)
-class Tokens:
+class Tokens(Requests):
     """A JSON list of {"prompt": [token ids], "max_tokens": count}; "n" is another name of
-    "max_tokens".
-
-    predicted: what a policy may know of the outputs' lengths; null: nothing.
+    "max_tokens", and "user" may say who sends it.
     """
 
     kind: Literal["tokens"]
     file: str
     limit: int | None = None
     arrivals: Arrivals = AT_ONCE
-    predicted: Predicted | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _at_least_one("limit", self.limit, "null for the whole file")
 
 
 @dataclass(frozen=True)
-class Own:
-    """Requests of a function of your own: `kind: mine.py:bursts`.
+class Own(LimitedRequests):
+    """Requests of a function of your own: `kind: mine.py:bursts`, or with parameters
+    `kind: {name: mine.py:bursts, size: 20}`.
 
-    It is called as bursts(rng, **options), with a numpy.random.Generator that depends on the seed
-    alone, and returns its requests: for each (prompt, output) or (prompt, output, arrival), or an
-    `Item` or a mapping with these names. Equal generators must give equal requests.
+    It is called as bursts(rng, **parameters), with a numpy.random.Generator that depends on the
+    seed alone, and returns its requests: for each (prompt, output), (prompt, output, arrival) or
+    (prompt, output, arrival, user), or an `Item` or a mapping with these names. Equal generators
+    must give equal requests.
 
-    options: its keyword arguments.
-    file: a text file, of which the function gets the text as the option `content`.
+    file: a text file, of which the function gets the text as the parameter `content`.
     arrivals: in place of those that the function gives; null: its own, at once without one.
-    max_tokens: the most tokens that a request asks for; see `Synthetic`.
-    predicted: what a policy may know of the outputs' lengths; null: nothing.
     """
 
     kind: str
-    options: Mapping[str, Any] = field(default_factory=dict)
     file: str | None = None
     arrivals: Arrivals | None = None
-    max_tokens: Limits | None = None
-    predicted: Predicted | None = None
-
-    def __post_init__(self) -> None:
-        _check_limits(self.max_tokens)
-        if self.file is not None and "content" in self.options:
-            raise ValueError("options.content is given, and file gives it; leave one of them out")
 
 
 class Item(NamedTuple):
@@ -361,11 +404,13 @@ class Item(NamedTuple):
     prompt: its token ids, or the number of random ones.
     output: output tokens.
     arrival: seconds after the start of the run.
+    user: who sends it; "": not said.
     """
 
     prompt: int | Sequence[int]
     output: int
     arrival: float = 0.0
+    user: str = ""
 
 
 Spec = Prompts | Synthetic | Trace | Tokens | ShareGPT | BurstGPT | Mooncake | Own
@@ -411,18 +456,18 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
         content: the text of `spec.file`; "" for a synthetic workload, which has no file.
         seed: the seed of every random choice.
         vocab_size: random ids are drawn from [17, vocab_size); lower ids are special.
-        encode: text to token ids; only `prompts` uses it.
+        encode: text to token ids, for `prompts` and `sharegpt`.
 
     Raises:
         ValueError: an empty workload, or a line of the file that cannot be read.
     """
     arrivals = getattr(spec, "arrivals", None)  # a trace has its own
     clients = arrivals.clients if isinstance(arrivals, ClosedLoop) else None
-    streams = tuple(np.random.default_rng([seed, stream]) for stream in range(9))
+    streams = tuple(np.random.default_rng([seed, stream]) for stream in range(12))
     if isinstance(spec, Own):
         workload = _own(spec, content, seed, vocab_size, streams)
     elif isinstance(spec, Recorded):
-        workload = _recorded(spec, content, seed, vocab_size, streams[1])
+        workload = _recorded(spec, content, seed, vocab_size, streams)
     else:
         workload = _with_equal_limits(spec, content, vocab_size, encode, streams)
     limits = limits_of(spec)
@@ -430,6 +475,11 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
         workload = _with_limits(workload, limits, streams[6])
     if spec.predicted is not None:
         workload = _with_predictions(workload, spec.predicted, streams[7])
+    if spec.users is not None:
+        users = streams[11].integers(0, spec.users, len(workload.items)).tolist()
+        pairs = zip(workload.items, users, strict=True)
+        items = tuple([item._replace(user=f"u{user}") for item, user in pairs])
+        workload = workload._replace(items=items)
     return workload._replace(clients=clients)
 
 
@@ -471,7 +521,8 @@ def _own(
         for item, ids in zip(items, random_ids, strict=True)
     ]
     times = [item.arrival for item in items]
-    return Workload(_items(times, prompts, [item.output for item in items]))
+    outputs = [item.output for item in items]
+    return Workload(_items(times, prompts, outputs, [item.user for item in items]))
 
 
 def own_items(spec: Own, content: str, seed: int, vocab_size: int) -> list[Item]:
@@ -479,32 +530,31 @@ def own_items(spec: Own, content: str, seed: int, vocab_size: int) -> list[Item]
 
     Raises:
         OwnError: it raises.
-        ValueError: there is no such function, it does not take the options, or it returns no
+        ValueError: there is no such function, it does not take the parameters, or it returns no
             requests; names the first wrong one.
     """
-    function = own_value("workload.kind", spec.kind, FunctionType, ())
-    options = dict(spec.options)
-    if spec.file is not None:
-        options["content"] = content
+    place = f"workload.kind is {spec.kind!r}"
+    options = {} if spec.file is None else {"content": content}
+    function = own_function("workload.kind", spec.kind, 1, options)
     rng = np.random.default_rng([seed, 9])
-    options = check_options("workload.options", function, 1, options)
-    try:
-        returned = function(rng, **options)
-        entries = list(returned) if isinstance(returned, Iterable) else None  # a generator runs now
-    except Exception as error:
-        raise_with_place(f"workload.kind is {spec.kind!r}, which", error)
-        raise
-    if entries is None:
+    with placed(f"{place}, which"):
+        returned: Any = function(rng)
+        if not isinstance(returned, Iterable):
+            raise ValueError(
+                f"{place}, which returned {returned!r:.80}; it must return its requests, each "
+                "(prompt, output, arrival)"
+            )
+        entries = list(islice(returned, MOST_REQUESTS + 1))  # a generator runs now
+    if len(entries) > MOST_REQUESTS:
         raise ValueError(
-            f"workload.kind is {spec.kind!r}, which returned {returned!r:.80}; it must return its "
-            "requests, each (prompt, output, arrival)"
+            f"{place}, which returned more than {MOST_REQUESTS:,} requests; let it end"
         )
     items = [
-        _own_item(f"workload.kind is {spec.kind!r}, whose request {i}", entry, vocab_size)
+        _own_item(f"{place}, whose request {i}", entry, vocab_size)
         for i, entry in enumerate(entries)
     ]
     if not items:
-        raise ValueError(f"workload.kind is {spec.kind!r}, which returned no requests; return one")
+        raise ValueError(f"{place}, which returned no requests; return one")
     return sorted(items, key=lambda item: item.arrival)
 
 
@@ -514,8 +564,8 @@ def _own_item(place: str, entry: Any, vocab_size: int) -> Item:
         item = Item(**entry) if isinstance(entry, Mapping) else Item(*entry)
     except TypeError:
         raise ValueError(
-            f"{place} is {entry!r:.80}; write (prompt, output) or (prompt, output, arrival), or a "
-            "mapping with prompt, output and arrival"
+            f"{place} is {entry!r:.80}; write (prompt, output), (prompt, output, arrival) or "
+            "(prompt, output, arrival, user), or a mapping with these names"
         ) from None
     prompt: Any = item.prompt
     tokens: tuple[int, ...] = ()
@@ -527,9 +577,9 @@ def _own_item(place: str, entry: Any, vocab_size: int) -> Item:
             f"{place} has the prompt {prompt!r:.60}; it must be token ids, or their number, at "
             "least 1"
         )
-    wrong = [t for t in tokens if type(t) is not int or not 0 <= t < vocab_size]
-    if wrong:
-        raise ValueError(f"{place} has token id {wrong[0]!r}; it is outside [0, {vocab_size})")
+    outside = [t for t in tokens if type(t) is not int or not 0 <= t < vocab_size]
+    if outside:
+        raise ValueError(f"{place} has token id {outside[0]!r}; it is outside [0, {vocab_size})")
     if not isinstance(item.output, Integral) or item.output < 1:
         raise ValueError(
             f"{place} has output {item.output!r:.60}; it must be an integer, at least 1"
@@ -538,14 +588,20 @@ def _own_item(place: str, entry: Any, vocab_size: int) -> Item:
         raise ValueError(
             f"{place} has arrival {item.arrival!r:.60}; it must be seconds, at least 0, and finite"
         )
-    return Item(tokens or length, int(item.output), float(item.arrival))
+    if not isinstance(item.user, str):
+        raise ValueError(f"{place} has user {item.user!r:.60}; it must be a text")
+    return Item(tokens or length, int(item.output), float(item.arrival), item.user)
 
 
 def _recorded(
-    spec: Recorded, content: str, seed: int, vocab_size: int, token_rng: np.random.Generator
+    spec: Recorded,
+    content: str,
+    seed: int,
+    vocab_size: int,
+    streams: Sequence[np.random.Generator],
 ) -> Workload:
     """The workload of a recorded service."""
-    recorded = read_recorded(spec, content)
+    recorded = read_recorded(spec, content, streams[10])
     prompt_lens, clipped_prompts = clip(recorded.prompt_lens, 1, spec.max_prompt_tokens)
     output_lens, clipped_outputs = clip(recorded.output_lens, 1, spec.max_output_tokens)
     prompts: Sequence[Sequence[int]]
@@ -558,8 +614,8 @@ def _recorded(
             for i, (blocks, length) in enumerate(zip(recorded.blocks, prompt_lens, strict=True))
         ]
     else:
-        prompts = lazy_prompts(prompt_lens, vocab_size, token_rng)
-    items = _items(recorded.times, prompts, output_lens)
+        prompts = lazy_prompts(prompt_lens, vocab_size, streams[1])
+    items = _items(recorded.times, prompts, output_lens, recorded.users)
     return Workload(items, clipped_prompts, clipped_outputs)
 
 
@@ -576,6 +632,7 @@ def _with_equal_limits(
     arrival_rng, output_rng = streams[2:4]
     clipped_prompts = 0
     clipped_outputs = 0
+    users: Sequence[str] = ()
     if isinstance(spec, Prompts):
         prompts = [tuple(encode(text)) for text in read_prompts(spec, content, streams[8])]
         output_lens = [spec.max_tokens] * len(prompts)
@@ -589,9 +646,10 @@ def _with_equal_limits(
         lens = [length for _, length in pairs]
         output_lens, clipped_outputs = clip(lens, 1, spec.max_output_tokens)
     else:
-        prompts, output_lens = read_tokens(spec, content, vocab_size)
+        prompts, output_lens, users = read_tokens(spec, content, vocab_size)
     times = draw_arrivals(spec.arrivals, len(prompts), arrival_rng)
-    return Workload(_items(times, prompts, output_lens), clipped_prompts, clipped_outputs)
+    items = _items(times, prompts, output_lens, users)
+    return Workload(items, clipped_prompts, clipped_outputs)
 
 
 def _encoded_conversations(
@@ -698,30 +756,48 @@ class RecordedLoad(NamedTuple):
     """The requests of a recorded service, in order of arrival.
 
     times: seconds after the first request that counts.
+    users: who sent each; "": not said.
     blocks: of each prompt; see `Arrived`.
     """
 
     times: list[float]
     prompt_lens: list[int]
     output_lens: list[int]
+    users: list[str]
     blocks: list[tuple[int, ...]]
 
 
-def read_recorded(spec: Recorded, content: str) -> RecordedLoad:
+def read_recorded(
+    spec: Recorded, content: str, rng: np.random.Generator | None = None
+) -> RecordedLoad:
     """The requests that a workload takes of a recorded service, in all of its rounds.
 
+    Args:
+        rng: of the start of the part that is taken; None: all are, and its size is checked.
+
     Raises:
-        ValueError: a line cannot be read, no request is left, or there is no gap between rounds.
+        ValueError: a line cannot be read, no request is left, the part is longer than what is
+            recorded, or there is no gap between rounds.
     """
     rows = _recorded_rows(spec, content)
     if not rows:
         raise ValueError(
             f"{spec.file} has no requests after workload.offset {spec.offset} (limit {spec.limit})"
         )
-    times = [(row.seconds - rows[0].seconds) * spec.time_scale for row in rows]
+    rows = _drawn_part(spec, rows, rng)
+    seconds = rows[-1].seconds - rows[0].seconds
+    scale = spec.time_scale
+    if spec.rate is not None:
+        if not seconds:
+            raise ValueError(
+                f"workload.rate is {spec.rate}, and the {len(rows)} requests taken of {spec.file} "
+                "arrive at one time, so they have no rate; take more of them, or leave it out"
+            )
+        scale = (len(rows) - 1) / seconds / spec.rate
+    times = [(row.seconds - rows[0].seconds) * scale for row in rows]
     # the time until the first request of the next round
     period = times[-1] * len(times) / max(1, len(times) - 1)
-    if spec.rounds > 1 and spec.time_scale and not period:
+    if spec.rounds > 1 and scale and not period:
         raise ValueError(
             f"workload.rounds is {spec.rounds}, and the kept requests of {spec.file} all arrive at "
             "one time, so no gap between two rounds is known; set rounds: 1, or raise "
@@ -733,30 +809,82 @@ def read_recorded(spec: Recorded, content: str) -> RecordedLoad:
         times,
         [row.prompt_tokens for row in rows] * spec.rounds,
         [row.output_tokens for row in rows] * spec.rounds,
+        [row.user for row in rows] * spec.rounds,
         [row.blocks for row in rows] * spec.rounds,
     )
 
 
-def _recorded_rows(spec: Recorded, content: str) -> list[Arrived]:
-    """The requests of a file that a workload takes, by time."""
-    if not isinstance(spec, BurstGPT | Mooncake):
-        rows = trace_rows(spec.file, content, spec.offset, spec.limit, AZURE)
-        return [
-            Arrived((row.at - rows[0].at).total_seconds(), row.prompt_tokens, row.output_tokens)
+def _drawn_part(
+    spec: Recorded, rows: Sequence[Arrived], rng: np.random.Generator | None
+) -> Sequence[Arrived]:
+    """The requests of the window, whose start is drawn evenly. Arguments and errors: see
+    `read_recorded`.
+    """
+    count = spec.num_requests
+    if count is not None and count > len(rows):
+        raise ValueError(
+            f"workload.num_requests is {count}, and {len(rows)} requests of {spec.file} are there "
+            "to take; lower it, or leave it out"
+        )
+    if rng is not None and count is not None:
+        first = int(rng.integers(0, len(rows) - count, endpoint=True))
+        return rows[first : first + count]
+    if spec.window is None:
+        return rows
+    start = rows[0].seconds
+    longest = rows[-1].seconds - start
+    if spec.window > longest:
+        raise ValueError(
+            f"workload.window is {spec.window} s, and the requests of {spec.file} arrive in "
+            f"{longest:g} s; lower it, or leave it out"
+        )
+    if rng is None:
+        return rows
+    start += rng.uniform(0.0, longest - spec.window)
+    part = [row for row in rows if start <= row.seconds <= start + spec.window]
+    if not part:
+        raise ValueError(
+            f"no request of {spec.file} arrives in the workload.window of {spec.window} s that "
+            f"begins {start - rows[0].seconds:g} s after the first; raise it, or set num_requests "
+            "in its place"
+        )
+    return part
+
+
+def _recorded_rows(spec: Recorded, content: str) -> tuple[Arrived, ...]:
+    """The requests from `offset` on, at most `limit`, by time."""
+    filters = (spec.model, spec.log_type) if isinstance(spec, BurstGPT) else ()
+    return _parsed_rows(type(spec), spec.file, content, spec.offset, spec.limit, *filters)
+
+
+@lru_cache(maxsize=1)  # the points and the repeats of a sweep have one file
+def _parsed_rows(
+    kind: type[Recorded], file: str, content: str, offset: int, limit: int | None, *filters: Any
+) -> tuple[Arrived, ...]:
+    """See `_recorded_rows`; `filters`: the model and the log type of BurstGPT."""
+    if kind is Trace:
+        rows = trace_rows(file, content, offset, limit, AZURE)
+        return tuple(
+            Arrived(
+                (row.at - rows[0].at).total_seconds(),
+                row.prompt_tokens,
+                row.output_tokens,
+                user=row.user,
+            )
             for row in rows
-        ]
-    if isinstance(spec, BurstGPT):
-        arrived = field_files.burst_rows(spec.file, content, spec.model, spec.log_type)
+        )
+    if kind is BurstGPT:
+        arrived = field_files.burst_rows(file, content, *filters)
     else:
-        arrived = field_files.mooncake_rows(spec.file, content)
-    end = None if spec.limit is None else spec.offset + spec.limit
-    return sorted(arrived[spec.offset : end], key=lambda row: row.seconds)
+        arrived = field_files.mooncake_rows(file, content)
+    end = None if limit is None else offset + limit
+    return tuple(sorted(arrived[offset:end], key=lambda row: row.seconds))
 
 
 def read_tokens(
     spec: Tokens, content: str, vocab_size: int
-) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Prompts and output lengths of a JSON list of requests."""
+) -> tuple[list[tuple[int, ...]], list[int], list[str]]:
+    """Prompts, output lengths and users of a JSON list of requests."""
     try:
         entries = json.loads(content)
     except json.JSONDecodeError as error:
@@ -768,6 +896,7 @@ def read_tokens(
         )
     prompts = []
     outputs = []
+    users = []
     for index, entry in enumerate(entries[: spec.limit]):
         prompt = entry.get("prompt") if isinstance(entry, dict) else None
         output = entry.get("max_tokens", entry.get("n")) if isinstance(entry, dict) else None
@@ -776,28 +905,32 @@ def read_tokens(
                 f'{spec.file}, entry {index}: needs "prompt", a list of token ids, and '
                 '"max_tokens" >= 1'
             )
-        wrong = [t for t in prompt if type(t) is not int or not 0 <= t < vocab_size]
-        if wrong:
+        outside = [t for t in prompt if type(t) is not int or not 0 <= t < vocab_size]
+        if outside:
             raise ValueError(
-                f"{spec.file}, entry {index}: token id {wrong[0]!r} is outside [0, {vocab_size})"
+                f"{spec.file}, entry {index}: token id {outside[0]!r} is outside [0, {vocab_size})"
             )
+        user = entry.get("user", "")
+        if not isinstance(user, str):
+            raise ValueError(f"{spec.file}, entry {index}: user is {user!r:.60}; it must be a text")
         prompts.append(tuple(prompt))
         outputs.append(output)
-    return prompts, outputs
+        users.append(user)
+    return prompts, outputs, users
 
 
 def _items(
-    times: Sequence[float], prompts: Sequence[Sequence[int]], outputs: Sequence[int]
+    times: Sequence[float],
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[int],
+    users: Sequence[str] = (),
 ) -> tuple[WorkItem, ...]:
-    rows = zip(times, prompts, outputs, strict=True)
+    """The requests. users: of each; (): not said."""
+    rows = zip(times, prompts, outputs, users or [""] * len(times), strict=True)
     return tuple(
-        WorkItem(f"r{i:05d}", time, prompt, count) for i, (time, prompt, count) in enumerate(rows)
+        WorkItem(f"r{i:05d}", time, prompt, count, user=user)
+        for i, (time, prompt, count, user) in enumerate(rows)
     )
-
-
-def _check_limits(limits: Limits | None) -> None:
-    if isinstance(limits, int):
-        _at_least_one("max_tokens", limits, "null for the lengths of the outputs")
 
 
 def _at_least_one(name: str, value: int | None, none: str = "") -> None:

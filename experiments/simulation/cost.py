@@ -33,7 +33,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -42,9 +41,9 @@ from experiments.simulation import collectives, profiles
 from experiments.simulation.collectives import Exchanged, Network
 from pagedjax.host.kv_policies import View
 from pagedjax.host.types import Plan, SchedulerConfig
-from pagedjax.options.config import MeshConfig, from_dict, one_of
-from pagedjax.options.own_errors import raise_with_place
-from pagedjax.options.own_values import check_options, own_value
+from pagedjax.options.config import MeshConfig, check_above_zero, from_dict, one_of
+from pagedjax.options.own_errors import placed
+from pagedjax.options.own_values import own_function
 
 if TYPE_CHECKING:
     from pagedjax.weights.architectures import Family
@@ -382,7 +381,7 @@ class OwnNetwork:
     hop: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_above_zero("bandwidth", self.bandwidth, "bytes/s")
+        check_above_zero("bandwidth", self.bandwidth, "bytes/s")
         if self.devices < 2:
             raise ValueError(f"devices is {self.devices}; it must be at least 2")
         if not 0 <= self.hop < math.inf:
@@ -426,7 +425,7 @@ class OwnChip:
         for name, unit in (units | {"link": "bytes/s"}).items():
             value = getattr(self, name)
             if value is not None:
-                _check_above_zero(name, value, unit)
+                check_above_zero(name, value, unit)
             elif name in units and self.like is None:
                 raise ValueError(f"{name} is missing; give it in {unit}, or a chip that it is like")
         for name in ("launch", "transfer"):
@@ -446,30 +445,21 @@ class OwnChip:
         return Chip(**values) if self.like is None else CHIPS[self.like]._replace(**values)
 
 
-def _check_above_zero(name: str, value: float, unit: str) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value}; it must be above 0 {unit}, and finite")
-
-
-def own_step_time(spec: str, options: Mapping[str, Any]) -> StepTime:
+def own_step_time(spec: str) -> StepTime:
     """The seconds of a step by a user's own function of a `Work`, file.py:NAME.
 
     The function is called for each step alone, with integers. What a function makes of arrays
     cannot be checked: `np.max(work.context)` is one number for all steps.
 
     Raises:
-        ValueError: there is no such function, or it does not take the options. A call raises it if
+        ValueError: there is no such function, or it does not take the parameters. A call raises it if
             the function returns no time, and `OwnError` if the function raises.
     """
-    function = own_value("simulate.cost", spec, FunctionType, ())
-    arguments = check_options("simulate.cost_options", function, 1, options)
+    function = own_function("simulate.cost", spec, 1)
 
     def seconds(work: Work) -> float:
-        try:
-            time: Any = function(work, **arguments)
-        except Exception as error:
-            raise_with_place(f"simulate.cost is {spec!r}, which", error)
-            raise
+        with placed(f"simulate.cost is {spec!r}, which"):
+            time: Any = function(work)
         if not isinstance(time, Real) or not 0 < float(time) < math.inf:
             raise ValueError(
                 f"simulate.cost is {spec!r}, which returned {time!r:.80} for {work}; it must "
@@ -658,9 +648,8 @@ class Simulate:
     fit: the folder of a measured run, in place of a chip; the times come from its steps.jsonl. Or
         a folder and swept values that choose the run: "runs/x block_size=16 repeat=0".
     step_s: seconds of every step, in place of a chip: its time does not depend on what it computes.
-    cost: a function of your own, mine.py:NAME, in place of a chip: NAME(work, **cost_options) gives
-        the seconds of a step with the counts of `Work`.
-    cost_options: its keyword arguments.
+    cost: a function of your own, mine.py:NAME, in place of a chip: NAME(work) gives the seconds of
+        a step with the counts of `Work`. It may have parameters: {name: mine.py:NAME, a: 0.001}.
     profile: one of profiles.NAMES, in place of a chip: published coefficients or times. They count
         real tokens, so `padded` must be False.
     model: a name of cost.SHAPES; None is the shape of the experiment's own model, from its
@@ -698,7 +687,6 @@ class Simulate:
     hop_s: float | None = None
     profile: str | None = None
     cost: str | None = None
-    cost_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.mesh, Mapping):
@@ -709,8 +697,6 @@ class Simulate:
                 "needs one of chip (a name), fit (a folder of a measured run), profile (a name), "
                 "cost (mine.py:NAME) and step_s (seconds of every step)"
             )
-        if self.cost_options and self.cost is None:
-            raise ValueError("cost_options are given without a cost; name it, or leave them out")
         if self.profile is not None:
             one_of("profile", self.profile, profiles.NAMES)
             if self.padded:

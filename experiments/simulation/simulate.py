@@ -70,7 +70,7 @@ from pagedjax.host.types import (
     Seq,
     StepResult,
 )
-from pagedjax.options.config import EngineConfig
+from pagedjax.options.config import EngineConfig, check_model_len
 from pagedjax.options.own_names import names_own_value
 from pagedjax.options.params import SamplingParams
 from pagedjax.weights.families import own_family
@@ -243,6 +243,7 @@ class SimulatedEngine:
         params: SamplingParams,
         *,
         forks: Sequence[str] = (),
+        user: str = "",
         predicted: int | None = None,
         ends_at: int | None = None,
     ) -> None:
@@ -260,7 +261,7 @@ class SimulatedEngine:
                 "stop_token_ids out"
             )
         names = (request_id, *forks)
-        request = EngineRequest(names, prompt_token_ids, params, predicted=predicted)
+        request = EngineRequest(names, prompt_token_ids, params, user=user, predicted=predicted)
         prepared = prepare(self.scheduler_state, request, self._rules)
         scheduler_request = prepared.request
         if ends_at is not None:
@@ -512,11 +513,7 @@ def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> Engine
         ValueError: max_model_len is beyond the model's, or the blocks do not fit.
     """
     length = config.max_model_len or shape.longest
-    if length > shape.longest:
-        raise ValueError(
-            f"max_model_len is {length}, but the model was made for {shape.longest} tokens; lower "
-            "it"
-        )
+    check_model_len(length, shape.longest)
     blocks = config.num_blocks
     block_bytes = config.block_size * shape.token_bytes
     if memory is None and blocks is None:
@@ -566,7 +563,7 @@ class SimulatedLLM:
         elif (seconds := simulate.step_s) is not None:
             self.step_time = lambda work: seconds
         elif simulate.cost is not None:
-            self.step_time = cost.own_step_time(simulate.cost, simulate.cost_options)
+            self.step_time = cost.own_step_time(simulate.cost)
         elif simulate.profile is not None:
             self.step_time = profiles.find(simulate.profile)
         else:

@@ -244,11 +244,21 @@ def view(args: argparse.Namespace) -> int:
     """Write a recorded run, or two on one time axis, as one HTML page that opens in any browser, and
     print where."""
     from pagedjax import viewer
+    from pagedjax.host.replay import ReplayError
     from pagedjax.viewer.pair import different_names
 
     paths = [path for path in (args.file, args.second) if path]
     policies = _policies_of_runs(args.policy or (), len(paths))
-    runs = list(map(viewer.read, paths, policies))
+    runs = []
+    errors = []
+    for path, policies_of_run in zip(paths, policies, strict=True):
+        try:
+            runs.append(viewer.read(path, policies_of_run))
+        except ReplayError as error:
+            errors.append(str(error))
+    if errors:
+        order = "; give one --policy for each recording, in their order" * (len(errors) > 1)
+        raise ReplayError("; ".join(errors) + order)
     decode = _decoder(args.model) if args.model else None
     if len(runs) == 1:
         return _write(args, ".html", viewer.page(runs[0], decode=decode))

@@ -216,10 +216,22 @@ def integers(example: str, noun: str = "integers") -> Callable[[str], tuple[int,
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Read names with commas between them; a comma without a name behind it is between
-    parameters.
-    """
-    return tuple(re.split(r",(?=[^,()]*:)", text))
+    """Read names with commas between them; those in parentheses are between parameters."""
+    parts = [""]
+    depth = 0  # of parentheses
+    quote = ""  # that is open in them
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif depth and character in "'\"":
+            quote = character
+        else:
+            depth += (character in "([") - (character in ")]")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return tuple(parts)
 
 
 def at_least_1(text: str) -> int:

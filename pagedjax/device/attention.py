@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from pagedjax.device.batch import Batch
-from pagedjax.options.own_errors import raise_with_place
-from pagedjax.options.own_values import own_value
+from pagedjax.options.own_errors import placed
+from pagedjax.options.own_values import named
 from pallas_kernels import kv_write
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
 from pallas_kernels.shared.page_bits import read, stored
@@ -38,16 +38,7 @@ def find(name: Any) -> Implementation:
     Raises:
         ValueError: there is no such implementation, module, file or value.
     """
-    if isinstance(name, Implementation):
-        return name
-    if not isinstance(name, str):
-        raise ValueError(
-            f"attention_impl is {name!r:.200}; it must be one of {', '.join(map(repr, IMPLS))}, "
-            "FILE.py:NAME, or an Implementation"
-        )
-    if name in IMPLS:
-        return IMPLS[name]
-    return own_value("attention_impl", name, Implementation, IMPLS, shared=True)
+    return named("attention_impl", name, Implementation, IMPLS, shared=True)
 
 
 def choose(name: Any, device: Any, *, invariant: bool = False, **sizes: Any) -> str:
@@ -150,11 +141,8 @@ class Bound:
     scale: float
 
     def __call__(self, *arrays: jax.Array, **options: Any) -> jax.Array:
-        try:
+        with placed(f"attend of the attention {self.impl.name!r}"):
             return paged_attention(*arrays, scale=self.scale, impl=self.impl, **options)
-        except Exception as error:
-            raise_with_place(f"attend of the attention {self.impl.name!r}", error)
-            raise
 
 
 def attend(impl: str, scale: float, *, invariant: bool = False, drafts: bool = True) -> Attend:

@@ -16,7 +16,13 @@ from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.engine.geometry import devices_of, geometry, layers_in_groups, selection_of, views
 from pagedjax.host.reservation import table_width
-from pagedjax.options.config import MAX_TAP_BYTES, ON_DEVICE, EngineConfig, Resolved
+from pagedjax.options.config import (
+    MAX_TAP_BYTES,
+    ON_DEVICE,
+    EngineConfig,
+    Resolved,
+    check_model_len,
+)
 
 VECTOR = 16  # float32 numbers of the widest vector of a CPU
 
@@ -99,11 +105,7 @@ def _check_model(config: EngineConfig, model: Model, length: int) -> None:
             raise ValueError(
                 f"{name} is {value!r}, but the model was loaded with {loaded!r}; load it again"
             )
-    if length > model.config.max_len:
-        raise ValueError(
-            f"max_model_len is {length}, but the model was made for {model.config.max_len} tokens; "
-            "lower it"
-        )
+    check_model_len(length, model.config.max_len)
 
 
 def _attention_impl(

@@ -12,7 +12,7 @@ from pagedjax.host.blocks import BlockPool
 from pagedjax.host.policies import Policy, called, decision
 from pagedjax.host.preemption import Pairs
 from pagedjax.host.types import HOLE, CurrentSeqs, Running, SchedulerConfig, Seq
-from pagedjax.options.own_errors import raise_with_place
+from pagedjax.options.own_errors import placed
 
 # what does not suffice for a sequence that would enter; "piece": blocks in a row (reservation.py);
 # "policy": its `admit` refuses
@@ -113,11 +113,8 @@ def ordered(
     remedy = "return the waiting sequences in an order, or some of them, each once"
     if not isinstance(queue, Iterable):
         raise ValueError(f"order of the policy {policy.name!r} returned {queue!r:.200}; {remedy}")
-    try:
-        offered = tuple(queue)
-    except Exception as error:  # a generator runs now
-        raise_with_place(f"order of the policy {policy.name!r}", error)
-        raise
+    with placed(f"order of the policy {policy.name!r}"):
+        offered = tuple(queue)  # a generator runs now
     places = {id(seq) for seq in waiting}
     for seq in offered:
         if id(seq) not in places:

@@ -18,12 +18,12 @@ the blocks that a view lists, and give none back. So a selection is a field of `
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from pagedjax.host import blocks
 from pagedjax.options.config import EngineConfig, KVPolicyName, KVPolicyOptions
-from pagedjax.options.own_errors import raise_with_place
-from pagedjax.options.own_values import own_value
+from pagedjax.options.own_errors import placed
+from pagedjax.options.own_values import named, true_or_false
 
 
 class View(NamedTuple):
@@ -128,14 +128,7 @@ def find(options: KVPolicyOptions) -> KVPolicy:
         assert options.dense_layers is not None, "the options have defaults"
         assert options.dense_prompts is not None, "the options have defaults"
         return quest(options.tokens, options.dense_layers, options.dense_prompts)
-    policy: Any = options.name
-    if isinstance(policy, str):
-        policy = own_value("kv_policy", policy, KVPolicy, get_args(KVPolicyName))
-    if not isinstance(policy, KVPolicy):
-        raise ValueError(
-            f"kv_policy is {policy!r:.200}; it must be one of "
-            f"{', '.join(map(repr, get_args(KVPolicyName)))}, FILE.py:NAME, or a KVPolicy"
-        )
+    policy = named("kv_policy", options.name, KVPolicy, dict.fromkeys(get_args(KVPolicyName)))
     if policy.window is not None and (type(policy.window) is not int or policy.window < 1):
         raise ValueError(
             f"kv_policy {options.name!r} has window {policy.window!r}; "
@@ -186,17 +179,9 @@ def _keeps(policy: KVPolicy, start: int) -> bool:
     Raises:
         ValueError: the policy's `keeps` raises, or returns neither True nor False.
     """
-    try:
+    with placed(f"keeps of the kv_policy {policy.name!r}"):
         result = policy.keeps(start)
-    except Exception as error:
-        raise_with_place(f"keeps of the kv_policy {policy.name!r}", error)
-        raise
-    if result not in (True, False):
-        raise ValueError(
-            f"keeps of the kv_policy {policy.name!r} returned {result!r:.200} for {start}; return "
-            "True or False"
-        )
-    return result
+    return true_or_false(f"keeps({start}) of the kv_policy {policy.name!r}", result)
 
 
 def views(config: EngineConfig, max_blocks: int) -> tuple[View, ...]:

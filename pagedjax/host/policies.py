@@ -4,7 +4,6 @@ flag.
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -12,9 +11,8 @@ from typing import Any, NamedTuple
 
 from pagedjax.host.types import Running, Seq
 from pagedjax.options.config import one_of
-from pagedjax.options.own_errors import raise_with_place
-from pagedjax.options.own_names import name_in_one_line
-from pagedjax.options.own_values import own_value
+from pagedjax.options.own_errors import placed
+from pagedjax.options.own_values import check_call, named, true_or_false
 
 WINDOW = 64  # arrivals that one level of priority is worth
 RATE = 16  # tokens of a prompt that one arrival is worth
@@ -175,32 +173,11 @@ def find(name: Any) -> Policy:
         ValueError: no such policy, module, file or value; a value that is no policy; or a function
             of it that takes other arguments.
     """
-    name = name_in_one_line("policy", name)
-    if isinstance(name, str):
-        if name in POLICIES:
-            return POLICIES[name]
-        policy = own_value("policy", name, Policy, POLICIES)
-    elif isinstance(name, Policy):
-        policy = name
-        name = policy.name
-        if policy in POLICIES.values():
-            return policy
-    else:
-        raise ValueError(
-            f"policy is {name!r:.200}; it must be one of {', '.join(map(repr, POLICIES))}, "
-            "FILE.py:NAME, or a Policy"
-        )
-    if policy.name in POLICIES:  # a recording would be replayed with the other one
-        raise ValueError(
-            f"policy {name!r} calls itself {policy.name!r}, which is another one; rename it"
-        )
-    for function, (count, usage) in ARGUMENTS.items():
-        try:
-            inspect.signature(getattr(policy, function)).bind(*[None] * count)
-        except TypeError:
-            raise ValueError(
-                f"policy {name!r}: its {function} takes other arguments; write {usage}"
-            ) from None
+    policy = named("policy", name, Policy, POLICIES)
+    if policy not in POLICIES.values():
+        for function, (count, usage) in ARGUMENTS.items():
+            start = f"policy {getattr(name, 'name', name)!r}: its {function}"
+            check_call(start, getattr(policy, function), count, usage)
     return policy
 
 
@@ -228,9 +205,9 @@ def called(policy: Policy, function: str, *arguments: Any) -> Any:
     """
     try:
         return getattr(policy, function)(*arguments)
-    except Exception as error:
-        raise_with_place(f"{function} of the policy {policy.name!r}", error)
-        raise
+    except Exception:  # a context around each call would cost time in every step
+        with placed(f"{function} of the policy {policy.name!r}"):
+            raise
 
 
 def decision(policy: Policy, function: str, *arguments: Any) -> bool:
@@ -240,13 +217,6 @@ def decision(policy: Policy, function: str, *arguments: Any) -> bool:
         ValueError: it is neither True nor False.
     """
     result = called(policy, function, *arguments)
-    if isinstance(result, int) and result in (0, 1):
-        return bool(result)
-    # a truth value of numpy is one, an array of them is not
-    dtype = getattr(result, "dtype", None)
-    if str(dtype) != "bool" or getattr(result, "shape", None) != ():
-        raise ValueError(
-            f"{function} of the policy {policy.name!r} returned {result!r:.200}; return True or "
-            "False"
-        )
-    return bool(result)
+    if isinstance(result, bool):
+        return result
+    return true_or_false(f"{function} of the policy {policy.name!r}", result)

@@ -613,6 +613,21 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def check_above_zero(name: str, value: float, unit: str = "") -> None:
+    """Raises ValueError unless a number is above 0 and finite."""
+    if not 0 < value < float("inf"):  # also refuses NaN
+        unit = f" {unit}" if unit else ""
+        raise ValueError(f"{name} is {value!r}; it must be above 0{unit}, and finite")
+
+
+def check_model_len(length: int, longest: int) -> None:
+    """Raises ValueError if max_model_len is beyond the longest text of the model."""
+    if length > longest:
+        raise ValueError(
+            f"max_model_len is {length}, but the model was made for {longest} tokens; lower it"
+        )
+
+
 def one_of(name: str, value: object, allowed: tuple[Any, ...], *, custom: bool = False) -> None:
     """Raise a ValueError that lists `allowed` (and the nearest name) unless `value` is one of them.
 

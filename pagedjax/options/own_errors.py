@@ -7,7 +7,9 @@ from __future__ import annotations
 import os
 import sysconfig
 import traceback
+from difflib import SequenceMatcher
 from pathlib import Path
+from typing import Any
 
 PACKAGES = Path(__file__).parents[2]
 CALLERS = ("pagedjax", "pallas_kernels", "experiments/core", "experiments/simulation")
@@ -23,36 +25,68 @@ class OwnError(ValueError):
     """
 
 
-def raise_with_place(function: str, error: Exception) -> None:
-    """Raises an error of a user's function again, as an `OwnError` with its place in the user's
-    file. Does nothing if no line of a user's file raised it: then the package is to blame, and its
-    error stays as it is.
+class placed:
+    """A context in which a user's function is called. An error of it becomes an `OwnError` with its
+    place in the user's file. If no line of a user's file raised it, the package is to blame, and
+    its error stays as it is.
 
-        try:
+        with placed(f"admit of the policy {policy.name!r}"):
             return policy.admit(seq, need, free)
-        except Exception as error:
-            raise_with_place(f"admit of the policy {policy.name!r}", error)
-            raise
-
-    Args:
-        function: which one was called, in words.
     """
-    place = place_of(error)
-    if place and not isinstance(error, OwnError):
-        message = str(error) or "no message"
-        raise OwnError(f"{function} raised {type(error).__name__}: {message}{place}") from error
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: str) -> None:
+        """function: which one is called, in words."""
+        self._function = function
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, Exception) or isinstance(error, OwnError):
+            return
+        if place := place_of(error):
+            message = (str(error) or "no message") + place + _names_there(error)
+            raise OwnError(f"{self._function} raised {type(error).__name__}: {message}") from error
 
 
-def place_of(error: BaseException) -> str:
+def place_of(error: BaseException, *, installed: bool = False) -> str:
     """Returns the innermost line of a user's file on the way to an error, in words: " in order
     (mine.py, line 12)"; "" if there is none.
+
+    installed: whether a file of an installed package may be the user's.
     """
+    skipped = OURS if installed else (*OURS, *LIBRARIES, "<frozen")
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((*OURS, *LIBRARIES, "<frozen"))
+        if not frame.filename.startswith(skipped)
     ]
     if not frames:
         return ""
     file, line, function, _ = frames[-1]
     return f" in {function} ({file}, line {line})"
+
+
+def _names_there(error: Exception) -> str:
+    """What a record of the package has, in words, if the error is that it has no such attribute;
+    the nearest name first, and the names of a record inside.
+    """
+    if not isinstance(error, AttributeError):
+        return ""
+    record = error.obj
+    kind = type(record)
+    if not (
+        isinstance(record, tuple) and kind.__module__.startswith(("pagedjax.", "experiments."))
+    ):
+        return ""
+    names = [name for name in dir(kind) if not (name.startswith("_") or hasattr(tuple, name))]
+    for name in getattr(record, "_fields", ()):
+        names += [f"{name}.{field}" for field in getattr(getattr(record, name), "_fields", ())]
+    similarity = {
+        name: SequenceMatcher(None, name.rpartition(".")[2], str(error.name)).ratio()
+        for name in names
+    }
+    names.sort(key=lambda name: -similarity[name])
+    return f"; a {kind.__name__} has {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""How a user's own value is named: "mine.py:NAME", and with parameters as a mapping.
+"""Names of user-defined values: "mine.py:NAME", and with parameters as a mapping.
 
     mine.py:aged                           a value, or a function whose parameters have defaults
     {"name": "mine.py:aged", "worth": 64}  a function and its parameters: in YAML, in Python, as JSON
@@ -102,8 +102,8 @@ def parameters_of(field: str, name: OwnName) -> dict[str, Any]:
 
 
 def name_in_one_line(field: str, value: Any) -> Any:
-    """Returns the name in one line of what a mapping or a text names, its parameters in the order
-    of the alphabet. Anything else is returned as it is.
+    """Returns a mapping or a text as a name in one line, with parameters sorted by name. Returns
+    any other value unchanged.
 
     Raises:
         ValueError: a mapping without a name, parameters of a shipped value, or a parameter that is

@@ -15,9 +15,9 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from types import NoneType, UnionType
+from types import FunctionType, MappingProxyType, NoneType, UnionType
 from typing import (
     Annotated,
     Any,
@@ -29,11 +29,12 @@ from typing import (
     get_type_hints,
 )
 
-from pagedjax.options.own_errors import place_of, raise_with_place
-from pagedjax.options.own_names import OwnName, own_name, parameters_of
+from pagedjax.options.own_errors import place_of, placed
+from pagedjax.options.own_names import OwnName, name_in_one_line, own_name, parameters_of
 
 Value = TypeVar("Value")
 PROJECT = ("pagedjax", "pallas_kernels", "experiments")  # their versions are known
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 Stamps = tuple[tuple[str, int, int], ...]  # of each file: its path, time of change and size
 
 
@@ -49,8 +50,8 @@ def own_value(
             NAME is a function that returns the value.
         built_in: the names of the built-in values, for error messages.
         shared: the file is run again only after it, or a file that it imports from its folder, has
-            changed. So all that name a value of it with equal parameters get the same one, as
-            functions must be from which programs are compiled.
+            changed. So equal names give the same object. Compiled programs need this, because they
+            are looked up by their functions.
 
     Raises:
         ValueError: there is no such module, file or value, the file or the function raises, the
@@ -73,10 +74,9 @@ def own_value(
         if not callable(value) or isinstance(value, type):
             raise ValueError(error)
         parameters = parameters_of(field, own)
-        arguments = check_options(field, value, 0, parameters, error)
-        value = (_shared_result if shared else _result)(
-            field, name, value, tuple(arguments.items())
-        )
+        arguments = bound_parameters(field, value, 0, parameters, error)
+        result_of = _shared_result if shared else _result
+        value = result_of(field, name, value, tuple(arguments.items()))
         if not isinstance(value, kind):
             raise ValueError(
                 f"{field} is {name!r}, and {own.attribute} in {own.module} returned "
@@ -88,6 +88,96 @@ def own_value(
             f"takes no parameters; write a function of them that returns a {kind.__name__}"
         )
     return value
+
+
+def named(
+    field: str,
+    value: Any,
+    kind: type[Value],
+    shipped: Mapping[str, Any],
+    *,
+    shared: bool = False,
+) -> Value:
+    """Returns the value that a name stands for: a shipped one, or the user's own, with parameters as
+    in a mapping {"name": "mine.py:aged", "worth": 64}. A value of the kind is itself.
+
+    Args:
+        shipped: those of the package by their names; None for one that the caller has found.
+        shared: see `own_value`.
+
+    Raises:
+        ValueError: see `own_value`; or the user's own value has the name of a shipped one.
+    """
+    value = name_in_one_line(field, value)
+    if isinstance(value, kind):
+        result = value
+    elif not isinstance(value, str):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise ValueError(
+            f"{field} is {value!r:.200}; it must be one of {', '.join(map(repr, shipped))}, "
+            f"FILE.py:NAME, or {article} {kind.__name__}"
+        )
+    elif value in shipped:
+        return shipped[value]
+    else:
+        result = own_value(field, value, kind, shipped, shared=shared)
+    name = getattr(result, "name", "")
+    # a recording would be replayed with the other one
+    if shipped.get(name) not in (None, result):
+        text = value if isinstance(value, str) else name
+        raise ValueError(f"{field} {text!r} calls itself {name!r}, which is another one; rename it")
+    return result
+
+
+def check_call(start: str, function: Callable[..., Any], count: int, usage: str) -> None:
+    """Raises ValueError, beginning with `start`, unless a user's function takes so many arguments.
+    usage: what the error says to write.
+    """
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        raise ValueError(f"{start} takes other arguments; write {usage}") from None
+
+
+def true_or_false(function: str, result: Any) -> bool:
+    """Returns the result of a user's function as a bool.
+
+    Args:
+        function: which one returned it, in words.
+
+    Raises:
+        ValueError: it is neither True nor False.
+    """
+    if isinstance(result, int) and result in (0, 1):
+        return bool(result)
+    # a truth value of numpy is one, an array of them is not
+    dtype = getattr(result, "dtype", None)
+    if str(dtype) != "bool" or getattr(result, "shape", None) != ():
+        raise ValueError(f"{function} returned {result!r:.200}; return True or False")
+    return bool(result)
+
+
+def own_function(
+    field: str, name: str, given: int, options: Mapping[str, Any] = NO_OPTIONS
+) -> Callable[..., Any]:
+    """Returns the user's own function of a field, with its parameters.
+
+    Args:
+        name: "module:NAME" or "folder/file.py:NAME", with parameters in parentheses.
+        given: the number of arguments with which it is called.
+        options: keyword arguments that the field itself gives.
+
+    Raises:
+        ValueError: see `own_value`; or it takes fewer arguments.
+    """
+    own = own_name(name)
+    function = own_value(field, own._replace(call="").text, FunctionType, ())
+    parameters = parameters_of(field, own)
+    repeated = next((key for key in options if key in parameters), None)
+    if repeated:
+        raise ValueError(f"{field}.{repeated} is given, and the section gives it too; leave it out")
+    arguments = bound_parameters(field, function, given, {**parameters, **options})
+    return partial(function, **arguments)
 
 
 def _values_in(field: str, own: OwnName, usage: str, *, shared: bool) -> Mapping[str, Any]:
@@ -117,25 +207,28 @@ def _values_in(field: str, own: OwnName, usage: str, *, shared: bool) -> Mapping
         ) from error
 
 
-def check_options(
+def bound_parameters(
     where: str,
     function: Callable[..., Any],
     given: int,
-    options: Mapping[str, Any],
+    values: Mapping[str, Any],
     no_value: str = "",
 ) -> dict[str, Any]:
-    """Returns the keyword arguments of a user's function: these options, as its types have them.
+    """Returns the keyword arguments of a user's function: these values of its parameters, as its
+    types have them.
 
     Args:
-        where: the path of the options in the config, for errors.
+        where: the path of the parameters in the config, for errors.
         given: the number of arguments before them.
-        no_value: what the error says first if a parameter is missing and there are no options.
+        no_value: what the error says first if a parameter is missing and there are no values.
 
     Raises:
-        ValueError: an option that it does not have (with the near name), one that is missing or has
-            another type, or fewer arguments than `given`.
+        ValueError: a parameter that it does not have (with the near name), one that is missing or
+            has another type, or fewer arguments than `given`.
     """
     name = getattr(function, "__name__", str(function))
+    if code := getattr(function, "__code__", None):
+        name += f" ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # of some compiled functions
@@ -144,22 +237,23 @@ def check_options(
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if len(positional) < given and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         raise ValueError(
-            f"{where}: {name} takes {len(positional)} arguments before its options, and it gets "
+            f"{where}: {name} takes {len(positional)} arguments before its parameters, and it gets "
             f"{given}; correct its signature"
         )
     before = [p.name for p in positional[:given] if p.kind is p.POSITIONAL_OR_KEYWORD]
     named = [p for p in positional[given:] if p.kind is p.POSITIONAL_OR_KEYWORD]
     named += [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     names = [p.name for p in named]
-    for key in options:
+    for key in values:
         if key in before or (key not in names and not takes_all):
-            near = difflib.get_close_matches(str(key), names, n=1)
-            options_text = f"its options are {', '.join(names)}" if names else "it has no options"
-            hint = f"did you mean {near[0]!r}?" if near else options_text
-            raise ValueError(f"{where}.{key} is no option of {name}; {hint}")
+            close_names = difflib.get_close_matches(str(key), names, n=1)
+            hint = f"its parameters are {', '.join(names)}" if names else "it has none"
+            if close_names:
+                hint = f"did you mean {close_names[0]!r}?"
+            raise ValueError(f"{where}.{key} is no parameter of {name}; {hint}")
     needed = [*positional[given:], *named]
-    missing = [p.name for p in needed if p.default is p.empty and p.name not in options]
-    if missing and no_value and not options:
+    missing = [p.name for p in needed if p.default is p.empty and p.name not in values]
+    if missing and no_value and not values:
         raise ValueError(f"{no_value}; as a function that returns one, it needs {missing[0]}")
     if missing:
         raise ValueError(
@@ -169,7 +263,7 @@ def check_options(
         hints = get_type_hints(function, include_extras=True)
     except Exception:  # a type that is not there when the file runs: then no type is checked
         hints = {}
-    return {key: _checked(f"{where}.{key}", hints.get(key), x) for key, x in options.items()}
+    return {key: _checked(f"{where}.{key}", hints.get(key), x) for key, x in values.items()}
 
 
 def _checked(start: str, kind: Any, value: Any) -> Any:
@@ -220,11 +314,8 @@ def _result(
     field: str, name: str, function: Callable[..., Any], arguments: tuple[tuple[str, Any], ...]
 ) -> Any:
     """Calls a user's function that returns an own value."""
-    try:
+    with placed(f"{field} is {name!r}, which"):
         return function(**dict(arguments))
-    except Exception as error:
-        raise_with_place(f"{field} is {name!r}, which", error)
-        raise
 
 
 _shared_result = cache(_result)  # by the name too: 1 and True are equal, and their names are not

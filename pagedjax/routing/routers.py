@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from pagedjax.options.own_errors import raise_with_place
-from pagedjax.options.own_names import name_in_one_line
-from pagedjax.options.own_values import own_value
+from pagedjax.options.own_errors import placed
+from pagedjax.options.own_values import check_call, named
 from pagedjax.routing import prefixes
-from pagedjax.routing.state import Load, Replica, Routed, RouterRequest, RouterState, init
+from pagedjax.routing.state import Load, Replica, Routed, RouterRequest, RouterState
 
 # No replica gets a request beyond this multiple of the mean number of unfinished requests
 FACTOR = 1.5
@@ -59,11 +57,8 @@ def route(
         )
     if request.tokens < 0:
         raise ValueError(f"request {name!r} has {request.tokens} tokens; give at least 0")
-    try:
+    with placed(f"choose of the router {router.name!r}"):
         chosen = router.choose(state, request)
-    except Exception as error:
-        raise_with_place(f"choose of the router {router.name!r}", error)
-        raise
     if chosen not in state.replicas:  # compared and not hashed: it may be anything
         present = ", ".join(map(repr, state.replicas))
         raise ValueError(
@@ -148,30 +143,9 @@ def find(name: Any) -> Router:
         ValueError: no such router, module, file or value; a value that is no router; or a `choose`
             that does not take two arguments.
     """
-    name = name_in_one_line("router", name)
-    if isinstance(name, str):
-        if name in ROUTERS:
-            return ROUTERS[name]
-        router = own_value("router", name, Router, ROUTERS)
-    elif isinstance(name, Router):
-        router = name
-        name = router.name
-        if router in ROUTERS.values():
-            return router
-    else:
-        raise ValueError(
-            f"router is {name!r:.200}; it must be one of {', '.join(map(repr, ROUTERS))}, "
-            "FILE.py:NAME, or a Router"
-        )
-    if router.name in ROUTERS:
-        raise ValueError(
-            f"router {name!r} calls itself {router.name!r}, which is another one; rename it"
-        )
-    try:
-        inspect.signature(router.choose).bind(init(), RouterRequest("", 0))
-    except TypeError:
-        raise ValueError(
-            f"router {name!r}: its choose takes other arguments; write choose(state, request), "
-            "which returns one of state.replicas"
-        ) from None
+    router = named("router", name, Router, ROUTERS)
+    if router not in ROUTERS.values():
+        start = f"router {getattr(name, 'name', name)!r}: its choose"
+        usage = "choose(state, request), which returns one of state.replicas"
+        check_call(start, router.choose, 2, usage)
     return router

@@ -288,6 +288,7 @@ def _why(reasons: Mapping[str, Reason], numbers: Mapping[str, int]) -> list[list
             reason.sentence,
             None if reason.behind is None else numbers[reason.behind],
             None if reason is most else ids,
+            reason.limit,
         ]
         for reason, ids in requests.items()
     ]

@@ -48,7 +48,7 @@ def pair(first: Run, second: Run) -> Pair:
     if not common:
         raise ValueError(
             f"{first.name} and {second.name} have no request id in common "
-            f"({_some(records)}; {_some(others)}); {REMEDY}"
+            f"({_id_examples(records)}; {_id_examples(others)}); {REMEDY}"
         )
     _check_prompts(first, second, numbers, records, others)
     new_numbers = iter(range(len(records), len(records) + len(others)))
@@ -87,7 +87,7 @@ def _records(run: Run) -> dict[tuple[str, int], Sequence[Any]]:
     return records
 
 
-def _some(records: dict[tuple[str, int], Sequence[Any]]) -> str:
+def _id_examples(records: dict[tuple[str, int], Sequence[Any]]) -> str:
     names = [repr(name) for name, _ in records][:2]
     return f"{', '.join(names)}, ..." if len(records) > 2 else ", ".join(names) or "none"
 
@@ -144,8 +144,8 @@ def renumbered(frame: Frame, numbers: Sequence[int]) -> Frame:
             parts[name] = heads(frame[name])
     if "why" in frame:
         parts["why"] = [
-            [sentence, _mapped(behind, numbers), _mapped(requests, numbers)]
-            for sentence, behind, requests in frame["why"]
+            [sentence, _mapped(behind, numbers), _mapped(requests, numbers), limit]
+            for sentence, behind, requests, limit in frame["why"]
         ]
     for name in ("before", "after"):
         if name in frame:

@@ -17,8 +17,8 @@ and may be used again.
     still      [number, computed, known tokens] of running requests without a row in this step
     tables     [number, blocks kept, new blocks] of a changed block table; [number, null, []]: it no longer runs
     published  [added, removed] blocks whose content can be found, or [all of them]
-    why        [sentence, number of the request that is before it or null, numbers] of requests that get no token in this
-               step: why they wait, or run without one. Numbers are null in one entry, of all others
+    why        [sentence, number of the request that is before it or null, numbers, limit] of requests that get no token
+               in this step: why they wait, or run without one. Numbers are null in one entry, of all others
     away       [number, host blocks] of requests that are swapped out
     counts     [tokens computed, blocks with an owner, idle blocks, slots of owned blocks that hold no token]
     sampled    the token that each row gets, or null; of a row with drafts a list: the accepted ones and one more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
@@ -46,14 +47,18 @@ def read(path: str | os.PathLike[str], policies: Mapping[str, Policy] = POLICIES
     path = os.fspath(path)
     replay.check_file(path)
     prompts: dict[int, tuple[int, ...]] = {}
+    remedy = f"; {REMEDY}"
     try:
         header = replay.header(path)
+        if own := header.get("own_policy"):  # `replay` says it if the policy is missing
+            had = f"; the run had the policy {own}, so give --policy {shlex.quote(str(own))}"
+            remedy = had if header.get("policy") in policies else ""
         transitions = replay.replay(path, policies)
         first = next(transitions)
         policy = policies[header["policy"]]
         frames_of_run = tuple(fold(chain([first], transitions), prompts, policy))
     except ReplayError as error:
-        raise ReplayError(f"{path} cannot be shown: {error}; {REMEDY}") from None
+        raise ReplayError(f"{path} cannot be shown: {error}{remedy}") from None
     name = os.path.basename(path)
     config = first.state.config
     return Run(

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -417,3 +418,14 @@ def test_interval_of_misses_is_that_of_batch_means():
     ]
     (share_of_all,) = run_length.reasons(requests, [True] * 200, 1.0, 0.05)
     assert share_of_all.endswith("10 are needed. Compare a share below 1.")
+
+
+def test_measured_searches_of_one_cell_go_on_together_whatever_their_order():
+    measured = SimpleNamespace(experiment=SimpleNamespace(simulate=None))
+    searches: Any = [
+        SimpleNamespace(base=measured, cell_label=label, seed=seed)
+        for seed in (0, 1)
+        for label in ("a", "b")
+    ]
+    groups = [[(s.cell_label, s.seed) for s in group] for group in capacity._groups(searches)]
+    assert groups == [[("a", 0), ("a", 1)], [("b", 0), ("b", 1)]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from experiments import run
@@ -64,3 +65,30 @@ def test_prompts_that_are_too_long_alone_are_named(tmp_path, capsys, write):
     )
     assert dry_run(tmp_path, write(tmp_path, 40)) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_the_workload_of_every_repeat_is_looked_at(tmp_path, capsys):
+    last = np.random.default_rng([2, 9]).integers(0, 10**6)  # of the seed of repeat 2
+    (tmp_path / "mine.py").write_text(
+        f"def mine(rng):\n    return [(95 if rng.integers(0, 10**6) == {last} else 5, 9)]\n"
+    )
+    assert dry_run(tmp_path, "{kind: mine.py:mine}\nrepeats: 3") == 0
+    assert dry_run(tmp_path, "{kind: mine.py:mine}\nrepeats: 3\nreseed: true") == 2
+    assert "max_model_len=64: a prompt has 95 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("simulate", "longest"),
+    [("{chip: h100, model: llama-3-8b}", 8192), ("null", 8192)],
+    ids=["simulated", "measured"],
+)
+def test_a_limit_beyond_the_models_is_said_once_for_all_points(tmp_path, capsys, simulate, longest):
+    text = CONFIG.format(workload=SYNTHETIC).replace("{chip: h100, model: llama-3-8b}", simulate)
+    text = text.replace("{max_model_len: 128}", "{max_model_len: 9000}")
+    text = text.replace("engine.max_model_len: [64, 128]", "engine.block_size: [8, 16, 32]")
+    (tmp_path / "small.yaml").write_text(text)
+    assert run.main([str(tmp_path / "small.yaml"), "--out", str(tmp_path), "--dry-run"]) == 2
+    assert capsys.readouterr().err == (
+        "error: 3 points, such as block_size=8: max_model_len is 9000, but the model was made for "
+        f"{longest} tokens; lower it\n"
+    )

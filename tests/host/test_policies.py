@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import get_args
@@ -528,7 +529,7 @@ def test_the_documented_policy_runs_in_an_engine_and_its_recording_replays(
             "pagedjax.host.policies:WINDOW",
             "WINDOW in pagedjax.host.policies is no Policy; those in it: .*'FCFS'",
         ),
-        ("pagedjax.host.policies:FCFS", "calls itself 'fcfs', which is another one; rename it"),
+        (FCFS._replace(admit=max), "'fcfs' calls itself 'fcfs', which is another one; rename it"),
         (":FCFS", "policy is ':FCFS'; write one of"),
     ],
 )
@@ -675,3 +676,16 @@ def test_an_engine_takes_the_value_and_its_recording_replays(tiny, tmp_path, cap
     assert verify(path, {"last": policy}).identical
     assert main(["replay", str(path)]) != 0
     assert "names the policy 'last'; known are" in capsys.readouterr().err
+
+
+def test_the_page_of_policies_names_what_one_may_read():
+    page = Path("docs/design/policies.md").read_text(encoding="utf-8")
+    rows = {
+        row.split("|")[1].strip(" `"): row.split("|")[2] for row in re.findall(r"(?m)^\|.*", page)
+    }
+    properties = {name for name, item in vars(Seq).items() if isinstance(item, property)}
+    for row, names_there in (
+        ("seq", {*Seq._fields, *properties}),
+        ("seq.request", Request._fields),
+    ):
+        assert set(re.findall("`(\\w+)`", rows[row])) == set(names_there)

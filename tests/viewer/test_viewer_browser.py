@@ -11,6 +11,7 @@ import json
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -515,6 +516,7 @@ def test_the_page_says_why_requests_wait(open_text, tmp_path):
     screen = open_text(viewer.page(viewer.read(path)))
     before = scheduler.init(SIZES)
     steps_with_reasons = 0
+    waits = Counter()  # of the request "short", by what keeps it out
     index = -1
     for transition in replay.replay(path):
         if transition.kind == "schedule":
@@ -524,11 +526,15 @@ def test_the_page_says_why_requests_wait(open_text, tmp_path):
             shown = screen.page.locator("#queues .why").all_inner_texts()
             assert set(shown) == {str(reason) for reason in reasons.values()}
             steps_with_reasons += bool(reasons)
+            waits.update(reason.limit for name, reason in reasons.items() if name == "short")
         before = transition.state
     assert steps_with_reasons > 5
     screen.go(0)
     screen.page.click("#queues .chip:has-text('short')")
     assert "In step 0: it is behind long in the order of the policy shortest." in screen.story()
+    unit = "step" if waits.total() == 1 else "steps"
+    assert f"waited {waits.total()} {unit}: " in screen.story()
+    assert f"{waits['behind']} behind another" in screen.story()
     screen.page.click("#lines .links .chip:has-text('long')")
     assert "You are request long" in screen.story()
     assert "In step 0: the token budget of 8 is used up." in screen.story()

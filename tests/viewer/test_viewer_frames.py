@@ -99,9 +99,9 @@ def check(run_frames: list, transitions: list) -> None:
 def whys(view: Picture) -> dict[int, tuple[str, int | None]]:
     """The sentence of each request without a row, and the request that is before it."""
     reasons: dict[int, tuple[str, int | None]] = {}
-    for sentence, behind, numbers in view.why:
+    for sentence, behind, numbers, _ in view.why:
         reasons |= dict.fromkeys(numbers or (), (sentence, behind))
-    for sentence, behind, numbers in view.why:
+    for sentence, behind, numbers, _ in view.why:
         if numbers is None:
             others = {n for n, *_ in view.still} | set(view.waiting)
             reasons |= dict.fromkeys(others - reasons.keys(), (sentence, behind))

@@ -97,8 +97,9 @@ def mapped(view: Picture, numbers: list[int]) -> Picture:
                 sentence,
                 None if behind is None else numbers[behind],
                 None if requests is None else [numbers[n] for n in requests],
+                limit,
             )
-            for sentence, behind, requests in view.why
+            for sentence, behind, requests, limit in view.why
         ),
         requests=view.requests.__class__(
             {

@@ -5,12 +5,12 @@ A drafter is a value, as a policy is.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import get_args
 
 from pagedjax.engine.drafters import ngram, suffix
 from pagedjax.engine.drafters.drafter import Drafter
 from pagedjax.options.config import DraftMethod, Speculative
-from pagedjax.options.own_values import own_value
+from pagedjax.options.own_values import named
 
 __all__ = ["Drafter", "find"]
 
@@ -27,14 +27,8 @@ def find(options: Speculative) -> Drafter:
         return suffix.drafter()
     if options.on_device:
         return Drafter(str(options.method), None)
-    drafter: Any = options.method
-    if isinstance(drafter, str):
-        drafter = own_value("speculative.method", drafter, Drafter, get_args(DraftMethod))
-    if not isinstance(drafter, Drafter):
-        raise ValueError(
-            f"speculative.method is {drafter!r:.200}; it must be one of "
-            f"{', '.join(map(repr, get_args(DraftMethod)))}, FILE.py:NAME, or a Drafter"
-        )
+    methods = dict.fromkeys(get_args(DraftMethod))
+    drafter = named("speculative.method", options.method, Drafter, methods)
     if drafter.propose is None:
         raise ValueError(
             f"speculative.method is {options.method!r}, and its propose is None; give it a function"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pagedjax.options.own_errors import raise_with_place
+from pagedjax.options.own_errors import placed
 
 Tokens = Sequence[int] | np.ndarray
 
@@ -40,11 +40,8 @@ def called(drafter: Drafter, function: str, *arguments: Any) -> Any:
     Raises:
         OwnError: a function of the user raised. The message names its file and line.
     """
-    try:
+    with placed(f"{function} of the drafter {drafter.name!r}"):
         return getattr(drafter, function)(*arguments)
-    except Exception as error:
-        raise_with_place(f"{function} of the drafter {drafter.name!r}", error)
-        raise
 
 
 def proposed(drafter: Drafter, memory: Any, sequence_id: str, tokens: np.ndarray, k: int) -> Tokens:

@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+USER = "User"  # a column that a trace may have
 BYTE_ORDER_MARK = "\ufeff"
 
 
@@ -20,6 +21,7 @@ class TraceRow(NamedTuple):
     at: datetime
     prompt_tokens: int
     output_tokens: int
+    user: str = ""
 
 
 def trace_rows(
@@ -55,7 +57,8 @@ def trace_rows(
 def records(
     file: str, content: str, columns: Sequence[str], hint: str
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line, the fields of some columns) of each record of a CSV file with a header.
+    """Yield (line, the fields of some columns) of each record of a CSV file with a header. The last
+    field is that of the column USER; "" without it.
 
     Raises ValueError like `trace_rows`.
     """
@@ -68,7 +71,7 @@ def records(
         missing = [name for name in columns if name not in names]
         if missing:
             raise ValueError(f"{file} has no column {', '.join(missing)}; {form}")
-        repeated = [name for name in columns if names.count(name) > 1]
+        repeated = [name for name in (*columns, USER) if names.count(name) > 1]
         if repeated:
             raise ValueError(f"{file} has more than one column {', '.join(repeated)}; {form}")
         positions = [names.index(name) for name in columns]
@@ -80,14 +83,15 @@ def records(
                     f"{file}, line {reader.line_num}: {len(record)} fields, and the file has "
                     f"{len(names)} columns"
                 )
-            yield reader.line_num, [record[position] for position in positions]
+            user = record[names.index(USER)] if USER in names else ""
+            yield reader.line_num, [*(record[position] for position in positions), user]
     except csv.Error as error:
         raise ValueError(f"{file}, line {reader.line_num}: {error}") from None
 
 
 def _row(place: str, fields: list[str]) -> TraceRow:
     """The row of these fields; `place` is its file and line, for errors."""
-    time, *lengths = fields
+    time, *lengths, user = fields
     try:
         if not re.match(r"\d{4}-\d\d-\d\d", time, re.ASCII):  # 20231116 may be any number
             raise ValueError(time)
@@ -103,7 +107,7 @@ def _row(place: str, fields: list[str]) -> TraceRow:
                 f"{place}: {name} is {text!r:.80}; it must be a number of tokens, such as 374"
             )
     prompt, output = (int(text) for text in lengths)
-    return TraceRow(at, prompt, output)
+    return TraceRow(at, prompt, output, user)
 
 
 def lines(content: str) -> list[str]:

@@ -10,6 +10,7 @@ class Lives {
     const [n, id, prompt, limit, priority, user, first, tags = []] = record;
     if (this.all.has(n)) return this.all.get(n);
     const life = { n, id, prompt, limit, priority, user, first, tags, spans: [], tokens: [], beam: false, ended: null };
+    life.stepsWaited = new Map(); // limit -> steps in which it kept the request from a token
     this.all.set(n, life);
     this.order.push(life);
     return life;
@@ -22,7 +23,19 @@ class Lives {
     picture.rows.forEach((row, i) => this.worked(row, frame.sampled && frame.sampled[i], index));
     for (const [n] of picture.still) this.during(n, "pause", index);
     for (const n of picture.waiting) this.during(n, this.waits(n), index);
+    this.waited(picture);
     for (const entry of frame.after || []) this.happened(entry, index + 1, picture);
+  }
+
+  /** Count the step for each request that gets no token in it, by what keeps it out. */
+  waited({ why, waiting, still }) {
+    if (!why.length) return;
+    const limits = new Map(why.flatMap(([, , numbers, limit]) => (numbers || []).map((n) => [n, limit])));
+    const others = why.find((entry) => !entry[2]);
+    for (const n of [...waiting, ...still.map((entry) => entry[0])]) {
+      const life = this.all.get(n), limit = limits.get(n) || (others && others[3]);
+      if (life && limit) life.stepsWaited.set(limit, (life.stepsWaited.get(limit) || 0) + 1);
+    }
   }
 
   waits(n) {

@@ -124,7 +124,7 @@ function requestStory(view, n) {
     life.tags.length ? `tags ${life.tags.join(", ")}` : "",
   ].filter(Boolean);
   const kin = more.length ? element("p", { className: "whose", textContent: more.join(" · ") }) : null;
-  const intro = [textNow(view, life), kin, ...whyNow(view, n), blocksNow(view, n)];
+  const intro = [textNow(view, life), kin, waitedFor(life), ...whyNow(view, n), blocksNow(view, n)];
   return { title: `You are ${view.called(n)}`, intro: intro.filter(Boolean), entries };
 }
 
@@ -138,6 +138,28 @@ function textNow(view, life) {
   const output = view.words.output(life, end);
   if (label === null && !output) return null;
   return element("blockquote", {}, label ?? "…", element("mark", { textContent: output ?? "" }));
+}
+
+const WAITED = {
+  tokens: "for tokens of the budget",
+  rows: "for a row",
+  blocks: "for blocks",
+  piece: "for blocks in a row",
+  policy: "refused by the policy",
+  behind: "behind another",
+  "left out": "left out by the policy",
+  preempted: "preempted in them",
+  preemption: "while others were preempted",
+  "kind of step": "for a step of its kind",
+  siblings: "for its other beams",
+};
+
+/** The steps in which it got no token, in the whole run, by what kept it out. */
+function waitedFor({ stepsWaited }) {
+  const parts = [...stepsWaited].sort((a, b) => b[1] - a[1]), total = parts.reduce((sum, [, steps]) => sum + steps, 0);
+  if (!total) return null;
+  const reasons = parts.map(([limit, steps]) => `${steps} ${WAITED[limit]}`).join(", ");
+  return element("p", { className: "whose", textContent: `waited ${many(total, "step")}: ${reasons}` });
 }
 
 /** Why it gets no token in this step, and the request that is before it. */

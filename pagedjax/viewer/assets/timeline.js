@@ -111,7 +111,8 @@ class Timeline {
       c.moveTo(LEFT, top + height);
       for (const [x, width, high] of columns(each, value, scale)) {
         c.lineTo(x, top + height - high * height);
-        c.lineTo((right = x + width), top + height - high * height);
+        right = x + width;
+        c.lineTo(right, top + height - high * height);
       }
       c.lineTo(right, top + height);
       c.strokeStyle = ink;

@@ -159,6 +159,11 @@ def test_a_simulated_run_finds_the_prefixes_of_a_mooncake_trace(tmp_path):
         ),
         (
             Mooncake("mooncake", "f"),
+            MOONCAKE.replace("1100", "1100.5"),
+            r"^f, line 1: input_length is 1100\.5; it must be an integer, such as 472",
+        ),
+        (
+            Mooncake("mooncake", "f"),
             MOONCAKE.replace("[3]", "[3, 4]"),
             r"^f, line 3: hash_ids is \[3, 4\]; a prompt of 512 tokens has 1 integers",
         ),

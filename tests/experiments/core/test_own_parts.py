@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -58,8 +59,14 @@ def late(rng):
     yield 5, 5
     yield 5, 1 // 0
 """
-OWN = {"kind": "mine.py:bursts", "options": {"count": 20}}
+OWN = {"kind": {"name": "mine.py:bursts", "count": 20}}
 OF_COST = {"cost": "mine.py:seconds", "model": "llama-3-8b"}
+
+
+def of_bursts(**parameters: Any) -> dict[str, Any]:
+    return {"workload": {"kind": {"name": "mine.py:bursts", **parameters}}}
+
+
 CHIP = {"name": "next", "like": "h100", "bandwidth": 6.7e12}
 
 
@@ -134,12 +141,12 @@ def test_a_chip_of_ones_own_is_one_that_is_known_or_like_one(tmp_path):
 
 
 def test_a_cost_model_of_ones_own_gives_the_seconds_of_steps(tmp_path):
-    options = {"a": 0.5, "b": 0.25}
-    point = point_of(tmp_path, {"simulate": {**OF_COST, "cost_options": options}})
+    cost = {"name": "mine.py:seconds", "a": 0.5, "b": 0.25}
+    point = point_of(tmp_path, {"simulate": {**OF_COST, "cost": cost}})
     steps = simulated_run_at(point).steps
     assert all(math.isclose(s.device_seconds, 0.5 + 0.25 * s.context_tokens) for s in steps)
     assert point.experiment.simulate is not None
-    assert point.experiment.simulate.name == "simulated, mine.py:seconds"
+    assert point.experiment.simulate.name == "simulated, mine.py:seconds(a=0.5, b=0.25)"
 
 
 @pytest.mark.parametrize(("function", "value"), [("negative", r"-1\.0"), ("unfinished", "None")])
@@ -225,30 +232,30 @@ def test_a_file_of_ones_own_is_in_the_key_and_in_the_folder_of_a_run(tmp_path, s
             r"^workload\.kind is 'no\.py:burst', but there is no",
         ),
         (
-            {"workload": {**OWN, "options": {"cuont": 3}}},
-            r"^workload\.options\.cuont is no option of bursts; did you mean 'count'\?$",
+            of_bursts(cuont=3),
+            r"^workload\.kind\.cuont is no parameter of bursts .*; did you mean 'count'\?$",
         ),
         (
-            {"workload": {**OWN, "options": {}}},
-            r"^workload\.options\.count is missing: bursts has no",
+            {"workload": {"kind": "mine.py:bursts"}},
+            r"^workload\.kind\.count is missing: bursts .* has no",
         ),
-        ({"workload": {**OWN, "options": {"count": 0}}}, r"which returned no requests"),
+        (of_bursts(count=0), r"which returned no requests"),
+        (
+            {"workload": {"kind": {"name": "mine.py:spoken", "content": "x"}, "file": "mine.py"}},
+            r"^workload\.kind\.content is given, and the section gives it too; leave it out",
+        ),
         ({"workload": {**OWN, "rate": 3}}, r"^unknown key workload\.'rate'"),
         (
             {"metrics": ["mine.py:seconds"]},
-            r"^metrics: .*mine\.py:seconds: seconds takes 1 arguments",
+            r"^metrics: seconds \(mine\.py, line 19\) takes 1 arguments before its parameters, and it gets 2",
         ),
         ({"metrics": ["mine.py:jain"] * 2}, r"^metrics has two functions named 'jain'; rename"),
         ({"metrics": ["mine.py:jain"], "records": "sums"}, r"metrics has .*, which reads records"),
         (
-            {"simulate": {**OF_COST, "cost_options": {"c": 3}}},
-            r"^simulate\.cost_options\.c is no option of seconds; its options are a, b$",
+            {"simulate": {**OF_COST, "cost": {"name": "mine.py:seconds", "c": 3}}},
+            r"^simulate\.cost\.c is no parameter of seconds .*; its parameters are a, b$",
         ),
         ({"simulate": {**OF_COST, "chip": "h100"}}, r"^simulate\.needs one of chip"),
-        (
-            {"simulate": {"chip": "h100", "cost_options": {"a": 1}}},
-            r"^simulate\.cost_options are given without a cost",
-        ),
         (
             {"simulate": {"chip": {"name": "x"}}},
             r"^simulate\.chip\.bandwidth is missing; give it in",
@@ -308,4 +315,44 @@ def test_a_metric_without_a_number_leaves_the_records_of_its_run(tmp_path, funct
     assert own["longest"] == pytest.approx(run["metrics"]["step_s"]["max"], abs=1e-6)
     (file,) = runs.rglob("requests.jsonl")
     assert len(file.read_text(encoding="utf-8").splitlines()) == run["metrics"]["requests"] > 0
+    assert len(experiments.load_requests(runs)) == run["metrics"]["requests"]
     assert f"{function} " in (runs / "report.html").read_text(encoding="utf-8")
+
+
+def test_metrics_have_parameters_and_their_names(tmp_path):
+    source = "def above(requests, steps, *, least: int):\n    return sum(r.e2e > least for r in requests)\n"
+    (tmp_path / "mine.py").write_text(source, encoding="utf-8")
+    metrics = [{"name": "mine.py:above", "least": least} for least in (0, 1000)]
+    (point,) = expand({**BASE, "metrics": metrics}, folder=tmp_path)
+    own = simulated_run_at(point).summary["own"]
+    assert own == {"above(least=0)": 40, "above(least=1000)": 0}
+
+
+def test_a_generator_without_an_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.core.workloads.MOST_REQUESTS", 100)
+    source = "def endless(rng):\n    while True:\n        yield 5, 5\n"
+    with pytest.raises(ValueError, match="which returned more than 100 requests; let it end"):
+        point_of(tmp_path, {"workload": {"kind": "mine.py:endless"}}, source)
+
+
+def test_users_and_predictions_are_columns_of_requests_and_users_share_by_fair(tmp_path):
+    """The heavy user's requests come first; `fair` lets the other one pass."""
+    source = "def crowd(rng):\n    return [(30, 20, 0.0, 'heavy')] * 12 + [(30, 20, 0.001, 'light')] * 2\n"
+    (tmp_path / "mine.py").write_text(source, encoding="utf-8")
+    waits = {}
+    for policy in ("fcfs", "fair"):
+        engine = {**BASE["engine"], "max_num_seqs": 2, "policy": policy}
+        workload = {"kind": "mine.py:crowd", "predicted": {"error": 0.0}}
+        run_files(tmp_path, {**BASE, "name": policy, "engine": engine, "workload": workload})
+        requests = experiments.load_requests(tmp_path / "runs" / policy)
+        assert set(requests.predicted) == {20}
+        assert requests.user.value_counts().to_dict() == {"heavy": 12, "light": 2}
+        waits[policy] = requests[requests.user == "light"].ttft_s.max()
+    assert waits["fair"] < waits["fcfs"] / 2
+    (file,) = (tmp_path / "runs" / "fair").rglob("requests.jsonl")
+    row = json.loads(file.read_text(encoding="utf-8").splitlines()[0])
+    assert (row["predicted"], row["user"]) == (20, "heavy")
+    run_files(tmp_path, {**BASE, "name": "plain"})
+    (file,) = (tmp_path / "runs" / "plain").rglob("requests.jsonl")
+    row = json.loads(file.read_text(encoding="utf-8").splitlines()[0])
+    assert not {"predicted", "user"} & row.keys()

@@ -12,6 +12,7 @@ import pytest
 from experiments import report
 from experiments.core import recordings, store
 from experiments.core.config import expand
+from pagedjax import viewer
 from pagedjax.commands import cli
 from pagedjax.host import replay
 from tests.experiments.core.summaries import (
@@ -121,10 +122,34 @@ def test_finished_run_without_recording_is_made_again(tmp_path, monkeypatch, cap
     runs = store.read_runs(folder)
     about = {"name": "unit", "question": "", "command": ""}
     page = report.page(about, runs, [{}], recorded=report.recorded(runs, folder))
-    address = f"{summary['point'][:12]}/0/recording.html#request={slowest.request_id}"
+    step = runs[0]["recording"]["slowest"]["ttft_s"]["step"]
+    address = (
+        f"{summary['point'][:12]}/0/recording.html#step={step}&amp;request={slowest.request_id}"
+    )
     assert f'<a href="{address}">{slowest.request_id}</a>' in page
     assert slowest.request_id in (run_folder / "recording.jsonl").read_text()
     assert f"pagedjax view {shlex.quote(str(run_folder / 'recording.jsonl'))}</code>" in page
+
+
+@pytest.mark.parametrize("replicas", [None, {"count": 2, "router": "round_robin"}])
+def test_the_link_to_a_slow_request_opens_where_it_begins_to_wait(tmp_path, monkeypatch, replicas):
+    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+    engine = {**BASE["engine"], "max_num_seqs": 2}
+    folder = run_files(tmp_path, {**SMALL, "engine": engine, "record": True, "replicas": replicas})
+    (summary,) = store.read_runs(folder)
+    worst = summary["recording"]["slowest"]["ttft_s"]
+    run = viewer.read(Path(summary["run"]) / worst["file"])
+    waits = []  # steps in which the request waits
+    numbers = {}
+    queue: list[int] = []
+    for frame in run.frames:
+        numbers |= {record[1]: record[0] for record in frame.get("came", ())}
+        front, back, new = frame.get("waiting", (len(queue), 0, []))
+        queue = [*queue[:front], *new, *queue[len(queue) - back :]]
+        if numbers.get(worst["request"]) in queue:
+            waits.append(frame["step"])
+    assert len(waits) > 3
+    assert worst["step"] == waits[0] > 0
 
 
 def test_own_policy_is_shown_by_the_command_of_the_report(tmp_path, monkeypatch):
@@ -168,6 +193,16 @@ def test_two_runs_with_parameters_of_one_policy_are_shown_together(tmp_path, mon
     assert f"<title>{names[0]} and {names[1]}" in page.read_text()
     ending = names[1].replace("/", "-").replace(".jsonl", ".html")
     assert page == paths[0].with_name(f"recording-{ending}")
+    assert cli.main(["view", *map(str, paths)]) == 2
+    error = capsys.readouterr().err
+    for option in options[1::2]:
+        assert f"add --policy {shlex.quote(option)}" in error
+    assert "give one --policy for each recording, in their order" in error
+    assert cli.main(["view", *map(str, paths), *options[:2]]) == 2
+    error = capsys.readouterr().err
+    assert (
+        f"the run had the policy {options[3]}, so give --policy {shlex.quote(options[3])}" in error
+    )
     assert cli.main(["view", str(paths[0]), *options]) == 2
     assert "--policy is given 2 times, and there are 1 recordings" in capsys.readouterr().err
 

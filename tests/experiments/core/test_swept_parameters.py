@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from experiments import run
 from experiments.core import config, what_ran
+from experiments.core.overrides import override_all, put
 from pagedjax.host import policies
 
 MINE = """
@@ -127,7 +129,7 @@ def test_other_values_are_swept_too(folder):
     [
         (
             "engine.policy={name: mine.py:aged, wort: 3}",
-            r"^engine\.policy\.wort is no option of aged; did you mean 'worth'",
+            r"^engine\.policy\.wort is no parameter of aged .*; did you mean 'worth'",
         ),
         (
             "engine.policy={name: mine.py:aged, worth: x}",
@@ -138,7 +140,7 @@ def test_other_values_are_swept_too(folder):
         ("engine.policy={name: mine.py:impure, worth: 2}", r"mine.py:impure\(worth=2\)': preempt"),
         (
             "replicas={router: {name: mine.py:nth, m: 1}}",
-            r"^replicas\.router\.m is no option of nth",
+            r"^replicas\.router\.m is no parameter of nth .*",
         ),
     ],
 )
@@ -174,3 +176,27 @@ def test_a_policy_that_raises_in_a_run_is_named_with_its_line(folder, monkeypatc
     error = capsys.readouterr().err
     assert "OwnError: order of the policy 'aged' raised IndexError" in error
     assert "mine.py, line 19)" in error
+
+
+@pytest.mark.parametrize("value", ["mine.py:other", "{name: mine.py:other, rest: 3}"])
+def test_a_policy_that_is_set_keeps_the_sweep_over_its_parameter(value):
+    raw: dict[str, Any] = {
+        "engine": {"policy": "mine.py:aged"},
+        "sweep": {"grid": {"engine.policy.worth": [1, 2]}},
+    }
+    override_all(raw, (f"engine.policy={value}",))
+    assert raw["sweep"] == {"grid": {"engine.policy.worth": [1, 2]}}
+    put(raw, "engine.policy.worth", 2)
+    assert raw["engine"]["policy"]["name"] == "mine.py:other"
+    both = ("sweep.grid.engine.policy.worth=[3, 4]", f"engine.policy={value}")
+    override_all(raw, both)
+    assert raw["sweep"] == {"grid": {"engine.policy.worth": [3, 4]}}
+
+
+@pytest.mark.parametrize("value", ["fcfs", "{name: mine.py:other, worth: 3}"])
+def test_a_policy_without_the_swept_parameter_or_with_a_value_of_it_is_refused(value):
+    raw = {"sweep": {"grid": {"engine.policy.worth": [1, 2]}}}
+    with pytest.raises(
+        ValueError, match=r"the config sweeps engine\.policy\.worth; add --set sweep"
+    ):
+        override_all(raw, (f"engine.policy={value}",))

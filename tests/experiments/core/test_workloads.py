@@ -205,7 +205,7 @@ def test_bad_trace_errors():
         ({"time_scale": -1}, "time_sc"),
         (
             {"max_prompt_tokens": 0},
-            "max_prompt_tokens is 0; it must be at least 1, or null for lengths as recorded",
+            "max_prompt_tokens is 0; it must be at least 1, or null for lengths as they are",
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -319,6 +319,6 @@ def test_ids_that_are_drawn_later_are_those_that_a_generator_draws_in_a_row():
     assert ids != later[0]
     assert hash(ids) == hash(tuple(ids))
     chex.assert_type(np.asarray(ids, np.int32), np.int32)
-    workload = Workload((WorkItem("a", 0.0, ids, 1),)).drawn()
+    workload = Workload((WorkItem("a", 0.0, ids, 1),)).in_memory()
     assert type(workload.items[0].prompt_token_ids) is tuple
     assert workload.items[0].prompt_token_ids == tuple(ids)
