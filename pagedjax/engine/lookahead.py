@@ -121,6 +121,7 @@ def extend(
     depth: int,
     cache: KVCache,
     send: Send,
+    decided: Callable[[Plan], bool],
 ) -> tuple[KVCache, Lookahead]:
     """Send predicted steps until `depth` of them are on the device behind the current one.
 
@@ -128,6 +129,7 @@ def extend(
         current: the sent step that has the plan among its rows.
         state: the scheduler's state after `schedule` returned the plan.
         sequences: by id, of all that run or wait.
+        decided: whether the step after a plan depends on what the plan's step will give.
     """
     sent, last = ahead
     if sent and last is None:
@@ -140,6 +142,8 @@ def extend(
         if sent:
             unknown.update(sampling(sent[-1].plan))
         last_state, last_plan = last
+        if decided(last_plan):
+            break
         predicted = predict(
             last_state,
             last_plan,
@@ -186,8 +190,6 @@ def predict(
     rows = of_rows(plan, sequences)
     if state.waiting and any(map(_may_stop, rows)):
         return None  # a waiting request takes the place of a sequence that stops: another plan
-    if any([data.matcher for data in rows]):
-        return None  # what a grammar allows next depends on the token that is not known yet
     hashes = _placeholder_hashes(plan, rows, state.config, last)
     after, _ = scheduler.commit(state, plan, [NO_TOKEN] * len(plan.seqs), hashes)
     if not plan_is_real and after.pool.num_free > state.pool.num_free:

@@ -10,11 +10,18 @@ from typing import Any, NamedTuple
 from immutables import Map
 
 from pagedjax.device.taps import NOTHING, SideOutputs, union
-from pagedjax.engine import pooling, results, taps
-from pagedjax.engine.outcome import Entries, NewRequest, Outcome, Reader
-from pagedjax.host.types import Choice, FinishReason
+from pagedjax.engine import pooling, results, taps, token_masks
+from pagedjax.engine.outcome import Entries, NewRequest, Outcome, Propose, Reader, Tokens
+from pagedjax.engine.requests import SequenceData, of_rows
+from pagedjax.host.types import Choice, FinishReason, Plan
 
-READERS: tuple[Reader, ...] = (results.SEARCHES, results.LOGPROBS, pooling.POOLS, taps.TAPS)
+READERS: tuple[Reader, ...] = (
+    results.SEARCHES,
+    results.LOGPROBS,
+    pooling.POOLS,
+    taps.TAPS,
+    token_masks.MASKS,
+)
 
 Readers = Map[str, Entries]  # by the name of a reader; of those that have entries
 
@@ -36,7 +43,7 @@ def start(readers: Readers, request: NewRequest) -> Readers:
     Raises:
         ValueError: a reader refuses the request.
     """
-    params = request.params
+    params = request.submitted.params
     for reader in READERS:
         if not isinstance(params, reader.params):
             continue
@@ -96,6 +103,35 @@ def restarted(readers: Readers) -> Readers:
     return readers
 
 
-def decide(readers: Readers) -> bool:
-    """Whether a reader decides how sequences continue, so that no step can be predicted."""
-    return any(reader.decides and reader.name in readers for reader in READERS)
+def masks_of(
+    readers: Readers, plan: Plan, sequences: Mapping[str, SequenceData]
+) -> Mapping[int, bytes]:
+    """By the index of the sample, the tokens that the samples of a plan may have; of those that may
+    not have all.
+    """
+    masks: dict[int, bytes] = {}
+    for reader in READERS:
+        if reader.masks and reader.name in readers:
+            masks |= reader.masks(readers[reader.name], plan, of_rows(plan, sequences))
+    return masks
+
+
+def drafts_of(
+    readers: Readers, name: str, data: SequenceData, length: int, k: int, propose: Propose
+) -> Tokens:
+    """At most k drafts behind the known tokens of a sequence: those of a reader that makes some for
+    it, else what `propose` returns.
+    """
+    for reader in READERS:
+        if reader.drafts and name in readers.get(reader.name, Map()):
+            return reader.drafts(readers[reader.name][name], data, length, k, propose)
+    return propose(data.tokens[:length], k)[:k]
+
+
+def decide(readers: Readers, plan: Plan) -> bool:
+    """Whether a reader decides how the sequences of a plan continue, so that the step after it
+    cannot be predicted.
+    """
+    return any(
+        reader.name in readers and reader.decides(readers[reader.name], plan) for reader in READERS
+    )

@@ -27,7 +27,7 @@ from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.searches import RunningSearch
 from pagedjax.host.types import Beamed, Event, Finished, Plan, Request, Running, Sampled
 from pagedjax.options.params import BeamSearchParams, PoolingParams, SamplingParams
-from pagedjax.text.structured.matcher import Grammar, Matcher
+from pagedjax.text.structured.matcher import Grammar
 
 
 @dataclass(eq=False)
@@ -45,7 +45,6 @@ class SequenceData:
     # int32; branches of a request share the prompt's array until each has a token of its own
     tokens: np.ndarray
     stop_ids: tuple[int, ...] = ()
-    matcher: Matcher | None = None  # of structured outputs; branches have their own
     # the hash before the first block's (block_hashes.py); None: it shares no blocks
     root: str | None = None
     adapter_slot: int = field(default=0, kw_only=True)  # 0: no adapter
@@ -221,7 +220,6 @@ def prepare(
     """
     names = request.names
     params = request.params
-    grammar = request.grammar
     vocab_size = rules.vocab_size
     prompt = _checked(names[0], request.prompt_token_ids, vocab_size)
     pools = isinstance(params, PoolingParams)
@@ -233,10 +231,10 @@ def prepare(
     else:
         row = sampling
     _check_ids(names[0], row, vocab_size)
-    if (row.structured_outputs is None) != (grammar is None):
+    if (row.structured_outputs is None) != (request.grammar is None):
         raise ValueError(
             f"request {names[0]!r} has structured_outputs {row.structured_outputs!r:.80} and "
-            f"grammar {grammar!r:.80}; give both to the engine (LLM and Session compile the "
+            f"grammar {request.grammar!r:.80}; give both to the engine (LLM and Session compile the "
             "grammar)"
         )
     try:
@@ -282,7 +280,6 @@ def prepare(
             prompt_len=len(prompt),
             tokens=tokens,
             stop_ids=stops,
-            matcher=grammar.matcher() if grammar else None,
             root=root,
             read=options,
             adapter_slot=adapter.slot if adapter else 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence, Set
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -12,14 +13,7 @@ import numpy as np
 from pagedjax.device.batch import Batch, Shapes, StepShape, joined
 from pagedjax.device.cache import KVCache
 from pagedjax.device.taps import NOTHING
-from pagedjax.engine import (
-    compilations,
-    drafting,
-    lookahead,
-    readers,
-    requests,
-    token_masks,
-)
+from pagedjax.engine import compilations, drafting, lookahead, readers, requests
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.lookahead import Lookahead, SentStep
 from pagedjax.engine.outcome import Outcome
@@ -32,12 +26,7 @@ from pagedjax.host import scheduler
 from pagedjax.host.drafts import Sample
 from pagedjax.host.event_log import Commit, Schedule
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import (
-    NO_DRAFTS,
-    FinishReason,
-    Plan,
-    StepResult,
-)
+from pagedjax.host.types import NO_DRAFTS, Plan, StepResult
 
 
 class ScheduledStep(NamedTuple):
@@ -75,7 +64,12 @@ def schedule(runtime: Runtime, state: EngineState, drafts: int | None = None) ->
         )
         drafts = paying if drafts is None else drafts
         offered = drafting.offer(
-            learned, draftable, drafts, state.sequences, runtime.shapes.vocab_size
+            learned,
+            draftable,
+            drafts,
+            state.sequences,
+            runtime.shapes.vocab_size,
+            state.readers,
         )
     after, plan = scheduler.schedule(state.scheduler, runtime.policy, offered)
     return ScheduledStep(after, plan, drafts or 0, offered, started, compiled)
@@ -136,10 +130,7 @@ def step(
         log=(*state.log, *log),
     )
     state = with_events(state, events, scheduled.scheduler, runtime.spare)
-    ends: dict[str, FinishReason] = dict(read.ends)
-    if any([row.matcher for row in data]):
-        ends |= token_masks.failed(plan, data, state.sequences, after)
-    for request_id, reason in ends.items():
+    for request_id, reason in read.ends.items():
         state, cancelled = cancel(state, request_id, reason)
         events += cancelled
 
@@ -181,7 +172,7 @@ def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> C
     if sent is None:
         cache, sent = send(runtime, state, cache, plan)
         rows = range(len(plan.seqs))
-    if depth and not readers.decide(state.readers):
+    if depth:
 
         def send_predicted(cache: KVCache, plan: Plan, previous: SentStep, unknown: Set[int]):
             return send(runtime, state, cache, plan, previous, unknown)
@@ -196,6 +187,7 @@ def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> C
             depth,
             cache,
             send_predicted,
+            partial(readers.decide, state.readers),
         )
     return Computed(cache, sent, rows, ahead)
 
@@ -231,7 +223,7 @@ def send(
     if plan.drafts and runtime.draft_model:
         cache, draft_seconds, draft_probs = run_drafter(runtime, state.sequences, cache, plan)
         draft_rows = runtime.shapes.bucket(sum(k > 0 for k in plan.drafts))
-    batch = batch_of(runtime, state.sequences, plan, previous, unknown, draft_probs)
+    batch = batch_of(runtime, state, plan, previous, unknown, draft_probs)
     sent_at = time.perf_counter()
     side_outputs = readers.side_outputs_of(state.readers, (seq.request_id for seq in plan.seqs))
     programs = runtime.programs if side_outputs is NOTHING else runtime.tapped[side_outputs]
@@ -264,7 +256,7 @@ def run_drafter(
 
 def batch_of(
     runtime: Runtime,
-    sequences: Sequences,
+    state: EngineState,
     plan: Plan,
     previous: SentStep | None,
     unknown: Set[int],
@@ -278,8 +270,10 @@ def batch_of(
         previous=previous,
         unknown=unknown,
         draft_probs=draft_probs,
+        masks=readers.masks_of(state.readers, plan, state.sequences),
     )
-    return pack(plan, sequences, present_shapes(runtime), runtime.blanks, runtime.chain, sources)
+    shapes = present_shapes(runtime)
+    return pack(plan, state.sequences, shapes, runtime.blanks, runtime.chain, sources)
 
 
 def present_shapes(runtime: Runtime) -> Shapes:

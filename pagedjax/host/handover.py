@@ -173,7 +173,7 @@ def _check(state: SchedulerState, released: Released, limit: int) -> None:
             f"sequence {name!r} has {length} tokens, and may have {limit} here; "
             f"raise max_model_len ({config.max_model_len}), or end it"
         )
-    if request.forks or request.beams or not request.max_tokens:
+    if not (request.advances_alone and request.max_tokens):
         raise ValueError(
             f"sequence {name!r} has branches or beams, or samples nothing; "
             "adopt what `release` returned"

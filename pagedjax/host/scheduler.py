@@ -135,8 +135,8 @@ def submit(state: SchedulerState, request: Request) -> SchedulerState:
         limit and the remedy.
     """
     request_limits.check(state, request)
-    names = (request.request_id, *request.forks)
-    group = state.arrivals if request.forks or request.beams else None
+    names = request.names
+    group = None if request.advances_alone else state.arrivals
     limit = final_length(request, state.config)
     seq = Seq(
         request, state.arrivals, limit, request.prompt_len, hashes=request.hashes, group=group
@@ -613,7 +613,7 @@ def cancel(
         return state, ()
     active = state.running
     queue = state.waiting
-    seq = next(seq for seq in itertools.chain(active.seqs, queue) if request_id in _names(seq))
+    seq = next(seq for seq in itertools.chain(active.seqs, queue) if request_id in seq.request.names)
     if request_id != seq.request_id and not seq.request.beams:
         finished = Finished(state.step, request_id, reason, 0)
         return _without_fork(state, seq, request_id), (finished,)
@@ -623,7 +623,8 @@ def cancel(
     dequeued = pick(queue, places)
     events: list[Finished] = []
     for ended in (*dequeued, *stopped):
-        events += [Finished(state.step, name, reason, ended.num_output) for name in _names(ended)]
+        names = ended.request.names
+        events += [Finished(state.step, name, reason, ended.num_output) for name in names]
     state = state._replace(
         pool=_release_blocks(state.pool, stopped),
         host_pool=state.host_pool and _release_blocks(state.host_pool, dequeued),
@@ -636,11 +637,6 @@ def cancel(
         ids=_without(state.ids, [event.request_id for event in events]),
     )
     return state, tuple(events)
-
-
-def _names(seq: Seq) -> tuple[str, ...]:
-    """The id of a sequence, and those of its branches that have not forked yet."""
-    return (seq.request.request_id, *seq.request.forks)
 
 
 def _indices(seqs: tuple[Seq, ...], seq: Seq) -> list[int]:

@@ -97,7 +97,5 @@ def check(state: SchedulerState) -> None:
     assert beams.isdisjoint(seq.group for seq in state.waiting), (
         "some beams of a request run and others wait"
     )
-    names = Counter(
-        name for seq in (*state.waiting, *active) for name in (seq.request_id, *seq.request.forks)
-    )
+    names = Counter(name for seq in (*state.waiting, *active) for name in seq.request.names)
     assert Counter(list(state.ids)) == names, "an id is lost, left over or used twice"
