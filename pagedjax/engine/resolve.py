@@ -40,7 +40,6 @@ def resolve(
             model's own limit, a cache that does not fit, an attention_impl that cannot serve here,
             or a draft model that does not fit the model.
     """
-    device = devices_of(model)[0]
     device_memory = device_memory or free_memory(model)
     dtype = model.dtype
     length = config.max_model_len or model.config.max_len
@@ -56,15 +55,7 @@ def resolve(
         )
         num_blocks = min(useful, fitting)
     memory.check_fit(num_blocks, block_bytes, device_memory, activations)
-    smallest = smallest_step(device.platform, dtype, model.config.linear)
-    buckets = config.token_buckets
-    if not buckets:
-        buckets = token_buckets(config.max_num_batched_tokens, smallest=smallest)
-    if buckets[0] < smallest:
-        raise ValueError(
-            f"token_buckets start at {buckets[0]}; in {dtype} on a CPU the smallest step is "
-            f"{smallest} tokens"
-        )
+    buckets = _buckets(config, model)
     impl = _attention_impl(config, model, draft, kv_dtype, length)
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     values |= {
@@ -85,6 +76,20 @@ def resolve(
         values["mesh"] = model.placement.sizes
         values["devices"] = tuple(all_devices.index(used) for used in model.placement.devices)
     return Resolved(**values)
+
+
+def _buckets(config: EngineConfig, model: Model) -> tuple[int, ...]:
+    """The padded sizes of steps. Raises ValueError if the smallest one is too small."""
+    smallest = smallest_step(devices_of(model)[0].platform, model.dtype, model.config.linear)
+    buckets = config.token_buckets
+    if not buckets:
+        buckets = token_buckets(config.max_num_batched_tokens, smallest=smallest)
+    if buckets[0] < smallest:
+        raise ValueError(
+            f"token_buckets start at {buckets[0]}; in {model.dtype} on a CPU the smallest step is "
+            f"{smallest} tokens"
+        )
+    return buckets
 
 
 def _check_model(config: EngineConfig, model: Model, length: int) -> None:

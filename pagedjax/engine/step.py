@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence, Set
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ from pagedjax.host import scheduler
 from pagedjax.host.drafts import Sample
 from pagedjax.host.event_log import Commit, Schedule
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import NO_DRAFTS, Plan, StepResult
+from pagedjax.host.types import NO_DRAFTS, Event, Plan, StepResult
 
 
 class ScheduledStep(NamedTuple):
@@ -91,6 +91,16 @@ class Computed(NamedTuple):
         """Whether the device goes on with predicted steps when this one is done."""
         return any(step.sent_at > self.sent.sent_at for step in self.ahead.sent)
 
+    def device_seconds(self, started: float, arrived: float, finished: float) -> float:
+        """How long the device worked between two moments, in seconds.
+
+        Args:
+            started, finished: the moments.
+            arrived: when the tokens were on the host.
+        """
+        until = finished if self.overlaps else arrived
+        return self.sent.draft_seconds + until - max(started, self.sent.sent_at)
+
 
 def step(
     runtime: Runtime, state: EngineState, scheduled: ScheduledStep | None = None
@@ -112,9 +122,45 @@ def step(
         sampled = drafting.verified(plan, state.sequences, tokens)
     else:
         sampled = tokens[list(computed.rows)].tolist()
-    hashes = _hashes_of_filled(runtime, plan, state.sequences, sampled)
     data = requests.of_rows(plan, state.sequences)
     outcome = Outcome(plan, sent, computed.rows, sampled, data)
+    state, events, outputs = commit(runtime, state, scheduled, computed, outcome)
+
+    finished = time.perf_counter()
+    device_seconds = 0.0
+    if not was_done:
+        device_seconds = computed.device_seconds(scheduled.started, arrived, finished)
+    result = StepResult(
+        plan=plan,
+        events=events,
+        started=scheduled.started,
+        finished=finished,
+        device_seconds=device_seconds,
+        draft_seconds=sent.draft_seconds,
+        draft_rows=sent.draft_rows,
+        padded_tokens=sent.padded_tokens,
+        compilations=compilations.compilations() - scheduled.compiled,
+        outputs=outputs,
+        params_version=state.params_version,
+    )
+    if state.drafting:
+        state = state._replace(drafting=drafting.learned(state.drafting, result))
+    return state, result
+
+
+def commit(
+    runtime: Runtime,
+    state: EngineState,
+    scheduled: ScheduledStep,
+    computed: Computed,
+    outcome: Outcome,
+) -> tuple[EngineState, tuple[Event, ...], Mapping[str, Any]]:
+    """Let the readers read what a step computed, and add it to the state -> (state, events, outputs
+    of the readers).
+    """
+    plan = outcome.plan
+    sampled = outcome.sampled
+    hashes = _hashes_of_filled(runtime, plan, state.sequences, sampled)
     read = readers.read(state.readers, outcome)
     after, events = scheduler.commit(scheduled.scheduler, plan, sampled, hashes, read.choices)
 
@@ -133,28 +179,7 @@ def step(
     for request_id, reason in read.ends.items():
         state, cancelled = cancel(state, request_id, reason)
         events += cancelled
-
-    finished = time.perf_counter()
-    device_seconds = 0.0
-    if not was_done:
-        until = finished if computed.overlaps else arrived
-        device_seconds = sent.draft_seconds + until - max(scheduled.started, sent.sent_at)
-    result = StepResult(
-        plan=plan,
-        events=events,
-        started=scheduled.started,
-        finished=finished,
-        device_seconds=device_seconds,
-        draft_seconds=sent.draft_seconds,
-        draft_rows=sent.draft_rows,
-        padded_tokens=sent.padded_tokens,
-        compilations=compilations.compilations() - scheduled.compiled,
-        outputs=read.outputs,
-        params_version=state.params_version,
-    )
-    if state.drafting:
-        state = state._replace(drafting=drafting.learned(state.drafting, result))
-    return state, result
+    return state, events, read.outputs
 
 
 def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> Computed:

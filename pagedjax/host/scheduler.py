@@ -369,33 +369,20 @@ def commit(
     rows = add_tokens(rows, grouped)
     rows, ended = end_rows(rows, state.stops)
 
-    config = state.config
-    pool, seqs = prefix_sharing.publish(
-        state.pool, rows.seqs, rows.counts, rows.computed, hashes, config
-    )
-    drafted = [i for i, k in enumerate(rows.drafts) if k]
-    if drafted and config.reservation == "none":
-        unfinished = [i for i in drafted if i not in ended]
-        pool, seqs = give_back(pool, seqs, unfinished, rows.computed, config)
-    forks: tuple[Seq, ...] = ()
-    if grouped:
-        pool, seqs, forks = branches.fork(pool, seqs, grouped, rows.sampling, config)
-    if seqs is not rows.seqs:
-        rows = rows._replace(seqs=seqs)
+    pool, rows, forks = settle_blocks(state, rows, ended, grouped, hashes)
     active = advance_rows(state.running, rows, forks)
     if ended:
-        given_back = [block for i in ended for block in reversed(seqs[i].blocks)]
-        pool = blocks.release(pool, given_back)
+        pool = _release_blocks(pool, [rows.seqs[i] for i in ended])
         active = active.pick([i for i in range(len(active.seqs)) if i not in ended])
     beamed: list[Event] = []
     if choices:
         pool, active, beamed = branches.advance(pool, active, choices, plan.step)
-    if config.views:
-        pool, active = views.drop(config, pool, active)
+    if state.config.views:
+        pool, active = views.drop(state.config, pool, active)
     forked = branches.arrivals(active, forks, choices) if forks or choices else frozenset()
     unfinished_ids = state.ids
     if ended:
-        unfinished_ids = _without(state.ids, [seqs[i].request_id for i in ended])
+        unfinished_ids = _without(state.ids, [rows.seqs[i].request_id for i in ended])
     after = state._replace(
         pool=pool, running=active, step=plan.step + 1, forked=forked, ids=unfinished_ids
     )
@@ -404,7 +391,7 @@ def commit(
         events += branches.fork_events(plan.step, forks)
     events += _sampled(plan.step, rows)
     events += beamed
-    events += _verified(plan.step, rows, drafted, ended)
+    events += _verified(plan.step, rows, ended)
     events += _finished(plan.step, rows, ended)
     return after, tuple(events)
 
@@ -533,6 +520,38 @@ def end_rows(rows: Rows, stops: frozenset[int]) -> tuple[Rows, dict[int, FinishR
     return rows, ended
 
 
+def settle_blocks(
+    state: SchedulerState,
+    rows: Rows,
+    ended: Mapping[int, FinishReason],
+    grouped: Sequence[int],
+    hashes: Mapping[str, tuple[str, ...]],
+) -> tuple[BlockPool, Rows, tuple[Seq, ...]]:
+    """Publishes the blocks that the rows filled, gives back those of rejected drafts, and shares
+    those of computed prompts with new branches -> (pool, rows with their blocks, new branches).
+
+    Args:
+        grouped: what `branches.unforked` returned.
+        hashes: as for `commit`.
+    """
+    config = state.config
+    pool, seqs = prefix_sharing.publish(
+        state.pool, rows.seqs, rows.counts, rows.computed, hashes, config
+    )
+    unfinished = [i for i in _with_drafts(rows) if i not in ended]
+    if unfinished and config.reservation == "none":
+        pool, seqs = give_back(pool, seqs, unfinished, rows.computed, config)
+    forks: tuple[Seq, ...] = ()
+    if grouped:
+        pool, seqs, forks = branches.fork(pool, seqs, grouped, rows.sampling, config)
+    return pool, rows if seqs is rows.seqs else rows._replace(seqs=seqs), forks
+
+
+def _with_drafts(rows: Rows) -> list[int]:
+    """The indices of the rows that had drafts."""
+    return [i for i, k in enumerate(rows.drafts) if k]
+
+
 def advance_rows(active: Running, rows: Rows, forks: tuple[Seq, ...]) -> Running:
     """The running sequences with the new columns of a step's rows, which are the first ones, and
     with new branches behind them.
@@ -572,10 +591,9 @@ def _sampled(step: int, rows: Rows) -> list[Event]:
     return [Sampled(step, ids, samples)] if ids else []
 
 
-def _verified(
-    step: int, rows: Rows, drafted: Sequence[int], ended: Mapping[int, FinishReason]
-) -> list[Event]:
+def _verified(step: int, rows: Rows, ended: Mapping[int, FinishReason]) -> list[Event]:
     """The event of the rows with drafts; none if no row had one."""
+    drafted = _with_drafts(rows)
     if not drafted:
         return []
     num_blocks = [0 if i in ended else len(rows.seqs[i].blocks) for i in drafted]
@@ -613,7 +631,9 @@ def cancel(
         return state, ()
     active = state.running
     queue = state.waiting
-    seq = next(seq for seq in itertools.chain(active.seqs, queue) if request_id in seq.request.names)
+    seq = next(
+        seq for seq in itertools.chain(active.seqs, queue) if request_id in seq.request.names
+    )
     if request_id != seq.request_id and not seq.request.beams:
         finished = Finished(state.step, request_id, reason, 0)
         return _without_fork(state, seq, request_id), (finished,)

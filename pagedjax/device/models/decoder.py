@@ -201,9 +201,9 @@ def _norm(c: DecoderConfig, dtype: str, size: int | None = None) -> nnx.Module:
 
 class Attention(nnx.Module):
     def __init__(self, c: DecoderConfig, kind: LayerKind, dtype: str):
-        wide, options = c.heads * c.head_dim, {"dtype": dtype, "stored": c.stored, "impl": c.linear}
+        options = {"dtype": dtype, "stored": c.stored, "impl": c.linear}
         self.qkv = Linear(c.hidden, c.qkv_rows, bias=c.qkv_bias, **options)
-        self.out = Linear(wide, c.hidden, bias=c.out_bias, axes=c.axes, **options)
+        self.out = Linear(c.heads * c.head_dim, c.hidden, bias=c.out_bias, axes=c.axes, **options)
         self.q_norm = _norm(c, dtype, c.head_dim) if c.qk_norm else None
         self.k_norm = _norm(c, dtype, c.head_dim) if c.qk_norm else None
         self.config = c

@@ -7,8 +7,7 @@ import string
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from pagedjax.text.detokenizer import pending_length
-from pagedjax.text.outputs import ToolCall
+from pagedjax.text.outputs import ToolCall, pending_length
 from pagedjax.text.tools.formats import CallFormat
 
 LETTERS = string.ascii_letters + string.digits
