@@ -179,20 +179,20 @@ def _check_invariant(config: DecoderConfig) -> None:
 
 
 def free_memory(model: Model) -> memory.DeviceMemory:
-    """The memory of that device of the model which has the least free, in all processes."""
+    """The memory of the model's device with the least free memory, among those of all processes."""
     devices = [
         device for device in devices_of(model) if device.process_index == jax.process_index()
     ]
     readings = [memory.read(device, len(devices)) for device in devices]
-    least = min(readings, key=lambda reading: reading.free)
+    fullest = min(readings, key=lambda reading: reading.free)
     if jax.process_count() == 1:
-        return least
-    limit = least.free if least.cache_limit is None else least.cache_limit
-    of_process = np.array([least.total, least.free, limit], np.float64)
+        return fullest
+    limit = fullest.free if fullest.cache_limit is None else fullest.cache_limit
+    of_process = np.array([fullest.total, fullest.free, limit], np.float64)
     of_processes = multihost_utils.process_allgather(of_process)
     total, free, limit = (int(size) for size in of_processes.min(axis=0))
-    cache_limit = None if least.cache_limit is None else limit
-    return least._replace(total=total, free=free, cache_limit=cache_limit)
+    cache_limit = None if fullest.cache_limit is None else limit
+    return fullest._replace(total=total, free=free, cache_limit=cache_limit)
 
 
 def check_draft(config: EngineConfig, model: Model, draft: DraftModel | None, length: int) -> None:

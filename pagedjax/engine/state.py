@@ -146,8 +146,8 @@ def with_events(
     if not ended:
         sequences = apply_events(state.sequences, events, before.running, spare)
         return state._replace(sequences=sequences)
-    others = [event for event in events if not isinstance(event, Finished)]
-    sequences = apply_events(state.sequences, others, before.running, spare)
+    tokens = [event for event in events if not isinstance(event, Finished)]
+    sequences = apply_events(state.sequences, tokens, before.running, spare)
     if state.drafting:  # it learns from their last tokens too
         drafting.ended(state.drafting, ended, sequences)
     sequences = apply_events(sequences, tuple(ended.values()), before.running)

@@ -8,29 +8,36 @@ no text or token.
 There is no prefill phase and no decode phase: `computed` grows until it equals `length`, and a step
 gives a sequence one or more tokens. The rules:
 
-1. Every decode (one token to compute) takes one token of the budget, before any prompt chunk. So no more sequences run
-   than the budget has tokens.
+1. Every decode (one token to compute) takes one token of the budget, before any prompt chunk. So no
+   more sequences run than the budget has tokens.
 2. Prompt chunks take the rest of the budget in order of admission, then new admissions do.
-3. A sequence is admitted only if blocks for all its known tokens are free, and not in a step that preempted. Full
-   blocks are shared if their content is in the cache or is computed by an earlier row of the same step.
-4. The branches of a request (parallel sampling) fork when its prompt is computed: they share the blocks of all its
-   tokens but the last, and compute that token again. A block that others own or can find is copied before a write.
-5. If decodes need more blocks than are free, the policy's victim is preempted, with the branches of its group, until
-   they suffice. If only one group runs, it loses one branch at a time. One sequence alone always fits, because `submit`
-   rejects what could not.
-6. The beams of a request advance together: a beam with no token left to compute waits for the others. Then `commit` is
-   given the beam that each continues, and its token. Beams are admitted and preempted together.
-7. A victim returns to the front of the queue: with its content in host blocks if they suffice (swapping), else with
-   nothing computed (recomputation). It is admitted again like any other sequence.
+3. A sequence is admitted only if blocks for all its known tokens are free, and not in a step that
+   preempted. Full blocks are shared if their content is in the cache or is computed by an earlier
+   row of the same step.
+4. The branches of a request (parallel sampling) fork when its prompt is computed: they share the
+   blocks of all its tokens but the last, and compute that token again. A block that others own or
+   can find is copied before a write.
+5. If decodes need more blocks than are free, the policy's victim is preempted, with the branches of
+   its group, until they suffice. If only one group runs, it loses one branch at a time. One
+   sequence alone always fits, because `submit` rejects what could not.
+6. The beams of a request advance together: a beam with no token left to compute waits for the
+   others. Then `commit` is given the beam that each continues, and its token. Beams are admitted
+   and preempted together.
+7. A victim returns to the front of the queue: with its content in host blocks if they suffice
+   (swapping), else with nothing computed (recomputation). It is admitted again like any other
+   sequence.
 8. Drafts of decodes take what is left of the budget and of the free blocks (speculative decoding).
-9. A request with max_tokens 0 samples nothing and ends when its prompt is computed (pooled hidden states).
-10. Where queries do not see all blocks, those out of sight are given back, and rule 3 counts the blocks that a sequence
-    has at most at one time. A chunk is then cut where no block is free for its next token.
+9. A request with max_tokens 0 samples nothing and ends when its prompt is computed (pooled hidden
+   states).
+10. Where queries do not see all blocks, those out of sight are given back, and rule 3 counts the
+    blocks that a sequence has at most at one time. A chunk is then cut where no block is free for
+    its next token.
 
-The rules are in these files: preemption.py (5, 7), admission.py (3), prefix_sharing.py (finding
-blocks), branches.py (4, 6), drafts.py (8), views.py (10), request_limits.py (`submit`), handover.py
-(`release` and `adopt`, between two schedulers), state.py (the state and its invariants).
-step_kinds.py and reservation.py are baselines that replace rules 1 to 3.
+The rules are here and in these files: preemption.py (who stops in 5, and 7), admission.py (3),
+prefix_sharing.py (finding blocks), branches.py (4, 6), drafts.py (8), views.py (10),
+request_limits.py (`submit`), handover.py (`release` and `adopt`, between two schedulers), state.py
+(the state and its invariants). step_kinds.py and reservation.py are baselines that replace rules 1
+to 3.
 """
 
 from __future__ import annotations
@@ -49,7 +56,7 @@ from pagedjax.host.blocks import BlockPool
 from pagedjax.host.drafts import Sample, accepted, cut_at_the_end, flat, give_back, grant
 from pagedjax.host.handover import adopt, has_room, release
 from pagedjax.host.policies import Policy, shipped
-from pagedjax.host.preemption import make_room
+from pagedjax.host.preemption import Pairs, Preemptions, preempt
 from pagedjax.host.request_limits import Rejected, final_length
 from pagedjax.host.state import SchedulerConfig, SchedulerState, check, running
 from pagedjax.host.types import (
@@ -163,7 +170,7 @@ def schedule(
         OwnError: a function of a user's own policy raised; names the file and the line.
     """
     policy = shipped(policy)
-    state, preemptions = make_room(state, policy)
+    state, copies, preemptions = make_room(state, policy)
     admits = not preemptions.preempted  # rule 3
     active, num_decodes, counts, admission, idle = _choose_rows(state, policy, admits)
     admitted = Running(
@@ -191,7 +198,7 @@ def schedule(
         admitted=tuple([seq.request_id for seq in admitted.seqs]),
         known=admitted.lengths,
         cached=admitted.computed,
-        copies=preemptions.copies,
+        copies=copies,
         preempted=preemptions.preempted,
         swapped=preemptions.swapped,
         resumed=resumed,
@@ -205,6 +212,76 @@ def schedule(
     if idle.seqs:
         active = active.joined(idle)
     return state._replace(pool=pool, running=active), plan
+
+
+def make_room(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pairs, Preemptions]:
+    """Gives a block to each decode whose last block is full or must be copied. Sequences are
+    preempted until the blocks suffice (rule 5).
+
+    Returns:
+        (state, (from, to) of the blocks to copy, preemptions)
+    """
+    preemptions = Preemptions()
+    full, shared = rows_without_room(state)
+    while len(full) * state.config.groups + len(shared) > state.pool.num_free:
+        state, preemptions = preempt(state, policy, preemptions)
+        full, shared = rows_without_room(state)
+    copies: Pairs = ()
+    if full or shared:
+        state, copies = _give_blocks(state, full, shared)
+    return state, copies, preemptions
+
+
+def rows_without_room(state: SchedulerState) -> tuple[list[int], list[tuple[int, int]]]:
+    """The running sequences that need blocks for their next token.
+
+    Returns:
+        (indices of the sequences whose next token is past their last block, (index of a sequence,
+        entry of its block table) of the blocks that have to be copied, see `branches.shared`)
+    """
+    active = state.running
+    size = state.config.block_size
+    groups = state.config.groups
+    rows = [i for i, computed in enumerate(active.computed) if computed % size == 0]
+    rows = [i for i in rows if active.computed[i] * groups == len(active.seqs[i].blocks) * size]
+    # a waiting beam writes no token
+    full = [i for i in rows if active.computed[i] < active.lengths[i]]
+    if not state.forked:
+        return full, []
+    return full, branches.shared(state.pool, active, state.forked, state.config)
+
+
+def _give_blocks(
+    state: SchedulerState, full: Sequence[int], shared: Sequence[tuple[int, int]]
+) -> tuple[SchedulerState, Pairs]:
+    """Gives new blocks to the rows that `rows_without_room` returned -> (state, (from, to) of the
+    blocks to copy).
+    """
+    groups = state.config.groups
+    num_appended = len(full) * groups
+    allocation = blocks.allocate(state.pool, num_appended + len(shared))
+    assert allocation is not None, "make_room compared with the free blocks"
+    pool, new_blocks = allocation
+    active = state.running
+    seqs = list(active.seqs)
+    copies: list[tuple[int, int]] = []
+    for k, i in enumerate(full):
+        appended = new_blocks[k * groups : (k + 1) * groups]
+        seqs[i] = _with_table(active, i, seqs[i].blocks + appended)
+    for (i, entry), block in zip(shared, new_blocks[num_appended:], strict=True):
+        table = seqs[i].blocks
+        copies.append((table[entry], block))
+        seqs[i] = _with_table(active, i, (*table[:entry], block, *table[entry + 1 :]))
+    if copies:
+        pool = blocks.release(pool, [source for source, _ in copies])
+    state = state._replace(pool=pool, running=active._replace(seqs=tuple(seqs)))
+    return state, tuple(copies)
+
+
+def _with_table(active: Running, i: int, table: tuple[int, ...]) -> Seq:
+    """The current record of a running sequence with another block table."""
+    request, arrival, limit, _, _, _, hashes, group = active.seqs[i]
+    return Seq(request, arrival, limit, active.lengths[i], active.computed[i], table, hashes, group)
 
 
 def _choose_rows(

@@ -178,8 +178,8 @@ class DecoderConfig:
 
     @property
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """Of a layer's matrices, the matrices that were joined to it: the last output + 1 of each
-        (for `LowRank`).
+        """By the name of a layer's matrix, where each of the matrices ends that were joined to it:
+        its last output + 1 (for `LowRank`).
         """
         qkv = tuple(heads * self.head_dim for heads in (self.heads, self.heads + self.kv_heads))
         up = (self.intermediate, 2 * self.intermediate) if self.gated else (self.intermediate,)
@@ -379,7 +379,7 @@ class SparseMLP(nnx.Module):
     def routed(
         self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None
     ) -> tuple[jax.Array, Routes]:
-        """The same, and the experts of the tokens; those of padding are any."""
+        """The same, and the experts of the tokens; those of padding mean nothing."""
         c = self.config
         x = norm(x)
         assert c.experts is not None
@@ -456,7 +456,7 @@ class Block(nnx.Module):
         return self.attn.write(x, pages, batch, angles, attend, norm=self.attn_norm)
 
     def read(self, x, pages: Pages, batch: Batch, angles, attend: Attend):
-        """What follows `write`, for tokens of whose rows the batch tells: x [T, H] -> [T, H]."""
+        """What follows `write`, for the tokens of the batch: x [T, H] -> [T, H]."""
         return self.routed_read(x, pages, batch, angles, attend)[0]
 
     def routed_read(self, x, pages: Pages, batch: Batch, angles, attend: Attend):
