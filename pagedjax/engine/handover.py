@@ -117,6 +117,7 @@ def handover(runtime: Runtime, state: EngineState, name: str) -> Handover:
             raise ValueError(
                 f"sequence {name!r} has an adapter that was unloaded or replaced; let it end here"
             )
+    matcher = token_masks.matchers_in(state.readers).get(name)
     return Handover(
         released=released,
         tokens=data.tokens[: released.length].copy(),
@@ -124,7 +125,7 @@ def handover(runtime: Runtime, state: EngineState, name: str) -> Handover:
         seed=data.seed,
         root=data.root,
         adapter=content_hash,
-        grammar=token_masks.grammar_of(state.readers, name),
+        grammar=matcher.grammar if matcher else None,
         facts=facts(runtime, state),
     )
 

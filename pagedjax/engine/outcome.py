@@ -22,8 +22,6 @@ from pagedjax.host.drafts import Sample
 from pagedjax.host.types import Choice, FinishReason, Plan
 
 Entries = Map[str, Any]  # of one reader, by the id of a sequence
-Tokens = Sequence[int] | np.ndarray
-Propose = Callable[[np.ndarray, int], Tokens]  # (known tokens, k) -> at most k drafts
 
 
 class Outcome(NamedTuple):
@@ -56,6 +54,10 @@ class Outcome(NamedTuple):
         """Of each row of the plan, the index of its first token in the sent step."""
         begins = self.sent.cu_q_lens
         return [int(begins[row]) for row in self.rows]
+
+    def rows_of(self, entries: Mapping[str, Any]) -> list[int]:
+        """The rows of the plan whose sequences have entries."""
+        return [i for i, seq in enumerate(self.plan.seqs) if seq.request_id in entries]
 
     def reaches_end(self, row: int) -> bool:
         """Whether a row computed its last known token, so that its sample is a new token."""
@@ -128,10 +130,8 @@ class Reader(NamedTuple):
             request with a ValueError. An entry is deleted when its sequence ends.
         side_outputs: (entry) -> what the device must compute in the steps of that sequence.
         restarted: (entries) -> the entries when running sequences return to the queue.
-        masks: (entries, plan, the records of its rows) -> the tokens that samples may have, by the
+        masks: (entries, plan, records of the sequences) -> the tokens that samples may have, by the
             index of the sample; of those that may not have all. None: it gives none.
-        drafts: (entry, record, known tokens, k, what makes further drafts) -> at most k drafts of
-            that sequence. None: it makes none.
         decides: (entries, plan) -> whether the step after that plan needs what is read of it, and
             cannot be predicted.
     """
@@ -143,6 +143,5 @@ class Reader(NamedTuple):
     start: Callable[[NewRequest], Mapping[str, Any]] = asked
     side_outputs: Callable[[Any], SideOutputs] = no_side_outputs
     restarted: Callable[[Entries], Entries] = unchanged
-    masks: Callable[[Entries, Plan, Sequence[SequenceData]], Mapping[int, bytes]] | None = None
-    drafts: Callable[[Any, SequenceData, int, int, Propose], Tokens] | None = None
+    masks: Callable[[Entries, Plan, Mapping[str, SequenceData]], Mapping[int, bytes]] | None = None
     decides: Callable[[Entries, Plan], bool] = never

@@ -60,7 +60,7 @@ def advance(pools: Map[str, Pool], outcome: Outcome) -> Reading:
     (request id, [H] or [tokens, H] float32).
     """
     plan = outcome.plan
-    rows = [i for i, seq in enumerate(plan.seqs) if seq.request_id in pools]
+    rows = outcome.rows_of(pools)
     if not rows:
         return Reading(pools)
     output = outcome.sent.output

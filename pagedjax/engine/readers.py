@@ -11,8 +11,8 @@ from immutables import Map
 
 from pagedjax.device.taps import NOTHING, SideOutputs, union
 from pagedjax.engine import pooling, results, taps, token_masks
-from pagedjax.engine.outcome import Entries, NewRequest, Outcome, Propose, Reader, Tokens
-from pagedjax.engine.requests import SequenceData, of_rows
+from pagedjax.engine.outcome import Entries, NewRequest, Outcome, Reader
+from pagedjax.engine.requests import SequenceData
 from pagedjax.host.types import Choice, FinishReason, Plan
 
 READERS: tuple[Reader, ...] = (
@@ -60,10 +60,8 @@ def read(readers: Readers, outcome: Outcome) -> Read:
     outputs: dict[str, Any] = {}
     choices: dict[str, Choice] = {}
     ends: dict[str, FinishReason] = {}
-    for reader in READERS:
-        if reader.name not in readers:
-            continue
-        reading = reader.read(readers[reader.name], outcome)
+    for reader, entries in _asked(readers):
+        reading = reader.read(entries, outcome)
         readers = readers.set(reader.name, reading.entries)
         if reading.result:
             outputs[reader.name] = reading.result
@@ -72,17 +70,48 @@ def read(readers: Readers, outcome: Outcome) -> Read:
     return Read(readers, outputs, choices, ends)
 
 
+def _asked(readers: Readers) -> list[tuple[Reader, Entries]]:
+    """The readers that have entries, with these."""
+    return [(reader, readers[reader.name]) for reader in READERS if reader.name in readers]
+
+
 def side_outputs_of(readers: Readers, sequence_ids: Iterable[str]) -> SideOutputs:
     """What a step with these sequences returns beside samples."""
     if not readers:
         return NOTHING
     ids = tuple(sequence_ids)
     parts = set()
-    for reader in READERS:
-        entries = readers.get(reader.name, Map())
+    for reader, entries in _asked(readers):
         parts |= {reader.side_outputs(entries[name]) for name in ids if name in entries}
     parts.discard(NOTHING)
     return union(parts) if parts else NOTHING
+
+
+def masks_of(
+    readers: Readers, plan: Plan, sequences: Mapping[str, SequenceData]
+) -> Mapping[int, bytes]:
+    """By the index of the sample, the tokens that the samples of a plan may have; of those that may
+    not have all.
+    """
+    masks: dict[int, bytes] = {}
+    for reader, entries in _asked(readers):
+        if reader.masks:
+            masks |= reader.masks(entries, plan, sequences)
+    return masks
+
+
+def decide(readers: Readers, plan: Plan) -> bool:
+    """Whether a reader decides how the sequences of a plan continue, so that the step after it
+    cannot be predicted.
+    """
+    return any(reader.decides(entries, plan) for reader, entries in _asked(readers))
+
+
+def restarted(readers: Readers) -> Readers:
+    """The entries when running sequences return to the queue and are computed again."""
+    for reader, entries in _asked(readers):
+        readers = readers.set(reader.name, reader.restarted(entries))
+    return readers
 
 
 def without(readers: Readers, names: Iterable[str]) -> Readers:
@@ -93,45 +122,3 @@ def without(readers: Readers, names: Iterable[str]) -> Readers:
                 entries = entries.delete(name)
         readers = readers.set(reader, entries) if entries else readers.delete(reader)
     return readers
-
-
-def restarted(readers: Readers) -> Readers:
-    """The entries when running sequences return to the queue and are computed again."""
-    for reader in READERS:
-        if reader.name in readers:
-            readers = readers.set(reader.name, reader.restarted(readers[reader.name]))
-    return readers
-
-
-def masks_of(
-    readers: Readers, plan: Plan, sequences: Mapping[str, SequenceData]
-) -> Mapping[int, bytes]:
-    """By the index of the sample, the tokens that the samples of a plan may have; of those that may
-    not have all.
-    """
-    masks: dict[int, bytes] = {}
-    for reader in READERS:
-        if reader.masks and reader.name in readers:
-            masks |= reader.masks(readers[reader.name], plan, of_rows(plan, sequences))
-    return masks
-
-
-def drafts_of(
-    readers: Readers, name: str, data: SequenceData, length: int, k: int, propose: Propose
-) -> Tokens:
-    """At most k drafts behind the known tokens of a sequence: those of a reader that makes some for
-    it, else what `propose` returns.
-    """
-    for reader in READERS:
-        if reader.drafts and name in readers.get(reader.name, Map()):
-            return reader.drafts(readers[reader.name][name], data, length, k, propose)
-    return propose(data.tokens[:length], k)[:k]
-
-
-def decide(readers: Readers, plan: Plan) -> bool:
-    """Whether a reader decides how the sequences of a plan continue, so that the step after it
-    cannot be predicted.
-    """
-    return any(
-        reader.name in readers and reader.decides(readers[reader.name], plan) for reader in READERS
-    )

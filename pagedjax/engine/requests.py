@@ -219,7 +219,6 @@ def prepare(
             without ids, more candidates than MAX_TOP, or structured outputs without a grammar.
     """
     names = request.names
-    params = request.params
     prompt = _checked(names[0], request.prompt_token_ids, rules.vocab_size)
     row, stops = _row_and_stops(request, rules)
     _check_ids(names[0], row, rules.vocab_size)
@@ -245,11 +244,11 @@ def prepare(
             request.tags,
             adapter.content_hash if adapter else "",
         )
-    is_searched = isinstance(params, BeamSearchParams)
+    is_searched = isinstance(request.params, BeamSearchParams)
     scheduler_request = Request(
         request_id=names[0],
         prompt_len=len(prompt),
-        max_tokens=0 if isinstance(params, PoolingParams) else row.max_tokens,
+        max_tokens=0 if isinstance(request.params, PoolingParams) else row.max_tokens,
         min_tokens=row.min_tokens,
         # branches are stopped by their search
         stop_token_ids=frozenset() if is_searched else frozenset(stops),
@@ -279,8 +278,8 @@ def prepare(
         for name, branch_seed in zip(names, seeds, strict=True)
     }
     search = None
-    if isinstance(params, BeamSearchParams):
-        search = _search(params, scheduler_request, stops, config)
+    if isinstance(request.params, BeamSearchParams):
+        search = _search(request.params, scheduler_request, stops, config)
     return PreparedRequest(scheduler_request, sequences, search)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from pagedjax.device.batch import Batch, Shapes, StepShape, joined
 from pagedjax.device.cache import KVCache
 from pagedjax.device.taps import NOTHING
-from pagedjax.engine import compilations, drafting, lookahead, readers, requests
+from pagedjax.engine import compilations, drafting, lookahead, readers, requests, token_masks
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.lookahead import Lookahead, SentStep
 from pagedjax.engine.outcome import Outcome
@@ -23,7 +23,6 @@ from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs
 from pagedjax.engine.state import EngineState, LogEntry, cancel, with_events
 from pagedjax.engine.taps import StepTaps
 from pagedjax.host import scheduler
-from pagedjax.host.drafts import Sample
 from pagedjax.host.event_log import Commit, Schedule
 from pagedjax.host.state import SchedulerState
 from pagedjax.host.types import NO_DRAFTS, Event, Plan, StepResult
@@ -69,7 +68,7 @@ def schedule(runtime: Runtime, state: EngineState, drafts: int | None = None) ->
             drafts,
             state.sequences,
             runtime.shapes.vocab_size,
-            state.readers,
+            token_masks.matchers_in(state.readers),
         )
     after, plan = scheduler.schedule(state.scheduler, runtime.policy, offered)
     return ScheduledStep(after, plan, drafts or 0, offered, started, compiled)
@@ -90,16 +89,6 @@ class Computed(NamedTuple):
     def overlaps(self) -> bool:
         """Whether the device goes on with predicted steps when this one is done."""
         return any(step.sent_at > self.sent.sent_at for step in self.ahead.sent)
-
-    def device_seconds(self, started: float, arrived: float, finished: float) -> float:
-        """How long the device worked between two moments, in seconds.
-
-        Args:
-            started, finished: the moments.
-            arrived: when the tokens were on the host.
-        """
-        until = finished if self.overlaps else arrived
-        return self.sent.draft_seconds + until - max(started, self.sent.sent_at)
 
 
 def step(
@@ -127,15 +116,14 @@ def step(
     state, events, outputs = commit(runtime, state, scheduled, computed, outcome)
 
     finished = time.perf_counter()
-    device_seconds = 0.0
-    if not was_done:
-        device_seconds = computed.device_seconds(scheduled.started, arrived, finished)
+    until = finished if computed.overlaps else arrived
+    seconds = sent.draft_seconds + until - max(scheduled.started, sent.sent_at)
     result = StepResult(
         plan=plan,
         events=events,
         started=scheduled.started,
         finished=finished,
-        device_seconds=device_seconds,
+        device_seconds=0.0 if was_done else seconds,
         draft_seconds=sent.draft_seconds,
         draft_rows=sent.draft_rows,
         padded_tokens=sent.padded_tokens,
@@ -160,7 +148,14 @@ def commit(
     """
     plan = outcome.plan
     sampled = outcome.sampled
-    hashes = _hashes_of_filled(runtime, plan, state.sequences, sampled)
+    selection = runtime.shapes.selection
+    hashes = requests.hashes_of_filled(
+        plan,
+        state.sequences,
+        runtime.config.block_size,
+        sampled,
+        dense_prompts=selection is not None and selection.dense_prompts,
+    )
     read = readers.read(state.readers, outcome)
     after, events = scheduler.commit(scheduled.scheduler, plan, sampled, hashes, read.choices)
 
@@ -215,16 +210,6 @@ def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> C
             partial(readers.decide, state.readers),
         )
     return Computed(cache, sent, rows, ahead)
-
-
-def _hashes_of_filled(
-    runtime: Runtime, plan: Plan, sequences: Sequences, sampled: Sequence[Sample]
-) -> dict[str, tuple[str, ...]]:
-    """By sequence id, the hashes of the blocks that a step filled with generated tokens."""
-    size = runtime.config.block_size
-    selection = runtime.shapes.selection
-    dense_prompts = selection is not None and selection.dense_prompts
-    return requests.hashes_of_filled(plan, sequences, size, sampled, dense_prompts)
 
 
 def send(

@@ -171,7 +171,7 @@ class StepTaps(NamedTuple):
 def read(entries: Map[str, SideOutputs], outcome: Outcome) -> Reading:
     """The result is what a step gives the requests that asked for taps, a `TapPart` each."""
     seqs = outcome.plan.seqs
-    rows = [i for i, seq in enumerate(seqs) if seq.request_id in entries]
+    rows = outcome.rows_of(entries)
     if not rows:
         return Reading(entries)
     assert outcome.sent.output.taps is not None, "`side_outputs` chose the program"

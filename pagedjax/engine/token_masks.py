@@ -7,20 +7,21 @@ that come, and ends the sequences whose matcher has failed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from immutables import Map
 
-from pagedjax.engine.outcome import NewRequest, Outcome, Propose, Reader, Reading
+from pagedjax.engine.outcome import NewRequest, Outcome, Reader, Reading
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host.types import FinishReason, Plan
 from pagedjax.options.params import SamplingParams
-from pagedjax.text.structured.matcher import Grammar, MaskRow, Matcher, masks
+from pagedjax.text.structured.matcher import MaskRow, Matcher, masks
 
 log = logging.getLogger("pagedjax.engine")
 
-Matchers = Map[str, Matcher]
+Matchers = Map[str, Matcher]  # by sequence id
+Propose = Callable[[np.ndarray, int], Sequence[int] | np.ndarray]
 
 
 def start(request: NewRequest) -> Mapping[str, Matcher]:
@@ -30,21 +31,24 @@ def start(request: NewRequest) -> Mapping[str, Matcher]:
     return {name: grammar.matcher() for name in request.submitted.names}
 
 
-def of_samples(matchers: Matchers, plan: Plan, rows: Sequence[SequenceData]) -> Mapping[int, bytes]:
+def of_samples(
+    matchers: Matchers, plan: Plan, sequences: Mapping[str, SequenceData]
+) -> Mapping[int, bytes]:
     """By the index of the sample, the mask of each sample of a row that has a matcher and samples
     in this step.
 
     Args:
-        rows: the records of the plan's rows. Drafts are in their tokens, behind the known ones.
+        sequences: the records, by id. Drafts are in their tokens, behind the known ones.
     """
     mask_rows = []
-    drafts = plan.drafts or (0,) * len(rows)
+    drafts = plan.drafts or (0,) * len(plan.seqs)
     first = 0
-    for seq, data, start, count, length, k in zip(
-        plan.seqs, rows, plan.starts, plan.counts, plan.lengths, drafts, strict=True
+    for seq, start, count, length, k in zip(
+        plan.seqs, plan.starts, plan.counts, plan.lengths, drafts, strict=True
     ):
         matcher = matchers.get(seq.request_id)
         if matcher is not None and start + count >= length:
+            data = sequences[seq.request_id]
             guesses = data.tokens[length : length + k]
             output = _output(data, length)
             mask_rows.append(MaskRow(matcher, output, guesses, first, data.stop_ids))
@@ -57,7 +61,7 @@ def of_samples(matchers: Matchers, plan: Plan, rows: Sequence[SequenceData]) -> 
 
 
 def drafts(
-    matcher: Matcher, data: SequenceData, length: int, k: int, propose: Propose
+    matcher: Matcher | None, data: SequenceData, length: int, k: int, propose: Propose
 ) -> Sequence[int] | np.ndarray:
     """At most k drafts: the tokens that the grammar forces, then those of (tokens, k) -> drafts
     that it allows.
@@ -65,6 +69,8 @@ def drafts(
     A forced token is a draft like any other: it is accepted because nothing else can be sampled. So
     a text that must come takes one step (jump-forward decoding).
     """
+    if matcher is None:
+        return propose(data.tokens[:length], k)[:k]
     output = _output(data, length)
     tokens_ahead = matcher.forced(output, k)
     if len(tokens_ahead) < k:
@@ -80,10 +86,9 @@ def read(matchers: Matchers, outcome: Outcome) -> Reading:
     """
     plan = outcome.plan
     ends: dict[str, FinishReason] = {}
-    for i, seq in enumerate(plan.seqs):
-        matcher = matchers.get(seq.request_id)
-        if matcher is None:
-            continue
+    for i in outcome.rows_of(matchers):
+        seq = plan.seqs[i]
+        matcher = matchers[seq.request_id]
         length = plan.lengths[i]
         output = _output(outcome.data[i], length)
         if outcome.reaches_end(i):
@@ -115,19 +120,13 @@ MASKS = Reader(
     options=("structured_outputs",),
     start=start,
     masks=of_samples,
-    drafts=drafts,
     decides=decides,
 )
 
 
-def grammar_of(readers: Mapping[str, Matchers], name: str) -> Grammar | None:
-    """The grammar of a sequence; None without structured outputs.
-
-    Args:
-        readers: the entries of all readers.
-    """
-    matcher = readers.get(MASKS.name, Map()).get(name)
-    return matcher.grammar if matcher else None
+def matchers_in(readers: Mapping[str, Matchers]) -> Matchers:
+    """The matchers among the entries of all readers."""
+    return readers.get(MASKS.name, Map())
 
 
 def _output(data: SequenceData, length: int) -> np.ndarray:

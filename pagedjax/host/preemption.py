@@ -35,10 +35,10 @@ def preempt(
     victims = _victims(candidates, _victim(policy, candidates))
     state, moves = _stop(state, policy, candidates, victims)
     names = tuple([victim.request_id for victim in victims])
-    preempted = earlier.preempted + names
-    if not moves:
-        return state, earlier._replace(preempted=preempted)
-    return state, Preemptions(preempted, earlier.swapped + names, earlier.swap_out + moves)
+    swapped = names if moves else ()
+    return state, Preemptions(
+        earlier.preempted + names, earlier.swapped + swapped, earlier.swap_out + moves
+    )
 
 
 def _victim(policy: Policy, candidates: Sequence[Seq]) -> Seq:

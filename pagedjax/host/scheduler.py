@@ -58,7 +58,7 @@ from pagedjax.host.handover import adopt, has_room, release
 from pagedjax.host.policies import Policy, shipped
 from pagedjax.host.preemption import Pairs, Preemptions, preempt
 from pagedjax.host.request_limits import Rejected, final_length
-from pagedjax.host.state import SchedulerConfig, SchedulerState, check, running
+from pagedjax.host.state import SchedulerConfig, SchedulerState, check, running, with_ids
 from pagedjax.host.types import (
     NO_DRAFTS,
     NO_HASHES,
@@ -142,17 +142,12 @@ def submit(state: SchedulerState, request: Request) -> SchedulerState:
         limit and the remedy.
     """
     request_limits.check(state, request)
-    names = request.names
     group = None if request.advances_alone else state.arrivals
     limit = final_length(request, state.config)
     seq = Seq(
         request, state.arrivals, limit, request.prompt_len, hashes=request.hashes, group=group
     )
-    ids = state.ids.update({name: None for name in names})
-    stops = state.stops | request.stop_token_ids if state.ids else request.stop_token_ids
-    return state._replace(
-        waiting=(*state.waiting, seq), arrivals=state.arrivals + len(names), ids=ids, stops=stops
-    )
+    return with_ids(state, request)._replace(waiting=(*state.waiting, seq))
 
 
 def schedule(
@@ -726,11 +721,7 @@ def cancel(
         pool=_release_blocks(state.pool, stopped),
         host_pool=state.host_pool and _release_blocks(state.host_pool, dequeued),
         waiting=_except(queue, places),
-        running=Running(
-            _except(active.seqs, rows),
-            _except(active.lengths, rows),
-            _except(active.computed, rows),
-        ),
+        running=Running(*[_except(column, rows) for column in active]),
         ids=_without(state.ids, [event.request_id for event in events]),
     )
     return state, tuple(events)

@@ -45,9 +45,7 @@ def read(entries: Map[str, SideOutputs], outcome: Outcome) -> Reading:
     row that asked and sampled.
     """
     plan = outcome.plan
-    rows = [
-        i for i, seq in enumerate(plan.seqs) if seq.request_id in entries and outcome.reaches_end(i)
-    ]
+    rows = [i for i in outcome.rows_of(entries) if outcome.reaches_end(i)]
     if not rows:
         return Reading(entries)
     taps = outcome.sent.output.taps
