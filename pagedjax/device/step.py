@@ -128,6 +128,7 @@ def make_step(
     """
     modules = _modules(model, bound)
     by_rows = model.placement.by_rows if model.placement else whole_rows
+    drafter_taps = bound.model.taps if bound else ()
 
     def step(
         leaves: Sequence[Any], cache: KVCache, joined_batch: OneTransfer
@@ -139,7 +140,7 @@ def make_step(
             cache,
             batch,
             attend,
-            _outputs(bound, side_outputs, model.config.layers),
+            (*drafter_taps, *side_outputs.outputs(model.config.layers)),
             side_outputs.experts,
         )
         cache = run.cache
@@ -167,13 +168,6 @@ def _arrive(batch: Batch) -> Batch:
     for extra in batch.extras:
         batch = extra.arrive(batch)
     return batch
-
-
-def _outputs(
-    bound: BoundDraftModel | None, side_outputs: SideOutputs, layers: int
-) -> tuple[int, ...]:
-    """The layers whose outputs are read: by the drafter, and behind them by side outputs."""
-    return (*(bound.model.taps if bound else ()), *side_outputs.outputs(layers))
 
 
 def _observe(

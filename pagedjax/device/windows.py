@@ -121,14 +121,15 @@ def hidden(
     """
     c = module.config
     b, s = tokens.shape
-    sizes: dict[str, Any] = {
-        "layers": c.layers,
-        "block_size": s,
-        "kv_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-    }
     # only their shapes are used
-    pages = init(blocks=b - 1, dtype=module.dtype, **sizes)
+    pages = init(
+        layers=c.layers,
+        blocks=b - 1,
+        block_size=s,
+        kv_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        dtype=module.dtype,
+    )
     batch = packed(tokens)
     if adapter is not None:
         adapters = TokenAdapters(jnp.ones(b * s, jnp.int32), adapter)

@@ -188,7 +188,7 @@ def predict(
         last: no other prediction starts from this one.
     """
     rows = of_rows(plan, sequences)
-    if state.waiting and any(map(_may_stop, rows)):
+    if state.waiting and any([data.stop_ids or data.params.stop for data in rows]):
         return None  # a waiting request takes the place of a sequence that stops: another plan
     hashes = _placeholder_hashes(plan, rows, state.config, last)
     after, _ = scheduler.commit(state, plan, [NO_TOKEN] * len(plan.seqs), hashes)
@@ -236,10 +236,6 @@ def _placeholder_hashes(
             blocks = range(hashed, full)
             hashes[seq.request_id] = tuple(f"? {seq.arrival} {block}" for block in blocks)
     return hashes
-
-
-def _may_stop(data: SequenceData) -> bool:
-    return bool(data.stop_ids or data.params.stop)
 
 
 def fed_rows(plan: Plan, before: Plan, unknown: Set[int], t: int) -> np.ndarray:

@@ -111,11 +111,6 @@ def unchanged(entries: Entries) -> Entries:
     return entries
 
 
-def never(entries: Entries, plan: Plan) -> bool:
-    """What a reader reads decides on no plan and no token."""
-    return False
-
-
 class Reader(NamedTuple):
     """An output of steps beside tokens, or what must read tokens before the next step.
 
@@ -133,7 +128,7 @@ class Reader(NamedTuple):
         masks: (entries, plan, records of the sequences) -> the tokens that samples may have, by the
             index of the sample; of those that may not have all. None: it gives none.
         decides: (entries, plan) -> whether the step after that plan needs what is read of it, and
-            cannot be predicted.
+            cannot be predicted. None: it never does.
     """
 
     name: str
@@ -144,4 +139,4 @@ class Reader(NamedTuple):
     side_outputs: Callable[[Any], SideOutputs] = no_side_outputs
     restarted: Callable[[Entries], Entries] = unchanged
     masks: Callable[[Entries, Plan, Mapping[str, SequenceData]], Mapping[int, bytes]] | None = None
-    decides: Callable[[Entries, Plan], bool] = never
+    decides: Callable[[Entries, Plan], bool] | None = None

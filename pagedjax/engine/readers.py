@@ -104,7 +104,8 @@ def decide(readers: Readers, plan: Plan) -> bool:
     """Whether a reader decides how the sequences of a plan continue, so that the step after it
     cannot be predicted.
     """
-    return any(reader.decides(entries, plan) for reader, entries in _asked(readers))
+    asked = _asked(readers)
+    return any(reader.decides(entries, plan) for reader, entries in asked if reader.decides)
 
 
 def restarted(readers: Readers) -> Readers:

@@ -244,6 +244,8 @@ def prepare(
             request.tags,
             adapter.content_hash if adapter else "",
         )
+    # token ids are in the blocks of group 0
+    drops_tokens = bool(config.views) and config.views[0].window is not None
     is_searched = isinstance(request.params, BeamSearchParams)
     scheduler_request = Request(
         request_id=names[0],
@@ -258,7 +260,7 @@ def prepare(
         hashes=hashes,
         beams=is_searched,
         tags=request.tags,
-        keeps_blocks=_drops_tokens(config) and rules.chain.reads_tokens(options),
+        keeps_blocks=drops_tokens and rules.chain.reads_tokens(options),
         predicted=request.predicted,
     )
     tokens = np.zeros(len(prompt) + rules.spare, np.int32)
@@ -290,11 +292,6 @@ def _search(
     room = scheduler.final_length(request, config) - request.prompt_len
     bounded = dataclasses.replace(params, max_tokens=max(1, room))
     return searches.start(bounded, frozenset(stops), request.names)
-
-
-def _drops_tokens(config: SchedulerConfig) -> bool:
-    """Whether sequences give back blocks with token ids, which are in those of group 0."""
-    return bool(config.views) and config.views[0].window is not None
 
 
 def _row_and_stops(

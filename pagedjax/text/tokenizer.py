@@ -1,5 +1,5 @@
-"""`Tokenizer`: text to tokens and back, and conversations to tokens. `Detokenizer`: text while it is
-generated, token by token. Imports no jax.
+"""`Tokenizer`: text to tokens and back, and conversations to tokens. `Detokenizer`: text while it
+is generated, token by token. Imports no jax.
 
 Why not `tokenizers.decoders.DecodeStream`: it loses the end of an output that ends inside a
 character (97 of 500 random outputs), and its text includes text of the prompt. It is faster: 4.4

@@ -236,8 +236,15 @@ class Attention(nnx.Module):
         by position.
         """
         q, _, _ = self._heads(x, angles, norm, (0, self.config.heads), batch)
-        options = {"window": self.kind.window, "soft_cap": self.config.attn_cap}
-        return probabilities(attend, q, k_pages, batch, heads, **options)
+        return probabilities(
+            attend,
+            q,
+            k_pages,
+            batch,
+            heads,
+            window=self.kind.window,
+            soft_cap=self.config.attn_cap,
+        )
 
     def _heads(self, x, angles, norm, heads: tuple[int, int], batch: Batch) -> list[jax.Array]:
         """Queries [T, N, D], keys and values [T, K, D] of some heads.
@@ -273,8 +280,14 @@ class Attention(nnx.Module):
                 attend, q, keys, pages["v"], batch, scale=c.attn_scale, soft_cap=c.attn_cap
             )
         else:
-            options = {"window": self.kind.window, "soft_cap": c.attn_cap}
-            y = attend(q, pages["k"], pages["v"], *batch.attention, **options)
+            y = attend(
+                q,
+                pages["k"],
+                pages["v"],
+                *batch.attention,
+                window=self.kind.window,
+                soft_cap=c.attn_cap,
+            )
         return self.out(y.reshape(len(q), -1), residual=residual, sizes=batch.used_tokens, low=low)
 
 
@@ -338,10 +351,13 @@ class Router(nnx.Module):
         impl = self.weight.implementation
         if impl.name == "xla":
             # a TPU rounds the factors of a product to bfloat16, and another expert would be chosen
-            exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-            y = jax.lax.dot_general(x, self.weight[...], (((1,), (1,)), ((), ())), **exact).astype(
-                x.dtype
-            )
+            y = jax.lax.dot_general(
+                x,
+                self.weight[...],
+                (((1,), (1,)), ((), ())),
+                precision=jax.lax.Precision.HIGHEST,
+                preferred_element_type=jnp.float32,
+            ).astype(x.dtype)
         else:
             y = linear(x, self.weight[...], self.weight.matrix, impl=impl, sizes=used)
         shares = softmax(y.astype(jnp.float32))
@@ -445,9 +461,10 @@ class Block(nnx.Module):
 
     def routed(self, x, pages: Pages, batch: Batch, angles, attend: Attend):
         """The same, and behind it the `Routes` of a sparse MLP."""
-        before = None if self.attn_post else x
-        options = {"norm": self.attn_norm, "residual": before}
-        y, pages = self.attn(x, pages, batch, angles, attend, **options)
+        residual = None if self.attn_post else x
+        y, pages = self.attn(
+            x, pages, batch, angles, attend, norm=self.attn_norm, residual=residual
+        )
         x, routes = self.rest(x, y, batch)
         return x, pages, routes
 
@@ -461,9 +478,8 @@ class Block(nnx.Module):
 
     def routed_read(self, x, pages: Pages, batch: Batch, angles, attend: Attend):
         """The same, and behind it the `Routes` of a sparse MLP."""
-        before = None if self.attn_post else x
-        options = {"norm": self.attn_norm, "residual": before}
-        y = self.attn.read(x, pages, batch, angles, attend, **options)
+        residual = None if self.attn_post else x
+        y = self.attn.read(x, pages, batch, angles, attend, norm=self.attn_norm, residual=residual)
         return self.rest(x, y, batch)
 
     def rest(self, x: jax.Array, y: jax.Array, batch: Batch) -> tuple[jax.Array, Routes | None]:
@@ -646,11 +662,8 @@ class Decoder(nnx.Module):
         """[R, H] -> [R, V] float32, of this device's part of the vocabulary. used: [1] how many
         rows are used.
         """
-        options = {"sizes": used, "dtype": jnp.float32}
-        if self.head is None:
-            y = product(self, "embed", hidden, **options)
-        else:
-            y = self.head(hidden, **options)
+        multiply = partial(product, self, "embed") if self.head is None else self.head
+        y = multiply(hidden, sizes=used, dtype=jnp.float32)
         cap = self.config.logit_cap
         # Clipping changes nothing. It keeps the compiler from computing this product and a later
         # sum in one rounding, as it would in some programs and not in others

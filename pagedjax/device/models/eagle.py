@@ -6,9 +6,8 @@
     u_i = layer(the last x up to x_i),  logits of token i + 1 = head(norm(u_i))
 
 The feature g of a draft token is not known yet, so u takes its place. The model's embedding is
-used. The head
-knows the most frequent tokens only, `ids`: other tokens are never drafted, so the model has to
-sample them itself (FR-Spec, Zhao et al. 2025, arXiv 2502.14856).
+used. The head knows the most frequent tokens only, `ids`: other tokens are never drafted, so the
+model has to sample them itself (FR-Spec, Zhao et al. 2025, arXiv 2502.14856).
 `experiments/training/train_draft.py` trains a head.
 """
 

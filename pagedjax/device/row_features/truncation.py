@@ -8,7 +8,8 @@ threshold are all kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,6 @@ import numpy as np
 
 from pagedjax.device.row_features.feature import RowContext, RowFeature
 from pagedjax.device.row_reductions import row_sums
-
-if TYPE_CHECKING:
-    from pagedjax.options.params import SamplingParams
 
 
 def _min_p(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
@@ -69,16 +67,12 @@ def _feature(
     name: str, off: np.generic, cuts: Callable[[Any], bool], apply: Callable[..., jax.Array]
 ) -> RowFeature:
     """The feature of a parameter. cuts: whether the parameter's value forbids anything."""
-
-    def read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, Any] | None:
-        value = getattr(params, name)
-        return {name: value} if cuts(value) and params.temperature > 0 else None
-
+    value_of = attrgetter(name)
     return RowFeature(
         name=name,
         stage="probs",
         off={name: off},
-        read=read,
+        read=lambda p, _: {name: value_of(p)} if cuts(value_of(p)) and p.temperature > 0 else None,
         apply=apply,
         params=(name,),
         reads_tokens=False,
