@@ -256,51 +256,10 @@ def shapes(**sizes: Any) -> KVCache:
     return init(**sizes, zeros=shape)
 
 
-def kv_bytes(
-    *,
-    layers: int,
-    block_size: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: str,
-    row: int | None = None,
-) -> int:
-    """Bytes of a block's keys and values in all layers: 2 * L * S * K * D * bytes of dtype, for
-    rows of any length.
-    """
-    return 2 * layers * block_size * kv_heads * head_dim * jnp.dtype(dtype).itemsize
-
-
-def block_bytes(
-    *,
-    block_size: int,
-    dtype: str,
-    draft: DraftSizes | None = None,
-    dense_layers: int | None = None,
-    layer_pages: Sequence[PageShapes] | None = None,
-    **sizes: Any,
-) -> int:
-    """Bytes of one block: `kv_bytes` or those of `layer_pages`, TOKEN_BYTES a slot, bounds, which
-    are as large as one slot's, and a drafter's part."""
-    if layer_pages is None:
-        total = kv_bytes(block_size=block_size, dtype=dtype, **sizes)
-    else:
-        arrays = [array for layer in layer_pages for array in layer.values()]
-        total = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
-    total += TOKEN_BYTES * block_size
-    if dense_layers is not None:
-        bounded = sizes | {"layers": sizes["layers"] - dense_layers}
-        total += kv_bytes(block_size=1, dtype=dtype, **bounded)
-    if draft is not None:
-        total += kv_bytes(
-            block_size=block_size,
-            dtype=dtype,
-            layers=draft.layers,
-            kv_heads=draft.kv_heads,
-            head_dim=draft.head_dim,
-        )
-        total += block_size * draft.features * jnp.dtype(draft.feature_dtype).itemsize
-    return total
+def block_bytes(**sizes: Any) -> int:
+    """Bytes of one block in all arrays of a cache of these sizes, without memory."""
+    arrays = jax.tree.leaves(shapes(blocks=0, **sizes))  # the trash block alone
+    return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
 
 def write_tokens(tokens: jax.Array, ids: jax.Array, slots: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -128,23 +129,12 @@ class Linear(nnx.Module):
             fused = Norm(norm.weight[...], norm.eps, norm.plus_one)
         elif norm is not None:
             x = norm(x)
-        options = {
-            "norm": fused,
-            "rows": rows,
-            "sizes": sizes,
-            "low": low,
-        }
+        multiply = partial(product, self, "weight", x, norm=fused, rows=rows, sizes=sizes, low=low)
         bias = values(self.bias)
         dtype = dtype or x.dtype
         if not self.axes:
-            options |= {
-                "bias": bias,
-                "activation": activation,
-                "residual": residual,
-                "dtype": dtype,
-            }
-            return product(self, "weight", x, **options)
-        y = summed(product(self, "weight", x, **options, dtype=jnp.float32), self.axes)
+            return multiply(bias=bias, activation=activation, residual=residual, dtype=dtype)
+        y = summed(multiply(dtype=jnp.float32), self.axes)
         for term in (bias, residual):
             y = y if term is None else y + term
         return y.astype(dtype)

@@ -1,11 +1,11 @@
 """The memory of the device: how many cache blocks fit, and a report of what uses it.
 
-    total                                        what a program may use of the device
-      weights, other                             in use before the cache; other is everything but weights, and includes
-                                                 the inputs of steps, of which one blank set stays
+    total                   what a program may use of the device
+      weights
+      other                 also in use before the cache, the inputs of a step included
       free
-        activations peak                         measured: what the compiled step of the largest bucket needs
-        KV cache                                 computed: (blocks + the trash block) * bytes of a block
+        activations peak    measured: what the compiled step of the largest bucket needs
+        KV cache            computed: (blocks + the trash block) * bytes of a block
         left
 
 The number of blocks must be known before the cache exists, but the measured step takes a cache as
@@ -80,25 +80,25 @@ class MemoryReport(NamedTuple):
         peak = ("unknown", "until the largest step is compiled")
         if self.activations is not None:
             peak = (size(self.activations), "of the largest step, as compiled")
+        device = ("unknown", "")
+        other = []
+        left = ""
+        if self.total:
+            device = (size(self.total), f"{size(self.free)} free before the cache")
+            note = "in use before the cache and not weights; inputs of steps"
+            other = [("other", size(self.other), note)]
+            left = f"; {size(self.left)} left"
         rows = [
-            (
-                "device",
-                size(self.total) if self.total else "unknown",
-                f"{size(self.free)} free before the cache",
-            ),
+            ("device", *device),
             ("weights", size(self.weights), ""),
             ("activations peak", *peak),
-            ("other", size(self.other), "in use before the cache and not weights; inputs of steps"),
-            ("KV cache", size(self.cache), f"with its trash block; {size(self.left)} left"),
+            *other,
+            ("KV cache", size(self.cache), f"with its trash block{left}"),
             ("device blocks", f"{self.device_blocks:,}", blocks),
             ("host blocks", f"{self.host_blocks:,}", swap),
             ("tokens", f"{self.tokens:,}", "in the device blocks"),
             ("sequences", f"{self.sequences:,}", f"of {self.max_model_len:,} tokens at once"),
         ]
-        if not self.total:
-            rows[0] = ("device", "unknown", "")
-            rows[4] = (*rows[4][:2], "with its trash block")
-            del rows[3]
         name_width = max(len(name) for name, _, _ in rows)
         value_width = max(len(value) for _, value, _ in rows)
         lines = [
@@ -118,7 +118,7 @@ def read(device: Any, devices: int = 1) -> DeviceMemory:
     """A jax device's memory now: what the device reports, or for a CPU the system's memory.
 
     Args:
-        devices: of an engine, which share the system's memory on a CPU.
+        devices: how many an engine has. On a CPU they share the system's memory.
     """
     if device.platform == "cpu":
         name = f"the system's share of each of {devices} devices" if devices > 1 else "the system"

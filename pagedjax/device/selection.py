@@ -32,7 +32,7 @@ from pagedjax.device.cache import BoundedKeys, Pages
 from pagedjax.device.extras import Selecting
 from pagedjax.device.row_reductions import softmax
 
-# numbers of bounds that are read at once, at most, unless one block of one row has more
+# of bounds: so many numbers are read at once, or those of one block of one row if they are more
 AT_ONCE = 2**20
 NEG = -1e30  # a finite minus infinity
 SPAN = 64  # blocks of a row whose scores are computed at once
@@ -79,8 +79,8 @@ class QueryOrder(NamedTuple):
     """The T queries of a step in another order: those that select stand behind all others.
 
     selecting: [T] bool.
-    up_to: [T] number of queries that select, up to and with each.
-    number: [] of all of them.
+    up_to: [T] of each query, how many queries up to and with it select.
+    number: [] how many queries select.
     dense: the rows of the queries that do not select.
     first: [] place of the first query that selects.
     place: [T] of each query.
@@ -205,10 +205,11 @@ def _selected(
     block_size = keys.block_size
     blocks = min(blocks, tables.shape[1])
     pages, length = _pages_by_parts(q, keys, tables, lengths, number, blocks)
-    whole = jnp.minimum((length - 1) // block_size, blocks - 1)  # without the own block
-    seen = jnp.where(length > 0, whole * block_size + (length - 1) % block_size + 1, 0)
+    full_blocks = jnp.minimum((length - 1) // block_size, blocks - 1)  # without the own block
+    own_tokens = (length - 1) % block_size + 1
+    seq_lens = jnp.where(length > 0, full_blocks * block_size + own_tokens, 0)
     cu_q_lens = jnp.minimum(jnp.arange(t * kv_heads + 1, dtype=jnp.int32), number * kv_heads)
-    return Rows(pages.reshape(t * kv_heads, blocks), jnp.repeat(seen, kv_heads), cu_q_lens)
+    return Rows(pages.reshape(t * kv_heads, blocks), jnp.repeat(seq_lens, kv_heads), cu_q_lens)
 
 
 def _pages_by_parts(
@@ -219,8 +220,9 @@ def _pages_by_parts(
     number: jax.Array,
     blocks: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """`_selected_pages` [T, K, `blocks`], numbered by key head, and `lengths`: of so many queries
-    at once that AT_ONCE holds. Arguments as in `_selected`.
+    """The `_selected_pages` of all queries, [T, K, `blocks`], as pages of one key head; and their
+    `lengths`. They are computed for a part of the queries at a time, because of AT_ONCE. Arguments
+    as in `_selected`.
     """
     t, kv_heads, _, d = q.shape
     together = max(1, min(t, AT_ONCE // (min(SPAN, tables.shape[1]) * kv_heads * 2 * d)))
@@ -245,7 +247,8 @@ def _pages_by_parts(
 def _selected_pages(
     q: jax.Array, table: jax.Array, length: jax.Array, *, keys: BoundedKeys, blocks: int
 ) -> jax.Array:
-    """[R, K, `blocks`] pages that queries read, in their order, so that the own one is the last.
+    """[R, K, `blocks`] the pages that each query reads, in the order of the sequence: its own block
+    is the last one.
 
     Args:
         q: [R, K, G, D], scaled.

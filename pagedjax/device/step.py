@@ -1,6 +1,6 @@
 """The compiled programs: the step, the drafter's program, and copies of whole blocks.
 
-All of them take the cache by donation or read it.
+The cache is donated to those that change it; `out_of_cache` only reads it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pagedjax.device.sampling import (
     prompt_logprobs,
     sample,
 )
-from pagedjax.device.taps import NOTHING, SideOutputs, Tapped, taken
+from pagedjax.device.taps import NOTHING, SideOutputs, Tapped, inner_arrays
 
 Step = Callable[[Any, KVCache, OneTransfer], tuple[KVCache, "StepOutput"]]
 Draft = Callable[[Any, KVCache, DraftBatch], tuple[KVCache, "DraftOutput"]]
@@ -121,14 +121,14 @@ def make_step(
             those of the drafter.
         tile, chain: see `sample`.
         bound: a drafter on the device, which observes the step's tokens.
-        side_outputs: to return beside samples. Samples are computed as without them, so that they have
-            the same bits.
+        side_outputs: to return beside samples, which have the same bits as without them.
 
     Raises:
         ValueError: arrays of a batch do not fit together, when the step is traced.
     """
     modules = _modules(model, bound)
     by_rows = model.placement.by_rows if model.placement else whole_rows
+    drafter_taps = bound.model.taps if bound else ()
 
     def step(
         leaves: Sequence[Any], cache: KVCache, joined_batch: OneTransfer
@@ -140,11 +140,11 @@ def make_step(
             cache,
             batch,
             attend,
-            _outputs(bound, side_outputs, model.config.layers),
+            (*drafter_taps, *side_outputs.outputs(model.config.layers)),
             side_outputs.experts,
         )
         cache = run.cache
-        tapped = taken(model, run, batch, attend, side_outputs) if side_outputs else None
+        tapped = inner_arrays(model, run, batch, attend, side_outputs) if side_outputs else None
         if bound is not None:
             cache = _observe(bound, drafter, model, cache, batch, run.outputs)
         rows = _rows_of_samples(batch)
@@ -161,20 +161,13 @@ def make_step(
 
 
 def _arrive(batch: Batch) -> Batch:
-    """The batch as its arrays that only some engines have make it. Raises ValueError for arrays
-    that do not fit together.
+    """The batch after each of its extras has changed it (`Extra.arrive`). Raises ValueError for
+    arrays that do not fit together.
     """
     _check(batch)
     for extra in batch.extras:
         batch = extra.arrive(batch)
     return batch
-
-
-def _outputs(
-    bound: BoundDraftModel | None, side_outputs: SideOutputs, layers: int
-) -> tuple[int, ...]:
-    """The layers whose outputs are read: by the drafter, and behind them by side outputs."""
-    return (*(bound.model.taps if bound else ()), *side_outputs.outputs(layers))
 
 
 def _observe(
@@ -197,7 +190,7 @@ def _observe(
 def _rows_of_samples(batch: Batch) -> tuple[SamplingBatch, jax.Array, jax.Array, Drafted | None]:
     """Of each sample, (sampling options, block table, number of tokens, draft).
 
-    It sees the tokens of its row up to the one that it follows.
+    A sample sees the tokens of its row up to the one that it follows.
     """
     tables = batch.block_tables[batch.sampled_row]
     return batch.sampling, tables, batch.positions[batch.last] + 1, batch.extra(Drafted)
@@ -240,7 +233,7 @@ def _hidden_of_samples(
     """The last hidden states [R, H] of the tokens that samples follow, and the log-probabilities of
     prompt tokens.
 
-    The last layer of tokens that nobody samples after is needed for log-probabilities alone.
+    Tokens that no sample follows need the last layer for log-probabilities alone.
 
     Args:
         finish: runs the last layer of all tokens (None), or of some.

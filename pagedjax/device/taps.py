@@ -1,9 +1,9 @@
-"""Side outputs of a step: what it can return beside samples. `taken` makes those of the model's
-inside; a `SampleOutput` is made of the logits that a sample is drawn from.
+"""Side outputs of a step: what it can return beside samples. `inner_arrays` are those of the
+model's layers; a `SampleOutput` is computed from the logits that a sample is drawn from.
 
-It is static: a step that returns more is another program, and one that returns nothing more is as
-it was. Samples are computed as without taps, so that they have the same bits; whatever only taps
-need is computed beside them.
+`SideOutputs` are static: each choice of them has a program of its own. Samples are computed as
+without side outputs, so that they have the same bits; whatever only side outputs need is computed
+beside them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class SideOutputs(NamedTuple):
         return any(map(bool, self))
 
     def outputs(self, layers: int) -> tuple[int, ...]:
-        """The layers of a model of so many, whose outputs are needed; never the last one, which
-        `Run.finish` gives.
+        """The layers whose outputs are needed. The last one of the `layers` is never among them,
+        because `Run.finish` gives its output.
         """
         inputs = {i for i in self.hidden if i < layers} | {layer for layer, _ in self.attention}
         return tuple(sorted(i - 1 for i in inputs if i))
@@ -76,7 +76,7 @@ class Tapped(NamedTuple):
 
 
 def union(parts: Iterable[SideOutputs]) -> SideOutputs:
-    """All that some part has."""
+    """What any of the parts has."""
     hidden: set[int] = set()
     heads: dict[int, set[int]] = {}
     experts: set[int] = set()
@@ -95,13 +95,14 @@ def union(parts: Iterable[SideOutputs]) -> SideOutputs:
     )
 
 
-def taken(
+def inner_arrays(
     model: Decoder, run: Run, batch: Batch, attend: Attend, side_outputs: SideOutputs
 ) -> Tapped:
-    """The side outputs of a batch, but for outputs of samples, which are not drawn yet.
+    """The side outputs of a batch that come from the model's layers. Those of samples are left
+    empty, because no sample is drawn yet.
 
     Args:
-        run: of the batch, where the last outputs are those of the layers `side_outputs.outputs`.
+        run: of the batch. Its last outputs are those of the layers `side_outputs.outputs`.
     """
     layers = model.config.layers
     needed = side_outputs.outputs(layers)

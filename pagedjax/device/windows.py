@@ -1,9 +1,9 @@
 """Whole sequences without a cache: the batch of a step that computes them, and attention that reads
 no pages.
 
-The layers are those that serve. Sequences have equal lengths, S tokens; a shorter one has any
-tokens behind it, which no token before them sees. "Page" b is all keys of sequence b, as they come
-from the product, so nothing is written.
+The layers are those that serve. All sequences have S tokens: a shorter one is filled up with any
+tokens, which its own tokens do not see, because they come before. "Page" b is all keys of sequence
+b, as the product gives them, so nothing is written to a cache.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def dense(
     scores = scale * jnp.einsum("bskgd,bktd->bkgst", queries, keys)
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    far = jnp.arange(s)[:, None] - jnp.arange(s)
-    is_seen = (far >= 0) if window is None else (far >= 0) & (far < window)
+    distance = jnp.arange(s)[:, None] - jnp.arange(s)
+    is_seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     weights = jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf), axis=-1)
     return jnp.einsum("bkgst,bktd->bskgd", weights, values).reshape(q.shape).astype(q.dtype)
 
@@ -121,14 +121,15 @@ def hidden(
     """
     c = module.config
     b, s = tokens.shape
-    sizes: dict[str, Any] = {
-        "layers": c.layers,
-        "block_size": s,
-        "kv_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-    }
-    # shapes alone: nothing reads or writes them
-    pages = init(blocks=b - 1, dtype=module.dtype, **sizes)
+    # only their shapes are used
+    pages = init(
+        layers=c.layers,
+        blocks=b - 1,
+        block_size=s,
+        kv_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        dtype=module.dtype,
+    )
     batch = packed(tokens)
     if adapter is not None:
         adapters = TokenAdapters(jnp.ones(b * s, jnp.int32), adapter)

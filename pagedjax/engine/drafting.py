@@ -23,11 +23,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from immutables import Map
 
 from pagedjax.engine import token_masks
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.drafters.drafter import called, proposed
 from pagedjax.engine.requests import SequenceData
+from pagedjax.engine.token_masks import Matchers
 from pagedjax.host.drafts import Sample, cut_at_the_end
 from pagedjax.host.types import NO_DRAFTS, Finished, Plan, Running, StepResult, Verified
 from pagedjax.options.config import Speculative
@@ -37,6 +39,7 @@ HALF_LIFE = 64  # verified drafts after which an older one counts half in the av
 # after so many steps without drafts, one draft is tried again, and what was known before counts
 # half
 RETRY = 32
+NO_MATCHERS: Matchers = Map()
 FIRST_GUESS = 0.7  # the share of accepted drafts before one was verified
 
 
@@ -79,6 +82,7 @@ def offer(
     k: int,
     sequences: Mapping[str, SequenceData],
     vocab_size: int,
+    matchers: Matchers = NO_MATCHERS,
 ) -> Mapping[str, int]:
     """By sequence id, how many drafts there are for the next step. They are written behind the
     known tokens.
@@ -88,6 +92,7 @@ def offer(
 
     Args:
         draftable, k: as `candidates` returns them.
+        matchers: of structured outputs.
 
     Raises:
         ValueError: the drafter gave what is no token of the model's vocabulary, or raised.
@@ -100,7 +105,7 @@ def offer(
     for name, length in draftable:
         data = sequences[name]
         propose_for = partial(proposed, drafting.drafter, drafting.memory, name)
-        drafts = np.asarray(token_masks.drafts(data, length, k, propose_for))
+        drafts = np.asarray(token_masks.drafts(matchers.get(name), data, length, k, propose_for))
         if not len(drafts):
             continue
         if drafts.dtype.kind not in "iu" or drafts.min() < 0 or drafts.max() >= vocab_size:

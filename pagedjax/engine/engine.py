@@ -70,8 +70,14 @@ class Engine:
                 (weights/draft_model.py).
             owns_params: only this engine uses the arrays of the models, so `sleep` may delete them.
         """
-        options = {"row_features": row_features, "draft_model": draft_model, "progress": progress}
-        built = runtime.build(model, config, eos_token_ids, **options)
+        built = runtime.build(
+            model,
+            config,
+            eos_token_ids,
+            row_features=row_features,
+            draft_model=draft_model,
+            progress=progress,
+        )
         self.runtime, cache = runtime.warmed_up(built, built.new_cache())
         self.sessions: WeakSet[Any] = WeakSet()
         self.turns = interrupts.Turns()

@@ -21,7 +21,7 @@ import numpy as np
 
 from pagedjax.device.cache import KVCache
 from pagedjax.device.step import into_cache, out_of_cache
-from pagedjax.engine import drafting, readers
+from pagedjax.engine import drafting, readers, token_masks
 from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.outcome import NewRequest
 from pagedjax.engine.requests import EngineRequest, InSlot, prepare, without_hashes
@@ -117,6 +117,7 @@ def handover(runtime: Runtime, state: EngineState, name: str) -> Handover:
             raise ValueError(
                 f"sequence {name!r} has an adapter that was unloaded or replaced; let it end here"
             )
+    matcher = token_masks.matchers_in(state.readers).get(name)
     return Handover(
         released=released,
         tokens=data.tokens[: released.length].copy(),
@@ -124,7 +125,7 @@ def handover(runtime: Runtime, state: EngineState, name: str) -> Handover:
         seed=data.seed,
         root=data.root,
         adapter=content_hash,
-        grammar=data.matcher.grammar if data.matcher else None,
+        grammar=matcher.grammar if matcher else None,
         facts=facts(runtime, state),
     )
 
@@ -179,18 +180,19 @@ def adopt(
     check_processes()
     check_equal(facts(runtime, state), handover.facts)
     request = handover.released.request
+    submitted = EngineRequest(
+        (name,),
+        handover.tokens[: request.prompt_len].tolist(),
+        handover.params,
+        priority=request.priority,
+        user=request.user,
+        tags=request.tags,
+        grammar=grammar or handover.grammar,
+        predicted=request.predicted,
+    )
     prepared = prepare(
         state.scheduler,
-        EngineRequest(
-            (name,),
-            handover.tokens[: request.prompt_len].tolist(),
-            handover.params,
-            priority=request.priority,
-            user=request.user,
-            tags=request.tags,
-            grammar=grammar or handover.grammar,
-            predicted=request.predicted,
-        ),
+        submitted,
         runtime.request_rules,
         adapter=adapter_of(runtime, handover.adapter),
         seed=handover.seed,
@@ -218,12 +220,10 @@ def adopt(
             released = released._replace(computed=0, blocks=())
             after, adopted = scheduler.adopt(state.scheduler, runtime.policy, released)
             cache = state.cache
-    length = scheduler.final_length(prepared.request, state.scheduler.config)
-    new_request = NewRequest(runtime, handover.params, prepared, [name], length)
     state = state._replace(
         scheduler=after,
         sequences=state.sequences.set(name, data),
-        readers=readers.start(state.readers, new_request),
+        readers=readers.start(state.readers, NewRequest(runtime, submitted, prepared)),
         cache=cache,
         ahead=Lookahead(),  # what was predicted does not know of these blocks
         log=(*state.log, Adopt(released, adopted)),

@@ -196,14 +196,12 @@ def _as_imported() -> bool:
         modules = {
             name: module
             for name, module in list(sys.modules.items())
-            if _is_traced(name) and isinstance(module, ModuleType) and _import_has_ended(module)
+            if _is_traced(name)
+            and isinstance(module, ModuleType)
+            and not getattr(module.__spec__, "_initializing", False)  # its import has ended
         }
         # a list, because `_unchanged` has to see every module
         return all([_unchanged(name, dict(vars(module))) for name, module in modules.items()])
-
-
-def _import_has_ended(module: ModuleType) -> bool:
-    return not getattr(module.__spec__, "_initializing", False)
 
 
 def _is_traced(name: str) -> bool:

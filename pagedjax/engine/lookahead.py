@@ -121,6 +121,7 @@ def extend(
     depth: int,
     cache: KVCache,
     send: Send,
+    decided: Callable[[Plan], bool],
 ) -> tuple[KVCache, Lookahead]:
     """Send predicted steps until `depth` of them are on the device behind the current one.
 
@@ -128,6 +129,7 @@ def extend(
         current: the sent step that has the plan among its rows.
         state: the scheduler's state after `schedule` returned the plan.
         sequences: by id, of all that run or wait.
+        decided: whether the step after a plan depends on what the plan's step will give.
     """
     sent, last = ahead
     if sent and last is None:
@@ -140,6 +142,8 @@ def extend(
         if sent:
             unknown.update(sampling(sent[-1].plan))
         last_state, last_plan = last
+        if decided(last_plan):
+            break
         predicted = predict(
             last_state,
             last_plan,
@@ -184,10 +188,8 @@ def predict(
         last: no other prediction starts from this one.
     """
     rows = of_rows(plan, sequences)
-    if state.waiting and any(map(_may_stop, rows)):
+    if state.waiting and any([data.stop_ids or data.params.stop for data in rows]):
         return None  # a waiting request takes the place of a sequence that stops: another plan
-    if any([data.matcher for data in rows]):
-        return None  # what a grammar allows next depends on the token that is not known yet
     hashes = _placeholder_hashes(plan, rows, state.config, last)
     after, _ = scheduler.commit(state, plan, [NO_TOKEN] * len(plan.seqs), hashes)
     if not plan_is_real and after.pool.num_free > state.pool.num_free:
@@ -234,10 +236,6 @@ def _placeholder_hashes(
             blocks = range(hashed, full)
             hashes[seq.request_id] = tuple(f"? {seq.arrival} {block}" for block in blocks)
     return hashes
-
-
-def _may_stop(data: SequenceData) -> bool:
-    return bool(data.stop_ids or data.params.stop)
 
 
 def fed_rows(plan: Plan, before: Plan, unknown: Set[int], t: int) -> np.ndarray:

@@ -1,8 +1,9 @@
 """`Outcome`: what a step computed, and `Reader`: what reads more of it than tokens.
 
-Log-probabilities, beam searches (results.py), pooled states (pooling.py) and taps (taps.py) are
-readers; readers.py lists them. Each takes its entries and the outcome, and returns its entries now,
-and what the step's result has of it. A reader also says what the device must compute for it.
+Log-probabilities, beam searches (results.py), pooled states (pooling.py), taps (taps.py) and
+structured outputs (token_masks.py) are readers; readers.py lists them. Each takes its entries and
+the outcome, and returns its entries now, and what the step's result has of it. A reader also says
+what the device must compute for it, and which tokens the next samples may have.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from immutables import Map
 
 from pagedjax.device.taps import NOTHING, SideOutputs
 from pagedjax.engine.lookahead import SentStep
-from pagedjax.engine.requests import PreparedRequest, SequenceData
+from pagedjax.engine.requests import EngineRequest, PreparedRequest, SequenceData
 from pagedjax.engine.runtime import Runtime
 from pagedjax.host.drafts import Sample
 from pagedjax.host.types import Choice, FinishReason, Plan
-from pagedjax.options.params import BeamSearchParams, PoolingParams, SamplingParams
 
 Entries = Map[str, Any]  # of one reader, by the id of a sequence
 
@@ -55,25 +55,30 @@ class Outcome(NamedTuple):
         begins = self.sent.cu_q_lens
         return [int(begins[row]) for row in self.rows]
 
+    def rows_of(self, entries: Mapping[str, Any]) -> list[int]:
+        """The rows of the plan whose sequences have entries."""
+        return [i for i, seq in enumerate(self.plan.seqs) if seq.request_id in entries]
+
     def reaches_end(self, row: int) -> bool:
         """Whether a row computed its last known token, so that its sample is a new token."""
         plan = self.plan
         return plan.starts[row] + plan.counts[row] >= plan.lengths[row]
 
+    def tokens_of(self, row: int) -> tuple[int, ...]:
+        """What a row sampled: with drafts, the accepted ones and one more token."""
+        sample = self.sampled[row]
+        return sample if isinstance(sample, tuple) else (sample,)
+
 
 class NewRequest(NamedTuple):
     """A request that the scheduler has accepted.
 
-    params: as they were submitted.
-    names: ids of its sequences; the first one is the request's.
-    length: tokens of a sequence at its longest, with the prompt.
+    submitted: as it came to the engine.
     """
 
     runtime: Runtime
-    params: SamplingParams | BeamSearchParams | PoolingParams
+    submitted: EngineRequest
     prepared: PreparedRequest
-    names: Sequence[str]
-    length: int
 
 
 class Reading(NamedTuple):
@@ -93,7 +98,7 @@ class Reading(NamedTuple):
 
 def asked(request: NewRequest) -> Mapping[str, Any]:
     """The entries of a reader that needs to know only which sequences ask."""
-    return dict.fromkeys(request.names, True)
+    return dict.fromkeys(request.submitted.names, True)
 
 
 def no_side_outputs(entry: Any) -> SideOutputs:
@@ -107,7 +112,7 @@ def unchanged(entries: Entries) -> Entries:
 
 
 class Reader(NamedTuple):
-    """An output of steps beside tokens.
+    """An output of steps beside tokens, or what must read tokens before the next step.
 
     Attributes:
         name: of its result in `StepResult.outputs`, and of its entries in `EngineState.readers`.
@@ -120,7 +125,10 @@ class Reader(NamedTuple):
             request with a ValueError. An entry is deleted when its sequence ends.
         side_outputs: (entry) -> what the device must compute in the steps of that sequence.
         restarted: (entries) -> the entries when running sequences return to the queue.
-        decides: while it has entries, a step cannot be predicted from the counts of the one before.
+        masks: (entries, plan, records of the sequences) -> the tokens that samples may have, by the
+            index of the sample; of those that may not have all. None: it gives none.
+        decides: (entries, plan) -> whether the step after that plan needs what is read of it, and
+            cannot be predicted. None: it never does.
     """
 
     name: str
@@ -130,4 +138,5 @@ class Reader(NamedTuple):
     start: Callable[[NewRequest], Mapping[str, Any]] = asked
     side_outputs: Callable[[Any], SideOutputs] = no_side_outputs
     restarted: Callable[[Entries], Entries] = unchanged
-    decides: bool = False
+    masks: Callable[[Entries, Plan, Mapping[str, SequenceData]], Mapping[int, bytes]] | None = None
+    decides: Callable[[Entries, Plan], bool] | None = None

@@ -1,4 +1,4 @@
-"""A user's own values are found and checked before weights are loaded, which can take minutes."""
+"""Checks of a user's own values, before weights are loaded, which can take minutes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagedjax.weights.families import own_family
 
 
 def check_own_values(config: EngineConfig) -> None:
-    """Find what a configuration names of a user's own, and check that the policy is pure.
+    """Find the user's own values that a configuration names, and check that the policy is pure.
 
     Raises:
         ValueError: a file, a value or a parameter is not there or wrong, or the policy is impure.

@@ -35,7 +35,7 @@ from pagedjax.device.extras import (
 )
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
 from pagedjax.device.row_features.token_mask import TOKEN_MASK
-from pagedjax.engine import adapters, seen_rows, token_masks
+from pagedjax.engine import adapters, seen_rows
 from pagedjax.engine.adapters import AdapterTable
 from pagedjax.engine.lookahead import SentStep, fed_rows
 from pagedjax.engine.requests import SequenceData, of_rows, record_of_rows
@@ -50,6 +50,7 @@ class Sources(NamedTuple):
     previous: of a predicted plan, the step before it, which samples the unknown tokens.
     unknown: arrivals of the sequences whose newest token is not known on the host.
     draft_probs: what the draft in the place of each sample was drawn from.
+    masks: by the index of a sample, the tokens that it may have; of samples that may not have all.
     """
 
     undrafted: Mapping[int, Drafted] = Map()
@@ -58,6 +59,7 @@ class Sources(NamedTuple):
     previous: SentStep | None = None
     unknown: Set[int] = frozenset()
     draft_probs: Any = None
+    masks: Mapping[int, bytes] = Map()
 
 
 NOTHING_MORE = Sources()
@@ -115,7 +117,9 @@ def pack(
     row_of_sample, relative = _samples(plan)
     records = _records(data, chain)
     targets = _targets(plan, data, records["prompt_logprobs"], queries)
-    sampling = _sampling_of_plan(plan, data, records, row_of_sample, relative, blanks[r], chain)
+    sampling = _sampling_of_plan(
+        plan, data, records, row_of_sample, relative, blanks[r], chain, sources.masks
+    )
     decodes_alone = (
         len(queries.row_of_token) == len(data)
         and t in shapes.decode_buckets
@@ -399,16 +403,15 @@ def _sampling_of_plan(
     relative: np.ndarray,
     blank: SamplingBatch,
     chain: RowChain,
+    masks: Mapping[int, bytes],
 ) -> SamplingBatch:
     """How the samples of a plan are drawn.
 
     Args:
         data, records: of each row.
         row_of_sample, relative: as in `_samples`.
+        masks: as in `Sources`.
     """
-    masks = {}
-    if any([row.matcher for row in data]):
-        masks = token_masks.of_samples(plan, data)
     lengths = np.asarray(plan.lengths, np.int32)
     if plan.drafts:
         lengths = (lengths + np.asarray(plan.drafts))[row_of_sample] + relative
@@ -429,8 +432,7 @@ def _sampling(
 
     Args:
         lengths: the tokens before each sample.
-        masks: by the index of a sample, the tokens that its grammar allows; None: grammars do not
-            count.
+        masks: as in `Sources`; None: no mask counts.
     """
     n = len(data)
     b = len(blank.temperature)

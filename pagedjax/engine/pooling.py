@@ -42,7 +42,7 @@ def start(request: NewRequest) -> Mapping[str, Pool]:
     Raises:
         ValueError: more dimensions than the model has.
     """
-    params = request.params
+    params = request.submitted.params
     assert isinstance(params, PoolingParams)
     hidden = request.runtime.model.config.hidden
     if params.dimensions is not None and params.dimensions > hidden:
@@ -52,7 +52,7 @@ def start(request: NewRequest) -> Mapping[str, Pool]:
         )
     after_final_norm = SideOutputs(hidden=(request.runtime.model.config.layers,))
     side_outputs = NOTHING if params.kind == "LAST" else after_final_norm
-    return {request.names[0]: Pool(params, side_outputs)}
+    return {request.submitted.names[0]: Pool(params, side_outputs)}
 
 
 def advance(pools: Map[str, Pool], outcome: Outcome) -> Reading:
@@ -60,7 +60,7 @@ def advance(pools: Map[str, Pool], outcome: Outcome) -> Reading:
     (request id, [H] or [tokens, H] float32).
     """
     plan = outcome.plan
-    rows = [i for i, seq in enumerate(plan.seqs) if seq.request_id in pools]
+    rows = outcome.rows_of(pools)
     if not rows:
         return Reading(pools)
     output = outcome.sent.output

@@ -10,11 +10,18 @@ from typing import Any, NamedTuple
 from immutables import Map
 
 from pagedjax.device.taps import NOTHING, SideOutputs, union
-from pagedjax.engine import pooling, results, taps
+from pagedjax.engine import pooling, results, taps, token_masks
 from pagedjax.engine.outcome import Entries, NewRequest, Outcome, Reader
-from pagedjax.host.types import Choice, FinishReason
+from pagedjax.engine.requests import SequenceData
+from pagedjax.host.types import Choice, FinishReason, Plan
 
-READERS: tuple[Reader, ...] = (results.SEARCHES, results.LOGPROBS, pooling.POOLS, taps.TAPS)
+READERS: tuple[Reader, ...] = (
+    results.SEARCHES,
+    results.LOGPROBS,
+    pooling.POOLS,
+    taps.TAPS,
+    token_masks.MASKS,
+)
 
 Readers = Map[str, Entries]  # by the name of a reader; of those that have entries
 
@@ -36,7 +43,7 @@ def start(readers: Readers, request: NewRequest) -> Readers:
     Raises:
         ValueError: a reader refuses the request.
     """
-    params = request.params
+    params = request.submitted.params
     for reader in READERS:
         if not isinstance(params, reader.params):
             continue
@@ -53,10 +60,8 @@ def read(readers: Readers, outcome: Outcome) -> Read:
     outputs: dict[str, Any] = {}
     choices: dict[str, Choice] = {}
     ends: dict[str, FinishReason] = {}
-    for reader in READERS:
-        if reader.name not in readers:
-            continue
-        reading = reader.read(readers[reader.name], outcome)
+    for reader, entries in _asked(readers):
+        reading = reader.read(entries, outcome)
         readers = readers.set(reader.name, reading.entries)
         if reading.result:
             outputs[reader.name] = reading.result
@@ -65,17 +70,49 @@ def read(readers: Readers, outcome: Outcome) -> Read:
     return Read(readers, outputs, choices, ends)
 
 
+def _asked(readers: Readers) -> list[tuple[Reader, Entries]]:
+    """The readers that have entries, with these."""
+    return [(reader, readers[reader.name]) for reader in READERS if reader.name in readers]
+
+
 def side_outputs_of(readers: Readers, sequence_ids: Iterable[str]) -> SideOutputs:
     """What a step with these sequences returns beside samples."""
     if not readers:
         return NOTHING
     ids = tuple(sequence_ids)
     parts = set()
-    for reader in READERS:
-        entries = readers.get(reader.name, Map())
+    for reader, entries in _asked(readers):
         parts |= {reader.side_outputs(entries[name]) for name in ids if name in entries}
     parts.discard(NOTHING)
     return union(parts) if parts else NOTHING
+
+
+def masks_of(
+    readers: Readers, plan: Plan, sequences: Mapping[str, SequenceData]
+) -> Mapping[int, bytes]:
+    """By the index of the sample, the tokens that the samples of a plan may have; of those that may
+    not have all.
+    """
+    masks: dict[int, bytes] = {}
+    for reader, entries in _asked(readers):
+        if reader.masks:
+            masks |= reader.masks(entries, plan, sequences)
+    return masks
+
+
+def decide(readers: Readers, plan: Plan) -> bool:
+    """Whether a reader decides how the sequences of a plan continue, so that the step after it
+    cannot be predicted.
+    """
+    asked = _asked(readers)
+    return any(reader.decides(entries, plan) for reader, entries in asked if reader.decides)
+
+
+def restarted(readers: Readers) -> Readers:
+    """The entries when running sequences return to the queue and are computed again."""
+    for reader, entries in _asked(readers):
+        readers = readers.set(reader.name, reader.restarted(entries))
+    return readers
 
 
 def without(readers: Readers, names: Iterable[str]) -> Readers:
@@ -86,16 +123,3 @@ def without(readers: Readers, names: Iterable[str]) -> Readers:
                 entries = entries.delete(name)
         readers = readers.set(reader, entries) if entries else readers.delete(reader)
     return readers
-
-
-def restarted(readers: Readers) -> Readers:
-    """The entries when running sequences return to the queue and are computed again."""
-    for reader in READERS:
-        if reader.name in readers:
-            readers = readers.set(reader.name, reader.restarted(readers[reader.name]))
-    return readers
-
-
-def decide(readers: Readers) -> bool:
-    """Whether a reader decides how sequences continue, so that no step can be predicted."""
-    return any(reader.decides and reader.name in readers for reader in READERS)

@@ -23,11 +23,11 @@ from pagedjax.engine import block_hashes
 from pagedjax.host import scheduler, searches
 from pagedjax.host.drafts import Sample, accepted
 from pagedjax.host.prefix_sharing import rows_that_fill
-from pagedjax.host.scheduler import SchedulerState
+from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.searches import RunningSearch
 from pagedjax.host.types import Beamed, Event, Finished, Plan, Request, Running, Sampled
 from pagedjax.options.params import BeamSearchParams, PoolingParams, SamplingParams
-from pagedjax.text.structured.matcher import Grammar, Matcher
+from pagedjax.text.structured.matcher import Grammar
 
 
 @dataclass(eq=False)
@@ -45,7 +45,6 @@ class SequenceData:
     # int32; branches of a request share the prompt's array until each has a token of its own
     tokens: np.ndarray
     stop_ids: tuple[int, ...] = ()
-    matcher: Matcher | None = None  # of structured outputs; branches have their own
     # the hash before the first block's (block_hashes.py); None: it shares no blocks
     root: str | None = None
     adapter_slot: int = field(default=0, kw_only=True)  # 0: no adapter
@@ -220,23 +219,13 @@ def prepare(
             without ids, more candidates than MAX_TOP, or structured outputs without a grammar.
     """
     names = request.names
-    params = request.params
-    grammar = request.grammar
-    vocab_size = rules.vocab_size
-    prompt = _checked(names[0], request.prompt_token_ids, vocab_size)
-    pools = isinstance(params, PoolingParams)
-    sampling = params.row() if isinstance(params, PoolingParams) else params
-    eos = () if sampling.ignore_eos else rules.eos_token_ids
-    stops = tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
-    if isinstance(sampling, BeamSearchParams):
-        row = _beam_row(names, sampling, len(stops), vocab_size)
-    else:
-        row = sampling
-    _check_ids(names[0], row, vocab_size)
-    if (row.structured_outputs is None) != (grammar is None):
+    prompt = _checked(names[0], request.prompt_token_ids, rules.vocab_size)
+    row, stops = _row_and_stops(request, rules)
+    _check_ids(names[0], row, rules.vocab_size)
+    if (row.structured_outputs is None) != (request.grammar is None):
         raise ValueError(
             f"request {names[0]!r} has structured_outputs {row.structured_outputs!r:.80} and "
-            f"grammar {grammar!r:.80}; give both to the engine (LLM and Session compile the "
+            f"grammar {request.grammar!r:.80}; give both to the engine (LLM and Session compile the "
             "grammar)"
         )
     try:
@@ -248,17 +237,20 @@ def prepare(
     root = None
     hashes: tuple[str, ...] = ()
     if rules.caching:
-        content_hash = adapter.content_hash if adapter else ""
         root, hashes = block_hashes.of_prompt(
-            prompt, row, config.block_size, request.tags, content_hash
+            prompt,
+            row,
+            config.block_size,
+            request.tags,
+            adapter.content_hash if adapter else "",
         )
     # token ids are in the blocks of group 0
     drops_tokens = bool(config.views) and config.views[0].window is not None
-    is_searched = isinstance(params, BeamSearchParams)
+    is_searched = isinstance(request.params, BeamSearchParams)
     scheduler_request = Request(
         request_id=names[0],
         prompt_len=len(prompt),
-        max_tokens=0 if pools else row.max_tokens,
+        max_tokens=0 if isinstance(request.params, PoolingParams) else row.max_tokens,
         min_tokens=row.min_tokens,
         # branches are stopped by their search
         stop_token_ids=frozenset() if is_searched else frozenset(stops),
@@ -273,26 +265,50 @@ def prepare(
     )
     tokens = np.zeros(len(prompt) + rules.spare, np.int32)
     tokens[: len(prompt)] = prompt
-    sequences = {}
     seeds = _seeds(row.seed, state.arrivals, len(names)) if seed is None else [seed]
-    for name, branch_seed in zip(names, seeds, strict=True):
-        sequences[name] = SequenceData(
+    sequences = {
+        name: SequenceData(
             params=row,
             seed=branch_seed,
             prompt_len=len(prompt),
             tokens=tokens,
             stop_ids=stops,
-            matcher=grammar.matcher() if grammar else None,
             root=root,
             read=options,
             adapter_slot=adapter.slot if adapter else 0,
         )
+        for name, branch_seed in zip(names, seeds, strict=True)
+    }
     search = None
-    if isinstance(params, BeamSearchParams):
-        limit = scheduler.final_length(scheduler_request, config)
-        bounded = dataclasses.replace(params, max_tokens=max(1, limit - len(prompt)))
-        search = searches.start(bounded, frozenset(stops), names)
+    if isinstance(request.params, BeamSearchParams):
+        search = _search(request.params, scheduler_request, stops, config)
     return PreparedRequest(scheduler_request, sequences, search)
+
+
+def _search(
+    params: BeamSearchParams, request: Request, stops: Sequence[int], config: SchedulerConfig
+) -> RunningSearch:
+    """The search of a new request, which ends where its sequences are as long as they may be."""
+    room = scheduler.final_length(request, config) - request.prompt_len
+    bounded = dataclasses.replace(params, max_tokens=max(1, room))
+    return searches.start(bounded, frozenset(stops), request.names)
+
+
+def _row_and_stops(
+    request: EngineRequest, rules: RequestRules
+) -> tuple[SamplingParams, tuple[int, ...]]:
+    """How each sequence of a request samples, and the tokens that end it.
+
+    Raises:
+        ValueError: see `_beam_row`.
+    """
+    params = request.params
+    sampling = params.row() if isinstance(params, PoolingParams) else params
+    eos = () if sampling.ignore_eos else rules.eos_token_ids
+    stops = tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
+    if isinstance(sampling, BeamSearchParams):
+        return _beam_row(request.names, sampling, len(stops), rules.vocab_size), stops
+    return sampling, stops
 
 
 def _seeds(seed: int | None, arrivals: int, branches: int) -> list[int]:

@@ -46,7 +46,6 @@ def resolve(
             model's own limit, a cache that does not fit, an attention_impl that cannot serve here,
             or a draft model that does not fit the model.
     """
-    device = devices_of(model)[0]
     device_memory = device_memory or free_memory(model)
     dtype = model.dtype
     length = config.max_model_len or model.config.max_len
@@ -62,15 +61,7 @@ def resolve(
         )
         num_blocks = min(useful, fitting)
     memory.check_fit(num_blocks, block_bytes, device_memory, activations)
-    smallest = smallest_step(device.platform, dtype, model.config.linear)
-    buckets = config.token_buckets
-    if not buckets:
-        buckets = token_buckets(config.max_num_batched_tokens, smallest=smallest)
-    if buckets[0] < smallest:
-        raise ValueError(
-            f"token_buckets start at {buckets[0]}; in {dtype} on a CPU the smallest step is "
-            f"{smallest} tokens"
-        )
+    buckets = _buckets(config, model)
     impl = _attention_impl(config, model, draft, kv_dtype, length)
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     values |= {
@@ -91,6 +82,20 @@ def resolve(
         values["mesh"] = model.placement.sizes
         values["devices"] = tuple(all_devices.index(used) for used in model.placement.devices)
     return Resolved(**values)
+
+
+def _buckets(config: EngineConfig, model: Model) -> tuple[int, ...]:
+    """The padded sizes of steps. Raises ValueError if the smallest one is too small."""
+    smallest = smallest_step(devices_of(model)[0].platform, model.dtype, model.config.linear)
+    buckets = config.token_buckets
+    if not buckets:
+        buckets = token_buckets(config.max_num_batched_tokens, smallest=smallest)
+    if buckets[0] < smallest:
+        raise ValueError(
+            f"token_buckets start at {buckets[0]}; in {model.dtype} on a CPU the smallest step is "
+            f"{smallest} tokens"
+        )
+    return buckets
 
 
 def _check_model(config: EngineConfig, model: Model, length: int) -> None:
@@ -176,20 +181,20 @@ def _check_invariant(config: DecoderConfig) -> None:
 
 
 def free_memory(model: Model) -> memory.DeviceMemory:
-    """The memory of that device of the model which has the least free, in all processes."""
+    """The memory of the model's device with the least free memory, among those of all processes."""
     devices = [
         device for device in devices_of(model) if device.process_index == jax.process_index()
     ]
     readings = [memory.read(device, len(devices)) for device in devices]
-    least = min(readings, key=lambda reading: reading.free)
+    fullest = min(readings, key=lambda reading: reading.free)
     if jax.process_count() == 1:
-        return least
-    limit = least.free if least.cache_limit is None else least.cache_limit
-    of_process = np.array([least.total, least.free, limit], np.float64)
+        return fullest
+    limit = fullest.free if fullest.cache_limit is None else fullest.cache_limit
+    of_process = np.array([fullest.total, fullest.free, limit], np.float64)
     of_processes = multihost_utils.process_allgather(of_process)
     total, free, limit = (int(size) for size in of_processes.min(axis=0))
-    cache_limit = None if least.cache_limit is None else limit
-    return least._replace(total=total, free=free, cache_limit=cache_limit)
+    cache_limit = None if fullest.cache_limit is None else limit
+    return fullest._replace(total=total, free=free, cache_limit=cache_limit)
 
 
 def check_draft(config: EngineConfig, model: Model, draft: DraftModel | None, length: int) -> None:

@@ -16,7 +16,7 @@ from pagedjax.options.params import BeamSearchParams, SamplingParams
 
 def start_search(request: NewRequest) -> Mapping[str, RunningSearch | None]:
     """The search of a new request, by the id of its first branch."""
-    return {request.names[0]: request.prepared.search}
+    return {request.submitted.names[0]: request.prepared.search}
 
 
 def advance_searches(searches: Map[str, RunningSearch], outcome: Outcome) -> Reading:
@@ -35,7 +35,7 @@ def advance_searches(searches: Map[str, RunningSearch], outcome: Outcome) -> Rea
         # a preempted branch will offer again what it offered
         if not set(search.names).isdisjoint(plan.preempted):
             searches = searches.set(first_branch, search.without_offers())
-    rows = [i for i, seq in enumerate(plan.seqs) if seq.request.beams]
+    rows = outcome.rows_of(first_branches)
     candidates = jax.device_get(outcome.sent.output.sampled) if rows else None
     first_samples = outcome.first_samples
     for i in rows:
@@ -77,20 +77,17 @@ SEARCHES = Reader(
     read=advance_searches,
     start=start_search,
     restarted=without_offers,
-    decides=True,
+    decides=lambda searches, plan: True,
 )
 LOGPROBS = Reader(
     "logprobs", SamplingParams, read=read_logprobs, options=("logprobs", "prompt_logprobs")
 )
 
 
-def _rows_asking(option: str, entries: Entries, outcome: Outcome) -> list[int]:
-    """The rows of the plan whose requests set an option."""
-    return [
-        i
-        for i, seq in enumerate(outcome.plan.seqs)
-        if seq.request_id in entries and getattr(outcome.data[i].params, option) is not None
-    ]
+def _rows_asking(option: str, entries: Entries, outcome: Outcome) -> list[tuple[int, int]]:
+    """The rows of the plan whose requests set an option, with its value."""
+    rows = [(i, getattr(outcome.data[i].params, option)) for i in outcome.rows_of(entries)]
+    return [(i, count) for i, count in rows if count is not None]
 
 
 def _of_prompts(entries: Entries, outcome: Outcome) -> Iterator[TokenLogprobs]:
@@ -100,10 +97,8 @@ def _of_prompts(entries: Entries, outcome: Outcome) -> Iterator[TokenLogprobs]:
         return
     ranked = jax.device_get(outcome.sent.output.prompt)
     first_tokens = outcome.first_tokens
-    for i in rows:
+    for i, count in rows:
         data = outcome.data[i]
-        count = data.params.prompt_logprobs
-        assert count is not None
         start = plan.starts[i]
         end = min(start + plan.counts[i], data.prompt_len - 1)
         for position in range(start, end):  # each token predicts the one behind it
@@ -119,16 +114,11 @@ def _of_samples(entries: Entries, outcome: Outcome) -> Iterator[TokenLogprobs]:
         return
     ranked = jax.device_get(outcome.sent.output.sampled)
     first_samples = outcome.first_samples
-    for i in rows:
+    for i, count in rows:
         if not outcome.reaches_end(i):
             continue
-        data = outcome.data[i]
-        count = data.params.logprobs
-        assert count is not None
-        sample = outcome.sampled[i]
-        tokens = sample if isinstance(sample, tuple) else (sample,)
-        num_output = plan.lengths[i] - data.prompt_len
-        for j, token in enumerate(tokens):
+        num_output = plan.lengths[i] - outcome.data[i].prompt_len
+        for j, token in enumerate(outcome.tokens_of(i)):
             entry = _ranked(ranked, first_samples[i] + j, count)
             yield TokenLogprobs(plan.seqs[i].request_id, False, num_output + j, token, *entry)
 

@@ -486,8 +486,9 @@ def _is_built_in(
 
 
 def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KVCache]:
-    """Run the smallest step once, so that the first request runs warm code, and the draft model's
-    programs. Nothing runs unless all programs are there: the first answer would come later.
+    """Run the smallest step and the draft model's programs once, so that the first request runs
+    warm code. Unless all programs are compiled, nothing runs, because the first answer would come
+    later.
     """
     started = time.perf_counter()
     if runtime.config.compilation == "eager":
@@ -531,8 +532,8 @@ def _on_devices(tree: Any, model: Model) -> Any:
 
 
 def _undrafted(sizes: Shapes, samples: int, model: Model) -> Drafted:
-    """No drafts. On the device, except for a step with more samples than rows: it has drafts, so
-    only shapes matter.
+    """A `Drafted` without drafts, on the device. A step with more samples than rows always has
+    drafts, so its `Drafted` is needed for its shapes alone and stays on the host.
     """
     probs = None
     if sizes.keeps_probs:
@@ -564,6 +565,8 @@ def blank_batch(
     sources: Sources,
 ) -> Batch:
     """A step of a shape that computes nothing."""
-    alone = (shape.tokens,) if shape.decodes_alone else ()
-    only = sizes._replace(tokens=(shape.tokens,), decode_buckets=alone)
-    return pack(EMPTY_PLAN, {}, only, blanks, chain, sources, samples=shape.samples)
+    buckets = (shape.tokens,)
+    one_bucket = sizes._replace(
+        tokens=buckets, decode_buckets=buckets if shape.decodes_alone else ()
+    )
+    return pack(EMPTY_PLAN, {}, one_bucket, blanks, chain, sources, samples=shape.samples)

@@ -51,7 +51,7 @@ class EngineState(NamedTuple):
         returns it.
     log: transitions that no recorder has written yet.
     readers: what readers of outcomes know of unfinished sequences (readers.py): beam searches,
-        pooled prompts, taps.
+        pooled prompts, taps, matchers.
     params_version: how often the parameters were updated.
     """
 
@@ -99,7 +99,6 @@ def submit(runtime: Runtime, state: EngineState, request: EngineRequest) -> Engi
         refuses it, or its adapter is not loaded.
     """
     before = state.scheduler
-    names = request.names
     params = request.params
     adapter = None
     if request.adapter is not None:
@@ -107,11 +106,9 @@ def submit(runtime: Runtime, state: EngineState, request: EngineRequest) -> Engi
     prepared = prepare(before, request, runtime.request_rules, adapter=adapter)
     after = scheduler.submit(before, prepared.request)
     log: tuple[LogEntry, ...] = (Submit(prepared.request, request.prompt_token_ids),)
-    length = scheduler.final_length(prepared.request, before.config)
-    new_request = NewRequest(runtime, params, prepared, names, length)
-    entries = readers.start(state.readers, new_request)
+    entries = readers.start(state.readers, NewRequest(runtime, request, prepared))
     if isinstance(params, SamplingParams) and params.taps:
-        log += (TapsBegin(names, len(request.prompt_token_ids)),)
+        log += (TapsBegin(request.names, len(request.prompt_token_ids)),)
     return state._replace(
         scheduler=after,
         sequences=state.sequences.update(prepared.sequences),
@@ -149,8 +146,8 @@ def with_events(
     if not ended:
         sequences = apply_events(state.sequences, events, before.running, spare)
         return state._replace(sequences=sequences)
-    others = [event for event in events if not isinstance(event, Finished)]
-    sequences = apply_events(state.sequences, others, before.running, spare)
+    tokens = [event for event in events if not isinstance(event, Finished)]
+    sequences = apply_events(state.sequences, tokens, before.running, spare)
     if state.drafting:  # it learns from their last tokens too
         drafting.ended(state.drafting, ended, sequences)
     sequences = apply_events(sequences, tuple(ended.values()), before.running)
@@ -178,7 +175,7 @@ def update(state: EngineState, pending: Pending) -> EngineState:
         entries = readers.restarted(entries)
     else:
         mixed = [*before.running.seqs, *(seq for seq in before.waiting if seq.blocks)]
-        names = [name for seq in mixed for name in (seq.request_id, *seq.request.forks)]
+        names = [name for seq in mixed for name in seq.request.names]
         sequences = sequences.update({name: without_hashes(sequences[name]) for name in names})
     return state._replace(
         scheduler=scheduler.update(before, pending),

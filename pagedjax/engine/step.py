@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence, Set
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,14 +13,7 @@ import numpy as np
 from pagedjax.device.batch import Batch, Shapes, StepShape, joined
 from pagedjax.device.cache import KVCache
 from pagedjax.device.taps import NOTHING
-from pagedjax.engine import (
-    compilations,
-    drafting,
-    lookahead,
-    readers,
-    requests,
-    token_masks,
-)
+from pagedjax.engine import compilations, drafting, lookahead, readers, requests, token_masks
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.lookahead import Lookahead, SentStep
 from pagedjax.engine.outcome import Outcome
@@ -29,15 +23,9 @@ from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs
 from pagedjax.engine.state import EngineState, LogEntry, cancel, with_events
 from pagedjax.engine.taps import StepTaps
 from pagedjax.host import scheduler
-from pagedjax.host.drafts import Sample
 from pagedjax.host.event_log import Commit, Schedule
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import (
-    NO_DRAFTS,
-    FinishReason,
-    Plan,
-    StepResult,
-)
+from pagedjax.host.types import NO_DRAFTS, Event, Plan, StepResult
 
 
 class ScheduledStep(NamedTuple):
@@ -75,7 +63,12 @@ def schedule(runtime: Runtime, state: EngineState, drafts: int | None = None) ->
         )
         drafts = paying if drafts is None else drafts
         offered = drafting.offer(
-            learned, draftable, drafts, state.sequences, runtime.shapes.vocab_size
+            learned,
+            draftable,
+            drafts,
+            state.sequences,
+            runtime.shapes.vocab_size,
+            token_masks.matchers_in(state.readers),
         )
     after, plan = scheduler.schedule(state.scheduler, runtime.policy, offered)
     return ScheduledStep(after, plan, drafts or 0, offered, started, compiled)
@@ -118,9 +111,51 @@ def step(
         sampled = drafting.verified(plan, state.sequences, tokens)
     else:
         sampled = tokens[list(computed.rows)].tolist()
-    hashes = _hashes_of_filled(runtime, plan, state.sequences, sampled)
     data = requests.of_rows(plan, state.sequences)
     outcome = Outcome(plan, sent, computed.rows, sampled, data)
+    state, events, outputs = commit(runtime, state, scheduled, computed, outcome)
+
+    finished = time.perf_counter()
+    until = finished if computed.overlaps else arrived
+    seconds = sent.draft_seconds + until - max(scheduled.started, sent.sent_at)
+    result = StepResult(
+        plan=plan,
+        events=events,
+        started=scheduled.started,
+        finished=finished,
+        device_seconds=0.0 if was_done else seconds,
+        draft_seconds=sent.draft_seconds,
+        draft_rows=sent.draft_rows,
+        padded_tokens=sent.padded_tokens,
+        compilations=compilations.compilations() - scheduled.compiled,
+        outputs=outputs,
+        params_version=state.params_version,
+    )
+    if state.drafting:
+        state = state._replace(drafting=drafting.learned(state.drafting, result))
+    return state, result
+
+
+def commit(
+    runtime: Runtime,
+    state: EngineState,
+    scheduled: ScheduledStep,
+    computed: Computed,
+    outcome: Outcome,
+) -> tuple[EngineState, tuple[Event, ...], Mapping[str, Any]]:
+    """Let the readers read what a step computed, and add it to the state -> (state, events, outputs
+    of the readers).
+    """
+    plan = outcome.plan
+    sampled = outcome.sampled
+    selection = runtime.shapes.selection
+    hashes = requests.hashes_of_filled(
+        plan,
+        state.sequences,
+        runtime.config.block_size,
+        sampled,
+        dense_prompts=selection is not None and selection.dense_prompts,
+    )
     read = readers.read(state.readers, outcome)
     after, events = scheduler.commit(scheduled.scheduler, plan, sampled, hashes, read.choices)
 
@@ -136,34 +171,10 @@ def step(
         log=(*state.log, *log),
     )
     state = with_events(state, events, scheduled.scheduler, runtime.spare)
-    ends: dict[str, FinishReason] = dict(read.ends)
-    if any([row.matcher for row in data]):
-        ends |= token_masks.failed(plan, data, state.sequences, after)
-    for request_id, reason in ends.items():
+    for request_id, reason in read.ends.items():
         state, cancelled = cancel(state, request_id, reason)
         events += cancelled
-
-    finished = time.perf_counter()
-    device_seconds = 0.0
-    if not was_done:
-        until = finished if computed.overlaps else arrived
-        device_seconds = sent.draft_seconds + until - max(scheduled.started, sent.sent_at)
-    result = StepResult(
-        plan=plan,
-        events=events,
-        started=scheduled.started,
-        finished=finished,
-        device_seconds=device_seconds,
-        draft_seconds=sent.draft_seconds,
-        draft_rows=sent.draft_rows,
-        padded_tokens=sent.padded_tokens,
-        compilations=compilations.compilations() - scheduled.compiled,
-        outputs=read.outputs,
-        params_version=state.params_version,
-    )
-    if state.drafting:
-        state = state._replace(drafting=drafting.learned(state.drafting, result))
-    return state, result
+    return state, events, read.outputs
 
 
 def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> Computed:
@@ -181,7 +192,7 @@ def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> C
     if sent is None:
         cache, sent = send(runtime, state, cache, plan)
         rows = range(len(plan.seqs))
-    if depth and not readers.decide(state.readers):
+    if depth:
 
         def send_predicted(cache: KVCache, plan: Plan, previous: SentStep, unknown: Set[int]):
             return send(runtime, state, cache, plan, previous, unknown)
@@ -196,18 +207,9 @@ def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> C
             depth,
             cache,
             send_predicted,
+            partial(readers.decide, state.readers),
         )
     return Computed(cache, sent, rows, ahead)
-
-
-def _hashes_of_filled(
-    runtime: Runtime, plan: Plan, sequences: Sequences, sampled: Sequence[Sample]
-) -> dict[str, tuple[str, ...]]:
-    """By sequence id, the hashes of the blocks that a step filled with generated tokens."""
-    size = runtime.config.block_size
-    selection = runtime.shapes.selection
-    dense_prompts = selection is not None and selection.dense_prompts
-    return requests.hashes_of_filled(plan, sequences, size, sampled, dense_prompts)
 
 
 def send(
@@ -231,7 +233,7 @@ def send(
     if plan.drafts and runtime.draft_model:
         cache, draft_seconds, draft_probs = run_drafter(runtime, state.sequences, cache, plan)
         draft_rows = runtime.shapes.bucket(sum(k > 0 for k in plan.drafts))
-    batch = batch_of(runtime, state.sequences, plan, previous, unknown, draft_probs)
+    batch = batch_of(runtime, state, plan, previous, unknown, draft_probs)
     sent_at = time.perf_counter()
     side_outputs = readers.side_outputs_of(state.readers, (seq.request_id for seq in plan.seqs))
     programs = runtime.programs if side_outputs is NOTHING else runtime.tapped[side_outputs]
@@ -264,7 +266,7 @@ def run_drafter(
 
 def batch_of(
     runtime: Runtime,
-    sequences: Sequences,
+    state: EngineState,
     plan: Plan,
     previous: SentStep | None,
     unknown: Set[int],
@@ -278,8 +280,10 @@ def batch_of(
         previous=previous,
         unknown=unknown,
         draft_probs=draft_probs,
+        masks=readers.masks_of(state.readers, plan, state.sequences),
     )
-    return pack(plan, sequences, present_shapes(runtime), runtime.blanks, runtime.chain, sources)
+    shapes = present_shapes(runtime)
+    return pack(plan, state.sequences, shapes, runtime.blanks, runtime.chain, sources)
 
 
 def present_shapes(runtime: Runtime) -> Shapes:

@@ -20,6 +20,7 @@ from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.taps import SideOutputs, Tapped, union
 from pagedjax.engine.outcome import NewRequest, Outcome, Reader, Reading
 from pagedjax.engine.runtime import Runtime
+from pagedjax.host.request_limits import final_length
 from pagedjax.options.params import SamplingParams, Taps
 from pagedjax.text.tap_arrays import TapPart
 
@@ -35,14 +36,21 @@ def start(request: NewRequest) -> Mapping[str, SideOutputs]:
     Raises:
         ValueError: see `side_outputs_by`.
     """
-    params = request.params
+    params = request.submitted.params
     assert isinstance(params, SamplingParams)
     if not params.taps:
         return {}
-    names = request.names
-    prompt_len = request.prepared.request.prompt_len
-    sizes = prompt_len, request.length, len(names)
-    return dict.fromkeys(names, side_outputs_by(names[0], params.taps, request.runtime, *sizes))
+    names = request.submitted.names
+    prepared = request.prepared.request
+    side_outputs = side_outputs_by(
+        names[0],
+        params.taps,
+        request.runtime,
+        prompt_len=prepared.prompt_len,
+        tokens=final_length(prepared, request.runtime.scheduler_config),
+        branches=len(names),
+    )
+    return dict.fromkeys(names, side_outputs)
 
 
 def side_outputs_by(
@@ -163,7 +171,7 @@ class StepTaps(NamedTuple):
 def read(entries: Map[str, SideOutputs], outcome: Outcome) -> Reading:
     """The result is what a step gives the requests that asked for taps, a `TapPart` each."""
     seqs = outcome.plan.seqs
-    rows = [i for i, seq in enumerate(seqs) if seq.request_id in entries]
+    rows = outcome.rows_of(entries)
     if not rows:
         return Reading(entries)
     assert outcome.sent.output.taps is not None, "`side_outputs` chose the program"
@@ -203,8 +211,7 @@ def _part_of(
         first_token, first_sample: of the row, among those of the sent step.
     """
     plan = outcome.plan
-    sample = outcome.sampled[row]
-    num_samples = len(sample) if isinstance(sample, tuple) else 1
+    num_samples = len(outcome.tokens_of(row))
     rejected = plan.drafts[row] + 1 - num_samples if plan.drafts else 0
     tokens = slice(first_token, first_token + plan.counts[row] - rejected)
     attention = {}

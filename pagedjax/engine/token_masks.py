@@ -1,5 +1,7 @@
-"""Structured outputs in the engine: masks of a step's samples, drafts that a grammar forces, and
-matchers that fail.
+"""Structured outputs in the engine: a reader that knows the matcher of each sequence.
+
+It gives the masks of a step's samples and the drafts that a grammar forces. It reads the tokens
+that come, and ends the sequences whose matcher has failed.
 """
 
 from __future__ import annotations
@@ -8,34 +10,48 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from immutables import Map
 
+from pagedjax.engine.outcome import NewRequest, Outcome, Reader, Reading
 from pagedjax.engine.requests import SequenceData
-from pagedjax.host.state import SchedulerState
 from pagedjax.host.types import FinishReason, Plan
-from pagedjax.text.structured.matcher import MaskRow, masks
+from pagedjax.options.params import SamplingParams
+from pagedjax.text.structured.matcher import MaskRow, Matcher, masks
 
 log = logging.getLogger("pagedjax.engine")
 
+Matchers = Map[str, Matcher]  # by sequence id
 Propose = Callable[[np.ndarray, int], Sequence[int] | np.ndarray]
 
 
-def of_samples(plan: Plan, rows: Sequence[SequenceData]) -> Mapping[int, bytes]:
-    """By the index of the sample, the mask of each sample of a row that has a grammar and samples
+def start(request: NewRequest) -> Mapping[str, Matcher]:
+    """A matcher for each branch of a new request."""
+    grammar = request.submitted.grammar
+    assert grammar is not None, "`prepare` refuses structured_outputs without one"
+    return {name: grammar.matcher() for name in request.submitted.names}
+
+
+def of_samples(
+    matchers: Matchers, plan: Plan, sequences: Mapping[str, SequenceData]
+) -> Mapping[int, bytes]:
+    """By the index of the sample, the mask of each sample of a row that has a matcher and samples
     in this step.
 
     Args:
-        rows: the records of the plan's rows. Drafts are in their tokens, behind the known ones.
+        sequences: the records, by id. Drafts are in their tokens, behind the known ones.
     """
     mask_rows = []
-    drafts = plan.drafts or (0,) * len(rows)
+    drafts = plan.drafts or (0,) * len(plan.seqs)
     first = 0
-    for data, start, count, length, k in zip(
-        rows, plan.starts, plan.counts, plan.lengths, drafts, strict=True
+    for seq, start, count, length, k in zip(
+        plan.seqs, plan.starts, plan.counts, plan.lengths, drafts, strict=True
     ):
-        if data.matcher is not None and start + count >= length:
+        matcher = matchers.get(seq.request_id)
+        if matcher is not None and start + count >= length:
+            data = sequences[seq.request_id]
             guesses = data.tokens[length : length + k]
             output = _output(data, length)
-            mask_rows.append(MaskRow(data.matcher, output, guesses, first, data.stop_ids))
+            mask_rows.append(MaskRow(matcher, output, guesses, first, data.stop_ids))
         first += k + 1
     if not mask_rows:
         return {}
@@ -44,58 +60,73 @@ def of_samples(plan: Plan, rows: Sequence[SequenceData]) -> Mapping[int, bytes]:
     return {sample: table[sample].tobytes() for sample in samples}
 
 
-def drafts(data: SequenceData, length: int, k: int, propose: Propose) -> Sequence[int] | np.ndarray:
+def drafts(
+    matcher: Matcher | None, data: SequenceData, length: int, k: int, propose: Propose
+) -> Sequence[int] | np.ndarray:
     """At most k drafts: the tokens that the grammar forces, then those of (tokens, k) -> drafts
     that it allows.
 
     A forced token is a draft like any other: it is accepted because nothing else can be sampled. So
     a text that must come takes one step (jump-forward decoding).
     """
-    tokens = data.tokens[:length]
-    if data.matcher is None:
-        return propose(tokens, k)[:k]
+    if matcher is None:
+        return propose(data.tokens[:length], k)[:k]
     output = _output(data, length)
-    tokens_ahead = data.matcher.forced(output, k)
+    tokens_ahead = matcher.forced(output, k)
     if len(tokens_ahead) < k:
-        text = np.concatenate([tokens, np.array(tokens_ahead, np.int32)])
+        text = np.concatenate([data.tokens[:length], np.array(tokens_ahead, np.int32)])
         proposed = propose(text, k - len(tokens_ahead))
         tokens_ahead = [*tokens_ahead, *proposed][:k]
-    return tokens_ahead[: data.matcher.allowed(output, tokens_ahead)]
+    return tokens_ahead[: matcher.allowed(output, tokens_ahead)]
 
 
-def failed(
-    plan: Plan,
-    rows: Sequence[SequenceData],
-    sequences: Mapping[str, SequenceData],
-    after: SchedulerState,
-) -> dict[str, FinishReason]:
-    """The unfinished sequences of a plan whose matcher has failed, with the reason that they end
-    for.
-
-    The matchers take the new tokens here. The log says why one has failed.
-
-    Args:
-        rows: the records of the plan's rows, from before the step.
-        sequences: those of the unfinished sequences after it.
-        after: the state after the commit, whose running sequences know their lengths.
+def read(matchers: Matchers, outcome: Outcome) -> Reading:
+    """Let the matchers take the new tokens. A sequence whose matcher has failed ends, unless this
+    step ends it. The log says why a matcher has failed.
     """
-    names = [seq.request_id for seq, data in zip(plan.seqs, rows, strict=True) if data.matcher]
-    names = [name for name in names if name in sequences]
-    if not names:
-        return {}
-    running = zip(after.running.seqs, after.running.lengths, strict=True)
-    lengths = {seq.request_id: length for seq, length in running}
-    reasons: dict[str, FinishReason] = {}
-    for name in names:
-        matcher = sequences[name].matcher
-        if matcher is None or name not in lengths:
-            continue
-        if matcher.after(_output(sequences[name], lengths[name])) is None:
+    plan = outcome.plan
+    ends: dict[str, FinishReason] = {}
+    for i in outcome.rows_of(matchers):
+        seq = plan.seqs[i]
+        matcher = matchers[seq.request_id]
+        length = plan.lengths[i]
+        output = _output(outcome.data[i], length)
+        if outcome.reaches_end(i):
+            tokens = outcome.tokens_of(i)
+            if seq.finish_reason(length + len(tokens), tokens[-1]):
+                continue
+            output = np.append(output, tokens)
+        if matcher.after(output) is None:
             log.warning(
-                "request %r is cancelled: its structured output failed: %s", name, matcher.error
+                "request %r is cancelled: its structured output failed: %s",
+                seq.request_id,
+                matcher.error,
             )
-            reasons[name] = "abort"
-    return reasons
+            ends[seq.request_id] = "abort"
+    return Reading(matchers, ends=ends)
+
+
+def decides(matchers: Matchers, plan: Plan) -> bool:
+    """Whether a row has a matcher: what its grammar allows next depends on the token that is not
+    known yet.
+    """
+    return any(seq.request_id in matchers for seq in plan.seqs)
+
+
+MASKS = Reader(
+    "token masks",
+    SamplingParams,
+    read=read,
+    options=("structured_outputs",),
+    start=start,
+    masks=of_samples,
+    decides=decides,
+)
+
+
+def matchers_in(readers: Mapping[str, Matchers]) -> Matchers:
+    """The matchers among the entries of all readers."""
+    return readers.get(MASKS.name, Map())
 
 
 def _output(data: SequenceData, length: int) -> np.ndarray:

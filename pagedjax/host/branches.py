@@ -17,7 +17,7 @@ from pagedjax.host.types import Beamed, Choice, Event, Forked, Running, Schedule
 
 def unforked(seqs: Sequence[Seq], rows: Sequence[int]) -> list[int]:
     """Those of some rows whose branches have not forked yet, and the beams."""
-    return [i for i in rows if seqs[i].request.forks or seqs[i].request.beams]
+    return [i for i in rows if not seqs[i].request.advances_alone]
 
 
 def fork(

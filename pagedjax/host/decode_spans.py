@@ -27,8 +27,8 @@ def steps_ahead(state: SchedulerState, ends: Mapping[str, int] = NO_ENDS) -> int
 
     In none of them does a sequence enter, fork, end or lose its blocks. 0: the next step may be
     another one. It is also 0 where this function would have to know more: if a request waits and
-    there is room for another row, if there are stop tokens, beams, branches that may have to copy a
-    block, or queries that do not see all blocks.
+    there is room for another row, if there are stop tokens, sequences that do not advance alone,
+    branches that may have to copy a block, or queries that do not see all blocks.
 
     Args:
         ends: by sequence id, its length when a stop token ends it. Given some, no other sequence
@@ -43,9 +43,8 @@ def steps_ahead(state: SchedulerState, ends: Mapping[str, int] = NO_ENDS) -> int
     steps = config.max_model_len
     for seq, length, num_computed in zip(seqs, lengths, computed, strict=True):
         request = seq.request
-        if length - num_computed != 1 or length <= request.prompt_len:
-            return 0
-        if request.forks or request.beams:
+        decodes = length - num_computed == 1 and length > request.prompt_len
+        if not (decodes and request.advances_alone):
             return 0
         end = min(seq.limit, ends.get(request.request_id, seq.limit)) if ends else seq.limit
         steps = min(steps, end - length - 1)

@@ -47,8 +47,8 @@ def grant(
     order of the rows.
 
     Drafts come last: every other row has its tokens, and no sequence is preempted for a draft. A
-    sequence with k drafts may grow by k + 1 tokens, so k is at most limit - length - 1. Beams, and
-    branches before their fork, get none.
+    sequence with k drafts may grow by k + 1 tokens, so k is at most limit - length - 1. Only a
+    sequence that advances alone gets drafts.
 
     Args:
         num_decodes: the number of first rows that compute one token each.
@@ -65,7 +65,7 @@ def grant(
         length = active.lengths[i]
         k = min(offered.get(seq.request.request_id, 0), budget, seq.limit - length - 1)
         k = min(k, views.coverable_tokens(config, pool, seq.blocks) - length)
-        if k <= 0 or seq.request.beams or seq.request.forks:
+        if k <= 0 or not seq.request.advances_alone:
             continue
         pool, table = views.extend(config, pool, seq.blocks, length + k)
         if table is not seq.blocks:

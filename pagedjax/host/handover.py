@@ -16,7 +16,7 @@ from pagedjax.host.blocks import BlockPool
 from pagedjax.host.policies import Policy, decision, shipped
 from pagedjax.host.preemption import Pairs
 from pagedjax.host.request_limits import Rejected, final_length
-from pagedjax.host.state import SchedulerState, running
+from pagedjax.host.state import SchedulerState, running, with_ids
 from pagedjax.host.types import HOLE, Adopted, Released, Running, Seq
 
 
@@ -80,9 +80,7 @@ def adopt(
     limit = final_length(request, state.config)
     _check(state, released, limit)
     seq = Seq(request, state.arrivals, limit, released.length, hashes=released.hashes)
-    ids = state.ids.set(request.request_id, None)
-    stops = state.stops | request.stop_token_ids if state.ids else request.stop_token_ids
-    state = state._replace(arrivals=state.arrivals + 1, ids=ids, stops=stops)
+    state = with_ids(state, request)
     if not released.computed or not has_room(state, policy, released):
         return state._replace(waiting=(*state.waiting, seq)), Adopted(0, (), ())
     pool, table, copies = _place_blocks(state, released)
@@ -173,7 +171,7 @@ def _check(state: SchedulerState, released: Released, limit: int) -> None:
             f"sequence {name!r} has {length} tokens, and may have {limit} here; "
             f"raise max_model_len ({config.max_model_len}), or end it"
         )
-    if request.forks or request.beams or not request.max_tokens:
+    if not (request.advances_alone and request.max_tokens):
         raise ValueError(
             f"sequence {name!r} has branches or beams, or samples nothing; "
             "adopt what `release` returned"

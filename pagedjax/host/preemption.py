@@ -1,4 +1,4 @@
-"""A block for the next token of each running sequence; if none is free, sequences are preempted."""
+"""Preemption: sequences that stop, so that the blocks of a step suffice for the others."""
 
 from __future__ import annotations
 
@@ -6,47 +6,39 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pagedjax.host import blocks, branches
+from pagedjax.host import blocks
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.policies import Policy, called, decision
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import HOLE, Running, SchedulerConfig, Seq, current
+from pagedjax.host.types import HOLE, SchedulerConfig, Seq, current
 
 Pairs = tuple[tuple[int, int], ...]  # of block ids
 
 
 class Preemptions(NamedTuple):
-    """What `make_room` did: block ids in pairs of (from, to), and ids of sequences."""
+    """Who was preempted in a step: ids of sequences."""
 
-    copies: Pairs
-    preempted: tuple[str, ...]
-    swapped: tuple[str, ...]  # those of them whose content moves to the swap space
-    swap_out: Pairs
+    preempted: tuple[str, ...] = ()
+    swapped: tuple[str, ...] = ()  # those of them whose content moves to the swap space
+    swap_out: Pairs = ()  # (device block, host block)
 
 
-def make_room(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Preemptions]:
-    """Gives a block to each decode whose last block is full or must be copied. It preempts
-    sequences until the blocks suffice.
+def preempt(
+    state: SchedulerState, policy: Policy, earlier: Preemptions
+) -> tuple[SchedulerState, Preemptions]:
+    """Stops the policy's victim, with its group -> (state, preemptions of the step).
+
+    Args:
+        earlier: those of the step so far.
     """
-    groups = state.config.groups
-    preempted: list[str] = []
-    swapped: list[str] = []
-    swap_out: list[tuple[int, int]] = []
-    copies: Pairs = ()
-    full, shared = rows_without_room(state)
-    while len(full) * groups + len(shared) > state.pool.num_free:
-        candidates = current(*state.running)
-        victims = _victims(candidates, _victim(policy, candidates))
-        state, moves = _preempt(state, policy, candidates, victims)
-        names = [victim.request_id for victim in victims]
-        preempted += names
-        if moves:
-            swapped += names
-            swap_out += moves
-        full, shared = rows_without_room(state)
-    if full or shared:
-        state, copies = _give_blocks(state, full, shared)
-    return state, Preemptions(copies, tuple(preempted), tuple(swapped), tuple(swap_out))
+    candidates = current(*state.running)
+    victims = _victims(candidates, _victim(policy, candidates))
+    state, moves = _stop(state, policy, candidates, victims)
+    names = tuple([victim.request_id for victim in victims])
+    swapped = names if moves else ()
+    return state, Preemptions(
+        earlier.preempted + names, earlier.swapped + swapped, earlier.swap_out + moves
+    )
 
 
 def _victim(policy: Policy, candidates: Sequence[Seq]) -> Seq:
@@ -64,58 +56,6 @@ def _victim(policy: Policy, candidates: Sequence[Seq]) -> Seq:
     return victim
 
 
-def rows_without_room(state: SchedulerState) -> tuple[list[int], list[tuple[int, int]]]:
-    """The running sequences that need blocks for their next token.
-
-    Returns:
-        (indices of the sequences whose next token is past their last block, (index of a sequence,
-        entry of its block table) of the blocks that have to be copied, see `branches.shared`)
-    """
-    active = state.running
-    size = state.config.block_size
-    groups = state.config.groups
-    rows = [i for i, computed in enumerate(active.computed) if computed % size == 0]
-    rows = [i for i in rows if active.computed[i] * groups == len(active.seqs[i].blocks) * size]
-    # a waiting beam writes no token
-    full = [i for i in rows if active.computed[i] < active.lengths[i]]
-    if not state.forked:
-        return full, []
-    return full, branches.shared(state.pool, active, state.forked, state.config)
-
-
-def _give_blocks(
-    state: SchedulerState, full: Sequence[int], shared: Sequence[tuple[int, int]]
-) -> tuple[SchedulerState, Pairs]:
-    """Gives new blocks to the rows that `rows_without_room` returned -> (state, (from, to) of the
-    blocks to copy).
-    """
-    groups = state.config.groups
-    num_appended = len(full) * groups
-    allocation = blocks.allocate(state.pool, num_appended + len(shared))
-    assert allocation is not None, "make_room compared with the free blocks"
-    pool, new_blocks = allocation
-    active = state.running
-    seqs = list(active.seqs)
-    copies: list[tuple[int, int]] = []
-    for k, i in enumerate(full):
-        appended = new_blocks[k * groups : (k + 1) * groups]
-        seqs[i] = _with_table(active, i, seqs[i].blocks + appended)
-    for (i, entry), block in zip(shared, new_blocks[num_appended:], strict=True):
-        table = seqs[i].blocks
-        copies.append((table[entry], block))
-        seqs[i] = _with_table(active, i, (*table[:entry], block, *table[entry + 1 :]))
-    if copies:
-        pool = blocks.release(pool, [source for source, _ in copies])
-    state = state._replace(pool=pool, running=active._replace(seqs=tuple(seqs)))
-    return state, tuple(copies)
-
-
-def _with_table(active: Running, i: int, table: tuple[int, ...]) -> Seq:
-    """The current record of a running sequence with another block table."""
-    request, arrival, limit, _, _, _, hashes, group = active.seqs[i]
-    return Seq(request, arrival, limit, active.lengths[i], active.computed[i], table, hashes, group)
-
-
 def _victims(candidates: Sequence[Seq], victim: Seq) -> list[Seq]:
     """The victim and its group, in order of arrival. If only its group runs, the victim alone, so
     that one branch advances.
@@ -130,7 +70,7 @@ def _victims(candidates: Sequence[Seq], victim: Seq) -> list[Seq]:
     return sorted(group, key=lambda seq: seq.arrival)
 
 
-def _preempt(
+def _stop(
     state: SchedulerState, policy: Policy, candidates: Sequence[Seq], victims: Sequence[Seq]
 ) -> tuple[SchedulerState, Pairs]:
     """Stops the victims -> (state, (device block, host block) of the blocks to move; () if the

@@ -29,7 +29,8 @@ REQUESTS = [
     for i in range(10)
 ]
 MAX_STEPS = 80
-LIMITS = {"limit", "max_tokens", "final_length"}  # names of what says it
+# the names that tell how long a request can become
+LIMITS = {"limit", "max_tokens", "final_length"}
 
 
 def find_pure(name: Any) -> Policy:

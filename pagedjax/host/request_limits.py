@@ -39,7 +39,7 @@ def check(state: SchedulerState, request: Request) -> None:
             f"but max_model_len is {config.max_model_len}{output}; "
             f"shorten the prompt to {longest_prompt} tokens or raise max_model_len"
         )
-    names = (request.request_id, *request.forks)
+    names = request.names
     _check_pool(state, request)
     for i, name in enumerate(names):
         if name in state.ids or name in names[:i]:
@@ -103,7 +103,7 @@ def _check_baselines(config: SchedulerConfig, seq: Seq, beams: int) -> None:
         )
     if config.reservation == "none":
         return
-    if seq.request.forks or seq.request.beams or seq.hashes:
+    if seq.hashes or not seq.request.advances_alone:
         raise Rejected(
             f"request {name!r} has branches or a shareable prefix, "
             f"and a contiguous reservation ({config.reservation!r}) shares nothing; "

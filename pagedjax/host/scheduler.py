@@ -8,29 +8,36 @@ no text or token.
 There is no prefill phase and no decode phase: `computed` grows until it equals `length`, and a step
 gives a sequence one or more tokens. The rules:
 
-1. Every decode (one token to compute) takes one token of the budget, before any prompt chunk. So no more sequences run
-   than the budget has tokens.
+1. Every decode (one token to compute) takes one token of the budget, before any prompt chunk. So no
+   more sequences run than the budget has tokens.
 2. Prompt chunks take the rest of the budget in order of admission, then new admissions do.
-3. A sequence is admitted only if blocks for all its known tokens are free, and not in a step that preempted. Full
-   blocks are shared if their content is in the cache or is computed by an earlier row of the same step.
-4. The branches of a request (parallel sampling) fork when its prompt is computed: they share the blocks of all its
-   tokens but the last, and compute that token again. A block that others own or can find is copied before a write.
-5. If decodes need more blocks than are free, the policy's victim is preempted, with the branches of its group, until
-   they suffice. If only one group runs, it loses one branch at a time. One sequence alone always fits, because `submit`
-   rejects what could not.
-6. The beams of a request advance together: a beam with no token left to compute waits for the others. Then `commit` is
-   given the beam that each continues, and its token. Beams are admitted and preempted together.
-7. A victim returns to the front of the queue: with its content in host blocks if they suffice (swapping), else with
-   nothing computed (recomputation). It is admitted again like any other sequence.
+3. A sequence is admitted only if blocks for all its known tokens are free, and not in a step that
+   preempted. Full blocks are shared if their content is in the cache or is computed by an earlier
+   row of the same step.
+4. The branches of a request (parallel sampling) fork when its prompt is computed: they share the
+   blocks of all its tokens but the last, and compute that token again. A block that others own or
+   can find is copied before a write.
+5. If decodes need more blocks than are free, the policy's victim is preempted, with the branches of
+   its group, until they suffice. If only one group runs, it loses one branch at a time. One
+   sequence alone always fits, because `submit` rejects what could not.
+6. The beams of a request advance together: a beam with no token left to compute waits for the
+   others. Then `commit` is given the beam that each continues, and its token. Beams are admitted
+   and preempted together.
+7. A victim returns to the front of the queue: with its content in host blocks if they suffice
+   (swapping), else with nothing computed (recomputation). It is admitted again like any other
+   sequence.
 8. Drafts of decodes take what is left of the budget and of the free blocks (speculative decoding).
-9. A request with max_tokens 0 samples nothing and ends when its prompt is computed (pooled hidden states).
-10. Where queries do not see all blocks, those out of sight are given back, and rule 3 counts the blocks that a sequence
-    has at most at one time. A chunk is then cut where no block is free for its next token.
+9. A request with max_tokens 0 samples nothing and ends when its prompt is computed (pooled hidden
+   states).
+10. Where queries do not see all blocks, those out of sight are given back, and rule 3 counts the
+    blocks that a sequence has at most at one time. A chunk is then cut where no block is free for
+    its next token.
 
-The rules are in these files: preemption.py (5, 7), admission.py (3), prefix_sharing.py (finding
-blocks), branches.py (4, 6), drafts.py (8), views.py (10), request_limits.py (`submit`), handover.py
-(`release` and `adopt`, between two schedulers), state.py (the state and its invariants).
-step_kinds.py and reservation.py are baselines that replace rules 1 to 3.
+The rules are here and in these files: preemption.py (who stops in 5, and 7), admission.py (3),
+prefix_sharing.py (finding blocks), branches.py (4, 6), drafts.py (8), views.py (10),
+request_limits.py (`submit`), handover.py (`release` and `adopt`, between two schedulers), state.py
+(the state and its invariants). step_kinds.py and reservation.py are baselines that replace rules 1
+to 3.
 """
 
 from __future__ import annotations
@@ -49,9 +56,9 @@ from pagedjax.host.blocks import BlockPool
 from pagedjax.host.drafts import Sample, accepted, cut_at_the_end, flat, give_back, grant
 from pagedjax.host.handover import adopt, has_room, release
 from pagedjax.host.policies import Policy, shipped
-from pagedjax.host.preemption import make_room
+from pagedjax.host.preemption import Pairs, Preemptions, preempt
 from pagedjax.host.request_limits import Rejected, final_length
-from pagedjax.host.state import SchedulerConfig, SchedulerState, check, running
+from pagedjax.host.state import SchedulerConfig, SchedulerState, check, running, with_ids
 from pagedjax.host.types import (
     NO_DRAFTS,
     NO_HASHES,
@@ -135,17 +142,12 @@ def submit(state: SchedulerState, request: Request) -> SchedulerState:
         limit and the remedy.
     """
     request_limits.check(state, request)
-    names = (request.request_id, *request.forks)
-    group = state.arrivals if request.forks or request.beams else None
+    group = None if request.advances_alone else state.arrivals
     limit = final_length(request, state.config)
     seq = Seq(
         request, state.arrivals, limit, request.prompt_len, hashes=request.hashes, group=group
     )
-    ids = state.ids.update({name: None for name in names})
-    stops = state.stops | request.stop_token_ids if state.ids else request.stop_token_ids
-    return state._replace(
-        waiting=(*state.waiting, seq), arrivals=state.arrivals + len(names), ids=ids, stops=stops
-    )
+    return with_ids(state, request)._replace(waiting=(*state.waiting, seq))
 
 
 def schedule(
@@ -163,7 +165,7 @@ def schedule(
         OwnError: a function of a user's own policy raised; names the file and the line.
     """
     policy = shipped(policy)
-    state, preemptions = make_room(state, policy)
+    state, copies, preemptions = make_room(state, policy)
     admits = not preemptions.preempted  # rule 3
     active, num_decodes, counts, admission, idle = _choose_rows(state, policy, admits)
     admitted = Running(
@@ -191,7 +193,7 @@ def schedule(
         admitted=tuple([seq.request_id for seq in admitted.seqs]),
         known=admitted.lengths,
         cached=admitted.computed,
-        copies=preemptions.copies,
+        copies=copies,
         preempted=preemptions.preempted,
         swapped=preemptions.swapped,
         resumed=resumed,
@@ -205,6 +207,76 @@ def schedule(
     if idle.seqs:
         active = active.joined(idle)
     return state._replace(pool=pool, running=active), plan
+
+
+def make_room(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pairs, Preemptions]:
+    """Gives a block to each decode whose last block is full or must be copied. Sequences are
+    preempted until the blocks suffice (rule 5).
+
+    Returns:
+        (state, (from, to) of the blocks to copy, preemptions)
+    """
+    preemptions = Preemptions()
+    full, shared = rows_without_room(state)
+    while len(full) * state.config.groups + len(shared) > state.pool.num_free:
+        state, preemptions = preempt(state, policy, preemptions)
+        full, shared = rows_without_room(state)
+    copies: Pairs = ()
+    if full or shared:
+        state, copies = _give_blocks(state, full, shared)
+    return state, copies, preemptions
+
+
+def rows_without_room(state: SchedulerState) -> tuple[list[int], list[tuple[int, int]]]:
+    """The running sequences that need blocks for their next token.
+
+    Returns:
+        (indices of the sequences whose next token is past their last block, (index of a sequence,
+        entry of its block table) of the blocks that have to be copied, see `branches.shared`)
+    """
+    active = state.running
+    size = state.config.block_size
+    groups = state.config.groups
+    rows = [i for i, computed in enumerate(active.computed) if computed % size == 0]
+    rows = [i for i in rows if active.computed[i] * groups == len(active.seqs[i].blocks) * size]
+    # a waiting beam writes no token
+    full = [i for i in rows if active.computed[i] < active.lengths[i]]
+    if not state.forked:
+        return full, []
+    return full, branches.shared(state.pool, active, state.forked, state.config)
+
+
+def _give_blocks(
+    state: SchedulerState, full: Sequence[int], shared: Sequence[tuple[int, int]]
+) -> tuple[SchedulerState, Pairs]:
+    """Gives new blocks to the rows that `rows_without_room` returned -> (state, (from, to) of the
+    blocks to copy).
+    """
+    groups = state.config.groups
+    num_appended = len(full) * groups
+    allocation = blocks.allocate(state.pool, num_appended + len(shared))
+    assert allocation is not None, "make_room compared with the free blocks"
+    pool, new_blocks = allocation
+    active = state.running
+    seqs = list(active.seqs)
+    copies: list[tuple[int, int]] = []
+    for k, i in enumerate(full):
+        appended = new_blocks[k * groups : (k + 1) * groups]
+        seqs[i] = _with_table(active, i, seqs[i].blocks + appended)
+    for (i, entry), block in zip(shared, new_blocks[num_appended:], strict=True):
+        table = seqs[i].blocks
+        copies.append((table[entry], block))
+        seqs[i] = _with_table(active, i, (*table[:entry], block, *table[entry + 1 :]))
+    if copies:
+        pool = blocks.release(pool, [source for source, _ in copies])
+    state = state._replace(pool=pool, running=active._replace(seqs=tuple(seqs)))
+    return state, tuple(copies)
+
+
+def _with_table(active: Running, i: int, table: tuple[int, ...]) -> Seq:
+    """The current record of a running sequence with another block table."""
+    request, arrival, limit, _, _, _, hashes, group = active.seqs[i]
+    return Seq(request, arrival, limit, active.lengths[i], active.computed[i], table, hashes, group)
 
 
 def _choose_rows(
@@ -369,33 +441,20 @@ def commit(
     rows = add_tokens(rows, grouped)
     rows, ended = end_rows(rows, state.stops)
 
-    config = state.config
-    pool, seqs = prefix_sharing.publish(
-        state.pool, rows.seqs, rows.counts, rows.computed, hashes, config
-    )
-    drafted = [i for i, k in enumerate(rows.drafts) if k]
-    if drafted and config.reservation == "none":
-        unfinished = [i for i in drafted if i not in ended]
-        pool, seqs = give_back(pool, seqs, unfinished, rows.computed, config)
-    forks: tuple[Seq, ...] = ()
-    if grouped:
-        pool, seqs, forks = branches.fork(pool, seqs, grouped, rows.sampling, config)
-    if seqs is not rows.seqs:
-        rows = rows._replace(seqs=seqs)
+    pool, rows, forks = settle_blocks(state, rows, ended, grouped, hashes)
     active = advance_rows(state.running, rows, forks)
     if ended:
-        given_back = [block for i in ended for block in reversed(seqs[i].blocks)]
-        pool = blocks.release(pool, given_back)
+        pool = _release_blocks(pool, [rows.seqs[i] for i in ended])
         active = active.pick([i for i in range(len(active.seqs)) if i not in ended])
     beamed: list[Event] = []
     if choices:
         pool, active, beamed = branches.advance(pool, active, choices, plan.step)
-    if config.views:
-        pool, active = views.drop(config, pool, active)
+    if state.config.views:
+        pool, active = views.drop(state.config, pool, active)
     forked = branches.arrivals(active, forks, choices) if forks or choices else frozenset()
     unfinished_ids = state.ids
     if ended:
-        unfinished_ids = _without(state.ids, [seqs[i].request_id for i in ended])
+        unfinished_ids = _without(state.ids, [rows.seqs[i].request_id for i in ended])
     after = state._replace(
         pool=pool, running=active, step=plan.step + 1, forked=forked, ids=unfinished_ids
     )
@@ -404,7 +463,7 @@ def commit(
         events += branches.fork_events(plan.step, forks)
     events += _sampled(plan.step, rows)
     events += beamed
-    events += _verified(plan.step, rows, drafted, ended)
+    events += _verified(plan.step, rows, ended)
     events += _finished(plan.step, rows, ended)
     return after, tuple(events)
 
@@ -533,6 +592,38 @@ def end_rows(rows: Rows, stops: frozenset[int]) -> tuple[Rows, dict[int, FinishR
     return rows, ended
 
 
+def settle_blocks(
+    state: SchedulerState,
+    rows: Rows,
+    ended: Mapping[int, FinishReason],
+    grouped: Sequence[int],
+    hashes: Mapping[str, tuple[str, ...]],
+) -> tuple[BlockPool, Rows, tuple[Seq, ...]]:
+    """Publishes the blocks that the rows filled, gives back those of rejected drafts, and shares
+    those of computed prompts with new branches -> (pool, rows with their blocks, new branches).
+
+    Args:
+        grouped: what `branches.unforked` returned.
+        hashes: as for `commit`.
+    """
+    config = state.config
+    pool, seqs = prefix_sharing.publish(
+        state.pool, rows.seqs, rows.counts, rows.computed, hashes, config
+    )
+    unfinished = [i for i in _with_drafts(rows) if i not in ended]
+    if unfinished and config.reservation == "none":
+        pool, seqs = give_back(pool, seqs, unfinished, rows.computed, config)
+    forks: tuple[Seq, ...] = ()
+    if grouped:
+        pool, seqs, forks = branches.fork(pool, seqs, grouped, rows.sampling, config)
+    return pool, rows if seqs is rows.seqs else rows._replace(seqs=seqs), forks
+
+
+def _with_drafts(rows: Rows) -> list[int]:
+    """The indices of the rows that had drafts."""
+    return [i for i, k in enumerate(rows.drafts) if k]
+
+
 def advance_rows(active: Running, rows: Rows, forks: tuple[Seq, ...]) -> Running:
     """The running sequences with the new columns of a step's rows, which are the first ones, and
     with new branches behind them.
@@ -572,10 +663,9 @@ def _sampled(step: int, rows: Rows) -> list[Event]:
     return [Sampled(step, ids, samples)] if ids else []
 
 
-def _verified(
-    step: int, rows: Rows, drafted: Sequence[int], ended: Mapping[int, FinishReason]
-) -> list[Event]:
+def _verified(step: int, rows: Rows, ended: Mapping[int, FinishReason]) -> list[Event]:
     """The event of the rows with drafts; none if no row had one."""
+    drafted = _with_drafts(rows)
     if not drafted:
         return []
     num_blocks = [0 if i in ended else len(rows.seqs[i].blocks) for i in drafted]
@@ -613,7 +703,9 @@ def cancel(
         return state, ()
     active = state.running
     queue = state.waiting
-    seq = next(seq for seq in itertools.chain(active.seqs, queue) if request_id in _names(seq))
+    seq = next(
+        seq for seq in itertools.chain(active.seqs, queue) if request_id in seq.request.names
+    )
     if request_id != seq.request_id and not seq.request.beams:
         finished = Finished(state.step, request_id, reason, 0)
         return _without_fork(state, seq, request_id), (finished,)
@@ -623,24 +715,16 @@ def cancel(
     dequeued = pick(queue, places)
     events: list[Finished] = []
     for ended in (*dequeued, *stopped):
-        events += [Finished(state.step, name, reason, ended.num_output) for name in _names(ended)]
+        names = ended.request.names
+        events += [Finished(state.step, name, reason, ended.num_output) for name in names]
     state = state._replace(
         pool=_release_blocks(state.pool, stopped),
         host_pool=state.host_pool and _release_blocks(state.host_pool, dequeued),
         waiting=_except(queue, places),
-        running=Running(
-            _except(active.seqs, rows),
-            _except(active.lengths, rows),
-            _except(active.computed, rows),
-        ),
+        running=Running(*[_except(column, rows) for column in active]),
         ids=_without(state.ids, [event.request_id for event in events]),
     )
     return state, tuple(events)
-
-
-def _names(seq: Seq) -> tuple[str, ...]:
-    """The id of a sequence, and those of its branches that have not forked yet."""
-    return (seq.request.request_id, *seq.request.forks)
 
 
 def _indices(seqs: tuple[Seq, ...], seq: Seq) -> list[int]:

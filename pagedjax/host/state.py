@@ -10,7 +10,7 @@ from immutables import Map
 from pagedjax.host import blocks, views
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.kv_policies import View
-from pagedjax.host.types import Running, SchedulerConfig, Seq, current
+from pagedjax.host.types import Request, Running, SchedulerConfig, Seq, current
 from pagedjax.options.config import EngineConfig
 
 
@@ -59,6 +59,16 @@ class SchedulerState(NamedTuple):
     stops: frozenset[int] = frozenset()
 
 
+def with_ids(state: SchedulerState, request: Request) -> SchedulerState:
+    """The state that knows the ids and the stop tokens of a new request."""
+    names = request.names
+    return state._replace(
+        arrivals=state.arrivals + len(names),
+        ids=state.ids.update(dict.fromkeys(names)),
+        stops=state.stops | request.stop_token_ids if state.ids else request.stop_token_ids,
+    )
+
+
 def running(state: SchedulerState) -> tuple[Seq, ...]:
     """The running sequences as current records."""
     return current(*state.running)
@@ -97,7 +107,5 @@ def check(state: SchedulerState) -> None:
     assert beams.isdisjoint(seq.group for seq in state.waiting), (
         "some beams of a request run and others wait"
     )
-    names = Counter(
-        name for seq in (*state.waiting, *active) for name in (seq.request_id, *seq.request.forks)
-    )
+    names = Counter(name for seq in (*state.waiting, *active) for name in seq.request.names)
     assert Counter(list(state.ids)) == names, "an id is lost, left over or used twice"

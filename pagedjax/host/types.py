@@ -92,6 +92,18 @@ class Request(NamedTuple):
     keeps_blocks: bool = False
     predicted: int | None = None  # output tokens, as someone predicts them; policies may read it
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its id, and those of its branches that have not forked yet."""
+        return (self.request_id, *self.forks)
+
+    @property
+    def advances_alone(self) -> bool:
+        """Whether it is one sequence that waits for no other: no beam, and no branch is left to
+        fork.
+        """
+        return not (self.forks or self.beams)
+
 
 class Seq(NamedTuple):
     """A request in the scheduler. `computed` grows until it equals `length`; `blocks` covers at

@@ -15,8 +15,14 @@ from typing import Literal, NamedTuple
 
 from pagedjax.host.admission import Admission, Refusal, chunk_size, enter, groups, ordered
 from pagedjax.host.policies import STATIC, Policy
-from pagedjax.host.preemption import make_room, rows_without_room
-from pagedjax.host.scheduler import Attempt, attempts, begin_admission, running_counts
+from pagedjax.host.scheduler import (
+    Attempt,
+    attempts,
+    begin_admission,
+    make_room,
+    rows_without_room,
+    running_counts,
+)
 from pagedjax.host.state import SchedulerState
 from pagedjax.host.types import Running, SchedulerConfig, Seq
 
@@ -88,7 +94,7 @@ def why_waiting(state: SchedulerState, policy: Policy) -> dict[str, Reason]:
     """
     config = state.config
     before = state
-    state, preemptions = make_room(state, policy)
+    state, _, preemptions = make_room(state, policy)
     waiting: dict[str, Reason] | None = None
     if preemptions.preempted:
         waiting = _preemption(before, state, preemptions.preempted)

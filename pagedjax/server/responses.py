@@ -17,9 +17,8 @@ from typing import Any
 from pagedjax.engine.session import GenerationRequest
 from pagedjax.server import tool_answers
 from pagedjax.server.worker import Delta
-from pagedjax.text.detokenizer import Detokenizer
 from pagedjax.text.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from pagedjax.text.tokenizer import Tokenizer
+from pagedjax.text.tokenizer import Detokenizer, Tokenizer
 from pagedjax.text.tools.formats import CallFormat
 
 JSON = dict[str, Any]

@@ -53,11 +53,13 @@ def for_template(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _for_template(place: str, message: Any) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or "role" not in message:
-        raise ValueError(f"the message {message!r} must be a mapping with 'role' and 'content'")
-    fields = {name: value for name, value in message.items() if value is not None}
-    if "content" not in message and not fields.get("tool_calls"):
+    if (
+        not isinstance(message, Mapping)
+        or "role" not in message
+        or ("content" not in message and not message.get("tool_calls"))
+    ):
         raise ValueError(f"the message {message!r} must be a mapping with 'role' and 'content'")
     if not isinstance(message["role"], str):
         raise ValueError(f"{place}.role is {message['role']!r:.80}; it must be a text, as 'user'")
+    fields = {name: value for name, value in message.items() if value is not None}
     return {**fields, "content": content_text(f"{place}.content", message.get("content"))}

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from pagedjax.host.types import FinishReason, Hypothesis, TokenLogprobs
 from pagedjax.options.params import BeamSearchParams, SamplingParams
-from pagedjax.text.detokenizer import Detokenizer, StopChecker
 from pagedjax.text.tap_arrays import Collected, TapArrays
-from pagedjax.text.tokenizer import Tokenizer
+from pagedjax.text.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -243,3 +242,69 @@ class BeamOutputBuilder:
                 replace(branch.completion(), cumulative_logprob=total, score=score, versions=())
             )
         return tuple(outputs)
+
+
+class StopChecker:
+    """Cuts one request's text at the first stop string. A stop string may span several tokens.
+
+    The first is the one that ends first; of several that end at the same character, the longest. A
+    stop string that ends in the first `min_tokens` tokens does not count. Text that may be the
+    start of a stop string is kept back until more text decides it; it is always shorter than the
+    longest stop string.
+    """
+
+    def __init__(
+        self, stop: Sequence[str], *, min_tokens: int = 0, include_stop_str_in_output: bool = False
+    ) -> None:
+        self._stop = tuple(stop)
+        self._min_tokens = min_tokens
+        self._include = include_stop_str_in_output
+        self._pending = ""
+        self._tokens = 0
+        self.matched: str | None = None  # the stop string that ended the text
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text to return now, whether to stop), for the text of one more token, which may be
+        "".
+        """
+        self._tokens += 1
+        return self._next(text, searched=self._tokens > self._min_tokens)
+
+    def finish(self, text: str = "") -> tuple[str, bool]:
+        """`push` for the text of `Detokenizer.flush`, at the end; keeps no text back."""
+        text, stopped = self._next(text, searched=self._tokens > self._min_tokens)
+        text += self._pending
+        self._pending = ""
+        return text, stopped
+
+    def _next(self, text: str, *, searched: bool) -> tuple[str, bool]:
+        new = len(self._pending)
+        text = self._pending + text
+        if searched and (match := first_stop(text, self._stop, new)):
+            start, end = match
+            self.matched = text[start:end]
+            self._pending = ""
+            return text[: end if self._include else start], True
+        keep = max((pending_length(text, stop) for stop in self._stop), default=0)
+        self._pending = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+
+def first_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, int] | None:
+    """(start, end) of the stop string that ends first after position `new`, the longest of equals;
+    None if there is none.
+    """
+    matches = []
+    for string in stop:
+        start = text.find(string, max(0, new + 1 - len(string)))
+        if start >= 0:
+            matches.append((start, start + len(string)))
+    return min(matches, key=lambda match: (match[1], match[0]), default=None)
+
+
+def pending_length(text: str, stop: str) -> int:
+    """How many characters at the end of `text` may be the start of `stop`."""
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return 0 if start < 0 else len(text) - start

@@ -10,6 +10,7 @@ import numpy as np
 
 from pagedjax.host.types import FinishReason
 from pagedjax.options.params import NO_HEAD, PoolingParams, PoolingTask, PoolingType
+from pagedjax.options.vllm_names import prompts
 
 Output = TypeVar("Output")
 NO_POOLING_NAMED = (
@@ -122,11 +123,8 @@ def last_tokens(ids: Sequence[int], params: PoolingParams, limit: int) -> Sequen
     Args:
         limit: max_model_len; as many are left for -1.
     """
-    truncate = params.truncate_prompt_tokens
-    if truncate is None:
-        return ids
-    count = limit if truncate == -1 else truncate
-    return ids[-count:]
+    # with no token of output, for which that function leaves room
+    return prompts.last_tokens(ids, params.truncate_prompt_tokens, limit + 1)
 
 
 def embedding(output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:

@@ -48,7 +48,7 @@ class TapArrays:
 
 
 class _Column:
-    """Rows by position, which grows."""
+    """An array of rows by position. It grows."""
 
     def __init__(self) -> None:
         self._rows = np.zeros(0)
@@ -64,8 +64,8 @@ class _Column:
         self._rows[start:end] = rows
         self.count = max(self.count, end)
 
-    def first(self, most: int | None = None) -> np.ndarray:
-        return self._rows[: self.count][:most]
+    def first(self, limit: int | None = None) -> np.ndarray:
+        return self._rows[: self.count][:limit]
 
 
 class Collected:

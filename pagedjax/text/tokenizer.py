@@ -1,7 +1,14 @@
-"""`Tokenizer`: text to tokens and back, and conversations to tokens. Imports no jax."""
+"""`Tokenizer`: text to tokens and back, and conversations to tokens. `Detokenizer`: text while it
+is generated, token by token. Imports no jax.
+
+Why not `tokenizers.decoders.DecodeStream`: it loses the end of an output that ends inside a
+character (97 of 500 random outputs), and its text includes text of the prompt. It is faster: 4.4
+against 7.7 ms per 4,000 tokens.
+"""
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +22,10 @@ from pagedjax.text.messages import for_template
 if TYPE_CHECKING:
     import tokenizers
 
+REPLACEMENT = "\ufffd"  # the character that incomplete bytes decode to
+# last tokens of a prompt that are read; enough for 3 bytes of a character before many special
+# tokens
+LOOKBACK = 256
 TOKEN_IDS = "give token ids, or name a tokenizer in from_params(..., tokenizer=folder)"
 
 
@@ -221,3 +232,103 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in visible} | {
         chr(256 + i): byte for i, byte in enumerate(invisible)
     }
+
+
+class Detokenizer:
+    """The text of one request, token by token: the pushes and the flush, joined, are the text of
+    the whole output.
+
+    It never returns part of a character: incomplete bytes wait for the next token. The cost of a
+    token does not depend on the length of the text. If the prompt ends inside a character, the
+    character is returned when the output completes it. If the output does not complete it, its
+    U+FFFD belongs to the prompt and is not returned.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        # only the end is read: a request with many branches makes many detokenizers of one long
+        # prompt
+        prompt = [i for i in prompt_token_ids[-LOOKBACK:] if i not in self._skipped]
+        self._stream = (_Window if tokenizer.coding is None else _Bytes)(tokenizer, prompt)
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; often empty."""
+        return "" if token_id in self._skipped else self._stream.push(token_id)
+
+    def flush(self) -> str:
+        """The rest of the text at the end of the output: U+FFFD if the output ends inside a
+        character.
+        """
+        return self._stream.flush()
+
+
+class _Bytes:
+    """For tokenizers where every token has its own bytes: an incremental UTF-8 decoder."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._at_start = tokenizer.strips_first_space and not prompt
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        # an incomplete character has at most 3 bytes
+        tail = b"".join(map(self._token_bytes, prompt[-64:]))[-3:]
+        self._decoder.decode(tail)
+        self._from_prompt = bool(self._decoder.getstate()[0])
+
+    def push(self, token_id: int) -> str:
+        return self._clean(self._decoder.decode(self._token_bytes(token_id)))
+
+    def flush(self) -> str:
+        return self._clean(self._decoder.decode(b"", final=True))
+
+    def _clean(self, text: str) -> str:
+        if text and self._from_prompt:
+            self._from_prompt = False
+            return text.removeprefix(REPLACEMENT)
+        if text and self._at_start:
+            self._at_start = False
+            return text.removeprefix(" ")
+        return text
+
+
+class _Window:
+    """For decoders where a token's text depends on its neighbours.
+
+    Decodes the last tokens with and without the new ones, and compares.
+    """
+
+    CONTEXT = 6  # prompt tokens that can affect the space before the first token of the output
+    # most tokens kept back until a character is complete; no character has as many bytes
+    MAX_PENDING = 16
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+        self._known = list(prompt[-self.CONTEXT :])
+        self._new: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        self._new.append(token_id)
+        text = self._new_text()
+        incomplete = text.endswith(REPLACEMENT) and len(self._new) < self.MAX_PENDING
+        if not text or incomplete:
+            return ""
+        self._accept_new()
+        return text
+
+    def flush(self) -> str:
+        text = self._new_text()
+        self._accept_new()
+        return text
+
+    def _new_text(self) -> str:
+        text = self._decode(self._known + self._new)
+        return text[len(self._decode(self._known)) :]
+
+    def _accept_new(self) -> None:
+        self._known = self._new
+        self._new = []

@@ -1,5 +1,5 @@
 """What a word means in a config, in `--set` and in NAME=VALUE: numbers are decimal, and only true
-and false are truths.
+and false are truth values.
 
 These are the words of YAML 1.2 (core schema). PyYAML's are those of YAML 1.1, where 010 is 8, 1:30
 is 90, 1_0 is 10 and `on` is true. A word that is no number here is a text, and the check of its key
@@ -55,8 +55,8 @@ class Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """PyYAML folds these ends of lines into spaces, unless they are escaped between double
-    quotes.
+    """A text with one of these three ends of lines stands between double quotes, which escape them.
+    PyYAML would read them as spaces.
     """
     style = '"' if re.search("[\x85\u2028\u2029]", text) else None
     return dumper.represent_scalar(f"{_TAG}str", text, style=style)

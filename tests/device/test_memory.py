@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -17,10 +19,15 @@ SMOLLM2 = {"layers": 30, "kv_heads": 3, "head_dim": 64}
 TINYLLAMA = {"layers": 22, "kv_heads": 4, "head_dim": 64}
 
 
+def kv_bytes(**sizes: Any) -> int:
+    """Bytes of the keys and values of a block."""
+    return cache.block_bytes(**sizes) - cache.TOKEN_BYTES * sizes["block_size"]
+
+
 def test_bytes_of_a_block_are_those_of_the_lectures():
-    assert cache.kv_bytes(**SMOLLM2, block_size=1, dtype="float32") == 46_080
-    assert cache.kv_bytes(**TINYLLAMA, block_size=1, dtype="bfloat16") == 22 * 1024
-    assert cache.kv_bytes(**TINYLLAMA, block_size=16, dtype="bfloat16") / 2**20 == 0.34375
+    assert kv_bytes(**SMOLLM2, block_size=1, dtype="float32") == 46_080
+    assert kv_bytes(**TINYLLAMA, block_size=1, dtype="bfloat16") == 22 * 1024
+    assert kv_bytes(**TINYLLAMA, block_size=16, dtype="bfloat16") / 2**20 == 0.34375
 
 
 def test_an_allocated_cache_has_the_bytes_it_was_counted_with():
@@ -31,7 +38,7 @@ def test_an_allocated_cache_has_the_bytes_it_was_counted_with():
     chex.assert_tree_all_finite(kv)
     assert memory.nbytes(kv) == sum(x.nbytes for x in jax.tree.leaves(kv))
     assert memory.nbytes(kv) == 6 * cache.block_bytes(**sizes)
-    assert memory.nbytes((kv.k, kv.v)) == 6 * cache.kv_bytes(**sizes)
+    assert memory.nbytes((kv.k, kv.v)) == 6 * kv_bytes(**sizes)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint16", "uint8"])
@@ -55,7 +62,7 @@ def device(free: int, limit: int | None = None, total: int = 2**50) -> memory.De
 
 
 def test_the_lectures_case_of_tinyllama_in_16_bit():
-    block = cache.kv_bytes(**TINYLLAMA, block_size=16, dtype="bfloat16")
+    block = kv_bytes(**TINYLLAMA, block_size=16, dtype="bfloat16")
     assert block == 2 * 22 * 16 * 4 * 64 * 2 == 0.34375 * 2**20
     assert memory.whole_blocks(10.86 * GIB, block) == 32_350
     assert memory.host_blocks(4.0, block) == 11_915

@@ -37,7 +37,7 @@ ENTROPY = SideOutputs(samples=(SampleOutput("entropy", compute_entropy),))
 
 
 def start(request: NewRequest) -> dict[str, SideOutputs]:
-    return dict.fromkeys(request.names, ENTROPY)
+    return dict.fromkeys(request.submitted.names, ENTROPY)
 
 
 def read(entries: Map[str, SideOutputs], outcome: Outcome) -> Reading:
@@ -45,9 +45,7 @@ def read(entries: Map[str, SideOutputs], outcome: Outcome) -> Reading:
     row that asked and sampled.
     """
     plan = outcome.plan
-    rows = [
-        i for i, seq in enumerate(plan.seqs) if seq.request_id in entries and outcome.reaches_end(i)
-    ]
+    rows = [i for i in outcome.rows_of(entries) if outcome.reaches_end(i)]
     if not rows:
         return Reading(entries)
     taps = outcome.sent.output.taps
@@ -128,7 +126,7 @@ def test_steps_without_a_row_that_asks_run_the_usual_program(llm, monkeypatch):
 
 def test_a_reader_may_refuse_a_request(llm, monkeypatch):
     def refuse(request: NewRequest) -> dict[str, Any]:
-        raise ValueError(f"request {request.names[0]!r} wants too much")
+        raise ValueError(f"request {request.submitted.names[0]!r} wants too much")
 
     picky = ENTROPIES._replace(start=refuse)
     monkeypatch.setattr(readers, "READERS", (*readers.READERS, picky))

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedjax.options.params import SamplingParams
-from pagedjax.text.detokenizer import Detokenizer, StopChecker
-from pagedjax.text.outputs import OutputBuilder
-from pagedjax.text.tokenizer import Tokenizer
+from pagedjax.text.outputs import OutputBuilder, StopChecker
+from pagedjax.text.tokenizer import Detokenizer, Tokenizer
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.tokenizer_files import load_tokenizer
 from tests.weights.bpe_oracle import TEXTS, smollm

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedjax.text.detokenizer import Detokenizer
-from pagedjax.text.tokenizer import Tokenizer
+from pagedjax.text.tokenizer import Detokenizer, Tokenizer
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer
 from tests.weights.bpe_oracle import GPT2_WORDS, LLAMA3_WORDS, QWEN2_WORDS, TEXTS, BruteForce

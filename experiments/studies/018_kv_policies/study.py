@@ -259,7 +259,7 @@ def bytes_read(context: int, tokens: int) -> float:
         "head_dim": 64,
         "dtype": "bfloat16",
     }
-    block = cache.kv_bytes(**sizes)
+    block = cache.block_bytes(**sizes) - cache.TOKEN_BYTES * PAGE
     bounds = cache.block_bytes(**sizes, dense_layers=0) - cache.block_bytes(**sizes)
     return context * block / (context * bounds + tokens * block)
 

@@ -29,11 +29,11 @@ class Array(NamedTuple):
 class Format(NamedTuple):
     """How a matrix [out, in] is stored.
 
-    arrays: that store it. The first one are its numbers, without a suffix. An implementation of
-        products has them in a layout of its own.
+    arrays: those that store it. The first one has its numbers, in the layout of an implementation
+        of products, and no suffix.
     pack: (floats [out, in] on the host) -> the arrays, on the host.
     restore: (the arrays, on the host) -> float32 [out, in].
-    multiply: (x [T, in], the arrays, matrix, **options of `linear`) -> as `linear`.
+    multiply: (x [T, in], the arrays, matrix, **options of `linear`) -> what `linear` returns.
     rows: (rows [T, in] of the numbers, the arrays, the indices [T] of the rows, dtype) -> the
         weights [T, in] of that dtype, as an embedding needs them.
     """

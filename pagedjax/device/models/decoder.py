@@ -178,8 +178,8 @@ class DecoderConfig:
 
     @property
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """Of a layer's matrices, the matrices that were joined to it: the last output + 1 of each
-        (for `LowRank`).
+        """By the name of a layer's matrix, where each of the matrices ends that were joined to it:
+        its last output + 1 (for `LowRank`).
         """
         qkv = tuple(heads * self.head_dim for heads in (self.heads, self.heads + self.kv_heads))
         up = (self.intermediate, 2 * self.intermediate) if self.gated else (self.intermediate,)
@@ -201,9 +201,9 @@ def _norm(c: DecoderConfig, dtype: str, size: int | None = None) -> nnx.Module:
 
 class Attention(nnx.Module):
     def __init__(self, c: DecoderConfig, kind: LayerKind, dtype: str):
-        wide, options = c.heads * c.head_dim, {"dtype": dtype, "stored": c.stored, "impl": c.linear}
+        options = {"dtype": dtype, "stored": c.stored, "impl": c.linear}
         self.qkv = Linear(c.hidden, c.qkv_rows, bias=c.qkv_bias, **options)
-        self.out = Linear(wide, c.hidden, bias=c.out_bias, axes=c.axes, **options)
+        self.out = Linear(c.heads * c.head_dim, c.hidden, bias=c.out_bias, axes=c.axes, **options)
         self.q_norm = _norm(c, dtype, c.head_dim) if c.qk_norm else None
         self.k_norm = _norm(c, dtype, c.head_dim) if c.qk_norm else None
         self.config = c
@@ -236,8 +236,15 @@ class Attention(nnx.Module):
         by position.
         """
         q, _, _ = self._heads(x, angles, norm, (0, self.config.heads), batch)
-        options = {"window": self.kind.window, "soft_cap": self.config.attn_cap}
-        return probabilities(attend, q, k_pages, batch, heads, **options)
+        return probabilities(
+            attend,
+            q,
+            k_pages,
+            batch,
+            heads,
+            window=self.kind.window,
+            soft_cap=self.config.attn_cap,
+        )
 
     def _heads(self, x, angles, norm, heads: tuple[int, int], batch: Batch) -> list[jax.Array]:
         """Queries [T, N, D], keys and values [T, K, D] of some heads.
@@ -273,8 +280,14 @@ class Attention(nnx.Module):
                 attend, q, keys, pages["v"], batch, scale=c.attn_scale, soft_cap=c.attn_cap
             )
         else:
-            options = {"window": self.kind.window, "soft_cap": c.attn_cap}
-            y = attend(q, pages["k"], pages["v"], *batch.attention, **options)
+            y = attend(
+                q,
+                pages["k"],
+                pages["v"],
+                *batch.attention,
+                window=self.kind.window,
+                soft_cap=c.attn_cap,
+            )
         return self.out(y.reshape(len(q), -1), residual=residual, sizes=batch.used_tokens, low=low)
 
 
@@ -338,10 +351,13 @@ class Router(nnx.Module):
         impl = self.weight.implementation
         if impl.name == "xla":
             # a TPU rounds the factors of a product to bfloat16, and another expert would be chosen
-            exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-            y = jax.lax.dot_general(x, self.weight[...], (((1,), (1,)), ((), ())), **exact).astype(
-                x.dtype
-            )
+            y = jax.lax.dot_general(
+                x,
+                self.weight[...],
+                (((1,), (1,)), ((), ())),
+                precision=jax.lax.Precision.HIGHEST,
+                preferred_element_type=jnp.float32,
+            ).astype(x.dtype)
         else:
             y = linear(x, self.weight[...], self.weight.matrix, impl=impl, sizes=used)
         shares = softmax(y.astype(jnp.float32))
@@ -379,7 +395,7 @@ class SparseMLP(nnx.Module):
     def routed(
         self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None
     ) -> tuple[jax.Array, Routes]:
-        """The same, and the experts of the tokens; those of padding are any."""
+        """The same, and the experts of the tokens; those of padding mean nothing."""
         c = self.config
         x = norm(x)
         assert c.experts is not None
@@ -445,9 +461,10 @@ class Block(nnx.Module):
 
     def routed(self, x, pages: Pages, batch: Batch, angles, attend: Attend):
         """The same, and behind it the `Routes` of a sparse MLP."""
-        before = None if self.attn_post else x
-        options = {"norm": self.attn_norm, "residual": before}
-        y, pages = self.attn(x, pages, batch, angles, attend, **options)
+        residual = None if self.attn_post else x
+        y, pages = self.attn(
+            x, pages, batch, angles, attend, norm=self.attn_norm, residual=residual
+        )
         x, routes = self.rest(x, y, batch)
         return x, pages, routes
 
@@ -456,14 +473,13 @@ class Block(nnx.Module):
         return self.attn.write(x, pages, batch, angles, attend, norm=self.attn_norm)
 
     def read(self, x, pages: Pages, batch: Batch, angles, attend: Attend):
-        """What follows `write`, for tokens of whose rows the batch tells: x [T, H] -> [T, H]."""
+        """What follows `write`, for the tokens of the batch: x [T, H] -> [T, H]."""
         return self.routed_read(x, pages, batch, angles, attend)[0]
 
     def routed_read(self, x, pages: Pages, batch: Batch, angles, attend: Attend):
         """The same, and behind it the `Routes` of a sparse MLP."""
-        before = None if self.attn_post else x
-        options = {"norm": self.attn_norm, "residual": before}
-        y = self.attn.read(x, pages, batch, angles, attend, **options)
+        residual = None if self.attn_post else x
+        y = self.attn.read(x, pages, batch, angles, attend, norm=self.attn_norm, residual=residual)
         return self.rest(x, y, batch)
 
     def rest(self, x: jax.Array, y: jax.Array, batch: Batch) -> tuple[jax.Array, Routes | None]:
@@ -646,11 +662,8 @@ class Decoder(nnx.Module):
         """[R, H] -> [R, V] float32, of this device's part of the vocabulary. used: [1] how many
         rows are used.
         """
-        options = {"sizes": used, "dtype": jnp.float32}
-        if self.head is None:
-            y = product(self, "embed", hidden, **options)
-        else:
-            y = self.head(hidden, **options)
+        multiply = partial(product, self, "embed") if self.head is None else self.head
+        y = multiply(hidden, sizes=used, dtype=jnp.float32)
         cap = self.config.logit_cap
         # Clipping changes nothing. It keeps the compiler from computing this product and a later
         # sum in one rounding, as it would in some programs and not in others

@@ -5,9 +5,9 @@
     x_i = join(norm(embedding of token i), norm(g_(i-1)))                     what the layer gets
     u_i = layer(the last x up to x_i),  logits of token i + 1 = head(norm(u_i))
 
-A draft token has no feature yet, so u stands for g there. The model's embedding is used. The head
-knows the most frequent tokens only, `ids`: other tokens are never drafted, so the model has to
-sample them itself (FR-Spec, Zhao et al. 2025, arXiv 2502.14856).
+The feature g of a draft token is not known yet, so u takes its place. The model's embedding is
+used. The head knows the most frequent tokens only, `ids`: other tokens are never drafted, so the
+model has to sample them itself (FR-Spec, Zhao et al. 2025, arXiv 2502.14856).
 `experiments/training/train_draft.py` trains a head.
 """
 
@@ -35,7 +35,7 @@ WINDOW = 128
 class EagleConfig:
     """Shape of a head. Its layer is as wide as the model's, whose embedding it uses.
 
-    layer: of its one layer. Its vocab_size is the model's.
+    layer: the configuration of its one layer, with the vocab_size of the model.
     taps: layers of the model whose outputs make a feature.
     vocabulary: tokens that can be drafted (V').
     """

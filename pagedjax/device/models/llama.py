@@ -66,8 +66,8 @@ def stretched(positions: int, scaling: dict[str, Any] | None) -> int:
     """The longest context. Scaling of kind "linear" stretches positions beyond
     `max_position_embeddings`.
 
-    Configs with "llama3" scaling name the longer context, and so do those of Gemma. One that says
-    what its scaling began with may name either.
+    Configs with "llama3" scaling name the longer context, and so do those of Gemma. A config with
+    `original_max_position_embeddings` may name either.
     """
     if not scaling or scaling.get("rope_type") != "linear":
         return positions
@@ -103,19 +103,18 @@ def _kinds(config: dict[str, Any], kind: str) -> Iterator[LayerKind]:
 def _experts(config: dict[str, Any], kind: str) -> Experts | None:
     if kind == "mixtral":
         return Experts(
-            config["num_local_experts"],
-            config["num_experts_per_tok"],
-            config["intermediate_size"],
-            True,
+            count=config["num_local_experts"],
+            chosen=config["num_experts_per_tok"],
+            intermediate=config["intermediate_size"],
+            normalised=True,
         )
     if kind == "qwen3_moe":
-        normalised = bool(config.get("norm_topk_prob", False))
-        sizes = (
-            config["num_experts"],
-            config["num_experts_per_tok"],
-            config["moe_intermediate_size"],
+        return Experts(
+            count=config["num_experts"],
+            chosen=config["num_experts_per_tok"],
+            intermediate=config["moe_intermediate_size"],
+            normalised=bool(config.get("norm_topk_prob", False)),
         )
-        return Experts(*sizes, normalised)
     return None
 
 

@@ -44,8 +44,8 @@ def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext
 
 
 def _token_counts(v: int, lens: jax.Array, context: RowContext) -> tuple[jax.Array, jax.Array]:
-    """[B, V] whether each of the first `lens` tokens of the rows has the id, and how many outputs
-    have it.
+    """([B, V] whether a token is among the first `lens` of a row, [B, V] how often it is in the
+    row's output).
 
     Blocks are read some at a time, as far as the longest row, so no array of [B, max_model_len]
     exists.
@@ -63,7 +63,7 @@ def _token_counts(v: int, lens: jax.Array, context: RowContext) -> tuple[jax.Arr
         position = i * span * size + jnp.arange(span * size)
         valid = position < lens[:, None]
         output = valid & (position >= context.prompt_len[:, None])
-        # v is past the end: dropped
+        # there is no column v, so what goes there is dropped
         present = present.at[row, jnp.where(valid, ids, v)].set(True, mode="drop")
         return present, counts.at[row, jnp.where(output, ids, v)].add(1.0, mode="drop")
 

@@ -8,6 +8,8 @@ threshold are all kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,30 +63,22 @@ def _largest(bits: jax.Array, holds: Callable[[jax.Array], jax.Array]) -> jax.Ar
     return jax.lax.fori_loop(0, 31, halve, start)[0]
 
 
-MIN_P = RowFeature(
-    name="min_p",
-    stage="probs",
-    off={"min_p": np.float32(0)},
-    read=lambda p, _: {"min_p": p.min_p} if p.min_p > 0 and p.temperature > 0 else None,
-    apply=_min_p,
-    params=("min_p",),
-    reads_tokens=False,
-)
-TOP_K = RowFeature(
-    name="top_k",
-    stage="probs",
-    off={"top_k": np.int32(0)},
-    read=lambda p, _: {"top_k": p.top_k} if p.top_k > 0 and p.temperature > 0 else None,
-    apply=_top_k,
-    params=("top_k",),
-    reads_tokens=False,
-)
-TOP_P = RowFeature(
-    name="top_p",
-    stage="probs",
-    off={"top_p": np.float32(1)},
-    read=lambda p, _: {"top_p": p.top_p} if p.top_p < 1 and p.temperature > 0 else None,
-    apply=_top_p,
-    params=("top_p",),
-    reads_tokens=False,
-)
+def _feature(
+    name: str, off: np.generic, cuts: Callable[[Any], bool], apply: Callable[..., jax.Array]
+) -> RowFeature:
+    """The feature of a parameter. cuts: whether the parameter's value forbids anything."""
+    value_of = attrgetter(name)
+    return RowFeature(
+        name=name,
+        stage="probs",
+        off={name: off},
+        read=lambda p, _: {name: value_of(p)} if cuts(value_of(p)) and p.temperature > 0 else None,
+        apply=apply,
+        params=(name,),
+        reads_tokens=False,
+    )
+
+
+MIN_P = _feature("min_p", np.float32(0), lambda value: value > 0, _min_p)
+TOP_K = _feature("top_k", np.int32(0), lambda value: value > 0, _top_k)
+TOP_P = _feature("top_p", np.float32(1), lambda value: value < 1, _top_p)

@@ -131,10 +131,9 @@ def _nearly(name: str) -> str | None:
     one that describes."""
     if len(name) > 40 or not name.isalnum():
         return None
-    near = difflib.get_close_matches(
-        name.lower(), {word.lower(): word for word in KEYWORDS}, n=1, cutoff=0.85
-    )
-    keyword = {word.lower(): word for word in KEYWORDS}[near[0]] if near else None
+    keywords = {word.lower(): word for word in KEYWORDS}
+    near = difflib.get_close_matches(name.lower(), keywords, n=1, cutoff=0.85)
+    keyword = keywords[near[0]] if near else None
     return None if keyword in DESCRIBING else keyword
 
 
@@ -220,32 +219,42 @@ def _of_whole_keys(pattern: str) -> str:
 
 def without(schema: Any, places: frozenset[str]) -> Any:
     """A copy of a schema without the keywords at some places."""
-
-    def copied(value: Any, place: str) -> Any:
-        if isinstance(value, Mapping):
-            inner = ((name, item, f"{place}/{_escaped(name)}") for name, item in value.items())
-            return {name: copied(item, at) for name, item, at in inner if at not in places}
-        if isinstance(value, list):
-            return [copied(item, f"{place}/{i}") for i, item in enumerate(value)]
-        return value
-
-    return copied(schema, "#")
+    return _copied(schema, dropped=places)
 
 
 def closed(schema: Any) -> Any:
     """A copy of a schema whose objects have the properties that it names, and no others."""
-    places = {
+    places = [
         place
         for place, mapping in subschemas(schema)
         if "properties" in mapping and "additionalProperties" not in mapping
-    }
+    ]
+    return _copied(schema, closed=frozenset(places))
 
-    def copied(value: Any, place: str) -> Any:
-        if isinstance(value, Mapping):
-            copy = {name: copied(item, f"{place}/{_escaped(name)}") for name, item in value.items()}
-            return copy | {"additionalProperties": False} if place in places else copy
-        if isinstance(value, list):
-            return [copied(item, f"{place}/{i}") for i, item in enumerate(value)]
+
+def _copied(
+    value: Any,
+    place: str = "#",
+    *,
+    dropped: frozenset[str] = frozenset(),
+    closed: frozenset[str] = frozenset(),
+) -> Any:
+    """A copy of a schema, or of a part of it.
+
+    Args:
+        place: of the part.
+        dropped: places that are left out.
+        closed: places of objects that get no further properties.
+    """
+    if isinstance(value, list):
+        items = enumerate(value)
+        return [_copied(item, f"{place}/{i}", dropped=dropped, closed=closed) for i, item in items]
+    if not isinstance(value, Mapping):
         return value
-
-    return copied(schema, "#")
+    inner = ((name, item, f"{place}/{_escaped(name)}") for name, item in value.items())
+    copy = {
+        name: _copied(item, at, dropped=dropped, closed=closed)
+        for name, item, at in inner
+        if at not in dropped
+    }
+    return copy | {"additionalProperties": False} if place in closed else copy

@@ -47,19 +47,22 @@ def library_tokenizer(
 
 
 def without_names(text: str) -> str:
-    """A tokenizer.json whose marks have names that no text has; ids and all else are as before."""
-    described = json.loads(text)
+    """The text of a tokenizer.json, with names of marks that no text has; ids and all else are as
+    before.
+    """
+    tokenizer_json = json.loads(text)
     prefix = secrets.token_hex(16)
     names = {
         token["content"]: f"<{prefix}{token['id']}>"
-        for token in described["added_tokens"]
+        for token in tokenizer_json["added_tokens"]
         if _is_mark(token["content"], token["special"])
     }
-    for token in described["added_tokens"]:
+    for token in tokenizer_json["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
-    _rename(described["model"], names)
-    described["post_processor"] = None  # puts marks around whole texts, and a form has none
-    return json.dumps(described)
+    _rename(tokenizer_json["model"], names)
+    # it puts marks around whole texts, and a form has none
+    tokenizer_json["post_processor"] = None
+    return json.dumps(tokenizer_json)
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:

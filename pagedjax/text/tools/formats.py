@@ -86,18 +86,18 @@ class Dialect(NamedTuple):
 
 
 def dialect(template: str | None, parser: str | None = None) -> Dialect:
-    """Of a chat template. `parser`: one of PARSERS, in place of the format that is found in the
-    template.
+    """The dialect of a chat template. A template whose format is not known counts as one without
+    tools: the default prompt asks for HERMES.
 
-    A template whose format is not known counts as one that knows no tools: the default prompt asks
-    for HERMES.
+    Args:
+        parser: one of PARSERS, in place of the format that the template has.
 
     Raises:
         ValueError: no such parser.
     """
     template = template or ""
-    knows = re.search(r"\btools\b", template) is not None
-    native_format = _found(template) if knows else None
+    has_tools = re.search(r"\btools\b", template) is not None
+    native_format = _format_of(template) if has_tools else None
     if parser is None:
         return Dialect(native_format or HERMES, native_format is not None)
     if parser not in PARSERS:
@@ -107,10 +107,10 @@ def dialect(template: str | None, parser: str | None = None) -> Dialect:
     forced = {"hermes": HERMES, "llama3_json": _llama(template), "mistral": _mistral(template)}[
         parser
     ]
-    return Dialect(forced, knows)
+    return Dialect(forced, has_tools)
 
 
-def _found(template: str) -> CallFormat | None:
+def _format_of(template: str) -> CallFormat | None:
     if "[TOOL_CALLS]" in template:
         return _mistral(template)
     if "<tool_call>" in template:

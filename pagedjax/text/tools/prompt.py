@@ -116,7 +116,8 @@ def _as_text(messages: Messages, dialect: Dialect) -> Messages:
     plain: Messages = []
     results = False
     for message in messages:
-        if isinstance(message, Mapping) and message.get("role") == "tool":
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role == "tool":
             text = f"<tool_response>\n{message['content']}\n</tool_response>"
             if results:
                 plain[-1] = {**plain[-1], "content": f"{plain[-1]['content']}\n{text}"}
@@ -125,11 +126,7 @@ def _as_text(messages: Messages, dialect: Dialect) -> Messages:
             results = True
             continue
         results = False
-        if (
-            isinstance(message, Mapping)
-            and message.get("tool_calls")
-            and message.get("role") == "assistant"
-        ):
+        if role == "assistant" and message.get("tool_calls"):
             functions = [call["function"] for call in message["tool_calls"]]
             calls = [
                 (function["name"], json.dumps(function["arguments"], ensure_ascii=False))

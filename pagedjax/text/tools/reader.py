@@ -7,8 +7,7 @@ import string
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from pagedjax.text.detokenizer import pending_length
-from pagedjax.text.outputs import ToolCall
+from pagedjax.text.outputs import ToolCall, pending_length
 from pagedjax.text.tools.formats import CallFormat
 
 LETTERS = string.ascii_letters + string.digits
@@ -158,15 +157,12 @@ def read(text: str, form: CallFormat) -> tuple[str, tuple[ToolCall, ...], bool]:
 
 def calls_of(pieces: Sequence[Piece]) -> tuple[ToolCall, ...]:
     """The calls that pieces make together."""
-    first_pieces = [piece for piece in pieces if piece.name is not None]
-    texts = [
-        "".join(piece.text for piece in pieces if piece.call == first.call)
-        for first in first_pieces
-    ]
-    return tuple(
-        ToolCall(first.id or "", first.name or "", text)
-        for first, text in zip(first_pieces, texts, strict=True)
-    )
+    calls = []
+    for first in pieces:
+        if first.name is not None:
+            text = "".join(piece.text for piece in pieces if piece.call == first.call)
+            calls.append(ToolCall(first.id or "", first.name, text))
+    return tuple(calls)
 
 
 def _new_id(length: int | None) -> str:
