@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from experiments import capacity
-from experiments.analysis import run_length
+from experiments.analysis import capacities, run_length
+from experiments.analysis.capacities import CellAnswer, SeedAnswer
 from experiments.analysis.sweep_points import number
 from experiments.capacity import Bounds, Probe, bracket, met_above_limit, next_rate
 from experiments.core import store, sweep
@@ -214,6 +215,10 @@ NULL_TARGET = "sweep={grid: {slo.ttft: [0.3, null]}}"
             ["--percentile=90", "--set", "slo.itl=0.1", "--set", NULL_TARGET],
             "slo.ttft is null in some cells and a target in others",
         ),
+        (
+            ["--by", "polcy", "--set", "sweep={grid: {engine.policy: [fcfs, shortest]}}"],
+            "--by is 'polcy'; it must be one of 'engine.policy'",
+        ),
         (["--jobs", "0"], "--jobs is 0; it must be at least 1"),
         (["--share", "90"], "--share is 90.0; it must be above 0 and at most 1"),
         (["--low", "0"], "--low is 0.0; it must be a rate above 0"),
@@ -338,6 +343,48 @@ def test_a_run_that_is_too_short_is_said(cells):
         "few decide: 4 of 40 requests may miss the targets, and 10 are needed. Raise the number of"
     )
     assert f"Too short for the answer: max_num_seqs=1, seed 0: {few} requests to 100." in printed
+
+
+def test_capacities_are_compared_by_seed(cells):
+    folder, printed = cells
+    result = json.loads((folder / "c.json").read_text())
+    (row,) = result["comparisons"]
+    met = [[seed["met"] for seed in cell["seeds"]] for cell in result["cells"]]
+    logs = [math.log(above / below) for below, above in zip(*met, strict=True)]
+    assert row["differences"] == pytest.approx(logs)
+    assert row["estimate"] == pytest.approx(math.exp(sum(logs) / 2))
+    reach = math.tan(0.475 * math.pi) * abs(logs[0] - logs[1]) / 2  # Cauchy's distribution
+    assert math.log(row["high"] / row["estimate"]) == pytest.approx(reach)
+    assert (result["by"], result["baseline"], row["value"]) == ("engine.max_num_seqs", 1, 2)
+    assert row["units"] == [{"seed": seed, "repeat": None} for seed in (0, 1)]
+    assert "capacity: engine.max_num_seqs=2 against 1\n" in printed
+    assert row["verdict"] == "no difference is shown"
+    assert row["verdict"] in printed
+    assert "A capacity is up to 50 % too low" in printed
+    page = (folder / "md1-capacity" / "capacity.html").read_text()
+    assert "<h2>Compared by engine.max_num_seqs</h2>" in page
+    assert "capacity: engine.max_num_seqs=2 against 1\n" in page
+
+
+def test_seeds_without_a_capacity_are_no_pair():
+    def answer(seed: int, met: float) -> SeedAnswer:
+        return SeedAnswer(seed, met, 2 * met if met else 1.0, (), (), ())
+
+    def cell(policy: str, rate: int, *met: float) -> CellAnswer:
+        answers = tuple(answer(seed, rate) for seed, rate in enumerate(met))
+        return CellAnswer({"policy": policy, "size": rate}, f"{policy} {rate}", "", answers)
+
+    cells = [
+        cell("a", 1, 1.0, 2.0, 3.0, 0.0),
+        cell("a", 2, 1.0, 1.0, 1.0, 1.0),
+        cell("b", 1, 3.0, 6.1, 9.0, 9.0),
+        cell("b", 2, 3.0, 3.1, 3.0, 3.2),
+    ]
+    of_policy = capacities.compared(cells, "policy", 0.05)
+    assert [len(row.units) for row in of_policy.rows] == [3, 4, 3]
+    verdicts = [row.comparison.verdict(0.95) for row in of_policy.rows]
+    assert verdicts == ["higher: shown"] * 3
+    assert "higher in 2 and lower in 0 of 2 cells" in of_policy.text
 
 
 def test_the_page_shows_the_cells(cells):

@@ -1,0 +1,150 @@
+"""The result of a sweep in sentences. A best point is named where its difference from the others is
+shown. Pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.analysis.differences import Lead, lead
+from experiments.analysis.sweep_points import (
+    ATTAINMENT,
+    GOODPUT,
+    ITL,
+    THROUGHPUT,
+    TTFT,
+    Axes,
+    Metric,
+    PointRow,
+    lines,
+    number,
+    widest_spread,
+)
+
+MOST_NAMED = 3  # points in a sentence
+
+
+def result_sentences(
+    runs: Sequence[dict[str, Any]], rows: Sequence[PointRow], axes: Axes
+) -> list[str]:
+    """The result in sentences, the most important first."""
+    failed = sum(1 for run in runs if run["failed"])
+    if not rows:
+        return [f"All {failed} runs failed; there is no result."]
+    sentences = [
+        *_attainment(rows),
+        *_best(rows, GOODPUT),
+        *_best(rows, THROUGHPUT),
+        *_noise(rows),
+        *_effect_of_x(rows, axes),
+        *_best(rows, TTFT),
+        *_best(rows, ITL),
+        *_same_tokens(runs),
+    ]
+    if failed:
+        sentences.append(f"{failed} of {len(runs)} runs failed and are left out.")
+    return sentences
+
+
+def _attainment(rows: Sequence[PointRow]) -> list[str]:
+    """How many requests met the targets of the config."""
+    result = lead(rows, ATTAINMENT)
+    if result is None:
+        return []
+    last = result.others[-1][0] if result.others else result.row
+    shares = [number(row.middle(ATTAINMENT)) for row in (last, result.row)]
+    if shares[0] == shares[1]:
+        return [f"{shares[0]} % of the requests met the targets."]
+    return [
+        f"{shares[0]} % ({last.label}) to {shares[1]} % ({result.row.label}) of the requests met "
+        "the targets."
+    ]
+
+
+def _best(rows: Sequence[PointRow], metric: Metric) -> list[str]:
+    """The best point of a number, or that none is shown to be the best."""
+    result = lead(rows, metric)
+    if result is None:
+        return []
+    title = metric.title[0].lower() + metric.title[1:]
+    best = _value_text(result.row, metric)
+    if not result.others:
+        return [f"{metric.title}: {best}."]
+    if all(standing == "same" for _, standing in result.others):
+        return [f"All {1 + len(result.others)} points have the same {title}, {best}."]
+    place = f"Highest {title}" if metric.better == "high" else f"Lowest {title}"
+    text = f"{place}: {result.row.label}, {best}"
+    if result.rivals:
+        text = (
+            f"No point is shown to have the {place[0].lower()}{place[1:]}. The best median is that "
+            f"of {result.row.label}, {best}"
+        )
+    worst = result.others[-1][0]
+    return [
+        f"{text}; the worst median is that of {worst.label}, {number(worst.middle(metric))}.",
+        *_others(result),
+    ]
+
+
+def _value_text(row: PointRow, metric: Metric) -> str:
+    """A number of a point with its unit and its range over repeats."""
+    spread = row.values[metric.column]
+    text = f"{number(spread.middle)} {metric.unit}"
+    if row.repeats == 1:
+        return f"{text} (one run)"
+    return f"{text} ({number(spread.low)} to {number(spread.high)} over {row.repeats} repeats)"
+
+
+def _others(result: Lead) -> list[str]:
+    """What the other points are against the best one."""
+    sentences = {
+        "same": "The same in every repeat: {}.",
+        "open": "No difference is shown from {}.",
+        "unknown": "Nothing is shown against {}, as points ran once: the noise is not known.",
+        "exact": "The difference from {} has no noise, so it is of this workload.",
+        "beaten": "The difference from {} is shown.",
+    }
+    return [
+        sentence.format(_names(members, len(result.others)))
+        for standing, sentence in sentences.items()
+        if (members := [row for row, other in result.others if other == standing])
+    ]
+
+
+def _names(rows: Sequence[PointRow], num_others: int) -> str:
+    """The labels of some of the other points; of many, their number."""
+    if len(rows) == num_others:
+        return "the other points" if num_others > 1 else "the other point"
+    if len(rows) > MOST_NAMED:
+        return f"{len(rows)} other points"
+    return " and ".join(row.label for row in rows)
+
+
+def _noise(rows: Sequence[PointRow]) -> list[str]:
+    share = widest_spread(rows, THROUGHPUT)
+    return [] if share is None else [f"Repeats of one point differ by up to {share:.1%}."]
+
+
+def _effect_of_x(rows: Sequence[PointRow], axes: Axes) -> list[str]:
+    """The effect of x with all else fixed: the ratio of extremes on each line."""
+    if axes.x is None or not axes.lines:
+        return []
+    ratios = {}
+    for name, members in lines(rows, axes).items():
+        rates = [row.middle(THROUGHPUT) for row in members]
+        ratios[name] = max(rates) / min(rates)
+    largest = max(ratios, key=lambda name: ratios[name])
+    return [
+        f"Along {axes.x} alone, medians of throughput differ by factors of "
+        f"{min(ratios.values()):.2f} to {ratios[largest]:.2f}, most at {largest}."
+    ]
+
+
+def _same_tokens(runs: Sequence[dict[str, Any]]) -> list[str]:
+    digests = [run["metrics"]["tokens_sha256"] for run in runs if not run["failed"]]
+    if len(digests) < 2:
+        return []
+    if len(set(digests)) == 1:
+        return [f"All {len(digests)} runs generated exactly the same tokens."]
+    return [f"The {len(digests)} runs generated {len(set(digests))} different sets of tokens."]
