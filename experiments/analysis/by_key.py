@@ -22,10 +22,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from experiments.analysis.ratios import (
     Comparison,
+    Effect,
     Scale,
     columns,
     comparison,
@@ -174,8 +176,14 @@ def rows_of(
     baseline: Any,
     metrics: Sequence[str],
     confidence: float,
+    margin: float = 0.0,
 ) -> list[Row]:
-    """Every comparison with the baseline: of each metric and value, the cells and the pooled one."""
+    """Every comparison with the baseline: of each metric and value, the cells and the pooled one.
+
+    Args:
+        margin: see `effect_of_pairs`.
+    """
+    effect_of = partial(effect_of_pairs, confidence=confidence, margin=margin)
     rows: list[Row] = []
     units = units_of(cells)
     for metric in metrics:
@@ -187,7 +195,7 @@ def rows_of(
         scale = scale_of(metric, [pairing for pairings in by_value for pairing in pairings])
         for pairings in by_value:
             of_value = [
-                _row_of_cell(metric, pairing, units, scale, confidence)
+                _row_of_cell(metric, pairing, units, scale, effect_of)
                 for pairing in pairings
                 if pairing.pairs
             ]
@@ -195,7 +203,7 @@ def rows_of(
             if len(cells) > 1:
                 with_effect = {row.label for row in of_value if row.comparison.effect}
                 left_out = [cell.label for cell in cells if cell.label not in with_effect]
-                row = pooled(metric, pairings[0].value, of_value, scale, confidence)
+                row = pooled(metric, pairings[0].value, of_value, scale, effect_of)
                 rows.append(row._replace(left_out=tuple(left_out)))
     return in_families(rows)
 
@@ -207,7 +215,11 @@ def scale_of(metric: str, pairings: Sequence[Pairing]) -> Scale:
 
 
 def _row_of_cell(
-    metric: str, pairing: Pairing, units: Mapping[Pair, Unit], scale: Scale, confidence: float
+    metric: str,
+    pairing: Pairing,
+    units: Mapping[Pair, Unit],
+    scale: Scale,
+    effect_of: partial[Effect],
 ) -> Row:
     """The row of a cell."""
     numbers = pairing.numbers(metric)
@@ -223,9 +235,11 @@ def _row_of_cell(
     if rounded is not None:
         return row._replace(comparison=rounded)
     differences = tuple(map(statistics.fmean, by_unit.values()))
-    result = comparison(effect_of_pairs(differences, scale, confidence), of_a, of_b)
+    result = comparison(effect_of(differences, scale), of_a, of_b)
     if len(pairing.pairs) == 1 and why_unpaired(pairing.a, pairing.b) is None:
-        result = over_requests(result, pairing.a, pairing.b, metric, confidence)
+        result = over_requests(
+            result, pairing.a, pairing.b, metric, effect_of.keywords["confidence"]
+        )
     return row._replace(differences=differences, comparison=result)
 
 
@@ -238,7 +252,7 @@ def pooled(
     value: Any,
     rows: Sequence[Row],
     scale: Scale,
-    confidence: float,
+    effect_of: partial[Effect],
 ) -> Row:
     """The row over all cells: of each unit that every cell has, the mean over the cells."""
     row = Row(metric, value, None)
@@ -251,7 +265,7 @@ def pooled(
         note = "no repeat is in every cell; measure the missing runs"
         return row._replace(comparison=Comparison(note=note))
     means = tuple(statistics.fmean(cell[unit] for cell in by_cell) for unit in units)
-    result = comparison(effect_of_pairs(means, scale, confidence))
+    result = comparison(effect_of(means, scale))
     return row._replace(units=tuple(units), differences=means, comparison=result)
 
 
@@ -331,8 +345,8 @@ def notes(rows: Sequence[Row], cells: Sequence[Cell], confidence: float) -> list
         )
     if any(repeat is None for row in rows for _, repeat in row.units):
         texts.append(
-            "seed is swept, so a pair is the seed of a workload. Of repeats with one workload, the "
-            "mean counts."
+            "A pair is the seed of a workload, as seeds differ. Of repeats with one workload, the mean "
+            "counts."
         )
     unlike = [cell.label for cell in cells if len({_workload(cell, v) for v in cell.runs}) > 1]
     if unlike:

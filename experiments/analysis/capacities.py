@@ -144,11 +144,12 @@ def compared(cells: Sequence[CellAnswer], key: str, tolerance: float) -> Compare
     ]
     values = values_in(runs, key)
     places = by_key.cells_of(runs, key)
-    rows = by_key.rows_of(places, values, values[0], ["capacity"], CONFIDENCE)
+    margin = math.log1p(tolerance)
+    rows = by_key.rows_of(places, values, values[0], ["capacity"], CONFIDENCE, margin)
     notes = [
         *by_key.notes(rows, places, CONFIDENCE),
-        f"A capacity is up to {100 * tolerance:g} % too low (--tolerance), so a ratio this near to 1 "
-        "may be that of the searches.",
+        f"A capacity is up to {100 * tolerance:g} % too low (--tolerance). Intervals are wider by "
+        "this, and p is that of a ratio which is nearer to 1 by it.",
     ]
     return Compared(key, values[0], rows, notes)
 

@@ -194,24 +194,33 @@ def method_notes(families: Mapping[str, int], confidence: float) -> list[str]:
 
 
 def effect_of_pairs(
-    differences: Sequence[float] | np.ndarray, scale: Scale, confidence: float
+    differences: Sequence[float] | np.ndarray,
+    scale: Scale,
+    confidence: float,
+    margin: float = 0.0,
 ) -> Effect:
     """The mean of the differences by Student's t over independent pairs.
 
     Args:
         differences: of each pair; with the scale "ratio", of logarithms.
+        margin: by how much a difference may be wrong, in either direction. The interval is wider by
+            it, p is that of a mean which is nearer to zero by it, and the standard deviation of the
+            differences is at least that of such an error: margin / sqrt(6), of two numbers that are
+            each rounded down by up to the margin.
     """
     values = np.asarray(differences, float)
     mean = float(values.mean())
     on_scale = _exponential if scale == "ratio" else float
-    if len(values) < 2 or np.ptp(values) <= 1e-12 * max(1.0, abs(mean)):
+    has_noise = margin > 0 or np.ptp(values) > 1e-12 * max(1.0, abs(mean))
+    if len(values) < 2 or not has_noise:
         return Effect(scale, len(values), on_scale(mean))
     from scipy import special  # takes half a second to import
 
     freedom = len(values) - 1
-    error = float(values.std(ddof=1)) / math.sqrt(len(values))
-    reach = float(special.stdtrit(freedom, (1 + confidence) / 2)) * error
-    p = 2 * float(special.stdtr(freedom, -abs(mean) / error))
+    deviation = max(float(values.std(ddof=1)), margin / math.sqrt(6))
+    error = deviation / math.sqrt(len(values))
+    reach = float(special.stdtrit(freedom, (1 + confidence) / 2)) * error + margin
+    p = 2 * float(special.stdtr(freedom, -max(0.0, abs(mean) - margin) / error))
     return Effect(
         scale, len(values), on_scale(mean), on_scale(mean - reach), on_scale(mean + reach), p
     )

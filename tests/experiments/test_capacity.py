@@ -353,8 +353,10 @@ def test_capacities_are_compared_by_seed(cells):
     logs = [math.log(above / below) for below, above in zip(*met, strict=True)]
     assert row["differences"] == pytest.approx(logs)
     assert row["estimate"] == pytest.approx(math.exp(sum(logs) / 2))
-    reach = math.tan(0.475 * math.pi) * abs(logs[0] - logs[1]) / 2  # Cauchy's distribution
-    assert math.log(row["high"] / row["estimate"]) == pytest.approx(reach)
+    margin = math.log(1.5)  # of the search
+    deviation = max(abs(logs[0] - logs[1]) / math.sqrt(2), margin / math.sqrt(6))
+    reach = math.tan(0.475 * math.pi) * deviation / math.sqrt(2)  # Cauchy's distribution
+    assert math.log(row["high"] / row["estimate"]) == pytest.approx(reach + margin)
     assert (result["by"], result["baseline"], row["value"]) == ("engine.max_num_seqs", 1, 2)
     assert row["units"] == [{"seed": seed, "repeat": None} for seed in (0, 1)]
     assert "capacity: engine.max_num_seqs=2 against 1\n" in printed
@@ -366,14 +368,27 @@ def test_capacities_are_compared_by_seed(cells):
     assert "capacity: engine.max_num_seqs=2 against 1\n" in page
 
 
+def cell(policy: str, size: int, *met: float) -> CellAnswer:
+    """The highest met rate of each seed; 0: there is none."""
+    answers = [
+        SeedAnswer(seed, rate, 1.05 * rate or 1.0, (), (), ()) for seed, rate in enumerate(met)
+    ]
+    swept = {"policy": policy, "size": size}
+    return CellAnswer(swept, f"{policy} {size}", "", tuple(answers))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "verdict"),
+    [(1.0, "no difference is shown"), (1.049, "no difference is shown"), (1.2, "higher: shown")],
+)
+def test_a_step_of_the_search_is_no_difference(ratio: float, verdict: str):
+    rates = [10.0, 12.0, 15.0]
+    above = [float(f"{ratio * rate:.4g}") for rate in rates]  # as rates are rounded
+    (row,) = capacities.compared([cell("a", 1, *rates), cell("b", 1, *above)], "policy", 0.05).rows
+    assert row.comparison.verdict(0.95) == verdict
+
+
 def test_seeds_without_a_capacity_are_no_pair():
-    def answer(seed: int, met: float) -> SeedAnswer:
-        return SeedAnswer(seed, met, 2 * met if met else 1.0, (), (), ())
-
-    def cell(policy: str, rate: int, *met: float) -> CellAnswer:
-        answers = tuple(answer(seed, rate) for seed, rate in enumerate(met))
-        return CellAnswer({"policy": policy, "size": rate}, f"{policy} {rate}", "", answers)
-
     cells = [
         cell("a", 1, 1.0, 2.0, 3.0, 0.0),
         cell("a", 2, 1.0, 1.0, 1.0, 1.0),
