@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.analysis.differences import Lead, lead
+from experiments.analysis.differences import lead
 from experiments.analysis.sweep_points import (
     ATTAINMENT,
     GOODPUT,
@@ -71,19 +71,27 @@ def _best(rows: Sequence[PointRow], metric: Metric) -> list[str]:
     best = _value_text(result.row, metric)
     if not result.others:
         return [f"{metric.title}: {best}."]
-    if all(standing == "same" for _, standing in result.others):
-        return [f"All {1 + len(result.others)} points have the same {title}, {best}."]
-    place = f"Highest {title}" if metric.better == "high" else f"Lowest {title}"
-    text = f"{place}: {result.row.label}, {best}"
-    if result.rivals:
-        text = (
-            f"No point is shown to have the {place[0].lower()}{place[1:]}. The best median is that "
-            f"of {result.row.label}, {best}"
-        )
-    worst = result.others[-1][0]
+    standings = [standing for _, standing in result.others]
+    if set(standings) == {"same"}:
+        return [f"All {len(rows)} points have the same {title}, {best}."]
+    place = f"highest {title}" if metric.better == "high" else f"lowest {title}"
+    worst, _ = result.others[-1]
+    other_end = f"the other end is {worst.label} ({number(worst.middle(metric))})"
+    label = result.row.label
+    if not result.rivals:
+        how = "is shown"
+        if "exact" in standings:
+            how = "has no noise, so it is of this workload"
+        return [
+            f"{place[0].upper()}{place[1:]}: {label}, {best}; {other_end}. The difference from every other "
+            f"point {how}."
+        ]
+    noise = ""
+    if "unknown" in standings:
+        noise = ", as a point that ran once has no known noise"
     return [
-        f"{text}; the worst median is that of {worst.label}, {number(worst.middle(metric))}.",
-        *_others(result),
+        f"No {place} is shown{noise}: {label} has the best median, {best}; no difference is shown "
+        f"from {_names(result.rivals, len(result.others))}; {other_end}."
     ]
 
 
@@ -96,26 +104,10 @@ def _value_text(row: PointRow, metric: Metric) -> str:
     return f"{text} ({number(spread.low)} to {number(spread.high)} over {row.repeats} repeats)"
 
 
-def _others(result: Lead) -> list[str]:
-    """What the other points are against the best one."""
-    sentences = {
-        "same": "The same in every repeat: {}.",
-        "open": "No difference is shown from {}.",
-        "unknown": "Nothing is shown against {}, as points ran once: the noise is not known.",
-        "exact": "The difference from {} has no noise, so it is of this workload.",
-        "beaten": "The difference from {} is shown.",
-    }
-    return [
-        sentence.format(_names(members, len(result.others)))
-        for standing, sentence in sentences.items()
-        if (members := [row for row, other in result.others if other == standing])
-    ]
-
-
 def _names(rows: Sequence[PointRow], num_others: int) -> str:
     """The labels of some of the other points; of many, their number."""
     if len(rows) == num_others:
-        return "the other points" if num_others > 1 else "the other point"
+        return "any other point" if num_others > 1 else "the other point"
     if len(rows) > MOST_NAMED:
         return f"{len(rows)} other points"
     return " and ".join(row.label for row in rows)

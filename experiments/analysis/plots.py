@@ -187,6 +187,10 @@ class Plot:
         with matplotlib.rc_context(_style(self.palette)):
             self.figure.set_facecolor(self.palette.paper)
             self.figure.suptitle(title, fontsize=9, color=self.palette.ink, wrap=True)
+            columns = 1 if max(map(len, legend), default=0) > 20 else min(3, len(legend))
+            rows = math.ceil(len(legend) / max(1, columns)) + bool(key)
+            width, height = self.figure.get_size_inches()
+            self.figure.set_size_inches(width, height + 0.18 * (rows + 2))  # title and legend
             if legend:
                 handles = [
                     Line2D([], [], color=self.colour(i), lw=2, **self.marker(i, 5))
@@ -200,7 +204,7 @@ class Plot:
                     loc="outside lower center",
                     frameon=False,
                     fontsize=8,
-                    ncols=1 if max(map(len, legend)) > 20 else min(3, len(legend)),
+                    ncols=columns,
                 )
             if path.suffix == ".pdf":
                 FigureCanvasPdf(self.figure).print_pdf(str(path), metadata={"CreationDate": None})
@@ -657,7 +661,7 @@ def cumulative_plot(
         plot.axes.xaxis.set_major_locator(MaxNLocator(5))
     plot.axes.set_ylim(0, 102)
     plot.axes.set_xlabel(unit)
-    plot.name_y("% that took at most so long")
+    plot.name_y("% within this time")
     return plot
 
 

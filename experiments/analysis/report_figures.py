@@ -136,8 +136,8 @@ def sections(
         ),
         Section(
             "Throughput against latency",
-            "Up and to the left is better. The dashed line joins the points that no other point "
-            "beats in both.",
+            "Up and to the left is better. The dashed line joins the points whose medians no other "
+            "point's beat in both.",
             [
                 Figure(
                     f"Throughput against {latency.short}",

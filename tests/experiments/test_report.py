@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments import report
-from experiments.analysis import headline, plots, report_figures, sweep_points
+from experiments.analysis import (
+    fairness,
+    headline,
+    latencies,
+    plots,
+    report_figures,
+    sweep_points,
+)
 from experiments.analysis.sweep_points import GOODPUT, THROUGHPUT, TTFT, Axes
 from experiments.core import store
 from experiments.core.overrides import short_names
@@ -140,11 +147,11 @@ def test_sentences_match_numbers():
     text = sentences(GRID)
     best = "block_size=128, max_num_batched_tokens=256"
     assert f"Highest output throughput: {best}, 281 tokens/s (280 to 282 over 3 repeats)" in text
-    assert "the worst median is that of block_size=8, max_num_batched_tokens=64, 101. " in text
-    assert "The difference from the other points is shown." in text
+    assert "; the other end is block_size=8, max_num_batched_tokens=64 (101). The diff" in text
+    assert "The difference from every other point is shown." in text
     assert "Repeats of one point differ by up to 2.0%" in text
     assert "medians of throughput differ by factors of 1.02 to 1.40" in text
-    assert text.count("from the other points has no noise, so it is of this workload.") == 2
+    assert text.count("from every other point has no noise, so it is of this workload.") == 2
     assert "All 18 runs generated exactly the same tokens." in text
 
 
@@ -152,8 +159,11 @@ def test_sentences_state_missing_repeats_and_failures():
     single_runs = [run(0, 0, {"seed": 1}, 100.0), run(1, 0, {"seed": 2}, 90.0)]
     single_runs[1]["metrics"]["tokens_sha256"] = "other"
     text = sentences(single_runs)
-    assert "No point is shown to have the highest output throughput. The best median is" in text
-    assert "Nothing is shown against the other point, as points ran once" in text
+    once = "No highest output throughput is shown, as a point that ran once has no known noise: "
+    best = (
+        "seed=1 has the best median, 100 tokens/s (one run); no difference is shown from the other"
+    )
+    assert f"{once}{best} point; " in text
     assert "The 2 runs generated 2 different sets of tokens." in text
     equal = [run(order, 0, {"seed": order}, 100.0) for order in range(3)]
     assert "All 3 points have the same output throughput, 100 tokens/s (one run)." in sentences(
@@ -166,9 +176,8 @@ def test_sentences_state_missing_repeats_and_failures():
 
 def test_targets_come_first():
     text = sentences(POLICIES)
-    assert text.startswith("90 % of the requests met the targets. No point is shown to have the hi")
-    assert "The same in every repeat: policy=mine, rate=2.0." in text
-    assert "from policy=fcfs, rate=1.0 and policy=mine, rate=1.0 has no noise, so it is of" in text
+    assert text.startswith("90 % of the requests met the targets. No highest goodput is shown: ")
+    assert "over 3 repeats); no difference is shown from policy=mine, rate=2.0; the other" in text
     page = page_of(POLICIES)
     assert "highest goodput" in page
     assert "policy=fcfs, rate=2.0; not shown against 1 other point<" in page
@@ -369,6 +378,51 @@ def test_figures_are_written_as_files(tmp_path, capsys):
     assert "#0b6fb0" in text
     assert not re.search(r"#01020\d|#02..07|var\(--|tip-", text), "placeholders and targets"
     assert pdf.read_bytes().startswith(b"%PDF")
+
+
+def test_chosen_figures_are_written_alone(tmp_path, capsys):
+    store.write_file(tmp_path / "runs.jsonl", store.json_lines(POLICIES))
+    store.write_file(tmp_path / "figures" / "earlier.svg", "")
+    assert report.main([str(tmp_path), "--y", "ttft_p99", "--format", "svg"]) == 0
+    path = tmp_path / "figures" / "chosen-numbers-time-to-first-token-p99.svg"
+    note = f"note: 1 other files in {path.parent} are of earlier commands"
+    assert capsys.readouterr().out.splitlines() == [str(path), note]
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_files_name_their_axes_and_the_key_of_their_colours(tmp_path):
+    drawn = report.prepare(POLICIES, report.Choice(y=("goodput",)))
+    texts = []
+    for section in report.draw_chosen(drawn):
+        for figure in section.figures:
+            plot = figure.draw(palette=plots.PRINT)
+            assert plot is not None
+            key, entries = section.legend or ("", ())
+            plot.save(tmp_path / "figure.svg", figure.title, entries, key)
+            (legend,) = plot.figure.legends
+            texts += [legend.get_title().get_text(), *[text.get_text() for text in legend.texts]]
+            texts.append(plot.axes.get_ylabel())
+            on_page = figure.draw()
+            assert on_page is not None
+            assert on_page.axes.get_ylabel() == "", "the caption has it"
+    assert texts == ["policy", "fcfs", "mine", "Goodput, requests/s"]
+
+
+def test_a_page_has_the_fairness_between_users(tmp_path, monkeypatch):
+    runs = [{**row, "run": str(tmp_path / row["run"])} for row in POLICIES]
+    for row in runs:
+        store.write_run(Path(row["run"]), {"requests.jsonl": '{"user":"a"}\n'})
+    users = {"jain": 0.75, "worst_ttft": 4.0}
+    monkeypatch.setattr(fairness, "fairness", lambda requests: users)
+    monkeypatch.setattr(store, "read_requests", lambda folder: [])
+    named = fairness.with_fairness(runs)
+    drawn = report.prepare(named, report.Choice())
+    monkeypatch.setattr(latencies, "read", lambda *_: ({}, ""))
+    page = report.page(ABOUT, named, [{}], drawn, report.draw(ABOUT, named, drawn))
+    assert "<h2>Fairness</h2>" in page
+    assert "Jain&#39;s index of users&#39; speeds" in page
+    assert "Jain's index of n users" in page
+    assert "Jain" not in page_of(POLICIES)
 
 
 def test_figures_with_like_titles_have_files_of_their_own(tmp_path):
