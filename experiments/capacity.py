@@ -17,8 +17,8 @@ The capacities of the values of a key (--by, or the only swept key) are compared
 first value, as by `compare --by`: in each combination of the other keys and pooled, paired by seed,
 with p corrected for many comparisons.
 
-Each probe measures a cell at one rate: workload.arrivals.rate, or of a trace its speed as a
-multiple of the recorded one, 1 / time_scale. It is a point of the sweep <out>/<name>-capacity, so
+Each probe measures a cell at one rate. The rate is workload.arrivals.rate. For a trace it is
+1 / time_scale, a multiple of the recorded speed. A probe is a point of the sweep <out>/<name>-capacity, so
 the same command resumes after the finished probes. The first probe has the config's own rate. The
 next ones double or halve it until one probe meets the targets and one does not; then the geometric
 middle of the two is probed, until they are within `tolerance`. --jobs N runs N probes of different
@@ -28,8 +28,8 @@ Bisection assumes that every rate below a met rate is met too. This need not hol
 happens to fill better can reverse it. So two rates above the answer are probed as well, and the
 answer says if a rate was met above a rate that was not. The answer is valid for this workload: with
 few requests, the queue of a rate that is too high has no time to grow, and the answer is too high.
-The command says when the run at the answer is too short for it (few requests decide, the queue
-still grew at its end, or the share that misses is not known): docs/design/comparisons.md.
+The command warns if the run at the answer is too short (few requests decide, the queue still grew
+at its end, or the share that misses is not known): docs/design/comparisons.md.
 
 Results: capacity.json and capacity.html in the folder of the sweep, and --json FILE.
 
@@ -48,7 +48,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -623,7 +623,10 @@ def _groups(searches: Sequence[Search]) -> list[list[Search]]:
     """
     if all(search.base.experiment.simulate for search in searches):
         return [list(searches)]
-    return [list(group) for _, group in groupby(searches, key=lambda search: search.cell_label)]
+    by_cell: dict[str, list[Search]] = {}
+    for search in searches:
+        by_cell.setdefault(search.cell_label, []).append(search)
+    return list(by_cell.values())
 
 
 def reading(searches: Sequence[Search], cells: Sequence[CellAnswer]) -> list[str]:

@@ -6,12 +6,11 @@ repeat (and the same seed, if `seed` is swept) are a pair. Pairs of one swept se
 so they are not independent: their mean counts as one pair. With `reseed` they have the workload of
 seed + repeat.
 
-    of a cell   the mean over its pairs of log(value) - log(baseline), by Student's t; shown as a
-                ratio. If a value of the metric is not above 0, the differences are of the numbers
-                themselves.
-    pooled      of each repeat the mean over the cells, then the mean over repeats, by Student's t.
-                Cells of one repeat often have the same requests, so they are not independent;
-                repeats are. If `seed` is swept, seeds take the place of repeats.
+The effect of a cell is the mean over its pairs of log(value) - log(baseline), by Student's t; it is
+shown as a ratio. If a value of the metric is not above 0, the differences are of the numbers
+themselves. The pooled effect is of each repeat the mean over the cells, then the mean over repeats,
+by Student's t. Cells of one repeat often have the same requests, so they are not independent;
+repeats are. If `seed` is swept, seeds take the place of repeats.
 
 p is corrected by Holm's method for many comparisons, in two families: all that are of a cell, and
 all that are pooled.
@@ -22,12 +21,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from experiments.analysis.ratios import (
     Comparison,
-    Effect,
     Scale,
     columns,
     comparison,
@@ -183,7 +180,6 @@ def rows_of(
     Args:
         margin: see `effect_of_pairs`.
     """
-    effect_of = partial(effect_of_pairs, confidence=confidence, margin=margin)
     rows: list[Row] = []
     units = units_of(cells)
     for metric in metrics:
@@ -195,7 +191,7 @@ def rows_of(
         scale = scale_of(metric, [pairing for pairings in by_value for pairing in pairings])
         for pairings in by_value:
             of_value = [
-                _row_of_cell(metric, pairing, units, scale, effect_of)
+                _row_of_cell(metric, pairing, units, scale, confidence, margin)
                 for pairing in pairings
                 if pairing.pairs
             ]
@@ -203,7 +199,7 @@ def rows_of(
             if len(cells) > 1:
                 with_effect = {row.label for row in of_value if row.comparison.effect}
                 left_out = [cell.label for cell in cells if cell.label not in with_effect]
-                row = pooled(metric, pairings[0].value, of_value, scale, effect_of)
+                row = pooled(metric, pairings[0].value, of_value, scale, confidence, margin)
                 rows.append(row._replace(left_out=tuple(left_out)))
     return in_families(rows)
 
@@ -219,7 +215,8 @@ def _row_of_cell(
     pairing: Pairing,
     units: Mapping[Pair, Unit],
     scale: Scale,
-    effect_of: partial[Effect],
+    confidence: float,
+    margin: float,
 ) -> Row:
     """The row of a cell."""
     numbers = pairing.numbers(metric)
@@ -235,11 +232,9 @@ def _row_of_cell(
     if rounded is not None:
         return row._replace(comparison=rounded)
     differences = tuple(map(statistics.fmean, by_unit.values()))
-    result = comparison(effect_of(differences, scale), of_a, of_b)
+    result = comparison(effect_of_pairs(differences, scale, confidence, margin), of_a, of_b)
     if len(pairing.pairs) == 1 and why_unpaired(pairing.a, pairing.b) is None:
-        result = over_requests(
-            result, pairing.a, pairing.b, metric, effect_of.keywords["confidence"]
-        )
+        result = over_requests(result, pairing.a, pairing.b, metric, confidence)
     return row._replace(differences=differences, comparison=result)
 
 
@@ -252,7 +247,8 @@ def pooled(
     value: Any,
     rows: Sequence[Row],
     scale: Scale,
-    effect_of: partial[Effect],
+    confidence: float,
+    margin: float,
 ) -> Row:
     """The row over all cells: of each unit that every cell has, the mean over the cells."""
     row = Row(metric, value, None)
@@ -265,7 +261,7 @@ def pooled(
         note = "no repeat is in every cell; measure the missing runs"
         return row._replace(comparison=Comparison(note=note))
     means = tuple(statistics.fmean(cell[unit] for cell in by_cell) for unit in units)
-    result = comparison(effect_of(means, scale))
+    result = comparison(effect_of_pairs(means, scale, confidence, margin))
     return row._replace(units=tuple(units), differences=means, comparison=result)
 
 

@@ -154,7 +154,7 @@ def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
     return {key: values for key, values in of_keys.items() if len(values) > 1}
 
 
-def ambiguity(runs: Sequence[Run], keys: Mapping[str, Sequence[Any]]) -> str:
+def ambiguity(keys: Mapping[str, Sequence[Any]]) -> str:
     """What several chosen runs differ in, and the condition to add."""
     texts = [f"{key} ({value_list(values)})" for key, values in keys.items()]
     example = " ".join(f"{key}={value_text(values[0])}" for key, values in keys.items())
@@ -181,7 +181,7 @@ def one_run(text: str, folders: Sequence[Path]) -> Path:
         )
     runs, _ = choose(store.read_runs(place), Selection(str(place), tuple(conditions)))
     if len(runs) > 1:
-        raise ValueError(f"{text} selects {len(runs)} runs, {ambiguity(runs, differing(runs))}")
+        raise ValueError(f"{text} selects {len(runs)} runs, {ambiguity(differing(runs))}")
     return Path(runs[0]["run"])
 
 

@@ -442,6 +442,19 @@ def test_targets_may_be_swept(tmp_path):
     assert [(search.cell, search.seed) for search in searches] == [({}, 3), ({}, 5)]
 
 
+def test_the_engine_of_a_measured_cell_is_built_once(tmp_path):
+    """All seeds of a cell are searched together, whatever the order of the keys."""
+    path = write(tmp_path, simulate=None)
+    grid = "sweep={grid: {seed: [3, 5], engine.policy: [fcfs, shortest]}}"
+    _, points = capacity.read_config(path, [grid])
+    searches = capacity.searches_of(points, capacity._parser().parse_args(["x"]))
+    groups = [[search.name for search in group] for group in capacity._groups(searches)]
+    assert groups == [
+        ["policy=fcfs, seed 3", "policy=fcfs, seed 5"],
+        ["policy=shortest, seed 3", "policy=shortest, seed 5"],
+    ]
+
+
 def requests_of(arrivals: np.ndarray, service: float) -> list[RequestRecord]:
     """Requests of one server, each of which takes `service` seconds."""
     ends = []
@@ -478,4 +491,4 @@ def test_interval_of_misses_is_that_of_batch_means():
         "that may. Raise the number of requests."
     ]
     (share_of_all,) = run_length.reasons(requests, [True] * 200, 1.0, 0.05)
-    assert share_of_all.endswith("10 are needed. Compare a share below 1.")
+    assert share_of_all.endswith("10 are needed. Give a --share below 1.")
