@@ -18,8 +18,8 @@ first value, as by `compare --by`: in each combination of the other keys and poo
 with p corrected for many comparisons.
 
 Each probe measures a cell at one rate. The rate is workload.arrivals.rate. For a trace it is
-1 / time_scale, a multiple of the recorded speed. A probe is a point of the sweep <out>/<name>-capacity, so
-the same command resumes after the finished probes. The first probe has the config's own rate. The
+1 / time_scale, a multiple of the recorded speed. A probe is a point of the sweep
+<out>/<name>-capacity, so the same command resumes after the finished probes. The first probe has the config's own rate. The
 next ones double or halve it until one probe meets the targets and one does not; then the geometric
 middle of the two is probed, until they are within `tolerance`. --jobs N runs N probes of different
 searches at a time, if they are simulated.
@@ -377,8 +377,16 @@ def compared_key(points: Sequence[Point], name: str | None) -> str | None:
     """The key whose values are compared: the given one, or the only one; None if there is none.
 
     Raises:
-        ValueError: the given one has less than two values.
+        ValueError: the given one has less than two values, or the rates of cells have several units.
     """
+    units = dict.fromkeys(rate_of(point.experiment.workload)[1] for point in points)
+    if len(units) > 1 and name is None:
+        return None
+    if len(units) > 1:
+        raise ValueError(
+            f"--by is {name!r}, and the rates of the cells are {' or '.join(units)}, which have no "
+            "ratio; leave --by out, or sweep workloads with one unit"
+        )
     runs = [{"swept": point.swept, "repeat": 0} for point in points]
     keys = [key for key in selection.differing(runs) if key != by_key.SEED]
     if name is not None:

@@ -49,17 +49,12 @@ def result_sentences(
 
 def _attainment(rows: Sequence[PointRow]) -> list[str]:
     """How many requests met the targets of the config."""
-    result = lead(rows, ATTAINMENT)
-    if result is None:
+    shares = [row.middle(ATTAINMENT) for row in rows if ATTAINMENT.column in row.values]
+    if not shares:
         return []
-    last = result.others[-1][0] if result.others else result.row
-    shares = [number(row.middle(ATTAINMENT)) for row in (last, result.row)]
-    if shares[0] == shares[1]:
-        return [f"{shares[0]} % of the requests met the targets."]
-    return [
-        f"{shares[0]} % ({last.label}) to {shares[1]} % ({result.row.label}) of the requests met "
-        "the targets."
-    ]
+    ends = list(dict.fromkeys([number(min(shares)), number(max(shares))]))
+    over = " (medians of the points)" * (len(ends) > 1)
+    return [f"{' to '.join(ends)} % of the requests met the targets{over}."]
 
 
 def _best(rows: Sequence[PointRow], metric: Metric) -> list[str]:
@@ -73,18 +68,16 @@ def _best(rows: Sequence[PointRow], metric: Metric) -> list[str]:
         return [f"{metric.title}: {best}."]
     standings = [standing for _, standing in result.others]
     if set(standings) == {"same"}:
-        return [f"All {len(rows)} points have the same {title}, {best}."]
+        return [f"All {1 + len(standings)} points have the same {title}, {best}."]
     place = f"highest {title}" if metric.better == "high" else f"lowest {title}"
     worst, _ = result.others[-1]
     other_end = f"the other end is {worst.label} ({number(worst.middle(metric))})"
     label = result.row.label
     if not result.rivals:
-        how = "is shown"
-        if "exact" in standings:
-            how = "has no noise, so it is of this workload"
+        shown = "has no noise, so it is of this workload" if "exact" in standings else "is shown"
         return [
-            f"{place[0].upper()}{place[1:]}: {label}, {best}; {other_end}. The difference from every other "
-            f"point {how}."
+            f"{place[0].upper()}{place[1:]}: {label}, {best}; {other_end}. The difference from "
+            f"every other point {shown}."
         ]
     noise = ""
     if "unknown" in standings:

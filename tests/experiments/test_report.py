@@ -178,6 +178,11 @@ def test_targets_come_first():
     text = sentences(POLICIES)
     assert text.startswith("90 % of the requests met the targets. No highest goodput is shown: ")
     assert "over 3 repeats); no difference is shown from policy=mine, rate=2.0; the other" in text
+    half = [
+        {**row, "metrics": {**row["metrics"], "goodput": {"share": 0.5}}} for row in POLICIES[:3]
+    ]
+    ends = "50 to 90 % of the requests met the targets (medians of the points)."
+    assert sentences([*half, *POLICIES[3:]]).startswith(ends)
     page = page_of(POLICIES)
     assert "highest goodput" in page
     assert "policy=fcfs, rate=2.0; not shown against 1 other point<" in page
