@@ -19,9 +19,9 @@ with p corrected for many comparisons.
 
 Each probe measures a cell at one rate. The rate is workload.arrivals.rate. For a trace it is
 1 / time_scale, a multiple of the recorded speed. A probe is a point of the sweep
-<out>/<name>-capacity, so the same command resumes after the finished probes. The first probe has the config's own rate. The
-next ones double or halve it until one probe meets the targets and one does not; then the geometric
-middle of the two is probed, until they are within `tolerance`. --jobs N runs N probes of different
+<out>/<name>-capacity, so the same command resumes after the finished probes. The first probe has
+the config's own rate. The next ones double or halve it until one probe meets the targets and one
+does not; then the geometric middle of the two is probed, until they are within `tolerance`. --jobs N runs N probes of different
 searches at a time, if they are simulated.
 
 Bisection assumes that every rate below a met rate is met too. This need not hold: a batch that
@@ -377,7 +377,7 @@ def compared_key(points: Sequence[Point], name: str | None) -> str | None:
     """The key whose values are compared: the given one, or the only one; None if there is none.
 
     Raises:
-        ValueError: the given one has less than two values, or the rates of cells have several units.
+        ValueError: the given one has less than two values, or rates of cells have several units.
     """
     units = dict.fromkeys(rate_of(point.experiment.workload)[1] for point in points)
     if len(units) > 1 and name is None:

@@ -341,8 +341,8 @@ def notes(rows: Sequence[Row], cells: Sequence[Cell], confidence: float) -> list
         )
     if any(repeat is None for row in rows for _, repeat in row.units):
         texts.append(
-            "A pair is the seed of a workload, as seeds differ. Of repeats with one workload, the mean "
-            "counts."
+            "A pair is the seed of a workload, as seeds differ. Of repeats with one workload, the "
+            "mean counts."
         )
     unlike = [cell.label for cell in cells if len({_workload(cell, v) for v in cell.runs}) > 1]
     if unlike:

@@ -1,4 +1,4 @@
-"""How fair a run was to the users of its workload: numbers of a report, if its requests name users."""
+"""How fair a run was to its users: numbers of a report, if requests name users."""
 
 from __future__ import annotations
 

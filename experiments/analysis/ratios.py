@@ -174,8 +174,8 @@ def method_notes(families: Mapping[str, int], confidence: float) -> list[str]:
         families: the number of p of each family, by what it is of.
     """
     texts = [
-        "The values of a side are medians over its runs. The ratio is one of geometric means, and a "
-        "difference one of means, so it may differ from that of the medians."
+        "The values of a side are medians over its runs. The ratio is one of geometric means, and "
+        "a difference one of means, so it may differ from that of the medians."
     ]
     sizes = [f"{size} {name}".strip() for name, size in families.items() if size]
     if not sizes:
@@ -187,7 +187,7 @@ def method_notes(families: Mapping[str, int], confidence: float) -> list[str]:
     each = ", each a family" if len(sizes) > 1 else ""
     return [
         *texts,
-        f"p is of a t test, two-sided. p (Holm) is corrected for many comparisons by Holm's method: "
+        "p is of a t test, two-sided. p (Holm) is corrected for many comparisons by Holm's method: "
         f"{' and '.join(sizes)}{each}. shown: p (Holm) is at most {1 - confidence:.2g}.",
         f"Intervals are at {confidence:g}, of one comparison each, not corrected.",
     ]

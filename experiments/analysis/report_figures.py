@@ -221,7 +221,8 @@ def axes_note(rows: Sequence[PointRow], axes: Axes) -> str:
         f"{text} Marks above a plot compare each other line with {first}, over repeats. A full "
         "triangle: shown to be higher or lower (p is at most 0.05, corrected by Holm's method for "
         "all marks of the plot). A hollow triangle: the same difference in every repeat, without "
-        "noise, of this workload. A circle: no difference is shown. A dash: the same in every repeat."
+        "noise, of this workload. A circle: no difference is shown. A dash: the same in every "
+        "repeat."
     )
 
 

@@ -168,7 +168,7 @@ def values_of(side: Side, metric: str) -> list[float]:
 
 
 def number_of(run: dict[str, Any], metric: str) -> float | None:
-    """A metric of a run; None if the run has no such number. One without drafts has none of them."""
+    """A metric of a run; None if it has no such number, as one that does not speculate."""
     if metric in DRAFTS and not run_speculates(run):
         return None
     value = flatten(run["metrics"]).get(metric)

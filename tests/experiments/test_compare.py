@@ -1,4 +1,4 @@
-"""Comparison of runs: differences that are shown, false positives, and errors for incomparable runs."""
+"""Comparison of runs: differences that are shown, false positives, and errors of a user."""
 
 from __future__ import annotations
 
