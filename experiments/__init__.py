@@ -5,7 +5,7 @@
     experiments.load_runs("runs/quickstart")               read the results of earlier runs
     experiments.load_requests("runs/quickstart")           their requests; load_steps: their steps
     python -m experiments.report runs/quickstart           draw the report again
-    python -m experiments.compare runs/before runs/after   is a difference real?
+    python -m experiments.compare runs/before runs/after   is a difference more than noise?
     python -m experiments.capacity configs/...yaml         the highest rate that meets the targets
     python -m experiments.reproduce 003                    a published result, reproduced
 

@@ -1,6 +1,7 @@
 """The highest rate that meets the targets, for each cell of a sweep.
 
     python -m experiments.capacity CONFIG [--set slo.ttft=0.5] [--share 0.9] [--jobs 4]
+    python -m experiments.capacity CONFIG --by engine.policy
 
     --share 0.9         at least this share of requests meets every target of the config's `slo`,
                         as goodput counts them
@@ -12,19 +13,23 @@ With `reseed: true` each repeat, and with `seed` swept each seed, has a search o
 cell's capacity is the geometric mean over its seeds, with a 95 % interval by Student's t on the
 logarithms. Without reseed there is one seed, and the median of repeats counts at every rate.
 
-Each probe measures a cell at one rate: workload.arrivals.rate, or of a trace its speed as a
-multiple of the recorded one, 1 / time_scale. It is a point of the sweep <out>/<name>-capacity, so
-the same command resumes after the finished probes. The first probe has the config's own rate. The
-next ones double or halve it until one probe meets the targets and one does not; then the geometric
-middle of the two is probed, until they are within `tolerance`. --jobs N runs N probes of different
+The capacities of the values of a key (--by, or the only swept key) are compared with that of its
+first value, as by `compare --by`: in each combination of the other keys and pooled, paired by seed,
+with p corrected for many comparisons.
+
+Each probe measures a cell at one rate. The rate is workload.arrivals.rate. For a trace it is
+1 / time_scale, a multiple of the recorded speed. A probe is a point of the sweep
+<out>/<name>-capacity, so the same command resumes after the finished probes. The first probe has
+the config's own rate. The next ones double or halve it until one probe meets the targets and one
+does not; then the geometric middle of the two is probed, until they are within `tolerance`. --jobs N runs N probes of different
 searches at a time, if they are simulated.
 
 Bisection assumes that every rate below a met rate is met too. This need not hold: a batch that
 happens to fill better can reverse it. So two rates above the answer are probed as well, and the
 answer says if a rate was met above a rate that was not. The answer is valid for this workload: with
 few requests, the queue of a rate that is too high has no time to grow, and the answer is too high.
-The command says when the run at the answer is too short for it (few requests decide, the queue
-still grew at its end, or the share that misses is not known): docs/design/comparisons.md.
+The command warns if the run at the answer is too short (few requests decide, the queue still grew
+at its end, or the share that misses is not known): docs/design/comparisons.md.
 
 Results: capacity.json and capacity.html in the folder of the sweep, and --json FILE.
 
@@ -47,15 +52,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
-from markupsafe import Markup
 
 from experiments import report
-from experiments.analysis import capacities, run_length
-from experiments.analysis.capacities import CellAnswer, SeedAnswer
+from experiments.analysis import by_key, capacities, run_length
+from experiments.analysis.capacities import CellAnswer, Compared, SeedAnswer
 from experiments.analysis.sweep_points import aligned, number
-from experiments.core import config, parallel, store, sweep, what_ran
+from experiments.core import config, parallel, selection, store, sweep, what_ran
 from experiments.core.config import Point, Slo
 from experiments.core.distributions import AtOnce, Changing, ClosedLoop
 from experiments.core.engines import plan_runs
@@ -370,6 +373,27 @@ def point_at(raw: dict[str, Any], base: Point, folder: Path, rate: float) -> Poi
     return point
 
 
+def compared_key(points: Sequence[Point], name: str | None) -> str | None:
+    """The key whose values are compared: the given one, or the only one; None if there is none.
+
+    Raises:
+        ValueError: the given one has less than two values, or rates of cells have several units.
+    """
+    units = dict.fromkeys(rate_of(point.experiment.workload)[1] for point in points)
+    if len(units) > 1 and name is None:
+        return None
+    if len(units) > 1:
+        raise ValueError(
+            f"--by is {name!r}, and the rates of the cells are {' or '.join(units)}, which have no "
+            "ratio; leave --by out, or sweep workloads with one unit"
+        )
+    runs = [{"swept": point.swept, "repeat": 0} for point in points]
+    keys = [key for key in selection.differing(runs) if key != by_key.SEED]
+    if name is not None:
+        return selection.key_of("--by", name, keys)
+    return keys[0] if len(keys) == 1 else None
+
+
 def _name(base: Point) -> str:
     # not the config's own folder, which has another sweep
     return f"{base.experiment.name}-capacity"
@@ -556,6 +580,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raw, points = read_config(path, options.set)
         parallel.check(points, options.jobs, "loky")
         searches = searches_of(points, options)
+        key = compared_key(points, options.by)
         folder = Path(options.out) / _name(points[0])
         require("matplotlib")
         store.clean(folder)
@@ -565,6 +590,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for group in _groups(searches):
             finished += run_searches(group, probed, measure_all, quiet=options.quiet)
         cells = answers(finished, probed)
+        compared = capacities.compared(cells, key, options.tolerance) if key else None
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -574,11 +600,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nstopped; the same command resumes after the finished probes", file=sys.stderr)
         return 130
-    result = _result(finished, cells, probed.points)
+    result = _result(finished, cells, probed.points, compared)
     store.write_file(folder / "capacity.json", store.json_text(result))
     if options.json:
         store.write_file(Path(options.json), store.json_text(result))
-    store.write_file(folder / "capacity.html", page(finished, cells, folder))
+    store.write_file(folder / "capacity.html", page(finished, cells, folder, compared))
     if simulated := what_ran.simulated(probed.points):
         print(f"{simulated}: every time is calculated")
     if len(finished) == 1:
@@ -586,6 +612,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print(capacities.text_table(cells))
     print(*reading(finished, cells), sep="\n")
+    if compared:
+        print("", compared.text, *compared.notes, sep="\n")
     print(f"runs: {folder}\nreport: {folder / 'capacity.html'}")
     return 0 if all(cell.is_found for cell in cells) else 1
 
@@ -603,8 +631,10 @@ def _groups(searches: Sequence[Search]) -> list[list[Search]]:
     """
     if all(search.base.experiment.simulate for search in searches):
         return [list(searches)]
-    cells = dict.fromkeys(search.cell_label for search in searches)
-    return [[search for search in searches if search.cell_label == cell] for cell in cells]
+    by_cell: dict[str, list[Search]] = {}
+    for search in searches:
+        by_cell.setdefault(search.cell_label, []).append(search)
+    return list(by_cell.values())
 
 
 def reading(searches: Sequence[Search], cells: Sequence[CellAnswer]) -> list[str]:
@@ -628,66 +658,42 @@ def reading(searches: Sequence[Search], cells: Sequence[CellAnswer]) -> list[str
     ]
 
 
-def page(searches: Sequence[Search], cells: Sequence[CellAnswer], folder: Path) -> str:
+def page(
+    searches: Sequence[Search],
+    cells: Sequence[CellAnswer],
+    folder: Path,
+    compared: Compared | None = None,
+) -> str:
     """The HTML of capacity.html: the page of a report about cells (capacity.html.jinja)."""
+    from experiments.analysis import capacity_figures
+
     runs = store.read_runs(folder)
-    about = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
-    simulated = report.simulation(about, runs)
-    environments = [report.environment(run) for run in runs]
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    templates = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    return templates.get_template("capacity.html.jinja").render(
-        name=about["name"],
-        question=about["question"],
-        command=about["command"],
-        simulated=simulated,
-        what_ran=about["facts"],
-        oracle=dict(about["facts"]).get("Oracle", ""),
+    limits: dict[str, list[float]] = {}
+    for search in searches:
+        for column in search.probes[0].values:
+            limit = search.criterion.limit_of(column)
+            if limit not in limits.setdefault(column, []):
+                limits[column].append(limit)
+    return report.render(
+        "capacity.html.jinja",
+        json.loads((folder / "sweep.json").read_text(encoding="utf-8")),
+        runs,
+        [report.environment(run) for run in runs],
+        capacity_figures.sections(cells, limits),
         reading=reading(searches, cells),
         tiles=capacities.tiles(cells),
-        sections=sections(searches, cells, simulated=bool(simulated)),
         table=capacities.page_table(cells),
-        facts=report.facts(environments, simulated=bool(simulated)),
+        compared=compared,
         criterion=" or ".join(dict.fromkeys(str(search.criterion) for search in searches)),
         tolerance=f"{100 * searches[0].bounds.tolerance:g} %",
     )
 
 
-def sections(
-    searches: Sequence[Search], cells: Sequence[CellAnswer], *, simulated: bool
-) -> list[dict[str, Any]]:
-    """The plots of the page."""
-    columns = dict.fromkeys(name for search in searches for name in search.probes[0].values)
-    plots = {"Capacity": capacities.plot_of_cells(cells)}
-    for column in columns:
-        limits = list(dict.fromkeys(search.criterion.limit_of(column) for search in searches))
-        svg = capacities.plot_of_probes(cells, column, limits)
-        plots[f"{column} against the rate"] = svg
-    legend = None
-    if len(cells) > 1:
-        legend = {"title": "", "entries": [cell.label for cell in cells]}
-    groups = []
-    for title, svg in plots.items():
-        note = "What the search of the first seed saw at each rate. Dashed: the target."
-        if title == "Capacity":
-            note = (
-                "Points: the mean over seeds; bands: its interval, which may end beyond the plot; "
-                "small lines: each seed."
-            )
-        about_figure = "simulated" if simulated else ""
-        figure = {"title": title, "about": about_figure, "svg": Markup(svg or ""), "wide": True}
-        group = {"title": title, "note": note, "figures": [figure]}
-        if title != "Capacity":
-            group["legend"] = legend
-        if svg:
-            groups.append(group)
-    return groups
-
-
 def _result(
-    searches: Sequence[Search], cells: Sequence[CellAnswer], points: Sequence[Point]
+    searches: Sequence[Search],
+    cells: Sequence[CellAnswer],
+    points: Sequence[Point],
+    compared: Compared | None,
 ) -> dict[str, Any]:
     """capacity.json. Of one search, its answer is at the top too."""
     result: dict[str, Any] = {
@@ -697,6 +703,12 @@ def _result(
         "simulated": what_ran.simulated(points),
         "cells": [capacities.plain(cell) for cell in cells],
     }
+    if compared:
+        result |= {
+            "by": compared.key,
+            "baseline": compared.baseline,
+            "comparisons": [by_key.plain(row, capacities.CONFIDENCE) for row in compared.rows],
+        }
     if len(searches) == 1:
         probes = searches[0].probes
         highest_met, lowest_unmet = bracket(probes)
@@ -766,6 +778,11 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=0.05,
         help="how close the answer must be, as a share of the rate (default: 0.05)",
+    )
+    parser.add_argument(
+        "--by",
+        metavar="KEY",
+        help="compare the capacities of the values of this swept key (default: the only one)",
     )
     parser.add_argument("--out", default="runs", help="folder of results (default: runs)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Is a difference real? Two sides, or all values of a swept key.
+"""Is a difference more than noise? Of two sides, or of all values of a swept key.
 
     python -m experiments.compare A B [--metric output_tokens_per_s ...] [--confidence 0.95]
     python -m experiments.compare SWEEP --by engine.policy [--baseline fcfs]
@@ -23,8 +23,9 @@ Of two sides, the ratio B / A has an interval:
                         other repeats on the same machine.
     one run each        of a percentile of latencies (ttft_s.p90 ...) if both ran the same requests: a bootstrap over
                         requests, each drawn on both sides together, with all its gaps. It covers other requests, not
-                        other runs: it does not show a slow minute of the machine, and it is rather too narrow, because
-                        neighbours in a queue are alike. A number of the whole run (throughput) has no interval.
+                        other runs, so it shows no difference: a slow minute of the machine is not in it. It is rather
+                        too narrow, because neighbours in a queue are alike. A number of the whole run (throughput) has
+                        no interval.
 
 Two runs have the same requests if arrival times, prompt lengths, maximum output tokens and numbers
 of branches agree, one by one (requests.jsonl; the prompts' tokens are not recorded). A difference
@@ -33,12 +34,13 @@ of device, commit or version of JAX between the sides is reported.
 Points with speculation are also compared by the numbers of their drafts. If only one side
 speculates, its numbers are shown without a ratio.
 
-A difference is called real if the interval excludes 1. This is weak with few repeats: two or three
-show only large differences, and t assumes normally distributed logarithms. Methods without that
-assumption are not better: a bootstrap of three repeats calls a quarter of all equal things
-different, and a permutation test of three can call none different at 0.95. Repeats with one seed
-say nothing about other workloads (use `reseed`): equal ratios in every repeat have no interval, and
-are not called real. Of many comparisons, some look real by chance; the last line says how many.
+A difference is shown if p, corrected by Holm's method for all comparisons that are printed, is at
+most 1 - confidence. This is weak with few repeats: two or three show only large differences, and t
+assumes normally distributed logarithms. Methods without that assumption are not better: a bootstrap
+of three repeats calls a quarter of all equal things different, and a permutation test of three can
+call none different at 0.95. Repeats with one seed say nothing about other workloads (use `reseed`):
+equal differences in every repeat have no p, and are not shown. Fewer metrics (--metric) are fewer
+comparisons.
 
 Exit status: 0 for any verdict, 2 if the folders cannot be compared.
 """
@@ -54,36 +56,38 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.analysis import by_key
-from experiments.analysis.ratios import Ratio
+from experiments.analysis.ratios import Comparison, columns, corrected, method_notes
 from experiments.analysis.sides import (
     METRICS,
     Side,
     choose_metrics,
-    medians_and_ratio,
+    compared,
     origin_notes,
     why_unpaired,
 )
-from experiments.analysis.sweep_points import aligned, number
+from experiments.analysis.sweep_points import aligned
 from experiments.core import selection, store
 from experiments.core.overrides import short_names
 from experiments.core.selection import Run, Selection, value_text
 
 
-class Comparison(NamedTuple):
-    """A metric of two points: the medians and their ratio."""
+class Row(NamedTuple):
+    """A metric of two points.
+
+    runs: how they are compared.
+    """
 
     point: str
-    runs: str  # how the runs are compared
+    runs: str
     metric: str
-    a: float | None
-    b: float | None
-    ratio: Ratio
+    comparison: Comparison
 
-    def flat(self) -> dict[str, Any]:
-        """The fields, with those of the ratio among them."""
+    def plain(self, confidence: float) -> dict[str, Any]:
+        """It as JSON."""
         values = self._asdict()
-        del values["ratio"]
-        return {**values, **self.ratio._asdict()}
+        del values["comparison"]
+        medians = {"a": self.comparison.a, "b": self.comparison.b}
+        return values | medians | self.comparison.plain(confidence)
 
 
 class Chosen(NamedTuple):
@@ -192,7 +196,7 @@ def _label(side: Side, chosen: Chosen) -> str:
     if not chosen.fixed or not swept:
         return side.label
     names = short_names(swept)
-    return ", ".join(f"{names[key]}={value}" for key, value in swept.items())
+    return ", ".join(f"{names[key]}={value_text(value)}" for key, value in swept.items())
 
 
 def _by_swept(name: str, chosen: Chosen) -> dict[str, Side]:
@@ -252,25 +256,25 @@ def _of_two(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, 
     pairs, unmatched = match(a, b)
     reasons = {label: why_unpaired(side_a, side_b) for label, side_a, side_b in pairs}
     rows = [
-        Comparison(
+        Row(
             label,
             how(side_a, side_b, reasons[label]),
             metric,
-            *medians_and_ratio(
-                side_a, side_b, metric, apart=reasons[label], confidence=options.confidence
-            ),
+            compared(side_a, side_b, metric, apart=reasons[label], confidence=options.confidence),
         )
         for label, side_a, side_b in pairs
         for metric in choose_metrics(options.metric, side_a, side_b)
     ]
+    comparisons = corrected([row.comparison for row in rows])
+    rows = [row._replace(comparison=c) for row, c in zip(rows, comparisons, strict=True)]
     origins = dict.fromkeys(note for _, *sides in pairs for note in origin_notes(*sides))
-    chance = chance_notes(rows, options.confidence)
-    notes = [*a.notes, *b.notes, *unmatched, *origins, *chance]
+    methods = method_notes({"comparisons": comparisons[0].family}, options.confidence)
+    notes = [*a.notes, *b.notes, *unmatched, *origins, *methods]
     if a.fixed or b.fixed:
         print(f"A: {a.selection}\nB: {b.selection}\n")
     for label, side_a, side_b in pairs:
         print(f"{label} ({how(side_a, side_b, reasons[label])})")
-        print(f"{table([row for row in rows if row.point == label])}\n")
+        print(f"{table([row for row in rows if row.point == label], options.confidence)}\n")
     for note in notes:
         print(note)
     return {
@@ -278,7 +282,7 @@ def _of_two(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, 
         "b": str(b.selection),
         "confidence": options.confidence,
         "notes": notes,
-        "comparisons": [row.flat() for row in rows],
+        "comparisons": [row.plain(options.confidence) for row in rows],
     }
 
 
@@ -291,7 +295,9 @@ def _of_key(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, 
             f"--by is given with {len(chosen)} folders; give one, whose sweep has the key"
         )
     (sweep,) = chosen
-    key = selection.key_of(options.by, sweep.runs, str(sweep.selection))
+    key = selection.key_of(
+        "--by", options.by, [*selection.swept_keys(sweep.runs), selection.REPEAT]
+    )
     values = selection.values_in(sweep.runs, key)
     if key == selection.REPEAT or len(values) < 2:
         raise ValueError(
@@ -317,8 +323,7 @@ def _of_key(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, 
         *by_key.notes(rows, cells, options.confidence),
         *sides_notes(sweep, key),
     ]
-    _print_rows(rows, key, baseline, options.confidence)
-    print(*notes, sep="\n")
+    print(by_key.tables(rows, key, baseline, options.confidence), *notes, sep="\n")
     return {
         "runs": str(sweep.selection),
         "by": key,
@@ -346,46 +351,16 @@ def sides_notes(sweep: Chosen, key: str) -> list[str]:
     return list(dict.fromkeys(note for side in others for note in origin_notes(first, side)))
 
 
-def _print_rows(rows: Sequence[by_key.Row], key: str, baseline: Any, confidence: float) -> None:
-    """Print a table for each metric and value."""
-    tables: dict[tuple[str, str], list[by_key.Row]] = {}
-    for row in rows:
-        tables.setdefault((row.metric, value_text(row.value)), []).append(row)
-    for (metric, value), members in tables.items():
-        print(f"{metric}: {key}={value} against {value_text(baseline)}")
-        print(f"{by_key.table(members, baseline, confidence)}\n")
-
-
-def table(rows: Sequence[Comparison]) -> str:
+def table(rows: Sequence[Row], confidence: float) -> str:
     """The metrics of two points as a table for a terminal."""
-    columns = {
-        "": [row.metric for row in rows],
-        "A": [_number(row.a) for row in rows],
-        "B": [_number(row.b) for row in rows],
-        "verdict": [row.ratio.verdict for row in rows],
-    }
-    return aligned(columns)
-
-
-def chance_notes(rows: Sequence[Comparison], confidence: float) -> list[str]:
-    """A note on how many of several intervals exclude 1 by chance."""
-    judged = sum(
-        row.ratio.low is not None and row.ratio.low < (row.ratio.high or 0.0) for row in rows
-    )
-    if judged < 2:
-        return []
-    chance = (1 - confidence) * judged
-    return [f"of {judged} intervals at {confidence:g}, {chance:.2g} exclude 1 by chance alone"]
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else number(value)
+    shown = columns([row.comparison for row in rows], "A", "B", confidence)
+    return aligned({"": [row.metric for row in rows], **shown})
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.compare",
-        description="Is a difference real?",
+        description="Is a difference more than noise?",
         allow_abbrev=False,
     )
     parser.add_argument(

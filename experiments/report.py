@@ -3,6 +3,7 @@
 python -m experiments.report FOLDER                                    draw it again
 python -m experiments.report FOLDER --x rate --facet policy --y ttft_p99     choose its figures
 python -m experiments.report FOLDER --format pdf         and write each figure as a file
+python -m experiments.report FOLDER --y ttft_p99 --format pdf     write the chosen figures alone
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jinja2
 from markupsafe import Markup, escape
 
-from experiments.analysis import latencies, sweep_points
+from experiments.analysis import fairness, headline, latencies, sweep_points
+from experiments.analysis.differences import lead
 from experiments.analysis.sweep_points import (
+    GOODPUT,
     ITL,
+    JAIN,
     SPECULATION,
     TABLE,
     THROUGHPUT,
@@ -32,9 +36,10 @@ from experiments.analysis.sweep_points import (
     PointRow,
     number,
 )
-from experiments.core import recordings, store
-from experiments.core.config import short_names
+from experiments.core import recordings, selection, store
 from experiments.core.optional_imports import require
+from experiments.core.overrides import short_names
+from experiments.core.selection import value_text
 from experiments.simulation.cost import SIMULATED
 from pagedjax.options.own_names import names_own_value, own_name
 
@@ -81,7 +86,8 @@ def write_chosen(
     """Draw the report of the sweep in `folder` with chosen figures.
 
     Args:
-        formats: of FORMATS, in which each figure is written into a folder beside the page.
+        formats: of FORMATS, in which each figure is written into a folder beside the page. With
+            chosen numbers, their figures are written alone, and the page is left as it is.
 
     Returns:
         The paths that were written, the page first.
@@ -89,37 +95,45 @@ def write_chosen(
     Raises:
         ValueError: the folder has no runs, or there is no such key or number.
     """
-    runs = store.read_runs(folder)
+    runs = fairness.with_fairness(store.read_runs(folder))
     try:
         about = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         about = {"name": folder.name, "question": "", "command": ""}
     drawn = prepare(runs, choice or Choice())
-    sections = draw(about, runs, drawn)
-    path = folder / "report.html"
-    text = page(
-        about,
-        runs,
-        [environment(run) for run in runs],
-        drawn,
-        sections,
-        idle=policy_idle(runs),
-        recorded=recorded(runs, folder),
-    )
-    store.write_file(path, text)
-    paths = [path]
+    is_simulated = bool(simulation(about, runs))
+    paths = []
+    if formats and drawn.chosen:
+        sections = draw_chosen(drawn)
+    else:
+        sections = draw(about, runs, drawn)
+        text = page(
+            about,
+            runs,
+            [environment(run) for run in runs],
+            drawn,
+            sections,
+            idle=policy_idle(runs),
+            recorded=recorded(runs, folder),
+        )
+        paths.append(folder / "report.html")
+        store.write_file(paths[0], text)
     for ending in formats:
         from experiments.analysis import report_figures
 
-        is_simulated = bool(simulation(about, runs))
         paths += report_figures.export(sections, folder / FIGURES, ending, simulated=is_simulated)
     return paths
 
 
 def prepare(runs: Sequence[dict[str, Any]], choice: Choice) -> Drawn:
     """The points of the figures. Raises ValueError if the choice names what there is not."""
-    x = sweep_points.swept_key("--x", choice.x, runs) if choice.x else None
-    facet = sweep_points.swept_key("--facet", choice.facet, runs) if choice.facet else None
+    names = short_names(selection.swept_keys(runs))
+
+    def short_key(option: str, name: str | None) -> str | None:
+        return names[selection.key_of(option, name, list(names))] if name else None
+
+    x = short_key("--x", choice.x)
+    facet = short_key("--facet", choice.facet)
     if facet is not None and facet == x:
         raise ValueError(
             f"--x and --facet are both {facet!r}; give two keys, or leave one of them out"
@@ -150,6 +164,16 @@ def draw(about: dict[str, Any], runs: Sequence[dict[str, Any]], drawn: Drawn) ->
     )
 
 
+def draw_chosen(drawn: Drawn) -> list[Section]:
+    """The figures of the numbers that a user chose, alone."""
+    require("matplotlib")
+    from experiments.analysis import report_figures
+
+    return report_figures.draw(
+        [report_figures.chosen_section(drawn.rows, drawn.axes, drawn.chosen)]
+    )
+
+
 def environment(run: dict[str, Any]) -> dict[str, Any]:
     path = Path(run["run"]) / "env.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -157,7 +181,7 @@ def environment(run: dict[str, Any]) -> dict[str, Any]:
 
 def fastest_steps(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The lines of steps.jsonl of the first good run of the fastest point; empty without one."""
-    row = sweep_points.best(sweep_points.points(runs), THROUGHPUT)
+    row = sweep_points.highest(sweep_points.points(runs), THROUGHPUT)
     run = next(
         (run for run in runs if row is not None and run["point"] == row.key and not run["failed"]),
         None,
@@ -189,30 +213,56 @@ def page(
     axes = drawn.axes._replace(
         lines=(*drawn.axes.lines, *filter(None, [drawn.axes.facet])), facet=None
     )
-    sentences = sweep_points.result_sentences(runs, rows, axes)
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    template = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    is_simulated = bool(simulation(about, runs))
-    return template.get_template("report.html.jinja").render(
-        name=about["name"],
-        question=about["question"],
-        command=about["command"],
-        simulated=simulation(about, runs),
-        what_ran=about.get("facts", []),
-        oracle=dict(about.get("facts", [])).get("Oracle", ""),
+    sentences = headline.result_sentences(runs, rows, axes)
+    return render(
+        "report.html.jinja",
+        about,
+        runs,
+        environments,
+        sections,
         reading=[
             mark_labels(text, rows)
             for text in (*sentences[:1], *filter(None, [idle]), *sentences[1:])
         ],
         tiles=tiles(runs, rows),
-        sections=[section_words(section, simulated=is_simulated) for section in sections],
         table=table(rows),
         recorded=recorded,
         failed=[run for run in runs if run["failed"]],
-        facts=facts(environments, simulated=is_simulated),
+        has_users=any(JAIN.column in row.values for row in rows),
         speculates=any(metric.column in row.values for row in rows for metric in SPECULATION),
+    )
+
+
+def render(
+    template: str,
+    about: dict[str, Any],
+    runs: Sequence[dict[str, Any]],
+    environments: Sequence[dict[str, Any]],
+    sections: Sequence[Section],
+    **values: Any,
+) -> str:
+    """The HTML of a page about a sweep.
+
+    Args:
+        template: a file beside this one.
+        about: of sweep.json.
+        values: what this template has beside the words that all have.
+    """
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    templates = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    simulated = simulation(about, runs)
+    return templates.get_template(template).render(
+        name=about["name"],
+        question=about["question"],
+        command=about["command"],
+        simulated=simulated,
+        what_ran=about.get("facts", []),
+        oracle=dict(about.get("facts", [])).get("Oracle", ""),
+        sections=[section_words(section, simulated=bool(simulated)) for section in sections],
+        facts=facts(environments, simulated=bool(simulated)),
+        **values,
     )
 
 
@@ -245,7 +295,7 @@ def policy_idle(runs: Sequence[dict[str, Any]]) -> str:
     """The sentence that says where a swept policy decided nothing, because no request waited and
     none was preempted; "" if it did everywhere, or that is not known.
     """
-    swept = list(dict.fromkeys(path for run in runs for path in run["swept"]))
+    swept = selection.swept_keys(runs)
     policy_keys = [path for path in swept if f"{path}.".startswith("engine.policy.")]
     if not policy_keys:
         return ""
@@ -253,7 +303,7 @@ def policy_idle(runs: Sequence[dict[str, Any]]) -> str:
     idle: dict[str, bool] = {}
     for run in runs:
         place = ", ".join(
-            f"{names[path]}={value}"
+            f"{names[path]}={value_text(value)}"
             for path, value in run["swept"].items()
             if path not in policy_keys
         )
@@ -332,18 +382,21 @@ def tiles(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]) -> list[dict
     """The main numbers, for the top of the page."""
     numbers = []
     for metric, title in (
-        (THROUGHPUT, "best throughput"),
+        (GOODPUT, "highest goodput"),
+        (THROUGHPUT, "highest throughput"),
         (TTFT, "lowest TTFT p50"),
         (ITL, "lowest ITL p50"),
     ):
-        row = sweep_points.best(rows, metric)
-        if row is not None:
+        best = lead(rows, metric)
+        if best is not None:
+            many = "s" if len(best.rivals) > 1 else ""
+            others = f"; not shown against {len(best.rivals)} other point{many}"
             numbers.append(
                 {
-                    "value": number(row.middle(metric)),
+                    "value": number(best.row.middle(metric)),
                     "unit": metric.unit,
                     "title": title,
-                    "note": row.label,
+                    "note": best.row.label + others * bool(best.rivals),
                 }
             )
     spread = sweep_points.widest_spread(rows, THROUGHPUT)
@@ -374,13 +427,16 @@ def clipped_lengths(run: dict[str, Any]) -> int:
 
 def table(rows: Sequence[PointRow]) -> dict[str, Any]:
     """Head and body of the table of points: text, sort key and range over repeats of each cell."""
-    keys = sweep_points.swept_keys(rows)
+    keys = sweep_points.short_keys(rows)
     metrics = sweep_points.shown_metrics(rows)
-    highest = max((row.middle(THROUGHPUT) for row in rows), default=1.0)
+    best = lead(rows, THROUGHPUT)
+    highest = best.row.middle(THROUGHPUT) if best else 1.0
+    is_led = best is not None and len(rows) > 1 and not best.rivals
     body = []
     for row in rows:
         cells = [
-            {"text": str(row.swept.get(key, "")), "sort": row.swept.get(key, "")} for key in keys
+            {"text": value_text(row.swept.get(key, "")), "sort": row.swept.get(key, "")}
+            for key in keys
         ]
         cells = cells or [{"text": row.label, "sort": row.label}]
         for metric in metrics:
@@ -393,7 +449,7 @@ def table(rows: Sequence[PointRow]) -> dict[str, Any]:
             if metric is THROUGHPUT:
                 cell["bar"] = round(100 * row.middle(metric) / highest, 1)
             cells.append(cell)
-        body.append({"cells": cells, "best": row.middle(THROUGHPUT) == highest and len(rows) > 1})
+        body.append({"cells": cells, "best": is_led and row.middle(THROUGHPUT) == highest})
     heads = [
         {"title": Markup("_<wbr>").join(key.split("_")), "unit": ""} for key in keys or ["point"]
     ]
@@ -494,7 +550,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         default=[],
         metavar="NUMBER",
-        help="numbers of summary.json that get figures of their own, such as ttft_p99",
+        help="numbers of summary.json that get figures of their own, such as ttft_p99; with "
+        "--format, these figures alone are written",
     )
     parser.add_argument(
         "--format",
@@ -506,10 +563,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     choice = Choice(options.x, options.facet, tuple(options.y))
     try:
-        print(*write_chosen(options.folder, choice, options.format), sep="\n")
+        paths = write_chosen(options.folder, choice, options.format)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    print(*paths, sep="\n")
+    figures = options.folder / FIGURES
+    if options.format and (num_others := len(set(figures.iterdir()) - set(paths))):
+        print(f"note: {num_others} other files in {figures} are of earlier commands")
     return 0
 
 

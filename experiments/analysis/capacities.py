@@ -1,4 +1,4 @@
-"""The capacities of the cells of a sweep: each over its seeds, as sentences, a table and a plot.
+"""The capacities of the cells of a sweep: each over its seeds, as sentences and tables.
 
 A cell is a combination of swept keys but for `seed`. Each seed has a capacity of its own; a cell
 has their geometric mean, and an interval over seeds by Student's t on the logarithms.
@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from experiments.analysis.ratios import Effect, effect_of_pairs
+from experiments.analysis import by_key
+from experiments.analysis.ratios import CONFIDENCE, Effect, effect_of_pairs
 from experiments.analysis.sweep_points import aligned, number
-
-CONFIDENCE = 0.95
+from experiments.core.selection import value_text, values_in
 
 
 class SeedAnswer(NamedTuple):
@@ -101,13 +101,57 @@ def text_table(cells: Sequence[CellAnswer]) -> str:
     columns = {
         "cell": [cell.label for cell in cells],
         f"capacity ({' or '.join(units)})": [
-            "-" if cell.capacity is None else number(cell.capacity.estimate) for cell in cells
+            number(cell.capacity and cell.capacity.estimate) for cell in cells
         ],
         f"{100 * CONFIDENCE:g} % interval over seeds": list(map(interval_text, cells)),
         "of the seeds": list(map(range_text, cells)),
         "too short": list(map(length_text, cells)),
     }
     return aligned(columns)
+
+
+class Compared(NamedTuple):
+    """The capacities of the values of one key, paired by seed."""
+
+    key: str
+    baseline: Any
+    rows: list[by_key.Row]
+    notes: list[str]
+
+    @property
+    def text(self) -> str:
+        """Tables for a terminal."""
+        return by_key.tables(self.rows, self.key, self.baseline, CONFIDENCE)
+
+
+def compared(cells: Sequence[CellAnswer], key: str, tolerance: float) -> Compared:
+    """The other values of a key against its first one, as `compare --by` has them.
+
+    Args:
+        tolerance: of the searches.
+    """
+    runs = [
+        {
+            "swept": cell.swept | ({} if seed.seed is None else {by_key.SEED: seed.seed}),
+            "repeat": 0,
+            "run": f"{cell.label}, seed {seed.seed}",  # no folder: there are no requests to compare
+            "label": cell.label,
+            "workload": {},
+            "metrics": {"capacity": seed.met if seed.is_found else None},
+        }
+        for cell in cells
+        for seed in cell.seeds
+    ]
+    values = values_in(runs, key)
+    places = by_key.cells_of(runs, key)
+    margin = math.log1p(tolerance)
+    rows = by_key.rows_of(places, values, values[0], ["capacity"], CONFIDENCE, margin)
+    notes = [
+        *by_key.notes(rows, places, CONFIDENCE),
+        f"A capacity is up to {100 * tolerance:g} % too low (--tolerance). Intervals are wider by "
+        "this, and p is that of a ratio which is nearer to 1 by it.",
+    ]
+    return Compared(key, values[0], rows, notes)
 
 
 def too_short_sentences(cells: Sequence[CellAnswer]) -> list[str]:
@@ -192,12 +236,11 @@ def page_table(cells: Sequence[CellAnswer]) -> dict[str, Any]:
     for cell in cells:
         estimate = cell.capacity.estimate if cell.capacity else None
         is_best = estimate is not None and estimate == max(estimates) and len(cells) > 1
-        words = [str(cell.swept.get(key, "")) for key in keys] or [cell.label]
+        words = [value_text(cell.swept.get(key, "")) for key in keys] or [cell.label]
         cells_of_row: list[dict[str, Any]] = [{"text": word, "sort": word} for word in words]
-        text = "-" if estimate is None else number(estimate)
         bar = None if estimate is None else round(100 * estimate / max(estimates), 1)
         cells_of_row.append(
-            {"text": text, "sort": "" if estimate is None else estimate, "bar": bar}
+            {"text": number(estimate), "sort": "" if estimate is None else estimate, "bar": bar}
         )
         texts = (interval_text(cell), range_text(cell), length_text(cell))
         cells_of_row += [{"text": text, "sort": text} for text in texts]
@@ -224,63 +267,3 @@ def tiles(cells: Sequence[CellAnswer]) -> list[dict[str, str]]:
     note = "of those that were found"
     numbers.append({"value": str(num_short), "unit": "", "title": "too short", "note": note})
     return numbers
-
-
-def plot_of_cells(cells: Sequence[CellAnswer]) -> str | None:
-    """The capacity of each cell with its interval over seeds, and of each seed a small point, as
-    SVG. None if no cell has one.
-    """
-    from experiments.analysis import plots
-
-    having = [(cell, cell.capacity) for cell in cells if cell.capacity]
-    if not having:
-        return None
-    plot = plots.Plot("Capacity of each cell", width=plots.WIDE, height=0.9 + 0.34 * len(having))
-    for place, (cell, capacity) in enumerate(having):
-        rates = [seed.met for seed in cell.seeds]
-        ends = [capacity.low or capacity.estimate, capacity.high or capacity.estimate]
-        plot.axes.plot(
-            ends, [place, place], color=plot.colour(0), lw=6, alpha=0.25, solid_capstyle="round"
-        )
-        plot.axes.plot(rates, [place] * len(rates), "|", color=plot.colour(1), ms=9)
-        plot.axes.plot([capacity.estimate], [place], "o", color=plot.colour(0), ms=6)
-        text = f"{cell.label}\n{number(capacity.estimate)} {cell.unit}, {interval_text(cell)}"
-        plot.tip(capacity.estimate, place, text)
-    plot.axes.set_yticks(range(len(having)), labels=[cell.label for cell, _ in having])
-    plot.axes.set_ylim(len(having) - 0.5, -0.5)
-    # a wide interval of few seeds would leave no room for the capacities
-    plot.axes.set_xlim(0, 1.5 * max(seed.met for cell, _ in having for seed in cell.seeds))
-    plot.axes.set_xlabel(" or ".join(dict.fromkeys(cell.unit for cell in cells)))
-    return plot.svg()
-
-
-def plot_of_probes(cells: Sequence[CellAnswer], column: str, limits: Sequence[float]) -> str | None:
-    """The deciding number against the rate, a line for each cell: of its first seed, and dashed the
-    limits. None if there are fewer than two probes.
-    """
-    from experiments.analysis import plots
-
-    plot = plots.Plot(f"{column} against the rate", width=plots.WIDE, height=3.4)
-    rates: list[float] = []
-    for limit in limits:
-        plot.axes.axhline(limit, color=plot.colour(6), lw=1, ls=(0, (4, 3)))
-    for index, cell in enumerate(cells):
-        probes = sorted(cell.seeds[0].probes, key=lambda probe: probe[0])
-        points = [(rate, values[column]) for rate, _, values in probes if column in values]
-        if not points:
-            continue
-        rates += [rate for rate, _ in points]
-        style: dict[str, Any] = {"color": plot.colour(index), "lw": 1.4, **plot.marker(index, 5)}
-        plot.axes.plot([rate for rate, _ in points], [value for _, value in points], **style)
-        for rate, value in points:
-            plot.tip(rate, value, f"{cell.label}\n{rate:g} {cell.unit}: {column} {number(value)}")
-    if len(rates) < 2:
-        return None
-    plot.axes.set_xscale("log")
-    lowest = math.log(min(rates))
-    width = math.log(max(rates)) - lowest
-    ticks = [float(f"{math.exp(lowest + part * width / 6):.2g}") for part in range(7)]
-    plot.axes.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
-    plot.axes.minorticks_off()
-    plot.axes.set_xlabel(f"rate, {cells[0].unit}")
-    return plot.svg()

@@ -1,73 +1,108 @@
-"""Whether two points differ in a number: an interval over their repeats. Pure functions."""
+"""How the points of a sweep differ in a number, over their repeats: marks of plots, and the best
+point. Pure functions.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
-from experiments.analysis.ratios import NO_NOISE, SAME, Effect, effect_of_runs, times
-from experiments.analysis.sides import request_totals
-from experiments.analysis.sweep_points import Metric, PointRow, number
+from experiments.analysis.ratios import (
+    CONFIDENCE,
+    NO_NOISE,
+    SAME,
+    Comparison,
+    comparison,
+    corrected,
+    effect_of_runs,
+    effect_text,
+)
+from experiments.analysis.sweep_points import Metric, PointRow
 
-CONFIDENCE = 0.95
 
-
-class Difference(NamedTuple):
-    """sign: 1 above, -1 below, 0: no difference can be told, or repeats without noise do not tell
-    whether other workloads have it.
+def of_points(reference: PointRow, row: PointRow, metric: Metric) -> Comparison | None:
+    """How a point differs from another one, over the repeats of both; None if they have fewer than
+    two. Runs with the same repeat are pairs, as in `compare --by`.
     """
-
-    sign: int
-    words: str
-
-
-def of_points(reference: PointRow, row: PointRow, metric: Metric) -> Difference | None:
-    """How a point differs from another one; None if fewer than two repeats of either have the
-    number.
-
-    Repeats with one workload are paired. Numbers above 0 are compared by their ratio, as
-    `experiments.compare` does, others by their difference.
-    """
-    samples = [point.samples.get(metric.column, {}) for point in (reference, row)]
-    common = sorted(samples[0].keys() & samples[1].keys())
-    paired = len(common) > 1 and all(
-        request_totals(reference.workloads[repeat]) == request_totals(row.workloads[repeat])
-        for repeat in common
-    )
-    if paired:
-        below, above = ([sample[repeat] for repeat in common] for sample in samples)
-    else:
-        below, above = (list(sample.values()) for sample in samples)
-    if min(len(below), len(above)) < 2:
+    below = reference.samples.get(metric.column, {})
+    above = row.samples.get(metric.column, {})
+    repeats = sorted(below.keys() & above.keys())
+    if len(repeats) < 2:
         return None
-    effect = effect_of_runs(below, above, paired=paired, confidence=CONFIDENCE)
-    pairs = f"{len(common)} pairs of repeats" if paired else "repeats that are not paired"
-    words = f"{_text(effect, metric.unit)} {reference.label}{_verdict(effect)}, over {pairs}"
-    return Difference(_sign(effect), words)
+    numbers_below = [below[repeat] for repeat in repeats]
+    numbers_above = [above[repeat] for repeat in repeats]
+    effect = effect_of_runs(numbers_below, numbers_above, paired=True, confidence=CONFIDENCE)
+    return comparison(effect, numbers_below, numbers_above)
 
 
-def _text(effect: Effect, unit: str) -> str:
-    """The estimate and its interval: "1.10 (1.02 to 1.20) times", "3 % (1 to 5) more than"."""
-    shown = times if effect.scale == "ratio" else number
-    interval = ""
-    if effect.low is not None and effect.high is not None:
-        interval = f" ({shown(effect.low)} to {shown(effect.high)})"
-    if effect.scale == "ratio":
-        return f"{shown(effect.estimate)}{interval} times"
-    return f"{shown(effect.estimate)} {unit}{interval} more than"
-
-
-def _verdict(effect: Effect) -> str:
-    if effect.low is None:
-        return f", {SAME if effect.is_neutral else NO_NOISE}"
-    return ": shown" if _sign(effect) else ": no difference can be told"
-
-
-def _sign(effect: Effect) -> int:
-    """1 if the interval is above no difference, -1 if it is below; 0 if it has it, or there is
-    none.
+def mark_of(result: Comparison) -> str:
+    """The kind of a mark: a sign, filled if it is shown, and hollow for one without noise; "open"
+    for no difference that is shown, "same" for none at all.
     """
-    if effect.low is None or effect.high is None:
-        return 0
-    if effect.low > effect.neutral:
-        return 1
-    return -1 if effect.high < effect.neutral else 0
+    assert result.effect is not None, "see `of_points`"
+    sign = "up" if result.effect.sign > 0 else "down"
+    if result.is_shown(CONFIDENCE):
+        return sign
+    if result.note == NO_NOISE:
+        return f"hollow {sign}"
+    return "same" if result.note == SAME else "open"
+
+
+def words_of(result: Comparison, reference: str, unit: str) -> str:
+    """A comparison in one line: "1.10 (1.02 to 1.20) times policy=fcfs, higher: shown"."""
+    effect = result.effect
+    assert effect is not None, "see `of_points`"
+    text = f"{effect_text(effect)} times {reference}"
+    if effect.scale == "difference":
+        text = f"{effect_text(effect)} {unit} against {reference}".replace("  ", " ")
+    return f"{text}, {result.verdict(CONFIDENCE)}, over {effect.pairs} pairs of repeats"
+
+
+# of a point beside the best one: shown to be worse; worse without noise, of this workload; of no
+# difference that is shown; the same in every repeat; or it cannot be told, without two repeats
+Standing = Literal["beaten", "exact", "open", "same", "unknown"]
+
+
+class Lead(NamedTuple):
+    """The point with the best median of a number, and what the others are against it.
+
+    others: from the best to the worst median.
+    """
+
+    row: PointRow
+    others: list[tuple[PointRow, Standing]]
+
+    @property
+    def rivals(self) -> list[PointRow]:
+        """The points that may be as good."""
+        return [row for row, standing in self.others if standing in ("open", "same", "unknown")]
+
+
+def lead(rows: Sequence[PointRow], metric: Metric) -> Lead | None:
+    """The point that is best in a number; None if no point has it.
+
+    The comparisons with the others are one family. A point leads if all of them are shown, so the
+    choice of the best median makes no further false leads.
+    """
+    with_metric = [row for row in rows if metric.column in row.values]
+    if not with_metric:
+        return None
+    sign = -1 if metric.better == "high" else 1
+    first, *others = sorted(with_metric, key=lambda row: sign * row.middle(metric))
+    results = [of_points(first, row, metric) for row in others]
+    in_family = iter(corrected([result for result in results if result is not None]))
+    standings: list[tuple[PointRow, Standing]] = []
+    for row, result in zip(others, results, strict=True):
+        if result is not None:
+            standings.append((row, _standing(next(in_family), sign)))
+        else:
+            equal = row.middle(metric) == first.middle(metric)
+            standings.append((row, "same" if equal else "unknown"))
+    return Lead(first, standings)
+
+
+def _standing(result: Comparison, sign: int) -> Standing:
+    """Args: sign: of a worse number, against a better one."""
+    worse = "up" if sign > 0 else "down"
+    standings: dict[str, Standing] = {worse: "beaten", f"hollow {worse}": "exact", "same": "same"}
+    return standings.get(mark_of(result), "open")

@@ -24,7 +24,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator
 
+from experiments.analysis.differences import mark_of, of_points, words_of
 from experiments.analysis.latencies import Bins, cumulative
+from experiments.analysis.ratios import corrected
 from experiments.analysis.sweep_points import (
     DEVICE,
     HOST,
@@ -39,6 +41,7 @@ from experiments.analysis.sweep_points import (
     pareto,
     x_axis,
 )
+from experiments.core.selection import value_text
 
 WIDE = 11.0  # inches; text then has the same size as in a narrow plot after the page scales both
 MOST_STEPS = 2000  # steps of a timeline; of more steps, every second, third ... is shown
@@ -46,6 +49,7 @@ SERIES = 8  # colours and markers before they repeat
 MOST_MARKED = 4  # lines whose differences from the first one are marked above a plot
 SKEWED = 20  # the largest value over the least one, above which an axis is logarithmic
 _MARKERS = "osD^vPXp"
+MARKS = {"up": "^", "down": "v", "open": "o", "same": "_"}  # of differences, above a plot
 
 
 class Palette(NamedTuple):
@@ -137,19 +141,25 @@ class Plot:
         style: dict[str, Any] = {"alpha": 0.0, "color": PAGE.ink, "zorder": 9, "in_layout": False}
         self.axes.plot([x], [y], "o", ms=size, gid=gid, **style, **place)
 
-    def mark_above(self, x: Any, height: float, index: int, sign: int, words: str) -> None:
-        """A mark above the axes at x, in the colour of line `index`: a triangle that points up or
-        down, or an empty circle for no sign; `words` are shown under the pointer.
+    def mark_above(self, x: Any, height: float, index: int, kind: str, words: str) -> None:
+        """A mark above the axes at x, in the colour of line `index`; `words` are shown under the
+        pointer.
 
         Args:
             height: in parts of the axes.
+            kind: as of `differences.mark_of`.
         """
-        shape = {1: "^", -1: "v", 0: "o"}[sign]
-        face = self.colour(index) if sign else "none"
+        shape = MARKS[kind.removeprefix("hollow ")]
+        face = self.colour(index) if kind in ("up", "down") else "none"
         style = {"color": self.colour(index), "markerfacecolor": face, "ms": 4.5, "mew": 0.9}
         place = {"transform": self.axes.get_xaxis_transform(), "clip_on": False}
         self.axes.plot([x], [height], shape, **style, **place)
         self.tip(x, height, words, size=8, **place)
+
+    def name_y(self, *parts: str) -> None:
+        """Name the y axis of a file. On a page, the figure's caption does it."""
+        if self.palette is not PAGE:
+            self.axes.set_ylabel(", ".join(filter(None, parts)))
 
     def colour(self, index: int) -> str:
         """The colour of line `index`."""
@@ -166,16 +176,21 @@ class Plot:
             "markeredgewidth": 0.8,
         }
 
-    def save(self, path: Path, title: str, legend: Sequence[str] = ()) -> None:
+    def save(self, path: Path, title: str, legend: Sequence[str] = (), key: str = "") -> None:
         """Write the plot as a file of its own, with its title and legend in it.
 
         Args:
             path: its ending chooses the format, .svg or .pdf.
             legend: of the colours, in order.
+            key: whose values the entries of the legend are; "" if they name it.
         """
         with matplotlib.rc_context(_style(self.palette)):
             self.figure.set_facecolor(self.palette.paper)
             self.figure.suptitle(title, fontsize=9, color=self.palette.ink, wrap=True)
+            columns = 1 if max(map(len, legend), default=0) > 20 else min(3, len(legend))
+            rows = math.ceil(len(legend) / max(1, columns)) + bool(key)
+            width, height = self.figure.get_size_inches()
+            self.figure.set_size_inches(width, height + 0.18 * (rows + 2))  # title and legend
             if legend:
                 handles = [
                     Line2D([], [], color=self.colour(i), lw=2, **self.marker(i, 5))
@@ -184,10 +199,12 @@ class Plot:
                 self.figure.legend(
                     handles,
                     legend,
+                    title=key or None,
+                    title_fontsize=8,
                     loc="outside lower center",
                     frameon=False,
                     fontsize=8,
-                    ncols=1 if max(map(len, legend)) > 20 else min(3, len(legend)),
+                    ncols=columns,
                 )
             if path.suffix == ".pdf":
                 FigureCanvasPdf(self.figure).print_pdf(str(path), metadata={"CreationDate": None})
@@ -237,7 +254,8 @@ def metric_plot(
     if len(having) < 2 or not drawn:
         return None
     if axes.x is None:
-        return _side_by_side(drawn, metric, palette)
+        bars = [Bar(row.label, row.values[metric.column], tooltip(row, metric)) for row in drawn]
+        return bars_plot(f"{metric.title} of every point", bars, metric.unit, palette)
     x = axes.x
     axis = x_axis(rows, x)
     plot = Plot(f"{metric.title} against {x}", palette)
@@ -254,6 +272,7 @@ def metric_plot(
             plot.tip(place, row.middle(metric), tooltip(row, metric))
     _scale_x(plot, axis)
     plot.axes.set_xlabel(x)
+    plot.name_y(metric.title, metric.unit)
     _from_zero(plot, max(row.values[metric.column].high for row in having))
     if can_mark(rows, axes):
         members_of_lines = [
@@ -302,22 +321,25 @@ def _mark_differences(
     Args:
         by_line: the points of this plot, of all lines of the report in the order of their colours.
     """
-    from experiments.analysis.differences import of_points  # scipy takes a second to import
-
     (_, first), *compared = by_line.items()
     references = {axis.place(row.swept.get(x)): row for row in first}
-    height = 1.06
-    for index, (name, line) in enumerate(compared, 1):
-        differences = {
-            axis.place(row.swept.get(x)): difference
-            for row in line
-            if (reference := references.get(axis.place(row.swept.get(x))))
-            and (difference := of_points(reference, row, metric))
-        }
-        for place, difference in differences.items():
-            words = f"{name}: {difference.words}"
-            plot.mark_above(place, height, index, difference.sign, words)
-        height += 0.07 if differences else 0.0
+    places = [
+        (index, axis.place(row.swept.get(x)), row)
+        for index, (_, line) in enumerate(compared, 1)
+        for row in line
+    ]
+    results = {
+        (index, place): result
+        for index, place, row in places
+        if place in references and (result := of_points(references[place], row, metric))
+    }
+    marked = dict(zip(results, corrected(list(results.values())), strict=True))
+    indices = sorted({index for index, _ in marked})
+    names = list(by_line)
+    for (index, place), result in marked.items():
+        height = 1.06 + 0.07 * indices.index(index)
+        words = f"{names[index]}: {words_of(result, references[place].label, metric.unit)}"
+        plot.mark_above(place, height, index, mark_of(result), words)
 
 
 def tooltip(row: PointRow, metric: Metric) -> str:
@@ -331,7 +353,7 @@ def tooltip(row: PointRow, metric: Metric) -> str:
 def _scale_x(plot: Plot, axis: XAxis) -> None:
     """Ticks at the swept values; a logarithmic axis if they grow by factors."""
     if not axis.numeric:
-        _name_places(plot, [str(value) for value in axis.values])
+        _name_places(plot, list(map(value_text, axis.values)))
         return
     values: list[float] = list(axis.values)
     if len(values) > 2 and values[0] > 0 and values[-1] / values[0] >= 4:
@@ -341,6 +363,16 @@ def _scale_x(plot: Plot, axis: XAxis) -> None:
     plot.axes.xaxis.set_minor_formatter(NullFormatter())
     if len(values) > 12:  # too many to write each
         plot.axes.set_xticks(values[:: math.ceil(len(values) / 12)])
+
+
+def _scale_skewed_x(plot: Plot, values: Sequence[float]) -> bool:
+    """Whether the x axis became logarithmic: the largest value is many times the least one."""
+    is_skewed = min(values) > 0 and max(values) > SKEWED * min(values)
+    if is_skewed:
+        plot.axes.set_xscale("log")
+        plot.axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        plot.axes.xaxis.set_minor_formatter(NullFormatter())
+    return is_skewed
 
 
 def _name_places(plot: Plot, names: Sequence[str]) -> None:
@@ -356,29 +388,49 @@ def _from_zero(plot: Plot, highest: float) -> None:
     plot.axes.set_ylim(0, highest * 1.08 if highest > 0 else 1)
 
 
-def _row_axis(plot: Plot, rows: Sequence[PointRow]) -> None:
-    """A y axis with a line for each point."""
-    plot.axes.set_yticks(range(len(rows)), labels=[row.label for row in rows])
-    plot.axes.set_ylim(len(rows) - 0.5, -0.5)
+def _row_axis(plot: Plot, labels: Sequence[str]) -> None:
+    """A y axis with a line for each label."""
+    plot.axes.set_yticks(range(len(labels)), labels=labels)
+    plot.axes.set_ylim(len(labels) - 0.5, -0.5)
 
 
-def _side_by_side(rows: Sequence[PointRow], metric: Metric, palette: Palette) -> Plot:
-    plot = Plot(f"{metric.title} of every point", palette, height=0.7 + 0.28 * len(rows))
-    for place, row in enumerate(rows):
-        middle, low, high = row.values[metric.column]
-        plot.axes.plot(
-            [low, high],
-            [place, place],
-            color=plot.colour(0),
-            lw=6,
-            alpha=0.25,
-            solid_capstyle="round",
-        )
+class Bar(NamedTuple):
+    """A number with its range, on a line of its own.
+
+    tip: words for the pointer.
+    parts: numbers inside it, which have small marks.
+    """
+
+    label: str
+    spread: Range
+    tip: str
+    parts: Sequence[float] = ()
+
+
+def bars_plot(
+    title: str,
+    bars: Sequence[Bar],
+    unit: str,
+    palette: Palette = PAGE,
+    *,
+    width: float = 3.7,
+    limit: float | None = None,
+) -> Plot:
+    """Numbers with their ranges, under each other.
+
+    Args:
+        limit: of the x axis; None: all ranges are in it.
+    """
+    plot = Plot(title, palette, width, height=0.7 + 0.28 * len(bars))
+    for place, (_, (middle, low, high), tip, parts) in enumerate(bars):
+        style: dict[str, Any] = {"lw": 6, "alpha": 0.25, "solid_capstyle": "round"}
+        plot.axes.plot([low, high], [place, place], color=plot.colour(0), **style)
+        plot.axes.plot(parts, [place] * len(parts), "|", color=plot.colour(1), ms=9)
         plot.axes.plot([middle], [place], "o", color=plot.colour(0), ms=6)
-        plot.tip(middle, place, tooltip(row, metric))
-    _row_axis(plot, rows)
-    plot.axes.set_xlim(0, 1.08 * max(row.values[metric.column].high for row in rows) or 1)
-    plot.axes.set_xlabel(metric.unit)
+        plot.tip(middle, place, tip)
+    _row_axis(plot, [bar.label for bar in bars])
+    plot.axes.set_xlim(0, limit or 1.08 * max(bar.spread.high for bar in bars) or 1)
+    plot.axes.set_xlabel(unit)
     return plot
 
 
@@ -403,7 +455,7 @@ def time_plot(rows: Sequence[PointRow], palette: Palette = PAGE) -> Plot | None:
             f"host {share:.1%}", (device + host, place), color=plot.palette.muted, fontsize=8, **end
         )
         plot.tip(device / 2, place, note)
-    _row_axis(plot, rows)
+    _row_axis(plot, [row.label for row in rows])
     plot.axes.set_xlim(0, 1.12 * max(row.middle(DEVICE) + row.middle(HOST) for row in rows))
     plot.axes.grid(axis="y", visible=False)
     plot.axes.set_xlabel("milliseconds a step")
@@ -450,11 +502,7 @@ def pareto_plot(
             )
             words = f"{latency.title}: {number(cost.middle)} {latency.unit}"
             plot.tip(cost.middle, rate.middle, f"{tooltip(row, THROUGHPUT)}\n{words}")
-    costs = [cost for cost, _ in at]
-    logarithmic = min(costs) > 0 and max(costs) > 20 * min(costs)
-    if logarithmic:
-        plot.axes.set_xscale("log")
-        plot.axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    _scale_skewed_x(plot, [cost for cost, _ in at])
     plot.axes.margins(x=0.16, y=0.16)
     plot.axes.set_xlabel(f"{latency.title}, {latency.unit} (less is better)")
     plot.axes.set_ylabel(f"{THROUGHPUT.title}, {THROUGHPUT.unit}")
@@ -575,6 +623,7 @@ def timeline_plot(
             middle, max(values[step] for values in series.values()), f"{number(middle)} s: {values}"
         )
     plot.axes.set_xlabel("seconds")
+    plot.name_y(title)
     plot.axes.set_xlim(edges[0], edges[-1])
     _from_zero(plot, max(map(max, series.values())))
     return plot
@@ -606,17 +655,13 @@ def cumulative_plot(
             place = min(int(shares.searchsorted(share / 100)), len(xs) - 1)
             words = f"{share} % within {number(xs[place])} {unit}, of {len(values)}"
             plot.tip(xs[place], 100 * shares[place], f"{name}\n{words}".strip())
-    shortest = min(float(values.min()) for _, values in drawn.values())
-    longest = max(float(values.max()) for _, values in drawn.values())
-    if shortest > 0 and longest > SKEWED * shortest:
-        plot.axes.set_xscale("log")
-        plot.axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        plot.axes.xaxis.set_minor_formatter(NullFormatter())
-    else:
+    ends = [float(end) for _, values in drawn.values() for end in (values.min(), values.max())]
+    if not _scale_skewed_x(plot, ends):
         plot.axes.set_xlim(left=0)
         plot.axes.xaxis.set_major_locator(MaxNLocator(5))
     plot.axes.set_ylim(0, 102)
     plot.axes.set_xlabel(unit)
+    plot.name_y("% within this time")
     return plot
 
 
@@ -650,5 +695,6 @@ def length_plot(
             plot.tip(place, median, f"{name}\n{words}".strip())
     _name_places(plot, bins.labels)
     plot.axes.set_xlabel("prompt tokens")
+    plot.name_y(latency, unit)
     _from_zero(plot, max(max(by_bin.values()) for _, by_bin in drawn.values()))
     return plot

@@ -1,5 +1,7 @@
-"""Ratios of two sides with intervals: over several runs each, or over the requests of one run each;
-paired differences, and Holm's correction for many of them.
+"""How one side differs from another: over several runs each, or over the requests of one run each.
+An effect has an interval and a p, which is corrected by Holm's method for many comparisons, and a
+verdict in words. `experiments.compare`, `experiments.capacity` and the marks and sentences of a
+report all have their words from here.
 
 Pure functions.
 """
@@ -7,14 +9,15 @@ Pure functions.
 from __future__ import annotations
 
 import math
+import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from scipy import special, stats
 
+from experiments.analysis.sweep_points import number
 from experiments.core.records import RequestRecord
 
 RESAMPLES = 1000
@@ -28,30 +31,23 @@ LATENCIES = {
     "e2e_s": lambda request: [request.e2e],
     "queue_s": lambda request: [request.queue],
 }
+CONFIDENCE = 0.95  # where a user cannot choose another one
 NOISE = "the noise between runs is not known"
-ONCE = f"one run each: {NOISE}"
+ONE_PAIR = f"one pair: {NOISE}"
 SAME = "the same in every repeat"
 NO_NOISE = "the same difference in every repeat: without noise, of this workload"
 
 Scale = Literal["ratio", "difference"]
 
 
-class Ratio(NamedTuple):
-    """B / A with its interval, and the verdict in words; None where a number has no value."""
-
-    ratio: float | None
-    low: float | None
-    high: float | None
-    verdict: str
-
-
 class Effect(NamedTuple):
-    """The mean of paired differences with its interval, and p of the hypothesis that it is zero.
+    """The mean of differences with its interval, and p of the hypothesis that it is zero.
 
-    None for all but the estimate if there is one pair, or no difference between the pairs.
+    None for all but the estimate if there is one pair, or no difference between the pairs. Over the
+    requests of one pair of runs, there is an interval and no p.
 
     scale: "ratio": the differences are of logarithms, and the numbers are their exponentials.
-    pairs: 0 if the runs are not paired; then p is None.
+    pairs: 0 if the runs are not paired.
     """
 
     scale: Scale
@@ -70,24 +66,161 @@ class Effect(NamedTuple):
     def is_neutral(self) -> bool:
         return abs(self.estimate - self.neutral) < 1e-12
 
+    @property
+    def sign(self) -> int:
+        """1: above no difference, -1: below."""
+        return 0 if self.is_neutral else (1 if self.estimate > self.neutral else -1)
+
+
+class Comparison(NamedTuple):
+    """A number of two sides, and how the second one differs.
+
+    a, b: medians; None: there is no such number.
+    note: why there is no effect, or no p.
+    p_holm: p, corrected for a family of comparisons.
+    family: the number of p in it.
+    """
+
+    a: float | None = None
+    b: float | None = None
+    effect: Effect | None = None
+    note: str = ""
+    p_holm: float | None = None
+    family: int = 0
+
+    def is_shown(self, confidence: float) -> bool | None:
+        """Whether there is a difference beyond noise and chance; None: there is no p."""
+        return None if self.p_holm is None else self.p_holm <= 1 - confidence
+
+    def verdict(self, confidence: float) -> str:
+        """What it shows, in words."""
+        if self.effect is None or self.effect.p is None:
+            return self.note
+        direction = "higher" if self.effect.sign > 0 else "lower"
+        if self.is_shown(confidence):
+            return f"{direction}: shown"
+        if self.effect.p <= 1 - confidence:
+            return f"{direction} by itself, not shown among {self.family} comparisons"
+        return "no difference is shown"
+
+    def plain(self, confidence: float) -> dict[str, Any]:
+        """The effect as JSON."""
+        effect = self.effect._asdict() if self.effect else {}
+        numbers = ("scale", "estimate", "low", "high", "p")
+        return {
+            **{name: effect.get(name) for name in numbers},
+            "p_holm": self.p_holm,
+            "shown": self.is_shown(confidence),
+            "verdict": self.verdict(confidence),
+        }
+
+
+def comparison(effect: Effect, a: Sequence[float] = (), b: Sequence[float] = ()) -> Comparison:
+    """The comparison of the numbers of several runs each."""
+    note = ""
+    if effect.pairs == 1:
+        note = ONE_PAIR
+    elif effect.p is None:
+        note = SAME if effect.is_neutral else NO_NOISE
+    return Comparison(median(a), median(b), effect, note)
+
+
+def median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def corrected(family: Sequence[Comparison]) -> list[Comparison]:
+    """The comparisons of one family with their p corrected by Holm's method."""
+    with_p = {
+        place: row.effect.p
+        for place, row in enumerate(family)
+        if row.effect is not None and row.effect.p is not None
+    }
+    p_holm = dict(zip(with_p, holm(list(with_p.values())), strict=True))
+    return [
+        row._replace(p_holm=p_holm.get(place), family=len(with_p))
+        for place, row in enumerate(family)
+    ]
+
+
+def columns(
+    comparisons: Sequence[Comparison], a: str, b: str, confidence: float
+) -> dict[str, list[str]]:
+    """The columns of a table for a terminal, from the medians to the verdict.
+
+    Args:
+        a, b: the names of the sides.
+    """
+    effects = [row.effect for row in comparisons]
+    scales = dict.fromkeys(effect.scale for effect in effects if effect)
+    return {
+        a: [number(row.a) for row in comparisons],
+        b + " " * (a == b): [number(row.b) for row in comparisons],
+        " or ".join(scales) or "ratio": [effect_text(effect) for effect in effects],
+        "p": [_p_text(effect and effect.p) for effect in effects],
+        "p (Holm)": [_p_text(row.p_holm) for row in comparisons],
+        "verdict": [row.verdict(confidence) for row in comparisons],
+    }
+
+
+def _p_text(p: float | None) -> str:
+    return "-" if p is None else f"{p:.2g}"
+
+
+def method_notes(families: Mapping[str, int], confidence: float) -> list[str]:
+    """How the numbers of `columns` were made, and what they do not show.
+
+    Args:
+        families: the number of p of each family, by what it is of.
+    """
+    texts = [
+        "The values of a side are medians over its runs. The ratio is one of geometric means, and "
+        "a difference one of means, so it may differ from that of the medians."
+    ]
+    sizes = [f"{size} {name}".strip() for name, size in families.items() if size]
+    if not sizes:
+        return [
+            *texts,
+            "No comparison has a p: it needs two pairs of runs with different numbers. Set "
+            "`repeats` to 3 or more, with `reseed: true`.",
+        ]
+    each = ", each a family" if len(sizes) > 1 else ""
+    return [
+        *texts,
+        "p is of a t test, two-sided. p (Holm) is corrected for many comparisons by Holm's method: "
+        f"{' and '.join(sizes)}{each}. shown: p (Holm) is at most {1 - confidence:.2g}.",
+        f"Intervals are at {confidence:g}, of one comparison each, not corrected.",
+    ]
+
 
 def effect_of_pairs(
-    differences: Sequence[float] | np.ndarray, scale: Scale, confidence: float
+    differences: Sequence[float] | np.ndarray,
+    scale: Scale,
+    confidence: float,
+    margin: float = 0.0,
 ) -> Effect:
     """The mean of the differences by Student's t over independent pairs.
 
     Args:
         differences: of each pair; with the scale "ratio", of logarithms.
+        margin: by how much a difference may be wrong, in either direction. The interval is wider by
+            it, p is that of a mean which is nearer to zero by it, and the standard deviation of the
+            differences is at least that of such an error: margin / sqrt(6), of two numbers that are
+            each rounded down by up to the margin.
     """
     values = np.asarray(differences, float)
     mean = float(values.mean())
     on_scale = _exponential if scale == "ratio" else float
-    if len(values) < 2 or np.ptp(values) <= 1e-12 * max(1.0, abs(mean)):
+    has_noise = margin > 0 or np.ptp(values) > 1e-12 * max(1.0, abs(mean))
+    if len(values) < 2 or not has_noise:
         return Effect(scale, len(values), on_scale(mean))
+    from scipy import special  # takes half a second to import
+
     freedom = len(values) - 1
-    error = float(values.std(ddof=1)) / math.sqrt(len(values))
-    reach = float(special.stdtrit(freedom, (1 + confidence) / 2)) * error
-    p = 2 * float(special.stdtr(freedom, -abs(mean) / error))
+    deviation = max(float(values.std(ddof=1)), margin / math.sqrt(6))
+    error = deviation / math.sqrt(len(values))
+    reach = float(special.stdtrit(freedom, (1 + confidence) / 2)) * error + margin
+    p = 2 * float(special.stdtr(freedom, -max(0.0, abs(mean) - margin) / error))
     return Effect(
         scale, len(values), on_scale(mean), on_scale(mean - reach), on_scale(mean + reach), p
     )
@@ -127,24 +260,13 @@ def effect_of_runs(
     estimate = on_scale(float(values_b.mean() - values_a.mean()))
     if max(np.ptp(values_a), np.ptp(values_b)) < 1e-12:
         return Effect(scale, 0, estimate)
+    from scipy import stats  # takes a second to import
+
     # one side without noise is allowed
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
-        test = stats.ttest_ind(values_b, values_a, equal_var=False)
+        test: Any = stats.ttest_ind(values_b, values_a, equal_var=False)
     low, high = (on_scale(float(bound)) for bound in test.confidence_interval(confidence))
-    return Effect(scale, 0, estimate, low, high)
-
-
-def of_runs(a: Sequence[float], b: Sequence[float], *, paired: bool, confidence: float) -> Ratio:
-    """The ratio of geometric means over several runs each."""
-    effect = effect_of_runs(a, b, paired=paired, confidence=confidence)
-    if effect.scale == "difference":
-        words = SAME if sorted(a) == sorted(b) else "no ratio can be computed: there is a zero"
-        return Ratio(None, None, None, words)
-    ratio = effect.estimate
-    if effect.low is None or effect.high is None:  # simulated, or a count: the variance is zero
-        words = SAME if effect.is_neutral else f"B is {times(ratio)} times A, {NO_NOISE}"
-        return Ratio(ratio, None, None, words)
-    return Ratio(ratio, effect.low, effect.high, verdict(ratio, effect.low, effect.high))
+    return Effect(scale, 0, estimate, low, high, float(test.pvalue))
 
 
 def of_requests(
@@ -153,19 +275,22 @@ def of_requests(
     name: str,
     percentile: int,
     confidence: float,
-) -> Ratio:
-    """The ratio of a percentile of one latency over the same requests in two runs."""
+) -> tuple[Effect | None, str]:
+    """The ratio of a percentile of one latency over the same requests in two runs, and words about
+    its interval; None: there is no ratio.
+    """
     needed = max(FEWEST, math.ceil(100 * BEYOND / (100 - percentile)))
     if len(a) < needed:
-        reason = f"{len(a)} requests are too few for p{percentile}, which needs {needed}"
-        return Ratio(None, None, None, f"{ONCE}; and {reason}")
+        return None, f"{len(a)} requests are too few for p{percentile}, which needs {needed}"
     sides = [_latencies(a, name), _latencies(b, name)]
     if not all(len(values) and np.percentile(values, percentile) > 0 for _, values in sides):
-        return Ratio(None, None, None, "no ratio can be computed: there is a zero, or no value")
+        return None, "no ratio can be computed: there is a zero, or no value"
+
+    from scipy import stats  # takes a second to import
 
     ratio_of = partial(_ratio_of, sides=sides, percentile=percentile)
     all_requests = np.arange(len(a))
-    ratio = ratio_of(all_requests)
+    effect = Effect("ratio", 1, ratio_of(all_requests))
     # from resamples without a ratio
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
         bootstrap = stats.bootstrap(
@@ -179,15 +304,12 @@ def of_requests(
         )
     num_lost = int((~np.isfinite(bootstrap.bootstrap_distribution)).sum())
     if num_lost:
-        words = (
+        return effect, (
             f"no interval can be computed: {num_lost} of {RESAMPLES} resamples have no value, or a "
-            f"zero (B is {times(ratio)} times A); {ONCE}"
+            "zero"
         )
-        return Ratio(ratio, None, None, words)
     low, high = map(float, bootstrap.confidence_interval)
-    return Ratio(
-        ratio, low, high, f"{verdict(ratio, low, high)}, of these {len(a)} requests; {ONCE}"
-    )
+    return effect._replace(low=low, high=high), f"the interval is over {len(a)} requests"
 
 
 def _ratio_of(
@@ -215,11 +337,21 @@ def _latencies(requests: Sequence[RequestRecord], name: str) -> tuple[np.ndarray
     return owners, np.array([value for numbers in values for value in numbers])
 
 
-def verdict(ratio: float, low: float, high: float) -> str:
-    """The interval in words."""
-    digits = digits_of(low, high)
-    text = f"B is {times(ratio, digits)} times A ({times(low, digits)} to {times(high, digits)})"
-    return f"{text}: real" if low > 1.0 or high < 1.0 else f"no difference can be shown: {text}"
+def effect_text(effect: Effect | None) -> str:
+    """An effect and its interval: "0.85 (0.82 to 0.88)", or "+3 (+1 to +5)" of a difference."""
+    if effect is None:
+        return "-"
+    low = effect.estimate if effect.low is None else effect.low
+    high = effect.estimate if effect.high is None else effect.high
+    numbers = [_signed(value) for value in (effect.estimate, low, high)]
+    if effect.scale == "ratio":
+        digits = digits_of(low, high)
+        numbers = [times(value, digits) for value in (effect.estimate, low, high)]
+    return numbers[0] if effect.low is None else f"{numbers[0]} ({numbers[1]} to {numbers[2]})"
+
+
+def _signed(value: float) -> str:
+    return f"{'+' if value > 0 else ''}{number(value)}"
 
 
 def digits_of(low: float, high: float) -> int:

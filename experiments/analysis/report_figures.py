@@ -26,18 +26,20 @@ from experiments.analysis.sweep_points import (
     GOODPUT,
     ITL,
     ITL_P99,
+    JAIN,
     PADDING,
     PEAK_SLOTS,
     THROUGHPUT,
     TOKENS_PER_DECODE,
     TTFT,
     TTFT_P99,
+    WORST_USER,
     Axes,
     Metric,
     PointRow,
 )
+from experiments.core.selection import value_text
 
-FORMATS = ("svg", "pdf")
 MOST_POINTS = 8  # side by side, of which one plot has the distributions
 # by latency: title, unit, and the unit's parts of a second
 DISTRIBUTIONS = {
@@ -110,18 +112,11 @@ def sections(
     """
     if not rows:
         return []
-    colours = line_legend(rows, axes)
-    num_facets = len(sweep_points.facets(rows, axes))
-    columns = 2 if num_facets in (2, 4) else 3  # the facets of a metric stand together
-
-    def of_metrics(title: str, note: str, *metrics: Metric) -> Section:
-        figures = [figure for metric in metrics for figure in metric_figures(rows, axes, metric)]
-        return Section(title, note, figures, colours, columns)
-
+    of_metrics = partial(metric_section, rows, axes)
     lines_note = axes_note(rows, axes)
     targets = f" The targets: {slo}." if slo else ""
     groups = [
-        of_metrics("Chosen numbers", lines_note, *chosen),
+        chosen_section(rows, axes, chosen),
         of_metrics("Throughput", lines_note + targets, THROUGHPUT, GOODPUT, ATTAINMENT),
         of_metrics(
             "Latency",
@@ -133,10 +128,16 @@ def sections(
             ITL_P99,
             E2E_P99,
         ),
+        of_metrics(
+            "Fairness",
+            "Between the users that requests name, in each run.",
+            JAIN,
+            WORST_USER,
+        ),
         Section(
             "Throughput against latency",
-            "Up and to the left is better. The dashed line joins the points that no other point "
-            "beats in both.",
+            "Up and to the left is better. The dashed line joins the points whose medians no other "
+            "point's beat in both.",
             [
                 Figure(
                     f"Throughput against {latency.short}",
@@ -145,7 +146,7 @@ def sections(
                 )
                 for latency in (TTFT_P99, ITL_P99)
             ],
-            colours,
+            line_legend(rows, axes),
         ),
         Section("Distribution of latencies", left_out, [], is_shown=bool(left_out)),
         *distributions(rows, axes, samples),
@@ -172,6 +173,11 @@ def sections(
         ),
         timeline(rows, steps),
     ]
+    return draw(groups)
+
+
+def draw(groups: Sequence[Section]) -> list[Section]:
+    """The sections with their figures as drawn for a page; without those that have none to show."""
     drawn = [
         group._replace(figures=[figure._replace(plot=figure.draw()) for figure in group.figures])
         for group in groups
@@ -181,6 +187,21 @@ def sections(
         for group in drawn
     ]
     return [group for group in with_plots if group.figures or group.is_shown]
+
+
+def metric_section(
+    rows: Sequence[PointRow], axes: Axes, title: str, note: str, *metrics: Metric
+) -> Section:
+    """The figures of some numbers along x."""
+    figures = [figure for metric in metrics for figure in metric_figures(rows, axes, metric)]
+    num_facets = len(sweep_points.facets(rows, axes))
+    columns = 2 if num_facets in (2, 4) else 3  # the facets of a metric stand together
+    return Section(title, note, figures, line_legend(rows, axes), columns)
+
+
+def chosen_section(rows: Sequence[PointRow], axes: Axes, chosen: Sequence[Metric]) -> Section:
+    """The figures of the numbers that a user chose."""
+    return metric_section(rows, axes, "Chosen numbers", axes_note(rows, axes), *chosen)
 
 
 def axes_note(rows: Sequence[PointRow], axes: Axes) -> str:
@@ -197,9 +218,11 @@ def axes_note(rows: Sequence[PointRow], axes: Axes) -> str:
         return text
     first, *_ = sweep_points.lines(rows, axes)
     return (
-        f"{text} Marks above a plot compare each other line with {first}, over repeats: a triangle "
-        "where it is shown to be higher or lower (the 95 % interval excludes 0), an empty circle "
-        "where no difference can be told. Of twenty equal pairs, one is marked as shown by chance."
+        f"{text} Marks above a plot compare each other line with {first}, over repeats. A full "
+        "triangle: shown to be higher or lower (p is at most 0.05, corrected by Holm's method for "
+        "all marks of the plot). A hollow triangle: the same difference in every repeat, without "
+        "noise, of this workload. A circle: no difference is shown. A dash: the same in every "
+        "repeat."
     )
 
 
@@ -241,7 +264,7 @@ def distribution_points(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[
     groups = {}
     for facet, members in sweep_points.facets(rows, axes).items():
         for value in ends:
-            name = ", ".join(filter(None, [facet, f"{axes.x}={value}"]))
+            name = ", ".join(filter(None, [facet, f"{axes.x}={value_text(value)}"]))
             groups[name] = [row for row in members if row.swept.get(axes.x) == value]
     return groups
 
@@ -332,7 +355,7 @@ def timeline(rows: Sequence[PointRow], steps: Sequence[dict[str, Any]]) -> Secti
     """One run over time: sequences that run and wait, tokens, and the use of the cache; of
     replicas, the first one.
     """
-    fastest = sweep_points.best(rows, THROUGHPUT)
+    fastest = sweep_points.highest(rows, THROUGHPUT)
     steps = [step for step in steps if not step.get("replica")]
     if len(steps) < 2 or fastest is None:
         return Section("One run over time", "", [])
@@ -358,7 +381,7 @@ def timeline(rows: Sequence[PointRow], steps: Sequence[dict[str, Any]]) -> Secti
         for title, series in curves.items()
     ]
     start = "Replica 0 in the first" if "replica" in steps[0] else "The first"
-    note = f"{start} repeat of the fastest point, {fastest.label}."
+    note = f"{start} repeat of the point with the highest median throughput, {fastest.label}."
     return Section("One run over time", note, figures)
 
 
@@ -366,7 +389,7 @@ def export(groups: Sequence[Section], folder: Path, ending: str, *, simulated: b
     """Write each figure as a file, and return their paths.
 
     Args:
-        ending: one of FORMATS.
+        ending: svg or pdf.
     """
     folder.mkdir(parents=True, exist_ok=True)
     counts: Counter[str] = Counter()
@@ -382,8 +405,8 @@ def export(groups: Sequence[Section], folder: Path, ending: str, *, simulated: b
             path = folder / f"{name}.{ending}"
             about = figure.about(simulated=simulated)
             title = f"{figure.title}\n{about}" if about else figure.title
-            legend = figure.legend or (group.legend[1] if group.legend else ())
-            plot.save(path, title, legend)
+            key, entries = ("", figure.legend) if figure.legend else group.legend or ("", ())
+            plot.save(path, title, entries, key)
             paths.append(path)
     return paths
 

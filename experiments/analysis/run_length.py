@@ -43,7 +43,7 @@ def reasons(
     may_miss = math.floor(count * (1 - share) + 1e-9)
     sentences = []
     if may_miss < FEWEST_MISSES:
-        advice = "Compare a share below 1"
+        advice = "Give a --share below 1"
         if share < 1:
             enough = math.ceil(FEWEST_MISSES / (1 - share) - 1e-9)
             advice = f"Raise the number of requests to {enough}"

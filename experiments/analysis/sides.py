@@ -8,13 +8,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.analysis.ratios import LATENCIES, NOISE, ONCE, Ratio, of_requests, of_runs, times
-from experiments.analysis.sweep_points import OWN, SPECULATION
+from experiments.analysis.ratios import (
+    LATENCIES,
+    NOISE,
+    Comparison,
+    comparison,
+    effect_of_runs,
+    median,
+    of_requests,
+)
+from experiments.analysis.sweep_points import OWN, SPECULATION, find_metric
 from experiments.core import store
 from experiments.core.records import RequestRecord
 from experiments.core.store import flatten
 from experiments.simulation.cost import SIMULATED
-from pagedjax.options.config import one_of
 
 METRICS = ("output_tokens_per_s", "ttft_s.p50", "ttft_s.p99", "itl_s.p50", "itl_s.p99", "e2e_s.p50")
 DRAFTS = tuple(metric.column for metric in SPECULATION)  # of points with speculation
@@ -124,9 +131,14 @@ def _list_text(repeats: Sequence[int]) -> str:
 
 
 def choose_metrics(metrics: Sequence[str] | None, *sides: Side) -> tuple[str, ...]:
-    """The metrics to compare: those of --metric, or METRICS, with drafts if a side speculates."""
+    """The metrics to compare: those of --metric, or METRICS, with drafts if a side speculates.
+
+    Raises:
+        ValueError: no run has such a number; the message names those that there are.
+    """
     if metrics:
-        return tuple(metrics)
+        runs = [run for side in sides for run in side.runs]
+        return tuple(find_metric("--metric", name, runs).column for name in metrics)
     first, *others = [_own_columns(side) for side in sides]
     own = tuple(column for column in first if all(column in columns for columns in others))
     return METRICS + (DRAFTS if any(map(speculates, sides)) else ()) + own
@@ -150,86 +162,95 @@ def run_speculates(run: dict[str, Any]) -> bool:
 
 
 def values_of(side: Side, metric: str) -> list[float]:
-    """A metric in each run of a point that has a value.
-
-    Raises:
-        ValueError: a summary has no such number; the message names the known ones.
-    """
+    """A metric in each run of a point that has a value."""
     values = [number_of(run, metric) for run in side.runs]
     return [value for value in values if value is not None]
 
 
 def number_of(run: dict[str, Any], metric: str) -> float | None:
-    """A metric of a run. Raises ValueError as `values_of`."""
-    flat = {
-        key: value for key, value in flatten(run["metrics"]).items() if not isinstance(value, str)
-    }
-    one_of("--metric", metric, tuple(flat))
-    return None if flat[metric] is None else float(flat[metric])
+    """A metric of a run; None if it has no such number, as one that does not speculate."""
+    if metric in DRAFTS and not run_speculates(run):
+        return None
+    value = flatten(run["metrics"]).get(metric)
+    return None if value is None else float(value)
 
 
-def medians_and_ratio(
-    a: Side, b: Side, metric: str, *, apart: str | None, confidence: float
-) -> tuple[float | None, float | None, Ratio]:
-    """The medians of both sides and their ratio.
+def compared(a: Side, b: Side, metric: str, *, apart: str | None, confidence: float) -> Comparison:
+    """A metric of two points.
 
     Args:
         apart: why the runs are not paired; see `why_unpaired`.
     """
-    if metric in DRAFTS and speculates(a) != speculates(b):
-        return one_sided(a, b, metric)
     values_a = values_of(a, metric)
     values_b = values_of(b, metric)
     if not values_a or not values_b:
-        return None, None, Ratio(None, None, None, "there is no such value in A or in B")
-    medians = statistics.median(values_a), statistics.median(values_b)
-    rounded = of_rounded(a, b, metric, *medians)
+        return of_one_side(values_a, values_b)
+    rounded = of_rounded(a, b, metric, values_a, values_b)
     if rounded is not None:
-        return *medians, rounded
-    if len(values_a) > 1 and len(values_b) > 1:
-        complete = len(values_a) == len(a.runs) and len(values_b) == len(b.runs)
-        paired = complete and apart is None
-        return *medians, of_runs(values_a, values_b, paired=paired, confidence=confidence)
-    if len(values_a) + len(values_b) > 2:
+        return rounded
+    if len(values_a) == len(values_b) == 1:
+        effect = effect_of_runs(values_a, values_b, paired=True, confidence=confidence)
+        result = comparison(effect, values_a, values_b)
+        return result if apart else over_requests(result, a, b, metric, confidence)
+    if min(len(values_a), len(values_b)) == 1:
         name = "A" if len(values_a) == 1 else "B"
-        return *medians, Ratio(None, None, None, f"{name} has one run: {NOISE}")
-    name, _, percentile = metric.partition(".p")
-    if name in LATENCIES and percentile.isdigit() and apart is None:
-        before, after = (store.read_requests(Path(side.runs[0]["run"])) for side in (a, b))
-        if name != "itl_s" or all(request.has_gaps for request in (*before, *after)):
-            return *medians, of_requests(before, after, name, int(percentile), confidence)
-    ratio = medians[1] / medians[0] if medians[0] > 0 else None
-    words = ONCE if ratio is None else f"{ONCE} (B is {times(ratio)} times A)"
-    return *medians, Ratio(ratio, None, None, words)
+        note = f"{name} has one run: {NOISE}"
+        return Comparison(median(values_a), median(values_b), note=note)
+    complete = len(values_a) == len(a.runs) and len(values_b) == len(b.runs)
+    paired = complete and apart is None
+    effect = effect_of_runs(values_a, values_b, paired=paired, confidence=confidence)
+    return comparison(effect, values_a, values_b)
 
 
-def of_rounded(a: Side, b: Side, metric: str, median_a: float, median_b: float) -> Ratio | None:
-    """The result for a percentile that one side or both have of rounded numbers; None if the values
-    can be compared.
+def of_one_side(a: Sequence[float], b: Sequence[float]) -> Comparison:
+    """The comparison of a number that one side or both do not have."""
+    note = "only one side has this number" if a or b else "no run has this number"
+    return Comparison(median(a), median(b), note=note)
+
+
+def of_rounded(
+    a: Side, b: Side, metric: str, values_a: Sequence[float], values_b: Sequence[float]
+) -> Comparison | None:
+    """The comparison of a percentile that one side or both have of rounded numbers; None if the
+    values can be compared.
     """
-    name, _, percentile = metric.partition(".p")
-    if name not in ROUNDED or not percentile.isdigit():
+    name, percentile = percentile_of(metric)
+    if name not in ROUNDED or percentile is None:
         return None
     methods = {
         run["metrics"].get("percentile_method", "linear") for side in (a, b) for run in side.runs
     }
+    medians = statistics.median(values_a), statistics.median(values_b)
     if len(methods) > 1:
-        verdict = (
+        note = (
             "one side keeps sums, whose percentiles are of rounded numbers; compare two sides that "
             "keep the same"
         )
-        return Ratio(None, None, None, verdict)
-    if methods != {"linear"} and abs(median_b - median_a) <= ROUNDING * max(median_a, median_b):
-        return Ratio(None, None, None, "no difference beyond the rounding of runs that keep sums")
+        return Comparison(*medians, note=note)
+    low, high = sorted(medians)
+    if methods != {"linear"} and high - low <= ROUNDING * high:
+        note = "no difference is shown beyond the rounding of runs that keep sums"
+        return Comparison(*medians, note=note)
     return None
 
 
-def one_sided(a: Side, b: Side, metric: str) -> tuple[float | None, float | None, Ratio]:
-    """The median of a number of drafts on the side that has it: the other does not speculate, or is
-    an older run.
+def percentile_of(metric: str) -> tuple[str, int | None]:
+    """What a metric is a percentile of, and which one, such as ("ttft_s", 99)."""
+    name, _, percentile = metric.partition(".p")
+    return name, int(percentile) if percentile.isdigit() else None
+
+
+def over_requests(
+    result: Comparison, a: Side, b: Side, metric: str, confidence: float
+) -> Comparison:
+    """The comparison of one pair of runs of the same requests, with an interval over these where
+    there is one.
     """
-    values = values_of(a if speculates(a) else b, metric)
-    middle = statistics.median(values) if values else None
-    if speculates(a):
-        return middle, None, Ratio(None, None, None, "only A has numbers of drafts")
-    return None, middle, Ratio(None, None, None, "only B has numbers of drafts")
+    name, percentile = percentile_of(metric)
+    if name not in LATENCIES or percentile is None:
+        return result
+    before, after = (store.read_requests(Path(side.runs[0]["run"])) for side in (a, b))
+    if name == "itl_s" and not all(request.has_gaps for request in (*before, *after)):
+        return result
+    effect, words = of_requests(before, after, name, percentile, confidence)
+    return result._replace(effect=effect or result.effect, note=f"{result.note}; {words}")

@@ -1,4 +1,4 @@
-"""What a sweep showed, from the summaries of its runs: its points, the axes of plots, sentences.
+"""What a sweep showed, from the summaries of its runs: its points, and the axes of plots.
 
 All functions are pure.
 """
@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from experiments.core import own_metrics
-from experiments.core.config import short_names
+from experiments.core.overrides import short_names
+from experiments.core.selection import swept_keys, value_text
 from experiments.core.store import flatten
 from pagedjax.options.config import one_of
 
@@ -49,6 +50,15 @@ FRAGMENTATION = Metric(
 )
 PADDING = Metric("padding_share", "Padding in computed tokens", "%", 1e2, "low", "padding")
 PEAK_SLOTS = Metric("slots_used.peak", "Peak cache use", "token slots", 1.0, "low", "peak cache")
+JAIN = Metric("fairness.jain", "Jain's index of users' speeds", "", 1.0, "high", "Jain's index")
+WORST_USER = Metric(
+    "fairness.worst_ttft",
+    "TTFT p99 of the worst user over the median one's",
+    "times",
+    1.0,
+    "low",
+    "worst user",
+)
 DEVICE = Metric("device_s.mean", "Device time per step, mean", "ms", 1e3, "low", "device a step")
 HOST = Metric("host_s.mean", "Host time per step, mean", "ms", 1e3, "low", "host a step")
 DRAFTS = Metric("speculation.drafts", "Draft tokens", "", 1.0, "low", "drafts")
@@ -97,6 +107,8 @@ TABLE = (
     ),
     Metric("preemptions", "Preemptions", "", 1.0, "low", "preemptions"),
     *SPECULATION,
+    JAIN,
+    WORST_USER,
 )
 
 
@@ -114,7 +126,6 @@ class PointRow(NamedTuple):
     swept: the swept values, by short names of their keys.
     values: by a metric's column; only metrics that at least one repeat has.
     samples: by a metric's column, the number of each repeat, in the shown unit.
-    workloads: of each repeat, what its run says of the workload; None: nothing.
     """
 
     label: str
@@ -123,7 +134,6 @@ class PointRow(NamedTuple):
     repeats: int
     values: dict[str, Range]
     samples: dict[str, dict[int, float]]
-    workloads: dict[int, Any]
 
     def middle(self, metric: Metric) -> float:
         """The median over repeats; NaN if the point has no such value."""
@@ -149,8 +159,7 @@ def points(runs: Sequence[dict[str, Any]], metrics: Sequence[Metric] = TABLE) ->
     for run in runs:
         if not run["failed"]:
             good.setdefault(run["point"], []).append(run)
-    swept_paths = dict.fromkeys(path for run in runs for path in run["swept"])  # each once
-    names = short_names(list(swept_paths))
+    names = short_names(swept_keys(runs))
     rows = []
     for key, repeats in good.items():
         flat = {run["repeat"]: flatten(run["metrics"]) for run in repeats}
@@ -171,7 +180,6 @@ def points(runs: Sequence[dict[str, Any]], metrics: Sequence[Metric] = TABLE) ->
                 repeats=len(repeats),
                 values={column: _range(numbers) for column, numbers in samples.items()},
                 samples=samples,
-                workloads={run["repeat"]: run.get("workload") for run in repeats},
             )
         )
     return rows
@@ -180,22 +188,6 @@ def points(runs: Sequence[dict[str, Any]], metrics: Sequence[Metric] = TABLE) ->
 def _range(numbers: Mapping[int, float]) -> Range:
     values = numbers.values()
     return Range(statistics.median(values), min(values), max(values))
-
-
-def swept_key(option: str, name: str, runs: Sequence[dict[str, Any]]) -> str:
-    """The short name of a swept key, which is given by its short name or its path.
-
-    Raises:
-        ValueError: it is not swept; the message names the option and the swept keys.
-    """
-    names = short_names(list(dict.fromkeys(path for run in runs for path in run["swept"])))
-    if not names:
-        raise ValueError(
-            f"{option} is {name!r}, and the sweep has one point; sweep a key, or leave {option} out"
-        )
-    if name not in names.values():
-        one_of(option, name, tuple(names))
-    return names.get(name, name)
 
 
 def find_metric(option: str, name: str, runs: Sequence[dict[str, Any]]) -> Metric:
@@ -241,8 +233,8 @@ def shown_metrics(rows: Sequence[PointRow]) -> list[Metric]:
     return metrics + [_own_metric(column) for column in columns if column.startswith(OWN)]
 
 
-def swept_keys(rows: Sequence[PointRow]) -> list[str]:
-    """Every swept key, in the order of the points."""
+def short_keys(rows: Sequence[PointRow]) -> list[str]:
+    """The short name of every swept key, in the order of the points."""
     return list(dict.fromkeys(key for row in rows for key in row.swept))
 
 
@@ -257,7 +249,7 @@ def choose_axes(rows: Sequence[PointRow], x: str | None = None, facet: str | Non
     def values(key: str) -> list[Any]:
         return [row.swept.get(key) for row in rows]
 
-    varied = [key for key in swept_keys(rows) if len(set(map(repr, values(key)))) > 1]
+    varied = [key for key in short_keys(rows) if len(set(map(repr, values(key)))) > 1]
     free = [key for key in varied if key != facet]
     if x is None:
         numeric = [key for key in free if _all_numbers(values(key))]
@@ -307,7 +299,7 @@ def lines(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[PointRow]]:
         axis = x_axis(rows, x)
         ordered.sort(key=lambda row: axis.place(row.swept.get(x)))
     for row in ordered:
-        name = ", ".join(f"{key}={row.swept.get(key)}" for key in axes.lines)
+        name = ", ".join(f"{key}={value_text(row.swept.get(key))}" for key in axes.lines)
         by_line.setdefault(name, []).append(row)
     return by_line
 
@@ -318,7 +310,8 @@ def facets(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[PointRow]]:
         return {"": list(rows)}
     by_value: dict[str, list[PointRow]] = {}
     for row in rows:
-        by_value.setdefault(f"{axes.facet}={row.swept.get(axes.facet)}", []).append(row)
+        name = f"{axes.facet}={value_text(row.swept.get(axes.facet))}"
+        by_value.setdefault(name, []).append(row)
     return by_value
 
 
@@ -337,11 +330,10 @@ def pareto(costs_and_gains: Sequence[tuple[float, float]]) -> list[int]:
     return front
 
 
-def best(rows: Sequence[PointRow], metric: Metric) -> PointRow | None:
-    """The point that is best in `metric`, or None if no point has it."""
-    having = [row for row in rows if metric.column in row.values]
-    sign = -1 if metric.better == "high" else 1
-    return min(having, key=lambda row: sign * row.middle(metric), default=None)
+def highest(rows: Sequence[PointRow], metric: Metric) -> PointRow | None:
+    """The point with the highest median, or None if no point has the number."""
+    with_metric = [row for row in rows if metric.column in row.values]
+    return max(with_metric, key=lambda row: row.middle(metric), default=None)
 
 
 def widest_spread(rows: Sequence[PointRow], metric: Metric) -> float | None:
@@ -356,105 +348,19 @@ def widest_spread(rows: Sequence[PointRow], metric: Metric) -> float | None:
     return max(shares, default=None)
 
 
-def number(value: float, digits: int = 3) -> str:
+def number(value: float | None, digits: int = 3) -> str:
     """`value` with `digits` significant digits, or more if its whole part has more.
 
-    A whole number has no decimal point. A thin space is between thousands. "-" for NaN and
+    A whole number has no decimal point. A thin space is between thousands. "-" for None, NaN and
     infinity, "0" for what rounding leaves of a difference.
     """
-    if not math.isfinite(value):
+    if value is None or not math.isfinite(value):
         return "-"
     if abs(value) < NOISE:
         return "0"
     is_whole = value == round(value)
     places = 0 if is_whole else max(0, digits - 1 - math.floor(math.log10(abs(value))))
     return f"{value:,.{places}f}".replace(",", "\u2009")
-
-
-def result_sentences(
-    runs: Sequence[dict[str, Any]], rows: Sequence[PointRow], axes: Axes
-) -> list[str]:
-    """The result in sentences, the most important first."""
-    failed = sum(1 for run in runs if run["failed"])
-    if not rows:
-        return [f"All {failed} runs failed; there is no result."]
-    sentences = [
-        *_throughput(rows),
-        *_effect_of_x(rows, axes),
-        *_latency(rows),
-        *_same_tokens(runs),
-    ]
-    if failed:
-        sentences.append(f"{failed} of {len(runs)} runs failed and are left out.")
-    return sentences
-
-
-def _throughput(rows: Sequence[PointRow]) -> list[str]:
-    ordered = sorted(rows, key=lambda row: -row.middle(THROUGHPUT))
-    first = ordered[0]
-    last = ordered[-1]
-    fastest = first.values[THROUGHPUT.column]
-    runs = "one run"
-    if first.repeats > 1:
-        runs = f"{number(fastest.low)} to {number(fastest.high)} over {first.repeats} repeats"
-    if len(rows) == 1:
-        return [f"{number(fastest.middle)} output tokens/s ({runs})."]
-    slowest = last.middle(THROUGHPUT)
-    text = (
-        f"Fastest is {first.label} with {number(fastest.middle)} output tokens/s ({runs}): "
-        f"{fastest.middle / slowest:.2f} times the slowest, {last.label} ({number(slowest)})."
-    )
-    share = widest_spread(rows, THROUGHPUT)
-    if share is None:
-        return [text, "Each point ran once, so how much of a difference is noise is not known."]
-    tied = sum(row.values[THROUGHPUT.column].high >= fastest.low for row in ordered[1:])
-    if tied == 0:
-        overlap = "no other point reaches"
-    elif tied == 1:
-        overlap = "one other point reaches"
-    else:
-        overlap = f"{tied} other points reach"
-    return [
-        text,
-        f"Repeats of one point differ by up to {share:.1%}; {overlap} into the range of the "
-        "fastest.",
-    ]
-
-
-def _effect_of_x(rows: Sequence[PointRow], axes: Axes) -> list[str]:
-    """The effect of x with all else fixed: the ratio of extremes on each line."""
-    if axes.x is None or not axes.lines:
-        return []
-    ratios = {}
-    for name, members in lines(rows, axes).items():
-        rates = [row.middle(THROUGHPUT) for row in members]
-        ratios[name] = max(rates) / min(rates)
-    largest = max(ratios, key=lambda name: ratios[name])
-    return [
-        f"{axes.x} alone changes throughput by a factor of {min(ratios.values()):.2f} to "
-        f"{ratios[largest]:.2f}, most at {largest}."
-    ]
-
-
-def _latency(rows: Sequence[PointRow]) -> list[str]:
-    lowest = []
-    for metric, words in (
-        (TTFT, "the median time to first token"),
-        (ITL, "the median gap between tokens"),
-    ):
-        row = best(rows, metric)
-        if row is not None and len(rows) > 1:
-            lowest.append(f"{words} at {row.label} ({number(row.middle(metric))} {metric.unit})")
-    return [f"The lowest values: {' and '.join(lowest)}."] if lowest else []
-
-
-def _same_tokens(runs: Sequence[dict[str, Any]]) -> list[str]:
-    digests = [run["metrics"]["tokens_sha256"] for run in runs if not run["failed"]]
-    if len(digests) < 2:
-        return []
-    if len(set(digests)) == 1:
-        return [f"All {len(digests)} runs generated exactly the same tokens."]
-    return [f"The {len(digests)} runs generated {len(set(digests))} different sets of tokens."]
 
 
 def text_table(rows: Sequence[PointRow]) -> str:

@@ -286,7 +286,8 @@ class Point(NamedTuple):
     def label(self) -> str:
         """The swept keys, by their last names where those are unique: `block_size=16, rate=2.0`."""
         names = short_names(self.swept)
-        return ", ".join(f"{names[path]}={self.swept[path]}" for path in names) or "one point"
+        texts = (f"{names[path]}={selection.value_text(self.swept[path])}" for path in names)
+        return ", ".join(texts) or "one point"
 
 
 def load(path: Path, overrides: tuple[str, ...] = ()) -> list[Point]:

@@ -75,7 +75,8 @@ def choose(runs: Sequence[Run], selection: Selection) -> tuple[list[Run], dict[s
     values: dict[str, Any] = {}
     for condition in selection.conditions:
         name, _, text = condition.partition("=")
-        key = key_of(name, runs, str(selection.folder))
+        option = f"the key of a selection in {selection.folder}"
+        key = key_of(option, name, [*swept_keys(runs), REPEAT])
         if key in values:
             raise ValueError(
                 f"{selection} gives {key} twice; give it once, or name the folder again for the "
@@ -86,17 +87,22 @@ def choose(runs: Sequence[Run], selection: Selection) -> tuple[list[Run], dict[s
     return chosen, values
 
 
-def key_of(name: str, runs: Sequence[Run], where: str) -> str:
-    """The swept key of a name, which may be its last part. Raises ValueError if there is none."""
-    keys = swept_keys(runs)
-    by_name = {short: path for path, short in short_names(keys).items()} | {
-        key: key for key in keys
-    }
-    if not keys and name != REPEAT:
-        raise ValueError(f"{name} is not swept in {where}, where nothing is; leave it out")
-    if name not in by_name and name != REPEAT:
-        one_of(f"the key of a selection in {where}", name, (*keys, REPEAT))
-    return by_name.get(name, name)
+def key_of(option: str, name: str, keys: Sequence[str]) -> str:
+    """The path of a key, which is given by its path or by its last part.
+
+    Args:
+        option: what gives the name, for an error.
+        keys: the paths that there are.
+
+    Raises:
+        ValueError: there is no such key; the message lists those that there are.
+    """
+    if not keys:
+        raise ValueError(f"{option} is {name!r}, and nothing is swept; leave it out")
+    paths = {short: path for path, short in short_names(keys).items()}
+    path = name if name in keys else paths.get(name, name)
+    one_of(option, path, tuple(keys))
+    return path
 
 
 def value_of(key: str, text: str, runs: Sequence[Run], where: str) -> Any:
@@ -108,12 +114,12 @@ def value_of(key: str, text: str, runs: Sequence[Run], where: str) -> Any:
     values = values_in(runs, key)
     if not values:
         raise ValueError(f"the runs of {where} do not have {key}; leave {key}={text} out")
+    with_text = [value for value in values if value_text(value) == text]
+    if len(with_text) == 1:  # as labels have it, which may be no YAML
+        return with_text[0]
     parsed_value = load_text(text, f"{key}={text}")
     for value in values:
-        if _same(value, parsed_value) or value_text(value) == text:
-            return value
-    for value in values:
-        if str(value) == text:  # as labels have it: None
+        if _same(value, parsed_value) or str(value) == text:  # None: of earlier versions' labels
             return value
     nearest = nearest_value(parsed_value, values)
     raise ValueError(
@@ -148,7 +154,7 @@ def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
     return {key: values for key, values in of_keys.items() if len(values) > 1}
 
 
-def ambiguity(runs: Sequence[Run], keys: Mapping[str, Sequence[Any]]) -> str:
+def ambiguity(keys: Mapping[str, Sequence[Any]]) -> str:
     """What several chosen runs differ in, and the condition to add."""
     texts = [f"{key} ({value_list(values)})" for key, values in keys.items()]
     example = " ".join(f"{key}={value_text(values[0])}" for key, values in keys.items())
@@ -175,7 +181,7 @@ def one_run(text: str, folders: Sequence[Path]) -> Path:
         )
     runs, _ = choose(store.read_runs(place), Selection(str(place), tuple(conditions)))
     if len(runs) > 1:
-        raise ValueError(f"{text} selects {len(runs)} runs, {ambiguity(runs, differing(runs))}")
+        raise ValueError(f"{text} selects {len(runs)} runs, {ambiguity(differing(runs))}")
     return Path(runs[0]["run"])
 
 

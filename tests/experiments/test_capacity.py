@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from experiments import capacity
-from experiments.analysis import run_length
+from experiments.analysis import capacities, run_length
+from experiments.analysis.capacities import CellAnswer, SeedAnswer
 from experiments.analysis.sweep_points import number
 from experiments.capacity import Bounds, Probe, bracket, met_above_limit, next_rate
 from experiments.core import store, sweep
@@ -215,6 +216,10 @@ NULL_TARGET = "sweep={grid: {slo.ttft: [0.3, null]}}"
             ["--percentile=90", "--set", "slo.itl=0.1", "--set", NULL_TARGET],
             "slo.ttft is null in some cells and a target in others",
         ),
+        (
+            ["--by", "polcy", "--set", "sweep={grid: {engine.policy: [fcfs, shortest]}}"],
+            "--by is 'polcy'; it must be one of 'engine.policy'",
+        ),
         (["--jobs", "0"], "--jobs is 0; it must be at least 1"),
         (["--share", "90"], "--share is 90.0; it must be above 0 and at most 1"),
         (["--low", "0"], "--low is 0.0; it must be a rate above 0"),
@@ -341,6 +346,63 @@ def test_a_run_that_is_too_short_is_said(cells):
     assert f"Too short for the answer: max_num_seqs=1, seed 0: {few} requests to 100." in printed
 
 
+def test_capacities_are_compared_by_seed(cells):
+    folder, printed = cells
+    result = json.loads((folder / "c.json").read_text())
+    (row,) = result["comparisons"]
+    met = [[seed["met"] for seed in cell["seeds"]] for cell in result["cells"]]
+    logs = [math.log(above / below) for below, above in zip(*met, strict=True)]
+    assert row["differences"] == pytest.approx(logs)
+    assert row["estimate"] == pytest.approx(math.exp(sum(logs) / 2))
+    margin = math.log(1.5)  # of the search
+    deviation = max(abs(logs[0] - logs[1]) / math.sqrt(2), margin / math.sqrt(6))
+    reach = math.tan(0.475 * math.pi) * deviation / math.sqrt(2)  # Cauchy's distribution
+    assert math.log(row["high"] / row["estimate"]) == pytest.approx(reach + margin)
+    assert (result["by"], result["baseline"], row["value"]) == ("engine.max_num_seqs", 1, 2)
+    assert row["units"] == [{"seed": seed, "repeat": None} for seed in (0, 1)]
+    assert "capacity: engine.max_num_seqs=2 against 1\n" in printed
+    assert row["verdict"] == "no difference is shown"
+    assert row["verdict"] in printed
+    assert "A capacity is up to 50 % too low" in printed
+    page = (folder / "md1-capacity" / "capacity.html").read_text()
+    assert "<h2>Compared by engine.max_num_seqs</h2>" in page
+    assert "capacity: engine.max_num_seqs=2 against 1\n" in page
+
+
+def cell(policy: str, size: int, *met: float) -> CellAnswer:
+    """The highest met rate of each seed; 0: there is none."""
+    answers = [
+        SeedAnswer(seed, rate, 1.05 * rate or 1.0, (), (), ()) for seed, rate in enumerate(met)
+    ]
+    swept = {"policy": policy, "size": size}
+    return CellAnswer(swept, f"{policy} {size}", "", tuple(answers))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "verdict"),
+    [(1.0, "no difference is shown"), (1.049, "no difference is shown"), (1.2, "higher: shown")],
+)
+def test_a_step_of_the_search_is_no_difference(ratio: float, verdict: str):
+    rates = [10.0, 12.0, 15.0]
+    above = [float(f"{ratio * rate:.4g}") for rate in rates]  # as rates are rounded
+    (row,) = capacities.compared([cell("a", 1, *rates), cell("b", 1, *above)], "policy", 0.05).rows
+    assert row.comparison.verdict(0.95) == verdict
+
+
+def test_seeds_without_a_capacity_are_no_pair():
+    cells = [
+        cell("a", 1, 1.0, 2.0, 3.0, 0.0),
+        cell("a", 2, 1.0, 1.0, 1.0, 1.0),
+        cell("b", 1, 3.0, 6.1, 9.0, 9.0),
+        cell("b", 2, 3.0, 3.1, 3.0, 3.2),
+    ]
+    of_policy = capacities.compared(cells, "policy", 0.05)
+    assert [len(row.units) for row in of_policy.rows] == [3, 4, 3]
+    verdicts = [row.comparison.verdict(0.95) for row in of_policy.rows]
+    assert verdicts == ["higher: shown"] * 3
+    assert "higher in 2 and lower in 0 of 2 cells" in of_policy.text
+
+
 def test_the_page_shows_the_cells(cells):
     folder, _ = cells
     text = (folder / "md1-capacity" / "capacity.html").read_text()
@@ -381,6 +443,19 @@ def test_targets_may_be_swept(tmp_path):
     assert [(search.cell, search.seed) for search in searches] == [({}, 3), ({}, 5)]
 
 
+def test_the_engine_of_a_measured_cell_is_built_once(tmp_path):
+    """All seeds of a cell are searched together, whatever the order of the keys."""
+    path = write(tmp_path, simulate=None)
+    grid = "sweep={grid: {seed: [3, 5], engine.policy: [fcfs, shortest]}}"
+    _, points = capacity.read_config(path, [grid])
+    searches = capacity.searches_of(points, capacity._parser().parse_args(["x"]))
+    groups = [[search.name for search in group] for group in capacity._groups(searches)]
+    assert groups == [
+        ["policy=fcfs, seed 3", "policy=fcfs, seed 5"],
+        ["policy=shortest, seed 3", "policy=shortest, seed 5"],
+    ]
+
+
 def requests_of(arrivals: np.ndarray, service: float) -> list[RequestRecord]:
     """Requests of one server, each of which takes `service` seconds."""
     ends = []
@@ -417,15 +492,4 @@ def test_interval_of_misses_is_that_of_batch_means():
         "that may. Raise the number of requests."
     ]
     (share_of_all,) = run_length.reasons(requests, [True] * 200, 1.0, 0.05)
-    assert share_of_all.endswith("10 are needed. Compare a share below 1.")
-
-
-def test_measured_searches_of_one_cell_go_on_together_whatever_their_order():
-    measured = SimpleNamespace(experiment=SimpleNamespace(simulate=None))
-    searches: Any = [
-        SimpleNamespace(base=measured, cell_label=label, seed=seed)
-        for seed in (0, 1)
-        for label in ("a", "b")
-    ]
-    groups = [[(s.cell_label, s.seed) for s in group] for group in capacity._groups(searches)]
-    assert groups == [[("a", 0), ("a", 1)], [("b", 0), ("b", 1)]]
+    assert share_of_all.endswith("10 are needed. Give a --share below 1.")

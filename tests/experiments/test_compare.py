@@ -1,4 +1,4 @@
-"""Comparison of runs: real differences, false positives, and errors for incomparable runs."""
+"""Comparison of runs: differences that are shown, false positives, and errors of a user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from experiments import compare
 from experiments.analysis import ratios
-from experiments.analysis.ratios import of_requests, of_runs
+from experiments.analysis.ratios import comparison, effect_of_runs, of_requests
 from experiments.core import store
 from experiments.core.records import BranchRecord, RequestRecord
 from pagedjax.server.load_client.summary import spread
@@ -99,19 +99,18 @@ def test_sweeps_are_compared_point_by_point(tmp_path, compared: Any):
     text = compared("a", "b", "--metric", RATE, "preemptions", "--json", str(file))
     assert "engine.block_size=8 (5 pairs of repeats)" in text
     assert "only in A: engine.block_size=32" in text
-    assert "of 2 intervals at 0.95, 0.1 exclude 1 by chance alone" in text
+    assert "corrected for many comparisons by Holm's method: 2 comparisons. shown: p (Holm)" in text
     comparisons = {
         (row["point"], row["metric"]): row for row in json.loads(file.read_text())["comparisons"]
     }
-    real = comparisons["engine.block_size=8", "output_tokens_per_s"]
-    assert 1.0 < real["low"] < 1.12 < real["high"] < 1.16
-    assert (
-        real["verdict"]
-        == f"B is {real['ratio']:.2f} times A ({real['low']:.2f} to {real['high']:.2f}): real"
-    )
+    faster = comparisons["engine.block_size=8", "output_tokens_per_s"]
+    assert 1.0 < faster["low"] < 1.12 < faster["high"] < 1.16
+    assert faster["p_holm"] == pytest.approx(2 * faster["p"])
+    assert (faster["verdict"], faster["shown"]) == ("higher: shown", True)
+    assert f"{faster['estimate']:.2f} ({faster['low']:.2f} to {faster['high']:.2f})" in text
     unchanged = comparisons["engine.block_size=16", "output_tokens_per_s"]
     assert unchanged["low"] < 1.0 < unchanged["high"]
-    assert unchanged["verdict"].startswith("no difference can be shown: B is ")
+    assert (unchanged["verdict"], unchanged["shown"]) == ("no difference is shown", False)
     assert (
         comparisons["engine.block_size=16", "preemptions"]["verdict"] == "the same in every repeat"
     )
@@ -125,9 +124,12 @@ def test_false_positive_rate_of_repeats(repeats: int, paired: bool):
     called = 0
     for _ in range(400):
         a, b = draw.lognormal(4, 0.05, (2, repeats))
-        called += of_runs(a.tolist(), b.tolist(), paired=paired, confidence=0.95).verdict.endswith(
-            "real"
-        )
+        effect = effect_of_runs(a.tolist(), b.tolist(), paired=paired, confidence=0.95)
+        assert effect.p is not None
+        assert effect.low is not None
+        assert effect.high is not None
+        assert (effect.p < 0.05) == (not effect.low < 1 < effect.high)
+        called += effect.p < 0.05
     assert called / 400 < 0.08  # 0.05 plus the error of 400 draws
 
 
@@ -140,16 +142,20 @@ def test_false_positive_rate_of_request_bootstrap(count: int, percentile: int, m
     for _ in range(60):
         base = draw.lognormal(0, 0.6, count)
         a, b = (requests((base * draw.lognormal(0, 0.2, count)).tolist()) for _ in range(2))
-        called += ": real" in of_requests(a, b, "ttft_s", percentile, 0.95).verdict
+        effect, _ = of_requests(a, b, "ttft_s", percentile, 0.95)
+        assert effect is not None
+        assert effect.low is not None
+        assert effect.high is not None
+        called += not effect.low < 1 < effect.high
     assert called / 60 < 0.12
 
 
 def test_bootstrap_draws_requests_with_all_their_gaps():
     first = np.random.default_rng(1).lognormal(0, 0.5, 50).tolist()
-    comparison = of_requests(requests(first, 0.05), requests(first, 0.06), "itl_s", 90, 0.95)
-    assert comparison.ratio == pytest.approx(1.2)
-    assert comparison.low == pytest.approx(1.2)
-    assert ": real, of these 50 requests; one run each" in comparison.verdict
+    effect, words = of_requests(requests(first, 0.05), requests(first, 0.06), "itl_s", 90, 0.95)
+    assert effect is not None
+    assert (effect.estimate, effect.low, effect.p) == (pytest.approx(1.2), pytest.approx(1.2), None)
+    assert words == "the interval is over 50 requests"
 
 
 def test_single_runs_give_intervals_over_requests_only(tmp_path, compared: Any):
@@ -161,15 +167,14 @@ def test_single_runs_give_intervals_over_requests_only(tmp_path, compared: Any):
     metrics = ("--metric", RATE, "ttft_s.p50", "ttft_s.p99")
     text = compared("a", "b", *metrics).splitlines()
     assert text[0] == "one point (one run each of the same requests)"
-    assert text[2].endswith("one run each: the noise between runs is not known (B is 0.90 times A)")
-    assert (
-        "real, of these 60 requests; one run each: the noise between runs is not known" in text[3]
-    )
+    assert " 0.90 " in text[2]
+    assert text[2].endswith("one pair: the noise between runs is not known")
+    assert text[3].endswith("the noise between runs is not known; the interval is over 60 requests")
     assert text[4].endswith("60 requests are too few for p99, which needs 200")
     put(tmp_path / "b", 3, 90.0, first=first.tolist(), workload={**WORKLOAD, "last_arrival_s": 2.0})
     text = compared("a", "b", *metrics)
     assert "(the workloads of repeat 0 differ in last_arrival_s)" in text
-    assert "of these" not in text
+    assert "interval is over" not in text
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
@@ -191,7 +196,7 @@ def test_different_requests_with_equal_totals_are_not_paired(
         put(tmp_path / "b", repeat, 100.0, lived=[first, second._replace(**change), *others])
     text = compared("a", "b", "--metric", RATE, "ttft_s.p50")
     assert f"the workloads of repeat 0 differ in {difference})" in text
-    assert "of these" not in text
+    assert "interval is over" not in text
 
 
 def test_runs_without_requests_file_are_not_paired(tmp_path, compared: Any):
@@ -200,14 +205,14 @@ def test_runs_without_requests_file_are_not_paired(tmp_path, compared: Any):
     next((tmp_path / "b").glob("*/0/requests.jsonl")).unlink()
     text = compared("a", "b", "--metric", RATE, "ttft_s.p50")
     assert "whether repeat 0 had the same requests is not known: there is no" in text
-    assert "of these" not in text
+    assert "interval is over" not in text
 
 
 def test_differences_of_device_and_code_are_reported(tmp_path, compared: Any):
     put(tmp_path / "a", 0, 100.0, device="cpu", commit="abc", env={"versions": {"jax": "0.7.0"}})
     put(tmp_path / "b", 0, 100.0, device="cpu", commit="def", env={"versions": {"jax": "0.7.1"}})
-    lines = compared("a", "b").splitlines()
-    assert lines[-2:] == ["commit differs: A abc, B def", "jax differs: A 0.7.0, B 0.7.1"]
+    text = compared("a", "b")
+    assert "\ncommit differs: A abc, B def\njax differs: A 0.7.0, B 0.7.1\n" in text
     assert "differs" not in compared("a", "a")
 
 
@@ -232,10 +237,11 @@ def test_differences_of_device_and_code_are_reported(tmp_path, compared: Any):
 def test_resamples_without_ratio_give_no_interval(
     name: str, percentile: int, a: list[RequestRecord], b: list[RequestRecord]
 ):
-    comparison = of_requests(a, b, name, percentile, 0.95)
-    assert comparison.ratio == pytest.approx(1.3 if name == "queue_s" else 1.0)
-    assert (comparison.low, comparison.high) == (None, None)
-    assert "resamples have no value, or a zero (B is 1." in comparison.verdict
+    effect, words = of_requests(a, b, name, percentile, 0.95)
+    assert effect is not None
+    assert effect.estimate == pytest.approx(1.3 if name == "queue_s" else 1.0)
+    assert (effect.low, effect.high) == (None, None)
+    assert "resamples have no value, or a zero" in words
 
 
 def test_unpaired_runs_are_reported(tmp_path, compared: Any):
@@ -248,7 +254,8 @@ def test_unpaired_runs_are_reported(tmp_path, compared: Any):
     put(tmp_path / "b", 4, 1.0, failed="it broke", metrics=None)
     text = compared("a", "b")
     assert "(repeats are not paired: A has repeats 0, 1, 2, B 1, 2, 3)" in text
-    assert "B is 1.20 times A (1.17 to 1.22): real" in text  # Welch's, all the same
+    assert "1.20 (1.17 to 1.22)" in text  # Welch's, all the same
+    assert "higher: shown" in text
     assert f"1 of 4 runs of {tmp_path / 'b'} failed and are left out" in text
     assert "(repeats are not paired: the workloads of repeat 1 differ in requests)" in compared(
         "a", "c"
@@ -287,24 +294,49 @@ def test_numbers_of_drafts_are_compared_if_a_side_has_them(tmp_path, compared: A
     numbers = rows("a", "b")
     assert list(numbers) == list(of_side["a"] or ())
     assert numbers["acceptance"].endswith("without noise, of this workload")
-    assert rows("none", "a")["tokens_per_decode"] == "- 2 only B has numbers of drafts"
-    assert rows("a", "none")["accepted"] == "50 - only A has numbers of drafts"
-    assert rows("a", "idle")["acceptance"] == "- - there is no such value in A or in B"
+    assert rows("none", "a")["tokens_per_decode"] == "- 2 - - - only one side has this number"
+    assert rows("a", "none")["accepted"] == "50 - - - - only one side has this number"
+    assert rows("a", "idle")["acceptance"] == "0.500 - - - - only one side has this number"
 
 
 def test_difference_without_noise_is_of_this_workload():
-    assert of_runs([10.0, 20.0], [11.0, 22.0], paired=True, confidence=0.95) == (
-        pytest.approx(1.1), None, None,
-        "B is 1.10 times A, the same difference in every repeat: without noise, of this workload",
-    )  # fmt: skip
-    assert (
-        of_runs([10.0, 20.0], [10.0, 20.0], paired=True, confidence=0.95).verdict
-        == "the same in every repeat"
-    )
-    assert "a zero" in of_runs([0.0, 1.0], [1.0, 1.0], paired=False, confidence=0.95).verdict
-    wild = of_runs([1.0, 1e9], [1.0, 2.0], paired=False, confidence=0.99)
-    assert wild.verdict.startswith("no difference can be shown")
+    def of_pairs(a: list[float], b: list[float]) -> ratios.Comparison:
+        return comparison(effect_of_runs(a, b, paired=True, confidence=0.95), a, b)
+
+    same_factor = of_pairs([10.0, 20.0], [11.0, 22.0])
+    assert same_factor.effect is not None
+    assert same_factor.effect[2:] == (pytest.approx(1.1), None, None, None)
+    assert same_factor.verdict(0.95) == ratios.NO_NOISE
+    assert of_pairs([10.0, 20.0], [10.0, 20.0]).verdict(0.95) == ratios.SAME
+    with_zero = of_pairs([0.0, 1.0], [1.0, 1.0]).effect
+    assert with_zero is not None
+    assert (with_zero.scale, with_zero.estimate) == ("difference", 0.5)
+    wild = effect_of_runs([1.0, 1e9], [1.0, 2.0], paired=False, confidence=0.99)
+    assert wild.p is not None
+    assert wild.p > 0.01
     json.dumps(wild, allow_nan=False)
+
+
+def test_many_comparisons_of_two_sides_are_corrected(tmp_path, compared: Any):
+    """Both forms of the command have one rule and one set of words."""
+    draw = np.random.default_rng(5)
+    for repeat in range(3):
+        for size in range(6):
+            for name, factor in (("a", 1.0), ("b", 1.04)):
+                swept = {"engine.block_size": size, "engine.policy": name}
+                rate = 100 * factor * draw.lognormal(0, 0.01)
+                put(tmp_path / "both", repeat, rate, swept, point=f"{name}{size}")
+    two = tmp_path / "two.json"
+    by = tmp_path / "by.json"
+    folder = str(tmp_path / "both")
+    sides = [folder, "policy=a", folder, "policy=b", "--metric", RATE]
+    assert compare.main([*sides, "--json", str(two)]) == 0
+    assert compare.main([folder, "--by", "policy", "--metric", RATE, "--json", str(by)]) == 0
+    rows = json.loads(two.read_text())["comparisons"]
+    of_cells = [row for row in json.loads(by.read_text())["comparisons"] if row["cell"]]
+    assert any("by itself, not shown among 6 comparisons" in row["verdict"] for row in rows)
+    for key in ("estimate", "low", "high", "p", "p_holm", "shown", "verdict", "scale"):
+        assert [row[key] for row in rows] == [row[key] for row in of_cells]
 
 
 @pytest.mark.parametrize(
@@ -341,10 +373,20 @@ def test_incomparable_folders_are_errors(
     assert message in compared("sizes", folder, *options, status=2)
 
 
+def test_metrics_have_the_names_of_a_report(tmp_path, compared: Any):
+    put(tmp_path / "a", 0, 10.0, first=[0.1, 0.2])
+    text = compared("a", "a", "--metric", "ttft_p50", "TTFT_p99", "output")
+    assert [line.split()[0] for line in text.splitlines()[2:5]] == [
+        "ttft_s.p50",
+        "ttft_s.p99",
+        RATE,
+    ]
+
+
 def test_two_points_of_one_sweep_are_compared(tmp_path, compared: Any):
     for size, rate in ((8, 10.0), (16, 20.0)):
         for repeat in range(3):
             put(tmp_path, repeat, rate * (1 + 0.01 * repeat), {"seed": size}, point=f"point{size}")
     text = compared("point8", "point16")
     assert text.startswith("seed=8 (A) against seed=16 (B) (3 pairs of repeats)")
-    assert "B is 2.00 times A, the same difference in every repeat" in text
+    assert "2.00   -  -         the same difference in every repeat: without noise" in text

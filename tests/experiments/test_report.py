@@ -12,10 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments import report
-from experiments.analysis import plots, report_figures, sweep_points
+from experiments.analysis import (
+    fairness,
+    headline,
+    latencies,
+    plots,
+    report_figures,
+    sweep_points,
+)
 from experiments.analysis.sweep_points import GOODPUT, THROUGHPUT, TTFT, Axes
 from experiments.core import store
-from experiments.core.config import short_names
+from experiments.core.overrides import short_names
+from experiments.core.selection import value_text
 
 
 def run(
@@ -28,7 +36,7 @@ def run(
     **fields: Any,
 ) -> dict[str, Any]:
     label = (
-        ", ".join(f"{name}={swept[path]}" for path, name in short_names(swept).items())
+        ", ".join(f"{name}={value_text(swept[path])}" for path, name in short_names(swept).items())
         or "one point"
     )
     spread = {"count": 9, "mean": gap, "p50": gap, "p90": gap, "p99": gap, "max": gap}
@@ -132,15 +140,18 @@ def test_axes_follow_swept_keys(swept: list[dict[str, Any]], axes: Axes):
 
 def sentences(runs: list[dict[str, Any]]) -> str:
     rows = sweep_points.points(runs)
-    return " ".join(sweep_points.result_sentences(runs, rows, sweep_points.choose_axes(rows)))
+    return " ".join(headline.result_sentences(runs, rows, sweep_points.choose_axes(rows)))
 
 
 def test_sentences_match_numbers():
     text = sentences(GRID)
     best = "block_size=128, max_num_batched_tokens=256"
-    assert f"Fastest is {best} with 281 output tokens/s (280 to 282 over 3 repeats): 2.78" in text
+    assert f"Highest output throughput: {best}, 281 tokens/s (280 to 282 over 3 repeats)" in text
+    assert "; the other end is block_size=8, max_num_batched_tokens=64 (101). The diff" in text
+    assert "The difference from every other point is shown." in text
     assert "Repeats of one point differ by up to 2.0%" in text
-    assert "block_size alone changes throughput by a factor of 1.02 to 1.40" in text
+    assert "medians of throughput differ by factors of 1.02 to 1.40" in text
+    assert text.count("from every other point has no noise, so it is of this workload.") == 2
     assert "All 18 runs generated exactly the same tokens." in text
 
 
@@ -148,17 +159,33 @@ def test_sentences_state_missing_repeats_and_failures():
     single_runs = [run(0, 0, {"seed": 1}, 100.0), run(1, 0, {"seed": 2}, 90.0)]
     single_runs[1]["metrics"]["tokens_sha256"] = "other"
     text = sentences(single_runs)
-    assert "Each point ran once, so how much of a difference is noise is not known." in text
+    once = "No highest output throughput is shown, as a point that ran once has no known noise: "
+    best = (
+        "seed=1 has the best median, 100 tokens/s (one run); no difference is shown from the other"
+    )
+    assert f"{once}{best} point; " in text
     assert "The 2 runs generated 2 different sets of tokens." in text
-    near = [
-        run(0, 0, {"seed": 1}, 100.0),
-        run(0, 1, {"seed": 1}, 110.0),
-        run(1, 0, {"seed": 2}, 101.0),
-    ]
-    assert "one other point reaches into the range" in sentences(near)
+    equal = [run(order, 0, {"seed": order}, 100.0) for order in range(3)]
+    assert "All 3 points have the same output throughput, 100 tokens/s (one run)." in sentences(
+        equal
+    )
     broken = [run(0, 0, {}, 1.0, failed="x", metrics=None)]
     assert sentences(broken) == "All 1 runs failed; there is no result."
     assert "1 of 3 runs failed and are left out." in sentences([*single_runs, *broken])
+
+
+def test_targets_come_first():
+    text = sentences(POLICIES)
+    assert text.startswith("90 % of the requests met the targets. No highest goodput is shown: ")
+    assert "over 3 repeats); no difference is shown from policy=mine, rate=2.0; the other" in text
+    half = [
+        {**row, "metrics": {**row["metrics"], "goodput": {"share": 0.5}}} for row in POLICIES[:3]
+    ]
+    ends = "50 to 90 % of the requests met the targets (medians of the points)."
+    assert sentences([*half, *POLICIES[3:]]).startswith(ends)
+    page = page_of(POLICIES)
+    assert "highest goodput" in page
+    assert "policy=fcfs, rate=2.0; not shown against 1 other point<" in page
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6))))
@@ -238,7 +265,7 @@ def test_report_is_written_from_run_folder(tmp_path):
         }
         store.write_run(tmp_path / f"p{order}" / "0", files)
     page = report.write(tmp_path).read_text()
-    assert "The first repeat of the fastest point, max_num_seqs=2." in page
+    assert "of the point with the highest median throughput, max_num_seqs=2." in page
     assert "c0ffee, with uncommitted changes" in page
     assert "compile 20 to 21 s" in page
     assert re.search(r"acceptance<small>%</small>.*>75<", page, re.DOTALL)
@@ -261,7 +288,7 @@ def test_marks_say_where_curves_differ():
     assert plot is not None
     tips = re.findall(r"<title>policy=mine: (.*)</title>", plot.svg())
     assert len(tips) == 2
-    assert all(tip.endswith("shown, over 3 pairs of repeats") for tip in tips)
+    assert all(tip.endswith("higher: shown, over 3 pairs of repeats") for tip in tips)
     equal = plots.metric_plot(drawn.rows, drawn.axes, TTFT)
     assert equal is not None
     assert equal.svg().count(", the same in every repeat, over 3 pairs") == 2
@@ -341,7 +368,7 @@ def test_unknown_choice_names_what_there_is(options: list[str], words: str, tmp_
     single = tmp_path / "single"
     store.write_file(single / "runs.jsonl", store.json_lines([run(0, 0, {}, 1.0)]))
     assert report.main([str(single), "--x", "rate"]) == 2
-    assert "the sweep has one point; sweep a key, or leave --x out" in capsys.readouterr().err
+    assert "--x is 'rate', and nothing is swept; leave it out" in capsys.readouterr().err
 
 
 def test_figures_are_written_as_files(tmp_path, capsys):
@@ -356,6 +383,51 @@ def test_figures_are_written_as_files(tmp_path, capsys):
     assert "#0b6fb0" in text
     assert not re.search(r"#01020\d|#02..07|var\(--|tip-", text), "placeholders and targets"
     assert pdf.read_bytes().startswith(b"%PDF")
+
+
+def test_chosen_figures_are_written_alone(tmp_path, capsys):
+    store.write_file(tmp_path / "runs.jsonl", store.json_lines(POLICIES))
+    store.write_file(tmp_path / "figures" / "earlier.svg", "")
+    assert report.main([str(tmp_path), "--y", "ttft_p99", "--format", "svg"]) == 0
+    path = tmp_path / "figures" / "chosen-numbers-time-to-first-token-p99.svg"
+    note = f"note: 1 other files in {path.parent} are of earlier commands"
+    assert capsys.readouterr().out.splitlines() == [str(path), note]
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_files_name_their_axes_and_the_key_of_their_colours(tmp_path):
+    drawn = report.prepare(POLICIES, report.Choice(y=("goodput",)))
+    texts = []
+    for section in report.draw_chosen(drawn):
+        for figure in section.figures:
+            plot = figure.draw(palette=plots.PRINT)
+            assert plot is not None
+            key, entries = section.legend or ("", ())
+            plot.save(tmp_path / "figure.svg", figure.title, entries, key)
+            (legend,) = plot.figure.legends
+            texts += [legend.get_title().get_text(), *[text.get_text() for text in legend.texts]]
+            texts.append(plot.axes.get_ylabel())
+            on_page = figure.draw()
+            assert on_page is not None
+            assert on_page.axes.get_ylabel() == "", "the caption has it"
+    assert texts == ["policy", "fcfs", "mine", "Goodput, requests/s"]
+
+
+def test_a_page_has_the_fairness_between_users(tmp_path, monkeypatch):
+    runs = [{**row, "run": str(tmp_path / row["run"])} for row in POLICIES]
+    for row in runs:
+        store.write_run(Path(row["run"]), {"requests.jsonl": '{"user":"a"}\n'})
+    users = {"jain": 0.75, "worst_ttft": 4.0}
+    monkeypatch.setattr(fairness, "fairness", lambda requests: users)
+    monkeypatch.setattr(store, "read_requests", lambda folder: [])
+    named = fairness.with_fairness(runs)
+    drawn = report.prepare(named, report.Choice())
+    monkeypatch.setattr(latencies, "read", lambda *_: ({}, ""))
+    page = report.page(ABOUT, named, [{}], drawn, report.draw(ABOUT, named, drawn))
+    assert "<h2>Fairness</h2>" in page
+    assert "Jain&#39;s index of users&#39; speeds" in page
+    assert "Jain's index of n users" in page
+    assert "Jain" not in page_of(POLICIES)
 
 
 def test_figures_with_like_titles_have_files_of_their_own(tmp_path):

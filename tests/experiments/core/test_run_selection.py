@@ -101,10 +101,20 @@ def test_numbers_of_a_table_are_values():
 
 
 def test_nothing_is_swept():
-    with pytest.raises(
-        ValueError, match=r"^rate is not swept in x, where nothing is; leave it out"
-    ):
+    with pytest.raises(ValueError, match=r"^the key of a selection in x is 'rate'; it must be one"):
         choose(runs_of({}), Selection("x", ("rate=2",)))
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, 1e-5, 2.0, "a b", "[1", [1, 2], {"name": "f", "of": None}], ids=repr
+)
+def test_a_printed_label_is_a_selection(value: Any):
+    swept = {"engine.key": value, "other": 1}
+    label = config.Point(None, swept, "", "", "").label  # pyright: ignore[reportArgumentType]
+    condition, _, _ = label.rpartition(", other=1")
+    runs = runs_of({"engine.key": "another", "other": 1}, swept)
+    chosen, _ = choose(runs, Selection("x", (condition,)))
+    assert chosen == [runs[1]]
 
 
 VALUES = st.one_of(
