@@ -4,11 +4,9 @@ against a count.
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,26 +37,6 @@ def test_a_match_inside_the_bytes_of_a_token_is_none():
     """The bytes of 1, 256 contain those of 65536 at an odd place."""
     tokens = np.array([0x01000000, 0x00000001, 5, 0x00000100], np.int32)
     assert list(ngram.drafter(3, 1).propose(None, "a", tokens, 4)) == []
-
-
-@pytest.mark.oracle
-def test_prompt_lookup_proposes_what_transformers_does():
-    torch = pytest.importorskip("torch")
-    from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
-
-    draw = random.Random(0)
-    matches = 0
-    for _ in range(2000):
-        tokens = [draw.randrange(4) for _ in range(draw.randint(1, 60))]
-        k, longest = draw.randint(1, 8), draw.randint(1, 4)
-        theirs = PromptLookupCandidateGenerator(
-            num_output_tokens=k, max_matching_ngram_size=longest, max_length=len(tokens) + 100
-        )
-        expected = theirs.get_candidates(torch.tensor([tokens]))[0][0].tolist()[len(tokens) :]
-        drafts = ngram.drafter(longest, 1).propose(None, "a", np.array(tokens, np.int32), k)
-        assert list(drafts) == expected
-        matches += bool(expected)
-    assert matches > 1000
 
 
 @given(texts, st.integers(1, 6))
