@@ -21,6 +21,7 @@ from pagedjax.options.own_names import OwnName, as_mapping, name_in_one_line
 from pagedjax.options.own_values import own_value
 from pagedjax.routing import init, routers
 from tests import drawn
+from tests.refusals import refused
 
 MINE = """
 from typing import Annotated, Literal
@@ -103,7 +104,7 @@ def test_a_name_in_one_line_and_a_mapping_say_the_same(place, parameters):
     ],
 )
 def test_what_is_no_name_is_refused(value, message):
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         EngineConfig(policy=value)
 
 
@@ -143,7 +144,7 @@ def test_a_function_gets_its_parameters_and_has_its_own_defaults(mine, parameter
     ],
 )
 def test_a_wrong_parameter_is_named_with_those_that_exist(mine, name, message):
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         policies.find(f"{mine}:{name}")
 
 
@@ -225,7 +226,7 @@ def test_a_value_of_another_kind_is_refused():
         (lambda value: kv_policies.find(KVPolicyOptions(value)), router, "KVPolicy"),
         (lambda value: drafters.find(Speculative(method=value)), router, "Drafter"),
     ):
-        with pytest.raises(ValueError, match=f"FILE.py:NAME, or an? {kind}"):
+        with refused(f"FILE.py:NAME, or an? {kind}"):
             find(value)
 
 
@@ -265,7 +266,7 @@ def test_an_error_in_an_attention_or_a_kv_policy_names_its_file_and_line(tmp_pat
         ("WORDS", r"keeps\(0\) of the kv_policy 'mine' returned 'yes'; return True or False"),
     ):
         policy = kv_policies.find(KVPolicyOptions(f"{path}:{name}"))
-        with pytest.raises(ValueError, match=message):
+        with refused(message):
             kv_policies.view(policy, 2, 8)
 
 

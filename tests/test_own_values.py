@@ -11,6 +11,7 @@ import pytest
 from experiments.core import config
 from pagedjax.host import policies
 from pagedjax.options.own_values import bound_parameters, own_value, source_files
+from tests.refusals import refused
 
 POLICY = "from pagedjax.policies import by_key\nfrom weights import age\n"
 POLICY += "MINE = by_key('mine', age)\n"
@@ -71,10 +72,9 @@ def test_helpers_are_imported_from_any_current_folder_and_run_again_after_a_chan
 
 def test_an_import_that_exists_nowhere_is_named(tmp_path):
     write(tmp_path, mine="import no_such_module\n")
-    with pytest.raises(
-        ValueError,
-        match=r"mine\.py cannot be imported \(No module named 'no_such_module'\); install what it "
-        r"imports, or put it into the file's folder$",
+    with refused(
+        r"mine\.py cannot be imported \(No module named 'no_such_module'\); install what it "
+        r"imports, or put it into the file's folder$"
     ):
         own_value("policy", f"{tmp_path}/mine.py:MINE", list, ())
     assert str(tmp_path) not in sys.path
@@ -109,11 +109,9 @@ def test_options_are_given_by_their_names():
         ({}, r"^x\.b is missing: first .* has no default of it; set it, or give it one$"),
         ({"b": "3"}, r"^x\.b is '3'; it must be an integer$"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refused(message):
             bound_parameters("x", first, 1, options)
-    with pytest.raises(
-        ValueError, match=r"^x\.b is no parameter of first .*; its parameters are c$"
-    ):
+    with refused(r"^x\.b is no parameter of first .*; its parameters are c$"):
         bound_parameters("x", first, 2, {"b": 2})
-    with pytest.raises(ValueError, match=r"^x\.a is no parameter of len; it has none$"):
+    with refused(r"^x\.a is no parameter of len; it has none$"):
         bound_parameters("x", len, 1, {"a": 2})

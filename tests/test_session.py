@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pagedjax import SamplingParams
 from pagedjax.engine.session import GenerationRequest, Session, output_of
+from tests.engine.runs import greedy
 
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+GREEDY = greedy(8)
 PROMPTS = ([5, 6, 7], [9, 10, 11, 12])
 
 
@@ -18,7 +18,7 @@ def llm(tiny_llm):
 
 @pytest.fixture
 def expected(llm) -> list[tuple[int, ...]]:
-    outputs = llm.generate(list(PROMPTS), GREEDY, use_tqdm=False)
+    outputs = llm.generate(list(PROMPTS), GREEDY)
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -48,15 +48,5 @@ def test_two_sessions_on_one_engine_get_their_own_tokens(llm, expected):
 
 def test_a_session_without_requests_keeps_no_results(llm):
     idle = session(llm)
-    llm.generate(list(PROMPTS), GREEDY, use_tqdm=False)
+    llm.generate(list(PROMPTS), GREEDY)
     assert not idle._results
-
-
-def test_a_generate_beside_another_session_completes_both(llm, expected):
-    other_session = session(llm)
-    request = GenerationRequest(PROMPTS[0], GREEDY)
-    (branch,) = other_session.add([request])
-    (out,) = llm.generate([PROMPTS[1]], GREEDY, use_tqdm=False)
-    while other_session.branches:
-        other_session.step()
-    assert (token_ids(request, branch), out.outputs[0].token_ids) == tuple(expected)

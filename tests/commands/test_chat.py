@@ -27,8 +27,10 @@ from pagedjax.commands.chat import (
 from pagedjax.engine.session import Session
 from pagedjax.host import scheduler
 from tests import drawn
+from tests.engine.runs import greedy
+from tests.refusals import refused
 
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+GREEDY = greedy(8)
 TALK = Conversation("be brief", (Exchange("one", "two"), Exchange("three", "four")))
 
 
@@ -207,12 +209,6 @@ def test_the_system_text_applies_from_the_next_line_on(llm):
     assert "is set" in notes[0]
 
 
-def test_undo_removes_the_turn_from_the_conversation(llm):
-    direct, _, _ = talk(llm, "the cat", "the house")
-    with_undo, _, _ = talk(llm, "the cat", "the rain", "/undo", "the house", "/quit", "never read")
-    assert with_undo.turns == direct.turns
-
-
 def test_a_line_that_does_not_fit_is_refused_and_works_after_undo(llm):
     long = "the cat and the other cat are in the house " * 25
     end, printed, notes = talk(llm, long, long, "/undo", "the cat")
@@ -272,9 +268,7 @@ def test_an_answer_stopped_before_its_first_token_is_empty(llm):
 
 def test_a_model_without_a_chat_template_is_an_error(llm, monkeypatch):
     monkeypatch.setattr(llm, "tokenizer", replace(llm.tokenizer, chat_template=None))
-    with pytest.raises(
-        ValueError, match="has no chat template, so it cannot chat; `pagedjax generate`"
-    ):
+    with refused("has no chat template, so it cannot chat; `pagedjax generate`"):
         talk(llm, "hello")
 
 
@@ -283,7 +277,7 @@ def test_a_template_that_refuses_the_system_text_is_an_error_at_the_start_or_a_n
 ):
     refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}the cat"
     monkeypatch.setattr(llm, "tokenizer", replace(llm.tokenizer, chat_template=refuses))
-    with pytest.raises(ValueError, match="refuses these messages: no system"):
+    with refused("refuses these messages: no system"):
         talk(llm, "hello", system="be brief")
     end, _, notes = talk(llm, "/system be brief", "hello", "/system off", "hello")
     assert "no system" in notes[1]

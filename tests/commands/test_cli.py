@@ -39,13 +39,6 @@ def test_a_prompt_may_come_from_standard_input(tiny_folder, monkeypatch, capsys)
     assert capsys.readouterr().out.startswith("abc")
 
 
-@pytest.mark.slow
-def test_generate_runs_in_float16(tiny_folder, capsys):
-    """On a CPU the smallest bucket of a 16-bit engine has two tokens."""
-    assert generate("abc", "--dtype", "float16", model=tiny_folder) == 0
-    assert len(capsys.readouterr().out) > len("abc")
-
-
 def test_the_engine_of_generate_is_lazy_and_for_one_request():
     options = cli.engine_options(
         cli.parser().parse_args(["generate", "", "--budget", "16", "--dtype", "bfloat16"])

@@ -71,10 +71,3 @@ def test_one_array_comes_from_the_host():
         "bool",
         "int32",
     ]
-
-
-def test_batches_of_one_shape_have_one_program():
-    tokens_of = jax.jit(lambda buffer: parted(buffer).tokens)
-    for counts in ((1, 3), (2, 2), (1, 4)):
-        tokens_of(joined(batch_of(SHAPES, counts)))
-    assert tokens_of._cache_size() == 2, "4 tokens, and 8"

@@ -12,13 +12,13 @@ import jax
 import numpy as np
 import pytest
 
-from pagedjax import SamplingParams
 from pagedjax.device import attention, cache
 from pagedjax.device.batch import Shapes, blank_sampling, joined
 from pagedjax.device.step import make_step
 from pagedjax.engine.pack import Sources, pack
 from pagedjax.host.types import EMPTY_PLAN
 from tests import quick_compiler
+from tests.refusals import refused
 
 SIZES = {"layers": 2, "kv_heads": 2, "head_dim": 4}
 DIMS = chex.Dimensions(P=6, K=2, S=8, D=4)
@@ -52,9 +52,7 @@ def test_rows_of_several_tokens_hold_whole_tokens_of_one_block():
     chex.assert_shape([*wide.k, *wide.v], (6, 2, 4, 128))
     chex.assert_shape(wide.tokens, DIMS["PS"])
     for row in (96, 1024):
-        with pytest.raises(
-            ValueError, match=f"a row of {row} numbers does not divide a block of 8 tokens of 64"
-        ):
+        with refused(f"a row of {row} numbers does not divide a block of 8 tokens of 64"):
             cache.init(
                 layers=1, blocks=5, block_size=8, kv_heads=2, head_dim=64, dtype="bfloat16", row=row
             )
@@ -81,21 +79,12 @@ def test_blocks_that_are_read_and_written_elsewhere_are_the_same(dtype):
 
 def test_shapes_that_do_not_fit_are_refused_when_traced():
     old = filled()
-    with pytest.raises(ValueError, match=r"target has shape \[1\]; it must be \[2\]"):
+    with refused(r"target has shape \[1\]; it must be \[2\]"):
         jax.jit(cache.copy)(old, np.array([1, 2]), np.array([3]))
-    with pytest.raises(
-        ValueError, match=r"pages has shape \[2, 2, 8, 4\]; it must be \[1, 2, 8, 4\]"
-    ):
+    with refused(r"pages has shape \[2, 2, 8, 4\]; it must be \[1, 2, 8, 4\]"):
         jax.jit(cache.write_blocks)(old, np.array([1]), jax.tree.map(lambda a: a[2:4], old))
-    with pytest.raises(ValueError, match=r"ids has shape \[3\]; it must be \[2\]"):
+    with refused(r"ids has shape \[3\]; it must be \[2\]"):
         jax.jit(cache.write_tokens)(old.tokens, np.zeros(3, np.int32), np.zeros(2, np.int32))
-
-
-def test_moves_of_any_blocks_are_one_program():
-    chex.clear_trace_counter()
-    copy = jax.jit(chex.assert_max_traces(cache.copy, n=1))
-    for target in (1, 2, 3):
-        copy(filled(), np.array([4]), np.array([target]))
 
 
 def compiled_step(model, *, t: int, blocks: int, dtype: str = "float32"):
@@ -153,36 +142,3 @@ def test_a_step_updates_the_cache_in_place(tiny, t, dtype):
         "convert",
         "add",
     }, kinds
-
-
-def test_a_step_writes_the_token_ids_of_every_row(tiny_llm):
-    engine = tiny_llm.engine
-    engine.reset()
-    prompt = list(range(5, 26))
-    engine.add("a", prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-    generated = []
-    while engine.has_work:
-        blocks = (
-            engine.scheduler_state.running.seqs[0].blocks
-            if engine.scheduler_state.running.seqs
-            else ()
-        )
-        result = engine.step()
-        generated += [token for event in result.events for token in getattr(event, "token_ids", ())]
-    tokens = np.asarray(engine._state.cache.tokens)[np.array(blocks)].reshape(-1)
-    chex.assert_trees_all_equal(
-        tokens[: len(prompt) + 3], np.array(prompt + generated[:3], np.int32)
-    )
-
-
-def test_the_donated_cache_is_gone_after_a_step(tiny_llm):
-    engine = tiny_llm.engine
-    old = jax.tree.leaves(engine._state.cache)
-    pointers = [a.unsafe_buffer_pointer() for a in old]
-    engine.add("a", [5, 6, 7], SamplingParams(temperature=0, max_tokens=1))
-    engine.step()
-    assert not engine.has_work
-    assert all(a.is_deleted() for a in old)
-    new = jax.tree.leaves(engine._state.cache)
-    assert [a.unsafe_buffer_pointer() for a in new] == pointers
-    assert any(np.asarray(a).any() for a in new)

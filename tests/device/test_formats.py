@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from pagedjax import LLM, SamplingParams, from_params, load_model
+from pagedjax import LLM, from_params, load_model
 from pagedjax.device.formats import Array, Format, int8, is_stored, restored
 from pagedjax.device.linear import linear
 from pagedjax.device.models import Decoder
@@ -28,6 +28,8 @@ from pagedjax.weights.tree import named, nested
 from tests import quick_compiler
 from tests.device.test_llama import CHUNKED, all_logits
 from tests.device.test_model_families import config_of
+from tests.engine.runs import greedy
+from tests.refusals import refused
 from tests.weights.tiny import tiny_gguf, tiny_llama
 
 SCALES = "_scales"
@@ -38,12 +40,12 @@ SMALL = {
     "num_blocks": 256,
     "progress": False,
 }
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+GREEDY = greedy(8)
 PROMPTS = [list(range(3, 40)), [7, 8, 9]]
 
 
 def texts(llm: LLM) -> list[tuple[int, ...]]:
-    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
 
 
 def random_params(config) -> dict:
@@ -171,17 +173,13 @@ def test_new_values_are_rounded_and_nothing_is_compiled(tiny, tiny_folder):
 
 
 def test_conflicting_options_are_refused(tiny, tiny_folder):
-    with pytest.raises(
-        ValueError, match="weight_dtype is 'int8', but the model was loaded with 'float32'; load it"
-    ):
+    with refused("weight_dtype is 'int8', but the model was loaded with 'float32'; load it"):
         LLM(tiny, weight_dtype="int8", **SMALL)
-    with pytest.raises(
-        ValueError, match="weight_dtype is 'bfloat16'; it must be one of None, 'int8', 'float32'"
-    ):
+    with refused("weight_dtype is 'bfloat16'; it must be one of None, 'int8', 'float32'"):
         load_model(tiny_folder, dtype="float32", weight_dtype="bfloat16")
     deleted = jax.tree.map(lambda x: x.copy(), tiny.model.params)
     jax.tree.map(lambda x: x.delete(), deleted)
-    with pytest.raises(ValueError, match=r"values of blocks.0.attn.qkv.weight: deleted \(donated"):
+    with refused(r"values of blocks.0.attn.qkv.weight: deleted \(donated"):
         LLM(tiny_folder, weight_dtype="int8", **SMALL).update_params(deleted)
 
 

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from pagedjax import LLM, SamplingParams
-from pagedjax.device import attention
-from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from tests.device.test_llama import chosen
 from tests.engine import test_swapping
 from tests.engine.test_swapping import DRAWN, GREEDY, PROMPTS
+from tests.refusals import refused
 
 KINDS = "float32", "bfloat16", "float16", "float8_e4m3fn"
 
@@ -32,7 +31,7 @@ def make(tiny, **config):
 def prompt_logprobs(llm) -> np.ndarray:
     """Of every prompt's tokens but the first."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    outputs = llm.generate(list(PROMPTS.values()), params, use_tqdm=False)
+    outputs = llm.generate(list(PROMPTS.values()), params)
     return np.concatenate(
         [chosen(output.prompt_token_ids[1:], output.prompt_logprobs[1:]) for output in outputs]
     )
@@ -45,9 +44,7 @@ def prompt_logprobs(llm) -> np.ndarray:
 )
 def test_log_probabilities_differ_by_no_more_than_the_rounding_explains(tiny, kind, error, impl):
     if (kind, impl) == ("float16", "cpu"):
-        with pytest.raises(
-            ValueError, match="reads pages of float32, bfloat16, float8_e4m3fn and not of float16"
-        ):
+        with refused("reads pages of float32, bfloat16, float8_e4m3fn and not of float16"):
             make(tiny, kv_cache_dtype=kind, attention_impl=impl)
         return
     sizes = {"block_size": 16, "num_blocks": 256, "attention_impl": impl}  # those of `tiny_llm`
@@ -89,13 +86,3 @@ def test_without_a_word_the_cache_is_in_the_dtype_of_the_model(tiny_folder):
         tiny_folder, dtype="bfloat16", num_blocks=8, max_num_batched_tokens=8, progress=False
     ).engine.config
     assert config.kv_cache_dtype == "bfloat16"
-
-
-def test_the_gpu_kernels_are_refused_a_cache_of_another_dtype_than_the_queries(monkeypatch):
-    monkeypatch.setattr(pallas_gpu, "wrong_device", lambda device: "")
-    monkeypatch.setattr(pallas_gpu, "shape_obstacle", lambda *sizes: "")
-    sizes = {"head_dim": 64, "block_size": 64, "kv_heads": 8, "heads": 8}
-    with pytest.raises(
-        ValueError, match="of the queries' dtype, and they are float16 and bfloat16; 'xla'"
-    ):
-        attention.choose("pallas_gpu", None, dtype="float16", query_dtype="bfloat16", **sizes)

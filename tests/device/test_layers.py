@@ -13,6 +13,7 @@ from flax import nnx
 
 from pagedjax.device.layers import LayerNorm, Linear, RMSNorm, rope
 from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind, SparseMLP
+from tests.refusals import refused
 
 pytestmark = pytest.mark.few_optimisations
 # features in and out, tokens, head size, heads
@@ -65,11 +66,9 @@ def test_layer_norm_has_mean_and_variance_of_its_parameters():
 def test_arrays_that_do_not_fit_are_named_when_a_layer_is_traced():
     layer = Linear(H, OUT, dtype="float32")
     x = jax.ShapeDtypeStruct((T, H + 1), jnp.float32)
-    with pytest.raises(
-        ValueError, match=rf"x is \({T}, {H + 1}\); the weight \[{OUT}, {H}\] needs \[T, {H}\]"
-    ):
+    with refused(rf"x is \({T}, {H + 1}\); the weight \[{OUT}, {H}\] needs \[T, {H}\]"):
         jax.eval_shape(layer, x)
-    with pytest.raises(ValueError, match=rf"angles has shape .* it must be \[2, {T}, {D // 2}\]"):
+    with refused(rf"angles has shape .* it must be \[2, {T}, {D // 2}\]"):
         jax.eval_shape(
             rope, jax.ShapeDtypeStruct((T, N, D), jnp.float32), jnp.zeros((2, T + 1, D // 2))
         )

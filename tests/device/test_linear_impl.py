@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pagedjax import LLM, EngineConfig, SamplingParams, from_params, load_model
+from pagedjax import LLM, EngineConfig, from_params, load_model
 from pagedjax.device import linear
 from pagedjax.device.attention import attend
 from pagedjax.device.batch import Batch, blank_sampling
@@ -25,6 +25,8 @@ from pallas_kernels.linear import IMPLS, Implementation
 from tests import quick_compiler
 from tests.device.test_llama import chosen, lay_out
 from tests.device.test_model_families import config_of
+from tests.engine.runs import greedy
+from tests.refusals import refused
 
 pytest.importorskip("llvmlite")
 
@@ -60,12 +62,10 @@ def outputs(model, impl: str, **options: Any) -> tuple[list[Any], LLM]:
         num_blocks=40,
         **(SIZES | options),
     )
-    params = SamplingParams(
-        temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, prompt_logprobs=0
-    )
+    params = greedy(8, logprobs=0, prompt_logprobs=0)
     return [
         (out.outputs[0].token_ids, chosen(out.prompt_token_ids[1:], out.prompt_logprobs[1:]))  # type: ignore
-        for out in llm.generate(PROMPTS, params, use_tqdm=False)
+        for out in llm.generate(PROMPTS, params)
     ], llm
 
 
@@ -225,7 +225,7 @@ def test_default_is_the_compiled_kernel_on_a_cpu_where_it_can_serve(platform, fa
     ],
 )
 def test_an_implementation_that_cannot_serve_raises_with_its_reason(platform, facts, message):
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         linear.choose("cpu", Device(platform), **FACTS | facts)
 
 
@@ -238,14 +238,12 @@ def test_own_implementation_in_one_file_gives_the_tokens_of_reference(tiny_folde
     assert linear.find(name).obstacle.__globals__["prepared"] == [
         {"dtype": "float32", "weight_dtype": "float32", "low_rank": False}
     ]
-    with pytest.raises(ValueError, match="MINE' cannot serve a mesh; 'xla' has no such limit"):
+    with refused("MINE' cannot serve a mesh; 'xla' has no such limit"):
         linear.choose(name, Device("cpu"), **FACTS | {"mesh": True})
 
 
 def test_unknown_implementations_raise_with_the_reason():
-    with pytest.raises(
-        ValueError, match=r"linear_impl is 'nowhere.py:MINE', but there is no file nowhere.py"
-    ):
+    with refused(r"linear_impl is 'nowhere.py:MINE', but there is no file nowhere.py"):
         linear.find("nowhere.py:MINE")
 
 

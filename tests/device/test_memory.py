@@ -14,6 +14,7 @@ from pagedjax.device import cache, memory
 from pagedjax.engine.pack import Sources
 from pagedjax.engine.resolve import resolve
 from pagedjax.engine.runtime import blank_batch
+from tests.refusals import refused
 
 SMOLLM2 = {"layers": 30, "kv_heads": 3, "head_dim": 64}
 TINYLLAMA = {"layers": 22, "kv_heads": 4, "head_dim": 64}
@@ -28,17 +29,6 @@ def test_bytes_of_a_block_are_those_of_the_lectures():
     assert kv_bytes(**SMOLLM2, block_size=1, dtype="float32") == 46_080
     assert kv_bytes(**TINYLLAMA, block_size=1, dtype="bfloat16") == 22 * 1024
     assert kv_bytes(**TINYLLAMA, block_size=16, dtype="bfloat16") / 2**20 == 0.34375
-
-
-def test_an_allocated_cache_has_the_bytes_it_was_counted_with():
-    sizes = {"layers": 2, "kv_heads": 2, "head_dim": 16, "block_size": 8, "dtype": "float32"}
-    kv = cache.init(blocks=5, **sizes)
-    chex.assert_shape([*kv.k, *kv.v], (6, 2, 8, 16))  # the trash block is the sixth
-    chex.assert_shape(kv.tokens, (6, 8))
-    chex.assert_tree_all_finite(kv)
-    assert memory.nbytes(kv) == sum(x.nbytes for x in jax.tree.leaves(kv))
-    assert memory.nbytes(kv) == 6 * cache.block_bytes(**sizes)
-    assert memory.nbytes((kv.k, kv.v)) == 6 * kv_bytes(**sizes)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint16", "uint8"])
@@ -61,32 +51,6 @@ def device(free: int, limit: int | None = None, total: int = 2**50) -> memory.De
     return memory.DeviceMemory("a device", total, free, limit)
 
 
-def test_the_lectures_case_of_tinyllama_in_16_bit():
-    block = kv_bytes(**TINYLLAMA, block_size=16, dtype="bfloat16")
-    assert block == 2 * 22 * 16 * 4 * 64 * 2 == 0.34375 * 2**20
-    assert memory.whole_blocks(10.86 * GIB, block) == 32_350
-    assert memory.host_blocks(4.0, block) == 11_915
-    # of this engine's blocks one is the trash block, which requests do not own
-    memory_of_device = device(free=int(10.86 * GIB))
-    assert memory.blocks_that_fit(block, 1.0, memory_of_device) == 32_349
-
-    report = memory.report(
-        memory_of_device,
-        weights=2_200_000_000,
-        activations=0,
-        num_blocks=32_349,
-        block_size=16,
-        block_bytes=block,
-        max_model_len=2048,
-        swap_space_gib=4.0,
-    )
-    assert (report.device_blocks, report.host_blocks) == (32_349, 11_915)
-    assert report.cache == 32_350 * block
-    assert 0 <= report.left < block
-    assert report.tokens == 32_349 * 16
-    assert report.sequences == 252  # of 128 blocks each
-
-
 def test_swap_space_of_nothing_holds_no_block():
     assert memory.host_blocks(0, 100) == memory.host_blocks(99 / GIB, 100) == 0
     assert memory.host_blocks(100 / GIB, 100) == 1
@@ -101,9 +65,7 @@ def test_blocks_fill_the_fraction_and_leave_room_for_a_step_and_the_trash_block(
         (device(1000), 301),
         (device(1000), 9999),
     ):
-        with pytest.raises(
-            ValueError, match="raise memory_fraction or lower block_size or max_num_batched_tokens"
-        ):
+        with refused("raise memory_fraction or lower block_size or max_num_batched_tokens"):
             memory.blocks_that_fit(100, 0.5, memory_of_device, activations)
 
 
@@ -117,21 +79,20 @@ def test_a_default_cache_stays_below_the_devices_limit():
 
 def test_a_device_that_does_not_tell_needs_a_number_of_blocks():
     memory_of_device = device(0, total=0)
-    with pytest.raises(ValueError, match="a device does not report its memory; set num_blocks"):
+    with refused("a device does not report its memory; set num_blocks"):
         memory.blocks_that_fit(100, 0.5, memory_of_device)
     memory.check_fit(10**9, 100, memory_of_device)
 
 
 def test_a_number_of_blocks_that_does_not_fit_is_refused_with_one_that_does():
     memory.check_fit(9, 100, device(1000))
-    with pytest.raises(
-        ValueError,
-        match=r"^num_blocks is 10: .*a device has 0\.00 MiB free; lower num_blocks to at most 9",
+    with refused(
+        r"^num_blocks is 10: .*a device has 0\.00 MiB free; lower num_blocks to at most 9"
     ):
         memory.check_fit(10, 100, device(1000))
-    with pytest.raises(ValueError, match="lower num_blocks to at most 4"):
+    with refused("lower num_blocks to at most 4"):
         memory.check_fit(9, 100, device(1000), activations=500)
-    with pytest.raises(ValueError, match="free; free some memory, or lower max_num_batched_tokens"):
+    with refused("free; free some memory, or lower max_num_batched_tokens"):
         memory.check_fit(1, 100, device(1000), activations=900)
 
 
@@ -291,17 +252,12 @@ def test_an_engine_that_cannot_fit_says_so_before_it_takes_memory(tiny, monkeypa
     from pagedjax import LLM
 
     limited(monkeypatch, 10 * 2**20)
-    with pytest.raises(
-        ValueError,
-        match=r"^num_blocks is 1000000: .*the system has 10\.00 MiB free; lower num_blocks to",
-    ):
+    with refused(r"^num_blocks is 1000000: .*the system has 10\.00 MiB free; lower num_blocks to"):
         LLM(tiny, progress=False, num_blocks=10**6, **SMALL)
     limited(monkeypatch, 2**17)  # enough for the cache and not for a step beside it
-    with pytest.raises(ValueError, match="free; free some memory, or lower max_num_batched_tokens"):
+    with refused("free; free some memory, or lower max_num_batched_tokens"):
         LLM(tiny, progress=False, num_blocks=1, attention_impl="xla", **MEASURED)
-    with pytest.raises(
-        ValueError, match="raise memory_fraction or lower block_size or max_num_batched_tokens"
-    ):
+    with refused("raise memory_fraction or lower block_size or max_num_batched_tokens"):
         LLM(tiny, progress=False, attention_impl="xla", **MEASURED)
 
 
@@ -337,7 +293,7 @@ def test_xla_has_no_product_of_one_row_in_16_bit_on_a_cpu(tiny_folder):
     assert resolve(EngineConfig(max_num_batched_tokens=1, max_num_seqs=1), model).token_buckets == (
         2,
     )
-    with pytest.raises(ValueError, match="the smallest step is 2 tokens"):
+    with refused("the smallest step is 2 tokens"):
         resolve(EngineConfig(max_num_batched_tokens=8, token_buckets=(1, 8)), model)
 
 

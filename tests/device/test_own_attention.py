@@ -10,11 +10,13 @@ import chex
 import numpy as np
 import pytest
 
-from pagedjax import LLM, SamplingParams, Taps
+from pagedjax import LLM, Taps
 from pagedjax.device import attention
 from pagedjax.weights import open_checkpoint
 from tests.device.test_llama import chosen, plain_run, softmax
+from tests.engine.runs import greedy
 from tests.pallas_kernels.test_paged_attention import make, oracle, run, scatter
+from tests.refusals import refused
 
 pytestmark = pytest.mark.few_optimisations
 
@@ -50,9 +52,9 @@ def test_the_documented_variants_are_dense_attention_of_their_kind(tiny_folder, 
     llm = LLM(
         tiny_folder, progress=False, compilation="lazy", attention_impl=f"{file}:{name}", **SIZES
     )
-    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=0, taps=TAPS)
+    params = greedy(5, logprobs=0, taps=TAPS)
     head = open_checkpoint(tiny_folder).tensors["lm_head.weight"].read().astype(np.float64)
-    for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
+    for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params), strict=True):
         branch = output.outputs[0]
         states, weights = plain_run(tiny_folder, np.array([*prompt, *branch.token_ids])[:-1], weigh)
         logits = states[-1][len(prompt) - 1 :] @ head.T
@@ -85,9 +87,7 @@ def test_the_documented_variants_read_windows_caps_and_padding(file):
 
 
 def test_a_cache_that_the_documented_variants_do_not_read_is_refused(tiny_folder, file):
-    with pytest.raises(
-        ValueError, match=r"own_attention.py:PLUS_ONE' reads no 8 bits; 'xla' has no such limit"
-    ):
+    with refused(r"own_attention.py:PLUS_ONE' reads no 8 bits; 'xla' has no such limit"):
         LLM(
             tiny_folder,
             progress=False,

@@ -30,7 +30,7 @@ def on_a_tpu(monkeypatch):
 def greedy(model, prompts, tokens: int, impl: str, **config) -> list[list[int]]:
     llm = LLM(model, attention_impl=impl, progress=False, max_model_len=64, **config)
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
+    return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params)]
 
 
 @pytest.mark.slow

@@ -30,10 +30,10 @@ from pagedjax.engine import state
 from pagedjax.engine.session import GenerationRequest
 from pagedjax.host import replay, scheduler
 from pagedjax.viewer import read_recording
+from tests.device.test_sampling import ODD
 from tests.engine.runs import answers as first_branches
 from tests.engine.runs import check_idle, greedy, sampled, small_llm, steps
 from tests.engine.test_batch_invariance import VOCAB, model_of
-from tests.engine.test_row_features import FAVOUR
 from tests.engine.test_update_params import SIZES
 from tests.refusals import refused
 
@@ -402,8 +402,8 @@ def test_what_one_engine_computes_is_refused(tinies, tiny_llm):
         ),
         ({"max_model_len": 64}, "max_model_len is 512 where the sequence was and 64 here"),
         (
-            {"row_features": (FAVOUR,)},
-            r"row_features is \[.*\] where the sequence was and \[.*'favour'",
+            {"row_features": (ODD,)},
+            r"row_features is \[.*\] where the sequence was and \[.*'odd'",
         ),
         ({"seed": 3}, "seed is 0 where the sequence was and 3 here"),
         (

@@ -21,6 +21,7 @@ from pagedjax.disaggregated import Transfers
 from pagedjax.host import replay, scheduler
 from tests.disaggregated.cut_link import Link
 from tests.engine.runs import sampled, small_llm, steps, token_ids
+from tests.refusals import refused
 
 ENGINE: dict[str, Any] = {
     "max_num_seqs": 8,
@@ -60,7 +61,7 @@ MAX_TOKENS = 12
 
 
 def test_an_address_without_a_host_is_refused():
-    with pytest.raises(ValueError, match="address is ':70'; it must be HOST:PORT"):
+    with refused("address is ':70'; it must be HOST:PORT"):
         Transfers(":70")
 
 

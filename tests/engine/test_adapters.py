@@ -252,24 +252,6 @@ def test_arrays_are_taken_in_place_of_a_folder(model, folders, alone):
             None,
             "source is list; it must be the folder of an adapter, or a mapping of arrays",
         ),
-        (
-            "mine",
-            arrays,
-            {"use_dora": True},
-            "adapter 'mine': use_dora is True, which is not supported",
-        ),
-        (
-            "mine",
-            {"lm_head": arrays["model.layers.0.self_attn.q_proj"]},
-            None,
-            "adapter 'mine' does not fit the model",
-        ),
-        (
-            "mine",
-            initial_factors(config, 9),
-            None,
-            "adapter 'mine' has rank 9, and max_lora_rank is 8; set max_lora_rank=9",
-        ),
         ("", arrays, None, "lora_name is ''; it must be a text"),
     ):
         with refused(message):
@@ -346,14 +328,6 @@ def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_adapters(mod
         (
             {"enable_lora": True, "max_lora_rank": True},
             "max_lora_rank is True; it must be an integer of at least 1",
-        ),
-        (
-            {"enable_lora": True, "mesh": {"tensor": 2}},
-            "adapters are on the first device alone; leave mesh and devices",
-        ),
-        (
-            {"enable_lora": True, "speculative": {"method": "draft", "model": "smollm2-135m"}},
-            "speculative.method is 'draft', whose model has no adapters; use the method 'ngram'",
         ),
     ],
 )

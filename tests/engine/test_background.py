@@ -22,8 +22,6 @@ from pagedjax import LLM, Engine, EngineConfig, SamplingParams
 from pagedjax.device.batch import StepShape
 from pagedjax.engine import background, compilations, runtime, step
 from pagedjax.engine.processes import engines
-from pagedjax.host.replay import verify
-from tests import quick_compiler
 from tests.engine.runs import answers, greedy, small_llm, steps
 from tests.refusals import refused
 
@@ -188,21 +186,6 @@ def test_a_failed_compilation_is_logged_and_survived(one_layer, gate, expected, 
     assert 4 not in padded(llm)
 
 
-@pytest.mark.slow
-def test_recordings_do_not_depend_on_which_programs_exist(one_layer, gate, tmp_path):
-    recordings = []
-    for compilation in ("background", "eager"):
-        if compilation == "eager":
-            gate.open()
-        llm, _ = make(one_layer, compilation=compilation)
-        llm.engine.record(tmp_path / compilation)
-        outputs(llm)
-        llm.engine.record(None)
-        assert verify(tmp_path / compilation).steps > 5
-        recordings.append((tmp_path / compilation).read_bytes())
-    assert recordings[0] == recordings[1]
-
-
 @pytest.mark.parametrize(
     ("pause", "patience", "begins"), [(60.0, 60.0, False), (0.1, 60.0, True), (60.0, 0.1, True)]
 )
@@ -314,10 +297,7 @@ traces.wait(60)
     assert "cannot be compiled" not in process.stderr
 
 
-def test_an_llm_compiles_behind_its_steps_where_it_can_and_an_engine_everything_first(one_layer):
-    default = quick_compiler.of_users("default_compilation")
-    assert default({}) == "background"
-    assert default({"speculative": {"method": "ngram"}}) == "eager"
+def test_an_engine_compiles_everything_first(one_layer):
     engine = Engine(one_layer.model, EngineConfig(**SIZES))
     assert engine.config.compilation == "eager"
     assert engine.background is None
@@ -325,9 +305,7 @@ def test_an_llm_compiles_behind_its_steps_where_it_can_and_an_engine_everything_
     assert step.present_shapes(engine.runtime) == engine.runtime.shapes
 
 
-def test_it_is_refused_with_drafts_and_in_several_processes(one_layer, monkeypatch):
-    with refused("compilation is 'background' and speculative is 'ngram'"):
-        EngineConfig(compilation="background", speculative={"method": "ngram"})  # type: ignore[arg-type]
+def test_it_is_refused_in_several_processes(one_layer, monkeypatch):
     monkeypatch.setattr(engines.jax, "process_count", lambda: 2)
     with refused("all processes must run the same program for a step; set compilation='eager'"):
         engines.make_engine(one_layer.model, EngineConfig(compilation="background", **SIZES))

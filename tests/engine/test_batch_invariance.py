@@ -230,10 +230,6 @@ def test_the_number_of_threads_changes_no_bit():
         ),
         ({"linear_impl": "xla"}, "linear_impl 'xla', whose sums depend on the shapes of a step"),
         ({"mesh": {"tensor": 2}}, "on one CPU without a mesh"),
-        (
-            {"speculative": {"method": "ngram", "num_tokens": 2, "rule": "rejection"}},
-            "speculative.rule is 'rejection', with which a token depends on its draft",
-        ),
         ({"batch_invariant": 1}, "batch_invariant is 1; it must be True or False"),
     ],
 )

@@ -14,7 +14,7 @@ from pagedjax import BeamSearchParams, SamplingParams, from_params
 from pagedjax.device.models import llama
 from pagedjax.engine import compilations
 from pagedjax.engine.runtime import COPIES
-from pagedjax.host import replay, scheduler
+from pagedjax.host import replay
 from pagedjax.host.types import Finished, StepResult
 from tests.device.test_linear_impl import random_params
 from tests.device.test_model_families import BODY
@@ -88,22 +88,6 @@ def test_small_blocks_a_small_budget_and_preemption_change_no_token(tiny, expect
     assert tokens == expected
 
 
-def test_a_request_can_be_cancelled_at_any_time(engine, expected):
-    stages = {"waiting": 0, "in its prompt": 1, "while decoding": 4}
-    for number in stages.values():
-        for request_id, (prompt, params) in everyone().items():
-            engine.add(request_id, prompt, params)
-        for _ in range(number):
-            engine.step()
-        (event,) = engine.cancel("g4")
-        assert (event.request_id, event.reason) == ("g4", "abort")
-        assert engine.cancel("g4") == ()
-        scheduler.check(engine.scheduler_state)
-        for result in steps(engine):
-            assert "g4" not in {getattr(end, "request_id", None) for end in result.events}
-    assert run(engine, {"g4": (PROMPTS[4], GREEDY)})[0]["g4"] == expected["g4"]
-
-
 def test_no_step_compiles_after_start_up(engine):
     features = [
         {"temperature": 0.0},
@@ -152,9 +136,7 @@ def test_a_recorded_run_replays_byte_for_byte(tiny, tmp_path):
     for request_id, (prompt, params) in everyone().items():
         engine.add(request_id, prompt, params)
     engine.step()
-    with pytest.raises(
-        ValueError, match="12 sequences are unfinished; finish or cancel them before a recording"
-    ):
+    with refused("12 sequences are unfinished; finish or cancel them before a recording"):
         engine.record(tmp_path / "late.jsonl")
     engine.cancel("d1")
     list(steps(engine))
@@ -181,14 +163,6 @@ def test_a_refused_request_leaves_the_engine_unchanged(engine):
     with refused("request id 'x' is in use"):
         engine.add("x", [5], GREEDY)
     engine.cancel("x")
-
-
-def test_output_is_cut_off_at_the_models_limit(engine):
-    assert engine.config.max_model_len == 512
-    tokens, results = run(engine, {"a": ([5] * 500, greedy(100))})
-    assert len(tokens["a"]) == 12
-    (end,) = [event for event in results[-1].events if isinstance(event, Finished)]
-    assert end.reason == "length"
 
 
 @pytest.mark.slow
@@ -227,7 +201,5 @@ def test_top_logprobs_of_a_vocabulary_below_twenty():
     for entry in [entry for result in steps(engine) for entry in result.logprobs]:
         assert sorted(entry.top_ids) == [0, 1, 2, 3]
         assert np.isclose(np.exp(entry.top_logprobs).sum(), 1)
-    with pytest.raises(
-        ValueError, match=r"has beam_width 5 and 0 stop tokens; .*at most 4; lower beam_width to 4"
-    ):
+    with refused(r"has beam_width 5 and 0 stop tokens; .*at most 4; lower beam_width to 4"):
         engine.add("b", [1], BeamSearchParams(5), forks=list("cdef"))

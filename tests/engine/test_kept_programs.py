@@ -237,7 +237,7 @@ def listen(name, seconds, fun_name="", **more):
 jax.monitoring.register_event_duration_secs_listener(listen)
 from pagedjax import LLM, SamplingParams
 llm = LLM(sys.argv[1], progress=False, compilation="lazy", max_num_seqs=2, token_buckets=(8,), max_num_batched_tokens=8)
-out = llm.generate([3, 4, 5], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+out = llm.generate([3, 4, 5], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
 print(sum("step" in name for name in traced), *out[0].outputs[0].token_ids)
 """
 

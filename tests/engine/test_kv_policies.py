@@ -279,16 +279,6 @@ def test_the_report_counts_the_sequences_that_fit(gemma, mistral):
     assert make(mistral).engine.memory.sequences == 60 // 9 == 6
 
 
-@pytest.mark.slow
-def test_a_penalty_in_a_model_of_windows_counts_all_tokens(gemma, mistral):
-    params = greedy(40, frequency_penalty=2.0, presence_penalty=2.0)
-    for model in (gemma, mistral):
-        llm = make(model)
-        penalised = tokens_of(llm, params=params)
-        assert penalised == tokens_of(make(model, free_window_blocks=False), params=params)
-        assert penalised != tokens_of(llm)
-
-
 def test_layers_are_dealt_to_groups_of_one_size():
     groups = layer_groups([16, 16, None, 16, 16, None, 16])
     assert (groups.windows, groups.size) == ((None, 16, 16, 16), 2)
@@ -324,11 +314,6 @@ def test_layers_are_dealt_to_groups_of_one_size():
             "kv_policy.sinks is 4, and kv_policy.name 'full', which does not take it",
         ),
         ({"kv_policy": 3}, "kv_policy is 3; it must be a name, or a mapping"),
-        ({"kv_policy": "streaming", "mixed_steps": False}, "these baselines keep every block"),
-        (
-            {"kv_policy": "streaming", "speculative": {"method": "draft", "model": "x"}},
-            "speculative.method is 'draft', whose model reads every block",
-        ),
         ({"free_window_blocks": 1}, "free_window_blocks is 1; it must be True or False"),
     ],
     ids=str,
@@ -344,14 +329,6 @@ def test_a_policy_for_a_model_with_windows_is_refused(gemma):
         with refused(r"layers of the model have windows of \[16\] tokens.*use kv_policy='full'"):
             make(gemma, kv_policy=STREAMING, free_window_blocks=free)
     assert make(gemma, kv_policy=STREAMING, max_model_len=16) is not None
-
-
-def test_a_request_that_needs_more_blocks_than_the_pool_is_refused(tiny):
-    llm = make(tiny, kv_policy=STREAMING, num_blocks=3)
-    with refused("needs 4 blocks of 4 at one time"):
-        llm.engine.add("a", PROMPTS[0], GREEDY)
-    assert not llm.engine.has_work
-    llm.engine.add("b", PROMPTS[1], greedy(4))
 
 
 def test_the_documents_example_is_a_policy(documented_file, tiny):

@@ -19,6 +19,7 @@ from pagedjax.host import blocks, scheduler
 from pagedjax.host.replay import verify
 from pagedjax.host.types import EMPTY_PLAN, Request, Sampled, Seq, StepResult
 from tests.engine.runs import greedy, sampled
+from tests.refusals import refused
 
 DEPTHS = (1, 3)
 # One bucket, so that each engine of these tests and of those of drafts and meshes compiles one
@@ -299,7 +300,7 @@ def test_no_prediction_overwrites_cached_content(tiny):
 
 @pytest.mark.parametrize("value", [-1, True, 1.5])
 def test_an_invalid_depth_is_refused(value):
-    with pytest.raises(ValueError, match=r"lookahead is .*; it must be an integer of at least 0"):
+    with refused(r"lookahead is .*; it must be an integer of at least 0"):
         EngineConfig(lookahead=value)
 
 

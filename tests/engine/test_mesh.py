@@ -113,14 +113,6 @@ def test_recordings_are_byte_identical_in_every_mode(folders, tmp_path, config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["GPT-2, untied, exact GELU, a narrow MLP", "Gemma 2, caps that bind", "Qwen2"]
-)
-def test_families_with_biases_caps_and_norms_behind_a_sum(tmp_path, name):
-    compare_runs(model_of(name), tmp_path, seeds=(0,), mesh={"tensor": 4}, max_model_len=128)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
     ("mesh", "dtype"),
     [
         ({"tensor": 2, "expert": 2}, "int8"),
@@ -176,7 +168,7 @@ def test_new_parameters_are_split_as_the_old_ones(folders, tmp_path, name):
     chex.assert_trees_all_equal_shapes_and_dtypes(old, split.engine.model.leaves)
     assert [x.sharding for x in old] == [x.sharding for x in split.engine.model.leaves]
     short = named(whole(split.engine.model)) | {"embed": np.zeros((3, 64), np.float32)}
-    with pytest.raises(ValueError, match=r"shape of embed: expected \(320, 64\), found \(3, 64\)"):
+    with refused(r"shape of embed: expected \(320, 64\), found \(3, 64\)"):
         split.update_params(short)
 
 
@@ -252,16 +244,3 @@ def test_an_engine_on_a_slice_of_devices_leaves_the_others_alone(folders, tmp_pa
     }
     assert used == {jax.devices()[i] for i in (6, 3, 5, 2)}
     assert split[0].engine.config.devices == (6, 3, 5, 2)
-
-
-@pytest.mark.parametrize(
-    "n",
-    [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.exhaustive)],
-)
-def test_smollm2_on_two_and_three_devices(smollm2, tmp_path, n):
-    """Its 3 key heads divide by 3, and on 2 devices a fourth one of zeros is added.
-
-    Greedy: a draw takes the token where the sum of probabilities passes a random number, and with
-    49,152 tokens a sum that is rounded in another order often passes it one token earlier or later.
-    """
-    compare_runs(smollm2, tmp_path, seeds=(0,), mesh={"tensor": n}, hottest=0.0, atol=1e-4)

@@ -33,7 +33,6 @@ from tests.engine.test_kv_policies import (
     PROMPTS,
     answers,
     assert_close,
-    assert_same_answers,
     make,
     random_model,
     tokens_of,
@@ -140,13 +139,6 @@ def test_tokens_and_logprobs_are_those_of_the_brute_force_model(model, policy, s
         full = brute_logits(model, text, selects_from=len(text), **selection)[len(prompt) - 1 :]
         differences = chosen_logprobs(full, answer.token_ids) - logprobs
         assert np.abs(differences).max() > 1e-2, "nothing is left out: a blind comparison"
-
-
-@pytest.mark.slow
-def test_a_selection_of_all_blocks_gives_the_tokens_of_full_attention(model):
-    llm = make(model, kv_policy=QUEST | {"tokens": 128})
-    assert llm.engine.runtime.shapes.selection is not None
-    assert_same_answers(llm, answers(make(model)))
 
 
 def test_a_selection_that_leaves_nothing_out_is_a_full_engine(model):

@@ -20,6 +20,7 @@ from pagedjax.engine.outcome import NewRequest, Outcome, Reader, Reading
 from pagedjax.host.types import StepResult
 from tests.device.test_llama import plain_llama
 from tests.engine.runs import small_llm
+from tests.refusals import refused
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [3, 4], [14]]
 
@@ -130,6 +131,6 @@ def test_a_reader_may_refuse_a_request(llm, monkeypatch):
 
     picky = ENTROPIES._replace(start=refuse)
     monkeypatch.setattr(readers, "READERS", (*readers.READERS, picky))
-    with pytest.raises(ValueError, match="request '0' wants too much"):
+    with refused("request '0' wants too much"):
         run(llm, params(logprobs=1))
     assert not llm.engine.has_work

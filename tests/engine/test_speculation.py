@@ -315,21 +315,6 @@ def test_a_prefix_is_found_with_the_blocks_of_accepted_drafts(tiny, monkeypatch)
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.slow
-def test_a_draft_stops_at_the_end_of_max_model_len(tiny, monkeypatch):
-    """The last token is sampled and never computed, so drafts end one position before it; 64 ends a
-    block.
-    """
-    always = Drafter("always", lambda memory, name, context, k: [5] * k)
-    for length in (61, 63, 64):
-        engine = speculative_engine(tiny, 7, always, monkeypatch, max_model_len=length)
-        engine.add("a", tokens(length - 12, 1), greedy(200))
-        results = list(steps(engine))
-        for plan in [result.plan for result in results]:
-            assert max(map(sum, zip(plan.starts, plan.counts, strict=True))) <= length - 1
-        assert len(sampled(results)["a"]) == 12
-
-
 def test_a_replay_knows_offered_drafts(tiny, plain, monkeypatch, tmp_path):
     outcomes, requests = plain
     log = tmp_path / "log.jsonl"
@@ -339,13 +324,6 @@ def test_a_replay_knows_offered_drafts(tiny, plain, monkeypatch, tmp_path):
     assert sampled(replay(log)) == outputs
     log.write_text(re.sub(r'"offered":{"(\w+)":\d', r'"offered":{"\1":1', log.read_text()))
     assert not verify(log).identical, "other offers, and the same plans"
-
-
-def test_without_speculation_a_recording_has_no_word_of_drafts(tiny, plain, tmp_path):
-    run(make(tiny).engine, plain[1][0], 0, tmp_path / "log.jsonl")
-    text = (tmp_path / "log.jsonl").read_text()
-    assert "offered" not in text
-    assert "Verified" not in text
 
 
 @pytest.mark.parametrize(
@@ -370,13 +348,6 @@ def test_without_speculation_a_recording_has_no_word_of_drafts(tiny, plain, tmp_
 def test_invalid_options_are_refused(options, message):
     with refused(message):
         EngineConfig(speculative=options)
-
-
-def test_lookahead_and_speculation_are_refused_together():
-    with refused(
-        r"lookahead is 1 and speculative is 'ngram': .*; set lookahead=0, or speculative="
-    ):
-        EngineConfig(lookahead=1, speculative={"method": "ngram"})
 
 
 @pytest.mark.slow

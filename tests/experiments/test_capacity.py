@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np

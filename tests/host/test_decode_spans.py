@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from pagedjax.host.policies import FCFS, POLICIES, Policy
 from pagedjax.host.scheduler import Rejected, SchedulerConfig, SchedulerState
 from pagedjax.host.types import Event, Finished, Plan, Request, Sampled, Seq
 from tests.host.scheduler_steps import start
+from tests.refusals import refused
 
 WORD = 7
 Hashes = dict[str, tuple[str, ...]]
@@ -171,9 +171,7 @@ def test_a_waiting_request_counts_only_if_it_may_enter():
 
 def test_too_many_steps_are_refused():
     state = decoding(request("a", 4, 20), request("b", 4, 20), num_blocks=6)
-    with pytest.raises(
-        ValueError, match=r"the steps need 6 blocks and 4 are free; see `steps_ahead`"
-    ):
+    with refused(r"the steps need 6 blocks and 4 are free; see `steps_ahead`"):
         decode_spans.after_decodes(state, 9)
 
 

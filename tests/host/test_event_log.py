@@ -36,6 +36,7 @@ from pagedjax.host.types import Choice, Finished, Plan, Request, Seq
 from pagedjax.options.config import Reservation
 from tests import drawn
 from tests.host import drawn_views
+from tests.refusals import refused
 
 SMALL = SchedulerConfig(
     block_size=2, num_blocks=6, max_num_batched_tokens=5, max_num_seqs=4, max_model_len=12
@@ -486,15 +487,9 @@ def test_a_transition_refused_by_the_scheduler_is_a_difference(log: Path, text: 
 
 def test_a_recording_that_cannot_be_written_names_the_remedy(tmp_path: Path):
     missing = tmp_path / "none"
-    with pytest.raises(
-        ValueError,
-        match=f"^the recording {missing}/a.jsonl has no folder; make {missing}, or name a file",
-    ):
+    with refused(f"^the recording {missing}/a.jsonl has no folder; make {missing}, or name a file"):
         Recorder(missing / "a.jsonl", SMALL)
-    with pytest.raises(
-        ValueError,
-        match=f"^the recording {tmp_path} is a folder; name a file, such as {tmp_path}/run",
-    ):
+    with refused(f"^the recording {tmp_path} is a folder; name a file, such as {tmp_path}/run"):
         Recorder(tmp_path, SMALL)
     assert list(tmp_path.iterdir()) == []
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from pagedjax.host import scheduler
 from pagedjax.host.policies import LONGEST_PREFIX, RATE
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
@@ -65,23 +62,6 @@ def run(config: SchedulerConfig, requests: list[Request], draw: random.Random) -
         raise AssertionError("does not end")
     assert tally["Finished"] == len(requests)
     return tally
-
-
-workloads = st.lists(
-    st.tuples(st.integers(1, 60), st.integers(0, 15), st.integers(1, 40)), min_size=1, max_size=14
-)
-
-
-@given(
-    workload=workloads,
-    seed=st.integers(0, 2**16),
-    blocks=st.integers(25, 40),
-    host=st.sampled_from([0, 10]),
-)
-@settings(max_examples=60)
-def test_random_workloads_with_shared_prefixes_end(workload, seed: int, blocks: int, host: int):
-    config = SchedulerConfig(4, blocks, 16, 4, 100, host)
-    run(config, [shared(str(i), *sizes) for i, sizes in enumerate(workload)], random.Random(seed))
 
 
 def test_many_requests_with_shared_prefixes_overtake_within_the_bound_and_end():

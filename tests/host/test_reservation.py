@@ -39,11 +39,6 @@ def test_reserved_tokens_and_blocks_of_each_mode(way, prompt_len, max_tokens, to
     assert plan.blocks_used == len(plan.seqs[0].blocks) == blocks
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_one_sequence_has_at_most_the_largest_piece_of_the_pool(way):
-    assert reservation.largest(start(num_blocks=14, reservation=way).config) == 8
-
-
 # --- where ----------------------------------------------------------------------------------------
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pagedjax import LLM, SamplingParams
+from pagedjax import LLM
 from pagedjax.host import scheduler
 from pagedjax.host.policies import STATIC
 from pagedjax.host.scheduler import Rejected, SchedulerState
 from pagedjax.host.types import Finished, Request
+from tests.engine.runs import greedy
 from tests.host.scheduler_steps import request, rows, start, step, until_end
 
 ORCA = {"chunked_prefill": False}  # whole prompts join the decodes
@@ -24,53 +25,6 @@ def steps(state: SchedulerState, **options) -> list[list[tuple[str, int, int]]]:
         step_rows.append(rows(plan))
         assert len(step_rows) < 100, "does not end"
     return step_rows
-
-
-@pytest.mark.parametrize(
-    ("way", "expected"),
-    [
-        (
-            {},
-            [
-                [("a", 0, 2), ("b", 0, 4), ("c", 0, 3)],
-                [("a", 2, 1), ("b", 4, 1), ("c", 3, 4)],
-                [("a", 3, 1), ("c", 7, 1)],
-            ],
-        ),
-        (
-            ORCA,  # 3 tokens are left beside a and b, and then 7
-            [
-                [("a", 0, 2), ("b", 0, 4)],
-                [("a", 2, 1), ("b", 4, 1), ("c", 0, 7)],
-                [("a", 3, 1), ("c", 7, 1)],
-            ],
-        ),
-        (
-            PROMPTS_FIRST,
-            [
-                [("a", 0, 2), ("b", 0, 4)],
-                [("c", 0, 7)],
-                [("c", 7, 1), ("a", 2, 1), ("b", 4, 1)],
-                [("a", 3, 1)],
-            ],
-        ),
-        (
-            ALTERNATING,
-            [
-                [("a", 0, 2), ("b", 0, 4), ("c", 0, 3)],
-                [("a", 2, 1), ("b", 4, 1)],
-                [("c", 3, 4)],
-                [("c", 7, 1), ("a", 3, 1)],
-            ],
-        ),
-    ],
-    ids=["usual", "orca", "prompts first", "alternating"],
-)
-def test_the_steps_of_three_requests_in_each_mode(way, expected):
-    state = start(
-        request("a", 2, 3), request("b", 4, 2), request("c", 7, 2), budget=9, model_len=9, **way
-    )
-    assert steps(state) == expected
 
 
 # --- whole prompts --------------------------------------------------------------------------------
@@ -127,7 +81,7 @@ def test_a_preempted_member_of_a_static_batch_is_first_in_the_next_batch():
 # --- the engine -----------------------------------------------------------------------------------
 
 PROMPTS = [[3 + i, 50 + i, 7] * (i + 1) for i in range(10)]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+GREEDY = greedy(9)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +100,5 @@ def test_no_mode_changes_a_token(tiny, tiny_llm, way):
         "num_blocks": 256,
     }
     llm = LLM(tiny, progress=False, **sizes, **way)
-    outputs, expected = (
-        engine.generate(PROMPTS, GREEDY, use_tqdm=False) for engine in (llm, tiny_llm)
-    )
+    outputs, expected = (engine.generate(PROMPTS, GREEDY) for engine in (llm, tiny_llm))
     assert [out.outputs for out in outputs] == [out.outputs for out in expected]

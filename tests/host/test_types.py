@@ -7,8 +7,9 @@ import math
 
 import pytest
 
-from pagedjax.host.types import EMPTY_PLAN, Request, Row, Seq
+from pagedjax.host.types import EMPTY_PLAN, Request, Seq
 from pagedjax.options.params import SamplingParams
+from tests.refusals import refused
 
 INTEGERS = ("n", "top_k", "max_tokens", "min_tokens")
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty")
@@ -74,14 +75,12 @@ def test_a_value_in_range_is_accepted_unchanged(name, values):
 @pytest.mark.parametrize(("name", "rule", "values"), BAD)
 def test_a_value_out_of_range_is_refused_with_its_rule(name, rule, values):
     for value in values:
-        with pytest.raises(ValueError, match=rf"^{name} (is|holds) .*{rule}"):
+        with refused(rf"^{name} (is|holds) .*{rule}"):
             SamplingParams(**{name: value})
 
 
 def test_the_message_quotes_the_value():
-    with pytest.raises(
-        ValueError, match=r"^temperature is 3\.5; it must be between 0 \(greedy\) and 2$"
-    ):
+    with refused(r"^temperature is 3\.5; it must be between 0 \(greedy\) and 2$"):
         SamplingParams(temperature=3.5)
 
 
@@ -123,9 +122,7 @@ def test_lists_and_dicts_of_the_caller_are_copied():
 
 
 def test_stop_strings_need_text():
-    with pytest.raises(
-        ValueError, match=r"stop is \('a',\); it must be empty when detokenize is False"
-    ):
+    with refused(r"stop is \('a',\); it must be empty when detokenize is False"):
         SamplingParams(stop="a", detokenize=False)
 
 
@@ -137,14 +134,9 @@ def test_sampling_params_are_frozen_and_refuse_unknown_names():
 
 
 def test_replacing_a_field_checks_it_again():
-    with pytest.raises(ValueError, match="top_p is 2"):
+    with refused("top_p is 2"):
         dataclasses.replace(SamplingParams(), top_p=2.0)
     assert dataclasses.replace(SamplingParams(stop="a"), n=2).stop == ("a",)
-
-
-def test_params_with_equal_values_are_equal():
-    assert SamplingParams(stop="a", temperature=0.5) == SamplingParams(stop=["a"], temperature=0.5)  # type: ignore[arg-type]
-    assert SamplingParams(seed=1) != SamplingParams(seed=2)
 
 
 def seq(name: str, prompt_len: int, length: int, computed: int = 0) -> Seq:
@@ -168,17 +160,3 @@ def test_rows_of_a_plan_use_the_lengths_of_its_columns():
     assert rows == [("a", 6, 5, 1), ("b", 9, 2, 4)]
     assert [row.samples for row in plan.rows] == [True, False]
     assert plan.num_tokens == 5
-
-
-@pytest.mark.parametrize(
-    ("length", "computed", "count", "samples"),
-    [
-        (9, 0, 9, True),
-        (9, 8, 1, True),
-        (9, 7, 1, False),
-    ],
-)
-def test_a_row_samples_when_it_reaches_the_end_of_the_known_tokens(
-    length, computed, count, samples
-):
-    assert Row(seq("a", 1, length, computed), count).samples is samples

@@ -371,11 +371,3 @@ def test_a_server_without_answer_or_without_models_is_an_error(server, capsys):
         assert message in capsys.readouterr().err
     assert bench(url, "--arrivals at-once --requests 1 --model mine")[0] == 0
     assert stub.bodies[0]["model"] == "mine"
-
-
-def test_two_runs_of_a_seed_send_the_same_bodies(server):
-    stub, url = server
-    for _ in range(2):
-        bench(url, "--rate 200 --requests 9 --prompt-tokens 3:9 --output-tokens 1:3 --seed 3")
-    sent = [json.dumps(body, sort_keys=True) for body in stub.bodies]
-    assert sorted(sent[:9]) == sorted(sent[9:])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import shlex
 
 import numpy as np
@@ -141,32 +139,6 @@ def test_a_trace_gives_arrivals_and_lengths_in_order_of_arrival():
     assert [item.max_tokens for item in plan.items] == [44, 1, 109]
     assert (plan.clipped_prompts, plan.clipped_outputs) == (1, 1)
     assert len(make_plan(Load(trace="a.csv", requests=2), TRACE).items) == 2
-
-
-@given(
-    st.lists(
-        st.tuples(st.datetimes(), st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=8
-    )
-)
-def test_any_written_trace_can_be_read(rows):
-    text = io.StringIO()
-    csv.writer(text).writerows(
-        [HEADER.strip().split(","), *((at.isoformat(" "), a, b) for at, a, b in rows)]
-    )
-    items = make_plan(Load(trace="a.csv"), text.getvalue()).items
-    rows = sorted(rows, key=lambda row: row[0])
-    assert [item.arrival for item in items] == [
-        (at - rows[0][0]).total_seconds() for at, _, _ in rows
-    ]
-    assert [(len(item.prompt), item.max_tokens) for item in items] == [
-        (max(1, a), max(1, b)) for _, a, b in rows
-    ]
-
-
-def test_an_invalid_trace_gives_an_error_with_the_line():
-    """Others are in test_text_files.py."""
-    with refused(r"a\.csv, line 2: GeneratedTokens is 'many'; it must be"):
-        make_plan(Load(trace="a.csv"), HEADER + "2023-11-16,5,many\n")
 
 
 def test_prompts_are_lines_that_repeat():

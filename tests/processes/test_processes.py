@@ -239,31 +239,6 @@ def test_a_process_that_fails_ends_all_with_a_sentence(folder, tmp_path, faults,
     assert message == reason
 
 
-@pytest.mark.slow  # test_group.py has both reasons
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (
-            "--model /nowhere",
-            "process 1 does not follow: its program has ended, and its output says why",
-        ),
-        (
-            "--budget 64",
-            "process 1 differs from process 0: engine.max_num_batched_tokens is 64 here and 32 in",
-        ),
-    ],
-    ids=["no model", "other options"],
-)
-def test_a_process_that_cannot_start_ends_all(folder, tmp_path, words, reason):
-    """Before any program waits for the devices of all."""
-    options = shlex.split(f"generate abc --model {folder} --max-model-len 64 --budget 32")
-    commands = of_two_processes(*PAGEDJAX, *options)
-    commands[1] += shlex.split(words)
-    with start_processes(commands, tmp_path) as job_processes:
-        assert [process.wait(LIMIT) for process in job_processes] == [EXIT_STATUS] * 2
-    assert reason in (tmp_path / "0").read_text()
-
-
 @contextmanager
 def served(folder: Path, tmp_path: Path) -> Iterator[tuple[list[subprocess.Popen[str]], str]]:
     """Two processes that serve, and their url; the recording is run.jsonl."""

@@ -186,14 +186,6 @@ def lost(messages: Iterator[Message]) -> Iterator[Message]:
     return (message for message in messages if message.get("request_id") != "r1")
 
 
-def reordered(messages: Iterator[Message]) -> Iterator[Message]:
-    """The second request comes after the third."""
-    for message in messages:
-        if message.get("request_id") == "r1":
-            yield next(messages)
-        yield message
-
-
 def changed(messages: Iterator[Message]) -> Iterator[Message]:
     """The third request has another token in its prompt."""
     for message in messages:
@@ -222,7 +214,6 @@ def without_requests(messages: Iterator[Message]) -> Iterator[Message]:
     ("fault", "step", "leaders_text", "followers_text"),
     [
         (lost, 1, '{"submit":{"request_id":"r1"', '{"submit":{"request_id":"r2"'),
-        (reordered, 1, '{"submit":{"request_id":"r1"', '{"submit":{"request_id":"r2"'),
         (changed, 1, '{"submit":{"request_id":"r2"', '"hashes":["'),
         (twice, 1, '{"submit":{"request_id":"r2"', '{"refused":"request id'),
         (without_requests, 1, '{"submit":{"request_id":"r0"', ""),

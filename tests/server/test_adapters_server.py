@@ -34,7 +34,6 @@ from tests.server.support import (
     server_llm,
     serving,
     serving_without_leaks,
-    streamed_texts,
     wait_until,
 )
 from tests.weights.tiny_adapters import tiny_adapter
@@ -176,23 +175,6 @@ def test_embeddings_have_the_adapter_too(http, library, folders):
     assert np.abs(np.subtract(vector, plain)).max() > 0.01
 
 
-def test_requests_of_several_adapters_run_together(http, library, folders):
-    for name in RANKS:
-        must_load(http, name, folders[name])
-    names = [*RANKS, None] * 6
-    prompts = [[20 + i, 30, 40] for i in range(len(names))]
-
-    def generate(name: str | None, prompt: list[int]) -> str:
-        options = {**GREEDY, "max_tokens": 12, "model": name or "tiny", "prompt": prompt}
-        return complete(http, **options)["choices"][0]["text"]
-
-    with ThreadPoolExecutor(len(names)) as pool:
-        generated = list(pool.map(generate, names, prompts))
-    requests = [name and LoRARequest(name, 1, folders[name]) for name in names]
-    outputs = answers(library, prompts, greedy(12), lora_request=requests)
-    assert generated == [answer.text for answer in outputs]
-
-
 def test_the_list_of_models_has_the_adapters(http, folders):
     def card(name: str, root: Any, parent: str | None) -> dict[str, Any]:
         fields = {"root": str(root), "parent": parent, "max_model_len": 512}
@@ -217,28 +199,6 @@ def test_the_list_of_models_has_the_adapters(http, folders):
 
 
 # --- while requests run ---------------------------------------------------------------------------
-
-
-def test_a_stream_keeps_its_adapter_while_others_are_loaded_and_it_is_replaced_and_unloaded(
-    open_server, http, expected, folders, slow
-):
-    must_load(http, "mine", folders["one"])
-    body = {**GREEDY, "max_tokens": 200, "model": "mine", "prompt": PROMPT, "stream": True}
-    with httpx.stream("POST", f"{open_server.url}/v1/completions", json=body, timeout=60) as answer:
-        pieces = streamed_texts(answer.iter_lines())
-        text = next(pieces)
-        must_load(http, "other", folders["three"])
-        must_load(http, "mine", folders["two"], load_inplace=True)
-        assert text_of(http, "mine") == expected("two")
-        assert text_of(http, "other") == expected("three")
-        assert unload(http, "mine").status_code == 200
-        assert text_of(http, None) == expected(None)
-        assert open_server.worker.llm.engine.scheduler_state.running.seqs, (
-            "the stream ended too early for this test"
-        )
-        slow.set()
-        text += "".join(pieces)
-    assert text == expected("one", 200)
 
 
 def test_many_clients_load_and_unload_under_load_and_no_answer_is_wrong(http, expected, folders):
@@ -351,18 +311,14 @@ def test_what_cannot_be_loaded_is_refused_with_the_librarys_text(
     one = folders["one"]
     broken = Path(shutil.copytree(one, tmp_path / "broken"))
     (broken / "adapter_model.safetensors").write_bytes(b"abc")
-    large = tiny_adapter(tmp_path / "large", tiny_folder, 9)
     dora = tiny_adapter(tmp_path / "dora", tiny_folder, 4, use_dora=True)
-    patterns = tiny_adapter(tmp_path / "patterns", tiny_folder, 4, alpha_pattern=[1])
     missing = "has no adapter_config.json; it must be the folder of a LoRA adapter"
     for folder in (tmp_path / "nowhere", Path("~no-such-user/a"), one / "adapter_config.json"):
         assert_refused(load(http, "a", folder), 404, missing, "lora_path")
     for folder, message in (
         (Path("/" + "a" * 4000), "File name too long"),
         (broken, "truncated or not a safetensors file"),
-        (large, "adapter 'a' has rank 9, and max_lora_rank is 8; set max_lora_rank=9"),
         (dora, "use_dora is True, which is not supported"),
-        (patterns, "alpha_pattern is [1]; it must be an object"),
     ):
         assert_refused(load(http, "a", folder), 400, message)
     name_taken = "lora_name: 'tiny' is the name of the model, and an adapter needs its own; choose another name"
@@ -384,16 +340,6 @@ def test_what_cannot_be_loaded_is_refused_with_the_librarys_text(
     message = "adapter 'a' has no slot: max_loras is 3, and 3 adapters are loaded"
     assert_refused(load(http, "a", one), 400, message)
     assert set(open_server.worker.llm.engine.adapters) == set(RANKS)
-
-
-def test_an_engine_without_adapters_refuses_them(tiny_llm, folders):
-    message = "adapter 'one' is wanted, and this engine has none; set enable_lora=True"
-    with served_to(tiny_llm, allow_runtime_lora_updating=True) as (_, http):
-        for answer, status in (
-            (load(http, "one", folders["one"]), 400),
-            (unload(http, "one"), 404),
-        ):
-            assert (answer.status_code, error_of(answer)["message"]) == (status, message)
 
 
 # --- the command and the metrics ------------------------------------------------------------------

@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from pagedjax import llm as llm_module
-from pagedjax.commands import cli
 from pagedjax.engine import background, runtime
 from pagedjax.server import serve
 from tests import quick_compiler
@@ -80,11 +79,6 @@ def test_an_llm_compiles_behind_its_steps_only_where_it_can(
 ):
     monkeypatch.setattr(llm_module, "joined", lambda: group)
     assert quick_compiler.of_users("default_compilation")(engine) == compilation
-
-
-def test_generate_compiles_what_it_needs():
-    assert vars(cli.parser().parse_args(["generate", "x"]))["run"] is cli.generate
-    assert cli.engine_options(cli.parser().parse_args(["generate", "x"]))["compilation"] == "lazy"
 
 
 @pytest.mark.parametrize("compiling", [True, False])

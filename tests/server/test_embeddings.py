@@ -13,13 +13,12 @@ from typing import Any
 import chex
 import httpx
 import numpy as np
-import openai
 import pytest
 
 from pagedjax import LLM, PoolingParams
 from pagedjax.server import embeddings
 from pagedjax.text.pooling import PoolingOutput, PoolingRequestOutput
-from tests.server.support import complete, error_of, idle, served_to, wait_until
+from tests.server.support import error_of, idle, served_to, wait_until
 
 TEXTS = ["abc def", "the cat and the other cat", "b"]
 LONG = [7] * 200  # of more tokens than a step has
@@ -80,14 +79,6 @@ def test_parameters_reach_the_engine(client, reference, params):
     assert_vectors(response, reference, TEXTS[1], **params)
 
 
-def test_usage_names_the_tokens_found_in_the_cache(http):
-    ids = list(range(60, 160))
-    used = [post(http, input=ids).json()["usage"] for _ in range(2)]
-    details = [usage["prompt_tokens_details"]["cached_tokens"] for usage in used]
-    assert details == [0, 96]
-    assert {usage["total_tokens"] for usage in used} == {100}
-
-
 ERRORS = [
     (
         {"input": "a " * 600},
@@ -111,20 +102,6 @@ def test_an_input_that_is_too_long_is_a_400(http, body, message):
     assert (error["type"], error["param"]) == ("invalid_request_error", "input")
     too_long = "max_model_len is" in error["message"]
     assert error["code"] == ("context_length_exceeded" if too_long else None)
-
-
-def test_another_model_is_answered_404(client):
-    with pytest.raises(openai.NotFoundError) as error:
-        client.embeddings.create(model="huge", input="a")
-    assert error.value.code == "model_not_found"
-
-
-def test_completions_beside_embeddings_are_unchanged(http, served):
-    alone = complete(http, max_tokens=8)["choices"]
-    for kind in ("LAST", "MEAN"):
-        assert post(http, input=[LONG, [5, 6]], pooling_type=kind).status_code == 200
-        assert complete(http, max_tokens=8)["choices"] == alone
-    wait_until(lambda: idle(served.worker))
 
 
 def test_metrics_count_prompts_and_no_generated_token(tiny_llm):

@@ -4,15 +4,11 @@ formats.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import httpx
 import openai
 import pytest
 
 from pagedjax import BeamSearchParams, SamplingParams
-from tests.engine.runs import small_llm
-from tests.server.support import serving
 from tests.server.test_text_offsets import decoded
 
 GREEDY = {"temperature": 0.0}
@@ -323,14 +319,6 @@ def test_continuous_usage_of_a_stream_counts_one_branch(client):
     assert {chunk.usage.completion_tokens for chunk in echo} == {0}
 
 
-def test_each_of_many_clients_gets_its_answer(client, reference):
-    prompts = [[20 + i, 30, 40 + i] for i in range(24)]
-    with ThreadPoolExecutor(24) as pool:
-        completions = pool.map(lambda prompt: complete(client, prompt, max_tokens=10), prompts)
-    outputs = reference.generate(prompts, SamplingParams(temperature=0.0, max_tokens=10))
-    assert list(map(texts, completions)) == list(map(texts, outputs))
-
-
 BEAMS = {"use_beam_search": True}
 TOO_LONG = [
     ({"prompt": [20] * 600}, "prompt: 600 tokens, but max_model_len is 512", "prompt"),
@@ -358,29 +346,6 @@ def test_another_model_is_a_404(client):
     ) as error:
         client.completions.create(model="gpt-5", prompt="a")
     assert (error.value.code, error.value.param) == ("model_not_found", "model")
-
-
-@pytest.mark.slow
-def test_the_embedded_model_gives_the_same_text_over_http(smollm2):
-    """Greedy, with a real tokenizer and chat template."""
-    llm = small_llm(smollm2, max_num_seqs=4, max_model_len=256)
-    prompts = [
-        "The capital of France is",
-        "Once upon a time, in 2024, ",
-        "Write “émigré” in capitals:",
-    ]
-    params = SamplingParams(temperature=0.0, max_tokens=24)
-    expected = [output.outputs[0].text for output in llm.generate(prompts, params)]
-    messages = [{"role": "user", "content": "Name three colours."}]
-    (answer,) = llm.chat(messages, params)
-    with (
-        serving(llm) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120) as client,
-    ):
-        assert texts(complete(client, prompts, max_tokens=24)) == expected
-        stream = choices_of(chat(client, messages=messages, stream=True, max_tokens=24))
-        text = "".join(choice.delta.content or "" for choice in stream)
-    assert text == answer.outputs[0].text
 
 
 @pytest.mark.parametrize(

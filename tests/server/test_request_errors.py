@@ -139,11 +139,6 @@ def test_a_repeated_mistake_gives_one_message(kind, fields, message):
     assert len(text) < 200
 
 
-@pytest.mark.parametrize("prompt", ["a", ["a", "b"], [20, 30], [[20], [30, 40]]])
-def test_a_prompt_has_four_forms(prompt):
-    assert CompletionRequest(prompt=prompt).prompt == prompt
-
-
 @pytest.mark.parametrize(
     "prompt", [3, None, {}, [], [[]], [1.5], [True], [-1], ["a", 20], [20, "a"], [[20], "a"]]
 )

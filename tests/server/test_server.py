@@ -314,27 +314,6 @@ def test_unfinished_requests_get_a_503_after_the_drain_time_and_nothing_is_logge
     assert "ERROR" not in errors, errors
 
 
-@pytest.mark.slow
-@DRAINS
-def test_a_process_answers_unfinished_requests_with_503_and_ends(
-    tiny_folder, tmp_path, drain, signals
-):
-    with (tmp_path / "errors").open("w") as errors:
-        process, url = start_server(
-            str(tiny_folder), *SIZES, "--drain-seconds", str(drain), errors=errors
-        )
-        try:
-            end_with_503(url, signals, process.send_signal)
-            # 0: the parent of the tests may ignore SIGINT, as a shell does for background processes
-            assert process.wait(15) in ((0,) if signal.SIGTERM in signals else (0, 130))
-        finally:
-            process.kill()
-            process.wait()
-    log = (tmp_path / "errors").read_text()
-    assert "Traceback" not in log, log
-    assert "ERROR" not in log, log
-
-
 def end_with_503(url: str, signals: list[signal.Signals], send: Callable[[int], None]) -> None:
     """Send signals to a server with many requests, of which one runs. The server ends after
     this.

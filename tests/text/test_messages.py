@@ -74,15 +74,6 @@ def test_another_content_is_refused_with_its_place(tiny, tiny_llm, content, erro
         tiny.tokenizer.apply_chat_template([{"role": 3, "content": "x"}])
 
 
-def test_chats_with_none_and_with_parts_are_those_with_their_text(tiny_llm):
-    conversations = [
-        [{"role": "system", "content": None}, {"role": "user", "content": PARTS}],
-        [{"role": "system", "content": ""}, {"role": "user", "content": "the cat"}],
-    ]
-    first, second = tiny_llm.chat(conversations)
-    assert first.prompt_token_ids == second.prompt_token_ids
-
-
 def test_parts_of_other_apis_are_text_too():
     parts = [{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}]
     assert content_text("input.0", tuple(parts)) == "ab"

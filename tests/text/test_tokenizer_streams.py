@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -175,15 +174,6 @@ def test_stop_strings_equal_a_search_of_the_whole_text(chunks, stop, min_tokens,
     assert run_stop(chunks, checker) == brute_stop("".join(chunks), stop, include, after)
 
 
-@settings(max_examples=200)
-@given(st.text("abc", max_size=20), st.lists(st.integers(0, 20), max_size=6))
-def test_the_split_into_chunks_does_not_change_the_result(text, places):
-    stop = ("abc", "cb")
-    edges = [0, *sorted(min(p, len(text)) for p in places), len(text)]
-    chunks = [text[a:b] for a, b in pairwise(edges)]
-    assert run_stop(chunks, StopChecker(stop)) == run_stop([text], StopChecker(stop))
-
-
 def test_only_a_possible_start_of_a_stop_string_is_kept_back():
     checker = StopChecker(("</s>", "END"))
     assert checker.push("hello <") == ("hello ", False)
@@ -198,17 +188,6 @@ def test_a_token_is_fast_with_long_stop_strings():
     for _ in range(900):
         assert checker.push("a") == ("", False)
     assert time.thread_time() - start < 2  # 0.1 s; trying every prefix takes 5 s
-
-
-def test_stop_strings_do_not_count_before_min_tokens():
-    checker = StopChecker(("b",), min_tokens=2)
-    assert [checker.push(text) for text in ("b", "ab", "ab")] == [
-        ("b", False),
-        ("ab", False),
-        ("a", True),
-    ]
-    late = StopChecker(("ab",), min_tokens=1)  # begins in the first token, complete in the second
-    assert [late.push("a"), late.push("b")] == [("", False), ("", True)]
 
 
 def test_finish_searches_the_flushed_text_and_returns_the_rest():

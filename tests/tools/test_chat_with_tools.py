@@ -9,8 +9,8 @@ import pytest
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams
 from tests.engine.runs import small_llm
+from tests.refusals import refused
 from tests.structured.schemas import SMALL as SCHEMA
-from tests.structured.schemas import opened, typed
 from tests.tools.functions import function
 from tests.weights.tiny import tiny_llama
 
@@ -81,32 +81,5 @@ def test_without_tools_nothing_changes(tiny_tools):
 
 
 def test_a_beam_search_has_no_tools(tiny_tools):
-    with pytest.raises(ValueError, match="tools do not go with a beam search"):
+    with refused("tools do not go with a beam search"):
         tiny_tools.chat(MESSAGES, BeamSearchParams(2), tools=TOOLS)
-
-
-@pytest.mark.slow
-def test_the_embedded_model_calls_with_the_default_prompt(smollm2):
-    """Its chat template knows no tools."""
-    llm = small_llm(
-        smollm2,
-        max_num_seqs=2,
-        max_model_len=1024,
-        token_buckets=(2, 256),
-        max_num_batched_tokens=256,
-    )
-    city = opened(["city"], city=typed("string", maxLength=20))
-    tools = [
-        function(f"get_{subject}", description=f"The {subject} in a city.", parameters=city)
-        for subject in ("weather", "time")
-    ]
-    chats = [
-        [{"role": "user", "content": text}]
-        for text in ("What is the weather in Paris?", "How late is it in Rome?")
-    ]
-    params = SamplingParams(temperature=0.0, max_tokens=100)
-    options = {"tool_choice": "required", "parallel_tool_calls": False}
-    for output in llm.chat(chats, params, tools=tools, **options):
-        (call,) = output.outputs[0].tool_calls
-        assert call.name in ("get_weather", "get_time")
-        jsonschema.validate(json.loads(call.arguments), city)

@@ -15,6 +15,7 @@ from pagedjax.weights.adapter_files import (
 )
 from pagedjax.weights.architectures import FAMILIES, normalised
 from tests.device.test_model_families import GPT2
+from tests.refusals import refused
 from tests.weights.tiny_adapters import random_factors, tiny_adapter
 
 
@@ -82,21 +83,20 @@ def test_options_scale_as_pefts(tiny_folder, tmp_path, config, options, scale):
             "bias is 'all', and adapters here have factors alone; train with bias='none'",
         ),
         ({"lora_alpha": "many"}, "lora_alpha is 'many'; it must be a number"),
+        ({"alpha_pattern": [1]}, r"alpha_pattern is \[1\]; it must be an object"),
     ],
 )
 def test_options_that_are_not_supported_are_refused(
     tiny_folder, tmp_path, config, options, message
 ):
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         read_adapter(tiny_adapter(tmp_path / "a", tiny_folder, **options), config, "a")
 
 
 def test_modules_and_shapes_of_another_model_are_refused(tiny_folder, tmp_path, config):
     (module, (a, b)), *_ = random_factors(tiny_folder, 4).items()
     for factors in ({"model.layers.0.self_attn.w_proj": (a, b)}, {module: (a[:, :-1], b)}):
-        with pytest.raises(
-            ValueError, match=r"adapter 'a' .*does not fit the model; modules may be"
-        ):
+        with refused(r"adapter 'a' .*does not fit the model; modules may be"):
             read_adapter(write_adapter(tmp_path / "a", factors, {}), config, "a")
     with pytest.raises(
         FileNotFoundError,
@@ -125,17 +125,12 @@ def test_factors_to_start_from_change_nothing(config):
 
 @pytest.mark.parametrize("rank", [0, True, 2.0])
 def test_a_rank_to_start_from_is_checked(config, rank):
-    with pytest.raises(
-        ValueError, match=f"rank is {rank!r}; it must be an integer of at least 1, such as 8"
-    ):
+    with refused(f"rank is {rank!r}; it must be an integer of at least 1, such as 8"):
         initial_factors(config, rank)
 
 
 def test_kinds_to_start_from_are_checked(config):
-    with pytest.raises(
-        ValueError,
-        match=r"modules has 'c_attn', 'lm_head'; this model has q_proj,.*: use some of them",
-    ):
+    with refused(r"modules has 'c_attn', 'lm_head'; this model has q_proj,.*: use some of them"):
         initial_factors(config, modules=("q_proj", "c_attn", "lm_head"))
 
 
@@ -167,18 +162,13 @@ def test_kinds_to_start_from_are_checked(config):
 )
 def test_arrays_that_do_not_fit_are_refused(config, change, message):
     arrays = change(*initial_factors(config, 4)["model.layers.0.self_attn.q_proj"])
-    with pytest.raises(
-        ValueError,
-        match=rf"(?s)^adapter of arrays does not fit the model; modules may be .*{message}",
-    ):
+    with refused(rf"(?s)^adapter of arrays does not fit the model; modules may be .*{message}"):
         adapter_parts(arrays, config)
 
 
 def test_options_of_arrays_are_those_of_a_folder(config):
     factors = initial_factors(config, 4)
-    with pytest.raises(
-        ValueError, match="adapter 'x': use_dora is True, which is not supported; train the adapter"
-    ):
+    with refused("adapter 'x': use_dora is True, which is not supported; train the adapter"):
         adapter_of(factors, {"use_dora": True}, config, "x")
 
 
@@ -228,9 +218,7 @@ def test_factors_with_and_without_a_prefix_are_given_once():
     config = FAMILIES["gpt2"].from_hf(normalised({**GPT2, "model_type": "gpt2"}, "gpt2"))
     factors = initial_factors(config, 4, modules="c_attn")
     twice = {**factors, "transformer.h.0.attn.c_attn": factors["h.0.attn.c_attn"]}
-    with pytest.raises(
-        ValueError, match=r"attn\.c_attn: its factors are given twice, with and without a prefix"
-    ):
+    with refused(r"attn\.c_attn: its factors are given twice, with and without a prefix"):
         adapter_parts(twice, config)
     prefixed = {f"transformer.{name}": pair for name, pair in factors.items()}
     chex.assert_trees_all_equal(adapter_parts(prefixed, config), adapter_parts(factors, config))

@@ -20,6 +20,7 @@ from pagedjax.weights.pretrained import read_model
 from pagedjax.weights.tokenizer_files import load_tokenizer
 from pagedjax.weights.tree import named
 from tests.device.test_model_families import CASES, GPT2
+from tests.refusals import refused
 from tests.weights.tiny import llama3_scaling, tiny_gguf, tiny_llama, write_json, write_tokenizer
 
 assert_equal = partial(chex.assert_trees_all_equal, strict=True)  # dtypes, too
@@ -120,9 +121,7 @@ def test_a_transposed_parameter_goes_back_transposed(tmp_path):
 def test_rows_come_from_the_table_or_from_the_heads(source, sources, rows, shape, expected):
     config = architectures.FAMILIES["llama"].from_hf(open_checkpoint(source).config)
     assert rows_of(ParamSource(("a",), sources, shape, rows=rows), config) == expected
-    with pytest.raises(
-        ValueError, match=r"a\.b has 128 rows for 3 tensors; its table must give their rows"
-    ):
+    with refused(r"a\.b has 128 rows for 3 tensors; its table must give their rows"):
         rows_of(ParamSource(("a", "b"), ("x", "y", "z"), (128, 64)), config)
 
 
@@ -133,11 +132,9 @@ def test_rows_come_from_the_table_or_from_the_heads(source, sources, rows, shape
 def test_an_existing_target_is_not_changed(tmp_path, source, to):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    with pytest.raises(
-        ValueError, match=r"full exists and is not an empty folder; choose a new folder"
-    ):
+    with refused(r"full exists and is not an empty folder; choose a new folder"):
         convert(source, tmp_path / "full", to)
-    with pytest.raises(ValueError, match=r"notes\.txt exists and is not an empty folder"):
+    with refused(r"notes\.txt exists and is not an empty folder"):
         convert(source, tmp_path / "full" / "notes.txt", to)
     assert [file.name for file in tmp_path.rglob("*")] == ["full", "notes.txt"]
     (tmp_path / "empty").mkdir()
@@ -153,12 +150,10 @@ def test_a_failed_conversion_leaves_no_files(tmp_path, to):
         {name: x for name, x in stored.items() if name != "model.norm.weight"},
         source / "model.safetensors",
     )
-    with pytest.raises(
-        ValueError, match=r"hf does not fit the llama.*\n  missing: model\.norm\.weight \(64,\)"
-    ):
+    with refused(r"hf does not fit the llama.*\n  missing: model\.norm\.weight \(64,\)"):
         convert(source, tmp_path / "out", to)
     (source / "model.safetensors").write_bytes(opened[:-4])
-    with pytest.raises(ValueError, match=r"model\.safetensors is truncated: tensor"):
+    with refused(r"model\.safetensors is truncated: tensor"):
         convert(source, tmp_path / "out", to)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -178,14 +173,12 @@ def test_an_incomplete_folder_is_removed(tmp_path, source, monkeypatch, error):
 
 def test_models_that_transformers_lacks_are_refused_for_safetensors_only(tmp_path, source):
     scaled = tiny_gguf(tmp_path / "m.gguf", source, freq_factors=[1.0, 2.0] * 4)
-    with pytest.raises(ValueError, match=r"m\.gguf: rope_scaling is 'freqs'.*convert to orbax"):
+    with refused(r"m\.gguf: rope_scaling is 'freqs'.*convert to orbax"):
         convert(scaled, tmp_path / "a", "safetensors")
     scaling = open_checkpoint(convert(scaled, tmp_path / "b", "orbax")).config["rope_scaling"]
     assert scaling == {"rope_type": "freqs", "factors": [1.0, 2.0] * 4}
     biased = tiny_llama(tmp_path / "hf", qkv_bias=True)
-    with pytest.raises(
-        ValueError, match=r"hf: only q, k and v have a bias, in a llama.*convert to orbax"
-    ):
+    with refused(r"hf: only q, k and v have a bias, in a llama.*convert to orbax"):
         convert(biased, tmp_path / "c", "safetensors")
 
 
@@ -198,7 +191,7 @@ def test_models_that_transformers_lacks_are_refused_for_safetensors_only(tmp_pat
     ],
 )
 def test_wrong_options_are_named(tmp_path, source, options, message):
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         convert(source, tmp_path / "out", **options)
 
 

@@ -23,6 +23,7 @@ from pagedjax.device.models.eagle import assemble_eagle, blank_eagle, eagle_conf
 from pagedjax.options.config import Speculative
 from pagedjax.weights.draft_model import load_draft_model, read_eagle, write_eagle
 from pagedjax.weights.tree import named, nested
+from tests.refusals import refused
 
 IDS = np.array([0, 3, 4, 17, 99, 200, 319], np.int32)
 
@@ -93,13 +94,13 @@ def test_the_folder_has_no_computed_arrays_and_says_what_it_is_for(head):
 
 def test_a_folder_that_is_not_empty_is_not_overwritten(head, tmp_path):
     (tmp_path / "notes").write_text("mine")
-    with pytest.raises(ValueError, match="is not an empty folder"):
+    with refused("is not an empty folder"):
         write_eagle(tmp_path, head.target, IDS.tolist(), head.state)
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 
 
 def test_no_folder_is_left_if_writing_fails(head, tmp_path):
-    with pytest.raises(ValueError, match="invalid literal"):
+    with refused("invalid literal"):
         write_eagle(tmp_path / "head", head.target, ["x"], head.state)  # type: ignore[list-item]
     assert not list(tmp_path.iterdir())
 
@@ -115,30 +116,19 @@ def test_a_folder_that_is_not_there_names_the_command_that_trains_a_head(head, t
 
 @pytest.mark.parametrize("model_type", ["llama", None])
 def test_the_folder_of_a_model_is_no_head(head, tmp_path, model_type):
-    with pytest.raises(
-        ValueError, match=rf"model_type in .*config\.json is {model_type!r}; a head has 'eagle'"
-    ):
+    with refused(rf"model_type in .*config\.json is {model_type!r}; a head has 'eagle'"):
         read_eagle(copied(head, tmp_path, model_type=model_type), head.target, "float32")
 
 
 def test_a_head_for_another_model_is_refused_with_all_differences(head):
     other_target = replace(head.target, hidden=128, kinds=head.target.kinds * 2)
-    with pytest.raises(
-        ValueError, match=r"another model \(hidden 64, not 128; layers 2, not 4\); train one"
-    ):
+    with refused(r"another model \(hidden 64, not 128; layers 2, not 4\); train one"):
         read_eagle(head.folder, other_target, "float32")
-
-
-def test_a_head_without_its_models_sizes_is_refused(head, tmp_path):
-    with pytest.raises(ValueError, match=r"another model \(vocab_size None, not 320; "):
-        read_eagle(copied(head, tmp_path, model=None), head.target, "float32")
 
 
 @pytest.mark.parametrize("ids", [[3, 0, 4], [0, 0, 4], [-1, 0, 4], [0, 4, 320], [[0, 4]], [], None])
 def test_ids_that_are_not_ascending_tokens_are_refused(head, tmp_path, ids):
-    with pytest.raises(
-        ValueError, match=r"ids in .*config\.json are not ascending token ids below 320"
-    ):
+    with refused(r"ids in .*config\.json are not ascending token ids below 320"):
         read_eagle(copied(head, tmp_path, ids=ids), head.target, "float32")
 
 
@@ -148,15 +138,8 @@ def test_missing_and_unexpected_parameters_are_named(head, tmp_path):
         tmp_path / "head", head.target, IDS.tolist(), nested(values | {"more": jnp.zeros(3)})
     )
     message = r"params is not a head of this version; differences: 2\n  missing: fuse\.weight \(64, 192\)\n  unexpected: "
-    with pytest.raises(ValueError, match=message + r"more \(3,\)"):
+    with refused(message + r"more \(3,\)"):
         read_eagle(folder, head.target, "float32")
-
-
-def test_parameters_of_another_number_of_ids_are_refused(head, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"shape of head\.weight: expected \(6, 64\), found \(7, 64\)"
-    ):
-        read_eagle(copied(head, tmp_path, ids=IDS[:-1].tolist()), head.target, "float32")
 
 
 @pytest.mark.parametrize("damage", ["config", "params"])
@@ -166,7 +149,7 @@ def test_a_damaged_folder_is_an_error_that_names_it(head, tmp_path, damage):
         (folder / "config.json").write_text("{")
     else:
         shutil.rmtree(folder / "params")
-    with pytest.raises(ValueError, match=rf"{damage}.* (damaged|not .*JSON)"):
+    with refused(rf"{damage}.* (damaged|not .*JSON)"):
         read_eagle(folder, head.target, "float32")
 
 
@@ -180,5 +163,5 @@ def test_options_choose_what_is_loaded(head, tiny, tiny_folder):
     assert loaded is not None
     chex.assert_trees_all_equal(dict(named(loaded.params)), head.values)
     for method, remedy in (("eagle", "the folder of a trained head"), ("draft", "a smaller model")):
-        with pytest.raises(ValueError, match=rf"speculative\.model is None; name {remedy}"):
+        with refused(rf"speculative\.model is None; name {remedy}"):
             load_draft_model(Speculative(method=method), tiny)

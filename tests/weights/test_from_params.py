@@ -17,9 +17,11 @@ from pagedjax.engine import compilations
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.pretrained import read_model
 from pagedjax.weights.tree import named
+from tests.engine.runs import greedy
+from tests.refusals import refused
 from tests.weights.tiny import tiny_llama
 
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+GREEDY = greedy(8)
 # as those of `tiny_llm`, whose programs these engines share
 SMALL = {
     "max_num_seqs": 8,
@@ -48,7 +50,7 @@ def llm(tiny) -> LLM:
 
 
 def ids(llm: LLM, prompt=PROMPT) -> tuple[int, ...]:
-    return llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    return llm.generate([prompt], GREEDY)[0].outputs[0].token_ids
 
 
 def scaled(tree, factor: float):
@@ -82,47 +84,41 @@ def test_every_form_of_the_same_parameters_is_the_same_model(tiny, tiny_folder, 
     assert (model.model.config, model.model.dtype, model.eos_token_ids) == (packed, "float32", (2,))
     assert from_params(tree, model_config).model.config == packed
     assert from_params(tree, model_config, linear_impl="xla").model.config == model_config
-    answers = LLM(model, **SMALL).generate("the cat", GREEDY, use_tqdm=False)
-    assert answers == llm.generate("the cat", GREEDY, use_tqdm=False)
+    answers = LLM(model, **SMALL).generate("the cat", GREEDY)
+    assert answers == llm.generate("the cat", GREEDY)
 
 
 def test_llm_takes_params_and_config(tree, config, tiny_folder, tiny, llm):
     built = LLM(params=tree, config=config, tokenizer=tiny.tokenizer, **SMALL)
-    assert built.generate("the cat", GREEDY, use_tqdm=False) == llm.generate(
-        "the cat", GREEDY, use_tqdm=False
-    )
+    assert built.generate("the cat", GREEDY) == llm.generate("the cat", GREEDY)
     for arguments in ({"params": tree}, {"model": tiny_folder, "params": tree, "config": config}):
-        with pytest.raises(ValueError, match=r"params come with config, .* and in place of model"):
+        with refused(r"params come with config, .* and in place of model"):
             LLM(**arguments, **SMALL)
     for model, arguments in ((tiny_folder, {"config": config}), (tiny, {"tokenizer": tiny_folder})):
-        with pytest.raises(
-            ValueError, match="config goes with params, and tokenizer with params or a name"
-        ):
+        with refused("config goes with params, and tokenizer with params or a name"):
             LLM(model, **arguments, **SMALL)
 
 
 def test_without_a_tokenizer_inputs_and_outputs_are_token_ids(tree, config, llm):
     bare = LLM(params=tree, config=config, **SMALL)
-    (out,) = bare.generate(
-        [PROMPT], SamplingParams(temperature=0, max_tokens=8, logprobs=1), use_tqdm=False
-    )
+    (out,) = bare.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8, logprobs=1))
     assert out.outputs[0].token_ids == ids(llm)[: len(out.outputs[0].token_ids)]
     assert out.outputs[0].text == ""
     assert {x.decoded_token for entry in out.outputs[0].logprobs for x in entry.values()} == {""}
     assert (
-        bare.generate([PROMPT], BeamSearchParams(beam_width=2, max_tokens=3), use_tqdm=False)[0]
+        bare.generate([PROMPT], BeamSearchParams(beam_width=2, max_tokens=3))[0]
         .outputs[0]
         .token_ids
     )
     remedy = r"give token ids, or name a tokenizer in from_params\(\.\.\., tokenizer=folder\)"
-    with pytest.raises(ValueError, match=f"no tokenizer for the text 'the cat'; {remedy}"):
-        bare.generate("the cat", GREEDY, use_tqdm=False)
-    with pytest.raises(ValueError, match=f"no tokenizer for a conversation; {remedy}"):
-        bare.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
-    with pytest.raises(ValueError, match=f"a stream is text; {remedy}"):
+    with refused(f"no tokenizer for the text 'the cat'; {remedy}"):
+        bare.generate("the cat", GREEDY)
+    with refused(f"no tokenizer for a conversation; {remedy}"):
+        bare.chat([{"role": "user", "content": "hi"}], GREEDY)
+    with refused(f"a stream is text; {remedy}"):
         next(bare.stream(PROMPT, GREEDY))
-    with pytest.raises(ValueError, match=r"stop is \('x',\), but this model has no tokenizer"):
-        bare.generate([PROMPT], SamplingParams(stop="x"), use_tqdm=False)
+    with refused(r"stop is \('x',\), but this model has no tokenizer"):
+        bare.generate([PROMPT], SamplingParams(stop="x"))
     assert not bare.engine.has_work
 
 
@@ -156,11 +152,9 @@ def test_dtypes_are_kept_or_cast(tree, config, tiny_folder, dtype):
         assert model.model.dtype == dtype
         for name, x in named(model.model.params).items():
             chex.assert_trees_all_equal(x, expected[name], custom_message=name)
-    with pytest.raises(
-        ValueError, match=f"the parameters are of {dtype} and float32; set the dtype"
-    ):
+    with refused(f"the parameters are of {dtype} and float32; set the dtype"):
         from_params({**cast, "embed": tree["embed"]}, config)
-    with pytest.raises(ValueError, match="dtype is 'int8'; it must be one of None, 'float32'"):
+    with refused("dtype is 'int8'; it must be one of None, 'float32'"):
         from_params(tree, config, dtype="int8")
 
 
@@ -169,7 +163,7 @@ def test_a_tied_model_has_no_head(tmp_path):
     loaded = load_model(folder)
     config = json.loads((folder / "config.json").read_text())
     assert ids(LLM(params=loaded.model.params, config=config, **SMALL)) == ids(LLM(loaded, **SMALL))
-    with pytest.raises(ValueError, match=r"differences: 1\n  missing: head\.weight \(320, 64\)$"):
+    with refused(r"differences: 1\n  missing: head\.weight \(320, 64\)$"):
         from_params(loaded.model.params, {**config, "tie_word_embeddings": False})
 
 
@@ -183,9 +177,7 @@ def test_one_error_lists_every_difference(tree, config):
     )
     tree["step"] = 7
     deleted.delete()
-    with pytest.raises(
-        ValueError, match=r"^the given parameters do not fit its configuration; diff"
-    ) as caught:
+    with refused(r"^the given parameters do not fit its configuration; diff") as caught:
         from_params(tree, config)
     assert sorted(str(caught.value).split("\n  ")[1:]) == [
         "dtype of head.weight: expected a floating point type, found int8",
@@ -199,12 +191,12 @@ def test_one_error_lists_every_difference(tree, config):
 
 @pytest.mark.parametrize("params", [{}, [], 5, "weights", {"a": "b"}])
 def test_values_that_are_not_parameters_are_refused(config, params):
-    with pytest.raises(ValueError, match=r"missing: embed \(320, 64\)"):
+    with refused(r"missing: embed \(320, 64\)"):
         from_params(params, config)
 
 
 def test_a_wrong_config_is_refused(tree, config):
-    with pytest.raises(ValueError, match="config: model_type is 'mamba'; supported"):
+    with refused("config: model_type is 'mamba'; supported"):
         from_params(tree, {**config, "model_type": "mamba"})
 
 
@@ -232,11 +224,11 @@ def test_new_values_are_used_and_nothing_is_compiled(tiny, tree):
 
 def test_new_values_clear_the_prefix_cache_and_drop_steps_sent_ahead(tiny, tree):
     llm = LLM(tiny, **SMALL | {"lookahead": 2})
-    llm.generate([PROMPT], GREEDY, use_tqdm=False)
-    (warm,) = llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    llm.generate([PROMPT], GREEDY)
+    (warm,) = llm.generate([PROMPT], GREEDY)
     assert warm.num_cached_tokens == 32
     llm.update_params(scaled(tree, 1.5))
-    (cold,) = llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    (cold,) = llm.generate([PROMPT], GREEDY)
     assert cold.num_cached_tokens == 0
     assert cold.outputs[0].token_ids == ids(
         LLM(from_params(scaled(tree, 1.5), tiny.model.config), **SMALL)
@@ -257,9 +249,9 @@ def test_arrays_may_be_donated_or_overwritten_after_an_update(tiny, tree):
 
 def test_an_update_is_refused_while_requests_are_unfinished(llm, tree):
     before = ids(llm)
-    stream = llm.stream(PROMPT, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    stream = llm.stream(PROMPT, greedy(30))
     next(stream)
-    with pytest.raises(ValueError, match=r"1 sequences are unfinished; finish or cancel them"):
+    with refused(r"1 sequences are unfinished; finish or cancel them"):
         llm.update_params(scaled(tree, 1.5))
     stream.close()
     assert ids(llm) == before
@@ -274,7 +266,7 @@ def test_parameters_that_do_not_fit_change_nothing(llm, tree):
         r"(?s)^the given parameters do not fit the model in use; differences: 2"
         r".*dtype of embed: expected float32, found float16"
     )
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         llm.update_params(tree)
     assert llm.engine.model.params is params
     assert ids(llm) == before

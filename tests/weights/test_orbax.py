@@ -25,10 +25,9 @@ from pagedjax import load_model
 from pagedjax.weights import open_checkpoint, orbax_checkpoint
 from pagedjax.weights.convert import convert
 from pagedjax.weights.pretrained import read_model
-from pagedjax.weights.tokenizer_files import load_tokenizer
 from pagedjax.weights.tree import named
 from tests import fresh_python
-from tests.weights.tiny import tiny_gguf
+from tests.refusals import refused
 
 assert_equal = partial(chex.assert_trees_all_equal, strict=True)  # dtypes, too
 
@@ -67,14 +66,6 @@ def test_values_are_rounded_once_when_written_or_restored_in_another_dtype(
     assert_equal(
         params(convert(source, tmp_path / "b", "orbax", dtype="bfloat16"), "bfloat16"), rounded
     )
-
-
-def test_a_gguf_file_becomes_a_folder_with_its_tokenizer(tmp_path, source):
-    folder = convert(tiny_gguf(tmp_path / "m.gguf", source), tmp_path / "orbax", "orbax")
-    assert_equal(params(folder), params(source))
-    expected, got = (load_tokenizer(open_checkpoint(path)) for path in (source, folder))
-    assert got.encode("the cat <|im_end|> 12") == expected.encode("the cat <|im_end|> 12")
-    assert (got.eos_token_ids, got.chat_template) == ((2,), expected.chat_template)
 
 
 def test_one_tensor_can_be_read_by_its_path(source, folder):
@@ -137,7 +128,7 @@ def test_one_error_lists_every_difference_and_the_folder(tmp_path, source):
         r"(?=.*shape of embed: expected \(320, 64\), found \(300, 64\) in params)"
         r"(?=.*missing: norm.weight \(64,\))"
     )
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         load_model(folder)
 
 
@@ -172,12 +163,10 @@ def test_truncated_data_names_the_parameters_and_the_folder(tmp_path, folder):
     )
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
     opened = open_checkpoint(broken)
-    with pytest.raises(
-        ValueError, match=rf"^{broken}/params is damaged or incomplete; parameters: \d+"
-    ) as caught:
+    with refused(rf"^{broken}/params is damaged or incomplete; parameters: \d+") as caught:
         read_model(opened, "float32")
     name = str(caught.value).split("unreadable: ")[1].split()[0]
-    with pytest.raises(ValueError, match=f"unreadable: {name}"):
+    with refused(f"unreadable: {name}"):
         opened.tensors[name].read()
 
 
@@ -220,5 +209,5 @@ def test_damaged_metadata_is_named(tmp_path, folder, name, share):
     file.write_bytes(
         file.read_bytes()[: int(file.stat().st_size * share)]
     ) if share else file.unlink()
-    with pytest.raises(ValueError, match=rf"{broken}/params .*(cannot|can) be read"):
+    with refused(rf"{broken}/params .*(cannot|can) be read"):
         open_checkpoint(broken)
