@@ -26,7 +26,7 @@ def _with_fairness(run: dict[str, Any]) -> dict[str, Any]:
         return run
     with path.open(encoding="utf-8") as lines:
         first = json.loads(next(lines, "{}"))
-    if first.get("user") is None and first.get("group") is None:
+    if not first.get("user"):
         return run
     numbers = fairness(store.read_requests(path.parent))
     return {**run, "metrics": {**run["metrics"], "fairness": numbers}} if numbers else run
@@ -41,10 +41,10 @@ def fairness(requests: Iterable[RequestRecord]) -> dict[str, float] | None:
     worst_ttft: the largest 99th percentile of the time to first token of a user, over that of the
         median user.
     """
-    by_user: dict[Any, list[RequestRecord]] = {}
+    by_user: dict[str, list[RequestRecord]] = {}
     for request in requests:
-        by_user.setdefault(_user(request), []).append(request)
-    by_user.pop(None, None)
+        if request.user:
+            by_user.setdefault(request.user, []).append(request)
     if len(by_user) < 2:
         return None
     speeds = np.array(list(map(_speed, by_user.values())))
@@ -59,12 +59,6 @@ def fairness(requests: Iterable[RequestRecord]) -> dict[str, float] | None:
     if waits and np.median(waits) > 0:
         numbers["worst_ttft"] = max(waits) / float(np.median(waits))
     return numbers
-
-
-def _user(request: RequestRecord) -> Any:
-    """The user of a request, or the group; None: it names none."""
-    user = getattr(request, "user", None)
-    return getattr(request, "group", None) if user is None else user
 
 
 def _speed(requests: Sequence[RequestRecord]) -> float:

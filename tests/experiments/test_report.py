@@ -15,7 +15,6 @@ from experiments import report
 from experiments.analysis import (
     fairness,
     headline,
-    latencies,
     plots,
     report_figures,
     sweep_points,
@@ -24,6 +23,7 @@ from experiments.analysis.sweep_points import GOODPUT, THROUGHPUT, TTFT, Axes
 from experiments.core import store
 from experiments.core.overrides import short_names
 from experiments.core.selection import value_text
+from tests.experiments.core.summaries import BASE, changed_workload, run_files
 
 
 def run(
@@ -413,17 +413,16 @@ def test_files_name_their_axes_and_the_key_of_their_colours(tmp_path):
     assert texts == ["policy", "fcfs", "mine", "Goodput, requests/s"]
 
 
-def test_a_page_has_the_fairness_between_users(tmp_path, monkeypatch):
-    runs = [{**row, "run": str(tmp_path / row["run"])} for row in POLICIES]
-    for row in runs:
-        store.write_run(Path(row["run"]), {"requests.jsonl": '{"user":"a"}\n'})
-    users = {"jain": 0.75, "worst_ttft": 4.0}
-    monkeypatch.setattr(fairness, "fairness", lambda requests: users)
-    monkeypatch.setattr(store, "read_requests", lambda folder: [])
-    named = fairness.with_fairness(runs)
-    drawn = report.prepare(named, report.Choice())
-    monkeypatch.setattr(latencies, "read", lambda *_: ({}, ""))
-    page = report.page(ABOUT, named, [{}], drawn, report.draw(ABOUT, named, drawn))
+def test_a_page_has_the_fairness_between_users(tmp_path):
+    raw = {
+        **BASE,
+        "workload": {**changed_workload(count=12), "users": 3},
+        "sweep": {"grid": {"engine.policy": ["fcfs", "fair"]}},
+    }
+    folder = run_files(tmp_path, raw)
+    named = fairness.with_fairness(store.read_runs(folder))
+    assert all(1 / 3 < row["metrics"]["fairness"]["jain"] <= 1 for row in named)
+    page = report.write(folder).read_text()
     assert "<h2>Fairness</h2>" in page
     assert "Jain&#39;s index of users&#39; speeds" in page
     assert "Jain's index of n users" in page

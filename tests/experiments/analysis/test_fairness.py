@@ -8,19 +8,11 @@ from experiments.analysis import fairness
 from experiments.core.records import BranchRecord, RequestRecord
 
 
-class OfUser(RequestRecord):
-    """A request that names its user."""
-
-    user: str | None
-
-
-def request(user: str | None, ttft: float, tokens: int) -> OfUser:
+def request(user: str, ttft: float, tokens: int) -> RequestRecord:
     """Of one second, with `tokens` tokens."""
     times = (ttft, *[1.0] * (tokens - 1))
     branch = BranchRecord("r", times, tuple(range(tokens)), 0, "length")
-    record = OfUser("r", 0.0, 5, tokens, 0.0, (branch,))
-    record.user = user
-    return record
+    return RequestRecord("r", 0.0, 5, tokens, 0.0, (branch,), user=user)
 
 
 def test_users_are_compared_by_their_speeds_and_waits():
@@ -35,13 +27,12 @@ def test_users_are_compared_by_their_speeds_and_waits():
 
 
 def test_less_than_two_users_have_no_fairness():
-    assert fairness.fairness([request("a", 0.1, 4), request(None, 0.5, 4)]) is None
-    assert fairness.fairness([request(None, 0.5, 4)]) is None
-    assert fairness.fairness([RequestRecord("r", 0.0, 5, 1, None, ())]) is None
+    assert fairness.fairness([request("a", 0.1, 4), request("", 0.5, 4)]) is None
+    assert fairness.fairness([request("", 0.5, 4)]) is None
 
 
 def test_users_that_got_nothing_have_no_speed():
-    waiting = OfUser("r", 0.0, 5, 1, None, (BranchRecord("r", (), (), 0, None),))
-    waiting.user = "b"
+    branch = BranchRecord("r", (), (), 0, None)
+    waiting = RequestRecord("r", 0.0, 5, 1, None, (branch,), user="b")
     numbers = fairness.fairness([request("a", 0.1, 4), waiting])
     assert numbers == {"jain": pytest.approx(0.5), "worst_ttft": pytest.approx(1)}
