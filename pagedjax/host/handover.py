@@ -15,8 +15,8 @@ from pagedjax.host import blocks, prefix_sharing, request_limits, views
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.policies import Policy, decision, shipped
 from pagedjax.host.preemption import Pairs
-from pagedjax.host.request_limits import Rejected, final_length
-from pagedjax.host.state import SchedulerState, running, with_ids
+from pagedjax.host.request_limits import Rejected, final_length, with_ids
+from pagedjax.host.state import SchedulerState, running
 from pagedjax.host.types import HOLE, Adopted, Released, Running, Seq
 
 

@@ -1,4 +1,4 @@
-"""Requests that can never run, and why: `submit` rejects them."""
+"""New requests: those that can never run are rejected, and the others are known from then on."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ class Rejected(ValueError):
 def final_length(request: Request, config: SchedulerConfig) -> int:
     """Tokens of the request at its longest: prompt + max_tokens, cut off at max_model_len."""
     return min(request.prompt_len + request.max_tokens, config.max_model_len)
+
+
+def with_ids(state: SchedulerState, request: Request) -> SchedulerState:
+    """The state that knows the ids and the stop tokens of a new request."""
+    names = request.names
+    return state._replace(
+        arrivals=state.arrivals + len(names),
+        ids=state.ids.update(dict.fromkeys(names)),
+        stops=state.stops | request.stop_token_ids if state.ids else request.stop_token_ids,
+    )
 
 
 def check(state: SchedulerState, request: Request) -> None:

@@ -57,8 +57,8 @@ from pagedjax.host.drafts import Sample, accepted, cut_at_the_end, flat, give_ba
 from pagedjax.host.handover import adopt, has_room, release
 from pagedjax.host.policies import Policy, shipped
 from pagedjax.host.preemption import Pairs, Preemptions, preempt
-from pagedjax.host.request_limits import Rejected, final_length
-from pagedjax.host.state import SchedulerConfig, SchedulerState, check, running, with_ids
+from pagedjax.host.request_limits import Rejected, final_length, with_ids
+from pagedjax.host.state import SchedulerConfig, SchedulerState, check, running
 from pagedjax.host.types import (
     NO_DRAFTS,
     NO_HASHES,

@@ -10,7 +10,7 @@ from immutables import Map
 from pagedjax.host import blocks, views
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.kv_policies import View
-from pagedjax.host.types import Request, Running, SchedulerConfig, Seq, current
+from pagedjax.host.types import Running, SchedulerConfig, Seq, current
 from pagedjax.options.config import EngineConfig
 
 
@@ -57,16 +57,6 @@ class SchedulerState(NamedTuple):
     ids: Map[str, None]
     # stop tokens of all unfinished requests, and perhaps of finished ones
     stops: frozenset[int] = frozenset()
-
-
-def with_ids(state: SchedulerState, request: Request) -> SchedulerState:
-    """The state that knows the ids and the stop tokens of a new request."""
-    names = request.names
-    return state._replace(
-        arrivals=state.arrivals + len(names),
-        ids=state.ids.update(dict.fromkeys(names)),
-        stops=state.stops | request.stop_token_ids if state.ids else request.stop_token_ids,
-    )
 
 
 def running(state: SchedulerState) -> tuple[Seq, ...]:
