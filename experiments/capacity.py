@@ -18,11 +18,11 @@ first value, as by `compare --by`: in each combination of the other keys and poo
 with p corrected for many comparisons.
 
 Each probe measures a cell at one rate. The rate is workload.arrivals.rate. For a trace it is
-1 / time_scale, a multiple of the recorded speed. A probe is a point of the sweep
-<out>/<name>-capacity, so the same command resumes after the finished probes. The first probe has
-the config's own rate. The next ones double or halve it until one probe meets the targets and one
-does not; then the geometric middle of the two is probed, until they are within `tolerance`. --jobs N runs N probes of different
-searches at a time, if they are simulated.
+workload.rate; without one it is 1 / time_scale, a multiple of the recorded speed. A probe is a
+point of the sweep <out>/<name>-capacity, so the same command resumes after the finished probes. The
+first probe has the config's own rate. The next ones double or halve it until one probe meets the
+targets and one does not; then the geometric middle of the two is probed, until they are within
+`tolerance`. --jobs N runs N probes of different searches at a time, if they are simulated.
 
 Bisection assumes that every rate below a met rate is met too. This need not hold: a batch that
 happens to fill better can reverse it. So two rates above the answer are probed as well, and the
@@ -239,6 +239,8 @@ def never_overlap(requests: Sequence[RequestRecord]) -> bool:
 
 def rate_of(workload: Spec) -> tuple[float, str, str]:
     """(rate, unit, key of the config that sets it) of a workload."""
+    if isinstance(workload, Recorded) and workload.rate is not None:
+        return workload.rate, "requests/s", "workload.rate"
     if isinstance(workload, Recorded):
         # a time_scale of 0 has no rate (all requests at once): begin with the recorded speed
         rate = 1 / workload.time_scale if workload.time_scale else 1.0
@@ -366,9 +368,8 @@ def _check_same_latencies(targets: Sequence[Slo]) -> None:
 
 def point_at(raw: dict[str, Any], base: Point, folder: Path, rate: float) -> Point:
     """A point of the config at a rate, under the name <name>-capacity."""
-    workload = base.experiment.workload
-    value = 1 / rate if isinstance(workload, Recorded) else rate  # of a trace: its time_scale
-    swept = {**base.swept, rate_of(workload)[2]: value}
+    _, _, key = rate_of(base.experiment.workload)
+    swept = {**base.swept, key: 1 / rate if key == "workload.time_scale" else rate}
     (point,) = config.expand({**raw, "name": _name(base), "sweep": {"list": [swept]}}, folder)
     return point
 

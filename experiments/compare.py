@@ -34,7 +34,7 @@ of device, commit or version of JAX between the sides is reported.
 Points with speculation are also compared by the numbers of their drafts. If only one side
 speculates, its numbers are shown without a ratio.
 
-A difference is shown if p, corrected by Holm's method for all comparisons that are printed, is at
+A difference is shown if p, corrected by Holm's method for all comparisons of its family, is at
 most 1 - confidence. This is weak with few repeats: two or three show only large differences, and t
 assumes normally distributed logarithms. Methods without that assumption are not better: a bootstrap
 of three repeats calls a quarter of all equal things different, and a permutation test of three can

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = prepared.folder
         if options.dry_run:
             print(describe(prepared.plan, prepared.done, folder))
-            return _say_unfit(points)
+            return _print_unfit(points)
         require_report()
         measure_all = _measure_function(options, prepared, resources)
         command = ["python", "-m", "experiments.run", *words]
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _report(points, summaries, folder, quiet=options.quiet)
 
 
-def _say_unfit(points: Sequence[Point]) -> int:
+def _print_unfit(points: Sequence[Point]) -> int:
     """Print each reason why points cannot run, once. Returns the exit status."""
     labels: dict[str, list[str]] = {}
     for point in points:
@@ -117,7 +117,7 @@ def _say_unfit(points: Sequence[Point]) -> int:
             limit = _longest_request(point.experiment)
             if limit is not None:
                 check_planned(point, limit)
-        except (OSError, ValueError) as error:
+        except (ImportError, OSError, ValueError) as error:
             labels.setdefault(str(error), []).append(point.label)
     for reason, names in labels.items():
         of_points = f"{len(names)} points, such as {names[0]}" if len(names) > 1 else names[0]
@@ -183,11 +183,13 @@ def _report(
         for note in filter(None, notes):
             print(f"note: {note}")
         print(sweep_points.text_table(sweep_points.points(store.read_runs(folder))))
+    runs_of: dict[str, list[str]] = {}
     for summary in failed:
-        print(
-            f"failed: {summary['label']}, repeat {summary['repeat']}: {summary['failed']}",
-            file=sys.stderr,
-        )
+        run = f"{summary['label']}, repeat {summary['repeat']}"
+        runs_of.setdefault(summary["failed"], []).append(run)
+    for reason, runs in runs_of.items():
+        named = f"{len(runs)} runs, such as {runs[0]}" if len(runs) > 1 else runs[0]
+        print(f"failed: {named}: {reason}", file=sys.stderr)
     print(f"report: {path}")
     return 1 if failed else 0
 

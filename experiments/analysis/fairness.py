@@ -14,8 +14,8 @@ from experiments.core.records import RequestRecord
 
 
 def with_fairness(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The runs, with the numbers of `fairness` among the metrics of those whose first request names
-    a user. Reads their files.
+    """The runs, with the numbers of `fairness` among the metrics of those whose requests name
+    users. Reads their files.
     """
     return [_with_fairness(run) for run in runs]
 
@@ -25,9 +25,8 @@ def _with_fairness(run: dict[str, Any]) -> dict[str, Any]:
     if run["failed"] or not path.is_file():
         return run
     with path.open(encoding="utf-8") as lines:
-        first = json.loads(next(lines, "{}"))
-    if not first.get("user"):
-        return run
+        if "user" not in json.loads(next(lines, "{}")):  # a column of all requests or of none
+            return run
     numbers = fairness(store.read_requests(path.parent))
     return {**run, "metrics": {**run["metrics"], "fairness": numbers}} if numbers else run
 

@@ -181,8 +181,8 @@ def method_notes(families: Mapping[str, int], confidence: float) -> list[str]:
     if not sizes:
         return [
             *texts,
-            "No comparison has a p: it needs two pairs of runs with different numbers. Set "
-            "`repeats` to 3 or more, with `reseed: true`.",
+            "No comparison has a p: it needs two pairs of runs whose differences are not all equal. "
+            "With fewer repeats than that, set `repeats` to 3 or more, with `reseed: true`.",
         ]
     each = ", each a family" if len(sizes) > 1 else ""
     return [

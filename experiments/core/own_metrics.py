@@ -19,7 +19,7 @@ from pagedjax.options.own_names import own_name
 from pagedjax.options.own_values import own_function
 
 OWN = "own"  # the section of a summary
-FAILED = "metrics"  # the first word of each error of a metric, and of no other reason of a failure
+PREFIX = "metrics"  # each error of a metric begins with it, and no other reason of a failure
 
 
 def check(names: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ def name_of(name: str) -> str:
 
 def only_metrics_failed(reason: str) -> bool:
     """Whether a run that failed for this reason has records that may be used."""
-    return reason.startswith(FAILED)
+    return reason.startswith(PREFIX)
 
 
 def values_of(
@@ -76,9 +76,10 @@ def _value(name: str, requests: Sequence[Any], steps: Sequence[Any]) -> Any:
     Raises:
         ValueError: it raises, or returns no number, nor numbers by their names.
     """
+    metric = find(name)
     try:
         with placed(f"metrics: {name}"):
-            value = find(name)(list(requests), list(steps))
+            value = metric(list(requests), list(steps))
     except OwnError:
         raise
     except Exception as error:

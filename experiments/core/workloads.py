@@ -259,8 +259,8 @@ class Recorded(CutRequests):
         part. null: all.
     time_scale: multiplies the recorded gaps: 0.5 doubles the rate, with 0 all requests arrive at
         once.
-    rate: in its place, the mean requests a second that the gaps are multiplied to; null: as
-        recorded.
+    rate: in its place, requests a second. The gaps are scaled so that as many arrive, on average
+        over the part. null: as recorded.
     rounds: how often the requests come, one round after the other with the mean gap between them:
         24 makes a day of a recorded hour. The prompts of each round are others. With a `time_scale`
         of 0 all rounds arrive at once.
@@ -289,6 +289,11 @@ class Recorded(CutRequests):
         _at_least_one("num_requests", self.num_requests, "null for all")
         if self.rate is not None:
             check_above_zero("rate", self.rate, "requests a second")
+            if self.num_requests == 1:
+                raise ValueError(
+                    f"rate is {self.rate!r} and num_requests 1, and one request has no rate; set "
+                    "num_requests to 2 or more, or leave rate out"
+                )
             if self.time_scale != 1.0:
                 raise ValueError(
                     f"rate is {self.rate!r} and time_scale {self.time_scale!r}, and both scale "

@@ -191,6 +191,25 @@ def test_trace_capacity_by_time_scale_and_percentile(tmp_path):
     assert report["met"] == pytest.approx(1 / (40 * steps["mean"]), rel=0.3)
 
 
+def test_the_rate_of_a_trace_is_searched(tmp_path):
+    """The gaps are equal, so the engine, which takes one request at a time, serves 1 / (2 steps)."""
+    stamps = [f"2023-11-16 18:15:{10 + i // 10}.{i % 10}00000,16,2" for i in range(80)]
+    header = "TIMESTAMP,ContextTokens,GeneratedTokens"
+    (tmp_path / "trace.csv").write_text("\n".join([header, *stamps]))
+    path = write(
+        tmp_path,
+        workload={"kind": "trace", "file": "trace.csv", "rate": 2.0},
+        simulate={"step_s": 0.02, "model": "llama-3-8b"},
+        slo={"ttft": 0.03},
+    )
+    command = [str(path), "--out", str(tmp_path), "--quiet", "--tolerance", "0.02"]
+    assert capacity.main(command) == 0
+    report = json.loads((tmp_path / "md1-capacity" / "capacity.json").read_text())
+    assert report["unit"] == "requests/s"
+    assert report["probes"][0]["rate"] == 2.0
+    assert report["met"] == pytest.approx(25, rel=0.05)
+
+
 NULL_TARGET = "sweep={grid: {slo.ttft: [0.3, null]}}"
 
 
