@@ -93,7 +93,7 @@ def w1(file: str | None, vocab: int, seed: int = 1234) -> Work:
             raise ValueError(
                 f"--file is {file!r}, which cannot be read: {why}; name a JSON list of requests"
             ) from None
-        prompts, counts = read_tokens(Tokens("tokens", file), text, vocab)
+        prompts, counts, _ = read_tokens(Tokens("tokens", file), text, vocab)
         return [(list(prompt), count) for prompt, count in zip(prompts, counts, strict=True)]
     rng = np.random.default_rng(seed)
     lengths = rng.integers(16, 257, 64), rng.integers(16, 129, 64)

@@ -69,9 +69,8 @@ def write(trace: Path, place: Path, count: int, seed: int) -> Path:
     rows = trace_rows(str(trace), trace.read_text(encoding="utf-8"))
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1.0, count))
-    _, prompt_lens, answer_lens = zip(*rows, strict=True)
-    prompts = rng.choice(prompt_lens, count).tolist()
-    answers = rng.choice(answer_lens, count).tolist()
+    prompts = rng.choice([row.prompt_tokens for row in rows], count).tolist()
+    answers = rng.choice([row.output_tokens for row in rows], count).tolist()
     file = place / f"{trace.stem}-{count}-{seed}.csv"
     with file.open("w", encoding="utf-8", newline="") as out:
         writer = csv.writer(out)

@@ -147,7 +147,7 @@ def test_any_trace_is_read_as_by_a_slow_reader_or_refused_with_its_line(rows):
         return
     parsed = trace_rows("t.csv", out.getvalue())
     expected = [
-        (datetime.fromisoformat(at), int(prompt), int(output)) for at, prompt, output in rows
+        (datetime.fromisoformat(at), int(prompt), int(output), "") for at, prompt, output in rows
     ]
     assert [tuple(row) for row in parsed] == sorted(expected, key=lambda row: row[0])
 

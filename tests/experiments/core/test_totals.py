@@ -222,8 +222,8 @@ def test_a_folder_of_sums_has_no_steps_and_is_compared(tmp_path, capsys):
         assert compare.main([*folders, "--metric", metric]) == 0
         return capsys.readouterr().out
 
-    assert "of these 40 requests" not in printed("b", "itl_s.p90")
-    assert "of these 40 requests" in printed("b", "ttft_s.p90")
+    assert "over 40 requests" not in printed("b", "itl_s.p90")
+    assert "over 40 requests" in printed("b", "ttft_s.p90")
     assert "one side keeps sums" in printed("c", "itl_s.p90")
-    verdict = "no difference beyond the rounding of runs that keep sums"
+    verdict = "no difference is shown beyond the rounding of runs that keep sums"
     assert verdict in printed("d", "itl_s.p90")
