@@ -52,6 +52,7 @@ import glob
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -268,13 +269,11 @@ def _of_two(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, 
     comparisons = corrected([row.comparison for row in rows])
     rows = [row._replace(comparison=c) for row, c in zip(rows, comparisons, strict=True)]
     origins = dict.fromkeys(note for _, *sides in pairs for note in origin_notes(*sides))
-    methods = method_notes({"comparisons": comparisons[0].family}, options.confidence)
-    notes = [*a.notes, *b.notes, *unmatched, *origins, *methods]
+    notes = [*a.notes, *b.notes, *unmatched, *origins]
+    notes += method_notes({"comparisons": comparisons[0].family}, options.confidence)
     if a.fixed or b.fixed:
         print(f"A: {a.selection}\nB: {b.selection}\n")
-    for label, side_a, side_b in pairs:
-        print(f"{label} ({how(side_a, side_b, reasons[label])})")
-        print(f"{table([row for row in rows if row.point == label], options.confidence)}\n")
+    _print_points(rows, options.confidence)
     for note in notes:
         print(note)
     return {
@@ -284,6 +283,12 @@ def _of_two(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, 
         "notes": notes,
         "comparisons": [row.plain(options.confidence) for row in rows],
     }
+
+
+def _print_points(rows: Sequence[Row], confidence: float) -> None:
+    """Print the table of each point."""
+    for (label, pairing), of_point in groupby(rows, key=lambda row: (row.point, row.runs)):
+        print(f"{label} ({pairing})\n{table(list(of_point), confidence)}\n")
 
 
 def _of_key(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -634,7 +635,6 @@ def _with_equal_limits(
     """The workload without clients, whose limits are the lengths of its outputs; see `build`."""
     if isinstance(spec, Synthetic):
         return _synthetic(spec, vocab_size, streams)
-    arrival_rng, output_rng = streams[2:4]
     clipped_prompts = 0
     clipped_outputs = 0
     users: Sequence[str] = ()
@@ -642,29 +642,31 @@ def _with_equal_limits(
         prompts = [tuple(encode(text)) for text in read_prompts(spec, content, streams[8])]
         output_lens = [spec.max_tokens] * len(prompts)
         if spec.output is not None:
-            output_lens, clipped_outputs = draw_lengths(spec.output, len(prompts), output_rng)
+            output_lens, clipped_outputs = draw_lengths(spec.output, len(prompts), streams[3])
     elif isinstance(spec, ShareGPT):
-        pairs = _encoded_conversations(spec, content, encode, streams[8])
-        lens = [len(prompt) for prompt, _ in pairs]
-        prompt_lens, clipped_prompts = clip(lens, 1, spec.max_prompt_tokens)
-        prompts = [prompt[:length] for (prompt, _), length in zip(pairs, prompt_lens, strict=True)]
-        lens = [length for _, length in pairs]
-        output_lens, clipped_outputs = clip(lens, 1, spec.max_output_tokens)
+        questions, answer_lens = _encoded_conversations(spec, content, encode, streams[8])
+        question_lens = list(map(len, questions))
+        prompt_lens, clipped_prompts = clip(question_lens, 1, spec.max_prompt_tokens)
+        prompts = [ids[:length] for ids, length in zip(questions, prompt_lens, strict=True)]
+        output_lens, clipped_outputs = clip(answer_lens, 1, spec.max_output_tokens)
     else:
         prompts, output_lens, users = read_tokens(spec, content, vocab_size)
-    times = draw_arrivals(spec.arrivals, len(prompts), arrival_rng)
+    times = draw_arrivals(spec.arrivals, len(prompts), streams[2])
     items = _items(times, prompts, output_lens, users)
     return Workload(items, clipped_prompts, clipped_outputs)
 
 
 def _encoded_conversations(
     spec: ShareGPT, content: str, encode: Encode, rng: np.random.Generator
-) -> list[tuple[tuple[int, ...], int]]:
-    """Prompt ids and the number of the answer's tokens, of each conversation that is taken."""
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """(ids of the question, tokens of the answer) of each conversation that is taken, in two
+    lists.
+    """
     texts = conversations(spec.file, content)
     order = rng.permutation(len(texts)) if spec.shuffle else range(len(texts))
     chosen = [texts[i] for i in order[: spec.limit]]
-    return [(tuple(encode(prompt)), len(encode(answer))) for prompt, answer in chosen]
+    questions = [tuple(encode(question)) for question, _ in chosen]
+    return questions, [len(encode(answer)) for _, answer in chosen]
 
 
 def _synthetic(
@@ -675,9 +677,9 @@ def _synthetic(
     output_lens, clipped_outputs = draw_lengths(spec.output, spec.count, output_rng)
     times = draw_arrivals(spec.arrivals, spec.count, arrival_rng)
     prefixes = random_prompts([spec.shared_prefix] * spec.prefixes, vocab_size, prefix_rng)
-    choices = choice_rng.integers(0, spec.prefixes, spec.count)
+    drawn_prefixes = [prefixes[i] for i in choice_rng.integers(0, spec.prefixes, spec.count)]
     tails = random_prompts(prompt_lens, vocab_size, token_rng)
-    prompts = [prefixes[i] + tail for i, tail in zip(choices, tails, strict=True)]
+    prompts = list(map(operator.add, drawn_prefixes, tails))
     return Workload(_items(times, prompts, output_lens), clipped_prompts, clipped_outputs)
 
 

@@ -187,7 +187,7 @@ def test_latencies_are_the_delays_of_the_server(server, tmp_path, capsys):
     stub.gap = 0.03
     load = Load(rate=20, requests=8, prompt_tokens="5:9", output_tokens="4", vocab=99)
     options = "--rate 20 --requests 8 --prompt-tokens 5:9 --output-tokens 4 --vocab 99"
-    targets = "--ttft-target 5 --itl-target 0.02"
+    targets = "--ttft-target 5 --itl-target 0.001"
     code, out = bench(f"{url}/v1/", f"{options} {targets}", tmp_path)
     assert code == 0
     s = out["summary"]
