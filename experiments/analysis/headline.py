@@ -87,7 +87,7 @@ def _best(rows: Sequence[PointRow], metric: Metric) -> list[str]:
     if "unknown" in standings:
         noise = ", as a point that ran once has no known noise"
     return [
-        f"No {place} is shown{noise}: {label} has the best median, {best}; no difference is shown "
+        f"No point is shown to have the {place}{noise}: {label} has the best median, {best}; no difference is shown "
         f"from {_names(result.rivals, len(result.others))}; {other_end}."
     ]
 

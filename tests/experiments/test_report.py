@@ -159,7 +159,7 @@ def test_sentences_state_missing_repeats_and_failures():
     single_runs = [run(0, 0, {"seed": 1}, 100.0), run(1, 0, {"seed": 2}, 90.0)]
     single_runs[1]["metrics"]["tokens_sha256"] = "other"
     text = sentences(single_runs)
-    once = "No highest output throughput is shown, as a point that ran once has no known noise: "
+    once = "No point is shown to have the highest output throughput, as a point that ran once has no known noise: "
     best = (
         "seed=1 has the best median, 100 tokens/s (one run); no difference is shown from the other"
     )
@@ -176,7 +176,9 @@ def test_sentences_state_missing_repeats_and_failures():
 
 def test_targets_come_first():
     text = sentences(POLICIES)
-    assert text.startswith("90 % of the requests met the targets. No highest goodput is shown: ")
+    assert text.startswith(
+        "90 % of the requests met the targets. No point is shown to have the highest goodput: "
+    )
     assert "over 3 repeats); no difference is shown from policy=mine, rate=2.0; the other" in text
     half = [
         {**row, "metrics": {**row["metrics"], "goodput": {"share": 0.5}}} for row in POLICIES[:3]
