@@ -95,6 +95,27 @@ def served_to(llm: LLM, **options) -> Iterator[tuple[SimpleNamespace, httpx.Clie
         yield server, client
 
 
+@contextmanager
+def slow_steps(worker: Any) -> Iterator[threading.Event]:
+    """Steps of a server wait for 50 ms each until the event is set or the block ends, so that a
+    test sees requests that run, however busy the machine is.
+    """
+    session = worker.llm.session
+    ended = threading.Event()
+    step = session.step
+
+    def waiting() -> Any:
+        ended.wait(0.05)
+        return step()
+
+    session.step = waiting
+    try:
+        yield ended
+    finally:
+        ended.set()
+        session.step = step
+
+
 def start_server(
     *words: str, errors: IO[str] | None = None, module: str = "tests.quickly"
 ) -> tuple[subprocess.Popen[str], str]:

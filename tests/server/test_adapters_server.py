@@ -34,6 +34,7 @@ from tests.server.support import (
     server_llm,
     serving,
     serving_without_leaks,
+    slow_steps,
     wait_until,
 )
 from tests.weights.tiny_adapters import tiny_adapter
@@ -104,21 +105,10 @@ def assert_refused(answer: httpx.Response, status: int, message: str, param=None
 
 
 @pytest.fixture
-def slow(open_server, monkeypatch) -> Iterator[threading.Event]:
-    """Steps of the server wait for 50 ms each until this event is set, so that a test sees requests
-    that run.
-    """
-    session = open_server.worker.llm.session
-    ended = threading.Event()
-    step = session.step
-
-    def waiting() -> Any:
-        ended.wait(0.05)
-        return step()
-
-    monkeypatch.setattr(session, "step", waiting)
-    yield ended
-    ended.set()
+def slow(open_server) -> Iterator[threading.Event]:
+    """Until this event is set, a test sees requests that run."""
+    with slow_steps(open_server.worker) as ended:
+        yield ended
 
 
 def load(http: httpx.Client, name: str, folder: Path, **fields: Any) -> httpx.Response:

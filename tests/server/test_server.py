@@ -35,6 +35,7 @@ from tests.server.support import (
     served_to,
     server_llm,
     serving,
+    slow_steps,
     start_server,
     wait_until,
 )
@@ -144,11 +145,12 @@ def test_a_full_queue_is_a_429_with_retry_after(llm):
             options = {"n": n, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 1.0}
             return pool.submit(http.post, "/v1/completions", json=body | options)
 
-        answers = [begin(ENGINE["max_num_seqs"], 300)]
-        wait_until(lambda: llm.engine.scheduler_state.running.seqs)  # the first request is admitted
-        answers += [begin(1, 3), begin(1, 3)]
-        wait_until(lambda: server.worker.waiting == 2)
-        refused = http.post("/v1/completions", json=body | {"max_tokens": 1})
+        with slow_steps(server.worker):
+            answers = [begin(ENGINE["max_num_seqs"], 300)]
+            wait_until(lambda: llm.engine.scheduler_state.running.seqs)  # the first one is admitted
+            answers += [begin(1, 3), begin(1, 3)]
+            wait_until(lambda: server.worker.waiting == 2)
+            refused = http.post("/v1/completions", json=body | {"max_tokens": 1})
         assert refused.status_code == 429
         assert error_of(refused)["code"] == "queue_full"
         assert 1 <= int(refused.headers["Retry-After"]) <= 60
