@@ -721,7 +721,11 @@ def cancel(
         pool=_release_blocks(state.pool, stopped),
         host_pool=state.host_pool and _release_blocks(state.host_pool, dequeued),
         waiting=_except(queue, places),
-        running=Running(*[_except(column, rows) for column in active]),
+        running=Running(
+            _except(active.seqs, rows),
+            _except(active.lengths, rows),
+            _except(active.computed, rows),
+        ),
         ids=_without(state.ids, [event.request_id for event in events]),
     )
     return state, tuple(events)
