@@ -14,7 +14,7 @@ import inspect
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import FunctionType, MappingProxyType, NoneType, UnionType
@@ -98,11 +98,12 @@ def named(
     *,
     shared: bool = False,
 ) -> Value:
-    """Returns the value that a name stands for: a shipped one, or the user's own, with parameters as
-    in a mapping {"name": "mine.py:aged", "worth": 64}. A value of the kind is itself.
+    """Returns the value that a name stands for: a shipped one, or the user's own, with parameters
+    as in a mapping {"name": "mine.py:aged", "worth": 64}. A value of the kind is itself.
 
     Args:
-        shipped: those of the package by their names; None for one that the caller has found.
+        shipped: those of the package by their names. The value is None where the caller looks for
+            that name itself.
         shared: see `own_value`.
 
     Raises:
@@ -158,13 +159,13 @@ def true_or_false(function: str, result: Any) -> bool:
 
 
 def own_function(
-    field: str, name: str, given: int, options: Mapping[str, Any] = NO_OPTIONS
+    field: str, name: str, num_arguments: int, options: Mapping[str, Any] = NO_OPTIONS
 ) -> Callable[..., Any]:
     """Returns the user's own function of a field, with its parameters.
 
     Args:
         name: "module:NAME" or "folder/file.py:NAME", with parameters in parentheses.
-        given: the number of arguments with which it is called.
+        num_arguments: how many it is called with.
         options: keyword arguments that the field itself gives.
 
     Raises:
@@ -176,7 +177,7 @@ def own_function(
     repeated = next((key for key in options if key in parameters), None)
     if repeated:
         raise ValueError(f"{field}.{repeated} is given, and the section gives it too; leave it out")
-    arguments = bound_parameters(field, function, given, {**parameters, **options})
+    arguments = bound_parameters(field, function, num_arguments, {**parameters, **options})
     return partial(function, **arguments)
 
 
@@ -210,7 +211,7 @@ def _values_in(field: str, own: OwnName, usage: str, *, shared: bool) -> Mapping
 def bound_parameters(
     where: str,
     function: Callable[..., Any],
-    given: int,
+    num_arguments: int,
     values: Mapping[str, Any],
     no_value: str = "",
 ) -> dict[str, Any]:
@@ -219,39 +220,35 @@ def bound_parameters(
 
     Args:
         where: the path of the parameters in the config, for errors.
-        given: the number of arguments before them.
-        no_value: what the error says first if a parameter is missing and there are no values.
+        num_arguments: how many arguments the function gets before them.
+        no_value: the beginning of the error if a parameter is missing and there are no values.
 
     Raises:
-        ValueError: a parameter that it does not have (with the near name), one that is missing or
-            has another type, or fewer arguments than `given`.
+        ValueError: the function has no such parameter (the error has the near name), one is missing
+            or has another type, or the function takes fewer arguments.
     """
-    name = getattr(function, "__name__", str(function))
-    if code := getattr(function, "__code__", None):
-        name += f" ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
+    name = _name_and_place(function)
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # of some compiled functions
         raise ValueError(no_value or f"{where}: {name} has no signature; write a def") from None
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if len(positional) < given and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    takes_any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if len(positional) < num_arguments and not takes_any_number:
         raise ValueError(
             f"{where}: {name} takes {len(positional)} arguments before its parameters, and it gets "
-            f"{given}; correct its signature"
+            f"{num_arguments}; correct its signature"
         )
-    before = [p.name for p in positional[:given] if p.kind is p.POSITIONAL_OR_KEYWORD]
-    named = [p for p in positional[given:] if p.kind is p.POSITIONAL_OR_KEYWORD]
-    named += [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-    names = [p.name for p in named]
+    arguments = [p.name for p in positional[:num_arguments] if p.kind is p.POSITIONAL_OR_KEYWORD]
+    further = positional[num_arguments:]
+    keywords = [p for p in further if p.kind is p.POSITIONAL_OR_KEYWORD]
+    keywords += [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    names = [p.name for p in keywords]
     for key in values:
-        if key in before or (key not in names and not takes_all):
-            close_names = difflib.get_close_matches(str(key), names, n=1)
-            hint = f"its parameters are {', '.join(names)}" if names else "it has none"
-            if close_names:
-                hint = f"did you mean {close_names[0]!r}?"
-            raise ValueError(f"{where}.{key} is no parameter of {name}; {hint}")
-    needed = [*positional[given:], *named]
+        if key in arguments or (key not in names and not takes_all):
+            raise ValueError(f"{where}.{key} is no parameter of {name}; {_near(key, names)}")
+    needed = [*further, *keywords]
     missing = [p.name for p in needed if p.default is p.empty and p.name not in values]
     if missing and no_value and not values:
         raise ValueError(f"{no_value}; as a function that returns one, it needs {missing[0]}")
@@ -264,6 +261,23 @@ def bound_parameters(
     except Exception:  # a type that is not there when the file runs: then no type is checked
         hints = {}
     return {key: _checked(f"{where}.{key}", hints.get(key), x) for key, x in values.items()}
+
+
+def _name_and_place(function: Callable[..., Any]) -> str:
+    """The name of a user's function, with its file and line if it has one."""
+    name = getattr(function, "__name__", str(function))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return name
+    return f"{name} ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
+
+
+def _near(key: str, names: Sequence[str]) -> str:
+    """What to write in place of a parameter that a function does not have."""
+    close_names = difflib.get_close_matches(str(key), names, n=1)
+    if close_names:
+        return f"did you mean {close_names[0]!r}?"
+    return f"its parameters are {', '.join(names)}" if names else "it has none"
 
 
 def _checked(start: str, kind: Any, value: Any) -> Any:

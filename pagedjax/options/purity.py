@@ -9,6 +9,8 @@ from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from pagedjax.options.own_errors import LIBRARIES
+
 
 class Impure(ValueError):
     """A function whose result or effect depends on earlier calls. The message names both."""
@@ -90,7 +92,12 @@ def _text(result: Any) -> str:
 
 
 def _lasting_values(function: Any, visited: set[int] | None = None) -> Iterator[tuple[str, bytes]]:
-    """What outlives a call of a function: (where it is, its value as bytes)."""
+    """What outlives a call of a function: (where it is, its value as bytes).
+
+    Globals of a library that the function calls are not among them: a library may have a cache, a
+    counter or a clock, and the results of the two calls are compared anyway.
+    """
+    is_users = visited is None or not _is_of_a_library(function)
     visited = set() if visited is None else visited
     if id(function) in visited:
         return
@@ -106,13 +113,19 @@ def _lasting_values(function: Any, visited: set[int] | None = None) -> Iterator[
         )
         return
     variables = function.__globals__
-    if not str(function.__module__).startswith("pagedjax.") and id(variables) not in visited:
+    is_users = is_users and not str(function.__module__).startswith("pagedjax.")
+    if is_users and id(variables) not in visited:
         visited.add(id(variables))
         yield from _values_of("the global", variables, visited)
     enclosed = inspect.getclosurevars(function).nonlocals
     yield from _values_of("the variable", dict(enclosed), visited)
     yield from _values_of("its attribute", function.__dict__, visited)
     yield from _values_of("a default of", {function.__name__: function.__defaults__}, visited)
+
+
+def _is_of_a_library(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(LIBRARIES)
 
 
 def _values_of(kind: str, values: dict[str, Any], visited: set[int]) -> Iterator[tuple[str, bytes]]:

@@ -13,6 +13,7 @@ from pagedjax.host import policies, purity, scheduler
 from pagedjax.host.policies import FCFS, Policy
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Request, Seq
+from pagedjax.options.own_errors import LIBRARIES
 from pagedjax.options.purity import Impure
 from tests.host.scheduler_steps import WORD, request, start, step
 from tests.refusals import refused
@@ -167,6 +168,16 @@ def test_a_policy_that_keeps_something_between_calls_is_refused(policy, message)
     random.seed(0)
     with pytest.raises(Impure, match=f"^{message}"):
         purity.check(policy)
+
+
+def test_what_a_library_keeps_is_not_what_the_policy_keeps(monkeypatch):
+    """A cache of an installed module, for example."""
+    text = "calls = 0\ndef age(seq):\n    global calls\n    calls += 1\n    return seq.arrival\n"
+    library = {"__name__": "library"}
+    exec(compile(text, f"{LIBRARIES[0]}library.py", "exec"), library)
+    monkeypatch.setitem(globals(), "age_of_library", library["age"])
+    purity.check(with_order(lambda waiting, running, cached: sorted(waiting, key=library["age"])))
+    assert library["calls"] > 0
 
 
 def fails(waiting, running, cached):
