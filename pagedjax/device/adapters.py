@@ -1,9 +1,9 @@
 """Adapters of low rank (LoRA, Hu et al. 2021) on the device: stacked factors of all slots, beside
 the parameters.
 
-A layer's matrix with a slot s of an adapter gives W x + b[s]^T (a[s] x). Slot 0 is none: its
-factors are zeros. A step gets the slot of each token. So one batch has rows of many adapters, and
-an adapter is replaced by other arrays of the same shapes, without a compilation.
+A layer's matrix W with an adapter in slot s gives W x + b[s]^T (a[s] x). Slot 0 has no adapter: its
+factors are zeros. A step gets the slot of each token, so one batch can have rows of many adapters.
+An adapter is replaced by other arrays of the same shapes, without a compilation.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pagedjax.device.linear import Matrix, find
 from pagedjax.device.models import matrices
 from pagedjax.device.models.decoder import DecoderConfig
 
-PackLow = Callable[[Any, Matrix], Any]  # of `Implementation`
-WIDTH = 16  # of vectors: rows of `a` are padded to a multiple
-ROWS = 4  # ranks are padded to a multiple
+PackLow = Callable[[Any, Matrix], Any]  # the field `pack_low` of an `Implementation`
+INPUT_MULTIPLE = 16  # the inputs of `a` are padded to a multiple of a vector's numbers
+RANK_MULTIPLE = 4  # ranks are padded to a multiple of it
 
 
 class Part(NamedTuple):
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     part: int  # of `DecoderConfig.parts`
 
 
-# a [r, K] and b [outputs of the part, r], scaled: arrays of numpy or JAX
+# by part: a [r, K], and b [outputs of the part, r] times the adapter's scale; of numpy or JAX
 Parts = Mapping[Part, tuple[Any, Any]]
 
 
@@ -43,7 +43,7 @@ class Adapter:
     """An adapter as it was read (weights/adapter_files.py).
 
     name: what requests call it by.
-    parts: its factors, scaled, in float32.
+    parts: its a and scaled b, in float32.
     content_hash: of `parts`.
     source: where it comes from, for people.
     """
@@ -73,7 +73,7 @@ class Slots(NamedTuple):
 
 
 def shapes(config: DecoderConfig, slots: Slots) -> tuple[dict[str, tuple[Any, Any]], ...]:
-    """By layer and matrix, the shapes of a and b of all slots."""
+    """The shapes of a [slots, R, K] and of the packed b, by layer and matrix."""
     pack_low = find(config.linear).pack_low
     parts = {name: len(ends) for name, ends in config.parts.items()}
     return tuple(
@@ -94,10 +94,10 @@ def adapted(config: DecoderConfig) -> tuple[dict[str, Matrix], ...]:
 
 def _shape(matrix: Matrix, parts: int, slots: Slots, pack_low: PackLow) -> tuple[Any, Any]:
     s = slots.count + 1
-    r = parts * _padded(slots.rank, ROWS)
-    packed = pack_low(np.zeros((0, r, matrix.outputs)), matrix)
-    shapes = (s, r, _padded(matrix.inputs, WIDTH)), (s, *packed.shape[1:])
-    a, b = (jax.ShapeDtypeStruct(shape, slots.dtype) for shape in shapes)
+    r = parts * _padded(slots.rank, RANK_MULTIPLE)
+    packed = pack_low(np.zeros((0, r, matrix.outputs)), matrix)  # no slots: only its shape is used
+    a = jax.ShapeDtypeStruct((s, r, _padded(matrix.inputs, INPUT_MULTIPLE)), slots.dtype)
+    b = jax.ShapeDtypeStruct((s, *packed.shape[1:]), slots.dtype)
     return a, b
 
 
@@ -122,20 +122,21 @@ def with_slot(factors: Factors, slot: int, config: DecoderConfig, parts: Parts) 
         for name, (a, b) in stacked.items():
             new_a = np.array(a)  # copies on the host
             new_b = np.array(b)
-            joined = np.zeros((1, a.shape[1], config.parts[name][-1]), b.dtype)
+            unpacked_b = np.zeros((1, a.shape[1], config.parts[name][-1]), b.dtype)
             new_a[slot] = 0
-            for of_a, down, of_b, up in _places(config, Part(i, name, 0), a.shape[1], parts):
-                new_a[slot][of_a] = down
-                joined[0][of_b] = up
-            new_b[slot] = pack_low(joined, layer[name])[0]
+            places = _places(config, Part(i, name, 0), a.shape[1], parts)
+            for a_place, part_a, b_place, part_b in places:
+                new_a[slot][a_place] = part_a
+                unpacked_b[0][b_place] = part_b
+            new_b[slot] = pack_low(unpacked_b, layer[name])[0]
             changed[name] = jax.device_put(new_a, a.sharding), jax.device_put(new_b, b.sharding)
         layers.append(changed)
     return tuple(layers)
 
 
 def only(config: DecoderConfig, parts: Parts, dtype: str) -> Factors:
-    """The factors of one adapter, in slot 1, as a function of its parts that can be
-    differentiated.
+    """The factors of one adapter alone, in slot 1. JAX can differentiate them with respect to
+    `parts`.
     """
     rank = max(len(a) for a, _ in parts.values())
     pack_low = find(config.linear).pack_low
@@ -144,11 +145,12 @@ def only(config: DecoderConfig, parts: Parts, dtype: str) -> Factors:
     for i, (stacked, layer) in enumerate(zip(empty, adapted(config), strict=True)):
         filled = {}
         for name, (a, _) in stacked.items():
-            joined = jnp.zeros((2, a.shape[1], config.parts[name][-1]), a.dtype)
-            for of_a, down, of_b, up in _places(config, Part(i, name, 0), a.shape[1], parts):
-                a = a.at[1, *of_a].set(down.astype(a.dtype))
-                joined = joined.at[1, *of_b].set(up.astype(a.dtype))
-            filled[name] = a, pack_low(joined, layer[name])
+            unpacked_b = jnp.zeros((2, a.shape[1], config.parts[name][-1]), a.dtype)
+            places = _places(config, Part(i, name, 0), a.shape[1], parts)
+            for a_place, part_a, b_place, part_b in places:
+                a = a.at[1, *a_place].set(part_a.astype(a.dtype))
+                unpacked_b = unpacked_b.at[1, *b_place].set(part_b.astype(a.dtype))
+            filled[name] = a, pack_low(unpacked_b, layer[name])
         layers.append(filled)
     return tuple(layers)
 
@@ -156,8 +158,13 @@ def only(config: DecoderConfig, parts: Parts, dtype: str) -> Factors:
 def _places(
     config: DecoderConfig, first: Part, rows: int, parts: Parts
 ) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """Of each part of a matrix that has factors: where they belong in a slot's [R, K] and [R, M],
-    and what.
+    """Yields (place of a, a, place of b, b^T) for each part of a matrix that has factors.
+
+    The places are indices into a slot's a [R, K], and into its b [R, M] before that is packed.
+
+    Args:
+        first: the matrix's part 0.
+        rows: R, the padded rank times the number of parts.
     """
     ends = config.parts[first.matrix]
     rank = rows // len(ends)

@@ -21,7 +21,7 @@ from pallas_kernels import kv_write
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
 from pallas_kernels.shared.page_bits import read, stored
 
-BUILT_IN = dict(IMPLS)  # also if someone adds to IMPLS
+BUILT_IN = dict(IMPLS)  # a copy: what a user adds to IMPLS is not built in
 
 # (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, window, soft_cap) -> [T, N, D]
 Attend = Callable[..., jax.Array]
@@ -32,8 +32,8 @@ DEFAULTS = "cpu", "pallas_gpu", "xla"
 
 
 def find(name: Any) -> Implementation:
-    """Returns the implementation of that name: one of IMPLS, or your own; an `Implementation` is
-    itself.
+    """Returns the implementation of that name: one of IMPLS, or your own. An `Implementation` is
+    returned as it is.
 
     Raises:
         ValueError: there is no such implementation, module, file or value.
@@ -42,7 +42,7 @@ def find(name: Any) -> Implementation:
 
 
 def choose(name: Any, device: Any, *, invariant: bool = False, **sizes: Any) -> str:
-    """Returns the name of an engine's implementation: this one, or the default.
+    """Returns the name of an engine's implementation: `name`, or the default if that is None.
 
     Args:
         invariant: the engine is batch-invariant.
@@ -50,8 +50,8 @@ def choose(name: Any, device: Any, *, invariant: bool = False, **sizes: Any) -> 
             values in the cache.
 
     Raises:
-        ValueError: it cannot serve this cache on this device; the message gives the
-            reason. There is no fallback.
+        ValueError: the implementation `name` cannot serve this cache on this device; the message
+            gives the reason. There is no fallback.
     """
     if invariant:
         reason = _not_invariant(name, device, **sizes)
@@ -94,19 +94,20 @@ def page_dtype(impl: str | None, dtype: str) -> str:
 
 
 def pages_of(impl: str) -> Callable[..., jax.Array]:
-    """Returns (shape, dtype, device=None) -> zeros for pages on the default device, as an
-    implementation makes them.
+    """Returns the function (shape, dtype, device=None) -> zeros with which an implementation makes
+    pages on the default device.
     """
     pages = find(impl).pages
     return jnp.zeros if pages is None else lambda shape, dtype, device=None: pages(shape, dtype)
 
 
-numbers_in = read  # the numbers in pages
-stored_in = stored  # numbers as pages of a dtype have them
+numbers_in = read  # (pages) -> their numbers: integers of bits become floats
+stored_in = stored  # (numbers, dtype of pages) -> the numbers as such pages have them
 
 
 def prepare(name: Any, *, dtype: str, query_dtype: str, invariant: bool) -> None:
-    """Starts an implementation's work of once a process, before there is a model to trace.
+    """Starts the work that an implementation does once in a process, before there is a model to
+    trace.
 
     Args:
         dtype, query_dtype, invariant: see `Implementation.prepare`.
@@ -115,19 +116,22 @@ def prepare(name: Any, *, dtype: str, query_dtype: str, invariant: bool) -> None
 
 
 def is_built_in(attend: Bound) -> bool:
-    """Returns whether this is one of IMPLS in one of its forms, and nothing of one's own."""
+    """Returns whether `attend` is a built-in implementation, in one of its forms, as it was
+    shipped.
+    """
     impl = BUILT_IN.get(attend.impl.name)
     if impl is None:
         return False
     forms = [
         form for form in (impl.attend, impl.invariant, impl.without_drafts) if form is not None
     ]
+    # the forms of an implementation differ in these two fields alone
     in_usual_form = attend.impl._replace(attend=impl.attend, decodes_alone=impl.decodes_alone)
     return attend.impl.attend in forms and in_usual_form == impl
 
 
 def register_kernels(program: bytes) -> None:
-    """Makes the kernels callable that a compiled program calls, before it is loaded from disk."""
+    """Registers the kernels that a compiled program calls, before it is loaded from disk."""
     from pallas_kernels.shared.cpu.handler import register_called
 
     register_called(program)
@@ -149,7 +153,7 @@ def attend(impl: str, scale: float, *, invariant: bool = False, drafts: bool = T
     """Returns `paged_attention` with its implementation and scale.
 
     Args:
-        invariant: in its batch-invariant form.
+        invariant: take its batch-invariant form.
         drafts: whether rows may have drafts to verify.
 
     Raises:
@@ -174,10 +178,12 @@ def probabilities(
     heads: Sequence[int],
     **options: Any,
 ) -> jax.Array:
-    """Returns what the implementation weighs values with, [R, heads, M S] float32 by position.
+    """Returns the weights that the implementation gives to values, [R, len(heads), M S] float32, by
+    position.
 
     Args:
         q: [R, N, D] the queries of `rows`, which have one token each.
+        heads: the query heads whose weights are wanted.
         options: window and soft_cap, as of an `Attend`.
 
     Raises:
@@ -201,5 +207,5 @@ def write(
 
     An `Attend` that is not `Bound` gets XLA's scatter.
     """
-    how = attend.impl.write if isinstance(attend, Bound) else "xla"
-    return kv_write.write(k_pages, v_pages, k, v, batch.slots, rows=len(batch.seq_lens), impl=how)
+    impl = attend.impl.write if isinstance(attend, Bound) else "xla"
+    return kv_write.write(k_pages, v_pages, k, v, batch.slots, rows=len(batch.seq_lens), impl=impl)

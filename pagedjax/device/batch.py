@@ -45,7 +45,7 @@ class Batch(NamedTuple):
     seq_lens: Any  # [B] context including this step's tokens
     cu_q_lens: Any  # [B + 1]; None in a step of decodes alone, in which row b has the token b
     last: Any  # [R] index into T of the token that each sample follows
-    sampled_row: Any  # [R] its row
+    sampled_row: Any  # [R] the row of that token
     # [T] the prompt token after this one if its log-probability is wanted, else -1; None: none is
     targets: Any
     sampling: SamplingBatch
@@ -108,8 +108,8 @@ class Batch(NamedTuple):
 
     @property
     def used_samples(self) -> Any:
-        """[1] how many of the R samples are used. Unused ones have `last` 0; so may the first,
-        which always counts.
+        """[1] how many of the R samples are used. Unused samples have 0 in `last`. The first sample
+        is always used, and may have 0 there too.
         """
         return 1 + (self.last[1:] > 0).sum(dtype=np.int32, keepdims=True)
 
@@ -124,8 +124,8 @@ class DraftBatch(NamedTuple):
     counts: Any  # [B] i32: drafts of the row; 0 in padding
     block_tables: Any  # [B, M] i32
     sampling: SamplingBatch  # [B]: of the first draft
-    # [R] i32: of each sample of the step that verifies, draft * B + row; R is 0 if probs are not
-    # wanted
+    # [R] i32: for each sample of the step that verifies the drafts, the number of its draft in the
+    # row * B + the row; R is 0 if the probabilities of drafts are not wanted
     samples: Any
 
 
@@ -134,12 +134,12 @@ class StepShape(NamedTuple):
 
     tokens: int  # T
     samples: int  # R
-    # every row has one token, of which no prompt's log-probability is wanted
+    # every row has one token, and no log-probability of a prompt's token is wanted
     decodes_alone: bool = False
 
 
 @dataclass(frozen=True)
-# no NamedTuple: it would equal a `StepShape` of the same numbers, and both are keys of the programs
+# no NamedTuple: one would equal a `StepShape` of the same numbers, and both are keys of programs
 class DraftShape:
     """What fixes the shapes of a drafter's program."""
 
@@ -156,7 +156,7 @@ class Shapes(NamedTuple):
     table_width: int  # M
     max_model_len: int
     vocab_size: int
-    drafts: int = 0  # draft tokens of a row at most
+    drafts: int = 0  # most draft tokens of a row
     keeps_probs: bool = False  # whether steps take the probabilities that drafts were drawn from
     # of a KV policy: a `host.kv_policies.View` with a window
     view: tuple[int, tuple[int, ...]] | None = None
@@ -178,8 +178,8 @@ class Shapes(NamedTuple):
         return min(t, self.max_seqs * (1 + self.drafts if drafts else 1))
 
     def attention_rows(self, t: int) -> int:
-        """A: the rows of attention of a step of T tokens under a KV policy: a chunk is cut where a
-        block begins.
+        """A: the most rows of attention of a step of T tokens under a KV policy, which cuts a chunk
+        where a block begins.
         """
         return min(t, 2 * self.rows(t) + t // self.block_size)
 
@@ -194,8 +194,9 @@ class Shapes(NamedTuple):
     def draft_shape(self, rows: int, t: int) -> DraftShape:
         """The shape of the program that drafts for `rows` rows of a step of T tokens.
 
-        Where the probabilities of drafts go into the step, the program depends on the step's shape:
-        half of its tokens at most are known ones of rows with drafts.
+        Where the probabilities of drafts go into the step, the program depends on the step's shape.
+        A row with drafts has one known token and at least one draft, so at most half of the step's
+        tokens are the known tokens of such rows.
         """
         if self.keeps_probs:
             drafting_rows = max(t // 2, self.tokens[0])
@@ -248,7 +249,7 @@ class OneTransfer:
         words: [N] i32: the bits of its arrays of 32-bit numbers, one behind the other.
         rest: its other arrays.
         tree: how the arrays of `words` form a tree (`joined`).
-        layout: the shape and the dtype of each.
+        layout: the shape and the dtype of each array of `words`.
     """
 
     words: Any
@@ -259,14 +260,15 @@ class OneTransfer:
 
 def joined(batch: Batch) -> OneTransfer:
     """The batch for a step's program. Its arrays of 32-bit numbers are copied."""
-    sampling = batch.sampling
-    of_extras = [[getattr(extra, name) for name in extra.words] for extra in batch.extras]
-    leaves, tree = jax.tree.flatten((batch[:CORE], sampling[:-1], of_extras))
+    *sampling_arrays, features = batch.sampling
+    words_of_extras = [[getattr(extra, name) for name in extra.words] for extra in batch.extras]
+    leaves, tree = jax.tree.flatten((batch[:CORE], tuple(sampling_arrays), words_of_extras))
     arrays = [np.asarray(leaf) for leaf in leaves]
     words = np.concatenate([array.reshape(-1).view(np.int32) for array in arrays])
     layout = tuple([(array.shape, array.dtype) for array in arrays])
+    # the fields of `words` are None in the rest
     extras = [replace(extra, **dict.fromkeys(extra.words)) for extra in batch.extras]
-    return OneTransfer(words, (sampling.features, extras), tree, layout)
+    return OneTransfer(words, (features, extras), tree, layout)
 
 
 def parted(transfer: OneTransfer) -> Batch:
@@ -278,11 +280,11 @@ def parted(transfer: OneTransfer) -> Batch:
         words = jax.lax.slice(transfer.words, (start,), (end,))
         arrays.append(jax.lax.bitcast_convert_type(words.reshape(shape), dtype))
         start = end
-    core, sampling, of_extras = jax.tree.unflatten(transfer.tree, arrays)
+    core, sampling_arrays, words_of_extras = jax.tree.unflatten(transfer.tree, arrays)
     features, extras = transfer.rest
     whole_extras = [
-        replace(extra, **dict(zip(extra.words, words_of_extra, strict=True)))
-        for extra, words_of_extra in zip(extras, of_extras, strict=True)
+        replace(extra, **dict(zip(extra.words, values, strict=True)))
+        for extra, values in zip(extras, words_of_extras, strict=True)
     ]
-    sampling_batch = SamplingBatch._make((*sampling, features))
-    return Batch(*core, sampling=sampling_batch, extras=tuple(whole_extras))
+    sampling = SamplingBatch._make((*sampling_arrays, features))
+    return Batch(*core, sampling=sampling, extras=tuple(whole_extras))

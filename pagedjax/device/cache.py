@@ -87,12 +87,12 @@ def kv_pages(sizes: BlockSizes) -> PageShapes:
 class KVCache(NamedTuple):
     """The arrays of all layers. A layer of one's own may keep `others` (`Block.pages`)."""
 
-    # by page array, [P, K, S, D] or in rows of several tokens; None: the layer keeps others
+    # for each page array, [P, K, S, D] or rows of several tokens; None: a layer that keeps `others`
     k: tuple[Any, ...]
     v: tuple[Any, ...]
     tokens: jax.Array  # [P, S] int32
     draft: DraftPages | None = None
-    # L x `BoundedKeys.bounds`, None in dense layers; () without a selection
+    # for each layer, its `BoundedKeys.bounds`; None for a dense layer; () without a selection
     bounds: tuple[jax.Array | None, ...] = ()
     others: Mapping[str, tuple[jax.Array | None, ...]] = {}  # by name, as k and v
 
@@ -164,9 +164,10 @@ def init(
     Args:
         dtype: of the pages, `attention.page_dtype`.
         row: numbers in a row of a page, a multiple of head_dim; None is head_dim, a token a row.
-        draft: of a drafter's pages, whose keys and values are of `dtype` too.
+        draft: the sizes of a drafter's pages, whose keys and values are of `dtype` too.
         dense_layers: the first layers, which have no bounds; None: no layer has.
-        layer_pages: what each page array has of one block; None: keys and values.
+        layer_pages: for each layer, the shapes of its page arrays for one block; None: keys and
+            values in all layers.
         sharding: over the devices of a mesh, with kv_heads each; None is the default device.
         zeros: (shape, dtype, device=sharding) -> array.
         pages: the same, for the model's keys and values; None is `zeros`.
@@ -183,12 +184,12 @@ def init(
     sharding = sharding or CacheSharding()
     if layer_pages is None:
         layer_pages = [kv_pages(BlockSizes(block_size, kv_heads, head_dim, dtype, row))] * layers
-    arrays = {
-        name: tuple(
+    names_of_layers = [name for layer in layer_pages for name in layer]
+    arrays = {}
+    for name in dict.fromkeys(("k", "v", *names_of_layers)):  # each name once
+        arrays[name] = tuple(
             [_zeros(layer.get(name), blocks, sharding, pages or zeros) for layer in layer_pages]
         )
-        for name in dict.fromkeys(("k", "v", *(name for layer in layer_pages for name in layer)))
-    }
     cache = KVCache(
         k=arrays.pop("k"),
         v=arrays.pop("v"),
@@ -196,8 +197,8 @@ def init(
         others=arrays,
     )
     if dense_layers is not None:
-        ends = blocks + 1, kv_heads * sharding.devices, 2, head_dim
-        bounds = [zeros(ends, dtype, device=sharding.heads) for _ in range(layers - dense_layers)]
+        shape = blocks + 1, kv_heads * sharding.devices, 2, head_dim
+        bounds = [zeros(shape, dtype, device=sharding.heads) for _ in range(layers - dense_layers)]
         cache = cache._replace(bounds=(None,) * dense_layers + tuple(bounds))
     if draft is None:
         return cache
@@ -210,8 +211,10 @@ def _zeros(
     sharding: CacheSharding,
     zeros: Callable[..., Any],
 ) -> Any:
-    """A page array of all devices together. block: of a device; None: the layer has no such
-    array.
+    """A page array of all devices together.
+
+    Args:
+        block: the shape of one block on one device; None: the layer has no such array.
     """
     if block is None:
         return None
@@ -250,14 +253,14 @@ def _draft_pages(
 def shapes(**sizes: Any) -> KVCache:
     """The shapes and shardings of what `init` returns for these sizes."""
 
-    def shape(shape: tuple[int, ...], dtype: Any, device: Any) -> jax.ShapeDtypeStruct:
+    def without_memory(shape: tuple[int, ...], dtype: Any, device: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=device)
 
-    return init(**sizes, zeros=shape)
+    return init(**sizes, zeros=without_memory)
 
 
 def block_bytes(**sizes: Any) -> int:
-    """Bytes of one block in all arrays of a cache of these sizes, without memory."""
+    """Bytes of one block in all arrays of a cache of these sizes. Allocates nothing."""
     arrays = jax.tree.leaves(shapes(blocks=0, **sizes))  # the trash block alone
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
@@ -271,20 +274,19 @@ def write_tokens(tokens: jax.Array, ids: jax.Array, slots: jax.Array) -> jax.Arr
         slots: [T] int32, block id * S + offset; padding tokens point into block 0.
     """
     check_shape("ids", ids, slots.shape)
-    size = tokens.shape[1]
-    return tokens.at[slots // size, slots % size].set(ids, mode="promise_in_bounds")
+    block_size = tokens.shape[1]
+    return tokens.at[slots // block_size, slots % block_size].set(ids, mode="promise_in_bounds")
 
 
 def copy(cache: KVCache, source: jax.Array, target: jax.Array) -> KVCache:
     """Copy whole blocks: all of `source` [n] is read before any of `target` [n] is written."""
     check_shape("target", target, source.shape)
 
-    def one(pages: jax.Array) -> jax.Array:
-        return pages.at[target].set(
-            pages.at[source].get(mode="promise_in_bounds"), mode="promise_in_bounds"
-        )
+    def copied(pages: jax.Array) -> jax.Array:
+        blocks = pages.at[source].get(mode="promise_in_bounds")
+        return pages.at[target].set(blocks, mode="promise_in_bounds")
 
-    return jax.tree.map(one, cache)
+    return jax.tree.map(copied, cache)
 
 
 def read_blocks(cache: KVCache, ids: jax.Array) -> KVCache:

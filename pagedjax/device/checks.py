@@ -11,8 +11,8 @@ import jax
 
 
 def shapes_of(tree: Any) -> Any:
-    """The tree with the shape, dtype and sharding of each array in its place, so that it keeps no
-    memory.
+    """The tree with the shape, dtype and sharding of each array in the place of the array, so that
+    the tree keeps no device memory.
     """
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
@@ -25,7 +25,7 @@ def check_shape(name: str, array: Any, expected: Sequence[int | None]) -> None:
     """
     shape = tuple(array.shape)
     fits = len(shape) == len(expected) and all(
-        limit in (None, n) for n, limit in zip(shape, expected, strict=True)
+        size in (None, n) for n, size in zip(shape, expected, strict=True)
     )
     if not fits:
         sizes = ", ".join("any" if n is None else str(n) for n in expected)

@@ -93,7 +93,14 @@ def of_decoder(model: Model) -> DraftModel:
             f"the draft model is on {model.placement}; load it without mesh and devices"
         )
     return DraftModel(
-        model.config, model.graphdef, model.params, model.dtype, (), 0, _observe, _next_logits
+        layers=model.config,
+        graphdef=model.graphdef,
+        params=model.params,
+        dtype=model.dtype,
+        taps=(),
+        features=0,
+        observe=_observe,
+        next_logits=_next_logits,
     )
 
 
@@ -120,8 +127,8 @@ def _next_logits(
 
 
 def fitted(logits: jax.Array, size: int) -> jax.Array:
-    """Logits [B, V] of the drafter's vocabulary for the model's [B, size]: ids that pad a
-    vocabulary are no drafts.
+    """Logits [B, V] of the drafter's vocabulary as logits [B, size] of the model's vocabulary. Ids
+    that only pad one of them are never drafted.
     """
     drafted = logits[:, :size]
     return jnp.pad(drafted, ((0, 0), (0, size - drafted.shape[1])), constant_values=-jnp.inf)
@@ -131,16 +138,16 @@ def fitted(logits: jax.Array, size: int) -> jax.Array:
 
 
 def of_eagle(config: EagleConfig, graphdef: nnx.GraphDef, params: Any, dtype: str) -> DraftModel:
-    hidden = config.layer.hidden
+    """A head on the model's own layers, after `nnx.split`. A feature has H numbers."""
     return DraftModel(
-        config.layer,
-        graphdef,
-        params,
-        dtype,
-        config.taps,
-        hidden,
-        _observe_eagle,
-        _next_logits_eagle,
+        layers=config.layer,
+        graphdef=graphdef,
+        params=params,
+        dtype=dtype,
+        taps=config.taps,
+        features=config.layer.hidden,
+        observe=_observe_eagle,
+        next_logits=_next_logits_eagle,
     )
 
 
@@ -156,8 +163,9 @@ def _observe_eagle(
     block_size = pages.features.shape[1]
     t = len(batch.tokens)
     features = head.features(outputs).astype(pages.features.dtype)
-    at = batch.slots // block_size, batch.slots % block_size
-    pages = pages._replace(features=pages.features.at[at].set(features, mode="promise_in_bounds"))
+    places = batch.slots // block_size, batch.slots % block_size  # blocks, and slots in them
+    kept = pages.features.at[places].set(features, mode="promise_in_bounds")
+    pages = pages._replace(features=kept)
     row = jnp.minimum(
         jnp.searchsorted(batch.row_cu_q_lens, jnp.arange(t), side="right") - 1,
         len(batch.seq_lens) - 1,

@@ -1,9 +1,9 @@
-"""From logits to the best token; or to weights, and from weights and one uniform number to a token,
-by inversion.
+"""How a token is chosen: the best of the logits; or a draw, by inversion, from weights that the
+logits give and one uniform number.
 
-The number depends only on (engine seed, request seed, output position): a request gets the same
-tokens beside any other requests, and with any drafts unless those are accepted by rejection
-sampling.
+The uniform number depends only on (engine seed, request seed, output position). So a request gets
+the same tokens beside any other requests, and with any drafts unless those are accepted by
+rejection sampling.
 """
 
 from __future__ import annotations
@@ -16,23 +16,21 @@ from pagedjax.device.row_features.chain import RowChain
 from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.row_reductions import row_maxima, row_sums
 
-LANES = 128  # the cumulative sum runs over pieces of so many tokens, then over the pieces
+PIECE = 128  # tokens; a row's vocabulary is searched piece by piece, then within one piece
 
 
 def best_tokens(logits: jax.Array) -> jax.Array:
-    """[B] argmax of each row of [B, V], the first of equals: of pieces of the vocabulary, then
-    within the best one.
+    """[B] the argmax of each row of [B, V]; of equal logits, the first one.
 
-    On a CPU an argmax is a scalar loop, and a maximum is not (64 requests, 49,152 tokens: 7.4 and
-    0.4 ms).
+    It finds the piece with the largest maximum, and then the argmax within that piece. On a CPU an
+    argmax is a scalar loop, and a maximum is not (64 requests, 49,152 tokens: 7.4 and 0.4 ms).
     """
     b, v = logits.shape
-    pieces = jnp.pad(logits, ((0, 0), (0, -v % LANES)), constant_values=-jnp.inf).reshape(
-        b, -1, LANES
-    )
+    padded = jnp.pad(logits, ((0, 0), (0, -v % PIECE)), constant_values=-jnp.inf)
+    pieces = padded.reshape(b, -1, PIECE)
     piece = jnp.argmax(pieces.max(-1), axis=-1)
     within = jnp.take_along_axis(pieces, piece[:, None, None], axis=1)[:, 0]
-    return (piece * LANES + jnp.argmax(within, axis=-1)).astype(jnp.int32)
+    return (piece * PIECE + jnp.argmax(within, axis=-1)).astype(jnp.int32)
 
 
 def weights(logits: jax.Array, s: SamplingBatch, context: RowContext, chain: RowChain) -> jax.Array:
@@ -62,7 +60,7 @@ def uniform(s: SamplingBatch, seed: jax.Array, stream: int = 0) -> jax.Array:
     """[B] numbers in [0, 1), by request and position.
 
     Args:
-        stream: another one gives independent numbers for the same request and position.
+        stream: another stream has independent numbers for the same request and position.
     """
     root = jax.random.key(seed)
 
@@ -74,29 +72,32 @@ def uniform(s: SamplingBatch, seed: jax.Array, stream: int = 0) -> jax.Array:
 
 
 def at_quantile(weights: jax.Array, share: jax.Array) -> jax.Array:
-    """[B] of each row the first token up to which the weights [B, V] hold more than a share [B] of
-    their sum.
+    """[B] the first token of each row at which the running sum of its weights [B, V] is more than a
+    share [B] of their whole sum.
     """
     v = weights.shape[-1]
-    pieces = jnp.pad(weights, ((0, 0), (0, -v % LANES))).reshape(len(weights), -1, LANES)
+    pieces = jnp.pad(weights, ((0, 0), (0, -v % PIECE))).reshape(len(weights), -1, PIECE)
     sums = row_sums(pieces)
     ends = jnp.cumsum(sums, axis=-1)
     target = share * ends[:, -1]
     piece = _first_above(ends, target, sums)
-    of = lambda x: jnp.take_along_axis(x, piece[:, None], axis=-1)[:, 0]  # noqa: E731
+
+    def of_piece(x: jax.Array) -> jax.Array:  # [B, pieces] -> [B]
+        return jnp.take_along_axis(x, piece[:, None], axis=-1)[:, 0]
+
     within = jnp.take_along_axis(pieces, piece[:, None, None], axis=1)[:, 0]
     inner = jnp.cumsum(within, axis=-1)
     # The piece is searched by the share of its sum that is left, not by the difference. So a sum
     # that is rounded in another way than the running sum does not favour the tokens at the end of
     # the piece.
-    remaining_share = (target - of(ends - sums)) / of(sums)
-    drawn = piece * LANES + _first_above(inner, remaining_share * inner[:, -1], within)
-    return jnp.minimum(drawn, v - 1)  # NaN has no weights, and its token is within the vocabulary
+    remaining_share = (target - of_piece(ends - sums)) / of_piece(sums)
+    drawn = piece * PIECE + _first_above(inner, remaining_share * inner[:, -1], within)
+    return jnp.minimum(drawn, v - 1)  # a row of NaN, too, gives a token of the vocabulary
 
 
 def _first_above(ends: jax.Array, target: jax.Array, weights: jax.Array) -> jax.Array:
-    """[B] the first positive weight whose running sum passes the target, else the last; never, by
-    rounding, a zero.
+    """[B] the index of the first positive weight whose running sum `ends` is above the target; else
+    of the last positive weight. So rounding never gives a token whose weight is zero.
     """
     positive = weights > 0
     passed = positive & (ends > target[:, None])

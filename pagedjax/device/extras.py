@@ -1,6 +1,6 @@
 """Arrays that only some engines have in their batches. Each kind is a class that inherits from
-`Extra`; `ARRAYS` of engine/pack.py has what makes them from a plan. A model finds those of a kind
-with `Batch.extra`.
+`Extra`. `ARRAYS` of engine/pack.py lists the functions that make the arrays from a plan. A model
+finds the arrays of a kind with `Batch.extra`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Factors = tuple[dict[str, tuple[Any, Any]], ...]  # by layer and matrix: a and b
 
 
 class SampleRows(NamedTuple):
-    """The rows of a batch that has the tokens alone that samples follow."""
+    """The rows of a batch that has only the tokens that samples follow, each in a row of its own."""
 
     numbers: jax.Array  # [R + 1] i32: 0, 1, ...
     count: jax.Array  # [1] i32: rows that are used
@@ -31,8 +31,8 @@ class SampleRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Extra:
-    """Some arrays of a batch. A subclass is a frozen dataclass that JAX knows as a tree, as those
-    below.
+    """Some arrays of a batch. A subclass is a frozen dataclass that JAX knows as a tree, as the
+    classes below are.
 
     words: fields that go to the device with the small arrays of every step, in one transfer: arrays
         of 32-bit numbers from the host.
@@ -52,7 +52,7 @@ class Extra:
         return batch
 
     def at_samples(self, batch: Batch, rows: SampleRows) -> Extra:
-        """These arrays for the tokens alone that samples follow (`decoder.samples_of`)."""
+        """These arrays for only the tokens that samples follow (`decoder.samples_of`)."""
         return self
 
 
@@ -65,8 +65,8 @@ class Feed(Extra):
 
     words = ("rows",)
 
-    rows: Any  # [T] row of that step, -1 where `Batch.tokens` has the token
-    tokens: Any  # [max_num_seqs] its sampled tokens, on the device
+    rows: Any  # [T] row of the step before, -1 where `Batch.tokens` has the token
+    tokens: Any  # [max_num_seqs] the tokens that the step before samples, on the device
 
     def check(self, batch: Batch) -> None:
         check_shape("feed.rows", self.rows, batch.tokens.shape)
@@ -80,11 +80,11 @@ class Feed(Extra):
 @dataclass(frozen=True, eq=False)
 class Drafted(Extra):
     """The drafts of a step's samples, for rejection sampling (rejection.py). In every step of an
-    engine that accepts drafts so.
+    engine with that way to accept drafts.
     """
 
-    tokens: Any  # [R] i32: the draft in the place of the sample, -1 without one
-    # [R, V] f32: what it was drawn from, unnormalised; None: the drafter is sure of its drafts
+    tokens: Any  # [R] i32: the draft in the place of the sample, -1 without a draft
+    # [R, V] f32: the weights that it was drawn from, unnormalised; None: the drafter is sure
     probs: Any = None
 
     def check(self, batch: Batch) -> None:
@@ -100,8 +100,8 @@ class AttentionRows(Extra):
     engine/seen_rows.py). In every step of an engine with such a policy.
 
     A row is a part of a chunk whose queries see the same blocks. Its table lists these blocks
-    alone, so positions in it are those of what is seen. Keys keep the rotation of their positions
-    in the sequence.
+    alone, so positions of attention count only the tokens that are seen. Keys keep the rotation of
+    their positions in the sequence.
     """
 
     words = ("block_tables", "seq_lens", "cu_q_lens", "of_samples")
@@ -119,6 +119,7 @@ class AttentionRows(Extra):
 
     def at_samples(self, batch: Batch, rows: SampleRows) -> AttentionRows:
         row = self.of_samples
+        # a query does not see the queries behind it in its row
         lens = self.seq_lens[row] - (self.cu_q_lens[row + 1] - 1 - batch.last)
         offsets = jnp.minimum(rows.numbers, rows.count)
         return AttentionRows(
@@ -129,8 +130,8 @@ class AttentionRows(Extra):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class GroupTables(Extra):
-    """Block tables of the groups of layers behind the first one. The batch has those of the first.
-    In every step of an engine with several groups of layers.
+    """Slots and block tables of all groups of layers but the first one, whose arrays are those of
+    the batch itself. In every step of an engine with several groups of layers.
     """
 
     words = ("slots", "block_tables")
@@ -145,7 +146,7 @@ class GroupTables(Extra):
             check_shape("groups.block_tables", tables, batch.block_tables.shape)
 
     def of_layer(self, batch: Batch, layer: int) -> Batch:
-        """With the tables of its group alone."""
+        """The batch with the slots and the block tables of the layer's group alone."""
         group, _ = self.layout.places[layer]
         batch = batch.without(GroupTables)
         if group == 0:
@@ -197,10 +198,10 @@ class TokenAdapters(Extra):
     """The adapters of low rank of a step's tokens (adapters.py). In every step of an engine with
     adapters.
 
-    adapter_slots: [T] i32; 0 is none.
+    adapter_slots: [T] i32; 0 is no adapter.
     factors: of all layers, or of one of them.
-    order: [T] i32, the tokens in the order of these; None from the host: `routed` finds it.
-    sizes: by adapter slot, i32: its tokens.
+    order: [T] i32, the tokens in the order of their adapter slots; None from the host.
+    sizes: [adapter slots] i32, the number of tokens of each slot; None from the host.
     """
 
     adapter_slots: Any
@@ -221,7 +222,7 @@ class TokenAdapters(Extra):
         return replace(self, adapter_slots=self.adapter_slots[batch.last]).routed()
 
     def routed(self) -> TokenAdapters:
-        """With the order of the tokens."""
+        """These arrays with `order` and `sizes`."""
         slots = self.adapter_slots.astype(jnp.int32)
         count = jax.tree.leaves(self.factors)[0].shape[0]
         sizes = (slots[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
@@ -229,6 +230,11 @@ class TokenAdapters(Extra):
         return TokenAdapters(slots, self.factors, order, sizes)
 
     def low(self, name: str, parts: tuple[int, ...]) -> LowRank:
-        """What a layer's matrix adds. parts: as `DecoderConfig.parts` has them."""
+        """What the adapters add to the product of a layer's matrix.
+
+        Args:
+            name: of the matrix, a key of `DecoderConfig.parts`.
+            parts: the value of that key.
+        """
         a, b = self.factors[name]
         return LowRank(a, b, self.adapter_slots, self.order, self.sizes, parts)

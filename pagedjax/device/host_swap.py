@@ -20,9 +20,9 @@ from pagedjax.device.cache import KVCache
 from pagedjax.device.step import into_cache, out_of_cache
 
 Pairs = Sequence[tuple[int, int]]
-# which part of an array: start and end of each axis behind the blocks
+# which part of an array a device has: start and end in each axis after that of the blocks
 Part = tuple[tuple[int, int], ...]
-# of each array of a cache, in the order of its leaves: the host arrays
+# for each array of a cache, in the order of its leaves: the host array of each part
 HostCache = tuple[dict[Part, np.ndarray], ...]
 
 
@@ -34,7 +34,7 @@ def host_cache(cache: KVCache, blocks: int) -> HostCache:
     """
 
     def arrays(pages: Any) -> dict[Part, np.ndarray]:
-        indices = _near(pages).addressable_devices_indices_map(pages.shape)
+        indices = _sharding(pages).addressable_devices_indices_map(pages.shape)
         parts = {_part(index, pages.shape) for index in indices.values()}
         return {
             part: np.zeros((blocks + 1, *(end - start for start, end in part)), pages.dtype)
@@ -50,8 +50,7 @@ class SwapPrograms:
 
     Args:
         cache: the shapes of the device's cache (arrays or jax.ShapeDtypeStruct).
-        pinned: pass through pinned memory; None is yes on an accelerator that has a kind of memory
-            of that name.
+        pinned: pass through pinned host memory; None: do so on an accelerator that has such memory.
     """
 
     def __init__(self, cache: KVCache, batch: int, *, pinned: bool | None = None) -> None:
@@ -60,12 +59,12 @@ class SwapPrograms:
             kinds = [memory.kind for memory in device.addressable_memories()]
             pinned = device.platform != "cpu" and "pinned_host" in kinds
         self._batch = batch
-        self._near = jax.tree.map(_near, cache)
-        self._far = (
-            jax.tree.map(lambda near: near.with_memory_kind("pinned_host"), self._near)
-            if pinned
-            else None
-        )
+        self._shardings = jax.tree.map(_sharding, cache)
+        self._pinned = None
+        if pinned:
+            self._pinned = jax.tree.map(
+                lambda sharding: sharding.with_memory_kind("pinned_host"), self._shardings
+            )
         self._shapes = [(batch, *a.shape[1:]) for a in jax.tree.leaves(cache)]
         ids = np.zeros(batch, np.int32)
         pages = jax.tree.map(
@@ -80,58 +79,59 @@ class SwapPrograms:
         blocks are free.
         """
         for batch in _batches(pairs, self._batch):
-            near, far = np.array(batch, np.int32).T
-            pages = self._read(cache, _padded(near, self._batch))
-            pages = jax.device_put(pages, self._far) if self._far else pages
+            device_ids, host_ids = np.array(batch, np.int32).T
+            pages = self._read(cache, _padded(device_ids, self._batch))
+            pages = jax.device_put(pages, self._pinned) if self._pinned else pages
             for arrays, page in zip(host, jax.tree.leaves(pages), strict=True):
+                # devices with copies of one part give that part once
                 shards = {
                     _part(shard.index, page.shape): shard.data for shard in page.addressable_shards
                 }
-                for part, data in shards.items():  # of copies, one
-                    arrays[part][far] = np.asarray(data)[: len(batch)]
+                for part, data in shards.items():
+                    arrays[part][host_ids] = np.asarray(data)[: len(batch)]
 
     def back(self, cache: KVCache, host: HostCache, pairs: Pairs) -> KVCache:
         """Copy (host block, device block) pairs to the device. Returns the cache; the old one is
         donated.
         """
         for batch in _batches(pairs, self._batch):
-            far, near = np.array(batch, np.int32).T
-            ids = _padded(far, self._batch)
-            places = jax.tree.leaves(self._far or self._near)
+            host_ids, device_ids = np.array(batch, np.int32).T
+            ids = _padded(host_ids, self._batch)
+            shardings = jax.tree.leaves(self._pinned or self._shardings)
             blocks = [
-                _read(arrays, shape, place, ids)
-                for arrays, shape, place in zip(host, self._shapes, places, strict=True)
+                _read(arrays, shape, sharding, ids)
+                for arrays, shape, sharding in zip(host, self._shapes, shardings, strict=True)
             ]
             pages = jax.tree.unflatten(jax.tree.structure(cache), blocks)
-            if self._far:
-                pages = jax.device_put(jax.device_put(pages, self._far), self._near)
-            cache = self._write(cache, _padded(near, self._batch), pages)
+            if self._pinned:
+                pages = jax.device_put(jax.device_put(pages, self._pinned), self._shardings)
+            cache = self._write(cache, _padded(device_ids, self._batch), pages)
         return cache
 
 
 def _read(
     arrays: dict[Part, np.ndarray],
     shape: tuple[int, ...],
-    place: jax.sharding.Sharding,
+    sharding: jax.sharding.Sharding,
     ids: np.ndarray,
 ) -> Any:
     """Blocks of one array, from the host arrays of its parts."""
-    if len(arrays) == 1 and place.is_fully_addressable:
-        # a program takes them as they are, which is faster
+    if len(arrays) == 1 and sharding.is_fully_addressable:
+        # a program takes numpy arrays as they are, which is faster
         return next(iter(arrays.values()))[ids]
     return jax.make_array_from_callback(
-        shape, place, lambda index: arrays[_part(index, shape)][ids]
+        shape, sharding, lambda index: arrays[_part(index, shape)][ids]
     )
 
 
-def _near(pages: Any) -> jax.sharding.Sharding:
+def _sharding(pages: Any) -> jax.sharding.Sharding:
     """Where pages are on the devices."""
     return pages.sharding or SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _part(index: Any, shape: Sequence[int]) -> Part:
-    """The part that an index of a sharding means."""
-    return tuple(piece.indices(size)[:2] for piece, size in zip(index[1:], shape[1:], strict=True))
+    """The part that a device has, from its index in a sharding: a slice of each axis."""
+    return tuple(axis.indices(size)[:2] for axis, size in zip(index[1:], shape[1:], strict=True))
 
 
 def _batches(pairs: Pairs, size: int) -> list[Any]:

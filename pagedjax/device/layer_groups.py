@@ -18,11 +18,12 @@ import jax
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class LayerGroups:
-    """
+    """Which layer is in which group, and which array of the cache has its keys and values.
+
     Attributes:
-        windows: of each group, what its queries see, in tokens; None: everything. Group 0 sees the
-            most: its blocks have the token ids.
-        places: of each layer, its group and its array.
+        windows: for each group, how many tokens its queries see; None: all. Group 0 sees the most:
+            its blocks have the token ids.
+        places: for each layer, its group and its array.
         size: layers of a group (n).
     """
 
@@ -33,17 +34,20 @@ class LayerGroups:
 
 def layer_groups(windows: Sequence[int | None]) -> LayerGroups:
     """Groups for layers with these windows."""
-    kinds: dict[int | None, list[int]] = {}
+    layers_of: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
-    ordered = sorted(kinds, key=lambda window: (window is not None, -(window or 0)))
-    size = min(len(layers) for layers in kinds.values())
+        layers_of.setdefault(window, []).append(layer)
+    # no window first, then the largest windows first
+    ordered = sorted(layers_of, key=lambda window: (window is not None, -(window or 0)))
+    size = min(len(layers) for layers in layers_of.values())
     places: dict[int, tuple[int, int]] = {}
     group_windows: list[int | None] = []
     for window in ordered:
-        for i, layer in enumerate(kinds[window]):
+        layers = layers_of[window]
+        for i, layer in enumerate(layers):
             places[layer] = (len(group_windows) + i // size, i % size)
-        group_windows += [window] * -(-len(kinds[window]) // size)
+        num_groups = -(-len(layers) // size)
+        group_windows += [window] * num_groups
     return LayerGroups(
         tuple(group_windows), tuple(places[layer] for layer in range(len(windows))), size
     )

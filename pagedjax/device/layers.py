@@ -49,8 +49,9 @@ class Weight(nnx.Param):
 def add_weight(
     module: nnx.Module, name: str, matrix: Matrix, dtype: str, stored: str | None, impl: str
 ) -> None:
-    """Gives a module the arrays of a matrix: the `Weight` as the attribute `name`, and the other
-    arrays of the format behind it. Before they are filled they are as they are stored.
+    """Gives a module the arrays of a matrix as attributes: the `Weight` by the name `name`, and the
+    other arrays of the format by `name` and their suffixes. All are zeros, in the shapes in which
+    they are stored before an implementation packs them.
     """
     stored_format = formats.find(stored)
     for array in stored_format.arrays:
@@ -65,12 +66,12 @@ def add_weight(
 
 
 def stored_arrays(module: nnx.Module, name: str, stored: str | None) -> list[jax.Array]:
-    """The arrays of a module's matrix."""
+    """The arrays of a module's matrix `name`, in the order of `Format.arrays`."""
     return [getattr(module, part)[...] for part in formats.find(stored).names(name)]
 
 
 def product(module: nnx.Module, name: str, x: jax.Array, **options: Any) -> jax.Array:
-    """x [T, in] times a module's matrix, as `linear` with these options."""
+    """x [T, in] times the matrix `name` of a module, as `linear` with these options."""
     weight: Weight = getattr(module, name)
     arrays = stored_arrays(module, name, weight.stored)
     options["impl"] = weight.implementation
@@ -88,8 +89,8 @@ class Linear(nnx.Module):
     gated: the weight has 2 out rows, and the first half are the gates of the second.
     stored: the name of a format of `device.formats`; None is floats.
     impl: a name of `device.linear`.
-    axes: of a mesh, whose devices each have a part of `in`: their products are added, before they
-        are rounded.
+    axes: of a mesh whose devices each have a part of the inputs. The products of the devices are
+        added in float32, and then rounded.
     """
 
     def __init__(
@@ -121,8 +122,8 @@ class Linear(nnx.Module):
         low: LowRank | None = None,
         dtype: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
-        """As `linear`: norm(x), the product, then the activation of gates, then the residual is
-        added.
+        """norm(x), then the product, then the activation of the gates, then + residual. The options
+        are those of `linear`.
         """
         fused = None
         if isinstance(norm, RMSNorm):
@@ -145,8 +146,9 @@ def values(param: nnx.Param | None) -> jax.Array | None:
 
 
 class RMSNorm(nnx.Module):
-    """Zhang & Sennrich 2019, over the last axis of x [..., H], in float32. plus_one: times 1 +
-    weight.
+    """Zhang & Sennrich 2019, over the last axis of x [..., H], in float32.
+
+    plus_one: multiply by 1 + weight, and not by weight.
     """
 
     def __init__(self, size: int, *, eps: float, dtype: str, plus_one: bool = False):
@@ -190,8 +192,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> list[
         return freqs
     if kind == "linear":
         return [f / scaling["factor"] for f in freqs]
-    if kind == "freqs":  # explicit divisors, from a GGUF file
-        return [f / c for f, c in zip(freqs, scaling["factors"], strict=True)]
+    if kind == "freqs":  # a divisor for each frequency, from a GGUF file
+        return [f / divisor for f, divisor in zip(freqs, scaling["factors"], strict=True)]
     if kind == "llama3":
         factor = scaling["factor"]
         low = scaling["low_freq_factor"]
@@ -200,7 +202,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> list[
 
         def scale(f: float) -> float:
             turns = original * f / (2 * math.pi)  # rotations within the original context
-            blend = min(1.0, max(0.0, (turns - low) / (high - low)))
+            blend = min(1.0, max(0.0, (turns - low) / (high - low)))  # 1: f as it is, 0: f / factor
             return f * blend + f / factor * (1.0 - blend)
 
         return [scale(f) for f in freqs]

@@ -26,7 +26,7 @@ __all__ = [
     "prepare",
 ]
 
-BUILT_IN = dict(IMPLS)  # also if someone adds to IMPLS
+BUILT_IN = dict(IMPLS)  # a copy: what a user adds to IMPLS is not built in
 DEFAULTS = "cpu", "xla"  # the first one that can serve is the default; "xla" runs everywhere
 DIFFERENTIABLE = differentiable.IMPLEMENTATION.name  # for `score`, and not for engines
 
@@ -45,19 +45,19 @@ def find(name: str) -> Implementation:
 
 
 def is_built_in(name: str) -> bool:
-    """Returns whether an implementation of this name is one of IMPLS, and nothing of one's own."""
+    """Returns whether the implementation of this name is a built-in one, as it was shipped."""
     return name in BUILT_IN and find(name) == BUILT_IN[name]
 
 
 def choose(name: str | None, device: Any, **facts: Any) -> str:
-    """Returns the name of a model's implementation: this one, or the default.
+    """Returns the name of a model's implementation: `name`, or the default if that is None.
 
     Args:
         facts: the keyword arguments of `Implementation.obstacle`.
 
     Raises:
-        ValueError: it cannot serve this model on this device; the message gives the
-            reason. There is no fallback.
+        ValueError: the implementation `name` cannot serve this model on this device; the message
+            gives the reason. There is no fallback.
     """
     if name is None:
         return next(impl for impl in DEFAULTS if not find(impl).obstacle(device, **facts))
@@ -68,7 +68,8 @@ def choose(name: str | None, device: Any, **facts: Any) -> str:
 
 
 def prepare(name: str | None, *, dtype: str, weight_dtype: str, low_rank: bool) -> None:
-    """Starts an implementation's work of once a process, before there is a model to trace.
+    """Starts the work that an implementation does once in a process, before there is a model to
+    trace.
 
     Args:
         dtype, weight_dtype, low_rank: see `Implementation.prepare`.

@@ -2,7 +2,7 @@
 
     total                   what a program may use of the device
       weights
-      other                 also in use before the cache, the inputs of a step included
+      other                 what else is in use before the cache, with the inputs of a step
       free
         activations peak    measured: what the compiled step of the largest bucket needs
         KV cache            computed: (blocks + the trash block) * bytes of a block
@@ -265,14 +265,18 @@ def report(
     """The report of `device` as it was before the cache. Measures nothing.
 
     Args:
-        host_block_bytes: of a block with the heads of all devices; None is block_bytes, of one
-            device.
-        sequences: of max_model_len that fit at once; None: each has blocks for all of its tokens.
+        host_block_bytes: bytes of a block with the heads of all devices; None: there is one device,
+            so they are block_bytes.
+        sequences: how many of max_model_len tokens fit at once; None: a sequence needs blocks for
+            all of its tokens.
     """
     host_block_bytes = block_bytes if host_block_bytes is None else host_block_bytes
     swapped = host_blocks(swap_space_gib, host_block_bytes)
     # weights in a mapped file count as free memory; `other` is then 0 and not negative
     other = max(device.total - device.free - weights, 0) if device.total else 0
+    if sequences is None:
+        blocks_of_sequence = -(-max_model_len // block_size)
+        sequences = num_blocks // blocks_of_sequence
     return MemoryReport(
         device=device.name,
         total=device.total,
@@ -288,5 +292,5 @@ def report(
         swap_space=swapped * host_block_bytes,
         tokens=num_blocks * block_size,
         max_model_len=max_model_len,
-        sequences=num_blocks // -(-max_model_len // block_size) if sequences is None else sequences,
+        sequences=sequences,
     )

@@ -32,7 +32,7 @@ from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.models.split import AXES, PADDING
 from pagedjax.options.config import MeshConfig
 
-SAMPLED = 64  # values of a row
+FINGERPRINT_VALUES = 64  # of a row, which a fingerprint reads
 RowFunction = Callable[[jax.Array, Any], Any]
 
 
@@ -44,7 +44,8 @@ class Placement:
     sizes: of the mesh.
     model: the shape of the whole model.
     part: the shape of one device's part.
-    samples: by name, some bytes of each stored parameter that was put: equal ones mean equal files.
+    samples: by name, some bytes of each stored parameter that was put on the devices: equal bytes
+        mean equal files.
     """
 
     mesh: Mesh
@@ -74,13 +75,15 @@ class Placement:
         return list(self.mesh.devices.flat)
 
     def sharding(self, *axes: Any) -> NamedSharding:
-        """By the axes of the mesh that split each dimension; without any, a copy on each device."""
+        """A sharding by the axes of the mesh that split each dimension. Without axes it is a copy on
+        each device.
+        """
         return NamedSharding(self.mesh, P(*axes))
 
     # arrays ---------------------------------------------------------------------------------------
 
     def put(self, path: Sequence[str], stored: np.ndarray) -> jax.Array:
-        """A stored parameter on its devices, in their order of rows and columns."""
+        """A stored parameter on the devices, with rows and columns in the order of the devices."""
         splits = self._splits(path, stored.ndim)
         self.samples[".".join(path)] = _sample(stored)
 
@@ -108,7 +111,7 @@ class Placement:
             if dim.order is not None:
                 used = np.flatnonzero(dim.order != PADDING)
                 places = np.empty(dim.order.max() + 1, np.intp)
-                # of a key head that several devices have, the last one
+                # several devices may have copies of a key head: the last copy is taken
                 places[dim.order[used]] = used
                 values = np.take(values, places, axis=axis)
         return values
@@ -151,10 +154,11 @@ class Placement:
         """
         heads: Any = P(None, AXES)
         copies: Any = P()
-        cache = KVCache(heads, heads, copies, copies, heads, heads)
+        cache = KVCache(k=heads, v=heads, tokens=copies, draft=copies, bounds=heads, others=heads)
         shardings = cast("list[NamedSharding]", [x.sharding for x in leaves])
         specs = tuple(sharding.spec for sharding in shardings), cache, copies
-        # check_vma: loops of attention carry values of both kinds, equal on all devices and not
+        # check_vma is False because loops of attention carry values that are equal on all devices
+        # beside values that are not
         return jax.shard_map(
             program, mesh=self.mesh, in_specs=specs, out_specs=(cache, copies), check_vma=False
         )
@@ -180,11 +184,14 @@ class Placement:
             x = jnp.pad(x, ((0, extra), *((0, 0),) * (x.ndim - 1)), mode="edge")
             return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(AXES) * share, share)
 
-        logits = jax.lax.all_to_all(jnp.pad(logits, ((0, extra), (0, 0))), AXES, 0, 1, tiled=True)
+        padded = jnp.pad(logits, ((0, extra), (0, 0)))
+        # [R, V / devices] -> [b, V]
+        logits = jax.lax.all_to_all(padded, AXES, split_axis=0, concat_axis=1, tiled=True)
         arrays, tree = jax.tree.flatten(
             function(logits[:, : self.model.vocab_size], jax.tree.map(share_of, rows))
         )
-        # as one array of bits: one exchange, and no compiler has to combine several
+        # All results are one array of bits. So there is one exchange, and no compiler has to combine
+        # several.
         bits = [jax.lax.bitcast_convert_type(x, jnp.int32).reshape(share, -1) for x in arrays]
         gathered = jax.lax.all_gather(jnp.concatenate(bits, axis=1), AXES, tiled=True)[:count]
         parts = jnp.split(gathered, np.cumsum([x.shape[1] for x in bits])[:-1], axis=1)
@@ -209,7 +216,7 @@ def make_placement(
     """The placement of a model on a mesh of these sizes.
 
     Args:
-        positions: of the devices to use, in `devices`; None is the first ones.
+        positions: of the devices to use, in `devices`; None: the first ones are used.
 
     Raises:
         ValueError: there are not so many devices, or the model cannot be split over them.
@@ -224,12 +231,13 @@ def make_placement(
             f"{len(devices)} of {platform!r}; use a smaller "
             f"mesh{remedy if platform == 'cpu' else ''}"
         )
-    without = {device.process_index for device in devices}
-    without -= {devices[i].process_index for i in positions}
-    if without and jax.process_count() > 1:
-        # else these are the devices of a topology that is not here
+    unused_processes = {device.process_index for device in devices}
+    unused_processes -= {devices[i].process_index for i in positions}
+    # in a single process, devices of other processes are those of a topology that is not here
+    if unused_processes and jax.process_count() > 1:
+        unused = min(unused_processes)
         raise ValueError(
-            f"the mesh has {sizes.size} of {len(devices)} devices, and process {min(without)} has "
+            f"the mesh has {sizes.size} of {len(devices)} devices, and process {unused} has "
             "none of them; use a mesh with devices of every process"
         )
     shape = sizes.expert, sizes.tensor
@@ -238,14 +246,14 @@ def make_placement(
 
 
 def fingerprint(model: Any) -> str:
-    """A short text that differs if the parameters do, by some values of each; the same in all
-    processes.
+    """A short text that differs if the parameters differ in the values that it reads: some of each
+    parameter. It is the same in all processes.
     """
     return _hash(model.placement.samples) if model.placement else fingerprint_of(model.params)
 
 
 def fingerprint_of(params: Any) -> str:
-    """`fingerprint` of whole parameters."""
+    """The `fingerprint` of parameters that are whole on one device."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return _hash({jax.tree_util.keystr(path): _sample(np.asarray(x)) for path, x in leaves})
 
@@ -255,11 +263,12 @@ def _hash(samples: dict[str, bytes]) -> str:
 
 
 def _sample(x: np.ndarray) -> bytes:
-    """The first values of the first row and of the last one."""
+    """The bytes of the first values of the first row and of the last row."""
     if x.ndim == 0 or not x.size:
         return x.tobytes()
     return b"".join(
-        np.ascontiguousarray(x[(row,) * (x.ndim - 1)][:SAMPLED]).tobytes() for row in (0, -1)
+        np.ascontiguousarray(x[(row,) * (x.ndim - 1)][:FINGERPRINT_VALUES]).tobytes()
+        for row in (0, -1)
     )
 
 
@@ -272,13 +281,19 @@ def _positions(positions: Sequence[int]) -> str:
 
 
 def _take(x: np.ndarray, order: np.ndarray | None, index: slice, axis: int) -> np.ndarray:
-    """The places `index` of an axis whose stored places are `order`."""
+    """The part `index` of an axis of x, after that axis was brought into this order. PADDING gives
+    zeros.
+
+    Args:
+        order: for each place, its index in x, or PADDING; None: as x is.
+    """
     if order is None:
         return x[(slice(None),) * axis + (index,)]
     places = order[index]
     first = places[0]
     count = len(places)
     if first != PADDING and np.array_equal(places, np.arange(first, first + count)):
+        # a view, without a copy
         return x[(slice(None),) * axis + (slice(first, first + count),)]
     values = np.take(x, np.maximum(places, 0), axis=axis)
     values[(slice(None),) * axis + (places == PADDING,)] = 0

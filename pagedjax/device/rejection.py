@@ -2,14 +2,14 @@
 drawn.
 
 Leviathan et al. 2023 (arXiv 2211.17192, algorithm 1); Chen et al. 2023. p is the model's
-probability of the draft and q the drafter's, both after temperature and all options of the request.
-A rejected draft is replaced by a token of norm(max(0, p - q)). Then each token has the model's
-distribution, whatever the drafter's is.
+probability of the draft, and q is the drafter's. Both are taken after temperature and all options
+of the request. A rejected draft is replaced by a token drawn from norm(max(0, p - q)). Then each
+token has the model's distribution, whatever the drafter's distribution is.
 
-The numbers that draw drafts, accept them and replace them are independent. If a draft and its
-acceptance shared one, the result would be biased (vllm#47386). For the same reason a drafter must
-not learn from outputs that were drawn with the same numbers, those of another request with the same
-seed.
+The random numbers that draw drafts, accept them and replace them are independent. If a draft and
+its acceptance shared a number, the result would be biased (vllm#47386). For the same reason a
+drafter must not learn from outputs that were drawn with the same numbers, such as those of another
+request with the same seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pagedjax.device.row_features.chain import RowChain
 from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.row_reductions import row_sums
 
-# streams of `uniform`; a row without a draft uses the plain one, 0
+# streams of `uniform`; a row without a draft uses the stream 0
 DRAFT = 1
 ACCEPT = 2
 REPLACE = 3
@@ -35,7 +35,7 @@ def draw_drafts(
 ) -> tuple[jax.Array, jax.Array]:
     """[B] drafts from a drafter's logits [B, V], and the weights [B, V] that they were drawn from.
 
-    A greedy batch has zeros for weights: nothing is drawn, and its samples do not read them.
+    The weights of a greedy batch are zeros: nothing is drawn, and its samples read no weights.
     """
     logits = chain.apply("logits", logits, s.features, context)
     best = best_tokens(logits)
@@ -57,29 +57,32 @@ def draw_drafts(
 def draw_or_accept(
     model_weights: jax.Array, s: SamplingBatch, seed: jax.Array, drafted: Drafted
 ) -> jax.Array:
-    """[B] tokens: the draft where it is accepted, one of the remaining distribution where it is
-    rejected, and a plain draw in a row without a draft.
+    """[B] tokens: the draft where it is accepted, a draw from the remaining distribution where it
+    is rejected, and a plain draw in a row without a draft.
 
     Args:
         model_weights: [B, V] unnormalised.
         drafted: the rows' drafts.
     """
-    has = drafted.tokens >= 0
+    has_draft = drafted.tokens >= 0
     token = jnp.maximum(drafted.tokens, 0)
     p = normalised(model_weights)
     q = _draft_probabilities(drafted, token, model_weights.shape[-1])
-    of = lambda x: jnp.take_along_axis(x, token[:, None], axis=-1)[:, 0]  # noqa: E731
-    accepted = uniform(s, seed, ACCEPT) * of(q) < of(p)
+
+    def of_draft(x: jax.Array) -> jax.Array:  # [B, V] -> [B]
+        return jnp.take_along_axis(x, token[:, None], axis=-1)[:, 0]
+
+    accepted = uniform(s, seed, ACCEPT) * of_draft(q) < of_draft(p)
     remainder = jnp.maximum(p - q, 0.0)
     # q >= p everywhere means q == p: nothing remains, and only rounding has rejected the draft.
     # Then the weights are unscaled, as in a plain draw.
     remainder = jnp.where(
-        has[:, None] & (remainder.sum(-1, keepdims=True) > 0), remainder, model_weights
+        has_draft[:, None] & (remainder.sum(-1, keepdims=True) > 0), remainder, model_weights
     )
     replacement = at_quantile(
-        remainder, jnp.where(has, uniform(s, seed, REPLACE), uniform(s, seed))
+        remainder, jnp.where(has_draft, uniform(s, seed, REPLACE), uniform(s, seed))
     )
-    return jnp.where(has & accepted, token, replacement)
+    return jnp.where(has_draft & accepted, token, replacement)
 
 
 def normalised(row_weights: jax.Array) -> jax.Array:
@@ -96,6 +99,6 @@ def _draft_probabilities(drafted: Drafted, token: jax.Array, v: int) -> jax.Arra
     if drafted.probs is None:
         return sure.astype(jnp.float32)
     q = normalised(drafted.probs)
-    # a row of which nothing is allowed in the drafter's vocabulary has no weights, and its draft is
-    # always the same
+    # If the request allows no token of the drafter's vocabulary, the row has no weights, and its
+    # draft is always the same.
     return jnp.where((q.sum(-1) > 0)[:, None], q, sure)

@@ -1,10 +1,11 @@
-"""Reductions of rows whose bits depend on the numbers of a row alone: not on other rows, and not on
-how many.
+"""Reductions of rows whose bits depend on the numbers of a row alone, and not on the other rows or
+their number.
 
-On a CPU XLA chooses how it reduces by the shape of an array: the order of the additions, and
-whether a library computes the reduction together with what follows it, with an exponential of its
-own. So a row's sum, and exp(x - max), differ by the number of rows. Batch-invariant engines need
-reductions that do not (docs/design/batch-invariance.md): here their terms are written out.
+On a CPU the shape of an array decides how XLA reduces it. It decides the order of the additions. It
+also decides whether a library computes the reduction together with what follows it, with another
+exponential function. So the bits of a row's sum, and of exp(x - max), depend on the number of rows.
+Batch-invariant engines need reductions whose bits do not (docs/design/batch-invariance.md). So the
+terms of the reductions here are written out.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-TERMS = 16  # of one reduction that is written out
+TERMS = 16  # numbers that one written-out expression combines
 
 
 def row_sums(x: jax.Array) -> jax.Array:
@@ -33,8 +34,8 @@ def row_means(x: jax.Array) -> jax.Array:
 
 
 def row_maxima(x: jax.Array) -> jax.Array:
-    """[..., N] float32 -> [..., 1]. A maximum is exact in any order; it matters to what follows
-    it.
+    """[..., N] float32 -> [..., 1]. A maximum has the same bits in any order. It is written out
+    because XLA may compute a reduction together with what follows it.
     """
     cpu = lambda x: _written_out(x, lax.max, -jnp.inf)  # noqa: E731
     return lax.platform_dependent(x, cpu=cpu, default=lambda x: x.max(-1))[..., None]
@@ -53,7 +54,7 @@ def log_softmax(x: jax.Array) -> jax.Array:
 
 
 def weighted_sums(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """x [T, K, H], weights [T, K], float32 -> [T, H]. K is small: its terms are written out."""
+    """x [T, K, H], weights [T, K], float32 -> [T, H]. K is small, and its terms are written out."""
     total = x[:, 0] * weights[:, :1]
     for i in range(1, x.shape[1]):
         total = total + x[:, i] * weights[:, i : i + 1]
@@ -63,17 +64,17 @@ def weighted_sums(x: jax.Array, weights: jax.Array) -> jax.Array:
 def _written_out(
     x: jax.Array, combine: Callable[[jax.Array, jax.Array], jax.Array], neutral: float
 ) -> jax.Array:
-    """TERMS numbers that are N / TERMS apart are combined in turn, and again the results, until one
-    is left.
+    """Combines TERMS numbers that are N / TERMS places apart, one after the other. Then it combines
+    the N / TERMS results in the same way, until one number is left.
 
-    XLA keeps the order of operations that are written out, and not that within a reduction. The
-    barriers keep it from writing the whole tree as one expression.
+    XLA keeps the order of operations that are written out, but not the order within a reduction.
+    The barriers keep XLA from making one expression of all of them.
     """
     while (n := x.shape[-1]) > 1:
         terms = min(TERMS, n)
         width = -(-n // terms)
-        padded = [(0, 0, 0)] * (x.ndim - 1) + [(0, width * terms - n, 0)]
-        x = lax.pad(x, jnp.asarray(neutral, x.dtype), padded)
+        padding = [(0, 0, 0)] * (x.ndim - 1) + [(0, width * terms - n, 0)]
+        x = lax.pad(x, jnp.asarray(neutral, x.dtype), padding)
         total = lax.slice_in_dim(x, 0, width, axis=-1)
         for i in range(1, terms):
             total = combine(total, lax.slice_in_dim(x, i * width, (i + 1) * width, axis=-1))

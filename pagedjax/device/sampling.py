@@ -1,9 +1,9 @@
 """Sampling: from logits to tokens, for samples that each have their own options. Unused options
 cost nothing.
 
-The options that change logits or weights are `row_features`; the draw is draws.py, and with the
-rule "rejection" of speculative decoding rejection.py. Here is the order of all, and
-log-probabilities.
+The options that change logits or weights are `row_features`. The draw is in draws.py, or in
+rejection.py for the rule "rejection" of speculative decoding. This file has the order of all these
+parts, and the log-probabilities.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.row_reductions import log_softmax
 
 PROMPT_TILE = 64  # prompt tokens whose logits exist at the same time
-# samples at a time on a CPU: malloc returns blocks above 32 MiB, which are mapped again page by
-# page
+# Samples at a time on a CPU, so that arrays stay small: malloc returns blocks above 32 MiB to the
+# system, and each new one is mapped again page by page.
 CPU_TILE = 8
 
 
@@ -53,8 +53,8 @@ class History(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """Log-probabilities of the T packed tokens' targets (`batch.targets`), where those are not
-    -1.
+    """Log-probabilities of the targets of the step's T tokens (`Batch.targets`). Where a target is
+    -1, they mean nothing.
     """
 
     logprobs: jax.Array  # [T]
@@ -84,7 +84,7 @@ def sample(
         history: read only by options that some sample uses.
         seed: [] uint32, the engine's.
         tile: number of samples that are drawn, or have their log-probabilities computed, at a time;
-            None is all.
+            None: all are computed at once.
         chain: the options in `s.features`.
         drafted: the drafts, if they are accepted by rejection sampling. A sample is its draft if
             that is accepted.
@@ -100,7 +100,7 @@ def sample(
         context = RowContext(history.tokens, tables, lens, s.prompt_len, s.position)
         return _choose(x, s, context, seed, chain, drafted)
 
-    # Two whole branches: XLA copies logits that a branch returns unchanged.
+    # Each branch goes from logits to tokens: XLA would copy logits that a branch returns unchanged.
     plain = ~(jnp.any(s.temperature > 0) | chain.uses("logits", s.features))
     rows = s, history.block_tables, history.seq_lens, drafted
     tokens = jax.lax.cond(
@@ -137,7 +137,7 @@ def _tiled(function: Callable[..., Any], tile: int | None, logits: jax.Array, *r
         return function(logits, *rows)
 
     def body(i: jax.Array, out: Any) -> Any:
-        # the last tile computes samples of the one before again
+        # the last tile is moved back to fit, so it computes some samples a second time
         start = jnp.minimum(i * tile, r - tile)
         cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, tile)  # noqa: E731
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, 0)  # noqa: E731
@@ -188,7 +188,7 @@ def prompt_logprobs(
     Args:
         project: [R, H] -> logits [R, V], or those of a device's part of the vocabulary.
         tile: as in `sample`, of the logits that exist at the same time.
-        by_rows: how a device gets whole rows of them (placement.py).
+        by_rows: how a device gets whole rows of the logits (placement.py).
     """
     t = targets.shape[0]
     size = min(PROMPT_TILE, t)
@@ -204,8 +204,8 @@ def prompt_logprobs(
         )
         return jax.tree.map(update, out, logprobs)
 
-    # A loop of zero trips is not enough: XLA moves work (a converted head) out of loops, not out of
-    # branches.
+    # Without a target a branch skips the loop. A loop of zero trips would not do: XLA moves work,
+    # such as converting the head, out of loops, but not out of branches.
     zeros = no_prompt_logprobs(len(padded))
     walk = lambda: jax.lax.fori_loop(0, len(padded) // size, body, zeros)  # noqa: E731
     out = jax.lax.cond(jnp.any(targets >= 0), walk, lambda: zeros)
@@ -213,7 +213,7 @@ def prompt_logprobs(
 
 
 def no_prompt_logprobs(tokens: int) -> PromptLogprobs:
-    """Of T tokens of which nobody wants any."""
+    """The result for T tokens without targets."""
     return PromptLogprobs(*_no_logprobs(tokens))
 
 
@@ -223,6 +223,9 @@ def _no_logprobs(rows: int) -> tuple[jax.Array, ...]:
 
 
 def _logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
+    """(logprobs, ranks, top_ids, top_logprobs) of tokens [R] under logits [R, V], as in
+    `SampledTokens`.
+    """
     logp = log_softmax(logits)
     chosen = jnp.take_along_axis(logp, tokens[:, None], axis=-1)
     width = min(MAX_TOP, logp.shape[-1])
@@ -231,24 +234,24 @@ def _logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
     )
     fill = ((0, 0), (0, MAX_TOP - width))
     ranks = (1 + (logp > chosen).sum(-1)).astype(jnp.int32)
-    # of a small vocabulary: no token
+    # a vocabulary of fewer than MAX_TOP tokens leaves entries without a token
     ids = jnp.pad(ids.astype(jnp.int32), fill, constant_values=-1)
     return chosen[:, 0], ranks, ids, jnp.pad(top, fill, constant_values=-jnp.inf)
 
 
 def by_maxima(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """`jax.lax.top_k` of finite x [R, V] as k maxima: ([R, k], [R, k] int32), of equal numbers the
-    first ones.
+    """`jax.lax.top_k` of finite x [R, V], found as k maxima: (numbers [R, k], indices [R, k] int32).
+    Of equal numbers the first ones are taken.
 
-    XLA sorts the whole row for a k above 16, on a GPU with a library that cannot be in a CUDA
-    graph.
+    For a k above 16 XLA sorts the whole row. On a GPU it does so with a library that cannot be in a
+    CUDA graph.
     """
     column = jnp.arange(x.shape[-1], dtype=jnp.int32)
     top = []
     ids = []
     for _ in range(k):
-        at = jnp.argmax(x, axis=-1).astype(jnp.int32)
+        best = jnp.argmax(x, axis=-1).astype(jnp.int32)
         top.append(x.max(-1))
-        ids.append(at)
-        x = jnp.where(column == at[:, None], -jnp.inf, x)
+        ids.append(best)
+        x = jnp.where(column == best[:, None], -jnp.inf, x)
     return jnp.stack(top, axis=-1), jnp.stack(ids, axis=-1)

@@ -43,16 +43,16 @@ def score(
         module: a decoder of pagedjax.device.models, e.g. `nnx.merge(graphdef, params)` of a
             trainer. Its matrices are as a trainer stores them (`linear_impl="xla"`). Those of an
             engine on a CPU are packed; they have no gradient.
-        tokens: [B, L] integers; behind a shorter sequence any ids of the vocabulary.
-        lengths: [B] the tokens of each sequence; None: all are L tokens.
+        tokens: [B, L] integers. A shorter sequence is filled up with any ids of the vocabulary.
+        lengths: [B] the number of tokens of each sequence; None: each has L tokens.
         batch_invariant: compute the bits of `LLM(batch_invariant=True)`, in the dtype of the
             module.
-        adapter: of low rank, of all tokens: the `parts` of an `Adapter`, or arrays that are
+        adapter: of low rank, for all tokens: the `parts` of an `Adapter`, or arrays that are
             trained. The result can be differentiated with respect to them.
 
     Returns:
-        [B, L] float32. The first place is 0, because no token is before it, and so are those behind
-        a sequence.
+        [B, L] float32. The first place is 0, because no token is before it. The places behind a
+        sequence are 0, too.
 
     Raises:
         ValueError: tokens, lengths or factors have other shapes, L is above the model's longest
@@ -72,10 +72,10 @@ def score(
 
 def _check(c: DecoderConfig, tokens: Any, lengths: Any) -> None:
     shape = np.shape(tokens)
-    kind = getattr(tokens, "dtype", None) or np.asarray(tokens).dtype
-    if len(shape) != 2 or not np.issubdtype(kind, np.integer) or 0 in shape:
+    dtype = getattr(tokens, "dtype", None) or np.asarray(tokens).dtype
+    if len(shape) != 2 or not np.issubdtype(dtype, np.integer) or 0 in shape:
         raise ValueError(
-            f"tokens is {kind} {list(shape)}; it must be integers [B, L], shorter sequences padded "
+            f"tokens is {dtype} {list(shape)}; it must be integers [B, L], shorter sequences padded "
             "to L"
         )
     if shape[1] > c.max_len:
@@ -97,14 +97,14 @@ def _check(c: DecoderConfig, tokens: Any, lengths: Any) -> None:
             f"tokens are {ids}; this vocabulary has 0 to {c.vocab_size - 1}, also behind a sequence"
         )
     if lengths is not None and not isinstance(lengths, jax.core.Tracer):
-        counts = np.asarray(lengths)
+        lengths = np.asarray(lengths)
         if (
-            not np.issubdtype(counts.dtype, np.integer)
-            or counts.min() < 0
-            or counts.max() > shape[1]
+            not np.issubdtype(lengths.dtype, np.integer)
+            or lengths.min() < 0
+            or lengths.max() > shape[1]
         ):
             raise ValueError(
-                f"lengths is {counts.dtype} {counts.tolist()!r:.80}; each must be an integer "
+                f"lengths is {lengths.dtype} {lengths.tolist()!r:.80}; each must be an integer "
                 f"from 0 to {shape[1]}, the width of tokens"
             )
     if c.axes:
@@ -138,11 +138,11 @@ def _check_adapter(c: DecoderConfig, parts: adapters.Parts) -> None:
 
 
 def _batch_invariant(module: Decoder) -> Decoder:
-    """The module with products that do not depend on the batch, and have gradients if it is a
-    trainer's.
+    """The module with products whose bits do not depend on the batch. They have gradients if the
+    module is a trainer's.
 
     Raises:
-        ValueError: there are none for its sizes and dtype on this device.
+        ValueError: there are no such products for its sizes and dtype on this device.
     """
     c = module.config
     dtype = module.dtype
@@ -181,7 +181,7 @@ def _parts(config: DecoderConfig, dtype: str) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype)))  # type: ignore[return-value]
 
 
-# without it each operation would be rounded by itself, as in no engine
+# without jit each operation would be rounded by itself, which no engine does
 @partial(jax.jit, static_argnums=(0, 1))
 def _score(
     graphdef: nnx.GraphDef,
@@ -191,6 +191,7 @@ def _score(
     lengths: jax.Array,
     parts: Any,
 ) -> jax.Array:
+    """`score` of tokens [B, L] and lengths [B]. parts: of the adapter, or None."""
     module: Decoder = nnx.merge(graphdef, state)
     factors = parts and adapters.only(module.config, parts, module.dtype)
     hidden, _ = windows.hidden(module, tokens, batch_invariant=batch_invariant, adapter=factors)
@@ -201,10 +202,11 @@ def _score(
     following = jnp.pad(following, (0, padding)).reshape(-1, tile)
 
     @jax.checkpoint
-    def one(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        logprobs = log_softmax(module.logits(part[0]))
-        return jnp.take_along_axis(logprobs, part[1][:, None], axis=-1)[:, 0]
+    def logprobs_of_tile(arrays: tuple[jax.Array, jax.Array]) -> jax.Array:
+        tile_hidden, tile_following = arrays  # [tile, H], [tile]
+        logprobs = log_softmax(module.logits(tile_hidden))
+        return jnp.take_along_axis(logprobs, tile_following[:, None], axis=-1)[:, 0]
 
-    logprobs = jax.lax.map(one, (hidden, following)).reshape(-1)[: tokens.size]
+    logprobs = jax.lax.map(logprobs_of_tile, (hidden, following)).reshape(-1)[: tokens.size]
     logprobs = jnp.pad(logprobs.reshape(tokens.shape)[:, :-1], ((0, 0), (1, 0)))
     return jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], logprobs, 0)

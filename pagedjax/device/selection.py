@@ -1,5 +1,5 @@
-"""Selections of blocks by their keys (Quest, Tang et al. 2024, arXiv 2406.10774): what a query
-reads of what it sees.
+"""Selections of blocks by their keys (Quest, Tang et al. 2024, arXiv 2406.10774): a query reads
+only some of the blocks that it sees.
 
 Each full block of a layer that selects has *bounds*: the least and the largest of each number over
 its keys. They give an upper bound of q k for every key k of the block:
@@ -14,7 +14,7 @@ table, over pages of one key head: [P, K, S, D] are [P K, 1, S, D], the same num
 order. So no kernel knows of selections.
 
 A block's bounds are computed from its page in the step that writes its last slot. They are in the
-cache beside the pages, by block, so whatever moves or shares blocks moves and shares them. A query
+cache beside the pages, by block, so whatever moves or shares blocks does so with the bounds. A query
 never uses the bounds of its own block, which may not be full.
 """
 
@@ -32,10 +32,11 @@ from pagedjax.device.cache import BoundedKeys, Pages
 from pagedjax.device.extras import Selecting
 from pagedjax.device.row_reductions import softmax
 
-# of bounds: so many numbers are read at once, or those of one block of one row if they are more
-AT_ONCE = 2**20
-NEG = -1e30  # a finite minus infinity
-SPAN = 64  # blocks of a row whose scores are computed at once
+SPAN = 64  # blocks of a query whose scores are computed at once
+# At most so many numbers of bounds are read at once. It decides how many queries are computed at
+# once, but one query is always computed with SPAN blocks.
+BOUNDS_AT_ONCE = 2**20
+NEG = -1e30  # in the place of minus infinity, where a number must be finite
 
 
 class Rows(NamedTuple):
@@ -82,8 +83,8 @@ class QueryOrder(NamedTuple):
     up_to: [T] of each query, how many queries up to and with it select.
     number: [] how many queries select.
     dense: the rows of the queries that do not select.
-    first: [] place of the first query that selects.
-    place: [T] of each query.
+    first: [] the place of the first query that selects.
+    place: [T] the place of each query in the new order.
     query: [T] the query at each place.
     """
 
@@ -99,23 +100,25 @@ class QueryOrder(NamedTuple):
 def _query_order(
     selects: jax.Array, rows: tuple[jax.Array, jax.Array, jax.Array], token: jax.Array
 ) -> QueryOrder:
-    """Args:
-    selects: [T] bool, also of padding.
-    rows: (block tables, lengths, cu_q_lens) of the step. In a row the queries that select are the
-        last ones.
-    token: [T] 0, 1, 2, ...
+    """The order of a step's queries.
+
+    Args:
+        selects: [T] bool, also for padding.
+        rows: (block tables, lengths, cu_q_lens) of the step. In a row the queries that select are
+            the last ones.
+        token: [T] 0, 1, 2, ...
     """
     tables, lens, cu_q_lens = rows
-    selecting = selects & (token < cu_q_lens[-1])
+    is_used = token < cu_q_lens[-1]
+    selecting = selects & is_used
     up_to = jnp.cumsum(selecting, dtype=jnp.int32)
     number = up_to[-1]
-    before = jnp.pad(up_to, (1, 0))[cu_q_lens]
+    before = jnp.pad(up_to, (1, 0))[cu_q_lens]  # [B + 1] how many select before each row
     dense = Rows(tables, lens - jnp.diff(before), cu_q_lens - before)
     dense = dense._replace(seq_lens=jnp.where(jnp.diff(dense.cu_q_lens) > 0, dense.seq_lens, 0))
     first = dense.cu_q_lens[-1]
-    place = jnp.where(
-        selecting, first + up_to - 1, jnp.where(token < cu_q_lens[-1], token - up_to, token)
-    )
+    place_of_dense = jnp.where(is_used, token - up_to, token)  # padding stays where it is
+    place = jnp.where(selecting, first + up_to - 1, place_of_dense)
     query = jnp.zeros(len(token), jnp.int32).at[place].set(token, unique_indices=True)
     return QueryOrder(selecting, up_to, number, dense, first, place, query)
 
@@ -130,14 +133,14 @@ def attend_selected(
     scale: float,
     soft_cap: float | None = None,
 ) -> jax.Array:
-    """[T, N, D]: of queries that select, the attention to their selected blocks; of others, to all
-    that they see.
+    """[T, N, D] attention. Queries that select read their selected blocks; others read all that they
+    see.
 
     In a row the queries that select are the last ones.
 
     Args:
         q: [T, N, D].
-        scale: what `attend` multiplies q k with.
+        scale: the factor that `attend` has for q k.
     """
     selecting = batch.extra(Selecting)
     assert selecting is not None
@@ -181,6 +184,7 @@ def _rows_that_select(
     query = order.query[(order.first + token) % t]
     tables, lens, cu_q_lens = batch.attention
     row = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], query, side="right"), len(lens) - 1)
+    # what a query sees: its row up to the query itself
     length = jnp.where(token < order.number, lens[row] - (cu_q_lens[row + 1] - 1 - query), 0)
     kv_heads = keys.pages.shape[1]
     queries = q[query].reshape(t, kv_heads, n // kv_heads, d)
@@ -198,8 +202,9 @@ def _selected(
     """A row of attention for each query and key head, over pages of one key head.
 
     Args:
-        q: [T, K, G, D] single queries, scaled; the first `number` of them count.
-        tables, lengths: [T, M], [T] what they see.
+        q: [T, K, G, D] single queries, scaled; only the first `number` are used.
+        tables: [T, M] the blocks that each query sees.
+        lengths: [T] the tokens that each query sees.
     """
     t, kv_heads = q.shape[:2]
     block_size = keys.block_size
@@ -221,11 +226,12 @@ def _pages_by_parts(
     blocks: int,
 ) -> tuple[jax.Array, jax.Array]:
     """The `_selected_pages` of all queries, [T, K, `blocks`], as pages of one key head; and their
-    `lengths`. They are computed for a part of the queries at a time, because of AT_ONCE. Arguments
-    as in `_selected`.
+    `lengths`. A part of the queries is computed at a time (BOUNDS_AT_ONCE). The arguments are those
+    of `_selected`.
     """
     t, kv_heads, _, d = q.shape
-    together = max(1, min(t, AT_ONCE // (min(SPAN, tables.shape[1]) * kv_heads * 2 * d)))
+    bounds_of_query = min(SPAN, tables.shape[1]) * kv_heads * 2 * d
+    together = max(1, min(t, BOUNDS_AT_ONCE // bounds_of_query))  # queries
     rows = -(-t // together) * together
     q, tables, lengths = (
         jnp.pad(a, [(0, rows - t), *[(0, 0)] * (a.ndim - 1)]) for a in (q, tables, lengths)
@@ -252,26 +258,30 @@ def _selected_pages(
 
     Args:
         q: [R, K, G, D], scaled.
-        table, length: [R, M], [R] what they see.
+        table: [R, M] the blocks that each query sees.
+        length: [R] the tokens that each query sees.
     """
     width = table.shape[1]
-    own_block = (length - 1) // keys.block_size  # -1 in rows that do not count
-    counts = jnp.where(own_block < blocks, 0, own_block)
-    scores = _scores(q, keys.bounds, table, counts)
+    own_block = (length - 1) // keys.block_size  # -1 in unused rows
+    # a query that sees at most `blocks` blocks reads all of them, and needs no scores
+    num_scored = jnp.where(own_block < blocks, 0, own_block)
+    scores = _scores(q, keys.bounds, table, num_scored)
     index = jnp.arange(width)
     scores = jnp.where(index < own_block[:, None, None], scores, -jnp.inf)
     scores = jnp.where(index == own_block[:, None, None], jnp.inf, scores)
-    best, at = jax.lax.top_k(scores, blocks)
-    at = jnp.sort(jnp.where(best > -jnp.inf, at, width), axis=-1)
-    return jnp.take_along_axis(jnp.pad(table, ((0, 0), (0, 1)))[:, None], at, axis=2)
+    best, chosen = jax.lax.top_k(scores, blocks)
+    chosen = jnp.sort(jnp.where(best > -jnp.inf, chosen, width), axis=-1)
+    # the entry `width` is the trash block, for queries that see fewer blocks
+    tables = jnp.pad(table, ((0, 0), (0, 1)))[:, None]
+    return jnp.take_along_axis(tables, chosen, axis=2)
 
 
 def _scores(q: jax.Array, bounds: jax.Array, tables: jax.Array, counts: jax.Array) -> jax.Array:
-    """[R, K, M] float32: scores of the first `counts` [R] blocks of each row; others are any finite
-    numbers.
+    """[R, K, M] float32: scores of the first `counts` [R] blocks of each row. Scores of other blocks
+    are finite, and mean nothing.
 
-    The query heads of a key head share its selection. The score of a block is the sum of its
-    shares: what a softmax of the upper bounds gives it in each of these heads.
+    The query heads of a key head share its selection. Each of these heads gives a block a share: a
+    softmax over the upper bounds of the blocks. The score of a block is the sum of its shares.
 
     Args:
         q: [R, K, G, D], scaled.
@@ -281,6 +291,7 @@ def _scores(q: jax.Array, bounds: jax.Array, tables: jax.Array, counts: jax.Arra
     span = min(SPAN, width)
     tables = jnp.pad(tables, ((0, 0), (0, -width % span)))
     q = q.astype(jnp.float32)
+    # q- and q+, in the order of the bounds: they are multiplied with least and largest
     q = jnp.stack([jnp.minimum(q, 0), jnp.maximum(q, 0)], axis=3).reshape(r, k, g, 2 * d)
 
     def bound(i: jax.Array, bounds_of_blocks: jax.Array) -> jax.Array:

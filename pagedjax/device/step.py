@@ -1,6 +1,6 @@
 """The compiled programs: the step, the drafter's program, and copies of whole blocks.
 
-The cache is donated to those that change it; `out_of_cache` only reads it.
+The cache is donated to the programs that change it; `out_of_cache` only reads it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class StepOutput(NamedTuple):
 
 class DraftOutput(NamedTuple):
     tokens: jax.Array  # [k, B] int32: the drafts of each row, in their order
-    # [R, V] what the draft in each sample's place was drawn from; None if not wanted
+    # [R, V] the weights that the draft in each sample's place was drawn from; None if not wanted
     probs: jax.Array | None
 
 
@@ -121,7 +121,7 @@ def make_step(
             those of the drafter.
         tile, chain: see `sample`.
         bound: a drafter on the device, which observes the step's tokens.
-        side_outputs: to return beside samples, which have the same bits as without them.
+        side_outputs: what to return beside samples. The samples have the same bits without them.
 
     Raises:
         ValueError: arrays of a batch do not fit together, when the step is traced.
@@ -150,11 +150,11 @@ def make_step(
         rows = _rows_of_samples(batch)
         hidden, prompt = _hidden_of_samples(model, run.finish, batch, tile, by_rows)
         logits = model.logits(hidden, batch.used_samples)
-        sampled, of_samples = by_rows(
+        sampled, sample_outputs = by_rows(
             partial(_samples_of, cache.tokens, seed, tile, chain, side_outputs), logits, rows
         )
         if tapped is not None:
-            tapped = tapped._replace(samples=of_samples)
+            tapped = tapped._replace(samples=sample_outputs)
         return cache, StepOutput(sampled, prompt, _tokens_to_feed(batch, sampled), hidden, tapped)
 
     return jax.jit(_mapped(step, model, bound), donate_argnums=1)
@@ -188,7 +188,7 @@ def _observe(
 
 
 def _rows_of_samples(batch: Batch) -> tuple[SamplingBatch, jax.Array, jax.Array, Drafted | None]:
-    """Of each sample, (sampling options, block table, number of tokens, draft).
+    """For each sample, (sampling options, block table, number of tokens, draft).
 
     A sample sees the tokens of its row up to the one that it follows.
     """
@@ -233,10 +233,10 @@ def _hidden_of_samples(
     """The last hidden states [R, H] of the tokens that samples follow, and the log-probabilities of
     prompt tokens.
 
-    Tokens that no sample follows need the last layer for log-probabilities alone.
+    Tokens that no sample follows need the last layer only for log-probabilities.
 
     Args:
-        finish: runs the last layer of all tokens (None), or of some.
+        finish: `Run.finish`, which runs the last layer for all tokens (None), or for some.
     """
 
     def of_all_tokens() -> tuple[jax.Array, PromptLogprobs]:
@@ -267,13 +267,13 @@ def make_draft(
     """draft(leaves, cache, batch) -> (cache, DraftOutput), jitted: each row's next tokens by the
     drafter, one by one.
 
-    A draft is drawn with the same number of (seed, position) as the model's own token, so that the
-    two agree often. If probs are wanted, it is drawn with another number, as rejection sampling
+    A draft is drawn with the same uniform number as the model's own token at that position, so that
+    the two agree often. If probs are wanted, it is drawn with another number, as rejection sampling
     needs, and `tile` is not used.
 
     Args:
-        num_drafts: of a row, at most (k).
-        probs: return what drafts were drawn from.
+        num_drafts: k, the most drafts of a row.
+        probs: return the weights that drafts were drawn from.
         model, bound, tile, chain: as in `make_step`. The drafts are written behind the known tokens
             of the cache.
     """
@@ -323,8 +323,8 @@ class Drafting(NamedTuple):
 
     pages: of the drafter.
     cached_tokens: [P, S] as in the cache.
-    tokens: [B] the newest of each row.
-    features: of the tokens before them.
+    tokens: [B] the newest token of each row.
+    features: [B, F] those of the token before each, or None.
     drafts, probs: [k, B] and [k, B, V], as far as they are drawn; `probs` is None if not wanted.
     """
 
@@ -373,14 +373,16 @@ def _draft_token(
 
 
 def _one_token_each(i: jax.Array, state: Drafting, batch: DraftBatch) -> Batch:
-    """The step of the drafter that computes the newest token of each row, for draft i."""
+    """The step of the drafter that computes the newest token of each row, for draft i.
+
+    A row that has all of its drafts repeats its last position, and writes to the trash block.
+    """
     size = state.cached_tokens.shape[1]
-    live = i < batch.counts
+    needs_draft = i < batch.counts
     positions = batch.positions + jnp.minimum(i, jnp.maximum(batch.counts - 1, 0))
     entry = (positions // size)[:, None]
     block = jnp.take_along_axis(batch.block_tables, entry, axis=1)[:, 0]
-    # a row that has its drafts writes to the trash
-    slots = jnp.where(live, block * size + positions % size, 0)
+    slots = jnp.where(needs_draft, block * size + positions % size, 0)
     row = jnp.arange(len(batch.tokens) + 1, dtype=jnp.int32)
     sampling = batch.sampling._replace(position=batch.sampling.position + i)
     return Batch(
@@ -401,9 +403,10 @@ def _check(batch: Batch) -> None:
     """Raises ValueError for arrays that do not fit together."""
     (t,) = batch.tokens.shape
     (b,) = batch.seq_lens.shape
-    for name in ("positions", "slots", "targets"):
-        if name != "targets" or batch.targets is not None:
-            check_shape(name, getattr(batch, name), (t,))
+    check_shape("positions", batch.positions, (t,))
+    check_shape("slots", batch.slots, (t,))
+    if batch.targets is not None:
+        check_shape("targets", batch.targets, (t,))
     check_shape("block_tables", batch.block_tables, (b, None))
     check_shape("cu_q_lens", batch.row_cu_q_lens, (b + 1,))
     check_shape("sampled_row", batch.sampled_row, batch.last.shape)

@@ -26,7 +26,7 @@ class SampleOutput:
     """An output of each sample.
 
     Attributes:
-        name: of it in `Tapped.samples`.
+        name: its key in `Tapped.samples`.
         compute: (logits [R, V] float32, samples) -> a tree of arrays [R, ...] of 32-bit numbers.
             On a mesh, R are the rows of one device.
     """
@@ -36,10 +36,10 @@ class SampleOutput:
 
 
 class SideOutputs(NamedTuple):
-    """Which arrays a step returns beside samples. False if none.
+    """Which arrays a step returns beside samples. It is false if there are none.
 
-    hidden: hidden states, counted as transformers counts them: 0 is what the first layer gets, i is
-        the output of layer i - 1, and the number of layers is the output of the last one after the
+    hidden: hidden states, counted as transformers counts them. 0 is the input of the first layer. i
+        is the output of layer i - 1. The number of layers is the output of the last layer after the
         final norm.
     attention: by layer, the query heads whose probabilities are returned.
     experts: layers whose chosen experts are returned.
@@ -76,7 +76,7 @@ class Tapped(NamedTuple):
 
 
 def union(parts: Iterable[SideOutputs]) -> SideOutputs:
-    """What any of the parts has."""
+    """All side outputs of all parts."""
     hidden: set[int] = set()
     heads: dict[int, set[int]] = {}
     experts: set[int] = set()
@@ -106,10 +106,8 @@ def inner_arrays(
     """
     layers = model.config.layers
     needed = side_outputs.outputs(layers)
-    states = {
-        layer + 1: x
-        for layer, x in zip(needed, run.outputs[len(run.outputs) - len(needed) :], strict=True)
-    }
+    outputs = run.outputs[len(run.outputs) - len(needed) :]  # behind those that a drafter observes
+    states = {layer + 1: x for layer, x in zip(needed, outputs, strict=True)}
     states[0] = model.embedded(batch)
     routes = dict(run.routes)
     if layers - 1 in side_outputs.experts:

@@ -1,9 +1,9 @@
 """Whole sequences without a cache: the batch of a step that computes them, and attention that reads
 no pages.
 
-The layers are those that serve. All sequences have S tokens: a shorter one is filled up with any
-tokens, which its own tokens do not see, because they come before. "Page" b is all keys of sequence
-b, as the product gives them, so nothing is written to a cache.
+The layers are those that serve. All sequences have S tokens. A shorter sequence is filled up at its
+end with any tokens; its own tokens come before and do not see them. "Page" b is all keys of
+sequence b, as the product gives them, so nothing is written to a cache.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def dense(
 def _exact(
     options: tuple[tuple[str, Any], ...], q: jax.Array, k: jax.Array, v: jax.Array, *rows: jax.Array
 ):
+    """`exact`, with the options in a form that can be hashed."""
     invariant = IMPLS["cpu"].invariant
     assert invariant is not None
     return invariant(q, k, v, *rows, **dict(options))
@@ -117,7 +118,7 @@ def hidden(
     """Windows [B, S] -> ([B S, H] after the final norm, [B S, H] after each of the layers `taps`).
 
     Args:
-        adapter: of all tokens (`adapters.only`).
+        adapter: the factors of an adapter that all tokens use (`adapters.only`).
     """
     c = module.config
     b, s = tokens.shape

@@ -186,7 +186,7 @@ def test_features_that_no_row_uses_take_the_blank_arrays_as_they_are():
 def listed(row: int, batch: Batch) -> tuple[dict[int, float], list[int]]:
     """The biases of a row that always count, and the tokens that are forbidden until min_tokens."""
     fields = batch.sampling.features["listed_tokens"].fields
-    ids, always = fields["ids"][row], fields["always"][row]
+    ids, always = fields["ids"][row], fields["always_count"][row]
     entries = dict(zip(ids[:always].tolist(), fields["bias"][row, :always].tolist(), strict=True))
     assert len(entries) == always, "a token is listed twice: its bias would be added twice"
     stops = ids[always:][ids[always:] >= 0]
@@ -210,7 +210,7 @@ def test_biases_allowed_tokens_and_suppressed_stops_share_one_list():
     assert listed(1, batch) == ({4: 0.0, 5: 0.5}, [])
     assert listed(2, batch) == ({3: 1.0, 9: 7.0}, [8, 9])
     fields = batch.sampling.features["listed_tokens"].fields
-    equal(fields["only"], False, True, False)
+    equal(fields["only_listed"], False, True, False)
     equal(fields["min_tokens"], 0, 0, 2)
     chex.assert_shape([fields["ids"], fields["bias"]], (3, MAX_LISTED))
 

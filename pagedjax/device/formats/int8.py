@@ -18,7 +18,7 @@ from pagedjax.device.formats.format import Array, Format, shape_of
 from pagedjax.device.linear import Matrix, linear
 
 LARGEST = 127
-ROWS = 1024  # rounded at a time: the float32 copy has four times the bytes
+ROWS = 1024  # that are rounded at a time: their float32 copy has four times the bytes
 
 
 def pack(matrix: Any) -> tuple[np.ndarray, np.ndarray]:

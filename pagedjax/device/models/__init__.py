@@ -46,8 +46,8 @@ class Model(NamedTuple):
 
     @property
     def leaves(self) -> tuple[Any, ...]:
-        """The parameters for a step. To flatten nnx's containers in each call is slower than the
-        scheduler.
+        """The parameters for a step, as a flat tuple. To flatten nnx's containers in each call would
+        take longer than the scheduler does.
         """
         return tuple(jax.tree.leaves(self.params))
 
@@ -88,8 +88,8 @@ def packed(config: DecoderConfig, name: str, stored: np.ndarray) -> np.ndarray:
 
 
 def _numbered(tree: Any) -> Any:
-    """The tree with integer keys for numbers: nnx.List has integer keys, the paths of a table are
-    strings.
+    """The tree with each key "0", "1", ... as an integer: nnx.List has integer keys, and paths of
+    parameters have strings.
     """
     if not isinstance(tree, dict):
         return tree

@@ -66,7 +66,7 @@ class Rope:
     scaling: tuple[tuple[str, Any], ...] | None = None
 
     def frequencies(self, head_dim: int) -> list[float]:
-        """Angles a position of the D / 2 pairs of a head."""
+        """The angle, in radians for each position, of each of the D / 2 pairs of a head."""
         return rope_frequencies(head_dim, self.theta, dict(self.scaling) if self.scaling else None)
 
 
@@ -76,7 +76,7 @@ class LayerKind:
 
     window: a query sees the last `window` tokens, including its own; None: all tokens.
     rope: index into the model's rotations.
-    sparse: its MLP is a mixture of experts.
+    sparse: the layer's MLP is a mixture of experts.
     """
 
     window: int | None = None
@@ -104,17 +104,19 @@ class Experts:
 class DecoderConfig:
     """Shape of a model. hidden = H, intermediate = F; other letters as in pagedjax/host/types.py.
 
-    kinds: one for each layer. ropes: () for learned positions.
+    kinds: one for each layer.
+    ropes: the rotations that `LayerKind.rope` counts; () for learned positions.
     norm: "rms"; "rms_plus_one", which multiplies by 1 + weight (Gemma); or "layer", with a bias
         (GPT-2).
     gated: the MLP is activation(gate) * up, else activation(up).
     stored: the format of matrices, a name of `device.formats`; None is floats.
     linear: the implementation of products, a name of `device.linear`. Matrices are stored in its
         layout.
-    axes: of a mesh, whose devices have a part of the model each (split.py): partial sums are added
-        over them. () for a whole model.
+    axes: of a mesh whose devices have a part of the model each (split.py). Partial sums are added
+        over these axes. () for a whole model.
     block: the class of the layers, a `Block` of one's own; None is `Block`.
-    attn_scale: factor on q k^T. attn_cap, logit_cap: scores or logits x become cap * tanh(x / cap).
+    attn_scale: factor on q k^T; 0 becomes 1 / sqrt(head_dim).
+    attn_cap, logit_cap: scores or logits x become cap * tanh(x / cap).
     """
 
     vocab_size: int
@@ -178,8 +180,8 @@ class DecoderConfig:
 
     @property
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """By the name of a layer's matrix, where each of the matrices ends that were joined to it:
-        its last output + 1 (for `LowRank`).
+        """Where the parts of each matrix of a layer end, by the matrix's name (for `LowRank`). An end
+        is the part's last output + 1. A matrix that is not joined has one part.
         """
         qkv = tuple(heads * self.head_dim for heads in (self.heads, self.heads + self.kv_heads))
         up = (self.intermediate, 2 * self.intermediate) if self.gated else (self.intermediate,)
@@ -212,7 +214,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x, pages: Pages, batch: Batch, angles, attend: Attend, *, norm, residual=None
     ):
-        """norm(x) [T, H], angles [R, 2, T, D / 2] -> (y + residual [T, H], pages)."""
+        """norm(x) [T, H], angles [rotations, 2, T, D / 2] -> (y + residual [T, H], pages)."""
         c = self.config
         q, k, v = self._heads(x, angles, norm, (0, c.heads + 2 * c.kv_heads), batch)
         pages = write(attend, pages, k, v, batch)
@@ -225,15 +227,15 @@ class Attention(nnx.Module):
         return write(attend, pages, k, v, batch)
 
     def read(self, x, pages: Pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
-        """The queries alone, whose keys and values are in the pages -> y + residual [T, H]."""
+        """As `__call__`, for tokens whose keys and values are in the pages -> y + residual [T, H]."""
         q, _, _ = self._heads(x, angles, norm, (0, self.config.heads), batch)
         return self._output(q, pages, batch, attend, residual)
 
     def weights(
         self, x, k_pages, batch: Batch, angles, attend: Attend, heads: Sequence[int], *, norm
     ) -> jax.Array:
-        """What `read` weighs the values with, for rows of one token each: [R, heads, M S] float32
-        by position.
+        """The weights that `read` gives to values, for rows of one token each: [R, len(heads), M S]
+        float32, by position.
         """
         q, _, _ = self._heads(x, angles, norm, (0, self.config.heads), batch)
         return probabilities(
@@ -250,20 +252,20 @@ class Attention(nnx.Module):
         """Queries [T, N, D], keys and values [T, K, D] of some heads.
 
         Args:
-            heads: (first, end) among those of queries, then of keys, then of values.
+            heads: (first, end) among the heads of queries, then of keys, then of values.
         """
         c = self.config
-        first, last = heads
-        rows = (
-            None
-            if last - first == c.heads + 2 * c.kv_heads
-            else (first * c.head_dim, last * c.head_dim)
-        )
+        first, end = heads
+        rows = None  # all of the product
+        if end - first < c.heads + 2 * c.kv_heads:
+            rows = first * c.head_dim, end * c.head_dim
         low = batch.low("attn.qkv", c.parts["attn.qkv"])
         qkv = self.qkv(x, norm=norm, rows=rows, sizes=batch.used_tokens, low=low)
-        qkv = qkv.reshape(len(x), last - first, c.head_dim)
-        bounds = [min(max(end - first, 0), last - first) for end in (c.heads, c.heads + c.kv_heads)]
-        q, k, v = jnp.split(qkv, bounds, axis=1)
+        qkv = qkv.reshape(len(x), end - first, c.head_dim)
+        # where queries and keys end among the computed heads
+        q_end = min(max(c.heads - first, 0), end - first)
+        k_end = min(max(c.heads + c.kv_heads - first, 0), end - first)
+        q, k, v = jnp.split(qkv, [q_end, k_end], axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
@@ -350,7 +352,8 @@ class Router(nnx.Module):
         """
         impl = self.weight.implementation
         if impl.name == "xla":
-            # a TPU rounds the factors of a product to bfloat16, and another expert would be chosen
+            # by default a TPU rounds the factors of a product to bfloat16, which may choose another
+            # expert
             y = jax.lax.dot_general(
                 x,
                 self.weight[...],
@@ -366,11 +369,11 @@ class Router(nnx.Module):
 
 
 class SparseMLP(nnx.Module):
-    """A mixture of gated MLPs. Tokens are sorted by expert, so the weights of each expert are used
+    """A mixture of gated MLPs. Tokens are sorted by expert, so the weights of each expert are read
     once.
 
-    Where devices have different experts, each computes the pairs of token and expert that are its
-    own.
+    Where devices have different experts, each device computes the pairs (token, expert) of its own
+    experts.
     """
 
     def __init__(self, c: DecoderConfig, dtype: str):
@@ -395,16 +398,16 @@ class SparseMLP(nnx.Module):
     def routed(
         self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None
     ) -> tuple[jax.Array, Routes]:
-        """The same, and the experts of the tokens; those of padding mean nothing."""
+        """The same, and the experts of the tokens. The experts of padding mean nothing."""
         c = self.config
         x = norm(x)
         assert c.experts is not None
         e = c.experts
         weights, chosen = self.router(x, used)
         count = e.count // e.devices  # experts of this device
-        expert = chosen.reshape(-1)  # of the T * chosen pairs
+        expert = chosen.reshape(-1)  # of each of the T * e.chosen pairs (token, expert)
         if e.devices > 1:
-            # this device's experts are counted from 0, so their pairs are sorted first
+            # this device's experts become 0, 1, ..., so their pairs are sorted first
             expert = (expert - count * jax.lax.axis_index("expert")) % e.count
         if used is not None:  # padding has no expert
             expert = jnp.where(jnp.arange(len(expert)) < used * e.chosen, expert, e.count)
@@ -414,7 +417,7 @@ class SparseMLP(nnx.Module):
         pairs = product(self, "up", pairs, activation=c.activation, sizes=sizes)
         pairs = product(self, "down", pairs, dtype=jnp.float32, sizes=sizes)
         if e.devices > 1 or used is not None:
-            # pairs of other devices, or of padding, have any numbers
+            # pairs of other devices, or of padding, have undefined numbers
             pairs = jnp.where((expert[order] < count)[:, None], pairs, 0)
         pairs = jnp.zeros_like(pairs).at[order].set(pairs).reshape(len(x), e.chosen, c.hidden)
         y = summed(weighted_sums(pairs, weights), c.axes)
@@ -423,8 +426,8 @@ class SparseMLP(nnx.Module):
 
 class Block(nnx.Module):
     """One layer. Another kind of layer is a class that inherits from it (`DecoderConfig.block`),
-    with another `post` or `rest`. One whose cache is not keys and values has other `pages`, and
-    another `attn` that writes and reads them, with the methods of `Attention`.
+    with another `post` or `rest`. A layer whose cache is not keys and values has other `pages`, and
+    another `attention`, which writes and reads them with the methods of `Attention`.
     """
 
     def __init__(self, c: DecoderConfig, kind: LayerKind, dtype: str):
@@ -446,12 +449,12 @@ class Block(nnx.Module):
         return kv.kv_pages(sizes)
 
     def attention(self, c: DecoderConfig, kind: LayerKind, dtype: str) -> Any:
-        """What reads and writes the pages."""
+        """The module that reads and writes the pages."""
         return Attention(c, kind, dtype)
 
     def post(self, c: DecoderConfig, dtype: str) -> nnx.Module | None:
-        """What changes a result [T, H] before it is added, `attn_post` and `mlp_post`; None:
-        nothing does.
+        """The module that changes the result [T, H] of the attention or of the MLP before it is
+        added to x; None: it is added as it is.
         """
         return _norm(c, dtype) if c.post_norms else None
 
@@ -506,11 +509,11 @@ class Block(nnx.Module):
 class Run(NamedTuple):
     """What `Decoder.layers` has computed.
 
-    finish: gives hidden states after the final norm. It takes what `samples_of` returns, for [R,
-        H], or None, for those of all tokens, [T, H]. With routed=True they come with the `Routes`
-        of the last layer, None if it is dense.
+    finish: (samples, *, routed=False) -> hidden states after the final norm. `samples` is what
+        `samples_of` returns: the states are [R, H]. With None they are those of all tokens, [T, H].
+        With routed=True, it returns (states, `Routes` of the last layer, or None if it is dense).
     outputs: [T, H] after each of the layers `taps`.
-    routes: of the layers `experts`, by layer; those of the last one come from `finish`.
+    routes: of the layers `experts`, by layer; those of the last layer come from `finish`.
     """
 
     cache: kv.KVCache
@@ -520,10 +523,10 @@ class Run(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=(0, 2, 3))
-def _run_block(graphdef: nnx.GraphDef, state, attend: Attend, part: str, *args):
-    """A method of a block as a function of arrays. JAX traces and lowers only one block of each
-    kind; XLA inlines all of them."""
-    return getattr(nnx.merge(graphdef, state), part)(*args, attend)
+def _run_block(graphdef: nnx.GraphDef, state, attend: Attend, method: str, *args):
+    """Calls a method of a block, as a function of arrays. JAX traces and lowers only one block of
+    each kind; XLA inlines all of them."""
+    return getattr(nnx.merge(graphdef, state), method)(*args, attend)
 
 
 class Decoder(nnx.Module):
@@ -547,10 +550,10 @@ class Decoder(nnx.Module):
         self.dtype = dtype
 
     def embedded(self, batch: Batch) -> jax.Array:
-        """[T, H] what the first layer gets."""
+        """[T, H] the input of the first layer."""
         tokens = batch.tokens
         axes = self.config.axes
-        if axes:  # a device has some rows of the table; of other tokens it adds zeros
+        if axes:  # a device has some rows of the table; for other tokens it adds zeros
             tokens = tokens - jax.lax.axis_index(axes) * self.embed.shape[0]
         stored = self.config.stored
         arrays = stored_arrays(self, "embed", stored)
@@ -573,8 +576,8 @@ class Decoder(nnx.Module):
     def hidden(
         self, cache: kv.KVCache, batch: Batch, attend: Attend, taps: Sequence[int] = ()
     ) -> tuple[kv.KVCache, jax.Array, tuple[jax.Array, ...]]:
-        """(cache, [T, H] after the final norm, outputs of the taps): `layers`, for all tokens of
-        the batch.
+        """Runs `layers` to the end for all tokens of the batch: (cache, [T, H] after the final norm,
+        outputs of the taps).
         """
         run = self.layers(cache, batch, attend, taps)
         return run.cache, run.finish(None), run.outputs
@@ -587,11 +590,12 @@ class Decoder(nnx.Module):
         taps: Sequence[int] = (),
         experts: Sequence[int] = (),
     ) -> Run:
-        """Run the T tokens of the batch through all layers, but of the last one only keys and
-        values.
+        """Run the T tokens of the batch through all layers but the last. Of the last layer it
+        writes only the keys and values; `Run.finish` computes the rest.
 
         Args:
-            taps: layers whose outputs are wanted too.
+            taps: layers whose outputs are wanted too. If the last is one of them, it runs as the
+                others do.
             experts: layers whose experts are wanted too.
         """
         x = self.embedded(batch)
@@ -600,22 +604,22 @@ class Decoder(nnx.Module):
         outputs = []
         routes = {}
         last = self.config.layers - 1
-        runs_last = last in taps  # whole, and not only what it writes
+        runs_last = last in taps
         for layer in range(self.config.layers if runs_last else last):
-            at = batch.page_of(layer)
+            page = batch.page_of(layer)
             layer_batch = batch.of_layer(layer)
-            part = "routed" if layer in experts else "__call__"
-            x, pages[at], *layer_routes = _run_block(
-                *nnx.split(self.blocks[layer]), attend, part, x, pages[at], layer_batch, angles
+            method = "routed" if layer in experts else "__call__"
+            x, pages[page], *layer_routes = _run_block(
+                *nnx.split(self.blocks[layer]), attend, method, x, pages[page], layer_batch, angles
             )
             if layer_routes:
                 routes[layer] = layer_routes[0]
             outputs.append(x)
         last_block = nnx.split(self.blocks[last])
-        last_at = batch.page_of(last)
+        last_page = batch.page_of(last)
         if not runs_last:
-            pages[last_at] = _run_block(
-                *last_block, attend, "write", x, pages[last_at], batch.of_layer(last), angles
+            pages[last_page] = _run_block(
+                *last_block, attend, "write", x, pages[last_page], batch.of_layer(last), angles
             )
 
         def finish(samples: Batch | None, *, routed: bool = False) -> Any:
@@ -623,10 +627,18 @@ class Decoder(nnx.Module):
             last_routes = routes.get(last)
             if not runs_last:
                 rows = batch if samples is None else samples
-                turns = angles if samples is None else angles_at(self.angles, samples.positions)
-                part = "routed_read" if routed else "read"
+                row_angles = (
+                    angles if samples is None else angles_at(self.angles, samples.positions)
+                )
+                method = "routed_read" if routed else "read"
                 y = _run_block(
-                    *last_block, attend, part, y, pages[last_at], rows.of_layer(last), turns
+                    *last_block,
+                    attend,
+                    method,
+                    y,
+                    pages[last_page],
+                    rows.of_layer(last),
+                    row_angles,
                 )
                 y, last_routes = y if routed else (y, None)
             return (self.norm(y), last_routes) if routed else self.norm(y)
@@ -644,11 +656,11 @@ class Decoder(nnx.Module):
         attend: Attend,
         heads: Sequence[int],
     ) -> jax.Array:
-        """What the tokens that samples follow weigh the values of a layer with: [R, heads, M S]
-        float32 by position.
+        """The weights that a layer gives to values, for the tokens that samples follow:
+        [R, len(heads), M S] float32, by position.
 
         Args:
-            x: [T, H] what the layer gets.
+            x: [T, H] the layer's input.
             k_pages: of the layer, with the keys of this step.
         """
         samples = samples_of(batch).of_layer(layer)
@@ -672,16 +684,16 @@ class Decoder(nnx.Module):
 
 
 def samples_of(batch: Batch) -> Batch:
-    """The tokens that samples follow as rows of one token each, for the last layer; `last` says
-    which tokens they are.
+    """The batch with only the tokens that samples follow, each in a row of its own, for the last
+    layer. Its `last` is still their index among the T tokens of the step.
 
-    Unused samples have no tokens (`Batch.used_samples`).
+    Unused samples have rows without tokens (`Batch.used_samples`).
     """
     count = batch.used_samples
     row = jnp.arange(len(batch.last) + 1, dtype=jnp.int32)
     positions = batch.positions[batch.last]
     rows = SampleRows(row, count, row[:-1] < count)
-    # the order of operations is that of programs on disk
+    # These extras are computed first: programs on disk have the operations in this order.
     tables = {extra: extra.at_samples(batch, rows) for extra in batch.extras if extra.words}
     samples = batch._replace(
         tokens=batch.tokens[batch.last],
@@ -696,11 +708,11 @@ def samples_of(batch: Batch) -> Batch:
 
 
 def angles_at(table: Buffer, positions: jax.Array) -> jax.Array:
-    """[R, 2, T, D / 2] of the positions [T], from `angle_tables`."""
+    """[rotations, 2, T, D / 2] the cosines and sines of the positions [T], from `angle_tables`."""
     return table[...].at[:, :, positions].get(mode="promise_in_bounds")
 
 
 def angle_tables(c: DecoderConfig) -> np.ndarray:
-    """[R, 2, max_len, D / 2] float32: the `rope_table` of each rotation."""
+    """[rotations, 2, max_len, D / 2] float32: the `rope_table` of each rotation."""
     tables = [rope_table(kind.frequencies(c.head_dim), c.max_len) for kind in c.ropes]
     return np.stack(tables) if tables else np.zeros((0, 2, c.max_len, c.head_dim // 2), np.float32)

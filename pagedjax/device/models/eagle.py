@@ -6,8 +6,8 @@
     u_i = layer(the last x up to x_i),  logits of token i + 1 = head(norm(u_i))
 
 The feature g of a draft token is not known yet, so u takes its place. The model's embedding is
-used. The head knows the most frequent tokens only, `ids`: other tokens are never drafted, so the
-model has to sample them itself (FR-Spec, Zhao et al. 2025, arXiv 2502.14856).
+used. The head knows only the most frequent tokens, `ids`. Other tokens are never drafted, so the
+model has to sample them without a draft (FR-Spec, Zhao et al. 2025, arXiv 2502.14856).
 `experiments/training/train_draft.py` trains a head.
 """
 
@@ -69,8 +69,8 @@ class Eagle(nnx.Module):
     def layer(
         self, embedded: jax.Array, before: jax.Array, k_pages, v_pages, batch: Batch, attend: Attend
     ) -> tuple[jax.Array, Any, Any]:
-        """(u [T, H], k_pages, v_pages) from embeddings [T, H], and the features [T, H] of the
-        tokens before.
+        """(u [T, H], k_pages, v_pages) from the embeddings [T, H], and from the features [T, H] of
+        the token before each.
         """
         x = self.join(
             jnp.concatenate([self.embed_norm(embedded), self.feature_norm(before)], axis=-1)
@@ -85,7 +85,7 @@ class Eagle(nnx.Module):
         return self.head(u, norm=self.norm, dtype=jnp.float32)
 
     def logits(self, u: jax.Array) -> jax.Array:
-        """[B, H] -> [B, V] float32, -inf for tokens that it does not know."""
+        """[B, H] -> [B, V] float32, -inf for tokens that the head does not know."""
         drafted = self.drafted_logits(u)
         everywhere = jnp.full((len(drafted), self.config.layer.vocab_size), -jnp.inf)
         return everywhere.at[:, self.ids[...]].set(drafted, mode="promise_in_bounds")
@@ -112,7 +112,8 @@ def eagle_config(target: DecoderConfig, vocabulary: int, window: int = WINDOW) -
         linear="xla",
     )
     layers = target.layers
-    return EagleConfig(layer, (min(2, layers // 4), layers // 2, layers - 1), vocabulary)
+    low, middle, high = min(2, layers // 4), layers // 2, layers - 1
+    return EagleConfig(layer, (low, middle, high), vocabulary)
 
 
 def blank_eagle(c: EagleConfig, dtype: str) -> tuple[nnx.GraphDef, nnx.State]:

@@ -1,5 +1,5 @@
-"""Gemma 2 and 3: norms before and after each part, with 1 + weight; scaled embeddings, GELU,
-windows in most layers.
+"""Gemma 2 and 3. They have norms before and after attention and MLP, which multiply by 1 + weight;
+scaled embeddings; GELU; and windows in most layers.
 
 Gemma 2 caps scores and logits. Gemma 3 instead has norms of q and k, and other rotary positions in
 layers with windows. Only text is supported, not images.
@@ -28,7 +28,7 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
         ValueError: a key has a value that is not supported, or a required key is missing.
     """
     try:
-        third = config["model_type"] == "gemma3_text"
+        is_gemma3 = config["model_type"] == "gemma3_text"
         act = config.get("hidden_activation") or "gelu_pytorch_tanh"
         if act != "gelu_pytorch_tanh":
             raise ValueError(f"hidden_activation is {act!r}; Gemma uses 'gelu_pytorch_tanh'")
@@ -36,7 +36,9 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
             raise ValueError(
                 "attention_bias or use_bidirectional_attention is true; Gemma here has neither"
             )
-        types = config.get("layer_types") or _types(config["num_hidden_layers"], 6 if third else 2)
+        types = config.get("layer_types")
+        if not types:
+            types = _types(config["num_hidden_layers"], every=6 if is_gemma3 else 2)
         ropes = _ropes(config)
         kinds = []
         for name in types:
@@ -56,7 +58,7 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
             ropes=ropes,
             norm="rms_plus_one",
             activation="gelu_tanh",
-            qk_norm=third,
+            qk_norm=is_gemma3,
             post_norms=True,
             embed_scale=config["hidden_size"] ** 0.5,
             attn_scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
@@ -70,7 +72,7 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
 
 
 def _types(layers: int, every: int) -> list[str]:
-    """Each `every`-th layer sees all tokens, the others have a window."""
+    """The type of each layer: each `every`-th layer sees all tokens, the others have a window."""
     return [SLIDING if (i + 1) % every else "full_attention" for i in range(layers)]
 
 
@@ -78,9 +80,9 @@ def _ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
     """The rotation of layers that see all tokens, then that of layers with windows if it is
     different.
     """
-    far = Rope(config.get("rope_theta", 10000.0), frozen(config.get("rope_scaling")))
-    near = config.get("rope_local_base_freq")
-    return (far,) if near is None else (far, Rope(near))
+    full = Rope(config.get("rope_theta", 10000.0), frozen(config.get("rope_scaling")))
+    window_theta = config.get("rope_local_base_freq")
+    return (full,) if window_theta is None else (full, Rope(window_theta))
 
 
 def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:

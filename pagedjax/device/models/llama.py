@@ -23,7 +23,7 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
         ValueError: a key has a value that is not supported, or a required key is missing.
     """
     try:
-        kind = config.get("model_type", "llama")
+        model_type = config.get("model_type", "llama")
         hidden = config["hidden_size"]
         heads = config["num_attention_heads"]
         act = config.get("hidden_act", "silu")
@@ -50,15 +50,15 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
                 config.get("max_position_embeddings", 2048), config.get("rope_scaling")
             ),
             tied=config.get("tie_word_embeddings", False),
-            qkv_bias=bool(config.get("qkv_bias", bias or kind == "qwen2")),
+            qkv_bias=bool(config.get("qkv_bias", bias or model_type == "qwen2")),
             out_bias=bias,
-            qk_norm=kind in ("qwen3", "qwen3_moe"),
-            kinds=tuple(_kinds(config, kind)),
-            experts=_experts(config, kind),
+            qk_norm=model_type in ("qwen3", "qwen3_moe"),
+            kinds=tuple(_kinds(config, model_type)),
+            experts=_experts(config, model_type),
         )
     except KeyError as missing:
         raise ValueError(
-            f"the model's configuration has no {missing}; it is needed to build a {kind}"
+            f"the model's configuration has no {missing}; it is needed to build a {model_type}"
         ) from None
 
 
@@ -82,33 +82,33 @@ def frozen(scaling: dict[str, Any] | None) -> tuple[tuple[str, Any], ...] | None
     return tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in scaling.items()))
 
 
-def _kinds(config: dict[str, Any], kind: str) -> Iterator[LayerKind]:
+def _kinds(config: dict[str, Any], model_type: str) -> Iterator[LayerKind]:
     """The kind of each layer: its window, and whether it has experts."""
     window = config.get("sliding_window")
-    if kind not in ("mistral", "mixtral") and not config.get("use_sliding_window", False):
+    if model_type not in ("mistral", "mixtral") and not config.get("use_sliding_window", False):
         window = None
-    first = config.get("max_window_layers", 0) if kind.startswith("qwen") else 0
+    first = config.get("max_window_layers", 0) if model_type.startswith("qwen") else 0
     types = config.get("layer_types") or [
         SLIDING if i >= first else "full_attention" for i in range(config["num_hidden_layers"])
     ]
     dense = config.get("mlp_only_layers") or ()
     every = config.get("decoder_sparse_step", 1)
     for i, name in enumerate(types):
-        sparse = kind == "mixtral" or (
-            kind == "qwen3_moe" and i not in dense and (i + 1) % every == 0
+        sparse = model_type == "mixtral" or (
+            model_type == "qwen3_moe" and i not in dense and (i + 1) % every == 0
         )
         yield LayerKind(window=window if name == SLIDING else None, sparse=sparse)
 
 
-def _experts(config: dict[str, Any], kind: str) -> Experts | None:
-    if kind == "mixtral":
+def _experts(config: dict[str, Any], model_type: str) -> Experts | None:
+    if model_type == "mixtral":
         return Experts(
             count=config["num_local_experts"],
             chosen=config["num_experts_per_tok"],
             intermediate=config["intermediate_size"],
             normalised=True,
         )
-    if kind == "qwen3_moe":
+    if model_type == "qwen3_moe":
         return Experts(
             count=config["num_experts"],
             chosen=config["num_experts_per_tok"],
@@ -175,7 +175,7 @@ def attention_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
 
 
 def norm_table(c: DecoderConfig, layer: int, names: dict[str, str]) -> list[ParamSource]:
-    """names: of this project -> of the checkpoint."""
+    """The norms of a layer. names: name in this project -> name in the checkpoint."""
     return [
         ParamSource(
             ("blocks", str(layer), name, "weight"),
@@ -199,11 +199,11 @@ def mlp_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
 
 
 def _experts_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
-    """Mixtral and Qwen3-MoE have different names for the same tensors."""
+    """The parameters of a sparse MLP. Mixtral and Qwen3-MoE have different names for its tensors."""
     assert c.experts is not None
     e = c.experts
     path = ("blocks", str(layer), "mlp")
-    mixtral = not c.qk_norm
+    mixtral = not c.qk_norm  # of the two, only Qwen3-MoE has norms of q and k
     prefix = f"model.layers.{layer}.{'block_sparse_moe' if mixtral else 'mlp'}."
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     experts = [f"{prefix}experts.{i}." for i in range(e.count)]

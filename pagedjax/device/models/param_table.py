@@ -13,8 +13,8 @@ class ParamSource(NamedTuple):
 
     path: its place in the tree of parameters, e.g. ("layers", "0", "qkv").
     shape: of the finished parameter.
-    rows: rows of each source, so that an error can name the wrong one; () if there is one source,
-        or to check only their sum.
+    rows: the number of rows of each source, so that an error can name the wrong source; () if there
+        is one source, or to check only the sum.
     optional: omit the parameter if none of its sources exists.
     """
 

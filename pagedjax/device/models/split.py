@@ -35,8 +35,8 @@ class Split(NamedTuple):
     """How one dimension of a parameter is split.
 
     axes: of the mesh; () for a whole copy on each device.
-    order: of each place, device after device, the index in the stored parameter, or PADDING; None:
-        as it is stored.
+    order: for each place, device after device, the index in the stored parameter, or PADDING; None:
+        as the parameter is stored.
     """
 
     axes: tuple[str, ...] = ()
@@ -106,6 +106,7 @@ def heads(c: DecoderConfig, n: int) -> Heads:
         keys = -(-c.kv_heads // n) * n
         copies = 1
     else:
+        # key heads of zeros are added until each one belongs to the same number of devices
         keys = next(k for k in range(c.kv_heads, n + 1) if n % k == 0)
         copies = n // keys
     queries_per_key = -(-group // copies) * copies  # query heads of a key head, with padding
@@ -118,16 +119,18 @@ def heads(c: DecoderConfig, n: int) -> Heads:
 def shared_keys(c: DecoderConfig, mesh: MeshConfig) -> bool:
     """Whether several devices have the same key head, and a part of its query heads."""
     keys = heads(c, mesh.size).keys
-    return bool((np.unique(keys[keys != PADDING], return_counts=True)[1] > 1).any())
+    _, copies = np.unique(keys[keys != PADDING], return_counts=True)
+    return bool((copies > 1).any())
 
 
 def padding(c: DecoderConfig, mesh: MeshConfig) -> list[str]:
-    """What is padded with zeros, or kept several times: a phrase each."""
+    """Phrases that say what is padded with zeros, and what several devices have."""
     n = mesh.size
     part = device_config(c, mesh)
     padded_heads = heads(c, n)
     stored_keys = padded_heads.keys[padded_heads.keys != PADDING]
-    copies = np.unique(stored_keys, return_counts=True)[1][0]  # of a key head
+    _, copies_of_keys = np.unique(stored_keys, return_counts=True)
+    copies = copies_of_keys[0]  # each key head has the same number
     phrases = [f"{copies} devices have the same key head"] if copies > 1 else []
     sizes = [
         ("heads", c.heads, len(padded_heads.queries)),
@@ -172,9 +175,10 @@ def _split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Spl
     return (WHOLE,)
 
 
-def _attention(c: DecoderConfig, n: int, layer: str, name: str) -> tuple[Split, ...]:
+def _attention(c: DecoderConfig, n: int, owner: str, name: str) -> tuple[Split, ...]:
+    """The weight or bias `name` of the layer `owner`, "qkv" or "out", over n devices."""
     padded_heads = heads(c, n)
-    if layer == "out":
+    if owner == "out":
         if name != "weight":
             return (WHOLE,)
         return (WHOLE, Split(AXES, _row_order(padded_heads.queries, c.head_dim)))
@@ -187,9 +191,10 @@ def _attention(c: DecoderConfig, n: int, layer: str, name: str) -> tuple[Split, 
     return (Split(AXES, _row_order(np.concatenate(shares, axis=1).reshape(-1), c.head_dim)),)
 
 
-def _mlp(c: DecoderConfig, n: int, layer: str, name: str) -> tuple[Split, ...]:
+def _mlp(c: DecoderConfig, n: int, owner: str, name: str) -> tuple[Split, ...]:
+    """The weight or bias `name` of the layer `owner`, "up" or "down", over n devices."""
     width = _padded(c.intermediate, n)
-    if layer == "down":
+    if owner == "down":
         return (WHOLE, Split(AXES, width)) if name == "weight" else (WHOLE,)
     return (Split(AXES, _gated(width, c.intermediate, n) if c.gated else width),)
 
@@ -204,16 +209,17 @@ def _experts(c: DecoderConfig, mesh: MeshConfig, name: str) -> tuple[Split, ...]
     width = _padded(size, mesh.tensor)
     if name == "down":
         return (Split((EXPERT,)), Split((TENSOR,), width))
-    # rows of one expert
+    # axes: mesh.expert, mesh.tensor, the experts of a device, rows of an expert
     expert_rows = _gated(width, size, mesh.tensor).reshape(1, mesh.tensor, 1, -1)
     first = np.arange(count).reshape(mesh.expert, 1, -1, 1) * 2 * size
-    # of mesh.expert, mesh.tensor, own experts, rows
     rows = np.where(expert_rows == PADDING, PADDING, first + expert_rows)
     return (Split(AXES, rows.reshape(-1)),)
 
 
 def _gated(width: np.ndarray, size: int, n: int) -> np.ndarray:
-    """Rows of gate and up, one behind the other on each device."""
+    """The order of the 2 * size rows of gate and up: on each of n devices, its gates and then its
+    ups.
+    """
     up = np.where(width == PADDING, PADDING, width + size)
     return np.concatenate([width.reshape(n, -1), up.reshape(n, -1)], axis=1).reshape(-1)
 
@@ -225,6 +231,6 @@ def _padded(size: int, n: int) -> np.ndarray:
 
 
 def _row_order(order: np.ndarray, size: int) -> np.ndarray:
-    """The order of heads as that of their rows."""
+    """The order of rows, from that of heads with `size` rows each."""
     rows = order[:, None] * size + np.arange(size)
     return np.where(order[:, None] == PADDING, PADDING, rows).reshape(-1)

@@ -1,9 +1,9 @@
-"""Sampling options that change logits or weights: one file an option (or a few alike), and the
-chain of all of them.
+"""Sampling options that change logits or weights: a file for each option, or for a few similar
+options, and the chain of all of them.
 
 An option is one `RowFeature`. What it needs of a request is read once and stored as a record of
-bytes; a step joins the records of its rows, and the compiled step applies only the features that
-some row uses.
+bytes. A step joins the records of its rows. The compiled step applies only the features that some
+row uses.
 """
 
 from pagedjax.device.row_features.chain import FeatureRows, RowChain, RowOptions, chain, find

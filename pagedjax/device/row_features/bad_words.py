@@ -1,5 +1,5 @@
-"""`bad_words`: sequences of tokens that an output never has in it. The last token of one is
-forbidden after the others.
+"""`bad_words`: sequences of tokens that an output never contains. The last token of a sequence is
+forbidden where the output ends with the others.
 
 A row compares the end of its history with all of its sequences at once. Only tokens of the output
 count as history, as in vLLM: a word that begins in the prompt may be completed.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 1024  # of all sequences of a request
 MAX_LENGTH = 32  # tokens of one sequence
-OUTSIDE = -1  # no token
+NO_TOKEN = -1
 
 
 def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, Any] | None:
@@ -47,7 +47,7 @@ def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, Any] |
     single_tokens = {sequence[0] for sequence in sequences if len(sequence) == 1}
     if allowed is not None and set(allowed) <= single_tokens:
         raise ValueError("allowed_token_ids has only bad words of one token")
-    ids = np.full(MAX_TOKENS, OUTSIDE, np.int32)
+    ids = np.full(MAX_TOKENS, NO_TOKEN, np.int32)
     after = np.zeros(MAX_TOKENS, np.int32)
     word = np.zeros(MAX_TOKENS, np.int32)
     ids[:total] = [token for sequence in sequences for token in sequence]
@@ -63,27 +63,28 @@ def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext
     after = rows["after"]
     word = rows["word"]
     ends = after == 0
-    # a token with `after` others of its word behind it must have been sampled so many tokens before
-    # the next one
+    # A token of a word that has `after` more tokens must be in the output, `after` places before the
+    # next token. Else the word is not begun.
     differs = ~ends & (_sampled_before(after, context) != ids)
-    broken = jnp.zeros((b, MAX_TOKENS), bool).at[row, word].max(differs)
+    broken = jnp.zeros((b, MAX_TOKENS), bool).at[row, word].max(differs)  # [B, words]
     forbidden = (ids >= 0) & ends & ~broken[row, word]
-    # v is past the end: dropped
+    # the index v is past the end of the row, so nothing is set there
     return logits.at[row, jnp.where(forbidden, ids, v)].set(-jnp.inf, mode="drop")
 
 
 def _sampled_before(distance: jax.Array, context: RowContext) -> jax.Array:
-    """[B, n] the output tokens at some distances before the next one, or OUTSIDE. Distances are
+    """[B, n] the output tokens at some distances before the next one, or NO_TOKEN. Distances are
     below MAX_LENGTH.
     """
     size = context.tokens.shape[1]
     row = jnp.arange(len(distance))[:, None]
-    back = jnp.arange(MAX_LENGTH)  # these few are read from the cache, and the rest is a lookup
-    at = context.seq_lens[:, None] - back
-    near = jnp.maximum(at, 0)
-    blocks = context.block_tables.at[row, near // size].get(mode="clip")
-    tokens = context.tokens.at[blocks, near % size].get(mode="promise_in_bounds")
-    sampled = jnp.where((back > 0) & (at >= context.prompt_len[:, None]), tokens, OUTSIDE)
+    back = jnp.arange(MAX_LENGTH)  # only these tokens are read from the cache
+    position = context.seq_lens[:, None] - back
+    valid = jnp.maximum(position, 0)
+    blocks = context.block_tables.at[row, valid // size].get(mode="clip")
+    tokens = context.tokens.at[blocks, valid % size].get(mode="promise_in_bounds")
+    is_output = (back > 0) & (position >= context.prompt_len[:, None])
+    sampled = jnp.where(is_output, tokens, NO_TOKEN)
     return sampled[row, distance]
 
 
@@ -91,7 +92,7 @@ BAD_WORDS = RowFeature(
     name="bad_words",
     stage="logits",
     off={
-        "ids": np.full(MAX_TOKENS, OUTSIDE, np.int32),  # the tokens of all sequences
+        "ids": np.full(MAX_TOKENS, NO_TOKEN, np.int32),  # the tokens of all sequences
         # of each: how many tokens of its sequence come after it
         "after": np.zeros(MAX_TOKENS, np.int32),
         "word": np.zeros(MAX_TOKENS, np.int32),  # of each: the number of its sequence

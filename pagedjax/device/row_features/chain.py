@@ -1,4 +1,4 @@
-"""`RowChain`: the sampling options of an engine in their order, and how their values travel to the
+"""`RowChain`: the sampling options of an engine in their order, and how their values get to the
 device.
 """
 
@@ -23,7 +23,7 @@ from pagedjax.options.own_values import own_value
 if TYPE_CHECKING:
     from pagedjax.options.params import SamplingParams
 
-# bytes: fields of at most so many travel with every row, larger ones with the rows that use them
+# Bytes. If the fields of a feature are larger, only the rows that use the feature carry them.
 SMALL = 64
 
 
@@ -39,7 +39,7 @@ class RowOptions(NamedTuple):
 
     names: frozenset[str]  # of the features that it uses
     record: bytes  # one `RowChain.record`
-    large: dict[str, bytes]  # by feature
+    large: dict[str, bytes]  # by feature, the fields that are not in the record
 
 
 class RowChain:
@@ -111,17 +111,13 @@ class RowChain:
         names = []
         large = {}
         for i, f in enumerate(self.features):
-            is_set = [
-                getattr(params, name) != getattr(default, name)
-                if hasattr(default, name)
-                else name in extra
-                for name in f.params
-            ]
+            if not any([_is_set(params, name) for name in f.params]):
+                continue
             try:
-                values = f.read(params, stop_ids) if any(is_set) else None
+                values = f.read(params, stop_ids)
             except ValueError:
                 raise
-            except Exception as error:  # of one's own, at values that it did not expect
+            except Exception as error:  # a user's own `read` got values that it did not expect
                 arguments = {name: getattr(params, name, extra.get(name)) for name in f.params}
                 raise ValueError(
                     f"row feature {f.name!r} cannot read {arguments!r:.200} "
@@ -144,7 +140,7 @@ class RowChain:
     # a step ---------------------------------------------------------------------------------------
 
     def blank(self, b: int) -> dict[str, FeatureRows]:
-        """By name: arrays of `b` rows that use no feature."""
+        """The arrays of `b` rows that use no feature, by feature."""
         return {f.name: self._rows(f.name, np.zeros(b, bool)) for f in self.features}
 
     def pack(
@@ -154,13 +150,13 @@ class RowChain:
         b: int,
         without: str | None = None,
     ) -> dict[str, FeatureRows]:
-        """By name: the arrays of the features that some row uses, for `b` rows of which the first
-        ones are given.
+        """The arrays of the features that some row uses, by feature. They have `b` rows: those of
+        the records, and behind them rows that use nothing.
 
         Args:
-            records: [rows] of `record`.
-            large: (row, name) -> the bytes of a feature in `RowOptions.large`.
-            without: a feature that is left out.
+            records: [rows] of the dtype `record`.
+            large: (row, feature) -> the bytes of the feature in `RowOptions.large`.
+            without: the name of a feature that is left out.
         """
         packed = {}
         for i in np.flatnonzero(records["on"].any(axis=0)):
@@ -183,6 +179,9 @@ class RowChain:
     def _rows(
         self, name: str, on: np.ndarray, rows: Any = (), values: np.ndarray | None = None
     ) -> FeatureRows:
+        """The arrays of a feature: `values` in these rows, and the values that change nothing in
+        all others.
+        """
         off = self._off[name]
         fields = {}
         for field in off.dtype.names or ():
@@ -202,8 +201,8 @@ class RowChain:
     def apply(
         self, stage: Stage, x: jax.Array, rows: Mapping[str, FeatureRows], context: RowContext
     ) -> jax.Array:
-        """The features of a stage, each only if some row uses it; first those whose values differ
-        by the step.
+        """x after the features of a stage. Each one is computed only if some row uses it. Those with
+        values of their own for each step come first.
         """
 
         def apply_all(
@@ -214,13 +213,13 @@ class RowChain:
         ) -> jax.Array:
             for f in features:
                 on, fields = rows[f.name]
-                if len(features) == 1:
+                if len(features) == 1:  # the branch around this function is its own
                     return f.apply(x, fields, context)
                 x = jax.lax.cond(jnp.any(on), f.apply, lambda x, *_: x, x, fields, context)
             return x
 
-        # Each in one more branch: a conditional copies what it passes on, and most steps use none,
-        # or masks alone.
+        # Each group is in one more branch. A conditional copies x even where it changes nothing, and
+        # most steps use no feature, or token masks alone.
         features = self.stage(stage)
         by_step = [f for f in features if f.per_step]
         by_request = [f for f in features if not f.per_step]
@@ -242,8 +241,18 @@ def _uses(features: Sequence[RowFeature], rows: Mapping[str, FeatureRows]) -> ja
     return jnp.any(jnp.array([jnp.any(rows[f.name].on) for f in features]))
 
 
+def _is_set(params: SamplingParams, name: str) -> bool:
+    """Whether a request sets a parameter: a field to another value than its default, or a name in
+    `extra_args`.
+    """
+    default = type(params)
+    if hasattr(default, name):
+        return getattr(params, name) != getattr(default, name)
+    return name in (params.extra_args or {})
+
+
 def _record(off: Mapping[str, Any], values: Mapping[str, Any] | None = None) -> np.ndarray:
-    """[] of the dtype that `off` describes."""
+    """[] a record with the fields of `off`, and with these values or those of `off`."""
     arrays = {name: np.asarray(value) for name, value in off.items()}
     record = np.zeros((), np.dtype([(name, a.dtype, a.shape) for name, a in arrays.items()]))
     values = off if values is None else values
@@ -276,7 +285,7 @@ def chain(extra: Sequence[RowFeature] = (), vocab_size: int | None = None) -> Ro
     """The built-in options in vLLM's order, and a user's own after those of their stage.
 
     Args:
-        vocab_size: of the model; None: without `structured_outputs`.
+        vocab_size: of the model; None: the chain has no `structured_outputs`.
 
     Raises:
         ValueError: two features have one name, or a stage is unknown.

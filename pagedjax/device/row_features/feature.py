@@ -40,18 +40,18 @@ class RowFeature(NamedTuple):
         name: unique in a chain.
         stage: "logits" changes [B, V] logits, also of greedy rows; "probs" changes [B, V]
             unnormalised probabilities, after the temperature.
-        off: by field, the value that changes nothing, a numpy scalar or array. It fixes dtype and
-            shape.
+        off: by field, the value that changes nothing: a numpy scalar or array. It fixes the dtype
+            and the shape of the field.
         read: (params, stop_ids) -> the value of each field for one request, or None if it does not
-            use the feature. It is called once a request. It may raise ValueError with the part of
-            the message after "request 'a': ".
+            use the feature. It is called once for each request. It may raise ValueError; the message
+            that a user sees begins with "request 'a': ".
         apply: (x, fields, context) -> x, traced. Each field is an array [B, ...]; rows that do not
             use the feature have the `off` values and must not change.
         params: what the feature reads: fields of `SamplingParams`, and names in its `extra_args`. A
             request is read if one of the fields has another value than its default, or extra_args
             has one of the names.
-        per_step: whether the values that count are those that `pack` has of a sample, in place of
-            the request's.
+        per_step: whether each sample of a step has values of its own (engine/pack.py), in the place
+            of the request's values.
         reads_tokens: whether `apply` reads the context's tokens. The blocks of a request that uses
             it are never given back, because the tokens are in them.
     """

@@ -25,28 +25,27 @@ def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, Any] |
     stops = stop_ids if params.min_tokens > 0 else ()
     if not (entries or stops):
         return None
-    count = len(bias if allowed is None else allowed) + len(stops)
-    if count > MAX_LISTED:
+    num_listed = len(bias if allowed is None else allowed) + len(stops)  # repeated tokens, too
+    if num_listed > MAX_LISTED:
         raise ValueError(
-            f"{count} tokens are listed in logit_bias, allowed_token_ids and (with min_tokens) the "
+            f"{num_listed} tokens are listed in logit_bias, allowed_token_ids and (with min_tokens) the "
             f"stop tokens; the limit is {MAX_LISTED}; list fewer"
         )
     if allowed is not None and stops and set(allowed) <= set(stops):
         raise ValueError(
             f"allowed_token_ids has only stop tokens, but min_tokens is {params.min_tokens}"
         )
-    total = len(entries) + len(stops)
+    num_entries = len(entries) + len(stops)
     ids = np.full(MAX_LISTED, -1, np.int32)
-    ids[:total] = [*entries, *stops]
-    numbers = np.zeros(MAX_LISTED, np.float32)
-    numbers[:total] = [*entries.values(), *[-np.inf] * len(stops)]
-    only = allowed is not None
+    ids[:num_entries] = [*entries, *stops]
+    biases = np.zeros(MAX_LISTED, np.float32)
+    biases[:num_entries] = [*entries.values(), *[-np.inf] * len(stops)]
     return {
         "ids": ids,
-        "bias": numbers,
-        "always": len(entries),
+        "bias": biases,
+        "always_count": len(entries),
         "min_tokens": params.min_tokens,
-        "only": only,
+        "only_listed": allowed is not None,
     }
 
 
@@ -54,11 +53,12 @@ def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext
     b, v = logits.shape
     row = jnp.arange(b)[:, None]
     entry = jnp.arange(MAX_LISTED)
-    stops = entry >= rows["always"][:, None]  # they count until min_tokens are out
-    counts = (rows["ids"] >= 0) & (~stops | (context.position < rows["min_tokens"])[:, None])
-    ids = jnp.where(counts, rows["ids"], v)  # past the end: dropped
+    is_stop = entry >= rows["always_count"][:, None]
+    is_early = (context.position < rows["min_tokens"])[:, None]
+    applies = (rows["ids"] >= 0) & (~is_stop | is_early)
+    ids = jnp.where(applies, rows["ids"], v)  # v is past the end of the row, so it is dropped
     is_listed = jnp.zeros((b, v), bool).at[row, ids].set(True, mode="drop")
-    logits = jnp.where(rows["only"][:, None] & ~is_listed, -jnp.inf, logits)
+    logits = jnp.where(rows["only_listed"][:, None] & ~is_listed, -jnp.inf, logits)
     return logits.at[row, ids].add(rows["bias"], mode="drop")
 
 
@@ -68,10 +68,11 @@ LISTED_TOKENS = RowFeature(
     off={
         "ids": np.full(MAX_LISTED, -1, np.int32),
         "bias": np.zeros(MAX_LISTED, np.float32),
-        # so many entries count at every position; the stop tokens behind them do not
-        "always": np.int32(0),
+        # the number of entries that apply at every position; those behind them are stop tokens,
+        # which apply before min_tokens are sampled
+        "always_count": np.int32(0),
         "min_tokens": np.int32(0),
-        "only": np.bool_(False),  # tokens that are not listed are forbidden
+        "only_listed": np.bool_(False),  # tokens that are not listed are forbidden
     },
     read=_read,
     apply=_apply,

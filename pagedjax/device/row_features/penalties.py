@@ -37,22 +37,21 @@ def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext
     present, counts = _token_counts(
         logits.shape[1], jnp.where(used[:, 0], context.seq_lens, 0), context
     )
-    logits = jnp.where(
-        present, jnp.where(logits > 0, logits / repetition, logits * repetition), logits
-    )
+    penalised = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(present, penalised, logits)
     return logits - frequency * counts - presence * (counts > 0)
 
 
 def _token_counts(v: int, lens: jax.Array, context: RowContext) -> tuple[jax.Array, jax.Array]:
-    """([B, V] whether a token is among the first `lens` of a row, [B, V] how often it is in the
-    row's output).
+    """([B, V] whether a token is among the first `lens` [B] tokens of a row, [B, V] how often it is
+    in the row's output).
 
-    Blocks are read some at a time, as far as the longest row, so no array of [B, max_model_len]
-    exists.
+    A few blocks of each row are read at a time, as far as the longest row, so no array of
+    [B, max_model_len] exists.
     """
     b, width = context.block_tables.shape
     size = context.tokens.shape[1]
-    span = min(max(SPAN // size, 1), width)  # blocks
+    span = min(max(SPAN // size, 1), width)  # blocks of a row that are read at a time
     tables = jnp.pad(context.block_tables, ((0, 0), (0, -width % span)))
     row = jnp.arange(b)[:, None]
 
@@ -63,7 +62,7 @@ def _token_counts(v: int, lens: jax.Array, context: RowContext) -> tuple[jax.Arr
         position = i * span * size + jnp.arange(span * size)
         valid = position < lens[:, None]
         output = valid & (position >= context.prompt_len[:, None])
-        # there is no column v, so what goes there is dropped
+        # the index v is past the end of the row, so nothing is set there
         present = present.at[row, jnp.where(valid, ids, v)].set(True, mode="drop")
         return present, counts.at[row, jnp.where(output, ids, v)].add(1.0, mode="drop")
 

@@ -16,7 +16,9 @@ TOKEN_MASK = "token_mask"
 
 
 def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
-    """Minus infinity for each token whose bit is 0. Token t is bit t % 32 of word t // 32."""
+    """Minus infinity for each token whose bit is 0. The bit of token t is bit t % 32 of word
+    t // 32.
+    """
     words = rows["allowed"]
     bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     allowed = bits.reshape(len(words), -1)[:, : logits.shape[1]]
@@ -24,15 +26,15 @@ def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext
 
 
 def token_mask(vocab_size: int) -> RowFeature:
-    """The option for a model of so many tokens. It is the first of the chain: no later one can
-    allow a token again.
+    """The option for a model with this vocabulary. It is the first one of the chain. No later option
+    can allow a token again.
     """
-    every = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
+    all_allowed = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
     return RowFeature(
         name=TOKEN_MASK,
         stage="logits",
-        off={"allowed": every},
-        read=lambda p, _: {"allowed": every},  # `pack` replaces it by the sample's own mask
+        off={"allowed": all_allowed},
+        read=lambda p, _: {"allowed": all_allowed},  # engine/pack.py puts the sample's mask there
         apply=_apply,
         params=("structured_outputs",),
         per_step=True,

@@ -1,8 +1,8 @@
 """`min_p`, `top_k` and `top_p`: options that forbid unlikely tokens.
 
 No vocabulary is sorted. top_k and top_p keep the tokens above a threshold, which is found by
-bisection over the bits of a float: 31 comparisons of the whole row, exact. Tokens that tie at the
-threshold are all kept.
+bisection over the bits of a float: 31 comparisons of the whole row, and the threshold is exact.
+All tokens whose weight equals the threshold are kept.
 """
 
 from __future__ import annotations
@@ -28,29 +28,36 @@ def _top_k(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContex
     """Zero the weights outside the k largest."""
     k = jnp.where(rows["top_k"] > 0, rows["top_k"], weights.shape[-1])
     bits = _bits(weights)
-    return jnp.where(bits >= _largest(bits, lambda keep: keep.sum(-1) >= k)[:, None], weights, 0.0)
+    threshold = _largest_threshold(bits, lambda keep: keep.sum(-1) >= k)
+    return jnp.where(bits >= threshold[:, None], weights, 0.0)
 
 
 def _top_p(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
-    """Zero the weights outside the smallest set that holds top_p of what is left."""
+    """Zero the weights outside the smallest set whose sum is top_p of the sum of all weights."""
     top_p = rows["top_p"]
     bits = _bits(weights)
-    # off: no token is cut by a rounding error
+    # a row without top_p keeps all tokens: a rounding error must not cut one
     share = jnp.where(top_p < 1.0, top_p * row_sums(weights), 0.0)
-    threshold = _largest(bits, lambda keep: row_sums(jnp.where(keep, weights, 0.0)) >= share)
+    threshold = _largest_threshold(
+        bits, lambda keep: row_sums(jnp.where(keep, weights, 0.0)) >= share
+    )
     return jnp.where((bits >= threshold[:, None]) | (top_p >= 1.0)[:, None], weights, 0.0)
 
 
 def _bits(weights: jax.Array) -> jax.Array:
-    """Weights are at least 0, where floats and their bits, read as integers, have the same
+    """The bits of the weights as integers. Weights are at least 0, so their bits have the same
     order.
     """
     return jax.lax.bitcast_convert_type(weights, jnp.int32)
 
 
-def _largest(bits: jax.Array, holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Per row, the largest threshold t with holds(bits >= t). It holds at 0, and at no t above one
-    where it fails.
+def _largest_threshold(bits: jax.Array, holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """[B] for each row, the largest threshold t with holds(bits >= t).
+
+    Args:
+        bits: [B, V], at least 0.
+        holds: (mask [B, V]) -> [B] bool. It is true at t = 0; where it is false at a t, it is false
+            at every larger t.
     """
 
     def halve(_, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -66,7 +73,12 @@ def _largest(bits: jax.Array, holds: Callable[[jax.Array], jax.Array]) -> jax.Ar
 def _feature(
     name: str, off: np.generic, cuts: Callable[[Any], bool], apply: Callable[..., jax.Array]
 ) -> RowFeature:
-    """The feature of a parameter. cuts: whether the parameter's value forbids anything."""
+    """The feature of a parameter.
+
+    Args:
+        off: the parameter's value that forbids nothing.
+        cuts: (value) -> whether it may forbid a token.
+    """
     value_of = attrgetter(name)
     return RowFeature(
         name=name,
