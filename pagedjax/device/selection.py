@@ -109,16 +109,17 @@ def _query_order(
         token: [T] 0, 1, 2, ...
     """
     tables, lens, cu_q_lens = rows
-    is_used = token < cu_q_lens[-1]
-    selecting = selects & is_used
+    selecting = selects & (token < cu_q_lens[-1])
     up_to = jnp.cumsum(selecting, dtype=jnp.int32)
     number = up_to[-1]
     before = jnp.pad(up_to, (1, 0))[cu_q_lens]  # [B + 1] how many select before each row
     dense = Rows(tables, lens - jnp.diff(before), cu_q_lens - before)
     dense = dense._replace(seq_lens=jnp.where(jnp.diff(dense.cu_q_lens) > 0, dense.seq_lens, 0))
     first = dense.cu_q_lens[-1]
-    place_of_dense = jnp.where(is_used, token - up_to, token)  # padding stays where it is
-    place = jnp.where(selecting, first + up_to - 1, place_of_dense)
+    place_of_selecting = first + up_to - 1
+    # padding stays where it is
+    place_of_dense = jnp.where(token < cu_q_lens[-1], token - up_to, token)
+    place = jnp.where(selecting, place_of_selecting, place_of_dense)
     query = jnp.zeros(len(token), jnp.int32).at[place].set(token, unique_indices=True)
     return QueryOrder(selecting, up_to, number, dense, first, place, query)
 

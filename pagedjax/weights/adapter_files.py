@@ -37,7 +37,7 @@ PARAMS = "params"
 PREFIX = "base_model.model."
 FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.[^.]+)?\.weight")
 # PEFT's options that change what an adapter computes: those that are supported, and those that must
-# be off, which is None, False or empty.
+# be None, False or empty.
 OPTIONS = ("lora_alpha", "use_rslora", "alpha_pattern")
 UNSUPPORTED = (
     "use_dora",
@@ -114,11 +114,11 @@ def initial_factors(
     modules: str | Sequence[str] | None = None,
     seed: int | Sequence[int] = 0,
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Factors from which the training of an adapter starts. A is random; B, and so B A, is zero.
+    """Factors from which the training of an adapter starts. A is random. B is zero, and so is B A.
 
     Args:
-        modules: a kind of matrices, or several, such as ("q_proj", "v_proj"); None is all that may
-            have adapters.
+        modules: a kind of matrices, or several, such as ("q_proj", "v_proj"); None: all kinds that
+            may have adapters.
         seed: of A, as `numpy.random.default_rng` takes it.
 
     Returns:
@@ -217,7 +217,7 @@ def _pair_problem(pair: Any, inputs: int, outputs: Sequence[int]) -> str | None:
 
 
 def _without_prefix(module: str) -> str:
-    """The name in files without a head, as `h.0` for GPT-2's `transformer.h.0`."""
+    """The name as in files of a model without a head: `h.0` for GPT-2's `transformer.h.0`."""
     for prefix in filter(None, {family.architecture.prefix for family in FAMILIES.values()}):
         module = module.removeprefix(prefix)
     return module
@@ -233,8 +233,8 @@ def modules_of(config: DecoderConfig) -> dict[str, list[Part]]:
     """The matrices that may have adapters: the name in transformers -> our parts that make it up.
 
     Raises:
-        ValueError: a matrix has other parts than a Llama's, as in a family of one's own without a
-            gated MLP.
+        ValueError: a matrix has other parts than a Llama's has. A user's own family without a gated
+            MLP has such a matrix.
     """
     modules = {}
     family = gpt2 if config.norm == "layer" else llama  # Gemma has Llama's names
@@ -260,12 +260,12 @@ def scaling(options: Mapping[str, Any], module: str, rank: int) -> float:
     """The factor of B A: alpha / r, or alpha / sqrt(r) with rank stabilisation (arXiv 2312.03732).
 
     Args:
-        module: its whole name, as the adapter was trained: patterns are matched with it, as PEFT
-            does.
+        module: its whole name in the model that the adapter was trained for. Patterns are matched
+            with this name, as PEFT does.
     """
     alpha = options.get("lora_alpha", 8)
     for pattern, value in (options.get("alpha_pattern") or {}).items():
-        # as PEFT reads them: the first one that fits
+        # the first pattern that fits, as in PEFT
         if re.match(rf"(.*\.)?({pattern})$", module):
             alpha = value
             break
@@ -273,7 +273,7 @@ def scaling(options: Mapping[str, Any], module: str, rank: int) -> float:
 
 
 def content_hash(parts: Mapping[Part, tuple[np.ndarray, np.ndarray]]) -> str:
-    """A hash of all factors and where they belong: 128 bits, as those of blocks."""
+    """A hash of all factors and their places. It has 128 bits, as the hashes of blocks have."""
     digest = blake2b(digest_size=16)
     for place, factors in sorted(parts.items()):
         for x in factors:
@@ -338,8 +338,8 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 def _factors(
     path: Path, tensors: Mapping[str, np.ndarray]
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """The pairs of factors by module. Raises ValueError for other tensors, and factors without
-    their other half.
+    """The pairs of factors (A, B) by module. Raises ValueError for other tensors, and for an A or B
+    alone.
     """
     factors: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
     for name, values in tensors.items():
@@ -370,7 +370,7 @@ def write_adapter(
     Args:
         factors: float32, by module as in `adapter_parts`, with the prefix of transformers
             ("transformer." of GPT-2).
-        options: beside what the factors say: lora_alpha, use_rslora, base_model_name_or_path.
+        options: what the factors do not say: lora_alpha, use_rslora, base_model_name_or_path.
     """
     one_of("to", to, ("safetensors", "orbax"))
     path = Path(folder).expanduser().absolute()

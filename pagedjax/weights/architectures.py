@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pagedjax.device.models.decoder import DecoderConfig
     from pagedjax.device.models.param_table import ParamSource
 
-Change = Callable[[np.ndarray], np.ndarray]
+Change = Callable[[np.ndarray], np.ndarray]  # of a tensor's values
 
 
 class GGUF(NamedTuple):
@@ -27,9 +27,9 @@ class GGUF(NamedTuple):
 
     name: its name in GGUF, the prefix of its metadata keys.
     top, block: GGUF tensor name -> Hugging Face name, outside and inside "blk.N.".
-    config: (path, metadata, tensors) -> config before normalising.
-    change: (Hugging Face name, config) -> function that undoes the converter's change to the
-        values, or None.
+    config: (path, metadata, tensors) -> the config before `normalised`.
+    change: (Hugging Face name, config) -> the function that undoes llama.cpp's change of the
+        values; None if there was no change.
     """
 
     name: str
@@ -40,8 +40,9 @@ class GGUF(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """defaults: values that transformers uses for keys that config.json lacks.
+    """Facts about the config.json and the tensors of an architecture.
 
+    defaults: values that transformers uses for keys that config.json lacks.
     nullable: keys whose null is a value; for other keys null means the default.
     required: config keys that must be present and be positive integers.
     renamed: the architecture's own keys -> the usual keys.
@@ -69,7 +70,7 @@ class Architecture(NamedTuple):
 
 
 class Family(NamedTuple):
-    """How models of one `model_type` are read. One of your own is named by `model_family`
+    """How models of one `model_type` are read. The option `model_family` names a family of your own
     (docs/design/models.md).
 
     model_type: of config.json.
@@ -90,11 +91,13 @@ class Family(NamedTuple):
 
 
 def unpermute(num_heads: int, values: np.ndarray) -> np.ndarray:
-    """Undo the row order llama.cpp gives q and k: in each head, rows (0, H/2, 1, H/2 + 1, ...) back
-    to (0, 1, ...).
+    """Undo the row order that llama.cpp gives to q and k: in each head of D rows, the order
+    (0, D/2, 1, D/2 + 1, ...) becomes (0, 1, ...) again.
 
-    llama.cpp rotates neighbouring pairs, Hugging Face rotates halves. values: [num_heads * H, in]
-    or [num_heads * H].
+    llama.cpp rotates neighbouring pairs, and Hugging Face rotates halves.
+
+    Args:
+        values: [num_heads * D, in] or [num_heads * D].
     """
     paired = values.reshape(num_heads, -1, 2, *values.shape[1:])
     return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(values.shape)
@@ -162,17 +165,16 @@ def llama_gguf_config(
         "mlp_bias": "ffn_up" in biased,
     }
     if "attn_q" in biased and not config["attention_bias"]:
-        config["qkv_bias"] = (
-            True  # Hugging Face's attention_bias would mean a bias of the output too
-        )
+        # Hugging Face's attention_bias would mean a bias of the output too
+        config["qkv_bias"] = True
     return config
 
 
 def gguf_rope_scaling(
     path: Any, prefix: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any] | None:
-    """`rope_scaling` from <prefix>.rope.scaling.*, or from rope_freqs.weight (which stores "llama3"
-    scaling).
+    """`rope_scaling` from the keys <prefix>.rope.scaling.*, or from the tensor rope_freqs.weight, in
+    which llama.cpp stores "llama3" scaling.
     """
     base = f"{prefix}.rope.scaling."
     kind = metadata.get(f"{base}type", "none")
@@ -389,7 +391,7 @@ def normalised(
     theta and scaling.
 
     Args:
-        family: one of the user's own, which the config must be of; None is one of FAMILIES.
+        family: the user's own family, of which the config must be; None: it is one of FAMILIES.
 
     Raises:
         ValueError: an unsupported model_type, a missing key or a value of the wrong type; begins
@@ -443,10 +445,10 @@ def _normalised(
         result["rope_local_base_freq"] = local_theta
     result["rope_theta"] = rope.pop("rope_theta", result.get("rope_theta"))
     scaling = {**(rope or result.get("rope_scaling") or {})}
-    part = scaling.pop("partial_rotary_factor", result.get("partial_rotary_factor"))
-    if part not in (None, 1):
+    rotated_part = scaling.pop("partial_rotary_factor", result.get("partial_rotary_factor"))
+    if rotated_part not in (None, 1):
         raise ValueError(
-            f"{source}: partial_rotary_factor is {part!r}; only 1 (rotation of whole heads) is "
+            f"{source}: partial_rotary_factor is {rotated_part!r}; only 1 (rotation of whole heads) is "
             "supported"
         )
     if scaling:

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One stored tensor. `dtype` is that of `read` (float32 if quantised); `encoding` is the format
-    on disk.
+    """One stored tensor.
+
+    dtype: of the values that `read` gives; float32 if they are quantised on disk.
+    encoding: the format on disk.
     """
 
     name: str
@@ -29,8 +31,8 @@ class Tensor:
     load: Callable[[], np.ndarray] = field(repr=False)
 
     def read(self) -> np.ndarray:
-        """Read the values from the file: a new array of `shape` and `dtype`, without other
-        references to it.
+        """Read the values from the file: a new array of `shape` and `dtype`, to which nothing else
+        has a reference.
 
         Raises:
             ValueError: the file is truncated, or the encoding cannot be decoded; names tensor, file
@@ -49,7 +51,7 @@ class Checkpoint:
         in], vectors [n]. For format "orbax" by the path of the model's parameter, e.g.
         "blocks.0.attn.qkv.weight".
     metadata: the key-value pairs of a GGUF file; empty for a directory.
-    family: one of the user's own, by which it was opened; None is a built-in one.
+    family: the user's own family with which it was opened; None: a built-in one.
     """
 
     path: Path
@@ -66,5 +68,8 @@ class Checkpoint:
         ids: set[int] = set()
         for source in (self.config, self.generation_config):
             value = source.get("eos_token_id")
-            ids.update(() if value is None else (value,) if isinstance(value, int) else value)
+            if isinstance(value, int):
+                ids.add(value)
+            elif value is not None:
+                ids.update(value)
         return tuple(sorted(ids))

@@ -1,7 +1,7 @@
 """`pagedjax convert`: write the model of any checkpoint to a new folder.
 
-    convert("org/name", "folder", "orbax")            our parameters; restored directly to devices of any layout
-    convert("folder", "other", "safetensors")         Hugging Face names, for other programs
+    convert("org/name", "folder", "orbax")        the parameters of this project, for devices of any layout
+    convert("folder", "other", "safetensors")     Hugging Face's names, for other programs
 
 The folder is a complete model: weights, config.json, generation_config.json and the tokenizer's
 files.
@@ -65,9 +65,9 @@ def convert(
 
     Args:
         model: as in `open_checkpoint`.
-        dtype: of the written values, rounded once. None keeps the stored dtype, or uses float32 if
-            tensors have different dtypes or one that models here cannot have (a quantised GGUF
-            file).
+        dtype: of the written values, which are rounded once. None keeps the stored dtype. It uses
+            float32 if tensors have different dtypes, or a dtype that models here cannot have (a
+            quantised GGUF file).
         model_family: how the model is read, as in `EngineConfig`.
         shard_bytes: largest data size of one safetensors file; a larger parameter has its own file.
 
@@ -150,19 +150,24 @@ def stored_names(checkpoint: Checkpoint, entry: ParamSource) -> tuple[str, ...]:
 
 
 def stored_dtype(checkpoint: Checkpoint, table: Sequence[ParamSource]) -> DType:
-    """The dtype of all parameters; float32 if they have several, or one that models here cannot
-    have.
+    """The dtype of all parameters; float32 if they have several dtypes, or a dtype that models here
+    cannot have.
     """
     dtypes = {
         checkpoint.tensors[name].dtype.name
         for entry in table
         for name in stored_names(checkpoint, entry)
     }
-    return next((dtype for dtype in get_args(DType) if dtypes == {dtype}), "float32")
+    for dtype in get_args(DType):
+        if dtypes == {dtype}:
+            return dtype
+    return "float32"
 
 
 def host() -> Any:
-    """The device for parameters that will be written: a CPU, to use no memory of an accelerator."""
+    """The device for parameters that will be written: a CPU, so that an accelerator needs no memory
+    for them.
+    """
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS excludes the CPU
@@ -192,8 +197,8 @@ def reader(checkpoint: Checkpoint, table: Sequence[ParamSource], dtype: str) -> 
 
 
 def rows_of(entry: ParamSource, config: DecoderConfig) -> tuple[int, ...]:
-    """Rows of each source of a parameter: from the table; for q, k and v from the heads; else equal
-    parts.
+    """The number of rows of each source of a parameter: those of the table, if it has them; those of
+    the heads, for q, k and v; else equal parts.
     """
     if entry.rows:
         return entry.rows
@@ -213,9 +218,13 @@ def rows_of(entry: ParamSource, config: DecoderConfig) -> tuple[int, ...]:
 
 
 def group(entry: ParamSource, rows: Sequence[int], read: Read) -> Group:
-    """The reverse of `load.assemble`: the tensors that a parameter is made of."""
-    joined = entry.shape[::-1] if entry.transpose else entry.shape
-    shapes = {name: (count, *joined[1:]) for name, count in zip(entry.sources, rows, strict=True)}
+    """The reverse of `load.assemble`: the tensors that a parameter is made of.
+
+    Args:
+        rows: the number of rows of each tensor.
+    """
+    _, *other_sizes = entry.shape[::-1] if entry.transpose else entry.shape
+    shapes = {name: (count, *other_sizes) for name, count in zip(entry.sources, rows, strict=True)}
 
     def parts() -> list[np.ndarray]:
         value = read(entry)
@@ -228,7 +237,7 @@ def group(entry: ParamSource, rows: Sequence[int], read: Read) -> Group:
 
 
 def check_shared(checkpoint: Checkpoint) -> None:
-    """Raise a ValueError if transformers has no config.json for this model."""
+    """Raise a ValueError if no config.json of transformers can describe this model."""
     config = checkpoint.config
     remedy = "transformers does not support such models; convert to orbax"
     scaling = (config.get("rope_scaling") or {}).get("rope_type")
@@ -236,7 +245,8 @@ def check_shared(checkpoint: Checkpoint) -> None:
         raise ValueError(
             f"{checkpoint.path}: rope_scaling is {scaling!r}, factors from a GGUF file; {remedy}"
         )
-    if config.get("qkv_bias", config.get("attention_bias")) != config.get("attention_bias"):
+    attention_bias = config.get("attention_bias")  # of q, k, v and the output
+    if config.get("qkv_bias", attention_bias) != attention_bias:
         raise ValueError(
             f"{checkpoint.path}: only q, k and v have a bias, in a {config['model_type']} model; "
             f"{remedy}"

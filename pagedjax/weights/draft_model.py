@@ -41,12 +41,12 @@ MODEL_SIZES = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim"
 def load_draft_model(
     options: Speculative | None, target: LoadedModel, *, progress: bool = False
 ) -> DraftModel | None:
-    """The drafter of `target` that `options` name, in its dtype; None if they draft without a
-    model.
+    """The drafter that `options` name, in the dtype of `target`; None if they draft without a model
+    on the device.
 
     Raises:
-        ValueError: no model is named, its tokenizer is another one, or a head was trained for
-            another model.
+        ValueError: no model is named, the draft model has another tokenizer than `target`, or the
+            head was trained for another model.
         FileNotFoundError: there is no such folder, as in `load_model`.
     """
     if options is None or not options.on_device:
@@ -110,8 +110,8 @@ def write_eagle(
 
     Args:
         target: the model that it was trained for.
-        ids: the tokens that it drafts, ascending.
-        params: its nnx state; arrays that follow from the configuration are left out.
+        ids: the tokens that the head drafts, ascending.
+        params: the head's nnx state; arrays that follow from the configuration are left out.
 
     Raises:
         ValueError: `folder` exists and is not empty.
@@ -139,8 +139,8 @@ def read_eagle(path: str | os.PathLike[str], target: DecoderConfig, dtype: str) 
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError: no head is in it, or one for a model of other sizes, or parameters are missing
-            or damaged.
+        ValueError: the folder has no head, or its head is for a model of other sizes, or parameters
+            are missing or damaged.
     """
     folder = Path(path).expanduser().absolute()
     if not (folder / "config.json").is_file():

@@ -92,7 +92,8 @@ def check_parameters(family: Family, config: DecoderConfig, table: Sequence[Para
     problems = [f"missing: {name} {shape}" for name, shape in shapes.items() if name not in entries]
     for name, entry in entries.items():
         if name not in shapes:
-            problems += [] if entry.optional else [f"not in the decoder: {name} {entry.shape}"]
+            if not entry.optional:
+                problems.append(f"not in the decoder: {name} {entry.shape}")
         elif tuple(entry.shape) != shapes[name]:
             problems.append(
                 f"shape of {name}: {tuple(entry.shape)} in the table, {shapes[name]} in the decoder"

@@ -1,5 +1,5 @@
-"""A GGUF file as a checkpoint with Hugging Face names, config and values: the changes of the
-converter are undone.
+"""A GGUF file as a checkpoint with Hugging Face's names, config and values. What llama.cpp changed
+when it converted the model is changed back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def open_gguf(path: Path) -> Checkpoint:
     architecture = _architecture(file)
     try:
         config = architecture.config(path, file.metadata, file.tensors)
-        ends = _ends(file.metadata)
+        end_ids = _end_token_ids(file.metadata)
     except (TypeError, ZeroDivisionError, IndexError) as error:
         raise ValueError(
             f"{path} is damaged: its metadata has a value of the wrong type ({error})"
@@ -43,7 +43,7 @@ def open_gguf(path: Path) -> Checkpoint:
         if stored_name not in IN_CONFIG:
             name = huggingface_name(architecture, stored_name)
             tensors[name] = with_name(tensor, name, architecture.change(name, config))
-    return Checkpoint(path, "gguf", config, tensors, {"eos_token_id": ends}, file.metadata)
+    return Checkpoint(path, "gguf", config, tensors, {"eos_token_id": end_ids}, file.metadata)
 
 
 def huggingface_name(architecture: GGUF, name: str) -> str:
@@ -68,8 +68,10 @@ def _architecture(file: GGUFFile) -> GGUF:
     raise ValueError(f"{file.path}: general.architecture is {name!r}; supported: {supported}")
 
 
-def _ends(metadata: dict[str, Any]) -> list[int]:
-    """Tokens that end a text, a turn or a message: a chat model may use any of them."""
+def _end_token_ids(metadata: dict[str, Any]) -> list[int]:
+    """The ids of the tokens that end a text, a turn or a message. A chat model may use any of
+    them.
+    """
     keys = (
         "tokenizer.ggml.eos_token_id",
         "tokenizer.ggml.eot_token_id",

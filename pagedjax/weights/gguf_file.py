@@ -1,9 +1,9 @@
 """Read a GGUF file: its header, with every length checked, and its tensors one at a time.
 Independent of the model.
 
-Of the `gguf` package we use the dequantisation but not the reader: that makes a numpy array of
-every string of the vocabulary, which takes seconds, and for a damaged file it raises unrelated
-numpy errors.
+The `gguf` package dequantises here, but its reader is not used. The reader makes a numpy array of
+every string of the vocabulary, which takes seconds. For a damaged file it raises unrelated errors
+of numpy.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 from pagedjax.weights.checkpoint import Tensor
 
 VERSIONS = (2, 3)
+# the numbers of value types; a scalar with its code in the module struct
 STRING = 8
 ARRAY = 9
 SCALARS = {
@@ -37,16 +38,17 @@ SCALARS = {
     11: "q",
     12: "d",
 }
-MAX_DEPTH = (
-    4  # of nested arrays; no writer nests them, but the bytes of a damaged file may look like it
-)
-# most blocks that are dequantised as one row; 16 such rows fit into the cache of a core
-ROW = 2**11
+# Levels of nested arrays. No writer nests them, but the bytes of a damaged file may look so.
+MAX_DEPTH = 4
+# Most blocks that are dequantised as one row. 16 such rows fit into the cache of a core.
+ROW_BLOCKS = 2**11
 
 
 class GGUFFile(NamedTuple):
-    """metadata: key -> int, float, bool, str or a list of these; tensors: by GGUF name, in file
-    order.
+    """The content of a file.
+
+    metadata: key -> int, float, bool, str or a list of these.
+    tensors: by their names in GGUF, in the order of the file.
     """
 
     path: Path
@@ -94,17 +96,18 @@ def read_gguf(path: Path) -> GGUFFile:
     return GGUFFile(path, metadata, tensors)
 
 
-# llama.cpp's names of parts
+# llama.cpp's names of parts, and the most parts that such names can count
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-
-
-MOST_PARTS = 99_999  # that such names can number
+MOST_PARTS = 99_999
 
 
 def read_parts(path: Path) -> GGUFFile:
-    """The headers of a model that is one file, or several beside each other; `path` is any of them.
+    """The headers of a model that is one file, or several files in one folder.
 
-    Metadata is that of the first part, as llama.cpp's splitter writes it.
+    The metadata is that of the first part, as llama.cpp's splitter writes it.
+
+    Args:
+        path: any of the files.
 
     Raises:
         FileNotFoundError: as `read_gguf`, or a part is missing.
@@ -233,6 +236,12 @@ def _check_magic(cursor: Cursor) -> None:
 
 
 class Entry(NamedTuple):
+    """A tensor in the header.
+
+    kind: the number of its encoding.
+    offset: bytes from the start of all data to its data.
+    """
+
     name: str
     shape: tuple[int, ...]
     kind: int
@@ -299,10 +308,13 @@ def _read(
         )
     if encoding.name == "F64":
         return raw.view("<f8").astype(np.float32).reshape(shape)
-    # gguf dequantises 16 rows at a time. A model's rows are short, so we make longer ones, of whole
-    # blocks.
-    block = GGML_QUANT_SIZES[encoding][1]
-    rows = raw.reshape(-1, gcd(size // block, ROW) * block) if size else raw
+    # gguf dequantises 16 rows at a time. The rows of a model are short, so the data is cut into longer
+    # rows of whole blocks.
+    _, block_bytes = GGML_QUANT_SIZES[encoding]
+    rows = raw
+    if size:
+        row_blocks = gcd(size // block_bytes, ROW_BLOCKS)
+        rows = raw.reshape(-1, row_blocks * block_bytes)
     try:
         return np.asarray(dequantize(rows, encoding), np.float32).reshape(shape)
     except NotImplementedError as error:
@@ -315,8 +327,8 @@ def _read(
 def with_name(
     tensor: Tensor, name: str, change: Callable[[np.ndarray], np.ndarray] | None
 ) -> Tensor:
-    """The tensor under another name. `change` is applied to the values when they are read, and
-    keeps the shape.
+    """The tensor under another name. `change` is applied to the values when they are read. It must
+    keep the shape.
     """
 
     def load() -> np.ndarray:

@@ -19,7 +19,8 @@ UNKNOWN = 2
 CONTROL = 3
 USER_DEFINED = 4
 
-WORDS_GPT4 = (  # for llama 3 and qwen 2; %s: they differ in how many digits stay together
+# The words of Llama 3 and Qwen 2. %s is how many digits stay together, in which they differ.
+WORDS_GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -29,9 +30,9 @@ class PreTokenizerSpec(NamedTuple):
     """What a byte-level pre-tokenizer does.
 
     digits: every digit is split off first.
-    words: the pattern of words; None is GPT-2's.
+    words: the pattern of words; None: GPT-2's pattern.
     ignore_merges: a word that is in the vocabulary is one token, even if the merges do not make it.
-    add_bos: what holds if the file has no tokenizer.ggml.add_bos_token.
+    add_bos: whether BOS is added if the file has no key tokenizer.ggml.add_bos_token.
     """
 
     digits: bool = False
@@ -178,7 +179,8 @@ def score_merges(
 ) -> list[tuple[str, str]]:
     """The merges that SentencePiece's scores imply: all pairs of pieces that join to a piece.
 
-    The best score is first; of one piece, the longest first part.
+    Merges to the piece with the best score come first. Among the merges to one piece, the merge with
+    the longest first part comes first.
     """
     score = {t: s for t, s, kind in zip(tokens, scores, types, strict=True) if kind == NORMAL}
     merges = [

@@ -19,20 +19,32 @@ if TYPE_CHECKING:
     from pagedjax.weights.architectures import Family
 
 INDEX = "model.safetensors.index.json"
+# safetensors' name of a dtype -> numpy's or ml_dtypes'
 DTYPES = {
-    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"},
-    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
-    **{
-        f"{code}{bits}": f"{name}{bits}"
-        for code, name in (("I", "int"), ("U", "uint"))
-        for bits in (8, 16, 32, 64)
-    },
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
 }
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 
 
 def open_directory(path: Path, family: Family | None = None) -> Checkpoint:
-    """Open a directory with config.json and *.safetensors. family: one of the user's own.
+    """Open a directory with config.json and *.safetensors.
+
+    Args:
+        family: the user's own family, if it is not a built-in one.
 
     Raises:
         FileNotFoundError: config.json, the weights or a shard is missing.
@@ -45,10 +57,10 @@ def open_directory(path: Path, family: Family | None = None) -> Checkpoint:
     config = normalised(read_json(path / "config.json"), path / "config.json", family)
     generation = path / "generation_config.json"
     generation_config = read_json(generation) if generation.is_file() else {}
-    name = (family or FAMILIES[config["model_type"]]).architecture.tensor_name
-    tensors = {name(stored): tensor for stored, tensor in _tensors(path).items()}
+    architecture = (family or FAMILIES[config["model_type"]]).architecture
+    tensors = {architecture.tensor_name(name): tensor for name, tensor in _tensors(path).items()}
     if family is None and "embed_tokens.weight" in tensors:
-        # saved without its head, e.g. a model for embeddings
+        # A model that was saved without its head, e.g. for embeddings: the names lack "model.".
         tensors = {
             key if key.startswith("lm_head.") else f"model.{key}": tensor
             for key, tensor in tensors.items()

@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 # threads; most of the time is the first access to new memory, which is slow on one core
 READERS = 2
 BUFFERS = ("*.rotary_emb.inv_freq",)  # computed from the config; older checkpoints contain it
-# the same in our own trees: stored by a trainer that saves its whole state
+# the same in an Orbax checkpoint: a trainer that saves its whole state stores it
 OWN_BUFFERS = ("angles",)
 
 
-Pack = Callable[[str, np.ndarray], np.ndarray]  # (name, as it is stored) -> as the model has it
+Pack = Callable[[str, np.ndarray], np.ndarray]  # (name, stored values) -> values of the model
 
 
 def as_stored(name: str, stored: np.ndarray) -> np.ndarray:
+    """The `Pack` that changes nothing."""
     return stored
 
 
@@ -57,13 +58,13 @@ def load_params(
     used.
 
     Args:
-        stored: pack matrices, from the checkpoint's values, in the format of this name
-            (device/formats). Matrices of an Orbax checkpoint are restored in `dtype` first.
+        stored: the name of a format (device/formats) in which matrices are packed, from the values
+            of the checkpoint. Matrices of an Orbax checkpoint are restored in `dtype` first.
         ignore: name patterns ("*" matches anything) of tensors that are allowed but not in the
             table.
-        placement: of the mesh on which the parameters go, each straight to the devices that have a
-            part of it.
-        pack: puts a parameter into the layout of the model's products.
+        placement: where the parameters go on a mesh. Each device gets its part of a parameter
+            directly.
+        pack: brings a parameter into the layout of the model's products.
 
     Raises:
         ValueError: tensors are missing, unexpected or have another shape; one message lists all,
@@ -95,8 +96,8 @@ def load_params(
 
     def read(entry: ParamSource) -> dict[str, Any]:
         values = _host_values(checkpoint, entry, dtype, stored)
-        # device_put copies once, jnp.asarray twice. Without the wait, many arrays would be in
-        # memory before their copy.
+        # device_put copies once, jnp.asarray twice. Without the wait, many host arrays would be in
+        # memory while their copies wait.
         arrays = jax.block_until_ready({name: put(name, x) for name, x in values.items()})
         gc.collect(0)  # JAX releases copied arrays at its next call or at a collection
         return arrays
@@ -104,8 +105,9 @@ def load_params(
     # Orbax's reads are not independent
     with ThreadPoolExecutor(1 if orbax else READERS) as pool:
         results = pool.map(read, entries)
-        for _ in _bar(entries) if progress else entries:
-            params |= next(results)
+        steps = _bar(entries) if progress else entries
+        for _, arrays in zip(steps, results, strict=True):
+            params |= arrays
     return nested(params)
 
 
@@ -115,7 +117,8 @@ def _host_values(
     """A parameter on the host, by name; a matrix as the arrays of the format `stored`."""
     packs = stored is not None and is_stored(entry.path, entry.shape)
     if packs and checkpoint.format != "orbax":
-        # an Orbax checkpoint is restored in `dtype` and then packed, on a mesh as without one
+        # The values of an Orbax checkpoint are rounded to `dtype` before they are packed, on a mesh
+        # as on one device.
         dtype = "float32"
     values = {".".join(entry.path): assemble(checkpoint.tensors, entry, np_dtype(dtype))}
     return values | dict(packed_matrices(stored, values))
@@ -131,9 +134,8 @@ def restore_params(
 
     table = own_table(table)
     check_table(checkpoint, table, OWN_BUFFERS)
-    shapes = {
-        name: entry.shape for entry in table if (name := entry.sources[0]) in checkpoint.tensors
-    }
+    shapes = {entry.sources[0]: entry.shape for entry in table}
+    shapes = {name: shape for name, shape in shapes.items() if name in checkpoint.tensors}
     return restore(checkpoint, shapes, dtype, sharding=sharding)
 
 
@@ -179,9 +181,10 @@ def _problems(tensors: Mapping[str, Tensor], entry: ParamSource) -> list[str]:
     absent = [name for name in entry.sources if name not in tensors]
     if entry.optional and len(absent) == len(entry.sources):
         return []
-    joined = entry.shape[::-1] if entry.transpose else entry.shape
+    joined = entry.shape[::-1] if entry.transpose else entry.shape  # of all sources together
     rows = entry.rows or (joined[:1] if len(entry.sources) == 1 else ())
-    shapes = [(count, *joined[1:]) for count in rows] if joined else [()]  # [] if not known
+    # the shape of each source; [] if the table gives only their sum
+    shapes = [(count, *joined[1:]) for count in rows] if joined else [()]
     problems = [
         f"missing: {name}{f' {shapes[i]}' if shapes else ''}"
         for i, name in enumerate(entry.sources)

@@ -49,9 +49,9 @@ def open_checkpoint(
     hub id.
 
     Args:
-        hub: of a hub id, arguments of `huggingface_hub.snapshot_download`: revision, token,
+        hub: for a hub id, arguments of `huggingface_hub.snapshot_download`: revision, token,
             cache_dir.
-        family: one of the user's own (`families.own_family`), for a directory or a hub id.
+        family: the user's own family (`families.own_family`), for a directory or a hub id.
 
     Raises:
         FileNotFoundError: no such model, or a file of the checkpoint is missing.
@@ -81,7 +81,8 @@ def open_checkpoint(
 
 
 def located(model: str | os.PathLike[str], hub: Mapping[str, Any] | None = None) -> Path:
-    """The path of a model. One from the hub is fetched; a path that is given need not exist.
+    """The path of a model. A model on the hub is fetched. A path is returned even if there is no
+    such file.
 
     Raises:
         FileNotFoundError: the embedded model is not installed, or the hub cannot be reached.
@@ -107,7 +108,8 @@ def embedded_file(name: str) -> Path:
     """The path of an embedded model's file."""
     package, wheel, file = EMBEDDED[name]
     spec = find_spec(package)
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
+    folders = spec.submodule_search_locations if spec else None
+    for folder in folders or ():
         if (path := Path(folder) / file).is_file():
             return path
     raise FileNotFoundError(
@@ -126,10 +128,11 @@ def download(hub_id: str, hub: Mapping[str, Any] | None = None) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES), **(hub or {})))
     except Exception as error:
         # the hub client raises its own errors, those of its HTTP library, and OS errors
+        lines = str(error).strip().splitlines()
+        detail = lines[0] if lines else "no detail"
         raise FileNotFoundError(
             f"{hub_id!r} is not a local path and could not be fetched from the hub "
-            f"({type(error).__name__}: "
-            f"{str(error).strip().splitlines()[0] if str(error).strip() else 'no detail'}); "
+            f"({type(error).__name__}: {detail}); "
             f"without network or access, fetch it on another machine with `hf download {hub_id} "
             "--local-dir DIR` and pass DIR"
         ) from error

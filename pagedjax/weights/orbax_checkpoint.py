@@ -42,7 +42,9 @@ MARKS = (
     "manifest.ocdbt",
 )
 LATE = 0.2  # seconds to wait, after a read failed, until the other reads end
-AT_A_TIME = 2  # limit of the bytes in transfer from disk to device, in largest parameters
+# Parameters are restored group by group. A group has at most this many times the bytes of the
+# largest parameter.
+GROUP_LIMIT = 2
 
 
 def is_orbax(path: Path) -> bool:
@@ -62,10 +64,10 @@ def open_orbax(path: Path, family: Family | None = None) -> Checkpoint:
     """Open a folder that `pagedjax convert --to orbax` wrote, or one with the same layout.
 
     Args:
-        family: one of the user's own.
+        family: the user's own family, if it is not a built-in one.
 
     Raises:
-        FileNotFoundError: an Orbax checkpoint with another layout; names what is missing.
+        FileNotFoundError: the Orbax checkpoint has another layout; names what is missing.
         ValueError: damaged metadata or JSON, or a model that is not supported.
     """
     layout = (
@@ -104,7 +106,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _leaves(folder: Path) -> tuple[list[tuple[Any, Any]], Any]:
-    """(key path and Orbax metadata of each stored value, structure of the tree)."""
+    """([(key path, Orbax's metadata) of each stored value], structure of the tree)."""
     import jax
     import orbax.checkpoint as ocp
 
@@ -134,13 +136,14 @@ def restore(
     """The named parameters as jax arrays of `dtype`, nested by their path. Values are rounded once,
     when they are read.
 
-    Besides the arrays, this needs host memory for data in transfer: `AT_A_TIME` times the stored
+    Besides the arrays, this needs host memory for data in transfer: `GROUP_LIMIT` times the stored
     size of the largest parameter, and its compressed bytes if the checkpoint is compressed.
 
     Args:
-        shapes: of the parameters to restore, by name; other stored values are not read. The
-            checkpoint must have them, see `load.check_table`.
-        sharding: one for all, or a function of name and shape; None is the default device.
+        shapes: the shapes of the parameters to restore, by name; other stored values are not read.
+            The checkpoint must have these parameters, see `load.check_table`.
+        sharding: a sharding for all, or a function (name, shape) -> sharding; None: all go to the
+            default device.
 
     Raises:
         ValueError: data is missing or damaged; names the folder and each damaged parameter.
@@ -171,7 +174,11 @@ def _restore_or_report(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct]) 
 
 
 def _settle() -> None:
-    """Wait until the tasks that Orbax started and the reads in TensorStore's threads have ended."""
+    """Wait until the tasks that Orbax started and the reads in TensorStore's threads have ended.
+
+    Callers do so after their `except` block, and then raise an error of their own: the error that
+    they caught keeps Orbax's tasks alive until its block ends.
+    """
     gc.collect()
     time.sleep(LATE)
 
@@ -238,8 +245,8 @@ def _restore_groups(folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct]) -> 
 
 
 def _groups(sizes: Mapping[str, int]) -> Iterator[set[str]]:
-    """The names in order, in sets of at most `AT_A_TIME` times the largest size."""
-    room = limit = AT_A_TIME * max(sizes.values(), default=0)
+    """The names in order, in sets of at most `GROUP_LIMIT` times the largest size."""
+    room = limit = GROUP_LIMIT * max(sizes.values(), default=0)
     group: set[str] = set()
     for name, size in sizes.items():
         if size > room:
@@ -295,8 +302,8 @@ def _read(folder: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> n
 def write(folder: Path, params: Mapping[str, Any]) -> None:
     """Write a tree of jax arrays as the Orbax checkpoint `folder`, and wait until it is complete.
 
-    Not compressed: compression saves a tenth of the size, but takes 3 times as long to write and
-    1.5 times to read.
+    It is not compressed. Compression would save a tenth of the size, but take 3 times as long to
+    write and 1.5 times as long to read.
     """
     import orbax.checkpoint as ocp
 

@@ -10,14 +10,14 @@ from typing import Any
 
 PREFIX = "pooling_mode_"  # of the keys in a Pooling's config.json that are true or false
 MODES = {"lasttoken": "LAST", "mean_tokens": "MEAN", "cls_token": "CLS"}
-# modules that need nothing of us: vectors are normalised by default
-FREE = ("Transformer", "Normalize")
+# modules that need no step of their own: vectors are normalised by default
+WITHOUT_STEP = ("Transformer", "Normalize")
 
 
 def pooling_of(folder: Path) -> str | None:
     """How the model in a folder pools: "LAST", "MEAN" or "CLS"; None if the folder does not say.
 
-    The name of the step if the folder has one that is not supported.
+    If the folder has a step that is not supported, its name is returned.
 
     Raises:
         ValueError: a file is damaged.
@@ -40,7 +40,7 @@ def pooling_of(folder: Path) -> str | None:
                 if key.startswith(PREFIX) and value is True
             )
             mode = MODES.get(name, name or "no mode")
-        elif kind not in FREE:
+        elif kind not in WITHOUT_STEP:
             return kind
     return mode
 

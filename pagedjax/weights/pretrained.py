@@ -68,14 +68,14 @@ def load_model(
 
     Args:
         dtype: "float32", "bfloat16" or "float16"; None is float32 on a CPU and bfloat16 elsewhere.
-        weight_dtype: "int8" stores matrices in 8 bits, with a scale for each row; None or dtype
-            leaves them in dtype.
-        linear_impl: what computes products, in whose layout the matrices are stored, as in
-            `EngineConfig`. "xla" leaves them as they are in a checkpoint.
-        model_family: how it is read, if it is of no built-in architecture, as in `EngineConfig`.
+        weight_dtype: "int8" stores matrices in 8 bits, with a scale for each row; None, or the same
+            as dtype, leaves them in dtype.
+        linear_impl: what computes products, as in `EngineConfig`. Matrices are stored in its
+            layout. "xla" leaves them as they are in a checkpoint.
+        model_family: how a model of no built-in architecture is read, as in `EngineConfig`.
         mesh, devices: where the parameters go, as in `EngineConfig`.
-        tokenizer: another one than the model's own, as in `from_params`.
-        hub: of a hub id, arguments of `huggingface_hub.snapshot_download`: revision, token,
+        tokenizer: another tokenizer than the model's own, as in `from_params`.
+        hub: for a hub id, arguments of `huggingface_hub.snapshot_download`: revision, token,
             cache_dir.
 
     Raises:
@@ -122,8 +122,9 @@ def read_model(
     """Read a checkpoint's parameters in `dtype`.
 
     Args:
-        stored: the name of a format, in which matrices are stored; None is floats. The other
-            arguments are as in `load_model`.
+        stored: the name of the format in which matrices are stored; None is floats.
+
+    The other arguments are those of `load_model`.
 
     Raises:
         ValueError: tensors do not fit (lists all of them).

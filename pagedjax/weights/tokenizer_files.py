@@ -34,8 +34,10 @@ GGUF_NAMES = {
 
 
 class TokenizerParts(NamedTuple):
-    """special_tokens: name ("eos_token") -> text; chat_template: Jinja source, None if the model
-    has none.
+    """What makes a `Tokenizer`.
+
+    special_tokens: name ("eos_token") -> text.
+    chat_template: Jinja source; None if the model has no template.
     """
 
     backend: tokenizers.Tokenizer
@@ -44,7 +46,7 @@ class TokenizerParts(NamedTuple):
 
 
 def from_gguf(checkpoint: Checkpoint) -> TokenizerParts:
-    """From a GGUF file's metadata; errors as `build_tokenizer`."""
+    """The parts from a GGUF file's metadata. It raises the errors of `build_tokenizer`."""
     from pagedjax.weights.gguf_tokenizer import build_tokenizer
 
     backend = build_tokenizer(checkpoint.path, checkpoint.metadata)
@@ -58,7 +60,8 @@ def from_gguf(checkpoint: Checkpoint) -> TokenizerParts:
 
 
 def from_directory(path: Path) -> TokenizerParts:
-    """From tokenizer.json, and from tokenizer_config.json and chat_template.jinja if they exist.
+    """The parts from tokenizer.json, and from tokenizer_config.json and chat_template.jinja if they
+    exist.
 
     tokenizer.json is used unchanged: transformers' classes for single models may rebuild it with
     other splitting rules.
@@ -95,8 +98,8 @@ def from_directory(path: Path) -> TokenizerParts:
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, or the template of the tokenizer config (of several, the one named
-    "default").
+    """The template in chat_template.jinja, or in the tokenizer's config. If that has several, it is
+    the template named "default".
     """
     file = folder / "chat_template.jinja"
     if file.is_file():
@@ -108,8 +111,8 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def open_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a model, by name, path or hub id. Of a directory only the tokenizer's files
-    are read.
+    """The tokenizer of a model, by name, path or hub id. In a directory it reads only the
+    tokenizer's files.
 
     Raises:
         FileNotFoundError, ValueError: as `open_checkpoint` and `load_tokenizer`.
@@ -134,5 +137,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         from_gguf(checkpoint) if checkpoint.format == "gguf" else from_directory(checkpoint.path)
     )
     eos = parts.backend.token_to_id(parts.special_tokens.get("eos_token", ""))
-    ends = {*checkpoint.eos_token_ids, *(() if eos is None else (eos,))}
-    return Tokenizer(parts.backend, tuple(sorted(ends)), parts.special_tokens, parts.chat_template)
+    eos_ids = set(checkpoint.eos_token_ids)
+    if eos is not None:
+        eos_ids.add(eos)
+    return Tokenizer(
+        parts.backend, tuple(sorted(eos_ids)), parts.special_tokens, parts.chat_template
+    )

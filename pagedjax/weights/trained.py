@@ -61,7 +61,7 @@ def linear_of(linear_impl: Any, config: DecoderConfig, dtype: str, *, mesh: bool
     """The name of the implementation of a model's products.
 
     Args:
-        linear_impl: the name that was asked for; None is the default.
+        linear_impl: the name that the user gave; None is the default.
 
     Raises:
         ValueError: `linear_impl` cannot serve the model.
@@ -97,7 +97,7 @@ def on_mesh(model: Model, config: EngineConfig) -> Model:
     """The model on the devices of the configuration's mesh; without a mesh, `model` itself.
 
     Raises:
-        ValueError: the model cannot be split so, or it is on another mesh already.
+        ValueError: the model cannot be split over this mesh, or it is on another mesh already.
     """
     if config.mesh is None and config.devices is None:
         return model
@@ -123,8 +123,8 @@ def on_mesh(model: Model, config: EngineConfig) -> Model:
 
 
 def whole(model: Model) -> dict[str, Any]:
-    """A model's parameters as arrays on the host, nested by name; those of a mesh in one piece, in
-    the stored order.
+    """A model's parameters as arrays on the host, nested by name. Those on a mesh are joined, in the
+    stored order.
     """
 
     def on_host(name: str, x: jax.Array) -> np.ndarray:
@@ -177,8 +177,8 @@ def _check_whole(tree: Any) -> None:
     devices.
     """
     for name, x in named(tree).items():
-        axes = getattr(getattr(x, "sharding", None), "mesh", None)
-        if axes is not None and axes.axis_names == AXES:
+        mesh = getattr(getattr(x, "sharding", None), "mesh", None)
+        if mesh is not None and mesh.axis_names == AXES:
             raise ValueError(
                 f"{name} is from a model on a mesh, in the order of its devices; give whole "
                 "parameters, as pagedjax.weights.trained.whole(model) returns them"
@@ -186,7 +186,7 @@ def _check_whole(tree: Any) -> None:
 
 
 def _can_be_packed(x: Any) -> bool:
-    """Whether `x` has values and they are floats. If not, the check of differences reports it."""
+    """Whether `x` has values that are floats. If not, `differences` reports it."""
     deleted = isinstance(x, jax.Array) and x.is_deleted()
     return not deleted and is_float(np.dtype(getattr(x, "dtype", None) or np.asarray(x).dtype))
 
@@ -194,8 +194,8 @@ def _can_be_packed(x: Any) -> bool:
 def _copy_of(
     config: DecoderConfig, name: str, values: Any, dtype: np.dtype, place: jax.sharding.Sharding
 ) -> jax.Array:
-    """A copy in the model's layout: a trainer donates its arrays to its next step, or writes into
-    them.
+    """A copy in the model's layout. It must be a copy, because a trainer donates its arrays to its
+    next step, or writes into them.
     """
     if config.linear != "xla" and name in matrices(config):
         return jax.device_put(packed(config, name, np.array(values, dtype)), place)

@@ -12,10 +12,18 @@ import numpy as np
 
 def name_of(keys: Any) -> str:
     """A jax key path as a name, without the final `value` of an nnx variable."""
-    parts = [
-        str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys
-    ]
-    return ".".join(parts[:-1] if parts[1:] and parts[-1] == "value" else parts)
+    parts = [_key_text(key) for key in keys]
+    if len(parts) > 1 and parts[-1] == "value":
+        parts = parts[:-1]
+    return ".".join(parts)
+
+
+def _key_text(key: Any) -> str:
+    """The text of one entry of a jax key path, whose types have different attributes."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,8 +39,8 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """The arrays of an nnx module or state, or of nested mappings and lists, by name; matrices as
-    they are stored.
+    """The arrays of an nnx module or state, or of nested mappings and lists, by name. Packed
+    matrices are unpacked.
 
     Variables of the type `Buffer` are left out: they are computed from the configuration. In plain
     mappings they look like parameters and are not left out.
@@ -55,7 +63,7 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def _stored_form(variable: Any) -> Any:
-    """The array of an nnx variable, or what stands for it. A matrix that an implementation has
+    """The array of an nnx variable, or the shape in its place. A matrix that an implementation has
     packed is unpacked.
     """
     from pagedjax.device.layers import Weight

@@ -1,4 +1,4 @@
-"""The bits of a mask decide which logits count."""
+"""The bits of a mask decide which tokens keep their logits."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ def test_a_bit_is_a_token(vocab):
     padded[:, :vocab] = allowed
     words = np.packbits(padded, axis=-1, bitorder="little").view(np.uint32)
     logits = rng.standard_normal((5, vocab), np.float32)
-    context: RowContext = None  # type: ignore  # it reads none
+    context: RowContext = None  # type: ignore  # masks do not read it
     masked = jax.jit(token_mask(vocab).apply)(logits, {"allowed": words}, context)
     chex.assert_shape(masked, (5, vocab))
     chex.assert_trees_all_equal(masked, np.where(allowed, logits, -np.inf))
 
 
 def test_a_row_without_a_form_keeps_its_logits():
-    logits = np.random.default_rng(0).standard_normal((2, 50), np.float32)
-    off = np.broadcast_to(token_mask(50).off["allowed"], (2, 2))
+    vocab = 50
+    rows = 3
+    logits = np.random.default_rng(0).standard_normal((rows, vocab), np.float32)
+    mask = token_mask(vocab)
+    words = mask.off["allowed"]
+    off = np.broadcast_to(words, (rows, *words.shape))
     context: RowContext = None  # type: ignore
-    chex.assert_trees_all_equal(token_mask(50).apply(logits, {"allowed": off}, context), logits)
+    chex.assert_trees_all_equal(mask.apply(logits, {"allowed": off}, context), logits)

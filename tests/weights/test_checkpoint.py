@@ -73,7 +73,7 @@ def test_a_local_path_has_priority_over_an_embedded_name(tmp_path, monkeypatch):
         "./no/such/dir",
         "/no/such",
         "a/b/c",
-        "",
+        "{tmp_path}/absent",
         "smollm-135m",
         "~/not-there-at-all",
         "../x",
@@ -81,12 +81,10 @@ def test_a_local_path_has_priority_over_an_embedded_name(tmp_path, monkeypatch):
 )
 def test_other_names_are_refused_with_the_accepted_forms(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if not name:
-        name = str(tmp_path / "empty")
     with pytest.raises(
         FileNotFoundError, match=r"a directory with config.json.*\.gguf.*hub id.*'smollm2-135m'"
     ):
-        open_checkpoint(name)
+        open_checkpoint(name.format(tmp_path=tmp_path))
 
 
 def test_a_single_file_is_refused(tmp_path):

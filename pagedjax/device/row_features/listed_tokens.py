@@ -54,8 +54,9 @@ def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext
     row = jnp.arange(b)[:, None]
     entry = jnp.arange(MAX_LISTED)
     is_stop = entry >= rows["always_count"][:, None]
-    is_early = (context.position < rows["min_tokens"])[:, None]
-    applies = (rows["ids"] >= 0) & (~is_stop | is_early)
+    is_entry = rows["ids"] >= 0
+    # stop tokens apply until min_tokens are sampled
+    applies = is_entry & (~is_stop | (context.position < rows["min_tokens"])[:, None])
     ids = jnp.where(applies, rows["ids"], v)  # v is past the end of the row, so it is dropped
     is_listed = jnp.zeros((b, v), bool).at[row, ids].set(True, mode="drop")
     logits = jnp.where(rows["only_listed"][:, None] & ~is_listed, -jnp.inf, logits)
