@@ -49,6 +49,8 @@ dnn_version_info {{ major: 9 minor: 10 patch: 0 }} runtime_version {{ major: 13 
 
 
 class Target(NamedTuple):
+    """A GPU that is compiled for."""
+
     name: str
     bandwidth: int  # bytes a second
     memory: int  # bytes
@@ -67,7 +69,7 @@ class Case:
     kernel: str
     head_size: int
     block_size: int
-    group: int
+    group: int  # query heads of a key head
     dtype: str = "bfloat16"
     parts: bool = False  # one long row, split over the device
     queries: int = 1  # of a decoded row
@@ -89,11 +91,13 @@ class Case:
 
 
 class Compiled(NamedTuple):
-    registers: int
-    spilled: int  # bytes stored and loaded
+    """The compiler's report of a program."""
+
+    registers: int  # of a thread
+    spilled: int  # bytes of registers that are stored to memory and loaded again
     shared: int  # bytes of shared memory that the kernel asks for
-    stages: int
-    seconds: float
+    stages: int  # tiles in flight
+    seconds: float  # of compiling
 
 
 def cases() -> Iterator[Case]:
@@ -136,6 +140,7 @@ def cases() -> Iterator[Case]:
 
 
 def function_and_shapes(case: Case, tiles: Tiles) -> tuple[Callable[..., Any], list[Any]]:
+    """Returns the kernel of a case as a function, and the shapes of its arguments."""
     import jax
     import jax.numpy as jnp
 
@@ -152,8 +157,10 @@ def function_and_shapes(case: Case, tiles: Tiles) -> tuple[Callable[..., Any], l
     q = jax.ShapeDtypeStruct((*tokens, heads * case.group, case.head_size), case.dtype)
     cache = jax.ShapeDtypeStruct((pages, heads, case.block_size, case.head_size), case.dtype)
     options: dict[str, Any] = {"window": None, "soft_cap": None, **dict(case.options)}
-    decodes = decode.decode_short if is_short else decode.decode
-    call = {"decode": decodes, "chunks": chunks.chunks}[case.kernel]
+    if case.kernel == "chunks":
+        call = chunks.chunks
+    else:
+        call = decode.decode_short if is_short else decode.decode
     row_arrays = [ints(rows)] if call is decode.decode else [ints(rows)] * 3
     bound = partial(call, scale=case.head_size**-0.5, tiles=tiles, **options)
     return bound, [q, cache, cache, ints(rows, blocks), *row_arrays]
@@ -182,10 +189,10 @@ def compile_case(case: Case, target: Target, tiles: Tiles) -> Compiled:
     seconds = time.perf_counter() - started
     d = case.head_size
     if case.kernel == "decode":
-        shared = decode.shared_bytes(d, case.group, 2, tiles, case.queries)
+        shared = decode.shared_bytes(d, case.group, itemsize=2, tiles=tiles, queries=case.queries)
         stages = tiles.decode_stages
     else:
-        shared = chunks.shared_bytes(d, 2, tiles)
+        shared = chunks.shared_bytes(d, itemsize=2, tiles=tiles)
         stages = tiles.chunk_stages
     return Compiled(*read_ptxas(printed()), shared, stages, seconds)
 
@@ -212,9 +219,10 @@ def read_ptxas(text: str) -> tuple[int, int]:
 
 @contextmanager
 def everything_printed() -> Iterator[Callable[[], str]]:
-    """Captures stdout and stderr of this process.
+    """Captures stdout and stderr of this process, also ptxas's report, which does not go through
+    Python's files.
 
-    ptxas's report is among it, which does not use Python's files.
+    Yields a function that returns the text, once the `with` block has ended.
     """
     with tempfile.TemporaryFile("w+b") as file:
         originals = [os.dup(fd) for fd in (1, 2)]
@@ -236,11 +244,12 @@ def everything_printed() -> Iterator[Callable[[], str]]:
 
 
 def find_ptxas() -> bool:
-    """Returns whether there is a ptxas. One from a package is added to the PATH."""
+    """Returns whether there is a ptxas. If it is in a package, its folder is added to the PATH."""
     if shutil.which("ptxas"):
         return True
     spec = importlib.util.find_spec("nvidia")
-    for root in spec.submodule_search_locations or () if spec else ():
+    roots = spec.submodule_search_locations if spec else None
+    for root in roots or ():
         for program in sorted(Path(root).glob("**/bin/ptxas")):
             os.environ["PATH"] = f"{program.parent}{os.pathsep}{os.environ.get('PATH', '')}"
             return True

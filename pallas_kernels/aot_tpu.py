@@ -3,13 +3,13 @@
     python -m pallas_kernels.aot --target v5e
     python -m pallas_kernels.aot --target tpu7x --json --quick
 
-It needs libtpu, the compiler itself, which runs without a chip. Nothing is executed. For each shape
-it compiles the attention of a layer, which is the write of new keys and values, decodes, rows of up
-to 4 and of up to 8 query tokens, and chunks. It prints the VMEM and the number of bundles (very
-long instruction words) of each, and how many a row of `LONG` context tokens executes, as a multiple
-of a decode's. Beside the compiler's report it prints an estimate. That is a roofline of the chip's
-published numbers for `ROWS` rows of `CONTEXT` tokens and a prompt of `PROMPT` tokens: a bound and
-not a measurement.
+It needs libtpu, which is the compiler and runs without a chip. Nothing is executed. For each shape
+it compiles the attention of a layer: the write of new keys and values, decodes, rows of up to 4 and
+of up to 8 query tokens, and chunks. For each of these kernels it prints the VMEM and the number of
+bundles (very long instruction words). It also prints how many bundles a row of `LONG` context
+tokens executes, as a multiple of a decode's number. Beside the compiler's report it prints an
+estimate: a roofline of the chip's published numbers for `ROWS` rows of `CONTEXT` tokens and a
+prompt of `PROMPT` tokens. That is a bound and not a measurement.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ TOPOLOGIES = {
     "v6e": "v6e:2x2",
     "tpu7x": "tpu7x:2x2x1",
 }
-QUERIES = {"decode": 1, "short4": 4, "short8": 8}  # of a row
+QUERIES = {"decode": 1, "short4": 4, "short8": 8}  # query tokens of a row, by kernel
 KERNELS = ("write", *QUERIES, "chunks")
 LONG = 2048  # context tokens of the row whose bundles are counted
-ROWS = 64  # of the estimates, and B of the programs
-CONTEXT = 1024  # of the estimates, and the next one
-PROMPT = 2048
+ROWS = 64  # rows of the estimates, and B of the programs
+CONTEXT = 1024  # context tokens of a row of the estimates
+PROMPT = 2048  # tokens of the prompt of the estimates
 TOKENS = 512  # T of the programs
-WIDTH = 512  # M
-PAGES = 1025  # P
+WIDTH = 512  # M of the programs
+PAGES = 1025  # P of the programs
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One compiled program: three kernels at one shape."""
+    """One compiled program: all kernels of a layer, at one shape."""
 
-    heads: int  # of keys
-    group: int
+    heads: int  # key heads
+    group: int  # query heads of a key head
     head_size: int
     block_size: int
     dtype: str = "bfloat16"
@@ -255,14 +255,19 @@ def compile_case(
 
 
 def trips(case: Case, sizes: Any) -> bundles.Trips | None:
-    """Returns how often the loops of a row of LONG context tokens turn in a kernel of some sizes.
+    """Returns how often the loops of a row of LONG context tokens turn in a kernel.
 
-    None for the write, which has no such sizes.
+    Args:
+        sizes: of the kernel; None for the write, whose loops are not counted.
     """
     from pallas_kernels.paged_attention.pallas_tpu.kernel import bodies
 
-    return sizes and bundles.Trips(
-        -(-LONG // sizes.span), sizes.span // sizes.block_size, bodies(case.heads)
+    if sizes is None:
+        return None
+    return bundles.Trips(
+        steps=-(-LONG // sizes.span),
+        pages=sizes.span // sizes.block_size,
+        heads=bodies(case.heads),
     )
 
 
@@ -270,7 +275,7 @@ def read_dump(dump: Path, kernel: str, trips: bundles.Trips | None = None) -> Ke
     """Reads the report of the compiler's last pass over a kernel.
 
     Raises:
-        ValueError: the compiler has dumped no such kernel, or in another form.
+        ValueError: the compiler has dumped no such kernel, or has dumped it in another form.
     """
     name = f"*paged_attention_{kernel}*"
     analysis = sorted(dump.glob(name + "schedule-analysis_final_bundles.txt"))
@@ -293,20 +298,23 @@ def read_dump(dump: Path, kernel: str, trips: bundles.Trips | None = None) -> Ke
 def estimates(case: Case, tiles: TpuTiles) -> dict[str, Estimate]:
     """Returns a roofline of each kernel.
 
-    They are for `ROWS` rows of `CONTEXT` tokens, a prompt of `PROMPT`, and the decodes' writes.
+    They are for `ROWS` rows of `CONTEXT` tokens, for a prompt of `PROMPT` tokens, and for the write
+    of one token of each row.
     """
     import jax.numpy as jnp
 
     itemsize = jnp.dtype(case.dtype).itemsize
-    row = 2 * case.heads * case.head_size * itemsize  # keys and values of a token
+    # bytes of the keys and values of a token
+    row = 2 * case.heads * case.head_size * itemsize
     model = {"heads": case.heads, "group": case.group, "d": case.head_size, "s": case.block_size}
     visible = min(CONTEXT, int(dict(case.options).get("window", CONTEXT)))
-    queries = row * case.group  # of one token, and as many results
+    queries = row * case.group  # bytes of a token's queries and results, which are as many
     tile = chunk_tokens(case, tiles)
-    # context tokens that the tiles of a prompt read
-    passes = sum(min(PROMPT, end) for end in range(tile, PROMPT + tile, tile))
+    # context tokens that the tiles of a prompt read, all together
+    prompt_reads = sum(min(PROMPT, end) for end in range(tile, PROMPT + tile, tile))
+    # The write reads and writes whole pieces: up to 8 rows of 128 numbers, which hold these tokens.
     piece = min(8, case.block_size * case.head_size // 128) * max(1, 128 // case.head_size)
-    nbytes = {"write": ROWS * piece * row * 2, "chunks": passes * row + PROMPT * queries}
+    nbytes = {"write": ROWS * piece * row * 2, "chunks": prompt_reads * row + PROMPT * queries}
     chunks = Shape(rows=1, queries=PROMPT, context=PROMPT, **model)
     flops = {"write": 0.0, "chunks": chunks.flops}
     for kernel, count in QUERIES.items():
@@ -328,7 +336,7 @@ def chunk_tokens(case: Case, tiles: TpuTiles) -> int:
 
 
 def sizes(case: Case, tiles: TpuTiles) -> dict[str, Any]:
-    """Returns the sizes of the kernels of attention."""
+    """Returns the sizes of the kernels of attention, by name."""
     import jax.numpy as jnp
 
     from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu

@@ -1,10 +1,10 @@
 """Counts the bundles (instruction words) that a row of a TPU kernel executes.
 
-They are counted in libtpu's final schedule.
-A schedule's length says little about a row: most of its time is in loops. The text marks loops
-("LB:" begins one, as many ">" as it is deep) and predicated regions (a branch to "$regionN", which
-ends at "empty region N"). Each bundle is counted as often as the loops around it turn. It is a
-count and not a time: a wait for memory is one bundle.
+They are counted in the text of libtpu's final schedule. The length of a schedule says little about
+a row, because most of a row's time is in loops. The text marks the beginning of a loop by "LB:",
+with one ">" for each loop around and including it. It marks a predicated region by a branch to
+"$regionN", and its end by "empty region N". Each bundle is counted as often as the loops around it
+turn. The result is a count and not a time: a wait for memory is one bundle.
 """
 
 from __future__ import annotations
@@ -17,61 +17,70 @@ LINE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s*(LB|PF|PB|LH|LE)?\s*:\s*(>*)\s*(.*)")
 PRODUCT = re.compile(r"mxu|vmatmul|vmatpush")
 COPY = re.compile(r"dma\.hbm_to_vmem")
 WAIT = re.compile(r"vsyncadd")
-# How deep these loops are: the grid is 1
+# The depth of the loops over items and over steps; that of the grid is 1
 ITEM = 2
 STEP = 3
-DELAY = 4  # bundles after a branch that are still executed, at most
+DELAY = 4  # most bundles after a branch that are still executed
 
 
 class Bundle(NamedTuple):
+    """One line of a schedule."""
+
     mark: str  # LB: a loop begins; PF: a predicated region has ended
-    depth: int
+    depth: int  # loops around it
     text: str
 
 
 class Trips(NamedTuple):
     """How often the loops of a row turn."""
 
-    steps: int
+    steps: int  # of the row
     pages: int  # of a step
-    heads: int  # bodies of the loop over key heads
+    heads: int  # turns of the loop over key heads
 
 
 def of_a_row(schedule: str, trips: Trips) -> int:
     """Returns the bundles that a row executes, from a `final_bundles.txt` of the attention kernel.
 
     It is 0, which means not known, if the loop over steps is not found. The row's context fills its
-    steps, so nothing is cleared. Every step also starts the copies of a later one.
+    steps, so the regions that clear values are not executed. Every step also starts the copies of a
+    later step.
 
     Raises:
         ValueError: the text has no loop with products in it, so it is no such schedule.
     """
-    bundles = [
-        Bundle(m[1] or "", len(m[2]), m[3]) for m in map(LINE.match, schedule.splitlines()) if m
+    lines = map(LINE.match, schedule.splitlines())
+    bundles = [Bundle(line[1] or "", len(line[2]), line[3]) for line in lines if line]
+    item_loops = [
+        loop for loop in _loops(bundles, ITEM, 0, len(bundles)) if _has(bundles, loop, PRODUCT)
     ]
-    item = next(
-        (span for span in _loops(bundles, ITEM, 0, len(bundles)) if _has(bundles, span, PRODUCT)),
-        None,
-    )
-    if item is None:
+    if not item_loops:
         raise ValueError("libtpu's schedule has no loop with products; has its text another form?")
-    counts = [1] * len(bundles)
-    loops = list(_loops(bundles, STEP, *item))
-    if not any(_has(bundles, span, COPY) and _has(bundles, span, PRODUCT) for span in loops):
+    item_loop = item_loops[0]
+    counts = [1] * len(bundles)  # how often each bundle is executed
+    loops = list(_loops(bundles, STEP, *item_loop))
+    if not any(_has(bundles, loop, COPY) and _has(bundles, loop, PRODUCT) for loop in loops):
         return 0
-    for span in loops:
-        stepping = _has(bundles, span, COPY)
-        for i in range(*span):
-            counts[i] *= trips.steps if stepping else trips.heads
-        for inner in _loops(bundles, STEP + 1, *span) if stepping else ():
-            product = _has(bundles, inner, PRODUCT)
-            moving = _has(bundles, inner, COPY) or _has(bundles, inner, WAIT)
-            for i in range(*inner):
-                counts[i] *= trips.heads if product else trips.pages if moving else 1
-        for skipped in _regions(bundles, *span) if stepping else ():
-            if not any(_has(bundles, skipped, pattern) for pattern in (PRODUCT, COPY, WAIT)):
-                counts[slice(*skipped)] = [0] * (skipped[1] - skipped[0])
-    return sum(counts[slice(*item)])
+    for loop in loops:
+        is_step_loop = _has(bundles, loop, COPY)
+        _repeat(counts, loop, trips.steps if is_step_loop else trips.heads)
+        if not is_step_loop:
+            continue
+        for inner in _loops(bundles, STEP + 1, *loop):
+            if _has(bundles, inner, PRODUCT):
+                _repeat(counts, inner, trips.heads)
+            elif _has(bundles, inner, COPY) or _has(bundles, inner, WAIT):
+                _repeat(counts, inner, trips.pages)
+        for region in _regions(bundles, *loop):
+            if not any(_has(bundles, region, pattern) for pattern in (PRODUCT, COPY, WAIT)):
+                _repeat(counts, region, 0)
+    return sum(counts[slice(*item_loop)])
+
+
+def _repeat(counts: list[int], span: tuple[int, int], turns: int) -> None:
+    """Multiplies the counts of the bundles of a span, in place."""
+    for i in range(*span):
+        counts[i] *= turns
 
 
 def _has(bundles: list[Bundle], span: tuple[int, int], pattern: re.Pattern[str]) -> bool:
@@ -79,9 +88,9 @@ def _has(bundles: list[Bundle], span: tuple[int, int], pattern: re.Pattern[str])
 
 
 def _loops(bundles: list[Bundle], depth: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yields [first, last + 1) of the loops of a depth.
+    """Yields (first, last + 1) of the loops of a depth.
 
-    A loop goes from its mark to the branch back, and the bundles that still run after it.
+    A loop goes from its mark to the branch back, with the bundles that still run after the branch.
     """
     for i in range(begin, end):
         if bundles[i].mark == "LB" and bundles[i].depth == depth:
@@ -89,12 +98,12 @@ def _loops(bundles: list[Bundle], depth: int, begin: int, end: int) -> Iterator[
             back = re.compile(rf"sbr\.rel .*target = \$region({names})\b")
             last = next((j for j in range(i, end) if names and back.search(bundles[j].text)), None)
             if last is not None:
-                slots = range(last + 1, min(last + 1 + DELAY, end))
-                yield i, next((j for j in slots if bundles[j].mark), slots.stop)
+                delayed = range(last + 1, min(last + 1 + DELAY, end))
+                yield i, next((j for j in delayed if bundles[j].mark), delayed.stop)
 
 
 def _regions(bundles: list[Bundle], begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yields [first, last + 1) of the predicated regions."""
+    """Yields (first, last + 1) of the predicated regions."""
     for i in range(begin, end):
         target = re.search(r"sbr\.rel \(.*?target = \$region(\d+)", bundles[i].text)
         if target:

@@ -24,8 +24,8 @@ from pallas_kernels.shared.device import device_kind
 from pallas_kernels.shared.tpu import pinned
 from pallas_kernels.tiles import TpuTiles
 
-ROWS = 8  # of a piece; smaller pages are moved whole
-MAX_UNITS = 16  # pieces in a block of the grid, at most
+ROWS = 8  # rows of a piece; a page with fewer rows is moved whole
+MAX_UNITS = 16  # most pieces in a block of the grid
 
 
 class Pieces(NamedTuple):
@@ -62,11 +62,12 @@ def write(
     t, _, d = k.shape
     _, heads, height, lanes = k_pages.shape
     size = min(ROWS, height)
-    slots_of = size * (lanes // d)  # a piece's
-    work, source = pieces(slots, slots_of, min(t, t // slots_of + 2 * rows + 1))
+    piece_slots = size * (lanes // d)
+    work, source = pieces(slots, piece_slots, min(t, t // piece_slots + 2 * rows + 1))
 
-    # new and old, keys and values, the new twice
-    piece_bytes = 6 * heads * size * lanes * k_pages.dtype.itemsize
+    # VMEM of a piece: its keys and values, as they were and twice as they become, because Pallas
+    # copies the next block in while this one is computed
+    piece_bytes = 2 * 3 * heads * size * lanes * k_pages.dtype.itemsize
     units = max(1, min(MAX_UNITS, len(work.piece), vmem_limit // 2 // piece_bytes))
     padding = ((0, -len(work.piece) % units), (0, 0), (0, 0), (0, 0))
 
@@ -106,25 +107,27 @@ def write(
     return tuple(call(*work, new_k, new_v, *pinned(k_pages, v_pages, interpret=interpret)))
 
 
-def pieces(slots: jax.Array, slots_of: int, size: int) -> tuple[Pieces, jax.Array]:
-    """Returns the pieces of `slots_of` slots that get tokens, at most `size`.
+def pieces(slots: jax.Array, piece_slots: int, size: int) -> tuple[Pieces, jax.Array]:
+    """Returns the pieces of `piece_slots` slots that get tokens, at most `size`.
 
-    Also returns [size * slots_of]: the token of each slot. A slot that gets no token has an
-    arbitrary one.
+    Also returns [size * piece_slots]: the index of the token of each slot. For a slot that gets no
+    token it is an arbitrary index.
     """
     t = len(slots)
-    piece = slots // slots_of
+    piece = slots // piece_slots
     # whether a token is the first of its piece
     first = jnp.concatenate([jnp.ones(1, bool), piece[1:] != piece[:-1]])
     number = jnp.cumsum(first, dtype=jnp.int32) - 1
     token = jnp.arange(t, dtype=jnp.int32)
     begins = jnp.full(size, t, jnp.int32).at[jnp.where(first, number, size)].set(token, mode="drop")
     ends = jnp.concatenate([begins[1:], jnp.full(1, t, jnp.int32)])
-    at = jnp.minimum(begins, t - 1)
-    begin = slots[at] % slots_of
-    end = jnp.minimum(begin + ends - begins, slots_of)  # padding tokens share a slot
-    source = (begins - begin)[:, None] + jnp.arange(slots_of)
-    return Pieces(number[-1:] + 1, piece[at], begin, end), jnp.clip(source, 0, t - 1).reshape(-1)
+    first_token = jnp.minimum(begins, t - 1)
+    begin = slots[first_token] % piece_slots
+    # padding tokens share a slot, so there may be more of them than slots
+    end = jnp.minimum(begin + ends - begins, piece_slots)
+    source = (begins - begin)[:, None] + jnp.arange(piece_slots)
+    work = Pieces(number[-1:] + 1, piece[first_token], begin, end)
+    return work, jnp.clip(source, 0, t - 1).reshape(-1)
 
 
 def wait(copies: list[Any], phase: str) -> None:
@@ -149,7 +152,10 @@ def _kernel(
     old_v,
     semaphores,
 ) -> None:
-    """Computes one block of pieces. Input and output pages are one array."""
+    """Computes one block of pieces. The pages of the input and of the output are one array in HBM.
+
+    In VMEM, new_k, new_v, old_k and old_v are [units, K, size, L].
+    """
     units, _, size, lanes = old_k.shape
     start = pl.program_id(0) * units
     count = lax.clamp(0, total[0] - start, units)

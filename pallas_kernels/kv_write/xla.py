@@ -29,8 +29,9 @@ def _into_rows(pages: jax.Array, x: jax.Array, slots: jax.Array) -> jax.Array:
     """Writes x [T, K, D] into pages whose rows hold several tokens, [P, K, S D / L, L]."""
     d = x.shape[2]
     rows, length = pages.shape[2:]
-    tokens = length // d
+    tokens = length // d  # of a row
     place = slots % (rows * tokens)
+    # [T, 3] the page, the row and the first number of each token
     starts = jnp.stack([slots // (rows * tokens), place // tokens, place % tokens * d], axis=1)
     window = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(1, 2),

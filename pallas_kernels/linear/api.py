@@ -18,12 +18,13 @@ IMPLS: dict[str, Implementation] = {
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
-# traced once for all layers that call it
+# Traced once for all layers that call it. norm: the weight of a `Norm`; low: the arrays of a
+# `LowRank`.
 @partial(
     jax.jit,
     static_argnames=("matrix", "impl", "eps", "plus_one", "activation", "rows", "parts", "dtype"),
 )
-def _linear(  # low: the arrays of a `LowRank`
+def _linear(
     x,
     weight,
     sizes,
@@ -83,13 +84,13 @@ def linear(
         bias: [M] of x's dtype.
         activation: one of ACTIVATIONS, of the gates of a gated weight: y = activation(gate) * up.
         residual: [T, width] of x's dtype.
-        rows: (first, last) of W: only these outputs are computed. Not of a gated weight or of
-            several matrices.
+        rows: (first, last + 1) of W: only these outputs are computed. Not for a gated weight, and
+            not for several matrices.
         sizes: [count] int32: the number of tokens of each matrix, whose tokens come in the order of
             the matrices. With one matrix: how many tokens are not padding; None is all. Results of
             padding may be any finite numbers. No size is negative and their sum is at most T, which
             is not checked.
-        low: products of low rank that are added, before the activation. Not of several matrices.
+        low: products of low rank that are added, before the activation. Not for several matrices.
         dtype: of the result; None is x's. float32 leaves it unrounded.
 
     Returns:
@@ -163,7 +164,7 @@ def _check_low(x, matrix: Matrix, low: LowRank, impl: Implementation) -> None:
     if count > 1:
         raise ValueError(f"low is given, and the weight has {count} matrices; it goes with one")
     s, r = low.a.shape[:2]
-    padded = -(-k // 16) * 16
+    padded = -(-k // 16) * 16  # as `LowRank.a`
     b_shape = jax.eval_shape(
         lambda b: impl.pack_low(b, matrix), jax.ShapeDtypeStruct((s, r, m), x.dtype)
     ).shape

@@ -19,7 +19,7 @@ class Matrix(NamedTuple):
     outputs: M, of all matrices.
     inputs: K.
     gated: the first half of each matrix's rows are the gates of the second half.
-    count: of matrices of equal size, one behind the other in M: the experts of a mixture.
+    count: the number of matrices of equal size in M, such as the experts of a mixture.
     """
 
     outputs: int
@@ -49,16 +49,16 @@ class LowRank(NamedTuple):
 
     y += b[s]^T (a[s] x) for the token's slot s.
 
-    A weight may be several matrices that were joined, each with products of its own: the parts. The
-    rows of `a` are those of the first part, then of the second one; b is zero where its row and its
-    output are of different parts.
+    A weight may be several matrices that were joined: the parts. Each part has products of its own.
+    The rows of `a` are those of the first part, then of the second one, and so on. b is zero where
+    its row and its output are of different parts.
 
-    a: [S, R, K'] of x's dtype: K numbers and zeros, to a multiple of 16.
+    a: [S, R, K'] of x's dtype: K numbers, and zeros up to a multiple of 16.
     b: [S, R, M] of x's dtype, as `Implementation.pack_low` of the implementation made it.
-    slots: [T] int32: s of each token; 0 is none.
+    slots: [T] int32: s of each token; 0 is no adapter.
     order: [T] int32: the tokens in the order of their slots.
-    sizes: [S] int32: the tokens of each slot.
-    parts: the last output + 1 of each part. R is a multiple of 4 for each.
+    sizes: [S] int32: the number of tokens of each slot.
+    parts: the last output + 1 of each part. Each part has as many rows in R, a multiple of 4.
     """
 
     a: jax.Array
@@ -69,17 +69,18 @@ class LowRank(NamedTuple):
     parts: tuple[int, ...]
 
     def ranks(self, first: int, last: int) -> tuple[int, int]:
-        """Returns (first, last) rows of `a` that the outputs first : last need."""
+        """Returns (first, last + 1) of the rows of `a` that the outputs first : last need."""
         part_rows = self.a.shape[1] // len(self.parts)
+        # the parts that end before an output are as many as the number of the output's part
         first_part = sum(end <= first for end in self.parts)
         last_part = sum(end <= last - 1 for end in self.parts)
         return part_rows * first_part, part_rows * (last_part + 1)
 
 
 class Epilogue(NamedTuple):
-    """What is done with the sums of a product, in this order. All of it in float32.
+    """What is done with the sums of a product, in this order and in float32.
 
-    scales: [M] float32: sums are multiplied by them (of int8 weights).
+    scales: [M] float32, with which the sums of int8 weights are multiplied.
     bias: [M] is added.
     low: its products are added.
     activation: of the gates, which then multiply the other half; None for a weight that is not
@@ -121,20 +122,20 @@ class Implementation(NamedTuple):
     multiply: (x, weight, matrix, norm, epilogue, rows, sizes, dtype) -> [T, width], as in
         `api.linear`.
     obstacle: (device, *, dtype, weight_dtype, mesh, activation) -> the reason why it cannot serve a
-        model on the device, as the rest of a sentence; empty if it can. mesh: it is split over
-        devices. activation: of gates.
+        model on the device, as the rest of a sentence; empty if it can. mesh: whether the model is
+        split over devices. activation: that of the gates, or None.
     pack: (weight [M, K] on the host, matrix) -> the same numbers in its own layout, on the host.
     unpack: (packed weight on the host or a device, matrix) -> [M, K]: the inverse.
     gather: (packed weight on the device, matrix, ids [T]) -> [T, K]: rows of a matrix, as an
         embedding needs them.
-    prepare: (*, dtype, weight_dtype, low_rank) -> None. Starts work that is needed once a process,
-        before any tracing, for activations and weights of such dtypes. low_rank: some products have
-        others of low rank beside them.
-    invariant: a token's results have the same bits beside any other tokens, with any number of them
-        and of threads.
-    low_rank: whether it adds products of low rank; to others none are given.
+    prepare: (*, dtype, weight_dtype, low_rank) -> None. Starts work that is needed once in a
+        process, before any tracing, for activations and weights of these dtypes. low_rank: whether
+        some products have products of low rank beside them.
+    invariant: whether a token's results have the same bits beside any other tokens, for any number
+        of tokens and of threads.
+    low_rank: whether `multiply` adds products of low rank. If not, it never gets any.
     pack_low: (b [S, R, M] of a `LowRank`, matrix) -> the same numbers [S, ...] in its own layout. b
-        is an array of numpy or of jax.numpy, also in a trace; so is the result.
+        is an array of numpy or of jax.numpy, also in a trace, and the result is of the same kind.
     """
 
     name: str

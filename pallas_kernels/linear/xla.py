@@ -53,6 +53,7 @@ def _low_rank(x: jax.Array, low: LowRank, first: int, last: int) -> jax.Array:
 
 
 def _product(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
+    """Returns the product of two matrices, in float32. over: the axis of each that is summed."""
     axes = ((over[:1], over[1:]), ((), ()))
     return jax.lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
 
@@ -64,10 +65,10 @@ def _rows(x: jax.Array, weight: jax.Array) -> jax.Array:
 def _columns(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Returns [T, M] with the weight as the left operand of the product.
 
-    XLA's CPU product packs its right operand: here the few tokens of a decode. A weight on the
-    right would be packed in every step: SmolLM2's products took 64 ms in place of 36 with 8 tokens.
-    The barriers keep transpositions out of the product, which would be a scalar loop with them. In
-    16 bits a transposed operand makes XLA widen the whole weight, so the tokens stay rows there.
+    XLA's CPU product packs its right operand, which here is the few tokens of a decode. A weight on
+    the right would be packed in every step: with 8 tokens SmolLM2's products took 64 ms and not 36.
+    The barriers keep the transpositions out of the product, which would be a scalar loop with them.
+    In 16 bits a transposed operand makes XLA widen the whole weight, so the tokens stay rows there.
     """
     y = (
         _product(weight, jax.lax.optimization_barrier(x.T), (1, 0))

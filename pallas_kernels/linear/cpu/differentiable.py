@@ -1,8 +1,7 @@
 """Products of the CPU kernel with gradients, over weights as a trainer stores them.
 
-The weights are packed in each call.
-Results have the bits of the implementation "cpu". Gradients are those of the implementation "xla":
-the same product, whose sums are in another order.
+The weights are packed in each call. Results have the bits of the implementation "cpu". Gradients
+are those of the implementation "xla", which computes the same product with sums in another order.
 """
 
 from __future__ import annotations
@@ -35,17 +34,18 @@ def multiply(
         ValueError: as `cpu.multiply`.
     """
     scales, bias, low, activation, residual = epilogue
-    kind = None if norm is None else (norm.eps, norm.plus_one)
+    norm_options = None if norm is None else (norm.eps, norm.plus_one)
+    options = matrix, norm_options, low and low.parts, activation, rows, dtype
     arrays = x, weight, norm and norm.weight, scales, bias, low and tuple(low[:-1]), residual, sizes
-    return _product((matrix, kind, low and low.parts, activation, rows, dtype), *arrays)
+    return _product(options, *arrays)
 
 
 def _call(
     function: Any, options: Any, x, weight, norm, scales, bias, low, residual, sizes
 ) -> jax.Array:
     """Calls `multiply` of an implementation with static options and arrays."""
-    matrix, kind, parts, activation, rows, dtype = options
-    normalised = None if kind is None else Norm(norm, *kind)
+    matrix, norm_options, parts, activation, rows, dtype = options
+    normalised = None if norm_options is None else Norm(norm, *norm_options)
     added = None if low is None else LowRank(*low, parts=parts)
     epilogue = Epilogue(scales, bias, added, activation, residual)
     return function(x, weight, matrix, normalised, epilogue, rows, sizes, dtype)

@@ -21,14 +21,19 @@ DTYPES = ("float32", "bfloat16")
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
 LANES = 16  # of a vector
-MIN_COLUMNS = 6  # of a tile at most, without AVX-512
-MAX_COLUMNS = 12  # and with it
+# The most tokens of a tile (its columns): without AVX-512, and with it
+MIN_COLUMNS = 6
+MAX_COLUMNS = 12
 
 
 def _handler(dtype: str, weight_dtype: str, low_rank: bool) -> Handler:
-    """Makes the handler of a variant."""
-    parts = dict.fromkeys((dtype, weight_dtype, "low_rank" if low_rank else dtype))
-    variant = "_".join(parts)
+    """Makes the handler of a variant, such as "bfloat16_int8_low_rank"."""
+    words = [dtype]
+    if weight_dtype != dtype:
+        words.append(weight_dtype)
+    if low_rank:
+        words.append("low_rank")
+    variant = "_".join(words)
     options = {"x_size": BYTES[dtype], "kind": BYTES[weight_dtype], "low_rank": int(low_rank)}
     folder = Path(__file__).parent
     return Handler(f"linear_{variant}", f"{TARGET}.{variant}.", __package__ or "", folder, options)
@@ -67,7 +72,7 @@ def multiply(
     handler.register()
     matrix_outputs = matrix.outputs // matrix.count
     first, last = rows or (0, matrix_outputs)
-    start = first - first % (panels.PANEL // 2)  # of half a panel
+    start = first - first % (panels.PANEL // 2)  # the kernel computes whole halves of panels
     missing = jnp.zeros(0, x.dtype)
     scales, bias, low, activation, residual = epilogue
     if residual is not None and start < first:
@@ -87,23 +92,27 @@ def multiply(
 
 def _ranks(matrix: Matrix, low: LowRank) -> np.ndarray:
     """Returns [halves of panels, 2]: the first and the last + 1 row of `low.a` for 16 outputs."""
-    if matrix.gated:  # each half has as many gates as outputs that they multiply
-        half = matrix.outputs // 2
-        starts = [(at + i * half, (i + 1) * half) for at in range(0, half, LANES) for i in range(2)]
-    else:
-        starts = [(at, matrix.outputs) for at in range(0, matrix.outputs, LANES)]
-    return np.array([low.ranks(at, min(at + LANES, end)) for at, end in starts], np.int32)
+    num_parts = 2 if matrix.gated else 1  # a panel has 16 gates, and the 16 outputs of their `up`
+    part_outputs = matrix.outputs // num_parts
+    ranks = []
+    for first in range(0, part_outputs, LANES):
+        last = min(first + LANES, part_outputs)
+        for part in range(num_parts):
+            part_start = part * part_outputs
+            ranks.append(low.ranks(part_start + first, part_start + last))
+    return np.array(ranks, np.int32)
 
 
 def _scratch(tokens: int, matrix: Matrix) -> Any:
-    """Returns the shape of the packed tokens, in tiles.
+    """Returns the shape of the memory for the packed tokens, in tiles.
 
-    A tile of each matrix may have fewer tokens than there is room for.
+    Each tile has two vectors more. One tile of each matrix may have fewer tokens than it has room
+    for.
     """
     columns = tokens + MAX_COLUMNS * matrix.count
-    words = columns * -(-matrix.inputs // LANES) * LANES + 2 * LANES * (
-        tokens // MIN_COLUMNS + matrix.count + 1
-    )
+    tiles = tokens // MIN_COLUMNS + matrix.count + 1
+    inputs = -(-matrix.inputs // LANES) * LANES
+    words = columns * inputs + 2 * LANES * tiles
     return jax.ShapeDtypeStruct((4 * words,), jnp.uint8)
 
 

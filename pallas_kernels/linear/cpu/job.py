@@ -31,13 +31,13 @@ WEIGHT = 384
 PANELS = 400  # of one matrix
 PANEL_BYTES = 408
 FIRST = 416  # the first output that is computed, of one matrix
-END = 424  # the output behind the last one that is computed
+END = 424  # the last output that is computed, + 1
 # Addresses, or 0
 SCALES = 432
 BIAS = 440
 ACTIVATION = 448  # 0, SILU or GELU_TANH
 RESIDUAL = 456
-OUTPUTS = 464  # of one matrix
+OUTPUTS = 464  # the number of outputs of one matrix
 OUT = 472  # address of the result
 OUT_SIZE = 480  # bytes of a number of the result
 WIDTH = 488  # numbers in a row of the result
@@ -86,6 +86,7 @@ def rounded_up(size, multiple):
 
 @compiled
 def bytes_of_row(k):
+    """Returns the bytes of a row of K float32 numbers in scratch memory, with two vectors more."""
     return 4 * (rounded_up(k, FULL) + 2 * FULL)
 
 
@@ -100,7 +101,7 @@ def token_at(job, place):
 def half_outputs(job, panel, half):
     """Returns (first, end) of the outputs of one matrix that a half of a panel computes.
 
-    They are none if the call does not ask for this half.
+    If the call does not ask for this half, first and end are equal.
     """
     if load_word(job + ACTIVATION) != 0:
         first = FULL * panel

@@ -161,7 +161,8 @@ def _load_row(job, row, norm, out):
     widen(X_SIZE, source, out, in_vectors)
     if in_vectors < k:
         end = out + 4 * in_vectors
-        # the last numbers as they are stored, padded; then widened to their place
+        # The last numbers do not fill a vector. They are copied behind the row as they are stored,
+        # with zeros after them, and widened from there to their place.
         tail = end + 4 * FULL
         for i in range(FULL):
             store_float(tail + 4 * i, np.float32(0))
@@ -177,7 +178,7 @@ def _load_row(job, row, norm, out):
         # multiplies pairs of them
         narrow(out, out, padded)
         if not (PAIRS and KIND == BFLOAT16):
-            for start in range(padded - FULL, -1, -FULL):  # from the end, for it is in place
+            for start in range(padded - FULL, -1, -FULL):  # from the end, because it is in place
                 widen(BFLOAT16, out + 2 * start, out + 4 * start, FULL)
 
 
@@ -423,7 +424,7 @@ def _scratch_bytes(k, steps):
     """Returns the bytes of scratch memory of a thread.
 
     First it holds rows of x and weights of the norm, then sums of an item. It has 128 bytes more,
-    because aligning its begin to 64 bytes takes some.
+    because its beginning is moved to a multiple of 64 bytes.
     """
     sums = SUMS * (1 if steps <= MAX_DEPTH else CHUNK_TILES * GROUP_PANELS)
     return max((FULL + 1) * bytes_of_row(k), sums + SCALES_BYTES * GROUP_PANELS) + 128
@@ -499,9 +500,10 @@ def _split(tiles, computed_panels, panel_bytes, steps, matrices, workers):
     min_items = 4 * workers
     chunks = max(1, min(tiles, -(-min_items // computed_panels))) if workers > 1 else 1
     if tiles >= 2 * MIN_TILES and matrices == 1 and steps <= MAX_DEPTH:
-        # A core's cache has no room for the tiles: all panels of a group use a tile before the next
-        # one is read. Chunks are so many that each worker gets 16 items of the largest groups, but
-        # not shorter than MIN_TILES. Groups are smaller if a worker would get fewer than 4 items.
+        # A core's cache has no room for the tiles, so all panels of a group use a tile before the
+        # next tile is read. There are enough chunks for 16 items of the largest groups for each
+        # worker, but no chunk has fewer than MIN_TILES tiles. Groups are smaller if a worker would
+        # get fewer than 4 items.
         long_chunks = max(1, min(tiles // MIN_TILES, -(-4 * min_items * group // computed_panels)))
         if long_chunks * computed_panels >= min_items:
             group = max(1, min(group, long_chunks * computed_panels // min_items))
@@ -534,7 +536,7 @@ def _all_tiles(frame, matrices):
 def _list_tiles(frame, job, matrices, chunk_tiles):
     """Writes the tables of the tiles of all matrices, and of their chunks.
 
-    chunk_tiles: most tiles of a chunk. Returns (chunks, rows of all tiles).
+    chunk_tiles: most tiles of a chunk. Returns (number of chunks, number of rows of all tiles).
     """
     place = 0
     tile = 0

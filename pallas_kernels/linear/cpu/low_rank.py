@@ -1,6 +1,6 @@
-"""Products of low rank beside those with the weight.
+"""Products of low rank (`LowRank`), which are added to the products with the weight.
 
-Tokens come in the order of their slots, so that a tile has few slots.
+Tokens come in the order of their adapter slots, so that the tokens of a tile have few slots.
 
     begin               lists the tokens in the order of their slots, when the work of a call is listed
     multiply_rows       multiplies a tile's tokens with the rows of `a`, when the tile is packed
@@ -53,9 +53,9 @@ RANKS_OPERAND = 12
 
 @compiled
 def _run(job, place, end):
-    """Returns (slot, tokens): the slot of the token at a place, and how many tokens have it.
+    """Returns (slot, tokens): the slot of the token at a place, and how many tokens have that slot.
 
-    They are counted from the place on, to TOGETHER at most.
+    The tokens are counted from the place on, up to TOGETHER of them.
     """
     slots = load_word(job + SLOTS)
     order = load_word(job + ORDER)
@@ -155,8 +155,8 @@ def prefetch_factors(job, panel, entry):
 def _sort_by_slot(slots, count, number, order):
     """Writes the tokens in the order of their slots to `order` [count] int32.
 
-    number: of slots. Behind the order is room for `number` + 1 counters. Returns how many tokens
-    have a slot.
+    number: the number of slots. Behind `order` is room for `number` + 1 counters. Returns how many
+    tokens have another slot than 0.
     """
     starts = order + 4 * count
     for slot in range(number + 1):
@@ -186,7 +186,7 @@ def room(frame, rows):
 
 @compiled
 def begin(job, frame, tokens, place):
-    """Lists the products of a call, if a token has a slot.
+    """Lists the products of a call, if a token has another slot than 0.
 
     place: address of `room` bytes.
     """

@@ -47,7 +47,12 @@ INT8 = 1
 
 
 def _at(builder, address, index, size):
+    """Returns the address of a number: that of index 0, and `index` times `size` bytes."""
     return builder.add(address, builder.mul(index, ir.Constant(WORD, size)))
+
+
+# The weights of input (or pair of inputs) `index`, for 16 outputs: `vector` is 0 or 1, the half of
+# the panel at address w. Each function returns a list: a vector of float32 for each input.
 
 
 def _float_weights(builder, w, index, vector):
@@ -62,7 +67,7 @@ def _int8_weights(builder, w, index, vector):
 
 
 def _pairs(builder, w, index, vector):
-    """16 pairs of bfloat16 numbers, of inputs 2i and 2i + 1, as 32-bit integers."""
+    """Returns 16 pairs of bfloat16 numbers, of inputs 2i and 2i + 1, as 32-bit integers."""
     address = _at(builder, builder.add(w, ir.Constant(WORD, 64 * vector)), index, 4 * PANEL)
     return builder.load(pointer(builder, address, ir.VectorType(INT32, FULL)), align=4)
 
@@ -75,7 +80,7 @@ def _widened_pairs(builder, w, index, vector):
 
 
 def _fetch(builder, address, written, level):
-    """Fetches a line; written: for a store. level: 3 is the nearest cache, 2 the one behind it."""
+    """Fetches a line. written: 1 if it will be stored to. level: 3 is the nearest cache, 2 the next."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
     fetch = external_function(builder.module, kind, "llvm.prefetch.p0")
@@ -86,8 +91,8 @@ def _fetch(builder, address, written, level):
 
 
 def _add_tile(builder, kind, columns, w, x, count, sums, next_weight, stride):
-    """Generates the sums of a tile, see `multiply`."""
-    native = kind == BFLOAT16 and PAIRS
+    """Generates the sums of a tile, see `multiply`. totals: [columns][vectors] variables."""
+    native = kind == BFLOAT16 and PAIRS  # an instruction multiplies pairs
     step_inputs = 2 if kind == BFLOAT16 and not PAIRS else 1  # inputs of a step of the loop
     weights = {FLOAT32: _float_weights, INT8: _int8_weights, BFLOAT16: _widened_pairs}[kind]
     zero = ir.Constant(WORD, 0)
@@ -236,8 +241,8 @@ def narrow(builder, x, out, count):
 def transpose(builder, rows, row_bytes, out, columns):
     """Transposes 16 rows of 16 words to 16 rows of `columns` words.
 
-    The rows are `row_bytes` apart; the new ones follow each other. A whole vector is written of
-    each, and the next one over its end, so up to 16 words behind the last one are changed.
+    The rows are `row_bytes` apart; the new rows follow each other. Of each new row a whole vector
+    is written, and the next row over its end. So up to 16 words behind the last row are changed.
     """
     starts = [builder.add(rows, builder.mul(row_bytes, ir.Constant(WORD, i))) for i in range(FULL)]
     vectors = [load(builder, start, ir.Constant(WORD, 0), FULL) for start in starts]
@@ -247,8 +252,8 @@ def transpose(builder, rows, row_bytes, out, columns):
 
 # --- products of low rank -------------------------------------------------------------------------
 
-# Tokens of one slot, at most TOGETHER, are computed together, so that factors are read once for all
-# of them. A token's numbers are added in the same order in any company.
+# Up to TOGETHER tokens of one slot are computed together, so that factors are read once for all of
+# them. The numbers of a token are added in the same order, whatever other tokens are beside it.
 TOGETHER = 4
 DOTS = 4  # rows of `a` at a time
 
