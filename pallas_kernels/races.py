@@ -1,10 +1,10 @@
 """Runs a TPU kernel on a CPU, with its copies and semaphores, under JAX's race detector.
 
-A copy has one of two times (`MODES`): when it is awaited, or as soon as it is started. A mistake
-may show in one of them alone, so a kernel is run in both. The detector follows semaphores: two
+A copy is made at one of two times (`MODES`): when it is awaited, or as soon as it is started. A
+mistake may show in only one mode, so run a kernel in both. The detector follows semaphores: two
 accesses to the same memory need an order. A buffer that the next copy overwrites too early may give
-no race, if both copies signal one semaphore. So compare results too. A semaphore that nothing
-signals hangs: run in a process that can be stopped.
+no race, if both copies signal one semaphore. So compare results, too. A kernel that waits for a
+semaphore that nothing signals hangs, so run it in a process that can be stopped.
 """
 
 from __future__ import annotations

@@ -25,15 +25,15 @@ class Inputs(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Rows of equal length: query tokens and context tokens."""
+    """The sizes of a call whose rows are equal."""
 
     rows: int
-    queries: int
-    context: int
-    heads: int  # of keys
-    group: int
-    d: int
-    s: int
+    queries: int  # query tokens of a row
+    context: int  # context tokens of a row
+    heads: int  # key heads
+    group: int  # query heads of a key head
+    d: int  # head size
+    s: int  # token slots of a page
 
     def __str__(self) -> str:
         return (
@@ -43,11 +43,14 @@ class Shape(NamedTuple):
 
     @property
     def cache_bytes(self) -> int:
-        return 2 * 2 * self.rows * self.context * self.heads * self.d
+        """The bytes of the keys and values of all rows, in bfloat16."""
+        number_bytes = 2
+        return 2 * number_bytes * self.rows * self.context * self.heads * self.d
 
     @property
     def flops(self) -> float:
-        # of query and key, causal
+        """The operations of the products: for each number of a pair, 2 of q k^T and 2 of the values."""
+        # pairs of a query and a key that it sees, in a row
         pairs = self.context * self.queries - self.queries * (self.queries - 1) / 2
         return 4.0 * self.rows * pairs * self.heads * self.group * self.d
 
@@ -80,11 +83,11 @@ def _inputs(shape: Shape, seed: int) -> Inputs:
 
 
 class Times(NamedTuple):
-    """Seconds of one call, medians.
+    """The time of one call: medians, in seconds.
 
     busy: the sum of its kernels' times on the device; None if no profiler saw them.
-    wall: from call to call, with the gaps between kernels, when the device never waits for the
-        host.
+    wall: the time from call to call, with the gaps between kernels, when the device never waits
+        for the host.
     """
 
     busy: float | None

@@ -43,7 +43,7 @@ def decode_candidates(tiles: Tiles, d: int) -> Iterator[Tiles]:
         for stages in (2, 3, 4, 5, 6):
             sizes = {**dict(tiles.decode_tile), d: tile}
             changed = tiles._replace(decode_tile=tuple(sizes.items()), decode_stages=stages)
-            if decode.shared_bytes(d, GROUP, 2, changed) <= SHARED:
+            if decode.shared_bytes(d, GROUP, itemsize=2, tiles=changed) <= SHARED:
                 yield changed
 
 
@@ -52,7 +52,8 @@ def chunk_candidates(tiles: Tiles) -> Iterator[Tiles]:
 
     for stages in (2, 3, 4):
         changed = tiles._replace(chunk_stages=stages)
-        if all(chunks.shared_bytes(d, 2, changed) <= SHARED for d in pallas_gpu.HEAD_SIZES):
+        needed = [chunks.shared_bytes(d, itemsize=2, tiles=changed) for d in pallas_gpu.HEAD_SIZES]
+        if max(needed) <= SHARED:
             yield changed
 
 
@@ -61,7 +62,7 @@ def split_candidates(tiles: Tiles) -> Iterator[Tiles]:
 
 
 def program(shape: Shape, rehearse: bool, tiles: Tiles) -> Any:
-    """Returns a candidate's compiled calls, on two caches; the error if it does not compile."""
+    """Returns the compiled calls of a candidate on two caches, or the error if it does not compile."""
     if rehearse:
         call = partial(paged_attention, scale=shape.d**-0.5, impl="xla")
     else:
@@ -73,9 +74,10 @@ def program(shape: Shape, rehearse: bool, tiles: Tiles) -> Any:
 
 
 def best(name: str, candidates: Iterable[Tiles], *shapes: Shape, rehearse: bool = False) -> Tiles:
-    """Returns the candidate with the smallest product of its times.
+    """Returns the candidate with the smallest product of its times, one for each shape.
 
-    Prints all times, and the errors of candidates that do not compile.
+    In a product a shape that takes longer does not count more. It prints all times, and the errors
+    of candidates that do not compile.
 
     Args:
         rehearse: time plain XLA, which has no tiles, for few tokens: to run this program without a
@@ -117,13 +119,13 @@ def time_candidate(
 
 
 def tune(start: Tiles, rehearse: bool = False) -> Iterator[Tiles]:
-    """Yields the tiles after each number that was chosen; the last ones are the result."""
+    """Yields the tiles after each number that was chosen. The last tiles are the result."""
     tiles = start
     choose = partial(best, rehearse=rehearse)
     for d in pallas_gpu.HEAD_SIZES:
         tiles = choose(f"decode, D {d}", decode_candidates(tiles, d), TYPICAL._replace(d=d))
         yield tiles
-    # a short context gains most by parts, and a long one loses least by few
+    # A short context gains most from many parts. A long context loses least from few parts.
     single = [TYPICAL._replace(rows=1, context=context) for context in (2048, 32768)]
     tiles = choose("splits", split_candidates(tiles), *single)
     yield tiles
@@ -140,7 +142,7 @@ def as_json(tiles: Tiles, note: str) -> str:
 def wrong_name(name: str, device_kind: str) -> str:
     """Returns why tiles of a device cannot have this name, as a sentence; empty if they can.
 
-    An engine reads the file whose name is in its device's.
+    An engine reads the file whose name is in its device's name.
     """
     if name and name in device_kind.lower():
         return ""

@@ -40,24 +40,24 @@ class Implementation(NamedTuple):
         `dtype` is that of the keys and values.
     page_row: head_dim -> the numbers in a row of a page, a multiple of head_dim.
     write: writes new keys and values into the pages, the contract of `kv_write.api.write`.
-    prepare: (*, dtype, query_dtype, invariant) -> None. Starts work that is needed once a process,
-        before any tracing. `dtype` is that of the keys and values. invariant: the engine is
-        batch-invariant.
+    prepare: (*, dtype, query_dtype, invariant) -> None. Starts work that is needed once in a
+        process, before any tracing. `dtype` is that of the keys and values. invariant: whether the
+        engine is batch-invariant.
     page_dtype: dtype of the keys and values -> dtype of the pages: the same, or integers of their
         bits, for an implementation that reads both.
     invariant: as `attend`, for batch-invariant engines: the result of a query token has the same
         bits beside any other rows, in any chunk, with any block size and number of threads. None:
         it has no such form.
-    without_drafts: as `attend`, for engines that verify no drafts, so that few rows have a few
-        tokens; None: `attend`.
+    without_drafts: as `attend`, for engines that verify no drafts. Few of their rows have 2 to 8
+        query tokens. None: `attend` serves them too.
     decodes_alone: whether `attend` takes None for cu_q_lens, and is faster for it. Engines then
         have programs for steps of decodes alone, beside those of mixed steps. For others,
         `api.paged_attention` makes `cu_q_lens`.
-    pages: (shape, dtype) -> zeros for the pages of a cache, on the default device; None: those of
-        jax.numpy.
+    pages: (shape, dtype) -> zeros for the pages of a cache, on the default device; None: jax.numpy
+        makes them.
     probabilities: returns the weights of the values for some heads of single queries, the contract
-        of `probabilities.probabilities`; None: it has no such function. Those in `api.IMPLS` share
-        one.
+        of `probabilities.probabilities`; None: it has no such function. All implementations in
+        `api.IMPLS` have the same function.
     """
 
     name: str

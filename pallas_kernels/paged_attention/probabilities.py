@@ -1,4 +1,4 @@
-"""The probabilities that attention weighs values with, to look at them. Plain XLA.
+"""The weights that attention gives to values, as an output for people. Plain XLA.
 
 They are computed for some heads of single queries.
 """
@@ -27,17 +27,18 @@ def probabilities(
     """Computes softmax(soft_cap(scale q k^T)) of one query a row.
 
     These are the weights of the values in `api.paged_attention`. One row is computed at a time, so
-    beside the result there is room for the keys of one row alone.
+    beside the result it needs memory only for the keys of one row.
 
     Args:
         q: [R, N, D] the last token of each row.
         k_pages: [P, K, S, D] keys, in any form that `api.paged_attention` takes.
-        block_tables: [R, M] int32, seq_lens: [R] int32, as there; a row of length 0 has zeros.
+        block_tables: [R, M] int32.
+        seq_lens: [R] int32; a row of length 0 has zeros.
         heads: the query heads whose probabilities are returned.
-        scale, window, soft_cap: as there.
+        scale, window, soft_cap: as in `api.paged_attention`.
 
     Returns:
-        [R, heads, M S] float32, by position; zeros where the query does not see.
+        [R, heads, M S] float32, by position; zeros for the tokens that the query does not see.
     """
     query_heads = jnp.array(heads, jnp.int32)
     key_heads = query_heads * k_pages.shape[1] // q.shape[1]  # their key heads
@@ -46,7 +47,7 @@ def probabilities(
     place = jnp.arange(context)
 
     def row(query: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
-        # [heads, M, S, D]
+        # a page of each head and block of the table, [heads, M, S, D]
         keys = k_pages.at[table[None, :], key_heads[:, None]].get(mode="promise_in_bounds")
         keys = read(keys).astype(jnp.float32).reshape(len(query_heads), context, d)
         scores = jnp.einsum(
@@ -57,13 +58,13 @@ def probabilities(
         visible = place < length
         if window is not None:
             visible &= place >= length - window
-        return jnp.where(
-            visible, jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1), 0.0
-        )
+        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+        return jnp.where(visible, weights, 0.0)
 
     def used_row(arrays: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        _, _, length = arrays
         return jax.lax.cond(
-            arrays[2] > 0, row, lambda *_: jnp.zeros((len(query_heads), context)), *arrays
+            length > 0, row, lambda *_: jnp.zeros((len(query_heads), context)), *arrays
         )
 
     return jax.lax.map(used_row, (q[:, query_heads], block_tables, seq_lens))

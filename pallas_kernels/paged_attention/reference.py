@@ -29,7 +29,7 @@ def paged_attention(
     _, k, s, _ = k_pages.shape
     token = jnp.arange(t)
     row = jnp.clip(jnp.searchsorted(cu_q_lens, token, side="right") - 1, 0, seq_lens.shape[0] - 1)
-    # context up to and with the query itself
+    # how many context tokens a query sees, itself included
     visible = seq_lens[row] - (cu_q_lens[row + 1] - 1 - token)
     visible = jnp.where(token < cu_q_lens[-1], visible, 0)
 
@@ -50,7 +50,7 @@ def paged_attention(
         mask &= place >= visible[:, None] - window
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     weights = jnp.where(mask[:, None, None], jax.nn.softmax(scores, axis=-1), 0.0)
-    # 0 * NaN of a block's earlier owner is not 0
+    # unused slots may have a NaN of the block's earlier owner, and 0 * NaN is not 0
     values = jnp.where(mask[:, None, :, None], values, 0.0)
     out = jnp.einsum("tkgc,tkcd->tkgd", weights, values, precision="highest")
     return out.reshape(t, n, d).astype(q.dtype)

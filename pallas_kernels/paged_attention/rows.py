@@ -1,7 +1,7 @@
 """Rows of a few query tokens, such as a decode with drafts to verify, for GPUs and TPUs.
 
-Only the device knows which rows are short, so a kernel's program has a slot for as many as the
-call's tokens can have.
+Only the device knows which rows are short, so a kernel's program has as many slots as the tokens of
+a call can need.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-# Query tokens of a short row's tile; a row of 4 in a tile of 8 would compute twice as many scores
+# Query tokens of the tiles of short rows. A row of 4 in a tile of 8 would compute twice as many
+# scores, so there are two sizes.
 SHORT = (4, 8)
 
 
 def sizes_of_short_rows(t: int, max_size: int = SHORT[-1]) -> list[tuple[int, int]]:
     """Returns the sizes of short rows that a call of `t` tokens can have.
 
-    A size is (fewest, most) query tokens of a row. The most is that of the size's tile, a power of
-    two. max_size: no size has more tokens.
+    A size is (fewest, most) query tokens of a row. The most are those of the tile, a power of two.
+
+    Args:
+        max_size: no size has more tokens.
     """
     padded_tokens = 1 << (t - 1).bit_length()
     fewest = (2, *(size + 1 for size in SHORT))
@@ -32,10 +35,10 @@ def sizes_of_short_rows(t: int, max_size: int = SHORT[-1]) -> list[tuple[int, in
 def slots_of(
     chosen: jax.Array, cu_q_lens: jax.Array, slots: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Numbers the rows that are `chosen` [B], at most `slots` of them.
+    """Gives a slot to each row that is `chosen` [B], at most `slots` of them.
 
-    Returns (row, first, number) [slots]: the row of each slot, its first query token, and how many
-    it has; 0 in an unused slot.
+    Returns (row, first, number), each [slots]: the row of each slot, the row's first query token,
+    and how many query tokens it has. The number is 0 in an unused slot.
     """
     end = jnp.cumsum(chosen.astype(jnp.int32))
     slot = jnp.arange(slots, dtype=jnp.int32)
@@ -45,9 +48,9 @@ def slots_of(
 
 
 def slot_queries(q: jax.Array, first: jax.Array, size: int) -> jax.Array:
-    """Returns [slots, size, N, D] of q [T, N, D]: `size` tokens of each slot, from `first` on.
+    """Returns [slots, size, N, D] of q [T, N, D]: `size` tokens for each slot, from `first` on.
 
-    Those behind a slot's row belong to other rows.
+    If the slot's row has fewer tokens, the rest are tokens of other rows.
     """
     return q[jnp.minimum(first[:, None] + jnp.arange(size, dtype=jnp.int32), len(q) - 1)]
 

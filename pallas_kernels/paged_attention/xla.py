@@ -1,27 +1,28 @@
-"""Paged attention in plain XLA. The cost depends on the real context; a gathered tile fits a cache.
+"""Paged attention in plain XLA. The cost depends on the real context. A gathered tile fits a cache.
 
-Shapes are static and loop counts are not. Rows with one query token (decodes) and rows with more
-(prompt chunks) have one loop each, over a list of work items of exactly those rows:
+Shapes are static and loop counts are not. There is a loop for rows with one query token (decodes)
+and one for rows with more (prompt chunks). Each goes over a list of work items of exactly its rows:
 
-    decode loop   an item is (row, span of `span` context tokens); `group` items an iteration. Every
-                  item's softmax is local and is merged into the running (max, sum, output) of the
-                  rows after each iteration (the online softmax of FlashAttention, Dao et al. 2022,
-                  split over the context as in Flash-Decoding). A long context does not add spans to
-                  the short ones beside it.
-    chunk loop    an item is a tile of `tile` consecutive query tokens of one row; its inner loop
+    decode loop   an item is (row, span of `span` context tokens). An iteration computes `group`
+                  items. Each item has a softmax of its own. After each iteration the items are
+                  merged into the running (maximum, sum, output) of their rows (the online softmax
+                  of FlashAttention, Dao et al. 2022, split over the context as in Flash-Decoding).
+                  A long context adds no spans to the short ones beside it.
+    chunk loop    an item is a tile of `tile` consecutive query tokens of one row. Its inner loop
                   walks the row's context up to the tile's last token. A call of at most ROWS tokens
                   has no chunk loop: each token is a row of the decode loop, which halves the code
                   to compile.
 
-Why the scores of a decode are a product of keys by queries, transposed behind a barrier: XLA's CPU
-product packs its right operand, and here that is the handful of queries of a group and not the
-keys. 30 layers, 64 sequences of 200 tokens, two AVX-512 cores, milliseconds: 180 that way, 235 with
-the queries on the left, 257 with keys stored [D, S].
+The scores of a decode are a product of keys by queries, which is transposed behind a barrier. XLA's
+CPU product packs its right operand, and here that is the few queries of a group and not the keys.
+30 layers, 64 sequences of 200 tokens, two AVX-512 cores, milliseconds: 180 this way, 235 with the
+queries on the left, 257 with keys stored [D, S].
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +30,14 @@ import jax.numpy as jnp
 from pallas_kernels.paged_attention.implementation import Implementation
 from pallas_kernels.shared.page_bits import read
 
-# Context tokens of a decode item, and half of those of a trip through the chunk loop's inner loop
+# Context tokens of a decode item. An iteration of the chunk loop's inner loop has twice as many.
 SPAN = 128
-GROUP = 32  # decode items an iteration: 32 x 128 tokens of keys and values fit a last-level cache
+GROUP = 32  # decode items of an iteration: 32 x 128 keys and values fit a last-level cache
 # Query tokens of a chunk tile: 64 took 1.5 times as long on whole prompts of 200 and 2,048 tokens
 TILE = 128
 ROWS = 64  # calls of at most so many tokens have no chunk loop
-NEG = -1e30  # a finite minus infinity: exp(NEG - NEG) is a number, and the masks make it 0
+# In the place of minus infinity. It is finite, so exp(NEG - NEG) is a number, which masks make 0.
+NEG = -1e30
 
 
 def paged_attention(
@@ -52,7 +54,7 @@ def paged_attention(
 ) -> jax.Array:
     """See `api.paged_attention`.
 
-    Spans before the windows of all of an item's queries are not gathered.
+    A span that is before the windows of all queries of an item is not gathered.
     """
     options = {"window": window, "soft_cap": soft_cap}
     t, n, d = q.shape
@@ -60,6 +62,7 @@ def paged_attention(
     q_lens = jnp.diff(cu_q_lens)
     grouped = (q.astype(jnp.float32) * scale).reshape(t, k, n // k, d).astype(q.dtype)
     if t <= ROWS:
+        # each query token becomes a row of one token: the table of its row, and what it sees itself
         token = jnp.arange(t)
         row = jnp.minimum((token[:, None] >= cu_q_lens[1:]).sum(1), len(seq_lens) - 1)
         visible = seq_lens[row] - (cu_q_lens[row + 1] - 1 - token)
@@ -88,49 +91,57 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap) -
     """
     b, k, g, d = q.shape
     s = k_pages.shape[2]
-    per = max(1, SPAN // s)  # pages of a span
-    span = per * s
+    span_pages = max(1, SPAN // s)
+    span = span_pages * s
     group = min(GROUP, max(4, b))
-    tables = _spans(block_tables, per)  # [B, M / per, per]
+    tables = _spans(block_tables, span_pages)  # [B, M / span_pages, span_pages]
 
     begin = _begin(seq_lens, window)
-    counts = (seq_lens + span - 1) // span - begin // span
-    widest = tables.shape[1] if window is None else min(tables.shape[1], (window - 2) // span + 2)
-    size = math.ceil(b * widest / group) * group
+    counts = (seq_lens + span - 1) // span - begin // span  # spans of each row
+    max_count = tables.shape[1]
+    if window is not None:
+        # wherever a window begins, its tokens are in at most so many spans
+        max_count = min(max_count, (window - 2) // span + 2)
+    size = math.ceil(b * max_count / group) * group
     row, index, valid, total = _worklist(counts, size)
     index = jnp.minimum(index + begin[row] // span, tables.shape[1] - 1)
-    pages = tables[row, index].reshape(-1, group, per)
-    # tokens from the span's start: to the end of the context, and to the begin of the window
+    pages = tables[row, index].reshape(-1, group, span_pages)
+    # in tokens from the span's start: the end of the context, and the beginning of the window
     context_ends = jnp.where(valid, seq_lens[row] - index * span, 0).reshape(-1, group)
     window_begins = (begin[row] - index * span).reshape(-1, group)
     row = row.reshape(-1, group)
 
+    # The state: i, the next group of items. For each query of the rows, over the groups so far: top
+    # [B, K, G] the largest score, norm [B, K, G] the sum of exp(score - top), and acc [B, K, G, D]
+    # the sum of the values, weighted by exp(score - top).
     def body(state):
         i, top, norm, acc = state
-        r = row[i]
+        item_rows = row[i]  # [group]
         ends = context_ends[i]
         # [group, K, span, D]
         keys = _tile(k_pages, pages[i], q.dtype)
         values = _tile(v_pages, pages[i], q.dtype)
-        scores = _product("xkcd,xkgd->xkcg", keys, q[r])
+        scores = _product("xkcd,xkgd->xkcg", keys, q[item_rows])
         scores = _with_soft_cap(jax.lax.optimization_barrier(scores).swapaxes(2, 3), soft_cap)
         real = (jnp.arange(span) < ends[:, None]) & (jnp.arange(span) >= window_begins[i][:, None])
         scores = jnp.where(real[:, None, None], scores, NEG)
-        # 0 * NaN of a block's earlier owner is not 0
+        # unused slots may have a NaN of the block's earlier owner, and 0 * NaN is not 0
         values = jnp.where(real[:, None, :, None], values, 0)
-        local = scores.max(-1)
-        weights = jnp.exp(scores - local[..., None])
-        part = _product("xkgc,xkcd->xkgd", weights.astype(values.dtype), values)
+        item_top = scores.max(-1)  # [group, K, G]
+        weights = jnp.exp(scores - item_top[..., None])
+        item_acc = _product("xkgc,xkcd->xkgd", weights.astype(values.dtype), values)
 
-        # Items of one row may meet in one group. A one-hot product adds them up without a scatter.
-        owns = (r[:, None] == jnp.arange(b)) & (ends[:, None] > 0)  # [group, B]
-        new = jnp.maximum(top, jnp.where(owns[:, :, None, None], local[:, None], NEG).max(0))
-        share = jnp.exp(local - new[r])
-        hot = owns.astype(jnp.float32)
-        keep = jnp.exp(top - new)
-        norm = norm * keep + _product("xb,xkg->bkg", hot, weights.sum(-1) * share)
-        acc = acc * keep[..., None] + _product("xb,xkgd->bkgd", hot, part * share[..., None])
-        return i + 1, new, norm, acc
+        # Items of one row may be in one group. A one-hot product adds them up without a scatter.
+        owns = (item_rows[:, None] == jnp.arange(b)) & (ends[:, None] > 0)  # [group, B]
+        new_top = jnp.maximum(top, jnp.where(owns[:, :, None, None], item_top[:, None], NEG).max(0))
+        item_decay = jnp.exp(item_top - new_top[item_rows])
+        one_hot = owns.astype(jnp.float32)
+        decay = jnp.exp(top - new_top)
+        norm = norm * decay
+        norm = norm + _product("xb,xkg->bkg", one_hot, weights.sum(-1) * item_decay)
+        acc = acc * decay[..., None]
+        acc = acc + _product("xb,xkgd->bkgd", one_hot, item_acc * item_decay[..., None])
+        return i + 1, new_top, norm, acc
 
     start = (0, jnp.full((b, k, g), NEG), jnp.zeros((b, k, g)), jnp.zeros((b, k, g, d)))
     _, _, norm, acc = jax.lax.while_loop(lambda state: state[0] * group < total, body, start)
@@ -148,31 +159,35 @@ def _chunks(
     b = len(seq_lens)
     s = k_pages.shape[2]
     tile = min(TILE, t)
-    per = max(1, 2 * SPAN // s)
-    span = per * s
-    tables = _spans(block_tables, per)
+    span_pages = max(1, 2 * SPAN // s)
+    span = span_pages * s
+    tables = _spans(block_tables, span_pages)
     row, index, _, total = _worklist((q_lens + tile - 1) // tile, t // tile + b)
-    # The tile that starts at the last token reaches `tile` past the end; padding keeps the slice
-    # from moving back.
+    # A tile that starts at the last token would end behind q. Without padding, the slice would be
+    # moved back.
     padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0), (0, 0)))
 
     def attend_tile(i, out):
         r = row[i]
         start = cu_q_lens[r] + index[i] * tile
-        number = jnp.minimum(tile, cu_q_lens[r + 1] - start)  # real queries in the tile
-        # of each query in its sequence
+        number = jnp.minimum(
+            tile, cu_q_lens[r + 1] - start
+        )  # queries of the tile that are the row's
+        # [tile] position of each query in its sequence
         position = seq_lens[r] - (cu_q_lens[r + 1] - start) + jnp.arange(tile)
         queries = (
             jax.lax.dynamic_slice_in_dim(padded, start, tile)
             .transpose(1, 2, 0, 3)
             .reshape(k, g * tile, d)
         )
-        # the context that the tile's queries see
+        # the tile's queries see the context tokens begin : end
         begin = _begin(position[0] + 1, window)
-        last = position[0] + number
+        end = position[0] + number
 
+        # The state: j, the next span. For each query (query head, token of the tile), over the spans
+        # so far: top [K, G tile], norm [K, G tile] and acc [K, G tile, D], as in `_decodes`.
         def walk(state):
-            j, top, norm, acc = state
+            j = state[0]
             page = tables[r, j][None]
             keys, values = (_tile(x, page, q.dtype)[0] for x in (k_pages, v_pages))  # [K, span, D]
             scores = _product("kqd,kcd->kqc", queries, keys)
@@ -181,14 +196,10 @@ def _chunks(
             if window is not None:
                 visible &= place > position[:, None] - window
             scores = jnp.where(jnp.tile(visible, (g, 1)), _with_soft_cap(scores, soft_cap), NEG)
-            # 0 * NaN of what no query of the tile sees is not 0
-            real = (place < last) & (place >= begin)
+            # slots that no query of the tile sees may have a NaN, and 0 * NaN is not 0
+            real = (place < end) & (place >= begin)
             values = jnp.where(real[:, None], values, 0)
-            new = jnp.maximum(top, scores.max(-1))
-            weights = jnp.exp(scores - new[..., None])
-            keep = jnp.exp(top - new)
-            part = _product("kqc,kcd->kqd", weights.astype(values.dtype), values)
-            return j + 1, new, norm * keep + weights.sum(-1), acc * keep[..., None] + part
+            return _with_span(state, scores, values)
 
         rows = g * tile
         state = (
@@ -197,10 +208,10 @@ def _chunks(
             jnp.zeros((k, rows)),
             jnp.zeros((k, rows, d)),
         )
-        # Without a window the first span holds token 0, which every query sees: `top` is a real
-        # score from then on. With a window, sums before a query's first real score are then
-        # multiplied by exp(NEG - score) = 0.
-        _, _, norm, acc = jax.lax.while_loop(lambda state: state[0] * span < last, walk, state)
+        # Without a window the first span holds token 0, which every query sees, so `top` is a real
+        # score from then on. With a window, a query may see no token of the first spans. What it
+        # sums up there is multiplied by exp(NEG - score) = 0 at its first real score.
+        _, _, norm, acc = jax.lax.while_loop(lambda state: state[0] * span < end, walk, state)
         result = acc / jnp.maximum(norm, 1e-30)[..., None]
         result = result.reshape(k, g, tile, d).transpose(2, 0, 1, 3)
         old = jax.lax.dynamic_slice_in_dim(out, start, tile)
@@ -209,6 +220,23 @@ def _chunks(
 
     out = jnp.zeros((t + tile, k, g, d), jnp.float32)
     return jax.lax.fori_loop(0, total, attend_tile, out)[:t]
+
+
+def _with_span(state: Any, scores: jax.Array, values: jax.Array) -> tuple[Any, ...]:
+    """Returns the state of an online softmax of Q queries after one more span.
+
+    Args:
+        state: (j, top, norm, acc): the number of the span; [K, Q] the largest score; [K, Q] the sum
+            of exp(score - top); [K, Q, D] the sum of the values, weighted by exp(score - top).
+        scores: [K, Q, span], NEG for what a query does not see.
+        values: [K, span, D].
+    """
+    j, top, norm, acc = state
+    new_top = jnp.maximum(top, scores.max(-1))
+    weights = jnp.exp(scores - new_top[..., None])
+    decay = jnp.exp(top - new_top)
+    part = _product("kqc,kcd->kqd", weights.astype(values.dtype), values)
+    return j + 1, new_top, norm * decay + weights.sum(-1), acc * decay[..., None] + part
 
 
 def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -233,32 +261,32 @@ def _with_soft_cap(scores: jax.Array, soft_cap: float | None) -> jax.Array:
 def _worklist(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Lists items, of which row b has counts[b].
 
-    Returns (row, index within the row, valid) of `size` items, and the number of valid ones.
+    Returns (row, index within the row, valid), each [size], and the number of valid items.
     """
     end = jnp.cumsum(counts)
     item = jnp.arange(size)
-    # rows whose items lie before each
+    # [size] how many rows have all their items before an item: the number of the item's row
     ended = jnp.cumsum(jnp.zeros(size, jnp.int32).at[end].add(1, mode="drop"))
     row = jnp.minimum(ended, counts.shape[0] - 1)
     valid = item < end[-1]
     return row, jnp.where(valid, item - (end - counts)[row], 0), valid, end[-1]
 
 
-def _spans(block_tables: jax.Array, per: int) -> jax.Array:
-    """Returns tables [B, M] as [B, M / per, per]; the end is filled with page 0."""
+def _spans(block_tables: jax.Array, pages: int) -> jax.Array:
+    """Returns tables [B, M] as [B, M / pages, pages]; the end is filled with page 0."""
     b, m = block_tables.shape
-    return jnp.pad(block_tables, ((0, 0), (0, -m % per))).reshape(b, -1, per)
+    return jnp.pad(block_tables, ((0, 0), (0, -m % pages))).reshape(b, -1, pages)
 
 
 def _tile(pages: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Gathers the pages [P, K, S, D] of ids [X, per] to [X, K, per * S, D] of a dtype.
+    """Gathers pages [P, K, S, D] to [X, K, n * S, D] of a dtype. ids: [X, n] of the pages.
 
     Tables hold valid ids, so there is no check of bounds.
     """
-    x, per = ids.shape
+    x, n = ids.shape
     _, k, s, d = pages.shape
     tile = read(pages.at[ids].get(mode="promise_in_bounds")).astype(dtype)
-    return tile.transpose(0, 2, 1, 3, 4).reshape(x, k, per * s, d)
+    return tile.transpose(0, 2, 1, 3, 4).reshape(x, k, n * s, d)
 
 
 IMPLEMENTATION = Implementation("xla", paged_attention)

@@ -1,4 +1,4 @@
-"""Code that the kernels of several operations share: one module a device or a number format.
+"""Code that the kernels of several operations share: a module for each device or number format.
 
 It imports no operation.
 """

@@ -20,8 +20,11 @@ def read(pages: jax.Array) -> jax.Array:
 
 
 def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Returns x in the dtype of the pages. In 8 bits, numbers above 448 become 448; a plain cast
-    makes them NaN."""
+    """Returns x in the dtype of the pages.
+
+    As float8, numbers above 448 become 448, and numbers below -448 become -448. A plain cast would
+    make them NaN.
+    """
     floats = FLOATS.get(jnp.dtype(dtype).name, dtype)
     if floats == jnp.float8_e4m3fn:
         largest = float(jnp.finfo(floats).max)

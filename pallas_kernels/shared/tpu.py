@@ -21,7 +21,7 @@ def row_size(head_size: int) -> int:
 def pinned(*pages: jax.Array, interpret: Any) -> list[jax.Array]:
     """Returns the arrays with the constraint that they stay in HBM.
 
-    Without it, XLA would copy a small one to VMEM and back.
+    Without it, XLA would copy a small array to VMEM and back.
     """
     if interpret:
         return list(pages)

@@ -1,4 +1,4 @@
-"""Sizes of the kernels' tiles: one JSON file a device, which `pallas_kernels.tune` can write."""
+"""Sizes of the kernels' tiles: a JSON file for each device, which `pallas_kernels.tune` can write."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class Tiles(NamedTuple):
     multiprocessors: a split decode must fill them; two blocks of threads fit on each.
     decode_tile: context tokens that a decode computes at a time, by head size.
     decode_stages: such tiles in shared memory.
-    min_split: context tokens of a part of a split context, at least.
-    chunk_tile, chunk_stages: the same for chunks.
+    min_split: the fewest context tokens of a part of a split context.
+    chunk_tile: context tokens that a chunk computes at a time.
+    chunk_stages: such tiles in shared memory.
     """
 
     multiprocessors: int
@@ -30,9 +31,9 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, device_kind: str) -> Tiles:
-        """Reads the file whose name is in the device's, such as "h200" in "NVIDIA H200".
+        """Reads the file whose name is in the device's name, such as "h200" in "NVIDIA H200".
 
-        If there is none, it reads FALLBACK's.
+        If there is none, it reads the file of FALLBACK.
         """
         files = [file.stem for file in sorted(Path(__file__).parent.glob("h*.json"))]
         names = [name for name in files if name in device_kind.lower()]
@@ -63,8 +64,8 @@ class TpuTiles(NamedTuple):
         of a v5p. The kernels use one core.
     hbm: bytes that XLA gives a program. vmem: bytes of one core.
     vmem_limit: bytes of VMEM that a kernel may use.
-    decode_step: bytes of keys and values that a decode copies and computes at a time, but
-        `shortest_span` to `longest_span` context tokens in any case.
+    decode_step: bytes of keys and values that a decode copies and computes at a time.
+    shortest_span, longest_span: the fewest and the most context tokens of such a step.
     decode_stages: such steps in VMEM; all but one of them are being copied.
     decode_units: rows of the batch in one step of the grid.
     chunk_rows: query tokens times query heads of a key head in a chunk's tile.
@@ -88,7 +89,7 @@ class TpuTiles(NamedTuple):
 
     @classmethod
     def names(cls, device_kind: str) -> list[str]:
-        """Returns the names of a device's files: one or none."""
+        """Returns the name of a device's file; an empty list if there is none."""
         return [name for name in TPUS if device_kind in cls.read(name).device_kinds]
 
     @classmethod

@@ -17,20 +17,21 @@ from pallas_kernels.shared.cpu.zeros import zeros
 from pallas_kernels.shared.page_bits import BITS, FLOATS
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn")  # of keys and values
-HEAD_SIZES = 8  # and its multiples
+HEAD_SIZE_MULTIPLE = 8  # a head size must be a multiple of it
 
 # Programs on disk contain the target: a handler that takes other arguments needs another number.
 TARGET = "pallas_kernels.paged_attention.cpu.7"
 BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
-# bfloat16 queries over bfloat16 pages: their chunks have another product
+# The kind of bfloat16 queries over bfloat16 pages, whose chunks multiply pairs of bfloat16 numbers.
+# Any other kind is the dtype of the keys and values, whose chunks multiply float32 numbers.
 PAIRED = "bfloat16_bfloat16"
 
 
-def _handler(pages: str, invariant: bool) -> Handler:
-    """Makes the handler of a variant."""
-    variant = f"{pages}_invariant" if invariant else pages
-    size = BYTES["bfloat16" if pages == PAIRED else pages]
-    options = {"size": size, "paired": int(pages == PAIRED), "invariant": int(invariant)}
+def _handler(kind: str, invariant: bool) -> Handler:
+    """Makes the handler of a variant. kind: PAIRED, or the dtype of the keys and values."""
+    variant = f"{kind}_invariant" if invariant else kind
+    size = BYTES["bfloat16" if kind == PAIRED else kind]
+    options = {"size": size, "paired": int(kind == PAIRED), "invariant": int(invariant)}
     folder = Path(__file__).parent
     return Handler(
         f"paged_attention_{variant}", f"{TARGET}.{variant}.", __package__ or "", folder, options
@@ -38,20 +39,24 @@ def _handler(pages: str, invariant: bool) -> Handler:
 
 
 _HANDLERS = {
-    (pages, invariant): _handler(pages, invariant) for pages in BYTES for invariant in (False, True)
+    (kind, invariant): _handler(kind, invariant) for kind in BYTES for invariant in (False, True)
 }
 _HANDLERS[PAIRED, False] = _handler(PAIRED, False)
 
 
 def handler_of(dtype: str, query_dtype: str, invariant: bool) -> Handler:
     """Returns the handler for keys and values, and queries, of these dtypes."""
-    # an invariant chunk multiplies as a decode does
+    # an invariant chunk multiplies float32 numbers, as a decode does
     is_paired = dtype == query_dtype == "bfloat16" and not invariant
     return _HANDLERS[PAIRED if is_paired else dtype, invariant]
 
 
 def _served_dtype(q, k_pages, v_pages) -> str:
-    """Returns the dtype of keys and values. Raises ValueError if `cache_obstacle` gives a reason."""
+    """Returns the dtype of keys and values, which may be stored as integers of their bits.
+
+    Raises:
+        ValueError: `cache_obstacle` gives a reason, or keys and values have different dtypes.
+    """
     dtype = jnp.dtype(FLOATS.get(k_pages.dtype.name, k_pages.dtype)).name
     reason = cache_obstacle(jax.default_backend(), dtype, q.shape[-1])
     if not reason and v_pages.dtype != k_pages.dtype:
@@ -79,7 +84,7 @@ def paged_attention(
 ) -> jax.Array:
     """See `api.paged_attention`.
 
-    Tokens before the windows of all of an item's queries are not read.
+    A context token that is before the windows of all queries of a work item is not read.
 
     Args:
         invariant: see `Implementation.invariant`.
@@ -96,7 +101,7 @@ def paged_attention(
     options = (
         jnp.full(1, window or 0, jnp.int32),
         jnp.full(1, soft_cap or 0, jnp.float32),
-        # the kernel divides by it, to have the bfloat16 numbers again
+        # the kernel divides the queries by it, and then has the bfloat16 numbers again
         jnp.full(1, scale if q.dtype == jnp.bfloat16 else 0, jnp.float32),
     )
     attend = jax.ffi.ffi_call(handler.target, jax.ShapeDtypeStruct(grouped.shape, jnp.float32))
@@ -115,8 +120,10 @@ def cache_obstacle(platform: str, dtype: str, head_size: int) -> str:
         return "calls POSIX functions, which Windows does not have"
     if dtype not in DTYPES:
         return f"reads pages of {', '.join(DTYPES)} and not of {dtype}"
-    if head_size % HEAD_SIZES:
-        return f"needs a head size that is a multiple of {HEAD_SIZES}, and it is {head_size}"
+    if head_size % HEAD_SIZE_MULTIPLE:
+        return (
+            f"needs a head size that is a multiple of {HEAD_SIZE_MULTIPLE}, and it is {head_size}"
+        )
     if importlib.util.find_spec("llvmlite") is None:
         return "needs llvmlite, which is not installed (pip install 'pagedjax[cpu]')"
     return ""
@@ -142,7 +149,8 @@ def page_dtype(dtype: str) -> str:
 
 def prepare(*, dtype: str, query_dtype: str, invariant: bool) -> None:
     """Loads or compiles the handler in a thread, if it can serve such keys and values here."""
-    if not cache_obstacle(jax.default_backend(), dtype, HEAD_SIZES):
+    head_size = HEAD_SIZE_MULTIPLE  # that of the model is not known yet, and any allowed one does
+    if not cache_obstacle(jax.default_backend(), dtype, head_size):
         handler_of(dtype, query_dtype, invariant).start()
 
 

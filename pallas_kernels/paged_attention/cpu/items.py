@@ -1,8 +1,8 @@
 """A work item of a short row: a decode, which is one query token, and one more for each draft.
 
 `attend` computes the scores of a span of visible tokens, their softmax, and the weighted sum of the
-values. All query tokens read each page once, and each is computed as if it were alone, so drafts
-change no bit of it.
+values. Each page is read once for all query tokens. Each query token is computed as if it were
+alone, so drafts change no bit of its result.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ from pallas_kernels.shared.cpu.translate import compiled, compiled_apart
 from pallas_kernels.shared.cpu.vectors import FULL
 
 SPAN = 256  # context tokens of a short row's item, counted from the first visible one
-SHORT = 8  # query tokens of a short row at most
+SHORT = 8  # most query tokens of a short row
 
 
 @compiled
 def first_seen(length, window, count):
     """Returns the first context token of a row's first span.
 
-    It is the first one that any of the row's query tokens sees.
-    In an invariant call, spans begin at multiples of SPAN, so they are the same for every query
-    token.
+    It is the first token that any of the row's query tokens sees. In an invariant call spans begin
+    at multiples of SPAN, so they are the same for every query token.
     """
     first = max(length - (window + count - 1), 0)
     return first - first % SPAN if INVARIANT else first
@@ -54,7 +53,8 @@ def first_seen(length, window, count):
 def _softmax(scores, begin, count, total, cap) -> tuple[np.float32, np.float32]:
     """Replaces scores [total] by exp(score - the largest score) from `begin` to `count`, 0 outside.
 
-    Returns (largest score, sum); without a score (minus infinity, 0). Writes up to the next 16.
+    Returns (largest score, sum); without a score (minus infinity, 0). It writes on to the next
+    multiple of 16.
     """
     end = -(-total // FULL) * FULL
     if count <= begin:
@@ -77,6 +77,7 @@ def _softmax(scores, begin, count, total, cap) -> tuple[np.float32, np.float32]:
 
 @compiled
 def _fetch(address, size):
+    """Prefetches `size` bytes, in cache lines of 64."""
     for at in range(0, size, 64):
         prefetch(address + at)
 
@@ -88,17 +89,19 @@ def attend(
 ):  # fmt: skip
     """Computes the queries of `count` tokens, G each, over context tokens first : stop of one head.
 
-    q: [G, D] float32 of the first token; those of the next one are token_bytes behind.
-    out, stats: of the first token; those of the next one are K times as far.
-    out: [G, D] float32, the sum of the values, weighted by exp(score - the largest score).
-    stats: [G, 2] float32, (largest score, sum of the weights): log-sum-exp parts, for the merge of
+    q: [G, D] float32 of the first token; those of the next token are token_bytes behind.
+    out: [G, D] float32 of the first token: the sum of the values, weighted by exp(score - the
+        largest score).
+    stats: [G, 2] float32 of the first token: (largest score, sum of the weights), for the merge of
         items.
+    The out and the stats of the next token are K times their own size behind.
     k, v: addresses of this head in page 0.
     table: [M] int32 pages of the row.
     cap: address of the soft cap, or of 0.
     scores: [count, G, SPAN] float32, scratch.
-    length, window: context tokens of the row; the last token sees the last `window` of them, each
-        token before it one less.
+    length: context tokens of the row. The last query token sees all of them, and each query token
+        before it one less.
+    window: how many of these each query token sees, the last ones.
     """
     row = SIZE * d
     part = 4 * group * d * heads

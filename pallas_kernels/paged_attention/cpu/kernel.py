@@ -54,8 +54,8 @@ from pallas_kernels.shared.cpu.xla_call import (
 
 # --- a job: all items of a call, shared by the threads --------------------------------------------
 
-# Words of a job, a block of memory: counters that the threads share, then constants that the
-# handler wrote.
+# Byte offsets of words in a job, a block of memory: counters that the threads share, then constants
+# that the handler wrote.
 NEXT_ITEM = 8  # behind HOLDERS
 ITEMS_DONE = 16
 ITEMS = 24
@@ -83,7 +83,8 @@ PARTS = 176
 # Address within the job: [B + 1] slots of all rows before this one. A slot is (span, query token)
 # of a short row.
 SLOTS = 184
-# [B + 1] units of all rows before this one: spans of a short row, tiles or pieces of a chunk
+# [B + 1] units of all rows before this one. Units are spans of a short row, and tiles or pieces of a
+# chunk.
 STARTS = 200
 NO_WINDOW = 1 << 31  # longer than any context
 
@@ -92,7 +93,7 @@ NO_WINDOW = 1 << 31  # longer than any context
 def _units(length, window, count, group):
     """Returns the number of a row's units.
 
-    They are spans of visible tokens if it is short, else pieces or tiles of its queries.
+    Units are spans of visible tokens if the row is short, else pieces or tiles of its queries.
     """
     if count <= SHORT:
         return _spans(length, window, count)
@@ -107,7 +108,10 @@ def _spans(length, window, count):
 
 @compiled
 def _slots(length, window, count):
-    """Returns a row's slots for parts of results: (span, query token) pairs of a short row."""
+    """Returns the number of a row's slots for parts of results.
+
+    They are the pairs (span, query token) of a short row.
+    """
     return count * _spans(length, window, count) if count <= SHORT else 0
 
 

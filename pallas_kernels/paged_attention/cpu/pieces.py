@@ -1,9 +1,9 @@
-"""A work item of a chunk in a batch-invariant call.
+"""A work item of a chunk in a batch-invariant call: a piece of up to SHORT query tokens, with one
+key head.
 
-It is a piece of up to SHORT query tokens, with one key head.
 Every sum of a query is made in the order of a decode: over spans that begin at multiples of SPAN,
-whose parts are merged in the order of the context. So a token has the same bits whether it is
-computed as a decode or in any chunk.
+whose parts are merged in the order of the context. So a token has the same bits as a decode and in
+any chunk.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from pallas_kernels.shared.cpu.translate import compiled, compiled_apart
 def merge_parts(out, stats, parts, count, stride, d):
     """Merges `count` parts of a query's result by their log-sum-exp, in the order of the context.
 
-    out: [D] float32. stats: (largest score, sum of the weights) of the first part, parts: [D] of
-        it; those of the next part are `stride` places of 2 and of D numbers behind. The first of
-        the stats is overwritten.
+    out: [D] float32.
+    stats: (largest score, sum of the weights) of the first part. The largest score is overwritten.
+    parts: [D] of the first part.
+    stride: those of the next part are so many places behind, of 2 and of D numbers.
     """
     clear(out, d)
     top = np.float32(-np.inf)
@@ -48,7 +49,7 @@ def attend_piece(
     """Computes the queries of `count` tokens, G each, over all that they see of one key head.
 
     length: context tokens of the piece's last token. The other arguments are those of `attend`.
-    out: [G, D] float32 of the first token; those of the next one are token_bytes behind.
+    out: [G, D] float32 of the first token; those of the next token are token_bytes behind.
     """
     first = first_seen(length, window, count)
     queries = count * group

@@ -1,9 +1,10 @@
 """A work item of a chunk: a tile of queries.
 
 It is computed by an online softmax (FlashAttention, Dao et al. 2022). `attend_tile` goes over steps
-of CONTEXT_TILE context tokens, as two small matrix products whose sums stay in registers. If
-queries and pages are bfloat16 and the CPU multiplies pairs of those, so do the products; weights
-are then rounded to bfloat16, as FlashAttention implementations do. Sums and softmax are float32.
+of CONTEXT_TILE context tokens. A step is two small matrix products whose sums stay in registers. If
+queries and pages are bfloat16 and the CPU multiplies pairs of bfloat16 numbers, the products do so.
+Weights are then rounded to bfloat16, as FlashAttention implementations do. Sums and softmax are
+float32.
 
 A tile's queries are the row's (token, query head) pairs of one key head in order, so that any
 number of query heads fills vectors. Scores are [token, query], 16 queries a vector, so their
@@ -55,7 +56,7 @@ from pallas_kernels.shared.cpu.vectors import FULL
 CONTEXT_TILE = 64  # context tokens of a step; above LANES, so that windows begin in the first step
 
 
-# The largest score before the first one: finite, so that exp(NEVER - NEVER) is a number
+# The largest score while there is none. It is finite, so that exp(NEVER - NEVER) is a number.
 NEVER = np.float32(-1e30)
 
 
@@ -77,7 +78,10 @@ def _copy_rows(pages, page_bytes, table, first, count, d, s, out):
 
 @compiled
 def _score(q, k, d, count, lanes, out):
-    """out [count, LANES] = k [count, D] . q [D, LANES]. Writes up to the next KEYS_AT_ONCE."""
+    """out [count, LANES] = k [count, D] . q [D, LANES].
+
+    It writes on to the next multiple of KEYS_AT_ONCE.
+    """
     for i in range(0, count, KEYS_AT_ONCE):
         keys = k + 4 * d * i
         to = out + 4 * LANES * i
@@ -91,7 +95,10 @@ def _score(q, k, d, count, lanes, out):
 
 @compiled
 def _find_rows(pages, page_bytes, table, first, count, row, s, out):
-    """Writes the addresses of keys or values of context tokens from `first` to out [count]."""
+    """Writes the addresses of the keys or values of context tokens to out [count].
+
+    first: the first of these tokens. row: bytes of the key or value of a token.
+    """
     at = first
     stop = first + count
     while at < stop:
@@ -105,7 +112,10 @@ def _find_rows(pages, page_bytes, table, first, count, row, s, out):
 
 @compiled
 def _score_pairs(q, rows, words, factor, count, lanes, out):
-    """As `_score`, with the addresses of the keys."""
+    """As `_score`, by pairs of bfloat16 numbers.
+
+    rows: addresses of the keys. words: D / 2. factor: the scores are multiplied by it.
+    """
     for i in range(0, count, KEYS_AT_ONCE):
         keys = rows + 8 * i
         to = out + 4 * LANES * i
@@ -123,9 +133,9 @@ def _place_queries(
 ):
     """Places the queries of a tile.
 
-    Returns (the first token that any of them sees, the one behind the last).
+    Returns (the first token that any of them sees, the last one + 1).
     """
-    # incremented below: divisions are slow
+    # incremented for each lane, because divisions are slow
     token = first // group
     head = first % group
     begin = max(before + token + 1 - window, 0)
@@ -134,7 +144,7 @@ def _place_queries(
         store_int(visible + 4 * lane, before + token + 1 - begin)
         store_float(top + 4 * lane, NEVER)
         store_float(norm + 4 * lane, np.float32(0))
-        if lane + 1 < number:  # the last one again fills the vector
+        if lane + 1 < number:  # behind the last query it is repeated, to fill the vector
             head += 1
             if head == group:
                 token += 1
@@ -151,6 +161,7 @@ def _advance_visible(visible):
 
 @compiled
 def _write_results(sums, norm, places, number, d, out):
+    """Divides the sums of each query by its norm, and writes them to its place in `out`."""
     for lane in range(number):
         scale(sums + 4 * d * lane, np.float32(1) / load_float(norm + 4 * lane), d)
         copy(4, sums + 4 * d * lane, out + load_word(places + 8 * lane), d)
@@ -158,7 +169,7 @@ def _write_results(sums, norm, places, number, d, out):
 
 @compiled
 def _transpose_queries(q, d, lanes, out):
-    """q [lanes, D] -> out [D, LANES]. Reads and writes up to the next 16 of both."""
+    """q [lanes, D] -> out [D, LANES]. It reads and writes on to the next multiples of 16."""
     for lane in range(0, lanes, FULL):
         for i in range(0, d, FULL):
             transpose(q + 4 * (d * lane + i), d, out + 4 * (LANES * i + lane))
@@ -194,7 +205,7 @@ def _attend_pairs(
 ):
     """As `attend_tile`, by products of pairs of bfloat16 numbers.
 
-    q and the pages have been bfloat16.
+    The queries of the call and the pages are bfloat16; q is float32.
     factor: the scale that the queries have been multiplied by. Divided by it and rounded, they are
         the bfloat16 numbers that they were. The scores are multiplied by it instead.
     """
@@ -233,7 +244,7 @@ def _attend_pairs(
                 apply_soft_cap(weights + 4 * lane, count, LANES, load_float(cap))
         if start == begin:
             _mask_window(weights, visible, window, number)
-        even = count + count % 2  # the last token of an odd count has a partner that no query sees
+        even = count + count % 2  # behind an odd count is a token that no query sees
         for lane in range(0, number, FULL):
             at = 4 * lane
             if load_int(visible) < even:
@@ -276,9 +287,10 @@ def attend_tile(
     """Computes queries first : first + number of a row for one key head, over what they see.
 
     number: LANES at most.
-    q, out: addresses of this head's first query of the row, float32. before: context tokens before
-        the row's first.
-    window: the number of tokens up to itself that a query sees. k, v, table, cap: as in `attend`.
+    q, out: addresses of this head's first query of the row, float32.
+    before: context tokens before the row's first query token.
+    window: the number of tokens up to itself that a query sees.
+    k, v, table, cap: as in `attend`.
     factor: the scale that bfloat16 queries have been multiplied by, 0 if they are float32.
     scratch: `scratch_bytes` bytes.
     """
@@ -293,12 +305,12 @@ def attend_tile(
     top = scratch + 4 * LANES
     norm = scratch + 8 * LANES
     rescale = scratch + 12 * LANES
-    # [LANES] words: offsets of a query and its result from the row's first
+    # [LANES] words: bytes from the row's first query to each query, and so for the results
     places = scratch + 16 * LANES
     weights = places + 8 * LANES  # [CONTEXT_TILE, LANES]
     transposed = weights + 4 * CONTEXT_TILE * LANES  # [D, LANES], D up to the next 16
     tokens = transposed + 4 * LANES * (d + FULL)  # [CONTEXT_TILE, D]: keys, then values
-    sums = tokens + 4 * d * CONTEXT_TILE  # [LANES, D]; before that, the queries
+    sums = tokens + 4 * d * CONTEXT_TILE  # [LANES, D]; at first the queries are here
     begin, stop = _place_queries(
         places, visible, top, norm, first, number, before, window, token_bytes, group, d
     )
@@ -333,7 +345,10 @@ def attend_tile(
 
 @compiled
 def tile_numbers(d):
-    """Returns the numbers of scratch memory of an item. Pairs need less than float32 numbers."""
+    """Returns how many float32 numbers the scratch memory of an item holds.
+
+    An item of pairs of bfloat16 numbers needs less.
+    """
     return (
         6 * LANES
         + CONTEXT_TILE * LANES

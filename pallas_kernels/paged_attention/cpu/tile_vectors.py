@@ -29,13 +29,14 @@ from pallas_kernels.shared.cpu.vectors import (
 )
 
 LANES = 48  # queries of a chunk's item: (token, query head) pairs of one key head
-# The sums of a chunk that are computed together fill the registers: 24 of 32 with AVX-512, 12 of 16
-# (half as long) without.
 WIDE_CPU = has("avx512f")
-# The CPU multiplies pairs of bfloat16 numbers, in vectors of any length.
+# Whether the CPU multiplies pairs of bfloat16 numbers, in vectors of any length
 PAIRS = has("avx512bf16") and has("avx512vl")
-KEYS_AT_ONCE = 8 if WIDE_CPU else 2  # by LANES queries
-QUERIES_AT_ONCE = 6  # by LONGEST numbers of a value
+# Sums that are computed together fill the registers: 24 of 32 with AVX-512, 12 of 16 (half as long)
+# without. Sums of scores are of KEYS_AT_ONCE keys by LANES queries. Sums of values are of
+# QUERIES_AT_ONCE queries by LONGEST numbers of a value.
+KEYS_AT_ONCE = 8 if WIDE_CPU else 2
+QUERIES_AT_ONCE = 6
 LONGEST = 64 if WIDE_CPU else 16
 
 
@@ -92,7 +93,10 @@ def transpose(builder, rows, stride, out):
 
 
 def _sums_of_tile(builder, vectors, q, keys, words, add):
-    """Returns sums over `words` words: keys by `vectors` x 16 lanes of q [words, LANES]."""
+    """Returns the sums over `words` words of each key by `vectors` x 16 lanes of q [words, LANES].
+
+    keys: addresses. add: (builder, queries, number of the key in all lanes, sum) -> new sum.
+    """
     parts = range(vectors)
     zeros = ir.Constant(float_vector(FULL), None)
     sums = [[variable(builder, float_vector(FULL), zeros) for _ in parts] for _ in keys]
@@ -156,8 +160,8 @@ def _add_values(add):
     def add_values(builder, weights, v, d, count, rescale, out):
         """out [queries, D] = rescale [queries] * out + weights [count, LANES]^T . v [count, D].
 
-        It is computed for QUERIES_AT_ONCE queries. Pairs of bfloat16 numbers are of two tokens, and
-        `count` is that of the pairs.
+        It is computed for QUERIES_AT_ONCE queries. A pair of bfloat16 numbers is of two tokens, and
+        `count` is then the number of pairs.
         """
         queries = range(QUERIES_AT_ONCE)
         rows = [builder.mul(d, ir.Constant(WORD, i)) for i in queries]
@@ -253,19 +257,20 @@ def _write_weights(builder, scores, count, power):
     return builder.load(total)
 
 
-SHORT_COEFFICIENTS = COEFFICIENTS[
-    -5:
-]  # for a weight that is rounded to 8 bits: the error is below 2**-14
+# For a weight that is rounded to 8 bits a shorter polynomial does: its error is below 2**-14.
+SHORT_COEFFICIENTS = COEFFICIENTS[-5:]
 
 
 def _write_pairs(builder, scores, count, power):
     """scores [count / 2, LANES] = exp(power(token)) of pairs of tokens, as bfloat16.
 
-    count: an even number. A pair replaces a score that has been read. Returns the sums of the
-        rounded weights: so the rounding changes the shares of the values, and the shares still add
-        up to 1. One instruction adds both weights of a pair.
+    count: an even number.
+
+    A pair is written over a score that has been read. Returns the sums of the rounded weights, so
+    the shares of the values still add up to 1. One instruction adds both weights of a pair.
     """
     total = variable(builder, float_vector(FULL), constant(0))
+    # two bfloat16 ones in each lane
     ones = builder.bitcast(uniform(ir.VectorType(INT32, FULL), 0x3F803F80), float_vector(FULL))
     kind = ir.FunctionType(
         ir.VectorType(BFloat(), 2 * FULL), [float_vector(FULL), float_vector(FULL)]
@@ -277,7 +282,7 @@ def _write_pairs(builder, scores, count, power):
             exponential(builder, power(at), SHORT_COEFFICIENTS)
             for at in (first, builder.add(first, ir.Constant(WORD, 1)))
         )
-        # the even ones in front
+        # the even tokens are in the lower half
         shorts = builder.bitcast(builder.call(rounded, [odd, even]), _shorts(2 * FULL))
         evens = shuffle(builder, shorts, shorts, range(FULL))
         odds = shuffle(builder, shorts, shorts, range(FULL, 2 * FULL))

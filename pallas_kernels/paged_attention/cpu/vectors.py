@@ -43,7 +43,7 @@ def _scores(count, queries):
     def scores(builder, size, q, k, d, out, stride):
         """out [queries, count] = q [queries, D] . k [count, D].
 
-        All queries share one pass over the keys; sums over lanes share their shuffles. Queries
+        All queries share one pass over the keys, and sums over lanes share their shuffles. Queries
         follow each other; their results are `stride` numbers apart.
         """
         zeros = ir.Constant(float_vector(FULL), None)
@@ -79,10 +79,11 @@ def _scores(count, queries):
                 vectors = [
                     _add_pairs(builder, *vectors[i : i + 2]) for i in range(0, len(vectors), 2)
                 ]
-            # one key alone has its lanes added in the same order, so a score has the same bits
-            # either way
+            # The lanes of a single key are added in the same order, so a score has the same bits
+            # either way.
             result = vectors[0]
-            # until the sums are side by side: of all lanes of one key, or of two
+            # A vector of one key is summed to its first lane. One of HALF keys has two lanes of
+            # each, which are added.
             for _ in range(4 if count == 1 else 1):
                 result = _add_pairs(builder, result, result)
             if count == 1:
@@ -139,7 +140,7 @@ def copy(builder, size, source, out, d):
     each_piece(builder, d, piece)
 
 
-TOGETHER = HALF  # tokens that are scored and weighed at a time, if the page has this many left
+TOGETHER = HALF  # context tokens that are computed at a time, if the page has so many left
 # Queries that share a pass over TOGETHER tokens: 24 sums, which fill the registers of AVX-512
 SHARED = 3
 scores_shared = _scores(TOGETHER, SHARED)
@@ -178,23 +179,22 @@ def largest(builder, numbers):
     return fold(builder, vector, lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
 
 
-FLAT = 40  # tanh(x) is 1 in float32 where exp(2x) is 2**FLAT, and well before
+FLAT = 40  # where exp(2x) is 2**FLAT, and well before, tanh(x) is 1 in float32
 
 
 @instruction
 def apply_soft_cap(builder, numbers, count, stride, cap):
     """Replaces `count` vectors of 16 float32 numbers x by cap * tanh(x / cap).
 
-    The vectors are `stride` numbers apart.
-    tanh(x) is e / (e + 2) with e = exp(2x) - 1, computed from the polynomial without its 1, so it
-    is exact near 0 too.
+    The vectors are `stride` numbers apart. tanh(x) is e / (e + 2) with e = exp(2x) - 1. e is
+    computed from the polynomial without its 1, so it is exact near 0 too.
     """
     cap = splat(builder, cap, FULL)
     factor = builder.fdiv(constant(2 / math.log(2)), cap)
     with each_index(builder, count) as index:
         at = builder.mul(index, stride)
         power = builder.fmul(load(builder, numbers, at, FULL), factor)
-        for side, limit in (("<", -FLAT), (">", FLAT)):  # a NaN stays one
+        for side, limit in (("<", -FLAT), (">", FLAT)):  # a NaN stays a NaN
             power = builder.select(
                 builder.fcmp_ordered(side, power, constant(limit)), constant(limit), power
             )
@@ -219,9 +219,9 @@ def exponentials(builder, numbers, top):
 
 @instruction
 def prefetch(builder, address):
-    """Prefetches the line at an address into the second cache; every address is allowed.
+    """Prefetches the line at an address into the core's second cache. Every address is allowed.
 
-    A core can wait for more lines there than in its first cache.
+    A core can have more pending lines for its second cache than for its first.
     """
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])

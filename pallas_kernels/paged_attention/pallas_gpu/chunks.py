@@ -1,8 +1,8 @@
 """Attention of prompt chunks over pages, causal within each row: Pallas, Mosaic GPU, Hopper.
 
-    item       consecutive tokens of one row, for one key head: GROUPS runs, each of the tokens that fit 64 rows of
-               WGMMA
-    grid       (key head, item), as many items as the batch can need; the unused ones end at once
+    item       consecutive tokens of one row, for one key head: GROUPS runs. A run is the tokens whose queries fit
+               the 64 rows of a WGMMA
+    grid       (key head, item), as many items as the batch can need; unused items end at once
     producer   a warpgroup that copies the item's queries, and the pages of its context into a ring of tiles
     consumers  GROUPS warpgroups that share the tiles, a run of tokens each: online softmax (FlashAttention, Dao et al.
                2022); row g * tokens + i of a product is query head g of the run's token i
@@ -31,7 +31,7 @@ from pallas_kernels.paged_attention.pallas_gpu.pages import (
 )
 from pallas_kernels.tiles import Tiles
 
-GROUPS = 2
+GROUPS = 2  # consumers of an item, each with a run
 LANES = 64  # rows of a WGMMA
 WGMMA = plgpu.Layout.WGMMA
 
@@ -62,8 +62,8 @@ def chunks(
 ) -> jax.Array:
     """Computes the attention of chunks of the rows' contexts.
 
-    Row b's tokens are first[b] : first[b] + q_lens[b] of q [T, N, D]. They are the last ones of its
-    context of seq_lens[b] tokens.
+    Row b's tokens are first[b] : first[b] + q_lens[b] of q [T, N, D]. They are the last tokens of
+    its context of seq_lens[b] tokens.
 
     Returns [T, N, D]: zeros after the last row's tokens, undefined before the first row and between
     two rows.
@@ -77,29 +77,30 @@ def chunks(
     tile = tiles.chunk_tile
     stages = tiles.chunk_stages
     tokens = LANES // group  # of a run
-    total = max(t, tokens)  # a run is loaded whole
+    total = max(t, tokens)  # tokens of q with padding, so that a run can be loaded whole
     q = jnp.pad(q.astype(dtype), ((0, total - t), (0, 0), (0, 0)))
 
     end = first[-1] + q_lens[-1]
-    # padding is a row without a context
+    # the tokens behind the last row are one more row, without a context
     firsts = jnp.append(first, end)
     counts = jnp.append(q_lens, total - end)
     seq_lens = jnp.append(seq_lens, 0)
-    items_of = -(-counts // (GROUPS * tokens))
-    ends = jnp.cumsum(items_of)
-    # rows have two tokens or more, and one item of each may not be full
+    row_items = -(-counts // (GROUPS * tokens))
+    ends = jnp.cumsum(row_items)
+    # A row has two tokens or more, and its last item may not be full.
     items = -(-total // (GROUPS * tokens)) + min(b, t // 2) + 1
     item = jnp.arange(items, dtype=jnp.int32)
     # `searchsorted` would be a loop of launches
     row = jnp.minimum((item[:, None] >= ends).sum(1, dtype=jnp.int32), b)
-    # of the item's first token in its row, then in the row's context
-    offset = (item - (ends - items_of)[row]) * GROUPS * tokens
+    # the item's first token, counted in its row
+    offset = (item - (ends - row_items)[row]) * GROUPS * tokens
     item_tokens = jnp.clip(jnp.where(item < ends[-1], counts[row] - offset, 0), 0, GROUPS * tokens)
+    # the item's first token, counted in the row's context
     position = (seq_lens - counts)[row] + offset
-    # the context that the item sees
+    # context tokens that the item sees
     length = jnp.where(item_tokens > 0, jnp.clip(position + item_tokens, 0, seq_lens[row]), 0)
     row_of_table = jnp.minimum(row, b - 1)
-    of_items = [
+    item_arrays = [
         array.astype(jnp.int32)
         for array in (row_of_table, firsts[row] + offset, item_tokens, position, length)
     ]
@@ -144,14 +145,17 @@ def chunks(
             weights = p_s.at[group_id]
             io = io_s.at[group_id]
             plgpu.barrier_wait(q_full.at[group_id])
-            # from rows as they are stored to tiles that WGMMA reads
+            # the rows as they are stored become tiles that WGMMA reads
             queries[...] = plgpu.layout_cast(io[...], WGMMA)
             plgpu.commit_smem()
 
+            # The carry, for each row of the run over the tiles so far: o [LANES, D] the sum of the
+            # values, weighted by 2^(score - top); top [LANES] the largest score; norm [LANES] the sum
+            # of these weights.
             def attend(i, carry):
                 o, top, norm = carry
                 slot = lax.rem(i, jnp.int32(stages))
-                start = (begin + i) * tile
+                start = (begin + i) * tile  # the tile's first context token
                 last_use = i + stages >= count
 
                 plgpu.barrier_wait(k_full.at[slot])
@@ -174,7 +178,7 @@ def chunks(
                     is_partly_visible, masked, lambda x: x, log2_scores(x, scale, soft_cap)
                 )
                 new = jnp.maximum(top, x.max(axis=1))
-                base = jnp.where(new == -jnp.inf, 0.0, new)  # of a query that has seen nothing yet
+                base = jnp.where(new == -jnp.inf, 0.0, new)  # -inf: the query has seen nothing yet
                 decay = jnp.exp2(top - base)
                 p = jnp.exp2(x - lax.broadcast_in_dim(base, x.shape, [0]))
                 norm = norm * decay + p.sum(axis=1)
@@ -183,7 +187,8 @@ def chunks(
 
                 plgpu.barrier_wait(v_full.at[slot])
 
-                # a weight of 0 does not hide a NaN; one warpgroup for all
+                # Values outside of the context may be NaN, and 0 * NaN is not 0. One warpgroup
+                # clears them for all.
                 @pl.when(
                     start + tile > length
                     if window is None
@@ -243,7 +248,7 @@ def chunks(
             barrier_of_pages(tile, s, stages),
             plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
             plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
-            # a slot is filled again when both have seen it clean
+            # a slot is filled again when both consumers have passed this barrier
             plgpu.Barrier(num_barriers=stages),
         ),
         grid=(heads, items),
@@ -254,4 +259,4 @@ def chunks(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
     )
-    return kernel(q, k_pages, v_pages, block_tables, *of_items)[:t].astype(query_dtype)
+    return kernel(q, k_pages, v_pages, block_tables, *item_arrays)[:t].astype(query_dtype)

@@ -47,8 +47,8 @@ WGMMA = plgpu.Layout.WGMMA
 def parts_of(rows: int, heads: int, longest: int, tiles: Tiles) -> int:
     """Returns the number of parts of a context.
 
-    They are as many as fit on the device at once, each of at least `min_split` tokens. One more
-    would not fit beside the others, and its blocks of threads would begin when these end.
+    They are as many as fit on the device at once, each of at least `min_split` tokens. The blocks
+    of threads of one more part would begin only when others have ended.
     """
     parts_that_fit = 2 * tiles.multiprocessors // (rows * heads)
     return max(1, min(parts_that_fit, longest // tiles.min_split))
@@ -69,7 +69,7 @@ def shared_bytes(d: int, group: int, itemsize: int, tiles: Tiles, queries: int =
 def _tile(d: int, group: int, queries: int, tiles: Tiles) -> int:
     """Returns the context tokens of a tile.
 
-    With more columns it is as short as WGMMA takes it, to save registers.
+    With more columns than a decode has, it is as short as WGMMA allows, to save registers.
     """
     tile = dict(tiles.decode_tile)[d]
     return min(tile, 64) if _columns(group * queries) > _columns(group) else tile
@@ -86,7 +86,7 @@ def _columns(queries: int) -> int:
 def decode(
     q, k_pages, v_pages, block_tables, seq_lens, *, scale, window, soft_cap, tiles: Tiles
 ) -> jax.Array:
-    """Computes the attention of q [B, N, D], one token a row, the last of its context.
+    """Computes the attention of q [B, N, D]: one token of each row, the last of its context.
 
     Returns [B, N, D]; zeros where seq_lens [B] is 0.
     """
@@ -110,8 +110,9 @@ def decode_short(
 ) -> jax.Array:
     """Computes the attention of rows of a few query tokens, q [I, Q, N, D].
 
-    Row rows[i] of the tables has the query tokens q[i, : counts[i]], the last of its context.
-    Returns [I, Q, N, D], undefined for other tokens. A row with a count of 0 costs next to nothing.
+    Row rows[i] of the tables has the query tokens q[i, : counts[i]], the last tokens of its
+    context. Returns [I, Q, N, D], undefined for other tokens. A row with a count of 0 costs almost
+    nothing.
     """
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "tiles": tiles}
     lengths = jnp.where(counts > 0, seq_lens[rows], 0)
@@ -130,6 +131,7 @@ def _decode(
     soft_cap,
     tiles: Tiles,
 ):
+    """Computes the attention of q [B, Q, N, D]; rows_and_counts: those of `decode_short`."""
     b, queries, n, d = q.shape
     _, heads, s, _ = k_pages.shape
     dtype = k_pages.dtype
@@ -169,10 +171,13 @@ def _decode(
             plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_s, q_full)
             plgpu.barrier_wait(q_full)
 
+            # The carry, for each column over the tiles so far: o [D, columns] the sum of the values,
+            # weighted by 2^(score - top); top [columns] the largest score; weights [tile, columns]
+            # the sums of these weights over the tokens at one place of their tiles.
             def attend(i, carry):
                 o, top, weights = carry
                 slot = lax.rem(i, jnp.int32(stages))
-                start = (first + i) * tile
+                start = (first + i) * tile  # the tile's first context token
                 last_use = i + stages >= count
 
                 plgpu.barrier_wait(k_full.at[slot])
@@ -199,21 +204,21 @@ def _decode(
                     partly = partly if window is None else partly | (start < length - window)
                     x = lax.cond(partly, masked, lambda x: x, x)
                     new = jnp.maximum(top, x.max(axis=0))
-                    # minus infinity is of a query that has seen nothing yet
+                    # -inf: the query has seen nothing yet
                     base = jnp.where(new == -jnp.inf, 0.0, new)
                 else:
                     x = masked(x)  # a tile has a token that is seen
                     base = new = jnp.maximum(top, x.max(axis=0))
                 decay = jnp.exp2(top - base)
                 p = jnp.exp2(x - lax.broadcast_in_dim(base, x.shape, [1]))
-                # summed after the loop
+                # the places of the tile are summed after the loop
                 weights = weights * lax.broadcast_in_dim(decay, x.shape, [1]) + p
                 p_s.transpose((1, 0))[...] = p.astype(dtype)
                 plgpu.commit_smem()
 
                 plgpu.barrier_wait(v_full.at[slot])
 
-                # a weight of 0 does not hide a NaN
+                # values outside of the context may be NaN, and 0 * NaN is not 0
                 @pl.when(
                     start + tile > length
                     if window is None

@@ -1,10 +1,10 @@
 """Paged attention on NVIDIA GPUs of the Hopper generation (sm_90a): two Pallas kernels.
 
-Mosaic GPU compiles them. A row with one query token goes to `decode.py`, and so does a short row,
-of 2 to 4 or of 5 to 8, with more columns. All other rows go to `chunks.py`. Every call runs all
-programs that its tokens can need, because only the device knows the rows' lengths. A call of
-decodes alone says so, and is the decode kernel alone. All read pages in place, multiply in 16 bit
-and add in float32.
+Mosaic GPU compiles them. A row with one query token goes to `decode.py`. So does a short row, of 2
+to 4 or of 5 to 8 query tokens, with more columns. All other rows go to `chunks.py`. Every call runs
+all programs that its tokens can need, because only the device knows the rows' lengths. A call
+without cu_q_lens has only decodes, and runs only the decode kernel. All kernels read pages in
+place, multiply numbers of 16 bits and add in float32.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def paged_attention(
     Args:
         window: a query sees the last `window` tokens up to itself; None is all.
         soft_cap: scores x become soft_cap * tanh(x / soft_cap) before the softmax (Gemma 2).
-        short_rows: rows of 2 to 8 tokens have programs of their own. Without drafts to verify such
-            rows are rare, the ends of prompts, and those programs would run in every mixed step;
-            False takes these rows as chunks.
+        short_rows: True: rows of 2 to 8 tokens have programs of their own, which run in every mixed
+            step. False: these rows are chunks. Without drafts to verify such rows are rare: they
+            are the ends of prompts.
         tiles: sizes of the kernels; None takes those of the device.
 
     Raises:
@@ -86,7 +86,7 @@ def paged_attention(
     decoded = decode.decode(rows, *pages, jnp.where(single, seq_lens, 0), tiles=tiles, **options)
     out = jnp.zeros_like(q)
     shorts = sizes_of_short_rows(t, MAX_COLUMNS // (n // heads)) if short_rows else []
-    # query tokens of a row that is no chunk
+    # the most query tokens of a row that is no chunk
     longest = max((size for _, size in shorts), default=1)
     if t > longest:
         chunk_lens = jnp.where(q_lens <= longest, 0, q_lens)

@@ -1,4 +1,4 @@
-"""Pages, products and scores of both GPU kernels."""
+"""What both GPU kernels use: copies of pages, products and scores."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LOG2E = math.log2(math.e)
 
 
 def swizzled_memory(shape, dtype):
-    """Returns shared memory in WGMMA's layout.
+    """Returns shared memory in WGMMA's layout: tiles of 8 rows of 64 numbers of 16 bits.
 
-    It has tiles of 8 rows of 64 numbers of 16 bits, 128 bytes a row.
+    A row is 128 bytes.
     """
     return plgpu.SMEM(
         shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -25,21 +25,22 @@ def swizzled_memory(shape, dtype):
 
 
 def copies(tile: int, block_size: int) -> int:
-    """Returns the number of copies of a tile: one for each of its pages, one if a page is
-    larger."""
+    """Returns the number of copies that fill a tile: one for each of its pages; one if a page is
+    larger than the tile.
+    """
     return tile // min(tile, block_size)
 
 
 def barrier_of_pages(tile: int, block_size: int, stages: int):
-    """Returns one barrier a stage, complete when all copies of its tile have arrived."""
+    """Returns a barrier for each stage. It is complete when all copies of its tile have arrived."""
     return plgpu.Barrier(num_arrivals=copies(tile, block_size), num_barriers=stages)
 
 
 def page_ids(tables, row, start, length, *, tile: int, block_size: int) -> tuple:
     """Returns the page of each copy of the tile that starts at context token `start`.
 
-    start: a multiple of the tile's size. The row's last page is repeated after itself, so that the
-    whole tile in shared memory is written, by pages of the row.
+    start: a multiple of the tile's size. Behind the row's last page that page is repeated, so that
+    the whole tile in shared memory is written, and by pages of the row.
     """
     rows = min(tile, block_size)
     last = lax.max(length - 1, 0) // block_size
@@ -52,8 +53,8 @@ class Ring(NamedTuple):
 
     pages: Any  # [P, K, S, D]
     tiles: Any  # [stages, tile, D] in shared memory
-    full: Any  # a barrier a stage: the tile has arrived
-    free: Any  # a barrier a stage: its consumers have finished
+    full: Any  # a barrier for each stage: its tile has arrived
+    free: Any  # a barrier for each stage: its consumers have finished
 
 
 def produce(rings: Sequence[Ring], head, tables, row, begin, count, length) -> None:

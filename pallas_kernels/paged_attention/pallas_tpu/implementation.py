@@ -3,15 +3,15 @@
     decode    a row with one query token is one tile
     short4    a row of 2 to 4 query tokens is one tile: a decode with drafts to verify
     short8    a row of 5 to 8 query tokens is one tile
-    chunks    all other rows are cut at multiples of the tile's size, counted from the call's first token, so queries
-              need no gathering. A tile may have the end of one row and the beginning of the next
+    chunks    all other rows are cut at multiples of the tile's size, counted from the call's first token. So queries
+              need not be gathered, and a tile may have the end of one row and the beginning of the next
 
 Each pair of a tile and a row is an *item* of the kernel's work. A call runs all sizes that its
 tokens can need, because only the device knows the rows' lengths.
 
-Pages are read as rows of 128 numbers, [P, K, S * D / 128, 128] where D is below 128: the same bytes
-in the same order, which a TPU stores without padding. A cache in this layout is used in place; any
-other is copied, which on a TPU is a pass over all of it.
+Where D is below 128, pages are read as rows of 128 numbers, [P, K, S * D / 128, 128]: the same
+bytes in the same order, which a TPU stores without padding. A cache in this layout is used in
+place. A cache in another layout is copied, which on a TPU is a pass over all of it.
 
 No TPU has run this yet. The compiler (`pallas_kernels.aot`) and interpretation on a CPU show what
 the kernel computes, that it reads nothing before it has arrived, and that it compiles for TPUs from
@@ -216,10 +216,10 @@ class Shape(NamedTuple):
 
 
 def streams_of(q: jax.Array, streams: int) -> jax.Array:
-    """Returns queries [..., R, D] as [..., streams * R, streams * D], once for each stream.
+    """Returns queries [..., R, D] as [..., streams * R, streams * D]: a copy for each stream.
 
-    A stream's copy of the queries has them in the lanes of that stream's token, and zeros in the
-    other lanes.
+    The copy of a stream has the queries in the lanes of that stream's token, and zeros in the other
+    lanes.
     """
     *front, rows, d = q.shape
     eye = jnp.eye(streams, dtype=q.dtype)
@@ -300,9 +300,9 @@ def chunk_sizes(shape: Shape, tiles: TpuTiles) -> Sizes:
 
 
 def sizes_that_fit(shape: Shape, sizes: Sizes, limit: int) -> Sizes:
-    """Returns sizes that fit in VMEM: they are halved one after the other, down to their minima.
+    """Returns sizes that fit in VMEM. They are halved one after the other, down to their minima.
 
-    Shapes with many key heads need it. If even the minima do not fit, the compiler refuses the
+    Shapes with many key heads need this. If even the minima do not fit, the compiler refuses the
     kernel.
     """
     span = max(LANES, shape.s)
@@ -333,7 +333,7 @@ def vmem(shape: Shape, sizes: Sizes) -> int:
 def _items(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Lists items, of which row b has counts[b].
 
-    Returns (row, index within the row, valid) of `size` items.
+    Returns (row, index within the row, valid), each [size].
     """
     end = jnp.cumsum(counts)
     item = jnp.arange(size, dtype=jnp.int32)
@@ -347,15 +347,14 @@ def _work(
     """Returns the work of items in ascending order of their bundle.
 
     Args:
-        bundles: how many there are.
-        bundle: [I] that of each item.
-        valid: [I] bool; the items that are not valid are the last ones, and are not computed.
+        bundles: the number of bundles.
+        bundle: [I] the bundle of each item.
+        valid: [I] bool. Items that are not valid come last, and are not computed.
         unit, row, begin, end, base: [I], see `Work`.
     """
     boundaries = jnp.arange(bundles + 1)[:, None]
-    first = (valid & (bundle < boundaries)).sum(
-        1, dtype=jnp.int32
-    )  # valid items before each bundle
+    # the number of valid items before each bundle
+    first = (valid & (bundle < boundaries)).sum(1, dtype=jnp.int32)
     start = jnp.zeros_like(base)
     if window is not None:
         start = jnp.maximum(base + begin + 1 - window, 0) // span
@@ -384,7 +383,7 @@ def decode_work(seq_lens: jax.Array, sizes: Sizes, window: int | None) -> Work:
 
 
 def short_work(seq_lens, row, number, sizes: Sizes, window: int | None) -> Work:
-    """Returns an item for each slot that is used; slot i is tile i, and the used ones are first."""
+    """Returns an item for each used slot. Slot i is tile i, and used slots come first."""
     slot = jnp.arange(len(row), dtype=jnp.int32)
     zero = jnp.zeros_like(row)
     bundle = slot // sizes.units
@@ -409,7 +408,7 @@ def chunk_work(chosen, seq_lens, cu_q_lens, t: int, sizes: Sizes, window: int | 
     row_begin = cu_q_lens[:-1]
     row_end = cu_q_lens[1:]
     counts = jnp.where(chosen, (row_end - 1) // tokens - row_begin // tokens + 1, 0)
-    # at most one item more than tiles for each row that begins inside a tile
+    # each tile is an item, and each row that begins inside a tile adds at most one
     row, index, valid = _items(counts, tiles + min(len(seq_lens), t // 2))
     tile = row_begin[row] // tokens + index
     begin = jnp.maximum(row_begin[row] - tile * tokens, 0)

@@ -1,5 +1,5 @@
-"""Attention of tiles of queries over pages: Pallas, Mosaic TPU. Decodes, short rows and chunks are
-sizes of one kernel.
+"""Attention of tiles of queries over pages: Pallas, Mosaic TPU. Decodes, short rows and chunks run
+the same kernel in different sizes.
 
     grid        bundles of U tiles of queries, one after another; Pallas copies queries in and results out
     item        (tile of a bundle, row of the batch): the tile's queries of one sequence, over the context they see
@@ -13,11 +13,11 @@ each of these tokens, a *stream*:
 
         row of a page    | token 2 i       | token 2 i + 1   |          D = 64
         stream 0         | q               | 0               |          scores of the even tokens
-        stream 1         | 0               | q               |          scores of the odd ones
+        stream 1         | 0               | q               |          scores of the odd tokens
 
-Each stream has its own softmax. They are merged at the item's end like the parts of a split context
-(Flash-Decoding). So no lane is padding, neither in HBM nor in a copy. Exponentials are powers of
-two.
+Each stream has its own softmax. At the item's end the streams are merged like the parts of a split
+context (Flash-Decoding). So no lane is padding, neither in HBM nor in a copy. Exponentials are
+powers of two.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.shared.tpu import LANES, pinned
 
-# A finite minus infinity: exp2(NEG - NEG) is a number, and beside a real score its weight is 0
+# In the place of minus infinity. It is finite, so exp2(NEG - NEG) is a number. Beside a real score
+# its weight is 0.
 NEG = -1e30
 UNROLLED = 4  # key heads in one body of the loop over them
 LOG2E = math.log2(math.e)
@@ -55,7 +56,7 @@ class Work(NamedTuple):
     end: jax.Array  # [I]
     # [I] position in the row's context of the tile's token 0; below 0 if another row has that token
     base: jax.Array
-    start: jax.Array  # [I] its steps are start : stop of the row's context, at least one
+    start: jax.Array  # [I] the item's steps are start : stop of the row's context, at least one
     stop: jax.Array  # [I]
 
 
@@ -103,10 +104,11 @@ class Refs(NamedTuple):
 def vmem_bytes(q_shape, q_itemsize: int, itemsize: int, sizes: Sizes) -> int:
     """Returns the bytes of VMEM that a kernel needs.
 
-    They hold the ring, the running sums, scores, and queries and results twice, because Pallas
-    copies the next ones while these are computed. The compiler's memory for scores is an estimate:
-    for the heads that are computed in a row, four numbers of 32 bits a score, or six if pages are
-    in float32, which needs several passes of the matrix unit.
+    They hold the ring, the running sums, scores, and queries and results. Queries and results are
+    there twice, because Pallas copies those of the next bundle while one is computed. The
+    compiler's memory for scores is an estimate: four numbers of 32 bits for each score of the heads
+    in one body of the loop. They are six if pages are in float32, which needs several passes of the
+    matrix unit.
 
     Args:
         q_shape: [bundles, U, K, R, L].
@@ -148,8 +150,8 @@ def attend(
         interpret: False compiles; True or pltpu.InterpretParams runs it on a CPU.
 
     Returns:
-        [bundles, U, K, R / streams, L] in q's dtype: the result is in the first D lanes of (query
-        head, query token). Queries without an item have zeros.
+        [bundles, U, K, R / streams, L] in q's dtype, with a row for each (query head, query token).
+        The result is in the first D lanes. Queries without an item have zeros.
     """
     bundles, units, heads, rows, lanes = q.shape
     ring = (sizes.stages, sizes.span // sizes.block_size, heads, *k_pages.shape[2:])
@@ -223,7 +225,7 @@ def _visible_range(r: Refs, item):
 
 
 def page_range(r: Refs, step, visible) -> tuple[Any, Any]:
-    """Returns (first, last + 1) of a step's pages with visible tokens; 0 is the step's first."""
+    """Returns (first, last + 1) of a step's pages with visible tokens, counted in the step."""
     start = step * r.sizes.span
     first = lax.max(visible[0] - start, 0) // r.sizes.block_size
     return first, pl.cdiv(lax.min(visible[1] - start, r.sizes.span), r.sizes.block_size)
@@ -263,7 +265,7 @@ def _send(r: Refs, total) -> None:
 
 
 def slot_of(r: Refs, number):
-    """Returns the slot of the rings of the span that was copied `number`-th."""
+    """Returns the slot in the rings of the span with this number, in the order of the copies."""
     return lax.rem(number, jnp.int32(r.sizes.stages))
 
 
@@ -276,14 +278,17 @@ def wait(r: Refs, slot, item, step) -> None:
 
 
 def bodies(heads: int) -> int:
-    """Returns how often the loop over key heads turns."""
+    """Returns how often the loop over key heads turns.
+
+    Its body has as many heads as divide them, UNROLLED at most.
+    """
     return next(heads // n for n in range(min(UNROLLED, heads), 0, -1) if heads % n == 0)
 
 
 def _over_heads(heads: int, body) -> None:
-    """Calls body(head) for each key head, a few in a row.
+    """Calls body(head) for each key head, a few in one body of the loop.
 
-    Products of one then run beside exponentials of another.
+    Products of one head then run beside exponentials of another.
     """
     at_once = heads // bodies(heads)
 
@@ -298,6 +303,7 @@ def _over_heads(heads: int, body) -> None:
 
 
 def _compute_item(r: Refs, item, total) -> None:
+    """Computes an item: its steps one after the other, then its results. total: of all items."""
     r.acc[...] = jnp.zeros_like(r.acc)
     r.top[...] = jnp.full_like(r.top, NEG)
     r.norm[...] = jnp.zeros_like(r.norm)
@@ -321,24 +327,27 @@ def _compute_item(r: Refs, item, total) -> None:
 def _clear(r: Refs, slot, step, visible) -> None:
     """Sets values that are not visible to zero, because 0 * NaN is not 0.
 
-    With several streams, keys too: there the zeros of one stream's query are multiplied by another
-    stream's tokens.
+    With several streams it also clears keys: the zeros of one stream's query are multiplied by the
+    tokens of the other streams.
     """
     _, pages, heads, rows, lanes = r.v_ring.shape
-    number = lambda axis: lax.broadcasted_iota(jnp.int32, (pages, rows, lanes), axis)  # noqa: E731
+
+    def index(axis):
+        return lax.broadcasted_iota(jnp.int32, (pages, rows, lanes), axis)
+
     token = (
-        number(0) * r.sizes.block_size
-        + number(1) * r.sizes.streams
-        + number(2) // (lanes // r.sizes.streams)
+        index(0) * r.sizes.block_size
+        + index(1) * r.sizes.streams
+        + index(2) // (lanes // r.sizes.streams)
     )
     token = token + step * r.sizes.span
     real = (token >= visible[0]) & (token < visible[1])
+    rings = (r.v_ring,) if r.sizes.streams == 1 else (r.v_ring, r.k_ring)
 
     def clear_head(head, _):
-        for ring in (r.v_ring, r.k_ring)[: min(2, r.sizes.streams)]:
-            ring[slot, :, head] = jnp.where(
-                real, ring[slot, :, head].astype(jnp.float32), 0.0
-            ).astype(ring.dtype)
+        for ring in rings:
+            numbers = jnp.where(real, ring[slot, :, head].astype(jnp.float32), 0.0)
+            ring[slot, :, head] = numbers.astype(ring.dtype)
 
     lax.fori_loop(0, heads, clear_head, None)
 
@@ -358,15 +367,15 @@ def _hidden_keys(r: Refs, item, step):
 
 def _update(r: Refs, unit, slot, head, hidden) -> None:
     """Merges one head's span into the running softmax."""
-    q = r.q[0, unit, head]
-    keys = r.k_ring[slot, :, head]
+    q = r.q[0, unit, head]  # [R, L]
+    keys = r.k_ring[slot, :, head]  # [pages, S / streams, L]
     values = r.v_ring[slot, :, head]
     dtype = jnp.promote_types(q.dtype, keys.dtype)
     keys, values = (a.reshape(-1, a.shape[-1]).astype(dtype) for a in (keys, values))
     exact = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     dot = partial(lax.dot_general, preferred_element_type=jnp.float32, precision=exact)
     x = log2_scores(dot(q.astype(dtype), keys, (((1,), (1,)), ((), ()))), r.scores)
-    x = jnp.where(hidden, NEG, x)
+    x = jnp.where(hidden, NEG, x)  # [R, span / streams]
     top = r.top[head][:, :1]
     new = jnp.maximum(top, x.max(axis=1, keepdims=True))
     decay = jnp.exp2(top - new)
@@ -390,7 +399,7 @@ def log2_scores(x, scores: Scores):
 def _finish(r: Refs, item, head) -> None:
     """Merges the streams and writes the results of the item's queries.
 
-    Results of the tile's other rows stay.
+    Results of other items of the tile stay.
     """
     rows, lanes = r.acc.shape[1:]
     result_rows = rows // r.sizes.streams
@@ -404,7 +413,7 @@ def _finish(r: Refs, item, head) -> None:
     for stream, (part, top) in enumerate(zip(parts, tops, strict=True)):
         weight = jnp.exp2(top - best)  # 0 for a stream that has seen nothing
         acc = r.acc[head, part]
-        if stream:  # moves its numbers to the first lanes
+        if stream:  # the numbers of the stream are moved to the first lanes
             acc = pltpu.roll(acc, lanes - stream * (lanes // r.sizes.streams), 1)
         total = total + acc * weight
         norm = norm + r.norm[head, part][:, :1] * weight

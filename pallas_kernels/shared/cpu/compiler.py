@@ -13,10 +13,12 @@ from llvmlite import binding
 
 from pallas_kernels.shared.cpu.translate import Translation
 
-# Of optimisation. 2 compiles in 3/4 of the time, and float32 decodes take a fifth longer.
+# LLVM's level of optimisation. With 2, compiling takes 3/4 of the time, and float32 decodes take a
+# fifth longer.
 LEVEL = 3
 
-# Code for a CPU with fewer instructions than this one has, for tests: LLVM's names
+# Variables of the environment, for tests: LLVM's names of a CPU with fewer instructions than this
+# machine's, and of its features
 CPU_NAME = "PALLAS_KERNELS_CPU_NAME"
 CPU_FEATURES = "PALLAS_KERNELS_CPU_FEATURES"
 
@@ -52,7 +54,7 @@ def object_code(translation: Translation, level: int = LEVEL) -> bytes:
     machine = _machine()
     translation.module.triple = binding.get_process_triple()
     translation.module.data_layout = str(machine.target_data)
-    # a context of its own: memory of LLVM's global one is never given back
+    # The module has a context of its own. The memory of LLVM's global context is never given back.
     module = binding.parse_assembly(str(translation.module), binding.create_context())
     module.verify()
     tuning = binding.create_pipeline_tuning_options(speed_level=level)

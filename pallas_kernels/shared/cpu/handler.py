@@ -1,4 +1,4 @@
-"""Handlers of XLA's FFI: loaded from disk or compiled once a process, beside other work."""
+"""Handlers of XLA's FFI. Each is loaded from disk or compiled once in a process, beside other work."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ HANDLERS: list[Handler] = []  # of all kernels that are imported
 
 
 def register_called(program: bytes) -> None:
-    """Registers the handlers that a compiled program calls. Its code has the names of their
-    targets, which end with a dot, so that none is the beginning of another one."""
+    """Registers the handlers that a compiled program calls.
+
+    The program's code has the names of their targets. A name ends with a dot, so that no name is
+    the beginning of another one.
+    """
     for handler in HANDLERS:
         if handler.target.encode() in program:
             handler.register()
@@ -40,9 +43,9 @@ class Handler:
         """
         Args:
             name: of the file on disk, and of the function in the object code.
-            target: in XLA's programs. Programs on disk contain it: a handler of other arguments
-                needs another one.
-            package: of the kernel. Its module `kernel` has the function `handle`, of a call frame.
+            target: the handler's name in XLA's programs. Programs on disk contain it, so a handler
+                that takes other arguments needs another target.
+            package: that of the kernel. Its module `kernel` has the function `handle(frame)`.
             folder: of the package.
             options: the values of the kernel's `Option`s.
         """
@@ -59,7 +62,7 @@ class Handler:
         HANDLERS.append(self)
 
     def start(self) -> None:
-        """Begins to load or compile in a thread, once a process.
+        """Begins to load or compile in a thread, once in a process.
 
         Compiling takes about a second of CPU time, almost all of it in LLVM and without Python's
         lock.
@@ -76,8 +79,8 @@ class Handler:
         are looked up, so the handler is registered for them as well.
 
         Raises:
-            RuntimeError: it could not be compiled. Of a program that is compiled already, the
-                execution fails.
+            RuntimeError: the handler could not be compiled. A program that was traced before that
+                fails when it runs.
         """
         self.start()
         if self._error is not None:

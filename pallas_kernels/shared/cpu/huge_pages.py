@@ -1,7 +1,6 @@
 """Memory in huge pages, for arrays that are read as a whole in every step.
 
-A CPU then looks up fewer addresses. JAX uses such an array as it is, because it is aligned: there
-is no second copy.
+A CPU then looks up fewer addresses. JAX uses such an array without a copy, because it is aligned.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any
 import numpy as np
 
 PAGE = 2 << 20  # bytes of a huge page
-ALIGNMENT = 64  # bytes: JAX copies an array of a smaller alignment
-PIECE = 64 << 20  # bytes that are mapped at a time, for several arrays
+ALIGNMENT = 64  # bytes; JAX copies an array with a smaller alignment
+PIECE = 64 << 20  # bytes that are mapped at a time; small arrays share a piece
 
 _lock = threading.Lock()
 # A weak reference to the last piece, which its arrays keep alive, and the bytes of it in use
@@ -41,6 +40,7 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def _map_piece(size: int) -> np.ndarray:
+    """Returns [size] bytes of new memory, which begin at a huge page."""
     memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     start = -np.frombuffer(memory, np.uint8).ctypes.data % PAGE

@@ -21,7 +21,7 @@ def pointer(builder, address, pointee):
 
 
 def _access(kind):
-    """Returns (load, store) of a number at an address. Integers are words elsewhere."""
+    """Returns (load, store) of a number of this type at an address. Loaded integers become words."""
 
     @instruction
     def load(builder, address):
@@ -50,8 +50,9 @@ def copy_bytes(source, out, count):
 
 @instruction
 def fetch_add(builder, address, value):
-    """Adds to a word, atomically, and returns its old value. Orders all memory accesses around
-    it."""
+    """Adds to a word, atomically, and returns its old value. No access to memory is moved across
+    it.
+    """
     return builder.atomic_rmw("add", pointer(builder, address, WORD), value, "seq_cst")
 
 

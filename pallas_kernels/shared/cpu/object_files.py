@@ -23,7 +23,7 @@ from pallas_kernels.shared.cpu import compiler
 
 # C functions that object code calls. LLVM calls `memset` for a loop that writes zeros.
 SYMBOLS = ("malloc", "free", "sched_yield", "expf", "memset", "madvise", "usleep")
-MOST = 8  # files of a variant in a folder, at most: one for each machine and version
+MOST = 8  # most files of a variant in a folder, which machines and versions may share
 
 
 def symbol(name: str) -> str:
@@ -35,8 +35,8 @@ def place(name: str, folder: Path) -> Path | None:
     """Returns the file of a variant on this machine; None if the kernel's source is not there.
 
     Args:
-        name: of the variant. Files begin with it.
-        folder: of the kernel's own source; this folder's is also a part of it.
+        name: of the variant; names of its files begin with it.
+        folder: of the kernel's own source. The source in the folder of this file is hashed too.
     """
     if not folder.is_dir():
         return None
@@ -67,17 +67,17 @@ def read(file: Path) -> bytes | None:
 
 def keep(file: Path, code: bytes) -> None:
     """Writes object code for other processes, atomically. Errors of the file system are ignored."""
-    kind = file.name.rpartition("-")[0]
+    variant = file.name.rpartition("-")[0]
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f"{kind}-", dir=file.parent)
+        handle, name = tempfile.mkstemp(prefix=f"{variant}-", dir=file.parent)
         try:
             with open(handle, "wb") as written:
                 written.write(_digest(file, code) + b"\n" + code)
             os.replace(name, file)
         finally:
             Path(name).unlink(missing_ok=True)
-        by_age = sorted(file.parent.glob(f"{kind}-*"), key=lambda path: path.stat().st_mtime)
+        by_age = sorted(file.parent.glob(f"{variant}-*"), key=lambda path: path.stat().st_mtime)
         for old in by_age[:-MOST]:
             old.unlink(missing_ok=True)
 
@@ -90,7 +90,8 @@ def load(code: bytes, *names: str) -> list[int]:
     """Loads object code. Returns the addresses of functions in it.
 
     Raises:
-        RuntimeError: the process lacks one of `SYMBOLS`. LLVM would end the process.
+        RuntimeError: the process lacks one of `SYMBOLS`. Without this check LLVM would end the
+            process.
     """
     compiler.initialize()
     target = binding.Target.from_triple(binding.get_process_triple())

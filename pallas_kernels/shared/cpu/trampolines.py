@@ -1,11 +1,11 @@
 """Small functions that XLA gets in place of handlers that are not compiled yet.
 
 XLA wants a function when a program is compiled, asks it for the version of its interface, and calls
-it when the program runs. A trampoline answers the question itself. Called before its handler
-exists, it sleeps and looks again, in XLA's thread and without Python's lock. If there will be no
-handler, it returns the reason as an error.
+it when the program runs. A trampoline answers the question itself. If it is called before its
+handler exists, it sleeps and looks again, in XLA's thread and without Python's lock. If there will
+be no handler, it returns the reason as an error.
 
-Trampolines are made in milliseconds, several at once: later, a compilation may hold LLVM for a
+Several trampolines are made at once, in milliseconds. Later, a compilation may hold LLVM for a
 second.
 """
 
@@ -31,7 +31,11 @@ usleep: Any = CFunction("usleep", INT32, WORD)  # the C type is of 32 bits, in t
 
 @compiled_apart
 def _enter(frame, cell):
-    """cell: address of two words, the handler's address and that of the reason if there is none."""
+    """Calls the handler once it exists, or returns its error.
+
+    cell: address of two words. They are the addresses of the handler and of the reason why there is
+        none; each is 0 until it is known.
+    """
     if is_query(frame):
         return 0
     handler = load_published(cell)
@@ -60,11 +64,11 @@ class Trampoline:
         self._message: Any = None
 
     def lead_to(self, handler: int) -> None:
-        """Makes calls go to the handler at an address, those that wait as well."""
+        """Makes calls go to the handler at an address, also calls that wait already."""
         self._publish(self._cell.ctypes.data, handler)
 
     def fail(self, reason: str) -> None:
-        """Makes calls return an error, those that wait as well."""
+        """Makes calls return an error, also calls that wait already."""
         self._message = ctypes.create_string_buffer(reason.encode())
         self._publish(self._cell.ctypes.data + 8, ctypes.addressof(self._message))
 
@@ -83,7 +87,7 @@ def take() -> Trampoline:
 
 
 def _make_trampolines() -> list[Trampoline]:
-    cells = np.zeros((SPARE, 8), np.int64)  # a cache line each
+    cells = np.zeros((SPARE, 8), np.int64)  # each has a cache line of its own
     translation = Translation()
     names = [object_files.symbol(f"trampoline_{i}") for i in range(SPARE)]
     enter = translation.translation_of(_enter, [WORD, WORD], {})

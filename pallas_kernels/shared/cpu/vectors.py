@@ -1,8 +1,8 @@
-"""Vector code for CPU kernels: vectors of 8 or 16 float32 numbers, whatever the CPU's own are.
+"""Vector code for CPU kernels: vectors of 8 or 16 float32 numbers, whatever lengths the CPU has.
 
 It is generated as vector code and does not depend on a vectoriser. `size` is the bytes of a stored
-number: 4 of float32, 2 of bfloat16, which is the upper half of a float32 number, 1 of
-float8_e4m3fn. A float8_e4m3fn number is read as a float16: with its bits in their places there, it
+number: 4 of float32, 2 of bfloat16, 1 of float8_e4m3fn. A bfloat16 number is the upper half of a
+float32 number. A float8_e4m3fn number is read as a float16: with its bits in their places there, it
 is 2^8 times too small, also if it is subnormal. (As a float32 it would be subnormal too, which
 XLA's threads treat as zero.)
 """
@@ -62,7 +62,7 @@ def each_index(builder: Any, stop: Any, start: Any = None, step: int = 1) -> Ite
 def each_case(
     builder: Any, value: Any, cases: Sequence[int], generate: Callable[[int], None]
 ) -> None:
-    """Generates code that compares `value` with each case, and generate(case) for where they match.
+    """Generates code that compares `value` with each case, and runs generate(case) if they match.
 
     If `value` is a constant, only the code of its case is generated.
     """
@@ -199,11 +199,10 @@ class BFloat(ir.Type):
 
 
 def dot_pairs(builder, a, b, c):
-    """Returns c + the products of the two bfloat16 numbers in each lane of a and b.
+    """Returns c + the sum of two products: of the two bfloat16 numbers in each lane of a and b.
 
-    It is for CPUs with avx512bf16 and avx512vl.
-
-    The instruction treats subnormal numbers as zeros, as XLA's threads do.
+    It is for CPUs with avx512bf16 and avx512vl. The instruction treats subnormal numbers as zeros,
+    as XLA's threads do.
     """
     lanes = c.type.count
     if lanes > FULL:
@@ -231,7 +230,7 @@ def polynomial(builder, x, coefficients):
 
 
 def integer_and_fraction(builder, power):
-    """Returns (integer, fraction) of 16 float32 numbers `power`, which is their sum.
+    """Returns (integer, fraction) of 16 float32 numbers: power = integer + fraction.
 
     The fraction is in [-0.5, 0.5].
     """

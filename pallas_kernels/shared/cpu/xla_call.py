@@ -1,8 +1,8 @@
 """XLA's side of a CPU kernel: the call frame, its buffers, and helpers from XLA's thread pool.
 
-xla/ffi/api/c_api.h, version 0.3: byte offsets in its structs on machines of 64 bits. A job is a
-block of memory that the threads of a call share. Its first word counts those who use it, and the
-last one frees it.
+The constants are byte offsets in the structs of xla/ffi/api/c_api.h, version 0.3, on machines of 64
+bits. A job is a block of memory that the threads of a call share. Its first word counts the threads
+that use it, and the last of them frees it.
 
 A handler never waits for a helper that has not begun: its own thread then does all the work. So it
 cannot deadlock, for any number of engines that share the pool.
@@ -29,9 +29,9 @@ FRAME_API = 16
 FRAME_CONTEXT = 24
 FRAME_ARGUMENTS = 72
 FRAME_RESULTS = 112
-EXTENSION_TYPE = 8  # the offset of an extension's type
-EXTENSION_METADATA = 1  # the type of the metadata
-METADATA = 24  # their offset in the extension
+EXTENSION_TYPE = 8
+EXTENSION_METADATA = 1  # a value: the type of the extension with the metadata
+METADATA = 24  # in the extension
 METADATA_MAJOR = 24
 METADATA_MINOR = 28
 METADATA_TRAITS = 32
@@ -40,12 +40,12 @@ BUFFER_TYPE = 16
 BUFFER_RANK = 32
 BUFFER_DATA = 24
 BUFFER_DIMS = 40
-IS_FLOAT32 = 11
+IS_FLOAT32 = 11  # a value of BUFFER_TYPE
 API_ERROR_CREATE = 48
 API_ERROR_DESTROY = 64
 API_SCHEDULE = 136
 API_NUM_THREADS = 144
-INTERNAL = 13  # a code of an error
+INTERNAL = 13  # a value: the code of an error
 ARGUMENT_BYTES = 40  # the longest of the argument structs below
 HOLDERS = 0  # the word of a job that counts its users
 
@@ -132,7 +132,7 @@ def failure(frame, message):
 @compiled
 def _destroy(api, error):
     request = malloc(ARGUMENT_BYTES)
-    store_word(request, 24)
+    store_word(request, 24)  # the struct's size; then: extensions, error
     store_word(request + 8, 0)
     store_word(request + 16, error)
     call(load_word(api + API_ERROR_DESTROY), request)
@@ -163,5 +163,6 @@ def ask_for_help(frame, work, job, helpers):
 
 @compiled
 def release(job):
+    """Ends a thread's use of a job. The last user frees it."""
     if fetch_add(job + HOLDERS, -1) == 1:
         free(job)

@@ -18,8 +18,8 @@ import numpy as np
 
 from pallas_kernels.shared.cpu.handler import Handler
 
-TARGET = "pallas_kernels.zeros.cpu.1."  # of other arguments: another number, for programs on disk
-
+# Programs on disk contain the target: a handler that takes other arguments needs another number.
+TARGET = "pallas_kernels.zeros.cpu.1."
 
 HANDLER = Handler("zeros", TARGET, __name__, Path(__file__).parent, {})
 
@@ -32,7 +32,7 @@ def _zeros(*, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """[*shape] zeros of a dtype, on the default device, which is a CPU."""
-    if sys.platform != "linux":  # other systems keep the numbers of pages that were given back
+    """Returns zeros of a shape and dtype, on the default device, which is a CPU."""
+    if sys.platform != "linux":  # elsewhere pages that were given back may keep their numbers
         return jnp.zeros(shape, dtype)
     return _zeros(shape=shape, dtype=jnp.dtype(dtype))

@@ -9,25 +9,30 @@ from pallas_kernels.shared.cpu.translate import INT32, WORD, CFunction, compiled
 from pallas_kernels.shared.cpu.xla_call import argument, data, dim, result
 
 PAGE = 1 << 16  # bytes: a multiple of the system's pages
-DONTNEED = 4  # Linux: the next access of an anonymous page finds zeros
+DONTNEED = 4  # madvise on Linux: the next access to an anonymous page finds zeros
 
 madvise: Any = CFunction("madvise", INT32, WORD, WORD, WORD)
 
 
 @instruction
 def widened(builder, value):
+    """Returns an integer of 32 bits as a word."""
     return builder.sext(value, WORD)
 
 
 @compiled_apart
 def _clear(first, last):
+    """Writes zeros to the bytes first : last."""
     for address in range(first, last):
         store_byte(address, 0)
 
 
 @compiled_apart
 def handle(frame):
-    """Operand: [2] int32, the bytes of a number and the number of axes of the result."""
+    """What XLA calls, with a call frame. Returns 0: no error.
+
+    Operand: [2] int32, the bytes of a number and the number of axes of the result.
+    """
     sizes = data(argument(frame, 0))
     out = result(frame, 0)
     size = load_int(sizes)
