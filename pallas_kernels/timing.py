@@ -49,7 +49,7 @@ class Shape(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """The operations of the products: for each number of a pair, 2 of q k^T and 2 of the values."""
+        """The operations of q k^T and of the sums of values: 2 each, for each number of a pair."""
         # pairs of a query and a key that it sees, in a row
         pairs = self.context * self.queries - self.queries * (self.queries - 1) / 2
         return 4.0 * self.rows * pairs * self.heads * self.group * self.d

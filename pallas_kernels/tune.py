@@ -62,7 +62,7 @@ def split_candidates(tiles: Tiles) -> Iterator[Tiles]:
 
 
 def program(shape: Shape, rehearse: bool, tiles: Tiles) -> Any:
-    """Returns the compiled calls of a candidate on two caches, or the error if it does not compile."""
+    """Returns a candidate's compiled calls on two caches, or the error of its compilation."""
     if rehearse:
         call = partial(paged_attention, scale=shape.d**-0.5, impl="xla")
     else:

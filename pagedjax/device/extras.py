@@ -22,7 +22,7 @@ Factors = tuple[dict[str, tuple[Any, Any]], ...]  # by layer and matrix: a and b
 
 
 class SampleRows(NamedTuple):
-    """The rows of a batch that has only the tokens that samples follow, each in a row of its own."""
+    """The rows of a batch with only the tokens that samples follow, a row for each token."""
 
     numbers: jax.Array  # [R + 1] i32: 0, 1, ...
     count: jax.Array  # [1] i32: rows that are used

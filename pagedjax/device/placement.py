@@ -75,8 +75,8 @@ class Placement:
         return list(self.mesh.devices.flat)
 
     def sharding(self, *axes: Any) -> NamedSharding:
-        """A sharding by the axes of the mesh that split each dimension. Without axes it is a copy on
-        each device.
+        """A sharding by the axes of the mesh that split each dimension. Without axes it is a copy
+        on each device.
         """
         return NamedSharding(self.mesh, P(*axes))
 
@@ -190,8 +190,8 @@ class Placement:
         arrays, tree = jax.tree.flatten(
             function(logits[:, : self.model.vocab_size], jax.tree.map(share_of, rows))
         )
-        # All results are one array of bits. So there is one exchange, and no compiler has to combine
-        # several.
+        # All results are one array of bits. So there is one exchange, and no compiler has to
+        # combine several.
         bits = [jax.lax.bitcast_convert_type(x, jnp.int32).reshape(share, -1) for x in arrays]
         gathered = jax.lax.all_gather(jnp.concatenate(bits, axis=1), AXES, tiled=True)[:count]
         parts = jnp.split(gathered, np.cumsum([x.shape[1] for x in bits])[:-1], axis=1)

@@ -240,8 +240,8 @@ def _logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def by_maxima(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """`jax.lax.top_k` of finite x [R, V], found as k maxima: (numbers [R, k], indices [R, k] int32).
-    Of equal numbers the first ones are taken.
+    """`jax.lax.top_k` of finite x [R, V], found as k maxima: (numbers [R, k], indices [R, k]).
+    Indices are int32. Of equal numbers the first ones are taken.
 
     For a k above 16 XLA sorts the whole row. On a GPU it does so with a library that cannot be in a
     CUDA graph.

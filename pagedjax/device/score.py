@@ -75,8 +75,8 @@ def _check(c: DecoderConfig, tokens: Any, lengths: Any) -> None:
     dtype = getattr(tokens, "dtype", None) or np.asarray(tokens).dtype
     if len(shape) != 2 or not np.issubdtype(dtype, np.integer) or 0 in shape:
         raise ValueError(
-            f"tokens is {dtype} {list(shape)}; it must be integers [B, L], shorter sequences padded "
-            "to L"
+            f"tokens is {dtype} {list(shape)}; it must be integers [B, L], shorter sequences "
+            "padded to L"
         )
     if shape[1] > c.max_len:
         raise ValueError(

@@ -14,8 +14,8 @@ table, over pages of one key head: [P, K, S, D] are [P K, 1, S, D], the same num
 order. So no kernel knows of selections.
 
 A block's bounds are computed from its page in the step that writes its last slot. They are in the
-cache beside the pages, by block, so whatever moves or shares blocks does so with the bounds. A query
-never uses the bounds of its own block, which may not be full.
+cache beside the pages, by block, so whatever moves or shares blocks does so with the bounds. A
+query never uses the bounds of its own block, which may not be full.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def attend_selected(
     scale: float,
     soft_cap: float | None = None,
 ) -> jax.Array:
-    """[T, N, D] attention. Queries that select read their selected blocks; others read all that they
-    see.
+    """[T, N, D] attention. Queries that select read their selected blocks; others read all that
+    they see.
 
     In a row the queries that select are the last ones.
 
@@ -278,8 +278,8 @@ def _selected_pages(
 
 
 def _scores(q: jax.Array, bounds: jax.Array, tables: jax.Array, counts: jax.Array) -> jax.Array:
-    """[R, K, M] float32: scores of the first `counts` [R] blocks of each row. Scores of other blocks
-    are finite, and mean nothing.
+    """[R, K, M] float32: scores of the first `counts` [R] blocks of each row. Scores of other
+    blocks are finite, and mean nothing.
 
     The query heads of a key head share its selection. Each of these heads gives a block a share: a
     softmax over the upper bounds of the blocks. The score of a block is the sum of its shares.

@@ -173,8 +173,8 @@ def llama_gguf_config(
 def gguf_rope_scaling(
     path: Any, prefix: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any] | None:
-    """`rope_scaling` from the keys <prefix>.rope.scaling.*, or from the tensor rope_freqs.weight, in
-    which llama.cpp stores "llama3" scaling.
+    """`rope_scaling` from the keys <prefix>.rope.scaling.*, or from the tensor rope_freqs.weight,
+    in which llama.cpp stores "llama3" scaling.
     """
     base = f"{prefix}.rope.scaling."
     kind = metadata.get(f"{base}type", "none")
@@ -448,8 +448,8 @@ def _normalised(
     rotated_part = scaling.pop("partial_rotary_factor", result.get("partial_rotary_factor"))
     if rotated_part not in (None, 1):
         raise ValueError(
-            f"{source}: partial_rotary_factor is {rotated_part!r}; only 1 (rotation of whole heads) is "
-            "supported"
+            f"{source}: partial_rotary_factor is {rotated_part!r}; only 1 (rotation of whole heads) "
+            "is supported"
         )
     if scaling:
         scaling["rope_type"] = scaling.get("rope_type") or scaling.pop("type", "default")

@@ -308,8 +308,8 @@ def _read(
         )
     if encoding.name == "F64":
         return raw.view("<f8").astype(np.float32).reshape(shape)
-    # gguf dequantises 16 rows at a time. The rows of a model are short, so the data is cut into longer
-    # rows of whole blocks.
+    # gguf dequantises 16 rows at a time. The rows of a model are short, so the data is cut into
+    # longer rows of whole blocks.
     _, block_bytes = GGML_QUANT_SIZES[encoding]
     rows = raw
     if size:

@@ -179,8 +179,8 @@ def score_merges(
 ) -> list[tuple[str, str]]:
     """The merges that SentencePiece's scores imply: all pairs of pieces that join to a piece.
 
-    Merges to the piece with the best score come first. Among the merges to one piece, the merge with
-    the longest first part comes first.
+    Merges to the piece with the best score come first. Among the merges to one piece, the merge
+    with the longest first part comes first.
     """
     score = {t: s for t, s, kind in zip(tokens, scores, types, strict=True) if kind == NORMAL}
     merges = [

@@ -123,8 +123,8 @@ def on_mesh(model: Model, config: EngineConfig) -> Model:
 
 
 def whole(model: Model) -> dict[str, Any]:
-    """A model's parameters as arrays on the host, nested by name. Those on a mesh are joined, in the
-    stored order.
+    """A model's parameters as arrays on the host, nested by name. Those on a mesh are joined, in
+    the stored order.
     """
 
     def on_host(name: str, x: jax.Array) -> np.ndarray:

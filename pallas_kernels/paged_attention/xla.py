@@ -184,8 +184,8 @@ def _chunks(
         begin = _begin(position[0] + 1, window)
         end = position[0] + number
 
-        # The state: j, the next span. For each query (query head, token of the tile), over the spans
-        # so far: top [K, G tile], norm [K, G tile] and acc [K, G tile, D], as in `_decodes`.
+        # The state: j, the next span. For each query (query head, token of the tile), over the
+        # spans so far: top [K, G tile], norm [K, G tile] and acc [K, G tile, D], as in `_decodes`.
         def walk(state):
             j = state[0]
             page = tables[r, j][None]

@@ -1,4 +1,4 @@
-"""Sizes of the kernels' tiles: a JSON file for each device, which `pallas_kernels.tune` can write."""
+"""Sizes of the kernels' tiles: a JSON file for each device. `pallas_kernels.tune` can write it."""
 
 from __future__ import annotations
 

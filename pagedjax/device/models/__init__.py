@@ -46,8 +46,8 @@ class Model(NamedTuple):
 
     @property
     def leaves(self) -> tuple[Any, ...]:
-        """The parameters for a step, as a flat tuple. To flatten nnx's containers in each call would
-        take longer than the scheduler does.
+        """The parameters for a step, as a flat tuple. To flatten nnx's containers in each call
+        would take longer than the scheduler does.
         """
         return tuple(jax.tree.leaves(self.params))
 

@@ -180,8 +180,8 @@ class DecoderConfig:
 
     @property
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """Where the parts of each matrix of a layer end, by the matrix's name (for `LowRank`). An end
-        is the part's last output + 1. A matrix that is not joined has one part.
+        """Where the parts of each matrix of a layer end, by the matrix's name (for `LowRank`). An
+        end is the part's last output + 1. A matrix that is not joined has one part.
         """
         qkv = tuple(heads * self.head_dim for heads in (self.heads, self.heads + self.kv_heads))
         up = (self.intermediate, 2 * self.intermediate) if self.gated else (self.intermediate,)
@@ -227,7 +227,7 @@ class Attention(nnx.Module):
         return write(attend, pages, k, v, batch)
 
     def read(self, x, pages: Pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
-        """As `__call__`, for tokens whose keys and values are in the pages -> y + residual [T, H]."""
+        """As `__call__`, for tokens whose keys and values are in the pages: y + residual [T, H]."""
         q, _, _ = self._heads(x, angles, norm, (0, self.config.heads), batch)
         return self._output(q, pages, batch, attend, residual)
 
@@ -576,8 +576,8 @@ class Decoder(nnx.Module):
     def hidden(
         self, cache: kv.KVCache, batch: Batch, attend: Attend, taps: Sequence[int] = ()
     ) -> tuple[kv.KVCache, jax.Array, tuple[jax.Array, ...]]:
-        """Runs `layers` to the end for all tokens of the batch: (cache, [T, H] after the final norm,
-        outputs of the taps).
+        """Runs `layers` to the end for all tokens of the batch: (cache, [T, H] after the final
+        norm, outputs of the taps).
         """
         run = self.layers(cache, batch, attend, taps)
         return run.cache, run.finish(None), run.outputs

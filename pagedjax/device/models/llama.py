@@ -199,7 +199,7 @@ def mlp_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
 
 
 def _experts_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
-    """The parameters of a sparse MLP. Mixtral and Qwen3-MoE have different names for its tensors."""
+    """The parameters of a sparse MLP. Mixtral and Qwen3-MoE name its tensors differently."""
     assert c.experts is not None
     e = c.experts
     path = ("blocks", str(layer), "mlp")

@@ -63,8 +63,8 @@ def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext
     after = rows["after"]
     word = rows["word"]
     ends = after == 0
-    # A token of a word that has `after` more tokens must be in the output, `after` places before the
-    # next token. Else the word is not begun.
+    # A token of a word that has `after` more tokens must be in the output, `after` places before
+    # the next token. Else the word is not begun.
     differs = ~ends & (_sampled_before(after, context) != ids)
     broken = jnp.zeros((b, MAX_TOKENS), bool).at[row, word].max(differs)  # [B, words]
     forbidden = (ids >= 0) & ends & ~broken[row, word]

@@ -201,8 +201,8 @@ class RowChain:
     def apply(
         self, stage: Stage, x: jax.Array, rows: Mapping[str, FeatureRows], context: RowContext
     ) -> jax.Array:
-        """x after the features of a stage. Each one is computed only if some row uses it. Those with
-        values of their own for each step come first.
+        """x after the features of a stage. Each one is computed only if some row uses it. Those
+        with values of their own for each step come first.
         """
 
         def apply_all(
@@ -218,8 +218,8 @@ class RowChain:
                 x = jax.lax.cond(jnp.any(on), f.apply, lambda x, *_: x, x, fields, context)
             return x
 
-        # Each group is in one more branch. A conditional copies x even where it changes nothing, and
-        # most steps use no feature, or token masks alone.
+        # Each group is in one more branch. A conditional copies x even where it changes nothing,
+        # and most steps use no feature, or token masks alone.
         features = self.stage(stage)
         by_step = [f for f in features if f.per_step]
         by_request = [f for f in features if not f.per_step]

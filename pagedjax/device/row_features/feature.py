@@ -43,8 +43,8 @@ class RowFeature(NamedTuple):
         off: by field, the value that changes nothing: a numpy scalar or array. It fixes the dtype
             and the shape of the field.
         read: (params, stop_ids) -> the value of each field for one request, or None if it does not
-            use the feature. It is called once for each request. It may raise ValueError; the message
-            that a user sees begins with "request 'a': ".
+            use the feature. It is called once for each request. It may raise ValueError; the
+            message that a user sees begins with "request 'a': ".
         apply: (x, fields, context) -> x, traced. Each field is an array [B, ...]; rows that do not
             use the feature have the `off` values and must not change.
         params: what the feature reads: fields of `SamplingParams`, and names in its `extra_args`. A

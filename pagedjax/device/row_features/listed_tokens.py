@@ -28,8 +28,8 @@ def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, Any] |
     num_listed = len(bias if allowed is None else allowed) + len(stops)  # repeated tokens, too
     if num_listed > MAX_LISTED:
         raise ValueError(
-            f"{num_listed} tokens are listed in logit_bias, allowed_token_ids and (with min_tokens) the "
-            f"stop tokens; the limit is {MAX_LISTED}; list fewer"
+            f"{num_listed} tokens are listed in logit_bias, allowed_token_ids and (with "
+            f"min_tokens) the stop tokens; the limit is {MAX_LISTED}; list fewer"
         )
     if allowed is not None and stops and set(allowed) <= set(stops):
         raise ValueError(

@@ -26,8 +26,8 @@ def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext
 
 
 def token_mask(vocab_size: int) -> RowFeature:
-    """The option for a model with this vocabulary. It is the first one of the chain. No later option
-    can allow a token again.
+    """The option for a model with this vocabulary. It is the first one of the chain. No later
+    option can allow a token again.
     """
     all_allowed = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
     return RowFeature(

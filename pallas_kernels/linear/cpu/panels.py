@@ -35,7 +35,7 @@ def pack(weight: np.ndarray, *, gated: bool = False, matrices: int = 1) -> np.nd
 
 
 def panels_of(xp: Any, weight: Any, *, gated: bool = False, matrices: int = 1) -> Any:
-    """Returns the panels as an array of `xp`, numpy or jax.numpy. An array of numpy may be a view."""
+    """Returns the panels as an array of `xp`, numpy or jax.numpy. In numpy it may be a view."""
     rows = _with_padding(xp, weight.reshape(matrices, -1, weight.shape[1]), gated)
     _, m, k = rows.shape  # m: outputs of one matrix
     if gated:

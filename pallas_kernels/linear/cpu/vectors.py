@@ -80,7 +80,10 @@ def _widened_pairs(builder, w, index, vector):
 
 
 def _fetch(builder, address, written, level):
-    """Fetches a line. written: 1 if it will be stored to. level: 3 is the nearest cache, 2 the next."""
+    """Fetches a line.
+
+    written: 1 if the line will be stored to, else 0. level: 3 is the nearest cache, 2 the next.
+    """
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
     fetch = external_function(builder.module, kind, "llvm.prefetch.p0")

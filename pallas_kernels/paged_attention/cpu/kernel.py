@@ -83,8 +83,8 @@ PARTS = 176
 # Address within the job: [B + 1] slots of all rows before this one. A slot is (span, query token)
 # of a short row.
 SLOTS = 184
-# [B + 1] units of all rows before this one. Units are spans of a short row, and tiles or pieces of a
-# chunk.
+# [B + 1] units of all rows before this one. Units are spans of a short row, and tiles or pieces of
+# a chunk.
 STARTS = 200
 NO_WINDOW = 1 << 31  # longer than any context
 

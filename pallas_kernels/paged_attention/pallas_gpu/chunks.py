@@ -150,8 +150,8 @@ def chunks(
             plgpu.commit_smem()
 
             # The carry, for each row of the run over the tiles so far: o [LANES, D] the sum of the
-            # values, weighted by 2^(score - top); top [LANES] the largest score; norm [LANES] the sum
-            # of these weights.
+            # values, weighted by 2^(score - top); top [LANES] the largest score; norm [LANES] the
+            # sum of these weights.
             def attend(i, carry):
                 o, top, norm = carry
                 slot = lax.rem(i, jnp.int32(stages))

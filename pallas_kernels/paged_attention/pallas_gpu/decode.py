@@ -171,9 +171,9 @@ def _decode(
             plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_s, q_full)
             plgpu.barrier_wait(q_full)
 
-            # The carry, for each column over the tiles so far: o [D, columns] the sum of the values,
-            # weighted by 2^(score - top); top [columns] the largest score; weights [tile, columns]
-            # the sums of these weights over the tokens at one place of their tiles.
+            # The carry, for each column over the tiles so far: o [D, columns] the sum of the
+            # values, weighted by 2^(score - top); top [columns] the largest score; weights [tile,
+            # columns] the sums of these weights over the tokens at one place of their tiles.
             def attend(i, carry):
                 o, top, weights = carry
                 slot = lax.rem(i, jnp.int32(stages))

@@ -1,4 +1,4 @@
-"""Handlers of XLA's FFI. Each is loaded from disk or compiled once in a process, beside other work."""
+"""Handlers of XLA's FFI, loaded from disk or compiled once in a process, beside other work."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def pointer(builder, address, pointee):
 
 
 def _access(kind):
-    """Returns (load, store) of a number of this type at an address. Loaded integers become words."""
+    """Returns (load, store) of a number of a type at an address. Loaded integers become words."""
 
     @instruction
     def load(builder, address):

@@ -363,7 +363,7 @@ class _Body:
         return compare(sign, a, b)
 
     def _boolop(self, node: ast.BoolOp) -> Value:
-        """Returns a truth value. As in Python, values behind the one that decides are not evaluated."""
+        """Returns a truth value. As in Python, what follows the deciding value is not evaluated."""
         is_and = isinstance(node.op, ast.And)
         values = list(node.values)
         first = self._value(values.pop(0))
