@@ -448,8 +448,8 @@ def _normalised(
     rotated_part = scaling.pop("partial_rotary_factor", result.get("partial_rotary_factor"))
     if rotated_part not in (None, 1):
         raise ValueError(
-            f"{source}: partial_rotary_factor is {rotated_part!r}; only 1 (rotation of whole heads) "
-            "is supported"
+            f"{source}: partial_rotary_factor is {rotated_part!r}; only 1 (rotation of whole "
+            "heads) is supported"
         )
     if scaling:
         scaling["rope_type"] = scaling.get("rope_type") or scaling.pop("type", "default")

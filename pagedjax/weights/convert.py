@@ -197,8 +197,10 @@ def reader(checkpoint: Checkpoint, table: Sequence[ParamSource], dtype: str) -> 
 
 
 def rows_of(entry: ParamSource, config: DecoderConfig) -> tuple[int, ...]:
-    """The number of rows of each source of a parameter. They are those of the table, if it has them;
-    those of the heads, for q, k and v; else equal parts.
+    """The number of rows of each source of a parameter.
+
+    They are those of the table, if it has them; those of the heads, for q, k and v; else equal
+    parts.
     """
     if entry.rows:
         return entry.rows
