@@ -134,7 +134,7 @@ def with_slot(factors: Factors, slot: int, config: DecoderConfig, parts: Parts) 
     return tuple(layers)
 
 
-def only(config: DecoderConfig, parts: Parts, dtype: str) -> Factors:
+def factors_of_one(config: DecoderConfig, parts: Parts, dtype: str) -> Factors:
     """The factors of one adapter alone, in slot 1. JAX can differentiate them with respect to
     `parts`.
     """

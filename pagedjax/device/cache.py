@@ -166,8 +166,8 @@ def init(
         row: numbers in a row of a page, a multiple of head_dim; None is head_dim, a token a row.
         draft: the sizes of a drafter's pages, whose keys and values are of `dtype` too.
         dense_layers: the first layers, which have no bounds; None: no layer has.
-        layer_pages: for each layer, the shapes of its page arrays for one block; None: keys and
-            values in all layers.
+        layer_pages: for each layer that has pages in the cache, the shapes of its arrays for one
+            block; None: keys and values.
         sharding: over the devices of a mesh, with kv_heads each; None is the default device.
         zeros: (shape, dtype, device=sharding) -> array.
         pages: the same, for the model's keys and values; None is `zeros`.

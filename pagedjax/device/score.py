@@ -193,7 +193,7 @@ def _score(
 ) -> jax.Array:
     """`score` of tokens [B, L] and lengths [B]. parts: of the adapter, or None."""
     module: Decoder = nnx.merge(graphdef, state)
-    factors = parts and adapters.only(module.config, parts, module.dtype)
+    factors = parts and adapters.factors_of_one(module.config, parts, module.dtype)
     hidden, _ = windows.hidden(module, tokens, batch_invariant=batch_invariant, adapter=factors)
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1))).reshape(-1)
     padding = -len(hidden) % TILE if len(hidden) > TILE else 0

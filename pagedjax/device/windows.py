@@ -118,7 +118,7 @@ def hidden(
     """Windows [B, S] -> ([B S, H] after the final norm, [B S, H] after each of the layers `taps`).
 
     Args:
-        adapter: the factors of an adapter that all tokens use (`adapters.only`).
+        adapter: the factors of an adapter that all tokens use (`factors_of_one`).
     """
     c = module.config
     b, s = tokens.shape

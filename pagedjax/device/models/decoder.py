@@ -105,7 +105,7 @@ class DecoderConfig:
     """Shape of a model. hidden = H, intermediate = F; other letters as in pagedjax/host/types.py.
 
     kinds: one for each layer.
-    ropes: the rotations that `LayerKind.rope` counts; () for learned positions.
+    ropes: the rotations, of which `LayerKind.rope` is an index; () for learned positions.
     norm: "rms"; "rms_plus_one", which multiplies by 1 + weight (Gemma); or "layer", with a bias
         (GPT-2).
     gated: the MLP is activation(gate) * up, else activation(up).

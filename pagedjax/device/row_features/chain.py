@@ -213,7 +213,7 @@ class RowChain:
         ) -> jax.Array:
             for f in features:
                 on, fields = rows[f.name]
-                if len(features) == 1:  # the branch around this function is its own
+                if len(features) == 1:  # the branch around this function is enough
                     return f.apply(x, fields, context)
                 x = jax.lax.cond(jnp.any(on), f.apply, lambda x, *_: x, x, fields, context)
             return x
