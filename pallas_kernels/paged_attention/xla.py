@@ -170,9 +170,8 @@ def _chunks(
     def attend_tile(i, out):
         r = row[i]
         start = cu_q_lens[r] + index[i] * tile
-        number = jnp.minimum(
-            tile, cu_q_lens[r + 1] - start
-        )  # queries of the tile that are the row's
+        # how many queries of the tile are the row's
+        number = jnp.minimum(tile, cu_q_lens[r + 1] - start)
         # [tile] position of each query in its sequence
         position = seq_lens[r] - (cu_q_lens[r + 1] - start) + jnp.arange(tile)
         queries = (

@@ -33,7 +33,7 @@ def _top_k(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContex
 
 
 def _top_p(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
-    """Zero the weights outside the smallest set whose sum is at least top_p of the sum of all."""
+    """Zero the weights outside the smallest set whose sum is at least top_p times that of all."""
     top_p = rows["top_p"]
     bits = _bits(weights)
     # a row without top_p keeps all tokens: a rounding error must not cut one

@@ -149,7 +149,8 @@ def page_dtype(dtype: str) -> str:
 
 def prepare(*, dtype: str, query_dtype: str, invariant: bool) -> None:
     """Loads or compiles the handler in a thread, if it can serve such keys and values here."""
-    head_size = HEAD_SIZE_MULTIPLE  # that of the model is not known yet, and any allowed one does
+    # the model's head size is not known yet; any allowed one gives the same answer
+    head_size = HEAD_SIZE_MULTIPLE
     if not cache_obstacle(jax.default_backend(), dtype, head_size):
         handler_of(dtype, query_dtype, invariant).start()
 

@@ -94,14 +94,13 @@ def attend(
         largest score).
     stats: [G, 2] float32 of the first token: (largest score, sum of the weights), for the merge of
         items.
-    The out and the stats of the next token are K times their own size behind.
+    The out and the stats of the next token are `heads` times their own size behind.
     k, v: addresses of this head in page 0.
     table: [M] int32 pages of the row.
     cap: address of the soft cap, or of 0.
     scores: [count, G, SPAN] float32, scratch.
-    length: context tokens of the row. The last query token sees all of them, and each query token
-        before it one less.
-    window: how many of these each query token sees, the last ones.
+    length: context tokens of the last query token; each query token before it has one less.
+    window: a query token sees the last `window` of its context tokens.
     """
     row = SIZE * d
     part = 4 * group * d * heads
