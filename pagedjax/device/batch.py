@@ -124,8 +124,8 @@ class DraftBatch(NamedTuple):
     counts: Any  # [B] i32: drafts of the row; 0 in padding
     block_tables: Any  # [B, M] i32
     sampling: SamplingBatch  # [B]: of the first draft
-    # [R] i32: for each sample of the step that verifies the drafts, i * B + b if its draft is draft i
-    # of row b; R is 0 if the probabilities of drafts are not wanted
+    # [R] i32: for each sample of the step that verifies the drafts, i * B + b if its draft is the
+    # draft i of row b; R is 0 if the probabilities of drafts are not wanted
     samples: Any
 
 

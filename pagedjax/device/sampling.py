@@ -139,14 +139,19 @@ def _tiled(function: Callable[..., Any], tile: int | None, logits: jax.Array, *r
     def body(i: jax.Array, out: Any) -> Any:
         # the last tile is moved back to fit, so it computes some samples a second time
         start = jnp.minimum(i * tile, r - tile)
-        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, tile)  # noqa: E731
-        put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, 0)  # noqa: E731
-        return jax.tree.map(put, out, function(*jax.tree.map(cut, (logits, *rows))))
 
-    like = jax.eval_shape(function, logits, *rows)
-    return jax.lax.fori_loop(
-        0, -(-r // tile), body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    )
+        def cut(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, start, tile)
+
+        def put(old: jax.Array, new: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(old, new, start, 0)
+
+        results = function(*jax.tree.map(cut, (logits, *rows)))
+        return jax.tree.map(put, out, results)
+
+    shapes = jax.eval_shape(function, logits, *rows)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.fori_loop(0, -(-r // tile), body, zeros)
 
 
 def _choose(
@@ -198,17 +203,23 @@ def prompt_logprobs(
     def body(i, out):
         logits = project(jax.lax.dynamic_slice_in_dim(padded, i * size, size))
         ids = jnp.maximum(jax.lax.dynamic_slice_in_dim(padded_targets, i * size, size), 0)
-        update = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, i * size, 0)  # noqa: E731
+
+        def put(old: jax.Array, new: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(old, new, i * size, 0)
+
         logprobs = by_rows(
             lambda x, ids: PromptLogprobs(*_tiled(_logprobs, tile, x, ids)), logits, ids
         )
-        return jax.tree.map(update, out, logprobs)
+        return jax.tree.map(put, out, logprobs)
 
     # Without a target a branch skips the loop. A loop of zero trips would not do: XLA moves work,
     # such as converting the head, out of loops, but not out of branches.
     zeros = no_prompt_logprobs(len(padded))
-    walk = lambda: jax.lax.fori_loop(0, len(padded) // size, body, zeros)  # noqa: E731
-    out = jax.lax.cond(jnp.any(targets >= 0), walk, lambda: zeros)
+
+    def of_all_tiles() -> PromptLogprobs:
+        return jax.lax.fori_loop(0, len(padded) // size, body, zeros)
+
+    out = jax.lax.cond(jnp.any(targets >= 0), of_all_tiles, lambda: zeros)
     return jax.tree.map(lambda x: x[:t], out)
 
 
