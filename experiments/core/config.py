@@ -26,8 +26,8 @@
     pools: {prefill: {count: 2}, decode: {count: 1}, link_gb_s: 50}   # in place of replicas, see
                                                                       # pool_options.py
 
-A sweep's parts multiply: `grid` is every combination, `zip` takes the values of its lists in pairs,
-`list` gives points key by key.
+A sweep's parts multiply: `grid` is every combination, `zip` takes the first values of its lists
+together, then the second ones, and `list` gives points key by key.
 """
 
 from __future__ import annotations
