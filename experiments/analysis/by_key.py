@@ -284,7 +284,7 @@ def in_families(rows: Sequence[Row]) -> list[Row]:
 
 
 def signs(row: Row, rows: Sequence[Row]) -> str:
-    """In how many cells the value of a pooled row is higher and lower, in words."""
+    """The numbers of cells with a higher and with a lower value of a pooled row, in words."""
     effects = [
         other.comparison.effect
         for other in rows

@@ -446,7 +446,7 @@ def time_plot(rows: Sequence[PointRow], palette: Palette = PAGE) -> Plot | None:
     plot = Plot("Host and device time per step", palette, WIDE, height=0.8 + 0.27 * len(rows))
     for place, row in enumerate(rows):
         device = row.middle(DEVICE)
-        # of a simulated step without host time, an error of rounding that may be below 0
+        # rounding may put it below 0 for a simulated step without host time
         host = max(row.middle(HOST), 0.0)
         plot.axes.barh(place, device, height=0.62, color=plot.colour(0))
         plot.axes.barh(place, host, left=device, height=0.62, color=plot.colour(1))

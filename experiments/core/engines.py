@@ -58,8 +58,8 @@ def weights_key(experiment: Experiment) -> tuple[Any, ...]:
 
 
 def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
-    """Every point times its repeats, in the order to measure them, for at most `alive` engines at a
-    time.
+    """All runs, the repeats of every point, in the order of measurement. At most `alive` engines
+    exist at a time.
 
     Engines form groups of `alive`. Within a group, repeat 0 of every point comes before repeat 1 of
     any point, so a slow minute of the machine does not affect all repeats of one point. Odd repeats

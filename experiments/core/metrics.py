@@ -187,7 +187,8 @@ def steady_rate(times: Iterable[float]) -> float | None:
     ascending = np.sort(np.fromiter(times, float))
     if not ascending.size:
         return None
-    first, last = (ascending[math.ceil(share * ascending.size) - 1] for share in (0.1, 0.9))
+    first = ascending[math.ceil(0.1 * ascending.size) - 1]
+    last = ascending[math.ceil(0.9 * ascending.size) - 1]
     until_last = np.searchsorted(ascending, last, side="right")
     tokens = until_last - np.searchsorted(ascending, first, side="right")
     return float(tokens / (last - first)) if last > first else None

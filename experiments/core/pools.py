@@ -181,7 +181,7 @@ class _Run:
         self._notes = notes
         self._num_moves = 0
         self._link_free = [0.0] * len(prefill_fleet.engines)  # seconds: when each link is free
-        # by engine of `decode`, the sequences that wait for room there
+        # for each engine of `decode`, the sequences that wait for room
         self._arrived: list[deque[Shipment]] = [deque() for _ in decode_fleet.engines]
         self._items: dict[str, tuple[WorkItem, SamplingParams]] = {}  # by the id of the request
         self._branches: dict[str, str] = {}  # branch in `prefill` -> its request

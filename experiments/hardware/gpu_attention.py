@@ -203,11 +203,11 @@ def torch_times(shape: Shape, copies: int) -> Times:
     def tensor(tokens: int, heads: int):
         return torch.randn(shape.rows, heads, tokens, shape.d, dtype=torch.bfloat16, device="cuda")
 
-    n = shape.heads * shape.group
-    sets = [
-        (tensor(shape.queries, n), *(tensor(shape.context, shape.heads) for _ in "kv"))
-        for _ in range(copies)
-    ]
+    def queries_keys_values() -> tuple[Any, Any, Any]:
+        queries = tensor(shape.queries, shape.heads * shape.group)
+        return queries, tensor(shape.context, shape.heads), tensor(shape.context, shape.heads)
+
+    sets = [queries_keys_values() for _ in range(copies)]
     call: Any = partial(
         functional.scaled_dot_product_attention, enable_gqa=True, is_causal=shape.queries > 1
     )

@@ -498,8 +498,8 @@ class SimulatedEngine:
 
 
 def independent(probability: float) -> Guesses:
-    """As many drafts as asked for. A draft is accepted with this probability if the drafts before it
-    are accepted.
+    """A drafter that always gives as many drafts as the scheduler wants. A draft is accepted with
+    this probability if the drafts before it are accepted.
     """
     return lambda seq, length, k: Guess(k, accepted(seq.arrival, length, k, probability))
 

@@ -85,7 +85,7 @@ def ablation_claims(runs: Mapping[str, Sequence[Summary]]) -> list[Claim]:
 
 
 def chunk_costs() -> dict[int, float]:
-    """By how many per cent a prompt of 8,192 tokens takes longer in chunks, by tokens of a chunk."""
+    """How much longer a prompt of 8,192 tokens takes in chunks, in per cent; by tokens of a chunk."""
     yi = Roofline(SHAPES["yi-34b"], CHIPS["a100-80g"], chips=2, bandwidth_share=0.8, rate_share=0.6)
     whole = seconds_in_chunks(yi, 8192, 8192)
     return {chunk: 100 * (seconds_in_chunks(yi, 8192, chunk) / whole - 1) for chunk in BUDGETS}

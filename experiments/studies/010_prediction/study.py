@@ -234,7 +234,7 @@ def held_out(results: Mapping[str, Compared], method: str, path: str) -> list[fl
 
 
 def repeated(results: Mapping[str, Compared], path: str) -> list[float]:
-    """The difference in per cent of each repeat of a run from the one before.
+    """The difference of each repeat of a run from the repeat before it, in per cent.
 
     It is a lower bound of prediction errors.
     """

@@ -117,7 +117,7 @@ QUICK = Size(
 
 
 def streaming(tokens: int, sinks: int = SINKS) -> dict[str, Any]:
-    """Engine options: a query sees `tokens` tokens at most, the first ones among them."""
+    """Engine options with which a query sees at most `tokens` tokens, the first `sinks` among them."""
     window = tokens - sinks - SMALL + 1  # the rest of its first block is seen too
     return {
         "block_size": SMALL,

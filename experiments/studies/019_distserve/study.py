@@ -376,7 +376,7 @@ def example_claims(served: Served) -> list[Claim]:
     )
     theirs = served[PLACEMENTS[0]].rates
     other_rates = [served[place].rates for place in PLACEMENTS[1:]]
-    seeds = min(map(len, other_rates))  # the same ones
+    seeds = min(map(len, other_rates))  # the ratios are of equal seeds
     best = max(interval(rates).middle for rates in other_rates)
     ratio = interval([rate / best for rate in theirs[:seeds]])
     return [
