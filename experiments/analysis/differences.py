@@ -59,8 +59,8 @@ def words_of(result: Comparison, reference: str, unit: str) -> str:
 
 
 # What a point is against the best point. beaten: shown to be worse. exact: worse without noise, for
-# this workload. open: no difference is shown. same: the same in every repeat. unknown: it has no two
-# repeats.
+# this workload. open: no difference is shown. same: the same in every repeat. unknown: it has no
+# two repeats.
 Standing = Literal["beaten", "exact", "open", "same", "unknown"]
 
 
@@ -82,8 +82,8 @@ class Lead(NamedTuple):
 def lead(rows: Sequence[PointRow], metric: Metric) -> Lead | None:
     """The point that is best in a number; None if no point has the number.
 
-    The comparisons with the other points are one family. A point leads if all differences are shown,
-    so the choice of the best median makes no further false leads.
+    The comparisons with the other points are one family. A point leads if all differences are
+    shown, so the choice of the best median makes no further false leads.
     """
     with_metric = [row for row in rows if metric.column in row.values]
     if not with_metric:

@@ -6,10 +6,10 @@
     saved = 1 - sum over steps of distinct blocks / sum over steps of block table entries, of the running sequences
 
 This is the quantity of Fig. 15 of the PagedAttention paper (Kwon et al., SOSP 2023). The paper's
-values for Alpaca are printed beside it. Sharing depends on where beams diverge, which random numbers
-cannot imitate, so a real model runs. Prompts are windows of configs/prompts/english.txt. Prompt and output
-lengths are exponential with Alpaca's means (the paper's Fig. 11), rounded and at least 1. The end
-of text is ignored, prefix caching is off, all requests arrive at once.
+values for Alpaca are printed beside it. Sharing depends on where beams diverge, which random
+numbers cannot imitate, so a real model runs. Prompts are windows of configs/prompts/english.txt.
+Prompt and output lengths are exponential with Alpaca's means (the paper's Fig. 11), rounded and at
+least 1. The end of text is ignored, prefix caching is off, all requests arrive at once.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ def calculated_step(config: Any, sequences: int, context: int) -> CalculatedStep
     # the rotary table; a step reads one row of it for each sequence, which is not counted
     angles = config.head_dim * config.max_len
     read = config.layers * layer + head + norms + biases
-    # the numbers of a sequence that exist at a time: a layer's input with the outputs of gate and up
-    # and their product, or the logits
+    # the numbers of a sequence that exist at a time: a layer's input with the outputs of gate and
+    # up and their product, or the logits
     widest = max(config.hidden + 3 * config.intermediate, config.vocab_size)
     longest = context + ROOM
     blocks = 1 + sequences * -(-longest // BLOCK)

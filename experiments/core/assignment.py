@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from experiments.core.engines import Run, engine_key
 
-# A kind of machine: repeats on equal kinds differ by noise alone. "" is the kind for simulated runs,
-# which depend on no machine.
+# A kind of machine: repeats on equal kinds differ by noise alone. "" is the kind for simulated
+# runs, which depend on no machine.
 Kind = str
 
 

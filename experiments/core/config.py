@@ -17,8 +17,8 @@
     simulate: {chip: h200, model: llama-3-8b}     # no device: a cost model advances a clock, see
                                                   # simulate.py
     metrics: [mine.py:jain]       # your own functions of the records of a run
-    records: sums                 # for a long simulation: keep no records of steps and of the times of
-                                  # tokens, see totals.py
+    records: sums                 # for a long simulation: keep no records of steps and of the
+                                  # times of tokens, see totals.py
     record: true                  # keep every decision of the scheduler, for `pagedjax view`
     replicas: {count: 16, router: prefix}         # several simulated engines; router: mine.py:NAME
                                                   # is your own; changes: [{at: 30.0, join: 2},
@@ -386,8 +386,8 @@ def _refuse_ignored_model(values: Mapping[str, Any]) -> None:
 
 
 def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
-    """The experiment with the absolute path of `simulate.fit`, which is looked for in `folder`, then
-    in the current folder.
+    """The experiment with the absolute path of `simulate.fit`, which is looked for in `folder`,
+    then in the current folder.
 
     The run is fitted here as a check, so that a damaged run is an error before anything runs.
     """

@@ -1,7 +1,8 @@
 """The driver of an engine on a device, and one measured run of a point.
 
 A driver sends the requests of a workload to engines. In an open loop, requests arrive at their
-times, whether or not the engine keeps up. In a closed loop, a request arrives when a client is free.
+times, whether or not the engine keeps up. In a closed loop, a request arrives when a client is
+free.
 
 `drive` runs one engine on a device. `replicas.drive_replicas` runs simulated engines behind a
 router, or a single one, and `pools.drive_pools` the simulated engines of two pools. All three use

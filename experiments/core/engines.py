@@ -126,7 +126,8 @@ class Engines:
         Args:
             alive: the largest number of engines at a time.
             load_model: called as load_model(model, dtype=..., weight_dtype=..., ...).
-            make: called as make(model=..., **fields of EngineConfig), with a result of `load_model`.
+            make: called as make(model=..., **fields of EngineConfig), with a result of
+            `load_model`.
         """
         self._alive = alive
         self._load_model = load_model

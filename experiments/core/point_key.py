@@ -64,8 +64,8 @@ LATER = {
         "taps",
     ),
 }
-# Fields of EngineConfig that may name a user's own value, file.py:NAME. `row_features`, which is not
-# here, may name several.
+# Fields of EngineConfig that may name a user's own value, file.py:NAME. `row_features`, which is
+# not here, may name several.
 OWN_VALUES = ("policy", "attention_impl", "linear_impl", "model_family")
 
 

@@ -7,8 +7,8 @@ goes on with them.
 
 Events happen in the order of their times. Events at the same time happen in this order: pages that
 arrived, sequences that are released, arrivals of requests, steps of `decode`, steps of `prefill`.
-Each pool has a router (pagedjax/routing), which knows the requests that have ended in its pool until
-it is asked. The transitions are those of the real engines (pagedjax/host/handover.py).
+Each pool has a router (pagedjax/routing), which knows the requests that have ended in its pool
+until it is asked. The transitions are those of the real engines (pagedjax/host/handover.py).
 
 All pages of a sequence are sent, even those that `decode` has in its prefix cache. A released
 sequence gives its row in `prefill` back at once, but its blocks only when `decode` has adopted it.

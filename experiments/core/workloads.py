@@ -721,8 +721,8 @@ class RandomIds(DrawnIds):
     __slots__ = ("_drawn_from", "_increment", "_vocab_size")
 
     def __init__(self, rng: np.random.Generator, length: int, vocab_size: int) -> None:
-        """Keep the state of `rng`, which uses PCG64. The ids are those that it would draw next; it is
-        not advanced.
+        """Keep the state of `rng`, which uses PCG64. The ids are those that it would draw next; it
+        is not advanced.
         """
         state = rng.bit_generator.state
         self._drawn_from = state["state"]["state"], state["has_uint32"], state["uinteger"]

@@ -263,8 +263,8 @@ def _columns(output: Any, rows: int) -> int:
 def whole_arrays(program: hlo.Program, nbytes: int) -> Counter[str]:
     """Count the instructions with a result of so many bytes, in any shape, by kind.
 
-    The kind of a fusion is the kind of its last instruction, because a fusion that ends in a scatter
-    is in place.
+    The kind of a fusion is the kind of its last instruction, because a fusion that ends in a
+    scatter is in place.
     """
     counts: Counter[str] = Counter()
     for site in hlo.sites(program):
@@ -302,7 +302,8 @@ def compile_fitting(
             break
     if step is None:
         raise no_room(
-            f"the compiler finds no room for a step beside {memory.size(device_room.weights)} of weights"
+            "the compiler finds no room for a step beside "
+            f"{memory.size(device_room.weights)} of weights"
         )
     blocks = device_room.blocks(step.activations)
     usable = min(blocks, device_room.useful)

@@ -8,8 +8,8 @@ Every head size and block size with 5 group sizes is one ragged batch of decodes
 chunks. The kernels' bfloat16 is compared with float64 on the host. Every fifth shape also has a
 window and a soft cap. Slots outside all contexts are NaN.
 
-Compilers are slow and cores are many, so the shapes are shared among processes. Each process has its
-own context on the GPU; a kernel that hangs stops one process, and the others end. Results are
+Compilers are slow and cores are many, so the shapes are shared among processes. Each process has
+its own context on the GPU; a kernel that hangs stops one process, and the others end. Results are
 written as they come.
 """
 

@@ -2,8 +2,8 @@
 
 A launch is an instruction of the program that is a kernel, or a copy. Launches in a branch may not
 run and are not counted. Launches in a loop run as often as the loop's body, if the compiler prints
-how often. XLA joins launches into CUDA graphs, and the host launches each graph once. XLA's log says
-how many graphs there are (`graphs`).
+how often. XLA joins launches into CUDA graphs, and the host launches each graph once. XLA's log
+says how many graphs there are (`graphs`).
 """
 
 from __future__ import annotations

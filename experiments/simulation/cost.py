@@ -225,8 +225,8 @@ def shape_of(
     *,
     family: Family | None = None,
 ) -> Shape:
-    """The shape in a Hugging Face config.json. The model's family reads it, so defaults are those of
-    the loader.
+    """The shape in a Hugging Face config.json. The model's family reads it, so defaults are those
+    of the loader.
 
     Raises:
         ValueError: the model is not supported.
@@ -343,8 +343,8 @@ NVLINK_4 = Network(450e9, neighbours=False, devices=8)
 # Google Cloud's pages of each TPU give the bandwidth of all links of a chip, both directions
 # together: v5e 400 and v6e 800 GB/s over 4 links, v5p and TPU7x 1,200 GB/s over 6. TPU v4 has 6
 # links of 50 GB/s in each direction (Jouppi et al. 2023, arXiv 2304.01433, table 4). "How to Scale
-# Your Model" (Austin et al. 2025, parts 2 and 3) uses 90 % of these, and about 1 us a hop. JAX shows
-# a TPU7x as two devices; here it is one.
+# Your Model" (Austin et al. 2025, parts 2 and 3) uses 90 % of these, and about 1 us a hop. JAX
+# shows a TPU7x as two devices; here it is one.
 HOP = 1e-6
 ICI = {
     "tpu-v4": Network(50e9, neighbours=True, devices=4096, hop=HOP),

@@ -13,8 +13,8 @@ model advances.
 This section is the only difference in a config: driver, events, records, summary and report are the
 same. Tokens have no meaning. A request ends at its max_tokens, or before, at the length that the
 workload draws: its last token there is an end token outside of the vocabulary. So
-`sampling.ignore_eos` must be true. Time is virtual: nothing sleeps, and the load of the machine does
-not change a run.
+`sampling.ignore_eos` must be true. Time is virtual: nothing sleeps, and the load of the machine
+does not change a run.
 """
 
 from __future__ import annotations

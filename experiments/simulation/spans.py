@@ -64,8 +64,8 @@ def sampled(arrival: int, length: Any, vocabulary: int) -> Any:
 
 
 def step_times(start: float, steps: int, work: Work, seconds: StepTime, host_s: float) -> StepTimes:
-    """The times of consecutive steps. Each step has one more token of context for each sequence than
-    the step before.
+    """The times of consecutive steps. Each step has one more token of context for each sequence
+    than the step before.
 
     The sums are equal, bit by bit, to those of a clock that is advanced step by step.
 

@@ -1,9 +1,9 @@
 """What a draft head learns from: a model's own outputs, the outputs of its layers on them, and the
 probabilities of its next tokens.
 
-Prompts are pieces of Python's documentation (data.py). The model continues each prompt, half of them
-greedily and half of them at temperature 1. Then it reads prompts and outputs again, and for each
-token these are kept:
+Prompts are pieces of Python's documentation (data.py). The model continues each prompt, half of
+them greedily and half of them at temperature 1. Then it reads prompts and outputs again, and for
+each token these are kept:
 
     features    the outputs of the layers `taps`, in 16 bits
     ids, shares the TOP likeliest next tokens and their probabilities
@@ -50,8 +50,8 @@ class Windows(NamedTuple):
 def prompts(
     encode: Callable[[str], Sequence[int]], setup: DraftSetup
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [n, prompt] and [m, prompt] from random places of the training text and of the held-out
-    text.
+    """Tokens [n, prompt] and [m, prompt] from random places of the training text and of the
+    held-out text.
     """
 
     def from_places(topics: Sequence[str], count: int, stream: int) -> np.ndarray:

@@ -3,8 +3,8 @@ training-time test).
 
 In pass 0 each position has the true feature of the token before. In pass s it has the feature that
 the head itself made of that token in pass s - 1. Position i of pass s is the draft that an engine
-makes s tokens after the last known token. It sees the true keys of the tokens up to i - s, and after
-them the keys of earlier passes, as an engine's cache has them.
+makes s tokens after the last known token. It sees the true keys of the tokens up to i - s, and
+after them the keys of earlier passes, as an engine's cache has them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def queries_by_head(q: jax.Array, keys: jax.Array) -> jax.Array:
 def true_scores(
     queries: jax.Array, keys: jax.Array, place: jax.Array, last: int, window: int
 ) -> jax.Array:
-    """The scores [B, K, G, S, S] of the queries of pass `last` with the keys of pass 0; -inf where a
-    query does not see a key.
+    """The scores [B, K, G, S, S] of the queries of pass `last` with the keys of pass 0; -inf where
+    a query does not see a key.
     """
     scores = jnp.einsum("bskgd,bktd->bkgst", queries, keys)
     distance = place[:, None] - place  # from each query to each key

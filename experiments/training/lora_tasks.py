@@ -1,7 +1,7 @@
 """The tasks of a training run of adapters: text in capitals, and lists to sort.
 
-Each task has answers that can be checked. An example is a prompt and what should follow it. The loss
-is that of the tokens after the prompt.
+Each task has answers that can be checked. An example is a prompt and what should follow it. The
+loss is that of the tokens after the prompt.
 """
 
 from __future__ import annotations

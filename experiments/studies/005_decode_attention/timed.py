@@ -176,8 +176,8 @@ def paged_name(impl: str, size: int) -> str:
 
 
 def paged(model: Model, impl: str, batch: int, context: int, size: int, longest: int) -> Contender:
-    """Attention over pages. Sequences share no block, blocks are in random order, and block 0 is the
-    trash block.
+    """Attention over pages. Sequences share no block, blocks are in random order, and block 0 is
+    the trash block.
     """
     config = model.config
     width = -(-context // size)
@@ -211,9 +211,9 @@ class Program(NamedTuple):
 
 
 def program(model: Model, batch: int, contender: Contender) -> Program:
-    """The program of some layers. They run in sequence as in a model, each with its keys and values.
-    Together these exceed the processor's cache, because in a real step the weights pass through the
-    cache between two layers.
+    """The program of some layers. They run in sequence as in a model, each with its keys and
+    values. Together these exceed the processor's cache, because in a real step the weights pass
+    through the cache between two layers.
     """
     config = model.config
     attend, shape, arguments = contender

@@ -1,8 +1,9 @@
 """008: blocks shared by parallel sampling and beam search, after Fig. 15 of PagedAttention (Kwon et
 al. 2023).
 
-It has no config: it runs two measurements of experiments.bench with their own settings, sharing (the
-scheduler alone, on lengths like the paper's) and beams (beams of a real model on English text).
+It has no config: it runs two measurements of experiments.bench with their own settings, sharing
+(the scheduler alone, on lengths like the paper's) and beams (beams of a real model on English
+text).
 """
 
 from __future__ import annotations
