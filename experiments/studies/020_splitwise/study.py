@@ -421,7 +421,8 @@ def answer(
         f"times that of Baseline-H100 at the same cost (1.4). {agreeing}",
         f"With decodes as they were measured, the same factors are {measured_aa}, {measured_ha} "
         f"and {measured_aa_cost}. That simulator looks up a step of n decodes where a prompt of n "
-        "tokens was measured, so a batch of decodes takes hardly longer than one, and a few machines for tokens are enough. "
+        "tokens was measured, so a batch of decodes takes hardly longer than one, and a few "
+        "machines for tokens are enough. "
         "In the measurements 32 decodes of an A100 take 1.34 times as long as one and 64 take 1.98 "
         "times, and the median of TBT may be 1.25 times that of one request alone. Splitwise's "
         "mixed pool, which is not simulated, could raise these factors.",
