@@ -50,17 +50,17 @@ def measure(
     engines: int = 4,
     quiet: bool = True,
 ) -> pd.DataFrame:
-    """Measure what is missing of an experiment, and read all of its runs, as `python -m
-    experiments.run` does.
+    """Measure the missing runs of an experiment as `python -m experiments.run` does, and read all
+    of its runs.
 
     Args:
         config: a YAML file.
-        settings: keys in place of those of the file, such as {"engine.block_size": 32}.
+        settings: values of keys that replace those of the file, such as {"engine.block_size": 32}.
         out: the folder of results. The experiment has a folder of its name there, with its runs and
             its report.
-        jobs: simulated runs at a time, each in a process of its own.
-        engines: that are kept alive at a time.
-        quiet: no progress bar.
+        jobs: the number of simulated runs at a time, each in a process of its own.
+        engines: the number of engines that are kept alive at a time.
+        quiet: show no progress bar.
 
     Returns:
         The runs of this experiment, in the rows and columns of `load_runs`. A run that failed has
@@ -80,7 +80,7 @@ def load_runs(folder: str | PathLike[str], where: Mapping[str, Any] | None = Non
 
     Args:
         where: values of swept keys that choose some of the runs, in place of a folder with a hash,
-            such as {"engine.policy": "fcfs", "repeat": 0}. A key may be its last name.
+            such as {"engine.policy": "fcfs", "repeat": 0}. The last name of a key is enough.
 
     Columns: the swept keys by their short names (`block_size`), `label`, `point` (hash), `repeat`,
     `failed` (missing, or the reason), the summary's numbers with dotted names (`ttft_s.p50`),
@@ -118,12 +118,12 @@ def load_requests(
     Args:
         where: as of `load_runs`.
 
-    Columns: of its run, the swept keys by their short names, `label`, `point`, `repeat` and `run`;
-    then `request_id`, `prompt_tokens`, `max_tokens`, `output_tokens`, `branches` and `preemptions`
-    (counts), `arrival` and `first_scheduled` (seconds from the start of the run), `queue_s`,
-    `ttft_s`, `tpot_s` (the mean gap between tokens) and `e2e_s` (seconds from its arrival),
-    `finish_reason` of its first branch, and `replica`; where the workload has them, `predicted`
-    (output tokens) and `user`. What did not happen is missing.
+    Columns of the request's run: the swept keys by their short names, `label`, `point`, `repeat`
+    and `run`. Columns of the request: `request_id`, `prompt_tokens`, `max_tokens`, `output_tokens`,
+    `branches` and `preemptions` (counts), `arrival` and `first_scheduled` (seconds from the start
+    of the run), `queue_s`, `ttft_s`, `tpot_s` (the mean gap between tokens) and `e2e_s` (seconds
+    from its arrival), `finish_reason` of its first branch, and `replica`; where the workload has
+    them, `predicted` (output tokens) and `user`. A value that did not happen is missing.
 
     Raises:
         ValueError, ImportError: as of `load_runs`.
@@ -139,8 +139,8 @@ def load_steps(folder: str | PathLike[str], where: Mapping[str, Any] | None = No
     Args:
         where: as of `load_runs`.
 
-    Columns: of its run, those of `load_requests`; then those of steps.jsonl. A run with `records:
-    sums` has no steps.
+    Columns: first the columns of its run, as in `load_requests`; then the keys of steps.jsonl. A
+    run with `records: sums` has no steps.
 
     Raises:
         ValueError, ImportError: as of `load_runs`.

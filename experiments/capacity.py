@@ -135,8 +135,8 @@ class Criterion:
         return all(value <= self.limit_of(name) for name, value in values.items())
 
     def in_time(self, request: RequestRecord) -> bool:
-        """Whether a request meets the targets by itself; with a percentile, the one of TTFT, or of
-        its own gaps if ITL alone has a target.
+        """Whether a request meets the targets by itself. With a percentile, one target decides:
+        that of TTFT; or, if ITL alone has a target, that of the percentile of the request's gaps.
         """
         if self.percentile is None:
             return meets(request, self.slo)
@@ -168,7 +168,10 @@ class Probe(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The range of the search: from `start`, or within `low` and `high`."""
+    """The range of the search: it begins at `start`, or stays within `low` and `high`.
+
+    tolerance: how close the answer must be, as a share of the rate.
+    """
 
     start: float
     low: float | None = None
@@ -180,7 +183,8 @@ def bracket(probes: Sequence[Probe]) -> tuple[float, float]:
     """The two rates that the capacity is between.
 
     Returns:
-        (highest met rate below the other one, or 0; lowest rate that was not met, or infinity).
+        (the highest met rate below the lowest rate that was not met, or 0; the lowest rate that
+        was not met, or infinity).
     """
     lowest_unmet = min((probe.rate for probe in probes if not probe.met), default=math.inf)
     met_rates = [probe.rate for probe in probes if probe.met and probe.rate < lowest_unmet]
@@ -195,8 +199,8 @@ def next_rate(probes: Sequence[Probe], bounds: Bounds) -> float | None:
     start, low, high, tolerance = bounds
     probed = {probe.rate for probe in probes}
     given_rates = [rate for rate in (low, high) if rate is not None]
-    for rate in given_rates or [start]:  # these first
-        if rate not in probed:
+    for rate in given_rates or [start]:
+        if rate not in probed:  # the search begins with these rates
             return rate
     highest_met, lowest_unmet = bracket(probes)
     if highest_met == 0.0:
@@ -213,6 +217,7 @@ def next_rate(probes: Sequence[Probe], bounds: Bounds) -> float | None:
     is_wide = lowest_unmet > highest_met * (1 + tolerance)
     if is_wide and highest_met < middle < lowest_unmet:
         return middle
+    # the answer is known; do higher rates not meet the targets either?
     for i in range(1, BEYOND + 1):
         rate = rounded(lowest_unmet * (1 + tolerance) ** i)
         is_probed = any(abs(rate - other_rate) < rate * tolerance / 2 for other_rate in probed)
@@ -283,8 +288,9 @@ class Search(NamedTuple):
     """The search for the capacity of a cell with one seed.
 
     base: the point of the config.
-    criterion: of its targets, which may be swept.
-    repeat: that the search measures; None: all of them, whose median counts.
+    criterion: the condition on a rate, with the point's own targets: they may be swept.
+    repeat: the only repeat that the search measures; None: it measures all, and their median
+        counts.
     """
 
     base: Point
@@ -304,14 +310,14 @@ class Search(NamedTuple):
 
     @property
     def seed(self) -> int | None:
-        """Of its workload, if the cell has several."""
+        """The seed of the search's workload; None if the cell has one seed only."""
         if self.repeat is None and "seed" not in self.base.swept:
             return None
         return self.base.experiment.seed + (self.repeat or 0)
 
     @property
     def name(self) -> str:
-        """Its cell and seed, in words."""
+        """The cell and the seed of the search, in words."""
         return self.cell_label if self.seed is None else f"{self.cell_label}, seed {self.seed}"
 
     @property
@@ -320,7 +326,7 @@ class Search(NamedTuple):
 
     @property
     def repeats(self) -> list[int]:
-        """That each of its probes measures."""
+        """The repeats that each probe of the search measures."""
         every_repeat = list(range(self.base.experiment.repeats))
         return every_repeat if self.repeat is None else [self.repeat]
 
@@ -333,8 +339,8 @@ def searches_of(points: Sequence[Point], options: argparse.Namespace) -> list[Se
     """A search for each cell and seed.
 
     Raises:
-        ValueError: a swept seed and a repeat draw the same workload, or percentiles are compared of
-            cells with other latencies in their targets.
+        ValueError: a swept seed and a repeat draw the same workload; or, with --percentile, cells
+            have targets for different latencies.
     """
     searches = []
     for point in points:
@@ -346,10 +352,11 @@ def searches_of(points: Sequence[Point], options: argparse.Namespace) -> list[Se
     if options.percentile is not None:
         _check_same_latencies([search.criterion.slo for search in searches])
     names = [search.name for search in searches if search.seed is not None]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
+    repeated_name = next((name for name in names if names.count(name) > 1), None)
+    if repeated_name is not None:
         raise ValueError(
-            f"two searches are of {twice}: seed is swept, and with reseed repeat r has seed + r; "
+            f"two searches are of {repeated_name}: seed is swept, and with reseed repeat r has "
+            "seed + r; "
             "leave one of the two out, or sweep seeds that are further apart"
         )
     return searches
@@ -375,10 +382,11 @@ def point_at(raw: dict[str, Any], base: Point, folder: Path, rate: float) -> Poi
 
 
 def compared_key(points: Sequence[Point], name: str | None) -> str | None:
-    """The key whose values are compared: the given one, or the only one; None if there is none.
+    """The key whose values are compared: the named key, or else the only swept key. None if no key
+    is named and none or several are swept, or the rates of the cells have several units.
 
     Raises:
-        ValueError: the given one has less than two values, or rates of cells have several units.
+        ValueError: a key is named, and it has less than two values, or the units differ.
     """
     units = dict.fromkeys(rate_of(point.experiment.workload)[1] for point in points)
     if len(units) > 1 and name is None:
@@ -396,14 +404,14 @@ def compared_key(points: Sequence[Point], name: str | None) -> str | None:
 
 
 def _name(base: Point) -> str:
-    # not the config's own folder, which has another sweep
+    """The name of the sweep of probes. The config's own name is that of another sweep."""
     return f"{base.experiment.name}-capacity"
 
 
 class Probed:
     """The points and runs that the searches need so far, and their summaries.
 
-    Each round measures what is missing of all of them, so that the folder is one sweep.
+    Each round measures the missing runs of all searches, so that the folder is one sweep.
     """
 
     def __init__(
@@ -419,7 +427,7 @@ class Probed:
 
     @property
     def points(self) -> list[Point]:
-        """In the order of cells, and of rates."""
+        """All points, in the order of their cells, and within a cell of their rates."""
         bases = list(dict.fromkeys(base for base, _ in self._points))
         places = sorted(self._points, key=lambda place: (bases.index(place[0]), place[1]))
         return [self._points[place] for place in places]
@@ -435,7 +443,7 @@ class Probed:
         return point
 
     def measure(self, measure_all: sweep.Measure) -> dict[tuple[str, int], dict[str, Any]]:
-        """Measure what is missing -> the summaries, by point and repeat."""
+        """Measure the missing runs. Returns all summaries, by key of the point and repeat."""
         remedy = f"Delete {self.folder} to measure all probes again"
         points = self.points
         plan = [run for run in plan_runs(points, 1) if run.repeat in self._repeats[run.point.key]]
@@ -458,21 +466,28 @@ def run_searches(
     *,
     quiet: bool,
 ) -> list[Search]:
-    """The searches with their probes: in rounds, of each the next rate."""
+    """Run searches in rounds until all are over. A round probes the next rate of each search.
+
+    Returns:
+        The searches with their probes.
+    """
     current = list(searches)
-    while rates := {i: rate for i, s in enumerate(current) if (rate := s.next_rate) is not None}:
+    while True:
+        next_rates = {i: search.next_rate for i, search in enumerate(current)}
+        rates = {i: rate for i, rate in next_rates.items() if rate is not None}
+        if not rates:
+            return current
         points = {i: probed.point(current[i], rate) for i, rate in rates.items()}
         summaries = probed.measure(measure_all)
         for i, rate in rates.items():
             search = current[i]
-            of_probe = [summaries[points[i].key, repeat] for repeat in search.repeats]
-            probe = probe_of(rate, of_probe, search.criterion, probed.folder)
+            probe_summaries = [summaries[points[i].key, repeat] for repeat in search.repeats]
+            probe = probe_of(rate, probe_summaries, search.criterion, probed.folder)
             current[i] = search._replace(probes=(*search.probes, probe))
             name = f"{search.name}: " if len(current) > 1 else ""
             if not quiet:
                 text = f"{name}{rate:g} {search.unit}: {'met' if probe.met else 'not met'}"
                 print(text, file=sys.stderr)
-    return current
 
 
 def probe_of(
@@ -565,9 +580,9 @@ def answers(searches: Sequence[Search], probed: Probed) -> list[CellAnswer]:
             tuple(too_short(search, probed)),
             tuple((probe.rate, probe.met, dict(probe.values)) for probe in search.probes),
         )
-        cell = CellAnswer(search.cell, search.cell_label, search.unit, ())
-        cell = cells.get(cell.label, cell)
-        cells[cell.label] = cell._replace(seeds=(*cell.seeds, answer))
+        new_cell = CellAnswer(search.cell, search.cell_label, search.unit, ())
+        cell = cells.get(search.cell_label, new_cell)
+        cells[search.cell_label] = cell._replace(seeds=(*cell.seeds, answer))
     return list(cells.values())
 
 
@@ -620,15 +635,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure_function(options: argparse.Namespace) -> sweep.Measure:
-    """What measures probes: processes, or this process."""
+    """The function that measures probes: in several processes, or in this process."""
     if (options.jobs or 1) > 1:
         return partial(parallel.results, jobs=options.jobs)
     return partial(sweep.run_in_turn, engines=sweep.make_engines(1, quiet=options.quiet))
 
 
 def _groups(searches: Sequence[Search]) -> list[list[Search]]:
-    """Searches that go on in the same rounds: all simulated ones, else those of one cell, so that
-    its engine is built once.
+    """The groups of searches that share rounds. Simulated searches are one group. Else each cell
+    is a group, so that its engine is built once.
     """
     if all(search.base.experiment.simulate for search in searches):
         return [list(searches)]
@@ -696,7 +711,9 @@ def _result(
     points: Sequence[Point],
     compared: Compared | None,
 ) -> dict[str, Any]:
-    """capacity.json. Of one search, its answer is at the top too."""
+    """The content of capacity.json. If there is only one search, its answer is at the top level
+    too.
+    """
     result: dict[str, Any] = {
         "criterion": " or ".join(dict.fromkeys(str(search.criterion) for search in searches)),
         "unit": " or ".join(dict.fromkeys(search.unit for search in searches)),

@@ -1,38 +1,39 @@
-"""Is a difference more than noise? Of two sides, or of all values of a swept key.
+"""Is a difference more than noise? Compares two sides, or all values of a swept key.
 
     python -m experiments.compare A B [--metric output_tokens_per_s ...] [--confidence 0.95]
     python -m experiments.compare SWEEP --by engine.policy [--baseline fcfs]
 
 A, B and SWEEP are folders of a sweep, a point or a run, or globs of such folders ('runs/w1/*/0', in
 quotes). KEY=VALUE words after a folder choose runs by swept values: `runs/x engine.policy=fcfs
-workload.arrivals.rate=4 runs/x engine.policy=shortest workload.arrivals.rate=4`. A key may be its
-last name (`policy=fcfs`), and `repeat` is one. Sweeps over the same keys, but for those that are
-chosen, are compared point by point; otherwise each side must be one point. Failed runs are left
-out.
+workload.arrivals.rate=4 runs/x engine.policy=shortest workload.arrivals.rate=4`. The last name of a
+key is enough (`policy=fcfs`), and `repeat` is a key too. Two sides are compared point by point if
+both sweep the same keys, apart from the keys that the words fix; otherwise each side must be one
+point. Failed runs are left out.
 
 With --by, the other values of a key are compared with its first one, or with --baseline, over all
 cells: a cell is a combination of the other swept keys. In a cell, runs with the same repeat (and
-the same seed, if `seed` is swept) are a pair; the pairs of one swept seed count as one. The mean of
-the paired differences, of logarithms, has an interval by Student's t, and a p that is corrected for
-many comparisons (Holm). "pooled" is over all cells. See docs/design/comparisons.md.
+the same seed, if `seed` is swept) are a pair; the pairs of one swept seed count as one pair. The
+difference of a pair is that of the logarithms. The mean difference has an interval by Student's t,
+and a p that is corrected for many comparisons (Holm). "pooled" is over all cells. See
+docs/design/comparisons.md.
 
-Of two sides, the ratio B / A has an interval:
+With two sides, the ratio B / A has an interval:
 
-    several runs each   of geometric means over repeats, by Student's t on the logarithms: over pairs of repeats with
-                        one number if both sides have the same repeats of the same workload, else Welch's. It covers
-                        other repeats on the same machine.
-    one run each        of a percentile of latencies (ttft_s.p90 ...) if both ran the same requests: a bootstrap over
-                        requests, each drawn on both sides together, with all its gaps. It covers other requests, not
-                        other runs, so it shows no difference: a slow minute of the machine is not in it. It is rather
-                        too narrow, because neighbours in a queue are alike. A number of the whole run (throughput) has
-                        no interval.
+    several runs each   The ratio is that of the geometric means over repeats. The interval is by Student's t on the
+                        logarithms: over pairs of repeats with the same number if both sides have the same repeats of
+                        the same workload, else by Welch's method. It covers other repeats on the same machine.
+    one run each        A percentile of latencies (ttft_s.p90 ...) has an interval if both sides ran the same requests:
+                        a bootstrap over requests, each drawn on both sides together, with all its gaps. It covers other
+                        requests and not other runs: a slow minute of the machine is not in it. So no difference is
+                        called shown by it. It is rather too narrow, because neighbours in a queue are alike. A number
+                        of the whole run (throughput) has no interval.
 
 Two runs have the same requests if arrival times, prompt lengths, maximum output tokens and numbers
 of branches agree, one by one (requests.jsonl; the prompts' tokens are not recorded). A difference
 of device, commit or version of JAX between the sides is reported.
 
 Points with speculation are also compared by the numbers of their drafts. If only one side
-speculates, its numbers are shown without a ratio.
+speculates, the numbers of its drafts are shown without a ratio.
 
 A difference is shown if p, corrected by Holm's method for all comparisons of its family, is at
 most 1 - confidence. This is weak with few repeats: two or three show only large differences, and t
@@ -73,9 +74,10 @@ from experiments.core.selection import Run, Selection, value_text
 
 
 class Row(NamedTuple):
-    """A metric of two points.
+    """The comparison of a metric of two points.
 
-    runs: how they are compared.
+    point: the label of the two points.
+    runs: how the runs of the points are compared, in words.
     """
 
     point: str
@@ -84,7 +86,7 @@ class Row(NamedTuple):
     comparison: Comparison
 
     def plain(self, confidence: float) -> dict[str, Any]:
-        """It as JSON."""
+        """The row as JSON."""
         values = self._asdict()
         del values["comparison"]
         medians = {"a": self.comparison.a, "b": self.comparison.b}
@@ -104,7 +106,7 @@ class Chosen(NamedTuple):
 
     @property
     def sides(self) -> list[Side]:
-        """Its points."""
+        """The points of these runs."""
         points: dict[str, list[Run]] = {}
         for run in self.runs:
             points.setdefault(run["point"], []).append(run)
@@ -217,7 +219,11 @@ def _by_swept(name: str, chosen: Chosen) -> dict[str, Side]:
 
 
 def how(a: Side, b: Side, apart: str | None) -> str:
-    """How the runs of two points are compared, in words."""
+    """How the runs of two points are compared, in words.
+
+    Args:
+        apart: the reason why the runs are not paired; None if they are.
+    """
     if len(a.runs) == len(b.runs) == 1:
         return apart or "one run each of the same requests"
     return (
@@ -287,8 +293,8 @@ def _of_two(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, 
 
 def _print_points(rows: Sequence[Row], confidence: float) -> None:
     """Print the table of each point."""
-    for (label, pairing), of_point in groupby(rows, key=lambda row: (row.point, row.runs)):
-        print(f"{label} ({pairing})\n{table(list(of_point), confidence)}\n")
+    for (label, pairing), point_rows in groupby(rows, key=lambda row: (row.point, row.runs)):
+        print(f"{label} ({pairing})\n{table(list(point_rows), confidence)}\n")
 
 
 def _of_key(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, Any]:

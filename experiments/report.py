@@ -52,9 +52,10 @@ SLOWEST = {"ttft_s": "first token", "e2e_s": "end to end"}
 
 
 class Choice(NamedTuple):
-    """What a user chose of the figures; None: the report chooses.
+    """The figures that a user chose. The report chooses what is None.
 
-    x, facet: swept keys. y: numbers of the summaries, which get figures of their own.
+    x, facet: swept keys.
+    y: numbers of the summaries, which get figures of their own.
     """
 
     x: str | None = None
@@ -86,8 +87,8 @@ def write_chosen(
     """Draw the report of the sweep in `folder` with chosen figures.
 
     Args:
-        formats: of FORMATS, in which each figure is written into a folder beside the page. With
-            chosen numbers, their figures are written alone, and the page is left as it is.
+        formats: those of FORMATS in which each figure is written, into a folder beside the page.
+            With chosen numbers, only their figures are written, and the page is left as it is.
 
     Returns:
         The paths that were written, the page first.
@@ -126,7 +127,11 @@ def write_chosen(
 
 
 def prepare(runs: Sequence[dict[str, Any]], choice: Choice) -> Drawn:
-    """The points of the figures. Raises ValueError if the choice names what there is not."""
+    """The points, axes and chosen numbers of the figures.
+
+    Raises:
+        ValueError: the runs have no such key or number as the choice names.
+    """
     names = short_names(selection.swept_keys(runs))
 
     def short_key(option: str, name: str | None) -> str | None:
@@ -165,7 +170,7 @@ def draw(about: dict[str, Any], runs: Sequence[dict[str, Any]], drawn: Drawn) ->
 
 
 def draw_chosen(drawn: Drawn) -> list[Section]:
-    """The figures of the numbers that a user chose, alone."""
+    """Only the figures of the numbers that a user chose."""
     require("matplotlib")
     from experiments.analysis import report_figures
 
@@ -180,7 +185,9 @@ def environment(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def fastest_steps(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines of steps.jsonl of the first good run of the fastest point; empty without one."""
+    """The lines of steps.jsonl of the first good run of the fastest point; empty if there is no
+    such file.
+    """
     row = sweep_points.highest(sweep_points.points(runs), THROUGHPUT)
     run = next(
         (run for run in runs if row is not None and run["point"] == row.key and not run["failed"]),
@@ -202,17 +209,24 @@ def page(
     idle: str = "",
     recorded: Sequence[dict[str, Any]] = (),
 ) -> str:
-    """The report's HTML.
+    """The report's HTML. Pure.
 
-    Pure: summaries, env.json of each in the same order, the points (None: as they are drawn
-    without a choice), the figures, the sentence of `policy_idle`, and the rows of `recorded`.
+    Args:
+        about: the content of sweep.json.
+        runs: the summaries.
+        environments: the content of env.json of each run, in the order of `runs`.
+        drawn: what the figures show; None: what they show without a choice.
+        sections: the figures.
+        idle: the sentence of `policy_idle`.
+        recorded: the rows of `recorded`.
     """
     drawn = drawn or prepare(runs, Choice())
     rows = drawn.rows
-    # all lines: with facets, those of a plot are fewer
-    axes = drawn.axes._replace(
-        lines=(*drawn.axes.lines, *filter(None, [drawn.axes.facet])), facet=None
-    )
+    # the sentences are about the lines of all plots, so the facet's key tells lines apart too
+    line_keys = drawn.axes.lines
+    if drawn.axes.facet:
+        line_keys = (*line_keys, drawn.axes.facet)
+    axes = drawn.axes._replace(lines=line_keys, facet=None)
     sentences = headline.result_sentences(runs, rows, axes)
     return render(
         "report.html.jinja",
@@ -245,8 +259,8 @@ def render(
 
     Args:
         template: a file beside this one.
-        about: of sweep.json.
-        values: what this template has beside the words that all have.
+        about: the content of sweep.json.
+        values: values that this template needs beside those that all templates need.
     """
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     templates = jinja2.Environment(
@@ -267,7 +281,7 @@ def render(
 
 
 def section_words(section: Section, *, simulated: bool) -> dict[str, Any]:
-    """A section as the page's template has it."""
+    """A section as the page's template reads it."""
     legend = None
     if section.legend:
         legend = {"title": section.legend[0], "entries": section.legend[1]}
@@ -293,7 +307,7 @@ def section_words(section: Section, *, simulated: bool) -> dict[str, Any]:
 
 def policy_idle(runs: Sequence[dict[str, Any]]) -> str:
     """The sentence that says where a swept policy decided nothing, because no request waited and
-    none was preempted; "" if it did everywhere, or that is not known.
+    none was preempted; "" if the policy decided something everywhere, or if that is not known.
     """
     swept = selection.swept_keys(runs)
     policy_keys = [path for path in swept if f"{path}.".startswith("engine.policy.")]
@@ -320,7 +334,7 @@ def policy_idle(runs: Sequence[dict[str, Any]]) -> str:
 
 def recorded(runs: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """The recordings of the runs: their pages, the commands that show them, and the slowest
-    requests. Pages are named from `folder`, which the report is in.
+    requests. A page is a path relative to `folder`, where the report is.
     """
     rows = []
     for run in runs:
@@ -389,14 +403,16 @@ def tiles(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]) -> list[dict
     ):
         best = lead(rows, metric)
         if best is not None:
-            many = "s" if len(best.rivals) > 1 else ""
-            others = f"; not shown against {len(best.rivals)} other point{many}"
+            note = best.row.label
+            if best.rivals:
+                plural = "s" if len(best.rivals) > 1 else ""
+                note += f"; not shown against {len(best.rivals)} other point{plural}"
             numbers.append(
                 {
                     "value": number(best.row.middle(metric)),
                     "unit": metric.unit,
                     "title": title,
-                    "note": best.row.label + others * bool(best.rivals),
+                    "note": note,
                 }
             )
     spread = sweep_points.widest_spread(rows, THROUGHPUT)
@@ -406,9 +422,9 @@ def tiles(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]) -> list[dict
             {"value": f"{spread:.1%}", "unit": "", "title": "spread over repeats", "note": note}
         )
     good = sum(1 for run in runs if not run["failed"])
-    note = f"{len(rows)} point{'s' if len(rows) != 1 else ''}" + (
-        f", {len(runs) - good} failed" if good < len(runs) else ""
-    )
+    note = f"{len(rows)} point{'s' if len(rows) != 1 else ''}"
+    if good < len(runs):
+        note += f", {len(runs) - good} failed"
     numbers.append({"value": str(good), "unit": "", "title": "good runs", "note": note})
     clipped = max(map(clipped_lengths, runs), default=0)
     if clipped:
@@ -463,7 +479,7 @@ def facts(
     """The environment as (name, value) pairs. If runs differ, all values are given.
 
     Args:
-        simulated: the machine computed times of another one.
+        simulated: this machine calculated the times of another machine.
     """
 
     def values(*path: str) -> str:

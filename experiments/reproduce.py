@@ -3,8 +3,8 @@
     python -m experiments.reproduce [003 009 ...] [--quick] [--traces FOLDER]
 
 Runs the studies of experiments/studies and writes README.md, figures and findings.json into the
-folder of each, and REPRODUCTION.md: every published number, ours with its interval, their ratio,
-and whether they agree or why not. Without names all studies run, in about 90 minutes on two cores
+folder of each, and REPRODUCTION.md: every published number, our number with its interval, their
+ratio, and whether they agree or why not. Without names all studies run, in about 90 minutes on two cores
 (REPRODUCTION.md). Studies that do not run keep their last findings. Studies of recorded traces
 (012, 015, 020) need --traces, which this repository does not have; without it, their findings stay.
 
@@ -41,8 +41,8 @@ ROOT = Path(__file__).parents[1]
 FINDINGS = "findings.json"
 TABLE = "REPRODUCTION.md"
 QUICK = "runs/reproduction"  # where --quick writes without --out
-WIDE_RANGE_RATIO = 10.0  # a published range with ends a larger factor apart is weak evidence
-ONE_SIDED = 100.0  # a range with ends this factor apart is printed as "at least LOW"
+WIDE_RANGE_RATIO = 10.0  # a published range is weak evidence if high / low is above this
+ONE_SIDED = 100.0  # a range is printed as "at least LOW" if high / low is at least this
 HEAD = """# Reproduction
 
 Written by `python -m experiments.reproduce`, with all results, disagreements included. *Ours* is one number if nothing
@@ -60,7 +60,7 @@ def names() -> list[str]:
 
 
 def choose(words: Sequence[str]) -> list[str]:
-    """The folders of studies, by their numbers or names; all without any.
+    """The folders of studies, by their numbers or names; all folders if no word is given.
 
     Raises:
         ValueError: there is no such study.
@@ -85,12 +85,13 @@ def module(name: str) -> Any:
 def run(name: str, quick: bool, traces: Path | None = None) -> dict[str, Any]:
     """Run a study and return its findings as plain JSON values.
 
-    `traces`: for studies with `TRACES`.
+    `traces`: the folder of recorded files, for studies that have the name `TRACES`.
     """
     study = module(name)
     started = time.perf_counter()
-    recorded = {"traces": traces} if hasattr(study, "TRACES") else {}
-    findings: Findings = study.run(STUDIES / name, quick, **recorded)
+    reads_traces = hasattr(study, "TRACES")
+    options = {"traces": traces} if reads_traces else {}
+    findings: Findings = study.run(STUDIES / name, quick, **options)
     return {
         "name": name,
         "question": study.QUESTION,
@@ -100,12 +101,13 @@ def run(name: str, quick: bool, traces: Path | None = None) -> dict[str, Any]:
         "figures": sorted(findings.figures),
         "seconds": round(time.perf_counter() - started, 1),
         "quick": quick,
-        "traces": bool(recorded),
+        "traces": reads_traces,
         "commit": (git_state(STUDIES)["commit"] or "unknown")[:7],
         "date": datetime.now(UTC).date().isoformat(),
         "cpu": cpu_model(),
         "cores": usable_cores(),
-    } | {"svg": dict(findings.figures)}
+        "svg": dict(findings.figures),
+    }
 
 
 def write(findings: dict[str, Any], folder: Path) -> None:
@@ -132,8 +134,12 @@ def readme(findings: dict[str, Any]) -> str:
     ]
     parts += [f"![{name}]({name})" for name in findings["figures"]]
     parts += [table(findings), *findings["tables"], "## Command"]
-    options = " --traces FOLDER" * findings["traces"] + " --quick" * findings["quick"]
-    parts += [f"```sh\npython -m experiments.reproduce {number}{options}\n```"]
+    command = f"python -m experiments.reproduce {number}"
+    if findings["traces"]:
+        command += " --traces FOLDER"
+    if findings["quick"]:
+        command += " --quick"
+    parts += [f"```sh\n{command}\n```"]
     parts += [
         f"{findings['seconds']:.0f} s on {machine(findings)}, {findings['date']}, commit "
         f"{findings['commit']}."
@@ -142,17 +148,14 @@ def readme(findings: dict[str, Any]) -> str:
 
 
 def machine(findings: dict[str, Any]) -> str:
-    """The machine of a study; old findings have no number of cores."""
-    return (
-        f"{findings['cpu']}, {findings['cores']} cores"
-        if findings.get("cores")
-        else findings["cpu"]
-    )
+    """The machine of a study, in words. Old findings have no number of cores."""
+    if findings.get("cores"):
+        return f"{findings['cpu']}, {findings['cores']} cores"
+    return findings["cpu"]
 
 
 def claims_of(findings: dict[str, Any]) -> list[Claim]:
-    """The claims in a findings.json, with tuples for its lists."""
-
+    """The claims in a findings.json. A published range is a list there, and a tuple in a claim."""
     claims = []
     for values in findings["claims"]:
         published = values["published"]
@@ -164,7 +167,7 @@ def claims_of(findings: dict[str, Any]) -> list[Claim]:
 
 
 def table(findings: dict[str, Any]) -> str:
-    """The claims of a study as a table of Markdown; "" without a claim."""
+    """The claims of a study as a table of Markdown; "" if the study has no claim."""
     claims = claims_of(findings)
     head = ("source", "what", "published", "ours", "ratio", "within", "agrees")
     return markdown(head, map(row, claims)) if claims else ""
@@ -202,11 +205,12 @@ def published_text(claim: Claim) -> str:
         return f"at most {rounded(high)}{unit}"
     if high >= ONE_SIDED * low:
         return f"at least {rounded(low)}{unit}"
-    return f"{rounded(low)} to {rounded(high)}{unit}" + " (wide)" * (high > WIDE_RANGE_RATIO * low)
+    text = f"{rounded(low)} to {rounded(high)}{unit}"
+    return f"{text} (wide)" if high > WIDE_RANGE_RATIO * low else text
 
 
 def weak(claim: Claim) -> bool:
-    """Whether agreement is weak evidence."""
+    """Whether agreement is weak evidence: the published range is wide, or only one end is meant."""
     low, high = claim.range
     return low != high and (low <= 0 or high > WIDE_RANGE_RATIO * low)
 
@@ -225,7 +229,9 @@ def reproduction(
     for findings in all_findings:
         number, _, title = findings["name"].partition("_")
         link = f"[{number} {title.replace('_', ' ')}]({studies}{findings['name']}/README.md)"
-        quick = " (--quick: too few requests and seeds to be a result)" * findings["quick"]
+        quick = ""
+        if findings["quick"]:
+            quick = " (--quick: too few requests and seeds to be a result)"
         parts += [
             f"## {link}{quick}",
             findings["question"],
@@ -316,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     all_findings = [
         json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()
     ]
-    # also those that did not run, because the text around their numbers may have changed
+    # studies that did not run are written too: the text around their numbers may have changed
     for findings in all_findings:
         (folders / findings["name"] / "README.md").write_text(readme(findings), encoding="utf-8")
     file = (place or ROOT) / TABLE

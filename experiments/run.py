@@ -111,23 +111,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _print_unfit(points: Sequence[Point]) -> int:
     """Print each reason why points cannot run, once. Returns the exit status."""
-    labels: dict[str, list[str]] = {}
+    labels_by_reason: dict[str, list[str]] = {}
     for point in points:
         try:
             limit = _longest_request(point.experiment)
             if limit is not None:
                 check_planned(point, limit)
         except (ImportError, OSError, ValueError) as error:
-            labels.setdefault(str(error), []).append(point.label)
-    for reason, names in labels.items():
-        of_points = f"{len(names)} points, such as {names[0]}" if len(names) > 1 else names[0]
-        print(f"error: {of_points}: {reason}", file=sys.stderr)
-    return 2 if labels else 0
+            labels_by_reason.setdefault(str(error), []).append(point.label)
+    for reason, labels in labels_by_reason.items():
+        named = f"{len(labels)} points, such as {labels[0]}" if len(labels) > 1 else labels[0]
+        print(f"error: {named}: {reason}", file=sys.stderr)
+    return 2 if labels_by_reason else 0
 
 
 def _longest_request(experiment: Experiment) -> int | None:
-    """The max_model_len that the engine will have. A model that is not here has no limit of its
-    own yet.
+    """The max_model_len that the engine will have. For a model of a hub that is not downloaded,
+    this is the config's own value.
 
     Raises:
         ValueError: the engine cannot be simulated, or its limit is beyond the model's.
@@ -147,7 +147,9 @@ def _longest_request(experiment: Experiment) -> int | None:
 def _measure_function(
     options: argparse.Namespace, prepared: Prepared, resources: dict[str, float] | None
 ) -> sweep.Measure:
-    """What measures the missing runs: workers of a cluster, processes, or this process."""
+    """The function that measures the missing runs: in workers of a cluster, in processes, or in
+    this process.
+    """
     if options.backend == "ray":
         if prepared.missing:
             workers = cluster.connect(prepared.missing, options.engines, resources, options.jobs)
@@ -163,11 +165,11 @@ def _report(
 ) -> int:
     """Write the report of a sweep, and print its table. Returns the exit status."""
     path = report.write(folder)
-    strangers = store.points(folder) - {point.key[:12] for point in points}
-    if strangers:
+    other_points = store.points(folder) - {point.key[:12] for point in points}
+    if other_points:
         print(
-            f"note: {len(strangers)} points in {folder} do not belong to this sweep and are not in "
-            "its report; --set name=... gives this sweep another folder",
+            f"note: {len(other_points)} points in {folder} do not belong to this sweep and are not "
+            "in its report; --set name=... gives this sweep another folder",
             file=sys.stderr,
         )
     failed = [summary for summary in summaries if summary["failed"]]
@@ -183,11 +185,11 @@ def _report(
         for note in filter(None, notes):
             print(f"note: {note}")
         print(sweep_points.text_table(sweep_points.points(store.read_runs(folder))))
-    runs_of: dict[str, list[str]] = {}
+    runs_by_reason: dict[str, list[str]] = {}
     for summary in failed:
         run = f"{summary['label']}, repeat {summary['repeat']}"
-        runs_of.setdefault(summary["failed"], []).append(run)
-    for reason, runs in runs_of.items():
+        runs_by_reason.setdefault(summary["failed"], []).append(run)
+    for reason, runs in runs_by_reason.items():
         named = f"{len(runs)} runs, such as {runs[0]}" if len(runs) > 1 else runs[0]
         print(f"failed: {named}: {reason}", file=sys.stderr)
     print(f"report: {path}")
@@ -214,12 +216,12 @@ def prepare(
     resume: bool = True,
     download: bool = True,
 ) -> Prepared:
-    """Find what of a sweep is left to measure, and that all is there for it.
+    """Find the runs of a sweep that are left to measure, and check that their models are there.
 
     Args:
-        out: the folder of results; the sweep has one of its name in it.
-        engines: that are kept alive at a time.
-        resume: False leaves no run out.
+        out: the folder of results; the sweep has a folder of its name in it.
+        engines: the number of engines that are kept alive at a time.
+        resume: False: finished runs are measured again.
         download: whether models of a hub are fetched.
 
     Raises:
@@ -234,8 +236,8 @@ def prepare(
 
 
 def require_report() -> None:
-    """Raises ImportError, now and not after minutes of measuring, if what the report needs is
-    missing.
+    """Raises ImportError if a package of the report is missing. This is called before anything is
+    measured, so that the error does not come after minutes.
     """
     for module in ("pandas", "matplotlib"):
         require(module)
@@ -250,7 +252,7 @@ def measure(
     engines: int = 4,
     quiet: bool = True,
 ) -> Path:
-    """`experiments.measure`, but for its result: the folder of the sweep."""
+    """Do what `experiments.measure` does, but return the folder of the sweep."""
     words = tuple(_setting(key, value) for key, value in (settings or {}).items())
     points = config.load(Path(config_file), words)
     for name, value in (("engines", engines), ("jobs", jobs)):
@@ -271,11 +273,15 @@ def measure(
 
 
 def _setting(key: str, value: Any) -> str:
-    """A value of Python as `--set` has it. Raises ValueError if YAML has no such value."""
+    """A key and its Python value as the text that follows `--set`.
+
+    Raises:
+        ValueError: YAML has no such value.
+    """
     original = value
     if isinstance(value, PathLike):
         value = os.fspath(value)
-    elif hasattr(value, "item"):
+    elif hasattr(value, "item"):  # a number of NumPy
         value = value.item()
     try:
         text = yaml_words.dump(value, default_flow_style=True, allow_unicode=True, width=math.inf)
@@ -284,6 +290,7 @@ def _setting(key: str, value: Any) -> str:
             f"settings has {key}: {original!r:.80}, which is no value of YAML; give a number, a "
             "text, None, a list or a mapping"
         ) from None
+    # YAML writes a line "..." after a text or a number that stands alone
     return f"{key}={text.removesuffix('...' + chr(10)).strip()}"
 
 
@@ -356,14 +363,16 @@ def check_models(experiments: Iterable[Experiment], *, download: bool) -> None:
 def _reads_model(experiment: Experiment) -> bool:
     """Whether the experiment's own model gives a shape, weights or a tokenizer.
 
-    Pools may name another shape.
+    `simulate.model`, also that of each pool, gives a shape in place of the experiment's model.
     """
     engines = (
         [pool_experiment(experiment, name) for name in POOLS] if experiment.pools else [experiment]
     )
     sections = [engine.simulate for engine in engines]
-    shaped = all(simulate is not None and simulate.model is not None for simulate in sections)
-    return not shaped or has_text(experiment.workload)
+    all_name_shapes = all(
+        simulate is not None and simulate.model is not None for simulate in sections
+    )
+    return not all_name_shapes or has_text(experiment.workload)
 
 
 def describe(plan: Sequence[Run], done: dict[tuple[str, int], dict[str, Any]], folder: Path) -> str:

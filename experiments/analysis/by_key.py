@@ -1,19 +1,19 @@
-"""The values of one swept key compared over all cells of a sweep. Pure functions, but for runs of
-one pair, whose requests are read.
+"""The values of one swept key compared over all cells of a sweep. The functions are pure, except
+that a cell with a single pair reads the requests of its runs.
 
 A cell is a combination of the other swept keys. In a cell, the runs of two values with the same
-repeat (and the same seed, if `seed` is swept) are a pair. Pairs of one swept seed have one workload,
-so they are not independent: their mean counts as one pair. With `reseed` they have the workload of
-seed + repeat.
+repeat (and the same seed, if `seed` is swept) are a pair. Pairs of one swept seed have the same
+workload, so they are not independent: their mean counts as one pair. With `reseed` a pair has the
+workload of seed + repeat.
 
 The effect of a cell is the mean over its pairs of log(value) - log(baseline), by Student's t; it is
 shown as a ratio. If a value of the metric is not above 0, the differences are of the numbers
-themselves. The pooled effect is of each repeat the mean over the cells, then the mean over repeats,
-by Student's t. Cells of one repeat often have the same requests, so they are not independent;
-repeats are. If `seed` is swept, seeds take the place of repeats.
+themselves. For the pooled effect, the mean over the cells is taken for each repeat, then the mean
+over repeats, by Student's t. Cells of one repeat often have the same requests, so they are not
+independent; repeats are. If `seed` is swept, seeds take the place of repeats.
 
-p is corrected by Holm's method for many comparisons, in two families: all that are of a cell, and
-all that are pooled.
+p is corrected by Holm's method for many comparisons, in two families: the comparisons of cells, and
+the pooled comparisons.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SEED = "seed"
 POOLED = "pooled"
 
 Pair = tuple[Any, int]  # what two runs have in common: the swept seed or None, and the repeat
-# of which differences are independent: the repeat, or the seed of a workload if `seed` is swept
+# Differences of different units are independent: the repeat, or the seed if `seed` is swept.
 Unit = tuple[Any, int | None]
 
 
@@ -71,8 +71,9 @@ class Row(NamedTuple):
     """A metric with one value of the key against the baseline, in a cell or pooled (cell None).
 
     comparison: with the medians over the pairs, of the baseline and of the value.
-    differences: of each unit, the mean over its pairs; with the scale "ratio", of logarithms.
-    left_out: labels of the cells that are no part of a pooled row: they have no effect.
+    differences: for each unit, the mean difference over its pairs; with the scale "ratio",
+        differences of logarithms.
+    left_out: labels of the cells that are no part of a pooled row, because they have no effect.
     """
 
     metric: str
@@ -89,7 +90,7 @@ class Row(NamedTuple):
 
 
 def cells_of(runs: Sequence[Run], key: str) -> list[Cell]:
-    """The cells of the runs that have the key, in their order.
+    """The cells of the runs that have the key, in the order of the runs.
 
     Raises:
         ValueError: two runs have the same values of all keys, and the same repeat.
@@ -117,18 +118,20 @@ def cells_of(runs: Sequence[Run], key: str) -> list[Cell]:
 def units_of(cells: Sequence[Cell]) -> dict[Pair, Unit]:
     """The independent unit of each pair.
 
-    If the runs have several seeds, it is the seed of the workload: the swept one, or with `reseed`
-    seed + repeat. Repeats have a workload each (`reseed`) if a seed's repeats have different totals.
+    If the runs have several seeds, it is the seed of the workload: the swept seed, or with `reseed`
+    seed + repeat. The runs have `reseed` if the repeats of a seed have workloads with different
+    totals.
     """
-    by_pair_of_points = [runs for cell in cells for runs in cell.runs.values()]
-    pairs = dict.fromkeys(pair for runs in by_pair_of_points for pair in runs)
+    runs_of_points = [runs for cell in cells for runs in cell.runs.values()]
+    pairs = dict.fromkeys(pair for runs in runs_of_points for pair in runs)
     if len({seed for seed, _ in pairs}) < 2:
         return {pair: pair for pair in pairs}
-    is_reseeded = any(map(_has_workloads_of_repeats, by_pair_of_points))
-    return {
-        (seed, repeat): (seed + repeat if is_reseeded and seed is not None else seed, None)
-        for seed, repeat in pairs
-    }
+    is_reseeded = any(map(_has_workloads_of_repeats, runs_of_points))
+    units: dict[Pair, Unit] = {}
+    for seed, repeat in pairs:
+        workload_seed = seed + repeat if is_reseeded and seed is not None else seed
+        units[seed, repeat] = (workload_seed, None)
+    return units
 
 
 def _has_workloads_of_repeats(runs: Mapping[Pair, Run]) -> bool:
@@ -175,7 +178,8 @@ def rows_of(
     confidence: float,
     margin: float = 0.0,
 ) -> list[Row]:
-    """Every comparison with the baseline: of each metric and value, the cells and the pooled one.
+    """Every comparison with the baseline: for each metric and value, the rows of the cells, and the
+    pooled row.
 
     Args:
         margin: see `effect_of_pairs`.
@@ -190,16 +194,16 @@ def rows_of(
         ]
         scale = scale_of(metric, [pairing for pairings in by_value for pairing in pairings])
         for pairings in by_value:
-            of_value = [
+            cell_rows = [
                 _row_of_cell(metric, pairing, units, scale, confidence, margin)
                 for pairing in pairings
                 if pairing.pairs
             ]
-            rows += of_value
+            rows += cell_rows
             if len(cells) > 1:
-                with_effect = {row.label for row in of_value if row.comparison.effect}
+                with_effect = {row.label for row in cell_rows if row.comparison.effect}
                 left_out = [cell.label for cell in cells if cell.label not in with_effect]
-                row = pooled(metric, pairings[0].value, of_value, scale, confidence, margin)
+                row = pooled(metric, pairings[0].value, cell_rows, scale, confidence, margin)
                 rows.append(row._replace(left_out=tuple(left_out)))
     return in_families(rows)
 
@@ -227,12 +231,13 @@ def _row_of_cell(
     if not numbers:
         values = values_of(pairing.a, metric), values_of(pairing.b, metric)
         return row._replace(comparison=of_one_side(*values))
-    of_a, of_b = zip(*numbers.values(), strict=True)
-    rounded = of_rounded(pairing.a, pairing.b, metric, of_a, of_b)
+    numbers_a, numbers_b = zip(*numbers.values(), strict=True)
+    rounded = of_rounded(pairing.a, pairing.b, metric, numbers_a, numbers_b)
     if rounded is not None:
         return row._replace(comparison=rounded)
     differences = tuple(map(statistics.fmean, by_unit.values()))
-    result = comparison(effect_of_pairs(differences, scale, confidence, margin), of_a, of_b)
+    effect = effect_of_pairs(differences, scale, confidence, margin)
+    result = comparison(effect, numbers_a, numbers_b)
     if len(pairing.pairs) == 1 and why_unpaired(pairing.a, pairing.b) is None:
         result = over_requests(result, pairing.a, pairing.b, metric, confidence)
     return row._replace(differences=differences, comparison=result)
@@ -250,7 +255,9 @@ def pooled(
     confidence: float,
     margin: float,
 ) -> Row:
-    """The row over all cells: of each unit that every cell has, the mean over the cells."""
+    """The row over all cells. Its differences are means over the cells, for each unit that every
+    cell has.
+    """
     row = Row(metric, value, None)
     rows = [other for other in rows if other.comparison.effect is not None]
     if not rows:
@@ -266,7 +273,7 @@ def pooled(
 
 
 def in_families(rows: Sequence[Row]) -> list[Row]:
-    """The rows with p corrected by Holm's method, in the families of cells and of pooled ones."""
+    """The rows with p corrected by Holm's method, in the families of cells and of pooled rows."""
     by_place: dict[int, Row] = {}
     for of_cells in (True, False):
         family = {i: row for i, row in enumerate(rows) if (row.cell is not None) == of_cells}
@@ -277,7 +284,7 @@ def in_families(rows: Sequence[Row]) -> list[Row]:
 
 
 def signs(row: Row, rows: Sequence[Row]) -> str:
-    """In how many cells the value is higher, of a pooled row."""
+    """The numbers of cells with a higher and with a lower value of a pooled row, in words."""
     effects = [
         other.comparison.effect
         for other in rows

@@ -1,7 +1,7 @@
 """The capacities of the cells of a sweep: each over its seeds, as sentences and tables.
 
-A cell is a combination of swept keys but for `seed`. Each seed has a capacity of its own; a cell
-has their geometric mean, and an interval over seeds by Student's t on the logarithms.
+A cell is a combination of the swept keys without `seed`. Each seed has its own capacity. A cell has
+the geometric mean of its seeds' capacities, and an interval by Student's t on the logarithms.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from experiments.core.selection import value_text, values_in
 class SeedAnswer(NamedTuple):
     """The answer of one search.
 
-    seed: of the workload; None if the config has one seed, and the median of repeats counts.
-    met, unmet: the highest rate that was met, or 0, and the lowest that was not, or infinity.
+    seed: the workload's seed; None if the config has one seed, and the median of repeats counts.
+    met, unmet: the highest rate that was met, or 0; the lowest rate that was not, or infinity.
     sentences: the answer in words.
-    too_short: why the run at `met` is too short for the answer.
-    probes: (rate, whether it was met, the deciding numbers) of each.
+    too_short: why the run at `met` is too short for the answer; () if it is long enough.
+    probes: of each probe its rate, whether it was met, and the deciding numbers.
     """
 
     seed: int | None
@@ -63,7 +63,7 @@ class CellAnswer(NamedTuple):
 
     @property
     def num_short(self) -> int:
-        """Seeds whose runs are too short."""
+        """The number of seeds whose runs are too short."""
         return sum(bool(seed.too_short) for seed in self.seeds)
 
 
@@ -125,10 +125,10 @@ class Compared(NamedTuple):
 
 
 def compared(cells: Sequence[CellAnswer], key: str, tolerance: float) -> Compared:
-    """The other values of a key against its first one, as `compare --by` has them.
+    """The other values of a key against its first value, by the methods of `compare --by`.
 
     Args:
-        tolerance: of the searches.
+        tolerance: the tolerance of the searches, as a share of the rate.
     """
     runs = [
         {
@@ -155,14 +155,14 @@ def compared(cells: Sequence[CellAnswer], key: str, tolerance: float) -> Compare
 
 
 def too_short_sentences(cells: Sequence[CellAnswer]) -> list[str]:
-    """Why runs are too short: of each kind of reason, the first one, and how many there are."""
+    """Why runs are too short: the first reason of each kind, and how many more there are."""
     named = [(name, reason) for name, seed in _by_name(cells) for reason in seed.too_short]
     return [f"Too short for the answer: {text}" for text in _first_of_each_kind(named)]
 
 
 def unmet_sentences(cells: Sequence[CellAnswer]) -> list[str]:
-    """The answers of searches without a capacity, and of those that were not monotone: of each kind
-    the first one, and how many there are.
+    """The answers of searches that found no capacity or were not monotone: the first answer of each
+    kind, and how many more there are.
     """
     named = [
         (name, sentence)
@@ -187,8 +187,8 @@ def _first_of_each_kind(named: Sequence[tuple[str, str]]) -> list[str]:
     for name, sentence in named:
         by_kind.setdefault(sentence.partition(":")[0], []).append(f"{name}: {sentence}")
     return [
-        texts[0] + f" ({len(texts) - 1} more like it.)" * (len(texts) > 1)
-        for texts in by_kind.values()
+        f"{first} ({len(others)} more like it.)" if others else first
+        for first, *others in by_kind.values()
     ]
 
 
@@ -222,7 +222,7 @@ def _plain_seed(seed: SeedAnswer) -> dict[str, Any]:
 
 
 def page_table(cells: Sequence[CellAnswer]) -> dict[str, Any]:
-    """Head and body of the page's table of cells, as experiments/report.py has them."""
+    """Head and body of the page's table of cells, in the form of `report.table`."""
     keys = list(dict.fromkeys(key for cell in cells for key in cell.swept))
     heads = [{"title": key, "unit": ""} for key in keys or ["cell"]]
     heads += [
@@ -251,12 +251,16 @@ def page_table(cells: Sequence[CellAnswer]) -> dict[str, Any]:
 def tiles(cells: Sequence[CellAnswer]) -> list[dict[str, str]]:
     """The main numbers, for the top of the page."""
     numbers = []
-    having = [(cell.capacity.estimate, cell) for cell in cells if cell.capacity]
-    ends = (
-        {"highest capacity": max, "lowest capacity": min} if len(having) > 1 else {"capacity": max}
-    )
-    for title, end in ends.items() if having else ():
-        estimate, cell = end(having, key=lambda pair: pair[0])
+    found = [(cell.capacity.estimate, cell) for cell in cells if cell.capacity]
+    ends = {}
+    if len(found) == 1:
+        ends = {"capacity": found[0]}
+    elif found:
+        ends = {
+            "highest capacity": max(found, key=lambda pair: pair[0]),
+            "lowest capacity": min(found, key=lambda pair: pair[0]),
+        }
+    for title, (estimate, cell) in ends.items():
         tile = {"value": number(estimate), "unit": cell.unit, "title": title, "note": cell.label}
         numbers.append(tile)
     searches = [seed for cell in cells for seed in cell.seeds]

@@ -38,8 +38,8 @@ def sections(cells: Sequence[CellAnswer], limits: Mapping[str, Sequence[float]])
 
 
 def plot_of_cells(cells: Sequence[CellAnswer], palette: Palette = PAGE) -> Plot | None:
-    """The capacity of each cell with its interval over seeds, and of each seed a small mark. None
-    if no cell has one.
+    """The capacity of each cell with its interval over seeds, and a small mark for each seed. None
+    if no cell has a capacity.
     """
     bars = []
     for cell in cells:
@@ -68,8 +68,8 @@ def plot_of_probes(
     limits: Sequence[float],
     palette: Palette = PAGE,
 ) -> Plot | None:
-    """The deciding number against the rate, a line for each cell: of its first seed, and dashed the
-    limits. None if there are fewer than two probes.
+    """The deciding number against the rate: a line for the first seed of each cell, and a dashed
+    line for each limit. None if there are fewer than two probes.
     """
     title = f"{column} against the rate"
     plot = Plot(title, palette, width=WIDE, height=3.4)

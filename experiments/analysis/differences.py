@@ -21,23 +21,23 @@ from experiments.analysis.sweep_points import Metric, PointRow
 
 
 def of_points(reference: PointRow, row: PointRow, metric: Metric) -> Comparison | None:
-    """How a point differs from another one, over the repeats of both; None if they have fewer than
-    two. Runs with the same repeat are pairs, as in `compare --by`.
+    """How a point differs from a reference point, over the repeats of both; None if they have fewer
+    than two in common. Runs with the same repeat are pairs, as in `compare --by`.
     """
-    below = reference.samples.get(metric.column, {})
-    above = row.samples.get(metric.column, {})
-    repeats = sorted(below.keys() & above.keys())
+    reference_samples = reference.samples.get(metric.column, {})
+    row_samples = row.samples.get(metric.column, {})
+    repeats = sorted(reference_samples.keys() & row_samples.keys())
     if len(repeats) < 2:
         return None
-    numbers_below = [below[repeat] for repeat in repeats]
-    numbers_above = [above[repeat] for repeat in repeats]
-    effect = effect_of_runs(numbers_below, numbers_above, paired=True, confidence=CONFIDENCE)
-    return comparison(effect, numbers_below, numbers_above)
+    numbers_a = [reference_samples[repeat] for repeat in repeats]
+    numbers_b = [row_samples[repeat] for repeat in repeats]
+    effect = effect_of_runs(numbers_a, numbers_b, paired=True, confidence=CONFIDENCE)
+    return comparison(effect, numbers_a, numbers_b)
 
 
 def mark_of(result: Comparison) -> str:
-    """The kind of a mark: a sign, filled if it is shown, and hollow for one without noise; "open"
-    for no difference that is shown, "same" for none at all.
+    """The kind of a mark: "up" or "down" for a difference that is shown; "hollow up" or "hollow
+    down" for a difference without noise; "open" if no difference is shown; "same" if there is none.
     """
     assert result.effect is not None, "see `of_points`"
     sign = "up" if result.effect.sign > 0 else "down"
@@ -58,15 +58,16 @@ def words_of(result: Comparison, reference: str, unit: str) -> str:
     return f"{text}, {result.verdict(CONFIDENCE)}, over {effect.pairs} pairs of repeats"
 
 
-# of a point beside the best one: shown to be worse; worse without noise, of this workload; of no
-# difference that is shown; the same in every repeat; or it cannot be told, without two repeats
+# What a point is against the best point. beaten: shown to be worse. exact: worse without noise, for
+# this workload. open: no difference is shown. same: the same in every repeat. unknown: it has no
+# two repeats.
 Standing = Literal["beaten", "exact", "open", "same", "unknown"]
 
 
 class Lead(NamedTuple):
-    """The point with the best median of a number, and what the others are against it.
+    """The point with the best median of a number, and the standing of each other point against it.
 
-    others: from the best to the worst median.
+    others: the other points from the best to the worst median.
     """
 
     row: PointRow
@@ -79,10 +80,10 @@ class Lead(NamedTuple):
 
 
 def lead(rows: Sequence[PointRow], metric: Metric) -> Lead | None:
-    """The point that is best in a number; None if no point has it.
+    """The point that is best in a number; None if no point has the number.
 
-    The comparisons with the others are one family. A point leads if all of them are shown, so the
-    choice of the best median makes no further false leads.
+    The comparisons with the other points are one family. A point leads if all differences are
+    shown, so the choice of the best median makes no further false leads.
     """
     with_metric = [row for row in rows if metric.column in row.values]
     if not with_metric:
@@ -102,7 +103,11 @@ def lead(rows: Sequence[PointRow], metric: Metric) -> Lead | None:
 
 
 def _standing(result: Comparison, sign: int) -> Standing:
-    """Args: sign: of a worse number, against a better one."""
+    """The standing of a point that was compared with the best point.
+
+    Args:
+        sign: 1 if higher numbers are worse, -1 if lower numbers are.
+    """
     worse = "up" if sign > 0 else "down"
     standings: dict[str, Standing] = {worse: "beaten", f"hollow {worse}": "exact", "same": "same"}
     return standings.get(mark_of(result), "open")

@@ -14,8 +14,8 @@ from experiments.core.records import RequestRecord
 
 
 def with_fairness(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The runs, with the numbers of `fairness` among the metrics of those whose requests name
-    users. Reads their files.
+    """The runs. If the requests of a run name users, the numbers of `fairness` are among its
+    metrics. Reads the files of requests.
     """
     return [_with_fairness(run) for run in runs]
 
@@ -61,7 +61,7 @@ def fairness(requests: Iterable[RequestRecord]) -> dict[str, float] | None:
 
 
 def _speed(requests: Sequence[RequestRecord]) -> float:
-    """Output tokens over seconds in the engine, of the requests that ended."""
+    """Output tokens over seconds from arrival to end, of the requests that ended."""
     finished = [(request, request.e2e) for request in requests if request.e2e is not None]
     seconds = sum(e2e for _, e2e in finished)
     tokens = sum(branch.num_tokens for request, _ in finished for branch in request.branches)

@@ -43,16 +43,13 @@ def curves(
             are not measured.
     """
     with matplotlib.rc_context(_STYLE):
-        figure, every = _figure(len(panels))
+        figure, all_axes = _figure(len(panels))
         labels = [y] * len(panels) if isinstance(y, str) else y
-        for axes, (title, lines), label in zip(every, panels.items(), labels, strict=True):
+        for axes, (title, lines), label in zip(all_axes, panels.items(), labels, strict=True):
             for i, (name, points) in enumerate(lines.items()):
-                dashed = name in options.get("dashed", ())
-                style: dict[str, Any] = (
-                    {"ls": "--", "lw": 1}
-                    if dashed
-                    else {"marker": MARKERS[i % 6], "ms": 4, "lw": 1.4}
-                )
+                style: dict[str, Any] = {"marker": MARKERS[i % 6], "ms": 4, "lw": 1.4}
+                if name in options.get("dashed", ()):
+                    style = {"ls": "--", "lw": 1}
                 axes.plot(*zip(*points, strict=True), label=name, color=COLOURS[i % 6], **style)
             axes.set(title=title, xlabel=x, ylabel=label)
             if options.get("log_x"):
@@ -69,8 +66,8 @@ def curves(
 def stacks(panels: Mapping[str, Mapping[str, Mapping[str, float]]], y: str) -> str:
     """Panels of stacked bars: {panel: {bar: {part: height}}}."""
     with matplotlib.rc_context(_STYLE):
-        figure, every = _figure(len(panels))
-        for axes, (title, bars) in zip(every, panels.items(), strict=True):
+        figure, all_axes = _figure(len(panels))
+        for axes, (title, bars) in zip(all_axes, panels.items(), strict=True):
             parts = list(next(iter(bars.values())))
             floor = [0.0] * len(bars)
             for i, part in enumerate(parts):
@@ -82,16 +79,17 @@ def stacks(panels: Mapping[str, Mapping[str, Mapping[str, float]]], y: str) -> s
             axes.set(title=title, ylabel=y)
             axes.grid(axis="x", visible=False)
             axes.tick_params(axis="x", labelsize=8)
-        every[0].legend(
+        all_axes[0].legend(
             frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=3
         )
         return _svg(figure)
 
 
 def _figure(panels: int) -> tuple[Figure, list[Any]]:
+    """A figure with panels side by side, and the axes of each panel."""
     figure = Figure(figsize=(4.4 * panels + 0.4, 3.1), layout="constrained", facecolor="none")
-    every = [figure.add_subplot(1, panels, i + 1, facecolor="none") for i in range(panels)]
-    return figure, every
+    all_axes = [figure.add_subplot(1, panels, i + 1, facecolor="none") for i in range(panels)]
+    return figure, all_axes
 
 
 def _svg(figure: Figure) -> str:

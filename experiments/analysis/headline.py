@@ -53,12 +53,14 @@ def _attainment(rows: Sequence[PointRow]) -> list[str]:
     if not shares:
         return []
     ends = list(dict.fromkeys([number(min(shares)), number(max(shares))]))
-    over = " (medians of the points)" * (len(ends) > 1)
-    return [f"{' to '.join(ends)} % of the requests met the targets{over}."]
+    suffix = " (medians of the points)" if len(ends) > 1 else ""
+    return [f"{' to '.join(ends)} % of the requests met the targets{suffix}."]
 
 
 def _best(rows: Sequence[PointRow], metric: Metric) -> list[str]:
-    """The best point of a number, or that none is shown to be the best."""
+    """The sentence that names the best point of a number, or says that no point is shown to be the
+    best.
+    """
     result = lead(rows, metric)
     if result is None:
         return []
@@ -102,7 +104,7 @@ def _value_text(row: PointRow, metric: Metric) -> str:
 
 
 def _names(rows: Sequence[PointRow], num_others: int) -> str:
-    """The labels of some of the other points; of many, their number."""
+    """The labels of some of the other points; if they are many, their number."""
     if len(rows) == num_others:
         return "any other point" if num_others > 1 else "the other point"
     if len(rows) > MOST_NAMED:
@@ -116,7 +118,7 @@ def _noise(rows: Sequence[PointRow]) -> list[str]:
 
 
 def _effect_of_x(rows: Sequence[PointRow], axes: Axes) -> list[str]:
-    """The effect of x with all else fixed: the ratio of extremes on each line."""
+    """The effect of x with all else fixed: the largest over the least median on each line."""
     if axes.x is None or not axes.lines:
         return []
     ratios = {}

@@ -17,18 +17,19 @@ from experiments.core.records import RequestRecord
 
 MOST_BYTES = 1 << 26  # of requests.jsonl that a report reads; JSON of 64 MiB takes seconds
 MOST_BINS = 6
-FEWEST = 3  # requests of a bin, to have a median
+FEWEST = 3  # a bin with fewer requests has no median
 CURVE = 200  # points of a curve
+# in a line of steps.jsonl: a request waits, or is preempted
 _WAITING = re.compile(r'"waiting":[1-9]|"preempted":[1-9]')
 
 
 class Latencies(NamedTuple):
-    """The requests of a point, of all repeats together; float64 [n] seconds, by latency.
+    """The latencies of the n requests of a point, all repeats together.
 
     prompts: int64 [n], tokens of each request's prompt.
-    by_request: `ttft_s`, `e2e_s`, and `tpot_s`, the mean gap of its first branch; NaN where a
-        request has none.
-    gaps: seconds between tokens, of all requests; empty if they were not kept.
+    by_request: name of a latency -> float64 [n], its seconds for each request; NaN where a request
+        has none. The names are `ttft_s`, `e2e_s`, and `tpot_s`, the mean gap of the first branch.
+    gaps: float64 [gaps], seconds between tokens, of all requests; empty if they were not kept.
     """
 
     prompts: np.ndarray
@@ -36,7 +37,7 @@ class Latencies(NamedTuple):
     gaps: np.ndarray
 
     def values(self, name: str) -> np.ndarray:
-        """The values of a latency that there are; of `itl_s`, the gaps."""
+        """The values of a latency, without NaN; for `itl_s`, the gaps."""
         values = self.gaps if name == "itl_s" else self.by_request[name]
         return values[~np.isnan(values)]
 
@@ -59,8 +60,8 @@ def latencies(requests: Iterable[RequestRecord]) -> Latencies:
 
 
 def read(runs: Sequence[dict[str, Any]], keys: Iterable[str]) -> tuple[dict[str, Latencies], str]:
-    """The latencies of points by their keys, and a sentence that says why there are none, if their
-    files have over MOST_BYTES.
+    """The latencies of points by their keys, and "". If their files have over MOST_BYTES: nothing,
+    and a sentence that says why.
 
     A point without the files of its requests is left out: a folder may have the summaries only.
     """
@@ -130,8 +131,8 @@ def length_bins(prompts: np.ndarray) -> Bins | None:
 def medians_by_length(
     point: Latencies, name: str, bins: Bins, scale: float = 1.0
 ) -> Mapping[int, float]:
-    """The median of a latency, in seconds times `scale`, by the number of the bin; bins with few
-    requests are left out.
+    """The median of a latency, in seconds times `scale`, by the number of the bin. Bins with fewer
+    than FEWEST requests are left out.
     """
     values = point.by_request[name]
     places = np.searchsorted(bins.edges, point.prompts, side="right") - 1

@@ -93,7 +93,7 @@ _VARIABLES |= {placeholder: f"--s{i}" for i, placeholder in enumerate(PAGE.serie
 
 def _style(palette: Palette) -> Any:
     return {
-        # of a page, text stays text, in the page's font
+        # on a page, text stays text, in the page's font
         "svg.fonttype": "none" if palette is PAGE else "path",
         "svg.hashsalt": "pagedjax",
         "pdf.fonttype": 42,  # text of a PDF can be searched
@@ -132,7 +132,8 @@ class Plot:
         """An invisible target around a point that shows `text` under the pointer of a page.
 
         Args:
-            place: a transform and the like, for a point that is not one of the data.
+            place: options of matplotlib such as a transform, for a point that is not in the
+                coordinates of the data.
         """
         if self.palette is not PAGE:
             return
@@ -146,8 +147,8 @@ class Plot:
         pointer.
 
         Args:
-            height: in parts of the axes.
-            kind: as of `differences.mark_of`.
+            height: 1 is the top of the axes.
+            kind: a result of `differences.mark_of`.
         """
         shape = MARKS[kind.removeprefix("hollow ")]
         face = self.colour(index) if kind in ("up", "down") else "none"
@@ -181,8 +182,9 @@ class Plot:
 
         Args:
             path: its ending chooses the format, .svg or .pdf.
-            legend: of the colours, in order.
-            key: whose values the entries of the legend are; "" if they name it.
+            legend: the names of the colours, in order.
+            key: the swept key whose values are the entries of the legend; "" if the entries name
+                their keys.
         """
         with matplotlib.rc_context(_style(self.palette)):
             self.figure.set_facecolor(self.palette.paper)
@@ -225,10 +227,10 @@ class Plot:
             text = text.replace(placeholder, f"var({variable})")
         for index, tip in enumerate(self._tips):
             text = text.replace(f'<g id="tip-{index}">', f"<g><title>{html.escape(tip)}</title>")
-        size = re.compile(r'<svg ([^>]*?)width="[^"]*"([^>]*?)>', re.DOTALL)
-        text = size.sub(
-            lambda m: "<svg " + re.sub(r'\bheight="[^"]*"', "", m[1] + m[2]) + ">", text, count=1
-        )
+        # the page chooses the size, so width and height are removed
+        head = text[: text.index(">")]
+        sizeless_head = re.sub(r'\b(width|height)="[^"]*"', "", head)
+        text = text.replace(head, sizeless_head, 1)
         return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(self.title)}" ', 1)
 
 
@@ -240,8 +242,8 @@ def metric_plot(
     *,
     members: Sequence[PointRow] | None = None,
 ) -> Plot | None:
-    """`metric` along x, one line for each combination of the other keys, a band from least to most
-    over repeats.
+    """`metric` along x: a line of medians for each combination of the other keys, with a band from
+    the least to the largest number over repeats.
 
     Without an x, points are side by side. None if fewer than two points have the metric.
 
@@ -249,9 +251,9 @@ def metric_plot(
         rows: all points, which decide the limits of the axes and the colours of the lines.
         members: the points of this plot; None: all.
     """
-    having = [row for row in rows if metric.column in row.values]
+    with_metric = [row for row in rows if metric.column in row.values]
     drawn = [row for row in members or rows if metric.column in row.values]
-    if len(having) < 2 or not drawn:
+    if len(with_metric) < 2 or not drawn:
         return None
     if axes.x is None:
         bars = [Bar(row.label, row.values[metric.column], tooltip(row, metric)) for row in drawn]
@@ -260,11 +262,13 @@ def metric_plot(
     axis = x_axis(rows, x)
     plot = Plot(f"{metric.title} against {x}", palette)
     drawn_keys = {row.key for row in drawn}
-    by_line = lines(rows, axes)
-    for index, line in enumerate(by_line.values()):
-        on_line = [row for row in line if row.key in drawn_keys]
+    drawn_by_line = {
+        name: [row for row in line if row.key in drawn_keys]
+        for name, line in lines(rows, axes).items()
+    }
+    for index, on_line in enumerate(drawn_by_line.values()):
         # lines over names stand side by side
-        shift = 0.0 if axis.numeric else 0.5 * ((index + 0.5) / len(by_line) - 0.5)
+        shift = 0.0 if axis.numeric else 0.5 * ((index + 0.5) / len(drawn_by_line) - 0.5)
         xs = [axis.place(row.swept.get(x)) + shift for row in on_line]
         if on_line:
             _draw_line(plot, index, xs, [row.values[metric.column] for row in on_line], axis)
@@ -273,12 +277,9 @@ def metric_plot(
     _scale_x(plot, axis)
     plot.axes.set_xlabel(x)
     plot.name_y(metric.title, metric.unit)
-    _from_zero(plot, max(row.values[metric.column].high for row in having))
+    _from_zero(plot, max(row.values[metric.column].high for row in with_metric))
     if can_mark(rows, axes):
-        members_of_lines = [
-            [row for row in line if row.key in drawn_keys] for line in by_line.values()
-        ]
-        _mark_differences(plot, dict(zip(by_line, members_of_lines, strict=True)), axis, x, metric)
+        _mark_differences(plot, drawn_by_line, axis, x, metric)
     return plot
 
 
@@ -315,11 +316,12 @@ def can_mark(rows: Sequence[PointRow], axes: Axes) -> bool:
 def _mark_differences(
     plot: Plot, by_line: Mapping[str, Sequence[PointRow]], axis: XAxis, x: str, metric: Metric
 ) -> None:
-    """Marks above the axes: at each x, whether a line differs from the first one. No marks where
-    the first one has no such number.
+    """Marks above the axes: at each x, whether a line differs from the first line. No marks where
+    the first line has no such number.
 
     Args:
-        by_line: the points of this plot, of all lines of the report in the order of their colours.
+        by_line: the points of this plot, by the line. All lines of the report are there, in the
+            order of their colours.
     """
     (_, first), *compared = by_line.items()
     references = {axis.place(row.swept.get(x)): row for row in first}
@@ -344,10 +346,10 @@ def _mark_differences(
 
 def tooltip(row: PointRow, metric: Metric) -> str:
     middle, low, high = row.values[metric.column]
-    over = (
-        f" ({number(low)} to {number(high)} over {row.repeats} repeats)" if row.repeats > 1 else ""
-    )
-    return f"{row.label}\n{metric.title}: {number(middle)} {metric.unit}{over}"
+    text = f"{row.label}\n{metric.title}: {number(middle)} {metric.unit}"
+    if row.repeats > 1:
+        text += f" ({number(low)} to {number(high)} over {row.repeats} repeats)"
+    return text
 
 
 def _scale_x(plot: Plot, axis: XAxis) -> None:
@@ -366,7 +368,9 @@ def _scale_x(plot: Plot, axis: XAxis) -> None:
 
 
 def _scale_skewed_x(plot: Plot, values: Sequence[float]) -> bool:
-    """Whether the x axis became logarithmic: the largest value is many times the least one."""
+    """Make the x axis logarithmic if the largest value is many times the least one. Returns whether
+    it is logarithmic.
+    """
     is_skewed = min(values) > 0 and max(values) > SKEWED * min(values)
     if is_skewed:
         plot.axes.set_xscale("log")
@@ -398,7 +402,7 @@ class Bar(NamedTuple):
     """A number with its range, on a line of its own.
 
     tip: words for the pointer.
-    parts: numbers inside it, which have small marks.
+    parts: numbers that have small marks on the same line.
     """
 
     label: str
@@ -419,7 +423,7 @@ def bars_plot(
     """Numbers with their ranges, under each other.
 
     Args:
-        limit: of the x axis; None: all ranges are in it.
+        limit: the end of the x axis; None: all ranges end before it.
     """
     plot = Plot(title, palette, width, height=0.7 + 0.28 * len(bars))
     for place, (_, (middle, low, high), tip, parts) in enumerate(bars):
@@ -442,7 +446,8 @@ def time_plot(rows: Sequence[PointRow], palette: Palette = PAGE) -> Plot | None:
     plot = Plot("Host and device time per step", palette, WIDE, height=0.8 + 0.27 * len(rows))
     for place, row in enumerate(rows):
         device = row.middle(DEVICE)
-        host = max(row.middle(HOST), 0.0)  # simulated, a difference of rounding
+        # rounding may put it below 0 for a simulated step without host time
+        host = max(row.middle(HOST), 0.0)
         plot.axes.barh(place, device, height=0.62, color=plot.colour(0))
         plot.axes.barh(place, host, left=device, height=0.62, color=plot.colour(1))
         share = host / (device + host) if device + host else 0.0
@@ -470,10 +475,10 @@ def pareto_plot(
     if len(rows) < 3:
         return None
     plot = Plot(f"{THROUGHPUT.title} against {latency.title}", palette, WIDE, height=3.9)
-    at = [(row.middle(latency), row.middle(THROUGHPUT)) for row in rows]
-    front = pareto(at)
+    medians = [(row.middle(latency), row.middle(THROUGHPUT)) for row in rows]
+    front = pareto(medians)
     plot.axes.plot(
-        *zip(*(at[i] for i in front), strict=True),
+        *zip(*(medians[i] for i in front), strict=True),
         color=plot.palette.muted,
         lw=1.2,
         ls=(0, (4, 3)),
@@ -502,16 +507,17 @@ def pareto_plot(
             )
             words = f"{latency.title}: {number(cost.middle)} {latency.unit}"
             plot.tip(cost.middle, rate.middle, f"{tooltip(row, THROUGHPUT)}\n{words}")
-    _scale_skewed_x(plot, [cost for cost, _ in at])
+    _scale_skewed_x(plot, [cost for cost, _ in medians])
     plot.axes.margins(x=0.16, y=0.16)
     plot.axes.set_xlabel(f"{latency.title}, {latency.unit} (less is better)")
     plot.axes.set_ylabel(f"{THROUGHPUT.title}, {THROUGHPUT.unit}")
-    _label_points(plot, at, {i: rows[i].label for i in front}, [at[i] for i in front])
+    labels = {i: rows[i].label for i in front}
+    _label_points(plot, medians, labels, [medians[i] for i in front])
     return plot
 
 
 class Box(NamedTuple):
-    """A part of a plot, in points."""
+    """A part of a plot, in points (1/72 inch)."""
 
     left: float
     bottom: float
@@ -525,30 +531,36 @@ class Box(NamedTuple):
 
 
 class LabelPlace(NamedTuple):
-    """A place for a label beside a point.
+    """A place for a label beside a marker.
 
-    crossed: whether a line goes through it.
+    crossed: whether a line goes through the label.
+    dy: how high the label is above the marker, in points.
     """
 
     crossed: bool
     is_right: bool
-    dy: int  # points above its point
+    dy: int
     box: Box
 
 
 def _label_points(
     plot: Plot,
-    at: Sequence[tuple[float, float]],
+    markers: Sequence[tuple[float, float]],
     labels: Mapping[int, str],
     line: Sequence[tuple[float, float]],
 ) -> None:
-    """Labels beside points, where they meet no other point, no other label and, if there is such a
-    place, not the line; points without a place have tooltips.
+    """Write labels beside markers, where they meet no other marker, no other label and, if there is
+    such a place, not the line. A marker without a place has a tooltip only.
+
+    Args:
+        markers: the places of all markers, in the coordinates of the data.
+        labels: the labels, by the index of the marker.
+        line: the ends of the parts of the line, in the coordinates of the data.
     """
     with matplotlib.rc_context(_style(plot.palette)):
         FigureCanvasSVG(plot.figure)
         plot.figure.draw_without_rendering()  # so that the axes have their place
-    boxes = [Box(x - 5, y - 5, x + 5, y + 5) for x, y in _in_points(plot, at)]
+    boxes = [Box(x - 5, y - 5, x + 5, y + 5) for x, y in _in_points(plot, markers)]
     spots = [
         Box(*spot, *spot)
         for begin, end in pairwise(_in_points(plot, line))
@@ -561,7 +573,7 @@ def _label_points(
             boxes.append(place.box)
             plot.axes.annotate(
                 label,
-                at[i],
+                markers[i],
                 xytext=(9 if place.is_right else -9, place.dy),
                 textcoords="offset points",
                 ha="left" if place.is_right else "right",
@@ -581,12 +593,12 @@ def _label_places(
     """The free places for a label: below and above, at the right and at the left of its marker.
 
     Args:
-        boxes: of markers and labels.
-        spots: of lines.
+        boxes: what the label must not touch: markers and other labels.
+        spots: boxes without size along the line.
     """
     axes = plot.axes.get_window_extent()
     scale = 72 / plot.figure.dpi
-    width = 5.0 * len(label)  # of text that is 8 points high, at most
+    width = 5.0 * len(label)  # at most, for text that is 8 points high
     places = []
     for is_right, dy in ((True, -11), (True, 5), (False, -11), (False, 5)):
         left = marker.right + 4 if is_right else marker.left - 4 - width
@@ -607,9 +619,9 @@ def timeline_plot(
     """Values over the seconds of a run, constant between two edges; there is one more edge than
     values.
     """
-    every = -(-len(edges) // MOST_STEPS)
-    edges = [*edges[:-1:every], edges[-1]]
-    series = {name: values[::every] for name, values in series.items()}
+    stride = -(-len(edges) // MOST_STEPS)
+    edges = [*edges[:-1:stride], edges[-1]]
+    series = {name: values[::stride] for name, values in series.items()}
     plot = Plot(title, palette)
     for index, values in enumerate(series.values()):
         plot.axes.stairs(
@@ -617,11 +629,10 @@ def timeline_plot(
         )
     # a few hundred tooltips are enough
     for step in range(0, len(edges) - 1, max(1, len(edges) // 200)):
-        values = ", ".join(f"{number(values[step])} {name}" for name, values in series.items())
+        words = ", ".join(f"{number(values[step])} {name}" for name, values in series.items())
         middle = (edges[step] + edges[step + 1]) / 2
-        plot.tip(
-            middle, max(values[step] for values in series.values()), f"{number(middle)} s: {values}"
-        )
+        top = max(values[step] for values in series.values())
+        plot.tip(middle, top, f"{number(middle)} s: {words}")
     plot.axes.set_xlabel("seconds")
     plot.name_y(title)
     plot.axes.set_xlim(edges[0], edges[-1])
@@ -635,7 +646,7 @@ def cumulative_plot(
     """The cumulative distribution of a latency, a curve for each line; None without values.
 
     Args:
-        curves: by the number of the line, its name and its values, float64 [n] in `unit`.
+        curves: the number of a line -> its name, and its values in `unit`, float64 [n].
     """
     drawn = {index: curve for index, curve in curves.items() if len(curve[1])}
     if not drawn:
@@ -675,7 +686,8 @@ def length_plot(
     """The median of a latency by the length of the prompt, a line for each line of the sweep.
 
     Args:
-        medians: by the number of the line, its name and its medians in `unit`, by bin.
+        medians: the number of a line -> its name, and its medians in `unit` by the number of the
+            bin.
     """
     drawn = {index: line for index, line in medians.items() if line[1]}
     if not drawn:

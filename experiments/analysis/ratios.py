@@ -21,9 +21,8 @@ from experiments.analysis.sweep_points import number
 from experiments.core.records import RequestRecord
 
 RESAMPLES = 1000
-# of the bootstrap of a percentile: least number of requests, and of requests above it
-FEWEST = 10
-BEYOND = 2
+FEWEST = 10  # requests; with fewer a percentile has no bootstrap
+BEYOND = 2  # at least so many requests must be above the percentile
 LATENCIES = {
     "ttft_s": lambda request: [request.ttft],
     "itl_s": lambda request: [gap for branch in request.branches for gap in branch.gaps],
@@ -73,12 +72,12 @@ class Effect(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A number of two sides, and how the second one differs.
+    """A number of two sides, and how the second side differs from the first.
 
     a, b: medians; None: there is no such number.
     note: why there is no effect, or no p.
     p_holm: p, corrected for a family of comparisons.
-    family: the number of p in it.
+    family: the number of p in this family.
     """
 
     a: float | None = None
@@ -93,7 +92,7 @@ class Comparison(NamedTuple):
         return None if self.p_holm is None else self.p_holm <= 1 - confidence
 
     def verdict(self, confidence: float) -> str:
-        """What it shows, in words."""
+        """What the comparison shows, in words."""
         if self.effect is None or self.effect.p is None:
             return self.note
         direction = "higher" if self.effect.sign > 0 else "lower"
@@ -153,9 +152,11 @@ def columns(
     """
     effects = [row.effect for row in comparisons]
     scales = dict.fromkeys(effect.scale for effect in effects if effect)
+    if a == b:
+        b = f"{b} "  # a column of its own
     return {
         a: [number(row.a) for row in comparisons],
-        b + " " * (a == b): [number(row.b) for row in comparisons],
+        b: [number(row.b) for row in comparisons],
         " or ".join(scales) or "ratio": [effect_text(effect) for effect in effects],
         "p": [_p_text(effect and effect.p) for effect in effects],
         "p (Holm)": [_p_text(row.p_holm) for row in comparisons],
@@ -171,7 +172,7 @@ def method_notes(families: Mapping[str, int], confidence: float) -> list[str]:
     """How the numbers of `columns` were made, and what they do not show.
 
     Args:
-        families: the number of p of each family, by what it is of.
+        families: the number of p of each family, by the words that follow this number.
     """
     texts = [
         "The values of a side are medians over its runs. The ratio is one of geometric means, and "
@@ -233,8 +234,8 @@ def _exponential(value: float) -> float:
 def holm(values: Sequence[float]) -> list[float]:
     """p values of one family, corrected by Holm's step-down method (Scand. J. Statist. 6, 1979).
 
-    Rejecting those that are at most a keeps the chance of any false rejection at a, whatever their
-    dependence.
+    If all hypotheses are rejected whose corrected p is at most a, the chance of any false rejection
+    is at most a, however the hypotheses depend on each other.
     """
     corrected = [0.0] * len(values)
     largest = 0.0
@@ -291,7 +292,7 @@ def of_requests(
     ratio_of = partial(_ratio_of, sides=sides, percentile=percentile)
     all_requests = np.arange(len(a))
     effect = Effect("ratio", 1, ratio_of(all_requests))
-    # from resamples without a ratio
+    # resamples without a ratio cause warnings
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
         bootstrap = stats.bootstrap(
             (all_requests,),
@@ -318,18 +319,21 @@ def _ratio_of(
     """The ratio over the requests in `drawn`, each drawn on both sides with all its gaps.
 
     Args:
-        sides: as of `_latencies`.
+        sides: the result of `_latencies` for each side.
     """
     counts = np.bincount(drawn, minlength=len(drawn))
     samples = [np.repeat(values, counts[owners]) for owners, values in sides]
     if not all(map(len, samples)):
         return math.nan
-    below, above = (np.percentile(values, percentile) for values in samples)
-    return float(above / below) if below else math.nan
+    number_a = np.percentile(samples[0], percentile)
+    number_b = np.percentile(samples[1], percentile)
+    return float(number_b / number_a) if number_a else math.nan
 
 
 def _latencies(requests: Sequence[RequestRecord], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """One latency of all requests: the request of each value, and the values."""
+    """One latency of all requests: the index of the request of each value, int64 [values], and the
+    values, float64 [values].
+    """
     values = [
         [value for value in LATENCIES[name](request) if value is not None] for request in requests
     ]

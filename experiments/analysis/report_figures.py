@@ -1,4 +1,4 @@
-"""The figures of a report: which there are, what each one says, and their files.
+"""The figures of a report: which figures it has, what each of them says, and their files.
 
 A figure is drawn when its page or its file is written.
 """
@@ -40,8 +40,8 @@ from experiments.analysis.sweep_points import (
 )
 from experiments.core.selection import value_text
 
-MOST_POINTS = 8  # side by side, of which one plot has the distributions
-# by latency: title, unit, and the unit's parts of a second
+MOST_POINTS = 8  # points side by side; the distributions of more points are not shown
+# latency -> title, unit, and how many of this unit are a second
 DISTRIBUTIONS = {
     "ttft_s": ("Time to first token", "ms", 1e3),
     "itl_s": ("Inter-token latency", "ms", 1e3),
@@ -57,12 +57,12 @@ BY_LENGTH = {
 class Figure(NamedTuple):
     """A figure with its words.
 
-    legend: of its own colours; those of lines are its section's.
-    plot: it as drawn for the page.
+    legend: names of its own colours; the colours of lines are in the legend of the section.
+    plot: the figure as drawn for the page.
     """
 
     title: str
-    draw: Callable[..., Plot | None]  # (palette=...)
+    draw: Callable[..., Plot | None]  # called as draw(palette=...)
     unit: str = ""
     better: str = ""
     wide: bool = False
@@ -70,17 +70,18 @@ class Figure(NamedTuple):
     plot: Plot | None = None
 
     def about(self, *, simulated: bool) -> str:
-        """The unit, whether more or less of it is better, and whether it is simulated."""
+        """Whether the figure is simulated, its unit, and whether more or less is better."""
         better = {"high": "more is better", "low": "less is better"}.get(self.better, "")
-        return ", ".join(filter(None, ["simulated" * simulated, self.unit, better]))
+        words = ["simulated" if simulated else "", self.unit, better]
+        return ", ".join(filter(None, words))
 
 
 class Section(NamedTuple):
     """Figures under a heading.
 
     legend: the title and the entries of the colours of its figures; None: there is one colour.
-    columns: of figures on a wide page.
-    is_shown: also without a figure, for its note.
+    columns: how many figures are side by side on a wide page.
+    is_shown: whether the section is shown even without a figure, for its note.
     """
 
     title: str
@@ -177,7 +178,9 @@ def sections(
 
 
 def draw(groups: Sequence[Section]) -> list[Section]:
-    """The sections with their figures as drawn for a page; without those that have none to show."""
+    """The sections with their figures as drawn for a page. Sections with nothing to show are left
+    out.
+    """
     drawn = [
         group._replace(figures=[figure._replace(plot=figure.draw()) for figure in group.figures])
         for group in groups
@@ -254,8 +257,9 @@ def metric_figures(rows: Sequence[PointRow], axes: Axes, metric: Metric) -> list
 
 
 def distribution_points(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[PointRow]]:
-    """The points whose distributions are shown, by what the titles say of them: those at the least
-    and at the largest x, of each facet; without an x all, if they are few.
+    """The points whose distributions are shown, by the words that a title has about them: for each
+    facet the points at the least x, and the points at the largest x. Without an x, all points if
+    there are at most MOST_POINTS.
     """
     if axes.x is None:
         return {"": list(rows)} if len(rows) <= MOST_POINTS else {}
@@ -273,8 +277,8 @@ def distributions(
     rows: Sequence[PointRow], axes: Axes, samples: Mapping[str, Latencies]
 ) -> list[Section]:
     """How latencies are distributed, and how they grow with the prompt's length."""
-    names = {row.key: row.label for row in rows}
-    order = [row.key for row in rows]
+    names = {row.key: row.label for row in rows}  # key of a point -> name of its curve
+    order = [row.key for row in rows]  # of colours: without an x by points, else by lines
     legend: tuple[str, tuple[str, ...]] | None = ("", tuple(names.values()))
     if axes.x is not None:
         by_line = sweep_points.lines(rows, axes)
@@ -283,8 +287,8 @@ def distributions(
         legend = line_legend(rows, axes)
     elif len(rows) == 1:
         legend = None
-    shares = []
-    lengths = []
+    share_figures = []
+    length_figures = []
     for suffix, members in distribution_points(rows, axes).items():
         lines: dict[int, tuple[str, Latencies]] = {}
         for row in members:
@@ -292,22 +296,22 @@ def distributions(
                 name = names[row.key]
                 index = order.index(row.key if axes.x is None else name)
                 lines[index] = (name, samples[row.key])
-        shares += _cumulative_figures(lines, suffix)
-        lengths += _length_figures(lines, suffix)
+        share_figures += _cumulative_figures(lines, suffix)
+        length_figures += _length_figures(lines, suffix)
     ends = f" The points are those at the least and at the largest {axes.x}." if axes.x else ""
     return [
         Section(
             "Distribution of latencies",
             f"The share of requests (of gaps, for ITL) that took at most so long, all repeats "
             f"together.{ends}",
-            shares,
+            share_figures,
             legend,
         ),
         Section(
             "Latency by prompt length",
             f"Medians of requests whose prompts are about equally long, all repeats together; a "
             f"bin has at least {latencies.FEWEST} requests.{ends}",
-            lengths,
+            length_figures,
             legend,
         ),
     ]
@@ -352,8 +356,8 @@ def _length_figures(lines: Mapping[int, tuple[str, Latencies]], suffix: str) -> 
 
 
 def timeline(rows: Sequence[PointRow], steps: Sequence[dict[str, Any]]) -> Section:
-    """One run over time: sequences that run and wait, tokens, and the use of the cache; of
-    replicas, the first one.
+    """One run over time: sequences that run and wait, tokens, and the use of the cache. With
+    replicas, only the first replica is shown.
     """
     fastest = sweep_points.highest(rows, THROUGHPUT)
     steps = [step for step in steps if not step.get("replica")]
@@ -400,7 +404,7 @@ def export(groups: Sequence[Section], folder: Path, ending: str, *, simulated: b
             assert plot is not None, "see `sections`"
             name = file_name(f"{group.title} {figure.title}")
             counts[name] += 1
-            if counts[name] > 1:  # other titles, with the same letters
+            if counts[name] > 1:  # another title has the same letters
                 name = f"{name}--{counts[name]}"
             path = folder / f"{name}.{ending}"
             about = figure.about(simulated=simulated)

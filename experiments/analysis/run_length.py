@@ -36,10 +36,11 @@ def reasons(
 
     Args:
         in_time: whether each request met the targets.
-        share: of the requests that must.
-        tolerance: of the rate.
+        share: the share of the requests that must meet them.
+        tolerance: the tolerance of the rate, as a share.
     """
     count = len(requests)
+    # 1e-9: 1 - share has an error of rounding
     may_miss = math.floor(count * (1 - share) + 1e-9)
     sentences = []
     if may_miss < FEWEST_MISSES:
@@ -79,6 +80,7 @@ def growth_at_end(requests: Sequence[RequestRecord]) -> float | None:
         return None
     arrivals = np.sort([request.arrival for request in requests])
     ends = np.sort([math.inf if r.e2e is None else r.arrival + r.e2e for r in requests])
+    # requests in the engine at each arrival, which is counted too
     inside = np.arange(1, len(arrivals) + 1) - np.searchsorted(ends, arrivals, side="right")
     before = inside[-2 * quarter : -quarter].mean()
     return float(inside[-quarter:].mean() - before) / quarter

@@ -1,4 +1,6 @@
-"""Two sides of a comparison: the runs of a point, which are paired, and a metric of both."""
+"""The two sides of a comparison: the runs of two points, whether they are paired, and a metric of
+both.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ DRAFTS = tuple(metric.column for metric in SPECULATION)  # of points with specul
 # (core/totals.py).
 ROUNDED = ("itl_s", "step_s", "device_s", "host_s", "sequences_per_step")
 ROUNDING = 1 / 1024
-# what makes runs differ beside their config; source: the hash of the code, committed or not
+# what runs may differ in beside their config; source: the hash of the code, committed or not
 ORIGIN = ("device", "commit", "source", "jax")
 
 
@@ -73,10 +75,8 @@ def workload_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
     if differ:
         return f"the workloads of repeat {a['repeat']} differ in {', '.join(differ)}"
     try:
-        inputs_a, inputs_b = (
-            [_inputs(request) for request in store.read_requests(Path(run["run"]))]
-            for run in (a, b)
-        )
+        inputs_a = _inputs_of_run(a)
+        inputs_b = _inputs_of_run(b)
     except ValueError as error:  # a folder of results may have the summaries only
         return f"whether repeat {a['repeat']} had the same requests is not known: {error}"
     for i, (request_a, request_b) in enumerate(zip(inputs_a, inputs_b, strict=True)):
@@ -94,6 +94,11 @@ def request_totals(workload: Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: value for key, value in (workload or {}).items() if key != "predicted_error"}
 
 
+def _inputs_of_run(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """The inputs of the requests of a run, from its folder."""
+    return [_inputs(request) for request in store.read_requests(Path(run["run"]))]
+
+
 def _inputs(request: RequestRecord) -> dict[str, Any]:
     """The input of a request: its record without the results."""
     results = ("request_id", "first_scheduled", "replica")
@@ -103,9 +108,8 @@ def _inputs(request: RequestRecord) -> dict[str, Any]:
 
 def origin_notes(a: Side, b: Side) -> list[str]:
     """Notes on simulated sides, and on differences of device, code and version of JAX."""
-    origins_a, origins_b = (
-        {key: sorted({_origin(run)[key] for run in side.runs}) for key in ORIGIN} for side in (a, b)
-    )
+    origins_a = _origins(a)
+    origins_b = _origins(b)
     devices = dict.fromkeys([*origins_a["device"], *origins_b["device"]])
     simulated = [device for device in devices if device.startswith(SIMULATED)]
     calculated = [f"{' and '.join(simulated)}: every time is calculated"] if simulated else []
@@ -116,8 +120,14 @@ def origin_notes(a: Side, b: Side) -> list[str]:
     ]
 
 
+def _origins(side: Side) -> dict[str, list[str]]:
+    """The different values of each key of ORIGIN over the runs of a side, sorted."""
+    origins = [_origin(run) for run in side.runs]
+    return {key: sorted({origin[key] for origin in origins}) for key in ORIGIN}
+
+
 def _origin(run: dict[str, Any]) -> dict[str, str]:
-    """The device and the code that made a run; "not known" for what it does not tell."""
+    """The device and the code that made a run; "not known" for a value that the run does not have."""
     values = {key: run.get(key) for key in ORIGIN}
     file = Path(run["run"]) / "env.json"
     if not values["jax"] and file.is_file():  # summaries of earlier versions do not have it
@@ -134,7 +144,7 @@ def choose_metrics(metrics: Sequence[str] | None, *sides: Side) -> tuple[str, ..
     """The metrics to compare: those of --metric, or METRICS, with drafts if a side speculates.
 
     Raises:
-        ValueError: no run has such a number; the message names those that there are.
+        ValueError: no run has such a number; the message names the existing ones.
     """
     if metrics:
         runs = [run for side in sides for run in side.runs]
@@ -168,7 +178,7 @@ def values_of(side: Side, metric: str) -> list[float]:
 
 
 def number_of(run: dict[str, Any], metric: str) -> float | None:
-    """A metric of a run; None if it has no such number, as one that does not speculate."""
+    """A metric of a run; None if the run has no such number, such as drafts without speculation."""
     if metric in DRAFTS and not run_speculates(run):
         return None
     value = flatten(run["metrics"]).get(metric)
@@ -176,10 +186,10 @@ def number_of(run: dict[str, Any], metric: str) -> float | None:
 
 
 def compared(a: Side, b: Side, metric: str, *, apart: str | None, confidence: float) -> Comparison:
-    """A metric of two points.
+    """The comparison of a metric of two points.
 
     Args:
-        apart: why the runs are not paired; see `why_unpaired`.
+        apart: why the runs are not paired; None if they are; see `why_unpaired`.
     """
     values_a = values_of(a, metric)
     values_b = values_of(b, metric)
@@ -211,8 +221,8 @@ def of_one_side(a: Sequence[float], b: Sequence[float]) -> Comparison:
 def of_rounded(
     a: Side, b: Side, metric: str, values_a: Sequence[float], values_b: Sequence[float]
 ) -> Comparison | None:
-    """The comparison of a percentile that one side or both have of rounded numbers; None if the
-    values can be compared.
+    """The comparison of a percentile that one side or both have of rounded numbers, if their values
+    cannot be compared; else None.
     """
     name, percentile = percentile_of(metric)
     if name not in ROUNDED or percentile is None:
@@ -235,7 +245,9 @@ def of_rounded(
 
 
 def percentile_of(metric: str) -> tuple[str, int | None]:
-    """What a metric is a percentile of, and which one, such as ("ttft_s", 99)."""
+    """The quantity of a metric, and which percentile of it the metric is, such as ("ttft_s", 99);
+    None: the metric is no percentile.
+    """
     name, _, percentile = metric.partition(".p")
     return name, int(percentile) if percentile.isdigit() else None
 
@@ -243,14 +255,15 @@ def percentile_of(metric: str) -> tuple[str, int | None]:
 def over_requests(
     result: Comparison, a: Side, b: Side, metric: str, confidence: float
 ) -> Comparison:
-    """The comparison of one pair of runs of the same requests, with an interval over these where
-    there is one.
+    """The comparison of one pair of runs of the same requests, with an interval over the requests
+    if it can be computed.
     """
     name, percentile = percentile_of(metric)
     if name not in LATENCIES or percentile is None:
         return result
-    before, after = (store.read_requests(Path(side.runs[0]["run"])) for side in (a, b))
-    if name == "itl_s" and not all(request.has_gaps for request in (*before, *after)):
+    requests_a = store.read_requests(Path(a.runs[0]["run"]))
+    requests_b = store.read_requests(Path(b.runs[0]["run"]))
+    if name == "itl_s" and not all(request.has_gaps for request in (*requests_a, *requests_b)):
         return result
-    effect, words = of_requests(before, after, name, percentile, confidence)
+    effect, words = of_requests(requests_a, requests_b, name, percentile, confidence)
     return result._replace(effect=effect or result.effect, note=f"{result.note}; {words}")

@@ -1,4 +1,4 @@
-"""What a sweep showed, from the summaries of its runs: its points, and the axes of plots.
+"""The points of a sweep, from the summaries of its runs, and the axes of their plots.
 
 All functions are pure.
 """
@@ -17,11 +17,11 @@ from experiments.core.store import flatten
 from pagedjax.options.config import one_of
 
 OWN = f"{own_metrics.OWN}."  # what the column of a user's own metric begins with
-NOISE = 1e-9  # smaller than any unit that is shown can be measured
+NOISE = 1e-9  # a number below this is an error of rounding: nothing is measured so exactly
 
 
 class Metric(NamedTuple):
-    """A number of a summary, how it is shown, and whether a high or a low one is better.
+    """A number of a summary, how it is shown, and whether high or low numbers are better.
 
     It is shown times `scale`, in `unit`. `better` is "" where it is not known.
     """
@@ -216,7 +216,7 @@ def find_metric(option: str, name: str, runs: Sequence[dict[str, Any]]) -> Metri
 
 
 def _own_metrics(flat: Iterable[Mapping[str, Any]]) -> list[Metric]:
-    """The metrics of a user's own in some summaries with dotted names."""
+    """A user's own metrics in some summaries, whose names are dotted."""
     columns = dict.fromkeys(column for row in flat for column in row if column.startswith(OWN))
     return [_own_metric(column) for column in columns]
 
@@ -227,7 +227,7 @@ def _own_metric(column: str) -> Metric:
 
 
 def shown_metrics(rows: Sequence[PointRow]) -> list[Metric]:
-    """The metrics of which some point has a value: those of TABLE, then a user's own."""
+    """The metrics that some point has: first the metrics of TABLE, then a user's own."""
     columns = dict.fromkeys(column for row in rows for column in row.values)
     metrics = [metric for metric in TABLE if metric.column in columns]
     return metrics + [_own_metric(column) for column in columns if column.startswith(OWN)]
@@ -305,7 +305,7 @@ def lines(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[PointRow]]:
 
 
 def facets(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[PointRow]]:
-    """The points of each plot, by what its title says of them ("" when one plot has all)."""
+    """The points of each plot, by the words that its title has about them ("" if one plot has all)."""
     if axes.facet is None:
         return {"": list(rows)}
     by_value: dict[str, list[PointRow]] = {}

@@ -48,6 +48,7 @@ def random_adapter(config: DecoderConfig, name: str, rank: int, seed: int) -> Ad
         outputs = sum(part_outputs for _, part_outputs in sizes)
         a = rng.standard_normal((rank, inputs))
         b = rng.standard_normal((outputs, rank))
+        # 24 is the root of SmolLM2's hidden size
         factors[module] = a.astype(np.float32) / 24, b.astype(np.float32) / 24
     return adapter_of(factors, {"lora_alpha": rank}, config, name)
 
@@ -59,7 +60,7 @@ def measure(without: LLM, engines: dict[int, LLM], name: str, num_rounds: int) -
 
     Args:
         without: the engine without adapters.
-        engines: by rank, with the adapters "0" to "7" loaded.
+        engines: the engines by rank, each with the adapters "0" to "7" loaded.
     """
     vocab = without.engine.model.config.vocab_size
     prompts, params = requests_of(WORKLOADS[name], vocab, seed=1234)

@@ -5,11 +5,11 @@
 
     saved = 1 - sum over steps of distinct blocks / sum over steps of block table entries, of the running sequences
 
-It is the quantity of Fig. 15 of the PagedAttention paper (Kwon et al., SOSP 2023), whose values for
-Alpaca are printed beside it. Sharing depends on where beams diverge, which random numbers cannot
-imitate, so a real model runs. Prompts are windows of configs/prompts/english.txt. Prompt and output
-lengths are exponential with Alpaca's means (the paper's Fig. 11), rounded and at least 1. The end
-of text is ignored, prefix caching is off, all requests arrive at once.
+This is the quantity of Fig. 15 of the PagedAttention paper (Kwon et al., SOSP 2023). The paper's
+values for Alpaca are printed beside it. Sharing depends on where beams diverge, which random
+numbers cannot imitate, so a real model runs. Prompts are windows of configs/prompts/english.txt.
+Prompt and output lengths are exponential with Alpaca's means (the paper's Fig. 11), rounded and at
+least 1. The end of text is ignored, prefix caching is off, all requests arrive at once.
 """
 
 from __future__ import annotations
@@ -44,11 +44,9 @@ def draw(
     outputs, _ = draw_lengths(Exponential("exponential", data.output), count, streams[1])
     prompts = [min(prompt, LONGEST // 2) for prompt in prompts]
     starts = [int(streams[2].integers(len(tokens) - prompt + 1)) for prompt in prompts]
-    windows = [
-        list(tokens[start : start + prompt]) for start, prompt in zip(starts, prompts, strict=True)
-    ]
     return [
-        (window, min(output, LONGEST // 2)) for window, output in zip(windows, outputs, strict=True)
+        (list(tokens[start : start + prompt]), min(output, LONGEST // 2))
+        for start, prompt, output in zip(starts, prompts, outputs, strict=True)
     ]
 
 
@@ -72,10 +70,9 @@ def measure(llm: LLM, requests: Sequence[tuple[list[int], int]], width: int) -> 
     """Run a beam search of `width` for all requests, as many at a time as PLACES allows."""
     llm.engine.reset()
     for i, (prompt, output) in enumerate(requests):
-        names = branch_ids(f"r{i}", width)
-        llm.engine.add(
-            names[0], prompt, BeamSearchParams(width, output, ignore_eos=True), forks=names[1:]
-        )
+        request_id, *forks = branch_ids(f"r{i}", width)
+        params = BeamSearchParams(width, output, ignore_eos=True)
+        llm.engine.add(request_id, prompt, params, forks=forks)
     listed = used = steps = preemptions = 0
     while llm.engine.has_work:
         result = llm.engine.step()
@@ -110,27 +107,22 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         model = load_model(args.model)
         llm = searcher(model, args.block_size)
-        rows = []
     except (OSError, ValueError) as error:
         parser.error(str(error))
     requests = draw(
         model.tokenizer.encode(TEXT.read_text("utf-8")), ALPACA, args.requests, args.seed
     )
+    rows = []
     for width in args.widths:
         saved = measure(llm, requests, width)
-        rows.append(
-            {
-                "width": width,
-                "saved": 100 * saved.share,
-                "paper": ALPACA.beams.get(width),
-                **saved._asdict(),
-            }
-        )
+        share = 100 * saved.share
+        paper = ALPACA.beams.get(width)
+        rows.append({"width": width, "saved": share, "paper": paper, **saved._asdict()})
         if not args.json:
-            paper = "-" if rows[-1]["paper"] is None else f"{rows[-1]['paper']:.2f} %"
-            share = f"{rows[-1]['saved']:.2f} %"
+            paper_text = "-" if paper is None else f"{paper:.2f} %"
             print(
-                f"beam width {width}: {share} saved, paper {paper}; {saved.steps} steps", flush=True
+                f"beam width {width}: {share:.2f} % saved, paper {paper_text}; {saved.steps} steps",
+                flush=True,
             )
     if args.json:
         sizes = {"block_size": args.block_size, "requests": args.requests}

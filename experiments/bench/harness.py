@@ -1,8 +1,8 @@
 """What benchmarks share: the command line, runs in turn, ratios, tables, and the file of `--json`.
 
 in_turn({"a": run_a, "b": run_b}, 5)  -> {"a": [result of each round ...], "b": ...}
-rounds({"a": run_a, "b": run_b}, 5)   -> the same of runs that return seconds, after a warm-up
-ratios(seconds["a"], seconds["b"])    -> {"ratio": their median, "ratios": of each round}
+rounds({"a": run_a, "b": run_b}, 5)   -> the same for runs that return seconds, after a warm-up
+ratios(seconds["a"], seconds["b"])    -> {"ratio": the median, "ratios": the ratio of each round}
 
 Runs take turns, so that a slow minute of the machine meets all of them.
 """
@@ -40,7 +40,7 @@ def bench_parser(description: str | None, *, model: bool = True) -> argparse.Arg
         allow_abbrev=False,
     )
     if model:
-        # it loads JAX, which a benchmark of the host does without
+        # this import loads JAX, which a benchmark of the host does not need
         from pagedjax.weights.pretrained import DEFAULT_MODEL
 
         parser.add_argument("--model", default=DEFAULT_MODEL, help="as in LLM(model=...)")
@@ -51,7 +51,7 @@ def bench_parser(description: str | None, *, model: bool = True) -> argparse.Arg
 def arguments_of(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, **rehearsed: Any
 ) -> argparse.Namespace:
-    """The arguments of a command. rehearsed: the defaults with `--rehearse`."""
+    """The arguments of a command. rehearsed: other defaults of options, for `--rehearse`."""
     args = parser.parse_args(argv)
     if args.rehearse:
         parser.set_defaults(**rehearsed)
@@ -67,7 +67,7 @@ def at_least_1(words: str) -> int:
 
 
 def check_least(parser: argparse.ArgumentParser, args: argparse.Namespace, **minima: int) -> None:
-    """End the command with a sentence if an option is below its minimum, or one of its values."""
+    """End the command with a sentence if an option, or one of its values, is below its minimum."""
     for name, minimum in minima.items():
         values = getattr(args, name)
         value = min(values, default=minimum) if isinstance(values, Sequence) else values
@@ -82,8 +82,8 @@ def write_report(
     """Write the environment and the figures to the file of `--json`, if there is one.
 
     Args:
-        place: the field of the environment.
-        options: of `environment`.
+        place: the name of the field that has the environment.
+        options: the options of `environment`.
     """
     if file is not None:
         write_json(file, {place: environment(**options), **figures})
@@ -95,7 +95,7 @@ def write_report(
 def in_turn(runs: Mapping[str, Callable[[], Result]], count: int) -> dict[str, list[Result]]:
     """Make each run in `count` rounds. Returns the results by run.
 
-    The order of the runs is another one in each round.
+    Each round has another order of the runs.
     """
     names = list(runs)
     results: dict[str, list[Result]] = {name: [] for name in names}
@@ -120,10 +120,10 @@ def timed(run: Callable[[], Any]) -> float:
 
 
 def second_run(run: Callable[[], Any]) -> float:
-    """Make a run twice. Returns the seconds of the second one.
+    """Make a run twice. Returns the seconds of the second time.
 
-    XLA frees what it has widened when a run ends, hundreds of MB, and so the next run, whatever it
-    is, takes up to four times as long.
+    When a run ends, XLA frees its widened weights, hundreds of MB. So the next run, whatever it is,
+    takes up to four times as long.
     """
     run()
     return timed(run)
@@ -140,7 +140,7 @@ def computes_prompts(llm: LLM) -> bool:
 
 
 class Workload(NamedTuple):
-    """Ranges are inclusive, in tokens."""
+    """Requests of random lengths: from the first to the second number of tokens, both included."""
 
     requests: int
     prompt: tuple[int, int]
@@ -176,7 +176,8 @@ def seconds(llm: LLM, prompts: list[Any], params: list[SamplingParams], **option
 def ratios(tops: Sequence[float], bottoms: Sequence[float]) -> dict[str, Any]:
     """The ratio of two runs in each round, and the median.
 
-    Of seconds of a base and of another run, it is the share of the base's speed that is left.
+    If `tops` are seconds of a base and `bottoms` are seconds of another run, it is the share of the
+    base's speed that is left.
     """
     quotients = [top / bottom for top, bottom in zip(tops, bottoms, strict=True)]
     return {
@@ -186,7 +187,7 @@ def ratios(tops: Sequence[float], bottoms: Sequence[float]) -> dict[str, Any]:
 
 
 def cell(shares: Mapping[str, Any]) -> str:
-    """The result of `ratios` in a table."""
+    """The result of `ratios` as a cell of a table."""
     return f"{shares['ratio']:.3f} ({min(shares['ratios']):.3f} to {max(shares['ratios']):.3f})"
 
 
@@ -198,7 +199,7 @@ def aligned(rows: Iterable[Sequence[str]]) -> str:
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
-    """A table. texts: the first columns, which have texts; all others are aligned to the right."""
+    """A table. texts: how many of the first columns have texts; others are aligned to the right."""
     marks = ["---"] * texts + ["---:"] * (len(columns) - texts)
     lines = [f"| {' | '.join(cells)} |" for cells in (columns, *rows)]
     return "\n".join([lines[0], f"|{'|'.join(marks)}|", *lines[1:]])

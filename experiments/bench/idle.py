@@ -42,7 +42,7 @@ class Idle(NamedTuple):
     lookahead: int
     step: float  # median, begin to end
     idle: float  # median, end to begin
-    longest: float
+    longest: float  # the longest idle time
     host: float  # median
 
 
@@ -128,7 +128,15 @@ def programs(trace: Any) -> Iterator[tuple[float, float]]:
 
 
 def table(rows: Sequence[Idle]) -> str:
-    columns = "sequences|lookahead|step, ms|idle, ms|longest|idle / step|host, ms"
+    columns = (
+        "sequences",
+        "lookahead",
+        "step, ms",
+        "idle, ms",
+        "longest",
+        "idle / step",
+        "host, ms",
+    )
     cells = (
         (
             str(row.sequences),
@@ -141,7 +149,7 @@ def table(rows: Sequence[Idle]) -> str:
         )
         for row in rows
     )
-    return markdown(columns.split("|"), cells, texts=0)
+    return markdown(columns, cells, texts=0)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

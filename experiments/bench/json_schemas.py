@@ -49,6 +49,7 @@ def follow(grammar: Grammar, tokens: Sequence[int], stops: Sequence[int]) -> Fol
         started = time.perf_counter()
         (mask,) = masks([MaskRow(matcher, tokens[:i], (), 0, stops)], 1)
         seconds.append(time.perf_counter() - started)
+        # a mask has a bit for each token, 32 in a word
         allowed = mask[token // 32] >> np.uint32(token % 32) & np.uint32(1)
         if matcher.error is not None or not allowed:
             return Followed(False, seconds)
@@ -124,7 +125,7 @@ def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
     """The median, the 99th percentile and the maximum in milliseconds; {} for no seconds."""
     if not seconds:
         return {}
-    p50, p99, maximum = (1e3 * float(value) for value in np.quantile(seconds, (0.5, 0.99, 1.0)))
+    p50, p99, maximum = (1e3 * np.quantile(seconds, (0.5, 0.99, 1.0))).tolist()
     return {"p50": round(p50, 3), "p99": round(p99, 3), "max": round(maximum, 3)}
 
 

@@ -3,9 +3,10 @@ products?
 
     python -m experiments.bench.lower_bounds [--batches 1 8 64] [--prompts 512] [--context 253] [--json out.json]
 
-Of a decode step, timed in turn with it: reading every weight once (the bound at batch 1); the
-step's products with weights; the attention of all layers over pages, beside reading as many bytes
-of keys and values once. Of a step that computes a prompt, its products with weights.
+A decode step is timed in turn with reading every weight once (the bound at batch 1), with the
+step's products with weights, with the attention of all layers over pages, and with reading as many
+bytes of keys and values once. A step that computes a prompt is timed in turn with its products with
+weights.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from pagedjax.device.linear import Matrix
 from pagedjax.device.models import Model
 from pagedjax.engine.geometry import block_shape
 
-TOKENS = 2048  # of a step at most
-MOST = 2048  # numbers of a row that `read_weights` reads
+TOKENS = 2048  # the most tokens of a step
+MOST = 2048  # the most numbers of a row that `_read` reads
 Run = Callable[[], Any]  # runs to the end, without timing
 
 
@@ -73,32 +74,35 @@ def weight_products(model: Model, tokens: int, samples: int | None = None) -> Ru
 
     samples: tokens that the head is multiplied with, if not all.
     """
-    weights = [w for w, _ in weights_of(model)]
+    weights = [weight for weight, _ in weights_of(model)]
+    matrices = [matrix for _, matrix in weights_of(model)]
     impl = linear.find(model.config.linear)
-    shapes = [matrix for _, matrix in weights_of(model)]
-    heads = tokens if samples is None else samples
-    counts = [heads if m.outputs == model.config.vocab_size else tokens for m in shapes]
+    head_rows = tokens if samples is None else samples
+    counts = [  # rows that each matrix is multiplied with
+        head_rows if matrix.outputs == model.config.vocab_size else tokens for matrix in matrices
+    ]
     rows = {
-        (n, m.inputs): jnp.ones((n, m.inputs), model.dtype)
-        for n, m in zip(counts, shapes, strict=True)
+        (count, matrix.inputs): jnp.ones((count, matrix.inputs), model.dtype)
+        for count, matrix in zip(counts, matrices, strict=True)
     }
 
     def multiply(
-        weights: Sequence[jax.Array], rows: dict[tuple[int, int], jax.Array], none: jax.Array
+        weights: Sequence[jax.Array], rows: dict[tuple[int, int], jax.Array], zero: jax.Array
     ) -> Any:
         results = []
-        for n, w, m in zip(counts, weights, shapes, strict=True):
+        for count, weight, matrix in zip(counts, weights, matrices, strict=True):
             options: dict[str, Any] = {
                 "impl": impl,
-                "activation": model.config.activation if m.gated else None,
+                "activation": model.config.activation if matrix.gated else None,
             }
+            x = rows[count, matrix.inputs]
             y = jax.lax.optimization_barrier(
-                linear.linear(rows[n, m.inputs], w, m, sizes=n + none, **options)
+                linear.linear(x, weight, matrix, sizes=count + zero, **options)
             )
             results.append(y[0, 0].astype(jnp.float32))
             # This is 0, and the next product waits for it, unless its implementation ignores
             # `sizes`: to allocate memory for all results would take longer than the products.
-            none = -jnp.isnan(y[0, :1]).astype(jnp.int32)
+            zero = -jnp.isnan(y[0, :1]).astype(jnp.int32)
         return results
 
     return _ready(multiply, weights, rows, jnp.zeros(1, jnp.int32))
@@ -112,7 +116,7 @@ class Probe(NamedTuple):
 
 
 def probes(model: Model, tokens: int) -> dict[str, Probe]:
-    """What measures a device: reading all weights once, and products of `tokens` rows with them."""
+    """Probes of a device: reading all weights once, and products of `tokens` rows with weights."""
     weights = weights_of(model)
     operations = sum(2 * tokens * m.outputs * m.inputs for _, m in weights)
     return {
@@ -122,21 +126,22 @@ def probes(model: Model, tokens: int) -> dict[str, Probe]:
 
 
 def paged_attention(llm: LLM, batch: int, context: int) -> Run:
-    """The attention of all layers for a decode of `batch` contexts over the engine's kind of pages,
-    shuffled."""
+    """The attention of all layers for a decode of `batch` contexts, over shuffled pages of the
+    engine's kind.
+    """
     config = llm.engine.config
-    c = llm.engine.model.config
+    model_config = llm.engine.model.config
     width = -(-context // config.block_size)
     block = block_shape(
         config.block_size, llm.engine.model, config.kv_cache_dtype, config.attention_impl
     )
     pages = cache.init(blocks=batch * width, **block)
-    tables = 1 + np.random.default_rng(0).permutation(batch * width).astype(np.int32).reshape(
-        batch, width
-    )
+    blocks = 1 + np.random.default_rng(0).permutation(batch * width).astype(np.int32)
+    tables = blocks.reshape(batch, width)
     rows = tables, np.full(batch, context, np.int32), np.arange(batch + 1, dtype=np.int32)
-    attend = attention.attend(config.attention_impl, c.attn_scale)
-    q = jnp.ones((batch, c.heads, c.head_dim), llm.engine.model.dtype)
+    attend = attention.attend(config.attention_impl, model_config.attn_scale)
+    q_shape = (batch, model_config.heads, model_config.head_dim)
+    q = jnp.ones(q_shape, llm.engine.model.dtype)
 
     def every_layer(q: jax.Array, k: Sequence[jax.Array], v: Sequence[jax.Array]) -> jax.Array:
         for keys, values in zip(k, v, strict=True):  # one after the other, as in a step
@@ -148,18 +153,11 @@ def paged_attention(llm: LLM, batch: int, context: int) -> Run:
 
 def read_cache(llm: LLM, batch: int, context: int) -> Run:
     """Read the bytes of `batch` contexts' keys and values once, as `read_weights` does."""
-    config = llm.engine.config
-    c = llm.engine.model.config
-    numbers = (
-        2
-        * batch
-        * context
-        * c.kv_heads
-        * c.head_dim
-        * jnp.dtype(config.kv_cache_dtype).itemsize
-        // 4
-    )
-    return _read([np.full(numbers, 1 + i, np.float32) for i in range(c.layers)])
+    config = llm.engine.model.config
+    number_bytes = jnp.dtype(llm.engine.config.kv_cache_dtype).itemsize
+    layer_bytes = 2 * batch * context * config.kv_heads * config.head_dim * number_bytes
+    numbers = layer_bytes // 4  # as float32
+    return _read([np.full(numbers, 1 + i, np.float32) for i in range(config.layers)])
 
 
 def make_llm(
@@ -180,11 +178,11 @@ def beside_lower_bounds(
     """The median decode step of each batch size and its lower bounds, in milliseconds.
 
     Args:
-        model: the arguments of `LLM` that name it.
+        model: the arguments of `LLM` that name the model.
     """
-    # the first sequences decode in these steps already
-    prefills = -(-max(batches) * context // TOKENS) + 1
-    length = context + prefills + repeats + 2
+    # while the last prompts are computed, the first sequences decode already
+    prompt_steps = -(-max(batches) * context // TOKENS) + 1
+    length = context + prompt_steps + repeats + 2
     llm = make_llm(TOKENS, max(batches), length, batches, model)
     rows = []
     for batch in batches:
@@ -211,8 +209,8 @@ def prompts_beside_products(
     """The median step that computes a whole prompt of so many tokens, and its products with
     weights, in ms.
 
-    The products are those of all layers. Of the last one, a step computes less: keys and values
-    only, but for the last token. So the bound is too long by one layer at most.
+    The products are those of all layers. A step computes less of the last layer: keys and values of
+    all tokens, and the rest for the last token only. So the bound is too long by one layer at most.
     """
     rows = []
     for count in tokens:
@@ -239,7 +237,7 @@ def _time_in_turn(
 ) -> dict[str, float]:
     """Time a step and each part, in turn. Returns the median milliseconds of each.
 
-    Of a part, the second of two runs counts. before: is called before each step.
+    A part runs twice, and the second time counts. before: called before each step.
     """
     times: dict[str, list[float]] = {"step": [], "host": [], **{name: [] for name in parts}}
     for _ in range(repeats):

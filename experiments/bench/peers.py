@@ -83,8 +83,7 @@ class Config:
 
 
 def w1(file: str | None, vocab: int, seed: int = 1234) -> Work:
-    """The workload from a file in the format of `kind: tokens`, or drawn with the same
-    distribution."""
+    """The workload W1: from a file in the format of `kind: tokens`, or else drawn."""
     if file:
         try:
             text = Path(file).read_text(encoding="utf-8")
@@ -161,7 +160,7 @@ class Peer:
         self.version = ready["version"]
 
     def generate(self, work: Work) -> tuple[list[list[int]], float]:
-        """(tokens of each request, seconds)."""
+        """Answer the requests. Returns the tokens of each request, and the seconds."""
         answer = self._ask({"requests": work})
         for (_, count), tokens in zip(work, answer["tokens"], strict=True):
             if len(tokens) != count:
@@ -241,10 +240,9 @@ def rounds(peers: Sequence[Peer], work: Work, repeats: int) -> dict[str, list[fl
     counted = 0
     for rounds_left in range((1 + EXTRA) * repeats, 0, -1):
         passes = {peer.name: one_pass(peer, work, count) for peer in peers}
-        if (
-            max(stolen for _, stolen in passes.values()) > STOLEN
-            and rounds_left > repeats - counted
-        ):
+        is_disturbed = max(stolen for _, stolen in passes.values()) > STOLEN
+        can_repeat = rounds_left > repeats - counted
+        if is_disturbed and can_repeat:
             print("  this round is not counted", flush=True)
             continue
         for name, (rate, _) in passes.items():

@@ -2,11 +2,11 @@
 
     python -m experiments.bench.processes [--sequences 1 64 256]
 
-Two processes of this machine, without a device: the scheduler decodes, process 0 adds each step's
-lines to its digest and sends its input, and process 1 does the same and compares. The columns are
-medians of microseconds a step, measured in turn: `schedule` is schedule + commit; `digest` is the
-lines of both and their hash; `send` is what process 0 needs to send the input; `arrive` is the time
-from then until process 1 has it, over a socket on this machine.
+Two processes of this machine run without a device: the scheduler decodes, process 0 adds the lines
+of each step to its digest and sends the step's input, and process 1 receives it. The columns are
+medians of microseconds a step: `schedule` is schedule + commit; `digest` is the lines of both and
+their hash; `send` is what process 0 needs to send the input; `arrive` is the time from then until
+process 1 has the input, over a socket on this machine.
 """
 
 from __future__ import annotations
@@ -43,9 +43,14 @@ class Costs(NamedTuple):
 def state_with(sequences: int, steps: int) -> SchedulerState:
     """A scheduler with `sequences` requests that decode for `steps` steps."""
     blocks = sequences * (1 + (PROMPT + steps) // 16)
-    state = scheduler.init(
-        SchedulerConfig(16, blocks, sequences * PROMPT, sequences, PROMPT + steps + 2)
+    config = SchedulerConfig(
+        block_size=16,
+        num_blocks=blocks,
+        max_num_batched_tokens=sequences * PROMPT,
+        max_num_seqs=sequences,
+        max_model_len=PROMPT + steps + 2,
     )
+    state = scheduler.init(config)
     for i in range(sequences):
         state = scheduler.submit(state, Request(f"r{i}", PROMPT, steps + 1))
     return state
@@ -72,13 +77,9 @@ def measure(sequences: int, steps: int, connection: Connection) -> Costs:
         committed = perf_counter()
         digest.write(Commit(plan, sampled, {}, {}, events))
         end = perf_counter()
-        times.append(
-            (
-                scheduled - start + committed - sent,
-                counted - scheduled + end - committed,
-                sent - counted,
-            )
-        )
+        scheduling = (scheduled - start) + (committed - sent)
+        digesting = (counted - scheduled) + (end - committed)
+        times.append((scheduling, digesting, sent - counted))
         sleep(0.002)  # the device's part, in which the other process reads
     connection.send(encoded({"input": "end"}))
     arrivals = (connection.receive() or {})["arrivals"]
@@ -88,7 +89,7 @@ def measure(sequences: int, steps: int, connection: Connection) -> Costs:
 
 
 def microseconds(seconds: Sequence[float]) -> float:
-    """The median."""
+    """The median of some seconds, in microseconds."""
     return round(1e6 * median(seconds), 1)
 
 

@@ -2,9 +2,10 @@
 
     python -m experiments.bench.products [--dtypes float32 bfloat16 int8] [--tokens 1 8 64 512] [--json out.json]
 
-SmolLM2-135M's 30 layers without their attention: norm, queries, keys and values; the output; gates
-and up; down. Random weights. Each implementation runs what it would run in a step, with norms,
-gates and residuals. Then a mixture of experts (Qwen3-MoE's widths, one layer): 64 experts of which
+The model is SmolLM2-135M with random weights: 30 layers, without attention itself. A layer has four
+products: (1) norm, then queries, keys and values; (2) the output of attention; (3) norm, then gates
+and up; (4) down. Each implementation runs what it would run in a step, with norms, gates and
+residuals. Then a mixture of experts is timed (Qwen3-MoE's widths, one layer): 64 experts of which
 each token uses 8, beside 8 experts which all tokens use. Both have the same operations.
 """
 
@@ -31,28 +32,31 @@ from pallas_kernels.linear import IMPLS, Matrix, Norm, linear
 
 HIDDEN = 576
 WIDTH = 1536
-HEADS = 960
+QKV = 64 * (9 + 2 * 3)  # outputs of queries, keys and values: head size x (9 + 2 x 3) heads
 LAYERS = 30
 LAYER = (
-    Matrix(HEADS, HIDDEN),
+    Matrix(QKV, HIDDEN),
     Matrix(HIDDEN, HIDDEN),
     Matrix(2 * WIDTH, HIDDEN, gated=True),
     Matrix(HIDDEN, WIDTH),
 )
-# of a layer of Qwen3-MoE
-EXPERTS = 64
-CHOSEN = 8  # experts of each token
-MODEL = 2048  # width of the model
-EXPERT = 768  # width of an expert
-SCALE = 1 / 2000  # of int8 weights
+# a layer of Qwen3-MoE
+NUM_EXPERTS = 64
+EXPERTS_PER_TOKEN = 8
+MOE_HIDDEN = 2048
+EXPERT_WIDTH = 768
+INT8_ONE = 2000  # an int8 weight has this value for 1
+SCALE = 1 / INT8_ONE
 
 
 def random_weight(rng: np.random.Generator, matrix: Matrix, dtype: str, impl: str) -> jax.Array:
     """A matrix of random numbers, as the implementation stores it."""
+    # 24 is the root of HIDDEN
     numbers = (rng.random((matrix.outputs, matrix.inputs), np.float32) - 0.5) / 24
-    stored = (
-        (numbers * 2000).astype(np.int8) if dtype == "int8" else numbers.astype(np_dtype(dtype))
-    )
+    if dtype == "int8":
+        stored = (numbers * INT8_ONE).astype(np.int8)
+    else:
+        stored = numbers.astype(np_dtype(dtype))
     return jax.device_put(IMPLS[impl].pack(stored, matrix))
 
 
@@ -61,7 +65,7 @@ def np_dtype(dtype: str) -> Any:
 
 
 def layers(impl: str, dtype: str) -> Callable[..., jax.Array]:
-    """(x [T, H], weights of all layers, weight of the norms) -> x."""
+    """The function (x [T, H], weights of all layers, weight of the norms [H]) -> x [T, H]."""
 
     def scales(matrix: Matrix) -> jax.Array | None:
         return jnp.full(matrix.outputs, SCALE, jnp.float32) if dtype == "int8" else None
@@ -70,11 +74,12 @@ def layers(impl: str, dtype: str) -> Callable[..., jax.Array]:
         qkv, out, up, down = LAYER
         norm = Norm(ones, 1e-5)
         for i in range(0, len(weights), len(LAYER)):
-            a, b, c, d = weights[i : i + len(LAYER)]
-            y = linear(x, a, qkv, norm=norm, scales=scales(qkv), impl=impl)[:, :HIDDEN]
-            x = linear(y, b, out, residual=x, scales=scales(out), impl=impl)
-            y = linear(x, c, up, norm=norm, activation="silu", scales=scales(up), impl=impl)
-            x = linear(y, d, down, residual=x, scales=scales(down), impl=impl)
+            qkv_w, out_w, up_w, down_w = weights[i : i + len(LAYER)]
+            y = linear(x, qkv_w, qkv, norm=norm, scales=scales(qkv), impl=impl)
+            y = y[:, :HIDDEN]  # attention is left out: the queries take the place of its result
+            x = linear(y, out_w, out, residual=x, scales=scales(out), impl=impl)
+            y = linear(x, up_w, up, norm=norm, activation="silu", scales=scales(up), impl=impl)
+            x = linear(y, down_w, down, residual=x, scales=scales(down), impl=impl)
         return x
 
     return jax.jit(run)
@@ -83,7 +88,11 @@ def layers(impl: str, dtype: str) -> Callable[..., jax.Array]:
 def time_in_turn(
     contenders: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], repeats: int
 ) -> dict[str, float]:
-    """Time the contenders in turn. Returns the median seconds of each."""
+    """Time the contenders in turn. Returns the median seconds of each.
+
+    Args:
+        contenders: functions with their arguments, by name.
+    """
 
     def timed(run: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
         return second_run(lambda: jax.block_until_ready(run(*arguments)))
@@ -111,8 +120,8 @@ def measure_layers(
         seconds = time_in_turn(
             {impl: (layers(impl, dtype), (x, weights[impl], ones)) for impl in impls}, repeats
         )
-        numbers = LAYERS * sum(m.outputs * m.inputs for m in LAYER)
-        size = sum(w.nbytes for w in weights[impls[0]])
+        numbers = LAYERS * sum(matrix.outputs * matrix.inputs for matrix in LAYER)
+        weight_bytes = sum(weight.nbytes for weight in weights[impls[0]])
         for impl, median in seconds.items():
             rows.append(
                 {
@@ -121,39 +130,48 @@ def measure_layers(
                     "impl": impl,
                     "ms": 1e3 * median,
                     "gflops": 2e-9 * t * numbers / median,
-                    "gbytes_s": 1e-9 * size / median,
+                    "gbytes_s": 1e-9 * weight_bytes / median,
                 }
             )
     return rows
 
 
 def mixture(count: int, tokens: int, impl: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A layer of `count` experts, each token of which goes through CHOSEN of them, evenly."""
+    """A layer of `count` experts. Each token goes through EXPERTS_PER_TOKEN of them, evenly.
+
+    Returns:
+        The compiled function of the layer, and its arguments.
+    """
     rng = np.random.default_rng(0)
-    up = Matrix(count * 2 * EXPERT, MODEL, True, count)
-    down = Matrix(count * MODEL, EXPERT, False, count)
-    weights = [random_weight(rng, m, "float32", impl) for m in (up, down)]
-    pairs = tokens * CHOSEN
-    sizes = jnp.asarray(
-        np.full(count, pairs // count) + (np.arange(count) < pairs % count), jnp.int32
-    )
+    up = Matrix(count * 2 * EXPERT_WIDTH, MOE_HIDDEN, gated=True, count=count)
+    down = Matrix(count * MOE_HIDDEN, EXPERT_WIDTH, gated=False, count=count)
+    weights = [random_weight(rng, matrix, "float32", impl) for matrix in (up, down)]
+    pairs = tokens * EXPERTS_PER_TOKEN  # (token, expert)
+    has_one_more = np.arange(count) < pairs % count
+    sizes = jnp.asarray(np.full(count, pairs // count) + has_one_more, jnp.int32)
 
     def run(x: jax.Array, up_weight: jax.Array, down_weight: jax.Array) -> jax.Array:
         y = linear(x, up_weight, up, activation="silu", sizes=sizes, impl=impl)
         return linear(y, down_weight, down, sizes=sizes, impl=impl)
 
-    return jax.jit(run), (jnp.asarray(rng.random((pairs, MODEL), np.float32)), *weights)
+    return jax.jit(run), (jnp.asarray(rng.random((pairs, MOE_HIDDEN), np.float32)), *weights)
 
 
 def measure_experts(tokens: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """Time layers of 8 experts and of 64 experts. Returns a row for each number of tokens."""
     rows = []
     for t in tokens:
-        seconds = time_in_turn({str(n): mixture(n, t, "cpu") for n in (CHOSEN, EXPERTS)}, repeats)
-        of_8 = seconds[str(CHOSEN)]
-        of_64 = seconds[str(EXPERTS)]
+        layers_by_size = {"8": mixture(8, t, "cpu"), "64": mixture(NUM_EXPERTS, t, "cpu")}
+        seconds = time_in_turn(layers_by_size, repeats)
+        seconds_8 = seconds["8"]
+        seconds_64 = seconds["64"]
         rows.append(
-            {"tokens": t, "ms_of_8": 1e3 * of_8, "ms_of_64": 1e3 * of_64, "ratio": of_64 / of_8}
+            {
+                "tokens": t,
+                "ms_of_8": 1e3 * seconds_8,
+                "ms_of_64": 1e3 * seconds_64,
+                "ratio": seconds_64 / seconds_8,
+            }
         )
     return rows
 

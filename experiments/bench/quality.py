@@ -9,14 +9,13 @@ other rows are compared with the first one:
     perplexity   exp of the mean negative log-likelihood of every token of a window after its first
     |difference| mean distance of those log-likelihoods, in nats
     same best    share of positions where the most likely next token is the same
-    same greedy  share of the greedy tokens after each window that come before the first different one
+    same greedy  share of the greedy tokens after each window that come before the first different token
     step         median decode step, as a multiple of the first row's; all engines take turns
 
-A row of another dtype than the first one's also has the differences that its dtype's rounding
-makes. Under quest,
-prompts read everything, so its perplexity is that of the first row, and greedy tokens differ; under
-"quest, prompts too" all queries select. `--kv-policy JSON` adds a row with a KV policy of your own,
-such as '{"name": "quest", "tokens": 128}'.
+If a row has another dtype than the first one, the rounding of its dtype makes differences, too. In
+the row "quest", prompts read everything, so its perplexity is that of the first row, and greedy
+tokens differ; in "quest, prompts too" all queries select. `--kv-policy JSON` adds a row with a KV
+policy of your own, such as '{"name": "quest", "tokens": 128}'.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8 weights": {"weight_dtype": "int8"},
     "8-bit cache": {"kv_cache_dtype": "float8_e4m3fn"},
-    # both of the last two
+    # both of the two before
     "both": {"weight_dtype": "int8", "kv_cache_dtype": "float8_e4m3fn"},
     "streaming": {"kv_policy": {"name": "streaming", "sinks": 4, "window": 252}},
     "quest": {"kv_policy": {"name": "quest", "tokens": 256}},
@@ -55,8 +54,8 @@ class Reading(NamedTuple):
     """The outputs of a model for the windows."""
 
     logprobs: np.ndarray  # [windows, length - 1] log-probabilities of the tokens of the text
-    best: np.ndarray  # [windows, length - 1] ids
-    greedy: list[tuple[int, ...]]  # after each window
+    best: np.ndarray  # [windows, length - 1] ids of the most likely next tokens
+    greedy: list[tuple[int, ...]]  # the greedy tokens after each window
 
 
 class Row(NamedTuple):
@@ -114,7 +113,7 @@ def _best_token(row: Mapping[int, Any]) -> int:
 
 
 def equal_prefix(tokens: Sequence[int], expected: Sequence[int]) -> int:
-    """The number of tokens before the first different one."""
+    """The number of tokens before the first different token."""
     pairs = zip(tokens, expected, strict=True)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens))
 
@@ -146,21 +145,21 @@ def compare(
     names: Sequence[str],
     variants: Mapping[str, Mapping[str, Any]] = VARIANTS,
 ) -> list[Row]:
-    """Measure the variants of these names. The first one is what the others are compared with.
+    """Measure the variants of these names. The others are compared with the first one.
 
     Args:
-        count, length: of the windows.
+        count, length: the number of windows, and their length in tokens.
         steps: decode steps to time.
     """
-    size = length + max(GREEDY_TOKENS, steps + SPARE_STEPS)
+    longest = length + max(GREEDY_TOKENS, steps + SPARE_STEPS)
     options: dict[str, Any] = {
         "compilation": "eager",
         "dtype": dtype,
         "max_num_seqs": BATCH,
-        "max_model_len": size,
+        "max_model_len": longest,
         "max_num_batched_tokens": 512,
         "token_buckets": (BATCH, 512),
-        "num_blocks": BATCH * -(-size // 16),
+        "num_blocks": BATCH * -(-longest // 16),
     }
     engines = [LLM(model, **(options | dict(variants[name]))) for name in names]
     windows = windows_of(engines[0], count, length)

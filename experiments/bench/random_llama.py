@@ -56,7 +56,7 @@ def random_model(shape: dict[str, Any], dtype: str, seed: int = 0) -> Model:
     return Model(config, graphdef, state, dtype)
 
 
-@partial(jax.jit, static_argnums=1)  # one program, and not some for each shape
+@partial(jax.jit, static_argnums=1)  # one program, and not several for each shape
 def _parameters(key: jax.Array, shapes: tuple[tuple[tuple[int, ...], Any], ...]) -> list[jax.Array]:
     def fill(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         if len(shape) == 1:

@@ -89,7 +89,7 @@ class Setup(NamedTuple):
 
     body: the keys of the model's config.json that are no factors.
     base: the base shape.
-    values: of each factor.
+    values: the values of each factor.
     """
 
     body: dict[str, Any]
@@ -131,7 +131,7 @@ QUICK = Setup(
 
 
 class Host(NamedTuple):
-    """The host's state of the engine's loop: the scheduler's, and the tokens of the requests."""
+    """The host's state in the engine's loop: the scheduler's state, and the requests' tokens."""
 
     state: SchedulerState
     sequences: Sequences
@@ -214,20 +214,20 @@ class Device:
     def __init__(self, shape: Shape, body: Mapping[str, Any]) -> None:
         self.model = model_of(shape, body)
         self.shapes = shapes_of(shape)
-        c = self.model.config
-        kv_heads: dict[str, Any] = {"head_dim": c.head_dim, "kv_heads": c.kv_heads}
+        config = self.model.config
+        kv_heads: dict[str, Any] = {"head_dim": config.head_dim, "kv_heads": config.kv_heads}
         self.impl = attention.choose(
             None,
             jax.devices()[0],
             dtype=DTYPE,
             query_dtype=DTYPE,
             block_size=BLOCK,
-            heads=c.heads,
+            heads=config.heads,
             **kv_heads,
         )
         make_cache = partial(
             cache.init,
-            layers=c.layers,
+            layers=config.layers,
             blocks=shape.sequences * self.shapes.table_width,
             block_size=BLOCK,
             dtype=DTYPE,
@@ -235,9 +235,8 @@ class Device:
         )
         self.blanks = {shape.sequences: jax.device_put(blank_sampling(shape.sequences))}
         batch = pack(EMPTY_PLAN, {}, self.shapes, self.blanks)
-        step = make_step(
-            self.model, attention.attend(self.impl, c.head_dim**-0.5), 0, device_tile()
-        )
+        attend = attention.attend(self.impl, config.head_dim**-0.5)
+        step = make_step(self.model, attend, 0, device_tile())
         pages = jax.eval_shape(make_cache)
         lower = step.lower  # pyright: ignore[reportFunctionMemberAccess]  (a jit)
         self.program = lower(self.model.leaves, pages, joined(batch)).compile()
@@ -343,14 +342,16 @@ def run(setup: Setup, steps: int) -> dict[str, Any]:
 
 
 def share_of_others(since: tuple[int, int] | None, process_seconds: float) -> float | None:
-    """Of the processor time that was used since `since`, the share that other processes used.
+    """The share of other processes in the processor time that was used since `since`.
 
-    process_seconds: those that this process used.
+    process_seconds: the processor time that this process used.
     """
-    times = processor_time()
-    if since is None or times is None:
+    until = processor_time()
+    if since is None or until is None:
         return None
-    used = (times[0] - since[0]) / os.sysconf("SC_CLK_TCK")
+    used_before, _ = since
+    used_now, _ = until
+    used = (used_now - used_before) / os.sysconf("SC_CLK_TCK")
     return round(max(0.0, 1 - process_seconds / used), 3) if used else 0.0
 
 

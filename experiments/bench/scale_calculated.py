@@ -43,31 +43,34 @@ class CalculatedStep(NamedTuple):
 
 def calculated_step(config: Any, sequences: int, context: int) -> CalculatedStep:
     """The calculated step of a Llama. config: its configuration, as `llama.from_hf` makes it."""
-    c = config
-    queries = c.heads * c.head_dim
-    keys = c.kv_heads * c.head_dim
-    layer = c.hidden * (queries + 2 * keys) + queries * c.hidden + 3 * c.hidden * c.intermediate
-    head = c.vocab_size * c.hidden
-    embedding = 0 if c.tied else head  # a tied one is the head
-    embedding_read = 0 if c.tied else sequences * c.hidden  # one row for each sequence
-    norms = (2 * c.layers + 1) * c.hidden
-    biases = c.layers * (c.qkv_bias * (queries + 2 * keys) + c.out_bias * c.hidden)
+    queries = config.heads * config.head_dim
+    keys = config.kv_heads * config.head_dim
+    attention = config.hidden * (queries + 2 * keys) + queries * config.hidden
+    layer = attention + 3 * config.hidden * config.intermediate
+    head = config.vocab_size * config.hidden
+    embedding = 0 if config.tied else head  # a tied embedding is the head
+    embedding_read = 0 if config.tied else sequences * config.hidden  # one row for each sequence
+    norms = (2 * config.layers + 1) * config.hidden
+    biases = config.layers * (
+        config.qkv_bias * (queries + 2 * keys) + config.out_bias * config.hidden
+    )
     # the rotary table; a step reads one row of it for each sequence, which is not counted
-    angles = c.head_dim * c.max_len
-    read = c.layers * layer + head + norms + biases
+    angles = config.head_dim * config.max_len
+    read = config.layers * layer + head + norms + biases
+    # the numbers of a sequence that exist at a time: a layer's input with the outputs of gate and
+    # up and their product, or the logits
+    widest = max(config.hidden + 3 * config.intermediate, config.vocab_size)
     longest = context + ROOM
     blocks = 1 + sequences * -(-longest // BLOCK)
     return CalculatedStep(
         weights=NUMBER_BYTES * (read + embedding + angles),
         weights_read=NUMBER_BYTES * (read + embedding_read),
-        kv_read=NUMBER_BYTES * 2 * c.layers * keys * context * sequences,
-        products=2 * sequences * (c.layers * layer + head),
-        attention=4 * c.layers * queries * context * sequences,
-        cache=(NUMBER_BYTES * 2 * c.layers * keys + TOKEN_BYTES) * blocks * BLOCK,
+        kv_read=NUMBER_BYTES * 2 * config.layers * keys * context * sequences,
+        products=2 * sequences * (config.layers * layer + head),
+        attention=4 * config.layers * queries * context * sequences,
+        cache=(NUMBER_BYTES * 2 * config.layers * keys + TOKEN_BYTES) * blocks * BLOCK,
         inputs=batch_bytes(sequences, longest),
-        # the larger of: a layer's input with the outputs of gate and up and their product; the
-        # logits
-        activations=NUMBER_BYTES * sequences * max(c.hidden + 3 * c.intermediate, c.vocab_size),
+        activations=NUMBER_BYTES * sequences * widest,
     )
 
 
@@ -77,13 +80,14 @@ def batch_bytes(sequences: int, longest: int) -> int:
     See `batch.Batch`, `batch.SamplingBatch` and the built-in `row_features`.
     """
     # numbers of each row
-    of_batch = 8  # the fields of `Batch` from tokens to targets, but for block_tables
-    of_sampling = 5  # the fields of `SamplingBatch` from temperature to prompt_len
-    of_features = 3 + 1 + 1 + 1  # penalties, min_p, top_k, top_p
+    batch_fields = 8  # of `Batch`, from tokens to targets, without block_tables
+    sampling_fields = 5  # of `SamplingBatch`, from temperature to prompt_len
+    feature_fields = 3 + 1 + 1 + 1  # penalties, min_p, top_k, top_p
     block_table = -(-longest // BLOCK)
     listed_tokens = 2 * MAX_LISTED + 2  # the tokens and their biases; two counts
     bad_words = 3 * MAX_TOKENS  # their tokens, and where each is in its word
-    numbers = of_batch + of_sampling + of_features + block_table + listed_tokens + bad_words
+    fields = batch_fields + sampling_fields + feature_fields
+    numbers = fields + block_table + listed_tokens + bad_words
     flags = 1 + 6  # a byte each: whether only listed tokens are allowed; which of 6 features are on
     return sequences * (NUMBER_BYTES * numbers + flags) + NUMBER_BYTES  # cu_q_lens has one more
 

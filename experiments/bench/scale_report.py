@@ -14,7 +14,7 @@ from experiments.bench.harness import markdown
 from experiments.bench.scale_calculated import DTYPE, CalculatedStep, Rates, roofline
 from pagedjax.device import memory
 
-UNITS = {  # of a factor's growth
+UNITS = {  # factor -> the unit of its growth: its size, and its name
     "sequences": (1, "per sequence"),
     "context": (1, "per token"),
     "layers": (1, "per layer"),
@@ -27,13 +27,12 @@ class Line(NamedTuple):
 
     start: float
     slope: float
-    miss: float  # the largest, as a share of y
+    miss: float  # the largest error, as a share of y
 
 
 def line(xs: Sequence[float], ys: Sequence[float]) -> Line:
-    """The line with the least squares of relative errors.
-
-    So the small values count as much as the large ones.
+    """The line with the least squares of relative errors, so that small values count as much as
+    large ones.
     """
     x = np.asarray(xs, float)
     y = np.asarray(ys, float)
@@ -65,7 +64,7 @@ def report(figures: Mapping[str, Any]) -> str:
 
 
 def medians(point: Mapping[str, Any], rates: Rates) -> dict[str, Any]:
-    """A point with one time of each kind: of the step and the host, and on paper."""
+    """A point with one time of each kind: of the step, of the host, and the calculated one."""
     on_paper = 1e3 * roofline(CalculatedStep(**point["paper"]), rates)
     return {
         **point,

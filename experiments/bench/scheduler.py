@@ -60,8 +60,8 @@ PROMPTS = 64  # different prompts, before they recur
 class Load(NamedTuple):
     """A stream of requests that keeps the scheduler busy in one way.
 
-    request: (number of the request, room) -> prompt tokens, max_tokens; `room`: tokens of each
-        sequence if all blocks were distributed evenly.
+    request: (number of the request, room) -> (prompt tokens, max_tokens). The room is how many
+        tokens each sequence would have if all blocks were distributed evenly.
     """
 
     name: str
@@ -74,6 +74,7 @@ class Load(NamedTuple):
 
     @property
     def tight(self) -> bool:
+        """Whether the requests need more blocks than there are."""
         return self.request in (_tight, _tight_branches)
 
 
@@ -93,14 +94,14 @@ def _chunks(i: int, room: int) -> tuple[int, int]:
 
 
 def _tight(i: int, room: int) -> tuple[int, int]:
-    """A running sequence has on average a third of `room` as output; with its prompt, slightly more
-    than fits."""
+    """A running sequence has on average a third of `room` as output. With its prompt it needs
+    slightly more than fits.
+    """
     return room * 3 // 4, 1 + i * 397 % room
 
 
 def _tight_branches(i: int, room: int) -> tuple[int, int]:
-    """Like `_tight`, for four branches of one prompt; all requests share an eighth of the
-    prompt."""
+    """Like `_tight`, for four branches of one prompt. All requests share an eighth of the prompt."""
     return room * 3, 1 + i * 397 % room
 
 
@@ -218,8 +219,8 @@ def refill(stream: Stream) -> Stream:
     room = state.config.num_blocks // state.config.max_num_seqs * state.config.block_size
     while places < state.config.max_num_seqs + 4 * width:
         prompt, output = load.request(number, room)
-        # Under `tight` every prompt is another one: one that recurs shares blocks, and the pool
-        # would no longer be too small.
+        # Under `tight` no prompt recurs: it would share blocks, and the pool would no longer be too
+        # small.
         content = number if load.tight else number % PROMPTS
         hashes = prompt_hashes(content, prompt // state.config.block_size) if load.hashes else ()
         first, *forks = branch_ids(f"r{number}", width)
@@ -233,12 +234,14 @@ def refill(stream: Stream) -> Stream:
 
 def prompt_hashes(prompt: int, blocks: int) -> tuple[str, ...]:
     """The hashes of a prompt by its number; all prompts begin with the same eighth."""
-    return tuple([block_hash("all" if j < blocks // 8 else f"p{prompt}", j) for j in range(blocks)])
+    shared = blocks // 8
+    return tuple([block_hash("all" if j < shared else f"p{prompt}", j) for j in range(blocks)])
 
 
 def hashes_of_filled(plan: Plan, size: int) -> dict[str, tuple[str, ...]]:
-    """By request id, the hashes of the blocks of generated tokens that a plan fills; branches
-    differ."""
+    """Id of a sequence -> the hashes of the blocks of generated tokens that a plan fills. Branches
+    have different hashes.
+    """
     hashes = {}
     for seq, begin, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
         full = (begin + count) // size
@@ -280,7 +283,7 @@ def measure(loads: Sequence[Load], config: SchedulerConfig, steps: int) -> list[
 
 
 def timing(name: str, rounds: Sequence[Sequence[Step]]) -> Timing:
-    """The row of a load. rounds: its steps, round by round."""
+    """The row of a load in the table. rounds: the load's steps, round by round."""
     steps = [step for part in rounds for step in part]
     totals = [step.schedule + step.commit for step in steps]
     medians = [median([step.schedule + step.commit for step in part]) for part in rounds]

@@ -77,10 +77,8 @@ async def over_http(url: str, work: Sequence[tuple[list[int], int]], stream: boo
         }
         if stream:
             async with client.stream("POST", "/v1/completions", json=body) as answer:
-                lines = [
-                    line[6:] async for line in answer.aiter_lines() if line.startswith("data: {")
-                ]
-            usage = json.loads(lines[-1])["usage"]
+                lines = [line async for line in answer.aiter_lines() if line.startswith("data: {")]
+            usage = json.loads(lines[-1].removeprefix("data: "))["usage"]
         else:
             usage = (await client.post("/v1/completions", json=body)).json()["usage"]
         if usage["completion_tokens"] != count:
@@ -97,12 +95,10 @@ async def over_http(url: str, work: Sequence[tuple[list[int], int]], stream: boo
 
 def start_server(model: str, *further_options: str) -> tuple[subprocess.Popen[str], str]:
     """Start `pagedjax serve` with the same engine and further options. Returns process and URL."""
-    options = [
-        word
-        for name, value in ENGINE.items()
-        for word in (f"--{name.replace('_', '-')}", _option(value))
-    ]
-    options += ["--compilation", "eager"]  # before it listens, as the library does
+    options = []
+    for name, value in ENGINE.items():
+        options += [f"--{name.replace('_', '-')}", _option(value)]
+    options += ["--compilation", "eager"]  # compile before it listens, as the library does
     words = [
         sys.executable,
         "-m",
@@ -146,7 +142,7 @@ def measure(model: str, count: int, rounds: int, replicas: bool) -> dict[str, li
             stop.callback(process.terminate)
             ways[f"whole{name}"] = partial(_pass, url, False)
             ways[f"streamed{name}"] = partial(_pass, url, True)
-        for run in ways.values():
+        for run in ways.values():  # a warm-up
             run(work[:4])
         tokens = sum(n for _, n in work)
         passes = in_turn({name: partial(run, work) for name, run in ways.items()}, rounds)

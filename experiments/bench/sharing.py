@@ -67,14 +67,14 @@ BUDGET = 1 << 16  # tokens a step: no prompt is cut, so a request forks one step
 class Dataset(NamedTuple):
     """Mean lengths in tokens, and the paper's values by number of branches.
 
-    Values are per cent; None is one that the paper does not print.
+    Values are per cent; None is a value that the paper does not print.
     """
 
     name: str
     prompt: float
     output: float
     paper: dict[int, float | None]
-    beams: dict[int, float | None]  # the same, by beam width (see experiments.bench.beams)
+    beams: dict[int, float | None]  # the paper's values by beam width (experiments.bench.beams)
 
 
 # for ShareGPT, the paper gives ranges
@@ -122,24 +122,20 @@ def draw(
 
     arrivals: in steps, not seconds.
     """
-    prompt_rng, output_rng, arrival_rng = (
-        np.random.default_rng([seed, stream]) for stream in range(3)
-    )
+    prompt_rng = np.random.default_rng([seed, 0])
+    output_rng = np.random.default_rng([seed, 1])
+    arrival_rng = np.random.default_rng([seed, 2])
     prompts, _ = draw_lengths(Exponential("exponential", data.prompt), count, prompt_rng)
-    lengths_of_request = branches if lengths == "own" else 1
-    outputs, _ = draw_lengths(
-        Exponential("exponential", data.output), count * lengths_of_request, output_rng
-    )
+    lengths_per_request = branches if lengths == "own" else 1
+    num_lengths = count * lengths_per_request
+    outputs, _ = draw_lengths(Exponential("exponential", data.output), num_lengths, output_rng)
     times = draw_arrivals(arrivals, count, arrival_rng)
-    return [
-        SampledRequest(
-            prompt,
-            tuple(outputs[i * lengths_of_request : (i + 1) * lengths_of_request])
-            * (branches // lengths_of_request),
-            time,
-        )
-        for i, (prompt, time) in enumerate(zip(prompts, times, strict=True))
-    ]
+    requests = []
+    for i, (prompt, time) in enumerate(zip(prompts, times, strict=True)):
+        drawn = tuple(outputs[i * lengths_per_request : (i + 1) * lengths_per_request])
+        branch_outputs = drawn if lengths == "own" else branches * drawn
+        requests.append(SampledRequest(prompt, branch_outputs, time))
+    return requests
 
 
 def to_scheduler(request: SampledRequest, names: Sequence[str]) -> Request:
@@ -165,9 +161,14 @@ def simulate(requests: Sequence[SampledRequest], block_size: int, seed: int = 0)
     checks this.
     """
     longest = max(request.prompt + max(request.outputs) for request in requests)
-    state = scheduler.init(
-        SchedulerConfig(block_size, MAX_SEQS * -(-longest // block_size), BUDGET, MAX_SEQS, longest)
+    config = SchedulerConfig(
+        block_size=block_size,
+        num_blocks=MAX_SEQS * -(-longest // block_size),
+        max_num_batched_tokens=BUDGET,
+        max_num_seqs=MAX_SEQS,
+        max_model_len=longest,
     )
+    state = scheduler.init(config)
     rng = np.random.default_rng([seed, 99])
     ends: dict[str, int] = {}
     listed = used = preemptions = step = sent = 0

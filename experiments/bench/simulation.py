@@ -1,5 +1,5 @@
-"""What it saves to make decode steps together, and to keep sums: processor time of a simulated
-config, in turn.
+"""How much processor time does a simulation save if it makes decode steps together, and if it keeps
+sums? The ways take turns.
 
     python -m experiments.bench.simulation configs/day.yaml --set workload.file=TRACE.csv \\
         --set workload.rounds=1
@@ -38,13 +38,15 @@ WAYS = ("one by one", "together", "sums")
 
 
 def with_records(point: Point, way: str) -> Point:
-    """The point with the records of a way. Raises ValueError if it cannot keep them."""
+    """The point with the records of a way. Raises ValueError if the point cannot keep them."""
     records = "sums" if way == "sums" else "full"
     return point._replace(experiment=dataclasses.replace(point.experiment, records=records))
 
 
 def seconds(point: Point, way: str) -> float:
-    """Run a point. Returns its processor seconds, with those of its requests and its summary."""
+    """Run a point. Returns the processor seconds, with those of drawing requests and of the
+    summary.
+    """
     llm = simulated(point.experiment)
     if way == WAYS[0]:
         for engine in llm.engines:
@@ -61,7 +63,7 @@ def facts(point: Point) -> dict[str, float]:
     return {**counts, "sequences_per_step": round(summary["sequences_per_step"]["mean"], 2)}
 
 
-def _nameless(setting: str) -> str:
+def _without_folder(setting: str) -> str:
     """KEY=VALUE without the folders of the workload's file."""
     key, _, value = setting.partition("=")
     return f"{key}={Path(value).name}" if key == "workload.file" else setting
@@ -109,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{peak_gib} GiB at most, all ways together")
     figures = {
         "config": args.config.name,
-        "set": list(map(_nameless, args.set)),
+        "set": list(map(_without_folder, args.set)),
         **about,
         "seconds": seconds_by_way,
         "shares": shares,

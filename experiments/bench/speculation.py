@@ -33,6 +33,7 @@ from experiments.bench.harness import bench_parser, in_turn, markdown, write_rep
 from experiments.core.speculation import Acceptance, acceptance_of
 from experiments.training.data import texts
 from pagedjax import LLM, SamplingParams
+from pagedjax.host.types import Sampled
 from pagedjax.weights.pretrained import load_model
 
 FUNCTIONS: list[tuple[Callable[..., Any], str, str]] = [
@@ -72,7 +73,7 @@ class Pass(NamedTuple):
 
 
 def edit_prompts() -> Iterator[str]:
-    """A function of Python's library, and the request to rename something in it."""
+    """Yields functions of Python's library, each with the request to rename something in it."""
     for function, old, new in FUNCTIONS:
         source = inspect.getsource(function)
         yield (
@@ -86,7 +87,8 @@ def workloads(
 ) -> list[Workload]:
     """The workloads of these names. output: tokens of an edit and of prose."""
     edits = [list(encode(edit)) for edit in edit_prompts()]
-    topics = [list(encode(topic)) for topic in texts()[1]]
+    _, held_out = texts()
+    topics = [list(encode(topic)) for topic in held_out]
     long_topics = [tokens for tokens in topics if len(tokens) >= PROMPT]
     prose = [tokens[:PROMPT] for tokens in long_topics[: len(FUNCTIONS)]]
     draw = np.random.default_rng(1234)
@@ -119,22 +121,21 @@ def run(llm: LLM, work: Workload) -> Pass:
         events += result.events
     seconds = time.perf_counter() - started
     for event in events:
-        for name, token in zip(
-            getattr(event, "request_ids", ()), getattr(event, "token_ids", ()), strict=False
-        ):
-            tokens.setdefault(name, []).append(token)
+        if isinstance(event, Sampled):
+            for name, token in zip(event.request_ids, event.token_ids, strict=True):
+                tokens.setdefault(name, []).append(token)
     outputs = [tuple(tokens[str(i)]) for i in range(len(work.prompts))]
     return Pass(seconds, outputs, acceptance_of(events))
 
 
 def measure(work: Workload, engines: dict[str, LLM], rounds: int) -> list[dict[str, Any]]:
-    """Run a workload in all engines, `rounds` times. Returns rows of the table, the plain one
+    """Run a workload in all engines, `rounds` times. Returns rows of the table, the plain engine's
     first.
 
     Raises:
-        RuntimeError: an engine gave other tokens than the plain one.
+        RuntimeError: an engine gave other tokens than the plain engine.
     """
-    expected = run(engines["plain"], work).tokens  # and a warm-up
+    expected = run(engines["plain"], work).tokens  # this is a warm-up too
     for name, llm in engines.items():
         if run(llm, work).tokens != expected:
             raise RuntimeError(f"{work.name}: {name} gave other tokens than the plain engine")
@@ -170,8 +171,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         tokens = "" if row["tokens_a_step"] is None else f"{row['tokens_a_step']:.2f}"
         rate = f"{row['tokens_per_s']:.1f}"
         lines.append((row["workload"], row["engine"], rate, ratio, share, tokens))
-    columns = "workload|engine|output tokens/s|times as fast|accepted|tokens a step with drafts"
-    return markdown(columns.split("|"), lines, texts=2)
+    columns = (
+        "workload",
+        "engine",
+        "output tokens/s",
+        "times as fast",
+        "accepted",
+        "tokens a step with drafts",
+    )
+    return markdown(columns, lines, texts=2)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

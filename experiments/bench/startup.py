@@ -125,8 +125,8 @@ def environment(caches: Path) -> dict[str, str]:
 def run_command(words: Sequence[str], caches: Path) -> dict[str, Any]:
     """Run a command of pagedjax until its answer.
 
-    Returns the seconds from its start, and the answer. Of a server, also the times until it listens
-    and has all programs, and those of two later answers.
+    Returns the seconds from its start, and the answer. For a server it also returns the times until
+    it listens and until it has all programs, and the times of two later answers.
 
     Raises:
         RuntimeError: the process ended without an answer; the message has its output.
@@ -172,7 +172,7 @@ def read_answer(child: subprocess.Popen[bytes], start: float) -> dict[str, Any]:
 
 
 def ask_server(url: str, start: float) -> dict[str, Any]:
-    """Ask a server that listens since now. Returns its first answer, and the times of `TIMES`."""
+    """Ask a server that has begun to listen. Returns its first answer, and the times of `TIMES`."""
     result: dict[str, Any] = {"listening": time.perf_counter() - start}
     result["text"] = ask(url)
     result["total"] = time.perf_counter() - start
@@ -261,7 +261,7 @@ def table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
 def answers_table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     """Medians and extremes of the counted commands.
 
-    The last column has the ratios of their times until the answer to those of the first kind.
+    The last column has the times until the answer, over those of the first kind.
     """
     lines = [
         " ".join(
@@ -286,14 +286,15 @@ def answers_table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
 
 def spread(values: Sequence[float]) -> str:
     """The median and the extremes as text; "" for no values."""
-    return (
-        f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})" if values else ""
-    )
+    if not values:
+        return ""
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 def valid_runs(runs: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """The runs that lost at most `STOLEN` of the processors to other machines; all if there is
-    none."""
+    """The runs that lost at most `STOLEN` of the processors to other machines; all runs if there
+    are no such ones.
+    """
     return [run for run in runs if run["stolen"] <= STOLEN] or runs
 
 

@@ -10,8 +10,8 @@ output tokens a second with the form over those without it, of the same round. T
 the host's time in masks as a share of the constrained pass. A text of bounded length costs more:
 the parser counts its characters.
 
-The grammars are compiled before, as a server has them from the second request on; `compile` says
-what that takes.
+The grammars are compiled before, because a server has them from the second request on; `compile` is
+the time of that.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pagedjax.engine import token_masks
 
 
 def item(**text: Any) -> dict[str, Any]:
-    """The schema of a list's item, whose texts have further keywords."""
+    """The schema of a list's item. text: further keywords of its texts."""
     fields = {
         "name": {"type": "string", **text},
         "kind": {"enum": ["red", "green", "blue"]},
@@ -91,7 +91,7 @@ def run(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Pass:
 
 def measure(llm: LLM, name: str, requests: int, tokens: int, rounds: int) -> dict[str, Any]:
     """Run the requests with a form of ITEMS and without, `rounds` times. Returns the figures."""
-    # an item has ten tokens at least
+    # an item has at least ten tokens, so such a list does not end before
     form = StructuredOutputsParams(
         json={"type": "array", "items": ITEMS[name], "minItems": 1 + tokens // 10}
     )
@@ -102,16 +102,16 @@ def measure(llm: LLM, name: str, requests: int, tokens: int, rounds: int) -> dic
     options: dict[str, Any] = {"temperature": 1.0, "max_tokens": tokens, "seed": 1}
     free = SamplingParams(**options, ignore_eos=True)
     bound = SamplingParams(**options, structured_outputs=form)
-    for params in (free, bound):  # caches and the first step of each size
+    for params in (free, bound):  # a warm-up of caches, and of the first step of each size
         run(llm, prompts, params)
     runs = {"free": partial(run, llm, prompts, free), "bound": partial(run, llm, prompts, bound)}
     passes = in_turn(runs, rounds)
-    rates = {name: [each.tokens_per_second for each in passes[name]] for name in runs}
+    rates = {way: [each.tokens_per_second for each in passes[way]] for way in runs}
     return {
         "form": name,
         "requests": requests,
         "tokens": tokens,
-        **{name: [round(rate, 1) for rate in rates[name]] for name in runs},
+        **{way: [round(rate, 1) for rate in rates[way]] for way in runs},
         **ratios(rates["bound"], rates["free"]),
         "mask_share": round(statistics.median(each.mask_share for each in passes["bound"]), 4),
         "compile_seconds": round(compile_seconds, 4),
@@ -133,13 +133,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     figures = [measure(llm, name, args.requests, args.tokens, args.rounds) for name in ITEMS]
     rows = []
     for figure in figures:
-        free, bound = (statistics.median(figure[name]) for name in ("free", "bound"))
+        free = statistics.median(figure["free"])
+        bound = statistics.median(figure["bound"])
         mask_share = f"{100 * figure['mask_share']:.1f} %"
         milliseconds = f"{1e3 * figure['compile_seconds']:.0f}"
         rates = f"{free:.0f} / {bound:.0f}"
         rows.append((figure["form"], rates, cell(figure), mask_share, milliseconds))
-    columns = "form|output tokens/s without / with|ratio|time in masks|compile, ms"
-    print(markdown(columns.split("|"), rows))
+    columns = (
+        "form",
+        "output tokens/s without / with",
+        "ratio",
+        "time in masks",
+        "compile, ms",
+    )
+    print(markdown(columns, rows))
     write_report(args.json, {"model": args.model, "forms": figures})
 
 

@@ -1,16 +1,16 @@
 """Which worker makes which run: a state and its transitions, without Ray.
 
     new(runs, places)              -> state         a worker starts at each place
-    add_worker(state, place, kind) -> state         it has answered, from this kind of machine
-    give_run(state, place, least)  -> (state, run)  its next run; None: others make the rest
-    end_run(state, place)          -> state         its run has a result
-    lose_worker(state, place)      -> (state, run)  it is gone; if it had a run, that has failed, and
-                                                    a new worker starts
+    add_worker(state, place, kind) -> state         the worker has answered, from this kind of machine
+    give_run(state, place, least)  -> (state, run)  the worker's next run; None: others make the rest
+    end_run(state, place)          -> state         the worker's run has a result
+    lose_worker(state, place)      -> (state, run)  the worker is gone; if it had a run, the run has
+                                                    failed, and a new worker starts
     active(state)                  -> bool          whether a run may still get a result
 
 The runs of an engine are made on one kind of machine: that of its results and of its runs in
-progress. If no worker of that kind is left, `waiting` has the rest when the state is no longer
-active. They are never made on another kind.
+progress. They are never made on another kind. If no worker of that kind is left, the other runs of
+the engine are still in `waiting` when the state is no longer active.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from typing import NamedTuple
 
 from experiments.core.engines import Run, engine_key
 
-# A kind of machine: repeats on equal kinds differ by noise alone. "": of simulated runs, which
-# depend on no machine.
+# A kind of machine: repeats on equal kinds differ by noise alone. "" is the kind for simulated
+# runs, which depend on no machine.
 Kind = str
 
 
 class AtPlace(NamedTuple):
-    """A worker that has answered. run: in progress; built: keys of its engines."""
+    """A worker that has answered.
+
+    built: keys of the engines that it has built.
+    run: its run in progress.
+    """
 
     kind: Kind
     built: frozenset[Hashable] = frozenset()
@@ -80,8 +84,11 @@ def end_run(state: Assignment, place: int) -> Assignment:
 def lose_worker(state: Assignment, place: int) -> tuple[Assignment, Run | None]:
     worker = state.workers.get(place)
     run = None if worker is None else worker.run
-    starting = state.starting - {place} if run is None else state.starting | {place}
-    workers = {number: at for number, at in state.workers.items() if number != place}
+    if run is None:  # a worker without a run is not replaced
+        starting = state.starting - {place}
+    else:
+        starting = state.starting | {place}
+    workers = {other: worker for other, worker in state.workers.items() if other != place}
     return state._replace(starting=starting, workers=workers), run
 
 
@@ -91,12 +98,12 @@ def active(state: Assignment) -> bool:
 
 def running(state: Assignment) -> bool:
     """Whether a run is in progress."""
-    return any(at.run is not None for at in state.workers.values())
+    return any(worker.run is not None for worker in state.workers.values())
 
 
 def idle(state: Assignment) -> list[int]:
     """Places of workers that have answered and have no run."""
-    return [place for place, at in state.workers.items() if at.run is None]
+    return [place for place, worker in state.workers.items() if worker.run is None]
 
 
 def kinds(state: Assignment) -> dict[Hashable, Kind]:
@@ -117,16 +124,17 @@ def choose(
     kind: Kind,
     least: int = 2,
 ) -> Run | None:
-    """The next run of a worker on this kind of machine: the first of an engine that it has, or that
-    no worker has.
+    """The next run of a worker on this kind of machine: the first run of an engine that this worker
+    has built, or that no worker has built.
 
-    Else it helps: the first run of an engine with at least `least` runs that wait, because it
-    builds that engine too. None: the runs that are left are for others.
+    If there is none, the worker helps others: it gets the first run of an engine with at least
+    `least` runs that wait. With fewer it is not worth building that engine again. None: the runs
+    that are left are for other workers.
 
     Args:
         built: keys of the engines that this worker has built.
-        built_by_others: those that other workers have built.
-        kinds: of the machine that an engine has run on.
+        built_by_others: keys of the engines that other workers have built.
+        kinds: the kind of machine that an engine has run on, by the engine's key.
     """
     keys = [engine_key(run.point.experiment) for run in waiting]
     allowed = [i for i, key in enumerate(keys) if kinds.get(key, kind) == kind]

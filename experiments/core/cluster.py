@@ -2,8 +2,8 @@
 
     python -m experiments.run CONFIG --backend ray [--worker-resources num_gpus=1]
 
-    connect(...)   -> Workers   the places that the nodes have for workers; ValueError: none
-    results(runs)  -> results, as they finish
+    connect(...)   -> Workers   the places that the nodes have for workers; ValueError: no place
+    results(runs)  -> results   of the runs, each when its run finishes
 
 A worker is an actor: a process that reserves its resources and keeps its engines from run to run,
 as one process does. A point's runs stay on one kind of machine, so that its repeats differ by noise
@@ -11,8 +11,8 @@ alone (assignment.py). If a worker dies, its run failed, and another worker take
 machine of its kind is left, the rest of the point fails. The parent process writes every folder, so
 a sweep stops and resumes as without Ray.
 
-Ray is that of RAY_ADDRESS, or the one that was started last on this machine. Without any, a local
-one is started, and ended with the sweep.
+The cluster is that of RAY_ADDRESS, or the cluster that was started last on this machine. Without
+any, a local cluster is started, and ended with the sweep.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ STRANDED = (
 PATIENCE = 30.0  # seconds without a worker, after which a note says that the cluster is in use
 FORM = "write NAME=NUMBER, separated by commas, such as num_cpus=2,num_gpus=1"
 
-LEAST = 0.0001  # of a resource: Ray counts in such parts
+LEAST = 0.0001  # the least part of a resource: Ray counts in multiples of it
 # Above 1, Ray (2.60) reserves only whole numbers of these.
 WHOLE = ("num_gpus", "TPU", "NPU", "HPU", "RBLN", "MBLT", "TTNPU", "FURIOSA", "neuron_cores")
 
-# By name: num_cpus, num_gpus, memory (bytes), and those of the cluster's own resources
+# Amounts by name: num_cpus, num_gpus, memory (bytes), and names of the cluster's own resources
 Resources = Mapping[str, float]
 
 
 class Place(NamedTuple):
-    """What a worker reserves, and the id of its node; None is any node that has room."""
+    """What a worker reserves, and the id of its node; None: any node that has room."""
 
     resources: Resources
     node: str | None = None
@@ -68,11 +68,11 @@ class Workers(NamedTuple):
 
 
 def parse_resources(text: str) -> dict[str, float]:
-    """num_cpus=2,num_gpus=1 -> the resources of a worker.
+    """The resources of a worker, from a text such as "num_cpus=2,num_gpus=1".
 
     Raises:
         ValueError: a part is not NAME=NUMBER with a number above 0, a name is there twice, or Ray
-            does not reserve it.
+            does not reserve so much of it.
     """
     resources: dict[str, float] = {}
     for part in text.split(","):
@@ -115,24 +115,26 @@ def places_of(
     node.
 
     Args:
-        nodes: as ray.nodes() lists them.
-        resources: of each worker; None: the default.
+        nodes: the result of ray.nodes().
+        resources: what each worker reserves; None: the default.
 
     Raises:
         ValueError: no node has room for a worker.
     """
-    alive = [(node["NodeID"], node["Resources"]) for node in nodes if node["Alive"]]
+    alive_nodes = [(node["NodeID"], node["Resources"]) for node in nodes if node["Alive"]]
     if resources is None and measured:
-        places = _undisturbed_places(alive)
+        places = _undisturbed_places(alive_nodes)
     else:
         needs = {"num_cpus": 1.0} if resources is None else resources
-        places = [Place(needs) for _, totals in alive for _ in range(_room(totals, needs))]
+        num_places = sum(_room(totals, needs) for _, totals in alive_nodes)
+        places = [Place(needs)] * num_places
     if places:
         return tuple(places)
     request = "a worker needs num_cpus=1"
     if resources is not None:
         request = f"--worker-resources is {_words(resources)}"
-    totals_text = "; ".join(_totals(totals) for _, totals in alive) or "nothing: there is no node"
+    totals_texts = [_totals(totals) for _, totals in alive_nodes]
+    totals_text = "; ".join(totals_texts) or "nothing: there is no node"
     raise ValueError(
         f"{request}, and no node of the Ray cluster has so much. Its nodes have {totals_text}. "
         "Ask for less"
@@ -140,12 +142,13 @@ def places_of(
 
 
 def _undisturbed_places(nodes: Sequence[tuple[str, Resources]]) -> list[Place]:
-    """A place for each GPU with its part of the node's processors; without GPUs one for each node.
+    """A place for each GPU with its part of the node's processors; without GPUs, a place for each
+    node.
 
     Args:
-        nodes: ids and totals.
+        nodes: the id and the total resources of each node.
     """
-    gpu_nodes = [node for node in nodes if node[1].get("GPU", 0) >= 1]
+    gpu_nodes = [(node, totals) for node, totals in nodes if totals.get("GPU", 0) >= 1]
     if not gpu_nodes:
         return [
             Place({"num_cpus": totals["CPU"]}, node)
@@ -165,6 +168,7 @@ def _undisturbed_places(nodes: Sequence[tuple[str, Resources]]) -> list[Place]:
 
 def _room(totals: Resources, needs: Resources) -> int:
     """How many workers with these needs a node has room for."""
+    # 1e-9: a quotient that should be a whole number may be a little below it
     return min(
         int(totals.get(NAMES.get(name, name), 0.0) / value + 1e-9) for name, value in needs.items()
     )
@@ -284,7 +288,7 @@ class _Team:
         # reference -> the place of a worker that starts or has a run
         self._busy: dict[Any, int] = {}
         self._reason = ""  # why the last worker that made no run was lost
-        self._patient = True  # whether no note said yet that the cluster is in use
+        self._patient = True  # until a note has said that the cluster is in use
 
     def start(self) -> None:
         for place in sorted(self._state.starting):
@@ -323,7 +327,7 @@ class _Team:
             place = self._busy.pop(reference)
             try:
                 answer = ray.get(reference)
-            except Exception as error:  # of Ray: the worker died, or its node lacks the code
+            except Exception as error:  # Ray's: the worker died, or its node lacks the code
                 results += self._lose_worker(place, f"{type(error).__name__}: {error}")
                 continue
             if place in self._state.starting:
@@ -392,7 +396,7 @@ class _Team:
 
 
 def kind_of(machine: Mapping[str, Any]) -> assignment.Kind:
-    """What numbers of a measured run depend on, of an environment: device, processor, cores."""
+    """The kind of a machine with this environment. The numbers of a measured run depend on it."""
     return (
         f"{machine['device']['kind']}, {machine['cpu']['model']}, {machine['cpu']['cores']} cores"
     )

@@ -4,8 +4,8 @@
     question: How much does the block size matter?
     model: smollm2-135m
     engine: {max_num_seqs: 16}    # fields of pagedjax.options.config.EngineConfig; policy: mine.py:NAME is
-                                  # your own policy, {name: mine.py:NAME, worth: 64} one with parameters,
-                                  # and engine.policy.worth can be swept
+                                  # your own policy, {name: mine.py:NAME, worth: 64} a policy with
+                                  # parameters, and engine.policy.worth can be swept
     cache_tokens: 8192            # engine.num_blocks = cache_tokens / block_size, so all points have
                                   # one capacity
     workload: {kind: prompts, file: prompts/english.txt}      # see workloads.py
@@ -16,18 +16,18 @@
     sweep: {grid: {engine.block_size: [8, 16], engine.max_num_batched_tokens: [64, 256]}}
     simulate: {chip: h200, model: llama-3-8b}     # no device: a cost model advances a clock, see
                                                   # simulate.py
-    metrics: [mine.py:jain]       # your own, of the records of a run
-    records: sums                 # of a long simulation: no record of a step and of the times of
-                                  # tokens, see totals.py
-    record: true                  # every decision of the scheduler, for `pagedjax view`
+    metrics: [mine.py:jain]       # your own functions of the records of a run
+    records: sums                 # for a long simulation: keep no records of steps and of the
+                                  # times of tokens, see totals.py
+    record: true                  # keep every decision of the scheduler, for `pagedjax view`
     replicas: {count: 16, router: prefix}         # several simulated engines; router: mine.py:NAME
                                                   # is your own; changes: [{at: 30.0, join: 2},
                                                   # {at: 60.0, leave: 1}], see Change
     pools: {prefill: {count: 2}, decode: {count: 1}, link_gb_s: 50}   # in place of replicas, see
                                                                       # pool_options.py
 
-A sweep's parts multiply: `grid` is every combination, `zip` walks its lists together, `list` gives
-points key by key.
+A sweep's parts multiply: `grid` is every combination, `zip` takes the first values of its lists
+together, then the second ones, and `list` gives points key by key.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ from pagedjax.options.own_names import name_in_one_line, names_own_value, own_na
 from pagedjax.options.params import SamplingParams
 from pagedjax.routing import purity as routers_purity
 
-NOT_OF_ENGINE = ("workload.kind", "metrics", "simulate.cost")  # own values of other sections
+# keys of a user's own values outside of the section `engine`
+NOT_OF_ENGINE = ("workload.kind", "metrics", "simulate.cost")
 Records = Literal["full", "sums"]
 # Fields of SamplingParams that a tokenizer or `LLM` reads, and what an experiment has instead.
 NEED_TEXT = {
@@ -78,12 +79,10 @@ class Warmup:
     max_tokens: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("requests", "max_tokens"):
+        for name, least in (("requests", 0), ("max_tokens", 1)):
             value = getattr(self, name)
-            if value < (0 if name == "requests" else 1):
-                raise ValueError(
-                    f"{name} is {value!r}; it must be at least {0 if name == 'requests' else 1}"
-                )
+            if value < least:
+                raise ValueError(f"{name} is {value!r}; it must be at least {least}")
 
 
 @dataclass(frozen=True)
@@ -112,15 +111,15 @@ class Experiment:
     reseed: repeat r draws its workload from seed + r instead of seed.
     metrics: functions of your own, mine.py:NAME, of the records of a run: NAME(requests, steps)
         gets lists of `RequestRecord` and `StepRecord`, and returns a number, or numbers by their
-        names. One with parameters is {name: mine.py:NAME, worth: 64}. They are in a summary as
-        `own.NAME`, in tables, reports and comparisons.
+        names. A function with parameters is {name: mine.py:NAME, worth: 64}. Its numbers are in
+        summaries, tables, reports and comparisons as `own.NAME`.
     records: "sums" keeps no record of a step and only the first and the last time of a request's
         tokens, for long simulations; percentiles over tokens and steps are then of rounded numbers.
     record: keep a recording of each run, `recording.jsonl` in its folder, and the viewer's page of
-        it; with replicas one of each, `recording.0.jsonl`. Recording changes no number of a
-        simulated run, so the point is the same, and a finished run that has no recording is
-        simulated again. Recording a measured run takes host time in each step, so it is another
-        point.
+        it; with replicas, a recording of each, such as `recording.0.jsonl`. Recording changes no
+        number of a simulated run, so the point is the same, and a finished run that has no
+        recording is simulated again. Recording a measured run takes host time in each step, so a
+        measured run with it is another point.
     """
 
     name: str
@@ -264,7 +263,7 @@ class Experiment:
 
     @property
     def num_replicas(self) -> int:
-        """Engines of the whole experiment."""
+        """The number of engines of the whole experiment."""
         if self.pools:
             return self.pools.count
         return self.replicas.ever if self.replicas else 1
@@ -340,8 +339,8 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
 
 
 def with_names_in_one_line(value: Any, path: str) -> Any:
-    """A raw value, in which a mapping of a user's own value and its parameters is one text, which
-    tables and keys of points have.
+    """A raw value, in which each mapping {name: mine.py:NAME, ...} of a user's own value and its
+    parameters is one text. Tables and keys of points have this text.
 
     Raises:
         ValueError: see `name_in_one_line`.
@@ -356,7 +355,7 @@ def with_names_in_one_line(value: Any, path: str) -> Any:
 
 
 def _refuse_seeds(raw: Mapping[str, Any]) -> None:
-    """Raises ValueError for a list of seeds, which repeats have."""
+    """Raises ValueError if the config has a key `seeds`: repeats have several seeds."""
     if "seeds" not in raw:
         return
     seeds = raw["seeds"]
@@ -370,15 +369,15 @@ def _refuse_seeds(raw: Mapping[str, Any]) -> None:
 
 
 def _refuse_ignored_model(values: Mapping[str, Any]) -> None:
-    """Raises ValueError if a simulation takes its times from another model than the one named, and
-    needs no tokenizer of that one.
+    """Raises ValueError if the named model has no use: the simulation takes its times from another
+    model, and the workload needs no tokenizer.
     """
     simulate = values.get("simulate")
     workload = values.get("workload")
     model = values.get("model")
     shape = simulate.get("model") if isinstance(simulate, Mapping) else None
     tokenizes = isinstance(workload, Mapping) and workload.get("kind") in ("prompts", "sharegpt")
-    # the resolved config of a run names the default
+    # Experiment.model, the default, is no error: the resolved config of a run has it
     if shape is not None and model not in (None, Experiment.model, shape) and not tokenizes:
         raise ValueError(
             f"model is {model!r} and simulate.model is {shape!r}, from which all times come; leave "
@@ -387,8 +386,8 @@ def _refuse_ignored_model(values: Mapping[str, Any]) -> None:
 
 
 def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
-    """The experiment with the absolute path of `simulate.fit`; tried from `folder`, then from the
-    current folder.
+    """The experiment with the absolute path of `simulate.fit`, which is looked for in `folder`,
+    then in the current folder.
 
     The run is fitted here as a check, so that a damaged run is an error before anything runs.
     """
@@ -428,8 +427,8 @@ def _fitted_run(text: str, folder: Path) -> Path:
 
 
 def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
-    """The experiment with absolute paths of the user's own files; tried from `folder`, then from
-    the current folder.
+    """The experiment with absolute paths of the user's own files, which are looked for in `folder`,
+    then in the current folder.
 
     Policies, KV policies, routers, metrics and cost models are read here. The others need jax, so
     it is only checked that their files exist.
@@ -504,8 +503,11 @@ def _kv_policy(name: str) -> kv_policies.KVPolicy:
 def _check_value(
     key: str, find: Callable[[str], Value], check_pure: Callable[[Value], None], spec: Any
 ) -> None:
-    """Raises ValueError, beginning with the key, if `find` cannot read a value of one's own, or if
-    it would make equal runs differ.
+    """Check a user's own value.
+
+    Raises:
+        ValueError: `find` cannot read the value, or `check_pure` says that equal runs could differ
+            with it. The message begins with the key.
     """
     section, _, name = key.rpartition(".")
     try:

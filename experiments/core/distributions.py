@@ -18,8 +18,8 @@ from pagedjax.options.config import check_above_zero
 # Lengths, in tokens -------------------------------------------------------------------------------
 
 LONGEST = 1 << 24  # tokens; a longer draw is refused as a mistake
-ROUNDING = 1e-6  # tokens: more than a product of a double is off
-MOST_ERROR = 10  # of `Predicted`
+ROUNDING = 1e-6  # tokens; more than the rounding error of a product of two floats
+MOST_ERROR = 10  # the largest `error` of `Predicted`
 
 
 def _check_limits(low: int, high: int | None) -> None:
@@ -123,7 +123,7 @@ def draw_limits(spec: Limits, outputs: Sequence[int], rng: np.random.Generator) 
     if isinstance(spec, int):
         return [spec] * len(outputs)
     if isinstance(spec, Multiple):
-        # 1.1 * 100 is 110.00000000000001
+        # 1.1 * 100 is 110.00000000000001, and the limit is 110
         limits = [math.ceil(spec.times * output - ROUNDING) for output in outputs]
         return clip(limits, spec.min, spec.max)[0]
     return draw_lengths(spec, len(outputs), rng)[0]
@@ -164,8 +164,8 @@ def clip(lengths: Sequence[int], low: int, high: int | None) -> tuple[list[int],
 class Predicted:
     """Predictions of the lengths of outputs, as a policy reads them: `seq.predicted`.
 
-    error: the standard deviation of the logarithm of prediction / length, whose median is 1; 0 is
-        exact. Each request has one random number, which `error` multiplies, so that sweeps over
+    error: the standard deviation of log(prediction / length), whose mean is 0; with 0 predictions
+        are exact. Each request has one random number, which `error` multiplies, so that sweeps over
         `error` are paired.
     """
 
@@ -223,7 +223,7 @@ class Gamma:
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """`clients` send one request each, and the next of the workload when their last has ended."""
+    """Each of `clients` sends the workload's next request when its last request has ended."""
 
     process: Literal["closed_loop"]
     clients: int
@@ -242,7 +242,8 @@ class Changing:
     ramp: the rate changes evenly from one of `rates` to the next; false: at once.
     repeat_s: seconds after which the rates begin anew: [[0, 2], [50, 20]] with 60 is a burst of ten
         seconds in each minute. null: the last rate stays.
-    burstiness: of gamma gaps, as measured in expected requests; see `Gamma`.
+    burstiness: the shape of gamma gaps, which are measured in expected requests, not in seconds;
+        see `Gamma`.
     scale: multiplies all rates.
     """
 
@@ -304,29 +305,29 @@ def draw_arrivals(spec: Arrivals, count: int, rng: np.random.Generator) -> list[
 
 
 def _times_of(spec: Changing, expected: np.ndarray) -> list[float]:
-    """The times at which so many requests are expected, from time 0; the first is 0.
+    """The times in seconds at which the integral of the rate reaches each value of `expected`.
 
     Args:
-        expected: float64 [requests], ascending from 0: the integral of the rate until each arrival.
+        expected: float64 [requests], ascending from 0: expected requests until each arrival.
     """
     starts = np.array([pair[0] for pair in spec.rates])
     rates = spec.scale * np.array([pair[1] for pair in spec.rates])
     seconds = np.diff(starts)
     slopes = np.diff(rates) / seconds if spec.ramp else np.zeros(len(seconds))
-    # requests that are expected until each change
-    until = np.append(0.0, np.cumsum(seconds * (rates[:-1] + slopes * seconds / 2)))
+    # expected requests until each change, [changes]
+    until_change = np.append(0.0, np.cumsum(seconds * (rates[:-1] + slopes * seconds / 2)))
     slopes = np.append(slopes, 0.0)
-    periods = np.zeros(len(expected))
+    periods = np.zeros(len(expected))  # whole periods before each arrival
     if spec.repeat_s is not None:
-        in_a_period = until[-1] + rates[-1] * (spec.repeat_s - starts[-1])
-        periods = expected // in_a_period
-        expected = expected - periods * in_a_period
-    places = np.searchsorted(until, expected, side="right") - 1
-    rest = expected - until[places]
+        per_period = until_change[-1] + rates[-1] * (spec.repeat_s - starts[-1])
+        periods = expected // per_period
+        expected = expected - periods * per_period
+    changes = np.searchsorted(until_change, expected, side="right") - 1  # the last one before
+    rest = expected - until_change[changes]
     # the time t after a change solves rest = rate * t + slope * t^2 / 2
-    root = np.sqrt(np.maximum(rates[places] ** 2 + 2 * slopes[places] * rest, 0.0))
-    divisor = rates[places] + root
+    root = np.sqrt(np.maximum(rates[changes] ** 2 + 2 * slopes[changes] * rest, 0.0))
+    divisor = rates[changes] + root
     after = np.divide(2 * rest, divisor, out=np.zeros(len(rest)), where=divisor > 0)
-    times = periods * (spec.repeat_s or 0.0) + starts[places] + after
+    times = periods * (spec.repeat_s or 0.0) + starts[changes] + after
     times[0] = 0.0
     return [float(time) for time in times]

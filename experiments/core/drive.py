@@ -1,9 +1,12 @@
-"""Drivers: requests arrive at their times, whether or not the engine keeps up, or when a client is
-free; and one measured run of a point.
+"""The driver of an engine on a device, and one measured run of a point.
 
-`drive` runs an engine on a device. `replicas.drive_replicas` runs simulated engines behind a
-router, one of them without a choice, and `pools.drive_pools` those of two pools. All three have one
-loop of events (fleet.py).
+A driver sends the requests of a workload to engines. In an open loop, requests arrive at their
+times, whether or not the engine keeps up. In a closed loop, a request arrives when a client is
+free.
+
+`drive` runs one engine on a device. `replicas.drive_replicas` runs simulated engines behind a
+router, or a single one, and `pools.drive_pools` the simulated engines of two pools. All three use
+the loop of events in fleet.py.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ from pagedjax.host.types import StepResult
 from pagedjax.options.config import EngineConfig
 from pagedjax.options.params import SamplingParams
 
-PLANNED_VOCABULARY = 1000  # lengths do not depend on it
+PLANNED_VOCABULARY = 1000  # for checks of lengths, which do not depend on the vocabulary
 
 
 class Measured(NamedTuple):
@@ -60,7 +63,7 @@ class Measured(NamedTuple):
     steps: list[StepRecord]
     summary: dict[str, Any]
     failed: str | None
-    logs: tuple[str, ...] = ()  # of a run with `record`, the text of each engine's recording
+    logs: tuple[str, ...] = ()  # the text of each engine's recording, in a run with `record`
 
 
 def drive(
@@ -76,11 +79,11 @@ def drive(
     A request is added between two steps, as soon as its arrival time has passed, with as many
     branches as `sampling` draws. Branch i uses the request's seed + i.
 
-    A branch that has as many tokens as its request's `ends_at` is cancelled between two steps, with
-    the reason "stop", as a stop string ends one.
+    A branch that has as many tokens as its request's `ends_at` is cancelled between two steps. Its
+    reason is "stop", as if a stop string had ended it.
 
     Args:
-        clients: of a closed loop; None: an open loop (see `Sender`).
+        clients: the number of clients of a closed loop; None: an open loop (see `Sender`).
 
     Raises:
         ValueError: the engine refused a request (with its reason), or items are not in order of
@@ -96,7 +99,7 @@ def drive(
         arrival = sender.next()
         while clock() - start < arrival:
             sleep(min(max(start + arrival - clock(), 0.0), LONGEST_SLEEP))
-        item, params = sender.send()
+        item, params = sender.take_next()
         submit(engine, item._replace(ends_at=None), params)
 
     def next_step() -> float:
@@ -106,8 +109,8 @@ def drive(
         result = engine.step()
         if result is None:
             raise RuntimeError("the engine has work but makes no step: its scheduler is stuck")
-        for name in ends.reached(result):
-            events = engine.cancel(name, "stop")
+        for branch_id in ends.reached(result):
+            events = engine.cancel(branch_id, "stop")
             result = result._replace(events=(*result.events, *events))
         results.append(result)
         sender.end_branches(result, result.finished - start)
@@ -197,12 +200,17 @@ class Recording(NamedTuple):
 
 
 def _full_recording(requests: list[RequestRecord], steps: list[StepRecord]) -> Recording:
-    step_sums = metrics.step_sums(steps)
-    return Recording(requests, steps, step_sums, metrics.token_sums(requests), steps)
+    return Recording(
+        requests=requests,
+        steps=steps,
+        step_sums=metrics.step_sums(steps),
+        token_sums=metrics.token_sums(requests),
+        loads=steps,
+    )
 
 
 class Recorder:
-    """The records of several engines, made after each step: what a driver calls."""
+    """Makes the records of several engines. A driver calls it after each step."""
 
     def __init__(
         self,
@@ -212,7 +220,7 @@ class Recorder:
         *,
         sums: bool = False,
     ) -> None:
-        """sums: in place of a record of each step and the times of each token (totals.py)."""
+        """sums: keep sums (totals.py) instead of a record of each step and the times of tokens."""
         self._recorders = [
             StepRecorder(0.0, engine.config.block_size, engine.scheduler_state.config, replica)
             for replica, engine in enumerate(engines)
@@ -258,6 +266,7 @@ class Recorder:
 def _record_run(
     llm: Any, engines: Sequence[Any], experiment: Experiment, workload: Workload
 ) -> Recording:
+    """Run a workload to its end. Returns the records."""
     items = workload.items
     sampling = experiment.sampling
     branches = sampling.drawn().n
@@ -307,7 +316,7 @@ def _summary(
     options = experiment.replicas
     pools = experiment.pools
     end = recording.step_sums.end
-    num_replicas = options.until(end) if options else experiment.num_replicas
+    num_replicas = options.count_until(end) if options else experiment.num_replicas
     summary = metrics.summary(
         requests,
         recording.step_sums,
@@ -325,7 +334,7 @@ def _summary(
         )
     if pools:
         counts = (pools.prefill.count, pools.decode.count)
-        summary |= dict.fromkeys(OF_ONE_ENGINE)
+        summary |= dict.fromkeys(OF_ONE_ENGINE)  # None: engines of two pools have no common value
         summary["pools"] = pools_summary(requests, recording.steps, counts, duration)
     return summary
 
@@ -362,11 +371,11 @@ def seed_of(experiment: Experiment, repeat: int) -> int:
 
 
 def check_planned(point: Point, limit: int) -> None:
-    """Check the lengths of a point's requests, in all repeats, before anything runs. Those of texts
-    are not known without the model.
+    """Check the lengths of a point's requests, in all repeats, before anything runs. The lengths of
+    texts are not known without the model, and are not checked.
 
     Args:
-        limit: max_model_len of its engine.
+        limit: max_model_len of the point's engine.
 
     Raises:
         ValueError: requests do not fit.

@@ -29,7 +29,7 @@ def engine_key(experiment: Experiment) -> Hashable:
     They differ in workload, sampling or repeats only.
     """
     engine = dataclasses.astuple(experiment.engine_config)
-    # options of functions of one's own are mappings, which cannot be hashed
+    # parameters of a user's own functions are mappings, which cannot be hashed
     sections = repr((experiment.simulate, experiment.pools))
     return experiment.model, sections, experiment.num_replicas, engine
 
@@ -58,8 +58,8 @@ def weights_key(experiment: Experiment) -> tuple[Any, ...]:
 
 
 def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
-    """Every point times its repeats, in the order to measure them, for at most `alive` engines at a
-    time.
+    """All runs, the repeats of every point, in the order of measurement. At most `alive` engines
+    exist at a time.
 
     Engines form groups of `alive`. Within a group, repeat 0 of every point comes before repeat 1 of
     any point, so a slow minute of the machine does not affect all repeats of one point. Odd repeats
@@ -69,13 +69,13 @@ def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
     An engine that sizes its cache by the free memory (num_blocks is None) is the only one of its
     group: its size must not depend on other engines.
     """
-    models = list(dict.fromkeys(weights_key(point.experiment) for point in points))
-    indexed = sorted(
-        enumerate(points), key=lambda item: models.index(weights_key(item[1].experiment))
-    )
+    points_by_weights: dict[Hashable, list[tuple[int, Point]]] = {}
+    for order, point in enumerate(points):
+        points_by_weights.setdefault(weights_key(point.experiment), []).append((order, point))
     by_engine: dict[Hashable, list[tuple[int, Point]]] = {}
-    for order, point in indexed:
-        by_engine.setdefault(engine_key(point.experiment), []).append((order, point))
+    for same_weights in points_by_weights.values():
+        for order, point in same_weights:
+            by_engine.setdefault(engine_key(point.experiment), []).append((order, point))
     runs: list[Run] = []
     for group in _groups(list(by_engine.values()), alive):
         members = [member for engine in group for member in engine]
@@ -92,10 +92,16 @@ def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
 def _groups(
     engines: list[list[tuple[int, Point]]], alive: int
 ) -> list[list[list[tuple[int, Point]]]]:
-    """Engines that are alive together: consecutive ones with the same weights, at most `alive`."""
+    """The groups of engines that are alive together: consecutive engines with the same weights, at
+    most `alive`.
+
+    Args:
+        engines: the points of each engine, each with its place in the sweep.
+    """
 
     def kind(engine: list[tuple[int, Point]]) -> tuple[Any, bool]:
-        experiment = engine[0][1].experiment
+        _, first_point = engine[0]
+        experiment = first_point.experiment
         return weights_key(experiment), experiment.engine_config.num_blocks is None
 
     groups = []
@@ -109,14 +115,19 @@ def _groups(
 class Engines:
     """The engines that are alive.
 
-    Dropping one frees its cache; weights stay while an engine uses them.
+    Dropping an engine frees its cache; weights stay while an engine uses them.
     """
 
     def __init__(
         self, alive: int, load_model: Callable[..., Any], make: Callable[..., Any]
     ) -> None:
-        """`make(model=..., **fields)` takes the result of `load_model(model, dtype=...,
-        weight_dtype=..., ...)`.
+        """Begin without an engine.
+
+        Args:
+            alive: the largest number of engines at a time.
+            load_model: called as load_model(model, dtype=..., weight_dtype=..., ...).
+            make: called as make(model=..., **fields of EngineConfig), with a result of
+            `load_model`.
         """
         self._alive = alive
         self._load_model = load_model

@@ -132,9 +132,9 @@ def usable_cores() -> int | None:
 
 
 def load_average() -> float | None:
-    """Processes that wanted a core, mean of the last minute.
+    """The mean number of processes that wanted a core in the last minute.
 
-    Above the number of cores, others slow a run down.
+    If it is above the number of cores, other processes slow a run down.
     """
     try:
         return round(os.getloadavg()[0], 2)
@@ -147,10 +147,8 @@ def processor_time() -> tuple[int, int] | None:
     Linux.
     """
     try:
-        numbers = [
-            int(number)
-            for number in Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
-        ]
+        first_line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
+        numbers = [int(number) for number in first_line.split()[1:]]
         user, nice, system, _, _, irq, softirq, stolen = numbers[:8]
     except (OSError, ValueError, IndexError):
         return None

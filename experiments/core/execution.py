@@ -42,11 +42,14 @@ def head_of(run: Run) -> dict[str, Any]:
     }
 
 
-def noise(busy: float | None, since: tuple[int, int] | None) -> dict[str, float | None]:
+def noise(load_before: float | None, since: tuple[int, int] | None) -> dict[str, float | None]:
     """The machine's other load: before the run (load average) and during it (stolen processor
     time).
+
+    Args:
+        since: the result of `processor_time` before the run.
     """
-    return {"load_average": busy, "stolen_share": stolen_share(since)}
+    return {"load_average": load_before, "stolen_share": stolen_share(since)}
 
 
 def measure_run(run: Run, engines: Engines, env: dict[str, Any]) -> Result:
@@ -56,14 +59,15 @@ def measure_run(run: Run, engines: Engines, env: dict[str, Any]) -> Result:
         env: the environment of this process.
     """
     experiment = run.point.experiment
-    busy = load_average()
-    used = processor_time()
+    load_before = load_average()
+    since = processor_time()
     try:
         llm = engines.get(experiment)
         measured = measure(llm, run.point, run.repeat)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        return failed_run(run, {**env, **noise(busy, used)}, reason, traceback.format_exc())
+        env = {**env, **noise(load_before, since)}
+        return failed_run(run, env, reason, traceback.format_exc())
     summary = {
         **_summary_head(run, env),
         "failed": measured.failed,
@@ -73,14 +77,14 @@ def measure_run(run: Run, engines: Engines, env: dict[str, Any]) -> Result:
     files = run_files(run, llm, measured)
     if measured.logs:
         files |= recordings.files(measured.logs)
-        # its own file is beside the recording
+        # as this config names it: a copy of a user's policy file is beside the recording
         policy = yaml_words.load(files["config.yaml"])["engine"]["policy"]
         summary["recording"] = recordings.about(
             measured.requests, measured.steps, len(measured.logs), policy
         )
     startup = {**llm.startup, "total": engines.startup_seconds[engine_key(experiment)]}
     facts = _engine_facts(experiment, llm, startup)
-    files["env.json"] = store.json_text({**env, **facts, **noise(busy, used)})
+    files["env.json"] = store.json_text({**env, **facts, **noise(load_before, since)})
     return {**files, "summary.json": store.json_text(summary)}, summary
 
 
@@ -93,7 +97,7 @@ def _engine_facts(experiment: Experiment, llm: Any, startup: dict[str, float]) -
         "engine": resolved,
         "startup": startup,
     }
-    if experiment.pools:  # their engines differ
+    if experiment.pools:  # the engines of two pools differ
         facts["engine"] = {
             name: dataclasses.asdict(getattr(llm, name).engine.config) for name in POOLS
         }
@@ -125,7 +129,7 @@ def failed_run(run: Run, env: dict[str, Any], reason: str, trace: str) -> Result
 
 
 def _summary_head(run: Run, env: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a summary that say which run it is, and by what it was made."""
+    """The keys of a summary that say which run it is, and which code and device made it."""
     simulate = run.point.experiment.simulate
     return {
         "schema": store.SCHEMA,
@@ -143,8 +147,8 @@ def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
 
     Times are rounded to microseconds.
 
-    Only an engine with speculation has columns of drafts, only several engines have a column of
-    theirs, and only pools have transfers. Predictions and users are there if a request has one.
+    Some columns are only in some runs: columns of drafts with speculation, `replica` with several
+    engines, `transfers` with pools, `predicted` and `user` if requests have them.
     """
     experiment = run.point.experiment
     hidden: set[str] = set()  # columns that this run does not have
@@ -194,14 +198,14 @@ def _rounded(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_files(run: Run, engine: Any) -> dict[str, str]:
-    """config.yaml, which runs this point again: the experiment without its sweep, the engine as it
-    was resolved.
+    """The text of config.yaml, which runs this point again, and the copies of files beside it.
 
-    With pools, `engine` is what was given: each pool resolves it with its own values, to other
-    lengths and blocks.
+    The config is the experiment without its sweep, with the engine as it was resolved. With pools,
+    `engine` is what was given: each pool resolves it with its own values, to other lengths and
+    blocks.
 
-    A small workload file, a policy's and a router's are copied beside it. Other paths in it (a
-    model, a large file, a fitted run) are absolute or the user's own, and must still exist.
+    A small workload file and the user's own files of Python are copied. Other paths in the config
+    (a model, a large file, a fitted run) are absolute or the user's own, and must still exist.
     """
     experiment = run.point.experiment
     values = dataclasses.asdict(experiment)
@@ -211,9 +215,12 @@ def config_files(run: Run, engine: Any) -> dict[str, str]:
     del values["cache_tokens"], values["sampling"]["max_tokens"]
     copies = {}
     if run.point.source:
-        name = f"workload{Path(run.point.source).suffix}"
-        copies = {name: run.point.content} if len(run.point.content) <= COPIED else {}
-        values["workload"]["file"] = name if copies else run.point.source
+        values["workload"]["file"] = run.point.source
+        if len(run.point.content) <= COPIED:
+            copy = f"workload{Path(run.point.source).suffix}"
+            copies[copy] = run.point.content
+            values["workload"]["file"] = copy
+    # a section, its key that may name a user's own file, and the name of the copy
     with_files: list[tuple[Any, Any, str]] = [(values["engine"], "policy", "policy.py")]
     if isinstance(experiment.workload, Own):
         with_files.append((values["workload"], "kind", "own_workload.py"))

@@ -1,7 +1,6 @@
-"""Files in which the field publishes its loads: ShareGPT's conversations, BurstGPT's CSV and
-Mooncake's JSON lines.
+"""Formats of published loads: ShareGPT's conversations, BurstGPT's CSV and Mooncake's JSON lines.
 
-Pure functions of a file's text. The files are the reader's own copies.
+Pure functions of a file's text. The files are the user's own copies.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ ANSWERING = ("gpt", "chatgpt", "assistant", "bing", "bard")
 class Arrived(NamedTuple):
     """A request of a recorded service. `seconds` count from any moment.
 
-    blocks: ids of the blocks of its prompt, of which equal ones have equal tokens; (): not known.
-    user: who sent it; "": not said.
+    blocks: ids of the blocks of its prompt; blocks with equal ids have equal tokens; (): not known.
+    user: who sent the request; "": not known.
     """
 
     seconds: float
@@ -49,7 +48,7 @@ class Arrived(NamedTuple):
     user: str = ""
 
 
-@lru_cache(maxsize=1)  # the points and the repeats of a sweep have one file
+@lru_cache(maxsize=1)  # all points and repeats of a sweep read the same file
 def conversations(file: str, content: str) -> list[tuple[str, str]]:
     """The first question and its answer of each conversation of a ShareGPT file.
 
@@ -87,7 +86,7 @@ def conversations(file: str, content: str) -> list[tuple[str, str]]:
 
 
 def _message(place: str, message: Any) -> tuple[str, str]:
-    """Who says it, and the text of it."""
+    """The role of the message's author, and the message's text."""
     role = message.get("from") if isinstance(message, dict) else None
     text = message.get("value") if isinstance(message, dict) else None
     if not isinstance(role, str) or not isinstance(text, str):
@@ -103,7 +102,7 @@ def burst_rows(file: str, content: str, model: str | None, log_type: str | None)
     Requests without response tokens are left out: they failed.
 
     Args:
-        model, log_type: of the requests that are kept; None: all.
+        model, log_type: keep only the requests with these values; None: any value.
 
     Raises:
         ValueError: a column is missing, a row cannot be read (names the line), or the file has no
@@ -150,7 +149,7 @@ def mooncake_rows(file: str, content: str) -> list[Arrived]:
 
     Raises:
         ValueError: a line cannot be read, or its number of hash ids is wrong. The message has the
-            line's number, without blank lines.
+            line's number; blank lines are not counted.
     """
     return [_mooncake_row(f"{file}, line {i}", line) for i, line in enumerate(lines(content), 1)]
 
@@ -202,7 +201,7 @@ def _number(place: str, row: Mapping[str, Any], name: str, unit: str, least: int
 class BlockIds(DrawnIds):
     """The token ids of a prompt that is known by its blocks: random, and equal in equal blocks.
 
-    They are drawn when they are read. Those of a day of requests would fill the memory.
+    The ids are drawn when they are read: the ids of a day of requests would fill the memory.
     """
 
     __slots__ = ("_blocks", "_ids", "_seed")
@@ -210,7 +209,14 @@ class BlockIds(DrawnIds):
     def __init__(
         self, blocks: Sequence[int], length: int, ids: tuple[int, int], seed: tuple[int, ...]
     ) -> None:
-        """ids: the range that they are drawn from. seed: non-negative; each block has its own."""
+        """Keep what the ids are drawn from.
+
+        Args:
+            blocks: the ids of the prompt's blocks.
+            length: tokens of the prompt.
+            ids: token ids are drawn from ids[0] <= id < ids[1].
+            seed: integers of at least 0; the id of each block is added to them.
+        """
         self._blocks = tuple(blocks)
         self._length = length
         self._ids = ids

@@ -38,7 +38,7 @@ class Source(NamedTuple):
 
 
 def run_events(*sources: Source) -> None:
-    """Handle the events of all sources; at one time those of the first of these sources."""
+    """Handle the events of all sources. Of events at the same time, the first source's is first."""
     while True:
         times = [source.next() for source in sources]
         first = min(times)
@@ -61,9 +61,9 @@ class VirtualEngine(Engine, Protocol):
 
 
 class Notes(Protocol):
-    """What a fleet calls with each step, or each span of steps, of an engine.
+    """A fleet calls this with each step, or each span of steps, of an engine.
 
-    It keeps no results: their plans would fill the memory.
+    The fleet itself keeps no results: their plans would fill the memory.
     """
 
     def step(self, replica: int, result: StepResult) -> None: ...
@@ -77,8 +77,8 @@ E_co = TypeVar("E_co", bound=VirtualEngine, covariant=True)
 class Fleet(Generic[E_co]):
     """Engines behind a router, and when each of them begins its next step.
 
-    The replica i is engines[i]. Of a replica whose next steps only decode, these concern no other
-    replica, and wait. So they are made together: before the step that follows them, or before
+    The replica i is engines[i]. Steps of a replica that only decode concern no other replica. So
+    such steps wait, and are made together: before the next step of another kind, or before
     something happens at this replica.
     """
 
@@ -99,11 +99,11 @@ class Fleet(Generic[E_co]):
 
         Args:
             known_blocks: see `routing.init`.
-            count: engines that are present, the first ones; None: all.
-            number: of the first engine in `notes`.
-            name: of an engine in errors, with its number.
-            waits: an engine may have work and make no step, until it is woken.
-            looks_ahead: steps that only decode are made together.
+            count: how many engines are present, counted from the first one; None: all.
+            number: the number of the first engine, for `notes`.
+            name: how errors name an engine; {} is its index.
+            waits: whether an engine may have work and make no step, until it is woken.
+            looks_ahead: whether steps that only decode are made together.
         """
         self.engines = engines
         self._router = router
@@ -116,8 +116,8 @@ class Fleet(Generic[E_co]):
         self._num_joined = 0
         # a heap: when each replica with work makes a step, or looks ahead
         self._steps: list[tuple[float, int]] = []
-        self._due: set[int] = set()  # the replicas in it
-        # by replica, its steps before that one, which only decode
+        self._due: set[int] = set()  # the replicas in `_steps`
+        # replica -> its steps that only decode, before its step in `_steps`
         self._ahead: dict[int, StepTimes] = {}
         # a heap: when a request ended, where, and its id
         self._ended: list[tuple[float, int, str]] = []
@@ -139,7 +139,7 @@ class Fleet(Generic[E_co]):
         self._interrupt(replica, now)
         engine = self.engines[replica]
         if replica not in self._due:
-            # in the pieces in which `drive` sleeps, so that times are the same
+            # `drive` sleeps in pieces of LONGEST_SLEEP; so does this, and times are equal
             while engine.now < now:
                 engine.sleep(min(now - engine.now, LONGEST_SLEEP))
             self._push(replica, engine.now)
@@ -148,10 +148,10 @@ class Fleet(Generic[E_co]):
         """Make a step of the replica that begins first, or look ahead there.
 
         Returns:
-            The replica, and the result of its step. None: it has looked ahead, or waits.
+            The replica, and the result of its step. None: the replica has looked ahead, or waits.
 
         Raises:
-            RuntimeError: it has work and makes no step, and does not wait.
+            RuntimeError: the replica has work and makes no step, and must not wait.
         """
         _, replica = heappop(self._steps)
         self._due.remove(replica)
@@ -198,7 +198,11 @@ class Fleet(Generic[E_co]):
             self._num_joined += 1
 
     def leave(self, now: float) -> int:
-        """Let the last replica get no more requests; it ends those that it has. Returns it."""
+        """Let the last replica get no more requests; it ends those that it has.
+
+        Returns:
+            The replica.
+        """
         self._learn_ends(now)
         replica = self._state.replicas[-1]
         self._state = routing.left(self._state, replica)
@@ -208,7 +212,7 @@ class Fleet(Generic[E_co]):
         """Let the last replica leave, and make no further step.
 
         Returns:
-            The replica, and when the step ends that it makes.
+            The replica, and when its step in progress ends, in seconds.
         """
         replica = self.leave(now)
         self._interrupt(replica, now)

@@ -8,6 +8,6 @@ from typing import Any
 
 
 def write_json(file: Path | None, value: Any, end: str = "\n") -> None:
-    """Write a value, if there is a file. end: behind it."""
+    """Write a value, if a file is given. end: the text after the value."""
     if file is not None:
         file.write_text(json.dumps(value, indent=1) + end, encoding="utf-8")

@@ -29,8 +29,10 @@ from pagedjax.server.load_client.summary import spread
 
 
 class StepSums(NamedTuple):
-    """Sums over the steps of a run; `end` is the last one's, `*_s` and `per_step` are distributions
-    (`spread`).
+    """Sums over the steps of a run. `*_s` (seconds) and `per_step` are distributions (`spread`).
+
+    end: seconds; when the last step ended.
+    most_used: the most blocks that were in use after a step.
     """
 
     count: int
@@ -45,7 +47,10 @@ class StepSums(NamedTuple):
 
 
 class TokenSums(NamedTuple):
-    """When output tokens were made. `method` is that of percentiles over tokens and steps."""
+    """When output tokens were made.
+
+    method: how the percentiles over tokens and steps are calculated.
+    """
 
     count: int
     itl_s: dict[str, Any]
@@ -97,8 +102,8 @@ def summary(
 
     Averages over steps count every step once. `padding_share` and `fragmentation_share` are ratios
     of sums: the share of computed tokens that were padding, and the share of slots in used blocks
-    without a token. `prefix_hit_share` is the share of the tokens of sequences that were found in
-    the cache when these were admitted for the first time.
+    without a token. `prefix_hit_share` is about the tokens of sequences when they are admitted for
+    the first time: the share that is found in the cache.
 
     `blocks_saved_share` is the saving by sharing (Fig. 15 of the PagedAttention paper): 1 -
     sum(distinct blocks) / sum(entries of block tables), over the running sequences of every step,
@@ -106,12 +111,12 @@ def summary(
     step count with the blocks they own. A request whose branches have not forked yet is one
     sequence.
 
-    With several replicas, or pools, `steps` are those of all. Blocks and slots are those of one
-    replica, and of pools None (`pools` has their blocks); `between_steps_s` is a sum over all of
-    them.
+    With several replicas, or pools, `steps` are those of all engines, and `between_steps_s` is a
+    sum over all engines. Blocks and slots are those of one replica; with pools they are None
+    (`pools` has the blocks).
 
-    With `speculates` there is also `speculation`: drafts, accepted ones, their share, and the mean
-    number of tokens that a decode row gives in a step.
+    With `speculates` there is also `speculation`: the number of drafts, of accepted drafts, the
+    share of accepted drafts, and the mean number of tokens that a decode row gives in a step.
 
     `requests`, `unfinished`, `requests_per_s` and `goodput` count requests; `branches`, `finished`
     (by reason) and `preemptions` count branches.
@@ -172,34 +177,38 @@ def steady_rate(times: Iterable[float]) -> float | None:
     """Output tokens/s between the ends of the steps after which a tenth and nine tenths of all
     output tokens exist.
 
-    It leaves out the start and the end of a run, which matter in a short one. None if the two are
-    one time.
+    It leaves out the start and the end of a run, which matter in a short one. None if both steps
+    end at the same time.
 
     Args:
-        times: seconds, of each output token. Those that a failed replica lost are not output.
+        times: the time of each output token, in seconds. Tokens that a failed replica lost are not
+            output.
     """
     ascending = np.sort(np.fromiter(times, float))
     if not ascending.size:
         return None
-    first, last = (ascending[math.ceil(share * ascending.size) - 1] for share in (0.1, 0.9))
+    first = ascending[math.ceil(0.1 * ascending.size) - 1]
+    last = ascending[math.ceil(0.9 * ascending.size) - 1]
     until_last = np.searchsorted(ascending, last, side="right")
     tokens = until_last - np.searchsorted(ascending, first, side="right")
     return float(tokens / (last - first)) if last > first else None
 
 
 def _part(part: int, total: int) -> float:
+    """The share of `part` in `total`; 0 if there is nothing."""
     return part / total if total else 0.0
 
 
 def _missing_part(part: int, total: int) -> float:
+    """The share of `total` that is not `part`; 0 if there is nothing."""
     return 1.0 - part / total if total else 0.0
 
 
 def goodput(
     requests: Sequence[RequestRecord], duration: float, slo: Slo
 ) -> dict[str, float] | None:
-    """Finished requests that met every target, per second and as a share of all requests; None
-    without a target.
+    """Finished requests that met every target, per second and as a share of all requests; None if
+    no target is set.
 
     Each branch of a request must meet `itl`; a branch of one output token has no gap and meets it.
     """
@@ -214,9 +223,10 @@ def meets(request: RequestRecord, slo: Slo) -> bool:
     reasons = [branch.finish_reason for branch in request.branches]
     if None in reasons or "abort" in reasons or request.ttft is None:
         return False
-    in_time = slo.ttft is None or request.ttft <= slo.ttft
-    steady = slo.itl is None or all(b.tpot is None or b.tpot <= slo.itl for b in request.branches)
-    return in_time and steady
+    meets_ttft = slo.ttft is None or request.ttft <= slo.ttft
+    tpots = [branch.tpot for branch in request.branches if branch.tpot is not None]
+    meets_itl = slo.itl is None or all(tpot <= slo.itl for tpot in tpots)
+    return meets_ttft and meets_itl
 
 
 def tokens_digest(requests: Sequence[RequestRecord]) -> str:

@@ -27,8 +27,9 @@ def override_all(raw: dict[str, Any], overrides: Sequence[str]) -> None:
     for path, text in paths:
         if path in sweeps:
             override(raw, text)
-    swept = {path.split(".", 2)[-1] for path in sweeps}
-    if not all(path.startswith(_ONE_KEY) for path in sweeps):  # --set sweep=... or sweep.grid=...
+    if all(path.startswith(_ONE_KEY) for path in sweeps):
+        swept = {path.split(".", 2)[-1] for path in sweeps}
+    else:  # --set sweep=... or sweep.grid=...
         swept = {key for point in combinations(raw.get("sweep")) for key in point}
     for path, text in paths:
         if path not in sweeps:
@@ -43,7 +44,7 @@ def override_all(raw: dict[str, Any], overrides: Sequence[str]) -> None:
 def override(raw: dict[str, Any], text: str) -> None:
     """Apply `a.b=value` (the value is YAML) to the raw config in place.
 
-    A key of the grid is then no longer swept.
+    If the key is in the grid, it is no longer swept.
 
     After `sweep.grid.` and `sweep.zip.` the rest of the path is one key:
     sweep.grid.engine.block_size=[8, 16].
@@ -66,7 +67,7 @@ def override(raw: dict[str, Any], text: str) -> None:
 
 
 def _remove_from_grid(raw: dict[str, Any], path: str, text: str) -> None:
-    """Remove a key that --set gives from the grid.
+    """Remove the key `path`, which --set gives, from the grid.
 
     Raises:
         ValueError: the key, a part of it or a section around it is swept elsewhere. The sweep would
@@ -89,16 +90,21 @@ def _remove_from_grid(raw: dict[str, Any], path: str, text: str) -> None:
 
 
 def _conflict(text: str, key: str) -> bool:
-    """Whether `a.b=value` and a swept key set the same: they are equal, or one is a section around
-    the other. A user's own value, whose parameter is swept, is no such section.
+    """Whether `a.b=value` and a swept key set the same value: the keys are equal, or one is a
+    section around the other.
+
+    A user's own value may have swept parameters: `policy=mine.py:aged` and a swept `policy.worth`
+    do not conflict. They do if the text gives `worth` itself.
     """
     path, _, value = text.partition("=")
     if not key.startswith(f"{path}."):
         return f"{path}.".startswith(f"{key}.")
-    name = load_text(value, f"--set {path}")
-    if not names_own_value(name.get("name") if isinstance(name, dict) else name):
+    loaded = load_text(value, f"--set {path}")
+    own_value = loaded.get("name") if isinstance(loaded, dict) else loaded
+    if not names_own_value(own_value):
         return True
-    return key.removeprefix(f"{path}.") in as_mapping(name_in_one_line(path, name))
+    parameter = key.removeprefix(f"{path}.")
+    return parameter in as_mapping(name_in_one_line(path, loaded))
 
 
 def put(raw: dict[str, Any], path: str, value: Any) -> None:
@@ -107,7 +113,7 @@ def put(raw: dict[str, Any], path: str, value: Any) -> None:
     """
     *sections, last = path.split(".")
     for section in sections:
-        if names_own_value(raw.get(section)):  # its keys are its parameters
+        if names_own_value(raw.get(section)):  # a key inside is a parameter of the value
             raw[section] = as_mapping(raw[section])
         raw = raw.setdefault(section, {})
         if not isinstance(raw, dict):
@@ -139,14 +145,6 @@ def combinations(sweep: Any) -> list[dict[str, Any]]:
     grid = sweep.get("grid", {})
     together = sweep.get("zip", {})
     entries = sweep.get("list", [{}])
-    for part in (grid, together, *entries):
-        if isinstance(part, dict):
-            _check_keys(part)
-    if len({len(values) for values in together.values()}) > 1:
-        sizes = ", ".join(f"{key} has {len(values)}" for key, values in together.items())
-        raise ValueError(
-            f"sweep.zip walks its lists together, so they must be equally long: {sizes}"
-        )
     if (
         not isinstance(entries, list)
         or not entries
@@ -155,13 +153,22 @@ def combinations(sweep: Any) -> list[dict[str, Any]]:
         raise ValueError(
             f"sweep.list is {entries!r}; it must be a list of mappings from keys to values"
         )
+    for part in (grid, together, *entries):
+        _check_keys(part)
+    if len({len(values) for values in together.values()}) > 1:
+        sizes = ", ".join(f"{key} has {len(values)}" for key, values in together.items())
+        raise ValueError(
+            f"sweep.zip walks its lists together, so they must be equally long: {sizes}"
+        )
     zipped = [dict(zip(together, row, strict=True)) for row in zip(*together.values(), strict=True)]
     crossed = [dict(zip(grid, row, strict=True)) for row in itertools.product(*grid.values())]
-    product = list(itertools.product(entries, zipped or [{}], crossed))
-    for parts in product:
-        if len(set().union(*parts)) < sum(map(len, parts)):
+    points = []
+    for parts in itertools.product(entries, zipped or [{}], crossed):
+        point = {key: value for part in parts for key, value in part.items()}
+        if len(point) < sum(len(part) for part in parts):
             raise ValueError(f"sweep gives one key in two of its parts: {parts}")
-    return [{**a, **b, **c} for a, b, c in product]
+        points.append(point)
+    return points
 
 
 def _check_lists(form: str, part: Any) -> None:

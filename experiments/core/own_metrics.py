@@ -18,8 +18,8 @@ from pagedjax.options.own_errors import OwnError, place_of, placed
 from pagedjax.options.own_names import own_name
 from pagedjax.options.own_values import own_function
 
-OWN = "own"  # the section of a summary
-PREFIX = "metrics"  # each error of a metric begins with it, and no other reason of a failure
+OWN = "own"  # the section of a summary that has the values of these metrics
+PREFIX = "metrics"  # if a metric failed, the reason begins with this; other reasons do not
 
 
 def check(names: Sequence[str]) -> None:
@@ -74,7 +74,8 @@ def _value(name: str, requests: Sequence[Any], steps: Sequence[Any]) -> Any:
     """The value of a metric.
 
     Raises:
-        ValueError: it raises, or returns no number, nor numbers by their names.
+        ValueError: the function raises an error, or returns neither a number nor a mapping of names
+            to numbers.
     """
     metric = find(name)
     try:
@@ -93,7 +94,7 @@ def _value(name: str, requests: Sequence[Any], steps: Sequence[Any]) -> Any:
 
 
 def _number(name: str, value: Any) -> float | int | None:
-    """A finite number as JSON has it; None, and NaN, for a value that a run does not have."""
+    """A finite number for JSON. None and NaN become None: the run has no such value."""
     if value is None or (isinstance(value, Real) and math.isnan(value)):
         return None
     if not isinstance(value, Real) or math.isinf(value):

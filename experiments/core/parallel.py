@@ -47,9 +47,12 @@ def check(points: Sequence[Point], jobs: int | None, backend: str) -> None:
 def results(
     runs: Iterable[Run], env: dict[str, Any], begins: Begins, *, jobs: int
 ) -> Generator[Result, None, None]:
-    """`measure_run` of each of `runs`, as they finish. Closing the generator ends the processes."""
+    """The result of `measure_run` for each of `runs`, in the order in which they finish.
+
+    Closing the generator ends the processes.
+    """
     joblib = require("joblib")
-    # expected when the generator is closed
+    # joblib's warning when the generator is closed, which is expected
     warnings.filterwarnings("ignore", "[0-9]+ tasks (which|have been)")
 
     def task(run: Run) -> Any:

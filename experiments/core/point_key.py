@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 # Keys without influence on the measurement; they are not in a point's hash.
 NOT_MEASURED = ("name", "question", "repeats", "sweep")
-# Fields that a point's key has only with another value than their default, so that other keys are
-# those of versions before these fields.
+# Fields that are in a point's key only if their value is not the default. So a point that does not
+# use them has the key that it had in versions without these fields.
 LATER = {
     EngineConfig: (
         "speculative",
@@ -64,8 +64,8 @@ LATER = {
         "taps",
     ),
 }
-# Fields of EngineConfig that may name a value of one's own, file.py:NAME. `row_features` has
-# several of them.
+# Fields of EngineConfig that may name a user's own value, file.py:NAME. `row_features`, which is
+# not here, may name several.
 OWN_VALUES = ("policy", "attention_impl", "linear_impl", "model_family")
 
 
@@ -127,13 +127,15 @@ def point_key(experiment: Experiment, content: str) -> str:
         values["simulate"]["cost"] = _own_source(experiment.simulate.cost)
     if experiment.records == "full":  # not in the keys of versions before this field
         del values["records"]
-    if not experiment.record or experiment.simulate:  # it changes no number of a simulated run
+    if not experiment.record or experiment.simulate:  # a recording changes no simulated number
         del values["record"]
     for section in ("engine", "simulate", "sampling", "workload"):
         options = getattr(experiment, section)
-        names = [name for kind in type(options).__mro__ for name in LATER.get(kind, ())]
-        for field in dataclasses.fields(options) if options is not None else ():
-            if field.name in names and getattr(options, field.name) == default_of(field):
+        if options is None:
+            continue
+        later_fields = [name for kind in type(options).__mro__ for name in LATER.get(kind, ())]
+        for field in dataclasses.fields(options):
+            if field.name in later_fields and getattr(options, field.name) == default_of(field):
                 del values[section][field.name]
     if "file" in values["workload"]:  # a file counts by content, not by path
         values["workload"]["file"] = hashlib.sha256(content.encode()).hexdigest()
@@ -152,7 +154,7 @@ def _own_source(value: Any) -> Any:
     """The part of a point's key for a field of OWN_VALUES: a name, or for a user's own value the
     hash of its file, its name there and its parameters.
 
-    What the file imports from its folder is in the hash.
+    The modules that the file imports from its folder are in the hash too.
     """
     name = own_name(value or "")
     module = name.module

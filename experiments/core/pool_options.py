@@ -44,8 +44,8 @@ class Pools:
     """Engines that compute prompts and first tokens, and others that go on with them (pools.py).
 
     link_gb_s: GB/s (1e9 bytes) at which each engine of `prefill` sends pages, one sequence after
-        the other; None: they take no time.
-    latency_s: seconds that each sequence takes in addition.
+        the other; None: sending takes no time.
+    latency_s: seconds that sending a sequence takes in addition.
     """
 
     prefill: Pool = field(default_factory=Pool)
@@ -63,7 +63,7 @@ class Pools:
 
     @property
     def count(self) -> int:
-        """Engines of both pools."""
+        """The number of engines of both pools."""
         return self.prefill.count + self.decode.count
 
 

@@ -5,10 +5,10 @@ goes on with them.
                                     |    its pages, over the link of this engine
     decode                          arrived -> waits for room -> adopted before a step -> finished
 
-Events happen in the order of their times: pages that arrived, sequences that are released, arrivals
-of requests, steps of `decode`, steps of `prefill`; those at one time in this order. Each pool has a
-router (pagedjax/routing), which knows the ends in its pool up to the time at which it is asked. The
-transitions are those of the real engines (pagedjax/host/handover.py).
+Events happen in the order of their times. Events at the same time happen in this order: pages that
+arrived, sequences that are released, arrivals of requests, steps of `decode`, steps of `prefill`.
+Each pool has a router (pagedjax/routing), which knows the requests that have ended in its pool
+until it is asked. The transitions are those of the real engines (pagedjax/host/handover.py).
 
 All pages of a sequence are sent, even those that `decode` has in its prefix cache. A released
 sequence gives its row in `prefill` back at once, but its blocks only when `decode` has adopted it.
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 from experiments.core.config import Experiment
 from experiments.core.fleet import Fleet, Notes, Source, VirtualEngine, run_events
-from experiments.core.pool_options import POOLS, pool_experiment
+from experiments.core.pool_options import pool_experiment
 from experiments.core.records import RequestRecord, StepRecord, Transfer
 from experiments.core.replicas import replicas_summary
 from experiments.core.submit import Sender, Unfinished, submit
@@ -39,7 +39,7 @@ from pagedjax.server.load_client.summary import spread
 
 # Keys of a summary that describe one engine: two kinds of engines have no value in common.
 OF_ONE_ENGINE = ("blocks_total", "blocks_used", "slots_used")
-# Kinds of moves; at one time, arrivals are first
+# Kinds of moves; of moves at the same time, arrivals are first
 ARRIVED = 0
 RELEASED = 1
 
@@ -101,7 +101,7 @@ class Placement(NamedTuple):
 
 
 class PoolNotes(Notes, Protocol):
-    """What a driver calls with each step, and with each sequence that left between two steps."""
+    """A driver calls this with each step, and with each sequence that left between two steps."""
 
     def drop_branch(self, replica: int, branch_id: str) -> None: ...
 
@@ -122,7 +122,7 @@ def drive_pools(
         prefill, decode: the engines of each pool.
         routers: of `prefill` and of `decode`. Each knows as many hashes as an engine of its pool
             has blocks.
-        clients: of a closed loop; None: an open loop (see `Sender`).
+        clients: the number of clients of a closed loop; None: an open loop (see `Sender`).
 
     Raises:
         ValueError: an engine refused a request (with its reason), or items are not in order of
@@ -181,7 +181,7 @@ class _Run:
         self._notes = notes
         self._num_moves = 0
         self._link_free = [0.0] * len(prefill_fleet.engines)  # seconds: when each link is free
-        # by engine of `decode`, the sequences that wait for room there
+        # for each engine of `decode`, the sequences that wait for room
         self._arrived: list[deque[Shipment]] = [deque() for _ in decode_fleet.engines]
         self._items: dict[str, tuple[WorkItem, SamplingParams]] = {}  # by the id of the request
         self._branches: dict[str, str] = {}  # branch in `prefill` -> its request
@@ -191,22 +191,23 @@ class _Run:
     def send(self) -> None:
         """Give the next request that arrives to an engine of `prefill`."""
         now = self.sender.next()
-        item, params = self.sender.send()
+        item, params = self.sender.take_next()
         replica = self._prefill_fleet.route(item, params, now)
         self._prefill_fleet.wake(replica, now)
         engine = self._prefill_fleet.engines[replica]
         submit(engine, item, params)
         try:
-            # the request as it was just queued; engines of a pool are equal, so one answers for all
+            # the last one that waits is this request; the engines of a pool are equal, so the first
+            # of them answers for all
             self._decode_fleet.engines[0].check(engine.scheduler_state.waiting[-1].request)
         except ValueError as error:
             raise ValueError(
                 f"an engine of pools.decode refused {item.request_id}: {error}. Bound the "
                 "workload's lengths, or raise the limit"
             ) from error
-        names = branch_ids(item.request_id, params.n)
-        self._computing.add(item.request_id, names)
-        self._branches.update(dict.fromkeys(names, item.request_id))
+        branches = branch_ids(item.request_id, params.n)
+        self._computing.add(item.request_id, branches)
+        self._branches.update(dict.fromkeys(branches, item.request_id))
         self._items[item.request_id] = item, params
         self.prefill_replicas[item.request_id] = replica
 
@@ -216,16 +217,16 @@ class _Run:
         When it has ended, the sequences with a first token are released.
         """
         replica, result = self._prefill_fleet.step()
-        if result is None:  # it waits until blocks are given back
+        if result is None:  # the engine waits until blocks are given back
             return
         for event in result.events:
             if isinstance(event, Finished):
                 self._leave_prefill(event.request_id, replica, result.finished)
         self.sender.end_branches(result, result.finished)
         engine = self._prefill_fleet.engines[replica]
-        for name in engine.prefilled():
-            request_id = self._leave_prefill(name, replica, result.finished)
-            release = Release(engine.release(name), request_id, replica)
+        for branch in engine.prefilled():
+            request_id = self._leave_prefill(branch, replica, result.finished)
+            release = Release(engine.release(branch), request_id, replica)
             self._push(result.finished, RELEASED, release)
 
     def _leave_prefill(self, branch: str, replica: int, now: float) -> str:
@@ -289,22 +290,22 @@ class _Run:
         for request_id in self.sender.end_branches(result, result.finished):
             self._decode_fleet.end_request(request_id, target, result.finished)
             del self._targets[request_id]
-        if arrived:  # those that found no room are tried again before the next step
+        if arrived:  # sequences that found no room are tried again before the next step
             self._decode_fleet.wake(target, engine.now)
 
     def _end_transfer(self, shipment: Shipment, now: float) -> None:
         """Free the blocks in `prefill` of a sequence that `decode` has adopted.
 
-        Sequences that wait for blocks there can go on. The transfer is recorded.
+        Sequences that wait for blocks in `prefill` can go on. The transfer is recorded.
         """
         engine = self._prefill_fleet.engines[shipment.replica]
-        name = shipment.handover.released.request.request_id
+        branch = shipment.handover.released.request.request_id
         engine.free(shipment.handover)
-        self._notes.drop_branch(shipment.replica, name)
+        self._notes.drop_branch(shipment.replica, branch)
         if engine.has_work:
             self._prefill_fleet.wake(shipment.replica, now)
         transfer = Transfer(
-            branch_id=name,
+            branch_id=branch,
             replica=shipment.target + len(self._prefill_fleet.engines),
             bytes=shipment.bytes,
             released=shipment.released,
@@ -317,14 +318,15 @@ class _Run:
 class PooledLLM:
     """Two pools of an experiment, with the attributes of an `LLM` that `drive.measure` uses.
 
-    `engine` is the first one of `prefill`.
+    `engine` is the first engine of `prefill`.
     """
 
     def __init__(self, experiment: Experiment) -> None:
         """Raises ValueError if the experiment cannot be simulated."""
         pools = experiment.pools
         assert pools is not None, "see `Experiment`"
-        self.prefill, self.decode = (_pool_llm(experiment, name) for name in POOLS)
+        self.prefill = _pool_llm(experiment, "prefill")
+        self.decode = _pool_llm(experiment, "decode")
         self.engines: tuple[SimulatedEngine, ...] = self.prefill.engines + self.decode.engines
         self.engine = self.prefill.engine
         self.tokenizer = self.prefill.tokenizer

@@ -14,9 +14,9 @@ class Change:
     """Replicas that join at a time, leave or fail: one of the three counts is above 0.
 
     at: seconds from the start of the run. A replica that joins is ready then, with an empty cache.
-        Those that joined last leave or fail first. One that leaves gets no requests, and ends those
-        that it has. One that fails makes no further step; its requests are routed again and
-        computed anew.
+        The replicas that joined last leave or fail first. A replica that leaves gets no requests,
+        and ends those that it has. A replica that fails makes no further step; its requests are
+        routed again and computed anew.
     """
 
     at: float
@@ -35,7 +35,7 @@ class Change:
 
     @property
     def more(self) -> int:
-        """How many more replicas there are after it."""
+        """How many more replicas there are after this change; below 0: fewer."""
         return self.join - self.leave - self.fail
 
 
@@ -43,10 +43,10 @@ class Change:
 class Replicas:
     """Equal engines, and the router that gives each request to one of them (pagedjax/routing).
 
-    count: at the start.
-    known_blocks: hashes of blocks that the router remembers of each replica; None: as many as it
-        has blocks.
-    changes: replicas that join or go while the run lasts, by time.
+    count: the number of replicas at the start.
+    known_blocks: hashes of blocks that the router remembers of each replica; None: as many as a
+        replica has blocks.
+    changes: replicas that join or go while the run lasts, in the order of their times.
     """
 
     count: int = 1
@@ -78,9 +78,9 @@ class Replicas:
 
     @property
     def ever(self) -> int:
-        """Replicas that are present at some time."""
+        """The number of replicas that are present at some time."""
         return self.count + sum(change.join for change in self.changes)
 
-    def until(self, end: float) -> int:
-        """Replicas that are present at some time before `end`, in seconds."""
+    def count_until(self, end: float) -> int:
+        """The number of replicas that are present at some time before `end`, in seconds."""
         return self.count + sum(change.join for change in self.changes if change.at < end)

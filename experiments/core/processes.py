@@ -49,7 +49,7 @@ def follow(group: Follower, plan: Sequence[Run], engines: Engines) -> None:
             )
         try:
             engine: Any = engines.get(experiments[message["point"]]).engine
-        except Exception as error:  # process 0 has the same one, and writes it as a failed run
+        except Exception as error:  # process 0 gets the same error, and writes a failed run
             _skip(group, error)
             continue
         if not engine.follow():
@@ -59,7 +59,7 @@ def follow(group: Follower, plan: Sequence[Run], engines: Engines) -> None:
 def _skip(group: Follower, error: Exception) -> None:
     """Wait for the end of a run whose engine cannot be built here.
 
-    If process 0 can build it, all end.
+    If process 0 can build the engine, all processes end.
     """
     while (message := group.receive())["input"] != "release":
         if message["input"] in ("open", "step"):

@@ -18,9 +18,9 @@ from experiments.core.records import RequestRecord, StepRecord
 from pagedjax import viewer
 from pagedjax.host import policies
 
-# of a recording that gets a page after its run; that takes about 2 s for each MiB
+# a larger recording gets no page after its run; a page takes about 2 s for each MiB
 MOST_BYTES = 1 << 22
-LATENCIES = ("ttft_s", "e2e_s")  # of which the slowest request is named
+LATENCIES = ("ttft_s", "e2e_s")  # the summary names the slowest request by each of them
 
 
 def names(count: int) -> list[str]:
@@ -41,7 +41,7 @@ def page_name(name: str) -> str:
 
 
 def files(logs: Sequence[str]) -> dict[str, str]:
-    """The files of a run (name -> text), of the text of each engine's recording."""
+    """The files of a run (name -> text), from the text of each engine's recording."""
     return dict(zip(names(len(logs)), logs, strict=True))
 
 
@@ -50,7 +50,7 @@ def write_pages(folder: Path, policy_name: Any) -> None:
     viewer is a note on stderr. A recording that is too long has no page.
 
     Args:
-        policy_name: as a config names it.
+        policy_name: the name of the policy in the run's config.
     """
     for path in paths(folder):
         if path.stat().st_size > MOST_BYTES:
@@ -91,8 +91,8 @@ def about(
 
 
 def _step_of_wait(request: RequestRecord, steps: Sequence[StepRecord], *, until_first: bool) -> int:
-    """The first step of the longest time in which the request got nothing: until it was scheduled,
-    or (unless `until_first`) between two of its tokens.
+    """The first step in the longest wait of a request: the wait until it was scheduled, or (unless
+    `until_first`) a wait between two of its tokens.
     """
     times = () if until_first else request.branches[0].token_times
     waits = [(request.arrival, request.first_scheduled or request.arrival), *pairwise(times)]

@@ -28,8 +28,9 @@ class BranchRecord(NamedTuple):
 
     The first branch has the request's id. `finish_reason` is None for a branch that did not end.
 
-    counted: of a run that keeps sums (totals.py), the branch's output tokens; `token_times` are
-        then those of the first and the last token, and `token_ids` is empty. None: all are there.
+    counted: the number of the branch's output tokens, in a run that keeps sums (totals.py).
+        `token_times` then has only the times of the first and the last token, and `token_ids` is
+        empty. None: the times and ids of all tokens are there.
     """
 
     branch_id: str
@@ -45,7 +46,11 @@ class BranchRecord(NamedTuple):
 
     @property
     def gaps(self) -> tuple[float, ...]:
-        """Seconds between its tokens. Raises ValueError if their times were not kept."""
+        """Seconds between the branch's tokens.
+
+        Raises:
+            ValueError: the times of all tokens were not kept.
+        """
         if self.counted is not None:
             raise ValueError(
                 f"{self.branch_id} has the times of its first and last token alone; set records: "
@@ -65,11 +70,11 @@ class Transfer(NamedTuple):
     """A sequence that one simulated engine handed to another (pools.py)."""
 
     branch_id: str
-    replica: int  # that adopted it
+    replica: int  # the engine that adopted it
     bytes: float
     released: float  # when its prompt was computed and it had its first token
-    arrived: float  # its last page
-    adopted: float
+    arrived: float  # when its last page arrived
+    adopted: float  # when the other engine had room for it
 
 
 class RequestRecord(NamedTuple):
@@ -81,10 +86,10 @@ class RequestRecord(NamedTuple):
     max_tokens: int  # of each branch
     first_scheduled: float | None
     branches: tuple[BranchRecord, ...]
-    replica: int = 0  # that computed it, or its prompt
+    replica: int = 0  # the engine that computed it; with pools, the engine that computed its prompt
     transfers: tuple[Transfer, ...] = ()  # of its branches, in the order of their adoption
-    predicted: int | None = None  # output tokens, as a policy may read them
-    user: str = ""  # who sent it; "": not said
+    predicted: int | None = None  # predicted output tokens, which a policy may read
+    user: str = ""  # who sent it; "": not known
 
     @property
     def queue(self) -> float | None:
@@ -121,7 +126,10 @@ class StepRecord(NamedTuple):
     """One step.
 
     `held_tokens` are the tokens in the cache's `blocks_used` blocks after the step. A block that
-    several sequences share counts once in both, and once for each of them in `blocks_listed`.
+    several sequences share counts once in both, and once for each of them in `blocks_listed`:
+    these are entries in the block tables of running sequences, their blocks without sharing.
+    `context_tokens` are the keys and values that attention reads: each sequence's context after the
+    step.
     """
 
     step: int
@@ -134,24 +142,20 @@ class StepRecord(NamedTuple):
     prompt_tokens: int
     padded_tokens: int
     sampled: int
-    admitted: int  # also those that come back
-    admitted_tokens: int  # of the sequences that were admitted for the first time
-    hit_tokens: int  # tokens of them that were found in the cache
+    admitted: int  # sequences, also those that come back after a preemption
+    admitted_tokens: int  # tokens of the sequences that were admitted for the first time
+    hit_tokens: int  # those of `admitted_tokens` that were found in the cache
     preempted: int
     finished: int
     waiting: int
     blocks_used: int
-    blocks_listed: (
-        int  # entries in the block tables of running sequences: their blocks without sharing
-    )
+    blocks_listed: int
     num_blocks: int
     held_tokens: int
     compilations: int
-    context_tokens: int = (
-        0  # keys and values that attention reads: each sequence's context after the step
-    )
+    context_tokens: int = 0
     pairs: int = 0  # (query, key) pairs of causal attention
-    drafts: int = 0  # that were verified
+    drafts: int = 0  # drafts that were verified
     accepted: int = 0  # drafts that became output tokens
     decodes: int = 0  # decode rows
     replica: int = 0
@@ -192,7 +196,7 @@ class TokenTimes:
         self._tokens: dict[str, list[int]] = defaultdict(list)
 
     def add(self, names: Sequence[str], token_ids: Sequence[int], time: float) -> None:
-        """Add the tokens of a step. A branch with several tokens is there as often."""
+        """Add the tokens of a step. names: the branch of each token."""
         for name, token in zip(names, token_ids, strict=True):
             self._times[name].append(time)
             self._tokens[name].append(token)
@@ -226,7 +230,7 @@ class RequestRecorder:
         branches: int = 1,
         tokens: TokenTimes | None = None,
     ) -> None:
-        """See `request_records`. tokens: what is kept of them; None: all."""
+        """See `request_records`. tokens: keeps the tokens; None: all their times and ids are kept."""
         self._start = start
         self._requests = [(item, branch_ids(item.request_id, branches)) for item in items]
         self._tokens = TokenTimes() if tokens is None else tokens
@@ -258,13 +262,14 @@ class RequestRecorder:
                 self._reasons[event.request_id] = event.reason
 
     def add_span(self, span: DecodeSpan) -> None:
-        """The same of several steps at once. Its sequences were scheduled before."""
+        """Add several steps at once. Their sequences were scheduled before."""
         self._tokens.add_span(span, span.times.finished - self._start)
 
     def forget_request(self, request_id: str) -> None:
         """Forget what was computed of a request: its replica failed, so it is computed anew."""
         self._scheduled.pop(request_id, None)
-        for name in next(names for item, names in self._requests if item.request_id == request_id):
+        branches = next(names for item, names in self._requests if item.request_id == request_id)
+        for name in branches:
             self._tokens.forget(name)
             self._preemptions[name] = 0
             self._reasons.pop(name, None)
@@ -284,7 +289,9 @@ class RequestRecorder:
     ) -> list[RequestRecord]:
         """See `request_records`.
 
-        Args: of each request, its replica and the transfers of its branches.
+        Args:
+            replicas: the replica of each request, by the request's id.
+            transfers: the transfers of each request's branches, by the request's id.
         """
         return [
             RequestRecord(
@@ -343,7 +350,7 @@ class StepRecorder:
 
     def drop_branch(self, request_id: str) -> None:
         """Note that the blocks of a sequence were given back between two steps, because another
-        engine has it.
+        engine has adopted the sequence.
         """
         self._cached.pop(request_id, None)
         self._admissions.left(request_id)
@@ -407,23 +414,23 @@ class StepRecorder:
         return listed, sum([tokens for _, tokens in cached])
 
     def count_span(self, span: DecodeSpan) -> SpanColumns:
-        """Count several steps at once. The recorder goes on as after `record` of each of them."""
+        """Count several steps at once. Afterwards the recorder is as after `record` of each step."""
         steps = len(span.allocated)
-        added = len(span.seqs) * np.arange(steps)  # tokens of the steps before each one
+        added = len(span.seqs) * np.arange(steps)  # tokens that the steps before each step added
         context = sum(span.lengths) + added
-        first = {
+        cached_first = {  # after the first step
             seq.request_id: (seq.blocks, length)
             for seq, length in zip(span.seqs, span.lengths, strict=True)
         }
         self._cached = {
-            name: (blocks, length + steps - 1) for name, (blocks, length) in first.items()
+            name: (blocks, length + steps - 1) for name, (blocks, length) in cached_first.items()
         }
         used = span.blocks + np.cumsum(span.allocated)
-        # entries that list a block which another one lists, too
+        # entries of block tables whose block is also in an earlier entry
         shared = max(0, span.listed - span.blocks)
         held_tokens = context
         if shared:
-            distinct = _distinct_tokens(first.values(), self._block_size, self._groups)
+            distinct = _distinct_tokens(cached_first.values(), self._block_size, self._groups)
             held_tokens = np.minimum(distinct + added, used * self._block_size)
         return SpanColumns(used, used + shared, held_tokens, context)
 
@@ -492,18 +499,22 @@ def _prompt_tokens(plan: Plan) -> int:
 def _distinct_tokens(
     cached: Iterable[tuple[Sequence[int], int]], block_size: int, groups: int
 ) -> int:
-    """Tokens in the cache; those in shared blocks count once, and those of each group of layers.
+    """The tokens in the cache. A token counts once in a shared block, and once for each group of
+    layers.
 
     Args:
-        cached: of each sequence, its blocks and the tokens in them.
+        cached: the blocks of each sequence, and the number of tokens in them.
+        groups: groups of layers; a sequence has a block in each of them for the same tokens.
     """
     full: set[int] = set()
     partial: dict[int, int] = {}  # tokens by block; branches share a last block that is not full
     for blocks, tokens in cached:
         num_full = tokens // block_size * groups
         full.update(blocks[:num_full])
-        for block in blocks[num_full : num_full + groups] if tokens % block_size else ():
-            partial[block] = max(partial.get(block, 0), tokens % block_size)
+        rest = tokens % block_size
+        if rest:
+            for block in blocks[num_full : num_full + groups]:
+                partial[block] = max(partial.get(block, 0), rest)
     full.discard(HOLE)
     in_partial = sum(tokens for block, tokens in partial.items() if block not in full)
     return len(full) * block_size + in_partial

@@ -1,9 +1,9 @@
 """Driver of several simulated engines behind a router (pagedjax/routing), in one loop of events.
 
-An event is an arrival, the begin of a replica's step, the end of a request, or a change of the
-replicas. They happen in the order of their times; at one time requests end first, then replicas
-change, then requests of failed replicas are routed again, then requests arrive, then steps begin,
-by number of the replica.
+An event is an arrival, the beginning of a replica's step, the end of a request, or a change of the
+replicas. Events happen in the order of their times. At the same time, requests end first, then
+replicas change, then requests of failed replicas are routed again, then requests arrive, then steps
+begin, in the order of their replicas.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from pagedjax.routing import Router
 class Present(NamedTuple):
     """Which replicas are present.
 
-    count: at the start; the others join by `changes`, in the order of their numbers.
-    forget_request: called with a request whose replica failed, before it is routed again.
+    count: the number at the start; others join by `changes`, in the order of their numbers.
+    forget_request: called with the id of a request whose replica failed, before the request is
+        routed again.
     """
 
     count: int
@@ -48,12 +49,12 @@ def drive_replicas(
     """Run `items` to their end, from time 0. With one engine the steps are those of `drive`.
 
     Args:
-        engines: equal ones; the replica i is engines[i].
+        engines: equal engines; the replica i is engines[i].
         known_blocks: see `routing.init`.
-        notes: called with each step, or with several at once that only decode. Those of a replica
-            come in order.
-        clients: of a closed loop; None: an open loop (see `Sender`).
-        present: None: all engines, from the beginning to the end.
+        notes: called with each step, or with several steps at once that only decode. The steps of
+            a replica come in order.
+        clients: the number of clients of a closed loop; None: an open loop (see `Sender`).
+        present: which replicas are present; None: all, from the beginning to the end.
 
     Returns:
         The replica of each request, by its id.
@@ -79,11 +80,11 @@ class _Cluster:
 
     def __init__(self, fleet: Fleet[VirtualEngine], sender: Sender, present: Present) -> None:
         self.sender = sender
-        self.replicas: dict[str, int] = {}  # of each request that was routed
+        self.replicas: dict[str, int] = {}  # request that was routed -> its replica
         self._fleet = fleet
         self._changes = deque(present.changes)
         self._forget_request = present.forget_request
-        # in the order in which they were sent
+        # requests by their ids, in the order in which they were sent
         self._unfinished: dict[str, tuple[WorkItem, SamplingParams]] = {}
         # a heap: when a request is routed again, its order, and its id
         self._lost: list[tuple[float, int, str]] = []
@@ -93,14 +94,16 @@ class _Cluster:
         return self._lost[0][0] if self._lost else math.inf
 
     def next_change(self) -> float:
-        """When the replicas change. Once all requests have ended, this does not matter."""
+        """When the replicas change; infinity if all requests have ended, or no change is left."""
         if not self._changes or not (self._unfinished or self.sender.has_unsent):
             return math.inf
         return self._changes[0].at
 
     def send(self) -> None:
         """Route the next request that arrives."""
-        self._submit(self.sender.next(), *self.sender.send())
+        time = self.sender.next()
+        item, params = self.sender.take_next()
+        self._submit(time, item, params)
 
     def route_again(self) -> None:
         """Route a request of a failed replica, to compute it anew."""
@@ -130,7 +133,7 @@ class _Cluster:
     def change(self) -> None:
         """Let replicas join, leave or fail.
 
-        Requests of one that fails are routed again when the step that it makes has ended.
+        Requests of a replica that fails are routed again when its step in progress has ended.
         """
         change = self._changes.popleft()
         self._fleet.join(change.join, change.at)
@@ -138,20 +141,24 @@ class _Cluster:
             self._fleet.leave(change.at)
         for _ in range(change.fail):
             replica, route_time = self._fleet.fail(change.at)
-            lost = [name for name in self._unfinished if self.replicas[name] == replica]
+            lost = [
+                request_id
+                for request_id in self._unfinished
+                if self.replicas[request_id] == replica
+            ]
             for order, request_id in enumerate(lost, len(self.replicas)):
                 heappush(self._lost, (route_time, order, request_id))
 
 
 def by_end(steps: Iterable[Sequence[StepRecord]]) -> list[StepRecord]:
-    """The steps of all replicas in the order in which they ended; of those at one time, by number
-    of the replica.
+    """The steps of all replicas in the order in which they ended. Steps that ended at the same time
+    are in the order of their replicas.
     """
     return list(merge(*steps, key=lambda step: step.started + step.seconds))
 
 
 class StepLoad(Protocol):
-    """A step of a replica, or the sums of several."""
+    """A step of a replica, or the sums of several steps."""
 
     @property
     def replica(self) -> int: ...
@@ -164,14 +171,15 @@ class StepLoad(Protocol):
 def replicas_summary(
     request_replicas: Iterable[int], steps: Sequence[StepLoad], duration: float, replicas: range
 ) -> dict[str, Any]:
-    """How even the replicas were: requests, computed tokens and the share of the time in which they
-    made steps.
+    """How evenly the replicas worked: requests, computed tokens and the share of the time in which
+    they made steps.
 
     Args:
-        request_replicas: of each request, the replica that ended it. What a failed one computed of
-            it counts as tokens there.
-        replicas: the numbers of those that were present at some time of the run; steps of others
-            are ignored. Shares are of the whole run.
+        request_replicas: the replica that ended each request. Tokens that a failed replica computed
+            of a request count for the failed replica.
+        duration: of the run, in seconds. Shares are of this time.
+        replicas: the numbers of the replicas that were present at some time of the run; steps of
+            others are ignored.
     """
     count = len(replicas)
     requests = [0.0] * count

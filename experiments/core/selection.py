@@ -25,7 +25,7 @@ from pagedjax.text import yaml_words
 REPEAT = "repeat"
 SHOWN = 12  # values that an error lists
 
-Run = dict[str, Any]  # a summary, as of store.read_runs
+Run = dict[str, Any]  # a summary, as store.read_runs returns it
 
 
 class Selection(NamedTuple):
@@ -91,11 +91,11 @@ def key_of(option: str, name: str, keys: Sequence[str]) -> str:
     """The path of a key, which is given by its path or by its last part.
 
     Args:
-        option: what gives the name, for an error.
-        keys: the paths that there are.
+        option: the option that gives the name, for an error.
+        keys: the paths that exist.
 
     Raises:
-        ValueError: there is no such key; the message lists those that there are.
+        ValueError: there is no such key; the message lists the existing keys.
     """
     if not keys:
         raise ValueError(f"{option} is {name!r}, and nothing is swept; leave it out")
@@ -106,20 +106,21 @@ def key_of(option: str, name: str, keys: Sequence[str]) -> str:
 
 
 def value_of(key: str, text: str, runs: Sequence[Run], where: str) -> Any:
-    """The value of a key, among those that the runs have, that a text of YAML names.
+    """The value that a text of YAML names, among the values that the runs have for a key.
 
     Raises:
-        ValueError: there is none; the message lists the values and the nearest one.
+        ValueError: there is no such value; the message lists the values and the nearest one.
     """
     values = values_in(runs, key)
     if not values:
         raise ValueError(f"the runs of {where} do not have {key}; leave {key}={text} out")
     with_text = [value for value in values if value_text(value) == text]
-    if len(with_text) == 1:  # as labels have it, which may be no YAML
+    if len(with_text) == 1:  # a text of a label, which may be no YAML
         return with_text[0]
     parsed_value = load_text(text, f"{key}={text}")
     for value in values:
-        if _same(value, parsed_value) or str(value) == text:  # None: of earlier versions' labels
+        # str: labels of earlier versions have "None" for null
+        if _same(value, parsed_value) or str(value) == text:
             return value
     nearest = nearest_value(parsed_value, values)
     raise ValueError(
@@ -150,8 +151,8 @@ def values_in(runs: Iterable[Run], key: str) -> list[Any]:
 
 def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """The keys in which the runs differ, with their values."""
-    of_keys = {key: values_in(runs, key) for key in (*swept_keys(runs), REPEAT)}
-    return {key: values for key, values in of_keys.items() if len(values) > 1}
+    values_by_key = {key: values_in(runs, key) for key in (*swept_keys(runs), REPEAT)}
+    return {key: values for key, values in values_by_key.items() if len(values) > 1}
 
 
 def ambiguity(keys: Mapping[str, Sequence[Any]]) -> str:
@@ -167,10 +168,10 @@ def one_run(text: str, folders: Sequence[Path]) -> Path:
     """The folder of the one run that a text such as "runs/x block_size=16 repeat=0" chooses.
 
     Args:
-        folders: in which the text's own folder is searched, the first one first.
+        folders: the text's own folder is searched in each of them, in their order.
 
     Raises:
-        ValueError: it chooses no run, or several.
+        ValueError: the text chooses no run, or several.
     """
     first, *conditions = shlex.split(text)
     places = [folder / first for folder in folders]
@@ -186,7 +187,7 @@ def one_run(text: str, folders: Sequence[Path]) -> Path:
 
 
 def nearest_value(value: Any, values: Sequence[Any]) -> Any:
-    """The value nearest to one that does not exist: the nearest number, else the nearest text."""
+    """The one of `values` that is nearest to `value`: the nearest number, else the nearest text."""
     numbers = [number for number in values if type(number) in (int, float)]
     if type(value) in (int, float) and numbers:
         return min(numbers, key=lambda number: abs(number - value))
@@ -196,17 +197,17 @@ def nearest_value(value: Any, values: Sequence[Any]) -> Any:
 
 
 def value_text(value: Any) -> str:
-    """A value as YAML has it, in one line."""
+    """A value as YAML writes it, in one line."""
     if isinstance(value, str):
         return value
-    if isinstance(value, np.generic):  # of a DataFrame
+    if isinstance(value, np.generic):  # a value from a DataFrame
         value = value.item()
     text = yaml_words.dump(value, default_flow_style=True, allow_unicode=True, width=1 << 20)
     return text.removesuffix("...\n").strip()
 
 
 def value_list(values: Sequence[Any]) -> str:
-    """Values in one line; of many, the first ones and their number."""
+    """Values in one line; of many values, the first ones and the number of the others."""
     text = ", ".join(map(value_text, values[:SHOWN]))
     return text if len(values) <= SHOWN else f"{text} and {len(values) - SHOWN} more"
 
@@ -217,6 +218,6 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _where(folder: str, values: Mapping[str, Any]) -> str:
-    """A folder and what was chosen of it before, in words."""
+    """A folder and the values that were chosen before, in words."""
     chosen = " and ".join(f"{key}={value_text(value)}" for key, value in values.items())
     return f"{folder} with {chosen}" if chosen else folder

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from pagedjax.host.types import Event, Plan, Verified
 
-# of a step record; steps.jsonl has them only with speculation
+# columns of a step record that steps.jsonl has only with speculation
 COLUMNS = ("drafts", "accepted", "decodes")
 
 
 class Acceptance(NamedTuple):
-    """Drafts that were verified, the accepted ones, and rows with drafts."""
+    """How many drafts were verified and how many were accepted, and the rows with drafts."""
 
     drafts: int
     accepted: int
@@ -31,9 +31,15 @@ def acceptance_of(events: Iterable[Event]) -> Acceptance:
 
 
 class DraftCounts(NamedTuple):
+    """Counts of a step, or sums of them.
+
+    decodes: decode rows. Such a row computes the last known token of a sequence, which is not of
+        the prompt, and maybe drafts.
+    """
+
     drafts: int
-    accepted: int  # of them
-    decodes: int  # rows that compute one known token, the last one, behind the prompt; and drafts
+    accepted: int
+    decodes: int
 
 
 def draft_counts(plan: Plan, events: Iterable[Event]) -> DraftCounts:
@@ -57,8 +63,8 @@ def decodes(plan: Plan) -> int:
 def summary(counts: DraftCounts) -> dict[str, Any]:
     """The section `speculation` of a summary, from the sums over all steps.
 
-    A decode row gives one token and one for each accepted draft. None: `acceptance` without a
-    draft, `tokens_per_decode` without a decode row.
+    A decode row gives one token, and one more for each accepted draft. `acceptance` is None without
+    a draft, and `tokens_per_decode` is None without a decode row.
     """
     acceptance = counts.accepted / counts.drafts if counts.drafts else None
     tokens = counts.decodes + counts.accepted

@@ -91,7 +91,7 @@ def parse(kind: Any, value: Any, path: str) -> Any:
     """
     origin = get_origin(kind)
     args = get_args(kind)
-    if kind is Any:  # the dataclass checks it
+    if kind is Any:  # the dataclass checks the value itself
         return value
     if dataclasses.is_dataclass(kind):
         return _dataclass(kind, value, path)
@@ -135,7 +135,7 @@ def _dataclass(cls: Any, value: Any, path: str) -> Any:
     hints = _hints(cls)
     prefix = f"{path}." if path else ""
     parsed = {k: parse(hints[k], v, prefix + k) if k in hints else v for k, v in value.items()}
-    if set(parsed) <= set(hints):  # an unknown key is reported first
+    if set(parsed) <= set(hints):  # else from_dict reports the unknown key
         for field in dataclasses.fields(cls):
             if _is_required(field) and field.name not in parsed:
                 raise ValueError(
@@ -144,8 +144,8 @@ def _dataclass(cls: Any, value: Any, path: str) -> Any:
     try:
         return from_dict(cls, parsed, where=prefix)
     except ValueError as error:
-        # from_dict reports the path; a check inside the dataclass its field, some with the last
-        # name of the path
+        # The error of an unknown key has the path. A check inside the dataclass names its field
+        # alone, or the last name of the path and the field.
         message = str(error)
         if message.startswith("unknown key"):
             raise
@@ -173,14 +173,15 @@ def _example(cls: Any) -> str:
 
 
 def _union(members: tuple[Any, ...], value: Any, path: str) -> Any:
-    tagged = {tag: cls for cls in members if dataclasses.is_dataclass(cls) for tag in _tag(cls)[1]}
+    dataclass_members = [member for member in members if dataclasses.is_dataclass(member)]
+    tagged = {value: cls for cls in dataclass_members for value in _tag(cls)[1]}
     if tagged and isinstance(value, dict):
         name = _tag(next(iter(tagged.values())))[0]
         if name not in value:
             raise ValueError(
                 f"{path}.{name} is missing; it must be one of {', '.join(map(repr, tagged))}"
             )
-        own = [cls for cls in members if dataclasses.is_dataclass(cls) and not _tag(cls)[1]]
+        own = [cls for cls in dataclass_members if not _tag(cls)[1]]
         if own and names_own_value(value[name]):  # such as `kind: mine.py:bursts`
             return parse(own[0], value, path)
         one_of(f"{path}.{name}", value[name], tuple(tagged))
@@ -189,7 +190,6 @@ def _union(members: tuple[Any, ...], value: Any, path: str) -> Any:
         if _fits(member, value):
             return parse(member, value, path)
     union = Union[members]  # noqa: UP007 - built from a tuple
-    dataclass_members = [member for member in members if dataclasses.is_dataclass(member)]
     example = f", such as {_example(dataclass_members[0])}" if dataclass_members else ""
     raise ValueError(
         f"{path} is {value!r}; it must be {_words(union)}{example}{_hint(union, value)}"

@@ -46,7 +46,7 @@ def in_order(
     """Each request with its own parameters.
 
     Raises:
-        ValueError: items are not in order of arrival, or one ends before `min_tokens`.
+        ValueError: items are not in order of arrival, or a request ends before `min_tokens`.
     """
     if any(a.arrival > b.arrival for a, b in pairwise(items)):
         raise ValueError("the workload's items must be in order of arrival")
@@ -72,7 +72,11 @@ class Unfinished:
         self._counts[request_id] = len(branches)
 
     def end_branch(self, branch: str) -> str | None:
-        """Note that a branch has ended -> its request, if that was the last branch; else None."""
+        """Note that a branch has ended.
+
+        Returns:
+            Its request, if this was the request's last branch; else None.
+        """
         request_id = self._requests.pop(branch)
         self._counts[request_id] -= 1
         if self._counts[request_id]:
@@ -91,9 +95,12 @@ class Sender:
     def __init__(
         self, items: Sequence[WorkItem], sampling: SamplingParams, clients: int | None = None
     ) -> None:
-        """`clients`: of a closed loop; None is an open loop. Raises ValueError like `in_order`."""
+        """Begin with all requests unsent. Raises ValueError like `in_order`.
+
+        clients: the number of clients of a closed loop; None: an open loop.
+        """
         self._unsent = deque(in_order(items, sampling))
-        # a heap: since when each free client is free
+        # a heap: for each free client the time since when it is free, in seconds
         self._free = None if clients is None else [0.0] * clients
         self._unfinished = Unfinished()
 
@@ -105,15 +112,15 @@ class Sender:
     def next(self) -> float:
         """Seconds: when the next request arrives.
 
-        Infinity if there is none, or it waits for the end of another one.
+        Infinity if there is none, or if it waits until a client is free.
         """
         if not self._unsent or (self._free is not None and not self._free):
             return math.inf
         arrival = self._unsent[0][0].arrival
         return arrival if self._free is None else max(arrival, self._free[0])
 
-    def send(self) -> tuple[WorkItem, SamplingParams]:
-        """Take the next request, which has arrived."""
+    def take_next(self) -> tuple[WorkItem, SamplingParams]:
+        """Take the next request, which has arrived. The caller gives it to an engine."""
         item, params = self._unsent.popleft()
         if self._free is not None:
             heappop(self._free)
@@ -143,15 +150,20 @@ class Sender:
 
 
 def with_arrivals(requests: Sequence[RequestRecord], clients: int | None) -> list[RequestRecord]:
-    """The records with the arrivals of a closed loop: a request of each client at 0, then one at
-    each end of a request.
+    """The records with the arrivals of a closed loop: a request of each client at 0, then a request
+    at each end of another one.
 
-    `requests` have their ends, and arrivals of 0. In an open loop nothing changes.
+    The arrivals of `requests` are 0, so `e2e` is when a request ended. In an open loop nothing
+    changes.
     """
     if clients is None:
         return list(requests)
-    free = [0.0] * clients + sorted(request.e2e for request in requests if request.e2e is not None)
-    return [request._replace(arrival=time) for request, time in zip(requests, free, strict=False)]
+    ends = sorted(request.e2e for request in requests if request.e2e is not None)
+    arrivals = [0.0] * clients + ends
+    return [
+        request._replace(arrival=arrival)
+        for request, arrival in zip(requests, arrivals, strict=False)
+    ]
 
 
 class DrawnEnds:
@@ -159,26 +171,26 @@ class DrawnEnds:
 
     def __init__(self, items: Sequence[WorkItem], branches: int) -> None:
         self._tokens_left = {
-            name: item.ends_at
+            branch: item.ends_at
             for item in items
             if item.ends_at is not None
-            for name in branch_ids(item.request_id, branches)
+            for branch in branch_ids(item.request_id, branches)
         }
 
     def reached(self, result: StepResult) -> list[str]:
         """The branches that got their last token in a step."""
         if not self._tokens_left:
             return []
-        names = []
+        ended = []
         for event in result.events:
             if not isinstance(event, Sampled):
                 continue
-            for name in event.request_ids:
-                if name in self._tokens_left:
-                    self._tokens_left[name] -= 1
-                    if not self._tokens_left[name]:
-                        names.append(name)
-        return names
+            for branch in event.request_ids:
+                if branch in self._tokens_left:
+                    self._tokens_left[branch] -= 1
+                    if not self._tokens_left[branch]:
+                        ended.append(branch)
+        return ended
 
 
 def submit(engine: Engine, item: WorkItem, params: SamplingParams) -> None:

@@ -20,7 +20,8 @@ from experiments.core.environment import code, environment
 from experiments.core.execution import Result, head_of, measure_run
 from experiments.simulation.cost import SIMULATED
 
-Begins = Callable[[Run], None]  # it is told each run when that begins
+Begins = Callable[[Run], None]  # called with each run when the run begins
+# (runs, environment of this process, begins) -> the results of the runs, as they finish
 Measure = Callable[[Iterable[Run], dict[str, Any], Begins], Generator[Result, None, None]]
 REMEDY = "--no-resume measures them again"
 NAMED = 6  # run folders that a note names
@@ -44,7 +45,7 @@ def finished_runs(
         if summary is None or summary["failed"]:
             continue
         lacks_recording = run.point.experiment.record and not recordings.paths(run_folder)
-        # its place in the sweep may be another one now
+        # `head_of`: the run's place in the sweep may have changed
         summaries = unrecorded if lacks_recording else finished
         summaries[run.point.key, run.repeat] = {**summary, **head_of(run)}
     note_runs(
@@ -65,9 +66,9 @@ def finished_runs(
 
 
 def code_of(summary: dict[str, Any]) -> dict[str, str | None]:
-    """The value of `environment.code` at the time of the run.
+    """The result of `environment.code` at the time of the run.
 
-    None for a key that older runs lack.
+    A key that an older run lacks has the value None.
     """
     return {name: summary.get(name) for name in code()}
 
@@ -76,7 +77,7 @@ def note_runs(runs: dict[Any, dict[str, Any]], folder: Path, difference: str, re
     """Print a note on finished runs that were made in another way than new ones.
 
     Args:
-        difference: in which way, such as "by other code than this".
+        difference: how they were made, such as "by other code than this".
     """
     if not runs:
         return
@@ -90,7 +91,7 @@ def note_runs(runs: dict[Any, dict[str, Any]], folder: Path, difference: str, re
 
 
 def write_sweep(folder: Path, points: Sequence[Point], command: str) -> None:
-    """Write sweep.json: what the report says of the sweep as a whole, and of what ran."""
+    """Write sweep.json: what the report says about the whole sweep, and about what ran."""
     first = points[0].experiment
     about = {
         "name": first.name,

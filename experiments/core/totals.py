@@ -21,14 +21,15 @@ from pagedjax.server.load_client.summary import PERCENTILES
 
 METHOD = "linear, of numbers rounded down by at most one part in 1,024"
 _FRACTION_BITS = 10  # bits of a float's fraction that a bin keeps
-_MIN_EXPONENT = -40  # binary: 1e-12, below which a number counts as 0
-_MAX_EXPONENT = 40  # binary: 1e12
-_FIRST_LEADING = (
-    1023 + _MIN_EXPONENT
-) << _FRACTION_BITS  # the leading bits of the least number that has a bin
+_MIN_EXPONENT = -40  # numbers below 2**-40, about 1e-12, count as 0
+_MAX_EXPONENT = 40  # numbers above 2**40, about 1e12, are in the last bin
+# the leading bits (sign, exponent and _FRACTION_BITS) of the least number that has a bin; 1023 is
+# what a float64 adds to its exponent
+_FIRST_LEADING = (1023 + _MIN_EXPONENT) << _FRACTION_BITS
+_DROPPED_BITS = 52 - _FRACTION_BITS  # a float64 has 52 bits of fraction
 _BINS = ((_MAX_EXPONENT - _MIN_EXPONENT) << _FRACTION_BITS) + 1
-_PARTS = 1 << 16  # of the time of a run
-_MIN_PARTS = 100  # parts between two times of which a rate is made
+_PARTS = 1 << 16  # equal parts of the time of a run
+_MIN_PARTS = 100  # a rate needs two times that are at least so many parts apart
 _BUFFER = 1 << 19  # numbers that are counted at once
 
 
@@ -42,7 +43,7 @@ class _Counter:
         self._size = 0  # numbers that wait
 
     def add(self, values: np.ndarray, times: int = 1) -> None:
-        """Count each of float64 [n] `times` times."""
+        """Count each of these values `times` times. values: float64 [n]."""
         self._arrays.append(values.copy())  # a view would keep the whole array in memory
         self._times.append(times)
         self._grow(len(values))
@@ -85,8 +86,8 @@ class Tally(_Counter):
         self._largest = 0.0
 
     def _count(self, values: np.ndarray, times: np.ndarray) -> None:
-        leading = (values.view(np.int64) >> (52 - _FRACTION_BITS)) - _FIRST_LEADING + 1
-        self._bins += np.bincount(np.clip(leading, 0, _BINS - 1), times, _BINS).astype(np.int64)
+        bins = (values.view(np.int64) >> _DROPPED_BITS) - _FIRST_LEADING + 1
+        self._bins += np.bincount(np.clip(bins, 0, _BINS - 1), times, _BINS).astype(np.int64)
         self._total += int(times.sum())
         self._sum += float(values @ times)
         self._largest = max(self._largest, float(values.max()))
@@ -95,20 +96,19 @@ class Tally(_Counter):
         """The numbers of these ranks (0 is the least), rounded down."""
         self._flush()
         bins = np.searchsorted(np.cumsum(self._bins), np.asarray(ranks), side="right")
-        values = ((np.maximum(bins - 1, 0) + _FIRST_LEADING) << (52 - _FRACTION_BITS)).view(
-            np.float64
-        )
+        leading = np.maximum(bins - 1, 0) + _FIRST_LEADING
+        values = (leading << _DROPPED_BITS).view(np.float64)
         return np.where(bins == 0, 0.0, values).tolist()
 
     def spread(self) -> dict[str, float | int | None]:
-        """As `pagedjax.server.load_client.summary.spread` of all numbers, but for the percentiles'
-        rounding.
+        """The result of `pagedjax.server.load_client.summary.spread` of all numbers, except that
+        the percentiles are of rounded numbers.
         """
         self._flush()
         names = [f"p{p}" for p in PERCENTILES]
         if not self._total:
             return {"count": 0, **dict.fromkeys(("mean", *names, "max"))}
-        ranks = [(self._total - 1) * p / 100 for p in PERCENTILES]  # between two whole ones
+        ranks = [(self._total - 1) * p / 100 for p in PERCENTILES]  # each between two whole ranks
         low = self.numbers_at([int(rank) for rank in ranks])
         high = self.numbers_at([min(int(rank) + 1, self._total - 1) for rank in ranks])
         percentiles = [
@@ -124,8 +124,8 @@ class Tally(_Counter):
 
 
 class Timeline(_Counter):
-    """How many tokens were made until when, in constant memory: counts in equal parts of the time
-    since 0.
+    """How many tokens were made in each of many equal parts of the time since 0, in constant
+    memory.
     """
 
     def __init__(self) -> None:
@@ -142,16 +142,18 @@ class Timeline(_Counter):
         self._parts += np.bincount(parts, times, _PARTS).astype(np.int64)
 
     def steady_rate(self) -> float | None:
-        """As `metrics.steady_rate`, within 2 %.
+        """The result of `metrics.steady_rate`, within 2 %.
 
-        None if its two times are too near to say so much.
+        None if its two times are too close together for that.
         """
         self._flush()
         tokens = np.cumsum(self._parts)
         total = tokens[-1]
         if not total:
             return None
-        first, last = (int(tokens.searchsorted(-(-total * tenths // 10))) for tenths in (1, 9))
+        # the parts in which a tenth and nine tenths of the tokens, rounded up, are reached
+        first = int(tokens.searchsorted(-(-total // 10)))
+        last = int(tokens.searchsorted(-(-9 * total // 10)))
         if last - first < _MIN_PARTS:
             return None
         return float(tokens[last] - tokens[first]) / ((last - first) * self._width)
@@ -177,8 +179,13 @@ class ReplicaTotals:
         return self.sums["seconds"]
 
     def add(self, steps: int, end: float, used: int, num_blocks: int, **counts: float) -> None:
-        """Add steps, of which the last one ends at `end` and has `used` blocks, the most of
-        them.
+        """Add several steps.
+
+        Args:
+            steps: how many.
+            end: when the last of them ends, in seconds.
+            used: blocks in use after the last of them, the most of all of them.
+            counts: sums over these steps, by names of `Counts`.
         """
         self.count += steps
         self.end = end
@@ -232,7 +239,7 @@ class StepTotals:
         )
         self._seconds.add(seconds)
         self._device.add(span.times.device)
-        # without host_s, a difference of rounding
+        # a simulation without host time has differences of rounding here, some of them below 0
         self._host.add(np.maximum(seconds - span.times.device, 0.0))
         self._sequences.add(np.array([float(rows)]), steps)
 
@@ -257,12 +264,12 @@ class StepTotals:
 
 
 class TokenCounts(TokenTimes):
-    """In place of all tokens: the number of each branch with the times of its first and last one,
-    and the distributions over all tokens.
+    """Keeps the number of each branch's tokens, the times of its first and last token, and the
+    distributions over all tokens, in place of all times and ids.
     """
 
     def __init__(self) -> None:
-        # of each branch, the times of its first and last token
+        # branch -> the times of its first and last token
         self._ends: dict[str, list[float]] = {}
         self._counts: dict[str, int] = defaultdict(int)
         self._gaps = Tally()
@@ -279,9 +286,9 @@ class TokenCounts(TokenTimes):
         self._token_times.add(times, len(names))
 
     def _add(self, names: Sequence[str], first: float, last: float, tokens: int) -> None:
-        """Count tokens that each of these branches got between two times.
+        """Count the tokens that each of these branches got from `first` to `last`, in seconds.
 
-        A name that is there twice got twice as many.
+        A branch that is named twice got twice as many.
         """
         for name in names:
             self._counts[name] += tokens

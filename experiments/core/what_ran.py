@@ -1,5 +1,5 @@
 """What a sweep ran, in words: model, device, workload, arrivals, targets and options. Pure functions
-of its points.
+of the sweep's points.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from pagedjax.options.own_names import names_own_value, own_name
 from pagedjax.options.params import SamplingParams
 from pagedjax.text import yaml_words
 
-APART = ("arrivals", "kind")  # of a workload
+APART = ("arrivals", "kind")  # fields of a workload that are not listed with its options
 
 
 def simulated(points: Sequence[Point]) -> str:
-    """The simulated devices and the models whose times they have; "" if steps are measured.
-
-    Such as "simulated h100, times of llama-3-8b".
+    """The simulated devices and the models whose times they have, such as "simulated h100, times of
+    llama-3-8b"; "" if steps are measured.
     """
     names = []
     for point in points:
@@ -43,7 +42,7 @@ def facts(points: Sequence[Point]) -> list[tuple[str, str]]:
     """
     experiments = [point.experiment for point in points]
     first = experiments[0]
-    # of each part: its options, and the class that has their defaults and their order
+    # part -> the function that reads its options, and the class with their defaults and their order
     parts: dict[str, tuple[Callable[[Experiment], dict[str, Any]], type | None]] = {
         "Model": (lambda experiment: {"": model(experiment)}, None),
         "Simulation": (_options_of_simulation, Simulate),
@@ -57,8 +56,8 @@ def facts(points: Sequence[Point]) -> list[tuple[str, str]]:
     pairs = []
     for name, (options_of, kind) in parts.items():
         defaults = {} if kind is None else _defaults(kind)
-        of_points = [options_of(experiment) for experiment in experiments]
-        pairs.append((name, _joined(of_points, defaults)))
+        point_options = [options_of(experiment) for experiment in experiments]
+        pairs.append((name, _joined(point_options, defaults)))
     seeds = f"{first.repeats} of seed {first.seed}"
     if first.reseed:
         seeds = f"seeds {first.seed} to {first.seed + first.repeats - 1}, one each"
@@ -76,7 +75,8 @@ def oracle(experiments: Sequence[Experiment]) -> str:
     With `ignore_eos` every request of a workload asks for as many tokens as it generates, or for a
     multiple of them, unless the workload draws its limits apart.
     """
-    oracles: dict[str, dict[str, None]] = {}  # by what they read
+    # what a policy reads -> the names of such policies, in order
+    oracles: dict[str, dict[str, None]] = {}
     for experiment in experiments:
         sampling = experiment.sampling
         policy = experiment.engine.policy
@@ -93,7 +93,8 @@ def oracle(experiments: Sequence[Experiment]) -> str:
             number = "the limit of a request, which is a multiple of the length"
         else:
             continue
-        oracles.setdefault(number, {})[own_name(str(policy))._replace(call="").short] = None
+        name = own_name(str(policy))._replace(call="").short
+        oracles.setdefault(number, {})[name] = None
     return "; ".join(
         f"{' and '.join(names)} {'reads' if len(names) == 1 else 'read'} {number} of its output "
         "here: no policy knows it in a real service"
@@ -102,7 +103,7 @@ def oracle(experiments: Sequence[Experiment]) -> str:
 
 
 def equal_repeats(experiments: Sequence[Experiment]) -> str:
-    """The sentence that repeats are equal though each has a seed of its own; "" if they are not.
+    """The sentence that repeats are equal although each has its own seed; "" if they differ.
 
     A simulated run of a recorded load draws nothing, unless its part, limits, users or predictions
     are drawn.
@@ -112,12 +113,10 @@ def equal_repeats(experiments: Sequence[Experiment]) -> str:
         if not (experiment.simulate and experiment.reseed and isinstance(workload, Recorded)):
             continue
         limits = limits_of(workload)
-        is_drawn = (
-            not (limits is None or isinstance(limits, Multiple | int))
-            or (workload.window or workload.num_requests or workload.users) is not None
-            or (workload.predicted is not None and workload.predicted.error > 0)
-        )
-        if experiment.repeats == 1 or is_drawn:
+        draws_limits = limits is not None and not isinstance(limits, Multiple | int)
+        draws_requests = (workload.window or workload.num_requests or workload.users) is not None
+        draws_predictions = workload.predicted is not None and workload.predicted.error > 0
+        if experiment.repeats == 1 or draws_limits or draws_requests or draws_predictions:
             continue
         if experiment.engine.speculative is None:
             return (
@@ -204,7 +203,7 @@ def _defaults(options: Any) -> dict[str, Any]:
 
 
 def _changed(options: Any) -> dict[str, Any]:
-    """The fields of a dataclass that differ from their defaults; a field without one always."""
+    """The fields of a dataclass that differ from their defaults, and the fields without a default."""
     defaults = _defaults(options)
     names = [field.name for field in dataclasses.fields(options)]
     values = {name: getattr(options, name) for name in names}
@@ -215,25 +214,26 @@ def _changed(options: Any) -> dict[str, Any]:
     }
 
 
-def _joined(of_points: Sequence[dict[str, Any]], defaults: dict[str, Any]) -> str:
+def _joined(point_options: Sequence[dict[str, Any]], defaults: dict[str, Any]) -> str:
     """The options of all points in a line: "block_size 8, 16; max_num_seqs 24".
 
     Args:
-        defaults: of the options that a point does not have.
+        point_options: the options of each point.
+        defaults: the values of options that a point does not have.
     """
     places = {name: place for place, name in enumerate(defaults)}
-    names = dict.fromkeys(name for options in of_points for name in options)
+    names = dict.fromkeys(name for options in point_options for name in options)
     texts = []
     for name in sorted(names, key=lambda name: places.get(name, -1)):
         values = dict.fromkeys(
-            _text(options.get(name, defaults.get(name, "none"))) for options in of_points
+            _text(options.get(name, defaults.get(name, "none"))) for options in point_options
         )
         texts.append(f"{name} {', '.join(values)}".strip())
     return "; ".join(texts)
 
 
 def _text(value: Any) -> str:
-    """A value as a config has it, in one line."""
+    """A value as a config writes it, in one line."""
     if isinstance(value, str):
         return own_name(value).short
     if value is None:

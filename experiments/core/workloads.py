@@ -4,13 +4,13 @@ Pure functions of (spec, file content, seed, vocabulary).
 
 Kinds: `prompts` and `sharegpt` (real text), `synthetic` (lengths drawn from distributions),
 `trace`, `burstgpt` and `mooncake` (lengths and arrivals of a recorded service), `tokens` (a JSON
-list of token ids), and a function of your own (`mine.py:NAME`). Only those with text need a
+list of token ids), and a function of your own (`mine.py:NAME`). Only kinds with text need a
 tokenizer. Random token ids suit speed measurements, because a dense model's work does not depend on
 token values. They do NOT suit speculative decoding (they distort its acceptance), or prefix caching
 (only `shared_prefix`, and blocks of `mooncake`, are shared).
 
-Every random choice has its own stream: other arrivals change no prompt, and the first k requests of
-`count: n` are the same for every n >= k.
+Every random choice has its own stream: a change of the arrivals changes no prompt, and the first k
+requests of `count: n` are the same for every n >= k.
 """
 
 from __future__ import annotations
@@ -56,10 +56,20 @@ from pagedjax.options.own_errors import placed
 from pagedjax.options.own_values import own_function
 from pagedjax.server.load_client.text_files import lines, paragraphs, trace_rows
 
-FIRST_ORDINARY_TOKEN = (
-    17  # lower ids are special in the embedded model (chat marks, padding, file names ...)
-)
-MOST_REQUESTS = 10_000_000  # of a function of a user's own
+# lower ids are special in the embedded model (chat marks, padding, file names ...)
+FIRST_ORDINARY_TOKEN = 17
+MOST_REQUESTS = 10_000_000  # that a user's own function may return
+# Numbers of random streams. `_synthetic` uses 0 (lengths of prompts) to 5.
+_TOKEN_IDS = 1
+_ARRIVALS = 2
+_OUTPUT_LENGTHS = 3
+_LIMITS = 6
+_PREDICTIONS = 7
+_ORDER = 8  # of texts
+_OWN_FUNCTION = 9
+_PART = 10  # of a recorded load
+_USERS = 11
+_NUM_STREAMS = 12
 AZURE = (
     "The public original is AzureLLMInferenceTrace_conv.csv (2023; the code trace is beside it) "
     "of the Azure Public Dataset, CC-BY 4.0, with columns "
@@ -71,10 +81,10 @@ class WorkItem(NamedTuple):
     """One request: `arrival` in seconds after the start of the run, at most `max_tokens` output
     tokens a branch.
 
-    ends_at: output tokens after which each branch ends by itself, as if the model had said its end
-        token; None: it has `max_tokens`, or the model ends it.
-    predicted: output tokens, for a policy that reads it; None: nothing is predicted.
-    user: who sends it, for the policy `fair` and routers; "": not said.
+    ends_at: output tokens after which each branch ends, as if the model had sampled its end token;
+        None: a branch has `max_tokens`, or the model ends it.
+    predicted: predicted output tokens, for a policy that reads them; None: nothing is predicted.
+    user: who sends it, for the policy `fair` and routers; "": not known.
     """
 
     request_id: str
@@ -87,7 +97,7 @@ class WorkItem(NamedTuple):
 
     @property
     def longest_output(self) -> int:
-        """Output tokens that a branch has at most: the scheduler may know a higher limit."""
+        """The most output tokens of a branch. The scheduler knows `max_tokens`, which may be more."""
         return self.max_tokens if self.ends_at is None else self.ends_at
 
 
@@ -102,8 +112,9 @@ class Workload(NamedTuple):
     """Requests in order of arrival, and how many drawn or recorded lengths were moved to their
     limits.
 
-    clients: of a closed loop, whose requests arrive when a client is free; None: an open loop.
-    predicted_error: of the predictions; None: there are none.
+    clients: the number of clients of a closed loop, whose requests arrive when a client is free;
+        None: an open loop.
+    predicted_error: `Predicted.error`; None: there are no predictions.
     """
 
     items: tuple[WorkItem, ...]
@@ -113,7 +124,7 @@ class Workload(NamedTuple):
     predicted_error: float | None = None
 
     def in_memory(self) -> Workload:
-        """The same with all token ids in memory."""
+        """The same workload with all token ids in memory."""
         items = [
             item._replace(prompt_token_ids=tuple(item.prompt_token_ids)) for item in self.items
         ]
@@ -143,8 +154,8 @@ class Requests:
     """What every kind may say of its requests.
 
     predicted: what a policy may know of the outputs' lengths; null: nothing.
-    users: of so many users, u0, u1, ..., each request has one, drawn evenly. The policy `fair`
-        shares by them. null: those that the file or the function gives, if it gives any.
+    users: the number of users u0, u1, ...; each request gets a user, drawn evenly. The policy
+        `fair` shares between users. null: the users that the file or the function gives, if any.
     """
 
     predicted: Predicted | None = None
@@ -156,12 +167,12 @@ class Requests:
 
 @dataclass(frozen=True, kw_only=True)
 class LimitedRequests(Requests):
-    """Requests whose limits may be apart from the lengths of their outputs.
+    """Requests whose limits may differ from the lengths of their outputs.
 
-    max_tokens: the most tokens that a request asks for, which a scheduler knows, apart from the
-        length of its output, which it does not know: a number, a distribution as of lengths, or
-        {dist: multiple, times: 2} of the output. A longer output is cut, and counted. null: equal
-        to the output.
+    max_tokens: the most tokens that a request asks for: a number, a distribution as of lengths, or
+        {dist: multiple, times: 2} of the output's length. A scheduler knows this limit, and not the
+        length of the output. A longer output is cut, and counted. null: equal to the length of the
+        output.
     """
 
     max_tokens: Limits | None = None
@@ -176,7 +187,8 @@ class LimitedRequests(Requests):
 class CutRequests(LimitedRequests):
     """Requests with the lengths of a file.
 
-    max_prompt_tokens, max_output_tokens: longer ones are cut, and counted; null: as they are.
+    max_prompt_tokens, max_output_tokens: longer prompts or outputs are cut, and counted; null:
+        nothing is cut.
     """
 
     max_prompt_tokens: int | None = None
@@ -194,10 +206,11 @@ class Prompts(Requests):
 
     With `cycle`, a `count` beyond the file repeats it.
 
-    output: the lengths at which requests end, as if the model had said its end token; null: they
-        end at `max_tokens`, or where the model ends them. A length beyond `max_tokens` is cut.
-    shuffle: take the texts in random order, by the seed; each repetition of the file in another
-        one.
+    output: the lengths at which requests end, as if the model had sampled its end token; null:
+        requests end at `max_tokens`, or where the model ends them. A length beyond `max_tokens` is
+        cut.
+    shuffle: take the texts in random order, by the seed; each repetition of the file has another
+        order.
     """
 
     kind: Literal["prompts"]
@@ -220,10 +233,10 @@ class Prompts(Requests):
 class Synthetic(LimitedRequests):
     """Random token ids whose lengths follow distributions.
 
-    shared_prefix: tokens at the start of all prompts, like a system prompt; those of `prompt`
+    shared_prefix: tokens at the start of all prompts, like a system prompt; the tokens of `prompt`
         follow.
-    prefixes: how many different prefixes of that length there are; each request has one of them,
-        drawn evenly.
+    prefixes: how many different prefixes of that length there are; each request has one of these
+        prefixes, drawn evenly.
     """
 
     kind: Literal["synthetic"]
@@ -253,18 +266,18 @@ class Synthetic(LimitedRequests):
 class Recorded(CutRequests):
     """Arrivals and lengths of a recorded service. Prompts are random ids.
 
-    offset, limit: of the file's requests, how many are left out at its beginning, and how many are
-        taken then; null: all.
-    window, num_requests: take a part of those: so many seconds of the recorded time, or so many
-        requests, from a start that is drawn by the seed. With `reseed` each repeat has another
+    offset, limit: how many requests at the beginning of the file are left out, and how many of the
+        next ones are taken; null: all.
+    window, num_requests: take a part of these requests: so many seconds of the recorded time, or so
+        many requests, from a start that is drawn by the seed. With `reseed` each repeat has another
         part. null: all.
     time_scale: multiplies the recorded gaps: 0.5 doubles the rate, with 0 all requests arrive at
         once.
-    rate: in its place, requests a second. The gaps are scaled so that as many arrive, on average
-        over the part. null: as recorded.
+    rate: requests a second, in place of `time_scale`. The gaps are scaled so that so many requests
+        arrive, on average over the part. null: as recorded.
     rounds: how often the requests come, one round after the other with the mean gap between them:
-        24 makes a day of a recorded hour. The prompts of each round are others. With a `time_scale`
-        of 0 all rounds arrive at once.
+        24 makes a day of a recorded hour. Each round has other prompts. With a `time_scale` of 0
+        all rounds arrive at once.
     """
 
     kind: str
@@ -323,10 +336,11 @@ class BurstGPT(Recorded):
     """A CSV of BurstGPT, with Timestamp (seconds), Model, Request tokens, Response tokens and Log
     Type. A column User may say who sent a request.
 
-    Requests without response tokens are left out, because they failed, and so are those of other
-    models and log types; `offset` and `limit` count the rest.
+    Requests without response tokens are left out, because they failed, and so are requests of other
+    models and log types; `offset` and `limit` count the requests that are kept.
 
-    model, log_type: of the requests that are kept, such as GPT-4 and Conversation log; null: all.
+    model, log_type: the model and the log type of the requests that are kept, such as GPT-4 and
+        Conversation log; null: any.
     """
 
     kind: Literal["burstgpt"]
@@ -339,7 +353,7 @@ class Mooncake(Recorded):
     """JSON lines of Mooncake, with timestamp (milliseconds), input_length, output_length and
     hash_ids; user may say who sent a request.
 
-    A hash id stands for 512 tokens of a prompt. Blocks with one id have the same random tokens, so
+    A hash id stands for 512 tokens of a prompt. Blocks with equal ids have equal random tokens, so
     that prefixes are shared as in the recorded service.
     """
 
@@ -355,7 +369,7 @@ class ShareGPT(CutRequests):
     model.
 
     limit: how many conversations; null: all.
-    shuffle: take them in random order, by the seed.
+    shuffle: take the conversations in random order, by the seed.
     """
 
     kind: Literal["sharegpt"]
@@ -390,13 +404,14 @@ class Own(LimitedRequests):
     """Requests of a function of your own: `kind: mine.py:bursts`, or with parameters
     `kind: {name: mine.py:bursts, size: 20}`.
 
-    It is called as bursts(rng, **parameters), with a numpy.random.Generator that depends on the
-    seed alone, and returns its requests: for each (prompt, output), (prompt, output, arrival) or
-    (prompt, output, arrival, user), or an `Item` or a mapping with these names. Equal generators
-    must give equal requests.
+    The function is called as bursts(rng, **parameters), with a numpy.random.Generator that depends
+    on the seed alone. It returns its requests: each is (prompt, output), (prompt, output, arrival),
+    (prompt, output, arrival, user), an `Item`, or a mapping with these names. Equal generators must
+    give equal requests.
 
-    file: a text file, of which the function gets the text as the parameter `content`.
-    arrivals: in place of those that the function gives; null: its own, at once without one.
+    file: a text file; the function gets its text as the parameter `content`.
+    arrivals: replace the arrivals that the function gives; null: the function's own, which are 0 if
+        it gives none.
     """
 
     kind: str
@@ -407,10 +422,10 @@ class Own(LimitedRequests):
 class Item(NamedTuple):
     """A request that a function of a user's own returns.
 
-    prompt: its token ids, or the number of random ones.
+    prompt: its token ids, or the number of random ids.
     output: output tokens.
     arrival: seconds after the start of the run.
-    user: who sends it; "": not said.
+    user: who sends it; "": not known.
     """
 
     prompt: int | Sequence[int]
@@ -469,7 +484,7 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
     """
     arrivals = getattr(spec, "arrivals", None)  # a trace has its own
     clients = arrivals.clients if isinstance(arrivals, ClosedLoop) else None
-    streams = tuple(np.random.default_rng([seed, stream]) for stream in range(12))
+    streams = tuple(np.random.default_rng([seed, stream]) for stream in range(_NUM_STREAMS))
     if isinstance(spec, Own):
         workload = _own(spec, content, seed, vocab_size, streams)
     elif isinstance(spec, Recorded):
@@ -478,11 +493,11 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
         workload = _with_equal_limits(spec, content, vocab_size, encode, streams)
     limits = limits_of(spec)
     if limits is not None:
-        workload = _with_limits(workload, limits, streams[6])
+        workload = _with_limits(workload, limits, streams[_LIMITS])
     if spec.predicted is not None:
-        workload = _with_predictions(workload, spec.predicted, streams[7])
+        workload = _with_predictions(workload, spec.predicted, streams[_PREDICTIONS])
     if spec.users is not None:
-        users = streams[11].integers(0, spec.users, len(workload.items)).tolist()
+        users = streams[_USERS].integers(0, spec.users, len(workload.items)).tolist()
         pairs = zip(workload.items, users, strict=True)
         items = tuple([item._replace(user=f"u{user}") for item, user in pairs])
         workload = workload._replace(items=items)
@@ -490,17 +505,18 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
 
 
 def _with_limits(workload: Workload, limits: Limits, rng: np.random.Generator) -> Workload:
-    """The workload with these limits; its outputs end where they did, or at their limits."""
+    """The workload with these limits. An output ends at its length, or at its limit if that is
+    less.
+    """
     outputs = [item.max_tokens for item in workload.items]
-    pairs = list(zip(workload.items, draw_limits(limits, outputs, rng), strict=True))
-    items = [
-        item._replace(
-            max_tokens=limit, ends_at=item.max_tokens if item.max_tokens < limit else None
-        )
-        for item, limit in pairs
-    ]
-    cut = sum(item.max_tokens > limit for item, limit in pairs)
-    return workload._replace(items=tuple(items), clipped_outputs=workload.clipped_outputs + cut)
+    items = []
+    num_cut = 0
+    for item, limit in zip(workload.items, draw_limits(limits, outputs, rng), strict=True):
+        ends_at = item.max_tokens if item.max_tokens < limit else None
+        items.append(item._replace(max_tokens=limit, ends_at=ends_at))
+        num_cut += item.max_tokens > limit
+    clipped_outputs = workload.clipped_outputs + num_cut
+    return workload._replace(items=tuple(items), clipped_outputs=clipped_outputs)
 
 
 def _with_predictions(workload: Workload, spec: Predicted, rng: np.random.Generator) -> Workload:
@@ -517,11 +533,12 @@ def _own(
     """The workload of a user's own function."""
     items = own_items(spec, content, seed, vocab_size)
     if spec.arrivals is not None:
-        times = draw_arrivals(spec.arrivals, len(items), streams[2])
-        pairs = zip(items, times, strict=True)
+        drawn_times = draw_arrivals(spec.arrivals, len(items), streams[_ARRIVALS])
+        pairs = zip(items, drawn_times, strict=True)
         items = [item._replace(arrival=time) for item, time in pairs]
+    # a prompt of given ids draws one id, which is not used
     lens = [item.prompt if isinstance(item.prompt, int) else 1 for item in items]
-    random_ids = lazy_prompts(lens, vocab_size, streams[1])
+    random_ids = lazy_prompts(lens, vocab_size, streams[_TOKEN_IDS])
     prompts = [
         ids if isinstance(item.prompt, int) else tuple(item.prompt)
         for item, ids in zip(items, random_ids, strict=True)
@@ -535,14 +552,14 @@ def own_items(spec: Own, content: str, seed: int, vocab_size: int) -> list[Item]
     """What a user's own function returns, checked, in order of arrival.
 
     Raises:
-        OwnError: it raises.
+        OwnError: the function raises an error.
         ValueError: there is no such function, it does not take the parameters, or it returns no
-            requests; names the first wrong one.
+            requests. The message names the first request that is wrong.
     """
     place = f"workload.kind is {spec.kind!r}"
     options = {} if spec.file is None else {"content": content}
     function = own_function("workload.kind", spec.kind, 1, options)
-    rng = np.random.default_rng([seed, 9])
+    rng = np.random.default_rng([seed, _OWN_FUNCTION])
     with placed(f"{place}, which"):
         returned: Any = function(rng)
         if not isinstance(returned, Iterable):
@@ -607,20 +624,20 @@ def _recorded(
     streams: Sequence[np.random.Generator],
 ) -> Workload:
     """The workload of a recorded service."""
-    recorded = read_recorded(spec, content, streams[10])
+    recorded = read_recorded(spec, content, streams[_PART])
     prompt_lens, clipped_prompts = clip(recorded.prompt_lens, 1, spec.max_prompt_tokens)
     output_lens, clipped_outputs = clip(recorded.output_lens, 1, spec.max_output_tokens)
     prompts: Sequence[Sequence[int]]
     if isinstance(spec, Mooncake):
         _check_vocabulary(vocab_size)
         ids = (FIRST_ORDINARY_TOKEN, vocab_size)
-        count = len(prompt_lens) // spec.rounds
+        count = len(prompt_lens) // spec.rounds  # requests of a round; i // count is the round
         prompts = [
-            BlockIds(blocks, length, ids, (seed, 1, i // count))
+            BlockIds(blocks, length, ids, (seed, _TOKEN_IDS, i // count))
             for i, (blocks, length) in enumerate(zip(recorded.blocks, prompt_lens, strict=True))
         ]
     else:
-        prompts = lazy_prompts(prompt_lens, vocab_size, streams[1])
+        prompts = lazy_prompts(prompt_lens, vocab_size, streams[_TOKEN_IDS])
     items = _items(recorded.times, prompts, output_lens, recorded.users)
     return Workload(items, clipped_prompts, clipped_outputs)
 
@@ -639,19 +656,21 @@ def _with_equal_limits(
     clipped_outputs = 0
     users: Sequence[str] = ()
     if isinstance(spec, Prompts):
-        prompts = [tuple(encode(text)) for text in read_prompts(spec, content, streams[8])]
+        texts = read_prompts(spec, content, streams[_ORDER])
+        prompts = [tuple(encode(text)) for text in texts]
         output_lens = [spec.max_tokens] * len(prompts)
         if spec.output is not None:
-            output_lens, clipped_outputs = draw_lengths(spec.output, len(prompts), streams[3])
+            output_rng = streams[_OUTPUT_LENGTHS]
+            output_lens, clipped_outputs = draw_lengths(spec.output, len(prompts), output_rng)
     elif isinstance(spec, ShareGPT):
-        questions, answer_lens = _encoded_conversations(spec, content, encode, streams[8])
+        questions, answer_lens = _encoded_conversations(spec, content, encode, streams[_ORDER])
         question_lens = list(map(len, questions))
         prompt_lens, clipped_prompts = clip(question_lens, 1, spec.max_prompt_tokens)
         prompts = [ids[:length] for ids, length in zip(questions, prompt_lens, strict=True)]
         output_lens, clipped_outputs = clip(answer_lens, 1, spec.max_output_tokens)
     else:
         prompts, output_lens, users = read_tokens(spec, content, vocab_size)
-    times = draw_arrivals(spec.arrivals, len(prompts), streams[2])
+    times = draw_arrivals(spec.arrivals, len(prompts), streams[_ARRIVALS])
     items = _items(times, prompts, output_lens, users)
     return Workload(items, clipped_prompts, clipped_outputs)
 
@@ -659,8 +678,8 @@ def _with_equal_limits(
 def _encoded_conversations(
     spec: ShareGPT, content: str, encode: Encode, rng: np.random.Generator
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """(ids of the question, tokens of the answer) of each conversation that is taken, in two
-    lists.
+    """The questions' token ids, and the answers' numbers of tokens, of the conversations that are
+    taken.
     """
     texts = conversations(spec.file, content)
     order = rng.permutation(len(texts)) if spec.shuffle else range(len(texts))
@@ -695,14 +714,16 @@ def random_prompts(
 
 
 class RandomIds(DrawnIds):
-    """Random token ids that are drawn when they are read: those of a day of requests would fill the
-    memory.
+    """Random token ids that are drawn when they are read: the ids of a day of requests would fill
+    the memory.
     """
 
     __slots__ = ("_drawn_from", "_increment", "_vocab_size")
 
     def __init__(self, rng: np.random.Generator, length: int, vocab_size: int) -> None:
-        """The next ids that `rng`, on PCG64, draws. It is not advanced."""
+        """Keep the state of `rng`, which uses PCG64. The ids are those that it would draw next; it
+        is not advanced.
+        """
         state = rng.bit_generator.state
         self._drawn_from = state["state"]["state"], state["has_uint32"], state["uinteger"]
         self._increment = sys.intern(str(state["state"]["inc"]))
@@ -730,6 +751,7 @@ def lazy_prompts(lens: Sequence[int], vocab_size: int, rng: np.random.Generator)
     prompts = []
     for length in lens:
         prompts.append(RandomIds(rng, length, vocab_size))
+        # advance the generator beyond these ids
         rng.integers(FIRST_ORDINARY_TOKEN, vocab_size, size=length)
     return prompts
 
@@ -743,7 +765,7 @@ def _check_vocabulary(vocab_size: int) -> None:
 
 
 def read_prompts(spec: Prompts, content: str, rng: np.random.Generator | None = None) -> list[str]:
-    """The texts of a prompts file; blank lines are skipped. rng: of the order, with `shuffle`."""
+    """The texts of a prompts file; blank lines are skipped. rng: draws the order, with `shuffle`."""
     texts = paragraphs(content) if spec.split == "paragraph" else lines(content)
     if not texts:
         raise ValueError(f"{spec.file} holds no prompts; write one a {spec.split}")
@@ -762,9 +784,9 @@ def read_prompts(spec: Prompts, content: str, rng: np.random.Generator | None = 
 class RecordedLoad(NamedTuple):
     """The requests of a recorded service, in order of arrival.
 
-    times: seconds after the first request that counts.
-    users: who sent each; "": not said.
-    blocks: of each prompt; see `Arrived`.
+    times: seconds after the first request that is taken.
+    users: who sent each request; "": not known.
+    blocks: the ids of the blocks of each prompt; see `Arrived`.
     """
 
     times: list[float]
@@ -780,7 +802,8 @@ def read_recorded(
     """The requests that a workload takes of a recorded service, in all of its rounds.
 
     Args:
-        rng: of the start of the part that is taken; None: all are, and its size is checked.
+        rng: draws the start of the part that is taken; None: all requests are taken, and the size
+            of the part is checked.
 
     Raises:
         ValueError: a line cannot be read, no request is left, the part is longer than what is
@@ -824,8 +847,8 @@ def read_recorded(
 def _drawn_part(
     spec: Recorded, rows: Sequence[Arrived], rng: np.random.Generator | None
 ) -> Sequence[Arrived]:
-    """The requests of the window, whose start is drawn evenly. Arguments and errors: see
-    `read_recorded`.
+    """The requests of the part (`window` or `num_requests`), whose start is drawn evenly. Arguments
+    and errors: see `read_recorded`.
     """
     count = spec.num_requests
     if count is not None and count > len(rows):
@@ -864,11 +887,11 @@ def _recorded_rows(spec: Recorded, content: str) -> tuple[Arrived, ...]:
     return _parsed_rows(type(spec), spec.file, content, spec.offset, spec.limit, *filters)
 
 
-@lru_cache(maxsize=1)  # the points and the repeats of a sweep have one file
+@lru_cache(maxsize=1)  # all points and repeats of a sweep read the same file
 def _parsed_rows(
     kind: type[Recorded], file: str, content: str, offset: int, limit: int | None, *filters: Any
 ) -> tuple[Arrived, ...]:
-    """See `_recorded_rows`; `filters`: the model and the log type of BurstGPT."""
+    """See `_recorded_rows`. filters: the model and the log type, for BurstGPT."""
     if kind is Trace:
         rows = trace_rows(file, content, offset, limit, AZURE)
         return tuple(
@@ -932,7 +955,7 @@ def _items(
     outputs: Sequence[int],
     users: Sequence[str] = (),
 ) -> tuple[WorkItem, ...]:
-    """The requests. users: of each; (): not said."""
+    """The requests with these columns. users: who sends each request; (): not known."""
     rows = zip(times, prompts, outputs, users or [""] * len(times), strict=True)
     return tuple(
         WorkItem(f"r{i:05d}", time, prompt, count, user=user)

@@ -16,11 +16,12 @@ compiled program, and the time that they take on the chip's links, by a roofline
 not updated in place, if a cache array is copied whole, or if the devices exchange anything but what
 a step must (exchanges.py).
 
-For a GPU it prints too what the host launches (launches.py). A step of no more `--tokens` than
-`--rows` is one of decodes alone.
+For a GPU it prints too what the host launches (launches.py). If `--tokens` is at most `--rows`, the
+step is one of decodes alone.
 
-`--layers` compiles a step of fewer layers. Weights and cache are then those of all layers: they
-grow linearly with the layers. The step's own memory is that of the compiled one.
+`--layers` compiles a step of fewer layers. The report's weights and cache are then those of all
+layers, because they grow linearly with the layers. The step's own memory is that of the compiled
+layers.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ MODELS = SHAPES | {
         "num_attention_heads": 64,
     },
 }
-# instructions that may have a cache array as result: an in-place kernel or scatter, and what moves
-# nothing
+# instructions that may have a cache array as result: an in-place kernel or scatter, or an
+# instruction that moves nothing
 HARMLESS = {"parameter", "get-tuple-element", "bitcast", "tuple", "custom-call", "scatter"}
 
 
@@ -86,22 +87,29 @@ def faults(step: Step) -> list[str]:
     return sentences + [difference.text for difference in differences if difference.wrong]
 
 
-def memory_lines(has: Room, step: Step, fit: int, plan: Plan, layers: tuple[int, int]) -> str:
-    """The memory of one device, as lines. layers: of the compiled step, and of the model."""
+def memory_lines(
+    device_room: Room, step: Step, fit: int, plan: Plan, layers: tuple[int, int]
+) -> str:
+    """The memory of one device, as lines.
+
+    Args:
+        fit: the number of blocks that fit.
+        layers: how many the compiled step has, and how many the model has.
+    """
     report = memory.report(
-        has.device,
-        weights=has.weights,
+        device_room.device,
+        weights=device_room.weights,
         activations=step.activations,
-        num_blocks=min(fit, has.useful),
+        num_blocks=min(fit, device_room.useful),
         block_size=plan.block_size,
-        block_bytes=has.block,
+        block_bytes=device_room.block,
         max_model_len=plan.length,
         swap_space_gib=0,
     )
     lines = [
         str(report),
         f"{fit:,} blocks fit, and {plan.rows} sequences of {plan.length:,} tokens "
-        f"can use {has.useful:,}",
+        f"can use {device_room.useful:,}",
         f"the compiled step has {memory.size(step.arguments)} of arguments as the compiler lays "
         f"them out, and {memory.size(step.code)} of code, which the report leaves out",
     ]
@@ -119,7 +127,7 @@ def exchange_lines(
 ) -> str:
     """The exchanges of a step, as lines; "" for one device.
 
-    layers_left: of the model, which were not compiled.
+    layers_left: how many layers of the model were not compiled.
     """
     network = target.network(n)
     if network is None:
@@ -251,19 +259,21 @@ def compile_and_report(
     if left_out:
         name += f", {compiled.layers} of {full.layers} layers"
     try:
-        has = room(part, target, plan, f"one of {chips}" if args.mesh else chips)
-        has.blocks(0)  # refuses a model that is too large before anything is compiled
+        device_room = room(part, target, plan, f"one of {chips}" if args.mesh else chips)
+        device_room.blocks(0)  # refuses a model that is too large before anything is compiled
         devices = compilers.devices(target, topology)
         placement = make_placement(compiled, args.mesh, None, devices) if args.mesh else None
         model = on_mesh(placement) if placement else on_one_device(compiled)
-        step, fit = compile_fitting(model, target, plan, has, devices[0], all_layers=not left_out)
+        step, fit = compile_fitting(
+            model, target, plan, device_room, devices[0], all_layers=not left_out
+        )
     except ValueError as error:
         print(f"error: {name}, on {chips}: {error}", file=sys.stderr)
         return 1
     sentences = faults(step)
     paragraphs = [
         str(placement) if placement else "",
-        memory_lines(has, step, fit, plan, (compiled.layers, full.layers)),
+        memory_lines(device_room, step, fit, plan, (compiled.layers, full.layers)),
         exchange_lines(step, compiled, target, plan, n, left_out),
         launches.lines(step.kinds, step.graphs) if step.kinds else "",
         f"{name}: compiled for {chips} ({topology}) in {step.seconds:.0f} s, JAX {jax.__version__}",

@@ -1,6 +1,6 @@
 """A step compiled from shapes alone, for chips that need not be present.
 
-Its cache has as many blocks as fit into the memory beside the step:
+The step's cache has as many blocks as fit into the memory beside the step:
 
 on_mesh(placement)   a model without values: shapes with their shardings
 room(part, ...)      the memory of one device: what its part of the weights leaves
@@ -39,7 +39,7 @@ from pallas_kernels import aot
 
 DTYPE = "bfloat16"  # of activations and of the cache
 NO_MEMORY = re.compile("ran out of memory (on|in memory space) hbm", re.IGNORECASE)
-FEW = 8  # blocks to measure a step with, if more leave it no room
+FEW = 8  # blocks of the cache of a measured step, if more blocks leave no room for the step
 
 
 class Plan(NamedTuple):
@@ -65,7 +65,11 @@ class Room(NamedTuple):
     fraction: float
 
     def blocks(self, activations: int) -> int:
-        """The blocks that fit beside a step, of use or not. Raises ValueError for less than two."""
+        """The blocks that fit beside a step, whether sequences can use them or not.
+
+        Raises:
+            ValueError: less than two blocks fit.
+        """
         try:
             return memory.blocks_that_fit(self.block, self.fraction, self.device, activations)
         except ValueError as error:
@@ -80,13 +84,14 @@ def no_room(reason: str) -> ValueError:
 class Step(NamedTuple):
     """A compiled step.
 
-    activations: bytes that it needs beside its arguments. arguments: bytes as the compiler lays
-    them out.
+    activations: bytes that the step needs beside its arguments.
+    arguments: bytes of the arguments as the compiler lays them out.
     code: bytes of the program. cache: bytes of the cache. aliased: bytes that are updated in place.
     copies: instructions that make an array of the size of a layer's keys, by kind.
-    collectives: those of the program, with the number of equal ones.
-    must: the exchanges that it must have.
+    collectives: the collectives of the program, each with the number of equal ones.
+    must: the exchanges that the step must have.
     rings: how the compiler exchanges, if it says so.
+    seconds: the time of compiling.
     kinds, graphs: for a GPU, the launches of the host, and the number of CUDA graphs.
     """
 
@@ -133,7 +138,7 @@ def on_mesh(placement: Placement) -> Model:
 def blank_batch(model: Model, plan: Plan, decodes: bool = False) -> Any:
     """The arrays of an engine's largest step, without requests.
 
-    decodes: of its largest step of decodes alone.
+    decodes: the step is the largest one of decodes alone.
     """
     width = -(-plan.length // plan.block_size)
     fixed = Shapes(
@@ -148,8 +153,8 @@ def room(part: DecoderConfig, target: Target, plan: Plan, name: str) -> Room:
     """The memory of one device.
 
     Args:
-        part: what the device has of the model.
-        name: of the device, for the report.
+        part: the device's part of the model.
+        name: the device's name in the report.
     """
     model = on_one_device(part)
     weights = memory.nbytes(model.leaves)
@@ -166,7 +171,7 @@ def compile_step(model: Model, target: Target, plan: Plan, blocks: int, device: 
     """The compiled step of the largest bucket; None if it does not fit into the memory.
 
     Args:
-        device: to compile for, if the model has no mesh.
+        device: the device to compile for, if the model has no mesh.
     """
     attend = attention.attend(target.impl, model.config.attn_scale, drafts=False)
     step = make_step(model, attend, seed=0)
@@ -223,7 +228,11 @@ def _step_of(
     seconds: float,
     decodes: bool,
 ) -> Step:
-    """What a compiled program says of the step. output: the shapes that it returns."""
+    """The facts about a step that its compiled program has.
+
+    Args:
+        output: the shapes that the program returns.
+    """
     program = hlo.parse(compiled.as_text())
     stats = compiled.memory_analysis()
     n = model.placement.sizes.size if model.placement else 1
@@ -254,7 +263,8 @@ def _columns(output: Any, rows: int) -> int:
 def whole_arrays(program: hlo.Program, nbytes: int) -> Counter[str]:
     """Count the instructions with a result of so many bytes, in any shape, by kind.
 
-    The kind of a fusion is that of what it returns, because one that ends in a scatter is in place.
+    The kind of a fusion is the kind of its last instruction, because a fusion that ends in a
+    scatter is in place.
     """
     counts: Counter[str] = Counter()
     for site in hlo.sites(program):
@@ -268,12 +278,15 @@ def whole_arrays(program: hlo.Program, nbytes: int) -> Counter[str]:
 
 
 def compile_fitting(
-    model: Model, target: Target, plan: Plan, has: Room, device: Any, *, all_layers: bool
+    model: Model, target: Target, plan: Plan, device_room: Room, device: Any, *, all_layers: bool
 ) -> tuple[Step, int]:
     """Compile the step with as many blocks as fit and are of use, by the rules of an engine.
 
-    It is compiled again if its own memory is the limit, unless layers were left out: then it fits
-    in any case.
+    The step is compiled again if its own memory is the limit, unless layers were left out: then the
+    step fits in any case.
+
+    Args:
+        all_layers: whether no layer was left out.
 
     Returns:
         The step, and the number of blocks that fit.
@@ -283,16 +296,17 @@ def compile_fitting(
     """
     step = None
     compiled_blocks = 0
-    for compiled_blocks in (min(has.blocks(0), has.useful), FEW):
+    for compiled_blocks in (min(device_room.blocks(0), device_room.useful), FEW):
         step = compile_step(model, target, plan, compiled_blocks, device)
         if step is not None:
             break
     if step is None:
         raise no_room(
-            f"the compiler finds no room for a step beside {memory.size(has.weights)} of weights"
+            "the compiler finds no room for a step beside "
+            f"{memory.size(device_room.weights)} of weights"
         )
-    blocks = has.blocks(step.activations)
-    usable = min(blocks, has.useful)
+    blocks = device_room.blocks(step.activations)
+    usable = min(blocks, device_room.useful)
     if all_layers and usable != compiled_blocks:
         step = compile_step(model, target, plan, usable, device)
         if step is None:

@@ -32,10 +32,10 @@ CORES = {"v4": 2, "tpu7x": 2}  # devices of a chip; others have one
 class Target(NamedTuple):
     """A kind of chip to compile for.
 
-    platform: as `lower` calls it.
+    platform: the name of its platform for `lower`.
     memory: bytes that a program may use.
-    impl: of attention.
-    chip: its name among the simulator's.
+    impl: the implementation of attention.
+    chip: its name among the simulator's chips.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Target(NamedTuple):
         """The links between n devices; None for one device.
 
         Raises:
-            ValueError: they connect fewer devices, or are not known.
+            ValueError: the links connect fewer devices, or are not known.
         """
         network = CHIPS[self.chip].network
         if n == 1:
@@ -68,11 +68,11 @@ TARGETS = (*TPUS, *sorted(aot.TARGETS))
 
 
 def topology_of(target: Target, n: int, topology: str | None = None) -> str:
-    """The topology to compile for: the given one, or the smallest one with n devices.
+    """The topology to compile for: the given topology, or the smallest one with n devices.
 
     Raises:
-        ValueError: the given one is of another chip or has fewer devices, or none is known that has
-            as many.
+        ValueError: the given topology is of another chip or has fewer devices, or no topology with
+            n devices is known.
     """
     if topology is None:
         return _smallest(target, n)
@@ -91,7 +91,7 @@ def topology_of(target: Target, n: int, topology: str | None = None) -> str:
 
 
 def _smallest(target: Target, n: int) -> str:
-    """The smallest topology with n devices. Raises ValueError if none is known."""
+    """The smallest topology with n devices or more. Raises ValueError if none is known."""
     if target.platform == "cuda":
         return f"1x1x{n}"
     for shape in SHAPES[target.name]:
@@ -105,8 +105,9 @@ def _smallest(target: Target, n: int) -> str:
 
 
 def size(target: Target, topology: str) -> int:
-    """Devices of a topology."""
-    return CORES.get(target.name, 1) * prod(map(int, topology.split(":")[-1].split("x")))
+    """The number of devices of a topology."""
+    sides = topology.split(":")[-1].split("x")
+    return CORES.get(target.name, 1) * prod(map(int, sides))
 
 
 def what_is_missing(target: Target) -> str:

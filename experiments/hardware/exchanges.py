@@ -1,20 +1,22 @@
 """The exchanges of a compiled step: those in its program, those that it must have, and their time.
 
-A step of T tokens and R samples over n devices exchanges (docs/design/devices.md):
+A step of T tokens and R samples over n devices exchanges (docs/design/devices.md), with L layers,
+hidden size H and vocabulary V:
 
     all-reduce   T H numbers   2 L - 1 times: after attention and after the MLP of each layer but
                                the last, and the embedding
-    all-reduce   R H numbers   twice: the last layer's, of sampled tokens. In the branch for prompt
-                               log-probabilities, and where R is not less than T, they have T H
-                               numbers
+    all-reduce   R H numbers   twice: the last layer's sums, of sampled tokens. In the branch for
+                               prompt log-probabilities, and where R is not less than T, these sums
+                               have T H numbers
     all-to-all   R V/n         once, and once in the branch for prompt log-probabilities, of
                                PROMPT_TILE tokens
-    all-gather   R C           the same: C numbers of each sample
+    all-gather   R C           as often as the all-to-all: C numbers of each sample
 
 A program for steps of decodes alone has no such branch.
 
 A compiler may combine several exchanges into one instruction, or split one. Such a program is
-right, so numbers are compared and not instructions; a difference between the two is named.
+right, so numbers are compared and not instructions. A difference in the number of instructions is
+named, and is no error.
 """
 
 from __future__ import annotations
@@ -49,12 +51,12 @@ AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 class Collective(NamedTuple):
     """A collective instruction of a compiled program.
 
-    kind: with the number of devices, if it is not of all.
+    kind: with the number of devices, if not all devices take part.
     arrays: its operands, as text, and the dtype that the exchange itself rounds its result to.
     numbers, bytes: of one run, counted as `Exchange.bytes` is: an all-gather by its result, others
         by their operands.
-    times: runs of it in one run of the program.
-    branch: only in a branch of a conditional.
+    times: how often it runs in one run of the program.
+    branch: whether it is only in a branch of a conditional.
     """
 
     kind: str
@@ -93,7 +95,7 @@ class Required(NamedTuple):
 
 
 def collectives_of(program: hlo.Program, n: int) -> Counter[Collective]:
-    """The collective instructions of a program for n devices, with the number of equal ones."""
+    """The collective instructions of a program for n devices, each with the number of equal ones."""
     results = program.results
     counts: Counter[Collective] = Counter()
     for site in hlo.sites(program):
@@ -105,22 +107,22 @@ def collectives_of(program: hlo.Program, n: int) -> Counter[Collective]:
         group = group_size(instruction.attributes, n)
         copies = group if kind == "all-gather" else 1
         collective = Collective(
-            kind if group == n else f"{kind} of {group} devices",
-            _arrays_text(operands) + _rounding_text(instruction, operands),
-            copies * sum(array.numbers for array in operands),
-            copies * sum(array.nbytes for array in operands),
-            site.times,
-            site.branch,
+            kind=kind if group == n else f"{kind} of {group} devices",
+            arrays=_arrays_text(operands) + _rounding_text(instruction, operands),
+            numbers=copies * sum(array.numbers for array in operands),
+            bytes=copies * sum(array.nbytes for array in operands),
+            times=site.times,
+            branch=site.branch,
         )
         counts[collective] += 1
     return counts
 
 
 def _rounding_text(instruction: hlo.Instruction, operands: Sequence[hlo.Array]) -> str:
-    """The dtype of the result as text, "" if it is that of the operands.
+    """The dtype of the result as text; "" if it is the dtype of the operands.
 
-    A compiler may round in the exchange itself. Scalars are a part of its mechanism and do not
-    count.
+    A compiler may round in the exchange itself. Scalars are a part of the compiler's mechanism and
+    do not count.
     """
     dtypes = {array.dtype for array in instruction.results if array.dims}
     dtypes -= {array.dtype for array in operands}
@@ -143,9 +145,10 @@ def group_size(attributes: str, n: int) -> int:
 
 
 def _arrays_text(arrays: Sequence[hlo.Array]) -> str:
-    """Arrays as text, equal ones with their number."""
+    """Arrays as text, equal arrays with their number."""
     return ", ".join(
-        f"{array}" + f" x {count}" * (count > 1) for array, count in Counter(arrays).items()
+        f"{array} x {count}" if count > 1 else str(array)
+        for array, count in Counter(arrays).items()
     )
 
 
@@ -162,22 +165,28 @@ def required(
     """The exchanges that a step must have; () for one device.
 
     Args:
-        part: of the model, on one device.
+        part: one device's part of the model.
         tokens, samples: T and R.
-        columns: numbers of each sample that all devices get, and of each prompt token.
+        columns: how many numbers of each sample all devices get, and of each prompt token.
         decodes: the step is one of decodes alone.
     """
     if n == 1:
         return ()
-    rows, tile = (-(-count // n) * n for count in (samples, min(PROMPT_TILE, tokens)))
-    # the tokens of the last layer, in the two branches of the step
-    last = (samples, tokens) if samples < tokens else ()
+    # rows are padded, so that each device has equally many
+    rows = -(-samples // n) * n
+    tile = -(-min(PROMPT_TILE, tokens) // n) * n
+    num_sums = 2 * model.layers + 1  # two in each layer, and one of the embedding
+    # the tokens of the last layer, in the two branches of the step; () if it has no branches
+    last = ()
+    if samples < tokens:
+        last = (samples, tokens)
+        num_sums -= 2
     prompts = (
         Required("all-to-all", part.vocab_size * tile, branch=True),
         Required("all-gather", columns[1] * tile, branch=True),
     )
     return (
-        Required("all-reduce", model.hidden * tokens, 2 * model.layers + 1 - 2 * bool(last)),
+        Required("all-reduce", model.hidden * tokens, num_sums),
         *(Required("all-reduce", model.hidden * count, 2, branch=True) for count in last),
         Required("all-to-all", part.vocab_size * rows),
         Required("all-gather", columns[0] * rows),
@@ -199,22 +208,21 @@ def differences(program: Mapping[Collective, int], must: Sequence[Required]) -> 
     """The differences of a program, by the kind of exchange and by whether it is in a branch.
 
     Args:
-        program: its collectives, with the number of equal ones.
+        program: its collectives, each with the number of equal ones.
         must: the exchanges that it must have.
     """
     all_differences = []
     places = {(exchange.kind, exchange.branch) for exchange in (*program, *must)}
     for place in sorted(places):
         kind, branch = place
-        difference = _difference(
-            f"{kind}{' in a branch' * branch}",
-            {
-                collective: count
-                for collective, count in program.items()
-                if (collective.kind, collective.branch) == place
-            },
-            [exchange for exchange in must if (exchange.kind, exchange.branch) == place],
-        )
+        name = f"{kind} in a branch" if branch else kind
+        present = {
+            collective: count
+            for collective, count in program.items()
+            if (collective.kind, collective.branch) == place
+        }
+        required_here = [exchange for exchange in must if (exchange.kind, exchange.branch) == place]
+        difference = _difference(name, present, required_here)
         if difference:
             all_differences.append(difference)
     return all_differences
@@ -223,7 +231,7 @@ def differences(program: Mapping[Collective, int], must: Sequence[Required]) -> 
 def _difference(
     name: str, program: Mapping[Collective, int], must: Sequence[Required]
 ) -> Difference | None:
-    """The difference in exchanges of one kind, if there is one. name: of this kind."""
+    """The difference in the exchanges of one kind; None if there is none. name: of the kind."""
     has = sum(collective.numbers * count for collective, count in program.items())
     needs = sum(exchange.numbers * exchange.times for exchange in must)
     instructions = sum(program.values())
@@ -246,24 +254,27 @@ def _difference(
 def seconds(program: Mapping[Collective, int], n: int, network: Network) -> float:
     """The time on the links of the exchanges of a step without prompt log-probabilities.
 
-    Of the sums in a branch, those of the fewest numbers count. The others belong to prompt
+    Of the sums in a branch, the sums of the fewest numbers count. The others belong to prompt
     log-probabilities, as other exchanges in a branch do. Kinds that no step must have count as
     nothing: `differences` names them.
     """
-    sums = [
-        collective.numbers
-        for collective in program
-        if collective.branch and collective.kind == "all-reduce"
-    ]
-    return sum(
-        collectives.seconds(_exchange(collective, runs(collective, count)), n, network)
-        for collective, count in program.items()
-        if collective.kind in KNOWN
-        and (
-            not collective.branch
-            or (collective.kind == "all-reduce" and collective.numbers == min(sums))
-        )
+    fewest = min(
+        (
+            collective.numbers
+            for collective in program
+            if collective.branch and collective.kind == "all-reduce"
+        ),
+        default=0,
     )
+    total = 0.0
+    for collective, count in program.items():
+        is_sum_of_samples = collective.kind == "all-reduce" and collective.numbers == fewest
+        if collective.branch and not is_sum_of_samples:
+            continue
+        if collective.kind in KNOWN:
+            exchange = _exchange(collective, runs(collective, count))
+            total += collectives.seconds(exchange, n, network)
+    return total
 
 
 def seconds_of_layers(
@@ -285,7 +296,7 @@ def runs(collective: Collective, count: int) -> int:
 
 
 def table(program: Mapping[Collective, int], n: int, network: Network) -> str:
-    """The exchanges as lines to print: times, kind and arrays, bytes of all of them, and time."""
+    """The exchanges as lines to print: how often, kind and arrays, bytes in all, and time."""
     lines = []
     for collective, count in sorted(
         program.items(), key=lambda item: (item[0].branch, item[0].kind, item[0].arrays)

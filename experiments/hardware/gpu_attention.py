@@ -7,8 +7,8 @@ checks that they are right.
 
 1. Limits of the card: bytes/s of a copy (read + written) and of reading, and FLOP/s of a bfloat16 product of 8192 x
    8192 matrices.
-2. Decode: bytes of keys and values read over time, as a share of the copy's bytes/s. So are rows of 2 to 8 query
-   tokens, decodes with drafts to verify, and the ratio of their time to that of a decode of as many rows and tokens.
+2. Decode: bytes of keys and values read over time, as a share of the copy's bytes/s. The same for rows of 2 to 8 query
+   tokens, which are decodes with drafts to verify, and their time over that of a decode of as many rows and tokens.
 3. Chunks: causal FLOPs over time, as a share of the product's FLOP/s.
 
 The alternatives, if installed: plain XLA ("xla"), JAX's Triton kernel (deprecated), cuDNN through
@@ -50,6 +50,8 @@ ROUNDS = 9
 BEYOND_L2 = 128 << 20  # least bytes of the caches of a measurement
 
 
+# Shape(rows, queries of a row, context tokens, key/value heads, queries of a key/value head, head
+#       size, block size)
 DECODES = [
     *(Shape(64, 1, 4096, 8, 4, 128, s) for s in pallas_gpu.BLOCK_SIZES),
     *(
@@ -61,7 +63,7 @@ DECODES = [
     Shape(256, 1, 1024, 4, 8, 64, 16),
     Shape(64, 1, 1024, 3, 3, 64, 16),  # SmolLM2-135M
 ]
-VERIFIED = [  # for each number of rows the decode first, with which the others are compared
+VERIFIED = [  # for each number of rows, first the decode that the others are compared with
     *(Shape(64, queries, 2048, 8, 4, 128, 16) for queries in (1, 4, 8)),
     *(Shape(1, queries, 2048, 8, 4, 128, 16) for queries in (1, 4, 8)),
 ]
@@ -71,8 +73,8 @@ CHUNKS = [
     Shape(4, 512, 8192, 8, 4, 128, 16),
     Shape(16, 128, 1024, 3, 3, 64, 16),
 ]
-# Where alternatives are timed too. Elsewhere it is the kernels alone: alternatives have no blocks,
-# or take minutes.
+# Shapes at which alternatives are timed too. At other shapes only the kernels are timed:
+# alternatives have no blocks, or take minutes.
 COMPARED = [
     *(Shape(64, 1, 4096, 8, 4, d, 16) for d in (128, 64)),
     Shape(8, 1, 8192, 8, 4, 128, 16),
@@ -103,7 +105,8 @@ def limits(numbers: int = 1 << 30, side: int = 8192) -> dict[str, float]:
         "copy_by_driver_bytes_per_s": 2 * big.nbytes / times_of(jnp.copy, big).wall,
     }
     read = times_of(lambda x: x.reshape(-1, 1 << 12).max(1), big).seconds
-    a, b = (jax.random.normal(jax.random.key(i), (side, side), jnp.bfloat16) for i in range(2))
+    a = jax.random.normal(jax.random.key(0), (side, side), jnp.bfloat16)
+    b = jax.random.normal(jax.random.key(1), (side, side), jnp.bfloat16)
     product = times_of(lambda a, b: a @ b, a, b).seconds
     rates = {"read_bytes_per_s": big.nbytes / read, "product_flops_per_s": 2 * side**3 / product}
     return {"copy_bytes_per_s": max(copies.values()), **copies, **rates}
@@ -150,8 +153,8 @@ def triton(shape: Shape) -> Contender:
 def causal_from_first_key(shape: Shape) -> bool:
     """Whether the usual causal mask is right, in which query i sees the keys 0 to i.
 
-    It is right if queries and keys are as many. One query of a decode sees all keys and needs no
-    mask. Else the queries are the last tokens of the context, so query i sees the keys 0 to
+    It is right if there are as many queries as keys. The query of a decode sees all keys and needs
+    no mask. Else the queries are the last tokens of the context, so query i sees the keys 0 to
     context - queries + i; `jax.nn.dot_product_attention` and torch's scaled_dot_product_attention
     have no such mask.
     """
@@ -179,14 +182,13 @@ def mosaic(shape: Shape, keys: int) -> Contender:
 
 
 def contiguous(shape: Shape, seed: int, dtype: str = "bfloat16") -> tuple[jax.Array, ...]:
-    keys = jax.random.split(jax.random.key(seed), 3)
-    q = jax.random.normal(
-        keys[0], (shape.rows, shape.queries, shape.heads * shape.group, shape.d), dtype
-    )
-    k, v = (
-        jax.random.normal(k, (shape.rows, shape.context, shape.heads, shape.d), dtype)
-        for k in keys[1:]
-    )
+    """Random queries, keys and values: q [B, T, N, D], k [B, C, K, D], v [B, C, K, D]."""
+    q_seed, k_seed, v_seed = jax.random.split(jax.random.key(seed), 3)
+    q_shape = (shape.rows, shape.queries, shape.heads * shape.group, shape.d)
+    kv_shape = (shape.rows, shape.context, shape.heads, shape.d)
+    q = jax.random.normal(q_seed, q_shape, dtype)
+    k = jax.random.normal(k_seed, kv_shape, dtype)
+    v = jax.random.normal(v_seed, kv_shape, dtype)
     return q, k, v
 
 
@@ -201,11 +203,11 @@ def torch_times(shape: Shape, copies: int) -> Times:
     def tensor(tokens: int, heads: int):
         return torch.randn(shape.rows, heads, tokens, shape.d, dtype=torch.bfloat16, device="cuda")
 
-    n = shape.heads * shape.group
-    sets = [
-        (tensor(shape.queries, n), *(tensor(shape.context, shape.heads) for _ in "kv"))
-        for _ in range(copies)
-    ]
+    def queries_keys_values() -> tuple[Any, Any, Any]:
+        queries = tensor(shape.queries, shape.heads * shape.group)
+        return queries, tensor(shape.context, shape.heads), tensor(shape.context, shape.heads)
+
+    sets = [queries_keys_values() for _ in range(copies)]
     call: Any = partial(
         functional.scaled_dot_product_attention, enable_gqa=True, is_causal=shape.queries > 1
     )
@@ -213,7 +215,8 @@ def torch_times(shape: Shape, copies: int) -> Times:
         call(*arrays)
     times = []
     for _ in range(ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         begin.record()
         for arrays in sets:
             call(*arrays)
@@ -241,9 +244,8 @@ def contenders(shape: Shape) -> dict[str, Callable[[], Contender]]:
 
 
 def is_decode(shape: Shape) -> bool:
-    """Whether the time of a shape is that of reading keys and values.
-
-    It is for a decode, and for a row with a few drafts.
+    """Whether the time of a shape is that of reading keys and values: of a decode, or of a row with
+    a few drafts.
     """
     return shape.queries <= SHORT[-1]
 
@@ -289,7 +291,7 @@ def compile_rows(
     Nothing is timed meanwhile, because XLA tries programs on the GPU.
 
     Args:
-        names: of the contenders; None is the kernels, and all others at the shapes of COMPARED.
+        names: the names of the contenders; None: the kernels, and at the shapes of COMPARED all.
     """
 
     def compile_row(shape: Shape, name: str, make: Callable[[], Contender] | None) -> Row:
@@ -336,7 +338,8 @@ def measure(row: Row, card: dict[str, float]) -> dict[str, Any]:
                 row.program, [row.contender.make(shape, seed) for seed in range(copies)], ROUNDS
             )
     except Exception as error:
-        result["error"] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        first_line, *_ = str(error).strip().splitlines() or [""]
+        result["error"] = f"{type(error).__name__}: {first_line}"
         print(f"  {row.name:30} {result['error'][:100]}", flush=True)
         return result
     if is_decode(shape):

@@ -153,9 +153,9 @@ def profile(engine: Engine, requests: Sequence[Request], steps: int) -> dict[str
 
 
 def last_call(engine: Engine) -> tuple[Any, Any]:
-    """Make a step. Returns the last program that it called, and its arguments.
+    """Make a step. Returns the last program that the step called, and the program's arguments.
 
-    The cache among these is gone: the program has updated it in place.
+    The cache among the arguments is gone: the program has updated it in place.
     """
     compiled = engine.runtime.programs
     calls = []
@@ -183,7 +183,7 @@ def breakdown(engine: Engine, requests: Sequence[Request], calls: int = 30) -> d
     """
     decode_all(engine, requests)
     program, (leaves, _, batch) = last_call(engine)
-    cache = engine._cache()  # what that call left
+    cache = engine._cache()  # the cache that this call returned
     on_device = [jax.device_put(batch) for _ in range(2)]
     ways = {
         "device arrays": on_device[:1],
@@ -217,25 +217,28 @@ def kernels_of(trace: Any) -> Iterable[tuple[float, float, str]]:
 
 
 def busy(kernels: Sequence[tuple[float, float, str]]) -> dict[str, float]:
-    """The time from the first kernel's begin to the last one's end, and the share in which none
-    runs."""
+    """The time from the beginning of the first kernel to the end of the last, and the share of this
+    time in which no kernel runs.
+
+    Args:
+        kernels: (begin, end, name) of each kernel, in nanoseconds, in the order of their begins.
+    """
     if not kernels:
         return {}
     covered = 0.0
-    until = kernels[0][0]
+    covered_until = kernels[0][0]
     for begin, end, _ in kernels:
-        covered += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    duration = until - kernels[0][0]
+        covered += max(0.0, end - max(begin, covered_until))
+        covered_until = max(covered_until, end)
+    duration = covered_until - kernels[0][0]
     return {"traced_s": duration / 1e9, "idle": 1 - covered / duration, "launches": len(kernels)}
 
 
 def by_name(
     kernels: Sequence[tuple[float, float, str]], steps: int, limit: int = 25
 ) -> list[dict[str, Any]]:
-    """The `limit` kernels that take most of a step's time.
-
-    Each has its launches and its microseconds in a step.
+    """The `limit` kernels that take most of a step's time, each with its launches and microseconds
+    in a step.
     """
     durations: dict[str, list[float]] = {}
     for begin, end, name in kernels:

@@ -5,8 +5,8 @@
     python -m experiments.hardware.gpu_goldens --rehearse  # on a CPU: its implementations, in float32
 
 The reference is tests/goldens/greedy.json: greedy continuations of SmolLM2-135M by transformers, in
-float32 on a CPU. For each dtype, one engine has the kernels and one has plain XLA. Each runs in a
-process of its own.
+float32 on a CPU. For each dtype, one engine has the kernels and one has plain XLA. Each engine runs
+in a process of its own.
 
 forced     The prompt with its golden continuation is a prompt. The log-probabilities of the golden
            tokens are compared with the reference: mean and largest difference. This runs chunks.
@@ -55,7 +55,7 @@ BUDGET = 512
 
 
 class Job(NamedTuple):
-    """One engine, and what it is compared with. tokens: of each continuation."""
+    """One engine, and what it is compared with. tokens: how many of each continuation."""
 
     dtype: str
     impl: str
@@ -86,7 +86,7 @@ def run_job(job: Job) -> dict[str, Any]:
     )
     startup = time.perf_counter() - start
     return {
-        # first, so that no prompt is in the cache yet
+        # this is first, so that no prompt is in the cache yet
         "decoded": greedy_differences(llm, job.goldens, job.tokens),
         "forced": forced_differences(llm, job.goldens, job.tokens),
         "device": jax.devices()[0].device_kind,
@@ -121,8 +121,8 @@ def greedy_differences(
 ) -> dict[str, Any]:
     """Continue all prompts greedily.
 
-    Returns the differences of log-probabilities, how many continuations are the golden ones, and
-    where the others differ first.
+    Returns the differences of log-probabilities, how many continuations equal the golden ones, and
+    where each other continuation first differs.
     """
     from pagedjax import SamplingParams
 
@@ -159,7 +159,9 @@ def greedy_differences(
 
 
 def differences(errors: Sequence[float]) -> dict[str, float]:
-    """The mean and the largest absolute error; infinite if one is not finite, or there is none."""
+    """The mean and the largest absolute error; infinite if an error is not finite, or there is no
+    error.
+    """
     sizes = np.abs(np.array(errors, np.float64))
     if not sizes.size or not np.isfinite(sizes).all():
         return {"mean": float("inf"), "largest": float("inf")}

@@ -4,13 +4,13 @@
     python -m experiments.hardware.gpu_numerics --every 7      # a seventh of the shapes
     python -m experiments.hardware.gpu_numerics --rehearse     # two shapes, interpreted on a CPU; needs JAX 0.11 too
 
-Every head size, block size and 5 group sizes, each as one ragged batch of decodes, short rows and
-chunks, in bfloat16, against float64 on the host. Every fifth shape also has a window and a soft
-cap. Slots outside all contexts are NaN.
+Every head size and block size with 5 group sizes is one ragged batch of decodes, short rows and
+chunks. The kernels' bfloat16 is compared with float64 on the host. Every fifth shape also has a
+window and a soft cap. Slots outside all contexts are NaN.
 
-Compilers are slow and cores are many, so the shapes are shared among processes. Each has its own
-context on the GPU; a kernel that hangs stops one process, and the others end. Results are written
-as they come.
+Compilers are slow and cores are many, so the shapes are shared among processes. Each process has
+its own context on the GPU; a kernel that hangs stops one process, and the others end. Results are
+written as they come.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from pallas_kernels.shared.device import device_kind
 from pallas_kernels.tiles import Tiles
 
 GROUPS = (1, 3, 4, 8, 16)
-# of the largest value: an element of bfloat16 has 8 bits, and weights are rounded too
+# the largest error, over the largest value: a bfloat16 has 8 bits, and weights are rounded too
 TOLERANCE = 2.0**-6
-# decodes in a call of their own, with this `min_split`
+# kind of decodes in a call of their own -> `min_split` of this call
 ALONE = {"decodes alone": 1 << 30, "decodes alone, in parts": 64}
+# kind of a row -> its fewest and its most queries
 KINDS = {
     "decode": (1, 1),
     "rows of 2 to 4": (2, 4),
@@ -48,7 +49,10 @@ KINDS = {
 
 
 class Case(NamedTuple):
-    """One call of the kernels: its shape and its options."""
+    """One call of the kernels: its shape and its options.
+
+    d: head size. s: block size. group: query heads of a key/value head.
+    """
 
     d: int
     s: int
@@ -111,7 +115,7 @@ def cases(every: int = 1) -> Iterator[Case]:
     for i, shape in enumerate(shapes):
         if i % every == 0:
             yield shape
-            if i % 5 == i // 5 % 5:  # every group size in turn
+            if i % 5 == i // 5 % 5:  # one of five shapes, with every group size in turn
                 yield shape._replace(window=33)
                 yield shape._replace(soft_cap=5.0)
 
@@ -145,11 +149,14 @@ def batch_of(case: Case, heads: int) -> Batch:
 
     d, s, group = case[:3]
     rng = np.random.default_rng(hash(case[:3]) & 0xFFFF)
-    counts, lengths = (np.array(column, np.int32) for column in zip(*case.rows(), strict=True))
+    counts, lengths = np.array(case.rows(), np.int32).T
     b = len(lengths)
     width = -(-int(lengths.max()) // s)
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    random_bf16 = lambda *shape: rng.standard_normal(shape).astype(jnp.bfloat16)  # noqa: E731
+
+    def random_bf16(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(jnp.bfloat16)
+
     q = random_bf16(first[-1] + 5, heads * group, d)
     k = random_bf16(b, width * s, heads, d)
     v = random_bf16(b, width * s, heads, d)
@@ -201,7 +208,7 @@ def errors(case: Case, heads: int = 2, impl: Any = None) -> dict[str, float]:
     batch = batch_of(case, heads)
     outputs = outputs_by_row(case, batch, impl)
     largest_errors = dict.fromkeys((*KINDS, *ALONE), 0.0)
-    largest = 0.0
+    largest_value = 0.0
     for row, length in enumerate(batch.lengths):
         if not outputs[row]:
             continue
@@ -212,8 +219,8 @@ def errors(case: Case, heads: int = 2, impl: Any = None) -> dict[str, float]:
             if not np.isfinite(output).all():
                 error = float("inf")
             largest_errors[kind] = max(largest_errors[kind], error)
-        largest = max(largest, float(np.abs(expected).max()))
-    return {kind: error / max(1.0, largest) for kind, error in largest_errors.items()}
+        largest_value = max(largest_value, float(np.abs(expected).max()))
+    return {kind: error / max(1.0, largest_value) for kind, error in largest_errors.items()}
 
 
 def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, group: int, case: Case) -> np.ndarray:
@@ -223,21 +230,23 @@ def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, group: int, case: Case) -
     """
     count = len(q)
     length = len(k)
-    keys, values = (a.astype(np.float64).repeat(group, 1) for a in (k, v))
-    x = np.einsum("qnd,cnd->nqc", q.astype(np.float64), keys) * case.d**-0.5
+    keys = k.astype(np.float64).repeat(group, 1)
+    values = v.astype(np.float64).repeat(group, 1)
+    scores = np.einsum("qnd,cnd->nqc", q.astype(np.float64), keys) * case.d**-0.5
     if case.soft_cap is not None:
-        x = case.soft_cap * np.tanh(x / case.soft_cap)
+        scores = case.soft_cap * np.tanh(scores / case.soft_cap)
     distance = np.arange(length - count, length)[:, None] - np.arange(length)
     visible = (distance >= 0) & (distance < (case.window or length))
-    x = np.where(visible, x, -np.inf)
-    p = np.exp(x - x.max(-1, keepdims=True))
-    return np.einsum("nqc,cnd->qnd", p / p.sum(-1, keepdims=True), values)
+    scores = np.where(visible, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("nqc,cnd->qnd", weights, values)
 
 
 def check_case(case: Case, anywhere: bool = False) -> dict[str, Any]:
-    """The case with its errors, or with the reason why there are none.
+    """The case with its errors, or with the reason why it has none.
 
-    anywhere: also where there is no such GPU.
+    anywhere: check also on a device that is no such GPU.
     """
     start = time.perf_counter()
     report: dict[str, Any] = {"case": str(case)[4:], **case._asdict()}

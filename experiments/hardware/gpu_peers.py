@@ -4,12 +4,12 @@ batching, on torch.
     python -m experiments.hardware.gpu_peers --json peers.json
 
 Model, dtype and requests are those of `gpu_engine`: a Llama of random weights, nano-vllm's lengths,
-all requests at once, and every request ends at its own length. Its figures are output tokens/s and
-seconds, as there. transformers has its own choice of blocks and budget; it fills the memory of the
-GPU with its cache.
+all requests at once, and every request ends at its own length. The figures are output tokens/s and
+seconds, as in `gpu_engine`. transformers has its own choice of blocks and budget; it fills the
+memory of the GPU with its cache.
 
-vLLM is not here: what it needs is not on every machine. `experiments.bench.peers` has an adapter
-for it.
+vLLM is not measured here: what it needs is not on every machine. `experiments.bench.peers` has an
+adapter for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from experiments.bench.harness import arguments_of, at_least_1, bench_parser, wr
 from experiments.bench.random_llama import SHAPES
 from experiments.hardware.gpu_engine import Request, requests_of
 
-NO_PREFIX = (5, 23)  # the first transformers whose paged attention has no name of its own
+NO_PREFIX = (5, 23)  # from this version on, transformers names its paged attention without "paged|"
 WARM = 8  # requests before the timed ones
 # On a CPU transformers would take nine tenths of the machine's memory for its cache, whoever else
 # needs it.
@@ -57,7 +57,7 @@ def serve(model: Any, requests: Sequence[Request], seconds: float) -> dict[str, 
     """The figures of all requests, served at once, after some that warm the engine up.
 
     Raises:
-        RuntimeError: a request has not as many tokens as it asked for, or the time is over.
+        RuntimeError: a request got another number of tokens than it asked for, or the time is over.
     """
     import transformers
 
@@ -93,10 +93,10 @@ def run_requests(manager: Any, requests: Sequence[Request], name: str, end: floa
 
     Args:
         name: the first word of the requests' ids.
-        end: of the command's time, by time.perf_counter.
+        end: when the command's time is over, by time.perf_counter.
     """
     start = time.perf_counter()
-    waiting = {}  # output tokens by request id
+    waiting = {}  # id of a request that has not ended -> the output tokens that it asked for
     for i, (prompt, tokens) in enumerate(requests):
         request_id = f"{name} {i}"
         waiting[request_id] = tokens
@@ -111,11 +111,11 @@ def run_requests(manager: Any, requests: Sequence[Request], name: str, end: floa
         output = manager.get_result(timeout=min(seconds_left, 5.0))
         if output is None or not output.is_finished():
             continue
-        tokens = waiting.pop(output.request_id)
-        if len(output.generated_tokens) != tokens:
+        asked = waiting.pop(output.request_id)
+        if len(output.generated_tokens) != asked:
             raise RuntimeError(
                 f"{output.request_id} has {len(output.generated_tokens)} tokens "
-                f"and asked for {tokens}"
+                f"and asked for {asked}"
             )
     return time.perf_counter() - start
 

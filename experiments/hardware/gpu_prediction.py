@@ -1,5 +1,5 @@
-"""How well does a simulation predict runs on this GPU? Study 010
-(experiments/studies/010_prediction) with its kernels.
+"""How well does a simulation predict runs on this GPU? It is study 010
+(experiments/studies/010_prediction) with the GPU's kernels.
 
     python -m experiments.hardware.gpu_prediction --json prediction.json
     python -m experiments.hardware.gpu_prediction --model SmolLM2-135M-Instruct.Q4_1.gguf
@@ -7,8 +7,8 @@
 
 The steps of one run are fitted, and other runs are predicted: other requests, other arrivals, and a
 smaller budget, which needs a second engine. The study's engine with blocks of 128 is left out,
-because compiling an engine takes long. Nothing is written over the study's kept findings, which are
-of a CPU.
+because compiling an engine takes long. The study's kept findings are those of a CPU, and stay as
+they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,10 @@ RUNS = ("four fifths of the load", "budget of 64", "other requests", "half the l
 
 def summary(study: Any, runs_by_name: Mapping[str, Any], fit_error: float) -> dict[str, Any]:
     """The mean errors in per cent by metric, and the values of every run and repeat."""
-    mean = lambda values: round(statistics.fmean(values), 3) if values else None  # noqa: E731
+
+    def mean(values: Sequence[float]) -> float | None:
+        return round(statistics.fmean(values), 3) if values else None
+
     fitted = runs_by_name[study.FIT]
     return {
         "fit_error": fit_error,
@@ -45,17 +48,19 @@ def summary(study: Any, runs_by_name: Mapping[str, Any], fit_error: float) -> di
             }
             for metric, path in study.METRICS.items()
         },
-        "runs": {
-            name: {
-                metric: {
-                    way: [study.dig(repeat, path) for repeat in summaries]
-                    for way, summaries in runs._asdict().items()
-                }
-                for metric, path in study.METRICS.items()
-            }
-            for name, runs in runs_by_name.items()
-        },
+        "runs": {name: _values(study, runs) for name, runs in runs_by_name.items()},
     }
+
+
+def _values(study: Any, runs: Any) -> dict[str, dict[str, list[Any]]]:
+    """The values of a run: of each metric, by the way they were made, one for each repeat."""
+    values = {}
+    for metric, path in study.METRICS.items():
+        values[metric] = {
+            way: [study.dig(repeat, path) for repeat in summaries]
+            for way, summaries in runs._asdict().items()
+        }
+    return values
 
 
 def main(argv: list[str] | None = None) -> int:

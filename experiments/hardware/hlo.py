@@ -47,9 +47,10 @@ class Array(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Without the padding of its layout. Types of less than 8 bits are rounded up."""
-        bits = re.search(r"\d+", self.dtype)  # "pred" has none, and a byte
-        return self.numbers * (-(-int(bits[0]) // 8) if bits else 1)
+        """The bytes, without the padding of a layout. A number of less than 8 bits takes a byte."""
+        bits = re.search(r"\d+", self.dtype)  # "pred" names no bits, and takes a byte
+        number_bytes = -(-int(bits[0]) // 8) if bits else 1
+        return self.numbers * number_bytes
 
 
 class Instruction(NamedTuple):
@@ -58,7 +59,7 @@ class Instruction(NamedTuple):
     results: the arrays of its result, which may be a tuple.
     operands: the names of the instructions whose results it takes.
     attributes: the rest of the line.
-    root: its result is that of the computation.
+    root: whether its result is the result of the computation.
     """
 
     name: str
@@ -86,10 +87,10 @@ class Program(NamedTuple):
 class Site(NamedTuple):
     """An instruction where it runs.
 
-    times: runs in one run of the program. A loop whose length the compiler does not print counts as
-    one.
-    branch: it is in a branch of a conditional, so it may not run.
-    fused: it is a part of a fusion, and its result is no array in memory.
+    times: how often it runs in one run of the program. A loop whose length the compiler does not
+        print counts as one turn.
+    branch: whether it is in a branch of a conditional, so that it may not run.
+    fused: whether it is a part of a fusion, so that its result is no array in memory.
     """
 
     instruction: Instruction
@@ -125,7 +126,7 @@ def parse(text: str) -> Program:
 
 
 def _instruction(match: re.Match[str]) -> Instruction | None:
-    """The instruction of a line; None if the line has no opcode. match: that of INSTRUCTION."""
+    """The instruction of a line; None if the line has no opcode. match: the match of INSTRUCTION."""
     text = match[3]  # "shape opcode(operands), attributes"
     shape_end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
     opcode = OPCODE.match(text, shape_end)
@@ -134,7 +135,12 @@ def _instruction(match: re.Match[str]) -> Instruction | None:
     close = _closing(text, opcode.end() - 1)
     operands = tuple(re.findall(r"%([\w.-]+)", text[opcode.end() : close]))
     return Instruction(
-        match[2], opcode[1], arrays(text[:shape_end]), operands, text[close + 1 :], bool(match[1])
+        name=match[2],
+        opcode=opcode[1],
+        results=arrays(text[:shape_end]),
+        operands=operands,
+        attributes=text[close + 1 :],
+        root=bool(match[1]),
     )
 
 
@@ -142,7 +148,10 @@ def _closing(text: str, start: int) -> int:
     """The index of the parenthesis that closes the one at `start`."""
     depth = 0
     for index in range(start, len(text)):
-        depth += (text[index] == "(") - (text[index] == ")")
+        if text[index] == "(":
+            depth += 1
+        elif text[index] == ")":
+            depth -= 1
         if depth == 0:
             return index
     raise ValueError(f"a parenthesis is not closed in {text[start : start + 60]!r}")
@@ -159,13 +168,14 @@ def arrays(shape: str) -> tuple[Array, ...]:
 
 def sites(program: Program) -> Iterator[Site]:
     """Every instruction that one run of the program may execute."""
-    yield from _sites(program, program.entry, Site(program.computations[program.entry][0]))
+    first, *_ = program.computations[program.entry]
+    yield from _sites(program, program.entry, Site(first))
 
 
 def _sites(program: Program, computation: str, site: Site) -> Iterator[Site]:
     """Every instruction that one run of a computation may execute.
 
-    site: one in the computation. Its times, branch and fusion are those of every instruction.
+    site: any site in the computation; all of them have the same `times`, `branch` and `fused`.
     """
     for instruction in program.computations[computation]:
         yield site._replace(instruction=instruction)
@@ -188,7 +198,7 @@ def called(instruction: Instruction) -> tuple[str, ...]:
 
 
 def trips(instruction: Instruction) -> int:
-    """How often a loop runs its body; 1 if it is not printed, and for what is no loop."""
+    """How often a loop runs its body; 1 if the compiler does not print it, or if there is no loop."""
     count = TRIPS.search(instruction.attributes) if instruction.opcode == "while" else None
     return int(count[1]) if count else 1
 

@@ -1,9 +1,9 @@
 """Launches of the host in one run of a program for a GPU, from the compiler's text and its log.
 
-A launch is an instruction of the program that is a kernel, or a copy. Those in a branch may not run
-and are not counted; those in a loop run as often as its body, where the compiler prints how often.
-XLA joins launches into CUDA graphs, of which the host launches each once. It says so in its log
-(`graphs`).
+A launch is an instruction of the program that is a kernel, or a copy. Launches in a branch may not
+run and are not counted. Launches in a loop run as often as the loop's body, if the compiler prints
+how often. XLA joins launches into CUDA graphs, and the host launches each graph once. XLA's log
+says how many graphs there are (`graphs`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GRAPH = "Creating command buffer thunk with the following thunks"
 
 
 class Kind(NamedTuple):
-    """Launches of one kind: their number, and the bytes of what they return."""
+    """Launches of one kind: their number, and the bytes of their results."""
 
     name: str
     launches: int
@@ -45,37 +45,30 @@ def kinds(program: hlo.Program) -> tuple[Kind, ...]:
     """The launches by kind, the most frequent first.
 
     A kind is the compiler's name without its number: "gemm_fusion_dot", "input_scatter_fusion". The
-    bytes are those of whole results, also of one that is updated in place.
+    bytes are those of whole results, also of a result that is updated in place.
     """
     launches: dict[str, int] = {}
     nbytes: dict[str, int] = {}
     for instruction, times in _launches(hlo.sites(program)):
-        name = (
-            ATTENTION
-            if "mosaic_gpu" in instruction.attributes
-            else SUFFIX.sub("", instruction.name)
-        )
+        name = SUFFIX.sub("", instruction.name)
+        if "mosaic_gpu" in instruction.attributes:
+            name = ATTENTION
+        result_bytes = sum(array.nbytes for array in instruction.results)
         launches[name] = launches.get(name, 0) + times
-        nbytes[name] = nbytes.get(name, 0) + times * sum(
-            array.nbytes for array in instruction.results
-        )
-    return tuple(
-        sorted(
-            (Kind(name, n, nbytes[name]) for name, n in launches.items()),
-            key=lambda kind: -kind.launches,
-        )
-    )
+        nbytes[name] = nbytes.get(name, 0) + times * result_bytes
+    all_kinds = [Kind(name, count, nbytes[name]) for name, count in launches.items()]
+    return tuple(sorted(all_kinds, key=lambda kind: -kind.launches))
 
 
 def _launches(sites: Iterable[hlo.Site]) -> Iterable[tuple[hlo.Instruction, int]]:
-    """Yields the instructions that are launches, each with its runs in one run of the program."""
+    """Yields the instructions that are launches, each with how often it runs in a program's run."""
     for site in sites:
         if not site.fused and not site.branch and site.instruction.opcode not in NOTHING:
             yield site.instruction, site.times
 
 
 def log_graphs() -> None:
-    """Have XLA log its graphs. It reads this when it is loaded, so before a backend starts."""
+    """Have XLA log its graphs. Call it before a backend starts: XLA reads this when it is loaded."""
     os.environ["TF_CPP_VMODULE"] = LOGGED
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
 
@@ -83,18 +76,23 @@ def log_graphs() -> None:
 def graphs(log: str) -> int | None:
     """The CUDA graphs of a program, by what the compiler printed; None if it logged nothing.
 
-    With one, the whole program is a graph: branches that could not be in one would have graphs of
-    their own.
+    If there is one graph, it is the whole program: branches that could not be in it would have
+    graphs of their own.
     """
     count = log.count(GRAPH)
     return count if count or "command_buffer_conversion_pass" in log else None
 
 
 def lines(by_kind: tuple[Kind, ...], graph_count: int | None, most_kinds: int = 12) -> str:
-    """The launches as lines to print. most_kinds: those that have a line each; the others share
-    one."""
+    """The launches as lines to print.
+
+    Args:
+        most_kinds: how many kinds have a line each; the other kinds share a line.
+    """
     total = sum(kind.launches for kind in by_kind)
-    note = "" if graph_count is None else f", in {graph_count} CUDA graph{'s' * (graph_count != 1)}"
+    note = ""
+    if graph_count is not None:
+        note = f", in {graph_count} CUDA graph{'' if graph_count == 1 else 's'}"
     rows = [f"{total} launches outside of branches{note}:"]
     if len(by_kind) > most_kinds:
         launches = sum(kind.launches for kind in by_kind[most_kinds:])

@@ -83,15 +83,16 @@ def parts(
     """All parts of a session.
 
     Args:
-        name: of the device.
-        model: of `goldens` and `predict`.
+        name: the device's name.
+        model: the model of `goldens` and `predict`.
         limits: seconds by the name of a part.
     """
 
     def part(part_name: str, module: str, *options: str, must: bool = False) -> Part:
-        json_file = str(out / f"{part_name}.json")
-        arguments = (module, *options, "--json", json_file, *["--rehearse"] * rehearse)
-        return Part(part_name, arguments, limits[part_name], must)
+        arguments = [module, *options, "--json", str(out / f"{part_name}.json")]
+        if rehearse:
+            arguments.append("--rehearse")
+        return Part(part_name, tuple(arguments), limits[part_name], must)
 
     time_limits = {
         part_name: ("--seconds", f"{max(limits[part_name] - GRACE, 1):g}")

@@ -1,6 +1,6 @@
-"""Jobs in processes of their own.
+"""Runs jobs in processes of their own.
 
-One that hangs or crashes on a device does not stop the others, nor the command.
+A job that hangs or crashes on a device does not stop the other jobs, nor the command.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _share_memory() -> None:
 def results(
     function: Callable[[Job], Any], jobs: Sequence[Job], processes: int, seconds: float
 ) -> Iterator[tuple[Job, Any]]:
-    """Yields each job with its result, or with the exception, as they come.
+    """Yields each job with its result, or with its exception, as jobs end.
 
     A process runs one job at a time. If a job crashes its process, a new process does the jobs that
     are left. Jobs that are not done after `seconds` are yielded with a TimeoutError, and their
@@ -74,7 +74,8 @@ def results(
                 error = future.exception()
                 start_job(None if isinstance(error, BrokenProcessPool) else pool)
                 yield job, future.result() if error is None else error
-        for job in [*(job for job, _ in running.values()), *waiting]:
+        interrupted = [job for job, _ in running.values()]
+        for job in [*interrupted, *waiting]:
             yield job, TimeoutError(f"not done after {seconds:.0f} s")
     finally:
         for pool in pools:

@@ -1,4 +1,4 @@
-"""The seconds that the devices of a mesh need to exchange what a step exchanges
+"""The seconds that the devices of a mesh need for the exchanges of a step
 (docs/design/simulation.md).
 
     Network      the links between chips, from data sheets
@@ -22,7 +22,7 @@ from pagedjax.device.batch import MAX_TOP
 
 SUM_BYTES = 4  # partial sums are added in float32 and rounded afterwards
 LOGIT_BYTES = 4
-# token, log-probability, rank; the likeliest tokens and theirs
+# token, log-probability and rank; the MAX_TOP likeliest tokens and their log-probabilities
 SAMPLE_BYTES = 4 * (3 + 2 * MAX_TOP)
 
 Kind = Literal["all-reduce", "all-to-all", "all-gather"]
@@ -32,9 +32,9 @@ class Network(NamedTuple):
     """The links between the chips of a mesh.
 
     bandwidth: bytes/s of one link in one direction.
-    neighbours: links reach neighbours only, and a ring uses two of a chip; False: a switch, one
-        port reaches all.
-    devices: chips that it connects, at most.
+    neighbours: links reach neighbours only, and a ring uses two links of a chip; False: a switch,
+        one port reaches all chips.
+    devices: the most chips that the links connect.
     hop: seconds that each hop takes in addition to its bytes. 0 where no source gives it: then
         times are lower bounds.
     """
@@ -46,7 +46,8 @@ class Network(NamedTuple):
 
     def sending(self, n: int) -> float:
         """Bytes/s that each of n devices sends in their ring."""
-        return self.bandwidth * (min(2, n - 1) if self.neighbours else 1)
+        links = min(2, n - 1) if self.neighbours else 1
+        return self.bandwidth * links
 
 
 class Exchange(NamedTuple):
@@ -95,8 +96,13 @@ def exchanges(sizes: Exchanged, n: int, tokens: int, sampled: int) -> tuple[Exch
 
 
 def sent(exchange: Exchange, n: int) -> float:
-    """Bytes that each device sends, once: an all-reduce is a reduce-scatter and an all-gather."""
-    return (2 if exchange.kind == "all-reduce" else 1) * (n - 1) / n * exchange.bytes
+    """Bytes that each device sends in one exchange."""
+    return _rounds(exchange) * (n - 1) / n * exchange.bytes
+
+
+def _rounds(exchange: Exchange) -> int:
+    """How often content goes around the ring: an all-reduce is a reduce-scatter and an all-gather."""
+    return 2 if exchange.kind == "all-reduce" else 1
 
 
 def hops(exchange: Exchange, n: int, network: Network) -> int:
@@ -107,15 +113,17 @@ def hops(exchange: Exchange, n: int, network: Network) -> int:
     """
     if exchange.kind == "all-to-all":
         return n // 2 if network.neighbours else 1
-    return (2 if exchange.kind == "all-reduce" else 1) * (n // 2 if network.neighbours else n - 1)
+    return _rounds(exchange) * (n // 2 if network.neighbours else n - 1)
 
 
 def seconds(exchange: Exchange, n: int, network: Network) -> float:
     """The time of the exchange, all its repetitions in a step together."""
-    carried = sent(exchange, n)
-    # others carry what goes to devices farther away
     if exchange.kind == "all-to-all" and network.neighbours:
-        carried = exchange.bytes / n * sum(min(apart, n - apart) for apart in range(1, n))
-    return exchange.times * (
-        carried / network.sending(n) + hops(exchange, n, network) * network.hop
-    )
+        # each part crosses a link for each device that it passes
+        distances = [min(apart, n - apart) for apart in range(1, n)]
+        carried = exchange.bytes / n * sum(distances)
+    else:
+        carried = sent(exchange, n)
+    sending = carried / network.sending(n)
+    waiting = hops(exchange, n, network) * network.hop
+    return exchange.times * (sending + waiting)

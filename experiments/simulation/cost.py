@@ -52,15 +52,15 @@ STEPS = "steps.jsonl"  # a file of a run folder
 SIMULATED = "simulated"  # prefix of the name of a simulated device
 
 
-# seconds, a float; for the steps of a `Work` with arrays float64 [steps] or a float
+# Work -> seconds: a float; for a `Work` with arrays, float64 [steps] or a float
 StepTime = Callable[["Work"], Any]
 
 
 class Work(NamedTuple):
     """The counts of a step that decide its time; tokens unless stated otherwise.
 
-    Of several steps that only decode, `context`, `pairs` and `single_context` are int64 [steps].
-    A function of a user's own gets the integers of one step (`own_step_time`).
+    For several steps that only decode, `context`, `pairs` and `single_context` are int64 [steps].
+    A user's own function gets the integers of one step (`own_step_time`).
     """
 
     tokens: int  # computed, padding included
@@ -70,7 +70,7 @@ class Work(NamedTuple):
     pairs: int  # (query, key) pairs of causal attention
     moved_blocks: int = 0  # between device and host
     single: int = 0  # sequences that compute one token, as decodes do
-    single_context: int = 0  # of `context`, that of these
+    single_context: int = 0  # the part of `context` of these sequences
 
 
 def work_of(
@@ -78,11 +78,10 @@ def work_of(
 ) -> Work:
     """The work of a plan.
 
-    `cached=False` is an engine without a KV cache, which computes every token again.
-
     Args:
-        config: of the scheduler, whose KV policy decides what queries see; None: they see
-            everything.
+        cached: False is an engine without a KV cache, which computes every token again.
+        config: the scheduler's configuration, whose KV policy decides what queries see; None:
+            queries see everything.
     """
     moved = len(plan.swap_out) + len(plan.swap_in)
     if config is not None and config.views:
@@ -165,21 +164,22 @@ class Shape(NamedTuple):
     experts: int = 0  # experts of such a layer
     chosen: int = 0  # experts that each token chooses
     expert: int = 0  # intermediate size of an expert
-    # devices that the experts are dealt over; one has an equal part of `experts` and of the chosen
-    # ones
+    # devices that share the experts; each has an equal part of `experts` and of the chosen experts
     dealt: int = 1
 
     def layer_numbers(self, experts: float) -> float:
-        """Numbers in the matrices of all layers, with `experts` experts of all devices in each
-        layer of a mixture.
+        """Numbers in the matrices of all layers.
+
+        experts: how many experts count in each layer with experts, those of all devices together.
         """
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         # numbers of an MLP for each intermediate channel
-        row = (3 if self.gated else 2) * self.hidden
-        mixture = self.hidden * self.experts + experts / self.dealt * row * self.expert
+        per_channel = (3 if self.gated else 2) * self.hidden
+        router = self.hidden * self.experts
+        mixture = router + experts / self.dealt * per_channel * self.expert
         return (
             self.layers * attention
-            + (self.layers - self.sparse) * row * self.intermediate
+            + (self.layers - self.sparse) * per_channel * self.intermediate
             + self.sparse * mixture
         )
 
@@ -225,8 +225,8 @@ def shape_of(
     *,
     family: Family | None = None,
 ) -> Shape:
-    """The shape in a Hugging Face config.json, read by the model's family, so defaults are those of
-    the loader.
+    """The shape in a Hugging Face config.json. The model's family reads it, so defaults are those
+    of the loader.
 
     Raises:
         ValueError: the model is not supported.
@@ -235,28 +235,28 @@ def shape_of(
     from pagedjax.weights.families import built_in, config_of  # imports jax, but starts no backend
 
     values = normalised(config, "the model's config.json", family)
-    c = config_of(family or built_in(values["model_type"]), values, "the model's config.json")
+    decoder = config_of(family or built_in(values["model_type"]), values, "the model's config.json")
     shape = Shape(
-        layers=c.layers,
-        hidden=c.hidden,
-        heads=c.heads,
-        kv_heads=c.kv_heads,
-        head_dim=c.head_dim,
-        intermediate=c.intermediate,
-        vocabulary=c.vocab_size,
-        longest=c.max_len,
-        gated=c.gated,
-        tied=c.tied,
+        layers=decoder.layers,
+        hidden=decoder.hidden,
+        heads=decoder.heads,
+        kv_heads=decoder.kv_heads,
+        head_dim=decoder.head_dim,
+        intermediate=decoder.intermediate,
+        vocabulary=decoder.vocab_size,
+        longest=decoder.max_len,
+        gated=decoder.gated,
+        tied=decoder.tied,
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
     )
-    if c.experts is None:
+    if decoder.experts is None:
         return shape
     return shape._replace(
-        sparse=sum(kind.sparse for kind in c.kinds),
-        experts=c.experts.count,
-        chosen=c.experts.chosen,
-        expert=c.experts.intermediate,
+        sparse=sum(kind.sparse for kind in decoder.kinds),
+        experts=decoder.experts.count,
+        chosen=decoder.experts.chosen,
+        expert=decoder.experts.intermediate,
     )
 
 
@@ -273,25 +273,26 @@ def part(shape: Shape, mesh: MeshConfig) -> Shape:
     from pagedjax.device.models import split  # imports jax, but starts no backend
     from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind
 
-    s = shape
     model = DecoderConfig(
-        vocab_size=s.vocabulary,
-        hidden=s.hidden,
-        intermediate=s.intermediate,
-        heads=s.heads,
-        kv_heads=s.kv_heads,
-        head_dim=s.head_dim,
-        max_len=s.longest,
-        tied=s.tied,
+        vocab_size=shape.vocabulary,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_len=shape.longest,
+        tied=shape.tied,
         eps=0.0,
-        kinds=tuple(LayerKind(sparse=i < s.sparse) for i in range(s.layers)),
+        kinds=tuple(LayerKind(sparse=i < shape.sparse) for i in range(shape.layers)),
         ropes=(),
-        gated=s.gated,
-        experts=Experts(s.experts, s.chosen, s.expert, normalised=True) if s.experts else None,
+        gated=shape.gated,
+        experts=Experts(shape.experts, shape.chosen, shape.expert, normalised=True)
+        if shape.experts
+        else None,
     )
     split.check(model, mesh)
     device = split.device_config(model, mesh)
-    return s._replace(
+    return shape._replace(
         heads=device.heads,
         kv_heads=device.kv_heads,
         intermediate=device.intermediate,
@@ -306,7 +307,7 @@ SHAPES = {
     "opt-13b": Shape(40, 5120, 40, 40, 128, 20480, 50272, 2048, gated=False, tied=True),
     "opt-66b": Shape(64, 9216, 72, 72, 128, 36864, 50272, 2048, gated=False, tied=True),
     "opt-175b": Shape(96, 12288, 96, 96, 128, 49152, 50272, 2048, gated=False, tied=True),
-    # its ALiBi has no limit
+    # the positions of BLOOM (ALiBi) have no limit of their own
     "bloom-176b": Shape(70, 14336, 112, 112, 128, 57344, 250880, 16384, gated=False, tied=True),
     "llama-13b": Shape(40, 5120, 40, 40, 128, 13824, 32000, 2048),
     "llama-3-8b": Shape(32, 4096, 32, 8, 128, 14336, 128256, 8192),
@@ -342,8 +343,8 @@ NVLINK_4 = Network(450e9, neighbours=False, devices=8)
 # Google Cloud's pages of each TPU give the bandwidth of all links of a chip, both directions
 # together: v5e 400 and v6e 800 GB/s over 4 links, v5p and TPU7x 1,200 GB/s over 6. TPU v4 has 6
 # links of 50 GB/s in each direction (Jouppi et al. 2023, arXiv 2304.01433, table 4). "How to Scale
-# Your Model" (Austin et al. 2025, parts 2 and 3) uses 90 % of these, and about 1 us a hop. A TPU7x
-# is two devices of JAX, and one here.
+# Your Model" (Austin et al. 2025, parts 2 and 3) uses 90 % of these, and about 1 us a hop. JAX
+# shows a TPU7x as two devices; here it is one.
 HOP = 1e-6
 ICI = {
     "tpu-v4": Network(50e9, neighbours=True, devices=4096, hop=HOP),
@@ -392,14 +393,14 @@ class OwnNetwork:
 class OwnChip:
     """A chip of your own, in the config: `chip: {name: mine, like: h100, bandwidth: 4.0e12}`.
 
-    name: of the device in results.
-    like: a name of cost.CHIPS, which has the values that are not given; null: bandwidth, rate and
-        memory must be given.
+    name: the name of the device in results.
+    like: a name of cost.CHIPS, whose values replace those that are not given; null: bandwidth, rate
+        and memory must be given.
     bandwidth: bytes/s of its memory. rate: operations/s of dense 16-bit arithmetic. memory: bytes.
     launch: seconds of a step for launches, sampling and the host.
     tile: tokens that a matrix product computes at a time.
     link: bytes/s between its memory and the host's. transfer: seconds of each copy over it.
-    network: to other chips.
+    network: the links to other chips.
     """
 
     name: str
@@ -437,8 +438,8 @@ class OwnChip:
 
     @property
     def limits(self) -> Chip:
-        """The chip that it stands for."""
-        names = [field.name for field in dataclasses.fields(self)[2:]]
+        """The limits of this chip."""
+        names = [field.name for field in dataclasses.fields(self)[2:]]  # without name and like
         values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.network is not None:
             values["network"] = Network(**dataclasses.asdict(self.network))
@@ -468,9 +469,9 @@ def own_step_time(spec: str) -> StepTime:
         return float(time)
 
     def seconds_of_each(work: Work) -> Any:
-        counts: tuple[Any, ...] = (work.context, work.pairs, work.single_context)
         if not isinstance(work.context, np.ndarray):
             return seconds(work)
+        counts: tuple[Any, ...] = (work.context, work.pairs, work.single_context)
         columns = [count.tolist() for count in counts]
         return np.array(
             [
@@ -498,23 +499,23 @@ class Roofline(NamedTuple):
     block_size: int = 16
     # one copy for all moved blocks, not one for each block, layer, keys and values
     batched_moves: bool = True
-    devices: int = 1  # that exchange, one part of the model each
+    devices: int = 1  # devices of a mesh, each with a part of the model
     activation_bytes: float = 2
 
     def __call__(self, work: Work) -> float:
-        s = self.shape
+        shape = self.shape
         chip = self.chip
         bandwidth = self.chips * self.bandwidth_share * chip.bandwidth
         rate = self.chips * self.rate_share * chip.rate
         tokens = -(-work.tokens // chip.tile) * chip.tile
-        attention = 4 * s.layers * s.heads * s.head_dim * work.pairs
+        attention = 4 * shape.layers * shape.heads * shape.head_dim * work.pairs
         weights = max(
-            s.read_bytes(work.tokens) / bandwidth, s.products(tokens, work.sampled) / rate
+            shape.read_bytes(work.tokens) / bandwidth, shape.products(tokens, work.sampled) / rate
         )
         return (
             chip.launch
             + weights
-            + _larger(s.token_bytes * work.context / bandwidth, attention / rate)
+            + _larger(shape.token_bytes * work.context / bandwidth, attention / rate)
             + self.move(work.moved_blocks)
             + self.exchange(work)
         )
@@ -523,10 +524,10 @@ class Roofline(NamedTuple):
         """Seconds of the step's exchanges between devices."""
         if self.devices == 1:
             return 0.0
-        s = self.shape
+        shape = self.shape
         network = self.chip.network
         assert network is not None, "`of_mesh` refuses a chip without one"
-        sizes = Exchanged(s.layers, s.hidden, s.vocabulary, self.activation_bytes)
+        sizes = Exchanged(shape.layers, shape.hidden, shape.vocabulary, self.activation_bytes)
         exchanges = collectives.exchanges(sizes, self.devices, work.tokens, work.sampled)
         return sum(collectives.seconds(exchange, self.devices, network) for exchange in exchanges)
 
@@ -535,8 +536,8 @@ class Roofline(NamedTuple):
         if not blocks:
             return 0.0
         copies = 1 if self.batched_moves else 2 * self.shape.layers * blocks
-        bytes_ = blocks * self.block_size * self.shape.token_bytes / self.chips
-        return copies * self.chip.transfer + bytes_ / self.chip.link
+        num_bytes = blocks * self.block_size * self.shape.token_bytes / self.chips
+        return copies * self.chip.transfer + num_bytes / self.chip.link
 
 
 def _larger(a: Any, b: Any) -> Any:
@@ -544,12 +545,14 @@ def _larger(a: Any, b: Any) -> Any:
 
 
 def of_mesh(roofline: Roofline, mesh: MeshConfig, hop: float | None = None) -> Roofline:
-    """The roofline of a mesh, from that of the whole model on one chip. hop: seconds; None is the
-    chip's.
+    """The roofline of a mesh, from the roofline of the whole model on one chip.
+
+    Args:
+        hop: seconds of a hop; None: the chip's own.
 
     Raises:
-        ValueError: the model cannot be split so, or the chip's links are not known or connect fewer
-            devices.
+        ValueError: the model cannot be split over the mesh, or the chip's links are not known or
+            connect fewer devices.
     """
     network = roofline.chip.network
     if mesh.size > 1:
@@ -579,7 +582,7 @@ class Fitted(NamedTuple):
     """Seconds of a step: a base for its padded size, plus terms for context tokens and pairs."""
 
     sizes: tuple[int, ...]  # padded tokens that were measured, ascending
-    seconds: tuple[float, ...]  # of each, without attention
+    seconds: tuple[float, ...]  # of each size, without attention
     per_context: float
     per_pair: float
     error: float  # median of |predicted - measured| / measured, over the steps it was fitted to
@@ -613,14 +616,13 @@ def fit(steps: Sequence[Mapping[str, Any]]) -> Fitted:
     columns = [[step["padded_tokens"] == size for step in steps] for size in sizes]
     columns += [[step[name] for step in steps] for name in ("context_tokens", "pairs")]
     matrix = np.array(columns, np.float64).T
-    # the coefficient of pairs (millions) would be lost in rounding
+    # counts of pairs are millions: without a scale, their coefficient would be lost in rounding
     scale = np.maximum(matrix.max(0), 1)
     solution = nnls(matrix / scale / seconds[:, None], np.ones(len(steps)))[0] / scale
     error = float(np.median(np.abs(matrix @ solution - seconds) / seconds))
-    *bases, per_context, per_pair = (float(x) for x in solution)
-    return Fitted(
-        tuple(sizes), tuple(np.maximum.accumulate(bases).tolist()), per_context, per_pair, error
-    )
+    *bases, per_context, per_pair = solution.tolist()
+    ascending_bases = np.maximum.accumulate(bases).tolist()  # more tokens take no less time
+    return Fitted(tuple(sizes), tuple(ascending_bases), per_context, per_pair, error)
 
 
 def read_steps(text: str) -> list[dict[str, Any]]:
@@ -632,7 +634,8 @@ def _text(value: object) -> str:
     """A value of a config as text; a mesh by its axes."""
     if not isinstance(value, MeshConfig):
         return str(value)
-    return f"tensor {value.tensor}" + f", expert {value.expert}" * (value.expert > 1)
+    text = f"tensor {value.tensor}"
+    return f"{text}, expert {value.expert}" if value.expert > 1 else text
 
 
 @dataclass(frozen=True)
@@ -663,8 +666,8 @@ class Simulate:
     batched_moves: swapped blocks move in one copy; False: one copy for each block, layer, keys and
         values.
     host_s: seconds that the host adds to a step.
-    acceptance: with engine.speculative, the probability that a draft token is accepted, if those
-        before it are.
+    acceptance: with engine.speculative, the probability that a draft token is accepted, if the
+        draft tokens before it are.
     draft_s: seconds that each draft token of a step adds, all sequences together; 0 is a drafter on
         the host.
     """
@@ -692,7 +695,8 @@ class Simulate:
         if isinstance(self.mesh, Mapping):
             sizes: dict[str, Any] = {str(name): size for name, size in self.mesh.items()}
             object.__setattr__(self, "mesh", from_dict(MeshConfig, sizes, where="simulate.mesh."))
-        if [self.chip, self.fit, self.step_s, self.profile, self.cost].count(None) != 4:
+        sources = [self.chip, self.fit, self.step_s, self.profile, self.cost]
+        if len(sources) - sources.count(None) != 1:
             raise ValueError(
                 "needs one of chip (a name), fit (a folder of a measured run), profile (a name), "
                 "cost (mine.py:NAME) and step_s (seconds of every step)"
@@ -713,13 +717,14 @@ class Simulate:
         if self.step_s is not None and self.step_s <= 0:
             raise ValueError(f"step_s is {self.step_s}; it must be above 0 seconds")
         if self.chip is None:
-            source = (
-                "a constant step (step_s) does" if self.step_s is not None else "a profile does"
-            )
-            if self.fit is not None:
+            if self.step_s is not None:
+                source = "a constant step (step_s) does"
+            elif self.fit is not None:
                 source = "measured steps (fit) do"
-            if self.cost is not None:
+            elif self.cost is not None:
                 source = "a function of your own (cost) does"
+            else:
+                source = "a profile does"
             for name in (
                 "chips",
                 "bandwidth_share",
@@ -781,10 +786,13 @@ class Simulate:
     def name(self) -> str:
         """The name of the device in a summary."""
         if self.chip is None:
-            how = "fitted" if self.fit is not None else "constant step"
-            if self.cost is not None:
-                how = self.cost.rpartition("/")[2]
-            return f"{SIMULATED}, {self.profile or how}"
+            if self.fit is not None:
+                source = "fitted"
+            elif self.cost is not None:
+                source = self.cost.rpartition("/")[2]
+            else:
+                source = self.profile or "constant step"
+            return f"{SIMULATED}, {source}"
         if self.mesh is not None:
             return f"{SIMULATED} {self.chip_name}, {_text(self.mesh)}"
         return f"{SIMULATED} {self.chip_name}" + (f" x {self.chips}" if self.chips > 1 else "")

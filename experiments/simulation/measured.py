@@ -6,19 +6,20 @@ The numbers are those of Splitwise's simulator (https://github.com/Mutinifni/spl
 8f99e7d, MIT): medians of `data/perf_model.csv`, rounded to five digits, for BLOOM-176B in float16
 on the eight GPUs with 80 GB of a DGX-A100 and of a DGX-H100.
 
-- A step of prompts takes the time of their tokens together, however many they are, as there
-  (performance_model.py).
-- A step with both takes 1.1 times the time of prompts with as many tokens as it has, as there.
-- A step of decodes takes the time of as many sequences, measured with prompts of 512 and 128 tokens
-  of output each. The context beyond that adds what it adds to one sequence (`per_context`, least
-  squares from 512 to 8,192 tokens).
+- As in its performance_model.py, a step of prompts takes the time measured for the sum of their
+  tokens, and a step of prompts and decodes takes 1.1 times the time of prompts with the step's
+  number of tokens.
+- A step of n decodes takes the time measured for n sequences with prompts of 512 tokens and 128
+  tokens of output. Each token of context beyond that adds `per_context`, fitted to one sequence
+  (least squares, 512 to 8,192 tokens).
 
-`splitwise-sim/...` differ in decodes alone: they are as that simulator takes them. There the times
-of tokens are a function of the prompts' tokens of a measurement (prompt x batch), and a step of n
-decodes is looked up at n. So it takes nearly the same time whatever n is. In the measurements 64
-decodes take up to twice the time of one.
+The profiles `splitwise-sim/...` have other times of decodes, with an error of that simulator kept.
+Its table gives the time of a token by the number of *prompt tokens* of a measurement (prompt length
+x batch size). For a step of n decodes it reads that table at n, as if n were prompt tokens, so the
+time hardly depends on n. In the measurements 64 decodes take up to twice the time of one.
 
-Beyond its ends a curve goes on as its last part does, as in that simulator.
+Beyond its ends, a curve goes on as a straight line through its two last points, as in that
+simulator.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
 
 Curve = tuple[tuple[float, float], ...]  # points (x, milliseconds), in the order of x
 
-MIXED = 1.1  # times the time of prompts, with decodes in the step
-# tokens of a sequence in the measurements of decodes: a prompt of 512 and half of its output
+MIXED = 1.1  # a step of prompts and decodes takes so many times the time of prompts
+# mean tokens of a sequence in the measurements of decodes: a prompt of 512 and half of its output
 MEAN_CONTEXT = 576
 
 
 def at(curve: Curve, x: float) -> float:
-    """The milliseconds at x: the line through the points on both sides, or through the two nearest
-    beyond an end.
+    """The milliseconds at x, on the line through the points on both sides of x, or beyond an end
+    through the two nearest points.
     """
     i = min(max(bisect_right(curve, (x,)), 1), len(curve) - 1)
     (left_x, left_y), (right_x, right_y) = curve[i - 1 : i + 1]
@@ -46,11 +47,12 @@ def at(curve: Curve, x: float) -> float:
 
 
 class Measured(NamedTuple):
-    """Milliseconds of a step.
+    """The time of a step: curves in milliseconds.
 
-    prompts: by all tokens of the step.
-    decodes: by sequences.
-    per_context: of each token of context beyond MEAN_CONTEXT a sequence, in a step of decodes.
+    prompts: the time of a step with prompts, by all tokens of the step.
+    decodes: the time of a step of decodes, by its sequences.
+    per_context: milliseconds that a step of decodes takes in addition, for each token of context
+        beyond MEAN_CONTEXT tokens a sequence.
     """
 
     prompts: Curve
@@ -58,14 +60,17 @@ class Measured(NamedTuple):
     per_context: float = 0.0
 
     def __call__(self, work: Work) -> float:
-        """Seconds. A prompt of one token counts as a decode; a chunk, as a prompt of its tokens."""
+        """The seconds of a step. A prompt of one token counts as a decode, and a chunk counts as a
+        prompt of its tokens.
+        """
         if work.tokens > work.single:
-            return at(self.prompts, work.tokens) * (MIXED if work.single else 1.0) / 1e3
-        beyond = work.context - MEAN_CONTEXT * work.single
-        return (at(self.decodes, work.single) + self.per_context * beyond) / 1e3
+            factor = MIXED if work.single else 1.0
+            return at(self.prompts, work.tokens) * factor / 1e3
+        context_beyond = work.context - MEAN_CONTEXT * work.single
+        return (at(self.decodes, work.single) + self.per_context * context_beyond) / 1e3
 
 
-TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # of prompts together
+TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # of all prompts together
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -74,8 +79,9 @@ def _curve(xs: tuple[int, ...], *milliseconds: float) -> Curve:
 
 
 class Machine(NamedTuple):
-    """The measurements of a machine. token_ms: milliseconds of a token by TOKENS (prompt x batch),
-    all batches.
+    """The measurements of a machine; see `Measured`.
+
+    token_ms: the time of a token by TOKENS (prompt length x batch size), in milliseconds.
     """
 
     prompts: Curve

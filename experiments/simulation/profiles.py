@@ -31,12 +31,12 @@ Coefficients = tuple[float, float, float]
 
 
 class Profile(NamedTuple):
-    """Milliseconds of a step.
+    """The time of a step: coefficients in milliseconds.
 
-    prompts: a constant, of each token, and of each squared token; whole prompts of n tokens have
-        n^2 of them, and a chunk from a to b has b^2 - a^2.
-    small, large: of decodes, a constant, of each token of context, and of each sequence; `large`
-        from LARGE sequences on.
+    prompts: a constant, for each token, and for each squared token. A whole prompt of n tokens has
+        n^2 squared tokens, and a chunk from a to b has b^2 - a^2.
+    small, large: for decodes: a constant, for each token of context, and for each sequence. `large`
+        is for LARGE sequences or more.
     """
 
     prompts: Coefficients
@@ -44,12 +44,13 @@ class Profile(NamedTuple):
     large: Coefficients
 
     def __call__(self, work: Work) -> float:
-        """Seconds. A prompt, or a chunk, of one token counts as a decode."""
+        """The seconds of a step. A prompt, or a chunk, of one token counts as a decode."""
         constant = 0.0
         milliseconds = STEP_MS + CONTEXT_MS * work.context
         tokens = work.tokens - work.single
         if tokens:
             constant, per_token, per_square = self.prompts
+            # a chunk from a to b has (b^2 - a^2 + b - a) / 2 pairs
             squares = 2 * (work.pairs - work.single_context) - tokens
             milliseconds += PROMPT_STEP_MS + per_token * tokens + per_square * squares
         if work.single:
@@ -61,9 +62,9 @@ class Profile(NamedTuple):
 
 
 LARGE = 95  # sequences
-STEP_MS = 2.0  # of Ray, in every step
-CONTEXT_MS = 1e-4  # of Ray, in every step, of each token of context
-PROMPT_STEP_MS = 1.0  # in addition, in a step with prompts
+STEP_MS = 2.0  # overhead of Ray in every step
+CONTEXT_MS = 1e-4  # overhead of Ray in every step, for each token of context
+PROMPT_STEP_MS = 1.0  # what a step with prompts takes in addition
 
 PROFILES = {
     "distserve/opt-13b/tp1": Profile(
@@ -101,7 +102,7 @@ NAMES = (*PROFILES, *MEASURED)
 
 
 def find(name: str) -> Callable[[Work], float]:
-    """The seconds of a step by one of NAMES: of coefficients (PROFILES), or of measured points
-    (measured.py).
+    """The function Work -> seconds that a name of NAMES stands for: by coefficients (PROFILES), or
+    by measured points (measured.py).
     """
     return MEASURED[name] if name in MEASURED else PROFILES[name]

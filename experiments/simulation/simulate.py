@@ -2,8 +2,8 @@
 model advances.
 
     simulate: {chip: h200, model: llama-3-8b}      # a roofline, see cost.py
-    simulate: {chip: tpu-v5e, mesh: {tensor: 8}, model: llama-3-8b}   # that of eight devices, which
-                                                                      # exchange sums
+    simulate: {chip: tpu-v5e, mesh: {tensor: 8}, model: llama-3-8b}   # a roofline of eight devices,
+                                                                      # which exchange sums
     simulate: {fit: runs/w1/0123456789ab/0}        # the measured steps of a run
     simulate: {cost: mine.py:seconds}              # a function of your own, of the step's counts
     simulate: {step_s: 1.0}                        # every step takes the same time
@@ -11,9 +11,10 @@ model advances.
                                                                 # profiles.py
 
 This section is the only difference in a config: driver, events, records, summary and report are the
-same. Tokens have no meaning. A request ends at its max_tokens, or before it at the length that the
-workload draws, by an end token that no other token is; so `sampling.ignore_eos` must be true. Time
-is virtual: nothing sleeps, and the load of the machine does not change a run.
+same. Tokens have no meaning. A request ends at its max_tokens, or before, at the length that the
+workload draws: its last token there is an end token outside of the vocabulary. So
+`sampling.ignore_eos` must be true. Time is virtual: nothing sleeps, and the load of the machine
+does not change a run.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Guess(NamedTuple):
     """The drafts of a sequence for its next step."""
 
     drafts: int
-    right: int  # of the first ones, how many the target accepts
+    right: int  # how many of the first drafts the target accepts
 
 
 # (sequence, its known tokens, most drafts) -> its drafts
@@ -97,7 +98,7 @@ class Handover(NamedTuple):
 
     released: Released
     data: SequenceData | None  # its tokens; None: no prefixes are shared
-    end: int | None = None  # its length when it ends by itself
+    end: int | None = None  # its drawn length, prompt and output; None: it ends at max_tokens
 
 
 class WholeBatch(NamedTuple):
@@ -105,7 +106,7 @@ class WholeBatch(NamedTuple):
     before Orca.
     """
 
-    # tokens that ended members see in the next step; grow with the batch
+    # for each ended member, the tokens that it sees in the next step: one more in each step
     contexts: tuple[int, ...] = ()
     pending: tuple[Event, ...] = ()  # events that are reported when the batch is over
 
@@ -113,20 +114,25 @@ class WholeBatch(NamedTuple):
 def after_step(
     batch: WholeBatch, plan: Plan, events: tuple[Event, ...], *, over: bool
 ) -> tuple[WholeBatch, tuple[Event, ...]]:
-    """The batch after one of its steps, and the events to report now: all of the batch's when it is
-    over, else none.
+    """The batch after one of its steps, and the events to report now: all events of the batch when
+    it is over, else none.
     """
     pending = batch.pending + events
     if over:
         return WholeBatch(), pending
     ended = {event.request_id for event in events if isinstance(event, Finished)}
     rows = zip(plan.seqs, plan.starts, plan.counts, strict=True)
-    new = (start + count for seq, start, count in rows if seq.request_id in ended)
-    return WholeBatch(tuple(tokens + 1 for tokens in (*batch.contexts, *new)), pending), ()
+    new_contexts = [start + count for seq, start, count in rows if seq.request_id in ended]
+    contexts = tuple(tokens + 1 for tokens in (*batch.contexts, *new_contexts))
+    return WholeBatch(contexts, pending), ()
 
 
 def with_rows(work: Work, contexts: Sequence[int]) -> Work:
-    """The work with a further row of one token for each of `contexts`: the tokens that it sees."""
+    """The work with a further row of one token for each of `contexts`.
+
+    Args:
+        contexts: the number of tokens that each further row sees.
+    """
     rows = len(contexts)
     context = sum(contexts)
     return work._replace(
@@ -199,7 +205,7 @@ class SimulatedEngine:
             drafting.start(Drafter("simulated", lambda *_: ()), options) if options else None
         )
         self._batch = WholeBatch()
-        # by sequence id, its length when it ends by itself
+        # id of a sequence with a drawn end -> its length there
         self._ends: dict[str, int] = {}
         self.now = 0.0
 
@@ -253,7 +259,8 @@ class SimulatedEngine:
             ends_at: output tokens of each branch, of which the last is an end token; None: as many
                 as `params.max_tokens`.
 
-        Raises ValueError for a request that could end before max_tokens or can never run.
+        Raises:
+            ValueError: the request could end before max_tokens, or can never run.
         """
         if not params.ignore_eos or params.stop_token_ids:
             raise ValueError(
@@ -342,8 +349,8 @@ class SimulatedEngine:
         """Make the next step.
 
         Returns:
-            Its result; None without a step: nothing is unfinished, or released sequences hold the
-            blocks that it needs.
+            The step's result. None if no step is made: nothing is unfinished, or released sequences
+            hold the blocks that a step needs.
         """
         if not self.has_work:
             return None
@@ -353,10 +360,12 @@ class SimulatedEngine:
         state, plan = scheduler.schedule(self.scheduler_state, self._policy, num_drafts)
         if not plan.seqs and not plan.preempted:
             return None
-        ended = self._batch.contexts
-        padded = self._padded(plan.num_tokens + len(ended))
+        ended_contexts = self._batch.contexts
+        padded = self._padded(plan.num_tokens + len(ended_contexts))
         work = work_of(plan, padded, cached=self._simulate.kv_cache, config=self._limits)
-        seconds = self._seconds(with_rows(work, ended) if ended else work)
+        if ended_contexts:
+            work = with_rows(work, ended_contexts)
+        seconds = self._seconds(work)
         seconds += self._simulate.draft_s * max(plan.drafts, default=0)
         samples = self._samples(plan, guesses)
         hashes = NO_HASHES
@@ -382,11 +391,12 @@ class SimulatedEngine:
                 self._batch, plan, events, over=not self.scheduler_state.running.seqs
             )
         result = StepResult(plan, events, started, self.now, seconds, padded, 0)
-        self._drafting = self._drafting and drafting.learned(self._drafting, result)
+        if self._drafting:
+            self._drafting = drafting.learned(self._drafting, result)
         return result
 
     def _samples(self, plan: Plan, guesses: Mapping[str, Guess]) -> list[Sample]:
-        """The samples of each row: a token, or with drafts the accepted ones and one more.
+        """The samples of each row: a token, or with drafts the accepted drafts and a token.
 
         Accepted drafts are written into the tokens of their sequence.
         """
@@ -412,7 +422,7 @@ class SimulatedEngine:
     def ahead(self) -> StepTimes | None:
         """The times of the next steps, if several of them only decode; `advance` makes them.
 
-        Else None. A recording has each step, so that they are made one by one.
+        Else None. With a recording it is None, too: a recording has each step.
         """
         if self._recorder:
             return None
@@ -436,7 +446,9 @@ class SimulatedEngine:
         return step_times(self.now, steps, work, self._seconds, self._simulate.host_s)
 
     def advance(self, times: StepTimes) -> DecodeSpan:
-        """Make the steps that `ahead` gave, or the first of them, as so many calls of `step` do."""
+        """Make the steps that `ahead` gave, or the first of these. The state is afterwards as after
+        so many calls of `step`.
+        """
         before = self.scheduler_state
         steps = len(times.started)
         seqs, lengths, computed = before.running
@@ -486,7 +498,9 @@ class SimulatedEngine:
 
 
 def independent(probability: float) -> Guesses:
-    """As many drafts as asked for, each accepted with a probability if those before it are."""
+    """A drafter that always gives as many drafts as the scheduler wants. A draft is accepted with
+    this probability if the drafts before it are accepted.
+    """
     return lambda seq, length, k: Guess(k, accepted(seq.arrival, length, k, probability))
 
 
@@ -514,27 +528,27 @@ def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> Engine
     """
     length = config.max_model_len or shape.longest
     check_model_len(length, shape.longest)
-    blocks = config.num_blocks
+    num_blocks = config.num_blocks
     block_bytes = config.block_size * shape.token_bytes
-    if memory is None and blocks is None:
+    if memory is None and num_blocks is None:
         raise ValueError(
             "no chip, so no memory to size the cache by; set cache_tokens or engine.num_blocks"
         )
     if memory is not None:
         free = memory - shape.total_bytes
-        if blocks is None:
+        if num_blocks is None:
             useful = config.max_num_seqs * table_width(config, length)
-            blocks = min(useful, int(config.memory_fraction * free / block_bytes))
-        if blocks < 1 or blocks * block_bytes > free:
+            num_blocks = min(useful, int(config.memory_fraction * free / block_bytes))
+        if num_blocks < 1 or num_blocks * block_bytes > free:
             raise ValueError(
                 f"weights of {shape.total_bytes / 1e9:.1f} GB leave {max(free, 0) / 1e9:.1f} of "
                 f"{memory / 1e9:.1f} GB, room for {max(int(free / block_bytes), 0)} blocks of "
-                f"{config.block_size} tokens, and {blocks} are wanted; lower num_blocks, or use "
-                "more or larger chips"
+                f"{config.block_size} tokens, and {num_blocks} are wanted; lower num_blocks, or "
+                "use more or larger chips"
             )
     buckets = config.token_buckets or token_buckets(config.max_num_batched_tokens)
     return dataclasses.replace(
-        config, max_model_len=length, num_blocks=blocks, token_buckets=buckets
+        config, max_model_len=length, num_blocks=num_blocks, token_buckets=buckets
     )
 
 
@@ -544,13 +558,15 @@ class SimulatedLLM:
     def __init__(
         self, simulate: Simulate, config: EngineConfig, model: str, count: int = 1
     ) -> None:
-        """`model` gives the shape if the simulation names none, and the tokenizer if a workload has
-        text.
+        """Make the engines.
+
+        `engines` are equal, and `engine` is the first of them. `block_bytes` are the bytes of a
+        block on all devices together.
 
         Args:
-            count: of equal engines, `engines`; `engine` is the first.
-
-        `block_bytes` is a block's on all devices together.
+            model: gives the shape if the simulation names none, and the tokenizer if a workload has
+                text.
+            count: the number of engines.
         """
         shape = _shape(simulate, config, model)
         vocabulary = shape.vocabulary
@@ -569,7 +585,7 @@ class SimulatedLLM:
         else:
             roofline = _roofline(simulate, config, shape)
             memory = roofline.chips * roofline.chip.memory
-            shape = roofline.shape  # on a mesh, of one device, whose memory decides
+            shape = roofline.shape  # on a mesh, the part of a device: its memory decides
             devices = roofline.devices
             self.step_time = roofline
         host_blocks = 0
@@ -608,6 +624,7 @@ class _Tokenizer:
 
 
 def _shape(simulate: Simulate, config: EngineConfig, model: str) -> Shape:
+    """The sizes of the simulated model, with the bytes of its weights and of the cache."""
     dtype = config.dtype or "bfloat16"
     stored = formats.find(formats.name_of(config.weight_dtype))
     weight_bytes = np_dtype(stored.numbers_dtype(config.weight_dtype or dtype)).itemsize
@@ -620,7 +637,7 @@ def _shape(simulate: Simulate, config: EngineConfig, model: str) -> Shape:
 
 
 def _roofline(simulate: Simulate, config: EngineConfig, shape: Shape) -> Roofline:
-    """The roofline of the chips, or of a mesh of them."""
+    """The roofline of the chips, or of a mesh of chips."""
     roofline = Roofline(
         shape=shape,
         chip=simulate.chip_limits,

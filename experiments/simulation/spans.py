@@ -1,4 +1,4 @@
-"""The times of several steps at once, in which one simulated engine does nothing but decode
+"""Several steps at once in which a simulated engine only decodes, and their times
 (host/decode_spans.py).
 """
 
@@ -30,18 +30,18 @@ class StepTimes(NamedTuple):
 class DecodeSpan(NamedTuple):
     """Consecutive steps that compute one token of each of the same sequences.
 
-    None of these enters or ends.
+    No sequence is admitted or ends in these steps.
     """
 
-    step: int  # the number of the first
+    step: int  # the number of the first step
     times: StepTimes
     seqs: tuple[Seq, ...]  # with the blocks that they have after the last step
-    lengths: tuple[int, ...]  # known tokens of each before the first step
+    lengths: tuple[int, ...]  # known tokens of each sequence before the first step
     vocabulary: int  # tokens, see `sampled`
     padded: int  # tokens of each step, padding included
-    waiting: int  # sequences
-    blocks: int  # with an owner before the first step
-    allocated: tuple[int, ...]  # blocks, by each step
+    waiting: int  # sequences that wait
+    blocks: int  # blocks with an owner before the first step
+    allocated: tuple[int, ...]  # blocks that each step allocates
     listed: int  # entries of all block tables before the first step
     num_blocks: int
 
@@ -64,19 +64,21 @@ def sampled(arrival: int, length: Any, vocabulary: int) -> Any:
 
 
 def step_times(start: float, steps: int, work: Work, seconds: StepTime, host_s: float) -> StepTimes:
-    """The times of steps that begin at `start`; each has one more token of context for each
-    sequence than the last one.
+    """The times of consecutive steps. Each step has one more token of context for each sequence
+    than the step before.
 
-    The sums are those of a clock that is advanced step by step, bit by bit.
+    The sums are equal, bit by bit, to those of a clock that is advanced step by step.
 
     Args:
+        start: seconds; when the first step begins.
         work: of the first step, which samples for each of its sequences.
         host_s: seconds of the host in each step.
     """
     contexts: Any = work.context + work.sequences * np.arange(steps)
     device = seconds(work._replace(context=contexts, pairs=contexts, single_context=contexts))
     device = np.broadcast_to(device, steps)
-    parts = np.full((steps, 2), host_s)
+    parts = np.full((steps, 2), host_s)  # of each step, the time of the device and of the host
     parts[:, 0] = device
-    clock = np.add.accumulate(np.concatenate(([start], parts.ravel())))[::2]
+    sums = np.add.accumulate(np.concatenate(([start], parts.ravel())))
+    clock = sums[::2]  # the start and the end of each step
     return StepTimes(clock[:-1], clock[1:], device)

@@ -30,9 +30,11 @@ def refuse_unfelt(config: EngineConfig, simulate: Simulate, *, recorded: bool) -
             f"{' and '.join(options)} is set, and a simulated step takes the time of "
             "simulate.mesh; set that one, and leave this out"
         )
-    if (config.speculative is None) != (simulate.acceptance is None and not recorded):
+    speculates = config.speculative is not None
+    accepts = simulate.acceptance is not None or recorded
+    if speculates != accepts:
         names = ["engine.speculative", "simulate.acceptance"]
-        if config.speculative is None:
+        if not speculates:
             names.reverse()
         raise ValueError(
             f"{names[0]} is set and {names[1]} is not; a simulated draft is right with a given "
@@ -49,11 +51,12 @@ def refuse_unfelt(config: EngineConfig, simulate: Simulate, *, recorded: bool) -
             "simulated step reads all that a query sees; use a policy without a selection"
         )
     if config.preemption == "swap" and simulate.chip is None and simulate.step_s is None:
-        source = "a profile (simulate.profile)"
-        if simulate.cost is not None:
-            source = "functions of your own (simulate.cost)"
         if simulate.fit is not None:
             source = "measured steps (simulate.fit)"
+        elif simulate.cost is not None:
+            source = "functions of your own (simulate.cost)"
+        else:
+            source = "a profile (simulate.profile)"
         raise ValueError(
             f"engine.preemption is 'swap', and {source} do not give the cost of moving a block; "
             "set engine.preemption: recompute, or simulate.chip in place of them"

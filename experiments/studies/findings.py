@@ -1,5 +1,6 @@
 """The result of a study: published numbers and ours, whether they agree, and the reason if they do
-not."""
+not.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +50,10 @@ def interval(values: Sequence[float]) -> Interval:
     if max(values) == min(values):
         return Interval(values[0], values[0], values[0], n=n)
     numbers = np.log(values) if positive else np.array(values, np.float64)
-    half = stats.t.ppf(0.975, n - 1) * numbers.std(ddof=1) / math.sqrt(n)
-    ends = (float(numbers.mean() + side) for side in (-half, 0.0, half))
+    reach = stats.t.ppf(0.975, n - 1) * numbers.std(ddof=1) / math.sqrt(n)
+    ends = [float(numbers.mean() + side) for side in (-reach, 0.0, reach)]
     if positive:
-        ends = (math.exp(min(end, 700.0)) for end in ends)  # avoids overflow
+        ends = [math.exp(min(end, 700.0)) for end in ends]  # avoids overflow
     low, middle, high = ends
     return Interval(low, middle, high, n=n)
 
@@ -71,8 +72,8 @@ class Claim(NamedTuple):
     """A published number and ours.
 
     published: a number or a range.
-    factor: ours agrees if it is within [low / factor, high * factor].
-    why: the reason of a difference; shown only if there is one.
+    factor: our number agrees if it is within [low / factor, high * factor].
+    why: the reason of a difference; shown only if there is a difference.
     """
 
     source: str
@@ -131,7 +132,7 @@ def simulated(
 
     Args:
         overrides: like --set of experiments.run.
-        repeats: instead of the config's repeats.
+        repeats: replaces the config's repeats.
         also: called with every run, for values that a summary does not have.
 
     Raises:
@@ -193,12 +194,12 @@ def results_of(
 
 
 def over(summaries: Iterable[Summary], path: str) -> Interval:
-    """The interval of one number of several summaries. path: its dotted name."""
+    """The interval of one number of several summaries. path: the number's dotted name."""
     return interval([dig(summary, path) for summary in summaries])
 
 
 def dig(summary: Summary, path: str) -> float:
-    """A number of a summary. path: its dotted name."""
+    """A number of a summary. path: the number's dotted name."""
     value: Any = summary
     for name in path.split("."):
         value = value[name]
@@ -206,9 +207,8 @@ def dig(summary: Summary, path: str) -> float:
 
 
 def ratios(above: Sequence[Summary], below: Sequence[Summary], path: str) -> Interval | None:
-    """The ratios of one number of two points, seed by seed, which means for equal requests.
-
-    None if a number of `below` is zero.
+    """The interval of the ratio of one number of two points. Ratios are of the same seed, so of
+    equal requests. None if a number of `below` is zero.
     """
     pairs = [(dig(a, path), dig(b, path)) for a, b in zip(above, below, strict=True)]
     return interval([a / b for a, b in pairs]) if all(b for _, b in pairs) else None
@@ -232,8 +232,10 @@ def _is_number(cell: str) -> bool:
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table; numbers are aligned right."""
-    cells = [[rounded(c) if isinstance(c, float) else str(c) for c in row] for row in rows]
-    right = [all(map(_is_number, column)) for column in zip(*cells, strict=True)]
-    marks = ["---:" if number else "---" for number in right]
+    cells = [
+        [rounded(cell) if isinstance(cell, float) else str(cell) for cell in row] for row in rows
+    ]
+    has_numbers = [all(map(_is_number, column)) for column in zip(*cells, strict=True)]
+    marks = ["---:" if numbers else "---" for numbers in has_numbers]
     lines = [head, marks, *cells]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,9 +1,9 @@
 """Seconds of a step of vLLM with Llama-3.1-8B on an H100, as SpecDecode-Bench fitted them (arXiv
 2601.11580).
 
-The constants are from the benchmark's simulator: a constant, and so much for each token and each
-token of context; for an EAGLE drafter the same, once in a step whatever the number of drafts; for
-an n-gram drafter a share of the step.
+The constants are from the benchmark's simulator. A step takes a fixed time, and a time for each
+token and for each token of context. An EAGLE drafter takes such a sum too, once in a step, for any
+number of drafts. An n-gram drafter takes a share of the time of the step.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ OVERHEAD_S = 1.20683946e-3  # of the host, in every step
 
 
 def seconds(work: Work, method: str | None) -> float:
-    """The time of a step without its overhead.
+    """The time of a step without OVERHEAD_S.
 
-    A step with more samples than sequences has drafts, of `method`.
+    A step with more sampled rows than sequences has drafts; `method` is their drafter.
     """
     step = FIXED_S + TOKEN_S * work.tokens + CONTEXT_S * work.context
     if work.sampled <= work.sequences:

@@ -21,6 +21,13 @@ class Lengths(NamedTuple):
 DATA = {"ShareGPT": Lengths(161.31, 337.99), "Alpaca": Lengths(19.31, 58.45)}
 
 
+def count_of(name: str, requests: int) -> int:
+    """The requests of a workload with the lengths of a data set. Alpaca's are much shorter, so its
+    workloads have four times as many.
+    """
+    return requests if name == "ShareGPT" else 4 * requests
+
+
 def overrides(name: str) -> tuple[str, ...]:
     """--set of experiments.run for exponential lengths with the means of a data set."""
     prompt, output = DATA[name]

@@ -42,8 +42,8 @@ def by_rate(
     """Run each point of a config at each rate. Returns the normalised latencies.
 
     Args:
-        names: of the points, in the order of the sweep's list.
-        until: a latency; if it is exceeded with every seed, an engine's higher rates are left out.
+        names: the names of the points, in the order of the sweep's list.
+        until: a latency. If an engine exceeds it with every seed, its higher rates are left out.
     """
     points = dict(zip(names, load_file(config)["sweep"]["list"], strict=True))
     curves: Curves = {name: [] for name in names}
@@ -66,16 +66,16 @@ def by_rate(
 
 
 def highest(rates: Sequence[float], latencies: Sequence[float], target: float) -> float | None:
-    """The rate at which a latency curve meets a target: interpolated in logarithms, before it first
-    fails.
+    """The rate at which a latency curve first exceeds a target, interpolated in logarithms.
 
     None if the target is not met at the first rate, or is met at every rate.
     """
     failed = next((i for i, latency in enumerate(latencies) if latency > target), None)
-    if not failed:
+    if failed is None or failed == 0:
         return None
-    x = np.log([latencies[failed - 1], latencies[failed]])
-    return float(np.exp(np.interp(np.log(target), x, np.log(rates[failed - 1 : failed + 1]))))
+    log_latencies = np.log([latencies[failed - 1], latencies[failed]])
+    log_rates = np.log(rates[failed - 1 : failed + 1])
+    return float(np.exp(np.interp(np.log(target), log_latencies, log_rates)))
 
 
 def all_highest(
@@ -90,12 +90,10 @@ def reached(curves: Curves, rates: Sequence[float], target: float, name: str) ->
     if max(curves[name][0]) > target:
         return f"not met at {rates[0]:g}"
     best = all_highest(curves, rates, target, name)
-    low = [rate for rate in best if rate is not None]
-    return (
-        rounded(interval(low).middle)
-        if len(low) == len(best)
-        else f">= {rounded(min([*low, rates[-1]]))}"
-    )
+    known = [rate for rate in best if rate is not None]
+    if len(known) == len(best):
+        return rounded(interval(known).middle)
+    return f">= {rounded(min([*known, rates[-1]]))}"
 
 
 def gain(
@@ -103,20 +101,23 @@ def gain(
 ) -> Interval | None:
     """The ratio of the rates that two engines serve at a latency, seed by seed.
 
-    None if a rate is outside the grid of rates, because its ends are no result.
+    None if `highest` has no rate for a seed of one of them.
     """
-    best = (all_highest(curves, rates, target, name) for name in (above, below))
-    pairs = [(a, b) for a, b in zip(*best, strict=True) if a is not None and b is not None]
-    return interval([a / b for a, b in pairs]) if len(pairs) == len(curves[above][0]) else None
+    rates_above = all_highest(curves, rates, target, above)
+    rates_below = all_highest(curves, rates, target, below)
+    ratios = []
+    for a, b in zip(rates_above, rates_below, strict=True):
+        if a is None or b is None:
+            return None
+        ratios.append(a / b)
+    return interval(ratios)
 
 
 def multiple(gain: Interval | None) -> str:
     """The factor as a part of a sentence."""
-    return (
-        "an unknown multiple, beyond the rates tried, of"
-        if gain is None
-        else f"{gain.middle:.1f} times"
-    )
+    if gain is None:
+        return "an unknown multiple, beyond the rates tried, of"
+    return f"{gain.middle:.1f} times"
 
 
 def fewer(rates: Sequence[float]) -> tuple[float, ...]:

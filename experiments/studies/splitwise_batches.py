@@ -1,8 +1,9 @@
-"""Splitwise's batches of prompts as a policy: whole prompts, 2,048 tokens of them in a step, or one
-longer prompt.
+"""Splitwise's batches of prompts as a policy: whole prompts of at most 2,048 tokens together in a
+step, or one longer prompt.
 
-Section IV-B of the paper and `max_batch_tokens` of its simulator's start states. Its limit counts
-decodes of the step too, and stops some of them for a step to keep it; here decodes go on.
+The limit is in section IV-B of the paper, and is `max_batch_tokens` in the start states of its
+simulator. There it counts the decodes of the step too, and some of them may have to pause for a
+step. Here all decodes go on.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Splitwise's targets and its requests.
 
-Targets are of slowdowns over one request alone on a DGX-A100. Lengths are those of recorded traces.
-
-As in notebooks/plots.ipynb, notebooks/perf_model.py and generate_trace.py of its simulator (see
-splitwise_machines.py).
+Targets limit slowdowns: times over those of one request alone on a DGX-A100. Lengths are those of
+recorded traces. Both follow notebooks/plots.ipynb, notebooks/perf_model.py and generate_trace.py of
+its simulator (see splitwise_machines.py).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from experiments.simulation.measured import BLOOM, at
 from pagedjax.server.load_client.text_files import trace_rows
 
 QUANTILES = (0.5, 0.9, 0.99)
-# Table VI, by QUANTILES
+# the largest slowdowns of Table VI, by QUANTILES
 LIMITS = {"TTFT": (2.0, 3.0, 6.0), "TBT": (1.25, 1.5, 5.0), "E2E": (1.25, 1.5, 5.0)}
 START = datetime(2000, 1, 1)
 
@@ -34,8 +33,8 @@ def alone(prompt: int) -> tuple[float, float]:
 def slowdowns(requests: Iterable[RequestRecord]) -> dict[str, tuple[float, ...]]:
     """The percentiles (QUANTILES) of each kind of slowdown.
 
-    TBT is the time after the first token over all tokens of the answer, the first included, as in
-    application.py there.
+    TBT is the time after the first token, divided by the number of all tokens of the answer, the
+    first included. application.py of Splitwise's simulator computes it in this way.
     """
     by_kind: dict[str, list[float]] = {name: [] for name in LIMITS}
     for request in requests:
@@ -61,10 +60,10 @@ def missed(slowdowns_by_kind: Mapping[str, tuple[float, ...]]) -> tuple[str, ...
 
 
 def write(trace: Path, place: Path, count: int, seed: int) -> Path:
-    """A trace of `count` requests: Poisson arrivals, one a second, with prompts and answers of a
-    recorded trace.
+    """Write a trace of `count` requests. Returns its file.
 
-    Both lengths are drawn independently, with replacement, as in generate_trace.py there.
+    Arrivals are a Poisson process with one request a second. The lengths of prompts and of answers
+    are drawn from a recorded trace independently, with replacement, as in generate_trace.py.
     """
     rows = trace_rows(str(trace), trace.read_text(encoding="utf-8"))
     rng = np.random.default_rng(seed)
@@ -75,6 +74,7 @@ def write(trace: Path, place: Path, count: int, seed: int) -> Path:
     with file.open("w", encoding="utf-8", newline="") as out:
         writer = csv.writer(out)
         writer.writerow(("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
-        for at_s, prompt, answer in zip(arrivals.tolist(), prompts, answers, strict=True):
-            writer.writerow(((START + timedelta(seconds=at_s)).isoformat(), prompt, answer))
+        for arrival, prompt, answer in zip(arrivals.tolist(), prompts, answers, strict=True):
+            time = START + timedelta(seconds=arrival)
+            writer.writerow((time.isoformat(), prompt, answer))
     return file

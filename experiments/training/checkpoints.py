@@ -18,11 +18,11 @@ import orbax.checkpoint as ocp
 from experiments.core.json_files import write_json
 from pagedjax.weights.convert import check_free, complete_folder
 
-Loss = dict[str, Any]  # {"step", "train", "held_out"}
+Loss = dict[str, Any]  # with the keys "step", "train" and "held_out"
 
 
 class State(NamedTuple):
-    params: Any  # of what is trained
+    params: Any  # the trained parameters
     optimiser: Any  # optax's state, which also counts the steps
 
 
@@ -75,7 +75,9 @@ def save(manager: ocp.CheckpointManager, step: int, state: State, losses: Sequen
 
 
 def restore(manager: ocp.CheckpointManager, like: State) -> tuple[int, State, list[Loss]]:
-    """The last checkpoint -> (steps done, state, losses); without one, (0, `like`, [])."""
+    """Read the last checkpoint. Returns (steps done, state, losses); (0, `like`, []) if there is
+    none. like: a state with the same shapes.
+    """
     step = manager.latest_step()
     if step is None:
         return 0, like, []

@@ -15,7 +15,7 @@ Setup = TypeVar("Setup")
 
 
 def run_parser(description: str | None, every: int) -> argparse.ArgumentParser:
-    """A parser with `--out` and `--every`. every: the default."""
+    """A parser with `--out` and `--every`. every: the default of `--every`."""
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -41,7 +41,7 @@ def add_setup(parser: argparse.ArgumentParser, setup: type[Any]) -> None:
 
 
 def setup_of(args: argparse.Namespace, setup: type[Setup]) -> Setup:
-    """The setup that the options of `add_setup` say."""
+    """The setup with the values of the options of `add_setup`."""
     fields = dataclasses.fields(setup)  # pyright: ignore[reportArgumentType]
     return setup(**{field.name: getattr(args, field.name) for field in fields})
 

@@ -14,7 +14,7 @@ from experiments.training.setup import Setup
 from pagedjax.text.tokenizer import Tokenizer
 
 END = "<|endoftext|>"  # token 0, the end of a topic
-HELD_OUT = 5  # of every ten topics the one with this index, 9 % of the text
+HELD_OUT = 5  # the index of the held-out topic among every ten topics: 9 % of the text
 
 
 class Data(NamedTuple):
@@ -29,16 +29,19 @@ def texts() -> tuple[list[str], list[str]]:
     No paragraph appears twice (the topics repeat whole sections).
     """
     earlier: set[str] = set()
-    parts: tuple[list[str], list[str]] = ([], [])
+    train: list[str] = []
+    held_out: list[str] = []
     for i, (_, topic) in enumerate(sorted(topics.items())):
-        paragraphs = [p for p in dict.fromkeys(topic.strip().split("\n\n")) if p not in earlier]
-        earlier.update(paragraphs)
-        parts[i % 10 == HELD_OUT].append("\n\n".join(paragraphs))
-    return parts
+        paragraphs = dict.fromkeys(topic.strip().split("\n\n"))
+        new = [paragraph for paragraph in paragraphs if paragraph not in earlier]
+        earlier.update(new)
+        part = held_out if i % 10 == HELD_OUT else train
+        part.append("\n\n".join(new))
+    return train, held_out
 
 
 def text_digest() -> str:
-    """16 letters that say which text a run has."""
+    """A hash of the text of a run: 16 digits."""
     return hashlib.sha256(json.dumps(texts()).encode()).hexdigest()[:16]
 
 
@@ -66,11 +69,11 @@ def prepare(vocab: int) -> Data:
 
 
 def windows(train: np.ndarray, setup: Setup, step: int) -> np.ndarray:
-    """[batch, context + 1] tokens from random places, which depend on seed and step only, so a run
-    can resume at any step."""
-    places = np.random.default_rng((setup.seed, step)).integers(
-        len(train) - setup.context, size=setup.batch
-    )
+    """Tokens [batch, context + 1] from random places, which depend on seed and step only, so a run
+    can resume at any step.
+    """
+    rng = np.random.default_rng((setup.seed, step))
+    places = rng.integers(len(train) - setup.context, size=setup.batch)
     return train[places[:, None] + np.arange(setup.context + 1)]
 
 
@@ -83,8 +86,6 @@ def unigram(data: Data, vocab: int) -> float:
 def held_out_batches(tokens: np.ndarray, setup: Setup) -> list[np.ndarray]:
     """Consecutive windows, [batch, context + 1] at a time; an incomplete last batch is left out."""
     size = setup.batch * setup.context
-    starts = range(0, len(tokens) - size, size)
-    return [
-        tokens[i + np.arange(size).reshape(setup.batch, -1)[:, :1] + np.arange(setup.context + 1)]
-        for i in starts
-    ]
+    window_starts = setup.context * np.arange(setup.batch)
+    places = window_starts[:, None] + np.arange(setup.context + 1)  # [batch, context + 1]
+    return [tokens[start + places] for start in range(0, len(tokens) - size, size)]

@@ -1,9 +1,9 @@
-"""What a draft head learns from: a model's own outputs, its layers' outputs on them, and its next
-tokens' shares.
+"""What a draft head learns from: a model's own outputs, the outputs of its layers on them, and the
+probabilities of its next tokens.
 
-Prompts are pieces of Python's documentation (data.py). The model continues each, half of them
-greedily and half of them at temperature 1. Then it reads prompts and outputs again, and keeps of
-each token
+Prompts are pieces of Python's documentation (data.py). The model continues each prompt, half of
+them greedily and half of them at temperature 1. Then it reads prompts and outputs again, and for
+each token these are kept:
 
     features    the outputs of the layers `taps`, in 16 bits
     ids, shares the TOP likeliest next tokens and their probabilities
@@ -31,8 +31,8 @@ from pagedjax.device.models import Model
 from pagedjax.device.windows import hidden
 from pagedjax.weights.pretrained import LoadedModel
 
-TOP = 8  # next tokens that are kept of each position
-TEMPERATURES = (0.0, 1.0)  # of outputs, in turn
+TOP = 8  # how many next tokens are kept for each position
+TEMPERATURES = (0.0, 1.0)  # the outputs have these in turn
 
 
 class Windows(NamedTuple):
@@ -50,21 +50,22 @@ class Windows(NamedTuple):
 def prompts(
     encode: Callable[[str], Sequence[int]], setup: DraftSetup
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[n, prompt] and [m, prompt] tokens from random places of the training and of the held-out
-    text.
+    """Tokens [n, prompt] and [m, prompt] from random places of the training text and of the
+    held-out text.
     """
-    windows = []
-    for part, topics, count in zip((0, 1), texts(), (setup.windows, setup.held_out), strict=True):
+
+    def from_places(topics: Sequence[str], count: int, stream: int) -> np.ndarray:
         tokens = np.array(encode("\n\n".join(topics)), np.int32)
-        places = np.random.default_rng((setup.seed, part)).integers(
-            len(tokens) - setup.prompt, size=count
-        )
-        windows.append(tokens[places[:, None] + np.arange(setup.prompt)])
-    return windows[0], windows[1]
+        rng = np.random.default_rng((setup.seed, stream))
+        places = rng.integers(len(tokens) - setup.prompt, size=count)
+        return tokens[places[:, None] + np.arange(setup.prompt)]
+
+    train, held_out = texts()
+    return from_places(train, setup.windows, 0), from_places(held_out, setup.held_out, 1)
 
 
 def outputs(model: LoadedModel, prompts: np.ndarray, setup: DraftSetup) -> np.ndarray:
-    """[n, prompt + output]: the prompts and what the model says after each."""
+    """The prompts and what the model says after each, [n, prompt + output]."""
     width = setup.prompt + setup.output
     llm = LLM(
         model,
@@ -83,10 +84,14 @@ def outputs(model: LoadedModel, prompts: np.ndarray, setup: DraftSetup) -> np.nd
         )
         for i in range(len(prompts))
     ]
-    answers = llm.generate([p.tolist() for p in prompts], params, use_tqdm=sys.stderr.isatty())
-    return np.array(
-        [[*p, *a.outputs[0].token_ids] for p, a in zip(prompts, answers, strict=True)], np.int32
+    answers = llm.generate(
+        [prompt.tolist() for prompt in prompts], params, use_tqdm=sys.stderr.isatty()
     )
+    windows = [
+        [*prompt, *answer.outputs[0].token_ids]
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    return np.array(windows, np.int32)
 
 
 def read(
@@ -96,7 +101,16 @@ def read(
     at_a_time: int = 8,
     dtype: str = "float16",
 ) -> Windows:
-    """Have the model read windows [n, S]; dtype is that of the features."""
+    """Have the model read windows [n, S].
+
+    Args:
+        taps: the layers whose outputs are features.
+        at_a_time: windows in a call of the model.
+        dtype: of the features.
+
+    Raises:
+        ValueError: a feature is too large for its dtype.
+    """
     n, s = windows.shape
 
     @jax.jit
@@ -114,7 +128,7 @@ def read(
         blank = np.zeros((at_a_time - len(rows), s), np.int32)
         arrays = step(model.params, np.concatenate([rows, blank]))
         parts.append([np.asarray(x).reshape(at_a_time, s, -1)[: len(rows)] for x in arrays])
-    features, ids, shares = (np.concatenate(column) for column in zip(*parts, strict=True))
+    features, ids, shares = map(np.concatenate, zip(*parts, strict=True))
     if not np.isfinite(features).all():
         raise ValueError(
             f"features of the model are above {np.finfo(dtype).max}, the largest {dtype}; a head "
@@ -124,8 +138,9 @@ def read(
 
 
 def vocabulary(windows: Windows, size: int, vocab_size: int) -> np.ndarray:
-    """[size] the ids of the likeliest next tokens over all windows, ascending, of `vocab_size`
-    tokens.
+    """The ids of the `size` likeliest next tokens over all windows, ascending, int32 [size].
+
+    vocab_size: of the model.
     """
     total = np.bincount(windows.ids.reshape(-1), windows.shares.reshape(-1), minlength=vocab_size)
     likeliest = np.argsort(-total, kind="stable")[:size]
@@ -152,5 +167,6 @@ def batch(windows: Windows, setup: DraftSetup, step: int) -> Windows:
     n = len(windows.tokens)
     epoch, place = divmod(step, n // setup.batch)
     order = np.random.default_rng((setup.seed, 2, epoch)).permutation(n)
-    rows = np.sort(order[place * setup.batch :][: setup.batch])
+    start = place * setup.batch
+    rows = np.sort(order[start : start + setup.batch])
     return Windows(*(column[rows] for column in windows))

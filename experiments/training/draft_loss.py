@@ -1,10 +1,10 @@
-"""The loss of a draft head: drafts of several tokens ahead, as it will make them (EAGLE-3's
+"""The loss of a draft head: drafts of several tokens ahead, as an engine will make them (EAGLE-3's
 training-time test).
 
-In pass 0 each position has the true feature of the token before. In pass s it has what the head
-itself made of that token in pass s - 1. Position i of pass s is the draft that an engine makes s
-tokens after the last known one. It sees the true keys of the tokens up to i - s, and behind them
-the keys of earlier passes, as an engine's cache has them.
+In pass 0 each position has the true feature of the token before. In pass s it has the feature that
+the head itself made of that token in pass s - 1. Position i of pass s is the draft that an engine
+makes s tokens after the last known token. It sees the true keys of the tokens up to i - s, and
+after them the keys of earlier passes, as an engine's cache has them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pagedjax.device.models.decoder import Decoder
 from pagedjax.device.models.eagle import Eagle
 from pagedjax.device.windows import packed
 
-LATER = 0.8  # weight of a pass over that of the one before
+LATER = 0.8  # the weight of a pass, over the weight of the pass before
 
 Pages = tuple[jax.Array, jax.Array]  # keys and values of one pass, [B, K, S, D]
 
 
 def shifted(x: jax.Array, by: int) -> jax.Array:
-    """[B, K, S, D] with each token in the place of the one `by` later; zeros in front."""
+    """x [B, K, S, D] moved `by` tokens towards the end, with zeros in front."""
     return jnp.pad(x, ((0, 0), (0, 0), (by, 0), (0, 0)))[:, :, : x.shape[2]]
 
 
@@ -37,15 +37,17 @@ def queries_by_head(q: jax.Array, keys: jax.Array) -> jax.Array:
 def true_scores(
     queries: jax.Array, keys: jax.Array, place: jax.Array, last: int, window: int
 ) -> jax.Array:
-    """[B, K, G, S, S] in pass `last`: over the keys of pass 0, as far as a query sees them."""
-    true = jnp.einsum("bskgd,bktd->bkgst", queries, keys)
-    far = place[:, None] - place  # of each key from each query
-    return jnp.where((far >= last) & (far < window), true, -jnp.inf)
+    """The scores [B, K, G, S, S] of the queries of pass `last` with the keys of pass 0; -inf where
+    a query does not see a key.
+    """
+    scores = jnp.einsum("bskgd,bktd->bkgst", queries, keys)
+    distance = place[:, None] - place  # from each query to each key
+    return jnp.where((distance >= last) & (distance < window), scores, -jnp.inf)
 
 
 def attend_over(earlier: list[Pages], scale: float):
-    """An `Attend` for pass s = len(earlier), over the true keys (pass 0) and those of the passes
-    between.
+    """An `Attend` for pass s = len(earlier), over the true keys (pass 0) and the keys of the later
+    passes.
     """
 
     def attend(q, k_pages, v_pages, *_, window: int | None, soft_cap: float | None) -> jax.Array:
@@ -57,7 +59,7 @@ def attend_over(earlier: list[Pages], scale: float):
         s = keys.shape[2]
         place = jnp.arange(s)
         scores = [true_scores(queries, keys, place, len(passes) - 1, window)]
-        # pass s - m, at i - m
+        # later[m]: the pages of pass s - m, moved so that query i meets the token i - m
         later = [
             (shifted(key, m), shifted(value, m)) for m, (key, value) in enumerate(passes[:0:-1])
         ]
@@ -79,7 +81,7 @@ def drafts(head: Eagle, embedded: jax.Array, windows: Windows, passes: int) -> l
     """The logits of each pass, [B, S, V'].
 
     Args:
-        embedded: [B * S, H] of the model.
+        embedded: the model's embeddings of the tokens, [B * S, H].
     """
     config = head.config.layer
     b, s = windows.tokens.shape
@@ -89,9 +91,9 @@ def drafts(head: Eagle, embedded: jax.Array, windows: Windows, passes: int) -> l
     all_logits = []
     earlier: list[Pages] = []
     for _ in range(passes):
-        before = jnp.pad(feature.reshape(b, s, -1), ((0, 0), (1, 0), (0, 0)))[:, :s].reshape(
-            b * s, -1
-        )
+        # the feature of the token before, and zeros for the first token
+        moved = jnp.pad(feature.reshape(b, s, -1), ((0, 0), (1, 0), (0, 0)))[:, :s]
+        before = moved.reshape(b * s, -1)
         pages = cache.init(
             layers=1,
             blocks=b - 1,
@@ -110,15 +112,16 @@ def drafts(head: Eagle, embedded: jax.Array, windows: Windows, passes: int) -> l
 def loss(
     head: Eagle, model: Decoder, place: jax.Array, windows: Windows, passes: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(mean cross entropy with the model's next tokens, [passes] share of positions where the best
-    token is the same).
+    """The mean cross entropy with the model's next tokens, and for each pass the share of positions
+    where the best token is the same, [passes].
 
     Tokens that the head does not draft are no target: a position counts as much as the targets'
     shares that are left.
 
     Args:
         model: its embedding is used, and not trained.
-        place: [V] of each token its place in the head's vocabulary, -1 without one.
+        place: the place of each token in the head's vocabulary, [V]; -1: the head does not draft
+            the token.
     """
     embedded = model.embedded(packed(windows.tokens))
     places = place[windows.ids]
@@ -131,11 +134,9 @@ def loss(
         logp = jax.nn.log_softmax(logits, axis=-1)
         entropy = -(shares * jnp.take_along_axis(logp, jnp.maximum(places, 0), axis=-1)).sum(-1)
         real = positions >= i  # in a later pass, the first tokens have no draft before them
-        total += (
-            LATER**i
-            * jnp.where(real, entropy, 0.0).sum()
-            / jnp.where(real, shares.sum(-1), 0.0).sum()
-        )
+        entropy_sum = jnp.where(real, entropy, 0.0).sum()
+        shares_sum = jnp.where(real, shares.sum(-1), 0.0).sum()
+        total += LATER**i * entropy_sum / shares_sum
         weight += LATER**i
         best = (logits.argmax(-1) == places[..., 0]) & real
         right.append(best.sum() / (real.sum() * len(windows.tokens)))

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 class DraftSetup:
     """The options that determine the result, bit for bit on one machine.
 
-    model: that the head is for, as in `load_model`.
+    model: the model that the head is for, as in `load_model`.
     steps: updates; the learning rate falls over them, so another number is another run.
-    vocabulary: tokens that the head drafts.
-    windows, held_out: prompts of the training and of the held-out text.
+    vocabulary: how many tokens the head drafts.
+    windows, held_out: how many prompts of the training text and of the held-out text.
     prompt, output: tokens of a prompt, and of the model's answer to it.
     batch: windows in a step.
-    passes: drafts of a sequence that training looks ahead, the later ones on the head's own
-        features.
+    passes: how many drafts ahead training looks; the later drafts continue the head's own features.
     rate: the highest learning rate.
     """
 

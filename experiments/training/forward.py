@@ -29,7 +29,7 @@ def initial(config: DecoderConfig, seed: int) -> Decoder:
         name = ".".join(entry.path)
         shape = entry.shape
         scale = 0.02 if name == "embed" else shape[-1] ** -0.5
-        # each layer adds two of them to the residual
+        # each layer adds the outputs of these two matrices to the residual
         if name.endswith(("out.weight", "down.weight")):
             scale /= (2 * config.layers) ** 0.5
         drawn = np.float32(scale) * rng.standard_normal(shape, np.float32)

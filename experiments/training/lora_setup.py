@@ -13,9 +13,9 @@ class LoraSetup:
         run.
     rank, alpha: of the factors; B A is multiplied by alpha / rank.
     modules: kinds of matrices that have factors, as PEFT's target_modules, with commas between
-        them; "all": every one.
+        them; "all": every kind.
     context: tokens of a window of text.
-    batch: windows of text in a step. lists: to sort in a step.
+    batch: windows of text in a step. lists: lists to sort in a step.
     held_out: examples of each task that no step trains on.
     rate: the highest learning rate.
     """

@@ -1,7 +1,7 @@
 """The tasks of a training run of adapters: text in capitals, and lists to sort.
 
-Each has answers that can be checked.
-An example is a prompt and what should follow it. The loss is that of the tokens behind the prompt.
+Each task has answers that can be checked. An example is a prompt and what should follow it. The
+loss is that of the tokens after the prompt.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from experiments.training.data import texts
 from experiments.training.lora_setup import LoraSetup
 from pagedjax.text.tokenizer import Tokenizer
 
-DIGITS = 4  # of a list to sort, all different
+DIGITS = 4  # in a list to sort, all different
 
 
 class Examples(NamedTuple):
     """N examples of L tokens at most. Arrays of numpy."""
 
     tokens: Any  # [N, L] int32, padded
-    lengths: Any  # [N] int32: of prompt and answer
-    prompts: Any  # [N] int32: of the prompt alone
+    lengths: Any  # [N] int32: tokens of prompt and answer
+    prompts: Any  # [N] int32: tokens of the prompt alone
 
     @property
-    def counts(self) -> Any:
-        """[N, L] bool: the tokens behind the prompts, whose loss counts."""
+    def has_loss(self) -> Any:
+        """Whether the loss of each token counts, bool [N, L]: it is after the prompt."""
         places = np.arange(self.tokens.shape[1])
         return (places >= self.prompts[:, None]) & (places < self.lengths[:, None])
 
@@ -67,7 +67,7 @@ def tasks(tokenizer: Tokenizer, setup: LoraSetup) -> dict[str, Task]:
 
 
 def capitals(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
-    """Python's documentation in capitals. A held-out window has a prompt, a third of it."""
+    """Python's documentation in capitals. The prompt of a held-out window is a third of it."""
     text, held_out_text = texts()
     held_out = encode_capitals(tokenizer, held_out_text)
     num_windows = len(held_out) // setup.context
@@ -79,10 +79,10 @@ def capitals(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
 
     @cache
     def train() -> np.ndarray:
-        """Encoded when a step first needs it: what is refused before does not take the time."""
+        """The training text. A run that is refused before its first step does not encode it."""
         return encode_capitals(tokenizer, text)
 
-    def of_windows(tokens: np.ndarray, places: np.ndarray, prompt: int) -> Examples:
+    def examples_at(tokens: np.ndarray, places: np.ndarray, prompt: int) -> Examples:
         rows = len(places)
         size = setup.context
         windows = tokens[places[:, None] + np.arange(size)]
@@ -90,15 +90,16 @@ def capitals(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
 
     def batch(step: int) -> Examples:
         rng = np.random.default_rng((setup.seed, step, 2))
-        return of_windows(train(), rng.integers(len(train()) - setup.context, size=setup.batch), 1)
+        places = rng.integers(len(train()) - setup.context, size=setup.batch)
+        return examples_at(train(), places, prompt=1)
 
     places = np.arange(setup.held_out) * (len(held_out) // setup.held_out)
-    held_out_examples = of_windows(held_out, places, setup.context // 3)
+    held_out_examples = examples_at(held_out, places, prompt=setup.context // 3)
     return Task(batch, held_out_examples, lambda _, answer: answer.isupper())
 
 
 def encode_capitals(tokenizer: Tokenizer, topics: Sequence[str]) -> np.ndarray:
-    """[n] int32: the tokens of topics in capitals."""
+    """The tokens of topics in capitals, int32 [n]."""
     return np.array(tokenizer.encode("\n\n".join(topics).upper()), np.int32)
 
 
@@ -112,7 +113,7 @@ def question(digits: Sequence[int]) -> tuple[str, str]:
 
 def sorting(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
     """Lists of different digits to sort. The held-out lists are in no step."""
-    # Every list has as many characters, of which each is one token at most.
+    # All lists have equally many characters, and each character is at most one token.
     width = len("".join(question(range(DIGITS))))
     if width > setup.context:
         raise ValueError(
@@ -136,7 +137,8 @@ def sorting(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
         tokens = np.zeros((len(pairs), width), np.int32)
         for i, (prompt, answer) in enumerate(pairs):
             tokens[i, : lengths[i]] = *prompt, *answer
-        return Examples(tokens, lengths, np.array([len(prompt) for prompt, _ in pairs], np.int32))
+        prompts = np.array([len(prompt) for prompt, _ in pairs], np.int32)
+        return Examples(tokens, lengths, prompts)
 
     def batch(step: int) -> Examples:
         rng = np.random.default_rng((setup.seed, step, 3))

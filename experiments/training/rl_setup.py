@@ -9,10 +9,10 @@ from dataclasses import dataclass
 class RLSetup:
     """The options that determine the result, bit for bit.
 
-    sums: prompts of a step. group: answers to each, which are compared with each other.
-    largest: of the numbers that are added. answer: tokens of an answer at most.
+    sums: prompts of a step. group: answers to each prompt, which are compared with each other.
+    largest: the largest number that is added. answer: the most tokens of an answer.
     clip: how far from 1 the ratio of the two policies counts (PPO).
-    exact: the engine is batch-invariant and the trainer has its bits.
+    exact: whether the engine is batch-invariant and the trainer has the engine's bits.
     """
 
     steps: int = 200

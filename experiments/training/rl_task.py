@@ -30,6 +30,6 @@ def number_in(text: str) -> int | None:
 
 
 def reward(problem: Sum, text: str) -> float:
-    """1 for the sum; less, the farther a number is from it; 0 for what is no number."""
+    """1 for the right sum; less for a number that is farther from it; 0 if there is no number."""
     number = number_in(text)
     return 0.0 if number is None else 1 / (1 + abs(number - problem.a - problem.b))

@@ -56,15 +56,15 @@ from pagedjax.weights.draft_model import write_eagle
 from pagedjax.weights.pretrained import LoadedModel
 from pagedjax.weights.tree import named, nested
 
-DRAFTS = 3  # of a sequence in a step, in the measurement at the end
+DRAFTS = 3  # drafts of a sequence in a step, in the measurement at the end
 
 
 # --- the head -------------------------------------------------------------------------------------
 
 
 def initial(model: Model, ids: np.ndarray, seed: int) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-    """A head that begins near the model's own output: its feature is the last layer's, its head the
-    model's.
+    """A head that begins near the model's own output: its feature is the output of the last layer,
+    and its output matrix has the model's rows.
 
     Returns:
         (structure, parameters to train, other values)
@@ -82,7 +82,7 @@ def initial(model: Model, ids: np.ndarray, seed: int) -> tuple[nnx.GraphDef, nnx
     matrix = "embed" if model.config.tied else "head.weight"
     projection = formats.restored(model.config.stored, target, matrix)
     values["head.weight"] = projection[ids]
-    # less sure than the model
+    # half of the model's norm, so that the head is less sure than the model
     values["norm.weight"] = np.asarray(target["norm.weight"], np.float32) / 2
     arrays = {name: jnp.asarray(x) for name, x in values.items()}
     head = nnx.merge(*assemble_eagle(config, ids, nested(arrays), "float32"))
@@ -96,10 +96,9 @@ def _random(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.n
     """
     if len(shape) == 1:
         return np.zeros(shape, np.float32) if name.endswith("bias") else np.ones(shape, np.float32)
-    small = (
-        0.1 if name.endswith(("fuse.weight", "join.weight", "out.weight", "down.weight")) else 1.0
-    )
-    return np.float32(small * shape[-1] ** -0.5) * rng.standard_normal(shape, np.float32)
+    adds_to_feature = name.endswith(("fuse.weight", "join.weight", "out.weight", "down.weight"))
+    scale = 0.1 if adds_to_feature else 1.0
+    return np.float32(scale * shape[-1] ** -0.5) * rng.standard_normal(shape, np.float32)
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -107,9 +106,9 @@ def _random(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.n
 
 class Trainer(NamedTuple):
     start: State
-    # -> (state, loss); the state is donated
+    # (state, windows) -> (state, loss); the state is donated
     update: Callable[[State, Windows], tuple[State, jax.Array]]
-    # -> loss, share of right drafts by pass
+    # (parameters, windows) -> loss, share of right drafts by pass
     measure: Callable[[nnx.State, Windows], tuple[float, list[float]]]
 
 
@@ -163,7 +162,7 @@ def mean_loss(
 
 
 def options(setup: DraftSetup) -> dict[str, Any]:
-    """What a run is known by: its options and its text."""
+    """What tells a run from other runs: its options and its text."""
     return {**dataclasses.asdict(setup), "text": text_digest()}
 
 
@@ -186,18 +185,18 @@ def prepare(
     return draft_data.stored(files[0]), draft_data.stored(files[1])
 
 
-def check_model(setup: DraftSetup, c: DecoderConfig) -> None:
+def check_model(setup: DraftSetup, config: DecoderConfig) -> None:
     """Raises ValueError for a model that cannot have a head, or has no room for the windows."""
-    if any(kind.window for kind in c.kinds) or c.attn_cap:
+    if any(kind.window for kind in config.kinds) or config.attn_cap:
         raise ValueError(
             f"{setup.model} has windows or a cap of scores; the training of a head does not "
             "support them"
         )
-    eagle_config(c, setup.vocabulary)  # refuses a vocabulary that is too large
-    if setup.prompt + setup.output > c.max_len:
+    eagle_config(config, setup.vocabulary)  # refuses a vocabulary that is too large
+    if setup.prompt + setup.output > config.max_len:
         raise ValueError(
             f"windows of {setup.prompt} + {setup.output} tokens are too long: {setup.model} has "
-            f"room for {c.max_len}; lower --prompt or --output"
+            f"room for {config.max_len}; lower --prompt or --output"
         )
 
 
@@ -205,8 +204,10 @@ def check_model(setup: DraftSetup, c: DecoderConfig) -> None:
 def train(
     out: Path, setup: DraftSetup, every: int, *, say: Callable[[str], None] = print
 ) -> list[Loss]:
-    """Train, or resume the run in `out`, and write its head's folder -> the losses of every `every`
-    steps.
+    """Train, or resume the run in `out`, and write its head's folder.
+
+    Returns:
+        The losses of every `every` steps.
 
     Raises:
         ValueError: `out` belongs to another run, or is no run's folder; the model cannot have a
@@ -247,7 +248,7 @@ def train(
 
 
 def line(loss: Loss, seconds: float) -> str:
-    """A line of the table. seconds: of a step."""
+    """A line of the table. seconds: the time of a step."""
     shares = " ".join(f"{100 * share:5.1f} %" for share in loss["right"])
     return (
         f"{loss['step']:6} {loss['train']:7.3f} {loss['held_out']:9.3f}  {shares:21} {seconds:8.2f}"
@@ -269,8 +270,8 @@ def about(
 
 
 def measure_acceptance(model: LoadedModel, folder: Path, prompts: np.ndarray, output: int) -> str:
-    """What an engine accepts of a head's drafts when it continues prompts [n, length] greedily, in
-    words.
+    """How many of a head's drafts an engine accepts when it continues prompts [n, length] greedily,
+    in words.
     """
     width = prompts.shape[1] + output
     engine = LLM(

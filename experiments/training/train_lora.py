@@ -68,7 +68,7 @@ Form = Literal["safetensors", "orbax"]
 
 
 def initial(config: DecoderConfig, setup: LoraSetup, stream: int) -> Factors:
-    """What an adapter starts from; each stream has its own A.
+    """The initial factors of an adapter; each stream has its own A.
 
     Raises:
         ValueError: the model has no matrices of a kind that `setup.modules` names.
@@ -85,12 +85,12 @@ class Trainer(NamedTuple):
 
     start: the initial state.
     update: (state, examples by adapter) -> (state, loss by adapter). The state is donated.
-    chances: (factors or None for the base, examples) -> [N, L] log-probabilities of the tokens.
+    logprobs: (factors or None for the base, examples) -> [N, L] log-probabilities of the tokens.
     """
 
     start: State
     update: Callable[[State, Mapping[str, Examples]], tuple[State, dict[str, jax.Array]]]
-    chances: Callable[[Factors | None, Examples], jax.Array]
+    logprobs: Callable[[Factors | None, Examples], jax.Array]
 
 
 def make_trainer(setup: LoraSetup, module: Decoder, names: Sequence[str]) -> Trainer:
@@ -104,14 +104,14 @@ def make_trainer(setup: LoraSetup, module: Decoder, names: Sequence[str]) -> Tra
     method = adamw(setup, b2=0.99, weight_decay=0.01)
     graphdef, base = nnx.split(module)
 
-    def chances(factors: Factors | None, base: nnx.State, examples: Examples) -> jax.Array:
+    def logprobs(factors: Factors | None, base: nnx.State, examples: Examples) -> jax.Array:
         parts = None
         if factors is not None:
             parts = adapter_parts(factors, module.config, options(setup), "that is trained")
         return score(nnx.merge(graphdef, base), examples.tokens, examples.lengths, adapter=parts)
 
     def loss(factors: Factors, base: nnx.State, examples: Examples) -> jax.Array:
-        return -jnp.mean(chances(factors, base, examples), where=examples.counts)
+        return -jnp.mean(logprobs(factors, base, examples), where=examples.has_loss)
 
     def update(state: State, base: nnx.State, examples: Examples) -> tuple[State, jax.Array]:
         value, gradients = jax.value_and_grad(loss)(state.params, base, examples)
@@ -121,7 +121,7 @@ def make_trainer(setup: LoraSetup, module: Decoder, names: Sequence[str]) -> Tra
     optimisers = {name: method.init(adapter) for name, adapter in factors.items()}
     start = jax.device_put(State(factors, optimisers), jax.devices()[0], may_alias=False)
     jit_update = jax.jit(update, donate_argnums=0)
-    score_examples = jax.jit(chances)
+    score_examples = jax.jit(logprobs)
 
     def update_all(
         state: State, examples: Mapping[str, Examples]
@@ -141,13 +141,13 @@ def make_trainer(setup: LoraSetup, module: Decoder, names: Sequence[str]) -> Tra
     )
 
 
-def mean_loss(chances: Any, examples: Examples) -> float:
-    """The mean loss of the tokens that count, in nats. chances: [N, L] log-probabilities."""
-    return -float(np.mean(np.asarray(chances, np.float64), where=examples.counts))
+def mean_loss(logprobs: Any, examples: Examples) -> float:
+    """The mean loss of the tokens that count, in nats. logprobs: [N, L] log-probabilities."""
+    return -float(np.mean(np.asarray(logprobs, np.float64), where=examples.has_loss))
 
 
 def options(setup: LoraSetup) -> dict[str, Any]:
-    """The options of PEFT's `LoraConfig` that the factors do not say."""
+    """The options of PEFT's `LoraConfig` that are not known from the factors."""
     return {"lora_alpha": setup.alpha}
 
 
@@ -157,18 +157,20 @@ def options(setup: LoraSetup) -> dict[str, Any]:
 class Served(NamedTuple):
     """What an engine gave for the held-out examples of a task.
 
-    chances: [N, L] float32: log-probabilities of the tokens.
+    logprobs: [N, L] float32: log-probabilities of the tokens.
     right: the share of right greedy answers.
     """
 
-    chances: Any
+    logprobs: Any
     right: float
 
 
 def write(
     out: Path, model: Path, setup: LoraSetup, params: Mapping[str, Factors], to: Form
 ) -> dict[str, Path]:
-    """Write the folder of each adapter. It is complete or absent: an older one is removed first."""
+    """Write the folder of each adapter. A folder is complete or absent: an older one is removed
+    first.
+    """
     family = FAMILIES[read_json(model / "config.json")["model_type"]]
     prefix = family.architecture.prefix
     lora_config = {**options(setup), "base_model_name_or_path": str(model)}
@@ -212,7 +214,7 @@ def serve(
         adapter = LoRARequest(name, lora_path=str(folders[name])) if name in folders else None
         for task in learnt.values():
             jobs += [(*job, adapter) for job in _jobs(task.held_out)]
-    prompts, params, adapters = (list(column) for column in zip(*jobs, strict=True))
+    prompts, params, adapters = map(list, zip(*jobs, strict=True))
     outs = iter(llm.generate(prompts, params, lora_request=adapters, use_tqdm=False))
     return {
         name: {key: _served(task, outs, llm.tokenizer.decode) for key, task in learnt.items()}
@@ -234,16 +236,16 @@ def _jobs(held_out: Examples) -> list[tuple[list[int], SamplingParams]]:
 
 def _served(task: Task, outs: Iterator[Any], decode: Callable[[list[int]], str]) -> Served:
     """The outputs of `_jobs` of a task."""
-    chances = np.zeros(task.held_out.tokens.shape, np.float32)
+    logprobs = np.zeros(task.held_out.tokens.shape, np.float32)
     right = []
-    for i in range(len(chances)):
+    for i in range(len(logprobs)):
         scored = next(outs)
         answered = next(outs)
         entries: Any = scored.prompt_logprobs
         pairs = zip(scored.prompt_token_ids[1:], entries[1:], strict=True)
-        chances[i, 1 : len(entries)] = [entry[token].logprob for token, entry in pairs]
+        logprobs[i, 1 : len(entries)] = [entry[token].logprob for token, entry in pairs]
         right.append(task.right(decode(task.held_out.answer(i)), answered.outputs[0].text))
-    return Served(chances, float(np.mean(right)))
+    return Served(logprobs, float(np.mean(right)))
 
 
 def report(
@@ -261,9 +263,9 @@ def report(
         table[name] = {}
         for key, result in by_task.items():
             held_out = learnt[key].held_out
-            chances = np.asarray(trainer.chances(params.get(name), held_out))
-            largest = max(largest, float(np.abs(chances - result.chances).max()))
-            loss = mean_loss(result.chances, held_out)
+            logprobs = np.asarray(trainer.logprobs(params.get(name), held_out))
+            largest = max(largest, float(np.abs(logprobs - result.logprobs).max()))
+            loss = mean_loss(result.logprobs, held_out)
             table[name][key] = {"loss": loss, "right": result.right}
     return {"held_out": table, "largest_difference": largest}
 
@@ -272,13 +274,12 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     """The report as text."""
     table = result["held_out"]
     heading = "".join(f"  {key + ': loss':>12} {'right':>7}" for key in table[BASE])
-    rows = [
-        f"{name:8}"
-        + "".join(
+    rows = []
+    for name, by_task in table.items():
+        cells = [
             f"  {cell['loss']:12.3f} {100 * cell['right']:5.1f} %" for cell in by_task.values()
-        )
-        for name, by_task in table.items()
-    ]
+        ]
+        rows.append(f"{name:8}{''.join(cells)}")
     difference = result["largest_difference"]
     last = f"the trainer's log-probabilities are the engine's within {difference:.1e}"
     return [f"{'':8}{heading}", *rows, last]
@@ -297,8 +298,10 @@ def train(
     to: Form = "safetensors",
     say: Callable[[str], None] = print,
 ) -> tuple[list[Loss], dict[str, Any]]:
-    """Train, or resume the run in `out`, write the adapters, and serve them -> (losses, the
-    report).
+    """Train, or resume the run in `out`, write the adapters, and serve them.
+
+    Returns:
+        The losses, and the report.
 
     Raises:
         ValueError: `out` belongs to another run, or is no run's folder; the options do not fit the
@@ -337,7 +340,7 @@ def _run_steps(
     learnt: Mapping[str, Task],
     say: Callable[[str], None],
 ) -> tuple[dict[str, Factors], list[Loss]]:
-    """Train from the last checkpoint to the end -> (the factors of each adapter, losses)."""
+    """Train from the last checkpoint to the end. Returns the factors of each adapter, and losses."""
     with opened(out) as manager:
         step, state, losses = restore(manager, trainer.start)
         say(about(state.params) + (f"; {step} of {setup.steps} steps are done" if step else ""))
@@ -355,7 +358,7 @@ def _run_steps(
                 for name in learnt
             }
             held_out = {
-                name: mean_loss(trainer.chances(state.params[name], task.held_out), task.held_out)
+                name: mean_loss(trainer.logprobs(state.params[name], task.held_out), task.held_out)
                 for name, task in learnt.items()
             }
             losses = [*losses, {"step": step, "train": means, "held_out": held_out}]

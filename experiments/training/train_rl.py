@@ -68,7 +68,7 @@ class Rollouts(NamedTuple):
     tokens: Any  # [N, L] int32: prompt and answer, padded
     lengths: Any  # [N] int32
     answer: Any  # [N, L] bool: the tokens of the answer
-    chances: Any  # [N, L] float32: log-probabilities that the engine sampled them with
+    logprobs: Any  # [N, L] float32: log-probabilities that the engine sampled them with
     rewards: Any  # [N] float32
 
 
@@ -90,9 +90,7 @@ def serving(setup: RLSetup) -> dict[str, Any]:
 
 
 def roll_out(llm: LLM, setup: RLSetup, step: int) -> Rollouts:
-    """A group of answers to each sum of a step, as they are drawn from the model's own
-    distribution.
-    """
+    """A group of answers to each sum of a step, drawn from the model's own distribution."""
     problems = sums(setup.seed, step, setup.sums, setup.largest)
     rng = np.random.default_rng((setup.seed, step, 1))
     params = [
@@ -115,7 +113,7 @@ def rollouts_of(problems: Sequence[Sum], outs: Sequence[Any], width: int) -> Rol
     tokens = np.zeros((len(rows), width), np.int32)
     lengths = np.zeros(len(rows), np.int32)
     answer = np.zeros(tokens.shape, bool)
-    chances = np.zeros(tokens.shape, np.float32)
+    logprobs = np.zeros(tokens.shape, np.float32)
     rewards = np.zeros(len(rows), np.float32)
     for i, (problem, prompt, branch) in enumerate(rows):
         start = len(prompt)
@@ -124,9 +122,9 @@ def rollouts_of(problems: Sequence[Sum], outs: Sequence[Any], width: int) -> Rol
         lengths[i] = end
         answer[i, start:end] = True
         entries = zip(branch.token_ids, branch.logprobs, strict=True)
-        chances[i, start:end] = [entry[token].logprob for token, entry in entries]
+        logprobs[i, start:end] = [entry[token].logprob for token, entry in entries]
         rewards[i] = reward(problem, branch.text)
-    return Rollouts(tokens, lengths, answer, chances, rewards)
+    return Rollouts(tokens, lengths, answer, logprobs, rewards)
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -138,33 +136,33 @@ class Trainer(NamedTuple):
 
 
 def advantages(rewards: jax.Array, group: int) -> jax.Array:
-    """[N] each reward against its group of answers to one prompt: GRPO's, in units of the group's
-    deviation.
+    """GRPO's advantages [N]: the difference of each reward from the mean of its group, the answers
+    to one prompt, in units of the group's deviation.
     """
     by_group = rewards.reshape(-1, group)
     return jax.nn.standardize(by_group, axis=1, epsilon=1e-4).reshape(-1)
 
 
-def loss(chances: jax.Array, rollouts: Rollouts, setup: RLSetup) -> jax.Array:
+def loss(logprobs: jax.Array, rollouts: Rollouts, setup: RLSetup) -> jax.Array:
     """PPO's clipped objective with GRPO's advantages, a mean over the tokens of the answers.
 
     Args:
-        chances: [N, L] the trainer's log-probabilities.
+        logprobs: [N, L] the trainer's log-probabilities.
     """
-    ratio = jnp.exp(chances - rollouts.chances)
+    ratio = jnp.exp(logprobs - rollouts.logprobs)
     gain = advantages(rollouts.rewards, setup.group)[:, None]
     clipped = jnp.minimum(ratio * gain, jnp.clip(ratio, 1 - setup.clip, 1 + setup.clip) * gain)
     return -jnp.mean(clipped, where=rollouts.answer)
 
 
-def divergence(chances: jax.Array, rollouts: Rollouts) -> dict[str, jax.Array]:
+def divergence(logprobs: jax.Array, rollouts: Rollouts) -> dict[str, jax.Array]:
     """How far the trainer's policy is from the engine's: KL(engine | trainer) and the largest
     difference.
 
     KL is estimated from the engine's own tokens, without bias and without negative terms (k3 of
     Schulman 2020).
     """
-    apart = jnp.where(rollouts.answer, chances - rollouts.chances, 0)
+    apart = jnp.where(rollouts.answer, logprobs - rollouts.logprobs, 0)
     kl = jnp.mean(jnp.expm1(apart) - apart, where=rollouts.answer)
     return {"kl": kl, "largest_difference": jnp.abs(apart).max()}
 
@@ -176,8 +174,8 @@ def make_trainer(setup: RLSetup, module: nnx.Module) -> Trainer:
 
     def loss_of(params: nnx.State, rollouts: Rollouts) -> tuple[jax.Array, dict[str, jax.Array]]:
         merged: Any = nnx.merge(graphdef, params, constants)
-        chances = score(merged, rollouts.tokens, rollouts.lengths, batch_invariant=setup.exact)
-        return loss(chances, rollouts, setup), divergence(chances, rollouts)
+        logprobs = score(merged, rollouts.tokens, rollouts.lengths, batch_invariant=setup.exact)
+        return loss(logprobs, rollouts, setup), divergence(logprobs, rollouts)
 
     def update(state: State, rollouts: Rollouts) -> tuple[State, dict[str, jax.Array]]:
         (_, facts), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params, rollouts)
@@ -194,7 +192,7 @@ def make_trainer(setup: RLSetup, module: nnx.Module) -> Trainer:
 def train(
     model: Path, out: Path, setup: RLSetup, every: int, *, say: Callable[[str], None] = print
 ) -> list[Any]:
-    """Train, or resume the run in `out` -> the log, an entry for each step.
+    """Train, or resume the run in `out`. Returns the log, an entry for each step.
 
     Raises:
         ValueError: `out` belongs to another run, or is no run's folder.
@@ -229,9 +227,9 @@ def train(
 
 def line(log: Sequence[Any]) -> str:
     """The means of some steps, and their largest difference, as a line of the table."""
-    reward, right, kl = (
-        np.mean([entry[name] for entry in log]) for name in ("reward", "right", "kl")
-    )
+    reward = np.mean([entry["reward"] for entry in log])
+    right = np.mean([entry["right"] for entry in log])
+    kl = np.mean([entry["kl"] for entry in log])
     largest = max(entry["largest_difference"] for entry in log)
     return f"{log[-1]['step']:6} {reward:7.3f} {100 * right:5.1f} % {kl:9.2g} {largest:19.2g}"
 

@@ -12,9 +12,9 @@ engine, which gets the newest weights by `update_params` without a compilation.
     OUT/checkpoints/STEP/   parameters, optimiser, losses. A killed run resumes from the last one, bit for bit
     OUT/model/              config.json, tokenizer.json, params/: a folder for LLM(model=...)
 
-The loss is in nats a token. The loss of token frequencies alone is printed for comparison: 5.97 with the defaults. They
-reach 3.94 on the held-out topics, in 4 minutes 20 on two shared, busy CPU cores (3,000 to 3,800 tokens/s, up to 6,700
-on idle cores; Python 3.11, JAX 0.10.2).
+The loss is in nats a token. The loss of token frequencies alone is printed for comparison: 5.97 with the defaults. The
+default run reaches 3.94 on the held-out topics, in 4 minutes 20 on two shared, busy CPU cores (3,000 to 3,800 tokens/s,
+up to 6,700 on idle cores; Python 3.11, JAX 0.10.2).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SAMPLE = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=40, seed=0)
 
 class Trainer(NamedTuple):
     start: State
-    # windows -> (state, loss); the state is donated
+    # (state, windows) -> (state, loss); the state is donated
     update: Callable[[State, np.ndarray], tuple[State, jax.Array]]
     held_out: Callable[[nnx.State], float]
 
@@ -88,7 +88,7 @@ def make_trainer(setup: Setup, config: DecoderConfig, data: Data) -> Trainer:
 
 
 def options(setup: Setup, data: Data) -> dict[str, Any]:
-    """What a run is known by: its options and its text."""
+    """What tells a run from other runs: its options and its text."""
     digest = hashlib.sha256(data.train.tobytes() + data.held_out.tobytes()).hexdigest()
     return {**dataclasses.asdict(setup), "text": digest[:16]}
 
@@ -109,8 +109,10 @@ def write_model(folder: Path, setup: Setup, tokenizer: Tokenizer, params: nnx.St
 
 @compilations.disk_cache()  # for the process that continues after a kill
 def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = print) -> list[Loss]:
-    """Train, or resume the run in `out`, and write its model's folder -> the losses of every
-    `every` steps.
+    """Train, or resume the run in `out`, and write its model's folder.
+
+    Returns:
+        The losses of every `every` steps.
 
     Raises:
         ValueError: `out` belongs to another run, or is no run's folder.

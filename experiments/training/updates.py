@@ -20,7 +20,8 @@ optax = require("optax")
 def adamw(setup: Any, end: int = 10, **options: Any) -> Any:
     """AdamW with clipped gradients.
 
-    The rate rises over a tenth of the steps, then falls along a cosine to one part of `end`.
+    The rate rises to `setup.rate` over a tenth of the steps, then falls along a cosine to
+    `setup.rate / end`.
     """
     warm_up = max(1, setup.steps // 10)
     rates = optax.warmup_cosine_decay_schedule(
@@ -30,7 +31,7 @@ def adamw(setup: Any, end: int = 10, **options: Any) -> Any:
 
 
 def first_state(method: Any, params: Any, **options: Any) -> State:
-    """The state before the first step, on the device. options: of `jax.device_put`."""
+    """The state before the first step, on the device. options: options of `jax.device_put`."""
     return jax.device_put(State(params, method.init(params)), jax.devices()[0], **options)
 
 
@@ -43,7 +44,7 @@ def next_state(method: Any, state: State, gradients: Any) -> State:
 def run_steps(
     update: Callable[[State, int], tuple[State, jax.Array]], state: State, first: int, end: int
 ) -> tuple[State, float, float]:
-    """Run the steps from `first` to before `end` -> (state, mean loss, seconds a step).
+    """Run the steps from `first` to before `end`. Returns (state, mean loss, seconds a step).
 
     Args:
         update: (state, step) -> (state, loss).

@@ -49,4 +49,5 @@ def serve(load: Callable[[str, dict[str, Any]], tuple[Generate, str]]) -> None:
             )
     except Exception as error:
         traceback.print_exc()
-        answer(error=f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
+        first_line, *_ = str(error).strip().splitlines() or [""]
+        answer(error=f"{type(error).__name__}: {first_line}")

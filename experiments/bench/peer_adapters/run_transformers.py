@@ -10,6 +10,8 @@ from typing import Any
 
 from adapter import Generate, Request, serve
 
+PAD = 2  # token id; the attention mask hides it
+
 
 def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
     import torch  # pyright: ignore[reportMissingImports]  (the oracle extra)
@@ -24,16 +26,16 @@ def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
     def static_batch(part: list[Request]) -> list[list[int]]:
         width = max(len(prompt) for prompt, _ in part)
         steps = max(count for _, count in part)
-        ids = torch.tensor([[2] * (width - len(p)) + p for p, _ in part])
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in part])
+        padded = [[PAD] * (width - len(prompt)) + prompt for prompt, _ in part]
+        masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in part]
         with torch.inference_mode():
             out = network.generate(
-                ids,
-                attention_mask=mask,
+                torch.tensor(padded),
+                attention_mask=torch.tensor(masks),
                 max_new_tokens=steps,
                 do_sample=False,
                 eos_token_id=None,
-                pad_token_id=2,
+                pad_token_id=PAD,
             )
         return [
             row[width : width + count].tolist() for row, (_, count) in zip(out, part, strict=True)

@@ -35,7 +35,7 @@ def measure(folder: Path, data: str, quick: bool) -> list[tuple[int, Interval, f
     """The points of a data set: (block size, per cent of full slots, output tokens/s, seconds to
     the first token).
     """
-    count = (150 if quick else 600) * (1 if data == "ShareGPT" else 4)
+    count = lengths.count_of(data, 150 if quick else 600)
     points = simulated(
         folder / "config.yaml",
         *lengths.overrides(data),
@@ -55,7 +55,7 @@ def measure(folder: Path, data: str, quick: bool) -> list[tuple[int, Interval, f
 
 
 def best_claim(data: str, rates: Sequence[tuple[int, float]]) -> Claim:
-    """The largest block whose throughput is near the best one."""
+    """The claim about the largest block whose throughput is near the best throughput."""
     top = max(rate for _, rate in rates)
     good = [float(size) for size, rate in rates if rate > 0.97 * top]
     quantity = f"{data}: largest block within 3 % of the best throughput"

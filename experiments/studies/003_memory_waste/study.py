@@ -1,5 +1,6 @@
 """003: memory that contiguous reservations waste, after Fig. 2 and 13 of PagedAttention (Kwon et
-al. 2023)."""
+al. 2023).
+"""
 
 from __future__ import annotations
 
@@ -48,22 +49,23 @@ RATE = (
 def shares(results: Sequence[StepResult], limits: SchedulerConfig) -> dict[str, float]:
     """Per cent of all slots after each step, mean over the steps with waiting requests."""
     total = dict.fromkeys(PARTS, 0.0)
-    for plan in [result.plan for result in results if result.plan.num_waiting]:
+    plans = [result.plan for result in results if result.plan.num_waiting]
+    for plan in plans:
         slots = plan.num_blocks * limits.block_size
         filled = needed = reserved = 0
         for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
             room = len(seq.blocks) * limits.block_size
-            reserved_by_rule = (
-                room if limits.reservation == "none" else reservation.tokens(limits, seq)
-            )
+            reserved_by_rule = room
+            if limits.reservation != "none":
+                reserved_by_rule = reservation.tokens(limits, seq)
+            needed_by_seq = min(seq.limit, room)
             filled += start + count
-            needed += min(seq.limit, room)
-            reserved += max(reserved_by_rule, min(seq.limit, room))
+            needed += needed_by_seq
+            reserved += max(reserved_by_rule, needed_by_seq)
         parts = filled, needed - filled, reserved - needed, slots - reserved
         for name, part in zip(PARTS, parts, strict=True):
             total[name] += 100 * part / slots
-    steps = sum(bool(result.plan.num_waiting) for result in results)
-    return {name: value / steps for name, value in total.items()}
+    return {name: value / len(plans) for name, value in total.items()}
 
 
 def together(results: Sequence[StepResult]) -> float:
@@ -119,7 +121,7 @@ def run(folder: Path, quick: bool) -> Findings:
     bars = {}
     rows = []
     for data in lengths.DATA:
-        count = (200 if quick else 600) * (1 if data == "ShareGPT" else 4)
+        count = lengths.count_of(data, 200 if quick else 600)
         bars[data] = {}
         for point, runs in results_of(
             folder / "config.yaml",
@@ -128,8 +130,8 @@ def run(folder: Path, quick: bool) -> Findings:
             repeats=2 if quick else None,
         ):
             kind = point.experiment.engine.reservation
-            of_repeats = [shares(results, limits) for limits, results in runs]
-            parts = {part: interval([repeat[part] for repeat in of_repeats]) for part in PARTS}
+            repeats = [shares(results, limits) for limits, results in runs]
+            parts = {part: interval([repeat[part] for repeat in repeats]) for part in PARTS}
             places = interval([together(results) for _, results in runs])
             claims += claims_of(data, kind, parts, places)
             bars[data][NAMES[kind]] = {part: share.middle for part, share in parts.items()}

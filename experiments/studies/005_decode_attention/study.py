@@ -1,6 +1,6 @@
 """005: a decode step without a cache, with a contiguous and with a paged cache, on JAX's device.
 
-No config, because nothing is served; timed.py measures.
+It has no config, because nothing is served; timed.py measures.
 """
 
 from __future__ import annotations
@@ -45,8 +45,14 @@ PAPER = "PagedAttention, Fig. 18a"
 FIG_18A = ((8, 64), (8, 128), (8, 256), (32, 64), (32, 128), (32, 256))  # batch and context
 LECTURE = "gpt2-xl, a lecture's example"
 
-FULL = Grid((64, 128, 256, 512, 1024, 2048), (1, 8, 32), 2048, 7, 3)
-QUICK = Grid((64, 256, 1024), (1, 8), 512, 3, 2)
+FULL = Grid(
+    contexts=(64, 128, 256, 512, 1024, 2048),
+    batches=(1, 8, 32),
+    most_tokens=2048,
+    repeats=7,
+    again_repeats=3,
+)
+QUICK = Grid(contexts=(64, 256, 1024), batches=(1, 8), most_tokens=512, repeats=3, again_repeats=2)
 
 
 class Demand(NamedTuple):
@@ -60,14 +66,24 @@ class Demand(NamedTuple):
 
 
 def decode(batch: int, context: int) -> Work:
-    """A step that computes one token of each sequence, the last of `context`."""
-    return Work(batch, batch, batch, batch * context, batch * context)
+    """The work of a step that computes one token of each sequence, the last one of `context`."""
+    return Work(
+        tokens=batch,
+        sequences=batch,
+        sampled=batch,
+        context=batch * context,
+        pairs=batch * context,
+    )
 
 
 def again(batch: int, context: int) -> Work:
-    """The same step without a cache: it computes all tokens of every sequence."""
+    """The work of the same step without a cache: it computes all tokens of every sequence again."""
     return Work(
-        batch * context, batch, batch, batch * context, batch * context * (context + 1) // 2
+        tokens=batch * context,
+        sequences=batch,
+        sampled=batch,
+        context=batch * context,
+        pairs=batch * context * (context + 1) // 2,
     )
 
 
@@ -114,17 +130,19 @@ def crossing(shape: Shape, chip: Chip) -> int:
 
 
 def milliseconds(seconds: Sequence[float]) -> str:
-    """Milliseconds: the median and the range."""
-    middle, low, high = (1e3 * f(seconds) for f in (statistics.median, min, max))
-    return f"{rounded(middle)} ({rounded(low, 2)} to {rounded(high, 2)})"
+    """The median and the range of some times, in milliseconds, as text."""
+    middle = rounded(1e3 * statistics.median(seconds))
+    low = rounded(1e3 * min(seconds), 2)
+    high = rounded(1e3 * max(seconds), 2)
+    return f"{middle} ({low} to {high})"
 
 
 def middles(times: Times, batch: int, name: str) -> list[tuple[float, float]]:
-    """(context, milliseconds) of one batch size, where measured."""
+    """(context, median milliseconds) of a batch size, where `name` was measured."""
     return [
-        (c, 1e3 * statistics.median(by[name]))
-        for (b, c), by in times.items()
-        if b == batch and name in by
+        (context, 1e3 * statistics.median(seconds[name]))
+        for (cell_batch, context), seconds in times.items()
+        if cell_batch == batch and name in seconds
     ]
 
 
@@ -132,8 +150,8 @@ def middles(times: Times, batch: int, name: str) -> list[tuple[float, float]]:
 def run(folder: Path, quick: bool) -> Findings:
     grid = QUICK if quick else FULL
     model = load_model(DEFAULT_MODEL, progress=False).model
-    number = jnp.dtype(model.dtype).itemsize
-    shape = shape_of(open_checkpoint(DEFAULT_MODEL).config, number, number)
+    number_bytes = jnp.dtype(model.dtype).itemsize
+    shape = shape_of(open_checkpoint(DEFAULT_MODEL).config, number_bytes, number_bytes)
     device = Device(model)
     alone = {}
     for cell in grid.cells:
@@ -159,7 +177,8 @@ def run(folder: Path, quick: bool) -> Findings:
 
 def attention_table(alone: Times) -> str:
     head = ("batch", "context", *(f"{name}, ms" for name in next(iter(alone.values()))))
-    return markdown(head, [(*cell, *map(milliseconds, by.values())) for cell, by in alone.items()])
+    rows = [(*cell, *map(milliseconds, by_name.values())) for cell, by_name in alone.items()]
+    return markdown(head, rows)
 
 
 def steps_table(steps: Times, roof: Roofline) -> str:
@@ -173,11 +192,11 @@ def steps_table(steps: Times, roof: Roofline) -> str:
     rows = [
         (
             *cell,
-            milliseconds(by[AGAIN]) if AGAIN in by else "",
-            milliseconds(by[CACHED]),
+            milliseconds(by_name[AGAIN]) if AGAIN in by_name else "",
+            milliseconds(by_name[CACHED]),
             1e3 * roof(decode(*cell)),
         )
-        for cell, by in steps.items()
+        for cell, by_name in steps.items()
     ]
     return markdown(head, rows)
 
@@ -185,10 +204,15 @@ def steps_table(steps: Times, roof: Roofline) -> str:
 def kernel_claims(
     alone: Times, cells: Sequence[Cell], kernel: str, shape: Shape, chip: Chip
 ) -> list[Claim]:
+    """How many times as long the paged kernel takes as contiguous attention."""
+
     def reached(name: str) -> float:
         """Per cent of the bandwidth of reading weights, the mean over cells."""
-        kv = [shape.token_bytes * b * c / statistics.median(alone[b, c][name]) for b, c in cells]
-        return 100 * statistics.fmean(kv) / chip.bandwidth
+        rates = []
+        for batch, context in cells:
+            seconds = statistics.median(alone[batch, context][name])
+            rates.append(shape.token_bytes * batch * context / seconds)
+        return 100 * statistics.fmean(rates) / chip.bandwidth
 
     whys = {
         BEST: "the published pair are two GPU kernels, and ours are those of JAX on this device: "
@@ -200,10 +224,9 @@ def kernel_claims(
     claims = []
     for name, why in whys.items():
         if all(name in alone[cell] for cell in cells):
-            quantity = (
-                f"{kernel}, over {name}: batches {spell(c[0] for c in cells)}, contexts "
-                f"{spell(c[1] for c in cells)}"
-            )
+            batches = spell(batch for batch, _ in cells)
+            contexts = spell(context for _, context in cells)
+            quantity = f"{kernel}, over {name}: batches {batches}, contexts {contexts}"
             # repeats of one process are not independent
             slowdown = span(slower(alone, cells, kernel, name))
             claims.append(
@@ -240,14 +263,15 @@ def packing_claim(shares: Sequence[float], steps: Times, grid: Grid) -> Claim:
 def answers(
     steps: Times, grid: Grid, shape: Shape, chip: Chip, kernels: Sequence[Claim]
 ) -> list[str]:
-    (batch, context) = last = [
-        cell for cell in grid.cells if cell[0] == grid.batches[0] and grid.computes(cell)
-    ][-1]
-    without, cached = (statistics.median(steps[last][name]) for name in (AGAIN, CACHED))
+    batch = grid.batches[0]
+    context = max(context for context in grid.contexts if grid.computes((batch, context)))
+    without = statistics.median(steps[batch, context][AGAIN])
+    cached = statistics.median(steps[batch, context][CACHED])
     ridge = chip.rate / chip.bandwidth
-    demands = [demand(shape, work(*last)) for work in (again, decode)]
-    rate = demands[0].operations / without / chip.rate
-    bandwidth = demands[1].bytes / cached / chip.bandwidth
+    demand_without = demand(shape, again(batch, context))
+    demand_cached = demand(shape, decode(batch, context))
+    rate = demand_without.operations / without / chip.rate
+    bandwidth = demand_cached.bytes / cached / chip.bandwidth
     first = crossing(SHAPES["gpt2-xl"], CHIPS["a100-80g"])
     ratios = [
         f"{claim.ours.middle:.2f} times {claim.what.split('over ')[1].split(':')[0]}"
@@ -260,12 +284,12 @@ def answers(
     return [
         f"A token that sees {context:,} takes {1e3 * without:,.0f} ms without a cache and "
         f"{1e3 * cached:,.0f} ms with one, batch of {batch}.",
-        f"Without it a step asks for {demands[0].intensity:,.0f} operations a byte, which is bound "
-        f"by {binds(demands[0])}, with it for {demands[1].intensity:.2g}, which is bound by "
-        f"{binds(demands[1])}: this device can do {ridge:.0f} ({chip.bandwidth / 1e9:,.1f} GB/s, "
-        f"{chip.rate / 1e9:,.0f} Gop/s). The one reaches {100 * rate:.0f} % of the rate of plain "
-        f"products, the other reads at {100 * bandwidth:.0f} % of the bandwidth of reading "
-        "weights.",
+        f"Without it a step asks for {demand_without.intensity:,.0f} operations a byte, which is "
+        f"bound by {binds(demand_without)}, with it for {demand_cached.intensity:.2g}, which is "
+        f"bound by {binds(demand_cached)}: this device can do {ridge:.0f} "
+        f"({chip.bandwidth / 1e9:,.1f} GB/s, {chip.rate / 1e9:,.0f} Gop/s). The one reaches "
+        f"{100 * rate:.0f} % of the rate of plain products, the other "
+        f"reads at {100 * bandwidth:.0f} % of the bandwidth of reading weights.",
         f"Attention alone over blocks of {SIZES[0]} takes {' and '.join(ratios)}.",
         f"gpt2-xl on an A100 is bound by arithmetic without a cache from {first} "
         "tokens on; below that, by reading the weights.",
@@ -299,17 +323,21 @@ def steps_figure(steps: Times, grid: Grid, roof: Roofline) -> str:
 
 def roofline_figure(steps: Times, shape: Shape, chip: Chip) -> str:
     lines: dict[str, list[tuple[float, float]]] = {}
-    for (batch, context), by in steps.items():
-        for name, seconds in by.items():
-            step_demand = demand(shape, (again if name == AGAIN else decode)(batch, context))
-            line = AGAIN if name == AGAIN else f"{CACHED}, batch of {batch}"
-            lines.setdefault(line, []).append(
-                (step_demand.intensity, step_demand.operations / statistics.median(seconds) / 1e9)
-            )
+    for (batch, context), by_name in steps.items():
+        for name, seconds in by_name.items():
+            if name == AGAIN:
+                line = AGAIN
+                step_demand = demand(shape, again(batch, context))
+            else:
+                line = f"{CACHED}, batch of {batch}"
+                step_demand = demand(shape, decode(batch, context))
+            gops = step_demand.operations / statistics.median(seconds) / 1e9
+            lines.setdefault(line, []).append((step_demand.intensity, gops))
     lines = {name: sorted(points) for name, points in lines.items()}
-    every = [x for points in lines.values() for x, _ in points]
-    at = [min(every), chip.rate / chip.bandwidth, max(*every, chip.rate / chip.bandwidth)]
-    lines["roofline"] = [(x, min(x * chip.bandwidth, chip.rate) / 1e9) for x in at]
+    intensities = [intensity for points in lines.values() for intensity, _ in points]
+    ridge = chip.rate / chip.bandwidth
+    corners = [min(intensities), ridge, max(*intensities, ridge)]
+    lines["roofline"] = [(x, min(x * chip.bandwidth, chip.rate) / 1e9) for x in corners]
     title = {"whole steps under the roofline": lines}
     return figures.curves(
         title, "operations a byte", "Gop/s", log_x=10, log_y=10, dashed=("roofline",)

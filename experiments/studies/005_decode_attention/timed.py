@@ -40,7 +40,7 @@ from pallas_kernels.paged_attention import IMPLS
 
 BEYOND_L2 = 256 << 20  # least bytes of the caches of a measurement
 SIZES = (16, 128)  # tokens a block
-TOGETHER = 10  # layers in a program of attention alone, which share the cost of its call
+TOGETHER = 10  # layers in a program of attention alone; they share the cost of the call
 WIDE = 256  # rows of the products that measure the rate of arithmetic
 AGAIN = "no cache"
 CACHED = "paged cache"
@@ -54,8 +54,8 @@ Times = Mapping[Cell, Mapping[str, Sequence[float]]]  # seconds, one a repeat
 class Grid(NamedTuple):
     """The measurement.
 
-    Without a cache a step has batch x context tokens. It is measured up to `most_tokens` tokens,
-    and repeated `again_repeats` times.
+    Without a cache a step has batch x context tokens. Such steps are measured up to `most_tokens`
+    tokens, and repeated `again_repeats` times.
     """
 
     contexts: tuple[int, ...]
@@ -69,6 +69,7 @@ class Grid(NamedTuple):
         return [(batch, context) for batch in self.batches for context in self.contexts]
 
     def computes(self, cell: Cell) -> bool:
+        """Whether a cell is measured without a cache too."""
         return cell[0] * cell[1] <= self.most_tokens
 
 
@@ -85,12 +86,12 @@ class Device:
     def chip(self) -> Chip:
         """The bytes/s of reading all weights once, and the operations/s of products with them.
 
-        They are the best ones since the last call, because a roofline is an upper bound.
+        They are the best rates since the last call, because a roofline is an upper bound.
         """
         columns = zip(self._probes, zip(*self._seconds, strict=True), strict=True)
-        bandwidth, rate = (probe.amount / min(seconds) for probe, seconds in columns)
+        read, multiply = [probe.amount / min(seconds) for probe, seconds in columns]
         self._seconds.clear()
-        return Chip(bandwidth, rate, 0.0, launch=0.0)
+        return Chip(bandwidth=read, rate=multiply, memory=0.0, launch=0.0)
 
 
 # --- attention alone ------------------------------------------------------------------------------
@@ -123,15 +124,17 @@ def heads_minor(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.A
 
 def served(model: Model, block_size: int) -> list[str]:
     """The implementations that can read the engine's cache here. The engine's choice is first."""
-    c = model.config
+    config = model.config
     device = jax.devices()[0]
     kind = {
         "dtype": model.dtype,
         "query_dtype": model.dtype,
-        "head_dim": c.head_dim,
+        "head_dim": config.head_dim,
         "block_size": block_size,
     }
-    choose = partial(attention.choose, device=device, kv_heads=c.kv_heads, heads=c.heads, **kind)
+    choose = partial(
+        attention.choose, device=device, kv_heads=config.kv_heads, heads=config.heads, **kind
+    )
     impls = [choose(None)]
     for name in IMPLS:
         try:
@@ -143,16 +146,18 @@ def served(model: Model, block_size: int) -> list[str]:
 
 
 def contenders(model: Model, batch: int, context: int, longest: int) -> list[dict[str, Contender]]:
-    """Groups by name; the fastest of a group is measured.
+    """Groups of contenders by name. Only the fastest contender of a group is measured.
 
     Block tables have room for `longest` tokens.
     """
-    c = model.config
+    config = model.config
     minor = Contender(
-        partial(tokens_minor, scale=c.attn_scale), (batch, c.kv_heads, context, c.head_dim)
+        partial(tokens_minor, scale=config.attn_scale),
+        (batch, config.kv_heads, context, config.head_dim),
     )
     major = Contender(
-        partial(heads_minor, scale=c.attn_scale), (batch, context, c.kv_heads, c.head_dim)
+        partial(heads_minor, scale=config.attn_scale),
+        (batch, context, config.kv_heads, config.head_dim),
     )
     groups = [{"einsum": minor, "dot_product_attention": major}]
     engine_impl, *other_impls = served(model, SIZES[0])
@@ -171,21 +176,22 @@ def paged_name(impl: str, size: int) -> str:
 
 
 def paged(model: Model, impl: str, batch: int, context: int, size: int, longest: int) -> Contender:
-    """Sequences share no block; blocks are in random order; block 0 is the trash block."""
-    c = model.config
+    """Attention over pages. Sequences share no block, blocks are in random order, and block 0 is
+    the trash block.
+    """
+    config = model.config
     width = -(-context // size)
     tables = np.zeros((batch, -(-longest // size)), np.int32)
-    tables[:, :width] = (
-        np.random.default_rng(0).permutation(batch * width).reshape(batch, width) + 1
-    )
+    blocks = 1 + np.random.default_rng(0).permutation(batch * width)
+    tables[:, :width] = blocks.reshape(batch, width)
     arguments = (
         jnp.asarray(tables),
         jnp.full(batch, context, jnp.int32),
         jnp.arange(batch + 1, dtype=jnp.int32),
     )
     return Contender(
-        attention.attend(impl, c.attn_scale),
-        (batch * width + 1, c.kv_heads, size, c.head_dim),
+        attention.attend(impl, config.attn_scale),
+        (batch * width + 1, config.kv_heads, size, config.head_dim),
         arguments,
     )
 
@@ -205,18 +211,19 @@ class Program(NamedTuple):
 
 
 def program(model: Model, batch: int, contender: Contender) -> Program:
-    """The layers run in sequence as in a model, each with its keys and values. Together they exceed
-    the processor's cache, because in a real step the weights pass through the cache between two
-    layers."""
-    c = model.config
+    """The program of some layers. They run in sequence as in a model, each with its keys and
+    values. Together these exceed the processor's cache, because in a real step the weights pass
+    through the cache between two layers.
+    """
+    config = model.config
     attend, shape, arguments = contender
     layer_bytes = 2 * math.prod(shape) * jnp.dtype(model.dtype).itemsize
-    layers = min(TOGETHER, c.layers, -(-BEYOND_L2 // layer_bytes))
+    layers = min(TOGETHER, config.layers, -(-BEYOND_L2 // layer_bytes))
     count = -(-BEYOND_L2 // (layers * layer_bytes))
     sets = [
         [jnp.full(shape, 0.01 * i, model.dtype) for i in range(2 * layers)] for _ in range(count)
     ]
-    q = jnp.full((batch, c.heads, c.head_dim), 0.1, model.dtype)
+    q = jnp.full((batch, config.heads, config.head_dim), 0.1, model.dtype)
 
     def chained(q: jax.Array, numbers: Sequence[jax.Array]) -> jax.Array:
         for k, v in zip(numbers[::2], numbers[1::2], strict=True):
@@ -224,42 +231,49 @@ def program(model: Model, batch: int, contender: Contender) -> Program:
         return q
 
     result = Program(
-        jax.jit(chained).lower(q, sets[0]).compile(), q, sets, c.layers / (count * layers)
+        jax.jit(chained).lower(q, sets[0]).compile(), q, sets, config.layers / (count * layers)
     )
     jax.block_until_ready(result.compiled(q, sets[0]))
     return result
 
 
 def attention_times(model: Model, cell: Cell, grid: Grid) -> dict[str, list[float]]:
-    """Seconds of the attention of all layers of a decode step."""
+    """Seconds of the attention of all layers of a decode step, by the name of the group."""
+    batch, context = cell
     programs = {}
-    for together in contenders(model, *cell, max(grid.contexts)):
-        candidates = [program(model, cell[0], contender) for contender in together.values()]
-        name = next(iter(together)) if len(together) == 1 else BEST
-        programs[name] = (
-            candidates[0] if len(candidates) == 1 else min(candidates, key=Program.seconds)
-        )
+    for group in contenders(model, batch, context, max(grid.contexts)):
+        candidates = {name: program(model, batch, contender) for name, contender in group.items()}
+        if len(candidates) == 1:
+            programs |= candidates
+        else:
+            programs[BEST] = min(candidates.values(), key=Program.seconds)
     return in_turn({name: each.seconds for name, each in programs.items()}, grid.repeats)
 
 
 def slower(times: Times, cells: Sequence[Cell], name: str, than: str) -> list[float]:
-    """By repeat, how many times as long `name` takes as `than`: the geometric mean over cells."""
-    pairs = [
-        [math.log(a / b) for a, b in zip(times[at][name], times[at][than], strict=True)]
-        for at in cells
+    """How many times as long `name` takes as `than`, one number for each repeat: the geometric mean
+    over cells.
+    """
+    logs = [
+        [math.log(a / b) for a, b in zip(times[cell][name], times[cell][than], strict=True)]
+        for cell in cells
     ]
-    return [math.exp(statistics.fmean(column)) for column in zip(*pairs, strict=True)]
+    return [math.exp(statistics.fmean(of_repeat)) for of_repeat in zip(*logs, strict=True)]
 
 
 # --- whole steps ----------------------------------------------------------------------------------
 
 
 def planned(batch: int, prompt: int, block_size: int, *, prefilled: bool) -> Plan:
-    """The plan that computes `batch` prompts, or with `prefilled` the next one, which decodes."""
-    blocks = batch * -(-(prompt + 2) // block_size)
-    state = scheduler.init(
-        SchedulerConfig(block_size, blocks, max(batch * prompt, batch), batch, prompt + 2)
+    """The plan that computes `batch` prompts, or with `prefilled` the next plan, which decodes."""
+    config = SchedulerConfig(
+        block_size=block_size,
+        num_blocks=batch * -(-(prompt + 2) // block_size),
+        max_num_batched_tokens=max(batch * prompt, batch),
+        max_num_seqs=batch,
+        max_model_len=prompt + 2,
     )
+    state = scheduler.init(config)
     for name in names(batch):
         state = scheduler.submit(state, Request(name, prompt, 2))
     state, plan = scheduler.schedule(state, FCFS)
@@ -283,9 +297,12 @@ def sources(batch: int, length: int) -> dict[str, SequenceData]:
 
 
 def planned_cell(cell: Cell, *, cached: bool) -> tuple[Plan, dict[str, SequenceData]]:
-    """The plan of a step, and the sequences that it computes."""
+    """The plan of a step, and the sequences that it computes. With a cache it computes the last
+    token of each.
+    """
     batch, context = cell
-    plan = planned(batch, context - cached, SIZES[0], prefilled=cached)
+    prompt = context - 1 if cached else context
+    plan = planned(batch, prompt, SIZES[0], prefilled=cached)
     return plan, sources(batch, context)
 
 
@@ -313,11 +330,11 @@ def empty_cache(model: Model, config: Resolved) -> cache.KVCache:
 
 
 def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[float]]:
-    """Seconds of the engine's steps by cell, and the time of packing a batch as shares (%) of a
+    """Seconds of the engine's steps by cell, and the time of packing a batch, in per cent of a
     decode step.
 
-    The shares are of the largest cell, one for each repeat. `pack` makes block tables and all other
-    inputs of a step.
+    The per cents are of the largest cell, one for each repeat. `pack` makes block tables and all
+    other inputs of a step.
     """
     config = step_config(model, grid)
     fixed = shapes(config, model)
@@ -334,15 +351,16 @@ def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[fl
         make = partial(pack, *planned_cell(cell, cached=name == CACHED), fixed, blanks)
         return cell, name, make, make()
 
-    ways = [packed(cell, CACHED) for cell in grid.cells]
-    ways += [packed(cell, AGAIN) for cell in grid.cells if grid.computes(cell)]
+    cached_steps = [packed(cell, CACHED) for cell in grid.cells]
+    again_steps = [packed(cell, AGAIN) for cell in grid.cells if grid.computes(cell)]
     times: dict[Cell, dict[str, list[float]]] = {cell: {} for cell in grid.cells}
     shares = []
     for repeat in range(-1, grid.repeats):  # the first time compiles and is not counted
         device.measure()
-        for cell, name, make, batch in (
-            ways if repeat < grid.again_repeats else ways[: len(grid.cells)]
-        ):
+        repeated_steps = cached_steps
+        if repeat < grid.again_repeats:
+            repeated_steps = cached_steps + again_steps
+        for cell, name, make, batch in repeated_steps:
             start = time.perf_counter()
             pages, output = step(model.leaves, pages, joined(batch))
             jax.block_until_ready(output)

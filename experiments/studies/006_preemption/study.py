@@ -1,5 +1,6 @@
 """006: swapping against recomputation, after Fig. 19 of the PagedAttention paper (Kwon et al.
-2023)."""
+2023).
+"""
 
 from __future__ import annotations
 
@@ -22,26 +23,33 @@ COPIES = "how long a copy of a few kilobytes takes to start is our guess (5 us)"
 
 
 def alone(size: int) -> tuple[float, float, float]:
-    """Milliseconds for one sequence of TOKENS: computed again, and moved out and back both ways."""
-    recomputing = Roofline(SHAPES["opt-13b"], CHIPS["a100-40g"])
-    one_by_one, at_once = (
-        recomputing._replace(block_size=size, batched_moves=batched) for batched in (False, True)
-    )
+    """Milliseconds of one sequence of TOKENS by each of WAYS: computed again, or moved out and
+    back.
+    """
+    roofline = Roofline(SHAPES["opt-13b"], CHIPS["a100-40g"], block_size=size)
+    one_by_one = roofline._replace(batched_moves=False)
+    at_once = roofline._replace(batched_moves=True)
     blocks = -(-TOKENS // size)
-    seconds = (
-        recomputing(Work(TOKENS, 1, 1, TOKENS, TOKENS * (TOKENS + 1) // 2))
-        - recomputing.chip.launch
+    work = Work(
+        tokens=TOKENS,
+        sequences=1,
+        sampled=1,
+        context=TOKENS,
+        pairs=TOKENS * (TOKENS + 1) // 2,
     )
+    seconds = roofline(work) - roofline.chip.launch
+    # 2e3: out and back
     return 1e3 * seconds, 2e3 * one_by_one.move(blocks), 2e3 * at_once.move(blocks)
 
 
 def alone_claims(cost: Mapping[int, Sequence[float]]) -> list[Claim]:
-    """One sequence: its blocks moved one by one, over computing it again.
+    """The claims about one sequence: its blocks moved one by one, over computing it again.
 
-    cost: `alone`, by size.
+    cost: the result of `alone`, by size of a block.
     """
     # the paper has curves; we read "much more" as at least three times, and "comparable" as
     # within 1.5 times
+    # size of a block -> words, published range, factor of agreement
     ranges = {1: ("much more", (3, 1e3), 1.0)}
     ranges |= dict.fromkeys((16, 32, 64), ("comparable", (0.67, 1.5), 1.1))
     return [
@@ -71,7 +79,10 @@ def measure(folder: Path, quick: bool) -> list[tuple[int, str, float, float]]:
         engine = point.experiment.engine
         simulate = point.experiment.simulate
         assert simulate is not None
-        way = WAYS[0] if engine.preemption == "recompute" else WAYS[1 + simulate.batched_moves]
+        if engine.preemption == "recompute":
+            way = WAYS[0]
+        else:
+            way = WAYS[2] if simulate.batched_moves else WAYS[1]
         preemptions = over(summaries, "preemptions").middle
         rate = over(summaries, "output_tokens_per_s").middle
         rows.append((engine.block_size, way, preemptions, rate))
@@ -84,7 +95,7 @@ def run(folder: Path, quick: bool) -> Findings:
     rows = measure(folder, quick)
     smallest = min(size for size, way, *_ in rows if way == WAYS[0])
     rates = {way: rate for size, way, _, rate in rows if size == smallest}
-    recomputed, one_by_one, at_once = (rates[way] for way in WAYS)
+    recomputed, one_by_one, at_once = [rates[way] for way in WAYS]
     answer = [
         f"Alone, a sequence of {TOKENS:,} tokens takes {cost[16][0]:.0f} ms to compute again, "
         f"whatever the block size; moved out and back block by block {cost[1][1]:.0f} ms with "

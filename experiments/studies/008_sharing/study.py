@@ -1,9 +1,9 @@
 """008: blocks shared by parallel sampling and beam search, after Fig. 15 of PagedAttention (Kwon et
 al. 2023).
 
-No config: it runs the two measurements of experiments.bench, sharing (the scheduler alone, on
-lengths like the paper's) and beams (beams of a real model on English text), with their own
-settings.
+It has no config: it runs two measurements of experiments.bench with their own settings, sharing
+(the scheduler alone, on lengths like the paper's) and beams (beams of a real model on English
+text).
 """
 
 from __future__ import annotations
@@ -74,13 +74,14 @@ def sampling_claim(own_row: Row, same_row: Row) -> Claim | None:
 
 
 def constant(saved: Mapping[int, float | None]) -> float:
-    """c of saved = (n - 1) / n * c, per cent: the common part of n branches of one length, mean
-    over n."""
+    """c of saved = (n - 1) / n * c, in per cent, the mean over n: the part that n branches of one
+    length have in common.
+    """
     return statistics.fmean(share * n / (n - 1) for n, share in saved.items() if share is not None)
 
 
 def beams(widths: Sequence[int], draws: int, requests: int) -> dict[int, list[float]]:
-    """Per cent saved by width, one for each draw of `requests` requests."""
+    """Width -> per cent of blocks saved, one number for each draw of `requests` requests."""
     model = load_model(DEFAULT_MODEL, progress=False)
     llm = bench_beams.searcher(model, BLOCK)
     tokens = model.tokenizer.encode(bench_beams.TEXT.read_text("utf-8"))
@@ -103,7 +104,7 @@ Curves = dict[str, list[tuple[float, float]]]
 
 
 def sampling_curves(data: sharing.Dataset, rows: Sequence[Pair]) -> Curves:
-    """Per cent saved by branches."""
+    """Per cent of blocks saved, by the number of branches."""
     return {
         "branches of one length": [(row.n, row.saved) for _, row in rows],
         "lengths of their own": [(row.n, row.saved) for row, _ in rows],

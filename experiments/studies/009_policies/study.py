@@ -1,4 +1,6 @@
-"""009: goodput of the queue's order under bursts. No published number; the question is ours."""
+"""009: goodput of the queue's order under bursts. There is no published number: the question is
+ours.
+"""
 
 from __future__ import annotations
 
@@ -47,22 +49,21 @@ def run(folder: Path, quick: bool) -> Findings:
 
 
 def gained(runs: Mapping[tuple[str, float], Sequence[Summary]]) -> list[str]:
-    """The largest gain of the shorter prompt first, and the rates at which first come, first served
-    has no goodput."""
+    """The sentences about the largest gain of "the shorter prompt first", and about the rates at
+    which "first come, first served" has no goodput.
+    """
     gains = {
         rate: ratios(runs["shortest", rate], runs["fcfs", rate], "goodput.share")
         for _, rate in runs
     }
     finite = {rate: gain for rate, gain in gains.items() if gain is not None}
-    none = [f"{rate:g}" for rate in gains if rate not in finite]
-    none_kept = (
-        [
-            f"At {' and '.join(none)} requests a second first come, first served keeps none, in "
-            "some seed."
+    rates_without = [f"{rate:g}" for rate in gains if rate not in finite]
+    none_kept = []
+    if rates_without:
+        none_kept = [
+            f"At {' and '.join(rates_without)} requests a second first come, first served keeps "
+            "none, in some seed."
         ]
-        if none
-        else []
-    )
     if not finite:
         return none_kept
     rate, best = max(finite.items(), key=lambda item: item[1].middle)

@@ -1,5 +1,6 @@
 """010: runs predicted by a simulation against the same runs measured, after Vidur (Agrawal et al.
-2024)."""
+2024).
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class Compared(NamedTuple):
 
 
 def cases(rate: float, quick: bool) -> dict[str, tuple[str, ...]]:
-    """Runs that differ from the fitted one in one key, by name.
+    """Runs that differ from the fitted run in one key: their overrides, by name.
 
     `rate`: requests/s that the fitted run served.
     """
@@ -126,19 +127,20 @@ def rooflines(model: Model, name: str) -> Callable[[], Roofline]:
     them.
     """
     probes = lower_bounds.probes(model, PRODUCT_ROWS).values()
-    number = jnp.dtype(model.dtype).itemsize
-    shape = cost.shape_of(open_checkpoint(name).config, number, number)
+    number_bytes = jnp.dtype(model.dtype).itemsize
+    shape = cost.shape_of(open_checkpoint(name).config, number_bytes, number_bytes)
 
     def measure_roofline() -> Roofline:
-        bandwidth, rate = (probe.amount / seconds(probe.run) for probe in probes)
-        return Roofline(shape, Chip(bandwidth, rate, 0.0, launch=0.0))
+        bandwidth, rate = [probe.amount / seconds(probe.run) for probe in probes]
+        return Roofline(shape, Chip(bandwidth, rate, memory=0.0, launch=0.0))
 
     return measure_roofline
 
 
 def seconds(work: lower_bounds.Run) -> float:
     """The median of three times, after a first call that may compile."""
-    return statistics.median([timed(work) for _ in range(4)][1:])
+    _, *times = [timed(work) for _ in range(4)]
+    return statistics.median(times)
 
 
 def compare(
@@ -153,12 +155,13 @@ def compare(
     """Measure and predict every run `repeats` times, in turn, because machines drift.
 
     Args:
-        overrides: of all runs.
+        overrides: overrides of all runs.
         only: names of `cases`, if not all of them are measured beside the fitted run.
-        keep: is given the result so far after each repeat.
+        keep: called with the result so far after each repeat.
 
-    Returns the runs, and the median difference in per cent between the steps of the fitted runs and
-    the fit. The prediction of a repeat uses the fitted run of that repeat only.
+    Returns:
+        The runs, and the median difference in per cent between the steps of the fitted runs and the
+        fit. The prediction of a repeat uses the fitted run of that repeat only.
     """
     engines = Engines(3, partial(load_model, progress=False), partial(LLM, progress=False))
     first = point_of(file, *overrides)
@@ -191,12 +194,12 @@ def compare_once(
 ) -> float:
     """Measure and predict one repeat of every run, and append the summaries to `results`.
 
-    Returns the difference in per cent between the steps of the fitted run, which is the first one,
-    and the fit.
-
     Args:
-        runs: the overrides of each, by name.
-        folder: for the steps of the fitted run.
+        runs: the overrides of each run, by name; the fitted run is the first.
+        folder: where the steps of the fitted run are written.
+
+    Returns:
+        The difference in per cent between the steps of the fitted run and the fit.
     """
     llm = engines.get(point_of(file, *runs[FIT]).experiment)
     step_time = roofline()
@@ -216,7 +219,8 @@ def compare_once(
 
 def errors(guesses: Sequence[Summary], truth: Sequence[Summary], path: str) -> list[float]:
     """The absolute error of each guess in per cent."""
-    return [100 * abs(dig(g, path) / dig(t, path) - 1) for g, t in zip(guesses, truth, strict=True)]
+    pairs = zip(guesses, truth, strict=True)
+    return [100 * abs(dig(guess, path) / dig(true, path) - 1) for guess, true in pairs]
 
 
 def held_out(results: Mapping[str, Compared], method: str, path: str) -> list[float]:
@@ -230,7 +234,7 @@ def held_out(results: Mapping[str, Compared], method: str, path: str) -> list[fl
 
 
 def repeated(results: Mapping[str, Compared], path: str) -> list[float]:
-    """The difference in per cent of each repeat of a run from the one before.
+    """The difference of each repeat of a run from the repeat before it, in per cent.
 
     It is a lower bound of prediction errors.
     """
@@ -320,12 +324,12 @@ def side_by_side(results: Mapping[str, Compared]) -> list[tuple[str, ...]]:
     rows = []
     for name, runs in results.items():
         for metric, path in METRICS.items():
-            values, by_fit, by_roofline = (
-                [dig(summary, path) for summary in summaries] for summaries in runs
-            )
+            measured = [dig(summary, path) for summary in runs.measured]
+            by_fit = [dig(summary, path) for summary in runs.fitted]
+            by_roofline = [dig(summary, path) for summary in runs.roofline]
             spread = (
-                f"{rounded(statistics.fmean(values))} ({rounded(min(values))} to "
-                f"{rounded(max(values))})"
+                f"{rounded(statistics.fmean(measured))} ({rounded(min(measured))} to "
+                f"{rounded(max(measured))})"
             )
             rows.append(
                 (
@@ -340,22 +344,19 @@ def side_by_side(results: Mapping[str, Compared]) -> list[tuple[str, ...]]:
 
 
 def figure(results: Mapping[str, Compared]) -> str:
-    """Predicted over measured, one point for each run except the fitted one."""
+    """Predicted over measured values, one point for each run except the fitted run."""
+
+    def mean(summaries: Sequence[Summary], path: str) -> float:
+        return statistics.fmean(dig(summary, path) for summary in summaries)
+
     panels = {}
     for metric in ("output tokens/s", "first token, p50, s", "between tokens, p99, s"):
         path = METRICS[metric]
         runs = [compared for name, compared in results.items() if name != FIT]
-        means = [
-            [
-                statistics.fmean(dig(summary, path) for summary in summaries)
-                for summaries in compared
-            ]
-            for compared in runs
-        ]
-        truth = sorted(truth for truth, _, _ in means)
+        measured = sorted(mean(run.measured, path) for run in runs)
         panels[metric] = {
-            FITTED: sorted((truth, by_fit) for truth, by_fit, _ in means),
-            ROOFLINE: sorted((truth, by_roofline) for truth, _, by_roofline in means),
-            "as measured": [(x, x) for x in (truth[0], truth[-1])],
+            FITTED: sorted((mean(run.measured, path), mean(run.fitted, path)) for run in runs),
+            ROOFLINE: sorted((mean(run.measured, path), mean(run.roofline, path)) for run in runs),
+            "as measured": [(x, x) for x in (measured[0], measured[-1])],
         }
     return figures.curves(panels, "measured", "predicted", dashed=("as measured",))

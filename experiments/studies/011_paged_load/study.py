@@ -1,5 +1,6 @@
 """011: the load that a paged cache serves, after Fig. 12 of the PagedAttention paper (Kwon et al.
-2023)."""
+2023).
+"""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ RATES = {  # from rates at which every engine meets each target to rates at whic
     "Alpaca": (4.0, 5.0, 7.0, 20.0, 40.0, 50.0, 60.0, 70.0, 85.0, 100.0, 130.0),
 }
 REQUESTS = {"ShareGPT": 800, "Alpaca": 2400}  # with fewer requests, none waits long at any rate
-# seconds a token, about five times that of a single request: the paper's curves turn upwards there
+# seconds a token, about five times those of a single request: the paper's curves turn upwards there
 TARGET = 0.1
-OTHERS = (0.05, 0.2)
+OTHERS = (0.05, 0.2)  # other seconds a token, for comparison
 # ShareGPT, over models of 13 to 175 billion parameters
 PUBLISHED = {
     ORACLE: (1.7, 2.7),
@@ -33,7 +34,8 @@ STEPS = (
     "prompts in separate steps, as the paper's did, and decodes wait for them."
 )
 
-Gains = Mapping[float, Mapping[str, Interval | None]]  # of paged over each other engine, by latency
+# latency in seconds a token -> another engine -> the rate of paged over the rate of that engine
+Gains = Mapping[float, Mapping[str, Interval | None]]
 
 
 def run(folder: Path, quick: bool) -> Findings:
@@ -60,16 +62,10 @@ def run(folder: Path, quick: bool) -> Findings:
             }
             for target in (TARGET, *OTHERS)
         }
-        for target, by in gains.items():
-            served = (load.reached(curves, rates, target, name) for name in NAMES)
-            rows.append(
-                (
-                    data,
-                    1e3 * target,
-                    *served,
-                    *(times(gain and gain.middle) for gain in by.values()),
-                )
-            )
+        for target, by_name in gains.items():
+            served = [load.reached(curves, rates, target, name) for name in NAMES]
+            factors = [times(gain and gain.middle) for gain in by_name.values()]
+            rows.append((data, 1e3 * target, *served, *factors))
         if data == "ShareGPT":
             claims = claimed(data, gains)
         answer.append(sentence(data, gains))
@@ -111,12 +107,12 @@ def elsewhere(gains: Gains, name: str) -> str:
 
 
 def sentence(data: str, gains: Gains) -> str:
-    by = gains[TARGET]
+    multiples = {name: load.multiple(gain) for name, gain in gains[TARGET].items()}
     text = (
-        f"With {data}'s lengths a paged cache serves {load.multiple(by[ORACLE])} the rate of "
+        f"With {data}'s lengths a paged cache serves {multiples[ORACLE]} the rate of "
         f"reservations that know every length ({elsewhere(gains, ORACLE)}), "
-        f"{load.multiple(by[POW2])} that of reservations for the next power of two and "
-        f"{load.multiple(by[MAX])} that of reservations for the longest possible length, at "
+        f"{multiples[POW2]} that of reservations for the next power of two and "
+        f"{multiples[MAX]} that of reservations for the longest possible length, at "
         f"{1e3 * TARGET:.0f} ms a token."
     )
     any_loss = any(
@@ -124,4 +120,4 @@ def sentence(data: str, gains: Gains) -> str:
         for gains_by_name in gains.values()
         for gain in gains_by_name.values()
     )
-    return text + f" {STEPS}" * any_loss
+    return f"{text} {STEPS}" if any_loss else text

@@ -1,6 +1,6 @@
 """012: goodput of the queue's order on recorded requests.
 
-No published number; the question is ours, as in 009.
+There is no published number: the question is ours, as in 009.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ SHARE = "goodput.share"
 
 
 def trace_file(traces: Path, name: str) -> Path:
-    """The trace in a folder whose file name contains the key of `name`.
+    """The file of a trace: its name contains the word of `TRACES`.
 
-    Raises NoTraces if there is none.
+    Raises:
+        NoTraces: the folder has no such file.
     """
     files = sorted(traces.glob(f"*{TRACES[name]}*.csv"))
     if not files:
@@ -85,7 +86,7 @@ def run(folder: Path, quick: bool, traces: Path) -> Findings:
 def windows(
     folder: Path, file: Path, quick: bool, *overrides: str
 ) -> dict[tuple[str, float], list[Summary]]:
-    """Summaries by policy and load, one for each window of the trace."""
+    """(policy, load) -> summaries, one for each window of the trace."""
     fewer = ("workload.limit=200", "sweep.grid.workload.time_scale=[1.0, 0.5]") if quick else ()
     summaries: dict[tuple[str, float], list[Summary]] = {}
     for point, (summary,) in simulated(
@@ -121,7 +122,7 @@ def sentence(name: str, runs: dict[tuple[str, float], list[Summary]]) -> str:
 
 
 def gain(above: Sequence[Summary], below: Sequence[Summary]) -> Interval | None:
-    """The ratios by window, as scenarios of one trace.
+    """The range of the ratios of all windows, which are scenarios of one trace.
 
     None if a window of `below` has no goodput.
     """

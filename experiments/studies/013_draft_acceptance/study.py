@@ -34,7 +34,7 @@ class Setting(NamedTuple):
 
     acceptance: float
     drafts: int
-    cost: float = 0.0  # of a draft token, in steps
+    cost: float = 0.0  # time of a draft token, in steps without drafts
 
     @property
     def text(self) -> str:
@@ -42,7 +42,11 @@ class Setting(NamedTuple):
 
 
 class Run(NamedTuple):
-    """faster: times as fast as plain decoding. operations: tokens computed for each token kept."""
+    """What a setting gives.
+
+    faster: times as fast as plain decoding.
+    operations: tokens computed for each token kept.
+    """
 
     faster: Interval
     operations: float
@@ -68,8 +72,8 @@ CURVES = {"acceptances": (0.5, 0.7, 0.8, 0.9), "drafts": (1, 2, 3, 5, 7, 10), "c
 
 def tokens_a_step(setting: Setting) -> float:
     """Equation 1: expected tokens of a step."""
-    a, g, _ = setting
-    return (1 - a ** (g + 1)) / (1 - a)
+    acceptance = setting.acceptance
+    return (1 - acceptance ** (setting.drafts + 1)) / (1 - acceptance)
 
 
 def factor(setting: Setting) -> float:
@@ -78,9 +82,9 @@ def factor(setting: Setting) -> float:
 
 
 def counted(folder: Path, setting: Setting | None, count: int) -> Run:
-    """What `count` requests of the config took, one at a time.
+    """Run `count` requests of the config, one at a time. `faster` is their rates in tokens/s here.
 
-    None: plain decoding, with the rate of one request.
+    setting: None is plain decoding.
     """
     overrides = [f"workload.count={count}"]
     if setting is not None:
@@ -113,12 +117,15 @@ def run(folder: Path, quick: bool) -> Findings:
     runs = {
         setting: over(counted(folder, setting, count), plain) for setting in (*TABLE_1, *COSTLY)
     }
+
+    def point(setting: Setting) -> tuple[int, float]:
+        """The drafts, and times as fast as plain decoding."""
+        measured = over(counted(folder, setting, curve_count), plain)
+        return setting.drafts, measured.faster.middle
+
     drawn = {
         cost: {
-            a: [
-                (g, over(counted(folder, Setting(a, g, cost), curve_count), plain).faster.middle)
-                for g in CURVES["drafts"]
-            ]
+            a: [point(Setting(a, drafts, cost)) for drafts in CURVES["drafts"]]
             for a in CURVES["acceptances"]
         }
         for cost in CURVES["costs"]
@@ -128,7 +135,7 @@ def run(folder: Path, quick: bool) -> Findings:
 
 
 def over(run: Run, plain: float) -> Run:
-    """The run with its rates as times those of plain decoding."""
+    """The run with its rates divided by `plain`, the rate of plain decoding."""
     low, middle, high, kind, n = run.faster
     return run._replace(faster=Interval(low / plain, middle / plain, high / plain, kind, n))
 
@@ -190,9 +197,11 @@ def answer(runs: Mapping[Setting, Run]) -> list[str]:
 
 
 def figure(drawn: Mapping[float, Mapping[float, list[tuple[int, float]]]]) -> str:
-    """Ours over the number of drafts, by the cost of a draft and by acceptance."""
+    """Curves over the number of drafts: a panel for each cost, a line for each acceptance."""
     panels = {
-        f"a draft token costs {cost:g} steps": {f"a = {a:g}": line for a, line in by.items()}
-        for cost, by in drawn.items()
+        f"a draft token costs {cost:g} steps": {
+            f"a = {a:g}": line for a, line in line_by_acceptance.items()
+        }
+        for cost, line_by_acceptance in drawn.items()
     }
     return figures.curves(panels, "drafts of a step", "times as fast as plain decoding", lowest=0)

@@ -1,4 +1,4 @@
-"""014: up to how many sequences drafts pay. Simulated; study 016 measures it."""
+"""014: up to how many sequences drafts pay. The engine is simulated; study 016 measures one."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ ROOFLINE = "roofline"
 FITTED = "fitted to vLLM"
 COSTS = (ROOFLINE, FITTED)
 DRAFTS = 3
-DRAFT_S = 2.4e-4  # see config.yaml; the fitted times have a drafter's own
+# seconds of a draft token (see config.yaml); the fitted times contain the time of their drafter
+DRAFT_S = 2.4e-4
 ACCEPTANCES = (0.5, 0.7, 0.9)
-LIKELY = (0.6, 0.7, 0.8)  # of claims, whose sources do not give it
+LIKELY = (0.6, 0.7, 0.8)  # acceptances for claims whose sources do not give one
 BATCHES = (1, 4, 16, 32, 64, 128, 256, 512)
 FIXED = f"{DRAFTS} drafts"
 ADAPTIVE = "adaptive"
+# by batch: source, times as fast as without drafts, system
 SOURCES = {
     64: (EAGLE_3, 1.38, "SGLang, H100"),
     256: (ISSUE, 0.79, "Gemma-4-31B in FP8, H100, context 400"),
@@ -65,7 +67,9 @@ def overrides(setting: Setting, rounds: int) -> tuple[str, ...]:
         f"engine.speculative={{num_tokens: {DRAFTS}, adaptive: {str(setting.adaptive).lower()}}}"
     )
     keys += (drafts, f"simulate.acceptance={setting.acceptance}")
-    return (*keys, f"simulate.draft_s={DRAFT_S}") if setting.cost == ROOFLINE else keys
+    if setting.cost == ROOFLINE:
+        keys += (f"simulate.draft_s={DRAFT_S}",)
+    return keys
 
 
 def rate(folder: Path, setting: Setting, rounds: int) -> float:
@@ -96,12 +100,8 @@ def settings(batches: Sequence[int], acceptances: Sequence[float]) -> list[Setti
 
 def faster(folder: Path, chosen: Sequence[Setting], rounds: int) -> Faster:
     """Each setting's output tokens/s over that of plain decoding."""
-    plain = {
-        setting: rate(folder, setting, rounds)
-        for setting in dict.fromkeys(
-            Setting(other_setting.cost, other_setting.batch) for other_setting in chosen
-        )
-    }
+    plain_settings = dict.fromkeys(Setting(setting.cost, setting.batch) for setting in chosen)
+    plain = {setting: rate(folder, setting, rounds) for setting in plain_settings}
     return {
         setting: rate(folder, setting, rounds) / plain[Setting(setting.cost, setting.batch)]
         for setting in chosen
@@ -109,10 +109,10 @@ def faster(folder: Path, chosen: Sequence[Setting], rounds: int) -> Faster:
 
 
 def crossing(line: Sequence[tuple[float, float]]) -> float | None:
-    """The batch from which drafts lose: where the line last falls below 1, interpolated in
-    logarithms of the batch.
+    """The batch from which drafts lose: where the line falls below 1 for the last time.
 
-    None if it is still above 1 at the largest batch.
+    Between two batches it is interpolated in the logarithm of the batch. None if the line is still
+    at 1 or above at the largest batch.
     """
     if line[-1][1] >= 1:
         return None
@@ -126,11 +126,11 @@ def crossing(line: Sequence[tuple[float, float]]) -> float | None:
 def line(
     faster_by_setting: Faster, cost: str, acceptance: float, adaptive: bool
 ) -> list[tuple[float, float]]:
-    """Times as fast, by batch."""
+    """The points (batch, times as fast) of one curve."""
     return sorted(
         (setting.batch, ratio)
         for setting, ratio in faster_by_setting.items()
-        if setting[:1] + setting[2:] == (cost, acceptance, adaptive)
+        if (setting.cost, setting.acceptance, setting.adaptive) == (cost, acceptance, adaptive)
     )
 
 
@@ -175,12 +175,10 @@ def claimed(ratios: Faster) -> list[Claim]:
 
 
 def range_text(batch: float | None) -> str:
-    """The batches in which drafts pay, in words. batch: the one from which they do not."""
-    return (
-        f"up to {rounded(batch, 2)} sequences"
-        if batch is not None
-        else f"at every batch up to {BATCHES[-1]}"
-    )
+    """The batches in which drafts pay, in words. batch: the result of `crossing`."""
+    if batch is None:
+        return f"at every batch up to {BATCHES[-1]}"
+    return f"up to {rounded(batch, 2)} sequences"
 
 
 def answer(drawn: Faster) -> list[str]:

@@ -31,14 +31,16 @@ FETCH = (
     f"Fetch {' and '.join(TRACES.values())} from data/llama3.1-8B of "
     "github.com/SpecDecode-Bench/simulator, and give their folder"
 )
-# with 3 drafts, by data, drafter and batch: what the benchmark's simulator gives for its traces
+# times as fast as plain decoding with 3 drafts, as the benchmark's simulator prints it for its
+# traces; by (data, drafter), then by batch
 PUBLISHED = {
     ("gsm8k", EAGLE): {1: 1.81, 32: 1.52},
     ("gsm8k", NGRAM): {1: 1.15, 32: 1.08},
     ("instructcoder", EAGLE): {1: 2.03, 32: 1.65},
     ("instructcoder", NGRAM): {1: 1.86, 32: 1.46},
 }
-# the benchmark's: n-gram found a wrong draft, where none was right
+# Where the recording has no right n-gram draft: the share of places at which n-gram still proposes
+# drafts, all of them wrong. The numbers are the benchmark's.
 MATCHED = {
     "gsm8k": 0.2,
     "instructcoder": 0.8,
@@ -54,10 +56,13 @@ WHY = (
 
 
 class Recorded(NamedTuple):
-    """A request. `gains`: by drafter and output position, the tokens of a step with enough drafts,
-    at least 1."""
+    """A request.
 
-    prompt: int
+    gains: for each drafter, by output position, the tokens that a step with enough drafts gives
+        there; at least 1.
+    """
+
+    prompt: int  # tokens
     gains: Mapping[str, tuple[int, ...]]
 
 
@@ -89,7 +94,10 @@ def read(traces: Path, data: str, count: int) -> list[Recorded]:
 
 
 def request(line: str, place: str) -> Recorded:
-    """The request of a line. Raises ValueError if it is not of the format. place: of the line."""
+    """The request of a line. place: names the line in errors.
+
+    Raises ValueError if the line is not of the format.
+    """
     try:
         row = json.loads(line)
         gains = {method: tuple(row[f"acc_{method}"]["acc_len"]) for method in (EAGLE, NGRAM)}
@@ -113,7 +121,10 @@ def request(line: str, place: str) -> Recorded:
 
 
 def recorded(records: Sequence[Recorded], method: str, matched: float) -> Guesses:
-    """Drafts as recorded. The id of a request begins with the index of its record."""
+    """A drafter that is right as often as recorded.
+
+    The id of a request begins with the index of its record. matched: see MATCHED.
+    """
 
     def guess(seq: Seq, length: int, k: int) -> Guess:
         record = records[int(seq.request_id.partition("-")[0])]
@@ -129,11 +140,11 @@ def engine(folder: Path, setting: Setting, records: Sequence[Recorded]) -> Simul
     """An engine with room for a batch of the longest request."""
     data, method, batch, adaptive = setting
     longest = max(record.prompt + max(map(len, record.gains.values())) for record in records)
-    drafts = (
-        [f"engine.speculative={{num_tokens: {DRAFTS}, adaptive: {str(adaptive).lower()}}}"]
-        if method
-        else []
-    )
+    drafts = []
+    if method:
+        drafts.append(
+            f"engine.speculative={{num_tokens: {DRAFTS}, adaptive: {str(adaptive).lower()}}}"
+        )
     sizes = [f"engine.max_num_seqs={batch}", f"engine.max_num_batched_tokens={batch * longest}"]
     blocks = f"engine.num_blocks={batch * (longest // 128 + 2)}"
     (point,) = config.load(folder / "config.yaml", (*sizes, *drafts, blocks))
@@ -152,7 +163,7 @@ def engine(folder: Path, setting: Setting, records: Sequence[Recorded]) -> Simul
 def rates(
     engine: SimulatedEngine, records: Sequence[Recorded], method: str, batch: int
 ) -> list[float]:
-    """Output tokens/s of a batch of each record, one after the other."""
+    """Output tokens/s for each record: a batch of copies of its request, run alone."""
     rates_of_records = []
     for i, record in enumerate(records):
         start = engine.now
@@ -179,34 +190,28 @@ def faster(folder: Path, records: Sequence[Recorded], settings: Sequence[Setting
     method = settings[0].method
     batch = settings[0].batch
     assert method is not None, "plain decoding is what they are compared with"
-    plain, *with_drafts = (
-        statistics.fmean(rates(engine(folder, setting, records), records, method, batch))
-        for setting in (settings[0]._replace(method=None), *settings)
-    )
-    return [rate / plain for rate in with_drafts]
+
+    def mean_rate(setting: Setting) -> float:
+        return statistics.fmean(rates(engine(folder, setting, records), records, method, batch))
+
+    plain = mean_rate(settings[0]._replace(method=None))
+    return [mean_rate(setting) / plain for setting in settings]
 
 
 def published_claims(folder: Path, read_files: Mapping[str, Sequence[Recorded]]) -> list[Claim]:
-    return [
-        Claim(
-            PAPER,
-            f"{data}, {method}, {DRAFTS} drafts, batch {batch}",
-            published,
-            exactly(ratio),
-            WITHIN,
-            "x",
-            WHY,
-        )
-        for (data, method), by in PUBLISHED.items()
-        for batch, published in by.items()
-        for ratio in faster(folder, read_files[data], [Setting(data, method, batch)])
-    ]
+    claims = []
+    for (data, method), published_by_batch in PUBLISHED.items():
+        for batch, published in published_by_batch.items():
+            (ratio,) = faster(folder, read_files[data], [Setting(data, method, batch)])
+            quantity = f"{data}, {method}, {DRAFTS} drafts, batch {batch}"
+            claims.append(Claim(PAPER, quantity, published, exactly(ratio), WITHIN, "x", WHY))
+    return claims
 
 
 def ratios(
     folder: Path, records: Sequence[Recorded], data: str, method: str
 ) -> tuple[list[float], list[float]]:
-    """Of each batch, how many times as fast a fixed number of drafts is, and an adaptive one."""
+    """Times as fast as plain decoding, by batch: a fixed number of drafts, and an adaptive one."""
     by_batch = [
         faster(
             folder, records, [Setting(data, method, batch, adaptive) for adaptive in (False, True)]

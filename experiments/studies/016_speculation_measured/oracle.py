@@ -1,8 +1,8 @@
 """A drafter that knows every output and errs with a known probability, independently at each
 position.
 
-study.py copies this file beside a known.json: {"acceptance": a, "outputs": {sequence id: [prompt
-tokens, [tokens]]}}.
+study.py copies this file beside a known.json: {"acceptance": a, "outputs": {sequence id: [number of
+prompt tokens, [output tokens]]}}.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ def known() -> dict[str, Any]:
 
 
 def propose(memory: dict[str, Any], sequence_id: str, tokens: np.ndarray, k: int) -> list[int]:
-    """The next tokens of the output; where a draw says so, another token.
+    """The next tokens of the output; where a draw says so, another token in its place.
 
-    The draws are those of a simulation.
+    The draws are the same as in a simulation with this acceptance.
     """
     prompt, output = memory["outputs"][sequence_id]
     length = len(tokens)
     right = output[length - prompt : length - prompt + k]
-    draws = (
-        accepted(int(sequence_id), length + j, 1, memory["acceptance"]) for j in range(len(right))
-    )
-    return [
-        token if keep else token - 1 if token else 1
-        for token, keep in zip(right, draws, strict=True)
-    ]
+    drafts = []
+    for position, token in enumerate(right, start=length):
+        keep = accepted(int(sequence_id), position, 1, memory["acceptance"])
+        wrong = token - 1 if token else 1  # any other token
+        drafts.append(token if keep else wrong)
+    return drafts
 
 
 ORACLE = Drafter("oracle", propose, known)

@@ -1,7 +1,8 @@
 """016: up to how many sequences drafts pay, measured on JAX's device with drafts of a known
 acceptance.
 
-No config, because experiments.bench.speculation serves; it checks that drafts change no token.
+It has no config, because experiments.bench.speculation serves the requests. That module also checks
+that drafts change no token.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ QUESTION = "Up to how many sequences do drafts pay on this machine?"
 PAPER = "Speculative decoding (Leviathan et al. 2023), equation 1"
 DRAFTS = 3
 PROMPT = 64  # tokens
-BUDGET = 256
+BUDGET = 256  # tokens of a step at most
 FIXED = f"{DRAFTS} drafts"
 ADAPTIVE = "adaptive"
 WITHIN = 1.05
@@ -41,15 +42,24 @@ class Size(NamedTuple):
     rounds: int
 
 
-FULL = Size((1, 4, 16, 32), (0.5, 0.8), 48, 3)
-QUICK = Size((1, 4), (0.8,), 24, 1)
+FULL = Size(batches=(1, 4, 16, 32), acceptances=(0.5, 0.8), output=48, rounds=3)
+QUICK = Size(batches=(1, 4), acceptances=(0.8,), output=24, rounds=1)
+CHARACTERS = 40  # of text for each token of prompts: more than any token has on average
 
 Row = dict[str, Any]
 
 
+class Label(NamedTuple):
+    """The columns of a row that name its engine."""
+
+    acceptance: float | None
+    drafts: str
+
+
 def work_of(encode: Any, batch: int, output: int) -> Workload:
     """Requests that continue Python's documentation, all at once."""
-    tokens = list(encode("\n".join(topics[name] for name in sorted(topics))[: 40 * PROMPT * batch]))
+    text = "\n".join(topics[name] for name in sorted(topics))
+    tokens = list(encode(text[: CHARACTERS * PROMPT * batch]))
     prompts = [tokens[i * PROMPT : (i + 1) * PROMPT] for i in range(batch)]
     # a step with k drafts is not padded
     sizes = {batch * (1 + k) for k in range(DRAFTS + 1)} | {BUDGET}
@@ -63,7 +73,9 @@ def work_of(encode: Any, batch: int, output: int) -> Workload:
 
 
 def drafter(place: Path, work: Workload, plain: Pass, acceptance: float) -> str:
-    """The method of an engine whose drafter knows the outputs; its files are written to `place`."""
+    """Write the files of a drafter that knows the outputs to `place`. Returns the engine's option
+    `method` for it.
+    """
     place.mkdir()
     shutil.copy(Path(__file__).with_name("oracle.py"), place)
     outputs = {
@@ -77,23 +89,21 @@ def drafter(place: Path, work: Workload, plain: Pass, acceptance: float) -> str:
 
 def measured(model: LoadedModel, batch: int, size: Size, place: Path) -> list[Row]:
     """The rows of experiments.bench.speculation for a batch, with the acceptance of each engine's
-    drafter."""
+    drafter.
+    """
     work = work_of(model.tokenizer.encode, batch, size.output)
     engines = {"plain": LLM(model, progress=False, compilation="eager", **work.engine)}
     plain = serve(engines["plain"], work)
-    of: dict[str, tuple[float | None, str]] = {"plain": (None, "none")}
+    labels = {"plain": Label(None, "none")}
     for acceptance in size.acceptances:
         method = drafter(place / f"{batch}-{acceptance:g}", work, plain, acceptance)
         for name, adaptive in ((FIXED, False), (ADAPTIVE, True)):
             options = {"method": method, "num_tokens": DRAFTS, "adaptive": adaptive}
             engine = f"{name}, a = {acceptance:g}"
             engines[engine] = LLM(model, progress=False, speculative=options, **work.engine)
-            of[engine] = acceptance, name
+            labels[engine] = Label(acceptance, name)
     rows = measure(work, engines, size.rounds)
-    return [
-        row | {"batch": batch, "acceptance": of[row["engine"]][0], "drafts": of[row["engine"]][1]}
-        for row in rows
-    ]
+    return [row | {"batch": batch} | labels[row["engine"]]._asdict() for row in rows]
 
 
 @compilations.disk_cache()
@@ -109,11 +119,12 @@ def run(folder: Path, quick: bool) -> Findings:
 
 
 def claimed(rows: Sequence[Row]) -> list[Claim]:
-    """Tokens of a step with a fixed number of drafts, over the batches."""
-    by: dict[float, list[float]] = {}
+    """Claims about the tokens of a step with a fixed number of drafts, over all batches."""
+    tokens_by_acceptance: dict[float, list[float]] = {}
     for row in rows:
         if row["drafts"] == FIXED:
-            by.setdefault(row["acceptance"], []).append(row["tokens_a_step"])
+            tokens = tokens_by_acceptance.setdefault(row["acceptance"], [])
+            tokens.append(row["tokens_a_step"])
     return [
         Claim(
             PAPER,
@@ -124,16 +135,17 @@ def claimed(rows: Sequence[Row]) -> list[Claim]:
             "",
             WHY,
         )
-        for a, tokens_of_steps in by.items()
+        for a, tokens_of_steps in tokens_by_acceptance.items()
     ]
 
 
 def expected(acceptance: float) -> float:
+    """Equation 1: expected tokens of a step."""
     return (1 - acceptance ** (DRAFTS + 1)) / (1 - acceptance)
 
 
-def lines(rows: Sequence[Row]) -> Mapping[str, list[tuple[float, float]]]:
-    """Times as fast by batch, of each engine with drafts."""
+def speedups(rows: Sequence[Row]) -> Mapping[str, list[tuple[float, float]]]:
+    """For each engine with drafts: (batch, times as fast as without drafts)."""
     points: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row["acceptance"] is not None:
@@ -143,10 +155,12 @@ def lines(rows: Sequence[Row]) -> Mapping[str, list[tuple[float, float]]]:
 
 def answer(rows: Sequence[Row]) -> list[str]:
     sentences = []
-    for name, points in lines(rows).items():
+    for name, points in speedups(rows).items():
         paying = [batch for batch, ratio in points if ratio > 1]
         batches = f"batches of {', '.join(map(str, paying))}" if paying else "no batch"
-        low, high = (f(ratio for _, ratio in points) for f in (min, max))
+        ratios = [ratio for _, ratio in points]
+        low = min(ratios)
+        high = max(ratios)
         sentences.append(
             f"{name}: faster with {batches}; {rounded(low)} to {rounded(high)} times as fast."
         )
@@ -160,7 +174,7 @@ def answer(rows: Sequence[Row]) -> list[str]:
 
 
 def figure(rows: Sequence[Row]) -> str:
-    curves = lines(rows)
+    curves = speedups(rows)
     batches = [batch for batch, _ in next(iter(curves.values()))]
     panel = {**curves, "without drafts": [(batches[0], 1.0), (batches[-1], 1.0)]}
     labels = "sequences at once", "times as fast"

@@ -1,5 +1,5 @@
 """017: when tensor parallelism pays: latency per token against throughput per chip, on 1 to 8
-chips. Simulated.
+chips. The chips are simulated.
 
 Sources: https://nvidia.github.io/TensorRT-LLM/0.20.0/performance/perf-overview.html, table "Llama
 3.3 70B FP8", and https://jax-ml.github.io/scaling-book (Austin et al. 2025, as of February 2025),
@@ -33,10 +33,11 @@ CONTEXT = 1024
 BATCHES = tuple(2**i for i in range(11))
 LIMITS_MS = (5.0, 10.0, 20.0, 50.0)
 WITHIN = 1.25
-BASE = 2  # chips that others are compared with: the fewest on which every chip's cache has room
+# The number of chips that other numbers are compared with. It is the smallest for which every kind
+# of chip has enough room for the cache.
+BASE = 2
 
-# Output tokens/s by (input, output) tokens and chip, on 1, 2, 4 and 8 chips; and the requests of
-# each pair of lengths.
+# output tokens/s on 1, 2, 4 and 8 chips, by (input, output) tokens and by kind of chip
 PUBLISHED: dict[tuple[int, int], dict[str, tuple[float, float, float, float]]] = {
     (1000, 1000): {
         "h200": (2744.32, 5119.72, 8685.44, 12744.51),
@@ -47,11 +48,11 @@ PUBLISHED: dict[tuple[int, int], dict[str, tuple[float, float, float, float]]] =
         "h100": (204.94, 862.91, 1552.68, 2369.84),
     },
 }
-REQUESTS = {(1000, 1000): 3000, (5000, 500): 1500}
-FEW_REQUESTS = 60  # of --quick
+REQUESTS = {(1000, 1000): 3000, (5000, 500): 1500}  # by (input, output) tokens
+FEW_REQUESTS = 60  # with --quick
 ALSO_FREE: tuple[int, int] = (5000, 500)  # lengths that are run without exchanges too
 
-# the book's step
+# the step of the book: 32 sequences of 8,192 tokens
 LONG = Work(tokens=32, sequences=32, sampled=32, context=32 * 8192, pairs=32 * 8192)
 WHY_MEMORY = (
     "TensorRT-LLM keeps the embedding and the head in 16 bits and needs memory for a step, so one "
@@ -70,13 +71,12 @@ WHY_TABLE = (
 
 
 class Decode(NamedTuple):
-    """A decode step: seconds for each token, output tokens/s of a chip, and the share of exchanges
-    in its time."""
+    """A decode step."""
 
     batch: int
-    latency: float
-    per_chip: float
-    exchanged: float
+    latency: float  # seconds of the step, which gives each sequence a token
+    per_chip: float  # output tokens/s of a chip
+    exchanged: float  # share of the time that exchanges take
 
 
 def roofline(model: str, chip: str, n: int) -> Roofline:
@@ -94,13 +94,19 @@ def needed(roof: Roofline, tokens: int) -> float:
 
 
 def decodes(model: str, chip: str, n: int) -> list[Decode]:
-    """Decode steps of the batches that fit, by batch; CONTEXT tokens of context each."""
+    """Decode steps of the batches that fit, by batch. Each sequence has CONTEXT tokens."""
     roof = roofline(model, chip, n)
     steps = []
     for batch in BATCHES:
         if needed(roof, batch * CONTEXT) > roof.chip.memory:
             break
-        work = Work(batch, batch, batch, batch * CONTEXT, batch * CONTEXT)
+        work = Work(
+            tokens=batch,
+            sequences=batch,
+            sampled=batch,
+            context=batch * CONTEXT,
+            pairs=batch * CONTEXT,
+        )
         seconds = roof(work)
         steps.append(Decode(batch, seconds, batch / seconds / n, roof.exchange(work) / seconds))
     return steps
@@ -111,49 +117,53 @@ Grid = Mapping[tuple[str, str, int], Sequence[Decode]]  # by model, chip and num
 
 
 def grid() -> Grid:
-    every = {(m, chip, n): decodes(m, chip, n) for m in MODELS for chip in SERVED for n in SIZES}
-    return {at: steps for at, steps in every.items() if steps}
+    """The steps of every mesh that has room for its model."""
+    steps_by_mesh = {
+        (model, chip, n): decodes(model, chip, n)
+        for model in MODELS
+        for chip in SERVED
+        for n in SIZES
+    }
+    return {mesh: steps for mesh, steps in steps_by_mesh.items() if steps}
 
 
 def best(steps_by_mesh: Grid, model: str, chip: str, limit_s: float) -> tuple[int, Decode] | None:
     """The number of chips and the step with most tokens/s of a chip, within the limit."""
-    within = [
-        (n, s)
-        for (m, c, n), steps in steps_by_mesh.items()
-        if (m, c) == (model, chip)
-        for s in steps
+    choices = [
+        (n, step)
+        for n in SIZES
+        for step in steps_by_mesh.get((model, chip, n), ())
+        if step.latency <= limit_s
     ]
-    return max(
-        (choice for choice in within if choice[1].latency <= limit_s),
-        key=lambda choice: choice[1].per_chip,
-        default=None,
-    )
+    return max(choices, key=lambda choice: choice[1].per_chip, default=None)
 
 
 def crossing(shape: Shape, chip: Chip) -> float:
-    """Chips from which the sum of an MLP's outputs takes longer than its products, by bytes and
-    operations alone.
+    """The number of chips from which the sum of an MLP's outputs takes longer than its products, by
+    bytes and operations alone.
 
-    The ratio of the two times is linear in n - 1, from three chips on (two chips have one link).
+    The ratio of the two times is linear in n - 1, from three chips on (two chips have one link). So
+    it is computed for four chips and extended to the number where it is 1.
     """
     assert chip.network is not None, "of a chip that has one"
     tokens = 4096
     n = 4
-    products = (
-        2 * (3 if shape.gated else 2) * shape.hidden * shape.intermediate * tokens / n / chip.rate
-    )
+    matrices = 3 if shape.gated else 2
+    products_s = 2 * matrices * shape.hidden * shape.intermediate * tokens / n / chip.rate
     summed = Exchange("all-reduce", collectives.SUM_BYTES * shape.hidden * tokens)
-    return 1 + (n - 1) * products / collectives.seconds(summed, n, chip.network._replace(hop=0.0))
+    sum_s = collectives.seconds(summed, n, chip.network._replace(hop=0.0))
+    return 1 + (n - 1) * products_s / sum_s
 
 
 def book_claims() -> list[Claim]:
     """The book's step: Llama-3-70B in 8 bits on TPU v5e, 32 sequences of 8,192 tokens."""
     step_name = "Llama-3-70B, 8 bits, 32 sequences of 8,192 tokens on TPU v5e"
-    eight, sixteen = (roofline("llama-3-70b", "tpu-v5e", n) for n in (8, 16))
+    eight = roofline("llama-3-70b", "tpu-v5e", 8)
+    sixteen = roofline("llama-3-70b", "tpu-v5e", 16)
     memory = exactly(8 * needed(eight, LONG.context) / 1e9)
-    alone = (eight(LONG) - eight.exchange(LONG)) * 1e3
     step_of_8 = eight(LONG)
     step_of_16 = sixteen(LONG)
+    without_exchanges = (step_of_8 - eight.exchange(LONG)) * 1e3
     edge = exactly(crossing(SHAPES["llama-3-70b"], CHIPS["tpu-v5p"]))
     return [
         Claim(BOOK, f"{step_name}: memory of weights and cache", 112.0, memory, 1.1, "GB"),
@@ -161,7 +171,7 @@ def book_claims() -> list[Claim]:
             BOOK,
             f"{step_name}: step of 8 chips, without exchanges",
             17.0,
-            exactly(alone),
+            exactly(without_exchanges),
             1.1,
             "ms",
         ),
@@ -209,15 +219,18 @@ def rates(
 ) -> list[float]:
     """Output tokens/s of the whole run, by number of chips.
 
-    Without exchanges, chips share the model without a cost.
+    exchanges: if False, chips share the work of the model and send nothing.
     """
     prompt, output = lengths
-    meshes = f"sweep.grid.simulate.mesh=[{', '.join(f'{{tensor: {n}}}' for n in SIZES)}]"
-    shared = ("simulate.mesh=null", f"sweep.grid.simulate.chips={list(SIZES)}")
+    if exchanges:
+        meshes = ", ".join(f"{{tensor: {n}}}" for n in SIZES)
+        sizes = (f"sweep.grid.simulate.mesh=[{meshes}]",)
+    else:
+        sizes = ("simulate.mesh=null", f"sweep.grid.simulate.chips={list(SIZES)}")
     points = simulated(
         folder / "config.yaml",
         f"simulate.chip={chip}",
-        *((meshes,) if exchanges else shared),
+        *sizes,
         f"workload={{kind: synthetic, count: {count}, prompt: {{dist: fixed, value: {prompt}}}, "
         f"output: {{dist: fixed, value: {output}}}}}",
     )
@@ -226,8 +239,8 @@ def rates(
 
 def of_base(rates_by_size: Sequence[float], n: int) -> float:
     """Throughput of a chip on n chips, over that on BASE chips."""
-    at = dict(zip(SIZES, rates_by_size, strict=True))
-    return (at[n] / n) / (at[BASE] / BASE)
+    by_size = dict(zip(SIZES, rates_by_size, strict=True))
+    return (by_size[n] / n) / (by_size[BASE] / BASE)
 
 
 def table_claims(rates_by_chip: Rates) -> list[Claim]:
@@ -283,23 +296,25 @@ def run(folder: Path, quick: bool) -> Findings:
 
 
 def lines(steps: Grid, model: str, chip: str) -> dict[str, list[tuple[float, float]]]:
-    """Tokens/s of a chip by milliseconds a token, for each number of chips that has room for the
-    model."""
-    at = {n: steps[model, chip, n] for n in SIZES if (model, chip, n) in steps}
+    """The points (milliseconds a token, tokens/s of a chip), for each number of chips that has room
+    for the model.
+    """
     return {
-        counted(n): [(1e3 * step.latency, step.per_chip) for step in chip_steps]
-        for n, chip_steps in at.items()
+        counted(n): [(1e3 * step.latency, step.per_chip) for step in steps[model, chip, n]]
+        for n in SIZES
+        if (model, chip, n) in steps
     }
 
 
 def panel(steps: Grid, model: str, chip: str) -> str:
     """The title of a panel; one with a single line has no legend."""
     names = list(lines(steps, model, chip))
-    return f"{model}, {chip}" + (f", {names[0]}" if len(names) == 1 else "")
+    title = f"{model}, {chip}"
+    return f"{title}, {names[0]}" if len(names) == 1 else title
 
 
 def counted(n: int) -> str:
-    return f"{n} chip" + "s" * (n > 1)
+    return "1 chip" if n == 1 else f"{n} chips"
 
 
 def answer(steps: Grid, free: Rates) -> list[str]:
@@ -339,17 +354,17 @@ def answer(steps: Grid, free: Rates) -> list[str]:
 
 
 def decode_table(steps: Grid) -> str:
-    """Of each limit of latency, the best number of chips."""
+    """The best number of chips for each limit of latency."""
     rows = []
     for model in MODELS:
         for chip in SERVED:
             for limit in LIMITS_MS:
                 choice = best(steps, model, chip, limit / 1e3)
-                cells = (
-                    ("none", "", "", "")
-                    if choice is None
-                    else (str(choice[0]), str(choice[1].batch), *of_step(choice[1]))
-                )
+                if choice is None:
+                    cells = ("none", "", "", "")
+                else:
+                    n, step = choice
+                    cells = (str(n), str(step.batch), *of_step(step))
                 rows.append((model, chip, f"{limit:g}", *cells))
     head = (
         "model",
@@ -364,6 +379,7 @@ def decode_table(steps: Grid) -> str:
 
 
 def of_step(step: Decode) -> tuple[str, str]:
+    """Two cells: tokens/s of a chip, and the per cent of the time that exchanges take."""
     return rounded(step.per_chip), rounded(100 * step.exchanged, 2)
 
 

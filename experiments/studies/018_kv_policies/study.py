@@ -1,8 +1,8 @@
 """018: what queries that read less cost in quality, and save in memory and time.
 
 Sources: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453), tables 1 and 2; Quest (Tang et al. 2024,
-arXiv 2406.10774), table 1 and section 3. No config: it measures log-probabilities of text, answers,
-and the time of attention alone.
+arXiv 2406.10774), table 1 and section 3. The study has no config: it measures log-probabilities of
+text, answers, and the time of attention alone.
 """
 
 from __future__ import annotations
@@ -68,51 +68,56 @@ WHY_TIME = (
 
 
 class Size(NamedTuple):
-    """The measurement.
+    """The sizes of the three measurements: of text, of pass keys and of the time of attention."""
 
-    windows, length: of the text. Log-probabilities count behind its first half.
-    sizes: tokens that a query reads at most.
-    fixed: the one of them for the claims about sinks.
-    recomputed: tokens whose log-probabilities come from the last `fixed` tokens alone, computed
-    anew.
-    keys, hidden: prompts with a pass key, and their tokens.
-    budgets: tokens that a query reads of them.
-    contexts, batch, rounds, read: of the time of attention.
-    """
+    windows: int  # of text
+    length: int  # tokens of a window; log-probabilities count in its second half
+    sizes: tuple[int, ...]  # tokens that a query of the text reads at most
+    fixed: int  # the one of `sizes` for the claims about sinks
+    recomputed: int  # tokens of the text that are computed anew from the last `fixed` tokens alone
 
-    windows: int
-    length: int
-    sizes: tuple[int, ...]
-    fixed: int
-    recomputed: int
-    keys: int
-    hidden: int
-    budgets: tuple[int, ...]
-    contexts: tuple[int, ...]
-    batch: int
+    keys: int  # prompts with a pass key
+    hidden: int  # tokens of such a prompt
+    budgets: tuple[int, ...]  # tokens that a query of such a prompt reads at most
+
+    contexts: tuple[int, ...]  # tokens of a sequence, for the time of attention
+    batch: int  # sequences
     rounds: int
-    read: int
+    read: int  # tokens that a selection keeps
 
 
 FULL = Size(
-    3,
-    2048,
-    (64, 128, 256, 512),
-    256,
-    96,
-    10,
-    1024,
-    (64, 512),
-    (4096, 8192, 16384, 32768),
-    4,
-    9,
-    2048,
+    windows=3,
+    length=2048,
+    sizes=(64, 128, 256, 512),
+    fixed=256,
+    recomputed=96,
+    keys=10,
+    hidden=1024,
+    budgets=(64, 512),
+    contexts=(4096, 8192, 16384, 32768),
+    batch=4,
+    rounds=9,
+    read=2048,
 )
-QUICK = Size(1, 384, (64, 128), 128, 4, 2, 256, (64,), (1024, 2048), 1, 2, 256)
+QUICK = Size(
+    windows=1,
+    length=384,
+    sizes=(64, 128),
+    fixed=128,
+    recomputed=4,
+    keys=2,
+    hidden=256,
+    budgets=(64,),
+    contexts=(1024, 2048),
+    batch=1,
+    rounds=2,
+    read=256,
+)
 
 
 def streaming(tokens: int, sinks: int = SINKS) -> dict[str, Any]:
-    """Engine options: a query sees `tokens` tokens at most, the first ones among them."""
+    """Engine options with which a query sees at most `tokens` tokens, the first `sinks` among them."""
     window = tokens - sinks - SMALL + 1  # the rest of its first block is seen too
     return {
         "block_size": SMALL,
@@ -132,7 +137,7 @@ def engine(model: LoadedModel, length: int, sequences: int, **options: Any) -> L
         "max_num_seqs": sequences,
         "max_num_batched_tokens": budget,
     }
-    blocks = sequences * -(-length // options.get("block_size", PAGE))
+    blocks = sequences * math.ceil(length / options.get("block_size", PAGE))
     common: dict[str, Any] = {
         "token_buckets": (sequences, budget),
         "num_blocks": blocks,
@@ -144,10 +149,9 @@ def engine(model: LoadedModel, length: int, sequences: int, **options: Any) -> L
 def logprobs(llm: LLM, windows: Sequence[Sequence[int]], last: int) -> np.ndarray:
     """The log-probabilities [windows, last] of the last tokens of each window."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    outputs = llm.generate([list(window) for window in windows], params, use_tqdm=False)
     values = []
-    for output, window in zip(
-        llm.generate([list(w) for w in windows], params, use_tqdm=False), windows, strict=True
-    ):
+    for output, window in zip(outputs, windows, strict=True):
         assert output.prompt_logprobs is not None, "SamplingParams asks for them"
         rows = output.prompt_logprobs[-last:]
         values.append(
@@ -161,15 +165,17 @@ def logprobs(llm: LLM, windows: Sequence[Sequence[int]], last: int) -> np.ndarra
 
 
 class Texts(NamedTuple):
-    """[windows, length / 2] log-probabilities of the same tokens under each policy, by name."""
+    """Log-probabilities of the same tokens under each policy, [windows, length / 2] unless stated
+    otherwise.
+    """
 
     full: np.ndarray
     streaming: Mapping[int, np.ndarray]  # by tokens
     quest: Mapping[int, np.ndarray]
     window: np.ndarray  # `fixed` tokens without sinks
     more_sinks: np.ndarray  # `fixed` tokens, twice as many sinks
-    recomputed: np.ndarray  # [several] from the last `fixed` tokens alone
-    of_recomputed: np.ndarray  # [several] the same tokens, streaming
+    recomputed: np.ndarray  # [size.recomputed] some tokens, from the last `fixed` tokens alone
+    of_recomputed: np.ndarray  # [size.recomputed] the same tokens, streaming
 
 
 def texts(model: LoadedModel, size: Size) -> Texts:
@@ -177,22 +183,24 @@ def texts(model: LoadedModel, size: Size) -> Texts:
     plain = engine(model, size.length + 1, size.windows)
     windows = windows_of(plain, size.windows, size.length)
 
-    def under(options: Mapping[str, Any]) -> np.ndarray:
+    def logprobs_under(options: Mapping[str, Any]) -> np.ndarray:
         return logprobs(engine(model, size.length + 1, size.windows, **options), windows, half)
 
-    streamed = {tokens: under(streaming(tokens)) for tokens in size.sizes}
+    streamed = {tokens: logprobs_under(streaming(tokens)) for tokens in size.sizes}
+    # indices in the second halves of all windows, one after the other
     places = np.linspace(0, size.windows * half - 1, size.recomputed).astype(int)
-    pieces = [
-        windows[at // half][half + at % half + 1 - size.fixed : half + at % half + 1]
-        for at in places
-    ]
+    pieces = []
+    for place in places:
+        window, index = divmod(place, half)
+        end = half + index + 1  # behind the token
+        pieces.append(windows[window][end - size.fixed : end])
     anew = logprobs(engine(model, size.fixed + 1, size.windows), pieces, 1)
     return Texts(
         full=logprobs(plain, windows, half),
         streaming=streamed,
-        quest={tokens: under(quest(tokens, dense_prompts=False)) for tokens in size.sizes},
-        window=under(streaming(size.fixed, 0)),
-        more_sinks=under(streaming(size.fixed, 2 * SINKS)),
+        quest={tokens: logprobs_under(quest(tokens, dense_prompts=False)) for tokens in size.sizes},
+        window=logprobs_under(streaming(size.fixed, 0)),
+        more_sinks=logprobs_under(streaming(size.fixed, 2 * SINKS)),
         recomputed=anew[:, 0],
         of_recomputed=streamed[size.fixed].reshape(-1)[places],
     )
@@ -203,7 +211,7 @@ def perplexity(logprobs: np.ndarray) -> float:
 
 
 def over(above: np.ndarray, below: np.ndarray) -> Interval:
-    """Perplexity over perplexity, a window of the text each."""
+    """The interval of perplexity over perplexity. Each window of the text gives a ratio."""
     return interval([math.exp(b.mean() - a.mean()) for a, b in zip(above, below, strict=True)])
 
 
@@ -211,11 +219,12 @@ def over(above: np.ndarray, below: np.ndarray) -> Interval:
 
 
 def pass_key(encode: Any, tokens: int, draw: random.Random) -> tuple[list[int], str]:
-    """A prompt of so many tokens with a key at any depth, and the key."""
+    """A prompt of `tokens` tokens with a key at a random depth, and the key."""
     key = str(draw.randint(10000, 99999))
-    head, needle, tail, filler = (
-        [*encode(text)] for text in (HEAD, NEEDLE.format(key), TAIL, FILLER)
-    )
+    head = list(encode(HEAD))
+    needle = list(encode(NEEDLE.format(key)))
+    tail = list(encode(TAIL))
+    filler = list(encode(FILLER))
     room = tokens - len(head) - len(needle) - len(tail)
     body = (filler * (room // len(filler) + 1))[:room]
     depth = draw.randint(0, room)
@@ -230,15 +239,12 @@ def found_keys(model: LoadedModel, size: Size, options: Mapping[str, Any]) -> fl
     llm = engine(model, size.hidden + 16, min(size.keys, 5), **options)
     params = SamplingParams(temperature=0, max_tokens=8)
     outputs = llm.generate([prompt for prompt, _ in drawn], params, use_tqdm=False)
-    return (
-        100
-        * sum(key in out.outputs[0].text for out, (_, key) in zip(outputs, drawn, strict=True))
-        / size.keys
-    )
+    found = sum(key in out.outputs[0].text for out, (_, key) in zip(outputs, drawn, strict=True))
+    return 100 * found / size.keys
 
 
 def keys(model: LoadedModel, size: Size) -> dict[str, float]:
-    """Per cent found, by policy."""
+    """Per cent of the pass keys that are found, by policy."""
     shares = {"full": found_keys(model, size, {})}
     for tokens in size.budgets:
         shares[f"quest, {tokens}"] = found_keys(model, size, quest(tokens, dense_prompts=True))
@@ -250,8 +256,9 @@ def keys(model: LoadedModel, size: Size) -> dict[str, float]:
 
 
 def bytes_read(context: int, tokens: int) -> float:
-    """Bytes of keys and values that full attention reads, over those that a selection reads, its
-    bounds included."""
+    """Bytes of keys and values that full attention reads, over those that a selection of `tokens`
+    tokens reads, its bounds included.
+    """
     sizes: dict[str, Any] = {
         "layers": 1,
         "block_size": PAGE,
@@ -412,12 +419,12 @@ def key_table(hidden: Mapping[str, float], size: Size) -> str:
 def time_table(times: Mapping[int, Times], size: Size) -> str:
     rows = [
         (
-            f"{n:,}",
-            1e3 * times_of_context.full,
-            1e3 * times_of_context.selected,
-            f"{times_of_context.middle:.2f}",
+            f"{context:,}",
+            1e3 * measured.full,
+            1e3 * measured.selected,
+            f"{measured.middle:.2f}",
         )
-        for n, times_of_context in times.items()
+        for context, measured in times.items()
     ]
     return markdown(
         ("context", "full, ms a layer", f"{size.read:,} selected tokens, ms", "times as long"), rows

@@ -1,5 +1,6 @@
 """The time of attention alone in study 018: one layer, single queries, full and with a selection of
-blocks."""
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class Times(NamedTuple):
 
 
 def times(model: Model, size: Any) -> dict[int, Times]:
-    """By context; the two kinds take turns."""
+    """The times of each context. Full and selected attention take turns."""
     return {
         context: _measure(model, context, size.batch, size.read, size.rounds)
         for context in size.contexts
@@ -63,14 +64,15 @@ def batch_of(batch: int, context: int, tokens: int) -> Batch:
 
 def contenders(model: Model, impl: str, batch: int, context: int, tokens: int) -> dict[str, Any]:
     """Compiled calls, by name: the attention of one layer to random keys and values."""
-    c = model.config
+    config = model.config
     rows = batch_of(batch, context, tokens)
     draw = np.random.default_rng(1)
-    shape = batch * context // PAGE + 1, c.kv_heads, PAGE, c.head_dim
-    k, v = (jnp.asarray(draw.standard_normal(shape, np.float32)) for _ in "kv")
+    shape = batch * context // PAGE + 1, config.kv_heads, PAGE, config.head_dim
+    k = jnp.asarray(draw.standard_normal(shape, np.float32))
+    v = jnp.asarray(draw.standard_normal(shape, np.float32))
     keys = BoundedKeys(k, jnp.stack([k.min(2), k.max(2)], axis=2))
-    q = jnp.asarray(draw.standard_normal((batch, c.heads, c.head_dim), np.float32))
-    attend = attention.attend(impl, c.attn_scale)
+    q = jnp.asarray(draw.standard_normal((batch, config.heads, config.head_dim), np.float32))
+    attend = attention.attend(impl, config.attn_scale)
 
     @jax.jit
     def full(q: jax.Array, keys: BoundedKeys, v: jax.Array, rows: Batch) -> jax.Array:
@@ -78,7 +80,7 @@ def contenders(model: Model, impl: str, batch: int, context: int, tokens: int) -
 
     @jax.jit
     def selected(q: jax.Array, keys: BoundedKeys, v: jax.Array, rows: Batch) -> jax.Array:
-        return attend_selected(attend, q, keys, v, rows, scale=c.attn_scale)
+        return attend_selected(attend, q, keys, v, rows, scale=config.attn_scale)
 
     return {
         "full": partial(full, q, keys, v, rows),
@@ -87,12 +89,12 @@ def contenders(model: Model, impl: str, batch: int, context: int, tokens: int) -
 
 
 def _measure(model: Model, context: int, batch: int, tokens: int, rounds: int) -> Times:
-    c = model.config
+    config = model.config
     sizes: dict[str, Any] = {
-        "head_dim": c.head_dim,
+        "head_dim": config.head_dim,
         "block_size": PAGE,
-        "kv_heads": c.kv_heads,
-        "heads": c.heads,
+        "kv_heads": config.kv_heads,
+        "heads": config.heads,
     }
     impl = attention.choose(None, jax.devices()[0], dtype="float32", query_dtype="float32", **sizes)
     calls = contenders(model, impl, batch, context, tokens)
@@ -102,6 +104,7 @@ def _measure(model: Model, context: int, batch: int, tokens: int, rounds: int) -
     }
     times = in_turn(runs, rounds + 1)
     # the first round compiles
-    full, selected = (times[name][1:] for name in ("full", "selected"))
+    full = times["full"][1:]
+    selected = times["selected"][1:]
     ratios = [a / b for a, b in zip(full, selected, strict=True)]
     return Times(impl, statistics.median(full), statistics.median(selected), ratios)

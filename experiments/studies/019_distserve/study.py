@@ -48,21 +48,24 @@ QUESTION = (
 EXAMPLE = "DistServe, simdistserve/README.md"
 NOTEBOOK = "DistServe, plot.ipynb"
 VLLM = "vLLM documentation, disaggregated prefilling"
-CACHE = {1: 66144, 2: 163008}  # tokens by GPUs of an engine: max_num_tokens.csv
-# GPUs of an engine for prompts and of one for decodes; the first is theirs
+# tokens that the cache of an engine holds, by its GPUs; from max_num_tokens.csv of the repository
+CACHE = {1: 66144, 2: 163008}
+# (GPUs of the engine for prompts, GPUs of the engine for decodes); the example has the first pair
 PLACEMENTS = (
     (2, 1),
     (1, 1),
     (1, 2),
     (2, 2),
 )
+# requests/s of a GPU: the highest rate of a search, which is the example's, and the difference
+# between the last two rates at which a search ends
 HIGHEST = 5.0
-WITHIN = 0.05  # requests/s of a GPU: the example's upper end, and how close two probes come
-EXAMPLES_WITHIN = (
-    0.25  # of the example, which gives the last rate that met the targets: the lower end
-)
-FACTORS = {"vLLM": 4.6, "DeepSpeed-MII": 7.36}  # printed: DistServe's rate at 90 % over theirs
-# printed: % by requests/s
+WITHIN = 0.05
+# The example ends its search at this difference. It gives the last rate that met the targets.
+EXAMPLES_WITHIN = 0.25
+# as the notebook prints it: DistServe's rate with 90 % in time, over the rates of these engines
+FACTORS = {"vLLM": 4.6, "DeepSpeed-MII": 7.36}
+# as the notebook prints it: % of vLLM's requests within the targets, by requests/s
 VLLM_SHARES = {
     0.25: 90,
     0.5: 90,
@@ -96,12 +99,15 @@ Met = Callable[[Summary], bool]
 
 
 def each_in_time(summary: Summary) -> bool:
-    """The example's: the 90th percentiles of TTFT and TPOT are within 200 ms and 100 ms."""
+    """The example's criterion: the 90th percentiles of TTFT and TPOT are within 200 and 100 ms."""
     return dig(summary, "ttft_s.p90") < 0.2 and dig(summary, "tpot_s.p90") < 0.1
 
 
 def both_in_time(share: float) -> Met:
-    """The notebook's: a share of the requests is within 250 ms and 100 ms. Needs `SLO`."""
+    """The notebook's criterion: a share of the requests is within 250 ms and 100 ms.
+
+    The runs need the option `SLO`.
+    """
     return lambda summary: dig(summary, "goodput.share") >= share
 
 
@@ -110,16 +116,28 @@ SLO = ("slo={ttft: 0.25, itl: 0.1}",)
 
 def slow_prompt(seconds: float) -> int:
     """Tokens of the longest prompt that one GPU with vLLM's coefficients computes alone within a
-    time."""
+    time.
+    """
     profile = PROFILES["vllm/opt-13b/tp1"]
     tokens = 1
-    while profile(Work(tokens, 1, 1, tokens, tokens * (tokens + 1) // 2)) <= seconds:
+    while True:
+        work = Work(
+            tokens=tokens,
+            sequences=1,
+            sampled=1,
+            context=tokens,
+            pairs=tokens * (tokens + 1) // 2,
+        )
+        if profile(work) > seconds:
+            return tokens - 1
         tokens += 1
-    return tokens - 1
 
 
 def conversations() -> tuple[str, ...]:
-    """Both together fit into 2,048 tokens, as in the data set."""
+    """The lengths of conversations. A prompt and its output fit into 2,048 tokens, as in the data
+    set.
+    """
+    # a tenth of exponential lengths is above mean * log(10)
     mean = slow_prompt(0.25) / math.log(10)
     return (
         f"workload.prompt={{dist: exponential, mean: {mean:.1f}, max: 1536}}",
@@ -137,25 +155,24 @@ def profile(engine: str, gpus: int) -> str:
 
 def placed(prefill: int, decode: int) -> tuple[str, ...]:
     """One engine for prompts and one for decodes, by their GPUs."""
-    pools = (
-        f"{{simulate: {profile('distserve', n)}, cache_tokens: {CACHE[n]}}}"
-        for n in (prefill, decode)
-    )
-    return ("pools={prefill: %s, decode: %s}" % tuple(pools),)  # noqa: UP031 - braces of YAML
+
+    def pool(gpus: int) -> str:
+        return f"{{simulate: {profile('distserve', gpus)}, cache_tokens: {CACHE[gpus]}}}"
+
+    return (f"pools={{prefill: {pool(prefill)}, decode: {pool(decode)}}}",)
 
 
 def alone(engine: str, gpus: int) -> tuple[str, ...]:
-    """One engine that does both, whole prompts first."""
+    """One engine for prompts and decodes, whole prompts first."""
     return ("pools=null", f"simulate={profile(engine, gpus)}", f"cache_tokens={CACHE[gpus]}")
 
 
-CHUNKED = (  # one engine that does both, with chunks of prompts beside decodes
+# one engine for prompts and decodes, with chunks of prompts beside decodes
+CHUNKED = (
     *alone("distserve", 1),
-    *(
-        "engine.mixed_steps=true",
-        "engine.chunked_prefill=true",
-        "engine.max_num_batched_tokens=512",
-    ),
+    "engine.mixed_steps=true",
+    "engine.chunked_prefill=true",
+    "engine.max_num_batched_tokens=512",
 )
 
 
@@ -168,7 +185,11 @@ ENGINES = {
 
 
 class Highest(NamedTuple):
-    """Requests/s of a GPU, one for each seed. bound: all probes met the targets."""
+    """The highest rates at which targets are met.
+
+    rates: requests/s of a GPU, a number for each seed.
+    bound: every rate of the searches met the targets, so the numbers are only lower bounds.
+    """
 
     rates: tuple[float, ...]
     bound: bool
@@ -205,7 +226,10 @@ def highest(
                 f"seed={seed}",
             )
             ((_, (summary,)),) = simulated(folder / "config.yaml", *options, *overrides)
-            low, high = (rate, high) if met(summary) else (low, rate)
+            if met(summary):
+                low = rate
+            else:
+                high = rate
         rates.append(low)
     return Highest(tuple(rates), min(rates) >= HIGHEST - within)
 
@@ -216,12 +240,11 @@ def reason(why: str, interval_of_ours: Interval, published: float) -> str:
 
 
 class Throughput(NamedTuple):
-    """Tokens/s of prompts and answers on four GPUs, all requests at once, one number for each
-    seed."""
+    """Tokens/s of prompts and answers on four GPUs, all requests at once, a number for each seed."""
 
-    pools: Mapping[tuple[int, int], Sequence[float]]
+    pools: Mapping[tuple[int, int], Sequence[float]]  # by SPLITS
     chunked: Sequence[float]  # four engines that do both, with chunks of prompts beside decodes
-    whole_prompts: Sequence[float]  # whole prompts first
+    whole_prompts: Sequence[float]  # four engines that do both, whole prompts first
 
 
 def throughput(folder: Path, seeds: int, count: int, kind: tuple[str, ...]) -> Throughput:
@@ -239,14 +262,14 @@ def throughput(folder: Path, seeds: int, count: int, kind: tuple[str, ...]) -> T
 
     four = "replicas={count: 4, router: least_loaded}"
     return Throughput(
-        {
+        pools={
             (a, b): rates_of(
                 f"pools={{prefill: {{count: {a}, {engine}}}, decode: {{count: {b}, {engine}}}}}"
             )
             for a, b in SPLITS
         },
-        rates_of(*CHUNKED, four),
-        rates_of(*alone("distserve", 1), four),
+        chunked=rates_of(*CHUNKED, four),
+        whole_prompts=rates_of(*alone("distserve", 1), four),
     )
 
 
@@ -256,7 +279,7 @@ def best(speeds: Throughput) -> tuple[int, int]:
 
 
 def over(speeds: Throughput, below: Sequence[float]) -> Interval:
-    """The best pools over engines that do both, seed by seed."""
+    """The tokens/s of the best pools over those of engines that do both, seed by seed."""
     return interval([a / b for a, b in zip(speeds.pools[best(speeds)], below, strict=True)])
 
 
@@ -264,7 +287,8 @@ def run(folder: Path, quick: bool) -> Findings:
     seeds, fewer_seeds, turn_seeds = (2, 1, 1) if quick else (5, 3, 2)
     count = 60 if quick else 300  # the example's
     talks = kinds()["conversations"]
-    served = placement_rates(folder, (seeds, *(fewer_seeds,) * 3), count, talks)
+    seeds_by_placement = (seeds, fewer_seeds, fewer_seeds, fewer_seeds)
+    served = placement_rates(folder, seeds_by_placement, count, talks)
     turns = highest(
         folder,
         3,
@@ -276,12 +300,11 @@ def run(folder: Path, quick: bool) -> Findings:
         within=EXAMPLES_WITHIN,
     )
     in_time = engine_rates(folder, fewer_seeds, count, talks)
-    attained = {
-        name: shares(folder, fewer_seeds, 30 if quick else 100, name, talks) for name in ENGINES
-    }
+    share_count, speed_count = (30, 150) if quick else (100, 500)
+    attained = {name: shares(folder, fewer_seeds, share_count, name, talks) for name in ENGINES}
     speeds = {
-        kind: throughput(folder, fewer_seeds, 150 if quick else 500, of)
-        for kind, of in kinds().items()
+        kind: throughput(folder, fewer_seeds, speed_count, overrides)
+        for kind, overrides in kinds().items()
     }
     claims = [
         *example_claims(served),
@@ -301,20 +324,20 @@ def points(attained: Attained) -> list[tuple[float, float]]:
 
 
 def figure(attained: Mapping[str, Attained]) -> str:
-    lines = {NAMES[name]: points(of) for name, of in attained.items()}
+    lines = {NAMES[name]: points(shares_by_rate) for name, shares_by_rate in attained.items()}
     lines["vLLM, measured"] = list(VLLM_SHARES.items())
     panels = {"conversations": lines}
     return figures.curves(panels, "requests/s of a GPU", "% within both targets", lowest=0)
 
 
 Served = Mapping[tuple[int, int], Highest]
-Both = Mapping[tuple[float, str], Highest]
+Both = Mapping[tuple[float, str], Highest]  # by share of the requests, and by name of ENGINES
 
 
 def placement_rates(
     folder: Path, seeds: Sequence[int], count: int, kind: tuple[str, ...]
 ) -> Served:
-    """The rates of PLACEMENTS within the example's targets. seeds: their number, for each."""
+    """The rates of PLACEMENTS within the example's targets. seeds: how many, by placement."""
     return {
         place: highest(
             folder,
@@ -331,13 +354,19 @@ def placement_rates(
 
 
 def engine_rates(folder: Path, seeds: int, count: int, kind: tuple[str, ...]) -> Both:
-    """The rates of ENGINES within the notebook's targets, by share of the requests."""
-    return {
-        (share, name): highest(folder, gpus, both_in_time(share), seeds, count, *SLO, *place, *kind)
-        for share in SHARES
-        for name, (gpus, place) in ENGINES.items()
-        if share < 0.9 or name != "vLLM"
-    }
+    """The rates of ENGINES within the notebook's targets, by share of the requests.
+
+    vLLM with 90 % is left out: the lengths were estimated from that number.
+    """
+    rates = {}
+    for share in SHARES:
+        for name, (gpus, place) in ENGINES.items():
+            if (share, name) == (0.9, "vLLM"):
+                continue
+            rates[share, name] = highest(
+                folder, gpus, both_in_time(share), seeds, count, *SLO, *place, *kind
+            )
+    return rates
 
 
 def example_claims(served: Served) -> list[Claim]:
@@ -345,8 +374,9 @@ def example_claims(served: Served) -> list[Claim]:
         "OPT-13B, conversations, 2 + 1 GPUs for prompts and decodes, P90 within 200 and 100 "
         "ms: requests/s of a GPU"
     )
-    theirs, *other_rates = (served[place].rates for place in PLACEMENTS)
-    seeds = min(map(len, other_rates))  # the same ones
+    theirs = served[PLACEMENTS[0]].rates
+    other_rates = [served[place].rates for place in PLACEMENTS[1:]]
+    seeds = min(map(len, other_rates))  # the ratios are of equal seeds
     best = max(interval(rates).middle for rates in other_rates)
     ratio = interval([rate / best for rate in theirs[:seeds]])
     return [
@@ -436,11 +466,9 @@ def shares(
 
 
 def rate_text(highest_rate: Highest) -> str:
-    return (
-        f"at least {rounded(highest_rate.interval.low)}"
-        if highest_rate.bound
-        else rounded(highest_rate.interval.middle)
-    )
+    if highest_rate.bound:
+        return f"at least {rounded(highest_rate.interval.low)}"
+    return rounded(highest_rate.interval.middle)
 
 
 def answer(
@@ -458,15 +486,17 @@ def answer(
         for speed in speeds.values()
         for below in (speed.chunked, speed.whole_prompts)
     )
-    gpu = "; ".join(
-        f"{100 * share:.0f} % within, "
-        + ", ".join(
+    conclusion = " So pools give no throughput, as vLLM's documentation says." if slower else ""
+
+    def rates_text(share: float) -> str:
+        rates = [
             f"{name} {rate_text(in_time[share, key])}"
             for key, name in NAMES.items()
             if (share, key) in in_time
-        )
-        for share in SHARES
-    )
+        ]
+        return f"{100 * share:.0f} % within, {', '.join(rates)}"
+
+    gpu = "; ".join(map(rates_text, SHARES))
     return [
         f"Two GPUs for prompts and one for decodes serve {rate_text(served[PLACEMENTS[0]])} "
         "requests/s of a GPU with conversations as they are estimated here; DistServe's simulator "
@@ -476,7 +506,7 @@ def answer(
         f"Requests/s of a GPU at 250 and 100 ms: {gpu}. The longest prompts leave one GPU little "
         "or no time to wait, so the gain depends on the share that is asked for.",
         f"Tokens/s of four saturated GPUs, split into the best pools: {'; '.join(parts)}."
-        + " So pools give no throughput, as vLLM's documentation says." * slower,
+        f"{conclusion}",
         "In that comparison all engines have the coefficients of DistServe's, and pages move in no "
         "time. Steps with chunks and decodes have an assumed time (profiles.py), the best case for "
         "them; whole prompts first need no assumption.",
@@ -516,10 +546,14 @@ def rate_table(served: Served, turns: Highest, in_time: Both) -> str:
 def speed_table(speeds: Mapping[str, Throughput]) -> str:
     rows = []
     for kind, throughput_of_kind in speeds.items():
-        every = {f"pools, {a} + {b}": speed for (a, b), speed in throughput_of_kind.pools.items()}
-        every |= {
+        by_engines = {
+            f"pools, {a} + {b}": speed for (a, b), speed in throughput_of_kind.pools.items()
+        }
+        by_engines |= {
             "4 that do both, chunked prefill": throughput_of_kind.chunked,
             "4 that do both, whole prompts": throughput_of_kind.whole_prompts,
         }
-        rows += [(kind, name, rounded(interval(speed).middle)) for name, speed in every.items()]
+        rows += [
+            (kind, name, rounded(interval(speed).middle)) for name, speed in by_engines.items()
+        ]
     return markdown(("lengths", "engines of one GPU", "tokens/s, saturated"), rows)

@@ -1,7 +1,8 @@
 """020: the load of machines for prompts and others for tokens, after Splitwise (Patel et al. 2024,
 arXiv 2311.18677).
 
-Published numbers are sentences of the paper's evaluation, of BLOOM-176B and the conversation trace:
+The published numbers are in sentences of the paper's evaluation, for BLOOM-176B and the trace of
+conversations:
 
     VI-B  equal power: "Compared to Baseline-A100, Splitwise-AA delivers 2.15x more throughput at the same power and
           cost. Splitwise-HA delivers 1.18x more throughput at 10% lower cost and the same power."
@@ -10,14 +11,14 @@ Published numbers are sentences of the paper's evaluation, of BLOOM-176B and the
     VI-E  without targets: "Baseline-A100 and Splitwise-AA have the best throughput per cost at 0.89 RPS/$", and
           Splitwise-HH and Baseline-H100 "achieve 0.75 RPS/$".
 
-1.18 is compared with Baseline-H100: by the prices, Splitwise-HA costs less than that, and more than
-Baseline-A100.
+The factor 1.18 is taken as one over Baseline-H100: by the prices, Splitwise-HA costs less than
+Baseline-H100, and more than Baseline-A100.
 
 Throughput is the highest rate that meets nine targets (splitwise_requests.py). Clusters have a
-fifth of the paper's machines (splitwise_machines.py). Splitwise's simulator comes with the measured
-times that it interpolates, but it takes decodes from them in a way of its own
-(simulation/measured.py). So everything is computed twice: with its decodes, and with decodes as
-measured.
+fifth of the paper's machines (splitwise_machines.py). Splitwise's simulator comes with measured
+times, between which it interpolates. The time of a decode step that it takes from them is wrong
+(simulation/measured.py). So everything is computed twice: with that simulator's times of decodes,
+and with the measured ones.
 
 The paper was read in copies that others made of its text: two have the sentences of VI-C and VI-E,
 one those of VI-B.
@@ -53,14 +54,17 @@ QUESTION = (
 )
 TRACES = {"conversations": "conv", "code": "code"}
 FETCH = AZURE
-POWER, COST, STRESS = (f"Splitwise, section VI-{part}" for part in "BCE")
+POWER = "Splitwise, section VI-B"
+COST = "Splitwise, section VI-C"
+STRESS = "Splitwise, section VI-E"
 TIMES = {"splitwise-sim": "decodes as its simulator takes them", "splitwise": "decodes as measured"}
-# requests/s of a fifth of a cluster: where the search ends, and how close it comes
+# requests/s of a fifth of a cluster: the highest rate of a search, and the difference between the
+# last two rates at which a search ends
 HIGHEST = 40.0
 WITHIN = 0.625
 SEEDS = 3
 SECONDS = 40.0  # of arrivals at each rate
-# requests/s of a whole cluster, and how long: notebooks/plots.ipynb
+# requests/s of a whole cluster, and the seconds of arrivals; from notebooks/plots.ipynb
 STRESSED = 180.0
 STRESSED_SECONDS = 600.0
 WHY_FIXED = (
@@ -75,35 +79,39 @@ WHY_STRESS = (
     "not known; the published simulator stops decodes for prompts and reserves memory "
     "for whole answers"
 )
-# within targets, stressed
+# reasons of differences (within targets, stressed), by TIMES
 WHYS = {"splitwise-sim": (WHY_FIXED, WHY_STRESS), "splitwise": (WHY_DECODES, WHY_DECODES)}
 
 
 def systems(kind: str) -> dict[str, tuple[str, Sequence[machines.Design], int]]:
     """The systems that are compared on a trace, by name.
 
-    Each has its budget, its divisions into pools by machines for prompts, and the index of the
-    division that the notebook has for that budget and trace, where a search begins.
+    Each has its budget, its divisions into pools, and the index of the division with which a search
+    begins. That division is the notebook's for the budget and the trace.
     """
-    talks = kind == "conversations"
+    # machines for prompts in the notebook's division; the list of divisions begins with one
+    if kind == "conversations":
+        aa, ha, aa_cost = 9, 5, 10
+    else:
+        aa, ha, aa_cost = 11, 7, 13
     a100s = machines.A100S
     priced = machines.PRICED_A100S
     return {
         "baseline a100": ("equal power", (machines.BASELINE_A100,), 0),
         "baseline h100": ("equal power and cost", (machines.BASELINE_H100,), 0),
-        "aa": ("equal power", machines.of_a100s(a100s), (9 if talks else 11) - 1),
-        "ha": ("equal power", machines.mixed(), (5 if talks else 7) - 1),
-        "aa, cost": ("equal cost", machines.of_a100s(priced), (10 if talks else 13) - 1),
+        "aa": ("equal power", machines.of_a100s(a100s), aa - 1),
+        "ha": ("equal power", machines.mixed(), ha - 1),
+        "aa, cost": ("equal cost", machines.of_a100s(priced), aa_cost - 1),
     }
 
 
 class Highest(NamedTuple):
     """The highest rate of a design with one trace of requests.
 
-    failed: the targets that the next rate missed.
+    failed: the targets that the next higher rate of the search missed.
     """
 
-    rate: float
+    rate: float  # requests/s
     design: machines.Design
     failed: tuple[str, ...]
 
@@ -113,13 +121,17 @@ Missed = Callable[[machines.Design, float], tuple[str, ...]]
 
 
 def highest(missed: Missed, design: machines.Design, within: float, served: float = 0.0) -> Highest:
-    """The highest rate of a design above one that it serves, by halves."""
+    """The highest rate that a design serves, by bisection between `served` and HIGHEST.
+
+    served: a rate that the design is known to serve; zero if none is known.
+    """
     low = served
     high = HIGHEST
     failed = ()
     while high - low > within:
         rate = (low + high) / 2
-        if served and not failed:  # a division serves little more than its neighbour
+        # `served` comes from a neighbour, and a division serves little more than its neighbour
+        if served and not failed:
             rate = min(rate, low + 4 * within)
         targets = missed(design, rate)
         if targets:
@@ -133,7 +145,8 @@ def highest(missed: Missed, design: machines.Design, within: float, served: floa
 def best(missed: Missed, designs: Sequence[machines.Design], within: float, first: int) -> Highest:
     """The division that serves most.
 
-    The search begins at `first` and gives prompts a machine more, or one less, while that helps.
+    The search begins at the index `first`. It adds machines for prompts, one after the other, while
+    the rate grows; then it removes machines in the same way.
     """
     result = highest(missed, designs[first], within)
     index = first
@@ -147,7 +160,7 @@ def best(missed: Missed, designs: Sequence[machines.Design], within: float, firs
     return result
 
 
-Best = Mapping[str, Sequence[Highest]]  # system -> one for each seed
+Best = Mapping[str, Sequence[Highest]]  # by system; one result for each seed
 
 
 class Run(NamedTuple):
@@ -159,10 +172,7 @@ class Run(NamedTuple):
     within: float = WITHIN
 
     def requests(self, trace: Path, rate: float, seed: int) -> Path:
-        """Write the requests of `seconds` at a rate.
-
-        Lower rates take the first ones of the file.
-        """
+        """Write the requests of `seconds` at a rate. A lower rate takes the first ones of the file."""
         return requests.write(trace, self.place, max(1, round(rate * self.seconds)), seed)
 
     def run(self, design: machines.Design, times: str, file: Path, rate: float) -> Measured:
@@ -200,22 +210,23 @@ class Run(NamedTuple):
                 results.setdefault(name, []).append(result)
         return results
 
-    def stress(self, kind: str, times: str, trace: Path, seeds: int) -> list[float]:
-        """Give a machine more requests than it can end. Returns requests/s for each $ of its price.
+    def stress(self, machine: str, times: str, trace: Path, seeds: int) -> list[float]:
+        """Give a machine more requests than it can end. Returns requests/s for each $ of its price,
+        a number for each seed.
 
-        There is one number for each seed. The machine gets its share of STRESSED. Ends count from a
-        tenth of the time to nine tenths of it, as in the notebook.
+        The machine gets its share of STRESSED. The requests count that end between a tenth and nine
+        tenths of the time, as in the notebook.
         """
-        count = {"a100": machines.A100S, "h100": machines.H100S}[kind] * machines.SCALE
+        count = {"a100": machines.A100S, "h100": machines.H100S}[machine] * machines.SCALE
         rate = STRESSED / count
-        design = machines.Design("", (kind, 1))
+        design = machines.Design("", (machine, 1))
         rates = []
         for seed in range(seeds):
             file = self.requests(trace, rate, 100 + seed)
             records = self.run(design, times, file, rate).requests
             ends = [record.arrival + (record.e2e or 0.0) for record in records]
-            within = sum(self.seconds / 10 <= end < self.seconds * 9 / 10 for end in ends)
-            rates.append(within / (self.seconds * 8 / 10) / design.price)
+            ended = sum(self.seconds / 10 <= end < self.seconds * 9 / 10 for end in ends)
+            rates.append(ended / (self.seconds * 8 / 10) / design.price)
         return rates
 
 
@@ -226,13 +237,13 @@ def over(above: Sequence[Highest], below: Sequence[Highest]) -> Interval:
 
 def claims_of(times: str, rates: Best, stress: Mapping[str, Sequence[float]]) -> list[Claim]:
     """The published factors, with one of TIMES."""
-    of = f"BLOOM-176B, conversations, {TIMES[times]}: "
+    setting = f"BLOOM-176B, conversations, {TIMES[times]}: "
     why, why_stress = WHYS[times]
     within = "requests/s within the targets"
     return [
         Claim(
             POWER,
-            f"{of}{within}, Splitwise-AA over Baseline-A100 at equal power and cost",
+            f"{setting}{within}, Splitwise-AA over Baseline-A100 at equal power and cost",
             2.15,
             over(rates["aa"], rates["baseline a100"]),
             1.1,
@@ -241,7 +252,7 @@ def claims_of(times: str, rates: Best, stress: Mapping[str, Sequence[float]]) ->
         ),
         Claim(
             POWER,
-            f"{of}{within}, Splitwise-HA over Baseline-H100 at equal power",
+            f"{setting}{within}, Splitwise-HA over Baseline-H100 at equal power",
             1.18,
             over(rates["ha"], rates["baseline h100"]),
             1.1,
@@ -250,7 +261,7 @@ def claims_of(times: str, rates: Best, stress: Mapping[str, Sequence[float]]) ->
         ),
         Claim(
             COST,
-            f"{of}{within}, Splitwise-AA over Baseline-H100 at equal cost",
+            f"{setting}{within}, Splitwise-AA over Baseline-H100 at equal cost",
             1.4,
             over(rates["aa, cost"], rates["baseline h100"]),
             1.1,
@@ -260,7 +271,7 @@ def claims_of(times: str, rates: Best, stress: Mapping[str, Sequence[float]]) ->
         *(
             Claim(
                 STRESS,
-                f"{of}stressed, requests/s for each $/h of a GPU, Baseline-{kind.upper()}",
+                f"{setting}stressed, requests/s for each $/h of a GPU, Baseline-{kind.upper()}",
                 published,
                 interval(stress[kind]),
                 1.1,
@@ -284,13 +295,12 @@ def run(folder: Path, quick: bool, traces: Path) -> Findings:
     seeds, seconds = (1, 1.0) if quick else (SEEDS, SECONDS)
     files = {kind: trace_of(traces, kind) for kind in TRACES}
     talks = files["conversations"]
+    seeds_by_kind = {"conversations": seeds, "code": 1}
     with tempfile.TemporaryDirectory() as name:
         short = Run(folder / "config.yaml", Path(name), seconds, 8 * WITHIN if quick else WITHIN)
         long = short._replace(seconds=20.0 if quick else STRESSED_SECONDS)
         rates = {
-            (kind, times): short.best_rates(
-                kind, times, file, seeds if kind == "conversations" else 1
-            )
+            (kind, times): short.best_rates(kind, times, file, seeds_by_kind[kind])
             for kind, file in files.items()
             for times in TIMES
         }
@@ -311,7 +321,7 @@ def run(folder: Path, quick: bool, traces: Path) -> Findings:
     )
 
 
-All = Mapping[tuple[str, str], Best]
+AllBest = Mapping[tuple[str, str], Best]  # by trace and by TIMES
 
 
 def middle(results: Sequence[Highest]) -> float:
@@ -324,7 +334,7 @@ def usual(results: Sequence[Highest]) -> machines.Design:
     return Counter(result.design for result in results).most_common(1)[0][0]
 
 
-def figure(best_rates: All) -> str:
+def figure(best_rates: AllBest) -> str:
     panels = {
         title: {
             system.replace(" ", "\n").replace(",", ""): {
@@ -337,7 +347,7 @@ def figure(best_rates: All) -> str:
     return figures.stacks(panels, "requests/s of a whole cluster")
 
 
-def table(best_rates: All) -> str:
+def table(best_rates: AllBest) -> str:
     head = (
         "trace",
         "times",
@@ -370,19 +380,28 @@ def table(best_rates: All) -> str:
 
 def factors(rates: Best) -> tuple[str, str, str]:
     """The published ratios as texts: Splitwise-AA and -HA at equal power, and -AA at equal cost."""
-    pairs = ("aa", "baseline a100"), ("ha", "baseline h100"), ("aa, cost", "baseline h100")
-    a, b, c = (rounded(over(rates[above], rates[below]).middle) for above, below in pairs)
-    return a, b, c
+
+    def factor(above: str, below: str) -> str:
+        return rounded(over(rates[above], rates[below]).middle)
+
+    return (
+        factor("aa", "baseline a100"),
+        factor("ha", "baseline h100"),
+        factor("aa, cost", "baseline h100"),
+    )
 
 
 def answer(
-    best_rates: All, stress: Mapping[str, Mapping[str, Sequence[float]]], claims: Sequence[Claim]
+    best_rates: AllBest,
+    stress: Mapping[str, Mapping[str, Sequence[float]]],
+    claims: Sequence[Claim],
 ) -> list[str]:
-    theirs, measured = (best_rates["conversations", times] for times in TIMES)
-
-    a, b, c = factors(theirs)
-    x, y, z = factors(measured)
-    code, code_measured = (factors(best_rates["code", times]) for times in TIMES)
+    theirs = best_rates["conversations", "splitwise-sim"]
+    measured = best_rates["conversations", "splitwise"]
+    aa, ha, aa_cost = factors(theirs)
+    measured_aa, measured_ha, measured_aa_cost = factors(measured)
+    code = factors(best_rates["code", "splitwise-sim"])
+    code_measured = factors(best_rates["code", "splitwise"])
     counts = [
         sum(claim.agrees for claim in claims if TIMES[times] in claim.what) for times in TIMES
     ]
@@ -390,19 +409,20 @@ def answer(
         f"{counts[0]} of {len(claims) // len(TIMES)} published numbers agree with these decodes, "
         f"and {counts[1]} with measured ones."
     )
-    ha = usual(theirs["ha"]).price
+    ha_price = usual(theirs["ha"]).price
     stress_ratios = {
         times: rounded(interval(rates["a100"]).middle / interval(rates["h100"]).middle)
         for times, rates in stress.items()
     }
     return [
-        f"With decodes as Splitwise's simulator takes them, Splitwise-AA serves {a} times the load "
-        f"of Baseline-A100 at the same power and cost (published: 2.15), Splitwise-HA {b} times "
-        f"that of Baseline-H100 at the same power (1.18), and Splitwise-AA {c} times that of "
-        f"Baseline-H100 at the same cost (1.4). {agreeing}",
-        f"With decodes as they were measured, the same factors are {x}, {y} and {z}. That "
-        "simulator looks up a step of n decodes where a prompt of n tokens was measured, so a "
-        "batch of decodes takes hardly longer than one, and a few machines for tokens are enough. "
+        f"With decodes as Splitwise's simulator takes them, Splitwise-AA serves {aa} times the "
+        "load of Baseline-A100 at the same power and cost (published: 2.15), Splitwise-HA "
+        f"{ha} times that of Baseline-H100 at the same power (1.18), and Splitwise-AA {aa_cost} "
+        f"times that of Baseline-H100 at the same cost (1.4). {agreeing}",
+        f"With decodes as they were measured, the same factors are {measured_aa}, {measured_ha} "
+        f"and {measured_aa_cost}. That simulator looks up a step of n decodes where a prompt of n "
+        "tokens was measured, so a batch of decodes takes hardly longer than one, and a few "
+        "machines for tokens are enough. "
         "In the measurements 32 decodes of an A100 take 1.34 times as long as one and 64 take 1.98 "
         "times, and the median of TBT may be 1.25 times that of one request alone. Splitwise's "
         "mixed pool, which is not simulated, could raise these factors.",
@@ -420,9 +440,9 @@ def answer(
         "(VI-D).",
         "The paper does not say clearly what 1.18 is over. It has 10 % lower cost, and with the "
         "machines found here Splitwise-HA costs "
-        f"{100 * (ha / machines.BASELINE_H100.price - 1):+.0f} % over Baseline-H100 and "
-        f"{100 * (ha / machines.BASELINE_A100.price - 1):+.0f} % over Baseline-A100. Costs are the "
-        "notebook's, 4.76 and 2.21 $/h of a GPU.",
+        f"{100 * (ha_price / machines.BASELINE_H100.price - 1):+.0f} % over Baseline-H100 and "
+        f"{100 * (ha_price / machines.BASELINE_A100.price - 1):+.0f} % over Baseline-A100. Costs "
+        "are the notebook's, 4.76 and 2.21 $/h of a GPU.",
         "Different here: a fifth of the machines; pools are fixed, and the best division into "
         "pools counts; a request goes to the machine with the fewest requests, there with the "
         "fewest tokens; decodes go on beside prompts; memory is taken in blocks and not for whole "

@@ -1,9 +1,9 @@
 """021: when prefix routing pays: eight replicas, and prefixes that fit or do not fit into a cache.
-Simulated.
+The replicas are simulated.
 
 Source: A. Golubev, "How llm-d Prefix-Cache Routing Made Qwen 7B on EKS 2.3x Faster" (26 June 2026),
 andygolubev.com, also on dev.to. It gives the load in full (`vllm bench serve`, data set
-prefix_repetition), and of the engine the block size.
+prefix_repetition), but of the engine's options only the block size.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from experiments.studies.findings import Claim, Findings, markdown, rounded, sim
 QUESTION = "When does it pay to send a request to the replica that has its prefix?"
 SOURCE = "Golubev 2026 (blog), llm-d, 8 x A10G, Qwen2.5-7B, 512 clients"
 SETTING = "150 prefixes of 2,048 tokens"
-# of config.yaml
+# as in config.yaml
 REPLICAS = 8
 CACHE = 110_592  # tokens of a replica
 PREFIX = 2048
-# about 85, 90 and 95 % of the memory less the weights; the source does not give it
+# Tokens of a replica. The source does not give the size of its cache. Weights and cache together
+# take about 85, 90 and 95 % of the memory.
 CACHES = (90_112, CACHE, 131_072)
-PLAIN, LOADED, AWARE = ROUTERS = ("round_robin", "least_loaded", "prefix")
+ROUTERS = ("round_robin", "least_loaded", "prefix")
+PLAIN, LOADED, AWARE = ROUTERS
 PREFIXES = (8, 32, 64, 150, 300, 432, 864)
 CLIENTS = (8, 64)  # the other runs have 512
-AT = 150  # prefixes of the source
-MANY = 512  # clients of the source
-TURNS = 12  # requests of each prefix
+SOURCE_PREFIXES = 150
+SOURCE_CLIENTS = 512
+TURNS = 12  # requests of each prefix, on average
 LEAST = 3000  # requests of a run at least
 MEASURED = 6423 / 2742  # output tokens/s of prefix routing over round robin
 WITHIN = 1.25
@@ -55,11 +57,11 @@ WHY_QUEUE = (
 
 
 class Run(NamedTuple):
-    """What is compared of a run; seconds, shares, and counts over all replicas together."""
+    """The numbers of a run that are compared. Counts are over all replicas together."""
 
     rate: float  # output tokens/s
-    first: float  # mean time to the first token
-    token: float  # mean time of a token after the first
+    first: float  # mean seconds to the first token
+    token: float  # mean seconds of a token after the first
     hits: float  # share of admitted tokens that were found in a cache
     used: float  # share of the blocks that running requests hold
     waiting: float  # requests that wait, mean over time
@@ -72,16 +74,16 @@ Runs = Mapping[str, Run]  # by router
 def run_of(measured: Measured) -> Run:
     """The numbers of a run that are compared."""
     summary = measured.summary
-    waits = sum(step.waiting * step.seconds for step in measured.steps) / summary["duration_s"]
+    waiting = sum(step.waiting * step.seconds for step in measured.steps) / summary["duration_s"]
     requests = summary["replicas"]["requests"]
     return Run(
-        summary["output_tokens_per_s"],
-        summary["ttft_s"]["mean"],
-        summary["tpot_s"]["mean"],
-        summary["prefix_hit_share"],
-        summary["blocks_used"]["mean"] / summary["blocks_total"],
-        waits,
-        requests["most"] / requests["mean"],
+        rate=summary["output_tokens_per_s"],
+        first=summary["ttft_s"]["mean"],
+        token=summary["tpot_s"]["mean"],
+        hits=summary["prefix_hit_share"],
+        used=summary["blocks_used"]["mean"] / summary["blocks_total"],
+        waiting=waiting,
+        uneven=requests["most"] / requests["mean"],
     )
 
 
@@ -102,12 +104,12 @@ def gain(runs: Runs, router: str = AWARE, over: str = PLAIN) -> float:
 
 
 def sooner(runs: Runs, router: str = AWARE, over: str = PLAIN) -> float:
-    """The mean time to the first token of a router `over`, in times of that of `router`."""
+    """How many times as soon the first token comes with `router` as with `over`, on average."""
     return runs[over].first / runs[router].first
 
 
 def held(prefixes: int, cache: int = CACHE) -> float:
-    """All prefixes in units of one replica's cache."""
+    """The tokens of all prefixes, in units of one replica's cache."""
     return prefixes * PREFIX / cache
 
 
@@ -118,6 +120,7 @@ def claimed(by_cache: Sequence[Runs]) -> list[Claim]:
         return Claim(SOURCE, f"{SETTING}: {quantity}", published, span(values), WITHIN, unit, why)
 
     def each(router: str, name: str, factor: float = 1.0) -> list[float]:
+        """A number of Run, times a factor, with each cache."""
         return [factor * getattr(runs[router], name) for runs in by_cache]
 
     return [
@@ -158,21 +161,28 @@ def claimed(by_cache: Sequence[Runs]) -> list[Claim]:
 
 
 def run(folder: Path, quick: bool) -> Findings:
-    caches, prefixes, clients = ((CACHE,), (8, AT), (64,)) if quick else (CACHES, PREFIXES, CLIENTS)
+    if quick:
+        caches, prefixes, clients = (CACHE,), (8, SOURCE_PREFIXES), (64,)
+    else:
+        caches, prefixes, clients = CACHES, PREFIXES, CLIENTS
     overrides = (
         f"workload.count={600 if quick else 9000}",
         f"sweep.grid.replicas.router=[{PLAIN}, {AWARE}]",
     )
     by_cache = [runs(folder, *overrides, f"cache_tokens={cache}") for cache in caches]
 
-    def least(count: int) -> str:
+    def requests_of(count: int) -> str:
+        """The option of the number of requests, for `count` prefixes."""
         return f"workload.count={600 if quick else max(LEAST, TURNS * count)}"
 
-    sweep = {count: runs(folder, least(count), f"workload.prefixes={count}") for count in prefixes}
-    load = {
-        count: runs(folder, least(AT), f"workload.arrivals.clients={count}") for count in clients
+    sweep = {
+        count: runs(folder, requests_of(count), f"workload.prefixes={count}") for count in prefixes
     }
-    load[MANY] = sweep[AT]
+    load = {
+        count: runs(folder, requests_of(SOURCE_PREFIXES), f"workload.arrivals.clients={count}")
+        for count in clients
+    }
+    load[SOURCE_CLIENTS] = sweep[SOURCE_PREFIXES]
     panels = {"throughput": lines(sweep, gain), "first token": lines(sweep, sooner)}
     figure = figures.curves(
         panels,
@@ -217,9 +227,11 @@ def answer(
         f"On the source's load prefix routing makes {rounded(source)} times the tokens/s of round "
         "robin, and the "
         f"source measured {MEASURED:.2f}. With as many prefixes, `least_loaded` makes "
-        f"{rounded(gain(sweep[AT], LOADED))} times: what pays is the prefix, and not the balance.",
-        f"With {quiet} clients instead of {MANY}, it makes {rounded(gain(load[quiet]))} times the "
-        f"tokens/s, and the first token comes {rounded(sooner(load[quiet]))} times as soon.",
+        f"{rounded(gain(sweep[SOURCE_PREFIXES], LOADED))} times: what pays is the prefix, and not "
+        "the balance.",
+        f"With {quiet} clients instead of {SOURCE_CLIENTS}, it makes "
+        f"{rounded(gain(load[quiet]))} times the tokens/s, and the first token comes "
+        f"{rounded(sooner(load[quiet]))} times as soon.",
         "The source does not give the memory of the cache, the tokens of a step, its sequences and "
         "the version of vLLM. Ours are vLLM's defaults, and ranges are over caches of "
         f"{', '.join(f'{cache:,}' for cache in CACHES)} tokens. Each of the source's prefixes has "
@@ -276,4 +288,4 @@ def load_table(load: Mapping[int, Runs]) -> str:
         for router in ROUTERS
     ]
     head = ("clients", "router", "tokens/s", "over round robin", "first token, s", "a token, ms")
-    return f"{AT} prefixes, by clients:\n\n{markdown(head, rows)}"
+    return f"{SOURCE_PREFIXES} prefixes, by clients:\n\n{markdown(head, rows)}"

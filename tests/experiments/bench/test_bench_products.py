@@ -33,5 +33,5 @@ def test_products_of_every_dtype_and_experts_are_measured(tmp_path):
 
 def test_every_token_of_a_mixture_goes_through_eight_experts():
     run, (x, *weights) = products.mixture(16, 3, "reference")
-    assert len(x) == 3 * products.CHOSEN
+    assert len(x) == 3 * products.EXPERTS_PER_TOKEN
     assert run(x, *weights).shape == x.shape

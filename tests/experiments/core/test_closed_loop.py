@@ -106,14 +106,14 @@ def test_sender_waits_for_the_client_that_is_free_first():
     results = {}
     for name in "ab":
         assert sender.next() == 0.0
-        item, params = sender.send()
+        item, params = sender.take_next()
         engine.add(item.request_id, item.prompt_token_ids, params)
         results[name] = engine.step()
     assert sender.next() == math.inf, "both clients are busy"
     assert sender.end_branches(results["a"], 5.0) == ["a"]
     assert sender.end_branches(results["b"], 2.0) == ["b"]
     assert sender.next() == 2.0
-    sender.send()
+    sender.take_next()
     assert (sender.next(), sender.has_unsent) == (math.inf, False)
 
 

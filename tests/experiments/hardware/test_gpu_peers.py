@@ -26,8 +26,9 @@ def model():
 
 
 def test_every_request_has_its_own_length(model):
-    requests = requests_of(3, 4, 9, SHAPES["small"]["vocab_size"])
-    report = gpu_peers.serve(model, requests, 60)
+    vocabulary = SHAPES["small"]["vocab_size"]
+    requests = requests_of(count=3, shortest=4, longest=9, vocabulary=vocabulary)
+    report = gpu_peers.serve(model, requests, seconds=60)
     assert report["output_tokens"] == sum(tokens for _, tokens in requests)
     assert report["output_tokens_per_s"] == pytest.approx(
         report["output_tokens"] / report["seconds"]
@@ -35,10 +36,11 @@ def test_every_request_has_its_own_length(model):
 
 
 def test_a_peer_that_is_too_slow_is_an_error(model):
+    requests = requests_of(count=2, shortest=4, longest=9, vocabulary=1000)
     with pytest.raises(
         RuntimeError, match=r"2 of 2 requests were not done after 0 s, and the time is over; raise"
     ):
-        gpu_peers.serve(model, requests_of(2, 4, 9, 1000), 0.0)
+        gpu_peers.serve(model, requests, seconds=0.0)
 
 
 def test_the_rehearsal_writes_its_figures_and_leaves_the_memory_to_others(tmp_path):

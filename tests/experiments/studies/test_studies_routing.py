@@ -36,8 +36,8 @@ def test_config_is_the_source_s_load(points):
         )
         assert (load.shared_prefix, load.prefixes, load.arrivals.clients) == (
             routing.PREFIX,
-            routing.AT,
-            routing.MANY,
+            routing.SOURCE_PREFIXES,
+            routing.SOURCE_CLIENTS,
         )
         assert load.count * load.output.value / 840.2 == pytest.approx(2742, rel=1e-3)
         assert load.count * load.output.value / 358.7 == pytest.approx(6423, rel=1e-3)

@@ -119,11 +119,11 @@ def test_step_0_is_the_base_which_never_changes(module, named_tasks):
     state = trainer.start
     start = jax.tree.map(np.array, trainer.start.params)
     held_out = named_tasks["sort"].held_out
-    base = trainer.chances(None, held_out)
+    base = trainer.logprobs(None, held_out)
     chex.assert_shape(base, held_out.tokens.shape)
     chex.assert_trees_all_equal(base, score(module, held_out.tokens, held_out.lengths))
     for name in NAMES:
-        chex.assert_trees_all_equal(trainer.chances(state.params[name], held_out), base)
+        chex.assert_trees_all_equal(trainer.logprobs(state.params[name], held_out), base)
     different = [
         (a != b).any()
         for (a, _), (b, _) in zip(*(start[name].values() for name in NAMES), strict=True)
@@ -136,7 +136,7 @@ def test_step_0_is_the_base_which_never_changes(module, named_tasks):
     changed = jax.tree.map(lambda x, y: bool((x != y).any()), start, state.params)
     assert all(jax.tree.leaves(changed)), "all factors learn"
     chex.assert_trees_all_equal(nnx.state(module), before)
-    chex.assert_trees_all_equal(trainer.chances(None, held_out), base)
+    chex.assert_trees_all_equal(trainer.logprobs(None, held_out), base)
 
 
 @pytest.mark.slow
@@ -184,7 +184,7 @@ def test_peft_gives_the_same_log_probabilities(complete_run, model, module, name
         with torch.no_grad():
             logits = torch_model(ids[:, :-1]).logits.log_softmax(-1)
         chosen = logits.gather(-1, ids[:, 1:, None])[..., 0].numpy()
-        counts = held_out.counts[:, 1:]
+        counts = held_out.has_loss[:, 1:]
         chex.assert_trees_all_close(chosen[counts], expected[:, 1:][counts], rtol=0, atol=1e-4)
 
 
@@ -214,8 +214,8 @@ def test_capitals_are_the_documentations(loaded, named_tasks):
     for examples in (task.batch(3), task.held_out):
         texts = [loaded.tokenizer.decode(row) for row in examples.tokens]
         assert texts == [text.upper() for text in texts]
-    assert task.batch(3).counts.sum() == 8 * 37
-    assert task.held_out.counts.sum() == 8 * 26
+    assert task.batch(3).has_loss.sum() == 8 * 37
+    assert task.held_out.has_loss.sum() == 8 * 26
     assert task.right("", "THE X.")
     assert not any(task.right("", text) for text in ("The x.", "...", ""))
 
