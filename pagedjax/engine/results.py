@@ -20,8 +20,8 @@ def start_search(request: NewRequest) -> Mapping[str, RunningSearch | None]:
 
 
 def advance_searches(searches: Map[str, RunningSearch], outcome: Outcome) -> Reading:
-    """Advance the searches whose branches have all been computed. The result is those that ended, a
-    `BeamResult` each.
+    """Advance the searches whose branches have all been computed. The result has a `BeamResult` for
+    each search that ended.
 
     Args:
         searches: by the id of their first branch.
@@ -130,7 +130,7 @@ def _ranked(
 
     Args:
         ranked: a `Ranked` on the host.
-        count: of most likely tokens; a vocabulary may be smaller.
+        count: the number of most likely tokens; a vocabulary may be smaller.
     """
     ids = ranked.top_ids[i, :count]
     logprobs = ranked.top_logprobs[i, :count]
