@@ -385,9 +385,7 @@ def running_counts(state: SchedulerState, attempt: Attempt) -> tuple[Running, li
     free_rows = config.max_running - len(state.running.seqs)
     if state.waiting and free_rows > 0:  # then branches that have not forked count, too
         free_rows = config.max_running - sum([seq.num_rows for seq in state.running.seqs])
-    admission = Admission(
-        pool, filling_now={}, budget=budget, free_rows=free_rows, swapped_in={}
-    )
+    admission = Admission(pool, filling_now={}, budget=budget, free_rows=free_rows, swapped_in={})
     return active, counts, admission
 
 

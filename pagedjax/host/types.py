@@ -278,7 +278,23 @@ class Plan(NamedTuple):
 
 # A plan without rows, to get array shapes from.
 EMPTY_PLAN = Plan(
-    0, (), (), (), (), (), (), (), (), (), (), (), (), (), num_waiting=0, blocks_used=0, num_blocks=1
+    0,
+    (),
+    (),
+    (),
+    (),
+    (),
+    (),
+    (),
+    (),
+    (),
+    (),
+    (),
+    (),
+    (),
+    num_waiting=0,
+    blocks_used=0,
+    num_blocks=1,
 )
 
 

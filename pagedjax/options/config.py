@@ -591,7 +591,7 @@ def check_fields(options: Any, cls: type, prefix: str = "") -> None:
             if get_origin(kind) is Literal:
                 one_of(name, value, get_args(kind))
             if get_origin(kind) is Annotated:
-                _, bounds = get_args(kind)
+                bounds = get_args(kind)[1]
                 bounds.check(name, value)
 
 

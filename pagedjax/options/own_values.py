@@ -261,9 +261,7 @@ def bound_parameters(
         hints = get_type_hints(function, include_extras=True)
     except Exception:  # a type that is not there when the file runs: then no type is checked
         hints = {}
-    return {
-        key: _checked(f"{where}.{key}", hints.get(key), value) for key, value in values.items()
-    }
+    return {key: _checked(f"{where}.{key}", hints.get(key), value) for key, value in values.items()}
 
 
 def _name_and_place(function: Callable[..., Any]) -> str:

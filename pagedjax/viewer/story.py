@@ -66,7 +66,8 @@ def committed(
     for event in events:
         if isinstance(event, Forked):
             branches = [numbers[name] for name in event.request_ids]
-            log.append(["forked", requests[branches[0]][6], branches])
+            first_branch = requests[branches[0]][6]  # of a record in `came` (picture.py)
+            log.append(["forked", first_branch, branches])
         elif isinstance(event, Beamed):
             beams = zip(event.request_ids, event.parents, event.token_ids, strict=True)
             log += [["beamed", numbers[me], numbers[parent], token] for me, parent, token in beams]
@@ -85,15 +86,15 @@ def moves(
     """Compares the block tables of two states -> entries for the blocks that they gained and lost.
 
     Args:
-        allocates: whether a new block may have been free: true for `schedule`; a commit only
-            shares.
+        allocates: whether a table's new block may have been free. It may in a `schedule`; in a
+            commit it is shared.
         copies: (from, to) of blocks that were copied.
     """
     gains, losses = _changes(old, new)
     source = {to: origin for origin, to in copies}
     takers = Counter(block for n, ids in gains for block in ids)
     gained: list[LogEntry] = []
-    allocated: set[int] = set(source)  # were free
+    allocated: set[int] = set(source)  # blocks that were free before
     for n, ids in gains:
         fresh = []
         shared = []

@@ -1,4 +1,4 @@
-"""The rows of a table: what happens to some arguments of vLLM, and how arguments are read by it."""
+"""The rows of a table: what happens to some arguments of vLLM. `read` applies a table to arguments."""
 
 from __future__ import annotations
 
