@@ -728,7 +728,7 @@ def _prepare_kernels(config: EngineConfig) -> None:
 def _features(
     row_features: Any, logits_processors: Any
 ) -> tuple[tuple[str, ...], tuple[RowFeature, ...]]:
-    """Returns a user's own sampling options: (those that are given by name, those that are values).
+    """Returns a user's own sampling options: (the names of some, the values of the others).
 
     Args:
         logits_processors: the same argument under vLLM's name.

@@ -26,7 +26,7 @@ class PrefillDecode:
     A sequence is handed over when `decode` has a row and blocks for it; until then `prefill` goes
     on with it. A sequence that `decode` refuses, e.g. because `decode` sleeps or its weights were
     updated alone, ends in `prefill`, with a warning. The two may be on different devices, or
-    meshes. Their tokens are those of one engine.
+    meshes. The tokens are the same as with one engine.
 
     Args:
         prefill, decode: two LLMs with the same weights, which are not compared.
@@ -96,8 +96,8 @@ class PairSession(Calls):
         handovers.check_equal(self.decode.engine.facts, self.prefill.engine.facts)
 
     def add(self, requests: Sequence[GenerationRequest]) -> list[Branches]:
-        """As `Session.add`. The requests must be able to run in both engines, and to leave the
-        first one.
+        """As `Session.add`. The requests must be able to run in both engines, and to leave
+        `prefill`.
 
         Raises:
             ValueError: a request has no sampled sequences, has taps, or can never run; or the facts

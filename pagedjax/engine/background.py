@@ -157,9 +157,9 @@ def in_order(shapes: Sequence[StepShape], most_seqs: int) -> list[StepShape]:
     """Returns the shapes in the order in which their programs are compiled.
 
     The first bucket holds `most_seqs` tokens, because most steps are decodes alone. Then come the
-    middle one of the smaller buckets and the middle one of the larger ones, and so on, so that no
-    step is far from its own bucket for long. A bucket's program for decodes alone comes after its
-    other one, because steps use only buckets that have the other one.
+    middle of the smaller buckets and the middle of the larger buckets, and so on, so that no step
+    is far from its own bucket for long. A bucket's program for mixed steps comes before its program
+    for decodes alone, because steps use only buckets that have a program for mixed steps.
     """
     sizes = sorted({shape.tokens for shape in shapes})
     first = bisect_left(sizes, most_seqs)
@@ -186,10 +186,10 @@ def _compile_all(programs: ref[BackgroundPrograms]) -> None:
 
 
 # At its end Python runs the registered functions, the last one first. Two of them would break a
-# compilation that still runs. JAX's own function ends its caches. The function of `weakref.finalize`
-# runs all finalizers, and JAX has one for each constant of a trace: a trace would lose its
-# constants. So `_stop_all` must run before both, and is registered after them: JAX registered its
-# function when it was imported, and the first call of `finalize` registers the other one.
+# compilation that still runs. JAX's own function ends its caches. The function of
+# `weakref.finalize` runs all finalizers, and JAX has one for each constant of a trace: a trace would
+# lose its constants. So `_stop_all` must run before both, and is registered after them: JAX
+# registered its function when it was imported, and the first call of `finalize` registers the other.
 finalize(_started, int)
 
 

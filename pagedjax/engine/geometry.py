@@ -65,7 +65,7 @@ class Geometry(NamedTuple):
         )
 
     def _cache_blocks(self, num_blocks: int) -> int:
-        """Blocks of the cache: one of each group for a block of tokens. There is one trash block."""
+        """Blocks of the cache: one of each group for a block of tokens; one trash block for all."""
         return (num_blocks + 1) * self.groups - 1
 
     def host_blocks(self, config: Resolved) -> int:

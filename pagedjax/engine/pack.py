@@ -11,8 +11,8 @@ a mixed one. A row with k drafts has k more tokens, which are drafts, and k more
 its known tokens and one after each draft. Padding tokens write to block 0, the trash block; padding
 rows have no tokens and length 0. M is the width of a block table, in blocks.
 
-`ARRAYS` lists what makes the arrays that only some engines have. A new one is a file with a class
-(device/extras.py) and a function of a `Packing`, and the function's name in `ARRAYS`.
+`ARRAYS` lists the functions that make arrays which only some engines have. A new array is a file
+with a class (device/extras.py), a function of a `Packing`, and the function's name in `ARRAYS`.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def attention_rows(packing: Packing) -> AttentionRows | None:
 
 
 def group_tables(packing: Packing) -> GroupTables | None:
-    """The block tables of the groups of layers behind the first one."""
+    """The block tables of the groups of layers behind the first group."""
     layout = packing.shapes.layout
     if layout is None:
         return None

@@ -118,7 +118,7 @@ def restarted(readers: Readers) -> Readers:
 
 
 def without(readers: Readers, names: Iterable[str]) -> Readers:
-    """The entries without those of sequences that have ended."""
+    """The entries without the sequences `names`, which have ended."""
     for reader, entries in readers.items():
         for name in names:
             if name in entries:

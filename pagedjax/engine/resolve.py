@@ -181,7 +181,7 @@ def _check_invariant(config: DecoderConfig) -> None:
 
 
 def free_memory(model: Model) -> memory.DeviceMemory:
-    """The memory of the model's device with the least free memory, among those of all processes."""
+    """The memory of the device with the least free memory, among the model's devices everywhere."""
     devices = [
         device for device in devices_of(model) if device.process_index == jax.process_index()
     ]

@@ -66,7 +66,7 @@ def without_offers(searches: Map[str, RunningSearch]) -> Map[str, RunningSearch]
 
 def read_logprobs(entries: Entries, outcome: Outcome) -> Reading:
     """The result is the log-probabilities that rows asked for: of prompt tokens, then of sampled
-    ones.
+    tokens.
     """
     return Reading(entries, (*_of_prompts(entries, outcome), *_of_samples(entries, outcome)))
 

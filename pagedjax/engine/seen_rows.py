@@ -74,7 +74,7 @@ def _seen_blocks(
     First the sinks before the window, then the window's blocks.
 
     Args:
-        end: [A] tokens of the sequence up to and with the row's last one.
+        end: [A] the number of tokens of the sequence up to the row's last token, which counts.
     """
     window_first = np.maximum((end - 1) // size - window + 1, 0)
     outside = np.asarray(sinks, np.int64)[None] < window_first[:, None]  # [A, sinks]

@@ -2,7 +2,7 @@
 than a step.
 
     init(runtime) -> state
-    submit(runtime, state, request) -> state       or ValueError, and the state is the one before
+    submit(runtime, state, request) -> state       or ValueError, and the state before stays valid
     cancel(state, sequence_id) -> (state, events)
     forget(state) -> state                         the prefix cache
     update(state, pending) -> state                after which the runtime has other parameters

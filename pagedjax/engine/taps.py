@@ -208,7 +208,7 @@ def _part_of(
 
     Args:
         taps: a `Tapped` with numpy arrays.
-        first_token, first_sample: the indices of the row's first ones in the sent step.
+        first_token, first_sample: where the row's tokens and samples begin in the sent step.
     """
     plan = outcome.plan
     num_samples = len(outcome.tokens_of(row))

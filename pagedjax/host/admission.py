@@ -201,7 +201,7 @@ def _cached_blocks(admission: Admission, seq: Seq, config: SchedulerConfig) -> t
     """The device blocks that a sequence shares.
 
     A sequence in the swap space shares the full blocks that this step moves back for another
-    branch. Any other one shares the cached blocks of its beginning, with holes.
+    branch. Any other sequence shares the cached blocks of its beginning, with holes.
     """
     if not seq.blocks:
         return prefix_sharing.find(admission.pool, admission.filling_now, seq, config)

@@ -1,9 +1,9 @@
 """Speculative decoding in the scheduler: which decodes get drafts, and which tokens are kept.
 
 A draft is a guess of a sequence's next tokens (Leviathan et al. 2023, Chen et al. 2023). The
-scheduler knows how many tokens a draft has, never which ones. A decode with k drafts computes 1 + k
-tokens in one step. The device then samples k + 1 tokens, and the first 1 to k + 1 of them are kept:
-those before the first draft that was wrong, and one more.
+scheduler knows how many tokens a draft has, never which tokens. A decode with k drafts computes
+1 + k tokens in one step. The device then samples k + 1 tokens, and the first 1 to k + 1 of them are
+kept: those before the first wrong draft, and one more.
 
     length           a known token: its value is decided
     drafts           behind the known tokens, at positions length ... length + k - 1

@@ -35,7 +35,7 @@ choices determine every other byte. A reader needs no scheduler:
 - A `release` hands a sequence to another scheduler (handover.py), with these blocks; it has none
   here any more. An `adopt` takes one: `from` are its blocks where it was, `blocks` are those here,
   none if it has to be computed again, and `copies` are (from, to). The `blocks` of later steps are
-  those that it gets after these.
+  the blocks that it gets after these.
 - `sampled` is null for a row whose token is not used: a row inside a prompt, a beam's, or one that
   was cancelled.
 

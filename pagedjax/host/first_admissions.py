@@ -21,7 +21,8 @@ class FirstAdmissions:
     def among(self, events: Iterable[Event]) -> list[Admitted]:
         """The first admissions among the next events of an engine, in their order.
 
-        A branch begins on the blocks of its leader, so its own admission is never a first one.
+        A branch begins on the blocks of its leader, so its own admission is never a first
+        admission.
         """
         first: list[Admitted] = []
         for event in events:

@@ -83,8 +83,8 @@ def _stop(
     survivors = [i for i, seq in enumerate(candidates) if seq.arrival not in arrivals]
     state = state._replace(pool=pool, running=state.running.pick(survivors))
 
-    # a beam that waits for its siblings computes its last token again, because the engine drops what
-    # it offered to the search
+    # a beam that waits for its siblings computes its last token again, because the engine drops
+    # what it offered to the search
     victims = [
         victim._replace(computed=min(victim.computed, victim.length - 1)) for victim in victims
     ]

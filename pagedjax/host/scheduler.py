@@ -237,10 +237,12 @@ def rows_without_room(state: SchedulerState) -> tuple[list[int], list[tuple[int,
     active = state.running
     size = state.config.block_size
     groups = state.config.groups
-    starts = [i for i, computed in enumerate(active.computed) if computed % size == 0]
-    ends = [i for i in starts if active.computed[i] * groups == len(active.seqs[i].blocks) * size]
+    at_boundary = [i for i, computed in enumerate(active.computed) if computed % size == 0]
+    past_last_block = [
+        i for i in at_boundary if active.computed[i] * groups == len(active.seqs[i].blocks) * size
+    ]
     # a waiting beam writes no token
-    full = [i for i in ends if active.computed[i] < active.lengths[i]]
+    full = [i for i in past_last_block if active.computed[i] < active.lengths[i]]
     if not state.forked:
         return full, []
     return full, branches.shared(state.pool, active, state.forked, state.config)
@@ -344,8 +346,8 @@ def _release_blocks(pool: BlockPool, seqs: Sequence[Seq]) -> BlockPool:
 def _token_counts(
     state: SchedulerState, policy: Policy, attempt: Attempt, admits: bool
 ) -> tuple[Running, list[int], Admission]:
-    """The tokens of each running sequence, decodes first, then those of each sequence that is
-    admitted -> (running sequences with their blocks, tokens, admission).
+    """How many tokens the step computes of each running sequence, decodes first, and then of each
+    admitted sequence -> (running sequences with their blocks, tokens, admission).
     """
     config = state.config
     active, counts, admission = running_counts(state, attempt)
@@ -631,8 +633,8 @@ def _with_drafts(rows: Rows) -> list[int]:
 
 
 def advance_rows(active: Running, rows: Rows, forks: tuple[Seq, ...]) -> Running:
-    """The running sequences with the new columns of a step's rows, which are the first ones, and
-    with new branches behind them.
+    """The running sequences after a step: first its rows, with their new columns, then sequences
+    that it did not compute, then new branches.
     """
     count = len(rows.seqs)
     return Running(
@@ -738,7 +740,7 @@ def cancel(
 
 
 def _indices(seqs: tuple[Seq, ...], seq: Seq) -> list[int]:
-    """The index of a sequence among others, or none; for a beam, those of its siblings too.
+    """The index of `seq` in `seqs`, if it is there; for a beam, also the indices of its siblings.
 
     Requests mostly end in order, near the front.
     """

@@ -81,7 +81,7 @@ class Request(NamedTuple):
     stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     user: str = ""  # the policy "fair" shares the machine among users
-    # ids of further branches, which begin when this one has computed the prompt
+    # ids of further branches, which begin when the first branch has computed the prompt
     forks: tuple[str, ...] = ()
     # hashes of the prompt's full blocks (engine/block_hashes.py); empty: shares no blocks
     hashes: tuple[str, ...] = ()

@@ -169,8 +169,8 @@ def entry_blocks(
     blocks that it still needs after that).
 
     Args:
-        cached: its blocks that need no new one: shared ones and holes; of a swapped sequence,
-            shared ones alone.
+        cached: its entries that need no new block: shared blocks and holes; of a swapped sequence,
+            shared blocks alone.
         free: the number of blocks that it may have.
         budget: the number of tokens that it may compute.
     """

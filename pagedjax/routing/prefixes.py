@@ -2,9 +2,9 @@
 
 The least recently used hash is evicted first.
 
-A hash stands for its block and for all blocks before it. Whenever a hash is known, all hashes before
-it are known, too: `learned` makes the first block of a prefix the most recent one, so the last block
-is evicted first. `depth` can therefore search by halves.
+A hash stands for its block and for all blocks before it. Whenever a hash is known, the hashes of
+the blocks before it are known: `learned` makes the first block of a prefix the most recent one, so
+the last block is evicted first. `depth` can therefore search by halves.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ def with_task_and_pooling(
         model_pooling: how the model's files say that it pools.
 
     Raises:
-        ValueError: `task` is unknown, or another one than that of `params`; or the model's pooling
-            is not supported.
+        ValueError: `task` is unknown, or differs from that of `params`; or the model's pooling is
+            not supported.
     """
     if task not in get_args(PoolingTask):
         raise ValueError(
@@ -118,7 +118,7 @@ def with_task_and_pooling(
 
 
 def last_tokens(ids: Sequence[int], params: PoolingParams, limit: int) -> Sequence[int]:
-    """The tokens of a prompt that `truncate_prompt_tokens` leaves, its last ones.
+    """The last tokens of a prompt, as many as `truncate_prompt_tokens` leaves.
 
     Args:
         limit: max_model_len; -1 leaves so many tokens.

@@ -36,7 +36,7 @@ class TapArrays:
             float32, for the tokens of the prompt and of the output. The output's last token is
             missing, because nothing is sampled after it.
         attention: by layer, for each output token an array [heads, context] float32: the attention
-            weights of the token before it, over all tokens up to that one. The heads are in
+            weights of the token before it, over all tokens up to that token. The heads are in
             ascending order.
         experts: by layer, ids [tokens, chosen] int32, the expert with the largest weight first, and
             weights [tokens, chosen] float32.

@@ -247,7 +247,7 @@ def _filled(plan: Plan, old: SchedulerState, new: SchedulerState) -> list[tuple[
 
 
 def _framed(fold: Fold, rows: picture.Batch, step: int) -> Frame:
-    """A frame: the changes since the last one."""
+    """A frame: the changes since the last frame."""
     state = fold.state
     numbers = fold.numbers
     base = picture.expected(fold.shown.rows, Map(fold.tables))

@@ -1,5 +1,5 @@
-"""A picture is the page at one moment; a frame turns it into the next one. fold.js does the same in
-the browser.
+"""A picture is the page at one moment; a frame turns it into the next picture. fold.js does the
+same in the browser.
 
 A frame is a JSON-able dict of changes, so that a run of thousands of steps stays small. An absent
 key means no change. Requests have numbers 0, 1, 2 ... in the order of arrival, because ids are long

@@ -10,7 +10,7 @@
     forgot null                the prefix cache was reset
     shared n [blocks]          blocks that were found in the cache, or that others own as well
     allocated n [blocks]       blocks that were empty or evicted
-    evicted n [blocks]         those of them whose content was lost
+    evicted n [blocks]         allocated blocks whose old content was lost
     copied n from to           copy on write: the old block is shared or published
     cached n [blocks]          blocks that it filled and that can be found now
     freed n [blocks]           blocks without an owner now: empty
@@ -125,7 +125,7 @@ def _releases(
     after: BlockPool,
     allocated: Set[int],
 ) -> list[LogEntry]:
-    """Entries for lost blocks that no owner has now, or a new one (`allocated`)."""
+    """Entries for lost blocks that have no owner now, or only a new owner (`allocated`)."""
     log: list[LogEntry] = []
     released: set[int] = set()
     for n, ids in losses:

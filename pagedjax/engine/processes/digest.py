@@ -45,7 +45,7 @@ class Digest:
         self._add(text)
 
     def transitions(self, state: EngineState) -> None:
-        """Add the transitions that a state's log has. The plan of a step was added by `scheduled`."""
+        """Add the transitions of a state's log. The plan of a step was added by `scheduled`."""
         for entry in state.log:
             if isinstance(entry, Entry) and not isinstance(entry, Schedule):
                 self.write(entry)

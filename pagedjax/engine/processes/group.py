@@ -1,5 +1,5 @@
 """The processes of one engine, as each of them sees the others: `Leader` in process 0, `Follower`
-in every other one.
+in every other process.
 
 The leader orders inputs and sends them; followers receive them. Beside that, each process sends
 signs of life, which say how far it has come. If a process ends, is stopped or makes no progress,
@@ -346,7 +346,7 @@ class Follower(Group):
         """
         message = None if self.failure is not None else self._inputs.get()
         if message is None:
-            # this process ends, or the connection has ended and the reason comes over the other one
+            # this process ends, or this connection has ended, and the other one brings the reason
             self._over.wait(self.timeout)
             raise ProcessFailed(self.failure or "process 0 has ended")
         if message["input"] == "end":
@@ -357,11 +357,11 @@ class Follower(Group):
         """Wait until process 0 begins a new engine, and say that this process is ready to build it.
 
         Args:
-            unequal: what process 0 says of the engine -> why it is another one than here; None: it
-                is the same.
+            unequal: what process 0 says of its engine -> how the engine here differs; None: it is
+                the same.
 
         Raises:
-            ProcessFailed: it is another one, or a process has failed.
+            ProcessFailed: the engines differ, or a process has failed.
         """
         self.enter("starting")
         while (message := self.receive())["input"] != "open":

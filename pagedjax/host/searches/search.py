@@ -36,8 +36,8 @@ class Search(Protocol):
         ...
 
     def advance(self, offers: Sequence[Offer]) -> tuple[Search, Sequence[Continuation]]:
-        """Decides the next position -> (search, the branches after it; () if the search ends). It is
-        not called again after the end.
+        """Decides the next position -> (search, the branches after it; () if the search ends). It
+        is not called again after the end.
 
         Args:
             offers: the offer of each branch.

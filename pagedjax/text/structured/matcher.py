@@ -169,8 +169,8 @@ def _executor() -> Any:
 
 
 def first_line(message: str) -> str:
-    """What is wrong, by a message of the library: its first line, and the line with "error:", in one
-    line.
+    """What is wrong, by a message of the library: its first line and the line with "error:", in
+    one line.
 
     The parser's state is left out.
     """

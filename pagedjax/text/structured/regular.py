@@ -28,7 +28,7 @@ def first_byte_beyond(pattern: str, other_pattern: str) -> str | None:
         ValueError: an expression cannot be read.
     """
     library = imported("llguidance")
-    # both begin with "=", because llguidance ignores an expression that matches the empty text alone
+    # both begin with "=", because llguidance ignores an expression of the empty text alone
     grammar = f"start: TEXT\nTEXT: /=({_literal(pattern)})/ & ~/=({_literal(other_pattern)})/\n"
     text = library.LLMatcher.grammar_from_lark(grammar)
     matcher = library.LLMatcher(_bytes(), text, log_level=0)

@@ -140,7 +140,7 @@ def _as_text(messages: Messages, dialect: Dialect) -> Messages:
 
 
 def _with_system_text(messages: Messages, text: str) -> Messages:
-    """The messages with `text` behind the system text of the conversation, or as its system text."""
+    """The messages with `text` behind the conversation's system text, or as its system text."""
     first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
     if first.get("role") != "system":
         return [{"role": "system", "content": text}, *messages]
