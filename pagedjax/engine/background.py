@@ -187,9 +187,9 @@ def _compile_all(programs: ref[BackgroundPrograms]) -> None:
 
 # At its end Python runs the registered functions, the last one first. Two of them would break a
 # compilation that still runs. JAX's own function ends its caches. The function of
-# `weakref.finalize` runs all finalizers, and JAX has one for each constant of a trace: a trace would
-# lose its constants. So `_stop_all` must run before both, and is registered after them: JAX
-# registered its function when it was imported, and the first call of `finalize` registers the other.
+# `weakref.finalize` runs all finalizers, and JAX has one for each constant of a trace: a trace
+# would lose its constants. So `_stop_all` must run before both, and is registered after them: JAX
+# registered its function at its import, and the first call of `finalize` registers the other.
 finalize(_started, int)
 
 

@@ -172,7 +172,7 @@ def paying(
             return 0
         seconds += k * draft_cost(drafting.draft_seconds, bucket(num_decodes))
         tokens_per_second = num_decodes * (1 - a ** (k + 1)) / (1 - a) / seconds
-        if tokens_per_second > rate * 1.001:  # not for a gain that may be a rounding error
+        if tokens_per_second > rate * 1.001:  # at least 0.1 % more
             best = k
             rate = tokens_per_second
     if best == 0 and drafting.idle >= RETRY:
