@@ -382,7 +382,8 @@ def _imported_modules(importer: Path, folder: Path) -> Iterator[Path]:
 def _shared_values(path: str) -> dict[str, Any]:
     """Returns the global values of a file, which is run again only after a change."""
     stats = [(str(file), file.stat()) for file in source_files(path)]
-    return _values_of(path, tuple([(file, s.st_mtime_ns, s.st_size) for file, s in stats]))
+    stamps = tuple([(file, stat.st_mtime_ns, stat.st_size) for file, stat in stats])
+    return _values_of(path, stamps)
 
 
 @cache

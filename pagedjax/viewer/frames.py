@@ -134,9 +134,8 @@ def committed(
         frame = frame | {"at": [frame["at"][0], at]}
     filled = _filled(plan, fold.state, state)
     log = story.committed(events, fold.numbers, fold.shown.requests, filled)
-    fold = fold._replace(
-        published=fold.published + tuple(b for _, ids in filled for b in ids), at=at or fold.at
-    )
+    published = tuple(block for _, ids in filled for block in ids)
+    fold = fold._replace(published=fold.published + published, at=at or fold.at)
     fold = _ended(fold._replace(log=fold.log + tuple(log)), state, events)
     fold = _moved(fold, state, allocates=False)
     if fold.log:

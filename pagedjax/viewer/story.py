@@ -159,12 +159,13 @@ def _changes(
         gains.append((n, [block for block in table if block not in old_blocks]))
         losses.append((n, [block for block in old_table if block not in new_blocks]))
     losses += [(n, list(table)) for n, table in old.items() if n not in new]
-    without_holes = [
-        [(n, [block for block in ids if block]) for n, ids in changes]
-        for changes in (gains, losses)
-    ]
-    gains, losses = without_holes
-    return [g for g in gains if g[1]], [lost for lost in losses if lost[1]]
+    return _without_holes(gains), _without_holes(losses)
+
+
+def _without_holes(changes: list[tuple[int, list[int]]]) -> list[tuple[int, list[int]]]:
+    """The changes without holes, and without requests that have no other changes."""
+    blocks = [(n, [block for block in ids if block]) for n, ids in changes]
+    return [(n, ids) for n, ids in blocks if ids]
 
 
 def _entry(kind: str, n: int, blocks: list[int]) -> list[LogEntry]:

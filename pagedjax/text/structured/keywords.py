@@ -203,7 +203,9 @@ def _alternatives(pattern: str) -> list[str]:
     """The parts of a pattern between the bars that are in no group and in no class."""
     parts = [""]
     depth = 0
-    for piece in re.findall(r"\\.|\[\]?[^\]]*\]|[\s\S]", pattern):  # an escape, a class, or a sign
+    for piece in re.findall(
+        r"\\.|\[\]?[^\]]*\]|[\s\S]", pattern
+    ):  # an escape, a class, or one character
         if piece == "(":
             depth += 1
         elif piece == ")":
