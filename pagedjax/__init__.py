@@ -74,7 +74,7 @@ __all__ = [
 ]
 
 
-_import_seconds = 0.0  # that the names below have taken, JAX and flax among what they import
+_import_seconds = 0.0  # what the imports of the names above took, with those of JAX and flax
 
 
 def __getattr__(name: str) -> Any:

@@ -135,7 +135,7 @@ class LLM:
             owns_params=owns_params,
             progress=progress,
         )
-        # without parameters: those of the engine may be replaced, or may sleep
+        # without parameters, because those of the engine may be replaced, or may sleep
         self._loaded = replace(model, model=model.model._replace(params=None))
         self._warned = False
         if progress:
@@ -666,13 +666,13 @@ def _loaded_model(
         ValueError: arguments that do not go together.
     """
     names = ("dtype", "weight_dtype", "linear_impl", "model_family")
-    formats = {name: getattr(engine_config, name) for name in names}
+    model_options = {name: getattr(engine_config, name) for name in names}
     if params is not None:
         if model is not None or config is None:
             raise ValueError(
                 "params come with config, what the model's config.json says, and in place of model"
             )
-        model = from_params(params, config, tokenizer=tokenizer, **formats)
+        model = from_params(params, config, tokenizer=tokenizer, **model_options)
     elif config is not None or (tokenizer is not None and isinstance(model, LoadedModel)):
         raise ValueError(
             "config goes with params, and tokenizer with params or a name; "
@@ -682,7 +682,7 @@ def _loaded_model(
         _prepare_kernels(engine_config)
         return load_model(
             DEFAULT_MODEL if model is None else model,
-            **formats,
+            **model_options,
             mesh=engine_config.mesh,
             devices=engine_config.devices,
             tokenizer=tokenizer,
@@ -728,7 +728,7 @@ def _prepare_kernels(config: EngineConfig) -> None:
 def _features(
     row_features: Any, logits_processors: Any
 ) -> tuple[tuple[str, ...], tuple[RowFeature, ...]]:
-    """Returns a user's own sampling options: (the names of some, the others as values).
+    """Returns a user's own sampling options: (the names of some, the values of the others).
 
     Args:
         logits_processors: the same argument under vLLM's name.
@@ -736,10 +736,12 @@ def _features(
     Raises:
         ValueError: both are given, or an item is neither a name nor a `RowFeature`.
     """
-    features, processors = (
-        (argument,) if isinstance(argument, (str, RowFeature)) else tuple(argument)
-        for argument in (row_features, logits_processors)
-    )
+
+    def items(argument: Any) -> tuple[Any, ...]:
+        return (argument,) if isinstance(argument, (str, RowFeature)) else tuple(argument)
+
+    features = items(row_features)
+    processors = items(logits_processors)
     if features and processors:
         raise ValueError(
             "logits_processors is vLLM's name of row_features, and both are given; "
@@ -797,7 +799,7 @@ def _prompt_list(prompts: Any) -> list[Any]:
     """Returns the prompts as a list, also for a single one.
 
     Raises:
-        ValueError: there is no prompt, or it is none.
+        ValueError: there is no prompt, or something else than prompts.
     """
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
@@ -875,7 +877,7 @@ def _values_of_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
     """Returns the values of an argument for each of `count` prompts.
 
     Args:
-        name: of the argument.
+        name: the name of the argument.
         value: one for all, or one for each.
     """
     if isinstance(value, kind) and not isinstance(value, bool):

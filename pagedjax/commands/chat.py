@@ -62,7 +62,7 @@ class Stats(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of the tokens after the first one, in the time after it; None without such tokens."""
+        """The rate of the tokens after the first one; None if there are none."""
         if self.first_token is None or self.tokens < 2 or self.seconds <= self.first_token:
             return None
         return (self.tokens - 1) / (self.seconds - self.first_token)
@@ -172,7 +172,9 @@ def _system(c: Conversation, text: str) -> Reply:
 
 
 class Answer(NamedTuple):
-    """`reason` is why it ended: a stop token ("stop"), a limit ("length") or the user ("abort")."""
+    """`reason` is why the answer ended: a stop token ("stop"), a limit ("length") or the user
+    ("abort").
+    """
 
     text: str
     reason: str
@@ -255,7 +257,7 @@ def chat(
     """Run the conversation until the lines end or /quit -> the conversation.
 
     Args:
-        lines: of the user; None is standard input.
+        lines: the lines of the user; None is standard input.
         show: takes the text of answers; None is standard output.
         note: takes all other text; None is standard error.
 
@@ -272,7 +274,7 @@ def chat(
             "this model has no chat template, so it cannot chat; `pagedjax generate` continues a "
             "text"
         )
-    # An error of the system text now, and not at the first line
+    # An error of the system text is raised now, and not at the first line
     llm.tokenizer.apply_chat_template(conversation.messages("Hi"))
     session = Session(llm.engine, llm.tokenizer, llm.model.eos_token_ids)
     for line in _read() if lines is None else lines:

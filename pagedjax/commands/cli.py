@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code. An error of the user is one line on stderr."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        if words and words[0] in experiments.COMMANDS:  # they have parsers of their own
+        if words and words[0] in experiments.COMMANDS:  # commands with parsers of their own
             return experiments.main(words[0], words[1:])
         args = parser().parse_args(words)
         return args.run(args)
@@ -87,7 +87,7 @@ def join(args: argparse.Namespace) -> Any:
 
 
 def follow(llm: Any) -> int:
-    """Compute this process's part of the requests of process 0, until that ends."""
+    """Compute this process's part of the requests of process 0, until process 0 ends."""
     print(llm.engine.group, file=sys.stderr, flush=True)
     llm.follow()
     return 0
@@ -257,8 +257,8 @@ def view(args: argparse.Namespace) -> int:
         except ReplayError as error:
             errors.append(str(error))
     if errors:
-        order = "; give one --policy for each recording, in their order" * (len(errors) > 1)
-        raise ReplayError("; ".join(errors) + order)
+        remedy = "; give one --policy for each recording, in their order"
+        raise ReplayError("; ".join(errors) + (remedy if len(errors) > 1 else ""))
     decode = _decoder(args.model) if args.model else None
     if len(runs) == 1:
         return _write(args, ".html", viewer.page(runs[0], decode=decode))
@@ -269,8 +269,8 @@ def view(args: argparse.Namespace) -> int:
 
 
 def _policies_of_runs(names: Sequence[Any], num_runs: int) -> list[dict[str, Any]]:
-    """The policies that each recording may name. Of two policies with one name, which differ in
-    their parameters, the first is that of the first recording.
+    """The policies that each recording may name, by their names. If two policies have one name and
+    different parameters, each recording gets its own.
 
     Raises:
         ValueError: there are more names than recordings.
@@ -284,7 +284,8 @@ def _policies_of_runs(names: Sequence[Any], num_runs: int) -> list[dict[str, Any
     all_policies = _policies(None)
     for policies in policies_by_name:
         all_policies |= policies
-    own = [*policies_by_name, *[{}] * num_runs][:num_runs]
+    num_without_own = num_runs - len(policies_by_name)
+    own = [*policies_by_name, *[{}] * num_without_own]
     return [all_policies | policies for policies in own]
 
 
@@ -299,7 +300,7 @@ def trace(args: argparse.Namespace) -> int:
 
 
 def _policies(name: Any) -> dict[str, Any]:
-    """The policies that a recording may name, and the one of that name, by their names."""
+    """The shipped policies, and the policy of that name if one is given, by their names."""
     from pagedjax.host.policies import POLICIES, find
 
     if not name:
@@ -379,10 +380,10 @@ def bench_serve(args: argparse.Namespace) -> int:
 
 
 def require(extra: str, *modules: str) -> None:
-    """Check that modules are installed; `extra` is the one that installs them.
+    """Check that modules are installed; `extra` is the extra that installs them.
 
     Raises:
-        ValueError: one is missing.
+        ValueError: a module is missing.
     """
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:

@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None):  # pyright: ignore
         """Parse, but unknown words are an error: a command's parser is the last that sees them."""
         words = sys.argv[1:] if args is None else list(args)
-        # An error now, before the parser shows the key because it takes it for another word
+        # Fails now: the parser would take the key for another word, and show it
         if "--api-key" in _names_in(words):
             self.error(
                 "--api-key is no option, because other users see a command line; write the key "
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"pagedjax: {message} (see {self.prog} --help)\n")
 
     def _unknown_message(self, unread: Sequence[str], words: Sequence[str]) -> str:
-        """The error for words that no option takes; `words` are all."""
+        """The error for words that no option takes; `words` are all words of the command."""
         messages = []
         for flag in _names_in(unread):
             message = self._vllm_message(flag, _value_of(flag, words))
@@ -96,7 +96,8 @@ class Parser(argparse.ArgumentParser):
         if name not in ARGUMENTS:
             return ""
         row = ARGUMENTS[name]
-        text = re.sub(r" ?\(?\[[^]]*\]\([^)]*\)\)?", "", row.text).replace("`", "")
+        without_links = re.sub(r" ?\(?\[[^]]*\]\([^)]*\)\)?", "", row.text)
+        text = without_links.replace("`", "")
         if row.effect == "changes nothing":
             return f"{flag} is vLLM's, and changes nothing here ({text}); leave it out"
         if row.effect == "refused":
@@ -216,17 +217,19 @@ def integers(example: str, noun: str = "integers") -> Callable[[str], tuple[int,
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Read names with commas between them; those in parentheses are between parameters."""
+    """Read names with commas between them; commas in parentheses are between parameters."""
     parts = [""]
-    depth = 0  # of parentheses
-    quote = ""  # that is open in them
+    depth = 0  # how many parentheses are open
+    quote = ""  # the quote that is open inside parentheses
     for character in text:
         if quote:
             quote = "" if character == quote else quote
         elif depth and character in "'\"":
             quote = character
-        else:
-            depth += (character in "([") - (character in ")]")
+        elif character in "([":
+            depth += 1
+        elif character in ")]":
+            depth -= 1
         if character == "," and not depth:
             parts.append("")
         else:

@@ -1,4 +1,4 @@
-"""Prefill and decode by two engines: one computes prompts, the other one goes on with their
+"""Prefill and decode by two engines: the first computes prompts, the second goes on with their
 blocks.
 """
 

@@ -24,15 +24,15 @@ class PrefillDecode:
     """Two LLMs of the same model: `prefill` computes prompts, `decode` the tokens after the first.
 
     A sequence is handed over when `decode` has a row and blocks for it; until then `prefill` goes
-    on with it. One that `decode` refuses, e.g. because it sleeps or its weights were updated alone,
-    ends in `prefill`, with a warning. The two may be on different devices, or meshes. Their tokens
-    are those of one engine.
+    on with it. A sequence that `decode` refuses, e.g. because `decode` sleeps or its weights were
+    updated alone, ends in `prefill`, with a warning. The two may be on different devices, or
+    meshes. The tokens are the same as with one engine.
 
     Args:
-        prefill, decode: with the same weights, which are not compared.
+        prefill, decode: two LLMs with the same weights, which are not compared.
 
     Raises:
-        ValueError: they are one engine, or a fact of their models or caches differs
+        ValueError: both are one engine, or a fact of their models or caches differs
             (`engine.handover.facts`).
     """
 
@@ -42,8 +42,8 @@ class PrefillDecode:
         self._llm.session = self.session  # type: ignore[assignment]
 
     def generate(self, *args: Any, **options: Any) -> list[Any]:
-        """As `LLM.generate`, of sampled sequences. Raises ValueError for beam searches and taps,
-        too.
+        """As `LLM.generate`, for sampled sequences alone. It raises ValueError for beam searches
+        and taps, too.
         """
         return self._llm.generate(*args, **options)
 
@@ -60,7 +60,7 @@ class PairStep(NamedTuple):
     """The results of a step of either engine, or of both.
 
     moved: ids of the sequences that changed engines.
-    again: those of them that `decode` computes again.
+    again: ids of the moved sequences that `decode` computes again.
     """
 
     ended: tuple[str, ...]
@@ -81,14 +81,14 @@ class PairSession(Calls):
             )
         super().__init__()
         self.turns = interrupts.Turns()
-        # calls of either engine alone are not mixed in
+        # these sessions have none of the calls to one of the engines alone
         self.prefill = prefill.another()
         self.decode = decode.another()
         self.grammars = prefill.grammars
         self.grammar_of = prefill.grammar_of
         self._ids: dict[str, str] = {}  # of sequences that moved: prefill's id -> decode's
-        self._mine: set[str] = set()  # prefill's ids of sequences that have not moved or ended
-        self._stay: set[str] = set()  # those of them that cannot move
+        self._in_prefill: set[str] = set()  # ids of sequences that have not moved or ended
+        self._refused: set[str] = set()  # ids of those among them that cannot move
         self._check()
 
     def _check(self) -> None:
@@ -96,11 +96,12 @@ class PairSession(Calls):
         handovers.check_equal(self.decode.engine.facts, self.prefill.engine.facts)
 
     def add(self, requests: Sequence[GenerationRequest]) -> list[Branches]:
-        """As `Session.add`. The requests must be able to run in both engines, and to leave the
-        first one.
+        """As `Session.add`. The requests must be able to run in both engines, and to leave
+        `prefill`.
 
         Raises:
-            ValueError: no sampled sequences, taps, a request that can never run, or facts differ.
+            ValueError: a request has no sampled sequences, has taps, or can never run; or the facts
+                of the engines differ.
         """
         self._check()
         for request in requests:
@@ -128,15 +129,15 @@ class PairSession(Calls):
                 for branches in added:
                     self.prefill.abandon(branches)
                 raise
-        self._mine |= names
+        self._in_prefill |= names
         return added
 
     def step(self) -> PairStep:
         """A step of each engine that has work of this session, and between them the handovers."""
-        prefill_step = self.prefill.step() if self._mine else None
+        prefill_step = self.prefill.step() if self._in_prefill else None
         ended = prefill_step.ended if prefill_step else ()
         tokens = prefill_step.tokens if prefill_step else 0
-        self._mine.difference_update(ended)
+        self._in_prefill.difference_update(ended)
         with interrupts.of_both(self.prefill.engine.turns, self.decode.engine.turns):
             moved, recomputed = self._move_sequences()
         decode_step = self.decode.step() if self._ids else None
@@ -159,7 +160,7 @@ class PairSession(Calls):
         Returns:
             the ids of all sequences that moved, and of those that `decode` computes again.
         """
-        self._stay &= self._mine
+        self._refused &= self._in_prefill
         source = self.prefill.engine
         target = self.decode.engine
         moved = []
@@ -169,7 +170,8 @@ class PairSession(Calls):
         for seq in scheduler.running(source.scheduler_state):
             name = seq.request_id
             prompt_computed = seq.computed and seq.length - seq.computed == 1
-            movable = name in self._mine and name not in self._stay and not seq.request.forks
+            may_move = name in self._in_prefill and name not in self._refused
+            movable = may_move and not seq.request.forks
             if not (prompt_computed and movable):
                 continue
             try:
@@ -181,18 +183,18 @@ class PairSession(Calls):
                     recomputed.append(name)
             except ValueError as error:  # refused, and nothing has changed
                 log.warning("sequence %r ends in the prefill engine: %s", name, error)
-                self._stay.add(name)
+                self._refused.add(name)
                 continue
             source.release(name)
             self.decode.branches[decode_id] = self.prefill.branches.pop(name)
-            self._mine.discard(name)
+            self._in_prefill.discard(name)
             self._ids[name] = decode_id
             moved.append(name)
         return tuple(moved), tuple(recomputed)
 
     def abandon(self, branches: Branches) -> tuple[Event, ...]:
         """Cancel the branches that are unfinished, in either engine."""
-        self._mine.difference_update(branches)
+        self._in_prefill.difference_update(branches)
         in_prefill = {}
         in_decode = {}
         for name, branch in branches.items():

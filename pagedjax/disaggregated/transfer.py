@@ -7,8 +7,8 @@
     decode    transfers = Transfers("10.0.0.2:0")
               transfers.adopt(engine, "b", offer)
 
-An `Offer` is small and can be pickled; how it gets to the other process is the caller's. Pickle
-executes what it reads, so take offers from processes that you trust alone.
+An `Offer` is small and can be pickled; the caller brings it to the other process. Pickle executes
+what it reads, so take offers from processes that you trust alone.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ log = logging.getLogger("pagedjax.disaggregated")
 class Offer(NamedTuple):
     """A sequence whose pages wait to be fetched, once.
 
-    address: of the process that has them.
-    uuid: of these pages there.
+    address: the address of the process that has the pages.
+    uuid: the number of these pages there.
     shapes: shape and dtype of each page array; its first axis has the blocks of
         `handover.released.blocks`, in order, and padding.
     """
@@ -48,7 +48,7 @@ class Offer(NamedTuple):
 
 
 class Transfers:
-    """The end of this process. Keep it as long as offers are open.
+    """This process's end of all transfers. Keep it as long as offers are open.
 
     Args:
         address: host and port of this process that others can reach; port 0 is any.
@@ -65,22 +65,22 @@ class Transfers:
         self._timeout = timeout
 
     def offer(self, engine: Engine, request_id: str) -> Offer:
-        """Copy the pages of a sequence, and hold them until they are fetched. Then the engine may
-        release it.
+        """Copy the pages of a sequence, and hold them until they are fetched. After this call the
+        engine may release the sequence.
 
         Raises:
             ValueError: see `Engine.handover`.
         """
         handover = engine.handover(request_id)._replace(grammar=None)
         uuid = next(self._uuids)
+        address = self._server.address()
         if not handover.released.blocks:
-            return Offer(handover, self._server.address(), uuid, ())
+            return Offer(handover, address, uuid, shapes=())
         pages = jax.device_put(engine.padded_pages(handover.released.blocks), self._device)
         leaves = jax.tree.leaves(pages)
         self._server.await_pull(uuid, leaves)
-        return Offer(
-            handover, self._server.address(), uuid, tuple([(x.shape, str(x.dtype)) for x in leaves])
-        )
+        shapes = tuple([(leaf.shape, str(leaf.dtype)) for leaf in leaves])
+        return Offer(handover, address, uuid, shapes)
 
     def adopt(
         self, engine: Engine, request_id: str, offer: Offer, *, grammar: Grammar | None = None
@@ -89,7 +89,8 @@ class Transfers:
         the sequence is computed again.
 
         Args:
-            grammar: of its structured outputs, compiled in this process (`Session.grammar_of`).
+            grammar: the grammar of its structured outputs, compiled in this process
+                (`Session.grammar_of`).
 
         Raises:
             ValueError: see `Engine.adopt`.
@@ -106,7 +107,8 @@ class Transfers:
 
         adopted = engine.adopt(request_id, offer.handover, fetch, grammar=grammar)
         if not fetched:
-            # without room, or all blocks were here: the other process must not keep the pages
+            # no page was needed, because there was no room, or all blocks were here; they are
+            # fetched all the same, so that the other process does not keep them
             try:
                 self._pull(offer)
             except Exception as error:

@@ -1,7 +1,7 @@
 """The adapters of an engine: a table says which one is in which slot.
 
     init(model, config) -> table                 None without `enable_lora`
-    loaded(table, adapter, busy, ...) -> table   with an adapter, which replaces one of its name
+    loaded(table, adapter, busy, ...) -> table   with an adapter, in place of one with its name
     unloaded(table, name) -> table               without this adapter
     of_tokens(table, plan, rows, t) -> the adapters of a step's tokens
 
@@ -31,7 +31,7 @@ class AdapterTable(NamedTuple):
     """All adapters of an engine.
 
     names: the adapters that new requests may use, by name.
-    factors: those of all slots, on the device.
+    factors: the factors of all slots, on the device.
     turns: the number of loads and uses so far.
     """
 
@@ -46,7 +46,7 @@ def init(model: Model, config: Resolved) -> AdapterTable | None:
     """Returns a table without adapters; None without `enable_lora`.
 
     Raises:
-        ValueError: the model's products cannot add those of low rank.
+        ValueError: the model's matrix products cannot add products of low rank.
     """
     if not config.enable_lora:
         return None
@@ -174,7 +174,8 @@ def check(table: AdapterTable, adapter: Adapter) -> None:
     for place, (a, b) in adapter.parts.items():
         inputs, outputs = adapters.sizes_of(table.config, place.matrix, place.part)
         exists = place.layer < len(table.factors) and place.matrix in table.factors[place.layer]
-        if not exists or (a.shape, b.shape) != ((len(a), inputs), (outputs, len(a))):
+        rank = len(a)
+        if not exists or a.shape != (rank, inputs) or b.shape != (outputs, rank):
             part = f"part {place.part} of {place.matrix} of layer {place.layer}"
             fits = f"[r, {inputs}] and [{outputs}, r]" if exists else "nothing"
             raise ValueError(
@@ -186,10 +187,11 @@ def check(table: AdapterTable, adapter: Adapter) -> None:
 def of_tokens(
     table: AdapterTable, plan: Plan, rows: Sequence[SequenceData], t: int
 ) -> TokenAdapters:
-    """Returns the adapters of a step's T tokens; padding has none.
+    """Returns the adapters of a step's tokens; padding has none.
 
     Args:
         rows: the records of the plan's rows.
+        t: the number of tokens of the step, with padding.
     """
     slots = np.zeros(t, np.int32)
     row_slots = [row.adapter_slot for row in rows]

@@ -53,8 +53,8 @@ class BackgroundPrograms(dict[Shape, Any]):
     ) -> None:
         """
         Args:
-            build, config: as in `programs.compile_all`.
-            programs: those that are compiled already.
+            build, config: the arguments of `programs.compile_all`.
+            programs: the programs that are compiled already.
             shapes: of all programs.
             on_disk: whether the missing ones are probably on disk.
         """
@@ -66,7 +66,7 @@ class BackgroundPrograms(dict[Shape, Any]):
         self._waiting = deque(
             in_order([shape for shape in shapes.steps if shape not in self], shapes.max_seqs)
         )
-        self._on_disk = compilations.disk_cache_active()
+        self._uses_disk_cache = compilations.disk_cache_active()
         self._quick = on_disk  # whether the next one needs no pause
         self._stopped = threading.Event()
         self.stepped_at = time.monotonic()
@@ -103,8 +103,8 @@ class BackgroundPrograms(dict[Shape, Any]):
         self._thread.join(seconds)
 
     def compile_next(self) -> bool:
-        """Wait for a pause, and compile the next program, in the thread. After a quick one it does
-        not wait. Returns False if no program is left, or `stop` was called.
+        """Wait for a pause, and compile the next program, in the thread. After a quick compilation
+        there is no wait. Returns False if no program is left, or `stop` was called.
         """
         if self._waiting and not self._quick:
             self._wait_for_pause()
@@ -113,7 +113,7 @@ class BackgroundPrograms(dict[Shape, Any]):
         shape = self._waiting.popleft()
         started_at = time.perf_counter()
         try:
-            with compilations.disk_cache(self._on_disk), compilations.uncounted():
+            with compilations.disk_cache(self._uses_disk_cache), compilations.uncounted():
                 program = self._build(shape, self._config)
         except Exception:
             self._quick = False
@@ -157,20 +157,20 @@ def in_order(shapes: Sequence[StepShape], most_seqs: int) -> list[StepShape]:
     """Returns the shapes in the order in which their programs are compiled.
 
     The first bucket holds `most_seqs` tokens, because most steps are decodes alone. Then come the
-    middle one of the smaller buckets and the middle one of the larger ones, and so on, so that no
-    step is far from its own bucket for long. A bucket's program for decodes alone comes after its
-    other one, because steps use only buckets that have the other one.
+    middle of the smaller buckets and the middle of the larger buckets, and so on, so that no step
+    is far from its own bucket for long. A bucket's program for mixed steps comes before its program
+    for decodes alone, because steps use only buckets that have a program for mixed steps.
     """
     sizes = sorted({shape.tokens for shape in shapes})
     first = bisect_left(sizes, most_seqs)
     order = sizes[first : first + 1]
     ranges = deque([sizes[:first], sizes[first + 1 :]])
     while ranges:
-        sizes = ranges.popleft()
-        if sizes:
-            middle = len(sizes) // 2
-            order.append(sizes[middle])
-            ranges += [sizes[:middle], sizes[middle + 1 :]]
+        part = ranges.popleft()
+        if part:
+            middle = len(part) // 2
+            order.append(part[middle])
+            ranges += [part[:middle], part[middle + 1 :]]
     return sorted(shapes, key=lambda shape: (order.index(shape.tokens), shape))
 
 
@@ -185,9 +185,11 @@ def _compile_all(programs: ref[BackgroundPrograms]) -> None:
         pass
 
 
-# At its end Python runs what is registered last first. JAX's own function ends its caches. The first
-# `finalize` registers one that runs all of them, and JAX has one for each constant of a trace: a
-# trace that goes on loses its constants. So both are registered before this module's function.
+# At its end Python runs the registered functions, the last one first. Two of them would break a
+# compilation that still runs. JAX's own function ends its caches. The function of
+# `weakref.finalize` runs all finalizers, and JAX has one for each constant of a trace: a trace
+# would lose its constants. So `_stop_all` must run before both, and is registered after them: JAX
+# registered its function at its import, and the first call of `finalize` registers the other.
 finalize(_started, int)
 
 

@@ -19,8 +19,8 @@ from pagedjax.options.params import SamplingParams
 
 
 def root(salt: str | None, block_size: int, tags: Sequence[str] = (), adapter: str = "") -> str:
-    """Returns the hash that stands before the first block's. Requests with different salts, tags or
-    adapters share no block.
+    """Returns the hash that the first block has as its parent. Requests with different salts, tags
+    or adapters share no block.
 
     Args:
         adapter: the hash of the adapter's content, not its name: another adapter may get the name
@@ -39,9 +39,9 @@ def root(salt: str | None, block_size: int, tags: Sequence[str] = (), adapter: s
 
 
 def selected(parent: str, prompt_len: int) -> str:
-    """Returns the hash that stands before the first block with generated tokens, under a KV policy
-    whose queries of prompts read other blocks than queries of generated tokens
-    (`TopBlocks.dense_prompts`). There the same tokens have other keys in a longer prompt.
+    """Returns the hash that the first block with generated tokens has as its parent, under a KV
+    policy whose queries of prompts read other blocks than queries of generated tokens
+    (`TopBlocks.dense_prompts`). There the keys of a token also depend on the prompt's length.
     """
     return blake2b(
         b"%d" % prompt_len, key=bytes.fromhex(parent), person=b"selected", digest_size=16
@@ -69,7 +69,7 @@ def of_prompt(
     adapter: str = "",
 ) -> tuple[str | None, tuple[str, ...]]:
     """Returns the `root` of a request, and the hashes of its prompt's full blocks. A router
-    computes the same ones.
+    computes the same hashes.
 
     Log-probabilities and hidden states of a prompt need every one of its tokens computed. So a
     request for them shares nothing: (None, ()).

@@ -22,12 +22,12 @@ _lock = threading.Lock()  # programs are compiled in threads
 # .cached: the number of programs that the thread has loaded from disk
 _thread = threading.local()
 
-# of the cache on disk; the program that was not used for the longest time is removed first
+# the size of the cache on disk; the program that was not used for the longest time goes first
 MAX_BYTES = 2**30
-# the number of blocks of `disk_cache` that run now, in all threads; the first has set JAX's options
-_blocks = 0
-_restored_options: dict[str, Any] = {}  # JAX's options before the first block
-_options_lock = threading.Lock()  # of _blocks, _restored_options and JAX's options
+# the number of open `with disk_cache()` statements, in all threads; the first has set JAX's options
+_num_open = 0
+_restored_options: dict[str, Any] = {}  # JAX's options before the first such statement
+_options_lock = threading.Lock()  # guards _num_open, _restored_options and JAX's options
 
 
 class Counts(NamedTuple):
@@ -36,7 +36,7 @@ class Counts(NamedTuple):
     """
 
     compilations: int
-    cached: int  # those of them that were loaded from disk
+    cached: int  # how many of them were loaded from disk
 
     def __sub__(self, earlier: Counts) -> Counts:
         return Counts(self.compilations - earlier.compilations, self.cached - earlier.cached)
@@ -75,7 +75,7 @@ def count_kept() -> None:
 
 
 def folder() -> Path | None:
-    """Returns the folder of JAX's cache; None if the cache is switched off, or no folder."""
+    """Returns the folder of JAX's cache; None if the cache is off, or is not in a local folder."""
     place = getattr(jax.config, "jax_compilation_cache_dir", None)
     return Path(place) if _cache_enabled() and place and "://" not in place else None
 
@@ -97,8 +97,8 @@ def uncounted() -> Iterator[None]:
 
 
 def disk_cache_active() -> bool:
-    """Returns whether a block of `disk_cache` runs."""
-    return _blocks > 0
+    """Returns whether a `with disk_cache()` statement is open."""
+    return _num_open > 0
 
 
 @contextmanager
@@ -122,30 +122,30 @@ def _enter() -> bool:
     """Begin a block, and set JAX's options if it is the only one. Returns False, and changes
     nothing, if JAX has a cache folder already or its cache is switched off.
     """
-    global _blocks, _restored_options
-    folder = Path(os.path.expanduser("~/.cache")) / "pagedjax" / "xla"
+    global _num_open, _restored_options
+    cache_folder = Path(os.path.expanduser("~/.cache")) / "pagedjax" / "xla"
     options = {
-        "jax_compilation_cache_dir": str(folder),
+        "jax_compilation_cache_dir": str(cache_folder),
         "jax_compilation_cache_max_size": MAX_BYTES,
         "jax_persistent_cache_min_compile_time_secs": 0.0,
     }
     with _options_lock:
-        if _blocks == 0:
+        if _num_open == 0:
             present = {name: getattr(jax.config, name) for name in options}
             if not _cache_enabled() or present["jax_compilation_cache_dir"] is not None:
                 return False
             _restored_options = present
-            _add_access_times(folder)
+            _add_access_times(cache_folder)
             _set(options)
-        _blocks += 1
+        _num_open += 1
         return True
 
 
 def _leave() -> None:
-    global _blocks
+    global _num_open
     with _options_lock:
-        _blocks -= 1
-        if _blocks == 0:
+        _num_open -= 1
+        if _num_open == 0:
             _set(_restored_options)
 
 
@@ -156,11 +156,11 @@ def _set(options: dict[str, Any]) -> None:
 
 
 def _add_access_times(folder: Path) -> None:
-    """Write a file of its access time for each program without one. JAX cannot evict such a
-    program, and it writes these files only when the cache has a bound.
+    """Write the missing files with access times. JAX writes such a file only when the cache has a
+    bound, and cannot evict a program without one.
     """
     with suppress(OSError):
         for program in folder.glob("*-cache"):
-            time = program.with_name(program.name.removesuffix("-cache") + "-atime")
-            if not time.exists():
-                time.write_bytes(program.stat().st_mtime_ns.to_bytes(8, "little"))
+            time_file = program.with_name(program.name.removesuffix("-cache") + "-atime")
+            if not time_file.exists():
+                time_file.write_bytes(program.stat().st_mtime_ns.to_bytes(8, "little"))

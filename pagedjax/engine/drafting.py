@@ -3,13 +3,13 @@ target's own samples.
 
 A step samples the token after the known ones and after each draft. A draft is accepted if it equals
 the token that was sampled in its place, and if all drafts before it are accepted. With the strict
-rule each is sampled with the same random number of (seed, position) as without speculation. So
-tokens are the same for any drafter at any temperature (drafter-invariant speculation, arXiv
-2408.07978); a drafter only decides how many of them a step gives. With the rule "rejection" a
-sample depends on its draft (device/rejection.py).
+rule each token is sampled with the same random number of (seed, position) as without speculation.
+So tokens are the same for any drafter at any temperature (drafter-invariant speculation, arXiv
+2408.07978); a drafter only decides how many tokens a step gives. With the rule "rejection" a sample
+depends on its draft (device/rejection.py).
 
     candidates(...)   before `schedule`: which sequences should have drafts, and how many
-    offer(...)        then ask the drafter, write its drafts, count them
+    offer(...)        then: asks the drafter, writes its drafts, counts them
     verified(...)     after the step: of each row the accepted drafts, and one more token
     learned(...)      after `commit`: acceptance and times, from which
                       `candidates` chooses how many drafts pay
@@ -40,31 +40,31 @@ HALF_LIFE = 64  # verified drafts after which an older one counts half in the av
 # half
 RETRY = 32
 NO_MATCHERS: Matchers = Map()
-FIRST_GUESS = 0.7  # the share of accepted drafts before one was verified
+FIRST_GUESS = 0.7  # the share of accepted drafts that is assumed before any draft was verified
 
 
 class Drafting(NamedTuple):
     """What an engine has learned about its drafts.
 
     memory: the drafter's own. The drafter may change it.
-    acceptance: running average of the share of drafts that are accepted, of those whose
-        predecessors are.
-    tried: the drafts in that average, of which old ones count less.
-    warm: the padded tokens of steps that have run. The first step of a size takes two to three
-        times as long on a CPU, so its time is not kept: it would forbid the drafts that could
+    acceptance: the share of accepted drafts among those whose predecessors were accepted, as a
+        running average.
+    tried: the number of drafts in that average, where old drafts count less.
+    warm: the sizes (padded tokens) of steps that have run. The first step of a size takes two to
+        three times as long on a CPU, so its time is not kept: it would forbid the drafts that could
         correct it.
-    seconds: by the padded tokens of a step, the running average of its time, without that of drafts
-        on the device.
-    draft_seconds: by the number of rows, as a bucket, the running average of the time of one draft
-        on the device.
-    idle: steps since the last one with drafts.
+    seconds: by the padded tokens of a step, the running average of its time, without the time of
+        drafts on the device.
+    draft_seconds: by the number of rows, rounded up to a bucket, the running average of the time of
+        one draft on the device.
+    idle: the number of steps since the last step with drafts.
     """
 
     drafter: Drafter
     options: Speculative = Speculative()
     memory: Any = None
     acceptance: float = FIRST_GUESS
-    tried: float = 8.0  # what the first guess counts
+    tried: float = 8.0  # the first guess counts as so many drafts
     warm: frozenset[int] = frozenset()
     seconds: Mapping[int, float] = {}
     draft_seconds: Mapping[int, float] = {}
@@ -84,23 +84,23 @@ def offer(
     vocab_size: int,
     matchers: Matchers = NO_MATCHERS,
 ) -> Mapping[str, int]:
-    """By sequence id, how many drafts there are for the next step. They are written behind the
-    known tokens.
+    """Writes drafts behind the known tokens, and returns the number of drafts for the next step, by
+    sequence id.
 
-    A drafter on the device offers as many as it may. It makes them after `schedule`, when they have
-    slots (`send`).
+    A drafter on the device offers as many drafts as it may. It makes them after `schedule`, when
+    they have slots (`send`).
 
     Args:
-        draftable, k: as `candidates` returns them.
-        matchers: of structured outputs.
+        draftable, k: what `candidates` returned.
+        matchers: the matchers of structured outputs.
 
     Raises:
         ValueError: the drafter gave what is no token of the model's vocabulary, or raised.
     """
-    if drafting.drafter.propose is None:
-        return {name: k for name, _ in draftable} if k else NO_DRAFTS
     if not k:
         return NO_DRAFTS
+    if drafting.drafter.propose is None:
+        return {name: k for name, _ in draftable}
     offered = {}
     for name, length in draftable:
         data = sequences[name]
@@ -124,8 +124,8 @@ def candidates(
 ) -> tuple[list[tuple[str, int]], int]:
     """The sequences that may have drafts, with their lengths; and how many drafts each should have.
 
-    They are the decodes that have generated a token: from then on their tokens are in an array of
-    their own, with places for drafts.
+    These are the decodes that have generated a token: from then on the tokens of a sequence are in
+    an array of their own, with places for drafts.
     """
     draftable = [
         (seq.request.request_id, length)
@@ -150,39 +150,43 @@ def paying(
     took (`cost`), and each draft what drafts took on the device.
 
     Args:
-        limit: of drafts.
-        num_decodes: sequences that may have drafts.
-        prompt_tokens: to compute. They come before drafts, so a step that is full of them has no
-            drafts.
+        limit: the most drafts of a decode.
+        num_decodes: the number of sequences that may have drafts.
+        prompt_tokens: the number of prompt tokens to compute. They come before drafts, so a step
+            that is full of prompt tokens has no drafts.
         buckets: the padded tokens of steps, ascending.
     """
-    a = min(drafting.acceptance, 0.999)
+
+    def bucket(number: int) -> int:
+        return buckets[min(bisect_left(buckets, number), len(buckets) - 1)]
+
+    a = min(drafting.acceptance, 0.999)  # below 1, because 1 - a is a divisor
     best = 0
     rate = 0.0
     for k in range(limit + 1):
         tokens = num_decodes * (1 + k) + prompt_tokens
         if k and tokens > buckets[-1]:
             break
-        size = buckets[min(bisect_left(buckets, tokens), len(buckets) - 1)]
-        seconds = cost(drafting.seconds, size)
+        seconds = cost(drafting.seconds, bucket(tokens))
         if seconds is None:  # time steps without drafts first
             return 0
-        rows = buckets[min(bisect_left(buckets, num_decodes), len(buckets) - 1)]
-        seconds += k * draft_cost(drafting.draft_seconds, rows)
-        gained = num_decodes * (1 - a ** (k + 1)) / (1 - a) / seconds
-        if gained > rate * 1.001:
+        seconds += k * draft_cost(drafting.draft_seconds, bucket(num_decodes))
+        tokens_per_second = num_decodes * (1 - a ** (k + 1)) / (1 - a) / seconds
+        if tokens_per_second > rate * 1.001:  # at least 0.1 % more
             best = k
-            rate = gained
-    return best if best or drafting.idle < RETRY else 1
+            rate = tokens_per_second
+    if best == 0 and drafting.idle >= RETRY:
+        return 1
+    return best
 
 
 def draft_cost(seconds: Mapping[int, float], rows: int) -> float:
-    """The time of one draft of `rows` padded rows on the device. 0 if none was timed, so that it is
-    tried.
+    """The time of one draft of `rows` padded rows on the device. 0 if no draft was timed, so that a
+    draft is tried.
     """
     timed = cost(seconds, rows)
-    if timed is None and seconds:  # only larger ones were timed
-        return min(seconds.items())[1]
+    if timed is None and seconds:  # only larger drafts were timed
+        return seconds[min(seconds)]
     return timed or 0.0
 
 
@@ -190,8 +194,8 @@ def cost(seconds: Mapping[int, float], size: int) -> float | None:
     """The time of a step of `size` padded tokens; None if no step of that size or a smaller one was
     timed.
 
-    A size that was never run lies on the line between its neighbours. Above the largest it costs as
-    much as that one, so it is tried.
+    The time of a size that was never run is on the line between the times of its neighbours. A size
+    above the largest costs as much as the largest, so it is tried.
     """
     below = max((t for t in seconds if t <= size), default=None)
     above = min((t for t in seconds if t >= size), default=None)
@@ -205,8 +209,8 @@ def cost(seconds: Mapping[int, float], size: int) -> float | None:
 def verified(
     plan: Plan, sequences: Mapping[str, SequenceData], tokens: np.ndarray
 ) -> tuple[Sample, ...]:
-    """What each row sampled: of a row with drafts, its tokens up to and with the first that differs
-    from its draft, or that ends the sequence.
+    """What each row sampled. A row with drafts has its tokens up to the first token that differs
+    from its draft or ends the sequence; that token is the last.
 
     Args:
         tokens: [R] the samples of the step.
@@ -236,8 +240,8 @@ def learned(drafting: Drafting, result: StepResult) -> Drafting:
         # the first rejected draft was tried, and those behind it were not
         pairs = zip(event.accepted, event.drafts, strict=True)
         tried = sum(min(accepted + 1, k) for accepted, k in pairs)
-        doubt = 0.5 if drafting.idle >= RETRY else 1.0
-        tried_before = drafting.tried * 0.5 ** (tried / HALF_LIFE) * doubt
+        weight_of_past = 0.5 if drafting.idle >= RETRY else 1.0
+        tried_before = drafting.tried * 0.5 ** (tried / HALF_LIFE) * weight_of_past
         accepted_drafts = drafting.acceptance * tried_before + sum(event.accepted)
         drafting = drafting._replace(
             acceptance=accepted_drafts / (tried_before + tried), tried=tried_before + tried, idle=0

@@ -28,7 +28,7 @@ class Geometry(NamedTuple):
     views: what queries see, by group of layers; () if all of them see everything.
     selection: what queries read of what they see; None: all of it.
     block: the shape of a block on one device, as the arguments of `cache.init`.
-    host_block_bytes: of a block of each group in the swap space.
+    host_block_bytes: bytes of one block of each group in the swap space.
     """
 
     layout: LayerGroups | None
@@ -44,7 +44,7 @@ class Geometry(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """Of a block of each group, on one device."""
+        """Bytes of one block of each group, on one device."""
         return cache.block_bytes(**self.block) * self.groups
 
     def cache_shapes(self, num_blocks: int, model: Model) -> cache.KVCache:
@@ -65,7 +65,7 @@ class Geometry(NamedTuple):
         )
 
     def _cache_blocks(self, num_blocks: int) -> int:
-        """Blocks of the cache: one of each group for a block of tokens. The trash block needs one."""
+        """Blocks of the cache: one of each group for a block of tokens; one trash block for all."""
         return (num_blocks + 1) * self.groups - 1
 
     def host_blocks(self, config: Resolved) -> int:
@@ -96,9 +96,9 @@ def geometry(
     """The geometry of a cache.
 
     Args:
-        config: with its max_model_len.
-        kv_dtype: of the keys and values.
-        impl: the attention that reads them; None: the plain layout, of as many bytes.
+        config: a configuration whose max_model_len is known.
+        kv_dtype: the dtype of the keys and values.
+        impl: the attention that reads them; None: the plain layout, which has as many bytes.
         draft: the draft model whose pages are in the blocks too.
 
     Raises:
@@ -107,17 +107,17 @@ def geometry(
     layout = layers_in_groups(config, model)
     selection = selection_of(config, model)
     devices_of_processes = Counter(device.process_index for device in devices_of(model))
-    devices = max(devices_of_processes.values())
+    most_devices = max(devices_of_processes.values())
     groups = len(layout.windows) if layout else 1
-    of_process = block_shape(
-        config.block_size, model, kv_dtype, None, draft, layout, selection, devices
+    host_block = block_shape(
+        config.block_size, model, kv_dtype, None, draft, layout, selection, most_devices
     )
     return Geometry(
         layout=layout,
         views=views(config, model),
         selection=selection,
         block=block_shape(config.block_size, model, kv_dtype, impl, draft, layout, selection),
-        host_block_bytes=cache.block_bytes(**of_process) * groups,
+        host_block_bytes=cache.block_bytes(**host_block) * groups,
     )
 
 
@@ -134,7 +134,8 @@ def layers_in_groups(config: EngineConfig, model: Model) -> LayerGroups | None:
     """The groups of layers with block tables of their own; None: all layers have one table.
 
     Args:
-        config: with its max_model_len. A window as long as the longest sequence counts as none.
+        config: a configuration whose max_model_len is known. A window as long as the longest
+            sequence counts as none.
     """
     windows = _windows(config, model)
     return layer_groups(windows) if len(set(windows)) > 1 else None
@@ -163,7 +164,7 @@ def views(config: EngineConfig, model: Model) -> tuple[View, ...]:
     windows_of_groups = layout.windows if layout else windows_of_layers[:1]
     return tuple(
         [
-            View(window and kv_policies.window_blocks(window, config.block_size))
+            View(kv_policies.window_blocks(window, config.block_size) if window else None)
             for window in windows_of_groups
         ]
     )
@@ -173,10 +174,11 @@ def selection_of(config: EngineConfig, model: Model) -> Selection | None:
     """What queries read of what they see; None: all of it.
 
     Args:
-        config: with its max_model_len. A selection of all blocks of such a sequence counts as none.
+        config: a configuration whose max_model_len is known. A selection of all blocks of the
+            longest sequence counts as none.
 
     Raises:
-        ValueError: see `views`; no layer selects; devices that share a key head.
+        ValueError: see `views`; or no layer selects blocks; or devices share a key head.
     """
     views_of_groups = views(config, model)
     if not isinstance(config.kv_policy, KVPolicyOptions):
@@ -205,9 +207,10 @@ def selection_of(config: EngineConfig, model: Model) -> Selection | None:
 
 
 def _windows(config: EngineConfig, model: Model) -> list[int | None]:
-    """Of each layer, the window before which blocks are given back.
+    """For each layer, the window before which blocks are given back; None: no block is.
 
-    No layer has one if a baseline or a draft model reads those blocks, or if the user keeps them.
+    It is None for all layers if a baseline or a draft model reads those blocks, or if the user
+    keeps them.
     """
     kinds = model.config.kinds
     width = table_width(config, _max_model_len(config))
@@ -239,12 +242,12 @@ def block_shape(
     """The shape of a block on some devices, as the arguments of `cache.init`.
 
     Args:
-        dtype: of the keys and values.
-        impl: the attention that reads them; None: the plain layout, of as many bytes.
+        dtype: the dtype of the keys and values.
+        impl: the attention that reads them; None: the plain layout, which has as many bytes.
         draft: the draft model whose pages are in the blocks too.
-        layout: of several groups of layers; a block then has the layers of one group.
-        selection: whose scores need bounds of a block's keys.
-        devices: which have different heads.
+        layout: several groups of layers; a block then has the layers of one group.
+        selection: what selects blocks; its scores need bounds of a block's keys.
+        devices: the number of devices. Each has other heads.
 
     Raises:
         ValueError: see `_pages_of_layers`.
@@ -273,17 +276,17 @@ def block_shape(
         "layers": layout.size if layout else part.layers,
         "layer_pages": _pages_of_layers(part, sizes, layout),
         "draft": draft_sizes,
-        "dense_layers": selection and selection.dense_layers,
+        "dense_layers": selection.dense_layers if selection else None,
     }
 
 
 def _pages_of_layers(
     c: DecoderConfig, sizes: cache.BlockSizes, layout: LayerGroups | None
 ) -> tuple[cache.PageShapes, ...]:
-    """What each page array of the cache has of one block.
+    """What each page array of the cache keeps of one block.
 
     Raises:
-        ValueError: layers of two groups have a page array together, and keep other arrays.
+        ValueError: layers of two groups share a page array, and keep different things in it.
     """
     block = c.block or Block
     pages: dict[int, cache.PageShapes] = {}

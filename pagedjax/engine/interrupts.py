@@ -14,7 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Without the conversions to enums, which take 30 us in each step. A handler may then be an integer.
+# `getsignal` and `signal` without their conversions to enums, which take 30 us in each step. A
+# handler may then be an integer.
 _handler_of: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 _set_handler: Callable[[int, Any], Any] = getattr(signal.signal, "__wrapped__", signal.signal)
 SIGINT = int(signal.SIGINT)
@@ -27,7 +28,7 @@ def deferred() -> Iterator[None]:
     Python interrupts only the main thread; in other threads this does nothing.
     """
     handler = _replaceable_handler()
-    if handler is None or getattr(handler, "defers", False):  # a block around this one waits
+    if handler is None or getattr(handler, "defers", False):  # an outer block defers already
         yield
         return
     signals = []
@@ -73,9 +74,10 @@ def _replaceable_handler() -> Any:
 class Turns:
     """A lock that its thread may enter again, and that threads get in turn.
 
-    A thread that runs step after step leaves the lock and enters it again. Between two steps it has
-    to pass the door, which a waiting thread holds, so the waiting thread comes first. With a plain
-    lock the others could wait until the end of its call.
+    A thread that runs step after step leaves the lock and enters it again. With a plain lock the
+    other threads could wait until the end of its call. So there is a second lock, the door: a
+    thread takes it before it waits for the lock, and gives it back when it has the lock. A thread
+    that wants to enter again must wait for the door, so the waiting thread comes first.
 
     Ctrl-C waits until the lock is entered, and then the lock is released. Both locks are reentrant,
     because Python may close an abandoned stream at any time in any thread.

@@ -46,13 +46,13 @@ PACKAGES = ("pagedjax", "pallas_kernels")
 TRACED = ("pagedjax.device", "pallas_kernels")  # modules whose functions are in programs
 HASHED = ("device", "engine", "config.py")  # of pagedjax: what is traced, and what decides it
 LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
-PREFIX = "step-"  # of the files
-PARTIAL_PREFIX = "part-step-"  # of the files that are being written
-MAX_BYTES = 2**29  # of all files; the one that was not used for the longest time is removed first
+PREFIX = "step-"  # the first letters of a file's name
+PARTIAL_PREFIX = "part-step-"  # the same of a file that is being written
+MAX_BYTES = 2**29  # of all files; the file that was not used for the longest time is removed first
 HOUR = 3600.0  # seconds
 COMPRESSION = 1  # zlib's level: a fourteenth of a CPU's program in 15 ms
-# Words in the names of JAX's settings that change no program, such as a cache's folder
-PLACES = (
+# A setting of JAX with one of these words in its name changes no program, such as a cache's folder.
+IGNORED_SETTINGS = (
     "cache",
     "dump",
     "_log",
@@ -65,7 +65,7 @@ PLACES = (
 )
 
 log = logging.getLogger("pagedjax.engine")
-# of all engines of this process, by their key
+# the programs of all engines of this process, by their key
 _programs: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _lock = threading.Lock()  # of _programs
 _imported_lock = threading.Lock()  # of _imported
@@ -74,15 +74,15 @@ _imported_lock = threading.Lock()  # of _imported
 def program(
     facts: Iterable[Any] | None, arguments: Any, device: Any, compile_: Callable[[], Any]
 ) -> Any:
-    """Returns the compiled program of these arguments: that of another engine, or one from disk, or
-    a new one.
+    """Returns the compiled program of these arguments: the program of another engine, or one from
+    disk, or a new one.
 
     Args:
         facts: what the program is made from, except its arguments and what is equal in the whole
             process. A fact has the same `str` in each process. None: the program is not kept.
         arguments: arrays or their shapes.
-        device: the one that runs the program.
-        compile_: compiles a new one.
+        device: the device that runs the program.
+        compile_: compiles a new program.
     """
     if facts is None or not _as_imported():
         return compile_()
@@ -148,7 +148,7 @@ def _settings() -> list[tuple[str, str]]:
     relevant = [
         (name, value)
         for name, value in sorted(settings.items())
-        if not any(place in name for place in PLACES)
+        if not any(word in name for word in IGNORED_SETTINGS)
     ]
     flags = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
     return [*relevant, *[(name, os.environ.get(name, "")) for name in flags]]
@@ -208,11 +208,16 @@ def _is_traced(name: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in TRACED)
 
 
-def _unchanged(name: str, names: Mapping[str, Any]) -> bool:
+def _unchanged(name: str, content: Mapping[str, Any]) -> bool:
+    """Returns whether a module or class has the code that it had when this function first saw it.
+
+    Args:
+        content: what the module or class contains now.
+    """
     if name not in _imported:
-        _imported[name] = {key: value for key, value in names.items() if _is_code(key, value)}
+        _imported[name] = {key: value for key, value in content.items() if _is_code(key, value)}
     imported = _imported[name]
-    if any(names.get(key) is not value for key, value in imported.items()):
+    if any(content.get(key) is not value for key, value in imported.items()):
         return False
     classes = [
         value
@@ -288,6 +293,6 @@ def _remove_old(folder: Path) -> None:
         room -= size
         if room < 0:
             file.unlink(missing_ok=True)
-    for partial in folder.glob(f"{PARTIAL_PREFIX}*"):  # of processes that were killed
+    for partial in folder.glob(f"{PARTIAL_PREFIX}*"):  # left by processes that were killed
         if time.time() - partial.stat().st_mtime > HOUR:
             partial.unlink(missing_ok=True)

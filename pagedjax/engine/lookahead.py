@@ -5,9 +5,9 @@ The scheduler is pure, so the engine predicts the next plan with the scheduler's
 commits tokens that stop no request, schedules again, and sends that plan. The plan takes the new
 tokens on the device, where the step before it samples them. When the tokens arrive on the host, the
 real transitions are made. A predicted step that has every row of the real plan, with the same
-blocks, has computed it; rows of sequences that ended since are ignored. Any other predicted step is
-dropped, and the real plan is sent after it. So plans, events and tokens are those of an engine
-without lookahead. Only the time at which steps run differs.
+blocks, has computed the plan; rows of sequences that ended since are ignored. Any other predicted
+step is dropped, and the real plan is sent after it. So plans, events and tokens are those of an
+engine without lookahead. Only the time at which steps run differs.
 
 A wrong prediction must not do harm. Its step writes keys and values of its own sequences, which the
 real plan writes again, and writes into empty blocks. It is not sent if it would move blocks or
@@ -40,9 +40,9 @@ class SentStep(NamedTuple):
     plan: Plan
     output: StepOutput
     sent_at: float  # seconds of time.perf_counter
-    padded_tokens: int = 0  # of the program that computes it
-    draft_seconds: float = 0.0  # of the drafter's program, which ran before
-    draft_rows: int = 0  # its rows with drafts, as a bucket
+    padded_tokens: int = 0  # the tokens of the program that computes it
+    draft_seconds: float = 0.0  # the time of the drafter's program, which ran before
+    draft_rows: int = 0  # rows with drafts in that program, rounded up to a bucket
     side_outputs: SideOutputs = NOTHING  # what its output has beside samples
 
     @property
@@ -65,7 +65,7 @@ class Lookahead(NamedTuple):
     """The predicted steps on the device, and the state that the next prediction starts from."""
 
     sent: tuple[SentStep, ...] = ()
-    # after the last of them; None: predict again once they are used up
+    # the state and the plan of the last of them; None: predict again when all of them are used
     last: tuple[SchedulerState, Plan] | None = None
 
 
@@ -84,9 +84,10 @@ def take_predicted(
     rows = matching_rows(plan, step.plan)
     if rows is None:
         return Lookahead(), None, ()
-    # else later predicted steps have rows of ended sequences
+    # without all rows of the step, sequences have ended, and later predicted steps have their rows
     exact = len(rows) == len(step.plan.seqs)
-    return Lookahead(tuple(later), ahead.last if exact and later else None), step, rows
+    last = ahead.last if exact and later else None
+    return Lookahead(tuple(later), last), step, rows
 
 
 def matching_rows(plan: Plan, predicted: Plan) -> tuple[int, ...] | None:
@@ -95,7 +96,7 @@ def matching_rows(plan: Plan, predicted: Plan) -> tuple[int, ...] | None:
     """
     if plan.copies or plan.swap_in or plan.swap_out:
         return None
-    # by both: a branch that was cancelled before its fork leaves its arrival to the next one
+    # by arrival and id: when a branch is cancelled before its fork, the next one gets its arrival
     row_of = {(seq.arrival, seq.request.request_id): j for j, seq in enumerate(predicted.seqs)}
     rows = [row_of.get((seq.arrival, seq.request.request_id), -1) for seq in plan.seqs]
     if -1 in rows or rows != sorted(rows):
@@ -128,12 +129,12 @@ def extend(
     Args:
         current: the sent step that has the plan among its rows.
         state: the scheduler's state after `schedule` returned the plan.
-        sequences: by id, of all that run or wait.
+        sequences: the records of all sequences that run or wait, by their ids.
         decided: whether the step after a plan depends on what the plan's step will give.
     """
     sent, last = ahead
     if sent and last is None:
-        return cache, ahead  # these have rows of sequences that have ended
+        return cache, ahead  # the sent steps have rows of sequences that have ended
     last = last or (state, plan)
     unknown = set(sampling(plan))
     for step in sent[:-1]:
@@ -184,8 +185,8 @@ def predict(
     Args:
         state: after `schedule` returned `plan`.
         unknown: arrivals of the sequences whose newest token is not known on the host.
-        plan_is_real: else it is a prediction itself.
-        last: no other prediction starts from this one.
+        plan_is_real: whether the plan is real; else it is a prediction itself.
+        last: whether no other prediction starts from this one.
     """
     rows = of_rows(plan, sequences)
     if state.waiting and any([data.stop_ids or data.params.stop for data in rows]):
@@ -206,23 +207,23 @@ def predict(
         return None
     if len(predicted.pool.contents) < len(after.pool.contents):
         return None  # cached content would be lost
-    mixed = state.config.mixed_steps
-    if not mixed and not unknown & {seq.arrival for seq in following.seqs} <= set(sampling(plan)):
-        # an unknown token must come from the step just before; this decode sampled in an earlier
-        # one
-        return None
+    if not state.config.mixed_steps:
+        unknown_rows = unknown & {seq.arrival for seq in following.seqs}
+        if not unknown_rows <= set(sampling(plan)):
+            # an unknown token must come from the step just before; here an earlier step sampled it
+            return None
     return predicted, following
 
 
 def _placeholder_hashes(
     plan: Plan, rows: Sequence[SequenceData], config: SchedulerConfig, last: bool
 ) -> dict[str, tuple[str, ...]]:
-    """Hashes that stand for those of the blocks of generated tokens that a plan fills, whose tokens
-    are unknown.
+    """Placeholders for the hashes of the blocks that a plan fills and whose tokens are unknown, by
+    the id of the sequence.
 
-    Without a hash such a block would count as empty in the prediction once its sequence has ended,
-    or does not see it any more, and be written. So the last prediction needs those of sequences
-    that end in it alone.
+    When a sequence has ended, or does not see a block any more, a block without a hash is empty. A
+    later prediction could write to it. So in the last prediction only sequences that end need
+    placeholders.
     """
     hashes = {}
     size = config.block_size

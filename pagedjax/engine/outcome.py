@@ -1,9 +1,9 @@
 """`Outcome`: what a step computed, and `Reader`: what reads more of it than tokens.
 
 Log-probabilities, beam searches (results.py), pooled states (pooling.py), taps (taps.py) and
-structured outputs (token_masks.py) are readers; readers.py lists them. Each takes its entries and
-the outcome, and returns its entries now, and what the step's result has of it. A reader also says
-what the device must compute for it, and which tokens the next samples may have.
+structured outputs (token_masks.py) are readers; readers.py lists them. A reader takes its entries
+and the outcome. It returns its new entries, and its part of the step's result. It also says what
+the device must compute for it, and which tokens the next samples may have.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pagedjax.engine.runtime import Runtime
 from pagedjax.host.drafts import Sample
 from pagedjax.host.types import Choice, FinishReason, Plan
 
-Entries = Map[str, Any]  # of one reader, by the id of a sequence
+Entries = Map[str, Any]  # what one reader keeps, by the id of a sequence
 
 
 class Outcome(NamedTuple):
@@ -29,7 +29,7 @@ class Outcome(NamedTuple):
 
     sent: the step that computed the plan, with its output on the device.
     rows: of each row of the plan, its row in the sent step.
-    sampled: as for `scheduler.commit`.
+    sampled: the argument of `scheduler.commit`.
     data: of each row of the plan, the record of its sequence from before the step.
     """
 
@@ -85,7 +85,7 @@ class Reading(NamedTuple):
     """What a reader has read.
 
     entries: its entries after the step.
-    result: what `StepResult.outputs` has of it; anything false is left out.
+    result: its part of `StepResult.outputs`; a false value, such as (), is left out.
     choices: how beams continue, by the id of the first beam.
     ends: sequences that end now, and why.
     """
@@ -115,7 +115,8 @@ class Reader(NamedTuple):
     """An output of steps beside tokens, or what must read tokens before the next step.
 
     Attributes:
-        name: of its result in `StepResult.outputs`, and of its entries in `EngineState.readers`.
+        name: the name of its result in `StepResult.outputs`, and of its entries in
+            `EngineState.readers`.
         params: the parameters of the requests that may ask for it.
         read: (entries, outcome) -> `Reading`. It is called in each step while it has entries,
             before the commit.
@@ -125,8 +126,9 @@ class Reader(NamedTuple):
             request with a ValueError. An entry is deleted when its sequence ends.
         side_outputs: (entry) -> what the device must compute in the steps of that sequence.
         restarted: (entries) -> the entries when running sequences return to the queue.
-        masks: (entries, plan, records of the sequences) -> the tokens that samples may have, by the
-            index of the sample; of those that may not have all. None: it gives none.
+        masks: (entries, plan, records of the sequences) -> for each sample that may not have all
+            tokens, the mask of those that it may have, by the index of the sample. None: samples
+            may have all tokens.
         decides: (entries, plan) -> whether the step after that plan needs what is read of it, and
             cannot be predicted. None: it never does.
     """

@@ -9,10 +9,10 @@ In a step of decodes alone, row b has the token b. Where such steps have a progr
 cu_q_lens is None, and so is `targets`: a step in which a decode wants a prompt's log-probability is
 a mixed one. A row with k drafts has k more tokens, which are drafts, and k more samples: one after
 its known tokens and one after each draft. Padding tokens write to block 0, the trash block; padding
-rows have no tokens and length 0.
+rows have no tokens and length 0. M is the width of a block table, in blocks.
 
-`ARRAYS` lists what makes the arrays that only some engines have. A new one is a file with a class
-(device/extras.py) and a function of a `Packing`, and the function's name in `ARRAYS`.
+`ARRAYS` lists the functions that make arrays which only some engines have. A new array is a file
+with a class (device/extras.py), a function of a `Packing`, and the function's name in `ARRAYS`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ from pagedjax.host.types import Plan, Seq
 class Sources(NamedTuple):
     """What an engine, and the steps before, give to a step beside its plan.
 
-    undrafted, adapters: of a `Runtime`.
+    undrafted, adapters: the fields of `Runtime`.
     looks_ahead: whether the engine sends steps ahead.
-    previous: of a predicted plan, the step before it, which samples the unknown tokens.
+    previous: the step before a predicted plan, which samples the unknown tokens.
     unknown: arrivals of the sequences whose newest token is not known on the host.
     draft_probs: what the draft in the place of each sample was drawn from.
-    masks: by the index of a sample, the tokens that it may have; of samples that may not have all.
+    masks: for each sample that may not have all tokens, the mask of those that it may have, by the
+        index of the sample.
     """
 
     undrafted: Mapping[int, Drafted] = Map()
@@ -72,7 +73,7 @@ class Packing(NamedTuple):
     batch: the arrays that every step has.
     tables: [groups of layers, B, M].
     slots: [groups of layers, T].
-    row_of_token: [tokens] the rows of those that are not padding.
+    row_of_token: [tokens] the row of each token that is not padding.
     relative: of each sample, where the token that it follows is, relative to the row's last token.
     """
 
@@ -192,7 +193,7 @@ def attention_rows(packing: Packing) -> AttentionRows | None:
 
 
 def group_tables(packing: Packing) -> GroupTables | None:
-    """The block tables of the groups of layers behind the first one."""
+    """The block tables of the groups of layers behind the first group."""
     layout = packing.shapes.layout
     if layout is None:
         return None
@@ -239,7 +240,7 @@ ARRAYS: tuple[Callable[[Packing], Extra | None], ...] = (
 class Queries(NamedTuple):
     """The tokens of a step, row behind row, and what each row sees.
 
-    row_of_token: [tokens] the rows of those that are not padding.
+    row_of_token: [tokens] the row of each token that is not padding.
     """
 
     tokens: np.ndarray  # [T]
@@ -326,15 +327,15 @@ def pack_drafts(
 
 
 def _drafts_of_samples(plan: Plan, rows: Sequence[int], b: int) -> np.ndarray:
-    """Of each sample of a plan, which of the drafter's numbers, [k, b] in one row, is its draft.
+    """For each sample of a plan, where its draft is in the drafter's flattened [k, b] output.
 
     Args:
-        rows: those with drafts.
+        rows: the rows with drafts.
     """
     row_of_sample, relative = _samples(plan)
-    drafts = np.asarray(plan.drafts)[row_of_sample]
-    # 0, 1, ... of each row; the last sample has no draft and gets that of the one before
-    draft = np.minimum(drafts + relative, np.maximum(drafts - 1, 0))
+    num_drafts = np.asarray(plan.drafts)[row_of_sample]
+    # 0, 1, ... in each row; the last sample of a row has no draft, and gets that of the one before
+    draft = np.minimum(num_drafts + relative, np.maximum(num_drafts - 1, 0))
     column = np.searchsorted(rows, row_of_sample).clip(max=len(rows) - 1)
     return draft * b + column
 
@@ -374,7 +375,7 @@ def _samples(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
 def _targets(
     plan: Plan, data: Sequence[SequenceData], asking: np.ndarray, queries: Queries
 ) -> np.ndarray:
-    """[T] the next prompt token for rows that want prompt log-probabilities.
+    """[T] the next prompt token for rows that want prompt log-probabilities; else -1.
 
     Args:
         asking: whether each row wants them.
@@ -409,8 +410,8 @@ def _sampling_of_plan(
 
     Args:
         data, records: of each row.
-        row_of_sample, relative: as in `_samples`.
-        masks: as in `Sources`.
+        row_of_sample, relative: what `_samples` returned.
+        masks: see `Sources`.
     """
     lengths = np.asarray(plan.lengths, np.int32)
     if plan.drafts:
@@ -428,11 +429,11 @@ def _sampling(
     chain: RowChain,
     masks: Mapping[int, bytes] | None = None,
 ) -> SamplingBatch:
-    """How the samples are drawn. Arrays of features that no row uses are the blank ones.
+    """How the samples are drawn. Arrays of features that no row uses are those of `blank`.
 
     Args:
-        lengths: the tokens before each sample.
-        masks: as in `Sources`; None: no mask counts.
+        lengths: the number of tokens before each sample.
+        masks: see `Sources`; None: no mask counts.
     """
     n = len(data)
     b = len(blank.temperature)

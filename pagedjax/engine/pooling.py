@@ -19,16 +19,16 @@ from pagedjax.device.taps import NOTHING, SideOutputs
 from pagedjax.engine.outcome import NewRequest, Outcome, Reader, Reading
 from pagedjax.options.params import PoolingParams
 
-LEAST_LENGTH = 1e-12  # of a vector that is normalised, so that zeros stay zeros
+LEAST_LENGTH = 1e-12  # a normalised vector is divided by at least this, so that zeros stay zeros
 
 
 class Pool(NamedTuple):
     """What is known of one prompt.
 
-    side_outputs: of its steps: the last hidden states, if it needs more than that of its
-        last token.
-    parts: of "MEAN" the sum of the states so far, [1, H] float64; else the states that are pooled, [n, H]
-        float32.
+    side_outputs: what its steps must return: the last hidden states, if it needs more than the
+        state of its last token.
+    parts: for "MEAN" the sum of the states so far, [1, H] float64; else the states that are pooled,
+        [n, H] float32. H is the number of hidden dimensions.
     """
 
     params: PoolingParams
@@ -100,9 +100,8 @@ def added(pool: Pool, first: int, states: np.ndarray) -> Pool:
     parts = pool.parts if first else ()
     match pool.params.kind:
         case "MEAN":  # in float64, so that the chunks make no difference
-            return pool._replace(
-                parts=(sum(parts, states.sum(0, dtype=np.float64, keepdims=True)),)
-            )
+            total = states.sum(0, dtype=np.float64, keepdims=True)
+            return pool._replace(parts=(sum(parts, total),))
         case "CLS":
             return pool._replace(parts=parts or (states[:1].astype(np.float32),))
         case "LAST":
@@ -111,7 +110,7 @@ def added(pool: Pool, first: int, states: np.ndarray) -> Pool:
 
 
 def vectors(pool: Pool, tokens: int) -> np.ndarray:
-    """[H], or of "token_embed" [tokens, H] float32: what a user gets of a whole prompt of so many
+    """[H] float32, or [tokens, H] of kind "ALL": what a user gets for a whole prompt of so many
     tokens.
     """
     params = pool.params

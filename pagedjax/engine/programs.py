@@ -49,7 +49,7 @@ def compile_all(
     """Compile every program, the largest first and the others side by side.
 
     Args:
-        shapes: of all programs, the largest step last.
+        shapes: the shapes of all programs, the largest step last.
         settle: (program of the largest step) -> the configuration that fits beside it. If it has
             another number of blocks, this program is compiled again.
 
@@ -78,16 +78,16 @@ def compile_all(
 
 
 class LazyPrograms(dict[Shape, Any]):
-    """Programs by their shape; a missing one is compiled. `build` is as in `compile_all`."""
+    """Programs by their shape; a missing program is compiled. `build` is that of `compile_all`."""
 
     def __init__(self, build: Build, config: Resolved) -> None:
         super().__init__()
         self._build = build
         self._config = config
-        self._on_disk = compilations.disk_cache_active()
+        self._uses_disk_cache = compilations.disk_cache_active()
 
     def __missing__(self, shape: Shape) -> Any:
-        with compilations.disk_cache(self._on_disk):
+        with compilations.disk_cache(self._uses_disk_cache):
             self[shape] = self._build(shape, self._config)
         return self[shape]
 

@@ -23,12 +23,14 @@ READERS: tuple[Reader, ...] = (
     token_masks.MASKS,
 )
 
-Readers = Map[str, Entries]  # by the name of a reader; of those that have entries
+Readers = Map[str, Entries]  # by the name of a reader, for the readers that have entries
 
 
 class Read(NamedTuple):
-    """What all readers have read of a step; fields as in `Reading`. outputs: by the reader's
-    name.
+    """What all readers have read of a step, together (see `Reading`).
+
+    readers: the entries of all readers after the step.
+    outputs: the results, by the reader's name.
     """
 
     readers: Readers
@@ -38,7 +40,7 @@ class Read(NamedTuple):
 
 
 def start(readers: Readers, request: NewRequest) -> Readers:
-    """The entries with those of a new request.
+    """Adds the entries of a new request.
 
     Raises:
         ValueError: a reader refuses the request.
@@ -90,8 +92,8 @@ def side_outputs_of(readers: Readers, sequence_ids: Iterable[str]) -> SideOutput
 def masks_of(
     readers: Readers, plan: Plan, sequences: Mapping[str, SequenceData]
 ) -> Mapping[int, bytes]:
-    """By the index of the sample, the tokens that the samples of a plan may have; of those that may
-    not have all.
+    """For each sample of a plan that may not have all tokens, the mask of those that it may have,
+    by the index of the sample.
     """
     masks: dict[int, bytes] = {}
     for reader, entries in _asked(readers):
@@ -116,7 +118,7 @@ def restarted(readers: Readers) -> Readers:
 
 
 def without(readers: Readers, names: Iterable[str]) -> Readers:
-    """The entries without those of sequences that have ended."""
+    """The entries without the sequences `names`, which have ended."""
     for reader, entries in readers.items():
         for name in names:
             if name in entries:

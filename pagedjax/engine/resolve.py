@@ -1,4 +1,4 @@
-"""What the user left open is chosen here, once, with the model and the device in view."""
+"""Chooses what the user left open, once, by what the model and the device need."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def resolve(
 
     Args:
         device_memory: what is free; None reads it now.
-        activations: bytes that a step needs beside weights and cache, once that is known.
-        draft: what drafts on the device, if something does.
+        activations: bytes that a step needs beside weights and cache; 0 if that is not known yet.
+        draft: the model that drafts on the device, if there is one.
 
     Raises:
         ValueError: another dtype or weight_dtype than the model has, max_model_len beyond the
@@ -181,7 +181,7 @@ def _check_invariant(config: DecoderConfig) -> None:
 
 
 def free_memory(model: Model) -> memory.DeviceMemory:
-    """The memory of the model's device with the least free memory, among those of all processes."""
+    """The memory of the device with the least free memory, among the model's devices everywhere."""
     devices = [
         device for device in devices_of(model) if device.process_index == jax.process_index()
     ]
@@ -240,8 +240,8 @@ def check_draft(config: EngineConfig, model: Model, draft: DraftModel | None, le
 
 
 def smallest_step(platform: str, dtype: str, linear: str) -> int:
-    """2 where a product of one row would convert the whole weight in every step: XLA's in 16 bits
-    on a CPU. Else 1.
+    """The fewest tokens of a step. It is 2 where a product of one row would convert the whole
+    weight in every step: XLA's product in 16 bits on a CPU. Else it is 1.
     """
     return 2 if platform == "cpu" and dtype != "float32" and linear == "xla" else 1
 

@@ -20,8 +20,8 @@ def start_search(request: NewRequest) -> Mapping[str, RunningSearch | None]:
 
 
 def advance_searches(searches: Map[str, RunningSearch], outcome: Outcome) -> Reading:
-    """Advance the searches whose branches have all been computed. The result is those that ended, a
-    `BeamResult` each.
+    """Advance the searches whose branches have all been computed. The result has a `BeamResult` for
+    each search that ended.
 
     Args:
         searches: by the id of their first branch.
@@ -66,7 +66,7 @@ def without_offers(searches: Map[str, RunningSearch]) -> Map[str, RunningSearch]
 
 def read_logprobs(entries: Entries, outcome: Outcome) -> Reading:
     """The result is the log-probabilities that rows asked for: of prompt tokens, then of sampled
-    ones.
+    tokens.
     """
     return Reading(entries, (*_of_prompts(entries, outcome), *_of_samples(entries, outcome)))
 
@@ -130,7 +130,7 @@ def _ranked(
 
     Args:
         ranked: a `Ranked` on the host.
-        count: of most likely tokens; a vocabulary may be smaller.
+        count: the number of most likely tokens; a vocabulary may be smaller.
     """
     ids = ranked.top_ids[i, :count]
     logprobs = ranked.top_logprobs[i, :count]

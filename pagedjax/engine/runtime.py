@@ -55,8 +55,8 @@ from pagedjax.weights.trained import on_mesh, replaced, with_linear
 
 # Programs that move blocks move a fixed number, with the trash block as padding. A branch copies
 # one block now and then; a swapped sequence moves all of its blocks.
-COPIES = 8  # blocks of one copy on the device
-SWAPPED_BYTES = 16 * memory.MIB  # of one transfer to or from the host
+COPIES = 8  # the blocks of one copy on the device
+SWAPPED_BYTES = 16 * memory.MIB  # the bytes of one transfer to or from the host
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Runtime:
     config: nothing in it is left open.
     leaves: the model's parameters as a step takes them, and behind them the draft model's.
     chain: the sampling options, in their order.
-    blanks: by their number, the arrays of samples that use no option, on the device.
+    blanks: by the number of samples, their arrays if no sample uses an option, on the device.
     programs: by the shape of a step, its compiled program; by a `DraftShape`, the draft model's.
     tapped: by what steps return beside samples, and by the shape of a step, its program. It is
         compiled when a step first needs it.
@@ -304,7 +304,7 @@ def _memory_report(
     *,
     weights: int,
 ) -> memory.MemoryReport:
-    """Where the memory of the device goes, in bytes. weights: of all parameters."""
+    """Where the memory of the device goes, in bytes. `weights` is the size of all parameters."""
     config = compiled.config
     activations = None
     if config.compilation != "lazy":
@@ -350,7 +350,7 @@ class BlankInputs(NamedTuple):
 
     sampling, drafted: by the number of samples, as `blanks` and `undrafted` of a runtime.
     steps, drafts: whole batches that compute nothing, by the shape of their program.
-    nbytes: of the device's memory that inputs take: all blanks, a largest batch, and the
+    nbytes: bytes of device memory that inputs take: all blanks, a largest batch, and the
         probabilities of drafts.
     """
 
@@ -378,11 +378,12 @@ def _blank_inputs(
     steps = {shape: blank_batch(sizes, shape, sampling, chain, sources) for shape in sizes.steps}
     drafts = {shape: _blank_drafts(sizes, shape, sampling) for shape in draft_shapes}
     on_device = [blank for r, blank in drafted.items() if r <= sizes.max_seqs]
-    # a step may replace the blanks
+    # a step may have its own arrays beside the blanks
     nbytes = memory.nbytes((sampling, on_device)) + memory.nbytes(steps[sizes.steps[-1]])
-    if sizes.keeps_probs:  # the draft model's program keeps those of every draft
+    if sizes.keeps_probs:  # the draft model's program keeps the probabilities of every draft
         draft_rows = max(shape.rows for shape in draft_shapes)
-        nbytes += 4 * sizes.drafts * draft_rows * sizes.vocab_size
+        float32_bytes = 4
+        nbytes += float32_bytes * sizes.drafts * draft_rows * sizes.vocab_size
     return BlankInputs(sampling, drafted, steps, drafts, nbytes)
 
 
@@ -451,7 +452,7 @@ def _facts(
     """
     model = spec.model
     chain = spec.chain
-    # the code of an output of samples may be a user's, and that of a batch's arrays too
+    # the code of an output of samples may be a user's, and so may the code of a batch's array
     arrays = [extra for batch in spec.inputs.steps.values() for extra in batch.extras]
     if side_outputs.samples or any(type(extra).__module__ != extras.__name__ for extra in arrays):
         return None
@@ -498,8 +499,9 @@ def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KV
         blank = blank_batch(runtime.shapes, shape, runtime.blanks, runtime.chain, sources)
         pages, output = runtime.programs[shape](runtime.leaves, pages, joined(blank))
         jax.block_until_ready(output)
-        # else their first times are too long
-        for draft in runtime.shapes.draft_shapes if runtime.draft_model else ():
+        # otherwise the first times of drafts would be too long
+        draft_shapes = runtime.shapes.draft_shapes if runtime.draft_model else ()
+        for draft in draft_shapes:
             batch = _blank_drafts(runtime.shapes, draft, runtime.blanks)
             batch = batch._replace(counts=np.ones(draft.rows, np.int32))  # into the trash block
             pages, output = runtime.programs[draft](runtime.leaves, pages, batch)

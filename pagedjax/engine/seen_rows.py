@@ -1,9 +1,9 @@
 """Rows of attention under a KV policy: which blocks each query of a step sees, as compact block
 tables.
 
-A chunk is cut where a block begins, because queries of different blocks see different ones. While
-the window reaches back to the sequence's beginning they see the same ones, so the first part of a
-chunk is not cut:
+A chunk is cut where a block begins, because queries in different blocks see different blocks. While
+the window reaches back to the sequence's beginning, they see the same blocks, so the first part of
+a chunk is not cut:
 
     blocks of a sequence   0  1  2  3  4  5        window 2, block 0 kept, a chunk over all of them
     rows                   |0 1 2    |3   |4   |5  |
@@ -40,18 +40,18 @@ def rows_of(
     """
     assert shapes.view is not None
     size = shapes.block_size
-    rows = shapes.attention_rows(t)
-    row, begin, count = _cut(starts, counts, _blocks_of_first_part(*shapes.view), size)
-    num_rows = len(row)
+    padded_rows = shapes.attention_rows(t)
+    step_row, begin, count = _cut(starts, counts, _blocks_of_first_part(*shapes.view), size)
+    num_rows = len(step_row)
     end = begin + count
     blocks, lengths = _seen_blocks(end, *shapes.view, size)
-    entries = np.take_along_axis(tables[row], np.minimum(blocks, tables.shape[1] - 1), axis=1)
+    entries = np.take_along_axis(tables[step_row], np.minimum(blocks, tables.shape[1] - 1), axis=1)
 
-    block_tables = np.zeros((rows, entries.shape[1]), np.int32)
+    block_tables = np.zeros((padded_rows, entries.shape[1]), np.int32)
     block_tables[:num_rows] = np.where(blocks * size < end[:, None], entries, 0)
-    seq_lens = np.zeros(rows, np.int32)
+    seq_lens = np.zeros(padded_rows, np.int32)
     seq_lens[:num_rows] = lengths
-    cu_q_lens = np.zeros(rows + 1, np.int32)
+    cu_q_lens = np.zeros(padded_rows + 1, np.int32)
     cu_q_lens[1 : num_rows + 1] = np.cumsum(count)
     cu_q_lens[num_rows + 1 :] = cu_q_lens[num_rows]
     of_samples = np.searchsorted(cu_q_lens[1 : num_rows + 1], last, side="right")
@@ -74,7 +74,7 @@ def _seen_blocks(
     First the sinks before the window, then the window's blocks.
 
     Args:
-        end: [A] tokens of the sequence up to and with the row's last one.
+        end: [A] the number of tokens of the sequence up to the row's last token, which counts.
     """
     window_first = np.maximum((end - 1) // size - window + 1, 0)
     outside = np.asarray(sinks, np.int64)[None] < window_first[:, None]  # [A, sinks]
@@ -87,18 +87,18 @@ def _seen_blocks(
 def _cut(
     starts: Sequence[int], counts: Sequence[int], first_part: int, size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(row, first token, tokens) of each row of attention.
+    """(row of the step, first token, number of tokens) of each row of attention.
 
     Args:
-        first_part: `_blocks_of_first_part`.
+        first_part: what `_blocks_of_first_part` returned.
     """
     start = np.asarray(starts, np.int64)
     count = np.asarray(counts, np.int64)
     first = np.maximum(start // size, first_part - 1)
     last = np.maximum((start + count - 1) // size, first_part - 1)
-    pieces = last - first + 1
-    row = np.repeat(np.arange(len(start)), pieces)
-    piece = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    num_pieces = last - first + 1
+    row = np.repeat(np.arange(len(start)), num_pieces)
+    piece = np.arange(len(row)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
     begin = np.where(piece == 0, start[row], (first[row] + piece) * size)
     end = np.minimum((first[row] + piece + 1) * size, (start + count)[row])
     return row, begin, end - begin

@@ -2,7 +2,7 @@
 than a step.
 
     init(runtime) -> state
-    submit(runtime, state, request) -> state       or ValueError, and the state is the one before
+    submit(runtime, state, request) -> state       or ValueError, and the state before stays valid
     cancel(state, sequence_id) -> (state, events)
     forget(state) -> state                         the prefix cache
     update(state, pending) -> state                after which the runtime has other parameters
@@ -47,8 +47,8 @@ class EngineState(NamedTuple):
     cache: keys and values on the device; None until the next step allocates it.
     drafting: what is known of drafts; None without speculation.
     host_cache: the swap space, in host memory; None without swapping.
-    result: of a step whose caller did not receive it, because Ctrl-C came in between; the next call
-        returns it.
+    result: the result of a step whose caller did not receive it, because Ctrl-C came in between;
+        the next call returns it.
     log: transitions that no recorder has written yet.
     readers: what readers of outcomes know of unfinished sequences (readers.py): beam searches,
         pooled prompts, taps, matchers.
@@ -77,7 +77,7 @@ class EngineState(NamedTuple):
 
 
 def init(runtime: Runtime, cache: KVCache | None = None) -> EngineState:
-    """No request, and nothing in the cache."""
+    """The state without requests, with an empty cache."""
     config = runtime.scheduler_config
     pages = runtime.new_cache() if cache is None else cache
     options = runtime.config.speculative
@@ -148,7 +148,7 @@ def with_events(
         return state._replace(sequences=sequences)
     tokens = [event for event in events if not isinstance(event, Finished)]
     sequences = apply_events(state.sequences, tokens, before.running, spare)
-    if state.drafting:  # it learns from their last tokens too
+    if state.drafting:  # the drafter learns from the last tokens of ended sequences, too
         drafting.ended(state.drafting, ended, sequences)
     sequences = apply_events(sequences, tuple(ended.values()), before.running)
     return state._replace(sequences=sequences, readers=readers.without(state.readers, ended))

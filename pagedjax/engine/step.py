@@ -32,8 +32,8 @@ class ScheduledStep(NamedTuple):
     """What a step will compute. Nothing was sent to the device yet.
 
     scheduler: the scheduler's state after `schedule`.
-    drafts: how many were asked for each decode.
-    offered: how many it offered, by sequence id.
+    drafts: how many drafts were wanted for each decode.
+    offered: how many drafts there are, by sequence id.
     started: seconds of time.perf_counter.
     compiled: how many programs this process had compiled by then; a policy may compile some.
     """
@@ -50,8 +50,8 @@ def schedule(runtime: Runtime, state: EngineState, drafts: int | None = None) ->
     """Ask for drafts, and schedule the next step.
 
     Args:
-        drafts: of each decode; None: as many as pay by the times of past steps. Nothing else
-            depends on a clock.
+        drafts: how many for each decode; None: as many as pay by the times of past steps. Nothing
+            else depends on a clock.
     """
     started = time.perf_counter()
     compiled = compilations.compilations()
@@ -103,6 +103,7 @@ def step(
     plan = scheduled.plan
     computed = compute(runtime, state, scheduled)
     sent = computed.sent
+    # a predicted step may have ended before this call began
     was_done = not computed.overlaps and sent.sent_at < scheduled.started and sent.ready
     tokens = np.asarray(sent.output.sampled.tokens)
     arrived = time.perf_counter()
@@ -116,14 +117,14 @@ def step(
     state, events, outputs = commit(runtime, state, scheduled, computed, outcome)
 
     finished = time.perf_counter()
-    until = finished if computed.overlaps else arrived
-    seconds = sent.draft_seconds + until - max(scheduled.started, sent.sent_at)
+    busy_until = finished if computed.overlaps else arrived
+    busy_seconds = sent.draft_seconds + busy_until - max(scheduled.started, sent.sent_at)
     result = StepResult(
         plan=plan,
         events=events,
         started=scheduled.started,
         finished=finished,
-        device_seconds=0.0 if was_done else seconds,
+        device_seconds=0.0 if was_done else busy_seconds,
         draft_seconds=sent.draft_seconds,
         draft_rows=sent.draft_rows,
         padded_tokens=sent.padded_tokens,
@@ -223,7 +224,7 @@ def send(
     """Have the device compute a plan, after the steps that were sent to it before.
 
     Args:
-        previous: of a predicted plan, the step before it, which samples the unknown tokens.
+        previous: the step before a predicted plan, which samples the unknown tokens.
         unknown: arrivals of the sequences whose newest token is not known on the host.
     """
     cache = move_blocks(runtime, state, cache, plan)
@@ -272,7 +273,7 @@ def batch_of(
     unknown: Set[int],
     draft_probs: jax.Array | None = None,
 ) -> Batch:
-    """The arrays of a plan; arguments as in `send`, and what `run_drafter` returns."""
+    """The arrays of a plan. The arguments are those of `send`, and what `run_drafter` returned."""
     sources = Sources(
         undrafted=runtime.undrafted,
         adapters=runtime.adapters,
@@ -287,8 +288,8 @@ def batch_of(
 
 
 def present_shapes(runtime: Runtime) -> Shapes:
-    """The shapes of the runtime, with those buckets alone that a step may have now. It is read once
-    a step, because programs that are compiled behind the steps come in at any time.
+    """The shapes of the runtime, with only those buckets that a step may have now. They are read
+    once a step, because a program that is compiled beside the steps may come in at any time.
     """
     programs = runtime.programs
     if not isinstance(programs, BackgroundPrograms):

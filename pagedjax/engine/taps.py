@@ -1,9 +1,9 @@
 """Taps of requests: what a step must return beside samples, and what each request gets of it.
 
-A step gives parts (`read`), by positions; whoever keeps them (a session, a recording) puts them
-together (`collect`). So a part that is computed again, after a preemption or a failed step,
-overwrites the same positions. Rejected drafts and rows of predicted steps that were not needed are
-in no part.
+A step gives parts (`read`), by positions. A session or a recording keeps the parts, and puts them
+together (text/tap_arrays.py). So a part that is computed again, after a preemption or a failed
+step, overwrites the same positions. Rejected drafts and rows of predicted steps that were not
+needed are in no part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pagedjax.host.request_limits import final_length
 from pagedjax.options.params import SamplingParams, Taps
 from pagedjax.text.tap_arrays import TapPart
 
-NUMBER = 4  # bytes: arrays are float32 and int32
+NUMBER_BYTES = 4  # arrays are float32 and int32
 
 
 # --- a request ------------------------------------------------------------------------------------
@@ -59,8 +59,8 @@ def side_outputs_by(
     """The side outputs of the steps that compute a request.
 
     Args:
-        name: of the request.
-        tokens: of a branch at its longest, with the prompt.
+        name: the id of the request.
+        tokens: the number of tokens of a branch at its longest, with the prompt.
 
     Raises:
         ValueError: layers or heads that the model does not have, experts of a dense layer,
@@ -137,16 +137,16 @@ def nbytes(
     side_outputs: SideOutputs, c: DecoderConfig, prompt_len: int, tokens: int, branches: int = 1
 ) -> int:
     """Bytes of a request's arrays at its longest. The last token of a branch is not computed."""
-    position = NUMBER * c.hidden * len(side_outputs.hidden)
-    if side_outputs.experts:
+    position_bytes = NUMBER_BYTES * c.hidden * len(side_outputs.hidden)
+    if side_outputs.experts:  # an id and a weight of each chosen expert
         assert c.experts is not None
-        position += 2 * NUMBER * c.experts.chosen * len(side_outputs.experts)
+        position_bytes += 2 * NUMBER_BYTES * c.experts.chosen * len(side_outputs.experts)
     outputs = tokens - prompt_len
     heads = sum(len(heads_of_layer) for _, heads_of_layer in side_outputs.attention)
-    # of the outputs: prompt_len, prompt_len + 1, ...
+    # the sum of the outputs' contexts, which have prompt_len, prompt_len + 1, ... tokens
     contexts = outputs * prompt_len + outputs * (outputs - 1) // 2
-    of_branch = position * (outputs - 1) + NUMBER * heads * contexts
-    return position * prompt_len + branches * of_branch
+    branch_bytes = position_bytes * (outputs - 1) + NUMBER_BYTES * heads * contexts
+    return position_bytes * prompt_len + branches * branch_bytes
 
 
 # --- a step ---------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def _part_of(
 
     Args:
         taps: a `Tapped` with numpy arrays.
-        first_token, first_sample: of the row, among those of the sent step.
+        first_token, first_sample: where the row's tokens and samples begin in the sent step.
     """
     plan = outcome.plan
     num_samples = len(outcome.tokens_of(row))
@@ -237,8 +237,8 @@ def _part_of(
 def _attention_of(
     side_outputs: SideOutputs, outcome: Outcome, row: int, taps: Any, samples: slice
 ) -> dict[int, list[np.ndarray]]:
-    """By layer, what the tokens that the `samples` of a row follow weigh values with: of each
-    sample [heads, positions]. Arguments as in `_part_of`.
+    """By layer, the probabilities of attention of the tokens that the `samples` of a row follow,
+    for each sample [heads, positions]. The other arguments are those of `_part_of`.
     """
     heads_of = dict(outcome.sent.side_outputs.attention)
     attention = {}
@@ -260,6 +260,3 @@ def _on_host(taps: Tapped, side_outputs: SideOutputs) -> Any:
         {},
     )
     return jax.device_get(chosen)
-
-
-# --- together -------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Structured outputs in the engine: a reader that knows the matcher of each sequence.
 
-It gives the masks of a step's samples and the drafts that a grammar forces. It reads the tokens
-that come, and ends the sequences whose matcher has failed.
+The reader gives the masks of a step's samples and the drafts that a grammar forces. It reads the
+new tokens, and ends the sequences whose matcher has failed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pagedjax.text.structured.matcher import MaskRow, Matcher, masks
 log = logging.getLogger("pagedjax.engine")
 
 Matchers = Map[str, Matcher]  # by sequence id
+# (known tokens [length], most drafts) -> drafts
 Propose = Callable[[np.ndarray, int], Sequence[int] | np.ndarray]
 
 
@@ -34,15 +35,17 @@ def start(request: NewRequest) -> Mapping[str, Matcher]:
 def of_samples(
     matchers: Matchers, plan: Plan, sequences: Mapping[str, SequenceData]
 ) -> Mapping[int, bytes]:
-    """By the index of the sample, the mask of each sample of a row that has a matcher and samples
-    in this step.
+    """Returns sample index -> mask, for the samples of the rows that have a matcher and sample in
+    this step.
+
+    A mask is the bytes of uint32 words with one bit for each token, set if the token is allowed.
 
     Args:
         sequences: the records, by id. Drafts are in their tokens, behind the known ones.
     """
     mask_rows = []
     drafts = plan.drafts or (0,) * len(plan.seqs)
-    first = 0
+    first = 0  # the index of a row's first sample
     for seq, start, count, length, k in zip(
         plan.seqs, plan.starts, plan.counts, plan.lengths, drafts, strict=True
     ):
@@ -63,8 +66,8 @@ def of_samples(
 def drafts(
     matcher: Matcher | None, data: SequenceData, length: int, k: int, propose: Propose
 ) -> Sequence[int] | np.ndarray:
-    """At most k drafts: the tokens that the grammar forces, then those of (tokens, k) -> drafts
-    that it allows.
+    """At most k drafts: the tokens that the grammar forces, then those that `propose` gives, up to
+    the first one that the grammar does not allow.
 
     A forced token is a draft like any other: it is accepted because nothing else can be sampled. So
     a text that must come takes one step (jump-forward decoding).
@@ -81,8 +84,8 @@ def drafts(
 
 
 def read(matchers: Matchers, outcome: Outcome) -> Reading:
-    """Let the matchers take the new tokens. A sequence whose matcher has failed ends, unless this
-    step ends it. The log says why a matcher has failed.
+    """Let the matchers take the new tokens. A sequence whose matcher has failed is ended, unless
+    this step ends it anyway. The log says why a matcher has failed.
     """
     plan = outcome.plan
     ends: dict[str, FinishReason] = {}
@@ -107,8 +110,8 @@ def read(matchers: Matchers, outcome: Outcome) -> Reading:
 
 
 def decides(matchers: Matchers, plan: Plan) -> bool:
-    """Whether a row has a matcher: what its grammar allows next depends on the token that is not
-    known yet.
+    """Whether the step after this plan cannot be predicted: a row has a matcher, and its grammar
+    needs the token that this plan samples.
     """
     return any(seq.request_id in matchers for seq in plan.seqs)
 

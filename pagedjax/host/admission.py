@@ -14,13 +14,13 @@ from pagedjax.host.preemption import Pairs
 from pagedjax.host.types import HOLE, CurrentSeqs, Running, SchedulerConfig, Seq
 from pagedjax.options.own_errors import placed
 
-# what does not suffice for a sequence that would enter; "piece": blocks in a row (reservation.py);
-# "policy": its `admit` refuses
+# what does not suffice for a sequence that would enter; "piece": contiguous blocks
+# (reservation.py); "policy": its `admit` refuses
 Shortage = Literal["tokens", "rows", "blocks", "piece", "policy"]
 
 
 class Refusal(NamedTuple):
-    """Why sequences do not enter: what they need of something, and how much of it is free."""
+    """Why sequences do not enter: what is short, how much of it they need, how much is free."""
 
     shortage: Shortage
     need: int
@@ -31,11 +31,11 @@ class Admission(NamedTuple):
     """The sequences admitted so far, and what is left for others."""
 
     pool: BlockPool
-    # keys of blocks -> the blocks that rows of this step fill; owned by this value alone
+    # key of a block -> the block, for the blocks that rows of this step fill; `enter` adds to it
     filling_now: dict[str, int]
     budget: int  # tokens
     free_rows: int
-    # host block -> device block, of full blocks
+    # host block -> device block, for the full blocks that this step moves back
     swapped_in: Mapping[int, int]
     admitted: tuple[Seq, ...] = ()
     swap_in: Pairs = ()
@@ -98,7 +98,7 @@ def ordered(
     """The waiting sequences that the policy offers, in its order.
 
     Raises:
-        ValueError: it offers something else.
+        ValueError: the policy offers something else.
     """
     records: Any = CurrentSeqs(active)
     queue = called(
@@ -143,9 +143,7 @@ def groups(queue: Sequence[Seq]) -> Iterator[list[Seq]]:
 def _admit_one(
     admission: Admission, policy: Policy, seq: Seq, config: SchedulerConfig
 ) -> Admission | Refusal:
-    """Gives a sequence its blocks, if they suffice, and the tokens do for a prompt that must not be
-    cut.
-    """
+    """Admits a sequence and gives it its blocks; or says what does not suffice for it."""
     cached = _cached_blocks(admission, seq, config)
     need, free = _need(admission, seq, cached, config)
     if need > free:
@@ -155,7 +153,7 @@ def _admit_one(
     pool = admission.pool
     promised = admission.promised
     if config.views:
-        # blocks for what this step computes; the others follow, when some of these are given back
+        # blocks for what this step computes; later steps allocate the others
         need, later_need = views.entry_blocks(config, seq, cached, free, admission.budget)
         promised += later_need - views.entry_need(config, seq)
     if config.reservation == "none":
@@ -200,8 +198,10 @@ def chunk_size(seq: Seq, budget: int, config: SchedulerConfig) -> int:
 
 
 def _cached_blocks(admission: Admission, seq: Seq, config: SchedulerConfig) -> tuple[int, ...]:
-    """The device blocks that a sequence shares: of a sequence in the swap space, those that were
-    moved back for another branch; else those of its beginning, with holes.
+    """The device blocks that a sequence shares.
+
+    A sequence in the swap space shares the full blocks that this step moves back for another
+    branch. Any other sequence shares the cached blocks of its beginning, with holes.
     """
     if not seq.blocks:
         return prefix_sharing.find(admission.pool, admission.filling_now, seq, config)
@@ -232,8 +232,8 @@ def _full_entries(seq: Seq, config: SchedulerConfig) -> int:
 def _swap_in(
     swapped_in: dict[int, int], seq: Seq, new_blocks: tuple[int, ...], config: SchedulerConfig
 ) -> tuple[tuple[int, ...], Pairs]:
-    """The device blocks of a sequence in the swap space -> (block table, (host block, device block)
-    of the blocks to move).
+    """Returns the block table of a sequence that leaves the swap space, and (host block, device
+    block) of the blocks to move.
 
     Branches share a full block, which is moved once and added to `swapped_in`. A block that is not
     full is moved once for each branch, because each of them writes to it in this step.

@@ -1,7 +1,7 @@
 """The block pool: the owners and the content of cache blocks. Every transition returns a new pool
 and does not change the old one.
 
-Ids are 1 to num_blocks; block 0 is the trash block and never in the pool. In a block table it is a
+Ids are 1 to num_blocks; block 0 is the trash block and never in the pool. A 0 in a block table is a
 hole (views.py), which `share` and `release` skip. A block is in one of three states:
 
     empty --allocate--> owned (one or more block tables --release--> empty, or idle if its
@@ -94,7 +94,7 @@ def _from_flat(
 def init(num_blocks: int) -> BlockPool:
     if num_blocks < 1:
         raise ValueError(f"num_blocks is {num_blocks}; the pool needs at least 1")
-    return BlockPool(num_blocks, num_blocks, 1, None, Map())
+    return BlockPool(num_blocks, num_free=num_blocks, fresh=1, returned=None, owners=Map())
 
 
 def needed(tokens: int, block_size: int) -> int:
@@ -105,8 +105,8 @@ def needed(tokens: int, block_size: int) -> int:
 def allocate(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] | None:
     """Takes n free blocks, one owner each -> (pool, ids); None if fewer are free.
 
-    Empty blocks are taken first, then idle ones, least recently used first. The content of these is
-    lost.
+    Empty blocks are taken first, then idle ones, least recently used first. An idle block that is
+    taken loses its content.
     """
     if n > pool.num_free:
         return None
@@ -149,36 +149,40 @@ def allocate_run(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] |
         raise ValueError(
             "runs come from pools that share nothing, and this one has published blocks"
         )
-    used = list(
-        accumulate((block in pool.owners for block in range(1, pool.num_blocks + 1)), initial=0)
-    )
-    start = _smallest_piece(used, n)
+    owned = [block in pool.owners for block in range(1, pool.num_blocks + 1)]
+    num_owned_before = list(accumulate(owned, initial=0))
+    start = _smallest_piece(num_owned_before, n)
     if start is None:
         return None
     ids = tuple(range(start + 1, start + n + 1))
     owners = pool.owners.update(dict.fromkeys(ids, 1))
     returned = None
     for block in reversed(free_ids(pool)):
-        returned = returned if block in owners else (block, returned)
+        if block not in owners:
+            returned = (block, returned)
     end = pool.num_blocks + 1
     return pool._replace(
         num_free=pool.num_free - n, fresh=end, returned=returned, owners=owners
     ), ids
 
 
-def _smallest_piece(used: Sequence[int], n: int) -> int | None:
+def _smallest_piece(num_owned_before: Sequence[int], n: int) -> int | None:
     """The start of the smallest free piece of at least n blocks; None if there is none.
 
     Args:
-        used: used[i] is the number of owned blocks before block i.
+        num_owned_before: for each place, counted from 0, the number of owned blocks before it.
     """
-    num_blocks = len(used) - 1
+    num_blocks = len(num_owned_before) - 1
+
+    def is_free(start: int, size: int) -> bool:
+        end = start + size
+        return end <= num_blocks and num_owned_before[end] == num_owned_before[start]
+
     size = n
     while size <= num_blocks:
         for start in range(0, num_blocks - size + 1, size):
-            twin = start ^ size
-            merged = twin + size <= num_blocks and used[twin + size] == used[twin]
-            if used[start + size] == used[start] and not merged:
+            twin = start ^ size  # if both are free, they are one larger piece
+            if is_free(start, size) and not is_free(twin, size):
                 return start
         size *= 2
     return None

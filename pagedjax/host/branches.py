@@ -16,7 +16,7 @@ from pagedjax.host.types import Beamed, Choice, Event, Forked, Running, Schedule
 
 
 def unforked(seqs: Sequence[Seq], rows: Sequence[int]) -> list[int]:
-    """Those of some rows whose branches have not forked yet, and the beams."""
+    """The rows among `rows` of requests whose branches have not forked yet, and of beams."""
     return [i for i in rows if not seqs[i].request.advances_alone]
 
 
@@ -154,8 +154,8 @@ def arrivals(
 def shared(
     pool: BlockPool, active: Running, forked: frozenset[int], config: SchedulerConfig
 ) -> list[tuple[int, int]]:
-    """(index of a branch, entry of its block table) whose next write is to a block that others own
-    or can find. The last owner keeps the block.
+    """Returns (index of a branch, index in its block table) of each block that must be copied: the
+    branch writes to it next, and others own it or can find it. The last owner keeps the block.
 
     Only the first token after a fork can be written to such a block; after that the branch has its
     own.
@@ -163,13 +163,17 @@ def shared(
     Args:
         forked: what `arrivals` returned.
     """
+    if not forked:
+        return []
     entries: list[tuple[int, int]] = []
     num_owners: dict[int, int] = {}  # of a block, without the branches that copy it
     size = config.block_size
     groups = config.groups
-    for i, seq in enumerate(active.seqs) if forked else ():
-        if seq.arrival not in forked or not active.computed[i] * groups < len(seq.blocks) * size:
+    for i, seq in enumerate(active.seqs):
+        if seq.arrival not in forked:
             continue
+        if active.computed[i] * groups >= len(seq.blocks) * size:
+            continue  # its next token is in a new block
         first = active.computed[i] // size * groups
         for entry in range(first, first + groups):
             block = seq.blocks[entry]

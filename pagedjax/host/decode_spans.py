@@ -25,14 +25,14 @@ def steps_ahead(state: SchedulerState, ends: Mapping[str, int] = NO_ENDS) -> int
     """The number of next steps that certainly compute one token of each running sequence, and
     nothing else.
 
-    In none of them does a sequence enter, fork, end or lose its blocks. 0: the next step may be
-    another one. It is also 0 where this function would have to know more: if a request waits and
-    there is room for another row, if there are stop tokens, sequences that do not advance alone,
-    branches that may have to copy a block, or queries that do not see all blocks.
+    In none of these steps does a sequence enter, fork, end or lose its blocks. 0: the next step may
+    do something else. It is also 0 where this function would have to know more: if a request waits
+    and there is room for another row, if there are stop tokens, sequences that do not advance
+    alone, branches that may have to copy a block, or queries that do not see all blocks.
 
     Args:
-        ends: by sequence id, its length when a stop token ends it. Given some, no other sequence
-            has stop tokens.
+        ends: by sequence id, its length when a stop token ends it. If some are given, no other
+            sequence has stop tokens.
     """
     config = state.config
     seqs, lengths, computed = state.running
@@ -124,11 +124,11 @@ def _block_changes(
     for i, (seq, computed) in enumerate(
         zip(state.running.seqs, state.running.computed, strict=True)
     ):
-        first = len(seq.blocks) * size - computed
-        changes += [(step, False, i) for step in range(first, steps, size)]
+        first_allocation = len(seq.blocks) * size - computed
+        changes += [(step, False, i) for step in range(first_allocation, steps, size)]
         if seq.hashes or seq.request.request_id in hashes:
-            first = -(computed + 1) % size
-            changes += [(step, True, i) for step in range(first, steps, size)]
+            first_fill = -(computed + 1) % size
+            changes += [(step, True, i) for step in range(first_fill, steps, size)]
     return sorted(changes)
 
 

@@ -1,13 +1,14 @@
 """Speculative decoding in the scheduler: which decodes get drafts, and which tokens are kept.
 
 A draft is a guess of a sequence's next tokens (Leviathan et al. 2023, Chen et al. 2023). The
-scheduler knows how many tokens a draft has, never which ones. A decode with k drafts computes 1 + k
-tokens in one step. The device then samples k + 1 tokens, and the first 1 to k + 1 of them are kept:
-those before the first draft that was wrong, and one more.
+scheduler knows how many tokens a draft has, never which tokens. A decode with k drafts computes
+1 + k tokens in one step. The device then samples k + 1 tokens, and the first 1 to k + 1 of them are
+kept: those before the first wrong draft, and one more.
 
     length           a known token: its value is decided
     drafts           behind the known tokens, at positions length ... length + k - 1
-    commit           keeps n of k + 1 sampled tokens: length += n, computed += n, so computed == length - 1 again
+    commit           keeps n of k + 1 sampled tokens: length += n, computed += n, so that
+                     computed == length - 1 again
 
 Nothing is rolled back. The slots of rejected drafts are written again by later steps, and blocks
 that only rejected drafts needed are free again after the commit.
@@ -104,8 +105,8 @@ def _until_the_end(seq: Seq, length: int, tokens: tuple[int, ...]) -> tuple[int,
 
 
 class Accepted(NamedTuple):
-    """The columns of a plan after its accepted drafts became known tokens: each row is one that
-    samples one token.
+    """The columns of a plan after its accepted drafts became known tokens: as if each row had
+    sampled one token.
     """
 
     lengths: tuple[int, ...]

@@ -1,5 +1,5 @@
 """The event log: the scheduler's inputs and outcomes, one line of JSON for each transition.
-`Recorder` writes it. Here long lines are wrapped. `Entry` is what a line says, as a record.
+`Recorder` writes it. An `Entry` is what a line says, as a record. This example wraps long lines:
 
     {"pagedjax_replay":2,"pagedjax":"0.2.0","policy":"fcfs","config":{"block_size":4,...}}
         (a policy in a user's file: "policy":"aged","own_policy":"mine.py:aged(worth=64)",...)
@@ -26,8 +26,8 @@ choices determine every other byte. A reader needs no scheduler:
 - `copies` are (from, to), `swap_out` (device, host) and `swap_in` (host, device).
 - `tables` are whole block tables: of branches that write to a copy from now on, and of beams that
   continue another.
-- `offered` (drafts that there were, by sequence) and `drafts` (those that the rows got) are in the
-  line of a step that was offered drafts. Then `sampled` has a list for each row with drafts: the
+- `offered` (the number of drafts that there were, by sequence) and `drafts` (how many each row got)
+  are in the line of a step that was offered drafts. A row with drafts has a list in `sampled`: the
   accepted ones and one more token. The event `Verified` says how many blocks are left of those that
   a sequence had; the others were given back.
 - After an `update` the steps use new weights, of this version; `pending` says what becomes of the
@@ -35,7 +35,7 @@ choices determine every other byte. A reader needs no scheduler:
 - A `release` hands a sequence to another scheduler (handover.py), with these blocks; it has none
   here any more. An `adopt` takes one: `from` are its blocks where it was, `blocks` are those here,
   none if it has to be computed again, and `copies` are (from, to). The `blocks` of later steps are
-  those that it gets after these.
+  the blocks that it gets after these.
 - `sampled` is null for a row whose token is not used: a row inside a prompt, a beam's, or one that
   was cancelled.
 
@@ -78,11 +78,11 @@ from pagedjax.host.types import (
 
 FORMAT = 2
 NOTES = ("at", "prompt")  # keys that may stand beside a transition on its line, in this order
-Record = dict[str, Any]  # what JSON has of something
+Record = dict[str, Any]  # the JSON of a value, as a dictionary
 Written = dict[str, tuple[int, ...]]  # sequence id -> its blocks, as earlier lines gave them
 
 
-# The transitions. `record` returns what a line has of one, and updates `written`.
+# The transitions. `record` returns what the line of a transition says, and updates `written`.
 
 
 class Submit(NamedTuple):
@@ -101,8 +101,8 @@ class Submit(NamedTuple):
 class Schedule(NamedTuple):
     """A step is planned.
 
-    offered: as `scheduler.schedule` got.
-    started: the recorder's clock when the step began; None: when the line is written.
+    offered: the argument of `scheduler.schedule`.
+    started: the recorder's clock when the step began; None: the clock is read for the line.
     """
 
     plan: Plan
@@ -154,7 +154,7 @@ class Commit(NamedTuple):
     events: tuple[Event, ...]
 
     def record(self, written: Written) -> Record:
-        used = {
+        sampled_ids = {
             name
             for event in self.events
             if isinstance(event, Sampled)
@@ -162,7 +162,9 @@ class Commit(NamedTuple):
         }
         rows = zip(self.plan.seqs, self.sampled, strict=True)
         return {
-            "sampled": [token if seq.request.request_id in used else None for seq, token in rows],
+            "sampled": [
+                token if seq.request.request_id in sampled_ids else None for seq, token in rows
+            ],
             "hashes": self.hashes,
             "choices": self.choices,
             "events": _event_records(self.events, written),
@@ -318,7 +320,7 @@ class Recorder:
         self._file.write(header_line(config, policy, __version__, own_policy) + "\n")
 
     def write(self, entry: Entry) -> None:
-        """Write the line of a transition, after it."""
+        """Write the line of a transition that has happened."""
         notes: Record = {}
         if self._clock:
             started = entry.started if isinstance(entry, Schedule) else None
@@ -366,7 +368,7 @@ def request_record(request: Request) -> Record:
 
 
 def _table_records(plan: Plan, written: Written) -> tuple[Written, dict[str, list[int]], Written]:
-    """What a plan changes in block tables. `written` gets the new ones.
+    """What a plan changes in block tables. `written` gets the new tables.
 
     Returns:
         (new blocks behind those that a sequence had, blocks that it gave back, whole tables), each
@@ -382,7 +384,7 @@ def _table_records(plan: Plan, written: Written) -> tuple[Written, dict[str, lis
         table = written.get(name, ())
         if HOLE in seq.blocks and table:
             pairs = zip(table, seq.blocks, strict=False)
-            dropped_blocks = [old for old, new in pairs if old != new == HOLE]
+            dropped_blocks = [old for old, new in pairs if old != HOLE and new == HOLE]
             if dropped_blocks:
                 dropped[name] = dropped_blocks
                 table = tuple([HOLE if block in dropped_blocks else block for block in table])
@@ -396,7 +398,7 @@ def _table_records(plan: Plan, written: Written) -> tuple[Written, dict[str, lis
 
 
 def _event_records(events: Sequence[Event], written: Written) -> list[Record]:
-    """The records of events. It forgets the blocks that these events gave back."""
+    """The records of events. `written` loses the blocks that these events gave back."""
     for event in events:
         if isinstance(event, Finished):
             written.pop(event.request_id, None)
@@ -409,7 +411,7 @@ def _event_records(events: Sequence[Event], written: Written) -> list[Record]:
 def header_line(
     config: SchedulerConfig, policy: str, version: str, own_policy: str | None = None
 ) -> str:
-    """Returns the first line. own_policy: as `Recorder` gets it."""
+    """Returns the first line. `own_policy` is the argument of `Recorder`."""
     defaults = config._field_defaults
     settings = {
         name: value

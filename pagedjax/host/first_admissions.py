@@ -1,8 +1,8 @@
-"""Which admissions of a stream of events are first ones: what prefix caching found, and not what
-came back.
+"""Finds the first admission of each sequence in a stream of events. The hits of prefix caching are
+the cached tokens of first admissions.
 
 A sequence that was preempted, or that lost its blocks by a restart or a failed step, is admitted
-again and finds its own blocks. That is no hit of a prefix.
+again. Then it finds its own blocks, which is no hit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class FirstAdmissions:
     def among(self, events: Iterable[Event]) -> list[Admitted]:
         """The first admissions among the next events of an engine, in their order.
 
-        A branch begins on the blocks of its leader, so its own admission is never a first one.
+        A branch begins on the blocks of its leader, so its own admission is never a first
+        admission.
         """
         first: list[Admitted] = []
         for event in events:
@@ -36,5 +37,5 @@ class FirstAdmissions:
         return first
 
     def left(self, request_id: str) -> None:
-        """Forget a sequence that another engine has now."""
+        """Forget a sequence that has left for another engine."""
         self._known.discard(request_id)

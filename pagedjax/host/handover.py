@@ -3,8 +3,8 @@ computed.
 
 A released sequence leaves as it would end: its published blocks stay in the prefix cache. The block
 ids that it takes along are names in the cache that it leaves. The adopting scheduler says which of
-them it wants copied, and where to: blocks whose content it has already are shared. If it has no
-room, nothing is copied, and the sequence waits like one that was preempted, to be computed again.
+these blocks it wants copied, and where to. It shares a block whose content it has already. If it
+has no room, nothing is copied, and the sequence waits to be computed again, as after a preemption.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pagedjax.host.types import HOLE, Adopted, Released, Running, Seq
 
 
 def release(state: SchedulerState, request_id: str) -> tuple[SchedulerState, Released]:
-    """Lets a sequence go, wherever it is. Its blocks are free, and their content stays until a step
-    writes them.
+    """Lets a sequence go that waits or runs. Its blocks are free, and their content stays until a
+    step writes them.
 
     Content in host blocks is not taken along.
 
@@ -52,7 +52,7 @@ def release(state: SchedulerState, request_id: str) -> tuple[SchedulerState, Rel
         host_pool = state.host_pool and blocks.release(state.host_pool, seq.blocks[::-1])
         waiting = tuple([queued for queued in state.waiting if queued is not seq])
         state = state._replace(waiting=waiting, host_pool=host_pool, ids=ids)
-        return state, Released(seq.request, seq.length, 0, (), seq.hashes)
+        return state, Released(seq.request, seq.length, computed=0, blocks=(), hashes=seq.hashes)
     pool = blocks.release(state.pool, seq.blocks[::-1])
     other_rows = [i for i, record in enumerate(active) if record is not seq]
     state = state._replace(running=state.running.pick(other_rows), pool=pool, ids=ids)
@@ -82,7 +82,8 @@ def adopt(
     seq = Seq(request, state.arrivals, limit, released.length, hashes=released.hashes)
     state = with_ids(state, request)
     if not released.computed or not has_room(state, policy, released):
-        return state._replace(waiting=(*state.waiting, seq)), Adopted(0, (), ())
+        state = state._replace(waiting=(*state.waiting, seq))
+        return state, Adopted(computed=0, blocks=(), copies=())
     pool, table, copies = _place_blocks(state, released)
     seq = seq._replace(computed=released.computed, blocks=table)
     active = state.running.joined(Running((seq,), (seq.length,), (seq.computed,)))
@@ -93,25 +94,28 @@ def adopt(
 def _place_blocks(
     state: SchedulerState, released: Released
 ) -> tuple[BlockPool, tuple[int, ...], Pairs]:
-    """Gives an adopted sequence its blocks; `has_room` counted the free ones -> (pool, block table,
-    (block where it was, block here) of the blocks to copy).
+    """Gives an adopted sequence its blocks, after `has_room` has counted the free ones.
+
+    Returns:
+        (pool, block table, copies); a copy is (block in the cache that it left, block here).
     """
     config = state.config
     table = _shared_blocks(state, released)
     pool = blocks.share(state.pool, table)
-    copied = [i for i, block in enumerate(released.blocks) if block and not table[i]]
+    to_copy = [i for i, block in enumerate(released.blocks) if block and not table[i]]
     # with views, a step adds the blocks that it needs
     tokens = released.computed if config.views else released.length
-    entries = blocks.needed(tokens, config.block_size) * config.groups
-    allocation = blocks.allocate(pool, len(copied) + entries - len(released.blocks))
+    num_entries = blocks.needed(tokens, config.block_size) * config.groups
+    num_added = num_entries - len(released.blocks)
+    allocation = blocks.allocate(pool, len(to_copy) + num_added)
     assert allocation is not None, "has_room counted the free blocks"
     pool, new_blocks = allocation
-    for i, block in zip(copied, new_blocks, strict=False):
+    for i, block in zip(to_copy, new_blocks, strict=False):
         table[i] = block
     keys = _keys(state, released)
-    pool = blocks.publish(pool, [(table[i], keys[i]) for i in copied if i < len(keys)])
-    copies = tuple([(released.blocks[i], table[i]) for i in copied])
-    return pool, (*table, *new_blocks[len(copied) :]), copies
+    pool = blocks.publish(pool, [(table[i], keys[i]) for i in to_copy if i < len(keys)])
+    copies = tuple([(released.blocks[i], table[i]) for i in to_copy])
+    return pool, (*table, *new_blocks[len(to_copy) :]), copies
 
 
 def has_room(state: SchedulerState, policy: Policy | str, released: Released) -> bool:

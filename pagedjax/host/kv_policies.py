@@ -5,10 +5,10 @@ A `KVPolicy` speaks of tokens; `view` turns it, once, into a `View`, which speak
 plain data. So a recording's header has all that a replay needs, and the scheduler never calls a
 user's function.
 
-A query in block b of its sequence sees the last `window` blocks up to b, and those of the others
+A query in block b of its sequence sees the last `window` blocks up to b, and the earlier blocks
 that are kept for ever. This depends on the position of the query alone, never on chunks, on other
-sequences or on the budget. So the tokens of a request are the same in any batch, and a block that
-is out of sight stays so: it can be given back.
+sequences or on the budget. So the tokens of a request are the same in any batch. A block that one
+query does not see any more is seen by no later query, so it can be given back.
 
 `quest` and other policies that select blocks by their content (docs/design/quest.md) read fewer of
 the blocks that a view lists, and give none back. So a selection is a field of `KVPolicy`, and
@@ -41,7 +41,7 @@ class View(NamedTuple):
         return 0 if self.window is None else max(block - self.window + 1, 0)
 
     def outside(self, block: int) -> tuple[int, ...]:
-        """The indices of the kept blocks before that window."""
+        """The indices of the kept blocks before the window of a query in this block."""
         first = self.first(block)
         return tuple([i for i in self.kept if i < first]) if first else ()
 
@@ -56,6 +56,7 @@ ALL = View()
 
 
 def never(start: int) -> bool:
+    """No block is kept: the default of `KVPolicy.keeps`."""
     return False
 
 
@@ -162,13 +163,13 @@ def window_blocks(tokens: int, block_size: int) -> int:
 
 
 def view(policy: KVPolicy, block_size: int, max_blocks: int) -> View:
-    """The policy in blocks, for sequences of at most `max_blocks` blocks. It is `ALL` if none of
-    their blocks is ever out of sight.
+    """The policy in blocks, for sequences of at most `max_blocks` blocks. It is `ALL` if every
+    query sees all earlier blocks.
     """
     if policy.window is None:
         return ALL
     window = window_blocks(policy.window, block_size)
-    num_outside = max_blocks - window
+    num_outside = max_blocks - window  # blocks before the window of the last query
     kept_blocks = tuple([i for i in range(num_outside) if _keeps(policy, i * block_size)])
     return ALL if len(kept_blocks) >= num_outside else View(window, kept_blocks)
 

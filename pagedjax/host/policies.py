@@ -31,15 +31,16 @@ class Policy(NamedTuple):
         are found in the cache now.
     admit: (sequence, blocks it needs now, free blocks) -> whether to admit it. It is only called if
         the free blocks suffice. A policy that refuses while nothing runs stops the engine.
-    preempt: running (never empty) -> the one of them that releases its blocks.
+    preempt: the running sequences (never empty) -> the sequence that releases its blocks.
     swap: the preempted sequences (a group together) -> whether their content moves to the swap
         space, if it has room, or is computed again.
 
     A finite workload ends under every `order` and `preempt`, because generated tokens survive a
-    preemption. In an endless stream, each request ends if the policy ensures two rules. One
+    preemption. In an endless stream, each request ends if the policy ensures two rules. First, one
     unfinished request is the first that `order` offers and the last that `preempt` takes, until it
-    ends: nothing is admitted before it, so it enters when the running ones have ended or were
-    preempted, and nothing preempts it. And every request becomes that one.
+    ends: nothing is admitted before it, so it enters when the running requests have ended or were
+    preempted, and nothing preempts it. Second, each request becomes that first request at some
+    time.
     """
 
     name: str
@@ -70,7 +71,7 @@ def by_key(name: str, key: Callable[[Seq], float]) -> Policy:
     """
 
     def ordered(seqs: Sequence[Seq]) -> list[Seq]:
-        # two stable sorts of numbers beat one of pairs
+        # two stable sorts by numbers are faster than one sort by pairs
         return sorted(sorted(seqs, key=_arrival), key=key)
 
     return Policy(
@@ -92,7 +93,7 @@ def _fair(waiting: Sequence[Seq], running: Running, cached: Cached | None = None
     for seq in running.seqs:
         tokens[seq.request.user] += seq.length
     queue = sorted(waiting, key=_arrival)
-    older_tokens: list[int] = []  # of each sequence, those of its user before it
+    older_tokens: list[int] = []  # for each sequence of the queue: its user's tokens before it
     for seq in queue:
         user = seq.request.user
         older_tokens.append(tokens[user])
@@ -120,8 +121,8 @@ SHORTEST = by_key("shortest", lambda seq: RATE * seq.arrival + seq.request.promp
 # The user with the fewest tokens first. A user's running requests are older than its waiting ones
 # (`order` and `preempt` both ensure it), so a sequence's key is the sum of the lengths of its
 # user's older unfinished requests. The oldest request of all has key 0: it is offered first and
-# preempted last, as under FCFS, so every request ends. Later ones come before a request only while
-# an older request of its user is unfinished.
+# preempted last, as under FCFS, so every request ends. Later requests come before a request only
+# while an older request of its user is unfinished.
 FAIR = Policy(
     "fair", order=_fair, admit=_always, preempt=lambda running: _fair(running, Running())[-1]
 )
@@ -134,7 +135,7 @@ def _longest_prefix(waiting: Sequence[Seq], running: Running, cached: Cached) ->
 # The longest cached prefix first (SGLang's longest-prefix-match), up to a limit of age: a request
 # with c cached tokens comes before at most c / RATE earlier ones. So at most L / RATE later
 # requests (L: the longest sequence) ever come before a request, whatever the cache holds. Once
-# those have ended it is the first, and the oldest is preempted last.
+# these have ended, the request is offered first. `preempt` takes the oldest request last.
 LONGEST_PREFIX = Policy("longest_prefix", order=_longest_prefix, admit=_always, preempt=_latest)
 
 # A batch enters together, and the next one enters when its last member has ended: the engines
@@ -152,7 +153,8 @@ POLICIES = {
 }
 
 
-ARGUMENTS = {  # of the functions of a policy: their number, and what an error says to write
+# function of a policy -> (number of its arguments, how an error tells the user to write it)
+ARGUMENTS = {
     "order": (
         3,
         "order(waiting, running, cached), where cached(seq) is the number of the sequence's tokens "
@@ -214,7 +216,7 @@ def decision(policy: Policy, function: str, *arguments: Any) -> bool:
     """The result of a policy's `admit` or `swap`.
 
     Raises:
-        ValueError: it is neither True nor False.
+        ValueError: the result is neither True nor False.
     """
     result = called(policy, function, *arguments)
     if isinstance(result, bool):

@@ -29,7 +29,7 @@ def preempt(
     """Stops the policy's victim, with its group -> (state, preemptions of the step).
 
     Args:
-        earlier: those of the step so far.
+        earlier: the preemptions of the step so far.
     """
     candidates = current(*state.running)
     victims = _victims(candidates, _victim(policy, candidates))
@@ -45,7 +45,7 @@ def _victim(policy: Policy, candidates: Sequence[Seq]) -> Seq:
     """The running sequence that the policy chooses.
 
     Raises:
-        ValueError: it chooses something else.
+        ValueError: the policy chooses something else.
     """
     victim = called(policy, "preempt", candidates)
     if not any(victim is seq for seq in candidates):
@@ -83,12 +83,13 @@ def _stop(
     survivors = [i for i, seq in enumerate(candidates) if seq.arrival not in arrivals]
     state = state._replace(pool=pool, running=state.running.pick(survivors))
 
-    # a beam that waits for its siblings computes its last token again, because its offer is dropped
+    # a beam that waits for its siblings computes its last token again, because the engine drops
+    # what it offered to the search
     victims = [
         victim._replace(computed=min(victim.computed, victim.length - 1)) for victim in victims
     ]
-    computed = all(victim.computed for victim in victims)
-    if state.host_pool is not None and computed and decision(policy, "swap", victims):
+    have_content = all(victim.computed for victim in victims)
+    if state.host_pool is not None and have_content and decision(policy, "swap", victims):
         swap = _swap_out(state.host_pool, victims, state.config)
         if swap is not None:
             host_pool, swapped, moves = swap
@@ -117,6 +118,7 @@ def _swap_out(
     host_pool, host_blocks = allocation
     host_block_of = dict(zip(device_blocks, host_blocks, strict=True))
     host_tables = [tuple([host_block_of.get(block, HOLE) for block in table]) for table in tables]
+    # the allocation counts one owner of each block; add the other tables that list it
     uses = Counter(block for table in host_tables for block in table if block)
     host_pool = blocks.share(host_pool, (uses - Counter(host_blocks)).elements())
     swapped = [

@@ -25,11 +25,11 @@ def block_keys(hashes: Sequence[str], groups: int) -> Sequence[str]:
 def filling(
     active: Running, first: int, counts: Sequence[int], config: SchedulerConfig
 ) -> dict[str, int]:
-    """The blocks that the prompt chunks of this step fill, rows `first` and on, by their keys.
+    """The blocks that the prompt chunks of this step (rows `first` and later) fill, by their keys.
 
     A row may read what another row of the same step writes: in each layer all keys and values are
-    written before any is read. So of many requests with one prefix that arrive together, one
-    computes it and the others do not wait.
+    written before any is read. So if many requests with one prefix arrive together, one request
+    computes the prefix, and the others use it in the same step.
     """
     filling_now: dict[str, int] = {}
     for i in range(first, len(counts)):
@@ -129,7 +129,7 @@ def publish(
     """
     size = config.block_size
     groups = config.groups
-    rows = [i for i, end in enumerate(ends) if end % size < counts[i]]
+    rows = [i for i, end in enumerate(ends) if end % size < counts[i]]  # those that filled a block
     if not rows:
         return pool, seqs
     filled: list[tuple[int, str]] = []

@@ -13,14 +13,14 @@ from pagedjax.options.own_errors import OwnError
 from pagedjax.options.own_names import name_in_one_line
 from pagedjax.options.purity import called_twice, names_read
 
-# A pool that is too small for all requests at once, so that some wait and some are preempted.
+# The pool is too small for all requests at once, so that some wait and some are preempted.
 CONFIG = SchedulerConfig(
     block_size=2, num_blocks=10, max_num_batched_tokens=8, max_num_seqs=4, max_model_len=16
 )
-REQUESTS = [
+REQUESTS = [  # of different lengths, priorities, users and predictions
     Request(
         f"r{i}",
-        1 + 3 * i % 7,
+        prompt_len=1 + 3 * i % 7,
         max_tokens=5,
         priority=i % 3,
         user=f"u{i % 2}",
@@ -34,7 +34,7 @@ LIMITS = {"limit", "max_tokens", "final_length"}
 
 
 def find_pure(name: Any) -> Policy:
-    """The policy of that name, as `policies.find` reads it; one of a user's own is checked.
+    """The policy of that name, as `policies.find` reads it. A user's own policy is checked.
 
     Raises:
         ValueError: see `policies.find` and `check`.
@@ -66,7 +66,7 @@ def check(policy: Policy) -> None:
         _run(policy._replace(**functions), REQUESTS)
     except OwnError:  # a real run will raise it, too
         pass
-    except ValueError:  # of what a function returns
+    except ValueError:  # a function returned what it must not
         raise
     except Exception:
         pass

@@ -56,8 +56,10 @@ class ReplayError(ValueError):
 
 
 class Transition(NamedTuple):
+    """A transition of a replayed run."""
+
     kind: str  # "init", or one of `event_log.KINDS`
-    state: SchedulerState  # after it
+    state: SchedulerState  # after the transition
     plan: Plan | None = None  # of a schedule
     events: tuple[Event, ...] = ()  # of a commit or cancel
     at: float | None = None  # seconds since the recording began, where it says so
@@ -65,6 +67,8 @@ class Transition(NamedTuple):
 
 
 class Difference(NamedTuple):
+    """A line that the replay would write differently."""
+
     line: int
     recorded: str
     recomputed: str
@@ -87,7 +91,8 @@ class ReplayReport(NamedTuple):
     requests: int
     preemptions: int
     finished: dict[str, int]  # by reason
-    truncated: bool  # the last line is cut off: the run was killed while it wrote; it is left out
+    # the last line is cut off, because the run was killed while it wrote; it was not replayed
+    truncated: bool
     difference: Difference | None
     own_policy: str = ""  # of a user's file, as the recorded run named it
 
@@ -172,11 +177,11 @@ def _rerun(
     transition) of each line.
     """
     rows = _rows(path)
-    number, recorded, header = next(rows, (1, "", None))
-    if header is None:
+    number, recorded, first_record = next(rows, (1, "", None))
+    if first_record is None:
         raise ReplayError(f"{path} has no whole line: nothing was recorded")
-    config, policy, version = _header(header, policies)
-    own_policy = header.get("own_policy")
+    config, policy, version = _header(first_record, policies)
+    own_policy = first_record.get("own_policy")
     transition = Transition("init", scheduler.init(config))
     yield number, recorded, header_line(config, policy.name, version, own_policy), transition
     plan: Plan | None = None
@@ -250,7 +255,7 @@ def _advance(
     the transition). The transition is None if there is no such kind.
 
     Args:
-        plan: of the schedule before a commit.
+        plan: what the schedule before a commit planned; None if there was no schedule.
     """
     match kind:
         case "submit":
@@ -298,7 +303,7 @@ def _commit(state: SchedulerState, plan: Plan | None, body: Any) -> tuple[Schedu
     """`_advance` of a commit."""
     if plan is None:
         raise ValueError("a commit without a schedule before it")
-    sampled = [
+    sampled = [  # a token that is not used is recorded as null: any token will do
         tuple(sample) if isinstance(sample, list) else sample or 0 for sample in body["sampled"]
     ]
     hashes = {request_id: tuple(chain) for request_id, chain in body["hashes"].items()}

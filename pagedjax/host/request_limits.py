@@ -1,4 +1,4 @@
-"""New requests: those that can never run are rejected, and the others are known from then on."""
+"""New requests: a request that can never run is rejected. The state knows the ids of the others."""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ The pieces are those of the PagedAttention paper (Kwon et al. 2023, section 6.1)
 al. 2022), which keeps the keys and values of a request contiguous and so must reserve them in
 advance:
 
-    none     blocks for the known tokens, and another one whenever the last is full: paging, the default
+    none     blocks for the known tokens, and another block whenever the last is full: paging, the
+             default
     oracle   the final length of the request, as if it were known
     pow2     its prompt, and the output rounded up to a power of two
     max      max_model_len tokens
@@ -44,10 +45,12 @@ def table_width(config: EngineConfig, length: int) -> int:
 
 
 def largest(config: SchedulerConfig) -> int:
-    """Blocks that one sequence can have at most. Not for reservation "none"."""
+    """The most blocks that one sequence can have: the largest power of two in the pool. Not for
+    reservation "none".
+    """
     return 1 << (config.num_blocks.bit_length() - 1)
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n; of 0 it is 1."""
+    """The smallest power of two that is at least n; for n = 0 it is 1."""
     return 1 << max(n - 1, 0).bit_length()

@@ -18,22 +18,22 @@ gives a sequence one or more tokens. The rules:
    blocks of all its tokens but the last, and compute that token again. A block that others own or
    can find is copied before a write.
 5. If decodes need more blocks than are free, the policy's victim is preempted, with the branches of
-   its group, until they suffice. If only one group runs, it loses one branch at a time. One
-   sequence alone always fits, because `submit` rejects what could not.
+   its group, until the free blocks suffice. If only one group runs, it loses one branch at a time.
+   One sequence alone always fits, because `submit` rejects a request that could not.
 6. The beams of a request advance together: a beam with no token left to compute waits for the
-   others. Then `commit` is given the beam that each continues, and its token. Beams are admitted
-   and preempted together.
+   others. Then `commit` is given, for each beam, the beam that it continues and its new token.
+   Beams are admitted and preempted together.
 7. A victim returns to the front of the queue: with its content in host blocks if they suffice
    (swapping), else with nothing computed (recomputation). It is admitted again like any other
    sequence.
 8. Drafts of decodes take what is left of the budget and of the free blocks (speculative decoding).
 9. A request with max_tokens 0 samples nothing and ends when its prompt is computed (pooled hidden
    states).
-10. Where queries do not see all blocks, those out of sight are given back, and rule 3 counts the
-    blocks that a sequence has at most at one time. A chunk is then cut where no block is free for
-    its next token.
+10. Where queries do not see all blocks, a block that no later query sees is given back, and rule 3
+    counts the blocks that a sequence has at most at one time. A chunk is then cut where no block is
+    free for its next token.
 
-The rules are here and in these files: preemption.py (who stops in 5, and 7), admission.py (3),
+The rules are here and in these files: preemption.py (the victims of 5, and 7), admission.py (3),
 prefix_sharing.py (finding blocks), branches.py (4, 6), drafts.py (8), views.py (10),
 request_limits.py (`submit`), handover.py (`release` and `adopt`, between two schedulers), state.py
 (the state and its invariants). step_kinds.py and reservation.py are baselines that replace rules 1
@@ -109,9 +109,9 @@ def init(config: SchedulerConfig) -> SchedulerState:
     """The state without requests.
 
     Raises:
-        ValueError: a value of the configuration that is no such value.
+        ValueError: a value of the configuration is not allowed.
     """
-    for name, value in zip(config._fields[:6], config[:6], strict=True):
+    for name, value in zip(config._fields[:6], config[:6], strict=True):  # the sizes
         minimum = 0 if name == "host_blocks" else 1
         if value < minimum:
             raise ValueError(f"{name} is {value}; it must be at least {minimum}")
@@ -156,7 +156,7 @@ def schedule(
     """Decides what the next step computes. The plan has no rows when nothing runs and nothing can.
 
     Args:
-        policy: the value, or the name of a shipped one, such as "fcfs".
+        policy: a `Policy`, or the name of a shipped policy, such as "fcfs".
         offered: by sequence id, how many draft tokens there are for it. Decodes get some of them
             (drafts.py).
 
@@ -183,12 +183,12 @@ def schedule(
         pool, active, counts, drafts = grant(
             pool, active, num_decodes, counts, offered, state.config
         )
-    rows = len(counts)
+    num_rows = len(counts)
     plan = Plan(
         step=state.step,
-        seqs=active.seqs[:rows],
-        lengths=active.lengths[:rows],
-        starts=active.computed[:rows],
+        seqs=active.seqs[:num_rows],
+        lengths=active.lengths[:num_rows],
+        starts=active.computed[:num_rows],
         counts=tuple(counts),
         admitted=tuple([seq.request_id for seq in admitted.seqs]),
         known=admitted.lengths,
@@ -237,10 +237,12 @@ def rows_without_room(state: SchedulerState) -> tuple[list[int], list[tuple[int,
     active = state.running
     size = state.config.block_size
     groups = state.config.groups
-    rows = [i for i, computed in enumerate(active.computed) if computed % size == 0]
-    rows = [i for i in rows if active.computed[i] * groups == len(active.seqs[i].blocks) * size]
+    at_boundary = [i for i, computed in enumerate(active.computed) if computed % size == 0]
+    past_last_block = [
+        i for i in at_boundary if active.computed[i] * groups == len(active.seqs[i].blocks) * size
+    ]
     # a waiting beam writes no token
-    full = [i for i in rows if active.computed[i] < active.lengths[i]]
+    full = [i for i in past_last_block if active.computed[i] < active.lengths[i]]
     if not state.forked:
         return full, []
     return full, branches.shared(state.pool, active, state.forked, state.config)
@@ -285,8 +287,8 @@ def _choose_rows(
     """Chooses the running sequences that the step computes, and admits others.
 
     Returns:
-        (running sequences of the step, the number of decodes among them, tokens of each, then of
-        each admitted sequence, admission, sequences that compute nothing)
+        (running sequences of the step, the number of decodes among them, tokens to compute of these
+        and then of the admitted sequences, admission, sequences that compute nothing)
     """
     for attempt in attempts(state):
         active, counts, admission = _token_counts(state, policy, attempt, admits and attempt.admits)
@@ -296,8 +298,8 @@ def _choose_rows(
 
 
 class Attempt(NamedTuple):
-    """Sequences of which a step may compute tokens. A step that would compute nothing of them is
-    another attempt (step_kinds.py).
+    """Sequences of which a step may compute tokens. If the step would compute nothing of them, the
+    next attempt is tried (step_kinds.py).
     """
 
     active: Running  # decodes first
@@ -310,12 +312,12 @@ def attempts(state: SchedulerState) -> tuple[Attempt, ...]:
     """The attempts of a step in their order; one, unless steps do not mix decodes and prompts."""
     active, num_decodes, waiting_beams = _decodes_first(state.running)
     if state.config.mixed_steps:
-        return (Attempt(active, num_decodes, waiting_beams, True),)
+        return (Attempt(active, num_decodes, waiting_beams, admits=True),)
     trials = []
     for kind in step_kinds.kinds(state.config, state.step):
         chosen, decodes, skipped = step_kinds.split(active, num_decodes, kind)
         idle = skipped.joined(waiting_beams) if skipped.seqs else waiting_beams
-        trials.append(Attempt(chosen, decodes, idle, kind != "decodes"))
+        trials.append(Attempt(chosen, decodes, idle, admits=kind != "decodes"))
     return tuple(trials)
 
 
@@ -344,8 +346,8 @@ def _release_blocks(pool: BlockPool, seqs: Sequence[Seq]) -> BlockPool:
 def _token_counts(
     state: SchedulerState, policy: Policy, attempt: Attempt, admits: bool
 ) -> tuple[Running, list[int], Admission]:
-    """The tokens of each running sequence, decodes first, then those of each sequence that is
-    admitted -> (running sequences with their blocks, tokens, admission).
+    """How many tokens the step computes of each running sequence, decodes first, and then of each
+    admitted sequence -> (running sequences with their blocks, tokens, admission).
     """
     config = state.config
     active, counts, admission = running_counts(state, attempt)
@@ -383,9 +385,10 @@ def running_counts(state: SchedulerState, attempt: Attempt) -> tuple[Running, li
             counts.append(min(length - computed, budget))
             budget -= counts[-1]
     free_rows = config.max_running - len(state.running.seqs)
-    if state.waiting and free_rows > 0:
+    if state.waiting and free_rows > 0:  # then branches that have not forked count, too
         free_rows = config.max_running - sum([seq.num_rows for seq in state.running.seqs])
-    return active, counts, Admission(pool, {}, budget, free_rows, {})
+    admission = Admission(pool, filling_now={}, budget=budget, free_rows=free_rows, swapped_in={})
+    return active, counts, admission
 
 
 def begin_admission(
@@ -413,12 +416,12 @@ def commit(
     """Add the outcome of a step to the state.
 
     Args:
-        sampled: one token id for each row of the plan; those of rows that do not reach the end of
-            their known tokens are ignored, and those of beams. For a row with drafts, the accepted
-            drafts and one more token, which are cut where the sequence ends.
-        hashes: by request id, of the blocks that this step filled and whose hashes the sequence
-            does not have yet: those of generated tokens, which only the engine knows. Without them,
-            these blocks are not shared.
+        sampled: one token id for each row of the plan. It is ignored for a row that does not reach
+            the end of its known tokens, and for a beam. For a row with drafts, the accepted drafts
+            and one more token, which are cut where the sequence ends.
+        hashes: by request id, the hashes of the blocks that this step filled and whose hashes the
+            sequence does not have yet: blocks of generated tokens, which only the engine knows.
+            Without the hashes, these blocks are not shared.
         choices: by the id of the first beam, how the beams of a request continue that have no token
             left to compute.
 
@@ -427,7 +430,7 @@ def commit(
 
     Raises:
         ValueError: the plan is not the one that `schedule` returned with this state, or was
-            committed already; or not a sample for each row.
+            committed already; or the number of samples is not the number of rows.
     """
     if plan.step != state.step:
         raise ValueError(
@@ -471,9 +474,9 @@ def commit(
 class Rows(NamedTuple):
     """The computed rows of a step, in columns, while `commit` goes through its stages.
 
-    lengths: known tokens of each; with the new one after `add_tokens`.
-    computed: tokens of each whose keys and values are in the cache.
-    counts: tokens that the step computed of each, without rejected drafts.
+    lengths: known tokens of each row; after `add_tokens` with the new token.
+    computed: tokens of each row whose keys and values are in the cache.
+    counts: tokens that the step computed of each row, without rejected drafts.
     tokens: the last token that each row sampled.
     samples: all that each row sampled.
     drafts: of each row, how many it had; () if no row had one.
@@ -494,7 +497,7 @@ def accept_drafts(plan: Plan, sampled: Sequence[Sample]) -> Rows:
     """The rows of a plan, where accepted drafts are known tokens already (rule 8).
 
     Raises:
-        ValueError: not a sample for each row.
+        ValueError: the number of samples is not the number of rows.
     """
     if len(sampled) != len(plan.seqs):
         raise ValueError(
@@ -582,13 +585,15 @@ def end_rows(rows: Rows, stops: frozenset[int]) -> tuple[Rows, dict[int, FinishR
             reason = rows.seqs[i].finish_reason(rows.lengths[i], rows.tokens[i])
             if reason:
                 ended[i] = reason
-    silent = {i for i in ended if not rows.seqs[i].request.max_tokens}
-    if silent:
-        ended |= dict.fromkeys(silent, "length")
-        rows = rows._replace(
-            lengths=tuple([length - (i in silent) for i, length in enumerate(rows.lengths)]),
-            sampling=[samples and i not in silent for i, samples in enumerate(rows.sampling)],
-        )
+    without_output = {i for i in ended if not rows.seqs[i].request.max_tokens}
+    if without_output:
+        ended |= dict.fromkeys(without_output, "length")
+        lengths = list(rows.lengths)
+        sampling = list(rows.sampling)
+        for i in without_output:
+            lengths[i] -= 1
+            sampling[i] = False
+        rows = rows._replace(lengths=tuple(lengths), sampling=sampling)
     return rows, ended
 
 
@@ -599,12 +604,13 @@ def settle_blocks(
     grouped: Sequence[int],
     hashes: Mapping[str, tuple[str, ...]],
 ) -> tuple[BlockPool, Rows, tuple[Seq, ...]]:
-    """Publishes the blocks that the rows filled, gives back those of rejected drafts, and shares
-    those of computed prompts with new branches -> (pool, rows with their blocks, new branches).
+    """Publishes the blocks that the rows filled, gives back the blocks of rejected drafts, and
+    shares the blocks of computed prompts with new branches -> (pool, rows with their blocks, new
+    branches).
 
     Args:
         grouped: what `branches.unforked` returned.
-        hashes: as for `commit`.
+        hashes: the argument of `commit`.
     """
     config = state.config
     pool, seqs = prefix_sharing.publish(
@@ -616,7 +622,9 @@ def settle_blocks(
     forks: tuple[Seq, ...] = ()
     if grouped:
         pool, seqs, forks = branches.fork(pool, seqs, grouped, rows.sampling, config)
-    return pool, rows if seqs is rows.seqs else rows._replace(seqs=seqs), forks
+    if seqs is not rows.seqs:
+        rows = rows._replace(seqs=seqs)
+    return pool, rows, forks
 
 
 def _with_drafts(rows: Rows) -> list[int]:
@@ -625,8 +633,8 @@ def _with_drafts(rows: Rows) -> list[int]:
 
 
 def advance_rows(active: Running, rows: Rows, forks: tuple[Seq, ...]) -> Running:
-    """The running sequences with the new columns of a step's rows, which are the first ones, and
-    with new branches behind them.
+    """The running sequences after a step: first its rows, with their new columns, then sequences
+    that it did not compute, then new branches.
     """
     count = len(rows.seqs)
     return Running(
@@ -692,10 +700,10 @@ def _finished(step: int, rows: Rows, ended: Mapping[int, FinishReason]) -> list[
 def cancel(
     state: SchedulerState, request_id: str, reason: FinishReason = "abort"
 ) -> tuple[SchedulerState, tuple[Event, ...]]:
-    """Ends a request wherever it is and frees its blocks. An unknown or finished id changes
+    """Ends a request that waits or runs, and frees its blocks. An unknown or finished id changes
     nothing.
 
-    Branches are cancelled one by one, but before the fork the first one's id ends all of them.
+    Branches are cancelled one by one. Before the fork, the id of the first branch ends all of them.
     Beams end together, by the id of any of them. The engine uses `reason="stop"` for a stop string
     in the text and for a finished beam search.
     """
@@ -732,7 +740,7 @@ def cancel(
 
 
 def _indices(seqs: tuple[Seq, ...], seq: Seq) -> list[int]:
-    """The index of a sequence among others, or none; for a beam, those of its siblings too.
+    """The index of `seq` in `seqs`, if it is there; for a beam, also the indices of its siblings.
 
     Requests mostly end in order, near the front.
     """
@@ -742,15 +750,15 @@ def _indices(seqs: tuple[Seq, ...], seq: Seq) -> list[int]:
 
 
 def _except(column: tuple[Item, ...], indices: Sequence[int]) -> tuple[Item, ...]:
-    """All items except those at some indices, which ascend."""
+    """All items except those at `indices`, which ascend."""
     for i in reversed(indices):
         column = column[:i] + column[i + 1 :]
     return column
 
 
 def forget(state: SchedulerState) -> SchedulerState:
-    """Forgets what cached blocks hold: no block so far is found again. Running sequences keep their
-    blocks.
+    """Forgets what cached blocks hold: no block that was published so far is found again. Running
+    sequences keep their blocks.
     """
     return state._replace(pool=blocks.forget(state.pool))
 
@@ -781,8 +789,8 @@ def update(state: SchedulerState, pending: Pending) -> SchedulerState:
 
     Args:
         pending: "restart": everything that unfinished sequences have computed is computed again,
-            also what is in host blocks. "keep": they keep it. What they compute from it is of no
-            single version, so it is never published.
+            also what is in host blocks. "keep": they keep it. What they compute from it mixes
+            versions of the weights, so it is never published.
     """
     if pending == "restart":
         state = restart(state)

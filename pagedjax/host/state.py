@@ -22,7 +22,7 @@ def limits(
     Args:
         views_of_groups: what queries see, by group of layers; () if all of them see everything. A
             configured block has the keys and values of all layers; here it is a block for each
-            group. The trash block needs one alone.
+            group. There is one trash block for all groups.
     """
     assert config.max_model_len is not None, "resolve the configuration first"
     assert config.num_blocks is not None, "resolve the configuration first"
@@ -48,12 +48,12 @@ class SchedulerState(NamedTuple):
     waiting: tuple[Seq, ...]
     running: Running  # after `schedule`: the plan's sequences, then those that got no token
     step: int
-    arrivals: int
+    arrivals: int  # the arrival of the next sequence
     # the swap space; the blocks of a waiting sequence are its blocks there
     host_pool: BlockPool | None
     # arrivals of the sequences that may have to copy a shared block before the next write
     forked: frozenset[int]
-    # of all unfinished sequences; a search through a long queue would make submits quadratic
+    # the ids of all unfinished sequences; searching a long queue would make submits quadratic
     ids: Map[str, None]
     # stop tokens of all unfinished requests, and perhaps of finished ones
     stops: frozenset[int] = frozenset()

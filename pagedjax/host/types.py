@@ -1,4 +1,4 @@
-"""Plain immutable records that both towers speak of. Imports no jax and no numpy.
+"""Plain immutable records that `host` and `engine` share. Imports no jax and no numpy.
 
 Words and letters: docs/design/glossary.md.
 """
@@ -30,10 +30,11 @@ __all__ = [
     "Verified",
 ]
 
-# in a block table: a block that the sequence does not have (views.py); the id of the trash block
+# an entry of a block table: the sequence does not have this block (views.py). It is also the id of
+# the trash block.
 HOLE = 0
 FinishReason = Literal["stop", "length", "abort"]
-# what new weights mean to what unfinished sequences have computed
+# whether unfinished sequences are computed again under new weights, or keep what they have computed
 Pending = Literal["restart", "keep"]
 Item = TypeVar("Item")
 NO_DRAFTS: Mapping[str, int] = MappingProxyType({})
@@ -52,11 +53,11 @@ class SchedulerConfig(NamedTuple):
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
-    host_blocks: int = 0  # of the swap space; 0: preemption is by recomputation
+    host_blocks: int = 0  # blocks of the swap space; 0: preemption is by recomputation
     chunked_prefill: bool = True
     mixed_steps: bool = True
     reservation: Reservation = "none"
-    # of each group of layers, whose blocks are its own (views.py); (): one that sees all
+    # what each group of layers sees; a group has its own blocks (views.py); (): one group, sees all
     views: tuple[View, ...] = ()
 
     @property
@@ -79,18 +80,18 @@ class Request(NamedTuple):
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0
-    user: str = ""  # whose share the policy "fair" counts it to
-    # ids of further branches, which begin when this one has computed the prompt
+    user: str = ""  # the policy "fair" shares the machine among users
+    # ids of further branches, which begin when the first branch has computed the prompt
     forks: tuple[str, ...] = ()
-    # of the prompt's full blocks (engine/block_hashes.py); empty: shares no blocks
+    # hashes of the prompt's full blocks (engine/block_hashes.py); empty: shares no blocks
     hashes: tuple[str, ...] = ()
-    # its branches advance together, by the choices given to `commit`; others advance alone
+    # whether its branches advance together, by the choices given to `commit`
     beams: bool = False
-    # opaque; they salt the hashes, so requests with other tags share no blocks
+    # labels of any meaning; they salt the hashes, so requests with other tags share no blocks
     tags: tuple[str, ...] = ()
-    # its sampling reads its tokens through its blocks, so none is given back (views.py)
+    # its sampling reads its tokens through its blocks, so no block is given back (views.py)
     keeps_blocks: bool = False
-    predicted: int | None = None  # output tokens, as someone predicts them; policies may read it
+    predicted: int | None = None  # the number of output tokens that the caller predicts
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -117,11 +118,11 @@ class Seq(NamedTuple):
     limit: int  # tokens at its longest: the prompt and max_tokens, cut off at max_model_len
     length: int  # prompt + generated tokens
     computed: int = 0
-    # while it waits: host blocks, in the swap space; HOLE: one that it does not have
+    # its block table; while it waits, of host blocks in the swap space
     blocks: tuple[int, ...] = ()
-    # of its first full blocks, as far as they are known; it keeps them when preempted
+    # hashes of its first full blocks, as far as they are known; it keeps them when preempted
     hashes: tuple[str, ...] = ()
-    # arrival of the first of the branches that forked from one prompt; None: no others
+    # arrival of the first branch or beam of its request; None: it has no others
     group: int | None = None
 
     @property
@@ -173,7 +174,7 @@ class Running(NamedTuple):
     """The running sequences. The values that every step changes are two columns beside the records.
 
     A record is rebuilt only when its blocks change; its own `length` and `computed` are from that
-    step. Rebuilding 256 records a step cost 230 us, two columns of integers cost a third of it.
+    step. Rebuilding 256 records a step cost 230 us; two columns of integers cost a third of that.
     `scheduler.running(state)` returns current records, and policies get current ones.
     """
 
@@ -246,21 +247,22 @@ class Plan(NamedTuple):
     starts: tuple[int, ...]  # tokens of each whose keys and values are in the cache before the step
     counts: tuple[int, ...]  # tokens to compute of each, at least 1
     admitted: tuple[str, ...]  # request ids that entered `running` in this step
-    # tokens of each of those: the prompt, and what was generated before a preemption
+    # tokens of each admitted request: the prompt, and what was generated before a preemption
     known: tuple[int, ...]
-    cached: tuple[int, ...]  # those of them whose keys and values were found in the cache
+    cached: tuple[int, ...]  # how many of the known tokens were found in the cache
     copies: tuple[tuple[int, int], ...]  # (from, to): blocks to copy before anything is written
     preempted: tuple[str, ...]  # request ids that stopped running, in that order
-    # those of them whose content went to host memory; the others compute it again
+    # the preempted ids whose content went to host memory; the others compute it again
     swapped: tuple[str, ...]
-    resumed: tuple[str, ...]  # request ids whose content came back from there
+    resumed: tuple[str, ...]  # request ids whose content came back from host memory
     # (device block, host block): moved before anything else happens
     swap_out: tuple[tuple[int, int], ...]
-    swap_in: tuple[tuple[int, int], ...]  # (host block, device block): moved then, before `copies`
+    # (host block, device block): moved after `swap_out` and before `copies`
+    swap_in: tuple[tuple[int, int], ...]
     num_waiting: int  # after admission
     blocks_used: int  # blocks with an owner while the step runs
     num_blocks: int  # blocks that can have an owner (block 0, the trash block, is not one of them)
-    # of each row, how many of its tokens are drafts, the last ones; (): no row has one
+    # how many of the last tokens of each row are drafts; (): no row has one
     drafts: tuple[int, ...] = ()
 
     @property
@@ -275,7 +277,25 @@ class Plan(NamedTuple):
 
 
 # A plan without rows, to get array shapes from.
-EMPTY_PLAN = Plan(0, (), (), (), (), (), (), (), (), (), (), (), (), (), 0, 0, 1)
+EMPTY_PLAN = Plan(
+    0,
+    (),
+    (),
+    (),
+    (),
+    (),
+    (),
+    (),
+    (),
+    (),
+    (),
+    (),
+    (),
+    (),
+    num_waiting=0,
+    blocks_used=0,
+    num_blocks=1,
+)
 
 
 def current(
@@ -295,10 +315,10 @@ class Released(NamedTuple):
 
     request: Request
     length: int  # prompt + generated tokens
-    computed: int  # tokens of it that `blocks` hold
-    # of the computed tokens, in the cache that it leaves; HOLE: one that it does not have
+    computed: int  # how many of these tokens `blocks` holds
+    # the block table of the computed tokens, in the cache that it leaves
     blocks: tuple[int, ...]
-    hashes: tuple[str, ...]  # of its first full blocks, as far as they are known
+    hashes: tuple[str, ...]  # hashes of its first full blocks, as far as they are known
 
 
 class Adopted(NamedTuple):
@@ -315,7 +335,7 @@ class Admitted(NamedTuple):
     step: int
     request_id: str
     num_tokens: int  # known at that moment: the prompt, and what was generated before a preemption
-    num_cached: int  # of them found in the cache
+    num_cached: int  # how many of them were found in the cache
 
 
 class Preempted(NamedTuple):
@@ -363,8 +383,8 @@ class Sampled(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """The rows of a step that had drafts: how many, how many were accepted, and the blocks each
-    sequence has left.
+    """The rows of a step that had drafts: how many drafts, how many of them were accepted, and how
+    many blocks each sequence has left.
     """
 
     step: int
@@ -417,7 +437,7 @@ class TokenLogprobs(NamedTuple):
     """
 
     request_id: str
-    prompt: bool  # of a prompt token, or of a generated one
+    prompt: bool  # whether it is a prompt token, or a generated one
     position: int  # index in the prompt, or in the output
     token_id: int
     logprob: float
@@ -433,18 +453,18 @@ class StepResult(NamedTuple):
     events: tuple[Event, ...]
     started: float  # before schedule
     finished: float  # after commit
-    device_seconds: float  # busy time of the device between the two
-    padded_tokens: int  # T of the compiled shape; plan.num_tokens of them are real
+    device_seconds: float  # busy time of the device between `started` and `finished`
+    padded_tokens: int  # tokens of the compiled shape; plan.num_tokens of them are real
     compilations: int  # XLA compilations during this step; 0 after warm-up
     # what requests asked for beside tokens, by the name of its reader (engine/readers.py)
     outputs: Mapping[str, Any] = Map()
     draft_seconds: float = 0.0  # of a drafter's program on the device, part of device_seconds
-    draft_rows: int = 0  # its rows with drafts, as a bucket
-    params_version: int = 0  # of the weights that computed it: how often they had been updated
+    draft_rows: int = 0  # rows with drafts in that program, rounded up to a bucket
+    params_version: int = 0  # version of the weights: how often they had been updated
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Those that requests asked for."""
+        """The log-probabilities that requests asked for."""
         return self.outputs.get("logprobs", ())
 
     @property
@@ -459,7 +479,7 @@ class StepResult(NamedTuple):
 
     @property
     def taps(self) -> tuple[Any, ...]:
-        """`engine.taps.TapPart`s of the sequences that asked."""
+        """The `engine.taps.TapPart`s of the sequences that asked for taps."""
         return self.outputs.get("taps", ())
 
     @property

@@ -7,13 +7,13 @@ the order of the groups. The entry of a block that was given back, or that was n
 HOLE.
 
 Between two transitions a running sequence has exactly the blocks that the query of its next token
-sees, and those behind them that it was given (`check`). `commit` gives back the blocks that went
-out of sight (`drop`).
+sees, and the later blocks that it was given (`check`). `commit` gives back the blocks that the next
+query does not see any more (`drop`).
 
 A sequence gets blocks for the tokens that the step computes, not for all its known tokens at once:
 of a long prompt most blocks are given back before the last one is needed. So admission compares the
 free blocks with the most blocks that the sequence has at one time until its known tokens are
-computed (`peak_blocks`). What running sequences still need of theirs counts as taken
+computed (`peak_blocks`). The blocks that running sequences still need count as taken
 (`promised_blocks`).
 """
 
@@ -57,7 +57,9 @@ def views_of(config: SchedulerConfig, request: Request) -> Views:
     """The view of a request's queries for each group of layers. A request whose sampling reads its
     tokens needs all blocks.
     """
-    return (ALL,) * config.groups if request.keeps_blocks else config.views or (ALL,)
+    if request.keeps_blocks:
+        return (ALL,) * config.groups
+    return config.views or (ALL,)
 
 
 def held(table: Sequence[int]) -> int:
@@ -66,7 +68,7 @@ def held(table: Sequence[int]) -> int:
 
 
 def visible_table(views: Views, blocks_of_groups: Sequence[int]) -> tuple[int, ...]:
-    """A table of full blocks where those are holes that the next query does not see.
+    """A table of full blocks, with a hole for each block that the next query does not see.
 
     Args:
         blocks_of_groups: the entries of a sequence's first blocks.
@@ -87,7 +89,7 @@ def num_shareable(views: Views, cached: Sequence[Sequence[bool]]) -> int:
     cached.
 
     Args:
-        cached: of each group and block, whether it is in the cache.
+        cached: for each group, whether each block is in the cache.
     """
     num_blocks = min(map(len, cached), default=0)
     fits = [True] * (num_blocks + 1)
@@ -95,9 +97,11 @@ def num_shareable(views: Views, cached: Sequence[Sequence[bool]]) -> int:
         run = 0  # cached blocks directly before `block`
         misses_kept = False
         kept_blocks = frozenset(view.kept)
-        for block in range(num_blocks + 1):  # of a query, behind the blocks before it
+        for block in range(num_blocks + 1):  # the next query's, if all blocks before it are shared
             first = view.first(block)
-            fits[block] = fits[block] and run >= block - first and not (misses_kept and first > 0)
+            window_cached = run >= block - first
+            kept_cached = first == 0 or not misses_kept
+            fits[block] = fits[block] and window_cached and kept_cached
             if block < num_blocks:
                 run = run + 1 if is_cached[block] else 0
                 misses_kept = misses_kept or (block in kept_blocks and not is_cached[block])
@@ -151,7 +155,7 @@ def sequences_that_fit(config: SchedulerConfig) -> int:
     """The number of sequences of max_model_len tokens whose blocks fit into the pool at once."""
     length = config.max_model_len
     if config.views:
-        longest = Request("", 1, length)
+        longest = Request("", prompt_len=1, max_tokens=length)
         need = peak_blocks(config, longest, length, config.max_num_batched_tokens)
     else:
         need = blocks.needed(length, config.block_size)
@@ -165,8 +169,8 @@ def entry_blocks(
     blocks that it still needs after that).
 
     Args:
-        cached: its blocks that need no new one: shared ones and holes; of a swapped sequence,
-            shared ones alone.
+        cached: its entries that need no new block: shared blocks and holes; of a swapped sequence,
+            shared blocks alone.
         free: the number of blocks that it may have.
         budget: the number of tokens that it may compute.
     """
@@ -208,7 +212,7 @@ def extend(
 ) -> tuple[BlockPool, tuple[int, ...]]:
     """Extends a table to its first `tokens` tokens; the pool has the blocks -> (pool, table).
 
-    It returns the same table if that covers them.
+    The table itself is returned if it covers these tokens.
     """
     need = blocks.needed(tokens, config.block_size) * config.groups - len(table)
     if need <= 0:
@@ -257,7 +261,7 @@ def drop(config: SchedulerConfig, pool: BlockPool, active: Running) -> tuple[Blo
         query_block = position(active.lengths[i], active.computed[i]) // config.block_size
         table: list[int] | None = None
         for group, view in enumerate(views_of(config, seq.request)):
-            # below the first hole that is not kept, all others are holes
+            # before the last hole, all blocks that are not kept are holes
             for block in range(view.first(query_block) - 1, -1, -1):
                 if block in view.kept:
                     continue

@@ -57,11 +57,11 @@ class Reason(NamedTuple):
     - behind: another request is before it in the policy's order, and does not fit.
     - left out: the policy's `order` does not offer it.
     - preempted: it was preempted in this step.
-    - preemption: others were, and nothing enters in a step that preempts.
-    - kind of step: the step does not mix prompts and decodes, and computes the others.
+    - preemption: others were preempted, and nothing enters in a step that preempts.
+    - kind of step: the step computes prompts alone or decodes alone, and this is the other kind.
     - siblings: it is a beam that waits for the other beams of its request.
 
-    limit: one of them.
+    limit: one of these limits.
     sentence: the same in words.
     need, free: tokens of the budget, rows or blocks. If `need - free` more were free, the request
         would pass this limit. For "preempted" and "preemption": the blocks that running sequences
@@ -82,12 +82,12 @@ class Reason(NamedTuple):
 def why_waiting(state: SchedulerState, policy: Policy) -> dict[str, Reason]:
     """Why requests get no token in the next step -> the reason of each, by its id.
 
-    It has the requests that wait after `schedule(state, policy)`, and the running ones that are not
-    in its plan. Drafts change no reason, because they take what other rows leave.
+    The result has the requests that wait after `schedule(state, policy)`, and the running ones that
+    are not in its plan. Drafts change no reason, because they take what other rows leave.
 
     Args:
-        state: before the `schedule` of the step.
-        policy: as given to `schedule`.
+        state: the state before the `schedule` of the step.
+        policy: the policy that `schedule` gets.
 
     Raises:
         ValueError: the policy's `order` returns something else than waiting sequences.
@@ -173,7 +173,7 @@ def _shortage(
         need = free + _missing(admission, policy, group, config, refusal)
     sentence = _sentence(refusal._replace(need=need), group[0], policy, config)
     if shortage == "tokens" and admission.budget <= 0:
-        # more tokens go to the rows before it first
+        # further tokens would go to the rows before it first
         entered = [seq.length - seq.computed for seq in admission.admitted]
         need += max(0, _backlog(config, active, len(active.seqs)) + sum(entered))
     return Reason(shortage, sentence, need, free)
@@ -186,8 +186,8 @@ def _missing(
     config: SchedulerConfig,
     refusal: Refusal,
 ) -> int:
-    """The number of tokens, rows or blocks that the sequences lack for this limit. It tries again
-    after each addition, because one beam may use what the next one needs.
+    """The number of tokens, rows or blocks that the sequences lack for this limit. `enter` is tried
+    again after each addition, because one beam may use what the next one needs.
     """
     shortage = refusal.shortage
     more = 0
@@ -201,8 +201,7 @@ def _missing(
             larger = admission._replace(free_rows=admission.free_rows + more)
         else:
             pool = admission.pool
-            blocks = pool.num_blocks + more
-            pool = pool._replace(num_blocks=blocks, num_free=pool.num_free + more)
+            pool = pool._replace(num_blocks=pool.num_blocks + more, num_free=pool.num_free + more)
             larger = admission._replace(pool=pool)
         trial = enter(larger, policy, group, config)
     return more

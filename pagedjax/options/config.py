@@ -2,7 +2,7 @@
 module imports no jax.
 
 A user writes an `EngineConfig`, in which None means "choose for me". `resolve()` turns it, once,
-into a `Resolved`, in which nothing is left to choose. A run saves the resolved one.
+into a `Resolved`, in which nothing is left to choose. A run saves the `Resolved`.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ LinearImpl = Literal["reference", "xla", "cpu"]
 
 Config = TypeVar("Config")
 
-MAX_DRAFT_TOKENS = 32  # of a sequence in a step
-MAX_TAP_BYTES = 2**30  # of a request, unless `max_tap_bytes` is set
+MAX_DRAFT_TOKENS = 32  # the most draft tokens of a sequence in a step
+MAX_TAP_BYTES = 2**30  # the most bytes of a request's taps, unless `max_tap_bytes` is set
 ON_DEVICE = ("draft", "eagle")  # methods whose drafter is a model
-VLLM_NAMES = {  # names in vLLM's speculative_config: fields of `Speculative`
+VLLM_NAMES = {  # name in vLLM's speculative_config -> field of `Speculative`
     "num_speculative_tokens": "num_tokens",
     "prompt_lookup_max": "ngram_max",
     "prompt_lookup_min": "ngram_min",
@@ -148,7 +148,7 @@ class Speculative:
         return self.method in ON_DEVICE
 
 
-# fields: (the policy that has it, its default, the smallest integer; None: it is a bool)
+# field -> (the policy that has it, its default, the smallest integer; None: it is a bool)
 _KV_POLICY_SIZES: dict[str, tuple[str, Any, int | None]] = {
     "sinks": ("streaming", 4, 0),
     "window": ("streaming", 1020, 1),
@@ -413,7 +413,7 @@ class EngineConfig:
         exclusions.refuse(self, exclusions.ENGINE)
 
     def _read_speculative(self) -> None:
-        """Replace a mapping of its fields. Raises ValueError for a wrong field."""
+        """Replace a mapping of fields by its `Speculative`. Raises ValueError for a wrong field."""
         if isinstance(self.speculative, Mapping):  # from YAML and the command line
             values: dict[str, Any] = dict(self.speculative)
             fields = {VLLM_NAMES.get(str(name), str(name)): item for name, item in values.items()}
@@ -548,12 +548,12 @@ def _read_own(
     """Replace a mapping of a user's own value by its name in one line.
 
     Args:
-        name: of the field of `options`.
-        field: its name for errors.
+        name: the name of the field of `options`.
+        field: the name of the field in errors; None: `name`.
         by_value: whether the value itself may be there.
 
     Raises:
-        ValueError: it is neither a built-in name nor a user's own value.
+        ValueError: the field has neither a built-in name nor a user's own value.
     """
     field = field or name
     value = name_in_one_line(field, getattr(options, name))
@@ -573,11 +573,12 @@ def _field_types(cls: type) -> dict[str, tuple[Any, ...]]:
 
 
 def check_fields(options: Any, cls: type, prefix: str = "") -> None:
-    """Raises ValueError for a field that is no bool, none of the choices of a Literal, or outside
-    of its `Integers`, as `cls` declares it. Other types have checks of their own.
+    """Raises ValueError for a field whose value is not what `cls` declares: a bool, one of the
+    choices of a Literal, or within the bounds of an Annotated. Other types have checks of their
+    own.
 
     Args:
-        prefix: of the names in the error.
+        prefix: what stands before a field's name in the error.
     """
     for field, kinds in _field_types(cls).items():
         value = getattr(options, field)
@@ -590,12 +591,13 @@ def check_fields(options: Any, cls: type, prefix: str = "") -> None:
             if get_origin(kind) is Literal:
                 one_of(name, value, get_args(kind))
             if get_origin(kind) is Annotated:
-                get_args(kind)[1].check(name, value)
+                bounds = get_args(kind)[1]
+                bounds.check(name, value)
 
 
 def as_dict(options: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass, and of those in it, as mappings. A user's own value is its
-    name: its functions have no text that two processes share.
+    """Returns the fields of a dataclass, and of the dataclasses in it, as mappings. In the place of
+    a user's own value is its name, because functions have no text that two processes share.
     """
     return dataclasses.asdict(
         options,
@@ -637,7 +639,9 @@ def one_of(name: str, value: object, allowed: tuple[Any, ...], *, custom: bool =
     if value not in allowed:
         near = difflib.get_close_matches(str(value), [str(item) for item in allowed], n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        choices = f"{', '.join(map(repr, allowed))}{', or FILE.py:NAME' if custom else ''}"
+        choices = ", ".join(map(repr, allowed))
+        if custom:
+            choices += ", or FILE.py:NAME"
         raise ValueError(f"{name} is {value!r}; it must be one of {choices}{hint}")
 
 

@@ -105,7 +105,7 @@ SPECULATIVE = (  # of a `Speculative`
 
 
 def refuse(config: Any, exclusions: tuple[Exclusion, ...]) -> None:
-    """Raises ValueError if options of `config` exclude each other. Its single fields are right."""
+    """Raises ValueError if options of `config` exclude each other. Each of them alone is valid."""
     for exclusion in exclusions:
         if exclusion.meet(config):
             raise ValueError(exclusion.error.format(config=config))

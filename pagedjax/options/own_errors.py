@@ -26,9 +26,9 @@ class OwnError(ValueError):
 
 
 class placed:
-    """A context in which a user's function is called. An error of it becomes an `OwnError` with its
-    place in the user's file. If no line of a user's file raised it, the package is to blame, and
-    its error stays as it is.
+    """A context in which a user's function is called. An error of the function becomes an
+    `OwnError` with its place in the user's file. If no line of a user's file raised the error, it
+    is an error of the package, and stays as it is.
 
         with placed(f"admit of the policy {policy.name!r}"):
             return policy.admit(seq, need, free)
@@ -37,7 +37,7 @@ class placed:
     __slots__ = ("_function",)
 
     def __init__(self, function: str) -> None:
-        """function: which one is called, in words."""
+        """function: which function is called, in words."""
         self._function = function
 
     def __enter__(self) -> None:
@@ -70,8 +70,8 @@ def place_of(error: BaseException, *, installed: bool = False) -> str:
 
 
 def _names_there(error: Exception) -> str:
-    """What a record of the package has, in words, if the error is that it has no such attribute;
-    the nearest name first, and the names of a record inside.
+    """If a record of the package has no such attribute: what the record has, in words, the nearest
+    name first, also the names in a record that is one of its fields. Else "".
     """
     if not isinstance(error, AttributeError):
         return ""

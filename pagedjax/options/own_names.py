@@ -30,9 +30,9 @@ class NamedValue(Protocol):
 class OwnName(NamedTuple):
     """The parts of a name.
 
-    module: or the path of a file, ending in ".py"; "" in the name of a shipped value.
+    module: a module, or the path of a file, which ends in ".py"; "" in the name of a shipped value.
     attribute: the value's name there.
-    call: its parameters in parentheses, by name; "" without.
+    call: the parameters in parentheses, by name; "" if there are none.
     """
 
     module: str
@@ -70,12 +70,12 @@ def _place_and_call(text: str) -> tuple[str, str]:
 
 
 def names_own_value(value: Any) -> bool:
-    """Returns whether a value may name a user's own one."""
+    """Returns whether a text may be the name of a user's own value."""
     return isinstance(value, str) and ":" in _place_and_call(value)[0]
 
 
 def is_value(value: Any) -> bool:
-    """Returns whether this is a value itself, and no name of one."""
+    """Returns whether this is a value itself, and not the name of a value."""
     return isinstance(value, tuple) and isinstance(getattr(value, "name", None), str)
 
 

@@ -1,8 +1,8 @@
 """Values of a user's own: "module:NAME", or "folder/file.py:NAME", with parameters if NAME is a
 function that returns one (own_names.py). This module imports no jax.
 
-A file may import others of its folder, whatever the current folder is. It is run anew for each
-engine, and so are they.
+A file may import other files of its folder, whatever the current folder is. All of these are run
+anew for each engine.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def own_value(
     """
     own = own_name(name)
     choices = "".join(f"{choice}, " for choice in built_in)
-    usage = f"write {f'one of {choices}' if choices else ''}module:NAME, or folder/file.py:NAME"
+    built_in_names = f"one of {choices}" if choices else ""
+    usage = f"write {built_in_names}module:NAME, or folder/file.py:NAME"
     if not own.module or not own.attribute:
         raise ValueError(f"{field} is {name!r}; {usage}")
     values = _values_in(field, own, usage, shared=shared)
@@ -99,11 +100,11 @@ def named(
     shared: bool = False,
 ) -> Value:
     """Returns the value that a name stands for: a shipped one, or the user's own, with parameters
-    as in a mapping {"name": "mine.py:aged", "worth": 64}. A value of the kind is itself.
+    as in a mapping {"name": "mine.py:aged", "worth": 64}. A value of the kind is returned as it is.
 
     Args:
-        shipped: those of the package by their names. The value is None where the caller looks for
-            that name itself.
+        shipped: the values of the package by their names. A value is None where the caller looks
+            for that name itself.
         shared: see `own_value`.
 
     Raises:
@@ -123,7 +124,7 @@ def named(
     else:
         result = own_value(field, value, kind, shipped, shared=shared)
     name = getattr(result, "name", "")
-    # a recording would be replayed with the other one
+    # a recording has the name alone, so it would be replayed with the shipped value
     if shipped.get(name) not in (None, result):
         text = value if isinstance(value, str) else name
         raise ValueError(f"{field} {text!r} calls itself {name!r}, which is another one; rename it")
@@ -144,14 +145,14 @@ def true_or_false(function: str, result: Any) -> bool:
     """Returns the result of a user's function as a bool.
 
     Args:
-        function: which one returned it, in words.
+        function: which function returned it, in words.
 
     Raises:
-        ValueError: it is neither True nor False.
+        ValueError: the result is neither True nor False.
     """
     if isinstance(result, int) and result in (0, 1):
         return bool(result)
-    # a truth value of numpy is one, an array of them is not
+    # a numpy.bool is taken, and an array of them is not
     dtype = getattr(result, "dtype", None)
     if str(dtype) != "bool" or getattr(result, "shape", None) != ():
         raise ValueError(f"{function} returned {result!r:.200}; return True or False")
@@ -165,11 +166,11 @@ def own_function(
 
     Args:
         name: "module:NAME" or "folder/file.py:NAME", with parameters in parentheses.
-        num_arguments: how many it is called with.
+        num_arguments: with how many arguments the function is called.
         options: keyword arguments that the field itself gives.
 
     Raises:
-        ValueError: see `own_value`; or it takes fewer arguments.
+        ValueError: see `own_value`; or the function takes fewer arguments.
     """
     own = own_name(name)
     function = own_value(field, own._replace(call="").text, FunctionType, ())
@@ -215,8 +216,8 @@ def bound_parameters(
     values: Mapping[str, Any],
     no_value: str = "",
 ) -> dict[str, Any]:
-    """Returns the keyword arguments of a user's function: these values of its parameters, as its
-    types have them.
+    """Returns the keyword arguments of a user's function: the values of its parameters, converted
+    to their types.
 
     Args:
         where: the path of the parameters in the config, for errors.
@@ -224,8 +225,8 @@ def bound_parameters(
         no_value: the beginning of the error if a parameter is missing and there are no values.
 
     Raises:
-        ValueError: the function has no such parameter (the error has the near name), one is missing
-            or has another type, or the function takes fewer arguments.
+        ValueError: the function has no such parameter (the error suggests the nearest name), a
+            parameter is missing or has another type, or the function takes fewer arguments.
     """
     name = _name_and_place(function)
     try:
@@ -260,7 +261,7 @@ def bound_parameters(
         hints = get_type_hints(function, include_extras=True)
     except Exception:  # a type that is not there when the file runs: then no type is checked
         hints = {}
-    return {key: _checked(f"{where}.{key}", hints.get(key), x) for key, x in values.items()}
+    return {key: _checked(f"{where}.{key}", hints.get(key), value) for key, value in values.items()}
 
 
 def _name_and_place(function: Callable[..., Any]) -> str:
@@ -332,20 +333,21 @@ def _result(
         return function(**dict(arguments))
 
 
-_shared_result = cache(_result)  # by the name too: 1 and True are equal, and their names are not
+# the name is part of the key, because the arguments 1 and True are equal, and their names are not
+_shared_result = cache(_result)
 
 
 def source_files(file: str | os.PathLike[str]) -> tuple[Path, ...]:
     """Returns a Python file, and behind it the files of its folder that it imports, at any depth.
 
-    They are found in the text, so nothing is run. A file that cannot be parsed imports nothing.
-    What is installed, and the packages of this project, are not among them.
+    The imports are found in the text, so nothing is run. A file that cannot be parsed imports
+    nothing. Installed packages, and the packages of this project, are left out.
     """
     first = Path(os.path.abspath(file))
     if first.parent.name == "site-packages":
         return (first,)
     files = [first]
-    for importer in files:  # grows
+    for importer in files:  # the list grows in the loop
         for module in _imported_modules(importer, first.parent):
             for path in (module.with_suffix(".py"), module / "__init__.py"):
                 if path.is_file() and path not in files:
@@ -357,7 +359,7 @@ def _imported_modules(importer: Path, folder: Path) -> Iterator[Path]:
     """The places in `folder` of all modules that the text of a file may import, without suffix."""
     try:
         tree = ast.parse(importer.read_bytes())
-    except (SyntaxError, ValueError):  # said when the file is run
+    except (SyntaxError, ValueError):  # the user sees the error when the file is run
         return
     for node in ast.walk(tree):
         names: list[str] = []
@@ -380,7 +382,8 @@ def _imported_modules(importer: Path, folder: Path) -> Iterator[Path]:
 def _shared_values(path: str) -> dict[str, Any]:
     """Returns the global values of a file, which is run again only after a change."""
     stats = [(str(file), file.stat()) for file in source_files(path)]
-    return _values_of(path, tuple([(file, s.st_mtime_ns, s.st_size) for file, s in stats]))
+    stamps = tuple([(file, stat.st_mtime_ns, stat.st_size) for file, stat in stats])
+    return _values_of(path, stamps)
 
 
 @cache

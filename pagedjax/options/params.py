@@ -19,8 +19,9 @@ from pagedjax.options.vllm_names.request_arguments import (
     takes,
 )
 
-NO_LIMIT = 2**31 - 1  # of max_tokens; max_model_len ends every request
+NO_LIMIT = 2**31 - 1  # the value of max_tokens without a limit; max_model_len ends every request
 MAX_LOGPROBS = 20
+# what an error says of truncate_prompt_tokens
 CUTS = "None, an integer of at least 1, or -1 for all that leaves room for one token of output"
 
 
@@ -42,6 +43,7 @@ def _types(cls: type) -> dict[str, Any]:
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
+    """Returns token ids, those of a set in ascending order. Raises ValueError for anything else."""
     items = _items(value)
     for item in items:
         if isinstance(item, bool) or not isinstance(item, int) or item < 0:
@@ -161,13 +163,13 @@ class StructuredOutputsParams:
                     f"structured_outputs.{name} is {value!r:.80}; "
                     "it must be a text that is not empty"
                 )
-        if self.choice is not None and not all(
-            isinstance(text, str) and text for text in self.choice or ("",)
-        ):
-            raise ValueError(
-                f"structured_outputs.choice is {self.choice!r:.80}; "
-                "it must be a list of texts, none of them empty"
-            )
+        if self.choice is not None:
+            are_texts = all(isinstance(text, str) and text for text in self.choice)
+            if not self.choice or not are_texts:
+                raise ValueError(
+                    f"structured_outputs.choice is {self.choice!r:.80}; "
+                    "it must be a list of texts, none of them empty"
+                )
         for name in (
             "ignore_unsupported",
             "disable_any_whitespace",
@@ -395,7 +397,7 @@ class SamplingParams:
             "a non-empty string or several of them",
         )
         check(
-            not (self.stop and not self.detokenize),
+            self.detokenize or not self.stop,
             "stop",
             "empty when detokenize is False: it matches text",
         )
@@ -637,8 +639,8 @@ class PoolingParams:
         return self.use_activation is not False and self.normalize is not False
 
     def row(self) -> SamplingParams:
-        """Returns the parameters of its row in a step. Tokens in the prefix cache have no hidden
-        states. So only "LAST" may use the cache, because the last token is always computed.
+        """Returns the parameters of the prompt's row in a step. Tokens in the prefix cache have no
+        hidden states. So only "LAST" may use the cache, because the last token is always computed.
         """
         return SamplingParams(
             temperature=0.0,

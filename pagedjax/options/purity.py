@@ -1,4 +1,6 @@
-"""Functions of a user that must be pure: what one keeps between calls makes equal runs differ."""
+"""Checks that functions of a user are pure: a function that keeps something between calls makes
+equal runs differ.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from pagedjax.options.own_errors import LIBRARIES
 
 
 class Impure(ValueError):
-    """A function whose result or effect depends on earlier calls. The message names both."""
+    """A function whose result or effect depends on earlier calls. The message names the function,
+    and what it returned or changed.
+    """
 
 
 def called_twice(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -22,7 +26,7 @@ def called_twice(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     An iterable result becomes a tuple.
 
     Args:
-        name: of the function, for the error.
+        name: the function, in words, for the error.
 
     Raises:
         Impure: two equal calls return different values, or a call changes a value that outlives it
@@ -66,7 +70,7 @@ def names_read(function: Any, visited: set[int] | None = None) -> set[str]:
     names: set[str] = set()
     if not str(function.__module__).startswith("pagedjax."):
         codes = [function.__code__]
-        for code in codes:  # grows
+        for code in codes:  # the list grows in the loop: an inner function has its own code
             names.update(code.co_names)
             codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     for value in (*variables.nonlocals.values(), *variables.globals.values()):

@@ -2,9 +2,9 @@
 
 The least recently used hash is evicted first.
 
-A hash stands for its block and for all blocks before it. Whenever a hash is known, those before it
-are: `learned` makes the first block of a prefix the most recent one, so the last block is evicted
-first. `depth` can therefore search by halves.
+A hash stands for its block and for all blocks before it. Whenever a hash is known, the hashes of
+the blocks before it are known: `learned` makes the first block of a prefix the most recent one, so
+the last block is evicted first. `depth` can therefore search by halves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Prefixes(NamedTuple):
 
 
 def depth(prefixes: Prefixes, hashes: Sequence[str]) -> int:
-    """How many of the first `hashes`, those of a prompt's full blocks, are known."""
+    """How many of the first `hashes` are known. They are the hashes of a prompt's full blocks."""
     stamps = prefixes.stamps
     if not hashes or hashes[0] not in stamps:
         return 0
@@ -40,7 +40,7 @@ def depth(prefixes: Prefixes, hashes: Sequence[str]) -> int:
 
 
 def learned(prefixes: Prefixes, hashes: Sequence[str]) -> Prefixes:
-    """The prefixes with a prompt's added as the most recent ones.
+    """The prefixes after a prompt, whose hashes are now the most recent ones.
 
     Of a prompt with more than `limit` hashes, only the first ones are added.
     """

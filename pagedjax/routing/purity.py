@@ -1,4 +1,4 @@
-"""Is a router pure? One that keeps something between calls makes equal runs differ."""
+"""Is a router pure? A router that keeps something between calls makes equal runs differ."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pagedjax.routing.state import RouterRequest, finished, init, joined
 REPLICAS = 3
 REQUESTS = [
     RouterRequest(
-        f"r{i}", 8 + 5 * i % 7, hashes=(f"h{i % 4}", f"h{i % 4}.{i % 2}"), user=f"u{i % 2}"
+        f"r{i}",
+        tokens=8 + 5 * i % 7,
+        hashes=(f"h{i % 4}", f"h{i % 4}.{i % 2}"),
+        user=f"u{i % 2}",
     )
     for i in range(24)
 ]

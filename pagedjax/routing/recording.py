@@ -41,10 +41,10 @@ class Recorder:
     ) -> None:
         """Begin a record in the file at `path`; None writes nothing.
 
-        own_router: of a router in a user's file, how it was named, with its parameters.
+        own_router: how a router in a user's file was named, with its parameters.
 
-        If it cannot be written, now or later, an error is logged, and routing continues without a
-        record.
+        If the file cannot be written, now or later, an error is logged, and routing continues
+        without a record.
         """
         self.router = router
         self.state = state.init(known_blocks)
@@ -102,11 +102,11 @@ def replay(lines: Iterable[str], router: Router | None = None) -> tuple[RouterSt
     recorded.
 
     Args:
-        router: the one to replay with; None finds the recorded one among those that are shipped.
+        router: the router to replay with; None: the recorded router, which must be a shipped one.
 
     Raises:
         ValueError: the text is no record, a transition is not possible, or an assignment differs;
-            names the line.
+            the message names the line.
     """
     current: RouterState | None = None
     count = 0

@@ -23,8 +23,8 @@ class Router(NamedTuple):
     choose: (state, request) -> the replica that gets the request, one of `state.replicas`, which is
         never empty. It must be a function of its arguments alone, so that a simulated run repeats
         and a real one can be explained.
-    prefixes: whether `choose` reads which prefixes are known. Without, none are remembered, and
-        nobody needs to hash prompts.
+    prefixes: whether `choose` reads which prefixes are known. If not, no prefix is remembered, and
+        prompts need no hashes.
     """
 
     name: str
@@ -92,10 +92,10 @@ def by_prefix(name: str, factor: float = FACTOR, slack: int = SLACK) -> Router:
     """The replica that knows the longest prefix of the prompt; ties go to the lightest, then to the
     next in turn.
 
-    Only replicas below the limit are considered: with the request, the chosen one has no more
-    unfinished ones than `slack` or `factor` times the mean, whichever is more, rounded up. A
-    replica with the mean or less is always below it. So requests with a prefix that is asked for
-    too often go to a second replica, which knows it from then on.
+    Only replicas below a limit are considered: with this request, the chosen replica has at most
+    `slack` unfinished requests, or `factor` times the mean, whichever is more, rounded up. A
+    replica with the mean or less is always below the limit. So requests with a prefix that is asked
+    for too often go to a second replica, which knows the prefix from then on.
 
     Raises:
         ValueError: `factor` is below 1, or `slack` below 0.
@@ -110,7 +110,7 @@ def by_prefix(name: str, factor: float = FACTOR, slack: int = SLACK) -> Router:
 
     def choose(state: RouterState, request: RouterRequest) -> Replica:
         count = len(state.replicas)
-        multiple = min(factor, count)  # a larger one limits nothing
+        multiple = min(factor, count)  # a larger factor limits nothing
         limit = max(slack, math.ceil(multiple * (len(state.unfinished) + 1) / count))
         candidates = [replica for replica in state.turn if state.loads[replica].requests < limit]
         depths = {replica: state.known_prefix(replica, request) for replica in candidates}
@@ -137,7 +137,8 @@ def find(name: Any) -> Router:
     """The router of that name.
 
     "module:NAME" or "folder/file.py:NAME" is a router of the user, in that module or file, with
-    parameters as in a mapping {"name": "mine.py:NAME", "worth": 64}; a `Router` is itself.
+    parameters as in a mapping {"name": "mine.py:NAME", "worth": 64}. A `Router` is returned as it
+    is.
 
     Raises:
         ValueError: no such router, module, file or value; a value that is no router; or a `choose`

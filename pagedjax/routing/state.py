@@ -19,7 +19,7 @@ class RouterRequest(NamedTuple):
 
     request_id: str
     tokens: int  # at its longest: the prompt, and the most output tokens of all its branches
-    # of the prompt's full blocks, `engine.block_hashes.of_prompt`; () shares no blocks
+    # hashes of the prompt's full blocks, `engine.block_hashes.of_prompt`; () shares no blocks
     hashes: tuple[str, ...] = ()
     user: str = ""
 
@@ -42,11 +42,11 @@ class RouterState(NamedTuple):
     """What a router knows of its replicas. It is never changed: a transition returns another
     one."""
 
-    replicas: tuple[Replica, ...]  # those present, in the order in which they joined
+    replicas: tuple[Replica, ...]  # the present ones, in the order in which they joined
     loads: Map[Replica, Load]  # of each replica that is present
     known: Map[Replica, Prefixes]  # what each has in its cache, as far as the router can know
     unfinished: Map[str, Routed]  # by request id
-    # of the last request; when it leaves, the replica before it in the order of joining
+    # the replica of the last request; when it leaves, the one that joined before it
     last: Replica | None
     known_blocks: int  # most hashes that are remembered of each replica
 
@@ -78,14 +78,21 @@ def init(known_blocks: int = 1 << 16) -> RouterState:
         raise ValueError(
             f"known_blocks is {known_blocks}; it must be at least 0, which remembers no prefix"
         )
-    return RouterState((), Map(), Map(), Map(), None, known_blocks)
+    return RouterState(
+        replicas=(),
+        loads=Map(),
+        known=Map(),
+        unfinished=Map(),
+        last=None,
+        known_blocks=known_blocks,
+    )
 
 
 def joined(state: RouterState, replica: Replica) -> RouterState:
     """The state with one replica more, which has no requests and knows nothing.
 
     Raises:
-        ValueError: it is present.
+        ValueError: the replica is present already.
     """
     if replica in state.loads:
         raise ValueError(
@@ -104,7 +111,7 @@ def left(state: RouterState, replica: Replica) -> RouterState:
     Those who still wait for these requests route them again, under the same ids if they like.
 
     Raises:
-        ValueError: it is not present.
+        ValueError: the replica is not present.
     """
     if replica not in state.loads:
         raise ValueError(

@@ -22,7 +22,7 @@ def imported(name: str) -> ModuleType:
     module = sys.modules.get(name)
     if module is not None and not getattr(module.__spec__, "_initializing", False):
         return module
-    if _IMPORTS.get(threading.get_ident()):  # a module that is imported so imports another one
+    if _IMPORTS.get(threading.get_ident()):  # this thread runs `load`, for a module that needs this
         return importlib.import_module(name)
     outcome: dict[str, Any] = {}
 

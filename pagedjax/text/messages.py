@@ -9,7 +9,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def content_text(place: str, content: Any) -> str:
-    """The text of a message's content; None has none.
+    """The text of a message's content; "" for None.
 
     Args:
         place: its name in errors, as `messages.0.content`.

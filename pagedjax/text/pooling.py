@@ -90,12 +90,12 @@ def with_task_and_pooling(
     """The parameters with a task and a kind of pooling.
 
     Args:
-        task: of the method that was called.
+        task: the task of the method that was called.
         model_pooling: how the model's files say that it pools.
 
     Raises:
-        ValueError: `task` is unknown, or another one than that of `params`; or the model's pooling
-            is not supported.
+        ValueError: `task` is unknown, or differs from that of `params`; or the model's pooling is
+            not supported.
     """
     if task not in get_args(PoolingTask):
         raise ValueError(
@@ -118,12 +118,12 @@ def with_task_and_pooling(
 
 
 def last_tokens(ids: Sequence[int], params: PoolingParams, limit: int) -> Sequence[int]:
-    """The tokens of a prompt that `truncate_prompt_tokens` leaves, its last ones.
+    """The last tokens of a prompt, as many as `truncate_prompt_tokens` leaves.
 
     Args:
-        limit: max_model_len; as many are left for -1.
+        limit: max_model_len; -1 leaves so many tokens.
     """
-    # with no token of output, for which that function leaves room
+    # `prompts.last_tokens` leaves room for one token of output, and here there is no output
     return prompts.last_tokens(ids, params.truncate_prompt_tokens, limit + 1)
 
 

@@ -36,9 +36,9 @@ class TapArrays:
             float32, for the tokens of the prompt and of the output. The output's last token is
             missing, because nothing is sampled after it.
         attention: by layer, for each output token an array [heads, context] float32: the attention
-            weights of the token before it, over all tokens up to that one. The heads are in
+            weights of the token before it, over all tokens up to that token. The heads are in
             ascending order.
-        experts: by layer, ids [tokens, chosen] int32, the one with the largest weight first, and
+        experts: by layer, ids [tokens, chosen] int32, the expert with the largest weight first, and
             weights [tokens, chosen] float32.
     """
 
@@ -124,6 +124,6 @@ class Collected:
 
 
 def collectors(names: Sequence[str], prompt_len: int) -> dict[str, Collected]:
-    """An empty `Collected` for each branch of a request, by its id. They share the prompt's."""
+    """An empty `Collected` for each branch of a request, by its id. All have the same prompt."""
     prompt: dict[Any, _Column] = {}
     return {name: Collected(prompt_len, prompt) for name in names}

@@ -63,13 +63,13 @@ class Tokenizer:
             raise ValueError(
                 f"the text has half of a surrogate pair at character {error.start}; remove it"
             ) from error
-        # of a batch, because alone it would keep every other thread of Python waiting: 1 MiB takes
+        # as a batch, because `encode` would keep every other thread of Python waiting: 1 MiB takes
         # half a second
         return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens, character for character (no clean-up of spaces)."""
-        # as in encode
+        # as a batch, see `encode`
         return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def decode_token(self, token_id: int) -> str:
@@ -167,10 +167,9 @@ class Tokenizer:
     def _piece_bytes(self, piece: str) -> bytes:
         if self.coding == "byte-level":
             table = byte_alphabet()
-            # an added token may use other characters; the decoder then takes it as it is
-            return (
-                bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
-            )
+            if all(c in table for c in piece):
+                return bytes(table[c] for c in piece)
+            return piece.encode()  # an added token with other characters, which are decoded as such
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes.fromhex(piece[3:5])
         return piece.replace("▁", " ").encode()
@@ -181,7 +180,7 @@ def _template_renderer() -> Callable[..., Any]:
     sandbox).
     """
     logger = logging.getLogger("transformers")
-    # its advice on import that torch is missing; the library does not use torch
+    # hides its advice on import that torch is missing, because the renderer does not use torch
     quiet = logging.Filter("nothing")
     logger.addFilter(quiet)
     try:
@@ -200,7 +199,7 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[str]:
 
 
 class NoTokenizer(Tokenizer):
-    """Of a model that came without one: every token's text is empty."""
+    """The tokenizer of a model that came without one: every token's text is empty."""
 
     def __init__(self) -> None:
         from tokenizers import Tokenizer as Backend
@@ -255,7 +254,8 @@ class Detokenizer:
         # only the end is read: a request with many branches makes many detokenizers of one long
         # prompt
         prompt = [i for i in prompt_token_ids[-LOOKBACK:] if i not in self._skipped]
-        self._stream = (_Window if tokenizer.coding is None else _Bytes)(tokenizer, prompt)
+        stream = _Window if tokenizer.coding is None else _Bytes
+        self._stream = stream(tokenizer, prompt)
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; often empty."""

@@ -14,22 +14,20 @@ from typing import Any, ClassVar
 import yaml
 
 _TAG = "tag:yaml.org,2002:"
-_WORDS = (  # (kind, the words, their first characters)
+_INTEGER = r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"
+_FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+_WORDS = (  # (kind, the pattern of its words, their first characters)
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
-    (
-        "float",
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        "-+.0123456789",
-    ),
+    ("int", _INTEGER, "-+0123456789"),
+    ("float", _FLOAT, "-+.0123456789"),
     ("merge", r"<<", "<"),
 )
 
 
 def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node)
-    if not re.fullmatch(_WORDS[2][1], text):
+    if not re.fullmatch(_INTEGER, text):
         line = node.start_mark.line + 1
         raise ValueError(f"line {line}: {text!r} is no integer; write it in decimal, such as 16")
     bases = {"0o": 8, "0x": 16}
@@ -38,7 +36,7 @@ def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 
 def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
     text = loader.construct_scalar(node)
-    if not re.fullmatch(_WORDS[3][1], text):
+    if not re.fullmatch(_FLOAT, text):
         line = node.start_mark.line + 1
         raise ValueError(f"line {line}: {text!r} is no number; write it as 0.5 or 1e-3")
     return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
@@ -55,8 +53,8 @@ class Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """A text with one of these three ends of lines stands between double quotes, which escape them.
-    PyYAML would read them as spaces.
+    """A text with one of three unusual ends of lines stands between double quotes, which escape
+    them. PyYAML would read them as spaces.
     """
     style = '"' if re.search("[\x85\u2028\u2029]", text) else None
     return dumper.represent_scalar(f"{_TAG}str", text, style=style)
@@ -76,7 +74,7 @@ def load(text: str) -> Any:
 
     Raises:
         yaml.YAMLError: bad syntax.
-        ValueError: a number that is none.
+        ValueError: a value that is marked as a number and is none.
     """
     return yaml.load(text, Loader)
 

@@ -11,7 +11,7 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from pagedjax.viewer.drafts import several
+from pagedjax.viewer.drafts import token_list
 from pagedjax.viewer.pair import pair
 from pagedjax.viewer.read_recording import Run
 from pagedjax.viewer.text import Decode, texts
@@ -99,12 +99,11 @@ def live_page(url: str = "viewer/steps", *, title: str = "live") -> str:
 
 
 def bounded(run: Run) -> tuple[Run, bool]:
-    """Returns (run, left out): the run without sampled tokens if a page cannot carry so many.
-
-    left out: whether that is so.
+    """Returns (run, whether its sampled tokens are left out). They are if a page cannot carry so
+    many.
     """
     tokens = sum(
-        max(1, len(several(sampled)))
+        max(1, len(token_list(sampled)))
         for frame in run.frames
         for sampled in frame.get("sampled", ())
     )

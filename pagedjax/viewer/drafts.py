@@ -28,7 +28,9 @@ def drafts_of(row: Sequence[int]) -> int:
 
 
 def offered(plan: Plan) -> Mapping[str, int]:
-    """Offers that give the same plan again: by sequence id, the drafts that it got."""
+    """The offers with which `scheduler.schedule` gives this plan again: by sequence id, the number
+    of drafts that the sequence got.
+    """
     return {seq.request.request_id: k for seq, k in zip(plan.seqs, plan.drafts, strict=False) if k}
 
 
@@ -36,28 +38,31 @@ def outcome(plan: Plan, events: Iterable[Event], before: Verdicts) -> dict[str, 
     """Returns the keys `sampled`, `accepted` and `verified` of a frame, if the step has them.
 
     Args:
-        before: the drafts of earlier steps, and those of them that were accepted.
+        before: how many drafts earlier steps had, and how many of them were accepted.
     """
     tokens: dict[str, list[int]] = {}
-    right: dict[str, int] = {}
+    accepted: dict[str, int] = {}
     for event in events:
         if isinstance(event, Sampled):
             for name, token in zip(event.request_ids, event.token_ids, strict=True):
                 tokens.setdefault(name, []).append(token)
         elif isinstance(event, Verified):
-            right |= dict(zip(event.request_ids, event.accepted, strict=True))
+            accepted |= dict(zip(event.request_ids, event.accepted, strict=True))
             before = (before[0] + sum(event.drafts), before[1] + sum(event.accepted))
     names = [seq.request.request_id for seq in plan.seqs]
     entries: dict[str, Any] = {}
     if tokens:
-        single = {name: ids[-1] for name, ids in tokens.items()}
-        entries["sampled"] = [(tokens if name in right else single).get(name) for name in names]
-    if right:
-        entries |= {"accepted": [right.get(name) for name in names], "verified": list(before)}
+        sampled: dict[str, Any] = {
+            name: ids if name in accepted else ids[-1] for name, ids in tokens.items()
+        }
+        entries["sampled"] = [sampled.get(name) for name in names]
+    if accepted:
+        entries["accepted"] = [accepted.get(name) for name in names]
+        entries["verified"] = list(before)
     return entries
 
 
-def several(sampled: int | Sequence[int] | None) -> list[int]:
+def token_list(sampled: int | Sequence[int] | None) -> list[int]:
     """An entry of `sampled` as a list of tokens; none if it is null."""
     if sampled is None:
         return []

@@ -26,8 +26,10 @@ MOST_ENTRIES = 1024  # of all block tables together
 ACROSS = 8  # cells in a line of a block table
 BLOCK_ACROSS = 18  # cells in a line of the pool
 # Pixels
-WIDE = 64  # width of a table's cell
-CELL = 30  # side of a pool's cell
+WIDE = 64  # width of a table's cell, with the gap behind it
+HIGH = 18  # height of a table's cell
+GAP = 4  # between cells
+CELL = 30  # side of a pool's cell, with the gap behind it
 LINE = 46  # height of a table's line
 LEFT = 120  # room for names
 TOP = 14  # room above
@@ -133,22 +135,20 @@ def _entry(seq: Seq, block: int, first: int, size: int, x: int, y: int) -> Itera
     counts = f'data-known="{known_slots}" data-computed="{computed_slots}"'
     yield f'<g class="entry" {attributes} {counts}><title>{note}</title>'
     if block == HOLE:
-        yield _rect(x, y, WIDE - 4, 18, FREE, FREE_LINE, dash="3 3")
+        yield _rect(x, y, WIDE - GAP, HIGH, FREE, FREE_LINE, dash="3 3")
     else:
-        slot = (WIDE - 4) / size
-        yield _rect(x, y, WIDE - 4, 18, FREE, FREE_LINE)
-        yield _rect(x, y, slot * known_slots, 18, colour(seq.arrival, light=0.85))
-        yield _rect(x, y, slot * computed_slots, 18, colour(seq.arrival))
-        if size <= 16:
+        slot = (WIDE - GAP) / size
+        yield _rect(x, y, WIDE - GAP, HIGH, FREE, FREE_LINE)
+        yield _rect(x, y, slot * known_slots, HIGH, colour(seq.arrival, light=0.85))
+        yield _rect(x, y, slot * computed_slots, HIGH, colour(seq.arrival))
+        if size <= 16:  # more lines between slots would hide their colours
             yield from (
-                f'<path d="M{x + slot * i:g} {y}v18" stroke="#ffffff" stroke-width="0.7"/>'
+                f'<path d="M{x + slot * i:g} {y}v{HIGH}" stroke="#ffffff" stroke-width="0.7"/>'
                 for i in range(1, size)
             )
-        yield _rect(x, y, WIDE - 4, 18, "none", INK)
-    yield (
-        _text(x + WIDE / 2 - 2, y + 31, "hole" if block == HOLE else str(block), anchor="middle")
-        + "</g>"
-    )
+        yield _rect(x, y, WIDE - GAP, HIGH, "none", INK)
+    name = "hole" if block == HOLE else str(block)
+    yield _text(x + (WIDE - GAP) / 2, y + 31, name, anchor="middle") + "</g>"
 
 
 def _pool(state: SchedulerState, active: tuple[Seq, ...], top: int) -> tuple[list[str], int]:
@@ -184,7 +184,7 @@ def _cell(block: int, kind: str, owners: list[Seq], x: int, y: int) -> Iterator[
     names = ", ".join(seq.request_id for seq in owners)
     yield f'<g class="block" data-block="{block}" data-state="{kind}" data-owners="{len(owners)}">'
     yield f"<title>block {block}: {escape(_printable(names)) or kind}</title>"
-    side = CELL - 4
+    side = CELL - GAP
     yield _rect(x, y, side, side, IDLE if kind == "idle" else FREE, FREE_LINE)
     for i, seq in enumerate(owners[:2]):
         yield _rect(x, y + i * side / 2, side, side / (1 + i), colour(seq.arrival, light=0.75))
@@ -207,8 +207,11 @@ def _queue(state: SchedulerState) -> str:
     names = [
         f"{_short(seq.request_id, 12)} ({seq.length} tokens)" for seq in islice(state.waiting, 6)
     ]
+    if not names:
+        return "no sequence"
     hidden = len(state.waiting) - len(names)
-    return ", ".join(names) + (f" and {hidden} more" if hidden else "") if names else "no sequence"
+    more = f" and {hidden} more" if hidden else ""
+    return ", ".join(names) + more
 
 
 def _short(name: str, length: int) -> str:
@@ -217,7 +220,9 @@ def _short(name: str, length: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """XML has no way to write most control characters, and a request may have any name."""
+    """The text without what cannot be printed: XML cannot have most control characters, and a
+    request may have any name.
+    """
     return "".join(c if c.isprintable() else "?" for c in text)
 
 

@@ -7,8 +7,8 @@
     fold, frame = committed(fold, state, events)    # the step has ended
     fold, frame = rested(fold)                      # no request is unfinished
 
-read_recording.py updates it by each transition of a recorded run, live.py by each step of a running
-engine. The cost of a step depends on its sequences, never on the size of the pool.
+read_recording.py updates the fold by each transition of a recorded run, live.py by each step of a
+running engine. The cost of a step depends on its sequences, never on the size of the pool.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Fold(NamedTuple):
     shown: Picture  # after the last frame
     numbers: Map[str, int] = Map()  # id -> number, of unfinished requests
     count: int = 0  # requests so far
-    # new requests since the last frame; the next three fields too are since then
+    # new requests since the last frame; the next three fields, too, are of the time since then
     came: tuple[list, ...] = ()
     log: tuple[LogEntry, ...] = ()
     published: tuple[int, ...] = ()  # blocks whose content can be found from now on
     evicted: tuple[int, ...] = ()  # blocks whose content was lost
-    plan: Plan | None = None  # of the step that runs
-    frame: Frame | None = None  # of that step, without its end
-    at: float | None = None  # seconds: the time of the last transition that has one
-    verified: drafts.Verdicts = (0, 0)  # of all steps so far
+    plan: Plan | None = None  # the plan of the step that runs
+    frame: Frame | None = None  # the frame of that step, without its end
+    at: float | None = None  # seconds: the time of the last transition that has a time
+    verified: drafts.Verdicts = (0, 0)  # drafts of all steps so far, and accepted ones
 
 
 def begin(config: SchedulerConfig) -> Fold:
@@ -68,7 +68,7 @@ def passed(
 
     A request that is gone without an event was aborted.
     """
-    unfinished = (*state.waiting, *state.running.seqs)  # one that was adopted may run at once
+    unfinished = (*state.waiting, *state.running.seqs)  # an adopted request may run at once
     fold = _arrived(fold, [seq for seq in unfinished if seq.arrival >= fold.state.arrivals], at)
     fold = fold._replace(at=fold.at if at is None else at)
     if fold.state.pool.hashes and not state.pool.hashes:
@@ -122,7 +122,7 @@ def committed(
 ) -> tuple[Fold, Frame]:
     """Closes the frame of a step.
 
-    events: those of the commit, and of the cancels that follow from it.
+    events: the events of the commit, and of the cancels that follow from it.
     """
     frame = fold.frame
     plan = fold.plan
@@ -134,9 +134,8 @@ def committed(
         frame = frame | {"at": [frame["at"][0], at]}
     filled = _filled(plan, fold.state, state)
     log = story.committed(events, fold.numbers, fold.shown.requests, filled)
-    fold = fold._replace(
-        published=fold.published + tuple(b for _, ids in filled for b in ids), at=at or fold.at
-    )
+    published = tuple(block for _, ids in filled for block in ids)
+    fold = fold._replace(published=fold.published + published, at=at or fold.at)
     fold = _ended(fold._replace(log=fold.log + tuple(log)), state, events)
     fold = _moved(fold, state, allocates=False)
     if fold.log:
@@ -159,6 +158,7 @@ def rested(fold: Fold) -> tuple[Fold, Frame]:
 
 
 def _fresh(fold: Fold, frame: Frame) -> Fold:
+    """The fold after a frame: nothing has come since."""
     new_picture = picture.apply(fold.shown, frame)
     return fold._replace(shown=new_picture, came=(), log=(), published=(), evicted=())
 
@@ -246,7 +246,7 @@ def _filled(plan: Plan, old: SchedulerState, new: SchedulerState) -> list[tuple[
 
 
 def _framed(fold: Fold, rows: picture.Batch, step: int) -> Frame:
-    """A frame: the changes since the last one."""
+    """A frame: the changes since the last frame."""
     state = fold.state
     numbers = fold.numbers
     base = picture.expected(fold.shown.rows, Map(fold.tables))
@@ -276,8 +276,8 @@ def _framed(fold: Fold, rows: picture.Batch, step: int) -> Frame:
 
 
 def _why(reasons: Mapping[str, Reason], numbers: Mapping[str, int]) -> list[list]:
-    """The `why` of a frame. Most requests of a long queue have one reason, which names none of
-    them.
+    """The `why` of a frame. In a long queue most requests have the same reason, and its entry does
+    not list them.
     """
     requests: dict[Reason, list[int]] = {}
     for name, reason in reasons.items():
@@ -350,9 +350,11 @@ def _empty_slots(
     tokens_in: dict[int, int] = {}
     for n, table in tables.items():
         for i in range(ends[n] // size * groups, len(table)):
-            tokens_in[table[i]] = max(tokens_in.get(table[i], 0), ends[n] - i // groups * size, 0)
+            block = table[i]
+            tokens = ends[n] - i // groups * size
+            tokens_in[block] = max(tokens_in.get(block, 0), tokens, 0)
     shared_blocks = {block for block in tokens_in if owners[block] > 1}
-    if shared_blocks:  # another table may fill it
+    if shared_blocks:  # another table may fill a shared block
         for n, table in tables.items():
             full = ends[n] // size * groups
             tokens_in.update((block, size) for block in shared_blocks.intersection(table[:full]))

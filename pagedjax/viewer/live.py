@@ -71,7 +71,7 @@ class Live:
         self._records: deque[Record] = deque(maxlen=keep)
         self._serial = 0  # of the next record; only the engine's thread changes it
         self._lock = threading.Lock()  # guards all fields below
-        self._expected = 0  # the serial of the next to fold
+        self._expected = 0  # the serial of the next record to fold
         self._began: float | None = None  # when the first recorded step began
         self._frames: deque[Frame] = deque()
         self._next = 0  # number of the next frame
@@ -89,15 +89,15 @@ class Live:
         """Records a step, or without a result another change of the state.
 
         Args:
-            before, after: `engine.scheduler_state` before and after it.
+            before, after: `engine.scheduler_state` before and after the change.
             result: the result of `engine.step()`.
-            events: those of the result, and of cancels that follow from it.
+            events: the events of the result, and of cancels that follow from it.
         """
-        plan, times = (
-            (None, (0.0, 0.0))
-            if result is None
-            else (result.plan, (result.started, result.finished))
-        )
+        plan = None
+        times = (0.0, 0.0)
+        if result is not None:
+            plan = result.plan
+            times = (result.started, result.finished)
         self._records.append(Record(self._serial, before, after, tuple(events), plan, times))
         self._serial += 1
 
@@ -107,7 +107,7 @@ class Live:
     # any thread
 
     def since(self, k: int) -> dict[str, Any]:
-        """Returns the frames from number k on, for a page that has those before: JSON-able and
+        """Returns the frames from number k on, for a page that has the frames before: JSON-able and
         bounded.
 
         Returns:

@@ -187,6 +187,7 @@ def _decisions(run: Run) -> list[tuple[int, Any]]:
         if picture.rest:
             continue
         rows = sorted((n, start, count, *drafts) for n, start, count, _, *drafts in picture.rows)
-        preempted = sorted(e[1] for e in frame.get("before", ()) if e[0] == "preempted")
+        log = frame.get("before", ())
+        preempted = sorted(number for kind, number, *_ in log if kind == "preempted")
         decisions.append((index, (rows, preempted)))
     return decisions

@@ -2,9 +2,9 @@
 
 It is trace-event JSON with a track for each request, one for steps, and counters.
 
-Without recorded times a step is a millisecond. A step with drafts has their number and that of the
-accepted ones in its arguments, and so has each decode with drafts. A counter shows the share that
-was accepted so far.
+Without recorded times a step is a millisecond. A step with drafts has the numbers of drafts and of
+accepted drafts in its arguments, and so has each decode with drafts. A counter shows the share of
+drafts that was accepted so far.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ class Tracks:
         self._now = 0.0
         self._open: dict[int, Slice] = {}  # number -> the slice of the request's present phase
         self._prompt_lens: dict[int, int] = {}
-        self._away: dict[int, str] = {}  # requests that were preempted -> how
         self._events: list[Slice] = [
             _name(ENGINE, None, "engine"),
             _name(REQUESTS, None, "requests"),
@@ -83,8 +82,8 @@ class Tracks:
             }
             facts |= _verdict(sum(map(drafts_of, rows)), _total(frame.get("accepted")))
             self._events.append(_slice(ENGINE, 0, f"step {picture.step}", begin, end, facts))
-        right = frame.get("accepted", [None] * len(picture.rows))
-        for row, accepted in zip(picture.rows, right, strict=True):
+        accepted_of_rows = frame.get("accepted", [None] * len(picture.rows))
+        for row, accepted in zip(picture.rows, accepted_of_rows, strict=True):
             self._take_row(row, accepted, begin, end)
         self._count(picture, begin)
         if "verified" in frame:
@@ -100,8 +99,7 @@ class Tracks:
             arrived = details[0] * MICRO if details and details[0] is not None else at
             self._enter(n, "queued", min(arrived, at))
         elif kind == "preempted":
-            self._away[n] = "swapped out" if details[0] else "preempted"
-            self._enter(n, self._away[n], at)
+            self._enter(n, "swapped out" if details[0] else "preempted", at)
         elif kind == "forked":
             for branch in details[0]:
                 self._leave(branch, at)
@@ -122,8 +120,13 @@ class Tracks:
         n, start, count, length = row[:4]
         drafts = drafts_of(row)
         prompt_len = self._prompt_lens[n]
-        lost = length > prompt_len and (count - drafts > 1 or start < prompt_len)
-        phase = "recompute" if lost else "prefill" if start < prompt_len else "decode"
+        lost_content = length > prompt_len and (count - drafts > 1 or start < prompt_len)
+        if lost_content:
+            phase = "recompute"
+        elif start < prompt_len:
+            phase = "prefill"
+        else:
+            phase = "decode"
         self._enter(n, phase, begin)
         inside = self._open[n]["args"]
         inside["tokens"] = inside.get("tokens", 0) + count
@@ -180,7 +183,7 @@ class Tracks:
     def events(self) -> list[Slice]:
         """Returns all events so far in order of time.
 
-        Of slices that begin together the longer one is first.
+        If slices begin together, the longer one is first.
         """
         for n in list(self._open):
             self._leave(n, self._now)
@@ -193,7 +196,7 @@ class Tracks:
 
 
 def _verdict(drafts: int, accepted: int | None) -> dict[str, int]:
-    """The arguments of a slice with drafts. `accepted` is None if that is not known."""
+    """The arguments of a slice with drafts. `accepted` is None if the number is not known."""
     if not drafts:
         return {}
     return {"drafts": drafts} if accepted is None else {"drafts": drafts, "accepted": accepted}

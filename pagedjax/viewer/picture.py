@@ -1,5 +1,5 @@
-"""A picture is the page at one moment; a frame turns it into the next one. fold.js does the same in
-the browser.
+"""A picture is the page at one moment; a frame turns it into the next picture. fold.js does the
+same in the browser.
 
 A frame is a JSON-able dict of changes, so that a run of thousands of steps stays small. An absent
 key means no change. Requests have numbers 0, 1, 2 ... in the order of arrival, because ids are long
@@ -55,8 +55,8 @@ class Picture(NamedTuple):
     counts: tuple[int, ...] = (0, 0, 0, 0)
     # number -> its record in `came`, of requests that were unfinished while the step ran
     requests: Map[int, tuple[Any, ...]] = Map()
-    ended: tuple[int, ...] = ()  # those of them that ended with the step
-    # drafts, and those of them that were accepted, of all steps so far
+    ended: tuple[int, ...] = ()  # numbers of the requests that ended with the step
+    # the numbers of drafts and of accepted drafts in all steps so far
     verified: tuple[int, ...] = (0, 0)
 
 
@@ -82,7 +82,9 @@ def spliced(old: Sequence[Any], change: Sequence[Any] | None) -> tuple[Any, ...]
 
 def expected(rows: Batch, tables: Map[int, tuple[int, ...]]) -> Batch:
     """Returns the rows of the next step if each row that still has blocks gets one more token."""
-    return tuple([(n, a + c, 1, a + c + 1) for n, a, c, *_ in rows if n in tables])
+    return tuple(
+        [(n, first + count, 1, first + count + 1) for n, first, count, *_ in rows if n in tables]
+    )
 
 
 def apply(picture: Picture, frame: Frame) -> Picture:

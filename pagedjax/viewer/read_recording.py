@@ -50,7 +50,9 @@ def read(path: str | os.PathLike[str], policies: Mapping[str, Policy] = POLICIES
     remedy = f"; {REMEDY}"
     try:
         header = replay.header(path)
-        if own := header.get("own_policy"):  # `replay` says it if the policy is missing
+        if own := header.get(
+            "own_policy"
+        ):  # if the policy is missing, the error of `replay` says so
             had = f"; the run had the policy {own}, so give --policy {shlex.quote(str(own))}"
             remedy = had if header.get("policy") in policies else ""
         transitions = replay.replay(path, policies)
@@ -83,33 +85,33 @@ def fold(
 
     Args:
         prompts: filled with the recorded token ids of prompts, by number.
-        policy: of the run; with it, frames say why requests wait.
+        policy: the policy of the run; with it, frames say why requests wait.
     """
-    state: Any = None
+    folded: Any = None  # the `frames.Fold` so far
     before: Any = None  # the scheduler's state before the transition
-    for kind, scheduler_state, plan, events, at, prompt in transitions:
+    for kind, state, plan, events, at, prompt in transitions:
         if kind == "init":
-            state = frames.begin(scheduler_state.config)
+            folded = frames.begin(state.config)
         elif kind == "schedule":
             assert plan is not None, "a schedule makes a plan"
-            if state.frame is not None:  # planned again, because the step did not run
-                state, frame = frames.committed(state, state.state, ())
+            if folded.frame is not None:  # planned again, because the step did not run
+                folded, frame = frames.committed(folded, folded.state, ())
                 yield frame
             reasons = why_waiting(before, policy) if policy else frames.NO_REASONS
-            state = frames.scheduled(state, scheduler_state, plan, reasons, at)
+            folded = frames.scheduled(folded, state, plan, reasons, at)
         elif kind == "commit":
-            state, frame = frames.committed(state, scheduler_state, events, at)
+            folded, frame = frames.committed(folded, state, events, at)
             yield frame
         else:
-            idle = not state.numbers and state.frame is None and not state.shown.rest
+            idle = not folded.numbers and folded.frame is None and not folded.shown.rest
             if kind == "submit" and idle:
-                state, frame = frames.rested(state)
+                folded, frame = frames.rested(folded)
                 yield frame
             if kind == "submit" and prompt is not None and prompts is not None:
-                prompts[state.count] = prompt
-            state = frames.passed(state, scheduler_state, events, at)
-        before = scheduler_state
-    if state.frame is not None:
-        yield state.frame
-    elif not state.shown.rest or state.log:
-        yield frames.rested(state)[1]
+                prompts[folded.count] = prompt
+            folded = frames.passed(folded, state, events, at)
+        before = state
+    if folded.frame is not None:
+        yield folded.frame
+    elif not folded.shown.rest or folded.log:
+        yield frames.rested(folded)[1]

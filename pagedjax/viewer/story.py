@@ -10,7 +10,7 @@
     forgot null                the prefix cache was reset
     shared n [blocks]          blocks that were found in the cache, or that others own as well
     allocated n [blocks]       blocks that were empty or evicted
-    evicted n [blocks]         those of them whose content was lost
+    evicted n [blocks]         allocated blocks whose old content was lost
     copied n from to           copy on write: the old block is shared or published
     cached n [blocks]          blocks that it filled and that can be found now
     freed n [blocks]           blocks without an owner now: empty
@@ -66,7 +66,8 @@ def committed(
     for event in events:
         if isinstance(event, Forked):
             branches = [numbers[name] for name in event.request_ids]
-            log.append(["forked", requests[branches[0]][6], branches])
+            first_branch = requests[branches[0]][6]  # of a record in `came` (picture.py)
+            log.append(["forked", first_branch, branches])
         elif isinstance(event, Beamed):
             beams = zip(event.request_ids, event.parents, event.token_ids, strict=True)
             log += [["beamed", numbers[me], numbers[parent], token] for me, parent, token in beams]
@@ -85,15 +86,15 @@ def moves(
     """Compares the block tables of two states -> entries for the blocks that they gained and lost.
 
     Args:
-        allocates: whether a new block may have been free: true for `schedule`; a commit only
-            shares.
+        allocates: whether a table's new block may have been free. It may in a `schedule`; in a
+            commit it is shared.
         copies: (from, to) of blocks that were copied.
     """
     gains, losses = _changes(old, new)
     source = {to: origin for origin, to in copies}
     takers = Counter(block for n, ids in gains for block in ids)
     gained: list[LogEntry] = []
-    allocated: set[int] = set(source)  # were free
+    allocated: set[int] = set(source)  # blocks that were free before
     for n, ids in gains:
         fresh = []
         shared = []
@@ -124,7 +125,7 @@ def _releases(
     after: BlockPool,
     allocated: Set[int],
 ) -> list[LogEntry]:
-    """Entries for lost blocks that no owner has now, or a new one (`allocated`)."""
+    """Entries for lost blocks that have no owner now, or only a new owner (`allocated`)."""
     log: list[LogEntry] = []
     released: set[int] = set()
     for n, ids in losses:
@@ -158,12 +159,13 @@ def _changes(
         gains.append((n, [block for block in table if block not in old_blocks]))
         losses.append((n, [block for block in old_table if block not in new_blocks]))
     losses += [(n, list(table)) for n, table in old.items() if n not in new]
-    without_holes = [
-        [(n, [block for block in ids if block]) for n, ids in changes]
-        for changes in (gains, losses)
-    ]
-    gains, losses = without_holes
-    return [g for g in gains if g[1]], [lost for lost in losses if lost[1]]
+    return _without_holes(gains), _without_holes(losses)
+
+
+def _without_holes(changes: list[tuple[int, list[int]]]) -> list[tuple[int, list[int]]]:
+    """The changes without holes, and without requests that have no other changes."""
+    blocks = [(n, [block for block in ids if block]) for n, ids in changes]
+    return [(n, ids) for n, ids in blocks if ids]
 
 
 def _entry(kind: str, n: int, blocks: list[int]) -> list[LogEntry]:

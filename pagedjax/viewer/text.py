@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from pagedjax.viewer.drafts import several
+from pagedjax.viewer.drafts import token_list
 from pagedjax.viewer.picture import Frame, Picture, apply
 
 Decode = Callable[[Sequence[int]], str]  # token ids -> text, as a tokenizer's `decode`
@@ -28,7 +28,7 @@ def generated(frames: Iterable[Frame]) -> dict[int, list[int]]:
         picture = apply(picture, frame)
         for row, sampled in zip(picture.rows, frame.get("sampled", ()), strict=False):
             if sampled is not None:
-                tokens.setdefault(row[0], []).extend(several(sampled))
+                tokens.setdefault(row[0], []).extend(token_list(sampled))
     return tokens
 
 
@@ -50,9 +50,8 @@ def texts(
             tokens; labels: prompts by request number.
     """
     outputs = generated(frames)
-    token_ids = {token for ids in (*outputs.values(), *prompts.values()) for token in ids} | beamed(
-        frames
-    )
+    sequences = (*outputs.values(), *prompts.values())
+    token_ids = {token for ids in sequences for token in ids} | beamed(frames)
     words = {token: decode([token]) for token in sorted(token_ids)}
     fixes: dict[int, dict[int, str]] = {}
     for n, ids in outputs.items():

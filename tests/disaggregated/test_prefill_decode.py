@@ -292,7 +292,7 @@ def test_a_cancelled_or_failed_call_leaves_nothing_behind(make, plain, monkeypat
         answers(pair)
     check_empty(plain, decode)
     assert not pair.session._ids
-    assert not pair.session._mine
+    assert not pair.session._in_prefill
 
 
 def test_calls_of_either_engine_alone_may_come_between(make, single, plain):

@@ -1,5 +1,5 @@
-"""Hits of prefix caching are those of first admissions: what a sequence finds again of its own is
-none.
+"""The hits of prefix caching are the cached tokens of first admissions. A sequence that is admitted
+again finds its own blocks, which is no hit.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def played(*requests, restart_after: int | None = None, num_blocks: int = 8) -> 
 
 
 def counted(steps: list[list[Event]]) -> tuple[int, int]:
-    """(hits, queries) in tokens."""
+    """(hits, queries): the cached tokens of first admissions, and all of their tokens."""
     admissions = FirstAdmissions()
     first = [event for events in steps for event in admissions.among(events)]
     return sum(event.num_cached for event in first), sum(event.num_tokens for event in first)
 
 
 def test_sequences_that_come_back_have_no_hits():
-    requests = [with_hashes(ask(name, PROMPT, 70), 2, name) for name in "ab"]
+    requests = [with_hashes(ask(name, PROMPT, max_tokens=70), count=2, name=name) for name in "ab"]
     steps = played(*requests)
     events = [event for step in steps for event in step]
     assert any(isinstance(event, Preempted) for event in events)
@@ -48,7 +48,7 @@ def test_sequences_that_come_back_have_no_hits():
 
 
 def test_a_restart_adds_no_queries():
-    requests = [with_hashes(ask(name, PROMPT, 20), 2, name) for name in "ab"]
+    requests = [with_hashes(ask(name, PROMPT, max_tokens=20), count=2, name=name) for name in "ab"]
     assert counted(played(*requests, num_blocks=16)) == (0, 2 * PROMPT)
     steps = played(*requests, num_blocks=16, restart_after=3)
     assert sum(isinstance(event, Admitted) for step in steps for event in step) == 4
@@ -56,9 +56,12 @@ def test_a_restart_adds_no_queries():
 
 
 def test_equal_prompts_have_hits():
-    later = with_hashes(ask("b", PROMPT, 2), 2, "x")
+    later = with_hashes(ask("b", PROMPT, max_tokens=2), count=2, name="x")
     state = start(
-        with_hashes(ask("a", PROMPT, 1), 2, "x"), model_len=112, num_blocks=16, block_size=BLOCK
+        with_hashes(ask("a", PROMPT, max_tokens=1), count=2, name="x"),
+        model_len=112,
+        num_blocks=16,
+        block_size=BLOCK,
     )
     state, plan = scheduler.schedule(state, FCFS)
     state, first = scheduler.commit(state, plan, [EOS])
@@ -68,16 +71,37 @@ def test_equal_prompts_have_hits():
     assert counted([list(first), list(second)]) == (BLOCK, 2 * PROMPT)
 
 
-@pytest.mark.parametrize(
-    "begun",
-    [Forked(0, ("a", "a1")), Beamed(0, ("a", "a1"), ("a", "a"), (1, 2)), Admitted(0, "a1", 8, 0)],
-)
-def test_a_branch_that_is_admitted_after_its_leader_is_no_first_one(begun):
+# how a branch "a1" of "a" begins, and the requests that are first admitted with it
+BEGINNINGS = [
+    (Forked(step=0, request_ids=("a", "a1")), ["a"]),
+    (Beamed(step=0, request_ids=("a", "a1"), parents=("a", "a"), token_ids=(1, 2)), ["a"]),
+    (Admitted(step=0, request_id="a1", num_tokens=8, num_cached=0), ["a", "a1"]),
+]
+
+
+@pytest.mark.parametrize(("begun", "expected_first"), BEGINNINGS)
+def test_a_branch_that_has_begun_has_no_first_admission_later(begun, expected_first):
     admissions = FirstAdmissions()
-    assert len(admissions.among([Admitted(0, "a", 8, 4), begun])) == 1 + isinstance(begun, Admitted)
-    assert admissions.among([Admitted(3, "a1", 9, 8), Admitted(3, "a", 9, 8)]) == []
-    assert admissions.among([Finished(4, "a", "stop", 3), Finished(4, "a1", "stop", 3)]) == []
-    readmission = [Admitted(5, "a", 8, 8)]  # a new request with the same id
-    assert admissions.among(readmission) == readmission
+    leader = Admitted(step=0, request_id="a", num_tokens=8, num_cached=4)
+    first = admissions.among([leader, begun])
+    assert [event.request_id for event in first] == expected_first
+    later = [
+        Admitted(step=3, request_id="a1", num_tokens=9, num_cached=8),
+        Admitted(step=3, request_id="a", num_tokens=9, num_cached=8),
+    ]
+    assert admissions.among(later) == []
+
+
+@pytest.mark.parametrize("begun", [begun for begun, _ in BEGINNINGS])
+def test_an_id_is_new_again_after_its_request_has_ended_or_left(begun):
+    admissions = FirstAdmissions()
+    admissions.among([Admitted(step=0, request_id="a", num_tokens=8, num_cached=4), begun])
+    ends = [
+        Finished(step=4, request_id="a", reason="stop", num_output=3),
+        Finished(step=4, request_id="a1", reason="stop", num_output=3),
+    ]
+    assert admissions.among(ends) == []
+    new_request = [Admitted(step=5, request_id="a", num_tokens=8, num_cached=8)]
+    assert admissions.among(new_request) == new_request
     admissions.left("a")
-    assert admissions.among(readmission) == readmission
+    assert admissions.among(new_request) == new_request

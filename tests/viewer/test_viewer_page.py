@@ -16,7 +16,7 @@ from pagedjax.host.replay import ReplayError
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import Request
 from pagedjax.viewer import document, text
-from pagedjax.viewer.drafts import several
+from pagedjax.viewer.drafts import token_list
 from tests.viewer.runs import GOLDENS, Writer, crowd, drafting_run, random_run, without_why
 
 NASTY = "</script><script>alert(1)</script> $title ${data} <!-- é 漢字 🙂 \u2028 & \" ' \\"
@@ -85,7 +85,7 @@ def test_all_tokens_of_a_row_count_towards_the_limit(tmp_path, monkeypatch):
     drafting_run(tmp_path / "run.jsonl", 2)
     run = viewer.read(tmp_path / "run.jsonl")
     tokens = sum(
-        max(1, len(several(entry))) for frame in run.frames for entry in frame.get("sampled", ())
+        max(1, len(token_list(entry))) for frame in run.frames for entry in frame.get("sampled", ())
     )
     monkeypatch.setattr(document, "MAX_TOKENS", tokens)
     assert document.bounded(run) == (run, False)

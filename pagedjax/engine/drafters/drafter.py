@@ -48,7 +48,7 @@ def proposed(drafter: Drafter, memory: Any, sequence_id: str, tokens: np.ndarray
     """Returns what a drafter proposes.
 
     Raises:
-        ValueError: it is no list of tokens.
+        ValueError: the proposal is no list of tokens.
     """
     drafts = called(drafter, "propose", memory, sequence_id, tokens, k)
     if not isinstance(drafts, (Sequence, np.ndarray)) or np.ndim(drafts) != 1:

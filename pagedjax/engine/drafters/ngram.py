@@ -1,7 +1,8 @@
 """Prompt lookup (Saxena 2023, in transformers): the last n tokens of a sequence are looked up
 earlier in it, and the tokens that followed them there are the draft.
 
-n goes from the longest run to the shortest. The first occurrence that a token follows is used.
+The numbers n are tried from the largest to the smallest. The first occurrence that a token follows
+is used.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 suffix of a sequence that occurred before.
 
 There are two sources: the sequence itself, and a tree of the outputs of sequences that have ended.
-The one with the longer match is used.
+The source with the longer match is used.
 
 The tree counts every run of up to DEPTH tokens. A draft goes from the match to the child that
-occurred most often, and on, while that is likely. The tree holds the latest outputs, NODES nodes at
-most.
+occurred most often, and so on, while the draft is likely. The tree holds the latest outputs, NODES
+nodes at most.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pagedjax.engine.drafters.ngram import first_index
 DEPTH = 16  # tokens of a run in the tree: of the match and of its continuation together
 LONGEST = 64  # tokens of a match in the sequence itself
 NODES = 2**20  # at 267 bytes each, 280 MB (measured with random tokens, Python 3.11)
-# the last tokens of an output; adding them takes the engine some 20 ms, once a sequence
+# the tree gets so many last tokens of an output; this takes the engine some 20 ms, once a sequence
 REMEMBERED = 1024
 # a draft token's estimated probability is at least this: vLLM's suffix_decoding_min_token_prob
 LIKELY = 0.1
@@ -62,7 +62,7 @@ class Outputs:
                     child = node.children[token] = Node()
                     self.nodes += 1
                 child.count += change
-                if child.count == 0:  # so are all longer runs of this output
+                if child.count == 0:  # then no longer run of this output is left, either
                     self.nodes -= _size(child)
                     del node.children[token]
                     break
@@ -101,11 +101,11 @@ def continuation(node: Node, k: int) -> list[int]:
 
 def repeated_suffix(tokens: np.ndarray, k: int) -> tuple[int, np.ndarray]:
     """Returns the length of the longest suffix that occurs earlier in the same sequence, LONGEST
-    tokens at most, and the k tokens after its first occurrence; (0, none) if there is no such one.
+    tokens at most, and the k tokens after its first occurrence; (0, no tokens) if there is none.
     """
     text = tokens.tobytes()
     length = 0
-    end = len(tokens)  # of the first occurrence
+    end = len(tokens)  # the index after the first occurrence
     limit = min(LONGEST, len(tokens) - 1)
     while length < limit:  # bisect: a shorter suffix occurs wherever a longer one does
         n = (length + limit + 1) // 2

@@ -77,15 +77,15 @@ def read(
     timeout: float | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ProcessConfig | None:
-    """The processes that the arguments, or else a launcher's variables, describe; None is one
-    process.
+    """The processes that the arguments, or else a launcher's variables, describe; None: there is
+    only one process.
 
     Args:
-        processes: 1 starts alone, whatever the variables say.
+        processes: 1 starts one process, whatever the variables say.
 
     Raises:
-        ValueError: some of the three are given and others are missing, or a value is out of its
-            range.
+        ValueError: some of `coordinator`, `processes` and `process` are missing and others are not,
+            or a value is out of its range.
     """
     seconds = ProcessConfig.timeout if timeout is None else timeout
     options = {"--coordinator": coordinator, "--processes": processes, "--process": process}

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 Message = dict[str, Any]
-MOST = 2**28  # bytes of a message; a prompt of a million tokens has 7 MB
+MOST = 2**28  # the most bytes of a message; a prompt of a million tokens has 7 MB
 
 
 class Connection:
@@ -29,8 +29,8 @@ class Connection:
         self._lock = threading.Lock()
 
     def send(self, data: bytes) -> None:
-        """Send what `encoded` returned. A closed connection is not an error: who receives from it
-        finds out.
+        """Send what `encoded` returned. A closed connection is not an error: the thread that
+        receives from it notices the end.
         """
         with self._lock, suppress(OSError):
             self._socket.sendall(data)
@@ -46,12 +46,12 @@ class Connection:
         return None
 
     def messages(self) -> Iterator[Message]:
-        """Until the end of the connection."""
+        """The messages until the end of the connection."""
         while (message := self.receive()) is not None:
             yield message
 
     def close(self) -> None:
-        """Both directions; a thread that receives gets the end."""
+        """Close both directions. A thread that waits in `receive` gets None."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -63,7 +63,7 @@ def text_of(message: Message) -> str:
 
 
 def framed(text: str) -> bytes:
-    """The bytes of a message's text; once for all connections that it is sent over."""
+    """The bytes of a message's text. They are the same for every connection."""
     body = text.encode()
     return len(body).to_bytes(4, "big") + body
 

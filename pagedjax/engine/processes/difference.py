@@ -36,4 +36,5 @@ def _excerpt(line: str, counterpart: str) -> str:
     excerpt = line[:SHOWN]
     if start > SHOWN // 4:
         excerpt = f"{line[: SHOWN // 4]}...{line[start : start + SHOWN]}"
-    return excerpt if line.endswith(excerpt[-9:]) else f"{excerpt}..."
+    reaches_the_end = line.endswith(excerpt[-9:])  # as far as its last characters tell
+    return excerpt if reaches_the_end else f"{excerpt}..."

@@ -18,7 +18,7 @@ class Digest:
     """A hash of the lines of an event log, and of inputs.
 
     Attributes:
-        lines: since the last step.
+        lines: the lines since the last step.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Digest:
         self.lines.append(line)
 
     def input(self, name: str, text: str) -> None:
-        """An input, after the transitions that it made.
+        """Add an input, after the transitions that it caused.
 
         Args:
             text: the JSON that was sent.
@@ -45,14 +45,15 @@ class Digest:
         self._add(text)
 
     def transitions(self, state: EngineState) -> None:
-        """The transitions that a state's log has; of a step, those after `scheduled`."""
+        """Add the transitions of a state's log. The plan of a step was added by `scheduled`."""
         for entry in state.log:
             if isinstance(entry, Entry) and not isinstance(entry, Schedule):
                 self.write(entry)
 
     def scheduled(self, step: ScheduledStep, sequences: Sequences, lookahead: Lookahead) -> str:
-        """The digest with the plan of a step, the drafts that the host wrote for it, and the
-        predicted plans that the devices compute already."""
+        """Add the plan of a step, the drafts that the host wrote for it, and the predicted plans
+        that the devices compute already. Returns the digest.
+        """
         self.write(Schedule(step.plan, step.offered))
         lengths = {
             seq.request.request_id: length

@@ -1,10 +1,10 @@
 """The processes of one engine, as each of them sees the others: `Leader` in process 0, `Follower`
-in every other one.
+in every other process.
 
-The leader orders inputs and sends them; followers receive them. Beside that, everyone says once in
-a while how far it has come. A process that ends, is stopped or makes no progress ends all of them,
-within the timeout, with a sentence that names it and the exit status EXIT_STATUS: their devices
-wait for each other, so none of them can go on.
+The leader orders inputs and sends them; followers receive them. Beside that, each process sends
+signs of life, which say how far it has come. If a process ends, is stopped or makes no progress,
+all processes end within the timeout, with the exit status EXIT_STATUS and a sentence that names it:
+their devices wait for each other, so none of them can go on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h
 GRACE = 3.0  # seconds for the answers to clients, before the process ends
 CAUSE_SECONDS = 1.0  # an error of a device may come before the news of the process that caused it
 BEATS = 10  # signs of life within the timeout
-# whose lines process 0 keeps; a follower is behind by the depth of lookahead at most
+# process 0 keeps the lines of so many steps; a follower is behind by at most the lookahead's depth
 KEPT_STEPS = 16
 
 
@@ -50,9 +50,10 @@ class Group:
     """What both sides share: how far this process has come, and how all of them end.
 
     Attributes:
-        failure: why they end; None while they do not.
-        on_failure: called with the reason, in any thread, before this process ends.
-        steps, engines: begun so far; steps of all engines.
+        failure: why the processes end; None while they run.
+        on_failure: functions that are called with the reason, in any thread, before this process
+            ends.
+        steps, engines: how many were begun so far. Steps are counted over all engines.
     """
 
     def __init__(
@@ -151,14 +152,14 @@ class Leader(Group):
     ) -> None:
         """
         Args:
-            peers: by process, the connection of inputs and that of all else.
+            peers: by process, the connection of inputs and the connection of all else.
         """
         super().__init__(0, len(peers) + 1, *args, **options)
         self._inputs = {i: inputs for i, (inputs, _) in peers.items()}
         self._control = {i: control for i, (_, control) in peers.items()}
         self._heard = {i: (Progress(), time.monotonic()) for i in peers}
-        self._gone: set[int] = set()  # said that they end
-        self._closed: set[int] = set()  # closed their connection
+        self._gone: set[int] = set()  # processes that said that they end
+        self._closed: set[int] = set()  # processes that closed their connection
         self._pending: list[str] = []
         self._lines: dict[int, list[str]] = {}
         self._opened: Counter[int] = Counter()
@@ -173,24 +174,22 @@ class Leader(Group):
         self.order_text(text_of({"input": name, **body}))
 
     def order_text(self, text: str) -> None:
-        """`order`, of an input's JSON."""
+        """The same as `order`, for an input that is JSON already."""
         self._pending.append(text)
 
     def order_step(self, lines: list[str], **body: Any) -> None:
-        """The next step, and the lines that name a difference if there is one. It is sent at
-        once.
-        """
+        """Send the next step, at once. Its lines are kept, to name a difference if there is one."""
         self._lines[self.steps] = lines
         self._lines.pop(self.steps - KEPT_STEPS, None)
         self.order("step", number=self.steps, **body)
         self.flush()
 
     def open(self, facts: dict[str, Any]) -> None:
-        """Begin a new engine in all processes: wait until each of them is there. They load as long
-        as it takes.
+        """Begin a new engine in all processes, and wait until each of them is ready to build it.
+        There is no time limit, because loading takes long.
 
         Raises:
-            ProcessFailed: one has other options, or has failed.
+            ProcessFailed: a process has other options, or has failed.
         """
         self.engines += 1
         self.order("open", number=self.engines, facts=facts)
@@ -200,7 +199,9 @@ class Leader(Group):
             self.check()
 
     def not_built(self, reason: str) -> None:
-        """This process cannot build the engine. Neither can the others, or all end."""
+        """This process cannot build the engine. Wait until the others say the same of themselves;
+        if one does not within the timeout, all processes end.
+        """
         self._not_built[0] = self.engines
         self._wait_for_not_built(
             f"process 0 cannot build the engine: {reason}", list(self._control)
@@ -227,8 +228,8 @@ class Leader(Group):
                 connection.send(data)
 
     def close(self) -> None:
-        """Let the others end, and wait for them. A process that does not end is named, and this one
-        ends.
+        """Let the other processes end, and wait for them. If one does not end, this process fails
+        with a message that names it.
         """
         error = getattr(sys, "last_value", None)  # what nobody caught
         if error is not None:
@@ -260,15 +261,15 @@ class Leader(Group):
         super().fail(reason, **({"tell": self._tell} | options))
 
     def fail_if_nobody_else(self, reason: str) -> None:
-        """End all processes: for this reason, unless it turns out to be the consequence of another
-        process's end.
+        """End all processes for this reason, after a pause: it may be the consequence of another
+        process's end, whose reason comes first then.
         """
         self._over.wait(CAUSE_SECONDS)
         self.fail(reason)
 
     def _leave(self) -> None:
-        """JAX ends the others by an abort if this process, its coordinator, ends before they have
-        read the reason.
+        """Wait until the others have read the reason, and end. If this process, JAX's coordinator,
+        ended before, JAX would abort them.
         """
         until = time.monotonic() + CAUSE_SECONDS
         while len(self._closed) < len(self._control) and time.monotonic() < until:
@@ -345,7 +346,7 @@ class Follower(Group):
         """
         message = None if self.failure is not None else self._inputs.get()
         if message is None:
-            # this process ends, or the connection has ended and the reason comes over the other one
+            # this process ends, or this connection has ended, and the other one brings the reason
             self._over.wait(self.timeout)
             raise ProcessFailed(self.failure or "process 0 has ended")
         if message["input"] == "end":
@@ -356,11 +357,11 @@ class Follower(Group):
         """Wait until process 0 begins a new engine, and say that this process is ready to build it.
 
         Args:
-            unequal: what process 0 says of the engine -> why it is another one than here; None: it
-                is the same.
+            unequal: what process 0 says of its engine -> how the engine here differs; None: it is
+                the same.
 
         Raises:
-            ProcessFailed: it is another one, or a process has failed.
+            ProcessFailed: the engines differ, or a process has failed.
         """
         self.enter("starting")
         while (message := self.receive())["input"] != "open":
@@ -376,11 +377,11 @@ class Follower(Group):
         self._control.send(encoded({"opened": self.engines}))
 
     def not_built(self, reason: str) -> None:
-        """This process cannot build the engine. Neither can the others, or process 0 ends all."""
+        """This process cannot build the engine. If another process can, process 0 ends all."""
         self._control.send(encoded({"not_built": reason}))
 
     def report(self, kind: str, body: Any) -> None:
-        """Tell the leader what goes wrong, and wait for the end, which it sends to all.
+        """Tell the leader what goes wrong, and wait until it ends all processes.
 
         Raises:
             ProcessFailed: always.
@@ -395,8 +396,8 @@ class Follower(Group):
         self._control.send(encoded({"stop": True}))
 
     def close(self) -> None:
-        """At the end of this process's program. It waits for that of process 0; after an exception
-        it ends all.
+        """Wait, at the end of this process's program, for the end of the program of process 0.
+        After an exception this process exits at once, which ends all.
         """
         if self.failure is None and getattr(sys, "last_value", None) is not None:
             self._exit(1)
@@ -439,7 +440,7 @@ class Follower(Group):
             )
 
 
-# how they find each other -------------------------------------------------------------------------
+# how the processes find each other ----------------------------------------------------------------
 
 
 def accept(
@@ -453,11 +454,11 @@ def accept(
     """Accept the connections of all other processes.
 
     Args:
-        token: that they must send; other connections are closed.
+        token: what they must send; other connections are closed.
         patience: seconds until all must have connected.
 
     Raises:
-        TimeoutError: one has not connected; the message names it.
+        TimeoutError: a process has not connected; the message names it.
     """
     connections: dict[int, dict[str, Connection]] = {i: {} for i in range(1, processes)}
     until = time.monotonic() + patience
@@ -469,7 +470,7 @@ def accept(
             raise TimeoutError(
                 f"process {missing[0]} has not connected to process 0 for {patience:g} s"
             ) from None
-        stream.settimeout(5)  # a stranger that says nothing must not hold up the others
+        stream.settimeout(5)  # a stranger that says nothing must not delay the others
         connection = Connection(stream)
         hello = connection.receive()
         hello = hello if isinstance(hello, dict) else {}
@@ -498,7 +499,7 @@ def connect(
     """Connect to the leader.
 
     Raises:
-        OSError: it cannot be reached.
+        OSError: the leader cannot be reached.
     """
     connections = []
     for kind in ("inputs", "control"):

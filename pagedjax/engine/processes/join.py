@@ -17,7 +17,7 @@ from pagedjax.engine.processes import config, group
 from pagedjax.engine.processes.config import ProcessConfig
 from pagedjax.engine.processes.group import Follower, Leader
 
-HELLO_BYTES = 512  # of the leader's address
+HELLO_BYTES = 512  # the size of the broadcast with the leader's address
 _joined: list[Leader | Follower] = []
 
 
@@ -88,7 +88,7 @@ def _start_jax(job: ProcessConfig) -> None:
         }
     if job.loopback:
         address["coordinator_bind_address"] = job.coordinator
-    # of CPUs; accelerators have their own
+    # the collectives of CPUs; accelerators have their own
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     seconds = max(10, int(job.timeout))
     jax.distributed.initialize(

@@ -1,4 +1,4 @@
-"""Which process of an engine is late: a pure function of what each has last said of itself."""
+"""Which process of an engine is late: a pure function of what each process said last."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Progress(NamedTuple):
     """What a process said last.
 
     step: the last step that it began; 0 before the first.
-    seconds: in this stage.
-    silent: seconds since it said so.
+    seconds: how long it had been in this stage then.
+    silent: seconds since then.
     """
 
     step: int = 0
@@ -28,7 +28,7 @@ def late(progress: Mapping[int, Progress], timeout: float) -> str | None:
     """What is wrong, as a sentence that names the processes; None if nothing is.
 
     A step ends on all devices together, so one late process holds up all others. They wait for it
-    on their devices and look equally late. The cause is the process that came less far.
+    on their devices and look equally late. The cause is the process that has begun fewer steps.
 
     Args:
         progress: by process; 0 orders the inputs.

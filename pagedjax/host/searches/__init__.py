@@ -3,9 +3,9 @@
 search.py  what a search is: it gets offers, and decides how branches continue
 beams.py   beam search
 
-Sharing and copying blocks is the scheduler's task (branches.py). It gets the choice of a step as
-one (parent, token) for each branch. Another search is a file with a `Search`, and its `SearchKind`
-in `SEARCHES`.
+Sharing and copying blocks is the scheduler's task (branches.py). The scheduler gets the choice of a
+step: a parent and a token for each branch. Another search is a file with a `Search`, and its
+`SearchKind` in `SEARCHES`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ The rules are those of transformers' `generate(num_beams=W, do_sample=False)`, s
 sequence by sequence. Of the continuations of all beams, ranked by the sum of their
 log-probabilities,
 
-    finished    those of the best W that end, by a stop token or at max_tokens. A sequence of m tokens has the score
-                sum / m ** length_penalty, and the W best finished sequences are kept.
+    finished    those of the best W that end, by a stop token or at max_tokens. A sequence of m
+                tokens has the score sum / m ** length_penalty, and the W best finished sequences
+                are kept.
     running     the best W of those that do not end.
 
 W + (number of stop tokens) continuations of each beam are enough for both: of one beam's
@@ -49,11 +50,8 @@ class BeamSearch(NamedTuple):
                 token_ids = (*self.beams[beam].token_ids, token)
                 score = total / length**params.length_penalty
                 ended.append(Hypothesis(token_ids, total, score, reason))
-        finished = self.finished
-        if not (params.early_stopping is True and len(finished) == width):
-            by_score = sorted((*finished, *ended), key=lambda hypothesis: -hypothesis.score)
-            finished = tuple(by_score[:width])
-        search = self._replace(finished=finished)
+        by_score = sorted((*self.finished, *ended), key=lambda hypothesis: -hypothesis.score)
+        search = self._replace(finished=tuple(by_score[:width]))
         if not running or _is_done(search, running[0][0], length):
             return search, ()
         running = running[:width]
@@ -64,8 +62,8 @@ class BeamSearch(NamedTuple):
         return search._replace(beams=beams), continuations
 
 
-def candidates(params: BeamSearchParams, stops: int) -> int:
-    return params.beam_width + stops
+def candidates(params: BeamSearchParams, num_stops: int) -> int:
+    return params.beam_width + num_stops
 
 
 def start(params: BeamSearchParams, stops: frozenset[int]) -> BeamSearch:
@@ -99,12 +97,18 @@ def _end_reason(search: BeamSearch, length: int, token: int) -> FinishReason | N
 
 
 def _is_done(search: BeamSearch, best_total: float, length: int) -> bool:
-    """Whether no beam can become better than the finished ones, by the rule of `early_stopping`."""
+    """Whether no beam can become better than the finished ones, by the rule of `early_stopping`.
+
+    Args:
+        best_total: the sum of log-probabilities of the best beam, which has `length` tokens.
+    """
     params = search.params
     if len(search.finished) < params.beam_width:
         return False
     if params.early_stopping is True:
         return True
-    if params.early_stopping == "never" and params.length_penalty > 0:
-        length = params.max_tokens
-    return not best_total / length**params.length_penalty > search.finished[-1].score
+    grows_to_the_limit = params.early_stopping == "never" and params.length_penalty > 0
+    final_length = params.max_tokens if grows_to_the_limit else length
+    best_score = best_total / final_length**params.length_penalty
+    can_improve = best_score > search.finished[-1].score
+    return not can_improve

@@ -26,7 +26,8 @@ class Search(Protocol):
     """The state of a search: an immutable value. It knows tokens and log-probabilities, and no
     block and no id.
 
-    There is one branch before the first position, and as many as the request has ids after it.
+    Before the first position there is one branch. After it there are as many as the request has
+    ids.
     """
 
     @property
@@ -35,10 +36,11 @@ class Search(Protocol):
         ...
 
     def advance(self, offers: Sequence[Offer]) -> tuple[Search, Sequence[Continuation]]:
-        """Decides the next position -> (search, the branches after it; () if the search ends).
+        """Decides the next position -> (search, the branches after it; () if the search ends). It
+        is not called again after the end.
 
         Args:
-            offers: of each branch.
+            offers: the offer of each branch.
         """
         ...
 
@@ -60,8 +62,8 @@ class RunningSearch(NamedTuple):
 
     names: ids of the branches.
     candidates: how many continuations each branch must offer.
-    branches: ids of those that run now: the first one before the first position, then all.
-    offers: by the id of a branch.
+    branches: ids of the branches that run now: the first one before the first position, then all.
+    offers: the offers so far, by the id of the branch.
     """
 
     search: Search
@@ -76,7 +78,7 @@ class RunningSearch(NamedTuple):
         return len(self.offers) == len(self.branches)
 
     def offer(self, name: str, offer: Offer) -> RunningSearch:
-        """Stores the offer of a branch. A second one replaces the first."""
+        """Stores the offer of a branch. A second offer replaces the first."""
         return self._replace(offers={**self.offers, name: offer})
 
     def without_offers(self) -> RunningSearch:

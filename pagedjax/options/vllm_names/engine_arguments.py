@@ -79,7 +79,7 @@ def _max_logprobs(_: str, value: Any) -> Mapping[str, Any]:
     return {}
 
 
-HUB = {  # arguments of vLLM, and of `huggingface_hub.snapshot_download`
+HUB = {  # argument of vLLM -> argument of `huggingface_hub.snapshot_download`
     "revision": "revision",
     "hf_token": "token",
     "download_dir": "cache_dir",

@@ -34,7 +34,7 @@ def text_and_prompt(prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
 
 
 def last_tokens(tokens: Sequence[int], truncate: int | None, max_model_len: int) -> Sequence[int]:
-    """The last `truncate` tokens; of -1, as many as leave room for one token of output."""
+    """The last `truncate` tokens. None: all. -1: as many as leave room for one token of output."""
     if truncate is None:
         return tokens
     count = max_model_len - 1 if truncate == -1 else truncate

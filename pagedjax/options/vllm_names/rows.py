@@ -1,4 +1,4 @@
-"""The rows of a table: what happens to some arguments of vLLM, and how arguments are read by it."""
+"""The rows of a table: what happens to some arguments of vLLM. `read` applies a table."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def by_name(rows: Iterable[Row]) -> dict[str, Row]:
 def read(
     arguments: Mapping[str, Any], table: Mapping[str, Row], error: type[Exception] = ValueError
 ) -> dict[str, Any]:
-    """Read arguments of vLLM -> options of this project; log those that change nothing.
+    """Read arguments of vLLM -> options of this project; log arguments that change nothing.
 
     Names that are not in the table stay as they are.
 

@@ -1,6 +1,6 @@
 """From `StructuredOutputsParams` to a `Grammar`.
 
-It imports llguidance when the first one is compiled.
+llguidance is imported when the first grammar is compiled.
 """
 
 from __future__ import annotations

@@ -51,16 +51,17 @@ OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 # Keywords whose values are, or may be, schemas
 SINGLE = ("items", "additionalProperties", "additionalItems")
-MAX_DEPTH = 100  # of a schema in a schema; deeper ones would also exhaust Python's stack elsewhere
+# levels of schemas inside schemas; deeper schemas would also exhaust Python's stack elsewhere
+MAX_DEPTH = 100
 MAX_SCHEMAS = 20_000  # in one schema
 
 
 def subschemas(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(place, schema) of every schema in a schema that is a mapping, itself first. A place is a
-    JSON pointer, "#/...".
+    """(place, schema) of a schema, and then of every schema inside it, if it is a mapping. A place
+    is a JSON pointer, "#/...".
 
     Raises:
-        ValueError: too many of them, or too deep.
+        ValueError: there are too many schemas, or they are too deep.
     """
     todo: list[tuple[str, Any, int]] = [("#", schema, 0)]
     count = 0
@@ -127,8 +128,9 @@ def unsupported(schema: Any) -> Iterator[tuple[str, str]]:
 
 @lru_cache(4096)
 def _nearly(name: str) -> str | None:
-    """The keyword that a name differs from by little; None if it is a name of its own, or nearly
-    one that describes."""
+    """The keyword that a name is nearly; None if it is nearly no keyword, or nearly a keyword of
+    DESCRIBING.
+    """
     if len(name) > 40 or not name.isalnum():
         return None
     keywords = {word.lower(): word for word in KEYWORDS}
@@ -143,7 +145,7 @@ def checked(schema: Any, subject: str, *, option: str, ignore: bool) -> tuple[An
     Args:
         subject: who has the schema, in the error.
         option: the setting that ignores keywords which are not supported, in the error.
-        ignore: whether it is set.
+        ignore: whether that setting is on.
 
     Raises:
         ValueError: the schema has a keyword that is not supported, and `ignore` is False.
@@ -176,7 +178,7 @@ def _names_all_keys(schema: Mapping[str, Any]) -> bool:
     """Whether all keys that patterns allow are keys of `properties`, and there are no other keys.
 
     llguidance 1.9 allows such a key after `properties` again, and finds then that there is none:
-    the answer cannot end. tests/structured/test_grammars.py says when it does not any more.
+    the answer cannot end. A test in tests/structured/test_grammars.py fails when this has changed.
     """
     keys = schema.get("properties")
     patterns = schema.get("patternProperties")
@@ -201,8 +203,13 @@ def _alternatives(pattern: str) -> list[str]:
     """The parts of a pattern between the bars that are in no group and in no class."""
     parts = [""]
     depth = 0
-    for piece in re.findall(r"\\.|\[\]?[^\]]*\]|[\s\S]", pattern):
-        depth += (piece == "(") - (piece == ")")
+    for piece in re.findall(
+        r"\\.|\[\]?[^\]]*\]|[\s\S]", pattern
+    ):  # an escape, a class, or one character
+        if piece == "(":
+            depth += 1
+        elif piece == ")":
+            depth -= 1
         if piece == "|" and depth == 0:
             parts.append("")
         else:
@@ -211,10 +218,15 @@ def _alternatives(pattern: str) -> list[str]:
 
 
 def _of_whole_keys(pattern: str) -> str:
-    """A pattern is searched for in a key; `^` and `$` bind it to its ends."""
-    begins = "" if pattern.startswith("^") else "(?s:.*)"
-    ends = "" if re.search(r"(?<!\\)(\\\\)*\$$", pattern) else "(?s:.*)"
-    return f"{begins}{pattern.removeprefix('^').removesuffix('' if ends else '$')}{ends}"
+    """The expression of the whole keys in which `pattern` is found; `^` and `$` are their ends."""
+    anything = "(?s:.*)"
+    before = "" if pattern.startswith("^") else anything
+    has_end = re.search(r"(?<!\\)(\\\\)*\$$", pattern)  # a `$` that is not escaped
+    after = "" if has_end else anything
+    middle = pattern.removeprefix("^")
+    if has_end:
+        middle = middle.removesuffix("$")
+    return before + middle + after
 
 
 def without(schema: Any, places: frozenset[str]) -> Any:
@@ -242,7 +254,7 @@ def _copied(
     """A copy of a schema, or of a part of it.
 
     Args:
-        place: of the part.
+        place: the place of the part.
         dropped: places that are left out.
         closed: places of objects that get no further properties.
     """
@@ -257,4 +269,6 @@ def _copied(
         for name, item, at in inner
         if at not in dropped
     }
-    return copy | {"additionalProperties": False} if place in closed else copy
+    if place in closed:
+        copy["additionalProperties"] = False
+    return copy

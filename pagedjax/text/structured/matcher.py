@@ -16,7 +16,7 @@ class Grammar(NamedTuple):
     """A compiled grammar. It never changes: every sequence gets a matcher of its own.
 
     start: llguidance's matcher before the first token.
-    words: 32-bit words of a mask over the vocabulary.
+    words: the number of 32-bit words of a mask over the vocabulary.
     ignored: keywords of a JSON schema that change nothing, each with its place; empty if all are
         supported.
     ends: the tokens that end a form.
@@ -34,10 +34,10 @@ class Grammar(NamedTuple):
 class Matcher:
     """The tokens that a grammar allows after a sequence's output.
 
-    What it answers depends on the output alone, so it needs no part in preemption, roll-back or
-    lookahead. It keeps the parser after the output that it was last asked about. A longer output,
-    which begins with that one, is parsed from there, and a shorter one from the beginning. A
-    matcher that has failed stays failed.
+    Its answers depend on the output alone, so nothing is to be done at a preemption, a roll-back or
+    a predicted step. It keeps the parser's state after the output that it was last asked about. A
+    longer output, which begins with that one, is parsed from there, and a shorter one from the
+    beginning. A matcher that has failed stays failed.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -66,9 +66,8 @@ class Matcher:
         return None if self.error is not None else self._parser
 
     def check_ends(self, drafts: Sequence[int], ending: Sequence[int]) -> None:
-        """Set `error` if a mask allows an end token where the form is not complete.
-
-        The library is wrong then.
+        """Set `error` if a mask allows an end token where the form is not complete, which is an
+        error of the library.
 
         Args:
             drafts: tokens that follow the output that `after` was last asked about.
@@ -78,10 +77,11 @@ class Matcher:
         # a copy, if drafts are consumed
         parser = self._parser if ending[-1] == 0 else self._parser.deep_copy()
         for position in range(ending[-1] + 1):
-            if position and not parser.validate_tokens(drafts[position - 1 : position]):
-                return
-            if position:
-                parser.consume_token(drafts[position - 1])
+            if position > 0:
+                draft = drafts[position - 1]
+                if not parser.validate_tokens([draft]):
+                    return
+                parser.consume_token(draft)
             if position in ending and not parser.is_accepting():
                 self.error = "an end token is allowed before the form is complete"
                 return
@@ -169,7 +169,8 @@ def _executor() -> Any:
 
 
 def first_line(message: str) -> str:
-    """What is wrong, of the library's message: its first line and the one with "error:", as a line.
+    """What is wrong, by a message of the library: its first line and the line with "error:", in
+    one line.
 
     The parser's state is left out.
     """

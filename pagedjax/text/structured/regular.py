@@ -1,6 +1,6 @@
 """Whether a regular expression allows a text that another one does not.
 
-llguidance's own compiler is asked.
+llguidance's own compiler answers this.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def first_byte_beyond(pattern: str, other_pattern: str) -> str | None:
         ValueError: an expression cannot be read.
     """
     library = imported("llguidance")
-    # a mark before both, because llguidance takes an expression of the empty text alone for none
+    # both begin with "=", because llguidance ignores an expression of the empty text alone
     grammar = f"start: TEXT\nTEXT: /=({_literal(pattern)})/ & ~/=({_literal(other_pattern)})/\n"
     text = library.LLMatcher.grammar_from_lark(grammar)
     matcher = library.LLMatcher(_bytes(), text, log_level=0)

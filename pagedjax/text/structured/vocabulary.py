@@ -17,8 +17,8 @@ from typing import Any
 
 from pagedjax.text.tokenizer import Tokenizer
 
-# A text, a regular expression or a comment of a Lark grammar, where `<name>` is no token; or such a
-# name.
+# A text, a regular expression or a comment of a Lark grammar, where `<name>` is no token; or,
+# outside of these, a `<name>`.
 LARK = re.compile(
     r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|(?P<name><[^\s<>"\[\]]+>)'
 )
@@ -60,7 +60,7 @@ def without_names(text: str) -> str:
     for token in tokenizer_json["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     _rename(tokenizer_json["model"], names)
-    # it puts marks around whole texts, and a form has none
+    # the post-processor puts marks around whole texts, and a form has none
     tokenizer_json["post_processor"] = None
     return json.dumps(tokenizer_json)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_TOOLS = 128  # as OpenAI's
-MAX_LEVELS = 300  # of a schema or of arguments
+MAX_LEVELS = 300  # nested levels of a schema or of arguments
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 CHOICES = ("auto", "none", "required")
 CHOICE_FORM = '"auto", "none", "required", or {"type": "function", "function": {"name": ...}}'
@@ -43,7 +43,7 @@ def tools_of(tools: Any) -> tuple[Tool, ...]:
     """The tools of a request.
 
     Raises:
-        ValueError: one of them is wrong; names its place.
+        ValueError: a tool is wrong; the message names its place.
     """
     if tools is None:
         return ()
@@ -95,7 +95,7 @@ def _tool(place: str, tool: Any) -> Tool:
         name,
         description,
         _parameters(f"{place}.parameters", function.get("parameters")),
-        strict is not False,
+        strict=strict is not False,
     )
 
 
@@ -133,7 +133,7 @@ def too_deep(value: Any) -> bool:
 
 
 def choice_of(choice: Any, tools: Sequence[Tool]) -> tuple[str, str | None]:
-    """(one of CHOICES, the name of the one tool that is to be called).
+    """(one of CHOICES, the name of the one tool that is to be called; None: any tool).
 
     Raises:
         ValueError: no choice, or one that does not fit the tools.
@@ -146,11 +146,9 @@ def choice_of(choice: Any, tools: Sequence[Tool]) -> tuple[str, str | None]:
         )
     if isinstance(choice, str) and choice in CHOICES:
         return choice, None
-    function = (
-        choice.get("function")
-        if isinstance(choice, Mapping) and choice.get("type") == "function"
-        else None
-    )
+    function = None
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        function = choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
         raise ValueError(f"tool_choice is {choice!r:.80}; it must be {CHOICE_FORM}")

@@ -13,10 +13,10 @@ class CallFormat:
 
     A call is `before`, its name, `after`, its arguments as a JSON object, and `close`.
 
-    trigger: a plain answer does not have this text. Empty: a call is the whole answer, and an
-        answer that begins as a call does is one.
-    id_length: characters of a call's id, if the template asks for a number of them.
-    single: the template takes one call in a message.
+    trigger: a text that no plain answer has. Empty: a call is the whole answer, and an answer that
+        begins like a call is a call.
+    id_length: the number of characters of a call's id, if the template asks for one.
+    single: whether the template takes only one call in a message.
     """
 
     begin: str
@@ -75,7 +75,7 @@ MISTRAL_ARGS = replace(
     between="[TOOL_CALLS]",
     end="",
 )
-PARSERS = ("hermes", "llama3_json", "mistral")  # names of vLLM's
+PARSERS = ("hermes", "llama3_json", "mistral")  # vLLM's names of the formats
 
 
 class Dialect(NamedTuple):
@@ -111,16 +111,15 @@ def dialect(template: str | None, parser: str | None = None) -> Dialect:
 
 
 def _format_of(template: str) -> CallFormat | None:
+    """The format of the calls in a chat template with tools; None if it is not known."""
     if "[TOOL_CALLS]" in template:
         return _mistral(template)
     if "<tool_call>" in template:
-        has_other_form = "<function=" in template or "<arg_key>" in template
-        return HERMES if "arguments" in template and not has_other_form else None
-    return (
-        _llama(template)
-        if re.search(r'\\?"parameters\\?": ', template) and "tool_call" in template
-        else None
-    )
+        writes_tags = "<function=" in template or "<arg_key>" in template  # and no JSON
+        return HERMES if "arguments" in template and not writes_tags else None
+    if "tool_call" in template and re.search(r'\\?"parameters\\?": ', template):
+        return _llama(template)
+    return None
 
 
 def _llama(template: str) -> CallFormat:

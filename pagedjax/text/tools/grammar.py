@@ -18,9 +18,9 @@ from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.text.tools.definitions import Tool
 from pagedjax.text.tools.formats import CallFormat
 
-# A schema with one of these may have further properties
+# A schema with one of these keywords may have further properties
 OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
-# As the engine compiles other schemas
+# The rules by which the engine compiles other schemas
 JSON_RULES = {"whitespace_pattern": WHITE_SPACE, "lenient": False}
 
 
@@ -33,13 +33,12 @@ def lark(
     parallel: bool,
     answer: Any = None,
 ) -> tuple[str, tuple[str, ...]]:
-    """Returns the grammar, and the keywords of schemas that it ignores.
-
-    A keyword is the tool's name and a place.
+    """Returns the grammar, and the keywords of schemas that it ignores, each as the tool's name and
+    a place.
 
     Args:
-        required: there is a call, and no text. Else an answer may be text alone.
-        parallel: several calls may follow each other.
+        required: whether an answer must be a call, without text. Else it may be text alone.
+        parallel: whether several calls may follow each other.
         answer: the JSON schema of an answer that is no call; None is any text.
 
     Raises:
@@ -47,7 +46,10 @@ def lark(
             whose parts look alike.
     """
     marks = vocabulary.marks(tokenizer)
-    written = lambda text: _literal(text, marks)  # noqa: E731
+
+    def written(text: str) -> str:
+        return _literal(text, marks)
+
     ignored: list[str] = []
     rules = []
     for i, tool in enumerate(tools):
@@ -126,34 +128,33 @@ def answer_schema(form: StructuredOutputsParams | None) -> tuple[Any, tuple[str,
 def _text_or_calls(form: CallFormat, marks: dict[str, int], special: Collection[int]) -> list[str]:
     """The rules of an answer that is text, or text and then calls.
 
-    Text may have the tokens that look like marks and are no part of calls, as `<think>`. Text that
-    the trigger ends is one lazy lexeme with it, because a lexer never goes back to end a greedy one
-    earlier.
+    Text may have the tokens that look like marks and are no part of calls, as `<think>`. A text and
+    the trigger that ends it are one lazy lexeme, because a lexer never goes back to end a greedy
+    lexeme earlier.
     """
     inner = form.begin + form.before + form.after + form.close + form.between + form.end
     other_marks = [i for mark, i in marks.items() if mark not in inner and i not in special]
-    led = f"(TEXT? <[{','.join(map(str, other_marks))}]>)* " if other_marks else ""
-    if not form.trigger:
-        return [f"start: {led}TEXT? | calls", r"TEXT: /[^{\s](?s:.*)/"]
+    to_last_mark = f"(TEXT? <[{','.join(map(str, other_marks))}]>)* " if other_marks else ""
+    if not form.trigger:  # a text does not begin with "{", because a call does
+        return [f"start: {to_last_mark}TEXT? | calls", r"TEXT: /[^{\s](?s:.*)/"]
     trigger = re.escape(form.trigger)
     text = f"TEXT: /(?s:.+)/ & ~/(?s:.*){trigger}(?s:.*)/"
     begin_rest = _literal(form.begin.removeprefix(form.trigger), marks)
+    plain = f"{to_last_mark}TEXT?"
     if form.trigger in marks:
-        return [
-            f"start: {led}TEXT? | {led}TEXT? <[{marks[form.trigger]}]> {begin_rest} calls",
-            text,
-        ]
+        return [f"start: {plain} | {plain} <[{marks[form.trigger]}]> {begin_rest} calls", text]
     return [
-        f"start: {led}TEXT? | {led}head {begin_rest} calls",
+        f"start: {plain} | {to_last_mark}head {begin_rest} calls",
         text,
         f"head[lazy]: /(?s:.*){trigger}/",
     ]
 
 
 def _inline(schema: Any) -> str:
-    return "%json " + json.dumps(
-        {**schema, "x-guidance": JSON_RULES} if isinstance(schema, dict) else schema
-    )
+    """A JSON schema in a rule."""
+    if isinstance(schema, dict):
+        schema = {**schema, "x-guidance": JSON_RULES}
+    return "%json " + json.dumps(schema)
 
 
 def _literal(text: str, marks: dict[str, int]) -> str:

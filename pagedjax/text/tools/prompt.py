@@ -35,7 +35,7 @@ def conversation(
     of the system text.
 
     Raises:
-        ValueError: a call or a result that cannot be read; names its place.
+        ValueError: a call or a result cannot be read; the message names its place.
     """
     plain = [_message(f"messages.{i}", message) for i, message in enumerate(messages)]
     plain = for_template(plain)
@@ -70,14 +70,14 @@ def _message(place: str, message: Any) -> dict[str, Any]:
         return dict(message)
     if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)):
         raise ValueError(f"{place}.tool_calls is {calls!r:.80}; it must be a list of calls")
-    read = [_call(f"{place}.tool_calls.{i}", call) for i, call in enumerate(calls)]
+    read_calls = [_call(f"{place}.tool_calls.{i}", call) for i, call in enumerate(calls)]
     fields = {name: value for name, value in message.items() if name != "tool_calls"}
     fields["content"] = message.get("content")
-    return {**fields, "tool_calls": read} if read else fields
+    return {**fields, "tool_calls": read_calls} if read_calls else fields
 
 
 def _call(place: str, call: Any) -> dict[str, Any]:
-    """A call with its arguments as an object; OpenAI's clients send them as the text of one."""
+    """A call with its arguments as an object. OpenAI's clients send the arguments as JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(
@@ -99,7 +99,7 @@ def _call(place: str, call: Any) -> dict[str, Any]:
         raise ValueError(
             f"{place}.function.arguments has more than {MAX_LEVELS} levels; make it flatter"
         )
-    # other fields would appear in prompts
+    # other fields of the call are left out, because they would appear in prompts
     call_id = {"id": call["id"]} if call.get("id") is not None else {}
     return {
         **call_id,
@@ -114,18 +114,18 @@ def _as_text(messages: Messages, dialect: Dialect) -> Messages:
     Results that follow each other are one message.
     """
     plain: Messages = []
-    results = False
+    follows_result = False
     for message in messages:
         role = message.get("role") if isinstance(message, Mapping) else None
         if role == "tool":
             text = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if results:
+            if follows_result:
                 plain[-1] = {**plain[-1], "content": f"{plain[-1]['content']}\n{text}"}
             else:
                 plain.append({"role": "user", "content": text})
-            results = True
+            follows_result = True
             continue
-        results = False
+        follows_result = False
         if role == "assistant" and message.get("tool_calls"):
             functions = [call["function"] for call in message["tool_calls"]]
             calls = [
@@ -140,7 +140,7 @@ def _as_text(messages: Messages, dialect: Dialect) -> Messages:
 
 
 def _with_system_text(messages: Messages, text: str) -> Messages:
-    """The text behind the system text of the conversation, or as one."""
+    """The messages with `text` behind the conversation's system text, or as its system text."""
     first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
     if first.get("role") != "system":
         return [{"role": "system", "content": text}, *messages]

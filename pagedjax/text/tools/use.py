@@ -20,10 +20,10 @@ from pagedjax.text.tools.formats import CallFormat, Dialect, dialect
 class ToolUse:
     """Tools, the choice among them, and the model's dialect.
 
-    tools: those of the request; none with the choice "none".
-    required: a call is asked for.
-    only: the name of the one tool that may be called.
-    parallel: several calls may be asked for.
+    tools: the tools of the request; none with the choice "none".
+    required: whether an answer must be a call.
+    only: the name of the one tool that may be called; None: each may be.
+    parallel: whether an answer may have several calls.
     """
 
     tools: tuple[Tool, ...]
@@ -53,9 +53,8 @@ class ToolUse:
         return tokenizer.apply_chat_template(plain_messages, generating, tool_objects)
 
     def with_grammar(self, params: Any, tokenizer: Tokenizer) -> tuple[Any, tuple[str, ...]]:
-        """Returns (sampling parameters with the grammar of these tools, ignored keywords).
-
-        Those are the keywords of schemas that the grammar ignores.
+        """Returns (sampling parameters with the grammar of these tools, the keywords of schemas
+        that the grammar ignores).
 
         Raises:
             ValueError: a beam search, or a schema or another form that does not go with tools.
@@ -87,7 +86,8 @@ class ToolUse:
         """The compiled grammar of parameters from `with_grammar`.
 
         Raises:
-            ValueError: it cannot be compiled; names the tool whose schema is the reason.
+            ValueError: the grammar cannot be compiled; the message names the tool whose schema is
+                the reason.
         """
         structured = params.structured_outputs
         assert structured is not None
@@ -129,11 +129,11 @@ def tool_use(
     """The tools of a request, checked.
 
     Args:
-        tools, choice, parallel: as OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`.
+        tools, choice, parallel: OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`.
         parser: one of `formats.PARSERS`; None finds the format in the model's chat template.
 
     Raises:
-        ValueError: one of them is wrong; names it.
+        ValueError: one of these is wrong; the message names it.
     """
     defined = tools_of(tools)
     kind, only = choice_of(choice, defined)
