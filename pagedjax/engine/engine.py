@@ -192,7 +192,8 @@ class Engine:
     def _submit(self, request: EngineRequest) -> None:
         """Queue a request that `add` or a session made."""
         self._check_awake()
-        self._set(state.submit(self.runtime, self._state, request))
+        queue = state.submit if request.begun is None else handovers.go_on
+        self._set(queue(self.runtime, self._state, request))
         table = self.runtime.adapters
         if request.adapter is not None and table:
             self.runtime = replace(self.runtime, adapters=adapters.used(table, request.adapter))

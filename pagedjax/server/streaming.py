@@ -12,10 +12,11 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from pagedjax.engine.session import GenerationRequest
-from pagedjax.server import responses, schema, tool_answers
+from pagedjax.server import continuation, responses, schema, tool_answers
+from pagedjax.server.continuation import Delta
 from pagedjax.server.responses import JSON, Style
 from pagedjax.server.schema import GenerationBody
-from pagedjax.server.worker import Delta, EngineStopped, Submission
+from pagedjax.server.worker import EngineStopped, Submission
 from pagedjax.text.tools.reader import CallReader
 
 CLIENT_LEFT = 499  # the status of a response that no client reads, as in nginx
@@ -77,7 +78,9 @@ class _Branch:
         self.offset = 0  # where the last token begins in the text, if log-probabilities show it
         self._only_echo = style.only_echo
         self._characters = 0
-        self._calls = CallReader(style.calls) if style.calls is not None else None
+        self._calls = None
+        if style.calls is not None:
+            self._calls = CallReader(style.calls, continuation.ids())
         self._offsets = None
         if style.logprobs is not None and not style.chat:
             self._offsets = responses.OutputOffsets(style, request)

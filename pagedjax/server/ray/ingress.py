@@ -36,7 +36,8 @@ from pagedjax.server import responses
 from pagedjax.server.errors import ApiError, add_error_handlers
 from pagedjax.server.metrics import Metrics
 from pagedjax.server.middleware import Gate
-from pagedjax.server.ray import exchange, pages, prompts
+from pagedjax.server import exchange
+from pagedjax.server.ray import pages, prompts
 from pagedjax.server.ray.link import LINK, NotRouted
 from pagedjax.server.ray.options import ClusterOptions
 from pagedjax.server.ray.prompts import Reader

@@ -15,7 +15,7 @@ from starlette.types import Message, Scope
 from pagedjax.llm import LLM
 from pagedjax.routing import RouterRequest
 from pagedjax.server.app import create_app
-from pagedjax.server.ray import exchange
+from pagedjax.server import exchange
 from pagedjax.server.ray.options import ClusterOptions
 
 HEADER = "x-replica"  # of each answer: the name of the replica that gave it
