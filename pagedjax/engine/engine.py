@@ -215,6 +215,11 @@ class Engine:
         """What must be equal in two engines that hand requests over."""
         return handovers.facts(self.runtime, self._state)
 
+    @property
+    def identity(self) -> str:
+        """A short text that is equal in engines that give the same next token."""
+        return handovers.identity(self.runtime, self._state)
+
     @interrupts.in_turn
     def handover(self, request_id: str) -> Handover:
         """What another engine needs to go on with an unfinished sequence, and nothing changes here

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from pagedjax.device.cache import KVCache
+from pagedjax.device.placement import fingerprint
 from pagedjax.device.step import into_cache, out_of_cache
 from pagedjax.engine import adapters, drafting, readers, token_masks
 from pagedjax.engine.lookahead import Lookahead
@@ -89,6 +91,20 @@ def facts(runtime: Runtime, state: EngineState) -> dict[str, Any]:
     facts["kinds of pages"] = str(structure)
     facts["params_version"] = state.params_version
     return facts
+
+
+# Facts that decide on the content of blocks and not on tokens, or that change with each copy of the
+# weights.
+_OF_BLOCKS = ("block_size", "max_model_len", "pages", "kinds of pages", "params_version")
+
+
+def identity(runtime: Runtime, state: EngineState) -> str:
+    """A short text that is equal in engines that give the same next token: that of their weights
+    and of `facts`.
+    """
+    parts = {name: fact for name, fact in facts(runtime, state).items() if name not in _OF_BLOCKS}
+    parts["weights"] = fingerprint(runtime.model)
+    return blake2b(repr(sorted(parts.items())).encode(), digest_size=16).hexdigest()
 
 
 def check_equal(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:

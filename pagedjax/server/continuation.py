@@ -27,9 +27,10 @@ from pagedjax.options.params import SamplingParams
 from pagedjax.text.outputs import PositionLogprobs
 
 # Types of messages to a front, beside those of ASGI.
-TAKEN = "pagedjax.taken"  # the first one; `engine`: the name of the one that answers
+TAKEN = "pagedjax.taken"  # the first one; `engine`: the name of the one that answers; `identity`
 TOKENS = "pagedjax.tokens"  # new `tokens`, before the bytes that show them
 LOST = "pagedjax.lost"  # the engine has ended, and nothing that follows counts
+REFUSED = "pagedjax.refused"  # the engine has another identity than the answer's
 # A whole answer needs its tokens only if its engine ends, so many of them travel together.
 TOGETHER = 32
 
@@ -62,6 +63,7 @@ class Origin(NamedTuple):
     seed: of the requests that have none.
     tokens: what engines have generated so far, in the order in which they did.
     taken: whether an engine has had this request; then no queue is too full for it.
+    identity: `Engine.identity` of the engine that the client has tokens of; "" if any may answer.
     """
 
     key: str
@@ -69,6 +71,7 @@ class Origin(NamedTuple):
     seed: int
     tokens: tuple[Delta, ...] = ()
     taken: bool = False
+    identity: str = ""
 
 
 def new_origin() -> Origin:

@@ -3,9 +3,9 @@
     keeper = Keeper(...)                       # of one front
     await keeper.relay(ask, send)              # of one request
 
-`ask(origin, losses)` asks an engine for the whole answer and yields its messages. If the engine is
-lost, another one is asked, with the tokens so far. It makes the same bytes from the beginning, and
-the client gets those that it does not have yet.
+`ask(origin, refusing)` asks an engine for the whole answer and yields its messages; not one of
+those that refuse to go on. If the engine is lost, another one is asked, with the tokens so far. It
+makes the same bytes from the beginning, and the client gets those that it does not have yet.
 
 A request that ends engines must not end all of them. Engines are lost to it without a new token in
 between: after two, it is stopped. If other requests were lost with it both times, nobody knows
@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from hashlib import blake2b
@@ -28,7 +27,7 @@ import prometheus_client as prometheus
 from starlette.types import Message, Send
 
 from pagedjax.server import continuation, responses
-from pagedjax.server.continuation import LOST, TAKEN, TOKENS, Delta, Origin
+from pagedjax.server.continuation import LOST, REFUSED, TAKEN, TOKENS, Delta, Origin
 from pagedjax.server.errors import ApiError
 from pagedjax.server.metrics import PREFIX, SECONDS
 
@@ -44,8 +43,8 @@ log = logging.getLogger("pagedjax.server")
 class Lost(Exception):
     """The engine that was asked gives no further messages.
 
-    reason: "ended", "silent" (it did not answer in time), "left" (it is to stop), or "other
-        weights" (it refused to go on).
+    reason: "ended", "silent" (it did not answer in time), "left" (it is to stop), "drained" (it is
+        to stop, and no other one is left), or "refused" (its weights are others).
     """
 
     def __init__(self, reason: str) -> None:
@@ -169,7 +168,8 @@ class _Relay:
         self._sent = 0  # bytes of the body that the client got
         self._digest = blake2b()  # of these
         self._complete = False  # the client has the whole answer
-        self._losses: Counter[str] = Counter()  # by engine
+        self._refusing: list[str] = []  # engines with other weights
+        self._identity = ""  # of the engines that made the tokens
         self._last_message = 0.0  # time.perf_counter
         self._alone = False  # it holds `one_at_a_time`
         self.engine: str | None = None
@@ -198,18 +198,27 @@ class _Relay:
         """Send the messages of one engine that the client does not have yet."""
         known = self._sent
         digest = blake2b()
-        origin = self._origin._replace(tokens=tuple(self._tokens), taken=self.engine is not None)
+        begun = bool(self._tokens) or self._start is not None
+        origin = self._origin._replace(
+            tokens=tuple(self._tokens),
+            taken=self.engine is not None,
+            identity=self._identity if begun else "",
+        )
         is_new = self.engine is None
         waits_since = self._last_message
-        async with aclosing(self._ask(origin, tuple(self._losses))) as answer:  # type: ignore[type-var]
+        async with aclosing(self._ask(origin, tuple(self._refusing))) as answer:  # type: ignore[type-var]
             async for messages in answer:
                 self._last_message = time.perf_counter()
                 for message in messages:
                     kind = message["type"]
                     if kind == TAKEN:
                         self.engine = message["engine"]
+                        if not origin.identity:
+                            self._identity = message["identity"]
                     elif kind == LOST:
                         raise Lost("ended")
+                    elif kind == REFUSED:
+                        raise Lost("refused")
                     elif kind == TOKENS:
                         self._keep(message["tokens"])
                     elif kind == "http.response.start":
@@ -225,7 +234,7 @@ class _Relay:
                             self._check_same(is_same)
                         self._check_same(not (known and is_last))
                         await self._continue(message, body[len(known_part) :])
-                    if not is_new and kind != TAKEN:
+                    if not is_new and kind not in (TAKEN, LOST, REFUSED):
                         is_new = True
                         self._keeper.observe_pause(self._last_message - waits_since)
 
@@ -274,8 +283,13 @@ class _Relay:
     def _check(self, loss: Lost) -> None:
         """Whether another engine may go on. Raises Unanswered if not."""
         engine = self.engine or "no engine"
-        self._losses[engine] += 1
+        if loss.reason == "refused":
+            self._refusing.append(engine)
+            return
         place = f"request {self.key[:8]}, {len(self._tokens)} tokens, engine {engine}"
+        if loss.reason == "drained":
+            log.warning("%s: no other engine is left", place)
+            raise Unanswered(ENDED)
         if self._too_large and self._start is not None:
             log.warning("%s: %s; its tokens were not kept", place, loss.reason)
             raise Unanswered(ENDED)

@@ -179,6 +179,7 @@ class Worker:
         # of steps between two requests that end, as a moving average
         self._seconds_per_request = 0.1
         self._busy_seconds = 0.0  # of steps since a request ended
+        self._step_began: float | None = None  # time.perf_counter; None between steps
         self._stopped = True  # before the start and after the end
         self._finishing = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -205,6 +206,12 @@ class Worker:
     @property
     def healthy(self) -> bool:
         return not self._stopped
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds that the present step has taken; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.perf_counter() - began
 
     @property
     def waiting(self) -> int:
@@ -353,6 +360,7 @@ class Worker:
 
     def _step(self) -> None:
         before = self.llm.engine.scheduler_state
+        self._step_began = time.perf_counter()
         try:
             step = self._session.step()
         except Exception:
@@ -365,6 +373,8 @@ class Worker:
             )
             self._notify("stepped", before, None, (), after)
             return
+        finally:
+            self._step_began = None
         self._failures = 0
         self._notify("stepped", before, step.result, step.events, self.llm.engine.scheduler_state)
         updates = self._deltas(step) + self._take_completed(step)

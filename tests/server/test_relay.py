@@ -121,7 +121,7 @@ class Engines:
         scope = {**exchange.get(path), "method": "POST"}
         scope["headers"] = [(b"content-type", b"application/json")]
         app = self.apps[engine % len(self.apps)]
-        yield [{"type": TAKEN, "engine": f"engine {engine}"}]
+        yield [{"type": TAKEN, "engine": f"engine {engine}", "identity": "tiny"}]
         answer = exchange.answer_messages(app, scope, json.dumps(body).encode(), origin)
         async with aclosing(answer):
             async for messages in answer:
@@ -147,7 +147,7 @@ class Engines:
         origins: list[Origin] = []
         sent: list[Any] = []
 
-        async def ask(origin: Origin, losses: Sequence[str]) -> AsyncIterator[list[Any]]:
+        async def ask(origin: Origin, refusing: Sequence[str]) -> AsyncIterator[list[Any]]:
             engine = len(origins)
             origins.append(origin)
             left = lost_after[engine] if engine < len(lost_after) else None
@@ -171,7 +171,8 @@ class Engines:
 
 @pytest.fixture(scope="module")
 def llms(tiny_long) -> list[Any]:
-    return [server_llm(tiny_long, batch_invariant=True) for _ in range(2)]
+    options = {"max_num_batched_tokens": 256, "token_buckets": (8, 256), "num_blocks": 512}
+    return [server_llm(tiny_long, batch_invariant=True, **options) for _ in range(2)]
 
 
 def run(llms: Sequence[Any], test: Callable[[Engines], Awaitable[None]], **options: Any) -> None:
@@ -210,7 +211,7 @@ def test_an_answer_has_the_bytes_of_an_undisturbed_one_wherever_its_engine_is_lo
             assert by_choice(answer) == by_choice(expected), f"lost after {lost_after} messages"
             if answer.attempts == 1:  # the answer was complete before
                 break
-            lost_after += 1 + lost_after // 4
+            lost_after += 1 + lost_after // 2
         assert lost_after > 1
         assert keeper.num_bytes == 0
         assert not keeper.relays
