@@ -36,6 +36,7 @@ STOPPED = (
     "{engines} engines ended while they computed this request, without a new token of it in "
     "between; it is not tried again"
 )
+MAX_UNTAKEN = 10  # see `_Relay._untaken`; a pause before each is longer than the one before
 DIFFERS = "another engine gave another answer than the client has begun to read"
 log = logging.getLogger("pagedjax.server")
 
@@ -172,6 +173,7 @@ class _Relay:
         self._identity = ""  # of the engines that made the tokens
         self._last_message = 0.0  # time.perf_counter
         self._alone = False  # it holds `one_at_a_time`
+        self._untaken = 0  # engines in a row that were lost before they took the request
         self.engine: str | None = None
         self.barren: list[str] = []
 
@@ -182,6 +184,7 @@ class _Relay:
     async def run(self) -> None:
         """Ask engines until one has given the whole answer. Raises Unanswered."""
         while True:
+            self._untaken += 1
             with self._released():
                 try:
                     await self._pass_on()
@@ -190,6 +193,7 @@ class _Relay:
                     if self._complete:
                         return
                     self._check(loss)
+            await asyncio.sleep(0.05 * self._untaken)
             if len(self.barren) >= 2:
                 await self._keeper.one_at_a_time.acquire()
                 self._alone = True
@@ -213,6 +217,7 @@ class _Relay:
                     kind = message["type"]
                     if kind == TAKEN:
                         self.engine = message["engine"]
+                        self._untaken = 0
                         if not origin.identity:
                             self._identity = message["identity"]
                     elif kind == LOST:
@@ -293,7 +298,10 @@ class _Relay:
         if self._too_large and self._start is not None:
             log.warning("%s: %s; its tokens were not kept", place, loss.reason)
             raise Unanswered(ENDED)
-        if loss.suspicious:
+        if self._untaken > MAX_UNTAKEN:
+            log.warning("%s: no engine takes it", place)
+            raise Unanswered(ENDED)
+        if loss.suspicious and not self._untaken:
             self.barren.append(engine)
             if len(self.barren) >= 3 and self._alone:
                 self._stop(place)
