@@ -3,8 +3,7 @@
     keeper = Keeper(...)                       # of one front
     await keeper.relay(ask, send)              # of one request
 
-`ask(origin, refusing)` asks an engine for the whole answer and yields its messages; not one of
-those that refuse to go on. If the engine is lost, another one is asked, with the tokens so far. It
+`ask(origin, avoided)` asks an engine for the whole answer and yields its messages. If the engine is lost, another one is asked, with the tokens so far. It
 makes the same bytes from the beginning, and the client gets those that it does not have yet.
 
 A request that ends engines must not end all of them. Engines are lost to it without a new token in
@@ -21,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import prometheus_client as prometheus
 from starlette.types import Message, Send
@@ -36,7 +35,7 @@ STOPPED = (
     "{engines} engines ended while they computed this request, without a new token of it in "
     "between; it is not tried again"
 )
-MAX_UNTAKEN = 10  # see `_Relay._untaken`; a pause before each is longer than the one before
+MAX_LOSSES = 60  # in a row, without a new token; with the pauses between them about a minute
 DIFFERS = "another engine gave another answer than the client has begun to read"
 log = logging.getLogger("pagedjax.server")
 
@@ -71,7 +70,18 @@ class Unanswered(Exception):
         self.retry_after = retry_after
 
 
-Ask = Callable[[Origin, Sequence[str]], AsyncIterator[Sequence[Message]]]
+class Avoided(NamedTuple):
+    """Names of engines that are not asked.
+
+    refusing: they have other weights, so the answer cannot go on there.
+    failed: they have ended by their own word. If there is no other one, they are asked again.
+    """
+
+    refusing: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+
+
+Ask = Callable[[Origin, Avoided], AsyncIterator[Sequence[Message]]]
 
 
 class Keeper:
@@ -173,7 +183,9 @@ class _Relay:
         self._identity = ""  # of the engines that made the tokens
         self._last_message = 0.0  # time.perf_counter
         self._alone = False  # it holds `one_at_a_time`
-        self._untaken = 0  # engines in a row that were lost before they took the request
+        self._is_taken = False  # by the engine that was asked last
+        self._num_losses = 0  # in a row, without a new token
+        self._failed: list[str] = []  # engines that said themselves that they have ended
         self.engine: str | None = None
         self.barren: list[str] = []
 
@@ -184,7 +196,7 @@ class _Relay:
     async def run(self) -> None:
         """Ask engines until one has given the whole answer. Raises Unanswered."""
         while True:
-            self._untaken += 1
+            self._is_taken = False
             with self._released():
                 try:
                     await self._pass_on()
@@ -193,7 +205,8 @@ class _Relay:
                     if self._complete:
                         return
                     self._check(loss)
-            await asyncio.sleep(0.05 * self._untaken)
+            self._num_losses += 1
+            await asyncio.sleep(min(1.0, 0.05 * self._num_losses))
             if len(self.barren) >= 2:
                 await self._keeper.one_at_a_time.acquire()
                 self._alone = True
@@ -210,17 +223,20 @@ class _Relay:
         )
         is_new = self.engine is None
         waits_since = self._last_message
-        async with aclosing(self._ask(origin, tuple(self._refusing))) as answer:  # type: ignore[type-var]
+        async with aclosing(
+            self._ask(origin, Avoided(tuple(self._refusing), tuple(self._failed)))
+        ) as answer:  # type: ignore[type-var]
             async for messages in answer:
                 self._last_message = time.perf_counter()
                 for message in messages:
                     kind = message["type"]
                     if kind == TAKEN:
                         self.engine = message["engine"]
-                        self._untaken = 0
+                        self._is_taken = True
                         if not origin.identity:
                             self._identity = message["identity"]
                     elif kind == LOST:
+                        self._failed.append(self.engine or "")
                         raise Lost("ended")
                     elif kind == REFUSED:
                         raise Lost("refused")
@@ -267,6 +283,7 @@ class _Relay:
 
     def _keep(self, tokens: Sequence[Delta]) -> None:
         self.barren = []
+        self._num_losses = 0
         self._free_turn()
         if self._too_large:
             return
@@ -298,10 +315,10 @@ class _Relay:
         if self._too_large and self._start is not None:
             log.warning("%s: %s; its tokens were not kept", place, loss.reason)
             raise Unanswered(ENDED)
-        if self._untaken > MAX_UNTAKEN:
-            log.warning("%s: no engine takes it", place)
+        if self._num_losses >= MAX_LOSSES:
+            log.warning("%s: lost %d times without a new token", place, MAX_LOSSES)
             raise Unanswered(ENDED)
-        if loss.suspicious and not self._untaken:
+        if loss.suspicious and self._is_taken and engine not in self.barren:
             self.barren.append(engine)
             if len(self.barren) >= 3 and self._alone:
                 self._stop(place)

@@ -17,7 +17,7 @@ from pagedjax.server import exchange
 from pagedjax.server.app import Options, create_app
 from pagedjax.server.continuation import TAKEN, Origin
 from pagedjax.server.errors import ApiError
-from pagedjax.server.relay import Keeper, Lost
+from pagedjax.server.relay import Avoided, Keeper, Lost
 from tests.engine.runs import check_idle
 from tests.server.support import GREEDY, server_llm
 
@@ -148,7 +148,7 @@ class Engines:
         origins: list[Origin] = []
         sent: list[Any] = []
 
-        async def ask(origin: Origin, refusing: Sequence[str]) -> AsyncIterator[list[Any]]:
+        async def ask(origin: Origin, avoided: Avoided) -> AsyncIterator[list[Any]]:
             engine = len(origins)
             origins.append(origin)
             left = lost_after[engine] if engine < len(lost_after) else None

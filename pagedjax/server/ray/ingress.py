@@ -18,7 +18,7 @@ import contextvars
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -44,7 +44,8 @@ from pagedjax.server.ray.link import LINK, NotRouted
 from pagedjax.server.ray.options import ClusterOptions
 from pagedjax.server.ray.prompts import Reader
 from pagedjax.server.ray.replica import HEADER, Answer
-from pagedjax.server.relay import ENDED, Keeper, Lost, Unanswered
+from pagedjax.server.relay import ENDED, Avoided, Keeper, Lost, Unanswered
+from pagedjax.server.streaming import while_client_stays
 from pagedjax.weights.tokenizer_files import open_tokenizer
 
 PAGE_SECONDS = 10.0  # that a replica has to answer for a page of all replicas
@@ -298,8 +299,8 @@ class Ingress:
             if path in GENERATING:
                 routed = await run_in_threadpool(prompts.router_request, reader, "", path, body)
 
-        async def ask(origin: Origin, refusing: Sequence[str]) -> AsyncIterator[list[Message]]:
-            call = self._call(exchange.plain(scope), body, origin, routed, target, refusing)
+        async def ask(origin: Origin, avoided: Avoided) -> AsyncIterator[list[Message]]:
+            call = self._call(exchange.plain(scope), body, origin, routed, target, avoided)
             self._calls.add(call)
             try:
                 async for messages in call.messages(self._options.route_seconds):
@@ -310,7 +311,7 @@ class Ingress:
                 self._calls.discard(call)
                 call.cancel()
 
-        await _unless_client_leaves(receive, self.keeper.relay(ask, send))
+        await while_client_stays(receive, self.keeper.relay(ask, send))
 
     def _call(
         self,
@@ -319,22 +320,24 @@ class Ingress:
         origin: Origin,
         routed: RouterRequest | None,
         target: str | None,
-        refusing: Sequence[str],
+        avoided: Avoided,
     ) -> _ReplicaCall:
-        """Call a replica: `target`, or one that the router chooses; after a refusal, another one of
-        those that are present.
+        """Call a replica: `target`, or one that the router chooses; if some are avoided, another
+        one of those that are present.
 
         Raises:
             Unanswered: no other replica is present.
         """
-        if refusing:
-            others = [name for name in LINK.present() if name not in refusing]
-            if target is not None or not others:
-                raise Unanswered(ENDED)
-            target = others[0]
+        names = {*avoided.refusing, *avoided.failed}
+        others = [name for name in LINK.present() if name not in names]
+        if avoided.refusing and (target is not None or not others):
+            raise Unanswered(ENDED)
         request = None
-        if routed is not None and not refusing:
-            request = routed._replace(request_id=uuid.uuid4().hex)
+        if routed is not None:
+            if names and others:
+                target = others[0]
+            else:
+                request = routed._replace(request_id=uuid.uuid4().hex)
         handle = self._replicas.options(stream=True).answer
         # Serve takes two calls of one HTTP request for one, which its context says
         answer = contextvars.Context().run(
@@ -423,22 +426,3 @@ def _log_error(task: asyncio.Task[None]) -> None:
 def _none_ready(seconds: float) -> Unanswered:
     message = f"no replica was ready within {seconds:g} s; try again later"
     return Unanswered(message, "no_replica", 10)
-
-
-async def _unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end, or until the client leaves."""
-    task = asyncio.ensure_future(work)
-    client_leaves = asyncio.ensure_future(_wait_until_disconnected(receive))
-    try:
-        await asyncio.wait((task, client_leaves), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            await task
-    finally:
-        client_leaves.cancel()
-        task.cancel()
-        await asyncio.gather(task, client_leaves, return_exceptions=True)
-
-
-async def _wait_until_disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
