@@ -1,15 +1,16 @@
-"""An answer that survives the engine that computes it.
+"""An answer that survives the engine that computes it (docs/design/survival.md).
 
-    keeper = Keeper(...)                       # of one front
-    await keeper.relay(ask, send)              # of one request
+    keeper = Keeper(...)             # of one front
+    await keeper.relay(ask, send)    # of one request
 
-`ask(origin, avoided)` asks an engine for the whole answer and yields its messages. If the engine is lost, another one is asked, with the tokens so far. It
-makes the same bytes from the beginning, and the client gets those that it does not have yet.
+`ask(origin, avoided)` asks an engine for the whole answer and yields its messages. If the engine is
+lost, another one is asked, with the tokens so far. It makes the same bytes from the beginning, and
+the client gets those that it does not have yet.
 
-A request that ends engines must not end all of them. Engines are lost to it without a new token in
-between: after two, it is stopped. If other requests were lost with it both times, nobody knows
-which of them did it; then they go on one at a time, and the one that ends the next engine is
-stopped.
+A request that ends engines must not end all of them. If two engines in a row end without a new
+token of the request in between, it is stopped. If other requests were lost with it both times,
+nobody knows which of them did it. Then they go on one at a time, and the one that ends the next
+engine is stopped.
 """
 
 from __future__ import annotations
