@@ -262,6 +262,7 @@ class Supervisor:
             now = time.monotonic()
             if pulse is not None:
                 last_answer = now
+                self._ready.set()
             reason = ""
             if now - last_answer > SILENT_SECONDS:
                 reason = f"answered nothing for {SILENT_SECONDS:g} s"
@@ -294,6 +295,7 @@ class Supervisor:
         except httpx.HTTPError as error:
             if self._stopping.is_set():
                 raise Unanswered(STOPPING, "engine_stopped", None) from error
+            self._ready.clear()  # until `watch` has an answer again
             raise Lost("ended") from error
 
     async def _ready_client(self) -> httpx.AsyncClient:
