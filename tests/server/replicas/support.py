@@ -65,7 +65,9 @@ def cluster(model: str, folder: Path, options: str, key: str = "none") -> Iterat
         )
     try:
         assert process.stdout is not None
-        line = process.stdout.readline()
+        # Ray also prints what other programs of this machine write into its folder of logs
+        lines = iter(process.stdout.readline, "")
+        line = next((line for line in lines if line.startswith("serving ")), "")
         assert line.startswith("serving "), log.read_text("utf-8")[-3000:]
         url = line.split(" at ")[1].strip().removesuffix("/v1")
         ray_cluster = Cluster(url, process, routing, log, key)
