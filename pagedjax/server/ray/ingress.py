@@ -407,6 +407,8 @@ class _ReplicaCall:
     async def _next(self) -> list[Message] | None:
         """The next messages; None at the end."""
         messages = asyncio.ensure_future(anext(self._answer, None))
+        # its error is of no interest if the call was given up, and asyncio would log it
+        messages.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             await asyncio.wait((messages, self._given_up), return_when=asyncio.FIRST_COMPLETED)
             if messages.done():
