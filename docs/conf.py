@@ -47,7 +47,7 @@ nb_execution_cache_path = str(
 )
 # of their kernels
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-nb_execution_timeout = 180
+nb_execution_timeout = 900  # seconds; a shared machine may be seven times slower than a quiet one
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 nb_execution_in_temp = True  # so that a tutorial's files do not stay in docs/

@@ -525,6 +525,14 @@ def serve_parser(commands: argparse._SubParsersAction) -> None:
         help="for unfinished requests at a stop; default 60",
     )
     parser.add_argument(
+        "--restarts",
+        type=options.whole_number,
+        default=0,
+        metavar="N",
+        help="run the engine in a process of its own, start it again up to N times in a row if it "
+        "ends, and go on with its requests; default 0: in this process",
+    )
+    parser.add_argument(
         "--min-priority",
         type=int,
         default=0,

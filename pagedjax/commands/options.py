@@ -266,6 +266,13 @@ def seconds(text: str) -> int:
     return int(text)
 
 
+def whole_number(text: str) -> int:
+    """Read a whole number, 0 or more. Raises ArgumentTypeError."""
+    if not re.fullmatch(r"\d+", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"is {text}; it must be a whole number, at least 0")
+    return int(text)
+
+
 def named_folder(text: str) -> tuple[str, str]:
     """Read NAME=FOLDER -> (name, folder). Raises ArgumentTypeError."""
     name, _, folder = text.partition("=")

@@ -192,7 +192,8 @@ class Engine:
     def _submit(self, request: EngineRequest) -> None:
         """Queue a request that `add` or a session made."""
         self._check_awake()
-        self._set(state.submit(self.runtime, self._state, request))
+        queue = state.submit if request.begun is None else handovers.go_on
+        self._set(queue(self.runtime, self._state, request))
         table = self.runtime.adapters
         if request.adapter is not None and table:
             self.runtime = replace(self.runtime, adapters=adapters.used(table, request.adapter))
@@ -213,6 +214,11 @@ class Engine:
     def facts(self) -> Mapping[str, Any]:
         """What must be equal in two engines that hand requests over."""
         return handovers.facts(self.runtime, self._state)
+
+    @property
+    def identity(self) -> str:
+        """A short text that is equal in engines that give the same next token."""
+        return handovers.identity(self.runtime, self._state)
 
     @interrupts.in_turn
     def handover(self, request_id: str) -> Handover:

@@ -4,6 +4,7 @@
     handover(runtime, state, name) -> Handover                           what the other engine needs to know
     adopt(runtime, state, name, handover, fetch) -> (state, Adopted)     on the other side; fetch(blocks) -> their pages
     release(state, name) -> state                                        the sequence is gone here
+    go_on(runtime, state, request) -> state                              its engine is gone, and its tokens are known
 
 Blocks are known by their hashes. So the adopting engine fetches only those that it does not have,
 and shares the others. If they cannot be fetched, or there is no room, the sequence is queued with
@@ -14,17 +15,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from pagedjax.device.cache import KVCache
+from pagedjax.device.placement import fingerprint
 from pagedjax.device.step import into_cache, out_of_cache
-from pagedjax.engine import drafting, readers, token_masks
+from pagedjax.engine import adapters, drafting, readers, token_masks
 from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.outcome import NewRequest
-from pagedjax.engine.requests import EngineRequest, InSlot, prepare, without_hashes
+from pagedjax.engine.requests import (
+    EngineRequest,
+    InSlot,
+    checked_ids,
+    prepare,
+    without_hashes,
+)
 from pagedjax.engine.runtime import Runtime
 from pagedjax.engine.state import EngineState, roll_back
 from pagedjax.host import scheduler
@@ -82,6 +91,20 @@ def facts(runtime: Runtime, state: EngineState) -> dict[str, Any]:
     facts["kinds of pages"] = str(structure)
     facts["params_version"] = state.params_version
     return facts
+
+
+# Facts that decide on the content of blocks and not on tokens, or that change with each copy of the
+# weights.
+_OF_BLOCKS = ("block_size", "max_model_len", "pages", "kinds of pages", "params_version")
+
+
+def identity(runtime: Runtime, state: EngineState) -> str:
+    """A short text that is equal in engines that give the same next token: that of their weights
+    and of `facts`.
+    """
+    parts = {name: fact for name, fact in facts(runtime, state).items() if name not in _OF_BLOCKS}
+    parts["weights"] = fingerprint(runtime.model)
+    return blake2b(repr(sorted(parts.items())).encode(), digest_size=16).hexdigest()
 
 
 def check_equal(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
@@ -229,6 +252,49 @@ def adopt(
         log=(*state.log, Adopt(released, adopted)),
     )
     return state, adopted
+
+
+def go_on(runtime: Runtime, state: EngineState, request: EngineRequest) -> EngineState:
+    """Queue a sequence that another engine began, and whose cache is lost: it is computed again.
+
+    Its next token is the one that the other engine would have given: it has the same seed and
+    position. Weights and options of both engines must be equal, which is not looked at here.
+
+    Args:
+        request: with `begun`.
+
+    Raises:
+        ValueError: as `state.submit`, or the sequence is as long as it may be here. The state is
+            unchanged.
+    """
+    name = request.names[0]
+    begun = request.begun
+    assert begun is not None, "`submit` queues what begins here"
+    if len(request.names) > 1 or not isinstance(request.params, SamplingParams):
+        raise ValueError(
+            f"request {name!r} has branches or {type(request.params).__name__}; "
+            "go on with sampled sequences one by one"
+        )
+    adapter = None
+    if request.adapter is not None:
+        adapter = adapters.of_name(runtime.adapters, request.adapter)
+    prepared = prepare(
+        state.scheduler, request, runtime.request_rules, adapter=adapter, seed=begun.seed
+    )
+    generated = checked_ids(name, begun.tokens, runtime.request_rules.vocab_size)
+    data = prepared.sequences[name]
+    length = data.prompt_len + len(generated)
+    data.tokens = np.zeros(length + runtime.spare + 1, np.int32)
+    data.tokens[: data.prompt_len] = request.prompt_token_ids
+    data.tokens[data.prompt_len : length] = generated
+    released = Released(prepared.request, length, 0, (), prepared.request.hashes)
+    after, adopted = scheduler.adopt(state.scheduler, runtime.policy, released)
+    return state._replace(
+        scheduler=after,
+        sequences=state.sequences.set(name, data),
+        readers=readers.start(state.readers, NewRequest(runtime, request, prepared)),
+        log=(*state.log, Adopt(released, adopted)),
+    )
 
 
 def adapter_of(runtime: Runtime, content_hash: str) -> InSlot | None:

@@ -141,6 +141,17 @@ def record_of_rows(chain: RowChain) -> np.dtype:
     return np.dtype([*CORE, ("options", chain.record)])
 
 
+class Begun(NamedTuple):
+    """A sequence that another engine began, as far as its tokens decide how it goes on.
+
+    seed: that its samples are drawn with.
+    tokens: those generated so far, at least one, without the prompt.
+    """
+
+    seed: int
+    tokens: Sequence[int]
+
+
 class EngineRequest(NamedTuple):
     """A request to an engine.
 
@@ -150,6 +161,7 @@ class EngineRequest(NamedTuple):
     tags: opaque names; requests with other tags share no cached blocks.
     grammar: what `params.structured_outputs` was compiled to.
     adapter: the name of a loaded one; None: the model alone.
+    begun: of a single sequence that this engine goes on with; None: it begins here.
     """
 
     names: tuple[str, ...]
@@ -161,6 +173,7 @@ class EngineRequest(NamedTuple):
     grammar: Grammar | None = None
     adapter: str | None = None
     predicted: int | None = None
+    begun: Begun | None = None
 
 
 class RequestRules(NamedTuple):
@@ -219,7 +232,7 @@ def prepare(
             without ids, more candidates than MAX_TOP, or structured outputs without a grammar.
     """
     names = request.names
-    prompt = _checked(names[0], request.prompt_token_ids, rules.vocab_size)
+    prompt = checked_ids(names[0], request.prompt_token_ids, rules.vocab_size)
     row, stops = _row_and_stops(request, rules)
     _check_ids(names[0], row, rules.vocab_size)
     if (row.structured_outputs is None) != (request.grammar is None):
@@ -323,20 +336,18 @@ def _seeds(seed: int | None, arrivals: int, branches: int) -> list[int]:
     return [(seed + i) % 2**32 for i in range(branches)]
 
 
-def _checked(request_id: str, prompt_token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+def checked_ids(request_id: str, token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
     """[length] int64. Raises ValueError for what is no token id of the vocabulary."""
     # of fractions, or beyond 64 bits, it is no array of integers
-    prompt = np.asarray(prompt_token_ids).reshape(-1)
-    if prompt.size and (
-        prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= vocab_size
-    ):
-        for token in prompt.tolist():
+    ids = np.asarray(token_ids).reshape(-1)
+    if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab_size):
+        for token in ids.tolist():
             if type(token) is not int or not 0 <= token < vocab_size:
                 raise ValueError(
                     f"request {request_id!r} has token id {token!r}; the vocabulary is 0 to "
                     f"{vocab_size - 1}, in integers"
                 )
-    return prompt.astype(np.int64)
+    return ids.astype(np.int64)
 
 
 def apply_events(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pagedjax.engine import interrupts
 from pagedjax.engine.engine import Engine
-from pagedjax.engine.requests import EngineRequest
+from pagedjax.engine.requests import Begun, EngineRequest
 from pagedjax.host.types import Admitted, Event, Finished, FinishReason, Sampled, StepResult
 from pagedjax.options.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.text.outputs import BeamOutputBuilder, CompletionOutput, OutputBuilder, RequestOutput
@@ -27,6 +27,19 @@ Params = SamplingParams | BeamSearchParams
 Branches = dict[str, OutputBuilder | BeamOutputBuilder | PoolingBuilder]
 
 
+class Progress(NamedTuple):
+    """What other engines generated of a request with a seed.
+
+    tokens: of each branch, those generated so far.
+    ended: of each branch, whether it has ended.
+    cached: tokens of the prompt that the first engine found in its cache.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    ended: tuple[bool, ...]
+    cached: int
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """One prompt to complete or to pool.
@@ -34,6 +47,7 @@ class GenerationRequest:
     prompt: its text; None if token ids were given.
     grammar: that of `params.structured_outputs`; None: `Session.add` compiles it.
     adapter: the name of an adapter that the engine has loaded; None: the model alone.
+    progress: of sampled branches that another engine began; None: they begin here.
     """
 
     prompt_token_ids: Sequence[int]
@@ -43,6 +57,7 @@ class GenerationRequest:
     user: str = ""
     grammar: Grammar | None = None
     adapter: str | None = None
+    progress: Progress | None = None
 
 
 class TextDelta(NamedTuple):
@@ -154,6 +169,9 @@ class Session(Calls):
     def add(self, requests: Sequence[GenerationRequest]) -> list[Branches]:
         """Queue all requests, or none of them. Returns the branches of each.
 
+        Those of a request with `progress` have no tokens yet: `OutputBuilder.restore` gives them
+        theirs. Branches that have ended are not computed.
+
         Raises:
             ValueError: a request that can never run (see `Engine.add`), stop strings or bad words
                 without a tokenizer, or structured outputs that cannot be compiled.
@@ -163,6 +181,7 @@ class Session(Calls):
                 _check_without_text(request.params)
         grammars = [self.grammar_of(request) for request in requests]
         added: list[Branches] = []
+        unfinished: Branches = {}
         spelled: dict[Any, tuple[tuple[int, ...], ...]] = {}  # many requests have the same words
         try:
             # Ctrl-C waits, so that each request in the engine is in `added` too
@@ -173,20 +192,26 @@ class Session(Calls):
                         params = self._engine_params(params, spelled)
                     width = params.beam_width if isinstance(params, BeamSearchParams) else params.n
                     names = self.engine.new_ids(width)
-                    self.engine._submit(
-                        EngineRequest(
-                            names,
-                            request.prompt_token_ids,
-                            params,
-                            priority=request.priority,
-                            user=request.user,
-                            grammar=grammar,
-                            adapter=request.adapter,
-                        )
+                    engine_request = EngineRequest(
+                        names,
+                        request.prompt_token_ids,
+                        params,
+                        priority=request.priority,
+                        user=request.user,
+                        grammar=grammar,
+                        adapter=request.adapter,
                     )
-                    added.append(self._outputs(names, request.prompt_token_ids, params))
-                for branches in added:
-                    self.branches |= branches
+                    branches = self._outputs(names, request.prompt_token_ids, params)
+                    added.append(branches)
+                    for part in _unfinished_parts(engine_request, request.progress):
+                        self.engine._submit(part)
+                        unfinished |= {
+                            name: branches[name] for name in part.names if name in branches
+                        }
+                    if request.progress:
+                        for branch in branches.values():
+                            branch.num_cached = request.progress.cached
+                self.branches |= unfinished
         except BaseException:
             for branches in added:
                 self.abandon(branches)
@@ -346,6 +371,25 @@ class Session(Calls):
                     self.branches.pop(name, None)
                     events += self.engine.cancel(name)
         return events
+
+
+def _unfinished_parts(request: EngineRequest, progress: Progress | None) -> list[EngineRequest]:
+    """Returns what an engine has to compute of a request: all of it together, or, if another
+    engine began it, each unfinished branch alone.
+    """
+    params = request.params
+    if progress is None or not isinstance(params, SamplingParams):
+        return [request]
+    assert params.seed is not None, "its next tokens depend on it"
+    parts = []
+    for i, name in enumerate(request.names):
+        if progress.ended[i]:
+            continue
+        seed = (params.seed + i) % 2**32
+        begun = Begun(seed, progress.tokens[i]) if progress.tokens[i] else None
+        branch_params = replace(params, n=1, seed=seed)
+        parts.append(request._replace(names=(name,), params=branch_params, begun=begun))
+    return parts
 
 
 def _check_without_text(params: Params | PoolingParams) -> None:

@@ -15,6 +15,10 @@ vllmini.py     two routes as the engine vllmini has them: POST /generate, GET /r
 errors.py      responses that are errors
 middleware.py  the API key, and the size of a body
 metrics.py     Prometheus metrics, from the events of the engine
+continuation.py  what another engine needs to go on with an answer
+relay.py       an answer that survives the engine that computes it
+exchange.py    an HTTP exchange as values
+supervisor.py  an engine in a process of its own, which is started again (`serve --restarts`)
 ray/           several engines behind one address, on Ray Serve
 serve.py       the command: sockets, signals, options of the command line
 load_client/   a client that loads any OpenAI-compatible server; it imports nothing of pagedjax

@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from pagedjax.engine.session import GenerationRequest
-from pagedjax.server import responses, schema
+from pagedjax.server import continuation, responses, schema
 from pagedjax.server.schema import (
     ChatRequest,
     CompletionRequest,
@@ -103,8 +103,15 @@ async def submit(
             "fewer at once"
         )
         raise ApiError(400, message, field)
+    call = continuation.current()
+    if call is not None:
+        requests = call.prepared(requests)
     try:
-        return await worker.submit(requests, deltas=deltas)
+        return await worker.submit(requests, deltas=deltas, call=call)
+    except EngineStopped:
+        if call is not None:
+            call.lost()
+        raise
     except ValueError as error:
         raise bad_request(error) from error
     except QueueFull as error:

@@ -216,7 +216,9 @@ class Metrics:
         self, names: Sequence[str], request: GenerationRequest, at: float, after: SchedulerState
     ) -> None:
         times = _Request(at, len(names), request.adapter)
-        self._branches |= {name: _Branch(times) for name in names}
+        # another engine made the first token of what goes on here, and its client waits since then
+        last = at if request.progress else None
+        self._branches |= {name: _Branch(times, last) for name in names}
         params = request.params
         width = params.beam_width if isinstance(params, BeamSearchParams) else params.n
         self._histograms["request_prompt_tokens"].observe(len(request.prompt_token_ids))

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from pagedjax.server import continuation
 from pagedjax.text.tools.reader import Piece
 
 JSON = dict[str, Any]
@@ -93,7 +93,7 @@ class Answer:
     def _add(self, prefix: str, item: JSON) -> Iterator[JSON]:
         """Add an item; yield its event."""
         self.response["output"].append(
-            {"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **item}
+            {"id": f"{prefix}_{continuation.new_id()}", "status": "in_progress", **item}
         )
         self._open = True
         copy = dict(self._last_item)

@@ -8,15 +8,13 @@ Formats are those of OpenAI's API reference, with vLLM's additions (`stop_reason
 from __future__ import annotations
 
 import json
-import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pagedjax.engine.session import GenerationRequest
-from pagedjax.server import tool_answers
-from pagedjax.server.worker import Delta
+from pagedjax.server import continuation, tool_answers
+from pagedjax.server.continuation import Delta
 from pagedjax.text.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from pagedjax.text.tokenizer import Detokenizer, Tokenizer
 from pagedjax.text.tools.formats import CallFormat
@@ -47,8 +45,8 @@ class Style:
     calls: CallFormat | None = None
     ignored: tuple[str, ...] = ()
     role: str = "assistant"
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    created: int = field(default_factory=lambda: int(time.time()))
+    id: str = field(default_factory=continuation.new_id)
+    created: int = field(default_factory=continuation.created)
 
     def head(self, chunk: bool = False) -> JSON:
         prefix, kind = ("chatcmpl", "chat.completion") if self.chat else ("cmpl", "text_completion")

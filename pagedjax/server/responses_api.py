@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, Literal
 
@@ -12,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, ValidationError
 
 from pagedjax.engine.session import GenerationRequest
-from pagedjax.server import forms, responses, schema
+from pagedjax.server import continuation, forms, responses, schema
 from pagedjax.server.errors import ApiError, in_thread, submit
 from pagedjax.server.response_items import JSON, Answer
 from pagedjax.server.responses import Style
@@ -120,7 +119,7 @@ def add_routes(app: FastAPI, worker: Worker, prepare: Prepare) -> None:
         except ApiError as error:
             raise _with_field_names(error) from error
         answer = Answer(_head(body, style))
-        reader = CallReader(style.calls) if style.calls else None
+        reader = CallReader(style.calls, continuation.ids()) if style.calls else None
         headers = forms.headers(style.ignored)
         submission = await submit(worker, requests, deltas=bool(body.stream))
         if body.stream:
@@ -189,7 +188,7 @@ def _head(body: ResponsesRequest, style: Style) -> JSON:
     """The fields of the response that do not change: most repeat the request."""
     text = body.text.format if body.text and body.text.format else {"type": "text"}
     return {
-        "id": f"resp_{uuid.uuid4().hex}",
+        "id": f"resp_{continuation.new_id()}",
         "object": "response",
         "created_at": style.created,
         "model": style.model,

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
 import socket
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from pagedjax.engine.processes.join import joined, leave
 from pagedjax.host import event_log, policies, purity
 from pagedjax.llm import LLM
 from pagedjax.server import adapters
 from pagedjax.server.app import Options, create_app
-from pagedjax.server.worker import Worker
 
 GRACE = 3  # seconds to send the answers of 503
 log = logging.getLogger("pagedjax.server")
@@ -66,7 +68,18 @@ def serve(
     not wait for them. After SIGTERM this returns; after SIGINT it raises KeyboardInterrupt.
     """
     app = create_app(llm, options)
-    config = uvicorn.Config(
+    worker = app.state.worker
+    group = joined()
+    if group:
+        group.on_failure.append(worker.fail)
+    config = uvicorn_config(app, drain_seconds, log_level)
+    line = addresses(options.name, listener)
+    Server(config, worker.halt, drain_seconds, line).run(sockets=[listener])
+
+
+def uvicorn_config(app: ASGIApp, drain_seconds: int, log_level: str) -> uvicorn.Config:
+    """How uvicorn runs an application of ours."""
+    return uvicorn.Config(
         app,
         log_level=log_level,
         access_log=log_level == "debug",
@@ -76,24 +89,25 @@ def serve(
         timeout_keep_alive=75,
         server_header=False,
     )
+
+
+def addresses(name: str, listener: socket.socket) -> str:
+    """The lines that say where a model is served."""
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     address = f"http://{host}:{port}"
-    line = f"serving {options.name} at {address}/v1\nits steps are shown at {address}/viewer"
-    group = joined()
-    if group:
-        group.on_failure.append(app.state.worker.fail)
-    _Server(config, app.state.worker, drain_seconds, line).run(sockets=[listener])
+    return f"serving {name} at {address}/v1\nits steps are shown at {address}/viewer"
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """Prints its addresses when it listens, and ends unfinished requests before uvicorn cancels them."""
 
     def __init__(
-        self, config: uvicorn.Config, worker: Worker, drain_seconds: int, line: str
+        self, config: uvicorn.Config, halt: Callable[[], None], drain_seconds: int, line: str
     ) -> None:
+        """halt: ends unfinished requests."""
         super().__init__(config)
-        self._worker = worker
+        self._halt = halt
         self._drain_seconds = drain_seconds
         self._line = line
         self._second_signal = asyncio.Event()
@@ -116,7 +130,7 @@ class _Server(uvicorn.Server):
         with suppress(TimeoutError):
             async with asyncio.timeout(self._drain_seconds):
                 await self._second_signal.wait()
-        self._worker.halt()
+        self._halt()
         await asyncio.sleep(GRACE)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
@@ -215,6 +229,8 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
         "compilation_cache": args.compilation_cache,
         **engine,
     }
+    if args.restarts:
+        return _serve_supervised(args, options, folders, llm_options)
     if group is not None and group.process:
         return follow(LLM(args.model, **llm_options), group, args.record)
     with bound_socket(args.host, args.port) as listener:
@@ -232,6 +248,44 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
         finally:
             llm.engine.record(None)
     return finish(llm, 0)
+
+
+def _serve_supervised(
+    args: argparse.Namespace,
+    options: Options,
+    folders: Mapping[str, str],
+    llm_options: Mapping[str, Any],
+) -> int:
+    """Serve with an engine in a process of its own -> the exit status.
+
+    Raises:
+        ValueError: an option that a process which is started again cannot have.
+    """
+    from pagedjax.server import supervisor
+
+    if joined() is not None:
+        raise ValueError(
+            f"restarts is {args.restarts}, and this engine has several processes; leave --restarts "
+            "out, or start one process"
+        )
+    if options.allow_runtime_lora_updating:
+        raise ValueError(
+            f"restarts is {args.restarts}, and adapters that clients load would be gone after a "
+            "restart; name them with --lora-modules, or leave --restarts out"
+        )
+    of_engine = dataclasses.replace(
+        options, api_key=None, allow_origins=(), lecture_endpoints=False
+    )
+    load = supervisor.Load(args.model, llm_options, folders, of_engine, args.record, args.log_level)
+    with bound_socket(args.host, args.port) as listener:
+        return supervisor.serve(
+            load,
+            options,
+            listener,
+            args.restarts,
+            drain_seconds=args.drain_seconds,
+            log_level=args.log_level,
+        )
 
 
 def finish(llm: LLM, status: int) -> int:

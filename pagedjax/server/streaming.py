@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from pagedjax.engine.session import GenerationRequest
-from pagedjax.server import responses, schema, tool_answers
+from pagedjax.server import continuation, responses, schema, tool_answers
+from pagedjax.server.continuation import Delta
 from pagedjax.server.responses import JSON, Style
 from pagedjax.server.schema import GenerationBody
-from pagedjax.server.worker import Delta, EngineStopped, Submission
+from pagedjax.server.worker import EngineStopped, Submission
 from pagedjax.text.tools.reader import CallReader
 
 CLIENT_LEFT = 499  # the status of a response that no client reads, as in nginx
@@ -28,7 +29,7 @@ async def unless_client_leaves(request: Request, awaitable: Awaitable[Result]) -
     If the client leaves first, the awaitable is cancelled, and the result is None.
     """
     work = asyncio.ensure_future(awaitable)
-    client_leaves = asyncio.ensure_future(_wait_until_disconnected(request))
+    client_leaves = asyncio.ensure_future(_until_disconnected(request.receive))
     try:
         await asyncio.wait((work, client_leaves), return_when=asyncio.FIRST_COMPLETED)
         return work.result() if work.done() else None
@@ -39,8 +40,22 @@ async def unless_client_leaves(request: Request, awaitable: Awaitable[Result]) -
             await client_leaves
 
 
-async def _wait_until_disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def while_client_stays(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run the work of an ASGI application to its end, or until the client leaves."""
+    task = asyncio.ensure_future(work)
+    client_leaves = asyncio.ensure_future(_until_disconnected(receive))
+    try:
+        await asyncio.wait((task, client_leaves), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            await task
+    finally:
+        client_leaves.cancel()
+        task.cancel()
+        await asyncio.gather(task, client_leaves, return_exceptions=True)
+
+
+async def _until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
@@ -77,7 +92,9 @@ class _Branch:
         self.offset = 0  # where the last token begins in the text, if log-probabilities show it
         self._only_echo = style.only_echo
         self._characters = 0
-        self._calls = CallReader(style.calls) if style.calls is not None else None
+        self._calls = None
+        if style.calls is not None:
+            self._calls = CallReader(style.calls, continuation.ids())
         self._offsets = None
         if style.logprobs is not None and not style.chat:
             self._offsets = responses.OutputOffsets(style, request)

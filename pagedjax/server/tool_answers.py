@@ -1,12 +1,13 @@
 """Calls of tools in answers, in OpenAI's format.
 
-The functions are pure, except that a call gets a random id.
+The functions are pure, except that a call gets an id (`continuation.ids`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from pagedjax.server import continuation
 from pagedjax.text.outputs import CompletionOutput
 from pagedjax.text.tools.formats import CallFormat
 from pagedjax.text.tools.reader import CallReader, read
@@ -16,7 +17,7 @@ JSON = dict[str, Any]
 
 def message(output: CompletionOutput, form: CallFormat) -> tuple[JSON, str]:
     """(the content and the calls of a whole answer, why it ended)."""
-    text, calls, complete = read(output.text, form)
+    text, calls, complete = read(output.text, form, continuation.ids())
     if not calls:
         return {"content": text}, output.finish_reason
     tool_calls = [

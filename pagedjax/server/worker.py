@@ -29,25 +29,14 @@ from typing import Any, Literal, NamedTuple, Protocol
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.session import Branches, GenerationRequest, SessionStep, output_of
 from pagedjax.host.scheduler import SchedulerState
-from pagedjax.host.types import Event, FinishReason, StepResult
+from pagedjax.host.types import Event, StepResult
 from pagedjax.llm import LLM
 from pagedjax.options.own_errors import OwnError
-from pagedjax.text.outputs import OutputBuilder, PositionLogprobs, RequestOutput
+from pagedjax.server.continuation import Call, Delta
+from pagedjax.text.outputs import OutputBuilder, RequestOutput
 
 MAX_FAILED_STEPS = 3  # in a row: the last of them ends the engine
 log = logging.getLogger("pagedjax.server")
-
-
-class Delta(NamedTuple):
-    """One new token of a branch. `text` is final; it may be behind the tokens."""
-
-    request: int  # index in the submission
-    index: int  # of the branch
-    text: str
-    token_id: int
-    logprobs: PositionLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None
 
 
 class Completed(NamedTuple):
@@ -81,10 +70,19 @@ class Submission:
     Iterating yields deltas until all requests have ended.
     """
 
-    def __init__(self, requests: Sequence[GenerationRequest], deltas: bool) -> None:
-        """`deltas`: False if only the outputs are needed."""
+    def __init__(
+        self, requests: Sequence[GenerationRequest], deltas: bool, call: Call | None = None
+    ) -> None:
+        """
+        Args:
+            deltas: False if only the outputs are needed.
+            call: gets the tokens; those that it has already come first.
+        """
         self.requests = tuple(requests)
-        self.deltas = deltas
+        self.deltas = deltas or call is not None
+        self.call = call
+        self._at_once = deltas
+        self._num_known = len(call.origin.tokens) if call else 0  # deltas that the call has already
         self.received_at = time.perf_counter()
         self._outputs: dict[int, RequestOutput] = {}
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
@@ -103,11 +101,17 @@ class Submission:
         while not self.done:
             update = await self._updates.get()
             if isinstance(update, Exception):
+                if self.call is not None:
+                    self.call.lost()
                 raise update
             if isinstance(update, Completed):
                 self._outputs[update.request] = update.output
-            else:
-                yield update
+                continue
+            if self._num_known:
+                self._num_known -= 1
+            elif self.call is not None:
+                self.call.note(update, self._at_once)
+            yield update
 
     async def completed(self) -> list[RequestOutput]:
         """Wait for all requests -> their outputs. Raises EngineStopped if the engine ends."""
@@ -175,6 +179,7 @@ class Worker:
         # of steps between two requests that end, as a moving average
         self._seconds_per_request = 0.1
         self._busy_seconds = 0.0  # of steps since a request ended
+        self._step_began: float | None = None  # time.perf_counter; None between steps
         self._stopped = True  # before the start and after the end
         self._finishing = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -203,14 +208,28 @@ class Worker:
         return not self._stopped
 
     @property
+    def step_seconds(self) -> float:
+        """Seconds that the present step has taken; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.perf_counter() - began
+
+    @property
     def waiting(self) -> int:
         """Requests that are not admitted yet, including those in the inbox."""
         return self._submitted - self._received + len(self.llm.engine.scheduler_state.waiting)
 
     async def submit(
-        self, requests: Sequence[GenerationRequest], *, deltas: bool = True
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        deltas: bool = True,
+        call: Call | None = None,
     ) -> Submission:
         """Queue all requests, or none of them.
+
+        Args:
+            deltas: False if only the outputs are needed.
+            call: of a front. If another engine had its requests, the queue has room for them.
 
         Raises:
             ValueError: a request that can never run.
@@ -218,10 +237,11 @@ class Worker:
             EngineStopped: the engine has ended.
         """
         waiting = self.waiting
-        if waiting + len(requests) > self.max_queue:
+        is_new = call is None or not call.origin.taken
+        if is_new and waiting + len(requests) > self.max_queue:
             seconds = max(1, min(60, round(self._seconds_per_request * waiting)))
             raise QueueFull(waiting, self.max_queue, seconds)
-        submission = Submission(requests, deltas)
+        submission = Submission(requests, deltas, call)
         self._submitted += len(requests)
         accepted = self._put("add", submission)
         try:
@@ -302,11 +322,19 @@ class Worker:
         else:
             state = self.llm.engine.scheduler_state
             received_at = submission.received_at
+            known = _restored(submission, branches_of_requests)
             for i, branches in enumerate(branches_of_requests):
-                self._owners |= dict.fromkeys(branches, _Owner(submission, i, branches))
+                unfinished = _unfinished(branches)
+                self._owners |= dict.fromkeys(unfinished, _Owner(submission, i, branches))
                 request = submission.requests[i]
-                self._notify("added", tuple(branches), request, received_at, state)
+                if unfinished:
+                    self._notify("added", unfinished, request, received_at, state)
+                else:
+                    output = output_of(next(iter(branches)), request, branches)
+                    known.append((submission, Completed(i, output)))
             self._call_in_loop(_accept, accepted)
+            if known:
+                self._call_in_loop(_deliver, known)
         self._received += len(submission.requests)
 
     def _change(self, function: Callable[[Engine], None], answer: asyncio.Future[None]) -> None:
@@ -332,6 +360,7 @@ class Worker:
 
     def _step(self) -> None:
         before = self.llm.engine.scheduler_state
+        self._step_began = time.perf_counter()
         try:
             step = self._session.step()
         except Exception:
@@ -344,6 +373,8 @@ class Worker:
             )
             self._notify("stepped", before, None, (), after)
             return
+        finally:
+            self._step_began = None
         self._failures = 0
         self._notify("stepped", before, step.result, step.events, self.llm.engine.scheduler_state)
         updates = self._deltas(step) + self._take_completed(step)
@@ -361,7 +392,9 @@ class Worker:
             assert isinstance(branch, OutputBuilder), "a beam search has no deltas"
             entry = branch.logprobs.get(len(branch.token_ids) - 1)
             reason = branch.finish_reason
-            delta = Delta(request, branch.index, text, token_id, entry, reason, branch.stop_reason)
+            stop_reason = branch.stop_reason
+            cached = branch.num_cached or 0
+            delta = Delta(request, branch.index, text, token_id, entry, reason, stop_reason, cached)
             updates.append((submission, delta))
         return updates
 
@@ -443,6 +476,30 @@ def _rolled_back(before: SchedulerState, after: SchedulerState) -> bool:
     If not, the step was made, and its tokens are lost.
     """
     return not after.running.seqs and len(after.ids) == len(before.ids)
+
+
+def _unfinished(branches: Branches) -> tuple[str, ...]:
+    """The names of the branches that have not ended."""
+    return tuple(name for name, branch in branches.items() if branch.finish_reason is None)
+
+
+def _restored(
+    submission: Submission, branches_of_requests: Sequence[Branches]
+) -> list[tuple[Submission, Update]]:
+    """Give branches the tokens that other engines made -> their deltas, as these engines had
+    them.
+    """
+    if submission.call is None:
+        return []
+    deltas: list[tuple[Submission, Update]] = []
+    for token in submission.call.origin.tokens:
+        branch = list(branches_of_requests[token.request].values())[token.index]
+        assert isinstance(branch, OutputBuilder), "tokens of a search are not known before its end"
+        text = branch.restore(
+            token.token_id, token.logprobs, token.finish_reason, token.stop_reason
+        )
+        deltas.append((submission, token._replace(text=text)))
+    return deltas
 
 
 def _accept(accepted: asyncio.Future[None]) -> None:

@@ -167,6 +167,27 @@ class OutputBuilder:
         self.finish_reason = reason
         return new
 
+    def restore(
+        self,
+        token_id: int,
+        logprobs: PositionLogprobs | None,
+        reason: FinishReason | None,
+        stop_reason: str | int | None,
+    ) -> str:
+        """Take the next token of another builder of this branch, and return the new text that is
+        final: the same as there.
+
+        Args:
+            logprobs: those of the token.
+            reason, stop_reason: why the branch ended with this token; None if it did not.
+        """
+        if logprobs is not None:
+            position = len(self.token_ids)
+            self.logprobs[position] = logprobs
+            self.chosen[position] = logprobs[token_id].logprob
+        # a stop string is found in the text again
+        return self.push(token_id, None if isinstance(stop_reason, str) else reason)
+
     def take(self, entry: TokenLogprobs) -> None:
         if entry.prompt:
             self.prompt_logprobs[entry.position] = self._candidates(entry)

@@ -207,6 +207,10 @@ def test_a_mapping_is_written_as_pairs_or_as_json(text, mesh):
             "--drain-seconds is -1; it must be a whole number of seconds, at least 0",
         ),
         (
+            ["serve", "--restarts", "-1"],
+            "--restarts is -1; it must be a whole number, at least 0",
+        ),
+        (
             ["generate", "x", "--budget", "0"],
             "--max-num-batched-tokens/--budget is 0; it must be an integer of at ",
         ),

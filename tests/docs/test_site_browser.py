@@ -28,6 +28,7 @@ def faults_of(browser: Any, pages: list[Path], width: int) -> dict[str, Any]:
     """What is wrong with each page, by its name; pages without a fault are left out."""
     faults = {}
     page = browser.new_page(viewport={"width": width, "height": 900})
+    page.set_default_timeout(180_000)  # ms; a busy machine loads a page slowly
     for path in pages:
         page.goto(path.as_uri())
         fault = page.evaluate(SEEN)

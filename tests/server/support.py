@@ -140,7 +140,7 @@ def command(*words: str) -> Iterator[tuple[uvicorn.Server, str]]:
     """
     servers: list[uvicorn.Server] = []
 
-    class Noted(serve._Server):
+    class Noted(serve.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             servers.append(self)
@@ -148,7 +148,7 @@ def command(*words: str) -> Iterator[tuple[uvicorn.Server, str]]:
     arguments = ["serve", *words, *shlex.split("--port 0 --log-level warning")]
     thread = threading.Thread(target=cli.main, args=[arguments], daemon=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serve, "_Server", Noted)
+        patch.setattr(serve, "Server", Noted)
         thread.start()
         wait_until(lambda: servers or not thread.is_alive())
     (server,) = servers

@@ -44,6 +44,7 @@ class OpenPage:
 
     def __init__(self, browser: Any, url: str, *, wait: bool = True, **options: Any) -> None:
         self.page = browser.new_page(viewport=LAPTOP, **options)
+        self.page.set_default_timeout(180_000)  # ms; a busy machine loads a page slowly
         self.complaints: list[str] = []
         self.asked: list[str] = []
         self.page.on("console", self.heard)

@@ -32,7 +32,7 @@ from pagedjax.engine.processes.connection import Message, text_of
 from pagedjax.engine.processes.digest import Digest
 from pagedjax.engine.processes.group import Follower, Leader, ProcessFailed
 from pagedjax.engine.processes.join import joined
-from pagedjax.engine.requests import EngineRequest
+from pagedjax.engine.requests import Begun, EngineRequest
 from pagedjax.engine.state import EngineState
 from pagedjax.engine.step import ScheduledStep, schedule
 from pagedjax.host.types import Event, FinishReason, Pending, StepResult
@@ -420,6 +420,7 @@ def encoded_request(request: EngineRequest) -> Message:
         "user": request.user,
         "tags": request.tags,
         "predicted": request.predicted,
+        "begun": request.begun,
     }
 
 
@@ -433,6 +434,7 @@ def decoded_request(message: Message) -> EngineRequest:
         user=message["user"],
         tags=tuple(message["tags"]),
         predicted=message["predicted"],
+        begun=Begun(*message["begun"]) if message["begun"] else None,
     )
 
 

@@ -5,12 +5,11 @@
 options.py         the options, checked before anything starts
 application.py     `app`: the application of Ray Serve, for YAML files and for
                    `serve run pagedjax.server.ray:app`
-ingress.py         the one address: key, router, passing answers on
+ingress.py         the one address: key, router, passing answers on, replicas that are lost
 prompts.py         what a router must know of a request, from its body
 request_router.py  Ray Serve's request router around a pure one of pagedjax.routing
 link.py            what the ingress and the request router know of each other
 replica.py         one engine and its application, in a process of Ray's
-exchange.py        an HTTP exchange as values
 pages.py           the metrics of all replicas as one page
 command.py         `pagedjax serve --replicas N`
 """

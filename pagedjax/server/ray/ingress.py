@@ -16,9 +16,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -32,21 +34,23 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedjax.routing import RouterRequest, find
-from pagedjax.server import responses
+from pagedjax.server import exchange
+from pagedjax.server.continuation import Origin
 from pagedjax.server.errors import ApiError, add_error_handlers
 from pagedjax.server.metrics import Metrics
 from pagedjax.server.middleware import Gate
-from pagedjax.server.ray import exchange, pages, prompts
+from pagedjax.server.ray import pages, prompts
 from pagedjax.server.ray.link import LINK, NotRouted
 from pagedjax.server.ray.options import ClusterOptions
 from pagedjax.server.ray.prompts import Reader
-from pagedjax.server.ray.replica import HEADER, TAKEN, Answer
+from pagedjax.server.ray.replica import HEADER, Answer
+from pagedjax.server.relay import ENDED, Avoided, Keeper, Lost, Unanswered
+from pagedjax.server.streaming import while_client_stays
 from pagedjax.weights.tokenizer_files import open_tokenizer
 
 PAGE_SECONDS = 10.0  # that a replica has to answer for a page of all replicas
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 GONE = (RayActorError, DeploymentUnavailableError, BackPressureError)
-ENDED = "the replica that computed this answer has ended; send the request again"
 log = logging.getLogger("pagedjax.server")
 
 
@@ -73,7 +77,7 @@ def create_ingress(options: ClusterOptions, replicas: DeploymentHandle) -> ASGIA
         answers = await ingress.ask_all("/metrics")
         by_replica = {answer.replica: answer.body.decode() for answer in answers}
         page = await run_in_threadpool(pages.merged_page, by_replica)
-        return PlainTextResponse(page, media_type=Metrics.CONTENT_TYPE)
+        return PlainTextResponse(page + ingress.keeper.page(), media_type=Metrics.CONTENT_TYPE)
 
     @app.get("/replicas")
     async def present() -> Response:
@@ -109,15 +113,17 @@ def create_ingress(options: ClusterOptions, replicas: DeploymentHandle) -> ASGIA
 
 
 class Ingress:
-    """Passes requests on. It keeps nothing of them but the calls that are under way."""
+    """Passes requests on, and keeps what another replica needs to go on with them (relay.py)."""
 
     def __init__(self, options: ClusterOptions, replicas: DeploymentHandle) -> None:
         self._options = options
         self._replicas = replicas
         self._tokenizer = open_tokenizer(options.model)
         self._reader: Reader | None = None
-        # of each replica that has a request: it has left, and its time to drain is over
-        self._drained: dict[str, asyncio.Event] = {}
+        self._watch: asyncio.Task[None] | None = None  # of the replicas' pulses
+        self._identities: dict[str, str] = {}  # of the replicas that have answered
+        self._calls: set[_ReplicaCall] = set()  # that are under way
+        self.keeper = Keeper(options.of_server().name, int(options.kept_mib * 2**20))
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application of everything that the router decides."""
@@ -158,13 +164,7 @@ class Ingress:
 
     async def _ask(self, name: str, path: str) -> Answer | None:
         """Send GET to one replica -> its answer; None if it does not answer in time."""
-        call = self._replicas.whole.remote(path, target=name)
-        try:
-            async with asyncio.timeout(PAGE_SECONDS):
-                return await call
-        except (TimeoutError, NotRouted, *GONE):
-            call.cancel()
-            return None
+        return await self._answer_in_time(self._replicas.whole.remote(path, target=name))
 
     async def _read_facts(self, seconds: float) -> Reader:
         """Ask a replica what the router must know -> `_reader`, from now on.
@@ -178,7 +178,10 @@ class Ingress:
                 facts = await call
         except (TimeoutError, *GONE) as error:
             call.cancel()
-            raise _no_replica(seconds) from error
+            none_ready = _none_ready(seconds)
+            raise ApiError(
+                503, str(none_ready), code=none_ready.code, retry_after=none_ready.retry_after
+            ) from error
         hashes = find(self._options.router).prefixes and facts["enable_prefix_caching"]
         self._reader = Reader(
             tokenizer=self._tokenizer,
@@ -188,17 +191,94 @@ class Ingress:
             hashes=hashes,
         )
         loop = asyncio.get_running_loop()
-
-        def drained(name: str) -> None:
-            loop.call_soon_threadsafe(self._drain_is_over, name)
-
-        LINK.drained = drained
+        LINK.left = lambda name: loop.call_soon_threadsafe(self._begin_move, name)
+        LINK.drained = lambda name: loop.call_soon_threadsafe(self._end_drain, name)
+        self._watch = self._watch or asyncio.create_task(self._watch_pulses())
         return self._reader
 
-    def _drain_is_over(self, name: str) -> None:
-        event = self._drained.pop(name, None)
-        if event is not None:
-            event.set()
+    # replicas that leave or are silent ------------------------------------------------------------
+
+    def _give_up(self, name: str, reason: str) -> None:
+        """Wait for no more messages of a replica."""
+        for call in self._calls:
+            if call.replica == name:
+                call.give_up(reason)
+
+    def _end_drain(self, name: str) -> None:
+        """The time of a replica that has left is over."""
+        self._give_up(name, "left" if LINK.present() else "drained")
+
+    def _begin_move(self, name: str) -> None:
+        """A replica has left Serve: let another one go on with its requests, if there is one that
+        gives the same tokens. Else they have the time to drain.
+        """
+        if any(call.replica == name for call in self._calls):
+            call = asyncio.create_task(self._move(name), context=contextvars.Context())
+            call.add_done_callback(_log_error)
+
+    async def _move(self, name: str) -> None:
+        for other in LINK.present():
+            if other not in self._identities:
+                facts = await self._answer_in_time(self._replicas.facts.remote(target=other))
+                if facts is not None:
+                    self._identities[other] = facts["identity"]
+            if self._identities.get(other) == self._identities.get(name):
+                self._give_up(name, "left")
+                return
+
+    async def _watch_pulses(self) -> None:
+        """Avoid replicas that answer nothing while others do, and give their requests to these."""
+        seconds = self._options.silent_seconds
+        last_answers: dict[str, float] = {}  # of the replicas that are present
+        avoided: frozenset[str] = frozenset()
+        while True:
+            await asyncio.sleep(min(1.0, seconds / 4))
+            names = {*LINK.present(), *avoided}
+            answers = dict(zip(names, await self._pulses(names, seconds / 4), strict=True))
+            now = time.monotonic()
+            last_answers = {
+                name: now if answers[name] else last_answers.get(name, now)
+                for name in names
+                if answers[name] is not None
+            }
+            silent = {name for name, at in last_answers.items() if now - at > seconds}
+            # if all are silent, this machine is too busy, or its network has failed
+            after = frozenset() if len(silent) == len(last_answers) else frozenset(silent)
+            for name in after - avoided:
+                log.warning("replica %s has answered nothing for %g s", name, seconds)
+                self._give_up(name, "silent")
+            if after != avoided:
+                avoided = after
+                LINK.avoid(avoided)
+
+    async def _pulses(self, names: Iterable[str], seconds: float) -> list[bool | None]:
+        """Whether each replica answers in time; None if it is not present any more."""
+        calls = [
+            asyncio.create_task(self._pulse(name, seconds), context=contextvars.Context())
+            for name in names
+        ]
+        return await asyncio.gather(*calls)
+
+    async def _pulse(self, name: str, seconds: float) -> bool | None:
+        call = self._replicas.pulse.remote(target=name)
+        try:
+            async with asyncio.timeout(seconds):
+                await call
+                return True
+        except TimeoutError:
+            call.cancel()
+            return False
+        except (NotRouted, *GONE):
+            return None
+
+    async def _answer_in_time(self, call: Any, seconds: float = PAGE_SECONDS) -> Any:
+        """The answer of a replica; None if it does not come in time."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await call
+        except (TimeoutError, NotRouted, *GONE):
+            call.cancel()
+            return None
 
     # one request ----------------------------------------------------------------------------------
 
@@ -215,108 +295,136 @@ class Ingress:
         routed = None
         if target is None:
             path = scope["path"].removeprefix(scope.get("root_path", ""))
-            routed = RouterRequest(uuid.uuid4().hex, 0)
+            routed = RouterRequest("", 0)  # each call has an id of its own
             if path in GENERATING:
-                routed = await run_in_threadpool(
-                    prompts.router_request, reader, routed.request_id, path, body
-                )
-        call: Any = self._replicas.options(stream=True).answer.remote(
-            exchange.plain(scope), body, routed=routed, target=target
-        )
-        try:
-            await _unless_client_leaves(receive, self._pass_on(call, send))
-        finally:  # however this ends, the call is over in the replica too, and the router knows it
-            call.cancel()
-            if routed is not None:
-                LINK.end(routed.request_id)
+                routed = await run_in_threadpool(prompts.router_request, reader, "", path, body)
 
-    async def _pass_on(self, call: DeploymentResponseGenerator[list[Message]], send: Send) -> None:
-        """Send a replica's messages to the client.
+        async def ask(origin: Origin, avoided: Avoided) -> AsyncIterator[list[Message]]:
+            call = self._call(exchange.plain(scope), body, origin, routed, target, avoided)
+            self._calls.add(call)
+            try:
+                async for messages in call.messages(self._options.route_seconds):
+                    if call.replica is not None:
+                        self._identities.setdefault(call.replica, call.identity)
+                    yield messages
+            finally:  # however this ends, the call is over in the replica too
+                self._calls.discard(call)
+                call.cancel()
 
-        If the replica ends before its answer begins, that is an ApiError. If it ends later, a
-        stream gets a last event that says so.
-        """
-        start: Message | None = None
-        try:
-            replica = await self._wait_for_replica(call)
-            drained = self._drained.setdefault(replica, asyncio.Event())
-            while (messages := await _next(call, drained)) is not None:
-                for message in messages:
-                    if message["type"] == "http.response.start":
-                        start = message
-                    await send(message)
-        except (*GONE, _Drained) as error:
-            log.warning("a replica ended with a request under way: %s", type(error).__name__)
-            if start is None:
-                raise ApiError(503, ENDED, code="replica_ended", retry_after=1) from error
-            if not _is_stream(start):
-                raise  # a part of the answer is sent already, so the connection ends
-            error_event = responses.event(
-                responses.error(ENDED, "server_error", code="replica_ended")
-            )
-            end = (error_event + responses.event("[DONE]")).encode()
-            await send({"type": "http.response.body", "body": end})
+        await while_client_stays(receive, self.keeper.relay(ask, send))
 
-    async def _wait_for_replica(self, call: DeploymentResponseGenerator[list[Message]]) -> str:
-        """Wait for a replica that takes the request -> its name.
+    def _call(
+        self,
+        scope: dict[str, Any],
+        body: bytes,
+        origin: Origin,
+        routed: RouterRequest | None,
+        target: str | None,
+        avoided: Avoided,
+    ) -> _ReplicaCall:
+        """Call a replica: `target`, or one that the router chooses; if some are avoided, another
+        one of those that are present.
 
         Raises:
-            ApiError: none does in time, or the router failed.
+            Unanswered: no other replica is present.
+        """
+        names = {*avoided.refusing, *avoided.failed}
+        others = [name for name in LINK.present() if name not in names]
+        if avoided.refusing and (target is not None or not others):
+            raise Unanswered(ENDED)
+        request = None
+        if routed is not None:
+            if names and others:
+                target = others[0]
+            else:
+                request = routed._replace(request_id=uuid.uuid4().hex)
+        handle = self._replicas.options(stream=True).answer
+        # Serve takes two calls of one HTTP request for one, which its context says
+        answer = contextvars.Context().run(
+            partial(handle.remote, scope, body, origin=origin, routed=request, target=target)
+        )
+        return _ReplicaCall(answer, request)
+
+
+class _ReplicaCall:
+    """A call of a replica.
+
+    replica: its name, as soon as the router has chosen it.
+    identity: of its engine, as soon as it has answered.
+    """
+
+    def __init__(
+        self, answer: DeploymentResponseGenerator[list[Message]], request: RouterRequest | None
+    ) -> None:
+        self._answer: Any = answer
+        self._request = request
+        self._taken_by: str | None = None
+        self._given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.identity = ""
+
+    @property
+    def replica(self) -> str | None:
+        if self._taken_by is None and self._request is not None:
+            return LINK.replica_of(self._request.request_id)
+        return self._taken_by
+
+    def give_up(self, reason: str) -> None:
+        """Wait for no more messages. `reason`: of the `Lost` that says so."""
+        if not self._given_up.done():
+            self._given_up.set_result(reason)
+
+    def cancel(self) -> None:
+        """End the call in the replica too, and let the router know."""
+        self._answer.cancel()
+        if self._request is not None:
+            LINK.end(self._request.request_id)
+
+    async def messages(self, seconds: float) -> AsyncIterator[list[Message]]:
+        """Yield the messages of the replica.
+
+        Args:
+            seconds: how long to wait for a replica that takes the request.
+
+        Raises:
+            Lost: it gives no more messages.
+            Unanswered: none takes the request in time, or the router failed.
         """
         try:
-            async with asyncio.timeout(self._options.route_seconds):
-                (message,) = await anext(call)
+            async with asyncio.timeout(seconds):
+                taken = await self._next()
         except TimeoutError:
-            raise _no_replica(self._options.route_seconds) from None
+            raise _none_ready(seconds) from None
         except NotRouted as error:
-            raise ApiError(503, str(error), code="not_routed", retry_after=1) from error
-        assert message["type"] == TAKEN
-        return message["replica"]
+            raise Unanswered(str(error), "not_routed") from error
+        assert taken is not None
+        self._taken_by = taken[0]["engine"]
+        self.identity = taken[0]["identity"]
+        messages: list[Message] | None = taken
+        while messages is not None:
+            yield messages
+            messages = await self._next()
+
+    async def _next(self) -> list[Message] | None:
+        """The next messages; None at the end."""
+        messages = asyncio.ensure_future(anext(self._answer, None))
+        # its error is of no interest if the call was given up, and asyncio would log it
+        messages.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            await asyncio.wait((messages, self._given_up), return_when=asyncio.FIRST_COMPLETED)
+            if messages.done():
+                return messages.result()
+            raise Lost(self._given_up.result())
+        except GONE as error:
+            raise Lost("ended") from error
+        finally:
+            messages.cancel()
 
 
-class _Drained(Exception):
-    """The replica has left, and its time to end what it had is over."""
+def _log_error(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("requests of a replica that left were not moved", exc_info=task.exception())
 
 
-async def _next(
-    call: DeploymentResponseGenerator[list[Message]], drained: asyncio.Event
-) -> list[Message] | None:
-    """The next messages; None at the end. Raises _Drained if the replica's time is over before."""
-    messages = asyncio.ensure_future(anext(call, None))
-    over = asyncio.ensure_future(drained.wait())
-    try:
-        await asyncio.wait((messages, over), return_when=asyncio.FIRST_COMPLETED)
-        if messages.done():
-            return messages.result()
-        raise _Drained
-    finally:
-        messages.cancel()
-        over.cancel()
-
-
-def _is_stream(start: Message) -> bool:
-    return dict(start["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
-
-
-def _no_replica(seconds: float) -> ApiError:
+def _none_ready(seconds: float) -> Unanswered:
     message = f"no replica was ready within {seconds:g} s; try again later"
-    return ApiError(503, message, code="no_replica", retry_after=10)
-
-
-async def _unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end, or until the client leaves."""
-    task = asyncio.ensure_future(work)
-    client_leaves = asyncio.ensure_future(_wait_until_disconnected(receive))
-    try:
-        await asyncio.wait((task, client_leaves), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            await task
-    finally:
-        client_leaves.cancel()
-        task.cancel()
-        await asyncio.gather(task, client_leaves, return_exceptions=True)
-
-
-async def _wait_until_disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    return Unanswered(message, "no_replica", 10)

@@ -22,21 +22,36 @@ class Router(Protocol):
 
     def end(self, request_id: str) -> None: ...
 
+    def avoid(self, names: frozenset[str]) -> None: ...
+
 
 class Link:
     """The two ends. Serve makes the router when the ingress first calls a replica.
 
     router: None before that.
-    drained: called, in the router's thread, when a replica has left and its time to drain is over.
+    left, drained: called, in the router's thread, when a replica has left, and when its time to
+        drain is over.
     """
 
     def __init__(self) -> None:
         self.router: Router | None = None
+        self.left: Callable[[str], None] = lambda name: None
         self.drained: Callable[[str], None] = lambda name: None
 
     def present(self) -> Sequence[Any]:
         """The names of the replicas. Any thread: the state is never changed, but replaced."""
         return () if self.router is None else self.router.recorder.state.replicas
+
+    def replica_of(self, request_id: str) -> str | None:
+        """The replica that an unfinished request was given to."""
+        unfinished = {} if self.router is None else self.router.recorder.state.unfinished
+        routed = unfinished.get(request_id)
+        return None if routed is None else routed.replica
+
+    def avoid(self, names: frozenset[str]) -> None:
+        """Give these replicas, which do not answer, no requests. They have not left."""
+        if self.router is not None:
+            self.router.avoid(names)
 
     def end(self, request_id: str) -> None:
         """A request is over, whatever ended it."""

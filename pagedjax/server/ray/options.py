@@ -31,6 +31,7 @@ RESOURCES = (
     "label_selector",
 )
 AMOUNTS = ("num_cpus", "num_gpus", "memory")
+SECONDS = ("drain_seconds", "route_seconds", "silent_seconds", "step_seconds")
 # What the fields of ClusterOptions must be, since a YAML may have anything.
 TYPES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a text": (str, ("model", "router")),
@@ -38,7 +39,7 @@ TYPES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "fields with their values": (Mapping, ("engine", "server", "adapters")),
     "fields with their values, or left out": (Mapping | None, ("autoscaling", "resources")),
     "an integer": (int, ("replicas", "known_blocks")),
-    "a number": (int | float, ("drain_seconds", "route_seconds")),
+    "a number": (int | float, (*SECONDS, "kept_mib")),
     "true or false": (bool, ("compilation_cache",)),
 }
 # Fields of Options that only the ingress has
@@ -63,9 +64,14 @@ class ClusterOptions:
     router: "round_robin", "least_loaded", "prefix", or file.py:NAME on the node of the ingress.
     known_blocks: see `routing.init`; best the number of a replica's blocks.
     api_key_file: a file, on the node of the ingress, with the key that clients must send.
-    drain_seconds: for the unfinished requests of a replica that is to stop; then they are answered
-        503.
+    drain_seconds: for the unfinished requests of a replica that is to stop, if no other replica can
+        go on with them; then they are answered 503.
     route_seconds: how long a request waits while no replica is present; then it is answered 503.
+    silent_seconds: how long a replica may answer nothing while others do; then its requests go on in
+        others, and it gets none until it answers again.
+    step_seconds: how long a step of an engine may take; then Serve replaces its replica.
+    kept_mib: of tokens, and their log-probabilities, that the ingress keeps of unfinished requests.
+        One beyond it cannot go on in the middle of an answer.
     record: each replica records its engine's run into this file, with the replica's name before the
         ending.
     record_routing: the ingress records the router's transitions into this file
@@ -85,6 +91,9 @@ class ClusterOptions:
     api_key_file: str | None = None
     drain_seconds: float = 60.0
     route_seconds: float = 60.0
+    silent_seconds: float = 10.0
+    step_seconds: float = 300.0
+    kept_mib: float = 256.0
     record: str | None = None
     record_routing: str | None = None
     compilation_cache: bool = True
@@ -98,7 +107,7 @@ class ClusterOptions:
                     raise ValueError(f"{name} is {value!r:.200}; it must be {description}")
         if self.replicas < 1:
             raise ValueError(f"replicas is {self.replicas}; it must be at least 1")
-        for name in ("drain_seconds", "route_seconds"):
+        for name in (*SECONDS, "kept_mib"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
         for name in OF_THE_INGRESS:

@@ -14,12 +14,12 @@ from starlette.types import Message, Scope
 
 from pagedjax.llm import LLM
 from pagedjax.routing import RouterRequest
+from pagedjax.server import exchange
 from pagedjax.server.app import create_app
-from pagedjax.server.ray import exchange
+from pagedjax.server.continuation import REFUSED, TAKEN, Origin
 from pagedjax.server.ray.options import ClusterOptions
 
 HEADER = "x-replica"  # of each answer: the name of the replica that gave it
-TAKEN = "pagedjax.taken"  # the type of the first message of `answer`
 
 
 class Answer(NamedTuple):
@@ -50,6 +50,8 @@ class Replica:
         if options.record is not None:
             path = Path(options.record)
             self.llm.engine.record(path.with_suffix(f".{self.name}{path.suffix}"), times=True)
+        self.identity = self.llm.engine.identity
+        self._step_seconds = options.step_seconds
         self.app = create_app(self.llm, options.of_replica())
         self.app.state.worker.start()
 
@@ -64,18 +66,30 @@ class Replica:
         worker = self.app.state.worker
         if not worker.healthy:
             raise RuntimeError(f"the engine of replica {self.name} has ended: {worker.error!r}")
+        if worker.step_seconds > self._step_seconds:
+            raise RuntimeError(
+                f"a step of replica {self.name} has taken {worker.step_seconds:.0f} s, and "
+                f"step_seconds is {self._step_seconds:g}; raise it if steps may take longer"
+            )
 
-    async def facts(self) -> dict[str, Any]:
-        """What the ingress must know of the engine."""
+    async def pulse(self, *, target: str) -> float:
+        """Seconds that the present step of the engine has taken; 0 between steps. `target` is for
+        the request router.
+        """
+        return self.app.state.worker.step_seconds
+
+    async def facts(self, *, target: str | None = None) -> dict[str, Any]:
+        """What the ingress must know of the engine. `target` is for the request router."""
         config = self.llm.engine.config
         names = ("max_model_len", "block_size", "enable_prefix_caching")
-        return {name: getattr(config, name) for name in names}
+        return {name: getattr(config, name) for name in names} | {"identity": self.identity}
 
     async def answer(
         self,
         scope: Scope,
         body: bytes,
         *,
+        origin: Origin | None = None,
         routed: RouterRequest | None = None,
         target: str | None = None,
     ) -> AsyncGenerator[list[Message], None]:
@@ -84,10 +98,14 @@ class Replica:
         Before them comes one that says which replica has taken the request.
 
         Args:
+            origin: of the request, which another replica may have begun.
             routed, target: for the request router.
         """
-        yield [{"type": TAKEN, "replica": self.name}]
-        async for messages in exchange.answer_messages(self.app, scope, body):
+        yield [{"type": TAKEN, "engine": self.name, "identity": self.identity}]
+        if origin is not None and origin.identity not in ("", self.identity):
+            yield [{"type": REFUSED}]
+            return
+        async for messages in exchange.answer_messages(self.app, scope, body, origin):
             yield [self._with_name(message) for message in messages]
 
     def _with_name(self, message: Message) -> Message:

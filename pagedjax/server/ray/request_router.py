@@ -2,7 +2,7 @@
 
 The handle through which the ingress calls replicas asks this router about every call. Serve tells
 it which replicas are present. The ingress tells it when a request has ended, and is told when a
-replica that left has had its time to drain (link.py). Which replica a request gets is decided by
+replica has left, and has had its time to drain (link.py). Which replica a request gets is decided by
 the pure functions of `pagedjax.routing`.
 
 All methods but `end` run in one event loop of the ingress's process; another loop answers the
@@ -53,6 +53,8 @@ class PureRouter(RequestRouter):
         self.recorder = Recorder(routing.find(router), known_blocks, path, own_router=own_router)
         self._drain_seconds = drain_seconds
         self._early: dict[str, None] = {}  # requests that ended before they were routed
+        self._avoided: frozenset[str] = frozenset()  # replicas that do not answer
+        self._present: set[str] = set()  # replicas that Serve has
         self._loop: asyncio.AbstractEventLoop | None = None
         link.LINK.router = self
 
@@ -103,6 +105,12 @@ class PureRouter(RequestRouter):
         routed = self.recorder.state.unfinished.get(request.request_id)
         return self.recorder.route(request) if routed is None else routed.replica
 
+    def avoid(self, names: frozenset[str]) -> None:
+        """Route nothing to these replicas, until the next call. Any thread may call it."""
+        self._avoided = names
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._update_presence)
+
     def end(self, request_id: str) -> None:
         """End a request, whatever ended it. Any thread may call it."""
         if self._loop is not None:
@@ -117,15 +125,21 @@ class PureRouter(RequestRouter):
                 del self._early[next(iter(self._early))]
 
     def _update_presence(self) -> None:
-        """Let replicas join and leave as Serve has them."""
+        """Let replicas join and leave as Serve has them. One that is avoided leaves for the router
+        alone.
+        """
         self._loop = asyncio.get_running_loop()
         present = {replica_id.unique_id for replica_id in self.curr_replicas}
+        for name in self._present - present:
+            link.LINK.left(name)
+            self._loop.call_later(self._drain_seconds, link.LINK.drained, name)
+        self._present = present
+        routable = present - self._avoided
         previous = self.recorder.state.replicas
         for name in previous:
-            if name not in present:
+            if name not in routable:
                 self.recorder.left(name)
-                self._loop.call_later(self._drain_seconds, link.LINK.drained, str(name))
-        for name in sorted(present.difference(previous)):
+        for name in sorted(routable.difference(previous)):
             self.recorder.joined(name)
 
     # called by Serve ------------------------------------------------------------------------------

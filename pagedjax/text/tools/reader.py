@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 import string
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from pagedjax.text.outputs import ToolCall, pending_length
 from pagedjax.text.tools.formats import CallFormat
 
 LETTERS = string.ascii_letters + string.digits
+SYSTEM = secrets.SystemRandom()
 
 
 class Piece(NamedTuple):
@@ -35,8 +37,10 @@ class CallReader:
     waits for what follows.
     """
 
-    def __init__(self, form: CallFormat) -> None:
+    def __init__(self, form: CallFormat, ids: random.Random = SYSTEM) -> None:
+        """ids: the ids of calls are drawn from it."""
         self._form = form
+        self._ids = ids
         self._left = ""
         # A method's name without its "_": first "text". Then "plain"; or, for each call, "head",
         # "arguments" and "after_call".
@@ -101,7 +105,7 @@ class CallReader:
             return
         name = self._left[len(lead) : end]
         self._left = self._left[end + len(form.after) :]
-        yield Piece(self.num_calls, "", _new_id(form.id_length), name)
+        yield Piece(self.num_calls, "", _new_id(form.id_length, self._ids), name)
         self.num_calls += 1
         self.complete = False
         self._state = "arguments"
@@ -143,13 +147,15 @@ class CallReader:
         yield from ()  # a generator, as the other states are
 
 
-def read(text: str, form: CallFormat) -> tuple[str, tuple[ToolCall, ...], bool]:
-    """Read a whole answer.
+def read(
+    text: str, form: CallFormat, ids: random.Random = SYSTEM
+) -> tuple[str, tuple[ToolCall, ...], bool]:
+    """Read a whole answer. The ids of its calls are drawn from `ids`.
 
     Returns:
         (its own text, its calls, whether there are calls and the last one is complete).
     """
-    reader = CallReader(form)
+    reader = CallReader(form, ids)
     pieces = [*reader.push(text), *reader.finish()]
     answer = "".join(piece.text for piece in pieces if piece.call is None)
     return answer, calls_of(pieces), reader.num_calls > 0 and reader.complete
@@ -165,9 +171,7 @@ def calls_of(pieces: Sequence[Piece]) -> tuple[ToolCall, ...]:
     return tuple(calls)
 
 
-def _new_id(length: int | None) -> str:
-    return (
-        "".join(secrets.choice(LETTERS) for _ in range(length))
-        if length
-        else f"call_{secrets.token_hex(12)}"
-    )
+def _new_id(length: int | None, ids: random.Random) -> str:
+    if length:
+        return "".join(ids.choice(LETTERS) for _ in range(length))
+    return f"call_{ids.getrandbits(96):024x}"

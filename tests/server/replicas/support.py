@@ -65,7 +65,9 @@ def cluster(model: str, folder: Path, options: str, key: str = "none") -> Iterat
         )
     try:
         assert process.stdout is not None
-        line = process.stdout.readline()
+        # Ray also prints what other programs of this machine write into its folder of logs
+        lines = iter(process.stdout.readline, "")
+        line = next((line for line in lines if line.startswith("serving ")), "")
         assert line.startswith("serving "), log.read_text("utf-8")[-3000:]
         url = line.split(" at ")[1].strip().removesuffix("/v1")
         ray_cluster = Cluster(url, process, routing, log, key)
@@ -80,16 +82,23 @@ def cluster(model: str, folder: Path, options: str, key: str = "none") -> Iterat
 
 def process_of_one_replica(cluster: Cluster) -> int:
     """The pid of a process of the cluster's that has an engine."""
+    pids = processes_of_replicas(cluster)
+    assert pids, "the cluster has no process with an engine"
+    return pids[0]
+
+
+def processes_of_replicas(cluster: Cluster) -> list[int]:
+    """The pids of all processes of the cluster's that have an engine."""
+    pids = []
     for line in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             name = line.read_bytes().split(b"\0")[0]
-            if name.startswith(b"ray::ServeReplica:pagedjax:replicas") and _descends(
-                int(line.parts[2]), cluster
-            ):
-                return int(line.parts[2])
+            pid = int(line.parts[2])
+            if name.startswith(b"ray::ServeReplica:pagedjax:replicas") and _descends(pid, cluster):
+                pids.append(pid)
         except OSError:  # it has ended
             continue
-    raise AssertionError("the cluster has no process with an engine")
+    return pids
 
 
 def _descends(pid: int, cluster: Cluster) -> bool:

@@ -13,7 +13,8 @@ import pytest
 from fastapi import FastAPI, Request
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagedjax.server.ray import exchange, pages
+from pagedjax.server import exchange
+from pagedjax.server.ray import pages
 from pagedjax.server.streaming import EventStream, unless_client_leaves
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
+from pagedjax.server.continuation import Call, Origin, answering
+
 KEYS = (
     "type",
     "asgi",
@@ -49,11 +51,14 @@ def get(path: str) -> dict[str, Any]:
 
 
 async def answer_messages(
-    app: ASGIApp, scope: Scope, body: bytes
+    app: ASGIApp, scope: Scope, body: bytes, origin: Origin | None = None
 ) -> AsyncGenerator[list[Message], None]:
     """Call an application; yield its messages, those that are ready together.
 
     To close the generator is to leave, as a client.
+
+    Args:
+        origin: of the request at a front, which also gets the messages of `continuation`.
 
     Raises:
         Exception: that of the application, after its messages.
@@ -70,7 +75,9 @@ async def answer_messages(
         await client_left.wait()
         return {"type": "http.disconnect"}
 
-    call = asyncio.ensure_future(app(dict(scope), receive, messages.put))  # type: ignore[arg-type]
+    front_call = None if origin is None else Call(origin, messages.put_nowait)
+    with answering(front_call):
+        call = asyncio.ensure_future(app(dict(scope), receive, messages.put))  # type: ignore[arg-type]
     call.add_done_callback(lambda _: messages.put_nowait(None))
     try:
         ended = False
