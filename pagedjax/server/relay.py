@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -82,7 +82,7 @@ class Avoided(NamedTuple):
     failed: tuple[str, ...] = ()
 
 
-Ask = Callable[[Origin, Avoided], AsyncIterator[Sequence[Message]]]
+Ask = Callable[[Origin, Avoided], AsyncGenerator[Sequence[Message], None]]
 
 
 class Keeper:
@@ -226,7 +226,7 @@ class _Relay:
         waits_since = self._last_message
         async with aclosing(
             self._ask(origin, Avoided(tuple(self._refusing), tuple(self._failed)))
-        ) as answer:  # type: ignore[type-var]
+        ) as answer:
             async for messages in answer:
                 self._last_message = time.perf_counter()
                 for message in messages:

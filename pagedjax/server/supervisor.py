@@ -20,7 +20,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -279,7 +279,7 @@ class Supervisor:
 
     async def ask(
         self, scope: Mapping[str, Any], body: bytes, origin: Origin
-    ) -> AsyncIterator[list[Message]]:
+    ) -> AsyncGenerator[list[Message], None]:
         """Yield the messages of the answer to an HTTP request.
 
         Raises:
@@ -362,7 +362,7 @@ def create_front(supervisor: Supervisor, options: Options) -> ASGIApp:
             return
         plain = exchange.plain(scope)
 
-        def ask(origin: Origin, avoided: Avoided) -> AsyncIterator[list[Message]]:
+        def ask(origin: Origin, avoided: Avoided) -> AsyncGenerator[list[Message], None]:
             if avoided.refusing:
                 raise Unanswered("the weights on disk have changed; send the request again")
             return supervisor.ask(plain, body, origin)

@@ -18,7 +18,7 @@ import contextvars
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -191,8 +191,15 @@ class Ingress:
             hashes=hashes,
         )
         loop = asyncio.get_running_loop()
-        LINK.left = lambda name: loop.call_soon_threadsafe(self._begin_move, name)
-        LINK.drained = lambda name: loop.call_soon_threadsafe(self._end_drain, name)
+
+        def left(name: str) -> None:
+            loop.call_soon_threadsafe(self._begin_move, name)
+
+        def drained(name: str) -> None:
+            loop.call_soon_threadsafe(self._end_drain, name)
+
+        LINK.left = left
+        LINK.drained = drained
         self._watch = self._watch or asyncio.create_task(self._watch_pulses())
         return self._reader
 
@@ -299,7 +306,7 @@ class Ingress:
             if path in GENERATING:
                 routed = await run_in_threadpool(prompts.router_request, reader, "", path, body)
 
-        async def ask(origin: Origin, avoided: Avoided) -> AsyncIterator[list[Message]]:
+        async def ask(origin: Origin, avoided: Avoided) -> AsyncGenerator[list[Message], None]:
             call = self._call(exchange.plain(scope), body, origin, routed, target, avoided)
             self._calls.add(call)
             try:
@@ -353,10 +360,9 @@ class _ReplicaCall:
     identity: of its engine, as soon as it has answered.
     """
 
-    def __init__(
-        self, answer: DeploymentResponseGenerator[list[Message]], request: RouterRequest | None
-    ) -> None:
-        self._answer: Any = answer
+    def __init__(self, answer: Any, request: RouterRequest | None) -> None:
+        """answer: the messages, as a DeploymentResponseGenerator."""
+        self._answer = answer
         self._request = request
         self._taken_by: str | None = None
         self._given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()

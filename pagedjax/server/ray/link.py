@@ -46,7 +46,7 @@ class Link:
         """The replica that an unfinished request was given to."""
         unfinished = {} if self.router is None else self.router.recorder.state.unfinished
         routed = unfinished.get(request_id)
-        return None if routed is None else routed.replica
+        return None if routed is None else str(routed.replica)
 
     def avoid(self, names: frozenset[str]) -> None:
         """Give these replicas, which do not answer, no requests. They have not left."""
