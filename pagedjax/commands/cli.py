@@ -349,8 +349,9 @@ def serve(args: argparse.Namespace) -> int:
 
         return cluster.main(args, engine)
     join(args)
-    from pagedjax.server import serve as command
+    from pagedjax.server import serve, supervisor
 
+    command = supervisor if args.restarts else serve
     return command.main(args, engine)
 
 

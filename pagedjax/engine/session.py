@@ -181,10 +181,10 @@ class Session(Calls):
                 _check_without_text(request.params)
         grammars = [self.grammar_of(request) for request in requests]
         added: list[Branches] = []
-        unfinished: Branches = {}
+        submitted: list[str] = []
         spelled: dict[Any, tuple[tuple[int, ...], ...]] = {}  # many requests have the same words
         try:
-            # Ctrl-C waits, so that each request in the engine is in `added` too
+            # Ctrl-C waits, so that each request in the engine is in `submitted` too
             with interrupts.deferred(), self.engine.turns:
                 for request, grammar in zip(requests, grammars, strict=True):
                     params = request.params
@@ -201,20 +201,21 @@ class Session(Calls):
                         grammar=grammar,
                         adapter=request.adapter,
                     )
-                    branches = self._outputs(names, request.prompt_token_ids, params)
-                    added.append(branches)
                     for part in _unfinished_parts(engine_request, request.progress):
                         self.engine._submit(part)
-                        unfinished |= {
-                            name: branches[name] for name in part.names if name in branches
-                        }
+                        submitted += part.names
+                    branches = self._outputs(names, request.prompt_token_ids, params)
+                    added.append(branches)
                     if request.progress:
                         for branch in branches.values():
                             branch.num_cached = request.progress.cached
-                self.branches |= unfinished
+                for branches in added:
+                    self.branches |= {
+                        name: branches[name] for name in submitted if name in branches
+                    }
         except BaseException:
-            for branches in added:
-                self.abandon(branches)
+            for name in submitted:
+                self.engine.cancel(name)
             raise
         return added
 

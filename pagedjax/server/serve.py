@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import logging
 import os
 import signal
@@ -14,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -187,10 +186,41 @@ def read_key(file: str) -> str:
     return key
 
 
-def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
-    """Run the command -> the exit status. `engine`: fields of EngineConfig."""
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("pagedjax").setLevel(args.log_level.upper())
+class Plan(NamedTuple):
+    """What a process of a server loads, and how it serves.
+
+    llm: options of LLM.
+    adapters: their folders, by name.
+    record: a file for a recording.
+    """
+
+    model: str
+    llm: Mapping[str, Any]
+    adapters: Mapping[str, str]
+    options: Options
+    record: str | None
+    log_level: str
+
+    def load(self) -> LLM:
+        """The model with its adapters. Its run is recorded from now on."""
+        llm = LLM(self.model, **self.llm)
+        for name, folder in self.adapters.items():
+            llm.load_adapter(name, folder)
+        if self.record is not None:
+            llm.engine.record(self.record, times=True)
+        return llm
+
+
+def plan_of(args: argparse.Namespace, engine: Mapping[str, Any]) -> Plan:
+    """The plan that the options of the command make. Switches the log on.
+
+    Args:
+        engine: fields of EngineConfig.
+
+    Raises:
+        ValueError: a wrong option.
+    """
+    log_to_stderr(args.log_level)
     key = None if args.api_key_file is None else read_key(args.api_key_file)
     if args.record:
         event_log.check_target(args.record)
@@ -223,69 +253,41 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
             "has a predicted length; take another policy, or let it read seq.request.predicted, "
             "which is None there"
         )
-    group = joined()
     llm_options = {
         "progress": sys.stderr.isatty(),
         "compilation_cache": args.compilation_cache,
         **engine,
     }
-    if args.restarts:
-        return _serve_supervised(args, options, folders, llm_options)
+    return Plan(args.model, llm_options, folders, options, args.record, args.log_level)
+
+
+def log_to_stderr(level: str) -> None:
+    """Show what pagedjax logs at this level or above."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("pagedjax").setLevel(level.upper())
+
+
+def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
+    """Run the command -> the exit status. `engine`: fields of EngineConfig."""
+    plan = plan_of(args, engine)
+    group = joined()
     if group is not None and group.process:
-        return follow(LLM(args.model, **llm_options), group, args.record)
+        return follow(LLM(plan.model, **plan.llm), group, plan.record)
     with bound_socket(args.host, args.port) as listener:
-        llm = LLM(args.model, **llm_options)
-        for name, folder in folders.items():
-            llm.load_adapter(name, folder)
-        if args.record:
-            llm.engine.record(args.record, times=True)
+        llm = plan.load()
         try:
             serve(
-                llm, options, listener, drain_seconds=args.drain_seconds, log_level=args.log_level
+                llm,
+                plan.options,
+                listener,
+                drain_seconds=args.drain_seconds,
+                log_level=args.log_level,
             )
         except KeyboardInterrupt:  # uvicorn raises SIGINT again, once it has ended
             return finish(llm, 130)
         finally:
             llm.engine.record(None)
     return finish(llm, 0)
-
-
-def _serve_supervised(
-    args: argparse.Namespace,
-    options: Options,
-    folders: Mapping[str, str],
-    llm_options: Mapping[str, Any],
-) -> int:
-    """Serve with an engine in a process of its own -> the exit status.
-
-    Raises:
-        ValueError: an option that a process which is started again cannot have.
-    """
-    from pagedjax.server import supervisor
-
-    if joined() is not None:
-        raise ValueError(
-            f"restarts is {args.restarts}, and this engine has several processes; leave --restarts "
-            "out, or start one process"
-        )
-    if options.allow_runtime_lora_updating:
-        raise ValueError(
-            f"restarts is {args.restarts}, and adapters that clients load would be gone after a "
-            "restart; name them with --lora-modules, or leave --restarts out"
-        )
-    of_engine = dataclasses.replace(
-        options, api_key=None, allow_origins=(), lecture_endpoints=False
-    )
-    load = supervisor.Load(args.model, llm_options, folders, of_engine, args.record, args.log_level)
-    with bound_socket(args.host, args.port) as listener:
-        return supervisor.serve(
-            load,
-            options,
-            listener,
-            args.restarts,
-            drain_seconds=args.drain_seconds,
-            log_level=args.log_level,
-        )
 
 
 def finish(llm: LLM, status: int) -> int:

@@ -9,6 +9,7 @@ nothing, a new one is started, and goes on with the requests. A client sees a pa
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 import multiprocessing
@@ -22,8 +23,9 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import uvicorn
@@ -33,6 +35,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagedjax.engine.processes.join import joined
 from pagedjax.llm import LLM
 from pagedjax.server import exchange
 from pagedjax.server import serve as serving
@@ -42,6 +45,7 @@ from pagedjax.server.errors import add_error_handlers
 from pagedjax.server.metrics import Metrics
 from pagedjax.server.middleware import Gate
 from pagedjax.server.relay import Avoided, Keeper, Lost, Unanswered
+from pagedjax.server.serve import Plan
 from pagedjax.server.streaming import while_client_stays
 
 PULSE_SECONDS = 1.0  # between two questions whether the engine's process answers
@@ -55,44 +59,24 @@ NO_ENGINE = "the engine ended {restarts} times in a row and is not started again
 log = logging.getLogger("pagedjax.server")
 
 
-class Load(NamedTuple):
-    """What the process of the engine loads.
-
-    llm: options of LLM.
-    adapters: folders, by name.
-    record: a file for a recording; a later process writes one with a number before the ending.
-    """
-
-    model: str
-    llm: Mapping[str, Any]
-    adapters: Mapping[str, str]
-    options: Options
-    record: str | None
-    log_level: str
-
-
 # the process of the engine --------------------------------------------------------------------------
 
 
-def run_engine(load: Load, path: str, number: int) -> None:
+def run_engine(plan: Plan, path: str, number: int) -> None:
     """The engine's process: loads, and answers on the Unix socket `path` until it is killed.
 
     Args:
-        number: of the process, from 0.
+        number: of the process, from 0. A later one writes a recording with a number before the
+            ending of its name.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("pagedjax").setLevel(load.log_level.upper())
-    llm = LLM(load.model, **load.llm)
-    for name, folder in load.adapters.items():
-        llm.load_adapter(name, folder)
-    if load.record is not None:
-        record = Path(load.record)
-        if number:
-            record = record.with_suffix(f".{number + 1}{record.suffix}")
-        llm.engine.record(record, times=True)
-    app = engine_app(llm, create_app(llm, load.options), f"process {number}")
+    serving.log_to_stderr(plan.log_level)
+    if plan.record is not None and number:
+        record = Path(plan.record)
+        plan = plan._replace(record=str(record.with_suffix(f".{number + 1}{record.suffix}")))
+    llm = plan.load()
+    app = engine_app(llm, create_app(llm, plan.options), f"process {number}")
     uvicorn.run(app, uds=path, log_level="warning", timeout_graceful_shutdown=1)
     llm.engine.record(None)
 
@@ -171,12 +155,12 @@ class Supervisor:
     ended: set when the process has ended and is not started again.
     """
 
-    def __init__(self, load: Load, restarts: int) -> None:
+    def __init__(self, plan: Plan, restarts: int) -> None:
         """restarts: how often in a row the process is started again."""
-        self.keeper = Keeper(load.options.name)
+        self.keeper = Keeper(plan.options.name)
         self.ended = asyncio.Event()
         self.exit_status = 0
-        self._load = load
+        self._plan = plan
         self._restarts = restarts
         self._folder = tempfile.TemporaryDirectory(prefix="pagedjax-")
         self._context = multiprocessing.get_context("spawn")
@@ -228,7 +212,7 @@ class Supervisor:
     def _begin(self) -> None:
         self._number += 1
         path = f"{self._folder.name}/{self._number}"
-        arguments = (self._load, path, self._number)
+        arguments = (self._plan, path, self._number)
         self._process = self._context.Process(target=run_engine, args=arguments, daemon=True)
         self._process.start()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -402,23 +386,35 @@ class _Server(serving.Server):
             self.should_exit = True
 
 
-def serve(
-    load: Load,
-    options: Options,
-    listener: socket.socket,
-    restarts: int,
-    *,
-    drain_seconds: int = 60,
-    log_level: str = "info",
-) -> int:
-    """Serve until a signal, as `serve.serve`, or until the engine's process has ended too often
-    -> the exit status.
+def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
+    """Run the command `pagedjax serve --restarts N` -> the exit status.
+
+    Args:
+        engine: fields of EngineConfig.
+
+    Raises:
+        ValueError: an option that a process which is started again cannot have.
     """
-    supervisor = Supervisor(load, restarts)
-    config = serving.uvicorn_config(create_front(supervisor, options), drain_seconds, log_level)
-    line = serving.addresses(options.name, listener)
+    plan = serving.plan_of(args, engine)
+    options = plan.options
+    if joined() is not None:
+        raise ValueError(
+            f"restarts is {args.restarts}, and this engine has several processes; leave --restarts "
+            "out, or start one process"
+        )
+    if options.allow_runtime_lora_updating:
+        raise ValueError(
+            f"restarts is {args.restarts}, and adapters that clients load would be gone after a "
+            "restart; name them with --lora-modules, or leave --restarts out"
+        )
+    of_engine = replace(options, api_key=None, allow_origins=(), lecture_endpoints=False)
+    supervisor = Supervisor(plan._replace(options=of_engine), args.restarts)
+    front = create_front(supervisor, options)
+    config = serving.uvicorn_config(front, args.drain_seconds, args.log_level)
     try:
-        _Server(config, supervisor, drain_seconds, line).run(sockets=[listener])
+        with serving.bound_socket(args.host, args.port) as listener:
+            line = serving.addresses(options.name, listener)
+            _Server(config, supervisor, args.drain_seconds, line).run(sockets=[listener])
     except KeyboardInterrupt:  # uvicorn raises SIGINT again, once it has ended
         return 130
     finally:

@@ -36,7 +36,7 @@ from pagedjax.engine.processes.engines import (
     make_engine,
 )
 from pagedjax.engine.processes.group import ProcessFailed
-from pagedjax.engine.requests import EngineRequest
+from pagedjax.engine.requests import Begun, EngineRequest
 from pagedjax.host.policies import FCFS
 from pagedjax.host.types import StepResult
 from tests.engine.runs import greedy, steps
@@ -463,6 +463,7 @@ def test_a_request_survives_the_wire():
         user="u",
         tags=("t",),
         predicted=7,
+        begun=Begun(3, [4]),
     )
     defaults = EngineRequest((), [], GREEDY)
     unsent = [name for name in request._fields if getattr(request, name) == getattr(defaults, name)]

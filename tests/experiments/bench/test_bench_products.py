@@ -15,7 +15,8 @@ pytest.importorskip("llvmlite")
 @pytest.fixture(autouse=True)
 def _small_model(monkeypatch):
     layer = Matrix(80, 64), Matrix(64, 64), Matrix(2 * 96, 64, gated=True), Matrix(64, 96)
-    small = {"HIDDEN": 64, "LAYER": layer, "LAYERS": 1, "MODEL": 64, "EXPERT": 32}
+    small = {"HIDDEN": 64, "LAYER": layer, "LAYERS": 1, "MOE_HIDDEN": 64}
+    small["EXPERT_WIDTH"] = 32
     for name, value in small.items():
         monkeypatch.setattr(products, name, value)
 
