@@ -30,9 +30,8 @@ from pagedjax.text.outputs import PositionLogprobs
 TAKEN = "pagedjax.taken"  # the first one; `engine`: the name of the one that answers; `identity`
 TOKENS = "pagedjax.tokens"  # new `tokens`, before the bytes that show them
 LOST = "pagedjax.lost"  # the engine has ended, and nothing that follows counts
-REFUSED = "pagedjax.refused"  # the engine has another identity than the answer's
 # A whole answer needs its tokens only if its engine ends, so many of them travel together.
-TOGETHER = 32
+TOKENS_TOGETHER = 32
 
 
 class Delta(NamedTuple):
@@ -93,7 +92,7 @@ class Call:
     def note(self, delta: Delta, at_once: bool) -> None:
         """Give a new token to the front: at once, or with later ones."""
         self._unsent.append(delta._replace(text=""))
-        if at_once or len(self._unsent) >= TOGETHER:
+        if at_once or len(self._unsent) >= TOKENS_TOGETHER:
             self._send({"type": TOKENS, "tokens": tuple(self._unsent)})
             self._unsent = []
 

@@ -27,7 +27,7 @@ import prometheus_client as prometheus
 from starlette.types import Message, Send
 
 from pagedjax.server import continuation, responses
-from pagedjax.server.continuation import LOST, REFUSED, TAKEN, TOKENS, Delta, Origin
+from pagedjax.server.continuation import LOST, TAKEN, TOKENS, Delta, Origin
 from pagedjax.server.errors import ApiError
 from pagedjax.server.metrics import PREFIX, SECONDS
 
@@ -42,7 +42,7 @@ log = logging.getLogger("pagedjax.server")
 
 
 class Lost(Exception):
-    """The engine that was asked gives no further messages.
+    """The engine that was asked does not give the rest of the answer.
 
     reason: "ended", "silent" (it did not answer in time), "left" (it is to stop), "drained" (it is
         to stop, and no other one is left), or "refused" (its weights are others).
@@ -75,7 +75,7 @@ class Avoided(NamedTuple):
     """Names of engines that are not asked.
 
     refusing: they have other weights, so the answer cannot go on there.
-    failed: they have ended by their own word. If there is no other one, they are asked again.
+    failed: they said that they have ended. If there is no other one, they are asked again.
     """
 
     refusing: tuple[str, ...] = ()
@@ -145,7 +145,7 @@ class Keeper:
         """The metrics in Prometheus's text format."""
         return prometheus.generate_latest(self.registry).decode()
 
-    def lost_with(self, relay: _Relay) -> list[_Relay]:
+    def suspects_beside(self, relay: _Relay) -> list[_Relay]:
         """The other requests that were in both engines that this one lost last."""
         both = set(relay.barren[-2:])
         return [
@@ -175,6 +175,8 @@ class _Relay:
         self._origin = origin
         self._tokens: list[Delta] = []
         self._num_bytes = 0  # of `_tokens`, about
+        self._num_tokens = 0  # of the answer, as far as the present engine knows it
+        self._most_tokens = 0  # that any engine has made
         self._too_large = False  # its tokens are not kept
         self._start: Message | None = None  # that the client got
         self._sent = 0  # bytes of the body that the client got
@@ -201,7 +203,9 @@ class _Relay:
             with self._released():
                 try:
                     await self._pass_on()
-                    return
+                    if self._complete:
+                        return
+                    raise Lost("ended")  # the answer stopped in the middle
                 except Lost as loss:
                     if self._complete:
                         return
@@ -222,6 +226,7 @@ class _Relay:
             taken=self.engine is not None,
             identity=self._identity if begun else "",
         )
+        self._num_tokens = len(self._tokens)
         is_new = self.engine is None
         waits_since = self._last_message
         async with aclosing(
@@ -234,13 +239,12 @@ class _Relay:
                     if kind == TAKEN:
                         self.engine = message["engine"]
                         self._is_taken = True
-                        if not origin.identity:
-                            self._identity = message["identity"]
+                        if origin.identity not in ("", message["identity"]):
+                            raise Lost("refused")
+                        self._identity = message["identity"]
                     elif kind == LOST:
                         self._failed.append(self.engine or "")
                         raise Lost("ended")
-                    elif kind == REFUSED:
-                        raise Lost("refused")
                     elif kind == TOKENS:
                         self._keep(message["tokens"])
                     elif kind == "http.response.start":
@@ -256,7 +260,9 @@ class _Relay:
                             self._check_same(is_same)
                         self._check_same(not (known and is_last))
                         await self._continue(message, body[len(known_part) :])
-                    if not is_new and kind not in (TAKEN, LOST, REFUSED):
+                        if self._complete:
+                            return
+                    if not is_new and kind not in (TAKEN, LOST):
                         is_new = True
                         self._keeper.observe_pause(self._last_message - waits_since)
 
@@ -283,12 +289,15 @@ class _Relay:
             raise Unanswered(DIFFERS)
 
     def _keep(self, tokens: Sequence[Delta]) -> None:
-        self.barren = []
-        self._num_losses = 0
-        self._free_turn()
+        self._num_tokens += len(tokens)
+        if self._num_tokens > self._most_tokens:  # after a new beginning, none is new for a while
+            self._most_tokens = self._num_tokens
+            self.barren = []
+            self._num_losses = 0
+            self._free_turn()
         if self._too_large:
             return
-        size = sum(64 + 160 * len(token.logprobs or ()) for token in tokens)
+        size = sum(200 + 350 * len(token.logprobs or ()) for token in tokens)
         if self._keeper.num_bytes + size > self._keeper.max_bytes:
             self._too_large = True
             self.forget()
@@ -323,7 +332,7 @@ class _Relay:
             self.barren.append(engine)
             if len(self.barren) >= 3 and self._alone:
                 self._stop(place)
-            if len(self.barren) == 2 and not self._keeper.lost_with(self):
+            if len(self.barren) == 2 and not self._keeper.suspects_beside(self):
                 self._stop(place)
         self._keeper.count(loss.reason)
         log.warning("%s: %s; another engine goes on", place, loss.reason)

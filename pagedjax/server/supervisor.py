@@ -25,6 +25,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import httpx
@@ -53,7 +54,7 @@ SILENT_SECONDS = 30.0  # without an answer, after which the process is killed
 STEP_SECONDS = 600.0  # that a step may take; it may compile a program
 START_SECONDS = 600.0  # that requests wait for a new process
 # After so long a run, the process may be started again as often as in the beginning.
-STABLE_SECONDS = 600.0
+STABLE_SECONDS = 1800.0
 STOPPING = "the server is stopping"
 NO_ENGINE = "the engine ended {restarts} times in a row and is not started again"
 log = logging.getLogger("pagedjax.server")
@@ -93,7 +94,7 @@ def engine_app(llm: LLM, app: FastAPI, name: str) -> FastAPI:
     """The application of the engine's process.
 
     POST /answer   the messages of an answer; body: pickled arguments of `exchange.answer_messages`
-    GET /pulse     {"step_seconds": ...}
+    GET /pulse     {"healthy": ..., "step_seconds": ...}
     """
     worker = app.state.worker
     identity = llm.engine.identity
@@ -235,7 +236,7 @@ class Supervisor:
         assert self._client is not None, "call start first"
         try:
             return (await self._client.get("/pulse", timeout=PULSE_SECONDS)).json()
-        except httpx.HTTPError:
+        except (httpx.HTTPError, ValueError):
             return None
 
     async def _wait_for_end(self) -> str:
@@ -274,12 +275,14 @@ class Supervisor:
         content = pickle.dumps((dict(scope), body, origin))
         try:
             async with client.stream("POST", "/answer", content=content) as response:
+                response.raise_for_status()
                 async for messages in _frames(response.aiter_bytes()):
                     yield messages
         except httpx.HTTPError as error:
             if self._stopping.is_set():
                 raise Unanswered(STOPPING, "engine_stopped", None) from error
-            self._ready.clear()  # until `watch` has an answer again
+            if client is self._client:
+                self._ready.clear()  # until `watch` has an answer again
             raise Lost("ended") from error
 
     async def _ready_client(self) -> httpx.AsyncClient:
@@ -304,9 +307,11 @@ class Supervisor:
 
     def close(self) -> None:
         """Wait for the end of the process."""
+        self.stop()
         if self._process is not None:
             self._process.join(5)
             self._process.kill()
+            self._process.join()
         self._folder.cleanup()
 
 
@@ -328,7 +333,9 @@ def create_front(supervisor: Supervisor, options: Options) -> ASGIApp:
     async def metrics() -> Response:
         """Those of the engine, and of this process."""
         answer: list[Message] = []
-        with suppress(Lost, Unanswered):
+        with suppress(Lost, Unanswered, TimeoutError):
+            if not supervisor.healthy:
+                raise Lost("ended")
             origin = Origin("", 0, 0)
             async for messages in supervisor.ask(exchange.get("/metrics"), b"", origin):
                 answer += messages
@@ -381,9 +388,19 @@ class _Server(serving.Server):
         await super().startup(sockets)
 
     async def _watch(self) -> None:
-        await self._supervisor.watch()
+        try:
+            await self._supervisor.watch()
+        except Exception:  # else nobody would start the process again, and requests would wait
+            log.exception("the engine's process is not watched any more; the server ends")
+            self._supervisor.exit_status = 1
+            self._supervisor.ended.set()
         if self._supervisor.ended.is_set():
             self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        if not self.started:  # it loads, and waits for nothing else
+            self._supervisor.stop()
 
 
 def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:

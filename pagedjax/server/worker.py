@@ -312,6 +312,7 @@ class Worker:
     def _add(self, submission: Submission, accepted: asyncio.Future[None]) -> None:
         try:
             branches_of_requests = self._session.add(submission.requests)
+            known = self._restored(submission, branches_of_requests)
         except ValueError as error:
             self._call_in_loop(_refuse, accepted, error)
         except Exception as error:
@@ -322,7 +323,6 @@ class Worker:
         else:
             state = self.llm.engine.scheduler_state
             received_at = submission.received_at
-            known = _restored(submission, branches_of_requests)
             for i, branches in enumerate(branches_of_requests):
                 unfinished = _unfinished(branches)
                 self._owners |= dict.fromkeys(unfinished, _Owner(submission, i, branches))
@@ -336,6 +336,17 @@ class Worker:
             if known:
                 self._call_in_loop(_deliver, known)
         self._received += len(submission.requests)
+
+    def _restored(
+        self, submission: Submission, branches_of_requests: Sequence[Branches]
+    ) -> list[tuple[Submission, Update]]:
+        """`_restored`; if it fails, the requests are abandoned. Raises ValueError."""
+        try:
+            return _restored(submission, branches_of_requests)
+        except Exception as error:
+            for branches in branches_of_requests:
+                self._session.abandon(branches)
+            raise ValueError(f"the tokens of another engine do not fit: {error!r}") from error
 
     def _change(self, function: Callable[[Engine], None], answer: asyncio.Future[None]) -> None:
         try:

@@ -185,8 +185,8 @@ class OutputBuilder:
             position = len(self.token_ids)
             self.logprobs[position] = logprobs
             self.chosen[position] = logprobs[token_id].logprob
-        # a stop string is found in the text again
-        return self.push(token_id, None if isinstance(stop_reason, str) else reason)
+        # A stop string is found in the text again, also in the part that only an end gives out
+        return self.push(token_id, "length" if isinstance(stop_reason, str) else reason)
 
     def take(self, entry: TokenLogprobs) -> None:
         if entry.prompt:

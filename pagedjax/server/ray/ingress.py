@@ -267,15 +267,16 @@ class Ingress:
         return await asyncio.gather(*calls)
 
     async def _pulse(self, name: str, seconds: float) -> bool | None:
-        call = self._replicas.pulse.remote(target=name)
         try:
             async with asyncio.timeout(seconds):
-                await call
+                await self._replicas.pulse.remote(target=name)
                 return True
         except TimeoutError:
-            call.cancel()
             return False
         except (NotRouted, *GONE):
+            return None
+        except Exception:
+            log.exception("replica %s was not asked", name)
             return None
 
     async def _answer_in_time(self, call: Any, seconds: float = PAGE_SECONDS) -> Any:

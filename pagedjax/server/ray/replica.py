@@ -16,7 +16,7 @@ from pagedjax.llm import LLM
 from pagedjax.routing import RouterRequest
 from pagedjax.server import exchange
 from pagedjax.server.app import create_app
-from pagedjax.server.continuation import REFUSED, TAKEN, Origin
+from pagedjax.server.continuation import TAKEN, Origin
 from pagedjax.server.ray.options import ClusterOptions
 
 HEADER = "x-replica"  # of each answer: the name of the replica that gave it
@@ -103,8 +103,7 @@ class Replica:
         """
         yield [{"type": TAKEN, "engine": self.name, "identity": self.identity}]
         if origin is not None and origin.identity not in ("", self.identity):
-            yield [{"type": REFUSED}]
-            return
+            return  # the ingress sees it, too
         async for messages in exchange.answer_messages(self.app, scope, body, origin):
             yield [self._with_name(message) for message in messages]
 
