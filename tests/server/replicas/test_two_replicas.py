@@ -142,11 +142,7 @@ def test_200_requests_while_clients_leave_and_a_replica_is_killed(expected_texts
         complete = [sent for sent in sent_requests if sent.text is not None]
         failed = [sent for sent in sent_requests if sent.text is None]
         assert all(sent.text == expected_texts[sent.number % 60] for sent in complete)
-        assert {sent.error for sent in failed} <= {
-            "503 replica_ended",
-            "within a stream: replica_ended",
-        }
-        assert 0 < len(failed) <= CLIENTS  # at most what was under way in the killed replica
+        assert not failed  # another replica went on with what was under way in the killed one
         assert leavers > 30
         assert {sent.replica for sent in complete[:before]} == set(first)
         assert kept_to_their_replica(complete[:before]) > 0.8
