@@ -95,15 +95,17 @@ def facts(runtime: Runtime, state: EngineState) -> dict[str, Any]:
 
 # Facts that decide on the content of blocks and not on tokens, or that change with each copy of the
 # weights.
-_OF_BLOCKS = ("block_size", "max_model_len", "pages", "kinds of pages", "params_version")
+_OF_BLOCKS = ("block_size", "pages", "kinds of pages", "params_version")
 
 
 def identity(runtime: Runtime, state: EngineState) -> str:
-    """A short text that is equal in engines that give the same next token: that of their weights
-    and of `facts`.
+    """A short text that is equal in engines that give the same next token: that of their weights,
+    of their adapters and of `facts`.
     """
     parts = {name: fact for name, fact in facts(runtime, state).items() if name not in _OF_BLOCKS}
     parts["weights"] = fingerprint(runtime.model)
+    loaded = runtime.adapters.names if runtime.adapters else {}
+    parts["adapters"] = sorted((name, adapter.content_hash) for name, adapter in loaded.items())
     return blake2b(repr(sorted(parts.items())).encode(), digest_size=16).hexdigest()
 
 

@@ -44,7 +44,7 @@ from pagedjax.engine import compilations
 
 PACKAGES = ("pagedjax", "pallas_kernels")
 TRACED = ("pagedjax.device", "pallas_kernels")  # modules whose functions are in programs
-HASHED = ("device", "engine", "config.py")  # of pagedjax: what is traced, and what decides it
+HASHED = ("device", "engine", "options")  # of pagedjax: what is traced, and what decides it
 LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
 PREFIX = "step-"  # the first letters of a file's name
 PARTIAL_PREFIX = "part-step-"  # the same of a file that is being written

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.concurrency import run_in_threadpool
 
@@ -21,7 +20,7 @@ from pagedjax.server import adapters, embeddings, forms, responses, responses_ap
 from pagedjax.server.bodies import CheckedRoute
 from pagedjax.server.errors import ApiError, add_error_handlers, in_thread, submit
 from pagedjax.server.metrics import Metrics
-from pagedjax.server.middleware import Gate
+from pagedjax.server.middleware import guard
 from pagedjax.server.responses import JSON, Style
 from pagedjax.server.schema import (
     ChatRequest,
@@ -114,14 +113,7 @@ def create_app(llm: LLM, options: Options, observers: Sequence[Observer] = ()) -
     if options.lecture_endpoints:
         vllmini.add_routes(app, worker, options.result_seconds)
     add_viewer(app, live, options)
-    app.add_middleware(Gate, api_key=options.api_key, max_body_bytes=options.max_body_bytes)
-    if options.allow_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(options.allow_origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
-        )
+    guard(app, options.api_key, options.max_body_bytes, options.allow_origins)
     return app
 
 

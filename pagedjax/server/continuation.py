@@ -29,6 +29,7 @@ from pagedjax.text.outputs import PositionLogprobs
 # Types of messages to a front, beside those of ASGI.
 TAKEN = "pagedjax.taken"  # the first one; `engine`: the name of the one that answers; `identity`
 TOKENS = "pagedjax.tokens"  # new `tokens`, before the bytes that show them
+FAILED = "pagedjax.failed"  # the application failed, and another engine would fail in the same way
 LOST = "pagedjax.lost"  # the engine has ended, and nothing that follows counts
 # A whole answer needs its tokens only if its engine ends, so many of them travel together.
 TOKENS_TOGETHER = 32

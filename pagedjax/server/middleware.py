@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Sequence
 
-from fastapi import HTTPException
+from fastapi import FastAPI, HTTPException
+from fastapi.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedjax.server.errors import ApiError
 
 # These paths need no key; the first page and the viewer's page alone show no data
 OPEN = ("/", "/health", "/metrics", "/version", "/viewer")
+
+
+def guard(
+    app: FastAPI,
+    api_key: str | None,
+    max_body_bytes: int,
+    allow_origins: Sequence[str],
+    expose_headers: Sequence[str] = (),
+) -> None:
+    """Add what stands before the routes of a server: key, size of bodies, web pages of other
+    origins, which may read `expose_headers`.
+    """
+    app.add_middleware(Gate, api_key=api_key, max_body_bytes=max_body_bytes)
+    if allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(allow_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=list(expose_headers),
+        )
 
 
 class Gate:

@@ -27,7 +27,7 @@ import prometheus_client as prometheus
 from starlette.types import Message, Send
 
 from pagedjax.server import continuation, responses
-from pagedjax.server.continuation import LOST, TAKEN, TOKENS, Delta, Origin
+from pagedjax.server.continuation import FAILED, LOST, TAKEN, TOKENS, Delta, Origin
 from pagedjax.server.errors import ApiError
 from pagedjax.server.metrics import PREFIX, SECONDS
 
@@ -245,6 +245,8 @@ class _Relay:
                     elif kind == LOST:
                         self._failed.append(self.engine or "")
                         raise Lost("ended")
+                    elif kind == FAILED:
+                        raise Unanswered("internal error", "internal_error", None)
                     elif kind == TOKENS:
                         self._keep(message["tokens"])
                     elif kind == "http.response.start":

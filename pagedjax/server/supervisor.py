@@ -31,7 +31,6 @@ from typing import Any
 import httpx
 import uvicorn
 from fastapi import FastAPI
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,10 +40,10 @@ from pagedjax.llm import LLM
 from pagedjax.server import exchange
 from pagedjax.server import serve as serving
 from pagedjax.server.app import Options, create_app
-from pagedjax.server.continuation import TAKEN, Origin
+from pagedjax.server.continuation import FAILED, TAKEN, Origin
 from pagedjax.server.errors import add_error_handlers
 from pagedjax.server.metrics import Metrics
-from pagedjax.server.middleware import Gate
+from pagedjax.server.middleware import guard
 from pagedjax.server.relay import Avoided, Keeper, Lost, Unanswered
 from pagedjax.server.serve import Plan
 from pagedjax.server.streaming import while_client_stays
@@ -113,8 +112,12 @@ def engine_app(llm: LLM, app: FastAPI, name: str) -> FastAPI:
 
         async def frames() -> AsyncIterator[bytes]:
             yield _frame([{"type": TAKEN, "engine": name, "identity": identity}])
-            async for messages in exchange.answer_messages(app, scope, body, origin):
-                yield _frame(messages)
+            try:
+                async for messages in exchange.answer_messages(app, scope, body, origin):
+                    yield _frame(messages)
+            except Exception:
+                log.exception("an answer failed")
+                yield _frame([{"type": FAILED}])
 
         return StreamingResponse(frames())
 
@@ -192,6 +195,8 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             self._ready.clear()
+            assert self._client is not None, "it was started"
+            await self._client.aclose()
             failures = 0 if time.monotonic() - began > STABLE_SECONDS else failures
             failures += 1
             if failures > self._restarts:
@@ -224,7 +229,11 @@ class Supervisor:
 
     async def _wait_until_ready(self) -> bool:
         """Whether the process answers, and has not ended before."""
+        began = time.monotonic()
         while self._process.is_alive() and not self._stopping.is_set():
+            if time.monotonic() - began > START_SECONDS:
+                log.error("the engine's process did not load within %g s", START_SECONDS)
+                self._process.kill()
             if await self._pulse() is not None:
                 self._ready.set()
                 return True
@@ -361,14 +370,7 @@ def create_front(supervisor: Supervisor, options: Options) -> ASGIApp:
         await while_client_stays(receive, supervisor.keeper.relay(ask, send))
 
     app.mount("/", forward)
-    app.add_middleware(Gate, api_key=options.api_key, max_body_bytes=options.max_body_bytes)
-    if options.allow_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(options.allow_origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
-        )
+    guard(app, options.api_key, options.max_body_bytes, options.allow_origins)
     return app
 
 

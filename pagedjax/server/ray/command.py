@@ -129,6 +129,11 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
     """Serve until SIGTERM or Ctrl-C. Unfinished requests have --drain-seconds to end."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("ray.serve").setLevel(log_level(args))
+    if args.restarts:
+        raise ValueError(
+            f"restarts is {args.restarts}, and Ray starts replicas again itself; leave --restarts "
+            "out, or --replicas"
+        )
     options = options_of(args, engine)
     check_files(options)
     host, port = address(args)

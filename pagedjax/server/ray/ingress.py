@@ -24,7 +24,6 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
@@ -38,7 +37,7 @@ from pagedjax.server import exchange
 from pagedjax.server.continuation import Origin
 from pagedjax.server.errors import ApiError, add_error_handlers
 from pagedjax.server.metrics import Metrics
-from pagedjax.server.middleware import Gate
+from pagedjax.server.middleware import guard
 from pagedjax.server.ray import pages, prompts
 from pagedjax.server.ray.link import LINK, NotRouted
 from pagedjax.server.ray.options import ClusterOptions
@@ -100,15 +99,7 @@ def create_ingress(options: ClusterOptions, replicas: DeploymentHandle) -> ASGIA
     app.mount("/replicas/{name}", ingress.forward_to_replica)
     app.mount("/", ingress.forward)
     server = options.of_server()
-    app.add_middleware(Gate, api_key=options.api_key(), max_body_bytes=server.max_body_bytes)
-    if server.allow_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(server.allow_origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=[HEADER],
-        )
+    guard(app, options.api_key(), server.max_body_bytes, server.allow_origins, [HEADER])
     return app
 
 
@@ -120,6 +111,7 @@ class Ingress:
         self._replicas = replicas
         self._tokenizer = open_tokenizer(options.model)
         self._reader: Reader | None = None
+        self._moves: set[asyncio.Task[None]] = set()  # of replicas that have left
         self._watch: asyncio.Task[None] | None = None  # of the replicas' pulses
         self._identities: dict[str, str] = {}  # of the replicas that have answered
         self._calls: set[_ReplicaCall] = set()  # that are under way
@@ -220,8 +212,10 @@ class Ingress:
         gives the same tokens. Else they have the time to drain.
         """
         if any(call.replica == name for call in self._calls):
-            call = asyncio.create_task(self._move(name), context=contextvars.Context())
-            call.add_done_callback(_log_error)
+            move = asyncio.create_task(self._move(name), context=contextvars.Context())
+            self._moves.add(move)
+            move.add_done_callback(self._moves.discard)
+            move.add_done_callback(_log_error)
 
     async def _move(self, name: str) -> None:
         for other in LINK.present():

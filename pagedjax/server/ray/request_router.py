@@ -150,6 +150,7 @@ class PureRouter(RequestRouter):
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
+        self._present.discard(replica_id.unique_id)  # it has not left: its calls fail by themselves
         self._update_presence()
 
 
