@@ -214,8 +214,7 @@ class Session(Calls):
                         name: branches[name] for name in submitted if name in branches
                     }
         except BaseException:
-            for name in submitted:
-                self.engine.cancel(name)
+            self._withdraw(submitted)
             raise
         return added
 
@@ -362,15 +361,20 @@ class Session(Calls):
                         stops += self.engine.cancel(name, "stop")
         return deltas, ended, stops
 
-    @interrupts.deferred()
     def abandon(self, branches: Branches) -> tuple[Event, ...]:
         """Cancel the branches that are unfinished. Returns the events."""
+        return self._withdraw(
+            [name for name, branch in branches.items() if branch.finish_reason is None]
+        )
+
+    @interrupts.deferred()
+    def _withdraw(self, names: Iterable[str]) -> tuple[Event, ...]:
+        """Cancel sequences, all of them even if Ctrl-C is pressed. Returns the events."""
         events: tuple[Event, ...] = ()
         with self.engine.turns:
-            for name, branch in branches.items():
-                if branch.finish_reason is None:
-                    self.branches.pop(name, None)
-                    events += self.engine.cancel(name)
+            for name in names:
+                self.branches.pop(name, None)
+                events += self.engine.cancel(name)
         return events
 
 

@@ -238,8 +238,16 @@ def test_ctrl_c_leaves_no_request_without_an_owner(tiny, monkeypatch, interrupti
         "add": lambda: llm.session.add(
             [GenerationRequest(prompt, DRAWN) for prompt in PROMPTS.values()]
         ),
+        "refused": lambda: llm.session.add(
+            [GenerationRequest(prompt, DRAWN) for prompt in ([1, 2], [3, 4], [])]
+        ),
     }
-    lines = {"generate": (1, 3, 5), "stream": (1,), "add": (1, 5) if kind is Submit else ()}
+    lines = {
+        "generate": (1, 3, 5),
+        "stream": (1,),
+        "add": (1, 5) if kind is Submit else (),
+        "refused": (1, 2) if kind is Cancel else (),
+    }
     monkeypatch.setattr(llm.session, "step", lambda: 1 / 0)
     for name, call in calls.items():
         for line in lines[name]:
