@@ -576,7 +576,7 @@ def serve_parser(commands: argparse._SubParsersAction) -> None:
         "--lecture-endpoints",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="serve vllmini's /generate and /result (the default)",
+        help="serve vllmini's /generate and /result (the default, except with --restarts)",
     )
     parser.add_argument(
         "--result-seconds",

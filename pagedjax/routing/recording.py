@@ -3,6 +3,7 @@
     {"routing": 1, "router": "prefix", "known_blocks": 65536}   (own_router: of a user's file)
     {"joined": "a"}      {"left": "a"}      {"finished": "request-7"}
     {"routed": "request-7", "to": "a", "tokens": 48, "hashes": ["9f..."], "user": ""}
+    (avoids: replicas that the request is not given to, if there are any)
 
 Routing is pure, so the same inputs give the same assignments: in a simulation, in a test, and again
 from this record.
@@ -67,12 +68,14 @@ class Recorder:
 
     def route(self, request: RouterRequest) -> Replica:
         self.state, chosen = routers.route(self.state, self.router, request)
+        avoids = {"avoids": request.avoids} if request.avoids else {}
         self._write(
             routed=request.request_id,
             to=chosen,
             tokens=request.tokens,
             hashes=request.hashes,
             user=request.user,
+            **avoids,
         )
         return chosen
 
@@ -122,7 +125,11 @@ def replay(lines: Iterable[str], router: Router | None = None) -> tuple[RouterSt
                 current = state.init(entry["known_blocks"])
             elif "routed" in entry:
                 request = RouterRequest(
-                    entry["routed"], entry["tokens"], tuple(entry["hashes"]), entry["user"]
+                    entry["routed"],
+                    entry["tokens"],
+                    tuple(entry["hashes"]),
+                    entry["user"],
+                    tuple(entry.get("avoids", ())),
                 )
                 assert router is not None
                 current, chosen = routers.route(current, router, request)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from pagedjax.options.own_errors import placed
 from pagedjax.options.own_values import check_call, named
 from pagedjax.routing import prefixes
-from pagedjax.routing.state import Load, Replica, Routed, RouterRequest, RouterState
+from pagedjax.routing.state import Load, Replica, Routed, RouterRequest, RouterState, left
 
 # No replica gets a request beyond this multiple of the mean number of unfinished requests
 FACTOR = 1.5
@@ -57,10 +57,11 @@ def route(
         )
     if request.tokens < 0:
         raise ValueError(f"request {name!r} has {request.tokens} tokens; give at least 0")
+    eligible = _without(state, request.avoids) if request.avoids else state
     with placed(f"choose of the router {router.name!r}"):
-        chosen = router.choose(state, request)
-    if chosen not in state.replicas:  # compared and not hashed: it may be anything
-        present = ", ".join(map(repr, state.replicas))
+        chosen = router.choose(eligible, request)
+    if chosen not in eligible.replicas:  # compared and not hashed: it may be anything
+        present = ", ".join(map(repr, eligible.replicas))
         raise ValueError(
             f"router {router.name!r} chose replica {chosen!r} for request {name!r}; present are "
             f"{present}; its choose must return one of state.replicas"
@@ -80,6 +81,16 @@ def route(
         known_blocks=state.known_blocks,
     )
     return new_state, chosen
+
+
+def _without(state: RouterState, avoided: Sequence[Replica]) -> RouterState:
+    """The state without these replicas, or the state itself if no replica would be left."""
+    present = [replica for replica in state.replicas if replica in avoided]
+    if len(present) == len(state.replicas):
+        return state
+    for replica in present:
+        state = left(state, replica)
+    return state
 
 
 def lightest(state: RouterState, replicas: Iterable[Replica]) -> Replica:

@@ -22,6 +22,8 @@ class RouterRequest(NamedTuple):
     # hashes of the prompt's full blocks, `engine.block_hashes.of_prompt`; () shares no blocks
     hashes: tuple[str, ...] = ()
     user: str = ""
+    # replicas that it is not given to, as long as there is another one
+    avoids: tuple[Replica, ...] = ()
 
 
 class Load(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
@@ -86,6 +87,14 @@ class Options:
         if not 0 < self.result_seconds < float("inf"):
             raise ValueError(f"result_seconds is {self.result_seconds}; it must be above 0")
         dialect(None, self.tool_call_parser)  # which raises for an unknown one
+
+
+def identity(llm: LLM, options: Options) -> str:
+    """A short text that is equal in servers that give the same answer: that of their engines, their
+    tokenizers, and the options that decide on an answer.
+    """
+    parts = (llm.engine.identity, llm.get_tokenizer().content_hash, options.tool_call_parser)
+    return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 def create_app(llm: LLM, options: Options, observers: Sequence[Observer] = ()) -> FastAPI:

@@ -31,8 +31,10 @@ TAKEN = "pagedjax.taken"  # the first one; `engine`: the name of the one that an
 TOKENS = "pagedjax.tokens"  # new `tokens`, before the bytes that show them
 FAILED = "pagedjax.failed"  # the application failed, and another engine would fail in the same way
 LOST = "pagedjax.lost"  # the engine has ended, and nothing that follows counts
-# A whole answer needs its tokens only if its engine ends, so many of them travel together.
+# A whole answer needs its tokens only if its engine ends, so many of them travel together: so many,
+# or those of so many seconds.
 TOKENS_TOGETHER = 32
+SECONDS_TOGETHER = 0.5
 
 
 class Delta(NamedTuple):
@@ -63,7 +65,7 @@ class Origin(NamedTuple):
     seed: of the requests that have none.
     tokens: what engines have generated so far, in the order in which they did.
     taken: whether an engine has had this request; then no queue is too full for it.
-    identity: `Engine.identity` of the engine that the client has tokens of; "" if any may answer.
+    identity: `app.identity` of the server that the client has tokens of; "" if any may answer.
     """
 
     key: str
@@ -89,13 +91,17 @@ class Call:
         self.ids = random.Random(origin.key)
         self._send = send
         self._unsent: list[Delta] = []
+        self._last_sent = time.monotonic()
 
     def note(self, delta: Delta, at_once: bool) -> None:
         """Give a new token to the front: at once, or with later ones."""
         self._unsent.append(delta._replace(text=""))
-        if at_once or len(self._unsent) >= TOKENS_TOGETHER:
+        now = time.monotonic()
+        is_late = now - self._last_sent > SECONDS_TOGETHER
+        if at_once or is_late or len(self._unsent) >= TOKENS_TOGETHER:
             self._send({"type": TOKENS, "tokens": tuple(self._unsent)})
             self._unsent = []
+            self._last_sent = now
 
     def lost(self) -> None:
         """Say that the engine has ended."""

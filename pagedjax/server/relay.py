@@ -107,7 +107,7 @@ class Keeper:
         )
         self._stopped = prometheus.Counter(
             f"{PREFIX}:requests_not_continued",
-            "Requests that were lost with their engine, by the error's code",
+            "Requests that were lost with an engine and that no other one ended, by the error's code",
             ("model_name", "code"),
             registry=self.registry,
         )
@@ -135,7 +135,8 @@ class Keeper:
         try:
             await relay.run()
         except Unanswered as error:
-            self._stopped.labels(self._model, error.code).inc()
+            if relay.engine is not None:
+                self._stopped.labels(self._model, error.code).inc()
             await relay.end(error)
         finally:
             self.relays.discard(relay)
@@ -187,6 +188,7 @@ class _Relay:
         self._last_message = 0.0  # time.perf_counter
         self._alone = False  # it holds `one_at_a_time`
         self._is_taken = False  # by the engine that was asked last
+        self._lost_because = ""  # why the engine before was lost; "" as soon as another one goes on
         self._num_losses = 0  # in a row, without a new token
         self._failed: list[str] = []  # engines that said themselves that they have ended
         self.engine: str | None = None
@@ -242,6 +244,7 @@ class _Relay:
                         if origin.identity not in ("", message["identity"]):
                             raise Lost("refused")
                         self._identity = message["identity"]
+                        self._note_continuation()
                     elif kind == LOST:
                         self._failed.append(self.engine or "")
                         raise Lost("ended")
@@ -336,8 +339,15 @@ class _Relay:
                 self._stop(place)
             if len(self.barren) == 2 and not self._keeper.suspects_beside(self):
                 self._stop(place)
-        self._keeper.count(loss.reason)
-        log.warning("%s: %s; another engine goes on", place, loss.reason)
+        self._lost_because = loss.reason
+        log.warning("%s: %s; another engine is asked", place, loss.reason)
+
+    def _note_continuation(self) -> None:
+        """Count that another engine has taken the request, and say so."""
+        if self._lost_because:
+            self._keeper.count(self._lost_because)
+            log.warning("request %s: engine %s goes on", self.key[:8], self.engine)
+            self._lost_because = ""
 
     def _stop(self, place: str) -> None:
         engines = ", ".join(self.barren)

@@ -36,10 +36,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedjax.engine.processes.join import joined
-from pagedjax.llm import LLM
 from pagedjax.server import exchange
 from pagedjax.server import serve as serving
-from pagedjax.server.app import Options, create_app
+from pagedjax.server.app import Options, create_app, identity
 from pagedjax.server.continuation import FAILED, TAKEN, Origin
 from pagedjax.server.errors import add_error_handlers
 from pagedjax.server.metrics import Metrics
@@ -76,8 +75,11 @@ def run_engine(plan: Plan, path: str, number: int) -> None:
         record = Path(plan.record)
         plan = plan._replace(record=str(record.with_suffix(f".{number + 1}{record.suffix}")))
     llm = plan.load()
-    app = engine_app(llm, create_app(llm, plan.options), f"process {number}")
-    uvicorn.run(app, uds=path, log_level="warning", timeout_graceful_shutdown=1)
+    app = create_app(llm, plan.options)
+    outer = engine_app(app, identity(llm, plan.options), f"process {number}")
+    # the server ends by SIGTERM, and raises it again at its end; the recording is closed after that
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    uvicorn.run(outer, uds=path, log_level="warning", timeout_graceful_shutdown=1)
     llm.engine.record(None)
 
 
@@ -89,14 +91,13 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def engine_app(llm: LLM, app: FastAPI, name: str) -> FastAPI:
-    """The application of the engine's process.
+def engine_app(app: FastAPI, identity_of_app: str, name: str) -> FastAPI:
+    """The application of the engine's process, around the one of `pagedjax serve`.
 
     POST /answer   the messages of an answer; body: pickled arguments of `exchange.answer_messages`
     GET /pulse     {"healthy": ..., "step_seconds": ...}
     """
     worker = app.state.worker
-    identity = llm.engine.identity
 
     @asynccontextmanager
     async def lifespan(outer: FastAPI) -> AsyncIterator[None]:
@@ -111,7 +112,7 @@ def engine_app(llm: LLM, app: FastAPI, name: str) -> FastAPI:
         scope, body, origin = pickle.loads(await request.body())
 
         async def frames() -> AsyncIterator[bytes]:
-            yield _frame([{"type": TAKEN, "engine": name, "identity": identity}])
+            yield _frame([{"type": TAKEN, "engine": name, "identity": identity_of_app}])
             try:
                 async for messages in exchange.answer_messages(app, scope, body, origin):
                     yield _frame(messages)
@@ -295,17 +296,22 @@ class Supervisor:
             raise Lost("ended") from error
 
     async def _ready_client(self) -> httpx.AsyncClient:
-        events = (self._ready, self.ended, self._stopping)
-        waits = [asyncio.ensure_future(event.wait()) for event in events]
-        try:
-            await asyncio.wait(waits, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        finally:
+        """The client of the process that is ready, now or soon. Raises Unanswered."""
+        deadline = time.monotonic() + START_SECONDS
+        while not self._ready.is_set():
+            if self._stopping.is_set():
+                raise Unanswered(STOPPING, "engine_stopped", None)
+            seconds = deadline - time.monotonic()
+            if self.ended.is_set() or seconds <= 0:
+                raise Unanswered(
+                    "the engine has ended and is not started again", "engine_stopped", 60
+                )
+            events = (self._ready, self.ended, self._stopping)
+            waits = [asyncio.ensure_future(event.wait()) for event in events]
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             for wait in waits:
                 wait.cancel()
-        if self._stopping.is_set():
-            raise Unanswered(STOPPING, "engine_stopped", None)
-        if self.ended.is_set() or not self._ready.is_set() or self._client is None:
-            raise Unanswered("the engine has ended and is not started again", "engine_stopped", 60)
+        assert self._client is not None, "a process is ready"
         return self._client
 
     def stop(self) -> None:

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
 from pagedjax.text.imports import imported
@@ -47,6 +48,17 @@ class Tokenizer:
         decode to nothing.
         """
         return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def content_hash(self) -> str:
+        """A hash of all that decides on tokens and texts, the chat template included."""
+        parts = (
+            self.backend.to_str(),
+            self.eos_token_ids,
+            sorted(self.special_tokens.items()),
+            self.chat_template,
+        )
+        return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Special tokens written out in the text are recognised; BOS is added only if

@@ -27,7 +27,8 @@ def record(router: routing.Router, events: list[tuple[str, int]], path: Path) ->
     for step, (action, number) in enumerate(events):
         name = f"r{number}"
         if action == "route" and plain.replicas and f"q{step}" not in plain.unfinished:
-            request = RouterRequest(f"q{step}", number, tuple("abcde"[:number]))
+            avoids = tuple(f"r{i}" for i in range(number - 3))
+            request = RouterRequest(f"q{step}", number, tuple("abcde"[:number]), avoids=avoids)
             plain, expected = routing.route(plain, router, request)
             assert recorder.route(request) == expected
         elif action == "finish":

@@ -267,6 +267,21 @@ def test_the_prefix_router_is_the_naive_one(number: int):
     drawn.run_machine(NaivePrefixRouter, number, steps=40)
 
 
+@pytest.mark.parametrize("router", OF_ALL, ids=lambda router: router.name)
+def test_a_request_avoids_replicas_while_there_are_others(router):
+    state = cluster(3)
+    for number in range(9):
+        request = RouterRequest(f"q{number}", 5, hashes("ab"), avoids=(0, 1, 7))
+        state, chosen = routing.route(state, router, request)
+        assert chosen == 2
+    check(state)
+    assert state.loads[2] == Load(9, 45)
+    assert state.replicas == (0, 1, 2)
+    state, chosen = routing.route(state, router, RouterRequest("all", 1, avoids=(0, 1, 2)))
+    assert chosen in state.replicas
+    check(state)
+
+
 def test_round_robin_goes_on_where_it_was_when_a_replica_leaves():
     state, chosen = send(cluster(4), ROUND_ROBIN, *[""] * 6)
     assert chosen == [0, 1, 2, 3, 0, 1]

@@ -9,12 +9,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
-from pagedjax.server import exchange
-from pagedjax.server.app import Options, create_app
+from pagedjax.server import continuation, exchange
+from pagedjax.server.app import Options, create_app, identity
 from pagedjax.server.continuation import TAKEN, Origin
 from pagedjax.server.errors import ApiError
 from pagedjax.server.relay import Avoided, Keeper, Lost
@@ -117,12 +119,12 @@ class Engines:
             assert app in self.failed or app.state.worker.error is None
 
     async def ask(
-        self, path: str, body: dict[str, Any], origin: Origin, engine: int
+        self, path: str, body: dict[str, Any], origin: Origin, engine: int, identity: str = "tiny"
     ) -> AsyncIterator[list[Any]]:
         scope = {**exchange.get(path), "method": "POST"}
         scope["headers"] = [(b"content-type", b"application/json")]
         app = self.apps[engine % len(self.apps)]
-        yield [{"type": TAKEN, "engine": f"engine {engine}", "identity": "tiny"}]
+        yield [{"type": TAKEN, "engine": f"engine {engine}", "identity": identity}]
         answer = exchange.answer_messages(app, scope, json.dumps(body).encode(), origin)
         async with aclosing(answer):
             async for messages in answer:
@@ -136,12 +138,14 @@ class Engines:
         lost_after: Sequence[int] = (),
         reason: str = "ended",
         forget: bool = True,
+        identities: Sequence[str] = (),
     ) -> Answer:
         """The answer to a case.
 
         Args:
             lost_after: messages of the first, the second ... engine, after which it is lost.
             forget: the engines forget cached blocks before.
+            identities: of the first, the second ... engine; the others have the same.
         """
         for app in self.apps if forget else ():
             await app.state.worker.change(lambda engine: engine.reset_prefix_cache())
@@ -152,7 +156,8 @@ class Engines:
             engine = len(origins)
             origins.append(origin)
             left = lost_after[engine] if engine < len(lost_after) else None
-            async with aclosing(self.ask(*case, origin, engine)) as answer:
+            identity = identities[engine] if engine < len(identities) else "tiny"
+            async with aclosing(self.ask(*case, origin, engine, identity)) as answer:
                 async for messages in answer:
                     if left == 0:
                         raise Lost(reason)
@@ -265,6 +270,51 @@ def test_a_request_that_ends_every_engine_is_stopped_after_two(llms, caplog):
 
     run(llms, lose)
     assert "ended the engines engine 0, engine 1 without a new token; it is stopped" in caplog.text
+
+
+def test_an_engine_of_another_identity_goes_on_only_before_the_answer_has_begun(llms):
+    case = CASES["drawn stream"]
+
+    async def refuse(engines: Engines) -> None:
+        keeper = Keeper("tiny")
+        expected = await engines.answer(keeper, case)
+        answer = await engines.answer(keeper, case, [9], identities=["tiny", "other", "other"])
+        assert answer.body == expected.body
+        assert answer.attempts == 4
+        assert 'reason="ended"} 1.0' in keeper.page()  # those that refused did not go on
+        answer = await engines.answer(keeper, case, [1], identities=["other"])
+        assert (answer.body, answer.attempts) == (expected.body, 2)
+
+    run(llms, refuse)
+
+
+def test_the_template_the_tokenizer_and_the_parser_are_a_part_of_an_identity(llms):
+    llm = llms[0]
+    plain = identity(llm, Options("a"))
+    assert plain == identity(llm, Options("b", api_key="secret", max_queue=3))
+    assert plain != identity(llm, Options("a", tool_call_parser="hermes"))
+    tokenizer = llm.get_tokenizer()
+    for change in ({"chat_template": "{{ messages }}"}, {"eos_token_ids": (5,)}):
+        changed = SimpleNamespace(
+            engine=llm.engine, get_tokenizer=lambda change=change: replace(tokenizer, **change)
+        )
+        assert plain != identity(changed, Options("a"))
+
+
+def test_tokens_of_a_whole_answer_travel_together_but_not_for_long(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(continuation.time, "monotonic", lambda: now[0])
+    sent: list[int] = []
+    call = continuation.Call(ORIGIN, lambda message: sent.append(len(message["tokens"])))
+    token = continuation.Delta(0, 0, "a", 7, None, None, None, 0)
+    for _ in range(33):
+        call.note(token, at_once=False)
+    assert sent == [32]
+    now[0] = 1.0
+    call.note(token, at_once=False)
+    assert sent == [32, 2]
+    call.note(token, at_once=True)
+    assert sent == [32, 2, 1]
 
 
 def test_an_engine_that_fails_is_lost(llms, monkeypatch):

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedjax.server import supervisor
+from pagedjax.server.app import Options
+from pagedjax.server.supervisor import Supervisor
+from tests.server import fake_engine
 from tests.server.support import SIZES, start_server, wait_until
 
 STREAM = {"model": "llama", "temperature": 1.0, "ignore_eos": True, "stream": True}
@@ -114,6 +117,74 @@ def test_the_engine_ends_with_the_process_that_started_it(tiny_folder):
         process.kill()
         process.wait()
         wait_until(lambda: not Path(f"/proc/{pid}").exists(), 30)
+
+
+@pytest.fixture
+def front(monkeypatch) -> Callable[..., Supervisor]:
+    """A supervisor of fake processes, whose behaviours are given."""
+    monkeypatch.setattr(supervisor, "run_engine", fake_engine.run)
+    return lambda *behaviours, restarts=1: Supervisor(fake_engine.Plan(behaviours), restarts)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "answerers", "reason"),
+    [
+        ("is silent", {b"process 0", b"process 1"}, "answered nothing for 0.5 s"),
+        ("has a long step", {b"process 0", b"process 1"}, "has a step of more than 600 s"),
+        ("has failed", {b"process 0", b"process 1"}, "has an engine that failed"),
+        ("ends while it answers", {b"process 1"}, "ended with status 9"),
+    ],
+)
+def test_a_process_that_is_lost_is_started_again(
+    front, monkeypatch, caplog, behaviour, answerers, reason
+):
+    """The next one answers the request that it had, and later ones."""
+    if behaviour == "is silent":
+        monkeypatch.setattr(supervisor, "SILENT_SECONDS", 0.5)
+        monkeypatch.setattr(supervisor, "PULSE_SECONDS", 0.5)
+
+    async def ask(processes: Supervisor) -> list[bytes]:
+        transport = httpx.ASGITransport(supervisor.create_front(processes, Options("tiny")))
+        async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
+            watching = asyncio.create_task(processes.watch())
+            answers = []
+            while b"process 1" not in answers:
+                answers.append((await client.post("/v1/completions", timeout=60)).content)
+            await watching
+            assert (await client.get("/health")).status_code == 503
+        return answers
+
+    processes = front(behaviour, "fails after an answer")
+    try:
+        assert asyncio.run(processes.start())
+        answers = asyncio.run(ask(processes))
+    finally:
+        processes.close()
+    assert set(answers) <= answerers
+    assert f"the engine's process {reason}; it is started again (1 of 1" in caplog.text
+    assert "an engine that failed; the engine ended 2 times in a row and is not" in caplog.text
+    assert processes.exit_status == 1
+
+
+def test_a_process_that_does_not_load_at_first_is_not_started_again(front):
+    processes = front("does not load")
+    assert not asyncio.run(processes.start())
+    assert processes.exit_status == 3
+    processes.close()
+
+
+def test_a_stop_while_the_engine_loads_ends_it(front):
+    processes = front("loads for ever")
+
+    async def stop_soon() -> bool:
+        starting = asyncio.create_task(processes.start())
+        await asyncio.sleep(0.2)
+        processes.stop()
+        return await starting
+
+    assert not asyncio.run(stop_soon())
+    assert processes.exit_status == 0
+    processes.close()
 
 
 @given(

@@ -82,7 +82,7 @@ def create_ingress(options: ClusterOptions, replicas: DeploymentHandle) -> ASGIA
     async def present() -> Response:
         """The names of the replicas that are present, and whether they are healthy."""
         healthy = await ingress.healthy()
-        names = await ingress.present()
+        names = sorted({*await ingress.present(), *LINK.avoided})
         data = [{"name": name, "healthy": name in healthy} for name in names]
         return JSONResponse({"object": "list", "data": data})
 
@@ -324,8 +324,8 @@ class Ingress:
         target: str | None,
         avoided: Avoided,
     ) -> _ReplicaCall:
-        """Call a replica: `target`, or one that the router chooses; if some are avoided, another
-        one of those that are present.
+        """Call a replica: `target`, or one that the router chooses, which is none of `avoided` if
+        there is another one.
 
         Raises:
             Unanswered: no other replica is present.
@@ -336,10 +336,7 @@ class Ingress:
             raise Unanswered(ENDED)
         request = None
         if routed is not None:
-            if names and others:
-                target = others[0]
-            else:
-                request = routed._replace(request_id=uuid.uuid4().hex)
+            request = routed._replace(request_id=uuid.uuid4().hex, avoids=tuple(sorted(names)))
         handle = self._replicas.options(stream=True).answer
         # Serve takes two calls of one HTTP request for one, which its context says
         answer = contextvars.Context().run(

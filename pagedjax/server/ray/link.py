@@ -29,12 +29,14 @@ class Link:
     """The two ends. Serve makes the router when the ingress first calls a replica.
 
     router: None before that.
+    avoided: replicas that do not answer, and get no requests. They have not left.
     left, drained: called, in the router's thread, when a replica has left, and when its time to
         drain is over.
     """
 
     def __init__(self) -> None:
         self.router: Router | None = None
+        self.avoided: frozenset[str] = frozenset()
         self.left: Callable[[str], None] = lambda name: None
         self.drained: Callable[[str], None] = lambda name: None
 
@@ -49,7 +51,8 @@ class Link:
         return None if routed is None else str(routed.replica)
 
     def avoid(self, names: frozenset[str]) -> None:
-        """Give these replicas, which do not answer, no requests. They have not left."""
+        """Give these replicas, which do not answer, no requests, until the next call."""
+        self.avoided = names
         if self.router is not None:
             self.router.avoid(names)
 

@@ -15,7 +15,7 @@ from starlette.types import Message, Scope
 from pagedjax.llm import LLM
 from pagedjax.routing import RouterRequest
 from pagedjax.server import exchange
-from pagedjax.server.app import create_app
+from pagedjax.server.app import create_app, identity
 from pagedjax.server.continuation import TAKEN, Origin
 from pagedjax.server.ray.options import ClusterOptions
 
@@ -50,7 +50,7 @@ class Replica:
         if options.record is not None:
             path = Path(options.record)
             self.llm.engine.record(path.with_suffix(f".{self.name}{path.suffix}"), times=True)
-        self.identity = self.llm.engine.identity
+        self.identity = identity(self.llm, options.of_replica())
         self._step_seconds = options.step_seconds
         self.app = create_app(self.llm, options.of_replica())
         self.app.state.worker.start()
