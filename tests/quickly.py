@@ -14,6 +14,13 @@ import pagedjax.llm  # noqa: F401  (modules whose functions `quick_compiler` rep
 from pagedjax.commands.cli import main
 from tests import quick_compiler
 
-if __name__ == "__main__":
+
+def compile_quickly() -> None:
+    """Compile the engines of this process quickly, from now on."""
+    quick_compiler.choose_emitters()
     quick_compiler.choose(True)
+
+
+if __name__ == "__main__":
+    compile_quickly()
     sys.exit(main())

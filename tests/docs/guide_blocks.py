@@ -96,11 +96,14 @@ def write(block: Block, folder: Path) -> None:
 
 def shell(source: str) -> subprocess.CompletedProcess[str]:
     """Runs commands where `python` and `pagedjax` are those of this interpreter and this
-    repository.
+    repository; engines are compiled quickly.
     """
     python = f'"{sys.executable}"'
     words = re.sub(
-        r"^((?:\w+=\S+ )*)pagedjax(?= )", rf"\1{python} -m pagedjax", source, flags=re.MULTILINE
+        r"^((?:\w+=\S+ )*)pagedjax(?= )",
+        rf"\1{python} -m tests.quickly",
+        source,
+        flags=re.MULTILINE,
     )
     words = re.sub(r"^((?:\w+=\S+ )*)python(?= )", rf"\1{python}", words, flags=re.MULTILINE)
     return subprocess.run(["bash", "-euc", words], capture_output=True, text=True, timeout=500)
@@ -159,5 +162,8 @@ def run(path: Path) -> None:
 
 
 if __name__ == "__main__":
+    from tests import quickly
+
+    quickly.compile_quickly()
     sys.path.insert(0, "")  # files that the page writes can be imported
     run(Path(sys.argv[1]))
