@@ -19,7 +19,7 @@ from pagedjax.server import continuation, exchange
 from pagedjax.server.app import Options, create_app, identity
 from pagedjax.server.continuation import TAKEN, Origin
 from pagedjax.server.errors import ApiError
-from pagedjax.server.relay import Avoided, Keeper, Lost
+from pagedjax.server.relay import Avoided, Keeper, Lost, Unanswered
 from tests.engine.runs import check_idle
 from tests.server.support import GREEDY, server_llm
 
@@ -270,6 +270,41 @@ def test_a_request_that_ends_every_engine_is_stopped_after_two(llms, caplog):
 
     run(llms, lose)
     assert "ended the engines engine 0, engine 1 without a new token; it is stopped" in caplog.text
+
+
+@pytest.mark.parametrize("messages", [1, 9])
+def test_a_lost_request_that_no_engine_takes_in_time_is_answered_503(llms, messages):
+    path, body = CASES["drawn stream"]
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def lose(engines: Engines) -> None:
+        async def ask(origin: Origin, avoided: Avoided) -> AsyncIterator[list[Any]]:
+            if origin.taken:
+                raise Unanswered("no replica was ready within 5 s", "no_replica", 10)
+            left = messages
+            async with aclosing(engines.ask(path, body, origin, 0)) as answer:
+                async for batch in answer:
+                    if left == 0:
+                        raise Lost("ended")
+                    yield batch
+                    left -= 1
+
+        keeper = Keeper("tiny")
+        if messages == 1:
+            with pytest.raises(ApiError, match="no replica was ready within 5 s"):
+                await keeper.relay(ask, send, ORIGIN)
+            assert not sent
+        else:
+            await keeper.relay(ask, send, ORIGIN)
+            *_, event, end, _ = b"".join(part["body"] for part in sent[1:]).split(b"\n\n")
+            assert b'"code":"no_replica"' in event
+            assert end == b"data: [DONE]"
+        assert 'requests_not_continued_total{code="no_replica"' in keeper.page()
+
+    run(llms, lose)
 
 
 def test_an_engine_of_another_identity_goes_on_only_before_the_answer_has_begun(llms):
