@@ -6,6 +6,7 @@ the same sizes.
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pagedjax.engine.kept_programs
@@ -14,11 +15,17 @@ import pagedjax.llm  # noqa: F401  (modules whose functions `quick_compiler` rep
 from pagedjax.commands.cli import main
 from tests import quick_compiler
 
+OPTIMISED = "PAGEDJAX_TESTS_OPTIMISED"
+
 
 def compile_quickly() -> None:
-    """Compile the engines of this process quickly, from now on."""
-    quick_compiler.choose_emitters()
-    quick_compiler.choose(True)
+    """Compile the engines of this process quickly, from now on: each program when a step needs it,
+    and with few optimisations, except with OPTIMISED in the environment.
+    """
+    quick = OPTIMISED not in os.environ
+    if quick:
+        quick_compiler.choose_emitters()
+    quick_compiler.choose(quick)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,15 @@ from experiments.core import config, metrics
 from pagedjax.commands import experiments
 from tests.docs import guide_blocks
 from tests.docs.guide_blocks import Block, Mistake, blocks, matches, mistakes
+from tests.quickly import OPTIMISED
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "guides"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "index.md")
 IDS = [path.stem for path in PAGES]
 SECTIONS = ["How to see that it worked", "Usual mistakes", "Read more"]
+# Guides whose engines are compiled as those of users.
+COMPARING_BITS = ("same_bits", "train_with_the_engine")
 # Words of a shell that this repository does not have.
 FOREIGN = {"pip", "curl", "export", "ray", "serve", "kill", "echo", "cat", "cp", "mkdir", "openssl"}
 
@@ -95,6 +98,8 @@ def test_commands_and_configs_of_a_guide_are_read_by_the_real_readers(path: Path
 def test_a_guide_runs(path: Path, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     variables = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
+    if path.stem in COMPARING_BITS:
+        variables[OPTIMISED] = "1"
     command = [sys.executable, str(ROOT / "tests" / "docs" / "guide_blocks.py"), str(path)]
     child = subprocess.run(
         command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=900
