@@ -7,10 +7,10 @@
 lost, another one is asked, with the tokens so far. It makes the same bytes from the beginning, and
 the client gets those that it does not have yet.
 
-A request that ends engines must not end all of them. If two engines in a row end without a new
-token of the request in between, it is stopped. If other requests were lost with it both times,
-nobody knows which of them did it. Then they go on one at a time, and the one that ends the next
-engine is stopped.
+A request that ends engines must not end all of them. If it was alone on two engines that ended
+without a new token of it in between, it is stopped. If other requests were lost with it, nobody
+knows which of them did it. Then those that have lost two engines go on one at a time, and one that
+has lost four is stopped.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ STOPPED = (
     "{engines} engines ended while they computed this request, without a new token of it in "
     "between; it is not tried again"
 )
+ALONE = 2  # engines that a request may end alone
+BESIDE_OTHERS = 4  # engines that may end while a request is one of those that they have
 MAX_LOSSES = 60  # in a row, without a new token; with the pauses between them about a minute
 DIFFERS = "another engine gave another answer than the client has begun to read"
 log = logging.getLogger("pagedjax.server")
@@ -146,14 +148,9 @@ class Keeper:
         """The metrics in Prometheus's text format."""
         return prometheus.generate_latest(self.registry).decode()
 
-    def suspects_beside(self, relay: _Relay) -> list[_Relay]:
-        """The other requests that were in both engines that this one lost last."""
-        both = set(relay.barren[-2:])
-        return [
-            other
-            for other in self.relays
-            if other is not relay and both <= {*other.barren, other.engine}
-        ]
+    def is_alone(self, relay: _Relay) -> bool:
+        """Whether no other request has the engine that this one has."""
+        return all(other is relay or other.engine != relay.engine for other in self.relays)
 
     def count(self, reason: str) -> None:
         self._continued.labels(self._model, reason).inc()
@@ -167,6 +164,7 @@ class _Relay:
 
     engine: the name of the one that has it now, or had it last.
     barren: the engines that were lost to it since its last new token.
+    ended_alone: how many of these had no other request.
     """
 
     def __init__(self, keeper: Keeper, ask: Ask, send: Send, origin: Origin) -> None:
@@ -186,13 +184,14 @@ class _Relay:
         self._refusing: list[str] = []  # engines with other weights
         self._identity = ""  # of the engines that made the tokens
         self._last_message = 0.0  # time.perf_counter
-        self._alone = False  # it holds `one_at_a_time`
+        self._has_turn = False  # it holds `one_at_a_time`
         self._is_taken = False  # by the engine that was asked last
         self._lost_because = ""  # why the engine before was lost; "" as soon as another one goes on
         self._num_losses = 0  # in a row, without a new token
         self._failed: list[str] = []  # engines that said themselves that they have ended
         self.engine: str | None = None
         self.barren: list[str] = []
+        self.ended_alone = 0
 
     @property
     def key(self) -> str:
@@ -216,7 +215,7 @@ class _Relay:
             await asyncio.sleep(min(1.0, 0.05 * self._num_losses))
             if len(self.barren) >= 2:
                 await self._keeper.one_at_a_time.acquire()
-                self._alone = True
+                self._has_turn = True
 
     async def _pass_on(self) -> None:
         """Send the messages of one engine that the client does not have yet."""
@@ -298,6 +297,7 @@ class _Relay:
         if self._num_tokens > self._most_tokens:  # after a new beginning, none is new for a while
             self._most_tokens = self._num_tokens
             self.barren = []
+            self.ended_alone = 0
             self._num_losses = 0
             self._free_turn()
         if self._too_large:
@@ -335,9 +335,8 @@ class _Relay:
             raise Unanswered(ENDED)
         if loss.suspicious and self._is_taken and engine not in self.barren:
             self.barren.append(engine)
-            if len(self.barren) >= 3 and self._alone:
-                self._stop(place)
-            if len(self.barren) == 2 and not self._keeper.suspects_beside(self):
+            self.ended_alone += self._keeper.is_alone(self)
+            if self.ended_alone >= ALONE or len(self.barren) >= BESIDE_OTHERS:
                 self._stop(place)
         self._lost_because = loss.reason
         log.warning("%s: %s; another engine is asked", place, loss.reason)
@@ -363,8 +362,8 @@ class _Relay:
             self._free_turn()
 
     def _free_turn(self) -> None:
-        if self._alone:
-            self._alone = False
+        if self._has_turn:
+            self._has_turn = False
             self._keeper.one_at_a_time.release()
 
     async def end(self, error: Unanswered) -> None:

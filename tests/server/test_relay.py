@@ -19,7 +19,7 @@ from pagedjax.server import continuation, exchange
 from pagedjax.server.app import Options, create_app, identity
 from pagedjax.server.continuation import TAKEN, Origin
 from pagedjax.server.errors import ApiError
-from pagedjax.server.relay import Avoided, Keeper, Lost, Unanswered
+from pagedjax.server.relay import BESIDE_OTHERS, Ask, Avoided, Keeper, Lost, Unanswered
 from tests.engine.runs import check_idle
 from tests.server.support import GREEDY, server_llm
 
@@ -350,6 +350,60 @@ def test_tokens_of_a_whole_answer_travel_together_but_not_for_long(monkeypatch):
     assert sent == [32, 2]
     call.note(token, at_once=True)
     assert sent == [32, 2, 1]
+
+
+def test_a_request_that_ends_engines_is_stopped_and_those_beside_it_are_answered(llms):
+    case = CASES["drawn stream"]
+
+    async def lose(engines: Engines) -> None:
+        keeper = Keeper("tiny")
+        expected = await engines.answer(keeper, case)
+        lost: set[int] = set()
+        engine = 0
+        count = 0  # requests that this engine was asked for
+        has_all = asyncio.Event()
+
+        def ask_of(ends_it: bool) -> Ask:
+            async def ask(origin: Origin, avoided: Avoided) -> AsyncIterator[list[Any]]:
+                nonlocal engine, count, has_all
+                own = engine
+                count += 1
+                together = has_all
+                if count == 3:
+                    together.set()
+                async with aclosing(engines.ask(*case, origin, own)) as answer:
+                    async for messages in answer:
+                        if own in lost:
+                            raise Lost("ended")
+                        yield messages
+                        if len(lost) < 2:  # at first, all have the same engine
+                            await together.wait()
+                        if ends_it:
+                            lost.add(own)
+                            engine = own + 1
+                            count = 0
+                            has_all = asyncio.Event()
+
+            return ask
+
+        async def body_of(ends_it: bool) -> bytes:
+            sent: list[Any] = []
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            await keeper.relay(ask_of(ends_it), send, ORIGIN)
+            return b"".join(message["body"] for message in sent[1:])
+
+        poison, *others = await asyncio.gather(
+            body_of(True), body_of(False), body_of(False), return_exceptions=True
+        )
+        assert isinstance(poison, ApiError)
+        assert poison.code == "request_stopped"
+        assert others == [expected.body, expected.body]
+        assert len(lost) <= BESIDE_OTHERS
+
+    run(llms, lose)
 
 
 def test_an_engine_that_fails_is_lost(llms, monkeypatch):
