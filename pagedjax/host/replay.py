@@ -263,7 +263,10 @@ def _advance(
             return scheduler.submit(state, request), Submit(request)
         case "schedule":
             offered = body.get("offered", {})
-            state, plan = scheduler.schedule(state, policy, offered)
+            now = body.get("now")
+            if now is not None and not _is_time(now):
+                raise ValueError(f"now is {now!r}; it must be a number of seconds, 0 or more")
+            state, plan = scheduler.schedule(state, policy, offered, now)
             return state, Schedule(plan, offered)
         case "commit":
             return _commit(state, plan, body)

@@ -1,0 +1,90 @@
+"""Scheduling policies as values of pure functions. A new policy is a new value, not a flag.
+
+policy.py has the type `Policy`, basic.py the policies without memory, and each other file a policy
+with memory, its paper, its bound, and why every request ends under it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagedjax.host.policies.basic import (
+    FAIR,
+    FCFS,
+    LONGEST_PREFIX,
+    PRIORITY,
+    RATE,
+    SHORTEST,
+    STATIC,
+    WINDOW,
+)
+from pagedjax.host.policies.policy import (
+    ARGUMENTS,
+    Cached,
+    Policy,
+    arguments_of,
+    by_key,
+    called,
+    decision,
+    with_memory,
+)
+from pagedjax.options.config import one_of
+from pagedjax.options.own_values import check_call, named
+
+__all__ = [
+    "ARGUMENTS",
+    "FAIR",
+    "FCFS",
+    "LONGEST_PREFIX",
+    "POLICIES",
+    "PRIORITY",
+    "RATE",
+    "SHORTEST",
+    "STATIC",
+    "WINDOW",
+    "Cached",
+    "Policy",
+    "by_key",
+    "called",
+    "decision",
+    "find",
+    "shipped",
+    "with_memory",
+]
+
+POLICIES = {
+    policy.name: policy for policy in (FCFS, PRIORITY, SHORTEST, FAIR, LONGEST_PREFIX, STATIC)
+}
+
+
+def find(name: Any) -> Policy:
+    """The policy of that name. "module:NAME" or "folder/file.py:NAME" is a policy of the user, in
+    that module or file, with parameters as in a mapping {"name": "mine.py:aged", "worth": 64}; a
+    `Policy` is itself.
+
+    Raises:
+        ValueError: no such policy, module, file or value; a value that is no policy; a function of
+            it that takes other arguments, or that needs a memory where there is none.
+    """
+    policy = named("policy", name, Policy, POLICIES)
+    if policy not in POLICIES.values():
+        for function, (count, usage) in arguments_of(policy).items():
+            start = f"policy {getattr(name, 'name', name)!r}: its {function}"
+            check_call(start, getattr(policy, function), count, usage)
+    return policy
+
+
+def shipped(policy: Policy | str) -> Policy:
+    """The policy, which may be given by the name of a shipped one.
+
+    Raises:
+        ValueError: there is no such name. A policy of a user's own is found once, by `find`.
+    """
+    if not isinstance(policy, str):
+        return policy
+    if policy not in POLICIES and ":" in policy:
+        raise ValueError(
+            f"policy is {policy!r}; give the value that pagedjax.policies.find({policy!r}) returns"
+        )
+    one_of("policy", policy, tuple(POLICIES))
+    return POLICIES[policy]
