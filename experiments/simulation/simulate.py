@@ -367,8 +367,8 @@ class SimulatedEngine:
         started = self.now
         guesses = self._guess()
         num_drafts = {name: guess.drafts for name, guess in guesses.items()}
-        state, plan = scheduler.schedule(self.scheduler_state, self._policy, num_drafts)
-        if not plan.seqs and not plan.preempted:
+        state, plan = scheduler.schedule(self.scheduler_state, self._policy, num_drafts, started)
+        if not (plan.seqs or plan.preempted or plan.rejected):
             return None
         ended_contexts = self._batch.contexts
         padded = self._padded(plan.num_tokens + len(ended_contexts))
@@ -437,6 +437,8 @@ class SimulatedEngine:
         if self._recorder:
             return None
         if self._drafting or self._simulate.whole_batches or not self._simulate.kv_cache:
+            return None
+        if self._policy.init is not None:
             return None
         steps = min(decode_spans.steps_ahead(self.scheduler_state, self._ends), MOST_AHEAD)
         if steps < 2:

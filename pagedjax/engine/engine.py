@@ -560,4 +560,6 @@ class Engine:
     def _restart_scheduler(self) -> None:
         """A replay counts arrivals from zero, and predicted steps know sequences by arrival."""
         empty = scheduler.init(self.scheduler_state.config)
-        self._state = self._state._replace(scheduler=empty, ahead=Lookahead())
+        self._state = self._state._replace(
+            scheduler=empty, ahead=Lookahead(), began=time.perf_counter()
+        )

@@ -23,6 +23,9 @@ class Preemptions(NamedTuple):
     swap_out: Pairs = ()  # (device block, host block)
 
 
+NO_PREEMPTIONS = Preemptions()
+
+
 def preempt(
     state: SchedulerState, policy: Policy, earlier: Preemptions
 ) -> tuple[SchedulerState, Preemptions]:
@@ -40,7 +43,7 @@ def evict(
     state: SchedulerState, policy: Policy, request_ids: Iterable[str]
 ) -> tuple[SchedulerState, Preemptions]:
     """Stops running sequences, each with its whole group -> (state, preemptions)."""
-    preemptions = Preemptions()
+    preemptions = NO_PREEMPTIONS
     for request_id in request_ids:
         candidates = current(*state.running)
         seq = next((seq for seq in candidates if seq.request_id == request_id), None)

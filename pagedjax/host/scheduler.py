@@ -67,7 +67,7 @@ from pagedjax.host.blocks import BlockPool
 from pagedjax.host.drafts import Sample, accepted, cut_at_the_end, flat, give_back, grant
 from pagedjax.host.handover import adopt, has_room, release
 from pagedjax.host.policies import Policy, shipped, with_memory
-from pagedjax.host.preemption import Pairs, Preemptions, evict, preempt
+from pagedjax.host.preemption import NO_PREEMPTIONS, Pairs, Preemptions, evict, preempt
 from pagedjax.host.request_limits import Rejected, final_length, with_ids
 from pagedjax.host.state import SchedulerConfig, SchedulerState, check, running, with_news
 from pagedjax.host.types import (
@@ -248,7 +248,7 @@ class Beginning(NamedTuple):
     """
 
     rejected: tuple[str, ...] = ()
-    evictions: Preemptions = Preemptions()
+    evictions: Preemptions = NO_PREEMPTIONS
     now: float | None = None
 
 
@@ -278,7 +278,7 @@ def begin_step(
 
 
 def make_room(
-    state: SchedulerState, policy: Policy, evictions: Preemptions = Beginning().evictions
+    state: SchedulerState, policy: Policy, evictions: Preemptions = NO_PREEMPTIONS
 ) -> tuple[SchedulerState, Pairs, Preemptions]:
     """Gives a block to each decode whose last block is full or must be copied. Sequences are
     preempted until the blocks suffice (rule 5).

@@ -44,7 +44,19 @@ if TYPE_CHECKING:
 else:  # the command line reads the choices
     WeightDType = Literal[(*get_args(DType), *STORED_FORMATS)]
 CacheDType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
-PolicyName = Literal["fcfs", "priority", "shortest", "fair", "longest_prefix", "static"]
+PolicyName = Literal[
+    "fcfs",
+    "priority",
+    "shortest",
+    "fair",
+    "longest_prefix",
+    "static",
+    "vtc",
+    "mlfq",
+    "srtf",
+    "deadline",
+    "early_rejection",
+]
 KVPolicyName = Literal["full", "streaming", "quest"]
 Reservation = Literal["none", "oracle", "pow2", "max"]
 Preemption = Literal["recompute", "swap"]

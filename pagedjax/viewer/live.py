@@ -160,8 +160,9 @@ class Live:
             started, finished = (round(max(0.0, at - self._began), 6) for at in record.times)
             # the scheduler is pure: planning again from `before` gives the cache as it was while
             # the step ran
-            running, _ = scheduler.schedule(record.before, self._policy, offered(record.plan))
-            reasons = why_waiting(record.before, self._policy)
+            now = record.plan.now
+            running, _ = scheduler.schedule(record.before, self._policy, offered(record.plan), now)
+            reasons = why_waiting(record.before, self._policy, now)
             fold = frames.scheduled(fold, running, record.plan, reasons, started)
             fold, frame = frames.committed(fold, record.after, record.events, finished)
             self._append(frame)

@@ -18,6 +18,9 @@ from pagedjax.host.policies.basic import (
     STATIC,
     WINDOW,
 )
+from pagedjax.host.policies.deadline import DEADLINE, deadline
+from pagedjax.host.policies.early_rejection import EARLY_REJECTION, early_rejection
+from pagedjax.host.policies.mlfq import MLFQ, mlfq
 from pagedjax.host.policies.policy import (
     ARGUMENTS,
     Cached,
@@ -28,32 +31,57 @@ from pagedjax.host.policies.policy import (
     decision,
     with_memory,
 )
+from pagedjax.host.policies.srtf import SRTF, srtf
+from pagedjax.host.policies.vtc import VTC, vtc
 from pagedjax.options.config import one_of
 from pagedjax.options.own_values import check_call, named
 
 __all__ = [
     "ARGUMENTS",
+    "DEADLINE",
+    "EARLY_REJECTION",
     "FAIR",
     "FCFS",
     "LONGEST_PREFIX",
+    "MLFQ",
     "POLICIES",
     "PRIORITY",
     "RATE",
     "SHORTEST",
+    "SRTF",
     "STATIC",
+    "VTC",
     "WINDOW",
     "Cached",
     "Policy",
     "by_key",
     "called",
+    "deadline",
     "decision",
+    "early_rejection",
     "find",
+    "mlfq",
     "shipped",
+    "srtf",
+    "vtc",
     "with_memory",
 ]
 
 POLICIES = {
-    policy.name: policy for policy in (FCFS, PRIORITY, SHORTEST, FAIR, LONGEST_PREFIX, STATIC)
+    policy.name: policy
+    for policy in (
+        FCFS,
+        PRIORITY,
+        SHORTEST,
+        FAIR,
+        LONGEST_PREFIX,
+        STATIC,
+        VTC,
+        MLFQ,
+        SRTF,
+        DEADLINE,
+        EARLY_REJECTION,
+    )
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from pagedjax.host.types import PolicyEvent, Row, Running, Seq
@@ -174,6 +174,20 @@ def decision(policy: Policy, function: str, *arguments: Any) -> bool:
     if isinstance(result, bool):
         return result
     return true_or_false(f"{function} of the policy {policy.name!r}", result)
+
+
+def name_with(name: str, *parameters: tuple[Any, Any, str]) -> str:
+    """The name of a shipped policy with its parameters, such as "vtc(output_weight=4.0)".
+
+    Args:
+        parameters: (value, default, name) of each. Those that have their default are left out.
+    """
+    texts = [
+        f"{key}={value!r}"
+        for value, default, key in sorted(parameters, key=itemgetter(2))
+        if value != default
+    ]
+    return f"{name}({', '.join(texts)})" if texts else name
 
 
 def by_key(name: str, key: Callable[[Seq], float]) -> Policy:
