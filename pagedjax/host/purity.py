@@ -60,7 +60,11 @@ def check(policy: Policy) -> None:
         ValueError: a function returns what it must not.
     """
     functions = {
-        name: called_twice(getattr(policy, name), f"{name} of the policy {policy.name!r}")
+        name: called_twice(
+            getattr(policy, name),
+            f"{name} of the policy {policy.name!r}",
+            as_tuple=name not in ("init", "observe"),
+        )
         for name in arguments_of(policy)
     }
     for name in ("init", "observe"):
