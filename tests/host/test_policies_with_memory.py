@@ -179,7 +179,9 @@ def test_a_recording_with_parameters_that_no_policy_has_is_refused(tmp_path: Pat
     config = SchedulerConfig(2, 12, 8, 3, 16)
     own = "pagedjax.policies:vtc(speed=1)"
     Recorder(path, config, "vtc(speed=1)", own_policy=own).close()
-    with pytest.raises(ReplayError, match="line 1 names the policy .*speed is no parameter of vtc"):
+    with pytest.raises(
+        ReplayError, match=r"line 1 names the policy .*speed is no parameter of vtc"
+    ):
         verify(path)
 
 

@@ -17,7 +17,7 @@ before it is urgent, or it runs and advances. When it is urgent, it is the first
 everything that is not urgent is evicted for it, and `preempt` takes it last. The urgent ones that
 run end or are preempted. By induction each request becomes the oldest.
 
-A request without a prediction is an error (`Seq.predicted`).
+A request without a prediction counts as `default` tokens; without a default it is an error.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Waits(NamedTuple):
 
 
 def srtf(
-    patience: Annotated[int, Integers(1)] = 256, margin: Annotated[int, Integers(1)] = 16
+    patience: Annotated[int, Integers(1)] = 256,
+    margin: Annotated[int, Integers(1)] = 16,
+    default: int | None = None,
 ) -> Policy:
     """The policy.
 
@@ -71,12 +73,25 @@ def srtf(
         patience: steps that a sequence waits in all before it is urgent.
         margin: tokens that a running sequence has left beyond those of the one that it makes way
             for. What it has computed may have to be computed again.
+        default: the tokens of a request without a prediction; None: such a request is an error.
     """
-    return _policy(patience, margin)
+    return _policy(patience, margin, default)
 
 
 @cache
-def _policy(patience: int, margin: int) -> Policy:
+def _policy(patience: int, margin: int, default: int | None) -> Policy:
+    def remaining(seq: Seq) -> int:
+        """Predicted output tokens that a sequence has not generated yet."""
+        missing = seq.request.predicted is None and default is not None
+        tokens = default if missing else seq.predicted
+        return max(0, tokens - seq.num_output)
+
+    def rank(memory: Waits, seq: Seq) -> tuple[bool, int, int]:
+        """The place of a sequence: the smaller, the sooner it runs."""
+        if seq.request_id in memory.urgent:
+            return False, 0, seq.arrival
+        return True, remaining(seq), seq.arrival
+
     def observe(memory: Waits, events: Sequence[PolicyEvent], now: None) -> Waits:
         step = memory.step + 1
         waits = memory.waits.mutate()
@@ -121,22 +136,15 @@ def _policy(patience: int, margin: int) -> Policy:
 
         return make_way(first, running.seqs, lambda seq: rank(memory, seq), evictable)
 
-    name = name_with("srtf", (patience, 256, "patience"), (margin, 16, "margin"))
+    name = name_with(
+        "srtf",
+        (patience, 256, "patience"),
+        (margin, 16, "margin"),
+        (default, None, "default"),
+    )
     return Policy(
         name, order, preempt=preempt, init=Waits, observe=observe, evict=evict, show=shown
     )
-
-
-def remaining(seq: Seq) -> int:
-    """Predicted output tokens that a sequence has not generated yet."""
-    return max(0, seq.predicted - seq.num_output)
-
-
-def rank(memory: Waits, seq: Seq) -> tuple[bool, int, int]:
-    """The place of a sequence: the smaller, the sooner it runs."""
-    if seq.request_id in memory.urgent:
-        return False, 0, seq.arrival
-    return True, remaining(seq), seq.arrival
 
 
 def shown(memory: Waits) -> str:
