@@ -270,7 +270,7 @@ def begin_step(
     rejected: list[str] = []
     for request_id in policy_memory.rejected(state, policy):
         state, events = cancel(state, request_id, "rejected")
-        rejected += [event.request_id for event in events]
+        rejected += [event.request_id for event in events if isinstance(event, Finished)]
     evicted = policy_memory.evicted(state, policy)
     bound = with_memory(policy, state.memory)
     state, evictions = evict(state, bound, evicted)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from immutables import Map
 
@@ -58,7 +58,8 @@ class SchedulerState(NamedTuple):
     ids: Map[str, None]
     # stop tokens of all unfinished requests, and perhaps of finished ones
     stops: frozenset[int] = frozenset()
-    memory: Hashable = None  # of a policy with memory (policy_memory.py)
+    # of a policy with memory (policy_memory.py): an immutable value that can be hashed
+    memory: Any = None
     # what happened since the policy observed last; None: no policy with memory has scheduled
     news: tuple[PolicyEvent, ...] | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -364,7 +364,7 @@ def random_policy(seed: int) -> Policy:
         numbers = draw(memory, "reject")
         return [seq.request_id for seq in waiting if numbers.random() < 0.1]
 
-    def compose(memory: Any, rows: tuple[Row, ...], budget: int) -> list[int]:
+    def compose(memory: Any, rows: Sequence[Row], budget: int) -> list[int]:
         numbers = draw(memory, "compose")
         return [
             row.count if numbers.random() < 0.6 else numbers.randrange(row.count + 1)

@@ -103,7 +103,7 @@ def _policy(levels: int, quantum: int, ratio: int, prompt_work: float, patience:
             return job._replace(work=work)
         return job._replace(level=job.level + 1, work=0.0)
 
-    def observe(memory: Queues, events: Sequence[PolicyEvent], now: None) -> Queues:
+    def observe(memory: Queues, events: Sequence[PolicyEvent], now: float | None) -> Queues:
         step = memory.step + 1
         jobs = memory.jobs.mutate()
         for event in events:

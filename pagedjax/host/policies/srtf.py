@@ -82,9 +82,9 @@ def srtf(
 def _policy(patience: int, margin: int, default: int | None) -> Policy:
     def remaining(seq: Seq) -> int:
         """Predicted output tokens that a sequence has not generated yet."""
-        missing = seq.request.predicted is None and default is not None
-        tokens = default if missing else seq.predicted
-        return max(0, tokens - seq.num_output)
+        if seq.request.predicted is None and default is not None:
+            return max(0, default - seq.num_output)
+        return max(0, seq.predicted - seq.num_output)
 
     def rank(memory: Waits, seq: Seq) -> tuple[bool, int, int]:
         """The place of a sequence: the smaller, the sooner it runs."""
@@ -92,7 +92,7 @@ def _policy(patience: int, margin: int, default: int | None) -> Policy:
             return False, 0, seq.arrival
         return True, remaining(seq), seq.arrival
 
-    def observe(memory: Waits, events: Sequence[PolicyEvent], now: None) -> Waits:
+    def observe(memory: Waits, events: Sequence[PolicyEvent], now: float | None) -> Waits:
         step = memory.step + 1
         waits = memory.waits.mutate()
         urgent = set(memory.urgent)

@@ -102,7 +102,7 @@ def _policy(
 ) -> Policy:
     shares = dict(weights)
 
-    def observe(memory: Counters, events: Sequence[PolicyEvent], now: None) -> Counters:
+    def observe(memory: Counters, events: Sequence[PolicyEvent], now: float | None) -> Counters:
         for event in events:
             if isinstance(event, Submitted):
                 memory = lifted(memory, event.seq.request.user)
