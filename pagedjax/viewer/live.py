@@ -163,7 +163,8 @@ class Live:
             now = record.plan.now
             running, _ = scheduler.schedule(record.before, self._policy, offered(record.plan), now)
             reasons = why_waiting(record.before, self._policy, now)
-            fold = frames.scheduled(fold, running, record.plan, reasons, started)
+            memory = frames.memory_text(running, self._policy)
+            fold = frames.scheduled(fold, running, record.plan, reasons, started, memory)
             fold, frame = frames.committed(fold, record.after, record.events, finished)
             self._append(frame)
         if not fold.numbers and (fold.log or not fold.shown.rest):  # no request is left

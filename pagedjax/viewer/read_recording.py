@@ -99,7 +99,8 @@ def fold(
                 folded, frame = frames.committed(folded, folded.state, ())
                 yield frame
             reasons = why_waiting(before, policy, plan.now) if policy else frames.NO_REASONS
-            folded = frames.scheduled(folded, state, plan, reasons, at)
+            memory = frames.memory_text(state, policy) if policy else ""
+            folded = frames.scheduled(folded, state, plan, reasons, at, memory)
         elif kind == "commit":
             folded, frame = frames.committed(folded, state, events, at)
             yield frame
