@@ -1,4 +1,4 @@
-"""Policies, under their public name: of the scheduler (host/policies.py), and KV policies
+"""Policies, under their public name: of the scheduler (host/policies/), and KV policies
 (host/kv_policies.py).
 """
 

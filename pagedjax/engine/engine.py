@@ -158,7 +158,7 @@ class Engine:
         deadline: float | None = None,
     ) -> None:
         """Queue a request. `priority` and `user` matter to the policies of those names, see
-        host/policies.py.
+        host/policies/.
 
         The hidden states of a prompt with PoolingParams come in a `StepResult` under `request_id`.
 

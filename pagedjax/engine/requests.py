@@ -156,7 +156,7 @@ class EngineRequest(NamedTuple):
     """A request to an engine.
 
     names: ids of its sequences; the first one is the request's.
-    priority, user: they matter to the policies of those names (host/policies.py).
+    priority, user: they matter to the policies of those names (host/policies/).
     predicted: output tokens, for a policy that reads it.
     service_class, deadline: the name of its class, and the seconds after its arrival by which it
         should have ended, for a policy that reads them.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from pagedjax.host import scheduler
+from pagedjax.host import purity, scheduler
 from pagedjax.host.event_log import Commit, Recorder, Schedule, Submit
 from pagedjax.host.policies import (
     DEADLINE,
@@ -217,6 +217,20 @@ def test_a_shipped_policy_takes_parameters(given, name):
 def test_wrong_parameters_of_a_shipped_policy_are_refused(given, message):
     with refused(message):
         find(EngineConfig(policy=given).policy)
+
+
+def test_the_documented_policy_takes_turns_and_ends(documented_file):
+    path = documented_file("policies-with-memory.md", "round_robin.py")
+    policy = purity.find_pure(f"{path}:ROUND_ROBIN")
+    state = start(seqs=1)
+    for _ in range(3):
+        for user in "xxy":
+            state = scheduler.submit(state, ask(f"{user}{len(state.ids)}", 2, 2, user=user))
+    first: list[str] = []
+    while state.ids:
+        state, plan, _ = step(state, policy)
+        first += plan.admitted
+    assert "".join(name[0] for name in first) == "xyxyxyxxx"
 
 
 # --- vtc ------------------------------------------------------------------------------------------
