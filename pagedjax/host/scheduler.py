@@ -159,7 +159,8 @@ def submit(state: SchedulerState, request: Request) -> SchedulerState:
     seq = Seq(
         request, state.arrivals, limit, request.prompt_len, hashes=request.hashes, group=group
     )
-    state = with_news(state, (Submitted(state.step, seq),))
+    if state.news is not None:
+        state = with_news(state, (Submitted(state.step, seq),))
     return with_ids(state, request)._replace(waiting=(*state.waiting, seq))
 
 
@@ -182,8 +183,9 @@ def schedule(
             a timed policy gets no time.
         OwnError: a function of a user's own policy raised; names the file and the line.
     """
-    policy = shipped(policy)
-    beginning = Beginning()
+    if isinstance(policy, str):
+        policy = shipped(policy)
+    beginning = NO_BEGINNING
     if policy.init is not None:
         state, policy, beginning = begin_step(state, policy, now)
     evicted = beginning.evictions.preempted
@@ -250,6 +252,9 @@ class Beginning(NamedTuple):
     rejected: tuple[str, ...] = ()
     evictions: Preemptions = NO_PREEMPTIONS
     now: float | None = None
+
+
+NO_BEGINNING = Beginning()
 
 
 def begin_step(
@@ -563,7 +568,9 @@ def commit(
     events += beamed
     events += _verified(plan.step, rows, ended)
     events += _finished(plan.step, rows, ended)
-    return with_news(after, events[num_planned:]), tuple(events)
+    if after.news is not None:
+        after = with_news(after, events[num_planned:])
+    return after, tuple(events)
 
 
 class Rows(NamedTuple):

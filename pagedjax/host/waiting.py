@@ -17,8 +17,8 @@ from pagedjax.host.admission import Admission, Refusal, chunk_size, enter, group
 from pagedjax.host.policies import STATIC, Policy
 from pagedjax.host.policy_memory import composed
 from pagedjax.host.scheduler import (
+    NO_BEGINNING,
     Attempt,
-    Beginning,
     attempts,
     begin_admission,
     begin_step,
@@ -101,7 +101,7 @@ def why_waiting(
         ValueError: the policy's `order` returns something else than waiting sequences.
     """
     config = state.config
-    beginning = Beginning()
+    beginning = NO_BEGINNING
     if policy.init is not None:
         state, policy, beginning = begin_step(state, policy, now)
     before = state

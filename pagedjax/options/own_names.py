@@ -136,7 +136,8 @@ def name_in_one_line(field: str, value: Any) -> Any:
         raise ValueError(
             f"{field} is {name.text!r}, and no parameter can be called 'name'; rename it in the file"
         )
-    if field.endswith("policy") and name.attribute in SHIPPED_FUNCTIONS and not name.module:
+    is_policy = field.rpartition(".")[2] == "policy"
+    if is_policy and name.attribute in SHIPPED_FUNCTIONS and not name.module:
         name = name._replace(module="pagedjax.policies")
     if not name.module:
         raise ValueError(

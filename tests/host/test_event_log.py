@@ -433,7 +433,7 @@ def test_a_file_without_a_whole_line_is_an_error(tmp_path: Path, content: str):
         (
             1,
             '{"pagedjax_replay":2,"policy":"lifo"}',
-            "names the policy 'lifo'; known are fair, fcfs",
+            "names the policy 'lifo'; known are deadline, .*, fcfs",
         ),
         (1, '{"pagedjax_replay":2,"policy":"fcfs","config":{}}', "is a malformed header"),
         (1, header(reservation="pow3"), "is a malformed header: .*reservation is 'pow3'; it must"),

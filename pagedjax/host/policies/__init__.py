@@ -1,14 +1,18 @@
 """Scheduling policies as values of pure functions. A new policy is a new value, not a flag.
 
-policy.py has the type `Policy`, basic.py the policies without memory, and each other file a policy
-with memory, its paper, its bound, and why every request ends under it.
+policy.py has the type `Policy` and the policies without memory. Each other file has a policy with
+memory: its paper, its bound, and why every request ends under it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from pagedjax.host.policies.basic import (
+from pagedjax.host.policies.deadline import DEADLINE, deadline
+from pagedjax.host.policies.early_rejection import EARLY_REJECTION, early_rejection
+from pagedjax.host.policies.mlfq import MLFQ, mlfq
+from pagedjax.host.policies.policy import (
+    ARGUMENTS,
     FAIR,
     FCFS,
     LONGEST_PREFIX,
@@ -17,12 +21,6 @@ from pagedjax.host.policies.basic import (
     SHORTEST,
     STATIC,
     WINDOW,
-)
-from pagedjax.host.policies.deadline import DEADLINE, deadline
-from pagedjax.host.policies.early_rejection import EARLY_REJECTION, early_rejection
-from pagedjax.host.policies.mlfq import MLFQ, mlfq
-from pagedjax.host.policies.policy import (
-    ARGUMENTS,
     Cached,
     Policy,
     arguments_of,

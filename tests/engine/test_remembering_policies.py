@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from pagedjax import SamplingParams
+from pagedjax import BeamSearchParams, SamplingParams
 from pagedjax.engine import step as step_module
 from pagedjax.host.policies import Policy, deadline, early_rejection, mlfq, srtf, vtc
 from pagedjax.host.replay import verify
 from tests.engine.test_lookahead import make, play
+from tests.refusals import refused
 
 POLICIES = {
     policy.name.partition("(")[0]: policy
@@ -91,3 +92,21 @@ def test_a_failed_step_rolls_the_memory_back(with_policy, monkeypatch):
     assert type(after.news[-1]).__name__ == "Preempted"
     while engine.has_work:
         engine.step()
+
+
+def test_a_rejected_prompt_has_no_tokens_and_the_others_go_on(tiny_llm, monkeypatch):
+    def reject(memory, waiting):
+        return [seq.request_id for seq in waiting if seq.request.priority]
+
+    policy = Policy("mine", lambda memory, waiting, *_: waiting, init=int, reject=reject)
+    engine = tiny_llm.engine
+    monkeypatch.setattr(engine, "runtime", replace(engine.runtime, policy=policy))
+    params = SamplingParams(max_tokens=3, ignore_eos=True, n=2, temperature=1.0, seed=1)
+    outputs = tiny_llm.generate([[3, 4], [5, 6]], params, priority=[1, 0], use_tqdm=False)
+    branches = [[(len(b.token_ids), b.finish_reason) for b in out.outputs] for out in outputs]
+    assert branches == [[(0, "rejected")] * 2, [(3, "length")] * 2]
+    beams = BeamSearchParams(beam_width=2, max_tokens=3)
+    with refused("the policy rejected request .*; send it again later, or take a policy that rej"):
+        tiny_llm.generate([[3, 4]], beams, priority=1, use_tqdm=False)
+    assert not engine.has_work
+    engine.reset()
