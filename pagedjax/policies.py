@@ -1,33 +1,48 @@
-"""Policies, under their public name: of the scheduler (host/policies.py), and KV policies
+"""Policies, under their public name: of the scheduler (host/policies/), and KV policies
 (host/kv_policies.py).
 """
 
 from pagedjax.host.kv_policies import KVPolicy, TopBlocks, View, quest, streaming
 from pagedjax.host.policies import (
+    DEADLINE,
+    EARLY_REJECTION,
     FAIR,
     FCFS,
     LONGEST_PREFIX,
+    MLFQ,
     POLICIES,
     PRIORITY,
     RATE,
     SHORTEST,
+    SRTF,
     STATIC,
+    VTC,
     WINDOW,
     Cached,
     Policy,
     by_key,
+    deadline,
+    early_rejection,
     find,
+    mlfq,
+    srtf,
+    vtc,
 )
 
 __all__ = [
+    "DEADLINE",
+    "EARLY_REJECTION",
     "FAIR",
     "FCFS",
     "LONGEST_PREFIX",
+    "MLFQ",
     "POLICIES",
     "PRIORITY",
     "RATE",
     "SHORTEST",
+    "SRTF",
     "STATIC",
+    "VTC",
     "WINDOW",
     "Cached",
     "KVPolicy",
@@ -35,7 +50,12 @@ __all__ = [
     "TopBlocks",
     "View",
     "by_key",
+    "deadline",
+    "early_rejection",
     "find",
+    "mlfq",
     "quest",
+    "srtf",
     "streaming",
+    "vtc",
 ]

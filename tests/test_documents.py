@@ -19,7 +19,13 @@ DESIGN = ROOT / "docs" / "design"
 MAPS = [
     ROOT / folder / "README.md" for folder in ("experiments", "pagedjax", "pallas_kernels", "tests")
 ]
-EXAMPLES = {"file.py", "folder/file.py", "least_work.py", "mine.py"}  # names of a user's own files
+EXAMPLES = {
+    "file.py",
+    "folder/file.py",
+    "least_work.py",
+    "mine.py",
+    "round_robin.py",
+}  # names of a user's own files
 PLACEHOLDER = re.compile(r"\bN[A-Z]+(?=\b|_)")  # NAME of a command, NNN of a study
 NOT_FOR_TESTS = {"sphinx"}  # packages of extras that the tests run without
 # which also has names of the past

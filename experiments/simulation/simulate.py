@@ -251,6 +251,8 @@ class SimulatedEngine:
         forks: Sequence[str] = (),
         user: str = "",
         predicted: int | None = None,
+        service_class: str = "",
+        deadline: float | None = None,
         ends_at: int | None = None,
     ) -> None:
         """Like `Engine.add`.
@@ -268,7 +270,15 @@ class SimulatedEngine:
                 "stop_token_ids out"
             )
         names = (request_id, *forks)
-        request = EngineRequest(names, prompt_token_ids, params, user=user, predicted=predicted)
+        request = EngineRequest(
+            names,
+            prompt_token_ids,
+            params,
+            user=user,
+            predicted=predicted,
+            service_class=service_class,
+            deadline=deadline,
+        )
         prepared = prepare(self.scheduler_state, request, self._rules)
         scheduler_request = prepared.request
         if ends_at is not None:
@@ -357,8 +367,8 @@ class SimulatedEngine:
         started = self.now
         guesses = self._guess()
         num_drafts = {name: guess.drafts for name, guess in guesses.items()}
-        state, plan = scheduler.schedule(self.scheduler_state, self._policy, num_drafts)
-        if not plan.seqs and not plan.preempted:
+        state, plan = scheduler.schedule(self.scheduler_state, self._policy, num_drafts, started)
+        if not (plan.seqs or plan.preempted or plan.rejected):
             return None
         ended_contexts = self._batch.contexts
         padded = self._padded(plan.num_tokens + len(ended_contexts))
@@ -427,6 +437,8 @@ class SimulatedEngine:
         if self._recorder:
             return None
         if self._drafting or self._simulate.whole_batches or not self._simulate.kv_cache:
+            return None
+        if self._policy.init is not None:
             return None
         steps = min(decode_spans.steps_ahead(self.scheduler_state, self._ends), MOST_AHEAD)
         if steps < 2:

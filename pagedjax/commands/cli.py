@@ -550,7 +550,12 @@ def serve_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--allow-user",
         action="store_true",
-        help="the policy fair shares by the field user of requests",
+        help="the policies fair and vtc share by the field user of requests",
+    )
+    parser.add_argument(
+        "--allow-service-fields",
+        action="store_true",
+        help="requests may have predicted, service_class and deadline, which policies read",
     )
     parser.add_argument(
         "--tool-call-parser",

@@ -196,7 +196,8 @@ def predict(
     if not plan_is_real and after.pool.num_free > state.pool.num_free:
         # a plan sent in place of a wrong prediction would still read the blocks that are given back
         return None
-    predicted, following = scheduler.schedule(after, policy)
+    # a timed policy gets the time of the plan; a plan that depends on a later one is not sent
+    predicted, following = scheduler.schedule(after, policy, now=plan.now)
     if (
         not following.seqs
         or following.preempted

@@ -48,6 +48,7 @@ class GenerationRequest:
     grammar: that of `params.structured_outputs`; None: `Session.add` compiles it.
     adapter: the name of an adapter that the engine has loaded; None: the model alone.
     progress: of sampled branches that another engine began; None: they begin here.
+    predicted, service_class, deadline: for a policy that reads them, see `Engine.add`.
     """
 
     prompt_token_ids: Sequence[int]
@@ -58,6 +59,9 @@ class GenerationRequest:
     grammar: Grammar | None = None
     adapter: str | None = None
     progress: Progress | None = None
+    predicted: int | None = None
+    service_class: str = ""
+    deadline: float | None = None
 
 
 class TextDelta(NamedTuple):
@@ -200,6 +204,9 @@ class Session(Calls):
                         user=request.user,
                         grammar=grammar,
                         adapter=request.adapter,
+                        predicted=request.predicted,
+                        service_class=request.service_class,
+                        deadline=request.deadline,
                     )
                     for part in _unfinished_parts(engine_request, request.progress):
                         self.engine._submit(part)
@@ -342,6 +349,10 @@ class Session(Calls):
         deltas: list[TextDelta] = []
         ended: list[str] = []
         stops: list[Event] = []
+        for name, reason in reasons.items():
+            if reason == "rejected" and name in self.branches:
+                self.branches.pop(name).finish_reason = reason
+                ended.append(name)
         for event in result.events:
             if not isinstance(event, Sampled):
                 continue
@@ -424,10 +435,19 @@ def spellings(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ..
 def output_of(request_id: str, request: GenerationRequest, branches: Mapping[str, Any]) -> Any:
     """Returns the output of a request that has ended: a RequestOutput, or a PoolingRequestOutput of
     a prompt that was pooled.
+
+    Raises:
+        ValueError: the policy rejected a search, or a prompt to pool. A rejected completion is one
+            without tokens, whose finish_reason says so.
     """
     builders = list(branches.values())
     leader = builders[0]
     ids = tuple(request.prompt_token_ids)
+    if leader.finish_reason == "rejected" and not isinstance(leader, OutputBuilder):
+        raise ValueError(
+            f"the policy rejected request {request_id!r}; send it again later, or take a policy "
+            "that rejects none"
+        )
     if isinstance(leader, PoolingBuilder):
         assert leader.data is not None, "it has ended"
         return PoolingRequestOutput(

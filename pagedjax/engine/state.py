@@ -14,6 +14,7 @@ engine holds one state and replaces it, and a new state is assigned whole or not
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -53,6 +54,7 @@ class EngineState(NamedTuple):
     readers: what readers of outcomes know of unfinished sequences (readers.py): beam searches,
         pooled prompts, taps, matchers.
     params_version: how often the parameters were updated.
+    began: seconds of time.perf_counter when the scheduler began: the zero of a timed policy.
     """
 
     scheduler: SchedulerState
@@ -65,6 +67,7 @@ class EngineState(NamedTuple):
     log: tuple[LogEntry, ...] = ()
     readers: Readers = Map()
     params_version: int = 0
+    began: float = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -88,6 +91,7 @@ def init(runtime: Runtime, cache: KVCache | None = None) -> EngineState:
         cache=pages,
         host_cache=host_cache(pages, config.host_blocks) if config.host_blocks else None,
         drafting=drafting.start(runtime.drafter, options) if runtime.drafter and options else None,
+        began=time.perf_counter(),
     )
 
 

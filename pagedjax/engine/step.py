@@ -46,12 +46,15 @@ class ScheduledStep(NamedTuple):
     compiled: int
 
 
-def schedule(runtime: Runtime, state: EngineState, drafts: int | None = None) -> ScheduledStep:
+def schedule(
+    runtime: Runtime, state: EngineState, drafts: int | None = None, now: float | None = None
+) -> ScheduledStep:
     """Ask for drafts, and schedule the next step.
 
     Args:
-        drafts: how many for each decode; None: as many as pay by the times of past steps. Nothing
-            else depends on a clock.
+        drafts: how many for each decode; None: as many as pay by the times of past steps.
+        now: seconds since the scheduler began, for a timed policy; None: by the clock. Nothing else
+            depends on a clock.
     """
     started = time.perf_counter()
     compiled = compilations.compilations()
@@ -70,7 +73,9 @@ def schedule(runtime: Runtime, state: EngineState, drafts: int | None = None) ->
             runtime.shapes.vocab_size,
             token_masks.matchers_in(state.readers),
         )
-    after, plan = scheduler.schedule(state.scheduler, runtime.policy, offered)
+    if runtime.policy.timed and now is None:
+        now = max(0.0, round(started - state.began, 6))
+    after, plan = scheduler.schedule(state.scheduler, runtime.policy, offered, now)
     return ScheduledStep(after, plan, drafts or 0, offered, started, compiled)
 
 

@@ -40,6 +40,9 @@ class Admission(NamedTuple):
     admitted: tuple[Seq, ...] = ()
     swap_in: Pairs = ()
     promised: int = 0  # blocks that sequences still need, beside those that they have (views.py)
+    # whether a sequence may share blocks that other rows of this step fill. Not if the policy
+    # composes the step: then a row may compute fewer tokens than it is given here
+    shares_filling: bool = True
 
 
 def admit(
@@ -178,7 +181,8 @@ def _admit_one(
     end = entered.computed + count
     if not config.chunked_prefill and end < entered.length:
         return Refusal("tokens", entered.length - entered.computed, admission.budget)
-    prefix_sharing.add_filled(admission.filling_now, entered, entered.computed, end, config)
+    if admission.shares_filling:
+        prefix_sharing.add_filled(admission.filling_now, entered, entered.computed, end, config)
     return Admission(
         pool,
         admission.filling_now,
@@ -188,6 +192,7 @@ def _admit_one(
         admitted=(*admission.admitted, entered),
         swap_in=swap_in,
         promised=promised,
+        shares_filling=admission.shares_filling,
     )
 
 

@@ -15,7 +15,7 @@
         "hashes":["..."],"blocks":[4,3],...}}
 
 The scheduler is pure (replay.py). The header, every submit, cancel, forget, restart, update,
-release and adopt, the drafts offered, the sampled tokens, the hashes of filled blocks and the
+release and adopt, the drafts offered, the time of a timed policy, the sampled tokens, the hashes of filled blocks and the
 choices determine every other byte. A reader needs no scheduler:
 
 - `blocks` are the blocks that a sequence got in this step, behind those that it had. It has none
@@ -30,6 +30,8 @@ choices determine every other byte. A reader needs no scheduler:
   are in the line of a step that was offered drafts. A row with drafts has a list in `sampled`: the
   accepted ones and one more token. The event `Verified` says how many blocks are left of those that
   a sequence had; the others were given back.
+- `rejected` are requests that the policy turned away in this step, and `now` is the time that it was
+  given, in seconds: an input, in the lines of a timed policy alone.
 - After an `update` the steps use new weights, of this version; `pending` says what becomes of the
   content of unfinished sequences (`scheduler.update`). Tokens of later commits are of this version.
 - A `release` hands a sequence to another scheduler (handover.py), with these blocks; it has none
@@ -133,6 +135,10 @@ class Schedule(NamedTuple):
             "waiting": plan.num_waiting,
             "blocks_used": plan.blocks_used,
         }
+        if plan.rejected:
+            record["rejected"] = plan.rejected
+        if plan.now is not None:
+            record["now"] = plan.now
         if self.offered:
             record |= {"offered": dict(self.offered), "drafts": plan.drafts}
         return record
@@ -359,11 +365,12 @@ def with_notes(line: str, notes: Mapping[str, Any]) -> str:
 def request_record(request: Request) -> Record:
     fields = request._asdict() | {"stop_token_ids": sorted(request.stop_token_ids)}
     # so that a log without them is the same in every version
-    for name in ("tags", "keeps_blocks"):
+    for name in ("tags", "keeps_blocks", "service_class"):
         if not fields[name]:
             del fields[name]
-    if request.predicted is None:
-        del fields["predicted"]
+    for name in ("predicted", "deadline"):
+        if fields[name] is None:
+            del fields[name]
     return fields
 
 

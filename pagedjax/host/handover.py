@@ -13,11 +13,21 @@ from collections.abc import Sequence
 
 from pagedjax.host import blocks, prefix_sharing, request_limits, views
 from pagedjax.host.blocks import BlockPool
-from pagedjax.host.policies import Policy, decision, shipped
+from pagedjax.host.policies import Policy, decision, shipped, with_memory
+from pagedjax.host.policy_memory import memory_of
 from pagedjax.host.preemption import Pairs
 from pagedjax.host.request_limits import Rejected, final_length, with_ids
-from pagedjax.host.state import SchedulerState, running
-from pagedjax.host.types import HOLE, Adopted, Released, Running, Seq
+from pagedjax.host.state import SchedulerState, running, with_news
+from pagedjax.host.types import (
+    HOLE,
+    Admitted,
+    Adopted,
+    Finished,
+    Released,
+    Running,
+    Seq,
+    Submitted,
+)
 
 
 def release(state: SchedulerState, request_id: str) -> tuple[SchedulerState, Released]:
@@ -48,6 +58,7 @@ def release(state: SchedulerState, request_id: str) -> tuple[SchedulerState, Rel
             "release them one by one after their fork"
         )
     ids = state.ids.delete(request_id)
+    state = with_news(state, (Finished(state.step, request_id, "abort", seq.num_output),))
     if seq not in active:
         host_pool = state.host_pool and blocks.release(state.host_pool, seq.blocks[::-1])
         waiting = tuple([queued for queued in state.waiting if queued is not seq])
@@ -80,13 +91,15 @@ def adopt(
     limit = final_length(request, state.config)
     _check(state, released, limit)
     seq = Seq(request, state.arrivals, limit, released.length, hashes=released.hashes)
-    state = with_ids(state, request)
+    state = with_news(with_ids(state, request), (Submitted(state.step, seq),))
     if not released.computed or not has_room(state, policy, released):
         state = state._replace(waiting=(*state.waiting, seq))
         return state, Adopted(computed=0, blocks=(), copies=())
     pool, table, copies = _place_blocks(state, released)
     seq = seq._replace(computed=released.computed, blocks=table)
     active = state.running.joined(Running((seq,), (seq.length,), (seq.computed,)))
+    admitted = Admitted(state.step, seq.request_id, seq.length, seq.computed)
+    state = with_news(state, (admitted,))
     state = state._replace(pool=pool, running=active)
     return state, Adopted(seq.computed, table, copies)
 
@@ -138,7 +151,12 @@ def has_room(state: SchedulerState, policy: Policy | str, released: Released) ->
     else:
         need = blocks.needed(released.length, config.block_size)
     need = max(need, views.held(released.blocks)) - len(shared)
-    return need <= free and decision(shipped(policy), "admit", seq, need, free)
+    if need > free:
+        return False
+    policy = shipped(policy)
+    if policy.init is not None:
+        policy = with_memory(policy, memory_of(state, policy))
+    return decision(policy, "admit", seq, need, free)
 
 
 def _keys(state: SchedulerState, released: Released) -> Sequence[str]:

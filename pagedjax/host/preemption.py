@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pagedjax.host import blocks
@@ -23,6 +23,9 @@ class Preemptions(NamedTuple):
     swap_out: Pairs = ()  # (device block, host block)
 
 
+NO_PREEMPTIONS = Preemptions()
+
+
 def preempt(
     state: SchedulerState, policy: Policy, earlier: Preemptions
 ) -> tuple[SchedulerState, Preemptions]:
@@ -33,6 +36,35 @@ def preempt(
     """
     candidates = current(*state.running)
     victims = _victims(candidates, _victim(policy, candidates))
+    return _preempted(state, policy, candidates, victims, earlier)
+
+
+def evict(
+    state: SchedulerState, policy: Policy, request_ids: Iterable[str]
+) -> tuple[SchedulerState, Preemptions]:
+    """Stops running sequences, each with its whole group -> (state, preemptions)."""
+    preemptions = NO_PREEMPTIONS
+    for request_id in request_ids:
+        candidates = current(*state.running)
+        seq = next((seq for seq in candidates if seq.request_id == request_id), None)
+        if seq is None:
+            continue  # it went with its group
+        victims = [seq]
+        if seq.group is not None:
+            group = [sibling for sibling in candidates if sibling.group == seq.group]
+            victims = sorted(group, key=lambda sibling: sibling.arrival)
+        state, preemptions = _preempted(state, policy, candidates, victims, preemptions)
+    return state, preemptions
+
+
+def _preempted(
+    state: SchedulerState,
+    policy: Policy,
+    candidates: Sequence[Seq],
+    victims: Sequence[Seq],
+    earlier: Preemptions,
+) -> tuple[SchedulerState, Preemptions]:
+    """The state without the running victims -> (state, preemptions of the step)."""
     state, moves = _stop(state, policy, candidates, victims)
     names = tuple([victim.request_id for victim in victims])
     swapped = names if moves else ()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pagedjax.host import scheduler
 from pagedjax.host.policies import POLICIES, Policy, find
+from pagedjax.host.policies.policy import arguments_of
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import Request
 from pagedjax.options.own_errors import OwnError
@@ -59,9 +60,16 @@ def check(policy: Policy) -> None:
         ValueError: a function returns what it must not.
     """
     functions = {
-        name: called_twice(getattr(policy, name), f"{name} of the policy {policy.name!r}")
-        for name in ("order", "admit", "preempt", "swap")
+        name: called_twice(
+            getattr(policy, name),
+            f"{name} of the policy {policy.name!r}",
+            as_tuple=name not in ("init", "observe"),
+        )
+        for name in arguments_of(policy)
     }
+    for name in ("init", "observe"):
+        if name in functions:
+            functions[name] = _hashable(functions[name], f"{name} of the policy {policy.name!r}")
     try:
         _run(policy._replace(**functions), REQUESTS)
     except OwnError:  # a real run will raise it, too
@@ -72,6 +80,23 @@ def check(policy: Policy) -> None:
         pass
 
 
+def _hashable(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function, with the check that its result can be hashed. Raises ValueError."""
+
+    def call(*arguments: Any) -> Any:
+        memory = function(*arguments)
+        try:
+            hash(memory)
+        except TypeError:
+            raise ValueError(
+                f"{name} returned {memory!r:.200}, which cannot be hashed; return an immutable "
+                "value, such as a NamedTuple of numbers, texts, tuples and immutables.Map"
+            ) from None
+        return memory
+
+    return call
+
+
 def reads_limits(policy: Policy) -> bool:
     """Whether a user's policy reads how long a request can become. Where a request asks for no more
     tokens than it generates, such a policy knows the future.
@@ -80,8 +105,8 @@ def reads_limits(policy: Policy) -> bool:
 
 
 def reads_predictions(policy: Policy) -> bool:
-    """Whether a user's policy reads the predicted lengths of outputs."""
-    return "predicted" in _names_read(policy)
+    """Whether a policy reads the predicted lengths of outputs, and cannot do without."""
+    return policy.name.partition("(")[0] == "srtf" or "predicted" in _names_read(policy)
 
 
 def needs_predictions(policy: Policy) -> bool:
@@ -102,8 +127,8 @@ def _raises(policy: Policy, requests: Sequence[Request]) -> bool:
 
 def _names_read(policy: Policy) -> set[str]:
     names: set[str] = set()
-    for function in (policy.order, policy.admit, policy.preempt, policy.swap):
-        names |= names_read(function)
+    for function in arguments_of(policy):
+        names |= names_read(getattr(policy, function))
     return names
 
 
@@ -112,5 +137,5 @@ def _run(policy: Policy, requests: Sequence[Request]) -> None:
     for step in range(MAX_STEPS):
         if step < len(requests):
             state = scheduler.submit(state, requests[step])
-        state, plan = scheduler.schedule(state, policy)
+        state, plan = scheduler.schedule(state, policy, now=0.25 * step)
         state, _ = scheduler.commit(state, plan, (0,) * len(plan.seqs))

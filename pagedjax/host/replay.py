@@ -263,7 +263,10 @@ def _advance(
             return scheduler.submit(state, request), Submit(request)
         case "schedule":
             offered = body.get("offered", {})
-            state, plan = scheduler.schedule(state, policy, offered)
+            now = body.get("now")
+            if now is not None and not _is_time(now):
+                raise ValueError(f"now is {now!r}; it must be a number of seconds, 0 or more")
+            state, plan = scheduler.schedule(state, policy, offered, now)
             return state, Schedule(plan, offered)
         case "commit":
             return _commit(state, plan, body)
@@ -365,11 +368,13 @@ def _header(
         if "pagedjax_replay" in record:
             file_format = repr(record["pagedjax_replay"])
         raise ReplayError(f"line 1 has {file_format}; this version reads format {FORMAT}; {REMEDY}")
+    own = str(record.get("own_policy", ""))
+    policies = with_recorded(policies, record)
     if record.get("policy") not in policies:
         remedy = f"known are {', '.join(sorted(policies))}"
-        if own := record.get("own_policy"):
+        if own:
             remedy = (
-                f"a recording runs no file, so add --policy {shlex.quote(str(own))}, or where that "
+                f"a recording runs no file, so add --policy {shlex.quote(own)}, or where that "
                 "file is now"
             )
         raise ReplayError(f"line 1 names the policy {record.get('policy')!r}; {remedy}")
@@ -381,6 +386,27 @@ def _header(
         return config, policies[record["policy"]], str(record["pagedjax"])
     except (KeyError, TypeError, ValueError) as error:
         raise ReplayError(f"line 1 is a malformed header: {error!r}") from error
+
+
+def with_recorded(
+    policies: Mapping[str, Policy], record: Mapping[str, Any]
+) -> Mapping[str, Policy]:
+    """The policies, and that of a recording if it is a shipped one with parameters. No file of a
+    user is run.
+
+    Args:
+        record: the first of the recording.
+
+    Raises:
+        ReplayError: it has no such parameters.
+    """
+    own = str(record.get("own_policy", ""))
+    if record.get("policy") in policies or not own.startswith("pagedjax.policies:"):
+        return policies
+    try:
+        return {**policies, record["policy"]: find(own)}
+    except (KeyError, ValueError) as error:
+        raise ReplayError(f"line 1 names the policy {own!r}: {error}") from error
 
 
 def summary(report: ReplayReport) -> str:

@@ -32,11 +32,14 @@ gives a sequence one or more tokens. The rules:
 10. Where queries do not see all blocks, a block that no later query sees is given back, and rule 3
     counts the blocks that a sequence has at most at one time. A chunk is then cut where no block is
     free for its next token.
+11. A policy with memory observes what happened before each step. It may reject waiting requests,
+    evict running ones as 7 says, before rules 1 to 5, and lower the tokens of rows after rule 3.
+    Who was evicted is not admitted in the same step. Others are.
 
 The rules are here and in these files: preemption.py (the victims of 5, and 7), admission.py (3),
 prefix_sharing.py (finding blocks), branches.py (4, 6), drafts.py (8), views.py (10),
 request_limits.py (`submit`), handover.py (`release` and `adopt`, between two schedulers), state.py
-(the state and its invariants). step_kinds.py and reservation.py are baselines that replace rules 1
+(the state and its invariants), policy_memory.py (11). step_kinds.py and reservation.py are baselines that replace rules 1
 to 3.
 """
 
@@ -50,15 +53,23 @@ from typing import Any, NamedTuple, get_args
 
 from immutables import Map
 
-from pagedjax.host import blocks, branches, prefix_sharing, request_limits, step_kinds, views
+from pagedjax.host import (
+    blocks,
+    branches,
+    policy_memory,
+    prefix_sharing,
+    request_limits,
+    step_kinds,
+    views,
+)
 from pagedjax.host.admission import Admission, admit, chunk_size
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.drafts import Sample, accepted, cut_at_the_end, flat, give_back, grant
 from pagedjax.host.handover import adopt, has_room, release
-from pagedjax.host.policies import Policy, shipped
-from pagedjax.host.preemption import Pairs, Preemptions, preempt
+from pagedjax.host.policies import Policy, shipped, with_memory
+from pagedjax.host.preemption import NO_PREEMPTIONS, Pairs, Preemptions, evict, preempt
 from pagedjax.host.request_limits import Rejected, final_length, with_ids
-from pagedjax.host.state import SchedulerConfig, SchedulerState, check, running
+from pagedjax.host.state import SchedulerConfig, SchedulerState, check, running, with_news
 from pagedjax.host.types import (
     NO_DRAFTS,
     NO_HASHES,
@@ -76,6 +87,7 @@ from pagedjax.host.types import (
     Running,
     Sampled,
     Seq,
+    Submitted,
     Verified,
     current,
     pick,
@@ -147,11 +159,16 @@ def submit(state: SchedulerState, request: Request) -> SchedulerState:
     seq = Seq(
         request, state.arrivals, limit, request.prompt_len, hashes=request.hashes, group=group
     )
+    if state.news is not None:
+        state = with_news(state, (Submitted(state.step, seq),))
     return with_ids(state, request)._replace(waiting=(*state.waiting, seq))
 
 
 def schedule(
-    state: SchedulerState, policy: Policy | str, offered: Mapping[str, int] = NO_DRAFTS
+    state: SchedulerState,
+    policy: Policy | str,
+    offered: Mapping[str, int] = NO_DRAFTS,
+    now: float | None = None,
 ) -> tuple[SchedulerState, Plan]:
     """Decides what the next step computes. The plan has no rows when nothing runs and nothing can.
 
@@ -159,15 +176,22 @@ def schedule(
         policy: a `Policy`, or the name of a shipped policy, such as "fcfs".
         offered: by sequence id, how many draft tokens there are for it. Decodes get some of them
             (drafts.py).
+        now: seconds since the scheduler began, for a policy that is timed. Others do not see it.
 
     Raises:
-        ValueError: there is no such policy, or a function of the policy returns what it must not.
+        ValueError: there is no such policy, a function of the policy returns what it must not, or
+            a timed policy gets no time.
         OwnError: a function of a user's own policy raised; names the file and the line.
     """
-    policy = shipped(policy)
-    state, copies, preemptions = make_room(state, policy)
-    admits = not preemptions.preempted  # rule 3
-    active, num_decodes, counts, admission, idle = _choose_rows(state, policy, admits)
+    if isinstance(policy, str):
+        policy = shipped(policy)
+    beginning = NO_BEGINNING
+    if policy.init is not None:
+        state, policy, beginning = begin_step(state, policy, now)
+    evicted = beginning.evictions.preempted
+    state, copies, preemptions = make_room(state, policy, beginning.evictions)
+    admits = len(preemptions.preempted) == len(evicted)  # rule 3
+    active, num_decodes, counts, admission, idle = _choose_rows(state, policy, admits, evicted)
     admitted = Running(
         admission.admitted,
         tuple([seq.length for seq in admission.admitted]),
@@ -177,12 +201,17 @@ def schedule(
     if admitted.seqs:
         active = active.joined(admitted)
         state, resumed = _leave_queue(state, admitted.seqs)
+    config = state.config
+    if policy.compose is not None:
+        active, num_decodes, counts, idle, withheld = policy_memory.composed(
+            policy, state.memory, active, num_decodes, counts, idle, config.max_num_batched_tokens
+        )
+        # drafts do not take what the policy withholds
+        config = config._replace(max_num_batched_tokens=config.max_num_batched_tokens - withheld)
     pool = admission.pool
     drafts: tuple[int, ...] = ()
     if offered:
-        pool, active, counts, drafts = grant(
-            pool, active, num_decodes, counts, offered, state.config
-        )
+        pool, active, counts, drafts = grant(pool, active, num_decodes, counts, offered, config)
     num_rows = len(counts)
     plan = Plan(
         step=state.step,
@@ -203,20 +232,69 @@ def schedule(
         blocks_used=pool.num_blocks - pool.num_free,
         num_blocks=pool.num_blocks,
         drafts=drafts,
+        rejected=beginning.rejected,
+        now=beginning.now,
     )
     if idle.seqs:
         active = active.joined(idle)
+    if state.news is not None:
+        state = state._replace(news=tuple(_events_of_plan(plan)))
     return state._replace(pool=pool, running=active), plan
 
 
-def make_room(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pairs, Preemptions]:
+class Beginning(NamedTuple):
+    """What a policy with memory decides before a step (rule 11).
+
+    rejected: ids of requests that end.
+    now: the time that the policy was given.
+    """
+
+    rejected: tuple[str, ...] = ()
+    evictions: Preemptions = NO_PREEMPTIONS
+    now: float | None = None
+
+
+NO_BEGINNING = Beginning()
+
+
+def begin_step(
+    state: SchedulerState, policy: Policy, now: float | None
+) -> tuple[SchedulerState, Policy, Beginning]:
+    """Lets a policy with memory observe, reject and evict -> (state, the policy for the rest of the
+    step, whose functions need no memory, what it decided).
+
+    Raises:
+        ValueError: see `schedule`; or the policy composes steps, and prompts are computed whole.
+    """
+    if policy.compose is not None and not state.config.chunked_prefill:
+        raise ValueError(
+            f"the policy {policy.name!r} composes steps, and chunked_prefill is off, so that a "
+            "prompt is computed in one step; set chunked_prefill=True"
+        )
+    state = policy_memory.observed(state, policy, now)
+    rejected: list[str] = []
+    for request_id in policy_memory.rejected(state, policy):
+        state, events = cancel(state, request_id, "rejected")
+        rejected += [event.request_id for event in events if isinstance(event, Finished)]
+    evicted = policy_memory.evicted(state, policy)
+    bound = with_memory(policy, state.memory)
+    state, evictions = evict(state, bound, evicted)
+    return state, bound, Beginning(tuple(rejected), evictions, now if policy.timed else None)
+
+
+def make_room(
+    state: SchedulerState, policy: Policy, evictions: Preemptions = NO_PREEMPTIONS
+) -> tuple[SchedulerState, Pairs, Preemptions]:
     """Gives a block to each decode whose last block is full or must be copied. Sequences are
     preempted until the blocks suffice (rule 5).
+
+    Args:
+        evictions: the preemptions of this step before.
 
     Returns:
         (state, (from, to) of the blocks to copy, preemptions)
     """
-    preemptions = Preemptions()
+    preemptions = evictions
     full, shared = rows_without_room(state)
     while len(full) * state.config.groups + len(shared) > state.pool.num_free:
         state, preemptions = preempt(state, policy, preemptions)
@@ -282,16 +360,22 @@ def _with_table(active: Running, i: int, table: tuple[int, ...]) -> Seq:
 
 
 def _choose_rows(
-    state: SchedulerState, policy: Policy, admits: bool
+    state: SchedulerState, policy: Policy, admits: bool, evicted: Sequence[str]
 ) -> tuple[Running, int, list[int], Admission, Running]:
     """Chooses the running sequences that the step computes, and admits others.
+
+    Args:
+        evicted: ids of waiting sequences that are not offered.
 
     Returns:
         (running sequences of the step, the number of decodes among them, tokens to compute of these
         and then of the admitted sequences, admission, sequences that compute nothing)
     """
     for attempt in attempts(state):
-        active, counts, admission = _token_counts(state, policy, attempt, admits and attempt.admits)
+        waiting = state.waiting if admits and attempt.admits else ()
+        if evicted:
+            waiting = tuple([seq for seq in waiting if seq.request_id not in evicted])
+        active, counts, admission = _token_counts(state, policy, attempt, waiting)
         if counts:
             break
     return active, attempt.num_decodes, counts, admission, attempt.idle
@@ -344,17 +428,23 @@ def _release_blocks(pool: BlockPool, seqs: Sequence[Seq]) -> BlockPool:
 
 
 def _token_counts(
-    state: SchedulerState, policy: Policy, attempt: Attempt, admits: bool
+    state: SchedulerState, policy: Policy, attempt: Attempt, waiting: tuple[Seq, ...]
 ) -> tuple[Running, list[int], Admission]:
     """How many tokens the step computes of each running sequence, decodes first, and then of each
     admitted sequence -> (running sequences with their blocks, tokens, admission).
+
+    Args:
+        waiting: the sequences that may be admitted.
     """
     config = state.config
     active, counts, admission = running_counts(state, attempt)
-    if state.waiting and admission.budget and admission.free_rows > 0 and admits:
-        admission = begin_admission(config, attempt.num_decodes, active, counts, admission)
+    if waiting and admission.budget and admission.free_rows > 0:
+        composes = policy.compose is not None
+        admission = begin_admission(
+            config, attempt.num_decodes, active, counts, admission, composes=composes
+        )
         budget = admission.budget
-        admission = admit(admission, policy, state.waiting, state.running, config)
+        admission = admit(admission, policy, waiting, state.running, config)
         for seq in admission.admitted:
             if budget:  # beams enter together, even if tokens suffice only for the first of them
                 counts.append(chunk_size(seq, budget, config))
@@ -397,13 +487,22 @@ def begin_admission(
     active: Running,
     counts: Sequence[int],
     admission: Admission,
+    *,
+    composes: bool = False,
 ) -> Admission:
     """An admission that knows the blocks which the running sequences fill in this step, and those
     that they still need.
+
+    Args:
+        composes: whether the policy may give a row fewer tokens than `counts`.
     """
-    filling_now = prefix_sharing.filling(active, num_decodes, counts, config)
+    filling_now = {}
+    if not composes:
+        filling_now = prefix_sharing.filling(active, num_decodes, counts, config)
     promised = views.promised_blocks(config, active) if config.views else 0
-    return admission._replace(filling_now=filling_now, promised=promised)
+    return admission._replace(
+        filling_now=filling_now, promised=promised, shares_filling=not composes
+    )
 
 
 def commit(
@@ -462,12 +561,15 @@ def commit(
         pool=pool, running=active, step=plan.step + 1, forked=forked, ids=unfinished_ids
     )
     events = _events_of_plan(plan)
+    num_planned = len(events)
     if forks:
         events += branches.fork_events(plan.step, forks)
     events += _sampled(plan.step, rows)
     events += beamed
     events += _verified(plan.step, rows, ended)
     events += _finished(plan.step, rows, ended)
+    if after.news is not None:
+        after = with_news(after, events[num_planned:])
     return after, tuple(events)
 
 
@@ -645,8 +747,11 @@ def advance_rows(active: Running, rows: Rows, forks: tuple[Seq, ...]) -> Running
 
 
 def _events_of_plan(plan: Plan) -> list[Event]:
-    """Who stopped running and who began, as `schedule` decided."""
+    """Who was rejected, who stopped running and who began, as `schedule` decided."""
     events: list[Event] = [
+        Finished(plan.step, request_id, "rejected", 0) for request_id in plan.rejected
+    ]
+    events += [
         Preempted(plan.step, request_id, request_id in plan.swapped)
         for request_id in plan.preempted
     ]
@@ -716,6 +821,7 @@ def cancel(
     )
     if request_id != seq.request_id and not seq.request.beams:
         finished = Finished(state.step, request_id, reason, 0)
+        state = with_news(state, (finished,))
         return _without_fork(state, seq, request_id), (finished,)
     rows = _indices(active.seqs, seq)
     places = _indices(queue, seq) if seq.request.beams or not rows else []
@@ -736,7 +842,7 @@ def cancel(
         ),
         ids=_without(state.ids, [event.request_id for event in events]),
     )
-    return state, tuple(events)
+    return with_news(state, events), tuple(events)
 
 
 def _indices(seqs: tuple[Seq, ...], seq: Seq) -> list[int]:
@@ -771,6 +877,7 @@ def restart(state: SchedulerState) -> SchedulerState:
     this state could use. Known tokens stay known, and content in host blocks stays there.
     """
     active = sorted(running(state), key=lambda seq: seq.arrival)
+    state = with_news(state, [Preempted(state.step, seq.request_id, False) for seq in active])
     return state._replace(
         pool=blocks.forget(_release_blocks(state.pool, active)),
         waiting=(*map(_emptied, active), *state.waiting),

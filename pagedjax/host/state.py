@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from immutables import Map
 
 from pagedjax.host import blocks, views
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.kv_policies import View
-from pagedjax.host.types import Running, SchedulerConfig, Seq, current
+from pagedjax.host.types import PolicyEvent, Running, SchedulerConfig, Seq, current
 from pagedjax.options.config import EngineConfig
 
 
@@ -57,6 +58,17 @@ class SchedulerState(NamedTuple):
     ids: Map[str, None]
     # stop tokens of all unfinished requests, and perhaps of finished ones
     stops: frozenset[int] = frozenset()
+    # of a policy with memory (policy_memory.py): an immutable value that can be hashed
+    memory: Any = None
+    # what happened since the policy observed last; None: no policy with memory has scheduled
+    news: tuple[PolicyEvent, ...] | None = None
+
+
+def with_news(state: SchedulerState, events: Iterable[PolicyEvent]) -> SchedulerState:
+    """The state that remembers events for the memory of its policy, if the policy has one."""
+    if state.news is None:
+        return state
+    return state._replace(news=(*state.news, *events))
 
 
 def running(state: SchedulerState) -> tuple[Seq, ...]:

@@ -33,7 +33,8 @@ __all__ = [
 # an entry of a block table: the sequence does not have this block (views.py). It is also the id of
 # the trash block.
 HOLE = 0
-FinishReason = Literal["stop", "length", "abort"]
+# "rejected": by the policy, before it had any output
+FinishReason = Literal["stop", "length", "abort", "rejected"]
 # whether unfinished sequences are computed again under new weights, or keep what they have computed
 Pending = Literal["restart", "keep"]
 Item = TypeVar("Item")
@@ -92,6 +93,8 @@ class Request(NamedTuple):
     # its sampling reads its tokens through its blocks, so no block is given back (views.py)
     keeps_blocks: bool = False
     predicted: int | None = None  # the number of output tokens that the caller predicts
+    service_class: str = ""  # the name of its class of service, whose targets a policy may know
+    deadline: float | None = None  # seconds after its arrival by which it should have ended
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -264,6 +267,8 @@ class Plan(NamedTuple):
     num_blocks: int  # blocks that can have an owner (block 0, the trash block, is not one of them)
     # how many of the last tokens of each row are drafts; (): no row has one
     drafts: tuple[int, ...] = ()
+    rejected: tuple[str, ...] = ()  # request ids that the policy turned away
+    now: float | None = None  # the time that a timed policy was given, in seconds
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -404,6 +409,19 @@ class Finished(NamedTuple):
 
 
 Event = Admitted | Preempted | Resumed | Sampled | Forked | Beamed | Verified | Finished
+
+
+class Submitted(NamedTuple):
+    """A sequence joins the queue, for the first time in this scheduler."""
+
+    step: int  # that comes next
+    seq: Seq
+
+
+# What a policy with memory observes. A sequence that leaves for another scheduler has finished
+# here, with the reason "abort", and one that is adopted was submitted. All sequences are preempted
+# when a step fails and when the weights change.
+PolicyEvent = Event | Submitted
 
 
 class Choice(NamedTuple):

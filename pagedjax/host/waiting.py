@@ -15,10 +15,13 @@ from typing import Literal, NamedTuple
 
 from pagedjax.host.admission import Admission, Refusal, chunk_size, enter, groups, ordered
 from pagedjax.host.policies import STATIC, Policy
+from pagedjax.host.policy_memory import composed
 from pagedjax.host.scheduler import (
+    NO_BEGINNING,
     Attempt,
     attempts,
     begin_admission,
+    begin_step,
     make_room,
     rows_without_room,
     running_counts,
@@ -39,6 +42,7 @@ Limit = Literal[
     "left out",
     "preempted",
     "preemption",
+    "evicted",
     "kind of step",
     "siblings",
 ]
@@ -53,10 +57,11 @@ class Reason(NamedTuple):
     - rows: no row is free (`max_num_seqs`), or fewer than its branches need.
     - blocks: fewer blocks are free than it needs.
     - piece: enough blocks are free, but not in a row (`reservation`).
-    - policy: the policy's `admit` refuses it.
+    - policy: the policy's `admit` refuses it, or its `compose` gives it no token.
     - behind: another request is before it in the policy's order, and does not fit.
     - left out: the policy's `order` does not offer it.
     - preempted: it was preempted in this step.
+    - evicted: the policy evicted it in this step.
     - preemption: others were preempted, and nothing enters in a step that preempts.
     - kind of step: the step computes prompts alone or decodes alone, and this is the other kind.
     - siblings: it is a beam that waits for the other beams of its request.
@@ -79,7 +84,9 @@ class Reason(NamedTuple):
         return self.sentence
 
 
-def why_waiting(state: SchedulerState, policy: Policy) -> dict[str, Reason]:
+def why_waiting(
+    state: SchedulerState, policy: Policy, now: float | None = None
+) -> dict[str, Reason]:
     """Why requests get no token in the next step -> the reason of each, by its id.
 
     The result has the requests that wait after `schedule(state, policy)`, and the running ones that
@@ -88,27 +95,41 @@ def why_waiting(state: SchedulerState, policy: Policy) -> dict[str, Reason]:
     Args:
         state: the state before the `schedule` of the step.
         policy: the policy that `schedule` gets.
+        now: the time that it gets.
 
     Raises:
         ValueError: the policy's `order` returns something else than waiting sequences.
     """
     config = state.config
+    beginning = NO_BEGINNING
+    if policy.init is not None:
+        state, policy, beginning = begin_step(state, policy, now)
     before = state
-    state, _, preemptions = make_room(state, policy)
+    evicted = beginning.evictions.preempted
+    state, _, preemptions = make_room(state, policy, beginning.evictions)
     waiting: dict[str, Reason] | None = None
-    if preemptions.preempted:
+    if len(preemptions.preempted) > len(evicted):
         waiting = _preemption(before, state, preemptions.preempted)
+    queue = tuple([seq for seq in state.waiting if seq.request_id not in evicted])
     for attempt in attempts(state):
         active, counts, admission = running_counts(state, attempt)
-        if attempt.admits and state.waiting and waiting is None:
-            admission = begin_admission(config, attempt.num_decodes, active, counts, admission)
-            admission, waiting = _admission(admission, state, policy, active)
+        if attempt.admits and queue and waiting is None:
+            composes = policy.compose is not None
+            admission = begin_admission(
+                config, attempt.num_decodes, active, counts, admission, composes=composes
+            )
+            admission, waiting = _admission(admission, state, queue, policy, active)
         if counts or admission.admitted:
             break
     if waiting is None:
         reason = Reason("kind of step", "this step computes decodes alone (mixed_steps is off)")
-        waiting = {seq.request_id: reason for seq in state.waiting}
-    return waiting | _without_tokens(config, attempt, active, counts, admission)
+        waiting = {seq.request_id: reason for seq in queue}
+    sentence = f"the policy {policy.name} evicted it for others"
+    waiting |= dict.fromkeys(evicted, Reason("evicted", sentence))
+    waiting |= _without_tokens(config, attempt, active, counts, admission)
+    if policy.compose is not None:
+        waiting |= _held_back(state, policy, attempt, active, counts, admission)
+    return waiting
 
 
 def _preemption(
@@ -126,13 +147,17 @@ def _preemption(
 
 
 def _admission(
-    admission: Admission, state: SchedulerState, policy: Policy, active: Running
+    admission: Admission,
+    state: SchedulerState,
+    waiting: tuple[Seq, ...],
+    policy: Policy,
+    active: Running,
 ) -> tuple[Admission, dict[str, Reason]]:
     """Admits sequences as `admission.admit` does -> (admission, reasons of those that stay)."""
     config = state.config
-    queue = ordered(admission.pool, policy, state.waiting, state.running, config)
+    queue = ordered(admission.pool, policy, waiting, state.running, config)
     offered = list(groups(queue))
-    reasons = _left_out(state.waiting, queue, policy)
+    reasons = _left_out(waiting, queue, policy)
     for place, group in enumerate(offered):
         trial = enter(admission, policy, group, config)
         if isinstance(trial, Refusal):
@@ -261,6 +286,36 @@ def _without_tokens(
     for seq, length, computed in zip(*attempt.idle, strict=True):
         reasons[seq.request_id] = siblings if computed == length else skipped
     return reasons
+
+
+def _held_back(
+    state: SchedulerState,
+    policy: Policy,
+    attempt: Attempt,
+    active: Running,
+    counts: Sequence[int],
+    admission: Admission,
+) -> dict[str, Reason]:
+    """The reasons of the sequences to which the policy's `compose` gives no token."""
+    budget = state.config.max_num_batched_tokens
+    tokens = list(counts)
+    for seq in admission.admitted:
+        count = chunk_size(seq, budget - sum(tokens), state.config)
+        if count:
+            tokens.append(count)
+    admitted = Running(
+        admission.admitted,
+        tuple([seq.length for seq in admission.admitted]),
+        tuple([seq.computed for seq in admission.admitted]),
+    )
+    rows = active.joined(admitted)
+    composition = composed(
+        policy, state.memory, rows, attempt.num_decodes, tokens, Running(), budget
+    )
+    arrivals = {seq.arrival for seq in composition.active.seqs}
+    reason = Reason("policy", f"the policy {policy.name} gives it no token in this step")
+    seqs = rows.seqs[: len(tokens)]
+    return {seq.request_id: reason for seq in seqs if seq.arrival not in arrivals}
 
 
 def _backlog(config: SchedulerConfig, active: Running, count: int) -> int:

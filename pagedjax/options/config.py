@@ -44,7 +44,19 @@ if TYPE_CHECKING:
 else:  # the command line reads the choices
     WeightDType = Literal[(*get_args(DType), *STORED_FORMATS)]
 CacheDType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
-PolicyName = Literal["fcfs", "priority", "shortest", "fair", "longest_prefix", "static"]
+PolicyName = Literal[
+    "fcfs",
+    "priority",
+    "shortest",
+    "fair",
+    "longest_prefix",
+    "static",
+    "vtc",
+    "mlfq",
+    "srtf",
+    "deadline",
+    "early_rejection",
+]
 KVPolicyName = Literal["full", "streaming", "quest"]
 Reservation = Literal["none", "oracle", "pow2", "max"]
 Preemption = Literal["recompute", "swap"]
@@ -296,7 +308,7 @@ class EngineConfig:
     kv_cache_dtype: of the keys and values that the cache keeps; None is dtype. "float8_e4m3fn"
         holds four times as many tokens as float32 and twice as many as bfloat16, to 3 bits of
         mantissa and without scales: nothing above 448.
-    policy: the order of admission and the choice of victims when blocks run out; host/policies.py
+    policy: the order of admission and the choice of victims when blocks run out; host/policies/
         states the promise of each. A user's own policy is "module:NAME" or "folder/file.py:NAME",
         a mapping of it and its parameters, such as {"name": "mine.py:aged", "worth": 64}, or a
         `Policy` (docs/design/policies.md).

@@ -17,6 +17,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+# functions of `pagedjax.policies` that return the policy of their name with other parameters
+SHIPPED_FUNCTIONS = ("vtc", "mlfq", "srtf", "deadline", "early_rejection")
 _CALL = re.compile(r"(?P<place>.*?:\w+|\w+)(?P<call>\(.*\))", re.DOTALL)
 
 
@@ -134,6 +136,9 @@ def name_in_one_line(field: str, value: Any) -> Any:
         raise ValueError(
             f"{field} is {name.text!r}, and no parameter can be called 'name'; rename it in the file"
         )
+    is_policy = field.rpartition(".")[2] == "policy"
+    if is_policy and name.attribute in SHIPPED_FUNCTIONS and not name.module:
+        name = name._replace(module="pagedjax.policies")
     if not name.module:
         raise ValueError(
             f"{field} is {name.attribute!r}, which has no parameters, and {next(iter(parameters))} "

@@ -20,13 +20,14 @@ class Impure(ValueError):
     """
 
 
-def called_twice(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def called_twice(
+    function: Callable[..., Any], name: str, *, as_tuple: bool = True
+) -> Callable[..., Any]:
     """Returns the function, with a check: each call is made twice.
-
-    An iterable result becomes a tuple.
 
     Args:
         name: the function, in words, for the error.
+        as_tuple: whether an iterable result becomes a tuple.
 
     Raises:
         Impure: two equal calls return different values, or a call changes a value that outlives it
@@ -35,7 +36,8 @@ def called_twice(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     def call(*arguments: Any) -> Any:
         before = dict(_lasting_values(function))
-        first, second = (_value(function(*arguments)) for _ in range(2))
+        value_of = _value if as_tuple else _itself
+        first, second = (value_of(function(*arguments)) for _ in range(2))
         if first != second:
             raise Impure(
                 f"{name} returned {_text(first)} and then {_text(second)} for the same arguments; "
@@ -84,6 +86,10 @@ def _value(result: Any) -> Any:
     if isinstance(result, (bool, int, str, tuple)) or not isinstance(result, Iterable):
         return result
     return tuple(result)
+
+
+def _itself(result: Any) -> Any:
+    return result
 
 
 def _text(result: Any) -> str:

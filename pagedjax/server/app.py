@@ -53,6 +53,9 @@ class Options:
     allow_user: whether the field `user` decides a request's share under the policy "fair". A client
         can give any name, so allow it only if you trust all clients. Without it the field is
         accepted and ignored.
+    allow_service_fields: whether clients may give `predicted`, `service_class` and `deadline`, which
+        policies read. Any of them is answered 400 otherwise, because a client could overtake others
+        by it.
     lecture_endpoints: whether there are `POST /generate` and `GET /result/{id}`.
     result_seconds: how long a result of `POST /generate` is kept after it was last asked for.
     tool_call_parser: how the model writes calls of tools, one of `tools.formats.PARSERS`; None
@@ -69,6 +72,7 @@ class Options:
     min_priority: int = 0
     max_priority: int = 0
     allow_user: bool = False
+    allow_service_fields: bool = False
     lecture_endpoints: bool = True
     result_seconds: float = 300.0
     tool_call_parser: str | None = None
@@ -341,7 +345,30 @@ def _request(
         )
     user = (body.user or "") if options.allow_user else ""
     adapter = adapters.adapter_of(body.model, options.name)
-    return GenerationRequest(ids, params, text, _priority(body, options), user, grammar, adapter)
+    _check_service_fields(body, options)
+    return GenerationRequest(
+        ids,
+        params,
+        text,
+        _priority(body, options),
+        user,
+        grammar,
+        adapter,
+        predicted=body.predicted,
+        service_class=body.service_class or "",
+        deadline=body.deadline,
+    )
+
+
+def _check_service_fields(body: GenerationBody, options: Options) -> None:
+    """Raises ValueError for a field that the operator does not allow."""
+    for name in ("predicted", "service_class", "deadline"):
+        value = getattr(body, name)
+        if value is not None and not options.allow_service_fields:
+            raise ValueError(
+                f"{name} is {value!r:.80}, and this server does not take it; leave it out, or have "
+                "the operator start the server with --allow-service-fields"
+            )
 
 
 def _priority(body: GenerationBody | EmbeddingRequest, options: Options) -> int:

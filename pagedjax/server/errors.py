@@ -19,7 +19,7 @@ from pagedjax.server.schema import (
     DetokenizeRequest,
     EmbeddingRequest,
 )
-from pagedjax.server.worker import EngineStopped, QueueFull, Submission, Worker
+from pagedjax.server.worker import EngineStopped, QueueFull, Submission, TurnedAway, Worker
 
 Result = TypeVar("Result")
 
@@ -136,6 +136,11 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(EngineStopped)
     async def engine_stopped(request: Request, error: EngineStopped) -> Response:
         return ApiError(503, str(error), code="engine_stopped").response()
+
+    @app.exception_handler(TurnedAway)
+    async def turned_away(request: Request, error: TurnedAway) -> Response:
+        """429 and not 503: the server works, and a balancer should keep sending to it."""
+        return ApiError(429, str(error), code="rejected", retry_after=1).response()
 
     @app.exception_handler(Exception)
     async def other_error(request: Request, error: Exception) -> Response:

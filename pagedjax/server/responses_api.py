@@ -17,7 +17,7 @@ from pagedjax.server.response_items import JSON, Answer
 from pagedjax.server.responses import Style
 from pagedjax.server.schema import ChatRequest, Positive, Strict, refused
 from pagedjax.server.streaming import CLIENT_LEFT, EventStream, unless_client_leaves
-from pagedjax.server.worker import EngineStopped, Submission, Worker
+from pagedjax.server.worker import EngineStopped, Submission, TurnedAway, Worker
 from pagedjax.text.messages import content_text
 from pagedjax.text.tools.definitions import MAX_LEVELS, too_deep
 from pagedjax.text.tools.reader import CallReader, Piece
@@ -154,7 +154,7 @@ async def _events(
                 yield _sse(event)
         for event in answer.end(reason, _usage(submission), int(time.time())):
             yield _sse(event)
-    except EngineStopped as error:
+    except (EngineStopped, TurnedAway) as error:
         yield _sse(answer.failure(str(error)))
 
 

@@ -203,6 +203,10 @@ class GenerationBody(Strict):
         None  # for the server's row features
     )
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    # for policies that read them, if the server has --allow-service-fields
+    predicted: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    service_class: Annotated[str, Field(max_length=256)] | None = None
+    deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None

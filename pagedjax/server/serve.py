@@ -233,6 +233,7 @@ def plan_of(args: argparse.Namespace, engine: Mapping[str, Any]) -> Plan:
         min_priority=args.min_priority,
         max_priority=args.max_priority,
         allow_user=args.allow_user,
+        allow_service_fields=args.allow_service_fields,
         lecture_endpoints=args.lecture_endpoints,
         result_seconds=args.result_seconds,
         tool_call_parser=args.tool_call_parser,
@@ -241,17 +242,17 @@ def plan_of(args: argparse.Namespace, engine: Mapping[str, Any]) -> Plan:
     folders = adapters.modules(
         args.lora_modules, options.name, engine, options.allow_runtime_lora_updating
     )
-    if engine.get("policy") == "fair" and not options.allow_user:
+    policy = engine.get("policy")
+    if policy in ("fair", "vtc") and not options.allow_user:
         log.warning(
-            "the policy is fair, but the field user of requests is ignored; add --allow-user to "
+            f"the policy is {policy}, but the field user of requests is ignored; add --allow-user to "
             "share by it"
         )
-    policy = engine.get("policy")
     if policy is not None and purity.needs_predictions(policies.find(policy)):
         raise ValueError(
-            f"policy is {policy!r}, which reads seq.predicted, and no request to a server "
-            "has a predicted length; take another policy, or let it read seq.request.predicted, "
-            "which is None there"
+            f"policy is {policy!r}, which reads seq.predicted, and requests to a server need not "
+            "have a predicted length; take another policy (srtf with its parameter default), or "
+            "let it read seq.request.predicted, which may be None there"
         )
     llm_options = {
         "progress": sys.stderr.isatty(),

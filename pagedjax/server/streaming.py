@@ -16,7 +16,7 @@ from pagedjax.server import continuation, responses, schema, tool_answers
 from pagedjax.server.continuation import Delta
 from pagedjax.server.responses import JSON, Style
 from pagedjax.server.schema import GenerationBody
-from pagedjax.server.worker import EngineStopped, Submission
+from pagedjax.server.worker import EngineStopped, Submission, TurnedAway
 from pagedjax.text.tools.reader import CallReader
 
 CLIENT_LEFT = 499  # the status of a response that no client reads, as in nginx
@@ -153,4 +153,6 @@ async def events(submission: Submission, body: GenerationBody, style: Style) -> 
             yield responses.event(responses.chunk(style, None, usage))
     except EngineStopped as error:
         yield responses.event(responses.error(str(error), "server_error"))
+    except TurnedAway as error:
+        yield responses.event(responses.error(str(error), "rate_limit_error", None, "rejected"))
     yield responses.event("[DONE]")

@@ -29,7 +29,7 @@ from pagedjax.server.errors import ApiError, in_thread, submit
 from pagedjax.server.responses import JSON
 from pagedjax.server.schema import LectureRequest
 from pagedjax.server.streaming import CLIENT_LEFT, unless_client_leaves
-from pagedjax.server.worker import EngineStopped, Submission, Worker
+from pagedjax.server.worker import EngineStopped, Submission, TurnedAway, Worker
 
 MAX_RESULTS = 1024
 ID_BYTES = 16  # random bytes of an id: 128 bits cannot be guessed
@@ -50,7 +50,7 @@ class Result:
             async for delta in self.submission:
                 self.generated += delta.text
             self.status = "completed"
-        except EngineStopped:
+        except (EngineStopped, TurnedAway):
             self.status = "error"
 
 

@@ -57,6 +57,16 @@ class QueueFull(Exception):
         self.seconds = seconds
 
 
+class TurnedAway(Exception):
+    """The policy rejected a request before it had any output."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the policy of this server rejected the request, because it would miss its targets "
+            "under the present load; try again later"
+        )
+
+
 class EngineStopped(Exception):
     """The engine does not run any more. Its error, if there is one, is the cause."""
 
@@ -97,11 +107,11 @@ class Submission:
         return [self._outputs[i] for i in range(len(self.requests))]
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Raises EngineStopped if the engine ends."""
+        """Raises EngineStopped if the engine ends, and TurnedAway if the policy rejects a request."""
         while not self.done:
             update = await self._updates.get()
             if isinstance(update, Exception):
-                if self.call is not None:
+                if self.call is not None and not isinstance(update, TurnedAway):
                     self.call.lost()
                 raise update
             if isinstance(update, Completed):
@@ -114,7 +124,7 @@ class Submission:
             yield update
 
     async def completed(self) -> list[RequestOutput]:
-        """Wait for all requests -> their outputs. Raises EngineStopped if the engine ends."""
+        """Wait for all requests -> their outputs. Raises what the iteration raises."""
         async for _ in self:
             pass
         return self.outputs
@@ -413,8 +423,14 @@ class Worker:
         """Forget the branches that ended -> the outputs of requests without unfinished branches."""
         updates: list[tuple[Submission, Update]] = []
         for name in step.ended:
-            submission, request, branches = self._owners.pop(name)
-            if all(branch.finish_reason is not None for branch in branches.values()):
+            owner = self._owners.pop(name, None)
+            if owner is None:
+                continue  # another request of its submission was rejected
+            submission, request, branches = owner
+            if any(branch.finish_reason == "rejected" for branch in branches.values()):
+                self._cancel(submission)
+                updates.append((submission, TurnedAway()))
+            elif all(branch.finish_reason is not None for branch in branches.values()):
                 output = output_of(name, submission.requests[request], branches)
                 updates.append((submission, Completed(request, output)))
         self._busy_seconds = self._busy_seconds + step.result.finished - step.result.started

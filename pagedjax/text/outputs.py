@@ -229,7 +229,7 @@ class OutputBuilder:
         )
 
     def prompt_positions(self) -> tuple[PositionLogprobs | None, ...] | None:
-        if self.params.prompt_logprobs is None:
+        if self.params.prompt_logprobs is None or self.finish_reason == "rejected":
             return None
         return (None, *(self.prompt_logprobs[i] for i in range(1, len(self.prompt))))
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from immutables import Map
 
 from pagedjax.host import scheduler
+from pagedjax.host.policies import Policy, called
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Event, Finished, Plan, Request, Seq
 from pagedjax.host.views import held
@@ -28,6 +29,7 @@ from pagedjax.viewer import drafts, picture, story
 from pagedjax.viewer.picture import Frame, Picture
 from pagedjax.viewer.story import LogEntry, Tables
 
+MOST_TEXT = 4000
 NO_REASONS: Mapping[str, Reason] = MappingProxyType({})
 
 
@@ -95,11 +97,13 @@ def scheduled(
     plan: Plan,
     reasons: Mapping[str, Reason] = NO_REASONS,
     at: float | None = None,
+    memory: str = "",
 ) -> Fold:
     """Opens the frame of a step: the picture while the step runs.
 
     Args:
         reasons: why requests get no token in it, by their ids (host/waiting.py).
+        memory: text of the policy's memory (`memory_text`).
     """
     numbers = fold.numbers
     log = story.planned(plan, numbers)
@@ -111,10 +115,20 @@ def scheduled(
     frame = _framed(fold, drafts.drafted(rows, plan), plan.step)
     if reasons:
         frame["why"] = _why(reasons, numbers)
+    if memory:
+        frame["memory"] = memory
     at = fold.at if at is None else at
     if at is not None:
         frame["at"] = [at, at]
     return _fresh(fold, frame)._replace(plan=plan, frame=frame, at=at)
+
+
+def memory_text(state: SchedulerState, policy: Policy) -> str:
+    """What the policy shows of its memory, at most MOST_TEXT characters; "" without a memory."""
+    if policy.init is None:
+        return ""
+    text = str(called(policy, "show", state.memory))
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} ..."
 
 
 def committed(

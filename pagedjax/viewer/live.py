@@ -160,9 +160,11 @@ class Live:
             started, finished = (round(max(0.0, at - self._began), 6) for at in record.times)
             # the scheduler is pure: planning again from `before` gives the cache as it was while
             # the step ran
-            running, _ = scheduler.schedule(record.before, self._policy, offered(record.plan))
-            reasons = why_waiting(record.before, self._policy)
-            fold = frames.scheduled(fold, running, record.plan, reasons, started)
+            now = record.plan.now
+            running, _ = scheduler.schedule(record.before, self._policy, offered(record.plan), now)
+            reasons = why_waiting(record.before, self._policy, now)
+            memory = frames.memory_text(running, self._policy)
+            fold = frames.scheduled(fold, running, record.plan, reasons, started, memory)
             fold, frame = frames.committed(fold, record.after, record.events, finished)
             self._append(frame)
         if not fold.numbers and (fold.log or not fold.shown.rest):  # no request is left

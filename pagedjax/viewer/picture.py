@@ -19,6 +19,7 @@ and may be used again.
     published  [added, removed] blocks whose content can be found, or [all of them]
     why        [sentence, number of the request that is before it or null, numbers, limit] of requests that get no token
                in this step: why they wait, or run without one. Numbers are null in one entry, of all others
+    memory     text of the policy's memory in this step, if the policy has one
     away       [number, host blocks] of requests that are swapped out
     counts     [tokens computed, blocks with an owner, idle blocks, slots of owned blocks that hold no token]
     sampled    the token that each row gets, or null; of a row with drafts a list: the accepted ones and one more
@@ -51,6 +52,7 @@ class Picture(NamedTuple):
     tables: Map[int, tuple[int, ...]] = Map()
     published: Map[int, None] = Map()
     why: tuple[tuple[Any, ...], ...] = ()
+    memory: str = ""
     away: tuple[tuple[int, int], ...] = ()
     counts: tuple[int, ...] = (0, 0, 0, 0)
     # number -> its record in `came`, of requests that were unfinished while the step ran
@@ -110,6 +112,7 @@ def apply(picture: Picture, frame: Frame) -> Picture:
         tables=tables,
         published=_published(picture.published, frame.get("published")),
         why=tuple(map(tuple, frame.get("why", ()))),
+        memory=frame.get("memory", ""),
         away=tuple(map(tuple, frame.get("away", ()))),
         counts=tuple(frame["counts"]),
         requests=requests.finish(),
@@ -150,6 +153,8 @@ def whole(picture: Picture) -> Frame:
         "counts": list(picture.counts),
         "after": [["ended", n, "", None] for n in picture.ended],
     }
+    if picture.memory:
+        frame["memory"] = picture.memory
     if any(picture.verified):
         frame["verified"] = list(picture.verified)
     return frame | ({"rest": True} if picture.rest else {})

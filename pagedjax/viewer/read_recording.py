@@ -50,6 +50,7 @@ def read(path: str | os.PathLike[str], policies: Mapping[str, Policy] = POLICIES
     remedy = f"; {REMEDY}"
     try:
         header = replay.header(path)
+        policies = replay.with_recorded(policies, header)
         if own := header.get(
             "own_policy"
         ):  # if the policy is missing, the error of `replay` says so
@@ -97,8 +98,9 @@ def fold(
             if folded.frame is not None:  # planned again, because the step did not run
                 folded, frame = frames.committed(folded, folded.state, ())
                 yield frame
-            reasons = why_waiting(before, policy) if policy else frames.NO_REASONS
-            folded = frames.scheduled(folded, state, plan, reasons, at)
+            reasons = why_waiting(before, policy, plan.now) if policy else frames.NO_REASONS
+            memory = frames.memory_text(state, policy) if policy else ""
+            folded = frames.scheduled(folded, state, plan, reasons, at, memory)
         elif kind == "commit":
             folded, frame = frames.committed(folded, state, events, at)
             yield frame

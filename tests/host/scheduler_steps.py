@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pagedjax.host import scheduler
-from pagedjax.host.policies import FCFS, Policy
+from pagedjax.host.policies import FCFS, POLICIES, Policy
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Event, Plan, Request
 
 WORD = 7
 EOS = 2
+# the others are driven in test_policies_with_memory.py
+WITHOUT_MEMORY = {name: policy for name, policy in POLICIES.items() if policy.init is None}
 
 
 def start(

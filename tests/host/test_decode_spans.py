@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedjax.host import decode_spans, scheduler
-from pagedjax.host.policies import FCFS, POLICIES, Policy
+from pagedjax.host.policies import FCFS, Policy
 from pagedjax.host.scheduler import Rejected, SchedulerConfig, SchedulerState
 from pagedjax.host.types import Event, Finished, Plan, Request, Sampled, Seq
-from tests.host.scheduler_steps import start
+from tests.host.scheduler_steps import WITHOUT_MEMORY, start
 from tests.refusals import refused
 
 WORD = 7
@@ -87,7 +87,7 @@ def submitted(
 
 
 @settings(max_examples=150)
-@given(st.data(), configs, st.sampled_from([*POLICIES.values()]), st.booleans())
+@given(st.data(), configs, st.sampled_from([*WITHOUT_MEMORY.values()]), st.booleans())
 def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
     shares = shares and config.reservation == "none"
     state = scheduler.init(config)

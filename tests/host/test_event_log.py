@@ -50,7 +50,18 @@ def random_request(
     stops = frozenset(draw.sample(range(4), draw.randrange(3)))
     prompt = draw.randint(1, 6)
     hashes = tuple(f"{draw.randrange(2)}{i}" for i in range(prompt // config.block_size))
-    request = Request(name, prompt, draw.randint(1, 6), 0, stops, draw.randrange(3))
+    max_tokens = draw.randint(1, 6)
+    priority = draw.randrange(3)
+    request = Request(
+        name,
+        prompt,
+        max_tokens,
+        0,
+        stops,
+        priority,
+        service_class=("", "chat", "batch")[priority],
+        deadline=0.25 * priority or None,
+    )
     forks = tuple(f"{name}/{i}" for i in range(draw.randrange(min(3, config.max_num_seqs))))
     beams = draw.random() < 0.3
     if config.reservation != "none":
@@ -422,7 +433,7 @@ def test_a_file_without_a_whole_line_is_an_error(tmp_path: Path, content: str):
         (
             1,
             '{"pagedjax_replay":2,"policy":"lifo"}',
-            "names the policy 'lifo'; known are fair, fcfs",
+            "names the policy 'lifo'; known are deadline, .*, fcfs",
         ),
         (1, '{"pagedjax_replay":2,"policy":"fcfs","config":{}}', "is a malformed header"),
         (1, header(reservation="pow3"), "is a malformed header: .*reservation is 'pow3'; it must"),

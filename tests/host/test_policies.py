@@ -21,7 +21,6 @@ from pagedjax.host.policies import (
     FAIR,
     FCFS,
     LONGEST_PREFIX,
-    POLICIES,
     PRIORITY,
     RATE,
     SHORTEST,
@@ -38,7 +37,7 @@ from pagedjax.options.config import EngineConfig, Reservation
 from pagedjax.options.own_errors import OwnError
 from tests import drawn
 from tests.host import drawn_views
-from tests.host.scheduler_steps import EOS, WORD, names, start
+from tests.host.scheduler_steps import EOS, WITHOUT_MEMORY, WORD, names, start
 
 STRICT_PRIORITY = by_key("strict", lambda seq: seq.request.priority)
 STRICT_SHORTEST = by_key("strict", lambda seq: seq.request.prompt_len)
@@ -181,7 +180,7 @@ def test_the_victim_is_the_last_in_order(rows: list[tuple[int, int, int, str]]):
         Seq(ask(str(i), prompt, 51, priority, user), i, prompt + 51, prompt + output)
         for i, (prompt, output, priority, user) in enumerate(rows)
     )
-    for policy in POLICIES.values():
+    for policy in WITHOUT_MEMORY.values():
         last = policy.order(seqs, Running(), lambda seq: 0)[-1]
         assert policy.preempt(seqs) == last, policy.name
 
@@ -396,7 +395,7 @@ def drive(
 
 @drawn.examples(20, 80)
 @pytest.mark.parametrize("modes", [configs, baselines], ids=["usual", "baselines"])
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("policy", WITHOUT_MEMORY.values(), ids=WITHOUT_MEMORY)
 def test_random_workloads_end_and_the_first_in_order_always_advances(
     policy: Policy, modes, number: int
 ):
@@ -411,7 +410,7 @@ def test_many_requests_end_in_a_pool_that_is_too_small(modes: tuple[bool, bool])
     """modes: chunked_prefill and mixed_steps."""
     draw = random.Random(0)
     config = SchedulerConfig(2, 16, 12, 6, 32, 0, *modes)
-    for policy in POLICIES.values():
+    for policy in WITHOUT_MEMORY.values():
         preempted = 0
         for _ in range(4):
             crowd = [
@@ -454,11 +453,11 @@ def test_a_finite_workload_ends_under_a_random_policy(number: int):
 @pytest.mark.parametrize(
     ("policy", "chunked", "mixed"),
     [
-        *((policy, True, True) for policy in POLICIES.values()),
+        *((policy, True, True) for policy in WITHOUT_MEMORY.values()),
         (FCFS, True, False),
         (FAIR, False, False),
     ],
-    ids=[*POLICIES, "fcfs by turns", "fair with whole prompts first"],
+    ids=[*WITHOUT_MEMORY, "fcfs by turns", "fair with whole prompts first"],
 )
 def test_branches_end_in_a_pool_that_is_too_small(policy: Policy, chunked: bool, mixed: bool):
     """All branches of a victim are preempted, even the first in order."""

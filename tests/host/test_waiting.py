@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from pagedjax.host import scheduler
 from pagedjax.host.admission import Shortage
 from pagedjax.host.kv_policies import ALL, View
-from pagedjax.host.policies import FCFS, POLICIES, SHORTEST, STATIC, Policy
+from pagedjax.host.policies import FCFS, SHORTEST, STATIC, Policy
 from pagedjax.host.replay import replay
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Request
 from pagedjax.host.waiting import Limit, Reason, why_waiting
 from tests import drawn
-from tests.host.scheduler_steps import request, start, step
+from tests.host.scheduler_steps import WITHOUT_MEMORY, request, start, step
 from tests.host.test_event_log import SMALL, record
 
 MODES = [
@@ -152,7 +152,7 @@ def test_without_the_limit_that_a_reason_names_a_request_enters_or_meets_another
         blocks=st.integers(6, 14),
         host=st.sampled_from([0, 8]),
         mode=st.sampled_from(MODES),
-        policy=st.sampled_from([*POLICIES.values(), PICKY]),
+        policy=st.sampled_from([*WITHOUT_MEMORY.values(), PICKY]),
         budget=st.integers(4, 14),
     )
     if number > 100:
@@ -182,7 +182,7 @@ def test_a_reason_names_the_least_that_is_missing(number):
         seed=st.integers(0, 2**32 - 1),
         blocks=st.integers(6, 10),
         budget=st.integers(4, 12),
-        policy=st.sampled_from(list(POLICIES.values())),
+        policy=st.sampled_from(list(WITHOUT_MEMORY.values())),
         whole=st.booleans(),
     )
 

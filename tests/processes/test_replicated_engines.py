@@ -118,11 +118,11 @@ def pair(tiny, tmp_path):
         yield Pair(tiny, group, tmp_path / "follower.jsonl")
 
 
-@pytest.mark.default_cases("", "swapped")
+@pytest.mark.default_cases("", "swapped", "timed policy")
 @pytest.mark.parametrize(
     "config",
-    [{}, SWAPPED, {"lookahead": 2}, SPECULATIVE],
-    ids=["", "swapped", "lookahead", "adaptive drafts"],
+    [{}, SWAPPED, {"lookahead": 2}, SPECULATIVE, {"policy": "deadline"}],
+    ids=["", "swapped", "lookahead", "adaptive drafts", "timed policy"],
 )
 def test_a_follower_makes_the_recording_of_the_leader(tiny, one_layer, tmp_path, config):
     """Also with drafts whose number depends on times, which differ between processes."""
@@ -141,6 +141,7 @@ def test_a_follower_makes_the_recording_of_the_leader(tiny, one_layer, tmp_path,
         assert pair.log.read_bytes() == recording
         states = [engine._state for engine in (pair.leader, pair.follower)]
         assert states[0].scheduler == states[1].scheduler
+        assert (b'"now":' in recording) == (config.get("policy") == "deadline")
         chex.assert_trees_all_equal(states[0].cache, states[1].cache)
         assert group.exits == []
         if config is SPECULATIVE:
@@ -464,6 +465,8 @@ def test_a_request_survives_the_wire():
         tags=("t",),
         predicted=7,
         begun=Begun(3, [4]),
+        service_class="chat",
+        deadline=1.5,
     )
     defaults = EngineRequest((), [], GREEDY)
     unsent = [name for name in request._fields if getattr(request, name) == getattr(defaults, name)]

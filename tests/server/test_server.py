@@ -388,7 +388,7 @@ def refuses(url: str) -> bool:
         ("--result-seconds 0", "result_seconds is 0.0; it must be above 0"),
         (
             "--policy {folder}/mine.py:SHORTEST",
-            "mine.py:SHORTEST', which reads seq.predicted, and no request to a server has a",
+            "mine.py:SHORTEST', which reads seq.predicted, and requests to a server need not have",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from immutables import Map
 
 from pagedjax.host import blocks, scheduler
 from pagedjax.host.kv_policies import ALL, View
-from pagedjax.host.policies import FCFS
+from pagedjax.host.policies import FCFS, VTC
 from pagedjax.host.types import Request, Verified
 from pagedjax.host.views import held
 from pagedjax.viewer import frames, picture, read_recording, text
@@ -369,3 +369,28 @@ def test_applying_a_splice_gives_the_new_sequence(old, new):
 def test_a_table_that_lost_its_hole_and_all_behind_it_has_changed():
     changes = frames._table_changes(Map({1: (5, 0, 4), 2: (5, 6)}), {1: (5,), 2: (5, 6, 7)})
     assert changes == [[1, 1, []], [2, 2, [7]]]
+
+
+def test_a_step_shows_the_memory_of_its_policy_and_who_was_rejected(tmp_path, monkeypatch):
+    def reject(memory, waiting):
+        return [seq.request_id for seq in waiting if seq.request.service_class == "late"]
+
+    policy = VTC._replace(name="mine", reject=reject)
+    path = tmp_path / "run.jsonl"
+    writer = Writer(path, SMALL, policy)
+    writer.submit(Request("a", 3, 2, user="alice"))
+    writer.submit(Request("b", 3, 2, service_class="late"))
+    for _ in range(2):
+        plan = writer.schedule()
+        writer.commit(plan, [1] * len(plan.seqs))
+    writer.recorder.close()
+    run = read_recording.read(path, {"mine": policy})
+    first, second, *_ = [view for _, view in pictures(run.frames) if not view.rest]
+    assert first.memory == "(no user): 0, 1 waiting\nalice: 0, 1 waiting"
+    assert second.memory == "alice: 5, 0 waiting"
+    assert picture.apply(Picture(), picture.whole(second)).memory == second.memory
+    assert ["ended", 1, "rejected", 0] in [
+        entry for frame in run.frames for entry in frame.get("after", ())
+    ]
+    monkeypatch.setattr(frames, "MOST_TEXT", 9)
+    assert frames.memory_text(writer.state, policy) == "alice: 5, ..."

@@ -265,7 +265,9 @@ class LeaderEngine(Engine):
         digest = self._digest.scheduled(step, self._state.sequences, self._state.ahead)
         lines = self._digest.lines
         self._digest.lines = []
-        self.group.order_step(lines, engine=self.number, drafts=step.drafts, digest=digest)
+        self.group.order_step(
+            lines, engine=self.number, drafts=step.drafts, now=step.plan.now, digest=digest
+        )
         self.group.enter("running")
         return step
 
@@ -385,9 +387,10 @@ class FollowerEngine(Engine):
         self.step()
 
     def _schedule(self) -> ScheduledStep:
-        step = schedule(self.runtime, self._state, self._step_input["drafts"])
+        inputs = self._step_input
+        step = schedule(self.runtime, self._state, inputs["drafts"], inputs["now"])
         digest = self._digest.scheduled(step, self._state.sequences, self._state.ahead)
-        if digest != self._step_input["digest"]:
+        if digest != inputs["digest"]:
             self._report_difference()
         self._digest.lines = []
         self.group.enter("running")
@@ -421,6 +424,8 @@ def encoded_request(request: EngineRequest) -> Message:
         "tags": request.tags,
         "predicted": request.predicted,
         "begun": request.begun,
+        "service_class": request.service_class,
+        "deadline": request.deadline,
     }
 
 
@@ -435,6 +440,8 @@ def decoded_request(message: Message) -> EngineRequest:
         tags=tuple(message["tags"]),
         predicted=message["predicted"],
         begun=Begun(*message["begun"]) if message["begun"] else None,
+        service_class=message["service_class"],
+        deadline=message["deadline"],
     )
 
 

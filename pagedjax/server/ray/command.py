@@ -33,6 +33,7 @@ OF_SERVER = (
     "min_priority",
     "max_priority",
     "allow_user",
+    "allow_service_fields",
     "result_seconds",
     "tool_call_parser",
 )

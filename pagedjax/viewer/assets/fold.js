@@ -1,7 +1,7 @@
 // Frames to pictures, as in picture.py. A picture is never changed; the next one shares its parts.
 
 const NOTHING = {
-  step: 0, rest: true, waiting: [], rows: [], still: [], tables: new Map(), published: new Uint8Array(0), away: [], why: [],
+  step: 0, rest: true, waiting: [], rows: [], still: [], tables: new Map(), published: new Uint8Array(0), away: [], why: [], memory: "",
   counts: [0, 0, 0, 0], at: null, accepted: [], verified: [0, 0],
 };
 const KEYFRAME = 64; // frames from one kept picture to the next: a seek applies at most so many
@@ -51,6 +51,7 @@ function applied(picture, frame, blocks) {
     published: changedPublished(picture.published, frame.published, blocks),
     away: frame.away || [],
     why: frame.why || [],
+    memory: frame.memory || "",
     counts: frame.counts,
     at: frame.at || null,
     accepted: frame.accepted || [],

@@ -33,6 +33,9 @@ function drawQueues(view) {
   if (away.size || view.config.host_blocks) {
     parts.push(...queue(view, "Swapped out", [...away.keys()], (n) => many(away.get(n), "block")));
   }
+  if (picture.memory) {
+    parts.push(element("h2", { textContent: "Memory of the policy" }), element("p", { className: "memory", textContent: picture.memory }));
+  }
   keepingFocus(byId("queues"), parts);
 }
 

@@ -17,6 +17,7 @@ from experiments.core.workloads import WorkItem
 from experiments.simulation.cost import CHIPS, SHAPES, Simulate
 from experiments.simulation.simulate import Guess, SimulatedEngine, SimulatedLLM, resolved
 from pagedjax import LLM, SamplingParams
+from pagedjax.host.replay import verify
 from pagedjax.host.types import Verified
 from pagedjax.options.config import EngineConfig
 from tests.experiments.core.summaries import BASE, GREEDY, changed_workload
@@ -53,8 +54,13 @@ COLUMNS = attrgetter(
 )
 
 
+MLFQ = "mlfq(patience=20, quantum=1, ratio=2)"
+
+
 @pytest.mark.default_cases(
-    "{'num_blocks': 20}", "{'reservation': 'pow2', 'enable_prefix_caching': False}"
+    "{'num_blocks': 20}",
+    "{'reservation': 'pow2', 'enable_prefix_caching': False}",
+    f"{{'num_blocks': 20, 'policy': '{MLFQ}'}}",
 )
 @pytest.mark.parametrize(
     "options",
@@ -62,6 +68,7 @@ COLUMNS = attrgetter(
         {},
         {"enable_prefix_caching": False, "policy": "shortest"},
         {"num_blocks": 20},
+        {"num_blocks": 20, "policy": MLFQ},
         {"chunked_prefill": False, "max_num_batched_tokens": 128, "token_buckets": (128,)},
         {"mixed_steps": False},
         {
@@ -104,6 +111,35 @@ def engine_of(simulate: Simulate, time=lambda work: 0.25, **options) -> Simulate
     sizes = {"max_model_len": 64, "num_blocks": 32, "token_buckets": (2048,)}
     config = EngineConfig(**{**sizes, **options})
     return SimulatedEngine(config, time, vocab_size=1000, simulate=simulate)
+
+
+@pytest.mark.parametrize(
+    "policy", ["vtc", MLFQ, "srtf(margin=1)", "deadline", "early_rejection(ttft_s=0.3)"]
+)
+def test_simulated_recordings_of_policies_with_memory_replay_byte_for_byte(policy, tmp_path):
+    engine = engine_of(Simulate(chip="h200"), policy=policy, max_num_seqs=2)
+    path = tmp_path / "run.jsonl"
+    engine.record(path)
+    rejected = 0
+    for number in range(9):
+        prompt = [3] * (4 + number)
+        params = SamplingParams(max_tokens=12 - number, ignore_eos=True)
+        user = "xyz"[number % 3]
+        engine.add(f"r{number}", prompt, params, user=user, predicted=40 - 4 * number)
+        result = engine.step()
+        assert result is not None
+        rejected += len(result.plan.rejected)
+    while engine.has_work:
+        engine.step()
+    engine.record(None)
+    report = verify(path)
+    assert report.identical, report.difference
+    assert report.requests == 9
+    assert sum(report.finished.values()) == 9
+    assert (report.preemptions > 0) == policy.startswith(("mlfq", "srtf"))
+    assert report.finished.get("rejected", 0) == rejected
+    assert (rejected > 0) == policy.startswith("early_rejection")
+    assert ('"now":0.25' in path.read_text()) == policy.startswith(("deadline", "early"))
 
 
 def test_virtual_time_is_steps_plus_idle_gaps():
