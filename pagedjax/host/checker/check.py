@@ -23,7 +23,9 @@ from pagedjax.host.policies import Policy
 
 REQUESTS = 3
 BLOCKS = 6
-DISCARDS = 8
+# how often computed tokens of a request may be thrown away; of a policy that evicts, more often
+DISCARDS = 1
+DISCARDS_OF_EVICTING = 8
 EXACT_GAP = 4  # the largest distance of arrivals that every world counts exactly
 
 
@@ -55,6 +57,7 @@ class Report(NamedTuple):
     promises: Promises
     coverage: tuple[Coverage, ...]
     counterexample: Counterexample | None
+    discards: int  # the limit that was checked
     seconds: float
 
     @property
@@ -69,7 +72,7 @@ def check(
     requests: int = REQUESTS,
     num_blocks: int = BLOCKS,
     stated: Promises | None = None,
-    discards: int = DISCARDS,
+    discards: int | None = None,
     seconds: float | None = None,
     clock: Clock = time.monotonic,
 ) -> Report:
@@ -78,7 +81,8 @@ def check(
     Args:
         requests: the most unfinished requests at one time.
         stated: what the policy promises; None: what it says of itself (promises.py).
-        discards: how often the computed tokens of one request may be thrown away.
+        discards: how often the computed tokens of one request may be thrown away while a later
+            request that is not more urgent runs on; None: DISCARDS, or DISCARDS_OF_EVICTING.
         seconds: a limit. What was covered until then is in the report.
 
     Raises:
@@ -86,6 +90,9 @@ def check(
     """
     if stated is None:
         stated = promises.promises_of(policy)
+    if discards is None:
+        evicts = getattr(policy, "evict", None) is not None
+        discards = DISCARDS_OF_EVICTING if evicts else DISCARDS
     began = clock()
     coverage: list[Coverage] = []
     todo = [scaled for world in worlds(policy, requests, num_blocks) for scaled in _scaled(world)]
@@ -99,7 +106,7 @@ def check(
         coverage.append(part)
         if counterexample is not None:
             break
-    return Report(policy.name, stated, tuple(coverage), counterexample, clock() - began)
+    return Report(policy.name, stated, tuple(coverage), counterexample, discards, clock() - began)
 
 
 def _scaled(world: World) -> tuple[World, ...]:
@@ -107,8 +114,8 @@ def _scaled(world: World) -> tuple[World, ...]:
 
     If distances of more than EXACT_GAP matter, there would be too many states. Then others come and
     are cancelled between two requests, so that two distances are left: below the largest, and
-    above. The world "queue" comes a second time, as "ageing": with all distances, and no
-    cancellation.
+    above. The world "queue" comes a second time, as "ageing": with all distances, two requests at a
+    time, and no cancellation.
     """
     try:
         gap = folding.largest_gap(world)
@@ -119,7 +126,8 @@ def _scaled(world: World) -> tuple[World, ...]:
     scaled = world._replace(gap=gap, stride=-(-gap // 2))
     if world.name != "queue":
         return (scaled,)
-    return scaled, world._replace(name="ageing", gap=gap, cancels=False)
+    ageing = world._replace(name="ageing", requests=min(2, world.requests), gap=gap, cancels=False)
+    return scaled, ageing
 
 
 def _check_world(
@@ -217,6 +225,54 @@ def _of_limits(
         found = shortest_run_above(graph, _discarded, dict.fromkeys(discarded, discards))
         assert found is not None, "the longest run is above the limit"
         name = subject(world, found.stem, found.rank, before_last=True)
-        sentence = f"the computed tokens of {name} are thrown away {discards + 1} times"
+        sentence = (
+            f"the computed tokens of {name} are thrown away {discards + 1} times, while a later "
+            "request that is not more urgent runs on"
+        )
         return Counterexample("lost work", sentence, world, found.stem, (), found.rank)
     return None
+
+
+def text(report: Report) -> str:
+    """What was covered, and whether the properties hold, in lines."""
+    rows = [("world", "states", "events", "depth", "overtaken", "discarded", "seconds")]
+    for part in report.coverage:
+        numbers = (part.overtaken, part.discarded)
+        row = (part.world.name, f"{part.states:,}", f"{part.events:,}", str(part.depth))
+        cells = ["-" if number is None else str(number) for number in numbers]
+        rows.append((*row, *cells, f"{part.seconds:.1f}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = [
+        "  ".join(
+            [
+                cell.ljust(width) if place == 0 else cell.rjust(width)
+                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+        )
+        for row in rows
+    ]
+    world = report.coverage[0].world
+    head = (
+        f"{report.policy}: at most {world.requests} unfinished requests of {len(world.shapes)} "
+        f"shapes, {world.config.num_blocks} blocks"
+    )
+    return "\n".join([head, *table, _verdict(report)])
+
+
+def _verdict(report: Report) -> str:
+    if report.counterexample is not None:
+        return f"does not hold ({report.seconds:.1f} s)"
+    held = ["every request ends", "the invariants of the scheduler"]
+    if report.promises.bound is not None:
+        held.append("the stated bound of later requests that enter before one")
+    if report.promises.urgent_first:
+        held.append("no inversion of priorities")
+    held.append(f"work is lost at most {report.discards} times")
+    sentence = f"holds: {'; '.join(held)}"
+    if report.exhausted:
+        return f"{sentence}. All states were covered in {report.seconds:.1f} s"
+    partly = [part.world.name for part in report.coverage if not part.exhausted]
+    return (
+        f"{sentence}. Not exhausted: the time limit ended the search after {report.seconds:.1f} s, "
+        f"in {', '.join(partly)}; it holds for what was covered"
+    )

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from pagedjax.host.checker.folding import key_of
 from pagedjax.host.checker.moves import (
+    HORIZON,
     PASSER,
     Happening,
     Move,
@@ -86,13 +87,21 @@ def confirm(counterexample: Counterexample) -> None:
         for _ in range(CONFIRMED_ROUNDS):
             for event in counterexample.loop:
                 node = apply(world, node, event).node
+            if world.timed:  # the time of the search stood still
+                node = node._replace(now=node.now + 1)
     except LookupError as error:
         raise _not_confirmed(world) from error
-    if request not in node.state.ids or key_of(world, node) != before:
+    same = world.timed or key_of(world, node) == before
+    if request not in node.state.ids or not same:
         raise _not_confirmed(world)
 
 
 def _not_confirmed(world: World) -> NotConfirmed:
+    if world.timed:
+        return NotConfirmed(
+            f"the policy {world.policy.name!r} decides differently after {HORIZON} seconds, and no "
+            "time is tried after them; check it with smaller times, as parameters of the policy"
+        )
     return NotConfirmed(
         f"the policy {world.policy.name!r} decides differently in two states that are equal up to "
         "the names of blocks, steps and requests; let it depend on none of these, and let its "
@@ -134,7 +143,8 @@ def text(counterexample: Counterexample) -> str:
     for number, move in enumerate(run(world, events), 1):
         if counterexample.loop and number == len(counterexample.stem) + 1:
             lines.append("  from here on, this repeats for ever:")
-        lines.append(f"  {number:>3}  {'; '.join(_sentences(move.entries))}")
+        sentences = list(_sentences(move.entries)) or ["time passes"]
+        lines.append(f"  {number:>3}  {'; '.join(sentences)}")
     return "\n".join(lines)
 
 

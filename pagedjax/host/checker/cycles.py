@@ -113,6 +113,7 @@ def shortest_lasso(places: Places) -> Run | None:
     endless = {
         component[place]
         for place in places.order
+        if graph.timeless[place // places.width]
         for target, label in places.edges(place)
         if component[target] == component[place] and _is_step(graph, label)
     }

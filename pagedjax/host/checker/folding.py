@@ -3,9 +3,11 @@
 What a key leaves out, and why a run does not depend on it:
 
 - Names of blocks. `allocate` takes any free block, and no content depends on which. A key names
-  the blocks in the order in which tables list them.
+  the blocks in the order in which tables list them. A policy could read them, and must not.
 - The number of the step, and the ids of requests: the scheduler copies them and compares them for
   equality. A key has ranks in their place. In the memory of a policy, ids are replaced by ranks.
+- The events that a policy with memory has not observed yet: a key has the memory that it will have
+  when it has observed them. This is exact if observing events in two parts is the same.
 - Arrival numbers. A shift changes no comparison. A distance above `world.gap` counts as `gap`: see
   `largest_gap`. This is exact if the policy compares distances with nothing above it. In a world
   with strides, distances count in strides.
@@ -17,10 +19,12 @@ real run, and a wrong fold can hide a state but cannot invent one.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from pagedjax.host import blocks, scheduler
-from pagedjax.host.checker.moves import Node, shape_of, unfinished
+from pagedjax.host.checker.moves import Node, plan_step, shape_of, unfinished
 from pagedjax.host.checker.worlds import STOP, World
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Request
@@ -59,11 +63,20 @@ def key_of(world: World, node: Node) -> Key:
         tables = tuple([len(seq.blocks) for seq in active.seqs])
     letters = "".join(map(shape_of, ranked))
     running = (*names, *active.lengths, *active.computed)
-    memory = getattr(state, "memory", None)
-    if memory is not None:
+    memory = None
+    if getattr(state, "news", None) is not None:
         names_by_id = {seq.request_id: rank for rank, seq in enumerate(ranked)}
-        memory = renamed(memory, names_by_id)
-    return letters, gaps, waiting, running, tables, content, memory
+        memory = renamed(_observed_memory(world, node), names_by_id), True
+    return letters, gaps, waiting, running, tables, content, memory, node.now
+
+
+def _observed_memory(world: World, node: Node) -> Any:
+    """The memory with which the policy will decide if a step runs next."""
+    policy: Any = world.policy
+    state: Any = node.state
+    if policy.observe is None:
+        return state.memory
+    return policy.observe(state.memory, state.news, node.now if world.timed else None)
 
 
 def _renamed_pool(state: SchedulerState) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -83,7 +96,7 @@ def _renamed_pool(state: SchedulerState) -> tuple[tuple[Any, ...], tuple[Any, ..
     return tables, (owned, idle)
 
 
-def renamed(value: Any, names: dict[str, int]) -> Any:
+def renamed(value: Any, names: Mapping[str, Any]) -> Any:
     """A value of a policy's memory with the ids of unfinished requests replaced by ranks.
 
     Tuples and mappings are searched; what else it holds is compared by value.
@@ -103,29 +116,43 @@ def largest_gap(world: World) -> int:
     """The smallest distance of two arrivals from which on the policy prefers the same one, for each
     pair of shapes, and for each shape whose prompt is in the prefix cache; at least 1.
 
-    Two requests are submitted so far apart, and one of them can enter. Distances up to `FURTHEST`
-    are tried. A policy that compares larger ones, or distances of other things, is not seen.
+    Two requests are submitted so far apart, and one of them can enter. Distances that are powers of
+    two are tried, up to `FURTHEST`, and a change between two of them is found by halving. A policy
+    that compares larger distances, or distances of other things, is not seen.
     """
     one_row = world._replace(config=world.config._replace(max_num_seqs=1))
     empty = scheduler.init(one_row.config)
     cached = [_cached(one_row, empty, shape) for shape in world.shapes if shape.hashes]
-    last_flip = 1
+    last_change = 1
     for state in (empty, *cached):
         for first, second in itertools.product(world.shapes, repeat=2):
             queue = scheduler.submit(state, first)
-            preferred = [
-                _preferred(one_row, queue, second, distance) for distance in range(1, FURTHEST + 1)
-            ]
-            flips = [i + 1 for i in range(1, FURTHEST) if preferred[i] != preferred[i - 1]]
-            last_flip = max([last_flip, *flips])
-    return last_flip
+            preferred = partial(_preferred, one_row, queue, second)
+            last_change = max(last_change, _last_change(preferred))
+    return last_change
+
+
+def _last_change(value_at: Callable[[int], Any]) -> int:
+    """The distance from which on a value is that at FURTHEST, as `largest_gap` tries it."""
+    far = FURTHEST
+    last = value_at(far)
+    while far > 1 and value_at(far // 2) == last:
+        far //= 2
+    near = far // 2
+    while far - near > 1:
+        middle = (near + far) // 2
+        if value_at(middle) == last:
+            far = middle
+        else:
+            near = middle
+    return far
 
 
 def _cached(world: World, state: SchedulerState, request: Request) -> SchedulerState:
     """The state after a request has run alone, so that its prompt is in the prefix cache."""
     state = scheduler.submit(state, request)
     while state.ids:
-        state, plan = scheduler.schedule(state, world.policy)
+        state, plan = plan_step(world, state, now=0)
         if not plan.seqs:
             state, _ = scheduler.cancel(state, request.request_id)
         state, _ = scheduler.commit(state, plan, [STOP] * len(plan.seqs))
@@ -139,27 +166,5 @@ def _preferred(
     number = queue.waiting[0].arrival + distance
     later = request._replace(request_id="other")
     state = scheduler.submit(queue._replace(arrivals=number), later)
-    _, plan = scheduler.schedule(state, world.policy)
+    _, plan = plan_step(world, state, now=0)
     return plan.admitted
-
-
-def exact_key(world: World, node: Node) -> Key:
-    """All of a state but what counts up without end: the number of the step, and arrivals before
-    the first unfinished one. For comparison with `key_of` on tiny worlds.
-    """
-    state = node.state
-    ranked = unfinished(state)
-    first = ranked[0].arrival if ranked else 0
-
-    def shifted(seq: Any) -> Any:
-        return seq.request_id[0], seq.arrival - first, seq.length, seq.computed, seq.blocks
-
-    return (
-        tuple(map(shifted, state.waiting)),
-        tuple(map(shifted, scheduler.running(state))),
-        state.pool,
-        state.host_pool,
-        frozenset(arrival - first for arrival in node.waited_again),
-        state.arrivals - first if ranked else 0,
-        getattr(state, "memory", None),
-    )

@@ -13,8 +13,10 @@ from pagedjax.host import scheduler
 from pagedjax.host.checker.worlds import STOP, WORD, World
 from pagedjax.host.event_log import Cancel, Commit, Entry, Schedule, Submit
 from pagedjax.host.scheduler import SchedulerState
-from pagedjax.host.types import NO_HASHES, Plan, Request, Seq
+from pagedjax.host.types import Plan, Request, Seq
 
+TICKS = (1,)  # seconds by which the time of a timed policy advances
+HORIZON = 3  # seconds at which its time stands still
 PASSER = "p"  # the letter of requests that arrive and are cancelled at once
 
 
@@ -39,17 +41,25 @@ class Step(NamedTuple):
     stops: tuple[bool, ...]
 
 
-Happening = Arrive | CancelRank | Step
+class Tick(NamedTuple):
+    """Time passes, for a policy that is timed."""
+
+    seconds: int
+
+
+Happening = Arrive | CancelRank | Step | Tick
 
 
 class Node(NamedTuple):
     """A state of the scheduler, and what the properties need to remember beside it.
 
     waited_again: arrivals of the waiting requests that have run before.
+    now: seconds since the scheduler began.
     """
 
     state: SchedulerState
     waited_again: frozenset[int] = frozenset()
+    now: int = 0
 
 
 class Effect(NamedTuple):
@@ -57,7 +67,8 @@ class Effect(NamedTuple):
 
     ended: the ranks that are unfinished no more.
     overtaken: of each rank, how many later requests entered for the first time while it waits.
-    discarded: the ranks whose computed tokens were thrown away.
+    discarded: the ranks whose computed tokens were thrown away, while a later request that is not
+        more urgent runs on.
     inversion: (rank that waits, rank of a later and less urgent request that was preferred).
     num_rows: rows of a step; None for another event.
     arrives: whether a request arrived.
@@ -107,6 +118,10 @@ def moves(world: World, node: Node) -> Iterator[Move]:
             yield arrive(world, node, Arrive(shape), in_one_jump=True)
     if ranked:
         yield from _steps(world, node, ranked)
+    if world.timed:
+        for seconds in TICKS:
+            if node.now + seconds <= HORIZON:
+                yield _tick(node, Tick(seconds))
     if world.cancels:
         for rank in range(len(ranked)):
             yield _cancel(node, CancelRank(rank), ranked)
@@ -126,6 +141,8 @@ def apply(world: World, node: Node, happening: Happening) -> Move:
             if rank >= len(ranked):
                 raise LookupError(f"there is no request of rank {rank}")
             return _cancel(node, happening, ranked)
+        case Tick():
+            return _tick(node, happening)
         case Step(stops):
             ranked = unfinished(node.state)
             for move in _steps(world, node, ranked):
@@ -166,14 +183,25 @@ def _named(template: Request, name: str) -> Request:
 def _cancel(node: Node, happening: CancelRank, ranked: Sequence[Seq]) -> Move:
     seq = ranked[happening.rank]
     state, events = scheduler.cancel(node.state, seq.request_id)
-    after = Node(state, node.waited_again - {seq.arrival})
+    after = Node(state, node.waited_again - {seq.arrival}, node.now)
     entry = Cancel(seq.request_id, "abort", events)
     return Move(happening, after, Effect(ended=(happening.rank,)), (entry,))
 
 
+def _tick(node: Node, happening: Tick) -> Move:
+    return Move(happening, node._replace(now=node.now + happening.seconds), Effect(), ())
+
+
+def plan_step(world: World, state: SchedulerState, now: int) -> tuple[SchedulerState, Plan]:
+    """What the policy's scheduler plans at a time."""
+    if world.timed:
+        return scheduler.schedule(state, world.policy, now=now)
+    return scheduler.schedule(state, world.policy)
+
+
 def _steps(world: World, node: Node, ranked: Sequence[Seq]) -> Iterator[Move]:
     """A step, once for each set of rows that may sample a stop token."""
-    planned, plan = scheduler.schedule(node.state, world.policy)
+    planned, plan = plan_step(world, node.state, node.now)
     effect = _effect_of_plan(node, planned, plan, ranked)
     waited_again = node.waited_again
     if plan.preempted or plan.admitted:
@@ -184,8 +212,10 @@ def _steps(world: World, node: Node, ranked: Sequence[Seq]) -> Iterator[Move]:
         state, events = scheduler.commit(planned, plan, tokens)
         after = {seq.arrival for seq in (*state.waiting, *state.running.seqs)}
         ended = tuple([rank for arrival, rank in ranks.items() if arrival not in after])
-        entries = (Schedule(plan), Commit(plan, tokens, NO_HASHES, scheduler.NO_CHOICES, events))
-        yield Move(Step(stops), Node(state, waited_again), effect._replace(ended=ended), entries)
+        entries = (Schedule(plan), Commit(plan, tokens, {}, {}, events))
+        yield Move(
+            Step(stops), Node(state, waited_again, node.now), effect._replace(ended=ended), entries
+        )
 
 
 def _outcomes(plan: Plan) -> Iterator[tuple[bool, ...]]:
@@ -232,9 +262,21 @@ def _effect_of_plan(
         if computed
     }
     lost = (set(plan.preempted) - set(plan.swapped)) & had_content
-    discarded = tuple([rank for rank, seq in enumerate(ranked) if seq.request_id in lost])
+    discarded = tuple(
+        [
+            rank
+            for rank, seq in enumerate(ranked)
+            if seq.request_id in lost and _outlived(seq, planned.running.seqs)
+        ]
+    )
     inversion = _inversion(planned, plan, ranked, entered)
     return Effect((), overtaken, discarded, inversion, num_rows)
+
+
+def _outlived(victim: Seq, active: Sequence[Seq]) -> bool:
+    """Whether a later request that is not more urgent runs on."""
+    priority = victim.request.priority
+    return any(seq.arrival > victim.arrival and seq.request.priority >= priority for seq in active)
 
 
 def _inversion(

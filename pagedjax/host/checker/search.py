@@ -11,11 +11,11 @@ from typing import NamedTuple
 from pagedjax.host import scheduler
 from pagedjax.host.checker import folding
 from pagedjax.host.checker.moves import (
+    HORIZON,
     Effect,
     Happening,
     Move,
     Node,
-    Step,
     moves,
     shape_of,
     start,
@@ -52,17 +52,21 @@ class Fault(NamedTuple):
 class Graph:
     """States by number, in the order in which they were reached; 0 has no request.
 
+    numbers: of each state, by its key (folding.py).
     parents: of each state, the one from which it was first reached, and the label of the edge.
     depths: events on the shortest run from state 0.
     letters: the shapes of the unfinished requests by rank.
+    timeless: of each state, whether no time can pass.
     edges: of each state, (state, label) of what can happen next. A state that was not expanded has
         none.
     """
 
     def __init__(self) -> None:
+        self.numbers: dict[folding.Key, int] = {}
         self.parents: list[tuple[int, int]] = []
         self.depths: list[int] = []
         self.letters: list[str] = []
+        self.timeless: list[bool] = []
         self.edges: list[list[tuple[int, int]]] = []
         self.labels: list[Label] = []
         self.exhausted = False
@@ -88,7 +92,6 @@ def explore(
     world: World,
     *,
     urgent_first: bool = False,
-    folds: bool = True,
     until: float | None = None,
     clock: Clock = time.monotonic,
 ) -> Graph:
@@ -96,24 +99,22 @@ def explore(
 
     Args:
         urgent_first: an inversion of priorities is a fault.
-        folds: take states for one that are equal up to names; False: only equal states, for
-            tests on tiny worlds.
         until: a time of `clock` at which the search ends.
     """
     graph = Graph()
-    numbers: dict[folding.Key, int] = {}
+    numbers = graph.numbers
     label_numbers: dict[tuple[Happening, Effect, int], int] = {}
     frontier: list[Node] = []
-    key_of = folding.key_of if folds else folding.exact_key
 
     def number_of(node: Node, parent: tuple[int, int], depth: int) -> int:
         """The number of a state, which is added to the frontier if it is new."""
-        key = key_of(world, node)
+        key = folding.key_of(world, node)
         number = numbers.setdefault(key, len(numbers))
         if number == len(graph):
             graph.parents.append(parent)
             graph.depths.append(depth)
             graph.letters.append("".join(map(shape_of, unfinished(node.state))))
+            graph.timeless.append(not world.timed or node.now >= HORIZON)
             graph.edges.append([])
             frontier.append(node)
             problem = _broken_invariant(node)
@@ -142,22 +143,18 @@ def _expand(world, graph, number, node, label_numbers, number_of, urgent_first) 
     num_ranks = len(graph.letters[number])
     depth = graph.depths[number] + 1
     edges = graph.edges[number]
-    happenings = moves(world, node)
-    while True:
-        try:
-            move = next(happenings, None)
-        except Exception as error:  # of the policy's function
-            graph.fault = Fault("error", number, Step(()), f"{type(error).__name__}: {error}")
-            return
-        if move is None:
-            return
-        label = _label_number(graph, label_numbers, move, num_ranks)
-        target = number_of(move.node, (number, label), depth)
-        edges.append((target, label))
-        if graph.fault is None:
-            graph.fault = _fault_of(move, number, target, num_ranks, urgent_first)
-        if graph.fault is not None:
-            return
+    try:
+        for move in moves(world, node):
+            label = _label_number(graph, label_numbers, move, num_ranks)
+            target = number_of(move.node, (number, label), depth)
+            edges.append((target, label))
+            if graph.fault is None:
+                graph.fault = _fault_of(graph, move, number, target, urgent_first)
+            if graph.fault is not None:
+                return
+    except Exception as error:  # of a function of the policy
+        sentence = f"the policy raises {type(error).__name__}: {error}"
+        graph.fault = Fault("error", number, None, sentence)
 
 
 def _label_number(graph: Graph, label_numbers, move: Move, num_ranks: int) -> int:
@@ -173,15 +170,15 @@ def _label_number(graph: Graph, label_numbers, move: Move, num_ranks: int) -> in
 
 
 def _fault_of(
-    move: Move, number: int, target: int, num_ranks: int, urgent_first: bool
+    graph: Graph, move: Move, number: int, target: int, urgent_first: bool
 ) -> Fault | None:
     """The fault that an edge shows by itself."""
     effect = move.effect
     if urgent_first and effect.inversion is not None:
-        first, later = effect.inversion
         sentence = "a later and less urgent request is preferred to one that waits"
         return Fault("priority inversion", number, move.happening, sentence)
-    if num_ranks and target == number and effect.num_rows == 0:
+    endless = target == number and graph.timeless[number]
+    if endless and graph.letters[number] and effect.num_rows == 0:
         sentence = "a step computes nothing and changes nothing, while requests are unfinished"
         return Fault("deadlock", number, move.happening, sentence)
     return None

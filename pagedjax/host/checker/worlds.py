@@ -34,6 +34,11 @@ class World(NamedTuple):
     cancels: bool = True
 
     @property
+    def timed(self) -> bool:
+        """Whether the policy reads the time."""
+        return getattr(self.policy, "timed", False)
+
+    @property
     def passer(self) -> Request:
         """A request that comes and is cancelled."""
         return self.shapes[0]
@@ -98,7 +103,7 @@ def _shapes(num_blocks: int) -> tuple[Request, ...]:
     there are.
     """
     longest = BLOCK_SIZE * num_blocks
-    long_prompt = max(1, longest // 3)
+    long_prompt = max(1, longest // 2)
     short_prompt = max(1, longest // 6)
     return (
         _shape("a", long_prompt, min(3, longest - long_prompt), 1, "one", predicted=1),
