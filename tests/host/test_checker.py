@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -311,6 +311,27 @@ def test_a_policy_that_reads_what_is_folded_is_refused():
     )
     with pytest.raises(NotConfirmed, match="'numbers' decides differently in two states"):
         check(policy, requests=2)
+
+
+class Steps(NamedTuple):
+    """A memory whose number grows without end, and of which only the parity matters."""
+
+    number: int = 0
+
+    def folded(self) -> int:
+        return self.number % 2
+
+
+@pytest.mark.skipif(not HAS_MEMORY, reason="no policy has a memory")
+def test_a_memory_is_folded_as_it_says():
+    memory: dict[str, Any] = {
+        "init": Steps,
+        "observe": lambda memory, events, now: Steps(memory.number + 1),
+        "order": lambda memory, waiting, running, cached: waiting[:: -1 if memory.folded() else 1],
+    }
+    policy = FCFS._replace(name="parity", **memory)
+    graph = explore(world_of(policy, "queue"), until=60.0, clock=iter(range(10**4)).__next__)
+    assert graph.exhausted
 
 
 # --- the command ----------------------------------------------------------------------------------

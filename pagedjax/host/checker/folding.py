@@ -8,6 +8,8 @@ What a key leaves out, and why a run does not depend on it:
   equality. A key has ranks in their place. In the memory of a policy, ids are replaced by ranks.
 - The events that a policy with memory has not observed yet: a key has the memory that it will have
   when it has observed them. This is exact if observing events in two parts is the same.
+- What the memory's own `folded()` leaves out, if it has that method: it returns a value that is
+  equal for two memories with which the policy decides the same for ever.
 - Arrival numbers. A shift changes no comparison. A distance above `world.gap` counts as `gap`: see
   `largest_gap`. This is exact if the policy compares distances with nothing above it. In a world
   with strides, distances count in strides.
@@ -71,12 +73,13 @@ def key_of(world: World, node: Node) -> Key:
 
 
 def _observed_memory(world: World, node: Node) -> Any:
-    """The memory with which the policy will decide if a step runs next."""
+    """The memory with which the policy will decide if a step runs next, folded if it can be."""
     policy: Any = world.policy
     state: Any = node.state
-    if policy.observe is None:
-        return state.memory
-    return policy.observe(state.memory, state.news, node.now if world.timed else None)
+    memory = state.memory
+    if policy.observe is not None:
+        memory = policy.observe(memory, state.news, node.now if world.timed else None)
+    return memory.folded() if hasattr(memory, "folded") else memory
 
 
 def _renamed_pool(state: SchedulerState) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
