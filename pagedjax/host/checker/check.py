@@ -213,34 +213,34 @@ def _of_limits(
     if stated.bound is not None:
         bounds = promises.limits(stated.bound, world)
         if any(overtaken[letter] > bounds[letter] for letter in overtaken):
-            found = shortest_run_above(graph, _overtaken, bounds)
-            assert found is not None, "the longest run is above the limit"
-            name = subject(world, found.stem, found.rank, before_last=True)
+            shortest = shortest_run_above(graph, _overtaken, bounds)
+            assert shortest is not None, "the longest run is above the limit"
+            name = subject(world, shortest.stem, shortest.rank, before_last=True)
             limit = bounds[name[0]]
             sentence = (
                 f"{limit + 1} later requests enter before {name}, and the stated bound is {limit}"
             )
-            return Counterexample("bound", sentence, world, found.stem, (), found.rank)
+            return Counterexample("bound", sentence, world, shortest.stem, (), shortest.rank)
     if any(number > discards for number in discarded.values()):
-        found = shortest_run_above(graph, _discarded, dict.fromkeys(discarded, discards))
-        assert found is not None, "the longest run is above the limit"
-        name = subject(world, found.stem, found.rank, before_last=True)
+        shortest = shortest_run_above(graph, _discarded, dict.fromkeys(discarded, discards))
+        assert shortest is not None, "the longest run is above the limit"
+        name = subject(world, shortest.stem, shortest.rank, before_last=True)
         sentence = (
             f"the computed tokens of {name} are thrown away {discards + 1} times, while a later "
             "request that is not more urgent runs on"
         )
-        return Counterexample("lost work", sentence, world, found.stem, (), found.rank)
+        return Counterexample("lost work", sentence, world, shortest.stem, (), shortest.rank)
     return None
 
 
 def text(report: Report) -> str:
     """What was covered, and whether the properties hold, in lines."""
-    rows = [("world", "states", "events", "depth", "overtaken", "discarded", "seconds")]
+    rows = [["world", "states", "events", "depth", "overtaken", "discarded", "seconds"]]
     for part in report.coverage:
+        cells = [part.world.name, f"{part.states:,}", f"{part.events:,}", str(part.depth)]
         numbers = (part.overtaken, part.discarded)
-        row = (part.world.name, f"{part.states:,}", f"{part.events:,}", str(part.depth))
-        cells = ["-" if number is None else str(number) for number in numbers]
-        rows.append((*row, *cells, f"{part.seconds:.1f}"))
+        cells += ["-" if number is None else str(number) for number in numbers]
+        rows.append([*cells, f"{part.seconds:.1f}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = [
         "  ".join(

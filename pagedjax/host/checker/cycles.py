@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pagedjax.host.checker.moves import Arrive, Effect, Happening
 from pagedjax.host.checker.search import NOBODY, Graph
 
 Weight = Callable[[Effect, int], int]  # of an edge, for a request by its rank before it
+Sum = tuple[int, int, int]  # state, rank of a request (NOBODY until it arrives), its weights so far
 
 
 class Run(NamedTuple):
@@ -165,8 +166,14 @@ def _shortest_loop(places: Places, start: int, longest: int) -> tuple[Happening,
     return None
 
 
-def _events_back(graph: Graph, came_from: dict, node, first) -> tuple[Happening, ...]:
-    """The events from `first` to `node`."""
+def _events_back(
+    graph: Graph, came_from: dict[Any, tuple[Any, int]], node: Any, first: Any
+) -> tuple[Happening, ...]:
+    """The events from `first` to `node`.
+
+    Args:
+        came_from: of each node, the node before it and the label of the edge.
+    """
     events: list[Happening] = []
     while node != first:
         node, label = came_from[node]
@@ -206,15 +213,15 @@ def shortest_run_above(graph: Graph, weight: Weight, limits: dict[str, int]) -> 
     """The run with fewest events in which the weights of a request sum up to more than the limit of
     its letter; None if there is none.
     """
-    first = (0, NOBODY, 0)  # state, rank of the request (nobody until it arrives), sum
-    came_from: dict[tuple[int, int, int], tuple[tuple[int, int, int], int]] = {first: (first, 0)}
-    queue = deque([first])
+    first: Sum = (0, NOBODY, 0)
+    came_from: dict[Sum, tuple[Sum, int]] = {first: (first, 0)}
+    queue: deque[Sum] = deque([first])
     while queue:
         node = queue.popleft()
         state, rank, total = node
         for target, label in graph.edges[state]:
             _, effect, ranks = graph.labels[label]
-            successors: list[tuple[int, int, int]] = []
+            successors: list[Sum] = []
             if rank == NOBODY:
                 successors.append((target, NOBODY, 0))
                 if effect.arrives:

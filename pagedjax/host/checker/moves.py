@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pagedjax.host import scheduler
 from pagedjax.host.checker.worlds import STOP, WORD, World
@@ -194,9 +194,10 @@ def _tick(node: Node, happening: Tick) -> Move:
 
 def plan_step(world: World, state: SchedulerState, now: int) -> tuple[SchedulerState, Plan]:
     """What the policy's scheduler plans at a time."""
+    schedule: Any = scheduler.schedule
     if world.timed:
-        return scheduler.schedule(state, world.policy, now=now)
-    return scheduler.schedule(state, world.policy)
+        return schedule(state, world.policy, now=now)
+    return schedule(state, world.policy)
 
 
 def _steps(world: World, node: Node, ranked: Sequence[Seq]) -> Iterator[Move]:

@@ -102,71 +102,81 @@ def explore(
         until: a time of `clock` at which the search ends.
     """
     graph = Graph()
-    numbers = graph.numbers
-    label_numbers: dict[tuple[Happening, Effect, int], int] = {}
-    frontier: list[Node] = []
-
-    def number_of(node: Node, parent: tuple[int, int], depth: int) -> int:
-        """The number of a state, which is added to the frontier if it is new."""
-        key = folding.key_of(world, node)
-        number = numbers.setdefault(key, len(numbers))
-        if number == len(graph):
-            graph.parents.append(parent)
-            graph.depths.append(depth)
-            graph.letters.append("".join(map(shape_of, unfinished(node.state))))
-            graph.timeless.append(not world.timed or node.now >= HORIZON)
-            graph.edges.append([])
-            frontier.append(node)
-            problem = _broken_invariant(node)
-            if problem:
-                graph.fault = Fault("invariant", number, None, problem)
-        return number
-
-    number_of(start(world), (0, 0), 0)
+    search = _Search(world, graph, urgent_first)
+    search.number_of(start(world), (0, 0), 0)
     expanded = 0
-    while graph.fault is None and frontier:
-        nodes = frontier
-        frontier = []
+    while search.frontier:
+        nodes = search.frontier
+        search.frontier = []
         for node in nodes:
-            if until is not None and clock() >= until:
+            if graph.fault is not None or (until is not None and clock() >= until):
                 return graph
-            _expand(world, graph, expanded, node, label_numbers, number_of, urgent_first)
-            if graph.fault is not None:
-                return graph
+            search.expand(expanded, node)
             expanded += 1
     graph.exhausted = graph.fault is None
     return graph
 
 
-def _expand(world, graph, number, node, label_numbers, number_of, urgent_first) -> None:
-    """Adds the edges of a state to the graph, and the states that they lead to."""
-    num_ranks = len(graph.letters[number])
-    depth = graph.depths[number] + 1
-    edges = graph.edges[number]
-    try:
-        for move in moves(world, node):
-            label = _label_number(graph, label_numbers, move, num_ranks)
-            target = number_of(move.node, (number, label), depth)
-            edges.append((target, label))
-            if graph.fault is None:
-                graph.fault = _fault_of(graph, move, number, target, urgent_first)
-            if graph.fault is not None:
-                return
-    except Exception as error:  # of a function of the policy
-        sentence = f"the policy raises {type(error).__name__}: {error}"
-        graph.fault = Fault("error", number, None, sentence)
+class _Search:
+    """What `explore` adds to: the graph, and the states that were not expanded yet."""
 
+    def __init__(self, world: World, graph: Graph, urgent_first: bool) -> None:
+        self.world = world
+        self.graph = graph
+        self.urgent_first = urgent_first
+        self.frontier: list[Node] = []
+        self.label_numbers: dict[tuple[Happening, Effect, int], int] = {}
 
-def _label_number(graph: Graph, label_numbers, move: Move, num_ranks: int) -> int:
-    identity = (move.happening, move.effect, num_ranks)
-    number = label_numbers.setdefault(identity, len(label_numbers))
-    if number == len(graph.labels):
-        ended = move.effect.ended
-        ranks: list[int] = []
-        for rank in range(num_ranks):
-            ranks.append(NOBODY if rank in ended else rank - sum(end < rank for end in ended))
-        graph.labels.append(Label(move.happening, move.effect, tuple(ranks)))
-    return number
+    def number_of(self, node: Node, parent: tuple[int, int], depth: int) -> int:
+        """The number of a state, which is added to the frontier if it is new."""
+        graph = self.graph
+        key = folding.key_of(self.world, node)
+        number = graph.numbers.setdefault(key, len(graph))
+        if number < len(graph):
+            return number
+        graph.parents.append(parent)
+        graph.depths.append(depth)
+        graph.letters.append("".join(map(shape_of, unfinished(node.state))))
+        graph.timeless.append(not self.world.timed or node.now >= HORIZON)
+        graph.edges.append([])
+        self.frontier.append(node)
+        problem = _broken_invariant(node)
+        if problem:
+            graph.fault = Fault("invariant", number, None, problem)
+        return number
+
+    def expand(self, number: int, node: Node) -> None:
+        """Adds the edges of a state to the graph, and the states that they lead to."""
+        graph = self.graph
+        num_ranks = len(graph.letters[number])
+        depth = graph.depths[number] + 1
+        edges = graph.edges[number]
+        try:
+            for move in moves(self.world, node):
+                label = self.label_number(move, num_ranks)
+                target = self.number_of(move.node, (number, label), depth)
+                edges.append((target, label))
+                if graph.fault is None:
+                    graph.fault = _fault_of(graph, move, number, target, self.urgent_first)
+                if graph.fault is not None:
+                    return
+        except Exception as error:  # of a function of the policy
+            sentence = f"the policy raises {type(error).__name__}: {error}"
+            graph.fault = Fault("error", number, None, sentence)
+
+    def label_number(self, move: Move, num_ranks: int) -> int:
+        """The number of the label of a move, which is added to the graph if it is new."""
+        labels = self.graph.labels
+        identity = (move.happening, move.effect, num_ranks)
+        number = self.label_numbers.setdefault(identity, len(labels))
+        if number == len(labels):
+            ended = move.effect.ended
+            ranks = [
+                NOBODY if rank in ended else rank - sum(end < rank for end in ended)
+                for rank in range(num_ranks)
+            ]
+            labels.append(Label(move.happening, move.effect, tuple(ranks)))
+        return number
 
 
 def _fault_of(
