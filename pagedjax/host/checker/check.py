@@ -93,20 +93,20 @@ def check(
     if discards is None:
         evicts = getattr(policy, "evict", None) is not None
         discards = DISCARDS_OF_EVICTING if evicts else DISCARDS
-    began = clock()
+    started = clock()
     coverage: list[Coverage] = []
     todo = [scaled for world in worlds(policy, requests, num_blocks) for scaled in _scaled(world)]
     counterexample = None
     for number, world in enumerate(todo):
         until = None
         if seconds is not None:  # each world gets an equal part of what is left
-            left = began + seconds - clock()
-            until = clock() + left / (len(todo) - number)
+            seconds_left = started + seconds - clock()
+            until = clock() + seconds_left / (len(todo) - number)
         part, counterexample = _check_world(world, stated, discards, until, clock)
         coverage.append(part)
         if counterexample is not None:
             break
-    return Report(policy.name, stated, tuple(coverage), counterexample, discards, clock() - began)
+    return Report(policy.name, stated, tuple(coverage), counterexample, discards, clock() - started)
 
 
 def _scaled(world: World) -> tuple[World, ...]:
@@ -133,7 +133,7 @@ def _scaled(world: World) -> tuple[World, ...]:
 def _check_world(
     world: World, stated: Promises, discards: int, until: float | None, clock: Clock
 ) -> tuple[Coverage, Counterexample | None]:
-    began = clock()
+    started = clock()
     graph = explore(world, urgent_first=stated.urgent_first, until=until, clock=clock)
     counterexample: Counterexample | None = None
     overtaken: int | None = None
@@ -163,7 +163,7 @@ def _check_world(
         exhausted=graph.exhausted,
         overtaken=overtaken,
         discarded=discarded,
-        seconds=clock() - began,
+        seconds=clock() - started,
     )
     return part, counterexample
 
@@ -262,13 +262,13 @@ def text(report: Report) -> str:
 def _verdict(report: Report) -> str:
     if report.counterexample is not None:
         return f"does not hold ({report.seconds:.1f} s)"
-    held = ["every request ends", "the invariants of the scheduler"]
+    properties = ["every request ends", "the invariants of the scheduler"]
     if report.promises.bound is not None:
-        held.append("the stated bound of later requests that enter before one")
+        properties.append("the stated bound of later requests that enter before one")
     if report.promises.urgent_first:
-        held.append("no inversion of priorities")
-    held.append(f"work is lost at most {report.discards} times")
-    sentence = f"holds: {'; '.join(held)}"
+        properties.append("no inversion of priorities")
+    properties.append(f"work is lost at most {report.discards} times")
+    sentence = f"holds: {'; '.join(properties)}"
     if report.exhausted:
         return f"{sentence}. All states were covered in {report.seconds:.1f} s"
     partly = [part.world.name for part in report.coverage if not part.exhausted]

@@ -91,8 +91,8 @@ def confirm(counterexample: Counterexample) -> None:
                 node = node._replace(now=node.now + 1)
     except LookupError as error:
         raise _not_confirmed(world) from error
-    same = world.timed or key_of(world, node) == before
-    if request not in node.state.ids or not same:
+    repeats = world.timed or key_of(world, node) == before
+    if request not in node.state.ids or not repeats:
         raise _not_confirmed(world)
 
 

@@ -199,10 +199,10 @@ def longest_runs(places: Places, weight: Weight) -> dict[str, int]:
         # an edge that ends the request counts, too
         for target, label in graph.edges[state]:
             ranks = graph.labels[label].ranks
-            rest = 0
+            later_sum = 0
             if ranks[rank] != NOBODY:
-                rest = sums[places.component[target * places.width + ranks[rank]]]
-            total = max(total, weights[label][rank] + rest)
+                later_sum = sums[places.component[target * places.width + ranks[rank]]]
+            total = max(total, weights[label][rank] + later_sum)
         sums[number] = total
         letter = graph.letters[state][rank]
         largest[letter] = max(largest[letter], total)

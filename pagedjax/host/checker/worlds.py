@@ -85,7 +85,7 @@ def worlds(policy: Policy, requests: int, num_blocks: int) -> tuple[World, ...]:
         ("swap", half, shapes),
         ("prefix", config, _with_hashes(shapes, BLOCK_SIZE)),
     )
-    return tuple([World(name, policy, sizes, asked, requests) for name, sizes, asked in rows])
+    return tuple([World(name, policy, sizes, mixture, requests) for name, sizes, mixture in rows])
 
 
 def _queued_shapes(num_blocks: int) -> tuple[Request, ...]:
