@@ -189,6 +189,17 @@ def test_what_shipped_policies_state_is_checked():
     assert promises_of(FCFS._replace(name="mine")) == Promises()
 
 
+def test_a_request_overtakes_another_once_even_if_it_enters_again():
+    latest_first = FCFS._replace(
+        name="latest_first", order=lambda waiting, running, cached: waiting[::-1]
+    )
+    world = world_of(latest_first, "queue")
+    node = node_after(world, LONG, SHORT)
+    assert apply(world, node, STEP).effect.overtaken == (1, 0)
+    again = node._replace(waited_again=frozenset({1}))
+    assert apply(world, again, STEP).effect.overtaken == (0, 0)
+
+
 # --- folding --------------------------------------------------------------------------------------
 
 
