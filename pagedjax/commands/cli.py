@@ -240,6 +240,14 @@ def _replay_routing(args: argparse.Namespace) -> int:
     return 0
 
 
+def check(args: argparse.Namespace) -> int:
+    """Search all interleavings of a few requests for a run in which a policy breaks what it should
+    keep: every request ends, and what the policy promises."""
+    from pagedjax.commands import check as command
+
+    return command.main(args)
+
+
 def view(args: argparse.Namespace) -> int:
     """Write a recorded run, or two on one time axis, as one HTML page that opens in any browser, and
     print where."""
@@ -406,6 +414,7 @@ def parser() -> options.Parser:
     convert_parser(commands)
     serve_parser(commands)
     replay_parser(commands)
+    check_parser(commands)
     view_parser(commands)
     trace_parser(commands)
     bench_parser(commands)
@@ -620,6 +629,64 @@ def replay_parser(commands: argparse._SubParsersAction) -> None:
         "folder/file.py:NAME",
     )
     parser.set_defaults(run=replay)
+
+
+def check_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "check", help="does every request end under a policy?", description=check.__doc__
+    )
+    parser.add_argument(
+        "policy",
+        type=options.own_name,
+        metavar="POLICY",
+        help="a shipped policy, module:NAME or folder/file.py:NAME, with parameters as "
+        "name=mine.py:NAME,worth=64",
+    )
+    parser.add_argument(
+        "--requests",
+        type=options.at_least_1,
+        default=3,
+        metavar="N",
+        help="unfinished requests at one time; default 3",
+    )
+    parser.add_argument(
+        "--blocks",
+        type=options.at_least_1,
+        default=6,
+        metavar="N",
+        help="blocks of the cache; default 6",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=options.at_least_1,
+        default=60,
+        metavar="N",
+        help="the search ends then, and says that it is not exhausted; default 60",
+    )
+    parser.add_argument(
+        "--bound",
+        type=options.whole_number,
+        metavar="N",
+        help="later requests that may enter before one; default: what a shipped policy states",
+    )
+    parser.add_argument(
+        "--urgent-first",
+        action="store_true",
+        help="no later and less urgent request may be preferred; shipped policies state it",
+    )
+    parser.add_argument(
+        "--discards",
+        type=options.whole_number,
+        metavar="N",
+        help="how often computed tokens of a request may be thrown away while a later one runs on; "
+        "default 1, and 8 for a policy that evicts",
+    )
+    parser.add_argument(
+        "--record",
+        metavar="FILE",
+        help="write a counterexample, for `pagedjax replay`, `view` and `trace`",
+    )
+    parser.set_defaults(run=check)
 
 
 def view_parser(commands: argparse._SubParsersAction) -> None:

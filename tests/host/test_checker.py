@@ -1,0 +1,405 @@
+"""The checker of policies: planted faults, no false alarm, and a search without folding beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from pagedjax.commands.cli import main
+from pagedjax.host.checker import folding
+from pagedjax.host.checker.check import EXACT_GAP, Report, check, text
+from pagedjax.host.checker.counterexample import NotConfirmed, record, run
+from pagedjax.host.checker.cycles import Places, longest_runs, shortest_lasso
+from pagedjax.host.checker.moves import (
+    Arrive,
+    CancelRank,
+    Effect,
+    Move,
+    Node,
+    Step,
+    apply,
+    moves,
+    start,
+)
+from pagedjax.host.checker.promises import Promises, promises_of
+from pagedjax.host.checker.search import explore
+from pagedjax.host.checker.worlds import World, worlds
+from pagedjax.host.policies import FCFS, POLICIES, WINDOW, Policy, by_key
+from pagedjax.host.replay import verify
+from tests.refusals import refused
+
+HAS_MEMORY = "evict" in Policy._fields
+STEP = Step((False,))
+EMPTY_STEP = Step(())
+LONG, SHORT, OTHER = map(Arrive, range(3))
+
+
+def world_of(policy: Policy, name: str, requests: int = 2, num_blocks: int = 4) -> World:
+    world = next(world for world in worlds(policy, requests, num_blocks) if world.name == name)
+    return world._replace(gap=folding.largest_gap(world))
+
+
+# --- planted faults -------------------------------------------------------------------------------
+
+HOLDING = FCFS._replace(name="holding", admit=lambda seq, need, free: need <= 3)
+SHORT_PROMPTS = by_key("short_prompts", lambda seq: seq.request.prompt_len)
+LEAST_URGENT = FCFS._replace(
+    name="least_urgent",
+    # two neighbours may change places, so that no request starves
+    order=lambda waiting, running, cached: sorted(
+        waiting, key=lambda seq: (seq.arrival // 2, -seq.request.priority)
+    ),
+)
+AGED = by_key("aged", lambda seq: seq.arrival + 3 * seq.request.priority)
+WASTEFUL = FCFS._replace(
+    name="wasteful", preempt=lambda running: max(running, key=lambda seq: seq.computed)
+)
+
+
+def evicting() -> Policy:
+    """Sends everybody back before each step, so that no long prompt is ever computed."""
+    memory: dict[str, Any] = {
+        "init": lambda: 0,
+        "order": lambda memory, waiting, running, cached: waiting,
+        "evict": lambda memory, waiting, running: [seq.request_id for seq in running.seqs],
+    }
+    return FCFS._replace(name="evicting", **memory)
+
+
+def checked(policy: Policy, **options: Any) -> Report:
+    report = check(policy, **options)
+    assert report.counterexample is not None
+    return report
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "kind", "stem", "loop"),
+    [
+        (HOLDING, {}, "deadlock", (LONG,), (EMPTY_STEP,)),
+        # only a shorter prompt is preferred, so it arrives and ends again and again
+        (SHORT_PROMPTS, {}, "starvation", (LONG,), (SHORT, STEP)),
+        (
+            LEAST_URGENT,
+            {"stated": Promises(urgent_first=True)},
+            "priority inversion",
+            (SHORT, LONG, STEP),
+            (),
+        ),
+        (AGED, {"stated": Promises(1)}, "bound", (LONG, SHORT, SHORT, STEP, STEP), ()),
+    ],
+    ids=lambda value: value.name if isinstance(value, Policy) else None,
+)
+def test_a_planted_fault_has_the_shortest_counterexample_and_its_recording_replays(
+    policy, options, kind, stem, loop, tmp_path
+):
+    report = checked(policy, **options)
+    counterexample = report.counterexample
+    assert counterexample is not None
+    assert (counterexample.kind, counterexample.stem, counterexample.loop) == (kind, stem, loop)
+    replays(report, policy, tmp_path)
+
+
+def replays(report: Report, policy: Policy, folder) -> None:
+    """The recording has each event once, and a loop twice, and verifies byte for byte."""
+    counterexample = report.counterexample
+    assert counterexample is not None
+    record(counterexample, folder / "run.jsonl")
+    verified = verify(folder / "run.jsonl", {policy.name: policy})
+    assert verified.identical
+    assert verified.steps == sum(isinstance(event, Step) for event in counterexample.events)
+    assert verified.requests == sum(isinstance(event, Arrive) for event in counterexample.events)
+
+
+def test_work_that_is_lost_twice_has_the_shortest_counterexample(tmp_path):
+    report = checked(WASTEFUL)
+    counterexample = report.counterexample
+    assert counterexample is not None
+    assert (counterexample.kind, counterexample.world.name) == ("lost work", "recompute")
+    assert len(counterexample.events) == 12
+    discards = [move.effect.discarded for move in run(counterexample.world, counterexample.events)]
+    assert [ranks for ranks in discards if ranks] == [(0,), (0,)]
+    assert discards[-1] == (0,)
+    replays(report, WASTEFUL, tmp_path)
+
+
+@pytest.mark.skipif(not HAS_MEMORY, reason="no policy evicts")
+def test_evictions_that_never_end_have_the_shortest_counterexample(tmp_path):
+    policy = evicting()
+    report = checked(policy)
+    counterexample = report.counterexample
+    assert counterexample is not None
+    assert counterexample.kind == "livelock"
+    assert counterexample.stem == (LONG, STEP)
+    assert counterexample.loop == (EMPTY_STEP, STEP)
+    replays(report, policy, tmp_path)
+
+
+def test_an_error_of_the_policy_is_a_counterexample(tmp_path):
+    policy = by_key("failing", lambda seq: 1 / (2 - seq.arrival))
+    report = checked(policy)
+    counterexample = report.counterexample
+    assert counterexample is not None
+    assert counterexample.kind == "error"
+    assert "ZeroDivisionError" in counterexample.sentence
+    replays(report, policy, tmp_path)
+
+
+# --- no false alarm -------------------------------------------------------------------------------
+
+
+def holds(policy: Policy, seconds: float, **options: Any) -> None:
+    """There is no counterexample. A memory may count without end, so its search has a time limit."""
+    remembers = getattr(policy, "init", None) is not None
+    report = check(policy, seconds=seconds if remembers else None, **options)
+    assert report.counterexample is None, text(report)
+    assert report.exhausted or remembers
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_a_shipped_policy_holds_in_a_small_world(policy):
+    holds(policy, 2, requests=2, num_blocks=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_a_shipped_policy_holds_for_three_requests_and_six_blocks(policy):
+    holds(policy, 60)
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "largest"),
+    [("shortest", "queue", 3), ("longest_prefix", "cached_queue", 2), ("priority", "ageing", 63)],
+)
+def test_bounds_of_shipped_policies_are_nearly_reached(name, world, largest):
+    """By one that is lower than what a run reaches, the same policy has a counterexample."""
+    report = check(POLICIES[name], requests=2, num_blocks=6)
+    overtaken = {part.world.name: part.overtaken for part in report.coverage}
+    assert overtaken[world] == largest
+    lower = checked(POLICIES[name], requests=2, stated=Promises(largest - 1)).counterexample
+    assert lower is not None
+    assert lower.kind == "bound"
+    assert sum(isinstance(event, Arrive) for event in lower.stem) >= largest + 1
+
+
+def test_what_shipped_policies_state_is_checked():
+    assert promises_of(POLICIES["priority"]).urgent_first
+    assert promises_of(FCFS) == Promises(0, urgent_first=True)
+    assert promises_of(FCFS._replace(name="mine")) == Promises()
+
+
+def test_a_request_overtakes_another_once_even_if_it_enters_again():
+    latest_first = FCFS._replace(
+        name="latest_first", order=lambda waiting, running, cached: waiting[::-1]
+    )
+    world = world_of(latest_first, "queue")
+    node = node_after(world, LONG, SHORT)
+    assert apply(world, node, STEP).effect.overtaken == (1, 0)
+    again = node._replace(waited_again=frozenset({1}))
+    assert apply(world, again, STEP).effect.overtaken == (0, 0)
+
+
+# --- folding --------------------------------------------------------------------------------------
+
+
+def unfolded(world: World, depth: int) -> Iterator[tuple[int, Move]]:
+    """All moves up to a depth, from states of which only equal ones are taken for one."""
+    frontier = {start(world)}
+    for reached in range(1, depth + 1):
+        following: set[Node] = set()
+        for node in frontier:
+            for move in moves(world, node):
+                yield reached, move
+                following.add(move.node)
+        frontier = following
+
+
+@pytest.mark.parametrize("name", ["queue", "cached_queue", "recompute", "swap", "prefix"])
+@pytest.mark.parametrize("policy", [FCFS, POLICIES["fair"], AGED], ids=lambda policy: policy.name)
+def test_a_search_without_folding_reaches_the_same_states_at_the_same_depths(name, policy):
+    world = world_of(policy, name, num_blocks=3)
+    depths = {folding.key_of(world, start(world)): 0}
+    for depth, move in unfolded(world, 5):
+        depths.setdefault(folding.key_of(world, move.node), depth)
+    graph = explore(world)
+    folded = {
+        key: graph.depths[number]
+        for key, number in graph.numbers.items()
+        if graph.depths[number] <= 5
+    }
+    assert folded == depths
+
+
+def test_a_search_without_folding_finds_the_same_largest_numbers():
+    world = world_of(AGED, "queue")
+    totals = {start(world): {0: 0}}  # of each state, the sum of each rank
+    largest = 0
+    for _ in range(6):
+        following: dict[Node, dict[int, int]] = {}
+        for node, sums in totals.items():
+            for move in moves(world, node):
+                after = following.setdefault(move.node, {})
+                for rank, total in sums.items():
+                    total += move.effect.overtaken[rank] if move.effect.overtaken else 0
+                    largest = max(largest, total)
+                    if rank not in move.effect.ended:
+                        place = rank - sum(end < rank for end in move.effect.ended)
+                        after[place] = max(after.get(place, 0), total)
+                if move.effect.arrives:
+                    after[len(move.node.state.ids) - 1] = 0
+        totals = following
+    assert largest == 2
+
+    def overtaken(effect: Effect, rank: int) -> int:
+        return effect.overtaken[rank] if effect.overtaken else 0
+
+    places = Places(explore(world))
+    assert shortest_lasso(places) is None
+    assert max(longest_runs(places, overtaken).values()) == largest
+
+
+def test_a_search_without_folding_finds_the_first_deadlock_and_the_first_inversion():
+    world = world_of(HOLDING, "queue")
+    stuck = [
+        depth
+        for depth, move in unfolded(world, 3)
+        if move.node.state.ids and move.effect.num_rows == 0
+    ]
+    fault = explore(world).fault
+    assert fault is not None
+    assert explore(world).depths[fault.node] + 1 == min(stuck) == 2
+    world = world_of(LEAST_URGENT, "queue")
+    inverted = [depth for depth, move in unfolded(world, 4) if move.effect.inversion]
+    graph = explore(world, urgent_first=True)
+    assert graph.fault is not None
+    assert graph.depths[graph.fault.node] + 1 == min(inverted) == 3
+
+
+def test_renamed_blocks_and_shifted_arrivals_are_one_state():
+    world = world_of(FCFS, "recompute")
+    fresh = node_after(world, SHORT, Step((False,)))
+    later = node_after(world, OTHER, SHORT, Step((True, False)))
+    assert later.state.running.seqs[0].blocks != fresh.state.running.seqs[0].blocks
+    assert later.state != fresh.state
+    assert folding.key_of(world, later) == folding.key_of(world, fresh)
+
+
+def test_requests_of_one_shape_are_exchanged():
+    world = world_of(FCFS, "recompute")
+    first = node_after(world, SHORT, SHORT, CancelRank(0))
+    second = node_after(world, SHORT, SHORT, CancelRank(1))
+    assert folding.key_of(world, first) == folding.key_of(world, second)
+
+
+def node_after(world: World, *events) -> Node:
+    node = start(world)
+    for event in events:
+        node = apply(world, node, event).node
+    return node
+
+
+def test_passers_leave_the_state_that_the_search_jumps_to():
+    world = world_of(FCFS, "queue")._replace(stride=5)
+    node = node_after(world, LONG)
+    jumped = next(move.node for move in moves(world, node) if move.happening == SHORT)
+    assert jumped == apply(world, node, SHORT).node
+    assert jumped.state.waiting[1].arrival == 5
+
+
+@pytest.mark.parametrize(
+    ("policy", "gap"),
+    [(FCFS, 1), (POLICIES["shortest"], 4), (POLICIES["priority"], WINDOW), (AGED, 3)],
+    ids=lambda value: value.name if isinstance(value, Policy) else None,
+)
+def test_the_distances_of_arrivals_that_a_policy_tells_apart(policy, gap):
+    world = world_of(policy, "queue", num_blocks=6)
+    assert folding.largest_gap(world) == gap
+    assert (gap > EXACT_GAP) == (policy.name == "priority")
+
+
+def test_a_policy_that_reads_what_is_folded_is_refused():
+    """It prefers the latest request, but only of the first 280: nobody starves."""
+    policy = FCFS._replace(
+        name="numbers",
+        order=lambda waiting, running, cached: waiting[:: -1 if waiting[-1].arrival < 280 else 1],
+    )
+    with pytest.raises(NotConfirmed, match="'numbers' decides differently in two states"):
+        check(policy, requests=2)
+
+
+class Steps(NamedTuple):
+    """A memory whose number grows without end, and of which only the parity matters."""
+
+    number: int = 0
+
+    def folded(self) -> int:
+        return self.number % 2
+
+
+@pytest.mark.skipif(not HAS_MEMORY, reason="no policy has a memory")
+def test_a_memory_is_folded_as_it_says():
+    memory: dict[str, Any] = {
+        "init": Steps,
+        "observe": lambda memory, events, now: Steps(memory.number + 1),
+        "order": lambda memory, waiting, running, cached: waiting[:: -1 if memory.folded() else 1],
+    }
+    policy = FCFS._replace(name="parity", **memory)
+    graph = explore(world_of(policy, "queue"), until=60.0, clock=iter(range(10**4)).__next__)
+    assert graph.exhausted
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_was_covered(capsys):
+    assert main(["check", "static", "--requests", "1", "--blocks", "2"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("static: at most 1 unfinished requests of 3 shapes, 2 blocks\n")
+    assert "holds: every request ends" in output
+    assert "All states were covered in" in output
+
+
+def test_the_command_writes_a_counterexample_that_replays(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "from pagedjax.policies import FCFS\n"
+        "def holding(limit: int = 9):\n"
+        "    return FCFS._replace(name='holding', admit=lambda seq, need, free: need <= limit)\n"
+    )
+    assert main(["check", "name=mine.py:holding,limit=2", "--record", "run.jsonl"]) == 1
+    output = capsys.readouterr().out
+    assert "deadlock: a step computes nothing" in output
+    command = "recorded: pagedjax view run.jsonl --policy 'mine.py:holding(limit=2)'\n"
+    assert output.endswith(command)
+    assert main(["replay", "run.jsonl", "--policy", "mine.py:holding(limit=2)"]) == 0
+    assert main(["view", "run.jsonl", "--policy", "mine.py:holding(limit=2)"]) == 0
+
+
+def test_the_command_says_that_the_time_limit_ended_the_search():
+    times = iter(range(10**6))
+    report = check(POLICIES["fair"], seconds=60, clock=lambda: float(next(times)))
+    assert not report.exhausted
+    assert "Not exhausted: the time limit ended the search" in text(report)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nobody"], "policy is 'nobody'; write one of fcfs"),
+        (["fcfs", "--requests", "0"], "--requests is 0; it must be an integer of at least 1"),
+        (["fcfs", "--record", "nowhere/run.jsonl"], "has no folder; make"),
+    ],
+)
+def test_a_wrong_call_of_the_command(words, message, capsys):
+    try:
+        status = main(["check", *words])
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+def test_numbers_below_1_are_refused():
+    with refused("^blocks is 0; it must be at least 1$"):
+        check(FCFS, num_blocks=0)
