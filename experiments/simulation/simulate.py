@@ -251,6 +251,8 @@ class SimulatedEngine:
         forks: Sequence[str] = (),
         user: str = "",
         predicted: int | None = None,
+        service_class: str = "",
+        deadline: float | None = None,
         ends_at: int | None = None,
     ) -> None:
         """Like `Engine.add`.
@@ -268,7 +270,15 @@ class SimulatedEngine:
                 "stop_token_ids out"
             )
         names = (request_id, *forks)
-        request = EngineRequest(names, prompt_token_ids, params, user=user, predicted=predicted)
+        request = EngineRequest(
+            names,
+            prompt_token_ids,
+            params,
+            user=user,
+            predicted=predicted,
+            service_class=service_class,
+            deadline=deadline,
+        )
         prepared = prepare(self.scheduler_state, request, self._rules)
         scheduler_request = prepared.request
         if ends_at is not None:

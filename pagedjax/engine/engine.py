@@ -154,6 +154,8 @@ class Engine:
         grammar: Grammar | None = None,
         adapter: str | None = None,
         predicted: int | None = None,
+        service_class: str = "",
+        deadline: float | None = None,
     ) -> None:
         """Queue a request. `priority` and `user` matter to the policies of those names, see
         host/policies.py.
@@ -169,6 +171,9 @@ class Engine:
             adapter: the name of a loaded one. The request keeps it, whatever is loaded or unloaded
                 later.
             predicted: output tokens that someone predicts, for a policy that reads `seq.predicted`.
+            service_class: the name of its class of service, for a policy that knows its targets.
+            deadline: seconds after its arrival by which it should have ended, for a policy that
+                reads it. Nothing else ends a request that is late.
 
         Raises:
             ValueError: the request can never run (see `scheduler.submit` and `requests.prepare`).
@@ -185,6 +190,8 @@ class Engine:
                 grammar=grammar,
                 adapter=adapter,
                 predicted=predicted,
+                service_class=service_class,
+                deadline=deadline,
             )
         )
 

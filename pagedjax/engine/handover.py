@@ -214,6 +214,8 @@ def adopt(
         tags=request.tags,
         grammar=grammar or handover.grammar,
         predicted=request.predicted,
+        service_class=request.service_class,
+        deadline=request.deadline,
     )
     prepared = prepare(
         state.scheduler,

@@ -158,6 +158,8 @@ class EngineRequest(NamedTuple):
     names: ids of its sequences; the first one is the request's.
     priority, user: they matter to the policies of those names (host/policies.py).
     predicted: output tokens, for a policy that reads it.
+    service_class, deadline: the name of its class, and the seconds after its arrival by which it
+        should have ended, for a policy that reads them.
     tags: opaque names; requests with other tags share no cached blocks.
     grammar: what `params.structured_outputs` was compiled to.
     adapter: the name of a loaded one; None: the model alone.
@@ -174,6 +176,8 @@ class EngineRequest(NamedTuple):
     adapter: str | None = None
     predicted: int | None = None
     begun: Begun | None = None
+    service_class: str = ""
+    deadline: float | None = None
 
 
 class RequestRules(NamedTuple):
@@ -275,6 +279,8 @@ def prepare(
         tags=request.tags,
         keeps_blocks=drops_tokens and rules.chain.reads_tokens(options),
         predicted=request.predicted,
+        service_class=request.service_class,
+        deadline=request.deadline,
     )
     tokens = np.zeros(len(prompt) + rules.spare, np.int32)
     tokens[: len(prompt)] = prompt

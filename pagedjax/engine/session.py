@@ -48,6 +48,7 @@ class GenerationRequest:
     grammar: that of `params.structured_outputs`; None: `Session.add` compiles it.
     adapter: the name of an adapter that the engine has loaded; None: the model alone.
     progress: of sampled branches that another engine began; None: they begin here.
+    predicted, service_class, deadline: for a policy that reads them, see `Engine.add`.
     """
 
     prompt_token_ids: Sequence[int]
@@ -58,6 +59,9 @@ class GenerationRequest:
     grammar: Grammar | None = None
     adapter: str | None = None
     progress: Progress | None = None
+    predicted: int | None = None
+    service_class: str = ""
+    deadline: float | None = None
 
 
 class TextDelta(NamedTuple):
@@ -200,6 +204,9 @@ class Session(Calls):
                         user=request.user,
                         grammar=grammar,
                         adapter=request.adapter,
+                        predicted=request.predicted,
+                        service_class=request.service_class,
+                        deadline=request.deadline,
                     )
                     for part in _unfinished_parts(engine_request, request.progress):
                         self.engine._submit(part)

@@ -359,11 +359,12 @@ def with_notes(line: str, notes: Mapping[str, Any]) -> str:
 def request_record(request: Request) -> Record:
     fields = request._asdict() | {"stop_token_ids": sorted(request.stop_token_ids)}
     # so that a log without them is the same in every version
-    for name in ("tags", "keeps_blocks"):
+    for name in ("tags", "keeps_blocks", "service_class"):
         if not fields[name]:
             del fields[name]
-    if request.predicted is None:
-        del fields["predicted"]
+    for name in ("predicted", "deadline"):
+        if fields[name] is None:
+            del fields[name]
     return fields
 
 

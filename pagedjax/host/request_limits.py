@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 from pagedjax.host import blocks, reservation, views
 from pagedjax.host.state import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Request, Seq
@@ -27,8 +29,8 @@ def with_ids(state: SchedulerState, request: Request) -> SchedulerState:
 
 
 def check(state: SchedulerState, request: Request) -> None:
-    """Raises Rejected for an empty prompt, an id in use, or a request beyond a limit of the
-    scheduler.
+    """Raises Rejected for an empty prompt, an id in use, a deadline that is no time, or a request
+    beyond a limit of the scheduler.
     """
     config = state.config
     if request.prompt_len < 1:
@@ -48,6 +50,12 @@ def check(state: SchedulerState, request: Request) -> None:
             f"request {request.request_id!r} has a prompt of {request.prompt_len} tokens, "
             f"but max_model_len is {config.max_model_len}{output}; "
             f"shorten the prompt to {longest_prompt} tokens or raise max_model_len"
+        )
+    deadline = request.deadline
+    if deadline is not None and not (isfinite(deadline) and deadline > 0):
+        raise Rejected(
+            f"request {request.request_id!r} has a deadline of {deadline} seconds after its "
+            "arrival; it must be a finite number above 0, or None"
         )
     names = request.names
     _check_pool(state, request)

@@ -92,6 +92,8 @@ class Request(NamedTuple):
     # its sampling reads its tokens through its blocks, so no block is given back (views.py)
     keeps_blocks: bool = False
     predicted: int | None = None  # the number of output tokens that the caller predicts
+    service_class: str = ""  # the name of its class of service, whose targets a policy may know
+    deadline: float | None = None  # seconds after its arrival by which it should have ended
 
     @property
     def names(self) -> tuple[str, ...]:

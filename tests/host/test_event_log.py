@@ -50,7 +50,17 @@ def random_request(
     stops = frozenset(draw.sample(range(4), draw.randrange(3)))
     prompt = draw.randint(1, 6)
     hashes = tuple(f"{draw.randrange(2)}{i}" for i in range(prompt // config.block_size))
-    request = Request(name, prompt, draw.randint(1, 6), 0, stops, draw.randrange(3))
+    priority = draw.randrange(3)
+    request = Request(
+        name,
+        prompt,
+        draw.randint(1, 6),
+        0,
+        stops,
+        priority,
+        service_class=("", "chat", "batch")[priority],
+        deadline=0.25 * priority or None,
+    )
     forks = tuple(f"{name}/{i}" for i in range(draw.randrange(min(3, config.max_num_seqs))))
     beams = draw.random() < 0.3
     if config.reservation != "none":

@@ -52,6 +52,11 @@ SHORTEST = FCFS._replace(
             "can grow to 22 tokens, which is 6 blocks of 4, but the pool has 5; raise num_blocks to 6",
         ),
         (request("b", 1), "request id 'b' is in use; ids must be unique among unfinished requests"),
+        (
+            request("a", 1)._replace(deadline=0.0),
+            "request 'a' has a deadline of 0.0 seconds after its arrival; "
+            "it must be a finite number above 0, or None",
+        ),
     ],
 )
 def test_a_request_that_can_never_run_is_rejected_with_the_remedy(bad, message):

@@ -464,6 +464,8 @@ def test_a_request_survives_the_wire():
         tags=("t",),
         predicted=7,
         begun=Begun(3, [4]),
+        service_class="chat",
+        deadline=1.5,
     )
     defaults = EngineRequest((), [], GREEDY)
     unsent = [name for name in request._fields if getattr(request, name) == getattr(defaults, name)]

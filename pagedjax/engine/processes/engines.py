@@ -421,6 +421,8 @@ def encoded_request(request: EngineRequest) -> Message:
         "tags": request.tags,
         "predicted": request.predicted,
         "begun": request.begun,
+        "service_class": request.service_class,
+        "deadline": request.deadline,
     }
 
 
@@ -435,6 +437,8 @@ def decoded_request(message: Message) -> EngineRequest:
         tags=tuple(message["tags"]),
         predicted=message["predicted"],
         begun=Begun(*message["begun"]) if message["begun"] else None,
+        service_class=message["service_class"],
+        deadline=message["deadline"],
     )
 
 
