@@ -69,7 +69,7 @@ from experiments.core.overrides import override_all
 from experiments.core.records import RequestRecord
 from experiments.core.store import flatten
 from experiments.core.strict_yaml import load_file
-from experiments.core.workloads import Recorded, Spec
+from experiments.core.workloads import Recorded, Sessions, Spec
 from pagedjax.server.load_client.summary import PERCENTILES
 
 MAX_BRACKET_PROBES = 12  # to find one met rate and one unmet rate
@@ -262,7 +262,8 @@ def rate_of(workload: Spec) -> tuple[float, str, str]:
             f"workload.arrivals.process is {workload.arrivals.process}, which has no rate; set "
             "one that has, such as --set 'workload.arrivals={process: poisson, rate: 1.0}'"
         )
-    return workload.arrivals.rate, "requests/s", "workload.arrivals.rate"
+    unit = "sessions/s" if isinstance(workload, Sessions) else "requests/s"
+    return workload.arrivals.rate, unit, "workload.arrivals.rate"
 
 
 def read_config(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[Point]]:

@@ -22,6 +22,9 @@ from experiments.simulation.spans import DecodeSpan
 from pagedjax.host.first_admissions import FirstAdmissions
 from pagedjax.host.types import HOLE, Finished, Plan, Sampled, SchedulerConfig, StepResult
 
+# columns of requests that are kept if a request has them
+GROUPING = ("user", "priority", "service_class", "deadline", "session", "turn")
+
 
 class BranchRecord(NamedTuple):
     """One branch of a request.
@@ -90,6 +93,11 @@ class RequestRecord(NamedTuple):
     transfers: tuple[Transfer, ...] = ()  # of its branches, in the order of their adoption
     predicted: int | None = None  # predicted output tokens, which a policy may read
     user: str = ""  # who sent it; "": not known
+    priority: int = 0  # a lower number is more urgent
+    service_class: str = ""  # the name of its class; "": it has none
+    deadline: float | None = None  # seconds after its arrival by which it should have ended
+    session: str = ""  # the conversation of which it is a turn; "": it stands alone
+    turn: int = 0  # its number in the session, from 0
 
     @property
     def queue(self) -> float | None:
@@ -105,12 +113,17 @@ class RequestRecord(NamedTuple):
     @property
     def e2e(self) -> float | None:
         """Seconds from arrival to the end of the last branch; None if a branch did not end."""
+        end = self.end
+        return None if end is None else end - self.arrival
+
+    @property
+    def end(self) -> float | None:
+        """When its last branch ended; None if a branch did not end."""
         if not self.done:
             return None
-        last = max(
+        return max(
             (branch.token_times[-1] for branch in self.branches if branch.token_times), default=None
         )
-        return None if last is None else last - self.arrival
 
     @property
     def has_gaps(self) -> bool:
@@ -297,7 +310,7 @@ class RequestRecorder:
             RequestRecord(
                 request_id=item.request_id,
                 arrival=item.arrival,
-                prompt_tokens=len(item.prompt_token_ids),
+                prompt_tokens=item.prompt_tokens,
                 max_tokens=item.max_tokens,
                 first_scheduled=self._scheduled.get(item.request_id),
                 branches=tuple(map(self._branch, names)),
@@ -305,6 +318,11 @@ class RequestRecorder:
                 transfers=tuple(transfers.get(item.request_id, ())) if transfers else (),
                 predicted=item.predicted,
                 user=item.user,
+                priority=item.priority,
+                service_class=item.service_class,
+                deadline=item.deadline,
+                session=item.session,
+                turn=item.turn,
             )
             for item, names in self._requests
         ]
