@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from experiments.core import own_metrics, pool_options, selection
+from experiments.core import own_metrics, policy_fields, pool_options, selection
 from experiments.core.overrides import combinations, override_all, put, short_names
 from experiments.core.point_key import NOT_MEASURED, OWN_VALUES, point_key
 from experiments.core.pool_options import POOLS, Pool, Pools
@@ -346,6 +346,7 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
             contents[file] = read_content(experiment.workload, folder)
         content, source = contents[file]
         check(experiment.workload, content)
+        policy_fields.check(experiment, content)
         point = Point(experiment, swept, point_key(experiment, content), content, source)
         for i, earlier in enumerate(points):
             if earlier.key == point.key:

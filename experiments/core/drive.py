@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -45,14 +44,12 @@ from experiments.core.submit import (
     with_arrivals,
 )
 from experiments.core.totals import StepTotals, TokenCounts
-from experiments.core.workloads import Own, Tokens, WorkItem, Workload, build, has_text
+from experiments.core.workloads import WorkItem, Workload, build, has_text, planned
 from experiments.simulation.spans import DecodeSpan
 from pagedjax import routing
 from pagedjax.host.types import StepResult
 from pagedjax.options.config import EngineConfig
 from pagedjax.options.params import SamplingParams
-
-PLANNED_VOCABULARY = 1000  # for checks of lengths, which do not depend on the vocabulary
 
 
 class Measured(NamedTuple):
@@ -397,12 +394,9 @@ def check_planned(point: Point, limit: int) -> None:
     experiment = point.experiment
     if has_text(experiment.workload):
         return
-    # token ids of a file or of a user's function may be of any vocabulary
-    has_ids = isinstance(experiment.workload, Tokens | Own)
-    vocab_size = sys.maxsize if has_ids else PLANNED_VOCABULARY
     seeds = dict.fromkeys(seed_of(experiment, repeat) for repeat in range(experiment.repeats))
     for seed in seeds:
-        workload = build(experiment.workload, point.content, seed, vocab_size, lambda text: ())
+        workload = planned(experiment.workload, point.content, seed)
         longest = max(item.prompt_tokens for item in workload.items)
         if longest >= limit:
             raise ValueError(

@@ -65,6 +65,7 @@ from pagedjax.server.load_client.text_files import lines, paragraphs, trace_rows
 
 # lower ids are special in the embedded model (chat marks, padding, file names ...)
 FIRST_ORDINARY_TOKEN = 17
+PLANNED_VOCABULARY = 1000  # of `planned`: lengths do not depend on it
 FEWEST_SHARED_BLOCKS = 2  # of Mooncake: requests of many sessions share a first block
 MOST_REQUESTS = 10_000_000  # that a user's own function may return
 # Numbers of random streams. `_synthetic` uses 0 to 5.
@@ -648,6 +649,15 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
     if spec.classes is not None:
         workload = _with_classes(workload, spec.classes, streams[_CLASSES])
     return workload._replace(clients=clients)
+
+
+def planned(spec: Spec, content: str, seed: int) -> Workload:
+    """The requests of `spec`, as far as they are known without the model: texts have a token for
+    each byte. Arguments and errors: see `build`.
+    """
+    # token ids of a file or of a user's function may be of any vocabulary
+    vocab_size = sys.maxsize if isinstance(spec, Tokens | Own) else PLANNED_VOCABULARY
+    return build(spec, content, seed, vocab_size, lambda text: text.encode())
 
 
 def _with_users(workload: Workload, spec: Users | int, rng: np.random.Generator) -> Workload:
