@@ -23,7 +23,8 @@ from pagedjax.host.first_admissions import FirstAdmissions
 from pagedjax.host.types import HOLE, Finished, Plan, Sampled, SchedulerConfig, StepResult
 
 # columns of requests that are kept if a request has them
-GROUPING = ("user", "priority", "service_class", "deadline", "session", "turn")
+GROUPING = ("user", "priority", "service_class", "deadline", "session", "turn", "rejected_at")
+REJECTED = "rejected"  # the reason of a request that a policy turned away, before any output
 
 
 class BranchRecord(NamedTuple):
@@ -98,6 +99,8 @@ class RequestRecord(NamedTuple):
     deadline: float | None = None  # seconds after its arrival by which it should have ended
     session: str = ""  # the conversation of which it is a turn; "": it stands alone
     turn: int = 0  # its number in the session, from 0
+    # when the policy turned it away, or an earlier turn of its session; None: it did not
+    rejected_at: float | None = None
 
     @property
     def queue(self) -> float | None:
@@ -112,13 +115,20 @@ class RequestRecord(NamedTuple):
 
     @property
     def e2e(self) -> float | None:
-        """Seconds from arrival to the end of the last branch; None if a branch did not end."""
-        end = self.end
-        return None if end is None else end - self.arrival
+        """Seconds from arrival to the end of the last branch; None if a branch did not end, or
+        none has a token.
+        """
+        last = self._last_token
+        return None if last is None else last - self.arrival
 
     @property
     def end(self) -> float | None:
-        """When its last branch ended; None if a branch did not end."""
+        """When its last branch ended, or when it was rejected; None if a branch did not end."""
+        return self.rejected_at if self._last_token is None else self._last_token
+
+    @property
+    def _last_token(self) -> float | None:
+        """When the last token was made; None without one, or if a branch did not end."""
         if not self.done:
             return None
         return max(
@@ -250,6 +260,7 @@ class RequestRecorder:
         self._scheduled: dict[str, float] = {}
         self._preemptions = {name: 0 for _, names in self._requests for name in names}
         self._reasons: dict[str, str] = {}
+        self._rejected: dict[str, float] = {}  # request -> when it was rejected
 
     def add(self, result: StepResult) -> None:
         """Add a step.
@@ -273,6 +284,8 @@ class RequestRecorder:
                 self._tokens.add(event.request_ids, event.token_ids, finished)
             elif isinstance(event, Finished):
                 self._reasons[event.request_id] = event.reason
+                if event.reason == REJECTED:
+                    self._rejected[event.request_id] = finished
 
     def add_span(self, span: DecodeSpan) -> None:
         """Add several steps at once. Their sequences were scheduled before."""
@@ -306,6 +319,7 @@ class RequestRecorder:
             replicas: the replica of each request, by the request's id.
             transfers: the transfers of each request's branches, by the request's id.
         """
+        self._reject_turns()
         return [
             RequestRecord(
                 request_id=item.request_id,
@@ -323,9 +337,17 @@ class RequestRecorder:
                 deadline=item.deadline,
                 session=item.session,
                 turn=item.turn,
+                rejected_at=self._rejected.get(item.request_id),
             )
             for item, names in self._requests
         ]
+
+    def _reject_turns(self) -> None:
+        """Let the turns that follow a rejected request count as rejected: they are not sent."""
+        for item, names in self._requests:
+            if item.follows in self._rejected:
+                self._rejected[item.request_id] = self._rejected[item.follows]
+                self._reasons.update(dict.fromkeys(names, REJECTED))
 
 
 def request_records(

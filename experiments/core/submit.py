@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Protocol
 
-from experiments.core.records import RequestRecord
+from experiments.core.records import REJECTED, RequestRecord
 from experiments.core.workloads import FIRST_ORDINARY_TOKEN, WorkItem, branch_ids
 from experiments.simulation.spans import DecodeSpan
 from pagedjax.host.types import Event, Finished, FinishReason, Sampled, StepResult
@@ -134,7 +134,8 @@ class Sender:
     last request has ended, and the client that is free for the longest time sends the next one.
 
     A turn that follows another request is sent when that has ended and the user has thought, or a
-    tool has run. In a closed loop the client is busy until its session has ended.
+    tool has run. In a closed loop the client is busy until its session has ended. A request that
+    the policy rejects ends its session.
     """
 
     def __init__(
@@ -220,10 +221,14 @@ class Sender:
             request_id = self._unfinished.end_branch(event.request_id)
             if request_id is not None:
                 ended.append(request_id)
-                self._end_request(request_id, time)
+                self._end_request(request_id, time, rejected=event.reason == REJECTED)
         return ended
 
-    def _end_request(self, request_id: str, time: float) -> None:
+    def _end_request(self, request_id: str, time: float, *, rejected: bool) -> None:
+        if rejected:  # it ends its session
+            last = request_id
+            while last in self._turns:
+                last = self._turns.pop(last)[0].request_id
         if request_id in self._turns:
             turn, _ = self._turns[request_id]
             heappush(self._arriving, (arrival_after(turn, time), turn.request_id, request_id))

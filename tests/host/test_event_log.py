@@ -50,11 +50,12 @@ def random_request(
     stops = frozenset(draw.sample(range(4), draw.randrange(3)))
     prompt = draw.randint(1, 6)
     hashes = tuple(f"{draw.randrange(2)}{i}" for i in range(prompt // config.block_size))
+    max_tokens = draw.randint(1, 6)
     priority = draw.randrange(3)
     request = Request(
         name,
         prompt,
-        draw.randint(1, 6),
+        max_tokens,
         0,
         stops,
         priority,

@@ -24,9 +24,15 @@ from experiments.core.distributions import (
 )
 from experiments.core.drive import Recorder, drive
 from experiments.core.present import Change
-from experiments.core.records import RequestRecord, request_records, step_records
+from experiments.core.records import (
+    REJECTED,
+    RequestRecord,
+    RequestRecorder,
+    request_records,
+    step_records,
+)
 from experiments.core.replicas import Present, drive_replicas
-from experiments.core.submit import with_arrivals
+from experiments.core.submit import Sender, with_arrivals
 from experiments.core.workloads import (
     FIRST_ORDINARY_TOKEN,
     Mooncake,
@@ -35,6 +41,7 @@ from experiments.core.workloads import (
     WorkItem,
     Workload,
 )
+from pagedjax.host.types import EMPTY_PLAN, Finished, Request, Sampled, Seq, StepResult
 from pagedjax.routing import ROUND_ROBIN
 from pagedjax.routing.routers import PREFIX
 from tests import drawn
@@ -361,3 +368,45 @@ def test_waits_without_sessions_are_refused():
         ValueError, match="think is given and sessions is false; set sessions: true"
     ):
         Mooncake("mooncake", "m.jsonl", think=FixedWait("fixed", 1.0))
+
+
+def test_a_rejected_turn_ends_its_session():
+    """The second turn is turned away: the third one is not sent, and the client is free."""
+    work = [
+        WorkItem("a", 0.0, (20,), 1, session="s"),
+        WorkItem("b", 0.0, (20,), 1, session="s", turn=1, follows="a", history=2, think_s=1.0),
+        WorkItem("c", 0.0, (20,), 1, session="s", turn=2, follows="b", history=4),
+        WorkItem("d", 0.0, (20,), 1),
+    ]
+    sender = Sender(work, GREEDY, clients=1)
+    results = [result_of("a", 1.0, "length"), result_of("b", 3.0, REJECTED)]
+    recorder = RequestRecorder(work, 0.0)
+    times = []
+    for result in results:
+        times.append(sender.next())
+        item, _ = sender.take_next()
+        recorder.add(result)
+        assert sender.end_branches(result, result.finished) == [item.request_id]
+    assert (times, sender.next()) == ([0.0, 2.0], 3.0)
+    assert sender.take_next()[0].request_id == "d"
+    assert not sender.has_unsent
+    recorder.add(result_of("d", 4.0, "length"))
+    records = with_arrivals(recorder.records(), work, 1)
+    assert [record.branches[0].finish_reason for record in records] == [
+        "length",
+        REJECTED,
+        REJECTED,
+        "length",
+    ]
+    assert [record.rejected_at for record in records] == [None, 3.0, 3.0, None]
+    assert [record.e2e for record in records] == [1.0, None, None, 1.0]
+    assert records[3].arrival == 3.0
+
+
+def result_of(request_id: str, finished: float, reason: Any) -> StepResult:
+    """A step in which a request ended, with a token if it was not rejected."""
+    seqs = () if reason == REJECTED else (Seq(Request(request_id, 1, 1), 0, 2, 1),)
+    plan = EMPTY_PLAN._replace(seqs=seqs)
+    tokens = () if reason == REJECTED else (Sampled(0, (request_id,), (5,)),)
+    events = (*tokens, Finished(0, request_id, reason, len(tokens)))
+    return StepResult(plan, events, finished - 1, finished, 1.0, 1, 0)
