@@ -336,6 +336,7 @@ def _summary(
         experiment.slo,
         speculates=config.speculative is not None,
         replicas=num_replicas,
+        classes=experiment.workload.classes,
     )
     duration = summary["duration_s"]
     if options:
