@@ -217,16 +217,16 @@ CAPACITY = {
 
 
 def test_a_capacity_by_classes(tmp_path, capsys):
-    """Of the chat requests, a half of all, a fifth is enough for all, and 60 % for each class."""
+    """Of the chat requests, a half of all, fewer are enough for all than for each class."""
     (tmp_path / "c.yaml").write_text(json.dumps(CAPACITY), encoding="utf-8")
     rates = {}
     for options in ([], ["--each-class"]):
-        words = [str(tmp_path / "c.yaml"), "--share", "0.6", "--tolerance", "0.1", "--quiet"]
+        words = [str(tmp_path / "c.yaml"), "--share", "0.7", "--tolerance", "0.1", "--quiet"]
         words += ["--out", str(tmp_path / "runs"), "--json", str(tmp_path / "a.json"), *options]
         assert capacity.main(words) == 0
         text = capsys.readouterr().out
         whose = "requests of each class" if options else "requests"
-        assert f"60% of {whose}: the targets of their class" in text
+        assert f"70% of {whose}: the targets of their class" in text
         answer = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
         rates[bool(options)] = answer["cells"][0]["capacity"]
     assert rates[True] < rates[False]
