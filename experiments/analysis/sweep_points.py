@@ -239,20 +239,20 @@ def _class_metric(column: str) -> Metric | None:
     if section != CLASSES:
         return None
     metrics = {
-        "goodput.share": (
+        "goodput.share": Metric(
+            column,
             f"Requests of {name} that met its targets",
             "%",
             1e2,
             "high",
-            "attainment",
+            f"{name} attainment",
         ),
-        "qoe": (f"Mean QoE of {name}", "", 1.0, "high", "QoE"),
-        "ttft_s.p99": (f"Time to first token of {name}, p99", "ms", 1e3, "low", "TTFT p99"),
+        "qoe": Metric(column, f"Mean QoE of {name}", "", 1.0, "high", f"{name} QoE"),
+        "ttft_s.p99": Metric(
+            column, f"Time to first token of {name}, p99", "ms", 1e3, "low", f"{name} TTFT p99"
+        ),
     }
-    if quantity not in metrics:
-        return None
-    title, unit, scale, better, short = metrics[quantity]
-    return Metric(column, title, unit, scale, better, f"{name} {short}")
+    return metrics.get(quantity)
 
 
 def _own_metrics(flat: Iterable[Mapping[str, Any]]) -> list[Metric]:

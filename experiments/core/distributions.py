@@ -488,7 +488,9 @@ def draw_users(spec: Users | int, count: int, rng: np.random.Generator) -> list[
     return draw_choices(shares_of_users(spec), count, rng)
 
 
-def draw_choices(shares: Sequence[float], count: int, rng: np.random.Generator) -> list[int]:
+def draw_choices(
+    shares: Sequence[float] | np.ndarray, count: int, rng: np.random.Generator
+) -> list[int]:
     """`count` indices of `shares`, each with a probability that is proportional to its share."""
     bounds = np.cumsum(shares)
     choices = np.searchsorted(bounds, rng.random(count) * bounds[-1], side="right")

@@ -45,7 +45,7 @@ def check(experiment: Experiment, content: str) -> None:
         ValueError: they do not.
     """
     policy = experiment.engine.policy
-    reads = POLICIES.get(policy)
+    reads = POLICIES.get(policy) if isinstance(policy, str) else None
     if reads is None:
         return
     only_values = _only_values(experiment.workload, content, experiment.seed, reads.fields)

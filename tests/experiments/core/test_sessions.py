@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import strategies as st
@@ -403,10 +403,10 @@ def test_a_rejected_turn_ends_its_session():
     assert records[3].arrival == 3.0
 
 
-def result_of(request_id: str, finished: float, reason: Any) -> StepResult:
+def result_of(request_id: str, finished: float, reason: str) -> StepResult:
     """A step in which a request ended, with a token if it was not rejected."""
     seqs = () if reason == REJECTED else (Seq(Request(request_id, 1, 1), 0, 2, 1),)
     plan = EMPTY_PLAN._replace(seqs=seqs)
     tokens = () if reason == REJECTED else (Sampled(0, (request_id,), (5,)),)
-    events = (*tokens, Finished(0, request_id, reason, len(tokens)))
+    events = (*tokens, Finished(0, request_id, cast(Any, reason), len(tokens)))
     return StepResult(plan, events, finished - 1, finished, 1.0, 1, 0)

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import chex
 import numpy as np
@@ -165,7 +166,8 @@ def test_columns_of_requests_and_lines_of_recordings(tmp_path):
         if "submit" in entry
     ]
     by_id = {request["request_id"]: request for request in submits}
-    for row in requests.itertuples():
+    rows: Any = requests.itertuples()
+    for row in rows:
         request = by_id[row.request_id]
         assert (request["user"], request["service_class"]) == (row.user, row.service_class)
         assert request["priority"] == (row.service_class == "batch")
