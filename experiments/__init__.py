@@ -123,7 +123,8 @@ def load_requests(
     `branches` and `preemptions` (counts), `arrival` and `first_scheduled` (seconds from the start
     of the run), `queue_s`, `ttft_s`, `tpot_s` (the mean gap between tokens) and `e2e_s` (seconds
     from its arrival), `finish_reason` of its first branch, and `replica`; where the workload has
-    them, `predicted` (output tokens) and `user`. A value that did not happen is missing.
+    them, `predicted` (output tokens), `user`, `priority`, `service_class`, `deadline` (seconds from
+    its arrival), `session` and `turn`. A value that did not happen is missing.
 
     Raises:
         ValueError, ImportError: as of `load_runs`.
@@ -174,8 +175,13 @@ def _load(
 
 
 def _request_row(request: RequestRecord) -> dict[str, Any]:
+    from experiments.core.records import GROUPING
+
     gaps = [branch.tpot for branch in request.branches if branch.tpot is not None]
-    optional = {"predicted": request.predicted, "user": request.user or None}
+    optional = {name: getattr(request, name) or None for name in GROUPING}
+    optional["predicted"] = request.predicted
+    if request.session:
+        optional["turn"] = request.turn
     return {
         "request_id": request.request_id,
         "prompt_tokens": request.prompt_tokens,

@@ -8,6 +8,9 @@
     --percentile 99     or: the 99th percentiles of TTFT and ITL (all gaps pooled) are each within
                         slo.ttft and slo.itl
 
+A request whose class has targets (workload.classes) must meet those in place of `slo`. With
+--each-class the share is that of the requests of each class.
+
 A cell is a combination of the config's swept keys, but for `seed`; without a sweep there is one.
 With `reseed: true` each repeat, and with `seed` swept each seed, has a search of its own; the
 cell's capacity is the geometric mean over its seeds, with a 95 % interval by Student's t on the
@@ -60,16 +63,16 @@ from experiments.analysis.capacities import CellAnswer, Compared, SeedAnswer
 from experiments.analysis.sweep_points import aligned, number
 from experiments.core import config, parallel, selection, store, sweep, what_ran
 from experiments.core.config import Point, Slo
-from experiments.core.distributions import AtOnce, Changing, ClosedLoop
+from experiments.core.distributions import AtOnce, Changing, ClosedLoop, ServiceClass
 from experiments.core.engines import plan_runs
 from experiments.core.execution import head_of
-from experiments.core.metrics import meets
 from experiments.core.optional_imports import require
 from experiments.core.overrides import override_all
 from experiments.core.records import RequestRecord
+from experiments.core.service import has_target, meets, targets_of
 from experiments.core.store import flatten
 from experiments.core.strict_yaml import load_file
-from experiments.core.workloads import Recorded, Spec
+from experiments.core.workloads import Recorded, Sessions, Spec
 from pagedjax.server.load_client.summary import PERCENTILES
 
 MAX_BRACKET_PROBES = 12  # to find one met rate and one unmet rate
@@ -80,14 +83,30 @@ BEYOND = 2  # probes above the answer
 class Criterion:
     """The condition on a rate: a share of requests, or a percentile of each latency, within the
     targets.
+
+    classes: those of the workload, whose targets count in place of `slo`.
+    each_class: the share is that of each class.
     """
 
     slo: Slo
     share: float = 0.9
     percentile: int | None = None
+    classes: tuple[ServiceClass, ...] = ()
+    each_class: bool = False
 
     def __post_init__(self) -> None:
-        if self.slo.ttft is None and self.slo.itl is None:
+        if self.each_class and not self.classes:
+            raise ValueError(
+                "--each-class is given, and the workload has no classes; set workload.classes, or "
+                "leave it out"
+            )
+        if self.each_class and self.percentile is not None:
+            raise ValueError(
+                "--each-class and --percentile are both given; a percentile is that of all "
+                "requests, so leave one of them out"
+            )
+        has_class_targets = any(map(has_target, self.classes)) and self.percentile is None
+        if self.slo.ttft is None and self.slo.itl is None and not has_class_targets:
             raise ValueError(
                 "slo has no target to meet; give one in seconds, such as --set slo.ttft=0.5"
             )
@@ -101,12 +120,12 @@ class Criterion:
             ValueError: ITL is the only target, and no request has a second token.
         """
         flat = [flatten(summary["metrics"]) for summary in summaries]
-        if self.slo.ttft is None and all(row["itl_s.p50"] is None for row in flat):
+        if self._has_itl_alone and all(row["itl_s.p50"] is None for row in flat):
             raise ValueError(
                 "slo has itl alone, and no request has a second token, so every rate would meet "
                 "it; set slo.ttft, or give the workload longer outputs"
             )
-        columns = ["goodput.share"]
+        columns = [self._share_column]
         if self.percentile is not None:
             targets = {"ttft_s": self.slo.ttft, "itl_s": self.slo.itl}
             columns = [
@@ -118,10 +137,18 @@ class Criterion:
         # without gaps there is no ITL
         return {name: statistics.median(repeats) for name, repeats in values.items() if repeats}
 
+    @property
+    def _has_itl_alone(self) -> bool:
+        return self.slo.itl is not None and self.slo.ttft is None and not self.classes
+
+    @property
+    def _share_column(self) -> str:
+        return "goodput.least_class_share" if self.each_class else "goodput.share"
+
     def limit_of(self, column: str) -> float:
         """The limit of a deciding number: the least share, or the largest latency in seconds."""
         limits = {
-            "goodput.share": self.share,
+            self._share_column: self.share,
             f"ttft_s.p{self.percentile}": self.slo.ttft,
             f"itl_s.p{self.percentile}": self.slo.itl,
         }
@@ -131,7 +158,7 @@ class Criterion:
 
     def is_met(self, values: dict[str, float]) -> bool:
         if self.percentile is None:
-            return values["goodput.share"] >= self.share
+            return values[self._share_column] >= self.share
         return all(value <= self.limit_of(name) for name, value in values.items())
 
     def in_time(self, request: RequestRecord) -> bool:
@@ -139,7 +166,8 @@ class Criterion:
         that of TTFT; or, if ITL alone has a target, that of the percentile of the request's gaps.
         """
         if self.percentile is None:
-            return meets(request, self.slo)
+            classes = {service_class.name: service_class for service_class in self.classes}
+            return meets(request, targets_of(request, self.slo, classes))
         if self.slo.ttft is not None:
             return request.ttft is not None and request.ttft <= self.slo.ttft
         assert self.slo.itl is not None, "a criterion has a target"
@@ -153,6 +181,12 @@ class Criterion:
         words = " and ".join(
             f"{name} within {target:g} s" for name, target in targets.items() if target is not None
         )
+        if self.classes and self.percentile is None:
+            words = " and ".join(
+                filter(None, ["the targets of their class", words and f"else {words}"])
+            )
+            whose = "requests of each class" if self.each_class else "requests"
+            return f"{100 * self.share:g}% of {whose}: {words}"
         if self.percentile is None:
             return f"{100 * self.share:g}% of requests: {words}"
         return f"p{self.percentile}: {words}"
@@ -262,7 +296,8 @@ def rate_of(workload: Spec) -> tuple[float, str, str]:
             f"workload.arrivals.process is {workload.arrivals.process}, which has no rate; set "
             "one that has, such as --set 'workload.arrivals={process: poisson, rate: 1.0}'"
         )
-    return workload.arrivals.rate, "requests/s", "workload.arrivals.rate"
+    unit = "sessions/s" if isinstance(workload, Sessions) else "requests/s"
+    return workload.arrivals.rate, unit, "workload.arrivals.rate"
 
 
 def read_config(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[Point]]:
@@ -345,7 +380,13 @@ def searches_of(points: Sequence[Point], options: argparse.Namespace) -> list[Se
     searches = []
     for point in points:
         experiment = point.experiment
-        criterion = Criterion(experiment.slo, options.share, options.percentile)
+        criterion = Criterion(
+            experiment.slo,
+            options.share,
+            options.percentile,
+            experiment.workload.classes or (),
+            options.each_class,
+        )
         bounds = _bounds(rounded(rate_of(experiment.workload)[0]), options)
         repeats = range(experiment.repeats) if experiment.reseed else [None]
         searches += [Search(point, criterion, bounds, repeat) for repeat in repeats]
@@ -766,6 +807,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config", help="a YAML file with arrivals that have a rate and with an slo")
     parser.add_argument(
         "--set", action="append", default=[], metavar="a.b=c", help="override a key; c is YAML"
+    )
+    parser.add_argument(
+        "--each-class",
+        action="store_true",
+        help="the share is that of the requests of each class of the workload",
     )
     criterion = parser.add_mutually_exclusive_group()
     criterion.add_argument(

@@ -27,6 +27,7 @@ from experiments.analysis.sweep_points import (
     GOODPUT,
     ITL,
     JAIN,
+    SERVICE_DIFFERENCE,
     SPECULATION,
     TABLE,
     THROUGHPUT,
@@ -40,6 +41,7 @@ from experiments.core import recordings, selection, store
 from experiments.core.optional_imports import require
 from experiments.core.overrides import short_names
 from experiments.core.selection import value_text
+from experiments.core.service import Service, groups_of, service_over_time
 from experiments.simulation.cost import SIMULATED
 from pagedjax.options.own_names import names_own_value, own_name
 
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from experiments.analysis.report_figures import Section
 
 FORMATS = ("svg", "pdf")
+MOST_CURVES = 8  # points, and users, whose service is shown over time
 FIGURES = "figures"  # the folder of exported figures, beside the page
 SLOWEST = {"ttft_s": "first token", "e2e_s": "end to end"}
 
@@ -166,6 +169,7 @@ def draw(about: dict[str, Any], runs: Sequence[dict[str, Any]], drawn: Drawn) ->
         left_out=left_out,
         slo=dict(about.get("facts", [])).get("Targets", ""),
         chosen=drawn.chosen,
+        services=services(runs, drawn.rows),
     )
 
 
@@ -177,6 +181,28 @@ def draw_chosen(drawn: Drawn) -> list[Section]:
     return report_figures.draw(
         [report_figures.chosen_section(drawn.rows, drawn.axes, drawn.chosen)]
     )
+
+
+def services(
+    runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]
+) -> dict[str, dict[str, Service]]:
+    """By the label of a point, the service of each user in its first good run, if there are some
+    points and users only. Reads requests from the runs' folders.
+    """
+    if len(rows) > MOST_CURVES:
+        return {}
+    curves = {}
+    for row in rows:
+        run = next(run for run in runs if run["point"] == row.key and not run["failed"])
+        path = Path(run["run"])
+        if not 1 < len(run["metrics"].get("users", ())) <= MOST_CURVES:
+            continue
+        if run["metrics"]["service_difference"] is None or not (path / "requests.jsonl").is_file():
+            continue
+        requests = store.read_requests(path)
+        users = groups_of(requests, lambda request: request.user)
+        curves[row.label] = {user: service_over_time(members) for user, members in users.items()}
+    return curves
 
 
 def environment(run: dict[str, Any]) -> dict[str, Any]:
@@ -243,6 +269,8 @@ def page(
         recorded=recorded,
         failed=[run for run in runs if run["failed"]],
         has_users=any(JAIN.column in row.values for row in rows),
+        has_service=any(SERVICE_DIFFERENCE.column in row.values for row in rows),
+        has_classes=bool(sweep_points.class_metrics([row.values for row in rows])),
         speculates=any(metric.column in row.values for row in rows for metric in SPECULATION),
     )
 

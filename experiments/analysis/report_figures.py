@@ -29,6 +29,7 @@ from experiments.analysis.sweep_points import (
     JAIN,
     PADDING,
     PEAK_SLOTS,
+    SERVICE_DIFFERENCE,
     THROUGHPUT,
     TOKENS_PER_DECODE,
     TTFT,
@@ -39,7 +40,9 @@ from experiments.analysis.sweep_points import (
     PointRow,
 )
 from experiments.core.selection import value_text
+from experiments.core.service import OUTPUT_WEIGHT, PROMPT_WEIGHT, Service
 
+SERVICE_PARTS = 200  # of the time of a run, in figures of service
 MOST_POINTS = 8  # points side by side; the distributions of more points are not shown
 # latency -> title, unit, and how many of this unit are a second
 DISTRIBUTIONS = {
@@ -101,6 +104,7 @@ def sections(
     left_out: str = "",
     slo: str = "",
     chosen: Sequence[Metric] = (),
+    services: Mapping[str, Mapping[str, Service]] | None = None,
 ) -> list[Section]:
     """The sections of a report that have a figure, or a note why they have none.
 
@@ -110,6 +114,7 @@ def sections(
         left_out: why there are no samples, for the page; "" if that needs no word.
         slo: the targets of goodput, in words.
         chosen: numbers that get a section of their own, the first one.
+        services: by the label of a point, the service of each user in its first run.
     """
     if not rows:
         return []
@@ -134,7 +139,14 @@ def sections(
             "Between the users that requests name, in each run.",
             JAIN,
             WORST_USER,
+            SERVICE_DIFFERENCE,
         ),
+        of_metrics(
+            "Classes",
+            "The requests of each class of the workload, by the targets of the class.",
+            *sweep_points.class_metrics([row.values for row in rows]),
+        ),
+        service_section(services),
         Section(
             "Throughput against latency",
             "Up and to the left is better. The dashed line joins the points whose medians no other "
@@ -175,6 +187,25 @@ def sections(
         timeline(rows, steps),
     ]
     return draw(groups)
+
+
+def service_section(services: Mapping[str, Mapping[str, Service]] | None) -> Section:
+    """The service of each user over time, a figure for each point."""
+    figures = []
+    users: dict[str, None] = {}
+    for label, by_user in (services or {}).items():
+        users |= dict.fromkeys(by_user)
+        end = max(service.times[-1] for service in by_user.values() if len(service.times))
+        edges = np.linspace(0.0, end, SERVICE_PARTS + 1)
+        series = {user: service.until(edges[1:]).tolist() for user, service in by_user.items()}
+        plot = partial(plots.timeline_plot, edges.tolist(), series, "Weighted tokens")
+        figures.append(Figure(f"Service, {label}", plot, unit="weighted tokens"))
+    note = (
+        "The tokens that each user got until each time, in the first repeat of a point: a token of "
+        f"a prompt counts {PROMPT_WEIGHT:g}, and an output token {OUTPUT_WEIGHT:g}. While two users "
+        "are backlogged, a fair policy gives them equal service."
+    )
+    return Section("Service of users", note, figures, ("user", tuple(users)))
 
 
 def draw(groups: Sequence[Section]) -> list[Section]:

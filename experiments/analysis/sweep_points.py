@@ -17,6 +17,7 @@ from experiments.core.store import flatten
 from pagedjax.options.config import one_of
 
 OWN = f"{own_metrics.OWN}."  # what the column of a user's own metric begins with
+CLASSES = "classes"  # the section of a summary that has the numbers of classes
 NOISE = 1e-9  # a number below this is an error of rounding: nothing is measured so exactly
 
 
@@ -58,6 +59,14 @@ WORST_USER = Metric(
     1.0,
     "low",
     "worst user",
+)
+SERVICE_DIFFERENCE = Metric(
+    "service_difference",
+    "Largest difference of service of two backlogged users",
+    "weighted tokens",
+    1.0,
+    "low",
+    "service difference",
 )
 DEVICE = Metric("device_s.mean", "Device time per step, mean", "ms", 1e3, "low", "device a step")
 HOST = Metric("host_s.mean", "Host time per step, mean", "ms", 1e3, "low", "host a step")
@@ -109,6 +118,7 @@ TABLE = (
     *SPECULATION,
     JAIN,
     WORST_USER,
+    SERVICE_DIFFERENCE,
 )
 
 
@@ -164,7 +174,8 @@ def points(runs: Sequence[dict[str, Any]], metrics: Sequence[Metric] = TABLE) ->
     for key, repeats in good.items():
         flat = {run["repeat"]: flatten(run["metrics"]) for run in repeats}
         samples = {}
-        for metric in (*metrics, *_own_metrics(flat.values())):
+        of_run = (*class_metrics(flat.values()), *_own_metrics(flat.values()))
+        for metric in (*metrics, *of_run):
             numbers = {
                 repeat: summary[metric.column] * metric.scale
                 for repeat, summary in flat.items()
@@ -204,7 +215,7 @@ def find_metric(option: str, name: str, runs: Sequence[dict[str, Any]]) -> Metri
         for column, value in flatten(run["metrics"]).items()
         if isinstance(value, (int, float))
     }
-    named = {metric.column: metric for metric in TABLE}
+    named = {metric.column: metric for metric in (*TABLE, *class_metrics([columns]))}
     aliases = {column.replace("_s.", "_").replace(".", "_"): column for column in columns}
     aliases |= {metric.short.replace(" ", "_"): metric.column for metric in TABLE}
     column = name if name in columns else aliases.get(name, name)
@@ -213,6 +224,35 @@ def find_metric(option: str, name: str, runs: Sequence[dict[str, Any]]) -> Metri
     is_seconds = quantity.endswith("_s") and not quantity.endswith("_per_s")
     unit = "s" if is_seconds else ""
     return named.get(column) or Metric(column, column, unit, 1.0, "", column)
+
+
+def class_metrics(flat: Iterable[Mapping[str, Any]]) -> list[Metric]:
+    """The metrics of classes in some summaries, whose names are dotted."""
+    columns = dict.fromkeys(column for row in flat for column in row)
+    return [metric for metric in map(_class_metric, columns) if metric is not None]
+
+
+def _class_metric(column: str) -> Metric | None:
+    """The metric of a class that a column is; None if it is none that reports show."""
+    section, _, rest = column.partition(".")
+    name, _, quantity = rest.partition(".")
+    if section != CLASSES:
+        return None
+    metrics = {
+        "goodput.share": Metric(
+            column,
+            f"Requests of {name} that met its targets",
+            "%",
+            1e2,
+            "high",
+            f"{name} attainment",
+        ),
+        "qoe": Metric(column, f"Mean QoE of {name}", "", 1.0, "high", f"{name} QoE"),
+        "ttft_s.p99": Metric(
+            column, f"Time to first token of {name}, p99", "ms", 1e3, "low", f"{name} TTFT p99"
+        ),
+    }
+    return metrics.get(quantity)
 
 
 def _own_metrics(flat: Iterable[Mapping[str, Any]]) -> list[Metric]:
@@ -227,9 +267,12 @@ def _own_metric(column: str) -> Metric:
 
 
 def shown_metrics(rows: Sequence[PointRow]) -> list[Metric]:
-    """The metrics that some point has: first the metrics of TABLE, then a user's own."""
+    """The metrics that some point has: first the metrics of TABLE, then those of classes, and a
+    user's own.
+    """
     columns = dict.fromkeys(column for row in rows for column in row.values)
     metrics = [metric for metric in TABLE if metric.column in columns]
+    metrics += class_metrics([columns])
     return metrics + [_own_metric(column) for column in columns if column.startswith(OWN)]
 
 
@@ -382,11 +425,16 @@ def text_table(rows: Sequence[PointRow]) -> str:
         if any(metric.column in row.values for row in rows)
     ]
     own = [metric for metric in shown_metrics(rows) if metric.column.startswith(OWN)]
-    for metric in (TTFT, ITL, PADDING, FRAGMENTATION, *drafts, *own):
+    attained = [metric for metric in shown_metrics(rows) if _is_attainment_of_class(metric.column)]
+    for metric in (TTFT, ITL, PADDING, FRAGMENTATION, *drafts, *attained, *own):
         columns[f"{metric.short} {metric.unit}".strip()] = [
             number(row.middle(metric)) for row in rows
         ]
     return aligned(columns)
+
+
+def _is_attainment_of_class(column: str) -> bool:
+    return column.startswith(f"{CLASSES}.") and column.endswith(".goodput.share")
 
 
 def aligned(columns: Mapping[str, Sequence[str]]) -> str:

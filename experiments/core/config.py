@@ -39,13 +39,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from experiments.core import own_metrics, pool_options, selection
+from experiments.core import own_metrics, policy_fields, pool_options, selection
 from experiments.core.overrides import combinations, override_all, put, short_names
 from experiments.core.point_key import NOT_MEASURED, OWN_VALUES, point_key
 from experiments.core.pool_options import POOLS, Pool, Pools
 from experiments.core.present import Replicas
 from experiments.core.strict_yaml import load_file, parse
-from experiments.core.workloads import HINTS, Own, Prompts, Spec, check, limits_of
+from experiments.core.workloads import (
+    HINTS,
+    Own,
+    Prompts,
+    Spec,
+    check,
+    has_sessions,
+    limits_of,
+)
 from experiments.simulation import cost
 from experiments.simulation.cost import STEPS, Simulate
 from pagedjax import routing
@@ -197,6 +205,17 @@ class Experiment:
                 "workload.predicted is given, and sampling.ignore_eos is false, so that the model "
                 "may end a request at a length that nobody knows before; set it to true"
             )
+        if has_sessions(self.workload):
+            why = None
+            if not self.sampling.ignore_eos:
+                why = "sampling.ignore_eos is false; set it to true"
+            elif self.sampling.stop_token_ids:
+                why = "sampling.stop_token_ids is given; leave it out"
+            if why:
+                raise ValueError(
+                    "the workload has sessions, whose turns have the answers before them in their "
+                    f"prompts, so an answer must end at its drawn length, and {why}"
+                )
         if limits_of(self.workload) is None:
             return
         key = "workload.output" if isinstance(self.workload, Prompts) else "workload.max_tokens"
@@ -327,6 +346,7 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
             contents[file] = read_content(experiment.workload, folder)
         content, source = contents[file]
         check(experiment.workload, content)
+        policy_fields.check(experiment, content)
         point = Point(experiment, swept, point_key(experiment, content), content, source)
         for i, earlier in enumerate(points):
             if earlier.key == point.key:

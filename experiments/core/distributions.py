@@ -1,4 +1,5 @@
-"""Random lengths (tokens) and arrival times (seconds): the parts of a workload.
+"""Random lengths (tokens), arrival times and waits (seconds), users and classes: the parts of a
+workload.
 
 Pure functions of a generator.
 """
@@ -6,6 +7,7 @@ Pure functions of a generator.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +21,7 @@ from pagedjax.options.config import check_above_zero
 
 LONGEST = 1 << 24  # tokens; a longer draw is refused as a mistake
 ROUNDING = 1e-6  # tokens; more than the rounding error of a product of two floats
+MOST_EXPONENT = 10  # the largest exponent of `ZipfUsers`
 MOST_ERROR = 10  # the largest `error` of `Predicted`
 
 
@@ -331,3 +334,195 @@ def _times_of(spec: Changing, expected: np.ndarray) -> list[float]:
     times = periods * (spec.repeat_s or 0.0) + starts[changes] + after
     times[0] = 0.0
     return [float(time) for time in times]
+
+
+# Waits, in seconds --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FixedWait:
+    dist: Literal["fixed"]
+    value: float
+
+    def __post_init__(self) -> None:
+        _check_seconds("value", self.value)
+
+
+@dataclass(frozen=True)
+class UniformWait:
+    """Seconds from `low` to `high`."""
+
+    dist: Literal["uniform"]
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        _check_seconds("low", self.low)
+        _check_seconds("high", self.high)
+        if self.high < self.low:
+            raise ValueError(f"high is {self.high!r}; it must be at least low ({self.low})")
+
+
+@dataclass(frozen=True)
+class ExponentialWait:
+    dist: Literal["exponential"]
+    mean: float
+
+    def __post_init__(self) -> None:
+        check_above_zero("mean", self.mean, "seconds")
+
+
+@dataclass(frozen=True)
+class LognormalWait:
+    """exp(normal(mu, sigma)): the median is exp(mu). Longer waits than `max` are `max`."""
+
+    dist: Literal["lognormal"]
+    mu: float
+    sigma: float
+    max: float
+
+    def __post_init__(self) -> None:
+        check_above_zero("max", self.max, "seconds")
+        if not 0 <= self.sigma < math.inf:
+            raise ValueError(f"sigma is {self.sigma!r}; it must be at least 0, and finite")
+
+
+Waits = FixedWait | UniformWait | ExponentialWait | LognormalWait
+
+
+def _check_seconds(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}; it must be seconds, at least 0, and finite")
+
+
+def draw_waits(spec: Waits, count: int, rng: np.random.Generator) -> list[float]:
+    """`count` waits, in seconds."""
+    if isinstance(spec, FixedWait):
+        return [spec.value] * count
+    if isinstance(spec, UniformWait):
+        drawn = rng.uniform(spec.low, spec.high, size=count)
+    elif isinstance(spec, ExponentialWait):
+        drawn = rng.exponential(spec.mean, size=count)
+    else:
+        drawn = np.minimum(rng.lognormal(spec.mu, spec.sigma, size=count), spec.max)
+    return drawn.tolist()
+
+
+# Users and classes --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EvenUsers:
+    """`count` users; each request is of each user with the same probability."""
+
+    skew: Literal["uniform"]
+    count: int
+
+    def __post_init__(self) -> None:
+        _check_users(self.count)
+
+
+@dataclass(frozen=True)
+class ZipfUsers:
+    """`count` users; a request is of the user k = 0, 1, ... with a probability that is proportional
+    to 1 / (k + 1) ** exponent.
+    """
+
+    skew: Literal["zipf"]
+    count: int
+    exponent: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_users(self.count)
+        if not 0 <= self.exponent <= MOST_EXPONENT:
+            raise ValueError(
+                f"exponent is {self.exponent!r}; it must be from 0 (all users alike) to "
+                f"{MOST_EXPONENT}"
+            )
+
+
+@dataclass(frozen=True)
+class OneHeavyUser:
+    """`count` users; the share `share` of the requests is of the user u0, and the other users have
+    equal parts of the rest.
+    """
+
+    skew: Literal["one_heavy"]
+    count: int
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.count < 2:
+            raise ValueError(
+                f"count is {self.count!r}; it must be at least 2, the heavy user's and another"
+            )
+        if not 0 < self.share < 1:
+            raise ValueError(
+                f"share is {self.share!r}; it must be above 0 and below 1, the part of the heavy "
+                "user's requests"
+            )
+
+
+Users = EvenUsers | ZipfUsers | OneHeavyUser
+
+
+def _check_users(count: int) -> None:
+    if count < 1:
+        raise ValueError(f"count is {count!r}; it must be at least 1 user")
+
+
+def shares_of_users(spec: Users) -> np.ndarray:
+    """The probability of each user, float64 [users]."""
+    if isinstance(spec, OneHeavyUser):
+        rest = (1 - spec.share) / (spec.count - 1)
+        return np.array([spec.share, *[rest] * (spec.count - 1)])
+    exponent = spec.exponent if isinstance(spec, ZipfUsers) else 0.0
+    weights = np.arange(1, spec.count + 1) ** -exponent
+    return weights / weights.sum()
+
+
+def draw_users(spec: Users | int, count: int, rng: np.random.Generator) -> list[int]:
+    """The number of the user of each of `count` requests. An int: so many users, drawn evenly."""
+    if isinstance(spec, int):
+        return rng.integers(0, spec, count).tolist()
+    return draw_choices(shares_of_users(spec), count, rng)
+
+
+def draw_choices(
+    shares: Sequence[float] | np.ndarray, count: int, rng: np.random.Generator
+) -> list[int]:
+    """`count` indices of `shares`, each with a probability that is proportional to its share."""
+    bounds = np.cumsum(shares)
+    choices = np.searchsorted(bounds, rng.random(count) * bounds[-1], side="right")
+    return np.minimum(choices, len(bounds) - 1).tolist()
+
+
+@dataclass(frozen=True)
+class ServiceClass:
+    """A class of requests, such as chat, with its targets in seconds; null: no target.
+
+    share: the share of the requests that are of this class, relative to those of the other classes.
+    ttft: the target of the time to first token.
+    itl: the target of the mean gap between output tokens.
+    e2e: the target of the end, counted from the arrival. It is the `deadline` of the requests.
+    priority: of the class's requests. A lower number is more urgent.
+    """
+
+    name: str
+    share: float = 1.0
+    ttft: float | None = None
+    itl: float | None = None
+    e2e: float | None = None
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", self.name):
+            raise ValueError(
+                f"name is {self.name!r}; it must have letters, digits, '-' and '_', because columns "
+                "of summaries have it"
+            )
+        check_above_zero("share", self.share)
+        for name in ("ttft", "itl", "e2e"):
+            value = getattr(self, name)
+            if value is not None:
+                check_above_zero(name, value, "seconds")

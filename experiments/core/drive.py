@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -45,14 +44,12 @@ from experiments.core.submit import (
     with_arrivals,
 )
 from experiments.core.totals import StepTotals, TokenCounts
-from experiments.core.workloads import Own, Tokens, WorkItem, Workload, build, has_text
+from experiments.core.workloads import WorkItem, Workload, build, has_text, planned
 from experiments.simulation.spans import DecodeSpan
 from pagedjax import routing
 from pagedjax.host.types import StepResult
 from pagedjax.options.config import EngineConfig
 from pagedjax.options.params import SamplingParams
-
-PLANNED_VOCABULARY = 1000  # for checks of lengths, which do not depend on the vocabulary
 
 
 class Measured(NamedTuple):
@@ -124,7 +121,11 @@ def warm_up(engine: Engine, experiment: Experiment, items: Sequence[WorkItem]) -
     warmup = experiment.warmup
     first = [
         item._replace(
-            arrival=0.0, max_tokens=min(item.longest_output, warmup.max_tokens), ends_at=None
+            arrival=0.0,
+            max_tokens=min(item.longest_output, warmup.max_tokens),
+            ends_at=None,
+            follows="",
+            history=0,
         )
         for item in items[: warmup.requests]
     ]
@@ -153,12 +154,7 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     for cold_engine in engines:
         cold_engine.reset()  # removes cached prefixes and counters of the warm-up
     recording, logs = _run_with_logs(llm, engines, experiment, workload)
-    requests = with_arrivals(recording.requests, workload.clients)
-    items = tuple(
-        item._replace(arrival=request.arrival)
-        for item, request in zip(workload.items, requests, strict=True)
-    )
-    workload = workload._replace(items=items)
+    workload, requests = _as_arrived(workload, recording.requests)
     summary = _summary(requests, recording, experiment, engine.config)
     failed = why_failed(recording.steps, summary)
     if experiment.metrics:
@@ -166,6 +162,21 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
         summary[own_metrics.OWN] = values
         failed = failed or "; ".join(errors) or None
     return Measured(workload, requests, recording.steps, summary, failed, logs)
+
+
+def _as_arrived(
+    workload: Workload, records: Sequence[RequestRecord]
+) -> tuple[Workload, list[RequestRecord]]:
+    """The workload and its records with the arrivals of the run, in order of arrival."""
+    requests = with_arrivals(records, workload.items, workload.clients)
+    items = [
+        item._replace(arrival=request.arrival)
+        for item, request in zip(workload.items, requests, strict=True)
+    ]
+    if workload.num_sessions:
+        items.sort(key=lambda item: item.arrival)
+        requests.sort(key=lambda request: request.arrival)
+    return workload._replace(items=tuple(items)), requests
 
 
 def _run_with_logs(
@@ -325,6 +336,7 @@ def _summary(
         experiment.slo,
         speculates=config.speculative is not None,
         replicas=num_replicas,
+        classes=experiment.workload.classes,
     )
     duration = summary["duration_s"]
     if options:
@@ -351,11 +363,11 @@ def check_lengths(items: Sequence[WorkItem], limit: int) -> None:
     cut = [
         item
         for item in items
-        if len(item.prompt_token_ids) < limit < len(item.prompt_token_ids) + item.longest_output
+        if item.prompt_tokens < limit < item.prompt_tokens + item.longest_output
     ]
     if cut:
         first = cut[0]
-        prompt = len(first.prompt_token_ids)
+        prompt = first.prompt_tokens
         raise ValueError(
             f"{len(cut)} of {len(items)} requests would be cut off at engine.max_model_len, "
             f"{limit} tokens: {first.request_id} has {prompt} prompt tokens and asks for "
@@ -383,13 +395,10 @@ def check_planned(point: Point, limit: int) -> None:
     experiment = point.experiment
     if has_text(experiment.workload):
         return
-    # token ids of a file or of a user's function may be of any vocabulary
-    has_ids = isinstance(experiment.workload, Tokens | Own)
-    vocab_size = sys.maxsize if has_ids else PLANNED_VOCABULARY
     seeds = dict.fromkeys(seed_of(experiment, repeat) for repeat in range(experiment.repeats))
     for seed in seeds:
-        workload = build(experiment.workload, point.content, seed, vocab_size, lambda text: ())
-        longest = max(len(item.prompt_token_ids) for item in workload.items)
+        workload = planned(experiment.workload, point.content, seed)
+        longest = max(item.prompt_tokens for item in workload.items)
         if longest >= limit:
             raise ValueError(
                 f"a prompt has {longest} tokens, and engine.max_model_len is {limit}, one of them "

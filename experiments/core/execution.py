@@ -16,7 +16,7 @@ from experiments.core.drive import Measured, measure
 from experiments.core.engines import Engines, Run, engine_key
 from experiments.core.environment import load_average, processor_time, stolen_share
 from experiments.core.pool_options import POOLS, pool_experiment
-from experiments.core.records import BranchRecord, RequestRecord
+from experiments.core.records import GROUPING, BranchRecord, RequestRecord
 from experiments.core.workloads import Own
 from pagedjax.options.config import EngineConfig
 from pagedjax.options.own_names import own_name
@@ -148,7 +148,7 @@ def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
     Times are rounded to microseconds.
 
     Some columns are only in some runs: columns of drafts with speculation, `replica` with several
-    engines, `transfers` with pools, `predicted` and `user` if requests have them.
+    engines, `transfers` with pools, `predicted` and those of GROUPING if requests have them.
     """
     experiment = run.point.experiment
     hidden: set[str] = set()  # columns that this run does not have
@@ -160,8 +160,14 @@ def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
         hidden.update(speculation.COLUMNS)
     if experiment.workload.predicted is None:
         hidden.add("predicted")
-    if not any(request.user for request in measured.requests):
-        hidden.add("user")
+    hidden.update(
+        name
+        for name in GROUPING
+        if all(
+            getattr(request, name) == RequestRecord._field_defaults[name]
+            for request in measured.requests
+        )
+    )
 
     def request_row(request: RequestRecord) -> dict[str, Any]:
         row = {key: value for key, value in request._asdict().items() if key not in hidden}

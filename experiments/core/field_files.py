@@ -204,10 +204,15 @@ class BlockIds(DrawnIds):
     The ids are drawn when they are read: the ids of a day of requests would fill the memory.
     """
 
-    __slots__ = ("_blocks", "_ids", "_seed")
+    __slots__ = ("_blocks", "_ids", "_start", "seed")
 
     def __init__(
-        self, blocks: Sequence[int], length: int, ids: tuple[int, int], seed: tuple[int, ...]
+        self,
+        blocks: Sequence[int],
+        length: int,
+        ids: tuple[int, int],
+        seed: tuple[int, ...],
+        start: int = 0,
     ) -> None:
         """Keep what the ids are drawn from.
 
@@ -216,18 +221,31 @@ class BlockIds(DrawnIds):
             length: tokens of the prompt.
             ids: token ids are drawn from ids[0] <= id < ids[1].
             seed: integers of at least 0; the id of each block is added to them.
+            start: tokens of the prompt that are left out at its start.
         """
         self._blocks = tuple(blocks)
-        self._length = length
+        self._length = length - start
         self._ids = ids
-        self._seed = seed
+        self._start = start
+        self.seed = seed
+
+    @property
+    def whole_blocks(self) -> tuple[int, ...]:
+        """The ids of the blocks of which the prompt has all tokens."""
+        return self._blocks[: (self._start + self._length) // BLOCK]
+
+    def after(self, start: int) -> BlockIds:
+        """The prompt without its first `start` tokens."""
+        return BlockIds(self._blocks, self._start + self._length, self._ids, self.seed, start)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        first_block = self._start // BLOCK
         parts = [
-            np.random.default_rng([*self._seed, abs(block), int(block < 0)]).integers(
+            np.random.default_rng([*self.seed, abs(block), int(block < 0)]).integers(
                 *self._ids, size=BLOCK
             )
-            for block in self._blocks
+            for block in self._blocks[first_block:]
         ]
-        tokens = np.concatenate(parts)[: self._length]
+        start = self._start - first_block * BLOCK
+        tokens = np.concatenate(parts)[start : start + self._length]
         return tokens if dtype is None else tokens.astype(dtype)

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.core import speculation
+from experiments.core import service, speculation
 from experiments.core.config import Slo
+from experiments.core.distributions import ServiceClass
 from experiments.core.records import Counts, RequestRecord, StepRecord
 from pagedjax.server.load_client.summary import spread
 
@@ -95,6 +96,7 @@ def summary(
     *,
     speculates: bool = False,
     replicas: int = 1,
+    classes: Sequence[ServiceClass] | None = None,
 ) -> dict[str, Any]:
     """The summary of a run.
 
@@ -118,6 +120,9 @@ def summary(
     With `speculates` there is also `speculation`: the number of drafts, of accepted drafts, the
     share of accepted drafts, and the mean number of tokens that a decode row gives in a step.
 
+    If requests name classes or users, there are also the numbers of these groups
+    (`service.summary`). The targets of `classes`, those of the workload, count in place of `slo`.
+
     `requests`, `unfinished`, `requests_per_s` and `goodput` count requests; `branches`, `finished`
     (by reason) and `preemptions` count branches.
     """
@@ -128,6 +133,8 @@ def summary(
     reasons = [branch.finish_reason for branch in branches if branch.finish_reason is not None]
     sums = steps.sums
     slots = sums.blocks_used * block_size
+    class_by_name = {service_class.name: service_class for service_class in classes or ()}
+    results = service.judged(requests, slo or Slo(), class_by_name)
     drafts = {}
     if speculates:
         counts = speculation.DraftCounts(sums.drafts, sums.accepted, sums.decodes)
@@ -168,7 +175,8 @@ def summary(
         "preemptions": sums.preempted,
         "compilations": sums.compilations,
         **drafts,
-        "goodput": goodput(requests, duration, slo or Slo()),
+        "goodput": service.goodput(results, duration),
+        **service.summary(results, duration),
         "tokens_sha256": tokens.sha256,
     }
 
@@ -202,31 +210,6 @@ def _part(part: int, total: int) -> float:
 def _missing_part(part: int, total: int) -> float:
     """The share of `total` that is not `part`; 0 if there is nothing."""
     return 1.0 - part / total if total else 0.0
-
-
-def goodput(
-    requests: Sequence[RequestRecord], duration: float, slo: Slo
-) -> dict[str, float] | None:
-    """Finished requests that met every target, per second and as a share of all requests; None if
-    no target is set.
-
-    Each branch of a request must meet `itl`; a branch of one output token has no gap and meets it.
-    """
-    if slo.ttft is None and slo.itl is None:
-        return None
-    good = sum(meets(request, slo) for request in requests)
-    return {"requests_per_s": good / duration, "share": good / len(requests)}
-
-
-def meets(request: RequestRecord, slo: Slo) -> bool:
-    """Whether a request finished and met every target."""
-    reasons = [branch.finish_reason for branch in request.branches]
-    if None in reasons or "abort" in reasons or request.ttft is None:
-        return False
-    meets_ttft = slo.ttft is None or request.ttft <= slo.ttft
-    tpots = [branch.tpot for branch in request.branches if branch.tpot is not None]
-    meets_itl = slo.itl is None or all(tpot <= slo.itl for tpot in tpots)
-    return meets_ttft and meets_itl
 
 
 def tokens_digest(requests: Sequence[RequestRecord]) -> str:

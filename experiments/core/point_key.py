@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.core.pool_options import POOLS
 from experiments.core.workloads import (
+    Mooncake,
     Own,
     Prompts,
     Recorded,
@@ -54,7 +55,8 @@ LATER = {
     Synthetic: ("prefixes", "max_tokens", "predicted"),
     Trace: ("rounds", "max_tokens", "predicted"),
     Tokens: ("predicted",),
-    Requests: ("users",),
+    Requests: ("users", "classes"),
+    Mooncake: ("sessions", "think"),
     Recorded: ("rate", "window", "num_requests"),
     SamplingParams: (
         "structured_outputs",

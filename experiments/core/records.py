@@ -22,6 +22,10 @@ from experiments.simulation.spans import DecodeSpan
 from pagedjax.host.first_admissions import FirstAdmissions
 from pagedjax.host.types import HOLE, Finished, Plan, Sampled, SchedulerConfig, StepResult
 
+# columns of requests that are kept if a request has them
+GROUPING = ("user", "priority", "service_class", "deadline", "session", "turn", "rejected_at")
+REJECTED = "rejected"  # the reason of a request that a policy turned away, before any output
+
 
 class BranchRecord(NamedTuple):
     """One branch of a request.
@@ -90,6 +94,13 @@ class RequestRecord(NamedTuple):
     transfers: tuple[Transfer, ...] = ()  # of its branches, in the order of their adoption
     predicted: int | None = None  # predicted output tokens, which a policy may read
     user: str = ""  # who sent it; "": not known
+    priority: int = 0  # a lower number is more urgent
+    service_class: str = ""  # the name of its class; "": it has none
+    deadline: float | None = None  # seconds after its arrival by which it should have ended
+    session: str = ""  # the conversation of which it is a turn; "": it stands alone
+    turn: int = 0  # its number in the session, from 0
+    # when the policy turned it away, or an earlier turn of its session; None: it did not
+    rejected_at: float | None = None
 
     @property
     def queue(self) -> float | None:
@@ -104,13 +115,25 @@ class RequestRecord(NamedTuple):
 
     @property
     def e2e(self) -> float | None:
-        """Seconds from arrival to the end of the last branch; None if a branch did not end."""
+        """Seconds from arrival to the end of the last branch; None if a branch did not end, or
+        none has a token.
+        """
+        last = self._last_token
+        return None if last is None else last - self.arrival
+
+    @property
+    def end(self) -> float | None:
+        """When its last branch ended, or when it was rejected; None if a branch did not end."""
+        return self.rejected_at if self._last_token is None else self._last_token
+
+    @property
+    def _last_token(self) -> float | None:
+        """When the last token was made; None without one, or if a branch did not end."""
         if not self.done:
             return None
-        last = max(
+        return max(
             (branch.token_times[-1] for branch in self.branches if branch.token_times), default=None
         )
-        return None if last is None else last - self.arrival
 
     @property
     def has_gaps(self) -> bool:
@@ -237,6 +260,7 @@ class RequestRecorder:
         self._scheduled: dict[str, float] = {}
         self._preemptions = {name: 0 for _, names in self._requests for name in names}
         self._reasons: dict[str, str] = {}
+        self._rejected: dict[str, float] = {}  # request -> when it was rejected
 
     def add(self, result: StepResult) -> None:
         """Add a step.
@@ -260,6 +284,8 @@ class RequestRecorder:
                 self._tokens.add(event.request_ids, event.token_ids, finished)
             elif isinstance(event, Finished):
                 self._reasons[event.request_id] = event.reason
+                if event.reason == REJECTED:
+                    self._rejected[event.request_id] = finished
 
     def add_span(self, span: DecodeSpan) -> None:
         """Add several steps at once. Their sequences were scheduled before."""
@@ -293,11 +319,12 @@ class RequestRecorder:
             replicas: the replica of each request, by the request's id.
             transfers: the transfers of each request's branches, by the request's id.
         """
+        self._reject_turns()
         return [
             RequestRecord(
                 request_id=item.request_id,
                 arrival=item.arrival,
-                prompt_tokens=len(item.prompt_token_ids),
+                prompt_tokens=item.prompt_tokens,
                 max_tokens=item.max_tokens,
                 first_scheduled=self._scheduled.get(item.request_id),
                 branches=tuple(map(self._branch, names)),
@@ -305,9 +332,22 @@ class RequestRecorder:
                 transfers=tuple(transfers.get(item.request_id, ())) if transfers else (),
                 predicted=item.predicted,
                 user=item.user,
+                priority=item.priority,
+                service_class=item.service_class,
+                deadline=item.deadline,
+                session=item.session,
+                turn=item.turn,
+                rejected_at=self._rejected.get(item.request_id),
             )
             for item, names in self._requests
         ]
+
+    def _reject_turns(self) -> None:
+        """Let the turns that follow a rejected request count as rejected: they are not sent."""
+        for item, names in self._requests:
+            if item.follows in self._rejected:
+                self._rejected[item.request_id] = self._rejected[item.follows]
+                self._reasons.update(dict.fromkeys(names, REJECTED))
 
 
 def request_records(

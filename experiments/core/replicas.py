@@ -19,6 +19,8 @@ from experiments.core.present import Change
 from experiments.core.records import StepRecord
 from experiments.core.submit import Sender, submit
 from experiments.core.workloads import WorkItem
+from experiments.simulation.spans import DecodeSpan
+from pagedjax.host.types import StepResult
 from pagedjax.options.params import SamplingParams
 from pagedjax.routing import Router
 
@@ -64,8 +66,9 @@ def drive_replicas(
             arrival.
     """
     present = present or Present(len(engines))
-    fleet = Fleet(engines, router, known_blocks, notes, count=present.count)
-    cluster = _Cluster(fleet, Sender(items, sampling, clients), present)
+    sender = Sender(items, sampling, clients)
+    fleet = Fleet(engines, router, known_blocks, _Notes(notes, sender), count=present.count)
+    cluster = _Cluster(fleet, sender, present)
     run_events(
         Source(cluster.next_change, cluster.change),
         Source(cluster.next_lost, cluster.route_again),
@@ -73,6 +76,22 @@ def drive_replicas(
         Source(fleet.next, cluster.step),
     )
     return cluster.replicas
+
+
+class _Notes(NamedTuple):
+    """Notes that also give the sender the answers of which steps are made together. It gets those
+    of other steps from `Sender.end_branches`.
+    """
+
+    notes: Notes
+    sender: Sender
+
+    def step(self, replica: int, result: StepResult) -> None:
+        self.notes.step(replica, result)
+
+    def span(self, replica: int, span: DecodeSpan) -> None:
+        self.sender.answers.add_span(span)
+        self.notes.span(replica, span)
 
 
 class _Cluster:

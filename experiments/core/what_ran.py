@@ -105,8 +105,8 @@ def oracle(experiments: Sequence[Experiment]) -> str:
 def equal_repeats(experiments: Sequence[Experiment]) -> str:
     """The sentence that repeats are equal although each has its own seed; "" if they differ.
 
-    A simulated run of a recorded load draws nothing, unless its part, limits, users or predictions
-    are drawn.
+    A simulated run of a recorded load draws nothing, unless its part, limits, users, classes, waits
+    or predictions are drawn.
     """
     for experiment in experiments:
         workload = experiment.workload
@@ -114,7 +114,8 @@ def equal_repeats(experiments: Sequence[Experiment]) -> str:
             continue
         limits = limits_of(workload)
         draws_limits = limits is not None and not isinstance(limits, Multiple | int)
-        draws_requests = (workload.window or workload.num_requests or workload.users) is not None
+        drawn = ("window", "num_requests", "users", "classes", "think")
+        draws_requests = any(getattr(workload, name, None) is not None for name in drawn)
         draws_predictions = workload.predicted is not None and workload.predicted.error > 0
         if experiment.repeats == 1 or draws_limits or draws_requests or draws_predictions:
             continue

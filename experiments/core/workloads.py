@@ -3,11 +3,12 @@
 Pure functions of (spec, file content, seed, vocabulary).
 
 Kinds: `prompts` and `sharegpt` (real text), `synthetic` (lengths drawn from distributions),
-`trace`, `burstgpt` and `mooncake` (lengths and arrivals of a recorded service), `tokens` (a JSON
-list of token ids), and a function of your own (`mine.py:NAME`). Only kinds with text need a
-tokenizer. Random token ids suit speed measurements, because a dense model's work does not depend on
-token values. They do NOT suit speculative decoding (they distort its acceptance), or prefix caching
-(only `shared_prefix`, and blocks of `mooncake`, are shared).
+`sessions` (conversations, turn by turn), `trace`, `burstgpt` and `mooncake` (lengths and arrivals
+of a recorded service), `tokens` (a JSON list of token ids), and a function of your own
+(`mine.py:NAME`). Only kinds with text need a tokenizer. Random token ids suit speed measurements,
+because a dense model's work does not depend on token values. They do NOT suit speculative decoding
+(they distort its acceptance), or prefix caching (only `shared_prefix`, the turns of a session and
+blocks of `mooncake` are shared).
 
 Every random choice has its own stream: a change of the arrivals changes no prompt, and the first k
 requests of `count: n` are the same for every n >= k.
@@ -36,10 +37,16 @@ from experiments.core.distributions import (
     Lengths,
     Limits,
     Predicted,
+    ServiceClass,
+    Users,
+    Waits,
     clip,
     draw_arrivals,
+    draw_choices,
     draw_lengths,
     draw_limits,
+    draw_users,
+    draw_waits,
     predicted_lengths,
 )
 from experiments.core.drawn_ids import DrawnIds
@@ -58,18 +65,28 @@ from pagedjax.server.load_client.text_files import lines, paragraphs, trace_rows
 
 # lower ids are special in the embedded model (chat marks, padding, file names ...)
 FIRST_ORDINARY_TOKEN = 17
+PLANNED_VOCABULARY = 1000  # of `planned`: lengths do not depend on it
+FEWEST_SHARED_BLOCKS = 2  # of Mooncake: requests of many sessions share a first block
 MOST_REQUESTS = 10_000_000  # that a user's own function may return
-# Numbers of random streams. `_synthetic` uses 0 (lengths of prompts) to 5.
+# Numbers of random streams. `_synthetic` uses 0 to 5.
+_PROMPT_LENGTHS = 0
 _TOKEN_IDS = 1
 _ARRIVALS = 2
 _OUTPUT_LENGTHS = 3
+_PREFIXES = 4
 _LIMITS = 6
 _PREDICTIONS = 7
 _ORDER = 8  # of texts
 _OWN_FUNCTION = 9
 _PART = 10  # of a recorded load
 _USERS = 11
-_NUM_STREAMS = 12
+_CLASSES = 12
+_TURNS = 13
+_THINKING = 14
+_TOOLS = 15  # which turns come from a tool
+_TOOL_SECONDS = 16
+_TOOL_RESULTS = 17
+_NUM_STREAMS = 18
 AZURE = (
     "The public original is AzureLLMInferenceTrace_conv.csv (2023; the code trace is beside it) "
     "of the Azure Public Dataset, CC-BY 4.0, with columns "
@@ -81,10 +98,22 @@ class WorkItem(NamedTuple):
     """One request: `arrival` in seconds after the start of the run, at most `max_tokens` output
     tokens a branch.
 
+    prompt_token_ids: its prompt; of a turn that follows another one, the new tokens alone, which
+        stand behind the conversation so far.
     ends_at: output tokens after which each branch ends, as if the model had sampled its end token;
         None: a branch has `max_tokens`, or the model ends it.
     predicted: predicted output tokens, for a policy that reads them; None: nothing is predicted.
     user: who sends it, for the policy `fair` and routers; "": not known.
+    priority: for the policy `priority`; a lower number is more urgent.
+    service_class: the name of its class; "": it has none.
+    deadline: seconds after its arrival by which it should have ended; None: there is no such time.
+    session: the conversation of which it is a turn; "": it stands alone.
+    turn: its number in the session, from 0.
+    follows: the request of the turn before, for whose answer it waits; "": it waits for none, and
+        arrives at `arrival`. Else `arrival` is the earliest time at which it may arrive.
+    history: tokens of the conversation before its new tokens.
+    think_s, tool_s: seconds between the answer and this turn, in which the user thinks, or a tool
+        runs; one of them is 0.
     """
 
     request_id: str
@@ -94,6 +123,20 @@ class WorkItem(NamedTuple):
     ends_at: int | None = None
     predicted: int | None = None
     user: str = ""
+    priority: int = 0
+    service_class: str = ""
+    deadline: float | None = None
+    session: str = ""
+    turn: int = 0
+    follows: str = ""
+    history: int = 0
+    think_s: float = 0.0
+    tool_s: float = 0.0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its whole prompt: the conversation so far, and the new ones."""
+        return self.history + len(self.prompt_token_ids)
 
     @property
     def longest_output(self) -> int:
@@ -139,14 +182,19 @@ class Workload(NamedTuple):
             drawn = {"drawn_output_tokens": sum(item.longest_output for item in self.items)}
         return {
             "requests": len(self.items),
-            "prompt_tokens": sum(len(item.prompt_token_ids) for item in self.items),
+            "prompt_tokens": sum(item.prompt_tokens for item in self.items),
             "max_output_tokens": sum(item.max_tokens for item in self.items),
             **drawn,
             "clipped_prompts": self.clipped_prompts,
             "clipped_outputs": self.clipped_outputs,
-            "last_arrival_s": self.items[-1].arrival,
+            "last_arrival_s": max(item.arrival for item in self.items),
             **({} if self.predicted_error is None else {"predicted_error": self.predicted_error}),
+            **({"sessions": self.num_sessions} if self.num_sessions else {}),
         }
+
+    @property
+    def num_sessions(self) -> int:
+        return len({item.session for item in self.items if item.session})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,15 +202,29 @@ class Requests:
     """What every kind may say of its requests.
 
     predicted: what a policy may know of the outputs' lengths; null: nothing.
-    users: the number of users u0, u1, ...; each request gets a user, drawn evenly. The policy
-        `fair` shares between users. null: the users that the file or the function gives, if any.
+    users: the number of users u0, u1, ..., drawn evenly, or {skew: zipf, count: 20}; each request
+        gets a user, and each session one. The policy `fair` shares between users. null: the users
+        that the file or the function gives, if any.
+    classes: the classes of which requests are, with their shares, targets and priorities; each
+        request gets a class, and each session one. A request whose class a function gives keeps
+        it. null: no classes, or those of the function, without targets.
     """
 
     predicted: Predicted | None = None
-    users: int | None = None
+    users: int | Users | None = None
+    classes: tuple[ServiceClass, ...] | None = None
 
     def __post_init__(self) -> None:
-        _at_least_one("users", self.users, "null for those of the file")
+        if isinstance(self.users, int):
+            _at_least_one("users", self.users, "null for those of the file")
+        if self.classes is None:
+            return
+        names = [service_class.name for service_class in self.classes]
+        if not names:
+            raise ValueError("classes is empty; give a class, such as {name: chat}, or null")
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise ValueError(f"classes has two classes named {repeated!r}; rename one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,6 +325,62 @@ class Synthetic(LimitedRequests):
 
 
 @dataclass(frozen=True)
+class Tools:
+    """Turns of a session that a tool sends, as those of agents: the result of a call.
+
+    share: the share of the turns after the first that come from a tool. The others come from the
+        user.
+    seconds: how long a tool runs.
+    result: tokens of its result, which are the new tokens of the turn.
+    """
+
+    share: float
+    seconds: Waits
+    result: Lengths
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"share is {self.share!r}; it must be from 0 to 1")
+
+
+@dataclass(frozen=True)
+class Sessions(LimitedRequests):
+    """Conversations. The prompt of a turn is the prompt of the turn before it, its answer and new
+    tokens, which are random ids. A turn arrives after the answer before it, when the user has
+    thought or a tool has run.
+
+    In a closed loop a client is free when its session has ended.
+
+    count: how many sessions.
+    turns: requests of a session.
+    prompt: new tokens of a turn.
+    output: tokens of an answer.
+    think: seconds between an answer and the next turn; null: none.
+    tools: turns that tools send; null: none.
+    arrivals: of the first turns.
+    shared_prefix: tokens at the start of all prompts, like a system prompt.
+    """
+
+    kind: Literal["sessions"]
+    count: int
+    turns: Lengths
+    prompt: Lengths
+    output: Lengths
+    think: Waits | None = None
+    tools: Tools | None = None
+    arrivals: Arrivals = AT_ONCE
+    shared_prefix: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least_one("count", self.count)
+        if self.shared_prefix < 0:
+            raise ValueError(
+                f"shared_prefix is {self.shared_prefix!r}; it must be at least 0 tokens"
+            )
+
+
+@dataclass(frozen=True)
 class Recorded(CutRequests):
     """Arrivals and lengths of a recorded service. Prompts are random ids.
 
@@ -355,9 +473,24 @@ class Mooncake(Recorded):
 
     A hash id stands for 512 tokens of a prompt. Blocks with equal ids have equal random tokens, so
     that prefixes are shared as in the recorded service.
+
+    sessions: whether a request continues an earlier one if its prompt begins with all whole blocks
+        of the earlier prompt, at least two, and is longer than that prompt and its answer. It is
+        then a turn of a session: its prompt is the earlier prompt, the answer that was generated,
+        and the last of its own tokens. It arrives at its recorded time, or when the answer has
+        ended, if that is later.
+    think: with `sessions`, seconds between an answer and the next turn, in place of recorded times;
+        null: recorded times.
     """
 
     kind: Literal["mooncake"]
+    sessions: bool = False
+    think: Waits | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.think is not None and not self.sessions:
+            raise ValueError("think is given and sessions is false; set sessions: true")
 
 
 @dataclass(frozen=True)
@@ -406,8 +539,8 @@ class Own(LimitedRequests):
 
     The function is called as bursts(rng, **parameters), with a numpy.random.Generator that depends
     on the seed alone. It returns its requests: each is (prompt, output), (prompt, output, arrival),
-    (prompt, output, arrival, user), an `Item`, or a mapping with these names. Equal generators must
-    give equal requests.
+    (prompt, output, arrival, user), an `Item`, or a mapping with the names of an `Item`. Equal
+    generators must give equal requests.
 
     file: a text file; the function gets its text as the parameter `content`.
     arrivals: replace the arrivals that the function gives; null: the function's own, which are 0 if
@@ -426,15 +559,19 @@ class Item(NamedTuple):
     output: output tokens.
     arrival: seconds after the start of the run.
     user: who sends it; "": not known.
+    priority: a lower number is more urgent.
+    service_class: the name of its class; "": it is drawn, if the workload has `classes`.
     """
 
     prompt: int | Sequence[int]
     output: int
     arrival: float = 0.0
     user: str = ""
+    priority: int = 0
+    service_class: str = ""
 
 
-Spec = Prompts | Synthetic | Trace | Tokens | ShareGPT | BurstGPT | Mooncake | Own
+Spec = Prompts | Synthetic | Sessions | Trace | Tokens | ShareGPT | BurstGPT | Mooncake | Own
 HINTS = {Trace: AZURE, ShareGPT: SHAREGPT, BurstGPT: BURSTGPT, Mooncake: MOONCAKE}
 Encode = Callable[[str], Sequence[int]]
 
@@ -442,6 +579,11 @@ Encode = Callable[[str], Sequence[int]]
 def has_text(spec: Spec) -> bool:
     """Whether a tokenizer makes the workload's tokens."""
     return isinstance(spec, Prompts | ShareGPT)
+
+
+def has_sessions(spec: Spec) -> bool:
+    """Whether requests are turns, which wait for answers."""
+    return isinstance(spec, Sessions) or (isinstance(spec, Mooncake) and spec.sessions)
 
 
 def limits_of(spec: Spec) -> Limits | None:
@@ -489,19 +631,102 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
         workload = _own(spec, content, seed, vocab_size, streams)
     elif isinstance(spec, Recorded):
         workload = _recorded(spec, content, seed, vocab_size, streams)
+    elif isinstance(spec, Sessions):
+        workload = _sessions(spec, vocab_size, streams)
     else:
         workload = _with_equal_limits(spec, content, vocab_size, encode, streams)
     limits = limits_of(spec)
     if limits is not None:
         workload = _with_limits(workload, limits, streams[_LIMITS])
+    if isinstance(spec, Mooncake) and spec.sessions:
+        workload = _with_recorded_sessions(workload, spec, streams[_THINKING])
+    if has_sessions(spec):
+        workload = workload._replace(items=_with_history(workload.items))
     if spec.predicted is not None:
         workload = _with_predictions(workload, spec.predicted, streams[_PREDICTIONS])
     if spec.users is not None:
-        users = streams[_USERS].integers(0, spec.users, len(workload.items)).tolist()
-        pairs = zip(workload.items, users, strict=True)
-        items = tuple([item._replace(user=f"u{user}") for item, user in pairs])
-        workload = workload._replace(items=items)
+        workload = _with_users(workload, spec.users, streams[_USERS])
+    if spec.classes is not None:
+        workload = _with_classes(workload, spec.classes, streams[_CLASSES])
     return workload._replace(clients=clients)
+
+
+def planned(spec: Spec, content: str, seed: int) -> Workload:
+    """The requests of `spec`, as far as they are known without the model: texts have a token for
+    each byte. Arguments and errors: see `build`.
+    """
+    # token ids of a file or of a user's function may be of any vocabulary
+    vocab_size = sys.maxsize if isinstance(spec, Tokens | Own) else PLANNED_VOCABULARY
+    return build(spec, content, seed, vocab_size, lambda text: text.encode())
+
+
+def _with_users(workload: Workload, spec: Users | int, rng: np.random.Generator) -> Workload:
+    """The workload with drawn users, one for each session."""
+    sessions = _sessions_of(workload.items)
+    users = draw_users(spec, sessions.count, rng)
+    pairs = zip(workload.items, sessions.numbers, strict=True)
+    items = tuple([item._replace(user=f"u{users[number]}") for item, number in pairs])
+    return workload._replace(items=items)
+
+
+def _with_classes(
+    workload: Workload, classes: Sequence[ServiceClass], rng: np.random.Generator
+) -> Workload:
+    """The workload with drawn classes, one for each session, and what requests have of a class: the
+    deadline and the priority.
+
+    Raises:
+        ValueError: a request has a class that is not among `classes`.
+    """
+    by_name = {service_class.name: service_class for service_class in classes}
+    sessions = _sessions_of(workload.items)
+    choices = draw_choices([one.share for one in classes], sessions.count, rng)
+    items = []
+    for item, number in zip(workload.items, sessions.numbers, strict=True):
+        name = item.service_class or classes[choices[number]].name
+        if name not in by_name:
+            raise ValueError(
+                f"workload.classes has {', '.join(by_name)}, and {item.request_id} has the class "
+                f"{name!r}; add it there"
+            )
+        items.append(_of_class(item, by_name[name]))
+    return workload._replace(items=tuple(items))
+
+
+def _of_class(item: WorkItem, service_class: ServiceClass) -> WorkItem:
+    return item._replace(
+        service_class=service_class.name,
+        deadline=service_class.e2e,
+        priority=item.priority or service_class.priority,
+    )
+
+
+class _SessionNumbers(NamedTuple):
+    """numbers: the session of each item, from 0 in the order of first turns. An item that stands
+    alone is a session of its own.
+    """
+
+    numbers: list[int]
+    count: int
+
+
+def _sessions_of(items: Sequence[WorkItem]) -> _SessionNumbers:
+    numbers: dict[str, int] = {}
+    sessions = [numbers.setdefault(item.session or item.request_id, len(numbers)) for item in items]
+    return _SessionNumbers(sessions, len(numbers))
+
+
+def _with_history(items: Sequence[WorkItem]) -> tuple[WorkItem, ...]:
+    """The turns with the lengths of their conversations, which are known: an answer ends at its
+    drawn length.
+    """
+    ends: dict[str, int] = {}  # request -> tokens of the conversation after its answer
+    with_history = []
+    for item in items:
+        turn = item._replace(history=ends.get(item.follows, 0))
+        ends[item.request_id] = turn.prompt_tokens + turn.longest_output
+        with_history.append(turn)
+    return tuple(with_history)
 
 
 def _with_limits(workload: Workload, limits: Limits, rng: np.random.Generator) -> Workload:
@@ -545,7 +770,16 @@ def _own(
     ]
     times = [item.arrival for item in items]
     outputs = [item.output for item in items]
-    return Workload(_items(times, prompts, outputs, [item.user for item in items]))
+    work_items = _items(times, prompts, outputs, [item.user for item in items])
+    pairs = zip(work_items, items, strict=True)
+    return Workload(
+        tuple(
+            [
+                work_item._replace(priority=item.priority, service_class=item.service_class)
+                for work_item, item in pairs
+            ]
+        )
+    )
 
 
 def own_items(spec: Own, content: str, seed: int, vocab_size: int) -> list[Item]:
@@ -588,7 +822,8 @@ def _own_item(place: str, entry: Any, vocab_size: int) -> Item:
     except TypeError:
         raise ValueError(
             f"{place} is {entry!r:.80}; write (prompt, output), (prompt, output, arrival) or "
-            "(prompt, output, arrival, user), or a mapping with these names"
+            "(prompt, output, arrival, user), or a mapping with names of "
+            f"{', '.join(Item._fields)}"
         ) from None
     prompt: Any = item.prompt
     tokens: tuple[int, ...] = ()
@@ -613,7 +848,18 @@ def _own_item(place: str, entry: Any, vocab_size: int) -> Item:
         )
     if not isinstance(item.user, str):
         raise ValueError(f"{place} has user {item.user!r:.60}; it must be a text")
-    return Item(tokens or length, int(item.output), float(item.arrival), item.user)
+    if not isinstance(item.priority, Integral):
+        raise ValueError(f"{place} has priority {item.priority!r:.60}; it must be an integer")
+    if not isinstance(item.service_class, str):
+        raise ValueError(f"{place} has service_class {item.service_class!r:.60}; it must be a text")
+    return Item(
+        tokens or length,
+        int(item.output),
+        float(item.arrival),
+        item.user,
+        int(item.priority),
+        item.service_class,
+    )
 
 
 def _recorded(
@@ -640,6 +886,141 @@ def _recorded(
         prompts = lazy_prompts(prompt_lens, vocab_size, streams[_TOKEN_IDS])
     items = _items(recorded.times, prompts, output_lens, recorded.users)
     return Workload(items, clipped_prompts, clipped_outputs)
+
+
+class _Place(NamedTuple):
+    """Which turn of which session a request is."""
+
+    session: int
+    turn: int
+    is_tool: bool  # a tool sends it, not the user
+
+
+def _sessions(spec: Sessions, vocab_size: int, streams: Sequence[np.random.Generator]) -> Workload:
+    """The turns of conversations, session by session. Histories are not counted yet."""
+    places = _places(spec, streams)
+    count = len(places)
+    prompt_lens, clipped_prompts = draw_lengths(spec.prompt, count, streams[_PROMPT_LENGTHS])
+    if spec.tools:
+        results, _ = draw_lengths(spec.tools.result, count, streams[_TOOL_RESULTS])
+        triples = zip(places, prompt_lens, results, strict=True)
+        prompt_lens = [result if place.is_tool else tokens for place, tokens, result in triples]
+    output_lens, clipped_outputs = draw_lengths(spec.output, count, streams[_OUTPUT_LENGTHS])
+    times = draw_arrivals(spec.arrivals, spec.count, streams[_ARRIVALS])
+    prompts: list[Sequence[int]] = [*lazy_prompts(prompt_lens, vocab_size, streams[_TOKEN_IDS])]
+    (prefix,) = random_prompts([spec.shared_prefix], vocab_size, streams[_PREFIXES])
+    if prefix:
+        pairs = zip(places, prompts, strict=True)
+        prompts = [ids if place.turn else prefix + tuple(ids) for place, ids in pairs]
+    items = _items([times[place.session] for place in places], prompts, output_lens)
+    turns = _with_waits(_with_places(items, places), places, spec, streams)
+    return Workload(turns, clipped_prompts, clipped_outputs)
+
+
+def _places(spec: Sessions, streams: Sequence[np.random.Generator]) -> list[_Place]:
+    lengths, _ = draw_lengths(spec.turns, spec.count, streams[_TURNS])
+    draws = streams[_TOOLS].random(sum(lengths)).tolist()
+    share = spec.tools.share if spec.tools else 0.0
+    turns = [(session, turn) for session, length in enumerate(lengths) for turn in range(length)]
+    return [
+        _Place(session, turn, turn > 0 and draw < share)
+        for (session, turn), draw in zip(turns, draws, strict=True)
+    ]
+
+
+def _with_places(items: Sequence[WorkItem], places: Sequence[_Place]) -> list[WorkItem]:
+    """The items, which are in the order of turns, with their sessions."""
+    turns = []
+    for i, place in enumerate(places):
+        follows = items[i - 1].request_id if place.turn else ""
+        session = f"s{place.session:05d}"
+        turns.append(items[i]._replace(session=session, turn=place.turn, follows=follows))
+    return turns
+
+
+def _with_waits(
+    items: Sequence[WorkItem],
+    places: Sequence[_Place],
+    spec: Sessions,
+    streams: Sequence[np.random.Generator],
+) -> tuple[WorkItem, ...]:
+    """The turns with the seconds before them, in which the user thinks or a tool runs."""
+    think_s = draw_waits(spec.think, len(items), streams[_THINKING]) if spec.think else []
+    tool_s = (
+        draw_waits(spec.tools.seconds, len(items), streams[_TOOL_SECONDS]) if spec.tools else []
+    )
+    turns = []
+    for i, (item, place) in enumerate(zip(items, places, strict=True)):
+        if place.is_tool:
+            turns.append(item._replace(tool_s=tool_s[i]))
+        elif place.turn and think_s:
+            turns.append(item._replace(think_s=think_s[i]))
+        else:
+            turns.append(item)
+    return tuple(turns)
+
+
+def _with_recorded_sessions(
+    workload: Workload, spec: Mooncake, rng: np.random.Generator
+) -> Workload:
+    """The workload whose requests are turns where one continues another one; see `Mooncake`."""
+    waits = draw_waits(spec.think, len(workload.items), rng) if spec.think else []
+    items: list[WorkItem] = []
+    num_sessions = 0
+    for i, earlier_index in enumerate(_continued(workload.items)):
+        item = workload.items[i]
+        if earlier_index is None:
+            items.append(item._replace(session=f"s{num_sessions:05d}"))
+            num_sessions += 1
+            continue
+        earlier = items[earlier_index]
+        history = _end_of_answer(workload.items[earlier_index])
+        items.append(
+            item._replace(
+                prompt_token_ids=_blocks_of(item).after(history),
+                arrival=earlier.arrival if waits else item.arrival,
+                session=earlier.session,
+                turn=earlier.turn + 1,
+                follows=earlier.request_id,
+                think_s=waits[i] if waits else 0.0,
+            )
+        )
+    return workload._replace(items=tuple(items))
+
+
+def _continued(items: Sequence[WorkItem]) -> list[int | None]:
+    """The index of the request that each request of a Mooncake file continues; None: it begins a
+    session. Each request is continued at most once.
+    """
+    nodes: dict[tuple[Any, int], int] = {}  # (node of the blocks before, block) -> node
+    # node -> the last request whose whole blocks end there, and that is not continued yet
+    last_request: dict[int, int] = {}
+    continued: list[int | None] = []
+    for i, item in enumerate(items):
+        prompt = _blocks_of(item)
+        node: Any = prompt.seed  # rounds have other tokens
+        earlier_node: int | None = None
+        for depth, block in enumerate(prompt.whole_blocks, 1):
+            node = nodes.setdefault((node, block), len(nodes))
+            if depth < FEWEST_SHARED_BLOCKS or node not in last_request:
+                continue
+            earlier = items[last_request[node]]
+            if earlier.user == item.user and _end_of_answer(earlier) < len(prompt):
+                earlier_node = node
+        continued.append(None if earlier_node is None else last_request.pop(earlier_node))
+        if len(prompt.whole_blocks) >= FEWEST_SHARED_BLOCKS:
+            last_request[node] = i
+    return continued
+
+
+def _blocks_of(item: WorkItem) -> BlockIds:
+    assert isinstance(item.prompt_token_ids, BlockIds), "prompts of Mooncake have blocks"
+    return item.prompt_token_ids
+
+
+def _end_of_answer(item: WorkItem) -> int:
+    """Tokens of a recorded prompt and its answer."""
+    return len(item.prompt_token_ids) + item.longest_output
 
 
 def _with_equal_limits(

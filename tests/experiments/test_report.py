@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments import report
+from experiments import compare, report
 from experiments.analysis import (
     fairness,
     headline,
@@ -415,10 +415,11 @@ def test_files_name_their_axes_and_the_key_of_their_colours(tmp_path):
     assert texts == ["policy", "fcfs", "mine", "Goodput, requests/s"]
 
 
-def test_a_page_has_the_fairness_between_users(tmp_path):
+def test_a_page_has_the_fairness_between_users_and_the_service_of_classes(tmp_path, capsys):
+    classes = [{"name": "chat", "ttft": 0.02, "itl": 0.01}, {"name": "batch", "e2e": 30.0}]
     raw = {
         **BASE,
-        "workload": {**changed_workload(count=12), "users": 3},
+        "workload": {**changed_workload(count=12), "users": 3, "classes": classes},
         "sweep": {"grid": {"engine.policy": ["fcfs", "fair"]}},
     }
     folder = run_files(tmp_path, raw)
@@ -428,7 +429,22 @@ def test_a_page_has_the_fairness_between_users(tmp_path):
     assert "<h2>Fairness</h2>" in page
     assert "Jain&#39;s index of users&#39; speeds" in page
     assert "Jain's index of n users" in page
-    assert "Jain" not in page_of(POLICIES)
+    for words in (
+        "<h2>Classes</h2>",
+        "Requests of chat that met its targets",
+        "Mean QoE of chat",
+        "<h2>Service of users</h2>",
+        "Service, policy=fcfs",
+        "Largest difference of service of two backlogged users",
+    ):
+        assert words in page
+    assert "Mean QoE of batch" not in page, "it has no targets of tokens"
+    without_users = page_of(POLICIES)
+    for words in ("Jain", "Classes", "QoE", "Service"):
+        assert words not in without_users
+    sides = [str(folder), "policy=fcfs", str(folder), "policy=fair"]
+    assert compare.main([*sides, "--metric", "classes.chat.goodput.share"]) == 0
+    assert "classes.chat.goodput.share" in capsys.readouterr().out
 
 
 def test_figures_with_like_titles_have_files_of_their_own(tmp_path):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from experiments.core import workloads
 from pagedjax.server.load_client import plan
+from pagedjax.server.load_client.client import Target, body_of
 from pagedjax.server.load_client.text_files import BYTE_ORDER_MARK, COLUMNS, trace_rows
 from tests import drawn
 from tests.refusals import refused
@@ -28,7 +30,7 @@ def of_the_load_client(content: str) -> Any:
 
 
 def of_experiments(content: str) -> Any:
-    return workloads.read_recorded(workloads.Trace("trace", "t.csv"), content)[:3]
+    return workloads.read_recorded(workloads.Trace("trace", "t.csv"), content)[:4]
 
 
 READERS: list[Callable[[str], Any]] = [of_the_load_client, of_experiments]
@@ -50,8 +52,18 @@ READERS: list[Callable[[str], Any]] = [of_the_load_client, of_experiments]
     ],
 )
 def test_traces_are_read(read, content):
-    times, prompts, outputs = read(content)
-    assert (times, prompts, outputs) == ([0.0, 2.5], [5, 0], [6, 1])
+    times, prompts, outputs, users = read(content)
+    assert (times, prompts, outputs, users) == ([0.0, 2.5], [5, 0], [6, 1], ["", ""])
+
+
+def test_users_of_a_trace_are_sent():
+    content = HEADER.replace("\n", ",User\n") + FIRST.replace("\n", ",ann\n")
+    content += "2023-11-16 18:17:05,5,6,\n"
+    load = plan.Load(trace="t.csv")
+    target = Target("http://127.0.0.1:1")
+    items = plan.make_plan(load, content).items
+    bodies = [json.loads(body_of(load, target, "m", item)) for item in items]
+    assert [body.get("user") for body in bodies] == ["ann", None]
 
 
 @pytest.mark.parametrize("read", READERS)

@@ -129,6 +129,7 @@ def body_of(load: Load, target: Target, model: str, planned: PlannedRequest) -> 
         "stream": True,
         "stream_options": {"include_usage": True},
         **({"ignore_eos": True} if target.ignore_eos else {}),
+        **({"user": planned.user} if planned.user else {}),
     }
     return json.dumps(body, separators=(",", ":")).encode()
 

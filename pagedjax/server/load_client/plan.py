@@ -119,12 +119,14 @@ class Load:
 class PlannedRequest(NamedTuple):
     """One request: when it arrives, what it asks, and how many tokens it may get.
 
-    `arrival` is seconds after the start; `prompt` is token ids or a text.
+    `arrival` is seconds after the start; `prompt` is token ids or a text. `user` is who sends it;
+    "": not known.
     """
 
     arrival: float
     prompt: tuple[int, ...] | str
     max_tokens: int
+    user: str = ""
 
 
 class LoadPlan(NamedTuple):
@@ -149,8 +151,11 @@ def make_plan(load: Load, content: str = "", *, stream: int = 3) -> LoadPlan:
         np.random.default_rng([load.seed, i]) for i in range(3)
     )
     texts: list[str] | None = None
+    users: list[str] = []
     if load.trace is not None:
-        times, prompts, outputs = read_trace(load.trace, content, load.requests, load.time_scale)
+        times, prompts, outputs, users = read_trace(
+            load.trace, content, load.requests, load.time_scale
+        )
     else:
         if load.prompts is not None:
             texts = read_prompts(load.prompts, content, load.requests)
@@ -166,7 +171,8 @@ def make_plan(load: Load, content: str = "", *, stream: int = 3) -> LoadPlan:
         random_prompt(load, tokens, np.random.default_rng([load.seed, stream, i]))
         for i, tokens in enumerate(prompts)
     ]
-    requests = tuple(map(PlannedRequest, times, random_prompts, outputs))
+    users = users or [""] * len(times)
+    requests = tuple(map(PlannedRequest, times, random_prompts, outputs, users))
     return LoadPlan(requests, clipped_prompts, clipped_outputs)
 
 
@@ -265,8 +271,9 @@ def clip(lengths: Sequence[int], limit: int | None) -> tuple[list[int], int]:
 
 def read_trace(
     file: str, content: str, limit: int | None, scale: float
-) -> tuple[list[float], list[int], list[int]]:
-    """Read the first `limit` rows of a recorded service -> (arrivals, prompt and output lengths).
+) -> tuple[list[float], list[int], list[int], list[str]]:
+    """Read the first `limit` rows of a recorded service -> (arrivals, prompt and output lengths,
+    users).
 
     Arrivals are seconds after the first one.
 
@@ -280,7 +287,9 @@ def read_trace(
     if not rows:
         raise ValueError(f"{file} has no requests; a trace has a row for each")
     times = [(row.at - rows[0].at).total_seconds() * scale for row in rows]
-    return times, [row.prompt_tokens for row in rows], [row.output_tokens for row in rows]
+    prompts = [row.prompt_tokens for row in rows]
+    outputs = [row.output_tokens for row in rows]
+    return times, prompts, outputs, [row.user for row in rows]
 
 
 def read_prompts(file: str, content: str, count: int | None) -> list[str]:

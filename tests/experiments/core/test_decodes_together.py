@@ -115,7 +115,7 @@ MEASURED = {
         {"simulate": PROFILE, "model": "opt-13b"},
         {"simulate": MEASURED, "model": "opt-13b"},
         {"engine": {"enable_prefix_caching": False}},
-        {"engine": {"policy": "fair", "mixed_steps": False}},
+        {"engine": {"policy": "fair", "mixed_steps": False}, "workload": {"users": 3}},
         {"engine": {"policy": "static"}},
         {"engine": {"reservation": "oracle", "enable_prefix_caching": False}},
         {"engine": {"preemption": "swap", "swap_space_gib": 1.0}, "cache_tokens": 256},
@@ -214,5 +214,10 @@ def test_records_of_drawn_runs_are_those_of_steps_made_one_by_one(
     }
     engine |= {"max_num_batched_tokens": 64 if chunked else 256}
     changes: dict[str, Any] = {"engine": engine, "cache_tokens": 8 * blocks, "seed": seed}
-    changes["workload"] = {"arrivals": {"process": "poisson", "rate": rate}}
+    classes = [{"name": "chat"}, {"name": "batch", "priority": 1}]
+    changes["workload"] = {
+        "arrivals": {"process": "poisson", "rate": rate},
+        "users": 3,
+        "classes": classes,
+    }
     compare(changes | {"replicas": {"count": replicas, "router": router}})

@@ -83,7 +83,7 @@ def test_one_replica_is_the_engine_without_a_router(router: str, change: dict):
     _, results = drive(engine, load.items, sampling, engine.clock, engine.sleep, load.clients)
     records = request_records(results, load.items, 0.0, sampling.n)
     routed = simulated_run({**RAW, **change, "replicas": {"router": router}})
-    assert routed.requests == with_arrivals(records, load.clients)
+    assert routed.requests == with_arrivals(records, load.items, load.clients)
     assert routed.steps == step_records(results, 0.0, 8, engine.scheduler_state.config)
     assert routed.summary.pop("replicas")["count"] == 1
     assert routed.summary == summarize(routed.requests, routed.steps, 8)
