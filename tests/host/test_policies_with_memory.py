@@ -247,7 +247,7 @@ def largest_differences(
 
     Users come and go: each of them sends requests in some phases of the run.
     """
-    users = ("x", "y", "z")
+    users: tuple[str, ...] = ("x", "y", "z")
     state = scheduler.init(config)
     service = dict.fromkeys(users, 0.0)
     served: set[str] = set()  # whose prompt was admitted

@@ -66,6 +66,7 @@ def test_a_memory_observes_each_event_once_in_their_order():
     state = scheduler.submit(state, request("c", 3))
     third = state.waiting[-1]
     state = scheduler.restart(state)
+    assert state.news is not None
     before = (*state.memory, *state.news)
     assert before[-3:] == (cancelled[0], Submitted(1, third), Preempted(1, "a", False))
     state, _, events = step(state, policy=policy)
