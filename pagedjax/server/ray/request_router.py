@@ -65,7 +65,8 @@ class PureRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """The one replica that gets the call. Serve asks again until it is sent.
 
-        All candidates, if the call names no replica or is already over.
+        All candidates, if the call names no replica or is already over. None, if all that are
+        present are avoided.
         """
         if pending_request is None:
             return [candidate_replicas]
@@ -83,6 +84,8 @@ class PureRouter(RequestRouter):
                 call.future.cancel()
                 # the call is over, so what is returned does not matter; as in the errors below
                 return [candidate_replicas]
+            if not self.recorder.state.replicas:
+                return []  # Serve asks again soon; the ingress says how long
             try:
                 target = self._assign(request)
             except Exception as error:  # of a router of the user's own

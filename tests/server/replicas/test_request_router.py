@@ -232,6 +232,22 @@ def test_a_router_that_fails_is_an_error_of_the_request(tmp_path):
     asyncio.run(run())
 
 
+def test_a_request_waits_while_all_replicas_are_avoided():
+    async def run() -> None:
+        ray_router = router()
+        ray_router.update_replicas([replica("a")])
+        ray_router.avoid(frozenset("a"))
+        await asyncio.sleep(0)
+        waiting = asyncio.ensure_future(choose(ray_router, RouterRequest("q", 1)))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        ray_router.update_replicas([replica("a"), replica("b")])
+        assert (await waiting).replica_id.unique_id == "b"
+        LINK.end("q")
+
+    asyncio.run(run())
+
+
 def test_an_ingress_that_starts_again_keeps_the_first_record(tmp_path):
     for _ in range(3):
         router(record=str(tmp_path / "routing.jsonl")).recorder.close()
