@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments.core.workloads import Spec, planned
+from pagedjax.options.own_names import own_name
 
 if TYPE_CHECKING:
     from experiments.core.config import Experiment
@@ -45,7 +46,7 @@ def check(experiment: Experiment, content: str) -> None:
         ValueError: they do not.
     """
     policy = experiment.engine.policy
-    reads = POLICIES.get(policy) if isinstance(policy, str) else None
+    reads = POLICIES.get(_name_of(policy))
     if reads is None:
         return
     only_values = _only_values(experiment.workload, content, experiment.seed, reads.fields)
@@ -58,6 +59,14 @@ def check(experiment: Experiment, content: str) -> None:
         f"workload have {values} there, so that it decides nothing; {reads.remedy}, or name another "
         "policy"
     )
+
+
+def _name_of(policy: Any) -> str:
+    """The name of a shipped policy without its parameters; "" for another one."""
+    if not isinstance(policy, str):
+        return ""
+    name = own_name(policy)
+    return name.attribute if name.module in ("", "pagedjax.policies") else ""
 
 
 @lru_cache(maxsize=8)  # all points of a sweep may have the same workload
