@@ -30,7 +30,6 @@ from pagedjax.host.policies import FCFS, POLICIES, WINDOW, Policy, by_key
 from pagedjax.host.replay import verify
 from tests.refusals import refused
 
-HAS_MEMORY = "evict" in Policy._fields
 STEP = Step((False,))
 EMPTY_STEP = Step(())
 LONG, SHORT, OTHER = map(Arrive, range(3))
@@ -124,7 +123,6 @@ def test_work_that_is_lost_twice_has_the_shortest_counterexample(tmp_path):
     replays(report, WASTEFUL, tmp_path)
 
 
-@pytest.mark.skipif(not HAS_MEMORY, reason="no policy evicts")
 def test_evictions_that_never_end_have_the_shortest_counterexample(tmp_path):
     policy = evicting()
     report = checked(policy)
@@ -337,7 +335,6 @@ class Steps(NamedTuple):
         return self.number % 2
 
 
-@pytest.mark.skipif(not HAS_MEMORY, reason="no policy has a memory")
 def test_a_memory_is_folded_as_it_says():
     memory: dict[str, Any] = {
         "init": Steps,
