@@ -27,6 +27,8 @@ from pagedjax.host.checker.promises import Promises, promises_of
 from pagedjax.host.checker.search import explore
 from pagedjax.host.checker.worlds import World, worlds
 from pagedjax.host.policies import FCFS, POLICIES, WINDOW, Policy, by_key
+from pagedjax.host.policies.mlfq import mlfq
+from pagedjax.host.policies.vtc import vtc
 from pagedjax.host.replay import verify
 from tests.refusals import refused
 
@@ -344,6 +346,30 @@ def test_a_memory_is_folded_as_it_says():
     policy = FCFS._replace(name="parity", **memory)
     graph = explore(world_of(policy, "queue"), until=60.0, clock=iter(range(10**4)).__next__)
     assert graph.exhausted
+
+
+@pytest.mark.parametrize("name", ["queue", "recompute"])
+@pytest.mark.parametrize(
+    "policy",
+    [vtc(output_weight=0.5), mlfq(levels=3, quantum=1, ratio=2, prompt_work=0.5, patience=2)],
+    ids=["vtc", "mlfq"],
+)
+def test_states_with_equal_folded_memories_go_on_equally(name, policy):
+    """Of all states with one key, each event has the same effect and leads to one key."""
+    world = world_of(policy, name, num_blocks=3)
+    outcomes: dict[folding.Key, set] = {}
+    nodes = {start(world)}
+    for _ in range(6):
+        following: set[Node] = set()
+        for node in nodes:
+            branches = []
+            for move in moves(world, node):
+                branches.append((move.happening, move.effect, folding.key_of(world, move.node)))
+                following.add(move.node)
+            outcomes.setdefault(folding.key_of(world, node), set()).add(tuple(branches))
+        nodes = following
+    assert len(outcomes) > 30
+    assert all(len(branches) == 1 for branches in outcomes.values())
 
 
 # --- the command ----------------------------------------------------------------------------------
