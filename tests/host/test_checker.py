@@ -27,10 +27,11 @@ from pagedjax.host.checker.promises import Promises, promises_of
 from pagedjax.host.checker.search import explore
 from pagedjax.host.checker.worlds import World, worlds
 from pagedjax.host.policies import FCFS, POLICIES, WINDOW, Policy, by_key
+from pagedjax.host.policies.mlfq import mlfq
+from pagedjax.host.policies.vtc import vtc
 from pagedjax.host.replay import verify
 from tests.refusals import refused
 
-HAS_MEMORY = "evict" in Policy._fields
 STEP = Step((False,))
 EMPTY_STEP = Step(())
 LONG, SHORT, OTHER = map(Arrive, range(3))
@@ -124,7 +125,6 @@ def test_work_that_is_lost_twice_has_the_shortest_counterexample(tmp_path):
     replays(report, WASTEFUL, tmp_path)
 
 
-@pytest.mark.skipif(not HAS_MEMORY, reason="no policy evicts")
 def test_evictions_that_never_end_have_the_shortest_counterexample(tmp_path):
     policy = evicting()
     report = checked(policy)
@@ -151,7 +151,7 @@ def test_an_error_of_the_policy_is_a_counterexample(tmp_path):
 
 def holds(policy: Policy, seconds: float, **options: Any) -> None:
     """There is no counterexample. A memory may count without end, so its search has a time limit."""
-    remembers = getattr(policy, "init", None) is not None
+    remembers = policy.init is not None
     report = check(policy, seconds=seconds if remembers else None, **options)
     assert report.counterexample is None, text(report)
     assert report.exhausted or remembers
@@ -337,7 +337,6 @@ class Steps(NamedTuple):
         return self.number % 2
 
 
-@pytest.mark.skipif(not HAS_MEMORY, reason="no policy has a memory")
 def test_a_memory_is_folded_as_it_says():
     memory: dict[str, Any] = {
         "init": Steps,
@@ -347,6 +346,30 @@ def test_a_memory_is_folded_as_it_says():
     policy = FCFS._replace(name="parity", **memory)
     graph = explore(world_of(policy, "queue"), until=60.0, clock=iter(range(10**4)).__next__)
     assert graph.exhausted
+
+
+@pytest.mark.parametrize("name", ["queue", "recompute"])
+@pytest.mark.parametrize(
+    "policy",
+    [vtc(output_weight=0.5), mlfq(levels=3, quantum=1, ratio=2, prompt_work=0.5, patience=2)],
+    ids=["vtc", "mlfq"],
+)
+def test_states_with_equal_folded_memories_go_on_equally(name, policy):
+    """Of all states with one key, each event has the same effect and leads to one key."""
+    world = world_of(policy, name, num_blocks=3)
+    outcomes: dict[folding.Key, set] = {}
+    nodes = {start(world)}
+    for _ in range(6):
+        following: set[Node] = set()
+        for node in nodes:
+            branches = []
+            for move in moves(world, node):
+                branches.append((move.happening, move.effect, folding.key_of(world, move.node)))
+                following.add(move.node)
+            outcomes.setdefault(folding.key_of(world, node), set()).add(tuple(branches))
+        nodes = following
+    assert len(outcomes) > 30
+    assert all(len(branches) == 1 for branches in outcomes.values())
 
 
 # --- the command ----------------------------------------------------------------------------------

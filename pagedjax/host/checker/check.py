@@ -91,8 +91,7 @@ def check(
     if stated is None:
         stated = promises.promises_of(policy)
     if discards is None:
-        evicts = getattr(policy, "evict", None) is not None
-        discards = DISCARDS_OF_EVICTING if evicts else DISCARDS
+        discards = DISCARDS if policy.evict is None else DISCARDS_OF_EVICTING
     started = clock()
     coverage: list[Coverage] = []
     todo = [scaled for world in worlds(policy, requests, num_blocks) for scaled in _scaled(world)]

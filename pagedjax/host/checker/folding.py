@@ -66,7 +66,7 @@ def key_of(world: World, node: Node) -> Key:
     letters = "".join(map(shape_of, ranked))
     running = (*names, *active.lengths, *active.computed)
     memory = None
-    if getattr(state, "news", None) is not None:
+    if state.news is not None:
         names_by_id = {seq.request_id: rank for rank, seq in enumerate(ranked)}
         memory = renamed(_observed_memory(world, node), names_by_id), True
     return letters, gaps, waiting, running, tables, content, memory, node.now
@@ -74,11 +74,11 @@ def key_of(world: World, node: Node) -> Key:
 
 def _observed_memory(world: World, node: Node) -> Any:
     """The memory with which the policy will decide if a step runs next, folded if it can be."""
-    policy: Any = world.policy
-    state: Any = node.state
-    memory = state.memory
+    policy = world.policy
+    memory = node.state.memory
     if policy.observe is not None:
-        memory = policy.observe(memory, state.news, node.now if world.timed else None)
+        now = node.now if world.timed else None
+        memory = policy.observe(memory, node.state.news or (), now)
     return memory.folded() if hasattr(memory, "folded") else memory
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pagedjax.host import scheduler
 from pagedjax.host.checker.worlds import STOP, WORD, World
@@ -161,7 +161,7 @@ def arrive(world: World, node: Node, happening: Arrive, *, in_one_jump: bool = F
     entries: list[Entry] = []
     template = world.shapes[happening.shape]
     num_passers = world.stride - 1 if state.ids else 0
-    if in_one_jump and num_passers and getattr(state, "memory", None) is None:
+    if in_one_jump and num_passers and state.memory is None:
         state = state._replace(arrivals=state.arrivals + num_passers)
         num_passers = 0
     for _ in range(num_passers):
@@ -194,10 +194,7 @@ def _tick(node: Node, happening: Tick) -> Move:
 
 def plan_step(world: World, state: SchedulerState, now: int) -> tuple[SchedulerState, Plan]:
     """What the policy's scheduler plans at a time."""
-    schedule: Any = scheduler.schedule
-    if world.timed:
-        return schedule(state, world.policy, now=now)
-    return schedule(state, world.policy)
+    return scheduler.schedule(state, world.policy, now=now if world.timed else None)
 
 
 def _steps(world: World, node: Node, ranked: Sequence[Seq]) -> Iterator[Move]:

@@ -26,7 +26,7 @@ class Promises(NamedTuple):
 
 NOTHING = Promises()
 
-# As the comments of host/policies.py say. "fair" states none: it depends on the lives of older
+# As the comments of the policies say. "fair" states none: it depends on the lives of older
 # requests of the same user.
 SHIPPED = {
     "fcfs": Promises(0, urgent_first=True),

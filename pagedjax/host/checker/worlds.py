@@ -36,7 +36,7 @@ class World(NamedTuple):
     @property
     def timed(self) -> bool:
         """Whether the policy reads the time."""
-        return getattr(self.policy, "timed", False)
+        return self.policy.timed
 
     @property
     def passer(self) -> Request:

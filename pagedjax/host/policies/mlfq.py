@@ -62,10 +62,30 @@ class Job(NamedTuple):
 
 
 class Queues(NamedTuple):
-    """The memory: the number of the step, and the unfinished sequences by id."""
+    """The memory: the number of the step, and the unfinished sequences by id.
+
+    levels, patience: as `mlfq` has them.
+    """
 
     step: int = 0
     jobs: Map[str, Job] = Map()
+    levels: int = 4
+    patience: int = 256
+
+    def folded(self) -> Map[str, Job]:
+        """What decides about the future: the jobs, where `since` counts the steps of waiting.
+
+        Longer than `patience` is as long. At level 0 nothing is promoted, and it only matters
+        whether the job was offered. Work at the last level ends no quantum.
+        """
+        last = self.levels - 1
+        jobs = self.jobs.mutate()
+        for name, job in self.jobs.items():
+            if job.since is not None:
+                longest = self.patience if job.level else 1
+                job = job._replace(since=min(self.step - job.since, longest))
+            jobs[name] = job if job.level < last else job._replace(work=0.0)
+        return jobs.finish()
 
 
 def mlfq(
@@ -132,7 +152,7 @@ def _policy(levels: int, quantum: int, ratio: int, prompt_work: float, patience:
             for name, job in unfinished.items()
             if job.since is not None and job.level and step - job.since >= patience
         }
-        return Queues(step, unfinished.update(promoted))
+        return memory._replace(step=step, jobs=unfinished.update(promoted))
 
     def order(
         memory: Queues, waiting: Sequence[Seq], running: Running, cached: Cached
@@ -168,7 +188,7 @@ def _policy(levels: int, quantum: int, ratio: int, prompt_work: float, patience:
         name,
         order,
         preempt=preempt,
-        init=Queues,
+        init=lambda: Queues(levels=levels, patience=patience),
         observe=observe,
         evict=evict,
         show=lambda memory: shown(memory, levels),

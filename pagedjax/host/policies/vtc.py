@@ -73,6 +73,23 @@ class Counters(NamedTuple):
         counters = [self.counters.get(user, 0.0) for user in self.queued]
         return min(counters, default=self.last)
 
+    def folded(self) -> tuple[object, ...]:
+        """The counters above the least one: what decides about the future.
+
+        `order` compares counters, and all of them grow by amounts that do not depend on them. The
+        lift is one of them, or `last`. A user without a counter comes to the queue with the lift,
+        whatever it is, since no counter is below 0. `last` is written before the queue is empty,
+        so it only matters while nobody waits. This is exact if the sums of the weights are exact
+        in floating point, as those of the default weights are.
+        """
+        last = None if self.queued else self.last
+        least = min([*self.counters.values(), self.lift()])
+        counters = self.counters.mutate()
+        for user, counter in self.counters.items():
+            counters[user] = counter - least
+        above = None if last is None else last - least
+        return counters.finish(), self.sequences, above
+
 
 def vtc(
     input_weight: float = 1.0,
