@@ -79,7 +79,8 @@ def _observed_memory(world: World, node: Node) -> Any:
     if policy.observe is not None:
         now = node.now if world.timed else None
         memory = policy.observe(memory, node.state.news or (), now)
-    return memory.folded() if hasattr(memory, "folded") else memory
+    folded = getattr(memory, "folded", None)
+    return memory if folded is None else folded()
 
 
 def _renamed_pool(state: SchedulerState) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
