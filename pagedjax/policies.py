@@ -4,19 +4,14 @@
 
 from pagedjax.host.kv_policies import KVPolicy, TopBlocks, View, quest, streaming
 from pagedjax.host.policies import (
-    DEADLINE,
-    EARLY_REJECTION,
     FAIR,
     FCFS,
     LONGEST_PREFIX,
-    MLFQ,
     POLICIES,
     PRIORITY,
     RATE,
     SHORTEST,
-    SRTF,
     STATIC,
-    VTC,
     WINDOW,
     Cached,
     Policy,
@@ -30,19 +25,14 @@ from pagedjax.host.policies import (
 )
 
 __all__ = [
-    "DEADLINE",
-    "EARLY_REJECTION",
     "FAIR",
     "FCFS",
     "LONGEST_PREFIX",
-    "MLFQ",
     "POLICIES",
     "PRIORITY",
     "RATE",
     "SHORTEST",
-    "SRTF",
     "STATIC",
-    "VTC",
     "WINDOW",
     "Cached",
     "KVPolicy",

@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 
 from pagedjax.host.policies import Policy, called
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import Admitted, CurrentSeqs, PolicyEvent, Row, Running, Seq, Submitted
+from pagedjax.host.types import (
+    Admitted,
+    CurrentSeqs,
+    PolicyEvent,
+    Row,
+    Running,
+    SchedulerConfig,
+    Seq,
+    Submitted,
+)
 from pagedjax.options.own_errors import placed
 
 
@@ -139,14 +148,14 @@ class Composition(NamedTuple):
     num_decodes: how many of them are decodes.
     counts: tokens to compute of each.
     idle: the running sequences that compute nothing in this step.
-    withheld: tokens of the budget that the policy does not use.
+    config: sizes for the drafts of the step, which do not take what the policy withholds.
     """
 
     active: Running
     num_decodes: int
     counts: list[int]
     idle: Running
-    withheld: int
+    config: SchedulerConfig
 
 
 def composed(
@@ -156,7 +165,7 @@ def composed(
     num_decodes: int,
     counts: list[int],
     idle: Running,
-    budget: int,
+    config: SchedulerConfig,
 ) -> Composition:
     """The step with the tokens that the policy gives each row.
 
@@ -164,13 +173,13 @@ def composed(
         active: the running sequences, decodes first; those without a count compute nothing.
         counts: tokens that the mechanism gives the first of them.
         idle: running sequences that compute nothing.
-        budget: tokens that a step may have.
 
     Raises:
         ValueError: the policy returns something else than a number of tokens for each row.
     """
     if policy.compose is None or not counts:
-        return Composition(active, num_decodes, counts, idle, 0)
+        return Composition(active, num_decodes, counts, idle, config)
+    budget = config.max_num_batched_tokens
     seqs: Any = CurrentSeqs(active)
     rows = tuple([Row(seqs[i], count) for i, count in enumerate(counts)])
     chosen = called(policy, "compose", memory, rows, budget)
@@ -194,7 +203,7 @@ def composed(
             )
     withheld = sum(counts) - sum(tokens)
     if not withheld:
-        return Composition(active, num_decodes, counts, idle, 0)
+        return Composition(active, num_decodes, counts, idle, config)
     chosen_rows = [i for i, count in enumerate(tokens) if count]
     skipped = [i for i in range(len(active.seqs)) if i >= len(tokens) or not tokens[i]]
     idle_rows = active.pick(skipped)
@@ -203,5 +212,5 @@ def composed(
         num_decodes=sum([i < num_decodes for i in chosen_rows]),
         counts=[tokens[i] for i in chosen_rows],
         idle=idle_rows.joined(idle) if idle.seqs else idle_rows,
-        withheld=withheld,
+        config=config._replace(max_num_batched_tokens=budget - withheld),
     )

@@ -39,8 +39,8 @@ gives a sequence one or more tokens. The rules:
 The rules are here and in these files: preemption.py (the victims of 5, and 7), admission.py (3),
 prefix_sharing.py (finding blocks), branches.py (4, 6), drafts.py (8), views.py (10),
 request_limits.py (`submit`), handover.py (`release` and `adopt`, between two schedulers), state.py
-(the state and its invariants), policy_memory.py (11). step_kinds.py and reservation.py are baselines that replace rules 1
-to 3.
+(the state and its invariants), policy_memory.py (11). step_kinds.py and reservation.py are
+baselines that replace rules 1 to 3.
 """
 
 from __future__ import annotations
@@ -203,11 +203,9 @@ def schedule(
         state, resumed = _leave_queue(state, admitted.seqs)
     config = state.config
     if policy.compose is not None:
-        active, num_decodes, counts, idle, withheld = policy_memory.composed(
-            policy, state.memory, active, num_decodes, counts, idle, config.max_num_batched_tokens
+        active, num_decodes, counts, idle, config = policy_memory.composed(
+            policy, state.memory, active, num_decodes, counts, idle, config
         )
-        # drafts do not take what the policy withholds
-        config = config._replace(max_num_batched_tokens=config.max_num_batched_tokens - withheld)
     pool = admission.pool
     drafts: tuple[int, ...] = ()
     if offered:

@@ -5,7 +5,7 @@ that answers it reads the origin here, wherever an answer would depend on chance
 
 - ids and times of an answer come from the origin, so a second application makes the same bytes;
 - a request without a seed gets that of the origin, so its tokens depend on their positions alone;
-- each token goes to the front, before the client gets bytes of it (`Call.note`).
+- each token goes to the front, before the client gets bytes of it (`Call.note`, `Call.flush`).
 
 Without a front there is no `Call`, and ids, times and seeds are those of this process.
 """
@@ -31,9 +31,9 @@ TAKEN = "pagedjax.taken"  # the first one; `engine`: the name of the one that an
 TOKENS = "pagedjax.tokens"  # new `tokens`, before the bytes that show them
 FAILED = "pagedjax.failed"  # the application failed, and another engine would fail in the same way
 LOST = "pagedjax.lost"  # the engine has ended, and nothing that follows counts
-# A whole answer needs its tokens only if its engine ends, so many of them travel together: so many,
-# or those of so many seconds.
-TOKENS_TOGETHER = 32
+# Tokens travel with the bytes that show them, because each message costs more than its content. If
+# no bytes come, as those of a whole answer, so many travel together, or those of so many seconds.
+TOKENS_TOGETHER = 256
 SECONDS_TOGETHER = 0.5
 
 
@@ -93,18 +93,23 @@ class Call:
         self._unsent: list[Delta] = []
         self._last_sent = time.monotonic()
 
-    def note(self, delta: Delta, at_once: bool) -> None:
-        """Give a new token to the front: at once, or with later ones."""
+    def note(self, delta: Delta) -> None:
+        """Give a new token to the front, soon or with the next bytes of the answer."""
         self._unsent.append(delta._replace(text=""))
-        now = time.monotonic()
-        is_late = now - self._last_sent > SECONDS_TOGETHER
-        if at_once or is_late or len(self._unsent) >= TOKENS_TOGETHER:
+        is_late = time.monotonic() - self._last_sent > SECONDS_TOGETHER
+        if is_late or len(self._unsent) >= TOKENS_TOGETHER:
+            self.flush()
+
+    def flush(self) -> None:
+        """Give the tokens to the front that it does not have yet."""
+        if self._unsent:
             self._send({"type": TOKENS, "tokens": tuple(self._unsent)})
             self._unsent = []
-            self._last_sent = now
+            self._last_sent = time.monotonic()
 
     def lost(self) -> None:
         """Say that the engine has ended."""
+        self.flush()
         self._send({"type": LOST})
 
     def prepared(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:

@@ -76,8 +76,14 @@ async def answer_messages(
         return {"type": "http.disconnect"}
 
     front_call = None if origin is None else Call(origin, messages.put_nowait)
+
+    async def send(message: Message) -> None:
+        if front_call is not None:
+            front_call.flush()
+        messages.put_nowait(message)
+
     with answering(front_call):
-        call = asyncio.ensure_future(app(dict(scope), receive, messages.put))  # type: ignore[arg-type]
+        call = asyncio.ensure_future(app(dict(scope), receive, send))
     call.add_done_callback(lambda _: messages.put_nowait(None))
     try:
         ended = False

@@ -91,7 +91,6 @@ class Submission:
         self.requests = tuple(requests)
         self.deltas = deltas or call is not None
         self.call = call
-        self._at_once = deltas
         self._num_known = len(call.origin.tokens) if call else 0  # deltas that the call has already
         self.received_at = time.perf_counter()
         self._outputs: dict[int, RequestOutput] = {}
@@ -120,7 +119,7 @@ class Submission:
             if self._num_known:
                 self._num_known -= 1
             elif self.call is not None:
-                self.call.note(update, self._at_once)
+                self.call.note(update)
             yield update
 
     async def completed(self) -> list[RequestOutput]:

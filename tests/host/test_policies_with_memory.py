@@ -16,13 +16,8 @@ from hypothesis import strategies as st
 from pagedjax.host import purity, scheduler
 from pagedjax.host.event_log import Commit, Recorder, Schedule, Submit
 from pagedjax.host.policies import (
-    DEADLINE,
-    EARLY_REJECTION,
     FCFS,
-    MLFQ,
     POLICIES,
-    SRTF,
-    VTC,
     Policy,
     deadline,
     early_rejection,
@@ -44,11 +39,11 @@ from tests.refusals import refused
 STEP_S = 0.25
 # parameters with which everything that a policy may do happens in a small run
 EAGER = (
-    VTC,
-    MLFQ,
-    SRTF,
-    DEADLINE,
-    EARLY_REJECTION,
+    vtc(),
+    mlfq(),
+    srtf(),
+    deadline(),
+    early_rejection(),
     mlfq(levels=3, quantum=2, ratio=2, patience=9),
     srtf(patience=8, margin=1),
     deadline(targets=(("chat", 1.0),), token_s=0.5),
@@ -125,7 +120,7 @@ def test_storms_of_preemptions_end(policy: Policy, number: int):
 
 @pytest.mark.parametrize(
     "policy",
-    [mlfq(quantum=2, ratio=2, patience=9), srtf(patience=8, margin=1), DEADLINE, VTC],
+    [mlfq(quantum=2, ratio=2, patience=9), srtf(patience=8, margin=1), deadline(), vtc()],
     ids=lambda policy: policy.name,
 )
 def test_no_request_starves_in_an_endless_stream(policy: Policy):
@@ -315,7 +310,7 @@ def test_the_service_of_two_users_in_the_queue_differs_by_at_most_the_bound(
     seed: int, rows: int, tight: bool, budget: int
 ):
     config = vtc_config(rows, tight, budget)
-    assert largest_differences(VTC, config, random.Random(seed), 150) <= bound(config)
+    assert largest_differences(vtc(), config, random.Random(seed), 150) <= bound(config)
 
 
 LINES = (
@@ -366,9 +361,9 @@ def test_a_counter_is_forgotten_when_it_gives_nothing():
     state = start()
     for number in range(50):
         state = scheduler.submit(state, ask(f"r{number}", 2, 2, user=f"u{number}"))
-        state, *_ = step(state, VTC)
+        state, *_ = step(state, vtc())
     assert len(state.memory.counters) < 6
-    assert "waiting" in VTC.show(state.memory)
+    assert "waiting" in vtc().show(state.memory)
 
 
 # --- mlfq -----------------------------------------------------------------------------------------
@@ -426,7 +421,7 @@ def test_the_shortest_prediction_runs_first_and_evicts_a_much_longer_one():
 
 def test_a_request_without_a_prediction_is_an_error():
     with refused("request 'a' has no predicted length, and the policy reads one"):
-        step(start(Request("a", 2, 4), Request("b", 2, 4)), SRTF)
+        step(start(Request("a", 2, 4), Request("b", 2, 4)), srtf())
 
 
 # --- deadline and early rejection -----------------------------------------------------------------

@@ -336,20 +336,22 @@ def test_the_template_the_tokenizer_and_the_parser_are_a_part_of_an_identity(llm
         assert plain != identity(changed, Options("a"))
 
 
-def test_tokens_of_a_whole_answer_travel_together_but_not_for_long(monkeypatch):
+def test_tokens_travel_with_bytes_and_those_of_a_whole_answer_do_not_wait_long(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(continuation.time, "monotonic", lambda: now[0])
     sent: list[int] = []
     call = continuation.Call(ORIGIN, lambda message: sent.append(len(message["tokens"])))
     token = continuation.Delta(0, 0, "a", 7, None, None, None, 0)
-    for _ in range(33):
-        call.note(token, at_once=False)
-    assert sent == [32]
+    for _ in range(continuation.TOKENS_TOGETHER + 1):
+        call.note(token)
+    assert sent == [256]
     now[0] = 1.0
-    call.note(token, at_once=False)
-    assert sent == [32, 2]
-    call.note(token, at_once=True)
-    assert sent == [32, 2, 1]
+    call.note(token)
+    assert sent == [256, 2]
+    call.note(token)
+    call.flush()
+    call.flush()
+    assert sent == [256, 2, 1]
 
 
 def test_a_request_that_ends_engines_is_stopped_and_those_beside_it_are_answered(llms):

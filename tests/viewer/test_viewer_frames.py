@@ -14,7 +14,7 @@ from immutables import Map
 
 from pagedjax.host import blocks, scheduler
 from pagedjax.host.kv_policies import ALL, View
-from pagedjax.host.policies import FCFS, VTC
+from pagedjax.host.policies import FCFS, vtc
 from pagedjax.host.types import Request, Verified
 from pagedjax.host.views import held
 from pagedjax.viewer import frames, picture, read_recording, text
@@ -375,7 +375,7 @@ def test_a_step_shows_the_memory_of_its_policy_and_who_was_rejected(tmp_path, mo
     def reject(memory, waiting):
         return [seq.request_id for seq in waiting if seq.request.service_class == "late"]
 
-    policy = VTC._replace(name="mine", reject=reject)
+    policy = vtc()._replace(name="mine", reject=reject)
     path = tmp_path / "run.jsonl"
     writer = Writer(path, SMALL, policy)
     writer.submit(Request("a", 3, 2, user="alice"))

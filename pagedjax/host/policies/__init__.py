@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagedjax.host.policies.deadline import DEADLINE, deadline
-from pagedjax.host.policies.early_rejection import EARLY_REJECTION, early_rejection
-from pagedjax.host.policies.mlfq import MLFQ, mlfq
+from pagedjax.host.policies.deadline import deadline
+from pagedjax.host.policies.early_rejection import early_rejection
+from pagedjax.host.policies.mlfq import mlfq
 from pagedjax.host.policies.policy import (
     ARGUMENTS,
     FAIR,
@@ -29,26 +29,21 @@ from pagedjax.host.policies.policy import (
     decision,
     with_memory,
 )
-from pagedjax.host.policies.srtf import SRTF, srtf
-from pagedjax.host.policies.vtc import VTC, vtc
+from pagedjax.host.policies.srtf import srtf
+from pagedjax.host.policies.vtc import vtc
 from pagedjax.options.config import one_of
 from pagedjax.options.own_values import check_call, named
 
 __all__ = [
     "ARGUMENTS",
-    "DEADLINE",
-    "EARLY_REJECTION",
     "FAIR",
     "FCFS",
     "LONGEST_PREFIX",
-    "MLFQ",
     "POLICIES",
     "PRIORITY",
     "RATE",
     "SHORTEST",
-    "SRTF",
     "STATIC",
-    "VTC",
     "WINDOW",
     "Cached",
     "Policy",
@@ -74,11 +69,11 @@ POLICIES = {
         FAIR,
         LONGEST_PREFIX,
         STATIC,
-        VTC,
-        MLFQ,
-        SRTF,
-        DEADLINE,
-        EARLY_REJECTION,
+        vtc(),
+        mlfq(),
+        srtf(),
+        deadline(),
+        early_rejection(),
     )
 }
 

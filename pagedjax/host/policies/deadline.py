@@ -101,6 +101,3 @@ def shown(memory: Dues) -> str:
     times = sorted(memory.due.items(), key=lambda item: (item[1], item[0]))
     lines = [f"{name}: due in {time - memory.now:.3f} s" for name, time in times]
     return "\n".join(lines) or "nothing is due"
-
-
-DEADLINE = deadline()

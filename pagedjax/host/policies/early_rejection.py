@@ -219,6 +219,3 @@ def shown(memory: Load) -> str:
         f"{running} of {len(memory.jobs)} sequences run, {tokens} prompt tokens to compute\n"
         f"a prompt token takes {memory.token_s:.6f} s, a step {memory.row_s:.6f} s a sequence"
     )
-
-
-EARLY_REJECTION = early_rejection()

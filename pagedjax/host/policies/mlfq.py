@@ -211,6 +211,3 @@ def shown(memory: Queues, levels: int) -> str:
         ]
         lines.append(f"level {level}: {' '.join(names) or 'none'}")
     return "\n".join(lines)
-
-
-MLFQ = mlfq()

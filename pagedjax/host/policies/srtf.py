@@ -159,6 +159,3 @@ def shown(memory: Waits) -> str:
         for name, count in sorted(steps.items(), key=lambda item: (-item[1], item[0]))
     ]
     return "\n".join(lines) or "nothing waits"
-
-
-SRTF = srtf()

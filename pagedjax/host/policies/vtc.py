@@ -256,6 +256,3 @@ def shown(memory: Counters) -> str:
         for user, counter in users
     ]
     return "\n".join(lines) or "no user has had service"
-
-
-VTC = vtc()

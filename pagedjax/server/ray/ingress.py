@@ -357,7 +357,8 @@ class _ReplicaCall:
         self._answer = answer
         self._request = request
         self._taken_by: str | None = None
-        self._given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._given_up = ""  # why, if the call was given up
+        self._wait = asyncio.timeout(None)  # for the next messages; a call that is given up ends it
         self.identity = ""
 
     @property
@@ -368,8 +369,9 @@ class _ReplicaCall:
 
     def give_up(self, reason: str) -> None:
         """Wait for no more messages. `reason`: of the `Lost` that says so."""
-        if not self._given_up.done():
-            self._given_up.set_result(reason)
+        self._given_up = self._given_up or reason
+        with suppress(RuntimeError):  # it does not wait now
+            self._wait.reschedule(asyncio.get_running_loop().time())
 
     def cancel(self) -> None:
         """End the call in the replica too, and let the router know."""
@@ -404,18 +406,17 @@ class _ReplicaCall:
 
     async def _next(self) -> list[Message] | None:
         """The next messages; None at the end."""
-        messages = asyncio.ensure_future(anext(self._answer, None))
-        # its error is of no interest if the call was given up, and asyncio would log it
-        messages.add_done_callback(lambda task: task.cancelled() or task.exception())
+        if self._given_up:
+            raise Lost(self._given_up)
         try:
-            await asyncio.wait((messages, self._given_up), return_when=asyncio.FIRST_COMPLETED)
-            if messages.done():
-                return messages.result()
-            raise Lost(self._given_up.result())
+            async with asyncio.timeout(None) as self._wait:
+                return await anext(self._answer, None)
+        except TimeoutError:
+            if self._given_up:
+                raise Lost(self._given_up) from None
+            raise
         except GONE as error:
             raise Lost("ended") from error
-        finally:
-            messages.cancel()
 
 
 def _log_error(task: asyncio.Task[None]) -> None:
