@@ -310,7 +310,7 @@ def _held_back(
     )
     rows = active.joined(admitted)
     composition = composed(
-        policy, state.memory, rows, attempt.num_decodes, tokens, Running(), budget
+        policy, state.memory, rows, attempt.num_decodes, tokens, Running(), state.config
     )
     arrivals = {seq.arrival for seq in composition.active.seqs}
     reason = Reason("policy", f"the policy {policy.name} gives it no token in this step")

@@ -156,6 +156,15 @@ def created() -> int:
     return int(time.time()) if call is None else call.origin.created
 
 
+def can_go_on(request: GenerationRequest) -> bool:
+    """Whether another engine can go on with a request in the middle. Other requests begin anew:
+    those of which nothing is known before their end, and those that want log-probabilities of their
+    prompt, which have to be computed again.
+    """
+    params = request.params
+    return isinstance(params, SamplingParams) and params.prompt_logprobs is None
+
+
 def _with_seed(request: GenerationRequest, seed: int, number: int) -> GenerationRequest:
     """The request with a seed of its own, if it samples and has none."""
     params = request.params
@@ -170,7 +179,7 @@ def _with_progress(
 ) -> GenerationRequest:
     """The request with its part of the tokens, if it has any.
 
-    Other requests than sampled ones begin anew: nothing of them is known before their end.
+    Without tokens it begins anew: `can_go_on`.
     """
     tokens = [token for token in tokens if token.request == number]
     params = request.params

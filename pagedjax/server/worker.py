@@ -32,7 +32,7 @@ from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Event, StepResult
 from pagedjax.llm import LLM
 from pagedjax.options.own_errors import OwnError
-from pagedjax.server.continuation import Call, Delta
+from pagedjax.server.continuation import Call, Delta, can_go_on
 from pagedjax.text.outputs import OutputBuilder, RequestOutput
 
 MAX_FAILED_STEPS = 3  # in a row: the last of them ends the engine
@@ -118,7 +118,7 @@ class Submission:
                 continue
             if self._num_known:
                 self._num_known -= 1
-            elif self.call is not None:
+            elif self.call is not None and can_go_on(self.requests[update.request]):
                 self.call.note(update)
             yield update
 

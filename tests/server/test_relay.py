@@ -87,6 +87,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         COMPLETIONS,
         {**GREEDY, "prompt": "abcdef", "max_tokens": 4, "echo": True, "logprobs": 1},
     ),
+    "prompt log-probabilities of a chat": (
+        CHAT,
+        {**DRAWN, "messages": HI, "prompt_logprobs": 1, "max_tokens": 4},
+    ),
     "beams": (COMPLETIONS, {"prompt": "abc", "max_tokens": 4, "n": 2, "use_beam_search": True}),
     "embedding": ("/v1/embeddings", {"input": "abc"}),
 }
