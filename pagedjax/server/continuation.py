@@ -28,7 +28,7 @@ from pagedjax.text.outputs import PositionLogprobs
 
 # Types of messages to a front, beside those of ASGI.
 TAKEN = "pagedjax.taken"  # the first one; `engine`: the name of the one that answers; `identity`
-TOKENS = "pagedjax.tokens"  # new `tokens`, before the bytes that show them
+TOKENS = "pagedjax.tokens"  # fields of new `tokens`, before the bytes that show them
 FAILED = "pagedjax.failed"  # the application failed, and another engine would fail in the same way
 LOST = "pagedjax.lost"  # the engine has ended, and nothing that follows counts
 # Tokens travel with the bytes that show them, because each message costs more than its content. If
@@ -103,7 +103,8 @@ class Call:
     def flush(self) -> None:
         """Give the tokens to the front that it does not have yet."""
         if self._unsent:
-            self._send({"type": TOKENS, "tokens": tuple(self._unsent)})
+            # plain tuples, because Ray pickles a class slowly
+            self._send({"type": TOKENS, "tokens": tuple(map(tuple, self._unsent))})
             self._unsent = []
             self._last_sent = time.monotonic()
 

@@ -250,7 +250,7 @@ class _Relay:
                     elif kind == FAILED:
                         raise Unanswered("internal error", "internal_error", None)
                     elif kind == TOKENS:
-                        self._keep(message["tokens"])
+                        self._keep([Delta(*fields) for fields in message["tokens"]])
                     elif kind == "http.response.start":
                         await self._begin(message)
                     else:

@@ -32,7 +32,7 @@ from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Event, StepResult
 from pagedjax.llm import LLM
 from pagedjax.options.own_errors import OwnError
-from pagedjax.server.continuation import Call, Delta, can_go_on
+from pagedjax.server.continuation import SECONDS_TOGETHER, Call, Delta, can_go_on
 from pagedjax.text.outputs import OutputBuilder, RequestOutput
 
 MAX_FAILED_STEPS = 3  # in a row: the last of them ends the engine
@@ -44,6 +44,12 @@ class Completed(NamedTuple):
 
     request: int
     output: RequestOutput
+
+
+class Generated(NamedTuple):
+    """New tokens of a whole answer, for its front."""
+
+    deltas: tuple[Delta, ...]
 
 
 class QueueFull(Exception):
@@ -71,7 +77,7 @@ class EngineStopped(Exception):
     """The engine does not run any more. Its error, if there is one, is the cause."""
 
 
-Update = Delta | Completed | Exception
+Update = Delta | Generated | Completed | Exception
 
 
 class Submission:
@@ -85,13 +91,18 @@ class Submission:
     ) -> None:
         """
         Args:
-            deltas: False if only the outputs are needed.
-            call: gets the tokens; those that it has already come first.
+            deltas: False if only the outputs are needed. Then iterating yields nothing.
+            call: gets the tokens. Those that it has already are yielded first.
         """
         self.requests = tuple(requests)
-        self.deltas = deltas or call is not None
+        self.deltas = deltas
         self.call = call
-        self._num_known = len(call.origin.tokens) if call else 0  # deltas that the call has already
+        # deltas that the call has already
+        self._num_known = len(call.origin.tokens) if call and deltas else 0
+        # of the engine's thread: tokens of a whole answer that are not on their way, and when the
+        # last ones went
+        self._generated: list[Delta] = []
+        self._last_sent = time.monotonic()
         self.received_at = time.perf_counter()
         self._outputs: dict[int, RequestOutput] = {}
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
@@ -116,11 +127,35 @@ class Submission:
             if isinstance(update, Completed):
                 self._outputs[update.request] = update.output
                 continue
+            if isinstance(update, Generated):
+                self._note(update.deltas)
+                continue
             if self._num_known:
                 self._num_known -= 1
-            elif self.call is not None and can_go_on(self.requests[update.request]):
-                self.call.note(update)
+            else:
+                self._note((update,))
             yield update
+
+    def _note(self, deltas: Sequence[Delta]) -> None:
+        """Give new tokens to the front, if another engine could go on with them."""
+        for delta in deltas:
+            if self.call is not None and can_go_on(self.requests[delta.request]):
+                self.call.note(delta)
+
+    def updates_of(self, delta: Delta) -> Sequence[Update]:
+        """What the event loop is told of a new token. Tokens of a whole answer travel together,
+        because only a front needs them. The engine's thread calls it.
+        """
+        if self.deltas:
+            return (delta,)
+        self._generated.append(delta)
+        now = time.monotonic()
+        if now - self._last_sent < SECONDS_TOGETHER:
+            return ()
+        self._last_sent = now
+        generated = Generated(tuple(self._generated))
+        self._generated = []
+        return (generated,)
 
     async def completed(self) -> list[RequestOutput]:
         """Wait for all requests -> their outputs. Raises what the iteration raises."""
@@ -406,7 +441,7 @@ class Worker:
         updates: list[tuple[Submission, Update]] = []
         for name, token_id, text in step.deltas:
             submission, request, branches = self._owners[name]
-            if not submission.deltas:
+            if not submission.deltas and submission.call is None:
                 continue
             branch = branches[name]
             assert isinstance(branch, OutputBuilder), "a beam search has no deltas"
@@ -415,7 +450,7 @@ class Worker:
             stop_reason = branch.stop_reason
             cached = branch.num_cached or 0
             delta = Delta(request, branch.index, text, token_id, entry, reason, stop_reason, cached)
-            updates.append((submission, delta))
+            updates += [(submission, update) for update in submission.updates_of(delta)]
         return updates
 
     def _take_completed(self, step: SessionStep) -> list[tuple[Submission, Update]]:
@@ -524,7 +559,8 @@ def _restored(
         text = branch.restore(
             token.token_id, token.logprobs, token.finish_reason, token.stop_reason
         )
-        deltas.append((submission, token._replace(text=text)))
+        if submission.deltas:
+            deltas.append((submission, token._replace(text=text)))
     return deltas
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pagedjax.server import continuation, exchange
+from pagedjax.server import continuation, exchange, worker
 from pagedjax.server.app import Options, create_app, identity
 from pagedjax.server.continuation import TAKEN, Origin
 from pagedjax.server.errors import ApiError
@@ -209,7 +209,12 @@ def by_choice(answer: Answer) -> list[bytes]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_answer_has_the_bytes_of_an_undisturbed_one_wherever_its_engine_is_lost(name, llms):
+def test_an_answer_has_the_bytes_of_an_undisturbed_one_wherever_its_engine_is_lost(
+    name, llms, monkeypatch
+):
+    for module in (continuation, worker):  # each token is a place to be lost
+        monkeypatch.setattr(module, "SECONDS_TOGETHER", 0.0)
+
     async def lose_everywhere(engines: Engines) -> None:
         keeper = Keeper("tiny")
         expected = await engines.answer(keeper, CASES[name])
