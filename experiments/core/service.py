@@ -180,6 +180,8 @@ def qoe(request: RequestRecord, targets: Targets) -> float | None:
     token in `itl` seconds, and only tokens that are there. TTLT is when the last one is read. An
     answer that is ahead of the reader has the quality 1.
 
+    The equation was written from memory, so numbers may differ from the paper's.
+
     It is that of the first branch; 0 for a request without a token; None if one of the targets ttft
     and itl is missing, or the times of tokens were not kept.
     """
