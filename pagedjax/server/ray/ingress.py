@@ -342,21 +342,25 @@ class Ingress:
         answer = contextvars.Context().run(
             partial(handle.remote, scope, body, origin=origin, routed=request, target=target)
         )
-        return _ReplicaCall(answer, request)
+        return _ReplicaCall(answer, request, target)
 
 
 class _ReplicaCall:
     """A call of a replica.
 
-    replica: its name, as soon as the router has chosen it.
+    replica: its name, as soon as the router has chosen it; from the beginning if the client has.
     identity: of its engine, as soon as it has answered.
     """
 
-    def __init__(self, answer: Any, request: RouterRequest | None) -> None:
-        """answer: the messages, as a DeploymentResponseGenerator."""
+    def __init__(self, answer: Any, request: RouterRequest | None, target: str | None) -> None:
+        """
+        Args:
+            answer: the messages, as a DeploymentResponseGenerator.
+            request: what the router decides by; None if the client names a replica, `target`.
+        """
         self._answer = answer
         self._request = request
-        self._taken_by: str | None = None
+        self._taken_by = target
         self._given_up = ""  # why, if the call was given up
         self._wait = asyncio.timeout(None)  # for the next messages; a call that is given up ends it
         self.identity = ""

@@ -48,13 +48,15 @@ class Cluster(NamedTuple):
 
 
 @contextmanager
-def cluster(model: str, folder: Path, options: str, key: str = "none") -> Iterator[Cluster]:
+def cluster(
+    model: str, folder: Path, options: str, key: str = "none", port: int = 0
+) -> Iterator[Cluster]:
     """`pagedjax serve --replicas` until the end of the block; then it is asked to stop, and
-    must.
+    must. port: 0: any; a cluster that is there already needs one.
     """
     routing = folder / "routing.jsonl"
     log = folder / "log"
-    command = f"-m pagedjax serve {model} {options} --port 0 --log-level warning"
+    command = f"-m pagedjax serve {model} {options} --port {port} --log-level warning"
     with log.open("w") as errors:
         process = subprocess.Popen(
             [sys.executable, *shlex.split(f"{command} --record-routing {routing}")],
