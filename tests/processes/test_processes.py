@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from pagedjax.engine.processes.group import EXIT_STATUS
 from pagedjax.host.replay import verify
 from tests.engine.runs import answers, greedy
 from tests.engine.test_lookahead import CONFIG, play
+from tests.server.support import free_port
 from tests.weights.tiny import tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -48,11 +48,6 @@ def folder(tmp_path_factory) -> Path:
     sizes: dict[str, Any] = {"layers": 1, "heads": 8, "kv_heads": 4, "head_dim": 8}
     folder = tmp_path_factory.mktemp("model") / "tiny"
     return tiny_llama(folder, intermediate=90, tied=False, **sizes)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @contextmanager

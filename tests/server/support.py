@@ -190,6 +190,11 @@ def error_of(answer: httpx.Response) -> dict:
     return error
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
 def wait_until(
     condition: Callable[[], object],
     seconds: float = 30.0,

@@ -263,5 +263,6 @@ def start_ray(address: str | None, level: str) -> None:
         ray.init(address=address, **logs)
     except (ConnectionError, RuntimeError) as error:
         raise ValueError(
-            f"no Ray cluster is at {address!r}: {error}; start one with ray start --head"
+            f"no Ray cluster is at {address!r}, or it wants a token: {error}; start one with "
+            "ray start --head, or set RAY_AUTH_MODE=token (ray get-auth-token prints the token)"
         ) from error
