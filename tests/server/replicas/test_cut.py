@@ -32,7 +32,7 @@ from tests.weights.tiny_adapters import tiny_adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimised]  # bits are compared
 CUTS = [float(word) for word in os.environ.get("CUT_SECONDS", "25").split(",")]
-BETWEEN = 20.0  # seconds between two cuts
+BETWEEN = 8.0  # seconds between two cuts
 BRIDGE = "pjbridge"
 NEAR_END = "pjnear"  # of the cable to the namespace
 FAR_END = "pjfar"
