@@ -11,6 +11,7 @@ import html
 import io
 import math
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -47,6 +48,7 @@ WIDE = 11.0  # inches; text then has the same size as in a narrow plot after the
 MOST_STEPS = 2000  # steps of a timeline; of more steps, every second, third ... is shown
 SERIES = 8  # colours and markers before they repeat
 MOST_MARKED = 4  # lines whose differences from the first one are marked above a plot
+MOST_CHARACTERS = 28  # in a line of a label of an axis
 SKEWED = 20  # the largest value over the least one, above which an axis is logarithmic
 _MARKERS = "osD^vPXp"
 MARKS = {"up": "^", "down": "v", "open": "o", "same": "_"}  # of differences, above a plot
@@ -383,7 +385,7 @@ def _name_places(plot: Plot, names: Sequence[str]) -> None:
     """Names at 0, 1, 2, ... on the x axis; slanted where they would touch."""
     is_long = sum(map(len, names)) > 36
     slant: dict[str, Any] = {"rotation": 30, "ha": "right"} if is_long else {}
-    plot.axes.set_xticks(range(len(names)), labels=names, **slant)
+    plot.axes.set_xticks(range(len(names)), labels=_in_lines(names), **slant)
     plot.axes.set_xlim(-0.5, len(names) - 0.5)
 
 
@@ -396,6 +398,17 @@ def _row_axis(plot: Plot, labels: Sequence[str]) -> None:
     """A y axis with a line for each label."""
     plot.axes.set_yticks(range(len(labels)), labels=labels)
     plot.axes.set_ylim(len(labels) - 0.5, -0.5)
+
+
+def _in_lines(labels: Sequence[str]) -> list[str]:
+    """Long labels in several lines; else they leave no room for the axes."""
+    return [textwrap.fill(label, MOST_CHARACTERS, subsequent_indent="  ") for label in labels]
+
+
+def _height_of(labels: Sequence[str], least: float) -> float:
+    """Inches of the rows of an axis with these labels; a row has at least `least`."""
+    most_lines = max((label.count("\n") for label in labels), default=0) + 1
+    return len(labels) * max(least, 0.14 * most_lines)
 
 
 class Bar(NamedTuple):
@@ -425,14 +438,15 @@ def bars_plot(
     Args:
         limit: the end of the x axis; None: all ranges end before it.
     """
-    plot = Plot(title, palette, width, height=0.7 + 0.28 * len(bars))
+    labels = _in_lines([bar.label for bar in bars])
+    plot = Plot(title, palette, width, height=0.7 + _height_of(labels, 0.28))
     for place, (_, (middle, low, high), tip, parts) in enumerate(bars):
         style: dict[str, Any] = {"lw": 6, "alpha": 0.25, "solid_capstyle": "round"}
         plot.axes.plot([low, high], [place, place], color=plot.colour(0), **style)
         plot.axes.plot(parts, [place] * len(parts), "|", color=plot.colour(1), ms=9)
         plot.axes.plot([middle], [place], "o", color=plot.colour(0), ms=6)
         plot.tip(middle, place, tip)
-    _row_axis(plot, [bar.label for bar in bars])
+    _row_axis(plot, labels)
     plot.axes.set_xlim(0, limit or 1.08 * max(bar.spread.high for bar in bars) or 1)
     plot.axes.set_xlabel(unit)
     return plot
@@ -443,7 +457,9 @@ def time_plot(rows: Sequence[PointRow], palette: Palette = PAGE) -> Plot | None:
     rows = [row for row in rows if DEVICE.column in row.values and HOST.column in row.values]
     if not rows:
         return None
-    plot = Plot("Host and device time per step", palette, WIDE, height=0.8 + 0.27 * len(rows))
+    labels = _in_lines([row.label for row in rows])
+    height = 0.8 + _height_of(labels, 0.27)
+    plot = Plot("Host and device time per step", palette, WIDE, height)
     for place, row in enumerate(rows):
         device = row.middle(DEVICE)
         # rounding may put it below 0 for a simulated step without host time
@@ -460,7 +476,7 @@ def time_plot(rows: Sequence[PointRow], palette: Palette = PAGE) -> Plot | None:
             f"host {share:.1%}", (device + host, place), color=plot.palette.muted, fontsize=8, **end
         )
         plot.tip(device / 2, place, note)
-    _row_axis(plot, [row.label for row in rows])
+    _row_axis(plot, labels)
     plot.axes.set_xlim(0, 1.12 * max(row.middle(DEVICE) + row.middle(HOST) for row in rows))
     plot.axes.grid(axis="y", visible=False)
     plot.axes.set_xlabel("milliseconds a step")

@@ -373,6 +373,14 @@ def test_unknown_choice_names_what_there_is(options: list[str], words: str, tmp_
     assert "--x is 'rate', and nothing is swept; leave it out" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("error::UserWarning")  # of matplotlib: nothing is left of the axes
+def test_long_names_leave_room_for_the_axes(tmp_path):
+    policies = ["fcfs", *({"name": "deadline", "targets": [["chat", n]] * 4} for n in (1.5, 2.5))]
+    runs = [run(i, 0, {"engine.policy": policy}, 100.0 + i) for i, policy in enumerate(policies)]
+    store.write_file(tmp_path / "runs.jsonl", store.json_lines(runs))
+    assert report.main([str(tmp_path), "--format", "svg"]) == 0
+
+
 def test_figures_are_written_as_files(tmp_path, capsys):
     store.write_file(tmp_path / "runs.jsonl", store.json_lines(POLICIES[:1]))
     assert report.main([str(tmp_path), "--format", "svg", "pdf"]) == 0
