@@ -85,12 +85,12 @@ class Row(NamedTuple):
     metric: str
     comparison: Comparison
 
-    def plain(self, confidence: float) -> dict[str, Any]:
+    def json_fields(self, confidence: float) -> dict[str, Any]:
         """The row as JSON."""
         values = self._asdict()
         del values["comparison"]
         medians = {"a": self.comparison.a, "b": self.comparison.b}
-        return values | medians | self.comparison.plain(confidence)
+        return values | medians | self.comparison.json_fields(confidence)
 
 
 class Chosen(NamedTuple):
@@ -287,7 +287,7 @@ def _of_two(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, 
         "b": str(b.selection),
         "confidence": options.confidence,
         "notes": notes,
-        "comparisons": [row.plain(options.confidence) for row in rows],
+        "comparisons": [row.json_fields(options.confidence) for row in rows],
     }
 
 
@@ -343,7 +343,7 @@ def _of_key(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, 
         "confidence": options.confidence,
         "correction": "Holm, a family of the cells and a family of the pooled ones",
         "notes": notes,
-        "comparisons": [by_key.plain(row, options.confidence) for row in rows],
+        "comparisons": [by_key.json_fields(row, options.confidence) for row in rows],
     }
 
 

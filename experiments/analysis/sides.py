@@ -15,9 +15,9 @@ from experiments.analysis.ratios import (
     NOISE,
     Comparison,
     comparison,
+    effect_of_requests,
     effect_of_runs,
     median,
-    of_requests,
 )
 from experiments.analysis.sweep_points import OWN, SPECULATION, find_metric
 from experiments.core import store
@@ -265,5 +265,5 @@ def over_requests(
     requests_b = store.read_requests(Path(b.runs[0]["run"]))
     if name == "itl_s" and not all(request.has_gaps for request in (*requests_a, *requests_b)):
         return result
-    effect, words = of_requests(requests_a, requests_b, name, percentile, confidence)
+    effect, words = effect_of_requests(requests_a, requests_b, name, percentile, confidence)
     return result._replace(effect=effect or result.effect, note=f"{result.note}; {words}")

@@ -51,7 +51,7 @@ def test_failed_part_does_not_stop_next_part(tmp_path):
 
 @pytest.mark.parametrize(("minutes", "not_run"), [(5, ["two"]), (0.1, ["one", "two"])])
 def test_parts_after_a_failed_required_one_or_the_time_limit_are_listed(tmp_path, minutes, not_run):
-    assert not session([Part("one", BAD, must=True), Part("two", OK)], tmp_path, minutes)
+    assert not session([Part("one", BAD, ends_session=True), Part("two", OK)], tmp_path, minutes)
     assert not (tmp_path / "two.log").exists()
     assert read_session(tmp_path)["not_run"] == not_run
 
@@ -148,7 +148,7 @@ def test_limits_are_those_of_the_parts():
     assert changed[0].arguments[1:3] == ("--seconds", "50"), (
         "a part that hangs says itself what it has found"
     )
-    assert [part.must for part in changed] == [True] + [False] * (len(PARTS) - 1)
+    assert [part.ends_session for part in changed] == [True] + [False] * (len(PARTS) - 1)
 
 
 @pytest.mark.parametrize("rehearse", [False, True], ids=["real", "rehearsal"])
