@@ -65,9 +65,9 @@ def attend_over(earlier: list[Pages], scale: float):
         position = jnp.arange(s)
         scores = [true_scores(queries, keys, position, len(passes) - 1, window)]
         # later[m]: the pages of pass s - m, moved so that query i meets the token i - m
-        latest_first = reversed(passes[1:])
         later = [
-            (shifted(key, m), shifted(value, m)) for m, (key, value) in enumerate(latest_first)
+            (shifted(key, m), shifted(value, m))
+            for m, (key, value) in enumerate(reversed(passes[1:]))
         ]
         for m, (key, _) in enumerate(later):
             score = jnp.einsum("bskgd,bksd->bkgs", queries, key)

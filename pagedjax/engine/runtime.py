@@ -380,11 +380,17 @@ def _blank_inputs(
     on_device = [blank for r, blank in drafted.items() if r <= sizes.max_seqs]
     # a step may have its own arrays beside the blanks
     nbytes = memory.nbytes((sampling, on_device)) + memory.nbytes(steps[sizes.steps[-1]])
-    if sizes.keeps_probs:  # the draft model's program keeps the probabilities of every draft
-        draft_rows = max(shape.rows for shape in draft_shapes)
-        float32_bytes = 4
-        nbytes += float32_bytes * sizes.drafts * draft_rows * sizes.vocab_size
+    nbytes += _draft_probs_bytes(sizes, draft_shapes)
     return BlankInputs(sampling, drafted, steps, drafts, nbytes)
+
+
+def _draft_probs_bytes(sizes: Shapes, draft_shapes: Sequence[DraftShape]) -> int:
+    """Bytes of the probabilities of every draft, if the draft model's program keeps them."""
+    if not sizes.keeps_probs:
+        return 0
+    draft_rows = max(shape.rows for shape in draft_shapes)
+    float32_bytes = 4
+    return float32_bytes * sizes.drafts * draft_rows * sizes.vocab_size
 
 
 def _compiler(
