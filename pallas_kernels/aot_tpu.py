@@ -6,9 +6,9 @@
 It needs libtpu, which is the compiler and runs without a chip. Nothing is executed. For each shape
 it compiles the attention of a layer: the write of new keys and values, decodes, rows of up to 4 and
 of up to 8 query tokens, and chunks. For each of these kernels it prints the VMEM and the number of
-bundles (very long instruction words). It also prints how many bundles a row of `LONG_CONTEXT` context
-tokens executes, as a multiple of a decode's number. Beside the compiler's report it prints an
-estimate: a roofline of the chip's published numbers for `ROWS` rows of `CONTEXT` tokens and a
+bundles (very long instruction words). It also prints how many bundles a row of `LONG_CONTEXT`
+context tokens executes, as a multiple of a decode's number. Beside the compiler's report it prints
+an estimate: a roofline of the chip's published numbers for `ROWS` rows of `CONTEXT` tokens and a
 prompt of `PROMPT` tokens. That is a bound and not a measurement.
 """
 

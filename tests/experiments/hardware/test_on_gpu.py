@@ -57,7 +57,7 @@ def test_parts_after_a_failed_required_one_or_the_time_limit_are_listed(tmp_path
 
 
 def test_part_is_stopped_at_the_sessions_limit(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(on_gpu, "LEAST", 0.0)
+    monkeypatch.setattr(on_gpu, "MIN_SECONDS", 0.0)
     assert not session([Part("one", SLOW)], tmp_path, 2 / 60)
     assert "one: stopped after 2 s" in capsys.readouterr().out
 
