@@ -74,11 +74,11 @@ def run(
 
 GRID = [
     run(
-        2 * i + j,
-        repeat,
-        {"engine.block_size": size, "engine.max_num_batched_tokens": budget},
-        rate + repeat,
-        gap,
+        order=2 * i + j,
+        repeat=repeat,
+        swept={"engine.block_size": size, "engine.max_num_batched_tokens": budget},
+        rate=rate + repeat,
+        gap=gap,
     )
     for i, size in enumerate((8, 16, 128))
     for j, (budget, rate, gap) in enumerate(
@@ -93,10 +93,10 @@ ABOUT = {
 }
 POLICIES = [
     run(
-        4 * i + j,
-        repeat,
-        {"engine.policy": policy, "workload.arrivals.rate": rate},
-        100.0 * rate + faster + 10 * repeat,
+        order=4 * i + j,
+        repeat=repeat,
+        swept={"engine.policy": policy, "workload.arrivals.rate": rate},
+        rate=100.0 * rate + faster + 10 * repeat,
         workload={"requests": repeat},
         goodput={"requests_per_s": rate, "share": 0.9},
     )
