@@ -76,7 +76,7 @@ from experiments.core.workloads import Recorded, Sessions, Spec
 from pagedjax.server.load_client.summary import PERCENTILES
 
 MAX_BRACKET_PROBES = 12  # to find one met rate and one unmet rate
-BEYOND = 2  # probes above the answer
+PROBES_ABOVE = 2  # probes above the answer
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def next_rate(probes: Sequence[Probe], bounds: Bounds) -> float | None:
     if is_wide and highest_met < middle < lowest_unmet:
         return middle
     # the answer is known; do higher rates not meet the targets either?
-    for i in range(1, BEYOND + 1):
+    for i in range(1, PROBES_ABOVE + 1):
         rate = rounded(lowest_unmet * (1 + tolerance) ** i)
         is_probed = any(abs(rate - other_rate) < rate * tolerance / 2 for other_rate in probed)
         if not is_probed and (high is None or rate < high):
@@ -760,13 +760,15 @@ def _result(
         "unit": " or ".join(dict.fromkeys(search.unit for search in searches)),
         "tolerance": searches[0].bounds.tolerance,
         "simulated": what_ran.simulated(points),
-        "cells": [capacities.plain(cell) for cell in cells],
+        "cells": [capacities.json_fields(cell) for cell in cells],
     }
     if compared:
         result |= {
             "by": compared.key,
             "baseline": compared.baseline,
-            "comparisons": [by_key.plain(row, capacities.CONFIDENCE) for row in compared.rows],
+            "comparisons": [
+                by_key.json_fields(row, capacities.CONFIDENCE) for row in compared.rows
+            ],
         }
     if len(searches) == 1:
         probes = searches[0].probes

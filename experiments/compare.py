@@ -85,12 +85,12 @@ class Row(NamedTuple):
     metric: str
     comparison: Comparison
 
-    def plain(self, confidence: float) -> dict[str, Any]:
+    def json_fields(self, confidence: float) -> dict[str, Any]:
         """The row as JSON."""
         values = self._asdict()
         del values["comparison"]
         medians = {"a": self.comparison.a, "b": self.comparison.b}
-        return values | medians | self.comparison.plain(confidence)
+        return values | medians | self.comparison.json_fields(confidence)
 
 
 class Chosen(NamedTuple):
@@ -218,17 +218,17 @@ def _by_swept(name: str, chosen: Chosen) -> dict[str, Side]:
     return by_swept
 
 
-def how(a: Side, b: Side, apart: str | None) -> str:
+def pairing_text(a: Side, b: Side, unpaired_because: str | None) -> str:
     """How the runs of two points are compared, in words.
 
     Args:
-        apart: the reason why the runs are not paired; None if they are.
+        unpaired_because: None if the runs are paired.
     """
     if len(a.runs) == len(b.runs) == 1:
-        return apart or "one run each of the same requests"
-    return (
-        f"{len(a.runs)} pairs of repeats" if apart is None else f"repeats are not paired: {apart}"
-    )
+        return unpaired_because or "one run each of the same requests"
+    if unpaired_because is None:
+        return f"{len(a.runs)} pairs of repeats"
+    return f"repeats are not paired: {unpaired_because}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -265,9 +265,15 @@ def _of_two(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, 
     rows = [
         Row(
             label,
-            how(side_a, side_b, reasons[label]),
+            pairing_text(side_a, side_b, reasons[label]),
             metric,
-            compared(side_a, side_b, metric, apart=reasons[label], confidence=options.confidence),
+            compared(
+                side_a,
+                side_b,
+                metric,
+                unpaired_because=reasons[label],
+                confidence=options.confidence,
+            ),
         )
         for label, side_a, side_b in pairs
         for metric in choose_metrics(options.metric, side_a, side_b)
@@ -287,7 +293,7 @@ def _of_two(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, 
         "b": str(b.selection),
         "confidence": options.confidence,
         "notes": notes,
-        "comparisons": [row.plain(options.confidence) for row in rows],
+        "comparisons": [row.json_fields(options.confidence) for row in rows],
     }
 
 
@@ -343,7 +349,7 @@ def _of_key(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, 
         "confidence": options.confidence,
         "correction": "Holm, a family of the cells and a family of the pooled ones",
         "notes": notes,
-        "comparisons": [by_key.plain(row, options.confidence) for row in rows],
+        "comparisons": [by_key.json_fields(row, options.confidence) for row in rows],
     }
 
 

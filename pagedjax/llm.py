@@ -49,7 +49,7 @@ from pagedjax.text.pooling import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from pagedjax.text.tokenizer import TOKEN_IDS, NoTokenizer, Tokenizer
+from pagedjax.text.tokenizer import TOKENIZER_REMEDY, NoTokenizer, Tokenizer
 from pagedjax.text.tools.use import tool_use
 from pagedjax.weights.draft_model import load_draft_model
 from pagedjax.weights.pretrained import DEFAULT_MODEL, LoadedModel, from_params, load_model
@@ -462,7 +462,8 @@ class LLM:
         (params,) = _params_of_each(sampling_params, 1)
         if isinstance(self.tokenizer, NoTokenizer):
             raise ValueError(
-                f"this model has no tokenizer, and a stream is text; {TOKEN_IDS}, to generate"
+                "this model has no tokenizer, and a stream is text; "
+                f"{TOKENIZER_REMEDY}, to generate"
             )
         cause = _cause_of_branches(params)
         if cause:

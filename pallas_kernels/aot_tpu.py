@@ -6,9 +6,9 @@
 It needs libtpu, which is the compiler and runs without a chip. Nothing is executed. For each shape
 it compiles the attention of a layer: the write of new keys and values, decodes, rows of up to 4 and
 of up to 8 query tokens, and chunks. For each of these kernels it prints the VMEM and the number of
-bundles (very long instruction words). It also prints how many bundles a row of `LONG` context
-tokens executes, as a multiple of a decode's number. Beside the compiler's report it prints an
-estimate: a roofline of the chip's published numbers for `ROWS` rows of `CONTEXT` tokens and a
+bundles (very long instruction words). It also prints how many bundles a row of `LONG_CONTEXT`
+context tokens executes, as a multiple of a decode's number. Beside the compiler's report it prints
+an estimate: a roofline of the chip's published numbers for `ROWS` rows of `CONTEXT` tokens and a
 prompt of `PROMPT` tokens. That is a bound and not a measurement.
 """
 
@@ -40,7 +40,7 @@ TOPOLOGIES = {
 }
 QUERIES = {"decode": 1, "short4": 4, "short8": 8}  # query tokens of a row, by kernel
 KERNELS = ("write", *QUERIES, "chunks")
-LONG = 2048  # context tokens of the row whose bundles are counted
+LONG_CONTEXT = 2048  # context tokens of the row whose bundles are counted
 ROWS = 64  # rows of the estimates, and B of the programs
 CONTEXT = 1024  # context tokens of a row of the estimates
 PROMPT = 2048  # tokens of the prompt of the estimates
@@ -80,7 +80,7 @@ class Kernel(NamedTuple):
     bundles: int
     # bytes that it allocates, without the queries and results that Pallas copies in and out
     vmem: int
-    row: int = 0  # bundles that a row of LONG context tokens executes; 0 if not known
+    row: int = 0  # bundles that a row of LONG_CONTEXT context tokens executes; 0 if not known
 
 
 class Estimate(NamedTuple):
@@ -133,10 +133,9 @@ def what_is_missing() -> str:
     """Returns what is missing to compile here, as a sentence; empty if nothing is."""
     if importlib.util.find_spec("libtpu"):
         return ""
-    needed = [
-        need for need in importlib.metadata.requires("jax") or () if need.startswith("libtpu")
-    ]
-    version = (needed or ["libtpu"])[0].split(";")[0].strip()
+    requirements = importlib.metadata.requires("jax") or ()
+    of_libtpu = [text for text in requirements if text.startswith("libtpu")] or ["libtpu"]
+    version = of_libtpu[0].split(";")[0].strip()
     return (
         f"libtpu is missing; pip install --no-deps --target DIR '{version}' "
         "and put DIR on PYTHONPATH"
@@ -228,7 +227,7 @@ def compile_case(
 
     write = partial(kv_write.IMPLS["pallas_tpu"], tiles=tiles)
 
-    def layer(k_pages, v_pages, k, v, q, slots, tables, lengths, first):
+    def layer(k_pages, v_pages, k, v, q, slots, tables, lengths, cu_q_lens):
         k_pages, v_pages = write(k_pages, v_pages, k, v, slots, rows=ROWS)
         options: dict[str, Any] = dict(case.options)
         out = pallas_tpu.paged_attention(
@@ -237,7 +236,7 @@ def compile_case(
             v_pages,
             tables,
             lengths,
-            first,
+            cu_q_lens,
             scale=case.head_size**-0.5,
             tiles=tiles,
             **options,
@@ -255,7 +254,7 @@ def compile_case(
 
 
 def trips(case: Case, sizes: Any) -> bundles.Trips | None:
-    """Returns how often the loops of a row of LONG context tokens turn in a kernel.
+    """Returns how often the loops of a row of LONG_CONTEXT context tokens turn in a kernel.
 
     Args:
         sizes: of the kernel; None for the write, whose loops are not counted.
@@ -265,7 +264,7 @@ def trips(case: Case, sizes: Any) -> bundles.Trips | None:
     if sizes is None:
         return None
     return bundles.Trips(
-        steps=-(-LONG // sizes.span),
+        steps=-(-LONG_CONTEXT // sizes.span),
         pages=sizes.span // sizes.block_size,
         heads=bodies(case.heads),
     )
@@ -304,21 +303,24 @@ def estimates(case: Case, tiles: TpuTiles) -> dict[str, Estimate]:
     import jax.numpy as jnp
 
     itemsize = jnp.dtype(case.dtype).itemsize
-    # bytes of the keys and values of a token
-    row = 2 * case.heads * case.head_size * itemsize
+    token_bytes = 2 * case.heads * case.head_size * itemsize  # keys and values
     model = {"heads": case.heads, "group": case.group, "d": case.head_size, "s": case.block_size}
     visible = min(CONTEXT, int(dict(case.options).get("window", CONTEXT)))
-    queries = row * case.group  # bytes of a token's queries and results, which are as many
+    query_bytes = token_bytes * case.group  # queries and results of a token, which are as many
     tile = chunk_tokens(case, tiles)
     # context tokens that the tiles of a prompt read, all together
     prompt_reads = sum(min(PROMPT, end) for end in range(tile, PROMPT + tile, tile))
-    # The write reads and writes whole pieces: up to 8 rows of 128 numbers, which hold these tokens.
-    piece = min(8, case.block_size * case.head_size // 128) * max(1, 128 // case.head_size)
-    nbytes = {"write": ROWS * piece * row * 2, "chunks": prompt_reads * row + PROMPT * queries}
+    # the write reads and writes whole pieces: up to 8 rows of 128 numbers
+    rows_of_piece = min(8, case.block_size * case.head_size // 128)
+    tokens_of_piece = rows_of_piece * max(1, 128 // case.head_size)
+    nbytes = {
+        "write": ROWS * tokens_of_piece * token_bytes * 2,
+        "chunks": prompt_reads * token_bytes + PROMPT * query_bytes,
+    }
     chunks = Shape(rows=1, queries=PROMPT, context=PROMPT, **model)
     flops = {"write": 0.0, "chunks": chunks.flops}
     for kernel, count in QUERIES.items():
-        nbytes[kernel] = ROWS * (visible * row + count * queries)
+        nbytes[kernel] = ROWS * (visible * token_bytes + count * query_bytes)
         flops[kernel] = Shape(rows=ROWS, queries=count, context=visible, **model).flops
     return {
         kernel: Estimate(
@@ -351,7 +353,7 @@ def sizes(case: Case, tiles: TpuTiles) -> dict[str, Any]:
     return {**decodes, "chunks": pallas_tpu.chunk_sizes(shape, tiles)}
 
 
-def why(error: Exception) -> str:
+def failure_text(error: Exception) -> str:
     """Returns a compiler's error as a sentence, with the setting to change if that is known."""
     text = " ".join(str(error).split())
     exceeded = re.search(r"Scoped allocation with size (\S+) and limit (\S+) exceeded", text)
@@ -369,7 +371,7 @@ def report(case: Case, target: str, tiles: TpuTiles, dump: Path) -> Iterator[dic
     try:
         kernels, seconds = compile_case(case, target, tiles, dump)
     except Exception as error:
-        yield line | {"error": why(error)}
+        yield line | {"error": failure_text(error)}
         return
     finally:
         for file in dump.iterdir():

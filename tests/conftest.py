@@ -56,15 +56,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         case = item.callspec.id  # type: ignore[attr-defined]
         slow = item.get_closest_marker("slow_cases")
         named = {*default.args, *(slow.args if slow else ())}
-        missing.setdefault(item.nodeid.removesuffix(f"[{case}]"), named).discard(case)
+        function = item.nodeid.removesuffix(f"[{case}]")
+        missing.setdefault(function, named)
+        missing[function].discard(case)
         if case not in default.args:
             item.add_marker("slow" if slow is None or case in slow.args else "exhaustive")
-    selected = any(
-        "[" in item.nodeid and "::" in argument
-        for item in items[:1]
-        for argument in item.config.args
-    )
-    if not selected and (wrong := {name: cases for name, cases in missing.items() if cases}):
+    # a command that names single tests has not all cases of a function
+    has_cases = bool(items) and "[" in items[0].nodeid
+    are_selected = has_cases and any("::" in argument for argument in items[0].config.args)
+    if not are_selected and (wrong := {name: cases for name, cases in missing.items() if cases}):
         raise pytest.UsageError(
             f"default_cases or slow_cases names cases that do not exist: {wrong}"
         )

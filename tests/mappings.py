@@ -11,7 +11,7 @@ from pathlib import Path
 from tests import garbage
 
 MAPS = Path("/proc/self/maps")
-LIMIT = Path("/proc/sys/vm/max_map_count")
+LIMIT_FILE = Path("/proc/sys/vm/max_map_count")
 
 
 def used() -> int:
@@ -21,7 +21,7 @@ def used() -> int:
 
 def limit() -> int:
     """How many a process may have; Linux's default where the system does not tell."""
-    return int(LIMIT.read_text("ascii")) if LIMIT.exists() else 65_530
+    return int(LIMIT_FILE.read_text("ascii")) if LIMIT_FILE.exists() else 65_530
 
 
 def forget_applications() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 STATUS = Path("/proc/self/statm")
 # MiB: of a process with all imports and the models of fixtures; since memory was given back
-LEAST = 1100
+BASELINE = 1100
 GROWTH = 120
 
 _after = 0
@@ -26,7 +26,7 @@ def used() -> int:
 
 def grown() -> bool:
     """Whether so much memory is used that caches should be cleared."""
-    return used() > max(LEAST, _after + GROWTH)
+    return used() > max(BASELINE, _after + GROWTH)
 
 
 def give_back() -> None:

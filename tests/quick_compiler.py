@@ -37,12 +37,12 @@ NEWER_JAX = (0, 11)  # has the choice of emitters in XLA_FLAGS alone
 NEWER_QUICK = {"xla_backend_optimization_level": 0}
 EARLIER_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
-KEPT = 100  # programs for later engines of the process, at most
+MAX_PROGRAMS = 100  # programs for later engines of the process, at most
 
 _quick = False
 _all_programs = False
 _of_users: dict[str, Callable[..., Any]] = {}  # what tests replace, by its name
-_latest: deque[Any] = deque(maxlen=KEPT)
+_latest: deque[Any] = deque(maxlen=MAX_PROGRAMS)
 
 
 def choose_emitters() -> None:

@@ -368,7 +368,7 @@ def _workload(cell: Cell, value: str) -> str:
     return str([request_totals(run.get("workload")) for run in runs])
 
 
-def plain(row: Row, confidence: float) -> dict[str, Any]:
+def json_fields(row: Row, confidence: float) -> dict[str, Any]:
     """A row as JSON."""
     return {
         "metric": row.metric,
@@ -381,5 +381,5 @@ def plain(row: Row, confidence: float) -> dict[str, Any]:
         "baseline_median": row.comparison.a,
         "median": row.comparison.b,
         "differences": list(row.differences),
-        **row.comparison.plain(confidence),
+        **row.comparison.json_fields(confidence),
     }

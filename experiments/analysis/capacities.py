@@ -192,7 +192,7 @@ def _first_of_each_kind(named: Sequence[tuple[str, str]]) -> list[str]:
     ]
 
 
-def plain(cell: CellAnswer) -> dict[str, Any]:
+def json_fields(cell: CellAnswer) -> dict[str, Any]:
     """A cell as JSON."""
     capacity = cell.capacity
     return {

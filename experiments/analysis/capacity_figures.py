@@ -62,6 +62,13 @@ def plot_of_cells(cells: Sequence[CellAnswer], palette: Palette = PAGE) -> Plot 
     )
 
 
+def _ticks_of_factors(lowest: float, highest: float) -> list[float]:
+    """Seven numbers of two digits from the lowest to the highest, with about equal factors."""
+    start = math.log(lowest)
+    width = math.log(highest) - start
+    return [float(f"{math.exp(start + part * width / 6):.2g}") for part in range(7)]
+
+
 def plot_of_probes(
     cells: Sequence[CellAnswer],
     column: str,
@@ -89,9 +96,7 @@ def plot_of_probes(
     if len(rates) < 2:
         return None
     plot.axes.set_xscale("log")
-    lowest = math.log(min(rates))
-    width = math.log(max(rates)) - lowest
-    ticks = [float(f"{math.exp(lowest + part * width / 6):.2g}") for part in range(7)]
+    ticks = _ticks_of_factors(min(rates), max(rates))
     plot.axes.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     plot.axes.minorticks_off()
     plot.axes.set_xlabel(f"rate, {' or '.join(dict.fromkeys(cell.unit for cell in cells))}")

@@ -17,7 +17,7 @@ from experiments.core.records import RequestRecord
 
 MOST_BYTES = 1 << 26  # of requests.jsonl that a report reads; JSON of 64 MiB takes seconds
 MOST_BINS = 6
-FEWEST = 3  # a bin with fewer requests has no median
+MIN_REQUESTS = 3  # a bin with fewer requests has no median
 CURVE = 200  # points of a curve
 # in a line of steps.jsonl: a request waits, or is preempted
 _WAITING = re.compile(r'"waiting":[1-9]|"preempted":[1-9]')
@@ -120,9 +120,9 @@ class Bins(NamedTuple):
 
 def length_bins(prompts: np.ndarray) -> Bins | None:
     """Bins of about equally many prompts; None if the lengths do not differ enough for two."""
-    if len(prompts) < 2 * FEWEST:
+    if len(prompts) < 2 * MIN_REQUESTS:
         return None
-    shares = np.linspace(0, 1, min(MOST_BINS, len(prompts) // FEWEST) + 1)
+    shares = np.linspace(0, 1, min(MOST_BINS, len(prompts) // MIN_REQUESTS) + 1)
     edges = np.unique(np.quantile(prompts, shares, method="lower"))
     edges[-1] += 1  # so that the longest prompts are in the last bin
     return Bins(tuple(edges.tolist())) if len(edges) > 2 else None
@@ -132,13 +132,13 @@ def medians_by_length(
     point: Latencies, name: str, bins: Bins, scale: float = 1.0
 ) -> Mapping[int, float]:
     """The median of a latency, in seconds times `scale`, by the number of the bin. Bins with fewer
-    than FEWEST requests are left out.
+    than MIN_REQUESTS requests are left out.
     """
     values = point.by_request[name]
     places = np.searchsorted(bins.edges, point.prompts, side="right") - 1
     medians = {}
     for place in range(len(bins.edges) - 1):
         members = values[(places == place) & ~np.isnan(values)]
-        if len(members) >= FEWEST:
+        if len(members) >= MIN_REQUESTS:
             medians[place] = scale * float(np.median(members))
     return medians

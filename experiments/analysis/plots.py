@@ -27,7 +27,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator
 
 from experiments.analysis.differences import mark_of, of_points, words_of
 from experiments.analysis.latencies import Bins, cumulative
-from experiments.analysis.ratios import corrected
+from experiments.analysis.ratios import Comparison, corrected
 from experiments.analysis.sweep_points import (
     DEVICE,
     HOST,
@@ -269,8 +269,7 @@ def metric_plot(
         for name, line in lines(rows, axes).items()
     }
     for index, on_line in enumerate(drawn_by_line.values()):
-        # lines over names stand side by side
-        shift = 0.0 if axis.numeric else 0.5 * ((index + 0.5) / len(drawn_by_line) - 0.5)
+        shift = 0.0 if axis.numeric else _shift_among_names(index, len(drawn_by_line))
         xs = [axis.place(row.swept.get(x)) + shift for row in on_line]
         if on_line:
             _draw_line(plot, index, xs, [row.values[metric.column] for row in on_line], axis)
@@ -283,6 +282,11 @@ def metric_plot(
     if can_mark(rows, axes):
         _mark_differences(plot, drawn_by_line, axis, x, metric)
     return plot
+
+
+def _shift_among_names(index: int, num_lines: int) -> float:
+    """How far a line is from the place of a name: lines over names stand side by side."""
+    return 0.5 * ((index + 0.5) / num_lines - 0.5)
 
 
 def _draw_line(
@@ -325,24 +329,22 @@ def _mark_differences(
         by_line: the points of this plot, by the line. All lines of the report are there, in the
             order of their colours.
     """
-    (_, first), *compared = by_line.items()
-    references = {axis.place(row.swept.get(x)): row for row in first}
-    places = [
-        (index, axis.place(row.swept.get(x)), row)
-        for index, (_, line) in enumerate(compared, 1)
-        for row in line
+    reference_line, *compared_lines = [
+        {axis.place(row.swept.get(x)): row for row in line} for line in by_line.values()
     ]
-    results = {
-        (index, place): result
-        for index, place, row in places
-        if place in references and (result := of_points(references[place], row, metric))
-    }
+    results: dict[tuple[int, Any], Comparison] = {}  # by the index of the line and the place
+    for index, line in enumerate(compared_lines, 1):
+        for place, row in line.items():
+            reference = reference_line.get(place)
+            result = of_points(reference, row, metric) if reference else None
+            if result:
+                results[index, place] = result
     marked = dict(zip(results, corrected(list(results.values())), strict=True))
-    indices = sorted({index for index, _ in marked})
+    marked_lines = sorted({index for index, _ in marked})
     names = list(by_line)
     for (index, place), result in marked.items():
-        height = 1.06 + 0.07 * indices.index(index)
-        words = f"{names[index]}: {words_of(result, references[place].label, metric.unit)}"
+        height = 1.06 + 0.07 * marked_lines.index(index)
+        words = f"{names[index]}: {words_of(result, reference_line[place].label, metric.unit)}"
         plot.mark_above(place, height, index, mark_of(result), words)
 
 

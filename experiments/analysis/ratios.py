@@ -21,8 +21,8 @@ from experiments.analysis.sweep_points import number
 from experiments.core.records import RequestRecord
 
 RESAMPLES = 1000
-FEWEST = 10  # requests; with fewer a percentile has no bootstrap
-BEYOND = 2  # at least so many requests must be above the percentile
+MIN_REQUESTS = 10  # requests; with fewer a percentile has no bootstrap
+MIN_ABOVE = 2  # at least so many requests must be above the percentile
 LATENCIES = {
     "ttft_s": lambda request: [request.ttft],
     "itl_s": lambda request: [gap for branch in request.branches for gap in branch.gaps],
@@ -42,8 +42,8 @@ Scale = Literal["ratio", "difference"]
 class Effect(NamedTuple):
     """The mean of differences with its interval, and p of the hypothesis that it is zero.
 
-    None for all but the estimate if there is one pair, or no difference between the pairs. Over the
-    requests of one pair of runs, there is an interval and no p.
+    low, high and p need noise: they are None if there is one pair, or if all pairs differ equally.
+    Over the requests of one pair of runs, there is an interval and no p.
 
     scale: "ratio": the differences are of logarithms, and the numbers are their exponentials.
     pairs: 0 if the runs are not paired.
@@ -68,7 +68,9 @@ class Effect(NamedTuple):
     @property
     def sign(self) -> int:
         """1: above no difference, -1: below."""
-        return 0 if self.is_neutral else (1 if self.estimate > self.neutral else -1)
+        if self.is_neutral:
+            return 0
+        return 1 if self.estimate > self.neutral else -1
 
 
 class Comparison(NamedTuple):
@@ -102,8 +104,8 @@ class Comparison(NamedTuple):
             return f"{direction} by itself, not shown among {self.family} comparisons"
         return "no difference is shown"
 
-    def plain(self, confidence: float) -> dict[str, Any]:
-        """The effect as JSON."""
+    def json_fields(self, confidence: float) -> dict[str, Any]:
+        """The effect as fields of a JSON object."""
         effect = self.effect._asdict() if self.effect else {}
         numbers = ("scale", "estimate", "low", "high", "p")
         return {
@@ -152,12 +154,13 @@ def columns(
     """
     effects = [row.effect for row in comparisons]
     scales = dict.fromkeys(effect.scale for effect in effects if effect)
+    estimate = " or ".join(scales) or "ratio"
     if a == b:
         b = f"{b} "  # a column of its own
     return {
         a: [number(row.a) for row in comparisons],
         b: [number(row.b) for row in comparisons],
-        " or ".join(scales) or "ratio": [effect_text(effect) for effect in effects],
+        estimate: [effect_text(effect) for effect in effects],
         "p": [_p_text(effect and effect.p) for effect in effects],
         "p (Holm)": [_p_text(row.p_holm) for row in comparisons],
         "verdict": [row.verdict(confidence) for row in comparisons],
@@ -185,11 +188,11 @@ def method_notes(families: Mapping[str, int], confidence: float) -> list[str]:
             "No comparison has a p: it needs two pairs of runs whose differences are not all equal. "
             "With fewer repeats than that, set `repeats` to 3 or more, with `reseed: true`.",
         ]
-    each = ", each a family" if len(sizes) > 1 else ""
+    several_families = ", each a family" if len(sizes) > 1 else ""
     return [
         *texts,
         "p is of a t test, two-sided. p (Holm) is corrected for many comparisons by Holm's method: "
-        f"{' and '.join(sizes)}{each}. shown: p (Holm) is at most {1 - confidence:.2g}.",
+        f"{' and '.join(sizes)}{several_families}. shown: p (Holm) is at most {1 - confidence:.2g}.",
         f"Intervals are at {confidence:g}, of one comparison each, not corrected.",
     ]
 
@@ -204,10 +207,11 @@ def effect_of_pairs(
 
     Args:
         differences: of each pair; with the scale "ratio", of logarithms.
-        margin: by how much a difference may be wrong, in either direction. The interval is wider by
-            it, p is that of a mean which is nearer to zero by it, and the standard deviation of the
-            differences is at least that of such an error: margin / sqrt(6), of two numbers that are
-            each rounded down by up to the margin.
+        margin: by how much a difference may be wrong, in either direction. Each end of the interval
+            is moved outwards by it. p is computed of the mean after it was moved towards zero by
+            it. The standard deviation of the differences is at least that of such an error. A
+            difference of two numbers that are rounded down by up to the margin has margin /
+            sqrt(6).
     """
     values = np.asarray(differences, float)
     mean = float(values.mean())
@@ -237,12 +241,14 @@ def holm(values: Sequence[float]) -> list[float]:
     If all hypotheses are rejected whose corrected p is at most a, the chance of any false rejection
     is at most a, however the hypotheses depend on each other.
     """
-    corrected = [0.0] * len(values)
+    p_holm = [0.0] * len(values)
+    smallest_first = sorted(range(len(values)), key=values.__getitem__)
     largest = 0.0
-    for rank, place in enumerate(sorted(range(len(values)), key=values.__getitem__)):
-        largest = max(largest, min(1.0, (len(values) - rank) * values[place]))
-        corrected[place] = largest
-    return corrected
+    for rank, place in enumerate(smallest_first):
+        hypotheses_left = len(values) - rank
+        largest = max(largest, min(1.0, hypotheses_left * values[place]))
+        p_holm[place] = largest
+    return p_holm
 
 
 def effect_of_runs(
@@ -270,7 +276,7 @@ def effect_of_runs(
     return Effect(scale, 0, estimate, low, high, float(test.pvalue))
 
 
-def of_requests(
+def effect_of_requests(
     a: Sequence[RequestRecord],
     b: Sequence[RequestRecord],
     name: str,
@@ -280,7 +286,7 @@ def of_requests(
     """The ratio of a percentile of one latency over the same requests in two runs, and words about
     its interval; None: there is no ratio.
     """
-    needed = max(FEWEST, math.ceil(100 * BEYOND / (100 - percentile)))
+    needed = max(MIN_REQUESTS, math.ceil(100 * MIN_ABOVE / (100 - percentile)))
     if len(a) < needed:
         return None, f"{len(a)} requests are too few for p{percentile}, which needs {needed}"
     sides = [_latencies(a, name), _latencies(b, name)]
@@ -350,7 +356,7 @@ def effect_text(effect: Effect | None) -> str:
     numbers = [_signed(value) for value in (effect.estimate, low, high)]
     if effect.scale == "ratio":
         digits = digits_of(low, high)
-        numbers = [times(value, digits) for value in (effect.estimate, low, high)]
+        numbers = [ratio_text(value, digits) for value in (effect.estimate, low, high)]
     return numbers[0] if effect.low is None else f"{numbers[0]} ({numbers[1]} to {numbers[2]})"
 
 
@@ -363,5 +369,6 @@ def digits_of(low: float, high: float) -> int:
     return 2 if high <= low else max(2, -math.floor(math.log10(high - low)))
 
 
-def times(ratio: float, digits: int = 2) -> str:
+def ratio_text(ratio: float, digits: int = 2) -> str:
+    """A ratio with so many decimals: "0.85"; far from 1 with two significant digits: "0.012"."""
     return f"{ratio:.{min(digits, 6)}f}" if 0.1 < ratio < 1000 else f"{ratio:.2g}"

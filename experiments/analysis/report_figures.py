@@ -341,7 +341,7 @@ def distributions(
         Section(
             "Latency by prompt length",
             f"Medians of requests whose prompts are about equally long, all repeats together; a "
-            f"bin has at least {latencies.FEWEST} requests.{ends}",
+            f"bin has at least {latencies.MIN_REQUESTS} requests.{ends}",
             length_figures,
             legend,
         ),

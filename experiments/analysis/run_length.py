@@ -46,8 +46,8 @@ def reasons(
     if may_miss < FEWEST_MISSES:
         advice = "Give a --share below 1"
         if share < 1:
-            enough = math.ceil(FEWEST_MISSES / (1 - share) - 1e-9)
-            advice = f"Raise the number of requests to {enough}"
+            needed_requests = math.ceil(FEWEST_MISSES / (1 - share) - 1e-9)
+            advice = f"Raise the number of requests to {needed_requests}"
         sentences.append(
             f"few decide: {may_miss} of {count} requests may miss the targets, and "
             f"{FEWEST_MISSES} are needed. {advice}."
@@ -82,8 +82,9 @@ def growth_at_end(requests: Sequence[RequestRecord]) -> float | None:
     ends = np.sort([math.inf if r.e2e is None else r.arrival + r.e2e for r in requests])
     # requests in the engine at each arrival, which is counted too
     inside = np.arange(1, len(arrivals) + 1) - np.searchsorted(ends, arrivals, side="right")
-    before = inside[-2 * quarter : -quarter].mean()
-    return float(inside[-quarter:].mean() - before) / quarter
+    third_quarter = inside[-2 * quarter : -quarter].mean()
+    last_quarter = inside[-quarter:].mean()
+    return float(last_quarter - third_quarter) / quarter
 
 
 def interval_of_misses(in_time: Sequence[bool]) -> tuple[float, float] | None:

@@ -15,9 +15,9 @@ from experiments.analysis.ratios import (
     NOISE,
     Comparison,
     comparison,
+    effect_of_requests,
     effect_of_runs,
     median,
-    of_requests,
 )
 from experiments.analysis.sweep_points import OWN, SPECULATION, find_metric
 from experiments.core import store
@@ -185,11 +185,13 @@ def number_of(run: dict[str, Any], metric: str) -> float | None:
     return None if value is None else float(value)
 
 
-def compared(a: Side, b: Side, metric: str, *, apart: str | None, confidence: float) -> Comparison:
+def compared(
+    a: Side, b: Side, metric: str, *, unpaired_because: str | None, confidence: float
+) -> Comparison:
     """The comparison of a metric of two points.
 
     Args:
-        apart: why the runs are not paired; None if they are; see `why_unpaired`.
+        unpaired_because: why the runs are not paired; None if they are; see `why_unpaired`.
     """
     values_a = values_of(a, metric)
     values_b = values_of(b, metric)
@@ -201,13 +203,13 @@ def compared(a: Side, b: Side, metric: str, *, apart: str | None, confidence: fl
     if len(values_a) == len(values_b) == 1:
         effect = effect_of_runs(values_a, values_b, paired=True, confidence=confidence)
         result = comparison(effect, values_a, values_b)
-        return result if apart else over_requests(result, a, b, metric, confidence)
+        return result if unpaired_because else over_requests(result, a, b, metric, confidence)
     if min(len(values_a), len(values_b)) == 1:
         name = "A" if len(values_a) == 1 else "B"
         note = f"{name} has one run: {NOISE}"
         return Comparison(median(values_a), median(values_b), note=note)
     complete = len(values_a) == len(a.runs) and len(values_b) == len(b.runs)
-    paired = complete and apart is None
+    paired = complete and unpaired_because is None
     effect = effect_of_runs(values_a, values_b, paired=paired, confidence=confidence)
     return comparison(effect, values_a, values_b)
 
@@ -265,5 +267,5 @@ def over_requests(
     requests_b = store.read_requests(Path(b.runs[0]["run"]))
     if name == "itl_s" and not all(request.has_gaps for request in (*requests_a, *requests_b)):
         return result
-    effect, words = of_requests(requests_a, requests_b, name, percentile, confidence)
+    effect, words = effect_of_requests(requests_a, requests_b, name, percentile, confidence)
     return result._replace(effect=effect or result.effect, note=f"{result.note}; {words}")

@@ -49,12 +49,12 @@ def bench_parser(description: str | None, *, model: bool = True) -> argparse.Arg
 
 
 def arguments_of(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, **rehearsed: Any
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, **rehearsal_defaults: Any
 ) -> argparse.Namespace:
-    """The arguments of a command. rehearsed: other defaults of options, for `--rehearse`."""
+    """The arguments of a command. rehearsal_defaults: defaults of options with `--rehearse`."""
     args = parser.parse_args(argv)
     if args.rehearse:
-        parser.set_defaults(**rehearsed)
+        parser.set_defaults(**rehearsal_defaults)
         args = parser.parse_args(argv)
     return args
 
@@ -173,13 +173,13 @@ def seconds(llm: LLM, prompts: list[Any], params: list[SamplingParams], **option
 # --- figures --------------------------------------------------------------------------------------
 
 
-def ratios(tops: Sequence[float], bottoms: Sequence[float]) -> dict[str, Any]:
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
     """The ratio of two runs in each round, and the median.
 
-    If `tops` are seconds of a base and `bottoms` are seconds of another run, it is the share of the
-    base's speed that is left.
+    If the numerators are seconds of a base and the denominators are seconds of another run, it is
+    the share of the base's speed that is left.
     """
-    quotients = [top / bottom for top, bottom in zip(tops, bottoms, strict=True)]
+    quotients = [a / b for a, b in zip(numerators, denominators, strict=True)]
     return {
         "ratio": round(statistics.median(quotients), 3),
         "ratios": [round(quotient, 3) for quotient in quotients],

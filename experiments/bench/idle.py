@@ -49,23 +49,23 @@ class Idle(NamedTuple):
 def measure(model: LoadedModel, sequences: int, lookahead: int, steps: int) -> Idle:
     """Trace `steps` decode steps of `sequences` sequences. Returns their times."""
     length = PROMPT + WARM + steps + 2 * (lookahead + 1)
-    budget = min(512, sequences * PROMPT)
+    budget = max(sequences, min(512, sequences * PROMPT))
     llm = LLM(
         model,
         max_num_seqs=sequences,
         max_model_len=length,
-        max_num_batched_tokens=max(budget, sequences),
-        token_buckets=sorted({sequences, max(budget, sequences)}),
+        max_num_batched_tokens=budget,
+        token_buckets=sorted({sequences, budget}),
         lookahead=lookahead,
         compilation="eager",
     )
     decode_all(llm, sequences, output=length - PROMPT)
     spans, host = trace_steps(llm.engine, steps)
-    longest = sorted((end - begin for begin, end in spans), reverse=True)[:steps]
+    # the steps are the longest programs; the others are small helpers
+    step_times = sorted((end - begin for begin, end in spans), reverse=True)[:steps]
     # the median, because one step may have waited for another process
-    usual = statistics.median(longest) if longest else 0.0
-    # only the steps, not small helper programs
-    spans = [(begin, end) for begin, end in spans if end - begin > usual / 10]
+    median_step = statistics.median(step_times) if step_times else 0.0
+    spans = [(begin, end) for begin, end in spans if end - begin > median_step / 10]
     if len(spans) < 2:
         raise RuntimeError(
             f"the trace has {len(spans)} steps; this version of XLA does not name them {BEGINS!r}"

@@ -47,11 +47,13 @@ def follow(grammar: Grammar, tokens: Sequence[int], stops: Sequence[int]) -> Fol
     seconds = []
     for i, token in enumerate([*tokens, stops[0]]):
         started = time.perf_counter()
-        (mask,) = masks([MaskRow(matcher, tokens[:i], (), 0, stops)], 1)
+        row = MaskRow(matcher, output=tokens[:i], drafts=(), first=0, stops=stops)
+        (mask,) = masks([row], 1)
         seconds.append(time.perf_counter() - started)
         # a mask has a bit for each token, 32 in a word
-        allowed = mask[token // 32] >> np.uint32(token % 32) & np.uint32(1)
-        if matcher.error is not None or not allowed:
+        word, bit = divmod(token, 32)
+        is_allowed = bool((mask[word] >> np.uint32(bit)) & np.uint32(1))
+        if matcher.error is not None or not is_allowed:
             return Followed(False, seconds)
     return Followed(True, seconds)
 

@@ -37,7 +37,7 @@ from pagedjax.device.models import Model
 from pagedjax.engine.geometry import block_shape
 
 TOKENS = 2048  # the most tokens of a step
-MOST = 2048  # the most numbers of a row that `_read` reads
+MAX_ROW = 2048  # the most numbers of a row that `_read` reads
 Run = Callable[[], Any]  # runs to the end, without timing
 
 
@@ -64,7 +64,7 @@ def read_weights(model: Model) -> Run:
 
 def _read(arrays: Sequence[np.ndarray]) -> Run:
     """Read arrays of float32 once."""
-    rows = [jnp.asarray(a.reshape(-1, math.gcd(a.size, MOST))) for a in arrays]
+    rows = [jnp.asarray(a.reshape(-1, math.gcd(a.size, MAX_ROW))) for a in arrays]
     return _ready(lambda rows: [(a @ jnp.ones(a.shape[1])).sum() for a in rows], rows)
 
 

@@ -60,32 +60,42 @@ def measure(sequences: int, steps: int, connection: Connection) -> Costs:
     """Decode `sequences` sequences for `steps` steps. Returns the costs of a step."""
     state = state_with(sequences, steps)
     digest = Digest()
-    times = []  # seconds of each step: schedule, digest, send
+    times = []
     for number in range(steps):
-        start = perf_counter()
-        state, plan = scheduler.schedule(state, FCFS)
-        scheduled = perf_counter()
-        digest.write(Schedule(plan))
-        text = digest._hash.hexdigest()
-        digest.lines = []
-        counted = perf_counter()
-        message = {"input": "step", "number": number, "drafts": 0, "digest": text}
-        connection.send(encoded({**message, "at": perf_counter()}))
-        sent = perf_counter()
-        sampled = [7] * len(plan.seqs)
-        state, events = scheduler.commit(state, plan, sampled)
-        committed = perf_counter()
-        digest.write(Commit(plan, sampled, {}, {}, events))
-        end = perf_counter()
-        scheduling = (scheduled - start) + (committed - sent)
-        digesting = (counted - scheduled) + (end - committed)
-        times.append((scheduling, digesting, sent - counted))
+        state, step_times = timed_step(state, digest, number, connection)
+        times.append(step_times)
         sleep(0.002)  # the device's part, in which the other process reads
     connection.send(encoded({"input": "end"}))
     arrivals = (connection.receive() or {})["arrivals"]
     # without the first step, which computes the prompts
     columns = (*zip(*times[1:], strict=True), arrivals[1:])
     return Costs(sequences, *map(microseconds, columns))
+
+
+def timed_step(
+    state: SchedulerState, digest: Digest, number: int, connection: Connection
+) -> tuple[SchedulerState, tuple[float, float, float]]:
+    """Make a step of process 0. Returns the state after it, and the seconds of scheduling, of the
+    digest and of sending.
+    """
+    start = perf_counter()
+    state, plan = scheduler.schedule(state, FCFS)
+    scheduled = perf_counter()
+    digest.write(Schedule(plan))
+    text = digest._hash.hexdigest()
+    digest.lines = []
+    counted = perf_counter()
+    message = {"input": "step", "number": number, "drafts": 0, "digest": text}
+    connection.send(encoded({**message, "at": perf_counter()}))
+    sent = perf_counter()
+    sampled = [7] * len(plan.seqs)
+    state, events = scheduler.commit(state, plan, sampled)
+    committed = perf_counter()
+    digest.write(Commit(plan, sampled, {}, {}, events))
+    end = perf_counter()
+    scheduling = (scheduled - start) + (committed - sent)
+    digesting = (counted - scheduled) + (end - committed)
+    return state, (scheduling, digesting, sent - counted)
 
 
 def microseconds(seconds: Sequence[float]) -> float:

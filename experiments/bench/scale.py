@@ -46,7 +46,7 @@ from experiments.bench.random_llama import random_model
 from experiments.bench.scale_calculated import (
     BLOCK,
     DTYPE,
-    ROOM,
+    EXTRA_TOKENS,
     Shape,
     calculated_step,
     needed_bytes,
@@ -76,7 +76,7 @@ from pagedjax.host.types import EMPTY_PLAN
 
 WARM = 2  # steps before the timed ones
 # The steps lie around the mean context, so a sequence grows beyond it by about half of them, which
-# must be at most ROOM
+# must be at most EXTRA_TOKENS
 MAX_STEPS = 40
 ATTEMPTS = 3  # at a point, if processor time is stolen
 PROBE_TOKENS = 512  # rows of the products that measure the rate of multiplying
@@ -145,7 +145,7 @@ class Seconds(NamedTuple):
 
 
 def shapes_of(shape: Shape) -> Shapes:
-    longest = shape.context + ROOM
+    longest = shape.context + EXTRA_TOKENS
     return Shapes(
         tokens=(shape.sequences,),
         max_seqs=shape.sequences,
@@ -385,7 +385,7 @@ def checked_setup(setup: Setup, steps: int, free: int | None) -> Setup:
         raise ValueError(
             f"--steps is {steps}; a sequence has room for {MAX_STEPS}: choose 1 to {MAX_STEPS}"
         )
-    longest = max(shape.context for shape in points(setup)) + ROOM
+    longest = max(shape.context for shape in points(setup)) + EXTRA_TOKENS
     setup = setup._replace(body={**setup.body, "max_position_embeddings": longest})
     need, largest = max((needed_bytes(shape, setup.body), shape) for shape in points(setup))
     if free is not None and need > free:

@@ -13,7 +13,7 @@ from pagedjax.device.row_features.listed_tokens import MAX_LISTED
 DTYPE = "float32"
 NUMBER_BYTES = 4  # of a float32 number, a token id and a length
 BLOCK = 16
-ROOM = 32  # how many tokens longer than the mean context a sequence may become
+EXTRA_TOKENS = 32  # how many tokens longer than the mean context a sequence may become
 
 
 class Shape(NamedTuple):
@@ -60,7 +60,7 @@ def calculated_step(config: Any, sequences: int, context: int) -> CalculatedStep
     # the numbers of a sequence that exist at a time: a layer's input with the outputs of gate and
     # up and their product, or the logits
     widest = max(config.hidden + 3 * config.intermediate, config.vocab_size)
-    longest = context + ROOM
+    longest = context + EXTRA_TOKENS
     blocks = 1 + sequences * -(-longest // BLOCK)
     return CalculatedStep(
         weights=NUMBER_BYTES * (read + embedding + angles),

@@ -27,7 +27,7 @@ class Line(NamedTuple):
 
     start: float
     slope: float
-    miss: float  # the largest error, as a share of y
+    largest_error: float  # as a share of y
 
 
 def line(xs: Sequence[float], ys: Sequence[float]) -> Line:
@@ -105,9 +105,9 @@ def growth(factor: str, points: Sequence[Mapping[str, Any]]) -> str:
         ys = [COLUMNS[column](point) for point in points]
         if max(ys) < 1.001 * min(ys):
             return f"{name} {number(ys[0])} {quantity} everywhere"
-        start, slope, largest_miss = line(xs, ys)
+        start, slope, largest_error = line(xs, ys)
         sign = "-" if slope < 0 else "+"
-        off = f" ({largest_miss:.0%} off at most)" if largest_miss >= 0.005 else ""
+        off = f" ({largest_error:.0%} off at most)" if largest_error >= 0.005 else ""
         return f"{name} {number(start)} {quantity} {sign} {number(abs(slope))} {unit}{off}"
 
     def between(values: Sequence[float], unit: str = "") -> str:

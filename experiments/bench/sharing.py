@@ -93,6 +93,11 @@ class SampledRequest(NamedTuple):
     outputs: tuple[int, ...]
     arrival: float
 
+    @property
+    def ends(self) -> list[int]:
+        """The length of each branch at its end, in tokens."""
+        return [self.prompt + output for output in self.outputs]
+
 
 class Saved(NamedTuple):
     """The blocks of the running sequences, summed over steps.
@@ -122,9 +127,7 @@ def draw(
 
     arrivals: in steps, not seconds.
     """
-    prompt_rng = np.random.default_rng([seed, 0])
-    output_rng = np.random.default_rng([seed, 1])
-    arrival_rng = np.random.default_rng([seed, 2])
+    prompt_rng, output_rng, arrival_rng = (np.random.default_rng([seed, i]) for i in range(3))
     prompts, _ = draw_lengths(Exponential("exponential", data.prompt), count, prompt_rng)
     lengths_per_request = branches if lengths == "own" else 1
     num_lengths = count * lengths_per_request
@@ -132,8 +135,9 @@ def draw(
     times = draw_arrivals(arrivals, count, arrival_rng)
     requests = []
     for i, (prompt, time) in enumerate(zip(prompts, times, strict=True)):
-        drawn = tuple(outputs[i * lengths_per_request : (i + 1) * lengths_per_request])
-        branch_outputs = drawn if lengths == "own" else branches * drawn
+        branch_outputs = tuple(outputs[i * lengths_per_request : (i + 1) * lengths_per_request])
+        if lengths == "same":
+            branch_outputs = branches * branch_outputs
         requests.append(SampledRequest(prompt, branch_outputs, time))
     return requests
 
@@ -174,11 +178,9 @@ def simulate(requests: Sequence[SampledRequest], block_size: int, seed: int = 0)
     listed = used = preemptions = step = sent = 0
     while sent < len(requests) or ends:
         while sent < len(requests) and requests[sent].arrival <= step:
-            request = requests[sent]
-            names = branch_ids(f"r{sent}", len(request.outputs))
-            for name, output in zip(names, request.outputs, strict=True):
-                ends[name] = request.prompt + output
-            state = scheduler.submit(state, to_scheduler(request, names))
+            names = branch_ids(f"r{sent}", len(requests[sent].outputs))
+            ends |= dict(zip(names, requests[sent].ends, strict=True))
+            state = scheduler.submit(state, to_scheduler(requests[sent], names))
             sent += 1
         step += 1
         state, plan = scheduler.schedule(state, FCFS)

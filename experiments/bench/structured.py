@@ -100,20 +100,23 @@ def measure(llm: LLM, name: str, requests: int, tokens: int, rounds: int) -> dic
     compile_seconds = time.perf_counter() - start
     prompts = [PROMPT.format(2 + i) for i in range(requests)]
     options: dict[str, Any] = {"temperature": 1.0, "max_tokens": tokens, "seed": 1}
-    free = SamplingParams(**options, ignore_eos=True)
-    bound = SamplingParams(**options, structured_outputs=form)
-    for params in (free, bound):  # a warm-up of caches, and of the first step of each size
-        run(llm, prompts, params)
-    runs = {"free": partial(run, llm, prompts, free), "bound": partial(run, llm, prompts, bound)}
+    params = {
+        "free": SamplingParams(**options, ignore_eos=True),
+        "bound": SamplingParams(**options, structured_outputs=form),  # to the form
+    }
+    runs = {kind: partial(run, llm, prompts, params[kind]) for kind in params}
+    for run_once in runs.values():  # a warm-up of caches, and of the first step of each size
+        run_once()
     passes = in_turn(runs, rounds)
-    rates = {way: [each.tokens_per_second for each in passes[way]] for way in runs}
+    rates = {kind: [result.tokens_per_second for result in passes[kind]] for kind in runs}
+    mask_share = statistics.median(result.mask_share for result in passes["bound"])
     return {
         "form": name,
         "requests": requests,
         "tokens": tokens,
-        **{way: [round(rate, 1) for rate in rates[way]] for way in runs},
+        **{kind: [round(rate, 1) for rate in rates[kind]] for kind in runs},
         **ratios(rates["bound"], rates["free"]),
-        "mask_share": round(statistics.median(each.mask_share for each in passes["bound"]), 4),
+        "mask_share": round(mask_share, 4),
         "compile_seconds": round(compile_seconds, 4),
     }
 

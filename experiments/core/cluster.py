@@ -43,7 +43,7 @@ STRANDED = (
 PATIENCE = 30.0  # seconds without a worker, after which a note says that the cluster is in use
 FORM = "write NAME=NUMBER, separated by commas, such as num_cpus=2,num_gpus=1"
 
-LEAST = 0.0001  # the least part of a resource: Ray counts in multiples of it
+MIN_PART = 0.0001  # the least part of a resource: Ray counts in multiples of it
 # Above 1, Ray (2.60) reserves only whole numbers of these.
 WHOLE = ("num_gpus", "TPU", "NPU", "HPU", "RBLN", "MBLT", "TTNPU", "FURIOSA", "neuron_cores")
 
@@ -91,9 +91,10 @@ def parse_resources(text: str) -> dict[str, float]:
             raise ValueError(
                 f"--worker-resources has {name!r}, which Ray reserves for no worker; leave it out"
             )
-        if value < LEAST:
+        if value < MIN_PART:
             raise ValueError(
-                f"--worker-resources has {part!r}, and the least part that Ray reserves is {LEAST}"
+                f"--worker-resources has {part!r}, and the least part that Ray reserves is "
+                f"{MIN_PART}"
             )
         if name in WHOLE and value > 1 and value % 1:
             below = math.floor(value)

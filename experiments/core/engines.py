@@ -16,11 +16,27 @@ from experiments.core.config import Experiment, Point
 from experiments.core.pools import PooledLLM
 from experiments.simulation.simulate import SimulatedLLM
 
+# fields of `EngineConfig` that say how a model is loaded
+LOAD_OPTIONS = ("dtype", "weight_dtype", "mesh", "devices", "model_family")
+
+
+class PlacedPoint(NamedTuple):
+    """A point, and its place in the sweep."""
+
+    place: int
+    point: Point
+
 
 class Run(NamedTuple):
+    """One measurement of a point. place: the point's place in the sweep."""
+
     point: Point
     repeat: int
-    order: int  # the point's place in the sweep
+    place: int
+
+
+# the points that share an engine
+EnginePoints = list[PlacedPoint]
 
 
 def engine_key(experiment: Experiment) -> Hashable:
@@ -47,14 +63,7 @@ def simulated(experiment: Experiment) -> SimulatedLLM | PooledLLM:
 def weights_key(experiment: Experiment) -> tuple[Any, ...]:
     """Points with equal keys share one copy of the weights."""
     engine = experiment.engine
-    return (
-        experiment.model,
-        engine.dtype,
-        engine.weight_dtype,
-        engine.mesh,
-        engine.devices,
-        engine.model_family,
-    )
+    return (experiment.model, *(getattr(engine, name) for name in LOAD_OPTIONS))
 
 
 def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
@@ -69,45 +78,40 @@ def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
     An engine that sizes its cache by the free memory (num_blocks is None) is the only one of its
     group: its size must not depend on other engines.
     """
-    points_by_weights: dict[Hashable, list[tuple[int, Point]]] = {}
-    for order, point in enumerate(points):
-        points_by_weights.setdefault(weights_key(point.experiment), []).append((order, point))
-    by_engine: dict[Hashable, list[tuple[int, Point]]] = {}
-    for same_weights in points_by_weights.values():
-        for order, point in same_weights:
-            by_engine.setdefault(engine_key(point.experiment), []).append((order, point))
+    placed_points = [PlacedPoint(place, point) for place, point in enumerate(points)]
+    by_weights: dict[Hashable, list[PlacedPoint]] = {}
+    for placed in placed_points:
+        by_weights.setdefault(weights_key(placed.point.experiment), []).append(placed)
+    by_engine: dict[Hashable, EnginePoints] = {}
+    for same_weights in by_weights.values():
+        for placed in same_weights:
+            by_engine.setdefault(engine_key(placed.point.experiment), []).append(placed)
     runs: list[Run] = []
     for group in _groups(list(by_engine.values()), alive):
-        members = [member for engine in group for member in engine]
-        for repeat in range(max(point.experiment.repeats for _, point in members)):
-            ordered = members if repeat % 2 == 0 else members[::-1]
+        group_points = [placed for engine_points in group for placed in engine_points]
+        for repeat in range(max(point.experiment.repeats for _, point in group_points)):
+            ordered = group_points if repeat % 2 == 0 else group_points[::-1]
             runs += [
-                Run(point, repeat, order)
-                for order, point in ordered
+                Run(point, repeat, place)
+                for place, point in ordered
                 if repeat < point.experiment.repeats
             ]
     return runs
 
 
-def _groups(
-    engines: list[list[tuple[int, Point]]], alive: int
-) -> list[list[list[tuple[int, Point]]]]:
+def _groups(engines: list[EnginePoints], alive: int) -> list[list[EnginePoints]]:
     """The groups of engines that are alive together: consecutive engines with the same weights, at
     most `alive`.
-
-    Args:
-        engines: the points of each engine, each with its place in the sweep.
     """
 
-    def kind(engine: list[tuple[int, Point]]) -> tuple[Any, bool]:
-        _, first_point = engine[0]
-        experiment = first_point.experiment
+    def kind(engine_points: EnginePoints) -> tuple[Any, bool]:
+        experiment = engine_points[0].point.experiment
         return weights_key(experiment), experiment.engine_config.num_blocks is None
 
     groups = []
-    for (_, by_memory), members in groupby(engines, key=kind):
+    for (_, is_sized_by_memory), members in groupby(engines, key=kind):
         same_kind = list(members)
-        size = 1 if by_memory else alive
+        size = 1 if is_sized_by_memory else alive
         groups += [same_kind[i : i + size] for i in range(0, len(same_kind), size)]
     return groups
 
@@ -132,7 +136,8 @@ class Engines:
         self._alive = alive
         self._load_model = load_model
         self._make = make
-        self._weights: tuple[Any, Any] | None = None  # key and result of load_model
+        self._weights_key: Hashable = None
+        self._weights: Any = None  # the result of load_model; None: no weights are loaded
         self._engines: OrderedDict[Hashable, Any] = OrderedDict()
         self._broken: dict[Hashable, str] = {}
         self.startup_seconds: dict[Hashable, float] = {}
@@ -165,7 +170,7 @@ class Engines:
         key = weights_key(experiment)
         config = experiment.engine_config
         num_alive = len(self._engines)
-        if self._weights is not None and self._weights[0] != key:
+        if self._weights is not None and self._weights_key != key:
             self._engines.clear()
             self._weights = None
         room = 1 if config.num_blocks is None else self._alive
@@ -174,11 +179,11 @@ class Engines:
         if len(self._engines) < num_alive:
             gc.collect()  # before the new cache is made: memory may not suffice for both
         if self._weights is None:
-            names = ("dtype", "weight_dtype", "mesh", "devices", "model_family")
-            options = dict(zip(names, key[1:], strict=True))
-            self._weights = (key, self._load_model(experiment.model, **options))
+            options = {name: getattr(experiment.engine, name) for name in LOAD_OPTIONS}
+            self._weights = self._load_model(experiment.model, **options)
+            self._weights_key = key
         fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-        return self._make(model=self._weights[1], **fields)
+        return self._make(model=self._weights, **fields)
 
 
 def simulated_engines() -> Engines:

@@ -37,7 +37,7 @@ def head_of(run: Run) -> dict[str, Any]:
         "swept": run.point.swept,
         "point": run.point.key,
         "repeat": run.repeat,
-        "order": run.order,
+        "order": run.place,
         "run": store.run_folder(Path(), run.point.key, run.repeat).as_posix(),
     }
 

@@ -87,6 +87,14 @@ def token_sums(requests: Sequence[RequestRecord]) -> TokenSums:
     )
 
 
+def _drafts_summary(sums: Counts, speculates: bool) -> dict[str, Any]:
+    """The field `speculation` of a summary; {} for a run without drafts."""
+    if not speculates:
+        return {}
+    counts = speculation.DraftCounts(sums.drafts, sums.accepted, sums.decodes)
+    return {"speculation": speculation.summary(counts)}
+
+
 def summary(
     requests: Sequence[RequestRecord],
     steps: StepSums,
@@ -135,10 +143,6 @@ def summary(
     slots = sums.blocks_used * block_size
     class_by_name = {service_class.name: service_class for service_class in classes or ()}
     results = service.judged(requests, slo or Slo(), class_by_name)
-    drafts = {}
-    if speculates:
-        counts = speculation.DraftCounts(sums.drafts, sums.accepted, sums.decodes)
-        drafts = {"speculation": speculation.summary(counts)}
     return {
         "duration_s": duration,
         "requests": len(requests),
@@ -174,7 +178,7 @@ def summary(
         "prefix_hit_share": _part(sums.hit_tokens, sums.admitted_tokens),
         "preemptions": sums.preempted,
         "compilations": sums.compilations,
-        **drafts,
+        **_drafts_summary(sums, speculates),
         "goodput": service.goodput(results, duration),
         **service.summary(results, duration),
         "tokens_sha256": tokens.sha256,

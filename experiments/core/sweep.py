@@ -184,7 +184,7 @@ def write_index(
     folder: Path, plan: Sequence[Run], finished: dict[tuple[str, int], dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Rewrite runs.jsonl: the summaries of the sweep's finished runs, in the order of the sweep."""
-    runs = sorted(plan, key=lambda run: (run.order, run.repeat))
+    runs = sorted(plan, key=lambda run: (run.place, run.repeat))
     summaries = [
         finished[run.point.key, run.repeat]
         for run in runs

@@ -184,7 +184,7 @@ class ReplicaTotals:
         Args:
             steps: how many.
             end: when the last of them ends, in seconds.
-            used: blocks in use after the last of them, the most of all of them.
+            used: blocks in use after the last of them. No earlier one of them had more in use.
             counts: sums over these steps, by names of `Counts`.
         """
         self.count += steps

@@ -312,10 +312,7 @@ class Synthetic(LimitedRequests):
     def __post_init__(self) -> None:
         super().__post_init__()
         _at_least_one("count", self.count)
-        if self.shared_prefix < 0:
-            raise ValueError(
-                f"shared_prefix is {self.shared_prefix!r}; it must be at least 0 tokens"
-            )
+        _check_shared_prefix(self.shared_prefix)
         _at_least_one("prefixes", self.prefixes)
         if self.prefixes > 1 and not self.shared_prefix:
             raise ValueError(
@@ -374,10 +371,7 @@ class Sessions(LimitedRequests):
     def __post_init__(self) -> None:
         super().__post_init__()
         _at_least_one("count", self.count)
-        if self.shared_prefix < 0:
-            raise ValueError(
-                f"shared_prefix is {self.shared_prefix!r}; it must be at least 0 tokens"
-            )
+        _check_shared_prefix(self.shared_prefix)
 
 
 @dataclass(frozen=True)
@@ -899,13 +893,8 @@ class _Place(NamedTuple):
 def _sessions(spec: Sessions, vocab_size: int, streams: Sequence[np.random.Generator]) -> Workload:
     """The turns of conversations, session by session. Histories are not counted yet."""
     places = _places(spec, streams)
-    count = len(places)
-    prompt_lens, clipped_prompts = draw_lengths(spec.prompt, count, streams[_PROMPT_LENGTHS])
-    if spec.tools:
-        results, _ = draw_lengths(spec.tools.result, count, streams[_TOOL_RESULTS])
-        triples = zip(places, prompt_lens, results, strict=True)
-        prompt_lens = [result if place.is_tool else tokens for place, tokens, result in triples]
-    output_lens, clipped_outputs = draw_lengths(spec.output, count, streams[_OUTPUT_LENGTHS])
+    prompt_lens, clipped_prompts = _new_tokens(spec, places, streams)
+    output_lens, clipped_outputs = draw_lengths(spec.output, len(places), streams[_OUTPUT_LENGTHS])
     times = draw_arrivals(spec.arrivals, spec.count, streams[_ARRIVALS])
     prompts: list[Sequence[int]] = [*lazy_prompts(prompt_lens, vocab_size, streams[_TOKEN_IDS])]
     (prefix,) = random_prompts([spec.shared_prefix], vocab_size, streams[_PREFIXES])
@@ -915,6 +904,18 @@ def _sessions(spec: Sessions, vocab_size: int, streams: Sequence[np.random.Gener
     items = _items([times[place.session] for place in places], prompts, output_lens)
     turns = _with_waits(_with_places(items, places), places, spec, streams)
     return Workload(turns, clipped_prompts, clipped_outputs)
+
+
+def _new_tokens(
+    spec: Sessions, places: Sequence[_Place], streams: Sequence[np.random.Generator]
+) -> tuple[list[int], int]:
+    """The number of new tokens of each turn; and of how many turns a limit has changed it."""
+    lens, num_clipped = draw_lengths(spec.prompt, len(places), streams[_PROMPT_LENGTHS])
+    if spec.tools is None:
+        return lens, num_clipped
+    results, _ = draw_lengths(spec.tools.result, len(places), streams[_TOOL_RESULTS])
+    triples = zip(places, lens, results, strict=True)
+    return [result if place.is_tool else tokens for place, tokens, result in triples], num_clipped
 
 
 def _places(spec: Sessions, streams: Sequence[np.random.Generator]) -> list[_Place]:
@@ -1045,8 +1046,7 @@ def _with_equal_limits(
             output_lens, clipped_outputs = draw_lengths(spec.output, len(prompts), output_rng)
     elif isinstance(spec, ShareGPT):
         questions, answer_lens = _encoded_conversations(spec, content, encode, streams[_ORDER])
-        question_lens = list(map(len, questions))
-        prompt_lens, clipped_prompts = clip(question_lens, 1, spec.max_prompt_tokens)
+        prompt_lens, clipped_prompts = clip(list(map(len, questions)), 1, spec.max_prompt_tokens)
         prompts = [ids[:length] for ids, length in zip(questions, prompt_lens, strict=True)]
         output_lens, clipped_outputs = clip(answer_lens, 1, spec.max_output_tokens)
     else:
@@ -1342,6 +1342,11 @@ def _items(
         WorkItem(f"r{i:05d}", time, prompt, count, user=user)
         for i, (time, prompt, count, user) in enumerate(rows)
     )
+
+
+def _check_shared_prefix(tokens: int) -> None:
+    if tokens < 0:
+        raise ValueError(f"shared_prefix is {tokens!r}; it must be at least 0 tokens")
 
 
 def _at_least_one(name: str, value: int | None, none: str = "") -> None:

@@ -83,7 +83,7 @@ def faults(step: Step) -> list[str]:
         sentences.append(
             f"only {step.aliased:,} of {step.cache:,} bytes of the cache are updated in place"
         )
-    differences = exchanges.differences(step.collectives, step.must)
+    differences = exchanges.differences(step.collectives, step.required)
     return sentences + [difference.text for difference in differences if difference.wrong]
 
 
@@ -133,7 +133,7 @@ def exchange_lines(
     if network is None:
         return ""
     lines = [f"exchanges of {n} devices:", exchanges.table(step.collectives, n, network)]
-    for difference in exchanges.differences(step.collectives, step.must):
+    for difference in exchanges.differences(step.collectives, step.required):
         if not difference.wrong:
             lines.append(f"  combined or split by the compiler: {difference.text}")
     lines += [

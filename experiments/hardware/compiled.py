@@ -89,7 +89,7 @@ class Step(NamedTuple):
     code: bytes of the program. cache: bytes of the cache. aliased: bytes that are updated in place.
     copies: instructions that make an array of the size of a layer's keys, by kind.
     collectives: the collectives of the program, each with the number of equal ones.
-    must: the exchanges that the step must have.
+    required: the exchanges that the step must have.
     rings: how the compiler exchanges, if it says so.
     seconds: the time of compiling.
     kinds, graphs: for a GPU, the launches of the host, and the number of CUDA graphs.
@@ -102,7 +102,7 @@ class Step(NamedTuple):
     aliased: int
     copies: Counter[str]
     collectives: Counter[Collective]
-    must: tuple[exchanges.Required, ...]
+    required: tuple[exchanges.Required, ...]
     rings: Counter[str]
     seconds: float
     kinds: tuple[launches.Kind, ...] = ()
@@ -247,7 +247,7 @@ def _step_of(
         aliased=stats.alias_size_in_bytes,
         copies=whole_arrays(program, memory.nbytes(layer)),
         collectives=exchanges.collectives_of(program, n),
-        must=exchanges.required(
+        required=exchanges.required(
             model.config, model.part, n, plan.tokens, samples, columns, decodes=decodes
         ),
         rings=exchanges.rings(program),

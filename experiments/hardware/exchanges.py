@@ -33,7 +33,7 @@ from experiments.simulation.collectives import Exchange, Kind, Network
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.sampling import PROMPT_TILE
 
-KNOWN = get_args(Kind)
+KINDS = get_args(Kind)
 OTHERS = (
     "reduce-scatter",
     "collective-permute",
@@ -42,7 +42,7 @@ OTHERS = (
     "send",
     "recv",
 )
-OPCODES = {f"{kind}{form}": kind for kind in (*KNOWN, *OTHERS) for form in ("", "-start")}
+OPCODES = {f"{kind}{form}": kind for kind in (*KINDS, *OTHERS) for form in ("", "-start")}
 GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])")
 RINGS = re.compile(r'"strategy":"(\w+)".*?\bcolors:(\d+) phases:(\d+)')
 AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
@@ -109,7 +109,7 @@ def collectives_of(program: hlo.Program, n: int) -> Counter[Collective]:
         collective = Collective(
             kind=kind if group == n else f"{kind} of {group} devices",
             arrays=_arrays_text(operands) + _rounding_text(instruction, operands),
-            numbers=copies * sum(array.numbers for array in operands),
+            numbers=copies * sum(array.size for array in operands),
             bytes=copies * sum(array.nbytes for array in operands),
             times=site.times,
             branch=site.branch,
@@ -204,15 +204,17 @@ class Difference(NamedTuple):
     wrong: bool
 
 
-def differences(program: Mapping[Collective, int], must: Sequence[Required]) -> list[Difference]:
+def differences(
+    program: Mapping[Collective, int], required_exchanges: Sequence[Required]
+) -> list[Difference]:
     """The differences of a program, by the kind of exchange and by whether it is in a branch.
 
     Args:
         program: its collectives, each with the number of equal ones.
-        must: the exchanges that it must have.
+        required_exchanges: the exchanges that it must have.
     """
     all_differences = []
-    places = {(exchange.kind, exchange.branch) for exchange in (*program, *must)}
+    places = {(exchange.kind, exchange.branch) for exchange in (*program, *required_exchanges)}
     for place in sorted(places):
         kind, branch = place
         name = f"{kind} in a branch" if branch else kind
@@ -221,26 +223,29 @@ def differences(program: Mapping[Collective, int], must: Sequence[Required]) -> 
             for collective, count in program.items()
             if (collective.kind, collective.branch) == place
         }
-        required_here = [exchange for exchange in must if (exchange.kind, exchange.branch) == place]
-        difference = _difference(name, present, required_here)
+        required_in_place = [
+            exchange for exchange in required_exchanges if (exchange.kind, exchange.branch) == place
+        ]
+        difference = _difference(name, present, required_in_place)
         if difference:
             all_differences.append(difference)
     return all_differences
 
 
 def _difference(
-    name: str, program: Mapping[Collective, int], must: Sequence[Required]
+    name: str, program: Mapping[Collective, int], required_exchanges: Sequence[Required]
 ) -> Difference | None:
     """The difference in the exchanges of one kind; None if there is none. name: of the kind."""
-    has = sum(collective.numbers * count for collective, count in program.items())
-    needs = sum(exchange.numbers * exchange.times for exchange in must)
+    numbers = sum(collective.numbers * count for collective, count in program.items())
+    required_numbers = sum(exchange.numbers * exchange.times for exchange in required_exchanges)
     instructions = sum(program.values())
-    exchanges = sum(exchange.times for exchange in must)
-    if has != needs:
+    exchanges = sum(exchange.times for exchange in required_exchanges)
+    if numbers != required_numbers:
         texts = (f"{count} of {collective.arrays}" for collective, count in program.items())
         arrays = "; ".join(texts) or "none"
         return Difference(
-            f"{name}: {has:,} numbers ({arrays}) in place of {needs:,} in {exchanges} exchanges",
+            f"{name}: {numbers:,} numbers ({arrays}) in place of {required_numbers:,} in "
+            f"{exchanges} exchanges",
             True,
         )
     if instructions != exchanges:
@@ -271,7 +276,7 @@ def seconds(program: Mapping[Collective, int], n: int, network: Network) -> floa
         is_sum_of_samples = collective.kind == "all-reduce" and collective.numbers == fewest
         if collective.branch and not is_sum_of_samples:
             continue
-        if collective.kind in KNOWN:
+        if collective.kind in KINDS:
             exchange = _exchange(collective, runs(collective, count))
             total += collectives.seconds(exchange, n, network)
     return total
@@ -303,7 +308,7 @@ def table(program: Mapping[Collective, int], n: int, network: Network) -> str:
     ):
         times = runs(collective, count)
         time = "no estimate"
-        if collective.kind in KNOWN:
+        if collective.kind in KINDS:
             time = f"{1e3 * collectives.seconds(_exchange(collective, times), n, network):.3f} ms"
         note = ""
         if collective.branch:

@@ -15,7 +15,7 @@ decoded    All prompts are continued greedily, in one batch. This runs decodes. 
 
 These are faults:
 
-- a mean difference above the limit of the dtype (`MOST`);
+- a mean difference above the limit of the dtype (`MAX_MEAN_DIFFERENCE`);
 - a mean or largest difference of the kernels above `FACTOR` times that of XLA;
 - another token where the reference has no near tie. A token other than the golden one needs two
   errors whose sum is the reference's margin, so the bound of a margin is twice the largest
@@ -46,7 +46,7 @@ from pagedjax.weights.pretrained import DEFAULT_MODEL
 
 GOLDENS = Path(__file__).parents[2] / "tests" / "goldens" / "greedy.json"
 # limits of the mean difference
-MOST = {"float32": 1e-4, "float16": 0.005, "bfloat16": 0.04}
+MAX_MEAN_DIFFERENCE = {"float32": 1e-4, "float16": 0.005, "bfloat16": 0.04}
 FACTOR = 2.0
 TOKENS = 64  # of each golden continuation
 BLOCK = 16
@@ -177,10 +177,10 @@ def faults(run: Mapping[str, Any], xla: Mapping[str, Any] | None) -> list[str]:
     # a margin of the reference up to which another token is no fault
     near_tie = 0.0 if dtype == "float32" else 2 * run["forced"]["largest"]
     for kind in ("forced", "decoded"):
-        if not run[kind]["mean"] <= MOST[dtype]:
+        if not run[kind]["mean"] <= MAX_MEAN_DIFFERENCE[dtype]:
             sentences.append(
                 f"{kind}: the mean difference is {run[kind]['mean']:.2g}; the limit is "
-                f"{MOST[dtype]:g}"
+                f"{MAX_MEAN_DIFFERENCE[dtype]:g}"
             )
         for name in ("mean", "largest"):
             limit = FACTOR * xla[kind][name] if xla and "failed" not in xla else float("inf")
@@ -244,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--impls", nargs="+", default=["xla", "pallas_gpu"])
     parser.add_argument(
-        "--dtypes", nargs="+", choices=sorted(MOST), default=["bfloat16", "float16"]
+        "--dtypes", nargs="+", choices=sorted(MAX_MEAN_DIFFERENCE), default=["bfloat16", "float16"]
     )
     parser.add_argument(
         "--prompts", type=int, default=ROWS, help="the shortest ones (default: all)"

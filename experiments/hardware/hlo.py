@@ -42,15 +42,16 @@ class Array(NamedTuple):
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
     @property
-    def numbers(self) -> int:
+    def size(self) -> int:
+        """How many numbers the array has."""
         return prod(self.dims)
 
     @property
     def nbytes(self) -> int:
         """The bytes, without the padding of a layout. A number of less than 8 bits takes a byte."""
         bits = re.search(r"\d+", self.dtype)  # "pred" names no bits, and takes a byte
-        number_bytes = -(-int(bits[0]) // 8) if bits else 1
-        return self.numbers * number_bytes
+        bytes_of_number = -(-int(bits[0]) // 8) if bits else 1
+        return self.size * bytes_of_number
 
 
 class Instruction(NamedTuple):
@@ -168,8 +169,8 @@ def arrays(shape: str) -> tuple[Array, ...]:
 
 def sites(program: Program) -> Iterator[Site]:
     """Every instruction that one run of the program may execute."""
-    first, *_ = program.computations[program.entry]
-    yield from _sites(program, program.entry, Site(first))
+    any_instruction = program.computations[program.entry][0]
+    yield from _sites(program, program.entry, Site(any_instruction))
 
 
 def _sites(program: Program, computation: str, site: Site) -> Iterator[Site]:
@@ -210,7 +211,7 @@ def root(program: Program, computation: str) -> Instruction:
     """
     body = program.computations[computation]
     by_name = {instruction.name: instruction for instruction in body}
-    last = next(instruction for instruction in body if instruction.root)
-    while last.opcode == "bitcast" and last.operands[0] in by_name:
-        last = by_name[last.operands[0]]
-    return last
+    maker = next(instruction for instruction in body if instruction.root)
+    while maker.opcode == "bitcast" and maker.operands[0] in by_name:
+        maker = by_name[maker.operands[0]]
+    return maker

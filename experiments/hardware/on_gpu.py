@@ -66,7 +66,7 @@ LIMITS = {
 }
 PARTS = tuple(LIMITS)
 REMEDY = "use Python 3.12 or newer, where pip installs it"
-LEAST = 20.0  # seconds; with less time left, no part is started
+MIN_SECONDS = 20.0  # seconds; with less time left, no part is started
 GRACE = 10.0  # seconds that a part has, after its own limit, to write what it found
 
 
@@ -74,7 +74,7 @@ class Part(NamedTuple):
     name: str
     arguments: tuple[str, ...]
     seconds: float = 600.0
-    must: bool = False  # the session ends if this part fails
+    ends_session: bool = False  # if this part fails
 
 
 def parts(
@@ -88,11 +88,11 @@ def parts(
         limits: seconds by the name of a part.
     """
 
-    def part(part_name: str, module: str, *options: str, must: bool = False) -> Part:
+    def part(part_name: str, module: str, *options: str, ends_session: bool = False) -> Part:
         arguments = [module, *options, "--json", str(out / f"{part_name}.json")]
         if rehearse:
             arguments.append("--rehearse")
-        return Part(part_name, tuple(arguments), limits[part_name], must)
+        return Part(part_name, tuple(arguments), limits[part_name], ends_session)
 
     time_limits = {
         part_name: ("--seconds", f"{max(limits[part_name] - GRACE, 1):g}")
@@ -101,7 +101,9 @@ def parts(
     # plain XLA's engines take minutes on a GPU
     impls = () if rehearse else ("--impls", "pallas_gpu")
     return [
-        part("right", "experiments.hardware.gpu_numerics", *time_limits["right"], must=True),
+        part(
+            "right", "experiments.hardware.gpu_numerics", *time_limits["right"], ends_session=True
+        ),
         part("tune", "pallas_kernels.tune", "--name", name),
         part("kernels", "experiments.hardware.gpu_attention"),
         part("engine", "experiments.hardware.gpu_engine"),
@@ -172,7 +174,7 @@ def session(
     for part in plan:
         start = time.monotonic()
         seconds_left = session_start + 60 * minutes - start
-        if seconds_left < LEAST:
+        if seconds_left < MIN_SECONDS:
             print(f"not run, no time left: {', '.join(not_run)}", flush=True)
             return False
         keep(running=part.name)
@@ -195,7 +197,7 @@ def session(
         )
         log = (out / f"{part.name}.log").read_text(encoding="utf-8", errors="replace")
         print("\n".join(f"  | {line[:160]}" for line in log.splitlines()[-12:]), flush=True)
-        if part.must and result != "ok":
+        if part.ends_session and result != "ok":
             print("the other parts are not run: they depend on this one", flush=True)
             return False
     return all(part["result"] == "ok" for part in finished)

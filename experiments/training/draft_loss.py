@@ -18,7 +18,7 @@ from pagedjax.device.models.decoder import Decoder
 from pagedjax.device.models.eagle import Eagle
 from pagedjax.device.windows import packed
 
-LATER = 0.8  # the weight of a pass, over the weight of the pass before
+PASS_DECAY = 0.8  # the weight of a pass, over the weight of the pass before
 
 Pages = tuple[jax.Array, jax.Array]  # keys and values of one pass, [B, K, S, D]
 
@@ -35,14 +35,19 @@ def queries_by_head(q: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def true_scores(
-    queries: jax.Array, keys: jax.Array, place: jax.Array, last: int, window: int
+    queries: jax.Array, keys: jax.Array, position: jax.Array, pass_number: int, window: int
 ) -> jax.Array:
-    """The scores [B, K, G, S, S] of the queries of pass `last` with the keys of pass 0; -inf where
-    a query does not see a key.
+    """The scores [B, K, G, S, S] of the queries of a pass with the keys of pass 0; -inf where a
+    query does not see a key.
+
+    In pass s, query i sees the true keys of the tokens up to i - s.
+
+    Args:
+        position: 0 to S - 1, [S].
     """
     scores = jnp.einsum("bskgd,bktd->bkgst", queries, keys)
-    distance = place[:, None] - place  # from each query to each key
-    return jnp.where((distance >= last) & (distance < window), scores, -jnp.inf)
+    distance = position[:, None] - position  # from each query to each key
+    return jnp.where((distance >= pass_number) & (distance < window), scores, -jnp.inf)
 
 
 def attend_over(earlier: list[Pages], scale: float):
@@ -57,15 +62,16 @@ def attend_over(earlier: list[Pages], scale: float):
         queries = queries_by_head(q, k_pages)
         keys, values = passes[0]
         s = keys.shape[2]
-        place = jnp.arange(s)
-        scores = [true_scores(queries, keys, place, len(passes) - 1, window)]
+        position = jnp.arange(s)
+        scores = [true_scores(queries, keys, position, len(passes) - 1, window)]
         # later[m]: the pages of pass s - m, moved so that query i meets the token i - m
         later = [
-            (shifted(key, m), shifted(value, m)) for m, (key, value) in enumerate(passes[:0:-1])
+            (shifted(key, m), shifted(value, m))
+            for m, (key, value) in enumerate(reversed(passes[1:]))
         ]
         for m, (key, _) in enumerate(later):
             score = jnp.einsum("bskgd,bksd->bkgs", queries, key)
-            scores.append(jnp.where(place >= m, score, -jnp.inf)[..., None])
+            scores.append(jnp.where(position >= m, score, -jnp.inf)[..., None])
         # the first tokens have no true key in later passes; without a finite score a softmax is NaN
         scores = jnp.maximum(scale * jnp.concatenate(scores, axis=-1), -1e9)
         weights = jax.nn.softmax(scores, axis=-1)
@@ -91,9 +97,9 @@ def drafts(head: Eagle, embedded: jax.Array, windows: Windows, passes: int) -> l
     all_logits = []
     earlier: list[Pages] = []
     for _ in range(passes):
-        # the feature of the token before, and zeros for the first token
-        moved = jnp.pad(feature.reshape(b, s, -1), ((0, 0), (1, 0), (0, 0)))[:, :s]
-        before = moved.reshape(b * s, -1)
+        # the feature of the token before each token; zeros before the first one
+        previous = jnp.pad(feature.reshape(b, s, -1), ((0, 0), (1, 0), (0, 0)))[:, :s]
+        previous = previous.reshape(b * s, -1)
         pages = cache.init(
             layers=1,
             blocks=b - 1,
@@ -103,7 +109,7 @@ def drafts(head: Eagle, embedded: jax.Array, windows: Windows, passes: int) -> l
             dtype=str(embedded.dtype),
         )
         attend = attend_over(earlier, config.attn_scale)
-        feature, k, v = head.layer(embedded, before, pages.k[0], pages.v[0], batch, attend)
+        feature, k, v = head.layer(embedded, previous, pages.k[0], pages.v[0], batch, attend)
         earlier.append((k, v))
         all_logits.append(head.drafted_logits(feature).reshape(b, s, -1))
     return all_logits
@@ -129,15 +135,15 @@ def loss(
     positions = jnp.arange(windows.tokens.shape[1])
     total = jnp.zeros(())
     weight = 0.0
-    right = []
+    agreement = []  # of each pass
     for i, logits in enumerate(drafts(head, embedded, windows, passes)):
         logp = jax.nn.log_softmax(logits, axis=-1)
         entropy = -(shares * jnp.take_along_axis(logp, jnp.maximum(places, 0), axis=-1)).sum(-1)
         real = positions >= i  # in a later pass, the first tokens have no draft before them
         entropy_sum = jnp.where(real, entropy, 0.0).sum()
         shares_sum = jnp.where(real, shares.sum(-1), 0.0).sum()
-        total += LATER**i * entropy_sum / shares_sum
-        weight += LATER**i
-        best = (logits.argmax(-1) == places[..., 0]) & real
-        right.append(best.sum() / (real.sum() * len(windows.tokens)))
-    return total / weight, jnp.stack(right)
+        total += PASS_DECAY**i * entropy_sum / shares_sum
+        weight += PASS_DECAY**i
+        agrees = (logits.argmax(-1) == places[..., 0]) & real
+        agreement.append(agrees.sum() / (real.sum() * len(windows.tokens)))
+    return total / weight, jnp.stack(agreement)

@@ -59,7 +59,7 @@ from pagedjax.weights.pretrained import LoadedModel
 
 optax = require("optax")
 
-ROOM = 12  # tokens of a prompt at most
+MAX_PROMPT = 12  # tokens
 
 
 class Rollouts(NamedTuple):
@@ -83,7 +83,7 @@ def serving(setup: RLSetup) -> dict[str, Any]:
         "max_num_batched_tokens": n,
         "token_buckets": (n,),
         "num_blocks": 2 * n,
-        "max_model_len": ROOM + setup.answer,
+        "max_model_len": MAX_PROMPT + setup.answer,
         "batch_invariant": setup.exact,
         "progress": False,
     }
@@ -100,7 +100,7 @@ def roll_out(llm: LLM, setup: RLSetup, step: int) -> Rollouts:
         for seed in rng.integers(2**31, size=setup.sums).tolist()
     ]
     outs = llm.generate([problem.prompt for problem in problems], params, use_tqdm=False)
-    return rollouts_of(problems, outs, ROOM + setup.answer)
+    return rollouts_of(problems, outs, MAX_PROMPT + setup.answer)
 
 
 def rollouts_of(problems: Sequence[Sum], outs: Sequence[Any], width: int) -> Rollouts:
@@ -272,7 +272,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_least(parser, args, every=1, steps=1, sums=1, group=2, largest=1, answer=1)
     if setup.largest > 999:
         parser.error(
-            f"--largest is {setup.largest}; it must be at most 999, so that a prompt has {ROOM} "
+            f"--largest is {setup.largest}; it must be at most 999, so that a prompt has "
+            f"{MAX_PROMPT} "
             "tokens at most"
         )
     check_positive(parser, args, "rate", "clip", below=1)

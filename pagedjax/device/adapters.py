@@ -122,16 +122,29 @@ def with_slot(factors: Factors, slot: int, config: DecoderConfig, parts: Parts) 
         for name, (a, b) in stacked.items():
             new_a = np.array(a)  # copies on the host
             new_b = np.array(b)
-            unpacked_b = np.zeros((1, a.shape[1], config.parts[name][-1]), b.dtype)
-            new_a[slot] = 0
-            places = _places(config, Part(i, name, 0), a.shape[1], parts)
-            for a_place, part_a, b_place, part_b in places:
-                new_a[slot][a_place] = part_a
-                unpacked_b[0][b_place] = part_b
+            new_a[slot], unpacked_b = _slot_factors(config, Part(i, name, 0), a, b, parts)
             new_b[slot] = pack_low(unpacked_b, layer[name])[0]
             changed[name] = jax.device_put(new_a, a.sharding), jax.device_put(new_b, b.sharding)
         layers.append(changed)
     return tuple(layers)
+
+
+def _slot_factors(
+    config: DecoderConfig, first: Part, a: jax.Array, b: jax.Array, parts: Parts
+) -> tuple[np.ndarray, np.ndarray]:
+    """The factors of one adapter for a matrix: a slot's a [R, K], and its b [1, R, M] before that
+    is packed.
+
+    Args:
+        first: the matrix's part 0.
+        a, b: the factors of all slots.
+    """
+    slot_a = np.zeros(a.shape[1:], a.dtype)
+    unpacked_b = np.zeros((1, a.shape[1], config.parts[first.matrix][-1]), b.dtype)
+    for a_place, part_a, b_place, part_b in _places(config, first, a.shape[1], parts):
+        slot_a[a_place] = part_a
+        unpacked_b[0][b_place] = part_b
+    return slot_a, unpacked_b
 
 
 def factors_of_one(config: DecoderConfig, parts: Parts, dtype: str) -> Factors:

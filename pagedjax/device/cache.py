@@ -198,8 +198,13 @@ def init(
     )
     if dense_layers is not None:
         shape = blocks + 1, kv_heads * sharding.devices, 2, head_dim
-        bounds = [zeros(shape, dtype, device=sharding.heads) for _ in range(layers - dense_layers)]
-        cache = cache._replace(bounds=(None,) * dense_layers + tuple(bounds))
+        bounds = tuple(
+            [
+                zeros(shape, dtype, device=sharding.heads) if layer >= dense_layers else None
+                for layer in range(layers)
+            ]
+        )
+        cache = cache._replace(bounds=bounds)
     if draft is None:
         return cache
     return cache._replace(draft=_draft_pages(draft, blocks, block_size, dtype, sharding, zeros))

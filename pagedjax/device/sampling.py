@@ -101,17 +101,23 @@ def sample(
         return _choose(x, s, context, seed, chain, drafted)
 
     # Each branch goes from logits to tokens: XLA would copy logits that a branch returns unchanged.
-    plain = ~(jnp.any(s.temperature > 0) | chain.uses("logits", s.features))
-    rows = s, history.block_tables, history.seq_lens, drafted
+    takes_best = ~(jnp.any(s.temperature > 0) | chain.uses("logits", s.features))
     tokens = jax.lax.cond(
-        plain, lambda x, *_: best_tokens(x), partial(_tiled, choose, tile), logits, *rows
+        takes_best,
+        lambda x, *_: best_tokens(x),
+        partial(_tiled, choose, tile),
+        logits,
+        s,
+        history.block_tables,
+        history.seq_lens,
+        drafted,
     )
-    zeros = SampledTokens(tokens, *_no_logprobs(len(tokens)))
+    without_logprobs = SampledTokens(tokens, *_no_logprobs(len(tokens)))
 
     def with_logprobs() -> SampledTokens:
         return SampledTokens(tokens, *_tiled(_logprobs, tile, logits, tokens))
 
-    return jax.lax.cond(jnp.any(s.num_top >= 0), with_logprobs, lambda: zeros)
+    return jax.lax.cond(jnp.any(s.num_top >= 0), with_logprobs, lambda: without_logprobs)
 
 
 def _check(logits: jax.Array, s: SamplingBatch, history: History, chain: RowChain) -> None:
@@ -120,7 +126,8 @@ def _check(logits: jax.Array, s: SamplingBatch, history: History, chain: RowChai
     check_shape("tokens", history.tokens, (None, None))
     check_shape("block_tables", history.block_tables, (r, None))
     check_shape("seq_lens", history.seq_lens, (r,))
-    if s.features.keys() != (names := {f.name for f in chain.features}):
+    names = {feature.name for feature in chain.features}
+    if s.features.keys() != names:
         raise ValueError(
             f"the batch has the row features {sorted(s.features)}; the step has {sorted(names)}"
         )

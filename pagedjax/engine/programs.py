@@ -74,7 +74,8 @@ def compile_all(
         finally:
             # after an error, the compilations that have not begun are cancelled
             pool.shutdown(cancel_futures=True)
-    return {shape: futures[shape].result() for shape in smaller} | programs, fitted
+    programs = {shape: futures[shape].result() for shape in smaller} | programs
+    return programs, fitted
 
 
 class LazyPrograms(dict[Shape, Any]):

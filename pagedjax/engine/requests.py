@@ -250,37 +250,23 @@ def prepare(
     except ValueError as error:
         raise ValueError(f"request {names[0]!r}: {error}") from None
 
-    config = state.config
     root = None
     hashes: tuple[str, ...] = ()
     if rules.caching:
         root, hashes = block_hashes.of_prompt(
             prompt,
             row,
-            config.block_size,
+            state.config.block_size,
             request.tags,
             adapter.content_hash if adapter else "",
         )
-    # token ids are in the blocks of group 0
-    drops_tokens = bool(config.views) and config.views[0].window is not None
-    is_searched = isinstance(request.params, BeamSearchParams)
-    scheduler_request = Request(
-        request_id=names[0],
+    scheduler_request = _scheduler_request(
+        request,
+        row,
+        stops,
         prompt_len=len(prompt),
-        max_tokens=0 if isinstance(request.params, PoolingParams) else row.max_tokens,
-        min_tokens=row.min_tokens,
-        # branches are stopped by their search
-        stop_token_ids=frozenset() if is_searched else frozenset(stops),
-        priority=request.priority,
-        user=request.user,
-        forks=names[1:],
         hashes=hashes,
-        beams=is_searched,
-        tags=request.tags,
-        keeps_blocks=drops_tokens and rules.chain.reads_tokens(options),
-        predicted=request.predicted,
-        service_class=request.service_class,
-        deadline=request.deadline,
+        keeps_blocks=_drops_tokens(state.config) and rules.chain.reads_tokens(options),
     )
     tokens = np.zeros(len(prompt) + rules.spare, np.int32)
     tokens[: len(prompt)] = prompt
@@ -300,8 +286,48 @@ def prepare(
     }
     search = None
     if isinstance(request.params, BeamSearchParams):
-        search = _search(request.params, scheduler_request, stops, config)
+        search = _search(request.params, scheduler_request, stops, state.config)
     return PreparedRequest(scheduler_request, sequences, search)
+
+
+def _drops_tokens(config: SchedulerConfig) -> bool:
+    """Whether blocks with token ids, which are those of group 0, are given back."""
+    return bool(config.views) and config.views[0].window is not None
+
+
+def _scheduler_request(
+    request: EngineRequest,
+    row: SamplingParams,
+    stops: Sequence[int],
+    *,
+    prompt_len: int,
+    hashes: tuple[str, ...],
+    keeps_blocks: bool,
+) -> Request:
+    """What the scheduler knows of a request.
+
+    Args:
+        row, stops: those of `_row_and_stops`.
+    """
+    is_searched = isinstance(request.params, BeamSearchParams)
+    return Request(
+        request_id=request.names[0],
+        prompt_len=prompt_len,
+        max_tokens=0 if isinstance(request.params, PoolingParams) else row.max_tokens,
+        min_tokens=row.min_tokens,
+        # branches are stopped by their search
+        stop_token_ids=frozenset() if is_searched else frozenset(stops),
+        priority=request.priority,
+        user=request.user,
+        forks=request.names[1:],
+        hashes=hashes,
+        beams=is_searched,
+        tags=request.tags,
+        keeps_blocks=keeps_blocks,
+        predicted=request.predicted,
+        service_class=request.service_class,
+        deadline=request.deadline,
+    )
 
 
 def _search(

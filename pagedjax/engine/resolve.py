@@ -51,15 +51,15 @@ def resolve(
     length = config.max_model_len or model.config.max_len
     _check_model(config, model, length)
     kv_dtype = config.kv_cache_dtype or dtype
-    sized = dataclasses.replace(config, max_model_len=length)
-    block_bytes = geometry(sized, model, kv_dtype, draft=draft).block_bytes
+    config_with_length = dataclasses.replace(config, max_model_len=length)
+    block_bytes = geometry(config_with_length, model, kv_dtype, draft=draft).block_bytes
     num_blocks = config.num_blocks
     if num_blocks is None:
-        useful = config.max_num_seqs * table_width(config, length)
-        fitting = memory.blocks_that_fit(
+        most_used_blocks = config.max_num_seqs * table_width(config, length)
+        fitting_blocks = memory.blocks_that_fit(
             block_bytes, config.memory_fraction, device_memory, activations
         )
-        num_blocks = min(useful, fitting)
+        num_blocks = min(most_used_blocks, fitting_blocks)
     memory.check_fit(num_blocks, block_bytes, device_memory, activations)
     buckets = _buckets(config, model)
     impl = _attention_impl(config, model, draft, kv_dtype, length)
@@ -127,20 +127,21 @@ def _attention_impl(
     device = devices_of(model)[0]
     invariant = config.batch_invariant
     dtypes = {"dtype": kv_dtype, "query_dtype": model.dtype}
-    part = model.part
+    device_part = model.part
     sizes: dict[str, Any] = {
         "block_size": config.block_size,
         "head_dim": model.config.head_dim,
-        "kv_heads": part.kv_heads,
-        "heads": part.heads,
+        "kv_heads": device_part.kv_heads,
+        "heads": device_part.heads,
     }
     impl = attention.choose(config.attention_impl, device, invariant=invariant, **dtypes, **sizes)
     if invariant:
         _check_invariant(model.config)
     check_draft(config, model, draft, length)
-    sized = dataclasses.replace(config, max_model_len=length)
-    if selection_of(sized, model) is not None:  # rows of attention have one key head
-        one_key_head = sizes | {"kv_heads": 1, "heads": part.heads // part.kv_heads}
+    config_with_length = dataclasses.replace(config, max_model_len=length)
+    if selection_of(config_with_length, model) is not None:
+        # each key head selects its own blocks, so attention is called for one key head at a time
+        one_key_head = sizes | {"kv_heads": 1, "heads": device_part.heads // device_part.kv_heads}
         try:
             attention.choose(impl, device, invariant=invariant, **dtypes, **one_key_head)
         except ValueError as error:
@@ -189,11 +190,12 @@ def free_memory(model: Model) -> memory.DeviceMemory:
     fullest = min(readings, key=lambda reading: reading.free)
     if jax.process_count() == 1:
         return fullest
-    limit = fullest.free if fullest.cache_limit is None else fullest.cache_limit
-    of_process = np.array([fullest.total, fullest.free, limit], np.float64)
-    of_processes = multihost_utils.process_allgather(of_process)
-    total, free, limit = (int(size) for size in of_processes.min(axis=0))
-    cache_limit = None if fullest.cache_limit is None else limit
+    has_limit = fullest.cache_limit is not None
+    limit = fullest.cache_limit if has_limit else fullest.free
+    reading = np.array([fullest.total, fullest.free, limit], np.float64)
+    all_readings = multihost_utils.process_allgather(reading)
+    total, free, smallest_limit = (int(size) for size in all_readings.min(axis=0))
+    cache_limit = smallest_limit if has_limit else None
     return fullest._replace(total=total, free=free, cache_limit=cache_limit)
 
 
@@ -259,8 +261,9 @@ def shapes(config: Resolved, model: Model) -> Shapes:
     view = None
     views_of_groups = views(config, model) if config.kv_policy is not None else ()
     if views_of_groups:
-        assert views_of_groups[0].window is not None, "else the policy would be full"
-        view = views_of_groups[0].window, views_of_groups[0].kept
+        window = views_of_groups[0].window
+        assert window is not None, "a policy without a window has no views"
+        view = (window, views_of_groups[0].kept)
     decodes_alone = (
         attention.find(config.attention_impl).decodes_alone
         and config.kv_policy is None

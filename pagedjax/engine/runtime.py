@@ -279,8 +279,11 @@ def _compile(
         steps = programs.LazyPrograms(compile_one, config)
     else:
         background = config.compilation == "background"
-        first = sizes.steps[-1:] if background else (*spec.inputs.drafts, *sizes.steps)
-        steps, config = programs.compile_all(compile_one, first, config, settle, progress=progress)
+        # the largest step is the last one
+        shapes_now = sizes.steps[-1:] if background else (*spec.inputs.drafts, *sizes.steps)
+        steps, config = programs.compile_all(
+            compile_one, shapes_now, config, settle, progress=progress
+        )
         if background:
             on_disk = (compilations.counts() - counts_before).cached > 0
             steps = BackgroundPrograms(compile_one, config, steps, sizes, on_disk)
@@ -380,11 +383,17 @@ def _blank_inputs(
     on_device = [blank for r, blank in drafted.items() if r <= sizes.max_seqs]
     # a step may have its own arrays beside the blanks
     nbytes = memory.nbytes((sampling, on_device)) + memory.nbytes(steps[sizes.steps[-1]])
-    if sizes.keeps_probs:  # the draft model's program keeps the probabilities of every draft
-        draft_rows = max(shape.rows for shape in draft_shapes)
-        float32_bytes = 4
-        nbytes += float32_bytes * sizes.drafts * draft_rows * sizes.vocab_size
+    nbytes += _draft_probs_bytes(sizes, draft_shapes)
     return BlankInputs(sampling, drafted, steps, drafts, nbytes)
+
+
+def _draft_probs_bytes(sizes: Shapes, draft_shapes: Sequence[DraftShape]) -> int:
+    """Bytes of the probabilities of every draft, if the draft model's program keeps them."""
+    if not sizes.keeps_probs:
+        return 0
+    draft_rows = max(shape.rows for shape in draft_shapes)
+    float32_bytes = 4
+    return float32_bytes * sizes.drafts * draft_rows * sizes.vocab_size
 
 
 def _compiler(
@@ -423,7 +432,7 @@ def _compiler(
             batch = joined(spec.inputs.steps[shape])
         arguments = spec.leaves, pages, batch
         return kept_programs.program(
-            facts and (*facts, *kind),
+            None if facts is None else (*facts, *kind),
             arguments,
             device,
             lambda: jitted.lower(*arguments).compile(xla_options),
@@ -465,8 +474,10 @@ def _facts(
         return None
     drafter = None
     if bound:
+        # functions are told by their names, because their `str` differs between processes
+        without_functions = bound.model._replace(params=None, observe=None, next_logits=None)
         drafter = (
-            *bound.model._replace(params=None, observe=None, next_logits=None),
+            *without_functions,
             bound.model.observe.__qualname__,
             bound.model.next_logits.__qualname__,
             bound.attend.scale,

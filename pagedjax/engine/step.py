@@ -59,14 +59,14 @@ def schedule(
     started = time.perf_counter()
     compiled = compilations.compilations()
     offered = NO_DRAFTS
-    learned = state.drafting
-    if learned:
-        draftable, paying = drafting.candidates(
-            learned, state.scheduler.running, runtime.shapes.tokens
+    past_drafting = state.drafting
+    if past_drafting:
+        draftable, best_drafts = drafting.candidates(
+            past_drafting, state.scheduler.running, runtime.shapes.tokens
         )
-        drafts = paying if drafts is None else drafts
+        drafts = best_drafts if drafts is None else drafts
         offered = drafting.offer(
-            learned,
+            past_drafting,
             draftable,
             drafts,
             state.sequences,

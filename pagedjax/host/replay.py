@@ -181,9 +181,9 @@ def _rerun(
     if first_record is None:
         raise ReplayError(f"{path} has no whole line: nothing was recorded")
     config, policy, version = _header(first_record, policies)
-    own_policy = first_record.get("own_policy")
     transition = Transition("init", scheduler.init(config))
-    yield number, recorded, header_line(config, policy.name, version, own_policy), transition
+    line = header_line(config, policy.name, version, first_record.get("own_policy"))
+    yield number, recorded, line, transition
     plan: Plan | None = None
     written: Written = {}
     for number, recorded, record in rows:
@@ -200,13 +200,12 @@ def _rerun(
             raise ReplayError(
                 f"line {number} is no transition; one has a single key: {', '.join(KINDS)}"
             )
-        planned = entry.plan if isinstance(entry, Schedule) else None
         if isinstance(entry, Schedule | Commit):
-            plan = planned
+            plan = entry.plan if isinstance(entry, Schedule) else None
         transition = Transition(
             kind,
             state,
-            plan=planned,
+            plan=entry.plan if isinstance(entry, Schedule) else None,
             events=entry.events if isinstance(entry, Commit | Cancel) else (),
             at=_time(number, notes),
             prompt=_prompt(number, notes, entry),

@@ -14,7 +14,7 @@ from pagedjax.routing.state import Load, Replica, Routed, RouterRequest, RouterS
 # No replica gets a request beyond this multiple of the mean number of unfinished requests
 FACTOR = 1.5
 # Unfinished requests of a replica up to which the router "prefix" does not look at the mean
-SLACK = 8
+PREFIX_SLACK = 8
 
 
 class Router(NamedTuple):
@@ -99,7 +99,7 @@ def lightest(state: RouterState, replicas: Iterable[Replica]) -> Replica:
     return min(replicas, key=lambda replica: loads[replica])
 
 
-def by_prefix(name: str, factor: float = FACTOR, slack: int = SLACK) -> Router:
+def by_prefix(name: str, factor: float = FACTOR, slack: int = PREFIX_SLACK) -> Router:
     """The replica that knows the longest prefix of the prompt; ties go to the lightest, then to the
     next in turn.
 

@@ -27,7 +27,7 @@ REPLACEMENT = "\ufffd"  # the character that incomplete bytes decode to
 # last tokens of a prompt that are read; enough for 3 bytes of a character before many special
 # tokens
 LOOKBACK = 256
-TOKEN_IDS = "give token ids, or name a tokenizer in from_params(..., tokenizer=folder)"
+TOKENIZER_REMEDY = "give token ids, or name a tokenizer in from_params(..., tokenizer=folder)"
 
 
 @dataclass(frozen=True)
@@ -192,13 +192,16 @@ def _template_renderer() -> Callable[..., Any]:
     sandbox).
     """
     logger = logging.getLogger("transformers")
-    # hides its advice on import that torch is missing, because the renderer does not use torch
-    quiet = logging.Filter("nothing")
-    logger.addFilter(quiet)
+
+    def is_no_advice(record: logging.LogRecord) -> bool:
+        """False for all: on import it advises to install torch, which the renderer does not use."""
+        return False
+
+    logger.addFilter(is_no_advice)
     try:
         return imported("transformers.utils.chat_template_utils").render_jinja_template
     finally:
-        logger.removeFilter(quiet)
+        logger.removeFilter(is_no_advice)
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[str]:
@@ -220,7 +223,9 @@ class NoTokenizer(Tokenizer):
         super().__init__(Backend(BPE()), (), {})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        raise ValueError(f"this model has no tokenizer for the text {text!r:.40}; {TOKEN_IDS}")
+        raise ValueError(
+            f"this model has no tokenizer for the text {text!r:.40}; {TOKENIZER_REMEDY}"
+        )
 
     def apply_chat_template(
         self,
@@ -228,7 +233,7 @@ class NoTokenizer(Tokenizer):
         add_generation_prompt: bool = True,
         tools: Any = None,
     ) -> list[int]:
-        raise ValueError(f"this model has no tokenizer for a conversation; {TOKEN_IDS}")
+        raise ValueError(f"this model has no tokenizer for a conversation; {TOKENIZER_REMEDY}")
 
 
 @cache
@@ -266,8 +271,8 @@ class Detokenizer:
         # only the end is read: a request with many branches makes many detokenizers of one long
         # prompt
         prompt = [i for i in prompt_token_ids[-LOOKBACK:] if i not in self._skipped]
-        stream = _Window if tokenizer.coding is None else _Bytes
-        self._stream = stream(tokenizer, prompt)
+        make_stream = _Window if tokenizer.coding is None else _Bytes
+        self._stream = make_stream(tokenizer, prompt)
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; often empty."""
@@ -287,10 +292,12 @@ class _Bytes:
         self._token_bytes = tokenizer.token_bytes
         self._at_start = tokenizer.strips_first_space and not prompt
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        # an incomplete character has at most 3 bytes
+        # An incomplete character has at most 3 bytes. They may be in more tokens than 3, because
+        # some tokens have no bytes.
         tail = b"".join(map(self._token_bytes, prompt[-64:]))[-3:]
         self._decoder.decode(tail)
-        self._from_prompt = bool(self._decoder.getstate()[0])
+        incomplete_bytes, _ = self._decoder.getstate()
+        self._in_character_of_prompt = bool(incomplete_bytes)
 
     def push(self, token_id: int) -> str:
         return self._clean(self._decoder.decode(self._token_bytes(token_id)))
@@ -299,8 +306,8 @@ class _Bytes:
         return self._clean(self._decoder.decode(b"", final=True))
 
     def _clean(self, text: str) -> str:
-        if text and self._from_prompt:
-            self._from_prompt = False
+        if text and self._in_character_of_prompt:
+            self._in_character_of_prompt = False
             return text.removeprefix(REPLACEMENT)
         if text and self._at_start:
             self._at_start = False
@@ -320,7 +327,8 @@ class _Window:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
-        self._known = list(prompt[-self.CONTEXT :])
+        # tokens whose text was returned, or is the prompt's
+        self._context = list(prompt[-self.CONTEXT :])
         self._new: list[int] = []
 
     def push(self, token_id: int) -> str:
@@ -338,9 +346,9 @@ class _Window:
         return text
 
     def _new_text(self) -> str:
-        text = self._decode(self._known + self._new)
-        return text[len(self._decode(self._known)) :]
+        text = self._decode(self._context + self._new)
+        return text[len(self._decode(self._context)) :]
 
     def _accept_new(self) -> None:
-        self._known = self._new
+        self._context = self._new
         self._new = []

@@ -128,11 +128,8 @@ def renumbered(frame: Frame, numbers: Sequence[int]) -> Frame:
         return [[numbers[entry[0]], *entry[1:]] for entry in entries]
 
     parts: dict[str, Any] = {}
-    for record in frame.get("came", ()):
-        number, name, prompt, limit, priority, user, branch, *tags = record
-        branch_number = None if branch is None else numbers[branch]
-        new = [numbers[number], name, prompt, limit, priority, user, branch_number, *tags]
-        parts.setdefault("came", []).append(new)
+    if "came" in frame:
+        parts["came"] = [_arrival(record, numbers) for record in frame["came"]]
     if "waiting" in frame:
         front, back, queue = frame["waiting"]
         parts["waiting"] = [front, back, [numbers[n] for n in queue]]
@@ -151,6 +148,21 @@ def renumbered(frame: Frame, numbers: Sequence[int]) -> Frame:
         if name in frame:
             parts[name] = [_entry(entry, numbers) for entry in frame[name]]
     return frame | parts
+
+
+def _arrival(record: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
+    """The record of a request that came, with other numbers."""
+    number, name, prompt, limit, priority, user, branch, *tags = record
+    return [
+        numbers[number],
+        name,
+        prompt,
+        limit,
+        priority,
+        user,
+        _mapped(branch, numbers),
+        *tags,
+    ]
 
 
 def _entry(entry: Sequence[Any], numbers: Sequence[int]) -> list[Any]:

@@ -14,7 +14,7 @@ from pagedjax.weights.gguf_file import GGUFFile, read_parts, with_name
 
 BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 IN_CONFIG = ("rope_freqs.weight",)  # tensors whose values are in `config`
-TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+TOKEN_ID_NAMES = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -35,7 +35,7 @@ def open_gguf(path: Path) -> Checkpoint:
         ) from error
     config |= {
         key: file.metadata.get(f"tokenizer.ggml.{gguf_key}_token_id")
-        for key, gguf_key in TOKEN_IDS.items()
+        for key, gguf_key in TOKEN_ID_NAMES.items()
     }
     config = normalised(config, path)
     tensors = {}

@@ -80,14 +80,9 @@ def load_params(
         return jax.device_put(pack(name, values))
 
     orbax = checkpoint.format == "orbax"
-    params: dict[str, Any] = {}
     if orbax and not placement:
         restored = named(restore_params(checkpoint, table, dtype))
-        for name in list(restored):  # one at a time, so that there is no second copy of the model
-            values = {name: np.asarray(restored.pop(name))}
-            values |= dict(packed_matrices(stored, values))
-            params |= {name: put(name, x) for name, x in values.items()}
-        return nested(params)
+        return nested(_packed_params(restored, stored, put))
     if orbax:
         table = own_table(table)
         ignore = OWN_BUFFERS
@@ -102,6 +97,7 @@ def load_params(
         gc.collect(0)  # JAX releases copied arrays at its next call or at a collection
         return arrays
 
+    params: dict[str, Any] = {}
     # Orbax's reads are not independent
     with ThreadPoolExecutor(1 if orbax else READERS) as pool:
         results = pool.map(read, entries)
@@ -109,6 +105,24 @@ def load_params(
         for _, arrays in zip(steps, results, strict=True):
             params |= arrays
     return nested(params)
+
+
+def _packed_params(
+    restored: dict[str, Any], stored: str | None, put: Callable[[str, np.ndarray], Any]
+) -> dict[str, Any]:
+    """Parameters by name, on the device, with matrices in the format `stored`.
+
+    It empties `restored`, one parameter at a time, so that there is no second copy of the model.
+
+    Args:
+        put: (name, values) -> the array on the device.
+    """
+    params: dict[str, Any] = {}
+    for name in list(restored):
+        values = {name: np.asarray(restored.pop(name))}
+        values |= dict(packed_matrices(stored, values))
+        params |= {packed_name: put(packed_name, x) for packed_name, x in values.items()}
+    return params
 
 
 def _host_values(

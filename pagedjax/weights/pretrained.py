@@ -196,7 +196,8 @@ def from_params(
     model = model_of(params, config, dtype, stored=stored, linear_impl=linear_impl)
     one_of("weight_dtype", weight_dtype, (None, *STORED_FORMATS, model.dtype))
     own_tokenizer = _tokenizer(tokenizer)
-    eos = {*Checkpoint(Path(), "huggingface", hf, {}).eos_token_ids, *own_tokenizer.eos_token_ids}
+    checkpoint = Checkpoint(Path(), "huggingface", config=hf, tensors={})
+    eos = {*checkpoint.eos_token_ids, *own_tokenizer.eos_token_ids}
     return LoadedModel(
         name="params",
         model=model,

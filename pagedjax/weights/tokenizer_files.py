@@ -54,9 +54,11 @@ def from_gguf(checkpoint: Checkpoint) -> TokenizerParts:
         name: checkpoint.metadata.get(f"tokenizer.ggml.{key}_token_id")
         for name, key in GGUF_NAMES.items()
     }
-    special = {name: backend.id_to_token(i) for name, i in ids.items() if i is not None}
-    special = {name: text for name, text in special.items() if text is not None}
-    return TokenizerParts(backend, special, checkpoint.metadata.get("tokenizer.chat_template"))
+    texts = {name: backend.id_to_token(i) for name, i in ids.items() if i is not None}
+    special_tokens = {name: text for name, text in texts.items() if text is not None}
+    return TokenizerParts(
+        backend, special_tokens, checkpoint.metadata.get("tokenizer.chat_template")
+    )
 
 
 def from_directory(path: Path) -> TokenizerParts:
@@ -89,12 +91,12 @@ def from_directory(path: Path) -> TokenizerParts:
 
     config_file = path / "tokenizer_config.json"
     config = read_json(config_file) if config_file.is_file() else {}
-    special = {name: config[name] for name in SPECIAL_NAMES if config.get(name)}
-    special = {
-        name: value["content"] if isinstance(value, dict) else value
-        for name, value in special.items()
+    entries = {name: config[name] for name in SPECIAL_NAMES if config.get(name)}
+    special_tokens = {
+        name: entry["content"] if isinstance(entry, dict) else entry
+        for name, entry in entries.items()
     }
-    return TokenizerParts(backend, special, _chat_template(path, config))
+    return TokenizerParts(backend, special_tokens, _chat_template(path, config))
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
@@ -118,9 +120,9 @@ def open_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
         FileNotFoundError, ValueError: as `open_checkpoint` and `load_tokenizer`.
     """
     path = located(model)
-    return load_tokenizer(
-        Checkpoint(path, "huggingface", {}, {}) if path.is_dir() else open_checkpoint(path)
-    )
+    if path.is_dir():
+        return load_tokenizer(Checkpoint(path, "huggingface", config={}, tensors={}))
+    return load_tokenizer(open_checkpoint(path))
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

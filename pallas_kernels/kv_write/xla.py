@@ -13,7 +13,7 @@ from pallas_kernels.shared.page_bits import stored
 
 def write(k_pages, v_pages, k, v, slots, *, rows: int | None = None) -> tuple[jax.Array, jax.Array]:
     """See `api.write`. `rows` is not used."""
-    if v_pages.shape[3] != v.shape[2]:
+    if v_pages.shape[3] != v.shape[2]:  # the rows of pages are not those of one token each
         return _into_rows(k_pages, k, slots), _into_rows(v_pages, v, slots)
     size = v_pages.shape[2]
     block = slots // size
@@ -28,11 +28,14 @@ def write(k_pages, v_pages, k, v, slots, *, rows: int | None = None) -> tuple[ja
 def _into_rows(pages: jax.Array, x: jax.Array, slots: jax.Array) -> jax.Array:
     """Writes x [T, K, D] into pages whose rows hold several tokens, [P, K, S D / L, L]."""
     d = x.shape[2]
-    rows, length = pages.shape[2:]
-    tokens = length // d  # of a row
-    place = slots % (rows * tokens)
+    rows, row_size = pages.shape[2:]
+    tokens_of_row = row_size // d
+    block_size = rows * tokens_of_row
+    offset = slots % block_size
     # [T, 3] the page, the row and the first number of each token
-    starts = jnp.stack([slots // (rows * tokens), place // tokens, place % tokens * d], axis=1)
+    starts = jnp.stack(
+        [slots // block_size, offset // tokens_of_row, offset % tokens_of_row * d], axis=1
+    )
     window = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(1, 2),
         inserted_window_dims=(0, 2),

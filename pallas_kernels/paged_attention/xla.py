@@ -60,25 +60,27 @@ def paged_attention(
     t, n, d = q.shape
     k = k_pages.shape[1]
     q_lens = jnp.diff(cu_q_lens)
-    grouped = (q.astype(jnp.float32) * scale).reshape(t, k, n // k, d).astype(q.dtype)
+    # [T, K, G, D]: the query heads of each key head, multiplied by `scale`
+    queries = (q.astype(jnp.float32) * scale).reshape(t, k, n // k, d).astype(q.dtype)
     if t <= ROWS:
-        # each query token becomes a row of one token: the table of its row, and what it sees itself
+        # Each query token becomes a row of one token. The row has the block table of the token's
+        # sequence, and ends where the context ends that the token sees.
         token = jnp.arange(t)
-        row = jnp.minimum((token[:, None] >= cu_q_lens[1:]).sum(1), len(seq_lens) - 1)
-        visible = seq_lens[row] - (cu_q_lens[row + 1] - 1 - token)
-        visible = jnp.where(token < cu_q_lens[-1], visible, 0)
-        out = _decodes(grouped, k_pages, v_pages, block_tables[row], visible, **options)
+        row = jnp.minimum((token[:, None] >= cu_q_lens[1:]).sum(1), len(seq_lens) - 1)  # [T]
+        later_tokens = cu_q_lens[row + 1] - 1 - token  # of the same row
+        visible = jnp.where(token < cu_q_lens[-1], seq_lens[row] - later_tokens, 0)
+        out = _decodes(queries, k_pages, v_pages, block_tables[row], visible, **options)
         return out.reshape(t, n, d).astype(q.dtype)
 
     chunk_lens = jnp.where(q_lens > 1, q_lens, 0)
     out = _chunks(
-        grouped, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, chunk_lens, **options
+        queries, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, chunk_lens, **options
     )
 
     single = q_lens == 1
     first = jnp.minimum(cu_q_lens[:-1], t - 1)
     lengths = jnp.where(single, seq_lens, 0)
-    decoded = _decodes(grouped[first], k_pages, v_pages, block_tables, lengths, **options)
+    decoded = _decodes(queries[first], k_pages, v_pages, block_tables, lengths, **options)
     # a row without a single query token writes out of bounds, which drops it
     out = out.at[jnp.where(single, first, t)].set(decoded, mode="drop", unique_indices=False)
     return out.reshape(t, n, d).astype(q.dtype)
@@ -93,6 +95,7 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap) -
     s = k_pages.shape[2]
     span_pages = max(1, SPAN // s)
     span = span_pages * s
+    # at least 4: a batch of few rows may have long contexts, and so more items than rows
     group = min(GROUP, max(4, b))
     tables = _spans(block_tables, span_pages)  # [B, M / span_pages, span_pages]
 
@@ -104,11 +107,11 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap) -
         max_count = min(max_count, (window - 2) // span + 2)
     size = math.ceil(b * max_count / group) * group
     row, index, valid, total = _worklist(counts, size)
-    index = jnp.minimum(index + begin[row] // span, tables.shape[1] - 1)
-    pages = tables[row, index].reshape(-1, group, span_pages)
+    span_index = jnp.minimum(index + begin[row] // span, tables.shape[1] - 1)  # in the row's table
+    pages = tables[row, span_index].reshape(-1, group, span_pages)
     # in tokens from the span's start: the end of the context, and the beginning of the window
-    context_ends = jnp.where(valid, seq_lens[row] - index * span, 0).reshape(-1, group)
-    window_begins = (begin[row] - index * span).reshape(-1, group)
+    context_ends = jnp.where(valid, seq_lens[row] - span_index * span, 0).reshape(-1, group)
+    window_begins = (begin[row] - span_index * span).reshape(-1, group)
     row = row.reshape(-1, group)
 
     # The state: i, the next group of items. For each query of the rows, over the groups so far: top
@@ -133,7 +136,8 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap) -
 
         # Items of one row may be in one group. A one-hot product adds them up without a scatter.
         owns = (item_rows[:, None] == jnp.arange(b)) & (ends[:, None] > 0)  # [group, B]
-        new_top = jnp.maximum(top, jnp.where(owns[:, :, None, None], item_top[:, None], NEG).max(0))
+        tops_by_row = jnp.where(owns[:, :, None, None], item_top[:, None], NEG)  # [group, B, K, G]
+        new_top = jnp.maximum(top, tops_by_row.max(0))
         item_decay = jnp.exp(item_top - new_top[item_rows])
         one_hot = owns.astype(jnp.float32)
         decay = jnp.exp(top - new_top)
@@ -162,6 +166,7 @@ def _chunks(
     span_pages = max(1, 2 * SPAN // s)
     span = span_pages * s
     tables = _spans(block_tables, span_pages)
+    # t // tile whole tiles at most, and one tile at the end of each row
     row, index, _, total = _worklist((q_lens + tile - 1) // tile, t // tile + b)
     # A tile that starts at the last token would end behind q. Without padding, the slice would be
     # moved back.
@@ -170,10 +175,11 @@ def _chunks(
     def attend_tile(i, out):
         r = row[i]
         start = cu_q_lens[r] + index[i] * tile
-        # how many queries of the tile are the row's
-        number = jnp.minimum(tile, cu_q_lens[r + 1] - start)
+        # the queries of the tile that are the row's
+        num_queries = jnp.minimum(tile, cu_q_lens[r + 1] - start)
         # [tile] position of each query in its sequence
         position = seq_lens[r] - (cu_q_lens[r + 1] - start) + jnp.arange(tile)
+        # [K, G tile, D]
         queries = (
             jax.lax.dynamic_slice_in_dim(padded, start, tile)
             .transpose(1, 2, 0, 3)
@@ -181,7 +187,7 @@ def _chunks(
         )
         # the tile's queries see the context tokens begin : end
         begin = _begin(position[0] + 1, window)
-        end = position[0] + number
+        end = position[0] + num_queries
 
         # The state: j, the next span. For each query (query head, token of the tile), over the
         # spans so far: top [K, G tile], norm [K, G tile] and acc [K, G tile, D], as in `_decodes`.
@@ -190,13 +196,13 @@ def _chunks(
             page = tables[r, j][None]
             keys, values = (_tile(x, page, q.dtype)[0] for x in (k_pages, v_pages))  # [K, span, D]
             scores = _product("kqd,kcd->kqc", queries, keys)
-            place = j * span + jnp.arange(span)
-            visible = place <= position[:, None]
+            key_position = j * span + jnp.arange(span)
+            visible = key_position <= position[:, None]
             if window is not None:
-                visible &= place > position[:, None] - window
+                visible &= key_position > position[:, None] - window
             scores = jnp.where(jnp.tile(visible, (g, 1)), _with_soft_cap(scores, soft_cap), NEG)
             # slots that no query of the tile sees may have a NaN, and 0 * NaN is not 0
-            real = (place < end) & (place >= begin)
+            real = (key_position < end) & (key_position >= begin)
             values = jnp.where(real[:, None], values, 0)
             return _with_span(state, scores, values)
 
@@ -214,7 +220,8 @@ def _chunks(
         result = acc / jnp.maximum(norm, 1e-30)[..., None]
         result = result.reshape(k, g, tile, d).transpose(2, 0, 1, 3)
         old = jax.lax.dynamic_slice_in_dim(out, start, tile)
-        result = jnp.where((jnp.arange(tile) < number)[:, None, None, None], result, old)
+        is_query = (jnp.arange(tile) < num_queries)[:, None, None, None]
+        result = jnp.where(is_query, result, old)
         return jax.lax.dynamic_update_slice_in_dim(out, result, start, 0)
 
     out = jnp.zeros((t + tile, k, g, d), jnp.float32)

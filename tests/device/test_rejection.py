@@ -32,10 +32,10 @@ LESS = quick_options() | {"xla_backend_optimization_level": 1}
 V = 10
 ROWS = 1024
 POSITIONS = 16  # of each row in one call: 16,384 draws
-MANY = 8  # calls for 131,072 draws
+MANY_CALLS = 8  # calls for 131,072 draws
 MILLION = 64  # calls for 1,048,576 draws
 SEED = np.uint32(11)
-KEPT = 1e-4  # the p-value of a distribution that is kept is above
+MIN_PVALUE = 1e-4  # the p-value of a distribution that is kept is above
 FAULTY = 1e-12  # the p-value of a fault is below
 MODEL = np.array([2.0, 1.5, 1.1, 0.8, 0.4, 0.0, -0.5, -1.0, -2.0, -6.0], np.float32)
 DRAFTER = np.array([0.1, 2.4, -0.5, 0.9, -3.0, 1.3, 0.6, -6.0, 1.0, -0.2], np.float32)
@@ -172,8 +172,8 @@ def assert_share(hits: np.ndarray, share: float) -> None:
 def assert_kept(outcome: Drawn, p: np.ndarray, q: np.ndarray) -> None:
     """Drafts are drawn from q and tokens from p."""
     chex.assert_tree_all_finite(outcome)
-    assert pvalue(outcome.drafts, q) > KEPT
-    assert pvalue(outcome.tokens, p) > KEPT
+    assert pvalue(outcome.drafts, q) > MIN_PVALUE
+    assert pvalue(outcome.tokens, p) > MIN_PVALUE
     # a rejected draft has q > p, so it is not drawn again
     assert_share(outcome.tokens == outcome.drafts, np.minimum(p, q).sum())
 
@@ -184,7 +184,7 @@ def assert_kept(outcome: Drawn, p: np.ndarray, q: np.ndarray) -> None:
 @pytest.mark.parametrize(
     ("name", "calls"),
     [
-        ("all of truncation", MANY),
+        ("all of truncation", MANY_CALLS),
         *(pytest.param(name, MILLION, marks=pytest.mark.slow) for name in RULES),
     ],
 )
@@ -203,8 +203,8 @@ def test_the_tokens_of_neighbouring_positions_and_of_neighbouring_seeds_are_inde
     p = distribution(MODEL, row)
     tokens = draft_and_verify(MODEL, DRAFTER, same(row, ROWS)).tokens
     pairs = np.outer(p, p).reshape(-1)
-    assert pvalue(tokens[::2] * V + tokens[1::2], pairs) > KEPT
-    assert pvalue(tokens[:, ::2] * V + tokens[:, 1::2], pairs) > KEPT
+    assert pvalue(tokens[::2] * V + tokens[1::2], pairs) > MIN_PVALUE
+    assert pvalue(tokens[:, ::2] * V + tokens[:, 1::2], pairs) > MIN_PVALUE
 
 
 def test_a_drafter_that_is_sure_of_its_drafts_keeps_the_distribution():
@@ -216,7 +216,7 @@ def test_a_drafter_that_is_sure_of_its_drafts_keeps_the_distribution():
     assert (p == 0).any()
     for token in range(V):
         tokens = outcome.tokens[:, token::V]
-        assert pvalue(tokens, p) > KEPT, token
+        assert pvalue(tokens, p) > MIN_PVALUE, token
         assert_share(tokens == token, p[token])
 
 
@@ -237,7 +237,7 @@ def test_a_drafter_that_knows_no_allowed_token_keeps_the_distribution(row):
     logits = np.where(np.isin(np.arange(V), [1, 4, 7]), DRAFTER, -np.inf).astype(np.float32)
     outcome = draft_and_verify(MODEL, logits, same(row, ROWS))
     assert len(set(outcome.drafts.reshape(-1).tolist())) == 1
-    assert pvalue(outcome.tokens, distribution(MODEL, row)) > KEPT
+    assert pvalue(outcome.tokens, distribution(MODEL, row)) > MIN_PVALUE
 
 
 def test_weights_that_are_all_zero_keep_the_distribution():
@@ -245,7 +245,7 @@ def test_weights_that_are_all_zero_keep_the_distribution():
     weightless = lambda drafts, probs: Drafted(np.zeros_like(drafts), np.zeros_like(probs))  # noqa: E731
     outcome = draft_and_verify(MODEL, DRAFTER, same(row, ROWS), weightless)
     p = distribution(MODEL, row)
-    assert pvalue(outcome.tokens, p) > KEPT
+    assert pvalue(outcome.tokens, p) > MIN_PVALUE
     assert_share(outcome.tokens == 0, p[0])
 
 
@@ -283,7 +283,7 @@ def test_unprocessed_probabilities_of_the_drafter_are_found():
     raw = np.exp(DRAFTER) / np.exp(DRAFTER).sum()
     faulty = lambda drafts, probs: Drafted(drafts, np.broadcast_to(raw, probs.shape))  # noqa: E731
     outcome = draft_and_verify(MODEL, DRAFTER, same(row, ROWS), faulty)
-    assert pvalue(outcome.drafts, distribution(DRAFTER, row)) > KEPT
+    assert pvalue(outcome.drafts, distribution(DRAFTER, row)) > MIN_PVALUE
     assert pvalue(outcome.tokens, distribution(MODEL, row)) < FAULTY
 
 
@@ -294,7 +294,7 @@ def test_a_number_that_is_used_twice_is_found(monkeypatch, stream):
     row = RULES["all of truncation"]
     monkeypatch.setattr(rejection, stream, rejection.DRAFT)
     outcome = draft_and_verify(MODEL, DRAFTER, same(row, ROWS), verify=verify_traced_again())
-    assert pvalue(outcome.drafts, distribution(DRAFTER, row)) > KEPT
+    assert pvalue(outcome.drafts, distribution(DRAFTER, row)) > MIN_PVALUE
     assert pvalue(outcome.tokens, distribution(MODEL, row)) < FAULTY
 
 
@@ -355,7 +355,7 @@ def test_greedy_rows_among_drawn_rows_are_strict():
     chex.assert_trees_all_equal(
         np.unique(outcome.tokens[:, greedy]), MODEL.argmax(keepdims=True).astype(np.int32)
     )
-    assert pvalue(outcome.tokens[:, ~greedy], distribution(MODEL, rule)) > KEPT
+    assert pvalue(outcome.tokens[:, ~greedy], distribution(MODEL, rule)) > MIN_PVALUE
     drafts = each_token()
     for change in (lambda *_: Drafted(drafts), lambda _, probs: Drafted(drafts, probs)):
         tokens = draft_and_verify(MODEL, DRAFTER, (s, history), change).tokens[:, greedy]

@@ -38,7 +38,7 @@ from tests.refusals import refused
 
 B = 16  # rows
 V = 300  # tokens of the vocabulary, no multiple of anything
-ROOM = 24  # known tokens of a row at most
+HISTORY = 24  # known tokens of a row at most
 LARGE_V = 2 * MAX_LISTED
 ENGINE_SEED = 11
 TILE = 5  # no divisor of B
@@ -69,7 +69,7 @@ def history_of(rows: list[Row]) -> History:
     rng = np.random.default_rng(len(rows))
     b = len(rows)
     size = 4
-    width = ROOM // size
+    width = HISTORY // size
     tables = 1 + rng.permutation(b * width).reshape(b, width).astype(np.int32)
     tokens = rng.integers(0, 40, (1 + b * width, size)).astype(np.int32)
     lens = np.zeros(b, np.int32)
@@ -218,7 +218,7 @@ def random_logits(seed: int, b: int = B, v: int = V) -> np.ndarray:
 
 def random_history(rng: np.random.Generator) -> Row:
     """Some 20 known tokens, many of them repeated."""
-    length = int(rng.integers(2, ROOM + 1))
+    length = int(rng.integers(2, HISTORY + 1))
     return {
         "history": rng.integers(0, 12, length).tolist(),
         "prompt_len": int(rng.integers(1, length + 1)),
@@ -645,14 +645,14 @@ def test_the_definitions_in_numpy_are_transformers(name, value):
         "temperature": hf.TemperatureLogitsWarper,
     }
     logits = random_logits(13)
-    history = np.random.default_rng(13).integers(0, V, (B, ROOM))
+    history = np.random.default_rng(13).integers(0, V, (B, HISTORY))
     theirs = (
         processors[name](value)(torch.from_numpy(history), torch.from_numpy(logits.copy()))
         .softmax(-1)
         .numpy()
     )
     for x, ids, expected in zip(logits, history, theirs, strict=True):
-        row = {"temperature": 1.0, "history": ids.tolist(), "prompt_len": ROOM, name: value}
+        row = {"temperature": 1.0, "history": ids.tolist(), "prompt_len": HISTORY, name: value}
         np.testing.assert_allclose(distribution(x, row), expected, atol=1e-6)
 
 
@@ -749,7 +749,7 @@ def test_penalties_are_those_of_a_plain_computation():
         for _ in range(B)
     ]
     rows[0]["history"] = []
-    rows[1]["history"] = rng.integers(0, 12, ROOM).tolist()
+    rows[1]["history"] = rng.integers(0, 12, HISTORY).tolist()
     s, history = batch(rows)
     context = RowContext(*history, s.prompt_len, s.position)
     penalised = jax.jit(PENALTIES.apply)(logits, s.features["penalties"].fields, context)

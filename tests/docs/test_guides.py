@@ -39,7 +39,7 @@ def parsers() -> dict[str, object]:
     return {name: parser for name, parser, _ in command_lines.commands()}
 
 
-def wrong_words(command: str) -> str:
+def refusal_of(command: str) -> str:
     """Why the parser of a command refuses its words; "" if it takes them, or the command is a
     foreign one.
     """
@@ -47,9 +47,8 @@ def wrong_words(command: str) -> str:
     words = shlex.split(re.sub(r" (?:&|>|\|).*", "", command))
     if words[0] in FOREIGN or re.fullmatch(r"python \w+\.py", command):
         return ""
-    if (
-        words[0] == "pagedjax" and words[1] in experiments.COMMANDS
-    ):  # they have parsers of their own
+    if words[0] == "pagedjax" and words[1] in experiments.COMMANDS:
+        # their parsers are those of the modules that they run
         words = ["python", "-m", f"experiments.{words[1]}", *words[2:]]
     commands = [name for name in parsers() if words[: len(name.split())] == name.split()]
     name = max(commands, key=len, default=None)
@@ -82,8 +81,8 @@ def test_a_guide_has_the_form_of_a_guide(path: Path):
 def test_commands_and_configs_of_a_guide_are_read_by_the_real_readers(path: Path, tmp_path):
     text = path.read_text("utf-8")
     shells = [block for block in blocks(text) if block.language == "sh"]
-    words = [command for block in shells for command in guide_blocks.commands(block.source)]
-    assert [wrong for command in words if (wrong := wrong_words(command))] == []
+    commands = [command for block in shells for command in guide_blocks.commands(block.source)]
+    assert [refusal for refusal in map(refusal_of, commands) if refusal] == []
     for block in blocks(text):
         if block.file:
             guide_blocks.write(block, tmp_path)
@@ -123,7 +122,8 @@ def test_numbers_of_slow_runs_exist():
         row.split(" | ")[1]
         for row in re.findall(r"^\|(.*)\|$", text.partition("\n## ")[0], re.MULTILINE)[2:]
     ]
-    named = {name.split(".")[0] for cell in cells for name in re.findall(r"`(\w[\w.:]*)`", cell)}
+    names = {name for cell in cells for name in re.findall(r"`(\w[\w.:]*)`", cell)}
+    named_numbers = {name.split(".")[0].removeprefix("pagedjax:") for name in names}
     served = {
         f"{metric.name.removeprefix('pagedjax:')}{end}"
         for metric in server.metrics()
@@ -134,7 +134,7 @@ def test_numbers_of_slow_runs_exist():
     )
     options = {"llm", "attention_impl", "linear_impl"}
     assert len(cells) >= 10
-    assert {name.removeprefix("pagedjax:") for name in named} - served - summary - options == set()
+    assert named_numbers <= served | summary | options
 
 
 PAGE = """# Title
@@ -188,10 +188,11 @@ def test_wrong_pages_fail(tmp_path, monkeypatch):
     """Each check can fail: an option that does not exist, an error of Python or the shell, another
     error text.
     """
-    assert "refuses" in wrong_words("pagedjax serve --no-such-option")
-    assert "no command" in wrong_words("pagedjaxx serve")
-    assert wrong_words("pagedjax serve smollm2-135m --max-num-seqs 4 &") == ""
+    assert "refuses" in refusal_of("pagedjax serve --no-such-option")
+    assert "no command" in refusal_of("pagedjaxx serve")
+    assert refusal_of("pagedjax serve smollm2-135m --max-num-seqs 4 &") == ""
     monkeypatch.chdir(tmp_path)
+    # `guide_blocks.run` puts another module here; monkeypatch puts this one back
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     page = tmp_path / "page.md"
     row = "\n## Usual mistakes\n\n| a | b | c |\n|---|---|---|\n| `{}` | `{}` | no |\n"

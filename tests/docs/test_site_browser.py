@@ -18,9 +18,9 @@ pytestmark = pytest.mark.browser
 
 WIDTHS = (1280, 390)
 # How much wider than its window a page is, in pixels, and the pictures that were not loaded.
-SEEN = """() => ({
+LOOK_FOR_FAULTS = """() => ({
   over: document.documentElement.scrollWidth - innerWidth,
-  missing: [...document.images].filter((one) => !one.complete || !one.naturalWidth).map((one) => one.src),
+  missing: [...document.images].filter((image) => !image.complete || !image.naturalWidth).map((image) => image.src),
 })"""
 
 
@@ -31,7 +31,7 @@ def faults_of(browser: Any, pages: list[Path], width: int) -> dict[str, Any]:
     page.set_default_timeout(180_000)  # ms; a busy machine loads a page slowly
     for path in pages:
         page.goto(path.as_uri())
-        fault = page.evaluate(SEEN)
+        fault = page.evaluate(LOOK_FOR_FAULTS)
         if fault["over"] > 0 or fault["missing"]:
             faults[path.name] = fault
     page.close()

@@ -21,7 +21,7 @@ from tests.engine.runs import answers, check_idle, greedy, small_llm
 from tests.refusals import refused
 
 PROMPTS = {n: np.random.default_rng(n).integers(3, 320, n).tolist() for n in (1, 8, 21, 40)}
-BEAMS = BeamSearchParams(4, 16, ignore_eos=True)
+BEAMS = BeamSearchParams(beam_width=4, max_tokens=16, ignore_eos=True)
 
 
 def make(tiny, **config) -> LLM:
@@ -94,12 +94,19 @@ def test_a_wide_beam_finds_the_best_of_all_sequences(seed, stops, penalty, lengt
     rows = table(seed, 4, length)
     expected = []
     for tokens in sequences_to(4, length + 1):
-        ended = tokens and (len(tokens) == length or tokens[-1] in stops)
-        if ended and not set(tokens[:-1]) & stops:
+        if not tokens or set(tokens[:-1]) & stops:  # no sequence, or one that would end before
+            continue
+        if len(tokens) == length or tokens[-1] in stops:
             total = sum(rows[tokens[:i]][token] for i, token in enumerate(tokens))
             expected.append((total / len(tokens) ** penalty, tokens))
     expected.sort(reverse=True)
-    sequences = run(BeamSearchParams(4**length, length, penalty, "never"), frozenset(stops), rows)
+    sequences = run(
+        BeamSearchParams(
+            beam_width=4**length, max_tokens=length, length_penalty=penalty, early_stopping="never"
+        ),
+        frozenset(stops),
+        rows,
+    )
     if penalty < 0:  # then the rule of "never" guesses, as transformers' does
         assert sequences[0].score <= expected[0][0] + 1e-9
         return
@@ -116,7 +123,11 @@ def test_early_stopping_decides_when_the_search_ends():
     rows[()] = np.log([0.5, 0.4, 0.1]).tolist()
 
     def lengths(early):
-        sequences = run(BeamSearchParams(2, 5, 1.0, early), frozenset({0}), rows)
+        sequences = run(
+            BeamSearchParams(beam_width=2, max_tokens=5, length_penalty=1.0, early_stopping=early),
+            frozenset({0}),
+            rows,
+        )
         assert sequences == tuple(sorted(sequences, key=lambda sequence: -sequence.score))
         return [len(sequence.token_ids) for sequence in sequences]
 
@@ -167,7 +178,15 @@ def test_sequences_and_scores_equal_transformers(tiny_folder, llm, early):
         stops = tuple({*rng.integers(0, 320, int(rng.integers(0, 12))).tolist()})
         penalty = float(rng.choice([0.0, 1.0, 2.0, -0.5]))
         length = int(rng.integers(1, 24))
-        params.append(BeamSearchParams(width, length, penalty, early, stop_token_ids=stops))
+        params.append(
+            BeamSearchParams(
+                beam_width=width,
+                max_tokens=length,
+                length_penalty=penalty,
+                early_stopping=early,
+                stop_token_ids=stops,
+            )
+        )
     results = search(llm, prompts, params)  # all in the same steps
     for prompt, case, sequences in zip(prompts, params, results, strict=True):
         eos = list(dict.fromkeys((*llm.model.eos_token_ids, *case.stop_token_ids)))
@@ -187,7 +206,7 @@ def test_one_beam_is_greedy_decoding(llm):
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=0)
     for prompt in PROMPTS.values():
         (answer,) = answers(llm, [prompt], params)
-        ((sequence,),) = search(llm, [prompt], BeamSearchParams(1, 12))
+        ((sequence,),) = search(llm, [prompt], BeamSearchParams(beam_width=1, max_tokens=12))
         assert sequence.token_ids == answer.token_ids
         total = pytest.approx(answer.cumulative_logprob, abs=1e-5)
         assert sequence.cumulative_logprob == total
@@ -249,7 +268,9 @@ def test_batch_block_size_caching_and_preemption_change_no_beam(tiny, golden, co
 
 
 def test_n_returns_the_best_beams_with_their_text(llm, golden):
-    (out,) = llm.generate([PROMPTS[21]], BeamSearchParams(4, 16, n=2, ignore_eos=True))
+    (out,) = llm.generate(
+        [PROMPTS[21]], BeamSearchParams(beam_width=4, max_tokens=16, n=2, ignore_eos=True)
+    )
     for i, (branch, sequence) in enumerate(zip(out.outputs, golden[21][:2], strict=True)):
         assert branch.token_ids == sequence.token_ids
         assert branch.index == i
@@ -259,7 +280,9 @@ def test_n_returns_the_best_beams_with_their_text(llm, golden):
 def test_a_stop_token_ends_a_beam_and_is_hidden(llm, golden):
     stops = {sequence.token_ids[i] for sequence in golden[21] for i in (2, 3, 4)}
     # short ones are better
-    params = BeamSearchParams(4, 16, length_penalty=0.0, stop_token_ids=tuple(stops))
+    params = BeamSearchParams(
+        beam_width=4, max_tokens=16, length_penalty=0.0, stop_token_ids=tuple(stops)
+    )
     (out,) = llm.generate([PROMPTS[21]], params)
     ended = [branch for branch in out.outputs if branch.finish_reason == "stop"]
     assert ended
@@ -273,7 +296,9 @@ def test_a_stop_token_ends_a_beam_and_is_hidden(llm, golden):
 def test_any_beam_id_cancels_the_search(tiny):
     llm = make(tiny)
     for count in (0, 1, 5):
-        llm.engine.add("a", PROMPTS[8], BeamSearchParams(3, 16), forks=["b", "c"])
+        llm.engine.add(
+            "a", PROMPTS[8], BeamSearchParams(beam_width=3, max_tokens=16), forks=["b", "c"]
+        )
         for _ in range(count):
             llm.engine.step()
         events = llm.engine.cancel("b")
@@ -323,12 +348,14 @@ def test_an_impossible_search_is_refused_with_its_limits(tiny, llm):
 
 
 def test_an_invalid_beam_choice_is_refused():
-    config = scheduler.SchedulerConfig(4, 20, 16, 4, 20)
+    config = scheduler.SchedulerConfig(
+        block_size=4, num_blocks=20, max_num_batched_tokens=16, max_num_seqs=4, max_model_len=20
+    )
     two_beams = Request("a", 5, 9, forks=("b",), beams=True)
     one_beam = Request("a", 5, 9, beams=True)
     last_token = Request("a", 5, 1, beams=True)
-    a = {"a": Choice(("a",), (1,))}
-    ab = {"a": Choice(("a", "b"), (1, 2))}
+    one_goes_on = {"a": Choice(("a",), (1,))}
+    two_go_on = {"a": Choice(("a", "b"), (1, 2))}
     for request, choices, budget, message in (
         (
             two_beams,
@@ -336,12 +363,17 @@ def test_an_invalid_beam_choice_is_refused():
             16,
             "'x' is not the first beam of a running request",
         ),
-        (two_beams, a, 16, "2 beams of 'a' cannot continue"),
-        (two_beams, ab, 16, "2 beams of 'a' cannot continue"),
-        (one_beam, a, 4, "a beam of 'a' has tokens left to compute; all beams advance together"),
+        (two_beams, one_goes_on, 16, "2 beams of 'a' cannot continue"),
+        (two_beams, two_go_on, 16, "2 beams of 'a' cannot continue"),
+        (
+            one_beam,
+            one_goes_on,
+            4,
+            "a beam of 'a' has tokens left to compute; all beams advance together",
+        ),
         (
             last_token,
-            a,
+            one_goes_on,
             16,
             "the beams of 'a' would reach their limit of 6 tokens; they end instead",
         ),

@@ -35,7 +35,14 @@ ANY = Drafting(Drafter("any", lambda *_: []))
 SMALL = Drafting(Drafter("small", None))
 
 
-PLAN = scheduler.schedule(scheduler.init(scheduler.SchedulerConfig(4, 8, 8, 4, 16)), FCFS)[1]
+PLAN = scheduler.schedule(
+    scheduler.init(
+        scheduler.SchedulerConfig(
+            block_size=4, num_blocks=8, max_num_batched_tokens=8, max_num_seqs=4, max_model_len=16
+        )
+    ),
+    FCFS,
+)[1]
 
 
 def step_of(size: int, seconds: float, *events: Verified) -> StepResult:

@@ -48,7 +48,7 @@ def run(engine, requests) -> tuple[dict[str, list[int]], list[StepResult]]:
 def expected(engine):
     """Each request alone, greedy and drawn."""
     alone = {}
-    for name, request in everyone().items():
+    for name, request in all_requests().items():
         alone |= run(engine, {name: request})[0]
     assert len({tuple(tokens) for tokens in alone.values()}) == len(alone), (
         "the model must not say the same always"
@@ -56,7 +56,7 @@ def expected(engine):
     return alone
 
 
-def everyone() -> dict:
+def all_requests() -> dict:
     greedy = {f"g{i}": (prompt, GREEDY) for i, prompt in enumerate(PROMPTS)}
     return greedy | {f"d{i}": (prompt, DRAWN) for i, prompt in enumerate(PROMPTS)}
 
@@ -75,13 +75,13 @@ def everyone() -> dict:
 )
 def test_block_size_budget_and_batch_change_no_token(tiny, expected, config):
     engine = small_llm(tiny, **config).engine
-    assert run(engine, everyone())[0] == expected
-    backwards = dict(reversed(everyone().items()))
+    assert run(engine, all_requests())[0] == expected
+    backwards = dict(reversed(all_requests().items()))
     assert run(engine, backwards)[0] == expected
 
 
 def test_small_blocks_a_small_budget_and_preemption_change_no_token(tiny, expected):
-    tokens, results = run(small_llm(tiny, **SMALL).engine, everyone())
+    tokens, results = run(small_llm(tiny, **SMALL).engine, all_requests())
     assert sum(len(result.plan.preempted) for result in results) > 3
     ends = [e for result in results for e in result.events if isinstance(e, Finished)]
     assert len(ends) == len(expected)
@@ -133,7 +133,7 @@ def test_a_recorded_run_replays_byte_for_byte(tiny, tmp_path):
     # an engine that has worked starts its log at step 0 all the same
     run(engine, {"before": (PROMPTS[0], GREEDY)})
     engine.record(tmp_path / "run.jsonl")
-    for request_id, (prompt, params) in everyone().items():
+    for request_id, (prompt, params) in all_requests().items():
         engine.add(request_id, prompt, params)
     engine.step()
     with refused("12 sequences are unfinished; finish or cancel them before a recording"):

@@ -42,13 +42,13 @@ def prompt_log_probabilities(output: RequestOutput) -> list[float]:
 NARROW = {"block_size": 8, "max_num_batched_tokens": 32, "max_num_seqs": 32, "token_buckets": (32,)}
 WIDE = {"block_size": 16, "max_num_batched_tokens": 2048, "token_buckets": (32, 2048)}
 WITH_PROMPTS = [golden for golden in GOLDENS if "prompt_logprobs" in golden]
-SOME = [*WITH_PROMPTS, *(golden for golden in SHORT[::3] if golden not in WITH_PROMPTS)]
+SUBSET = [*WITH_PROMPTS, *(golden for golden in SHORT[::3] if golden not in WITH_PROMPTS)]
 
 
 @pytest.mark.parametrize(
     ("options", "goldens", "tokens"),
     [
-        (NARROW, SOME, 8),
+        (NARROW, SUBSET, 8),
         pytest.param(NARROW, SHORT, 12, marks=SLOW),
         pytest.param(WIDE, GOLDENS, 64, marks=SLOW),
     ],

@@ -106,7 +106,16 @@ def test_a_swap_space_below_one_block_is_refused(tiny):
 def test_a_policy_chooses_between_swapping_and_recomputing():
     """Here only sequences that hold three blocks are worth moving."""
     picky = FCFS._replace(name="picky", swap=lambda victims: len(victims[0].blocks) >= 3)
-    state = scheduler.init(scheduler.SchedulerConfig(2, 6, 16, 4, 12, host_blocks=9))
+    state = scheduler.init(
+        scheduler.SchedulerConfig(
+            block_size=2,
+            num_blocks=6,
+            max_num_batched_tokens=16,
+            max_num_seqs=4,
+            max_model_len=12,
+            host_blocks=9,
+        )
+    )
     for name, prompt in (("a", 3), ("b", 1), ("c", 3)):
         state = scheduler.submit(state, Request(name, prompt, 8))
     swapped = []

@@ -20,7 +20,7 @@ from pagedjax.engine.interrupts import Turns
 from tests.engine.runs import check_idle, greedy, small_llm, token_ids
 from tests.weights.tiny_adapters import tiny_adapter
 
-LIMIT = 300  # seconds for what takes some: machines may be slow
+TIMEOUT = 300  # seconds; these calls take some, and more on a slow machine
 
 
 def drawn_call(number: int) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def test_the_answers_are_those_of_calls_in_turn(tiny_llm):
     expected = [answer(tiny_llm, call) for call in calls]
     with ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(answer, tiny_llm, call) for call in calls]
-        assert [future.result(LIMIT) for future in futures] == expected
+        assert [future.result(TIMEOUT) for future in futures] == expected
     check_idle(tiny_llm.engine)
     assert not tiny_llm.session.branches
 
@@ -78,9 +78,9 @@ def test_steps_are_shared_and_short_calls_do_not_wait_for_long_ones(tiny_llm):
 
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(stream)
-        assert running.wait(LIMIT)
+        assert running.wait(TIMEOUT)
         tiny_llm.generate([[7, 8]], greedy(4))
-        assert time.perf_counter() < long.result(LIMIT)
+        assert time.perf_counter() < long.result(TIMEOUT)
 
 
 def test_pooling_adapters_and_changes_go_with_generation(tiny, tiny_folder, tmp_path):
@@ -96,7 +96,7 @@ def test_pooling_adapters_and_changes_go_with_generation(tiny, tiny_folder, tmp_
         assert list(pool.map(adapted, range(18))) == expected * 6
         resets = [pool.submit(llm.reset_prefix_cache) for _ in range(5)]
         assert list(pool.map(adapted, range(6))) == expected * 2
-        assert [reset.result(LIMIT) for reset in resets] == [None] * 5
+        assert [reset.result(TIMEOUT) for reset in resets] == [None] * 5
 
 
 def test_ctrl_c_ends_the_call_of_the_main_thread_alone(tiny_llm, interruptible):
@@ -105,7 +105,7 @@ def test_ctrl_c_ends_the_call_of_the_main_thread_alone(tiny_llm, interruptible):
     interrupted = threading.Event()
 
     def press() -> None:
-        running.wait(LIMIT)
+        running.wait(TIMEOUT)
         # again, because Python ignores what is raised in a callback of its garbage collection
         for _ in range(10):
             os.kill(os.getpid(), signal.SIGINT)
@@ -123,7 +123,7 @@ def test_ctrl_c_ends_the_call_of_the_main_thread_alone(tiny_llm, interruptible):
         with pytest.raises(KeyboardInterrupt):
             stream_for_ever()
         interrupted.set()
-        assert other.result(LIMIT) == [expected] * 2
+        assert other.result(TIMEOUT) == [expected] * 2
     check_idle(tiny_llm.engine)
     assert not tiny_llm.session.branches
     assert token_ids(tiny_llm, [[5, 6]], greedy(200)) == [expected]
@@ -144,10 +144,10 @@ def test_turns_are_taken_in_turn_and_may_be_nested():
         with turns:
             if i == 10:
                 thread.start()
-                assert ready.wait(LIMIT)
+                assert ready.wait(TIMEOUT)
                 time.sleep(0.2)  # it waits at the lock now
             order.append("main")
-    thread.join(LIMIT)
+    thread.join(TIMEOUT)
     assert order.index("other") < 20
     assert len(order) == 1001
 
@@ -163,13 +163,13 @@ def test_a_turn_that_ctrl_c_interrupts_is_given_back(interruptible):
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert entered.wait(LIMIT)
+    assert entered.wait(TIMEOUT)
     pressed = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
     pressed.start()
     with pytest.raises(KeyboardInterrupt), turns:
         raise AssertionError("Ctrl-C came before the lock")
-    thread.join(LIMIT)
+    thread.join(TIMEOUT)
     second = threading.Thread(target=turns.__enter__)
     second.start()
-    second.join(LIMIT)
+    second.join(TIMEOUT)
     assert not second.is_alive()

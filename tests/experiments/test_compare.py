@@ -11,7 +11,7 @@ import pytest
 
 from experiments import compare
 from experiments.analysis import ratios
-from experiments.analysis.ratios import comparison, effect_of_runs, of_requests
+from experiments.analysis.ratios import comparison, effect_of_requests, effect_of_runs
 from experiments.core import store
 from experiments.core.records import BranchRecord, RequestRecord
 from pagedjax.server.load_client.summary import spread
@@ -142,7 +142,7 @@ def test_false_positive_rate_of_request_bootstrap(count: int, percentile: int, m
     for _ in range(60):
         base = draw.lognormal(0, 0.6, count)
         a, b = (requests((base * draw.lognormal(0, 0.2, count)).tolist()) for _ in range(2))
-        effect, _ = of_requests(a, b, "ttft_s", percentile, 0.95)
+        effect, _ = effect_of_requests(a, b, "ttft_s", percentile, 0.95)
         assert effect is not None
         assert effect.low is not None
         assert effect.high is not None
@@ -152,7 +152,9 @@ def test_false_positive_rate_of_request_bootstrap(count: int, percentile: int, m
 
 def test_bootstrap_draws_requests_with_all_their_gaps():
     first = np.random.default_rng(1).lognormal(0, 0.5, 50).tolist()
-    effect, words = of_requests(requests(first, 0.05), requests(first, 0.06), "itl_s", 90, 0.95)
+    effect, words = effect_of_requests(
+        requests(first, 0.05), requests(first, 0.06), "itl_s", 90, 0.95
+    )
     assert effect is not None
     assert (effect.estimate, effect.low, effect.p) == (pytest.approx(1.2), pytest.approx(1.2), None)
     assert words == "the interval is over 50 requests"
@@ -237,7 +239,7 @@ def test_differences_of_device_and_code_are_reported(tmp_path, compared: Any):
 def test_resamples_without_ratio_give_no_interval(
     name: str, percentile: int, a: list[RequestRecord], b: list[RequestRecord]
 ):
-    effect, words = of_requests(a, b, name, percentile, 0.95)
+    effect, words = effect_of_requests(a, b, name, percentile, 0.95)
     assert effect is not None
     assert effect.estimate == pytest.approx(1.3 if name == "queue_s" else 1.0)
     assert (effect.low, effect.high) == (None, None)

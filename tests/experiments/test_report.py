@@ -74,11 +74,11 @@ def run(
 
 GRID = [
     run(
-        2 * i + j,
-        repeat,
-        {"engine.block_size": size, "engine.max_num_batched_tokens": budget},
-        rate + repeat,
-        gap,
+        order=2 * i + j,
+        repeat=repeat,
+        swept={"engine.block_size": size, "engine.max_num_batched_tokens": budget},
+        rate=rate + repeat,
+        gap=gap,
     )
     for i, size in enumerate((8, 16, 128))
     for j, (budget, rate, gap) in enumerate(
@@ -93,10 +93,10 @@ ABOUT = {
 }
 POLICIES = [
     run(
-        4 * i + j,
-        repeat,
-        {"engine.policy": policy, "workload.arrivals.rate": rate},
-        100.0 * rate + faster + 10 * repeat,
+        order=4 * i + j,
+        repeat=repeat,
+        swept={"engine.policy": policy, "workload.arrivals.rate": rate},
+        rate=100.0 * rate + faster + 10 * repeat,
         workload={"requests": repeat},
         goodput={"requests_per_s": rate, "share": 0.9},
     )
@@ -159,11 +159,11 @@ def test_sentences_state_missing_repeats_and_failures():
     single_runs = [run(0, 0, {"seed": 1}, 100.0), run(1, 0, {"seed": 2}, 90.0)]
     single_runs[1]["metrics"]["tokens_sha256"] = "other"
     text = sentences(single_runs)
-    once = "No point is shown to have the highest output throughput, as a point that ran once has no known noise: "
+    no_best_point = "No point is shown to have the highest output throughput, as a point that ran once has no known noise: "
     best = (
         "seed=1 has the best median, 100 tokens/s (one run); no difference is shown from the other"
     )
-    assert f"{once}{best} point; " in text
+    assert f"{no_best_point}{best} point; " in text
     assert "The 2 runs generated 2 different sets of tokens." in text
     equal = [run(order, 0, {"seed": order}, 100.0) for order in range(3)]
     assert "All 3 points have the same output throughput, 100 tokens/s (one run)." in sentences(
@@ -180,11 +180,11 @@ def test_targets_come_first():
         "90 % of the requests met the targets. No point is shown to have the highest goodput: "
     )
     assert "over 3 repeats); no difference is shown from policy=mine, rate=2.0; the other" in text
-    half = [
+    half_met = [
         {**row, "metrics": {**row["metrics"], "goodput": {"share": 0.5}}} for row in POLICIES[:3]
     ]
-    ends = "50 to 90 % of the requests met the targets (medians of the points)."
-    assert sentences([*half, *POLICIES[3:]]).startswith(ends)
+    both_ends = "50 to 90 % of the requests met the targets (medians of the points)."
+    assert sentences([*half_met, *POLICIES[3:]]).startswith(both_ends)
     page = page_of(POLICIES)
     assert "highest goodput" in page
     assert "policy=fcfs, rate=2.0; not shown against 1 other point<" in page
@@ -240,7 +240,7 @@ def test_page_is_well_formed_and_self_contained():
     assert "@import" not in page
     assert "unit &lt;test&gt;" in page
     assert "a &lt; b" in page
-    assert page.count("<svg") == 1 + 6 + 2 + 3 + 1
+    assert page.count("<svg") == 13  # all figures of a grid
     # every placeholder became a variable
     assert re.findall(r"#0[12][0-9a-f]{4}\b", page.partition("<main>")[2]) == []
     assert page.count("var(--s1)") > page.count("var(--s7)")
@@ -304,7 +304,7 @@ def test_marks_say_where_curves_differ():
     ("lacking", "marked"), [("fcfs", []), ("mine", [2, 2]), ("", [1, 1, 2, 2])]
 )
 def test_marks_have_the_colour_of_their_line(lacking: str, marked: list[int], monkeypatch):
-    third = [
+    third_policy = [
         {**row, "point": f"third{row['point']}", "swept": {**row["swept"], "engine.policy": "z"}}
         for row in POLICIES[6:]
     ]
@@ -312,12 +312,14 @@ def test_marks_have_the_colour_of_their_line(lacking: str, marked: list[int], mo
         {**row, "metrics": {**row["metrics"], "goodput": None}}
         if row["swept"]["engine.policy"] == lacking
         else row
-        for row in [*POLICIES, *third]
+        for row in [*POLICIES, *third_policy]
     ]
     marks = []
-    monkeypatch.setattr(
-        plots.Plot, "mark_above", lambda _, x, height, *mark: marks.append((mark[0], mark[2]))
-    )
+
+    def mark_above(self, x, height, index, kind, words) -> None:
+        marks.append((index, words))
+
+    monkeypatch.setattr(plots.Plot, "mark_above", mark_above)
     drawn = report.prepare(runs, report.Choice())
     plots.metric_plot(drawn.rows, drawn.axes, GOODPUT)
     assert [index for index, _ in marks] == marked
@@ -481,10 +483,10 @@ def test_report_says_where_a_policy_decided_nothing(waiting: Any, sentence: str,
     for row in POLICIES:
         folder = tmp_path / row["run"]
         runs.append({**row, "run": str(folder)})
-        last = waiting.get(row["swept"]["workload.arrivals.rate"], '"waiting":0,"preempted":0')
-        if last is not None:
-            idle = '{"step":0,"waiting":0,"preempted":0}\n'
-            store.write_run(folder, {"steps.jsonl": f"{idle}{{{last}}}\n"})
+        fields = waiting.get(row["swept"]["workload.arrivals.rate"], '"waiting":0,"preempted":0')
+        if fields is not None:
+            steps = ['{"step":0,"waiting":0,"preempted":0}\n', "{" + fields + "}\n"]
+            store.write_run(folder, {"steps.jsonl": "".join(steps)})
     assert report.policy_idle(runs) == sentence
     other_keys = [{**row, "swept": {"seed": 1}} for row in runs]
     assert report.policy_idle(other_keys) == ""

@@ -53,6 +53,15 @@ def corpus() -> list[str]:
     )
 
 
+def token_type(sp: sentencepiece.SentencePieceProcessor, token_id: int) -> int:
+    """The type of a token, numbered as in GGUF's tokenizer.ggml.token_type."""
+    if sp.is_unknown(token_id):
+        return 2
+    if sp.is_control(token_id):
+        return 3
+    return 6 if sp.is_byte(token_id) else 1
+
+
 def main() -> None:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -71,10 +80,6 @@ def main() -> None:
     )
     sp = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     ids = range(sp.get_piece_size())
-    # as GGUF's
-    kinds = [
-        2 if sp.is_unknown(i) else 3 if sp.is_control(i) else 6 if sp.is_byte(i) else 1 for i in ids
-    ]
     rng = random.Random(1)
     alphabet = "  \n" + "thecandogr" + "é中7"
     texts = TEXTS + ["".join(rng.choices(alphabet, k=rng.randint(1, 40))) for _ in range(150)]
@@ -83,7 +88,7 @@ def main() -> None:
         "version": sentencepiece.__version__,
         "tokens": [sp.id_to_piece(i) for i in ids],
         "scores": [sp.get_score(i) for i in ids],
-        "token_type": kinds,
+        "token_type": [token_type(sp, i) for i in ids],
         "encodings": [[text, sp.encode(text), sp.decode(sp.encode(text))] for text in texts],
     }
     text = json.dumps(result, ensure_ascii=False, separators=(",", ":"))

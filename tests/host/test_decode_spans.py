@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from hypothesis import given, settings
@@ -93,11 +92,8 @@ def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
     state = scheduler.init(config)
     num_requests = 0
     for _ in range(40):
-        for drawn in (
-            data.draw(drawn_requests)
-            if data.draw(st.integers(0, 5)) == 0 or not num_requests
-            else ()
-        ):
+        arrives = data.draw(st.integers(0, 5)) == 0 or not num_requests
+        for drawn in data.draw(drawn_requests) if arrives else ():
             state = submitted(state, str(num_requests), drawn, shares)
             num_requests = num_requests + 1
         max_steps = decode_spans.steps_ahead(state)
@@ -188,11 +184,9 @@ def test_blocks_are_evicted_in_the_order_of_the_steps():
         state = scheduler.submit(state, request(name, 4, 17, hashes=("b0",)))
     state, *_ = one_step(state, FCFS, shares=True)
     max_steps = decode_spans.steps_ahead(state)
-    one_by_one = list(
-        itertools.accumulate(
-            range(max_steps), lambda s, _: one_step(s, FCFS, shares=True)[0], initial=state
-        )
-    )
+    one_by_one = [state]  # the states after 0, 1, ... steps
+    for _ in range(max_steps):
+        one_by_one.append(one_step(one_by_one[-1], FCFS, shares=True)[0])
     for steps, expected in enumerate(one_by_one):
         computed = state.running.computed
         after = [number + steps for number in computed]

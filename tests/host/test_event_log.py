@@ -211,7 +211,7 @@ sizes = (
 )
 usual = [
     *map(st.just, (True, True, "none")),
-    drawn_views.one_group,
+    drawn_views.at_most_one_group,
 ]
 ways = [st.booleans(), st.booleans(), st.sampled_from(get_args(Reservation)), st.just(())]
 

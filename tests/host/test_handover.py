@@ -22,7 +22,9 @@ from tests import drawn
 from tests.host.test_scheduler_machine import Driver, seeds, sizes, small_config
 from tests.refusals import refused
 
-SMALL = SchedulerConfig(4, 8, 16, 4, 64)
+SMALL = SchedulerConfig(
+    block_size=4, num_blocks=8, max_num_batched_tokens=16, max_num_seqs=4, max_model_len=64
+)
 other_sizes = st.fixed_dictionaries(
     {name: draw for name, draw in sizes.items() if name != "block_size"}
 )

@@ -13,7 +13,9 @@ from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import Request
 
-CONFIG = SchedulerConfig(2, 20, 16, 4, 12)
+CONFIG = SchedulerConfig(
+    block_size=2, num_blocks=20, max_num_batched_tokens=16, max_num_seqs=4, max_model_len=12
+)
 TAGGED = Request("a", 3, 2, forks=("b",), tags=("adapter", "grammar \u00e9"))
 
 

@@ -109,7 +109,14 @@ def test_exact_blocks_of_a_windowed_and_a_full_group():
     """Blocks of 4, a window of 9 tokens: 3 blocks. 40 tokens are 10 blocks of the full group and 3
     of the other.
     """
-    config = SchedulerConfig(4, 40, 8, 4, 64, views=(ALL, View(kv_policies.window_blocks(9, 4))))
+    config = SchedulerConfig(
+        block_size=4,
+        num_blocks=40,
+        max_num_batched_tokens=8,
+        max_num_seqs=4,
+        max_model_len=64,
+        views=(ALL, View(kv_policies.window_blocks(9, 4))),
+    )
     table = run_alone(config, 30, 10)[-1]
     assert (len(table), views.held(table)) == (20, 13)
     assert table[1::2].count(HOLE) == 7
@@ -117,7 +124,14 @@ def test_exact_blocks_of_a_windowed_and_a_full_group():
 
 
 def test_a_long_prompt_runs_in_a_pool_that_is_smaller_than_it():
-    config = SchedulerConfig(4, 7, 8, 4, 512, views=(View(3, (0,)),))
+    config = SchedulerConfig(
+        block_size=4,
+        num_blocks=7,
+        max_num_batched_tokens=8,
+        max_num_seqs=4,
+        max_model_len=512,
+        views=(View(3, (0,)),),
+    )
     tables = run_alone(config, 400, 50)
     # block 0, a window of 3, and one more in a chunk of two blocks
     assert max(map(views.held, tables)) == 5
@@ -125,7 +139,14 @@ def test_a_long_prompt_runs_in_a_pool_that_is_smaller_than_it():
 
 
 def test_a_smaller_pool_cuts_chunks_and_the_smallest_one_is_named():
-    config = SchedulerConfig(4, 4, 8, 4, 512, views=(View(3, (0,)),))
+    config = SchedulerConfig(
+        block_size=4,
+        num_blocks=4,
+        max_num_batched_tokens=8,
+        max_num_seqs=4,
+        max_model_len=512,
+        views=(View(3, (0,)),),
+    )
     assert max(map(views.held, run_alone(config, 400, 50))) == 4
     with pytest.raises(
         Rejected,
@@ -135,7 +156,14 @@ def test_a_smaller_pool_cuts_chunks_and_the_smallest_one_is_named():
 
 
 def test_a_request_that_keeps_its_blocks_gives_none_back():
-    config = SchedulerConfig(4, 30, 8, 4, 512, views=(View(3, (0,)),))
+    config = SchedulerConfig(
+        block_size=4,
+        num_blocks=30,
+        max_num_batched_tokens=8,
+        max_num_seqs=4,
+        max_model_len=512,
+        views=(View(3, (0,)),),
+    )
     state = scheduler.submit(scheduler.init(config), Request("a", 50, 50, keeps_blocks=True))
     while state.ids:
         state, plan, _ = step(state)
@@ -148,7 +176,14 @@ def test_a_prefix_can_be_used_where_what_its_next_query_sees_is_left():
     """The first request's early blocks were evicted. A second one begins behind the longest usable
     beginning.
     """
-    config = SchedulerConfig(4, 8, 16, 2, 128, views=(View(2, (0,)),))
+    config = SchedulerConfig(
+        block_size=4,
+        num_blocks=8,
+        max_num_batched_tokens=16,
+        max_num_seqs=2,
+        max_model_len=128,
+        views=(View(2, (0,)),),
+    )
     keys = tuple(map(str, range(16)))
     state = scheduler.submit(scheduler.init(config), Request("a", 64, 1, hashes=keys))
     while state.ids:
@@ -165,7 +200,9 @@ def test_a_prefix_can_be_used_where_what_its_next_query_sees_is_left():
 
 
 def test_views_that_are_none_and_views_beside_a_baseline_are_refused():
-    config = SchedulerConfig(4, 8, 16, 2, 128)
+    config = SchedulerConfig(
+        block_size=4, num_blocks=8, max_num_batched_tokens=16, max_num_seqs=2, max_model_len=128
+    )
     for wrong in ((View(0),), (View(2, (3, 1)),), (View(-1),), ((2, ()),)):
         with refused("a view is"):
             scheduler.init(config._replace(views=wrong))
@@ -341,12 +378,12 @@ def test_the_driver_reaches_every_kind_of_event():
             [(View(2, (0,)),), (ALL, View(2)), (View(1), View(3, (0, 2))), (View(1),)]
         )
         config = SchedulerConfig(
-            draw.randint(1, 5),
-            draw.randint(9, 18) * len(views),
-            draw.randint(4, 30),
-            draw.randint(2, 6),
-            60,
-            draw.choice([0, 30]),
+            block_size=draw.randint(1, 5),
+            num_blocks=draw.randint(9, 18) * len(views),
+            max_num_batched_tokens=draw.randint(4, 30),
+            max_num_seqs=draw.randint(2, 6),
+            max_model_len=60,
+            host_blocks=draw.choice([0, 30]),
             views=views,
         )
         tally += drive(config, seed, steps=40)

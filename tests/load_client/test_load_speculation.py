@@ -46,15 +46,9 @@ def test_a_load_run_prints_the_accepted_drafts(tiny, tmp_path, speculative):
     # as in tests/server/test_server.py, for the same programs
     sizes = ENGINE | {"token_buckets": (64,)}
     with served_to(LLM(tiny, progress=False, speculative=speculative, **sizes)) as (server, _):
-        words = [
-            "--url",
-            server.url,
-            *shlex.split("--requests 4 --arrivals at-once --prompt-tokens 12"),
-        ]
-        words += [
-            *shlex.split("--output-tokens 30 --ignore-eos --vocab 300 --json"),
-            str(tmp_path / "out.json"),
-        ]
+        load = "--requests 4 --arrivals at-once --prompt-tokens 12 --output-tokens 30"
+        words = shlex.split(f"--url {server.url} {load} --ignore-eos --vocab 300")
+        words += ["--json", str(tmp_path / "out.json")]
         with redirect_stdout(StringIO()) as printed:
             assert cli.main(["bench", "serve", *words]) == 0
     drafts = json.loads((tmp_path / "out.json").read_text())["drafts"]

@@ -22,7 +22,7 @@ from tests import drawn
 from tests.refusals import refused
 
 HEADER = ",".join(COLUMNS) + "\n"
-FIRST = "2023-11-16 18:17:03,5,6\n"
+FIRST_ROW = "2023-11-16 18:17:03,5,6\n"
 
 
 def of_the_load_client(content: str) -> Any:
@@ -40,14 +40,14 @@ READERS: list[Callable[[str], Any]] = [of_the_load_client, of_experiments]
 @pytest.mark.parametrize(
     "content",
     [
-        HEADER + FIRST + "2023-11-16 18:17:05.5,0,1\n",
-        BYTE_ORDER_MARK + HEADER + FIRST + "2023-11-16 18:17:05.5,0,1\n",
+        HEADER + FIRST_ROW + "2023-11-16 18:17:05.5,0,1\n",
+        BYTE_ORDER_MARK + HEADER + FIRST_ROW + "2023-11-16 18:17:05.5,0,1\n",
         HEADER.replace("\n", "\r\n")
-        + (FIRST + "2023-11-16 18:17:05.5,0,1\n").replace("\n", "\r\n"),
+        + (FIRST_ROW + "2023-11-16 18:17:05.5,0,1\n").replace("\n", "\r\n"),
         # a blank line; not in the order of time
-        HEADER + "\n" + "2023-11-16T18:17:05.500000,0,1\n" + FIRST,
+        HEADER + "\n" + "2023-11-16T18:17:05.500000,0,1\n" + FIRST_ROW,
         HEADER + '"2023-11-16 18:17:03",5,006\n"2023-11-16 18:17:05.5", 0,1',
-        "note," + HEADER + '"two\nlines",' + FIRST + ",2023-11-16 18:17:05.5,0,1\n",
+        "note," + HEADER + '"two\nlines",' + FIRST_ROW + ",2023-11-16 18:17:05.5,0,1\n",
         HEADER + "2023-11-16 18:17:03+01:00,5,6\n2023-11-16T17:17:05.5Z,0,1\n",
     ],
 )
@@ -57,7 +57,7 @@ def test_traces_are_read(read, content):
 
 
 def test_users_of_a_trace_are_sent():
-    content = HEADER.replace("\n", ",User\n") + FIRST.replace("\n", ",ann\n")
+    content = HEADER.replace("\n", ",User\n") + FIRST_ROW.replace("\n", ",ann\n")
     content += "2023-11-16 18:17:05,5,6,\n"
     load = plan.Load(trace="t.csv")
     target = Target("http://127.0.0.1:1")
@@ -73,7 +73,7 @@ def test_users_of_a_trace_are_sent():
         ("", "t.csv has no column TIMESTAMP, ContextTokens, GeneratedTokens; a trace is CSV"),
         (HEADER.replace("GeneratedTokens", "ContextTokens"), "t.csv has no column GeneratedTokens"),
         (
-            HEADER.replace("\n", ",ContextTokens\n") + FIRST,
+            HEADER.replace("\n", ",ContextTokens\n") + FIRST_ROW,
             "t.csv has more than one column ContextTokens",
         ),
         (HEADER, "t.csv has no requests"),
@@ -108,7 +108,7 @@ def test_a_file_that_is_no_trace_is_refused(read, content, error):
 )
 def test_odd_rows_are_refused_with_their_line(read, row, error):
     with refused(f"line 3: {error}"):
-        read(f"{HEADER}{FIRST}{row}\n")
+        read(f"{HEADER}{FIRST_ROW}{row}\n")
 
 
 def prompts_of_the_load_client(content: str) -> list[str]:

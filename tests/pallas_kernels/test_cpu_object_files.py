@@ -135,13 +135,13 @@ def test_a_folder_that_cannot_be_written_gives_no_error(tmp_path):
 def test_old_files_are_deleted(tmp_path):
     unrelated = tmp_path / "jit_step-0123-cache"
     unrelated.write_text("XLA's")
-    for i in range(object_files.MOST + 3):
+    for i in range(object_files.MAX_FILES + 3):
         file = tmp_path / f"{HANDLER.name}-{i}"
         object_files.keep(file, b"code")
         os.utime(file, (i, i))
     object_files.keep(tmp_path / f"{HANDLER.name}-last", b"code")
     names = {path.name.removeprefix(f"{HANDLER.name}-") for path in tmp_path.iterdir()}
-    newest = range(4, object_files.MOST + 3)
+    newest = range(4, object_files.MAX_FILES + 3)
     assert names == {unrelated.name, "last", *map(str, newest)}
 
 

@@ -111,13 +111,13 @@ def test_results_of_other_functions_and_choices():
 
 def test_numbers_are_float32():
     @compiled
-    def both(x, y) -> tuple[np.float32, np.float32]:
+    def ratio_and_difference(x, y) -> tuple[np.float32, np.float32]:
         return x / y, math.exp(x) - y
 
     @compiled
     def number(a, b):
         place = malloc(8)
-        ratio, difference = both(np.float32(a), np.float32(b))
+        ratio, difference = ratio_and_difference(np.float32(a), np.float32(b))
         store_float(place, -max(ratio, difference))
         equal = load_float(place) == np.float32(a) * np.float32(0.1)
         store_float(place, np.float32(a) * np.float32(0.1) + load_float(place))

@@ -321,10 +321,10 @@ def test_bundles_of_a_row_are_counted_as_often_as_its_loops_turn():
 
 def test_too_little_vmem_is_an_error_with_the_setting_to_lower():
     text = "RESOURCE_EXHAUSTED: E1001: x\nScoped allocation with size 20.00M and limit 14.00M exceeded scoped vmem limit"
-    reason = aot_tpu.why(RuntimeError(text))
+    reason = aot_tpu.failure_text(RuntimeError(text))
     assert "needs 20.00M of VMEM and vmem_limit is 14.00M" in reason
     assert "lower decode_step" in reason
-    assert aot_tpu.why(TypeError("no")) == "does not compile: TypeError: no"
+    assert aot_tpu.failure_text(TypeError("no")) == "does not compile: TypeError: no"
 
 
 def test_a_roofline_counts_bytes_and_operations():

@@ -144,9 +144,15 @@ def size_of_terms(arguments: dict[str, Any]) -> float:
 
 def expected(arguments: dict[str, Any]) -> np.ndarray:
     """The result in float64, with x rounded after its norm."""
-    _, weight, _, _, scales, bias, activation, residual, rows, sizes, low = arguments.values()
+    scales = arguments["scales"]
+    bias = arguments["bias"]
+    activation = arguments["activation"]
+    residual = arguments["residual"]
+    rows = arguments["rows"]
+    sizes = arguments["sizes"]
+    low = arguments["low"]
     x = normalised(arguments)
-    y = x.astype(np.float64) @ weight.astype(np.float64).T
+    y = x.astype(np.float64) @ arguments["weight"].astype(np.float64).T
     y = y * (1 if scales is None else scales) + (0 if bias is None else bias.astype(np.float64))
     if sizes is not None:
         group_of = np.repeat(np.arange(len(sizes)), sizes)
@@ -271,7 +277,9 @@ COMPILED = {
 }
 
 
-def every(names: Iterable[str], compiled: Mapping[str, Collection[str]]) -> pytest.MarkDecorator:
+def cases_of_kinds(
+    names: Iterable[str], compiled: Mapping[str, Collection[str]]
+) -> pytest.MarkDecorator:
     """Of (impl, name, int8, dtype). The CPU kernel has code for each kind of numbers; that for int8
     has half of the cases with each kind of activations, and all of low rank with bfloat16. Of the
     others the default run has the cases in `compiled`, in turn with float32 and with bfloat16 and
@@ -286,12 +294,12 @@ def every(names: Iterable[str], compiled: Mapping[str, Collection[str]]) -> pyte
     cases = []
     for impl, int8, dtype in kinds:
         for name in names:
-            often = list(compiled.get(impl, ()))
-            narrow = name in often and often.index(name) % 2 == 1
-            kind = (True, "bfloat16") if narrow else (False, "float32")
-            of_int8 = "bfloat16" if "low" in name or names.index(name) % 2 else "float32"
-            default = (name in often and (int8, dtype) == kind) or (
-                impl == "cpu" and (not int8 or dtype == of_int8)
+            default_names = list(compiled.get(impl, ()))
+            is_odd = name in default_names and default_names.index(name) % 2 == 1
+            default_kind = (True, "bfloat16") if is_odd else (False, "float32")
+            int8_dtype = "bfloat16" if "low" in name or names.index(name) % 2 else "float32"
+            default = (name in default_names and (int8, dtype) == default_kind) or (
+                impl == "cpu" and (not int8 or dtype == int8_dtype)
             )
             case_id = "-".join((impl, name, *(["int8"] if int8 else []), dtype))
             marks = () if default else pytest.mark.slow
@@ -299,7 +307,7 @@ def every(names: Iterable[str], compiled: Mapping[str, Collection[str]]) -> pyte
     return pytest.mark.parametrize(("impl", "name", "int8", "dtype"), cases)
 
 
-@every(CASES, COMPILED)
+@cases_of_kinds(CASES, COMPILED)
 def test_every_implementation_fulfils_the_contract(impl, name, int8, dtype):
     assert_contract(case(**CASES[name], dtype=dtype, int8=int8), impl)
 
@@ -368,10 +376,10 @@ def test_a_packed_weight_is_unpacked_exactly_and_its_rows_are_found(impl, matrix
 @pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
 def test_bits_of_a_token_do_not_depend_on_the_tokens_beside_it(k, m, dtype, int8):
     """Of sums, norm and gates, whichever tile and thread computes a token."""
-    every = case(512, k, m, dtype=dtype, int8=int8, activation="silu", norm=False)
-    output = run(every, "cpu")
+    arguments = case(512, k, m, dtype=dtype, int8=int8, activation="silu", norm=False)
+    output = run(arguments, "cpu")
     for first, last in ((0, 1), (100, 107), (3, 67), (511, 512), (200, 256)):
-        alone = run({**every, "x": every["x"][first:last]}, "cpu")
+        alone = run({**arguments, "x": arguments["x"][first:last]}, "cpu")
         chex.assert_trees_all_equal(alone, output[first:last])
 
 
@@ -379,20 +387,20 @@ def test_bits_of_a_token_do_not_depend_on_the_tokens_beside_it(k, m, dtype, int8
 @pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
 def test_bits_of_a_token_with_a_slot_depend_on_its_slot_alone(dtype):
     """And a token without one has those of a product without low rank."""
-    every = case(
+    arguments = case(
         200, 576, 2 * 320, dtype=dtype, activation="silu", norm=False, low=(6, 8, (32, 64))
     )
-    output = run(every, "cpu")
-    low = every["low"]
+    output = run(arguments, "cpu")
+    low = arguments["low"]
     for first, last in ((0, 1), (100, 107), (3, 67), (199, 200)):
         part = {
-            "x": every["x"][first:last],
+            "x": arguments["x"][first:last],
             "low": low._replace(slots=low.slots[first:last], order=low.order[first:last]),
         }
-        chex.assert_trees_all_equal(run(every | part, "cpu"), output[first:last])
+        chex.assert_trees_all_equal(run(arguments | part, "cpu"), output[first:last])
     none = low.slots == 0
     assert 0 < none.sum() < len(none)
-    chex.assert_trees_all_equal(run(every | {"low": None}, "cpu")[none], output[none])
+    chex.assert_trees_all_equal(run(arguments | {"low": None}, "cpu")[none], output[none])
 
 
 PADDED = {
@@ -407,7 +415,7 @@ PADDED = {
 }
 
 
-@every(
+@cases_of_kinds(
     PADDED,
     {
         "reference": ["rows", "experts"],

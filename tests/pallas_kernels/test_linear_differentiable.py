@@ -68,18 +68,22 @@ def test_results_are_those_of_the_kernel_and_gradients_those_of_xla(name, dtype)
         y = call(arguments, impl, floats)
         return jnp.sin(y.astype(jnp.float32)).sum(), y
 
-    def both(floats: dict[str, jax.Array]) -> Any:  # in one program
-        of_kernel, of_xla = (partial(total, impl) for impl in (IMPLEMENTATION, "xla"))
-        return jax.value_and_grad(of_kernel, has_aux=True)(floats), jax.grad(of_xla, has_aux=True)(
-            floats
-        )[0]
+    def results(floats: dict[str, jax.Array]) -> Any:
+        """(result and gradients of the kernel, gradients of XLA), in one program."""
+        kernel_total = partial(total, IMPLEMENTATION)
+        (_, y), gradients = jax.value_and_grad(kernel_total, has_aux=True)(floats)
+        xla_gradients, _ = jax.grad(partial(total, "xla"), has_aux=True)(floats)
+        return y, gradients, xla_gradients
 
-    ((_, result), gradients), xla_gradients = jax.tree.map(np.asarray, jax.jit(both)(floats))
+    result, gradients, xla_gradients = jax.tree.map(np.asarray, jax.jit(results)(floats))
     chex.assert_trees_all_equal(result, expected)
     chex.assert_trees_all_equal_shapes_and_dtypes(gradients, xla_gradients)
     chex.assert_tree_all_finite(gradients)
     assert all(float(np.abs(x.astype(np.float32)).max()) > 0.01 for x in jax.tree.leaves(gradients))
     limit = 1e-4 if dtype == "float32" else 0.1
-    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(xla_gradients), strict=True):
-        a, b = (np.asarray(x, np.float32) for x in (a, b))
-        chex.assert_trees_all_close(a / np.abs(b).max(), b / np.abs(b).max(), rtol=0, atol=limit)
+    pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(xla_gradients), strict=True)
+    for gradient, xla_gradient in pairs:
+        expected = np.asarray(xla_gradient, np.float32)
+        largest = np.abs(expected).max()
+        scaled = np.asarray(gradient, np.float32) / largest
+        chex.assert_trees_all_close(scaled, expected / largest, rtol=0, atol=limit)

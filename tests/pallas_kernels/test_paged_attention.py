@@ -26,7 +26,7 @@ GARBAGE = 1e30  # finite: what a freed block can hold; times a weight of 0 it mu
 # a decode for plain XLA, or MANY, for its loop over chunks.
 FEW = 64
 MANY = 160
-ROOM: dict[str, int] = {"b": 16, "m": 64}
+BATCH_SIZES: dict[str, int] = {"b": 16, "m": 64}
 # (query tokens, context tokens)
 MIXED = [(1, 200), (17, 17), (1, 1), (9, 130), (1, 300), (5, 37), (1, 64)]
 
@@ -312,7 +312,7 @@ def test_chunks_of_contexts_around_a_block_border(impl, s):
 @every_impl_and_size
 def test_decodes_over_many_spans(impl, t):
     lengths = [1, 127, 128, 129, 255, 256, 257, 511, 512, 513, 640, 900]
-    assert_contract(make([(1, n) for n in lengths], t=t, **ROOM), impl)
+    assert_contract(make([(1, n) for n in lengths], t=t, **BATCH_SIZES), impl)
 
 
 @every_impl
@@ -324,7 +324,7 @@ def test_chunks_over_many_spans(impl):
         [(MANY, MANY)],
     ]
     for rows in many_rows:
-        assert_contract(make(rows, t=MANY, **ROOM), impl)
+        assert_contract(make(rows, t=MANY, **BATCH_SIZES), impl)
 
 
 HEADS = [
@@ -353,14 +353,14 @@ def test_error_in_bfloat16_is_within_its_rounding(impl, t):
 )
 def test_scale_is_a_factor_of_the_scores(impl):
     """Other scales are those of other head sizes."""
-    case = make([(1, 40), (9, 21)], t=FEW, **ROOM)
+    case = make([(1, 40), (9, 21)], t=FEW, **BATCH_SIZES)
     assert_contract(case._replace(scale=0.7), impl)
     assert np.abs(run(case._replace(scale=0.7), impl) - run(case, impl)).max() > 0.01
 
 
 @every_impl
 def test_extreme_scores_do_not_overflow(impl):
-    case = make([(1, 300), (9, 21)], t=FEW, **ROOM)
+    case = make([(1, 300), (9, 21)], t=FEW, **BATCH_SIZES)
     # of scores up to 1e4
     assert_contract(case._replace(q=case.q * np.float32(1e4 / case.scale)), impl, atol=1e-3)
 
@@ -371,12 +371,12 @@ def test_random_ragged_batches(impl, t):
         rng = np.random.default_rng(seed)
         counts = rng.multinomial(rng.integers(1, t + 1), rng.dirichlet(np.full(8, 0.3)))
         rows = [(int(n), int(n + rng.integers(0, 320 - n + 1))) for n in counts if n]
-        assert_contract(make(rows, t=t, **ROOM, seed=seed), impl)
+        assert_contract(make(rows, t=t, **BATCH_SIZES, seed=seed), impl)
 
 
 @every_impl_and_size
 def test_a_call_without_tokens_is_all_zeros(impl, t):
-    case = make([(0, 0)], t=t, **ROOM)
+    case = make([(0, 0)], t=t, **BATCH_SIZES)
     assert_padding_is_zero(run(case, impl), case)
 
 
@@ -491,7 +491,7 @@ def test_a_changed_token_changes_exactly_the_queries_whose_window_has_it(impl):
 
 @every_impl_and_size
 def test_moving_blocks_to_other_pages_changes_no_bit(impl, t):
-    case = make(MIXED, t=t, **ROOM)
+    case = make(MIXED, t=t, **BATCH_SIZES)
     first = run(case, impl)
     for seed in range(3):
         pages = np.random.default_rng(seed).permutation(len(case.k_pages) - 1) + 1
@@ -500,7 +500,7 @@ def test_moving_blocks_to_other_pages_changes_no_bit(impl, t):
 
 @every_impl_and_size
 def test_content_of_unowned_slots_changes_no_bit(impl, t):
-    case = make(MIXED, t=t, **ROOM)
+    case = make(MIXED, t=t, **BATCH_SIZES)
     clean = run(scatter(case, garbage=0.0), impl)
     for garbage in (GARBAGE, -GARBAGE, 1.0):
         chex.assert_trees_all_equal(run(scatter(case, garbage=garbage), impl), clean)
@@ -508,8 +508,8 @@ def test_content_of_unowned_slots_changes_no_bit(impl, t):
 
 @every_impl_and_size
 def test_a_row_does_not_depend_on_other_rows(impl, t):
-    case = make(MIXED, t=t, **ROOM)
-    changed = make(MIXED, t=t, **ROOM, seed=1)
+    case = make(MIXED, t=t, **BATCH_SIZES)
+    changed = make(MIXED, t=t, **BATCH_SIZES, seed=1)
     before = run(case, impl)
     for row in range(len(MIXED)):
         k = changed.k.copy()
@@ -621,7 +621,7 @@ def test_products_of_plain_jax_are_exact_on_every_device(impl, kind, t):
     """By default a TPU rounds float32 operands to bfloat16 and a GPU rounds them to TF32. Sums are
     in float32.
     """
-    case = make(MIXED[:1] if t == 8 else MIXED, t=t, **ROOM)
+    case = make(MIXED[:1] if t == 8 else MIXED, t=t, **BATCH_SIZES)
     arrays = [jax.ShapeDtypeStruct(a.shape, kind) for a in case.arguments[:3]]
     program = jax.make_jaxpr(partial(paged_attention, scale=case.scale, impl=impl))(
         *arrays, *case.arguments[3:]

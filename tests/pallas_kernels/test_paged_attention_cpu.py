@@ -88,7 +88,7 @@ def assert_close_in_bfloat16(case):
 
 
 # steps end after odd and even numbers of tokens
-ODD = [(9, 9), (17, 90), (49, 131), (70, 257), (1, 301), (16, 16)]
+ODD_ROWS = [(9, 9), (17, 90), (49, 131), (70, 257), (1, 301), (16, 16)]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ ODD = [(9, 9), (17, 90), (49, 131), (70, 257), (1, 301), (16, 16)]
 )
 def test_bfloat16_chunks_are_close_to_float32(d, options):
     assert_close_in_bfloat16(
-        make(ODD, t=176, b=8, d=d, g=3, s=6, dtype=jnp.bfloat16)._replace(**options)
+        make(ODD_ROWS, t=176, b=8, d=d, g=3, s=6, dtype=jnp.bfloat16)._replace(**options)
     )
 
 
@@ -117,13 +117,13 @@ def test_bfloat16_queries_keep_their_bits_at_any_scale():
     """Scores of hundreds: if queries were rounded after the scale, 0.3, scores would be wrong by a
     tenth and more.
     """
-    case = make(ODD, t=176, b=8, d=72, g=3, dtype=jnp.bfloat16)
+    case = make(ODD_ROWS, t=176, b=8, d=72, g=3, dtype=jnp.bfloat16)
     assert_close_in_bfloat16(case._replace(q=(30 * case.q).astype(case.q.dtype), scale=0.3))
 
 
 @pytest.mark.parametrize(
     ("rows", "t", "dtype"),
-    [(MIXED, 48, np.float32), (MIXED, 256, np.float32), (ODD, 176, jnp.bfloat16)],
+    [(MIXED, 48, np.float32), (MIXED, 256, np.float32), (ODD_ROWS, 176, jnp.bfloat16)],
 )
 def test_nan_outside_contexts_does_not_spread(rows, t, dtype):
     """The odd contexts in bfloat16: the last token is half of a pair."""
@@ -154,7 +154,7 @@ def test_the_kernel_without_the_newest_instructions(name, tmp_path):
     program = (
         "from tests.pallas_kernels.test_paged_attention_cpu import *\n"
         "for dtype in (np.float32, jnp.bfloat16):\n"
-        "    assert_contract(make(ODD, t=176, b=8, d=72, g=3, s=6, dtype=dtype), 'cpu')\n"
+        "    assert_contract(make(ODD_ROWS, t=176, b=8, d=72, g=3, s=6, dtype=dtype), 'cpu')\n"
         "print(__import__('pallas_kernels.paged_attention.cpu.tile_vectors', fromlist=['PAIRS']).PAIRS)"
     )
     assert older_cpus.printed(program, name, tmp_path)[-1] == "False"

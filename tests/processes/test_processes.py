@@ -31,7 +31,7 @@ from tests.weights.tiny import tiny_llama
 
 ROOT = Path(__file__).parents[2]
 SWAPPED = {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max_model_len": 64}
-LIMIT = 240  # seconds for one job, on a machine that does other things too
+TIMEOUT = 240  # seconds for one job, on a machine that does other things too
 
 
 PAGEDJAX = [sys.executable, "-m", "pagedjax"]
@@ -88,7 +88,7 @@ def run(
     words = [sys.executable, "-m", "tests.processes.worker", str(processes)]
     commands = [[*words, str(i), str(port), json.dumps(job)] for i in range(processes)]
     with start_processes(commands, tmp_path, devices) as job_processes:
-        until = time.monotonic() + LIMIT
+        until = time.monotonic() + TIMEOUT
         waited = [i for i in range(processes) if job.get("faults", {}).get(str(i)) != "stopped"]
         while any(job_processes[i].poll() is None for i in waited) and time.monotonic() < until:
             time.sleep(0.05)
@@ -114,7 +114,7 @@ def compare_recordings(
             {"seed": 0, "log": str(log), "engine": mode}
             for log, mode in zip(logs, modes, strict=True)
         ],
-        "timeout": LIMIT / 2,
+        "timeout": TIMEOUT / 2,
     }
     statuses, outputs = run(job, tmp_path, processes, devices)
     assert statuses == [0] * processes, "\n".join(outputs)
@@ -178,11 +178,11 @@ def failure_reason(folder: Path, tmp_path: Path, faults: dict[int, str], process
         "engine": {**CONFIG, "mesh": {"tensor": processes}},
         "runs": [{"seed": 0, "log": str(log)}],
         "faults": {str(i): fault for i, fault in faults.items()},
-        "timeout": 30.0 if silent else LIMIT / 2,
+        "timeout": 30.0 if silent else TIMEOUT / 2,
     }
     start = time.monotonic()
     statuses, outputs = run(job, tmp_path, processes)
-    assert time.monotonic() - start < LIMIT - 10, "it had to be killed"
+    assert time.monotonic() - start < TIMEOUT - 10, "it had to be killed"
     reasons = set()
     for i, (status, output) in enumerate(zip(statuses, outputs, strict=True)):
         if faults.get(i) == "stopped":
@@ -243,7 +243,7 @@ def served(folder: Path, tmp_path: Path) -> Iterator[tuple[list[subprocess.Popen
     output = tmp_path / "0"
     commands = of_two_processes(*PAGEDJAX, *shlex.split(options))
     with start_processes(commands, tmp_path) as servers:
-        until = time.monotonic() + LIMIT
+        until = time.monotonic() + TIMEOUT
         while not (url := re.search(r"serving .* at (\S+)/v1", output.read_text())):
             assert servers[0].poll() is None, output.read_text()
             assert time.monotonic() < until, output.read_text()
@@ -293,10 +293,10 @@ def test_generate_in_two_processes_prints_what_one_prints(folder, tmp_path):
     options = f"generate abc --model {folder} --max-model-len 64 --max-tokens 8 --budget 32"
     words = [*PAGEDJAX, *shlex.split(options)]
     alone = subprocess.run(
-        words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=True
+        words, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=True
     )
     with start_processes(of_two_processes(*words), tmp_path) as job_processes:
-        assert [process.wait(LIMIT) for process in job_processes] == [0, 0]
+        assert [process.wait(TIMEOUT) for process in job_processes] == [0, 0]
     assert (tmp_path / "0").read_text().endswith(alone.stdout)
     assert "process 1 of 2 follows process 0" in (tmp_path / "1").read_text()
     assert alone.stdout.strip() not in (tmp_path / "1").read_text()
@@ -331,11 +331,11 @@ def test_a_sweep_in_two_processes_has_the_tokens_of_one(folder, tmp_path):
     path = tmp_path / "unit.json"
     path.write_text(json.dumps(config))
     words = [sys.executable, "-m", "experiments.run", str(path), "--quiet", "--out"]
-    subprocess.run([*words, str(tmp_path / "alone")], cwd=ROOT, timeout=LIMIT, check=False)
+    subprocess.run([*words, str(tmp_path / "alone")], cwd=ROOT, timeout=TIMEOUT, check=False)
     mesh = "--set 'engine.mesh={tensor: 2}'"
     commands = of_two_processes(*words, str(tmp_path / "two"), mesh=mesh)
     with start_processes(commands, tmp_path) as job_processes:
-        statuses = [process.wait(LIMIT) for process in job_processes]
+        statuses = [process.wait(TIMEOUT) for process in job_processes]
         assert statuses == [1, 0], (tmp_path / "1").read_text()
     runs = {}
     for name in ("alone", "two"):

@@ -17,8 +17,8 @@ from pagedjax.server.schema import (
     first_error,
 )
 
-MANY = 20_000
-FIELDS = {f"a{i}": 1 for i in range(MANY)}
+MANY_ITEMS = 20_000
+FIELDS = {f"a{i}": 1 for i in range(MANY_ITEMS)}
 PROMPT = "prompt must be a text, a list of token ids, or a list of texts or of such lists"
 CONTENT = 'messages.0.content must be a text, or a list of {"type": "text", "text": ...}'
 
@@ -44,24 +44,24 @@ RIGHT: dict[type[BaseModel], dict] = {
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        (CompletionRequest, {"prompt": [{}] * MANY}, PROMPT),
-        (CompletionRequest, {"prompt": ["a", *[{}] * MANY]}, PROMPT),
+        (CompletionRequest, {"prompt": [{}] * MANY_ITEMS}, PROMPT),
+        (CompletionRequest, {"prompt": ["a", *[{}] * MANY_ITEMS]}, PROMPT),
         (CompletionRequest, {"prompt": [[20], *[[{}]] * 4000]}, PROMPT),
-        (CompletionRequest, {"prompt": [[{}] * MANY]}, PROMPT),
-        (CompletionRequest, {"prompt": [20, *["a"] * MANY]}, PROMPT),
+        (CompletionRequest, {"prompt": [[{}] * MANY_ITEMS]}, PROMPT),
+        (CompletionRequest, {"prompt": [20, *["a"] * MANY_ITEMS]}, PROMPT),
         (
             CompletionRequest,
-            {"stop": [{}] * MANY},
+            {"stop": [{}] * MANY_ITEMS},
             "stop must be a text, or a list of texts",
         ),
         (
             CompletionRequest,
-            {"stop_token_ids": ["a"] * MANY},
+            {"stop_token_ids": ["a"] * MANY_ITEMS},
             "stop_token_ids.0: Input should be",
         ),
         (
             CompletionRequest,
-            {"allowed_token_ids": [20] * MANY},
+            {"allowed_token_ids": [20] * MANY_ITEMS},
             "allowed_token_ids: List should have",
         ),
         (
@@ -81,7 +81,7 @@ RIGHT: dict[type[BaseModel], dict] = {
         ),
         (
             CompletionRequest,
-            {"vllm_xargs": {"b": [1] * MANY}},
+            {"vllm_xargs": {"b": [1] * MANY_ITEMS}},
             "vllm_xargs: 'b' must be a text, a number,",
         ),
         (
@@ -99,8 +99,8 @@ RIGHT: dict[type[BaseModel], dict] = {
             {"stream_options": FIELDS},
             "stream_options: it has 20000 fields; the",
         ),
-        (ChatRequest, {"messages": [{}] * MANY}, "messages.0.role: Field required"),
-        (ChatRequest, {"messages": user([{}] * MANY)}, CONTENT),
+        (ChatRequest, {"messages": [{}] * MANY_ITEMS}, "messages.0.role: Field required"),
+        (ChatRequest, {"messages": user([{}] * MANY_ITEMS)}, CONTENT),
         (ChatRequest, {"messages": user([{"type": "text", "text": "a", **FIELDS}])}, CONTENT),
         (
             ChatRequest,
@@ -109,12 +109,12 @@ RIGHT: dict[type[BaseModel], dict] = {
         ),
         (
             ChatRequest,
-            {"tools": [{}] * MANY},
+            {"tools": [{}] * MANY_ITEMS},
             "tools: List should have at most 128 items",
         ),
         (
             ChatRequest,
-            {"modalities": ["a"] * MANY},
+            {"modalities": ["a"] * MANY_ITEMS},
             "modalities: answers are text",
         ),
         (
@@ -122,8 +122,12 @@ RIGHT: dict[type[BaseModel], dict] = {
             {"prompt": "a" * (MAX_TEXT + 1)},
             f"prompt: String should have at most {MAX_TEXT}",
         ),
-        (EmbeddingRequest, {"input": ["a", *[{}] * MANY]}, "input must be a text, a list of"),
-        (DetokenizeRequest, {"tokens": ["a"] * MANY}, "tokens.0: Input should be a valid integer"),
+        (EmbeddingRequest, {"input": ["a", *[{}] * MANY_ITEMS]}, "input must be a text, a list of"),
+        (
+            DetokenizeRequest,
+            {"tokens": ["a"] * MANY_ITEMS},
+            "tokens.0: Input should be a valid integer",
+        ),
         (
             DetokenizeRequest,
             {"tokens": [20] * (MAX_TEXT + 1)},

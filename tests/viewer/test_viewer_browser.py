@@ -361,7 +361,12 @@ def test_it_fits_a_laptop_in_the_readers_colours(open_text, lecture, scheme):
 
 def test_text_of_users_is_shown_and_never_executed(open_text, tmp_path):
     nasty = "</script><img src=x onerror=alert(1)> é 漢字 🙂"
-    writer = Writer(tmp_path / "run.jsonl", scheduler.SchedulerConfig(2, 6, 5, 4, 12))
+    writer = Writer(
+        tmp_path / "run.jsonl",
+        scheduler.SchedulerConfig(
+            block_size=2, num_blocks=6, max_num_batched_tokens=5, max_num_seqs=4, max_model_len=12
+        ),
+    )
     writer.submit(Request(nasty, 2, 2))
     writer.schedule()
     writer.recorder.close()
@@ -405,7 +410,7 @@ def test_random_runs_with_drafts_match_the_scheduler(open_text, tmp_path, seed):
     transitions = drafting_run(log, seed)
     screen = open_text(viewer.page(viewer.read(log)))
     for index in range(check_pictures(screen, transitions)):
-        assert screen.page.evaluate(KEPT, index)
+        assert screen.page.evaluate(TOKENS_GO_ON, index)
     for n in screen.page.evaluate("[...pagedjax.view.lives.all.keys()]"):
         screen.page.evaluate(f"pagedjax.view.choose({{ kind: 'request', n: {n} }})")
         assert "undefined" not in screen.story()
@@ -413,7 +418,7 @@ def test_random_runs_with_drafts_match_the_scheduler(open_text, tmp_path, seed):
 
 
 # whether the tokens that a step keeps are those that the next step begins with
-KEPT = """(index) => {
+TOKENS_GO_ON = """(index) => {
   const { history, grid } = pagedjax.view;
   if (index + 1 >= history.count) return true;
   pagedjax.view.go(index);
@@ -428,7 +433,16 @@ def record_guesses(path: Path, block_size: int = 4) -> None:
     """Records two requests. In step 1 the first has 4 drafts and keeps 2 of them, the second 2,
     which are all kept.
     """
-    writer = Writer(path, scheduler.SchedulerConfig(block_size, 8, 16, 4, 32))
+    writer = Writer(
+        path,
+        scheduler.SchedulerConfig(
+            block_size=block_size,
+            num_blocks=8,
+            max_num_batched_tokens=16,
+            max_num_seqs=4,
+            max_model_len=32,
+        ),
+    )
     for request in (Request("a", 5, 9), Request("b", 3, 9)):
         writer.submit(request)
     for offered, sampled in (

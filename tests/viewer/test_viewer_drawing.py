@@ -102,7 +102,16 @@ def test_any_name_of_a_request_gives_well_formed_xml():
 
 
 def test_windows_of_layers_have_a_line_for_each_group_and_holes():
-    state = scheduler.init(SchedulerConfig(4, 32, 64, 4, 64, views=(View(), View(window=2))))
+    state = scheduler.init(
+        SchedulerConfig(
+            block_size=4,
+            num_blocks=32,
+            max_num_batched_tokens=64,
+            max_num_seqs=4,
+            max_model_len=64,
+            views=(View(), View(window=2)),
+        )
+    )
     state = scheduler.submit(state, Request("a", 30, 4))
     state, *_ = step(state)
     check(state)

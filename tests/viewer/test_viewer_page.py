@@ -95,7 +95,12 @@ def test_all_tokens_of_a_row_count_towards_the_limit(tmp_path, monkeypatch):
 
 def test_text_of_users_is_escaped(tmp_path):
     path = tmp_path / "</script><b>$data.jsonl".replace("/", "_")
-    writer = Writer(path, SchedulerConfig(2, 6, 5, 4, 12))
+    writer = Writer(
+        path,
+        SchedulerConfig(
+            block_size=2, num_blocks=6, max_num_batched_tokens=5, max_num_seqs=4, max_model_len=12
+        ),
+    )
     writer.submit(Request(NASTY, 2, 2))
     writer.recorder.close()
     html = viewer.page(viewer.read(path), labels={NASTY: NASTY, "nobody": "x"})
@@ -140,8 +145,9 @@ def test_texts_are_words_and_their_corrections(tmp_path):
             "came": [[0, "a", 2, 9, 0, "", None]],
             "rows": [0, 0, [[0, 0, 2, 2]]],
             "tables": [[0, 0, [1]]],
-        }
-        | {"counts": [2, 1, 0, 0], "sampled": [0xC3]},
+            "counts": [2, 1, 0, 0],
+            "sampled": [0xC3],
+        },
         {"step": 1, "counts": [1, 1, 0, 0], "sampled": [0xA9]},
     ]
     texts = text.texts(frames, {0: (72, 105)}, decode)

@@ -23,7 +23,9 @@ from tests import drawn
 from tests.refusals import refused
 from tests.viewer.runs import Writer, any_run, names, pictures
 
-SIZES = SchedulerConfig(4, 20, 8, 2, 64)
+SIZES = SchedulerConfig(
+    block_size=4, num_blocks=20, max_num_batched_tokens=8, max_num_seqs=2, max_model_len=64
+)
 LENGTHS = {"long": 30, "middle": 12, "short": 4}
 
 

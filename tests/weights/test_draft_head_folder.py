@@ -72,9 +72,8 @@ def test_a_read_head_gives_the_same_logits_and_none_to_tokens_that_it_does_not_k
     compute = jax.jit(
         lambda graphdef, params: nnx.merge(graphdef, params).logits(u), static_argnums=0
     )
-    logits, expected = (
-        np.asarray(compute(loaded.graphdef, params)) for params in (loaded.params, head.state)
-    )
+    logits = np.asarray(compute(loaded.graphdef, loaded.params))
+    expected = np.asarray(compute(loaded.graphdef, head.state))
     chex.assert_shape(logits, (5, head.target.vocab_size))
     chex.assert_type(logits, np.float32)
     chex.assert_trees_all_equal(logits, expected)

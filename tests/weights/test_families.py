@@ -95,7 +95,7 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def plain(folder: Path, tokens: list[int], *, parallel: bool = True) -> np.ndarray:
+def plain_logprobs(folder: Path, tokens: list[int], *, parallel: bool = True) -> np.ndarray:
     """Log-probabilities [len(tokens), V] of the next token, in float64, without a cache."""
     w = {key: tensor.read().astype(np.float64) for key, tensor in open_tensors(folder).items()}
     x = w["embed.weight"][tokens]
@@ -112,8 +112,8 @@ def plain(folder: Path, tokens: list[int], *, parallel: bool = True) -> np.ndarr
         y = norm(x, layer["norm_1"])
         q, k, v = (y @ layer[part].T for part in ("query", "key", "value"))
         attended = plain_attention(q, k, v, heads, softmax)[0] @ layer["out"].T
-        before = x if parallel else x + attended
-        x = x + attended + gelu(norm(before, layer["norm_2"]) @ layer["up"].T) @ layer["down"].T
+        mlp_input = norm(x if parallel else x + attended, layer["norm_2"])
+        x = x + attended + gelu(mlp_input @ layer["up"].T) @ layer["down"].T
     logits = norm(x, w["norm.weight"]) @ w["head.weight"].T
     logits -= logits.max(-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -139,9 +139,8 @@ def test_the_documented_family_is_a_plain_forward_pass(folder, llm):
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
         branch = output.outputs[0]
         tokens = [*prompt, *branch.token_ids][:-1]
-        rows, sequential = (
-            plain(folder, tokens, parallel=p)[len(prompt) - 1 :] for p in (True, False)
-        )
+        rows = plain_logprobs(folder, tokens)[len(prompt) - 1 :]
+        sequential = plain_logprobs(folder, tokens, parallel=False)[len(prompt) - 1 :]
         assert tuple(rows.argmax(-1).tolist()) == branch.token_ids
         logprobs = chosen(branch.token_ids, branch.logprobs)
         chex.assert_trees_all_close(logprobs, rows.max(-1).astype(np.float32), atol=1e-4)
@@ -189,7 +188,7 @@ def test_taps_and_scores_of_the_family(folder, name, llm):
     loaded = load_model(folder, model_family=name, linear_impl="xla").model
     module = nnx.merge(loaded.graphdef, loaded.params)
     tokens = PROMPTS[1]
-    rows = plain(folder, tokens)[np.arange(len(tokens) - 1), tokens[1:]]
+    rows = plain_logprobs(folder, tokens)[np.arange(len(tokens) - 1), tokens[1:]]
     chex.assert_trees_all_close(
         score(module, np.array([tokens]))[0, 1:], np.float32(rows), atol=1e-4
     )

@@ -46,7 +46,7 @@ LARGE = {
 # which packs it into the model's memory. The gguf package dequantises into pieces and joins them,
 # so a reader may need a quantised tensor almost twice. The rest is for small tensors and the
 # interpreter. Measured on busy cores: 1.6 to 2.9, GGUF 1.6 to 3.1.
-MOST = {"safetensors": 3.2, "gguf": 3.6, "orbax": 3.2}
+MAX_OVERHEAD = {"safetensors": 3.2, "gguf": 3.6, "orbax": 3.2}
 MODEL = 5.2  # the whole model, in the same unit
 
 
@@ -79,7 +79,7 @@ def test_loading_needs_about_two_of_the_largest_parameters_besides_the_model(tmp
     wrong = {
         name: overhead
         for name, overhead in overheads.items()
-        if not -0.2 < overhead < MOST[name.split()[0]]
+        if not -0.2 < overhead < MAX_OVERHEAD[name.split()[0]]
     }
     assert not wrong, overheads
     assert len(overheads) == dtypes * len(FORMATS)

@@ -52,9 +52,9 @@ def tiny_llama(
     """Write config.json, generation_config.json, weights in `shards` files, and the tokenizer;
     returns the folder.
 
-    Only qkv_bias is as in qwen2 ("qkv_bias" in the config); with o_bias it is transformers'
-    attention_bias. rope_scaling: as in config.json; see `llama3_scaling`. The same arguments give
-    the same bytes.
+    qkv_bias without o_bias is a bias as in Qwen2 ("qkv_bias" in the config). Both together are
+    transformers' attention_bias. rope_scaling: as in config.json; see `llama3_scaling`. The same
+    arguments give the same bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
@@ -111,9 +111,8 @@ def tiny_tensors(config: dict[str, Any], *, qkv_bias: bool, seed: int) -> dict[s
     hidden = config["hidden_size"]
     inner = config["intermediate_size"]
     vocab = config["vocab_size"]
-    q, kv = (
-        config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value")
-    )
+    q = config["num_attention_heads"] * config["head_dim"]
+    kv = config["num_key_value_heads"] * config["head_dim"]
 
     def matrix(rows: int, columns: int) -> np.ndarray:
         return (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
@@ -131,7 +130,8 @@ def tiny_tensors(config: dict[str, Any], *, qkv_bias: bool, seed: int) -> dict[s
         }
         for name, shape in layer.items():
             tensors[f"model.layers.{i}.self_attn.{name}.weight"] = matrix(*shape)
-            if config["attention_bias"] if name == "o_proj" else qkv_bias:
+            has_bias = config["attention_bias"] if name == "o_proj" else qkv_bias
+            if has_bias:
                 tensors[f"model.layers.{i}.self_attn.{name}.bias"] = vector(shape[0], 0.0)
         for name, shape in {
             "gate_proj": (inner, hidden),

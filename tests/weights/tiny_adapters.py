@@ -13,11 +13,11 @@ from safetensors.numpy import load_file, save_file
 from pagedjax.weights.adapter_files import write_adapter
 
 Factors = dict[str, tuple[np.ndarray, np.ndarray]]
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def random_factors(
-    folder: Path, rank: int = 4, *, seed: int = 0, kinds: tuple[str, ...] = ALL
+    folder: Path, rank: int = 4, *, seed: int = 0, kinds: tuple[str, ...] = ALL_MATRICES
 ) -> Factors:
     """A [r, in] and B [out, r] for the matrices of these kinds, large enough to change tokens."""
     rng = np.random.default_rng(seed)
@@ -38,7 +38,7 @@ def tiny_adapter(
     rank: int = 4,
     *,
     seed: int = 0,
-    kinds: tuple[str, ...] = ALL,
+    kinds: tuple[str, ...] = ALL_MATRICES,
     **options: Any,
 ) -> Path:
     """Write a random adapter of a model's folder; B A is multiplied by 1 / 2 unless options say

@@ -17,7 +17,7 @@ import numpy as np
 from pagedjax.device.formats.format import Array, Format, shape_of
 from pagedjax.device.linear import Matrix, linear
 
-LARGEST = 127
+MAX_INT8 = 127
 ROWS = 1024  # that are rounded at a time: their float32 copy has four times the bytes
 
 
@@ -34,7 +34,8 @@ def pack(matrix: Any) -> tuple[np.ndarray, np.ndarray]:
         rows = matrix[start : start + ROWS].astype(np.float32)
         largest = np.abs(rows).max(1)
         part = scales[start : start + ROWS]
-        np.divide(largest, LARGEST, out=part, where=largest >= LARGEST * np.finfo(np.float32).tiny)
+        tiny = np.finfo(np.float32).tiny
+        np.divide(largest, MAX_INT8, out=part, where=largest >= MAX_INT8 * tiny)
         numbers[start : start + ROWS] = np.rint(rows / part[:, None])
     return numbers, scales
 

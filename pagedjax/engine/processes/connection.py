@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 Message = dict[str, Any]
-MOST = 2**28  # the most bytes of a message; a prompt of a million tokens has 7 MB
+MAX_BYTES = 2**28  # the most bytes of a message; a prompt of a million tokens has 7 MB
 
 
 class Connection:
@@ -40,7 +40,7 @@ class Connection:
         with suppress(OSError, ValueError):
             head = self._file.read(4)
             size = int.from_bytes(head, "big")
-            if len(head) == 4 and size <= MOST:
+            if len(head) == 4 and size <= MAX_BYTES:
                 body = self._file.read(size)
                 return json.loads(body) if len(body) == size else None
         return None

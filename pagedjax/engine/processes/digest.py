@@ -59,11 +59,11 @@ class Digest:
             seq.request.request_id: length
             for seq, length in zip(step.plan.seqs, step.plan.lengths, strict=True)
         }
-        for name, k in step.offered.items():
+        for name, num_drafts in step.offered.items():
             if name in lengths:
-                self._hash.update(
-                    sequences[name].tokens[lengths[name] : lengths[name] + k].tobytes()
-                )
+                first = lengths[name]
+                drafts = sequences[name].tokens[first : first + num_drafts]
+                self._hash.update(drafts.tobytes())
         for sent in lookahead.sent:
             rows = [(seq.arrival, seq.blocks) for seq in sent.plan.seqs]
             self._hash.update(json.dumps((rows, sent.plan.starts, sent.plan.counts)).encode())

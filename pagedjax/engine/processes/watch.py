@@ -43,11 +43,11 @@ def late(progress: Mapping[int, Progress], timeout: float) -> str | None:
             )
         if state.stage == "scheduling" and state.seconds > timeout:
             return f"process {i} has been scheduling step {state.step} for {state.seconds:.0f} s"
-    running = leader.stage == "running" and leader.seconds > timeout
+    leader_is_overdue = leader.stage == "running" and leader.seconds > timeout
     late_processes = [
         i for i, state in progress.items() if state.stage != "starting" and state.step < leader.step
     ]
-    if running and late_processes:
+    if leader_is_overdue and late_processes:
         return (
             f"{_processes(late_processes)} did not begin step {leader.step} for "
             f"{leader.seconds:.0f} s"

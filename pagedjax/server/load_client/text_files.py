@@ -115,15 +115,15 @@ def lines(content: str) -> list[str]:
 
     Only line feeds and carriage returns end a line: a prompt may have U+2028 or a form feed in it.
     """
-    normal = unified(content)
-    return [line.strip() for line in normal.split("\n") if line.strip()]
+    text = with_line_feeds(content)
+    return [line.strip() for line in text.split("\n") if line.strip()]
 
 
 def paragraphs(content: str) -> list[str]:
     """Texts with blank lines between them."""
-    return [part.strip() for part in unified(content).split("\n\n") if part.strip()]
+    return [part.strip() for part in with_line_feeds(content).split("\n\n") if part.strip()]
 
 
-def unified(content: str) -> str:
+def with_line_feeds(content: str) -> str:
     """The text without a byte order mark, with line feeds at the ends of lines."""
     return content.removeprefix(BYTE_ORDER_MARK).replace("\r\n", "\n").replace("\r", "\n")

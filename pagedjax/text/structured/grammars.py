@@ -76,9 +76,9 @@ class Grammars:
             ValueError: the text cannot be used, or it allows no answer.
         """
         library = _library()
-        known_vocabulary = self._known_vocabulary()
+        library_vocabulary = self._library_vocabulary()
         limits = library.LLParserLimits(**LIMITS, verbose_errors=False)
-        start = library.LLMatcher(known_vocabulary, text, log_level=0, limits=limits)
+        start = library.LLMatcher(library_vocabulary, text, log_level=0, limits=limits)
         kind = _kind(form)
         if not start.is_error():
             first_mask = start.compute_bitmask()
@@ -86,11 +86,11 @@ class Grammars:
                 raise ValueError(f"structured_outputs.{kind} allows no answer at all")
         if start.is_error():
             message = first_line(start.get_error())
-            place = _place(form, message, known_vocabulary) if kind == "json" else ""
+            place = _place(form, message, library_vocabulary) if kind == "json" else ""
             raise ValueError(f"structured_outputs.{kind} cannot be used{place}: {message}")
         return Grammar(start, -(-self.vocab_size // 32), ignored, self.eos_token_ids)
 
-    def _known_vocabulary(self) -> Any:
+    def _library_vocabulary(self) -> Any:
         """llguidance's view of the tokenizer."""
         if isinstance(self.tokenizer, NoTokenizer):
             raise ValueError("structured_outputs constrain text, and this model has no tokenizer")
@@ -141,7 +141,9 @@ def grammar_text(
     name = _kind(form)
     value = getattr(form, name)
     length = 0
-    if isinstance(value, (str, tuple)):
+    if isinstance(value, str):
+        length = len(value)
+    elif isinstance(value, tuple):  # the choices
         length = sum(map(len, value))
     limit = MAX_TEXT.get(name, 0)
     if length > limit:
@@ -221,7 +223,7 @@ def schema_of(form: StructuredOutputsParams) -> tuple[Any, tuple[str, ...]]:
     return schema, ignored
 
 
-def _place(form: StructuredOutputsParams, message: str, known_vocabulary: Any) -> str:
+def _place(form: StructuredOutputsParams, message: str, library_vocabulary: Any) -> str:
     """Where in a JSON schema an error is: " at " and a place, for a message; "" if not known.
 
     It is the longest place whose schema gives the same error by itself.
@@ -234,7 +236,7 @@ def _place(form: StructuredOutputsParams, message: str, known_vocabulary: Any) -
     limits = library.LLParserLimits(**LIMITS, verbose_errors=False)
     for place, schema in schemas:
         text = library.LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        error = library.LLMatcher.validate_grammar(text, known_vocabulary, limits=limits)
+        error = library.LLMatcher.validate_grammar(text, library_vocabulary, limits=limits)
         if error and first_line(error) == message and len(place) >= len(longest):
             longest = place
     return f" at {longest:.200}" if longest else ""

@@ -11,7 +11,7 @@ from pallas_kernels.shared.cpu.vectors import FULL
 
 # Constants of a variant
 X_SIZE: Any = Option("x_size")  # bytes of a number of x
-KIND: Any = Option("kind")  # bytes of a number of the weight
+WEIGHT_SIZE: Any = Option("kind")  # bytes of a number of the weight
 LOW: Any = Option("low_rank")  # whether it has products of low rank
 
 # Words of a job: counters that the threads share, each in a cache line of its own, then constants
@@ -51,7 +51,9 @@ COMPUTED_PANELS = 536
 GROUP = 544  # panels of a group
 TABLE = 552  # address of the tiles
 CHUNK_TABLE = 560  # address of the chunks
-WORDS = 568  # of a packed token for a step: 2 if the CPU has no instruction for pairs
+# words that a packed token has for a step of a panel: 1, or 2 if a step is a pair of inputs and the
+# CPU has no instruction for pairs
+WORDS = 568
 WORKERS = 576  # threads at most
 # Of products of low rank: addresses of factors, slots, ranks and the tokens' products with `a`; 0
 # without them

@@ -32,7 +32,6 @@ from pallas_kernels.linear.cpu.job import (
     ITEMS,
     ITEMS_DONE,
     JOB_BYTES,
-    KIND,
     LOW,
     LOW_A,
     NEXT_ITEM,
@@ -59,6 +58,7 @@ from pallas_kernels.linear.cpu.job import (
     TILES,
     TILES_DONE,
     WEIGHT,
+    WEIGHT_SIZE,
     WIDTH,
     WORDS,
     WORKERS,
@@ -177,7 +177,7 @@ def _load_row(job, row, norm, out):
         # x is rounded to its own dtype; the numbers stay bfloat16 only for an instruction that
         # multiplies pairs of them
         narrow(out, out, padded)
-        if not (PAIRS and KIND == BFLOAT16):
+        if not (PAIRS and WEIGHT_SIZE == BFLOAT16):
             for start in range(padded - FULL, -1, -FULL):  # from the end, because it is in place
                 widen(BFLOAT16, out + 2 * start, out + 4 * start, FULL)
 
@@ -225,7 +225,7 @@ def _pack_tile(job, tile, norm, rows):
 
 @compiled_apart
 def _multiply_tile(columns, w, x, count, sums, next_weight, stride):
-    multiply(KIND, columns, w, x, count, sums, next_weight, stride)
+    multiply(WEIGHT_SIZE, columns, w, x, count, sums, next_weight, stride)
 
 
 @compiled
@@ -381,7 +381,7 @@ def _compute_item(job, item, sums):
     panel_bytes = load_word(job + PANEL_BYTES)
     steps = load_word(job + STEPS)
     words = load_word(job + WORDS)
-    step_bytes = PANEL if KIND == INT8 else 4 * PANEL
+    step_bytes = PANEL if WEIGHT_SIZE == INT8 else 4 * PANEL
     matrix = load_word(table + 8 * TILE_WORDS * first_tile + TILE_MATRIX)
     weight = _weight_of(job, item)
     # While a tile is multiplied, a part of the next item's panels is fetched. The next item is a
@@ -586,7 +586,7 @@ def _store_operands(frame, job):
     store_word(job + WIDTH, dim(out, 1))
     store_word(job + PACKED, data(result(frame, 1)))
     store_word(job + TILE_BYTES, 4 * (COLUMNS * rounded_up(dim(x, 1), FULL) + 2 * FULL))
-    store_word(job + WORDS, 1 if PAIRS or KIND != BFLOAT16 else 2)
+    store_word(job + WORDS, 1 if PAIRS or WEIGHT_SIZE != BFLOAT16 else 2)
 
 
 @compiled
@@ -602,7 +602,7 @@ def _make_job(frame, workers):
     first_panel = 0 if gated else load_int(options + OPTION_FIRST) // PANEL
     end_panel = panels if gated else -(-load_int(options + OPTION_END) // PANEL)
     computed_panels = end_panel - first_panel
-    panel_bytes = steps * (PANEL if KIND == INT8 else 4 * PANEL)
+    panel_bytes = steps * (PANEL if WEIGHT_SIZE == INT8 else 4 * PANEL)
     max_chunks, group = _split(tiles, computed_panels, panel_bytes, steps, matrices, workers)
     chunks_at = JOB_BYTES + 8 * TILE_WORDS * tiles
     low_at = rounded_up(chunks_at + 8 * CHUNK_WORDS * tiles, 64)

@@ -11,7 +11,6 @@ Tokens come in the order of their adapter slots, so that the tokens of a tile ha
 from __future__ import annotations
 
 from pallas_kernels.linear.cpu.job import (
-    KIND,
     LOW_A,
     LOW_B,
     LOW_HALVES,
@@ -23,6 +22,7 @@ from pallas_kernels.linear.cpu.job import (
     SLOTS,
     TILE_PLACE,
     TILE_ROWS,
+    WEIGHT_SIZE,
     X_SIZE,
     K,
     bytes_of_row,
@@ -89,7 +89,7 @@ def multiply_rows(job, first, columns, x):
                 token_rows = x + stride * column
                 row = rows + row_bytes * i
                 products = out + 4 * i
-                if X_SIZE == BFLOAT16 and PAIRS and KIND == BFLOAT16:
+                if X_SIZE == BFLOAT16 and PAIRS and WEIGHT_SIZE == BFLOAT16:
                     dots(
                         tokens, BFLOAT16, token_rows, stride, X_SIZE, row, row_bytes, length,
                         products, 4 * factor_rows,

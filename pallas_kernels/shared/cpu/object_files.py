@@ -23,7 +23,7 @@ from pallas_kernels.shared.cpu import compiler
 
 # C functions that object code calls. LLVM calls `memset` for a loop that writes zeros.
 SYMBOLS = ("malloc", "free", "sched_yield", "expf", "memset", "madvise", "usleep")
-MOST = 8  # most files of a variant in a folder, which machines and versions may share
+MAX_FILES = 8  # most files of a variant in a folder, which machines and versions may share
 
 
 def symbol(name: str) -> str:
@@ -78,7 +78,7 @@ def keep(file: Path, code: bytes) -> None:
         finally:
             Path(name).unlink(missing_ok=True)
         by_age = sorted(file.parent.glob(f"{variant}-*"), key=lambda path: path.stat().st_mtime)
-        for old in by_age[:-MOST]:
+        for old in by_age[:-MAX_FILES]:
             old.unlink(missing_ok=True)
 
 

@@ -211,8 +211,8 @@ class _Body:
         # Where `continue` and `break` go; None in a loop over constants
         self.loops: list[tuple[ir.Block, ir.Block] | None] = []
         self.line = 0
-        closed = inspect.getclosurevars(function.function)
-        self.names: dict[str, Any] = {**closed.builtins, **closed.globals, **closed.nonlocals}
+        scope = inspect.getclosurevars(function.function)
+        self.names: dict[str, Any] = {**scope.builtins, **scope.globals, **scope.nonlocals}
 
     def translate(self) -> None:
         body = self.builder.block
@@ -429,10 +429,10 @@ class _Body:
             types = [value.type for value in natives]
             callee = self.translation.translation_of(function, types, self.options)
             result = self.builder.call(callee, natives)
-            number = len(function.results)
-            if number < 2:
+            num_results = len(function.results)
+            if num_results < 2:
                 return result
-            return tuple(self.builder.extract_value(result, i) for i in range(number))
+            return tuple(self.builder.extract_value(result, i) for i in range(num_results))
         if function is address_of:
             native = self.translation.translation_of(arguments[0], [WORD], self.options)
             return self.builder.ptrtoint(native, WORD)
@@ -588,18 +588,18 @@ class _Body:
         stop = self._native(bounds.pop())
         start = self._native(bounds.pop() if bounds else 0)
         header, body, following, after = (self.native.append_basic_block() for _ in range(4))
-        place = self._variable(WORD)
-        self.builder.store(start, place)
+        counter = self._variable(WORD)
+        self.builder.store(start, counter)
         self.builder.branch(header)
         self.builder.position_at_end(header)
-        index = self.builder.load(place)
+        index = self.builder.load(counter)
         self.builder.cbranch(self.builder.icmp_signed(sign, index, stop), body, after)
         self.builder.position_at_end(body)
         self._assign(node.target.id, index)
         self._loop(node.body, following, after)
         self._go_to(following)
         self.builder.position_at_end(following)
-        old = self.builder.load(place)
-        self.builder.store(self.builder.add(old, step, flags=("nsw",)), place)
+        old = self.builder.load(counter)
+        self.builder.store(self.builder.add(old, step, flags=("nsw",)), counter)
         self.builder.branch(header)
         self.builder.position_at_end(after)

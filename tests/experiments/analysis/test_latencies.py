@@ -39,7 +39,7 @@ def test_each_prompt_is_in_the_bin_that_has_its_length(prompts: list[int]):
     for place, label in enumerate(bins.labels):
         low, _, high = label.partition("-")
         members = [n for n in prompts if int(low) <= n <= int(high or low)]
-        if len(members) >= latencies.FEWEST:
+        if len(members) >= latencies.MIN_REQUESTS:
             assert medians[place] == statistics.median(members)
         else:
             assert place not in medians

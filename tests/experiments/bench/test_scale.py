@@ -17,7 +17,7 @@ from experiments.bench import scale, scale_calculated, scale_report
 from experiments.bench.scale import QUICK, WARM, checked_setup
 from experiments.bench.scale_calculated import (
     BLOCK,
-    ROOM,
+    EXTRA_TOKENS,
     CalculatedStep,
     Rates,
     Shape,
@@ -31,8 +31,8 @@ from pagedjax.engine.pack import pack
 from pagedjax.host.types import EMPTY_PLAN
 
 README = Path(scale.__file__).parents[1] / "results" / "README.md"
-KEPT = Path(scale.__file__).parents[1] / "results" / "cpu" / "scale" / "scale.json"
-ODD = {
+KEPT_FIGURES = Path(scale.__file__).parents[1] / "results" / "cpu" / "scale" / "scale.json"
+ODD_SIZES = {
     "hidden_size": 48,
     "intermediate_size": 80,
     "num_attention_heads": 6,
@@ -46,7 +46,7 @@ def size(tree) -> int:
 
 
 def config():
-    return llama.from_hf(ODD | {"num_hidden_layers": 3, "vocab_size": 320})
+    return llama.from_hf(ODD_SIZES | {"num_hidden_layers": 3, "vocab_size": 320})
 
 
 # --- on paper -------------------------------------------------------------------------------------
@@ -55,22 +55,22 @@ def config():
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_paper_weights_match_parameters(tied: bool, bias: bool):
-    body = ODD | {
+    body = ODD_SIZES | {
         "tie_word_embeddings": tied,
         "attention_bias": bias,
         "max_position_embeddings": 100,
     }
     model = scale.model_of(Shape(5, 30, 3, 320), body)
-    p = calculated_step(model.config, sequences=5, context=30)
-    assert p.weights == size(model.params)
+    step = calculated_step(model.config, sequences=5, context=30)
+    assert step.weights == size(model.params)
     read = size(model.params) - size(model.params["angles"])
-    assert p.weights_read == read - (0 if tied else (320 - 5) * 48 * 4), (
+    assert step.weights_read == read - (0 if tied else (320 - 5) * 48 * 4), (
         "five rows of the embedding"
     )
 
 
 def test_paper_products_match_compiler_flops():
-    model = scale.model_of(Shape(8, 30, 3, 320), ODD | {"tie_word_embeddings": True})
+    model = scale.model_of(Shape(8, 30, 3, 320), ODD_SIZES | {"tie_word_embeddings": True})
 
     def products(params) -> float:
         flat, tree = jax.tree.flatten(params)
@@ -90,16 +90,16 @@ def test_paper_attention_matches_compiler_flops():
     n = 30
     group = c.heads // c.kv_heads
 
-    def both(q, k, v):
+    def attend(q, k, v):
         scores = jnp.einsum("bkgd,bknd->bkgn", q, k)
         return jnp.einsum("bkgn,bknd->bkgd", scores, v)
 
     q = jnp.ones((b, c.kv_heads, group, c.head_dim))
     keys = jnp.ones((b, c.kv_heads, n, c.head_dim))
-    counted = jax.jit(both).lower(q, keys, keys).cost_analysis()["flops"]
-    p = calculated_step(c, sequences=b, context=n)
-    assert p.attention == c.layers * counted
-    assert p.kv_read == c.layers * size((keys, keys))
+    counted = jax.jit(attend).lower(q, keys, keys).cost_analysis()["flops"]
+    step = calculated_step(c, sequences=b, context=n)
+    assert step.attention == c.layers * counted
+    assert step.kv_read == c.layers * size((keys, keys))
 
 
 @pytest.mark.parametrize(("sequences", "context"), [(1, 40), (5, 30), (7, 64)])
@@ -108,29 +108,29 @@ def test_paper_cache_and_inputs_match_arrays(sequences: int, context: int):
     shapes = scale.shapes_of(Shape(sequences, context, 3, 320))
     pages = cache.init(
         layers=3,
-        blocks=sequences * math.ceil((context + ROOM) / BLOCK),
+        blocks=sequences * math.ceil((context + EXTRA_TOKENS) / BLOCK),
         block_size=BLOCK,
         kv_heads=c.kv_heads,
         head_dim=c.head_dim,
         dtype="float32",
     )
     batch = pack(EMPTY_PLAN, {}, shapes, {sequences: blank_sampling(sequences)})
-    p = calculated_step(c, sequences, context)
-    assert p.cache == size(pages)
-    assert p.inputs == size(batch)
+    step = calculated_step(c, sequences, context)
+    assert step.cache == size(pages)
+    assert step.inputs == size(batch)
     chex.assert_type([*pages.k, *pages.v], scale_calculated.DTYPE)
     chex.assert_shape([batch.tokens, batch.positions], (sequences,))
-    chex.assert_shape(batch.block_tables, (sequences, math.ceil((context + ROOM) / BLOCK)))
+    chex.assert_shape(batch.block_tables, (sequences, math.ceil((context + EXTRA_TOKENS) / BLOCK)))
 
 
 def test_roofline_takes_slower_of_traffic_and_arithmetic():
     fields = dict.fromkeys(CalculatedStep._fields, 0)
-    p = CalculatedStep(
+    step = CalculatedStep(
         **{**fields, "weights_read": 100, "kv_read": 30, "products": 1000, "attention": 60}
     )
-    assert scale_calculated.roofline(p, Rates(read=10.0, multiply=1000.0)) == 10 + 3
-    assert scale_calculated.roofline(p, Rates(read=10.0, multiply=10.0)) == 100 + 6
-    assert scale_calculated.roofline(p, Rates(read=10.0, multiply=50.0)) == 20 + 3
+    assert scale_calculated.roofline(step, Rates(read=10.0, multiply=1000.0)) == 10 + 3
+    assert scale_calculated.roofline(step, Rates(read=10.0, multiply=10.0)) == 100 + 6
+    assert scale_calculated.roofline(step, Rates(read=10.0, multiply=50.0)) == 20 + 3
 
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -139,10 +139,10 @@ def test_roofline_takes_slower_of_traffic_and_arithmetic():
 @pytest.mark.parametrize(("sequences", "steps"), [(1, 1), (16, 5), (20, scale.MAX_STEPS)])
 def test_middle_step_has_the_given_context(sequences: int, steps: int):
     context = 64
-    lead = WARM + steps // 2
+    middle = WARM + steps // 2
     shapes = scale.shapes_of(Shape(sequences, context, 1, 50))
     blanks = {sequences: blank_sampling(sequences)}
-    host = scale.state_after_prompts(shapes, context, lead)
+    host = scale.state_after_prompts(shapes, context, middle)
     lengths = []
     tokens = []
     for i in range(WARM + steps):
@@ -153,13 +153,15 @@ def test_middle_step_has_the_given_context(sequences: int, steps: int):
         lengths.append(batch.seq_lens)
         tokens.append(batch.tokens)
     assert len(host.state.running.seqs) == sequences, "no sequence has ended"
-    assert lengths[lead][0] == context
-    assert lengths[lead].mean() == pytest.approx(context, abs=0.5)
-    assert lengths[-1].max() < context + ROOM
+    assert lengths[middle][0] == context
+    assert lengths[middle].mean() == pytest.approx(context, abs=0.5)
+    assert lengths[-1].max() < context + EXTRA_TOKENS
     # a step computes the tokens sampled before it
     sampled = jnp.full(sequences, WARM + steps - 2, jnp.int32)
     chex.assert_trees_all_equal(tokens[-1], sampled)
-    assert all(len(seq.hashes) >= (context - lead) // BLOCK - 1 for seq in host.state.running.seqs)
+    # the full blocks of a prompt have hashes; prompts are a block shorter at most than others
+    full_blocks = (context - middle) // BLOCK - 1
+    assert all(len(seq.hashes) >= full_blocks for seq in host.state.running.seqs)
 
 
 def test_sequences_begin_blocks_in_different_steps():
@@ -174,7 +176,7 @@ def test_sequences_begin_blocks_in_different_steps():
 def test_line_fit_minimizes_relative_error():
     coefficients = line([1, 4, 16, 1024], [12, 18, 42, 2058])
     assert coefficients == pytest.approx((10, 2, 0), abs=1e-6)
-    assert line([1, 2, 4], [1, 1, 2]).miss == pytest.approx(0.18, abs=0.02)
+    assert line([1, 2, 4], [1, 1, 2]).largest_error == pytest.approx(0.18, abs=0.02)
 
 
 @pytest.mark.slow
@@ -202,7 +204,7 @@ def test_command_measures_every_point(tmp_path, capsys):
 def test_documented_tables_match_kept_figures():
     _, _, after_marker = README.read_text(encoding="utf-8").partition("<!-- scale -->\n")
     text, _, _ = after_marker.partition("<!-- end -->")
-    assert text == scale_report.report(scale.read_figures(KEPT)), (
+    assert text == scale_report.report(scale.read_figures(KEPT_FIGURES)), (
         "paste what `python -m experiments.bench.scale --show` prints of the file"
     )
 
@@ -234,7 +236,7 @@ def test_show_refuses_other_files(tmp_path):
 
 
 def test_point_beyond_memory_error_has_remedy():
-    body = {**QUICK.body, "max_position_embeddings": 96 + ROOM}
+    body = {**QUICK.body, "max_position_embeddings": 96 + EXTRA_TOKENS}
     need = scale_calculated.needed_bytes(Shape(2, 48, 2, 256), body)
     assert checked_setup(QUICK, 3, need).body == body
     with pytest.raises(ValueError, match=r"layers=2, .* takes 0\.\d\d MiB, .* free some memory"):

@@ -26,7 +26,7 @@ def key_of(run: Run) -> Any:
 
 
 def name_of(run: Run) -> tuple[int, int]:
-    return run.order, run.repeat
+    return run.place, run.repeat
 
 
 def give_all(state: Assignment, minimum: int) -> Assignment:

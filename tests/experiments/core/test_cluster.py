@@ -381,7 +381,7 @@ def test_a_run_is_announced_when_a_worker_gets_it(local_ray):
     events: list[tuple[str, int, int]] = []
 
     def begins(run: Run) -> None:
-        events.append(("begins", run.order, run.repeat))
+        events.append(("begins", run.place, run.repeat))
 
     workers = cluster.Workers((Place({"num_cpus": 1.0}),), alive=1, device=False, disconnects=False)
     for _, summary in cluster.results(plan, environment(device=False), begins, workers):

@@ -177,7 +177,9 @@ def test_a_cost_model_of_ones_own_gets_the_integers_of_one_step(text, tmp_path):
         f"import numpy as np\ndef seconds(work):\n    return {text}\n", encoding="utf-8"
     )
     seconds = own_step_time(f"{tmp_path}/mine.py:seconds")
-    work = Work(8, 3, 3, 490, 490, single=3, single_context=490)
+    work = Work(
+        tokens=8, sequences=3, sampled=3, context=490, pairs=490, single=3, single_context=490
+    )
     times = step_times(1.0, 10, work, seconds, 0.5)
     contexts = range(490, 520, 3)
     durations = [

@@ -79,10 +79,10 @@ def test_every_run_happens_once_and_each_engine_is_built_once(
 ):
     grid_points = points(repeats, **grid)
     runs = plan_runs(grid_points, alive)
-    assert sorted((run.order, run.repeat) for run in runs) == [
+    assert sorted((run.place, run.repeat) for run in runs) == [
         (i, r) for i in range(len(grid_points)) for r in range(repeats)
     ]
-    assert all(grid_points[run.order] is run.point for run in runs)
+    assert all(grid_points[run.place] is run.point for run in runs)
     built: list[Any] = []
     loaded: list[str] = []
     engines = Engines(

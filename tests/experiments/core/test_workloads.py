@@ -70,15 +70,16 @@ arrivals = st.one_of(
 
 @given(lengths, lengths, arrivals, st.integers(1, 8), st.integers(0, 2**32))
 def test_synthetic_workload_respects_limits_and_prefix(
-    prompt, output, times, count: int, seed: int
+    prompt, output, arrival, count: int, seed: int
 ):
-    short = make(Synthetic("synthetic", count, prompt, output, times), seed=seed)
-    long = make(Synthetic("synthetic", count + 5, prompt, output, times), seed=seed)
+    spec = Synthetic("synthetic", count, prompt, output, arrival)
+    short = make(spec, seed=seed)
+    long = make(replace(spec, count=count + 5), seed=seed)
     assert long.items[:count] == short.items  # more requests change none of the earlier ones
-    assert short == make(Synthetic("synthetic", count, prompt, output, times), seed=seed)
-    arrival = [item.arrival for item in long.items]
-    assert arrival[0] == 0.0
-    assert arrival == sorted(arrival)
+    assert short == make(spec, seed=seed)
+    times = [item.arrival for item in long.items]
+    assert times[0] == 0.0
+    assert times == sorted(times)
     assert len({item.request_id for item in long.items}) == len(long.items)
     for item in long.items:
         assert 2 <= len(item.prompt_token_ids) <= 30
@@ -89,22 +90,21 @@ def test_synthetic_workload_respects_limits_and_prefix(
 def test_each_prompt_begins_with_one_of_the_prefixes():
     plain = Synthetic("synthetic", 40, Uniform("uniform", 3, 9), Fixed("fixed", 4))
     single_prefix = replace(plain, shared_prefix=30)
-    without, first, items = (
-        make(spec, seed=1, vocab=1000).items
-        for spec in (plain, single_prefix, replace(single_prefix, prefixes=4))
-    )
-    (prefix,) = {item.prompt_token_ids[:30] for item in first}
+    without_prefix = make(plain, seed=1, vocab=1000).items
+    with_one = make(single_prefix, seed=1, vocab=1000).items
+    with_four = make(replace(single_prefix, prefixes=4), seed=1, vocab=1000).items
+    (prefix,) = {item.prompt_token_ids[:30] for item in with_one}
     assert len(set(prefix)) > 20
-    prefixes = [item.prompt_token_ids[:30] for item in items]
+    prefixes = [item.prompt_token_ids[:30] for item in with_four]
     assert len(set(prefixes)) == 4
     assert prefix in prefixes, "the first prefix is the one that was alone"
-    for with_prefix in (first, items):
+    for with_prefix in (with_one, with_four):
         assert [item.prompt_token_ids[30:] for item in with_prefix] == [
-            item.prompt_token_ids for item in without
+            item.prompt_token_ids for item in without_prefix
         ]
     longer = make(replace(single_prefix, prefixes=4, count=60), seed=1, vocab=1000).items
     assert [item.prompt_token_ids for item in longer[:40]] == [
-        item.prompt_token_ids for item in items
+        item.prompt_token_ids for item in with_four
     ]
 
 
@@ -202,7 +202,7 @@ def test_bad_trace_errors():
         ({"offset": -1}, "offset is -1"),
         ({"limit": 0}, "limit is 0"),
         ({"rounds": 0}, "rounds is 0; it must be at least 1"),
-        ({"time_scale": -1}, "time_sc"),
+        ({"time_scale": -1}, "time_scale is -1"),
         (
             {"max_prompt_tokens": 0},
             "max_prompt_tokens is 0; it must be at least 1, or null for lengths as they are",
@@ -305,7 +305,7 @@ def test_rounds_repeat_the_arrivals_and_lengths_of_a_trace_with_other_prompts():
         make(replace(spec, limit=1), content)
 
 
-def test_ids_that_are_drawn_later_are_those_that_a_generator_draws_in_a_row():
+def test_lazy_prompts_have_the_ids_of_prompts_that_are_drawn_at_once():
     sizes = [5, 1, 8, 3]
     source = rng(3)
     later = lazy_prompts(sizes, 1000, rng(3))

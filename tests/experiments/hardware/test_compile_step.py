@@ -96,20 +96,23 @@ def step():
     config = compile_step.config_of("small", "bfloat16", 1)
     placement = make_placement(config, MeshConfig(tensor=4), None, jax.devices())
     with pytest.MonkeyPatch.context() as patch:
-        # those of tests (quick_compiler.py)
+        # the options of tests (quick_compiler.py), with which a program is compiled faster
         patch.setattr(compiled, "compiler_options", programs.compiler_options)
-        return compiled.compile_step(compiled.on_mesh(placement), CPU, PLAN, 50, jax.devices()[0])
+        model = compiled.on_mesh(placement)
+        return compiled.compile_step(model, CPU, PLAN, blocks=50, device=jax.devices()[0])
 
 
 @pytest.mark.slow
 def test_a_step_from_shapes_exchanges_what_it_must(step):
     assert [
         difference.text
-        for difference in exchanges.differences(step.collectives, step.must)
+        for difference in exchanges.differences(step.collectives, step.required)
         if difference.wrong
     ] == []
     sums = [
-        (exchange.times, exchange.branch) for exchange in step.must if exchange.kind == "all-reduce"
+        (exchange.times, exchange.branch)
+        for exchange in step.required
+        if exchange.kind == "all-reduce"
     ]
     assert sums == [(1, False), (2, True), (2, True)]
     assert step.aliased == step.cache
@@ -124,7 +127,7 @@ def test_what_must_not_be_in_a_step_is_named(step):
     ]
     (text,) = compile_step.faults(clean._replace(aliased=step.cache - 1))
     assert text.endswith(f" of {step.cache:,} bytes of the cache are updated in place")
-    (text,) = compile_step.faults(clean._replace(must=step.must[1:]))
+    (text,) = compile_step.faults(clean._replace(required=step.required[1:]))
     assert text.startswith("all-reduce: ")
 
 
@@ -154,8 +157,8 @@ ENTRY %main (p: bf16[9,2,8,128], q: bf16[4,2,8,128]) -> bf16[9,2,8,128] {
 def test_layers_that_are_not_compiled_are_in_the_report(step):
     config = compile_step.config_of("small", "bfloat16")
     target = compilers.target("v5e")
-    has = compiled.room(config, CPU, PLAN, "a device")
-    memory_report = compile_step.memory_lines(has, step, 9, PLAN, (1, 8))
+    room = compiled.room(config, CPU, PLAN, "a device")
+    memory_report = compile_step.memory_lines(room, step, 9, PLAN, (1, 8))
     assert "extrapolated from 1 compiled layers to 8" in memory_report
     network = target.network(4)
     assert network is not None

@@ -30,8 +30,10 @@ CONFIG = {
 }
 COLUMNS = 43, 42  # token, log-probability, rank and 20 of each of the best; a prompt token is known
 SUM = Collective("all-reduce", "f32[8,4]", 32, 128)
-MUST = (Required("all-reduce", 32, 3), Required("all-to-all", 20, branch=True))
-HAS = Counter({SUM: 3, Collective("all-to-all", "f32[5,4]", 20, 80, times=8, branch=True): 1})
+REQUIRED = (Required("all-reduce", 32, 3), Required("all-to-all", 20, branch=True))
+COLLECTIVES = Counter(
+    {SUM: 3, Collective("all-to-all", "f32[5,4]", 20, 80, times=8, branch=True): 1}
+)
 
 
 # From the programs of two compilers, shortened: Llama 3 8B, one layer on 8 x v5e, and parts of two
@@ -137,8 +139,8 @@ def test_a_compiled_step_has_the_exchanges_that_it_must_have(tiny, mesh):
     model = engine.model
     program = hlo.parse(engine.runtime.programs[StepShape(T, R)].as_text())
     collectives = exchanges.collectives_of(program, n)
-    must = required(model.config, model.part, n, T, R, COLUMNS)
-    assert differences(collectives, must) == []
+    required_exchanges = required(model.config, model.part, n, T, R, COLUMNS)
+    assert differences(collectives, required_exchanges) == []
     wider = required(
         replace(model.config, hidden=model.config.hidden + 1), model.part, n, T, R, COLUMNS
     )
@@ -147,15 +149,15 @@ def test_a_compiled_step_has_the_exchanges_that_it_must_have(tiny, mesh):
 
 
 @pytest.mark.parametrize(
-    ("has", "texts"),
+    ("collectives", "texts"),
     [
-        (HAS, []),
+        (COLLECTIVES, []),
         (
-            HAS - Counter({SUM: 1}),
+            COLLECTIVES - Counter({SUM: 1}),
             ["all-reduce: 64 numbers (2 of f32[8,4]) in place of 96 in 3 exchanges"],
         ),
         (
-            HAS + Counter({Collective("collective-permute", "s32[7]", 7, 28): 2}),
+            COLLECTIVES + Counter({Collective("collective-permute", "s32[7]", 7, 28): 2}),
             ["collective-permute: 14 numbers (2 of s32[7])"],
         ),
         (
@@ -163,7 +165,9 @@ def test_a_compiled_step_has_the_exchanges_that_it_must_have(tiny, mesh):
             ["all-to-all in a branch: 0 numbers (none) in place of 20 in 1 exchanges"],
         ),
         (
-            Counter({problem._replace(branch=False): count for problem, count in HAS.items()}),
+            Counter(
+                {problem._replace(branch=False): count for problem, count in COLLECTIVES.items()}
+            ),
             [
                 "all-to-all: 20 numbers (1 of f32[5,4]) in place of 0",
                 "all-to-all in a branch: 0 numbers",
@@ -171,8 +175,8 @@ def test_a_compiled_step_has_the_exchanges_that_it_must_have(tiny, mesh):
         ),
     ],
 )
-def test_other_exchanges_are_wrong(has, texts):
-    problems = differences(has, MUST)
+def test_other_exchanges_are_wrong(collectives, texts):
+    problems = differences(collectives, REQUIRED)
     assert len(problems) == len(texts)
     for problem, text in zip(problems, texts, strict=True):
         assert problem.wrong
@@ -187,7 +191,7 @@ def test_other_exchanges_are_wrong(has, texts):
     ],
 )
 def test_combined_and_split_exchanges_are_named_and_not_wrong(sums):
-    (difference,) = differences(sums, MUST[:1])
+    (difference,) = differences(sums, REQUIRED[:1])
     assert not difference.wrong
     assert (
         difference.text
@@ -199,25 +203,27 @@ def test_the_time_of_exchanges_is_that_of_their_bytes_and_hops():
     """By hand, for 4 devices: a sum sends 2 x 3/4 of its bytes over two links, and waits for 2 x 2
     hops.
     """
-    assert exchanges.seconds(HAS, 4, TORUS) == pytest.approx(3 * (1.5 * 128 / 2e9 + 4e-6))
+    assert exchanges.seconds(COLLECTIVES, 4, TORUS) == pytest.approx(3 * (1.5 * 128 / 2e9 + 4e-6))
     # each of 4 devices sends a quarter to three others, at distances 1, 2 and 1; in a loop of 8
     # turns
     looped = Counter(
         {
             exchange._replace(branch=False): count
-            for exchange, count in HAS.items()
+            for exchange, count in COLLECTIVES.items()
             if exchange.branch
         }
     )
     assert exchanges.seconds(looped, 4, TORUS) == pytest.approx(8 * (80 / 4 * 4 / 2e9 + 2e-6))
-    assert exchanges.seconds(HAS, 4, SWITCH) == pytest.approx(3 * 1.5 * 128 / 1e9)
+    assert exchanges.seconds(COLLECTIVES, 4, SWITCH) == pytest.approx(3 * 1.5 * 128 / 1e9)
     last = Counter(
         {
             Collective("all-reduce", f"f32[{rows},4]", 4 * rows, 16 * rows, branch=True): 2
             for rows in (2, 8)
         }
     )
-    assert exchanges.seconds(HAS + last, 4, SWITCH) == pytest.approx((3 * 128 + 2 * 32) * 1.5 / 1e9)
+    assert exchanges.seconds(COLLECTIVES + last, 4, SWITCH) == pytest.approx(
+        (3 * 128 + 2 * 32) * 1.5 / 1e9
+    )
 
 
 def test_layers_that_are_not_compiled_count_with_two_sums_each(tiny_llm):

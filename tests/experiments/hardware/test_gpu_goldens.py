@@ -22,8 +22,8 @@ from experiments.hardware.gpu_goldens import (
 from pagedjax import LLM, SamplingParams
 
 TOKENS = 6
-KEPT = json.loads(GOLDENS.read_text(encoding="utf-8"))
-SHORT = sorted(KEPT["prompts"], key=lambda prompt: len(prompt["prompt_token_ids"]))[:4]
+REFERENCE = json.loads(GOLDENS.read_text(encoding="utf-8"))
+SHORT = sorted(REFERENCE["prompts"], key=lambda prompt: len(prompt["prompt_token_ids"]))[:4]
 
 
 @pytest.fixture(scope="module")
@@ -170,5 +170,5 @@ def test_another_model_is_an_error(tmp_path, capsys):
 
 
 def test_the_reference_has_as_many_tokens_and_prompts_as_an_engine_is_made_for():
-    assert {len(prompt["token_ids"]) for prompt in KEPT["prompts"]} == {gpu_goldens.TOKENS}
-    assert len(KEPT["prompts"]) <= gpu_goldens.ROWS
+    assert {len(prompt["token_ids"]) for prompt in REFERENCE["prompts"]} == {gpu_goldens.TOKENS}
+    assert len(REFERENCE["prompts"]) <= gpu_goldens.ROWS

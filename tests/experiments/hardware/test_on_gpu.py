@@ -51,13 +51,13 @@ def test_failed_part_does_not_stop_next_part(tmp_path):
 
 @pytest.mark.parametrize(("minutes", "not_run"), [(5, ["two"]), (0.1, ["one", "two"])])
 def test_parts_after_a_failed_required_one_or_the_time_limit_are_listed(tmp_path, minutes, not_run):
-    assert not session([Part("one", BAD, must=True), Part("two", OK)], tmp_path, minutes)
+    assert not session([Part("one", BAD, ends_session=True), Part("two", OK)], tmp_path, minutes)
     assert not (tmp_path / "two.log").exists()
     assert read_session(tmp_path)["not_run"] == not_run
 
 
 def test_part_is_stopped_at_the_sessions_limit(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(on_gpu, "LEAST", 0.0)
+    monkeypatch.setattr(on_gpu, "MIN_SECONDS", 0.0)
     assert not session([Part("one", SLOW)], tmp_path, 2 / 60)
     assert "one: stopped after 2 s" in capsys.readouterr().out
 
@@ -148,7 +148,7 @@ def test_limits_are_those_of_the_parts():
     assert changed[0].arguments[1:3] == ("--seconds", "50"), (
         "a part that hangs says itself what it has found"
     )
-    assert [part.must for part in changed] == [True] + [False] * (len(PARTS) - 1)
+    assert [part.ends_session for part in changed] == [True] + [False] * (len(PARTS) - 1)
 
 
 @pytest.mark.parametrize("rehearse", [False, True], ids=["real", "rehearsal"])

@@ -182,7 +182,9 @@ def test_step_reads_experts_chosen_by_some_token():
     assert shape.experts_read(3) == pytest.approx(np.mean(chosen), rel=0.02)
     all_read = shape.read_bytes(10_000)
     assert all_read == pytest.approx(shape.total_bytes - shape.weight_bytes * shape.head_numbers)
-    seconds = Roofline(shape, Chip(1.0, 1e30, 0.0, launch=0.0))(Work(1, 1, 1, 0, 0))
+    seconds = Roofline(shape, Chip(1.0, 1e30, 0.0, launch=0.0))(
+        Work(tokens=1, sequences=1, sampled=1, context=0, pairs=0)
+    )
     expert = shape.weight_bytes * 3 * 4096 * 14336
     assert seconds == pytest.approx(all_read - 32 * 6 * expert), (
         "two of eight experts in each layer"
@@ -214,7 +216,11 @@ def test_roofline_matches_hand_calculation():
 
 def test_roofline_rounds_tokens_up_to_tiles():
     chip = CHIP._replace(bandwidth=1e12, tile=128)
-    at, past = (Roofline(SMALL, chip)(Work(n, 1, 0, 0, 0)) - chip.launch for n in (256, 257))
+    at, past = (
+        Roofline(SMALL, chip)(Work(tokens=n, sequences=1, sampled=0, context=0, pairs=0))
+        - chip.launch
+        for n in (256, 257)
+    )
     assert past / at == pytest.approx(384 / 256)
 
 
@@ -404,9 +410,15 @@ def test_fit_recovers_known_coefficients():
     assert fitted.seconds == pytest.approx((0.010, 0.012, 0.030), rel=1e-6)
     assert (fitted.per_context, fitted.per_pair) == pytest.approx((2e-6, 3e-8), rel=1e-6)
     assert fitted.error < 1e-9
-    assert fitted(Work(32, 4, 4, 500, 1000)) == pytest.approx(0.012 + 1e-3 + 3e-5)
-    assert fitted(Work(80, 4, 4, 0, 0)) == pytest.approx((0.012 + 0.030) / 2)
-    assert fitted(Work(256, 4, 4, 0, 0)) == pytest.approx(0.060)
+    assert fitted(
+        Work(tokens=32, sequences=4, sampled=4, context=500, pairs=1000)
+    ) == pytest.approx(0.012 + 1e-3 + 3e-5)
+    assert fitted(Work(tokens=80, sequences=4, sampled=4, context=0, pairs=0)) == pytest.approx(
+        (0.012 + 0.030) / 2
+    )
+    assert fitted(Work(tokens=256, sequences=4, sampled=4, context=0, pairs=0)) == pytest.approx(
+        0.060
+    )
 
 
 def test_fit_of_noisy_steps_reports_its_error():

@@ -16,12 +16,23 @@ H100 = "splitwise/bloom-176b/h100"
 
 
 def prompts(tokens: int) -> Work:
-    return Work(tokens, 1, 1, tokens, tokens * (tokens + 1) // 2)
+    return Work(
+        tokens=tokens, sequences=1, sampled=1, context=tokens, pairs=tokens * (tokens + 1) // 2
+    )
 
 
 def decodes(sequences: int, context: int = MEAN_CONTEXT) -> Work:
     pairs = sequences * context
-    return Work(sequences, sequences, sequences, pairs, pairs, 0, sequences, pairs)
+    return Work(
+        tokens=sequences,
+        sequences=sequences,
+        sampled=sequences,
+        context=pairs,
+        pairs=pairs,
+        moved_blocks=0,
+        single=sequences,
+        single_context=pairs,
+    )
 
 
 @pytest.mark.parametrize("kind", BLOOM)
@@ -58,7 +69,16 @@ def test_a_longer_context_takes_what_it_took_one_sequence(kind, published):
 
 
 def test_a_step_with_both_takes_the_time_of_prompts_of_all_its_tokens():
-    mixed = Work(1024, 25, 25, 1000 + 24 * 700, 1000 * 1001 // 2 + 24 * 700, 0, 24, 24 * 700)
+    mixed = Work(
+        tokens=1024,
+        sequences=25,
+        sampled=25,
+        context=1000 + 24 * 700,
+        pairs=1000 * 1001 // 2 + 24 * 700,
+        moved_blocks=0,
+        single=24,
+        single_context=24 * 700,
+    )
     assert find(A100)(mixed) == pytest.approx(MIXED * find(A100)(prompts(1024)))
 
 

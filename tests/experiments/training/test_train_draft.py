@@ -19,7 +19,7 @@ from flax import nnx
 
 from experiments.training import draft_data, train_draft
 from experiments.training.draft_data import Windows
-from experiments.training.draft_loss import LATER, drafts, loss
+from experiments.training.draft_loss import PASS_DECAY, drafts, loss
 from experiments.training.draft_setup import DraftSetup
 from pagedjax import load_model
 from pagedjax.device.windows import packed
@@ -197,7 +197,7 @@ def test_the_loss_is_the_cross_entropy_of_the_targets_that_the_head_knows(case):
         of_targets = np.take_along_axis(logp, np.maximum(places[:, s:], 0), axis=-1)
         losses.append(-(shares[:, s:] * of_targets).sum() / shares[:, s:].sum())
         agreement.append((x.argmax(-1) == places[:, s:, 0]).mean())
-    expected = np.average(losses, weights=LATER ** np.arange(PASSES))
+    expected = np.average(losses, weights=PASS_DECAY ** np.arange(PASSES))
     chex.assert_trees_all_close(
         case.loss(windows, case.place),
         (np.float32(expected), np.array(agreement, np.float32)),
