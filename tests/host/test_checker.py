@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
+from immutables import Map
 
 from pagedjax.commands.cli import main
 from pagedjax.host.checker import folding
@@ -30,6 +31,7 @@ from pagedjax.host.policies import FCFS, POLICIES, WINDOW, Policy, by_key
 from pagedjax.host.policies.mlfq import mlfq
 from pagedjax.host.policies.vtc import vtc
 from pagedjax.host.replay import verify
+from pagedjax.host.types import Admitted, Finished, Submitted
 from tests.refusals import refused
 
 STEP = Step((False,))
@@ -328,6 +330,35 @@ def test_a_policy_that_reads_what_is_folded_is_refused():
         check(policy, requests=2)
 
 
+def observe_in_one_call(memory, events, now):
+    """The users in their turn, who are forgotten at the end of a call, and not after an event."""
+    users, turns = memory
+    for event in events:
+        if isinstance(event, Submitted):
+            user = event.seq.request.user
+            users = users.set(event.seq.request_id, user)
+            turns = turns if user in turns else (user, *turns)
+        elif isinstance(event, Admitted):
+            user = users[event.request_id]
+            turns = (*[name for name in turns if name != user], user)
+        elif isinstance(event, Finished):
+            users = users.delete(event.request_id)
+    return users, tuple([user for user in turns if user in users.values()])
+
+
+def test_a_memory_that_depends_on_the_calls_of_observe_is_refused_with_the_remedy():
+    policy = Policy(
+        "in_one_call",
+        lambda memory, waiting, running, cached: sorted(
+            waiting, key=lambda seq: memory[1].index(seq.request.user)
+        ),
+        init=lambda: (Map(), ()),
+        observe=observe_in_one_call,
+    )
+    with pytest.raises(NotConfirmed, match="of events in one call and in several calls"):
+        check(policy, requests=2)
+
+
 class Steps(NamedTuple):
     """A memory whose number grows without end, and of which only the parity matters."""
 
@@ -404,6 +435,19 @@ def test_the_command_says_that_the_time_limit_ended_the_search():
     report = check(POLICIES["fair"], seconds=60, clock=lambda: float(next(times)))
     assert not report.exhausted
     assert "Not exhausted: the time limit ended the search" in text(report)
+    assert "folded()" not in text(report)
+
+
+def test_a_memory_without_end_is_told_of_folding():
+    policy = FCFS._replace(
+        name="counts",
+        order=lambda memory, waiting, running, cached: waiting,
+        init=int,
+        observe=lambda memory, events, now: memory + 1,
+    )
+    times = iter(range(10**6))
+    report = check(policy, requests=1, seconds=60, clock=lambda: float(next(times)))
+    assert text(report).endswith("or give the memory a method `folded()`")
 
 
 @pytest.mark.parametrize(

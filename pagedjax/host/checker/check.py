@@ -271,7 +271,14 @@ def _verdict(report: Report) -> str:
     if report.exhausted:
         return f"{sentence}. All states were covered in {report.seconds:.1f} s"
     partly = [part.world.name for part in report.coverage if not part.exhausted]
-    return (
-        f"{sentence}. Not exhausted: the time limit ended the search after {report.seconds:.1f} s, "
+    sentence += (
+        f". Not exhausted: the time limit ended the search after {report.seconds:.1f} s, "
         f"in {', '.join(partly)}; it holds for what was covered"
     )
+    init = report.coverage[0].world.policy.init
+    if init is not None and not hasattr(init(), "folded"):
+        sentence += (
+            ". A memory with a number that grows for ever has no end of states: remember an order "
+            "or a difference, or give the memory a method `folded()`"
+        )
+    return sentence
