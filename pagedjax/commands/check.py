@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import shlex
 
-from pagedjax.host.checker import promises
 from pagedjax.host.checker.check import check, text
 from pagedjax.host.checker.counterexample import Counterexample, record
 from pagedjax.host.checker.counterexample import text as run_text
@@ -29,16 +28,12 @@ def main(args: argparse.Namespace) -> int:
     policy = find_pure(args.policy)
     if args.record:
         check_target(args.record)
-    stated = promises.promises_of(policy)
-    if args.bound is not None:
-        stated = stated._replace(bound=args.bound)
-    if args.urgent_first:
-        stated = stated._replace(urgent_first=True)
+    bound = policy.bound if args.bound is None else args.bound
+    urgent_first = policy.urgent_first or args.urgent_first
     report = check(
-        policy,
+        policy._replace(bound=bound, urgent_first=urgent_first),
         requests=args.requests,
         num_blocks=args.blocks,
-        stated=stated,
         discards=args.discards,
         seconds=args.seconds,
     )

@@ -667,12 +667,12 @@ def check_parser(commands: argparse._SubParsersAction) -> None:
         "--bound",
         type=options.whole_number,
         metavar="N",
-        help="later requests that may enter before one; default: what a shipped policy states",
+        help="later requests that may enter before one; default: the `bound` of the policy",
     )
     parser.add_argument(
         "--urgent-first",
         action="store_true",
-        help="no later and less urgent request may be preferred; shipped policies state it",
+        help="no later and less urgent request may be preferred; default: the `urgent_first` of the policy",
     )
     parser.add_argument(
         "--discards",

@@ -136,7 +136,11 @@ def check_call(start: str, function: Callable[..., Any], count: int, usage: str)
     usage: what the error says to write.
     """
     try:
-        inspect.signature(function).bind(*[None] * count)
+        signature = inspect.signature(function)
+    except ValueError:  # a type of another language, such as immutables.Map, has no signature
+        return
+    try:
+        signature.bind(*[None] * count)
     except TypeError:
         raise ValueError(f"{start} takes other arguments; write {usage}") from None
 

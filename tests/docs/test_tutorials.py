@@ -22,6 +22,7 @@ SLOW = {
     "life_of_a_prompt",
     "does_block_size_matter",
     "a_policy_of_your_own",
+    "a_policy_with_memory",
     "bring_a_model",
     "a_kernel_of_your_own",
     "train_and_look_inside",

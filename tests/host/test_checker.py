@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
+from immutables import Map
 
 from pagedjax.commands.cli import main
 from pagedjax.host.checker import folding
@@ -23,13 +24,13 @@ from pagedjax.host.checker.moves import (
     moves,
     start,
 )
-from pagedjax.host.checker.promises import Promises, promises_of
 from pagedjax.host.checker.search import explore
 from pagedjax.host.checker.worlds import World, worlds
-from pagedjax.host.policies import FCFS, POLICIES, WINDOW, Policy, by_key
+from pagedjax.host.policies import FCFS, POLICIES, SHORTEST, WINDOW, Policy, by_key, find
 from pagedjax.host.policies.mlfq import mlfq
 from pagedjax.host.policies.vtc import vtc
 from pagedjax.host.replay import verify
+from pagedjax.host.types import Admitted, Finished, Submitted
 from tests.refusals import refused
 
 STEP = Step((False,))
@@ -44,17 +45,20 @@ def world_of(policy: Policy, name: str, requests: int = 2, num_blocks: int = 4) 
 
 # --- planted faults -------------------------------------------------------------------------------
 
-HOLDING = FCFS._replace(name="holding", admit=lambda seq, need, free: need <= 3)
+PLAIN = FCFS._replace(bound=None, urgent_first=False)
+HOLDING = PLAIN._replace(name="holding", admit=lambda seq, need, free: need <= 3)
 SHORT_PROMPTS = by_key("short_prompts", lambda seq: seq.request.prompt_len)
-LEAST_URGENT = FCFS._replace(
+LEAST_URGENT = PLAIN._replace(
     name="least_urgent",
+    urgent_first=True,
     # two neighbours may change places, so that no request starves
     order=lambda waiting, running, cached: sorted(
         waiting, key=lambda seq: (seq.arrival // 2, -seq.request.priority)
     ),
 )
 AGED = by_key("aged", lambda seq: seq.arrival + 3 * seq.request.priority)
-WASTEFUL = FCFS._replace(
+HASTY = AGED._replace(name="hasty", bound=1)
+WASTEFUL = PLAIN._replace(
     name="wasteful", preempt=lambda running: max(running, key=lambda seq: seq.computed)
 )
 
@@ -66,7 +70,7 @@ def evicting() -> Policy:
         "order": lambda memory, waiting, running, cached: waiting,
         "evict": lambda memory, waiting, running: [seq.request_id for seq in running.seqs],
     }
-    return FCFS._replace(name="evicting", **memory)
+    return PLAIN._replace(name="evicting", **memory)
 
 
 def checked(policy: Policy, **options: Any) -> Report:
@@ -76,26 +80,20 @@ def checked(policy: Policy, **options: Any) -> Report:
 
 
 @pytest.mark.parametrize(
-    ("policy", "options", "kind", "stem", "loop"),
+    ("policy", "kind", "stem", "loop"),
     [
-        (HOLDING, {}, "deadlock", (LONG,), (EMPTY_STEP,)),
+        (HOLDING, "deadlock", (LONG,), (EMPTY_STEP,)),
         # only a shorter prompt is preferred, so it arrives and ends again and again
-        (SHORT_PROMPTS, {}, "starvation", (LONG,), (SHORT, STEP)),
-        (
-            LEAST_URGENT,
-            {"stated": Promises(urgent_first=True)},
-            "priority inversion",
-            (SHORT, LONG, STEP),
-            (),
-        ),
-        (AGED, {"stated": Promises(1)}, "bound", (LONG, SHORT, SHORT, STEP, STEP), ()),
+        (SHORT_PROMPTS, "starvation", (LONG,), (SHORT, STEP)),
+        (LEAST_URGENT, "priority inversion", (SHORT, LONG, STEP), ()),
+        (HASTY, "bound", (LONG, SHORT, SHORT, STEP, STEP), ()),
     ],
     ids=lambda value: value.name if isinstance(value, Policy) else None,
 )
 def test_a_planted_fault_has_the_shortest_counterexample_and_its_recording_replays(
-    policy, options, kind, stem, loop, tmp_path
+    policy, kind, stem, loop, tmp_path
 ):
-    report = checked(policy, **options)
+    report = checked(policy)
     counterexample = report.counterexample
     assert counterexample is not None
     assert (counterexample.kind, counterexample.stem, counterexample.loop) == (kind, stem, loop)
@@ -177,20 +175,39 @@ def test_bounds_of_shipped_policies_are_nearly_reached(name, world, largest):
     report = check(POLICIES[name], requests=2, num_blocks=6)
     overtaken = {part.world.name: part.overtaken for part in report.coverage}
     assert overtaken[world] == largest
-    lower = checked(POLICIES[name], requests=2, stated=Promises(largest - 1)).counterexample
+    lower = checked(POLICIES[name]._replace(bound=largest - 1), requests=2).counterexample
     assert lower is not None
     assert lower.kind == "bound"
     assert sum(isinstance(event, Arrive) for event in lower.stem) >= largest + 1
 
 
-def test_what_shipped_policies_state_is_checked():
-    assert promises_of(POLICIES["priority"]).urgent_first
-    assert promises_of(FCFS) == Promises(0, urgent_first=True)
-    assert promises_of(FCFS._replace(name="mine")) == Promises()
+def test_a_function_of_each_request_may_be_the_bound():
+    """A long prompt may be overtaken once, a short one never."""
+    bounds = {64: 2, 33: 0, 1: 0}
+    policy = SHORTEST._replace(
+        name="mine", bound=lambda request, others: bounds[request.prompt_len]
+    )
+    sentence = "1 later requests enter before c0, and the policy states a bound of 0"
+    counterexample = checked(policy).counterexample
+    assert counterexample is not None
+    assert counterexample.sentence == sentence
+
+
+def test_a_bound_that_is_no_number_is_refused():
+    for bound, message in (
+        (-1, "policy 'mine': its bound is -1; give a whole number of at least 0, a function, or"),
+        (True, "its bound is True"),
+        (lambda request: 1, r"its bound takes other arguments; write bound\(request, others\)"),
+    ):
+        with refused(message):
+            find(PLAIN._replace(name="mine", bound=bound))
+    wrong = PLAIN._replace(name="mine", bound=lambda request, others: 0.5)
+    with refused("bound of the policy 'mine' returned 0.5 for a request; return a whole number"):
+        check(wrong, requests=1)
 
 
 def test_a_request_overtakes_another_once_even_if_it_enters_again():
-    latest_first = FCFS._replace(
+    latest_first = PLAIN._replace(
         name="latest_first", order=lambda waiting, running, cached: waiting[::-1]
     )
     world = world_of(latest_first, "queue")
@@ -271,7 +288,7 @@ def test_a_search_without_folding_finds_the_first_deadlock_and_the_first_inversi
     assert explore(world).depths[fault.node] + 1 == min(stuck) == 2
     world = world_of(LEAST_URGENT, "queue")
     inverted = [depth for depth, move in unfolded(world, 4) if move.effect.inversion]
-    graph = explore(world, urgent_first=True)
+    graph = explore(world)
     assert graph.fault is not None
     assert graph.depths[graph.fault.node] + 1 == min(inverted) == 3
 
@@ -320,11 +337,40 @@ def test_the_distances_of_arrivals_that_a_policy_tells_apart(policy, gap):
 
 def test_a_policy_that_reads_what_is_folded_is_refused():
     """It prefers the latest request, but only of the first 280: nobody starves."""
-    policy = FCFS._replace(
+    policy = PLAIN._replace(
         name="numbers",
         order=lambda waiting, running, cached: waiting[:: -1 if waiting[-1].arrival < 280 else 1],
     )
     with pytest.raises(NotConfirmed, match="'numbers' decides differently in two states"):
+        check(policy, requests=2)
+
+
+def observe_in_one_call(memory, events, now):
+    """The users in their turn, who are forgotten at the end of a call, and not after an event."""
+    users, turns = memory
+    for event in events:
+        if isinstance(event, Submitted):
+            user = event.seq.request.user
+            users = users.set(event.seq.request_id, user)
+            turns = turns if user in turns else (user, *turns)
+        elif isinstance(event, Admitted):
+            user = users[event.request_id]
+            turns = (*[name for name in turns if name != user], user)
+        elif isinstance(event, Finished):
+            users = users.delete(event.request_id)
+    return users, tuple([user for user in turns if user in users.values()])
+
+
+def test_a_memory_that_depends_on_the_calls_of_observe_is_refused_with_the_remedy():
+    policy = Policy(
+        "in_one_call",
+        lambda memory, waiting, running, cached: sorted(
+            waiting, key=lambda seq: memory[1].index(seq.request.user)
+        ),
+        init=lambda: (Map(), ()),
+        observe=observe_in_one_call,
+    )
+    with pytest.raises(NotConfirmed, match="of events in one call and in several calls"):
         check(policy, requests=2)
 
 
@@ -343,7 +389,7 @@ def test_a_memory_is_folded_as_it_says():
         "observe": lambda memory, events, now: Steps(memory.number + 1),
         "order": lambda memory, waiting, running, cached: waiting[:: -1 if memory.folded() else 1],
     }
-    policy = FCFS._replace(name="parity", **memory)
+    policy = PLAIN._replace(name="parity", **memory)
     graph = explore(world_of(policy, "queue"), until=60.0, clock=iter(range(10**4)).__next__)
     assert graph.exhausted
 
@@ -404,6 +450,19 @@ def test_the_command_says_that_the_time_limit_ended_the_search():
     report = check(POLICIES["fair"], seconds=60, clock=lambda: float(next(times)))
     assert not report.exhausted
     assert "Not exhausted: the time limit ended the search" in text(report)
+    assert "folded()" not in text(report)
+
+
+def test_a_memory_without_end_is_told_of_folding():
+    policy = PLAIN._replace(
+        name="counts",
+        order=lambda memory, waiting, running, cached: waiting,
+        init=int,
+        observe=lambda memory, events, now: memory + 1,
+    )
+    times = iter(range(10**6))
+    report = check(policy, requests=1, seconds=60, clock=lambda: float(next(times)))
+    assert text(report).endswith("or give the memory a method `folded()`")
 
 
 @pytest.mark.parametrize(

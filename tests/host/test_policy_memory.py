@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
+from immutables import Map
 
 from pagedjax.host import purity, scheduler
 from pagedjax.host.event_log import Cancel, Commit, Recorder, Restart, Schedule, Submit
@@ -332,6 +333,13 @@ def test_a_memory_that_cannot_be_hashed_is_refused():
     policy = with_memory(observe=lambda memory, events, now: [1])
     with refused(r"observe of the policy 'mine' returned \[1\], which cannot be hashed; return an"):
         purity.find_pure(policy)
+    with refused(r"init of the policy 'mine' returned \{\}, which cannot be hashed"):
+        purity.find_pure(with_memory(init=dict))
+
+
+def test_a_type_without_a_signature_makes_the_first_memory():
+    policy = with_memory(init=Map)
+    assert purity.find_pure(policy) is policy
 
 
 def test_an_impure_observe_is_refused():

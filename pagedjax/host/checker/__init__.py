@@ -5,7 +5,6 @@
     folding.py         which states are one state for the search
     search.py          breadth first through the states, and the graph that this leaves
     cycles.py          runs that repeat for ever, and the longest runs of a graph without them
-    promises.py        what a policy promises: a bound, and respect for priorities
     counterexample.py  a run that breaks a property, as events, as text and as a recording
     check.py           the properties, and `check(policy)`
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from pagedjax.host.checker import folding, promises
+from pagedjax.host.checker import folding
 from pagedjax.host.checker.counterexample import Counterexample, confirm, run, subject
 from pagedjax.host.checker.cycles import (
     Places,
@@ -16,10 +16,10 @@ from pagedjax.host.checker.cycles import (
     shortest_run_above,
 )
 from pagedjax.host.checker.moves import Effect
-from pagedjax.host.checker.promises import Promises
 from pagedjax.host.checker.search import Clock, Fault, Graph, explore
 from pagedjax.host.checker.worlds import World, worlds
-from pagedjax.host.policies import Policy
+from pagedjax.host.policies import Policy, called
+from pagedjax.host.types import Request
 
 REQUESTS = 3
 BLOCKS = 6
@@ -53,8 +53,7 @@ class Coverage(NamedTuple):
 class Report(NamedTuple):
     """The result of `check`. Without a counterexample the properties hold for what was covered."""
 
-    policy: str
-    promises: Promises
+    policy: Policy
     coverage: tuple[Coverage, ...]
     counterexample: Counterexample | None
     discards: int  # the limit that was checked
@@ -71,16 +70,15 @@ def check(
     *,
     requests: int = REQUESTS,
     num_blocks: int = BLOCKS,
-    stated: Promises | None = None,
     discards: int | None = None,
     seconds: float | None = None,
     clock: Clock = time.monotonic,
 ) -> Report:
-    """Searches the worlds of a policy for the shortest run that breaks a property.
+    """Searches the worlds of a policy for the shortest run that breaks a property, or what the
+    policy promises.
 
     Args:
         requests: the most unfinished requests at one time.
-        stated: what the policy promises; None: what it says of itself (promises.py).
         discards: how often the computed tokens of one request may be thrown away while a later
             request that is not more urgent runs on; None: DISCARDS, or DISCARDS_OF_EVICTING.
         seconds: a limit. What was covered until then is in the report.
@@ -88,8 +86,6 @@ def check(
     Raises:
         ValueError: a number is not allowed, or the policy reads what the search leaves out.
     """
-    if stated is None:
-        stated = promises.promises_of(policy)
     if discards is None:
         discards = DISCARDS if policy.evict is None else DISCARDS_OF_EVICTING
     started = clock()
@@ -101,11 +97,11 @@ def check(
         if seconds is not None:  # each world gets an equal part of what is left
             seconds_left = started + seconds - clock()
             until = clock() + seconds_left / (len(todo) - number)
-        part, counterexample = _check_world(world, stated, discards, until, clock)
+        part, counterexample = _check_world(world, discards, until, clock)
         coverage.append(part)
         if counterexample is not None:
             break
-    return Report(policy.name, stated, tuple(coverage), counterexample, discards, clock() - started)
+    return Report(policy, tuple(coverage), counterexample, discards, clock() - started)
 
 
 def _scaled(world: World) -> tuple[World, ...]:
@@ -130,10 +126,10 @@ def _scaled(world: World) -> tuple[World, ...]:
 
 
 def _check_world(
-    world: World, stated: Promises, discards: int, until: float | None, clock: Clock
+    world: World, discards: int, until: float | None, clock: Clock
 ) -> tuple[Coverage, Counterexample | None]:
     started = clock()
-    graph = explore(world, urgent_first=stated.urgent_first, until=until, clock=clock)
+    graph = explore(world, until=until, clock=clock)
     counterexample: Counterexample | None = None
     overtaken: int | None = None
     discarded: int | None = None
@@ -149,9 +145,7 @@ def _check_world(
             most_discarded = longest_runs(places, _discarded)
             overtaken = max(most_overtaken.values(), default=0)
             discarded = max(most_discarded.values(), default=0)
-            counterexample = _of_limits(
-                world, graph, stated, discards, most_overtaken, most_discarded
-            )
+            counterexample = _of_limits(world, graph, discards, most_overtaken, most_discarded)
     if counterexample is not None:
         confirm(counterexample)
     part = Coverage(
@@ -203,21 +197,21 @@ def _of_lasso(world: World, lasso: Run) -> Counterexample:
 def _of_limits(
     world: World,
     graph: Graph,
-    stated: Promises,
     discards: int,
     overtaken: dict[str, int],
     discarded: dict[str, int],
 ) -> Counterexample | None:
     """The counterexample of a number that is above its limit; None if there is none."""
-    if stated.bound is not None:
-        bounds = promises.limits(stated.bound, world)
+    if world.policy.bound is not None:
+        bounds = {shape.request_id: _bound_of(shape, world) for shape in world.shapes}
         if any(overtaken[letter] > bounds[letter] for letter in overtaken):
             shortest = shortest_run_above(graph, _overtaken, bounds)
             assert shortest is not None, "the longest run is above the limit"
             name = subject(world, shortest.stem, shortest.rank, before_last=True)
             limit = bounds[name[0]]
             sentence = (
-                f"{limit + 1} later requests enter before {name}, and the stated bound is {limit}"
+                f"{limit + 1} later requests enter before {name}, and the policy states a bound of "
+                f"{limit}"
             )
             return Counterexample("bound", sentence, world, shortest.stem, (), shortest.rank)
     if any(number > discards for number in discarded.values()):
@@ -230,6 +224,25 @@ def _of_limits(
         )
         return Counterexample("lost work", sentence, world, shortest.stem, (), shortest.rank)
     return None
+
+
+def _bound_of(request: Request, world: World) -> int:
+    """How many later requests the policy lets enter before a request.
+
+    Raises:
+        ValueError: its function returns something else than a whole number of at least 0.
+    """
+    bound = world.policy.bound
+    if not callable(bound):
+        assert bound is not None, "the policy states one"
+        return bound
+    number = called(world.policy, "bound", request, world.shapes)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ValueError(
+            f"bound of the policy {world.policy.name!r} returned {number!r:.200} for a request; "
+            "return a whole number of at least 0"
+        )
+    return number
 
 
 def text(report: Report) -> str:
@@ -252,7 +265,7 @@ def text(report: Report) -> str:
     ]
     world = report.coverage[0].world
     head = (
-        f"{report.policy}: at most {world.requests} unfinished requests of {len(world.shapes)} "
+        f"{report.policy.name}: at most {world.requests} unfinished requests of {len(world.shapes)} "
         f"shapes, {world.config.num_blocks} blocks"
     )
     return "\n".join([head, *table, _verdict(report)])
@@ -262,16 +275,23 @@ def _verdict(report: Report) -> str:
     if report.counterexample is not None:
         return f"does not hold ({report.seconds:.1f} s)"
     properties = ["every request ends", "the invariants of the scheduler"]
-    if report.promises.bound is not None:
+    if report.policy.bound is not None:
         properties.append("the stated bound of later requests that enter before one")
-    if report.promises.urgent_first:
+    if report.policy.urgent_first:
         properties.append("no inversion of priorities")
     properties.append(f"work is lost at most {report.discards} times")
     sentence = f"holds: {'; '.join(properties)}"
     if report.exhausted:
         return f"{sentence}. All states were covered in {report.seconds:.1f} s"
     partly = [part.world.name for part in report.coverage if not part.exhausted]
-    return (
-        f"{sentence}. Not exhausted: the time limit ended the search after {report.seconds:.1f} s, "
+    sentence += (
+        f". Not exhausted: the time limit ended the search after {report.seconds:.1f} s, "
         f"in {', '.join(partly)}; it holds for what was covered"
     )
+    init = report.policy.init
+    if init is not None and not hasattr(init(), "folded"):
+        sentence += (
+            ". A memory with a number that grows for ever has no end of states: remember an order "
+            "or a difference, or give the memory a method `folded()`"
+        )
+    return sentence

@@ -102,10 +102,15 @@ def _not_confirmed(world: World) -> NotConfirmed:
             f"the policy {world.policy.name!r} decides differently after {HORIZON} seconds, and no "
             "time is tried after them; check it with smaller times, as parameters of the policy"
         )
+    remedy = "let it depend on none of these"
+    if world.policy.init is not None:
+        remedy += (
+            ", let its memory name requests by their ids, and let `observe` make the same memory "
+            "of events in one call and in several calls (an event at a time)"
+        )
     return NotConfirmed(
         f"the policy {world.policy.name!r} decides differently in two states that are equal up to "
-        "the names of blocks, steps and requests; let it depend on none of these, and let its "
-        "memory name requests by their ids"
+        f"the names of blocks, steps and requests; {remedy}"
     )
 
 

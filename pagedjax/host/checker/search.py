@@ -22,6 +22,7 @@ from pagedjax.host.checker.moves import (
     unfinished,
 )
 from pagedjax.host.checker.worlds import World
+from pagedjax.host.policies import Policy
 
 Clock = Callable[[], float]
 NOBODY = -1  # in place of a rank: the request is unfinished no more
@@ -91,18 +92,16 @@ class Graph:
 def explore(
     world: World,
     *,
-    urgent_first: bool = False,
     until: float | None = None,
     clock: Clock = time.monotonic,
 ) -> Graph:
     """The graph of a world, or its part up to the first fault or the time limit.
 
     Args:
-        urgent_first: an inversion of priorities is a fault.
         until: a time of `clock` at which the search ends.
     """
     graph = Graph()
-    search = _Search(world, graph, urgent_first)
+    search = _Search(world, graph)
     search.number_of(start(world), (0, 0), 0)
     expanded = 0
     while search.frontier:
@@ -120,10 +119,9 @@ def explore(
 class _Search:
     """What `explore` adds to: the graph, and the states that were not expanded yet."""
 
-    def __init__(self, world: World, graph: Graph, urgent_first: bool) -> None:
+    def __init__(self, world: World, graph: Graph) -> None:
         self.world = world
         self.graph = graph
-        self.urgent_first = urgent_first
         self.frontier: list[Node] = []
         self.label_numbers: dict[tuple[Happening, Effect, int], int] = {}
 
@@ -157,7 +155,7 @@ class _Search:
                 target = self.number_of(move.node, (number, label), depth)
                 edges.append((target, label))
                 if graph.fault is None:
-                    graph.fault = _fault_of(graph, move, number, target, self.urgent_first)
+                    graph.fault = _fault_of(graph, move, number, target, self.world.policy)
                 if graph.fault is not None:
                     return
         except Exception as error:  # of a function of the policy
@@ -179,12 +177,10 @@ class _Search:
         return number
 
 
-def _fault_of(
-    graph: Graph, move: Move, number: int, target: int, urgent_first: bool
-) -> Fault | None:
+def _fault_of(graph: Graph, move: Move, number: int, target: int, policy: Policy) -> Fault | None:
     """The fault that an edge shows by itself."""
     effect = move.effect
-    if urgent_first and effect.inversion is not None:
+    if policy.urgent_first and effect.inversion is not None:
         sentence = "a later and less urgent request is preferred to one that waits"
         return Fault("priority inversion", number, move.happening, sentence)
     endless = target == number and graph.timeless[number]

@@ -92,7 +92,18 @@ def find(name: Any) -> Policy:
         for function, (count, usage) in arguments_of(policy).items():
             start = f"policy {getattr(name, 'name', name)!r}: its {function}"
             check_call(start, getattr(policy, function), count, usage)
+        _check_bound(policy.bound, f"policy {getattr(name, 'name', name)!r}: its bound")
     return policy
+
+
+def _check_bound(bound: Any, start: str) -> None:
+    """Raises ValueError, beginning with `start`, unless it is a number, a function or None."""
+    if callable(bound):
+        check_call(start, bound, 2, "bound(request, others)")
+    elif bound is not None and (isinstance(bound, bool) or not isinstance(bound, int) or bound < 0):
+        raise ValueError(
+            f"{start} is {bound!r}; give a whole number of at least 0, a function, or None"
+        )
 
 
 def shipped(policy: Policy | str) -> Policy:

@@ -135,7 +135,16 @@ def _policy(
         (targets, (), "targets"),
         (speed, 0.1, "speed"),
     )
-    return Policy(name, order, init=Load, observe=observe, reject=reject, show=shown, timed=True)
+    return Policy(
+        name,
+        order,
+        init=Load,
+        observe=observe,
+        reject=reject,
+        show=shown,
+        timed=True,
+        bound=0,
+    )
 
 
 def predicted(memory: Load, before: dict[str, Job], job: Job) -> tuple[float, float]:

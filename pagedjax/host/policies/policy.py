@@ -10,12 +10,14 @@ from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
-from pagedjax.host.types import PolicyEvent, Row, Running, Seq
+from pagedjax.host.types import PolicyEvent, Request, Row, Running, Seq
 from pagedjax.options.own_errors import placed
 from pagedjax.options.own_values import true_or_false
 
 Cached = Callable[[Seq], int]  # tokens of a waiting sequence that are found in the cache
 Memory = Any  # what a policy remembers: an immutable value that can be hashed
+# (a request, all requests that may come) -> how many later ones may enter before it, at most
+Bound = Callable[[Request, Sequence[Request]], int]
 
 arrival_of = attrgetter("arrival")
 
@@ -75,6 +77,12 @@ class Policy(NamedTuple):
     show: memory -> its text in the viewer.
     timed: whether `observe` gets the time, in seconds since the scheduler began. It is an input of
         the step, so a recording has it.
+
+    What a policy promises is data, which decides nothing. `pagedjax check` checks it:
+
+    bound: how many later requests may enter before a request, at most: a number, or a function as
+        `Bound`. None: no number is promised.
+    urgent_first: whether no later and less urgent request is preferred to one that waits.
     """
 
     name: str
@@ -89,6 +97,8 @@ class Policy(NamedTuple):
     reject: Callable[[Memory, Sequence[Seq]], Iterable[str]] | None = None
     show: Callable[[Memory], str] = repr
     timed: bool = False
+    bound: Bound | int | None = None
+    urgent_first: bool = False
 
 
 # function of a policy -> (number of its arguments, how an error tells the user to write it)
@@ -239,23 +249,34 @@ def _fair(waiting: Sequence[Seq], running: Running, cached: Cached | None = None
 # First come, first served. The queue is kept in order of arrival, preempted sequences at its front;
 # the latest arrival is preempted, so the oldest running sequence always advances and every request
 # ends.
-FCFS = Policy("fcfs", order=lambda waiting, running, cached: waiting, preempt=latest)
+FCFS = Policy(
+    "fcfs",
+    order=lambda waiting, running, cached: waiting,
+    preempt=latest,
+    bound=0,
+    urgent_first=True,
+)
 
-# The lower number first, up to a limit of age. At most WINDOW * (its number - the lowest in use)
-# later requests come before a request, so every request ends if the numbers have a lowest. Age is
-# counted in arrivals and not in seconds: a policy has no clock, and a run replays.
-PRIORITY = by_key("priority", lambda seq: seq.arrival + WINDOW * seq.request.priority)
+# The lower number first, up to a limit of age: its bound. So every request ends if the numbers have
+# a lowest. Age is counted in arrivals and not in seconds: a policy has no clock, and a run replays.
+PRIORITY = by_key("priority", lambda seq: seq.arrival + WINDOW * seq.request.priority)._replace(
+    bound=lambda request, others: (
+        WINDOW * (request.priority - min([other.priority for other in others]))
+    ),
+    urgent_first=True,
+)
 
-# The shorter prompt first, up to a limit of age. At most prompt_len / RATE later requests come
-# before a request, so every request ends. The key uses the prompt and not `length`, because a key
-# must not grow with the sequence.
-SHORTEST = by_key("shortest", lambda seq: RATE * seq.arrival + seq.request.prompt_len)
+# The shorter prompt first, up to a limit of age: its bound. So every request ends. The key uses the
+# prompt and not `length`, because a key must not grow with the sequence.
+SHORTEST = by_key("shortest", lambda seq: RATE * seq.arrival + seq.request.prompt_len)._replace(
+    bound=lambda request, others: request.prompt_len // RATE
+)
 
 # The user with the fewest tokens first. A user's running requests are older than its waiting ones
 # (`order` and `preempt` both ensure it), so a sequence's key is the sum of the lengths of its
 # user's older unfinished requests. The oldest request of all has key 0: it is offered first and
 # preempted last, as under FCFS, so every request ends. Later requests come before a request only
-# while an older request of its user is unfinished.
+# while an older request of its user is unfinished: a bound would depend on how long those live.
 FAIR = Policy("fair", order=_fair, preempt=lambda running: _fair(running, Running())[-1])
 
 
@@ -264,10 +285,17 @@ def _longest_prefix(waiting: Sequence[Seq], running: Running, cached: Cached) ->
 
 
 # The longest cached prefix first (SGLang's longest-prefix-match), up to a limit of age: a request
-# with c cached tokens comes before at most c / RATE earlier ones. So at most L / RATE later
-# requests (L: the longest sequence) ever come before a request, whatever the cache holds. Once
-# these have ended, the request is offered first. `preempt` takes the oldest request last.
-LONGEST_PREFIX = Policy("longest_prefix", order=_longest_prefix, preempt=latest)
+# with c cached tokens comes before at most c / RATE earlier ones. So its bound is that of the
+# longest sequence, whatever the cache holds. Once these have ended, the request is offered first.
+# `preempt` takes the oldest request last.
+LONGEST_PREFIX = Policy(
+    "longest_prefix",
+    order=_longest_prefix,
+    preempt=latest,
+    bound=lambda request, others: (
+        max([other.prompt_len + other.max_tokens for other in others]) // RATE
+    ),
+)
 
 # A batch enters together, and the next one enters when its last member has ended: the engines
 # before Orca's iteration-level batching, as a baseline. Every request ends, because every batch
@@ -276,4 +304,6 @@ STATIC = Policy(
     "static",
     order=lambda waiting, running, cached: () if running.seqs else waiting,
     preempt=latest,
+    bound=0,
+    urgent_first=True,
 )
