@@ -87,7 +87,8 @@ def tau(measured: Measured) -> float:
     """Kendall's tau of the predictions and the lengths."""
     predictions = [request.predicted for request in measured.requests]
     lengths = [request.max_tokens for request in measured.requests]
-    return float(stats.kendalltau(predictions, lengths).statistic)
+    statistic, _ = stats.kendalltau(predictions, lengths)
+    return float(statistic)
 
 
 def example(folder: Path) -> dict[str, float]:
@@ -110,7 +111,9 @@ def gain_at(levels: Sequence[Order], first_come: Order, target: float) -> Interv
     gains = []
     for seed, below in enumerate(first_come.latencies):
         known = sorted((order.taus[seed], order.latencies[seed]) for order in levels)
-        gains.append(below / float(np.interp(target, *zip(*known, strict=True))))
+        taus = [tau for tau, _ in known]
+        latencies = [latency for _, latency in known]
+        gains.append(below / float(np.interp(target, taus, latencies)))
     return interval(gains)
 
 
