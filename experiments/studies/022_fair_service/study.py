@@ -152,7 +152,7 @@ def over(results: Outcomes, load: str, above: str, below: str, number: str) -> I
 
 
 def run(folder: Path, quick: bool) -> Findings:
-    results = outcomes(folder, 1 if quick else None, 0.25 if quick else 1.0)
+    results = outcomes(folder, 1 if quick else None, 0.1 if quick else 1.0)
     kept = [share for load in LOADS for share in shares(results, load, VTC)]
     differences = {
         load: interval([outcome.difference for outcome in results[load, VTC]])
