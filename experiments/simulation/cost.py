@@ -309,6 +309,7 @@ SHAPES = {
     "opt-175b": Shape(96, 12288, 96, 96, 128, 49152, 50272, 2048, gated=False, tied=True),
     # the positions of BLOOM (ALiBi) have no limit of their own
     "bloom-176b": Shape(70, 14336, 112, 112, 128, 57344, 250880, 16384, gated=False, tied=True),
+    "llama-7b": Shape(32, 4096, 32, 32, 128, 11008, 32000, 2048),
     "llama-13b": Shape(40, 5120, 40, 40, 128, 13824, 32000, 2048),
     "llama-3-8b": Shape(32, 4096, 32, 8, 128, 14336, 128256, 8192),
     "llama-3.1-8b": Shape(32, 4096, 32, 8, 128, 14336, 128256, 131072),
