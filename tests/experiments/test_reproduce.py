@@ -11,7 +11,21 @@ from experiments import reproduce
 from experiments.analysis import figures
 from experiments.studies.findings import Claim, Findings, Interval
 
-SIMULATED = ("001", "002", "003", "004", "006", "007", "009", "011", "013", "014", "017", "021")
+SIMULATED = (
+    "001",
+    "002",
+    "003",
+    "004",
+    "006",
+    "007",
+    "009",
+    "011",
+    "013",
+    "014",
+    "017",
+    "021",
+    "025",
+)
 LONGEST = ("013", "014", "021")  # the numbers of the documents come from whole runs
 
 
