@@ -245,17 +245,19 @@ def run(folder: Path, quick: bool, traces: Path) -> Findings:
 Rates = Mapping[str, Mapping[int | None, float]]  # of each trace, by blocks
 
 
+def with_limit(by_size: Mapping[int | None, float]) -> list[tuple[float, float]]:
+    """Hit rates by the tokens of the cache."""
+    return [(size * BLOCK, rate) for size, rate in by_size.items() if size is not None]
+
+
 def figure(rates: Rates) -> str:
-    panels = {}
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for name, by_size in rates.items():
-        ours = [(size * BLOCK, rate) for size, rate in by_size.items() if size is not None]
-        lines = {"our block pool": ours}
+        panels[name] = {"our block pool": with_limit(by_size)}
         if name in FIGURE_9:
             line = zip(LINE, FIGURE_9[name].line, strict=True)
-            lines["published, figure 9"] = [point for point in line if point[0] <= SIZES[-1]]
-        report = [(size * BLOCK, rate) for size, rate in TABLE_1.items() if size is not None]
-        lines["published, table 1 (another trace)"] = report
-        panels[name] = lines
+            panels[name]["published, figure 9"] = [point for point in line if point[0] <= SIZES[-1]]
+        panels[name]["published, table 1 (another trace)"] = with_limit(TABLE_1)
     dashed = ("published, figure 9", "published, table 1 (another trace)")
     return figures.curves(
         panels, "tokens of the cache", "hit rate of blocks", log_x=10, lowest=0, dashed=dashed
