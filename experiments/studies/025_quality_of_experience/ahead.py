@@ -13,10 +13,11 @@ ahead first.
 Different from Andes: it does not predict how a step's time grows with its requests, and in place of
 its estimate of what an eviction costs there is `ahead_s`.
 
-Why every request of a finite workload ends: a request is evicted only while its reader has tokens
-for `ahead_s` seconds. These run out, so between two evictions it generates a token or the time
-passes in which it waits; in the end nothing waits for it to be evicted for. In an endless overload
-an old request may starve.
+Why every request of a finite workload ends: a request is evicted for one whose reader has tokens
+for less than `horizon_s` seconds. That one enters in the same step, and stays until its reader has
+tokens for `ahead_s` seconds, which are more. So each eviction is followed by tokens, of which there
+are finitely many, and they survive a preemption for lack of blocks. In an endless overload an old
+request may starve.
 """
 
 from __future__ import annotations
@@ -75,7 +76,12 @@ def ahead(
         targets: (service class, ttft, itl), in seconds.
         horizon_s: seconds for which a gain is predicted.
         ahead_s: seconds of tokens that a reader has left when the request may be evicted.
+
+    Raises:
+        ValueError: `ahead_s` is not above `horizon_s`.
     """
+    if not ahead_s > horizon_s:
+        raise ValueError(f"ahead has ahead_s {ahead_s!r}; it must be above horizon_s {horizon_s!r}")
     targets_of = {name: (ttft, itl) for name, ttft, itl in targets}
 
     def observe(memory: Readers, events: Sequence[PolicyEvent], now: float | None) -> Readers:

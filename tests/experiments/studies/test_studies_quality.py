@@ -12,6 +12,7 @@ from experiments.core.distributions import Changing
 from pagedjax.host import scheduler
 from pagedjax.host.types import Request
 from tests.host.scheduler_steps import WORD, start
+from tests.refusals import refused
 
 FOLDER = reproduce.STUDIES / "025_quality_of_experience"
 quality = importlib.import_module("experiments.studies.025_quality_of_experience.study")
@@ -71,6 +72,11 @@ def test_a_new_request_comes_before_a_late_one_and_a_short_one_before_a_long_one
         state, plan = step(state, float(state.step))
         order += [name for name in plan.admitted if name not in order]
     assert order == ["new", "long", "late"]
+
+
+def test_a_lead_that_is_shorter_than_the_horizon_is_refused():
+    with refused("ahead has ahead_s 3.0; it must be above horizon_s 4.0"):
+        ahead(targets=(), horizon_s=4.0, ahead_s=3.0)
 
 
 def test_a_burst_has_the_mean_rate():
