@@ -25,6 +25,7 @@ SIMULATED = (
     "017",
     "021",
     "025",
+    "027",
 )
 LONGEST = ("013", "014", "021")  # the numbers of the documents come from whole runs
 

@@ -122,7 +122,7 @@ def served(folder: Path, quick: bool, *options: str) -> Served:
 
 
 def run(folder: Path, quick: bool) -> Findings:
-    count = f"workload.count={30 if quick else 150}"
+    count = f"workload.count={30 if quick else 300}"
     names = ("conversations",) if quick else tuple(WORKLOADS)
     rates = {name: served(folder, quick, count, *WORKLOADS[name]) for name in names}
     claims = [
