@@ -300,6 +300,7 @@ def _record_run(
             sampling,
             recorder,
             workload.clients,
+            pools.split,
         )
         return recorder.recording(placement.prefill, placement.transfers)
     options = experiment.replicas or Replicas(router=routing.ROUND_ROBIN.name)

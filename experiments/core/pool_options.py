@@ -43,6 +43,9 @@ class Pool:
 class Pools:
     """Engines that compute prompts and first tokens, and others that go on with them (pools.py).
 
+    split: the share of a request's tokens that `prefill` computes before it hands the request over,
+        in the middle of its prompt or of its output. Its tokens are its prompt and its predicted
+        output; max_tokens, if nothing is predicted. null: its prompt, and its first token.
     link_gb_s: GB/s (1e9 bytes) at which each engine of `prefill` sends pages, one sequence after
         the other; None: sending takes no time.
     latency_s: seconds that sending a sequence takes in addition.
@@ -52,8 +55,14 @@ class Pools:
     decode: Pool = field(default_factory=Pool)
     link_gb_s: float | None = None
     latency_s: float = 0.0
+    split: float | None = None
 
     def __post_init__(self) -> None:
+        if self.split is not None and not 0 < self.split <= 1:
+            raise ValueError(
+                f"split is {self.split!r}; it must be a share above 0 and at most 1, or null to "
+                "split requests behind their prompts"
+            )
         if self.link_gb_s is not None and self.link_gb_s <= 0:
             raise ValueError(
                 f"link_gb_s is {self.link_gb_s}; it must be above 0, or null for no time"

@@ -12,7 +12,8 @@ until it is asked. The transitions are those of the real engines (pagedjax/host/
 
 All pages of a sequence are sent, even those that `decode` has in its prefix cache. A released
 sequence gives its row in `prefill` back at once, but its blocks only when `decode` has adopted it.
-So a full `decode` holds `prefill` up. No sequence decodes in `prefill`.
+So a full `decode` holds `prefill` up. No sequence decodes in `prefill`, unless `split` says so: then
+a sequence leaves when `prefill` has computed a share of its tokens, be it prompt or output.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class PoolEngine(VirtualEngine, Protocol):
 
     def check(self, request: Request) -> None: ...
 
-    def prefilled(self) -> tuple[str, ...]: ...
+    def prefilled(self, split: float | None = None) -> tuple[str, ...]: ...
 
     def release(self, request_id: str) -> Handover: ...
 
@@ -115,6 +116,7 @@ def drive_pools(
     sampling: SamplingParams,
     notes: PoolNotes,
     clients: int | None = None,
+    split: float | None = None,
 ) -> Placement:
     """Run `items` to their end, from time 0.
 
@@ -123,6 +125,7 @@ def drive_pools(
         routers: of `prefill` and of `decode`. Each knows as many hashes as an engine of its pool
             has blocks.
         clients: the number of clients of a closed loop; None: an open loop (see `Sender`).
+        split: see `Pools.split`.
 
     Raises:
         ValueError: an engine refused a request (with its reason), or items are not in order of
@@ -144,7 +147,8 @@ def drive_pools(
         name="engine {} of pools.decode",
         looks_ahead=False,
     )
-    run = _Run(prefill_fleet, decode_fleet, link, notes, Sender(items, sampling, clients))
+    sender = Sender(items, sampling, clients)
+    run = _Run(prefill_fleet, decode_fleet, link, notes, sender, split)
     run_events(
         Source(run.next_move, run.move),
         Source(run.sender.next, run.send),
@@ -169,6 +173,7 @@ class _Run:
         link: Link,
         notes: PoolNotes,
         sender: Sender,
+        split: float | None,
     ) -> None:
         self.sender = sender
         self.prefill_replicas: dict[str, int] = {}  # request -> its engine of `prefill`
@@ -179,6 +184,7 @@ class _Run:
         self._decode_fleet = decode_fleet
         self._link = link
         self._notes = notes
+        self._split = split
         self._num_moves = 0
         self._link_free = [0.0] * len(prefill_fleet.engines)  # seconds: when each link is free
         # for each engine of `decode`, the sequences that wait for room
@@ -214,7 +220,8 @@ class _Run:
     def step_prefill(self) -> None:
         """Make a step of an engine of `prefill`.
 
-        When it has ended, the sequences with a first token are released.
+        When it has ended, the sequences with a first token are released, or those of which enough
+        is computed.
         """
         replica, result = self._prefill_fleet.step()
         if result is None:  # the engine waits until blocks are given back
@@ -224,7 +231,7 @@ class _Run:
                 self._leave_prefill(event.request_id, replica, result.finished)
         self.sender.end_branches(result, result.finished)
         engine = self._prefill_fleet.engines[replica]
-        for branch in engine.prefilled():
+        for branch in engine.prefilled(self._split):
             request_id = self._leave_prefill(branch, replica, result.finished)
             release = Release(engine.release(branch), request_id, replica)
             self._push(result.finished, RELEASED, release)

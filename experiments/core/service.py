@@ -169,18 +169,22 @@ def meets(request: RequestRecord, targets: Targets) -> bool:
 def qoe(request: RequestRecord, targets: Targets) -> float | None:
     """The quality of experience of a request, from 0 to 1, after Andes (Liu et al., "Andes:
     Defining and Enhancing Quality-of-Experience in LLM-Based Text Streaming Services", arXiv
-    2404.16283).
+    2404.16283, second version).
 
-        QoE = min(1, S_actual / S_expected)
-        S_actual   = integral from 0 to TTLT of A(t) dt
-        S_expected = integral from 0 to TTLT of min(T(t), l) dt
+        QoE = 1 - S_delay / S_whole
+        ideal_i  = ttft + i itl
+        actual_i = max(ready_i, ideal_i, actual_{i-1} + itl)
 
-    t counts from the arrival, l is the number of tokens. T(t) = max(0, t - ttft) / itl are the
-    tokens that the user expects to have read, and A(t) those that they have read: a user reads one
-    token in `itl` seconds, and only tokens that are there. TTLT is when the last one is read. An
-    answer that is ahead of the reader has the quality 1.
+    Times count from the arrival. A user begins to read token i at actual_i, and reads one token in
+    `itl` seconds: only tokens that are there, and none before it is due, so that an early token
+    makes up for no late one. S_whole are the tokens that the user expects to have read,
+    min((t - ttft) / itl, n), integrated until the last one is read, and S_delay is what was not
+    read of that: the sum of actual_i - ideal_i. An answer that is ahead of the reader has the
+    quality 1.
 
-    The equation was written from memory, so numbers may differ from the paper's.
+    The equation is that of the authors' code, vllm/core/andes_utils/qoe_tracker.py of
+    https://github.com/AmberLJC/vllm-0.6.1 (commit 9513f62). That code takes the time of the token
+    before where the time of a token is meant.
 
     It is that of the first branch; 0 for a request without a token; None if one of the targets ttft
     and itl is missing, or the times of tokens were not kept.
@@ -190,15 +194,14 @@ def qoe(request: RequestRecord, targets: Targets) -> float | None:
     times = request.branches[0].token_times
     if not times:
         return 0.0
+    ideal = targets.ttft + targets.itl * np.arange(len(times))
     starts: list[float] = []  # when the user begins to read each token
-    for time in times:
-        ready = time - request.arrival
-        starts.append(max(ready, starts[-1] + targets.itl) if starts else ready)
-    end = starts[-1] + targets.itl
-    expected = targets.ttft + targets.itl * np.arange(len(starts))
-    actual_area = _area(np.array(starts), targets.itl, end)
-    expected_area = _area(expected, targets.itl, end)
-    return min(1.0, actual_area / expected_area) if expected_area else 1.0
+    free = 0.0
+    for time, due in zip(times, ideal, strict=True):
+        starts.append(max(time - request.arrival, due, free))
+        free = starts[-1] + targets.itl
+    whole = _area(ideal, targets.itl, free)
+    return _area(np.array(starts), targets.itl, free) / whole if whole else 1.0
 
 
 def _area(starts: np.ndarray, itl: float, end: float) -> float:

@@ -101,6 +101,13 @@ class Handover(NamedTuple):
     end: int | None = None  # its drawn length, prompt and output; None: it ends at max_tokens
 
 
+def _has_share(seq: Seq, split: float) -> bool:
+    """Whether a share of a sequence's tokens is computed, as far as their number is known before."""
+    request = seq.request
+    output = request.max_tokens if request.predicted is None else request.predicted
+    return not request.forks and seq.computed >= split * (request.prompt_len + output)
+
+
 class WholeBatch(NamedTuple):
     """A batch that is computed until its last member has ended, and answered then, as in engines
     before Orca.
@@ -311,11 +318,17 @@ class SimulatedEngine:
         """Raises Rejected if this engine could never adopt the request's sequences."""
         request_limits.check(self.scheduler_state, request._replace(forks=()))
 
-    def prefilled(self) -> tuple[str, ...]:
+    def prefilled(self, split: float | None = None) -> tuple[str, ...]:
         """Ids of running sequences whose prompt is computed and that have at least one token of
         their output.
+
+        Args:
+            split: instead, those of which this share is computed; see `Pools.split`. Branches are
+                handed over one by one, so their common prompt is computed before.
         """
         seqs = scheduler.running(self.scheduler_state)
+        if split is not None:
+            return tuple([s.request_id for s in seqs if _has_share(s, split)])
         return tuple([s.request_id for s in seqs if s.num_output and s.length - s.computed == 1])
 
     def release(self, request_id: str) -> Handover:

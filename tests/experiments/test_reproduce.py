@@ -27,6 +27,8 @@ SIMULATED = (
     "022",
     "023",
     "024",
+    "025",
+    "027",
 )
 LONGEST = ("013", "014", "021")  # the numbers of the documents come from whole runs
 

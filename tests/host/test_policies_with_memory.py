@@ -479,6 +479,18 @@ def test_a_load_that_makes_steps_too_slow_is_not_accepted():
     assert names(state.running.seqs) == ["a"]
 
 
+def test_idle_time_is_not_the_time_of_a_step():
+    policy = early_rejection(ttft_s=2.0, itl_s=1.0)
+    state = start(ask("a", 2, 4))
+    while state.ids:
+        state, *_ = step(state, policy)
+    rates = state.memory.token_s, state.memory.row_s
+    state = scheduler.submit(state, ask("b", 2, 4))
+    state, plan = scheduler.schedule(state, policy, now=100.0)
+    assert plan.rejected == ()
+    assert (state.memory.token_s, state.memory.row_s) == rates
+
+
 def test_what_a_memory_shows_is_text():
     for shipped in EAGER:
         state, *_ = step(start(ask("a", 2, 4), ask("b", 2, 4), seqs=1), shipped)

@@ -108,6 +108,10 @@ def _policy(
 
     def observe(memory: Load, events: Sequence[PolicyEvent], now: float | None) -> Load:
         assert now is not None, "the policy is timed"
+        after = after_events(memory, events, now)
+        if after.new and len(after.new) == len(after.jobs):
+            # what ran has ended, and the engine may have been idle since then
+            return after._replace(prompt_s=0.0)
         return after_events(measured(memory, events, now, speed), events, now)
 
     def reject(memory: Load, waiting: Sequence[Seq]) -> list[str]:

@@ -83,7 +83,9 @@ class Outcome(NamedTuple):
     steps: list[list[tuple[float, float, tuple[str, ...]]]]  # of each engine: begin, end, sequences
 
 
-def drive(prefill, decode, link: Link, work, sampling=GREEDY, router=LEAST_LOADED) -> Outcome:
+def drive(
+    prefill, decode, link: Link, work, sampling=GREEDY, router=LEAST_LOADED, split=None
+) -> Outcome:
     every = [*prefill, *decode]
     note = Recorder(every, work, sampling.n)
     steps: list[list[tuple[float, float, tuple[str, ...]]]] = [[] for _ in every]
@@ -95,7 +97,9 @@ def drive(prefill, decode, link: Link, work, sampling=GREEDY, router=LEAST_LOADE
         steps[replica].append((result.started, result.finished, names))
 
     note.step = step  # type: ignore[method-assign]
-    placements = drive_pools(prefill, decode, (router, router), link, work, sampling, note)
+    placements = drive_pools(
+        prefill, decode, (router, router), link, work, sampling, note, split=split
+    )
     return Outcome(note.requests.records(placements.prefill, placements.transfers), steps)
 
 
@@ -211,6 +215,83 @@ def test_laws_of_any_run(case):
     for steps in outcome.steps:
         assert all(a[1] <= b[0] for a, b in pairwise(steps))
     assert drive(*map(engines_of, sizes), link, work, sampling) == outcome
+
+
+@drawn.given(15, 60, runs(), st.floats(0.05, 1.0))
+def test_a_split_conserves_tokens(case, split):
+    """Each token is computed in one of two engines, the first share in `prefill`."""
+    sizes, link, work, sampling = case
+    prefill, decode = map(engines_of, sizes)
+    computed: dict[tuple[str, str], int] = {}
+    preempted: set[str] = set()
+    for pool, members in (("prefill", prefill), ("decode", decode)):
+        for engine in members:
+            note_tokens(engine, pool, computed, preempted)
+    outcome = drive(prefill, decode, link, work, sampling, split=split)
+
+    for engine in (*prefill, *decode):
+        state = engine.scheduler_state
+        assert not engine.has_work
+        assert not engine.held
+        assert not state.ids
+        assert state.pool.num_free == state.pool.num_blocks, "a block leaked"
+    for item, request in zip(work, outcome.requests, strict=True):
+        prompt = len(item.prompt_token_ids)
+        share = split * (prompt + item.max_tokens)
+        for branch in request.branches:
+            assert len(branch.token_ids) == item.max_tokens
+            assert all(a < b for a, b in pairwise(branch.token_times))
+        if sampling.n > 1 or sizes[0][2]["enable_prefix_caching"] or item.request_id in preempted:
+            continue
+        first, last = (computed.get((pool, item.request_id), 0) for pool in ("prefill", "decode"))
+        assert first + last == prompt + item.max_tokens - 1
+        if share > prompt + item.max_tokens - 1:
+            assert not last
+            continue
+        assert first >= share or not last
+        assert bool(last) == bool(request.transfers)
+        budget = sizes[0][2]["max_num_batched_tokens"]
+        assert first < share + budget, "it leaves after the step in which it has its share"
+        for transfer in request.transfers:
+            assert transfer.released <= transfer.arrived <= transfer.adopted
+    assert drive(*map(engines_of, sizes), link, work, sampling, split=split) == outcome
+
+
+def note_tokens(
+    engine: CheckedEngine, pool: str, computed: dict[tuple[str, str], int], preempted: set[str]
+) -> None:
+    """Count the tokens that an engine computes of each sequence, and which ones it preempts."""
+    step = engine.step
+
+    def noted_step() -> StepResult | None:
+        result = step()
+        if result is not None:
+            for seq, count in zip(result.plan.seqs, result.plan.counts, strict=True):
+                place = pool, seq.request_id
+                computed[place] = computed.get(place, 0) + count
+            preempted.update(result.plan.preempted)
+        return result
+
+    engine.step = noted_step  # type: ignore[method-assign]
+
+
+def test_a_request_is_split_in_its_prompt_or_in_its_output():
+    """Steps of a second and 8 tokens, pages that move at once."""
+    work = [WorkItem("a", 0.0, tuple(range(20, 40)), 5)]
+    token_times = {}
+    for split in (0.3, 0.6, 0.9, 1.0):
+        options = {"max_num_batched_tokens": 8, "enable_prefix_caching": False}
+        outcome = drive(engines(1, **options), engines(1, **options), Link(1.0), work, split=split)
+        (request,) = outcome.requests
+        steps = [len(steps) for steps in outcome.steps]
+        token_times[split] = request.branches[0].token_times, steps
+    # 8, 16, 20 tokens of the prompt, and 4 that decode
+    assert token_times == {
+        0.3: ((3.0, 4.0, 5.0, 6.0, 7.0), [1, 6]),
+        0.6: ((3.0, 4.0, 5.0, 6.0, 7.0), [2, 5]),
+        0.9: ((3.0, 4.0, 5.0, 6.0, 7.0), [6, 1]),
+        1.0: ((3.0, 4.0, 5.0, 6.0, 7.0), [7, 0]),
+    }
 
 
 def naive(work, link: Link, prompts: StepTime, decodes: StepTime) -> dict[str, list[float]]:

@@ -174,6 +174,7 @@ def test_a_run_records_its_transfers_and_both_engines(tmp_path):
             {"pools": {"link_gb_s": 0}},
             "pools.link_gb_s is 0.0; it must be above 0, or null for no time",
         ),
+        ({"pools": {"split": 1.5}}, "pools.split is 1.5; it must be a share above 0 and at most 1"),
         ({"pools": {"latency_s": -1}}, "pools.latency_s is -1.0; it must be at least 0 seconds"),
         (
             {"pools": {"decode": {"cache_tokens": 5}}},

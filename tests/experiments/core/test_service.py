@@ -124,12 +124,13 @@ def quality_by_force(times: list[float], ttft: float, itl: float) -> float:
     moment = 0.0
     while read < len(times) - 1e-9:
         there = sum(time <= moment + 1e-12 for time in times)
-        read = min(there, read + step / itl)
+        due = max(0.0, (moment - ttft) / itl)
+        read = max(read, min(there, due, read + step / itl))
         reads.append(read)
         moment += step
     moments = step * np.arange(1, len(reads) + 1)
     expected = np.clip((moments - ttft) / itl, 0, len(times))
-    return 1.0 if not expected.sum() else min(1.0, sum(reads) / expected.sum())
+    return 1.0 if not expected.sum() else sum(reads) / expected.sum()
 
 
 @drawn.given(
@@ -156,6 +157,8 @@ def test_qoe_by_hand():
     in_time = request(0.0, 0.0, (1.0, 1.5, 2.0))
     early = request(0.0, 0.0, (0.1, 0.1, 0.1))
     assert [service.qoe(one, CHAT) for one in (in_time, early)] == [1.0, 1.0]
+    stopped = request(0.0, 0.0, (0.1, 3.0))  # an early token makes up for no late one
+    assert service.qoe(stopped, CHAT) == pytest.approx(1 - (3.0 - 1.5) / 4.0)
     assert service.qoe(request(0.0, None, (), reason=REJECTED), CHAT) == 0.0
     assert service.qoe(late, Slo(ttft=1.0)) is None
     counted = late._replace(branches=(late.branches[0]._replace(counted=1),))

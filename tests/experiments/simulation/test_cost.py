@@ -84,9 +84,10 @@ def test_shapes_have_the_published_sizes():
         "opt-175b": 174.6,
         "llama-3-8b": 8.03,
         "llama-3-70b": 70.6,
+        "llama-3.1-70b": 70.6,
     }
     billions |= {"mistral-7b": 7.24, "yi-34b": 34.4, "tinyllama-1.1b": 1.10, "gpt2-xl": 1.56}
-    billions |= {"smollm2-135m": 0.1345, "qwen2.5-7b": 7.61}
+    billions |= {"smollm2-135m": 0.1345, "qwen2.5-7b": 7.61, "qwen2.5-14b": 14.77}
     for name, size in billions.items():
         shape = SHAPES[name]
         assert shape.total_bytes / shape.weight_bytes / 1e9 == pytest.approx(size, rel=0.01), name
