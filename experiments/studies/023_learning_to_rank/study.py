@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -88,8 +88,8 @@ def tau(measured: Measured) -> float:
     """Kendall's tau of the predictions and the lengths."""
     predictions = [request.predicted for request in measured.requests]
     lengths = [request.max_tokens for request in measured.requests]
-    statistic, _ = stats.kendalltau(predictions, lengths)
-    return float(statistic)
+    result: Any = stats.kendalltau(predictions, lengths)
+    return float(result.statistic)
 
 
 def example(folder: Path) -> dict[str, float]:
