@@ -208,15 +208,17 @@ def answer(mean: float, steady_runs: Runs, bursts: Runs) -> list[str]:
             texts.append(f"{name} {text}")
         return ", ".join(texts)
 
-    def best(runs: Runs) -> str:
+    def best(runs: Runs) -> tuple[float, float]:
         value, ratios = max(gains(runs).items(), key=lambda item: sum(item[1]))
-        return f"{span(ratios).middle:.2f} times at {value:g}"
+        return span(ratios).middle, value
 
+    gain, load = best(steady_runs)
+    gain_in_burst, intensity = best(bursts)
     high = max(value for _, value in steady_runs)
     return [
-        f"The mean QoE of `ahead` is at most {best(steady_runs)} times the throughput that of "
-        f"`fcfs` under a steady load, and at most {best(bursts)} times as many requests in a "
-        "burst of 7 minutes.",
+        f"The mean QoE of `ahead` is up to {gain:.2f} times that of `fcfs` under a steady load (of "
+        f"{load:g} times the throughput), and up to {gain_in_burst:.2f} times with a burst of 7 "
+        f"minutes (of {intensity:g} times the throughput).",
         f"A QoE of 0.9 is kept up to these loads, in units of the throughput ({mean:.2f} "
         f"requests/s): {loads_of(steady_runs, 0.9)}. A QoE of 0.95 is kept up to these intensities "
         f"of a burst: {loads_of(bursts, 0.95)}.",

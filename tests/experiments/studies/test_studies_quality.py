@@ -9,6 +9,7 @@ import pytest
 from experiments import reproduce
 from experiments.core import config
 from experiments.core.distributions import Changing
+from experiments.core.workloads import Synthetic
 from pagedjax.host import scheduler
 from pagedjax.host.types import Request
 from tests.host.scheduler_steps import WORD, start
@@ -83,6 +84,7 @@ def test_a_burst_has_the_mean_rate():
     count, arrivals = quality.burst(2.0, 1.5, 100.0)
     (point,) = config.load(FOLDER / "config.yaml", (count, arrivals))
     workload = point.experiment.workload
+    assert isinstance(workload, Synthetic)
     assert workload.count == 200
     assert isinstance(workload.arrivals, Changing)
     (_, high), (end, low) = workload.arrivals.rates
