@@ -362,8 +362,9 @@ def test_a_user_of_twice_the_weight_gets_twice_the_service():
 def test_a_user_who_is_preempted_gets_no_credit_for_the_time_without_a_queue():
     service = Map({"a": Service("x", False, 0), "b": Service("y", True, 0)})
     memory = Counters(Map({"x": 1.0, "y": 90.0}), service, Map({"y": 1}))
-    memory = vtc().observe(memory, (Preempted(3, "a", False),), None)
-    assert memory.counters["x"] == memory.counters["y"] == 90.0
+    observe: Any = vtc().observe
+    counters = observe(memory, (Preempted(3, "a", False),), None).counters
+    assert counters["x"] == counters["y"] == 90.0
 
 
 def test_a_counter_is_forgotten_when_it_gives_nothing():
