@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
+from immutables import Map
 
 from pagedjax.host import purity, scheduler
 from pagedjax.host.event_log import Commit, Recorder, Schedule, Submit
@@ -27,9 +28,10 @@ from pagedjax.host.policies import (
     srtf,
     vtc,
 )
+from pagedjax.host.policies.vtc import Counters, Service
 from pagedjax.host.replay import ReplayError, replay, verify
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
-from pagedjax.host.types import Admitted, Finished, Plan, Request, Sampled
+from pagedjax.host.types import Admitted, Finished, Plan, Preempted, Request, Sampled
 from pagedjax.options.config import EngineConfig
 from tests import drawn
 from tests.host.scheduler_steps import WORD, names, start
@@ -355,6 +357,14 @@ def test_a_user_of_twice_the_weight_gets_twice_the_service():
         for seq in plan.seqs:
             tokens[seq.request.user] += 1
     assert 1.9 < tokens["x"] / tokens["y"] < 2.1
+
+
+def test_a_user_who_is_preempted_gets_no_credit_for_the_time_without_a_queue():
+    service = Map({"a": Service("x", False, 0), "b": Service("y", True, 0)})
+    memory = Counters(Map({"x": 1.0, "y": 90.0}), service, Map({"y": 1}))
+    observe: Any = vtc().observe
+    counters = observe(memory, (Preempted(3, "a", False),), None).counters
+    assert counters["x"] == counters["y"] == 90.0
 
 
 def test_a_counter_is_forgotten_when_it_gives_nothing():

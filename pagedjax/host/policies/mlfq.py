@@ -11,11 +11,12 @@ The paper measures work in the time of iterations; here it is counted in tokens,
 replays without a clock. FastServe keeps the cache of an evicted sequence in host memory
 (`preemption="swap"`); without a swap space it is computed again, which is no work here.
 
-Ageing: a sequence that waited for `patience` steps since it last ran is promoted to level 0, with a
-quantum of its own.
+Ageing: a sequence that waited for `patience` steps since it last generated a token is promoted to
+level 0, with a quantum of its own. To be sent back to the queue counts as a step of waiting: else
+one that is sent back before each token would never be promoted.
 
-Why every request ends: take the oldest unfinished request. If it waits, it is at level 0 after
-`patience` steps, and the first there. The sequences that run at level 0 end or are demoted by their
+Why every request ends: take the oldest unfinished request. If it generates no token, it is at level
+0 after `patience` steps of waiting, and the first there. The sequences that run at level 0 end or are demoted by their
 quanta, and then they are evicted for it. At level 0 nothing evicts it, and `preempt` takes it last,
 until it has generated `quantum` tokens. So it generates a token at least each time, and ends. By
 induction each request becomes the oldest. Under a load of short requests a long one advances by
@@ -53,12 +54,14 @@ class Job(NamedTuple):
     work: tokens at this level.
     prompt: prompt tokens that are no work yet.
     since: the step in which it began to wait; None: it runs.
+    waited: steps since its last token (its first admission, if that is later), without this wait.
     """
 
     level: int
     work: float
     prompt: int
     since: int | None
+    waited: int = 0
 
 
 class Queues(NamedTuple):
@@ -73,19 +76,27 @@ class Queues(NamedTuple):
     patience: int = 256
 
     def folded(self) -> Map[str, Job]:
-        """What decides about the future: the jobs, where `since` counts the steps of waiting.
+        """What decides about the future: the jobs, where `waited` is the whole sum, and `since` is
+        0 for a job that was not offered yet, and else 1.
 
-        Longer than `patience` is as long. At level 0 nothing is promoted, and it only matters
-        whether the job was offered. Work at the last level ends no quantum.
+        Longer than `patience` is as long. At level 0 nothing is promoted, and a job leaves it by a
+        token or its first admission, with which the sum begins anew. Work at the last level ends no
+        quantum.
         """
         last = self.levels - 1
         jobs = self.jobs.mutate()
         for name, job in self.jobs.items():
+            waited = min(waited_in_all(job, self.step), self.patience) if job.level else 0
+            job = job._replace(waited=waited)
             if job.since is not None:
-                longest = self.patience if job.level else 1
-                job = job._replace(since=min(self.step - job.since, longest))
+                job = job._replace(since=min(self.step - job.since, 1))
             jobs[name] = job if job.level < last else job._replace(work=0.0)
         return jobs.finish()
+
+
+def waited_in_all(job: Job, step: int) -> int:
+    """Steps that a job has waited since its last token."""
+    return job.waited if job.since is None else job.waited + step - job.since
 
 
 def mlfq(
@@ -102,7 +113,7 @@ def mlfq(
         quantum: tokens of work at level 0.
         ratio: of the quanta of two levels that follow each other.
         prompt_work: work of a prompt token, in generated tokens.
-        patience: steps that a sequence waits before it is promoted to level 0.
+        patience: steps that a sequence waits for a token before it is promoted to level 0.
 
     Raises:
         ValueError: `prompt_work` is negative.
@@ -139,18 +150,20 @@ def _policy(levels: int, quantum: int, ratio: int, prompt_work: float, patience:
             elif isinstance(event, (Sampled, Beamed)):
                 for name in event.request_ids:
                     if name in jobs:
-                        jobs[name] = worked(jobs[name], 1.0)
+                        jobs[name] = worked(jobs[name], 1.0)._replace(waited=0)
             elif isinstance(event, Preempted):
-                jobs[event.request_id] = jobs[event.request_id]._replace(since=step)
+                job = jobs[event.request_id]
+                jobs[event.request_id] = job._replace(since=step, waited=job.waited + 1)
             elif isinstance(event, (Admitted, Resumed)):
                 job = jobs[event.request_id]
+                waited = 0 if job.prompt else waited_in_all(job, memory.step)
                 job = worked(job, prompt_work * job.prompt)
-                jobs[event.request_id] = job._replace(prompt=0, since=None)
+                jobs[event.request_id] = job._replace(prompt=0, since=None, waited=waited)
         unfinished = jobs.finish()
         promoted = {
             name: job._replace(level=0, work=0.0)
             for name, job in unfinished.items()
-            if job.since is not None and job.level and step - job.since >= patience
+            if job.since is not None and job.level and waited_in_all(job, step) >= patience
         }
         return memory._replace(step=step, jobs=unfinished.update(promoted))
 

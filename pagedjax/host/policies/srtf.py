@@ -13,7 +13,8 @@ The bound: once a request is urgent, only older requests come before it. So it w
 steps in all, and for the running urgent ones and the older requests to end.
 
 Why every request ends: take the oldest unfinished request. It waits for at most `patience` steps
-before it is urgent, or it runs and advances. When it is urgent, it is the first of the queue,
+before it is urgent, or it runs and advances. To be sent back counts as a step of waiting: else one
+that is sent back before each token would never be urgent. When it is urgent, it is the first,
 everything that is not urgent is evicted for it, and `preempt` takes it last. The urgent ones that
 run end or are preempted. By induction each request becomes the oldest.
 
@@ -61,6 +62,19 @@ class Waits(NamedTuple):
     waits: Map[str, Wait] = Map()
     urgent: frozenset[str] = frozenset()
 
+    def folded(self) -> Map[str, tuple[int | None, bool]]:
+        """What decides about the future: of each sequence, the steps that it has waited in all
+        (None: it is urgent), and whether it was not offered yet.
+
+        A step of waiting adds one to them, wherever it stands, so the number of the step and the
+        parts of the sum are left out. An urgent sequence stays urgent until it ends.
+        """
+        folded = Map[str, tuple[int | None, bool]]().mutate()
+        for name, wait in self.waits.items():
+            steps = wait.steps if wait.since is None else wait.steps + self.step - wait.since
+            folded[name] = (None if name in self.urgent else steps, wait.since == self.step)
+        return folded.finish()
+
 
 def srtf(
     patience: Annotated[int, Integers(1)] = 256,
@@ -104,7 +118,8 @@ def _policy(patience: int, margin: int, default: int | None) -> Policy:
                 waits.pop(event.request_id, None)
                 urgent.discard(event.request_id)
             elif isinstance(event, Preempted):
-                waits[event.request_id] = waits[event.request_id]._replace(since=step)
+                # the step that sent it back counts, so that evictions alone make it urgent
+                waits[event.request_id] = Wait(waits[event.request_id].steps + 1, step)
             elif isinstance(event, (Admitted, Resumed)):
                 wait = waits[event.request_id]
                 if wait.since is not None:

@@ -5,7 +5,7 @@ A user's counter is the service that the user has had: `input_weight` for each p
 the prompt is admitted, and `output_weight` for each generated token, both divided by the user's
 weight. The user with the least counter is offered first, and a user's requests in order of arrival.
 A user who had nothing in the queue is lifted to the least counter there, or to that of the user who
-left the queue last: time without requests is no credit.
+left the queue last: time without requests is no credit. A preempted one is lifted, too.
 
 The bound: while two users of weight 1 both have requests in the queue, their service
 in any interval differs by at most 2 * max(w_p * L_input, w_q * M). L_input is the longest prompt.
@@ -210,8 +210,11 @@ def served(
 
 
 def queued_again(memory: Counters, request_id: str) -> Counters:
-    """A sequence waits again; its user keeps the counter."""
+    """A sequence waits again. Its user is lifted as by a request that comes: else the time in which
+    only others waited would be credit, without a limit.
+    """
     record = memory.sequences[request_id]
+    memory = lifted(memory, record.user)
     return memory._replace(
         sequences=memory.sequences.set(request_id, record._replace(waits=True)),
         queued=memory.queued.set(record.user, memory.queued.get(record.user, 0) + 1),
