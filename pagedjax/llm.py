@@ -359,6 +359,9 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = 0,
         user: str | Sequence[str] = "",
+        predicted: int | Sequence[int | None] | None = None,
+        service_class: str | Sequence[str] = "",
+        deadline: float | Sequence[float | None] | None = None,
         lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Complete prompts in one batch. Returns the outputs in the order of the prompts.
@@ -369,7 +372,10 @@ class LLM:
             sampling_params: one for all, or one for each; None is `SamplingParams()`.
                 `BeamSearchParams` beside them run in the same steps.
             priority, user: one for all, or one for each. The policy "priority" uses the priority
-                (the lower number first), and "fair" the user.
+                (the lower number first), and "fair" and "vtc" the user.
+            predicted, service_class, deadline: one for all, or one for each. "srtf" uses the
+                predicted output tokens; "deadline" the class, and the seconds from now until which
+                the answer should end.
             lora_request: the adapter of all prompts, or one for each.
 
         Raises:
@@ -381,9 +387,19 @@ class LLM:
         params_of_each = _params_of_each(sampling_params, len(ids))
         priorities = _values_of_each("priority", 0 if priority is None else priority, int, len(ids))
         users = _values_of_each("user", user, str, len(ids))
+        predictions = _values_of_each("predicted", predicted, int, len(ids), optional=True)
+        classes = _values_of_each("service_class", service_class, str, len(ids))
+        deadlines = _values_of_each("deadline", deadline, float, len(ids), optional=True)
         requests = [
             GenerationRequest(
-                self._last_tokens(ids[i], params), params, texts[i], priorities[i], users[i]
+                self._last_tokens(ids[i], params),
+                params,
+                texts[i],
+                priorities[i],
+                users[i],
+                predicted=predictions[i],
+                service_class=classes[i],
+                deadline=deadlines[i],
             )
             for i, params in enumerate(params_of_each)
         ]
@@ -874,23 +890,26 @@ def _params_of_each(params: Any, count: int, kind: Any = Params) -> list[Any]:
     return items
 
 
-def _values_of_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
+def _values_of_each(
+    name: str, value: Any, kind: type, count: int, *, optional: bool = False
+) -> list[Any]:
     """Returns the values of an argument for each of `count` prompts.
 
     Args:
         name: the name of the argument.
         value: one for all, or one for each.
+        optional: a value may be None.
     """
-    if isinstance(value, kind) and not isinstance(value, bool):
-        return [value] * count
-    items = list(value) if isinstance(value, (list, tuple)) else [value]
-    for item in items:
-        if not isinstance(item, kind) or isinstance(item, bool):
+    values = list(value) if isinstance(value, list | tuple) else [value] * count
+    for item in values:
+        is_number = kind is float and type(item) is int
+        is_of_kind = isinstance(item, kind) and not isinstance(item, bool)
+        if not (is_number or is_of_kind or (optional and item is None)):
             raise ValueError(
                 f"{name} is {item!r:.80}; it must be of type {kind.__name__}, or a list of them"
             )
-    if len(items) != count:
+    if len(values) != count:
         raise ValueError(
-            f"{len(items)} values of {name} for {count} prompts; give one for all, or one for each"
+            f"{len(values)} values of {name} for {count} prompts; give one for all, or one for each"
         )
-    return items
+    return values

@@ -5,6 +5,7 @@ that still works.
 from __future__ import annotations
 
 import dataclasses
+import json
 from itertools import zip_longest
 from typing import Any
 
@@ -282,3 +283,41 @@ def test_token_ids_may_be_numpy_integers(llm):
     ids = np.array([5, 6, 7])
     for prompts in (ids, [ids], list(ids), ids[None]):
         assert texts(run(llm, prompts)) == expected
+
+
+def test_what_policies_read_reaches_them(llm, tmp_path):
+    path = tmp_path / "run.jsonl"
+    llm.engine.record(path)
+    try:
+        llm.generate(
+            [TEXT, "rain"],
+            GREEDY,
+            user="ann",
+            predicted=[7, None],
+            service_class=["chat", "batch"],
+            deadline=[2, None],
+        )
+    finally:
+        llm.engine.record(None)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    submits = [line["submit"] for line in lines if "submit" in line]
+    names = ("user", "predicted", "service_class", "deadline")
+    fields = [[submit.get(name) for name in names] for submit in submits]
+    assert fields == [["ann", 7, "chat", 2.0], ["ann", None, "batch", None]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"predicted": 1.5}, "predicted is 1.5; it must be of type int"),
+        ({"predicted": -1}, "has -1 predicted output tokens; give a number of at"),
+        ({"deadline": "soon"}, "deadline is 'soon'; it must be of type float"),
+        ({"deadline": -2.0}, r"has a deadline of -2\.0 seconds"),
+        ({"service_class": None}, "service_class is None; it must be of type str"),
+        ({"predicted": [1, 2, 3]}, "3 values of predicted for 2 prompts"),
+    ],
+    ids=str,
+)
+def test_wrong_fields_for_policies_are_refused(llm, fields, words):
+    with pytest.raises(ValueError, match=words):
+        llm.generate([TEXT, "rain"], GREEDY, **fields)

@@ -29,8 +29,8 @@ def with_ids(state: SchedulerState, request: Request) -> SchedulerState:
 
 
 def check(state: SchedulerState, request: Request) -> None:
-    """Raises Rejected for an empty prompt, an id in use, a deadline that is no time, or a request
-    beyond a limit of the scheduler.
+    """Raises Rejected for an empty prompt, an id in use, a deadline that is no time, a negative
+    prediction, or a request beyond a limit of the scheduler.
     """
     config = state.config
     if request.prompt_len < 1:
@@ -56,6 +56,11 @@ def check(state: SchedulerState, request: Request) -> None:
         raise Rejected(
             f"request {request.request_id!r} has a deadline of {deadline} seconds after its "
             "arrival; it must be a finite number above 0, or None"
+        )
+    if request.predicted is not None and request.predicted < 0:
+        raise Rejected(
+            f"request {request.request_id!r} has {request.predicted} predicted output tokens; give "
+            "a number of at least 0, or None"
         )
     names = request.names
     _check_pool(state, request)
