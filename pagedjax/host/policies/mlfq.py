@@ -16,11 +16,11 @@ level 0, with a quantum of its own. To be sent back to the queue counts as a ste
 one that is sent back before each token would never be promoted.
 
 Why every request ends: take the oldest unfinished request. If it generates no token, it is at level
-0 after `patience` steps of waiting, and the first there. The sequences that run at level 0 end or are demoted by their
-quanta, and then they are evicted for it. At level 0 nothing evicts it, and `preempt` takes it last,
-until it has generated `quantum` tokens. So it generates a token at least each time, and ends. By
-induction each request becomes the oldest. Under a load of short requests a long one advances by
-`quantum` tokens in about `patience` steps.
+0 after `patience` steps of waiting, and the first there. The sequences that run at level 0 end or
+are demoted by their quanta, and then they are evicted for it. At level 0 nothing evicts it, and
+`preempt` takes it last, until it has generated `quantum` tokens. So it generates a token at least
+each time, and ends. By induction each request becomes the oldest. Under a load of short requests a
+long one advances by `quantum` tokens in about `patience` steps.
 """
 
 from __future__ import annotations
