@@ -67,8 +67,9 @@ def paged_attention(
         # sequence, and ends where the context ends that the token sees.
         token = jnp.arange(t)
         row = jnp.minimum((token[:, None] >= cu_q_lens[1:]).sum(1), len(seq_lens) - 1)  # [T]
-        later_tokens = cu_q_lens[row + 1] - 1 - token  # of the same row
-        visible = jnp.where(token < cu_q_lens[-1], seq_lens[row] - later_tokens, 0)
+        context = seq_lens[row]
+        visible = context - (cu_q_lens[row + 1] - 1 - token)  # without the row's later tokens
+        visible = jnp.where(token < cu_q_lens[-1], visible, 0)
         out = _decodes(queries, k_pages, v_pages, block_tables[row], visible, **options)
         return out.reshape(t, n, d).astype(q.dtype)
 
