@@ -1,0 +1,263 @@
+"""028: one prompt, 1,000 greedy completions under varying load, and the log-probabilities of a
+sampler beside those of a trainer. Both with and without batch invariance, on JAX's device.
+
+It has no config, because an engine serves the requests while others come and go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from experiments.studies.findings import Claim, Findings, exactly, markdown
+from pagedjax import LLM, SamplingParams, load_model
+from pagedjax.engine import compilations
+from pagedjax.engine.session import Branches, GenerationRequest
+from pagedjax.models import score
+from pagedjax.weights.pretrained import DEFAULT_MODEL
+
+QUESTION = "How many answers has one greedy prompt, and how far is a trainer from its sampler?"
+SOURCE = "He 2025, Defeating Nondeterminism in LLM Inference (Thinking Machines)"
+DTYPE = "bfloat16"
+SEED = 28
+COMPANY = 0.5  # other requests for each completion
+RATES = (0.05, 0.2, 0.6)  # requests a step, drawn anew for each span of steps
+SPAN = 40  # steps
+LONGEST = 160  # prompt tokens of other requests
+ENGINE: dict[str, Any] = {
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 64,
+    "token_buckets": (8, 32, 64),
+    "max_model_len": 256,
+    "num_blocks": 1024,
+    "enable_prefix_caching": False,  # else all requests have the keys of the first one
+}
+MODES = {"ordinary": False, "batch-invariant": True}
+WHY_ONE = (
+    "a CPU kernel sums each weight's products in one order; only how prompts are cut into chunks "
+    "changes bits"
+)
+
+
+class Size(NamedTuple):
+    """completions: of the one prompt. prompt, output: its tokens. rollouts: sampled answers."""
+
+    completions: int
+    prompt: int
+    output: int
+    rollouts: int
+
+
+FULL = Size(completions=1000, prompt=100, output=64, rollouts=64)
+QUICK = Size(completions=16, prompt=40, output=8, rollouts=4)
+
+
+@compilations.disk_cache()
+def run(folder: Path, quick: bool) -> Findings:
+    size = QUICK if quick else FULL
+    model = load_model(DEFAULT_MODEL, dtype=DTYPE)
+    module = trained_module()
+    answers = {}
+    distances = {}
+    for mode, invariant in MODES.items():
+        llm = LLM(model, progress=False, batch_invariant=invariant, **ENGINE)
+        answers[mode] = completions(llm, size)
+        distances[mode] = distance(llm, module, size, invariant)
+    return Findings(
+        claimed(answers, distances),
+        answer(answers, distances),
+        tables=[table(answers, distances)],
+    )
+
+
+# --- completions ----------------------------------------------------------------------------------
+
+
+def prompt_of(llm: LLM, size: Size) -> list[int]:
+    """The one prompt: tokens of Python's documentation."""
+    return list(llm.tokenizer.encode(topics["assignment"]))[: size.prompt]
+
+
+def completions(llm: LLM, size: Size) -> list[tuple[int, ...]]:
+    """The greedy completions of one prompt, while it and other requests arrive at random."""
+    rng = np.random.default_rng(SEED)
+    session = llm.session
+    prompt = prompt_of(llm, size)
+    vocabulary = llm.engine.model.config.vocab_size
+    greedy = SamplingParams(temperature=0.0, max_tokens=size.output, ignore_eos=True)
+    branches: list[Branches] = []
+    rate = RATES[0]
+    step = 0
+    while len(branches) < size.completions or session.branches:
+        if step % SPAN == 0:
+            rate = rng.choice(RATES)
+        missing = size.completions - len(branches)
+        requests = [GenerationRequest(prompt, greedy)] * min(missing, rng.poisson(rate))
+        for _ in range(rng.poisson(COMPANY * rate) if missing else 0):
+            other = rng.integers(vocabulary, size=rng.integers(1, LONGEST)).tolist()
+            session.add([GenerationRequest(other, greedy)])
+        branches += session.add(requests) if requests else []
+        if session.branches:
+            session.step()
+        step += 1
+    return [tuple(branch.token_ids) for each in branches for branch in each.values()]
+
+
+def first_difference(answers: Sequence[tuple[int, ...]]) -> int | None:
+    """The first position at which not all answers have one token; None: all are equal."""
+    columns = zip(*answers, strict=True)
+    return next((i for i, column in enumerate(columns) if len(set(column)) > 1), None)
+
+
+# --- sampler and trainer --------------------------------------------------------------------------
+
+
+class Distance(NamedTuple):
+    """kl: KL(sampler | trainer) in nats a token. largest: difference of a log-probability."""
+
+    kl: float
+    largest: float
+
+
+def trained_module() -> nnx.Module:
+    """The model with matrices as a trainer stores them."""
+    loaded = load_model(DEFAULT_MODEL, dtype=DTYPE, linear_impl="xla").model
+    return nnx.merge(loaded.graphdef, loaded.params)
+
+
+def distance(llm: LLM, module: nnx.Module, size: Size, invariant: bool) -> Distance:
+    """How far the log-probabilities of `score` are from those of the tokens that were sampled.
+
+    KL is estimated by k3 (Schulman 2020), without bias: the mean of exp(d) - 1 - d.
+    """
+    params = SamplingParams(
+        temperature=1.0,
+        max_tokens=size.output,
+        ignore_eos=True,
+        logprobs=0,
+        seed=SEED,
+        n=size.rollouts,
+    )
+    (output,) = llm.generate([prompt_of(llm, size)], params, use_tqdm=False)
+    sampled = np.array(
+        [
+            [
+                entry[token].logprob
+                for token, entry in zip(each.token_ids, each.logprobs, strict=True)
+            ]
+            for each in output.outputs
+        ],
+        np.float32,
+    )
+    tokens = np.array([[*output.prompt_token_ids, *each.token_ids] for each in output.outputs])
+
+    graphdef, state = nnx.split(module)
+
+    @jax.jit
+    def scores(state: nnx.State, tokens: jax.Array) -> jax.Array:
+        return score(nnx.merge(graphdef, state), tokens, batch_invariant=invariant)
+
+    trained = np.concatenate([np.asarray(scores(state, row[None])) for row in tokens])
+    apart = (trained[:, len(output.prompt_token_ids) :] - sampled).astype(np.float64)
+    return Distance(float(np.mean(np.expm1(apart) - apart)), float(np.abs(apart).max()))
+
+
+# --- findings -------------------------------------------------------------------------------------
+
+Answers = dict[str, list[tuple[int, ...]]]
+Distances = dict[str, Distance]
+
+
+def claimed(answers: Answers, distances: Distances) -> list[Claim]:
+    counts = {mode: exactly(len(set(texts))) for mode, texts in answers.items()}
+    kls = {mode: exactly(far.kl) for mode, far in distances.items()}
+    number = len(answers["ordinary"])
+    return [
+        Claim(
+            f"{SOURCE}: 80 of 1,000",
+            f"different greedy answers of {number:,}, ordinary kernels",
+            (2.0, math.inf),
+            counts["ordinary"],
+            1.0,
+            why=WHY_ONE,
+        ),
+        Claim(
+            SOURCE,
+            f"different greedy answers of {number:,}, batch-invariant kernels",
+            1.0,
+            counts["batch-invariant"],
+            1.0,
+        ),
+        Claim(
+            f"{SOURCE}: about 0.001",
+            "KL of sampler and trainer, ordinary kernels",
+            0.001,
+            kls["ordinary"],
+            10.0,
+            "nats a token",
+            "another model, whose tokens are less or more certain",
+        ),
+        Claim(
+            SOURCE,
+            "KL of sampler and trainer, batch-invariant kernels",
+            0.0,
+            kls["batch-invariant"],
+            1.0,
+            "nats a token",
+        ),
+    ]
+
+
+def answer(answers: Answers, distances: Distances) -> list[str]:
+    sentences = []
+    for mode, texts in answers.items():
+        (_, commonest), *_ = Counter(texts).most_common(1)
+        place = first_difference(texts)
+        where = "" if place is None else f" (the first difference is at token {place})"
+        sentences.append(
+            f"With {mode} kernels {len(texts):,} greedy completions of one prompt under varying "
+            f"load have {len(set(texts))} different texts{where}; the commonest has {commonest:,}."
+        )
+        far = distances[mode]
+        sentences.append(
+            f"A trainer's log-probabilities are {far.kl:.3g} nats a token away (KL), and at most "
+            f"{far.largest:.3g}."
+        )
+    return [
+        *sentences,
+        f"SmolLM2-135M in {DTYPE}, without a prefix cache, which would give all requests the keys "
+        "of the first one.",
+    ]
+
+
+def table(answers: Answers, distances: Distances) -> str:
+    rows = [
+        (
+            mode,
+            len(texts),
+            len(set(texts)),
+            Counter(texts).most_common(1)[0][1],
+            "none" if first_difference(texts) is None else first_difference(texts),
+            distances[mode].kl,
+            distances[mode].largest,
+        )
+        for mode, texts in answers.items()
+    ]
+    head = (
+        "kernels",
+        "completions",
+        "different",
+        "the commonest",
+        "first difference at token",
+        "KL, nats a token",
+        "largest difference of a log-probability",
+    )
+    return markdown(head, rows)
