@@ -28,7 +28,7 @@ QUESTION = "How many answers has one greedy prompt, and how far is a trainer fro
 SOURCE = "He 2025, Defeating Nondeterminism in LLM Inference (Thinking Machines)"
 DTYPE = "bfloat16"
 SEED = 28
-COMPANY = 0.5  # other requests for each completion
+COMPANY = 0.25  # other requests for each completion
 RATES = (0.05, 0.2, 0.6)  # requests a step, drawn anew for each span of steps
 SPAN = 40  # steps
 LONGEST = 160  # prompt tokens of other requests
@@ -56,7 +56,7 @@ class Size(NamedTuple):
     rollouts: int
 
 
-FULL = Size(completions=1000, prompt=100, output=64, rollouts=64)
+FULL = Size(completions=1000, prompt=100, output=32, rollouts=32)
 QUICK = Size(completions=16, prompt=40, output=8, rollouts=4)
 
 
