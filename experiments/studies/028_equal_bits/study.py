@@ -22,6 +22,7 @@ from pagedjax import LLM, SamplingParams, load_model
 from pagedjax.engine import compilations
 from pagedjax.engine.session import Branches, GenerationRequest
 from pagedjax.models import score
+from pagedjax.text.outputs import OutputBuilder
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 
 QUESTION = "How many answers has one greedy prompt, and how far is a trainer from its sampler?"
@@ -108,7 +109,12 @@ def completions(llm: LLM, size: Size) -> list[tuple[int, ...]]:
         if session.branches:
             session.step()
         step += 1
-    return [tuple(branch.token_ids) for each in branches for branch in each.values()]
+    return [
+        tuple(branch.token_ids)
+        for each in branches
+        for branch in each.values()
+        if isinstance(branch, OutputBuilder)
+    ]
 
 
 def first_difference(answers: Sequence[tuple[int, ...]]) -> int | None:
@@ -133,7 +139,7 @@ def trained_module() -> nnx.Module:
     return nnx.merge(loaded.graphdef, loaded.params)
 
 
-def distance(llm: LLM, module: nnx.Module, size: Size, invariant: bool) -> Distance:
+def distance(llm: LLM, module: Any, size: Size, invariant: bool) -> Distance:
     """How far the log-probabilities of `score` are from those of the tokens that were sampled.
 
     KL is estimated by k3 (Schulman 2020), without bias: the mean of exp(d) - 1 - d.
@@ -146,7 +152,7 @@ def distance(llm: LLM, module: nnx.Module, size: Size, invariant: bool) -> Dista
         seed=SEED,
         n=size.rollouts,
     )
-    (output,) = llm.generate([prompt_of(llm, size)], params, use_tqdm=False)
+    output: Any = llm.generate([prompt_of(llm, size)], params, use_tqdm=False)[0]
     sampled = np.array(
         [
             [
