@@ -29,7 +29,8 @@ from experiments.studies.findings import (
 )
 
 QUESTION = "What is the order of predicted lengths worth, against Kendall's tau of the order?"
-FCFS, GUARDED = "first come, first served", "predicted, urgent after 256 steps"
+FCFS = "first come, first served"
+GUARDED = "predicted, urgent after 256 steps"
 PAPER = "Fu et al. (arXiv 2408.15792)"
 BLOG = "the authors' page on vllm-ltr"
 TAUS = {

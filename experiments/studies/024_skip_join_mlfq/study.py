@@ -29,12 +29,10 @@ from experiments.studies.findings import (
 QUESTION = "How much more load do skip-join queues with preemption serve at the same latency?"
 ARTIFACT = "FastServe's artifact"
 PAPER = "FastServe (arXiv 2305.05920), abstract"
-FCFS, MLFQ, ORACLE, STATIC = (
-    "first come, first served",
-    "skip-join MLFQ",
-    "shortest remaining first (oracle)",
-    "static batches",
-)
+FCFS = "first come, first served"
+MLFQ = "skip-join MLFQ"
+ORACLE = "shortest remaining first (oracle)"
+STATIC = "static batches"
 # The artifact's queues: 10 ms at level 0, which is less than a step, and twice as long at each
 # level; a level for each doubling. A prompt of 170 tokens takes as long as a step. A request that
 # waited for 3 s goes to the front at every 1,000th step, so after about 500 steps.
@@ -108,7 +106,8 @@ SHAREGPT, ALPACA, LARGE = SETTINGS = {
         seeds=1,
     ),
 }
-MEAN, TAIL = "mean", "P95"
+MEAN = "mean"
+TAIL = "P95"
 WHY_LENGTHS = f"{lengths.MEANS_ALONE}, and an evicted request's cache moves in other ways"
 WHY_LARGE = (
     "a roofline's step grows less with the batch than the artifact's kernels do: first come, first "

@@ -45,7 +45,9 @@ LOADS = (0.8, 1.0, 1.2, 1.5)  # requests, in units of the throughput
 TARGETS = "[[reads, 1.0, 0.2083], [listens, 1.0, 0.303]]"  # as in config.yaml
 # seconds until the mean answer is read, by class
 DUE = "[[reads, 71.4], [listens, 103.4]]"
-FCFS, DEADLINE, AHEAD = ("fcfs", "deadline", "ahead")
+FCFS = "fcfs"
+DEADLINE = "deadline"
+AHEAD = "ahead"
 WHY_LENGTHS = (
     "the paper's lengths are not known, and ours are exponential; a trace of another length is "
     "another load"

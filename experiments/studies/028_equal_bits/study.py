@@ -2,6 +2,7 @@
 sampler beside those of a trainer. Both with and without batch invariance, on JAX's device.
 
 It has no config, because an engine serves the requests while others come and go.
+The published numbers are from notes on the page, and were not checked there.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ ENGINE: dict[str, Any] = {
 }
 MODES = {"ordinary": False, "batch-invariant": True}
 WHY_ONE = (
-    "a CPU kernel sums each weight's products in one order; only how prompts are cut into chunks "
-    "changes bits"
+    "on a CPU only attention sums in another order, where a prompt is cut into other chunks; that "
+    "changed no token of these answers"
 )
 
 
@@ -111,8 +112,8 @@ def completions(llm: LLM, size: Size) -> list[tuple[int, ...]]:
         step += 1
     return [
         tuple(branch.token_ids)
-        for each in branches
-        for branch in each.values()
+        for branches_of_request in branches
+        for branch in branches_of_request.values()
         if isinstance(branch, OutputBuilder)
     ]
 
@@ -157,13 +158,15 @@ def distance(llm: LLM, module: Any, size: Size, invariant: bool) -> Distance:
         [
             [
                 entry[token].logprob
-                for token, entry in zip(each.token_ids, each.logprobs, strict=True)
+                for token, entry in zip(rollout.token_ids, rollout.logprobs, strict=True)
             ]
-            for each in output.outputs
+            for rollout in output.outputs
         ],
         np.float32,
     )
-    tokens = np.array([[*output.prompt_token_ids, *each.token_ids] for each in output.outputs])
+    tokens = np.array(
+        [[*output.prompt_token_ids, *rollout.token_ids] for rollout in output.outputs]
+    )
 
     graphdef, state = nnx.split(module)
 
@@ -230,7 +233,8 @@ def answer(answers: Answers, distances: Distances) -> list[str]:
         where = "" if place is None else f" (the first difference is at token {place})"
         sentences.append(
             f"With {mode} kernels {len(texts):,} greedy completions of one prompt under varying "
-            f"load have {len(set(texts))} different texts{where}; the commonest has {commonest:,}."
+            f"load have {len(set(texts))} text{'s' * (len(set(texts)) > 1)}{where}; the commonest "
+            f"is that of {commonest:,}."
         )
         far = distances[mode]
         sentences.append(

@@ -21,11 +21,11 @@ def test_claims_need_many_answers_without_the_mode_and_one_with_it():
         "ordinary": equal_bits.Distance(2e-3, 0.1),
         "batch-invariant": equal_bits.Distance(0.0, 0.0),
     }
-    found = equal_bits.claimed({"ordinary": APART, "batch-invariant": ALIKE}, distances)
-    assert [claim.agrees for claim in found] == [True] * 4
+    claims = equal_bits.claimed({"ordinary": APART, "batch-invariant": ALIKE}, distances)
+    assert [claim.agrees for claim in claims] == [True] * 4
     turned = dict(zip(distances, reversed(distances.values()), strict=True))
-    found = equal_bits.claimed({"ordinary": ALIKE, "batch-invariant": APART}, turned)
-    assert [claim.agrees for claim in found] == [False] * 4
+    claims = equal_bits.claimed({"ordinary": ALIKE, "batch-invariant": APART}, turned)
+    assert [claim.agrees for claim in claims] == [False] * 4
 
 
 @pytest.mark.slow
