@@ -153,14 +153,20 @@ def over(results: Outcomes, load: str, above: str, below: str, number: str) -> I
 
 def run(folder: Path, quick: bool) -> Findings:
     results = outcomes(folder, 1 if quick else None, 0.1 if quick else 1.0)
-    kept = [share for load in LOADS for share in shares(results, load, VTC)]
+    shares_of_vtc = [share for load in LOADS for share in shares(results, load, VTC)]
     differences = {
         load: interval([outcome.difference for outcome in results[load, VTC]])
         for load in (OVERLOAD, SHORT_LONG)
     }
     waiting = "service of the second over the first user while both wait"
     claims = [
-        Claim(PAPER, "VTC: largest difference over the bound, all loads", (0, 1), span(kept), 1.0),
+        Claim(
+            PAPER,
+            "VTC: largest difference over the bound, all loads",
+            (0, 1),
+            span(shares_of_vtc),
+            1.0,
+        ),
         Claim(
             ARTIFACT,
             "two rates, first come: largest difference over the bound",
@@ -239,15 +245,16 @@ def answer(results: Outcomes) -> list[str]:
     largest = {
         policy: {load: max(shares(results, load, policy)) for load in LOADS} for policy in NAMES
     }
-    kept = all(share <= 1 for share in largest[VTC].values())
+    breaking = [load for load, share in largest[VTC].items() if share > 1]
     broken = {
         policy: [load for load, share in largest[policy].items() if share > 1]
         for policy in (FCFS, ROUND_ROBIN)
     }
     worst = max(largest[VTC], key=lambda load: largest[VTC][load])
     return [
-        f"VTC {'keeps' if kept else 'breaks'} its bound of 2 max(w_p L_input, w_q M) in all "
-        f"{len(LOADS)} loads: the largest difference is {max(largest[VTC].values()):.2f} of it, "
+        f"VTC {'breaks' if breaking else 'keeps'} its bound of 2 max(w_p L_input, w_q M) in "
+        f"{' and '.join(breaking) or f'all {len(LOADS)} loads'}: the largest "
+        f"difference is {max(largest[VTC].values()):.2f} of it, "
         f'with the load "{worst}".',
         *(
             f"{NAMES[policy].capitalize()} breaks it with "

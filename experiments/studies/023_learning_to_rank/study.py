@@ -112,9 +112,9 @@ def gain_at(levels: Sequence[Order], first_come: Order, target: float) -> Interv
     """
     gains = []
     for seed, below in enumerate(first_come.latencies):
-        known = sorted((order.taus[seed], order.latencies[seed]) for order in levels)
-        taus = [tau for tau, _ in known]
-        latencies = [latency for _, latency in known]
+        points = sorted((order.taus[seed], order.latencies[seed]) for order in levels)
+        taus = [tau for tau, _ in points]
+        latencies = [latency for _, latency in points]
         gains.append(below / float(np.interp(target, taus, latencies)))
     return interval(gains)
 

@@ -171,8 +171,8 @@ def highest(curves: Curves, name: str, policy: str, number: str) -> list[float] 
         load.highest(curve.rates, seed, SETTINGS[name].target)
         for seed in zip(*by_rate, strict=True)
     ]
-    known = [rate for rate in best if rate is not None]
-    return known if len(known) == len(best) else None
+    rates = [rate for rate in best if rate is not None]
+    return rates if len(rates) == len(best) else None
 
 
 def gain(curves: Curves, name: str, above: str, below: str, number: str = MEAN) -> Interval | None:

@@ -104,8 +104,8 @@ def completions(llm: LLM, size: Size) -> list[tuple[int, ...]]:
         missing = size.completions - len(branches)
         requests = [GenerationRequest(prompt, greedy)] * min(missing, rng.poisson(rate))
         for _ in range(rng.poisson(COMPANY * rate) if missing else 0):
-            other = rng.integers(vocabulary, size=rng.integers(1, LONGEST)).tolist()
-            session.add([GenerationRequest(other, greedy)])
+            company = rng.integers(vocabulary, size=rng.integers(1, LONGEST)).tolist()
+            session.add([GenerationRequest(company, greedy)])
         branches += session.add(requests) if requests else []
         if session.branches:
             session.step()
@@ -230,11 +230,11 @@ def answer(answers: Answers, distances: Distances) -> list[str]:
     for mode, texts in answers.items():
         (_, commonest), *_ = Counter(texts).most_common(1)
         place = first_difference(texts)
-        where = "" if place is None else f" (the first difference is at token {place})"
+        place_words = "" if place is None else f" (the first difference is at token {place})"
         sentences.append(
             f"With {mode} kernels {len(texts):,} greedy completions of one prompt under varying "
-            f"load have {len(set(texts))} text{'s' * (len(set(texts)) > 1)}{where}; the commonest "
-            f"is that of {commonest:,}."
+            f"load have {len(set(texts))} text{'s' * (len(set(texts)) > 1)}{place_words}; the "
+            f"commonest is that of {commonest:,}."
         )
         far = distances[mode]
         sentences.append(
