@@ -299,6 +299,7 @@ def test_a_conversation_is_saved_as_messages(llm, tmp_path):
 SMALL = ("--max-model-len", "64", "--max-tokens", "4", "--temperature", "0")
 
 
+@pytest.mark.slow
 def test_the_command_reads_lines_from_a_pipe_and_prints_only_the_answers(
     tiny_folder, tiny_llm, monkeypatch, capsys
 ):

@@ -113,7 +113,7 @@ def compiled_step(model, *, t: int, blocks: int, dtype: str = "float32"):
         return lowered.compile(), kv
 
 
-@pytest.mark.default_cases("96-uint16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "uint16", "uint8"])
 @pytest.mark.parametrize("t", [8, 96])  # without the loop over prompt chunks, and with it
 def test_a_step_updates_the_cache_in_place(tiny, t, dtype):

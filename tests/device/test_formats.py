@@ -224,6 +224,7 @@ POWERS_OF_TWO = Format(
 )
 
 
+@pytest.mark.slow
 def test_an_engine_runs_a_format_that_this_file_defines(one_layer_folder, monkeypatch):
     """With the tokens of the restored weights in floats."""
     monkeypatch.setitem(STORED_FORMATS, "powers", f"{__name__}:POWERS_OF_TWO")

@@ -81,8 +81,8 @@ def random_params(config: Any) -> Any:
     return jax.tree.map(filled, state)
 
 
-@pytest.mark.default_cases("Gemma 2-False")
-@pytest.mark.slow_cases("Qwen3-MoE-False", "Qwen2-True")
+@pytest.mark.default_cases
+@pytest.mark.slow_cases("Gemma 2-False", "Qwen3-MoE-False", "Qwen2-True")
 @pytest.mark.parametrize(
     ("name", "int8"),
     [

@@ -314,6 +314,7 @@ def test_scaling_stretches_the_longest_context(scaling, length):
     assert llama.from_hf(TINYLLAMA | {"rope_scaling": scaling}).max_len == length
 
 
+@pytest.mark.slow
 def test_log_probabilities_in_a_stretched_context_are_those_of_plain_numpy(tmp_path):
     linear = {"rope_type": "linear", "factor": 4.0}
     folder = tiny_llama(tmp_path / "llama", layers=1, tied=False, max_len=64, rope_scaling=linear)

@@ -248,6 +248,7 @@ def test_where_memory_binds_the_measured_step_has_its_place_beside_the_cache(tin
     assert engine.startup["compilations"] > compiled, "the measured program was for a larger cache"
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_fit_says_so_before_it_takes_memory(tiny, monkeypatch):
     from pagedjax import LLM
 

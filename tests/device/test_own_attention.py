@@ -45,7 +45,7 @@ def alibi(scores: np.ndarray, head: int) -> np.ndarray:
     return softmax(scores - 2.0 ** (-8 * (head + 1) / 4) * distance, head)
 
 
-@pytest.mark.default_cases("ALIBI-alibi")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "weigh"), [("PLUS_ONE", plus_one), ("ALIBI", alibi)])
 def test_the_documented_variants_are_dense_attention_of_their_kind(tiny_folder, file, name, weigh):
     """Chunked prompts and decodes: log-probabilities, hidden states, and the weights themselves."""

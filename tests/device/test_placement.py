@@ -61,6 +61,7 @@ def on_mesh(tiny, request):
     return engine(tiny, mesh={"tensor": request.param})
 
 
+@pytest.mark.slow
 def test_a_step_exchanges_what_it_must_and_no_more(tiny, on_mesh):
     text = on_mesh.runtime.programs[StepShape(64, R)].as_text()
     layers = tiny.model.config.layers

@@ -207,6 +207,7 @@ def test_the_tokens_of_neighbouring_positions_and_of_neighbouring_seeds_are_inde
     assert pvalue(tokens[:, ::2] * V + tokens[:, 1::2], pairs) > MIN_PVALUE
 
 
+@pytest.mark.slow
 def test_a_drafter_that_is_sure_of_its_drafts_keeps_the_distribution():
     """As drafters on the host."""
     row = RULES["all of truncation"]
@@ -324,6 +325,7 @@ def test_a_replacement_from_the_whole_distribution_is_found(monkeypatch):
 # --- rows side by side ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rows_without_a_draft_draw_the_token_of_a_plain_step():
     rows = same(RULES["all of truncation"], ROWS)
     every_third = np.arange(ROWS) % 3 == 0
@@ -391,6 +393,7 @@ def test_a_row_with_a_draft_does_not_depend_on_the_other_rows():
     assert (beside_others.tokens != drawn.tokens)[:, 3:].any()
 
 
+@pytest.mark.slow
 def test_a_few_rows_at_a_time_are_as_all_rows_at_once():
     s, history = same(RULES["penalties and bias"], 13)
     drafted = Drafted(

@@ -75,7 +75,7 @@ def test_bits_do_not_depend_on_the_number_of_rows(function, width):
     assert_rows_are_independent(function, numbers(ROWS, width))
 
 
-@pytest.mark.default_cases("320")
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [320, 49152])
 def test_weights_and_draws_do_not_depend_on_the_number_of_rows(vocabulary):
     def drawn(
@@ -96,6 +96,7 @@ def test_weights_and_draws_do_not_depend_on_the_number_of_rows(vocabulary):
     assert_rows_are_independent(drawn, numbers(ROWS, vocabulary), *shares)
 
 
+@pytest.mark.slow
 def test_experts_do_not_depend_on_the_number_of_tokens():
     """64 experts: XLA computes a softmax over so many in another way than one over few."""
     config = sparse_config(64, Experts(64, 8, 32, normalised=True), linear="cpu")

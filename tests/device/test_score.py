@@ -114,6 +114,7 @@ def weighted(module: Decoder, tokens: np.ndarray, lengths: np.ndarray, exact: bo
     return jax.jit(jax.value_and_grad(total, has_aux=True))
 
 
+@pytest.mark.slow
 @every_family
 def test_differentiated_scores_are_the_engines_to_the_bit_in_batch_invariant_mode(name, dtype):
     tokens, lengths, expected = rollout(LLM(model_of(name, dtype), **ENGINE))
@@ -206,6 +207,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch_in_batch_invariant_mode(modul
         chex.assert_trees_all_equal(alone, together[i, :33])
 
 
+@pytest.mark.slow
 def test_an_engines_own_module_is_scored_without_gradients(module):
     llm = LLM(model_of("Qwen3"), **ENGINE)
     tokens, lengths, expected = rollout(llm, PROMPTS[:2])
@@ -248,9 +250,10 @@ def with_merged(module: Decoder, parts: Any) -> Decoder:
 ALSO = [("Qwen3", True), ("GPT-2", False), ("GPT-2", True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "exact"),
-    [("Qwen3", False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ALSO)],
+    [("Qwen3", False), *ALSO],
 )
 def test_an_adapter_scores_as_the_model_that_has_it_merged_with_its_gradient(name, exact):
     module = module_of(name)

@@ -41,7 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.default_cases("windows")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_those_of_one_engine(tmp_path, name):
     config, shared, decode_only = CASES[name]

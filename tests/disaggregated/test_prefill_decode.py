@@ -141,7 +141,7 @@ def watch_steps(session: Any) -> list[Any]:
     return steps
 
 
-@pytest.mark.default_cases("plain", "small pool")
+@pytest.mark.default_cases("small pool")
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_and_logprobs_are_those_of_one_engine_bit_for_bit(
     make, single, plain, tmp_path, name
@@ -311,6 +311,7 @@ def test_calls_of_either_engine_alone_may_come_between(make, single, plain):
     check_empty(plain, decode)
 
 
+@pytest.mark.slow
 def test_threads_may_call_pairs_in_both_directions_and_engines_alone(make, single, plain):
     second = make()
     callers = [PrefillDecode(plain, second), PrefillDecode(second, plain), plain, second]

@@ -160,6 +160,7 @@ def test_other_results_have_the_adapter_too(llm, folders, alone):
     assert adapted["text"] != "".join(llm.stream(prompt, greedy(6)))
 
 
+@pytest.mark.slow
 @pytest.mark.default_cases("bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_other_dtypes(dtype, model, folders, alone):
@@ -305,6 +306,7 @@ def test_a_batch_invariant_engine_stays_so(model, folders):
         chex.assert_trees_all_equal(numbers(outputs), numbers([expected]))
 
 
+@pytest.mark.slow
 def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_adapters(model, folders):
     names = [None, "two", None, "three"]
     outputs = lora_llm(model, **INVARIANT).generate(

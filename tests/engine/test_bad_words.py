@@ -99,6 +99,7 @@ def test_no_output_has_a_bad_word_and_the_other_rows_are_unchanged(tiny_llm, wor
         assert outputs[i] == step_by_step(tiny_llm, PROMPTS[i], row_words)
 
 
+@pytest.mark.slow
 @pytest.mark.default_cases("lookahead")
 @pytest.mark.parametrize(
     "config",

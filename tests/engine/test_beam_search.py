@@ -212,7 +212,7 @@ def test_one_beam_is_greedy_decoding(llm):
         assert sequence.cumulative_logprob == total
 
 
-@pytest.mark.default_cases("num_blocks=28", "num_blocks=28 preemption=swap swap_space_gib=0.01")
+@pytest.mark.default_cases("num_blocks=28 preemption=swap swap_space_gib=0.01")
 @pytest.mark.parametrize(
     "config",
     [

@@ -53,6 +53,7 @@ def compile_one(size: int) -> None:
     jax.jit(lambda x: jnp.sin(x) * size).lower(jax.ShapeDtypeStruct((size,), jnp.float32)).compile()
 
 
+@pytest.mark.slow
 def test_jax_options_are_set_while_an_llm_compiles_and_restored_after(tiny, folder, monkeypatch):
     before = options()
     during = []

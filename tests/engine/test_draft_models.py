@@ -378,9 +378,8 @@ def test_a_draft_model_that_is_too_short_is_refused(tiny, tmp_path):
         make(tiny, speculative={"method": "draft", "model": str(folder)})
 
 
-@pytest.mark.parametrize(
-    ("vocab", "rule"), [pytest.param(330, "strict", marks=pytest.mark.slow), (304, "rejection")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("vocab", "rule"), [(330, "strict"), (304, "rejection")])
 def test_a_draft_model_whose_vocabulary_is_padded_to_another_size_drafts(
     tiny, tmp_path, vocab, rule
 ):

@@ -173,6 +173,7 @@ def test_a_method_that_was_replaced_is_seen(monkeypatch):
     assert not kept_programs._as_imported()
 
 
+@pytest.mark.slow
 def test_options_of_ones_own_are_traced(tiny, folder, monkeypatch):
     feature = RowFeature(
         "nothing", "logits", {"x": np.float32(0)}, lambda p, _: None, lambda x, *_: x, ("nothing",)

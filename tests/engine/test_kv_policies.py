@@ -160,6 +160,7 @@ def test_branches_and_beams_under_a_policy_do_not_depend_on_chunks(tiny, policy)
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.slow
 def test_blocks_of_a_streaming_engine_are_an_exact_number(tiny):
     """110 tokens in blocks of 4: block 0 and a window of 3, where a full engine has 28."""
     assert used_blocks(make(tiny)) == 28
@@ -234,8 +235,9 @@ def kept(gemma, mistral) -> Callable[[str], list[Any]]:
     return cached(lambda name: answers(make(models[name], free_window_blocks=False)))
 
 
-@pytest.mark.default_cases("gemma-swapping")
+@pytest.mark.default_cases
 @pytest.mark.slow_cases(
+    "gemma-swapping",
     "gemma-as it is",
     "gemma-another budget",
     "gemma-drafts",

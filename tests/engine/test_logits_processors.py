@@ -41,6 +41,7 @@ def llm(one_layer, file) -> LLM:
     return small_llm(one_layer, row_features=f"{file}:WATERMARK", **SIZES)
 
 
+@pytest.mark.slow
 def test_a_watermark_is_detected_where_it_was_asked_for_and_nothing_else_changes(
     one_layer, llm, file
 ):

@@ -177,6 +177,7 @@ def test_recordings_are_byte_identical_under_preemption(tiny, tmp_path, config):
     assert any(plain.preempted for plain, _ in pairs), "no sequence was preempted"
 
 
+@pytest.mark.slow
 @pytest.mark.default_cases("separate steps")
 @pytest.mark.parametrize(
     "config",

@@ -129,7 +129,7 @@ def test_experts_are_split_by_number_and_by_width(tmp_path, mesh, dtype):
     compare_runs(model, tmp_path, seeds=(0,), mesh=mesh, max_model_len=128)
 
 
-@pytest.mark.default_cases("draft")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -172,7 +172,7 @@ def test_new_parameters_are_split_as_the_old_ones(folders, tmp_path, name):
         split.update_params(short)
 
 
-@pytest.mark.parametrize("dtype", [None, "int8"])
+@pytest.mark.parametrize("dtype", [None, pytest.param("int8", marks=pytest.mark.slow)])
 def test_an_orbax_checkpoint_goes_to_the_same_parts(folders, tmp_path, dtype):
     orbax = tmp_path / "orbax"
     convert(folders["9/3"], orbax, "orbax")

@@ -137,6 +137,7 @@ def llm(tiny) -> LLM:
     return small_llm(replace(tiny, model=with_half_blocks(tiny.model)), **SIZES)
 
 
+@pytest.mark.slow
 def test_pages_of_another_shape_are_shared_copied_and_swapped(llm, tiny, tmp_path):
     usual = small_llm(replace(tiny, model=without_half_of_the_values(tiny.model)), **SIZES)
     recording = tmp_path / "run.jsonl"

@@ -85,7 +85,7 @@ def pooling(kind: str, **options: Any) -> PoolingParams:
 # --- the vectors ----------------------------------------------------------------------------------
 
 
-@pytest.mark.default_cases("LAST-True", "CLS-False")
+@pytest.mark.default_cases("LAST-True")
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_embeddings_are_those_of_a_forward_pass_without_a_cache(one_layer, hidden, kind, caching):

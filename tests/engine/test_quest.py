@@ -114,7 +114,7 @@ def compiled_model(
 @pytest.mark.parametrize(
     ("policy", "size"),
     [
-        (QUEST, 4),
+        pytest.param(QUEST, 4, marks=pytest.mark.slow),
         (EVERY, 4),
         pytest.param(QUEST | {"tokens": 21, "dense_layers": 0}, 7, marks=pytest.mark.slow),
         pytest.param(EVERY | {"tokens": 1, "dense_layers": 2}, 8, marks=pytest.mark.slow),
@@ -163,6 +163,7 @@ def alone(model) -> list[list[int]]:
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.default_cases("preemption")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tokens_do_not_depend_on_chunks_batch_mates_or_how_blocks_are_kept(model, alone, variant):
@@ -247,6 +248,7 @@ def test_company_changes_no_token(engines, tokens_alone, names, number):
     drawn.check(number, holds, data=st.data())
 
 
+@pytest.mark.slow
 def test_an_answer_in_a_longer_prompt_is_computed_again_unless_prompts_select(model):
     """Blocks with generated tokens have keys of queries that selected; a prompt's own queries do
     not.

@@ -136,7 +136,7 @@ def test_level_2_drops_the_parameters_and_an_update_restores_them(
     assert compilations() == before
 
 
-@pytest.mark.default_cases("plain", "background", "draft model")
+@pytest.mark.default_cases("plain", "background")
 @pytest.mark.parametrize("kind", ["plain", "lazy", "background", "draft model"])
 def test_parameters_that_nobody_else_uses_are_freed(one_layer_folder, tmp_path, other, kind):
     """Programs that are compiled later, such as those of taps, keep no parameters."""

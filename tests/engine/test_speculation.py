@@ -209,6 +209,7 @@ def test_outputs_are_those_without_drafts(tiny, plain, monkeypatch, tmp_path, ca
     assert any(outcome.preempted for outcome in runs) or "few blocks" not in case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("right", [0.0, 1.0])
 def test_drafts_that_are_always_wrong_or_always_right_change_no_token(
     tiny, plain, monkeypatch, right

@@ -159,6 +159,7 @@ def test_a_request_without_a_form_is_what_it_is_alone(tiny):
     assert together.prompt_logprobs == alone.prompt_logprobs
 
 
+@pytest.mark.slow
 def test_a_text_that_must_come_takes_fewer_steps(tiny):
     form = StructuredOutputsParams(
         regex="a long text of which every letter must come, and a digit: [0-9]"

@@ -46,7 +46,7 @@ def of_kind(events, kind: type) -> list:
     return [event for event in events if isinstance(event, kind)]
 
 
-@pytest.mark.default_cases("cold-in groups-greedy", "caching-in groups-drawn")
+@pytest.mark.default_cases("cold-in groups-greedy")
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("forks", [(), ("b", "c")], ids=["alone", "in groups"])
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "cold"])

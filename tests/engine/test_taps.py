@@ -137,7 +137,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.default_cases("preempted", "drafts")
+@pytest.mark.default_cases("preempted")
 @pytest.mark.parametrize("case", CASES)
 def test_arrays_do_not_depend_on_how_steps_are_made(tiny_folder, monkeypatch, case):
     """Preempted and computed again, swapped, sent ahead, or with drafts of which some are rejected."""
@@ -216,6 +216,7 @@ def test_a_failed_step_computes_arrays_again(llm, tiny_folder, monkeypatch):
     check(tiny_folder, PROMPTS[1], answer)
 
 
+@pytest.mark.slow
 def test_attention_alone_shares_prefixes_and_hidden_states_do_not(llm, tiny_folder):
     llm.reset_prefix_cache()
     plain = replace(PARAMS, taps=None)
@@ -305,6 +306,7 @@ def test_arrays_of_16_bits_are_given_in_float32(tiny_folder):
     chex.assert_trees_all_close(arrays.attention[0][0], expected, atol=0.1)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_runs(tiny_folder, tmp_path, monkeypatch, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     options = "".join(f", {name}={value!r}" for name, value in SIZES.items())

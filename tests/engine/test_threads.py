@@ -83,6 +83,7 @@ def test_steps_are_shared_and_short_calls_do_not_wait_for_long_ones(tiny_llm):
         assert time.perf_counter() < long.result(TIMEOUT)
 
 
+@pytest.mark.slow
 def test_pooling_adapters_and_changes_go_with_generation(tiny, tiny_folder, tmp_path):
     llm = small_llm(tiny, enable_lora=True, max_loras=2)
     folders = [tiny_adapter(tmp_path / str(i), tiny_folder, 4, seed=i) for i in range(3)]

@@ -129,6 +129,7 @@ def share_in_time(arrivals: np.ndarray, step: float, target: float) -> float:
     return good / len(arrivals)
 
 
+@pytest.mark.slow
 def test_capacity_of_md1_queue_matches_theory(tmp_path, monkeypatch, capsys):
     measured: list[float] = []
     measure_run = sweep.measure_run

@@ -133,6 +133,7 @@ def test_false_positive_rate_of_repeats(repeats: int, paired: bool):
     assert called / 400 < 0.08  # 0.05 plus the error of 400 draws
 
 
+@pytest.mark.slow
 @pytest.mark.default_cases("100-90")
 @pytest.mark.parametrize(("count", "percentile"), [(10, 50), (100, 90), (200, 99)])
 def test_false_positive_rate_of_request_bootstrap(count: int, percentile: int, monkeypatch):

@@ -68,6 +68,7 @@ def test_experiments_are_installed_with_the_library():
     assert 'include = ["pagedjax*", "pallas_kernels*", "experiments*"]' in text
 
 
+@pytest.mark.slow
 def test_commands_are_those_of_the_modules(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert main(["report", "runs/small"]) == 0
@@ -79,6 +80,7 @@ def test_commands_are_those_of_the_modules(folder, monkeypatch, capsys):
         assert f"experiments.{name}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_comparisons_and_capacities_of_the_guide_run_elsewhere(tmp_path, monkeypatch, capsys):
     """The guide's commands in an empty folder, on fewer requests and a coarser search."""
     page = (Path(__file__).parents[2] / "docs/guides/run_an_ablation.md").read_text("utf-8")

@@ -375,6 +375,7 @@ def test_unknown_choice_names_what_there_is(options: list[str], words: str, tmp_
     assert "--x is 'rate', and nothing is swept; leave it out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::UserWarning")  # of matplotlib: nothing is left of the axes
 def test_long_names_leave_room_for_the_axes(tmp_path):
     policies = ["fcfs", *({"name": "deadline", "targets": [["chat", n]] * 4} for n in (1.5, 2.5))]
@@ -425,6 +426,7 @@ def test_files_name_their_axes_and_the_key_of_their_colours(tmp_path):
     assert texts == ["policy", "fcfs", "mine", "Goodput, requests/s"]
 
 
+@pytest.mark.slow
 def test_a_page_has_the_fairness_between_users_and_the_service_of_classes(tmp_path, capsys):
     classes = [{"name": "chat", "ttft": 0.02, "itl": 0.01}, {"name": "batch", "e2e": 30.0}]
     raw = {

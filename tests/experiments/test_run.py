@@ -301,6 +301,7 @@ def test_killed_sweep_resumes_without_lost_or_double_runs(tmp_path, monkeypatch)
     assert not [entry for entry in (tmp_path / "runs").rglob(".writing-*")]
 
 
+@pytest.mark.slow
 def test_parallel_runs_equal_single_process_runs(tmp_path, monkeypatch, capsys):
     path = write_config(tmp_path, "llama-3-8b", **SIMULATED)
 
@@ -471,6 +472,7 @@ def test_run_folder_has_copies_of_named_files(tmp_path):
     assert first == second
 
 
+@pytest.mark.slow
 def test_measure_is_the_command_as_a_function(tmp_path):
     sweep = {"grid": {"engine.block_size": [8, 16]}}
     path = write_config(tmp_path, "llama-3-8b", **SIMULATED | {"sweep": sweep, "repeats": 1})

@@ -144,6 +144,7 @@ def test_a_model_whose_times_are_not_used_is_refused(tmp_path):
     assert config.load(tmp_path / "small.yaml", ("model=opt-13b", "simulate.model=null"))
 
 
+@pytest.mark.slow
 def test_a_policy_that_knows_the_length_of_an_output_is_called_an_oracle(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "from pagedjax.policies import RATE, by_key\n"

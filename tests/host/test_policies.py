@@ -494,6 +494,7 @@ def test_the_documented_policy_orders_and_ends_all_requests(documented):
     drive(least_work, sizes, [(1 + i % 9, 16 - i, 0, "x", bool(i % 2)) for i in range(14)])
 
 
+@pytest.mark.slow
 def test_the_documented_policy_runs_in_an_engine_and_its_recording_replays(
     documented, tiny, tmp_path, capsys
 ):

@@ -277,13 +277,16 @@ COMPILED = {
 }
 
 
+DEAR = ("low rank", "one token")  # seconds each
+
+
 def cases_of_kinds(
     names: Iterable[str], compiled: Mapping[str, Collection[str]]
 ) -> pytest.MarkDecorator:
     """Of (impl, name, int8, dtype). The CPU kernel has code for each kind of numbers; that for int8
-    has half of the cases with each kind of activations, and all of low rank with bfloat16. Of the
-    others the default run has the cases in `compiled`, in turn with float32 and with bfloat16 and
-    int8."""
+    has half of the cases with each kind of activations, and all of low rank with bfloat16. The dear
+    ones have float32 by default. Of the others the default run has the cases in `compiled`, in turn
+    with float32 and with bfloat16 and int8."""
     names = list(names)
     kinds = [
         (impl, int8, dtype)
@@ -299,7 +302,9 @@ def cases_of_kinds(
             default_kind = (True, "bfloat16") if is_odd else (False, "float32")
             int8_dtype = "bfloat16" if "low" in name or names.index(name) % 2 else "float32"
             default = (name in default_names and (int8, dtype) == default_kind) or (
-                impl == "cpu" and (not int8 or dtype == int8_dtype)
+                impl == "cpu"
+                and (not int8 or dtype == int8_dtype)
+                and (name not in DEAR or (int8, dtype) == (False, "float32"))
             )
             case_id = "-".join((impl, name, *(["int8"] if int8 else []), dtype))
             marks = () if default else pytest.mark.slow

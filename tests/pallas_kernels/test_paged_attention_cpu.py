@@ -370,6 +370,7 @@ def test_a_query_of_a_short_row_has_the_bits_of_a_decode(window):
         first += count
 
 
+@pytest.mark.default_cases("None", "100")
 @pytest.mark.parametrize("window", [None, 100, 300])
 def test_the_invariant_form_has_the_bits_of_a_decode_in_any_chunk_and_block(window):
     """Contexts of several spans. Chunks of 1 token are decodes, of 2 to 8 short rows, and longer

@@ -233,6 +233,7 @@ def test_an_error_in_process_0_before_its_first_engine_ends_all():
         assert pair.followers[0].failure == "process 0 ended before it had an engine"
 
 
+@pytest.mark.slow
 def test_an_engine_that_nobody_can_build_ends_nobody_and_one_that_some_cannot_ends_all():
     with connected(2, timeout=0.6) as pair:
         for follower in pair.followers:

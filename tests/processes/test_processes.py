@@ -140,6 +140,7 @@ def without_host_blocks(log: Path) -> str:
     return f"{json.dumps(record)}\n{events}"
 
 
+@pytest.mark.slow
 def test_recordings_of_two_processes_are_those_of_one_device(one_layer_folder, tmp_path):
     """One device's program is that of test_replicated_engines."""
     compare_recordings(one_layer_folder, tmp_path, 2, 2, [SWAPPED])

@@ -118,7 +118,7 @@ def pair(tiny, tmp_path):
         yield Pair(tiny, group, tmp_path / "follower.jsonl")
 
 
-@pytest.mark.default_cases("", "swapped", "timed policy")
+@pytest.mark.default_cases("", "timed policy")
 @pytest.mark.parametrize(
     "config",
     [{}, SWAPPED, {"lookahead": 2}, SPECULATIVE, {"policy": "deadline"}],
@@ -255,6 +255,7 @@ def test_a_policy_that_reads_a_clock_is_named_in_its_first_plan_that_differs(tin
     assert '{"schedule":{"step":0,"ids":["r3","r2","r1"]' in reason
 
 
+@pytest.mark.slow
 def test_drafts_that_differ_are_named_before_they_are_computed(tiny, tmp_path):
     """A drafter that draws random numbers: as many drafts, and others."""
     role = threading.local()

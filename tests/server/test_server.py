@@ -232,6 +232,7 @@ def test_tests_can_free_the_engine_of_a_server_that_is_gone(tiny):
     assert engine() is None
 
 
+@pytest.mark.slow
 def test_metrics_of_speculation_have_the_names_of_vllm(tiny, llm):
     options = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
     request = {"max_tokens": 40, "ignore_eos": True}
@@ -272,6 +273,7 @@ def test_the_viewer_follows_the_engine(llm):
         assert server.worker.healthy
 
 
+@pytest.mark.slow
 def test_a_signal_lets_unfinished_requests_end(tiny_folder, tmp_path):
     log = tmp_path / "r.jsonl"
     process, url = start_server(

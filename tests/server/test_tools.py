@@ -49,6 +49,7 @@ def check(call) -> None:
     jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
+@pytest.mark.default_cases("named")
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_a_call_is_valid(tool_client, choice):
     answer = create(tool_client, tool_choice=choice, parallel_tool_calls=False, n=4)

@@ -59,6 +59,7 @@ def test_ids_cannot_be_guessed(http):
     assert min(map(len, names)) >= 22  # 128 bits in base64
 
 
+@pytest.mark.slow
 def test_a_result_is_forgotten_when_no_client_asks_for_it(tiny):
     with served_to(server_llm(tiny), result_seconds=1.0) as (_, http):
         name = generate(http, max_length=8)

@@ -256,6 +256,7 @@ def test_the_embedded_tokenizer_and_template_need_no_torch():
     assert (child.stdout.strip(), child.stderr) == ("32", "")
 
 
+@pytest.mark.slow
 def test_the_first_conversations_may_come_in_several_threads(tiny_folder):
     """In a new process, where transformers is not imported yet."""
     code = """

@@ -93,6 +93,7 @@ def test_options_of_the_hub_and_of_progress_are_of_loading():
     )
 
 
+@pytest.mark.slow
 def test_an_engine_takes_them(one_layer_folder, tmp_path):
     tokenizer_folder = tiny_llama(tmp_path / "other", layers=1, tied=False, seed=1)
     llm = LLM(

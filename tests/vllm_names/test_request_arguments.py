@@ -195,6 +195,7 @@ def test_a_beams_stop_token_is_shown_on_request(tiny_llm):
         assert sequence.tokens == [5, 6, *first.outputs[0].token_ids[: 3 if included else 2]]
 
 
+@pytest.mark.slow
 def test_a_profile_is_written(tiny_llm, tmp_path):
     tiny_llm.start_profile(tmp_path)
     tiny_llm.generate([[5]], SamplingParams(max_tokens=2), use_tqdm=False)

@@ -134,6 +134,7 @@ def llm(folder, name) -> LLM:
     return LLM(folder, model_family=name, **SIZES)
 
 
+@pytest.mark.slow
 def test_the_documented_family_is_a_plain_forward_pass(folder, llm):
     """Chunked prompts and decodes."""
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
@@ -181,6 +182,7 @@ def test_parameters_in_memory_and_converted_folders_are_the_same_model(folder, n
     )
 
 
+@pytest.mark.slow
 def test_taps_and_scores_of_the_family(folder, name, llm):
     """The layers' outputs before and after, and a trainer's log-probabilities with the engine's
     module.

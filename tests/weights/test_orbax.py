@@ -88,6 +88,7 @@ def test_a_trainers_checkpoint_is_read_with_or_without_computed_arrays(tmp_path,
         assert_equal(params(save(tmp_path / str(i), tree, source)), params(source))
 
 
+@pytest.mark.slow
 def test_parameters_are_restored_with_the_given_sharding(folder):
     """Two devices need another process."""
     program = f"""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from experiments.bench import processes
 
 
+@pytest.mark.slow
 def test_each_number_of_sequences_has_a_row_of_positive_costs(tmp_path):
     file = tmp_path / "report.json"
     processes.main(["--sequences", "1", "3", "--steps", "5", "--json", str(file)])

@@ -9,6 +9,7 @@ import pytest
 from experiments.bench import random_llama
 
 
+@pytest.mark.slow
 def test_random_model_is_reproducible_and_has_the_shape():
     shape = random_llama.SHAPES["small"]
     model, repeated, of_other_seed = (

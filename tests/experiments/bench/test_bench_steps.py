@@ -47,6 +47,7 @@ def test_lower_bounds_command(tiny_folder, tmp_path):
     assert all(row[name] > 0 for row in prompts for name in ("step", "host", "weight products"))
 
 
+@pytest.mark.slow
 def test_attention_of_lower_bounds_reads_every_page_and_as_many_bytes(tiny_folder):
     llm = lower_bounds.make_llm(64, 3, 40, (), {"model": str(tiny_folder), "progress": False})
     c = llm.engine.model.config

@@ -52,6 +52,7 @@ def config():
 # --- on paper -------------------------------------------------------------------------------------
 
 
+@pytest.mark.default_cases("True-True")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_paper_weights_match_parameters(tied: bool, bias: bool):

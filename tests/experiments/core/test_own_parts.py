@@ -335,6 +335,7 @@ def test_a_generator_without_an_end_is_refused(tmp_path, monkeypatch):
         point_of(tmp_path, {"workload": {"kind": "mine.py:endless"}}, source)
 
 
+@pytest.mark.slow
 def test_users_and_predictions_are_columns_of_requests_and_users_share_by_fair(tmp_path):
     """The heavy user's requests come first; `fair` lets the other one pass."""
     source = "def crowd(rng):\n    return [(30, 20, 0.0, 'heavy')] * 12 + [(30, 20, 0.001, 'light')] * 2\n"

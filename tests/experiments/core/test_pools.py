@@ -400,6 +400,7 @@ def plans_of(engine, monkeypatch) -> list[Plan]:
     return plans
 
 
+@pytest.mark.default_cases("apart")
 @pytest.mark.parametrize(
     "options", [{}, {"max_num_batched_tokens": 24, "mixed_steps": False}], ids=["mixed", "apart"]
 )

@@ -206,6 +206,7 @@ def test_known_blocks_bound_what_prefix_finds():
     assert shares[0] < shares[None]
 
 
+@pytest.mark.slow
 def test_a_run_records_replicas(tmp_path):
     sweep = {"grid": {"replicas.router": ["least_loaded", "round_robin"], "replicas.count": [1, 2]}}
     runs = run_files(tmp_path, {**RAW, "sweep": sweep})

@@ -193,6 +193,7 @@ def test_runs_that_cannot_keep_sums_are_refused(changes, message):
         expand(raw, folder=Path())
 
 
+@pytest.mark.slow
 def test_a_folder_of_sums_has_no_steps_and_is_compared(tmp_path, capsys):
     """The report and the comparison do without what was not kept."""
     path = tmp_path / "runs.yaml"

@@ -130,6 +130,7 @@ def test_the_program_of_a_gpu_is_read():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.default_cases("mesh0")
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, {"tensor": 4}, {"tensor": 3}])
 def test_a_compiled_step_has_the_exchanges_that_it_must_have(tiny, mesh):

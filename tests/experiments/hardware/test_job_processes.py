@@ -7,6 +7,8 @@ import signal
 import time
 from concurrent.futures.process import BrokenProcessPool
 
+import pytest
+
 from experiments.hardware.processes import results
 
 
@@ -30,6 +32,7 @@ def test_a_crash_and_an_error_leave_the_other_jobs_their_results():
     assert str(outcomes["error"]) == "no such device"
 
 
+@pytest.mark.slow
 def test_a_job_that_hangs_is_given_up_and_its_process_killed():
     start = time.monotonic()
     outcomes = []

@@ -59,7 +59,6 @@ MLFQ = "mlfq(patience=20, quantum=1, ratio=2)"
 
 @pytest.mark.default_cases(
     "{'num_blocks': 20}",
-    "{'reservation': 'pow2', 'enable_prefix_caching': False}",
     f"{{'num_blocks': 20, 'policy': '{MLFQ}'}}",
 )
 @pytest.mark.parametrize(
@@ -231,6 +230,7 @@ def made_of(point):
     return point.experiment.simulate, point.experiment.engine_config, point.experiment.model
 
 
+@pytest.mark.slow
 def test_simulated_sweep_starts_no_jax_backend(tmp_path):
     raw = {
         **RAW,

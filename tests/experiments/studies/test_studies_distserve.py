@@ -21,6 +21,7 @@ study = importlib.import_module("experiments.studies.019_distserve.study")
 FOLDER = reproduce.STUDIES / "019_distserve"
 
 
+@pytest.mark.slow
 def test_a_tenth_of_the_conversations_take_vllm_longer_than_its_target():
     tokens = study.slow_prompt(0.25)
     a, b, c = PROFILES["vllm/opt-13b/tp1"].prompts

@@ -168,6 +168,7 @@ def as_an_engine(
     return out
 
 
+@pytest.mark.slow
 def test_every_pass_computes_what_an_engine_computes_token_by_token(case, model):
     params = {name: np.asarray(x, np.float64) for name, x in named(case.params).items()}
     all_logits = case.logits(case.windows)

@@ -93,6 +93,7 @@ def assert_close(report: dict[str, Any], expected: dict[str, Any]) -> None:
     assert report["largest_difference"] < 1e-4
 
 
+@pytest.mark.slow
 def test_each_adapter_beats_the_others_on_its_task_and_the_engine_has_the_trainers_numbers(
     complete_run,
 ):

@@ -44,6 +44,7 @@ def complete_run(model, tmp_path_factory) -> tuple[Path, list[Any]]:
     return out, train_rl.train(model, out, SETUP, 2, say=lambda _: None)
 
 
+@pytest.mark.slow
 def test_the_policies_are_one_in_exact_mode(complete_run, model):
     out, log = complete_run
     assert [entry["step"] for entry in log] == [1, 2, 3, 4, 5, 6]
@@ -74,6 +75,7 @@ class Stops(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_to_the_same_bits(complete_run, model, tmp_path, monkeypatch):
     out, log = complete_run
     original = train_rl.roll_out

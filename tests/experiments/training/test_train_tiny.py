@@ -204,6 +204,7 @@ class Stops(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_stopped_run_resumes_bit_exact(run, tmp_path, monkeypatch):
     out = tmp_path / "tiny"
     windows = train_tiny.windows
