@@ -174,7 +174,7 @@ def test_a_shipped_policy_holds_in_a_small_world(policy):
 @pytest.mark.slow
 @every_shipped
 def test_a_shipped_policy_holds_for_three_requests_and_six_blocks(policy):
-    holds(policy, 60)
+    holds(policy, 20)
 
 
 @pytest.mark.slow

@@ -149,7 +149,7 @@ def test_checkpoint_is_written_as_hugging_face_directory(tmp_path):
     assert peers.write_out(str(folder), tmp_path / "elsewhere") == folder  # it is one already
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_pagedjax_adapter(tmp_path, capsys):
     """Twice, with another block size: real processes, real tokens."""
     options = {

@@ -12,7 +12,7 @@ from experiments.bench import quality
 NAMES = [name for name in quality.VARIANTS if not name.startswith("quest")]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_quantized_variants_differ_slightly_from_baseline(tiny_folder, tmp_path):
     out = tmp_path / "quality.json"
     sizes = ["--windows", "3", "--length", "40", "--steps", "2", "--dtype", "float32"]
