@@ -119,8 +119,8 @@ class Criterion:
         Raises:
             ValueError: ITL is the only target, and no request has a second token.
         """
-        flat = [flatten(summary["metrics"]) for summary in summaries]
-        if self._has_itl_alone and all(row["itl_s.p50"] is None for row in flat):
+        rows = [flatten(summary["metrics"]) for summary in summaries]
+        if self._has_itl_alone and all(row["itl_s.p50"] is None for row in rows):
             raise ValueError(
                 "slo has itl alone, and no request has a second token, so every rate would meet "
                 "it; set slo.ttft, or give the workload longer outputs"
@@ -133,7 +133,7 @@ class Criterion:
                 for name, target in targets.items()
                 if target is not None
             ]
-        values = {name: [row[name] for row in flat if row[name] is not None] for name in columns}
+        values = {name: [row[name] for row in rows if row[name] is not None] for name in columns}
         # without gaps there is no ITL
         return {name: statistics.median(repeats) for name, repeats in values.items() if repeats}
 

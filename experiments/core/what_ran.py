@@ -11,7 +11,7 @@ from typing import Any
 from experiments.core.config import Experiment, Point, Slo
 from experiments.core.distributions import Multiple
 from experiments.core.pool_options import POOLS, pool_experiment
-from experiments.core.present import Replicas
+from experiments.core.replica_options import Replicas
 from experiments.core.workloads import Recorded, limits_of
 from experiments.simulation.cost import Simulate
 from pagedjax.host import policies, purity

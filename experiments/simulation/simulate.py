@@ -528,10 +528,10 @@ def independent(probability: float) -> Guesses:
     """A drafter that always gives as many drafts as the scheduler wants. A draft is accepted with
     this probability if the drafts before it are accepted.
     """
-    return lambda seq, length, k: Guess(k, accepted(seq.arrival, length, k, probability))
+    return lambda seq, length, k: Guess(k, num_accepted(seq.arrival, length, k, probability))
 
 
-def accepted(arrival: int, length: int, k: int, probability: float) -> int:
+def num_accepted(arrival: int, length: int, k: int, probability: float) -> int:
     """How many of k drafts are accepted: each with a probability, by a random number of (arrival,
     position).
     """

@@ -54,11 +54,16 @@ def by_rate(
             break
         sweep = f"sweep={json.dumps({'list': [points[name] for name in names_left]})}"
 
-        def also(point: Point, measured: Measured, runs: dict[str, list[float]] = runs) -> None:
+        def on_run(point: Point, measured: Measured, runs: dict[str, list[float]] = runs) -> None:
             runs.setdefault(point.label, []).append(normalised(measured, average))
 
         simulated(
-            config, sweep, f"workload.arrivals.rate={rate}", *overrides, repeats=repeats, also=also
+            config,
+            sweep,
+            f"workload.arrivals.rate={rate}",
+            *overrides,
+            repeats=repeats,
+            on_run=on_run,
         )
         for name, values in zip(names_left, runs.values(), strict=True):
             curves[name].append(values)

@@ -182,7 +182,7 @@ def prepare(
                 f"{file}: outputs {middle - started:.0f} s, features "
                 f"{time.perf_counter() - middle:.0f} s"
             )
-    return draft_data.stored(files[0]), draft_data.stored(files[1])
+    return draft_data.load(files[0]), draft_data.load(files[1])
 
 
 def check_model(setup: DraftSetup, config: DecoderConfig) -> None:

@@ -21,7 +21,7 @@ from pagedjax.device.batch import MAX_TOP
 from pagedjax.device.row_features.chain import DEFAULT, RowChain, RowOptions
 from pagedjax.engine import block_hashes
 from pagedjax.host import scheduler, searches
-from pagedjax.host.drafts import Sample, accepted
+from pagedjax.host.drafts import Sample, accepted_columns
 from pagedjax.host.prefix_sharing import rows_that_fill
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.searches import RunningSearch
@@ -435,7 +435,7 @@ def hashes_of_filled(
             read.
     """
     hashes = {}
-    counts = accepted(plan, sampled).counts if plan.drafts else plan.counts
+    counts = accepted_columns(plan, sampled).counts if plan.drafts else plan.counts
     for i in rows_that_fill(plan.starts, counts, size):
         seq = plan.seqs[i]
         full = (plan.starts[i] + counts[i]) // size

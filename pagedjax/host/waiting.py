@@ -308,7 +308,7 @@ def _held_back(
         tuple([seq.length for seq in admission.admitted]),
         tuple([seq.computed for seq in admission.admitted]),
     )
-    rows = active.joined(admitted)
+    rows = active.concat(admitted)
     composition = composed(
         policy, state.memory, rows, attempt.num_decodes, tokens, Running(), state.config
     )

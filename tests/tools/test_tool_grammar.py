@@ -98,7 +98,7 @@ def test_an_answer_is_text_or_valid_calls(tokenizer, template):
     for text in ("", "Hello", "a <tool_c\n[b] ü", "x {}"):
         assert accepted(text) == "complete"
     for calls in ([F], [FF], [G], [F, FF], [G, G, F]):
-        text = form.written(calls)
+        text = form.text_of(calls)
         assert accepted(text) == accepted(text, choice="required") == "complete"
         single = accepted(text, parallel=False)
         assert single == "complete" if len(calls) == 1 else len(single) < len(text)
@@ -106,8 +106,8 @@ def test_an_answer_is_text_or_valid_calls(tokenizer, template):
             assert accepted("Well.\n" + text) == "complete"
             assert accepted("Well.\n" + text, choice="required") == ""
     for call in WRONG:
-        assert accepted(form.written([call])) not in ACCEPTED
-        assert accepted(form.written([F, call])) not in ACCEPTED
+        assert accepted(form.text_of([call])) not in ACCEPTED
+        assert accepted(form.text_of([F, call])) not in ACCEPTED
     assert accepted("Hello", choice="required") == ""
 
 
@@ -127,7 +127,7 @@ def test_a_template_for_single_calls_gets_one(tokenizer):
 
 
 def test_nothing_follows_a_call_but_calls(tokenizer):
-    text = tool_use(tokenizer).dialect.format.written([F])
+    text = tool_use(tokenizer).dialect.format.text_of([F])
     assert accepts(tokenizer, text + " and") == text
 
 

@@ -67,7 +67,7 @@ def run(folder: Path, quick: bool) -> Findings:
             factors = [times(gain and gain.middle) for gain in by_name.values()]
             rows.append((data, 1e3 * target, *served, *factors))
         if data == "ShareGPT":
-            claims = claimed(data, gains)
+            claims = claims_of(data, gains)
         answer.append(sentence(data, gains))
         panels[f"OPT-13B, A100, lengths like {data}"] = load.lines(curves, rates) | {
             "target": [(rates[0], TARGET), (rates[-1], TARGET)]
@@ -83,7 +83,7 @@ def run(folder: Path, quick: bool) -> Findings:
     return Findings(claims, answer, {"load.svg": figure}, [markdown(head, rows)])
 
 
-def claimed(data: str, gains: Gains) -> list[Claim]:
+def claims_of(data: str, gains: Gains) -> list[Claim]:
     """The published factors for which both rates were found, and our factors at other latencies."""
     claims = []
     for name, published in PUBLISHED.items():

@@ -95,10 +95,10 @@ def counted(folder: Path, setting: Setting | None, count: int) -> Run:
         ]
     rates: list[float] = []
 
-    def also(_: Point, measured: Measured) -> None:
+    def on_run(_: Point, measured: Measured) -> None:
         rates.extend(rates_of(measured))
 
-    ((_, (summary,)),) = simulated(folder / "config.yaml", *overrides, also=also)
+    ((_, (summary,)),) = simulated(folder / "config.yaml", *overrides, on_run=on_run)
     return Run(interval(rates), summary["tokens_computed"] / summary["output_tokens"])
 
 

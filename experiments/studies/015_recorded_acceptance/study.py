@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from experiments.analysis import figures
 from experiments.core import config
 from experiments.simulation.cost import SHAPES
-from experiments.simulation.simulate import Guess, Guesses, SimulatedEngine, accepted, resolved
+from experiments.simulation.simulate import Guess, Guesses, SimulatedEngine, num_accepted, resolved
 from experiments.studies.findings import Claim, Findings, NoTraces, exactly, markdown, rounded
 from experiments.studies.fitted_h100 import EAGLE, NGRAM, seconds
 from pagedjax.host.types import Finished, Seq
@@ -129,7 +129,7 @@ def recorded(records: Sequence[Recorded], method: str, matched: float) -> Guesse
     def guess(seq: Seq, length: int, k: int) -> Guess:
         record = records[int(seq.request_id.partition("-")[0])]
         right = record.gains[method][length - record.prompt - 1] - 1
-        if method == NGRAM and not right and not accepted(seq.arrival, length, 1, matched):
+        if method == NGRAM and not right and not num_accepted(seq.arrival, length, 1, matched):
             return Guess(0, 0)
         return Guess(k, min(right, k))
 

@@ -112,13 +112,13 @@ def run(folder: Path, quick: bool) -> Findings:
     model = load_model(DEFAULT_MODEL)
     with tempfile.TemporaryDirectory() as place:
         rows = [row for batch in size.batches for row in measured(model, batch, size, Path(place))]
-    return Findings(claimed(rows), answer(rows), {"faster.svg": figure(rows)}, [table(rows)])
+    return Findings(claims_of(rows), answer(rows), {"faster.svg": figure(rows)}, [table(rows)])
 
 
 # --- findings -------------------------------------------------------------------------------------
 
 
-def claimed(rows: Sequence[Row]) -> list[Claim]:
+def claims_of(rows: Sequence[Row]) -> list[Claim]:
     """Claims about the tokens of a step with a fixed number of drafts, over all batches."""
     tokens_by_acceptance: dict[float, list[float]] = {}
     for row in rows:

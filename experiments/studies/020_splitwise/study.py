@@ -188,7 +188,7 @@ class Run(NamedTuple):
             self.config,
             *options,
             *design.overrides(times),
-            also=lambda point, measured: runs.append(measured),
+            on_run=lambda point, measured: runs.append(measured),
         )
         return runs[0]
 

@@ -91,10 +91,10 @@ def runs(folder: Path, *overrides: str) -> Runs:
     """Make a run for each router of the config."""
     run_by_router: dict[str, Run] = {}
 
-    def also(point: Point, measured: Measured) -> None:
+    def on_run(point: Point, measured: Measured) -> None:
         run_by_router[point.swept["replicas.router"]] = run_of(measured)
 
-    simulated(folder / "config.yaml", *overrides, also=also)
+    simulated(folder / "config.yaml", *overrides, on_run=on_run)
     return run_by_router
 
 
@@ -113,7 +113,7 @@ def held(prefixes: int, cache: int = CACHE) -> float:
     return prefixes * PREFIX / cache
 
 
-def claimed(by_cache: Sequence[Runs]) -> list[Claim]:
+def claims_of(by_cache: Sequence[Runs]) -> list[Claim]:
     """Published numbers, and ours over the caches of `by_cache`."""
 
     def claim(quantity: str, published: Any, values: Sequence[float], unit: str, why: str) -> Claim:
@@ -192,7 +192,9 @@ def run(folder: Path, quick: bool) -> Findings:
         lowest=0,
     )
     tables = [sweep_table(sweep), load_table(load)]
-    return Findings(claimed(by_cache), answer(by_cache, sweep, load), {"pays.svg": figure}, tables)
+    return Findings(
+        claims_of(by_cache), answer(by_cache, sweep, load), {"pays.svg": figure}, tables
+    )
 
 
 def lines(

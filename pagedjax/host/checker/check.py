@@ -6,7 +6,7 @@ import time
 from typing import NamedTuple
 
 from pagedjax.host.checker import folding
-from pagedjax.host.checker.counterexample import Counterexample, confirm, run, subject
+from pagedjax.host.checker.counterexample import Counterexample, confirm, request_id_at, run
 from pagedjax.host.checker.cycles import (
     Places,
     Run,
@@ -180,7 +180,7 @@ def _of_fault(world: World, graph: Graph, fault: Fault) -> Counterexample:
 
 
 def _of_lasso(world: World, lasso: Run) -> Counterexample:
-    name = subject(world, lasso.stem, lasso.rank, before_last=False)
+    name = request_id_at(world, lasso.stem, lasso.rank)
     moves = list(run(world, lasso.stem + lasso.loop))[len(lasso.stem) :]
     if arrivals_in(lasso.loop):
         kind = "starvation"
@@ -207,7 +207,7 @@ def _of_limits(
         if any(overtaken[letter] > bounds[letter] for letter in overtaken):
             shortest = shortest_run_above(graph, _overtaken, bounds)
             assert shortest is not None, "the longest run is above the limit"
-            name = subject(world, shortest.stem, shortest.rank, before_last=True)
+            name = request_id_at(world, shortest.stem[:-1], shortest.rank)
             limit = bounds[name[0]]
             sentence = (
                 f"{limit + 1} later requests enter before {name}, and the policy states a bound of "
@@ -217,7 +217,7 @@ def _of_limits(
     if any(number > discards for number in discarded.values()):
         shortest = shortest_run_above(graph, _discarded, dict.fromkeys(discarded, discards))
         assert shortest is not None, "the longest run is above the limit"
-        name = subject(world, shortest.stem, shortest.rank, before_last=True)
+        name = request_id_at(world, shortest.stem[:-1], shortest.rank)
         sentence = (
             f"the computed tokens of {name} are thrown away {discards + 1} times, while a later "
             "request that is not more urgent runs on"

@@ -23,7 +23,7 @@ from experiments.core.distributions import (
     UniformWait,
 )
 from experiments.core.drive import Recorder, drive
-from experiments.core.present import Change
+from experiments.core.replica_options import Change
 from experiments.core.records import (
     REJECTED,
     RequestRecord,

@@ -80,7 +80,7 @@ def test_claims_are_ranges_over_likely_acceptances():
         for batch in batches.SOURCES
         for a in batches.LIKELY
     }
-    claims = batches.claimed(by_setting)
+    claims = batches.claims_of(by_setting)
     assert len(claims) == len(batches.COSTS) * len(batches.SOURCES)
     assert all(claim.ours[:4] == (0.6, pytest.approx(0.7), 0.8, "range") for claim in claims)
     assert all(claim.why for claim in claims)
