@@ -449,11 +449,11 @@ def tiles(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]) -> list[dict
         numbers.append(
             {"value": f"{spread:.1%}", "unit": "", "title": "spread over repeats", "note": note}
         )
-    good = sum(1 for run in runs if not run["failed"])
+    num_good = sum(1 for run in runs if not run["failed"])
     note = f"{len(rows)} point{'s' if len(rows) != 1 else ''}"
-    if good < len(runs):
-        note += f", {len(runs) - good} failed"
-    numbers.append({"value": str(good), "unit": "", "title": "good runs", "note": note})
+    if num_good < len(runs):
+        note += f", {len(runs) - num_good} failed"
+    numbers.append({"value": str(num_good), "unit": "", "title": "good runs", "note": note})
     clipped = max(map(clipped_lengths, runs), default=0)
     if clipped:
         note = "prompts and answers of a run whose length was moved to a limit of the workload"

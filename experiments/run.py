@@ -120,8 +120,8 @@ def _print_unfit(points: Sequence[Point]) -> int:
         except (ImportError, OSError, ValueError) as error:
             labels_by_reason.setdefault(str(error), []).append(point.label)
     for reason, labels in labels_by_reason.items():
-        named = f"{len(labels)} points, such as {labels[0]}" if len(labels) > 1 else labels[0]
-        print(f"error: {named}: {reason}", file=sys.stderr)
+        subject = f"{len(labels)} points, such as {labels[0]}" if len(labels) > 1 else labels[0]
+        print(f"error: {subject}: {reason}", file=sys.stderr)
     return 2 if labels_by_reason else 0
 
 
@@ -190,8 +190,8 @@ def _report(
         run = f"{summary['label']}, repeat {summary['repeat']}"
         runs_by_reason.setdefault(summary["failed"], []).append(run)
     for reason, runs in runs_by_reason.items():
-        named = f"{len(runs)} runs, such as {runs[0]}" if len(runs) > 1 else runs[0]
-        print(f"failed: {named}: {reason}", file=sys.stderr)
+        subject = f"{len(runs)} runs, such as {runs[0]}" if len(runs) > 1 else runs[0]
+        print(f"failed: {subject}: {reason}", file=sys.stderr)
     print(f"report: {path}")
     return 1 if failed else 0
 

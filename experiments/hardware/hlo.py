@@ -194,8 +194,8 @@ def _sites(program: Program, computation: str, site: Site) -> Iterator[Site]:
 def called(instruction: Instruction) -> tuple[str, ...]:
     """The names of the computations that an instruction calls."""
     branches = BRANCHES.search(instruction.attributes)
-    listed = re.findall(r"%?([\w.-]+)", branches[1]) if branches else []
-    return (*CALLED.findall(instruction.attributes), *listed)
+    branch_names = re.findall(r"%?([\w.-]+)", branches[1]) if branches else []
+    return (*CALLED.findall(instruction.attributes), *branch_names)
 
 
 def trips(instruction: Instruction) -> int:

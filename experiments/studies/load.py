@@ -95,10 +95,10 @@ def reached(curves: Curves, rates: Sequence[float], target: float, name: str) ->
     if max(curves[name][0]) > target:
         return f"not met at {rates[0]:g}"
     best = all_highest(curves, rates, target, name)
-    known = [rate for rate in best if rate is not None]
-    if len(known) == len(best):
-        return rounded(interval(known).middle)
-    return f">= {rounded(min([*known, rates[-1]]))}"
+    rates_of_seeds = [rate for rate in best if rate is not None]
+    if len(rates_of_seeds) == len(best):
+        return rounded(interval(rates_of_seeds).middle)
+    return f">= {rounded(min([*rates_of_seeds, rates[-1]]))}"
 
 
 def gain(

@@ -150,12 +150,12 @@ def mean_loss(
 ) -> tuple[float, list[float]]:
     """The means of (loss, share of right drafts by pass) over whole batches of `size` windows."""
     losses = []
-    right = []
+    right_shares = []
     for i in range(0, len(windows.tokens) - size + 1, size):
         batch_loss, batch_right = loss_of_batch(Windows(*(x[i : i + size] for x in windows)))
         losses.append(float(batch_loss))
-        right.append(np.asarray(batch_right))
-    return float(np.mean(losses)), np.mean(right, axis=0).tolist()
+        right_shares.append(np.asarray(batch_right))
+    return float(np.mean(losses)), np.mean(right_shares, axis=0).tolist()
 
 
 # --- the run --------------------------------------------------------------------------------------

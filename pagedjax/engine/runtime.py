@@ -190,11 +190,14 @@ def build(
         sizes, resolved, model, chain, sizes.draft_shapes if draft_model else (), table
     )
     device_memory = device_memory._replace(free=max(device_memory.free - inputs.nbytes, 0))
+    # what compiles later keeps no parameters: `update_params` replaces them, and `sleep` frees their
+    # memory
+    draft_shapes = None
+    if draft_model is not None:
+        draft_shapes = draft_model._replace(params=shapes_of(draft_model.params))
     spec = ProgramSpec(
-        # what compiles later keeps no parameters: `update_params` replaces them, and `sleep` frees
-        # their memory
         model=model._replace(params=shapes_of(model.params)),
-        draft_model=draft_model and draft_model._replace(params=shapes_of(draft_model.params)),
+        draft_model=draft_shapes,
         config=resolved,
         sizes=sizes,
         geometry=geometry(

@@ -124,9 +124,9 @@ def allocate(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] | Non
     owners = pool.owners.mutate()
     for block in ids:
         owners[block] = 1
-    free = pool.num_free - n
+    num_free = pool.num_free - n
     pool = pool._replace(
-        num_free=free, fresh=fresh + new, returned=returned, owners=owners.finish()
+        num_free=num_free, fresh=fresh + new, returned=returned, owners=owners.finish()
     )
     return pool, tuple(ids)
 

@@ -138,10 +138,12 @@ def _preemption(
     """The reasons in a step that preempts."""
     full, shared = rows_without_room(before)
     need = len(full) * before.config.groups + len(shared)
-    free = before.pool.num_free
-    numbers = f"running requests needed {_many(need, 'block')}, and {_free(free)}"
-    victim = Reason("preempted", f"it was preempted: {numbers}", need, free)
-    other = Reason("preemption", f"nothing enters in a step that preempts: {numbers}", need, free)
+    num_free = before.pool.num_free
+    numbers = f"running requests needed {_many(need, 'block')}, and {_free(num_free)}"
+    victim = Reason("preempted", f"it was preempted: {numbers}", need, num_free)
+    other = Reason(
+        "preemption", f"nothing enters in a step that preempts: {numbers}", need, num_free
+    )
     names = [seq.request_id for seq in after.waiting]
     return {name: victim if name in preempted else other for name in names}
 
@@ -192,16 +194,16 @@ def _shortage(
 ) -> Reason:
     """The reason of the first sequence, or beams of a request, that does not fit."""
     shortage = refusal.shortage
-    free = refusal.free
+    num_free = refusal.free
     need = refusal.need
     if shortage in ("tokens", "rows", "blocks"):
-        need = free + _missing(admission, policy, group, config, refusal)
+        need = num_free + _missing(admission, policy, group, config, refusal)
     sentence = _sentence(refusal._replace(need=need), group[0], policy, config)
     if shortage == "tokens" and admission.budget <= 0:
         # further tokens would go to the rows before it first
         entered = [seq.length - seq.computed for seq in admission.admitted]
         need += max(0, _backlog(config, active, len(active.seqs)) + sum(entered))
-    return Reason(shortage, sentence, need, free)
+    return Reason(shortage, sentence, need, num_free)
 
 
 def _missing(

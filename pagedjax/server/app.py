@@ -90,7 +90,7 @@ class Options:
             raise ValueError(f"max_priority is {self.max_priority}; it must be from 0 to 2**31 - 1")
         if not 0 < self.result_seconds < float("inf"):
             raise ValueError(f"result_seconds is {self.result_seconds}; it must be above 0")
-        dialect(None, self.tool_call_parser)  # which raises for an unknown one
+        dialect(None, self.tool_call_parser)  # raises for an unknown parser
 
 
 def identity(llm: LLM, options: Options) -> str:

@@ -64,7 +64,7 @@ def run(folder: Path, quick: bool) -> Findings:
         }
         for target, by_name in gains.items():
             served = [load.reached(curves, rates, target, name) for name in NAMES]
-            factors = [times(gain and gain.middle) for gain in by_name.values()]
+            factors = [times(gain.middle if gain else None) for gain in by_name.values()]
             rows.append((data, 1e3 * target, *served, *factors))
         if data == "ShareGPT":
             claims = claims_of(data, gains)
@@ -102,7 +102,7 @@ def elsewhere(gains: Gains, name: str) -> str:
     """The factor at the other latencies."""
     pairs = ((target, gains[target][name]) for target in OTHERS)
     return " and ".join(
-        f"{times(gain and gain.middle)} at {1e3 * target:.0f} ms" for target, gain in pairs
+        f"{times(gain.middle if gain else None)} at {1e3 * target:.0f} ms" for target, gain in pairs
     )
 
 

@@ -108,9 +108,9 @@ def request(line: str, place: str) -> Recorded:
             f"prompt_token_ids, acc_eagle.acc_len and acc_ngram.acc_len. {FETCH}"
         ) from None
     for method, lengths in gains.items():
-        wrong = [length for length in lengths if not isinstance(length, int) or length < 1]
-        if wrong or not lengths:
-            fault = f"has {wrong[0]!r}" if wrong else "is empty"
+        wrong_lengths = [length for length in lengths if not isinstance(length, int) or length < 1]
+        if wrong_lengths or not lengths:
+            fault = f"has {wrong_lengths[0]!r}" if wrong_lengths else "is empty"
             raise ValueError(
                 f"{place}: acc_{method}.acc_len {fault}; a step gives at least 1 token. {FETCH}"
             )
@@ -128,10 +128,10 @@ def recorded(records: Sequence[Recorded], method: str, matched: float) -> Guesse
 
     def guess(seq: Seq, length: int, k: int) -> Guess:
         record = records[int(seq.request_id.partition("-")[0])]
-        right = record.gains[method][length - record.prompt - 1] - 1
-        if method == NGRAM and not right and not num_accepted(seq.arrival, length, 1, matched):
+        num_right = record.gains[method][length - record.prompt - 1] - 1
+        if method == NGRAM and not num_right and not num_accepted(seq.arrival, length, 1, matched):
             return Guess(0, 0)
-        return Guess(k, min(right, k))
+        return Guess(k, min(num_right, k))
 
     return guess
 

@@ -236,10 +236,10 @@ def answer(answers: Answers, distances: Distances) -> list[str]:
             f"load have {len(set(texts))} text{'s' * (len(set(texts)) > 1)}{place_words}; the "
             f"commonest is that of {commonest:,}."
         )
-        far = distances[mode]
+        distance = distances[mode]
         sentences.append(
-            f"A trainer's log-probabilities are {far.kl:.3g} nats a token away (KL), and at most "
-            f"{far.largest:.3g}."
+            f"A trainer's log-probabilities are {distance.kl:.3g} nats a token away (KL), and at "
+            f"most {distance.largest:.3g}."
         )
     return [
         *sentences,

@@ -134,18 +134,20 @@ def _check_world(
     overtaken: int | None = None
     discarded: int | None = None
     if graph.fault is not None:
-        counterexample = _of_fault(world, graph, graph.fault)
+        counterexample = _fault_counterexample(world, graph, graph.fault)
     else:
         places = Places(graph)
         lasso = shortest_lasso(places)
         if lasso is not None:
-            counterexample = _of_lasso(world, lasso)
+            counterexample = _lasso_counterexample(world, lasso)
         else:
             most_overtaken = longest_runs(places, _overtaken)
             most_discarded = longest_runs(places, _discarded)
             overtaken = max(most_overtaken.values(), default=0)
             discarded = max(most_discarded.values(), default=0)
-            counterexample = _of_limits(world, graph, discards, most_overtaken, most_discarded)
+            counterexample = _limit_counterexample(
+                world, graph, discards, most_overtaken, most_discarded
+            )
     if counterexample is not None:
         confirm(counterexample)
     part = Coverage(
@@ -169,7 +171,7 @@ def _discarded(effect: Effect, rank: int) -> int:
     return int(rank in effect.discarded)
 
 
-def _of_fault(world: World, graph: Graph, fault: Fault) -> Counterexample:
+def _fault_counterexample(world: World, graph: Graph, fault: Fault) -> Counterexample:
     stem = graph.stem(fault.node)
     loop = ()
     if fault.kind == "deadlock" and fault.happening is not None:
@@ -179,7 +181,7 @@ def _of_fault(world: World, graph: Graph, fault: Fault) -> Counterexample:
     return Counterexample(fault.kind, fault.sentence, world, tuple(stem), loop, rank=0)
 
 
-def _of_lasso(world: World, lasso: Run) -> Counterexample:
+def _lasso_counterexample(world: World, lasso: Run) -> Counterexample:
     name = request_id_at(world, lasso.stem, lasso.rank)
     moves = list(run(world, lasso.stem + lasso.loop))[len(lasso.stem) :]
     if arrivals_in(lasso.loop):
@@ -194,7 +196,7 @@ def _of_lasso(world: World, lasso: Run) -> Counterexample:
     return Counterexample(kind, sentence, world, lasso.stem, lasso.loop, lasso.rank)
 
 
-def _of_limits(
+def _limit_counterexample(
     world: World,
     graph: Graph,
     discards: int,

@@ -192,7 +192,7 @@ def _names_all_keys(schema: Mapping[str, Any]) -> bool:
     ):
         return False
     parts = [part for pattern in patterns for part in _alternatives(pattern)]
-    allowed = "|".join(f"({_of_whole_keys(part)})" for part in parts)
+    allowed = "|".join(f"({_whole_key_pattern(part)})" for part in parts)
     try:
         return first_byte_beyond(allowed, "|".join(map(re.escape, keys))) is None
     except ValueError:  # the compiler of grammars says what is wrong
@@ -217,7 +217,7 @@ def _alternatives(pattern: str) -> list[str]:
     return parts
 
 
-def _of_whole_keys(pattern: str) -> str:
+def _whole_key_pattern(pattern: str) -> str:
     """The expression of the whole keys in which `pattern` is found; `^` and `$` are their ends."""
     anything = "(?s:.*)"
     before = "" if pattern.startswith("^") else anything
