@@ -211,8 +211,8 @@ def _sides_by_values(name: str, chosen: Chosen) -> dict[str, Side]:
         if text in sides_by_values:
             raise ValueError(
                 f"{name} has two points with {side.label} that differ in what is not swept "
-                f"({sides_by_values[text].runs[0]['run']} and {side.runs[0]['run']}); give the folder of "
-                "one sweep"
+                f"({sides_by_values[text].runs[0]['run']} and {side.runs[0]['run']}); give the "
+                "folder of one sweep"
             )
         sides_by_values[text] = side
     return sides_by_values

@@ -26,7 +26,7 @@ from experiments.bench.harness import (
     cell,
     markdown,
     ratios,
-    rounds,
+    run_rounds,
     write_report,
 )
 from experiments.core import config
@@ -50,7 +50,7 @@ def seconds(point: Point, way: str) -> float:
     llm = simulated(point.experiment)
     if way == WAYS[0]:
         for engine in llm.engines:
-            engine.ahead = lambda: None  # no step waits for others
+            engine.next_step_times = lambda: None  # no step waits for others
     start = time.process_time()
     measure(llm, point, 0)
     return time.process_time() - start
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     about = facts(points[WAYS[-1]])
     print(", ".join(f"{name} {value:,g}" for name, value in about.items()))
     runs = {way: partial(seconds, point, way) for way, point in points.items()}
-    seconds_by_way = rounds(runs, args.rounds)
+    seconds_by_way = run_rounds(runs, args.rounds)
     base = seconds_by_way[WAYS[0]]
     shares = {way: ratios(base, seconds_by_way[way]) for way in WAYS[1:]}
     rows = []

@@ -255,9 +255,9 @@ def transpose(builder, rows, row_bytes, out, columns):
 
 # --- products of low rank -------------------------------------------------------------------------
 
-# Up to TOGETHER tokens of one slot are computed together, so that factors are read once for all of
+# Up to BATCH_TOKENS tokens of one slot are computed together, so that factors are read once for all of
 # them. The numbers of a token are added in the same order, whatever other tokens are beside it.
-TOGETHER = 4
+BATCH_TOKENS = 4
 DOTS = 4  # rows of `a` at a time
 
 
@@ -300,7 +300,7 @@ def dots(builder, tokens, x_size, x, x_stride, size, rows, stride, count, out, o
                     pointer(builder, builder.add(place, ir.Constant(WORD, 4 * i)), dot.type),
                 )
 
-    each_case(builder, tokens, range(1, TOGETHER + 1), sums)
+    each_case(builder, tokens, range(1, BATCH_TOKENS + 1), sums)
 
 
 @instruction
@@ -334,7 +334,7 @@ def add_rows(builder, tokens, size, sums, factors, stride, rows, count):
             total = builder.fadd(builder.load(even), builder.load(odd))
             store(builder, builder.fadd(load(builder, place, zero, FULL), total), place, zero)
 
-    each_case(builder, tokens, range(1, TOGETHER + 1), products)
+    each_case(builder, tokens, range(1, BATCH_TOKENS + 1), products)
 
 
 # --- after the products: sums of a tile -----------------------------------------------------------

@@ -12,8 +12,8 @@ import numpy as np
 from pallas_kernels.paged_attention.cpu.options import INVARIANT, SIZE
 from pallas_kernels.paged_attention.cpu.tile_items import tile_numbers
 from pallas_kernels.paged_attention.cpu.vectors import (
-    SHARED,
-    TOGETHER,
+    BATCH_QUERIES,
+    BATCH_TOKENS,
     add_weighted_values_one,
     add_weighted_values_shared,
     add_weighted_values_together,
@@ -116,23 +116,23 @@ def attend(
             next_rows = k + load_int(table + 4 * (at // s + 1)) * page_bytes
         span_scores = scores + 4 * (at - first)
         i = 0
-        while i + TOGETHER <= run:
-            _fetch(next_rows + i * row, TOGETHER * row)
+        while i + BATCH_TOKENS <= run:
+            _fetch(next_rows + i * row, BATCH_TOKENS * row)
             for token in range(count):
                 query = q + token * token_bytes
                 score = span_scores + 4 * (token * group * SPAN + i)
                 g = 0
-                while g + SHARED <= group:
+                while g + BATCH_QUERIES <= group:
                     scores_shared(
                         SIZE, query + 4 * g * d, base + i * row, d, score + 4 * g * SPAN, SPAN
                     )
-                    g += SHARED
+                    g += BATCH_QUERIES
                 while g < group:
                     scores_together(
                         SIZE, query + 4 * g * d, base + i * row, d, score + 4 * g * SPAN, SPAN
                     )
                     g += 1
-            i += TOGETHER
+            i += BATCH_TOKENS
         while i < run:
             for token in range(count):
                 for g in range(group):
@@ -164,25 +164,25 @@ def attend(
             next_rows = v + load_int(table + 4 * (at // s + 1)) * page_bytes
         span_scores = scores + 4 * (at - first)
         i = 0
-        while i + TOGETHER <= run:
-            _fetch(next_rows + i * row, TOGETHER * row)
+        while i + BATCH_TOKENS <= run:
+            _fetch(next_rows + i * row, BATCH_TOKENS * row)
             for token in range(count):
                 weights = span_scores + 4 * (token * group * SPAN + i)
                 sums = out + token * part
                 g = 0
-                while g + SHARED <= group:
+                while g + BATCH_QUERIES <= group:
                     address = sums + 4 * g * d
                     add_weighted_values_shared(
                         SIZE, weights + 4 * g * SPAN, base + i * row, d, address, SPAN
                     )
-                    g += SHARED
+                    g += BATCH_QUERIES
                 while g < group:
                     address = sums + 4 * g * d
                     add_weighted_values_together(
                         SIZE, weights + 4 * g * SPAN, base + i * row, d, address, SPAN
                     )
                     g += 1
-            i += TOGETHER
+            i += BATCH_TOKENS
         while i < run:
             for token in range(count):
                 for g in range(group):
