@@ -38,7 +38,7 @@ from pagedjax.device.row_features.token_mask import TOKEN_MASK
 from pagedjax.engine import adapters, seen_rows
 from pagedjax.engine.adapters import AdapterTable
 from pagedjax.engine.lookahead import SentStep, fed_rows
-from pagedjax.engine.requests import SequenceData, sequences_of_rows, record_of_rows
+from pagedjax.engine.requests import SequenceData, record_of_rows, sequences_of_rows
 from pagedjax.host.types import Plan, Seq
 
 

@@ -29,11 +29,11 @@ from pallas_kernels.linear.cpu.job import (
     half_outputs,
 )
 from pallas_kernels.linear.cpu.vectors import (
+    BATCH_TOKENS,
     BFLOAT16,
     DOTS,
     PAIRS,
     PANEL,
-    BATCH_TOKENS,
     add_rows,
     dots,
     prefetch,
