@@ -512,20 +512,20 @@ def run_searches(
     Returns:
         The searches with their probes.
     """
-    current = list(searches)
+    updated_searches = list(searches)
     while True:
-        next_rates = {i: search.next_rate for i, search in enumerate(current)}
+        next_rates = {i: search.next_rate for i, search in enumerate(updated_searches)}
         rates = {i: rate for i, rate in next_rates.items() if rate is not None}
         if not rates:
-            return current
-        points = {i: probed.point(current[i], rate) for i, rate in rates.items()}
+            return updated_searches
+        points = {i: probed.point(updated_searches[i], rate) for i, rate in rates.items()}
         summaries = probed.measure(measure_all)
         for i, rate in rates.items():
-            search = current[i]
+            search = updated_searches[i]
             probe_summaries = [summaries[points[i].key, repeat] for repeat in search.repeats]
             probe = probe_of(rate, probe_summaries, search.criterion, probed.folder)
-            current[i] = search._replace(probes=(*search.probes, probe))
-            name = f"{search.name}: " if len(current) > 1 else ""
+            updated_searches[i] = search._replace(probes=(*search.probes, probe))
+            name = f"{search.name}: " if len(updated_searches) > 1 else ""
             if not quiet:
                 text = f"{name}{rate:g} {search.unit}: {'met' if probe.met else 'not met'}"
                 print(text, file=sys.stderr)

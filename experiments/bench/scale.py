@@ -346,11 +346,11 @@ def share_of_others(since: tuple[int, int] | None, process_seconds: float) -> fl
 
     process_seconds: the processor time that this process used.
     """
-    until = processor_time()
-    if since is None or until is None:
+    end = processor_time()
+    if since is None or end is None:
         return None
     used_before, _ = since
-    used_now, _ = until
+    used_now, _ = end
     cpu_seconds = (used_now - used_before) / os.sysconf("SC_CLK_TCK")
     return round(max(0.0, 1 - process_seconds / cpu_seconds), 3) if cpu_seconds else 0.0
 

@@ -79,8 +79,8 @@ from pagedjax.weights.huggingface import np_dtype
 from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.tokenizer_files import open_tokenizer
 
-# The most steps that are made together. An arrival ends them early, and the times of the steps behind
-# it were calculated in vain.
+# The most steps that are made together. An arrival ends them early, and the times of the steps
+# behind it were calculated in vain.
 MAX_STEPS_AHEAD = 1024
 
 
@@ -104,8 +104,8 @@ class Handover(NamedTuple):
 
 
 def _has_share(seq: Seq, split: float) -> bool:
-    """Whether a share of a sequence's tokens is computed. Their number is that of the prompt and the
-    predicted output; without a prediction, max_tokens.
+    """Whether a share of a sequence's tokens is computed. All its tokens are the prompt and the
+    predicted output; without a prediction, the prompt and max_tokens.
     """
     request = seq.request
     output = request.max_tokens if request.predicted is None else request.predicted
@@ -481,8 +481,8 @@ class SimulatedEngine:
         return step_times(self.now, steps, work, self._seconds, self._simulate.host_s)
 
     def advance(self, times: StepTimes) -> DecodeSpan:
-        """Make the steps that `next_step_times` gave, or the first of these. The state is afterwards as after
-        so many calls of `step`.
+        """Make the steps that `next_step_times` gave, or the first of these. Afterwards the state is
+        that after so many calls of `step`.
         """
         state = self.scheduler_state
         steps = len(times.started)
@@ -578,10 +578,10 @@ def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> Engine
             )
         if num_blocks < 1 or num_blocks * block_bytes > free_bytes:
             raise ValueError(
-                f"weights of {shape.total_bytes / 1e9:.1f} GB leave {max(free_bytes, 0) / 1e9:.1f} of "
-                f"{memory / 1e9:.1f} GB, room for {max(int(free_bytes / block_bytes), 0)} blocks of "
-                f"{config.block_size} tokens, and {num_blocks} are wanted; lower num_blocks, or "
-                "use more or larger chips"
+                f"weights of {shape.total_bytes / 1e9:.1f} GB leave "
+                f"{max(free_bytes, 0) / 1e9:.1f} of {memory / 1e9:.1f} GB, room for "
+                f"{max(int(free_bytes / block_bytes), 0)} blocks of {config.block_size} tokens, "
+                f"and {num_blocks} are wanted; lower num_blocks, or use more or larger chips"
             )
     buckets = config.token_buckets or token_buckets(config.max_num_batched_tokens)
     return dataclasses.replace(

@@ -266,8 +266,8 @@ def learned(drafting: Drafting, result: StepResult) -> Drafting:
 
 def _averaged(seconds: Mapping[int, float], size: int, new: float) -> Mapping[int, float]:
     """The running averages with a new time of steps of a size."""
-    before = seconds.get(size, new)
-    return {**seconds, size: before + WEIGHT * (new - before)}
+    mean = seconds.get(size, new)
+    return {**seconds, size: mean + WEIGHT * (new - mean)}
 
 
 def left(drafting: Drafting, name: str, data: SequenceData, length: int) -> None:

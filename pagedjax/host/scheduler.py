@@ -555,7 +555,7 @@ def commit(
     unfinished_ids = state.ids
     if ended:
         unfinished_ids = _without(state.ids, [rows.seqs[i].request_id for i in ended])
-    after = state._replace(
+    next_state = state._replace(
         pool=pool, running=active, step=plan.step + 1, forked=forked, ids=unfinished_ids
     )
     events = _events_of_plan(plan)
@@ -566,9 +566,9 @@ def commit(
     events += beamed
     events += _verified(plan.step, rows, ended)
     events += _finished(plan.step, rows, ended)
-    if after.news is not None:
-        after = with_news(after, events[num_planned:])
-    return after, tuple(events)
+    if next_state.news is not None:
+        next_state = with_news(next_state, events[num_planned:])
+    return next_state, tuple(events)
 
 
 class Rows(NamedTuple):

@@ -104,12 +104,12 @@ def why_waiting(
     beginning = NO_BEGINNING
     if policy.init is not None:
         state, policy, beginning = begin_step(state, policy, now)
-    before = state
+    old_state = state
     evicted = beginning.evictions.preempted
     state, _, preemptions = make_room(state, policy, beginning.evictions)
     waiting: dict[str, Reason] | None = None
     if len(preemptions.preempted) > len(evicted):
-        waiting = _preemption(before, state, preemptions.preempted)
+        waiting = _preemption(old_state, state, preemptions.preempted)
     queue = tuple([seq for seq in state.waiting if seq.request_id not in evicted])
     for attempt in attempts(state):
         active, counts, admission = running_counts(state, attempt)

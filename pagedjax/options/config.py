@@ -379,8 +379,8 @@ class EngineConfig:
     dtype: DType | None = None
     weight_dtype: Annotated[WeightDType, StoredDTypes()] | None = None
     kv_cache_dtype: CacheDType | None = None
-    # a PolicyName, an AttentionImpl, a LinearImpl, or a user's own. __post_init__ replaces a mapping
-    # by a name in one line.
+    # a PolicyName, an AttentionImpl, a LinearImpl, or a user's own. __post_init__ replaces a
+    # mapping by a name in one line.
     policy: str | Mapping[str, Any] | NamedValue = "fcfs"
     attention_impl: str | Mapping[str, Any] | NamedValue | None = None
     linear_impl: str | Mapping[str, Any] | None = None

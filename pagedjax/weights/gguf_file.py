@@ -151,8 +151,8 @@ def read_parts(path: Path) -> GGUFFile:
         repeated_names = tensors.keys() & part.tensors.keys()
         if repeated_names:
             raise ValueError(
-                f"{part.path} has {min(repeated_names)}, which an earlier part has too; fetch the parts "
-                "again"
+                f"{part.path} has {min(repeated_names)}, which an earlier part has too; fetch the "
+                "parts again"
             )
         tensors |= part.tensors
     total = parts[0].metadata.get("split.tensors.count", len(tensors))

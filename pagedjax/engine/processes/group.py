@@ -208,9 +208,9 @@ class Leader(Group):
         )
 
     def _wait_for_not_built(self, reason: str, processes: Sequence[int]) -> None:
-        until = time.monotonic() + self.timeout
+        deadline = time.monotonic() + self.timeout
         while any(self._not_built[i] < self.engines for i in processes) and self.failure is None:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 self.fail(reason)
             self._over.wait(0.01)
 
@@ -242,11 +242,11 @@ class Leader(Group):
         self.order("end")
         with suppress(ProcessFailed):
             self.flush()
-        until = time.monotonic() + self.timeout
+        deadline = time.monotonic() + self.timeout
         while (
             len(self._gone) < len(self._control)
             and self.failure is None
-            and time.monotonic() < until
+            and time.monotonic() < deadline
         ):
             time.sleep(0.005)
         missing = [i for i in self._control if i not in self._gone]
@@ -271,8 +271,8 @@ class Leader(Group):
         """Wait until the others have read the reason, and end. If this process, JAX's coordinator,
         ended before, JAX would abort them.
         """
-        until = time.monotonic() + CAUSE_SECONDS
-        while len(self._closed) < len(self._control) and time.monotonic() < until:
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while len(self._closed) < len(self._control) and time.monotonic() < deadline:
             time.sleep(0.005)
         super()._leave()
 
@@ -461,9 +461,9 @@ def accept(
         TimeoutError: a process has not connected; the message names it.
     """
     connections: dict[int, dict[str, Connection]] = {i: {} for i in range(1, processes)}
-    until = time.monotonic() + patience
+    deadline = time.monotonic() + patience
     while missing := [i for i, kinds in connections.items() if len(kinds) < 2]:
-        listener.settimeout(max(until - time.monotonic(), 0.001))
+        listener.settimeout(max(deadline - time.monotonic(), 0.001))
         try:
             stream, _ = listener.accept()
         except TimeoutError:

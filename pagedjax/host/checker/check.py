@@ -93,11 +93,11 @@ def check(
     todo = [scaled for world in worlds(policy, requests, num_blocks) for scaled in _scaled(world)]
     counterexample = None
     for number, world in enumerate(todo):
-        until = None
+        deadline = None
         if seconds is not None:  # each world gets an equal part of what is left
             seconds_left = started + seconds - clock()
-            until = clock() + seconds_left / (len(todo) - number)
-        part, counterexample = _check_world(world, discards, until, clock)
+            deadline = clock() + seconds_left / (len(todo) - number)
+        part, counterexample = _check_world(world, discards, deadline, clock)
         coverage.append(part)
         if counterexample is not None:
             break

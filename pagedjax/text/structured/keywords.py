@@ -104,26 +104,26 @@ def unsupported(schema: Any) -> Iterator[tuple[str, str]]:
     """(place, why not) of each keyword that is not supported."""
     for place, mapping in subschemas(schema):
         for name in mapping:
-            at = f"{place}/{_escaped(name)}"
+            key_place = f"{place}/{_escaped(name)}"
             if name in SUPPORTED or name in DESCRIBING:
                 if name == "minProperties" and _counts_repeated_keys(mapping):
                     yield (
-                        at,
+                        key_place,
                         "above 1 and above the number of required properties: "
                         "additional keys may repeat",
                     )
                 if name == "patternProperties" and _names_all_keys(mapping):
                     yield (
-                        at,
+                        key_place,
                         "not supported where its patterns match keys of properties alone: "
                         "the keys would repeat",
                     )
             elif name == "x-guidance":
-                yield at, "not taken from a schema; use the fields of structured_outputs"
+                yield key_place, "not taken from a schema; use the fields of structured_outputs"
             elif name in UNSUPPORTED:
-                yield at, "not supported"
+                yield key_place, "not supported"
             elif near := _nearly(name):
-                yield at, f"no keyword; did you mean {near!r}?"
+                yield key_place, f"no keyword; did you mean {near!r}?"
 
 
 @lru_cache(4096)

@@ -106,15 +106,15 @@ def attend(
     part = 4 * group * d * heads
     # an aligned span may begin before the window
     visible = max(first, length - (window + count - 1))
-    at = visible
-    while at < stop:
-        offset = at % s
-        run = min(s - offset, stop - at)
-        base = k + load_int(table + 4 * (at // s)) * page_bytes + offset * row
+    position = visible
+    while position < stop:
+        offset = position % s
+        run = min(s - offset, stop - position)
+        base = k + load_int(table + 4 * (position // s)) * page_bytes + offset * row
         next_rows = v + load_int(table + 4 * (visible // s)) * page_bytes + visible % s * row
-        if at + run < stop:
-            next_rows = k + load_int(table + 4 * (at // s + 1)) * page_bytes
-        span_scores = scores + 4 * (at - first)
+        if position + run < stop:
+            next_rows = k + load_int(table + 4 * (position // s + 1)) * page_bytes
+        span_scores = scores + 4 * (position - first)
         i = 0
         while i + BATCH_TOKENS <= run:
             _fetch(next_rows + i * row, BATCH_TOKENS * row)
@@ -140,7 +140,7 @@ def attend(
                     score = span_scores + 4 * ((token * group + g) * SPAN + i)
                     score_one(SIZE, query, base + i * row, d, score, SPAN)
             i += 1
-        at += run
+        position += run
 
     for token in range(count):
         visible_end = length - (count - 1 - token)
@@ -154,15 +154,15 @@ def attend(
             store_float(stats + 8 * (token * group * heads + g) + 4, norm)
             clear(out + token * part + 4 * g * d, d)
 
-    at = visible
-    while at < stop:
-        offset = at % s
-        run = min(s - offset, stop - at)
-        base = v + load_int(table + 4 * (at // s)) * page_bytes + offset * row
+    position = visible
+    while position < stop:
+        offset = position % s
+        run = min(s - offset, stop - position)
+        base = v + load_int(table + 4 * (position // s)) * page_bytes + offset * row
         next_rows = base
-        if at + run < stop:
-            next_rows = v + load_int(table + 4 * (at // s + 1)) * page_bytes
-        span_scores = scores + 4 * (at - first)
+        if position + run < stop:
+            next_rows = v + load_int(table + 4 * (position // s + 1)) * page_bytes
+        span_scores = scores + 4 * (position - first)
         i = 0
         while i + BATCH_TOKENS <= run:
             _fetch(next_rows + i * row, BATCH_TOKENS * row)
@@ -190,7 +190,7 @@ def attend(
                     sums = out + token * part + 4 * g * d
                     add_weighted_values_one(SIZE, weights, base + i * row, d, sums, SPAN)
             i += 1
-        at += run
+        position += run
 
 
 @compiled
