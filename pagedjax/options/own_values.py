@@ -33,7 +33,7 @@ from pagedjax.options.own_errors import place_of, placed
 from pagedjax.options.own_names import OwnName, name_in_one_line, own_name, parameters_of
 
 Value = TypeVar("Value")
-# packages whose files are no part of a user's value: a recording has their version
+# packages whose files are no part of a user's value: they are neither run anew nor part of a key
 PROJECT = ("pagedjax", "pallas_kernels", "experiments")
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 Stamps = tuple[tuple[str, int, int], ...]  # of each file: its path, time of change and size
@@ -92,7 +92,7 @@ def own_value(
     return value
 
 
-def named(
+def named_value(
     field: str,
     value: Any,
     kind: type[Value],

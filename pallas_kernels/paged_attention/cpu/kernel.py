@@ -178,10 +178,10 @@ def _work(job):
         if count > SHORT and INVARIANT:
             begin = SHORT * index
             tokens = min(SHORT, count - begin)
-            row_offset = begin * token_bytes
+            piece_offset = begin * token_bytes
             attend_piece(
-                q + row_offset, k, v, page_bytes, table, cap, group, d, s, room, out + row_offset,
-                tokens,
+                q + piece_offset, k, v, page_bytes, table, cap, group, d, s, room,
+                out + piece_offset, tokens,
                 length - (count - begin - tokens), window, token_bytes, heads,
             )  # fmt: skip
         elif count > SHORT:
