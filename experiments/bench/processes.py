@@ -125,8 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         context = multiprocessing.get_context("spawn")
-        words = listener.getsockname(), len(options.sequences)
-        process = context.Process(target=receive, args=words, daemon=True)
+        process_arguments = (listener.getsockname(), len(options.sequences))
+        process = context.Process(target=receive, args=process_arguments, daemon=True)
         process.start()
         stream, _ = listener.accept()
         connection = Connection(stream)
