@@ -662,8 +662,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         store.write_file(Path(options.json), store.json_text(result))
     store.write_file(folder / "capacity.html", page(finished, cells, folder, compared))
-    if simulated := what_ran.simulated(probed.points):
-        print(f"{simulated}: every time is calculated")
+    if devices := what_ran.simulated_devices(probed.points):
+        print(f"{devices}: every time is calculated")
     if len(finished) == 1:
         print(table(finished[0].probes, finished[0].unit))
     else:
@@ -759,7 +759,7 @@ def _result(
         "criterion": " or ".join(dict.fromkeys(str(search.criterion) for search in searches)),
         "unit": " or ".join(dict.fromkeys(search.unit for search in searches)),
         "tolerance": searches[0].bounds.tolerance,
-        "simulated": what_ran.simulated(points),
+        "simulated": what_ran.simulated_devices(points),
         "cells": [capacities.json_fields(cell) for cell in cells],
     }
     if compared:

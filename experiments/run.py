@@ -36,7 +36,7 @@ from experiments.analysis import sweep_points
 from experiments.core import cluster, config, parallel, processes, store, sweep, what_ran
 from experiments.core.config import Experiment, Point
 from experiments.core.drive import check_planned
-from experiments.core.engines import Run, engine_key, plan_runs, simulated
+from experiments.core.engines import Run, engine_key, plan_runs, simulated_llm
 from experiments.core.optional_imports import require
 from experiments.core.pool_options import POOLS, pool_experiment
 from experiments.core.workloads import has_text
@@ -133,7 +133,7 @@ def _longest_request(experiment: Experiment) -> int | None:
         ValueError: the engine cannot be simulated, or its limit is beyond the model's.
     """
     if experiment.simulate:
-        return simulated(experiment).engine.config.max_model_len
+        return simulated_llm(experiment).engine.config.max_model_len
     limit = experiment.engine.max_model_len
     if HUB_ID.fullmatch(experiment.model) and not Path(experiment.model).exists():
         return limit
@@ -174,8 +174,8 @@ def _report(
         )
     failed = [summary for summary in summaries if summary["failed"]]
     if not quiet:
-        if simulated := what_ran.simulated(points):
-            print(f"{simulated}: every time is calculated")
+        if devices := what_ran.simulated_devices(points):
+            print(f"{devices}: every time is calculated")
         experiments = [point.experiment for point in points]
         notes = (
             what_ran.equal_repeats(experiments),

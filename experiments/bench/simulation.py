@@ -32,7 +32,7 @@ from experiments.bench.harness import (
 from experiments.core import config
 from experiments.core.config import Point
 from experiments.core.drive import measure
-from experiments.core.engines import simulated
+from experiments.core.engines import simulated_llm
 
 WAYS = ("one by one", "together", "sums")
 
@@ -47,7 +47,7 @@ def seconds(point: Point, way: str) -> float:
     """Run a point. Returns the processor seconds, with those of drawing requests and of the
     summary.
     """
-    llm = simulated(point.experiment)
+    llm = simulated_llm(point.experiment)
     if way == WAYS[0]:
         for engine in llm.engines:
             engine.next_step_times = lambda: None  # no step waits for others
@@ -58,7 +58,7 @@ def seconds(point: Point, way: str) -> float:
 
 def facts(point: Point) -> dict[str, float]:
     """The numbers of requests, output tokens and steps, and the mean sequences of a step."""
-    summary = measure(simulated(point.experiment), point, 0).summary
+    summary = measure(simulated_llm(point.experiment), point, 0).summary
     counts = {name: summary[name] for name in ("requests", "output_tokens", "steps")}
     return {**counts, "sequences_per_step": round(summary["sequences_per_step"]["mean"], 2)}
 

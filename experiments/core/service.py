@@ -42,7 +42,7 @@ class Judged(NamedTuple):
     qoe: float | None
 
 
-def judged(requests: Sequence[RequestRecord], slo: Slo, classes: Classes) -> list[Judged]:
+def judge(requests: Sequence[RequestRecord], slo: Slo, classes: Classes) -> list[Judged]:
     """What each request gave its user, by the targets of its class, or by `slo`."""
     results = []
     for request in requests:

@@ -23,7 +23,7 @@ from pagedjax.text import yaml_words
 APART = ("arrivals", "kind")  # fields of a workload that are not listed with its options
 
 
-def simulated(points: Sequence[Point]) -> str:
+def simulated_devices(points: Sequence[Point]) -> str:
     """The simulated devices and the models whose times they have, such as "simulated h100, times of
     llama-3-8b"; "" if steps are measured.
     """

@@ -144,7 +144,7 @@ def simulated(
         assert experiment.simulate is not None, (
             "studies measure real engines through experiments.run"
         )
-        llm = engines.simulated(experiment)
+        llm = engines.simulated_llm(experiment)
         summaries = []
         for repeat in range(repeats or experiment.repeats):
             measured = measure(llm, point, repeat)

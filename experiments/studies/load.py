@@ -90,7 +90,7 @@ def all_highest(
     return [highest(rates, seed, target) for seed in zip(*curves[name], strict=True)]
 
 
-def reached(curves: Curves, rates: Sequence[float], target: float, name: str) -> str:
+def rate_text(curves: Curves, rates: Sequence[float], target: float, name: str) -> str:
     """The rate that an engine serves at a latency, in words: the mean over seeds, or a bound."""
     if max(curves[name][0]) > target:
         return f"not met at {rates[0]:g}"

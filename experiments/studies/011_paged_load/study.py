@@ -63,7 +63,7 @@ def run(folder: Path, quick: bool) -> Findings:
             for target in (TARGET, *OTHERS)
         }
         for target, by_name in gains.items():
-            served = [load.reached(curves, rates, target, name) for name in NAMES]
+            served = [load.rate_text(curves, rates, target, name) for name in NAMES]
             factors = [times(gain.middle if gain else None) for gain in by_name.values()]
             rows.append((data, 1e3 * target, *served, *factors))
         if data == "ShareGPT":

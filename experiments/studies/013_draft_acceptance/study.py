@@ -81,7 +81,7 @@ def factor(setting: Setting) -> float:
     return tokens_a_step(setting) / (setting.drafts * setting.cost + 1)
 
 
-def counted(folder: Path, setting: Setting | None, count: int) -> Run:
+def run_requests(folder: Path, setting: Setting | None, count: int) -> Run:
     """Run `count` requests of the config, one at a time. `faster` is their rates in tokens/s here.
 
     setting: None is plain decoding.
@@ -113,14 +113,15 @@ def rates_of(measured: Measured) -> list[float]:
 
 def run(folder: Path, quick: bool) -> Findings:
     count, curve_count = (2, 1) if quick else (32, 2)
-    plain = counted(folder, None, 1).faster.middle  # tokens/s; every request has the same
+    plain = run_requests(folder, None, 1).faster.middle  # tokens/s; every request has the same
     runs = {
-        setting: over(counted(folder, setting, count), plain) for setting in (*TABLE_1, *COSTLY)
+        setting: over(run_requests(folder, setting, count), plain)
+        for setting in (*TABLE_1, *COSTLY)
     }
 
     def point(setting: Setting) -> tuple[int, float]:
         """The drafts, and times as fast as plain decoding."""
-        measured = over(counted(folder, setting, curve_count), plain)
+        measured = over(run_requests(folder, setting, curve_count), plain)
         return setting.drafts, measured.faster.middle
 
     drawn = {

@@ -120,7 +120,7 @@ def request(line: str, place: str) -> Recorded:
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def recorded(records: Sequence[Recorded], method: str, matched: float) -> Guesses:
+def recorded_guesses(records: Sequence[Recorded], method: str, matched: float) -> Guesses:
     """A drafter that is right as often as recorded.
 
     The id of a request begins with the index of its record. matched: see MATCHED.
@@ -156,7 +156,7 @@ def engine(folder: Path, setting: Setting, records: Sequence[Recorded]) -> Simul
         partial(seconds, method=method),
         vocab_size=shape.vocabulary,
         simulate=simulate,
-        guesses=recorded(records, method, MATCHED[data]) if method else None,
+        guesses=recorded_guesses(records, method, MATCHED[data]) if method else None,
     )
 
 

@@ -122,7 +122,7 @@ def curve(runs: Runs, name: str) -> list[tuple[float, float]]:
     return sorted(points)
 
 
-def sustained(points: Sequence[tuple[float, float]], target: float) -> float | None:
+def sustained_load(points: Sequence[tuple[float, float]], target: float) -> float | None:
     """The load at which the QoE falls to `target`, on a line between the loads around it.
 
     None if no load has more, or all have: the tried loads do not tell it.
@@ -162,8 +162,8 @@ def claims_of(
     best_gains = max(gains(runs).values(), key=sum)
     quantity = f"{load_name}: QoE over {FCFS}, largest"
     claims = [Claim(source, quantity, (1.0, published_qoe_gain), span(best_gains), unit="x")]
-    load = sustained(curve(runs, AHEAD), target)
-    load_of_fcfs = sustained(curve(runs, FCFS), target)
+    load = sustained_load(curve(runs, AHEAD), target)
+    load_of_fcfs = sustained_load(curve(runs, FCFS), target)
     if load is not None and load_of_fcfs is not None:
         quantity = f"{load_name} with a QoE of {target:g}: over {FCFS}"
         gain = exactly(load / load_of_fcfs)
@@ -209,7 +209,7 @@ def answer(mean: float, steady_runs: Runs, bursts: Runs) -> list[str]:
         texts = []
         for name in (FCFS, AHEAD):
             points = curve(runs, name)
-            load = sustained(points, target)
+            load = sustained_load(points, target)
             text = f"{load:.2f}" if load is not None else f"more than {points[-1][0]:g}"
             if load is None and points[0][1] < target:
                 text = f"less than {points[0][0]:g}"

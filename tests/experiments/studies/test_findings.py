@@ -88,7 +88,7 @@ def test_end_of_grid_is_no_result():
     for policy in ("fast", "slow", "part"):
         assert load.gain(latencies, RATES, 0.2, "in", policy) is None
         assert load.gain(latencies, RATES, 0.2, policy, "in") is None
-    words = [load.reached(latencies, RATES, 0.2, name) for name in latencies]
+    words = [load.rate_text(latencies, RATES, 0.2, name) for name in latencies]
     assert words == ["2", ">= 8", "not met at 1", ">= 2.83"]
     assert load.fewer((1.0, 2.0, 3.0, 4.0, 5.0)) == (1.0, 4.0, 5.0)
 
