@@ -113,7 +113,7 @@ def test_an_answer_is_text_or_valid_calls(tokenizer, template):
 
 def test_a_named_tool_is_called_once(tokenizer):
     choice = function("g")
-    written = tool_use(tokenizer).dialect.format.written
+    written = tool_use(tokenizer).dialect.format.text_of
     assert accepts(tokenizer, written([G]), choice=choice) == "complete"
     for calls in ([F], [G, G]):
         assert accepts(tokenizer, written(calls), choice=choice) not in ACCEPTED
@@ -121,7 +121,7 @@ def test_a_named_tool_is_called_once(tokenizer):
 
 def test_a_template_for_single_calls_gets_one(tokenizer):
     template = TEMPLATES["llama"] + " only supports single tool-calls"
-    written = tool_use(Tokenizer(tokenizer.backend, (2,), {}, template)).dialect.format.written
+    written = tool_use(Tokenizer(tokenizer.backend, (2,), {}, template)).dialect.format.text_of
     assert accepts(tokenizer, written([F]), template=template) == "complete"
     assert accepts(tokenizer, written([F, F]), template=template) == written([F])
 
@@ -133,7 +133,7 @@ def test_nothing_follows_a_call_but_calls(tokenizer):
 
 def test_text_may_have_other_marks(tokenizer):
     text = "<think>Hm.\n</think>\n"
-    written = tool_use(tokenizer).dialect.format.written
+    written = tool_use(tokenizer).dialect.format.text_of
     assert accepts(tokenizer, text) == "complete"
     assert accepts(tokenizer, text + written([F, G])) == "complete"
     assert accepts(tokenizer, text + "No <b>.") == "complete"
@@ -144,7 +144,7 @@ def test_an_answer_that_is_no_call_may_have_a_schema(tokenizer):
         return SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
 
     params = form(json=opened(["n"], n=integer()))
-    written = tool_use(tokenizer).dialect.format.written
+    written = tool_use(tokenizer).dialect.format.text_of
     assert accepts(tokenizer, '{"n": 3}', params) == "complete"
     assert accepts(tokenizer, written([F, FF]), params) == "complete"
     assert accepts(tokenizer, "Hello", params) == ""
@@ -173,7 +173,7 @@ def test_a_schema_that_is_not_supported_names_the_tool(tokenizer):
 
 
 def test_parameters_that_a_tool_does_not_name_are_never_given(tokenizer):
-    written = tool_use(tokenizer).dialect.format.written
+    written = tool_use(tokenizer).dialect.format.text_of
     named = typed("object", properties={"a": integer()})
     for schema, allowed in (
         (named, False),
