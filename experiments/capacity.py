@@ -119,8 +119,8 @@ class Criterion:
         Raises:
             ValueError: ITL is the only target, and no request has a second token.
         """
-        flat = [flatten(summary["metrics"]) for summary in summaries]
-        if self._has_itl_alone and all(row["itl_s.p50"] is None for row in flat):
+        rows = [flatten(summary["metrics"]) for summary in summaries]
+        if self._has_itl_alone and all(row["itl_s.p50"] is None for row in rows):
             raise ValueError(
                 "slo has itl alone, and no request has a second token, so every rate would meet "
                 "it; set slo.ttft, or give the workload longer outputs"
@@ -133,7 +133,7 @@ class Criterion:
                 for name, target in targets.items()
                 if target is not None
             ]
-        values = {name: [row[name] for row in flat if row[name] is not None] for name in columns}
+        values = {name: [row[name] for row in rows if row[name] is not None] for name in columns}
         # without gaps there is no ITL
         return {name: statistics.median(repeats) for name, repeats in values.items() if repeats}
 
@@ -512,20 +512,20 @@ def run_searches(
     Returns:
         The searches with their probes.
     """
-    current = list(searches)
+    updated_searches = list(searches)
     while True:
-        next_rates = {i: search.next_rate for i, search in enumerate(current)}
+        next_rates = {i: search.next_rate for i, search in enumerate(updated_searches)}
         rates = {i: rate for i, rate in next_rates.items() if rate is not None}
         if not rates:
-            return current
-        points = {i: probed.point(current[i], rate) for i, rate in rates.items()}
+            return updated_searches
+        points = {i: probed.point(updated_searches[i], rate) for i, rate in rates.items()}
         summaries = probed.measure(measure_all)
         for i, rate in rates.items():
-            search = current[i]
+            search = updated_searches[i]
             probe_summaries = [summaries[points[i].key, repeat] for repeat in search.repeats]
             probe = probe_of(rate, probe_summaries, search.criterion, probed.folder)
-            current[i] = search._replace(probes=(*search.probes, probe))
-            name = f"{search.name}: " if len(current) > 1 else ""
+            updated_searches[i] = search._replace(probes=(*search.probes, probe))
+            name = f"{search.name}: " if len(updated_searches) > 1 else ""
             if not quiet:
                 text = f"{name}{rate:g} {search.unit}: {'met' if probe.met else 'not met'}"
                 print(text, file=sys.stderr)
@@ -662,8 +662,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         store.write_file(Path(options.json), store.json_text(result))
     store.write_file(folder / "capacity.html", page(finished, cells, folder, compared))
-    if simulated := what_ran.simulated(probed.points):
-        print(f"{simulated}: every time is calculated")
+    if devices := what_ran.simulated_devices(probed.points):
+        print(f"{devices}: every time is calculated")
     if len(finished) == 1:
         print(table(finished[0].probes, finished[0].unit))
     else:
@@ -759,7 +759,7 @@ def _result(
         "criterion": " or ".join(dict.fromkeys(str(search.criterion) for search in searches)),
         "unit": " or ".join(dict.fromkeys(search.unit for search in searches)),
         "tolerance": searches[0].bounds.tolerance,
-        "simulated": what_ran.simulated(points),
+        "simulated": what_ran.simulated_devices(points),
         "cells": [capacities.json_fields(cell) for cell in cells],
     }
     if compared:

@@ -158,8 +158,8 @@ def match(a: Chosen, b: Chosen) -> tuple[list[tuple[str, Side, Side]], list[str]
             f"A has {texts[0]}, and B {texts[1]}: give sweeps over the same keys, or one point of "
             f"each: {_example(a, keys_a)}"
         )
-    sides_a = _by_swept("A", a)
-    sides_b = _by_swept("B", b)
+    sides_a = _sides_by_values("A", a)
+    sides_b = _sides_by_values("B", b)
     pairs = [
         (_label(side, a), side, sides_b[swept])
         for swept, side in sides_a.items()
@@ -202,20 +202,20 @@ def _label(side: Side, chosen: Chosen) -> str:
     return ", ".join(f"{names[key]}={value_text(value)}" for key, value in swept.items())
 
 
-def _by_swept(name: str, chosen: Chosen) -> dict[str, Side]:
+def _sides_by_values(name: str, chosen: Chosen) -> dict[str, Side]:
     """The points by their swept values that the selection does not give, as JSON."""
-    by_swept: dict[str, Side] = {}
+    sides_by_values: dict[str, Side] = {}
     for side in chosen.sides:
         swept = {key: v for key, v in side.runs[0]["swept"].items() if key not in chosen.fixed}
         text = json.dumps(swept, sort_keys=True)
-        if text in by_swept:
+        if text in sides_by_values:
             raise ValueError(
                 f"{name} has two points with {side.label} that differ in what is not swept "
-                f"({by_swept[text].runs[0]['run']} and {side.runs[0]['run']}); give the folder of "
-                "one sweep"
+                f"({sides_by_values[text].runs[0]['run']} and {side.runs[0]['run']}); give the "
+                "folder of one sweep"
             )
-        by_swept[text] = side
-    return by_swept
+        sides_by_values[text] = side
+    return sides_by_values
 
 
 def pairing_text(a: Side, b: Side, unpaired_because: str | None) -> str:
@@ -241,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "0.95"
             )
         chosen = [read(choice) for choice in selection.split(options.runs)]
-        result = _of_key(chosen, options) if options.by else _of_two(chosen, options)
+        result = _compare_values(chosen, options) if options.by else _compare_sides(chosen, options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _of_two(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, Any]:
+def _compare_sides(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, Any]:
     """Compare two sides and print the tables. Returns the result as JSON."""
     if len(chosen) != 2:
         raise ValueError(
@@ -303,7 +303,7 @@ def _print_points(rows: Sequence[Row], confidence: float) -> None:
         print(f"{label} ({pairing})\n{table(list(point_rows), confidence)}\n")
 
 
-def _of_key(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, Any]:
+def _compare_values(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, Any]:
     """Compare the values of a key over all cells and print the tables. Returns the result as
     JSON.
     """

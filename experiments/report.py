@@ -66,8 +66,8 @@ class Choice(NamedTuple):
     y: tuple[str, ...] = ()
 
 
-class Drawn(NamedTuple):
-    """What figures are drawn of: the points, their axes, and the numbers that were chosen."""
+class FigureData(NamedTuple):
+    """What figures show: the points, their axes, and the numbers that were chosen."""
 
     rows: list[PointRow]
     axes: Axes
@@ -104,21 +104,21 @@ def write_chosen(
         about = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         about = {"name": folder.name, "question": "", "command": ""}
-    drawn = prepare(runs, choice or Choice())
+    data = prepare(runs, choice or Choice())
     is_simulated = bool(simulation(about, runs))
     paths = []
-    if formats and drawn.chosen:
-        sections = draw_chosen(drawn)
+    if formats and data.chosen:
+        sections = draw_chosen(data)
     else:
-        sections = draw(about, runs, drawn)
+        sections = draw(about, runs, data)
         text = page(
             about,
             runs,
             [environment(run) for run in runs],
-            drawn,
+            data,
             sections,
             idle=policy_idle(runs),
-            recorded=recorded(runs, folder),
+            recorded=recording_rows(runs, folder),
         )
         paths.append(folder / "report.html")
         store.write_file(paths[0], text)
@@ -129,7 +129,7 @@ def write_chosen(
     return paths
 
 
-def prepare(runs: Sequence[dict[str, Any]], choice: Choice) -> Drawn:
+def prepare(runs: Sequence[dict[str, Any]], choice: Choice) -> FigureData:
     """The points, axes and chosen numbers of the figures.
 
     Raises:
@@ -148,46 +148,44 @@ def prepare(runs: Sequence[dict[str, Any]], choice: Choice) -> Drawn:
         )
     chosen = tuple(sweep_points.find_metric("--y", name, runs) for name in choice.y)
     rows = sweep_points.points(runs, tuple(dict.fromkeys((*TABLE, *chosen))))
-    return Drawn(rows, sweep_points.choose_axes(rows, x, facet), chosen)
+    return FigureData(rows, sweep_points.choose_axes(rows, x, facet), chosen)
 
 
-def draw(about: dict[str, Any], runs: Sequence[dict[str, Any]], drawn: Drawn) -> list[Section]:
+def draw(about: dict[str, Any], runs: Sequence[dict[str, Any]], data: FigureData) -> list[Section]:
     """The figures of a sweep, in sections. Reads requests and steps from the runs' folders."""
-    if not drawn.rows:
+    if not data.rows:
         return []
     require("matplotlib")
     from experiments.analysis import report_figures
 
-    groups = report_figures.distribution_points(drawn.rows, drawn.axes).values()
+    groups = report_figures.distribution_points(data.rows, data.axes).values()
     keys = [row.key for group in groups for row in group]
     samples, left_out = latencies.read(runs, keys)
     return report_figures.sections(
-        drawn.rows,
-        drawn.axes,
+        data.rows,
+        data.axes,
         samples,
         fastest_steps(runs),
         left_out=left_out,
         slo=dict(about.get("facts", [])).get("Targets", ""),
-        chosen=drawn.chosen,
-        services=services(runs, drawn.rows),
+        chosen=data.chosen,
+        services=services(runs, data.rows),
     )
 
 
-def draw_chosen(drawn: Drawn) -> list[Section]:
+def draw_chosen(data: FigureData) -> list[Section]:
     """Only the figures of the numbers that a user chose."""
     require("matplotlib")
     from experiments.analysis import report_figures
 
-    return report_figures.draw(
-        [report_figures.chosen_section(drawn.rows, drawn.axes, drawn.chosen)]
-    )
+    return report_figures.draw([report_figures.chosen_section(data.rows, data.axes, data.chosen)])
 
 
 def services(
     runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]
 ) -> dict[str, dict[str, Service]]:
-    """By the label of a point, the service of each user in its first good run, if there are some
-    points and users only. Reads requests from the runs' folders.
+    """By the label of a point, the service of each user in its first good run, if there are at most
+    MOST_CURVES points and users. Reads requests from the runs' folders.
     """
     if len(rows) > MOST_CURVES:
         return {}
@@ -229,7 +227,7 @@ def page(
     about: dict[str, Any],
     runs: Sequence[dict[str, Any]],
     environments: Sequence[dict[str, Any]],
-    drawn: Drawn | None = None,
+    data: FigureData | None = None,
     sections: Sequence[Section] = (),
     *,
     idle: str = "",
@@ -241,18 +239,18 @@ def page(
         about: the content of sweep.json.
         runs: the summaries.
         environments: the content of env.json of each run, in the order of `runs`.
-        drawn: what the figures show; None: what they show without a choice.
+        data: what the figures show; None: what they show without a choice.
         sections: the figures.
         idle: the sentence of `policy_idle`.
-        recorded: the rows of `recorded`.
+        recorded: the rows of `recording_rows`.
     """
-    drawn = drawn or prepare(runs, Choice())
-    rows = drawn.rows
+    data = data or prepare(runs, Choice())
+    rows = data.rows
     # the sentences are about the lines of all plots, so the facet's key tells lines apart too
-    line_keys = drawn.axes.lines
-    if drawn.axes.facet:
-        line_keys = (*line_keys, drawn.axes.facet)
-    axes = drawn.axes._replace(lines=line_keys, facet=None)
+    line_keys = data.axes.lines
+    if data.axes.facet:
+        line_keys = (*line_keys, data.axes.facet)
+    axes = data.axes._replace(lines=line_keys, facet=None)
     sentences = headline.result_sentences(runs, rows, axes)
     return render(
         "report.html.jinja",
@@ -350,8 +348,8 @@ def policy_idle(runs: Sequence[dict[str, Any]]) -> str:
             if path not in policy_keys
         )
         if idle.get(place, True):
-            nobody = not run["failed"] and latencies.nobody_waited(Path(run["run"]))
-            idle[place] = bool(nobody)
+            is_idle = not run["failed"] and latencies.nobody_waited(Path(run["run"]))
+            idle[place] = bool(is_idle)
     places = [place for place, is_idle in idle.items() if is_idle]
     if len(places) == len(idle):
         return "No request waited: the policy decided nothing."
@@ -360,7 +358,7 @@ def policy_idle(runs: Sequence[dict[str, Any]]) -> str:
     return f"No request waited at {'; '.join(places)}: the policy decided nothing there."
 
 
-def recorded(runs: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+def recording_rows(runs: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """The recordings of the runs: their pages, the commands that show them, and the slowest
     requests. A page is a path relative to `folder`, where the report is.
     """
@@ -416,7 +414,7 @@ def mark_labels(sentence: str, rows: Sequence[PointRow]) -> Markup:
     """The sentence with the points' labels in bold."""
     # the longest match first
     labels = sorted({str(escape(row.label)) for row in rows}, key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, labels)) or "$^")
+    pattern = re.compile("|".join(map(re.escape, labels)) or "$^")  # without labels, no match
     return Markup(pattern.sub(lambda label: f"<b>{label[0]}</b>", str(escape(sentence))))
 
 
@@ -449,11 +447,11 @@ def tiles(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]) -> list[dict
         numbers.append(
             {"value": f"{spread:.1%}", "unit": "", "title": "spread over repeats", "note": note}
         )
-    good = sum(1 for run in runs if not run["failed"])
+    num_good = sum(1 for run in runs if not run["failed"])
     note = f"{len(rows)} point{'s' if len(rows) != 1 else ''}"
-    if good < len(runs):
-        note += f", {len(runs) - good} failed"
-    numbers.append({"value": str(good), "unit": "", "title": "good runs", "note": note})
+    if num_good < len(runs):
+        note += f", {len(runs) - num_good} failed"
+    numbers.append({"value": str(num_good), "unit": "", "title": "good runs", "note": note})
     clipped = max(map(clipped_lengths, runs), default=0)
     if clipped:
         note = "prompts and answers of a run whose length was moved to a limit of the workload"
@@ -475,7 +473,7 @@ def table(rows: Sequence[PointRow]) -> dict[str, Any]:
     metrics = sweep_points.shown_metrics(rows)
     best = lead(rows, THROUGHPUT)
     highest = best.row.middle(THROUGHPUT) if best else 1.0
-    is_led = best is not None and len(rows) > 1 and not best.rivals
+    has_leader = best is not None and len(rows) > 1 and not best.rivals
     body = []
     for row in rows:
         cells = [
@@ -493,7 +491,7 @@ def table(rows: Sequence[PointRow]) -> dict[str, Any]:
             if metric is THROUGHPUT:
                 cell["bar"] = round(100 * row.middle(metric) / highest, 1)
             cells.append(cell)
-        body.append({"cells": cells, "best": is_led and row.middle(THROUGHPUT) == highest})
+        body.append({"cells": cells, "best": has_leader and row.middle(THROUGHPUT) == highest})
     heads = [
         {"title": Markup("_<wbr>").join(key.split("_")), "unit": ""} for key in keys or ["point"]
     ]
@@ -613,8 +611,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(*paths, sep="\n")
     figures = options.folder / FIGURES
-    if options.format and (num_others := len(set(figures.iterdir()) - set(paths))):
-        print(f"note: {num_others} other files in {figures} are of earlier commands")
+    other_figures = set(figures.iterdir()) - set(paths) if options.format else set()
+    if other_figures:
+        print(f"note: {len(other_figures)} other files in {figures} are of earlier commands")
     return 0
 
 

@@ -36,7 +36,7 @@ from experiments.analysis import sweep_points
 from experiments.core import cluster, config, parallel, processes, store, sweep, what_ran
 from experiments.core.config import Experiment, Point
 from experiments.core.drive import check_planned
-from experiments.core.engines import Run, engine_key, plan_runs, simulated
+from experiments.core.engines import Run, engine_key, plan_runs, simulated_llm
 from experiments.core.optional_imports import require
 from experiments.core.pool_options import POOLS, pool_experiment
 from experiments.core.workloads import has_text
@@ -120,8 +120,8 @@ def _print_unfit(points: Sequence[Point]) -> int:
         except (ImportError, OSError, ValueError) as error:
             labels_by_reason.setdefault(str(error), []).append(point.label)
     for reason, labels in labels_by_reason.items():
-        named = f"{len(labels)} points, such as {labels[0]}" if len(labels) > 1 else labels[0]
-        print(f"error: {named}: {reason}", file=sys.stderr)
+        subject = f"{len(labels)} points, such as {labels[0]}" if len(labels) > 1 else labels[0]
+        print(f"error: {subject}: {reason}", file=sys.stderr)
     return 2 if labels_by_reason else 0
 
 
@@ -133,7 +133,7 @@ def _longest_request(experiment: Experiment) -> int | None:
         ValueError: the engine cannot be simulated, or its limit is beyond the model's.
     """
     if experiment.simulate:
-        return simulated(experiment).engine.config.max_model_len
+        return simulated_llm(experiment).engine.config.max_model_len
     limit = experiment.engine.max_model_len
     if HUB_ID.fullmatch(experiment.model) and not Path(experiment.model).exists():
         return limit
@@ -174,8 +174,8 @@ def _report(
         )
     failed = [summary for summary in summaries if summary["failed"]]
     if not quiet:
-        if simulated := what_ran.simulated(points):
-            print(f"{simulated}: every time is calculated")
+        if devices := what_ran.simulated_devices(points):
+            print(f"{devices}: every time is calculated")
         experiments = [point.experiment for point in points]
         notes = (
             what_ran.equal_repeats(experiments),
@@ -190,8 +190,8 @@ def _report(
         run = f"{summary['label']}, repeat {summary['repeat']}"
         runs_by_reason.setdefault(summary["failed"], []).append(run)
     for reason, runs in runs_by_reason.items():
-        named = f"{len(runs)} runs, such as {runs[0]}" if len(runs) > 1 else runs[0]
-        print(f"failed: {named}: {reason}", file=sys.stderr)
+        subject = f"{len(runs)} runs, such as {runs[0]}" if len(runs) > 1 else runs[0]
+        print(f"failed: {subject}: {reason}", file=sys.stderr)
     print(f"report: {path}")
     return 1 if failed else 0
 

@@ -229,8 +229,9 @@ def _row_of_cell(
         by_unit.setdefault(units[pair], []).append(difference(a, b, scale))
     row = Row(metric, pairing.value, pairing.cell, tuple(by_unit))
     if not numbers:
-        values = values_of(pairing.a, metric), values_of(pairing.b, metric)
-        return row._replace(comparison=of_one_side(*values))
+        values_a = values_of(pairing.a, metric)
+        values_b = values_of(pairing.b, metric)
+        return row._replace(comparison=of_one_side(values_a, values_b))
     numbers_a, numbers_b = zip(*numbers.values(), strict=True)
     rounded = of_rounded(pairing.a, pairing.b, metric, numbers_a, numbers_b)
     if rounded is not None:

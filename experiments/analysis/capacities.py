@@ -156,23 +156,23 @@ def compared(cells: Sequence[CellAnswer], key: str, tolerance: float) -> Compare
 
 def too_short_sentences(cells: Sequence[CellAnswer]) -> list[str]:
     """Why runs are too short: the first reason of each kind, and how many more there are."""
-    named = [(name, reason) for name, seed in _by_name(cells) for reason in seed.too_short]
-    return [f"Too short for the answer: {text}" for text in _first_of_each_kind(named)]
+    reasons = [(name, reason) for name, seed in _named_answers(cells) for reason in seed.too_short]
+    return [f"Too short for the answer: {text}" for text in _first_of_each_kind(reasons)]
 
 
 def unmet_sentences(cells: Sequence[CellAnswer]) -> list[str]:
     """The answers of searches that found no capacity or were not monotone: the first answer of each
     kind, and how many more there are.
     """
-    named = [
+    sentences = [
         (name, sentence)
-        for name, seed in _by_name(cells)
+        for name, seed in _named_answers(cells)
         for sentence in (seed.sentences[1:] if seed.is_found else seed.sentences)
     ]
-    return _first_of_each_kind(named)
+    return _first_of_each_kind(sentences)
 
 
-def _by_name(cells: Sequence[CellAnswer]) -> list[tuple[str, SeedAnswer]]:
+def _named_answers(cells: Sequence[CellAnswer]) -> list[tuple[str, SeedAnswer]]:
     """Each seed of each cell, with a name in words."""
     return [
         (cell.label if seed.seed is None else f"{cell.label}, seed {seed.seed}", seed)
@@ -181,10 +181,10 @@ def _by_name(cells: Sequence[CellAnswer]) -> list[tuple[str, SeedAnswer]]:
     ]
 
 
-def _first_of_each_kind(named: Sequence[tuple[str, str]]) -> list[str]:
+def _first_of_each_kind(sentences: Sequence[tuple[str, str]]) -> list[str]:
     """The first sentence of each kind, with its name. A kind is what stands before the colon."""
     by_kind: dict[str, list[str]] = {}
-    for name, sentence in named:
+    for name, sentence in sentences:
         by_kind.setdefault(sentence.partition(":")[0], []).append(f"{name}: {sentence}")
     return [
         f"{first} ({len(others)} more like it.)" if others else first

@@ -161,7 +161,7 @@ def columns(
         a: [number(row.a) for row in comparisons],
         b: [number(row.b) for row in comparisons],
         estimate: [effect_text(effect) for effect in effects],
-        "p": [_p_text(effect and effect.p) for effect in effects],
+        "p": [_p_text(effect.p if effect else None) for effect in effects],
         "p (Holm)": [_p_text(row.p_holm) for row in comparisons],
         "verdict": [row.verdict(confidence) for row in comparisons],
     }
@@ -286,9 +286,9 @@ def effect_of_requests(
     """The ratio of a percentile of one latency over the same requests in two runs, and words about
     its interval; None: there is no ratio.
     """
-    needed = max(MIN_REQUESTS, math.ceil(100 * MIN_ABOVE / (100 - percentile)))
-    if len(a) < needed:
-        return None, f"{len(a)} requests are too few for p{percentile}, which needs {needed}"
+    min_requests = max(MIN_REQUESTS, math.ceil(100 * MIN_ABOVE / (100 - percentile)))
+    if len(a) < min_requests:
+        return None, f"{len(a)} requests are too few for p{percentile}, which needs {min_requests}"
     sides = [_latencies(a, name), _latencies(b, name)]
     if not all(len(values) and np.percentile(values, percentile) > 0 for _, values in sides):
         return None, "no ratio can be computed: there is a zero, or no value"

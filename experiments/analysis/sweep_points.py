@@ -165,20 +165,24 @@ def points(runs: Sequence[dict[str, Any]], metrics: Sequence[Metric] = TABLE) ->
     """The points with a successful run, in the order of `runs` (from store.read_runs), with the
     values of some metrics.
     """
-    good: dict[str, list[dict[str, Any]]] = {}
+    runs_of_points: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         if not run["failed"]:
-            good.setdefault(run["point"], []).append(run)
+            runs_of_points.setdefault(run["point"], []).append(run)
     names = short_names(swept_keys(runs))
     rows = []
-    for key, repeats in good.items():
-        flat = {run["repeat"]: flatten(run["metrics"]) for run in repeats}
+    for key, repeats in runs_of_points.items():
+        summaries = {run["repeat"]: flatten(run["metrics"]) for run in repeats}
         samples = {}
-        of_run = (*class_metrics(flat.values()), *_own_metrics(flat.values()))
-        for metric in (*metrics, *of_run):
+        point_metrics = [
+            *metrics,
+            *class_metrics(summaries.values()),
+            *_own_metrics(summaries.values()),
+        ]
+        for metric in point_metrics:
             numbers = {
                 repeat: summary[metric.column] * metric.scale
-                for repeat, summary in flat.items()
+                for repeat, summary in summaries.items()
                 if summary.get(metric.column) is not None
             }
             if numbers:
@@ -215,7 +219,7 @@ def find_metric(option: str, name: str, runs: Sequence[dict[str, Any]]) -> Metri
         for column, value in flatten(run["metrics"]).items()
         if isinstance(value, (int, float))
     }
-    named = {metric.column: metric for metric in (*TABLE, *class_metrics([columns]))}
+    metrics = {metric.column: metric for metric in (*TABLE, *class_metrics([columns]))}
     aliases = {column.replace("_s.", "_").replace(".", "_"): column for column in columns}
     aliases |= {metric.short.replace(" ", "_"): metric.column for metric in TABLE}
     column = name if name in columns else aliases.get(name, name)
@@ -223,19 +227,19 @@ def find_metric(option: str, name: str, runs: Sequence[dict[str, Any]]) -> Metri
     quantity = column.split(".")[0]
     is_seconds = quantity.endswith("_s") and not quantity.endswith("_per_s")
     unit = "s" if is_seconds else ""
-    return named.get(column) or Metric(column, column, unit, 1.0, "", column)
+    return metrics.get(column) or Metric(column, column, unit, 1.0, "", column)
 
 
-def class_metrics(flat: Iterable[Mapping[str, Any]]) -> list[Metric]:
-    """The metrics of classes in some summaries, whose names are dotted."""
-    columns = dict.fromkeys(column for row in flat for column in row)
+def class_metrics(summaries: Iterable[Mapping[str, Any]]) -> list[Metric]:
+    """The metrics of classes in some flattened summaries."""
+    columns = dict.fromkeys(column for row in summaries for column in row)
     return [metric for metric in map(_class_metric, columns) if metric is not None]
 
 
 def _class_metric(column: str) -> Metric | None:
     """The metric of a class that a column is; None if it is none that reports show."""
-    section, _, rest = column.partition(".")
-    name, _, quantity = rest.partition(".")
+    section, _, class_column = column.partition(".")
+    name, _, quantity = class_column.partition(".")
     if section != CLASSES:
         return None
     metrics = {
@@ -255,9 +259,9 @@ def _class_metric(column: str) -> Metric | None:
     return metrics.get(quantity)
 
 
-def _own_metrics(flat: Iterable[Mapping[str, Any]]) -> list[Metric]:
-    """A user's own metrics in some summaries, whose names are dotted."""
-    columns = dict.fromkeys(column for row in flat for column in row if column.startswith(OWN))
+def _own_metrics(summaries: Iterable[Mapping[str, Any]]) -> list[Metric]:
+    """A user's own metrics in some flattened summaries."""
+    columns = dict.fromkeys(column for row in summaries for column in row if column.startswith(OWN))
     return [_own_metric(column) for column in columns]
 
 
@@ -292,14 +296,14 @@ def choose_axes(rows: Sequence[PointRow], x: str | None = None, facet: str | Non
     def values(key: str) -> list[Any]:
         return [row.swept.get(key) for row in rows]
 
-    varied = [key for key in short_keys(rows) if len(set(map(repr, values(key)))) > 1]
-    free = [key for key in varied if key != facet]
+    varied_keys = [key for key in short_keys(rows) if len(set(map(repr, values(key)))) > 1]
+    keys = [key for key in varied_keys if key != facet]
     if x is None:
-        numeric = [key for key in free if _all_numbers(values(key))]
+        numeric = [key for key in keys if _all_numbers(values(key))]
         if not numeric:
-            return Axes(None, tuple(free), facet)
+            return Axes(None, tuple(keys), facet)
         x = "block_size" if "block_size" in numeric else numeric[0]
-    line_keys = [key for key in free if key != x]
+    line_keys = [key for key in keys if key != x]
     # the token budget first, the others in their order
     line_keys.sort(key=lambda key: key != "max_num_batched_tokens")
     return Axes(x, tuple(line_keys), facet)
@@ -348,7 +352,7 @@ def lines(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[PointRow]]:
 
 
 def facets(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[PointRow]]:
-    """The points of each plot, by the words that its title has about them ("" if one plot has all)."""
+    """The points of each plot, by the end of its title: "key=value" ("" if one plot has all)."""
     if axes.facet is None:
         return {"": list(rows)}
     by_value: dict[str, list[PointRow]] = {}
@@ -424,9 +428,10 @@ def text_table(rows: Sequence[PointRow]) -> str:
         for metric in (ACCEPTANCE, TOKENS_PER_DECODE)
         if any(metric.column in row.values for row in rows)
     ]
-    own = [metric for metric in shown_metrics(rows) if metric.column.startswith(OWN)]
-    attained = [metric for metric in shown_metrics(rows) if _is_attainment_of_class(metric.column)]
-    for metric in (TTFT, ITL, PADDING, FRAGMENTATION, *drafts, *attained, *own):
+    metrics = shown_metrics(rows)
+    attainments = [metric for metric in metrics if _is_attainment_of_class(metric.column)]
+    users_metrics = [metric for metric in metrics if metric.column.startswith(OWN)]
+    for metric in (TTFT, ITL, PADDING, FRAGMENTATION, *drafts, *attainments, *users_metrics):
         columns[f"{metric.short} {metric.unit}".strip()] = [
             number(row.middle(metric)) for row in rows
         ]
@@ -439,9 +444,9 @@ def _is_attainment_of_class(column: str) -> bool:
 
 def aligned(columns: Mapping[str, Sequence[str]]) -> str:
     """Columns of text under their names, as lines for a terminal."""
-    named = [[name, *cells] for name, cells in columns.items()]
-    widths = [max(map(len, column)) for column in named]
-    lines_of_text = zip(*named, strict=True)
+    columns_with_names = [[name, *cells] for name, cells in columns.items()]
+    widths = [max(map(len, column)) for column in columns_with_names]
+    lines_of_text = zip(*columns_with_names, strict=True)
     padded_lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         for line in lines_of_text

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from experiments.bench import harness
-from experiments.bench.harness import Workload, cell, ratios, requests_of, rounds, seconds
+from experiments.bench.harness import Workload, cell, ratios, requests_of, run_rounds, seconds
 from pagedjax import LLM, LoRARequest, load_model
 from pagedjax.device.adapters import Adapter, sizes_of
 from pagedjax.device.models.decoder import DecoderConfig
@@ -70,7 +70,7 @@ def measure(without: LLM, engines: dict[int, LLM], name: str, num_rounds: int) -
         run = partial(seconds, llm, prompts, params)
         runs[f"rank {rank}, no adapter"] = run
         runs[f"rank {rank}, {ADAPTERS} adapters"] = partial(run, lora_request=adapters)
-    seconds_by_run = rounds(runs, num_rounds)
+    seconds_by_run = run_rounds(runs, num_rounds)
     base = seconds_by_run["without"]
     shares = {run: ratios(base, times) for run, times in seconds_by_run.items() if run != "without"}
     return {"workload": name, "seconds": seconds_by_run, "shares": shares}

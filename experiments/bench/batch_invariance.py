@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from experiments.bench import harness
-from experiments.bench.harness import Workload, cell, ratios, requests_of, rounds, seconds
+from experiments.bench.harness import Workload, cell, ratios, requests_of, run_rounds, seconds
 from pagedjax import LLM, load_model
 
 WORKLOADS = {
@@ -41,7 +41,7 @@ def measure(engines: Mapping[str, LLM], name: str, count: int) -> dict[str, Any]
     vocab = engines["without"].engine.model.config.vocab_size
     prompts, params = requests_of(WORKLOADS[name], vocab, seed=1234)
     runs = {mode: partial(seconds, llm, prompts, params) for mode, llm in engines.items()}
-    seconds_by_mode = rounds(runs, count)
+    seconds_by_mode = run_rounds(runs, count)
     times = {f"seconds_{mode}": seconds_by_mode[mode] for mode in engines}
     return {
         "workload": name,

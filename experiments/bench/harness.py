@@ -1,8 +1,8 @@
 """What benchmarks share: the command line, runs in turn, ratios, tables, and the file of `--json`.
 
-in_turn({"a": run_a, "b": run_b}, 5)  -> {"a": [result of each round ...], "b": ...}
-rounds({"a": run_a, "b": run_b}, 5)   -> the same for runs that return seconds, after a warm-up
-ratios(seconds["a"], seconds["b"])    -> {"ratio": the median, "ratios": the ratio of each round}
+in_turn({"a": run_a, "b": run_b}, 5)     -> {"a": [result of each round ...], "b": ...}
+run_rounds({"a": run_a, "b": run_b}, 5)  -> the same for runs that return seconds, after a warm-up
+ratios(seconds["a"], seconds["b"])       -> {"ratio": the median, "ratios": the ratio of each round}
 
 Runs take turns, so that a slow minute of the machine meets all of them.
 """
@@ -106,7 +106,7 @@ def in_turn(runs: Mapping[str, Callable[[], Result]], count: int) -> dict[str, l
     return results
 
 
-def rounds(runs: Mapping[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
+def run_rounds(runs: Mapping[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
     """Make runs that return seconds in `count` rounds, after a round as a warm-up."""
     results = in_turn(runs, count + 1)
     return {name: [round(x, 3) for x in times[1:]] for name, times in results.items()}

@@ -27,10 +27,10 @@ from pagedjax import LLM, Engine, SamplingParams
 from pagedjax.weights.pretrained import LoadedModel, load_model
 
 PROMPT = 24  # tokens; their content does not matter
-WARM = 5  # decode steps before the traced ones
-# events of a program
-BEGINS = "ThunkExecutor::Execute"
-ENDS = "ThunkExecutor::Execute (wait for completion)"
+WARM_STEPS = 5  # decode steps before the traced ones
+# the names of the events at the beginning and the end of a program
+BEGIN_EVENT = "ThunkExecutor::Execute"
+END_EVENT = "ThunkExecutor::Execute (wait for completion)"
 # threads that begin programs; others run parts of them under the same event names
 CALLERS = "tf_XLAPjRtCpuClient"
 
@@ -48,7 +48,7 @@ class Idle(NamedTuple):
 
 def measure(model: LoadedModel, sequences: int, lookahead: int, steps: int) -> Idle:
     """Trace `steps` decode steps of `sequences` sequences. Returns their times."""
-    length = PROMPT + WARM + steps + 2 * (lookahead + 1)
+    length = PROMPT + WARM_STEPS + steps + 2 * (lookahead + 1)
     budget = max(sequences, min(512, sequences * PROMPT))
     llm = LLM(
         model,
@@ -60,7 +60,7 @@ def measure(model: LoadedModel, sequences: int, lookahead: int, steps: int) -> I
         compilation="eager",
     )
     decode_all(llm, sequences, output=length - PROMPT)
-    spans, host = trace_steps(llm.engine, steps)
+    spans, host_ms = trace_steps(llm.engine, steps)
     # the steps are the longest programs; the others are small helpers
     step_times = sorted((end - begin for begin, end in spans), reverse=True)[:steps]
     # the median, because one step may have waited for another process
@@ -68,28 +68,29 @@ def measure(model: LoadedModel, sequences: int, lookahead: int, steps: int) -> I
     spans = [(begin, end) for begin, end in spans if end - begin > median_step / 10]
     if len(spans) < 2:
         raise RuntimeError(
-            f"the trace has {len(spans)} steps; this version of XLA does not name them {BEGINS!r}"
+            f"the trace has {len(spans)} steps; this version of XLA does not name them "
+            f"{BEGIN_EVENT!r}"
         )
     idle = [(begin - last_end) / 1e6 for (_, last_end), (begin, _) in pairwise(spans)]
     step = statistics.median(end - begin for begin, end in spans) / 1e6
     return Idle(
-        sequences, lookahead, step, statistics.median(idle), max(idle), statistics.median(host)
+        sequences, lookahead, step, statistics.median(idle), max(idle), statistics.median(host_ms)
     )
 
 
 def decode_all(llm: LLM, sequences: int, output: int) -> None:
-    """Add requests, and make steps until all of them decode, and WARM more steps.
+    """Add requests, and make steps until all of them decode, and WARM_STEPS more.
 
     output: tokens of each request.
     """
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for i in range(sequences):
-        prompt = draw.integers(1, llm.engine.model.config.vocab_size, PROMPT).tolist()
+        prompt = rng.integers(1, llm.engine.model.config.vocab_size, PROMPT).tolist()
         llm.engine.add(str(i), prompt, params)
     while computes_prompts(llm):
         llm.engine.step()
-    for _ in range(WARM):
+    for _ in range(WARM_STEPS):
         llm.engine.step()
 
 
@@ -101,15 +102,15 @@ def trace_steps(engine: Engine, steps: int) -> tuple[list[tuple[float, float]], 
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = 2
     options.python_tracer_level = 0
-    host = []
+    host_ms = []
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(steps):
                 result = engine.step()
                 assert result is not None, "the requests are long enough for all steps"
-                host.append(1e3 * result.host_seconds)
+                host_ms.append(1e3 * result.host_seconds)
         (file,) = Path(folder).rglob("*.xplane.pb")
-        return sorted(programs(ProfileData.from_file(os.fspath(file)))), host
+        return sorted(programs(ProfileData.from_file(os.fspath(file)))), host_ms
 
 
 def programs(trace: Any) -> Iterator[tuple[float, float]]:
@@ -120,9 +121,9 @@ def programs(trace: Any) -> Iterator[tuple[float, float]]:
                 continue
             begin = None
             for event in sorted(line.events, key=lambda event: event.start_ns):
-                if event.name == BEGINS:
+                if event.name == BEGIN_EVENT:
                     begin = event.start_ns
-                elif event.name == ENDS and begin is not None:
+                elif event.name == END_EVENT and begin is not None:
                     yield begin, event.end_ns
                     begin = None
 
@@ -163,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "this benchmark reads the trace of a CPU, and the default device is a "
             f"{jax.default_backend()}"
         )
-    if min(*args.sequences, args.steps - 2) < 1 or min(args.lookahead) < 0:
+    if min(args.sequences) < 1 or args.steps < 3 or min(args.lookahead) < 0:
         parser.error(
             "--sequences must be at least 1, --steps at least 3 and --lookahead at least 0"
         )

@@ -103,7 +103,7 @@ def measure(grammars: Grammars, folder: Path, limit: int | None) -> dict[str, An
             continue
         compile_seconds.append(time.perf_counter() - started)
         counts["compiled"] += 1
-        wrong = False
+        has_wrong_test = False
         for test in tests:
             tokens = grammars.tokenizer.encode(
                 json.dumps(test["data"], ensure_ascii=False, separators=(",", ":"))
@@ -113,8 +113,8 @@ def measure(grammars: Grammars, folder: Path, limit: int | None) -> dict[str, An
             counts["valid" if test["valid"] else "invalid"] += 1
             counts["valid rejected"] += test["valid"] and not followed.accepted
             counts["invalid accepted"] += not test["valid"] and followed.accepted
-            wrong = wrong or followed.accepted != test["valid"]
-        counts["schemas right in all instances"] += bool(tests) and not wrong
+            has_wrong_test = has_wrong_test or followed.accepted != test["valid"]
+        counts["schemas right in all instances"] += bool(tests) and not has_wrong_test
     return {
         **counts,
         "refused": dict(refused.most_common(20)),

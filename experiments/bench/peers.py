@@ -44,7 +44,8 @@ ADAPTERS = sorted(
 )
 STOLEN = 0.05  # rounds with a larger share of stolen processor time are shown but not counted
 EXTRA = 2  # at most EXTRA * repeats additional rounds replace those that are not counted
-COMPARED = 8, 24  # (requests, tokens of each) that are compared before timing
+COMPARED_REQUESTS = 8  # compared before timing
+COMPARED_TOKENS = 24  # of each of these requests, at most
 
 Work = list[tuple[list[int], int]]  # prompt token ids, tokens to generate
 Option = int | float | str | bool | tuple[int, ...]
@@ -95,8 +96,12 @@ def w1(file: str | None, vocab: int, seed: int = 1234) -> Work:
         prompts, counts, _ = read_tokens(Tokens("tokens", file), text, vocab)
         return [(list(prompt), count) for prompt, count in zip(prompts, counts, strict=True)]
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(16, 257, 64), rng.integers(16, 129, 64)
-    return [(rng.integers(17, vocab, p).tolist(), int(n)) for p, n in zip(*lengths, strict=True)]
+    prompt_lengths = rng.integers(16, 257, 64)
+    output_lengths = rng.integers(16, 129, 64)
+    return [
+        (rng.integers(17, vocab, length).tolist(), int(count))
+        for length, count in zip(prompt_lengths, output_lengths, strict=True)
+    ]
 
 
 def write_out(model: str, folder: Path) -> Path:
@@ -120,8 +125,8 @@ def write_out(model: str, folder: Path) -> Path:
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
         load_tokenizer(checkpoint).backend.save(str(target / "tokenizer.json"))
         # needed by llama.cpp's converter
-        named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[checkpoint.config["model_type"]]
-        config = {"architectures": [named], **checkpoint.config, "torch_dtype": "float32"}
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[checkpoint.config["model_type"]]
+        config = {"architectures": [architecture], **checkpoint.config, "torch_dtype": "float32"}
         write_json(target / "config.json", config, end="")
     return target
 
@@ -211,8 +216,7 @@ def compare(peers: Sequence[Peer], work: Work) -> dict[str, float]:
     Raises:
         SystemExit: a contender marked `exact` gives other tokens.
     """
-    requests, tokens = COMPARED
-    part = [(prompt, min(count, tokens)) for prompt, count in work[:requests]]
+    part = [(prompt, min(count, COMPARED_TOKENS)) for prompt, count in work[:COMPARED_REQUESTS]]
     answers = {peer.name: peer.generate(part)[0] for peer in peers}
     first = answers[peers[0].name]
     shares = {name: equal_share(first, answer) for name, answer in answers.items()}
@@ -230,7 +234,7 @@ def compare(peers: Sequence[Peer], work: Work) -> dict[str, float]:
     return shares
 
 
-def rounds(peers: Sequence[Peer], work: Work, repeats: int) -> dict[str, list[float]]:
+def run_rounds(peers: Sequence[Peer], work: Work, repeats: int) -> dict[str, list[float]]:
     """Run the contenders in turn.
 
     Returns output tokens per second of each counted round, by name.
@@ -241,7 +245,7 @@ def rounds(peers: Sequence[Peer], work: Work, repeats: int) -> dict[str, list[fl
     for rounds_left in range((1 + EXTRA) * repeats, 0, -1):
         passes = {peer.name: one_pass(peer, work, count) for peer in peers}
         is_disturbed = max(stolen for _, stolen in passes.values()) > STOLEN
-        can_repeat = rounds_left > repeats - counted
+        can_repeat = rounds_left > repeats - counted  # else all that are left must count
         if is_disturbed and can_repeat:
             print("  this round is not counted", flush=True)
             continue
@@ -332,7 +336,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         first = peers[0].name
         shares = compare(peers, work)
-        rows = table(rounds(peers, work, args.repeats), first)
+        rows = table(run_rounds(peers, work, args.repeats), first)
     finally:
         for peer in peers:
             peer.close()

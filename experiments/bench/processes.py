@@ -19,7 +19,7 @@ from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 from experiments.bench.harness import bench_parser, write_report
-from pagedjax.engine.processes.connection import Connection, encoded
+from pagedjax.engine.processes.connection import Connection, encode
 from pagedjax.engine.processes.engines import Digest
 from pagedjax.host import scheduler
 from pagedjax.host.event_log import Commit, Schedule
@@ -65,7 +65,7 @@ def measure(sequences: int, steps: int, connection: Connection) -> Costs:
         state, step_times = timed_step(state, digest, number, connection)
         times.append(step_times)
         sleep(0.002)  # the device's part, in which the other process reads
-    connection.send(encoded({"input": "end"}))
+    connection.send(encode({"input": "end"}))
     arrivals = (connection.receive() or {})["arrivals"]
     # without the first step, which computes the prompts
     columns = (*zip(*times[1:], strict=True), arrivals[1:])
@@ -86,7 +86,7 @@ def timed_step(
     digest.lines = []
     counted = perf_counter()
     message = {"input": "step", "number": number, "drafts": 0, "digest": text}
-    connection.send(encoded({**message, "at": perf_counter()}))
+    connection.send(encode({**message, "at": perf_counter()}))
     sent = perf_counter()
     sampled = [7] * len(plan.seqs)
     state, events = scheduler.commit(state, plan, sampled)
@@ -114,7 +114,7 @@ def receive(address: tuple[str, int], runs: int) -> None:
                     break
                 # all processes of a machine have one clock
                 arrivals.append(perf_counter() - message["at"])
-            connection.send(encoded({"arrivals": arrivals}))
+            connection.send(encode({"arrivals": arrivals}))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -125,8 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         context = multiprocessing.get_context("spawn")
-        words = listener.getsockname(), len(options.sequences)
-        process = context.Process(target=receive, args=words, daemon=True)
+        process_arguments = (listener.getsockname(), len(options.sequences))
+        process = context.Process(target=receive, args=process_arguments, daemon=True)
         process.start()
         stream, _ = listener.accept()
         connection = Connection(stream)

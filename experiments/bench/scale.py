@@ -346,13 +346,13 @@ def share_of_others(since: tuple[int, int] | None, process_seconds: float) -> fl
 
     process_seconds: the processor time that this process used.
     """
-    until = processor_time()
-    if since is None or until is None:
+    end = processor_time()
+    if since is None or end is None:
         return None
     used_before, _ = since
-    used_now, _ = until
-    used = (used_now - used_before) / os.sysconf("SC_CLK_TCK")
-    return round(max(0.0, 1 - process_seconds / used), 3) if used else 0.0
+    used_now, _ = end
+    cpu_seconds = (used_now - used_before) / os.sysconf("SC_CLK_TCK")
+    return round(max(0.0, 1 - process_seconds / cpu_seconds), 3) if cpu_seconds else 0.0
 
 
 def lines(setup: Setup) -> dict[str, list[Shape]]:
@@ -442,8 +442,8 @@ def main(argv: list[str] | None = None) -> int:
                 )
             steps = (3 if args.quick else 15) if args.steps is None else args.steps
             device_memory = memory.read(jax.devices()[0])
-            free = device_memory.free if device_memory.total else None  # total 0: not known
-            setup = checked_setup(QUICK if args.quick else FULL, steps, free)
+            free_bytes = device_memory.free if device_memory.total else None  # total 0: not known
+            setup = checked_setup(QUICK if args.quick else FULL, steps, free_bytes)
             words = ["python -m experiments.bench.scale"]
             if args.quick:
                 words.append("--quick")

@@ -107,8 +107,8 @@ def growth(factor: str, points: Sequence[Mapping[str, Any]]) -> str:
             return f"{name} {number(ys[0])} {quantity} everywhere"
         start, slope, largest_error = line(xs, ys)
         sign = "-" if slope < 0 else "+"
-        off = f" ({largest_error:.0%} off at most)" if largest_error >= 0.005 else ""
-        return f"{name} {number(start)} {quantity} {sign} {number(abs(slope))} {unit}{off}"
+        error_text = f" ({largest_error:.0%} off at most)" if largest_error >= 0.005 else ""
+        return f"{name} {number(start)} {quantity} {sign} {number(abs(slope))} {unit}{error_text}"
 
     def between(values: Sequence[float], unit: str = "") -> str:
         return " to ".join(dict.fromkeys([number(min(values)), number(max(values))])) + unit

@@ -45,9 +45,9 @@ ENGINE: dict[str, Any] = {"max_num_batched_tokens": 512, "max_num_seqs": 64, "ma
 
 def requests(count: int, vocabulary: int, seed: int = 0) -> list[tuple[list[int], int]]:
     """Random prompts with numbers of output tokens."""
-    draw = np.random.default_rng(seed)
-    sizes = zip(draw.integers(16, 257, count), draw.integers(16, 129, count), strict=True)
-    return [(draw.integers(17, vocabulary, n).tolist(), int(m)) for n, m in sizes]
+    rng = np.random.default_rng(seed)
+    sizes = zip(rng.integers(16, 257, count), rng.integers(16, 129, count), strict=True)
+    return [(rng.integers(17, vocabulary, n).tolist(), int(m)) for n, m in sizes]
 
 
 def run_library(llm: LLM, work: Sequence[tuple[list[int], int]]) -> float:

@@ -26,13 +26,13 @@ from experiments.bench.harness import (
     cell,
     markdown,
     ratios,
-    rounds,
+    run_rounds,
     write_report,
 )
 from experiments.core import config
 from experiments.core.config import Point
 from experiments.core.drive import measure
-from experiments.core.engines import simulated
+from experiments.core.engines import simulated_llm
 
 WAYS = ("one by one", "together", "sums")
 
@@ -47,10 +47,10 @@ def seconds(point: Point, way: str) -> float:
     """Run a point. Returns the processor seconds, with those of drawing requests and of the
     summary.
     """
-    llm = simulated(point.experiment)
+    llm = simulated_llm(point.experiment)
     if way == WAYS[0]:
         for engine in llm.engines:
-            engine.ahead = lambda: None  # no step waits for others
+            engine.next_step_times = lambda: None  # no step waits for others
     start = time.process_time()
     measure(llm, point, 0)
     return time.process_time() - start
@@ -58,7 +58,7 @@ def seconds(point: Point, way: str) -> float:
 
 def facts(point: Point) -> dict[str, float]:
     """The numbers of requests, output tokens and steps, and the mean sequences of a step."""
-    summary = measure(simulated(point.experiment), point, 0).summary
+    summary = measure(simulated_llm(point.experiment), point, 0).summary
     counts = {name: summary[name] for name in ("requests", "output_tokens", "steps")}
     return {**counts, "sequences_per_step": round(summary["sequences_per_step"]["mean"], 2)}
 
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     about = facts(points[WAYS[-1]])
     print(", ".join(f"{name} {value:,g}" for name, value in about.items()))
     runs = {way: partial(seconds, point, way) for way, point in points.items()}
-    seconds_by_way = rounds(runs, args.rounds)
+    seconds_by_way = run_rounds(runs, args.rounds)
     base = seconds_by_way[WAYS[0]]
     shares = {way: ratios(base, seconds_by_way[way]) for way in WAYS[1:]}
     rows = []

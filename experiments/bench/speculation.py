@@ -91,15 +91,15 @@ def workloads(
     topics = [list(encode(topic)) for topic in held_out]
     long_topics = [tokens for tokens in topics if len(tokens) >= PROMPT]
     prose = [tokens[:PROMPT] for tokens in long_topics[: len(FUNCTIONS)]]
-    draw = np.random.default_rng(1234)
-    random = [
-        draw.integers(0, vocabulary, draw.integers(16, 257)).tolist() for _ in range(REQUESTS)
+    rng = np.random.default_rng(1234)
+    random_prompts = [
+        rng.integers(0, vocabulary, rng.integers(16, 257)).tolist() for _ in range(REQUESTS)
     ]
     lengths = [output] * len(edits)
     all_workloads = [
         Workload("edit", edits, lengths, ONE_AT_A_TIME),
         Workload("prose", prose, lengths, ONE_AT_A_TIME),
-        Workload("w1", random, draw.integers(16, 129, REQUESTS).tolist(), W1),
+        Workload("w1", random_prompts, rng.integers(16, 129, REQUESTS).tolist(), W1),
     ]
     return [workload for workload in all_workloads if workload.name in names]
 
@@ -209,9 +209,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         vocabulary = model.model.config.vocab_size
         for work in workloads(model.tokenizer.encode, vocabulary, args.output, args.workloads):
             engines = {"plain": LLM(model, compilation="eager", **work.engine)}
-            named = {"eagle": args.head, "draft": args.draft}
-            for method in (*args.methods, *(name for name, path in named.items() if path)):
-                options = {"method": method, "num_tokens": args.tokens, "model": named.get(method)}
+            models = {"eagle": args.head, "draft": args.draft}
+            methods = [*args.methods, *(method for method, path in models.items() if path)]
+            for method in methods:
+                options = {"method": method, "num_tokens": args.tokens, "model": models.get(method)}
                 engines[method] = LLM(model, speculative=options, **work.engine)
             rows += measure(work, engines, args.rounds)
             print(table(rows[-len(engines) :]), flush=True)

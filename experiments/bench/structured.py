@@ -136,11 +136,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     figures = [measure(llm, name, args.requests, args.tokens, args.rounds) for name in ITEMS]
     rows = []
     for figure in figures:
-        free = statistics.median(figure["free"])
-        bound = statistics.median(figure["bound"])
+        rate_without = statistics.median(figure["free"])
+        rate_with = statistics.median(figure["bound"])
         mask_share = f"{100 * figure['mask_share']:.1f} %"
         milliseconds = f"{1e3 * figure['compile_seconds']:.0f}"
-        rates = f"{free:.0f} / {bound:.0f}"
+        rates = f"{rate_without:.0f} / {rate_with:.0f}"
         rows.append((figure["form"], rates, cell(figure), mask_share, milliseconds))
     columns = (
         "form",

@@ -43,7 +43,7 @@ from experiments.core import own_metrics, policy_fields, pool_options, selection
 from experiments.core.overrides import combinations, override_all, put, short_names
 from experiments.core.point_key import NOT_MEASURED, OWN_VALUES, point_key
 from experiments.core.pool_options import POOLS, Pool, Pools
-from experiments.core.present import Replicas
+from experiments.core.replica_options import Replicas
 from experiments.core.strict_yaml import load_file, parse
 from experiments.core.workloads import (
     HINTS,
@@ -285,7 +285,7 @@ class Experiment:
         """The number of engines of the whole experiment."""
         if self.pools:
             return self.pools.count
-        return self.replicas.ever if self.replicas else 1
+        return self.replicas.total if self.replicas else 1
 
 
 class Point(NamedTuple):

@@ -50,7 +50,7 @@ def engine_key(experiment: Experiment) -> Hashable:
     return experiment.model, sections, experiment.num_replicas, engine
 
 
-def simulated(experiment: Experiment) -> SimulatedLLM | PooledLLM:
+def simulated_llm(experiment: Experiment) -> SimulatedLLM | PooledLLM:
     """The simulated engines of an experiment. Raises ValueError if it cannot be simulated."""
     if experiment.pools:
         return PooledLLM(experiment)
@@ -166,7 +166,7 @@ class Engines:
 
     def _build(self, experiment: Experiment) -> Any:
         if experiment.simulate is not None:
-            return simulated(experiment)
+            return simulated_llm(experiment)
         key = weights_key(experiment)
         config = experiment.engine_config
         num_alive = len(self._engines)

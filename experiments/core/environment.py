@@ -160,8 +160,8 @@ def stolen_share(since: tuple[int, int] | None) -> float | None:
 
     In a virtual machine, the load average does not show a busy neighbour; this share does.
     """
-    until = processor_time()
-    if since is None or until is None:
+    end = processor_time()
+    if since is None or end is None:
         return None
-    used, stolen = (after - before for after, before in zip(until, since, strict=True))
+    used, stolen = (after - before for after, before in zip(end, since, strict=True))
     return round(stolen / max(used + stolen, 1), 3)

@@ -55,7 +55,7 @@ class VirtualEngine(Engine, Protocol):
 
     def sleep(self, seconds: float) -> None: ...
 
-    def ahead(self) -> StepTimes | None: ...
+    def next_step_times(self) -> StepTimes | None: ...
 
     def advance(self, times: StepTimes) -> DecodeSpan: ...
 
@@ -158,7 +158,7 @@ class Fleet(Generic[E_co]):
         engine = self.engines[replica]
         if replica in self._ahead:
             self._make_steps_ahead(replica, math.inf)
-        elif self._looks_ahead and (times := engine.ahead()) is not None:
+        elif self._looks_ahead and (times := engine.next_step_times()) is not None:
             self._ahead[replica] = times
             self._push(replica, float(times.finished[-1]))
             return replica, None

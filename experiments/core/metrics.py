@@ -142,7 +142,7 @@ def summary(
     sums = steps.sums
     slots = sums.blocks_used * block_size
     class_by_name = {service_class.name: service_class for service_class in classes or ()}
-    results = service.judged(requests, slo or Slo(), class_by_name)
+    results = service.judge(requests, slo or Slo(), class_by_name)
     return {
         "duration_s": duration,
         "requests": len(requests),

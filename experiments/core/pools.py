@@ -395,8 +395,8 @@ def _blocks_summary(steps: Sequence[StepRecord], engines: range) -> dict[str, An
     pool_steps = [step for step in steps if step.replica in engines]
     if not pool_steps:
         return {"blocks_total": None, "blocks_used": None}
-    used = [step.blocks_used for step in pool_steps]
+    blocks_used = [step.blocks_used for step in pool_steps]
     return {
         "blocks_total": pool_steps[0].num_blocks,
-        "blocks_used": {"mean": sum(used) / len(used), "peak": max(used)},
+        "blocks_used": {"mean": sum(blocks_used) / len(blocks_used), "peak": max(blocks_used)},
     }

@@ -447,11 +447,11 @@ class StepRecorder:
         entries = sum([len(blocks) for blocks, _ in cached])
         holes = sum([blocks.count(HOLE) for blocks, _ in cached])
         # without mixed steps, a waiting decode may own a block that no row shows yet
-        listed = max(entries - holes, blocks_used)
-        if listed != blocks_used or holes or self._groups > 1:
+        num_entries = max(entries - holes, blocks_used)
+        if num_entries != blocks_used or holes or self._groups > 1:
             distinct = _distinct_tokens(cached, self._block_size, self._groups)
-            return listed, min(distinct, blocks_used * self._block_size)
-        return listed, sum([tokens for _, tokens in cached])
+            return num_entries, min(distinct, blocks_used * self._block_size)
+        return num_entries, sum([tokens for _, tokens in cached])
 
     def count_span(self, span: DecodeSpan) -> SpanColumns:
         """Count several steps at once. Afterwards the recorder is as after `record` of each step."""
@@ -465,14 +465,14 @@ class StepRecorder:
         self._cached = {
             name: (blocks, length + steps - 1) for name, (blocks, length) in cached_first.items()
         }
-        used = span.blocks + np.cumsum(span.allocated)
+        blocks_used = span.blocks + np.cumsum(span.allocated)
         # entries of block tables whose block is also in an earlier entry
         shared = max(0, span.listed - span.blocks)
         held_tokens = context
         if shared:
             distinct = _distinct_tokens(cached_first.values(), self._block_size, self._groups)
-            held_tokens = np.minimum(distinct + added, used * self._block_size)
-        return SpanColumns(used, used + shared, held_tokens, context)
+            held_tokens = np.minimum(distinct + added, blocks_used * self._block_size)
+        return SpanColumns(blocks_used, blocks_used + shared, held_tokens, context)
 
     def record_span(self, span: DecodeSpan) -> list[StepRecord]:
         """The records of several steps at once."""

@@ -15,8 +15,8 @@ from heapq import heappop, heappush, merge
 from typing import Any, NamedTuple, Protocol
 
 from experiments.core.fleet import Fleet, Notes, Source, VirtualEngine, run_events
-from experiments.core.present import Change
 from experiments.core.records import StepRecord
+from experiments.core.replica_options import Change
 from experiments.core.submit import Sender, submit
 from experiments.core.workloads import WorkItem
 from experiments.simulation.spans import DecodeSpan

@@ -42,7 +42,7 @@ class Judged(NamedTuple):
     qoe: float | None
 
 
-def judged(requests: Sequence[RequestRecord], slo: Slo, classes: Classes) -> list[Judged]:
+def judge(requests: Sequence[RequestRecord], slo: Slo, classes: Classes) -> list[Judged]:
     """What each request gave its user, by the targets of its class, or by `slo`."""
     results = []
     for request in requests:
@@ -142,8 +142,8 @@ def _goodput(results: Sequence[Judged], duration: float) -> dict[str, float] | N
     """See `goodput`."""
     if not any(result.has_target for result in results):
         return None
-    good = sum(result.met for result in results)
-    return {"requests_per_s": good / duration, "share": _share_met(results)}
+    num_met = sum(result.met for result in results)
+    return {"requests_per_s": num_met / duration, "share": _share_met(results)}
 
 
 def _share_met(results: Sequence[Judged]) -> float:
@@ -196,12 +196,12 @@ def qoe(request: RequestRecord, targets: Targets) -> float | None:
         return 0.0
     ideal = targets.ttft + targets.itl * np.arange(len(times))
     starts: list[float] = []  # when the user begins to read each token
-    free = 0.0
+    read_until = 0.0
     for time, due in zip(times, ideal, strict=True):
-        starts.append(max(time - request.arrival, due, free))
-        free = starts[-1] + targets.itl
-    whole = _area(ideal, targets.itl, free)
-    return _area(np.array(starts), targets.itl, free) / whole if whole else 1.0
+        starts.append(max(time - request.arrival, due, read_until))
+        read_until = starts[-1] + targets.itl
+    whole = _area(ideal, targets.itl, read_until)
+    return _area(np.array(starts), targets.itl, read_until) / whole if whole else 1.0
 
 
 def _area(starts: np.ndarray, itl: float, end: float) -> float:

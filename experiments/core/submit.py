@@ -54,11 +54,11 @@ def in_order(
     if any(a.arrival > b.arrival for a, b in pairwise(first_turns)):
         raise ValueError("the workload's items must be in order of arrival")
     params = sampling.drawn()
-    early = next((item for item in items if item.longest_output < params.min_tokens), None)
-    if early is not None and early.ends_at is not None:
+    short_item = next((item for item in items if item.longest_output < params.min_tokens), None)
+    if short_item is not None and short_item.ends_at is not None:
         raise ValueError(
-            f"sampling.min_tokens is {params.min_tokens}, and {early.request_id} ends after "
-            f"{early.ends_at} tokens; lower it, or raise the min of the workload's output"
+            f"sampling.min_tokens is {params.min_tokens}, and {short_item.request_id} ends after "
+            f"{short_item.ends_at} tokens; lower it, or raise the min of the workload's output"
         )
     return ((item, dataclasses.replace(params, max_tokens=item.max_tokens)) for item in items)
 
@@ -254,7 +254,7 @@ def with_arrivals(
     ends = {request.request_id: request.end for request in requests}
     followed = {item.follows for item in items}
     last_ends = [end for name, end in ends.items() if end is not None and name not in followed]
-    free = iter([0.0] * (clients or 0) + sorted(last_ends))
+    client_times = iter([0.0] * (clients or 0) + sorted(last_ends))
     records = []
     for request, item in zip(requests, items, strict=True):
         arrival = request.arrival
@@ -262,7 +262,7 @@ def with_arrivals(
         if end is not None:
             arrival = arrival_after(item, end)
         elif clients is not None and not item.follows:
-            arrival = next(free, arrival)
+            arrival = next(client_times, arrival)
         records.append(request._replace(arrival=arrival))
     return records
 

@@ -98,7 +98,7 @@ def write_sweep(folder: Path, points: Sequence[Point], command: str) -> None:
         "question": first.question,
         "command": command,
         "swept": list(dict.fromkeys(path for point in points for path in point.swept)),
-        "simulated": what_ran.simulated(points),
+        "simulated": what_ran.simulated_devices(points),
         "facts": what_ran.facts(points),
     }
     store.write_file(folder / "sweep.json", store.json_text(about))

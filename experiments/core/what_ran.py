@@ -11,7 +11,7 @@ from typing import Any
 from experiments.core.config import Experiment, Point, Slo
 from experiments.core.distributions import Multiple
 from experiments.core.pool_options import POOLS, pool_experiment
-from experiments.core.present import Replicas
+from experiments.core.replica_options import Replicas
 from experiments.core.workloads import Recorded, limits_of
 from experiments.simulation.cost import Simulate
 from pagedjax.host import policies, purity
@@ -23,7 +23,7 @@ from pagedjax.text import yaml_words
 APART = ("arrivals", "kind")  # fields of a workload that are not listed with its options
 
 
-def simulated(points: Sequence[Point]) -> str:
+def simulated_devices(points: Sequence[Point]) -> str:
     """The simulated devices and the models whose times they have, such as "simulated h100, times of
     llama-3-8b"; "" if steps are measured.
     """

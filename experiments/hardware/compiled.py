@@ -272,7 +272,7 @@ def whole_arrays(program: hlo.Program, nbytes: int) -> Counter[str]:
         if site.fused or all(array.nbytes != nbytes for array in instruction.results):
             continue
         if instruction.opcode == "fusion":
-            instruction = hlo.root(program, hlo.called(instruction)[0])
+            instruction = hlo.root(program, hlo.called_computations(instruction)[0])
         counts[instruction.opcode] += 1
     return counts
 

@@ -312,13 +312,13 @@ def main(argv: list[str] | None = None) -> int:
         if not report["right"]:
             print(f"wrong: {report}", flush=True)
         write_report(args.json, {"cases": reports}, place="where", device=False)
-    wrong = sum(not report["right"] for report in reports)
+    num_wrong = sum(not report["right"] for report in reports)
     for kind in (*KINDS, *ALONE):
         errors_of_kind = (report["errors"][kind] for report in reports if "errors" in report)
         worst = max(errors_of_kind, default=float("nan"))
         print(f"{kind}: worst error {worst:.1e} of the largest value")
-    print(f"{len(reports)} cases, {wrong} wrong")
-    return 1 if wrong else 0
+    print(f"{len(reports)} cases, {num_wrong} wrong")
+    return 1 if num_wrong else 0
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def summary(study: Any, runs_by_name: Mapping[str, Any], fit_error: float) -> di
                 "fitted to another run": mean(study.held_out(runs_by_name, study.FITTED, path)),
                 "the fitted run itself": mean(study.errors(fitted.fitted, fitted.measured, path)),
                 "roofline alone": mean(study.held_out(runs_by_name, study.ROOFLINE, path)),
-                "a repeat of the run": mean(study.repeated(runs_by_name, path)),
+                "a repeat of the run": mean(study.repeat_differences(runs_by_name, path)),
             }
             for metric, path in study.METRICS.items()
         },

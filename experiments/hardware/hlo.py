@@ -187,15 +187,15 @@ def _sites(program: Program, computation: str, site: Site) -> Iterator[Site]:
             branch=site.branch or instruction.opcode == "conditional",
             fused=site.fused or instruction.opcode == "fusion",
         )
-        for name in called(instruction):
+        for name in called_computations(instruction):
             yield from _sites(program, name, inner)
 
 
-def called(instruction: Instruction) -> tuple[str, ...]:
+def called_computations(instruction: Instruction) -> tuple[str, ...]:
     """The names of the computations that an instruction calls."""
     branches = BRANCHES.search(instruction.attributes)
-    listed = re.findall(r"%?([\w.-]+)", branches[1]) if branches else []
-    return (*CALLED.findall(instruction.attributes), *listed)
+    branch_names = re.findall(r"%?([\w.-]+)", branches[1]) if branches else []
+    return (*CALLED.findall(instruction.attributes), *branch_names)
 
 
 def trips(instruction: Instruction) -> int:

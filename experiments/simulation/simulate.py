@@ -79,7 +79,9 @@ from pagedjax.weights.huggingface import np_dtype
 from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.tokenizer_files import open_tokenizer
 
-MOST_AHEAD = 1024  # steps: a look ahead that a request cuts short is made again
+# The most steps that are made together. An arrival ends them early, and the times of the steps
+# behind it were calculated in vain.
+MAX_STEPS_AHEAD = 1024
 
 
 class Guess(NamedTuple):
@@ -102,7 +104,9 @@ class Handover(NamedTuple):
 
 
 def _has_share(seq: Seq, split: float) -> bool:
-    """Whether a share of a sequence's tokens is computed, as far as their number is known before."""
+    """Whether a share of a sequence's tokens is computed. All its tokens are the prompt and the
+    predicted output; without a prediction, the prompt and max_tokens.
+    """
     request = seq.request
     output = request.max_tokens if request.predicted is None else request.predicted
     return not request.forks and seq.computed >= split * (request.prompt_len + output)
@@ -319,12 +323,12 @@ class SimulatedEngine:
         request_limits.check(self.scheduler_state, request._replace(forks=()))
 
     def prefilled(self, split: float | None = None) -> tuple[str, ...]:
-        """Ids of running sequences whose prompt is computed and that have at least one token of
-        their output.
+        """Ids of running sequences that can be handed over.
 
         Args:
-            split: instead, those of which this share is computed; see `Pools.split`. Branches are
-                handed over one by one, so their common prompt is computed before.
+            split: the share of a sequence's tokens that must be computed; see `Pools.split`. None:
+                its prompt must be computed, and its first token of output. Branches are handed over
+                one by one, so their common prompt is computed before.
         """
         seqs = scheduler.running(self.scheduler_state)
         if split is not None:
@@ -340,6 +344,8 @@ class SimulatedEngine:
             ValueError: see `scheduler.release`.
         """
         state = self.scheduler_state
+        # a first release says which blocks they are; their second owner keeps them when they are
+        # released
         _, released = scheduler.release(state, request_id)
         state = state._replace(pool=blocks.share(state.pool, released.blocks))
         self.scheduler_state, _ = scheduler.release(state, request_id)
@@ -431,10 +437,12 @@ class SimulatedEngine:
         for i, num_drafts in enumerate(plan.drafts):
             seq = plan.seqs[i]
             length = plan.lengths[i]
-            right = min(guesses[seq.request_id].right, num_drafts) if num_drafts else 0
-            tokens = [self._token(seq, length + j) for j in range(right + 1)]
+            num_right = min(guesses[seq.request_id].right, num_drafts) if num_drafts else 0
+            tokens = [self._token(seq, length + j) for j in range(num_right + 1)]
             if self._sequences:
-                self._sequences[seq.request_id].tokens[length : length + right] = tokens[:right]
+                self._sequences[seq.request_id].tokens[length : length + num_right] = tokens[
+                    :num_right
+                ]
             samples[i] = tuple(tokens)
         return samples
 
@@ -444,7 +452,7 @@ class SimulatedEngine:
             return self._rules.vocab_size
         return sampled(seq.arrival, length, self._rules.vocab_size)
 
-    def ahead(self) -> StepTimes | None:
+    def next_step_times(self) -> StepTimes | None:
         """The times of the next steps, if several of them only decode; `advance` makes them.
 
         Else None. With a recording it is None, too: a recording has each step.
@@ -455,7 +463,7 @@ class SimulatedEngine:
             return None
         if self._policy.init is not None:
             return None
-        steps = min(decode_spans.steps_ahead(self.scheduler_state, self._ends), MOST_AHEAD)
+        steps = min(decode_spans.steps_ahead(self.scheduler_state, self._ends), MAX_STEPS_AHEAD)
         if steps < 2:
             return None
         lengths = self.scheduler_state.running.lengths
@@ -473,36 +481,36 @@ class SimulatedEngine:
         return step_times(self.now, steps, work, self._seconds, self._simulate.host_s)
 
     def advance(self, times: StepTimes) -> DecodeSpan:
-        """Make the steps that `ahead` gave, or the first of these. The state is afterwards as after
-        so many calls of `step`.
+        """Make the steps that `next_step_times` gave, or the first of these. Afterwards the state is
+        that after so many calls of `step`.
         """
-        before = self.scheduler_state
+        state = self.scheduler_state
         steps = len(times.started)
-        seqs, lengths, computed = before.running
+        seqs, lengths, computed = state.running
         hashes = NO_HASHES
         if self._sequences:
             for seq, length in zip(seqs, lengths, strict=True):
                 tokens = sampled(seq.arrival, length + np.arange(steps), self._rules.vocab_size)
                 data = self._sequences[seq.request_id]
-                longer = extended(data, length, tokens, self._rules.spare)
-                if longer is not data:
-                    self._sequences = self._sequences.set(seq.request_id, longer)
-            rows = EMPTY_PLAN._replace(seqs=seqs, starts=computed, counts=(steps,) * len(seqs))
-            hashes = hashes_of_filled(rows, self._sequences, self.config.block_size)
-        self.scheduler_state, allocated = decode_spans.after_decodes(before, steps, hashes)
+                extended_data = extended(data, length, tokens, self._rules.spare)
+                if extended_data is not data:
+                    self._sequences = self._sequences.set(seq.request_id, extended_data)
+            plan = EMPTY_PLAN._replace(seqs=seqs, starts=computed, counts=(steps,) * len(seqs))
+            hashes = hashes_of_filled(plan, self._sequences, self.config.block_size)
+        self.scheduler_state, allocated = decode_spans.after_decodes(state, steps, hashes)
         self.now = float(times.finished[-1])
         return DecodeSpan(
-            step=before.step,
+            step=state.step,
             times=times,
             seqs=self.scheduler_state.running.seqs,
             lengths=lengths,
             vocabulary=self._rules.vocab_size,
             padded=self._padded(len(seqs)),
-            waiting=len(before.waiting),
-            blocks=before.pool.num_blocks - before.pool.num_free,
+            waiting=len(state.waiting),
+            blocks=state.pool.num_blocks - state.pool.num_free,
             allocated=allocated,
             listed=sum([len(seq.blocks) for seq in seqs]),
-            num_blocks=before.pool.num_blocks,
+            num_blocks=state.pool.num_blocks,
         )
 
     def _guess(self) -> Mapping[str, Guess]:
@@ -528,10 +536,10 @@ def independent(probability: float) -> Guesses:
     """A drafter that always gives as many drafts as the scheduler wants. A draft is accepted with
     this probability if the drafts before it are accepted.
     """
-    return lambda seq, length, k: Guess(k, accepted(seq.arrival, length, k, probability))
+    return lambda seq, length, k: Guess(k, num_accepted(seq.arrival, length, k, probability))
 
 
-def accepted(arrival: int, length: int, k: int, probability: float) -> int:
+def num_accepted(arrival: int, length: int, k: int, probability: float) -> int:
     """How many of k drafts are accepted: each with a probability, by a random number of (arrival,
     position).
     """
@@ -562,16 +570,18 @@ def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> Engine
             "no chip, so no memory to size the cache by; set cache_tokens or engine.num_blocks"
         )
     if memory is not None:
-        free = memory - shape.total_bytes
+        free_bytes = memory - shape.total_bytes
         if num_blocks is None:
-            useful = config.max_num_seqs * table_width(config, length)
-            num_blocks = min(useful, int(config.memory_fraction * free / block_bytes))
-        if num_blocks < 1 or num_blocks * block_bytes > free:
+            most_used_blocks = config.max_num_seqs * table_width(config, length)
+            num_blocks = min(
+                most_used_blocks, int(config.memory_fraction * free_bytes / block_bytes)
+            )
+        if num_blocks < 1 or num_blocks * block_bytes > free_bytes:
             raise ValueError(
-                f"weights of {shape.total_bytes / 1e9:.1f} GB leave {max(free, 0) / 1e9:.1f} of "
-                f"{memory / 1e9:.1f} GB, room for {max(int(free / block_bytes), 0)} blocks of "
-                f"{config.block_size} tokens, and {num_blocks} are wanted; lower num_blocks, or "
-                "use more or larger chips"
+                f"weights of {shape.total_bytes / 1e9:.1f} GB leave "
+                f"{max(free_bytes, 0) / 1e9:.1f} of {memory / 1e9:.1f} GB, room for "
+                f"{max(int(free_bytes / block_bytes), 0)} blocks of {config.block_size} tokens, "
+                f"and {num_blocks} are wanted; lower num_blocks, or use more or larger chips"
             )
     buckets = config.token_buckets or token_buckets(config.max_num_batched_tokens)
     return dataclasses.replace(

@@ -124,7 +124,7 @@ def simulated(
     file: Path,
     *overrides: str,
     repeats: int | None = None,
-    also: Callable[[Point, Measured], None] | None = None,
+    on_run: Callable[[Point, Measured], None] | None = None,
 ) -> list[tuple[Point, list[Summary]]]:
     """Run every point of a config in this process. Nothing is written.
 
@@ -133,7 +133,7 @@ def simulated(
     Args:
         overrides: like --set of experiments.run.
         repeats: replaces the config's repeats.
-        also: called with every run, for values that a summary does not have.
+        on_run: called with every run, for values that a summary does not have.
 
     Raises:
         RuntimeError: a run failed.
@@ -144,15 +144,15 @@ def simulated(
         assert experiment.simulate is not None, (
             "studies measure real engines through experiments.run"
         )
-        llm = engines.simulated(experiment)
+        llm = engines.simulated_llm(experiment)
         summaries = []
         for repeat in range(repeats or experiment.repeats):
             measured = measure(llm, point, repeat)
             if measured.failed:
                 raise RuntimeError(f"{file.name}, {point.label}: {measured.failed}")
             summaries.append(measured.summary)
-            if also is not None:
-                also(point, measured)
+            if on_run is not None:
+                on_run(point, measured)
         points.append((point, summaries))
     return points
 

@@ -54,11 +54,16 @@ def by_rate(
             break
         sweep = f"sweep={json.dumps({'list': [points[name] for name in names_left]})}"
 
-        def also(point: Point, measured: Measured, runs: dict[str, list[float]] = runs) -> None:
+        def on_run(point: Point, measured: Measured, runs: dict[str, list[float]] = runs) -> None:
             runs.setdefault(point.label, []).append(normalised(measured, average))
 
         simulated(
-            config, sweep, f"workload.arrivals.rate={rate}", *overrides, repeats=repeats, also=also
+            config,
+            sweep,
+            f"workload.arrivals.rate={rate}",
+            *overrides,
+            repeats=repeats,
+            on_run=on_run,
         )
         for name, values in zip(names_left, runs.values(), strict=True):
             curves[name].append(values)
@@ -85,15 +90,15 @@ def all_highest(
     return [highest(rates, seed, target) for seed in zip(*curves[name], strict=True)]
 
 
-def reached(curves: Curves, rates: Sequence[float], target: float, name: str) -> str:
+def rate_text(curves: Curves, rates: Sequence[float], target: float, name: str) -> str:
     """The rate that an engine serves at a latency, in words: the mean over seeds, or a bound."""
     if max(curves[name][0]) > target:
         return f"not met at {rates[0]:g}"
     best = all_highest(curves, rates, target, name)
-    known = [rate for rate in best if rate is not None]
-    if len(known) == len(best):
-        return rounded(interval(known).middle)
-    return f">= {rounded(min([*known, rates[-1]]))}"
+    rates_of_seeds = [rate for rate in best if rate is not None]
+    if len(rates_of_seeds) == len(best):
+        return rounded(interval(rates_of_seeds).middle)
+    return f">= {rounded(min([*rates_of_seeds, rates[-1]]))}"
 
 
 def gain(

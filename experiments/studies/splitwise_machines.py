@@ -91,7 +91,7 @@ def of_a100s(machines: int) -> list[Design]:
     return [Design("Splitwise-AA", ("a100", n), ("a100", machines - n)) for n in range(1, machines)]
 
 
-def mixed() -> list[Design]:
+def mixed_designs() -> list[Design]:
     """Splitwise-HA with one H100 for prompts, then with two, and so on.
 
     The number of A100s is what the power allows.

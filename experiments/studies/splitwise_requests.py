@@ -49,7 +49,7 @@ def slowdowns(requests: Iterable[RequestRecord]) -> dict[str, tuple[float, ...]]
     }
 
 
-def missed(slowdowns_by_kind: Mapping[str, tuple[float, ...]]) -> tuple[str, ...]:
+def missed_targets(slowdowns_by_kind: Mapping[str, tuple[float, ...]]) -> tuple[str, ...]:
     """The targets that are not met, such as "TBT P50"."""
     return tuple(
         f"{name} P{100 * quantile:.0f}"

@@ -48,14 +48,14 @@ def begin(out: Path, run_options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{file} is damaged ({error}); remove {out}, or give another --out"
         ) from error
-    different = [
+    differences = [
         f"{key} is {run_options.get(key)}, there {recorded.get(key)}"
         for key in dict(run_options) | recorded
         if run_options.get(key) != recorded.get(key)
     ]
-    if different:
+    if differences:
         raise ValueError(
-            f"{out} holds another run: {'; '.join(different)}. Use its options (the text depends "
+            f"{out} holds another run: {'; '.join(differences)}. Use its options (the text depends "
             "on the Python version), give another --out, or remove it"
         )
 

@@ -33,10 +33,10 @@ def texts() -> tuple[list[str], list[str]]:
     held_out: list[str] = []
     for i, (_, topic) in enumerate(sorted(topics.items())):
         paragraphs = dict.fromkeys(topic.strip().split("\n\n"))
-        new = [paragraph for paragraph in paragraphs if paragraph not in earlier]
-        earlier.update(new)
+        new_paragraphs = [paragraph for paragraph in paragraphs if paragraph not in earlier]
+        earlier.update(new_paragraphs)
         part = held_out if i % 10 == HELD_OUT else train
-        part.append("\n\n".join(new))
+        part.append("\n\n".join(new_paragraphs))
     return train, held_out
 
 

@@ -6,7 +6,7 @@ them greedily and half of them at temperature 1. Then it reads prompts and outpu
 each token these are kept:
 
     features    the outputs of the layers `taps`, in 16 bits
-    ids, shares the TOP likeliest next tokens and their probabilities
+    ids, shares the TOP likeliest next tokens, and the probability of each: its share of all tokens
 
 Both are computed once and stored, because a training run reads every token several times.
 """
@@ -44,7 +44,7 @@ class Windows(NamedTuple):
     tokens: Any  # [n, S] int32
     features: Any  # [n, S, taps * H] float16
     ids: Any  # [n, S, TOP] int32: likely next tokens
-    shares: Any  # [n, S, TOP] float32: their probabilities
+    shares: Any  # [n, S, TOP] float32: the probability of each, its share of all tokens
 
 
 def prompts(
@@ -155,7 +155,7 @@ def store(file: Path, windows: Windows) -> None:
     part.replace(file)
 
 
-def stored(file: Path) -> Windows:
+def load(file: Path) -> Windows:
     with np.load(file) as arrays:
         return Windows(*(arrays[name] for name in Windows._fields))
 

@@ -19,8 +19,8 @@ class Sum(NamedTuple):
 
 def sums(seed: int, step: int, count: int, largest: int) -> list[Sum]:
     """The sums of a step, which depend on seed and step only, so a run can resume at any step."""
-    drawn = np.random.default_rng((seed, step)).integers(largest + 1, size=(count, 2))
-    return [Sum(*pair) for pair in drawn.tolist()]
+    pairs = np.random.default_rng((seed, step)).integers(largest + 1, size=(count, 2))
+    return [Sum(*pair) for pair in pairs.tolist()]
 
 
 def number_in(text: str) -> int | None:

@@ -150,12 +150,12 @@ def mean_loss(
 ) -> tuple[float, list[float]]:
     """The means of (loss, share of right drafts by pass) over whole batches of `size` windows."""
     losses = []
-    right = []
+    right_shares = []
     for i in range(0, len(windows.tokens) - size + 1, size):
         batch_loss, batch_right = loss_of_batch(Windows(*(x[i : i + size] for x in windows)))
         losses.append(float(batch_loss))
-        right.append(np.asarray(batch_right))
-    return float(np.mean(losses)), np.mean(right, axis=0).tolist()
+        right_shares.append(np.asarray(batch_right))
+    return float(np.mean(losses)), np.mean(right_shares, axis=0).tolist()
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def prepare(
                 f"{file}: outputs {middle - started:.0f} s, features "
                 f"{time.perf_counter() - middle:.0f} s"
             )
-    return draft_data.stored(files[0]), draft_data.stored(files[1])
+    return draft_data.load(files[0]), draft_data.load(files[1])
 
 
 def check_model(setup: DraftSetup, config: DecoderConfig) -> None:

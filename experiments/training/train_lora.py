@@ -237,15 +237,15 @@ def _jobs(held_out: Examples) -> list[tuple[list[int], SamplingParams]]:
 def _served(task: Task, outs: Iterator[Any], decode: Callable[[list[int]], str]) -> Served:
     """The outputs of `_jobs` of a task."""
     logprobs = np.zeros(task.held_out.tokens.shape, np.float32)
-    right = []
+    scores = []
     for i in range(len(logprobs)):
         scored = next(outs)
         answered = next(outs)
         entries: Any = scored.prompt_logprobs
         pairs = zip(scored.prompt_token_ids[1:], entries[1:], strict=True)
         logprobs[i, 1 : len(entries)] = [entry[token].logprob for token, entry in pairs]
-        right.append(task.right(decode(task.held_out.answer(i)), answered.outputs[0].text))
-    return Served(logprobs, float(np.mean(right)))
+        scores.append(task.right(decode(task.held_out.answer(i)), answered.outputs[0].text))
+    return Served(logprobs, float(np.mean(scores)))
 
 
 def report(

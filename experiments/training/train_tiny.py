@@ -178,9 +178,9 @@ def about(setup: Setup, data: Data, params: nnx.State) -> str:
 
 def sample_with(llm: LLM, params: nnx.State) -> tuple[str, int]:
     """A sample of the running engine with these parameters, and the new compilations (0)."""
-    before = compilations.counts()
+    counts_before = compilations.counts()
     llm.update_params(params)
-    return sample(llm), (compilations.counts() - before).compilations
+    return sample(llm), (compilations.counts() - counts_before).compilations
 
 
 def sample(llm: LLM) -> str:

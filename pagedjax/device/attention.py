@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pagedjax.device.batch import Batch
 from pagedjax.options.own_errors import placed
-from pagedjax.options.own_values import named
+from pagedjax.options.own_values import named_value
 from pallas_kernels import kv_write
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
 from pallas_kernels.shared.page_bits import read, stored
@@ -38,7 +38,7 @@ def find(name: Any) -> Implementation:
     Raises:
         ValueError: there is no such implementation, module, file or value.
     """
-    return named("attention_impl", name, Implementation, IMPLS, shared=True)
+    return named_value("attention_impl", name, Implementation, IMPLS, shared=True)
 
 
 def choose(name: Any, device: Any, *, invariant: bool = False, **sizes: Any) -> str:

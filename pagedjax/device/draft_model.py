@@ -71,10 +71,12 @@ def features_before(
     """
     if pages.features is None:
         return None
-    before = jnp.maximum(positions - 1, 0)
+    positions_before = jnp.maximum(positions - 1, 0)
     block_size = pages.features.shape[1]
-    blocks = block_tables.at[rows, before // block_size].get(mode="promise_in_bounds")
-    features = pages.features.at[blocks, before % block_size].get(mode="promise_in_bounds")
+    blocks = block_tables.at[rows, positions_before // block_size].get(mode="promise_in_bounds")
+    features = pages.features.at[blocks, positions_before % block_size].get(
+        mode="promise_in_bounds"
+    )
     return jnp.where((positions > 0)[:, None], features, 0)
 
 
@@ -170,9 +172,11 @@ def _observe_eagle(
         jnp.searchsorted(batch.row_cu_q_lens, jnp.arange(t), side="right") - 1,
         len(batch.seq_lens) - 1,
     )
-    before = features_before(pages, batch.block_tables, row, batch.positions)
-    assert before is not None
-    _, k, v = head.layer(model.embedded(batch), before, pages.k[0], pages.v[0], batch, attend)
+    previous_features = features_before(pages, batch.block_tables, row, batch.positions)
+    assert previous_features is not None
+    _, k, v = head.layer(
+        model.embedded(batch), previous_features, pages.k[0], pages.v[0], batch, attend
+    )
     return pages._replace(k=(k,), v=(v,))
 
 

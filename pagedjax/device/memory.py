@@ -82,18 +82,18 @@ class MemoryReport(NamedTuple):
             peak = (size(self.activations), "of the largest step, as compiled")
         device = ("unknown", "")
         other = []
-        left = ""
+        left_text = ""
         if self.total:
             device = (size(self.total), f"{size(self.free)} free before the cache")
             note = "in use before the cache and not weights; inputs of steps"
             other = [("other", size(self.other), note)]
-            left = f"; {size(self.left)} left"
+            left_text = f"; {size(self.left)} left"
         rows = [
             ("device", *device),
             ("weights", size(self.weights), ""),
             ("activations peak", *peak),
             *other,
-            ("KV cache", size(self.cache), f"with its trash block{left}"),
+            ("KV cache", size(self.cache), f"with its trash block{left_text}"),
             ("device blocks", f"{self.device_blocks:,}", blocks),
             ("host blocks", f"{self.host_blocks:,}", swap),
             ("tokens", f"{self.tokens:,}", "in the device blocks"),

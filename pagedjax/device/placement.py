@@ -109,10 +109,10 @@ class Placement:
         values = np.asarray(placed)
         for axis, dim in enumerate(self._splits(path, placed.ndim)):
             if dim.order is not None:
-                used = np.flatnonzero(dim.order != PADDING)
+                positions = np.flatnonzero(dim.order != PADDING)
                 places = np.empty(dim.order.max() + 1, np.intp)
                 # several devices may have copies of a key head: the last copy is taken
-                places[dim.order[used]] = used
+                places[dim.order[positions]] = positions
                 values = np.take(values, places, axis=axis)
         return values
 
@@ -235,9 +235,9 @@ def make_placement(
     unused_processes -= {devices[i].process_index for i in positions}
     # in a single process, devices of other processes are those of a topology that is not here
     if unused_processes and jax.process_count() > 1:
-        unused = min(unused_processes)
+        process = min(unused_processes)
         raise ValueError(
-            f"the mesh has {sizes.size} of {len(devices)} devices, and process {unused} has "
+            f"the mesh has {sizes.size} of {len(devices)} devices, and process {process} has "
             "none of them; use a mesh with devices of every process"
         )
     shape = sizes.expert, sizes.tensor

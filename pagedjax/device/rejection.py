@@ -40,7 +40,7 @@ def draw_drafts(
     logits = chain.apply("logits", logits, s.features, context)
     best = best_tokens(logits)
 
-    def drawn(
+    def sample_drafts(
         logits: jax.Array, s: SamplingBatch, context: RowContext
     ) -> tuple[jax.Array, jax.Array]:
         row_weights = weights(logits, s, context, chain)
@@ -51,7 +51,7 @@ def draw_drafts(
     ) -> tuple[jax.Array, jax.Array]:
         return best, jnp.zeros(logits.shape)
 
-    return jax.lax.cond(jnp.any(s.temperature > 0), drawn, greedy, logits, s, context)
+    return jax.lax.cond(jnp.any(s.temperature > 0), sample_drafts, greedy, logits, s, context)
 
 
 def draw_or_accept(
@@ -69,10 +69,10 @@ def draw_or_accept(
     p = normalised(model_weights)
     q = _draft_probabilities(drafted, token, model_weights.shape[-1])
 
-    def of_draft(x: jax.Array) -> jax.Array:  # [B, V] -> [B]
+    def at_draft(x: jax.Array) -> jax.Array:  # [B, V] -> [B]
         return jnp.take_along_axis(x, token[:, None], axis=-1)[:, 0]
 
-    accepted = uniform(s, seed, ACCEPT) * of_draft(q) < of_draft(p)
+    accepted = uniform(s, seed, ACCEPT) * at_draft(q) < at_draft(p)
     remainder = jnp.maximum(p - q, 0.0)
     # q >= p everywhere means q == p: nothing remains, and only rounding has rejected the draft.
     # Then the weights are unscaled, as in a plain draw.
@@ -95,10 +95,10 @@ def _draft_probabilities(drafted: Drafted, token: jax.Array, v: int) -> jax.Arra
     """[B, V] the probabilities that drafts were drawn with. A drafter without probabilities is sure
     of its draft.
     """
-    sure = jnp.arange(v) == token[:, None]
+    one_hot = jnp.arange(v) == token[:, None]
     if drafted.probs is None:
-        return sure.astype(jnp.float32)
+        return one_hot.astype(jnp.float32)
     q = normalised(drafted.probs)
     # If the request allows no token of the drafter's vocabulary, the row has no weights, and its
     # draft is always the same.
-    return jnp.where((q.sum(-1) > 0)[:, None], q, sure)
+    return jnp.where((q.sum(-1) > 0)[:, None], q, one_hot)

@@ -81,12 +81,15 @@ def _modules(
     """leaves -> the nnx modules of the model and of the drafter."""
     graphdef = model.graphdef
     structure = jax.tree.structure(model.params)
-    draft = bound and (bound.model.graphdef, jax.tree.structure(bound.model.params))
+    draft_graphdef = None
+    draft_structure = None
+    if bound is not None:
+        draft_graphdef = bound.model.graphdef
+        draft_structure = jax.tree.structure(bound.model.params)
 
     def modules(leaves: Sequence[Any]) -> tuple[Any, Any]:
         drafter = None
-        if draft:
-            draft_graphdef, draft_structure = draft
+        if draft_graphdef is not None:
             draft_leaves = leaves[structure.num_leaves :]
             drafter = nnx.merge(draft_graphdef, jax.tree.unflatten(draft_structure, draft_leaves))
         model_leaves = leaves[: structure.num_leaves]
@@ -134,22 +137,22 @@ def make_step(
         leaves: Sequence[Any], cache: KVCache, joined_batch: OneTransfer
     ) -> tuple[KVCache, StepOutput]:
         batch = _arrive(parted(joined_batch))
-        model, drafter = modules(leaves)
+        module, drafter = modules(leaves)
         cache = cache._replace(tokens=write_tokens(cache.tokens, batch.tokens, batch.slots))
-        run = model.layers(
+        run = module.layers(
             cache,
             batch,
             attend,
-            (*drafter_taps, *side_outputs.outputs(model.config.layers)),
+            (*drafter_taps, *side_outputs.outputs(module.config.layers)),
             side_outputs.experts,
         )
         cache = run.cache
-        tapped = inner_arrays(model, run, batch, attend, side_outputs) if side_outputs else None
+        tapped = inner_arrays(module, run, batch, attend, side_outputs) if side_outputs else None
         if bound is not None:
-            cache = _observe(bound, drafter, model, cache, batch, run.outputs)
+            cache = _observe(bound, drafter, module, cache, batch, run.outputs)
         rows = _rows_of_samples(batch)
-        hidden, prompt = _hidden_of_samples(model, run.finish, batch, tile, by_rows)
-        logits = model.logits(hidden, batch.used_samples)
+        hidden, prompt = _hidden_of_samples(module, run.finish, batch, tile, by_rows)
+        logits = module.logits(hidden, batch.used_samples)
         sampled, sample_outputs = by_rows(
             partial(_samples_of, cache.tokens, seed, tile, chain, side_outputs), logits, rows
         )
@@ -239,19 +242,20 @@ def _hidden_of_samples(
         finish: `Run.finish`, which runs the last layer for all tokens (None), or for some.
     """
 
-    def of_all_tokens() -> tuple[jax.Array, PromptLogprobs]:
+    def with_prompt_logprobs() -> tuple[jax.Array, PromptLogprobs]:
         hidden = finish(None)
-        of_samples = hidden[batch.last]
-        return of_samples, prompt_logprobs(model.logits, hidden, batch.targets, tile, by_rows)
+        sample_hidden = hidden[batch.last]
+        return sample_hidden, prompt_logprobs(model.logits, hidden, batch.targets, tile, by_rows)
 
-    def of_few_tokens() -> tuple[jax.Array, PromptLogprobs]:
+    def without_prompt_logprobs() -> tuple[jax.Array, PromptLogprobs]:
         return finish(samples_of(batch)), no_prompt_logprobs(len(batch.tokens))
 
     if len(batch.last) < len(batch.tokens):
-        return jax.lax.cond(jnp.any(batch.targets >= 0), of_all_tokens, of_few_tokens)
+        has_targets = jnp.any(batch.targets >= 0)
+        return jax.lax.cond(has_targets, with_prompt_logprobs, without_prompt_logprobs)
     if batch.targets is None:
         return finish(None)[batch.last], no_prompt_logprobs(len(batch.tokens))
-    return of_all_tokens()
+    return with_prompt_logprobs()
 
 
 def make_draft(
@@ -283,13 +287,13 @@ def make_draft(
     def draft(
         leaves: Sequence[Any], cache: KVCache, batch: DraftBatch
     ) -> tuple[KVCache, DraftOutput]:
-        model, module = modules(leaves)
+        module, drafter = modules(leaves)
         rows = len(batch.tokens)
         key = jnp.uint32(seed)
 
         def next_logits(pages: Any, step: Batch, features: Any) -> tuple[Any, Any, jax.Array]:
             pages, features, logits = bound.model.next_logits(
-                module, model, pages, step, features, bound.attend
+                drafter, module, pages, step, features, bound.attend
             )
             return pages, features, fitted(logits, vocabulary)
 
@@ -297,7 +301,7 @@ def make_draft(
         features = features_before(
             cache.draft, batch.block_tables, jnp.arange(rows), batch.positions
         )
-        start = Drafting(
+        start = DraftState(
             pages=cache.draft,
             cached_tokens=cache.tokens,
             tokens=batch.tokens,
@@ -318,7 +322,7 @@ def make_draft(
     return jax.jit(_mapped(draft, model, bound), donate_argnums=1)
 
 
-class Drafting(NamedTuple):
+class DraftState(NamedTuple):
     """What the drafter's program carries from draft to draft.
 
     pages: of the drafter.
@@ -338,14 +342,14 @@ class Drafting(NamedTuple):
 
 def _draft_token(
     i: jax.Array,
-    state: Drafting,
+    state: DraftState,
     *,
     batch: DraftBatch,
     next_logits: Callable[[Any, Batch, Any], tuple[Any, Any, jax.Array]],
     key: jax.Array,
     tile: int | None,
     chain: RowChain,
-) -> Drafting:
+) -> DraftState:
     """Draw draft i of each row.
 
     Args:
@@ -364,15 +368,17 @@ def _draft_token(
             sampling.prompt_len,
             sampling.position,
         )
-        drafted, drawn = rejection.draw_drafts(logits, sampling, context, key, chain)
-        probs = jax.lax.dynamic_update_index_in_dim(probs, drawn, i, 0)
+        drafted, row_weights = rejection.draw_drafts(logits, sampling, context, key, chain)
+        probs = jax.lax.dynamic_update_index_in_dim(probs, row_weights, i, 0)
     else:
         history = History(cached_tokens, batch.block_tables, step.positions + 1)
         drafted = sample(logits, sampling, history, key, tile, chain).tokens
-    return Drafting(pages, cached_tokens, drafted, features, state.drafts.at[i].set(drafted), probs)
+    return DraftState(
+        pages, cached_tokens, drafted, features, state.drafts.at[i].set(drafted), probs
+    )
 
 
-def _one_token_each(i: jax.Array, state: Drafting, batch: DraftBatch) -> Batch:
+def _one_token_each(i: jax.Array, state: DraftState, batch: DraftBatch) -> Batch:
     """The step of the drafter that computes the newest token of each row, for draft i.
 
     A row that has all of its drafts repeats its last position, and writes to the trash block.
@@ -383,7 +389,7 @@ def _one_token_each(i: jax.Array, state: Drafting, batch: DraftBatch) -> Batch:
     entry = (positions // size)[:, None]
     block = jnp.take_along_axis(batch.block_tables, entry, axis=1)[:, 0]
     slots = jnp.where(needs_draft, block * size + positions % size, 0)
-    row = jnp.arange(len(batch.tokens) + 1, dtype=jnp.int32)
+    row_starts = jnp.arange(len(batch.tokens) + 1, dtype=jnp.int32)
     sampling = batch.sampling._replace(position=batch.sampling.position + i)
     return Batch(
         tokens=state.tokens,
@@ -391,9 +397,9 @@ def _one_token_each(i: jax.Array, state: Drafting, batch: DraftBatch) -> Batch:
         slots=slots,
         block_tables=batch.block_tables,
         seq_lens=positions + 1,
-        cu_q_lens=row,
-        last=row[:-1],
-        sampled_row=row[:-1],
+        cu_q_lens=row_starts,
+        last=row_starts[:-1],
+        sampled_row=row_starts[:-1],
         targets=None,
         sampling=sampling,
     )

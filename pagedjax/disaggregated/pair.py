@@ -113,8 +113,8 @@ class PairSession(Calls):
                     "alone"
                 )
             if request.adapter is not None:
-                needed = self.prefill.engine.adapters[request.adapter]
-                handovers.adapter_of(self.decode.engine.runtime, needed.content_hash)
+                adapter = self.prefill.engine.adapters[request.adapter]
+                handovers.adapter_of(self.decode.engine.runtime, adapter.content_hash)
         with self.prefill.engine.turns:
             added = self.prefill.add(requests)
             names = {name for branches in added for name in branches}

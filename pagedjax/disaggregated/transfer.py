@@ -123,10 +123,10 @@ class Transfers:
         specs = [
             jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in offer.shapes
         ]
-        until = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._timeout
         arrays = self._server.connect(offer.address).pull(offer.uuid, specs)
         while not all(x.is_ready() for x in arrays):  # a peer that is gone may never answer
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"no pages from {offer.address} in {self._timeout} s; is that process alive?"
                 )

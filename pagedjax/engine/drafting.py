@@ -239,12 +239,14 @@ def learned(drafting: Drafting, result: StepResult) -> Drafting:
     else:
         # the first rejected draft was tried, and those behind it were not
         pairs = zip(event.accepted, event.drafts, strict=True)
-        tried = sum(min(accepted + 1, k) for accepted, k in pairs)
+        num_tried = sum(min(accepted + 1, k) for accepted, k in pairs)
         weight_of_past = 0.5 if drafting.idle >= RETRY else 1.0
-        tried_before = drafting.tried * 0.5 ** (tried / HALF_LIFE) * weight_of_past
+        tried_before = drafting.tried * 0.5 ** (num_tried / HALF_LIFE) * weight_of_past
         accepted_drafts = drafting.acceptance * tried_before + sum(event.accepted)
         drafting = drafting._replace(
-            acceptance=accepted_drafts / (tried_before + tried), tried=tried_before + tried, idle=0
+            acceptance=accepted_drafts / (tried_before + num_tried),
+            tried=tried_before + num_tried,
+            idle=0,
         )
     if result.compilations:
         return drafting
@@ -264,8 +266,8 @@ def learned(drafting: Drafting, result: StepResult) -> Drafting:
 
 def _averaged(seconds: Mapping[int, float], size: int, new: float) -> Mapping[int, float]:
     """The running averages with a new time of steps of a size."""
-    before = seconds.get(size, new)
-    return {**seconds, size: before + WEIGHT * (new - before)}
+    mean = seconds.get(size, new)
+    return {**seconds, size: mean + WEIGHT * (new - mean)}
 
 
 def left(drafting: Drafting, name: str, data: SequenceData, length: int) -> None:

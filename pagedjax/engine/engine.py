@@ -325,8 +325,8 @@ class Engine:
         """
         table = self._adapter_table(adapter.name)
         in_use = adapters.adapter_slots_in_use(self._state.sequences)
-        after = adapters.loaded(table, adapter, in_use, keep=keep, needed=frozenset(needed))
-        self.runtime = replace(self.runtime, adapters=after)
+        new_table = adapters.loaded(table, adapter, in_use, keep=keep, needed=frozenset(needed))
+        self.runtime = replace(self.runtime, adapters=new_table)
 
     @interrupts.in_turn
     def unload_adapter(self, name: str) -> None:
@@ -467,14 +467,14 @@ class Engine:
         """
         if not self.has_work:
             return None
-        before = self._state
-        if before.result is None:
+        old_state = self._state
+        if old_state.result is None:
             try:
-                after, result = step(self.runtime, before, self._schedule())
+                after, result = step(self.runtime, old_state, self._schedule())
                 self._set(after._replace(result=result))
             except BaseException:
-                if self._state is before:  # its cache was donated
-                    self._set(state.roll_back(before))
+                if self._state is old_state:  # its cache was donated
+                    self._set(state.roll_back(old_state))
                 raise
         result = self._state.result
         self._state = self._state._replace(result=None)
@@ -509,13 +509,13 @@ class Engine:
         self.record(None)
         state.roll_back(self._state)  # frees the old cache before the new one is allocated
         learned = self._state.drafting
-        new = state.init(self.runtime)._replace(params_version=self._state.params_version)
-        if learned and new.drafting:
-            drafting = new.drafting._replace(
+        new_state = state.init(self.runtime)._replace(params_version=self._state.params_version)
+        if learned and new_state.drafting:
+            drafting = new_state.drafting._replace(
                 seconds=learned.seconds, draft_seconds=learned.draft_seconds, warm=learned.warm
             )
-            new = new._replace(drafting=drafting)
-        self._state = new
+            new_state = new_state._replace(drafting=drafting)
+        self._state = new_state
 
     @interrupts.in_turn
     def record(

@@ -24,7 +24,7 @@ import numpy as np
 from pagedjax.device.cache import KVCache
 from pagedjax.device.step import StepOutput
 from pagedjax.device.taps import NOTHING, SideOutputs
-from pagedjax.engine.requests import SequenceData, of_rows
+from pagedjax.engine.requests import SequenceData, sequences_of_rows
 from pagedjax.host import scheduler
 from pagedjax.host.policies import Policy
 from pagedjax.host.prefix_sharing import rows_that_fill
@@ -188,7 +188,7 @@ def predict(
         plan_is_real: whether the plan is real; else it is a prediction itself.
         last: whether no other prediction starts from this one.
     """
-    rows = of_rows(plan, sequences)
+    rows = sequences_of_rows(plan, sequences)
     if state.waiting and any([data.stop_ids or data.params.stop for data in rows]):
         return None  # a waiting request takes the place of a sequence that stops: another plan
     hashes = _placeholder_hashes(plan, rows, state.config, last)

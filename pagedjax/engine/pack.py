@@ -38,7 +38,7 @@ from pagedjax.device.row_features.token_mask import TOKEN_MASK
 from pagedjax.engine import adapters, seen_rows
 from pagedjax.engine.adapters import AdapterTable
 from pagedjax.engine.lookahead import SentStep, fed_rows
-from pagedjax.engine.requests import SequenceData, of_rows, record_of_rows
+from pagedjax.engine.requests import SequenceData, record_of_rows, sequences_of_rows
 from pagedjax.host.types import Plan, Seq
 
 
@@ -109,7 +109,7 @@ def pack(
         sources: of the arrays that only some engines have.
         samples: R; None: that of the plan.
     """
-    data = of_rows(plan, sequences)
+    data = sequences_of_rows(plan, sequences)
     t = shapes.bucket(sum(plan.counts))
     queries = _queries(plan, data, t, shapes.rows(t))
     tables = _tables(plan.seqs, data, len(queries.seq_lens), shapes)

@@ -21,7 +21,7 @@ from pagedjax.device.batch import MAX_TOP
 from pagedjax.device.row_features.chain import DEFAULT, RowChain, RowOptions
 from pagedjax.engine import block_hashes
 from pagedjax.host import scheduler, searches
-from pagedjax.host.drafts import Sample, accepted
+from pagedjax.host.drafts import Sample, accepted_columns
 from pagedjax.host.prefix_sharing import rows_that_fill
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.searches import RunningSearch
@@ -49,16 +49,16 @@ class SequenceData:
     root: str | None = None
     adapter_slot: int = field(default=0, kw_only=True)  # 0: no adapter
     # what the engine's chain read from params; None: the default chain reads
-    read: InitVar[RowOptions | None] = None
+    row_options: InitVar[RowOptions | None] = None
     options: RowOptions = field(init=False)
     # one `record_of_rows`, ready to be joined: a step packs hundreds of rows
     record: bytes = field(init=False)
     _blocks: tuple[int, ...] = field(init=False, default=(), repr=False)
     _block_ids: bytes = field(init=False, default=b"", repr=False)
 
-    def __post_init__(self, read: RowOptions | None) -> None:
+    def __post_init__(self, row_options: RowOptions | None) -> None:
         params = self.params
-        self.options = read or DEFAULT.read(params, self.stop_ids)
+        self.options = row_options or DEFAULT.read(params, self.stop_ids)
         num_top = -1 if params.logprobs is None else params.logprobs
         prompt_logprobs = params.prompt_logprobs is not None
         core = (params.temperature, num_top, self.seed, self.prompt_len, prompt_logprobs)
@@ -77,7 +77,7 @@ class SequenceData:
 Sequences = Map[str, SequenceData]  # by the id of the sequence; of every unfinished one
 
 
-def of_rows(plan: Plan, sequences: Mapping[str, SequenceData]) -> list[SequenceData]:
+def sequences_of_rows(plan: Plan, sequences: Mapping[str, SequenceData]) -> list[SequenceData]:
     """The data of a plan's rows."""
     return [sequences[seq.request.request_id] for seq in plan.seqs]
 
@@ -279,7 +279,7 @@ def prepare(
             tokens=tokens,
             stop_ids=stops,
             root=root,
-            read=options,
+            row_options=options,
             adapter_slot=adapter.slot if adapter else 0,
         )
         for name, branch_seed in zip(names, seeds, strict=True)
@@ -370,7 +370,7 @@ def _seeds(seed: int | None, arrivals: int, branches: int) -> list[int]:
 
 def checked_ids(request_id: str, token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
     """[length] int64. Raises ValueError for what is no token id of the vocabulary."""
-    # of fractions, or beyond 64 bits, it is no array of integers
+    # numpy makes no integers of fractions and of numbers beyond 64 bits; these are refused below
     ids = np.asarray(token_ids).reshape(-1)
     if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab_size):
         for token in ids.tolist():
@@ -435,21 +435,21 @@ def hashes_of_filled(
             read.
     """
     hashes = {}
-    counts = accepted(plan, sampled).counts if plan.drafts else plan.counts
+    counts = accepted_columns(plan, sampled).counts if plan.drafts else plan.counts
     for i in rows_that_fill(plan.starts, counts, size):
         seq = plan.seqs[i]
-        full = (plan.starts[i] + counts[i]) // size
-        hashed = len(seq.hashes)
-        if full <= hashed:
+        num_full = (plan.starts[i] + counts[i]) // size
+        num_hashed = len(seq.hashes)
+        if num_full <= num_hashed:
             continue
         data = sequences[seq.request.request_id]
         if data.root is None:  # it shares no blocks
             continue
-        parent = seq.hashes[-1] if hashed else data.root
+        parent = seq.hashes[-1] if num_hashed else data.root
         # the first block with generated tokens
-        if dense_prompts and hashed == data.prompt_len // size:
+        if dense_prompts and num_hashed == data.prompt_len // size:
             parent = block_hashes.selected(parent, data.prompt_len)
-        tokens = data.tokens[hashed * size : full * size]
+        tokens = data.tokens[num_hashed * size : num_full * size]
         hashes[seq.request.request_id] = block_hashes.chain(parent, tokens, size)
     return hashes
 

@@ -80,7 +80,7 @@ def resolve(
     if model.placement:
         all_devices = jax.devices()
         values["mesh"] = model.placement.sizes
-        values["devices"] = tuple(all_devices.index(used) for used in model.placement.devices)
+        values["devices"] = tuple(map(all_devices.index, model.placement.devices))
     return Resolved(**values)
 
 
@@ -200,8 +200,8 @@ def free_memory(model: Model) -> memory.DeviceMemory:
 
 
 def check_draft(config: EngineConfig, model: Model, draft: DraftModel | None, length: int) -> None:
-    """Raises ValueError unless the draft model is there exactly if `config.speculative` needs one,
-    and fits the model.
+    """Raises ValueError if `config.speculative` needs a draft model and there is none, if it needs
+    none and there is one, or if the draft model does not fit the model.
 
     Args:
         length: max_model_len.
@@ -261,9 +261,9 @@ def shapes(config: Resolved, model: Model) -> Shapes:
     view = None
     views_of_groups = views(config, model) if config.kv_policy is not None else ()
     if views_of_groups:
-        window = views_of_groups[0].window
+        window, kept_blocks = views_of_groups[0]
         assert window is not None, "a policy without a window has no views"
-        view = (window, views_of_groups[0].kept)
+        view = (window, kept_blocks)
     decodes_alone = (
         attention.find(config.attention_impl).decodes_alone
         and config.kv_policy is None

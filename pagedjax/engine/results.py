@@ -68,7 +68,9 @@ def read_logprobs(entries: Entries, outcome: Outcome) -> Reading:
     """The result is the log-probabilities that rows asked for: of prompt tokens, then of sampled
     tokens.
     """
-    return Reading(entries, (*_of_prompts(entries, outcome), *_of_samples(entries, outcome)))
+    return Reading(
+        entries, (*_prompt_logprobs(entries, outcome), *_sample_logprobs(entries, outcome))
+    )
 
 
 SEARCHES = Reader(
@@ -90,7 +92,7 @@ def _rows_asking(option: str, entries: Entries, outcome: Outcome) -> list[tuple[
     return [(i, count) for i, count in rows if count is not None]
 
 
-def _of_prompts(entries: Entries, outcome: Outcome) -> Iterator[TokenLogprobs]:
+def _prompt_logprobs(entries: Entries, outcome: Outcome) -> Iterator[TokenLogprobs]:
     plan = outcome.plan
     rows = _rows_asking("prompt_logprobs", entries, outcome)
     if not rows:
@@ -107,7 +109,7 @@ def _of_prompts(entries: Entries, outcome: Outcome) -> Iterator[TokenLogprobs]:
             yield TokenLogprobs(plan.seqs[i].request_id, True, position + 1, token, *entry)
 
 
-def _of_samples(entries: Entries, outcome: Outcome) -> Iterator[TokenLogprobs]:
+def _sample_logprobs(entries: Entries, outcome: Outcome) -> Iterator[TokenLogprobs]:
     plan = outcome.plan
     rows = _rows_asking("logprobs", entries, outcome)
     if not rows:

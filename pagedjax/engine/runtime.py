@@ -51,7 +51,7 @@ from pagedjax.host.state import SchedulerConfig, limits
 from pagedjax.host.types import EMPTY_PLAN
 from pagedjax.host.views import sequences_that_fit
 from pagedjax.options.config import EngineConfig, Resolved
-from pagedjax.weights.trained import on_mesh, replaced, with_linear
+from pagedjax.weights.trained import on_mesh, replacement_state, with_linear
 
 # Programs that move blocks move a fixed number, with the trash block as padding. A branch copies
 # one block now and then; a swapped sequence moves all of its blocks.
@@ -135,7 +135,7 @@ class Runtime:
         Raises:
             ValueError: a parameter differs in name, shape or dtype; all of them are named.
         """
-        model = self.model._replace(params=replaced(self.model, tree))
+        model = self.model._replace(params=replacement_state(self.model, tree))
         return replace(self, model=model, leaves=_leaves(model, self.draft_model))
 
 
@@ -190,11 +190,14 @@ def build(
         sizes, resolved, model, chain, sizes.draft_shapes if draft_model else (), table
     )
     device_memory = device_memory._replace(free=max(device_memory.free - inputs.nbytes, 0))
+    # what compiles later keeps no parameters: `update_params` replaces them, and `sleep` frees
+    # their memory
+    draft_shapes = None
+    if draft_model is not None:
+        draft_shapes = draft_model._replace(params=shapes_of(draft_model.params))
     spec = ProgramSpec(
-        # what compiles later keeps no parameters: `update_params` replaces them, and `sleep` frees
-        # their memory
         model=model._replace(params=shapes_of(model.params)),
-        draft_model=draft_model and draft_model._replace(params=shapes_of(draft_model.params)),
+        draft_model=draft_shapes,
         config=resolved,
         sizes=sizes,
         geometry=geometry(

@@ -102,19 +102,19 @@ def submit(runtime: Runtime, state: EngineState, request: EngineRequest) -> Engi
         ValueError: the request can never run (see `scheduler.submit` and `prepare`), a reader
         refuses it, or its adapter is not loaded.
     """
-    before = state.scheduler
+    old_state = state.scheduler
     params = request.params
     adapter = None
     if request.adapter is not None:
         adapter = adapters.of_name(runtime.adapters, request.adapter)
-    prepared = prepare(before, request, runtime.request_rules, adapter=adapter)
-    after = scheduler.submit(before, prepared.request)
+    prepared = prepare(old_state, request, runtime.request_rules, adapter=adapter)
+    new_state = scheduler.submit(old_state, prepared.request)
     log: tuple[LogEntry, ...] = (Submit(prepared.request, request.prompt_token_ids),)
     entries = readers.start(state.readers, NewRequest(runtime, request, prepared))
     if isinstance(params, SamplingParams) and params.taps:
         log += (TapsBegin(request.names, len(request.prompt_token_ids)),)
     return state._replace(
-        scheduler=after,
+        scheduler=new_state,
         sequences=state.sequences.update(prepared.sequences),
         readers=entries,
         log=(*state.log, *log),
@@ -125,16 +125,16 @@ def cancel(
     state: EngineState, sequence_id: str, reason: FinishReason = "abort"
 ) -> tuple[EngineState, tuple[Event, ...]]:
     """End a sequence at any time (`scheduler.cancel`). An unknown id changes nothing."""
-    before = state.scheduler
-    if sequence_id not in before.ids:
+    old_state = state.scheduler
+    if sequence_id not in old_state.ids:
         return state, ()
-    after, events = scheduler.cancel(before, sequence_id, reason)
+    new_state, events = scheduler.cancel(old_state, sequence_id, reason)
     state = state._replace(
-        scheduler=after,
+        scheduler=new_state,
         ahead=state.ahead._replace(last=None),  # the next prediction starts from the new state
         log=(*state.log, Cancel(sequence_id, reason, events)),
     )
-    return with_events(state, events, before), events
+    return with_events(state, events, old_state), events
 
 
 def with_events(
@@ -171,18 +171,18 @@ def update(state: EngineState, pending: Pending) -> EngineState:
         pending: see `scheduler.update`. With "keep", what a sequence computes from now on depends
             on old content too, so its blocks have no hashes any more.
     """
-    before = state.scheduler
+    old_state = state.scheduler
     sequences = state.sequences
     entries = state.readers
     version = state.params_version + 1
     if pending == "restart":
         entries = readers.restarted(entries)
     else:
-        mixed = [*before.running.seqs, *(seq for seq in before.waiting if seq.blocks)]
+        mixed = [*old_state.running.seqs, *(seq for seq in old_state.waiting if seq.blocks)]
         names = [name for seq in mixed for name in seq.request.names]
         sequences = sequences.update({name: without_hashes(sequences[name]) for name in names})
     return state._replace(
-        scheduler=scheduler.update(before, pending),
+        scheduler=scheduler.update(old_state, pending),
         sequences=sequences,
         readers=entries,
         ahead=Lookahead(),

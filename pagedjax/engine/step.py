@@ -117,7 +117,7 @@ def step(
         sampled = drafting.verified(plan, state.sequences, tokens)
     else:
         sampled = tokens[list(computed.rows)].tolist()
-    data = requests.of_rows(plan, state.sequences)
+    data = requests.sequences_of_rows(plan, state.sequences)
     outcome = Outcome(plan, sent, computed.rows, sampled, data)
     state, events, outputs = commit(runtime, state, scheduled, computed, outcome)
 

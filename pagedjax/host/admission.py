@@ -220,13 +220,13 @@ def _need(
     """(number of blocks that must be free for a sequence to enter, number of free blocks)"""
     pool = admission.pool
     # an idle block in the cache is not free
-    free = pool.num_free - sum(block in pool.stamps for block in cached)
+    num_free = pool.num_free - sum(block in pool.stamps for block in cached)
     if config.views:
         need = views.entry_need(config, seq)
-        return need - views.held(cached), free - (admission.promised - need)
+        return need - views.held(cached), num_free - (admission.promised - need)
     if config.reservation == "none":
-        return blocks.needed(seq.length, config.block_size) - len(cached), free
-    return reservation.piece(config, seq) - len(cached), free
+        return blocks.needed(seq.length, config.block_size) - len(cached), num_free
+    return reservation.piece(config, seq) - len(cached), num_free
 
 
 def _full_entries(seq: Seq, config: SchedulerConfig) -> int:
@@ -244,7 +244,7 @@ def _swap_in(
     full is moved once for each branch, because each of them writes to it in this step.
     """
     num_full = _full_entries(seq, config)
-    unused = iter(new_blocks)
+    free_blocks = iter(new_blocks)
     table: list[int] = []
     moves: list[tuple[int, int]] = []
     for entry, host_block in enumerate(seq.blocks):
@@ -253,9 +253,9 @@ def _swap_in(
         elif entry < num_full and host_block in swapped_in:
             table.append(swapped_in[host_block])
         else:
-            block = next(unused)
+            block = next(free_blocks)
             table.append(block)
             moves.append((host_block, block))
             if entry < num_full:
                 swapped_in[host_block] = block
-    return (*table, *unused), tuple(moves)
+    return (*table, *free_blocks), tuple(moves)

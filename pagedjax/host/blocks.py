@@ -116,17 +116,17 @@ def allocate(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] | Non
     while returned is not None and len(ids) < n:
         block, returned = returned
         ids.append(block)
-    new = min(n - len(ids), pool.num_blocks + 1 - fresh)
-    ids.extend(range(fresh, fresh + new))
+    num_new = min(n - len(ids), pool.num_blocks + 1 - fresh)
+    ids.extend(range(fresh, fresh + num_new))
     if len(ids) < n:
         pool, evicted = _evict(pool, n - len(ids))
         ids += evicted
     owners = pool.owners.mutate()
     for block in ids:
         owners[block] = 1
-    free = pool.num_free - n
+    num_free = pool.num_free - n
     pool = pool._replace(
-        num_free=free, fresh=fresh + new, returned=returned, owners=owners.finish()
+        num_free=num_free, fresh=fresh + num_new, returned=returned, owners=owners.finish()
     )
     return pool, tuple(ids)
 

@@ -92,7 +92,7 @@ def advance(
         pool, children = _continue_beams(pool, names, beams, choice)
         old_rows = set(rows)
         other_rows = [i for i in range(len(active.seqs)) if i not in old_rows]
-        active = active.pick(other_rows).joined(children)
+        active = active.pick(other_rows).concat(children)
         events.append(Beamed(step, names, choice.parents, choice.token_ids))
     return pool, active, events
 

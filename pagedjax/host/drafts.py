@@ -114,7 +114,7 @@ class Accepted(NamedTuple):
     tokens: tuple[int, ...]  # the last token of each row
 
 
-def accepted(plan: Plan, samples: Sequence[Sample]) -> Accepted:
+def accepted_columns(plan: Plan, samples: Sequence[Sample]) -> Accepted:
     """The columns of a plan with its accepted drafts.
 
     Args:

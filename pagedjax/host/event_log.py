@@ -330,8 +330,8 @@ class Recorder:
         notes: Record = {}
         if self._clock:
             started = entry.started if isinstance(entry, Schedule) else None
-            at = self._clock() if started is None else started
-            notes["at"] = round(at - self._began, 6)
+            time = self._clock() if started is None else started
+            notes["at"] = round(time - self._began, 6)
         if self._prompts and isinstance(entry, Submit):
             notes["prompt"] = list(entry.prompt)
         self._write(with_notes(line_of(entry, self._written), notes))

@@ -97,7 +97,7 @@ def adopt(
         return state, Adopted(computed=0, blocks=(), copies=())
     pool, table, copies = _place_blocks(state, released)
     seq = seq._replace(computed=released.computed, blocks=table)
-    active = state.running.joined(Running((seq,), (seq.length,), (seq.computed,)))
+    active = state.running.concat(Running((seq,), (seq.length,), (seq.computed,)))
     admitted = Admitted(state.step, seq.request_id, seq.length, seq.computed)
     state = with_news(state, (admitted,))
     state = state._replace(pool=pool, running=active)
@@ -144,19 +144,19 @@ def has_room(state: SchedulerState, policy: Policy | str, released: Released) ->
     limit = final_length(released.request, config)
     seq = Seq(released.request, state.arrivals, limit, released.length)
     shared = [block for block in _shared_blocks(state, released) if block]
-    free = state.pool.num_free - sum(block in state.pool.stamps for block in shared)
+    num_free = state.pool.num_free - sum(block in state.pool.stamps for block in shared)
     if config.views:
         need = views.entry_need(config, seq)
-        free -= views.promised_blocks(config, active)
+        num_free -= views.promised_blocks(config, active)
     else:
         need = blocks.needed(released.length, config.block_size)
     need = max(need, views.held(released.blocks)) - len(shared)
-    if need > free:
+    if need > num_free:
         return False
     policy = shipped(policy)
     if policy.init is not None:
         policy = with_memory(policy, memory_of(state, policy))
-    return decision(policy, "admit", seq, need, free)
+    return decision(policy, "admit", seq, need, num_free)
 
 
 def _keys(state: SchedulerState, released: Released) -> Sequence[str]:

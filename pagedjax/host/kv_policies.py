@@ -23,7 +23,7 @@ from typing import NamedTuple, get_args
 from pagedjax.host import blocks
 from pagedjax.options.config import EngineConfig, KVPolicyName, KVPolicyOptions
 from pagedjax.options.own_errors import placed
-from pagedjax.options.own_values import named, true_or_false
+from pagedjax.options.own_values import named_value, true_or_false
 
 
 class View(NamedTuple):
@@ -129,7 +129,7 @@ def find(options: KVPolicyOptions) -> KVPolicy:
         assert options.dense_layers is not None, "the options have defaults"
         assert options.dense_prompts is not None, "the options have defaults"
         return quest(options.tokens, options.dense_layers, options.dense_prompts)
-    policy = named("kv_policy", options.name, KVPolicy, dict.fromkeys(get_args(KVPolicyName)))
+    policy = named_value("kv_policy", options.name, KVPolicy, dict.fromkeys(get_args(KVPolicyName)))
     if policy.window is not None and (type(policy.window) is not int or policy.window < 1):
         raise ValueError(
             f"kv_policy {options.name!r} has window {policy.window!r}; "

@@ -211,6 +211,6 @@ def composed(
         active.pick(chosen_rows),
         num_decodes=sum([i < num_decodes for i in chosen_rows]),
         counts=[tokens[i] for i in chosen_rows],
-        idle=idle_rows.joined(idle) if idle.seqs else idle_rows,
+        idle=idle_rows.concat(idle) if idle.seqs else idle_rows,
         config=config._replace(max_num_batched_tokens=budget - withheld),
     )

@@ -10,7 +10,7 @@ from pagedjax.host import blocks
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.policies import Policy, called, decision
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import HOLE, SchedulerConfig, Seq, current
+from pagedjax.host.types import HOLE, SchedulerConfig, Seq, current_seqs
 
 Pairs = tuple[tuple[int, int], ...]  # of block ids
 
@@ -34,7 +34,7 @@ def preempt(
     Args:
         earlier: the preemptions of the step so far.
     """
-    candidates = current(*state.running)
+    candidates = current_seqs(*state.running)
     victims = _victims(candidates, _victim(policy, candidates))
     return _preempted(state, policy, candidates, victims, earlier)
 
@@ -45,7 +45,7 @@ def evict(
     """Stops running sequences, each with its whole group -> (state, preemptions)."""
     preemptions = NO_PREEMPTIONS
     for request_id in request_ids:
-        candidates = current(*state.running)
+        candidates = current_seqs(*state.running)
         seq = next((seq for seq in candidates if seq.request_id == request_id), None)
         if seq is None:
             continue  # it went with its group

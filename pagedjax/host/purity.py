@@ -106,15 +106,17 @@ def reads_limits(policy: Policy) -> bool:
 
 def reads_predictions(policy: Policy) -> bool:
     """Whether a policy reads the predicted lengths of outputs, and cannot do without."""
-    return policy.name.partition("(")[0] == "srtf" or "predicted" in _names_read(policy)
+    # `names_read` leaves the code of this package out, and srtf is of it
+    is_srtf = policy.name == "srtf" or policy.name.startswith("srtf(")
+    return is_srtf or "predicted" in _names_read(policy)
 
 
 def needs_predictions(policy: Policy) -> bool:
     """Whether a user's policy raises for requests without predicted lengths, and not with them."""
     if not reads_predictions(policy):
         return False
-    without = [request._replace(predicted=None) for request in REQUESTS]
-    return _raises(policy, without) and not _raises(policy, REQUESTS)
+    unpredicted = [request._replace(predicted=None) for request in REQUESTS]
+    return _raises(policy, unpredicted) and not _raises(policy, REQUESTS)
 
 
 def _raises(policy: Policy, requests: Sequence[Request]) -> bool:
@@ -127,8 +129,8 @@ def _raises(policy: Policy, requests: Sequence[Request]) -> bool:
 
 def _names_read(policy: Policy) -> set[str]:
     names: set[str] = set()
-    for function in arguments_of(policy):
-        names |= names_read(getattr(policy, function))
+    for function_name in arguments_of(policy):
+        names |= names_read(getattr(policy, function_name))
     return names
 
 

@@ -215,12 +215,13 @@ def _rerun(
 
 def _time(number: int, notes: Mapping[str, Any]) -> float | None:
     """The time of a line; None without one. Raises ReplayError for what is no time."""
-    at = notes.get("at")
-    if "at" in notes and not _is_time(at):
+    time = notes.get("at")
+    if "at" in notes and not _is_time(time):
         raise ReplayError(
-            f"line {number} is at {at!r}; that must be seconds since the recording began, 0 or more"
+            f"line {number} is at {time!r}; that must be seconds since the recording began, 0 or "
+            "more"
         )
-    return at
+    return time
 
 
 def _prompt(number: int, notes: Mapping[str, Any], entry: Entry) -> tuple[int, ...] | None:

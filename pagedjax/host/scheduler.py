@@ -64,7 +64,7 @@ from pagedjax.host import (
 )
 from pagedjax.host.admission import Admission, admit, chunk_size
 from pagedjax.host.blocks import BlockPool
-from pagedjax.host.drafts import Sample, accepted, cut_at_the_end, flat, give_back, grant
+from pagedjax.host.drafts import Sample, accepted_columns, cut_at_the_end, flat, give_back, grant
 from pagedjax.host.handover import adopt, has_room, release
 from pagedjax.host.policies import Policy, shipped, with_memory
 from pagedjax.host.preemption import NO_PREEMPTIONS, Pairs, Preemptions, evict, preempt
@@ -89,7 +89,7 @@ from pagedjax.host.types import (
     Seq,
     Submitted,
     Verified,
-    current,
+    current_seqs,
     pick,
 )
 from pagedjax.options.config import Reservation, one_of
@@ -199,7 +199,7 @@ def schedule(
     )
     resumed: tuple[str, ...] = ()
     if admitted.seqs:
-        active = active.joined(admitted)
+        active = active.concat(admitted)
         state, resumed = _leave_queue(state, admitted.seqs)
     config = state.config
     if policy.compose is not None:
@@ -234,7 +234,7 @@ def schedule(
         now=beginning.now,
     )
     if idle.seqs:
-        active = active.joined(idle)
+        active = active.concat(idle)
     if state.news is not None:
         state = state._replace(news=tuple(_events_of_plan(plan)))
     return state._replace(pool=pool, running=active), plan
@@ -398,7 +398,7 @@ def attempts(state: SchedulerState) -> tuple[Attempt, ...]:
     trials = []
     for kind in step_kinds.kinds(state.config, state.step):
         chosen, decodes, skipped = step_kinds.split(active, num_decodes, kind)
-        idle = skipped.joined(waiting_beams) if skipped.seqs else waiting_beams
+        idle = skipped.concat(waiting_beams) if skipped.seqs else waiting_beams
         trials.append(Attempt(chosen, decodes, idle, admits=kind != "decodes"))
     return tuple(trials)
 
@@ -555,7 +555,7 @@ def commit(
     unfinished_ids = state.ids
     if ended:
         unfinished_ids = _without(state.ids, [rows.seqs[i].request_id for i in ended])
-    after = state._replace(
+    next_state = state._replace(
         pool=pool, running=active, step=plan.step + 1, forked=forked, ids=unfinished_ids
     )
     events = _events_of_plan(plan)
@@ -566,9 +566,9 @@ def commit(
     events += beamed
     events += _verified(plan.step, rows, ended)
     events += _finished(plan.step, rows, ended)
-    if after.news is not None:
-        after = with_news(after, events[num_planned:])
-    return after, tuple(events)
+    if next_state.news is not None:
+        next_state = with_news(next_state, events[num_planned:])
+    return next_state, tuple(events)
 
 
 class Rows(NamedTuple):
@@ -605,7 +605,7 @@ def accept_drafts(plan: Plan, sampled: Sequence[Sample]) -> Rows:
         )
     if plan.drafts:
         samples = cut_at_the_end(plan, sampled)
-        lengths, counts, tokens = accepted(plan, samples)
+        lengths, counts, tokens = accepted_columns(plan, samples)
     else:
         samples = tuple(sampled)
         lengths = plan.lengths
@@ -823,7 +823,7 @@ def cancel(
         return _without_fork(state, seq, request_id), (finished,)
     rows = _indices(active.seqs, seq)
     places = _indices(queue, seq) if seq.request.beams or not rows else []
-    stopped = current(*active.pick(rows))
+    stopped = current_seqs(*active.pick(rows))
     dequeued = pick(queue, places)
     events: list[Finished] = []
     for ended in (*dequeued, *stopped):

@@ -11,7 +11,7 @@ from immutables import Map
 from pagedjax.host import blocks, views
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.kv_policies import View
-from pagedjax.host.types import PolicyEvent, Running, SchedulerConfig, Seq, current
+from pagedjax.host.types import PolicyEvent, Running, SchedulerConfig, Seq, current_seqs
 from pagedjax.options.config import EngineConfig
 
 
@@ -73,7 +73,7 @@ def with_news(state: SchedulerState, events: Iterable[PolicyEvent]) -> Scheduler
 
 def running(state: SchedulerState) -> tuple[Seq, ...]:
     """The running sequences as current records."""
-    return current(*state.running)
+    return current_seqs(*state.running)
 
 
 def check(state: SchedulerState) -> None:

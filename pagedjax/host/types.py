@@ -63,7 +63,7 @@ class SchedulerConfig(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Entries of a block table for each block of tokens."""
+        """Groups of layers. A block of tokens has an entry in the block table for each of them."""
         return len(self.views) or 1
 
     @property
@@ -185,15 +185,17 @@ class Running(NamedTuple):
     lengths: tuple[int, ...] = ()
     computed: tuple[int, ...] = ()
 
-    def joined(self, tail: Running) -> Running:
+    def concat(self, tail: Running) -> Running:
         """These sequences, with those of `tail` behind them."""
         return Running(
             self.seqs + tail.seqs, self.lengths + tail.lengths, self.computed + tail.computed
         )
 
-    def pick(self, keep: Sequence[int]) -> Running:
+    def pick(self, indices: Sequence[int]) -> Running:
         """The sequences at some indices, in that order."""
-        return Running(pick(self.seqs, keep), pick(self.lengths, keep), pick(self.computed, keep))
+        return Running(
+            pick(self.seqs, indices), pick(self.lengths, indices), pick(self.computed, indices)
+        )
 
 
 class CurrentSeqs(Sequence[Seq]):
@@ -207,7 +209,7 @@ class CurrentSeqs(Sequence[Seq]):
 
     def _read(self) -> tuple[Seq, ...]:
         if self._records is None:
-            self._records = current(*self._active)
+            self._records = current_seqs(*self._active)
         return self._records
 
     def __len__(self) -> int:
@@ -220,8 +222,8 @@ class CurrentSeqs(Sequence[Seq]):
         return iter(self._read())
 
 
-def pick(column: tuple[Item, ...], keep: Sequence[int]) -> tuple[Item, ...]:
-    return tuple([column[i] for i in keep])
+def pick(column: tuple[Item, ...], indices: Sequence[int]) -> tuple[Item, ...]:
+    return tuple([column[i] for i in indices])
 
 
 class Row(NamedTuple):
@@ -273,7 +275,7 @@ class Plan(NamedTuple):
     @property
     def rows(self) -> tuple[Row, ...]:
         """The plan as records. The engine reads the columns, which are faster."""
-        return tuple(map(Row, current(self.seqs, self.lengths, self.starts), self.counts))
+        return tuple(map(Row, current_seqs(self.seqs, self.lengths, self.starts), self.counts))
 
     @property
     def num_tokens(self) -> int:
@@ -283,27 +285,27 @@ class Plan(NamedTuple):
 
 # A plan without rows, to get array shapes from.
 EMPTY_PLAN = Plan(
-    0,
-    (),
-    (),
-    (),
-    (),
-    (),
-    (),
-    (),
-    (),
-    (),
-    (),
-    (),
-    (),
-    (),
+    step=0,
+    seqs=(),
+    lengths=(),
+    starts=(),
+    counts=(),
+    admitted=(),
+    known=(),
+    cached=(),
+    copies=(),
+    preempted=(),
+    swapped=(),
+    resumed=(),
+    swap_out=(),
+    swap_in=(),
     num_waiting=0,
     blocks_used=0,
     num_blocks=1,
 )
 
 
-def current(
+def current_seqs(
     seqs: tuple[Seq, ...], lengths: tuple[int, ...], computed: tuple[int, ...]
 ) -> tuple[Seq, ...]:
     """Records with the `length` and `computed` of their columns."""
@@ -414,7 +416,7 @@ Event = Admitted | Preempted | Resumed | Sampled | Forked | Beamed | Verified | 
 class Submitted(NamedTuple):
     """A sequence joins the queue, for the first time in this scheduler."""
 
-    step: int  # that comes next
+    step: int  # the number of the next step
     seq: Seq
 
 

@@ -104,12 +104,12 @@ def why_waiting(
     beginning = NO_BEGINNING
     if policy.init is not None:
         state, policy, beginning = begin_step(state, policy, now)
-    before = state
+    old_state = state
     evicted = beginning.evictions.preempted
     state, _, preemptions = make_room(state, policy, beginning.evictions)
     waiting: dict[str, Reason] | None = None
     if len(preemptions.preempted) > len(evicted):
-        waiting = _preemption(before, state, preemptions.preempted)
+        waiting = _preemption(old_state, state, preemptions.preempted)
     queue = tuple([seq for seq in state.waiting if seq.request_id not in evicted])
     for attempt in attempts(state):
         active, counts, admission = running_counts(state, attempt)
@@ -138,10 +138,12 @@ def _preemption(
     """The reasons in a step that preempts."""
     full, shared = rows_without_room(before)
     need = len(full) * before.config.groups + len(shared)
-    free = before.pool.num_free
-    numbers = f"running requests needed {_many(need, 'block')}, and {_free(free)}"
-    victim = Reason("preempted", f"it was preempted: {numbers}", need, free)
-    other = Reason("preemption", f"nothing enters in a step that preempts: {numbers}", need, free)
+    num_free = before.pool.num_free
+    numbers = f"running requests needed {_many(need, 'block')}, and {_free(num_free)}"
+    victim = Reason("preempted", f"it was preempted: {numbers}", need, num_free)
+    other = Reason(
+        "preemption", f"nothing enters in a step that preempts: {numbers}", need, num_free
+    )
     names = [seq.request_id for seq in after.waiting]
     return {name: victim if name in preempted else other for name in names}
 
@@ -192,16 +194,16 @@ def _shortage(
 ) -> Reason:
     """The reason of the first sequence, or beams of a request, that does not fit."""
     shortage = refusal.shortage
-    free = refusal.free
+    num_free = refusal.free
     need = refusal.need
     if shortage in ("tokens", "rows", "blocks"):
-        need = free + _missing(admission, policy, group, config, refusal)
+        need = num_free + _missing(admission, policy, group, config, refusal)
     sentence = _sentence(refusal._replace(need=need), group[0], policy, config)
     if shortage == "tokens" and admission.budget <= 0:
         # further tokens would go to the rows before it first
         entered = [seq.length - seq.computed for seq in admission.admitted]
         need += max(0, _backlog(config, active, len(active.seqs)) + sum(entered))
-    return Reason(shortage, sentence, need, free)
+    return Reason(shortage, sentence, need, num_free)
 
 
 def _missing(
@@ -308,7 +310,7 @@ def _held_back(
         tuple([seq.length for seq in admission.admitted]),
         tuple([seq.computed for seq in admission.admitted]),
     )
-    rows = active.joined(admitted)
+    rows = active.concat(admitted)
     composition = composed(
         policy, state.memory, rows, attempt.num_decodes, tokens, Running(), state.config
     )

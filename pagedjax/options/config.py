@@ -40,8 +40,8 @@ DType = Literal["float32", "bfloat16", "float16"]
 # Formats of matrices beside the dtypes: where each `Format` is (pagedjax/device/formats)
 STORED_FORMATS = {"int8": "pagedjax.device.formats.int8:FORMAT"}
 if TYPE_CHECKING:
-    WeightDType = str
-else:  # the command line reads the choices
+    WeightDType = str  # a type checker takes no Literal that is computed
+else:  # and the command line reads its choices from one
     WeightDType = Literal[(*get_args(DType), *STORED_FORMATS)]
 CacheDType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 PolicyName = Literal[
@@ -105,7 +105,7 @@ class StoredDTypes:
 
 
 Size = Annotated[int, Integers(1)]
-_DRAFTED = Integers(1, MAX_DRAFT_TOKENS, "; to switch speculation off, leave speculative out")
+_DRAFT_TOKENS = Integers(1, MAX_DRAFT_TOKENS, "; to switch speculation off, leave speculative out")
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class Speculative:
     ngram_max, ngram_min: of "ngram", the longest and the shortest run of tokens to look up.
     """
 
-    method: str | Mapping[str, Any] | NamedValue = "ngram"  # no mapping after __post_init__
-    num_tokens: Annotated[int, _DRAFTED] = 4
+    method: str | Mapping[str, Any] | NamedValue = "ngram"  # __post_init__ replaces a mapping
+    num_tokens: Annotated[int, _DRAFT_TOKENS] = 4
     adaptive: bool = True
     model: str | None = None
     rule: AcceptanceRule = "strict"
@@ -296,9 +296,9 @@ class EngineConfig:
     max_num_seqs: sequences in a step at most (B). Never more run than the budget has tokens,
         because each needs one in each step.
     max_model_len: prompt + output tokens of one request at most; None is the model's own limit.
-    num_blocks: cache blocks that requests can own; None fills what a step leaves of
-        `memory_fraction` of the free memory (on a CPU at most 4 GiB), but no more than max_num_seqs
-        requests of max_model_len can use.
+    num_blocks: cache blocks that requests can own; None is as many as fit into `memory_fraction` of
+        the free memory (on a CPU at most 4 GiB) beside what a step needs, and no more than
+        max_num_seqs requests of max_model_len can use.
     memory_fraction: share of the device's free memory for a step and the cache when num_blocks is
         None.
     swap_space_gib: host memory for the blocks of sequences that gave theirs up, in GiB; 0 is none.
@@ -360,7 +360,7 @@ class EngineConfig:
         This needs enable_prefix_caching=False.
     enable_lora: requests may have adapters of low rank (docs/design/adapters.md). It needs one
         device, and products that can add those of low rank. It excludes draft models.
-    max_loras: adapters that an engine has at once, beside none, at most.
+    max_loras: the most adapters that an engine has at once.
     max_lora_rank: the rank of an adapter, at most; those of lower ranks are padded with zeros.
     row_features: sampling options of one's own (docs/design/logits-processors.md), each
         "module:NAME" or "folder/file.py:NAME" of a `RowFeature`.
@@ -379,7 +379,8 @@ class EngineConfig:
     dtype: DType | None = None
     weight_dtype: Annotated[WeightDType, StoredDTypes()] | None = None
     kv_cache_dtype: CacheDType | None = None
-    # a PolicyName, an AttentionImpl, a LinearImpl, or a user's own; no mapping after __post_init__
+    # a PolicyName, an AttentionImpl, a LinearImpl, or a user's own. __post_init__ replaces a
+    # mapping by a name in one line.
     policy: str | Mapping[str, Any] | NamedValue = "fcfs"
     attention_impl: str | Mapping[str, Any] | NamedValue | None = None
     linear_impl: str | Mapping[str, Any] | None = None
@@ -394,7 +395,9 @@ class EngineConfig:
     compilation: Compilation = "eager"
     chunked_prefill: bool = True
     mixed_steps: bool = True
-    kv_policy: KVPolicyOptions | str | NamedValue | None = None  # options after __post_init__
+    kv_policy: KVPolicyOptions | str | NamedValue | None = (
+        None  # __post_init__ makes options of a name
+    )
     free_window_blocks: bool = True
     reservation: Reservation = "none"
     batch_invariant: bool = False

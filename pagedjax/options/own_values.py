@@ -1,8 +1,8 @@
-"""Values of a user's own: "module:NAME", or "folder/file.py:NAME", with parameters if NAME is a
-function that returns one (own_names.py). This module imports no jax.
+"""Values of a user's own: "module:NAME", or "folder/file.py:NAME". NAME is the value, or a function
+that returns the value and may have parameters (own_names.py). This module imports no jax.
 
-A file may import other files of its folder, whatever the current folder is. All of these are run
-anew for each engine.
+A file may import other files of its folder, whatever the current folder is. The file and these
+imports are run anew for each engine; those of a `shared` value, only after one of them has changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from pagedjax.options.own_errors import place_of, placed
 from pagedjax.options.own_names import OwnName, name_in_one_line, own_name, parameters_of
 
 Value = TypeVar("Value")
-PROJECT = ("pagedjax", "pallas_kernels", "experiments")  # their versions are known
+# packages whose files are no part of a user's value: they are neither run anew nor part of a key
+PROJECT = ("pagedjax", "pallas_kernels", "experiments")
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 Stamps = tuple[tuple[str, int, int], ...]  # of each file: its path, time of change and size
 
@@ -58,40 +59,40 @@ def own_value(
             value is not of that kind, or a parameter is none of the function's, or is missing, or
             has another type.
     """
-    own = own_name(name)
-    choices = "".join(f"{choice}, " for choice in built_in)
-    built_in_names = f"one of {choices}" if choices else ""
-    usage = f"write {built_in_names}module:NAME, or folder/file.py:NAME"
-    if not own.module or not own.attribute:
+    parts = own_name(name)
+    usage = "module:NAME, or folder/file.py:NAME"
+    built_in_names = ", ".join(built_in)
+    usage = f"write one of {built_in_names}, {usage}" if built_in_names else f"write {usage}"
+    if not parts.module or not parts.attribute:
         raise ValueError(f"{field} is {name!r}; {usage}")
-    values = _values_in(field, own, usage, shared=shared)
-    value = values.get(own.attribute)
+    values = _values_in(field, parts, usage, shared=shared)
+    value = values.get(parts.attribute)
     if not isinstance(value, kind):
         names = sorted(key for key, item in values.items() if isinstance(item, kind))
         error = (
-            f"{field} is {name!r}, but {own.attribute} in {own.module} is no {kind.__name__}; "
+            f"{field} is {name!r}, but {parts.attribute} in {parts.module} is no {kind.__name__}; "
             f"those in it: {names or 'none'}"
         )
         if not callable(value) or isinstance(value, type):
             raise ValueError(error)
-        parameters = parameters_of(field, own)
+        parameters = parameters_of(field, parts)
         arguments = bound_parameters(field, value, 0, parameters, error)
         result_of = _shared_result if shared else _result
         value = result_of(field, name, value, tuple(arguments.items()))
         if not isinstance(value, kind):
             raise ValueError(
-                f"{field} is {name!r}, and {own.attribute} in {own.module} returned "
+                f"{field} is {name!r}, and {parts.attribute} in {parts.module} returned "
                 f"{value!r:.80}; it must return a {kind.__name__}"
             )
-    elif own.call:
+    elif parts.call:
         raise ValueError(
-            f"{field} is {name!r}, and {own.attribute} in {own.module} is a {kind.__name__}, which "
-            f"takes no parameters; write a function of them that returns a {kind.__name__}"
+            f"{field} is {name!r}, and {parts.attribute} in {parts.module} is a {kind.__name__}, "
+            f"which takes no parameters; write a function of them that returns a {kind.__name__}"
         )
     return value
 
 
-def named(
+def named_value(
     field: str,
     value: Any,
     kind: type[Value],
@@ -124,8 +125,9 @@ def named(
     else:
         result = own_value(field, value, kind, shipped, shared=shared)
     name = getattr(result, "name", "")
-    # a recording has the name alone, so it would be replayed with the shipped value
-    if shipped.get(name) not in (None, result):
+    # a recording has only the name: with this one it would be replayed with the shipped value
+    shipped_value = shipped.get(name)
+    if shipped_value is not None and shipped_value != result:
         text = value if isinstance(value, str) else name
         raise ValueError(f"{field} {text!r} calls itself {name!r}, which is another one; rename it")
     return result
@@ -176,9 +178,9 @@ def own_function(
     Raises:
         ValueError: see `own_value`; or the function takes fewer arguments.
     """
-    own = own_name(name)
-    function = own_value(field, own._replace(call="").text, FunctionType, ())
-    parameters = parameters_of(field, own)
+    parts = own_name(name)
+    function = own_value(field, parts._replace(call="").text, FunctionType, ())
+    parameters = parameters_of(field, parts)
     repeated = next((key for key in options if key in parameters), None)
     if repeated:
         raise ValueError(f"{field}.{repeated} is given, and the section gives it too; leave it out")
@@ -186,29 +188,29 @@ def own_function(
     return partial(function, **arguments)
 
 
-def _values_in(field: str, own: OwnName, usage: str, *, shared: bool) -> Mapping[str, Any]:
+def _values_in(field: str, name: OwnName, usage: str, *, shared: bool) -> Mapping[str, Any]:
     """Returns the values of a module or file. Errors: see `own_value`.
 
     Args:
         usage: what an error says to write.
     """
-    module = own.module
-    if own.is_file and not os.path.isfile(module):
-        raise ValueError(f"{field} is {own.text!r}, but there is no file {module}; {usage}")
+    module = name.module
+    if name.is_file and not os.path.isfile(module):
+        raise ValueError(f"{field} is {name.text!r}, but there is no file {module}; {usage}")
     try:
-        if not own.is_file:
+        if not name.is_file:
             return vars(importlib.import_module(module))
         return _shared_values(module) if shared else _run_file(module)
     except ImportError as error:
-        if own.is_file:
+        if name.is_file:
             usage = "install what it imports, or put it into the file's folder"
         raise ValueError(
-            f"{field} is {own.text!r}, but {module} cannot be imported ({error}); {usage}"
+            f"{field} is {name.text!r}, but {module} cannot be imported ({error}); {usage}"
         ) from error
     except Exception as error:  # a user's file may raise anything
-        kind = "file" if own.is_file else "module"
+        kind = "file" if name.is_file else "module"
         raise ValueError(
-            f"{field} is {own.text!r}, whose {kind} raises {type(error).__name__}: "
+            f"{field} is {name.text!r}, whose {kind} raises {type(error).__name__}: "
             f"{error}{place_of(error)}; correct the {kind}"
         ) from error
 
@@ -218,7 +220,7 @@ def bound_parameters(
     function: Callable[..., Any],
     num_arguments: int,
     values: Mapping[str, Any],
-    no_value: str = "",
+    missing_error: str = "",
 ) -> dict[str, Any]:
     """Returns the keyword arguments of a user's function: the values of its parameters, converted
     to their types.
@@ -226,7 +228,7 @@ def bound_parameters(
     Args:
         where: the path of the parameters in the config, for errors.
         num_arguments: how many arguments the function gets before them.
-        no_value: the beginning of the error if a parameter is missing and there are no values.
+        missing_error: how the error begins if a parameter is missing and there are no values.
 
     Raises:
         ValueError: the function has no such parameter (the error suggests the nearest name), a
@@ -236,7 +238,8 @@ def bound_parameters(
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # of some compiled functions
-        raise ValueError(no_value or f"{where}: {name} has no signature; write a def") from None
+        error = missing_error or f"{where}: {name} has no signature; write a def"
+        raise ValueError(error) from None
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     takes_any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -246,26 +249,33 @@ def bound_parameters(
             f"{num_arguments}; correct its signature"
         )
     arguments = [p.name for p in positional[:num_arguments] if p.kind is p.POSITIONAL_OR_KEYWORD]
-    further = positional[num_arguments:]
-    keywords = [p for p in further if p.kind is p.POSITIONAL_OR_KEYWORD]
-    keywords += [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-    names = [p.name for p in keywords]
+    settable = positional[num_arguments:]
+    settable += [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    names = [p.name for p in settable if p.kind is not p.POSITIONAL_ONLY]
     for key in values:
         if key in arguments or (key not in names and not takes_all):
-            raise ValueError(f"{where}.{key} is no parameter of {name}; {_near(key, names)}")
-    needed = [*further, *keywords]
-    missing = [p.name for p in needed if p.default is p.empty and p.name not in values]
-    if missing and no_value and not values:
-        raise ValueError(f"{no_value}; as a function that returns one, it needs {missing[0]}")
+            raise ValueError(f"{where}.{key} is no parameter of {name}; {_hint(key, names)}")
+    missing = [p.name for p in settable if p.default is p.empty and p.name not in values]
+    if missing and missing_error and not values:
+        raise ValueError(f"{missing_error}; as a function that returns one, it needs {missing[0]}")
     if missing:
         raise ValueError(
             f"{where}.{missing[0]} is missing: {name} has no default of it; set it, or give it one"
         )
+    return _typed_values(where, function, values)
+
+
+def _typed_values(
+    where: str, function: Callable[..., Any], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the values of a function's parameters, converted to their types. Errors: see
+    `bound_parameters`.
+    """
     try:
-        hints = get_type_hints(function, include_extras=True)
+        types = get_type_hints(function, include_extras=True)
     except Exception:  # a type that is not there when the file runs: then no type is checked
-        hints = {}
-    return {key: _checked(f"{where}.{key}", hints.get(key), value) for key, value in values.items()}
+        types = {}
+    return {key: _as_type(f"{where}.{key}", types.get(key), values[key]) for key in values}
 
 
 def _name_and_place(function: Callable[..., Any]) -> str:
@@ -277,7 +287,7 @@ def _name_and_place(function: Callable[..., Any]) -> str:
     return f"{name} ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
 
 
-def _near(key: str, names: Sequence[str]) -> str:
+def _hint(key: str, names: Sequence[str]) -> str:
     """What to write in place of a parameter that a function does not have."""
     close_names = difflib.get_close_matches(str(key), names, n=1)
     if close_names:
@@ -285,7 +295,7 @@ def _near(key: str, names: Sequence[str]) -> str:
     return f"its parameters are {', '.join(names)}" if names else "it has none"
 
 
-def _checked(start: str, kind: Any, value: Any) -> Any:
+def _as_type(start: str, kind: Any, value: Any) -> Any:
     """Returns the value as the type `kind` of a parameter. Types without a rule take any value.
 
     Raises:
@@ -293,7 +303,7 @@ def _checked(start: str, kind: Any, value: Any) -> Any:
     """
     if get_origin(kind) is Annotated:
         base, *bounds = get_args(kind)
-        value = _checked(start, base, value)
+        value = _as_type(start, base, value)
         for bound in bounds:
             if hasattr(bound, "check"):
                 bound.check(start, value)
@@ -337,7 +347,7 @@ def _result(
         return function(**dict(arguments))
 
 
-# the name is part of the key, because the arguments 1 and True are equal, and their names are not
+# `name` is part of the cache's key: it tells the arguments 1 and True apart, which are equal
 _shared_result = cache(_result)
 
 

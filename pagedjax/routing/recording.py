@@ -111,18 +111,18 @@ def replay(lines: Iterable[str], router: Router | None = None) -> tuple[RouterSt
         ValueError: the text is no record, a transition is not possible, or an assignment differs;
             the message names the line.
     """
-    current: RouterState | None = None
+    router_state: RouterState | None = None
     count = 0
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
-            if current is None:
+            if router_state is None:
                 if entry["routing"] != FORMAT:
                     raise ValueError(
                         f"format {entry['routing']!r} is not {FORMAT}, which this version reads"
                     )
                 router = router or _shipped(entry)
-                current = state.init(entry["known_blocks"])
+                router_state = state.init(entry["known_blocks"])
             elif "routed" in entry:
                 request = RouterRequest(
                     entry["routed"],
@@ -132,7 +132,7 @@ def replay(lines: Iterable[str], router: Router | None = None) -> tuple[RouterSt
                     tuple(entry.get("avoids", ())),
                 )
                 assert router is not None
-                current, chosen = routers.route(current, router, request)
+                router_state, chosen = routers.route(router_state, router, request)
                 if chosen != entry["to"]:
                     raise ValueError(
                         f"router {router.name!r} sends {request.request_id!r} to {chosen!r}, and "
@@ -140,20 +140,20 @@ def replay(lines: Iterable[str], router: Router | None = None) -> tuple[RouterSt
                     )
                 count += 1
             elif "finished" in entry:
-                current = state.finished(current, entry["finished"])
+                router_state = state.finished(router_state, entry["finished"])
             elif "joined" in entry:
-                current = state.joined(current, entry["joined"])
+                router_state = state.joined(router_state, entry["joined"])
             else:
-                current = state.left(current, entry["left"])
+                router_state = state.left(router_state, entry["left"])
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"line {number} is no transition of a router: {line.strip()!r:.80}"
             ) from error
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from error
-    if current is None:
+    if router_state is None:
         raise ValueError("the record is empty; its first line names the router")
-    return current, count
+    return router_state, count
 
 
 def _shipped(header: dict[str, Any]) -> Router:

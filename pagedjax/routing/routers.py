@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from pagedjax.options.own_errors import placed
-from pagedjax.options.own_values import check_call, named
+from pagedjax.options.own_values import check_call, named_value
 from pagedjax.routing import prefixes
 from pagedjax.routing.state import Load, Replica, Routed, RouterRequest, RouterState, left
 
@@ -155,7 +155,7 @@ def find(name: Any) -> Router:
         ValueError: no such router, module, file or value; a value that is no router; or a `choose`
             that does not take two arguments.
     """
-    router = named("router", name, Router, ROUTERS)
+    router = named_value("router", name, Router, ROUTERS)
     if router not in ROUTERS.values():
         start = f"router {getattr(name, 'name', name)!r}: its choose"
         usage = "choose(state, request), which returns one of state.replicas"

@@ -90,12 +90,12 @@ class Options:
             raise ValueError(f"max_priority is {self.max_priority}; it must be from 0 to 2**31 - 1")
         if not 0 < self.result_seconds < float("inf"):
             raise ValueError(f"result_seconds is {self.result_seconds}; it must be above 0")
-        dialect(None, self.tool_call_parser)  # which raises for an unknown one
+        dialect(None, self.tool_call_parser)  # raises for an unknown parser
 
 
 def identity(llm: LLM, options: Options) -> str:
-    """A short text that is equal in servers that give the same answer: that of their engines, their
-    tokenizers, and the options that decide on an answer.
+    """A short text that is equal in servers that give equal answers to a request. It is made of the
+    engine's identity, the tokenizer's, and the options that decide on an answer.
     """
     parts = (llm.engine.identity, llm.get_tokenizer().content_hash, options.tool_call_parser)
     return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
@@ -262,7 +262,7 @@ def _completion_requests(
             all_ids = llm.tokenizer.encode(text, body.add_special_tokens is not False)
         ids = _last_tokens(llm, all_ids, body)
         if len(ids) < len(all_ids):
-            text = None  # which is longer than the prompt
+            text = None  # the prompt is only the end of it
         requests.append(_request(llm, ids, text, params, body, options, grammar))
     style = Style(
         body.model or options.name,
@@ -387,11 +387,11 @@ def _priority(body: GenerationBody | EmbeddingRequest, options: Options) -> int:
 
 
 def _conversation(
-    llm: LLM, messages: Sequence[schema.Message], generating: bool | None, use: ToolUse
+    llm: LLM, messages: Sequence[schema.Message], add_generation_prompt: bool | None, tools: ToolUse
 ) -> list[int]:
     """The tokens of a conversation in the model's template."""
     plain_messages = [message.plain() for message in messages]
-    return use.tokens(llm.tokenizer, plain_messages, generating is not False)
+    return tools.tokens(llm.tokenizer, plain_messages, add_generation_prompt is not False)
 
 
 def _tokenize(llm: LLM, body: TokenizeRequest, options: Options) -> Response:

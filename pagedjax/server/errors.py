@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 class ApiError(Exception):
     """An error that is answered with a response.
 
-    retry_after: seconds after which a client may try again; None is not said.
+    retry_after: seconds after which a client may try again; None: the response does not say it.
     """
 
     def __init__(

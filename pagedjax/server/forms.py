@@ -32,7 +32,7 @@ def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
     response_format = body.response_format
     fields = body.structured_outputs
     if fields is None:
-        return None if response_format is None else _of_response_format(response_format)
+        return None if response_format is None else _structured_outputs_of(response_format)
     if response_format is not None and response_format.type != "text":
         raise ValueError(
             "response_format and structured_outputs both give the answer's form; leave one of them "
@@ -47,7 +47,7 @@ def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(**options)
 
 
-def _of_response_format(form: ResponseFormat) -> StructuredOutputsParams | None:
+def _structured_outputs_of(form: ResponseFormat) -> StructuredOutputsParams | None:
     schema = form.json_schema
     if form.type != "json_schema":
         if schema is not None:

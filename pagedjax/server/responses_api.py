@@ -280,7 +280,7 @@ def messages(body: ResponsesRequest) -> list[JSON]:
             output = _content(f"{place}.output", item.get("output"))
             call_id = item.get("call_id")
             conversation.append({"role": "tool", "tool_call_id": call_id, "content": output})
-        elif kind != "reasoning":  # which this server never makes, and no template takes
+        elif kind != "reasoning":  # this server makes no such item, and no template takes one
             role = f" and no role of {ROLES}" if kind == "message" else ""
             raise ValueError(
                 f"{place} has the type {kind!r:.80}{role}; items here are messages, function_call "

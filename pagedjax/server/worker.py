@@ -402,7 +402,7 @@ class Worker:
 
     def _cancel(self, submission: Submission) -> None:
         """Abandon each unfinished request of the submission once."""
-        before = self.llm.engine.scheduler_state
+        old_state = self.llm.engine.scheduler_state
         events: tuple[Event, ...] = ()
         by_request: dict[int, Branches] = {}
         for name, owner in list(self._owners.items()):
@@ -411,27 +411,29 @@ class Worker:
                 del self._owners[name]
         for branches in by_request.values():
             events += self._session.abandon(branches)
-        self._notify("stepped", before, None, events, self.llm.engine.scheduler_state)
+        self._notify("stepped", old_state, None, events, self.llm.engine.scheduler_state)
 
     def _step(self) -> None:
-        before = self.llm.engine.scheduler_state
+        old_state = self.llm.engine.scheduler_state
         self._step_began = time.perf_counter()
         try:
             step = self._session.step()
         except Exception:
             self._failures += 1
-            after = self.llm.engine.scheduler_state
-            if self._failures == MAX_FAILED_STEPS or not _rolled_back(before, after):
+            new_state = self.llm.engine.scheduler_state
+            if self._failures == MAX_FAILED_STEPS or not _rolled_back(old_state, new_state):
                 raise
             log.exception(
                 "a step failed (%d of %d in a row); it runs again", self._failures, MAX_FAILED_STEPS
             )
-            self._notify("stepped", before, None, (), after)
+            self._notify("stepped", old_state, None, (), new_state)
             return
         finally:
             self._step_began = None
         self._failures = 0
-        self._notify("stepped", before, step.result, step.events, self.llm.engine.scheduler_state)
+        self._notify(
+            "stepped", old_state, step.result, step.events, self.llm.engine.scheduler_state
+        )
         updates = self._deltas(step) + self._take_completed(step)
         if updates:
             self._call_in_loop(_deliver, updates)

@@ -299,9 +299,9 @@ class StopChecker:
         return text, stopped
 
     def _next(self, text: str, *, searched: bool) -> tuple[str, bool]:
-        new = len(self._pending)
+        num_pending = len(self._pending)
         text = self._pending + text
-        if searched and (match := first_stop(text, self._stop, new)):
+        if searched and (match := first_stop(text, self._stop, num_pending)):
             start, end = match
             self.matched = text[start:end]
             self._pending = ""

@@ -121,7 +121,7 @@ def last_tokens(ids: Sequence[int], params: PoolingParams, limit: int) -> Sequen
     """The last tokens of a prompt, as many as `truncate_prompt_tokens` leaves.
 
     Args:
-        limit: max_model_len; -1 leaves so many tokens.
+        limit: max_model_len, which is also what `truncate_prompt_tokens` -1 means.
     """
     # `prompts.last_tokens` leaves room for one token of output, and here there is no output
     return prompts.last_tokens(ids, params.truncate_prompt_tokens, limit + 1)

@@ -67,10 +67,11 @@ def _data(run: Run, labels: Mapping[str, str], decode: Decode | None) -> dict[st
     bounded_run, bare = bounded(run)
     text = texts(run.frames, run.prompts, decode) if decode and not bare else {}
     records = (record for frame in run.frames for record in frame.get("came", ()))
-    named = {
+    labels_by_number = {
         number: labels[request_id] for number, request_id, *_ in records if request_id in labels
     }
-    shown_labels = {n: shortened(label) for n, label in {**text.get("labels", {}), **named}.items()}
+    all_labels = {**text.get("labels", {}), **labels_by_number}
+    shown_labels = {number: shortened(label) for number, label in all_labels.items()}
     prompts = run.prompts if sum(map(len, run.prompts.values())) <= MAX_TOKENS else {}
     about = {
         **facts(run.config._asdict(), run.policy, run.version),

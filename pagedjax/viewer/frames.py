@@ -86,8 +86,8 @@ def _stopped(fold: Fold, state: SchedulerState) -> Fold:
     """
     if state.running.seqs is fold.state.running.seqs:
         return fold
-    before = {seq.arrival for seq in fold.state.running.seqs}
-    back = [fold.numbers[seq.request_id] for seq in state.waiting if seq.arrival in before]
+    running_before = {seq.arrival for seq in fold.state.running.seqs}
+    back = [fold.numbers[seq.request_id] for seq in state.waiting if seq.arrival in running_before]
     return fold._replace(log=(*fold.log, *(["preempted", n, False] for n in back)))
 
 

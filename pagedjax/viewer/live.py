@@ -129,9 +129,9 @@ class Live:
             frames = list(islice(self._frames, first - oldest, first - oldest + REPLY))
             base = picture.whole(self._base) if restarts else None
             newest = self._next
-        after = first + len(frames)
-        reply: dict[str, Any] = {"run": self._run, "first": first, "frames": frames, "next": after}
-        reply["more"] = after < newest
+        end = first + len(frames)
+        reply: dict[str, Any] = {"run": self._run, "first": first, "frames": frames, "next": end}
+        reply["more"] = end < newest
         return reply if base is None else reply | {"about": self._about, "base": base}
 
     def _fold_all(self) -> None:

@@ -89,7 +89,7 @@ def fold(
         policy: the policy of the run; with it, frames say why requests wait.
     """
     folded: Any = None  # the `frames.Fold` so far
-    before: Any = None  # the scheduler's state before the transition
+    old_state: Any = None  # the scheduler's state before the transition
     for kind, state, plan, events, at, prompt in transitions:
         if kind == "init":
             folded = frames.begin(state.config)
@@ -98,7 +98,7 @@ def fold(
             if folded.frame is not None:  # planned again, because the step did not run
                 folded, frame = frames.committed(folded, folded.state, ())
                 yield frame
-            reasons = why_waiting(before, policy, plan.now) if policy else frames.NO_REASONS
+            reasons = why_waiting(old_state, policy, plan.now) if policy else frames.NO_REASONS
             memory = frames.memory_text(state, policy) if policy else ""
             folded = frames.scheduled(folded, state, plan, reasons, at, memory)
         elif kind == "commit":
@@ -112,7 +112,7 @@ def fold(
             if kind == "submit" and prompt is not None and prompts is not None:
                 prompts[folded.count] = prompt
             folded = frames.passed(folded, state, events, at)
-        before = state
+        old_state = state
     if folded.frame is not None:
         yield folded.frame
     elif not folded.shown.rest or folded.log:

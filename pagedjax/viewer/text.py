@@ -70,13 +70,13 @@ def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
     texts: list[str] = []
     begin = read = 0  # decode what follows `begin`, with and without what follows `read`
     for end in range(1, len(ids) + 1):
-        before = decode(ids[begin:read])
-        after = decode(ids[begin:end])
-        waits = after.endswith(REPLACEMENT) and end - read < MAX_PENDING and end < len(ids)
-        if waits or len(after) < len(before):
+        text_before = decode(ids[begin:read])
+        text_after = decode(ids[begin:end])
+        waits = text_after.endswith(REPLACEMENT) and end - read < MAX_PENDING and end < len(ids)
+        if waits or len(text_after) < len(text_before):
             texts.append("")
             continue
-        texts.append(after[len(before) :])
+        texts.append(text_after[len(text_before) :])
         begin = read
         read = end
     return texts

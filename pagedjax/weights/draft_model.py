@@ -95,10 +95,10 @@ def _check_tokenizers(name: str, draft: LoadedModel, target: LoadedModel) -> Non
     target_ids = target.tokenizer.backend.get_vocab(with_added_tokens=True)
     if draft_ids != target_ids:
         texts = (*target_ids, *draft_ids)
-        different = next(text for text in texts if target_ids.get(text) != draft_ids.get(text))
+        text = next(text for text in texts if target_ids.get(text) != draft_ids.get(text))
         raise ValueError(
-            f"speculative.model {name!r} has another tokenizer than the model: {different!r} is "
-            f"token {draft_ids.get(different)} there and {target_ids.get(different)} here; use a "
+            f"speculative.model {name!r} has another tokenizer than the model: {text!r} is "
+            f"token {draft_ids.get(text)} there and {target_ids.get(text)} here; use a "
             "draft model of the same tokenizer"
         )
 

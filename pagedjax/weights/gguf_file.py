@@ -87,7 +87,7 @@ def read_gguf(path: Path) -> GGUFFile:
             raise ValueError(
                 f"{path}: general.alignment is {alignment!r}; it must be a power of two"
             )
-        start = -(-cursor.at // alignment) * alignment
+        start = -(-cursor.position // alignment) * alignment
         tensors = {entry.name: _tensor(path, entry, start, len(data)) for entry in entries}
     if len(tensors) != len(entries):
         raise ValueError(
@@ -133,12 +133,12 @@ def read_parts(path: Path) -> GGUFFile:
         expected = f"NAME-{number + 1:05}-of-{count:05}.gguf"
         raise ValueError(f"{label}, and the others are found by their names; call it {expected}")
     paths = [path.with_name(f"{name['stem']}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
-    for part in paths:
-        if not part.is_file():
+    for part_path in paths:
+        if not part_path.is_file():
             raise FileNotFoundError(
-                f"{label}, and {part.name} is not beside it; put all parts into one folder"
+                f"{label}, and {part_path.name} is not beside it; put all parts into one folder"
             )
-    parts = [file if part == path else read_gguf(part) for part in paths]
+    parts = [file if part_path == path else read_gguf(part_path) for part_path in paths]
     tensors: dict[str, Tensor] = {}
     for i, part in enumerate(parts):
         part_number = part.metadata.get("split.no")
@@ -148,10 +148,11 @@ def read_parts(path: Path) -> GGUFFile:
                 f"{part.path} says that it is part {part_number!r} (from 0) of {part_count!r}, and "
                 f"its name says {i + 1} of {count}; fetch the parts again"
             )
-        if twice := tensors.keys() & part.tensors.keys():
+        repeated_names = tensors.keys() & part.tensors.keys()
+        if repeated_names:
             raise ValueError(
-                f"{part.path} has {min(twice)}, which an earlier part has too; fetch the parts "
-                "again"
+                f"{part.path} has {min(repeated_names)}, which an earlier part has too; fetch the "
+                "parts again"
             )
         tensors |= part.tensors
     total = parts[0].metadata.get("split.tensors.count", len(tensors))
@@ -168,20 +169,20 @@ class Cursor:
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
         self.data = data
-        self.at = 0
+        self.position = 0
 
     def take(self, count: int, label: str) -> bytes:
-        if count > len(self.data) - self.at:
+        if count > len(self.data) - self.position:
             raise ValueError(
                 f"{self.path} is truncated or damaged: {label} needs {count} bytes at offset "
-                f"{self.at}, the file has {len(self.data)} in all; fetch it again"
+                f"{self.position}, the file has {len(self.data)} in all; fetch it again"
             )
-        self.at += count
-        return self.data[self.at - count : self.at]
+        self.position += count
+        return self.data[self.position - count : self.position]
 
     def scalar(self, code: str, label: str) -> Any:
         value = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), label))[0]
-        return _short(value) if code == "f" else value
+        return _shortest_decimal(value) if code == "f" else value
 
     def string(self, label: str) -> str:
         raw = self.take(self.scalar("Q", f"the length of {label}"), label)
@@ -207,7 +208,7 @@ class Cursor:
             code = SCALARS[item_kind]
             raw = self.take(count * struct.calcsize(f"<{code}"), label)
             values = struct.unpack(f"<{count}{code}", raw)
-            return [_short(value) for value in values] if code == "f" else list(values)
+            return [_shortest_decimal(value) for value in values] if code == "f" else list(values)
         if item_kind == STRING:  # a vocabulary has about 100,000
             return [self.string(label) for _ in range(count)]
         return [
@@ -215,7 +216,7 @@ class Cursor:
         ]
 
 
-def _short(value: float) -> float:
+def _shortest_decimal(value: float) -> float:
     """The shortest decimal of a float32: 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
@@ -277,10 +278,10 @@ def _tensor(path: Path, entry: Entry, start: int, file_size: int) -> Tensor:
             "package does not know; update it with: pip install -U gguf"
         ) from error
     per_block, block_bytes = GGML_QUANT_SIZES[encoding]
-    row = entry.shape[-1] if entry.shape else 1
-    if row % per_block:
+    row_length = entry.shape[-1] if entry.shape else 1
+    if row_length % per_block:
         raise ValueError(
-            f"{path}: tensor {entry.name} has rows of {row}, not multiples of {per_block} "
+            f"{path}: tensor {entry.name} has rows of {row_length}, not multiples of {per_block} "
             f"({encoding.name})"
         )
     begin = start + entry.offset

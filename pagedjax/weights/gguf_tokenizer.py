@@ -149,10 +149,10 @@ def _sentencepiece(
             f"{path}: {len(scores)} scores for {len(tokens)} tokens; the file is damaged, fetch it "
             "again"
         )
-    listed = metadata.get("tokenizer.ggml.merges")
+    merge_texts = metadata.get("tokenizer.ggml.merges")
     merges = (
-        [_split_merge(path, merge) for merge in listed]
-        if listed
+        [_split_merge(path, merge) for merge in merge_texts]
+        if merge_texts
         else score_merges(tokens, scores, types)
     )
     vocab = {token: index for index, token in enumerate(tokens)}

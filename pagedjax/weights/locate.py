@@ -76,8 +76,8 @@ def open_checkpoint(
             )
         return open_gguf(path)
     if path.exists():
-        raise ValueError(f"{path} is a single file that is not a .gguf file; {accepted()}")
-    raise FileNotFoundError(f"there is no model {os.fspath(model)!r}; {accepted()}")
+        raise ValueError(f"{path} is a single file that is not a .gguf file; {accepted_forms()}")
+    raise FileNotFoundError(f"there is no model {os.fspath(model)!r}; {accepted_forms()}")
 
 
 def located(model: str | os.PathLike[str], hub: Mapping[str, Any] | None = None) -> Path:
@@ -96,7 +96,7 @@ def located(model: str | os.PathLike[str], hub: Mapping[str, Any] | None = None)
     return path
 
 
-def accepted() -> str:
+def accepted_forms() -> str:
     """The accepted forms of a model, for error messages."""
     return (
         "a model is a directory with config.json and *.safetensors or Orbax's params/, a .gguf "

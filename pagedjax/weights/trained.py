@@ -135,7 +135,7 @@ def whole(model: Model) -> dict[str, Any]:
     return nested({name: on_host(name, x) for name, x in named(model.params).items()})
 
 
-def replaced(model: Model, tree: Any) -> nnx.State:
+def replacement_state(model: Model, tree: Any) -> nnx.State:
     """The model's state with copies of `tree`'s parameters, each where the old one is. Compiles
     nothing.
 
@@ -150,25 +150,27 @@ def replaced(model: Model, tree: Any) -> nnx.State:
     """
     _check_whole(tree)
     leaves, structure = jax.tree_util.tree_flatten_with_path(model.params)
-    current = {name_of(keys): leaf for keys, leaf in leaves}
+    leaves_by_name = {name_of(keys): leaf for keys, leaf in leaves}
     computed = buffers(model.params)
     placement = model.placement
     stored = nnx.state(nnx.eval_shape(lambda: Decoder(model.config, model.dtype)))
-    old = {name_of(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(stored)[0]}
-    new = {name: x for name, x in named(tree).items() if name not in computed}
-    matrices_of_old = {name for name, x in old.items() if is_stored(name.split("."), x.shape)}
-    floats = {n: x for n, x in new.items() if n in matrices_of_old and _can_be_packed(x)}
-    new |= packed_matrices(model.config.stored, floats)
-    trainable = {name: x for name, x in old.items() if name not in computed}
-    _check_fit(differences(trainable, new, cast=False), "the model in use")
+    model_arrays = {
+        name_of(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(stored)[0]
+    }
+    tree_arrays = {name: x for name, x in named(tree).items() if name not in computed}
+    matrix_names = {name for name, x in model_arrays.items() if is_stored(name.split("."), x.shape)}
+    floats = {n: x for n, x in tree_arrays.items() if n in matrix_names and _can_be_packed(x)}
+    tree_arrays |= packed_matrices(model.config.stored, floats)
+    trainable = {name: x for name, x in model_arrays.items() if name not in computed}
+    _check_fit(differences(trainable, tree_arrays, cast=False), "the model in use")
 
     def copy_of(name: str, x: jax.Array) -> jax.Array:
         if placement:
-            return placement.put(name.split("."), np.array(new[name]))
-        return _copy_of(model.config, name, new[name], x.dtype, x.sharding)
+            return placement.put(name.split("."), np.array(tree_arrays[name]))
+        return _copy_of(model.config, name, tree_arrays[name], x.dtype, x.sharding)
 
     return structure.unflatten(
-        x if name in computed else copy_of(name, x) for name, x in current.items()
+        x if name in computed else copy_of(name, x) for name, x in leaves_by_name.items()
     )
 
 

@@ -121,7 +121,7 @@ def linear(
         plus_one=norm.plus_one if norm else False,
         activation=activation,
         rows=rows,
-        parts=low and low.parts,
+        parts=low.parts if low else None,
         dtype=jnp.dtype(dtype or x.dtype).name,
     )
 
@@ -146,7 +146,11 @@ def _check(x, matrix, norm, scales, bias, activation, residual, rows, sizes) -> 
     if count > 1 and sizes is None:
         raise ValueError(f"sizes is missing; the weight has {count} matrices")
     width = matrix.width if rows is None else rows[1] - rows[0]
-    shapes = {"norm": (norm and norm.weight, (k,)), "scales": (scales, (m,)), "bias": (bias, (m,))}
+    shapes = {
+        "norm": (norm.weight if norm else None, (k,)),
+        "scales": (scales, (m,)),
+        "bias": (bias, (m,)),
+    }
     shapes |= {"residual": (residual, (x.shape[0], width)), "sizes": (sizes, (count,))}
     for name, (array, shape) in shapes.items():
         if array is not None and array.shape != shape:

@@ -231,7 +231,7 @@ def test_a_feature_of_a_user_is_packed_for_the_rows_that_use_it():
     options = chain((WIDE,))
     params = SamplingParams(temperature=0, extra_args={"wide": 3})
     rows = [
-        (name, sequence_data([1, 2, 3], 2, row, read=options.read(row)), 2, 1, (1,))
+        (name, sequence_data([1, 2, 3], 2, row, row_options=options.read(row)), 2, 1, (1,))
         for name, row in (("a", GREEDY), ("b", params))
     ]
     features = packed(*rows, options=options).sampling.features

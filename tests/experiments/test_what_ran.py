@@ -45,7 +45,7 @@ def text_of(page: str) -> str:
 
 def test_facts_name_all_that_differs_from_the_defaults_and_all_swept_values():
     points = config.expand(config.load_file(Path("configs/quickstart.yaml")), Path("configs"))
-    assert what_ran.simulated(points) == ""
+    assert what_ran.simulated_devices(points) == ""
     facts = dict(what_ran.facts(points))
     assert facts["Model"] == "smollm2-135m"
     assert facts["Workload"].startswith("prompts; file prompts/english.txt; count 24")
@@ -69,7 +69,7 @@ def test_facts_name_all_that_differs_from_the_defaults_and_all_swept_values():
 )
 def test_facts_of_simulated_engines(file, device, name, words):
     points = config.load(Path("configs") / f"{file}.yaml")
-    assert what_ran.simulated(points) == device
+    assert what_ran.simulated_devices(points) == device
     facts = dict(what_ran.facts(points))
     assert facts["Model"] == "llama-3-8b"
     assert words in facts[name]

@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 
 from pagedjax.engine.processes import group
-from pagedjax.engine.processes.connection import Connection, encoded
+from pagedjax.engine.processes.connection import Connection, encode
 from pagedjax.engine.processes.group import EXIT_STATUS, ProcessFailed, accept, connect
 from tests.processes.pairs import Connected, connected, tcp_pair
 
@@ -261,13 +261,13 @@ def test_strangers_are_not_let_in():
         clients = []
         for hello in (
             b"GET / HTTP/1.1\r\n\r\n",
-            encoded({"token": "x", "process": 1, "kind": "inputs"}),
+            encode({"token": "x", "process": 1, "kind": "inputs"}),
             b"\0\0\0\3[1]",
         ):
             clients.append(socket.create_connection(address))
             clients[-1].sendall(hello)
         clients.append(socket.create_connection(address))
-        clients[-1].sendall(encoded({"token": "secret", "process": 5, "kind": "inputs"}))
+        clients[-1].sendall(encode({"token": "secret", "process": 5, "kind": "inputs"}))
         follower = connect(address, 1, 2, "secret", 30.0, exit=lambda status: None)
         leader = accept(listener, 2, "secret", 10.0, 30.0, exit=lambda status: None)
         leader.order("add", text="\u00e9\n")
@@ -284,7 +284,7 @@ def test_strangers_are_not_let_in():
 
 
 def test_a_connection_refuses_what_is_no_message():
-    for wrong in (b"\xff\xff\xff\xff" + b"x" * 9, encoded({"a": 1})[:-1], b"\0\0\0\1x"):
+    for wrong in (b"\xff\xff\xff\xff" + b"x" * 9, encode({"a": 1})[:-1], b"\0\0\0\1x"):
         near, far = tcp_pair()
         connection = Connection(near)
         far.sendall(wrong)

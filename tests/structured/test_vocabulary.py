@@ -144,10 +144,10 @@ def test_an_answer_has_the_whole_text(tiny, tiny_llm, speculative):
 def test_a_grammar_may_name_special_tokens_and_spell_them():
     marks = {"<|im_start|>": 1, "<think>": 300}
     grammar = 'start: <|im_start|> "<|im_start|>" /<think>/ <think> // <think>\n# <think>\n<other>'
-    assert vocabulary.by_id(grammar, marks) == (
+    assert vocabulary.grammar_with_ids(grammar, marks) == (
         'start: <[1]> "<|im_start|>" /<think>/ <[300]> // <think>\n# <think>\n<other>'
     )
-    assert vocabulary.by_id("root ::= [<think>]", marks) == "root ::= [<think>]"
+    assert vocabulary.grammar_with_ids("root ::= [<think>]", marks) == "root ::= [<think>]"
     tokenizer = TOKENIZERS["in the vocabulary"]
     form = StructuredOutputsParams(grammar='start: "a" <|im_start|> "<|im_start|>"')
     tokens = only_answer(Grammars(tokenizer, tokenizer.vocab_size, ENDS).compiled(form))
@@ -189,14 +189,14 @@ def described(**model: Any) -> str:
 
 def test_ids_stay_and_names_of_marks_go():
     bpe = json.loads(
-        vocabulary.without_names(described(vocab={"<a>": 0, "b": 1}, merges=["< a>", "x y"]))
+        vocabulary.rename_marks(described(vocab={"<a>": 0, "b": 1}, merges=["< a>", "x y"]))
     )
     assert list(bpe["model"]["vocab"].values()) == [0, 1]
     assert "<a>" not in bpe["model"]["vocab"]
     assert bpe["added_tokens"][1]["content"] == "b"
     assert bpe["model"]["merges"] == ["x y"]
     unigram = json.loads(
-        vocabulary.without_names(described(vocab=[["<a>", 0.0], ["b", -1.0]], unk_token="<a>"))
+        vocabulary.rename_marks(described(vocab=[["<a>", 0.0], ["b", -1.0]], unk_token="<a>"))
     )
     assert unigram["model"]["vocab"][1] == ["b", -1.0]
     assert unigram["model"]["unk_token"] == unigram["model"]["vocab"][0][0] != "<a>"

@@ -98,7 +98,7 @@ def test_an_answer_is_text_or_valid_calls(tokenizer, template):
     for text in ("", "Hello", "a <tool_c\n[b] ü", "x {}"):
         assert accepted(text) == "complete"
     for calls in ([F], [FF], [G], [F, FF], [G, G, F]):
-        text = form.written(calls)
+        text = form.text_of(calls)
         assert accepted(text) == accepted(text, choice="required") == "complete"
         single = accepted(text, parallel=False)
         assert single == "complete" if len(calls) == 1 else len(single) < len(text)
@@ -106,14 +106,14 @@ def test_an_answer_is_text_or_valid_calls(tokenizer, template):
             assert accepted("Well.\n" + text) == "complete"
             assert accepted("Well.\n" + text, choice="required") == ""
     for call in WRONG:
-        assert accepted(form.written([call])) not in ACCEPTED
-        assert accepted(form.written([F, call])) not in ACCEPTED
+        assert accepted(form.text_of([call])) not in ACCEPTED
+        assert accepted(form.text_of([F, call])) not in ACCEPTED
     assert accepted("Hello", choice="required") == ""
 
 
 def test_a_named_tool_is_called_once(tokenizer):
     choice = function("g")
-    written = tool_use(tokenizer).dialect.format.written
+    written = tool_use(tokenizer).dialect.format.text_of
     assert accepts(tokenizer, written([G]), choice=choice) == "complete"
     for calls in ([F], [G, G]):
         assert accepts(tokenizer, written(calls), choice=choice) not in ACCEPTED
@@ -121,19 +121,19 @@ def test_a_named_tool_is_called_once(tokenizer):
 
 def test_a_template_for_single_calls_gets_one(tokenizer):
     template = TEMPLATES["llama"] + " only supports single tool-calls"
-    written = tool_use(Tokenizer(tokenizer.backend, (2,), {}, template)).dialect.format.written
+    written = tool_use(Tokenizer(tokenizer.backend, (2,), {}, template)).dialect.format.text_of
     assert accepts(tokenizer, written([F]), template=template) == "complete"
     assert accepts(tokenizer, written([F, F]), template=template) == written([F])
 
 
 def test_nothing_follows_a_call_but_calls(tokenizer):
-    text = tool_use(tokenizer).dialect.format.written([F])
+    text = tool_use(tokenizer).dialect.format.text_of([F])
     assert accepts(tokenizer, text + " and") == text
 
 
 def test_text_may_have_other_marks(tokenizer):
     text = "<think>Hm.\n</think>\n"
-    written = tool_use(tokenizer).dialect.format.written
+    written = tool_use(tokenizer).dialect.format.text_of
     assert accepts(tokenizer, text) == "complete"
     assert accepts(tokenizer, text + written([F, G])) == "complete"
     assert accepts(tokenizer, text + "No <b>.") == "complete"
@@ -144,7 +144,7 @@ def test_an_answer_that_is_no_call_may_have_a_schema(tokenizer):
         return SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
 
     params = form(json=opened(["n"], n=integer()))
-    written = tool_use(tokenizer).dialect.format.written
+    written = tool_use(tokenizer).dialect.format.text_of
     assert accepts(tokenizer, '{"n": 3}', params) == "complete"
     assert accepts(tokenizer, written([F, FF]), params) == "complete"
     assert accepts(tokenizer, "Hello", params) == ""
@@ -173,7 +173,7 @@ def test_a_schema_that_is_not_supported_names_the_tool(tokenizer):
 
 
 def test_parameters_that_a_tool_does_not_name_are_never_given(tokenizer):
-    written = tool_use(tokenizer).dialect.format.written
+    written = tool_use(tokenizer).dialect.format.text_of
     named = typed("object", properties={"a": integer()})
     for schema, allowed in (
         (named, False),

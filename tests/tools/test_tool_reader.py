@@ -37,7 +37,7 @@ def pieces(text: str, form, size: int):
 def test_text_and_calls_are_the_same_in_any_pieces(form, lead, count):
     if form is LLAMA and lead:
         pytest.skip("a call is the whole answer")
-    text = lead + form.written(CALLS[:count])
+    text = lead + form.text_of(CALLS[:count])
     for size in (1, 2, 3, 7, 1000):
         parts, reader = pieces(text, form, size)
         plain_text = "".join(piece.text for piece in parts if piece.call is None)
@@ -49,7 +49,7 @@ def test_text_and_calls_are_the_same_in_any_pieces(form, lead, count):
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_a_cut_answer_gives_the_start_of_a_call(form):
-    text = form.written(CALLS)
+    text = form.text_of(CALLS)
     for end in range(len(text)):
         plain_text, calls, complete = read(text[:end], form)
         assert form is LLAMA or plain_text in ("", text[:end])
@@ -68,6 +68,6 @@ def test_text_that_is_no_call_stays_as_it_is():
 
 
 def test_mistral_templates_want_ids_of_nine_characters():
-    (call,) = read(MISTRAL.written(CALLS[:1]), MISTRAL)[1]
+    (call,) = read(MISTRAL.text_of(CALLS[:1]), MISTRAL)[1]
     assert len(call.id) == 9
     assert call.id.isalnum()

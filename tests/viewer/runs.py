@@ -120,7 +120,9 @@ def samples(plan: Plan, draw: random.Random) -> list[drafts.Sample]:
 
 def kept_part(plan: Plan, sampled: Sequence[drafts.Sample]) -> Plan:
     """The plan without its rejected drafts, whose tokens have no hash."""
-    return plan._replace(counts=drafts.accepted(plan, sampled).counts) if plan.drafts else plan
+    return (
+        plan._replace(counts=drafts.accepted_columns(plan, sampled).counts) if plan.drafts else plan
+    )
 
 
 def pictures(frames: list[Frame]) -> Iterator[tuple[Frame, Picture]]:

@@ -17,7 +17,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from experiments.core.config import expand
-from experiments.core.engines import simulated
+from experiments.core.engines import simulated_llm
 from experiments.run import check_models
 from pagedjax import LLM, EngineConfig, Taps, from_params, load_model
 from pagedjax.commands import cli
@@ -219,7 +219,7 @@ def test_the_command_converts_and_a_simulation_reads_the_shape(folder, name, tmp
     }
     (point,) = expand({**raw, "simulate": simulate, "engine": engine}, tmp_path)
     check_models([point.experiment], download=False)
-    assert simulated(point.experiment).engine.config.model_family == name
+    assert simulated_llm(point.experiment).engine.config.model_family == name
 
 
 @pytest.mark.slow

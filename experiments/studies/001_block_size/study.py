@@ -57,9 +57,9 @@ def measure(folder: Path, data: str, quick: bool) -> list[tuple[int, Interval, f
 def best_claim(data: str, rates: Sequence[tuple[int, float]]) -> Claim:
     """The claim about the largest block whose throughput is near the best throughput."""
     top = max(rate for _, rate in rates)
-    good = [float(size) for size, rate in rates if rate > 0.97 * top]
+    near_best = [float(size) for size, rate in rates if rate > 0.97 * top]
     quantity = f"{data}: largest block within 3 % of the best throughput"
-    largest = interval(good[-1:])
+    largest = interval(near_best[-1:])
     return Claim("PagedAttention, Fig. 18", quantity, BEST[data], largest, 1.0, "tokens", KERNEL)
 
 
@@ -76,12 +76,12 @@ def answer(rates: Mapping[str, Sequence[tuple[int, float]]]) -> list[str]:
 
 def run(folder: Path, quick: bool) -> Findings:
     claims = []
-    used = {}
+    used_shares = {}
     rates = {}
     rows = []
     for data in lengths.DATA:
         points = measure(folder, data, quick)
-        used[data] = [(size, full.middle) for size, full, *_ in points]
+        used_shares[data] = [(size, full.middle) for size, full, *_ in points]
         rates[data] = [(size, rate) for size, _, rate, _ in points]
         rows += [(data, size, full.middle, *others) for size, full, *others in points]
         if data == "Alpaca":
@@ -97,12 +97,12 @@ def run(folder: Path, quick: bool) -> Findings:
                 for size, full, *_ in points
             ]
         claims.append(best_claim(data, rates[data]))
-    used["published, Alpaca"] = [(size, UTILISATION[size]) for size in SIZES]
+    used_shares["published, Alpaca"] = [(size, UTILISATION[size]) for size in SIZES]
     head = ("lengths like", "block", "full slots, %", "output tokens/s", "first token, p50, s")
     axes = {"log_x": 2, "lowest": 0}
     plots = {
         "slots.svg": figures.curves(
-            {"slots of used blocks that hold tokens": used}, "tokens a block", "%", **axes
+            {"slots of used blocks that hold tokens": used_shares}, "tokens a block", "%", **axes
         ),
         "throughput.svg": figures.curves(
             {name: {name: curve} for name, curve in rates.items()},

@@ -32,7 +32,7 @@ from .timed import (
     Times,
     attention_times,
     paged_name,
-    served,
+    serving_impls,
     slower,
     step_times,
 )
@@ -162,7 +162,7 @@ def run(folder: Path, quick: bool) -> Findings:
     chip = device.chip()
     roof = Roofline(shape, chip)
 
-    kernel = paged_name(served(model, SIZES[0])[0], SIZES[0])
+    kernel = paged_name(serving_impls(model, SIZES[0])[0], SIZES[0])
     cells = [cell for cell in FIG_18A if cell in alone]
     kernels = kernel_claims(alone, cells, kernel, shape, attention_chip)
     claims = [*kernels, packing_claim(packing, steps, grid), *lecture()]

@@ -122,7 +122,7 @@ def heads_minor(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.A
     return jax.nn.dot_product_attention(q[:, None], k, v, scale=scale)[:, 0]
 
 
-def served(model: Model, block_size: int) -> list[str]:
+def serving_impls(model: Model, block_size: int) -> list[str]:
     """The implementations that can read the engine's cache here. The engine's choice is first."""
     config = model.config
     device = jax.devices()[0]
@@ -160,13 +160,15 @@ def contenders(model: Model, batch: int, context: int, longest: int) -> list[dic
         (batch, context, config.kv_heads, config.head_dim),
     )
     groups = [{"einsum": minor, "dot_product_attention": major}]
-    engine_impl, *other_impls = served(model, SIZES[0])
+    engine_impl, *other_impls = serving_impls(model, SIZES[0])
     # one block for the whole sequence: the same code without following a table
-    if engine_impl in served(model, context):
-        groups.append({ONE_BLOCK: paged(model, engine_impl, batch, context, context, context)})
+    if engine_impl in serving_impls(model, context):
+        groups.append(
+            {ONE_BLOCK: paged_contender(model, engine_impl, batch, context, context, context)}
+        )
     ways = [(engine_impl, size) for size in SIZES] + [(impl, SIZES[0]) for impl in other_impls]
     return groups + [
-        {paged_name(impl, size): paged(model, impl, batch, context, size, longest)}
+        {paged_name(impl, size): paged_contender(model, impl, batch, context, size, longest)}
         for impl, size in ways
     ]
 
@@ -175,7 +177,9 @@ def paged_name(impl: str, size: int) -> str:
     return f"paged ({impl}), blocks of {size}"
 
 
-def paged(model: Model, impl: str, batch: int, context: int, size: int, longest: int) -> Contender:
+def paged_contender(
+    model: Model, impl: str, batch: int, context: int, size: int, longest: int
+) -> Contender:
     """Attention over pages. Sequences share no block, blocks are in random order, and block 0 is
     the trash block.
     """
@@ -264,7 +268,7 @@ def slower(times: Times, cells: Sequence[Cell], name: str, than: str) -> list[fl
 # --- whole steps ----------------------------------------------------------------------------------
 
 
-def planned(batch: int, prompt: int, block_size: int, *, prefilled: bool) -> Plan:
+def make_plan(batch: int, prompt: int, block_size: int, *, prefilled: bool) -> Plan:
     """The plan that computes `batch` prompts, or with `prefilled` the next plan, which decodes."""
     config = SchedulerConfig(
         block_size=block_size,
@@ -302,7 +306,7 @@ def planned_cell(cell: Cell, *, cached: bool) -> tuple[Plan, dict[str, SequenceD
     """
     batch, context = cell
     prompt = context - 1 if cached else context
-    plan = planned(batch, prompt, SIZES[0], prefilled=cached)
+    plan = make_plan(batch, prompt, SIZES[0], prefilled=cached)
     return plan, sources(batch, context)
 
 

@@ -33,7 +33,10 @@ def run(folder: Path, quick: bool) -> Findings:
         lines.setdefault(str(policy), []).append((rate, 100 * share.middle))
         cells = (over(summaries, path).middle for path in ("ttft_s.p50", "ttft_s.p99", "itl_s.p99"))
         rows.append((policy, rate, 100 * share.middle, *cells))
-    answer = [*gained(runs), "If all requests are served in time, the order makes no difference."]
+    answer = [
+        *gain_sentences(runs),
+        "If all requests are served in time, the order makes no difference.",
+    ]
     head = (
         "policy",
         "requests/s",
@@ -48,7 +51,7 @@ def run(folder: Path, quick: bool) -> Findings:
     return Findings([], answer, {"goodput.svg": figure}, [markdown(head, rows)])
 
 
-def gained(runs: Mapping[tuple[str, float], Sequence[Summary]]) -> list[str]:
+def gain_sentences(runs: Mapping[tuple[str, float], Sequence[Summary]]) -> list[str]:
     """The sentences about the largest gain of "the shorter prompt first", and about the rates at
     which "first come, first served" has no goodput.
     """

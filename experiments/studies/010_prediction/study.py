@@ -233,7 +233,7 @@ def held_out(results: Mapping[str, Compared], method: str, path: str) -> list[fl
     ]
 
 
-def repeated(results: Mapping[str, Compared], path: str) -> list[float]:
+def repeat_differences(results: Mapping[str, Compared], path: str) -> list[float]:
     """The difference of each repeat of a run from the repeat before it, in per cent.
 
     It is a lower bound of prediction errors.
@@ -269,7 +269,7 @@ def run(folder: Path, quick: bool) -> Findings:
     rows = []
     for metric, path in METRICS.items():
         error_range = span(held_out(results, FITTED, path))
-        repeat_error = statistics.fmean(repeated(results, path))
+        repeat_error = statistics.fmean(repeat_differences(results, path))
         quantity = f"{metric.removesuffix(', s')}: error of a simulation fitted to another run"
         claims.append(
             Claim(

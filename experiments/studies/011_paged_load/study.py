@@ -63,11 +63,11 @@ def run(folder: Path, quick: bool) -> Findings:
             for target in (TARGET, *OTHERS)
         }
         for target, by_name in gains.items():
-            served = [load.reached(curves, rates, target, name) for name in NAMES]
-            factors = [times(gain and gain.middle) for gain in by_name.values()]
+            served = [load.rate_text(curves, rates, target, name) for name in NAMES]
+            factors = [times(gain.middle if gain else None) for gain in by_name.values()]
             rows.append((data, 1e3 * target, *served, *factors))
         if data == "ShareGPT":
-            claims = claimed(data, gains)
+            claims = claims_of(data, gains)
         answer.append(sentence(data, gains))
         panels[f"OPT-13B, A100, lengths like {data}"] = load.lines(curves, rates) | {
             "target": [(rates[0], TARGET), (rates[-1], TARGET)]
@@ -83,7 +83,7 @@ def run(folder: Path, quick: bool) -> Findings:
     return Findings(claims, answer, {"load.svg": figure}, [markdown(head, rows)])
 
 
-def claimed(data: str, gains: Gains) -> list[Claim]:
+def claims_of(data: str, gains: Gains) -> list[Claim]:
     """The published factors for which both rates were found, and our factors at other latencies."""
     claims = []
     for name, published in PUBLISHED.items():
@@ -102,7 +102,7 @@ def elsewhere(gains: Gains, name: str) -> str:
     """The factor at the other latencies."""
     pairs = ((target, gains[target][name]) for target in OTHERS)
     return " and ".join(
-        f"{times(gain and gain.middle)} at {1e3 * target:.0f} ms" for target, gain in pairs
+        f"{times(gain.middle if gain else None)} at {1e3 * target:.0f} ms" for target, gain in pairs
     )
 
 

@@ -87,10 +87,12 @@ def windows(
     folder: Path, file: Path, quick: bool, *overrides: str
 ) -> dict[tuple[str, float], list[Summary]]:
     """(policy, load) -> summaries, one for each window of the trace."""
-    fewer = ("workload.limit=200", "sweep.grid.workload.time_scale=[1.0, 0.5]") if quick else ()
+    quick_options = (
+        ("workload.limit=200", "sweep.grid.workload.time_scale=[1.0, 0.5]") if quick else ()
+    )
     summaries: dict[tuple[str, float], list[Summary]] = {}
     for point, (summary,) in simulated(
-        folder / "config.yaml", f"workload.file={file.resolve()}", *fewer, *overrides
+        folder / "config.yaml", f"workload.file={file.resolve()}", *quick_options, *overrides
     ):
         key = str(point.experiment.engine.policy), 1 / point.swept["workload.time_scale"]
         summaries.setdefault(key, []).append(summary)

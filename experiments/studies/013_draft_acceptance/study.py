@@ -81,7 +81,7 @@ def factor(setting: Setting) -> float:
     return tokens_a_step(setting) / (setting.drafts * setting.cost + 1)
 
 
-def counted(folder: Path, setting: Setting | None, count: int) -> Run:
+def run_requests(folder: Path, setting: Setting | None, count: int) -> Run:
     """Run `count` requests of the config, one at a time. `faster` is their rates in tokens/s here.
 
     setting: None is plain decoding.
@@ -95,10 +95,10 @@ def counted(folder: Path, setting: Setting | None, count: int) -> Run:
         ]
     rates: list[float] = []
 
-    def also(_: Point, measured: Measured) -> None:
+    def on_run(_: Point, measured: Measured) -> None:
         rates.extend(rates_of(measured))
 
-    ((_, (summary,)),) = simulated(folder / "config.yaml", *overrides, also=also)
+    ((_, (summary,)),) = simulated(folder / "config.yaml", *overrides, on_run=on_run)
     return Run(interval(rates), summary["tokens_computed"] / summary["output_tokens"])
 
 
@@ -113,14 +113,15 @@ def rates_of(measured: Measured) -> list[float]:
 
 def run(folder: Path, quick: bool) -> Findings:
     count, curve_count = (2, 1) if quick else (32, 2)
-    plain = counted(folder, None, 1).faster.middle  # tokens/s; every request has the same
+    plain = run_requests(folder, None, 1).faster.middle  # tokens/s; every request has the same
     runs = {
-        setting: over(counted(folder, setting, count), plain) for setting in (*TABLE_1, *COSTLY)
+        setting: over(run_requests(folder, setting, count), plain)
+        for setting in (*TABLE_1, *COSTLY)
     }
 
     def point(setting: Setting) -> tuple[int, float]:
         """The drafts, and times as fast as plain decoding."""
-        measured = over(counted(folder, setting, curve_count), plain)
+        measured = over(run_requests(folder, setting, curve_count), plain)
         return setting.drafts, measured.faster.middle
 
     drawn = {
@@ -181,16 +182,18 @@ def theorem_claims(runs: Mapping[Setting, Run]) -> list[Claim]:
 
 
 def answer(runs: Mapping[Setting, Run]) -> list[str]:
-    cheap = runs[Setting(0.8, 5)].faster.middle
-    costly = runs[Setting(0.8, 5, 0.1)].faster.middle
-    slow = runs[COSTLY[-1]].faster.middle
-    worst = max(abs(run.faster.middle / factor(setting) - 1) for setting, run in runs.items())
+    cheap_gain = runs[Setting(0.8, 5)].faster.middle
+    costly_gain = runs[Setting(0.8, 5, 0.1)].faster.middle
+    costliest_gain = runs[COSTLY[-1]].faster.middle
+    largest_error = max(
+        abs(run.faster.middle / factor(setting) - 1) for setting, run in runs.items()
+    )
     return [
         "With 5 drafts that are accepted with probability 0.8, the scheduler gives "
-        f"{rounded(cheap)} tokens a step; if a draft token costs a tenth of a step, it is "
-        f"{rounded(costly)} times as fast. With {COSTLY[-1].text} drafts do not pay: "
-        f"{rounded(slow)} times as fast. Over {len(runs)} settings, the largest difference from "
-        f"the paper's formulas is {100 * worst:.2f} %.",
+        f"{rounded(cheap_gain)} tokens a step; if a draft token costs a tenth of a step, it is "
+        f"{rounded(costly_gain)} times as fast. With {COSTLY[-1].text} drafts do not pay: "
+        f"{rounded(costliest_gain)} times as fast. Over {len(runs)} settings, the largest "
+        f"difference from the paper's formulas is {100 * largest_error:.2f} %.",
         "Each request has 8,000 tokens: its first token, which has no drafts, and its last steps, "
         "which have fewer, are counted and are less than 0.5 % of its steps.",
     ]

@@ -156,10 +156,12 @@ def run(folder: Path, quick: bool) -> Findings:
     figure = figures.curves(
         panels, "sequences at once", "times as fast as without drafts", log_x=2, lowest=0
     )
-    return Findings(claimed(ratios), answer(drawn), {"faster.svg": figure}, [table(drawn, batches)])
+    return Findings(
+        claims_of(ratios), answer(drawn), {"faster.svg": figure}, [table(drawn, batches)]
+    )
 
 
-def claimed(ratios: Faster) -> list[Claim]:
+def claims_of(ratios: Faster) -> list[Claim]:
     """Published factors, and ours over the likely acceptances."""
     claims = []
     for batch, (source, published, system) in SOURCES.items():

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from experiments.analysis import figures
 from experiments.core import config
 from experiments.simulation.cost import SHAPES
-from experiments.simulation.simulate import Guess, Guesses, SimulatedEngine, accepted, resolved
+from experiments.simulation.simulate import Guess, Guesses, SimulatedEngine, num_accepted, resolved
 from experiments.studies.findings import Claim, Findings, NoTraces, exactly, markdown, rounded
 from experiments.studies.fitted_h100 import EAGLE, NGRAM, seconds
 from pagedjax.host.types import Finished, Seq
@@ -108,9 +108,9 @@ def request(line: str, place: str) -> Recorded:
             f"prompt_token_ids, acc_eagle.acc_len and acc_ngram.acc_len. {FETCH}"
         ) from None
     for method, lengths in gains.items():
-        wrong = [length for length in lengths if not isinstance(length, int) or length < 1]
-        if wrong or not lengths:
-            fault = f"has {wrong[0]!r}" if wrong else "is empty"
+        wrong_lengths = [length for length in lengths if not isinstance(length, int) or length < 1]
+        if wrong_lengths or not lengths:
+            fault = f"has {wrong_lengths[0]!r}" if wrong_lengths else "is empty"
             raise ValueError(
                 f"{place}: acc_{method}.acc_len {fault}; a step gives at least 1 token. {FETCH}"
             )
@@ -120,7 +120,7 @@ def request(line: str, place: str) -> Recorded:
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def recorded(records: Sequence[Recorded], method: str, matched: float) -> Guesses:
+def recorded_guesses(records: Sequence[Recorded], method: str, matched: float) -> Guesses:
     """A drafter that is right as often as recorded.
 
     The id of a request begins with the index of its record. matched: see MATCHED.
@@ -128,10 +128,10 @@ def recorded(records: Sequence[Recorded], method: str, matched: float) -> Guesse
 
     def guess(seq: Seq, length: int, k: int) -> Guess:
         record = records[int(seq.request_id.partition("-")[0])]
-        right = record.gains[method][length - record.prompt - 1] - 1
-        if method == NGRAM and not right and not accepted(seq.arrival, length, 1, matched):
+        num_right = record.gains[method][length - record.prompt - 1] - 1
+        if method == NGRAM and not num_right and not num_accepted(seq.arrival, length, 1, matched):
             return Guess(0, 0)
-        return Guess(k, min(right, k))
+        return Guess(k, min(num_right, k))
 
     return guess
 
@@ -156,7 +156,7 @@ def engine(folder: Path, setting: Setting, records: Sequence[Recorded]) -> Simul
         partial(seconds, method=method),
         vocab_size=shape.vocabulary,
         simulate=simulate,
-        guesses=recorded(records, method, MATCHED[data]) if method else None,
+        guesses=recorded_guesses(records, method, MATCHED[data]) if method else None,
     )
 
 

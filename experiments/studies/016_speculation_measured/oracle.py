@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.simulation.simulate import accepted
+from experiments.simulation.simulate import num_accepted
 from pagedjax.engine.drafters import Drafter
 
 
-def known() -> dict[str, Any]:
+def read_outputs() -> dict[str, Any]:
     return json.loads(Path(__file__).with_name("known.json").read_text(encoding="utf-8"))
 
 
@@ -28,13 +28,13 @@ def propose(memory: dict[str, Any], sequence_id: str, tokens: np.ndarray, k: int
     """
     prompt, output = memory["outputs"][sequence_id]
     length = len(tokens)
-    right = output[length - prompt : length - prompt + k]
+    next_tokens = output[length - prompt : length - prompt + k]
     drafts = []
-    for position, token in enumerate(right, start=length):
-        keep = accepted(int(sequence_id), position, 1, memory["acceptance"])
-        wrong = token - 1 if token else 1  # any other token
-        drafts.append(token if keep else wrong)
+    for position, token in enumerate(next_tokens, start=length):
+        is_right = num_accepted(int(sequence_id), position, k=1, probability=memory["acceptance"])
+        wrong_token = token - 1 if token else 1  # any other one
+        drafts.append(token if is_right else wrong_token)
     return drafts
 
 
-ORACLE = Drafter("oracle", propose, known)
+ORACLE = Drafter("oracle", propose, read_outputs)

@@ -87,7 +87,7 @@ def drafter(place: Path, work: Workload, plain: Pass, acceptance: float) -> str:
     return f"{place / 'oracle.py'}:ORACLE"
 
 
-def measured(model: LoadedModel, batch: int, size: Size, place: Path) -> list[Row]:
+def batch_rows(model: LoadedModel, batch: int, size: Size, place: Path) -> list[Row]:
     """The rows of experiments.bench.speculation for a batch, with the acceptance of each engine's
     drafter.
     """
@@ -111,14 +111,16 @@ def run(folder: Path, quick: bool) -> Findings:
     size = QUICK if quick else FULL
     model = load_model(DEFAULT_MODEL)
     with tempfile.TemporaryDirectory() as place:
-        rows = [row for batch in size.batches for row in measured(model, batch, size, Path(place))]
-    return Findings(claimed(rows), answer(rows), {"faster.svg": figure(rows)}, [table(rows)])
+        rows = [
+            row for batch in size.batches for row in batch_rows(model, batch, size, Path(place))
+        ]
+    return Findings(claims_of(rows), answer(rows), {"faster.svg": figure(rows)}, [table(rows)])
 
 
 # --- findings -------------------------------------------------------------------------------------
 
 
-def claimed(rows: Sequence[Row]) -> list[Claim]:
+def claims_of(rows: Sequence[Row]) -> list[Claim]:
     """Claims about the tokens of a step with a fixed number of drafts, over all batches."""
     tokens_by_acceptance: dict[float, list[float]] = {}
     for row in rows:
@@ -129,7 +131,7 @@ def claimed(rows: Sequence[Row]) -> list[Claim]:
         Claim(
             PAPER,
             f"tokens of a step, a = {a:g}, g = {DRAFTS}",
-            expected(a),
+            expected_tokens(a),
             span(tokens_of_steps),
             WITHIN,
             "",
@@ -139,7 +141,7 @@ def claimed(rows: Sequence[Row]) -> list[Claim]:
     ]
 
 
-def expected(acceptance: float) -> float:
+def expected_tokens(acceptance: float) -> float:
     """Equation 1: expected tokens of a step."""
     return (1 - acceptance ** (DRAFTS + 1)) / (1 - acceptance)
 

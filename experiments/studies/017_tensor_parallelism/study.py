@@ -88,7 +88,7 @@ def eight_bits(model: str) -> Shape:
     return SHAPES[model]._replace(weight_bytes=1, kv_bytes=1)
 
 
-def needed(roof: Roofline, tokens: int) -> float:
+def bytes_needed(roof: Roofline, tokens: int) -> float:
     """Bytes on one chip of its weights and of so many tokens' keys and values."""
     return roof.shape.total_bytes + tokens * roof.shape.token_bytes
 
@@ -98,7 +98,7 @@ def decodes(model: str, chip: str, n: int) -> list[Decode]:
     roof = roofline(model, chip, n)
     steps = []
     for batch in BATCHES:
-        if needed(roof, batch * CONTEXT) > roof.chip.memory:
+        if bytes_needed(roof, batch * CONTEXT) > roof.chip.memory:
             break
         work = Work(
             tokens=batch,
@@ -160,7 +160,7 @@ def book_claims() -> list[Claim]:
     step_name = "Llama-3-70B, 8 bits, 32 sequences of 8,192 tokens on TPU v5e"
     eight = roofline("llama-3-70b", "tpu-v5e", 8)
     sixteen = roofline("llama-3-70b", "tpu-v5e", 16)
-    memory = exactly(8 * needed(eight, LONG.context) / 1e9)
+    memory = exactly(8 * bytes_needed(eight, LONG.context) / 1e9)
     step_of_8 = eight(LONG)
     step_of_16 = sixteen(LONG)
     without_exchanges = (step_of_8 - eight.exchange(LONG)) * 1e3
@@ -237,7 +237,7 @@ def rates(
     return [runs[0]["output_tokens_per_s"] for _, runs in points]
 
 
-def of_base(rates_by_size: Sequence[float], n: int) -> float:
+def share_of_base(rates_by_size: Sequence[float], n: int) -> float:
     """Throughput of a chip on n chips, over that on BASE chips."""
     by_size = dict(zip(SIZES, rates_by_size, strict=True))
     return (by_size[n] / n) / (by_size[BASE] / BASE)
@@ -259,8 +259,8 @@ def table_claims(rates_by_chip: Rates) -> list[Claim]:
                 Claim(
                     TABLE,
                     quantity,
-                    of_base(published, n),
-                    exactly(of_base(chip_rates, n)),
+                    share_of_base(published, n),
+                    exactly(share_of_base(chip_rates, n)),
                     WITHIN,
                     "x",
                     why,
@@ -300,7 +300,7 @@ def lines(steps: Grid, model: str, chip: str) -> dict[str, list[tuple[float, flo
     for the model.
     """
     return {
-        counted(n): [(1e3 * step.latency, step.per_chip) for step in steps[model, chip, n]]
+        chips_text(n): [(1e3 * step.latency, step.per_chip) for step in steps[model, chip, n]]
         for n in SIZES
         if (model, chip, n) in steps
     }
@@ -313,7 +313,7 @@ def panel(steps: Grid, model: str, chip: str) -> str:
     return f"{title}, {names[0]}" if len(names) == 1 else title
 
 
-def counted(n: int) -> str:
+def chips_text(n: int) -> str:
     return "1 chip" if n == 1 else f"{n} chips"
 
 
@@ -331,7 +331,8 @@ def answer(steps: Grid, free: Rates) -> list[str]:
             f"{share} times the tokens/s of one alone."
         )
     ideal = " and ".join(
-        f"{rounded(of_base(chip_rates, 8))} ({chip})" for (_, chip), chip_rates in free.items()
+        f"{rounded(share_of_base(chip_rates, 8))} ({chip})"
+        for (_, chip), chip_rates in free.items()
     )
     return [
         "It pays where the weights leave a chip little memory, or where a token must come sooner "
@@ -364,7 +365,7 @@ def decode_table(steps: Grid) -> str:
                     cells = ("none", "", "", "")
                 else:
                     n, step = choice
-                    cells = (str(n), str(step.batch), *of_step(step))
+                    cells = (str(n), str(step.batch), *step_cells(step))
                 rows.append((model, chip, f"{limit:g}", *cells))
     head = (
         "model",
@@ -378,7 +379,7 @@ def decode_table(steps: Grid) -> str:
     return markdown(head, rows)
 
 
-def of_step(step: Decode) -> tuple[str, str]:
+def step_cells(step: Decode) -> tuple[str, str]:
     """Two cells: tokens/s of a chip, and the per cent of the time that exchanges take."""
     return rounded(step.per_chip), rounded(100 * step.exchanged, 2)
 

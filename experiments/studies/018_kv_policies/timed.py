@@ -58,20 +58,20 @@ def batch_of(batch: int, context: int, tokens: int) -> Batch:
     absent: Any = None
     tables = jnp.asarray(order.reshape(batch, width), jnp.int32)
     rows = {"block_tables": tables, "seq_lens": lens, "cu_q_lens": offsets, "extras": (selecting,)}
-    unused = "tokens", "positions", "slots", "last", "sampled_row", "targets", "sampling"
-    return Batch(**dict.fromkeys(unused, absent), **rows)
+    unused_fields = "tokens", "positions", "slots", "last", "sampled_row", "targets", "sampling"
+    return Batch(**dict.fromkeys(unused_fields, absent), **rows)
 
 
 def contenders(model: Model, impl: str, batch: int, context: int, tokens: int) -> dict[str, Any]:
     """Compiled calls, by name: the attention of one layer to random keys and values."""
     config = model.config
     rows = batch_of(batch, context, tokens)
-    draw = np.random.default_rng(1)
+    rng = np.random.default_rng(1)
     shape = batch * context // PAGE + 1, config.kv_heads, PAGE, config.head_dim
-    k = jnp.asarray(draw.standard_normal(shape, np.float32))
-    v = jnp.asarray(draw.standard_normal(shape, np.float32))
+    k = jnp.asarray(rng.standard_normal(shape, np.float32))
+    v = jnp.asarray(rng.standard_normal(shape, np.float32))
     keys = BoundedKeys(k, jnp.stack([k.min(2), k.max(2)], axis=2))
-    q = jnp.asarray(draw.standard_normal((batch, config.heads, config.head_dim), np.float32))
+    q = jnp.asarray(rng.standard_normal((batch, config.heads, config.head_dim), np.float32))
     attend = attention.attend(impl, config.attn_scale)
 
     @jax.jit

@@ -153,7 +153,7 @@ def profile(engine: str, gpus: int) -> str:
     return f"{{profile: {engine}/opt-13b/tp{gpus}, padded: false, model: opt-13b}}"
 
 
-def placed(prefill: int, decode: int) -> tuple[str, ...]:
+def pool_options(prefill: int, decode: int) -> tuple[str, ...]:
     """One engine for prompts and one for decodes, by their GPUs."""
 
     def pool(gpus: int) -> str:
@@ -178,7 +178,7 @@ CHUNKED = (
 
 # GPUs, overrides
 ENGINES = {
-    "pools": (3, placed(2, 1)),
+    "pools": (3, pool_options(2, 1)),
     "vLLM": (1, alone("vllm", 1)),
     "chunked": (1, CHUNKED),
 }
@@ -295,7 +295,7 @@ def run(folder: Path, quick: bool) -> Findings:
         each_in_time,
         turn_seeds,
         count,
-        *placed(2, 1),
+        *pool_options(2, 1),
         *kinds()["first turns"],
         within=EXAMPLES_WITHIN,
     )
@@ -345,7 +345,7 @@ def placement_rates(
             each_in_time,
             n,
             count,
-            *placed(*place),
+            *pool_options(*place),
             *kind,
             within=EXAMPLES_WITHIN,
         )

@@ -100,7 +100,7 @@ def systems(kind: str) -> dict[str, tuple[str, Sequence[machines.Design], int]]:
         "baseline a100": ("equal power", (machines.BASELINE_A100,), 0),
         "baseline h100": ("equal power and cost", (machines.BASELINE_H100,), 0),
         "aa": ("equal power", machines.of_a100s(a100s), aa - 1),
-        "ha": ("equal power", machines.mixed(), ha - 1),
+        "ha": ("equal power", machines.mixed_designs(), ha - 1),
         "aa, cost": ("equal cost", machines.of_a100s(priced), aa_cost - 1),
     }
 
@@ -188,7 +188,7 @@ class Run(NamedTuple):
             self.config,
             *options,
             *design.overrides(times),
-            also=lambda point, measured: runs.append(measured),
+            on_run=lambda point, measured: runs.append(measured),
         )
         return runs[0]
 
@@ -203,7 +203,7 @@ class Run(NamedTuple):
                     design: machines.Design, rate: float, file: Path = file
                 ) -> tuple[str, ...]:
                     measured = self.run(design, times, file, rate)
-                    return requests.missed(requests.slowdowns(measured.requests))
+                    return requests.missed_targets(requests.slowdowns(measured.requests))
 
                 result = best(missed, designs, self.within, first)
                 first = designs.index(result.design)

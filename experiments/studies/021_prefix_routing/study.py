@@ -91,10 +91,10 @@ def runs(folder: Path, *overrides: str) -> Runs:
     """Make a run for each router of the config."""
     run_by_router: dict[str, Run] = {}
 
-    def also(point: Point, measured: Measured) -> None:
+    def on_run(point: Point, measured: Measured) -> None:
         run_by_router[point.swept["replicas.router"]] = run_of(measured)
 
-    simulated(folder / "config.yaml", *overrides, also=also)
+    simulated(folder / "config.yaml", *overrides, on_run=on_run)
     return run_by_router
 
 
@@ -108,12 +108,12 @@ def sooner(runs: Runs, router: str = AWARE, over: str = PLAIN) -> float:
     return runs[over].first / runs[router].first
 
 
-def held(prefixes: int, cache: int = CACHE) -> float:
+def caches_of(prefixes: int, cache: int = CACHE) -> float:
     """The tokens of all prefixes, in units of one replica's cache."""
     return prefixes * PREFIX / cache
 
 
-def claimed(by_cache: Sequence[Runs]) -> list[Claim]:
+def claims_of(by_cache: Sequence[Runs]) -> list[Claim]:
     """Published numbers, and ours over the caches of `by_cache`."""
 
     def claim(quantity: str, published: Any, values: Sequence[float], unit: str, why: str) -> Claim:
@@ -192,7 +192,9 @@ def run(folder: Path, quick: bool) -> Findings:
         lowest=0,
     )
     tables = [sweep_table(sweep), load_table(load)]
-    return Findings(claimed(by_cache), answer(by_cache, sweep, load), {"pays.svg": figure}, tables)
+    return Findings(
+        claims_of(by_cache), answer(by_cache, sweep, load), {"pays.svg": figure}, tables
+    )
 
 
 def lines(
@@ -200,7 +202,7 @@ def lines(
 ) -> dict[str, list[tuple[float, float]]]:
     """A curve for each router but round robin."""
     return {
-        router: [(held(n), value(runs, router)) for n, runs in sweep.items()]
+        router: [(caches_of(n), value(runs, router)) for n, runs in sweep.items()]
         for router in (LOADED, AWARE)
     }
 
@@ -216,13 +218,13 @@ def answer(
     quiet = min(load)
     return [
         f"It pays most where the prefixes that are in use fit into the caches of all {REPLICAS} "
-        f"replicas together and not into one. With prefixes of {held(best):.1f} caches it makes "
-        f"{rounded(gains[best])} times the tokens/s of round robin, and the first token comes "
+        f"replicas together and not into one. With prefixes of {caches_of(best):.1f} caches it "
+        f"makes {rounded(gains[best])} times the tokens/s of round robin, and the first token comes "
         f"{rounded(sooner(sweep[best]))} times as soon.",
-        f"With prefixes of {held(fewest):.2f} caches, every replica soon has all of them: it makes "
-        f"{rounded(gains[fewest])} times the tokens/s, and the first token comes "
-        f"{sooner(sweep[fewest]):.1f} times as soon. With {held(most_prefixes):.0f} caches, "
-        f"{held(most_prefixes) / REPLICAS:.1f} times what all replicas hold, it makes "
+        f"With prefixes of {caches_of(fewest):.2f} caches, every replica soon has all of them: it "
+        f"makes {rounded(gains[fewest])} times the tokens/s, and the first token comes "
+        f"{sooner(sweep[fewest]):.1f} times as soon. With {caches_of(most_prefixes):.0f} caches, "
+        f"{caches_of(most_prefixes) / REPLICAS:.1f} times what all replicas hold, it makes "
         f"{rounded(gains[most_prefixes])} times.",
         f"On the source's load prefix routing makes {rounded(source)} times the tokens/s of round "
         "robin, and the "
@@ -252,7 +254,7 @@ def sweep_table(sweep: Mapping[int, Runs]) -> str:
             rows.append(
                 (
                     count,
-                    f"{held(count):.2f}",
+                    f"{caches_of(count):.2f}",
                     router,
                     runs[router].rate,
                     gain(runs, router),

@@ -72,7 +72,7 @@ def orders(folder: Path, *overrides: str, repeats: int | None) -> list[Order]:
     """The orders of the sweep, in its order."""
     results: dict[str, Order] = {}
 
-    def also(point: Point, measured: Measured) -> None:
+    def on_run(point: Point, measured: Measured) -> None:
         policy = str(point.experiment.engine.policy)
         error = None if policy == "fcfs" else point.swept["workload.predicted.error"]
         name = {"fcfs": FCFS, "srtf": GUARDED}.get(policy, f"predicted, error of {error}")
@@ -81,7 +81,7 @@ def orders(folder: Path, *overrides: str, repeats: int | None) -> list[Order]:
         order.latencies.append(load.normalised(measured, statistics.fmean))
         order.seconds.append(statistics.fmean([r.e2e or 0.0 for r in measured.requests]))
 
-    simulated(folder / "config.yaml", *overrides, repeats=repeats, also=also)
+    simulated(folder / "config.yaml", *overrides, repeats=repeats, on_run=on_run)
     return list(results.values())
 
 
@@ -97,12 +97,12 @@ def example(folder: Path) -> dict[str, float]:
     """The mean seconds a token of the authors' example, by policy."""
     latencies = {}
 
-    def also(point: Point, measured: Measured) -> None:
+    def on_run(point: Point, measured: Measured) -> None:
         policy = str(point.experiment.engine.policy)
         latencies[policy] = load.normalised(measured, statistics.fmean)
 
     sweep = "sweep={grid: {engine.policy: [fcfs, srtf]}}"
-    simulated(folder / "config.yaml", *EXAMPLE, sweep, repeats=1, also=also)
+    simulated(folder / "config.yaml", *EXAMPLE, sweep, repeats=1, on_run=on_run)
     return latencies
 
 

@@ -135,7 +135,7 @@ Rates = Mapping[tuple[str, str], Sequence[float]]  # at the mean of the target, 
 
 
 def latencies_of(folder: Path, name: str, policy: str, quick: bool) -> Latencies:
-    """The latencies of a policy. Rates are left out above one at which all seeds miss the target."""
+    """The latencies of a policy. Above a rate at which all seeds miss the target, none is tried."""
     setting = SETTINGS[name]
     curve = Latencies([], [], [])
     for rate in setting.rates[policy][:: 3 if quick else 1]:
@@ -143,7 +143,7 @@ def latencies_of(folder: Path, name: str, policy: str, quick: bool) -> Latencies
             break
         runs: list[list[float]] = []
 
-        def also(point: Point, measured: Measured, runs: list[list[float]] = runs) -> None:
+        def on_run(point: Point, measured: Measured, runs: list[list[float]] = runs) -> None:
             runs.append([(r.e2e or math.inf) / r.max_tokens for r in measured.requests])
 
         simulated(
@@ -155,7 +155,7 @@ def latencies_of(folder: Path, name: str, policy: str, quick: bool) -> Latencies
             f"workload.count={setting.count(rate) // (3 if quick else 1)}",
             *(WHOLE if policy == STATIC else ()),
             repeats=1 if quick else setting.seeds,
-            also=also,
+            on_run=on_run,
         )
         curve.rates.append(rate)
         curve.mean.append([statistics.fmean(run) for run in runs])
@@ -167,33 +167,34 @@ def highest(curves: Curves, name: str, policy: str, number: str) -> list[float] 
     """The rate at the target for each seed; None if the tried rates do not include it."""
     curve = curves[name, policy]
     by_rate = curve.mean if number == MEAN else curve.tail
-    best = [
+    rates_of_seeds = [
         load.highest(curve.rates, seed, SETTINGS[name].target)
         for seed in zip(*by_rate, strict=True)
     ]
-    rates = [rate for rate in best if rate is not None]
-    return rates if len(rates) == len(best) else None
+    rates = [rate for rate in rates_of_seeds if rate is not None]
+    return rates if len(rates) == len(rates_of_seeds) else None
 
 
 def gain(curves: Curves, name: str, above: str, below: str, number: str = MEAN) -> Interval | None:
     """The rate of one policy over that of another, seed by seed."""
-    rates = [highest(curves, name, policy, number) for policy in (above, below)]
-    if rates[0] is None or rates[1] is None:
+    rates_above = highest(curves, name, above, number)
+    rates_below = highest(curves, name, below, number)
+    if rates_above is None or rates_below is None:
         return None
-    return interval([a / b for a, b in zip(*rates, strict=True)])
+    return interval([a / b for a, b in zip(rates_above, rates_below, strict=True)])
 
 
 def claim(
-    what: str,
+    quantity: str,
     published: float,
-    ours: Interval | None,
+    number: Interval | None,
     why: str,
     source: str = ARTIFACT,
     factor: float = 1.25,
     unit: str = "x",
 ) -> list[Claim]:
     """A claim; none if the tried rates do not include the target."""
-    return [] if ours is None else [Claim(source, what, published, ours, factor, unit, why)]
+    return [] if number is None else [Claim(source, quantity, published, number, factor, unit, why)]
 
 
 def run(folder: Path, quick: bool) -> Findings:
@@ -203,11 +204,11 @@ def run(folder: Path, quick: bool) -> Findings:
         for name in names
         for policy in SETTINGS[name].rates
     }
-    rates = {
-        key: best
-        for key in curves
-        if (best := highest(curves, *key, MEAN)) is not None  # the tried rates include the target
-    }
+    rates = {}
+    for name, policy in curves:
+        rates_of_seeds = highest(curves, name, policy, MEAN)
+        if rates_of_seeds is not None:  # the tried rates include the target
+            rates[name, policy] = rates_of_seeds
     claims = [] if quick else sharegpt_claims(curves, rates)
     claims += claim(
         f"{ALPACA}: rate over first come, first served, mean of 0.3 s a token",

@@ -1,14 +1,14 @@
 """The policy of study 025: who runs is decided by how far the tokens are ahead of their reader
 (after Andes; Liu et al., arXiv 2404.16283).
 
-A user reads one token in `itl` seconds, the first one `ttft` seconds after the arrival. What a
-request gains by being served is the stall of its reader that this avoids within the next
-`horizon_s` seconds, over the seconds that the reader has been reading by then: QoE loses so much, to
-first order (service.qoe: S_delay grows by the stall for each token that is due, and S_whole with
-the square of the time). As in Andes, the gain over the tokens of memory decides who is admitted
-first. So a new request comes before one that is long late. If the first one does not fit, running
-requests are evicted whose readers have `ahead_s` seconds of tokens left, those that are furthest
-ahead first.
+A user reads one token in `itl` seconds, the first one `ttft` seconds after the arrival. If a
+request is not served, its reader stalls within the next `horizon_s` seconds. The gain of a request
+is the length of this stall, divided by the time that the reader has been reading at the end of it.
+To first order, this is the QoE that the stall would cost (service.qoe: S_delay grows by the stall
+for each token that is due, and S_whole with the square of the time). As in Andes, the gain over the
+tokens of memory decides who is admitted first. So a new request comes before one that is long late.
+If the first one does not fit, running requests are evicted whose readers have `ahead_s` seconds of
+tokens left, those that are furthest ahead first.
 
 Different from Andes: it does not predict how a step's time grows with its requests, and in place of
 its estimate of what an eviction costs there is `ahead_s`.
@@ -91,8 +91,8 @@ def ahead(
         for event in events:
             if isinstance(event, Submitted):
                 ttft, itl = targets_of[event.seq.request.service_class]
-                new = Reader(now + ttft, itl, now + ttft, step)
-                readers.update(dict.fromkeys(event.seq.request.names, new))
+                reader = Reader(now + ttft, itl, now + ttft, step)
+                readers.update(dict.fromkeys(event.seq.request.names, reader))
             elif isinstance(event, Finished):
                 readers.pop(event.request_id, None)
             elif isinstance(event, Sampled):

@@ -122,14 +122,14 @@ def curve(runs: Runs, name: str) -> list[tuple[float, float]]:
     return sorted(points)
 
 
-def sustained(points: Sequence[tuple[float, float]], least: float) -> float | None:
-    """The load at which the QoE falls to `least`, on a line between the loads around it.
+def sustained_load(points: Sequence[tuple[float, float]], target: float) -> float | None:
+    """The load at which the QoE falls to `target`, on a line between the loads around it.
 
     None if no load has more, or all have: the tried loads do not tell it.
     """
-    for (load, before), (next_load, after) in pairwise(points):
-        if before >= least > after:
-            return load + (next_load - load) * (before - least) / (before - after)
+    for (load, qoe), (next_load, next_qoe) in pairwise(points):
+        if qoe >= target > next_qoe:
+            return load + (next_load - load) * (qoe - target) / (qoe - next_qoe)
     return None
 
 
@@ -146,28 +146,34 @@ def gains(runs: Runs) -> dict[float, list[float]]:
 
 
 def claims_of(
-    runs: Runs, source: str, what: str, most_gain: float, least: float, most: float
+    runs: Runs,
+    source: str,
+    load_name: str,
+    published_qoe_gain: float,
+    target: float,
+    published_load_gain: float,
 ) -> list[Claim]:
-    """The largest gain of the QoE, and the gain of the load that has a QoE of `least`.
+    """The largest gain of the QoE, and the gain of the load that has a QoE of `target`.
 
     Args:
-        most_gain, most: the largest published ones.
+        load_name: what a load is, in words.
+        published_qoe_gain, published_load_gain: the largest published gains.
     """
-    best = max(gains(runs).values(), key=sum)
-    claims = [
-        Claim(source, f"{what}: QoE over {FCFS}, largest", (1.0, most_gain), span(best), unit="x")
-    ]
-    load = sustained(curve(runs, AHEAD), least)
-    load_of_fcfs = sustained(curve(runs, FCFS), least)
+    best_gains = max(gains(runs).values(), key=sum)
+    quantity = f"{load_name}: QoE over {FCFS}, largest"
+    claims = [Claim(source, quantity, (1.0, published_qoe_gain), span(best_gains), unit="x")]
+    load = sustained_load(curve(runs, AHEAD), target)
+    load_of_fcfs = sustained_load(curve(runs, FCFS), target)
     if load is not None and load_of_fcfs is not None:
-        quantity = f"{what} with a QoE of {least:g}: over {FCFS}"
-        claims.append(Claim(source, quantity, (1.0, most), exactly(load / load_of_fcfs), unit="x"))
+        quantity = f"{load_name} with a QoE of {target:g}: over {FCFS}"
+        gain = exactly(load / load_of_fcfs)
+        claims.append(Claim(source, quantity, (1.0, published_load_gain), gain, unit="x"))
     return [claim._replace(why=WHY_LENGTHS) for claim in claims]
 
 
 def run(folder: Path, quick: bool) -> Findings:
     seeds = 1 if quick else 2
-    seconds = 0.05 if quick else 1.0  # of a cycle and a trace, in units of the whole
+    length = 0.05 if quick else 1.0  # of a cycle and of a trace, as a share of the full ones
     intensities = INTENSITIES[1:2] if quick else INTENSITIES
     loads = LOADS[1:3] if quick else LOADS
     mean = throughput(folder, 100 if quick else 300)
@@ -175,14 +181,14 @@ def run(folder: Path, quick: bool) -> Findings:
         folder,
         (FCFS, DEADLINE, AHEAD),
         loads,
-        lambda load: steady(mean, load, STEADY * seconds),
+        lambda load: steady(mean, load, STEADY * length),
         seeds,
     )
     bursts = runs_of(
         folder,
         (FCFS, AHEAD),
         intensities,
-        lambda intensity: burst(mean, intensity, CYCLE * seconds),
+        lambda intensity: burst(mean, intensity, CYCLE * length),
         seeds,
     )
     claims = [
@@ -199,13 +205,13 @@ def run(folder: Path, quick: bool) -> Findings:
 
 
 def answer(mean: float, steady_runs: Runs, bursts: Runs) -> list[str]:
-    def loads_of(runs: Runs, least: float) -> str:
+    def loads_of(runs: Runs, target: float) -> str:
         texts = []
         for name in (FCFS, AHEAD):
-            load = sustained(curve(runs, name), least)
             points = curve(runs, name)
+            load = sustained_load(points, target)
             text = f"{load:.2f}" if load is not None else f"more than {points[-1][0]:g}"
-            if load is None and points[0][1] < least:
+            if load is None and points[0][1] < target:
                 text = f"less than {points[0][0]:g}"
             texts.append(f"{name} {text}")
         return ", ".join(texts)
@@ -216,7 +222,10 @@ def answer(mean: float, steady_runs: Runs, bursts: Runs) -> list[str]:
 
     gain, load = best(steady_runs)
     gain_in_burst, intensity = best(bursts)
-    high = max(value for _, value in steady_runs)
+    highest_load = max(value for _, value in steady_runs)
+    qualities = {
+        policy: dict(curve(steady_runs, policy))[highest_load] for policy in (FCFS, DEADLINE, AHEAD)
+    }
     return [
         f"The mean QoE of `ahead` is up to {gain:.2f} times that of `fcfs` under a steady load (of "
         f"{load:g} times the throughput), and up to {gain_in_burst:.2f} times with a burst of 7 "
@@ -224,10 +233,9 @@ def answer(mean: float, steady_runs: Runs, bursts: Runs) -> list[str]:
         f"A QoE of 0.9 is kept up to these loads, in units of the throughput ({mean:.2f} "
         f"requests/s): {loads_of(steady_runs, 0.9)}. A QoE of 0.95 is kept up to these intensities "
         f"of a burst: {loads_of(bursts, 0.95)}.",
-        f"At {high:g} times the throughput `deadline`, which knows when each answer should have "
-        f"been read but stops none that runs, has {dict(curve(steady_runs, DEADLINE))[high]:.2f}, "
-        f"`fcfs` {dict(curve(steady_runs, FCFS))[high]:.2f} and `ahead` "
-        f"{dict(curve(steady_runs, AHEAD))[high]:.2f}.",
+        f"At {highest_load:g} times the throughput `deadline`, which knows when each answer should "
+        f"have been read but stops none that runs, has {qualities[DEADLINE]:.2f}, "
+        f"`fcfs` {qualities[FCFS]:.2f} and `ahead` {qualities[AHEAD]:.2f}.",
         "Why it works: the engine makes several times as many tokens a second of a request as its "
         "reader reads. Above its throughput it lives on the tokens that readers are behind or "
         "ahead, so the length of a trace is a part of the load: a steady one has "

@@ -53,13 +53,13 @@ SIZES = (1_000_000, LOCAL, 10_000_000, 50_000_000)  # tokens
 class Published(NamedTuple):
     """The hit rates of a trace of FAST 2025.
 
-    most: of a cache without a limit, table 2. The top of its line in figure 9 is as high, within
-        0.005.
-    local: the part of `most` with LOCAL tokens, as figure 9 prints it.
+    unlimited: of a cache without a limit, table 2. The top of its line in figure 9 is as high,
+        within 0.005.
+    local: the part of `unlimited` with LOCAL tokens, as figure 9 prints it.
     line: points of figure 9: the rate with 1, 2, 4, 5, 8, 10, 50 and 100 million tokens.
     """
 
-    most: float
+    unlimited: float
     local: float
     line: tuple[float, ...]
 
@@ -121,8 +121,8 @@ def hit_rate(prompts: Sequence[Sequence[int]], num_blocks: int) -> float:
         allocated = blocks.allocate(blocks.share(pool, shared), len(keys) - len(shared))
         if allocated is None:
             raise ValueError(f"a prompt has {len(keys)} blocks, and the pool has {num_blocks}")
-        pool, new = allocated
-        table = shared + new
+        pool, new_blocks = allocated
+        table = shared + new_blocks
         pool = blocks.publish(pool, zip(table, keys, strict=True))
         pool = blocks.release(pool, reversed(table))
     return num_found / sum(map(len, prompts))
@@ -145,8 +145,8 @@ def rates_of(name: str, file: Path, quick: bool) -> dict[int | None, float]:
     rows = mooncake_rows(file.name, file.read_text(encoding="utf-8"))
     prompts = [row.blocks for row in (rows[:300] if quick else rows)]
     sizes = [*TABLE_1] if name == REPORT else [*(size // BLOCK for size in SIZES), None]
-    different = len({block for prompt in prompts for block in prompt})
-    return {size: hit_rate(prompts, different if size is None else size) for size in sizes}
+    num_different = len({block for prompt in prompts for block in prompt})
+    return {size: hit_rate(prompts, num_different if size is None else size) for size in sizes}
 
 
 def rate_claims(name: str, rates: Mapping[int | None, float]) -> list[Claim]:
@@ -163,19 +163,23 @@ def rate_claims(name: str, rates: Mapping[int | None, float]) -> list[Claim]:
             for size, rate in TABLE_1.items()
         ]
     published = FIGURE_9[name]
-    most = rates[None]
+    unlimited = rates[None]
     line = dict(zip(LINE, published.line, strict=True))
     numbers = [
-        ("table 2", "no limit: hit rate", published.most, most),
-        ("figure 9", "3M tokens: part of that", published.local, rates[LOCAL // BLOCK] / most),
+        ("table 2", "no limit: hit rate", published.unlimited, unlimited),
+        ("figure 9", "3M tokens: part of that", published.local, rates[LOCAL // BLOCK] / unlimited),
         ("figure 9", "10M tokens: hit rate", line[1e7], rates[10_000_000 // BLOCK]),
         ("figure 9", "50M tokens: hit rate", line[5e7], rates[50_000_000 // BLOCK]),
     ]
     return [
         Claim(
-            f"Mooncake, FAST 2025, {place}", f"{name}, {what}", rate, exactly(ours), why=WHY_BLOCKS
+            f"Mooncake, FAST 2025, {source}",
+            f"{name}, {quantity}",
+            rate,
+            exactly(rate_here),
+            why=WHY_BLOCKS,
         )
-        for place, what, rate, ours in numbers
+        for source, quantity, rate, rate_here in numbers
     ]
 
 
@@ -184,23 +188,27 @@ Losses = Mapping[tuple[str, float], Sequence[Summary]]  # by policy and requests
 
 def losses(folder: Path, file: Path, quick: bool) -> Losses:
     """The runs of each policy."""
-    place = f"workload.file={file.resolve()}"
-    fewer = ("workload.num_requests=30",) if quick else ()
+    file_option = f"workload.file={file.resolve()}"
+    count_option = ("workload.num_requests=30",) if quick else ()
     return {
         (policy, point.swept["workload.rate"]): summaries
         for policy, options in POLICIES.items()
         for point, summaries in simulated(
-            folder / "config.yaml", place, *fewer, *options, repeats=2 if quick else None
+            folder / "config.yaml",
+            file_option,
+            *count_option,
+            *options,
+            repeats=2 if quick else None,
         )
     }
 
 
-def lost(summary: Summary) -> float:
+def loss_rate(summary: Summary) -> float:
     """The share of requests that were turned away or missed a target."""
     return 1.0 - dig(summary, "goodput.share")
 
 
-def rejected(summary: Summary) -> float:
+def rejection_rate(summary: Summary) -> float:
     """The share of requests that were turned away."""
     return summary["finished"].get("rejected", 0) / summary["requests"]
 
@@ -211,17 +219,17 @@ def loss_claims(runs: Losses) -> list[Claim]:
         ("with predictions over without", PREDICTED / EARLY, (WITH, WITHOUT), WHY_PREDICTED),
     ]
     claims = []
-    for what, published, (above, below), why in pairs:
+    for quantity, published, (above, below), why in pairs:
         ratios = [
-            lost(a) / lost(b)
+            loss_rate(a) / loss_rate(b)
             for a, b in zip(runs[above, TWICE], runs[below, TWICE], strict=True)
-            if lost(b)
+            if loss_rate(b)
         ]
         if ratios:
             claims.append(
                 Claim(
                     "Mooncake, technical report, table 3",
-                    f"twice the load, requests that are turned away or late: {what}",
+                    f"twice the load, requests that are turned away or late: {quantity}",
                     published,
                     interval(ratios),
                     unit="x",
@@ -278,8 +286,8 @@ def loss_table(runs: Losses) -> str:
         (
             rate,
             policy,
-            100 * interval([rejected(run) for run in summaries]).middle,
-            100 * interval([lost(run) for run in summaries]).middle,
+            100 * interval([rejection_rate(run) for run in summaries]).middle,
+            100 * interval([loss_rate(run) for run in summaries]).middle,
             interval([dig(run, "ttft_s.p90") for run in summaries]).middle,
             interval([dig(run, "goodput.requests_per_s") for run in summaries]).middle,
         )
@@ -298,7 +306,7 @@ def loss_table(runs: Losses) -> str:
 
 def answer(rates: Rates, runs: Losses) -> list[str]:
     def loss(policy: str, rate: float) -> float:
-        return interval([lost(run) for run in runs[policy, rate]]).middle
+        return interval([loss_rate(run) for run in runs[policy, rate]]).middle
 
     def percent(policy: str, rate: float) -> str:
         return f"{100 * loss(policy, rate):.1f} %"

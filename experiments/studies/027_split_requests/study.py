@@ -62,16 +62,19 @@ WORKLOADS = {
 class Served(NamedTuple):
     """The highest rates that two GPUs serve, in requests/s.
 
-    tried: the highest rate of the search; one that serves it may serve more.
+    limit: the highest rate of the search. A way that serves it may serve more.
+    unsplit: two engines that both compute whole requests.
+    pools: one engine for prompts, one that decodes.
+    splits: by the share of a request's tokens that the first engine computes.
     """
 
-    tried: float
-    both: float
+    limit: float
+    unsplit: float
     pools: float
-    splits: Mapping[float, float]  # by share
+    splits: Mapping[float, float]
 
     @property
-    def best(self) -> float:
+    def best_share(self) -> float:
         """The share that serves most."""
         return max(self.splits, key=lambda share: self.splits[share])
 
@@ -80,7 +83,7 @@ class Served(NamedTuple):
 
     def is_bound(self, rate: float) -> bool:
         """Whether a rate is only a lower bound."""
-        return rate > 0.999 * self.tried
+        return rate > 0.999 * self.limit
 
 
 def engines() -> dict[str, tuple[str, ...]]:
@@ -103,10 +106,10 @@ def throughput(folder: Path, *options: str) -> float:
     return dig(summary, "requests_per_s")
 
 
-def highest(folder: Path, most: float, halvings: int, *options: str) -> float:
-    """The highest rate that is served, by halves from 0 to `most`."""
+def highest(folder: Path, limit: float, halvings: int, *options: str) -> float:
+    """The highest rate that is served, by halves from 0 to `limit`."""
     low = 0.0
-    high = most
+    high = limit
     for _ in range(halvings):
         rate = (low + high) / 2
         arrivals = f"workload.arrivals.rate={rate}"
@@ -118,42 +121,42 @@ def highest(folder: Path, most: float, halvings: int, *options: str) -> float:
     return low
 
 
-def served(folder: Path, quick: bool, *options: str) -> Served:
+def served_rates(folder: Path, quick: bool, *options: str) -> Served:
     """The rates of one data set. options: its lengths and the number of requests."""
-    most = 2 * throughput(folder, *options)
+    limit = 2 * throughput(folder, *options)
     halvings = 2 if quick else HALVINGS
     rates = {
-        name: highest(folder, most, halvings, *way, *options)
+        name: highest(folder, limit, halvings, *way, *options)
         for name, way in engines().items()
         if not quick or name in (BOTH, POOLS, "split at 0.5")
     }
     splits = {
         share: rates[f"split at {share:g}"] for share in SHARES if f"split at {share:g}" in rates
     }
-    return Served(most * (1 - 0.5**halvings), rates[BOTH], rates[POOLS], splits)
+    return Served(limit * (1 - 0.5**halvings), rates[BOTH], rates[POOLS], splits)
 
 
 def run(folder: Path, quick: bool) -> Findings:
     count = f"workload.count={30 if quick else 300}"
     names = ("conversations",) if quick else tuple(WORKLOADS)
-    rates = {name: served(folder, quick, count, *WORKLOADS[name]) for name in names}
+    rates = {name: served_rates(folder, quick, count, *WORKLOADS[name]) for name in names}
     claims = [
         Claim(
             SOURCE,
             f"Qwen2.5-14B, 2 GPUs, {name}: capacity of a split over {way}",
             PUBLISHED,
-            exactly(row.splits[row.best] / below),
+            exactly(row.splits[row.best_share] / below),
             unit="x",
             why=WHY,
         )
         for name, row in rates.items()
-        for way, below in ((BOTH, row.both), (POOLS, row.pools))
-        if below and not row.is_bound(row.splits[row.best])
+        for way, below in ((BOTH, row.unsplit), (POOLS, row.pools))
+        if below and not row.is_bound(row.splits[row.best_share])
     ]
     panels = {
         name: {
             "split": sorted(row.splits.items()),
-            BOTH: [(SHARES[0], row.both), (SHARES[-1], row.both)],
+            BOTH: [(SHARES[0], row.unsplit), (SHARES[-1], row.unsplit)],
             POOLS: [(SHARES[0], row.pools), (SHARES[-1], row.pools)],
         }
         for name, row in rates.items()
@@ -170,8 +173,8 @@ def run(folder: Path, quick: bool) -> Findings:
 
 def answer(rates: Mapping[str, Served]) -> list[str]:
     parts = [
-        f"{name}: {row.text(row.splits[row.best])} requests/s with {row.best:g} of the tokens in "
-        f"the first engine, {row.text(row.both)} with two engines that do both, "
+        f"{name}: {row.text(row.splits[row.best_share])} requests/s with {row.best_share:g} of the "
+        f"tokens in the first engine, {row.text(row.unsplit)} with two engines that do both, "
         f"{row.text(row.pools)} with one for prompts and one that decodes"
         for name, row in rates.items()
     ]
@@ -196,7 +199,7 @@ def table(rates: Mapping[str, Served]) -> str:
         (name, way, row.text(rate))
         for name, row in rates.items()
         for way, rate in (
-            (BOTH, row.both),
+            (BOTH, row.unsplit),
             (POOLS, row.pools),
             *((f"split at {share:g}", rate) for share, rate in row.splits.items()),
         )

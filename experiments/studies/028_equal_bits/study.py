@@ -74,7 +74,7 @@ def run(folder: Path, quick: bool) -> Findings:
         answers[mode] = completions(llm, size)
         distances[mode] = distance(llm, module, size, invariant)
     return Findings(
-        claimed(answers, distances),
+        claims_of(answers, distances),
         answer(answers, distances),
         tables=[table(answers, distances)],
     )
@@ -185,7 +185,7 @@ Answers = dict[str, list[tuple[int, ...]]]
 Distances = dict[str, Distance]
 
 
-def claimed(answers: Answers, distances: Distances) -> list[Claim]:
+def claims_of(answers: Answers, distances: Distances) -> list[Claim]:
     counts = {mode: exactly(len(set(texts))) for mode, texts in answers.items()}
     kls = {mode: exactly(far.kl) for mode, far in distances.items()}
     number = len(answers["ordinary"])
@@ -236,10 +236,10 @@ def answer(answers: Answers, distances: Distances) -> list[str]:
             f"load have {len(set(texts))} text{'s' * (len(set(texts)) > 1)}{place_words}; the "
             f"commonest is that of {commonest:,}."
         )
-        far = distances[mode]
+        distance = distances[mode]
         sentences.append(
-            f"A trainer's log-probabilities are {far.kl:.3g} nats a token away (KL), and at most "
-            f"{far.largest:.3g}."
+            f"A trainer's log-probabilities are {distance.kl:.3g} nats a token away (KL), and at "
+            f"most {distance.largest:.3g}."
         )
     return [
         *sentences,

@@ -320,8 +320,8 @@ class MLP(nnx.Module):
             used: [1] how many tokens are not padding; None: all.
             adapters: of the tokens in this layer.
         """
-        low_up = adapters and adapters.low("mlp.up", self.up_parts)
-        low_down = adapters and adapters.low("mlp.down", self.down_parts)
+        low_up = adapters.low("mlp.up", self.up_parts) if adapters else None
+        low_down = adapters.low("mlp.down", self.down_parts) if adapters else None
         if self.gated:
             y = self.up(x, norm=norm, activation=self.activation, sizes=used, low=low_up)
         else:  # rounded once, after the activation

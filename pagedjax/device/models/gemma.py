@@ -40,10 +40,13 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
         if not types:
             types = _types(config["num_hidden_layers"], every=6 if is_gemma3 else 2)
         ropes = _ropes(config)
-        kinds = []
-        for name in types:
-            window = config["sliding_window"] if name == SLIDING else None
-            kinds.append(LayerKind(window=window, rope=len(ropes) - 1 if name == SLIDING else 0))
+        last_rope = len(ropes) - 1  # that of layers with windows
+        kinds = [
+            LayerKind(window=config["sliding_window"], rope=last_rope)
+            if name == SLIDING
+            else LayerKind(window=None, rope=0)
+            for name in types
+        ]
         return DecoderConfig(
             vocab_size=config["vocab_size"],
             hidden=config["hidden_size"],

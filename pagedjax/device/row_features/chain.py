@@ -103,9 +103,9 @@ class RowChain:
         ]
         for name in extra:
             if name not in extra_names:
-                listed = ", ".join(map(repr, extra_names)) or "none"
+                names_text = ", ".join(map(repr, extra_names)) or "none"
                 raise ValueError(
-                    f"extra_args has {name!r}; the names that this engine knows are: {listed}"
+                    f"extra_args has {name!r}; the names that this engine knows are: {names_text}"
                 )
         record = self._blank.copy()
         names = []

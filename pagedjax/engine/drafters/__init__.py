@@ -10,7 +10,7 @@ from typing import get_args
 from pagedjax.engine.drafters import ngram, suffix
 from pagedjax.engine.drafters.drafter import Drafter
 from pagedjax.options.config import DraftMethod, Speculative
-from pagedjax.options.own_values import named
+from pagedjax.options.own_values import named_value
 
 __all__ = ["Drafter", "find"]
 
@@ -28,7 +28,7 @@ def find(options: Speculative) -> Drafter:
     if options.on_device:
         return Drafter(str(options.method), None)
     methods = dict.fromkeys(get_args(DraftMethod))
-    drafter = named("speculative.method", options.method, Drafter, methods)
+    drafter = named_value("speculative.method", options.method, Drafter, methods)
     if drafter.propose is None:
         raise ValueError(
             f"speculative.method is {options.method!r}, and its propose is None; give it a function"

@@ -7,5 +7,5 @@ group.py         signs of life, and the end of all if one fails
 watch.py         which process is late
 engines.py       inputs in one order
 digest.py        a hash of all inputs and transitions
-difference.py    the sentence about the first line that differs
+difference.py    the sentence about the first input or transition that differs
 """

@@ -29,7 +29,7 @@ class Connection:
         self._lock = threading.Lock()
 
     def send(self, data: bytes) -> None:
-        """Send what `encoded` returned. A closed connection is not an error: the thread that
+        """Send what `encode` returned. A closed connection is not an error: the thread that
         receives from it notices the end.
         """
         with self._lock, suppress(OSError):
@@ -62,11 +62,11 @@ def text_of(message: Message) -> str:
     return json.dumps(message, separators=(",", ":"))
 
 
-def framed(text: str) -> bytes:
+def message_bytes(text: str) -> bytes:
     """The bytes of a message's text. They are the same for every connection."""
     body = text.encode()
     return len(body).to_bytes(4, "big") + body
 
 
-def encoded(message: Message) -> bytes:
-    return framed(text_of(message))
+def encode(message: Message) -> bytes:
+    return message_bytes(text_of(message))

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from pagedjax.engine.processes.connection import Connection, Message, encoded, framed, text_of
+from pagedjax.engine.processes.connection import Connection, Message, encode, message_bytes, text_of
 from pagedjax.engine.processes.difference import difference
 from pagedjax.engine.processes.watch import Progress, Stage, late
 
@@ -96,7 +96,7 @@ class Group:
 
     def _beat(self) -> bytes:
         step, stage, seconds, _ = self.progress
-        return encoded({"beat": [step, stage, seconds]})
+        return encode({"beat": [step, stage, seconds]})
 
     def _in_thread(self, function: Callable[..., None], *args: Any) -> None:
         threading.Thread(
@@ -208,9 +208,9 @@ class Leader(Group):
         )
 
     def _wait_for_not_built(self, reason: str, processes: Sequence[int]) -> None:
-        until = time.monotonic() + self.timeout
+        deadline = time.monotonic() + self.timeout
         while any(self._not_built[i] < self.engines for i in processes) and self.failure is None:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 self.fail(reason)
             self._over.wait(0.01)
 
@@ -221,7 +221,7 @@ class Leader(Group):
             ProcessFailed: a process has failed.
         """
         self.check()
-        data = b"".join(framed(text) for text in self._pending)
+        data = b"".join(message_bytes(text) for text in self._pending)
         self._pending = []
         if data:
             for connection in self._inputs.values():
@@ -242,11 +242,11 @@ class Leader(Group):
         self.order("end")
         with suppress(ProcessFailed):
             self.flush()
-        until = time.monotonic() + self.timeout
+        deadline = time.monotonic() + self.timeout
         while (
             len(self._gone) < len(self._control)
             and self.failure is None
-            and time.monotonic() < until
+            and time.monotonic() < deadline
         ):
             time.sleep(0.005)
         missing = [i for i in self._control if i not in self._gone]
@@ -271,14 +271,14 @@ class Leader(Group):
         """Wait until the others have read the reason, and end. If this process, JAX's coordinator,
         ended before, JAX would abort them.
         """
-        until = time.monotonic() + CAUSE_SECONDS
-        while len(self._closed) < len(self._control) and time.monotonic() < until:
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while len(self._closed) < len(self._control) and time.monotonic() < deadline:
             time.sleep(0.005)
         super()._leave()
 
     def _tell(self, reason: str) -> None:
         for connection in self._control.values():
-            connection.send(encoded({"failure": reason}))
+            connection.send(encode({"failure": reason}))
 
     def _listen(self, i: int) -> None:
         for message in self._control[i].messages():
@@ -374,11 +374,11 @@ class Follower(Group):
         if reason := unequal(message["facts"]):
             self.report("failed", f"process {self.process} differs from process 0: {reason}")
         self.engines = message["number"]
-        self._control.send(encoded({"opened": self.engines}))
+        self._control.send(encode({"opened": self.engines}))
 
     def not_built(self, reason: str) -> None:
         """This process cannot build the engine. If another process can, process 0 ends all."""
-        self._control.send(encoded({"not_built": reason}))
+        self._control.send(encode({"not_built": reason}))
 
     def report(self, kind: str, body: Any) -> None:
         """Tell the leader what goes wrong, and wait until it ends all processes.
@@ -386,14 +386,14 @@ class Follower(Group):
         Raises:
             ProcessFailed: always.
         """
-        self._control.send(encoded({kind: body}))
+        self._control.send(encode({kind: body}))
         if not self._over.wait(CAUSE_SECONDS + GRACE):
             self.fail(str(body))
         raise ProcessFailed(self.failure or str(body))
 
     def ask_to_stop(self) -> None:
         """Ask process 0 to stop as on SIGTERM."""
-        self._control.send(encoded({"stop": True}))
+        self._control.send(encode({"stop": True}))
 
     def close(self) -> None:
         """Wait, at the end of this process's program, for the end of the program of process 0.
@@ -410,7 +410,7 @@ class Follower(Group):
                     "output says why",
                 )
         self.wait_for_the_end()
-        self._control.send(encoded({"bye": True}))
+        self._control.send(encode({"bye": True}))
         self._closing = True
 
     def _leave(self) -> None:
@@ -461,9 +461,9 @@ def accept(
         TimeoutError: a process has not connected; the message names it.
     """
     connections: dict[int, dict[str, Connection]] = {i: {} for i in range(1, processes)}
-    until = time.monotonic() + patience
+    deadline = time.monotonic() + patience
     while missing := [i for i, kinds in connections.items() if len(kinds) < 2]:
-        listener.settimeout(max(until - time.monotonic(), 0.001))
+        listener.settimeout(max(deadline - time.monotonic(), 0.001))
         try:
             stream, _ = listener.accept()
         except TimeoutError:
@@ -506,5 +506,5 @@ def connect(
         stream = socket.create_connection(address, timeout=timeout)
         stream.settimeout(None)
         connections.append(Connection(stream))
-        connections[-1].send(encoded({"kind": kind, "process": process, "token": token}))
+        connections[-1].send(encode({"kind": kind, "process": process, "token": token}))
     return Follower(*connections, process, processes, timeout, **options)

@@ -6,7 +6,7 @@ import time
 from typing import NamedTuple
 
 from pagedjax.host.checker import folding
-from pagedjax.host.checker.counterexample import Counterexample, confirm, run, subject
+from pagedjax.host.checker.counterexample import Counterexample, confirm, request_id_at, run
 from pagedjax.host.checker.cycles import (
     Places,
     Run,
@@ -93,11 +93,11 @@ def check(
     todo = [scaled for world in worlds(policy, requests, num_blocks) for scaled in _scaled(world)]
     counterexample = None
     for number, world in enumerate(todo):
-        until = None
+        deadline = None
         if seconds is not None:  # each world gets an equal part of what is left
             seconds_left = started + seconds - clock()
-            until = clock() + seconds_left / (len(todo) - number)
-        part, counterexample = _check_world(world, discards, until, clock)
+            deadline = clock() + seconds_left / (len(todo) - number)
+        part, counterexample = _check_world(world, discards, deadline, clock)
         coverage.append(part)
         if counterexample is not None:
             break
@@ -134,18 +134,20 @@ def _check_world(
     overtaken: int | None = None
     discarded: int | None = None
     if graph.fault is not None:
-        counterexample = _of_fault(world, graph, graph.fault)
+        counterexample = _fault_counterexample(world, graph, graph.fault)
     else:
         places = Places(graph)
         lasso = shortest_lasso(places)
         if lasso is not None:
-            counterexample = _of_lasso(world, lasso)
+            counterexample = _lasso_counterexample(world, lasso)
         else:
             most_overtaken = longest_runs(places, _overtaken)
             most_discarded = longest_runs(places, _discarded)
             overtaken = max(most_overtaken.values(), default=0)
             discarded = max(most_discarded.values(), default=0)
-            counterexample = _of_limits(world, graph, discards, most_overtaken, most_discarded)
+            counterexample = _limit_counterexample(
+                world, graph, discards, most_overtaken, most_discarded
+            )
     if counterexample is not None:
         confirm(counterexample)
     part = Coverage(
@@ -169,7 +171,7 @@ def _discarded(effect: Effect, rank: int) -> int:
     return int(rank in effect.discarded)
 
 
-def _of_fault(world: World, graph: Graph, fault: Fault) -> Counterexample:
+def _fault_counterexample(world: World, graph: Graph, fault: Fault) -> Counterexample:
     stem = graph.stem(fault.node)
     loop = ()
     if fault.kind == "deadlock" and fault.happening is not None:
@@ -179,8 +181,8 @@ def _of_fault(world: World, graph: Graph, fault: Fault) -> Counterexample:
     return Counterexample(fault.kind, fault.sentence, world, tuple(stem), loop, rank=0)
 
 
-def _of_lasso(world: World, lasso: Run) -> Counterexample:
-    name = subject(world, lasso.stem, lasso.rank, before_last=False)
+def _lasso_counterexample(world: World, lasso: Run) -> Counterexample:
+    name = request_id_at(world, lasso.stem, lasso.rank)
     moves = list(run(world, lasso.stem + lasso.loop))[len(lasso.stem) :]
     if arrivals_in(lasso.loop):
         kind = "starvation"
@@ -194,7 +196,7 @@ def _of_lasso(world: World, lasso: Run) -> Counterexample:
     return Counterexample(kind, sentence, world, lasso.stem, lasso.loop, lasso.rank)
 
 
-def _of_limits(
+def _limit_counterexample(
     world: World,
     graph: Graph,
     discards: int,
@@ -207,7 +209,7 @@ def _of_limits(
         if any(overtaken[letter] > bounds[letter] for letter in overtaken):
             shortest = shortest_run_above(graph, _overtaken, bounds)
             assert shortest is not None, "the longest run is above the limit"
-            name = subject(world, shortest.stem, shortest.rank, before_last=True)
+            name = request_id_at(world, shortest.stem[:-1], shortest.rank)
             limit = bounds[name[0]]
             sentence = (
                 f"{limit + 1} later requests enter before {name}, and the policy states a bound of "
@@ -217,7 +219,7 @@ def _of_limits(
     if any(number > discards for number in discarded.values()):
         shortest = shortest_run_above(graph, _discarded, dict.fromkeys(discarded, discards))
         assert shortest is not None, "the longest run is above the limit"
-        name = subject(world, shortest.stem, shortest.rank, before_last=True)
+        name = request_id_at(world, shortest.stem[:-1], shortest.rank)
         sentence = (
             f"the computed tokens of {name} are thrown away {discards + 1} times, while a later "
             "request that is not more urgent runs on"

@@ -1,7 +1,7 @@
 """A run that breaks a property: as events, as text, and as a recording.
 
-The search takes states for one that are equal up to names. Here the events run again from the
-beginning, on states that nothing is left out of, and the property must break again.
+The search counts states that differ only in names as one state (folding.py). Here the events run
+again from the beginning, on whole states, and the property must break again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from pagedjax.host.event_log import Cancel, Commit, Entry, Recorder, Schedule, S
 from pagedjax.host.types import Finished, Plan
 
 ROUNDS = 2  # how often a recording has the events that repeat for ever
-CONFIRMED_ROUNDS = 300  # more than the distances of arrivals that `largest_gap` tries
+# How often a loop runs to confirm it. A policy may decide by how far apart two requests arrived,
+# and the search tries distances up to `folding.FURTHEST`. This is more.
+CONFIRMED_ROUNDS = 300
 
 
 class Counterexample(NamedTuple):
@@ -36,7 +38,8 @@ class Counterexample(NamedTuple):
     sentence: what the run shows.
     stem: events from the state without requests.
     loop: events that can repeat for ever after the stem; () if the stem breaks the property.
-    rank: of the request that it is about, after the stem (before its last event, without a loop).
+    rank: of the request that it is about. It is the rank after the stem if there is a loop, and the
+        rank before the last event of the stem if there is none.
     """
 
     kind: str
@@ -82,8 +85,8 @@ def confirm(counterexample: Counterexample) -> None:
             node = move.node
         if not counterexample.loop:
             return
-        request = unfinished(node.state)[counterexample.rank].request_id
-        before = key_of(world, node)
+        request_id = unfinished(node.state)[counterexample.rank].request_id
+        first_key = key_of(world, node)
         for _ in range(CONFIRMED_ROUNDS):
             for event in counterexample.loop:
                 node = apply(world, node, event).node
@@ -91,8 +94,8 @@ def confirm(counterexample: Counterexample) -> None:
                 node = node._replace(now=node.now + 1)
     except LookupError as error:
         raise _not_confirmed(world) from error
-    repeats = world.timed or key_of(world, node) == before
-    if request not in node.state.ids or not repeats:
+    repeats = world.timed or key_of(world, node) == first_key
+    if request_id not in node.state.ids or not repeats:
         raise _not_confirmed(world)
 
 
@@ -153,16 +156,17 @@ def text(counterexample: Counterexample) -> str:
     return "\n".join(lines)
 
 
-def subject(world: World, stem: tuple[Happening, ...], rank: int, *, before_last: bool) -> str:
-    """The id of the request of a rank after a stem, or before its last event."""
+def request_id_at(world: World, stem: tuple[Happening, ...], rank: int) -> str:
+    """The id of the request that has this rank after a stem."""
     node: Node = start(world)
-    for move in run(world, stem[:-1] if before_last else stem):
+    for move in run(world, stem):
         node = move.node
     return unfinished(node.state)[rank].request_id
 
 
 def _sentences(entries: tuple[Entry, ...]) -> Iterator[str]:
-    passers = sum(isinstance(entry, Submit) for entry in entries) - 1
+    submits = [entry for entry in entries if isinstance(entry, Submit)]
+    passers = len(submits) - 1  # all but the last one, which stays
     if passers > 0:
         noun = "request arrives and is" if passers == 1 else "requests arrive and are"
         yield f"{passers} {noun} cancelled"

@@ -153,13 +153,13 @@ def _shortest_loop(places: Places, start: int, longest: int) -> tuple[Happening,
             for target, label in places.edges(place):
                 if places.component[target] != component:
                     continue
-                after = (target, stepped or _is_step(graph, label))
-                if after in came_from or after == first:
+                next_node = (target, stepped or _is_step(graph, label))
+                if next_node in came_from or next_node == first:
                     continue
-                came_from[after] = (node, label)
-                if after == (start, True):
-                    return _events_back(graph, came_from, after, first)
-                reached.append(after)
+                came_from[next_node] = (node, label)
+                if next_node == (start, True):
+                    return _events_back(graph, came_from, next_node, first)
+                reached.append(next_node)
         if not reached:
             return None
         frontier = reached
@@ -227,13 +227,13 @@ def shortest_run_above(graph: Graph, weight: Weight, limits: dict[str, int]) -> 
                 if effect.arrives:
                     successors.append((target, len(graph.letters[target]) - 1, 0))
             else:
-                after = total + weight(effect, rank)
-                if after > limits[graph.letters[state][rank]]:
-                    came_from[(target, rank, after)] = (node, label)
-                    events = _events_back(graph, came_from, (target, rank, after), first)
+                next_total = total + weight(effect, rank)
+                if next_total > limits[graph.letters[state][rank]]:
+                    came_from[(target, rank, next_total)] = (node, label)
+                    events = _events_back(graph, came_from, (target, rank, next_total), first)
                     return Run(events, (), rank)
                 if ranks[rank] != NOBODY:
-                    successors.append((target, ranks[rank], after))
+                    successors.append((target, ranks[rank], next_total))
             for successor in successors:
                 if successor not in came_from:
                     came_from[successor] = (node, label)

@@ -36,7 +36,7 @@ FURTHEST = 256  # arrivals; distances of which `largest_gap` tries
 
 
 def key_of(world: World, node: Node) -> Key:
-    """What is equal of two nodes exactly if the search takes them for one."""
+    """A value that is equal for two nodes exactly if the search counts them as one node."""
     state = node.state
     ranked = unfinished(state)
     ranks = {seq.arrival: rank for rank, seq in enumerate(ranked)}

@@ -155,7 +155,7 @@ def arrive(world: World, node: Node, happening: Arrive, *, in_one_jump: bool = F
     """A request joins the queue. With a stride, others came before it and were cancelled.
 
     Args:
-        in_one_jump: these others only count, which leaves the same state.
+        in_one_jump: the state is the same, but these others are only counted: they are no entries.
     """
     state = node.state
     entries: list[Entry] = []
@@ -183,9 +183,9 @@ def _named(template: Request, name: str) -> Request:
 def _cancel(node: Node, happening: CancelRank, ranked: Sequence[Seq]) -> Move:
     seq = ranked[happening.rank]
     state, events = scheduler.cancel(node.state, seq.request_id)
-    after = Node(state, node.waited_again - {seq.arrival}, node.now)
+    next_node = Node(state, node.waited_again - {seq.arrival}, node.now)
     entry = Cancel(seq.request_id, "abort", events)
-    return Move(happening, after, Effect(ended=(happening.rank,)), (entry,))
+    return Move(happening, next_node, Effect(ended=(happening.rank,)), (entry,))
 
 
 def _tick(node: Node, happening: Tick) -> Move:
@@ -208,8 +208,10 @@ def _steps(world: World, node: Node, ranked: Sequence[Seq]) -> Iterator[Move]:
     for stops in _outcomes(plan):
         tokens = [STOP if stop else WORD for stop in stops]
         state, events = scheduler.commit(planned, plan, tokens)
-        after = {seq.arrival for seq in (*state.waiting, *state.running.seqs)}
-        ended = tuple([rank for arrival, rank in ranks.items() if arrival not in after])
+        unfinished_arrivals = {seq.arrival for seq in (*state.waiting, *state.running.seqs)}
+        ended = tuple(
+            [rank for arrival, rank in ranks.items() if arrival not in unfinished_arrivals]
+        )
         entries = (Schedule(plan), Commit(plan, tokens, {}, {}, events))
         yield Move(
             Step(stops), Node(state, waited_again, node.now), effect._replace(ended=ended), entries
@@ -217,8 +219,8 @@ def _steps(world: World, node: Node, ranked: Sequence[Seq]) -> Iterator[Move]:
 
 
 def _outcomes(plan: Plan) -> Iterator[tuple[bool, ...]]:
-    """Which rows sample a stop token. A row whose request ends at its limit goes on in name only: a
-    stop token would end it in the same step.
+    """Each way in which rows may sample stop tokens. A row whose request ends at its limit has one
+    way: with a stop token it would end in the same step.
     """
     choices = []
     for seq, length, computed, count in zip(
@@ -250,8 +252,10 @@ def _effect_of_plan(
     first_entered = [rank for rank in entered if ranked[rank].arrival not in node.waited_again]
     overtaken = tuple(
         [
-            sum(rank > waiting for rank in first_entered) if seq.arrival in still_waiting else 0
-            for waiting, seq in enumerate(ranked)
+            sum(entered_rank > rank for entered_rank in first_entered)
+            if seq.arrival in still_waiting
+            else 0
+            for rank, seq in enumerate(ranked)
         ]
     )
     had_content = {
@@ -259,12 +263,12 @@ def _effect_of_plan(
         for seq, computed in zip(node.state.running.seqs, node.state.running.computed, strict=True)
         if computed
     }
-    lost = (set(plan.preempted) - set(plan.swapped)) & had_content
+    lost_ids = (set(plan.preempted) - set(plan.swapped)) & had_content
     discarded = tuple(
         [
             rank
             for rank, seq in enumerate(ranked)
-            if seq.request_id in lost and _outlived(seq, planned.running.seqs)
+            if seq.request_id in lost_ids and _outlived(seq, planned.running.seqs)
         ]
     )
     inversion = _inversion(planned, plan, ranked, entered)

@@ -32,7 +32,7 @@ from pagedjax.host.policies.policy import (
 from pagedjax.host.policies.srtf import srtf
 from pagedjax.host.policies.vtc import vtc
 from pagedjax.options.config import one_of
-from pagedjax.options.own_values import check_call, named
+from pagedjax.options.own_values import check_call, named_value
 
 __all__ = [
     "ARGUMENTS",
@@ -87,7 +87,7 @@ def find(name: Any) -> Policy:
         ValueError: no such policy, module, file or value; a value that is no policy; a function of
             it that takes other arguments, or that needs a memory where there is none.
     """
-    policy = named("policy", name, Policy, POLICIES)
+    policy = named_value("policy", name, Policy, POLICIES)
     if policy not in POLICIES.values():
         for function, (count, usage) in arguments_of(policy).items():
             start = f"policy {getattr(name, 'name', name)!r}: its {function}"

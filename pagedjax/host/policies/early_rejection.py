@@ -108,25 +108,25 @@ def _policy(
 
     def observe(memory: Load, events: Sequence[PolicyEvent], now: float | None) -> Load:
         assert now is not None, "the policy is timed"
-        after = after_events(memory, events, now)
-        if after.new and len(after.new) == len(after.jobs):
+        next_memory = after_events(memory, events, now)
+        if next_memory.new and len(next_memory.new) == len(next_memory.jobs):
             # what ran has ended, and the engine may have been idle since then
-            return after._replace(prompt_s=0.0)
+            return next_memory._replace(prompt_s=0.0)
         return after_events(measured(memory, events, now, speed), events, now)
 
     def reject(memory: Load, waiting: Sequence[Seq]) -> list[str]:
         ids: list[str] = []
-        before = {name: job for name, job in memory.jobs.items() if name not in memory.new}
+        jobs_before = {name: job for name, job in memory.jobs.items() if name not in memory.new}
         for seq in sorted(waiting, key=arrival_of):
             name = seq.request_id
             if name not in memory.new:
                 continue
-            first, gap = predicted(memory, before, memory.jobs[name])
+            first, gap = predicted(memory, jobs_before, memory.jobs[name])
             targets = targets_of.get(seq.request.service_class, (ttft_s, itl_s))
             if first > targets[0] or gap > targets[1]:
                 ids.append(name)
             else:
-                before[name] = memory.jobs[name]
+                jobs_before[name] = memory.jobs[name]
         return ids
 
     def order(memory: Load, waiting: Sequence[Seq], running: Running, cached: Cached) -> list[Seq]:

@@ -134,10 +134,10 @@ def arguments_of(policy: Policy) -> dict[str, tuple[int, str]]:
     if policy.init is None:
         needs_memory = [name for name in MEMORY_ARGUMENTS if name not in ("init", "show")]
         needs_memory.append("timed")
-        extra = next((name for name in needs_memory if getattr(policy, name)), None)
-        if extra:
+        attribute = next((name for name in needs_memory if getattr(policy, name)), None)
+        if attribute:
             raise ValueError(
-                f"policy {policy.name!r} has {extra}, and no memory; "
+                f"policy {policy.name!r} has {attribute}, and no memory; "
                 "give it init=lambda: MEMORY, or leave it out"
             )
         return dict(ARGUMENTS)
@@ -147,11 +147,11 @@ def arguments_of(policy: Policy) -> dict[str, tuple[int, str]]:
             continue
         head, _, tail = usage.partition("(")
         arguments[name] = (count + 1, f"{head}(memory, {tail}")
-    used = {name: pair for name, pair in MEMORY_ARGUMENTS.items() if getattr(policy, name)}
-    del used["show"]  # the default is a function of Python, which has no signature
-    if policy.show is not repr:
-        used["show"] = MEMORY_ARGUMENTS["show"]
-    return arguments | used
+    for name, pair in MEMORY_ARGUMENTS.items():
+        function = getattr(policy, name)
+        if function and function is not repr:  # `repr`, the default of `show`, has no signature
+            arguments[name] = pair
+    return arguments
 
 
 def with_memory(policy: Policy, memory: Memory) -> Policy:

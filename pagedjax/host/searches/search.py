@@ -49,8 +49,8 @@ class SearchKind(NamedTuple):
     """How requests with one kind of parameters are searched.
 
     candidates: (params, number of stop tokens) -> how many continuations each branch must offer.
-    start: (params, stop tokens) -> the search before the first position. `params.max_tokens` is
-        what the request may have.
+    start: (params, stop tokens) -> the search before the first position. `params.max_tokens` is not
+        above the number of tokens for which the request has room.
     """
 
     candidates: Callable[[Any, int], int]
@@ -90,8 +90,8 @@ class RunningSearch(NamedTuple):
         the branches; None if the search ends).
         """
         search, continuations = self.search.advance([self.offers[name] for name in self.branches])
-        after = self._replace(search=search, branches=self.names, offers={})
+        next_search = self._replace(search=search, branches=self.names, offers={})
         if not continuations:
-            return after, None
+            return next_search, None
         parents = tuple(self.branches[continuation.parent] for continuation in continuations)
-        return after, Choice(parents, tuple(token for _, token in continuations))
+        return next_search, Choice(parents, tuple(token for _, token in continuations))

@@ -76,11 +76,11 @@ def read(
         if name not in table:
             continue
         row = table[name]
-        asks = not _asks_nothing(value, row)
-        if row.effect == "refused" and asks:
+        asks_something = _asks_something(value, row)
+        if row.effect == "refused" and asks_something:
             raise error(f"{name} is {value!r:.80}; {row.text}")
         if row.effect == "changes nothing":
-            level = logging.WARNING if row.warns and asks else logging.INFO
+            level = logging.WARNING if row.warns and asks_something else logging.INFO
             without_effect[level].append(f"{name} ({row.text})")
         if row.effect == "taken":
             translated = _options(name, value, row, error)
@@ -108,10 +108,10 @@ def _options(name: str, value: Any, row: Row, error: type[Exception]) -> dict[st
         raise error(f"{name} is {value!r:.80}; {reason}") from None
 
 
-def _asks_nothing(value: Any, row: Row) -> bool:
-    """Whether a value is off, or vLLM's default: some scripts give all arguments."""
+def _asks_something(value: Any, row: Row) -> bool:
+    """Whether a value is neither off nor vLLM's default: some scripts give all arguments."""
     if value is None:
-        return True
+        return False
     if isinstance(value, (int, float, str, list, tuple, dict, set)) and not value:
-        return True
-    return any(type(value) is type(default) and value == default for default in row.asks_nothing)
+        return False
+    return not any(type(value) is type(other) and value == other for other in row.asks_nothing)

@@ -145,7 +145,7 @@ class Ingress:
     async def ask_all(self, path: str) -> list[Answer]:
         """Send GET to all replicas -> the answers of those that answer in time."""
         names = await self.present()
-        # Serve takes two calls of one HTTP request for one, which its context says; so each has a
+        # Serve treats all calls in the context of one HTTP request as one call; so each call has a
         # context of its own
         calls = [
             asyncio.create_task(self._ask(name, path), context=contextvars.Context())
@@ -338,7 +338,7 @@ class Ingress:
         if routed is not None:
             request = routed._replace(request_id=uuid.uuid4().hex, avoids=tuple(sorted(names)))
         handle = self._replicas.options(stream=True).answer
-        # Serve takes two calls of one HTTP request for one, which its context says
+        # Serve treats all calls in the context of one HTTP request as one call
         answer = contextvars.Context().run(
             partial(handle.remote, scope, body, origin=origin, routed=request, target=target)
         )

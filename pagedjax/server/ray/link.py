@@ -41,7 +41,9 @@ class Link:
         self.drained: Callable[[str], None] = lambda name: None
 
     def present(self) -> Sequence[Any]:
-        """The names of the replicas. Any thread: the state is never changed, but replaced."""
+        """The names of the replicas. Any thread may call this, because a state is never changed: it
+        is replaced by a new one.
+        """
         return () if self.router is None else self.router.recorder.state.replicas
 
     def replica_of(self, request_id: str) -> str | None:
@@ -51,7 +53,7 @@ class Link:
         return None if routed is None else str(routed.replica)
 
     def avoid(self, names: frozenset[str]) -> None:
-        """Give these replicas, which do not answer, no requests, until the next call."""
+        """Give no requests to these replicas, which do not answer. The next call replaces them."""
         self.avoided = names
         if self.router is not None:
             self.router.avoid(names)

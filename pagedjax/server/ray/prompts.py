@@ -51,7 +51,7 @@ def router_request(reader: Reader, request_id: str, path: str, body: bytes) -> R
             completion = CompletionRequest.model_validate_json(body)
             prompts = _prompts(reader, completion)
             max_tokens = 16 if completion.max_tokens is None else completion.max_tokens
-            return _of_prompts(reader, request_id, completion, prompts, max_tokens)
+            return _router_request(reader, request_id, completion, prompts, max_tokens)
         if path in ("/v1/chat/completions", "/v1/responses"):
             if path == "/v1/responses":
                 chat = responses_api.as_chat(ResponsesRequest.model_validate_json(body))
@@ -60,14 +60,14 @@ def router_request(reader: Reader, request_id: str, path: str, body: bytes) -> R
             ids = _conversation(reader, chat)
             room = reader.max_model_len - len(ids)
             max_tokens = chat.max_completion_tokens or chat.max_tokens or room
-            return _of_prompts(reader, request_id, chat, [ids], max_tokens)
+            return _router_request(reader, request_id, chat, [ids], max_tokens)
     except Exception as error:
         # A wrong body, whose error the replica answers, and any other error that it may cause
         log.debug("a body is not read: %r", error)
     return RouterRequest(request_id, 0)
 
 
-def _of_prompts(
+def _router_request(
     reader: Reader,
     request_id: str,
     body: GenerationBody,

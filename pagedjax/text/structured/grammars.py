@@ -158,7 +158,8 @@ def grammar_text(
     if name == "grammar":
         assert isinstance(value, str)
         try:
-            return library.grammar_from("grammar", vocabulary.by_id(value, marks or {})), ()
+            grammar = vocabulary.grammar_with_ids(value, marks or {})
+            return library.grammar_from("grammar", grammar), ()
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"structured_outputs.grammar cannot be read: {first_line(str(error))}"

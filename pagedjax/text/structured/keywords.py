@@ -104,26 +104,26 @@ def unsupported(schema: Any) -> Iterator[tuple[str, str]]:
     """(place, why not) of each keyword that is not supported."""
     for place, mapping in subschemas(schema):
         for name in mapping:
-            at = f"{place}/{_escaped(name)}"
+            key_place = f"{place}/{_escaped(name)}"
             if name in SUPPORTED or name in DESCRIBING:
                 if name == "minProperties" and _counts_repeated_keys(mapping):
                     yield (
-                        at,
+                        key_place,
                         "above 1 and above the number of required properties: "
                         "additional keys may repeat",
                     )
                 if name == "patternProperties" and _names_all_keys(mapping):
                     yield (
-                        at,
+                        key_place,
                         "not supported where its patterns match keys of properties alone: "
                         "the keys would repeat",
                     )
             elif name == "x-guidance":
-                yield at, "not taken from a schema; use the fields of structured_outputs"
+                yield key_place, "not taken from a schema; use the fields of structured_outputs"
             elif name in UNSUPPORTED:
-                yield at, "not supported"
+                yield key_place, "not supported"
             elif near := _nearly(name):
-                yield at, f"no keyword; did you mean {near!r}?"
+                yield key_place, f"no keyword; did you mean {near!r}?"
 
 
 @lru_cache(4096)
@@ -192,7 +192,7 @@ def _names_all_keys(schema: Mapping[str, Any]) -> bool:
     ):
         return False
     parts = [part for pattern in patterns for part in _alternatives(pattern)]
-    allowed = "|".join(f"({_of_whole_keys(part)})" for part in parts)
+    allowed = "|".join(f"({_whole_key_pattern(part)})" for part in parts)
     try:
         return first_byte_beyond(allowed, "|".join(map(re.escape, keys))) is None
     except ValueError:  # the compiler of grammars says what is wrong
@@ -217,7 +217,7 @@ def _alternatives(pattern: str) -> list[str]:
     return parts
 
 
-def _of_whole_keys(pattern: str) -> str:
+def _whole_key_pattern(pattern: str) -> str:
     """The expression of the whole keys in which `pattern` is found; `^` and `$` are their ends."""
     anything = "(?s:.*)"
     before = "" if pattern.startswith("^") else anything

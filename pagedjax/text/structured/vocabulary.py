@@ -1,10 +1,10 @@
 """llguidance's view of a tokenizer, in which no text spells a mark.
 
 Forms are text, and text has no special tokens. A mark is an added token that is no text: a special
-one, or one in angle brackets, as `<think>`. llguidance cuts a text that must come with Hugging
-Face's tokenizer, which recognises marks that are written out. A form with the text `<|im_end|>`
-would so end its answer, or fail. Here each mark has a name that no text can have, because it is
-drawn at random. Grammars name a mark by its id.
+one, or one in angle brackets, as `<think>`. Where a form leaves no choice, llguidance makes tokens
+of the form's own text by Hugging Face's tokenizer, which recognises marks that are written out. So
+a form with the text `<|im_end|>` would end its answer, or fail. Here each mark has a name that no
+text can have, because it is drawn at random. Grammars name a mark by its id.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LARK = re.compile(
 
 def marks(tokenizer: Tokenizer) -> dict[str, int]:
     """The added tokens that llguidance takes for marks and not for text, by their texts."""
-    added = tokenizer.backend.get_added_tokens_decoder().items()
-    return {token.content: i for i, token in added if _is_mark(token.content, token.special)}
+    added_tokens = tokenizer.backend.get_added_tokens_decoder().items()
+    return {token.content: i for i, token in added_tokens if _is_mark(token.content, token.special)}
 
 
 def _is_mark(text: str, special: bool) -> bool:
@@ -42,13 +42,13 @@ def library_tokenizer(
     Raises:
         ValueError: llguidance cannot use the tokenizer.
     """
-    text = without_names(tokenizer.backend.to_str())
+    text = rename_marks(tokenizer.backend.to_str())
     return library.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
 
-def without_names(text: str) -> str:
-    """The text of a tokenizer.json, with names of marks that no text has; ids and all else are as
-    before.
+def rename_marks(text: str) -> str:
+    """The text of a tokenizer.json in which marks have names that no text has. Their ids, and all
+    else, are as before.
     """
     tokenizer_json = json.loads(text)
     prefix = secrets.token_hex(16)
@@ -83,7 +83,7 @@ def _pieces(merge: str | Sequence[str]) -> set[str]:
     return {*parts, "".join(parts)}
 
 
-def by_id(grammar: str, marks: Mapping[str, int]) -> str:
+def grammar_with_ids(grammar: str, marks: Mapping[str, int]) -> str:
     """A Lark grammar in which `<name>` of a mark is `<[id]>`. GBNF has no names of tokens."""
     if re.search(r"^\s*[\w-]+\s*::=", grammar, re.MULTILINE):
         return grammar

@@ -29,7 +29,7 @@ class CallFormat:
     id_length: int | None = None
     single: bool = False
 
-    def written(self, calls: list[tuple[str, str]]) -> str:
+    def text_of(self, calls: list[tuple[str, str]]) -> str:
         """The text of calls, each a name and its arguments as JSON."""
         texts = [
             f"{self.before}{name}{self.after}{arguments}{self.close}" for name, arguments in calls
@@ -104,10 +104,8 @@ def dialect(template: str | None, parser: str | None = None) -> Dialect:
         raise ValueError(
             f"tool_call_parser is {parser!r:.80}; it must be one of {', '.join(PARSERS)}"
         )
-    forced = {"hermes": HERMES, "llama3_json": _llama(template), "mistral": _mistral(template)}[
-        parser
-    ]
-    return Dialect(forced, has_tools)
+    formats = {"hermes": HERMES, "llama3_json": _llama(template), "mistral": _mistral(template)}
+    return Dialect(formats[parser], has_tools)
 
 
 def _format_of(template: str) -> CallFormat | None:
@@ -115,7 +113,8 @@ def _format_of(template: str) -> CallFormat | None:
     if "[TOOL_CALLS]" in template:
         return _mistral(template)
     if "<tool_call>" in template:
-        writes_tags = "<function=" in template or "<arg_key>" in template  # and no JSON
+        # some templates write arguments as XML tags in this tag, and no format reads these
+        writes_tags = "<function=" in template or "<arg_key>" in template
         return HERMES if "arguments" in template and not writes_tags else None
     if "tool_call" in template and re.search(r'\\?"parameters\\?": ', template):
         return _llama(template)

@@ -48,7 +48,7 @@ def conversation(
 def system_text(tools: Sequence[Tool], dialect: Dialect) -> str:
     """The default system text."""
     lines = "\n".join(json.dumps(tool.shown(), ensure_ascii=False) for tool in tools)
-    form = dialect.format.written([("NAME", "{...}")])
+    form = dialect.format.text_of([("NAME", "{...}")])
     return DEFAULT_PROMPT.format(tools=lines, form=form)
 
 
@@ -132,7 +132,7 @@ def _as_text(messages: Messages, dialect: Dialect) -> Messages:
                 (function["name"], json.dumps(function["arguments"], ensure_ascii=False))
                 for function in functions
             ]
-            parts = (message["content"], dialect.format.written(calls))
+            parts = (message["content"], dialect.format.text_of(calls))
             text = "\n".join(part for part in parts if part)
             message = {"role": "assistant", "content": text}
         plain.append(message)

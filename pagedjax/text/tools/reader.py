@@ -76,10 +76,10 @@ class CallReader:
             elif last or not form.before.startswith(text):
                 self._state = "plain"
             return
-        at = text.find(form.trigger)
-        if at >= 0:
-            ready = text[:at].rstrip()
-            unread = text[at:]
+        trigger_start = text.find(form.trigger)
+        if trigger_start >= 0:
+            ready = text[:trigger_start].rstrip()
+            unread = text[trigger_start:]
             self._state = "head"
         else:
             num_pending = 0 if last else pending_length(text, form.trigger)

@@ -137,9 +137,9 @@ def tool_use(
     """
     defined = tools_of(tools)
     kind, only = choice_of(choice, defined)
-    used = () if kind == "none" else defined
+    offered_tools = () if kind == "none" else defined
     return ToolUse(
-        tools=used,
+        tools=offered_tools,
         required=kind == "required",
         only=only,
         parallel=parallel is not False,  # OpenAI's default is true

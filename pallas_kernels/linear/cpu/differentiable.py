@@ -34,9 +34,18 @@ def multiply(
         ValueError: as `cpu.multiply`.
     """
     scales, bias, low, activation, residual = epilogue
-    norm_options = None if norm is None else (norm.eps, norm.plus_one)
-    options = matrix, norm_options, low and low.parts, activation, rows, dtype
-    arrays = x, weight, norm and norm.weight, scales, bias, low and tuple(low[:-1]), residual, sizes
+    norm_weight = None
+    norm_options = None
+    if norm is not None:
+        norm_weight = norm.weight
+        norm_options = (norm.eps, norm.plus_one)
+    low_arrays = None
+    low_parts = None
+    if low is not None:
+        *low_fields, low_parts = low
+        low_arrays = tuple(low_fields)
+    options = matrix, norm_options, low_parts, activation, rows, dtype
+    arrays = x, weight, norm_weight, scales, bias, low_arrays, residual, sizes
     return _product(options, *arrays)
 
 

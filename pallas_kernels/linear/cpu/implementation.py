@@ -21,7 +21,7 @@ DTYPES = ("float32", "bfloat16")
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
 LANES = 16  # of a vector
-# The most tokens of a tile (its columns): without AVX-512, and with it
+# Tokens of a full tile (its columns), which the machine decides: 6 without AVX-512, 12 with it
 MIN_COLUMNS = 6
 MAX_COLUMNS = 12
 
@@ -77,15 +77,18 @@ def multiply(
     scales, bias, low, activation, residual = epilogue
     if residual is not None and start < first:
         residual = jnp.pad(residual, ((0, 0), (first - start, 0)))
-    norm_kind = 0 if norm is None else 1 + norm.plus_one
+    norm_kind = 0
+    if norm is not None:
+        norm_kind = 2 if norm.plus_one else 1  # RMS_PLUS_ONE and RMS of job.py
     options = np.array([matrix_outputs, start, last, ACTIVATIONS[activation], norm_kind], np.int32)
-    operands = x, weight, scales, bias, norm and norm.weight, residual, sizes
-    operands = [missing if array is None else array for array in operands]
+    norm_weight = None if norm is None else norm.weight
+    arrays = (x, weight, scales, bias, norm_weight, residual, sizes)
+    operands = [missing if array is None else array for array in arrays]
     width = matrix.width if rows is None else last - start
-    out = jax.ShapeDtypeStruct((len(x), width), dtype), _scratch(len(x), matrix)
+    result = jax.ShapeDtypeStruct((len(x), width), dtype)
     eps = np.full(1, norm.eps if norm else 0, np.float32)
     low_operands = () if low is None else (low.a, low.b, low.slots, _ranks(matrix, low))
-    call = jax.ffi.ffi_call(handler.target, out)
+    call = jax.ffi.ffi_call(handler.target, (result, _scratch(len(x), matrix)))
     y, _ = call(*operands, options, eps, *low_operands)
     return y[:, first - start :]
 
@@ -106,8 +109,8 @@ def _ranks(matrix: Matrix, low: LowRank) -> np.ndarray:
 def _scratch(tokens: int, matrix: Matrix) -> Any:
     """Returns the shape of the memory for the packed tokens, in tiles.
 
-    Each tile has two vectors more. One tile of each matrix may have fewer tokens than it has room
-    for.
+    The last tile of each matrix has the room of a full one, also if it has fewer tokens. Behind the
+    tokens of a tile is room for two vectors (TILE_BYTES in job.py).
     """
     columns = tokens + MAX_COLUMNS * matrix.count
     tiles = tokens // MIN_COLUMNS + matrix.count + 1
@@ -161,7 +164,7 @@ def prepare(*, dtype: str, weight_dtype: str, low_rank: bool) -> None:
 
 
 def gather(packed: jax.Array, matrix: Matrix, ids: jax.Array) -> jax.Array:
-    """Returns [T, K] rows of a matrix.
+    """Returns [T, K]: rows of a matrix, each of its K inputs.
 
     Their numbers are not beside each other in memory: 64 rows of 576 numbers take 0.2 ms.
     """

@@ -29,11 +29,11 @@ from pallas_kernels.linear.cpu.job import (
     half_outputs,
 )
 from pallas_kernels.linear.cpu.vectors import (
+    BATCH_TOKENS,
     BFLOAT16,
     DOTS,
     PAIRS,
     PANEL,
-    TOGETHER,
     add_rows,
     dots,
     prefetch,
@@ -55,13 +55,13 @@ RANKS_OPERAND = 12
 def _run(job, place, end):
     """Returns (slot, tokens): the slot of the token at a place, and how many tokens have that slot.
 
-    The tokens are counted from the place on, up to TOGETHER of them.
+    The tokens are counted from the place on, up to BATCH_TOKENS of them.
     """
     slots = load_word(job + SLOTS)
     order = load_word(job + ORDER)
     slot = load_int(slots + 4 * load_int(order + 4 * place))
     tokens = 1
-    max_tokens = min(TOGETHER, end - place)
+    max_tokens = min(BATCH_TOKENS, end - place)
     while (
         tokens < max_tokens and load_int(slots + 4 * load_int(order + 4 * (place + tokens))) == slot
     ):

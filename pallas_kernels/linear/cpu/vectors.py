@@ -106,18 +106,18 @@ def _add_tile(builder, kind, columns, w, x, count, sums, next_weight, stride):
             for c in range(columns)
         ]
         totals = [[variable(builder, float_vector(FULL)) for _ in vectors] for _ in range(columns)]
-        for row, at in zip(totals, places, strict=True):
-            for total, place in zip(row, at, strict=True):
+        for row, row_places in zip(totals, places, strict=True):
+            for total, place in zip(row, row_places, strict=True):
                 builder.store(load(builder, place, zero, FULL), total)
         with each_index(builder, count) as index:
             line = builder.add(next_weight, builder.mul(index, stride))
             for line_offset in (0, 64):
                 _fetch(builder, builder.add(line, ir.Constant(WORD, line_offset)), 0, 2)
             rows = [(_pairs if native else weights)(builder, w, index, v) for v in vectors]
-            at = builder.mul(index, ir.Constant(WORD, columns * step_inputs))
+            place = builder.mul(index, ir.Constant(WORD, columns * step_inputs))
             for part, c in itertools.product(range(step_inputs), range(columns)):
                 number = load_one(
-                    builder, x, builder.add(at, ir.Constant(WORD, part * columns + c))
+                    builder, x, builder.add(place, ir.Constant(WORD, part * columns + c))
                 )
                 number = splat(builder, number, FULL)
                 for row, total in zip(rows, totals[c], strict=True):
@@ -126,8 +126,8 @@ def _add_tile(builder, kind, columns, w, x, count, sums, next_weight, stride):
                         builder.store(dot_pairs(builder, number, row, old), total)
                     else:
                         builder.store(multiply_add(builder, number, row[part], old), total)
-        for row, at in zip(totals, places, strict=True):
-            for total, place in zip(row, at, strict=True):
+        for row, row_places in zip(totals, places, strict=True):
+            for total, place in zip(row, row_places, strict=True):
                 store(builder, builder.load(total), place, zero)
 
 
@@ -255,9 +255,9 @@ def transpose(builder, rows, row_bytes, out, columns):
 
 # --- products of low rank -------------------------------------------------------------------------
 
-# Up to TOGETHER tokens of one slot are computed together, so that factors are read once for all of
-# them. The numbers of a token are added in the same order, whatever other tokens are beside it.
-TOGETHER = 4
+# Up to BATCH_TOKENS tokens of one slot are computed together, so that factors are read once for all
+# of them. The numbers of a token are added in the same order, whatever other tokens are beside it.
+BATCH_TOKENS = 4
 DOTS = 4  # rows of `a` at a time
 
 
@@ -300,7 +300,7 @@ def dots(builder, tokens, x_size, x, x_stride, size, rows, stride, count, out, o
                     pointer(builder, builder.add(place, ir.Constant(WORD, 4 * i)), dot.type),
                 )
 
-    each_case(builder, tokens, range(1, TOGETHER + 1), sums)
+    each_case(builder, tokens, range(1, BATCH_TOKENS + 1), sums)
 
 
 @instruction
@@ -321,12 +321,12 @@ def add_rows(builder, tokens, size, sums, factors, stride, rows, count):
             builder.store(constant(0), total)
         with each_index(builder, count, step=2) as index:
             for parity in range(2):
-                at = builder.add(index, ir.Constant(WORD, parity))
+                place = builder.add(index, ir.Constant(WORD, parity))
                 row = load(
-                    builder, rows, builder.mul(at, ir.Constant(WORD, FULL)), FULL, size.constant
+                    builder, rows, builder.mul(place, ir.Constant(WORD, FULL)), FULL, size.constant
                 )
                 for token, total in zip(token_factors, totals, strict=True):
-                    factor = splat(builder, load_one(builder, token, at), FULL)
+                    factor = splat(builder, load_one(builder, token, place), FULL)
                     sum_ = multiply_add(builder, factor, row, builder.load(total[parity]))
                     builder.store(sum_, total[parity])
         places = _rows_at(builder, sums, ir.Constant(WORD, 4 * PANEL), number)
@@ -334,7 +334,7 @@ def add_rows(builder, tokens, size, sums, factors, stride, rows, count):
             total = builder.fadd(builder.load(even), builder.load(odd))
             store(builder, builder.fadd(load(builder, place, zero, FULL), total), place, zero)
 
-    each_case(builder, tokens, range(1, TOGETHER + 1), products)
+    each_case(builder, tokens, range(1, BATCH_TOKENS + 1), products)
 
 
 # --- after the products: sums of a tile -----------------------------------------------------------

@@ -12,8 +12,8 @@ import numpy as np
 from pallas_kernels.paged_attention.cpu.options import INVARIANT, SIZE
 from pallas_kernels.paged_attention.cpu.tile_items import tile_numbers
 from pallas_kernels.paged_attention.cpu.vectors import (
-    SHARED,
-    TOGETHER,
+    BATCH_QUERIES,
+    BATCH_TOKENS,
     add_weighted_values_one,
     add_weighted_values_shared,
     add_weighted_values_together,
@@ -106,33 +106,33 @@ def attend(
     part = 4 * group * d * heads
     # an aligned span may begin before the window
     visible = max(first, length - (window + count - 1))
-    at = visible
-    while at < stop:
-        offset = at % s
-        run = min(s - offset, stop - at)
-        base = k + load_int(table + 4 * (at // s)) * page_bytes + offset * row
+    position = visible
+    while position < stop:
+        offset = position % s
+        run = min(s - offset, stop - position)
+        base = k + load_int(table + 4 * (position // s)) * page_bytes + offset * row
         next_rows = v + load_int(table + 4 * (visible // s)) * page_bytes + visible % s * row
-        if at + run < stop:
-            next_rows = k + load_int(table + 4 * (at // s + 1)) * page_bytes
-        span_scores = scores + 4 * (at - first)
+        if position + run < stop:
+            next_rows = k + load_int(table + 4 * (position // s + 1)) * page_bytes
+        span_scores = scores + 4 * (position - first)
         i = 0
-        while i + TOGETHER <= run:
-            _fetch(next_rows + i * row, TOGETHER * row)
+        while i + BATCH_TOKENS <= run:
+            _fetch(next_rows + i * row, BATCH_TOKENS * row)
             for token in range(count):
                 query = q + token * token_bytes
                 score = span_scores + 4 * (token * group * SPAN + i)
                 g = 0
-                while g + SHARED <= group:
+                while g + BATCH_QUERIES <= group:
                     scores_shared(
                         SIZE, query + 4 * g * d, base + i * row, d, score + 4 * g * SPAN, SPAN
                     )
-                    g += SHARED
+                    g += BATCH_QUERIES
                 while g < group:
                     scores_together(
                         SIZE, query + 4 * g * d, base + i * row, d, score + 4 * g * SPAN, SPAN
                     )
                     g += 1
-            i += TOGETHER
+            i += BATCH_TOKENS
         while i < run:
             for token in range(count):
                 for g in range(group):
@@ -140,7 +140,7 @@ def attend(
                     score = span_scores + 4 * ((token * group + g) * SPAN + i)
                     score_one(SIZE, query, base + i * row, d, score, SPAN)
             i += 1
-        at += run
+        position += run
 
     for token in range(count):
         visible_end = length - (count - 1 - token)
@@ -154,35 +154,35 @@ def attend(
             store_float(stats + 8 * (token * group * heads + g) + 4, norm)
             clear(out + token * part + 4 * g * d, d)
 
-    at = visible
-    while at < stop:
-        offset = at % s
-        run = min(s - offset, stop - at)
-        base = v + load_int(table + 4 * (at // s)) * page_bytes + offset * row
+    position = visible
+    while position < stop:
+        offset = position % s
+        run = min(s - offset, stop - position)
+        base = v + load_int(table + 4 * (position // s)) * page_bytes + offset * row
         next_rows = base
-        if at + run < stop:
-            next_rows = v + load_int(table + 4 * (at // s + 1)) * page_bytes
-        span_scores = scores + 4 * (at - first)
+        if position + run < stop:
+            next_rows = v + load_int(table + 4 * (position // s + 1)) * page_bytes
+        span_scores = scores + 4 * (position - first)
         i = 0
-        while i + TOGETHER <= run:
-            _fetch(next_rows + i * row, TOGETHER * row)
+        while i + BATCH_TOKENS <= run:
+            _fetch(next_rows + i * row, BATCH_TOKENS * row)
             for token in range(count):
                 weights = span_scores + 4 * (token * group * SPAN + i)
                 sums = out + token * part
                 g = 0
-                while g + SHARED <= group:
+                while g + BATCH_QUERIES <= group:
                     address = sums + 4 * g * d
                     add_weighted_values_shared(
                         SIZE, weights + 4 * g * SPAN, base + i * row, d, address, SPAN
                     )
-                    g += SHARED
+                    g += BATCH_QUERIES
                 while g < group:
                     address = sums + 4 * g * d
                     add_weighted_values_together(
                         SIZE, weights + 4 * g * SPAN, base + i * row, d, address, SPAN
                     )
                     g += 1
-            i += TOGETHER
+            i += BATCH_TOKENS
         while i < run:
             for token in range(count):
                 for g in range(group):
@@ -190,7 +190,7 @@ def attend(
                     sums = out + token * part + 4 * g * d
                     add_weighted_values_one(SIZE, weights, base + i * row, d, sums, SPAN)
             i += 1
-        at += run
+        position += run
 
 
 @compiled

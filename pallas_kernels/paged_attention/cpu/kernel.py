@@ -169,18 +169,19 @@ def _work(job):
             row += 1
         first, count, length = _row(job, row)
         index = unit - load_word(job + STARTS + 8 * row)
-        at = first * token_bytes + 4 * group * d * head
-        q = load_word(job + Q) + at
-        out = load_word(job + OUT) + at
+        row_offset = first * token_bytes + 4 * group * d * head
+        q = load_word(job + Q) + row_offset
+        out = load_word(job + OUT) + row_offset
         k = load_word(job + KEYS) + head_bytes * head
         v = load_word(job + VALUES) + head_bytes * head
         table = load_word(job + TABLES) + 4 * load_word(job + WIDTH) * row
         if count > SHORT and INVARIANT:
             begin = SHORT * index
             tokens = min(SHORT, count - begin)
-            at = begin * token_bytes
+            piece_offset = begin * token_bytes
             attend_piece(
-                q + at, k, v, page_bytes, table, cap, group, d, s, room, out + at, tokens,
+                q + piece_offset, k, v, page_bytes, table, cap, group, d, s, room,
+                out + piece_offset, tokens,
                 length - (count - begin - tokens), window, token_bytes, heads,
             )  # fmt: skip
         elif count > SHORT:

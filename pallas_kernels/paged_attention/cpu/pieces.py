@@ -25,7 +25,8 @@ def merge_parts(out, stats, parts, count, stride, d):
     out: [D] float32.
     stats: (largest score, sum of the weights) of the first part. The largest score is overwritten.
     parts: [D] of the first part.
-    stride: those of the next part are so many places behind, of 2 and of D numbers.
+    stride: from the stats of one part to those of the next are 2 * stride numbers, and from [D] of
+        one part to that of the next are D * stride.
     """
     clear(out, d)
     top = np.float32(-np.inf)
@@ -33,11 +34,11 @@ def merge_parts(out, stats, parts, count, stride, d):
     for i in range(count):
         top = max(top, load_float(stats + 8 * stride * i))
     for i in range(count):
-        at = stats + 8 * stride * i
-        share = np.float32(math.exp(load_float(at) - top))
-        norm += share * load_float(at + 4)
-        store_float(at, share)
-        add_weighted_values_one(4, at, parts + 4 * d * stride * i, d, out, 0)
+        part_stats = stats + 8 * stride * i
+        share = np.float32(math.exp(load_float(part_stats) - top))
+        norm += share * load_float(part_stats + 4)
+        store_float(part_stats, share)  # the next line reads its weight from memory
+        add_weighted_values_one(4, part_stats, parts + 4 * d * stride * i, d, out, 0)
     scale(out, np.float32(1) / norm, d)
 
 
@@ -64,6 +65,6 @@ def attend_piece(
             token_bytes, 1,
         )  # fmt: skip
     for query in range(queries):
-        to = out + query // group * token_bytes + 4 * d * (query % group)
-        merge_parts(to, stats + 8 * query, parts + 4 * d * query, spans, queries, d)
+        result = out + query // group * token_bytes + 4 * d * (query % group)
+        merge_parts(result, stats + 8 * query, parts + 4 * d * query, spans, queries, d)
     free(stats)

@@ -66,14 +66,14 @@ def _copy_rows(pages, page_bytes, table, first, count, d, s, out):
 
     They become float32.
     """
-    at = first
+    position = first
     stop = first + count
-    while at < stop:
-        offset = at % s
-        run = min(s - offset, stop - at)
-        page = pages + load_int(table + 4 * (at // s)) * page_bytes
-        copy(SIZE, page + SIZE * d * offset, out + 4 * d * (at - first), run * d)
-        at += run
+    while position < stop:
+        offset = position % s
+        run = min(s - offset, stop - position)
+        page = pages + load_int(table + 4 * (position // s)) * page_bytes
+        copy(SIZE, page + SIZE * d * offset, out + 4 * d * (position - first), run * d)
+        position += run
 
 
 @compiled
@@ -84,13 +84,13 @@ def _score(q, k, d, count, lanes, out):
     """
     for i in range(0, count, KEYS_AT_ONCE):
         keys = k + 4 * d * i
-        to = out + 4 * LANES * i
+        result = out + 4 * LANES * i
         if lanes <= 16:
-            score_16(q, keys, d, to)
+            score_16(q, keys, d, result)
         elif lanes <= 32:
-            score_32(q, keys, d, to)
+            score_32(q, keys, d, result)
         else:
-            score_48(q, keys, d, to)
+            score_48(q, keys, d, result)
 
 
 @compiled
@@ -99,15 +99,15 @@ def _find_rows(pages, page_bytes, table, first, count, row, s, out):
 
     first: the first of these tokens. row: bytes of the key or value of a token.
     """
-    at = first
+    position = first
     stop = first + count
-    while at < stop:
-        offset = at % s
-        run = min(s - offset, stop - at)
-        page = pages + load_int(table + 4 * (at // s)) * page_bytes
+    while position < stop:
+        offset = position % s
+        run = min(s - offset, stop - position)
+        page = pages + load_int(table + 4 * (position // s)) * page_bytes
         for i in range(run):
-            store_word(out + 8 * (at - first + i), page + row * (offset + i))
-        at += run
+            store_word(out + 8 * (position - first + i), page + row * (offset + i))
+        position += run
 
 
 @compiled
@@ -118,13 +118,13 @@ def _score_pairs(q, rows, words, factor, count, lanes, out):
     """
     for i in range(0, count, KEYS_AT_ONCE):
         keys = rows + 8 * i
-        to = out + 4 * LANES * i
+        result = out + 4 * LANES * i
         if lanes <= 16:
-            score_pairs_16(q, keys, words, factor, to)
+            score_pairs_16(q, keys, words, factor, result)
         elif lanes <= 32:
-            score_pairs_32(q, keys, words, factor, to)
+            score_pairs_32(q, keys, words, factor, result)
         else:
-            score_pairs_48(q, keys, words, factor, to)
+            score_pairs_48(q, keys, words, factor, result)
 
 
 @compiled
@@ -246,10 +246,12 @@ def _attend_pairs(
             _mask_window(weights, visible, window, number)
         even = count + count % 2  # behind an odd count is a token that no query sees
         for lane in range(0, number, FULL):
-            at = 4 * lane
+            offset = 4 * lane
             if load_int(visible) < even:
-                hide(weights + at, even, visible + at)
-            online_softmax_step_pairs(weights + at, even, top + at, norm + at, rescale + at)
+                hide(weights + offset, even, visible + offset)
+            online_softmax_step_pairs(
+                weights + offset, even, top + offset, norm + offset, rescale + offset
+            )
         _advance_visible(visible)
         _find_rows(v, page_bytes, table, start, count, 2 * d, s, rows)
         if count % 2:
@@ -329,10 +331,12 @@ def attend_tile(
         if start == begin:
             _mask_window(weights, visible, window, number)
         for lane in range(0, number, FULL):
-            at = 4 * lane
+            offset = 4 * lane
             if load_int(visible) < count:  # the first query sees the fewest
-                hide(weights + at, count, visible + at)
-            online_softmax_step(weights + at, count, top + at, norm + at, rescale + at)
+                hide(weights + offset, count, visible + offset)
+            online_softmax_step(
+                weights + offset, count, top + offset, norm + offset, rescale + offset
+            )
         _advance_visible(visible)
         _copy_rows(v, page_bytes, table, start, count, d, s, tokens)
         for lane in range(0, number, QUERIES_AT_ONCE):

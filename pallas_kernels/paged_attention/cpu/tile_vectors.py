@@ -101,8 +101,8 @@ def _sums_of_tile(builder, vectors, q, keys, words, add):
     zeros = ir.Constant(float_vector(FULL), None)
     sums = [[variable(builder, float_vector(FULL), zeros) for _ in parts] for _ in keys]
     with each_index(builder, words) as index:
-        at = builder.mul(index, ir.Constant(WORD, LANES))
-        columns = [builder.add(at, ir.Constant(WORD, part * FULL)) for part in parts]
+        place = builder.mul(index, ir.Constant(WORD, LANES))
+        columns = [builder.add(place, ir.Constant(WORD, part * FULL)) for part in parts]
         queries = [load(builder, q, column, FULL) for column in columns]
         for key, accumulated in zip(keys, sums, strict=True):
             number = load_one(builder, key, index)
@@ -204,15 +204,18 @@ def hide(builder, scores, count, visible):
     hidden = constant(float("-inf"))
     ends = builder.load(pointer(builder, visible, integers), align=4)
     with each_index(builder, count) as index:
-        at = builder.mul(index, ir.Constant(WORD, LANES))
+        place = builder.mul(index, ir.Constant(WORD, LANES))
         token = builder.trunc(index, INT32)
         tokens = builder.insert_element(
             ir.Constant(integers, ir.Undefined), token, ir.Constant(INT32, 0)
         )
         tokens = shuffle(builder, tokens, tokens, [0] * FULL)
-        x = load(builder, scores, at, FULL)
+        x = load(builder, scores, place, FULL)
         store(
-            builder, builder.select(builder.icmp_signed("<", tokens, ends), x, hidden), scores, at
+            builder,
+            builder.select(builder.icmp_signed("<", tokens, ends), x, hidden),
+            scores,
+            place,
         )
 
 

@@ -35,7 +35,9 @@ from pallas_kernels.shared.cpu.vectors import (
 
 def _add_pairs(builder, a, b):
     """Returns the sums of neighbours: a's in the lower half, b's in the upper."""
-    return builder.fadd(*(shuffle(builder, a, b, range(first, 2 * FULL, 2)) for first in (0, 1)))
+    even_lanes = shuffle(builder, a, b, range(0, 2 * FULL, 2))
+    odd_lanes = shuffle(builder, a, b, range(1, 2 * FULL, 2))
+    return builder.fadd(even_lanes, odd_lanes)
 
 
 def _scores(count, queries):
@@ -56,8 +58,8 @@ def _scores(count, queries):
         def piece(index, lanes):
             query_parts = [load(builder, q, builder.add(row, index), lanes) for row in rows]
             for token in range(count):
-                at = builder.add(index, builder.mul(d, ir.Constant(WORD, token)))
-                y = load(builder, k, at, lanes, size.constant)
+                place = builder.add(index, builder.mul(d, ir.Constant(WORD, token)))
+                y = load(builder, k, place, lanes, size.constant)
                 for x, query_sums in zip(query_parts, sums, strict=True):
                     old = builder.load(query_sums[token])
                     if lanes == FULL:
@@ -77,7 +79,8 @@ def _scores(count, queries):
             vectors = [builder.load(accumulated) for accumulated in query_sums]
             while len(vectors) > 1:
                 vectors = [
-                    _add_pairs(builder, *vectors[i : i + 2]) for i in range(0, len(vectors), 2)
+                    _add_pairs(builder, *vectors[first : first + 2])
+                    for first in range(0, len(vectors), 2)
                 ]
             # The lanes of a single key are added in the same order, so a score has the same bits
             # either way.
@@ -116,8 +119,8 @@ def _add_weighted_values(count, queries):
             places = [builder.add(row, index) for row in rows]
             totals = [load(builder, out, place, lanes) for place in places]
             for token in range(count):
-                at = builder.add(index, builder.mul(d, ir.Constant(WORD, token)))
-                y = load(builder, v, at, lanes, size.constant)
+                place = builder.add(index, builder.mul(d, ir.Constant(WORD, token)))
+                y = load(builder, v, place, lanes, size.constant)
                 for i, query_weights in enumerate(scalars):
                     totals[i] = multiply_add(
                         builder, splat(builder, query_weights[token], lanes), y, totals[i]
@@ -140,14 +143,14 @@ def copy(builder, size, source, out, d):
     each_piece(builder, d, piece)
 
 
-TOGETHER = HALF  # context tokens that are computed at a time, if the page has so many left
-# Queries that share a pass over TOGETHER tokens: 24 sums, which fill the registers of AVX-512
-SHARED = 3
-scores_shared = _scores(TOGETHER, SHARED)
-scores_together = _scores(TOGETHER, 1)
+BATCH_TOKENS = HALF  # context tokens that are computed at a time, if the page has so many left
+# Queries that share a pass over BATCH_TOKENS: 24 sums, which fill the registers of AVX-512
+BATCH_QUERIES = 3
+scores_shared = _scores(BATCH_TOKENS, BATCH_QUERIES)
+scores_together = _scores(BATCH_TOKENS, 1)
 score_one = _scores(1, 1)
-add_weighted_values_shared = _add_weighted_values(TOGETHER, SHARED)
-add_weighted_values_together = _add_weighted_values(TOGETHER, 1)
+add_weighted_values_shared = _add_weighted_values(BATCH_TOKENS, BATCH_QUERIES)
+add_weighted_values_together = _add_weighted_values(BATCH_TOKENS, 1)
 add_weighted_values_one = _add_weighted_values(1, 1)
 
 
@@ -179,7 +182,8 @@ def largest(builder, numbers):
     return fold(builder, vector, lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
 
 
-FLAT = 40  # where exp(2x) is 2**FLAT, and well before, tanh(x) is 1 in float32
+# The largest power of two of the soft cap: where exp(2x) is 2**MAX_POWER, tanh(x) is 1 in float32
+MAX_POWER = 40
 
 
 @instruction
@@ -192,9 +196,9 @@ def apply_soft_cap(builder, numbers, count, stride, cap):
     cap = splat(builder, cap, FULL)
     factor = builder.fdiv(constant(2 / math.log(2)), cap)
     with each_index(builder, count) as index:
-        at = builder.mul(index, stride)
-        power = builder.fmul(load(builder, numbers, at, FULL), factor)
-        for side, limit in (("<", -FLAT), (">", FLAT)):  # a NaN stays a NaN
+        place = builder.mul(index, stride)
+        power = builder.fmul(load(builder, numbers, place, FULL), factor)
+        for side, limit in (("<", -MAX_POWER), (">", MAX_POWER)):  # a NaN stays a NaN
             power = builder.select(
                 builder.fcmp_ordered(side, power, constant(limit)), constant(limit), power
             )
@@ -204,7 +208,7 @@ def apply_soft_cap(builder, numbers, count, stride, cap):
         small = builder.fmul(polynomial(builder, fraction, COEFFICIENTS[:-1]), fraction)
         e = multiply_add(builder, power_of_two, small, builder.fsub(power_of_two, constant(1)))
         capped = builder.fdiv(e, builder.fadd(e, constant(2)))
-        store(builder, builder.fmul(capped, cap), numbers, at)
+        store(builder, builder.fmul(capped, cap), numbers, place)
 
 
 @instruction

@@ -197,8 +197,12 @@ def chunks(
                 def clear():
                     @pl.when(group_id == 0)
                     def write():
-                        at = index_along((tile, d), 0) + start
-                        real = at < length if window is None else (at >= earliest) & (at < length)
+                        positions = index_along((tile, d), 0) + start
+                        real = (
+                            positions < length
+                            if window is None
+                            else (positions >= earliest) & (positions < length)
+                        )
                         v_s[slot] = jnp.where(real, v_s[slot], jnp.zeros((), dtype))
                         plgpu.commit_smem()
                         plgpu.barrier_arrive(clean.at[slot])

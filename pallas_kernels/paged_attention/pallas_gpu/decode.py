@@ -225,8 +225,12 @@ def _decode(
                     else (start + tile > length) | (start < earliest)
                 )
                 def clear():
-                    at = index_along((tile, d), 0) + start
-                    real = at < length if window is None else (at >= earliest) & (at < length)
+                    positions = index_along((tile, d), 0) + start
+                    real = (
+                        positions < length
+                        if window is None
+                        else (positions >= earliest) & (positions < length)
+                    )
                     v_s[slot] = jnp.where(real, v_s[slot], jnp.zeros((), dtype))
                     plgpu.commit_smem()
 

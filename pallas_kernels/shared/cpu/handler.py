@@ -104,7 +104,7 @@ class Handler:
         self.register()
         assert self._thread is not None
         self._thread.join()
-        self.register()
+        self.register()  # raises if it could not be compiled
 
     def _entry(self) -> Any:
         """Returns the trampoline that XLA calls."""

@@ -17,7 +17,7 @@ from experiments.bench.harness import (
     check_least,
     ratios,
     requests_of,
-    rounds,
+    run_rounds,
 )
 from tests.weights.tiny import tiny_llama
 
@@ -29,7 +29,7 @@ def test_the_warm_up_is_not_counted_and_the_order_changes():
         called.append(name)
         return 100.0 if len(called) <= 2 else seconds
 
-    times = rounds({"a": lambda: run("a", 2.0), "b": lambda: run("b", 4.0)}, 3)
+    times = run_rounds({"a": lambda: run("a", 2.0), "b": lambda: run("b", 4.0)}, 3)
     assert times == {"a": [2.0] * 3, "b": [4.0] * 3}
     assert called == ["a", "b", "b", "a", "a", "b", "b", "a"]
 

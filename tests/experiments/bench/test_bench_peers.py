@@ -81,8 +81,8 @@ def test_round_with_stolen_processors_is_repeated(monkeypatch, capsys):
     rate = iter(range(1, 100))
     monkeypatch.setattr(peers, "one_pass", lambda *_: (float(next(rate)), next(lost)))
     engines = [SimpleNamespace(name=name) for name in ("a", "b")]
-    assert peers.rounds(engines, [([1], 1)], 1) == {"a": [3.0], "b": [4.0]}  # type: ignore[arg-type]
-    assert peers.rounds(engines, [([1], 1)], 1) == {"a": [9.0], "b": [10.0]}  # type: ignore[arg-type]
+    assert peers.run_rounds(engines, [([1], 1)], 1) == {"a": [3.0], "b": [4.0]}  # type: ignore[arg-type]
+    assert peers.run_rounds(engines, [([1], 1)], 1) == {"a": [9.0], "b": [10.0]}  # type: ignore[arg-type]
     assert capsys.readouterr().out.count("not counted") == 3
 
 

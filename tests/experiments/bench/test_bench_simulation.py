@@ -30,7 +30,7 @@ def test_each_way_makes_its_steps(tmp_path):
             together[way] = counted.together
     assert together["one by one"] == 0
     assert together["together"] == together["sums"] > 0
-    assert SimulatedEngine.ahead.__name__ == "ahead"
+    assert SimulatedEngine.next_step_times.__name__ == "next_step_times"
 
 
 @pytest.mark.parametrize(

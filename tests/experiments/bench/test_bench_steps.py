@@ -76,11 +76,21 @@ def test_idle_command_reads_trace(tiny_folder, tmp_path):
 
 def test_programs_of_a_trace():
     event = namedtuple("event", "name start_ns end_ns")
-    caller = [event(idle.BEGINS, 5, 6), event(idle.ENDS, 6, 9), event("something else", 9, 10)]
-    caller += [event(idle.BEGINS, 20, 21), event(idle.ENDS, 22, 30), event(idle.ENDS, 31, 40)]
+    caller = [
+        event(idle.BEGIN_EVENT, 5, 6),
+        event(idle.END_EVENT, 6, 9),
+        event("something else", 9, 10),
+    ]
+    caller += [
+        event(idle.BEGIN_EVENT, 20, 21),
+        event(idle.END_EVENT, 22, 30),
+        event(idle.END_EVENT, 31, 40),
+    ]
     lines = [SimpleNamespace(name=f"{idle.CALLERS}/1", events=caller[::-1])]
     lines += [
-        SimpleNamespace(name="a helper", events=[event(idle.BEGINS, 1, 2), event(idle.ENDS, 3, 4)])
+        SimpleNamespace(
+            name="a helper", events=[event(idle.BEGIN_EVENT, 1, 2), event(idle.END_EVENT, 3, 4)]
+        )
     ]
     trace = SimpleNamespace(planes=[SimpleNamespace(lines=lines)])
     assert list(idle.programs(trace)) == [(5, 9), (20, 30)]

@@ -69,7 +69,7 @@ def simulated_run(raw: dict[str, Any], folder: Path = Path()) -> Measured:
 
 
 def simulated_run_at(point: Point) -> Measured:
-    return measure(engines.simulated(point.experiment), point, 0)
+    return measure(engines.simulated_llm(point.experiment), point, 0)
 
 
 def run_files(folder: Path, raw: dict[str, Any], status: int = 0) -> Path:

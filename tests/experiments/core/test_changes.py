@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from experiments.core.config import expand
-from experiments.core.present import Change
+from experiments.core.replica_options import Change
 from experiments.core.replicas import Present, drive_replicas
 from experiments.core.workloads import WorkItem
 from pagedjax.routing import LEAST_LOADED, ROUND_ROBIN, ROUTERS

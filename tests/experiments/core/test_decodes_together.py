@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from experiments.core import drive
 from experiments.core.config import expand
-from experiments.core.engines import simulated
+from experiments.core.engines import simulated_llm
 from experiments.core.store import json_lines
 from experiments.simulation.cost import Work, own_step_time
 from experiments.simulation.simulate import SimulatedEngine
@@ -82,10 +82,10 @@ def compare(changes: dict[str, Any]) -> Counting:
     (point,) = expand(raw, folder=Path())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimulatedEngine, "ahead", lambda engine: None)
-        one_by_one = drive.measure(simulated(point.experiment), point, 0)
+        one_by_one = drive.measure(simulated_llm(point.experiment), point, 0)
     with pytest.MonkeyPatch.context() as patch:
         counted = Counting(patch)
-        together = drive.measure(simulated(point.experiment), point, 0)
+        together = drive.measure(simulated_llm(point.experiment), point, 0)
     assert one_by_one.failed is None
     assert together.requests == one_by_one.requests
     assert together.steps == one_by_one.steps
@@ -155,7 +155,7 @@ def test_engines_whose_steps_differ_make_them_one_by_one(changes):
 
 def test_a_fitted_cost_model_gives_the_same_times(tmp_path):
     (point,) = expand(RAW, folder=Path())
-    steps = drive.measure(simulated(point.experiment), point, 0).steps
+    steps = drive.measure(simulated_llm(point.experiment), point, 0).steps
     (tmp_path / "steps.jsonl").write_text(
         json_lines([step._asdict() for step in steps]), encoding="utf-8"
     )

@@ -230,7 +230,7 @@ def test_a_pool_that_does_not_fit_its_chip_is_named():
         ValueError,
         match=r"pools.decode: weights of .* lower num_blocks, or use more or larger chips",
     ):
-        engines.simulated(point.experiment)
+        engines.simulated_llm(point.experiment)
 
 
 def test_engines_for_prompts_bound_the_gaps_on_the_example():

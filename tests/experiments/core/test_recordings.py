@@ -105,7 +105,7 @@ def test_finished_run_without_recording_is_made_again(tmp_path, monkeypatch, cap
     run_folder = Path(summary["run"])
     before = (run_folder / "requests.jsonl").read_bytes()
     assert not (run_folder / "recording.jsonl").exists()
-    assert report.recorded([summary], folder) == []
+    assert report.recording_rows([summary], folder) == []
 
     run_files(tmp_path, {**SMALL, "record": True})
     note = "NOTE: 1 finished runs were made without a recording: "
@@ -121,7 +121,7 @@ def test_finished_run_without_recording_is_made_again(tmp_path, monkeypatch, cap
     slowest = max(requests, key=lambda request: request.ttft or 0.0)
     runs = store.read_runs(folder)
     about = {"name": "unit", "question": "", "command": ""}
-    page = report.page(about, runs, [{}], recorded=report.recorded(runs, folder))
+    page = report.page(about, runs, [{}], recorded=report.recording_rows(runs, folder))
     step = runs[0]["recording"]["slowest"]["ttft_s"]["step"]
     address = (
         f"{summary['point'][:12]}/0/recording.html#step={step}&amp;request={slowest.request_id}"
@@ -160,7 +160,7 @@ def test_own_policy_is_shown_by_the_command_of_the_report(tmp_path, monkeypatch)
     (tmp_path / "mine.py").write_text(policy)
     engine = {**BASE["engine"], "policy": "mine.py:MINE"}
     folder = run_files(tmp_path, {**SMALL, "engine": engine, "record": True})
-    (row,) = report.recorded(store.read_runs(folder), folder)
+    (row,) = report.recording_rows(store.read_runs(folder), folder)
     (file,) = row["files"]
     name, *words = shlex.split(file["command"])
     assert name == "pagedjax"
@@ -211,7 +211,7 @@ def test_policy_of_a_module_is_in_the_command_of_the_report(tmp_path):
     (tmp_path / "recording.jsonl").touch()
     recording = {"policy": "lab.mine:aged(worth=1)"}
     run = {"run": str(tmp_path), "label": "one point", "repeat": 0, "recording": recording}
-    (row,) = report.recorded([run], tmp_path)
+    (row,) = report.recording_rows([run], tmp_path)
     words = shlex.split(row["files"][0]["command"])
     assert words[3:] == ["--policy", "lab.mine:aged(worth=1)"]
 
@@ -224,7 +224,7 @@ def test_slowest_request_is_in_the_recording_of_its_replica(tmp_path, monkeypatc
     for worst in summary["recording"]["slowest"].values():
         text = (Path(summary["run"]) / worst["file"]).read_text()
         assert f'{{"submit":{{"request_id":"{worst["request"]}"' in text
-    (row,) = report.recorded([summary], folder)
+    (row,) = report.recording_rows([summary], folder)
     assert [file["name"] for file in row["files"]] == ["recording.0.jsonl", "recording.1.jsonl"]
 
 

@@ -13,7 +13,7 @@ import pytest
 from experiments.core import store
 from experiments.core.config import expand, load
 from experiments.core.drive import drive
-from experiments.core.engines import simulated
+from experiments.core.engines import simulated_llm
 from experiments.core.records import request_records, step_records
 from experiments.core.replicas import drive_replicas
 from experiments.core.submit import with_arrivals
@@ -75,7 +75,7 @@ def test_one_replica_is_the_engine_without_a_router(router: str, change: dict):
     decode.
     """
     (point,) = expand({**RAW, **change}, folder=Path())
-    llm = simulated(point.experiment)
+    llm = simulated_llm(point.experiment)
     spec = point.experiment.workload
     load = build(spec, "", 0, llm.tokenizer.vocab_size, llm.tokenizer.encode)
     engine = llm.engine

@@ -23,7 +23,6 @@ from experiments.core.distributions import (
     UniformWait,
 )
 from experiments.core.drive import Recorder, drive
-from experiments.core.present import Change
 from experiments.core.records import (
     REJECTED,
     RequestRecord,
@@ -31,6 +30,7 @@ from experiments.core.records import (
     request_records,
     step_records,
 )
+from experiments.core.replica_options import Change
 from experiments.core.replicas import Present, drive_replicas
 from experiments.core.submit import Sender, with_arrivals
 from experiments.core.workloads import (

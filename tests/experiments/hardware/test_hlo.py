@@ -76,7 +76,7 @@ def test_an_instruction_has_its_arrays_operands_and_attributes(program):
     walk = program.computations["yes"][0]
     assert (walk.name, walk.opcode, walk.operands) == ("walk", "while", ("x.1",))
     assert walk.results == (Array("s32", ()), Array("f32", (8, 4)))
-    assert hlo.called(walk) == ("end", "body")
+    assert hlo.called_computations(walk) == ("end", "body")
     assert program.results["next"] == (Array("s32", ()), Array("f32", (8, 4)))
     assert [instruction.root for instruction in program.computations["yes"]] == [False, True]
 

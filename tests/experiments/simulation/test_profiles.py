@@ -6,7 +6,7 @@ import pytest
 
 from experiments.core.config import expand
 from experiments.core.drive import measure
-from experiments.core.engines import simulated
+from experiments.core.engines import simulated_llm
 from experiments.simulation.cost import work_of
 from experiments.simulation.profiles import LARGE, PROFILES
 from pagedjax.host.types import EMPTY_PLAN, Plan, Request, Seq
@@ -82,7 +82,7 @@ def test_a_mixed_step_has_the_larger_constant_once():
 
 def test_the_clock_of_an_engine_is_that_of_its_profile():
     (point,) = expand(RAW, folder=None)  # type: ignore[arg-type]
-    result = measure(simulated(point.experiment), point, 0)
+    result = measure(simulated_llm(point.experiment), point, 0)
     first, second, third = result.steps
     assert first.seconds == pytest.approx(1e-3 * milliseconds(TP2, *[(100, 0, 100)] * 3))
     assert second.seconds == pytest.approx(1e-3 * milliseconds(TP2, *[(101, 100, 1)] * 3))
@@ -99,4 +99,4 @@ def test_swapping_and_a_cache_without_a_size_are_refused():
     ):
         (point,) = expand({**RAW, **change}, folder=None)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=message):
-            simulated(point.experiment)
+            simulated_llm(point.experiment)

@@ -88,7 +88,7 @@ def test_end_of_grid_is_no_result():
     for policy in ("fast", "slow", "part"):
         assert load.gain(latencies, RATES, 0.2, "in", policy) is None
         assert load.gain(latencies, RATES, 0.2, policy, "in") is None
-    words = [load.reached(latencies, RATES, 0.2, name) for name in latencies]
+    words = [load.rate_text(latencies, RATES, 0.2, name) for name in latencies]
     assert words == ["2", ">= 8", "not met at 1", ">= 2.83"]
     assert load.fewer((1.0, 2.0, 3.0, 4.0, 5.0)) == (1.0, 4.0, 5.0)
 
@@ -98,12 +98,12 @@ def test_engine_beyond_latency_is_not_driven_further(monkeypatch, tmp_path):
     (tmp_path / "config.yaml").write_text("sweep: {list: [{speed: 1}, {speed: 4}]}")
     calls = []
 
-    def simulated(file, sweep, rate, *overrides, repeats, also):
+    def simulated(file, sweep, rate, *overrides, repeats, on_run):
         speeds = [point["speed"] for point in json.loads(sweep.removeprefix("sweep="))["list"]]
         calls.append((float(rate.split("=")[1]), speeds))
         for speed in speeds:
             request = SimpleNamespace(e2e=calls[-1][0] / speed, max_tokens=1)
-            also(SimpleNamespace(label=str(speed)), SimpleNamespace(requests=[request]))
+            on_run(SimpleNamespace(label=str(speed)), SimpleNamespace(requests=[request]))
 
     monkeypatch.setattr(load, "simulated", simulated)
     rates = (1.0, 2.0, 4.0, 8.0, 16.0)
@@ -116,7 +116,7 @@ def test_missing_factors_give_no_claims():
     of_target = {paged_load.ORACLE: exactly(2.0), paged_load.MAX: None}
     of_others = dict.fromkeys(paged_load.PUBLISHED)
     gains = {paged_load.TARGET: of_target, **dict.fromkeys(paged_load.OTHERS, of_others)}
-    (claim,) = paged_load.claimed("ShareGPT", gains)
+    (claim,) = paged_load.claims_of("ShareGPT", gains)
     assert claim.ours == exactly(2.0)
 
 

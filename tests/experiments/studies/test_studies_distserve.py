@@ -47,7 +47,7 @@ def test_the_engines_of_the_config_are_those_of_the_example():
         "distserve/opt-13b/tp1",
         study.CACHE[1],
     )
-    (of_config,) = config.load(FOLDER / "config.yaml", study.placed(2, 1))
+    (of_config,) = config.load(FOLDER / "config.yaml", study.pool_options(2, 1))
     assert of_config.key == point.key
     (vllm,) = config.load(FOLDER / "config.yaml", study.alone("vllm", 1))
     assert vllm.experiment.pools is None

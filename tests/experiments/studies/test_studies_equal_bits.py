@@ -21,10 +21,10 @@ def test_claims_need_many_answers_without_the_mode_and_one_with_it():
         "ordinary": equal_bits.Distance(2e-3, 0.1),
         "batch-invariant": equal_bits.Distance(0.0, 0.0),
     }
-    claims = equal_bits.claimed({"ordinary": APART, "batch-invariant": ALIKE}, distances)
+    claims = equal_bits.claims_of({"ordinary": APART, "batch-invariant": ALIKE}, distances)
     assert [claim.agrees for claim in claims] == [True] * 4
     turned = dict(zip(distances, reversed(distances.values()), strict=True))
-    claims = equal_bits.claimed({"ordinary": ALIKE, "batch-invariant": APART}, turned)
+    claims = equal_bits.claims_of({"ordinary": ALIKE, "batch-invariant": APART}, turned)
     assert [claim.agrees for claim in claims] == [False] * 4
 
 

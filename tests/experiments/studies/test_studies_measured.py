@@ -63,9 +63,9 @@ def test_gpt2_xl_bounds_match_lecture():
 
 
 def test_plan_is_decode_at_given_context():
-    plan = timed.planned(3, 31, 16, prefilled=True)
+    plan = timed.make_plan(3, 31, 16, prefilled=True)
     assert (plan.starts, plan.counts) == ((31,) * 3, (1,) * 3)
-    uncached = timed.planned(3, 32, 16, prefilled=False)
+    uncached = timed.make_plan(3, 32, 16, prefilled=False)
     assert (uncached.starts, uncached.counts) == ((0,) * 3, (32,) * 3)
     assert len({block for seq in uncached.seqs for block in seq.blocks}) == 3 * 2, (
         "sequences share no block"
@@ -192,7 +192,7 @@ def test_prediction_errors_exclude_fitted_run():
     assert prediction.held_out(comparisons, prediction.ROOFLINE, path) == pytest.approx(
         [100.0, 100.0]
     )
-    assert prediction.repeated(comparisons, path) == pytest.approx([25.0])
+    assert prediction.repeat_differences(comparisons, path) == pytest.approx([25.0])
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ parallel = importlib.import_module("experiments.studies.017_tensor_parallelism.s
 
 
 def test_published_rates_become_rates_of_a_chip():
-    assert parallel.of_base((1.0, 4.0, 6.0, 16.0), 1) == 0.5
-    assert parallel.of_base((1.0, 4.0, 6.0, 16.0), 4) == 0.75
-    assert parallel.of_base((1.0, 4.0, 6.0, 16.0), 8) == 1.0
+    assert parallel.share_of_base((1.0, 4.0, 6.0, 16.0), 1) == 0.5
+    assert parallel.share_of_base((1.0, 4.0, 6.0, 16.0), 4) == 0.75
+    assert parallel.share_of_base((1.0, 4.0, 6.0, 16.0), 8) == 1.0
     assert {len(rates) for chips in parallel.PUBLISHED.values() for rates in chips.values()} == {
         len(parallel.SIZES)
     }

@@ -93,4 +93,4 @@ def test_lost_requests_are_those_that_were_turned_away_or_late(traces):
     for summaries in runs.values():
         for summary in summaries:
             assert summary["requests"] == 30
-            assert 0 <= mooncake.rejected(summary) <= mooncake.lost(summary) <= 1
+            assert 0 <= mooncake.rejection_rate(summary) <= mooncake.loss_rate(summary) <= 1

@@ -94,7 +94,7 @@ def test_a_burst_has_the_mean_rate():
 
 def test_the_load_that_keeps_a_quality_lies_between_the_loads_around_it():
     points = [(1.0, 1.0), (1.2, 0.9), (1.4, 0.5)]
-    assert quality.sustained(points, 0.95) == pytest.approx(1.1)
-    assert quality.sustained(points, 0.7) == pytest.approx(1.3)
-    assert quality.sustained(points, 0.4) is None
-    assert quality.sustained(points[1:], 0.95) is None
+    assert quality.sustained_load(points, 0.95) == pytest.approx(1.1)
+    assert quality.sustained_load(points, 0.7) == pytest.approx(1.3)
+    assert quality.sustained_load(points, 0.4) is None
+    assert quality.sustained_load(points[1:], 0.95) is None

@@ -55,7 +55,7 @@ def test_ratios_by_hand():
     assert routing.gain(RUNS) == 3.0
     assert routing.gain(RUNS, routing.LOADED) == 1.5
     assert routing.sooner(RUNS) == 10.0
-    assert routing.held(54) == pytest.approx(1.0)
+    assert routing.caches_of(54) == pytest.approx(1.0)
     assert routing.lines({54: RUNS}, routing.gain) == {
         "least_loaded": [(1.0, 1.5)],
         "prefix": [(1.0, 3.0)],

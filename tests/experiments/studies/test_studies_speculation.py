@@ -44,11 +44,11 @@ def test_certain_drafts_are_counted_by_hand():
     folder = STUDIES / "013_draft_acceptance"
     setting = draft_acceptance.Setting(1.0, 3, 0.5)
     steps = 1 + 2000
-    run = draft_acceptance.counted(folder, setting, 1)
+    run = draft_acceptance.run_requests(folder, setting, 1)
     seconds = steps + 0.5 * (3 * 1999 + 2)
     assert run.faster.middle == pytest.approx(8000 / seconds)
     assert run.operations == pytest.approx(1.0)
-    assert draft_acceptance.counted(folder, None, 1).faster.middle == pytest.approx(1.0)
+    assert draft_acceptance.run_requests(folder, None, 1).faster.middle == pytest.approx(1.0)
 
 
 def test_rates_are_taken_over_that_of_plain_decoding():
@@ -80,7 +80,7 @@ def test_claims_are_ranges_over_likely_acceptances():
         for batch in batches.SOURCES
         for a in batches.LIKELY
     }
-    claims = batches.claimed(by_setting)
+    claims = batches.claims_of(by_setting)
     assert len(claims) == len(batches.COSTS) * len(batches.SOURCES)
     assert all(claim.ours[:4] == (0.6, pytest.approx(0.7), 0.8, "range") for claim in claims)
     assert all(claim.why for claim in claims)
@@ -160,7 +160,7 @@ def test_recorded_gains_decide_the_steps():
 
 def test_unmatched_ngram_has_no_drafts():
     never, always = (
-        recorded.recorded([recorded.Recorded(5, {"ngram": (1, 3)})], "ngram", share)
+        recorded.recorded_guesses([recorded.Recorded(5, {"ngram": (1, 3)})], "ngram", share)
         for share in (0.0, 1.0)
     )
     seq = type("Seq", (), {"request_id": "0-1", "arrival": 1})
@@ -229,4 +229,4 @@ def test_measured_study_on_tiny_model(tiny_folder, monkeypatch, tmp_path):
 
 
 def test_expected_tokens_of_a_step():
-    assert measured.expected(0.5) == pytest.approx(1.875)
+    assert measured.expected_tokens(0.5) == pytest.approx(1.875)

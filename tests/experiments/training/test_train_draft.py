@@ -259,7 +259,7 @@ def test_vocabulary_has_the_ids_of_most_probability():
 
 @pytest.mark.slow
 def test_stored_features_are_the_models_layers_and_shares_its_probabilities(run, model):
-    windows = draft_data.stored(run.out / "held_out.npz")
+    windows = draft_data.load(run.out / "held_out.npz")
     n, s = windows.tokens.shape
     assert (n, s) == (SIZES["held_out"], SIZES["prompt"] + SIZES["output"])
     chex.assert_shape(windows[1:], [(n, s, 3 * 64), (n, s, 8), (n, s, 8)])
@@ -299,7 +299,7 @@ def test_run_learns_and_writes_a_head_that_an_engine_uses(run, model):
     head = read_eagle(run.out / "head", model.config, "float32")
     assert head.taps == (0, 1, 2)
     ids = json.loads((run.out / "head" / "config.json").read_text())["ids"]
-    windows = draft_data.stored(run.out / "windows.npz")
+    windows = draft_data.load(run.out / "windows.npz")
     assert ids == draft_data.vocabulary(windows, SIZES["vocabulary"], 320).tolist()
 
 

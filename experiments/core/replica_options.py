@@ -11,7 +11,9 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Change:
-    """Replicas that join at a time, leave or fail: one of the three counts is above 0.
+    """A change of the number of replicas: some join, or some leave, or some fail.
+
+    One of the three counts is above 0.
 
     at: seconds from the start of the run. A replica that joins is ready then, with an empty cache.
         The replicas that joined last leave or fail first. A replica that leaves gets no requests,
@@ -34,7 +36,7 @@ class Change:
             )
 
     @property
-    def more(self) -> int:
+    def difference(self) -> int:
         """How many more replicas there are after this change; below 0: fewer."""
         return self.join - self.leave - self.fail
 
@@ -69,7 +71,7 @@ class Replicas:
             )
         present = self.count
         for change in self.changes:
-            present += change.more
+            present += change.difference
             if present < 1:
                 raise ValueError(
                     f"changes leave {present} replicas at {change.at:g} s; at least 1 must be "
@@ -77,7 +79,7 @@ class Replicas:
                 )
 
     @property
-    def ever(self) -> int:
+    def total(self) -> int:
         """The number of replicas that are present at some time."""
         return self.count + sum(change.join for change in self.changes)
 
