@@ -339,9 +339,7 @@ def answer(rates: Rates, runs: Losses) -> list[str]:
     if worse:
         sentences.insert(
             -1,
-            f"So {' and '.join(worse)} turn away more than would have been late. The policy takes "
-            "the time of a step to be in proportion to its sequences. Most of it is that of "
-            "reading the weights, so a queue of prompts behind a few decodes looks worse than it "
-            "is.",
+            f"So {' and '.join(worse)} turn away more than would have been late: a prediction does "
+            "not know which of the others end early.",
         )
     return sentences
