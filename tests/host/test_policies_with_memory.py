@@ -525,6 +525,26 @@ def test_a_second_sequence_is_accepted_and_shows_what_it_costs():
         assert plan.rejected == (("10",) if number == 10 else ())
 
 
+def test_gaps_with_prompts_of_others_count_until_they_are_past():
+    policy = early_rejection(ttft_s=100.0, itl_s=0.4)
+    state = start(ask("a", 2, 40))
+    now = 0.0
+    rejected: list[str] = []
+    for number in range(8):
+        now, state, plan = step_from(now, state, policy, lambda rows: 0.1 if rows == 1 else 0.5)
+        rejected += plan.rejected
+        state = scheduler.submit(state, ask(str(number), 2, 1))
+    assert rejected[:3] == ["1", "2", "3"]
+    assert "4" not in rejected
+
+
+def test_what_two_sequences_took_is_forgotten_while_one_runs():
+    means = StepTimes(sequences=2.0, seconds=0.3)
+    for _ in range(100):
+        means = with_step(means, 1, 0.2, speed=0.1)
+    assert step_seconds(means, 2) == pytest.approx(0.2, abs=0.001)
+
+
 @drawn.given(
     30,
     300,

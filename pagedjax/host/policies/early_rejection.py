@@ -241,15 +241,20 @@ def with_step(steps: StepTimes, sequences: int, seconds: float, speed: float) ->
 def with_gaps(
     memory: Load, sequences: int, seconds: float, has_prompts: bool, speed: float
 ) -> Load:
-    """The memory with a step in which so many sequences got a token after their first."""
+    """The memory with a step in which so many sequences got a token after their first.
+
+    A kind of steps without a share is forgotten, as with a speed of 1.
+    """
     is_first = not (memory.plain.sequences or memory.mixed.sequences)
     share_speed = 1.0 if is_first else speed
     mixed_share = memory.mixed_share + share_speed * (has_prompts - memory.mixed_share)
+    plain = memory.plain if mixed_share < 1 else StepTimes()
+    mixed = memory.mixed if mixed_share > 0 else StepTimes()
     if has_prompts:
-        mixed = with_step(memory.mixed, sequences, seconds, speed)
-        return memory._replace(mixed=mixed, mixed_share=mixed_share)
-    plain = with_step(memory.plain, sequences, seconds, speed)
-    return memory._replace(plain=plain, mixed_share=mixed_share)
+        mixed = with_step(mixed, sequences, seconds, speed)
+    else:
+        plain = with_step(plain, sequences, seconds, speed)
+    return memory._replace(plain=plain, mixed=mixed, mixed_share=mixed_share)
 
 
 def measured(memory: Load, events: Sequence[PolicyEvent], now: float, speed: float) -> Load:
