@@ -6,10 +6,12 @@ import inspect
 import random
 import sys
 import textwrap
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from immutables import Map
@@ -28,6 +30,7 @@ from pagedjax.host.policies import (
     srtf,
     vtc,
 )
+from pagedjax.host.policies.early_rejection import VARIANCE, StepTimes, step_seconds, with_step
 from pagedjax.host.policies.vtc import Counters, Service
 from pagedjax.host.replay import ReplayError, replay, verify
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
@@ -477,16 +480,96 @@ def test_who_would_wait_too_long_is_rejected_and_others_are_not():
     assert rest <= {"r0"}
 
 
-def test_a_load_that_makes_steps_too_slow_is_not_accepted():
-    policy = early_rejection(ttft_s=100.0, itl_s=0.3)
-    state = start(ask("a", 2, 30))
-    for _ in range(5):
-        state, *_ = step(state, policy)
-    assert state.memory.row_s == STEP_S
-    state = scheduler.submit(state, ask("b", 2, 4))
-    state, plan, _ = step(state, policy)
-    assert plan.rejected == ("b",)
+def step_from(
+    now: float, state: SchedulerState, policy: Policy, seconds: Callable[[int], float]
+) -> tuple[float, SchedulerState, Plan]:
+    """One whole step, and the time when it ends.
+
+    Args:
+        now: when it begins.
+        seconds: of a step, by its sequences.
+    """
+    state, plan = scheduler.schedule(state, policy, now=now)
+    state, _ = scheduler.commit(state, plan, [WORD] * len(plan.seqs))
+    return now + seconds(len(plan.seqs)), state, plan
+
+
+@pytest.mark.parametrize(
+    ("base", "slope", "rejected"),
+    [
+        (0.24, 0.01, ""),  # in proportion to its one sequence, two would be too many
+        (0.05, 0.10, "34567"),  # four sequences take 0.45 s
+    ],
+)
+def test_who_would_make_steps_too_slow_is_rejected(base: float, slope: float, rejected: str):
+    policy = early_rejection(ttft_s=100.0, itl_s=0.36)
+    state = start(ask("a", 2, 40), ask("b", 2, 4))
+    now = 0.0
+    for _ in range(8):
+        now, state, _ = step_from(now, state, policy, lambda rows: base + slope * rows)
     assert names(state.running.seqs) == ["a"]
+    for number in range(1, 8):
+        state = scheduler.submit(state, ask(str(number), 2, 4))
+    _, _, plan = step_from(now, state, policy, float)
+    assert "".join(plan.rejected) == rejected
+
+
+def test_a_second_sequence_is_accepted_and_shows_what_it_costs():
+    policy = early_rejection(ttft_s=100.0, itl_s=0.3)
+    state = start(ask("a", 2, 40))
+    now = 0.0
+    for number in range(12):
+        if number in (5, 10):
+            state = scheduler.submit(state, ask(str(number), 2, 20))
+        now, state, plan = step_from(now, state, policy, lambda rows: 0.25 * rows)
+        assert plan.rejected == (("10",) if number == 10 else ())
+
+
+def test_gaps_with_prompts_of_others_count_until_they_are_past():
+    policy = early_rejection(ttft_s=100.0, itl_s=0.4)
+    state = start(ask("a", 2, 40))
+    now = 0.0
+    rejected: list[str] = []
+    for number in range(8):
+        now, state, plan = step_from(now, state, policy, lambda rows: 0.1 if rows == 1 else 0.5)
+        rejected += plan.rejected
+        state = scheduler.submit(state, ask(str(number), 2, 1))
+    assert rejected[:3] == ["1", "2", "3"]
+    assert "4" not in rejected
+
+
+def test_what_two_sequences_took_is_forgotten_while_one_runs():
+    means = StepTimes(sequences=2.0, seconds=0.3)
+    for _ in range(100):
+        means = with_step(means, 1, 0.2, speed=0.1)
+    assert step_seconds(means, 2) == pytest.approx(0.2, abs=0.001)
+
+
+@drawn.given(
+    30,
+    300,
+    steps=st.lists(st.tuples(st.integers(1, 8), st.floats(0.01, 1.0)), min_size=1, max_size=12),
+    speed=st.floats(0.1, 0.5),
+)
+def test_seconds_of_steps_are_fitted_by_least_squares(steps: list[tuple[int, float]], speed: float):
+    """Weights of earlier steps decay, and the line is between a level one and a proportional one."""
+    means = StepTimes()
+    for sequences, seconds in steps:
+        means = with_step(means, sequences, seconds, speed)
+    sequences, seconds = np.array(steps).T
+    weights = speed * (1 - speed) ** np.arange(len(steps))[::-1]
+    weights[0] /= speed
+    mean_sequences = np.average(sequences, weights=weights)
+    mean_seconds = np.average(seconds, weights=weights)
+    slope = 0.0
+    if len(set(sequences)) > 1:
+        slope, _ = np.polyfit(sequences, seconds, 1, w=np.sqrt(weights))
+    variance = np.average((sequences - mean_sequences) ** 2, weights=weights)
+    slope *= variance / (variance + VARIANCE)
+    slope = np.clip(slope, 0.0, mean_seconds / mean_sequences)
+    for rows in (1, 5, 50):
+        expected = mean_seconds + slope * (rows - mean_sequences)
+        assert step_seconds(means, rows) == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 def test_idle_time_is_not_the_time_of_a_step():
@@ -494,11 +577,11 @@ def test_idle_time_is_not_the_time_of_a_step():
     state = start(ask("a", 2, 4))
     while state.ids:
         state, *_ = step(state, policy)
-    rates = state.memory.token_s, state.memory.row_s
+    rates = state.memory.token_s, state.memory.plain
     state = scheduler.submit(state, ask("b", 2, 4))
     state, plan = scheduler.schedule(state, policy, now=100.0)
     assert plan.rejected == ()
-    assert (state.memory.token_s, state.memory.row_s) == rates
+    assert (state.memory.token_s, state.memory.plain) == rates
 
 
 def test_what_a_memory_shows_is_text():

@@ -341,15 +341,15 @@ def answer(rates: Rates, runs: Losses) -> list[str]:
         "baseline turns requests away after their prompts are computed, and early rejection saves "
         "that work. Here one engine does both, so nothing is computed in vain, and a policy turns "
         "away only requests without output. In pools, a policy of the engines for prompts does not "
-        "know the load of the others. The targets of the paper's experiment are not given.",
+        "know the load of the others. The targets of the paper's experiment are not given. The "
+        "ratios of losses vary much between parts of the trace, so whether they agree with the "
+        "paper's says little.",
     ]
     worse = [policy for policy in (WITHOUT, WITH) if loss(policy, TWICE) > loss(NONE, TWICE)]
     if worse:
         sentences.insert(
             -1,
-            f"So {' and '.join(worse)} turn away more than would have been late. The policy takes "
-            "the time of a step to be in proportion to its sequences. Most of it is that of "
-            "reading the weights, so a queue of prompts behind a few decodes looks worse than it "
-            "is.",
+            f"So {' and '.join(worse)} turn away more than would have been late: a prediction does "
+            "not know which of the others end early.",
         )
     return sentences

@@ -6,13 +6,17 @@ target. What is accepted is served first come, first served, and is never reject
 
 - Its first token: the known tokens that wait before it, those that running prompts still lack, and
   its own prompt, at the rate of prompt tokens so far. The target is `ttft_s`.
-- The gaps between its tokens: the seconds of a step for each running sequence so far, times the
-  sequences that will run when its prompt is computed ("early rejection based on prediction").
-  Sequences run then that run or wait now, without those that are predicted to have ended.
-  Without predictions of lengths all of them stay. The target is `itl_s`.
+- The gaps between its tokens: the seconds of a step with the sequences that will run when its
+  prompt is computed ("early rejection based on prediction"). Sequences run then that run or wait
+  now, without those that are predicted to have ended. Without predictions of lengths all of them
+  stay. The target is `itl_s`.
+
+A step takes a base, most of which is the time to read the weights, and more seconds for each of its
+sequences. Both are fitted to the steps so far, see `StepTimes`: once to those without prompts, and
+once to those with a prompt, which are longer. A gap is their mean, by the share of each.
 
 Targets of a service class come before the defaults. Before the first measured steps nothing is
-rejected. Both rates are running means, which move by `speed` of the difference in each step.
+rejected. All means are running means, which move by `speed` of the difference in each step.
 
 Why every request ends: a rejected one ends at once, and the others are served in order of arrival,
 while the latest arrival is preempted (`fcfs`). The bound is that of `fcfs`: none overtakes.
@@ -41,6 +45,8 @@ from pagedjax.host.types import (
     Submitted,
 )
 
+VARIANCE = 0.01  # a spread of a tenth of a sequence tells little
+
 
 class Job(NamedTuple):
     """An unfinished sequence.
@@ -55,6 +61,33 @@ class Job(NamedTuple):
     runs: bool
 
 
+class StepTimes(NamedTuple):
+    """Running means of steps of a kind: a regression of their seconds on their sequences.
+
+    The slope is the covariance by the variance. It is at least 0, and at most the mean seconds by
+    the mean sequences, so that the base is at least 0 too. So a prediction lies between the mean
+    and what is in proportion to the sequences.
+
+    While steps have equally many sequences, the slope is not known. Then it is 0: more sequences
+    are predicted to take the same time. Only sequences that are accepted show what they cost. If
+    the guess were that seconds are in proportion, an engine whose step takes more than half the
+    target would reject the second sequence for ever, and never see that it costs little. The price:
+    a burst that comes before any step with two sequences is accepted, if first tokens are in time.
+    The variance is taken to be VARIANCE larger than it is, so that the slope goes to 0 when the
+    spread is forgotten, and noise is not divided by nearly nothing.
+
+    sequences: the mean of those that got a token after their first; 0: no step was measured.
+    seconds: their mean.
+    variance: of the sequences.
+    covariance: of the sequences and the seconds.
+    """
+
+    sequences: float = 0.0
+    seconds: float = 0.0
+    variance: float = 0.0
+    covariance: float = 0.0
+
+
 class Load(NamedTuple):
     """The memory.
 
@@ -62,7 +95,9 @@ class Load(NamedTuple):
     new: ids of those that came since the last step.
     now: time of the last step; None: there was none, or nothing was unfinished then.
     token_s: seconds of a prompt token; 0: none was measured.
-    row_s: seconds of a step for each of its sequences; 0: none was measured.
+    plain: the steps without prompts.
+    mixed: the steps with prompts, in which a sequence got a token after its first.
+    mixed_share: the share of `mixed` of both, a running mean.
     prompt_s: seconds of the steps with prompts, since the last prompt that was computed.
     """
 
@@ -70,7 +105,9 @@ class Load(NamedTuple):
     new: frozenset[str] = frozenset()
     now: float | None = None
     token_s: float = 0.0
-    row_s: float = 0.0
+    plain: StepTimes = StepTimes()
+    mixed: StepTimes = StepTimes()
+    mixed_share: float = 0.0
     prompt_s: float = 0.0
 
 
@@ -160,14 +197,64 @@ def predicted(memory: Load, before: dict[str, Job], job: Job) -> tuple[float, fl
     tokens = job.prompt + sum([other.prompt for other in before.values()])
     first = memory.token_s * tokens
     rows = 1 + len(before)
-    step_s = memory.row_s * max(1, sum([other.runs for other in before.values()]))
+    step_s = gap_seconds(memory, max(1, sum([other.runs for other in before.values()])))
     if step_s:
         steps = first / step_s
         ended = [
             other for other in before.values() if other.left is not None and other.left < steps
         ]
         rows -= len(ended)
-    return first, memory.row_s * rows
+    return first, gap_seconds(memory, rows)
+
+
+def gap_seconds(memory: Load, sequences: int) -> float:
+    """The predicted seconds between tokens if so many sequences run; 0 if nothing was measured."""
+    plain = step_seconds(memory.plain, sequences)
+    mixed = step_seconds(memory.mixed, sequences)
+    return (1 - memory.mixed_share) * plain + memory.mixed_share * mixed
+
+
+def step_seconds(steps: StepTimes, sequences: int) -> float:
+    """The predicted seconds of a step of this kind; 0 if none was measured."""
+    if not steps.sequences:
+        return 0.0
+    most = steps.seconds / steps.sequences
+    slope = min(max(0.0, steps.covariance / (steps.variance + VARIANCE)), most)
+    return steps.seconds + slope * (sequences - steps.sequences)
+
+
+def with_step(steps: StepTimes, sequences: int, seconds: float, speed: float) -> StepTimes:
+    """The means with a step more; the first step is the mean."""
+    if not steps.sequences:
+        return StepTimes(float(sequences), seconds)
+    more_sequences = sequences - steps.sequences
+    more_seconds = seconds - steps.seconds
+    rest = 1 - speed
+    return StepTimes(
+        steps.sequences + speed * more_sequences,
+        steps.seconds + speed * more_seconds,
+        rest * (steps.variance + speed * more_sequences * more_sequences),
+        rest * (steps.covariance + speed * more_sequences * more_seconds),
+    )
+
+
+def with_gaps(
+    memory: Load, sequences: int, seconds: float, has_prompts: bool, speed: float
+) -> Load:
+    """The memory with a step in which so many sequences got a token after their first.
+
+    A kind of steps without a share is forgotten, as with a speed of 1.
+    """
+    is_first = not (memory.plain.sequences or memory.mixed.sequences)
+    share_speed = 1.0 if is_first else speed
+    mixed_share = memory.mixed_share + share_speed * (has_prompts - memory.mixed_share)
+    plain = memory.plain if mixed_share < 1 else StepTimes()
+    mixed = memory.mixed if mixed_share > 0 else StepTimes()
+    if has_prompts:
+        mixed = with_step(mixed, sequences, seconds, speed)
+    else:
+        plain = with_step(plain, sequences, seconds, speed)
+    return memory._replace(plain=plain, mixed=mixed, mixed_share=mixed_share)
 
 
 def measured(memory: Load, events: Sequence[PolicyEvent], now: float, speed: float) -> Load:
@@ -176,21 +263,23 @@ def measured(memory: Load, events: Sequence[PolicyEvent], now: float, speed: flo
         return memory
     seconds = now - memory.now
     prompts = 0
-    rows = 0
+    sequences = 0
     for event in events:
         if isinstance(event, Sampled):
-            rows += len(set(event.request_ids))
-            jobs = [memory.jobs.get(name) for name in event.request_ids]
-            prompts += sum([job.prompt for job in jobs if job is not None])
-    if prompts or any([job.runs and job.prompt for job in memory.jobs.values()]):
-        prompt_s = memory.prompt_s + seconds
-        if not prompts:
-            return memory._replace(prompt_s=prompt_s)
-        token_s = moved(memory.token_s, prompt_s / prompts, speed)
-        return memory._replace(token_s=token_s, prompt_s=0.0)
-    if not rows:
+            names = set(event.request_ids)
+            left = [job.prompt for job in map(memory.jobs.get, names) if job is not None]
+            prompts += sum(left)
+            sequences += left.count(0)
+    has_prompts = prompts > 0 or any([job.runs and job.prompt for job in memory.jobs.values()])
+    if sequences:
+        memory = with_gaps(memory, sequences, seconds, has_prompts, speed)
+    if not has_prompts:
         return memory
-    return memory._replace(row_s=moved(memory.row_s, seconds / rows, speed))
+    prompt_s = memory.prompt_s + seconds
+    if not prompts:
+        return memory._replace(prompt_s=prompt_s)
+    token_s = moved(memory.token_s, prompt_s / prompts, speed)
+    return memory._replace(token_s=token_s, prompt_s=0.0)
 
 
 def moved(mean: float, value: float, speed: float) -> float:
@@ -228,7 +317,10 @@ def shown(memory: Load) -> str:
     """The rates, and how many sequences there are."""
     running = sum([job.runs for job in memory.jobs.values()])
     tokens = sum([job.prompt for job in memory.jobs.values()])
+    base_s = gap_seconds(memory, 0)
+    one_more = gap_seconds(memory, 1) - base_s
     return (
         f"{running} of {len(memory.jobs)} sequences run, {tokens} prompt tokens to compute\n"
-        f"a prompt token takes {memory.token_s:.6f} s, a step {memory.row_s:.6f} s a sequence"
+        f"a prompt token takes {memory.token_s:.6f} s, a step {base_s:.6f} s "
+        f"and {one_more:.6f} s for each of its sequences"
     )
