@@ -81,7 +81,7 @@ def compare(changes: dict[str, Any]) -> Counting:
     raw = changed(changes)
     (point,) = expand(raw, folder=Path())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SimulatedEngine, "ahead", lambda engine: None)
+        patch.setattr(SimulatedEngine, "next_step_times", lambda engine: None)
         one_by_one = drive.measure(simulated_llm(point.experiment), point, 0)
     with pytest.MonkeyPatch.context() as patch:
         counted = Counting(patch)
