@@ -42,7 +42,7 @@ def recorded_requests(file: str, content: str) -> tuple[RecordedRequest, ...]:
     for number, text in enumerate(content.split("\n")[:-1], 1):
         place = f"{file}, line {number}"
         try:
-            line = json.loads(text)
+            line: dict[str, Any] = dict(json.loads(text))
             if number == 1:
                 _check_header(place, line)
             elif "adopt" in line:
