@@ -107,7 +107,7 @@ def test_measured_runs_of_two_policies_have_its_tokens_and_schedules_of_their_ow
 ):
     expected = tokens_of(recording.read_text("ascii"))
     schedules = []
-    for policy in ("fcfs", "shortest"):
+    for policy in ("fcfs", "priority"):
         engine = {**EXPERIMENT["engine"], "policy": policy}
         (point,) = expand({**EXPERIMENT, "engine": engine}, folder=recording.parent)
         llm = tiny_llm if policy == "fcfs" else LLM(tiny, progress=False, policy=policy, **SIZES)
