@@ -31,7 +31,8 @@ class GivenTokens(NamedTuple):
 def start(request: NewRequest) -> Mapping[str, GivenTokens]:
     """The given tokens of a new request, by its id."""
     params = request.submitted.params
-    assert isinstance(params, SamplingParams) and params.trace_decode_token_ids is not None
+    assert isinstance(params, SamplingParams), "others have no such option"
+    assert params.trace_decode_token_ids is not None, "only requests that set it are started"
     words = -(-request.runtime.request_rules.vocab_size // 32)
     given = GivenTokens(params.trace_decode_token_ids, words)
     return dict.fromkeys(request.submitted.names, given)

@@ -104,8 +104,6 @@ SPECULATIVE = (  # of a `Speculative`
 )
 
 
-
-
 def _with_given_tokens(option: str, reason: str) -> Exclusion:
     """An option that a request whose tokens are given cannot have."""
 

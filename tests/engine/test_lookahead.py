@@ -83,6 +83,7 @@ def tokens(n: int, seed: int) -> list[int]:
 
 
 KINDS = ("plain", "stops", "forks", "beams", "penalties")
+WITH_GIVEN = (*KINDS, "given")  # tokens
 
 
 def play(engine, seed: int, path, *, kinds=KINDS, hottest: float = 1.0) -> Observed:
@@ -131,6 +132,8 @@ def add_request(engine, draw: random.Random, number: int, kind: str, hottest: fl
         params["temperature"] = hottest
     if kind == "penalties":
         params |= {"frequency_penalty": 0.7, "repetition_penalty": 1.2}
+    if kind == "given":
+        params["trace_decode_token_ids"] = tokens(params["max_tokens"], 100 + number)
     if draw.random() < 0.3:
         params |= {"logprobs": 2, "prompt_logprobs": 1}
     shared = tokens(12, 0) if draw.random() < 0.4 else []

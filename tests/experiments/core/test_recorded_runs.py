@@ -97,7 +97,8 @@ def test_requests_are_those_of_the_recording(recording):
     assert all(0 < end < 40 for _, end in ends)
     assert ends[2][1] == 4
     arrivals = [item.arrival for item in items]
-    assert arrivals[0] == 0 and arrivals == sorted(arrivals) and arrivals[-1] > arrivals[0]
+    assert arrivals == sorted(arrivals)
+    assert arrivals[0] == 0 < arrivals[-1]
     halved = workload_of(recording, time_scale=0.5, limit=3).items
     assert [item.arrival for item in halved] == pytest.approx([t / 2 for t in arrivals[:3]])
 
@@ -132,7 +133,14 @@ def test_simulated_runs_have_its_lengths(recording):
 
 
 HEADER = {"pagedjax_replay": 2, "pagedjax": "0.2.0", "policy": "fcfs", "config": {}}
-SUBMIT = {"request_id": "a", "max_tokens": 4, "priority": 0, "user": "", "forks": [], "beams": False}
+SUBMIT = {
+    "request_id": "a",
+    "max_tokens": 4,
+    "priority": 0,
+    "user": "",
+    "forks": [],
+    "beams": False,
+}
 NOTES = {"at": 0.5, "prompt": [5, 6]}
 COMMIT = {"commit": {"events": [{"event": "Sampled", "request_ids": ["a"], "token_ids": [7]}]}}
 RECORD = r"record the run with llm\.engine\.record\(PATH, times=True, prompts=True\)"
@@ -173,7 +181,10 @@ def test_what_cannot_be_replayed_is_refused(tmp_path, lines, message):
             {"sampling": {"trace_decode_token_ids": [5]}},
             "trace_decode_token_ids: .*; a workload of kind recorded gives the tokens",
         ),
-        ({"workload": {**EXPERIMENT["workload"], "time_scale": -1}}, r"time_scale is -1\.0; it must"),
+        (
+            {"workload": {**EXPERIMENT["workload"], "time_scale": -1}},
+            r"time_scale is -1\.0; it must",
+        ),
     ],
 )
 def test_options_that_do_not_go_with_a_recording_are_refused(recording, changes, message):
