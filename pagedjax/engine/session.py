@@ -234,7 +234,8 @@ class Session(Calls):
         Args:
             spelled: the token ids of bad words, by the words; new ones are added.
         """
-        params = params.drawn()
+        if params.best_of is not None or params.trace_decode_token_ids is not None:
+            params = params.drawn()
         words = params.bad_words
         if not words:
             return params

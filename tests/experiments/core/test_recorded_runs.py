@@ -121,15 +121,20 @@ def test_measured_runs_of_two_policies_have_its_tokens_and_schedules_of_their_ow
     assert schedules[0] != schedules[1]
 
 
-def test_simulated_runs_have_its_lengths(recording):
+def test_simulated_runs_have_its_lengths(recording, tmp_path):
+    """And so has a simulated run of their own recordings, whose tokens mean nothing."""
     raw = {
         **BASE,
         "engine": {**BASE["engine"], "max_num_seqs": 3},
         "workload": EXPERIMENT["workload"],
+        "record": True,
     }
     run = simulated_run(raw, recording.parent)
     outputs = [len(request.branches[0].token_times) for request in run.requests]
     assert outputs == [item.longest_output for item in workload_of(recording).items]
+    (tmp_path / "run.jsonl").write_text(run.logs[0])
+    again = simulated_run(raw, tmp_path)
+    assert again.requests == run.requests
 
 
 HEADER = {"pagedjax_replay": 2, "pagedjax": "0.2.0", "policy": "fcfs", "config": {}}
