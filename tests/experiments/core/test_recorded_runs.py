@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from experiments.capacity import rate_of
 from experiments.core.config import expand
 from experiments.core.drive import measure
 from experiments.core.recorded_runs import recorded_requests
@@ -101,6 +102,11 @@ def test_requests_are_those_of_the_recording(recording):
     assert arrivals[0] == 0 < arrivals[-1]
     halved = workload_of(recording, time_scale=0.5, limit=3).items
     assert [item.arrival for item in halved] == pytest.approx([t / 2 for t in arrivals[:3]])
+
+
+def test_a_search_of_a_capacity_scales_its_gaps():
+    spec = RecordedRun(kind="recorded", file="run.jsonl", time_scale=0.5)
+    assert rate_of(spec) == (2.0, "times as recorded", "workload.time_scale")
 
 
 def test_measured_runs_of_two_policies_have_its_tokens_and_schedules_of_their_own(
