@@ -257,12 +257,12 @@ def test_the_built_in_drafters_change_no_token(tiny, plain, method):
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["strict", "rejection"])
 def test_given_tokens_have_a_step_each_beside_requests_with_drafts(tiny, rule):
-    options = {"method": "ngram", "num_tokens": 4, "adaptive": False, "rule": rule}
+    options = {"method": "ngram", "num_tokens": 4, "adaptive": False, "ngram_min": 1, "rule": rule}
     engine = make(tiny, speculative=options).engine
-    given = [7, 8, 9, 7, 8, 9, 7, 8]
-    for name, more in (("given", {"trace_decode_token_ids": given}), ("free", {})):
-        params = SamplingParams(temperature=1.0, seed=1, max_tokens=8, ignore_eos=True, **more)
-        engine.add(name, [7, 8, 9] * 6, params)
+    given = [7, 8, 9] * 8  # with drafts in its prompt
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=24, ignore_eos=True)
+    engine.add("given", [7, 8, 9] * 6, replace(params, trace_decode_token_ids=tuple(given)))
+    engine.add("free", list(range(3, 150)), params)
     results = list(steps(engine))
     assert sampled(results)["given"] == given
     plans = [result.plan for result in results if result.plan.drafts]
