@@ -72,7 +72,7 @@ from experiments.core.records import RequestRecord
 from experiments.core.service import has_target, meets, targets_of
 from experiments.core.store import flatten
 from experiments.core.strict_yaml import load_file
-from experiments.core.workloads import Recorded, Sessions, Spec
+from experiments.core.workloads import Recorded, RecordedRun, Sessions, Spec
 from pagedjax.server.load_client.summary import PERCENTILES
 
 MAX_BRACKET_PROBES = 12  # to find one met rate and one unmet rate
@@ -280,7 +280,7 @@ def rate_of(workload: Spec) -> tuple[float, str, str]:
     """(rate, unit, key of the config that sets it) of a workload."""
     if isinstance(workload, Recorded) and workload.rate is not None:
         return workload.rate, "requests/s", "workload.rate"
-    if isinstance(workload, Recorded):
+    if isinstance(workload, Recorded | RecordedRun):
         # a time_scale of 0 has no rate (all requests at once): begin with the recorded speed
         rate = 1 / workload.time_scale if workload.time_scale else 1.0
         return rate, "times as recorded", "workload.time_scale"

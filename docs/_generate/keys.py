@@ -97,7 +97,8 @@ def page() -> list[str]:
     for section in sections(EngineConfig, "engine", seen):
         lines += _section(section)
     lines += title("Options that exclude each other", "~")
-    for exclusion in (*exclusions.ENGINE, *exclusions.SPECULATIVE):
+    tables = (exclusions.ENGINE, exclusions.SPECULATIVE, exclusions.SAMPLING)
+    for exclusion in (exclusion for table in tables for exclusion in table):
         names = " and ".join(map(literal, exclusion.options))
         reason = re.sub(r"\{.*?\}", "...", exclusion.error)
         lines += [f"- {names}: {inline(reason)}", ""]

@@ -49,6 +49,7 @@ from experiments.core.workloads import (
     HINTS,
     Own,
     Prompts,
+    RecordedRun,
     Spec,
     check,
     has_sessions,
@@ -72,6 +73,7 @@ NEED_TEXT = {
     "bad_words": "use sampling.bad_words_token_ids",
     "structured_outputs": "python -m experiments.bench.structured measures what forms cost",
     "truncate_prompt_tokens": "the workload has the lengths of prompts",
+    "trace_decode_token_ids": "a workload of kind recorded gives the tokens of each request",
 }
 # where a user's own value may be named
 OWN_SECTIONS = {"engine", "replicas", "pools", "workload", "simulate", "metrics"}
@@ -185,6 +187,7 @@ class Experiment:
             )
         pool_options.check_pools(self)
         self._check_limits()
+        self._check_given_tokens()
         self._check_records()
         self._check_record()
         size = self.engine.block_size
@@ -194,6 +197,23 @@ class Experiment:
             raise ValueError(
                 f"cache_tokens is {self.cache_tokens}; it must be a multiple of engine.block_size "
                 f"({size}), and at least {size}"
+            )
+
+    def _check_given_tokens(self) -> None:
+        """Raises ValueError if an option does not go with the outputs of a recording."""
+        if not isinstance(self.workload, RecordedRun):
+            return
+        try:
+            dataclasses.replace(self.sampling, trace_decode_token_ids=(0,))
+        except ValueError as error:
+            raise ValueError(
+                f"workload.kind is 'recorded', which gives the tokens of outputs: {error}"
+            ) from None
+        if self.engine.reservation == "oracle":
+            raise ValueError(
+                "workload.kind is 'recorded', whose requests may end before their limits, and "
+                "engine.reservation is 'oracle', which takes the limit for the length; set it to "
+                "pow2 or max"
             )
 
     def _check_limits(self) -> None:

@@ -44,7 +44,14 @@ from experiments.core.submit import (
     with_arrivals,
 )
 from experiments.core.totals import StepTotals, TokenCounts
-from experiments.core.workloads import WorkItem, Workload, build, has_text, planned
+from experiments.core.workloads import (
+    RecordedRun,
+    WorkItem,
+    Workload,
+    build,
+    has_text,
+    planned,
+)
 from experiments.simulation.spans import DecodeSpan
 from pagedjax import routing
 from pagedjax.host.types import StepResult
@@ -185,11 +192,12 @@ def _run_with_logs(
     """A run of engines that were reset: its records, and the logs of `Measured`."""
     if not experiment.record:
         return _record_run(llm, engines, experiment, workload), ()
+    has_prompts = has_text(experiment.workload) or isinstance(experiment.workload, RecordedRun)
     with TemporaryDirectory() as folder:
         paths = [Path(folder) / f"{number}.jsonl" for number in range(len(engines))]
         try:
             for engine, path in zip(engines, paths, strict=True):
-                engine.record(path, times=True, prompts=has_text(experiment.workload))
+                engine.record(path, times=True, prompts=has_prompts)
             recording = _record_run(llm, engines, experiment, workload)
         finally:
             for engine in engines:

@@ -64,6 +64,7 @@ LATER = {
         "bad_words_token_ids",
         "truncate_prompt_tokens",
         "taps",
+        "trace_decode_token_ids",
     ),
 }
 # Fields of EngineConfig that may name a user's own value, file.py:NAME. `row_features`, which is

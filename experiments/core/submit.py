@@ -60,7 +60,17 @@ def in_order(
             f"sampling.min_tokens is {params.min_tokens}, and {short_item.request_id} ends after "
             f"{short_item.ends_at} tokens; lower it, or raise the min of the workload's output"
         )
-    return ((item, dataclasses.replace(params, max_tokens=item.max_tokens)) for item in items)
+    return (
+        (
+            item,
+            dataclasses.replace(
+                params,
+                max_tokens=item.max_tokens,
+                trace_decode_token_ids=item.output_token_ids or None,
+            ),
+        )
+        for item in items
+    )
 
 
 class Unfinished:

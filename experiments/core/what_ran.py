@@ -12,7 +12,7 @@ from experiments.core.config import Experiment, Point, Slo
 from experiments.core.distributions import Multiple
 from experiments.core.pool_options import POOLS, pool_experiment
 from experiments.core.replica_options import Replicas
-from experiments.core.workloads import Recorded, limits_of
+from experiments.core.workloads import Recorded, RecordedRun, limits_of
 from experiments.simulation.cost import Simulate
 from pagedjax.host import policies, purity
 from pagedjax.options.config import EngineConfig
@@ -87,6 +87,8 @@ def oracle(experiments: Sequence[Experiment]) -> str:
         predicted = experiment.workload.predicted
         if predicted and predicted.error == 0 and purity.reads_predictions(value):
             number = "the predicted length of a request where its error is 0, which is the length"
+        elif isinstance(experiment.workload, RecordedRun):
+            continue  # its limits are recorded, too
         elif limits is None and purity.reads_limits(value):
             number = "the limit of a request, which is the length"
         elif isinstance(limits, Multiple) and purity.reads_limits(value):
@@ -110,7 +112,8 @@ def equal_repeats(experiments: Sequence[Experiment]) -> str:
     """
     for experiment in experiments:
         workload = experiment.workload
-        if not (experiment.simulate and experiment.reseed and isinstance(workload, Recorded)):
+        is_recorded = isinstance(workload, Recorded | RecordedRun)
+        if not (experiment.simulate and experiment.reseed and is_recorded):
             continue
         limits = limits_of(workload)
         draws_limits = limits is not None and not isinstance(limits, Multiple | int)

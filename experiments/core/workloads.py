@@ -4,11 +4,11 @@ Pure functions of (spec, file content, seed, vocabulary).
 
 Kinds: `prompts` and `sharegpt` (real text), `synthetic` (lengths drawn from distributions),
 `sessions` (conversations, turn by turn), `trace`, `burstgpt` and `mooncake` (lengths and arrivals
-of a recorded service), `tokens` (a JSON list of token ids), and a function of your own
-(`mine.py:NAME`). Only kinds with text need a tokenizer. Random token ids suit speed measurements,
-because a dense model's work does not depend on token values. They do NOT suit speculative decoding
-(they distort its acceptance), or prefix caching (only `shared_prefix`, the turns of a session and
-blocks of `mooncake` are shared).
+of a recorded service), `recorded` (a recording of an engine, with its prompts and outputs),
+`tokens` (a JSON list of token ids), and a function of your own (`mine.py:NAME`). Only kinds with
+text need a tokenizer. Random token ids suit speed measurements, because a dense model's work does
+not depend on token values. They do NOT suit speculative decoding (they distort its acceptance), or
+prefix caching (only `shared_prefix`, the turns of a session and blocks of `mooncake` are shared).
 
 Every random choice has its own stream: a change of the arrivals changes no prompt, and the first k
 requests of `count: n` are the same for every n >= k.
@@ -58,6 +58,7 @@ from experiments.core.field_files import (
     BlockIds,
     conversations,
 )
+from experiments.core.recorded_runs import REMEDY, RecordedRequest, recorded_requests
 from pagedjax.options.config import check_above_zero
 from pagedjax.options.own_errors import placed
 from pagedjax.options.own_values import own_function
@@ -114,6 +115,8 @@ class WorkItem(NamedTuple):
     history: tokens of the conversation before its new tokens.
     think_s, tool_s: seconds between the answer and this turn, in which the user thinks, or a tool
         runs; one of them is 0.
+    output_token_ids: the tokens of its output, which are given, and not sampled; (): they are
+        sampled.
     """
 
     request_id: str
@@ -132,6 +135,7 @@ class WorkItem(NamedTuple):
     history: int = 0
     think_s: float = 0.0
     tool_s: float = 0.0
+    output_token_ids: tuple[int, ...] = ()
 
     @property
     def prompt_tokens(self) -> int:
@@ -158,6 +162,7 @@ class Workload(NamedTuple):
     clients: the number of clients of a closed loop, whose requests arrive when a client is free;
         None: an open loop.
     predicted_error: `Predicted.error`; None: there are no predictions.
+    left_out: requests of a recording that got no token.
     """
 
     items: tuple[WorkItem, ...]
@@ -165,6 +170,7 @@ class Workload(NamedTuple):
     clipped_outputs: int = 0
     clients: int | None = None
     predicted_error: float | None = None
+    left_out: int = 0
 
     def in_memory(self) -> Workload:
         """The same workload with all token ids in memory."""
@@ -190,6 +196,7 @@ class Workload(NamedTuple):
             "last_arrival_s": max(item.arrival for item in self.items),
             **({} if self.predicted_error is None else {"predicted_error": self.predicted_error}),
             **({"sessions": self.num_sessions} if self.num_sessions else {}),
+            **({"left_out": self.left_out} if self.left_out else {}),
         }
 
     @property
@@ -404,10 +411,7 @@ class Recorded(CutRequests):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.time_scale < math.inf:
-            raise ValueError(
-                f"time_scale is {self.time_scale!r}; it must be at least 0, and finite"
-            )
+        _check_time_scale(self.time_scale)
         if self.offset < 0:
             raise ValueError(f"offset is {self.offset!r}; it must be at least 0")
         _at_least_one("limit", self.limit, "null for the whole file")
@@ -527,6 +531,31 @@ class Tokens(Requests):
 
 
 @dataclass(frozen=True)
+class RecordedRun(Requests):
+    """A recording of an engine with times and prompts: each request with its prompt, its limit, its
+    user, priority, class and prediction, at its time, and with the tokens that it got. Of a
+    measured run each of these tokens takes its place in a decode step (`trace_decode_token_ids`),
+    so the work is that of the recorded run, however it is scheduled.
+
+    A request ends behind its recorded tokens, also if it was cancelled there or if the recording
+    ends. A request without tokens is left out, and counted.
+
+    limit: how many requests; null: all.
+    time_scale: a factor of the seconds between arrivals; 0 is all at once.
+    """
+
+    kind: Literal["recorded"]
+    file: str
+    limit: int | None = None
+    time_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least_one("limit", self.limit, "null for the whole file")
+        _check_time_scale(self.time_scale)
+
+
+@dataclass(frozen=True)
 class Own(LimitedRequests):
     """Requests of a function of your own: `kind: mine.py:bursts`, or with parameters
     `kind: {name: mine.py:bursts, size: 20}`.
@@ -565,8 +594,25 @@ class Item(NamedTuple):
     service_class: str = ""
 
 
-Spec = Prompts | Synthetic | Sessions | Trace | Tokens | ShareGPT | BurstGPT | Mooncake | Own
-HINTS = {Trace: AZURE, ShareGPT: SHAREGPT, BurstGPT: BURSTGPT, Mooncake: MOONCAKE}
+Spec = (
+    Prompts
+    | Synthetic
+    | Sessions
+    | Trace
+    | Tokens
+    | ShareGPT
+    | BurstGPT
+    | Mooncake
+    | RecordedRun
+    | Own
+)
+HINTS = {
+    Trace: AZURE,
+    ShareGPT: SHAREGPT,
+    BurstGPT: BURSTGPT,
+    Mooncake: MOONCAKE,
+    RecordedRun: f"To have one, {REMEDY}",
+}
 Encode = Callable[[str], Sequence[int]]
 
 
@@ -586,7 +632,7 @@ def limits_of(spec: Spec) -> Limits | None:
     """
     if isinstance(spec, Prompts):
         return None if spec.output is None else spec.max_tokens
-    return None if isinstance(spec, Tokens) else spec.max_tokens
+    return None if isinstance(spec, Tokens | RecordedRun) else spec.max_tokens
 
 
 def check(spec: Spec, content: str) -> None:
@@ -604,6 +650,8 @@ def check(spec: Spec, content: str) -> None:
         read_prompts(spec, content)
     elif isinstance(spec, Tokens):
         read_tokens(spec, content, sys.maxsize)
+    elif isinstance(spec, RecordedRun):
+        _recorded_run(spec, content)
 
 
 def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) -> Workload:
@@ -627,6 +675,8 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
         workload = _recorded(spec, content, seed, vocab_size, streams)
     elif isinstance(spec, Sessions):
         workload = _sessions(spec, vocab_size, streams)
+    elif isinstance(spec, RecordedRun):
+        workload = _recorded_run(spec, content)
     else:
         workload = _with_equal_limits(spec, content, vocab_size, encode, streams)
     limits = limits_of(spec)
@@ -1330,6 +1380,42 @@ def read_tokens(
     return prompts, outputs, users
 
 
+def _recorded_run(spec: RecordedRun, content: str) -> Workload:
+    """The workload of a recording. The engine checks its tokens: a model may sample ids beyond the
+    vocabulary of its tokenizer.
+
+    Raises:
+        ValueError: as `recorded_requests`, or no request is left.
+    """
+    recorded = recorded_requests(spec.file, content)[: spec.limit]
+    requests = [request for request in recorded if request.output]
+    if not requests:
+        raise ValueError(f"{spec.file} has no request that got a token; {REMEDY}")
+    first = requests[0].seconds
+    items = _items(
+        [(request.seconds - first) * spec.time_scale for request in requests],
+        [request.prompt for request in requests],
+        [request.request["max_tokens"] for request in requests],
+        [request.request["user"] for request in requests],
+    )
+    pairs = zip(items, requests, strict=True)
+    given = tuple([_with_recorded_output(item, request) for item, request in pairs])
+    return Workload(given, left_out=len(recorded) - len(requests))
+
+
+def _with_recorded_output(item: WorkItem, recorded: RecordedRequest) -> WorkItem:
+    request = recorded.request
+    length = len(recorded.output)
+    return item._replace(
+        ends_at=length if length < item.max_tokens else None,
+        predicted=request.get("predicted"),
+        priority=request["priority"],
+        service_class=request.get("service_class", ""),
+        deadline=request.get("deadline"),
+        output_token_ids=recorded.output,
+    )
+
+
 def _items(
     times: Sequence[float],
     prompts: Sequence[Sequence[int]],
@@ -1342,6 +1428,11 @@ def _items(
         WorkItem(f"r{i:05d}", time, prompt, count, user=user)
         for i, (time, prompt, count, user) in enumerate(rows)
     )
+
+
+def _check_time_scale(factor: float) -> None:
+    if not 0 <= factor < math.inf:
+        raise ValueError(f"time_scale is {factor!r}; it must be at least 0, and finite")
 
 
 def _check_shared_prefix(tokens: int) -> None:

@@ -281,6 +281,8 @@ class SimulatedEngine:
                 "a simulated request ends at max_tokens; set sampling.ignore_eos: true and leave "
                 "stop_token_ids out"
             )
+        if params.trace_decode_token_ids is not None:  # tokens have no meaning here
+            params = dataclasses.replace(params, trace_decode_token_ids=None)
         names = (request_id, *forks)
         request = EngineRequest(
             names,

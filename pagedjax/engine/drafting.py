@@ -88,7 +88,8 @@ def offer(
     sequence id.
 
     A drafter on the device offers as many drafts as it may. It makes them after `schedule`, when
-    they have slots (`send`).
+    they have slots (`send`). A sequence whose tokens are given has no drafts: each of its tokens is
+    to have a decode step of its own.
 
     Args:
         draftable, k: what `candidates` returned.
@@ -99,6 +100,11 @@ def offer(
     """
     if not k:
         return NO_DRAFTS
+    draftable = [
+        (name, length)
+        for name, length in draftable
+        if sequences[name].params.trace_decode_token_ids is None
+    ]
     if drafting.drafter.propose is None:
         return {name: k for name, _ in draftable}
     offered = {}

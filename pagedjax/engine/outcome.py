@@ -1,7 +1,8 @@
 """`Outcome`: what a step computed, and `Reader`: what reads more of it than tokens.
 
-Log-probabilities, beam searches (results.py), pooled states (pooling.py), taps (taps.py) and
-structured outputs (token_masks.py) are readers; readers.py lists them. A reader takes its entries
+Log-probabilities, beam searches (results.py), pooled states (pooling.py), taps (taps.py),
+structured outputs (token_masks.py) and given tokens (given_tokens.py) are readers; readers.py lists
+them. A reader takes its entries
 and the outcome. It returns its new entries, and its part of the step's result. It also says what
 the device must compute for it, and which tokens the next samples may have.
 """

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from immutables import Map
 
 from pagedjax.device.taps import NOTHING, SideOutputs, union
-from pagedjax.engine import pooling, results, taps, token_masks
+from pagedjax.engine import given_tokens, pooling, results, taps, token_masks
 from pagedjax.engine.outcome import Entries, NewRequest, Outcome, Reader
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host.types import Choice, FinishReason, Plan
@@ -21,6 +21,7 @@ READERS: tuple[Reader, ...] = (
     pooling.POOLS,
     taps.TAPS,
     token_masks.MASKS,
+    given_tokens.GIVEN_TOKENS,
 )
 
 Readers = Map[str, Entries]  # by the name of a reader, for the readers that have entries

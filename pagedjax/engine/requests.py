@@ -18,7 +18,8 @@ import numpy as np
 from immutables import Map
 
 from pagedjax.device.batch import MAX_TOP
-from pagedjax.device.row_features.chain import DEFAULT, RowChain, RowOptions
+from pagedjax.device.row_features.chain import BUILT_IN, DEFAULT, RowChain, RowOptions
+from pagedjax.device.row_features.token_mask import TOKEN_MASK
 from pagedjax.engine import block_hashes
 from pagedjax.host import scheduler, searches
 from pagedjax.host.drafts import Sample, accepted_columns
@@ -233,7 +234,8 @@ def prepare(
 
     Raises:
         ValueError: a token id outside the vocabulary, options that `RowChain.read` refuses, beams
-            without ids, more candidates than MAX_TOP, or structured outputs without a grammar.
+            without ids, more candidates than MAX_TOP, structured outputs without a grammar, or
+            given tokens beside a row feature of a user's own.
     """
     names = request.names
     prompt = checked_ids(names[0], request.prompt_token_ids, rules.vocab_size)
@@ -249,6 +251,8 @@ def prepare(
         options = rules.chain.read(row, stops)
     except ValueError as error:
         raise ValueError(f"request {names[0]!r}: {error}") from None
+    if row.trace_decode_token_ids is not None:
+        _check_own_features(names[0], options)
 
     root = None
     hashes: tuple[str, ...] = ()
@@ -288,6 +292,16 @@ def prepare(
     if isinstance(request.params, BeamSearchParams):
         search = _search(request.params, scheduler_request, stops, state.config)
     return PreparedRequest(scheduler_request, sequences, search)
+
+
+def _check_own_features(request_id: str, options: RowOptions) -> None:
+    """Raises ValueError if a request whose tokens are given uses an option of a user's own."""
+    own = options.names - {TOKEN_MASK, *[feature.name for feature in BUILT_IN]}
+    if own:
+        raise ValueError(
+            f"request {request_id!r}: trace_decode_token_ids is given and the row feature "
+            f"{min(own)!r} is used, which may forbid one of the tokens; leave one of them out"
+        )
 
 
 def _drops_tokens(config: SchedulerConfig) -> bool:
@@ -349,6 +363,8 @@ def _row_and_stops(
     """
     params = request.params
     sampling = params.row() if isinstance(params, PoolingParams) else params
+    if isinstance(sampling, SamplingParams) and sampling.trace_decode_token_ids is not None:
+        return sampling, ()  # a stop token among the given ones ends nothing
     eos = () if sampling.ignore_eos else rules.eos_token_ids
     stops = tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
     if isinstance(sampling, BeamSearchParams):
@@ -486,6 +502,7 @@ def _check_ids(request_id: str, params: SamplingParams, vocab: int) -> None:
         "allowed_token_ids": params.allowed_token_ids or (),
         "stop_token_ids": params.stop_token_ids,
         "bad_words_token_ids": [token for word in params.bad_words_token_ids for token in word],
+        "trace_decode_token_ids": params.trace_decode_token_ids or (),
     }
     for name, token_ids in fields.items():
         outside = [token for token in token_ids if not 0 <= token < vocab]

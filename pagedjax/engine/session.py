@@ -228,13 +228,13 @@ class Session(Calls):
     def _engine_params(
         self, params: SamplingParams, spelled: dict[Any, tuple[tuple[int, ...], ...]]
     ) -> SamplingParams:
-        """Returns the parameters as the engine takes them: without `best_of`, and with the token
-        ids of bad words in place of their texts.
+        """Returns the parameters as the engine takes them: without `best_of`, with the number of
+        given tokens as the limit, and with the token ids of bad words in place of their texts.
 
         Args:
             spelled: the token ids of bad words, by the words; new ones are added.
         """
-        if params.best_of is not None:
+        if params.best_of is not None or params.trace_decode_token_ids is not None:
             params = params.drawn()
         words = params.bad_words
         if not words:

@@ -104,6 +104,34 @@ SPECULATIVE = (  # of a `Speculative`
 )
 
 
+def _with_given_tokens(option: str, reason: str) -> Exclusion:
+    """An option that a request whose tokens are given cannot have."""
+
+    def meet(params: Any) -> bool:
+        harmless = (getattr(type(params), option), 1)  # 1 of `best_of`
+        value = getattr(params, option)
+        return params.trace_decode_token_ids is not None and value not in harmless
+
+    return Exclusion(
+        ("trace_decode_token_ids", option),
+        meet,
+        f"trace_decode_token_ids is given and {option} is {{config.{option}!r:.80}}, {reason}; "
+        "leave one of them out",
+    )
+
+
+_ONE_OUTPUT = "and all branches would have the same tokens"
+_FORBIDS = "which may forbid one of the tokens"
+SAMPLING = (  # of a `SamplingParams`
+    _with_given_tokens("n", _ONE_OUTPUT),
+    _with_given_tokens("best_of", _ONE_OUTPUT),
+    _with_given_tokens("structured_outputs", _FORBIDS),
+    _with_given_tokens("allowed_token_ids", _FORBIDS),
+    _with_given_tokens("bad_words", _FORBIDS),
+    _with_given_tokens("bad_words_token_ids", _FORBIDS),
+)
+
+
 def refuse(config: Any, exclusions: tuple[Exclusion, ...]) -> None:
     """Raises ValueError if options of `config` exclude each other. Each of them alone is valid."""
     for exclusion in exclusions:

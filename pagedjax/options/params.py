@@ -12,6 +12,7 @@ from dataclasses import InitVar, dataclass, replace
 from functools import cache
 from typing import Any, Literal, get_args, get_type_hints
 
+from pagedjax.options import exclusions
 from pagedjax.options.vllm_names.request_arguments import (
     BEAM_SEARCH,
     SAMPLING,
@@ -322,6 +323,9 @@ class SamplingParams:
     # for the engine's `row_features`, by the names that they declare
     extra_args: Mapping[str, Any] | None = None
     taps: Taps | None = None  # hidden states, attention and experts to return with the output
+    # the tokens of the output, in place of sampled ones, a decode step each; nothing ends it before
+    # the last one. Their log-probabilities and ranks are those under the model's own distribution.
+    trace_decode_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         # normalises the form of a value, never its meaning
@@ -336,6 +340,9 @@ class SamplingParams:
         put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+        if self.trace_decode_token_ids is not None:
+            given = _ids("trace_decode_token_ids", self.trace_decode_token_ids)
+            put("trace_decode_token_ids", given)
         if self.logit_bias is not None:
             put("logit_bias", _bias(self.logit_bias))
         if self.extra_args is not None:
@@ -415,7 +422,8 @@ class SamplingParams:
             "cache_salt",
             "None or a non-empty string",
         )
-        check(self.allowed_token_ids != (), "allowed_token_ids", "None or non-empty")
+        for name in ("allowed_token_ids", "trace_decode_token_ids"):
+            check(getattr(self, name) != (), name, "None or non-empty")
         form = self.structured_outputs
         rule = "None or a StructuredOutputsParams"
         check(form is None or isinstance(form, StructuredOutputsParams), "structured_outputs", rule)
@@ -441,11 +449,16 @@ class SamplingParams:
             "logit_bias",
             "between -100 and 100 for every token",
         )
+        exclusions.refuse(self, exclusions.SAMPLING)
 
     def drawn(self) -> SamplingParams:
         """Returns the parameters to run: with `best_of` branches, and with the log-probabilities
-        that the choice among them needs.
+        that the choice among them needs; with given tokens, as many as there are, whatever the
+        limits and stop strings are.
         """
+        if self.trace_decode_token_ids is not None:
+            count = len(self.trace_decode_token_ids)
+            return replace(self, max_tokens=count, min_tokens=0, stop=())
         if self.best_of is None or self.best_of == self.n:
             return self
         return replace(

@@ -98,6 +98,7 @@ SAMPLING = (
     "prompt_logprobs",
     "logit_bias",
     "allowed_token_ids",
+    "trace_decode_token_ids",
     "bad_words",
     "truncate_prompt_tokens",
     "include_stop_str_in_output",
@@ -190,6 +191,7 @@ class GenerationBody(Strict):
     repetition_penalty: float | None = None
     stop_token_ids: Listed | None = None
     allowed_token_ids: Listed | None = None
+    trace_decode_token_ids: TokenIds | None = None  # the tokens of the answer
     bad_words: Strings | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     ignore_eos: bool | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import chex
@@ -146,6 +147,17 @@ def test_a_request_has_the_same_bits_in_any_company_and_any_engine(engines, expe
 
     names = st.sampled_from(WITHOUT_DRAFTS)
     drawn.check(number, holds, name=names, seed=st.integers(0, 2**16), mates=st.integers(0, 24))
+
+
+def test_given_tokens_have_the_bits_of_those_that_are_sampled(engines, expected):
+    """And those that are sampled beside them keep theirs."""
+    given = [
+        (prompt, replace(params, trace_decode_token_ids=tuple(tokens)))
+        for (prompt, params), ((tokens, _), _) in zip(NEEDLES, expected, strict=True)
+    ]
+    prompts, params = zip(*NEEDLES, *given, strict=True)
+    outputs = answers(engines["large steps"], list(prompts), list(params))
+    chex.assert_trees_all_equal(outputs, [*expected, *expected])
 
 
 def test_the_engines_differ_in_what_they_do(engines, expected):

@@ -116,7 +116,9 @@ def offered(learned: Drafting, running: Running, known: dict[str, SequenceData])
 
 
 def test_only_decodes_with_a_generated_token_are_offered_drafts():
-    """Others have no tokens of their own yet, tokens of the prompt to compute, or are beams."""
+    """Others have no tokens of their own yet, tokens of the prompt to compute, are beams, or have
+    tokens that are given.
+    """
     options = Speculative(num_tokens=2, adaptive=False)
     always = drafting.start(Drafter("always", lambda memory, name, known, k: [5] * k), options)
     kinds = {
@@ -125,13 +127,18 @@ def test_only_decodes_with_a_generated_token_are_offered_drafts():
         "last of the prompt": (6, 5),
         "preempted": (9, 4),
         "beam": (7, 6),
+        "given": (7, 6),
     }
+    params = {"given": SamplingParams(trace_decode_token_ids=(5, 5, 5))}
     seqs = tuple(
         Seq(Request(name, 6, 10, beams=name == "beam"), i, 16, *lengths)
         for i, (name, lengths) in enumerate(kinds.items())
     )
     lengths, computed = zip(*kinds.values(), strict=True)
-    known = {name: SequenceData(SamplingParams(), 0, 6, np.full(16, 9, np.int32)) for name in kinds}
+    known = {
+        name: SequenceData(params.get(name, SamplingParams()), 0, 6, np.full(16, 9, np.int32))
+        for name in kinds
+    }
     running = Running(seqs, lengths, computed)
     # its drafts are made when they have slots
     on_device = drafting.start(Drafter("draft", None), options)

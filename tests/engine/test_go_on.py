@@ -32,6 +32,7 @@ PARAMS = {
         structured_outputs=StructuredOutputsParams(regex="(ab|cd){4}e"),
     ),
     "a stop string": SamplingParams(temperature=0, seed=0, max_tokens=12, stop=["\x7f"]),
+    "given tokens": SamplingParams(seed=0, trace_decode_token_ids=tuple(range(40, 60))),
 }
 
 

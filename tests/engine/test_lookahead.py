@@ -83,6 +83,7 @@ def tokens(n: int, seed: int) -> list[int]:
 
 
 KINDS = ("plain", "stops", "forks", "beams", "penalties")
+WITH_GIVEN = (*KINDS, "given")  # tokens
 
 
 def play(engine, seed: int, path, *, kinds=KINDS, hottest: float = 1.0) -> Observed:
@@ -131,6 +132,8 @@ def add_request(engine, draw: random.Random, number: int, kind: str, hottest: fl
         params["temperature"] = hottest
     if kind == "penalties":
         params |= {"frequency_penalty": 0.7, "repetition_penalty": 1.2}
+    if kind == "given":
+        params["trace_decode_token_ids"] = tokens(params["max_tokens"], 100 + number)
     if draw.random() < 0.3:
         params |= {"logprobs": 2, "prompt_logprobs": 1}
     shared = tokens(12, 0) if draw.random() < 0.4 else []
@@ -261,6 +264,26 @@ def test_every_step_but_the_first_is_predicted_when_nothing_stops(llms, depth):
             assert not isinstance(event, Sampled) or lookahead.NO_TOKEN not in event.token_ids
     assert run.late == 1
     assert run.sent == run.steps
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_given_tokens_are_on_the_device_in_steps_that_are_predicted(llms, depth, tmp_path):
+    """Beside requests that sample, and computed again when blocks run out."""
+    given = {f"given{i}": tokens(20 + i, 50 + i) for i in range(4)}
+    runs = []
+    for engine in (llms[0].engine, llms[depth].engine):
+        engine.reset()
+        for i, (name, output) in enumerate(given.items()):
+            params = greedy(len(output), logprobs=1, trace_decode_token_ids=output)
+            engine.add(name, tokens(30 + i, i), params)
+            engine.add(f"free{i}", tokens(30 + i, 10 + i), greedy(20 + i, logprobs=1))
+        runs.append(Observed(engine))
+        outputs = sampled(runs[-1].finish())
+        assert {name: outputs[name] for name in given} == given
+    plain, ahead = runs
+    assert ahead.results == plain.results
+    assert plain.preempted
+    assert ahead.late < 0.5 * ahead.steps
 
 
 def test_a_stop_token_costs_at_most_one_extra_step(llms):

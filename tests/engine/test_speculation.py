@@ -255,6 +255,27 @@ def test_the_built_in_drafters_change_no_token(tiny, plain, method):
     assert accepted or method == "ngram", "suffixes of earlier outputs were never right"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["strict", "rejection"])
+def test_given_tokens_have_a_step_each_beside_requests_with_drafts(tiny, rule):
+    options = {"method": "ngram", "num_tokens": 4, "adaptive": False, "ngram_min": 1, "rule": rule}
+    engine = make(tiny, speculative=options).engine
+    given = [7, 8, 9] * 8  # with drafts in its prompt
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=24, ignore_eos=True)
+    engine.add("given", [7, 8, 9] * 6, replace(params, trace_decode_token_ids=tuple(given)))
+    engine.add("free", list(range(3, 150)), params)
+    results = list(steps(engine))
+    assert sampled(results)["given"] == given
+    plans = [result.plan for result in results if result.plan.drafts]
+    drafts = {
+        seq.request_id: k
+        for plan in plans
+        for seq, k in zip(plan.seqs, plan.drafts, strict=True)
+        if k
+    }
+    assert drafts.keys() == {"free"}
+
+
 def test_stop_strings_inside_accepted_drafts_end_the_text_at_the_same_place(tiny, monkeypatch):
     options = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True, "logprobs": 1, "n": 2}
     free = [SamplingParams(seed=i, **options) for i in range(8)]

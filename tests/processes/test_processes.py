@@ -25,7 +25,7 @@ from pagedjax import LLM
 from pagedjax.engine.processes.group import EXIT_STATUS
 from pagedjax.host.replay import verify
 from tests.engine.runs import answers, greedy
-from tests.engine.test_lookahead import CONFIG, play
+from tests.engine.test_lookahead import CONFIG, WITH_GIVEN, play
 from tests.server.support import free_port
 from tests.weights.tiny import tiny_llama
 
@@ -125,7 +125,7 @@ def compare_recordings(
         # else the number of drafts follows times
         if not mode.get("speculative", {}).get("adaptive"):
             engine = LLM(folder, progress=False, **CONFIG | mode).engine
-            alone = play(engine, 0, tmp_path / "alone.jsonl")
+            alone = play(engine, 0, tmp_path / "alone.jsonl", kinds=WITH_GIVEN)
             assert without_host_blocks(log) == without_host_blocks(tmp_path / "alone.jsonl"), mode
             assert alone.preempted or "num_blocks" not in mode
 

@@ -19,7 +19,7 @@ from pagedjax import LLM
 from pagedjax.engine import step as steps
 from pagedjax.engine.processes.join import join
 from tests import quick_compiler
-from tests.engine.test_lookahead import play
+from tests.engine.test_lookahead import WITH_GIVEN, play
 
 
 def main(processes: int, process: int, port: int, job: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ def main(processes: int, process: int, port: int, job: dict[str, Any]) -> None:
         if llm.follows:
             llm.follow(record=f"{run['log']}.{process}")
             continue
-        results = play(llm.engine, run["seed"], Path(run["log"])).results
+        results = play(llm.engine, run["seed"], Path(run["log"]), kinds=WITH_GIVEN).results
         Path(f"{run['log']}.results").write_text(repr(results))
         llm.release_followers()
 

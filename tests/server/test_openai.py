@@ -218,6 +218,19 @@ def test_a_stream_of_several_prompts_numbers_their_choices(client, reference):
     assert streamed == [text for output in expected for text in texts(output)]
 
 
+def test_given_tokens_come_with_their_log_probabilities(client, reference):
+    ids = [70, 9, 250, 1, 2, 3]
+    (expected,) = generate(reference, trace_decode_token_ids=ids, logprobs=0).outputs
+    body = {"trace_decode_token_ids": ids, "return_token_ids": True}
+    (choice,) = complete(client, logprobs=0, extra_body=body).choices
+    assert (choice.token_ids, choice.text, choice.finish_reason) == (ids, expected.text, "length")
+    values = [at[token].logprob for at, token in zip(expected.logprobs, ids, strict=True)]
+    assert choice.logprobs.token_logprobs == pytest.approx(values, abs=1e-5)
+    stream = choices_of(complete(client, extra_body=body, stream=True))
+    assert [token for part in stream for token in getattr(part, "token_ids", ())] == ids
+    assert chat(client, extra_body=body).choices[0].token_ids == ids
+
+
 def test_a_stream_may_have_an_echo_and_log_probabilities(client, reference):
     echo = choices_of(complete(client, echo=True, max_tokens=5, stream=True))
     (text,) = texts(generate(reference, max_tokens=5))

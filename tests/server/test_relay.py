@@ -56,6 +56,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         COMPLETIONS,
         {**DRAWN, "prompt": "abab", "frequency_penalty": 1.5, "repetition_penalty": 1.3, **STREAM},
     ),
+    "given tokens": (
+        COMPLETIONS,
+        {"prompt": "abc", "trace_decode_token_ids": [70, 9, 250, 1, 2, 3], "logprobs": 1, **STREAM},
+    ),
     "chat with token ids": (
         CHAT,
         {**DRAWN, "messages": HI, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}

@@ -1,5 +1,5 @@
-"""`structured_outputs`: the tokens that may come next, as bits that the host computes for each
-sample.
+"""`structured_outputs` and `trace_decode_token_ids`: the tokens that may come next, as bits that
+the host computes for each sample.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def token_mask(vocab_size: int) -> RowFeature:
         off={"allowed": all_allowed},
         read=lambda p, _: {"allowed": all_allowed},  # engine/pack.py puts the sample's mask there
         apply=_apply,
-        params=("structured_outputs",),
+        params=("structured_outputs", "trace_decode_token_ids"),
         per_step=True,
         reads_tokens=False,
     )

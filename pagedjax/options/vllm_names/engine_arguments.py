@@ -200,6 +200,7 @@ TABLE = (
         "sleep_preserve_parameter_names",
         "`LLM.sleep` is always there",
     ),
+    no_effect("enable_trace_replay", "every engine takes trace_decode_token_ids"),
     no_effect(
         "prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit "
         "use_v2_block_manager num_lookahead_slots watermark scheduler_reserve_full_isl "
@@ -347,7 +348,7 @@ TABLE = (
     refusal("diffusion_config engram_config", "no model here has it; leave it out"),
     refusal("weight_transfer_config", "use LLM.update_params"),
     refusal("enable_return_routed_experts", "use SamplingParams(taps=Taps(experts=...))"),
-    refusal("return_sampling_mask enable_trace_replay", "no output has it; leave it out"),
+    refusal("return_sampling_mask", "no output has it; leave it out"),
     refusal("additional_config", "there are no plugins; give each option by its name"),
     refusal("device", "JAX chooses the platform; set JAX_PLATFORMS", "auto"),
 )

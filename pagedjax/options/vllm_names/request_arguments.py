@@ -25,6 +25,7 @@ SAMPLING = (
     ),
     translation("max_tokens", "the same; None ends a request at `max_model_len`"),
     translation("logprobs prompt_logprobs", "0 to 20; -1, the whole vocabulary, is refused"),
+    translation("trace_decode_token_ids", "the same; also with prompt_logprobs, and with drafts"),
     translation(
         "skip_reading_prefix_cache",
         "`enable_prefix_caching=False`",
@@ -51,7 +52,6 @@ SAMPLING = (
     refusal("flat_logprobs", "log-probabilities are mappings by token id; leave it out"),
     refusal("use_beam_search early_stopping length_penalty", "use BeamSearchParams"),
     refusal("thinking_token_budget repetition_detection", "use max_tokens or stop"),
-    refusal("trace_decode_token_ids", "put the tokens into the prompt, and set prompt_logprobs"),
     refusal("watermarking", "no output has a mark; leave it out"),
 )
 BEAM_SEARCH = (
