@@ -184,9 +184,7 @@ def verify(path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES)
     )
 
 
-def lines(
-    path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES
-) -> Iterator[Line]:
+def lines(path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES) -> Iterator[Line]:
     """Runs the scheduler again -> each line, as it is and as it should be.
 
     Raises: see `replay`.
