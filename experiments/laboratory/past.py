@@ -18,7 +18,6 @@ from pagedjax.host.event_log import (
     Cancel,
     Commit,
     Entry,
-    Release,
     Schedule,
     Submit,
 )

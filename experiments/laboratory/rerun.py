@@ -41,7 +41,7 @@ from pagedjax.host.event_log import (
 from pagedjax.host.policies import Policy
 from pagedjax.host.prefix_sharing import rows_that_fill
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
-from pagedjax.host.types import NO_DRAFTS, Choice, Event, Finished, FinishReason, Plan, Seq
+from pagedjax.host.types import NO_DRAFTS, Choice, Finished, FinishReason, Plan, Seq
 
 __all__ = [
     "Behind",
@@ -548,9 +548,10 @@ class Run:
         active = self.state.running
         for seq, length in zip(active.seqs, active.lengths, strict=True):
             end = self._ends.get(self.past_arrivals[seq.arrival])
-            if end and not seq.request.beams:
-                if length - seq.request.prompt_len >= max(end.num_output, 1):
-                    ends.append((seq.request_id, end.reason))
+            if end is None or seq.request.beams:  # a search ends when its beams are complete
+                continue
+            if length - seq.request.prompt_len >= max(end.num_output, 1):
+                ends.append((seq.request_id, end.reason))
         return ends
 
 

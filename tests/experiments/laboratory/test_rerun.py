@@ -6,19 +6,17 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
-import pytest
 from hypothesis import strategies as st
 
 from experiments.laboratory import past, rerun
 from pagedjax.host.event_log import with_notes
-from pagedjax.host.policies import FCFS, POLICIES
+from pagedjax.host.policies import POLICIES
 from pagedjax.host.scheduler import SchedulerConfig
-from pagedjax.host.types import Request
 from tests import drawn
 from tests.experiments.laboratory import world
-from tests.host.test_event_log import SMALL, modes, record
-from tests.refusals import refused
+from tests.host.test_event_log import modes, record
 
 GOLDEN = Path("tests/viewer/goldens/run.jsonl")
 
@@ -49,7 +47,7 @@ def with_times(path: Path, seed: int) -> None:
     timed = [header]
     for line in transitions:
         at = round(at + draw.choice([0, 0.001, 0.5]), 6)
-        notes = {"at": at}
+        notes: dict[str, Any] = {"at": at}
         if line.startswith('{"submit"'):
             length = int(line.partition('"prompt_len":')[2].partition(",")[0])
             notes["prompt"] = draw.choices(range(50), k=length)

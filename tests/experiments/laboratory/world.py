@@ -8,7 +8,7 @@ tokens, and blocks of any size have comparable hashes.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from pagedjax.host import scheduler
 from pagedjax.host.event_log import Cancel, Commit, Recorder, Schedule, Submit
 from pagedjax.host.policies import Policy
 from pagedjax.host.scheduler import SchedulerConfig
-from pagedjax.host.types import Beamed, Choice, Event, Finished, Forked, Plan, Request, Sampled, Seq
+from pagedjax.host.types import Beamed, Choice, Event, Plan, Request, Sampled, Seq
 
 STOP = 12
 
