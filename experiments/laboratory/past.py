@@ -18,6 +18,7 @@ from pagedjax.host.event_log import (
     Cancel,
     Commit,
     Entry,
+    Release,
     Schedule,
     Submit,
 )
@@ -69,11 +70,21 @@ class Recorded(NamedTuple):
 
 
 class PastStep(NamedTuple):
-    """A step of the recorded run, with the times when it began and ended."""
+    """A step of the recorded run, with the times when it began and ended.
+
+    since: when the engine was ready for it: the end of the step before, if a sequence was
+        unfinished then; else `started`.
+    """
 
     plan: Plan
     started: float
     finished: float
+    since: float
+
+    @property
+    def seconds(self) -> float:
+        """What the step took, with the host's work since the step before."""
+        return self.finished - self.since
 
 
 @dataclass
@@ -128,11 +139,27 @@ class Past(NamedTuple):
     def steps(self) -> Iterator[PastStep]:
         """The steps that did not fail."""
         began: Recorded | None = None
+        unfinished = 0
+        ready_since: float | None = None  # None: nothing was to do after the step before
         for recorded in self.entries:
-            if isinstance(recorded.entry, Schedule):
+            entry = recorded.entry
+            if isinstance(entry, Schedule):
                 began = recorded
-            elif isinstance(recorded.entry, Commit) and began is not None:
-                yield PastStep(recorded.entry.plan, began.at, recorded.at)
+                unfinished -= len(entry.plan.rejected)
+            elif isinstance(entry, Submit):
+                unfinished += len(entry.request.names)
+            elif isinstance(entry, Adopt):
+                unfinished += 1
+            elif isinstance(entry, Release):
+                unfinished -= 1
+            elif isinstance(entry, Cancel):
+                unfinished -= len(entry.events)
+            elif isinstance(entry, Commit) and began is not None:
+                since = began.at if ready_since is None else ready_since
+                yield PastStep(entry.plan, began.at, recorded.at, since)
+                ended = [event for event in entry.events if isinstance(event, Finished)]
+                unfinished -= sum([event.reason != "rejected" for event in ended])
+                ready_since = recorded.at if unfinished else None
 
     @property
     def shares(self) -> bool:

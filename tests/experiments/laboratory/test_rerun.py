@@ -8,15 +8,20 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
-from experiments.laboratory import past, rerun
+from experiments.laboratory import outcomes, past, rerun, times
+from experiments.simulation.cost import work_of
 from pagedjax.host.event_log import with_notes
-from pagedjax.host.policies import POLICIES
+from pagedjax.host.policies import FCFS, POLICIES
+from pagedjax.host.replay import verify
 from pagedjax.host.scheduler import SchedulerConfig
+from pagedjax.host.types import Request
 from tests import drawn
-from tests.experiments.laboratory import world
+from tests.experiments.laboratory import simulated, world
 from tests.host.test_event_log import modes, record
+from tests.refusals import refused
 
 GOLDEN = Path("tests/viewer/goldens/run.jsonl")
 
@@ -110,3 +115,144 @@ def test_a_changed_run_is_what_a_scheduler_does_that_is_run_so(tmp_path: Path, n
         policies=st.tuples(st.sampled_from(POLICY_NAMES), st.sampled_from(POLICY_NAMES)),
         timed=st.booleans(),
     )
+
+
+@drawn.examples(12, 100)
+def test_without_a_change_recordings_of_simulated_engines_are_made_again(
+    tmp_path: Path, number: int
+):
+    """With drafts, prompts, prefix cache and times."""
+    path = tmp_path / "run.jsonl"
+    engines = {drafting: simulated.engine(drafting=drafting) for drafting in (False, True)}
+
+    def holds(seed: int, drafting: bool, times: bool) -> None:
+        draw = random.Random(seed)
+        simulated.record(path, engines[drafting], simulated.requests(draw, 6), times=times)
+        made, copy = rerun_of(path)
+        assert copy.read_bytes() == path.read_bytes()
+        assert made.follows
+
+    drawn.check(
+        number,
+        holds,
+        seed=st.integers(0, 2**32 - 1),
+        drafting=st.booleans(),
+        times=st.booleans(),
+    )
+
+
+@drawn.examples(12, 100)
+def test_blocks_of_any_size_have_the_hashes_that_an_engine_makes(tmp_path: Path, number: int):
+    """The hashes of a size that is no multiple of the recorded one come from recorded prompts."""
+    path = tmp_path / "run.jsonl"
+    expected = tmp_path / "expected.jsonl"
+    sizes = {
+        size: simulated.engine(block_size=size, seconds=lambda work: 0.25) for size in (3, 4, 8)
+    }
+
+    def holds(seed: int, before: int, after: int) -> None:
+        draw = random.Random(seed)
+        arrivals = simulated.requests(draw, 8)
+        simulated.record(path, sizes[before], arrivals)
+        recorded = past.read(path)
+        config = recorded.config._replace(block_size=after)
+        made, copy = rerun_of(path, config=config, seconds=lambda plan: 0.25)
+        simulated.record(expected, sizes[after], simulated.as_submitted(recorded, arrivals))
+        assert lines(copy) == lines(expected)
+        assert not made.inexact
+
+    size = st.sampled_from([3, 4, 8])
+    drawn.check(number, holds, seed=st.integers(0, 2**32 - 1), before=size, after=size)
+
+
+@pytest.fixture
+def busy(tmp_path: Path) -> Path:
+    """A timed recording of a few requests that wait for each other."""
+    path = tmp_path / "run.jsonl"
+    requests = [
+        Request("a", 8, 8, user="ann"),
+        Request("b", 8, 4, user="bob"),
+        Request("c", 4, 4, user="ann", forks=("c/1",)),
+    ]
+    arrivals = [world.Arrival(at, request) for at, request in zip((0, 1, 2), requests, strict=True)]
+    config = SchedulerConfig(4, 4, 16, 8, 16)
+    world.drive(path, config, FCFS, arrivals, timed=True)
+    return path
+
+
+def submitted(path: Path) -> list[str]:
+    return [line.split('"')[5] for line in lines(path) if line.startswith('{"submit"')]
+
+
+def test_a_request_and_its_branches_may_stay_away(busy: Path):
+    made, copy = rerun_of(busy, without=frozenset({0}))
+    assert submitted(copy) == ["b", "c"]
+    assert made.past_arrivals == [1, 2, 3]
+    assert verify(copy).identical
+    results = outcomes.outcomes(rerun.run(made.past, made.change))
+    alone = outcomes.outcomes(rerun.run(made.past, made.change._replace(without=frozenset({0, 2}))))
+    recorded = outcomes.outcomes(rerun.run(made.past, rerun.unchanged(made.past)))
+    assert alone[1].seconds == 4.0
+    assert recorded[1].seconds > results[1].seconds >= alone[1].seconds
+    assert [*results] == [1, 2, 3]
+    assert results[3].first == 2
+
+
+def test_a_request_may_follow_the_end_of_another_one(busy: Path):
+    before = past.read(busy)
+    changed = rerun.unchanged(before)._replace(
+        config=before.config._replace(max_num_batched_tokens=2),
+        behind={1: rerun.Behind(0, 0.5), 2: rerun.Behind(1, 0.0)},
+    )
+    results = outcomes.outcomes(rerun.run(before, changed))
+    assert results[1].submitted == results[0].ended + 0.5
+    assert results[2].submitted == results[1].ended
+
+
+def test_an_id_that_is_still_in_use_gets_a_stroke(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    arrivals = [world.Arrival(0, Request("a", 4, 4)), world.Arrival(4, Request("a", 4, 2))]
+    world.drive(path, SchedulerConfig(4, 4, 16, 8, 16), FCFS, arrivals, timed=True)
+    slow = SchedulerConfig(4, 4, 1, 8, 16)
+    _, copy = rerun_of(path, config=slow)
+    assert submitted(copy) == ["a", "a'"]
+    assert verify(copy).identical
+
+
+def test_a_sequence_that_was_cut_off_goes_on_with_tokens_of_no_meaning(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    arrivals = [world.Arrival(0, Request("a", 4, 8), aborted_at=5)]
+    config = SchedulerConfig(4, 4, 2, 8, 16)
+    world.drive(path, config, FCFS, arrivals, timed=True)
+    made, copy = rerun_of(path, config=config._replace(max_num_batched_tokens=4))
+    assert made.inexact == {rerun.CUT_OFF: 1}
+    assert '"reason":"abort","num_output":5' in copy.read_text()
+
+
+def test_what_another_run_cannot_have_is_refused(tmp_path: Path, busy: Path):
+    before = past.read(busy)
+    path = tmp_path / "updated.jsonl"
+    text = busy.read_text().splitlines()
+    text.insert(3, '{"update":{"version":1,"pending":"restart"},"at":1.0}')
+    path.write_text("\n".join([*text[:4], ""]))
+    shared = tmp_path / "shared.jsonl"
+    arrivals = [world.Arrival(0, Request("a", 8, 8), family=1)]
+    world.drive(shared, before.config, FCFS, arrivals)
+    with refused("needs? the prompt of request 'a'.*multiple of the recorded block size 4"):
+        rerun_of(shared, config=before.config._replace(block_size=2))
+    with refused("has no times.*record with times=True"):
+        times.fitted(past.read(shared))
+    with refused("has 11 steps|a fit takes at least 8"):
+        times.fitted(past.read(path))
+
+
+def test_the_times_of_steps_are_fitted(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    simulated.record(path, simulated.engine(), simulated.requests(random.Random(1), 30))
+    before = past.read(path)
+    steps = times.fitted(before, buckets=())
+    assert steps.model.error < 0.02
+    for step in before.steps:
+        assert steps(step.plan) == pytest.approx(
+            simulated.step_time(work_of(step.plan, step.plan.num_tokens)), rel=0.2
+        )
