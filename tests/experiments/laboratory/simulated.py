@@ -24,7 +24,7 @@ def step_time(work: Work) -> float:
 def engine(*, drafting: bool = False, seconds: Any = step_time, **options: Any) -> SimulatedEngine:
     """A simulated engine that pads nothing."""
     speculative = Speculative(num_tokens=3) if drafting else None
-    settings = {
+    settings: dict[str, Any] = {
         "block_size": 4,
         "num_blocks": 40,
         "max_num_batched_tokens": 16,
