@@ -21,7 +21,9 @@ def step_time(work: Work) -> float:
     return 0.01 + 0.001 * work.tokens + 0.00001 * work.context
 
 
-def engine(*, drafting: bool = False, seconds: Any = step_time, **options: Any) -> SimulatedEngine:
+def engine(
+    *, drafting: bool = False, seconds: Any = step_time, guesses: Any = None, **options: Any
+) -> SimulatedEngine:
     """A simulated engine that pads nothing."""
     speculative = Speculative(num_tokens=3) if drafting else None
     settings: dict[str, Any] = {
@@ -34,8 +36,9 @@ def engine(*, drafting: bool = False, seconds: Any = step_time, **options: Any) 
     config = EngineConfig(
         **settings | options, token_buckets=(1, 2, 4, 8, 16), speculative=speculative
     )
-    simulate = Simulate(step_s=1.0, padded=False, acceptance=0.6 if drafting else None)
-    return SimulatedEngine(config, seconds, vocab_size=1000, simulate=simulate)
+    acceptance = 0.6 if drafting and guesses is None else None
+    simulate = Simulate(step_s=1.0, padded=False, acceptance=acceptance)
+    return SimulatedEngine(config, seconds, vocab_size=1000, simulate=simulate, guesses=guesses)
 
 
 def prompt(draw: random.Random, length: int) -> list[int]:
