@@ -14,6 +14,7 @@ from experiments.simulation.simulate import Guess
 from pagedjax.host.policies import FCFS, POLICIES
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import Request
+from pagedjax.options.params import SamplingParams
 from tests.experiments.laboratory import faults, simulated, world
 
 CONFIG = SchedulerConfig(
@@ -77,6 +78,7 @@ def test_a_changed_draft_is_shown_by_at_most_four_requests(
 ):
     rare = count // 2
     arrivals = simulated.requests(random.Random(3), count)
+    arrivals[rare][1]["params"] = SamplingParams(max_tokens=20, ignore_eos=True)
 
     def guesses(changed: bool):
         def guess(seq, length: int, most: int) -> Guess:
