@@ -203,6 +203,16 @@ def read(path: str | os.PathLike[str], policies: Mapping[str, Policy] = POLICIES
     )
 
 
+def in_steps(past: Past) -> Past:
+    """The past with numbers of steps as times."""
+    entries: list[Recorded] = []
+    steps = 0
+    for recorded in past.entries:
+        steps += isinstance(recorded.entry, Commit)
+        entries.append(recorded._replace(at=float(steps)))
+    return past._replace(entries=tuple(entries), timed=False)
+
+
 class Reader:
     """Collects what the lines of a recording say."""
 

@@ -92,6 +92,8 @@ class Change(NamedTuple):
         times until the runs differ.
     caching: whether prefixes are shared; None: as in the recorded run.
     own_policy: how a policy in a user's file is named, for a recording of this run.
+    follows: whether the run goes by the recorded times while it decides as the recording. False:
+        every step takes `seconds`, so that several runs are compared without the recorded noise.
     """
 
     config: SchedulerConfig
@@ -101,6 +103,7 @@ class Change(NamedTuple):
     behind: Mapping[int, Behind] = MappingProxyType({})
     caching: bool | None = None
     own_policy: str | None = None
+    follows: bool = True
 
 
 class Made(NamedTuple):
@@ -167,7 +170,8 @@ class Run:
         self.now = 0.0
         self._beams = any(request.beams for request in past.requests.values())
         same_limits = change.config.max_model_len == past.config.max_model_len
-        self.follows = same_limits or not self._beams  # a choice of beams depends on their limit
+        # a choice of beams depends on their limit
+        self.follows = change.follows and (same_limits or not self._beams)
         self.inexact: Counter[str] = Counter()
         self.past_arrivals: list[int] = []
         self._contents: Contents = contents(past, change.config, caching=change.caching)
