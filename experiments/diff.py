@@ -56,7 +56,13 @@ def _run(options: argparse.Namespace) -> int:
             f"({smallest.tries} sets tried); `pagedjax diff {options.shrink[0]} "
             f"{options.shrink[1]}` shows how"
         )
-        values["shrunk"] = {"requests": requests, "tries": smallest.tries}
+        if smallest.scale < 1.0:
+            print(f"their times are {smallest.scale:g} of the recorded ones")
+        values["shrunk"] = {
+            "requests": requests,
+            "tries": smallest.tries,
+            "scale": smallest.scale,
+        }
     if options.json:
         text = json.dumps(values, indent=2, default=int)
         Path(options.json).write_text(f"{text}\n", encoding="utf-8")

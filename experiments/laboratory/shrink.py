@@ -5,22 +5,26 @@ complements are tried, in ever smaller parts, until no single request can be lef
 is a smallest set in this sense (1-minimal), and not always the smallest of all.
 
 Both schedulers run again with each set. A set shows the difference if the first other decision of
-these runs is of the same kind.
+these runs is of the same kind. If fewer requests show it when they come closer together than
+recorded, they do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
 from experiments.laboratory.contents import Refused
 from experiments.laboratory.differences import Difference, difference, kind_of_difference
-from experiments.laboratory.past import Past
+from experiments.laboratory.past import Past, Recorded
 from experiments.laboratory.rerun import Change, Run, StepTime, count, run, unchanged
-from pagedjax.host.event_log import Schedule, Submit
+from pagedjax.host.event_log import Cancel, Schedule, Submit
 from pagedjax.host.scheduler import Rejected
 from pagedjax.host.types import Plan
+
+SCALES = (0.0, 0.125, 0.25, 0.5)  # of the times between requests
 
 
 class Shrunk(NamedTuple):
@@ -29,12 +33,14 @@ class Shrunk(NamedTuple):
     arrivals: those of the requests that are left.
     kind: of the difference that they show.
     tries: how many sets of requests were run.
+    scale: the times between requests, over the recorded ones.
     first, second: both runs with these requests, not yet gone through.
     """
 
     arrivals: tuple[int, ...]
     kind: str
     tries: int
+    scale: float
     first: Run
     second: Run
 
@@ -52,19 +58,28 @@ def shrink(first: Past, second: Past) -> Shrunk:
     candidates = _before(first, result.step)
     tries = 0
 
-    def shows(arrivals: Sequence[int]) -> bool:
+    def shows(arrivals: Sequence[int], sides: tuple[_Side, _Side]) -> bool:
         nonlocal tries
         tries += 1
         return kind_with(sides, arrivals) == result.kind
 
-    if not shows(candidates):
+    if not shows(candidates, sides):
         raise Refused(
             f"both schedulers run again with the {len(candidates)} requests before step "
             f"{result.step} do not differ in {result.kind!r} first, so the difference depends on "
             "times that differ between the recordings; record both without times, or simulated"
         )
-    arrivals = ddmin(candidates, shows)
-    return Shrunk(tuple(arrivals), result.kind, tries, *_runs(sides, arrivals))
+    arrivals = ddmin(candidates, partial(shows, sides=sides))
+    best_scale = 1.0
+    for scale in SCALES:
+        closer = (_closer(sides[0], scale), _closer(sides[1], scale))
+        if best_scale == 1.0 and shows(arrivals, closer):
+            fewer = ddmin(arrivals, partial(shows, sides=closer))
+            if len(fewer) < len(arrivals):
+                arrivals = fewer
+                sides = closer
+                best_scale = scale
+    return Shrunk(tuple(arrivals), result.kind, tries, best_scale, *_runs(sides, arrivals))
 
 
 def ddmin(items: Sequence[int], shows: Callable[[Sequence[int]], bool]) -> list[int]:
@@ -114,6 +129,24 @@ def _cuts(number: int, parts: int) -> Iterator[tuple[int, int]]:
 class _Side(NamedTuple):
     past: Past
     change: Change
+
+
+def _closer(side: _Side, scale: float) -> _Side:
+    """The side whose requests come at shares of their recorded times. A client leaves as long after
+    its request as recorded.
+    """
+    submitted: dict[int, float] = {}
+    entries: list[Recorded] = []
+    for recorded in side.past.entries:
+        at = scale * recorded.at
+        if isinstance(recorded.entry, Submit) and recorded.arrival is not None:
+            submitted[recorded.arrival] = recorded.at
+        elif isinstance(recorded.entry, Cancel) and recorded.arrival is not None:
+            came = submitted.get(side.past.outputs[recorded.arrival].first, 0.0)
+            at = scale * came + recorded.at - came
+        entries.append(recorded._replace(at=at))
+    past = side.past._replace(entries=tuple(entries))
+    return _Side(past, side.change._replace(follows=False))
 
 
 def _sides(first: Past, second: Past) -> tuple[_Side, _Side]:
