@@ -34,7 +34,7 @@ def engine(
         "max_model_len": 64,
     }
     config = EngineConfig(
-        **settings | options, token_buckets=(1, 2, 4, 8, 16), speculative=speculative
+        **{"token_buckets": (1, 2, 4, 8, 16), **settings, **options}, speculative=speculative
     )
     acceptance = 0.6 if drafting and guesses is None else None
     simulate = Simulate(step_s=1.0, padded=False, acceptance=acceptance)
