@@ -12,7 +12,7 @@ import pytest
 
 from experiments.laboratory import past, rerun
 from experiments.laboratory.rerun import Change, run
-from pagedjax import LLM, SamplingParams
+from pagedjax import LLM, BeamSearchParams, SamplingParams
 from tests.engine.runs import small_llm
 from tests.experiments.laboratory.test_rerun import with_effect
 
@@ -24,13 +24,19 @@ CHANGES = [
 ]
 
 
-def requests(draw: random.Random, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts that begin alike, with seeds, branches, stop tokens and stop strings."""
-    prompts = []
-    params = []
+Params = SamplingParams | BeamSearchParams
+
+
+def requests(draw: random.Random, count: int) -> tuple[list[list[int]], list[Params]]:
+    """Prompts that begin alike, with seeds, branches, beams, stop tokens and stop strings."""
+    prompts: list[list[int]] = []
+    params: list[Params] = []
     for _ in range(count):
         family = draw.randrange(3)
         prompts.append([family] * draw.randint(1, 40) + draw.choices(range(250), k=8))
+        if draw.random() < 0.2:
+            params.append(BeamSearchParams(beam_width=2, max_tokens=draw.randint(1, 8)))
+            continue
         params.append(
             SamplingParams(
                 temperature=1.0,
@@ -45,9 +51,7 @@ def requests(draw: random.Random, count: int) -> tuple[list[list[int]], list[Sam
     return prompts, params
 
 
-def record(
-    llm: LLM, path: Path, prompts: list[list[int]], params: list[SamplingParams]
-) -> past.Past:
+def record(llm: LLM, path: Path, prompts: list[list[int]], params: list[Params]) -> past.Past:
     """Records a run of an engine."""
     llm.engine.record(path, prompts=True)
     llm.generate(prompts, params)
