@@ -80,7 +80,7 @@ def test_without_a_change_the_golden_recording_is_made_again(tmp_path: Path):
     assert lines(copy)[1:] == lines(path)[1:]
 
 
-@drawn.examples(40, 1000)
+@drawn.examples(25, 1000)
 def test_without_a_change_random_recordings_are_made_again(tmp_path: Path, number: int):
     path = tmp_path / "run.jsonl"
 
@@ -99,7 +99,7 @@ def test_without_a_change_random_recordings_are_made_again(tmp_path: Path, numbe
 POLICY_NAMES = sorted(POLICIES)
 
 
-@drawn.examples(60, 1000)
+@drawn.examples(25, 1000)
 def test_a_changed_run_is_what_a_scheduler_does_that_is_run_so(tmp_path: Path, number: int):
     """The same bytes: decisions, blocks, copies, preemptions, tokens and times."""
 
@@ -130,7 +130,7 @@ def test_a_changed_run_is_what_a_scheduler_does_that_is_run_so(tmp_path: Path, n
     )
 
 
-@drawn.examples(12, 100)
+@drawn.examples(6, 100)
 def test_without_a_change_recordings_of_simulated_engines_are_made_again(
     tmp_path: Path, number: int
 ):
@@ -154,7 +154,7 @@ def test_without_a_change_recordings_of_simulated_engines_are_made_again(
     )
 
 
-@drawn.examples(12, 100)
+@drawn.examples(6, 100)
 def test_blocks_of_any_size_have_the_hashes_that_an_engine_makes(tmp_path: Path, number: int):
     """The hashes of a size that is no multiple of the recorded one come from recorded prompts."""
     path = tmp_path / "run.jsonl"
