@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import Request
 from tests import drawn
 from tests.experiments.laboratory import simulated, world
-from tests.host.test_event_log import modes, record
+from tests.host.test_event_log import SMALL, modes, record
 from tests.refusals import refused
 
+POLICY_NAMES = sorted(POLICIES)
 GOLDEN = Path("tests/viewer/goldens/run.jsonl")
 
 
@@ -96,7 +98,26 @@ def test_without_a_change_random_recordings_are_made_again(tmp_path: Path, numbe
     drawn.check(number, holds, config=modes, seed=st.integers(0, 2**32 - 1), timed=st.booleans())
 
 
-POLICY_NAMES = sorted(POLICIES)
+@drawn.examples(15, 500)
+def test_changed_random_recordings_replay_or_are_refused(tmp_path: Path, number: int):
+    """With all transitions: ids that are used again, cancels in flight, restarts, updates."""
+    path = tmp_path / "run.jsonl"
+
+    def holds(seed: int, policy: str, budget: int) -> None:
+        record(path, SMALL, seed, length=30)
+        with_times(path, seed)
+        config = SMALL._replace(max_num_batched_tokens=budget, num_blocks=8, host_blocks=seed % 5)
+        with suppress(rerun.Refused):  # because of an update
+            _, copy = rerun_of(path, config=config, policy=POLICIES[policy])
+            assert verify(copy, POLICIES).identical
+
+    drawn.check(
+        number,
+        holds,
+        seed=st.integers(0, 2**32 - 1),
+        policy=st.sampled_from([name for name in POLICY_NAMES if name != "srtf"]),
+        budget=st.integers(4, 9),
+    )
 
 
 @drawn.examples(25, 1000)

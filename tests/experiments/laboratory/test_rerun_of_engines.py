@@ -43,7 +43,7 @@ def requests(draw: random.Random, count: int) -> tuple[list[list[int]], list[Par
                 seed=draw.randrange(1000),
                 max_tokens=draw.randint(1, 30),
                 n=draw.choice([1, 1, 3]),
-                stop=draw.choice([None, ("a", "e")]),
+                stop=draw.choice([(), ("a", "e")]),
                 stop_token_ids=draw.choice([(), (7, 30, 99)]),
                 ignore_eos=draw.random() < 0.5,
             )
