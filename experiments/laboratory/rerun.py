@@ -179,6 +179,8 @@ class Run:
             change.config.block_size == past.config.block_size
             and change.caching in (None, past.shares)
         )
+        if not self._same_blocks:
+            self._refuse_what_time_decides()
         self._plan: Plan | None = None  # of a step that follows the recording and has not ended
         self._arrivals: dict[str, int] = {}  # in the past, of unfinished sequences by their ids
         self._names: dict[int, str] = {}  # the inverse
@@ -427,7 +429,7 @@ class Run:
         self.now += self.change.seconds(plan)
         commit = self._commit(plan, sampled, hashes, choices)
         yield Made(commit, self.now, follows=False)
-        for name, reason in (*self._recorded_ends(), *ends.items()):
+        for name, reason in (*ends.items(), *self._recorded_ends()):
             yield Made(self._cancel(name, reason), self.now, follows=False)
 
     def _commit(
@@ -537,7 +539,7 @@ class Run:
                 parents = tuple([ids[parent] for parent in choice.parents])
                 choices[first.request_id] = choice._replace(parents=parents)
             elif at_limit or (end and end.num_output == first.num_output):
-                ends[first.request_id] = end.reason if end else "stop"
+                ends[first.request_id] = end.reason if end else "length"
             else:
                 parents = names if len(group) == len(names) else names[:1] * len(names)
                 choices[first.request_id] = Choice(parents, (NO_MEANING,) * len(names))

@@ -8,7 +8,7 @@ tokens, and blocks of any size have comparable hashes.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,16 @@ from pagedjax.host import scheduler
 from pagedjax.host.event_log import Cancel, Commit, Recorder, Schedule, Submit
 from pagedjax.host.policies import Policy
 from pagedjax.host.scheduler import SchedulerConfig
-from pagedjax.host.types import Beamed, Choice, Event, Plan, Request, Sampled, Seq
+from pagedjax.host.types import (
+    Beamed,
+    Choice,
+    Event,
+    FinishReason,
+    Plan,
+    Request,
+    Sampled,
+    Seq,
+)
 
 STOP = 12
 
@@ -100,7 +109,7 @@ class World:
         content = self.tokens[name][: (index + 1) * self.config.block_size]
         return f"{crc32(repr(content).encode()):08x}{len(content)}"
 
-    def cancel(self, name: str, reason) -> None:
+    def cancel(self, name: str, reason: FinishReason) -> None:
         self.state, events = scheduler.cancel(self.state, name, reason)
         self.recorder.write(Cancel(name, reason, events))
 
@@ -123,11 +132,11 @@ class World:
         self.recorder.write(Commit(plan, sampled, hashes, choices, events))
         self.read(events, ends)
 
-    def searches(self, plan: Plan) -> tuple[dict[str, Choice], list[str]]:
-        """The choices of beams, and the first beams of searches that end."""
+    def searches(self, plan: Plan) -> tuple[dict[str, Choice], dict[str, FinishReason]]:
+        """The choices of beams, and the first beams of searches that end, with the reason."""
         ends = {row.seq.arrival: row.seq.computed + row.count for row in plan.rows}
         choices = {}
-        ended = []
+        ended: dict[str, FinishReason] = {}
         groups: dict[int | None, list[Seq]] = {}
         for seq in scheduler.running(self.state):
             if seq.request.beams:
@@ -142,7 +151,7 @@ class World:
             index = first.num_output
             stops_after = self.arrivals[first.request_id].stops_after
             if first.length + 1 >= first.limit or index == stops_after:
-                ended.append(first.request_id)
+                ended[first.request_id] = "stop" if index == stops_after else "length"
                 continue
             parents = [
                 alive[number("p", names[0], index, i, below=len(alive))] for i in range(len(names))
@@ -151,7 +160,7 @@ class World:
             choices[first.request_id] = Choice(tuple(parents), tuple(new))
         return choices, ended
 
-    def read(self, events: Sequence[Event], searches: Sequence[str]) -> None:
+    def read(self, events: Sequence[Event], searches: Mapping[str, FinishReason]) -> None:
         """Adds the tokens of a step, and ends what has to end after it."""
         stopped = []
         for event in events:
@@ -170,11 +179,11 @@ class World:
                     event.request_ids, new, event.token_ids, strict=True
                 ):
                     self.tokens[name] = [*tokens, token]
+        for name, reason in searches.items():
+            self.cancel(name, reason)
         for name in stopped:
             if name in self.state.ids:
                 self.cancel(name, "stop")
-        for name in searches:
-            self.cancel(name, "stop")
 
 
 def drive(
