@@ -4,11 +4,12 @@
     pagedjax blame run.jsonl --by class
     pagedjax blame run.jsonl --record cases      recordings of the worst cases, for the viewer
 
-The recorded scheduler runs again without each user (or class, or request), with the recorded tokens.
-The first table is what each user adds to the times of the others: the sum over their requests of
-the seconds from submission to end, with all minus without that user. The second one shares the delay
-of each user (its time with all minus its time alone) among the others by Shapley values, which add up to it:
-exactly for up to 6 users (2 ** users runs), else over orders that are drawn (--permutations).
+The recorded scheduler runs again without each user (or class, or request), with the recorded
+tokens. The first table is what each user adds to the times of the others: the sum over their
+requests of the seconds from submission to end, with all minus without that user. The second one
+shares the delay of each user (its time with all minus its time alone) among the others by Shapley
+values, which add up to it: exactly for up to 6 users (2 ** users runs), else over orders that are
+drawn (--permutations).
 
 Seconds are those of a fit to the recorded steps, in every run. Without times, or with --steps,
 steps are counted, and nothing is fitted (docs/design/laboratory.md).
@@ -63,9 +64,8 @@ def _run(options: argparse.Namespace) -> None:
     table = {**policies.POLICIES, **{policy.name: policy for policy in own_policies}}
     recorded = past.read(options.recording, table)
     audit = Audit(recorded, options.by, buckets=options.buckets, steps=options.steps)
-    began = time.perf_counter()
-    delays = {}
-    _check_runs(audit, options, began)
+    _check_runs(audit, options)
+    delays: dict[str, float] = {}
     without, cases = audit.without()
     shares = _shares(audit, options)
     if shares is not None:
@@ -81,7 +81,7 @@ def _run(options: argparse.Namespace) -> None:
         Path(options.json).write_text(f"{text}\n", encoding="utf-8")
 
 
-def _check_runs(audit: Audit, options: argparse.Namespace, began: float) -> None:
+def _check_runs(audit: Audit, options: argparse.Namespace) -> None:
     """Raises Refused for more runs than are allowed. The first run says how long one takes."""
     groups = len(audit.groups)
     needed = groups + 1
@@ -89,8 +89,9 @@ def _check_runs(audit: Audit, options: argparse.Namespace, began: float) -> None
         needed = 2**groups
     elif options.by != "request":
         needed += runs_of_sample(groups, options.permutations)
+    started = time.perf_counter()
     audit.totals(audit.everyone)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started
     if needed > options.most_runs:
         fewer = "--by user" if options.by == "request" else "fewer --permutations"
         raise Refused(
