@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "run": "measure or simulate an experiment",
+    "blame": "who delayed whom in a recorded run?",
     "compare": "is the difference of two experiments real?",
     "capacity": "the highest rate at which an experiment meets its targets",
+    "diff": "where do two recorded runs differ first?",
     "report": "draw the report of an experiment again",
     "reproduce": "reproduce published results",
 }

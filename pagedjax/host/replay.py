@@ -66,6 +66,20 @@ class Transition(NamedTuple):
     prompt: tuple[int, ...] | None = None  # token ids of a submit, where they were recorded
 
 
+class Line(NamedTuple):
+    """A line of a log, run again.
+
+    recomputed: what the line should be.
+    entry: its transition with inputs and outcome; None: it is the header.
+    """
+
+    number: int
+    recorded: str
+    recomputed: str
+    transition: Transition
+    entry: Entry | None = None
+
+
 class Difference(NamedTuple):
     """A line that the replay would write differently."""
 
@@ -112,7 +126,7 @@ def replay(
         ReplayError: an unknown format or policy, a malformed line, or a transition that the
         scheduler refuses.
     """
-    return (transition for *_, transition in _rerun(path, policies))
+    return (line.transition for line in lines(path, policies))
 
 
 def header(path: str | PathLike[str]) -> dict[str, Any]:
@@ -136,19 +150,19 @@ def verify(path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES)
     """
     version = ""
     own_policy = ""
-    lines = 0
+    count = 0
     difference = None
     kinds: Counter[str] = Counter()
     finished: Counter[str] = Counter()
     preemptions = 0
     try:
-        for lines, recorded, recomputed, transition in _rerun(path, policies):
+        for count, recorded, recomputed, transition, _ in lines(path, policies):
             if not version:
                 first_record = json.loads(recorded)
                 version = first_record["pagedjax"]
                 own_policy = first_record.get("own_policy", "")
             if recorded != recomputed:
-                difference = Difference(lines, recorded, recomputed)
+                difference = Difference(count, recorded, recomputed)
                 break
             kinds[transition.kind] += 1
             preemptions += sum(isinstance(event, Preempted) for event in transition.events)
@@ -159,7 +173,7 @@ def verify(path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES)
         difference = refused.difference
     return ReplayReport(
         version,
-        lines,
+        count,
         steps=kinds["commit"],
         requests=kinds["submit"],
         preemptions=preemptions,
@@ -170,11 +184,10 @@ def verify(path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES)
     )
 
 
-def _rerun(
-    path: str | PathLike[str], policies: Mapping[str, Policy]
-) -> Iterator[tuple[int, str, str, Transition]]:
-    """Runs the scheduler again -> (line number, the line as recorded, the line as it should be, its
-    transition) of each line.
+def lines(path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES) -> Iterator[Line]:
+    """Runs the scheduler again -> each line, as it is and as it should be.
+
+    Raises: see `replay`.
     """
     rows = _rows(path)
     number, recorded, first_record = next(rows, (1, "", None))
@@ -183,7 +196,7 @@ def _rerun(
     config, policy, version = _header(first_record, policies)
     transition = Transition("init", scheduler.init(config))
     line = header_line(config, policy.name, version, first_record.get("own_policy"))
-    yield number, recorded, line, transition
+    yield Line(number, recorded, line, transition)
     plan: Plan | None = None
     written: Written = {}
     for number, recorded, record in rows:
@@ -210,7 +223,7 @@ def _rerun(
             at=_time(number, notes),
             prompt=_prompt(number, notes, entry),
         )
-        yield number, recorded, with_notes(line, notes), transition
+        yield Line(number, recorded, with_notes(line, notes), transition, entry)
 
 
 def _time(number: int, notes: Mapping[str, Any]) -> float | None:
@@ -412,30 +425,30 @@ def with_recorded(
 def summary(report: ReplayReport) -> str:
     """A report in a few lines of text."""
     ends = ", ".join(f"{number} {reason}" for reason, number in report.finished.items()) or "none"
-    lines = [
+    texts = [
         f"recorded by pagedjax {report.version}",
         f"{report.steps} steps, {report.requests} requests, "
         f"{report.preemptions} preemptions; finished: {ends}",
     ]
     if report.truncated:
-        lines.append(
+        texts.append(
             "the last line is cut off, so the run was killed while it wrote; "
             "the lines before it were replayed"
         )
     if report.difference is None:
-        return "\n".join([*lines, f"identical: all {report.lines} lines"])
+        return "\n".join([*texts, f"identical: all {report.lines} lines"])
     number, recorded, recomputed = report.difference
     pairs = enumerate(zip(recorded, recomputed, strict=False))
     column = next((i for i, (old, new) in pairs if old != new), 0)
     excerpt = slice(max(0, column - 40), column + 60)
-    lines += [
+    texts += [
         f"DIFFERENT from line {number} on, at column {column + 1}",
         f"  recorded    {recorded[excerpt]}",
         f"  recomputed  {recomputed[excerpt]}",
     ]
     if report.own_policy:
-        lines.append(f"the recorded run had the policy {report.own_policy}")
-    return "\n".join(lines)
+        texts.append(f"the recorded run had the policy {report.own_policy}")
+    return "\n".join(texts)
 
 
 def _replay_parser() -> argparse.ArgumentParser:

@@ -214,6 +214,9 @@ usual = [
     drawn_views.at_most_one_group,
 ]
 ways = [st.booleans(), st.booleans(), st.sampled_from(get_args(Reservation)), st.just(())]
+modes = st.one_of(
+    st.builds(SchedulerConfig, *sizes, *usual), st.builds(SchedulerConfig, *sizes, *ways)
+)
 
 
 @drawn.examples(25, 160)
@@ -237,9 +240,6 @@ def test_random_recordings_replay_byte_for_byte(tmp_path: Path, number: int):
         assert (report.steps, report.requests) == (kinds.count("commit"), kinds.count("submit"))
         assert report.finished == {reason: ends.count(reason) for reason in sorted(set(ends))}
 
-    modes = st.one_of(
-        st.builds(SchedulerConfig, *sizes, *usual), st.builds(SchedulerConfig, *sizes, *ways)
-    )
     drawn.check(
         number, holds, config=modes, seed=st.integers(0, 2**32 - 1), names=st.text(max_size=3)
     )

@@ -1,0 +1,245 @@
+"""Who delayed whom in a recorded run: `Audit`.
+
+The requests of a run are in groups: users, classes, or each by itself. A group's time is the sum
+over its requests of the seconds from submission to end. Two answers, each a matrix (who causes, who
+suffers):
+
+    without     the time of the sufferer minus its time in the run without the causer
+    shares      the Shapley values (Shapley 1953) of the delays: a sufferer's delay, its time minus
+                its time when its group is alone, is shared among the others. Each gets the mean of
+                what it adds when the others come one after the other, over all orders.
+
+The shares of a sufferer add up to its delay. Those of `without` do not: two groups of which one
+would suffice for a delay cause none by this rule.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from statistics import mean, stdev
+from typing import NamedTuple
+
+from experiments.laboratory.contents import Refused
+from experiments.laboratory.outcomes import outcomes
+from experiments.laboratory.past import Past, in_steps
+from experiments.laboratory.rerun import Change, Run, count, run, unchanged
+from experiments.laboratory.times import StepTimes, fitted
+
+MOST_EXACT = 6  # groups whose Shapley values are exact; more are sampled
+Matrix = dict[tuple[str, str], float]  # (who causes, who suffers) -> seconds or steps
+
+
+def groups_of(past: Past, by: str) -> dict[str, frozenset[int]]:
+    """The requests of each group, by their arrivals.
+
+    Args:
+        by: "user", "class" or "request".
+    """
+    groups: dict[str, set[int]] = {}
+    for arrival, request in past.requests.items():
+        name = {
+            "user": request.user,
+            "class": request.service_class,
+            "request": request.request_id,
+        }[by]
+        if by == "request" and name in groups:  # an id that was used again
+            name = f"{name} ({arrival})"
+        groups.setdefault(name or "(none)", set()).add(arrival)
+    return {name: frozenset(arrivals) for name, arrivals in groups.items()}
+
+
+class Case(NamedTuple):
+    """A request that a group delayed.
+
+    seconds: its time in the whole run minus that without the group.
+    """
+
+    causer: str
+    sufferer: str
+    request_id: str
+    seconds: float
+
+
+class Shares(NamedTuple):
+    """Shapley values.
+
+    shares: see the module.
+    permutations: that were drawn; None: the values are exact.
+    error: by causer, half the width of the 95 % interval of what it caused in total.
+    """
+
+    shares: Matrix
+    permutations: int | None = None
+    error: Mapping[str, float] = {}
+
+
+class Audit:
+    """The runs of a past with some of its groups.
+
+    seconds_of_step: the fit to the recording; None: steps are counted.
+    num_runs: how many runs were made.
+    """
+
+    def __init__(
+        self, past: Past, by: str, *, buckets: Sequence[int] | None = None, steps: bool = False
+    ) -> None:
+        """
+        Args:
+            buckets: see `times.fitted`.
+            steps: count steps also if the recording has times.
+
+        Raises:
+            Refused: there are fewer than two groups, or steps have no seconds.
+        """
+        self.past = in_steps(past) if steps else past
+        self.groups = groups_of(past, by)
+        if len(self.groups) < 2:
+            names = ", ".join(self.groups) or "none"
+            raise Refused(
+                f"the recording has {len(self.groups)} group by {by} ({names}), and nobody to "
+                "delay it; choose another --by"
+            )
+        self.seconds_of_step: StepTimes | None = None
+        if self.past.timed:
+            self.seconds_of_step = fitted(past, buckets)
+        self.num_runs = 0
+        self._change = unchanged(past)._replace(
+            seconds=self.seconds_of_step or count, follows=not self.past.timed
+        )
+        self._totals: dict[frozenset[str], Mapping[str, float]] = {}
+        # of a request that ended by itself; what a client cut off has no time of its own
+        self._measured = {
+            output.first for output in past.outputs.values() if output.ended in ("stop", "length")
+        }
+        self._names = {arrival: name for name, group in self.groups.items() for arrival in group}
+
+    @property
+    def everyone(self) -> frozenset[str]:
+        return frozenset(self.groups)
+
+    def change(self, names: frozenset[str]) -> Change:
+        """The run with the requests of some groups alone."""
+        absent = self.everyone - names
+        without = frozenset().union(*(self.groups[name] for name in absent))
+        return self._change._replace(without=without)
+
+    def run(self, names: frozenset[str]) -> Run:
+        """See `change`."""
+        return run(self.past, self.change(names))
+
+    def seconds(self, names: frozenset[str]) -> dict[int, float]:
+        """Of each measured request of some groups, which run without the others: its time, until
+        its last branch has ended.
+        """
+        self.num_runs += 1
+        seconds: dict[int, float] = {}
+        for outcome in outcomes(self.run(names)).values():
+            if outcome.first in self._measured:
+                if outcome.seconds is None:
+                    raise Refused(
+                        f"request {outcome.request.request_id!r} does not end in the run with "
+                        f"{', '.join(sorted(names))} alone"
+                    )
+                seconds[outcome.first] = max(seconds.get(outcome.first, 0.0), outcome.seconds)
+        self._totals[names] = self._sums(seconds, names)
+        return seconds
+
+    def totals(self, names: frozenset[str]) -> Mapping[str, float]:
+        """The time of each of some groups, which run without the others."""
+        if names not in self._totals:
+            self.seconds(names)
+        return self._totals[names]
+
+    def _sums(self, seconds: Mapping[int, float], names: frozenset[str]) -> Mapping[str, float]:
+        sums = dict.fromkeys(names, 0.0)
+        for arrival, value in seconds.items():
+            sums[self._names[arrival]] += value
+        return sums
+
+    def delays(self) -> dict[str, float]:
+        """Of each group, its time in the whole run minus its time alone."""
+        whole = self.totals(self.everyone)
+        return {name: whole[name] - self.totals(frozenset([name]))[name] for name in self.groups}
+
+    def without(self) -> tuple[Matrix, list[Case]]:
+        """The delays by the runs without each group -> (the matrix, all cases, the worst first)."""
+        matrix: Matrix = {}
+        cases: list[Case] = []
+        whole = self.seconds(self.everyone)
+        for causer in self.groups:
+            seconds = self.seconds(self.everyone - {causer})
+            matrix |= {(causer, name): 0.0 for name in self.groups if name != causer}
+            for arrival, value in seconds.items():
+                sufferer = self._names[arrival]
+                delay = whole[arrival] - value
+                matrix[causer, sufferer] += delay
+                request_id = self.past.requests[arrival].request_id
+                cases.append(Case(causer, sufferer, request_id, delay))
+        return matrix, sorted(cases, key=lambda case: -case.seconds)
+
+    def exact_shares(self) -> Shares:
+        """The Shapley values over all sets of groups: 2 ** (number of groups) runs."""
+        shares = {
+            (causer, sufferer): 0.0
+            for causer in self.groups
+            for sufferer in self.groups
+            if causer != sufferer
+        }
+        others = len(self.groups) - 1
+        for causer, sufferer in shares:
+            rest = sorted(self.everyone - {causer, sufferer})
+            for size in range(len(rest) + 1):
+                weight = 1 / (others * math.comb(others - 1, size))
+                for before in combinations(rest, size):
+                    present = frozenset([*before, sufferer])
+                    added = self._added(causer, sufferer, present)
+                    shares[causer, sufferer] += weight * added
+        return Shares(shares)
+
+    def sampled_shares(self, permutations: int, seed: int) -> Shares:
+        """The Shapley values over some orders that are drawn. In each of them, the shares of a
+        sufferer add up to its delay.
+        """
+        draw = random.Random(seed)
+        samples: list[Matrix] = []
+        for _ in range(permutations):
+            order = draw.sample(sorted(self.groups), len(self.groups))
+            samples.append(dict(self._added_in(order)))
+        shares = {pair: mean([sample[pair] for sample in samples]) for pair in samples[0]}
+        error: dict[str, float] = {}
+        for name in self.groups:
+            totals = [caused(sample, name) for sample in samples]
+            error[name] = 1.96 * stdev(totals) / math.sqrt(permutations)
+        return Shares(shares, permutations, error)
+
+    def _added_in(self, order: Sequence[str]) -> Iterator[tuple[tuple[str, str], float]]:
+        """What each group adds to each sufferer, who is there first, when they come in an order."""
+        for sufferer in order:
+            present = frozenset([sufferer])
+            for causer in order:
+                if causer != sufferer:
+                    yield (causer, sufferer), self._added(causer, sufferer, present)
+                    present |= {causer}
+
+    def _added(self, causer: str, sufferer: str, present: frozenset[str]) -> float:
+        """What a group adds to the time of a sufferer, to those who are present."""
+        after = self.totals(present | {causer})[sufferer]
+        return after - self.totals(present)[sufferer]
+
+
+def runs_of_sample(groups: int, permutations: int) -> int:
+    """How many runs `sampled_shares` makes at most."""
+    return permutations * groups * groups // 2 + groups
+
+
+def caused(matrix: Matrix, name: str) -> float:
+    """What a group causes to all others."""
+    return sum([value for (causer, _), value in matrix.items() if causer == name])
+
+
+def suffered(matrix: Matrix, name: str) -> float:
+    """What all others cause to a group."""
+    return sum([value for (_, sufferer), value in matrix.items() if sufferer == name])

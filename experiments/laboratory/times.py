@@ -1,0 +1,73 @@
+"""How long a step would have taken: a fit to the steps of a timed recording, `fitted(past)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from experiments.laboratory.contents import Refused
+from experiments.laboratory.past import Past
+from experiments.simulation.cost import Fitted, fit, work_of
+from pagedjax.device.batch import token_buckets
+from pagedjax.host.scheduler import SchedulerConfig
+from pagedjax.host.types import Plan
+
+
+class StepTimes(NamedTuple):
+    """Seconds of a step, by its plan.
+
+    model: seconds of a step's counts; `model.error` is its median relative error on the recording.
+    buckets: padded numbers of tokens, ascending. A step with more tokens is not padded.
+    config: of the recorded scheduler, whose KV policy decides what queries see.
+    residuals: seconds that each recorded step took / seconds of the model, in their order.
+    """
+
+    model: Fitted
+    buckets: Sequence[int]
+    config: SchedulerConfig
+    residuals: Sequence[float] = ()
+
+    def __call__(self, plan: Plan) -> float:
+        padded = padded_tokens(plan, self.buckets)
+        return self.model(work_of(plan, padded, config=self.config))
+
+
+def fitted(past: Past, buckets: Sequence[int] | None = None) -> StepTimes:
+    """Fits seconds to the steps of a recording.
+
+    Args:
+        buckets: the engine's token buckets; None: its default ones.
+
+    Raises:
+        Refused: the recording has no times, or fewer than 8 steps with tokens.
+    """
+    if not past.timed:
+        raise Refused(
+            "the recording has no times, so steps have no seconds; record with times=True, or "
+            "count steps"
+        )
+    if buckets is None:
+        buckets = token_buckets(past.config.max_num_batched_tokens)
+    steps = [step for step in past.steps if step.plan.seqs and step.seconds > 0]
+    if len(steps) < 8:
+        raise Refused(f"the recording has {len(steps)} steps with tokens; a fit takes at least 8")
+    rows = []
+    for step in steps:
+        padded = padded_tokens(step.plan, buckets)
+        work = work_of(step.plan, padded, config=past.config)
+        rows.append(
+            {
+                "seconds": step.seconds,
+                "padded_tokens": padded,
+                "context_tokens": work.context,
+                "pairs": work.pairs,
+            }
+        )
+    times = StepTimes(fit(rows), buckets, past.config)
+    return times._replace(residuals=[step.seconds / times(step.plan) for step in steps])
+
+
+def padded_tokens(plan: Plan, buckets: Sequence[int]) -> int:
+    """The tokens that a step computes, padding included."""
+    tokens = plan.num_tokens
+    return next((size for size in buckets if size >= tokens), tokens)

@@ -1,0 +1,85 @@
+"""A recording of a real engine that runs again with a change is what the engine does when it is run
+so: decisions, blocks, preemptions and tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.laboratory import past, rerun
+from experiments.laboratory.rerun import Change, run
+from pagedjax import LLM, BeamSearchParams, SamplingParams
+from tests.engine.runs import small_llm
+from tests.experiments.laboratory.test_rerun import with_effect
+
+CHANGES = [
+    {"policy": "shortest"},
+    {"policy": "priority", "max_num_batched_tokens": 24},
+    {"policy": "longest_prefix"},
+    {"max_num_batched_tokens": 9},
+]
+
+
+Params = SamplingParams | BeamSearchParams
+
+
+def requests(draw: random.Random, count: int) -> tuple[list[list[int]], list[Params]]:
+    """Prompts that begin alike, with seeds, branches, beams, stop tokens and stop strings."""
+    prompts: list[list[int]] = []
+    params: list[Params] = []
+    for _ in range(count):
+        family = draw.randrange(3)
+        prompts.append([family] * draw.randint(1, 40) + draw.choices(range(250), k=8))
+        if draw.random() < 0.2:
+            params.append(BeamSearchParams(beam_width=2, max_tokens=draw.randint(1, 8)))
+            continue
+        params.append(
+            SamplingParams(
+                temperature=1.0,
+                seed=draw.randrange(1000),
+                max_tokens=draw.randint(1, 30),
+                n=draw.choice([1, 1, 3]),
+                stop=draw.choice([(), ("a", "e")]),
+                stop_token_ids=draw.choice([(), (7, 30, 99)]),
+                ignore_eos=draw.random() < 0.5,
+            )
+        )
+    return prompts, params
+
+
+def record(llm: LLM, path: Path, prompts: list[list[int]], params: list[Params]) -> past.Past:
+    """Records a run of an engine."""
+    llm.engine.record(path, prompts=True)
+    llm.generate(prompts, params)
+    llm.engine.record(None)
+    return past.read(path)
+
+
+# rounding in another batch changes one token in many thousands, unless the engine is invariant
+@pytest.mark.parametrize(
+    ("examples", "invariant"), [(3, False), pytest.param(200, True, marks=pytest.mark.slow)]
+)
+def test_a_changed_run_is_what_the_engine_does(
+    tiny, tmp_path: Path, examples: int, invariant: bool
+):
+    sizes: dict[str, Any] = {"num_blocks": 14, "block_size": 8, "token_buckets": (64,)}
+    sizes["batch_invariant"] = invariant
+    expected = tmp_path / "expected.jsonl"
+    again = tmp_path / "again.jsonl"
+    preemptions = 0
+    for seed in range(examples):
+        drawn = requests(random.Random(seed), 10)
+        recorded = record(small_llm(tiny, **sizes), tmp_path / "run.jsonl", *drawn)
+        changed = small_llm(tiny, **sizes, **CHANGES[seed % len(CHANGES)])
+        of_engine = record(changed, expected, *drawn)
+        change = Change(of_engine.config, of_engine.policy)
+        made = run(recorded, change)
+        rerun.record(again, made)
+        assert with_effect(again) == with_effect(expected)
+        assert not made.inexact
+        preemptions += again.read_text().count('"Preempted"')
+    assert preemptions > examples
