@@ -23,7 +23,7 @@ from typing import NamedTuple
 from experiments.laboratory.contents import Contents, Refused, contents
 from experiments.laboratory.past import Output, Past, Recorded, decision
 from pagedjax.host import scheduler
-from pagedjax.host.drafts import Sample, accepted, cut_at_the_end
+from pagedjax.host.drafts import Sample, accepted_columns, cut_at_the_end
 from pagedjax.host.event_log import (
     Adopt,
     Cancel,
@@ -500,7 +500,7 @@ class Run:
         hashes: dict[str, tuple[str, ...]] = {}
         counts: Sequence[int] = plan.counts
         if plan.drafts:
-            counts = accepted(plan, cut_at_the_end(plan, sampled)).counts
+            counts = accepted_columns(plan, cut_at_the_end(plan, sampled)).counts
         size = self.change.config.block_size
         for i in rows_that_fill(plan.starts, counts, size):
             seq = plan.seqs[i]
