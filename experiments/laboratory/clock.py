@@ -2,7 +2,8 @@
 
 A step takes the seconds of the fit, with what a recorded step deviated from it. The step k of the
 run gets the deviation of the recorded step k, so that a time in which the machine was slow is slow
-in both runs. A run with more steps than the recording begins again with the first deviation.
+in both runs. A run with more steps than the recording begins again with the first deviation, and
+waits in none of these steps for something else again (`STALL`).
 
 The same with deviations that are drawn, and a fit to the drawn steps, says by how much the times of
 a run may be wrong: a bootstrap of pairs, in blocks of consecutive steps, because slow steps come
@@ -54,7 +55,8 @@ class Clock(NamedTuple):
     def __call__(self, plan: Plan) -> float:
         recorded = self.order[plan.step % len(self.order)]
         factor, seconds = self.deviations[recorded]
-        return factor * self.times(plan) + seconds
+        stall = seconds if plan.step < len(self.order) else 0.0
+        return factor * self.times(plan) + stall
 
     @property
     def stalls(self) -> list[float]:
