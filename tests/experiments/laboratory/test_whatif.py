@@ -25,6 +25,7 @@ from experiments.simulation.simulate import SimulatedEngine
 from pagedjax import routing
 from pagedjax.commands.cli import main
 from pagedjax.engine.engine import Engine
+from pagedjax.host.event_log import Submit
 from pagedjax.host.policies import FCFS, POLICIES
 from pagedjax.host.replay import verify
 from pagedjax.host.types import Finished, Request, Sampled
@@ -196,7 +197,7 @@ def drive_closed(
     return sent
 
 
-def ended(result) -> list[str]:
+def ended(result: Any) -> list[str]:
     return [event.request_id for event in result.events if isinstance(event, Finished)]
 
 
@@ -290,9 +291,9 @@ class Ends:
     """Notes when each request ended."""
 
     def __init__(self) -> None:
-        self.times: dict[str, float] = {}
+        self.times: dict[str, Any] = {}
 
-    def step(self, replica: int, result) -> None:
+    def step(self, replica: int, result: Any) -> None:
         self.times |= dict.fromkeys(ended(result), result.finished)
 
     def span(self, replica: int, span) -> None:
@@ -309,16 +310,16 @@ def test_replicas_are_those_of_the_simulator(tmp_path: Path, number: int):
     def holds(seed: int, name: str) -> None:
         simulated.record(path, one, simulated.requests(random.Random(seed), 12))
         recorded = past.read(path)
-        submits = [(r.at, r.entry) for r in recorded.entries if r.arrival is not None]
         items = [
             WorkItem(
-                submit.request.request_id,
-                at,
-                tuple(submit.prompt),
-                submit.request.max_tokens,
-                user=submit.request.user,
+                each.entry.request.request_id,
+                each.at,
+                tuple(each.entry.prompt),
+                each.entry.request.max_tokens,
+                user=each.entry.request.user,
             )
-            for at, submit in submits
+            for each in recorded.entries
+            if isinstance(each.entry, Submit)
         ]
         for number, engine in enumerate(engines):
             engine.reset()
