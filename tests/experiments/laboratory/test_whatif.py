@@ -201,7 +201,7 @@ def ended(result: Any) -> list[str]:
     return [event.request_id for event in result.events if isinstance(event, Finished)]
 
 
-@drawn.examples(5, 100)
+@drawn.examples(3, 100)
 def test_clients_of_a_closed_loop_send_when_they_are_free(tmp_path: Path, number: int):
     """A changed run is the recording of a changed engine with the same clients."""
     path = tmp_path / "run.jsonl"
@@ -392,7 +392,7 @@ def test_a_changed_run_of_a_simulated_engine_is_predicted(noisy: Path, tmp_path:
     recorded = past.read(noisy)
     config = recorded.config._replace(max_num_seqs=3)
     change = rerun.unchanged(recorded)._replace(config=config)
-    result = predict(recorded, change, router=routing.ROUND_ROBIN, draws=8, buckets=())
+    result = predict(recorded, change, router=routing.ROUND_ROBIN, draws=5, buckets=())
     expected = tmp_path / "expected.jsonl"
     engine = noisy_engine(max_num_seqs=3)
     arrivals = simulated.requests(random.Random(5), 60)
