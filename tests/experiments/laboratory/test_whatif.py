@@ -114,6 +114,8 @@ def drive(engine: Engine, path: Path, requests: list[Asked]) -> None:
 
 @pytest.fixture(scope="module")
 def engine_of(tiny) -> Callable[[str, str], Engine]:
+    """Engines with these sizes and policies, each made once."""
+
     @cache
     def engine(name: str, policy: str) -> Engine:
         return small_llm(tiny, max_model_len=48, policy=policy, **ENGINES[name]).engine
@@ -134,8 +136,10 @@ def test_a_changed_run_is_what_a_real_engine_does(
         requests = asked(random.Random(seed), 10)
         before, after = [engine_of(*each) for each in zip(names, policies, strict=True)]
         drive(before, path, requests)
-        drive(after, expected, requests)
         recorded = past.read(path)
+        steps = [int(each.at) for each in recorded.entries if isinstance(each.entry, Submit)]
+        pairs = zip(requests, steps, strict=True)  # idle times are not recorded
+        drive(after, expected, [request._replace(at=at) for request, at in pairs])
         change = rerun.unchanged(recorded)._replace(
             config=after.scheduler_state.config, policy=POLICIES[policies[1]]
         )
@@ -397,6 +401,10 @@ def test_a_changed_run_of_a_simulated_engine_is_predicted(noisy: Path, tmp_path:
     engine = noisy_engine(max_num_seqs=3)
     arrivals = simulated.requests(random.Random(5), 60)
     simulated.record(expected, engine, simulated.as_submitted(recorded, arrivals))
+    for first, times_of_request in result.after.items():
+        since = result.recorded.outcomes[first].submitted  # and not since the changed run took it
+        token_times = result.changed.outcomes[first].token_times
+        assert times_of_request.first_token == token_times[0] - since
     measured = outcomes_of(expected)
     rows = paired.rows(
         {"all": list(result.before)},
@@ -425,6 +433,18 @@ def test_times_of_a_request_are_counted_from_when_it_came():
     assert paired.times_of({0: outcome(request, 1.0, reason="rejected")}, {0: 1.0}) == {
         0: paired.Times()
     }
+
+
+def test_a_request_comes_as_recorded_or_after_the_end_that_it_follows():
+    request = Request("a", 4, 4)
+    recorded = {i: outcome(request, float(i), 5.0, first=i) for i in range(3)}
+    changed = {
+        0: outcome(request, 0.5, 9.0),  # taken when a step had ended
+        1: outcome(request, 10.5, 12.0, first=1),
+        2: outcome(request, 2.0, ended=None, first=2),
+    }
+    behind = {1: rerun.Behind(0, 1.0), 0: rerun.Behind(2, 1.0)}
+    assert paired.came(recorded, changed, behind) == {0: 0.0, 1: 10.0, 2: 2.0}
 
 
 def test_differences_are_of_pairs():
