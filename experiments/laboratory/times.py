@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from experiments.laboratory.contents import Refused
-from experiments.laboratory.past import Past
+from experiments.laboratory.past import Past, PastStep
 from experiments.simulation.cost import Fitted, fit, work_of
 from pagedjax.device.batch import token_buckets
 from pagedjax.host.scheduler import SchedulerConfig
@@ -48,13 +48,25 @@ def fitted(past: Past, buckets: Sequence[int] | None = None) -> StepTimes:
         )
     if buckets is None:
         buckets = token_buckets(past.config.max_num_batched_tokens)
-    steps = [step for step in past.steps if step.plan.seqs and step.seconds > 0]
+    steps = steps_with_tokens(past)
     if len(steps) < 8:
         raise Refused(f"the recording has {len(steps)} steps with tokens; a fit takes at least 8")
+    return fitted_to(steps, past.config, buckets)
+
+
+def steps_with_tokens(past: Past) -> list[PastStep]:
+    """The recorded steps that are fitted."""
+    return [step for step in past.steps if step.plan.seqs and step.seconds > 0]
+
+
+def fitted_to(
+    steps: Sequence[PastStep], config: SchedulerConfig, buckets: Sequence[int]
+) -> StepTimes:
+    """Fits seconds to steps, at least 8, of a scheduler with this configuration."""
     rows = []
     for step in steps:
         padded = padded_tokens(step.plan, buckets)
-        work = work_of(step.plan, padded, config=past.config)
+        work = work_of(step.plan, padded, config=config)
         rows.append(
             {
                 "seconds": step.seconds,
@@ -63,7 +75,7 @@ def fitted(past: Past, buckets: Sequence[int] | None = None) -> StepTimes:
                 "pairs": work.pairs,
             }
         )
-    times = StepTimes(fit(rows), buckets, past.config)
+    times = StepTimes(fit(rows), buckets, config)
     return times._replace(residuals=[step.seconds / times(step.plan) for step in steps])
 
 

@@ -13,6 +13,7 @@ COMMANDS = {
     "blame": "who delayed whom in a recorded run?",
     "compare": "is the difference of two experiments real?",
     "capacity": "the highest rate at which an experiment meets its targets",
+    "whatif": "what would another policy or configuration have done?",
     "diff": "where do two recorded runs differ first?",
     "report": "draw the report of an experiment again",
     "reproduce": "reproduce published results",

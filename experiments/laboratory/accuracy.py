@@ -1,0 +1,224 @@
+"""How well does a recording predict the run of another configuration?
+
+    python -m experiments.laboratory.accuracy smollm2-135m --json accuracy.json
+
+The same requests, at the same times, run as recorded, once more as recorded, and with each of four
+changes: block size, token budget, policy and number of sequences. Each change is predicted from the
+first recording. The table has medians over requests, measured and predicted. The row `again` has the
+second equal run in place of a prediction: no prediction can be nearer than that. The tokens differ
+by rounding at most, and all lengths are given.
+
+Give it a quiet machine: a time that was measured beside other jobs is not a result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.analysis.sweep_points import aligned
+from experiments.core.drive import drive
+from experiments.core.environment import environment
+from experiments.core.workloads import WorkItem
+from experiments.laboratory import paired, past
+from experiments.laboratory.past import Past
+from experiments.laboratory.prediction import predict, reading
+from experiments.laboratory.rerun import run, unchanged
+from pagedjax import LLM, routing
+from pagedjax.host import policies
+from pagedjax.options.params import SamplingParams
+
+RECORDED = {
+    "block_size": 16,
+    "num_blocks": 256,
+    "max_num_batched_tokens": 128,
+    "max_num_seqs": 8,
+    "policy": "fcfs",
+}
+BUCKETS = (8, 32, 128)
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "block_size 64": {"block_size": 64, "num_blocks": 64},
+    "budget 32": {"max_num_batched_tokens": 32},
+    "policy shortest": {"policy": "shortest"},
+    "max_num_seqs 4": {"max_num_seqs": 4},
+}
+AGAIN = "again"
+
+
+class Measured(NamedTuple):
+    """A measured run.
+
+    times: of each request, by its arrival, since it was due.
+    """
+
+    recorded: Past
+    times: Mapping[int, paired.Times]
+
+
+class Cell(NamedTuple):
+    """The medians over requests of one measure; `again` has no prediction."""
+
+    change: str
+    measure: str
+    recorded: float
+    measured: float
+    predicted: float | None
+    difference: float  # median of the paired differences, measured
+    predicted_difference: float | None
+
+    @property
+    def error(self) -> float:
+        """Of the predicted median; of `again`, the change between two equal runs."""
+        reference = self.recorded if self.predicted is None else self.predicted
+        return reference / self.measured - 1
+
+
+def requests(count: int, rate: float, seed: int) -> list[WorkItem]:
+    """Requests of random tokens with Poisson arrivals."""
+    draw = np.random.default_rng(seed)
+    arrivals = np.cumsum(draw.exponential(1 / rate, count))
+    return [
+        WorkItem(
+            f"r{i}",
+            float(arrivals[i]),
+            tuple(draw.integers(17, 300, int(draw.integers(20, 200))).tolist()),
+            int(draw.integers(8, 64)),
+        )
+        for i in range(count)
+    ]
+
+
+def measure(model: str, items: Sequence[WorkItem], path: Path, **changed: Any) -> Measured:
+    """Runs and records the requests on an engine of its own."""
+    options = {**RECORDED, **changed}
+    buckets = [size for size in BUCKETS if size <= options["max_num_batched_tokens"]]
+    llm = LLM(
+        model,
+        max_model_len=512,
+        token_buckets=tuple(buckets),
+        compilation="eager",
+        progress=False,
+        **options,
+    )
+    sampling = SamplingParams(temperature=0, ignore_eos=True)
+    drive(llm.engine, [item._replace(arrival=0.0) for item in items[:8]], sampling)
+    llm.engine.reset()
+    began = time.perf_counter()
+    llm.engine.record(path, times=True, prompts=True)
+    start, _ = drive(llm.engine, items, sampling)
+    llm.engine.record(None)
+    recorded = past.read(path)
+    outcomes = reading(run(recorded, unchanged(recorded))).outcomes
+    due = {i: start - began + item.arrival for i, item in enumerate(items)}
+    return Measured(recorded, paired.times_of(outcomes, due))
+
+
+def cells(
+    change: str,
+    before: Measured,
+    after: Mapping[int, paired.Times],
+    predicted: Sequence[paired.Row] | None,
+) -> list[Cell]:
+    """The medians of a change."""
+    table: list[Cell] = []
+    predictions = {row.measure: row for row in predicted or () if row.group == paired.EVERYBODY}
+    for row in paired.rows({paired.EVERYBODY: list(before.times)}, before.times, after):
+        prediction = predictions.get(row.measure)
+        table.append(
+            Cell(
+                change,
+                row.measure,
+                row.before,
+                row.after,
+                prediction and prediction.after,
+                row.differences[0],
+                prediction and prediction.differences[0],
+            )
+        )
+    return table
+
+
+def compare(model: str, items: Sequence[WorkItem], folder: Path) -> tuple[list[Cell], float]:
+    """Measures and predicts all changes -> (the table, the fit's median error)."""
+    before = measure(model, items, folder / "recorded.jsonl")
+    again = measure(model, items, folder / "again.jsonl")
+    table = cells(AGAIN, before, again.times, None)
+    error = 0.0
+    for name, changed in CHANGES.items():
+        after = measure(model, items, folder / "changed.jsonl", **changed)
+        fields = {field: value for field, value in changed.items() if field != "policy"}
+        change = unchanged(before.recorded)._replace(
+            config=before.recorded.config._replace(**fields),
+            policy=policies.find(changed.get("policy", RECORDED["policy"])),
+        )
+        result = predict(before.recorded, change, router=routing.ROUND_ROBIN, buckets=BUCKETS)
+        assert result.times is not None, "the recordings have times"
+        error = result.times.model.error
+        table += cells(name, before, after.times, result.table)
+    return table, error
+
+
+def text_of(table: Sequence[Cell]) -> str:
+    """The table for a terminal, in milliseconds."""
+
+    def milliseconds(seconds: float | None) -> str:
+        return "" if seconds is None else f"{1000 * seconds:.1f}"
+
+    columns = {
+        "change": [cell.change for cell in table],
+        "median of": [cell.measure for cell in table],
+        "recorded": [milliseconds(cell.recorded) for cell in table],
+        "measured": [milliseconds(cell.measured) for cell in table],
+        "predicted": [milliseconds(cell.predicted) for cell in table],
+        "off by": [f"{cell.error:+.1%}" for cell in table],
+        "difference": [milliseconds(cell.difference) for cell in table],
+        "predicted difference": [milliseconds(cell.predicted_difference) for cell in table],
+    }
+    return aligned(columns)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(words)
+    items = requests(options.count, options.rate, options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        table, error = compare(options.model, items, Path(folder))
+    print(f"median error of the fit to the recorded steps: {error:.1%}")
+    print(text_of(table))
+    if options.json:
+        values = {
+            "model": options.model,
+            "date": time.strftime("%Y-%m-%d"),
+            "requests": options.count,
+            "rate": options.rate,
+            "fit_error": error,
+            "cells": [{**cell._asdict(), "error": cell.error} for cell in table],
+            "where": environment(),
+        }
+        Path(options.json).write_text(f"{json.dumps(values, indent=2)}\n", encoding="utf-8")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.laboratory.accuracy",
+        description="How well does a recording predict the run of another configuration?",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", nargs="?", default="smollm2-135m", help="a model (smollm2-135m)")
+    parser.add_argument("--count", type=int, default=60, help="requests of each run (60)")
+    parser.add_argument("--rate", type=float, default=1.0, help="requests a second (1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the requests (0)")
+    parser.add_argument("--json", metavar="FILE", help="also write the result to this file")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

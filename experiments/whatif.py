@@ -1,0 +1,351 @@
+"""What would another policy, or another configuration, have done with a recorded run?
+
+    pagedjax whatif run.jsonl --policy sjf
+    pagedjax whatif run.jsonl --set block_size=8 --set max_num_batched_tokens=512 --record other.jsonl
+    pagedjax whatif run.jsonl --replicas 2 --router least_loaded --loop closed
+
+The recording must replay byte for byte. Then the changed scheduler runs on its requests, with the
+recorded tokens. As long as it decides the same, the recorded times hold. From the first other
+decision on, a step takes the seconds of a fit to the recorded steps, with what the recorded step
+deviates from it; without times, steps are counted. The table has the paired differences, request by
+request: positive ones are later in the changed run. Below those of all requests is the interval of
+90 % that the fit's error gives (docs/guides/what_if.md).
+
+Exit status: 0, or 2 if the recording cannot be used or cannot have this change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.analysis.sweep_points import aligned
+from experiments.laboratory import paired, past, rerun
+from experiments.laboratory.clock import Clock
+from experiments.laboratory.past import Past
+from experiments.laboratory.prediction import LOOPS, Prediction, Reading, predict
+from experiments.laboratory.rerun import Change
+from pagedjax import routing
+from pagedjax.host import policies, scheduler
+from pagedjax.host.event_log import check_target
+from pagedjax.host.scheduler import SchedulerConfig
+from pagedjax.options.own_names import names_own_value
+
+SHOWN = 5  # users, or classes, in the table of the terminal
+FIXED = ("views",)  # fields of the configuration that a recording cannot change
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(words)
+    try:
+        _run(options)
+    except (ValueError, OSError) as error:
+        print(f"cannot change {options.recording}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    _check(options)
+    own_policies = [policies.find(name) for name in options.recorded_policy]
+    table = {**policies.POLICIES, **{policy.name: policy for policy in own_policies}}
+    recorded = past.read(options.recording, table)
+    prediction = predict(
+        recorded,
+        change_of(recorded, options),
+        router=routing.find(options.router),
+        replicas=options.replicas,
+        loop=options.loop,
+        draws=options.draws,
+        buckets=options.buckets,
+    )
+    for line in lines(recorded, prediction, options):
+        print(line)
+    if options.record:
+        rerun.record(options.record, rerun.run(recorded, prediction.change))
+        print(
+            f"wrote {options.record}; `pagedjax view {options.recording} {options.record}` shows "
+            "both runs, and `pagedjax diff` their first difference"
+        )
+    if options.json:
+        text = json.dumps(as_json(recorded, prediction, options), indent=2)
+        Path(options.json).write_text(f"{text}\n", encoding="utf-8")
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises ValueError for options that cannot be, before anything runs."""
+    if options.draws < 0:
+        raise ValueError(f"draws is {options.draws}; it must be at least 0")
+    if options.replicas < 1:
+        raise ValueError(f"replicas is {options.replicas}; it must be at least 1")
+    if options.record:
+        check_target(options.record)
+        if options.replicas > 1:
+            raise ValueError(
+                f"replicas is {options.replicas}, and --record writes the recording of one "
+                "engine; leave it out, or take --json"
+            )
+
+
+def change_of(recorded: Past, options: argparse.Namespace) -> Change:
+    """What the options change.
+
+    Raises:
+        ValueError: no such field or policy, or a value that is not allowed.
+    """
+    change = rerun.unchanged(recorded)
+    if options.policy is not None:
+        own_policy = options.policy if names_own_value(options.policy) else None
+        change = change._replace(policy=policies.find(options.policy), own_policy=own_policy)
+    values = dict([_setting(text) for text in options.set])
+    config = recorded.config._replace(**values)
+    scheduler.init(config)
+    caching = False if options.without_caching else None
+    return change._replace(config=config, caching=caching)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """A field of the configuration and its value, from "NAME=VALUE"."""
+    name, sign, value = text.partition("=")
+    names = [field for field in SchedulerConfig._fields if field not in FIXED]
+    if not sign or name not in names:
+        raise ValueError(
+            f"--set {text!r} names no field of the scheduler; write NAME=VALUE with one of "
+            f"{', '.join(names)}"
+        )
+    if name == "reservation":
+        return name, value
+    if name in ("chunked_prefill", "mixed_steps"):
+        switches = {"true": True, "false": False}
+        if value.lower() not in switches:
+            raise ValueError(f"{name} is {value!r}; it must be true or false")
+        return name, switches[value.lower()]
+    try:
+        return name, int(value)
+    except ValueError:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number") from None
+
+
+# --- output ---------------------------------------------------------------------------------------
+
+
+def lines(recorded: Past, prediction: Prediction, options: argparse.Namespace) -> Iterator[str]:
+    """The result as lines for a terminal."""
+    before = prediction.recorded
+    after = prediction.changed
+    yield f"{options.recording} replays byte for byte: {len(recorded.requests)} requests"
+    yield f"changed: {'; '.join(changes(recorded, prediction, options)) or 'nothing'}"
+    if prediction.identical:
+        yield f"identical: none of {before.steps} steps decides differently"
+    elif options.replicas == 1:
+        yield f"the runs differ from step {_parting(after)} on, first in {prediction.kind!r}"
+    unit = "s" if recorded.timed else "steps"
+    if prediction.times is not None:
+        error = prediction.times.model.error
+        yield f"seconds are those of a fit to the recorded steps; its median error is {error:.1%}"
+    yield ""
+    yield aligned(
+        {
+            "": ["recorded", "changed"],
+            **{
+                name.replace("_", " "): [_number(one), _number(other)]
+                for name, one, other in _totals(before, after, unit)
+            },
+        }
+    )
+    yield ""
+    yield f"paired differences, changed - recorded ({unit})"
+    yield _table(prediction.table)
+    yield from [f"NOTE: {note}" for note in notes(prediction)]
+
+
+def changes(recorded: Past, prediction: Prediction, options: argparse.Namespace) -> Iterator[str]:
+    """What differs from the recorded run, in words."""
+    change = prediction.change
+    policy = change.own_policy or change.policy.name
+    recorded_policy = recorded.own_policy or recorded.policy.name
+    if policy != recorded_policy:
+        yield f"policy {recorded_policy} -> {policy}"
+    fields = recorded.config._asdict()
+    for name, value in change.config._asdict().items():
+        if value != fields[name]:
+            yield f"{name} {fields[name]} -> {value}"
+    if change.caching is False:
+        yield "no prefix caching"
+    if options.replicas > 1:
+        yield f"{options.replicas} replicas behind the router {options.router}"
+    if change.behind:
+        yield f"{len(change.behind)} requests come after the end of another one ({options.loop})"
+
+
+def _parting(after: Reading) -> int:
+    assert after.parting is not None, "the caller asks only if the runs differ"
+    return after.parting[0]
+
+
+def _totals(before: Reading, after: Reading, unit: str) -> Iterator[tuple[str, float, float]]:
+    """Sums of both runs."""
+    for name in ("steps", "preemptions", "cached_tokens", "rejected"):
+        yield name, getattr(before, name), getattr(after, name)
+    if unit == "s":
+        yield "end_s", before.end, after.end
+
+
+def _table(table: Sequence[paired.Row]) -> str:
+    """The rows of the largest groups; those of all requests with their intervals below."""
+    groups = list(dict.fromkeys(row.group for row in table))
+    shown: list[str] = []
+    for kind in ("all", "user", "class"):
+        shown += [group for group in groups if group.split()[0] == kind][:SHOWN]
+    texts: list[list[str]] = []
+    for row in table:
+        if row.group not in shown:
+            continue
+        texts.append(
+            [
+                row.group,
+                row.measure.replace("_", " "),
+                str(row.requests),
+                _number(row.before),
+                _number(row.after),
+                *[_signed(number) for number in row.differences],
+            ]
+        )
+        if row.low and row.group == paired.EVERYBODY:
+            pairs = zip(row.low, row.high, strict=True)
+            texts.append([""] * 5 + [f"{_signed(low)} .. {_signed(high)}" for low, high in pairs])
+    names = ["group", "time", "requests", "recorded", "changed", *paired.STATISTICS]
+    columns = zip(*texts, strict=True) if texts else [()] * len(names)
+    text = aligned(dict(zip(names, columns, strict=True)))
+    left_out = len(groups) - len(shown)
+    return f"{text}\n({left_out} smaller groups are in --json)" if left_out else text
+
+
+def notes(prediction: Prediction) -> Iterator[str]:
+    """What is not exact, or not in the table, with its number."""
+    changed = prediction.changed
+    for name, number in changed.inexact.items():
+        yield f"not exact: {number} {name}"
+    clock = prediction.change.seconds
+    if isinstance(clock, Clock) and not prediction.identical:
+        if changed.beyond:
+            yield (
+                f"not exact: {changed.beyond} steps have more tokens than any recorded one; their "
+                "seconds are proportional to their tokens"
+            )
+        if clock.stalls:
+            yield (
+                f"{len(clock.stalls)} recorded steps took more than 3 times the fit, "
+                f"{_number(sum(clock.stalls))} s more in all; the changed run waits as long in the "
+                "steps of the same numbers"
+            )
+    requests = len(prediction.before)
+    ends = sum([times.end is not None for times in prediction.before.values()])
+    if ends < requests:
+        yield (
+            f"{requests - ends} recorded requests did not end by themselves; only their first "
+            "tokens are compared"
+        )
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3g}" if value else "0"
+
+
+def as_json(recorded: Past, prediction: Prediction, options: argparse.Namespace) -> dict[str, Any]:
+    """The whole result: both runs, the table with all groups, and every request."""
+    changed = prediction.changed
+    unit = "s" if recorded.timed else "steps"
+    return {
+        "recording": options.recording,
+        "changed": list(changes(recorded, prediction, options)),
+        "identical": prediction.identical,
+        "parts_at_step": None if changed.parting is None else changed.parting[0],
+        "parts_in": prediction.kind,
+        "unit": unit,
+        "fit_error": None if prediction.times is None else prediction.times.model.error,
+        "confidence": paired.CONFIDENCE if any(row.low for row in prediction.table) else None,
+        "totals": {
+            name: {"recorded": before, "changed": after}
+            for name, before, after in _totals(prediction.recorded, changed, unit)
+        },
+        "inexact": dict(changed.inexact),
+        "notes": list(notes(prediction)),
+        "statistics": paired.STATISTICS,
+        "table": [row._asdict() for row in prediction.table],
+        "requests": [
+            {
+                "id": request.request_id,
+                "user": request.user,
+                "class": request.service_class,
+                "recorded": prediction.before[first]._asdict(),
+                "changed": prediction.after[first]._asdict() if first in prediction.after else None,
+            }
+            for first, request in recorded.requests.items()
+        ],
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.whatif",
+        description="What would another policy or configuration have done with a recorded run?",
+        allow_abbrev=False,
+    )
+    parser.add_argument("recording", metavar="RUN", help="a recording")
+    parser.add_argument("--policy", help="of the changed run; a name, or mine.py:NAME")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a field of the scheduler's configuration, e.g. block_size=8; may be given again",
+    )
+    parser.add_argument(
+        "--without-caching", action="store_true", help="the changed run shares no prefixes"
+    )
+    parser.add_argument(
+        "--loop",
+        choices=tuple(LOOPS),
+        default="open",
+        help="when requests come: at their times; when a client is free (closed); after the end of "
+        "the user's request before (sessions)",
+    )
+    parser.add_argument("--replicas", type=int, default=1, help="equal engines behind a router (1)")
+    parser.add_argument(
+        "--router", default="least_loaded", help="of the replicas; a name, or mine.py:NAME"
+    )
+    parser.add_argument(
+        "--draws", type=int, default=20, help="runs for the intervals (20); 0: no intervals"
+    )
+    parser.add_argument(
+        "--buckets",
+        type=_sizes,
+        help="the engine's token_buckets, e.g. 16,64,256, if they are not the default ones",
+    )
+    parser.add_argument("--record", metavar="FILE", help="write the changed run as a recording")
+    parser.add_argument("--json", metavar="FILE", help="also write the whole result to this file")
+    parser.add_argument(
+        "--recorded-policy",
+        action="append",
+        default=[],
+        metavar="POLICY",
+        help="of your own, that the recorded run had: mine.py:NAME",
+    )
+    return parser
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(sorted(map(int, text.split(","))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
