@@ -44,7 +44,6 @@ def complete_run(model, tmp_path_factory) -> tuple[Path, list[Any]]:
     return out, train_rl.train(model, out, SETUP, 2, say=lambda _: None)
 
 
-@pytest.mark.slow
 def test_the_policies_are_one_in_exact_mode(complete_run, model):
     out, log = complete_run
     assert [entry["step"] for entry in log] == [1, 2, 3, 4, 5, 6]
