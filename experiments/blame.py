@@ -41,7 +41,8 @@ from experiments.laboratory.blame import (
     suffered,
 )
 from experiments.laboratory.contents import Refused
-from pagedjax.host import policies
+from pagedjax.host.event_log import check_target
+from pagedjax.host.replay import with_own
 
 SHOWN = 8  # groups in a table of the terminal
 WORST = 5  # cases
@@ -60,9 +61,11 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> None:
     if options.permutations < 2:
         raise ValueError(f"permutations is {options.permutations}; it must be at least 2")
-    own_policies = [policies.find(name) for name in options.policy]
-    table = {**policies.POLICIES, **{policy.name: policy for policy in own_policies}}
-    recorded = past.read(options.recording, table)
+    if options.json:
+        check_target(options.json, "result", "blame.json")
+    if options.record and Path(options.record).is_file():
+        raise ValueError(f"--record is {options.record}, which is a file; name a folder")
+    recorded = past.read(options.recording, with_own(options.policy))
     audit = Audit(recorded, options.by, buckets=options.buckets, steps=options.steps)
     _check_runs(audit, options)
     delays: dict[str, float] = {}
@@ -133,17 +136,9 @@ def _print(
     print("\nworst cases")
     for case in worst:
         print(f"  {case.causer} delayed {case.request_id} of {case.sufferer} by {case.seconds:.4g}")
-    for name, number in rerun_notes(audit).items():
+    for name, number in audit.inexact.items():
         print(f"NOTE: not exact: {number} {name}")
     print(f"{audit.num_runs} runs")
-
-
-def rerun_notes(audit: Audit) -> dict[str, int]:
-    """What was made up in the whole run."""
-    transitions = audit.run(audit.everyone)
-    for _ in transitions:
-        pass
-    return dict(transitions.inexact)
 
 
 def _table(audit: Audit, matrix: Matrix, error: Any = None) -> str:
@@ -198,7 +193,7 @@ def _as_json(
         "without": nested(without),
         "worst": [case._asdict() for case in worst],
         "runs": audit.num_runs,
-        "inexact": rerun_notes(audit),
+        "inexact": dict(audit.inexact),
     }
     if audit.seconds_of_step:
         values["fit_error"] = audit.seconds_of_step.model.error

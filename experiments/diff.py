@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.laboratory import differences, past, rerun, shrink
-from pagedjax.host import policies
 from pagedjax.host.event_log import check_target
+from pagedjax.host.replay import with_own
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -39,10 +39,12 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     for path in options.shrink or ():
         check_target(path)
-    own_policies = [policies.find(name) for name in options.policy]
-    table = {**policies.POLICIES, **{policy.name: policy for policy in own_policies}}
-    first = past.read(options.a, table)
-    second = past.read(options.b, table)
+        past.check_other_file(path, (options.a, options.b))
+    if options.json:
+        check_target(options.json, "result", "diff.json")
+    known_policies = with_own(options.policy)
+    first = past.read(options.a, known_policies)
+    second = past.read(options.b, known_policies)
     result = differences.difference(first, second)
     print(differences.text(result))
     values = {"a_file": options.a, "b_file": options.b} | differences.as_json(result)

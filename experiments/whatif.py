@@ -32,6 +32,7 @@ from experiments.laboratory.rerun import Change
 from pagedjax import routing
 from pagedjax.host import policies, scheduler
 from pagedjax.host.event_log import check_target
+from pagedjax.host.replay import with_own
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.options.own_names import names_own_value
 
@@ -51,9 +52,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     _check(options)
-    own_policies = [policies.find(name) for name in options.recorded_policy]
-    table = {**policies.POLICIES, **{policy.name: policy for policy in own_policies}}
-    recorded = past.read(options.recording, table)
+    recorded = past.read(options.recording, with_own(options.recorded_policy))
     prediction = predict(
         recorded,
         change_of(recorded, options),
@@ -84,11 +83,14 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"replicas is {options.replicas}; it must be at least 1")
     if options.record:
         check_target(options.record)
+        past.check_other_file(options.record, (options.recording,))
         if options.replicas > 1:
             raise ValueError(
                 f"replicas is {options.replicas}, and --record writes the recording of one "
                 "engine; leave it out, or take --json"
             )
+    if options.json:
+        check_target(options.json, "result", "whatif.json")
 
 
 def change_of(recorded: Past, options: argparse.Namespace) -> Change:

@@ -81,6 +81,7 @@ class Audit:
 
     seconds_of_step: the fit to the recording; None: steps are counted.
     num_runs: how many runs were made.
+    inexact: what was made up in the run with all groups, see `Run`; empty before that run.
     """
 
     def __init__(
@@ -106,6 +107,8 @@ class Audit:
         if self.past.timed:
             self.seconds_of_step = fitted(past, buckets)
         self.num_runs = 0
+        self.inexact: Mapping[str, int] = {}
+        self._seconds_of_all: dict[int, float] = {}
         self._change = unchanged(past)._replace(
             seconds=self.seconds_of_step or count, follows=not self.past.timed
         )
@@ -134,9 +137,12 @@ class Audit:
         """Of each measured request of some groups, which run without the others: its time, until
         its last branch has ended.
         """
+        if names == self.everyone and self._seconds_of_all:
+            return self._seconds_of_all
         self.num_runs += 1
         seconds: dict[int, float] = {}
-        for outcome in outcomes(self.run(names)).values():
+        transitions = self.run(names)
+        for outcome in outcomes(transitions).values():
             if outcome.first in self._measured:
                 if outcome.seconds is None:
                     raise Refused(
@@ -145,6 +151,9 @@ class Audit:
                     )
                 seconds[outcome.first] = max(seconds.get(outcome.first, 0.0), outcome.seconds)
         self._totals[names] = self._sums(seconds, names)
+        if names == self.everyone:
+            self._seconds_of_all = seconds
+            self.inexact = transitions.inexact
         return seconds
 
     def totals(self, names: frozenset[str]) -> Mapping[str, float]:

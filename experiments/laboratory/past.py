@@ -167,6 +167,15 @@ class Past(NamedTuple):
         return any(output.hashes for output in self.outputs.values())
 
 
+def check_other_file(path: str, recordings: Sequence[str]) -> None:
+    """Raises ValueError if a file that is to be written is one of the recordings that are read."""
+    for recording in recordings:
+        if os.path.exists(path) and os.path.exists(recording) and os.path.samefile(path, recording):
+            raise ValueError(
+                f"{path} is the recording that is read, and would be overwritten; name another file"
+            )
+
+
 def read(path: str | os.PathLike[str], policies: Mapping[str, Policy] = POLICIES) -> Past:
     """Reads and verifies a recording.
 

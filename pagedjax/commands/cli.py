@@ -307,14 +307,11 @@ def trace(args: argparse.Namespace) -> int:
     return _write(args, ".trace.json", json.dumps(events, separators=(",", ":")))
 
 
-def _policies(name: Any) -> dict[str, Any]:
+def _policies(name: str | None) -> dict[str, Any]:
     """The shipped policies, and the policy of that name if one is given, by their names."""
-    from pagedjax.host.policies import POLICIES, find
+    from pagedjax.host.replay import with_own
 
-    if not name:
-        return {**POLICIES}
-    policy = find(name)
-    return {**POLICIES, policy.name: policy}
+    return with_own([name] if name else [])
 
 
 def _decoder(model: str) -> Any:

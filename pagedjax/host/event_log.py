@@ -275,22 +275,21 @@ def line_of(entry: Entry, written: Written) -> str:
     return dump({kind_of(type(entry)): entry.record(written)})
 
 
-def check_target(path: str | PathLike[str]) -> None:
-    """Raises ValueError if no recording can be written to a file, before anything runs."""
+def check_target(
+    path: str | PathLike[str], kind: str = "recording", example: str = "run.jsonl"
+) -> None:
+    """Raises ValueError if no file of some kind can be written to a path, before anything runs."""
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
         raise ValueError(
-            f"the recording {path} is a folder; "
-            f"name a file, such as {os.path.join(path, 'run.jsonl')}"
+            f"the {kind} {path} is a folder; name a file, such as {os.path.join(path, example)}"
         )
     if not os.path.isdir(folder):
         raise ValueError(
-            f"the recording {path} has no folder; make {folder}, or name a file elsewhere"
+            f"the {kind} {path} has no folder; make {folder}, or name a file elsewhere"
         )
     if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise ValueError(
-            f"the recording {path} may not be written by this process; name another file"
-        )
+        raise ValueError(f"the {kind} {path} may not be written by this process; name another file")
 
 
 class Recorder:

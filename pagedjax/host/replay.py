@@ -13,7 +13,7 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from os import PathLike
 from typing import Any, NamedTuple, get_args
@@ -422,6 +422,19 @@ def with_recorded(
         raise ReplayError(f"line 1 names the policy {own!r}: {error}") from error
 
 
+def with_own(names: Sequence[str]) -> dict[str, Policy]:
+    """The shipped policies, and those of a user's own, by their names.
+
+    Args:
+        names: each module:NAME or folder/file.py:NAME.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    own_policies = [find(name) for name in names]
+    return {**POLICIES, **{policy.name: policy for policy in own_policies}}
+
+
 def summary(report: ReplayReport) -> str:
     """A report in a few lines of text."""
     ends = ", ".join(f"{number} {reason}" for reason, number in report.finished.items()) or "none"
@@ -467,10 +480,7 @@ def _replay_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     options = _replay_parser().parse_args(arguments)
     try:
-        policies = dict(POLICIES)
-        if options.policy:
-            policy = find(options.policy)
-            policies[policy.name] = policy
+        policies = with_own([options.policy] if options.policy else [])
         report = verify(options.log, policies)
     except (ReplayError, OSError, ValueError) as error:
         print(f"cannot replay {options.log}: {error}", file=sys.stderr)

@@ -141,6 +141,8 @@ def test_what_cannot_be_blamed_has_exit_status_2(tmp_path: Path, capsys):
         ([str(path), "--by", "request", "--most-runs", "3"], "15 groups by request take 16 runs"),
         ([str(path), "--permutations", "1"], "permutations is 1; it must be at least 2"),
         ([str(tmp_path / "no.jsonl")], "there is no file"),
+        ([str(path), "--json", str(tmp_path / "no" / "blame.json")], "has no folder"),
+        ([str(path), "--record", str(path)], "which is a file; name a folder"),
     ]:
         assert blame.main(words) == 2
         assert message in capsys.readouterr().err

@@ -150,6 +150,8 @@ def test_what_cannot_be_compared_has_exit_status_2(pair: tuple[Path, Path], tmp_
         ([a, str(tmp_path / "no.jsonl")], "there is no file"),
         ([a, b, "--shrink", *out], "A has 3 requests and B has 4"),
         ([a, b, "--shrink", str(tmp_path), "y"], "is a folder"),
+        ([a, b, "--shrink", a, out[1]], "is the recording that is read, and would be overwritten"),
+        ([a, b, "--json", str(tmp_path / "no" / "diff.json")], "has no folder"),
     ]:
         assert diff.main(words) == 2
         assert message in capsys.readouterr().err

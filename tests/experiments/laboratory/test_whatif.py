@@ -558,3 +558,12 @@ def test_what_cannot_be_changed_is_refused(noisy: Path, capsys, words: list[str]
     error = capsys.readouterr().err
     assert error.startswith(f"cannot change {noisy}: ")
     assert re.search(message, error)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(noisy: Path, capsys):
+    before = noisy.read_bytes()
+    assert whatif.main([str(noisy), "--record", str(noisy)]) == 2
+    assert "is the recording that is read, and would be overwritten" in capsys.readouterr().err
+    assert noisy.read_bytes() == before
+    assert whatif.main([str(noisy), "--json", str(noisy.parent / "no" / "whatif.json")]) == 2
+    assert "has no folder" in capsys.readouterr().err
