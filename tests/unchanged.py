@@ -112,7 +112,19 @@ COMMANDS = (
     ["pagedjax"],
     *(
         ["pagedjax", command]
-        for command in ("generate", "chat", "convert", "serve", "replay", "view", "trace", "bench")
+        for command in (
+            "generate",
+            "chat",
+            "convert",
+            "serve",
+            "replay",
+            "view",
+            "trace",
+            "bench",
+            "whatif",
+            "diff",
+            "blame",
+        )
     ),
     ["experiments.run"],
     ["experiments.compare"],

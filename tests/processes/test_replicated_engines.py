@@ -468,6 +468,7 @@ def test_a_request_survives_the_wire():
         begun=Begun(3, [4]),
         service_class="chat",
         deadline=1.5,
+        given={"a": [5], "b": [6, 7]},
     )
     defaults = EngineRequest((), [], GREEDY)
     unsent = [name for name in request._fields if getattr(request, name) == getattr(defaults, name)]
