@@ -323,15 +323,27 @@ def test_the_engine_samples_the_recorded_tokens_itself(tmp_path: Path, tiny):
 def test_times_are_measured_beside_predicted_ones(tmp_path: Path, tiny_folder, capsys):
     path = tmp_path / "run.jsonl"
     llm = LLM(tiny_folder, max_model_len=48, progress=False, **BUDGET, **ENGINES["small"])
-    params = [SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, n=n) for n in (1, 2, 1)]
-    llm.generate([[5], [6], [7]], params, use_tqdm=False)
-    llm.engine.reset()
-    llm.engine.record(path, times=True, prompts=True)
-    llm.generate([[5] * 9, [6] * 12, [7] * 8], params, use_tqdm=False)
-    llm.engine.record(None)
+    engine = llm.engine
+    engine.add("warm", [5], SamplingParams(max_tokens=2))
+    while engine.has_work:
+        engine.step()
+    engine.record(path, times=True, prompts=True)
+    for name, length, n in (("a", 9, 1), ("b", 12, 2), ("c", 8, 1), ("d", 5, 1)):
+        params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, n=n)
+        forks = [f"{name}/{i}" for i in range(1, n)]
+        engine.add(name, [length] * length, params, forks=forks)
+    for _ in range(5):
+        engine.step()
+    engine.cancel("c", "stop")  # as a stop string does
+    engine.cancel("b/1")
+    while engine.has_work:
+        engine.step()
+    engine.record(None)
     report = tmp_path / "report.json"
     words = [str(path), "--set", "max_num_seqs=2", "--confirm", str(tiny_folder), "--real-time"]
-    assert whatif.main([*words, "--buckets", "48", "--json", str(report)]) == 0
+    words += ["--buckets", "48", "--json", str(report)]
+    assert whatif.main([*words, "--loop", "closed", "--policy", "priority"]) == 0
+    assert whatif.main(words) == 0
     result = json.loads(report.read_text())
     times = {row["measure"]: row for row in result["confirmation"]["times"]}
     assert set(times) == {"first_token", "mean_gap", "largest_gap", "end"}
