@@ -59,6 +59,7 @@ def _run(options: argparse.Namespace) -> bool:
     _check(options)
     confirming.check(options)
     recorded = past.read(options.recording, with_own(options.recorded_policy))
+    confirming.check_recording(recorded, options)
     prediction = predict(
         recorded,
         change_of(recorded, options),

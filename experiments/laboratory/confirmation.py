@@ -139,12 +139,7 @@ def confirm(
         ValueError: as of `LLM`.
     """
     change = prediction.change
-    given_inputs.check(recorded)
-    if real_time and not recorded.timed:
-        raise Refused(
-            "the recording has no times, so its requests have none in real time; record with "
-            "times=True, or leave --real-time out"
-        )
+    given_inputs.check(recorded, real_time=real_time)
     caching = recorded.shares if change.caching is None else change.caching
     llm = engine_of(
         model, change, caching=caching, buckets=buckets, options=options or {}, eager=real_time
@@ -217,8 +212,6 @@ def engine_of(
         "policy": change.own_policy or change.policy,
         "enable_prefix_caching": caching,
         "preemption": "recompute",
-        "compilation": "eager" if eager else "lazy",
-        "progress": False,
     }
     for name in options:
         if name in arguments or name in ("swap_space_gib", "token_buckets", "speculative"):
@@ -226,7 +219,7 @@ def engine_of(
                 f"--engine gives {name}, and the recording, --set and --buckets decide it; leave "
                 "it out"
             )
-    arguments |= options
+    arguments |= {"compilation": "eager" if eager else "lazy", "progress": False, **options}
     if buckets is not None:
         budget = config.max_num_batched_tokens
         arguments["token_buckets"] = (*[size for size in buckets if size < budget], budget)

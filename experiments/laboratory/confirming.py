@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from experiments.core.strict_yaml import load_text
-from experiments.laboratory import differences, measured, past
+from experiments.laboratory import differences, given, measured, past
 from experiments.laboratory.past import Past
 from experiments.laboratory.prediction import Prediction
 from pagedjax.host.event_log import check_target
@@ -69,6 +69,12 @@ def check(options: argparse.Namespace) -> None:
     if options.record_engine:
         check_target(options.record_engine)
         past.check_other_file(options.record_engine, (options.recording,))
+
+
+def check_recording(recorded: Past, options: argparse.Namespace) -> None:
+    """Raises Refused if an engine cannot repeat a run, before one is loaded."""
+    if options.confirm is not None:
+        given.check(recorded, real_time=options.real_time)
 
 
 def settings(texts: Sequence[str], option: str) -> dict[str, Any]:

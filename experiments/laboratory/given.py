@@ -8,7 +8,7 @@ of another one repeats has the generated tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 from zlib import crc32
 
@@ -45,7 +45,7 @@ class Given(NamedTuple):
     made_up: bool
     stand_ins: Mapping[int, int]
 
-    def stops(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+    def stops(self, token_ids: Iterable[int]) -> tuple[int, ...]:
         """Stop tokens, in ascending order."""
         return tuple(sorted([self.stand_ins.get(token, token) for token in token_ids]))
 
@@ -74,8 +74,17 @@ def given(past: Past, vocab_size: int) -> Given:
     return Given(prompts, outputs, not recorded, stand_ins)
 
 
-def check(past: Past) -> None:
-    """Raises Refused if an engine that is given the tokens cannot repeat a run."""
+def check(past: Past, *, real_time: bool = False) -> None:
+    """Raises Refused if an engine that is given the tokens cannot repeat a run.
+
+    Args:
+        real_time: whether requests come at their recorded times.
+    """
+    if real_time and not past.timed:
+        raise Refused(
+            "the recording has no times, so its requests have none in real time; record with "
+            "times=True, or leave --real-time out"
+        )
     running_step: int | None = None
     for recorded in past.entries:
         entry = recorded.entry

@@ -31,12 +31,12 @@ from tests.experiments.laboratory.test_whatif import Asked, asked, drive
 from tests.refusals import refused
 
 # One bucket, so that all engines share their programs.
-ENGINES = {
+ENGINES: dict[str, dict[str, Any]] = {
     "small": {"block_size": 4, "num_blocks": 13, "max_num_seqs": 4},
     "large": {"block_size": 8, "num_blocks": 12, "max_num_seqs": 4},
     "wide": {"block_size": 4, "num_blocks": 24, "max_num_seqs": 8},
 }
-BUDGET = {"max_num_batched_tokens": 48, "token_buckets": (48,)}
+BUDGET: dict[str, Any] = {"max_num_batched_tokens": 48, "token_buckets": (48,)}
 OF_THE_SCHEDULER: list[dict[str, Any]] = [  # the programs are the recorded ones
     {"policy": "priority"},
     {"policy": "vtc"},
@@ -417,6 +417,10 @@ def test_a_recording_of_a_kv_policy_is_confirmed_with_its_name(tmp_path: Path, t
         (["--confirm", "x", "--engine", "dtype"], "--engine 'dtype' is no setting; write NAME="),
         (["--confirm", "x", "--sampling", "a-b=1"], "--sampling 'a-b=1' is no setting"),
         (["--confirm", "x", "--record-engine", "no/such/x.jsonl"], "has no folder"),
+        (
+            ["--confirm", "x", "--real-time"],
+            "the recording has no times, so its requests have none",
+        ),
         (["--confirm", "no/such/model", "--draws", "0"], "no/such/model"),
     ],
 )
