@@ -75,6 +75,7 @@ GIVEN_TOKENS = Reader(
     "given tokens",
     SamplingParams,
     read=read,
+    options=("trace_decode_token_ids", "given"),
     start=start,
     masks=of_samples,
 )
