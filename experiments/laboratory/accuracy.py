@@ -93,21 +93,21 @@ def measure(model: str, items: Sequence[WorkItem], path: Path, **changed: Any) -
     sampling = SamplingParams(temperature=0, ignore_eos=True)
     drive(llm.engine, [item._replace(arrival=0.0) for item in items[:8]], sampling)
     llm.engine.reset()
-    began = time.perf_counter()
+    recording_start = time.perf_counter()
     llm.engine.record(path, times=True, prompts=True)
     start, _ = drive(llm.engine, items, sampling)
     llm.engine.record(None)
     recorded = past.read(path)
     outcomes = reading(run(recorded, unchanged(recorded))).outcomes
-    due = {i: start - began + item.arrival for i, item in enumerate(items)}
+    due = {i: start - recording_start + item.arrival for i, item in enumerate(items)}
     return Measured(recorded, paired.times_of(outcomes, due))
 
 
 def compare(model: str, items: Sequence[WorkItem], folder: Path) -> tuple[list[Cell], float]:
     """Measures and predicts all changes -> (the table, the fit's median error)."""
     before = measure(model, items, folder / "recorded.jsonl")
-    again = measure(model, items, folder / "again.jsonl")
-    table = cells(AGAIN, before.times, again.times, None)
+    second = measure(model, items, folder / "again.jsonl")
+    table = cells(AGAIN, before.times, second.times, None)
     error = 0.0
     for name, changed in CHANGES.items():
         after = measure(model, items, folder / "changed.jsonl", **changed)

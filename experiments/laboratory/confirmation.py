@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from experiments.laboratory import differences, measured, paired, past, rerun
+from experiments.laboratory import differences, paired, past, rerun
 from experiments.laboratory import given as given_inputs
 from experiments.laboratory.contents import Refused
 from experiments.laboratory.differences import Difference
 from experiments.laboratory.given import Given
-from experiments.laboratory.measured import Cell
+from experiments.laboratory.measured import Cell, cells
 from experiments.laboratory.outcomes import Outcome
 from experiments.laboratory.past import Past, decision
 from experiments.laboratory.prediction import Prediction, reading
@@ -32,7 +32,7 @@ from pagedjax import LLM
 from pagedjax.engine.engine import Engine
 from pagedjax.host.drafts import Sample
 from pagedjax.host.event_log import Cancel, Commit, Forget, Schedule, Submit
-from pagedjax.host.policies import POLICIES
+from pagedjax.host.policies import POLICIES, Policy
 from pagedjax.host.types import Event, Finished, Request, Sampled, Seq
 from pagedjax.options.params import PoolingParams, SamplingParams
 
@@ -110,6 +110,19 @@ class Filled(Run):
         return made_up
 
 
+class Script(NamedTuple):
+    """What an engine repeats.
+
+    run: the predicted run, when it has ended.
+    predicted: the same as a past.
+    inputs: the prompts and the tokens.
+    """
+
+    run: Run
+    predicted: Past
+    inputs: Given
+
+
 def confirm(
     recorded: Past,
     prediction: Prediction,
@@ -141,44 +154,56 @@ def confirm(
     change = prediction.change
     given_inputs.check(recorded, real_time=real_time)
     caching = recorded.shares if change.caching is None else change.caching
-    llm = engine_of(
+    engine = engine_of(
         model, change, caching=caching, buckets=buckets, options=options or {}, eager=real_time
     )
-    engine = llm.engine
-    vocab_size = engine.runtime.request_rules.vocab_size
+    script = script_of(recorded, change, engine.runtime.request_rules.vocab_size)
+    if sampling is not None:
+        _check_own_tokens(script.inputs, sampling)
+    own_tokens = None
+    times: Sequence[Cell] = ()
     with tempfile.TemporaryDirectory() as folder:
-        predicted_file = Path(folder) / "predicted.jsonl"
-        engine_file = record or Path(folder) / "engine.jsonl"
-        run = Filled(recorded, change, vocab_size)
-        rerun.record(predicted_file, run)
-        predicted = past.read(predicted_file, {**POLICIES, change.policy.name: change.policy})
-        inputs = given_inputs.given(predicted, vocab_size)
-        if sampling is not None:
-            _check_own_tokens(inputs, sampling)
-        engine.record(engine_file)
-        repeat(engine, predicted, inputs)
+        file = record or Path(folder) / "engine.jsonl"
+        engine.record(file)
+        repeat(engine, script)
         engine.reset()
-        difference = compare(predicted, engine_file, inputs, change)
-        own_tokens = None
+        difference = compare(script, file)
         if sampling is not None:
-            own_file = Path(folder) / "own.jsonl"
-            own_tokens = sample(engine, predicted, inputs, own_file, run, sampling)
-        times: Sequence[Cell] = ()
+            own_tokens = sample(engine, script, sampling, Path(folder) / "own.jsonl")
         if real_time:
-            outcomes = run_in_real_time(engine, run, inputs, Path(folder) / "timed.jsonl")
+            outcomes = run_in_real_time(engine, script, Path(folder) / "timed.jsonl")
             came = paired.came(prediction.recorded.outcomes, outcomes, change.behind)
-            after = paired.times_of(outcomes, came)
-            times = measured.cells(REAL_TIME, prediction.before, after, prediction.table)
-    numbers = [len(step.tokens) for step in islice(differences.steps(predicted), difference.step)]
+            measured_times = paired.times_of(outcomes, came)
+            times = cells(REAL_TIME, prediction.before, measured_times, prediction.table)
+    steps = islice(differences.steps(script.predicted), difference.step)
     return Confirmation(
         difference,
-        steps=len(numbers),
-        tokens=sum(numbers),
-        without_meaning=run.inexact[CUT_OFF],
-        inputs=inputs,
+        steps=difference.step,
+        tokens=sum([len(step.tokens) for step in steps]),
+        without_meaning=script.run.inexact[CUT_OFF],
+        inputs=script.inputs,
         own_tokens=own_tokens,
         times=times,
     )
+
+
+def script_of(recorded: Past, change: Change, vocab_size: int) -> Script:
+    """Predicts a run, with tokens of a vocabulary.
+
+    Raises:
+        Refused: an engine cannot repeat it.
+    """
+    run = Filled(recorded, change, vocab_size)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "predicted.jsonl"
+        rerun.record(file, run)
+        predicted = past.read(file, policies_of(change))
+    return Script(run, predicted, given_inputs.given(predicted, vocab_size))
+
+
+def policies_of(change: Change) -> Mapping[str, Policy]:
+    """The policies by name with which a recording of the changed run is read."""
+    return {**POLICIES, change.policy.name: change.policy}
 
 
 # --- the engine -----------------------------------------------------------------------------------
@@ -192,8 +217,8 @@ def engine_of(
     buckets: Sequence[int] | None,
     options: Mapping[str, Any],
     eager: bool,
-) -> LLM:
-    """An LLM whose scheduler has the changed configuration.
+) -> Engine:
+    """An engine whose scheduler has the changed configuration.
 
     Raises:
         Refused: an option is one that the change decides, or the scheduler has another
@@ -237,7 +262,7 @@ def engine_of(
                 f"the engine has {name} {fields[name]}, and the changed run has {value}; take the "
                 "recorded model, and name a KV policy with --engine kv_policy=NAME"
             )
-    return llm
+    return llm.engine
 
 
 def submit(
@@ -258,10 +283,11 @@ def submit(
         sampling: how the engine samples; None: its tokens are given.
     """
     params: Any = PoolingParams(enable_prefix_caching=shares)
-    given: dict[str, Sequence[int]] = {}
+    outputs: dict[str, Sequence[int]] = {}
     if request.max_tokens:
+        options: Mapping[str, Any] = {"temperature": 0.0} if sampling is None else sampling
         params = SamplingParams(
-            **{"temperature": 0.0, **(sampling or {})},
+            **options,
             n=len(request.names),
             max_tokens=request.max_tokens,
             min_tokens=request.min_tokens,
@@ -271,7 +297,7 @@ def submit(
         )
         if sampling is None:
             pairs = zip(request.names, arrivals, strict=True)
-            given = {name: inputs.outputs[arrival] for name, arrival in pairs}
+            outputs = {name: inputs.outputs[arrival] for name, arrival in pairs}
     engine.add(
         request.request_id,
         inputs.prompts[arrivals[0]],
@@ -283,22 +309,22 @@ def submit(
         predicted=request.predicted,
         service_class=request.service_class,
         deadline=request.deadline,
-        given=given,
+        given=outputs,
     )
 
 
-def repeat(engine: Engine, predicted: Past, inputs: Given) -> None:
+def repeat(engine: Engine, script: Script) -> None:
     """Gives an engine the inputs of a run before the same steps, up to the first step that the
     engine decides otherwise.
     """
-    for recorded in predicted.entries:
+    for recorded in script.predicted.entries:
         entry = recorded.entry
         if isinstance(entry, Schedule):
             result = engine.step(now=entry.plan.now)
             if result is None or decision(result.plan) != decision(entry.plan):
                 return
         elif isinstance(entry, Submit):
-            _submit_recorded(engine, predicted, inputs, recorded.arrival, entry.request)
+            _submit_recorded(engine, script, recorded.arrival, entry.request)
         elif isinstance(entry, Cancel):
             engine.cancel(entry.request_id, entry.reason)
         elif isinstance(entry, Forget):
@@ -307,37 +333,35 @@ def repeat(engine: Engine, predicted: Past, inputs: Given) -> None:
 
 def _submit_recorded(
     engine: Engine,
-    predicted: Past,
-    inputs: Given,
+    script: Script,
     arrival: int | None,
     request: Request,
     sampling: Mapping[str, Any] | None = None,
 ) -> None:
     assert arrival is not None, "`past.Reader` gives it"
     arrivals = range(arrival, arrival + len(request.names))
-    shares = given_inputs.shares(predicted, arrival)
-    submit(engine, request, inputs, arrivals, shares=shares, sampling=sampling)
+    shares = given_inputs.shares(script.predicted, arrival)
+    submit(engine, request, script.inputs, arrivals, shares=shares, sampling=sampling)
 
 
 # --- the comparison -------------------------------------------------------------------------------
 
 
-def compare(predicted: Past, engine_file: str | Path, inputs: Given, change: Change) -> Difference:
+def compare(script: Script, engine_file: str | Path) -> Difference:
     """The first difference of a predicted run and that of an engine. The hashes of blocks may be
     others: what they let requests share is compared.
     """
-    own = past.read(engine_file, {**POLICIES, change.policy.name: change.policy})
-    recorded_tokens = {stand_in: token for token, stand_in in inputs.stand_ins.items()}
-    comparable = translated(own, recorded_tokens)._replace(own_policy=predicted.own_policy)
-    return differences.difference(
-        with_effect(predicted), comparable, blocks=True, ignored_fields=("hashes",)
-    )
+    predicted = with_effect(script.predicted)
+    engine_past = past.read(engine_file, policies_of(script.run.change))
+    recorded_tokens = {stand_in: token for token, stand_in in script.inputs.stand_ins.items()}
+    comparable = translated(engine_past, recorded_tokens)._replace(own_policy=predicted.own_policy)
+    return differences.difference(predicted, comparable, blocks=True, ignored_fields=("hashes",))
 
 
 def with_effect(recorded: Past) -> Past:
     """A past without cancellations of requests that had ended, which an engine does not record."""
     entries = [
-        each for each in recorded.entries if not isinstance(each.entry, Cancel) or each.entry.events
+        line for line in recorded.entries if not isinstance(line.entry, Cancel) or line.entry.events
     ]
     return recorded._replace(entries=tuple(entries))
 
@@ -353,14 +377,14 @@ def translated(recorded: Past, tokens: Mapping[int, int]) -> Past:
         return tokens.get(sample, sample)
 
     entries: list[past.Recorded] = []
-    for each in recorded.entries:
-        entry = each.entry
+    for line in recorded.entries:
+        entry = line.entry
         if isinstance(entry, Submit):
             stops = frozenset([tokens.get(token, token) for token in entry.request.stop_token_ids])
             entry = entry._replace(request=entry.request._replace(stop_token_ids=stops))
         elif isinstance(entry, Commit):
             entry = entry._replace(sampled=[translation(sample) for sample in entry.sampled])
-        entries.append(each._replace(entry=entry))
+        entries.append(line._replace(entry=entry))
     return recorded._replace(entries=tuple(entries))
 
 
@@ -386,25 +410,19 @@ def _check_own_tokens(inputs: Given, sampling: Mapping[str, Any]) -> None:
 
 
 def sample(
-    engine: Engine,
-    predicted: Past,
-    inputs: Given,
-    file: str | Path,
-    run: Run,
-    sampling: Mapping[str, Any],
+    engine: Engine, script: Script, sampling: Mapping[str, Any], file: str | Path
 ) -> OwnTokens:
     """What the engine samples itself, with the inputs before the same steps.
 
     Args:
         file: for its recording.
-        run: the predicted run, when it has ended.
     """
-    ends = ends_from_outside(predicted)
+    ends = ends_from_outside(script.predicted)
     lengths: Counter[str] = Counter()
     arrivals: dict[str, int] = {}
 
-    def step(now: float | None) -> None:
-        result = engine.step(now=now)
+    def step(clock: float | None) -> None:
+        result = engine.step(now=clock)
         for name in _sampled_names(result.events if result else ()):
             lengths[name] += 1
             end = ends.get(arrivals[name])
@@ -412,13 +430,13 @@ def sample(
                 engine.cancel(name, "stop")
 
     engine.record(file)
-    for recorded in predicted.entries:
+    for recorded in script.predicted.entries:
         entry = recorded.entry
         if isinstance(entry, Schedule) and engine.has_work:
             step(entry.plan.now)
         elif isinstance(entry, Submit):
             request = with_unused_ids(engine, entry.request)
-            _submit_recorded(engine, predicted, inputs, recorded.arrival, request, sampling)
+            _submit_recorded(engine, script, recorded.arrival, request, sampling)
             for arrival, name in enumerate(request.names, recorded.arrival or 0):
                 arrivals[name] = arrival
                 lengths[name] = 0
@@ -429,30 +447,31 @@ def sample(
     while engine.has_work:
         step(None)
     engine.record(None)
-    own = past.read(file, {**POLICIES, run.change.policy.name: run.change.policy})
+    engine_past = past.read(file, policies_of(script.run.change))
     engine.reset()
-    return _own_tokens(predicted, own, run)
+    return _own_tokens(script, engine_past)
 
 
-def _own_tokens(predicted: Past, own: Past, run: Run) -> OwnTokens:
+def _own_tokens(script: Script, engine_past: Past) -> OwnTokens:
     """Compares what an engine sampled with the recorded tokens."""
-    others: list[OtherToken] = []
+    run = script.run
+    first_differences: list[OtherToken] = []
     sequences = 0
-    for arrival, output in predicted.outputs.items():
+    for arrival, output in script.predicted.outputs.items():
         recorded_tokens = run.past.outputs[run.past_arrivals[arrival]].tokens
         count = min(len(recorded_tokens), len(output.tokens))
         if not count:
             continue
         sequences += 1
-        own_tokens = own.outputs[arrival].tokens[:count]
+        own_tokens = engine_past.outputs[arrival].tokens[:count]
         pairs = zip_longest(recorded_tokens[:count], own_tokens)
         for index, (recorded_token, own_token) in enumerate(pairs):
             if recorded_token != own_token:
-                request = predicted.requests[output.first]
+                request = script.predicted.requests[output.first]
                 name = request.names[arrival - output.first]
-                others.append(OtherToken(name, index, recorded_token, own_token))
+                first_differences.append(OtherToken(name, index, recorded_token, own_token))
                 break
-    return OwnTokens(sequences, sequences - len(others), others)
+    return OwnTokens(sequences, sequences - len(first_differences), first_differences)
 
 
 def ends_from_outside(recorded: Past) -> dict[int, int]:
@@ -485,24 +504,20 @@ def _sampled_names(events: Sequence[Event]) -> list[str]:
 # --- real time ------------------------------------------------------------------------------------
 
 
-def run_in_real_time(
-    engine: Engine, predicted: Run, inputs: Given, file: str | Path
-) -> dict[int, Outcome]:
+def run_in_real_time(engine: Engine, script: Script, file: str | Path) -> dict[int, Outcome]:
     """Runs the requests at their recorded times -> what each sequence got, by its arrival in the
     past.
 
     Args:
-        predicted: the predicted run, when it has ended.
         file: for the engine's recording.
     """
-    driver = RealTime(engine, predicted, inputs)
-    began = time.perf_counter()
+    driver = RealTime(engine, script)
+    start = time.perf_counter()
     engine.record(file, times=True)
-    driver.drive(began)
+    driver.drive(start)
     engine.record(None)
-    policy = predicted.change.policy
-    own = past.read(file, {**POLICIES, policy.name: policy})
-    outcomes = reading(rerun.run(own, rerun.unchanged(own))).outcomes
+    engine_past = past.read(file, policies_of(script.run.change))
+    outcomes = reading(rerun.run(engine_past, rerun.unchanged(engine_past))).outcomes
     arrivals = driver.past_arrivals
     return {
         arrivals[arrival]: replace(outcome, first=arrivals[outcome.first])
@@ -516,12 +531,13 @@ class RealTime:
     past_arrivals: by the arrival of each sequence in the engine, that in the past.
     """
 
-    def __init__(self, engine: Engine, predicted: Run, inputs: Given) -> None:
+    def __init__(self, engine: Engine, script: Script) -> None:
+        predicted = script.run
         self.past_arrivals: list[int] = []
         self._engine = engine
         self._past = predicted.past
         self._inputs = Inputs(predicted.past, predicted.change)
-        self._given = inputs
+        self._given = script.inputs
         self._ends = ends_from_outside(predicted.past)
         self._arrivals: dict[str, int] = {}  # in the past, of unfinished sequences
         self._names: dict[int, str] = {}  # the inverse
@@ -531,30 +547,30 @@ class RealTime:
             arrival: number for number, arrival in enumerate(predicted.past_arrivals)
         }
 
-    def drive(self, began: float) -> None:
-        """Runs to the end. `began` is when the time is 0, in seconds of `time.perf_counter`."""
+    def drive(self, start: float) -> None:
+        """Runs to the end. `start` is when the time is 0, in seconds of `time.perf_counter`."""
         engine = self._engine
         while True:
-            now = time.perf_counter() - began
+            seconds = time.perf_counter() - start
             due = self._inputs.next
-            if due is not None and due <= now:
-                self._take(self._inputs.pop(), now)
+            if due is not None and due <= seconds:
+                self._take(self._inputs.pop(), seconds)
             elif engine.has_work:
                 result = engine.step()
-                self._read(result.events if result else (), time.perf_counter() - began)
+                self._read(result.events if result else (), time.perf_counter() - start)
             elif due is None:
                 return
             else:
-                time.sleep(min(due - now, LONGEST_SLEEP))
+                time.sleep(min(due - seconds, LONGEST_SLEEP))
 
-    def _take(self, recorded: past.Recorded, now: float) -> None:
+    def _take(self, recorded: past.Recorded, at: float) -> None:
         entry = recorded.entry
         if isinstance(entry, Submit):
             self._submit(recorded.arrival, entry.request)
         elif isinstance(entry, Cancel) and entry.reason == "abort":
             name = self._names.get(-1 if recorded.arrival is None else recorded.arrival)
             if name is not None:
-                self._end(self._engine.cancel(name, "abort"), now)
+                self._end(self._engine.cancel(name, "abort"), at)
         elif isinstance(entry, Forget):
             self._engine.reset_prefix_cache()
 
@@ -575,18 +591,18 @@ class RealTime:
             self._arrivals[name] = arrival
             self._names[arrival] = name
 
-    def _read(self, events: Sequence[Event], now: float) -> None:
+    def _read(self, events: Sequence[Event], at: float) -> None:
         """Reads what a step gave, and ends the sequences that were ended so in the recording."""
         for name in _sampled_names(events):
             self._lengths[self._arrivals[name]] += 1
         names = dict.fromkeys(_sampled_names(events))
-        self._end(events, now)
+        self._end(events, at)
         for name in names:
             arrival = self._arrivals.get(name)
             if arrival is not None and self._lengths[arrival] == self._ends.get(arrival):
-                self._end(self._engine.cancel(name, "stop"), now)
+                self._end(self._engine.cancel(name, "stop"), at)
 
-    def _end(self, events: Sequence[Event], now: float) -> None:
+    def _end(self, events: Sequence[Event], at: float) -> None:
         """Notes the ends of sequences; requests behind the last one of a request come."""
         for event in events:
             if isinstance(event, Finished):
@@ -595,4 +611,4 @@ class RealTime:
                 first = self._past.outputs[arrival].first
                 self._unfinished[first] -= 1
                 if not self._unfinished[first]:
-                    self._inputs.end(first, now)
+                    self._inputs.end(first, at)

@@ -150,18 +150,18 @@ def notes(result: Confirmation) -> Iterator[str]:
         )
 
 
-def _lines_of_own_tokens(own: OwnTokens) -> Iterator[str]:
+def _lines_of_own_tokens(tokens: OwnTokens) -> Iterator[str]:
     yield (
-        f"tokens that the engine samples itself: {own.equal} of {own.sequences} sequences have the "
-        "recorded ones"
+        f"tokens that the engine samples itself: {tokens.equal} of {tokens.sequences} sequences "
+        "have the recorded ones"
     )
-    for token in own.differences[:SHOWN]:
+    for token in tokens.differences[:SHOWN]:
         yield (
             f"  {token.request_id!r} differs from output token {token.index} on: "
             f"{_token_text(token.recorded)} in the recording, {_token_text(token.sampled)} here"
         )
-    if len(own.differences) > SHOWN:
-        yield f"  and {len(own.differences) - SHOWN} more, in --json"
+    if len(tokens.differences) > SHOWN:
+        yield f"  and {len(tokens.differences) - SHOWN} more, in --json"
 
 
 def _token_text(token: int | None) -> str:
@@ -170,7 +170,7 @@ def _token_text(token: int | None) -> str:
 
 def as_json(result: Confirmation) -> dict[str, Any]:
     """A confirmation as JSON."""
-    own = result.own_tokens
+    tokens = result.own_tokens
     return {
         "confirmed": result.holds,
         "steps": result.steps,
@@ -178,11 +178,11 @@ def as_json(result: Confirmation) -> dict[str, Any]:
         "difference": differences.as_json(result.difference),
         "notes": list(notes(result)),
         "own_tokens": None
-        if own is None
+        if tokens is None
         else {
-            "sequences": own.sequences,
-            "equal": own.equal,
-            "differences": [token._asdict() for token in own.differences],
+            "sequences": tokens.sequences,
+            "equal": tokens.equal,
+            "differences": [token._asdict() for token in tokens.differences],
         },
         "times": [{**cell._asdict(), "error": cell.error} for cell in result.times],
     }

@@ -129,8 +129,8 @@ def steps(past: Past) -> Iterator[Step]:
     made_again = run(past, unchanged(past))
     inputs: list[Entry] = []
     step: Step | None = None
-    for made in made_again:
-        entry = made.entry
+    for transition in made_again:
+        entry = transition.entry
         if isinstance(entry, Schedule):
             if step is not None:
                 yield step

@@ -160,15 +160,15 @@ def _stand_ins(past: Past, vocab_size: int) -> dict[int, int]:
         tokens.update(prompt)
     for request in past.requests.values():
         tokens.update(request.stop_token_ids)
-    unknown = sorted([token for token in tokens if token >= vocab_size])
-    unused = [token for token in range(vocab_size) if token not in tokens] if unknown else []
-    if len(unused) < len(unknown):
+    unrepresented = sorted([token for token in tokens if token >= vocab_size])
+    unused = [token for token in range(vocab_size) if token not in tokens] if unrepresented else []
+    if len(unused) < len(unrepresented):
         raise Refused(
-            f"the recording has {len(unknown)} tokens beyond the model's vocabulary of "
-            f"{vocab_size}, such as {unknown[0]}, and {len(unused)} others are left to stand for "
+            f"the recording has {len(unrepresented)} tokens beyond the model's vocabulary of "
+            f"{vocab_size}, such as {unrepresented[0]}, and {len(unused)} others are left to stand for "
             "them; take the recorded model, or one with a larger vocabulary"
         )
-    return dict(zip(unknown, unused, strict=False))
+    return dict(zip(unrepresented, unused, strict=False))
 
 
 class Prompts:
