@@ -276,10 +276,10 @@ def test_an_exception_in_a_follower_ends_both(pair, monkeypatch, capsys):
     scheduled = FollowerEngine._schedule
     numbers = itertools.count(1)
 
-    def fails(self):
+    def fails(self, now=None):
         if next(numbers) == 3:
             raise RuntimeError("RESOURCE_EXHAUSTED: no memory\nmore")
-        return scheduled(self)
+        return scheduled(self, now)
 
     monkeypatch.setattr(FollowerEngine, "_schedule", fails)
     pair.begin()
