@@ -118,6 +118,7 @@ COMMANDS = (
             "convert",
             "serve",
             "replay",
+            "check",
             "view",
             "trace",
             "bench",

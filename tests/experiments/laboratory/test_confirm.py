@@ -256,9 +256,10 @@ def test_made_up_prompts_share_the_blocks_that_recorded_ones_share(tmp_path: Pat
 
 def test_tokens_beyond_the_vocabulary_have_stand_ins(tmp_path: Path, tiny):
     path = tmp_path / "run.jsonl"
-    simulated.record(path, simulated.engine(), simulated.requests(random.Random(0), 6))
+    engine = simulated.engine(max_model_len=48, **BUDGET, **ENGINES["small"])
+    simulated.record(path, engine, simulated.requests(random.Random(0), 6))
     recorded = past.read(path)
-    result = confirmed(recorded, tiny, {}, max_num_seqs=2)
+    result = confirmed(recorded, tiny, {}, caching=False)
     assert result.holds
     tokens = {token for output in recorded.outputs.values() for token in output.tokens}
     assert set(result.inputs.stand_ins) >= {token for token in tokens if token >= 320}
@@ -398,6 +399,7 @@ def test_what_an_engine_cannot_repeat_is_refused(tmp_path: Path, small: Path, ti
         confirmed(without_prompts(small), tiny, {"sampling": {"temperature": 0}})
 
 
+@pytest.mark.slow
 def test_a_recording_of_a_kv_policy_is_confirmed_with_its_name(tmp_path: Path, tiny):
     path = tmp_path / "run.jsonl"
     options = {"kv_policy": {"name": "streaming", "sinks": 4, "window": 12}}
