@@ -3,6 +3,7 @@
     pagedjax whatif run.jsonl --policy sjf
     pagedjax whatif run.jsonl --set block_size=8 --set max_num_batched_tokens=512 --record other.jsonl
     pagedjax whatif run.jsonl --replicas 2 --router least_loaded --loop closed
+    pagedjax whatif run.jsonl --policy sjf --confirm smollm2-135m
 
 The recording must replay byte for byte. Then the changed scheduler runs on its requests, with the
 recorded tokens. As long as it decides the same, the recorded times hold. From the first other
@@ -11,7 +12,10 @@ deviates from it; without times, steps are counted. The table has the paired dif
 request: positive ones are later in the changed run. Below those of all requests is the interval of
 90 % that the fit's error gives (docs/guides/what_if.md).
 
-Exit status: 0, or 2 if the recording cannot be used or cannot have this change.
+With `--confirm`, a real engine is run so too, and must decide the same, with the same blocks.
+
+Exit status: 0; 1 if the engine of `--confirm` decides otherwise; 2 if the recording cannot be used or
+cannot have this change.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.analysis.sweep_points import aligned
-from experiments.laboratory import paired, past, rerun
+from experiments.laboratory import confirming, paired, past, rerun
 from experiments.laboratory.clock import Clock
 from experiments.laboratory.past import Past
 from experiments.laboratory.prediction import LOOPS, Prediction, Reading, predict
@@ -43,16 +47,19 @@ FIXED = ("views",)  # fields of the configuration that a recording cannot change
 def main(words: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     try:
-        _run(options)
+        holds = _run(options)
     except (ValueError, OSError) as error:
         print(f"cannot change {options.recording}: {error}", file=sys.stderr)
         return 2
-    return 0
+    return 0 if holds else 1
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> bool:
+    """Predicts, and confirms if that is asked for -> whether what is confirmed holds."""
     _check(options)
+    confirming.check(options)
     recorded = past.read(options.recording, with_own(options.recorded_policy))
+    confirming.check_recording(recorded, options)
     prediction = predict(
         recorded,
         change_of(recorded, options),
@@ -70,9 +77,15 @@ def _run(options: argparse.Namespace) -> None:
             f"wrote {options.record}; `pagedjax view {options.recording} {options.record}` shows "
             "both runs, and `pagedjax diff` their first difference"
         )
+    result = as_json(recorded, prediction, options)
+    confirmation = confirming.confirmation(recorded, prediction, options)
+    if confirmation is not None:
+        for line in confirming.lines(confirmation, options.confirm):
+            print(line)
+        result["confirmation"] = confirming.as_json(confirmation)
     if options.json:
-        text = json.dumps(as_json(recorded, prediction, options), indent=2)
-        Path(options.json).write_text(f"{text}\n", encoding="utf-8")
+        Path(options.json).write_text(f"{json.dumps(result, indent=2)}\n", encoding="utf-8")
+    return confirmation is None or confirmation.holds
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -162,7 +175,7 @@ def lines(recorded: Past, prediction: Prediction, options: argparse.Namespace) -
     yield ""
     yield f"paired differences, changed - recorded ({unit})"
     yield _table(prediction.table)
-    yield from [f"NOTE: {note}" for note in notes(prediction)]
+    yield from [f"NOTE: {note}" for note in notes(recorded, prediction)]
 
 
 def changes(recorded: Past, prediction: Prediction, options: argparse.Namespace) -> Iterator[str]:
@@ -227,9 +240,11 @@ def _table(table: Sequence[paired.Row]) -> str:
     return f"{text}\n({left_out} smaller groups are in --json)" if left_out else text
 
 
-def notes(prediction: Prediction) -> Iterator[str]:
+def notes(recorded: Past, prediction: Prediction) -> Iterator[str]:
     """What is not exact, or not in the table, with its number."""
     changed = prediction.changed
+    if not prediction.identical:
+        yield from _notes_on_the_clock(recorded, prediction.change)
     for name, number in changed.inexact.items():
         yield f"not exact: {number} {name}"
     clock = prediction.change.seconds
@@ -251,6 +266,26 @@ def notes(prediction: Prediction) -> Iterator[str]:
         yield (
             f"{requests - ends} recorded requests did not end by themselves; only their first "
             "tokens are compared"
+        )
+
+
+def _notes_on_the_clock(recorded: Past, change: Change) -> Iterator[str]:
+    """What depends on times that a changed run does not have."""
+    cancelled = sum([output.ended == "abort" for output in recorded.outputs.values()])
+    if cancelled:
+        yield (
+            f"not exact: {cancelled} sequences were cancelled by their clients, or by a timeout, and "
+            "are cancelled at the same times here, whatever they have by then"
+        )
+    if change.policy.timed:
+        yield (
+            f"not exact: the policy {change.policy.name} reads the clock, and here that is the "
+            "clock of the predicted steps"
+        )
+    if any(output.drafts for output in recorded.outputs.values()):
+        yield (
+            "not exact: the recorded drafts come again at the same lengths; a drafter that learns "
+            "from other requests would give others"
         )
 
 
@@ -280,7 +315,7 @@ def as_json(recorded: Past, prediction: Prediction, options: argparse.Namespace)
             for name, before, after in _totals(prediction.recorded, changed, unit)
         },
         "inexact": dict(changed.inexact),
-        "notes": list(notes(prediction)),
+        "notes": list(notes(recorded, prediction)),
         "statistics": paired.STATISTICS,
         "table": [row._asdict() for row in prediction.table],
         "requests": [
@@ -333,6 +368,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_sizes,
         help="the engine's token_buckets, e.g. 16,64,256, if they are not the default ones",
     )
+    confirming.add_options(parser)
     parser.add_argument("--record", metavar="FILE", help="write the changed run as a recording")
     parser.add_argument("--json", metavar="FILE", help="also write the whole result to this file")
     parser.add_argument(

@@ -112,7 +112,20 @@ COMMANDS = (
     ["pagedjax"],
     *(
         ["pagedjax", command]
-        for command in ("generate", "chat", "convert", "serve", "replay", "view", "trace", "bench")
+        for command in (
+            "generate",
+            "chat",
+            "convert",
+            "serve",
+            "replay",
+            "check",
+            "view",
+            "trace",
+            "bench",
+            "whatif",
+            "diff",
+            "blame",
+        )
     ),
     ["experiments.run"],
     ["experiments.compare"],

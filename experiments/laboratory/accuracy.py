@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.analysis.sweep_points import aligned
 from experiments.core.drive import drive
 from experiments.core.environment import environment
 from experiments.core.workloads import WorkItem
 from experiments.laboratory import paired, past
+from experiments.laboratory.measured import Cell, cells, text_of
 from experiments.laboratory.past import Past
 from experiments.laboratory.prediction import predict, reading
 from experiments.laboratory.rerun import run, unchanged
@@ -63,24 +63,6 @@ class Measured(NamedTuple):
     times: Mapping[int, paired.Times]
 
 
-class Cell(NamedTuple):
-    """The medians over requests of one measure; `again` has no prediction."""
-
-    change: str
-    measure: str
-    recorded: float
-    measured: float
-    predicted: float | None
-    difference: float  # median of the paired differences, measured
-    predicted_difference: float | None
-
-    @property
-    def error(self) -> float:
-        """Of the predicted median; of `again`, the change between two equal runs."""
-        reference = self.recorded if self.predicted is None else self.predicted
-        return reference / self.measured - 1
-
-
 def requests(count: int, rate: float, seed: int) -> list[WorkItem]:
     """Requests of random tokens with Poisson arrivals."""
     draw = np.random.default_rng(seed)
@@ -111,46 +93,21 @@ def measure(model: str, items: Sequence[WorkItem], path: Path, **changed: Any) -
     sampling = SamplingParams(temperature=0, ignore_eos=True)
     drive(llm.engine, [item._replace(arrival=0.0) for item in items[:8]], sampling)
     llm.engine.reset()
-    began = time.perf_counter()
+    recording_start = time.perf_counter()
     llm.engine.record(path, times=True, prompts=True)
     start, _ = drive(llm.engine, items, sampling)
     llm.engine.record(None)
     recorded = past.read(path)
     outcomes = reading(run(recorded, unchanged(recorded))).outcomes
-    due = {i: start - began + item.arrival for i, item in enumerate(items)}
+    due = {i: start - recording_start + item.arrival for i, item in enumerate(items)}
     return Measured(recorded, paired.times_of(outcomes, due))
-
-
-def cells(
-    change: str,
-    before: Measured,
-    after: Mapping[int, paired.Times],
-    predicted: Sequence[paired.Row] | None,
-) -> list[Cell]:
-    """The medians of a change."""
-    table: list[Cell] = []
-    predictions = {row.measure: row for row in predicted or () if row.group == paired.EVERYBODY}
-    for row in paired.rows({paired.EVERYBODY: list(before.times)}, before.times, after):
-        prediction = predictions.get(row.measure)
-        table.append(
-            Cell(
-                change,
-                row.measure,
-                row.before,
-                row.after,
-                prediction and prediction.after,
-                row.differences[0],
-                prediction and prediction.differences[0],
-            )
-        )
-    return table
 
 
 def compare(model: str, items: Sequence[WorkItem], folder: Path) -> tuple[list[Cell], float]:
     """Measures and predicts all changes -> (the table, the fit's median error)."""
     before = measure(model, items, folder / "recorded.jsonl")
-    again = measure(model, items, folder / "again.jsonl")
-    table = cells(AGAIN, before, again.times, None)
+    second = measure(model, items, folder / "again.jsonl")
+    table = cells(AGAIN, before.times, second.times, None)
     error = 0.0
     for name, changed in CHANGES.items():
         after = measure(model, items, folder / "changed.jsonl", **changed)
@@ -162,27 +119,8 @@ def compare(model: str, items: Sequence[WorkItem], folder: Path) -> tuple[list[C
         result = predict(before.recorded, change, router=routing.ROUND_ROBIN, buckets=BUCKETS)
         assert result.times is not None, "the recordings have times"
         error = result.times.model.error
-        table += cells(name, before, after.times, result.table)
+        table += cells(name, before.times, after.times, result.table)
     return table, error
-
-
-def text_of(table: Sequence[Cell]) -> str:
-    """The table for a terminal, in milliseconds."""
-
-    def milliseconds(seconds: float | None) -> str:
-        return "" if seconds is None else f"{1000 * seconds:.1f}"
-
-    columns = {
-        "change": [cell.change for cell in table],
-        "median of": [cell.measure for cell in table],
-        "recorded": [milliseconds(cell.recorded) for cell in table],
-        "measured": [milliseconds(cell.measured) for cell in table],
-        "predicted": [milliseconds(cell.predicted) for cell in table],
-        "off by": [f"{cell.error:+.1%}" for cell in table],
-        "difference": [milliseconds(cell.difference) for cell in table],
-        "predicted difference": [milliseconds(cell.predicted_difference) for cell in table],
-    }
-    return aligned(columns)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -170,20 +170,20 @@ class Audit:
 
     def delays(self) -> dict[str, float]:
         """Of each group, its time in the whole run minus its time alone."""
-        whole = self.totals(self.everyone)
-        return {name: whole[name] - self.totals(frozenset([name]))[name] for name in self.groups}
+        totals = self.totals(self.everyone)
+        return {name: totals[name] - self.totals(frozenset([name]))[name] for name in self.groups}
 
     def without(self) -> tuple[Matrix, list[Case]]:
         """The delays by the runs without each group -> (the matrix, all cases, the worst first)."""
         matrix: Matrix = {}
         cases: list[Case] = []
-        whole = self.seconds(self.everyone)
+        seconds_of_all = self.seconds(self.everyone)
         for causer in self.groups:
             seconds = self.seconds(self.everyone - {causer})
             matrix |= {(causer, name): 0.0 for name in self.groups if name != causer}
             for arrival, value in seconds.items():
                 sufferer = self._names[arrival]
-                delay = whole[arrival] - value
+                delay = seconds_of_all[arrival] - value
                 matrix[causer, sufferer] += delay
                 request_id = self.past.requests[arrival].request_id
                 cases.append(Case(causer, sufferer, request_id, delay))
@@ -197,12 +197,12 @@ class Audit:
             for sufferer in self.groups
             if causer != sufferer
         }
-        others = len(self.groups) - 1
+        num_causers = len(self.groups) - 1
         for causer, sufferer in shares:
-            rest = sorted(self.everyone - {causer, sufferer})
-            for size in range(len(rest) + 1):
-                weight = 1 / (others * math.comb(others - 1, size))
-                for before in combinations(rest, size):
+            bystanders = sorted(self.everyone - {causer, sufferer})
+            for size in range(len(bystanders) + 1):
+                weight = 1 / (num_causers * math.comb(num_causers - 1, size))
+                for before in combinations(bystanders, size):
                     present = frozenset([*before, sufferer])
                     added = self._added(causer, sufferer, present)
                     shares[causer, sufferer] += weight * added

@@ -30,6 +30,7 @@ KINDS = (
     "counts",
     "drafts",
 )
+BLOCKS = "blocks"  # which blocks sequences have, and which are moved; it is last
 ENDS = "ends"  # a run has no such step
 NO_STEP = "no step"
 # in the text of a difference
@@ -59,7 +60,7 @@ class Difference(NamedTuple):
     """Where two runs differ first.
 
     step: the number of the step, from 0.
-    kind: one of `KINDS`, or `ENDS`; "": their decisions are equal to the end.
+    kind: one of `KINDS`, `BLOCKS`, or `ENDS`; "": their decisions are equal to the end.
     causes: which inputs differ before, in sentences.
     first, second: the step in each run.
     """
@@ -76,13 +77,15 @@ class Difference(NamedTuple):
         return not (self.kind or self.causes)
 
 
-def kind_of_difference(first: Plan | None, second: Plan | None) -> str:
-    """In what two plans of one step differ first, one of `KINDS`; "": in nothing; `ENDS`: one run
+def kind_of_difference(
+    first: Plan | None, second: Plan | None, kinds: Sequence[str] = KINDS
+) -> str:
+    """In what two plans of one step differ first, one of `kinds`; "": in nothing; `ENDS`: one run
     has no such step.
     """
     if first is None or second is None:
         return "" if first is second else ENDS
-    for kind in KINDS:
+    for kind in kinds:
         if decided(first, kind) != decided(second, kind):
             return kind
     return ""
@@ -92,17 +95,28 @@ def decided(plan: Plan, kind: str) -> Any:
     """What a plan decides of one kind."""
     if kind == "rows":
         return tuple([seq.request.request_id for seq in plan.seqs])
+    if kind == BLOCKS:
+        tables = [seq.blocks for seq in plan.seqs]
+        return tables, plan.copies, plan.swap_out, plan.swap_in
     return getattr(plan, kind)
 
 
-def difference(first: Past, second: Past) -> Difference:
-    """The first difference of two recorded runs."""
+def difference(
+    first: Past, second: Past, *, blocks: bool = False, ignored_fields: Sequence[str] = ()
+) -> Difference:
+    """The first difference of two recorded runs.
+
+    Args:
+        blocks: whether the names of blocks count.
+        ignored_fields: of requests.
+    """
+    kinds = (*KINDS, BLOCKS) if blocks else KINDS
     causes = list(_settings(first, second))
     step = 0
     for step, (a, b) in enumerate(zip_longest(steps(first), steps(second))):
         if len(causes) < MOST_CAUSES:
-            causes += _inputs(step, a, b)
-        kind = kind_of_difference(a and a.plan, b and b.plan)
+            causes += _inputs(step, a, b, ignored_fields)
+        kind = kind_of_difference(a and a.plan, b and b.plan, kinds)
         if kind:
             return Difference(step, kind, tuple(causes), a, b)
         if a and b and a.tokens != b.tokens and len(causes) < MOST_CAUSES:
@@ -115,8 +129,8 @@ def steps(past: Past) -> Iterator[Step]:
     made_again = run(past, unchanged(past))
     inputs: list[Entry] = []
     step: Step | None = None
-    for made in made_again:
-        entry = made.entry
+    for transition in made_again:
+        entry = transition.entry
         if isinstance(entry, Schedule):
             if step is not None:
                 yield step
@@ -155,12 +169,14 @@ def _settings(first: Past, second: Past) -> Iterator[str]:
             yield f"{name} is {fields[name]} in A and {value} in B"
 
 
-def _inputs(step: int, first: Step | None, second: Step | None) -> Iterator[str]:
+def _inputs(
+    step: int, first: Step | None, second: Step | None, ignored_fields: Sequence[str]
+) -> Iterator[str]:
     """A sentence on the first input before a step that differs, if one does."""
     a_inputs = first.inputs if first else ()
     b_inputs = second.inputs if second else ()
     for a, b in zip_longest(a_inputs, b_inputs):
-        text = _input_difference(a, b)
+        text = _input_difference(a, b, ignored_fields)
         if text:
             yield f"before step {step}: {text}"
             return
@@ -175,7 +191,9 @@ def _inputs(step: int, first: Step | None, second: Step | None) -> Iterator[str]
             return
 
 
-def _input_difference(first: Entry | None, second: Entry | None) -> str:
+def _input_difference(
+    first: Entry | None, second: Entry | None, ignored_fields: Sequence[str]
+) -> str:
     """How an input of A differs from that of B in the same place; "": not at all."""
     if first is None or second is None:
         if first is second:
@@ -188,7 +206,7 @@ def _input_difference(first: Entry | None, second: Entry | None) -> str:
         b = request_record(second.request)
         if a["request_id"] == b["request_id"]:
             for name in dict.fromkeys([*a, *b]):
-                if a.get(name) != b.get(name):
+                if a.get(name) != b.get(name) and name not in ignored_fields:
                     return (
                         f"request {a['request_id']!r} has {name} {a.get(name)!r:.80} in A and "
                         f"{b.get(name)!r:.80} in B"

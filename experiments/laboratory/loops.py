@@ -23,11 +23,11 @@ def clients(outcomes: Mapping[int, Outcome]) -> int:
         if ended_at is not None:
             changes.append((ended_at, -1))
     unfinished = 0
-    most = 0
+    peak = 0
     for _, change in sorted(changes):
         unfinished += change
-        most = max(most, unfinished)
-    return most
+        peak = max(peak, unfinished)
+    return peak
 
 
 def closed(outcomes: Mapping[int, Outcome]) -> dict[int, Behind]:

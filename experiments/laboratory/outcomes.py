@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from experiments.laboratory.rerun import Made, Run
+from experiments.laboratory.rerun import Run, Transition
 from pagedjax.host.event_log import Adopt, Cancel, Commit, Schedule, Submit
 from pagedjax.host.types import (
     Beamed,
@@ -51,8 +51,8 @@ class Outcome:
 def outcomes(run: Run) -> dict[int, Outcome]:
     """Goes through a run -> what each sequence got, by its arrival in the past."""
     reader = Reader(run)
-    for made in run:
-        reader.add(made)
+    for transition in run:
+        reader.add(transition)
     return reader.outcomes
 
 
@@ -64,19 +64,19 @@ class Reader:
         self._run = run
         self._by_name: dict[str, Outcome] = {}  # of the sequence that had the id last
 
-    def add(self, made: Made) -> None:
+    def add(self, transition: Transition) -> None:
         """Adds a transition, before the run makes the next one."""
-        entry = made.entry
+        entry = transition.entry
         if isinstance(entry, Submit):
-            self._begin(entry.request, made.at)
+            self._begin(entry.request, transition.at)
         elif isinstance(entry, Adopt):
-            self._begin(entry.released.request, made.at)
+            self._begin(entry.released.request, transition.at)
         elif isinstance(entry, Schedule):
             for name in entry.plan.rejected:
-                self._end(name, made.at, "rejected")
+                self._end(name, transition.at, "rejected")
         elif isinstance(entry, Cancel | Commit):
             for event in entry.events:
-                self._add_event(event, made.at)
+                self._add_event(event, transition.at)
 
     def _begin(self, request: Request, at: float) -> None:
         names = request.names

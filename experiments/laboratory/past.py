@@ -138,13 +138,13 @@ class Past(NamedTuple):
     @property
     def steps(self) -> Iterator[PastStep]:
         """The steps that did not fail."""
-        began: Recorded | None = None
+        schedule: Recorded | None = None
         unfinished = 0
         ready_since: float | None = None  # None: nothing was to do after the step before
         for recorded in self.entries:
             entry = recorded.entry
             if isinstance(entry, Schedule):
-                began = recorded
+                schedule = recorded
                 unfinished -= len(entry.plan.rejected)
             elif isinstance(entry, Submit):
                 unfinished += len(entry.request.names)
@@ -154,9 +154,9 @@ class Past(NamedTuple):
                 unfinished -= 1
             elif isinstance(entry, Cancel):
                 unfinished -= len(entry.events)
-            elif isinstance(entry, Commit) and began is not None:
-                since = began.at if ready_since is None else ready_since
-                yield PastStep(entry.plan, began.at, recorded.at, since)
+            elif isinstance(entry, Commit) and schedule is not None:
+                since = schedule.at if ready_since is None else ready_since
+                yield PastStep(entry.plan, schedule.at, recorded.at, since)
                 ended = [event for event in entry.events if isinstance(event, Finished)]
                 unfinished -= sum([event.reason != "rejected" for event in ended])
                 ready_since = recorded.at if unfinished else None

@@ -14,7 +14,7 @@ from experiments.laboratory.differences import kind_of_difference
 from experiments.laboratory.outcomes import Outcome, Reader
 from experiments.laboratory.past import Past
 from experiments.laboratory.replicas import Fleet
-from experiments.laboratory.rerun import Behind, Change, Made, Run, run, unchanged
+from experiments.laboratory.rerun import Behind, Change, Run, Transition, run, unchanged
 from experiments.laboratory.times import StepTimes, fitted
 from pagedjax.host.event_log import Schedule
 from pagedjax.host.types import Plan
@@ -47,19 +47,19 @@ class Reading:
     parting: tuple[int, Plan | None] | None = None
     inexact: Counter[str] = field(default_factory=Counter)
 
-    def add(self, made: Made, seconds: object) -> None:
+    def add(self, transition: Transition, seconds: object) -> None:
         """Counts a transition of a run whose steps take `seconds`."""
-        self.end = max(self.end, made.at)
-        if not isinstance(made.entry, Schedule):
+        self.end = max(self.end, transition.at)
+        if not isinstance(transition.entry, Schedule):
             return
-        plan = made.entry.plan
-        if self.parting is None and not made.follows:
+        plan = transition.entry.plan
+        if self.parting is None and not transition.follows:
             self.parting = (self.steps, plan)
         self.steps += 1
         self.preemptions += len(plan.preempted)
         self.cached_tokens += sum(plan.cached)
         self.rejected += len(plan.rejected)
-        if isinstance(seconds, Clock) and not made.follows:
+        if isinstance(seconds, Clock) and not transition.follows:
             self.beyond += seconds.is_beyond(plan)
 
 
@@ -69,9 +69,9 @@ def reading(transitions: Run | Fleet) -> Reading:
     runs = (transitions,) if isinstance(transitions, Run) else transitions.replicas
     readers = [Reader(replica) for replica in runs]
     seconds = transitions.change.seconds
-    for number, made in _numbered(transitions):
-        readers[number].add(made)
-        result.add(made, seconds)
+    for number, transition in _numbered(transitions):
+        readers[number].add(transition)
+        result.add(transition, seconds)
     for reader, replica in zip(readers, runs, strict=True):
         result.outcomes |= reader.outcomes
         result.inexact += replica.inexact
@@ -80,13 +80,13 @@ def reading(transitions: Run | Fleet) -> Reading:
     return result
 
 
-def _numbered(transitions: Run | Fleet) -> Iterator[tuple[int, Made]]:
+def _numbered(transitions: Run | Fleet) -> Iterator[tuple[int, Transition]]:
     """The transitions of a run with the numbers of their replicas."""
     if isinstance(transitions, Fleet):
         yield from transitions
     else:
-        for made in transitions:
-            yield 0, made
+        for transition in transitions:
+            yield 0, transition
 
 
 class Prediction(NamedTuple):

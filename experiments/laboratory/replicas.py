@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from itertools import islice
 
 from experiments.laboratory.past import Past, Recorded
-from experiments.laboratory.rerun import NEVER_RUN, Change, Made, Run
+from experiments.laboratory.rerun import NEVER_RUN, Change, Run, Transition
 from pagedjax import routing
 from pagedjax.host.event_log import Cancel, Submit
 from pagedjax.routing import Router, RouterRequest, RouterState
@@ -26,13 +26,13 @@ class Replica(Run):
         self.waits = False  # it has work, and can make no step before the next input
         self.new_ends: list[tuple[int, float]] = []  # requests that ended, and when
 
-    def take(self, recorded: Recorded, at: float) -> Iterator[Made]:
+    def take(self, recorded: Recorded, at: float) -> Iterator[Transition]:
         """Takes an input that comes at a time, between two steps."""
         self.now = max(self.now, at)
         self.waits = False
         yield from self._take(recorded)
 
-    def step(self) -> Iterator[Made]:
+    def step(self) -> Iterator[Transition]:
         """Makes a step, or begins to wait."""
         transitions = self._step()
         if transitions is None:
@@ -95,7 +95,7 @@ class Fleet:
         for number in range(count):
             self._state = routing.joined(self._state, number)
 
-    def __iter__(self) -> Iterator[tuple[int, Made]]:
+    def __iter__(self) -> Iterator[tuple[int, Transition]]:
         while True:
             begins = [
                 (replica.now, number)
@@ -107,8 +107,8 @@ class Fleet:
                 yield from self._take(self._inputs.pop(), at)
             elif begins:
                 number = min(begins)[1]
-                for made in self.replicas[number].step():
-                    yield number, made
+                for transition in self.replicas[number].step():
+                    yield number, transition
                 self._learn_ends(number)
             else:
                 for replica in self.replicas:
@@ -116,7 +116,7 @@ class Fleet:
                     replica.inexact = +replica.inexact
                 return
 
-    def _take(self, recorded: Recorded, at: float) -> Iterator[tuple[int, Made]]:
+    def _take(self, recorded: Recorded, at: float) -> Iterator[tuple[int, Transition]]:
         """Gives an input to its replica, or to all of them."""
         entry = recorded.entry
         arrival = recorded.arrival
@@ -131,8 +131,8 @@ class Fleet:
         else:
             numbers = list(range(len(self.replicas)))
         for number in numbers:
-            for made in self.replicas[number].take(recorded, at):
-                yield number, made
+            for transition in self.replicas[number].take(recorded, at):
+                yield number, transition
             self._learn_ends(number)
 
     def _route(self, arrival: int, at: float) -> int:

@@ -46,9 +46,9 @@ from pagedjax.host.types import NO_DRAFTS, Choice, Finished, FinishReason, Plan,
 __all__ = [
     "Behind",
     "Change",
-    "Made",
     "Refused",
     "Run",
+    "Transition",
     "record",
     "run",
     "unchanged",
@@ -106,7 +106,7 @@ class Change(NamedTuple):
     follows: bool = True
 
 
-class Made(NamedTuple):
+class Transition(NamedTuple):
     """A transition of the run.
 
     at: its time; of a schedule, when the step began, of its commit, when it ended.
@@ -148,9 +148,9 @@ def record(path: str | os.PathLike[str], transitions: Run) -> None:
         prompts=bool(past.prompts),
     )
     with closing(recorder):
-        for made in transitions:
-            time = made.at
-            recorder.write(made.entry)
+        for transition in transitions:
+            time = transition.at
+            recorder.write(transition.entry)
 
 
 class Run:
@@ -203,7 +203,7 @@ class Run:
         """Whether a sequence waits or runs."""
         return bool(self.state.waiting or self.state.running.seqs)
 
-    def __iter__(self) -> Iterator[Made]:
+    def __iter__(self) -> Iterator[Transition]:
         place = 0
         while self.follows and place < len(self.past.entries):
             yield from self._follow(self.past.entries[place])
@@ -214,7 +214,7 @@ class Run:
 
     # while the run follows the recording
 
-    def _follow(self, recorded: Recorded) -> Iterator[Made]:
+    def _follow(self, recorded: Recorded) -> Iterator[Transition]:
         entry = recorded.entry
         self.now = recorded.at
         if isinstance(entry, Schedule):
@@ -224,7 +224,7 @@ class Run:
         else:
             yield from self._take(recorded)
 
-    def _follow_schedule(self, entry: Schedule) -> Iterator[Made]:
+    def _follow_schedule(self, entry: Schedule) -> Iterator[Transition]:
         """Schedules a step; if it is not the recorded one, makes it without the recording."""
         now = self.now if entry.plan.now is None else entry.plan.now
         state, plan = scheduler.schedule(self.state, self.change.policy, entry.offered, now)
@@ -232,19 +232,19 @@ class Run:
             self.state = state
             self._plan = plan
             self._end(plan.rejected)
-            yield Made(Schedule(plan, entry.offered), self.now, follows=True)
+            yield Transition(Schedule(plan, entry.offered), self.now, follows=True)
             return
         self.follows = False
         self._refuse_what_time_decides()
         if _does_something(plan):
             yield from self._make(state, plan, entry.offered)
 
-    def _follow_commit(self, entry: Commit) -> Made:
+    def _follow_commit(self, entry: Commit) -> Transition:
         plan = self._plan
         assert plan is not None, "a commit that replays has a schedule before it"
         hashes = entry.hashes if self._same_blocks else self._hashes(plan, entry.sampled)
         commit = self._commit(plan, entry.sampled, hashes, entry.choices)
-        return Made(commit, self.now, follows=True)
+        return Transition(commit, self.now, follows=True)
 
     def _refuse_what_time_decides(self) -> None:
         """Raises Refused for inputs whose tokens or blocks depend on what other steps decided."""
@@ -259,7 +259,7 @@ class Run:
 
     # inputs
 
-    def _take(self, recorded: Recorded) -> Iterator[Made]:
+    def _take(self, recorded: Recorded) -> Iterator[Transition]:
         """Takes an input, if it still has an effect."""
         entry = recorded.entry
         if isinstance(entry, Submit):
@@ -287,7 +287,7 @@ class Run:
             self.state, adopted = scheduler.adopt(self.state, self.change.policy, released)
             entry = Adopt(released, adopted)
             self._begin([released.request.request_id], recorded.arrival)
-        yield Made(entry, self.now, self.follows)
+        yield Transition(entry, self.now, self.follows)
 
     def _submit(self, entry: Submit, arrival: int | None) -> Submit:
         """Submits a request. An id that an unfinished sequence has gets a stroke."""
@@ -356,7 +356,7 @@ class Run:
 
     # after the runs differ
 
-    def _go_on(self, place: int) -> Iterator[Made]:
+    def _go_on(self, place: int) -> Iterator[Transition]:
         """Runs to the end, with the inputs of the recording from a place on."""
         self._queue(place)
         while True:
@@ -404,7 +404,7 @@ class Run:
         for number, recorded in group.inputs:
             heappush(self._inputs, (recorded.at - recorded_at + at, number, recorded))
 
-    def _step(self) -> Iterator[Made] | None:
+    def _step(self) -> Iterator[Transition] | None:
         """The transitions of a step; None if no sequence can run."""
         offered = self._offered()
         state, plan = scheduler.schedule(self.state, self.change.policy, offered, self.now)
@@ -414,23 +414,23 @@ class Run:
 
     def _make(
         self, state: SchedulerState, plan: Plan, offered: Mapping[str, int]
-    ) -> Iterator[Made]:
+    ) -> Iterator[Transition]:
         """Makes the step of a plan.
 
         Args:
             state: what `scheduler.schedule` returned with it.
         """
         self.state = state
-        yield Made(Schedule(plan, offered), self.now, follows=False)
+        yield Transition(Schedule(plan, offered), self.now, follows=False)
         self._end(plan.rejected)
         sampled = self._sampled(plan)
         choices, ends = self._choices(plan)
         hashes = self._hashes(plan, sampled)
         self.now += self.change.seconds(plan)
         commit = self._commit(plan, sampled, hashes, choices)
-        yield Made(commit, self.now, follows=False)
+        yield Transition(commit, self.now, follows=False)
         for name, reason in (*ends.items(), *self._recorded_ends()):
-            yield Made(self._cancel(name, reason), self.now, follows=False)
+            yield Transition(self._cancel(name, reason), self.now, follows=False)
 
     def _commit(
         self,

@@ -109,9 +109,9 @@ def ddmin(items: Sequence[int], shows: Callable[[Sequence[int]], bool]) -> list[
         complements = [
             [item for item in items if item not in excluded] for excluded in map(set, chunks)
         ]
-        rest = next((part for part in complements if is_new_and_shows(part)), None)
-        if rest is not None:
-            items = rest
+        complement = next((part for part in complements if is_new_and_shows(part)), None)
+        if complement is not None:
+            items = complement
             parts = max(parts - 1, 2)
         elif parts < len(items):
             parts = min(2 * parts, len(items))
@@ -181,23 +181,23 @@ def _runs(sides: tuple[_Side, _Side], arrivals: Sequence[int]) -> tuple[Run, Run
 def kind_with(sides: tuple[_Side, _Side], arrivals: Sequence[int]) -> str:
     """The kind of the first other decision of two runs with some requests; "": there is none."""
     first, second = _runs(sides, arrivals)
-    plans = _plans(first)
-    others = _plans(second)
+    first_plans = _plans(first)
+    second_plans = _plans(second)
     try:
         while True:
-            plan = next(plans, None)
-            other = next(others, None)
-            kind = kind_of_difference(plan, other)
-            if kind or plan is None:
+            first_plan = next(first_plans, None)
+            second_plan = next(second_plans, None)
+            kind = kind_of_difference(first_plan, second_plan)
+            if kind or first_plan is None:
                 return kind
     except (Refused, Rejected):
         return ""
 
 
 def _plans(transitions: Run) -> Iterator[Plan]:
-    for made in transitions:
-        if isinstance(made.entry, Schedule):
-            yield made.entry.plan
+    for transition in transitions:
+        if isinstance(transition.entry, Schedule):
+            yield transition.entry.plan
 
 
 def _before(past: Past, step: int) -> list[int]:

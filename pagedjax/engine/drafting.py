@@ -101,9 +101,7 @@ def offer(
     if not k:
         return NO_DRAFTS
     draftable = [
-        (name, length)
-        for name, length in draftable
-        if sequences[name].params.trace_decode_token_ids is None
+        (name, length) for name, length in draftable if sequences[name].given_token_ids is None
     ]
     if drafting.drafter.propose is None:
         return {name: k for name, _ in draftable}

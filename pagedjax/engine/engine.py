@@ -156,6 +156,7 @@ class Engine:
         predicted: int | None = None,
         service_class: str = "",
         deadline: float | None = None,
+        given: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Queue a request. `priority` and `user` matter to the policies of those names, see
         host/policies/.
@@ -174,6 +175,9 @@ class Engine:
             service_class: the name of its class of service, for a policy that knows its targets.
             deadline: seconds after its arrival by which it should have ended, for a policy that
                 reads it. Nothing else ends a request that is late.
+            given: output tokens by the id of a sequence, in place of sampled ones. Beside
+                `params.trace_decode_token_ids`, branches may have other ones, the request keeps its
+                limit and its stop tokens, and tokens behind the given ones are sampled.
 
         Raises:
             ValueError: the request can never run (see `scheduler.submit` and `requests.prepare`).
@@ -192,6 +196,7 @@ class Engine:
                 predicted=predicted,
                 service_class=service_class,
                 deadline=deadline,
+                given=given or {},
             )
         )
 
@@ -458,19 +463,22 @@ class Engine:
     # steps ----------------------------------------------------------------------------------------
 
     @interrupts.in_turn
-    def step(self) -> StepResult | None:
+    def step(self, now: float | None = None) -> StepResult | None:
         """Run one step. Returns None if no request is unfinished.
 
         If it raises or is interrupted, the step is rolled back: its requests return to the queue
         and are computed again. If the interrupt comes after the step, the next call returns the
         step's result.
+
+        Args:
+            now: seconds since the scheduler began, for a timed policy; None: by the clock.
         """
         if not self.has_work:
             return None
         old_state = self._state
         if old_state.result is None:
             try:
-                after, result = step(self.runtime, old_state, self._schedule())
+                after, result = step(self.runtime, old_state, self._schedule(now))
                 self._set(after._replace(result=result))
             except BaseException:
                 if self._state is old_state:  # its cache was donated
@@ -480,11 +488,11 @@ class Engine:
         self._state = self._state._replace(result=None)
         return result
 
-    def _schedule(self) -> ScheduledStep:
+    def _schedule(self, now: float | None = None) -> ScheduledStep:
         """What the next step will compute. Processes that share an engine agree on it here
         (engine/processes/engines.py).
         """
-        return schedule(self.runtime, self._state)
+        return schedule(self.runtime, self._state, now=now)
 
     @interrupts.deferred()
     def _set(self, after: EngineState) -> None:

@@ -1,5 +1,5 @@
-"""Given tokens in the engine (`SamplingParams.trace_decode_token_ids`): a reader that knows which
-token each sample of a sequence has to be.
+"""Given tokens in the engine (`SamplingParams.trace_decode_token_ids`, and `Engine.add(given=...)`):
+a reader that knows which token each sample of a sequence has to be.
 
 The mask of such a sample allows one token, so the step samples it in place of another one, and all
 that follows has it: the next step on the device, the cache, hashes of blocks. Log-probabilities are
@@ -9,7 +9,7 @@ predicted. The programs are those of every engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,18 +24,18 @@ from pagedjax.options.params import SamplingParams
 class GivenTokens(NamedTuple):
     """token_ids: of the output, from its beginning. words: of 32 bits in a mask."""
 
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     words: int
 
 
 def start(request: NewRequest) -> Mapping[str, GivenTokens]:
-    """The given tokens of a new request, by its id."""
-    params = request.submitted.params
-    assert isinstance(params, SamplingParams), "others have no such option"
-    assert params.trace_decode_token_ids is not None, "only requests that set it are started"
+    """The given tokens of the sequences of a new request that have some, by their ids."""
     words = -(-request.runtime.request_rules.vocab_size // 32)
-    given = GivenTokens(params.trace_decode_token_ids, words)
-    return dict.fromkeys(request.submitted.names, given)
+    return {
+        name: GivenTokens(data.given_token_ids, words)
+        for name, data in request.prepared.sequences.items()
+        if data.given_token_ids is not None
+    }
 
 
 def of_samples(
@@ -75,7 +75,7 @@ GIVEN_TOKENS = Reader(
     "given tokens",
     SamplingParams,
     read=read,
-    options=("trace_decode_token_ids",),
+    options=("trace_decode_token_ids", "given"),
     start=start,
     masks=of_samples,
 )

@@ -133,6 +133,11 @@ def handover(runtime: Runtime, state: EngineState, name: str) -> Handover:
         raise ValueError(
             f"sequence {name!r} has taps, whose arrays are collected by one engine; leave taps out"
         )
+    if data.given_token_ids is not data.params.trace_decode_token_ids:
+        raise ValueError(
+            f"sequence {name!r} has tokens that `Engine.add` got as `given`, which stay in one "
+            "engine; let it end here, or give them as trace_decode_token_ids"
+        )
     content_hash = ""
     if data.adapter_slot and runtime.adapters:
         for loaded in runtime.adapters.names.values():

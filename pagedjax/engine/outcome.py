@@ -121,8 +121,8 @@ class Reader(NamedTuple):
         params: the parameters of the requests that may ask for it.
         read: (entries, outcome) -> `Reading`. It is called in each step while it has entries,
             before the commit.
-        options: fields of the parameters, one of which is set when a request asks; (): all requests
-            with such parameters ask.
+        options: fields of the parameters, or of an `EngineRequest`, one of which is set when a
+            request asks; (): all requests with such parameters ask.
         start: (new request that asks) -> its entries, by the id of a sequence. It may refuse the
             request with a ValueError. An entry is deleted when its sequence ends.
         side_outputs: (entry) -> what the device must compute in the steps of that sequence.

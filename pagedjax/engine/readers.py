@@ -12,7 +12,7 @@ from immutables import Map
 from pagedjax.device.taps import NOTHING, SideOutputs, union
 from pagedjax.engine import given_tokens, pooling, results, taps, token_masks
 from pagedjax.engine.outcome import Entries, NewRequest, Outcome, Reader
-from pagedjax.engine.requests import SequenceData
+from pagedjax.engine.requests import EngineRequest, SequenceData
 from pagedjax.host.types import Choice, FinishReason, Plan
 
 READERS: tuple[Reader, ...] = (
@@ -50,12 +50,20 @@ def start(readers: Readers, request: NewRequest) -> Readers:
     for reader in READERS:
         if not isinstance(params, reader.params):
             continue
-        if reader.options and all(getattr(params, name) is None for name in reader.options):
+        if reader.options and not any(_sets(request, option) for option in reader.options):
             continue
         entries = reader.start(request)
         if entries:
             readers = readers.set(reader.name, readers.get(reader.name, Map()).update(entries))
     return readers
+
+
+def _sets(request: NewRequest, option: str) -> bool:
+    """Whether a request sets an option of its parameters, or of its own."""
+    submitted = request.submitted
+    if option in EngineRequest._fields:
+        return bool(getattr(submitted, option))
+    return getattr(submitted.params, option) is not None
 
 
 def read(readers: Readers, outcome: Outcome) -> Read:

@@ -49,6 +49,8 @@ class SequenceData:
     # the hash before the first block's (block_hashes.py); None: it shares no blocks
     root: str | None = None
     adapter_slot: int = field(default=0, kw_only=True)  # 0: no adapter
+    # of its output, in place of sampled ones; None: those of params, if it has some
+    given_token_ids: Sequence[int] | None = field(default=None, kw_only=True)
     # what the engine's chain read from params; None: the default chain reads
     row_options: InitVar[RowOptions | None] = None
     options: RowOptions = field(init=False)
@@ -59,6 +61,8 @@ class SequenceData:
 
     def __post_init__(self, row_options: RowOptions | None) -> None:
         params = self.params
+        if self.given_token_ids is None:
+            self.given_token_ids = params.trace_decode_token_ids
         self.options = row_options or DEFAULT.read(params, self.stop_ids)
         num_top = -1 if params.logprobs is None else params.logprobs
         prompt_logprobs = params.prompt_logprobs is not None
@@ -165,6 +169,7 @@ class EngineRequest(NamedTuple):
     grammar: what `params.structured_outputs` was compiled to.
     adapter: the name of a loaded one; None: the model alone.
     begun: of a single sequence that this engine goes on with; None: it begins here.
+    given: output tokens by the name of a sequence, in place of sampled ones, see `Engine.add`.
     """
 
     names: tuple[str, ...]
@@ -179,6 +184,7 @@ class EngineRequest(NamedTuple):
     begun: Begun | None = None
     service_class: str = ""
     deadline: float | None = None
+    given: Mapping[str, Sequence[int]] = Map()
 
 
 class RequestRules(NamedTuple):
@@ -247,11 +253,12 @@ def prepare(
             f"grammar {request.grammar!r:.80}; give both to the engine (LLM and Session compile the "
             "grammar)"
         )
+    with_masks = _with_given_tokens(request, row, rules.vocab_size)
     try:
-        options = rules.chain.read(row, stops)
+        options = rules.chain.read(with_masks, stops)
     except ValueError as error:
         raise ValueError(f"request {names[0]!r}: {error}") from None
-    if row.trace_decode_token_ids is not None:
+    if with_masks.trace_decode_token_ids is not None:
         _check_own_features(names[0], options)
 
     root = None
@@ -285,6 +292,7 @@ def prepare(
             root=root,
             row_options=options,
             adapter_slot=adapter.slot if adapter else 0,
+            given_token_ids=request.given.get(name),
         )
         for name, branch_seed in zip(names, seeds, strict=True)
     }
@@ -292,6 +300,34 @@ def prepare(
     if isinstance(request.params, BeamSearchParams):
         search = _search(request.params, scheduler_request, stops, state.config)
     return PreparedRequest(scheduler_request, sequences, search)
+
+
+def _with_given_tokens(
+    request: EngineRequest, row: SamplingParams, vocab_size: int
+) -> SamplingParams:
+    """How the sequences of a request sample, with the masks of given tokens.
+
+    Raises:
+        ValueError: the given tokens are of no sequence of the request, or of a request that does
+            not sample; a token is not of the vocabulary, or an option may forbid one.
+    """
+    given = {name: tokens for name, tokens in request.given.items() if len(tokens)}
+    if not given:
+        return row
+    name = request.names[0]
+    strangers = [sequence for sequence in given if sequence not in request.names]
+    if strangers or not isinstance(request.params, SamplingParams):
+        raise ValueError(
+            f"request {name!r} is given tokens of {strangers or list(given)}; give those of its "
+            f"own sequences {list(request.names)}, with SamplingParams"
+        )
+    for sequence, tokens in given.items():
+        checked_ids(sequence, tokens, vocab_size)
+    first = next(iter(given.values()))
+    try:  # the options that exclude given tokens do so here too
+        return dataclasses.replace(row, n=1, trace_decode_token_ids=tuple(first))
+    except ValueError as error:
+        raise ValueError(f"request {name!r}: {error}") from None
 
 
 def _check_own_features(request_id: str, options: RowOptions) -> None:

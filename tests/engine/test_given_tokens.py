@@ -109,6 +109,37 @@ def test_each_token_takes_a_decode_step(tiny_llm):
     assert len(tokens) == 5
 
 
+def test_branches_have_given_tokens_of_their_own_and_stop_tokens_count(tiny_llm):
+    """What `Engine.add` gets as `given` changes neither limits nor stop tokens."""
+    engine = tiny_llm.engine
+    params = SamplingParams(temperature=1.0, max_tokens=9, min_tokens=1, stop_token_ids=(50,), n=3)
+    given_ids = {"a": [60, 50, 61], "a/1": OTHER[3], "a/2": [70, 71]}
+    assert not {50} & {*OTHER[3]}
+    engine.add("a", PROMPTS[1], params, forks=("a/1", "a/2"), given=given_ids)
+    engine.add("b", PROMPTS[2], SamplingParams(max_tokens=4, seed=1), given={"b": [80, 81]})
+    results = list(steps(engine))
+    tokens = sampled(results)
+    assert tokens["a"] == [60, 50]  # its stop token is given
+    assert tokens["a/1"] == OTHER[3][:9]  # more are given than its limit
+    assert tokens["a/2"][:2] == [70, 71]
+    assert len(tokens["a/2"]) <= 9
+    assert tokens["b"][:2] == [80, 81]
+    assert len(tokens["b"]) == 4
+    engine.add("b", [*PROMPTS[2], 80, 81], SamplingParams(temperature=0, max_tokens=1))
+    (expected,) = sampled(steps(engine))["b"]
+    engine.add("c", PROMPTS[2], SamplingParams(temperature=0, max_tokens=3), given={"c": [80, 81]})
+    assert sampled(steps(engine))["c"] == [80, 81, expected]  # it goes on behind them
+
+
+def test_a_sequence_that_was_given_tokens_stays_in_its_engine(tiny_llm):
+    engine = tiny_llm.engine
+    engine.add("a", PROMPTS[1], SamplingParams(max_tokens=4), given={"a": [5, 6]})
+    engine.step()
+    with refused("'a' has tokens that `Engine.add` got as `given`, .*as trace_decode_token_ids"):
+        engine.handover("a")
+    engine.cancel("a")
+
+
 def test_it_ends_at_max_model_len_if_its_tokens_are_more(tiny_llm):
     (answer,) = answers(tiny_llm, [[5] * 500], given([7] * 40))
     assert (answer.token_ids, answer.finish_reason) == ((7,) * 12, "length")
@@ -177,7 +208,25 @@ MINE = RowFeature(
     ],
 )
 def test_what_an_engine_cannot_give_is_refused(params, message):
+    check_refused(EngineRequest(("a",), [5], params), message)
+
+
+def check_refused(request: EngineRequest, message: str) -> None:
     state = scheduler.init(SchedulerConfig(16, 8, 2, 16, 64))
     rules = RequestRules(VOCAB, caching=True, chain=chain((MINE,), VOCAB))
     with refused(message):
-        prepare(state, EngineRequest(("a",), [5], params), rules)
+        prepare(state, request, rules)
+
+
+@pytest.mark.parametrize(
+    ("params", "given_ids", "message"),
+    [
+        (SamplingParams(), {"b": [5]}, r"'a' is given tokens of \['b'\]; give those of its own"),
+        (BeamSearchParams(1), {"a": [5]}, r"'a' is given tokens of \['a'\]; .*SamplingParams"),
+        (SamplingParams(), {"a": [400]}, "'a' has token id 400; the vocabulary is 0 to 319"),
+        (SamplingParams(bad_words="a"), {"a": [5]}, "'a': trace_decode.*bad_words is"),
+        (SamplingParams(extra_args={"mine": 1}), {"a": [5]}, "'a': .*row feature 'mine' is used"),
+    ],
+)
+def test_what_cannot_be_given_to_an_engine_is_refused(params, given_ids, message):
+    check_refused(EngineRequest(("a",), [5], params, given=given_ids), message)

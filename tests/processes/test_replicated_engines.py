@@ -276,10 +276,10 @@ def test_an_exception_in_a_follower_ends_both(pair, monkeypatch, capsys):
     scheduled = FollowerEngine._schedule
     numbers = itertools.count(1)
 
-    def fails(self):
+    def fails(self, now=None):
         if next(numbers) == 3:
             raise RuntimeError("RESOURCE_EXHAUSTED: no memory\nmore")
-        return scheduled(self)
+        return scheduled(self, now)
 
     monkeypatch.setattr(FollowerEngine, "_schedule", fails)
     pair.begin()
@@ -468,6 +468,7 @@ def test_a_request_survives_the_wire():
         begun=Begun(3, [4]),
         service_class="chat",
         deadline=1.5,
+        given={"a": [5], "b": [6, 7]},
     )
     defaults = EngineRequest((), [], GREEDY)
     unsent = [name for name in request._fields if getattr(request, name) == getattr(defaults, name)]

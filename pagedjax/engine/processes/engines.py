@@ -211,7 +211,7 @@ class LeaderEngine(Engine):
 
     @interrupts.deferred()
     @interrupts.in_turn
-    def step(self) -> StepResult | None:
+    def step(self, now: float | None = None) -> StepResult | None:
         """Run one step in all processes.
 
         Raises:
@@ -221,7 +221,7 @@ class LeaderEngine(Engine):
             return None
         self.group.check()
         try:
-            return super().step()
+            return super().step(now)
         except ProcessFailed:
             raise
         except BaseException as error:
@@ -259,9 +259,9 @@ class LeaderEngine(Engine):
         self._digest.transitions(after)
         super()._set(after)
 
-    def _schedule(self) -> ScheduledStep:
+    def _schedule(self, now: float | None = None) -> ScheduledStep:
         self.group.begin_step()
-        step = super()._schedule()
+        step = super()._schedule(now)
         digest = self._digest.scheduled(step, self._state.sequences, self._state.ahead)
         lines = self._digest.lines
         self._digest.lines = []
@@ -386,7 +386,7 @@ class FollowerEngine(Engine):
         self._step_input = message
         self.step()
 
-    def _schedule(self) -> ScheduledStep:
+    def _schedule(self, now: float | None = None) -> ScheduledStep:
         inputs = self._step_input
         step = schedule(self.runtime, self._state, inputs["drafts"], inputs["now"])
         digest = self._digest.scheduled(step, self._state.sequences, self._state.ahead)
@@ -426,6 +426,7 @@ def encoded_request(request: EngineRequest) -> Message:
         "begun": request.begun,
         "service_class": request.service_class,
         "deadline": request.deadline,
+        "given": {name: list(tokens) for name, tokens in request.given.items()},
     }
 
 
@@ -442,6 +443,7 @@ def decoded_request(message: Message) -> EngineRequest:
         begun=Begun(*message["begun"]) if message["begun"] else None,
         service_class=message["service_class"],
         deadline=message["deadline"],
+        given=message["given"],
     )
 
 

@@ -42,9 +42,14 @@ def engine(
 
 
 def prompt(draw: random.Random, length: int) -> list[int]:
-    """A prompt that begins like others."""
+    """A prompt that begins like others.
+
+    Its tokens fall along its beginning. Those that a simulated engine samples rise, and depend on
+    the number of the request there: in engines of a fleet they are others than in the recorded
+    one. So none of them may go on as the prompt of another request does.
+    """
     family = draw.randrange(3)
-    return [10 * family + i for i in range(length - length // 3)] + draw.choices(
+    return [100 + 10 * family - i for i in range(length - length // 3)] + draw.choices(
         range(900), k=length // 3
     )
 

@@ -75,11 +75,22 @@ def with_times(path: Path, seed: int) -> None:
     path.write_text("\n".join([*timed, ""]))
 
 
-def test_without_a_change_the_golden_recording_is_made_again(tmp_path: Path):
+def recordings() -> list[Path]:
+    """The recordings among the files of the tests and of the results."""
+    files = [file for folder in ("tests", "experiments") for file in Path(folder).rglob("*.jsonl*")]
+    return [file for file in sorted(files) if file.open("rb").read(17) == b'{"pagedjax_replay']
+
+
+@pytest.mark.parametrize("file", recordings(), ids=str)
+def test_without_a_change_recordings_that_are_kept_are_made_again(file: Path, tmp_path: Path):
     path = tmp_path / "run.jsonl"
-    path.write_bytes(GOLDEN.read_bytes())
+    path.write_bytes(file.read_bytes())
     _, copy = rerun_of(path)
-    assert lines(copy)[1:] == lines(path)[1:]
+    assert lines(copy)[1:] == lines(path)[1:]  # the header has the version
+
+
+def test_the_golden_recording_is_one_that_is_kept():
+    assert GOLDEN in recordings()
 
 
 @drawn.examples(25, 1000)

@@ -13,6 +13,7 @@ import pytest
 from experiments.laboratory import past, rerun
 from experiments.laboratory.rerun import Change, run
 from pagedjax import LLM, BeamSearchParams, SamplingParams
+from tests import unchanged
 from tests.engine.runs import small_llm
 from tests.experiments.laboratory.test_rerun import with_effect
 
@@ -78,7 +79,10 @@ def test_a_changed_run_is_what_the_engine_does(
     preemptions = 0
     for seed in range(examples):
         drawn = requests(random.Random(seed), 10, greedy=not invariant)
-        recorded = record(small_llm(tiny, **sizes), tmp_path / "run.jsonl", *drawn)
+        path = tmp_path / "run.jsonl"
+        recorded = record(small_llm(tiny, **sizes), path, *drawn)
+        rerun.record(again, run(recorded, rerun.unchanged(recorded)))
+        assert again.read_text().splitlines() == path.read_text().splitlines()
         changed = small_llm(tiny, **sizes, **CHANGES[seed % len(CHANGES)])
         of_engine = record(changed, expected, *drawn)
         change = Change(of_engine.config, of_engine.policy)
@@ -88,3 +92,50 @@ def test_a_changed_run_is_what_the_engine_does(
         assert not made.inexact
         preemptions += again.read_text().count('"Preempted"')
     assert preemptions > examples
+
+
+# those of which a recording differs in kind: the numbers of a step are not in it
+KINDS = (
+    "plain",
+    "adapters",
+    "quest",
+    "streaming",
+    "window groups",
+    "eagle",
+    "ngram",
+    "lookahead",
+    "recomputed",
+    "swapped",
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    unchanged.write_models(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_without_a_change_recordings_of_all_kinds_of_engines_are_made_again(
+    models: Path, tmp_path: Path, name: str
+):
+    """With swapped blocks, groups of layers, KV policies, adapters, drafters and beams."""
+    path = tmp_path / "run.jsonl"
+    copy = tmp_path / "copy.jsonl"
+    model, options = unchanged.ENGINES[name]
+    settings = {**unchanged.SIZES, **options, "compilation": "lazy"}
+    speculative = dict(settings.get("speculative", {}))
+    if "model" in speculative:
+        settings["speculative"] = speculative | {"model": str(models / speculative["model"])}
+    llm = LLM(models / model, progress=False, **settings)
+    llm.engine.record(path, prompts=True)
+    list(unchanged.answers_of(name, llm, models))
+    llm.engine.record(None)
+    recorded = past.read(path)
+    made_again = run(recorded, rerun.unchanged(recorded))
+    rerun.record(copy, made_again)
+    assert copy.read_text().splitlines() == path.read_text().splitlines()
+    assert made_again.follows
+    assert not made_again.inexact

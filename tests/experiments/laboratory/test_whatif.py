@@ -25,7 +25,7 @@ from experiments.simulation.simulate import SimulatedEngine
 from pagedjax import routing
 from pagedjax.commands.cli import main
 from pagedjax.engine.engine import Engine
-from pagedjax.host.event_log import Submit
+from pagedjax.host.event_log import Schedule, Submit
 from pagedjax.host.policies import FCFS, POLICIES
 from pagedjax.host.replay import verify
 from pagedjax.host.types import Finished, Request, Sampled
@@ -350,6 +350,42 @@ def test_replicas_are_those_of_the_simulator(tmp_path: Path, number: int):
     )
 
 
+def test_a_replica_shares_the_blocks_that_the_recorded_engine_generated(tmp_path: Path):
+    """The tokens of a request are the recorded ones, whatever its number in its replica is. So a
+    later turn finds them there.
+    """
+    path = tmp_path / "run.jsonl"
+    engine = simulated.engine(seconds=lambda work: 0.25)
+    arrivals = [
+        (
+            float(i),
+            {
+                "request_id": f"r{i}",
+                "prompt_token_ids": [100 * i + k for k in range(6)],
+                "params": SamplingParams(max_tokens=8, ignore_eos=True),
+            },
+        )
+        for i in range(3)
+    ]
+    simulated.record(path, engine, arrivals)
+    outputs = past.read(path).outputs
+    prompt = [*arrivals[1][1]["prompt_token_ids"], *outputs[1].tokens, 900]
+    turn = {**arrivals[1][1], "request_id": "turn", "prompt_token_ids": prompt}
+    simulated.record(path, engine, [*arrivals, (30.0, turn)])
+    recorded = past.read(path)
+    change = rerun.unchanged(recorded)._replace(seconds=lambda plan: 0.25)
+    fleet = Fleet(recorded, change, 2, routing.ROUND_ROBIN)
+    cached = {
+        name: tokens
+        for _, made in fleet
+        if isinstance(made.entry, Schedule)
+        for name, tokens in zip(made.entry.plan.admitted, made.entry.plan.cached, strict=True)
+    }
+    assert fleet.replica_of == {0: 0, 1: 1, 2: 0, 3: 1}
+    assert fleet.replicas[1].past_arrivals == [1, 3]
+    assert cached == {"r0": 0, "r1": 0, "r2": 0, "turn": 12}
+
+
 # --- times and differences ----------------------------------------------------------------------------
 
 
@@ -558,6 +594,39 @@ def test_what_cannot_be_changed_is_refused(noisy: Path, capsys, words: list[str]
     error = capsys.readouterr().err
     assert error.startswith(f"cannot change {noisy}: ")
     assert re.search(message, error)
+
+
+def test_what_is_not_exact_is_named(tmp_path: Path, capsys):
+    """Cancellations by clients, a clock that decides, and a drafter that learns."""
+    path = tmp_path / "run.jsonl"
+    config = world.random_config(random.Random(0))._replace(max_num_seqs=8, num_blocks=200)
+    requests = [Request(name, 8, 8) for name in "abcd"]
+    arrivals = [
+        world.Arrival(0, request, aborted_at=3 if request.request_id == "b" else None)
+        for request in requests
+    ]
+    world.drive(path, config, FCFS, arrivals, timed=True)
+    result = result_of(path, "--set", "max_num_seqs=2", "--policy", "deadline")
+    cancelled, clock_of_policy, *others = result["notes"]
+    assert cancelled == (
+        "not exact: 1 sequences were cancelled by their clients, or by a timeout, and are cancelled "
+        "at the same times here, whatever they have by then"
+    )
+    assert clock_of_policy == (
+        "not exact: the policy deadline reads the clock, and here that is the clock of the "
+        "predicted steps"
+    )
+    assert not any("drafts" in note for note in others)
+    engine = simulated.engine(drafting=True)
+    simulated.record(path, engine, simulated.requests(random.Random(0), 8))
+    result = result_of(path, "--set", "max_num_seqs=2")
+    assert (
+        "not exact: the recorded drafts come again at the same lengths; a drafter that learns from "
+        "other requests would give others"
+    ) in result["notes"]
+    assert "NOTE: not exact: the recorded drafts" in capsys.readouterr().out
+    assert not any("clients, or by" in note for note in result["notes"])
+    assert not any("not exact" in note for note in result_of(path)["notes"])  # without a change
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(noisy: Path, capsys):
