@@ -31,12 +31,13 @@ class About(NamedTuple):
 
 def page(audit: Audit, result: Result, about: About) -> str:
     """The HTML of a result."""
+    unit = "seconds" if result.unit == "s" else result.unit
     matrices = [
         {
             "title": f"Added by each {result.by}",
-            "note": f"{result.unit} of the requests of others with all, minus {result.unit} "
-            "without it. They do not add up to the delays: of two groups, either of which would "
-            "be enough for a delay, none has added it.",
+            "note": f"The time of the others' requests with all, minus that without it, in {unit}. "
+            "This does not add up to the delays: of two groups, either of which would be enough "
+            "for a delay, none has added it.",
             "grid": grid(audit, result.added),
             "sum": "all others",
         }
@@ -52,8 +53,8 @@ def page(audit: Audit, result: Result, about: About) -> str:
         matrices.append(
             {
                 "title": f"The delay of each {result.by}, shared among the others",
-                "note": f"Shapley values in {result.unit}, which add up to the delay: the time of "
-                f"a {result.by} with all minus its time alone. {how}",
+                "note": f"Shapley values in {unit}, which add up to the delay: the time of a "
+                f"{result.by} with all minus its time alone. {how}",
                 "grid": grid(audit, shares.shares, shares.error, shares.errors),
                 "sum": "delay",
             }
@@ -67,7 +68,7 @@ def page(audit: Audit, result: Result, about: About) -> str:
         "blame.html.jinja",
         name=about.name,
         by=result.by,
-        unit=result.unit,
+        unit=unit,
         reading=list(reading(audit, result)),
         tiles=tiles(audit, result),
         matrices=matrices,

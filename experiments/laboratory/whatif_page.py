@@ -6,6 +6,7 @@ thousands of requests.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from experiments.laboratory.prediction import Prediction
 MOST_REQUESTS = 20_000  # that are drawn; each takes some 150 bytes of the page
 MOST_GROUPS = 40  # in the table
 PLACES = 6  # of a second; a clock has no more
+DECIMALS = 5  # that are shown; ten microseconds of a difference are nothing to a reader
 
 
 class Bar(NamedTuple):
@@ -96,7 +98,7 @@ def page(prediction: Prediction, about: About) -> str:
             "unit": "s" if timed else "steps",
             "ends": [rounded(prediction.recorded.end), rounded(prediction.changed.end)],
             "fields": Bar._fields,
-            "names": {field: words(field) for field in paired.MEASURES},
+            "names": [(field, words(field)) for field in paired.MEASURES],
             "steps": about.steps,
             "requests": requests,
         },
@@ -128,7 +130,7 @@ def table(rows: Sequence[paired.Row]) -> dict[str, Any]:
             {"text": words(row.measure), "sort": row.measure},
         ]
         cells += [
-            {"text": number(value), "sort": value}
+            {"text": short(value), "sort": value}
             for value in (row.requests, row.before, row.after)
         ]
         for place, value in enumerate(row.differences):
@@ -227,6 +229,16 @@ def words(name: str) -> str:
     return name.replace("_", " ")
 
 
+def short(value: float) -> str:
+    """A number in three digits, and at most DECIMALS after the point."""
+    if abs(value) < 10**-DECIMALS / 2:
+        return "0"
+    if value == round(value):
+        return number(value)
+    places = min(DECIMALS, max(0, 2 - math.floor(math.log10(abs(value)))))
+    return f"{value:,.{places}f}".replace(",", "\u2009")
+
+
 def signed(value: float) -> str:
     """A difference with its sign."""
-    return f"+{number(value)}" if value > 0 else number(value)
+    return f"+{short(value)}" if value > 0 else short(value)
