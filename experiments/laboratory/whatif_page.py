@@ -118,26 +118,25 @@ def tile(name: str, before: float, after: float) -> dict[str, str]:
 
 def table(rows: Sequence[paired.Row]) -> dict[str, Any]:
     """The paired differences as a table that can be sorted."""
-    heads = [
-        {"title": title, "unit": ""}
-        for title in ("group", "time", "requests", "median recorded", "median changed")
-    ]
+    heads = [{"title": title, "unit": ""} for title in ("group", "time")]
     heads += [{"title": name, "unit": "difference"} for name in paired.STATISTICS]
+    heads += [
+        {"title": title, "unit": ""} for title in ("median recorded", "median changed", "requests")
+    ]
     body = []
     for row in rows:
         cells: list[dict[str, Any]] = [
             {"text": row.group, "sort": row.group},
             {"text": words(row.measure), "sort": row.measure},
         ]
-        cells += [
-            {"text": short(value), "sort": value}
-            for value in (row.requests, row.before, row.after)
-        ]
         for place, value in enumerate(row.differences):
             cell = {"text": signed(value), "sort": value}
             if row.low:
                 cell["range"] = f"{signed(row.low[place])} .. {signed(row.high[place])}"
             cells.append(cell)
+        cells += [
+            {"text": short(value), "sort": value} for value in (row.before, row.after, row.requests)
+        ]
         body.append({"cells": cells})
     return {"heads": heads, "body": body}
 

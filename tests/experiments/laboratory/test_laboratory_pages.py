@@ -154,10 +154,11 @@ def test_the_page_has_the_table_the_totals_and_the_step_where_the_runs_part(
     (table,) = tables_of(page)
     assert len(table) == 1 + len(result["table"])
     for cells, row in zip(table[1:], result["table"], strict=True):
-        assert cells[:3] == [row["group"], row["measure"].replace("_", " "), str(row["requests"])]
-        median = cells[5].replace(",", "").split()
-        assert float(median[0]) == pytest.approx(row["differences"][0], rel=0.01, abs=1e-9)
-        assert float(median[1]) == pytest.approx(row["low"][0], rel=0.01, abs=1e-9)
+        assert cells[:2] == [row["group"], row["measure"].replace("_", " ")]
+        assert cells[-1] == str(row["requests"])
+        median = cells[2].split()
+        assert float(median[0]) == pytest.approx(row["differences"][0], rel=0.01, abs=1e-5)
+        assert float(median[1]) == pytest.approx(row["low"][0], rel=0.01, abs=1e-5)
     about, steps = steps_page_of((tmp_path / "page.steps.html").read_text())
     assert (about["policy"], about["second"]["policy"]) == ("fcfs", "shortest")
     first, _ = steps["parting"]
