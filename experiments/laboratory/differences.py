@@ -312,7 +312,8 @@ def _picture(step: Step | None) -> dict[str, str]:
         drafts = f", {row['drafts']} drafts" if row["drafts"] else ""
         stop = row["start"] + row["count"]
         text = f"  {row['id']} {_gauge(stop, row['limit'])} {row['start']}..{stop}"
-        lines[f"row {row['id']}"] = f"{text} of {row['length']}, {row['blocks']} blocks{drafts}"
+        blocks = f"{row['blocks']} block{'s' if row['blocks'] != 1 else ''}"
+        lines[f"row {row['id']}"] = f"{text} of {row['length']}, {blocks}{drafts}"
     if len(values["rows"]) > MOST_ROWS:
         lines["more rows"] = f"  and {len(values['rows']) - MOST_ROWS} more rows"
     return lines
