@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from experiments import blame, whatif
+from experiments import blame, diff, whatif
 from experiments.laboratory import whatif_page
 from tests.experiments.laboratory import simulated
 from tests.experiments.laboratory.test_laboratory_pages import data_of
@@ -27,9 +27,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "run.jsonl"
     requests = simulated.requests(random.Random(5), COUNT)
     simulated.record(path, simulated.engine(), requests)
-    words = ["--set", "max_num_seqs=2", "--draws", "3", "--page", str(folder / "whatif.html")]
+    words = ["--set", "max_num_seqs=2", "--draws", "3", "--record", str(folder / "other.jsonl")]
+    words += ["--page", str(folder / "whatif.html")]
     assert whatif.main([str(path), *words]) == 0
     assert blame.main([str(path), "--page", str(folder / "blame.html")]) == 0
+    files = [str(path), str(folder / "other.jsonl")]
+    assert diff.main([*files, "--page", str(folder / "diff.html")]) == 1
     return folder
 
 
@@ -171,6 +174,17 @@ def test_a_worst_case_opens_the_viewer_at_its_request(opened):
     wait_for_viewer(page)
     assert name in page.inner_text("#story")
     assert page.evaluate("window.pagedjax.shown().step") > 0
+
+
+def test_the_page_of_a_difference_opens_at_its_step_unless_its_address_names_one(opened):
+    page = opened("whatif.html")
+    step = int(page.locator("p.note a").first.inner_text().split("step ")[-1])
+    page = opened("diff.html")
+    wait_for_viewer(page)
+    assert page.evaluate("window.pagedjax.shown().step") == step > 0
+    page = opened("diff.html#step=1")
+    wait_for_viewer(page)
+    assert page.evaluate("window.pagedjax.shown().step") == 1
 
 
 def test_a_heading_sorts_the_table(opened):
