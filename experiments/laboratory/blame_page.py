@@ -59,7 +59,6 @@ def page(audit: Audit, result: Result, about: About) -> str:
                 "sum": "delay",
             }
         )
-    hidden = len(audit.groups) - MOST_GROUPS
     cases = [
         case._asdict() | {"text": signed(case.seconds), "link": link}
         for case, link in zip(result.worst, about.links, strict=True)
@@ -72,7 +71,8 @@ def page(audit: Audit, result: Result, about: About) -> str:
         reading=list(reading(audit, result)),
         tiles=tiles(audit, result),
         matrices=matrices,
-        hidden=max(hidden, 0),
+        groups=len(audit.groups),
+        most_groups=MOST_GROUPS,
         cases=cases,
         links_note=about.links_note,
         notes=[f"Not exact: {count} {name}" for name, count in audit.inexact.items()],
