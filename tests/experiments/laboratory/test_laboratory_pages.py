@@ -352,3 +352,19 @@ def test_no_result_overwrites_the_recording(run: Path, tmp_path: Path, capsys):
     assert blame.main([str(case), "--record", str(tmp_path)]) == 2
     assert "whose all.jsonl is the recording that is read" in capsys.readouterr().err
     assert case.read_bytes() == before
+
+
+def test_without_times_the_page_counts_steps(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    config = SchedulerConfig(4, 24, 12, max_num_seqs=1, max_model_len=32)
+    requests = [Request("long", 20, 4), Request("short", 4, 4)]
+    world.drive(path, config, FCFS, [world.Arrival(0, request) for request in requests])
+    page = page_of(whatif.main, path, "--set", "max_num_seqs=2")
+    assert "request by request, in steps" in page
+    assert "fit to the recorded steps" not in page
+    data = data_of(page)
+    assert data["unit"] == "steps"
+    (_, _, _, *late) = data["requests"][1]
+    recorded, changed = [whatif_page.Bar(*bar) for bar in late]
+    assert recorded.admitted == 5.0  # 20 tokens of the prompt take two steps, and the others three
+    assert changed.admitted == 1.0
