@@ -2,6 +2,7 @@
 
     pagedjax blame run.jsonl                     by user
     pagedjax blame run.jsonl --by class
+    pagedjax blame run.jsonl --page blame.html   a page, and those of the worst cases
     pagedjax blame run.jsonl --record cases      recordings of the worst cases, for the viewer
 
 The recorded scheduler runs again without each user (or class, or request), with the recorded
@@ -20,68 +21,87 @@ Exit status: 0, or 2 if the recording cannot be used.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from experiments.analysis.sweep_points import aligned
-from experiments.laboratory import past, rerun
+from experiments.laboratory import blame_page, command, outcomes, rerun
 from experiments.laboratory.blame import (
     MOST_EXACT,
     Audit,
     Case,
     Matrix,
+    Result,
     Shares,
     caused,
+    order,
     runs_of_sample,
     suffered,
 )
 from experiments.laboratory.contents import Refused
-from pagedjax.host.event_log import check_target
-from pagedjax.host.replay import with_own
 
 SHOWN = 8  # groups in a table of the terminal
 WORST = 5  # cases
+LONGEST_NAME = 80  # characters of a group in the name of a file
+ALL = "all"  # names of recordings
+WITHOUT = "without-"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(words)
-    try:
-        _run(options)
-    except (ValueError, OSError) as error:
-        print(f"cannot blame anybody in {options.recording}: {error}", file=sys.stderr)
-        return 2
+    return command.run(
+        _parser(), words, _run, lambda options: f"cannot blame anybody in {options.recording}"
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    _check(options)
+    recorded = command.read(options.recording, options)
+    audit = Audit(recorded, options.by, buckets=options.buckets, steps=options.steps)
+    _check_runs(audit, options)
+    added, cases = audit.without()
+    shares = _shares(audit, options)
+    result = Result(
+        by=options.by,
+        unit="s" if audit.seconds_of_step else "steps",
+        added=added,
+        shares=shares,
+        delays={} if shares is None else audit.delays(),
+        worst=[case for case in cases if case.seconds > 0][:WORST],
+    )
+    _print(audit, result)
+    if options.record:
+        everyone, without = _record(Path(options.record), audit, result.worst)
+        for path in without.values():
+            print(command.view_command((everyone, recorded.own_policy), (path, None)))
+    if options.page:
+        _write_page(audit, result, options)
+    command.write_json(options.json, _as_json(audit, result))
     return 0
 
 
-def _run(options: argparse.Namespace) -> None:
+def _check(options: argparse.Namespace) -> None:
+    """Raises ValueError for options that cannot be, before anything runs."""
     if options.permutations < 2:
         raise ValueError(f"permutations is {options.permutations}; it must be at least 2")
-    if options.json:
-        check_target(options.json, "result", "blame.json")
-    if options.record and Path(options.record).is_file():
-        raise ValueError(f"--record is {options.record}, which is a file; name a folder")
-    recorded = past.read(options.recording, with_own(options.policy))
-    audit = Audit(recorded, options.by, buckets=options.buckets, steps=options.steps)
-    _check_runs(audit, options)
-    delays: dict[str, float] = {}
-    without, cases = audit.without()
-    shares = _shares(audit, options)
-    if shares is not None:
-        delays = audit.delays()
-    unit = "s" if audit.seconds_of_step else "steps"
-    worst = [case for case in cases if case.seconds > 0][:WORST]
-    _print(audit, options.by, unit, without, shares, delays, worst)
-    if options.record:
-        _record(Path(options.record), audit, worst)
-    if options.json:
-        values = _as_json(audit, options.by, unit, without, shares, delays, worst)
-        text = json.dumps(values, indent=2)
-        Path(options.json).write_text(f"{text}\n", encoding="utf-8")
+    command.check_results(options, "blame", recordings=[options.recording], written=[])
+    if not options.record:
+        return
+    folder = Path(options.record)
+    if folder.is_file():
+        raise ValueError(f"--record is {folder}, which is a file; name a folder")
+    recording = Path(options.recording)
+    is_inside = recording.resolve().parent == folder.resolve()
+    if is_inside and (recording.stem == ALL or recording.stem.startswith(WITHOUT)):
+        raise ValueError(
+            f"--record is {folder}, whose {recording.name} is the recording that is read, and may "
+            "be overwritten; name another folder"
+        )
 
 
 def _check_runs(audit: Audit, options: argparse.Namespace) -> None:
@@ -112,107 +132,142 @@ def _shares(audit: Audit, options: argparse.Namespace) -> Shares | None:
     return audit.sampled_shares(options.permutations, options.seed)
 
 
-def _print(
-    audit: Audit,
-    by: str,
-    unit: str,
-    without: Matrix,
-    shares: Shares | None,
-    delays: dict[str, float],
-    worst: Sequence[Case],
-) -> None:
+def _print(audit: Audit, result: Result) -> None:
+    by = result.by
+    unit = result.unit
     if audit.seconds_of_step:
         error = audit.seconds_of_step.model.error
         print(f"seconds of a fit to the recorded steps; its median error is {100 * error:.1f} %")
     print(f"\nadded by each {by} to the times of the others ({unit}, with all minus without it)")
-    print(_table(audit, without))
+    print(_table(audit, result.added))
+    shares = result.shares
     if shares is not None:
         how = "exact"
         if shares.permutations:
-            how = f"{shares.permutations} orders drawn"
+            how = f"{shares.permutations} orders drawn, +- 95 %"
         print(f"\nthe delay of each {by}, shared among the others ({unit}, Shapley values, {how})")
         print(_table(audit, shares.shares, shares.error))
-        print(f"total delay: {sum(delays.values()):.4g} {unit}")
+        print(f"total delay: {sum(result.delays.values()):.4g} {unit}")
     print("\nworst cases")
-    for case in worst:
+    for case in result.worst:
         print(f"  {case.causer} delayed {case.request_id} of {case.sufferer} by {case.seconds:.4g}")
     for name, number in audit.inexact.items():
         print(f"NOTE: not exact: {number} {name}")
     print(f"{audit.num_runs} runs")
 
 
-def _table(audit: Audit, matrix: Matrix, error: Any = None) -> str:
-    """A matrix for a terminal: those who cause most, and those who suffer most."""
-    names = sorted(audit.groups, key=lambda name: -caused(matrix, name))[:SHOWN]
-    sufferers = sorted(audit.groups, key=lambda name: -suffered(matrix, name))[:SHOWN]
-    columns: dict[str, list[str]] = {"": names}
-    for sufferer in sufferers:
-        columns[f"to {sufferer}"] = [
-            "" if name == sufferer else f"{matrix[name, sufferer]:.4g}" for name in names
-        ]
+def _table(audit: Audit, matrix: Matrix, error: Mapping[str, float] | None = None) -> str:
+    """A matrix for a terminal: a row causes, a column suffers. Sums come first, because a row may
+    be longer than the terminal is wide.
+    """
+    names, sufferers = order(list(audit.groups), matrix, SHOWN)
     totals = [f"{caused(matrix, name):.4g}" for name in names]
     if error:
         totals = [
             f"{total} +- {error[name]:.2g}" for total, name in zip(totals, names, strict=True)
         ]
-    text = aligned(columns | {"to all": totals})
+    everyone = f"{sum(matrix.values()):.4g}"
+    columns: dict[str, list[str]] = {"": [*names, "all"], "to all": [*totals, everyone]}
+    for sufferer in sufferers:
+        columns[f"to {sufferer}"] = [
+            "-" if name == sufferer else f"{matrix[name, sufferer]:.4g}" for name in names
+        ]
+        columns[f"to {sufferer}"].append(f"{suffered(matrix, sufferer):.4g}")
+    text = aligned(columns)
     hidden = len(audit.groups) - len(names)
     return f"{text}\nand {hidden} more, see --json" if hidden else text
 
 
-def _record(folder: Path, audit: Audit, worst: Sequence[Case]) -> None:
-    """Writes the recordings of the worst cases, and says how to look at them."""
+def _record(folder: Path, audit: Audit, worst: Sequence[Case]) -> tuple[Path, dict[str, Path]]:
+    """Writes the recordings of the worst cases -> that with all, and by causer that without it."""
     folder.mkdir(parents=True, exist_ok=True)
-    everyone = folder / "all.jsonl"
+    everyone = folder / f"{ALL}.jsonl"
     rerun.record(everyone, audit.run(audit.everyone))
+    without: dict[str, Path] = {}
+    for causer, name in _file_names(worst).items():
+        without[causer] = folder / f"{name}.jsonl"
+        rerun.record(without[causer], audit.run(audit.everyone - {causer}))
+    return everyone, without
+
+
+def _file_names(worst: Sequence[Case]) -> dict[str, str]:
+    """The name of a file for the run without each causer."""
+    names: dict[str, str] = {}
     for causer in dict.fromkeys([case.causer for case in worst]):
-        path = folder / f"without-{re.sub('[^A-Za-z0-9._-]', '_', causer)}.jsonl"
-        rerun.record(path, audit.run(audit.everyone - {causer}))
-        print(f"pagedjax view {everyone} {path}")
+        name = f"{WITHOUT}{re.sub('[^A-Za-z0-9._-]', '_', causer)[:LONGEST_NAME]}"
+        while name in names.values():
+            name += "_"
+        names[causer] = name
+    return names
 
 
-def _as_json(
-    audit: Audit,
-    by: str,
-    unit: str,
-    without: Matrix,
-    shares: Shares | None,
-    delays: dict[str, float],
-    worst: Sequence[Case],
-) -> dict[str, Any]:
-    def nested(matrix: Matrix) -> dict[str, dict[str, float]]:
+def _write_page(audit: Audit, result: Result, options: argparse.Namespace) -> None:
+    """Writes the page, and beside it the viewer's pages of the worst cases, if the recording is
+    short.
+    """
+    path = Path(options.page)
+    about = blame_page.About(Path(options.recording).name, options.command_line, [])
+    if command.has_steps_page(options.recording):
+        about = about._replace(links=_write_case_pages(path, audit, result.worst))
+    else:
+        note = f"{command.TOO_LONG} --record FOLDER writes their recordings, for pagedjax view."
+        about = about._replace(links=[""] * len(result.worst), links_note=note)
+    command.write_page(path, blame_page.page(audit, result, about))
+
+
+def _write_case_pages(path: Path, audit: Audit, worst: Sequence[Case]) -> list[str]:
+    """Writes a page of the run with all beside that without each causer of the worst cases -> the
+    link of each case to the step in which its longest wait begins.
+    """
+    policy = audit.past.policy
+    names = _file_names(worst)
+    with tempfile.TemporaryDirectory() as folder:
+        everyone, without = _record(Path(folder), audit, worst)
+        for causer, recording in without.items():
+            text = command.steps_page(
+                (everyone, policy), (recording, policy), names=("all", f"without {causer}")
+            )
+            command.write_page(path.with_name(f"{path.stem}.{names[causer]}.html"), text)
+    steps = outcomes.steps_of_waits(audit.run(audit.everyone), [case.arrival for case in worst])
+    return [
+        f"{quote(f'{path.stem}.{names[case.causer]}.html')}#step={steps[case.arrival]}"
+        f"&request={quote(case.request_id, safe='')}"
+        for case in worst
+    ]
+
+
+def _as_json(audit: Audit, result: Result) -> dict[str, Any]:
+    def nested(matrix: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
         return {
             causer: {name: matrix[causer, name] for name in audit.groups if name != causer}
             for causer in audit.groups
         }
 
     values: dict[str, Any] = {
-        "by": by,
-        "unit": unit,
+        "by": result.by,
+        "unit": result.unit,
         "requests": {name: len(group) for name, group in audit.groups.items()},
-        "without": nested(without),
-        "worst": [case._asdict() for case in worst],
+        "without": nested(result.added),
+        "worst": [case._asdict() for case in result.worst],
         "runs": audit.num_runs,
         "inexact": dict(audit.inexact),
     }
     if audit.seconds_of_step:
         values["fit_error"] = audit.seconds_of_step.model.error
+    shares = result.shares
     if shares is not None:
         values |= {
-            "delays": delays,
+            "delays": result.delays,
             "shares": nested(shares.shares),
             "permutations": shares.permutations,
             "error": dict(shares.error),
+            "errors": nested(shares.errors) if shares.errors else {},
         }
     return values
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.blame",
-        description="Who delayed whom in a recorded run?",
-        allow_abbrev=False,
-    )
+    parser = command.new_parser("blame", "Who delayed whom in a recorded run?")
     parser.add_argument("recording", metavar="RUN", help="a recording")
     parser.add_argument(
         "--by", choices=["user", "class", "request"], default="user", help="(default: user)"
@@ -236,14 +291,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--most-runs", type=int, default=1000, help="refuse to make more (default: 1000)"
     )
-    parser.add_argument(
-        "--policy",
-        action="append",
-        default=[],
-        help="of your own, that the run had: module:NAME or folder/file.py:NAME",
-    )
     parser.add_argument("--record", metavar="FOLDER", help="write recordings of the worst cases")
-    parser.add_argument("--json", metavar="FILE", help="also write all results to this file")
+    command.add_results(
+        parser, page="write a page with the matrices, and pages of the worst cases beside it"
+    )
     return parser
 
 

@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jinja2
 from markupsafe import Markup, escape
 
-from experiments.analysis import fairness, headline, latencies, sweep_points
+from experiments.analysis import fairness, headline, latencies, pages, sweep_points
 from experiments.analysis.differences import lead
 from experiments.analysis.sweep_points import (
     GOODPUT,
@@ -288,12 +287,9 @@ def render(
         about: the content of sweep.json.
         values: values that this template needs beside those that all templates need.
     """
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    templates = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
     simulated = simulation(about, runs)
-    return templates.get_template(template).render(
+    return pages.filled(
+        template,
         name=about["name"],
         question=about["question"],
         command=about["command"],

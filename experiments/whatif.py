@@ -1,6 +1,6 @@
 """What would another policy, or another configuration, have done with a recorded run?
 
-    pagedjax whatif run.jsonl --policy sjf
+    pagedjax whatif run.jsonl --policy shortest --page shortest.html
     pagedjax whatif run.jsonl --set block_size=8 --set max_num_batched_tokens=512 --record other.jsonl
     pagedjax whatif run.jsonl --replicas 2 --router least_loaded --loop closed
     pagedjax whatif run.jsonl --policy sjf --confirm smollm2-135m
@@ -21,44 +21,40 @@ cannot have this change.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from experiments.analysis.sweep_points import aligned
-from experiments.laboratory import confirming, paired, past, rerun
+from experiments.laboratory import command, confirming, paired, rerun, whatif_page
 from experiments.laboratory.clock import Clock
 from experiments.laboratory.past import Past
 from experiments.laboratory.prediction import LOOPS, Prediction, Reading, predict
 from experiments.laboratory.rerun import Change
 from pagedjax import routing
 from pagedjax.host import policies, scheduler
-from pagedjax.host.event_log import check_target
-from pagedjax.host.replay import with_own
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.options.own_names import names_own_value
+
+if TYPE_CHECKING:
+    from experiments.laboratory.confirmation import Confirmation
 
 SHOWN = 5  # users, or classes, in the table of the terminal
 FIXED = ("views",)  # fields of the configuration that a recording cannot change
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(words)
-    try:
-        holds = _run(options)
-    except (ValueError, OSError) as error:
-        print(f"cannot change {options.recording}: {error}", file=sys.stderr)
-        return 2
-    return 0 if holds else 1
+    return command.run(_parser(), words, _run, lambda options: f"cannot change {options.recording}")
 
 
-def _run(options: argparse.Namespace) -> bool:
-    """Predicts, and confirms if that is asked for -> whether what is confirmed holds."""
-    _check(options)
+def _run(options: argparse.Namespace) -> int:
+    """Predicts, and confirms if that is asked for -> 1 if what is confirmed does not hold, else 0."""
     confirming.check(options)
-    recorded = past.read(options.recording, with_own(options.recorded_policy))
+    _check(options)
+    recorded = command.read(options.recording, options)
     confirming.check_recording(recorded, options)
     prediction = predict(
         recorded,
@@ -73,9 +69,13 @@ def _run(options: argparse.Namespace) -> bool:
         print(line)
     if options.record:
         rerun.record(options.record, rerun.run(recorded, prediction.change))
+        shown = command.view_command(
+            (options.recording, recorded.own_policy),
+            (options.record, prediction.change.own_policy),
+        )
         print(
-            f"wrote {options.record}; `pagedjax view {options.recording} {options.record}` shows "
-            "both runs, and `pagedjax diff` their first difference"
+            f"wrote {options.record}; `{shown}` shows both runs, and `pagedjax diff` their first "
+            "difference"
         )
     result = as_json(recorded, prediction, options)
     confirmation = confirming.confirmation(recorded, prediction, options)
@@ -83,9 +83,10 @@ def _run(options: argparse.Namespace) -> bool:
         for line in confirming.lines(confirmation, options.confirm):
             print(line)
         result["confirmation"] = confirming.as_json(confirmation)
-    if options.json:
-        Path(options.json).write_text(f"{json.dumps(result, indent=2)}\n", encoding="utf-8")
-    return confirmation is None or confirmation.holds
+    if options.page:
+        _write_page(recorded, prediction, options, confirmation)
+    command.write_json(options.json, result)
+    return 0 if confirmation is None or confirmation.holds else 1
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -94,16 +95,13 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"draws is {options.draws}; it must be at least 0")
     if options.replicas < 1:
         raise ValueError(f"replicas is {options.replicas}; it must be at least 1")
-    if options.record:
-        check_target(options.record)
-        past.check_other_file(options.record, (options.recording,))
-        if options.replicas > 1:
-            raise ValueError(
-                f"replicas is {options.replicas}, and --record writes the recording of one "
-                "engine; leave it out, or take --json"
-            )
-    if options.json:
-        check_target(options.json, "result", "whatif.json")
+    if options.record and options.replicas > 1:
+        raise ValueError(
+            f"replicas is {options.replicas}, and --record writes the recording of one "
+            "engine; leave it out, or take --json"
+        )
+    written = [options.record] if options.record else []
+    command.check_results(options, "whatif", recordings=[options.recording], written=written)
 
 
 def change_of(recorded: Past, options: argparse.Namespace) -> Change:
@@ -154,14 +152,8 @@ def lines(recorded: Past, prediction: Prediction, options: argparse.Namespace) -
     after = prediction.changed
     yield f"{options.recording} replays byte for byte: {len(recorded.requests)} requests"
     yield f"changed: {'; '.join(changes(recorded, prediction, options)) or 'nothing'}"
-    if prediction.identical:
-        yield f"identical: none of {before.steps} steps decides differently"
-    elif options.replicas == 1:
-        yield f"the runs differ from step {_parting(after)} on, first in {prediction.kind!r}"
-    unit = "s" if recorded.timed else "steps"
-    if prediction.times is not None:
-        error = prediction.times.model.error
-        yield f"seconds are those of a fit to the recorded steps; its median error is {error:.1%}"
+    yield from reading(prediction, options)
+    unit = _unit(recorded)
     yield ""
     yield aligned(
         {
@@ -176,6 +168,18 @@ def lines(recorded: Past, prediction: Prediction, options: argparse.Namespace) -
     yield f"paired differences, changed - recorded ({unit})"
     yield _table(prediction.table)
     yield from [f"NOTE: {note}" for note in notes(recorded, prediction)]
+
+
+def reading(prediction: Prediction, options: argparse.Namespace) -> Iterator[str]:
+    """Where the runs part, and how far seconds can be trusted."""
+    if prediction.identical:
+        yield f"identical: none of {prediction.recorded.steps} steps decides differently"
+    elif options.replicas == 1:
+        step = _parting(prediction.changed)
+        yield f"the runs differ from step {step} on, first in {prediction.kind!r}"
+    if prediction.times is not None:
+        error = prediction.times.model.error
+        yield f"seconds are those of a fit to the recorded steps; its median error is {error:.1%}"
 
 
 def changes(recorded: Past, prediction: Prediction, options: argparse.Namespace) -> Iterator[str]:
@@ -297,10 +301,59 @@ def _signed(value: float) -> str:
     return f"{value:+.3g}" if value else "0"
 
 
+def _write_page(
+    recorded: Past,
+    prediction: Prediction,
+    options: argparse.Namespace,
+    confirmation: Confirmation | None,
+) -> None:
+    """Writes the page, and beside it the viewer's page of both runs, if the recording is short."""
+    path = Path(options.page)
+    steps = path.with_name(f"{path.stem}.steps.html")
+    sentences = list(reading(prediction, options))
+    if confirmation is not None:
+        sentences.append(confirming.summary(confirmation, options.confirm))
+    about = whatif_page.About(
+        name=Path(options.recording).name,
+        changes=list(changes(recorded, prediction, options)),
+        reading=[f"{sentence[:1].upper()}{sentence[1:]}." for sentence in sentences],
+        notes=list(notes(recorded, prediction)),
+        totals=list(_totals(prediction.recorded, prediction.changed, _unit(recorded))),
+        command=options.command_line,
+    )
+    if options.replicas > 1:
+        note = "The viewer shows the steps of one engine, so there is no page of these."
+        about = about._replace(steps_note=note)
+    elif not command.has_steps_page(options.recording):
+        note = f"{command.TOO_LONG} --record writes the changed run, for pagedjax view."
+        about = about._replace(steps_note=note)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            changed = options.record or Path(folder, "changed.jsonl")
+            if not options.record:
+                rerun.record(changed, rerun.run(recorded, prediction.change))
+            names = (about.name, f"{about.name}, changed")
+            text = command.steps_page(
+                (options.recording, recorded.policy),
+                (changed, prediction.change.policy),
+                names=names,
+            )
+        command.write_page(steps, text)
+        about = about._replace(steps=quote(steps.name))
+    if options.replicas == 1 and prediction.changed.parting is not None:
+        number, plan = prediction.changed.parting
+        about = about._replace(parts_at=number if plan is None else plan.step)
+    command.write_page(path, whatif_page.page(prediction, about))
+
+
+def _unit(recorded: Past) -> str:
+    return "s" if recorded.timed else "steps"
+
+
 def as_json(recorded: Past, prediction: Prediction, options: argparse.Namespace) -> dict[str, Any]:
     """The whole result: both runs, the table with all groups, and every request."""
     changed = prediction.changed
-    unit = "s" if recorded.timed else "steps"
+    unit = _unit(recorded)
     return {
         "recording": options.recording,
         "changed": list(changes(recorded, prediction, options)),
@@ -332,10 +385,8 @@ def as_json(recorded: Past, prediction: Prediction, options: argparse.Namespace)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.whatif",
-        description="What would another policy or configuration have done with a recorded run?",
-        allow_abbrev=False,
+    parser = command.new_parser(
+        "whatif", "What would another policy or configuration have done with a recorded run?"
     )
     parser.add_argument("recording", metavar="RUN", help="a recording")
     parser.add_argument("--policy", help="of the changed run; a name, or mine.py:NAME")
@@ -370,13 +421,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     confirming.add_options(parser)
     parser.add_argument("--record", metavar="FILE", help="write the changed run as a recording")
-    parser.add_argument("--json", metavar="FILE", help="also write the whole result to this file")
-    parser.add_argument(
-        "--recorded-policy",
-        action="append",
-        default=[],
-        metavar="POLICY",
-        help="of your own, that the recorded run had: mine.py:NAME",
+    command.add_results(
+        parser, page="write a page with both runs of every request on one time axis"
     )
     return parser
 

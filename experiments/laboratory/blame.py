@@ -55,12 +55,14 @@ class Case(NamedTuple):
     """A request that a group delayed.
 
     seconds: its time in the whole run minus that without the group.
+    arrival: of its first sequence in the past.
     """
 
     causer: str
     sufferer: str
     request_id: str
     seconds: float
+    arrival: int
 
 
 class Shares(NamedTuple):
@@ -69,11 +71,32 @@ class Shares(NamedTuple):
     shares: see the module.
     permutations: that were drawn; None: the values are exact.
     error: by causer, half the width of the 95 % interval of what it caused in total.
+    errors: the same of each share.
     """
 
     shares: Matrix
     permutations: int | None = None
     error: Mapping[str, float] = {}
+    errors: Mapping[tuple[str, str], float] = {}
+
+
+class Result(NamedTuple):
+    """What is said of a run.
+
+    by: how its requests are grouped.
+    unit: "s" or "steps".
+    added: see `without` in the module.
+    shares: None: they were not computed, and there are no delays.
+    delays: by group, what its shares add up to.
+    worst: the cases with the largest delays, the largest first.
+    """
+
+    by: str
+    unit: str
+    added: Matrix
+    shares: Shares | None
+    delays: Mapping[str, float]
+    worst: Sequence[Case]
 
 
 class Audit:
@@ -186,7 +209,7 @@ class Audit:
                 delay = seconds_of_all[arrival] - value
                 matrix[causer, sufferer] += delay
                 request_id = self.past.requests[arrival].request_id
-                cases.append(Case(causer, sufferer, request_id, delay))
+                cases.append(Case(causer, sufferer, request_id, delay, arrival))
         return matrix, sorted(cases, key=lambda case: -case.seconds)
 
     def exact_shares(self) -> Shares:
@@ -218,11 +241,12 @@ class Audit:
             order = draw.sample(sorted(self.groups), len(self.groups))
             samples.append(dict(self._added_in(order)))
         shares = {pair: mean([sample[pair] for sample in samples]) for pair in samples[0]}
-        error: dict[str, float] = {}
-        for name in self.groups:
-            totals = [caused(sample, name) for sample in samples]
-            error[name] = 1.96 * stdev(totals) / math.sqrt(permutations)
-        return Shares(shares, permutations, error)
+        error = {
+            name: half_interval([caused(sample, name) for sample in samples])
+            for name in self.groups
+        }
+        errors = {pair: half_interval([sample[pair] for sample in samples]) for pair in shares}
+        return Shares(shares, permutations, error, errors)
 
     def _added_in(self, order: Sequence[str]) -> Iterator[tuple[tuple[str, str], float]]:
         """What each group adds to each sufferer, who is there first, when they come in an order."""
@@ -242,6 +266,24 @@ class Audit:
 def runs_of_sample(groups: int, permutations: int) -> int:
     """How many runs `sampled_shares` makes at most."""
     return permutations * groups * groups // 2 + groups
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Half the width of the 95 % interval of a mean, by the normal distribution."""
+    return 1.96 * stdev(values) / math.sqrt(len(values))
+
+
+def order(groups: Sequence[str], matrix: Matrix, most: int) -> tuple[list[str], list[str]]:
+    """The rows and the columns of a matrix, who causes and who suffers.
+
+    If all groups fit, both have one order, those who cause most first. Else rows are those who
+    cause most, and columns those who suffer most.
+    """
+    causers = sorted(groups, key=lambda name: -caused(matrix, name))
+    if len(groups) <= most:
+        return causers, causers
+    sufferers = sorted(groups, key=lambda name: -suffered(matrix, name))
+    return causers[:most], sufferers[:most]
 
 
 def caused(matrix: Matrix, name: str) -> float:

@@ -112,16 +112,23 @@ def confirmation(
     )
 
 
+def summary(result: Confirmation, model: str) -> str:
+    """Whether a prediction holds, in words."""
+    if not result.holds:
+        return f"not confirmed by {model}"
+    return (
+        f"confirmed by {model}: {result.steps} steps decide the same, with the same blocks, and "
+        f"{result.tokens} tokens are the same"
+    )
+
+
 def lines(result: Confirmation, model: str) -> Iterator[str]:
     """A confirmation as lines for a terminal."""
     yield ""
     if result.holds:
-        yield (
-            f"confirmed by {model}: {result.steps} steps decide the same, with the same blocks, and "
-            f"{result.tokens} tokens are the same"
-        )
+        yield summary(result, model)
     else:
-        yield f"not confirmed by {model} (A is the prediction, B the engine):"
+        yield f"{summary(result, model)} (A is the prediction, B the engine):"
         yield differences.text(result.difference)
     yield from [f"NOTE: {note}" for note in notes(result)]
     if result.own_tokens is not None:

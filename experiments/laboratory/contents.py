@@ -103,7 +103,7 @@ def _from_tokens(past: Past, size: int, shared: bool) -> Contents:
         raise Refused(
             f"hashes of blocks of {size} tokens need the prompt of request "
             f"{past.requests[missing].request_id!r}, which was not recorded; {remedy}, or record "
-            "with prompts=True"
+            "an engine with prompts=True (a server records no prompts)"
         )
     chains: dict[int, Sequence[str]] = {}
     for arrival, output in past.outputs.items():

@@ -37,6 +37,7 @@ NO_STEP = "no step"
 MOST_CAUSES = 8
 MOST_ROWS = 24
 MOST_IDS = 6
+GAUGE = 10  # characters of a bar
 
 
 class Step(NamedTuple):
@@ -250,8 +251,9 @@ def side(step: Step | None) -> dict[str, Any]:
     state = step.state
     drafts = plan.drafts or (0,) * len(plan.seqs)
     rows = zip(plan.seqs, plan.starts, plan.counts, plan.lengths, drafts, strict=True)
+    running = {seq.request_id: seq for seq in scheduler.running(state)}
     computing = {seq.request.request_id for seq in plan.seqs}
-    idle = [seq.request_id for seq in scheduler.running(state) if seq.request_id not in computing]
+    idle = [name for name in running if name not in computing]
     return {
         "ends": False,
         "rows": [
@@ -260,6 +262,8 @@ def side(step: Step | None) -> dict[str, Any]:
                 "start": start,
                 "count": count,
                 "length": length,
+                "limit": seq.limit,
+                "blocks": len(running[seq.request.request_id].blocks),
                 "drafts": number,
             }
             for seq, start, count, length, number in rows
@@ -305,24 +309,40 @@ def text(result: Difference) -> str:
     return "\n".join([*lines, *_beside(_picture(result.first), _picture(result.second))])
 
 
-def _picture(step: Step | None) -> list[str]:
-    """A step in lines."""
+def _picture(step: Step | None) -> dict[str, str]:
+    """A step in lines, each under what it is about."""
     values = side(step)
     if values["ends"]:
-        return [NO_STEP]
-    lines = [f"{values['free_blocks']} of {values['num_blocks']} blocks free"]
-    for name in ("rejected", "preempted", "admitted", "idle", "waiting"):
-        ids = values[name]
+        return {"": NO_STEP}
+    free = values["free_blocks"]
+    pool = _gauge(values["num_blocks"] - free, values["num_blocks"])
+    lines = {"free": f"{pool} {free} of {values['num_blocks']} blocks free"}
+    admitted = [
+        f"{name} ({cached} cached)" if cached else name
+        for name, cached in zip(values["admitted"], values["cached"], strict=True)
+    ]
+    for name in ("rejected", "preempted", "swapped", "admitted", "idle", "waiting"):
+        ids = admitted if name == "admitted" else values[name]
         if ids:
-            lines.append(f"{name}: {_shortened(ids)}")
-    lines.append("computes:")
+            lines[name] = f"{name}: {_shortened(ids)}"
+    lines["computes"] = "computes:"
     for row in values["rows"][:MOST_ROWS]:
         drafts = f", {row['drafts']} drafts" if row["drafts"] else ""
         stop = row["start"] + row["count"]
-        lines.append(f"  {row['id']} {row['start']}..{stop} of {row['length']}{drafts}")
+        text = f"  {row['id']} {_gauge(stop, row['limit'])} {row['start']}..{stop}"
+        blocks = f"{row['blocks']} block{'s' if row['blocks'] != 1 else ''}"
+        lines[f"row {row['id']}"] = f"{text} of {row['length']}, {blocks}{drafts}"
     if len(values["rows"]) > MOST_ROWS:
-        lines.append(f"  and {len(values['rows']) - MOST_ROWS} more rows")
+        lines["more rows"] = f"  and {len(values['rows']) - MOST_ROWS} more rows"
     return lines
+
+
+def _gauge(part: int, limit: int) -> str:
+    """A bar: the blocks in use, or the tokens of a sequence that are computed after the step, of
+    all that it may get.
+    """
+    full = min(round(GAUGE * part / limit), GAUGE)
+    return f"[{'#' * full}{'.' * (GAUGE - full)}]"
 
 
 def _shortened(ids: Sequence[str]) -> str:
@@ -330,8 +350,25 @@ def _shortened(ids: Sequence[str]) -> str:
     return " ".join(ids[:MOST_IDS]) + more
 
 
-def _beside(first: Sequence[str], second: Sequence[str]) -> list[str]:
-    """Two columns of lines."""
-    width = max([len(line) for line in (*first, "A")]) + 3
-    pairs = zip_longest(["A", *first], ["B", *second], fillvalue="")
-    return [f"{a:{width}}{b}".rstrip() for a, b in pairs]
+def _beside(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
+    """Two columns of lines. What is about the same is in one line, with a mark if it differs."""
+    width = max([len(line) for line in (*first.values(), "A")]) + 2
+    lines = [f"{'A':{width}}  B"]
+    for topic in _merged(list(first), list(second)):
+        a = first.get(topic, "")
+        b = second.get(topic, "")
+        lines.append(f"{a:{width}}{' ' if a == b else '|'} {b}".rstrip())
+    return lines
+
+
+def _merged(first: Sequence[str], second: Sequence[str]) -> list[str]:
+    """All topics, in an order that keeps that of the first, and that of the second where it can."""
+    topics: list[str] = []
+    place = 0
+    for topic in first:
+        if topic in second[place:]:
+            stop = second.index(topic, place)
+            topics += [other for other in second[place:stop] if other not in first]
+            place = stop + 1
+        topics.append(topic)
+    return topics + [other for other in second[place:] if other not in first]

@@ -4,7 +4,9 @@ those of two runs of one past are compared by them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from experiments.laboratory.rerun import Run, Transition
 from pagedjax.host.event_log import Adopt, Cancel, Commit, Schedule, Submit
@@ -25,6 +27,8 @@ class Outcome:
 
     first: arrival of the first sequence of its request.
     submitted: when its request came.
+    admitted: when the first step that admitted it began; None: none did.
+    admitted_step: the number of that step.
     token_times: when its tokens came, one time for each.
     ended, reason: when and how it ended; None: it did not.
     """
@@ -32,6 +36,8 @@ class Outcome:
     request: Request
     first: int
     submitted: float
+    admitted: float | None = None
+    admitted_step: int | None = None
     token_times: list[float] = field(default_factory=list)
     preemptions: int = 0
     ended: float | None = None
@@ -56,6 +62,26 @@ def outcomes(run: Run) -> dict[int, Outcome]:
     return reader.outcomes
 
 
+def steps_of_waits(run: Run, arrivals: Iterable[int]) -> dict[int, int]:
+    """Goes through a run -> by the arrivals of some sequences, the number of the first step in the
+    longest wait of each: for its admission, for its first token, or between two tokens.
+    """
+    reader = Reader(run)
+    steps: list[tuple[float, int]] = []
+    for transition in run:
+        reader.add(transition)
+        if isinstance(transition.entry, Schedule):
+            steps.append((transition.at, transition.entry.plan.step))
+    result: dict[int, int] = {}
+    for arrival in arrivals:
+        outcome = reader.outcomes[arrival]
+        times = [outcome.submitted, outcome.admitted, *outcome.token_times, outcome.ended]
+        waits = pairwise([at for at in times if at is not None])
+        started, _ = max(waits, key=lambda wait: wait[1] - wait[0], default=(outcome.submitted, 0))
+        result[arrival] = next((step for at, step in steps if at >= started), 0)
+    return result
+
+
 class Reader:
     """Collects the outcomes of a run, transition by transition."""
 
@@ -72,6 +98,8 @@ class Reader:
         elif isinstance(entry, Adopt):
             self._begin(entry.released.request, transition.at)
         elif isinstance(entry, Schedule):
+            for name in entry.plan.admitted:
+                self._admit(name, transition.at, entry.plan.step)
             for name in entry.plan.rejected:
                 self._end(name, transition.at, "rejected")
         elif isinstance(entry, Cancel | Commit):
@@ -84,6 +112,12 @@ class Reader:
         for name, arrival in zip(names, arrivals, strict=True):
             outcome = Outcome(request, arrivals[0], at)
             self.outcomes[arrival] = self._by_name[name] = outcome
+
+    def _admit(self, name: str, at: float, step: int) -> None:
+        outcome = self._by_name[name]
+        if outcome.admitted is None:
+            outcome.admitted = at
+            outcome.admitted_step = step
 
     def _add_event(self, event: Event, at: float) -> None:
         if isinstance(event, Sampled | Beamed):

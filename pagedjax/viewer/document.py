@@ -40,6 +40,7 @@ def page(
     second: Run | None = None,
     labels: Mapping[str, str] | None = None,
     decode: Decode | None = None,
+    opens: str = "",
 ) -> str:
     """Returns a recorded run as one HTML file that any browser can open.
 
@@ -47,18 +48,21 @@ def page(
         second: another run of the same requests, to be shown beside the first, on one time axis.
         labels: request id -> the text of its prompt, for requests whose text is known.
         decode: token ids -> text; shows generated text, and prompts whose tokens were recorded.
+        opens: the place at which the page opens if its address names none, as an address has it:
+            step=14&request=r3.
 
     Raises:
         ValueError: no request is in both runs, or one has another prompt.
     """
+    place = {"opens": opens} if opens else {}
     if second is None:
         data = _data(run, labels or {}, decode)
-        return assembled(run.name or "a run", data["about"], pack(data))
+        return assembled(run.name or "a run", data["about"] | place, pack(data))
     both = pair(run, second)
     data = _data(both.first, labels or {}, decode)
     other = _data(both.second, labels or {}, decode)
     data |= {"second": other, "parting": both.parting, "only": both.only}
-    about = data["about"] | {"second": other["about"]}
+    about = data["about"] | {"second": other["about"]} | place
     return assembled(f"{run.name} and {second.name}", about, pack(data))
 
 

@@ -226,7 +226,7 @@ if (!watch) {
   view.grow(data.frames);
   if (data.second) view.join(data.second);
   view.go(0);
-  view.open(location.hash);
+  view.open(location.hash || about.opens || "");
   addEventListener("hashchange", () => view.open(location.hash));
 }
 

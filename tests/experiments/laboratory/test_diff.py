@@ -64,7 +64,7 @@ def test_a_wrong_policy_is_shown_by_at_most_four_requests(
     a, b = pair
     world.drive(a, CONFIG, FCFS, many(count), timed=True)
     world.drive(b, CONFIG, policy, many(count), timed=True)
-    result = shrunk(a, b, tmp_path, "--policy", f"{POLICY_FILE}:{policy.name.upper()}")
+    result = shrunk(a, b, tmp_path, "--recorded-policy", f"{POLICY_FILE}:{policy.name.upper()}")
     assert result["kind"] == kind
     assert f"the policy is fcfs in A and {policy.name} in B" in result["causes"]
     requests = result["shrunk"]["requests"]
