@@ -197,8 +197,8 @@ def changes(recorded: Past, prediction: Prediction, options: argparse.Namespace)
         yield "no prefix caching"
     if options.replicas > 1:
         yield f"{options.replicas} replicas behind the router {options.router}"
-    if change.behind:
-        yield f"{len(change.behind)} requests come after the end of another one ({options.loop})"
+    if change.predecessors:
+        yield f"{len(change.predecessors)} requests come after the end of another one ({options.loop})"
 
 
 def _parting(after: Reading) -> int:

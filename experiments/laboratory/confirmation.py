@@ -172,7 +172,7 @@ def confirm(
             own_tokens = sample(engine, script, sampling, Path(folder) / "own.jsonl")
         if real_time:
             outcomes = run_in_real_time(engine, script, Path(folder) / "timed.jsonl")
-            came = paired.came(prediction.recorded.outcomes, outcomes, change.behind)
+            came = paired.came(prediction.recorded.outcomes, outcomes, change.predecessors)
             measured_times = paired.times_of(outcomes, came)
             times = cells(REAL_TIME, prediction.before, measured_times, prediction.table)
     steps = islice(differences.steps(script.predicted), difference.step)
@@ -603,7 +603,7 @@ class RealTime:
                 self._end(self._engine.cancel(name, "stop"), at)
 
     def _end(self, events: Sequence[Event], at: float) -> None:
-        """Notes the ends of sequences; requests behind the last one of a request come."""
+        """Notes the ends of sequences; the followers of a request come after its last one."""
         for event in events:
             if isinstance(event, Finished):
                 arrival = self._arrivals.pop(event.request_id)

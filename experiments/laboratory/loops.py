@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from experiments.laboratory.outcomes import Outcome
 from experiments.laboratory.paired import end_of
-from experiments.laboratory.rerun import Behind
+from experiments.laboratory.rerun import Predecessor
 
 
 def clients(outcomes: Mapping[int, Outcome]) -> int:
@@ -30,7 +30,7 @@ def clients(outcomes: Mapping[int, Outcome]) -> int:
     return peak
 
 
-def closed(outcomes: Mapping[int, Outcome]) -> dict[int, Behind]:
+def closed(outcomes: Mapping[int, Outcome]) -> dict[int, Predecessor]:
     """Whom each request of a closed loop follows, by its arrival.
 
     With C clients, the first C requests come by themselves, and the request k follows the end
@@ -42,18 +42,18 @@ def closed(outcomes: Mapping[int, Outcome]) -> dict[int, Behind]:
     number = clients(outcomes)
     ends = [(end_of(outcomes, first), first) for first in _firsts(outcomes)]
     ended = sorted([(at, first) for at, first in ends if at is not None])
-    behind: dict[int, Behind] = {}
+    predecessors: dict[int, Predecessor] = {}
     for first, (ended_at, leader) in zip(_firsts(outcomes)[number:], ended, strict=False):
-        behind[first] = Behind(leader, outcomes[first].submitted - ended_at)
-    return behind
+        predecessors[first] = Predecessor(leader, outcomes[first].submitted - ended_at)
+    return predecessors
 
 
-def sessions(outcomes: Mapping[int, Outcome]) -> dict[int, Behind]:
+def sessions(outcomes: Mapping[int, Outcome]) -> dict[int, Predecessor]:
     """Whom each request of a session follows: the one before of its user, if that had ended.
 
     Requests without a user follow none.
     """
-    behind: dict[int, Behind] = {}
+    predecessors: dict[int, Predecessor] = {}
     latest: dict[str, int] = {}
     for first in _firsts(outcomes):
         outcome = outcomes[first]
@@ -61,10 +61,10 @@ def sessions(outcomes: Mapping[int, Outcome]) -> dict[int, Behind]:
         leader = latest.get(user)
         ended_at = None if leader is None else end_of(outcomes, leader)
         if leader is not None and ended_at is not None and ended_at <= outcome.submitted:
-            behind[first] = Behind(leader, outcome.submitted - ended_at)
+            predecessors[first] = Predecessor(leader, outcome.submitted - ended_at)
         if user:
             latest[user] = first
-    return behind
+    return predecessors
 
 
 def _firsts(outcomes: Mapping[int, Outcome]) -> list[int]:

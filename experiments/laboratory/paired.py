@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.laboratory.outcomes import Outcome
-from experiments.laboratory.rerun import Behind
+from experiments.laboratory.rerun import Predecessor
 
 STATISTICS = ("median", "p90", "p99", "worst")
 EVERYBODY = "all"
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 def came(
     recorded: Mapping[int, Outcome],
     outcomes: Mapping[int, Outcome],
-    behind: Mapping[int, Behind],
+    predecessors: Mapping[int, Predecessor],
 ) -> dict[int, float]:
     """When each request came in a run, by its arrival: as recorded, or after the end of the request
     that it follows.
@@ -68,9 +68,9 @@ def came(
     times: dict[int, float] = {}
     for first in {outcome.first for outcome in outcomes.values()}:
         at = recorded[first].submitted
-        if first in behind:
-            ended_at = end_of(outcomes, behind[first].arrival)
-            at = at if ended_at is None else ended_at + behind[first].seconds
+        if first in predecessors:
+            ended_at = end_of(outcomes, predecessors[first].arrival)
+            at = at if ended_at is None else ended_at + predecessors[first].seconds
         times[first] = at
     return times
 

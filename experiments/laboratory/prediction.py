@@ -14,13 +14,13 @@ from experiments.laboratory.differences import kind_of_difference
 from experiments.laboratory.outcomes import Outcome, Reader
 from experiments.laboratory.past import Past
 from experiments.laboratory.replicas import Fleet
-from experiments.laboratory.rerun import Behind, Change, Run, Transition, run, unchanged
+from experiments.laboratory.rerun import Change, Predecessor, Run, Transition, run, unchanged
 from experiments.laboratory.times import StepTimes, fitted
 from pagedjax.host.event_log import Schedule
 from pagedjax.host.types import Plan
 from pagedjax.routing import Router
 
-LOOPS: Mapping[str, Callable[[Mapping[int, Outcome]], dict[int, Behind]]] = {
+LOOPS: Mapping[str, Callable[[Mapping[int, Outcome]], dict[int, Predecessor]]] = {
     "open": lambda outcomes: {},
     "closed": loops.closed,
     "sessions": loops.sessions,
@@ -140,10 +140,10 @@ def predict(
         Rejected: a request can never run under it.
     """
     recorded = reading(run(past, unchanged(past)))
-    behind = LOOPS[loop](recorded.outcomes)
+    predecessors = LOOPS[loop](recorded.outcomes)
     times = fitted(past, buckets) if past.timed else None
     of_run = None if times is None else clock(past, times, change.config, buckets)
-    change = change._replace(behind=behind, seconds=of_run or change.seconds)
+    change = change._replace(predecessors=predecessors, seconds=of_run or change.seconds)
     before = paired.times_of(
         recorded.outcomes, paired.came(recorded.outcomes, recorded.outcomes, {})
     )
@@ -151,7 +151,7 @@ def predict(
 
     def result_of(change: Change) -> tuple[Reading, Mapping[int, paired.Times]]:
         changed = reading(transitions_of(past, change, replicas, router))
-        came = paired.came(recorded.outcomes, changed.outcomes, behind)
+        came = paired.came(recorded.outcomes, changed.outcomes, predecessors)
         return changed, paired.times_of(changed.outcomes, came)
 
     changed, after = result_of(change)

@@ -70,8 +70,8 @@ class Inputs(Run):
     def end(self, arrival: int, at: float) -> None:
         """Queues what comes after the end of a request."""
         self._ended_at[arrival] = at
-        for group in self._behind.pop(arrival, ()):
-            self._push_behind(group)
+        for group in self._followers.pop(arrival, ()):
+            self._push_follower(group)
 
 
 class Fleet:

@@ -44,8 +44,8 @@ from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import NO_DRAFTS, Choice, Finished, FinishReason, Plan, Seq
 
 __all__ = [
-    "Behind",
     "Change",
+    "Predecessor",
     "Refused",
     "Run",
     "Transition",
@@ -70,11 +70,11 @@ def count(plan: Plan) -> float:
     return 1.0
 
 
-class Behind(NamedTuple):
-    """A request that its client sends after another one has ended.
+class Predecessor(NamedTuple):
+    """The request whose end a client waits for before it sends another one.
 
-    arrival: of the first sequence of the other one, in the past.
-    seconds: between that end and this request.
+    arrival: of the first sequence of the request that ends, in the past.
+    seconds: between that end and the other request.
     """
 
     arrival: int
@@ -88,8 +88,8 @@ class Change(NamedTuple):
     seconds: of a step that the recording does not have, from its plan.
     without: arrivals of the requests that do not come. A request has the arrival of its first
         sequence.
-    behind: by arrival, the requests that follow the end of another one. They come at their recorded
-        times until the runs differ.
+    predecessors: of the requests that follow the end of another one, by their arrival. They come at
+        their recorded times until the runs differ.
     caching: whether prefixes are shared; None: as in the recorded run.
     own_policy: how a policy in a user's file is named, for a recording of this run.
     follows: whether the run goes by the recorded times while it decides as the recording. False:
@@ -100,7 +100,7 @@ class Change(NamedTuple):
     policy: Policy
     seconds: StepTime = count
     without: frozenset[int] = frozenset()
-    behind: Mapping[int, Behind] = MappingProxyType({})
+    predecessors: Mapping[int, Predecessor] = MappingProxyType({})
     caching: bool | None = None
     own_policy: str | None = None
     follows: bool = True
@@ -187,7 +187,7 @@ class Run:
         self._unfinished: Counter[int] = Counter()  # sequences of each request, by its arrival
         self._inputs: list[tuple[float, int, Recorded]] = []  # a heap: (time, place, input)
         # by the request whose end they await: requests with their seconds and cancellations
-        self._behind: dict[int, list[_Group]] = {}
+        self._followers: dict[int, list[_Group]] = {}
         self._ended_at: dict[int, float] = {}
         self._drafts = any(output.drafts for output in past.outputs.values())
         self._ends = {
@@ -341,7 +341,7 @@ class Run:
         self._unfinished[arrival] = len(names)
 
     def _end(self, names: Iterable[str]) -> None:
-        """Notes the ends of sequences. Requests behind the last one of a request come."""
+        """Notes the ends of sequences. The followers of a request come after its last one."""
         for name in names:
             arrival = self._arrivals.pop(name, None)
             if arrival is None:  # rejected by the policy, as the plan said
@@ -351,8 +351,8 @@ class Run:
             self._unfinished[first] -= 1
             if not self._unfinished[first]:
                 self._ended_at[first] = self.now
-                for group in self._behind.pop(first, ()):
-                    self._push_behind(group)
+                for group in self._followers.pop(first, ()):
+                    self._push_follower(group)
 
     # after the runs differ
 
@@ -381,26 +381,26 @@ class Run:
                 continue
             arrival = -1 if recorded.arrival is None else recorded.arrival
             first = self.past.outputs[arrival].first if arrival >= 0 else -1
-            behind = self.change.behind.get(arrival)
-            if isinstance(recorded.entry, Submit) and behind:
-                groups[first] = _Group(behind, [])
+            predecessor = self.change.predecessors.get(arrival)
+            if isinstance(recorded.entry, Submit) and predecessor:
+                groups[first] = _Group(predecessor, [])
             if first in groups:
                 groups[first].inputs.append((number, recorded))
             else:
                 heappush(self._inputs, (recorded.at, number, recorded))
         for group in groups.values():
-            leader = group.behind.arrival
+            leader = group.predecessor.arrival
             comes = leader in self._ended_at or leader in self.change.without
             if comes:
-                self._push_behind(group)
+                self._push_follower(group)
             else:
-                self._behind.setdefault(leader, []).append(group)
+                self._followers.setdefault(leader, []).append(group)
 
-    def _push_behind(self, group: _Group) -> None:
+    def _push_follower(self, group: _Group) -> None:
         """Queues a request whose turn it is, and its cancellations as long after it as recorded."""
         recorded_at = group.inputs[0][1].at
-        ended_at = self._ended_at.get(group.behind.arrival)
-        at = recorded_at if ended_at is None else ended_at + group.behind.seconds
+        ended_at = self._ended_at.get(group.predecessor.arrival)
+        at = recorded_at if ended_at is None else ended_at + group.predecessor.seconds
         for number, recorded in group.inputs:
             heappush(self._inputs, (recorded.at - recorded_at + at, number, recorded))
 
@@ -573,7 +573,7 @@ class _Group(NamedTuple):
     recording.
     """
 
-    behind: Behind
+    predecessor: Predecessor
     inputs: list[tuple[int, Recorded]]
 
 

@@ -148,7 +148,7 @@ def drawn_requests(prediction: Prediction) -> list[list[Any]]:
     recorded = prediction.recorded.outcomes
     changed = prediction.changed.outcomes
     before = bars(recorded, paired.came(recorded, recorded, {}), prediction.before)
-    came = paired.came(recorded, changed, prediction.change.behind)
+    came = paired.came(recorded, changed, prediction.change.predecessors)
     after = bars(changed, came, prediction.after)
     firsts = sorted(before)
     if len(firsts) > MOST_REQUESTS:

@@ -253,7 +253,7 @@ def test_a_request_may_follow_the_end_of_another_one(busy: Path):
     before = past.read(busy)
     changed = rerun.unchanged(before)._replace(
         config=before.config._replace(max_num_batched_tokens=2),
-        behind={1: rerun.Behind(0, 0.5), 2: rerun.Behind(1, 0.0)},
+        predecessors={1: rerun.Predecessor(0, 0.5), 2: rerun.Predecessor(1, 0.0)},
     )
     results = outcomes.outcomes(rerun.run(before, changed))
     assert results[1].submitted == some(results[0].ended) + 0.5

@@ -222,7 +222,7 @@ def test_clients_of_a_closed_loop_send_when_they_are_free(tmp_path: Path, number
         config = recorded.config._replace(max_num_seqs=after)
         change = rerun.unchanged(recorded)._replace(config=config)
         result = predict(recorded, change, router=routing.ROUND_ROBIN, loop="closed", buckets=())
-        assert len(result.change.behind) == 15 - clients
+        assert len(result.change.predecessors) == 15 - clients
         assert times_by_id(result.changed.outcomes) == times_by_id(outcomes_of(expected))
 
     size = st.sampled_from(sorted(sizes))
@@ -265,7 +265,7 @@ def test_a_turn_of_a_session_follows_the_turn_before(tmp_path: Path):
     result = predict(recorded, slower, router=routing.ROUND_ROBIN, loop="sessions")
     first_end = outcomes_of(path)[0].ended
     assert first_end is not None
-    assert dict(result.change.behind) == {3: rerun.Behind(0, 9 - first_end)}
+    assert dict(result.change.predecessors) == {3: rerun.Predecessor(0, 9 - first_end)}
 
 
 @drawn.examples(10, 200)
@@ -479,8 +479,8 @@ def test_a_request_comes_as_recorded_or_after_the_end_that_it_follows():
         1: outcome(request, 10.5, 12.0, first=1),
         2: outcome(request, 2.0, ended=None, first=2),
     }
-    behind = {1: rerun.Behind(0, 1.0), 0: rerun.Behind(2, 1.0)}
-    assert paired.came(recorded, changed, behind) == {0: 0.0, 1: 10.0, 2: 2.0}
+    predecessors = {1: rerun.Predecessor(0, 1.0), 0: rerun.Predecessor(2, 1.0)}
+    assert paired.came(recorded, changed, predecessors) == {0: 0.0, 1: 10.0, 2: 2.0}
 
 
 def test_differences_are_of_pairs():
