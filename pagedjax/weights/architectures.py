@@ -1,5 +1,5 @@
-"""Facts about each supported architecture: the defaults of its config, and how llama.cpp stores it
-in GGUF.
+"""Facts about each supported architecture: the defaults of its config, and where GGUF files are
+described.
 
 To add an architecture, write its module in device/models, and add its `Family` here.
 """
@@ -7,36 +7,15 @@ To add an architecture, write its module in device/models, and add its `Family` 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from pagedjax.weights.checkpoint import Tensor
+from pagedjax.weights import gguf_architectures
+from pagedjax.weights.gguf_architectures import CAPS, GGUF
 
 if TYPE_CHECKING:
     from pagedjax.device.models.decoder import DecoderConfig
     from pagedjax.device.models.param_table import ParamSource
-
-Change = Callable[[np.ndarray], np.ndarray]  # of a tensor's values
-
-
-class GGUF(NamedTuple):
-    """How llama.cpp stores an architecture.
-
-    name: its name in GGUF, the prefix of its metadata keys.
-    top, block: GGUF tensor name -> Hugging Face name, outside and inside "blk.N.".
-    config: (path, metadata, tensors) -> the config before `normalised`.
-    change: (Hugging Face name, config) -> the function that undoes llama.cpp's change of the
-        values; None if there was no change.
-    """
-
-    name: str
-    top: Mapping[str, str]
-    block: Mapping[str, str]
-    config: Callable[[Any, Mapping[str, Any], Mapping[str, Tensor]], dict[str, Any]]
-    change: Callable[[str, Mapping[str, Any]], Change | None]
 
 
 class Architecture(NamedTuple):
@@ -87,149 +66,6 @@ class Family(NamedTuple):
     ignored: Sequence[str] = ()
 
 
-# --- llama ----------------------------------------------------------------------------------------
-
-
-def unpermute(num_heads: int, values: np.ndarray) -> np.ndarray:
-    """Undo the row order that llama.cpp gives to q and k: in each head of D rows, the order
-    (0, D/2, 1, D/2 + 1, ...) becomes (0, 1, ...) again.
-
-    llama.cpp rotates neighbouring pairs, and Hugging Face rotates halves.
-
-    Args:
-        values: [num_heads * D, in] or [num_heads * D].
-    """
-    paired = values.reshape(num_heads, -1, 2, *values.shape[1:])
-    return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(values.shape)
-
-
-def llama_change(name: str, config: Mapping[str, Any]) -> Change | None:
-    if ".q_proj." in name:
-        return partial(unpermute, config["num_attention_heads"])
-    if ".k_proj." in name:
-        return partial(unpermute, config["num_key_value_heads"])
-    return None
-
-
-def llama_gguf_config(
-    path: Any, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> dict[str, Any]:
-    """The model's config.json, rebuilt from the `llama.*` keys."""
-
-    def key(name: str, default: Any = None) -> Any:
-        value = metadata.get(f"llama.{name}", default)
-        if value is None:
-            raise ValueError(
-                f"{path}: the metadata lacks llama.{name}; the file is incomplete, convert it again"
-            )
-        if isinstance(value, list):  # one number for each layer; supported if all are equal
-            if len(set(value)) != 1:
-                raise ValueError(
-                    f"{path}: llama.{name} differs between layers ({value}); they must be equal"
-                )
-            return value[0]
-        return value
-
-    if metadata.get("llama.expert_count", 0):
-        raise ValueError(
-            f"{path} is a mixture of {metadata['llama.expert_count']} experts; only dense models "
-            "work"
-        )
-    heads = key("attention.head_count")
-    head_dim = key("attention.key_length", key("embedding_length") // heads)
-    for size in ("attention.value_length", "rope.dimension_count"):
-        if key(size, head_dim) != head_dim:
-            raise ValueError(
-                f"{path}: llama.{size} is {key(size)}; it must equal the head size, {head_dim}"
-            )
-    biased = {
-        part for part in ("attn_q", "attn_output", "ffn_up") if f"blk.0.{part}.bias" in tensors
-    }
-    config = {
-        "model_type": "llama",
-        "hidden_size": key("embedding_length"),
-        "intermediate_size": key("feed_forward_length"),
-        "num_hidden_layers": key("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": key("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "vocab_size": tensors["token_embd.weight"].shape[0]
-        if "token_embd.weight" in tensors
-        else key("vocab_size"),
-        "rms_norm_eps": key("attention.layer_norm_rms_epsilon"),
-        "rope_theta": float(key("rope.freq_base", 10000.0)),
-        "rope_scaling": gguf_rope_scaling(path, "llama", metadata, tensors),
-        "max_position_embeddings": key("context_length"),
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": {"attn_q", "attn_output"} <= biased,
-        "mlp_bias": "ffn_up" in biased,
-    }
-    if "attn_q" in biased and not config["attention_bias"]:
-        # Hugging Face's attention_bias would mean a bias of the output too
-        config["qkv_bias"] = True
-    return config
-
-
-def gguf_rope_scaling(
-    path: Any, prefix: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> dict[str, Any] | None:
-    """`rope_scaling` from the keys <prefix>.rope.scaling.*, or from the tensor rope_freqs.weight,
-    in which llama.cpp stores "llama3" scaling.
-    """
-    base = f"{prefix}.rope.scaling."
-    kind = metadata.get(f"{base}type", "none")
-    factor = metadata.get(f"{base}factor")
-    if factor is None:  # the key's name in older files
-        factor = metadata.get(f"{prefix}.rope.scale_linear")
-        kind = kind if factor is None else "linear"
-    if "rope_freqs.weight" in tensors:
-        if kind != "none":
-            raise ValueError(
-                f"{path} has both rope_freqs.weight and {base}type = {kind!r}; only one is allowed"
-            )
-        # each frequency is divided by its factor
-        return {"rope_type": "freqs", "factors": tensors["rope_freqs.weight"].read().tolist()}
-    if kind == "none" or (kind == "linear" and factor in (None, 1.0)):
-        return None
-    if kind not in ("linear", "yarn") or factor is None:
-        raise ValueError(
-            f"{path}: {base}type is {kind!r} with factor {factor!r}; supported: none, linear, yarn"
-        )
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": float(factor)}
-    renamed = {
-        "original_context_length": "original_max_position_embeddings",
-        "attn_factor": "attention_factor",
-        "yarn_beta_fast": "beta_fast",
-        "yarn_beta_slow": "beta_slow",
-    }
-    for gguf_name, hf_name in renamed.items():
-        if base + gguf_name in metadata:
-            scaling[hf_name] = metadata[base + gguf_name]
-    return scaling
-
-
-GGUF_LLAMA = GGUF(
-    name="llama",
-    top={
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight",
-    },
-    block={
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    },
-    config=llama_gguf_config,
-    change=llama_change,
-)
-
 # --- defaults of transformers' config classes -----------------------------------------------------
 
 LLAMA_DEFAULTS = {
@@ -253,7 +89,6 @@ GEMMA_DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def _built_in(
@@ -276,7 +111,7 @@ def _built_in(
 
 
 _BUILT_IN = (
-    _built_in("llama", "llama", Architecture(LLAMA_DEFAULTS, gguf=GGUF_LLAMA)),
+    _built_in("llama", "llama", Architecture(LLAMA_DEFAULTS, gguf=gguf_architectures.LLAMA)),
     _built_in(
         "mistral",
         "llama",
@@ -288,13 +123,19 @@ _BUILT_IN = (
     _built_in(
         "qwen2",
         "llama",
-        Architecture(LLAMA_DEFAULTS | QWEN_DEFAULTS, nullable=("sliding_window",)),
+        Architecture(
+            LLAMA_DEFAULTS | QWEN_DEFAULTS,
+            nullable=("sliding_window",),
+            gguf=gguf_architectures.QWEN2,
+        ),
     ),
     _built_in(
         "qwen3",
         "llama",
         Architecture(
-            LLAMA_DEFAULTS | QWEN_DEFAULTS | {"head_dim": 128}, nullable=("sliding_window",)
+            LLAMA_DEFAULTS | QWEN_DEFAULTS | {"head_dim": 128},
+            nullable=("sliding_window",),
+            gguf=gguf_architectures.QWEN3,
         ),
     ),
     _built_in(
@@ -337,6 +178,7 @@ _BUILT_IN = (
             | {"rope_theta": 10000.0}
             | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
             nullable=CAPS,
+            gguf=gguf_architectures.GEMMA2,
         ),
     ),
     _built_in(
@@ -347,6 +189,7 @@ _BUILT_IN = (
             | {"rope_theta": 1e6, "rope_local_base_freq": 10000.0}
             | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
             nullable=CAPS,
+            gguf=gguf_architectures.GEMMA3,
         ),
     ),
     _built_in(

@@ -33,18 +33,20 @@ class PreTokenizerSpec(NamedTuple):
     words: the pattern of words; None: GPT-2's pattern.
     ignore_merges: a word that is in the vocabulary is one token, even if the merges do not make it.
     add_bos: whether BOS is added if the file has no key tokenizer.ggml.add_bos_token.
+    nfc: the text is composed first (Unicode's normalization form C).
     """
 
     digits: bool = False
     words: str | None = None
     ignore_merges: bool = False
     add_bos: bool = False
+    nfc: bool = False
 
 
 GPT2 = PreTokenizerSpec()
 DIGITS = PreTokenizerSpec(digits=True)
 LLAMA3 = PreTokenizerSpec(words=WORDS_GPT4 % "{1,3}", ignore_merges=True, add_bos=True)
-QWEN2 = PreTokenizerSpec(words=WORDS_GPT4 % "")
+QWEN2 = PreTokenizerSpec(words=WORDS_GPT4 % "", nfc=True)
 # "default" is not here: llama.cpp uses it, with a warning, for models that its converter did not
 # know.
 PRE_TOKENIZERS = {
@@ -99,7 +101,7 @@ def build_tokenizer(path: Any, metadata: Mapping[str, Any]) -> Tokenizer:
 def _byte_level(
     path: Any, metadata: Mapping[str, Any], tokens: list[str], _: list[int]
 ) -> tuple[Tokenizer, bool]:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = metadata.get("tokenizer.ggml.pre")
     if pre not in PRE_TOKENIZERS:
@@ -111,6 +113,8 @@ def _byte_level(
     merges = [_split_merge(path, merge) for merge in metadata.get("tokenizer.ggml.merges") or ()]
     vocab = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=spec.ignore_merges))
+    if spec.nfc:
+        tokenizer.normalizer = normalizers.NFC()
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if spec.digits else []
     if spec.words is not None:
         steps.append(pre_tokenizers.Split(Regex(spec.words), behavior="isolated"))
@@ -199,11 +203,19 @@ def _add_whole_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int])
     """
     from tokenizers import AddedToken
 
-    for token, kind in zip(tokens, types, strict=True):
-        if kind in (CONTROL, UNKNOWN):
-            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif kind == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
+    special = [
+        AddedToken(token, normalized=False, special=True)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (CONTROL, UNKNOWN)
+    ]
+    user_defined = [
+        AddedToken(token, normalized=False, special=False)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind == USER_DEFINED
+    ]
+    # Each call builds the search of all added tokens anew. A Gemma has 6,400 of them.
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(user_defined)
 
 
 def _add_bos_eos(

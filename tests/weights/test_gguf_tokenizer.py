@@ -14,7 +14,14 @@ from pagedjax.text.tokenizer import Detokenizer, Tokenizer
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer
 from tests.refusals import refused
-from tests.weights.bpe_oracle import GPT2_WORDS, LLAMA3_WORDS, QWEN2_WORDS, TEXTS, BruteForce
+from tests.weights.bpe_oracle import (
+    GPT2_WORDS,
+    LLAMA3_WORDS,
+    QWEN2_WORDS,
+    TEXTS,
+    BruteForce,
+    BruteForceSentencePiece,
+)
 from tests.weights.tiny import tiny_gguf, tiny_llama
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -23,7 +30,7 @@ ORACLES = {
     "gpt-2": {"words": GPT2_WORDS, "digits": False},
     "smollm": {"words": GPT2_WORDS, "digits": True},
     "llama-bpe": {"words": LLAMA3_WORDS, "digits": False, "whole_words": True},
-    "qwen2": {"words": QWEN2_WORDS, "digits": False},
+    "qwen2": {"words": QWEN2_WORDS, "digits": False, "composed": True},
 }
 
 
@@ -42,6 +49,33 @@ def embedded_as(pre: str) -> tuple:
 def test_pre_tokenizers_equal_brute_force(pre, text):
     tokenizer, oracle = embedded_as(pre)
     assert tokenizer.encode(text).ids == oracle.encode(text)
+
+
+@cache
+def qwen2_of_transformers():
+    """transformers' tokenizer of a Qwen 2 with the embedded vocabulary."""
+    from tokenizers import AddedToken
+    from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
+
+    metadata = open_checkpoint("smollm2-135m").metadata
+    tokens = metadata["tokenizer.ggml.tokens"]
+    kinds = metadata["tokenizer.ggml.token_type"]
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=[tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]],
+    )
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == 3]
+    tokenizer.backend_tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in control]
+    )
+    return tokenizer.backend_tokenizer
+
+
+@settings(max_examples=60)
+@given(TEXTS)
+def test_qwen2_is_split_as_transformers_splits_it(text):
+    tokenizer, _ = embedded_as("qwen2")
+    assert tokenizer.encode(text).ids == qwen2_of_transformers().encode(text).ids
 
 
 def test_llama3_adds_bos_unless_the_file_disables_it():
@@ -171,3 +205,64 @@ def test_sentencepiece_pushes_join_to_the_text(text):
     ids = tokenizer.encode(text)
     stream = Detokenizer(tokenizer)
     assert "".join(map(stream.push, ids)) + stream.flush() == tokenizer.decode(ids)
+
+
+# --- Gemma ----------------------------------------------------------------------------------------
+
+WHOLE = ("  ", "   ", "    ", "\n\n", "<b>", "</b>")
+
+
+def gemma_metadata() -> dict:
+    """The small vocabulary as a Gemma has it: no space before the text, and runs of spaces, of line
+    breaks and tags as tokens that a user defined. llama.cpp writes their spaces as spaces.
+    """
+    golden = sentencepiece_golden()
+    pieces = [
+        (token, score, kind)
+        for token, score, kind in zip(
+            golden["tokens"], golden["scores"], golden["token_type"], strict=True
+        )
+        if token != "▁" * max(2, len(token))
+    ]
+    pieces += [(token, -1000.0, 4) for token in WHOLE]
+    tokens, scores, kinds = map(list, zip(*pieces, strict=True))
+    off = {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": False}
+    return sentencepiece_metadata(
+        **off,
+        **{"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores},
+        **{"tokenizer.ggml.token_type": kinds},
+    )
+
+
+@cache
+def gemma() -> tuple:
+    """(our tokenizer, the oracle, transformers' GemmaTokenizer of the same vocabulary)."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
+
+    metadata = gemma_metadata()
+    theirs, _ = convert_gguf_tokenizer(
+        "gemma3",
+        {
+            "tokenizer_type": "llama",
+            "tokens": metadata["tokenizer.ggml.tokens"],
+            "scores": metadata["tokenizer.ggml.scores"],
+            "token_type": metadata["tokenizer.ggml.token_type"],
+        },
+    )
+    oracle = BruteForceSentencePiece(metadata, space_first=False)
+    return build_tokenizer("gemma.gguf", metadata), oracle, theirs
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(
+        st.sampled_from([*WHOLE, *" thecandog\n", "é", "中", "😀", " the cat", "<", "b>", "7"]),
+        max_size=30,
+    ).map("".join)
+)
+def test_a_gemma_is_split_as_defined_and_as_transformers_splits_it(text):
+    tokenizer, oracle, theirs = gemma()
+    ids = tokenizer.encode(text).ids
+    assert ids == oracle.encode(text)
+    assert ids == theirs.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(ids) == text
