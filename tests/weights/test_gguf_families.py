@@ -46,7 +46,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         GEMMA3
         | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "final_logit_softcapping": 30.0},
     ),
-    "Gemma 3, 27B": ("gemma3_text", GEMMA3 | {"num_hidden_layers": 62, "query_pre_attn_scalar": 16}),
+    "Gemma 3, 27B": (
+        "gemma3_text",
+        GEMMA3 | {"num_hidden_layers": 62, "query_pre_attn_scalar": 16},
+    ),
 }
 
 
@@ -65,7 +68,9 @@ def test_the_model_is_that_of_the_directory(tmp_path, name):
         values = opened.tensors[tensor_name].read()
         # llama.cpp adds one to the norms of a Gemma, which rounds
         rounding = 2**-23 if "norm" in tensor_name else 0
-        np.testing.assert_allclose(values, tensor.read(), rtol=0, atol=rounding, err_msg=tensor_name)
+        np.testing.assert_allclose(
+            values, tensor.read(), rtol=0, atol=rounding, err_msg=tensor_name
+        )
 
 
 @pytest.mark.oracle
@@ -121,7 +126,10 @@ def gemma(tmp_path_factory) -> Path:
         (3, [True, True, False] * 2 + [True]),
         (1, [False] * 7),
         (0, [True] * 7),
-        ([True, False, True, True, True, True, False], [True, False, True, True, True, True, False]),
+        (
+            [True, False, True, True, True, True, False],
+            [True, False, True, True, True, True, False],
+        ),
     ],
     ids=["no key", "a period", "no windows", "windows only", "each layer"],
 )
@@ -194,4 +202,3 @@ def test_values_of_every_encoding_are_those_of_the_gguf_package(tmp_path, encodi
     assert np.isfinite(expected).all()
     assert len(np.unique(expected)) > 30
     np.testing.assert_array_equal(values, expected)
-
