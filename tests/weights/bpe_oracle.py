@@ -135,14 +135,14 @@ class BruteForceSentencePiece:
         scores = metadata["tokenizer.ggml.scores"]
         self.ids = {token: i for i, token in enumerate(tokens)}
         self.scores = {t: s for t, s, kind in zip(tokens, scores, kinds, strict=True) if kind == 1}
-        whole = [t for t, kind in zip(tokens, kinds, strict=True) if kind in (2, 3, 4)]
-        longest_first = sorted(whole, key=len, reverse=True)
-        self.whole = regex.compile("(" + "|".join(map(regex.escape, longest_first)) + ")")
+        special = [t for t, kind in zip(tokens, kinds, strict=True) if kind in (2, 3, 4)]
+        longest_first = sorted(special, key=len, reverse=True)
+        self.special = regex.compile("(" + "|".join(map(regex.escape, longest_first)) + ")")
         self.prefix = "▁" if space_first else ""
 
     def encode(self, text: str) -> list[int]:
         out = []
-        for index, part in enumerate(self.whole.split(text)):
+        for index, part in enumerate(self.special.split(text)):
             if index % 2:
                 out.append(self.ids[part])
             elif part:
@@ -152,10 +152,10 @@ class BruteForceSentencePiece:
     def merge(self, symbols: list[str]) -> list[int]:
         while True:
             joined = [a + b for a, b in pairwise(symbols)]
-            known = [i for i, piece in enumerate(joined) if piece in self.scores]
-            if not known:
+            pairs = [i for i, piece in enumerate(joined) if piece in self.scores]
+            if not pairs:
                 break
-            best = max(known, key=lambda i: (self.scores[joined[i]], -i))
+            best = max(pairs, key=lambda i: (self.scores[joined[i]], -i))
             symbols[best : best + 2] = [joined[best]]
         out = []
         for symbol in symbols:

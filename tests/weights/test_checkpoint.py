@@ -61,12 +61,12 @@ def test_embedded_model_that_is_not_installed_says_how_to_install_it(monkeypatch
 
 
 def test_an_embedded_model_in_pieces_is_joined_once(tmp_path, monkeypatch):
-    whole = tiny_gguf(tmp_path / "whole.gguf", tiny_llama(tmp_path / "tiny")).read_bytes()
+    content = tiny_gguf(tmp_path / "model.gguf", tiny_llama(tmp_path / "tiny")).read_bytes()
     pieces = []
     for i in range(3):
         folder = tmp_path / "packages" / f"tiny_model_part{i}"
         folder.mkdir(parents=True)
-        (folder / "piece").write_bytes(whole[i * 30_000 : (i + 1) * 30_000 if i < 2 else None])
+        (folder / "piece").write_bytes(content[i * 30_000 : (i + 1) * 30_000 if i < 2 else None])
         pieces.append((folder.name, "piece"))
     monkeypatch.setitem(
         locate.EMBEDDED, "tiny", locate.Embedded("tiny.gguf", tuple(pieces), "tiny-model")
@@ -80,11 +80,11 @@ def test_an_embedded_model_in_pieces_is_joined_once(tmp_path, monkeypatch):
     file = open_checkpoint("tiny").path
     assert file == tmp_path / "home/.cache/pagedjax/models/tiny.gguf"
     assert [path.name for path in file.parent.iterdir()] == ["tiny.gguf"]
-    assert file.read_bytes() == whole
+    assert file.read_bytes() == content
     written = file.stat().st_mtime_ns
     assert open_checkpoint("tiny").path.stat().st_mtime_ns == written
-    file.write_bytes(whole[:100])  # what another program left
-    assert open_checkpoint("tiny").path.read_bytes() == whole
+    file.write_bytes(content[:100])  # what another program left
+    assert open_checkpoint("tiny").path.read_bytes() == content
 
 
 def test_a_local_path_has_priority_over_an_embedded_name(tmp_path, monkeypatch):

@@ -25,10 +25,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {"rope_theta": 500000.0}),
     "Qwen2": ("qwen2", {"rope_theta": 1e6}),
     "Qwen2, tied": ("qwen2", {"rope_theta": 1e6, "tie_word_embeddings": True}),
-    "Qwen3": ("qwen3", {"rope_theta": 1e6, "head_dim": 32, "tie_word_embeddings": True}),
+    # transformers' loader of GGUF files does not read the size of a Qwen3's heads
+    "Qwen3": ("qwen3", {"rope_theta": 1e6, "head_dim": 128, "tie_word_embeddings": True}),
     "Qwen3, stretched": (
         "qwen3",
-        {"head_dim": 32, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"head_dim": 128, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     ),
     "Gemma 2": (
         "gemma2",
@@ -74,7 +75,7 @@ def test_the_model_is_that_of_the_directory(tmp_path, name):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if "27B" not in name])  # many layers
 def test_tensors_are_those_of_transformers_gguf_loader(tmp_path, name):
     from tests.goldens.make_greedy import compare_with_transformers
 

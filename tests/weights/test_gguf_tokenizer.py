@@ -77,8 +77,8 @@ def qwen2() -> tuple:
 @settings(max_examples=60)
 @given(TEXTS)
 def test_qwen2_is_split_as_transformers_splits_it(text):
-    ours, theirs = qwen2()
-    assert ours.encode(text).ids == theirs.encode(text).ids
+    tokenizer, theirs = qwen2()
+    assert tokenizer.encode(text).ids == theirs.encode(text).ids
 
 
 def test_llama3_adds_bos_unless_the_file_disables_it():
@@ -230,12 +230,14 @@ def gemma_metadata() -> dict:
     first = next(i for i, (_, _, kind) in enumerate(pieces) if kind == 1)  # they precede the words
     pieces[first:first] = [(token, -1000.0, 4) for token in WHOLE]
     tokens, scores, kinds = map(list, zip(*pieces, strict=True))
-    off = {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": False}
-    return sentencepiece_metadata(
-        **off,
-        **{"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores},
-        **{"tokenizer.ggml.token_type": kinds},
-    )
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
 
 
 @cache
