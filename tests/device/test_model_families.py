@@ -43,7 +43,25 @@ GPT2 = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-FINAL = ("model.norm.weight", "transformer.ln_f.weight")
+FINAL = ("model.norm.weight", "transformer.ln_f.weight", "gpt_neox.final_layer_norm.weight")
+NEOX = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# of which every range is within the prompts
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 3.0],
+    "long_factor": [1.0, 1.5, 3.0, 5.0, 7.0, 9.0],
+}
 # name: (model_type, what its configuration says); windows are shorter than the prompts
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2": ("gpt2", GPT2),
@@ -106,7 +124,65 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
         | {"norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
+    "SmolLM3": ("smollm3", BODY | {"num_hidden_layers": 4, "rope_scaling": YARN}),
+    "SmolLM3, windows": (
+        "smollm3",
+        BODY
+        | {"use_sliding_window": True, "sliding_window": 16}
+        | {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": False},
+    ),
+    "Phi-3": ("phi3", BODY | {"sliding_window": 24}),
+    "Phi-4-mini": (
+        "phi3",
+        BODY
+        | {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}
+        | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 256},
+    ),
+    "GPT-NeoX": ("gpt_neox", NEOX | {"rotary_pct": 0.25}),
+    "GPT-NeoX, one after the other, no biases": (
+        "gpt_neox",
+        NEOX
+        | {"rotary_pct": 0.5, "rotary_emb_base": 5000, "hidden_act": "gelu_new"}
+        | {"use_parallel_residual": False, "attention_bias": False},
+    ),
+    "Granite 3": (
+        "granite",
+        BODY
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.1}
+        | {"residual_multiplier": 0.6, "logits_scaling": 3.0},
+    ),
+    "OLMo 2": ("olmo2", BODY),
+    "OLMo 3": (
+        "olmo3",
+        BODY
+        | {"num_hidden_layers": 4, "sliding_window": 16, "rope_scaling": YARN}
+        | {"rope_theta": 500000.0},
+    ),
+    "GLM-4 of 2024": ("glm", BODY | {"head_dim": 32}),
+    "GLM-4": ("glm4", BODY | {"head_dim": 16, "partial_rotary_factor": 0.25}),
+    "EXAONE 4": (
+        "exaone4",
+        BODY | {"num_hidden_layers": 4, "sliding_window": 16, "sliding_window_pattern": 2},
+    ),
+    "EXAONE 4 without windows": (
+        "exaone4",
+        BODY | {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
 }
+# The programs of a mesh take the most time, and what a mesh splits is the same for the others.
+ON_A_MESH = (
+    "GPT-2",
+    "Qwen3",
+    "Gemma 3",
+    "Mixtral",
+    "Qwen3-MoE",
+    "Phi-4-mini",
+    "GPT-NeoX",
+    "Granite 3",
+    "OLMo 2",
+    "GLM-4",
+)
+IN_16_BITS = ("Llama 2", "SmolLM3", "Phi-4-mini", "GPT-NeoX", "Granite 3", "OLMo 3", "GLM-4")
 
 
 def config_of(name: str, **changes: Any) -> DecoderConfig:
@@ -139,7 +215,7 @@ def saved(request, tmp_path_factory) -> tuple[Path, Any]:
                 parameter.normal_(-1.0 if model_type.startswith("gemma") else 0.0)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    folder = tmp_path_factory.mktemp("saved") / model_type
+    folder = tmp_path_factory.mktemp("saved") / request.param
     theirs.save_pretrained(folder)
     write_tokenizer(folder, 320)
     return folder, theirs
@@ -169,6 +245,8 @@ def test_log_probabilities_on_a_mesh_are_those_of_transformers(saved):
     import torch
 
     folder, theirs = saved
+    if folder.name not in ON_A_MESH:
+        pytest.skip("what a mesh splits is the same for another family")
     heads = load_model(folder).model.config.heads
     engine = {
         "max_num_batched_tokens": 32,
@@ -186,6 +264,26 @@ def test_log_probabilities_on_a_mesh_are_those_of_transformers(saved):
         logprobs = chosen(prompt[1:], output.prompt_logprobs[1:])  # type: ignore[index]
         expected = expected[np.arange(len(prompt) - 1), prompt[1:]]
         chex.assert_trees_all_close(logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.oracle
+def test_logits_in_16_bits_are_as_close_to_32_bits_as_those_of_transformers(saved):
+    import torch
+
+    folder, theirs = saved
+    if folder.name not in IN_16_BITS:
+        pytest.skip("what is rounded is the same for another family")
+    prompt = PROMPTS[0]
+    expected = their_logits(theirs, prompt)
+    short = theirs.to(torch.bfloat16)
+    with torch.no_grad():
+        rounded = short(torch.from_numpy(np.asarray(prompt))[None]).logits[0].float().numpy()
+    theirs.to(torch.float32)  # its parameters stay rounded: this test is the last one of a model
+    ours = all_logits(load_model(folder, dtype="bfloat16").model, CHUNKED)[0]
+    their_error = np.abs(rounded - expected)
+    error = np.abs(ours - expected)
+    assert error.mean() < 1.2 * their_error.mean()
+    assert error.max() < 1.5 * their_error.max()
 
 
 # --- real models, without their weights -----------------------------------------------------------
@@ -246,6 +344,51 @@ REAL = {
     "Gemma-2-2B": ("gemma2", shape(26, 2304, 9216, 8, 4, 256000), 2_614_341_888, 106_496),
     "Gemma-3-1B": ("gemma3_text", shape(26, 1152, 6912, 4, 1, 262144), 999_885_952, 26_624),
     "Mixtral-8x7B": ("mixtral", shape(32, 4096, 14336, 32, 8, 32000), 46_702_792_704, 131_072),
+    "Gemma-3-4B, the text": (
+        "gemma3",
+        {
+            "text_config": {
+                "model_type": "gemma3_text",
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "num_hidden_layers": 34,
+                "sliding_window": 1024,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            }
+        },
+        3_880_263_168,
+        139_264,
+    ),
+    "SmolLM3-3B": ("smollm3", shape(36, 2048, 11008, 16, 4, 128256), 3_075_098_624, 73_728),
+    "Phi-3-mini": ("phi3", shape(32, 3072, 8192, 32, 32, 32064), 3_821_079_552, 393_216),
+    "Phi-4-mini": (
+        "phi3",
+        shape(32, 3072, 8192, 24, 8, 200064, tie_word_embeddings=True, partial_rotary_factor=0.75),
+        3_836_021_760,
+        131_072,
+    ),
+    "Pythia-70M": (
+        "gpt_neox",
+        shape(6, 512, 2048, 8, 8, 50304, rotary_pct=0.25),
+        70_426_624,
+        12_288,
+    ),
+    "Granite-3.0-2B": (
+        "granite",
+        shape(40, 2048, 8192, 32, 8, 49155, tie_word_embeddings=True),
+        2_533_531_648,
+        81_920,
+    ),
+    "OLMo-2-7B": ("olmo2", shape(32, 4096, 11008, 32, 32, 100352), 7_298_617_344, 524_288),
+    "OLMo-3-7B": ("olmo3", shape(32, 4096, 11008, 32, 32, 100278), 7_298_011_136, 524_288),
+    "GLM-4-9B of 2024": ("glm", shape(40, 4096, 13696, 32, 2, 151552), 9_399_951_360, 40_960),
+    "GLM-4-9B": ("glm4", shape(40, 4096, 13696, 32, 2, 151552), 9_400_279_040, 40_960),
+    "EXAONE-4.0-1.2B": (
+        "exaone4",
+        shape(30, 2048, 4096, 32, 8, 102400, tie_word_embeddings=True, sliding_window=None),
+        1_279_391_488,
+        61_440,
+    ),
     "Qwen3-30B-A3B": (
         "qwen3_moe",
         shape(48, 2048, 6144, 32, 4, 151936, **MOE),
@@ -262,7 +405,7 @@ def test_real_models_have_their_published_size_and_cache(name):
     """
     model_type, settings, parameters, cached = REAL[name]
     config = normalised({"model_type": model_type, **settings}, name)
-    family = FAMILIES[model_type]
+    family = FAMILIES[config["model_type"]]
     c = family.from_hf(config)
     table = family.param_table(c)
     assert sum(int(np.prod(entry.shape)) for entry in table) == parameters
@@ -285,8 +428,8 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(model_type):
     sizes = shape(4, 64, 96, 8, 4, 320)
     if model_type == "gpt2":
         sizes = gpt2_shape(4, 64, 8)
-    elif model_type not in ("llama", "qwen2", "qwen3"):
-        # these three have as many key heads as queries, or 32
+    elif model_type not in ("llama", "qwen2", "qwen3", "exaone4"):
+        # these four have as many key heads as queries, or 32
         del sizes["num_key_value_heads"]
     full = AutoConfig.for_model(model_type, **sizes).to_dict()
     if full.get("head_dim") == 4096 // 32:
@@ -330,7 +473,7 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known():
         (
             "Qwen3-0.6B",
             {"hidden_act": "gelu"},
-            "hidden_act is 'gelu'; the Llama family uses 'silu'",
+            "hidden_act is 'gelu'; qwen3 uses 'silu'",
         ),
         ("TinyLlama-1.1B", {"mlp_bias": True}, "mlp_bias is true"),
     ],
