@@ -283,9 +283,16 @@ SCALINGS = {
     "llama3": Scaling(("factor", "low_freq_factor", "high_freq_factor", ORIGINAL), (), _llama3),
     "yarn": Scaling(
         ("factor", ORIGINAL),
-        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-        # what some files say beside it, and nothing reads
-        + ("finetuned", "max_position_embeddings"),
+        (
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+            "finetuned",  # this and the next are in some files, and nothing reads them
+            "max_position_embeddings",
+        ),
         _yarn,
     ),
     "longrope": Scaling(

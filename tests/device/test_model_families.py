@@ -4,6 +4,7 @@ the real shape.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from flax import nnx
 
 from pagedjax import LLM, SamplingParams, load_model
 from pagedjax.device import cache
-from pagedjax.device.models import Decoder
+from pagedjax.device.models import Decoder, for_context
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.weights.architectures import FAMILIES, normalised
 from tests.device.test_llama import CHUNKED, PROMPTS, all_logits, chosen
@@ -267,6 +268,76 @@ def test_log_probabilities_on_a_mesh_are_those_of_transformers(saved):
 
 
 @pytest.mark.oracle
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("model_type", ["gemma3", "mistral3"])
+def test_the_text_of_a_model_of_text_and_images_gives_its_logits(model_type, tied, tmp_path):
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    if (model_type, tied) == ("gemma3", False):
+        pytest.skip("Gemma's are tied")
+    text_type, settings = CASES["Gemma 3" if model_type == "gemma3" else "Mistral"]
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    if model_type == "mistral3":
+        vision |= {"model_type": "pixtral", "head_dim": 8}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        model_type,
+        text_config=settings | {"model_type": text_type},
+        vision_config=vision,
+        tie_word_embeddings=tied,
+    )
+    theirs = AutoModelForImageTextToText.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.5 if "embed" in name else parameter.shape[-1] ** -0.5)
+            elif name == "model.language_model.norm.weight":
+                parameter.normal_(-1.0 if model_type == "gemma3" else 0.0)
+            elif "language_model" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "both")
+    write_tokenizer(tmp_path / "both", 320)
+    model = load_model(tmp_path / "both").model
+    for got, prompt in zip(all_logits(model, CHUNKED), PROMPTS, strict=True):
+        expected = their_logits(theirs, prompt)
+        assert np.ptp(expected) > 1, "the logits hardly differ: the comparison is blind"
+        chex.assert_trees_all_close(got, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.oracle
+def test_longrope_of_long_and_short_texts_is_that_of_transformers(tmp_path):
+    """transformers chooses by the text's length, and an engine by its longest text."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = BODY | {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.75}
+    settings |= {"original_max_position_embeddings": 32}
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("phi3", **settings), attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+    theirs.save_pretrained(tmp_path / "phi")
+    write_tokenizer(tmp_path / "phi", 320)
+    model = load_model(tmp_path / "phi").model
+    long, short = all_logits(model, CHUNKED), all_logits(for_context(model, 32), CHUNKED)
+    for row, prompt in enumerate(PROMPTS):
+        expected = their_logits(theirs, prompt)
+        is_long = len(prompt) > 32
+        right, wrong = (long, short) if is_long else (short, long)
+        chex.assert_trees_all_close(right[row], expected, atol=1e-4, rtol=0)
+        if len(prompt) > 1:
+            assert np.abs(wrong[row] - expected).max() > 0.01
+
+
+@pytest.mark.oracle
 def test_logits_in_16_bits_are_as_close_to_32_bits_as_those_of_transformers(saved):
     import torch
 
@@ -275,10 +346,9 @@ def test_logits_in_16_bits_are_as_close_to_32_bits_as_those_of_transformers(save
         pytest.skip("what is rounded is the same for another family")
     prompt = PROMPTS[0]
     expected = their_logits(theirs, prompt)
-    short = theirs.to(torch.bfloat16)
+    short = deepcopy(theirs).to(torch.bfloat16)
     with torch.no_grad():
         rounded = short(torch.from_numpy(np.asarray(prompt))[None]).logits[0].float().numpy()
-    theirs.to(torch.float32)  # its parameters stay rounded: this test is the last one of a model
     ours = all_logits(load_model(folder, dtype="bfloat16").model, CHUNKED)[0]
     their_error = np.abs(rounded - expected)
     error = np.abs(ours - expected)
