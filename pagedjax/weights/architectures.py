@@ -259,6 +259,7 @@ _BUILT_IN = (
             | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "sliding_window": None}
             | {"original_max_position_embeddings": 4096},
             nullable=("sliding_window",),
+            gguf=gguf_architectures.PHI3,
         ),
     ),
     _built_in(

@@ -68,8 +68,14 @@ class Keys(NamedTuple):
         return self.metadata.get(f"{self.architecture}.{name}", default)
 
 
-def body_config(model_type: str, keys: Keys, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The part of config.json that all architectures have."""
+def body_config(
+    model_type: str, keys: Keys, tensors: Mapping[str, Tensor], *, partial_rotary: bool = False
+) -> dict[str, Any]:
+    """The part of config.json that all architectures have.
+
+    Args:
+        partial_rotary: whether only the first numbers of a head may be rotated.
+    """
     if experts := keys.optional("expert_count", 0):
         raise ValueError(f"{keys.path} is a mixture of {experts} experts; only dense models work")
     layers = keys("block_count")
@@ -80,7 +86,10 @@ def body_config(model_type: str, keys: Keys, tensors: Mapping[str, Tensor]) -> d
         )
     heads = keys("attention.head_count")
     head_dim = keys("attention.key_length", keys("embedding_length") // heads)
-    for size in ("attention.value_length", "rope.dimension_count"):
+    sizes = ["attention.value_length"]
+    if not partial_rotary:
+        sizes.append("rope.dimension_count")
+    for size in sizes:
         if keys(size, head_dim) != head_dim:
             raise ValueError(
                 f"{keys.path}: {keys.architecture}.{size} is {keys(size)}; it must equal the head "
@@ -125,6 +134,8 @@ def rope_scaling(keys: Keys, tensors: Mapping[str, Tensor]) -> dict[str, Any] | 
         return {"rope_type": "freqs", "factors": tensors["rope_freqs.weight"].read().tolist()}
     if kind == "none" or (kind == "linear" and factor in (None, 1.0)):
         return None
+    if kind == "longrope" and LONG in tensors:  # see `phi3_config`
+        return None
     if kind not in ("linear", "yarn") or factor is None:
         raise ValueError(
             f"{keys.path}: {label} is {kind!r} with factor {factor!r}; supported: none, linear, "
@@ -148,6 +159,10 @@ def rope_scaling(keys: Keys, tensors: Mapping[str, Tensor]) -> dict[str, Any] | 
 def unchanged(name: str, config: Mapping[str, Any]) -> None:
     """The `change` of an architecture whose values are stored as they are."""
 
+
+# divisors of the frequencies for long and for short texts, of Phi 3
+LONG = "rope_factors_long.weight"
+SHORT = "rope_factors_short.weight"
 
 TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -283,3 +298,37 @@ GEMMA2 = GGUF("gemma2", TOP, GEMMA_BLOCK, partial(gemma_config, "gemma2"), gemma
 GEMMA3 = GGUF(
     "gemma3", TOP, GEMMA_BLOCK | QK_NORMS, partial(gemma_config, "gemma3_text"), gemma_change
 )
+
+# --- phi3 -----------------------------------------------------------------------------------------
+
+
+def phi3_config(keys: Keys, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The config.json of a Phi 3 or 4."""
+    config = body_config("phi3", keys, tensors, partial_rotary=True)
+    rotated = keys("rope.dimension_count", config["head_dim"])
+    config["partial_rotary_factor"] = rotated / config["head_dim"]
+    original = keys.optional("rope.scaling.original_context_length")
+    if original is not None:
+        config["original_max_position_embeddings"] = original
+    if LONG in tensors and SHORT in tensors:
+        config["rope_scaling"] = {
+            "rope_type": "longrope",
+            "long_factor": tensors[LONG].read().tolist(),
+            "short_factor": tensors[SHORT].read().tolist(),
+            "attention_factor": keys.optional("rope.scaling.attn_factor"),
+        }
+    # older files have no such key; of their models those of 4,096 positions have a window
+    default_window = 2047 if config["max_position_embeddings"] == 4096 else 0
+    config["sliding_window"] = keys.optional("attention.sliding_window", default_window) or None
+    return config
+
+
+PHI3_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+PHI3 = GGUF("phi3", TOP, PHI3_BLOCK, phi3_config, unchanged)

@@ -10,11 +10,11 @@ from typing import Any
 
 from pagedjax.weights.architectures import FAMILIES, normalised
 from pagedjax.weights.checkpoint import Checkpoint
-from pagedjax.weights.gguf_architectures import GGUF, Keys
+from pagedjax.weights.gguf_architectures import GGUF, LONG, SHORT, Keys
 from pagedjax.weights.gguf_file import GGUFFile, read_parts, with_name
 
 BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-IN_CONFIG = ("rope_freqs.weight",)  # tensors whose values are in `config`
+IN_CONFIG = ("rope_freqs.weight", LONG, SHORT)  # tensors whose values are in `config`
 # what the chat templates of Gemma, ChatML, Llama 3 and Phi 3 write after a turn
 TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|end|>")
 TOKEN_ID_NAMES = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}

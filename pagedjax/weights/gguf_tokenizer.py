@@ -93,7 +93,8 @@ def build_tokenizer(path: Any, metadata: Mapping[str, Any]) -> Tokenizer:
         raise ValueError(
             f"{path}: the vocabulary and its merges do not fit together ({error})"
         ) from error
-    _add_whole_tokens(tokenizer, tokens, types)
+    is_phi3 = kind == "llama" and metadata.get("general.architecture") == "phi3"
+    _add_whole_tokens(tokenizer, tokens, types, strips_spaces=is_phi3)
     _add_bos_eos(path, tokenizer, metadata, tokens, add_bos)
     return tokenizer
 
@@ -196,20 +197,31 @@ def score_merges(
     return [(first, second) for _, _, first, second in sorted(merges)]
 
 
-def _add_whole_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
+def _add_whole_tokens(
+    tokenizer: Tokenizer, tokens: list[str], types: list[int], *, strips_spaces: bool
+) -> None:
     """Add the control, unknown and user-defined tokens.
 
     They are matched whole in the text, before it is split.
+
+    Args:
+        strips_spaces: control tokens, and "</s>", take the spaces and line breaks behind them, as
+            in a Phi 3. No key of the file says it.
     """
     from tokenizers import AddedToken
 
     special = [
-        AddedToken(token, normalized=False, special=True)
+        AddedToken(
+            token,
+            normalized=False,
+            special=True,
+            rstrip=strips_spaces and token not in ("<unk>", "<s>", "<|endoftext|>"),
+        )
         for token, kind in zip(tokens, types, strict=True)
         if kind in (CONTROL, UNKNOWN)
     ]
     user_defined = [
-        AddedToken(token, normalized=False, special=False)
+        AddedToken(token, normalized=False, special=False, rstrip=strips_spaces and token == "</s>")
         for token, kind in zip(tokens, types, strict=True)
         if kind == USER_DEFINED
     ]

@@ -9,18 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
-from pagedjax.weights.architectures import FAMILIES, normalised
-from pagedjax.weights.convert import rows_of
-from tests.weights.tiny import (
-    CHAT_TEMPLATE,
-    llama_cpp_permute,
-    tiny_vocab,
-    write_gguf,
-    write_json,
-    write_tokenizer,
-)
+from tests.weights.tiny import CHAT_TEMPLATE, llama_cpp_permute, tiny_vocab, write_gguf
+from tests.weights.tiny_families import write_family
 
 BODY: dict[str, Any] = {
     "vocab_size": 320,
@@ -42,6 +34,7 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "phi3": "phi3",
 }
 
 
@@ -49,21 +42,7 @@ def tiny_family(folder: Path, model_type: str, *, seed: int = 0, **settings: Any
     """Write config.json, weights and the tokenizer of a model of `BODY` and these settings; returns
     the folder.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {**BODY, **settings, "model_type": model_type}
-    write_json(folder / "config.json", config)
-    family = FAMILIES[model_type]
-    shape = family.from_hf(normalised(config, "config"))
-    rng = np.random.default_rng(seed)
-    tensors = {}
-    for entry in family.param_table(shape):
-        columns = entry.shape[1:]
-        for name, rows in zip(entry.sources, rows_of(entry, shape), strict=True):
-            values = rng.standard_normal((rows, *columns)) / np.sqrt(columns or 100)
-            tensors[name] = values.astype(np.float32)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    write_tokenizer(folder, config["vocab_size"])
-    return folder
+    return write_family(folder, {**BODY, **settings, "model_type": model_type}, seed)
 
 
 def family_gguf(
@@ -132,11 +111,26 @@ def write_keys(writer: Any, config: dict[str, Any]) -> None:
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     if config.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if scaling := config.get("rope_scaling"):
+    if config["model_type"] == "phi3":
+        write_phi3_keys(writer, config)
+    elif scaling := config.get("rope_scaling"):
         from gguf import RopeScalingType
 
         writer.add_rope_scaling_type(RopeScalingType(scaling["rope_type"]))
         writer.add_rope_scaling_factor(scaling["factor"])
+
+
+def write_phi3_keys(writer: Any, config: dict[str, Any]) -> None:
+    """The keys of a Phi's rotation and window, and the tensors of its "longrope" scaling."""
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    writer.add_rope_dimension_count(int(head_dim * config["partial_rotary_factor"]))
+    writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+    writer.add_sliding_window(config["sliding_window"] or 0)
+    if scaling := config.get("rope_scaling"):
+        writer.add_rope_scaling_attn_factors(scaling["attention_factor"])
+        for length in ("long", "short"):
+            divisors = np.asarray(scaling[f"{length}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", divisors)
 
 
 def write_vocabulary(writer: Any, config: dict[str, Any]) -> None:

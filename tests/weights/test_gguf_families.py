@@ -16,11 +16,23 @@ from pagedjax.weights.families import config_of, family_of
 from pagedjax.weights.gguf_file import read_gguf
 from pagedjax.weights.load import check_table
 from tests.refusals import refused
-from tests.weights.tiny import write_gguf
 from tests.weights.gguf_files import family_gguf, tiny_family
+from tests.weights.tiny import write_gguf
 
 GEMMA = {"head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 32}
 GEMMA3 = GEMMA | {"num_hidden_layers": 7, "rope_theta": 1e6}
+PHI = {
+    "num_key_value_heads": 4,
+    "original_max_position_embeddings": 64,
+    "partial_rotary_factor": 0.75,
+    "sliding_window": None,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.0, 1.25, 1.5, 2.0, 2.0],
+    "long_factor": [1.0, 1.5, 4.0, 8.0, 16.0, 32.0],
+    "attention_factor": 1.1547005,  # sqrt(1 + ln 4 / ln 64): 64 positions became 256
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {"rope_theta": 500000.0}),
     "Qwen2": ("qwen2", {"rope_theta": 1e6}),
@@ -47,6 +59,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         GEMMA3
         | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "final_logit_softcapping": 30.0},
     ),
+    "Phi 3": ("phi3", PHI | {"sliding_window": 24, "partial_rotary_factor": 1.0}),
+    "Phi 4 mini": ("phi3", PHI | {"tie_word_embeddings": True, "rope_scaling": LONGROPE}),
     "Gemma 3, 27B": (
         "gemma3_text",
         GEMMA3 | {"num_hidden_layers": 62, "query_pre_attn_scalar": 16},
@@ -117,7 +131,7 @@ def windows(path: Path) -> list[bool]:
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory) -> Path:
-    return tiny_family(tmp_path_factory.mktemp("gemma"), "gemma3_text", **GEMMA3)
+    return tiny_family(tmp_path_factory.mktemp("gemma") / "folder", "gemma3_text", **GEMMA3)
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,23 @@ def test_sentencepiece_pushes_join_to_the_text(text):
     assert "".join(map(stream.push, ids)) + stream.flush() == tokenizer.decode(ids)
 
 
+def test_control_tokens_of_a_phi_3_take_the_spaces_behind_them():
+    """As in its tokenizer.json; no key of a GGUF file says it, and of no other model is it so."""
+    golden = sentencepiece_golden()
+    plain = sentencepiece_metadata(**{"tokenizer.ggml.add_bos_token": False})
+    plain["tokenizer.ggml.tokens"] = [*golden["tokens"], "<|end|>", "<|endoftext|>"]
+    plain["tokenizer.ggml.scores"] = [*golden["scores"], -1000.0, -1000.0]
+    plain["tokenizer.ggml.token_type"] = [*golden["token_type"], 3, 3]
+    phi3 = plain | {"general.architecture": "phi3"}
+    line_break = golden["tokens"].index("<0x0A>")
+    llama, phi = (build_tokenizer("x", metadata) for metadata in (plain, phi3))
+    for token, stripped in (("<|end|>", True), ("<|endoftext|>", False)):
+        llama_ids, phi_ids = (x.encode(f"the{token}\n the").ids for x in (llama, phi))
+        assert llama_ids[1] == phi_ids[1] == llama.token_to_id(token)
+        assert line_break in llama_ids
+        assert (line_break in phi_ids) != stripped
+
+
 # --- Gemma ----------------------------------------------------------------------------------------
 
 WHOLE = ("  ", "   ", "    ", "\n\n", "<b>", "</b>")
