@@ -25,6 +25,16 @@ WORDS_GPT4 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# The words of GPT-4o: a word has capital letters at its start only, and its contraction with it.
+CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+CAPITALS = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
+SMALL = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+WORDS_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{CAPITALS}]*[{SMALL}]+{CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{CAPITALS}]+[{SMALL}]*{CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 
 class PreTokenizerSpec(NamedTuple):
     """What a byte-level pre-tokenizer does.
@@ -46,6 +56,8 @@ class PreTokenizerSpec(NamedTuple):
 GPT2 = PreTokenizerSpec()
 DIGITS = PreTokenizerSpec(digits=True)
 LLAMA3 = PreTokenizerSpec(words=WORDS_GPT4 % "{1,3}", ignore_merges=True, add_bos=True)
+GPT4 = PreTokenizerSpec(words=WORDS_GPT4 % "{1,3}")
+GPT4O = PreTokenizerSpec(words=WORDS_GPT4O)
 QWEN2 = PreTokenizerSpec(words=WORDS_GPT4 % "", nfc=True)
 # "default" is not here: llama.cpp uses it, with a warning, for models that its converter did not
 # know.
@@ -57,6 +69,8 @@ PRE_TOKENIZERS = {
     "llama-bpe": LLAMA3,
     "llama3": LLAMA3,
     "llama-v3": LLAMA3,
+    "dbrx": GPT4,  # Phi 4 too
+    "gpt-4o": GPT4O,  # Phi 4 mini
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
 }

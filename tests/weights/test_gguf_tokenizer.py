@@ -16,6 +16,7 @@ from pagedjax.weights.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer
 from tests.refusals import refused
 from tests.weights.bpe_oracle import (
     GPT2_WORDS,
+    GPT4O_WORDS,
     LLAMA3_WORDS,
     QWEN2_WORDS,
     TEXTS,
@@ -31,6 +32,8 @@ ORACLES = {
     "gpt-2": {"words": GPT2_WORDS, "digits": False},
     "smollm": {"words": GPT2_WORDS, "digits": True},
     "llama-bpe": {"words": LLAMA3_WORDS, "digits": False, "whole_words": True},
+    "dbrx": {"words": LLAMA3_WORDS, "digits": False},
+    "gpt-4o": {"words": GPT4O_WORDS, "digits": False},
     "qwen2": {"words": QWEN2_WORDS, "digits": False, "composed": True},
 }
 
