@@ -117,7 +117,7 @@ def windows(path: Path) -> list[bool]:
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory) -> Path:
-    return tiny_family(tmp_path_factory.mktemp("gemma"), "gemma3_text", **GEMMA3)
+    return tiny_family(tmp_path_factory.mktemp("gemma") / "folder", "gemma3_text", **GEMMA3)
 
 
 @pytest.mark.parametrize(
