@@ -16,8 +16,8 @@ from pagedjax.weights.families import config_of, family_of
 from pagedjax.weights.gguf_file import read_gguf
 from pagedjax.weights.load import check_table
 from tests.refusals import refused
-from tests.weights.tiny import write_gguf
 from tests.weights.gguf_files import family_gguf, tiny_family
+from tests.weights.tiny import write_gguf
 
 GEMMA = {"head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 32}
 GEMMA3 = GEMMA | {"num_hidden_layers": 7, "rope_theta": 1e6}
