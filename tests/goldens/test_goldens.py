@@ -133,7 +133,7 @@ def test_gemma_gives_the_tokens_of_transformers():
         dtype="float32",
         max_model_len=1024,
         max_num_batched_tokens=256,
-        max_num_seqs=8,
+        max_num_seqs=32,
         progress=False,
     )
     prompts = gemma()["prompts"]

@@ -294,6 +294,8 @@ def test_a_gemma_is_split_as_defined_and_as_transformers_splits_it(text):
     if " " * 5 not in text:
         assert ids == theirs.encode(text, add_special_tokens=False).ids
     assert tokenizer.decode(ids) == text
+    stream = Detokenizer(Tokenizer(tokenizer, (2,), {}))
+    assert "".join(map(stream.push, ids)) + stream.flush() == text
 
 
 @pytest.mark.slow
