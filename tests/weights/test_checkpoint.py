@@ -204,6 +204,12 @@ def test_default_rope_parameters_are_no_scaling():
     assert (config["rope_theta"], config["rope_scaling"]) == (2e4, None)
 
 
+def test_longrope_has_another_name_in_older_files():
+    scaling = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = normalised({**CONFIG, "rope_scaling": scaling}, "config.json")
+    assert config["rope_scaling"]["rope_type"] == "longrope"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from pagedjax.device.adapters import Part
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.adapter_files import adapter_parts, modules_of, read_adapter, write_adapter
-from pagedjax.weights.architectures import FAMILIES, NEUTRAL, normalised
+from pagedjax.weights.architectures import FAMILIES, NEUTRAL, Architecture, normalised
 from pagedjax.weights.convert import convert
 from pagedjax.weights.load import assemble
 from tests.refusals import refused
@@ -231,6 +231,17 @@ def test_a_key_that_changes_the_result_and_is_not_read_is_refused_with_its_famil
         normalised(config | {key: value}, "here")
     for neutral in (None, *NEUTRAL[key]):
         normalised(config | {key: neutral}, "here")
+
+
+def test_a_family_of_ones_own_says_that_it_rotates_a_part_of_a_head():
+    config = BODY | {"model_type": "own", "partial_rotary_factor": 0.5, "residual_multiplier": 0.3}
+    reads_nothing = FAMILIES["llama"]._replace(model_type="own")
+    with refused(
+        "partial_rotary_factor is 0.5, which own does not read; .*Architecture's defaults"
+    ):
+        normalised(config, "here", reads_nothing)
+    reads_it = reads_nothing._replace(architecture=Architecture({"partial_rotary_factor": 1.0}))
+    assert normalised(config, "here", reads_it)["partial_rotary_factor"] == 0.5
 
 
 def test_layers_of_another_kind_are_refused():
