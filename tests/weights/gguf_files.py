@@ -118,6 +118,8 @@ def write_keys(writer: Any, config: dict[str, Any]) -> None:
 
         writer.add_rope_scaling_type(RopeScalingType(scaling["rope_type"]))
         writer.add_rope_scaling_factor(scaling["factor"])
+        if scaling["rope_type"] == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
 
 
 def write_phi3_keys(writer: Any, config: dict[str, Any]) -> None:

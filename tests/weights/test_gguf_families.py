@@ -21,9 +21,9 @@ from tests.weights.tiny import write_gguf
 
 GEMMA = {"head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 32}
 GEMMA3 = GEMMA | {"num_hidden_layers": 7, "rope_theta": 1e6}
-PHI = {
+ORIGINAL = {"original_max_position_embeddings": 64}
+PHI = ORIGINAL | {
     "num_key_value_heads": 4,
-    "original_max_position_embeddings": 64,
     "partial_rotary_factor": 0.75,
     "sliding_window": None,
 }
@@ -42,6 +42,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3, stretched": (
         "qwen3",
         {"head_dim": 128, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ),
+    "Qwen2, YaRN": (
+        "qwen2",
+        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0} | ORIGINAL},
     ),
     "Gemma 2": (
         "gemma2",
@@ -100,7 +104,9 @@ def test_tensors_are_those_of_transformers_gguf_loader(tmp_path, name):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", ["Qwen2", "Qwen3, stretched", "Gemma 3", "Gemma 2"])
+@pytest.mark.parametrize(
+    "name", ["Qwen2", "Qwen2, YaRN", "Qwen3, stretched", "Gemma 3", "Gemma 2", "Phi 4 mini"]
+)
 def test_a_converted_file_is_a_folder_that_transformers_reads(tmp_path, name):
     """What transformers says of the folder that `convert` makes of the file is what it says of the
     one that the file was made from.
