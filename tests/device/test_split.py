@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedjax.device.models import split
-from pagedjax.device.models.decoder import Decoder, DecoderConfig, Experts, LayerKind, Rope
+from pagedjax.device.models.decoder import Decoder, DecoderConfig, Experts, LayerKind
 from pagedjax.device.models.split import PADDING
+from pagedjax.device.rope import Rope
 from pagedjax.options.config import MeshConfig
 from pagedjax.weights.tree import named
 from tests import drawn
@@ -70,6 +71,7 @@ def models(draw) -> tuple[DecoderConfig, MeshConfig]:
         width=draw(st.integers(1, 40)),
         vocab=draw(st.integers(1, 60)),
         experts=experts,
+        qk_norm=draw(st.sampled_from([None, "head", "width"])),
     )
     if expert * tensor > heads:
         expert = 1
@@ -119,6 +121,15 @@ def test_parts_have_the_shapes_that_a_device_expects(model):
             assert laid_out == part_shapes[name].shape[axis] * devices, (name, axis)
             if axis_split.order is not None:
                 assert {*stored(axis_split.order)} == {*range(size)}, f"{name} lost a row or column"
+
+
+def test_a_norm_over_the_width_counts_each_number_that_devices_have():
+    """Three key heads on two devices: those of zeros do not count. One on two: it counts twice."""
+    part = split.device_config(decoder(9, 3, qk_norm="width"), MeshConfig(tensor=2))
+    assert (part.heads * 2, part.kv_heads * 2) == (12, 4)
+    assert part.qk_sizes == (9 * D, 3 * D)
+    part = split.device_config(decoder(4, 1, qk_norm="width"), MeshConfig(tensor=2))
+    assert part.qk_sizes == (4 * D, 2 * D)
 
 
 @given(models())

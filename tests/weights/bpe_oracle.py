@@ -1,7 +1,10 @@
-"""An independent byte-level BPE, and texts to test tokenizers with."""
+"""An independent byte-level BPE, an independent SentencePiece BPE, and texts to test tokenizers
+with.
+"""
 
 from __future__ import annotations
 
+import unicodedata
 from functools import cache
 from itertools import pairwise
 
@@ -15,6 +18,18 @@ from pagedjax.weights.tokenizer_files import load_tokenizer
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 QWEN2_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3_WORDS = QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+# as in tiktoken's o200k_base
+GPT4O_WORDS = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
 
 SAMPLES = [
     "", "Hello world", "  leading spaces", "The year 2024 had 365 days", "'s 't 're 've 'm 'll 'd", "Grüße, café!",
@@ -67,7 +82,13 @@ class BruteForce:
     """
 
     def __init__(
-        self, metadata: dict, words: str, *, digits: bool, whole_words: bool = False
+        self,
+        metadata: dict,
+        words: str,
+        *,
+        digits: bool,
+        whole_words: bool = False,
+        composed: bool = False,
     ) -> None:
         self.ids = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
         self.ranks = {
@@ -79,6 +100,7 @@ class BruteForce:
         self.words = regex.compile(words)
         self.digits = digits
         self.whole_words = whole_words
+        self.composed = composed
 
     def encode(self, text: str) -> list[int]:
         out = []
@@ -91,6 +113,8 @@ class BruteForce:
         return out
 
     def split(self, text: str) -> list[str]:
+        if self.composed:
+            text = unicodedata.normalize("NFC", text)
         pieces = regex.split(r"(\p{N})", text) if self.digits else [text]
         return [word for piece in pieces for word in self.words.findall(piece)]
 
@@ -110,3 +134,45 @@ class BruteForce:
                 merged.append("".join(symbols[at : at + step]))
                 at += step
             symbols = merged
+
+
+class BruteForceSentencePiece:
+    """SentencePiece's BPE as defined: tokens that are matched whole split the text; then the pair
+    that makes the piece with the best score is merged, the first of equal ones, until none is left.
+    """
+
+    def __init__(self, metadata: dict, *, space_first: bool) -> None:
+        tokens = metadata["tokenizer.ggml.tokens"]
+        kinds = metadata["tokenizer.ggml.token_type"]
+        scores = metadata["tokenizer.ggml.scores"]
+        self.ids = {token: i for i, token in enumerate(tokens)}
+        self.scores = {t: s for t, s, kind in zip(tokens, scores, kinds, strict=True) if kind == 1}
+        special = [t for t, kind in zip(tokens, kinds, strict=True) if kind in (2, 3, 4)]
+        longest_first = sorted(special, key=len, reverse=True)
+        self.special = regex.compile("(" + "|".join(map(regex.escape, longest_first)) + ")")
+        self.prefix = "▁" if space_first else ""
+
+    def encode(self, text: str) -> list[int]:
+        out = []
+        for index, part in enumerate(self.special.split(text)):
+            if index % 2:
+                out.append(self.ids[part])
+            elif part:
+                out += self.merge(list(self.prefix + part.replace(" ", "▁")))
+        return out
+
+    def merge(self, symbols: list[str]) -> list[int]:
+        while True:
+            joined = [a + b for a, b in pairwise(symbols)]
+            pairs = [i for i, piece in enumerate(joined) if piece in self.scores]
+            if not pairs:
+                break
+            best = max(pairs, key=lambda i: (self.scores[joined[i]], -i))
+            symbols[best : best + 2] = [joined[best]]
+        out = []
+        for symbol in symbols:
+            if symbol in self.ids:
+                out.append(self.ids[symbol])
+            else:
+                out += [self.ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
+        return out

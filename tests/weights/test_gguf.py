@@ -106,6 +106,11 @@ YARN = {
     "llama.rope.scaling.factor": 2.0,
     "llama.rope.scaling.original_context_length": 256,
 }
+YARN_IN_FULL = YARN | {
+    "llama.rope.scaling.yarn_attn_factor": 1.25,
+    "llama.rope.scaling.yarn_beta_fast": 16.0,
+    "llama.rope.scaling.yarn_beta_slow": 2.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -118,6 +123,12 @@ YARN = {
             YARN,
             None,
             {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256},
+        ),
+        (
+            YARN_IN_FULL,
+            None,
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
+            | {"attention_factor": 1.25, "beta_fast": 16.0, "beta_slow": 2.0},
         ),
     ],
 )
