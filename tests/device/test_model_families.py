@@ -184,7 +184,16 @@ ON_A_MESH = (
     "OLMo 2",
     "GLM-4",
 )
-CONVERTED = ("SmolLM3", "Phi-4-mini", "GPT-NeoX", "Granite 3", "OLMo 3", "GLM-4", "EXAONE 4")
+CONVERTED = (
+    "Gemma 3, stretched where it sees all",
+    "SmolLM3",
+    "Phi-4-mini",
+    "GPT-NeoX",
+    "Granite 3",
+    "OLMo 3",
+    "GLM-4",
+    "EXAONE 4",
+)
 IN_16_BITS = ("Llama 2", "SmolLM3", "Phi-4-mini", "GPT-NeoX", "Granite 3", "OLMo 3", "GLM-4")
 
 
