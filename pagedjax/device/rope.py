@@ -188,14 +188,14 @@ def check_scaling(entries: Entries) -> None:
     for key in scaling.required:
         if key not in present:
             raise ValueError(f"rope scaling {kind!r} has no {key}; add it to rope_scaling")
-    known = ("rope_type", "type", *scaling.required, *scaling.optional)
+    entry_names = ("rope_type", "type", *scaling.required, *scaling.optional)
     for key, value in present.items():
-        if key not in known:
-            having = [name for name, other in SCALINGS.items() if key in other.required]
+        if key not in entry_names:
+            having = [name for name, kind_of in SCALINGS.items() if key in kind_of.required]
             nearest = f"; {', '.join(having)} has it" if having else ""
             raise ValueError(
                 f"rope scaling {kind!r} has {key} = {value!r:.40}, which is not supported; its "
-                f"entries are {', '.join(known[2:]) or 'none'}{nearest}"
+                f"entries are {', '.join(entry_names[2:]) or 'none'}{nearest}"
             )
         is_list = key in ("factors", "short_factor", "long_factor")
         numbers = value if is_list and isinstance(value, (tuple, list)) else (value,)

@@ -427,7 +427,8 @@ def _check_read(
         value = config.get(key)
         if value is None or value in neutral or key in architecture.defaults:
             continue
-        readers = [name for name, other in FAMILIES.items() if key in other.architecture.defaults]
+        defaults = {name: reader.architecture.defaults for name, reader in FAMILIES.items()}
+        readers = [name for name, read_keys in defaults.items() if key in read_keys]
         nearest = f"families that do: {', '.join(readers)}" if readers else "no family here does"
         raise ValueError(
             f"{source}: {key} is {value!r:.40}, which {config['model_type']} does not read; "
@@ -536,10 +537,10 @@ def _check_layer_types(config: Mapping[str, Any], source: Any, family: Family | 
     types = config.get("layer_types")
     if family is not None or not types:
         return
-    known = "full_attention", "sliding_attention"
-    if unknown := [name for name in types if name not in known]:
+    kinds = "full_attention", "sliding_attention"
+    if absent := [name for name in types if name not in kinds]:
         raise ValueError(
-            f"{source}: layer_types has {unknown[0]!r}; layers here are of {' or '.join(known)}"
+            f"{source}: layer_types has {absent[0]!r}; layers here are of {' or '.join(kinds)}"
         )
     if len(types) != config.get("num_hidden_layers"):
         raise ValueError(

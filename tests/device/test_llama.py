@@ -307,6 +307,9 @@ def test_a_config_this_file_cannot_honour_is_refused(change, message):
         ({"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
         ({"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
         (llama3_scaling(), 2048),
+        ({"rope_type": "yarn", "factor": 4.0}, 8192),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 512}, 2048),
         ({"rope_type": "freqs", "factors": [1.0] * 32}, 2048),
     ],
 )

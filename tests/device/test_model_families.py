@@ -18,6 +18,7 @@ from pagedjax.device import cache
 from pagedjax.device.models import Decoder, for_context
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.weights.architectures import FAMILIES, normalised
+from pagedjax.weights.convert import convert
 from tests.device.test_llama import CHUNKED, PROMPTS, all_logits, chosen
 from tests.refusals import refused
 from tests.weights.tiny import llama3_scaling, write_tokenizer
@@ -183,6 +184,16 @@ ON_A_MESH = (
     "OLMo 2",
     "GLM-4",
 )
+CONVERTED = (
+    "Gemma 3, stretched where it sees all",
+    "SmolLM3",
+    "Phi-4-mini",
+    "GPT-NeoX",
+    "Granite 3",
+    "OLMo 3",
+    "GLM-4",
+    "EXAONE 4",
+)
 IN_16_BITS = ("Llama 2", "SmolLM3", "Phi-4-mini", "GPT-NeoX", "Granite 3", "OLMo 3", "GLM-4")
 
 
@@ -239,6 +250,28 @@ def test_ragged_chunks_give_the_logits_of_transformers(saved):
 
 
 @pytest.mark.oracle
+@pytest.mark.parametrize("saved", CONVERTED, indirect=True)
+def test_transformers_reads_what_convert_writes(saved, tmp_path):
+    """Through Orbax: tensors in the order of files, and keys of config.json that transformers
+    knows.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder, theirs = saved
+    orbax = convert(folder, tmp_path / "orbax", "orbax")
+    back = convert(orbax, tmp_path / "back", "safetensors")
+    again = AutoModelForCausalLM.from_pretrained(
+        back, attn_implementation="eager", dtype=torch.float32
+    )
+    for prompt in PROMPTS[:2]:
+        chex.assert_trees_all_close(
+            their_logits(again, prompt), their_logits(theirs, prompt), atol=1e-6
+        )
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("saved", ON_A_MESH, indirect=True)
 def test_log_probabilities_on_a_mesh_are_those_of_transformers(saved):
     """Four devices: of some models two of them have the same key head, and widths and vocabularies
     do not divide.
@@ -246,8 +279,6 @@ def test_log_probabilities_on_a_mesh_are_those_of_transformers(saved):
     import torch
 
     folder, theirs = saved
-    if folder.name not in ON_A_MESH:
-        pytest.skip("what a mesh splits is the same for another family")
     heads = load_model(folder).model.config.heads
     engine = {
         "max_num_batched_tokens": 32,
@@ -268,14 +299,13 @@ def test_log_probabilities_on_a_mesh_are_those_of_transformers(saved):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("model_type", ["gemma3", "mistral3"])
+@pytest.mark.parametrize(
+    ("model_type", "tied"), [("gemma3", True), ("mistral3", True), ("mistral3", False)]
+)
 def test_the_text_of_a_model_of_text_and_images_gives_its_logits(model_type, tied, tmp_path):
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    if (model_type, tied) == ("gemma3", False):
-        pytest.skip("Gemma's are tied")
     text_type, settings = CASES["Gemma 3" if model_type == "gemma3" else "Mistral"]
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
@@ -338,12 +368,11 @@ def test_longrope_of_long_and_short_texts_is_that_of_transformers(tmp_path):
 
 
 @pytest.mark.oracle
+@pytest.mark.parametrize("saved", IN_16_BITS, indirect=True)
 def test_logits_in_16_bits_are_as_close_to_32_bits_as_those_of_transformers(saved):
     import torch
 
     folder, theirs = saved
-    if folder.name not in IN_16_BITS:
-        pytest.skip("what is rounded is the same for another family")
     prompt = PROMPTS[0]
     expected = their_logits(theirs, prompt)
     short = deepcopy(theirs).to(torch.bfloat16)

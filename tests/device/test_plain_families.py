@@ -129,7 +129,8 @@ def yarn() -> tuple[np.ndarray, float]:
     def pair(turns: float) -> float:
         return D * np.log(ORIGINAL / (turns * 2 * np.pi)) / (2 * np.log(500000.0))
 
-    low, high = max(np.floor(pair(32)), 0), min(np.ceil(pair(1)), D - 1)
+    low = max(np.floor(pair(32)), 0)
+    high = min(np.ceil(pair(1)), D - 1)
     ramp = np.clip((np.arange(D // 2) - low) / (high - low), 0, 1)
     return plain / FACTOR * ramp + plain * (1 - ramp), 0.1 * np.log(FACTOR) + 1
 

@@ -332,6 +332,19 @@ def test_a_draft_model_of_ones_own_family_is_refused_with_the_reason(folder, nam
             r"norm is 'layernorm'; it must be one of 'rms', 'rms_plus_one', 'layer'",
         ),
         ({"activation": "relu"}, r"activation is 'relu'; it must be one of "),
+        ({"qk_norm": True}, r"qk_norm is True; it must be one of None, 'head', 'width'"),
+        (
+            {"qk_norm": "width", "norm": "layer"},
+            r"qk_norm is 'width' and norm is 'layer'; .*: set norm to 'rms', or qk_norm to 'head'",
+        ),
+        (
+            {"post_norms": True, "residual_scale": 0.5},
+            r"post_norms is true and residual_scale is 0.5; a result passes one of them: leave one",
+        ),
+        (
+            {"ropes": (Rope(1e4, rotated=3),)},
+            r"3 of the 16 numbers of a head are rotated; both must be even",
+        ),
         (
             {"kinds": (LayerKind(rope=3),)},
             r"kinds\[0\] has rope 3, and ropes has 1; give a number from 0 to 0",

@@ -1,6 +1,6 @@
-"""OLMo 2 (https://arxiv.org/abs/2501.00656), OLMo 3 and EXAONE 4: norms behind attention and MLP, and
-none before them; norms of q and k, in OLMo over all heads together. OLMo 3 and EXAONE 4 have windows
-in most layers.
+"""OLMo 2 (https://arxiv.org/abs/2501.00656), OLMo 3 and EXAONE 4: norms behind attention and MLP,
+and none before them; norms of q and k, in OLMo over all heads together. OLMo 3 and EXAONE 4 have
+windows in most layers.
 
 OLMo 3 scales the rotation only of layers without a window. EXAONE 4 with windows rotates only the
 layers that have one.
