@@ -187,7 +187,9 @@ def test_what_an_engine_does_otherwise_is_shown(small: Path, tiny_folder, tmp_pa
     words = [str(small), "--policy", f"{file}:BY_HASH", "--confirm", str(tiny_folder)]
     report = tmp_path / "report.json"
     words += ["--buckets", "48", "--record-engine", str(record), "--json", str(report)]
-    assert whatif.main(words) == 1
+    page = tmp_path / "page.html"
+    assert whatif.main([*words, "--page", str(page)]) == 1
+    assert f"Not confirmed by {tiny_folder}." in page.read_text("utf-8")
     text = capsys.readouterr().out
     assert "not confirmed by" in text
     assert "is the first that decides differently" in text
@@ -207,16 +209,19 @@ def test_other_blocks_are_a_difference_of_the_last_kind():
 def test_the_command_confirms(small: Path, tiny_folder, tmp_path: Path, capsys):
     report = tmp_path / "report.json"
     words = [str(small), "--policy", "priority", "--confirm", str(tiny_folder), "--buckets", "48"]
-    assert whatif.main([*words, "--json", str(report)]) == 0
+    page = tmp_path / "page.html"
+    assert whatif.main([*words, "--json", str(report), "--page", str(page)]) == 0
     result = json.loads(report.read_text())
     assert not result["identical"]
     confirmation = result["confirmation"]
     assert confirmation["confirmed"] is True
     assert confirmation["own_tokens"] is None
-    assert (
-        f"confirmed by {tiny_folder}: {confirmation['steps']} steps decide the same, with the same "
+    sentence = (
+        f"onfirmed by {tiny_folder}: {confirmation['steps']} steps decide the same, with the same "
         f"blocks, and {confirmation['tokens']} tokens are the same"
-    ) in capsys.readouterr().out
+    )
+    assert f"c{sentence}" in capsys.readouterr().out
+    assert f"C{sentence}." in page.read_text("utf-8")
 
 
 # --- prompts that are made up -----------------------------------------------------------------------
