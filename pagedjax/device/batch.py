@@ -55,9 +55,10 @@ class Batch(NamedTuple):
         """The arrays of a kind; None in an engine that has none."""
         return next((extra for extra in self.extras if isinstance(extra, kind)), None)
 
-    def having(self, extra: Extra) -> Batch:
-        """The batch with other arrays in the place of those of the same kind."""
-        extras = [extra if type(other) is type(extra) else other for other in self.extras]
+    def having(self, extra: Extra, kind: type[Extra] | None = None) -> Batch:
+        """The batch with other arrays in the place of those of a kind; None: the same kind."""
+        kind = kind or type(extra)
+        extras = [extra if type(other) is kind else other for other in self.extras]
         return self._replace(extras=tuple(extras))
 
     def without(self, kind: type[Extra]) -> Batch:
@@ -89,9 +90,13 @@ class Batch(NamedTuple):
         return rows.block_tables, rows.seq_lens, rows.cu_q_lens
 
     def page_of(self, layer: int) -> int:
+        """Which of the cache's page arrays a layer of attention uses."""
+        return self.pages_of(layer)[0]
+
+    def pages_of(self, layer: int) -> tuple[int, ...]:
         """Which of the cache's page arrays a layer uses."""
         groups = self.extra(GroupTables)
-        return groups.layout.places[layer][1] if groups else layer
+        return groups.layout.arrays(layer) if groups else (layer,)
 
     def of_layer(self, layer: int) -> Batch:
         """The batch as a layer sees it."""

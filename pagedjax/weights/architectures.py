@@ -350,6 +350,24 @@ _BUILT_IN = (
         ),
     ),
     _built_in(
+        "lfm2",
+        "lfm2",
+        Architecture(
+            {
+                "norm_eps": 1e-5,
+                "rope_theta": 1e6,
+                "tie_word_embeddings": True,
+                "num_key_value_heads": 8,
+                "conv_L_cache": 3,
+                "conv_bias": False,
+                "block_multiple_of": 256,
+                "block_ffn_dim_multiplier": 1.0,
+                "block_auto_adjust_ff_dim": True,
+            },
+            renamed={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
+        ),
+    ),
+    _built_in(
         "gpt2",
         "gpt2",
         Architecture(

@@ -99,6 +99,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "LFM2": (
+        "lfm2",
+        BODY
+        | {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}
+        | {"block_auto_adjust_ff_dim": False},
+    ),
+    "LFM2, biases, an MLP of an adjusted width": (
+        "lfm2",
+        BODY
+        | {"num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "full_attention"]}
+        | {"conv_bias": True, "conv_L_cache": 4, "block_multiple_of": 32},
+    ),
     "Mixtral": ("mixtral", BODY | {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "Qwen3-MoE": (
         "qwen3_moe",

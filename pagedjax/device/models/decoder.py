@@ -42,6 +42,7 @@ from pagedjax.device.layers import (
     summed,
 )
 from pagedjax.device.linear import Matrix, linear
+from pagedjax.device.models.mixers.mixer import Mixer
 from pagedjax.device.row_reductions import row_sums, softmax, weighted_sums
 from pagedjax.device.selection import attend_selected, write
 from pagedjax.options.config import one_of
@@ -77,11 +78,13 @@ class LayerKind:
     window: a query sees the last `window` tokens, including its own; None: all tokens.
     rope: index into the model's rotations.
     sparse: the layer's MLP is a mixture of experts.
+    mixer: what the layer has in the place of attention; None: attention.
     """
 
     window: int | None = None
     rope: int = 0
     sparse: bool = False
+    mixer: Mixer | None = None
 
 
 @dataclass(frozen=True)
@@ -450,7 +453,7 @@ class Block(nnx.Module):
 
     def attention(self, c: DecoderConfig, kind: LayerKind, dtype: str) -> Any:
         """The module that reads and writes the pages."""
-        return Attention(c, kind, dtype)
+        return kind.mixer.layer(c, dtype) if kind.mixer else Attention(c, kind, dtype)
 
     def post(self, c: DecoderConfig, dtype: str) -> nnx.Module | None:
         """The module that changes the result [T, H] of the attention or of the MLP before it is
@@ -606,21 +609,23 @@ class Decoder(nnx.Module):
         last = self.config.layers - 1
         runs_last = last in taps
         for layer in range(self.config.layers if runs_last else last):
-            page = batch.page_of(layer)
             layer_batch = batch.of_layer(layer)
             method = "routed" if layer in experts else "__call__"
-            x, pages[page], *layer_routes = _run_block(
-                *nnx.split(self.blocks[layer]), attend, method, x, pages[page], layer_batch, angles
+            of_layer = self._pages_of(layer, pages, batch)
+            x, of_layer, *layer_routes = _run_block(
+                *nnx.split(self.blocks[layer]), attend, method, x, of_layer, layer_batch, angles
             )
+            self._put_pages(layer, pages, of_layer, batch)
             if layer_routes:
                 routes[layer] = layer_routes[0]
             outputs.append(x)
         last_block = nnx.split(self.blocks[last])
-        last_page = batch.page_of(last)
+        last_pages = self._pages_of(last, pages, batch)
         if not runs_last:
-            pages[last_page] = _run_block(
-                *last_block, attend, "write", x, pages[last_page], batch.of_layer(last), angles
+            last_pages = _run_block(
+                *last_block, attend, "write", x, last_pages, batch.of_layer(last), angles
             )
+            self._put_pages(last, pages, last_pages, batch)
 
         def finish(samples: Batch | None, *, routed: bool = False) -> Any:
             y = x if samples is None else x[samples.last]
@@ -636,7 +641,7 @@ class Decoder(nnx.Module):
                     attend,
                     method,
                     y,
-                    pages[last_page],
+                    last_pages,
                     rows.of_layer(last),
                     row_angles,
                 )
@@ -646,6 +651,17 @@ class Decoder(nnx.Module):
         return Run(
             cache.with_layers(pages), finish, tuple(outputs[layer] for layer in taps), routes
         )
+
+    def _pages_of(self, layer: int, pages: Sequence[Pages], batch: Batch) -> Any:
+        """The pages that a layer reads and writes: of attention one `Pages`, of a mixer a tuple."""
+        of_layer = tuple([pages[i] for i in batch.pages_of(layer)])
+        return of_layer if self.config.kinds[layer].mixer else of_layer[0]
+
+    def _put_pages(self, layer: int, pages: list[Pages], of_layer: Any, batch: Batch) -> None:
+        """Puts changed pages of a layer into their places in `pages`."""
+        changed = of_layer if self.config.kinds[layer].mixer else (of_layer,)
+        for i, array in zip(batch.pages_of(layer), changed, strict=True):
+            pages[i] = array
 
     def attention_weights(
         self,
