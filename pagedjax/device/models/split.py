@@ -166,6 +166,8 @@ def _split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Spl
     owner = path[-2] if len(path) > 1 else ""
     if path[-1] == "embed" or owner == "head":
         return (Split(AXES, _padded(c.vocab_size, n)),)
+    if "attn" in path and path[0] == "blocks" and c.kinds[int(path[1])].mixer:
+        return (WHOLE,)
     if "attn" in path and owner in ("qkv", "out"):
         return _attention(c, n, owner, path[-1])
     if "mlp" in path and owner != "router":
