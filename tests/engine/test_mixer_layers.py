@@ -1,0 +1,116 @@
+"""A model of all kinds of layers in an engine: its tokens do not depend on how its pages are cut,
+shared, copied, moved, given back or found again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import chex
+import numpy as np
+import pytest
+from flax import nnx
+
+from pagedjax import LLM, SamplingParams
+from pagedjax.device.models import assemble
+from pagedjax.device.models.decoder import Decoder, DecoderConfig, LayerKind
+from pagedjax.device.models.mixers.gated_delta import GatedDelta
+from pagedjax.device.models.mixers.mamba2 import Mamba2
+from pagedjax.device.models.mixers.short_conv import ShortConv
+from pagedjax.weights.trained import nested
+from tests.engine.runs import check_idle, small_llm
+
+DELTA = GatedDelta(length=3, heads=4, key_heads=2, key_dim=8, value_dim=12)
+MAMBA = Mamba2(length=4, heads=4, key_heads=2, key_dim=6, value_dim=8)
+KINDS = (
+    LayerKind(mixer=ShortConv(3)),
+    LayerKind(),
+    LayerKind(mixer=DELTA),
+    LayerKind(mixer=MAMBA),
+)
+PARAMS = SamplingParams(
+    n=2, temperature=1.0, seed=3, max_tokens=16, ignore_eos=True, logprobs=0
+)
+BEAMS = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny) -> Any:
+    """The tiny model's tokenizer and sizes, with random layers of all kinds."""
+    config = replace(tiny.model.config, kinds=KINDS)
+    return replace(tiny, model=assemble(config, random_parameters(config), "float32"))
+
+
+def random_parameters(config: DecoderConfig) -> dict[str, Any]:
+    """Numbers of a size that keeps activations near 1."""
+    state = nnx.state(nnx.eval_shape(lambda: Decoder(config, "float32")), nnx.Param)
+    rng = np.random.default_rng(0)
+
+    def drawn(shape: tuple[int, ...]) -> np.ndarray:
+        numbers = rng.standard_normal(shape).astype(np.float32)
+        return numbers / np.sqrt(shape[-1]) if len(shape) > 1 else 1 + 0.3 * numbers
+
+    leaves = nnx.to_flat_state(state)
+    return nested({".".join(map(str, path)): drawn(leaf.shape) for path, leaf in leaves})
+
+
+def prompts() -> list[list[int]]:
+    """Prompts that share their first 14 tokens."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(3, 320, 14).tolist()
+    return [shared + rng.integers(3, 320, n).tolist() for n in (1, 9, 5, 22)]
+
+
+def tokens_of(llm: LLM, params: SamplingParams = PARAMS, rounds: int = 1) -> list[Any]:
+    """(tokens, log-probability) of each branch. A later round finds prefixes in the cache."""
+    outputs = [output for _ in range(rounds) for output in llm.generate(prompts(), params)]
+    check_idle(llm.engine)
+    branches = [branch for output in outputs for branch in output.outputs]
+    return [(branch.token_ids, branch.cumulative_logprob) for branch in branches]
+
+
+def check_same(results: list[Any], expected: list[Any]) -> None:
+    for (tokens, logprob), (expected_tokens, expected_logprob) in zip(
+        results, expected, strict=True
+    ):
+        assert tokens == expected_tokens
+        chex.assert_trees_all_close(logprob, expected_logprob, atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def expected(loaded) -> list[Any]:
+    """What one engine gives, with whole prompts and no sharing."""
+    llm = small_llm(loaded, enable_prefix_caching=False, block_size=16, max_num_batched_tokens=128)
+    return tokens_of(llm)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "small blocks, cut prompts, swapping": {
+        "block_size": 4,
+        "max_num_batched_tokens": 7,
+        "num_blocks": 16,
+        "preemption": "swap",
+        "swap_space_gib": 0.05,
+    },
+    "blocks of a token": {"block_size": 1, "max_num_batched_tokens": 9},
+    "recomputed": {"block_size": 4, "max_num_batched_tokens": 12, "num_blocks": 16},
+    "all blocks kept": {"block_size": 4, "free_window_blocks": False},
+    "drafts": {
+        "block_size": 8,
+        "speculative": {"method": "ngram", "num_tokens": 3},
+        "max_num_batched_tokens": 32,
+    },
+    "no lookahead": {"block_size": 8, "lookahead": 0},
+    "two devices": {"block_size": 8, "mesh": {"tensor": 2}},
+}
+QUICK = ("small blocks, cut prompts, swapping",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
+def test_tokens_do_not_depend_on_how_pages_are_kept(name, loaded, expected):
+    llm = small_llm(loaded, **CASES[name])
+    check_same(tokens_of(llm, rounds=2), expected * 2)
