@@ -5,8 +5,9 @@ A model that no built-in family reads has a `Family` of your own (docs/design/mo
 """
 
 from pagedjax.device.models import Model
-from pagedjax.device.models.decoder import Block, Decoder, DecoderConfig, Experts, LayerKind, Rope
+from pagedjax.device.models.decoder import Block, Decoder, DecoderConfig, Experts, LayerKind
 from pagedjax.device.models.param_table import ParamSource
+from pagedjax.device.rope import Rope
 from pagedjax.device.score import score
 from pagedjax.weights.adapter_files import adapter_parts, initial_factors
 from pagedjax.weights.architectures import Architecture, Family

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from pagedjax.device import formats
-from pagedjax.device.checks import check_shape
 from pagedjax.device.linear import Implementation, LowRank, Matrix, Norm, find
-from pagedjax.device.row_reductions import row_means
+from pagedjax.device.row_reductions import row_means, row_sums
 
 
 class Buffer(nnx.Variable):
@@ -149,16 +146,35 @@ class RMSNorm(nnx.Module):
     """Zhang & Sennrich 2019, over the last axis of x [..., H], in float32.
 
     plus_one: multiply by 1 + weight, and not by weight.
+    axes: of a mesh whose devices each have a part of a row.
+    count: with axes: how many numbers of a row all devices have together; padding does not count.
     """
 
-    def __init__(self, size: int, *, eps: float, dtype: str, plus_one: bool = False):
+    def __init__(
+        self,
+        size: int,
+        *,
+        eps: float,
+        dtype: str,
+        plus_one: bool = False,
+        axes: tuple[str, ...] = (),
+        count: int = 0,
+    ):
         self.weight = nnx.Param(jnp.zeros((size,), dtype))
         self.eps = eps
         self.plus_one = plus_one
+        self.axes = axes
+        self.count = count
+
+    def _means(self, x: jax.Array) -> jax.Array:
+        """[..., H] float32 -> [..., 1]: the means of rows, of which devices may have parts."""
+        if not self.axes:
+            return row_means(x)
+        return summed(row_sums(x), self.axes)[..., None] / self.count
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(row_means(y * y) + self.eps)
+        y = y * jax.lax.rsqrt(self._means(y * y) + self.eps)
         weight = self.weight[...].astype(jnp.float32)
         return (y * (1 + weight if self.plus_one else weight)).astype(x.dtype)
 
@@ -177,54 +193,3 @@ class LayerNorm(nnx.Module):
         y = y * jax.lax.rsqrt(row_means(y * y) + self.eps)
         weight, bias = (a[...].astype(jnp.float32) for a in (self.weight, self.bias))
         return (y * weight + bias).astype(x.dtype)
-
-
-def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> list[float]:
-    """Inverse wavelengths [D / 2] (Su et al. 2021), with the scaling of a Hugging Face
-    `rope_scaling` entry.
-
-    Raises:
-        ValueError: a scaling type other than default, linear, llama3 or freqs.
-    """
-    freqs = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
-    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
-    if scaling is None or kind == "default":
-        return freqs
-    if kind == "linear":
-        return [f / scaling["factor"] for f in freqs]
-    if kind == "freqs":  # a divisor for each frequency, from a GGUF file
-        return [f / divisor for f, divisor in zip(freqs, scaling["factors"], strict=True)]
-    if kind == "llama3":
-        factor = scaling["factor"]
-        low = scaling["low_freq_factor"]
-        high = scaling["high_freq_factor"]
-        original = scaling["original_max_position_embeddings"]
-
-        def scale(f: float) -> float:
-            turns = original * f / (2 * math.pi)  # rotations within the original context
-            blend = min(1.0, max(0.0, (turns - low) / (high - low)))  # 1: f as it is, 0: f / factor
-            return f * blend + f / factor * (1.0 - blend)
-
-        return [scale(f) for f in freqs]
-    raise ValueError(
-        f"rope scaling {kind!r} is not supported; supported: default, linear, llama3, freqs"
-    )
-
-
-def rope_table(frequencies: list[float], positions: int) -> np.ndarray:
-    """Cosines and sines of the first positions: [2, positions, D / 2], float32.
-
-    A table, because a compiler may compute a sine again in every layer and head that uses it.
-    """
-    angle = np.arange(positions, dtype=np.float32)[:, None] * np.asarray(frequencies, np.float32)
-    return np.stack([np.cos(angle), np.sin(angle)])
-
-
-def rope(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotate the two halves of each head: x [T, N, D], angles [2, T, D / 2] from `rope_table` ->
-    [T, N, D].
-    """
-    check_shape("angles", angles, (2, x.shape[0], x.shape[2] // 2))
-    cos, sin = angles[:, :, None]
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -30,7 +30,7 @@ from pagedjax.device.checks import shapes_of
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.extras import Drafted
 from pagedjax.device.host_swap import SwapPrograms
-from pagedjax.device.models import Model
+from pagedjax.device.models import Model, for_context
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.row_features import RowChain, RowFeature, find
 from pagedjax.device.row_features import chain as chain_of
@@ -179,6 +179,7 @@ def build(
     chain = chain_of((*map(find, config.row_features), *row_features), model.config.vocab_size)
     linear_impl: Any = config.linear_impl  # no mapping any more
     model = with_linear(on_mesh(model, config), linear_impl)
+    model = for_context(model, config.max_model_len or model.config.max_len)
     if draft_model:
         draft_model = draft_model._replace(params=_on_devices(draft_model.params, model))
     device_memory = free_memory(model)  # before the cache takes its share

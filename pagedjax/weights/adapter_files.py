@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
@@ -22,10 +22,10 @@ import jax
 import numpy as np
 
 from pagedjax.device.adapters import Adapter, Part, sizes_of
-from pagedjax.device.models import gpt2, llama
 from pagedjax.device.models.decoder import DecoderConfig
+from pagedjax.device.models.param_table import ParamSource
 from pagedjax.options.config import one_of
-from pagedjax.weights.architectures import FAMILIES
+from pagedjax.weights.architectures import FAMILIES, TEXT_STARTS, renamed_start
 from pagedjax.weights.checkpoint import Tensor
 from pagedjax.weights.huggingface import read_json, read_safetensors
 from pagedjax.weights.safetensors_file import Group, write_file
@@ -176,10 +176,12 @@ def adapter_parts(
     options = options or {}
     _check_options(f"adapter {name}", options)
     matrices = modules_of(config)
+    orders = row_orders(config)
     parts = {}
     problems = []
     for module, pair in sorted(factors.items()):
-        places = matrices.get(_without_prefix(module))
+        usual_name = _without_prefix(module)
+        places = matrices.get(usual_name)
         if places is None:
             problems.append(f"{module}: no such matrix, or it has no adapters here")
         elif places[0] in parts:
@@ -189,6 +191,8 @@ def adapter_parts(
         else:
             a, b = pair
             scaled = np.float32(scaling(options, module, len(a))) * b.astype(np.float32)
+            if usual_name in orders:
+                scaled = scaled[orders[usual_name]]
             ends = np.cumsum(_sizes(config, places)[1]).tolist()
             for place, first, last in zip(places, (0, *ends), ends, strict=False):
                 parts[place] = a.astype(np.float32), scaled[first:last]
@@ -217,10 +221,12 @@ def _pair_problem(pair: Any, inputs: int, outputs: Sequence[int]) -> str | None:
 
 
 def _without_prefix(module: str) -> str:
-    """The name as in files of a model without a head: `h.0` for GPT-2's `transformer.h.0`."""
+    """The name as in files of a model without a head, `h.0` for GPT-2's `transformer.h.0`, and of a
+    text model alone.
+    """
     for prefix in filter(None, {family.architecture.prefix for family in FAMILIES.values()}):
         module = module.removeprefix(prefix)
-    return module
+    return renamed_start(module, TEXT_STARTS)
 
 
 def _sizes(config: DecoderConfig, places: Sequence[Part]) -> tuple[int, list[int]]:
@@ -237,8 +243,35 @@ def modules_of(config: DecoderConfig) -> dict[str, list[Part]]:
             MLP has such a matrix.
     """
     modules = {}
-    family = gpt2 if config.norm == "layer" else llama  # Gemma has Llama's names
-    for entry in family.param_table(config):
+    for entry, parts in _entries(config):
+        if len(entry.sources) == 1:
+            modules[entry.sources[0].removesuffix(".weight")] = parts
+            continue
+        for source, part in zip(entry.sources, parts, strict=True):
+            modules[source.removesuffix(".weight")] = [part]
+    return modules
+
+
+def row_orders(config: DecoderConfig) -> dict[str, np.ndarray]:
+    """The order of the rows of B, by the name in transformers: that of the matrix's own rows, as in
+    `ParamSource`. Matrices whose rows stay as they are have none.
+    """
+    orders = {}
+    for entry, parts in _entries(config):
+        if not entry.order:
+            continue
+        order = np.asarray(entry.order)
+        ends = [len(order)]
+        if len(entry.sources) > 1:
+            ends = np.cumsum([sizes_of(config, part.matrix, part.part)[1] for part in parts])
+        for source, start, end in zip(entry.sources, (0, *ends), ends, strict=False):
+            orders[source.removesuffix(".weight")] = order[start:end] - start
+    return orders
+
+
+def _entries(config: DecoderConfig) -> Iterator[tuple[ParamSource, list[Part]]]:
+    """The entries of the family's table that are matrices with adapters, and their parts."""
+    for entry in FAMILIES[config.family or "llama"].param_table(config):
         matrix = ".".join(entry.path[2:-1])
         if entry.path[-1] != "weight" or matrix not in config.parts:
             continue
@@ -248,12 +281,7 @@ def modules_of(config: DecoderConfig) -> dict[str, list[Part]]:
                 f"adapters are for Llama's matrices with a gated MLP, and {matrix} of this model "
                 f"has {len(parts)} part, and a Llama's has {len(entry.sources)}; leave adapters out"
             )
-        if len(entry.sources) == 1:
-            modules[entry.sources[0].removesuffix(".weight")] = parts
-            continue
-        for source, part in zip(entry.sources, parts, strict=True):
-            modules[source.removesuffix(".weight")] = [part]
-    return modules
+        yield entry, parts
 
 
 def scaling(options: Mapping[str, Any], module: str, rank: int) -> float:

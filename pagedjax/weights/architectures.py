@@ -7,6 +7,8 @@ To add an architecture, write its module in device/models, and add its `Family` 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,6 +49,7 @@ class Architecture(NamedTuple):
     required: config keys that must be present and be positive integers.
     renamed: the architecture's own keys -> the usual keys.
     prefix: optional prefix of tensor names; it is removed.
+    starts: how names of tensors start in some files -> how they start in the others.
     gguf: None if GGUF files of this architecture are not supported.
     """
 
@@ -62,11 +65,20 @@ class Architecture(NamedTuple):
     )
     renamed: Mapping[str, str] = {}
     prefix: str = ""
+    starts: Mapping[str, str] = {}
     gguf: GGUF | None = None
 
     def tensor_name(self, name: str) -> str:
-        """The name of a stored tensor without the prefix."""
-        return name.removeprefix(self.prefix)
+        """The usual name of a stored tensor, without the prefix."""
+        return renamed_start(name.removeprefix(self.prefix), self.starts)
+
+
+def renamed_start(name: str, starts: Mapping[str, str]) -> str:
+    """The name with the first of these starts that it has replaced."""
+    for start, usual in starts.items():
+        if name.startswith(start):
+            return usual + name.removeprefix(start)
+    return name
 
 
 class Family(NamedTuple):
@@ -254,6 +266,14 @@ GEMMA_DEFAULTS = {
     "sliding_window": 4096,
 }
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+OLMO_DEFAULTS = LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5}
+GLM_DEFAULTS = LLAMA_DEFAULTS | {
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "head_dim": 128,
+    "num_key_value_heads": 2,
+}
 
 
 def _built_in(
@@ -267,7 +287,7 @@ def _built_in(
         return import_module(f"pagedjax.device.models.{module}")
 
     def from_hf(config: dict[str, Any]) -> DecoderConfig:
-        return models().from_hf(config)
+        return replace(models().from_hf(config), family=model_type)
 
     def param_table(config: DecoderConfig) -> Sequence[ParamSource]:
         return models().param_table(config)
@@ -344,7 +364,7 @@ _BUILT_IN = (
         "gemma",
         Architecture(
             GEMMA_DEFAULTS
-            | {"rope_theta": 1e6, "rope_local_base_freq": 10000.0}
+            | {"rope_theta": 1e6, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6}
             | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
             nullable=CAPS,
         ),
@@ -395,8 +415,198 @@ _BUILT_IN = (
         # causal masks that older checkpoints stored
         ignored=("h.*.attn.bias", "h.*.attn.masked_bias"),
     ),
+    _built_in(
+        "smollm3",
+        "smollm3",
+        Architecture(
+            LLAMA_DEFAULTS
+            | {"rope_theta": 2e6, "tie_word_embeddings": True, "num_key_value_heads": 4}
+            | {"no_rope_layers": None, "no_rope_layer_interval": 4}
+            | {"use_sliding_window": False, "sliding_window": None},
+            nullable=("sliding_window",),
+        ),
+    ),
+    _built_in(
+        "phi3",
+        "phi3",
+        Architecture(
+            LLAMA_DEFAULTS
+            | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "sliding_window": None}
+            | {"original_max_position_embeddings": 4096},
+            nullable=("sliding_window",),
+        ),
+    ),
+    _built_in(
+        "granite",
+        "granite",
+        Architecture(
+            LLAMA_DEFAULTS
+            | {"embedding_multiplier": 1.0, "attention_multiplier": 1.0}
+            | {"residual_multiplier": 1.0, "logits_scaling": 1.0}
+        ),
+    ),
+    _built_in("olmo2", "olmo", Architecture(OLMO_DEFAULTS)),
+    _built_in(
+        "olmo3",
+        "olmo",
+        Architecture(
+            OLMO_DEFAULTS
+            | {"rope_theta": 500000.0, "rope_local_base_freq": None, "sliding_window": 4096},
+            nullable=("sliding_window",),
+        ),
+    ),
+    _built_in(
+        "exaone4",
+        "olmo",
+        Architecture(
+            LLAMA_DEFAULTS
+            | {"rms_norm_eps": 1e-5, "num_key_value_heads": 32}
+            | {"sliding_window": 4096, "sliding_window_pattern": 4},
+            nullable=("sliding_window",),
+        ),
+    ),
+    _built_in("glm", "glm", Architecture(GLM_DEFAULTS)),
+    _built_in("glm4", "glm", Architecture(GLM_DEFAULTS)),
+    _built_in(
+        "gpt_neox",
+        "gpt_neox",
+        Architecture(
+            {
+                "layer_norm_eps": 1e-5,
+                "rope_theta": 10000.0,
+                "rope_scaling": None,
+                "partial_rotary_factor": 0.25,
+                "tie_word_embeddings": False,
+                "attention_bias": True,
+                "use_parallel_residual": True,
+                "hidden_act": "gelu",
+            },
+            renamed={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+            starts={"lm_head.": "embed_out."},
+        ),
+        # causal masks that older checkpoints stored
+        ignored=("*.attention.bias", "*.attention.masked_bias"),
+    ),
 )
 FAMILIES = {family.model_type: family for family in _BUILT_IN}
+
+
+# --- models of several parts ----------------------------------------------------------------------
+
+
+class Composite(NamedTuple):
+    """A model of text and images, of which the text is read.
+
+    text: the `model_type` of its text_config, if that names none.
+    defaults: what transformers uses for other keys that the text_config lacks.
+    """
+
+    text: str
+    defaults: Mapping[str, Any]
+
+
+COMPOSITES = {
+    "gemma3": Composite(
+        "gemma3_text",
+        {
+            "vocab_size": 262_208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131_072,
+        },
+    ),
+    "mistral3": Composite("mistral", {}),
+}
+# how the names of text tensors start in files of composites -> in files of their text models
+TEXT_STARTS = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+IMAGE_STARTS = tuple(
+    f"{prefix}{part}."
+    for prefix in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector")
+)
+# keys beside text_config that are of the text too
+SHARED_KEYS = "eos_token_id", "tie_word_embeddings", "quantization_config"
+
+
+def is_composite(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of text and images, of which the text is read."""
+    model_type = config.get("model_type")
+    return isinstance(model_type, str) and model_type in COMPOSITES
+
+
+def text_part(config: Mapping[str, Any], source: Any) -> Mapping[str, Any]:
+    """The config of the text model of a composite; another config as it is."""
+    if not is_composite(config):
+        return config
+    composite = COMPOSITES[config["model_type"]]
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(
+            f"{source}: model_type is {config['model_type']!r} and text_config is {text!r:.40}; it "
+            "must be an object, the config of the text model"
+        )
+    shared = {key: config[key] for key in SHARED_KEYS if config.get(key) is not None}
+    return {"model_type": composite.text, **composite.defaults, **text, **shared}
+
+
+# --- what other families have ---------------------------------------------------------------------
+
+# Keys that change what a model computes, and leave its tensors as they are: a family that does not
+# read them would give wrong answers without an error. By key, the values that change nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "partial_rotary_factor": (1, 1.0),
+    "rotary_pct": (1, 1.0),
+    "no_rope_layers": ([],),
+    "rope_interleave": (False,),
+    "rope_interleaved": (False,),
+    "attention_multiplier": (),
+    "embedding_multiplier": (1, 1.0),
+    "residual_multiplier": (1, 1.0),
+    "logits_scaling": (1, 1.0),
+    "logit_scale": (1, 1.0),
+    "scale_emb": (1, 1.0),
+    "scale_depth": (),
+    "query_pre_attn_scalar": (),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "clip_qkv": (),
+    "alibi": (False,),
+    "use_alibi": (False,),
+    "use_parallel_residual": (False,),
+    "parallel_attn": (False,),
+    "attention_chunk_size": (),
+    "num_kv_shared_layers": (0,),
+    "swiglu_limit": (),
+    "use_bidirectional_attention": (False,),
+    "is_causal": (True,),
+}
+
+
+def _check_read(
+    config: Mapping[str, Any], source: Any, family: Family | None, architecture: Architecture
+) -> None:
+    """Raises ValueError for a key that changes what a model computes, and that its family does not
+    read: it is not one of the defaults.
+    """
+    keys = NEUTRAL
+    if family is not None:  # it may read any key; this one is new to families of one's own
+        keys = {"partial_rotary_factor": NEUTRAL["partial_rotary_factor"]}
+    for key, neutral in keys.items():
+        value = config.get(key)
+        if value is None or value in neutral or key in architecture.defaults:
+            continue
+        readers = [name for name, other in FAMILIES.items() if key in other.architecture.defaults]
+        nearest = f"families that do: {', '.join(readers)}" if readers else "no family here does"
+        raise ValueError(
+            f"{source}: {key} is {value!r:.40}, which {config['model_type']} does not read; "
+            f"{nearest}; a family of your own reads it if it is one of its Architecture's defaults"
+        )
 
 
 # --- any architecture -----------------------------------------------------------------------------
@@ -415,8 +625,10 @@ def normalised(
         ValueError: an unsupported model_type, a missing key or a value of the wrong type; begins
             with `source`.
     """
+    if family is None or family.model_type != config.get("model_type"):
+        config = text_part(config, source)
     try:
-        return _normalised(config, source, _architecture(config, source, family))
+        return _normalised(config, source, family, _architecture(config, source, family))
     except (TypeError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(
             f"{source}: a value has the wrong type ({error}); fetch the model again"
@@ -433,14 +645,16 @@ def _architecture(config: Mapping[str, Any], source: Any, family: Family | None)
             )
         return family.architecture
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        supported = f"supported: {', '.join(FAMILIES)}"
+        supported = f"supported: {', '.join([*FAMILIES, *COMPOSITES])}"
+        if near := get_close_matches(str(model_type), [*FAMILIES, *COMPOSITES]):
+            supported += f"; the nearest name: {near[0]}"
         remedy = "a family of your own is given as model_family (docs/design/models.md)"
         raise ValueError(f"{source}: model_type is {model_type!r}; {supported}; {remedy}")
     return FAMILIES[model_type].architecture
 
 
 def _normalised(
-    config: Mapping[str, Any], source: Any, architecture: Architecture
+    config: Mapping[str, Any], source: Any, family: Family | None, architecture: Architecture
 ) -> dict[str, Any]:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
@@ -463,18 +677,18 @@ def _normalised(
         result["rope_local_base_freq"] = local_theta
     result["rope_theta"] = rope.pop("rope_theta", result.get("rope_theta"))
     scaling = {**(rope or result.get("rope_scaling") or {})}
-    rotated_part = scaling.pop("partial_rotary_factor", result.get("partial_rotary_factor"))
-    if rotated_part not in (None, 1):
-        raise ValueError(
-            f"{source}: partial_rotary_factor is {rotated_part!r}; only 1 (rotation of whole "
-            "heads) is supported"
-        )
+    rotated_part = scaling.pop("partial_rotary_factor", None)
+    if rotated_part is not None:
+        result["partial_rotary_factor"] = rotated_part
     if scaling:
-        scaling["rope_type"] = scaling.get("rope_type") or scaling.pop("type", "default")
+        kind = scaling.get("rope_type") or scaling.get("type") or "default"
+        scaling["rope_type"] = "longrope" if kind == "su" else kind  # its name in older files
         scaling.pop("type", None)
     result["rope_scaling"] = scaling if scaling and scaling["rope_type"] != "default" else None
     present = {k: v for k, v in result.items() if v is not None or k in architecture.nullable}
     result = {**architecture.defaults, **present}
+    _check_read(result, source, family, architecture)
+    _check_layer_types(result, source, family)
 
     for name in architecture.required:
         value = result.get(name)
@@ -489,3 +703,20 @@ def _normalised(
             "KV heads"
         )
     return result
+
+
+def _check_layer_types(config: Mapping[str, Any], source: Any, family: Family | None) -> None:
+    """Raises ValueError for layers of a kind that built-in families do not have."""
+    types = config.get("layer_types")
+    if family is not None or not types:
+        return
+    known = "full_attention", "sliding_attention"
+    if unknown := [name for name in types if name not in known]:
+        raise ValueError(
+            f"{source}: layer_types has {unknown[0]!r}; layers here are of {' or '.join(known)}"
+        )
+    if len(types) != config.get("num_hidden_layers"):
+        raise ValueError(
+            f"{source}: layer_types has {len(types)} entries, and num_hidden_layers is "
+            f"{config.get('num_hidden_layers')!r}; give one for each layer"
+        )

@@ -230,7 +230,12 @@ def group(entry: ParamSource, rows: Sequence[int], read: Read) -> Group:
 
     def parts() -> list[np.ndarray]:
         value = read(entry)
-        return np.split(value.T if entry.transpose else value, np.cumsum(rows)[:-1])
+        joined = value.T if entry.transpose else value
+        if entry.order:
+            ordered = joined
+            joined = np.empty_like(ordered)
+            joined[np.asarray(entry.order)] = ordered
+        return np.split(joined, np.cumsum(rows)[:-1])
 
     return Group(shapes, parts)
 
@@ -262,6 +267,11 @@ def write_side_files(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
     config = {
         original.get(key, key): value for key, value in checkpoint.config.items() if key != "dtype"
     }
+    if "rope_local_base_freq" in config:  # the keys of transformers 5 have a rotation for each kind
+        theta = config["rope_theta"]
+        full = {"rope_type": "default", "rope_theta": theta, **(config["rope_scaling"] or {})}
+        sliding = {"rope_type": "default", "rope_theta": config["rope_local_base_freq"] or theta}
+        config["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
     write_json(folder / "config.json", {**config, "torch_dtype": dtype})
     if checkpoint.generation_config:
         write_json(folder / "generation_config.json", checkpoint.generation_config)

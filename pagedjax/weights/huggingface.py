@@ -5,6 +5,8 @@ shards.
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -12,12 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pagedjax.weights.architectures import FAMILIES, normalised
+from pagedjax.weights.architectures import (
+    FAMILIES,
+    IMAGE_STARTS,
+    TEXT_STARTS,
+    normalised,
+    renamed_start,
+)
 from pagedjax.weights.checkpoint import Checkpoint, Tensor
 
 if TYPE_CHECKING:
     from pagedjax.weights.architectures import Family
 
+log = logging.getLogger("pagedjax.weights")
 INDEX = "model.safetensors.index.json"
 # safetensors' name of a dtype -> numpy's or ml_dtypes'
 DTYPES = {
@@ -54,11 +63,15 @@ def open_directory(path: Path, family: Family | None = None) -> Checkpoint:
         raise FileNotFoundError(
             f"{path} has no config.json; it must be the directory of a Hugging Face model"
         )
-    config = normalised(read_json(path / "config.json"), path / "config.json", family)
+    stored_config = read_json(path / "config.json")
+    config = normalised(stored_config, path / "config.json", family)
     generation = path / "generation_config.json"
     generation_config = read_json(generation) if generation.is_file() else {}
     architecture = (family or FAMILIES[config["model_type"]]).architecture
-    tensors = {architecture.tensor_name(name): tensor for name, tensor in _tensors(path).items()}
+    stored = _tensors(path)
+    if stored_config["model_type"] != config["model_type"]:
+        stored = text_tensors(stored, path, stored_config["model_type"])
+    tensors = {architecture.tensor_name(name): tensor for name, tensor in stored.items()}
     if family is None and "embed_tokens.weight" in tensors:
         # A model that was saved without its head, e.g. for embeddings: the names lack "model.".
         tensors = {
@@ -66,6 +79,28 @@ def open_directory(path: Path, family: Family | None = None) -> Checkpoint:
             for key, tensor in tensors.items()
         }
     return Checkpoint(path, "huggingface", config, tensors, generation_config, family=family)
+
+
+def text_tensors(tensors: Mapping[str, Tensor], path: Path, model_type: str) -> dict[str, Tensor]:
+    """The tensors of the text model of a composite, by the names in files of text models. Those of
+    images are left out, and the log says so.
+    """
+    text = {}
+    left_out = []
+    for name, tensor in tensors.items():
+        if name.startswith(IMAGE_STARTS):
+            left_out.append(name)
+        else:
+            text[renamed_start(name, TEXT_STARTS)] = tensor
+    if left_out:
+        log.warning(
+            "%s is a model of text and images (%s); its %d tensors of images are left out: it reads "
+            "and writes text alone",
+            path,
+            model_type,
+            len(left_out),
+        )
+    return text
 
 
 def read_json(path: Path) -> dict[str, Any]:

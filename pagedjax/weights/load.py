@@ -164,6 +164,8 @@ def assemble(tensors: Mapping[str, Tensor], entry: ParamSource, dtype: np.dtype)
     """The parameter on the host: [*entry.shape] of `dtype`."""
     parts = [tensors[name].read().astype(dtype, copy=False) for name in entry.sources]
     value = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    if entry.order:
+        value = value[np.asarray(entry.order)]
     return np.ascontiguousarray(value.T) if entry.transpose else value
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pagedjax.device.layers import LayerNorm, Linear, RMSNorm, rope
+from pagedjax.device.layers import LayerNorm, Linear, RMSNorm
 from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind, SparseMLP
+from pagedjax.device.rope import rotate
 from tests.refusals import refused
 
 pytestmark = pytest.mark.few_optimisations
@@ -70,7 +71,7 @@ def test_arrays_that_do_not_fit_are_named_when_a_layer_is_traced():
         jax.eval_shape(layer, x)
     with refused(rf"angles has shape .* it must be \[2, {T}, {D // 2}\]"):
         jax.eval_shape(
-            rope, jax.ShapeDtypeStruct((T, N, D), jnp.float32), jnp.zeros((2, T + 1, D // 2))
+            rotate, jax.ShapeDtypeStruct((T, N, D), jnp.float32), jnp.zeros((2, T + 1, D // 2))
         )
 
 

@@ -19,8 +19,8 @@ from pagedjax import LLM, SamplingParams, load_model
 from pagedjax.device import attention
 from pagedjax.device.batch import Batch
 from pagedjax.device.extras import GroupTables
-from pagedjax.device.layers import rope_frequencies
 from pagedjax.device.models import Model, llama
+from pagedjax.device.rope import rope_frequencies
 from pagedjax.engine.geometry import geometry
 from pagedjax.options.config import EngineConfig
 from pagedjax.weights import open_checkpoint
@@ -316,7 +316,7 @@ def test_a_config_this_file_cannot_honour_is_refused(change, message):
         ({"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
         ({"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
         (llama3_scaling(), 2048),
-        ({"rope_type": "freqs", "factors": [1.0, 2.0]}, 2048),
+        ({"rope_type": "freqs", "factors": [1.0] * 32}, 2048),
     ],
 )
 def test_scaling_stretches_the_longest_context(scaling, length):
@@ -338,11 +338,6 @@ def test_log_probabilities_in_a_stretched_context_are_those_of_plain_numpy(tmp_p
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = logp[np.arange(199), prompt[1:]]
     np.testing.assert_allclose(logprobs, expected, atol=2e-4)
-
-
-def test_an_unknown_rope_scaling_is_refused():
-    with refused("'yarn' is not supported; supported: default, linear, llama3, freqs"):
-        rope_frequencies(16, 1e4, {"rope_type": "yarn", "factor": 4.0})
 
 
 def test_explicit_divisors_are_those_of_the_scaling_they_spell_out():

@@ -4,6 +4,7 @@ the real shape.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from flax import nnx
 
 from pagedjax import LLM, SamplingParams, load_model
 from pagedjax.device import cache
-from pagedjax.device.models import Decoder
+from pagedjax.device.models import Decoder, for_context
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.weights.architectures import FAMILIES, normalised
 from tests.device.test_llama import CHUNKED, PROMPTS, all_logits, chosen
@@ -43,7 +44,25 @@ GPT2 = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-FINAL = ("model.norm.weight", "transformer.ln_f.weight")
+FINAL = ("model.norm.weight", "transformer.ln_f.weight", "gpt_neox.final_layer_norm.weight")
+NEOX = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# of which every range is within the prompts
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 3.0],
+    "long_factor": [1.0, 1.5, 3.0, 5.0, 7.0, 9.0],
+}
 # name: (model_type, what its configuration says); windows are shorter than the prompts
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2": ("gpt2", GPT2),
@@ -118,7 +137,65 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
         | {"norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
+    "SmolLM3": ("smollm3", BODY | {"num_hidden_layers": 4, "rope_scaling": YARN}),
+    "SmolLM3, windows": (
+        "smollm3",
+        BODY
+        | {"use_sliding_window": True, "sliding_window": 16}
+        | {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": False},
+    ),
+    "Phi-3": ("phi3", BODY | {"sliding_window": 24}),
+    "Phi-4-mini": (
+        "phi3",
+        BODY
+        | {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}
+        | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 256},
+    ),
+    "GPT-NeoX": ("gpt_neox", NEOX | {"rotary_pct": 0.25}),
+    "GPT-NeoX, one after the other, no biases": (
+        "gpt_neox",
+        NEOX
+        | {"rotary_pct": 0.5, "rotary_emb_base": 5000, "hidden_act": "gelu_new"}
+        | {"use_parallel_residual": False, "attention_bias": False},
+    ),
+    "Granite 3": (
+        "granite",
+        BODY
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.1}
+        | {"residual_multiplier": 0.6, "logits_scaling": 3.0},
+    ),
+    "OLMo 2": ("olmo2", BODY),
+    "OLMo 3": (
+        "olmo3",
+        BODY
+        | {"num_hidden_layers": 4, "sliding_window": 16, "rope_scaling": YARN}
+        | {"rope_theta": 500000.0},
+    ),
+    "GLM-4 of 2024": ("glm", BODY | {"head_dim": 32}),
+    "GLM-4": ("glm4", BODY | {"head_dim": 16, "partial_rotary_factor": 0.25}),
+    "EXAONE 4": (
+        "exaone4",
+        BODY | {"num_hidden_layers": 4, "sliding_window": 16, "sliding_window_pattern": 2},
+    ),
+    "EXAONE 4 without windows": (
+        "exaone4",
+        BODY | {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
 }
+# The programs of a mesh take the most time, and what a mesh splits is the same for the others.
+ON_A_MESH = (
+    "GPT-2",
+    "Qwen3",
+    "Gemma 3",
+    "Mixtral",
+    "Qwen3-MoE",
+    "Phi-4-mini",
+    "GPT-NeoX",
+    "Granite 3",
+    "OLMo 2",
+    "GLM-4",
+)
+IN_16_BITS = ("Llama 2", "SmolLM3", "Phi-4-mini", "GPT-NeoX", "Granite 3", "OLMo 3", "GLM-4")
 
 
 def config_of(name: str, **changes: Any) -> DecoderConfig:
@@ -151,7 +228,7 @@ def saved(request, tmp_path_factory) -> tuple[Path, Any]:
                 parameter.normal_(-1.0 if model_type.startswith("gemma") else 0.0)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    folder = tmp_path_factory.mktemp("saved") / model_type
+    folder = tmp_path_factory.mktemp("saved") / request.param
     theirs.save_pretrained(folder)
     write_tokenizer(folder, 320)
     return folder, theirs
@@ -181,6 +258,8 @@ def test_log_probabilities_on_a_mesh_are_those_of_transformers(saved):
     import torch
 
     folder, theirs = saved
+    if folder.name not in ON_A_MESH:
+        pytest.skip("what a mesh splits is the same for another family")
     heads = load_model(folder).model.config.heads
     engine = {
         "max_num_batched_tokens": 32,
@@ -198,6 +277,95 @@ def test_log_probabilities_on_a_mesh_are_those_of_transformers(saved):
         logprobs = chosen(prompt[1:], output.prompt_logprobs[1:])  # type: ignore[index]
         expected = expected[np.arange(len(prompt) - 1), prompt[1:]]
         chex.assert_trees_all_close(logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("model_type", ["gemma3", "mistral3"])
+def test_the_text_of_a_model_of_text_and_images_gives_its_logits(model_type, tied, tmp_path):
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    if (model_type, tied) == ("gemma3", False):
+        pytest.skip("Gemma's are tied")
+    text_type, settings = CASES["Gemma 3" if model_type == "gemma3" else "Mistral"]
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    if model_type == "mistral3":
+        vision |= {"model_type": "pixtral", "head_dim": 8}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        model_type,
+        text_config=settings | {"model_type": text_type},
+        vision_config=vision,
+        tie_word_embeddings=tied,
+    )
+    theirs = AutoModelForImageTextToText.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.5 if "embed" in name else parameter.shape[-1] ** -0.5)
+            elif name == "model.language_model.norm.weight":
+                parameter.normal_(-1.0 if model_type == "gemma3" else 0.0)
+            elif "language_model" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "both")
+    write_tokenizer(tmp_path / "both", 320)
+    model = load_model(tmp_path / "both").model
+    for got, prompt in zip(all_logits(model, CHUNKED), PROMPTS, strict=True):
+        expected = their_logits(theirs, prompt)
+        assert np.ptp(expected) > 1, "the logits hardly differ: the comparison is blind"
+        chex.assert_trees_all_close(got, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.oracle
+def test_longrope_of_long_and_short_texts_is_that_of_transformers(tmp_path):
+    """transformers chooses by the text's length, and an engine by its longest text."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = BODY | {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.75}
+    settings |= {"original_max_position_embeddings": 32}
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("phi3", **settings), attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+    theirs.save_pretrained(tmp_path / "phi")
+    write_tokenizer(tmp_path / "phi", 320)
+    model = load_model(tmp_path / "phi").model
+    long, short = all_logits(model, CHUNKED), all_logits(for_context(model, 32), CHUNKED)
+    for row, prompt in enumerate(PROMPTS):
+        expected = their_logits(theirs, prompt)
+        is_long = len(prompt) > 32
+        right, wrong = (long, short) if is_long else (short, long)
+        chex.assert_trees_all_close(right[row], expected, atol=1e-4, rtol=0)
+        if len(prompt) > 1:
+            assert np.abs(wrong[row] - expected).max() > 0.01
+
+
+@pytest.mark.oracle
+def test_logits_in_16_bits_are_as_close_to_32_bits_as_those_of_transformers(saved):
+    import torch
+
+    folder, theirs = saved
+    if folder.name not in IN_16_BITS:
+        pytest.skip("what is rounded is the same for another family")
+    prompt = PROMPTS[0]
+    expected = their_logits(theirs, prompt)
+    short = deepcopy(theirs).to(torch.bfloat16)
+    with torch.no_grad():
+        rounded = short(torch.from_numpy(np.asarray(prompt))[None]).logits[0].float().numpy()
+    ours = all_logits(load_model(folder, dtype="bfloat16").model, CHUNKED)[0]
+    their_error = np.abs(rounded - expected)
+    error = np.abs(ours - expected)
+    assert error.mean() < 1.2 * their_error.mean()
+    assert error.max() < 1.5 * their_error.max()
 
 
 # --- real models, without their weights -----------------------------------------------------------
@@ -258,6 +426,51 @@ REAL = {
     "Gemma-2-2B": ("gemma2", shape(26, 2304, 9216, 8, 4, 256000), 2_614_341_888, 106_496),
     "Gemma-3-1B": ("gemma3_text", shape(26, 1152, 6912, 4, 1, 262144), 999_885_952, 26_624),
     "Mixtral-8x7B": ("mixtral", shape(32, 4096, 14336, 32, 8, 32000), 46_702_792_704, 131_072),
+    "Gemma-3-4B, the text": (
+        "gemma3",
+        {
+            "text_config": {
+                "model_type": "gemma3_text",
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "num_hidden_layers": 34,
+                "sliding_window": 1024,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            }
+        },
+        3_880_263_168,
+        139_264,
+    ),
+    "SmolLM3-3B": ("smollm3", shape(36, 2048, 11008, 16, 4, 128256), 3_075_098_624, 73_728),
+    "Phi-3-mini": ("phi3", shape(32, 3072, 8192, 32, 32, 32064), 3_821_079_552, 393_216),
+    "Phi-4-mini": (
+        "phi3",
+        shape(32, 3072, 8192, 24, 8, 200064, tie_word_embeddings=True, partial_rotary_factor=0.75),
+        3_836_021_760,
+        131_072,
+    ),
+    "Pythia-70M": (
+        "gpt_neox",
+        shape(6, 512, 2048, 8, 8, 50304, rotary_pct=0.25),
+        70_426_624,
+        12_288,
+    ),
+    "Granite-3.0-2B": (
+        "granite",
+        shape(40, 2048, 8192, 32, 8, 49155, tie_word_embeddings=True),
+        2_533_531_648,
+        81_920,
+    ),
+    "OLMo-2-7B": ("olmo2", shape(32, 4096, 11008, 32, 32, 100352), 7_298_617_344, 524_288),
+    "OLMo-3-7B": ("olmo3", shape(32, 4096, 11008, 32, 32, 100278), 7_298_011_136, 524_288),
+    "GLM-4-9B of 2024": ("glm", shape(40, 4096, 13696, 32, 2, 151552), 9_399_951_360, 40_960),
+    "GLM-4-9B": ("glm4", shape(40, 4096, 13696, 32, 2, 151552), 9_400_279_040, 40_960),
+    "EXAONE-4.0-1.2B": (
+        "exaone4",
+        shape(30, 2048, 4096, 32, 8, 102400, tie_word_embeddings=True, sliding_window=None),
+        1_279_391_488,
+        61_440,
+    ),
     "Qwen3-30B-A3B": (
         "qwen3_moe",
         shape(48, 2048, 6144, 32, 4, 151936, **MOE),
@@ -274,7 +487,7 @@ def test_real_models_have_their_published_size_and_cache(name):
     """
     model_type, settings, parameters, cached = REAL[name]
     config = normalised({"model_type": model_type, **settings}, name)
-    family = FAMILIES[model_type]
+    family = FAMILIES[config["model_type"]]
     c = family.from_hf(config)
     table = family.param_table(c)
     assert sum(int(np.prod(entry.shape)) for entry in table) == parameters
@@ -297,8 +510,8 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(model_type):
     sizes = shape(4, 64, 96, 8, 4, 320)
     if model_type == "gpt2":
         sizes = gpt2_shape(4, 64, 8)
-    elif model_type not in ("llama", "qwen2", "qwen3"):
-        # these three have as many key heads as queries, or 32
+    elif model_type not in ("llama", "qwen2", "qwen3", "exaone4"):
+        # these four have as many key heads as queries, or 32
         del sizes["num_key_value_heads"]
     full = AutoConfig.for_model(model_type, **sizes).to_dict()
     if full.get("head_dim") == 4096 // 32:
@@ -342,7 +555,7 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known():
         (
             "Qwen3-0.6B",
             {"hidden_act": "gelu"},
-            "hidden_act is 'gelu'; the Llama family uses 'silu'",
+            "hidden_act is 'gelu'; qwen3 uses 'silu'",
         ),
         ("TinyLlama-1.1B", {"mlp_bias": True}, "mlp_bias is true"),
     ],

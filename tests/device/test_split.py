@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedjax.device.models import split
-from pagedjax.device.models.decoder import Decoder, DecoderConfig, Experts, LayerKind, Rope
+from pagedjax.device.models.decoder import Decoder, DecoderConfig, Experts, LayerKind
 from pagedjax.device.models.split import PADDING
+from pagedjax.device.rope import Rope
 from pagedjax.options.config import MeshConfig
 from pagedjax.weights.tree import named
 from tests import drawn

@@ -29,9 +29,7 @@ KINDS = (
     LayerKind(mixer=DELTA),
     LayerKind(mixer=MAMBA),
 )
-PARAMS = SamplingParams(
-    n=2, temperature=1.0, seed=3, max_tokens=16, ignore_eos=True, logprobs=0
-)
+PARAMS = SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=16, ignore_eos=True, logprobs=0)
 BEAMS = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
 
 

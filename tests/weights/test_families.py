@@ -21,7 +21,8 @@ from experiments.core.engines import simulated_llm
 from experiments.run import check_models
 from pagedjax import LLM, EngineConfig, Taps, from_params, load_model
 from pagedjax.commands import cli
-from pagedjax.device.models.decoder import DecoderConfig, LayerKind, Rope
+from pagedjax.device.models.decoder import DecoderConfig, LayerKind
+from pagedjax.device.rope import Rope
 from pagedjax.models import initial_factors, score
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.architectures import Family

@@ -69,6 +69,20 @@ def assemble(
     return Model(config, graphdef, state, dtype, placement)
 
 
+def for_context(model: Model, length: int) -> Model:
+    """The model with the rotations for texts of at most `length` tokens: "longrope" turns short
+    texts by other angles. Another model is returned as it is.
+    """
+    if not any(rope.depends_on_context for rope in model.config.ropes):
+        return model
+    angles = angle_tables(model.config, length)
+    placement = model.placement
+    angles = placement.put(("angles",), angles) if placement else jnp.asarray(angles)
+    params = jax.tree.map(lambda x: x, model.params)  # other variables of the same arrays
+    nnx.replace_by_pure_dict(params, {"angles": angles})
+    return model._replace(params=params)
+
+
 @cache
 def matrices(config: DecoderConfig) -> dict[str, Matrix]:
     """The matrices of a model's products, by the names of their parameters."""

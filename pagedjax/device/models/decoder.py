@@ -3,8 +3,8 @@ each after a norm.
 
     x = embed * scale (+ learned positions)
     x = x + post(attention(norm(x)))        `LayerKind` has the layer's window, rotation and experts
-    x = x + post(mlp(norm(x)))              `post` is a norm in Gemma and the identity elsewhere
-    logits = cap(head(norm(x)))
+    x = x + post(mlp(norm(x)))              `post` is a norm, a factor, or nothing
+    logits = cap(head(norm(x)) * scale)
 
 A family's file (llama.py, gpt2.py, gemma.py) turns a config.json into a `DecoderConfig` and says
 which tensors make which parameter.
@@ -35,18 +35,17 @@ from pagedjax.device.layers import (
     RMSNorm,
     add_weight,
     product,
-    rope,
-    rope_frequencies,
-    rope_table,
     stored_arrays,
     summed,
 )
 from pagedjax.device.linear import Matrix, linear
 from pagedjax.device.models.mixers.mixer import Mixer
+from pagedjax.device.rope import Rope, rotate
 from pagedjax.device.row_reductions import row_sums, softmax, weighted_sums
 from pagedjax.device.selection import attend_selected, write
 from pagedjax.options.config import one_of
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 # (batch or None, *, routed=False) -> hidden states, or (hidden states, `Routes`)
 Finish = Callable[..., Any]
@@ -58,31 +57,18 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 @dataclass(frozen=True)
-class Rope:
-    """Rotary positions (Su et al. 2021). scaling: the entries of a Hugging Face `rope_scaling`,
-    sorted.
-    """
-
-    theta: float
-    scaling: tuple[tuple[str, Any], ...] | None = None
-
-    def frequencies(self, head_dim: int) -> list[float]:
-        """The angle, in radians for each position, of each of the D / 2 pairs of a head."""
-        return rope_frequencies(head_dim, self.theta, dict(self.scaling) if self.scaling else None)
-
-
-@dataclass(frozen=True)
 class LayerKind:
     """Settings that may differ between the layers of one model.
 
     window: a query sees the last `window` tokens, including its own; None: all tokens.
-    rope: index into the model's rotations.
+    rope: index into the model's rotations; None: the layer does not rotate, and knows the order of
+        tokens by the causal mask alone (Kazemnejad et al. 2023).
     sparse: the layer's MLP is a mixture of experts.
     mixer: what the layer has in the place of attention; None: attention.
     """
 
     window: int | None = None
-    rope: int = 0
+    rope: int | None = 0
     sparse: bool = False
     mixer: Mixer | None = None
 
@@ -112,11 +98,22 @@ class DecoderConfig:
     norm: "rms"; "rms_plus_one", which multiplies by 1 + weight (Gemma); or "layer", with a bias
         (GPT-2).
     gated: the MLP is activation(gate) * up, else activation(up).
+    qk_norm: queries and keys have a norm, over each head ("head") or over all heads of a token
+        ("width", OLMo 2).
+    pre_norms: attention and MLP have a norm before them.
+    post_norms: their results have one, before they are added to x.
+    parallel: attention and MLP read the same x, and both results are added to it (GPT-NeoX).
+    embed_scale, residual_scale, logit_scale: factors on the embeddings, on what attention and MLP
+        add to x, and on the logits (Granite has all three).
     stored: the format of matrices, a name of `device.formats`; None is floats.
     linear: the implementation of products, a name of `device.linear`. Matrices are stored in its
         layout.
     axes: of a mesh whose devices have a part of the model each (split.py). Partial sums are added
         over these axes. () for a whole model.
+    qk_sizes: of a part: how many numbers of queries, and of keys, all devices have together. A norm
+        over the width is their mean.
+    family: the `model_type` of a built-in family, whose names of matrices adapters use; None: those
+        of a Llama.
     block: the class of the layers, a `Block` of one's own; None is `Block`.
     attn_scale: factor on q k^T; 0 becomes 1 / sqrt(head_dim).
     attn_cap, logit_cap: scores or logits x become cap * tanh(x / cap).
@@ -139,9 +136,13 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["head", "width"] | None = None
+    pre_norms: bool = True
     post_norms: bool = False
+    parallel: bool = False
     embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     attn_scale: float = 0.0
     attn_cap: float | None = None
     logit_cap: float | None = None
@@ -149,6 +150,8 @@ class DecoderConfig:
     stored: str | None = None
     linear: str = "xla"
     axes: tuple[str, ...] = ()
+    qk_sizes: tuple[int, int] = (0, 0)
+    family: str | None = None
     block: type[Block] | None = None
 
     def __post_init__(self) -> None:
@@ -162,8 +165,21 @@ class DecoderConfig:
             )
         one_of("norm", self.norm, ("rms", "rms_plus_one", "layer"))
         one_of("activation", self.activation, tuple(ACTIVATIONS))
+        one_of("qk_norm", self.qk_norm, (None, "head", "width"))
+        if self.qk_norm == "width" and self.norm == "layer":
+            raise ValueError(
+                "qk_norm is 'width' and norm is 'layer'; a norm over the width is an RMS norm: set "
+                "norm to 'rms', or qk_norm to 'head'"
+            )
+        if self.post_norms and self.residual_scale != 1:
+            raise ValueError(
+                f"post_norms is true and residual_scale is {self.residual_scale}; a result passes "
+                "one of them: leave one out, or give a block with a `post` of its own"
+            )
+        for rope in self.ropes:
+            rope.check(self.head_dim)
         for i, kind in enumerate(self.kinds):
-            if self.ropes and not 0 <= kind.rope < len(self.ropes):
+            if self.ropes and kind.rope is not None and not 0 <= kind.rope < len(self.ropes):
                 raise ValueError(
                     f"kinds[{i}] has rope {kind.rope}, and ropes has {len(self.ropes)}; give a "
                     f"number from 0 to {len(self.ropes) - 1}"
@@ -204,13 +220,43 @@ def _norm(c: DecoderConfig, dtype: str, size: int | None = None) -> nnx.Module:
     return RMSNorm(size, eps=c.eps, dtype=dtype, plus_one=c.norm == "rms_plus_one")
 
 
+def _qk_norm(c: DecoderConfig, dtype: str, is_key: bool) -> nnx.Module | None:
+    """The norm of queries or of keys."""
+    if c.qk_norm != "width":
+        return _norm(c, dtype, c.head_dim) if c.qk_norm else None
+    return RMSNorm(
+        (c.kv_heads if is_key else c.heads) * c.head_dim,
+        eps=c.eps,
+        dtype=dtype,
+        plus_one=c.norm == "rms_plus_one",
+        axes=c.axes,
+        count=c.qk_sizes[is_key],
+    )
+
+
+def _over_width(norm: nnx.Module, x: jax.Array) -> jax.Array:
+    """The norm over all heads of each token: x [T, N, D] -> [T, N, D]. N may be 0."""
+    return norm(x.reshape(len(x), -1)).reshape(x.shape) if x.shape[1] else x  # type: ignore[operator]
+
+
+class Scale(nnx.Module):
+    """Multiplies the result of attention or MLP before it is added to x."""
+
+    def __init__(self, factor: float):
+        self.factor = factor
+
+    def __call__(self, y: jax.Array) -> jax.Array:
+        """[T, H] -> [T, H]."""
+        return (y.astype(jnp.float32) * self.factor).astype(y.dtype)
+
+
 class Attention(nnx.Module):
     def __init__(self, c: DecoderConfig, kind: LayerKind, dtype: str):
         options = {"dtype": dtype, "stored": c.stored, "impl": c.linear}
         self.qkv = Linear(c.hidden, c.qkv_rows, bias=c.qkv_bias, **options)
         self.out = Linear(c.heads * c.head_dim, c.hidden, bias=c.out_bias, axes=c.axes, **options)
-        self.q_norm = _norm(c, dtype, c.head_dim) if c.qk_norm else None
-        self.k_norm = _norm(c, dtype, c.head_dim) if c.qk_norm else None
+        self.q_norm = _qk_norm(c, dtype, is_key=False)
+        self.k_norm = _qk_norm(c, dtype, is_key=True)
         self.config = c
         self.kind = kind
 
@@ -270,10 +316,11 @@ class Attention(nnx.Module):
         k_end = min(max(c.heads + c.kv_heads - first, 0), end - first)
         q, k, v = jnp.split(qkv, [q_end, k_end], axis=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(q)
-            k = self.k_norm(k)
-        if c.ropes:
-            q, k = (rope(a, angles[self.kind.rope]) for a in (q, k))
+            is_wide = c.qk_norm == "width"
+            q = _over_width(self.q_norm, q) if is_wide else self.q_norm(q)
+            k = _over_width(self.k_norm, k) if is_wide else self.k_norm(k)
+        if c.ropes and self.kind.rope is not None:
+            q, k = (rotate(a, angles[self.kind.rope]) for a in (q, k))
         return [q, k, v]
 
     def _output(self, q, pages: Pages, batch: Batch, attend: Attend, residual) -> jax.Array:
@@ -403,7 +450,7 @@ class SparseMLP(nnx.Module):
     ) -> tuple[jax.Array, Routes]:
         """The same, and the experts of the tokens. The experts of padding mean nothing."""
         c = self.config
-        x = norm(x)
+        x = x if norm is None else norm(x)
         assert c.experts is not None
         e = c.experts
         weights, chosen = self.router(x, used)
@@ -434,12 +481,13 @@ class Block(nnx.Module):
     """
 
     def __init__(self, c: DecoderConfig, kind: LayerKind, dtype: str):
-        self.attn_norm = _norm(c, dtype)
+        self.attn_norm = _norm(c, dtype) if c.pre_norms else None
         self.attn = self.attention(c, kind, dtype)
         self.attn_post = self.post(c, dtype)
-        self.mlp_norm = _norm(c, dtype)
+        self.mlp_norm = _norm(c, dtype) if c.pre_norms else None
         self.mlp = SparseMLP(c, dtype) if kind.sparse else MLP(c, dtype)
         self.mlp_post = self.post(c, dtype)
+        self.parallel = c.parallel
 
     @staticmethod
     def pages(c: DecoderConfig, kind: LayerKind, sizes: kv.BlockSizes) -> kv.PageShapes:
@@ -459,7 +507,9 @@ class Block(nnx.Module):
         """The module that changes the result [T, H] of the attention or of the MLP before it is
         added to x; None: it is added as it is.
         """
-        return _norm(c, dtype) if c.post_norms else None
+        if c.post_norms:
+            return _norm(c, dtype)
+        return None if c.residual_scale == 1 else Scale(c.residual_scale)
 
     def __call__(self, x, pages: Pages, batch: Batch, angles, attend: Attend):
         """x [T, H] -> (x [T, H], pages)."""
@@ -495,18 +545,19 @@ class Block(nnx.Module):
             x: [T, H] the layer's input.
             y: [T, H] the attention's output, to which x was added unless `attn_post` comes first.
         """
-        x = x + self.attn_post(y) if self.attn_post else y
+        attended = x + self.attn_post(y) if self.attn_post else y
+        mlp_input = x if self.parallel else attended
         options = {
             "norm": self.mlp_norm,
-            "residual": None if self.mlp_post else x,
+            "residual": None if self.mlp_post else attended,
             "used": batch.used_tokens,
         }
         if isinstance(self.mlp, SparseMLP):
-            y, routes = self.mlp.routed(x, **options)
+            y, routes = self.mlp.routed(mlp_input, **options)
         else:
-            y = self.mlp(x, **options, adapters=batch.adapters)
+            y = self.mlp(mlp_input, **options, adapters=batch.adapters)
             routes = None
-        return x + self.mlp_post(y) if self.mlp_post else y, routes
+        return attended + self.mlp_post(y) if self.mlp_post else y, routes
 
 
 class Run(NamedTuple):
@@ -692,10 +743,13 @@ class Decoder(nnx.Module):
         """
         multiply = partial(product, self, "embed") if self.head is None else self.head
         y = multiply(hidden, sizes=used, dtype=jnp.float32)
+        scale = self.config.logit_scale
         cap = self.config.logit_cap
-        # Clipping changes nothing. It keeps the compiler from computing this product and a later
+        # Clipping changes nothing. It keeps the compiler from computing these products and a later
         # sum in one rounding, as it would in some programs and not in others
         # (docs/design/batch-invariance.md).
+        if scale != 1:
+            y = jnp.clip(y * scale, -FLOAT32_MAX, FLOAT32_MAX)
         return y if cap is None else jnp.clip(cap * jnp.tanh(y / cap), -cap, cap)
 
 
@@ -728,7 +782,10 @@ def angles_at(table: Buffer, positions: jax.Array) -> jax.Array:
     return table[...].at[:, :, positions].get(mode="promise_in_bounds")
 
 
-def angle_tables(c: DecoderConfig) -> np.ndarray:
-    """[rotations, 2, max_len, D / 2] float32: the `rope_table` of each rotation."""
-    tables = [rope_table(kind.frequencies(c.head_dim), c.max_len) for kind in c.ropes]
+def angle_tables(c: DecoderConfig, context: int | None = None) -> np.ndarray:
+    """[rotations, 2, max_len, D / 2] float32: the table of each rotation. context: as in
+    `Rope.frequencies`; None: `max_len`.
+    """
+    context = context or c.max_len
+    tables = [rope.table(c.head_dim, c.max_len, context) for rope in c.ropes]
     return np.stack(tables) if tables else np.zeros((0, 2, c.max_len, c.head_dim // 2), np.float32)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagedjax.device.models.decoder import DecoderConfig, LayerKind, Rope
+from pagedjax.device.models.decoder import DecoderConfig, LayerKind
 from pagedjax.device.models.llama import (
     SLIDING,
     attention_table,
     decoder_table,
-    frozen,
     mlp_table,
     norm_table,
+    rotation,
 )
 from pagedjax.device.models.param_table import ParamSource
+from pagedjax.device.rope import Rope
 
 
 def from_hf(config: dict[str, Any]) -> DecoderConfig:
@@ -38,7 +39,8 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
             )
         types = config.get("layer_types")
         if not types:
-            types = _types(config["num_hidden_layers"], every=6 if is_gemma3 else 2)
+            every = config.get("sliding_window_pattern", 6) if is_gemma3 else 2
+            types = _types(config["num_hidden_layers"], every)
         ropes = _ropes(config)
         last_rope = len(ropes) - 1  # that of layers with windows
         kinds = [
@@ -61,7 +63,7 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
             ropes=ropes,
             norm="rms_plus_one",
             activation="gelu_tanh",
-            qk_norm=is_gemma3,
+            qk_norm="head" if is_gemma3 else None,
             post_norms=True,
             embed_scale=config["hidden_size"] ** 0.5,
             attn_scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
@@ -83,7 +85,7 @@ def _ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
     """The rotation of layers that see all tokens, then that of layers with windows if it is
     different.
     """
-    full = Rope(config.get("rope_theta", 10000.0), frozen(config.get("rope_scaling")))
+    full = rotation(config)
     window_theta = config.get("rope_local_base_freq")
     return (full,) if window_theta is None else (full, Rope(window_theta))
 

@@ -76,18 +76,19 @@ def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
     }
     for i in range(c.layers):
         for name, hf_name in (("attn_norm", "ln_1"), ("mlp_norm", "ln_2")):
-            table += _weight_and_bias(("blocks", str(i), name), f"h.{i}.{hf_name}", h)
+            table += weight_and_bias(("blocks", str(i), name), f"h.{i}.{hf_name}", h)
         for name, (hf_name, out, size_in) in matrices.items():
             path = ("blocks", str(i), *name.split("."))
             weight = ParamSource(
                 (*path, "weight"), (f"h.{i}.{hf_name}.weight",), (out, size_in), transpose=True
             )
             table += [weight, ParamSource((*path, "bias"), (f"h.{i}.{hf_name}.bias",), (out,))]
-    table += _weight_and_bias(("norm",), "ln_f", h)
+    table += weight_and_bias(("norm",), "ln_f", h)
     if not c.tied:
         table.append(ParamSource(("head", "weight"), ("lm_head.weight",), (c.vocab_size, h)))
     return tuple(table)
 
 
-def _weight_and_bias(path: tuple[str, ...], name: str, size: int) -> list[ParamSource]:
+def weight_and_bias(path: tuple[str, ...], name: str, size: int) -> list[ParamSource]:
+    """The parameters of a LayerNorm."""
     return [ParamSource((*path, kind), (f"{name}.{kind}",), (size,)) for kind in ("weight", "bias")]

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagedjax.device.models.decoder import DecoderConfig, LayerKind, Rope
-from pagedjax.device.models.llama import frozen
+from pagedjax.device.models.decoder import DecoderConfig, LayerKind
+from pagedjax.device.models.llama import rotation, stretched
 from pagedjax.device.models.mixers.short_conv import ShortConv
 from pagedjax.device.models.param_table import ParamSource
 
@@ -39,12 +39,12 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
             heads=heads,
             kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or hidden // heads,
-            max_len=config["max_position_embeddings"],
+            max_len=stretched(config),
             tied=config.get("tie_word_embeddings", True),
             eps=config["norm_eps"],
             kinds=tuple([kinds[name] for name in types]),
-            ropes=(Rope(config["rope_theta"], frozen(config.get("rope_scaling"))),),
-            qk_norm=True,
+            ropes=(rotation(config),),
+            qk_norm="head",
         )
     except KeyError as missing:
         raise ValueError(

@@ -10,10 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind, Rope
+from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind
 from pagedjax.device.models.param_table import ParamSource
+from pagedjax.device.rope import ORIGINAL, Rope, pair_order
 
 SLIDING = "sliding_attention"
+NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+QKV = "q_proj", "k_proj", "v_proj"
+GATE_UP = "gate_proj", "up_proj"
 
 
 def from_hf(config: dict[str, Any]) -> DecoderConfig:
@@ -22,37 +26,14 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
     Raises:
         ValueError: a key has a value that is not supported, or a required key is missing.
     """
+    model_type = config.get("model_type", "llama")
+    bias = bool(config.get("attention_bias", False))
     try:
-        model_type = config.get("model_type", "llama")
-        hidden = config["hidden_size"]
-        heads = config["num_attention_heads"]
-        act = config.get("hidden_act", "silu")
-        if act != "silu":
-            raise ValueError(f"hidden_act is {act!r}; the Llama family uses 'silu'")
-        if config.get("mlp_bias"):
-            raise ValueError("mlp_bias is true; the Llama family here has no bias in its MLP")
-        bias = bool(config.get("attention_bias", False))
-        kv_heads = config.get("num_key_value_heads") or heads
-        if heads % kv_heads:
-            raise ValueError(
-                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-            )
-        return DecoderConfig(
-            vocab_size=config["vocab_size"],
-            hidden=hidden,
-            intermediate=config["intermediate_size"],
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=config.get("head_dim") or hidden // heads,
-            eps=config.get("rms_norm_eps", 1e-6),
-            ropes=(Rope(config.get("rope_theta", 10000.0), frozen(config.get("rope_scaling"))),),
-            max_len=stretched(
-                config.get("max_position_embeddings", 2048), config.get("rope_scaling")
-            ),
-            tied=config.get("tie_word_embeddings", False),
+        return dense(
+            config,
             qkv_bias=bool(config.get("qkv_bias", bias or model_type == "qwen2")),
             out_bias=bias,
-            qk_norm=model_type in ("qwen3", "qwen3_moe"),
+            qk_norm="head" if model_type in ("qwen3", "qwen3_moe") else None,
             kinds=tuple(_kinds(config, model_type)),
             experts=_experts(config, model_type),
         )
@@ -62,16 +43,81 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
         ) from None
 
 
-def stretched(positions: int, scaling: dict[str, Any] | None) -> int:
-    """The longest context. Scaling of kind "linear" stretches positions beyond
+def dense(config: dict[str, Any], **fields: Any) -> DecoderConfig:
+    """The shape of a decoder whose config.json has the usual keys.
+
+    Args:
+        fields: of the `DecoderConfig`: what differs from a Llama, and the `kinds` of the layers.
+
+    Raises:
+        ValueError: a key has a value that is not supported.
+    """
+    model_type = config.get("model_type", "llama")
+    hidden = config["hidden_size"]
+    heads = config["num_attention_heads"]
+    act = config.get("hidden_act", "silu")
+    if "activation" not in fields and act != "silu":
+        raise ValueError(f"hidden_act is {act!r}; {model_type} uses 'silu'")
+    if config.get("mlp_bias"):
+        raise ValueError(f"mlp_bias is true; {model_type} here has no bias in its MLP")
+    kv_heads = config.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    usual = {
+        "vocab_size": config["vocab_size"],
+        "hidden": hidden,
+        "intermediate": config["intermediate_size"],
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": config.get("head_dim") or hidden // heads,
+        "eps": config.get("rms_norm_eps", 1e-6),
+        "ropes": (rotation(config),),
+        "max_len": stretched(config),
+        "tied": config.get("tie_word_embeddings", False),
+    }
+    return DecoderConfig(**(usual | fields))
+
+
+def rotation(config: dict[str, Any], rotated: int | None = None) -> Rope:
+    """The rotation that a config.json describes; `rotated` as in `Rope`."""
+    return Rope(config.get("rope_theta", 10000.0), frozen(scaling_of(config)), rotated)
+
+
+def rotated_numbers(config: dict[str, Any]) -> int:
+    """How many numbers of a head are rotated, by `partial_rotary_factor`."""
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(head_dim * config["partial_rotary_factor"])
+
+
+def scaling_of(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The `rope_scaling`, with what transformers takes from other keys: the context of the first
+    training, and the factor by which the longest context is longer.
+    """
+    scaling = config.get("rope_scaling")
+    if not scaling or scaling.get("rope_type") not in ("llama3", "yarn", "longrope"):
+        return scaling
+    longest = config.get("max_position_embeddings", 2048)
+    original = config.get(ORIGINAL) or scaling.get(ORIGINAL) or longest
+    completed = {**scaling, ORIGINAL: original}
+    if scaling["rope_type"] != "llama3" and scaling.get("factor") is None:
+        completed["factor"] = max(1.0, longest / original)
+    return completed
+
+
+def stretched(config: dict[str, Any]) -> int:
+    """The longest context. Scaling of the kinds "linear" and "yarn" stretches positions beyond
     `max_position_embeddings`.
 
-    Configs with "llama3" scaling name the longer context, and so do those of Gemma. A config with
+    Configs with other kinds name the longer context, and so do those of Gemma. A config with
     `original_max_position_embeddings` may name either.
     """
-    if not scaling or scaling.get("rope_type") != "linear":
+    positions = config.get("max_position_embeddings", 2048)
+    scaling = scaling_of(config)
+    if not scaling or scaling.get("rope_type") not in ("linear", "yarn"):
         return positions
-    original = scaling.get("original_max_position_embeddings", positions)
+    original = scaling.get(ORIGINAL) or positions
     return max(positions, int(original * scaling["factor"]))
 
 
@@ -120,12 +166,11 @@ def _experts(config: dict[str, Any], model_type: str) -> Experts | None:
 
 def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
     """Where each parameter comes from: Hugging Face tensor names, fused along the output axis."""
-    norms = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     return decoder_table(
         c,
         [
             attention_table(c, i)
-            + norm_table(c, i, norms)
+            + norm_table(c, i, NORMS)
             + (_experts_table(c, i) if kind.sparse else mlp_table(c, i))
             for i, kind in enumerate(c.kinds)
         ],
@@ -148,30 +193,51 @@ def decoder_table(
     return tuple(table)
 
 
-def attention_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
-    """q, k and v as one parameter, the output, their biases, and the norms of q and k."""
+def attention_table(
+    c: DecoderConfig, layer: int, qkv: Sequence[str] = QKV, order: tuple[int, ...] = ()
+) -> list[ParamSource]:
+    """q, k and v as one parameter, the output, their biases, and the norms of q and k.
+
+    Args:
+        qkv: names of the tensors with the rows of q, k and v.
+        order: of these rows, as in `ParamSource`.
+    """
     prefix = f"model.layers.{layer}.self_attn."
     path = ("blocks", str(layer), "attn")
     width = c.heads * c.head_dim
-    parts = tuple(f"{prefix}{p}_proj" for p in "qkv")
+    shapes = {"weight": (c.qkv_rows, c.hidden)}
+    if c.qkv_bias:
+        shapes["bias"] = (c.qkv_rows,)
     table = [
         ParamSource(
-            (*path, "qkv", "weight"), tuple(p + ".weight" for p in parts), (c.qkv_rows, c.hidden)
-        ),
-        ParamSource((*path, "out", "weight"), (f"{prefix}o_proj.weight",), (c.hidden, width)),
-    ]
-    if c.qkv_bias:
-        table.append(
-            ParamSource((*path, "qkv", "bias"), tuple(p + ".bias" for p in parts), (c.qkv_rows,))
+            (*path, "qkv", kind),
+            tuple(f"{prefix}{part}.{kind}" for part in qkv),
+            shape,
+            order=order,
         )
+        for kind, shape in shapes.items()
+    ]
+    table.append(
+        ParamSource((*path, "out", "weight"), (f"{prefix}o_proj.weight",), (c.hidden, width))
+    )
     if c.out_bias:
         table.append(ParamSource((*path, "out", "bias"), (f"{prefix}o_proj.bias",), (c.hidden,)))
     if c.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            table.append(
-                ParamSource((*path, name, "weight"), (f"{prefix}{name}.weight",), (c.head_dim,))
-            )
+        for name, heads in (("q_norm", c.heads), ("k_norm", c.kv_heads)):
+            size = heads * c.head_dim if c.qk_norm == "width" else c.head_dim
+            table.append(ParamSource((*path, name, "weight"), (f"{prefix}{name}.weight",), (size,)))
     return table
+
+
+def qkv_order(c: DecoderConfig, *, interleaved: bool = False) -> tuple[int, ...]:
+    """The order of the rows of q, k and v of a file, in which q and k have the pairs of a
+    `pair_order`.
+    """
+    head_rows = pair_order(c.head_dim, c.ropes[0].rotated, interleaved)
+    turned_heads = range(c.heads + c.kv_heads)
+    turned = [head * c.head_dim + row for head in turned_heads for row in head_rows]
+    order = (*turned, *range(len(turned), c.qkv_rows))
+    return () if order == tuple(range(c.qkv_rows)) else order
 
 
 def norm_table(c: DecoderConfig, layer: int, names: dict[str, str]) -> list[ParamSource]:
@@ -186,10 +252,11 @@ def norm_table(c: DecoderConfig, layer: int, names: dict[str, str]) -> list[Para
     ]
 
 
-def mlp_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
+def mlp_table(c: DecoderConfig, layer: int, gate_up: Sequence[str] = GATE_UP) -> list[ParamSource]:
+    """A gated MLP. gate_up: names of the tensors with the rows of the gates and then of `up`."""
     prefix = f"model.layers.{layer}.mlp."
     path = ("blocks", str(layer), "mlp")
-    up = tuple(f"{prefix}{p}_proj.weight" for p in ("gate", "up"))
+    up = tuple(f"{prefix}{part}.weight" for part in gate_up)
     return [
         ParamSource((*path, "up", "weight"), up, (2 * c.intermediate, c.hidden)),
         ParamSource(

@@ -8,14 +8,16 @@ from typing import NamedTuple
 
 
 class ParamSource(NamedTuple):
-    """One parameter: the tensors `sources`, each [out, in] or [n], joined on axis 0, then
-    transposed if `transpose`.
+    """One parameter: the tensors `sources`, each [out, in] or [n], joined on axis 0, with the rows
+    in the order `order`, then transposed if `transpose`.
 
     path: its place in the tree of parameters, e.g. ("layers", "0", "qkv").
     shape: of the finished parameter.
     rows: the number of rows of each source, so that an error can name the wrong source; () if there
         is one source, or to check only the sum.
     optional: omit the parameter if none of its sources exists.
+    order: a permutation of the joined rows: row i of the parameter is row order[i] of them; (): they
+        stay as they are.
     """
 
     path: tuple[str, ...]
@@ -24,3 +26,4 @@ class ParamSource(NamedTuple):
     transpose: bool = False
     rows: tuple[int, ...] = ()
     optional: bool = False
+    order: tuple[int, ...] = ()

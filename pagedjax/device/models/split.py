@@ -96,7 +96,16 @@ def device_config(c: DecoderConfig, mesh: MeshConfig) -> DecoderConfig:
         kv_heads=len(part_heads.keys) // n,
         experts=experts,
         axes=AXES,
+        qk_sizes=_qk_sizes(c, part_heads),
     )
+
+
+def _qk_sizes(c: DecoderConfig, part_heads: Heads) -> tuple[int, int]:
+    """How many numbers of queries and of keys all devices have together. Heads of zeros do not
+    count, and a key head counts once for each device that has it.
+    """
+    queries, keys = (np.count_nonzero(heads != PADDING) for heads in part_heads)
+    return int(queries) * c.head_dim, int(keys) * c.head_dim
 
 
 def heads(c: DecoderConfig, n: int) -> Heads:
@@ -168,6 +177,10 @@ def _split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Spl
         return (Split(AXES, _padded(c.vocab_size, n)),)
     if "attn" in path and path[0] == "blocks" and c.kinds[int(path[1])].mixer:
         return (WHOLE,)
+    if c.qk_norm == "width" and owner in ("q_norm", "k_norm"):
+        padded_heads = heads(c, n)
+        kind = padded_heads.queries if owner == "q_norm" else padded_heads.keys
+        return (Split(AXES, _row_order(kind, c.head_dim)),)
     if "attn" in path and owner in ("qkv", "out"):
         return _attention(c, n, owner, path[-1])
     if "mlp" in path and owner != "router":

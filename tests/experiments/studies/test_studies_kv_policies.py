@@ -10,7 +10,8 @@ import chex
 import numpy as np
 import pytest
 
-from pagedjax.device.models.decoder import DecoderConfig, LayerKind, Rope
+from pagedjax.device.models.decoder import DecoderConfig, LayerKind
+from pagedjax.device.rope import Rope
 from pagedjax.host import kv_policies
 from pagedjax.options.config import KVPolicyOptions
 

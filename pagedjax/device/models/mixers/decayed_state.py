@@ -116,9 +116,7 @@ def run(
         number, arrays, outputs = carry
         row = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
         block = first_blocks[row] + 1 + number - (ends[row] - more[row])
-        pages, outputs = of_blocks(
-            kept._replace(arrays=arrays), outputs, row[None], block[None]
-        )
+        pages, outputs = of_blocks(kept._replace(arrays=arrays), outputs, row[None], block[None])
         return number + 1, pages.arrays, outputs
 
     total = ends[-1]

@@ -1,0 +1,267 @@
+"""Files of the families whose tensors are joined or in another order, and of models of text and
+images.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import chex
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from pagedjax.device.adapters import Part
+from pagedjax.weights import open_checkpoint
+from pagedjax.weights.adapter_files import adapter_parts, modules_of, read_adapter, write_adapter
+from pagedjax.weights.architectures import FAMILIES, NEUTRAL, normalised
+from pagedjax.weights.convert import convert
+from pagedjax.weights.load import assemble
+from tests.refusals import refused
+from tests.weights.tiny import tiny_llama, write_json
+from tests.weights.tiny_families import shape_of, write_family
+
+BODY: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 2,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 6,
+    "long_factor": [2.0] * 6,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "phi3": BODY
+    | {"partial_rotary_factor": 0.75, "rope_scaling": LONGROPE}
+    | {"original_max_position_embeddings": 64},
+    "glm4": BODY | {"head_dim": 16},
+    "gpt_neox": BODY | {"num_key_value_heads": 4, "rotary_pct": 0.5, "rotary_emb_base": 5000},
+    "olmo3": BODY | {"sliding_window": 16, "rope_theta": 1e5},
+    "granite": BODY | {"residual_multiplier": 0.5, "logits_scaling": 4.0},
+    "smollm3": BODY | {"no_rope_layers": [1, 0]},
+    "exaone4": BODY | {"sliding_window": 16, "sliding_window_pattern": 2},
+}
+CONFIGS = {name: config | {"model_type": name} for name, config in CONFIGS.items()}
+
+
+@pytest.fixture(params=CONFIGS)
+def source(request, tmp_path) -> Path:
+    return write_family(tmp_path / "source", CONFIGS[request.param])
+
+
+def test_a_converted_folder_has_the_same_tensors_and_the_same_shape(source, tmp_path):
+    """Through Orbax, which has our own parameters."""
+    back = convert(convert(source, tmp_path / "orbax", "orbax"), tmp_path / "back", "safetensors")
+    tensors = load_file(source / "model.safetensors")
+    chex.assert_trees_all_equal(load_file(back / "model.safetensors"), tensors)
+    assert shape_of(json.loads((back / "config.json").read_text())) == shape_of(
+        json.loads((source / "config.json").read_text())
+    )
+
+
+def test_the_rows_of_a_gpt_neox_are_those_of_q_k_and_v_head_after_head(tmp_path):
+    folder = write_family(tmp_path / "neox", CONFIGS["gpt_neox"])
+    checkpoint = open_checkpoint(folder)
+    name = "gpt_neox.layers.1.attention.query_key_value.weight"
+    per_head = checkpoint.tensors[name].read().reshape(4, 3, 16, 64)  # head, part, row, input
+    c = shape_of(CONFIGS["gpt_neox"])
+    (entry,) = [x for x in FAMILIES["gpt_neox"].param_table(c) if x.sources == (name,)]
+    ours = assemble(checkpoint.tensors, entry, np.dtype(np.float32)).reshape(3, 4, 16, 64)
+    # of the 8 rows that are rotated, 4 are the first of pairs; then 4 of those that are not
+    order = [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15]
+    for part in (0, 1):
+        chex.assert_trees_all_equal(ours[part], per_head[:, part, order])
+    chex.assert_trees_all_equal(ours[2], per_head[:, 2])
+
+
+def test_a_head_that_files_call_lm_head_is_embed_out(tmp_path):
+    """transformers 5 has both names."""
+    folder = write_family(tmp_path / "neox", CONFIGS["gpt_neox"])
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("embed_out.weight")
+    save_file(tensors, folder / "model.safetensors")
+    assert "embed_out.weight" in open_checkpoint(folder).tensors
+
+
+def test_adapters_are_in_the_order_of_the_files(source, tmp_path):
+    """A matrix of ours from the file's W + s B A is ours from W, plus the parts of the adapter."""
+    checkpoint = open_checkpoint(source)
+    family = FAMILIES[checkpoint.config["model_type"]]
+    c = family.from_hf(checkpoint.config)
+    rng = np.random.default_rng(1)
+    factors = {}
+    merged = dict(checkpoint.tensors)
+    for module in modules_of(c):
+        tensor = checkpoint.tensors[f"{module}.weight"]
+        out, inputs = tensor.shape
+        a = rng.standard_normal((3, inputs)).astype(np.float32)
+        b = rng.standard_normal((out, 3)).astype(np.float32)
+        factors[module] = a, b
+        values = tensor.read() + 2 * b @ a  # alpha / r is 2
+        merged[tensor.name] = tensor.__class__(
+            tensor.name, tensor.shape, tensor.dtype, tensor.file, "F32", lambda x=values: x
+        )
+    options = {"lora_alpha": 6}
+    adapter = read_adapter(write_adapter(tmp_path / "a", factors, options), c, "a")
+    parts = adapter_parts(factors, c, options)
+    chex.assert_trees_all_equal(dict(adapter.parts), parts)
+    assert len(parts) == c.layers * sum(len(ends) for ends in c.parts.values())
+    for entry in family.param_table(c):
+        matrix = ".".join(entry.path[2:-1])
+        if matrix in c.parts and entry.path[-1] == "weight":
+            before, after = (
+                assemble(t, entry, np.dtype(np.float32)) for t in (checkpoint.tensors, merged)
+            )
+            layer = int(entry.path[1])
+            added = [
+                parts[Part(layer, matrix, i)][1] @ parts[Part(layer, matrix, i)][0]
+                for i in range(len(c.parts[matrix]))
+            ]
+            chex.assert_trees_all_close(after - before, np.concatenate(added), atol=1e-4)
+
+
+# --- text and images ------------------------------------------------------------------------------
+
+OLD_NAMES = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+NEW_NAMES = {"model.": "model.language_model.", "lm_head.": "lm_head."}
+
+
+def composite_of(folder: Path, text: Path, starts: dict[str, str], **changes: Any) -> Path:
+    """A model of text and images around a text model, with names of either transformers."""
+    folder.mkdir()
+    config = json.loads((text / "config.json").read_text())
+    outer = {"model_type": "mistral3", "vision_config": {"hidden_size": 8}, "eos_token_id": [2, 7]}
+    config = config | {"model_type": "mistral", "sliding_window": None}
+    write_json(folder / "config.json", outer | {"text_config": config} | changes)
+    tensors = {}
+    for name, x in load_file(text / "model.safetensors").items():
+        start = next(start for start in starts if name.startswith(start))
+        tensors[starts[start] + name.removeprefix(start)] = x
+    image = "model." if starts is NEW_NAMES else ""
+    for name in ("vision_tower.patch_conv.weight", "multi_modal_projector.linear_1.weight"):
+        tensors[image + name] = np.ones((2, 2), np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("starts", [OLD_NAMES, NEW_NAMES], ids=["old names", "new names"])
+def test_the_text_of_a_composite_is_read_and_the_log_names_what_is_left_out(
+    tmp_path, caplog, starts
+):
+    text = tiny_llama(tmp_path / "text", tied=False)
+    folder = composite_of(tmp_path / "both", text, starts)
+    with caplog.at_level(logging.WARNING, "pagedjax.weights"):
+        checkpoint = open_checkpoint(folder)
+    message = (
+        "text and images (mistral3); its 2 tensors of images are left out: it reads and writes"
+    )
+    assert message in caplog.text
+    assert checkpoint.config["model_type"] == "mistral"
+    assert checkpoint.eos_token_ids == (2, 7)
+    plain = open_checkpoint(text).tensors
+    assert checkpoint.tensors.keys() == plain.keys()
+    for name, tensor in checkpoint.tensors.items():
+        chex.assert_trees_all_equal(tensor.read(), plain[name].read())
+    converted = convert(folder, tmp_path / "converted", "safetensors")
+    assert open_checkpoint(converted).tensors.keys() == plain.keys()
+    # PEFT names the matrices of a composite as its files do
+    config = FAMILIES["mistral"].from_hf(checkpoint.config)
+    name = "model.layers.0.self_attn.o_proj"
+    factors = np.ones((2, 64), np.float32), np.ones((64, 2), np.float32)
+    renamed = starts["model."] + name.removeprefix("model.")
+    chex.assert_trees_all_equal(
+        adapter_parts({renamed: factors}, config), adapter_parts({name: factors}, config)
+    )
+
+
+def test_what_a_composite_says_beside_its_text_holds(tmp_path):
+    text = tiny_llama(tmp_path / "text", tied=True)
+    tied = composite_of(tmp_path / "tied", text, NEW_NAMES, tie_word_embeddings=True)
+    assert open_checkpoint(tied).config["tie_word_embeddings"] is True
+    quantised = {"quantization_config": {"quant_method": "fp8"}}
+    with refused("'fp8' quantisation is not supported"):
+        open_checkpoint(composite_of(tmp_path / "fp8", text, NEW_NAMES, **quantised))
+
+
+def test_a_composite_of_another_text_is_refused():
+    with refused("here: model_type is 'gemma3' and text_config is None; it must be an object"):
+        normalised({"model_type": "gemma3"}, "here")
+    other = {"model_type": "mistral3", "text_config": BODY | {"model_type": "ministral3"}}
+    with refused("here: model_type is 'ministral3'; .*the nearest name: mistral3"):
+        normalised(other, "here")
+
+
+# --- keys that a family does not read -------------------------------------------------------------
+
+VALUES = {
+    "no_rope_layers": [1, 0],
+    "rope_interleave": True,
+    "rope_interleaved": True,
+    "alibi": True,
+    "use_alibi": True,
+    "use_parallel_residual": True,
+    "parallel_attn": True,
+    "use_bidirectional_attention": True,
+    "is_causal": False,
+}
+READERS = {
+    "partial_rotary_factor": "phi3, glm, glm4, gpt_neox",
+    "residual_multiplier": "granite",
+    "no_rope_layers": "smollm3",
+    "attn_logit_softcapping": "gemma2, gemma3_text",
+    "use_parallel_residual": "gpt_neox",
+}
+
+
+@pytest.mark.parametrize("key", NEUTRAL)
+def test_a_key_that_changes_the_result_and_is_not_read_is_refused_with_its_family(key):
+    config = BODY | {"model_type": "qwen3"}
+    value = VALUES.get(key, 0.3)
+    having = f"families that do: {READERS[key]};" if key in READERS else ""
+    with refused(f"here: {key} is .*, which qwen3 does not read; {having}"):
+        normalised(config | {key: value}, "here")
+    for neutral in (None, *NEUTRAL[key]):
+        normalised(config | {key: neutral}, "here")
+
+
+def test_layers_of_another_kind_are_refused():
+    config = BODY | {"model_type": "qwen3"}
+    with refused(
+        "layer_types has 'linear_attention'; layers here are of full_attention or sliding"
+    ):
+        normalised(config | {"layer_types": ["full_attention", "linear_attention"]}, "here")
+    with refused("layer_types has 1 entries, and num_hidden_layers is 2; give one for each layer"):
+        normalised(config | {"layer_types": ["full_attention"]}, "here")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "message"),
+    [
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 values, and the model 2 layers"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling is 0; it must be above 0"),
+        (
+            "exaone4",
+            {"sliding_window_pattern": "LLLG"},
+            "sliding_window_pattern is 'LLLG' and layer_types is missing; give layer_types",
+        ),
+        ("gpt_neox", {"hidden_act": "relu"}, "hidden_act is 'relu'; it must be one of 'gelu_new'"),
+        ("glm4", {"partial_rotary_factor": 0.2}, "3 of the 16 numbers of a head are rotated"),
+        ("phi3", {"partial_rotary_factor": 0.5}, "has 6 values in .*; a head has 4 pairs that are"),
+        ("olmo3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; olmo3 uses 'silu'"),
+    ],
+)
+def test_a_value_that_a_family_cannot_honour_is_refused_before_weights_are_read(
+    model_type, change, message
+):
+    config = normalised(CONFIGS[model_type] | change, "here")
+    with refused(message):
+        FAMILIES[model_type].from_hf(config)
