@@ -130,6 +130,39 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "full_attention"]}
         | {"conv_bias": True, "conv_L_cache": 4, "block_multiple_of": 32},
     ),
+    "Qwen3.5": (
+        "qwen3_5_text",
+        BODY
+        | {"num_hidden_layers": 4, "head_dim": 32, "linear_conv_kernel_dim": 3}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"linear_key_head_dim": 12, "linear_value_head_dim": 20},
+    ),
+    "Qwen3.5, the delta rule behind attention": (
+        "qwen3_5_text",
+        BODY
+        | {"num_hidden_layers": 2, "head_dim": 16, "tie_word_embeddings": True}
+        | {"layer_types": ["full_attention", "linear_attention"]}
+        | {"linear_num_key_heads": 3, "linear_num_value_heads": 3}
+        | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    ),
+    "Granite 4 Hybrid": (
+        "granitemoehybrid",
+        BODY
+        | {"num_hidden_layers": 3, "num_local_experts": 0, "shared_intermediate_size": 96}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_conv": 3}
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 1.5}
+        | {"attention_multiplier": 0.3},
+    ),
+    "Granite 4 Hybrid, rotated, biases, limits": (
+        "granitemoehybrid",
+        BODY
+        | {"num_hidden_layers": 2, "num_local_experts": 0, "shared_intermediate_size": 80}
+        | {"layer_types": ["full_attention", "linear_attention"]}
+        | {"mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 8}
+        | {"mamba_proj_bias": True, "time_step_limit": [0.01, 0.5]}
+        | {"position_embedding_type": "rope", "tie_word_embeddings": True},
+    ),
     "Mixtral": ("mixtral", BODY | {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "Qwen3-MoE": (
         "qwen3_moe",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pagedjax import LLM, SamplingParams
+from pagedjax import LLM, BeamSearchParams, SamplingParams
 from pagedjax.device.models import assemble
 from pagedjax.device.models.decoder import Decoder, DecoderConfig, LayerKind
 from pagedjax.device.models.mixers.gated_delta import GatedDelta

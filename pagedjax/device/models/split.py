@@ -197,8 +197,10 @@ def _attention(c: DecoderConfig, n: int, owner: str, name: str) -> tuple[Split, 
         if name != "weight":
             return (WHOLE,)
         return (WHOLE, Split(AXES, _row_order(padded_heads.queries, c.head_dim)))
-    kinds = padded_heads.queries, padded_heads.keys, padded_heads.keys
-    first = np.array([0, c.heads, c.heads + c.kv_heads])
+    query_kinds = (padded_heads.queries,) * (1 + c.attn_gate)
+    kinds = *query_kinds, padded_heads.keys, padded_heads.keys
+    counts = [c.heads] * len(query_kinds) + [c.kv_heads, c.kv_heads]
+    first = np.cumsum([0, *counts[:-1]])
     shares = [
         np.where(kind == PADDING, PADDING, kind + start).reshape(n, -1)
         for kind, start in zip(kinds, first, strict=True)
