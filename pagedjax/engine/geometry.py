@@ -143,6 +143,40 @@ def layers_in_groups(config: EngineConfig, model: Model) -> LayerGroups | None:
     return layer_groups(layers)
 
 
+def check_mixers(config: EngineConfig, model: Model) -> None:
+    """Raises ValueError for options that a model whose layers have mixers cannot have."""
+    mixers = [kind.mixer for kind in model.config.kinds if kind.mixer]
+    if not mixers:
+        return
+    subject = f"the model has layers without attention ({type(mixers[0]).__name__})"
+    if config.is_baseline:
+        raise ValueError(
+            f"{subject}, and a baseline keeps every block in one table; leave reservation, "
+            "chunked_prefill and mixed_steps at their defaults"
+        )
+    if config.speculative is not None and config.speculative.on_device:
+        raise ValueError(
+            f"{subject}, beside which no draft model or head runs yet; use "
+            "speculative.method='ngram', or no drafts"
+        )
+    if isinstance(config.kv_policy, KVPolicyOptions) and config.kv_policy.name != "full":
+        raise ValueError(
+            f"{subject}, whose pages a kv_policy cannot thin out, and kv_policy is "
+            f"{config.kv_policy.name!r}; use kv_policy='full'"
+        )
+    if config.kv_cache_dtype == "float8_e4m3fn":
+        raise ValueError(
+            f"{subject}, whose numbers stay as they are, and kv_cache_dtype is "
+            f"{config.kv_cache_dtype!r}, whose pages would not become smaller; leave it out"
+        )
+    variant = [mixer for mixer in mixers if not mixer.invariant]
+    if config.batch_invariant and variant:
+        raise ValueError(
+            f"batch_invariant is True, and the products of {type(variant[0]).__name__} layers "
+            "depend on the shapes of a step; set batch_invariant=False"
+        )
+
+
 def views(config: EngineConfig, model: Model) -> tuple[View, ...]:
     """What queries see, by group of layers; () if all of them see everything.
 
@@ -222,7 +256,7 @@ def _layers(config: EngineConfig, model: Model) -> list[LayerPages]:
     drafts = config.speculative is not None and config.speculative.on_device
     keeps_all = config.is_baseline or drafts or not config.free_window_blocks
     part = model.part
-    dtype = attention.page_dtype(None, config.kv_cache_dtype or model.dtype)
+    dtype = config.kv_cache_dtype or model.dtype  # of as many bytes as that of the pages
     sizes = cache.BlockSizes(config.block_size, part.kv_heads, part.head_dim, dtype, part.head_dim)
 
     def freed(window: int | None) -> int | None:
@@ -283,7 +317,7 @@ def block_shape(
         block_size=block_size,
         kv_heads=part.kv_heads * devices,
         head_dim=part.head_dim,
-        dtype=attention.page_dtype(impl, dtype),
+        dtype=attention.page_dtype(impl, dtype, words=any(kind.mixer for kind in part.kinds)),
         row=attention.page_row(impl, part.head_dim),
     )
     return {

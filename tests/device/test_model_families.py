@@ -277,10 +277,12 @@ def their_logits(theirs: Any, prompt: np.ndarray) -> np.ndarray:
 @pytest.mark.oracle
 def test_ragged_chunks_give_the_logits_of_transformers(saved):
     folder, theirs = saved
-    for got, prompt in zip(all_logits(load_model(folder).model, CHUNKED), PROMPTS, strict=True):
+    model = load_model(folder).model
+    atol = 2e-4 if any(kind.mixer for kind in model.config.kinds) else 1e-4  # a state is a long sum
+    for got, prompt in zip(all_logits(model, CHUNKED), PROMPTS, strict=True):
         expected = their_logits(theirs, prompt)
         assert np.ptp(expected) > 1, "the logits hardly differ: the comparison is blind"
-        chex.assert_trees_all_close(got, expected, atol=1e-4, rtol=0)
+        chex.assert_trees_all_close(got, expected, atol=atol, rtol=0)
 
 
 @pytest.mark.oracle

@@ -12,17 +12,24 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pagedjax import LLM, BeamSearchParams, SamplingParams
+from pagedjax import LLM, BeamSearchParams, SamplingParams, Taps
 from pagedjax.device.models import assemble
 from pagedjax.device.models.decoder import Decoder, DecoderConfig, LayerKind
 from pagedjax.device.models.mixers.gated_delta import GatedDelta
 from pagedjax.device.models.mixers.mamba2 import Mamba2
 from pagedjax.device.models.mixers.short_conv import ShortConv
+from pagedjax.device.score import score
+from pagedjax.host import scheduler
+from pagedjax.host.kv_policies import View
+from pagedjax.host.replay import replay
+from pagedjax.host.types import HOLE
 from pagedjax.weights.trained import nested
-from tests.engine.runs import check_idle, small_llm
+from tests.engine.runs import check_idle, greedy, small_llm
+from tests.refusals import refused
 
 DELTA = GatedDelta(length=3, heads=4, key_heads=2, key_dim=8, value_dim=12)
 MAMBA = Mamba2(length=4, heads=4, key_heads=2, key_dim=6, value_dim=8)
+pytestmark = pytest.mark.few_optimisations
 KINDS = (
     LayerKind(mixer=ShortConv(3)),
     LayerKind(),
@@ -112,3 +119,58 @@ QUICK = ("small blocks, cut prompts, swapping",)
 def test_tokens_do_not_depend_on_how_pages_are_kept(name, loaded, expected):
     llm = small_llm(loaded, **CASES[name])
     check_same(tokens_of(llm, rounds=2), expected * 2)
+
+
+def test_a_beam_search_has_the_same_beams_in_any_blocks(loaded):
+    searches = []
+    for sizes in ({"block_size": 16}, {"block_size": 4, "max_num_batched_tokens": 11}):
+        llm = small_llm(loaded, **sizes)
+        searches.append([output.sequences for output in llm.beam_search(prompts(), BEAMS)])
+    first, second = ([[beam.tokens for beam in beams] for beams in search] for search in searches)
+    assert first == second
+
+
+def test_blocks_before_the_window_are_given_back_and_found_again(loaded, tmp_path):
+    """Only the layer of attention keeps all blocks of a sequence; the others keep two."""
+    llm = small_llm(loaded, block_size=4, num_blocks=40)
+    config = llm.engine.scheduler_state.config
+    assert config.views == (View(),) + (View(2),) * (config.groups - 1)
+    prompt = prompts()[3]
+    results = []
+    for num_cached in (0, 32):  # of 36 tokens; the last block is computed again
+        output = llm.generate([prompt], greedy(24))[0]
+        assert output.num_cached_tokens == num_cached
+        results.append(output.outputs[0].token_ids)
+    assert results[0] == results[1]
+    recording = tmp_path / "run.jsonl"
+    llm.engine.record(recording)
+    llm.generate([prompt], greedy(24))
+    llm.engine.record(None)
+    transitions = replay(recording)
+    tables = [seq.blocks for made in transitions for seq in scheduler.running(made.state)]
+    blocks = (36 + 24) // 4
+    assert max(table.count(HOLE) for table in tables) >= (config.groups - 1) * (blocks - 3)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a baseline": ({"reservation": "max"}, "a baseline keeps every block in one table"),
+    "a KV policy": ({"kv_policy": "streaming"}, "whose pages a kv_policy cannot thin out"),
+    "8 bits": ({"kv_cache_dtype": "float8_e4m3fn"}, "whose pages would not become smaller"),
+    "equal bits": ({"batch_invariant": True}, "depend on the shapes of a step"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_such_a_model_cannot_have_is_refused(name, loaded):
+    options, text = REFUSED[name]
+    with refused(text):
+        small_llm(loaded, **options)
+
+
+def test_whole_sequences_and_taps_of_such_layers_are_refused(loaded):
+    model = loaded.model
+    with refused("run with a cache alone"):
+        score(nnx.merge(model.graphdef, model.params), np.array([[1, 2, 3]]))
+    llm = small_llm(loaded)
+    with refused("layer 0, which has no attention; those with attention are 1"):
+        llm.generate(prompts()[:1], greedy(1, taps=Taps(attention={0: 0})))

@@ -62,6 +62,7 @@ def _mixer(config: dict[str, Any]) -> Mamba2:
         step_limits=(float(limits[0]), float(limits[1])),
         bias=bool(config["mamba_proj_bias"]),
         conv_bias=bool(config["mamba_conv_bias"]),
+        norm_parts=config["mamba_n_groups"],
     )
 
 

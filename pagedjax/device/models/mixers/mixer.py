@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,12 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixer:
-    """A layer that mixes tokens without attention. Its fields are sizes."""
+    """A layer that mixes tokens without attention. Its fields are sizes.
+
+    invariant: whether a token's bits depend on its sequence alone (docs/design/batch-invariance.md).
+    """
+
+    invariant: ClassVar[bool] = False
 
     def kept(self, c: DecoderConfig, dtype: str) -> Kept:
         """What the layer keeps. dtype: of the activations."""

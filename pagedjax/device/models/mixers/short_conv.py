@@ -27,7 +27,7 @@ NAME = "conv_input"
 
 @dataclass(frozen=True)
 class ShortConv(Mixer):
-    """length: of the convolution in tokens (L). bias: whether all three products have one."""
+    """length: of the convolution in tokens (L). bias: whether both products and it have one."""
 
     length: int
     bias: bool = False
