@@ -109,18 +109,26 @@ CASES: dict[str, dict[str, Any]] = {
     "no lookahead": {"block_size": 8, "lookahead": 0},
     "two devices": {"block_size": 8, "mesh": {"tensor": 2}},
 }
-QUICK = ("small blocks, cut prompts, swapping",)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
-)
+def test_tokens_of_a_request_do_not_depend_on_its_company(loaded):
+    """Together they are cut, swapped and copied; alone they find what is in the cache."""
+    llm = small_llm(loaded, **CASES["small blocks, cut prompts, swapping"])
+    together = tokens_of(llm)
+    outputs = [llm.generate([prompt], PARAMS)[0] for prompt in prompts()]
+    assert [output.num_cached_tokens for output in outputs] == [12, 20, 16, 32]
+    alone = [branch for output in outputs for branch in output.outputs]
+    check_same([(branch.token_ids, branch.cumulative_logprob) for branch in alone], together)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_tokens_do_not_depend_on_how_pages_are_kept(name, loaded, expected):
     llm = small_llm(loaded, **CASES[name])
     check_same(tokens_of(llm, rounds=2), expected * 2)
 
 
+@pytest.mark.slow
 def test_a_beam_search_has_the_same_beams_in_any_blocks(loaded):
     searches = []
     for sizes in ({"block_size": 16}, {"block_size": 4, "max_num_batched_tokens": 11}):
@@ -130,6 +138,7 @@ def test_a_beam_search_has_the_same_beams_in_any_blocks(loaded):
     assert first == second
 
 
+@pytest.mark.slow
 def test_blocks_before_the_window_are_given_back_and_found_again(loaded, tmp_path):
     """Only the layer of attention keeps all blocks of a sequence; the others keep two."""
     llm = small_llm(loaded, block_size=4, num_blocks=40)
@@ -153,7 +162,7 @@ def test_blocks_before_the_window_are_given_back_and_found_again(loaded, tmp_pat
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a baseline": ({"reservation": "max"}, "a baseline keeps every block in one table"),
+    "a baseline": ({"mixed_steps": False}, "a baseline keeps every block in one table"),
     "a KV policy": ({"kv_policy": "streaming"}, "whose pages a kv_policy cannot thin out"),
     "8 bits": ({"kv_cache_dtype": "float8_e4m3fn"}, "whose pages would not become smaller"),
     "equal bits": ({"batch_invariant": True}, "depend on the shapes of a step"),

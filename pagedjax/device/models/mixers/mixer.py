@@ -204,18 +204,41 @@ class KeptPages(NamedTuple):
             pages = pages._with(index, array, changed)
         return pages
 
+    def with_rows(
+        self, name: str, rows: jax.Array, positions: jax.Array, numbers: jax.Array, used: jax.Array
+    ) -> KeptPages:
+        """The pages with the numbers [N, *shape] of one token of each of `rows` [N], at `positions`
+        [N], where `used` [N].
+        """
+        size = self.sizes.block_size
+        words = self._as_words(numbers, self.kept.tokens[name])
+        width = self.sizes.kv_heads * self.sizes.head_dim
+        pages = self
+        for part, (group, index, array) in enumerate(self._parts(name)):
+            blocks = self.tables.block_tables[group][rows, positions // size]
+            of_part = _padded(words[:, part * width : (part + 1) * width], width)
+            places = pages._by_token(index, array).at[jnp.where(used, blocks, 0), positions % size]
+            pages = pages._with(index, array, places.set(of_part))
+        return pages
+
     def with_blocks(
-        self, name: str, rows: jax.Array, blocks: jax.Array, numbers: jax.Array, used: jax.Array
+        self,
+        name: str,
+        rows: jax.Array,
+        blocks: jax.Array,
+        numbers: jax.Array,
+        used: jax.Array | None = None,
     ) -> KeptPages:
         """The pages with the numbers [N, *shape] of blocks: number `blocks` [N] of the sequences of
-        `rows` [N], where `used` [N].
+        `rows` [N], where `used` [N]; None: all.
         """
         words = self._as_words(numbers, self.kept.blocks[name])
         width = self.sizes.kv_heads * self.sizes.head_dim * self.sizes.block_size
         pages = self
         for part, (group, index, array) in enumerate(self._parts(name)):
-            # unused ones go to the trash block
-            targets = jnp.where(used, self.tables.block_tables[group][rows, blocks], 0)
+            targets = self.tables.block_tables[group][rows, blocks]
+            if used is not None:
+                targets = jnp.where(used, targets, 0)  # the trash block
             of_part = _padded(words[:, part * width : (part + 1) * width], width)
             changed = pages._by_block(index, array).at[targets].set(of_part)
             pages = pages._with(index, array, changed)
