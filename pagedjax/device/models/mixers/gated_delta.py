@@ -23,7 +23,7 @@ from pagedjax.device.cache import Pages
 from pagedjax.device.layers import Linear
 from pagedjax.device.models.mixers import decayed_state
 from pagedjax.device.models.mixers.decayed_state import Inputs, StateSizes
-from pagedjax.device.models.mixers.mixer import Kept, KeptPages, Mixer, convolution
+from pagedjax.device.models.mixers.mixer import Kept, KeptPages, Mixer, MixerLayer, convolution
 from pagedjax.device.row_reductions import row_means
 
 NAME = "conv_input"
@@ -70,14 +70,13 @@ class GatedDelta(Mixer):
     def window(self, block_size: int) -> int:
         return max(self.length, block_size + 1)
 
-    def layer(self, c: Any, dtype: str) -> nnx.Module:
+    def layer(self, c: Any, dtype: str) -> MixerLayer:
         return GatedDeltaLayer(self, c, dtype)
 
 
-class GatedDeltaLayer(nnx.Module):
-    """norm(x) [T, H] -> y + residual [T, H], with methods as those of `decoder.Attention`."""
-
+class GatedDeltaLayer(MixerLayer):
     def __init__(self, mixer: GatedDelta, c: Any, dtype: str):
+        super().__init__(mixer, c, dtype)
         options = {"dtype": dtype, "stored": c.stored, "impl": c.linear}
         self.inner = Linear(c.hidden, sum(mixer.parts), **options)
         self.out = Linear(mixer.values, c.hidden, **options)
@@ -85,35 +84,32 @@ class GatedDeltaLayer(nnx.Module):
         self.decay_log = nnx.Param(jnp.zeros((mixer.heads,), dtype))
         self.decay_bias = nnx.Param(jnp.zeros((mixer.heads,), dtype))
         self.norm = nnx.Param(jnp.zeros((mixer.value_dim,), dtype))
-        self.mixer = mixer
-        self.config = c
-        self.dtype = dtype
 
-    def __call__(self, x, pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
-        kept, y, gate = self._run(x, pages, batch, norm)
+    def __call__(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm, residual=None):
+        kept, y, gate = self._run(x, arrays, batch, norm)
         return self._output(y, gate, batch, residual), kept.arrays
 
-    def write(self, x, pages, batch: Batch, angles, attend: Attend, *, norm) -> tuple[Pages, ...]:
+    def write(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm) -> tuple[Pages, ...]:
         """The pages with the tokens of x."""
-        return self._run(x, pages, batch, norm)[0].arrays
+        return self._run(x, arrays, batch, norm)[0].arrays
 
-    def read(self, x, pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
+    def read(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm, residual=None):
         """As `__call__`, for tokens that are in the pages."""
         m = self.mixer
-        kept = self._kept(pages, batch)
+        kept = self.pages(arrays, batch)
         rows = m.channels, m.channels + m.values
         gate = self.inner(x, norm=norm, rows=rows, sizes=batch.used_tokens)
         query, _, _ = self._convolved(kept, batch)
         y = decayed_state.read(kept, m.sizes, query, batch)
         return self._output(y, gate, batch, residual)
 
-    def _run(self, x, pages, batch: Batch, norm) -> tuple[KeptPages, jax.Array, jax.Array]:
+    def _run(self, x, arrays, batch: Batch, norm) -> tuple[KeptPages, jax.Array, jax.Array]:
         """(pages, outputs of the state [T, N, D], z [T, N D])."""
         m = self.mixer
         ends = [sum(m.parts[: i + 1]) for i in range(len(m.parts) - 1)]
         product = self.inner(x, norm=norm, sizes=batch.used_tokens)
         inputs, gate, rate, decay = jnp.split(product, ends, axis=1)
-        kept = self._kept(pages, batch).with_tokens(NAME, inputs)
+        kept = self.pages(arrays, batch).with_tokens(NAME, inputs)
         query, key, value = self._convolved(kept, batch)
         speed = -jnp.exp(self.decay_log[...].astype(jnp.float32))
         bias = self.decay_bias[...].astype(jnp.float32)
@@ -136,10 +132,6 @@ class GatedDeltaLayer(nnx.Module):
         query = _unit(query.reshape(-1, m.key_heads, m.key_dim)) * m.key_dim**-0.5
         key = _unit(key.reshape(-1, m.key_heads, m.key_dim))
         return query, key, value.reshape(-1, m.heads, m.value_dim)
-
-    def _kept(self, pages: tuple[Pages, ...], batch: Batch) -> KeptPages:
-        kept = self.mixer.kept(self.config, self.dtype)
-        return KeptPages.of(kept, self.config.head_dim, pages, batch)
 
     def _output(self, y: jax.Array, gate: jax.Array, batch: Batch, residual) -> jax.Array:
         """out(norm(y) * silu(gate))."""

@@ -23,7 +23,7 @@ from pagedjax.device.cache import Pages
 from pagedjax.device.layers import Linear, values
 from pagedjax.device.models.mixers import decayed_state
 from pagedjax.device.models.mixers.decayed_state import Inputs, StateSizes
-from pagedjax.device.models.mixers.mixer import Kept, KeptPages, Mixer, convolution
+from pagedjax.device.models.mixers.mixer import Kept, KeptPages, Mixer, MixerLayer, convolution
 from pagedjax.device.row_reductions import row_means
 
 NAME = "conv_input"
@@ -78,14 +78,13 @@ class Mamba2(Mixer):
     def window(self, block_size: int) -> int:
         return max(self.length, block_size + 1)
 
-    def layer(self, c: Any, dtype: str) -> nnx.Module:
+    def layer(self, c: Any, dtype: str) -> MixerLayer:
         return Mamba2Layer(self, c, dtype)
 
 
-class Mamba2Layer(nnx.Module):
-    """norm(x) [T, H] -> y + residual [T, H], with methods as those of `decoder.Attention`."""
-
+class Mamba2Layer(MixerLayer):
     def __init__(self, mixer: Mamba2, c: Any, dtype: str):
+        super().__init__(mixer, c, dtype)
         options = {"bias": mixer.bias, "dtype": dtype, "stored": c.stored, "impl": c.linear}
         self.inner = Linear(c.hidden, sum(mixer.parts), **options)
         self.out = Linear(mixer.values, c.hidden, **options)
@@ -96,34 +95,31 @@ class Mamba2Layer(nnx.Module):
         self.step_bias = nnx.Param(jnp.zeros((mixer.heads,), dtype))
         self.skip = nnx.Param(jnp.zeros((mixer.heads,), dtype))
         self.norm = nnx.Param(jnp.zeros((mixer.values,), dtype))
-        self.mixer = mixer
-        self.config = c
-        self.dtype = dtype
 
-    def __call__(self, x, pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
-        kept, y, gate = self._run(x, pages, batch, norm)
+    def __call__(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm, residual=None):
+        kept, y, gate = self._run(x, arrays, batch, norm)
         return self._output(y, gate, batch, residual), kept.arrays
 
-    def write(self, x, pages, batch: Batch, angles, attend: Attend, *, norm) -> tuple[Pages, ...]:
+    def write(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm) -> tuple[Pages, ...]:
         """The pages with the tokens of x."""
-        return self._run(x, pages, batch, norm)[0].arrays
+        return self._run(x, arrays, batch, norm)[0].arrays
 
-    def read(self, x, pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
+    def read(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm, residual=None):
         """As `__call__`, for tokens that are in the pages."""
         m = self.mixer
-        kept = self._kept(pages, batch)
+        kept = self.pages(arrays, batch)
         gate = self.inner(x, norm=norm, rows=(0, m.values), sizes=batch.used_tokens)
         value, _, query = self._convolved(kept, batch)
         y = decayed_state.read(kept, m.sizes, query, batch)
         return self._output(y + self._skipped(value), gate, batch, residual)
 
-    def _run(self, x, pages, batch: Batch, norm) -> tuple[KeptPages, jax.Array, jax.Array]:
+    def _run(self, x, arrays, batch: Batch, norm) -> tuple[KeptPages, jax.Array, jax.Array]:
         """(pages, outputs of the state and the skip [T, N, D], z [T, N D])."""
         m = self.mixer
         ends = [sum(m.parts[: i + 1]) for i in range(len(m.parts) - 1)]
         product = self.inner(x, norm=norm, sizes=batch.used_tokens)
         gate, inputs, step = jnp.split(product, ends, axis=1)
-        kept = self._kept(pages, batch).with_tokens(NAME, inputs)
+        kept = self.pages(arrays, batch).with_tokens(NAME, inputs)
         value, key, query = self._convolved(kept, batch)
         speed = -jnp.exp(self.decay_log[...].astype(jnp.float32))
         bias = self.step_bias[...].astype(jnp.float32)
@@ -143,10 +139,6 @@ class Mamba2Layer(nnx.Module):
 
     def _skipped(self, value: jax.Array) -> jax.Array:
         return self.skip[...].astype(jnp.float32)[:, None] * value
-
-    def _kept(self, pages: tuple[Pages, ...], batch: Batch) -> KeptPages:
-        kept = self.mixer.kept(self.config, self.dtype)
-        return KeptPages.of(kept, self.config.head_dim, pages, batch)
 
     def _output(self, y: jax.Array, gate: jax.Array, batch: Batch, residual) -> jax.Array:
         """out(norm(y * silu(gate)))."""

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
+from pagedjax.device.attention import Attend
 from pagedjax.device.batch import Batch
 from pagedjax.device.cache import BlockSizes, Pages
 from pagedjax.device.extras import LayerTables
 
 if TYPE_CHECKING:
-    from flax import nnx
-
     from pagedjax.device.models.decoder import DecoderConfig
 
 ARRAYS_OF_PAGE = ("k", "v")
@@ -61,10 +61,8 @@ class Mixer:
         """How many tokens the layer sees, its own included."""
         raise NotImplementedError
 
-    def layer(self, c: DecoderConfig, dtype: str) -> nnx.Module:
-        """A module with the methods `__call__`, `write` and `read` of `decoder.Attention`, whose
-        `pages` are the page arrays of the layer, for `KeptPages`.
-        """
+    def layer(self, c: DecoderConfig, dtype: str) -> MixerLayer:
+        """The layer's module."""
         raise NotImplementedError
 
     def pages(self, c: DecoderConfig, sizes: BlockSizes, dtype: str) -> int:
@@ -292,6 +290,36 @@ def _padded(words: jax.Array, width: int) -> jax.Array:
     """[N, width] words, with zeros behind them."""
     missing = width - words.shape[1]
     return jnp.pad(words, ((0, 0), (0, missing))) if missing else words
+
+
+class MixerLayer(nnx.Module):
+    """The module of a layer without attention. A subclass adds its parameters, `write` and `read`.
+
+    x is [T, H], before the layer's norm, which is None in models without one there.
+    """
+
+    def __init__(self, mixer: Any, c: Any, dtype: str):
+        self.mixer = mixer
+        self.config = c
+        self.dtype = dtype
+
+    def pages(self, arrays: Sequence[Pages], batch: Batch) -> KeptPages:
+        """The layer's pages: `arrays` are what its methods get."""
+        kept = self.mixer.kept(self.config, self.dtype)
+        return KeptPages.of(kept, self.config.head_dim, arrays, batch)
+
+    def __call__(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm, residual=None):
+        """norm(x) -> (y + residual [T, H], page arrays)."""
+        arrays = self.write(x, arrays, batch, angles, attend, norm=norm)
+        return self.read(x, arrays, batch, angles, attend, norm=norm, residual=residual), arrays
+
+    def write(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm) -> tuple[Pages, ...]:
+        """The page arrays with what the tokens of x keep."""
+        raise NotImplementedError
+
+    def read(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm, residual=None):
+        """As `__call__`, for tokens that are in the pages: y + residual [T, H]."""
+        raise NotImplementedError
 
 
 def row_of_tokens(batch: Batch) -> jax.Array:

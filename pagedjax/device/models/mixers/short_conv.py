@@ -20,7 +20,7 @@ from pagedjax.device.attention import Attend
 from pagedjax.device.batch import Batch
 from pagedjax.device.cache import Pages
 from pagedjax.device.layers import Linear, values
-from pagedjax.device.models.mixers.mixer import Kept, KeptPages, Mixer, convolution
+from pagedjax.device.models.mixers.mixer import Kept, KeptPages, Mixer, MixerLayer, convolution
 
 NAME = "conv_input"
 
@@ -38,47 +38,39 @@ class ShortConv(Mixer):
     def window(self, block_size: int) -> int:
         return self.length
 
-    def layer(self, c: Any, dtype: str) -> nnx.Module:
+    def layer(self, c: Any, dtype: str) -> MixerLayer:
         return ShortConvLayer(self, c, dtype)
 
 
-class ShortConvLayer(nnx.Module):
-    """norm(x) [T, H] -> y + residual [T, H], with methods as those of `decoder.Attention`."""
-
+class ShortConvLayer(MixerLayer):
     def __init__(self, mixer: ShortConv, c: Any, dtype: str):
+        super().__init__(mixer, c, dtype)
         options = {"bias": mixer.bias, "dtype": dtype, "stored": c.stored, "impl": c.linear}
         self.inner = Linear(c.hidden, 3 * c.hidden, **options)
         self.out = Linear(c.hidden, c.hidden, **options)
         self.weight = nnx.Param(jnp.zeros((c.hidden, 1, mixer.length), dtype))  # as in files
         self.bias = nnx.Param(jnp.zeros((c.hidden,), dtype)) if mixer.bias else None
-        self.mixer = mixer
-        self.config = c
-        self.dtype = dtype
 
-    def __call__(self, x, pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
+    def __call__(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm, residual=None):
         b, c, x = self._parts(x, norm, batch)
-        kept = self._kept(pages, batch).with_tokens(NAME, b * x)
+        kept = self.pages(arrays, batch).with_tokens(NAME, b * x)
         return self._output(c, kept, batch, residual), kept.arrays
 
-    def write(self, x, pages, batch: Batch, angles, attend: Attend, *, norm) -> tuple[Pages, ...]:
+    def write(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm) -> tuple[Pages, ...]:
         """The pages with the inputs of the convolution."""
         b, _, x = self._parts(x, norm, batch)
-        return self._kept(pages, batch).with_tokens(NAME, b * x).arrays
+        return self.pages(arrays, batch).with_tokens(NAME, b * x).arrays
 
-    def read(self, x, pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
+    def read(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm, residual=None):
         """As `__call__`, for tokens whose inputs of the convolution are in the pages."""
         size = self.config.hidden
         rows = size, 2 * size
         c = self.inner(x, norm=norm, rows=rows, sizes=batch.used_tokens)
-        return self._output(c, self._kept(pages, batch), batch, residual)
+        return self._output(c, self.pages(arrays, batch), batch, residual)
 
     def _parts(self, x: jax.Array, norm, batch: Batch) -> list[jax.Array]:
         """b, c and x, [T, H] each."""
         return jnp.split(self.inner(x, norm=norm, sizes=batch.used_tokens), 3, axis=1)
-
-    def _kept(self, pages: tuple[Pages, ...], batch: Batch) -> KeptPages:
-        kept = self.mixer.kept(self.config, self.dtype)
-        return KeptPages.of(kept, self.config.head_dim, pages, batch)
 
     def _output(self, c: jax.Array, kept: KeptPages, batch: Batch, residual) -> jax.Array:
         y = convolution(kept, NAME, batch, self.weight[:, 0], values(self.bias))
