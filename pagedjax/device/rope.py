@@ -44,6 +44,7 @@ class Rope:
 
     @property
     def entries(self) -> dict[str, Any]:
+        """`scaling` as a dict."""
         return dict(self.scaling or ())
 
     @property

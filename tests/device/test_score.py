@@ -84,9 +84,13 @@ OTHERS = [
         "Mixtral",
         "Gemma 2, caps that bind",
         "Gemma 3",
+        "SmolLM3",
+        "GPT-NeoX",
+        "OLMo 3",
+        "GLM-4",
     )
 ]
-SLOW = [("Qwen3-MoE", "float32"), ("Llama 3", "bfloat16")]
+SLOW = [("Qwen3-MoE", "float32"), ("Llama 3", "bfloat16"), ("Granite 3", "float32")]
 
 
 every_family = pytest.mark.parametrize(

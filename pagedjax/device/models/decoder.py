@@ -248,6 +248,14 @@ def _over_width(norm: nnx.Module, x: jax.Array) -> jax.Array:
     return norm(x.reshape(len(x), -1)).reshape(x.shape) if x.shape[1] else x  # type: ignore[operator]
 
 
+def _rounded(product: jax.Array, largest: float = FLOAT32_MAX) -> jax.Array:
+    """A product of float32 in -largest to largest, as it is. The clipping changes nothing. It keeps
+    the compiler from computing the product and a later sum in one rounding, as it would in some
+    programs and not in others (docs/design/batch-invariance.md).
+    """
+    return jnp.clip(product, -largest, largest)
+
+
 class Scale(nnx.Module):
     """Multiplies the result of attention or MLP before it is added to x."""
 
@@ -256,7 +264,7 @@ class Scale(nnx.Module):
 
     def __call__(self, y: jax.Array) -> jax.Array:
         """[T, H] -> [T, H]."""
-        return (y.astype(jnp.float32) * self.factor).astype(y.dtype)
+        return _rounded(y.astype(jnp.float32) * self.factor).astype(y.dtype)
 
 
 class Attention(nnx.Module):
@@ -756,14 +764,10 @@ class Decoder(nnx.Module):
         """
         multiply = partial(product, self, "embed") if self.head is None else self.head
         y = multiply(hidden, sizes=used, dtype=jnp.float32)
-        scale = self.config.logit_scale
         cap = self.config.logit_cap
-        # Clipping changes nothing. It keeps the compiler from computing these products and a later
-        # sum in one rounding, as it would in some programs and not in others
-        # (docs/design/batch-invariance.md).
-        if scale != 1:
-            y = jnp.clip(y * scale, -FLOAT32_MAX, FLOAT32_MAX)
-        return y if cap is None else jnp.clip(cap * jnp.tanh(y / cap), -cap, cap)
+        if self.config.logit_scale != 1:
+            y = _rounded(y * self.config.logit_scale)
+        return y if cap is None else _rounded(cap * jnp.tanh(y / cap), cap)
 
 
 def samples_of(batch: Batch) -> Batch:

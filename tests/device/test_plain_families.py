@@ -1,0 +1,212 @@
+"""Families against a forward pass in numpy, in float64 and without a cache: by default, without
+torch. Their tests against transformers are in test_model_families.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import chex
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from scipy.special import erf
+
+from pagedjax import load_model
+from tests.device.test_llama import CHUNKED, PROMPTS, all_logits
+from tests.weights.tiny_families import write_family
+
+pytestmark = pytest.mark.few_optimisations
+
+COMMON = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "eos_token_id": 2,
+}
+HEADS = 4
+D = 16
+ORIGINAL = 32
+FACTOR = 8
+NEOX = COMMON | {"model_type": "gpt_neox", "rotary_pct": 0.25}
+OLMO = COMMON | {
+    "model_type": "olmo3",
+    "num_key_value_heads": 2,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": FACTOR,
+        "original_max_position_embeddings": ORIGINAL,
+    },
+}
+GLM = COMMON | {
+    "model_type": "glm4",
+    "num_key_value_heads": 2,
+    "head_dim": D,
+    "rms_norm_eps": 1e-5,
+}
+GRANITE = COMMON | {
+    "model_type": "granite",
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 3.0,
+    "tie_word_embeddings": True,
+}
+Weights = Mapping[str, np.ndarray]
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weight
+
+
+def layer_norm(x: np.ndarray, w: Weights, name: str) -> np.ndarray:
+    x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+    return x * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def turned(x: np.ndarray, frequencies: np.ndarray, *, neighbours: bool, factor: float = 1.0):
+    """x [T, N, D] with the first 2 len(frequencies) numbers of heads rotated, as complex numbers."""
+    rotated = 2 * len(frequencies)
+    first = slice(0, rotated, 2) if neighbours else slice(0, rotated // 2)
+    second = slice(1, rotated, 2) if neighbours else slice(rotated // 2, rotated)
+    angles = np.arange(len(x))[:, None, None] * frequencies
+    z = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles) * factor
+    result = x.copy()
+    result[..., first] = z.real
+    result[..., second] = z.imag
+    return result
+
+
+def attended(q, k, v, *, scale: float = D**-0.5, window: int | None = None) -> np.ndarray:
+    """q [T, N, D], k and v [T, K, D] -> [T, N D]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (np.repeat(x, group, axis=1) for x in (k, v))
+    scores = scale * np.einsum("tnd,snd->nts", q, k)
+    distance = np.arange(len(q))[:, None] - np.arange(len(q))
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    scores[:, hidden] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("nts,snd->tnd", weights, v).reshape(len(q), -1)
+
+
+def neox_logits(w: Weights, tokens: np.ndarray) -> np.ndarray:
+    x = w["gpt_neox.embed_in.weight"][tokens]
+    turn = partial(turned, frequencies=1e4 ** (-np.arange(0, 4, 2) / 4), neighbours=False)
+    for i in range(2):
+        layer = f"gpt_neox.layers.{i}"
+
+        def product(y: np.ndarray, name: str, layer: str = layer) -> np.ndarray:
+            return y @ w[f"{layer}.{name}.weight"].T + w[f"{layer}.{name}.bias"]
+
+        qkv = product(layer_norm(x, w, f"{layer}.input_layernorm"), "attention.query_key_value")
+        q, k, v = np.moveaxis(qkv.reshape(len(x), HEADS, 3, D), 2, 0)
+        attention = product(attended(turn(q), turn(k), v), "attention.dense")
+        up = product(layer_norm(x, w, f"{layer}.post_attention_layernorm"), "mlp.dense_h_to_4h")
+        up = up * (1 + erf(up / np.sqrt(2))) / 2
+        x = x + attention + product(up, "mlp.dense_4h_to_h")
+    return layer_norm(x, w, "gpt_neox.final_layer_norm") @ w["embed_out.weight"].T
+
+
+def yarn() -> tuple[np.ndarray, float]:
+    """(frequencies, temperature) by the formulas of Peng et al. 2023, with the bounds 32 and 1."""
+    plain = 500000.0 ** (-np.arange(0, D, 2) / D)
+
+    def pair(turns: float) -> float:
+        return D * np.log(ORIGINAL / (turns * 2 * np.pi)) / (2 * np.log(500000.0))
+
+    low, high = max(np.floor(pair(32)), 0), min(np.ceil(pair(1)), D - 1)
+    ramp = np.clip((np.arange(D // 2) - low) / (high - low), 0, 1)
+    return plain / FACTOR * ramp + plain * (1 - ramp), 0.1 * np.log(FACTOR) + 1
+
+
+def olmo_logits(w: Weights, tokens: np.ndarray) -> np.ndarray:
+    x = w["model.embed_tokens.weight"][tokens]
+    plain = 500000.0 ** (-np.arange(0, D, 2) / D), 1.0
+    for i, (window, (frequencies, factor)) in enumerate([(16, plain), (None, yarn())]):
+        layer = {n.removeprefix(f"model.layers.{i}."): y for n, y in w.items()}
+        turn = partial(turned, frequencies=frequencies, neighbours=False, factor=factor)
+        q, k, v = (x @ layer[f"self_attn.{part}_proj.weight"].T for part in "qkv")
+        q = rms_norm(q, layer["self_attn.q_norm.weight"]).reshape(len(x), -1, D)
+        k = rms_norm(k, layer["self_attn.k_norm.weight"]).reshape(len(x), -1, D)
+        y = attended(turn(q), turn(k), v.reshape(len(x), -1, D), window=window)
+        y = y @ layer["self_attn.o_proj.weight"].T
+        x = x + rms_norm(y, layer["post_attention_layernorm.weight"])
+        gate, up = (x @ layer[f"mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+        y = (silu(gate) * up) @ layer["mlp.down_proj.weight"].T
+        x = x + rms_norm(y, layer["post_feedforward_layernorm.weight"])
+    return rms_norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+
+
+def glm_logits(w: Weights, tokens: np.ndarray) -> np.ndarray:
+    x = w["model.embed_tokens.weight"][tokens]
+    turn = partial(turned, frequencies=1e4 ** (-np.arange(0, 8, 2) / 8), neighbours=True)
+    for i in range(2):
+        layer = {n.removeprefix(f"model.layers.{i}."): y for n, y in w.items()}
+        y = rms_norm(x, layer["input_layernorm.weight"])
+        q, k, v = (
+            (
+                y @ layer[f"self_attn.{part}_proj.weight"].T + layer[f"self_attn.{part}_proj.bias"]
+            ).reshape(len(x), -1, D)
+            for part in "qkv"
+        )
+        y = attended(turn(q), turn(k), v) @ layer["self_attn.o_proj.weight"].T
+        x = x + rms_norm(y, layer["post_self_attn_layernorm.weight"])
+        y = rms_norm(x, layer["post_attention_layernorm.weight"])
+        gate, up = np.split(y @ layer["mlp.gate_up_proj.weight"].T, 2, axis=-1)
+        y = (silu(gate) * up) @ layer["mlp.down_proj.weight"].T
+        x = x + rms_norm(y, layer["post_mlp_layernorm.weight"])
+    return rms_norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+
+
+def granite_logits(w: Weights, tokens: np.ndarray) -> np.ndarray:
+    x = 3.0 * w["model.embed_tokens.weight"][tokens]
+    turn = partial(turned, frequencies=1e4 ** (-np.arange(0, D, 2) / D), neighbours=False)
+    for i in range(2):
+        layer = {n.removeprefix(f"model.layers.{i}."): y for n, y in w.items()}
+        y = rms_norm(x, layer["input_layernorm.weight"])
+        q, k, v = (
+            (y @ layer[f"self_attn.{part}_proj.weight"].T).reshape(len(x), -1, D) for part in "qkv"
+        )
+        y = attended(turn(q), turn(k), v, scale=0.1)
+        x = x + 0.6 * (y @ layer["self_attn.o_proj.weight"].T)
+        y = rms_norm(x, layer["post_attention_layernorm.weight"])
+        gate, up = (y @ layer[f"mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+        x = x + 0.6 * ((silu(gate) * up) @ layer["mlp.down_proj.weight"].T)
+    return rms_norm(x, w["model.norm.weight"]) @ w["model.embed_tokens.weight"].T / 3.0
+
+
+FORWARD: dict[str, tuple[dict[str, Any], Callable[[Weights, np.ndarray], np.ndarray]]] = {
+    "GPT-NeoX": (NEOX, neox_logits),
+    "OLMo 3": (OLMO, olmo_logits),
+    "GLM-4": (GLM, glm_logits),
+    "Granite 3": (GRANITE, granite_logits),
+}
+
+
+@pytest.mark.default_cases("GPT-NeoX", "OLMo 3")
+@pytest.mark.parametrize("name", FORWARD)
+def test_ragged_chunks_give_the_logits_of_a_plain_forward_pass(name, tmp_path):
+    config, forward = FORWARD[name]
+    folder = write_family(tmp_path / "model", config)
+    tensors = load_file(folder / "model.safetensors")
+    weights = {key: x.astype(np.float64) for key, x in tensors.items()}
+    model = load_model(folder, linear_impl="xla").model
+    for got, prompt in zip(all_logits(model, CHUNKED), PROMPTS, strict=True):
+        expected = forward(weights, prompt)
+        assert np.ptp(expected) > 1, "the logits hardly differ: the comparison is blind"
+        chex.assert_trees_all_close(got, expected.astype(np.float32), atol=2e-4, rtol=0)
