@@ -151,13 +151,14 @@ def drawn_inputs(rng: np.random.Generator, length: int, *, delta: bool) -> Input
         return rng.standard_normal((length, *shape)).astype(np.float32)
 
     key = numbers(SIZES.key_heads, SIZES.key_dim)
-    return Inputs(
-        query=numbers(SIZES.key_heads, SIZES.key_dim),
-        key=key / np.linalg.norm(key, axis=-1, keepdims=True),
-        value=numbers(SIZES.heads, SIZES.value_dim),
-        decay=-np.exp(numbers(SIZES.heads)),
-        rate=1 / (1 + np.exp(-numbers(SIZES.heads))) if delta else None,
+    inputs = Inputs(
+        query=numbers(SIZES.key_heads, SIZES.key_dim),  # type: ignore[arg-type]  # numpy arrays
+        key=key / np.linalg.norm(key, axis=-1, keepdims=True),  # type: ignore[arg-type]
+        value=numbers(SIZES.heads, SIZES.value_dim),  # type: ignore[arg-type]
+        decay=-np.exp(numbers(SIZES.heads)),  # type: ignore[arg-type]
+        rate=1 / (1 + np.exp(-numbers(SIZES.heads))) if delta else None,  # type: ignore[arg-type]
     )
+    return inputs
 
 
 def recurrence(inputs: Inputs) -> np.ndarray:

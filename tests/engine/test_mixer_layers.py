@@ -182,4 +182,4 @@ def test_whole_sequences_and_taps_of_such_layers_are_refused(loaded):
         score(nnx.merge(model.graphdef, model.params), np.array([[1, 2, 3]]))
     llm = small_llm(loaded)
     with refused("layer 0, which has no attention; those with attention are 1"):
-        llm.generate(prompts()[:1], greedy(1, taps=Taps(attention={0: 0})))
+        llm.generate(prompts()[:1], greedy(1, taps=Taps(attention=((0, (0,)),))))

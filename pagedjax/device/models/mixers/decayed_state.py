@@ -133,8 +133,8 @@ def run(
 def _repeated(step: Any, count: jax.Array, kept: KeptPages, *others: Any) -> Any:
     """Calls step((number, arrays, *others)) `count` times -> (pages, *others)."""
     carry = (jnp.zeros((), jnp.int32), kept.arrays, *others)
-    _, arrays, *others = jax.lax.while_loop(lambda carry: carry[0] < count, step, carry)
-    return kept._replace(arrays=arrays), *others
+    _, arrays, *results = jax.lax.while_loop(lambda carry: carry[0] < count, step, carry)
+    return kept._replace(arrays=arrays), *results
 
 
 def read(kept: KeptPages, sizes: StateSizes, query: jax.Array, batch: Batch) -> jax.Array:
