@@ -90,13 +90,9 @@ class Batch(NamedTuple):
         return rows.block_tables, rows.seq_lens, rows.cu_q_lens
 
     def page_of(self, layer: int) -> int:
-        """Which of the cache's page arrays a layer of attention uses."""
-        return self.pages_of(layer)[0]
-
-    def pages_of(self, layer: int) -> tuple[int, ...]:
         """Which of the cache's page arrays a layer uses."""
         groups = self.extra(GroupTables)
-        return groups.layout.arrays(layer) if groups else (layer,)
+        return groups.layout.places[layer][1] if groups else layer
 
     def of_layer(self, layer: int) -> Batch:
         """The batch as a layer sees it."""

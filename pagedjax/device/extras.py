@@ -6,7 +6,6 @@ finds the arrays of a kind with `Batch.extra`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
@@ -148,8 +147,7 @@ class GroupTables(Extra):
 
     def of_layer(self, batch: Batch, layer: int) -> Batch:
         """The batch with the slots and the block tables of the layer's groups alone."""
-        places = self.layout.places[layer]
-        group = places[0][0]
+        group, _ = self.layout.places[layer]
         if not self.layout.attention[layer]:
             return batch.having(self._tables_of(batch, layer), GroupTables)
         batch = batch.without(GroupTables)
@@ -161,16 +159,11 @@ class GroupTables(Extra):
 
     def _tables_of(self, batch: Batch, layer: int) -> LayerTables:
         """The tables of a layer with a mixer."""
-        places = self.layout.places[layer]
-        arrays = self.layout.arrays(layer)
-        groups = tuple(dict.fromkeys([group for group, _ in places]))
-        slots = (batch.slots, *self.slots)
-        tables = (batch.block_tables, *self.block_tables)
-        return LayerTables(
-            tuple([(groups.index(group), arrays.index(array)) for group, array in places]),
-            tuple([slots[group] for group in groups]),
-            tuple([tables[group] for group in groups]),
-        )
+        first, _ = self.layout.places[layer]
+        groups = slice(first, first + self.layout.pages[layer])
+        slots = (batch.slots, *self.slots)[groups]
+        tables = (batch.block_tables, *self.block_tables)[groups]
+        return LayerTables(jnp.stack(slots), jnp.stack(tables))
 
     def at_samples(self, batch: Batch, rows: SampleRows) -> GroupTables:
         slots = tuple([slots[batch.last] for slots in self.slots])
@@ -178,22 +171,15 @@ class GroupTables(Extra):
         return GroupTables(self.layout, slots, tables)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["slots", "block_tables"],
-    meta_fields=["places"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class LayerTables(Extra):
     """Where the pages of one layer with a mixer are (models/mixers/mixer.py): `GroupTables` as such
     a layer sees them.
-
-    places: for each of its pages, which of these tables has it, and which of its arrays.
     """
 
-    places: tuple[tuple[int, int], ...]
-    slots: tuple[Any, ...]  # [T] of each of its groups
-    block_tables: tuple[Any, ...]  # [B, M] of each of its groups
+    slots: Any  # [pages of the layer, T]
+    block_tables: Any  # [pages of the layer, B, M]
 
 
 @jax.tree_util.register_static

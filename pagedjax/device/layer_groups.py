@@ -38,19 +38,18 @@ class LayerGroups:
     Attributes:
         windows: for each group, how many tokens its queries see; None: all. Group 0 sees the most:
             its blocks have the token ids.
-        places: for each layer, the group and the array of each of its pages.
+        places: for each layer, the group of its first page, and the array that has all of its
+            pages. Its other pages are in the groups behind that one.
+        pages: for each layer, how many pages it has.
         attention: for each layer, whether its pages are keys and values.
         size: pages of a group (n).
     """
 
     windows: tuple[int | None, ...]
-    places: tuple[tuple[tuple[int, int], ...], ...]
+    places: tuple[tuple[int, int], ...]
+    pages: tuple[int, ...]
     attention: tuple[bool, ...]
     size: int
-
-    def arrays(self, layer: int) -> tuple[int, ...]:
-        """The arrays of the cache that have pages of a layer, each once."""
-        return tuple(dict.fromkeys([array for _, array in self.places[layer]]))
 
 
 def layer_groups(layers: Sequence[LayerPages]) -> LayerGroups:
@@ -69,20 +68,19 @@ def layer_groups(layers: Sequence[LayerPages]) -> LayerGroups:
     }
     with_attention = {layer.window for layer in layers if layer.attention} or set(layers_of)
     size = min(pages_of[window] for window in with_attention)
-    places: dict[int, tuple[tuple[int, int], ...]] = {}
+    places: dict[int, tuple[int, int]] = {}
     group_windows: list[int | None] = []
     for window in ordered:
-        first_group = len(group_windows)
-        page = 0
+        used = [0] * size  # groups of this window in which each array has a page
         for number in layers_of[window]:
-            pages = range(page, page + layers[number].pages)
-            places[number] = tuple([(first_group + i // size, i % size) for i in pages])
-            page = pages.stop
-        num_groups = -(-page // size)
-        group_windows += [window] * num_groups
+            array = used.index(min(used))
+            places[number] = (len(group_windows) + used[array], array)
+            used[array] += layers[number].pages
+        group_windows += [window] * max(used)
     return LayerGroups(
         windows=tuple(group_windows),
         places=tuple([places[number] for number in range(len(layers))]),
+        pages=tuple([layer.pages for layer in layers]),
         attention=tuple([layer.attention for layer in layers]),
         size=size,
     )

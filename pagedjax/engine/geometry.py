@@ -341,11 +341,11 @@ def _pages_of_layers(
     pages: dict[int, cache.PageShapes] = {}
     for layer, kind in enumerate(c.kinds):
         of_layer = block.pages(c, kind, sizes)
-        for place in layout.arrays(layer) if layout else (layer,):
-            if pages.setdefault(place, of_layer) != of_layer:
-                raise ValueError(
-                    f"layer {layer} keeps {of_layer} of a block, and a layer of another window in "
-                    f"the same blocks keeps {pages[place]}; let all layers keep the same arrays, "
-                    "or set free_window_blocks=False"
-                )
+        place = layout.places[layer][1] if layout else layer
+        if pages.setdefault(place, of_layer) != of_layer:
+            raise ValueError(
+                f"layer {layer} keeps {of_layer} of a block, and a layer of another window in the "
+                f"same blocks keeps {pages[place]}; let all layers keep the same arrays, or set "
+                "free_window_blocks=False"
+            )
     return tuple([pages[place] for place in range(len(pages))])

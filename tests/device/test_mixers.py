@@ -32,32 +32,26 @@ T = sum(LENGTHS) + 2
 
 
 class World(NamedTuple):
-    """The pages of one layer, and the tables of three sequences in two groups of layers."""
+    """The pages of one layer, and the tables of three sequences."""
 
     kept: KeptPages
-    tables: np.ndarray  # [groups, sequences, blocks]
+    tables: np.ndarray  # [pages of the layer, sequences, blocks]
 
 
 def world(kept: Kept, block_size: int, dtype: str = "float32") -> World:
-    """Pages that have old numbers. A layer's pages are in two groups in turn."""
+    """Pages that have old numbers."""
     sizes = BlockSizes(block_size, kv_heads=2, head_dim=4, dtype=dtype, row=4)
+    pages = pages_needed(kept, sizes)
     rng = np.random.default_rng(0)
-    count = 2 * len(LENGTHS) * WIDTH
-    tables = rng.permutation(count).reshape(2, len(LENGTHS), WIDTH) + 1
-
-    def old_numbers(shape: Any) -> jax.Array:
-        return jnp.asarray(rng.integers(1, 100, (count + 1, *shape.shape)), shape.dtype)
-
-    arrays = tuple(
-        [
-            Pages({name: old_numbers(shape) for name, shape in kv_pages(sizes).items()})
-            for _ in range(pages_needed(kept, sizes))
-        ]
+    count = pages * len(LENGTHS) * WIDTH
+    tables = rng.permutation(count).reshape(pages, len(LENGTHS), WIDTH) + 1
+    arrays = Pages(
+        {
+            name: jnp.asarray(rng.integers(1, 100, (count + 1, *shape.shape)), shape.dtype)
+            for name, shape in kv_pages(sizes).items()
+        }
     )
-    places = tuple([(number % 2, number) for number in range(pages_needed(kept, sizes))])
-    return World(
-        KeptPages(kept, sizes, arrays, LayerTables(places, (), ())), tables.astype(np.int32)
-    )
+    return World(KeptPages(kept, sizes, arrays, LayerTables((), ())), tables.astype(np.int32))
 
 
 def step_of(world: World, step: Sequence[tuple[int, int]], computed: Sequence[int]) -> Batch:
@@ -66,9 +60,8 @@ def step_of(world: World, step: Sequence[tuple[int, int]], computed: Sequence[in
     prompts = [np.zeros(length, int) for length in LENGTHS]
     batches = [lay_out(step, computed, prompts, table, T, size) for table in world.tables]
     tables = LayerTables(
-        world.kept.tables.places,
-        tuple([batch.slots for batch in batches]),
-        tuple([batch.block_tables for batch in batches]),
+        np.stack([batch.slots for batch in batches]),
+        np.stack([batch.block_tables for batch in batches]),
     )
     return jax.tree.map(jnp.asarray, batches[0]._replace(extras=(tables,)))
 

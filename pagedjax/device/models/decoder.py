@@ -683,21 +683,19 @@ class Decoder(nnx.Module):
         for layer in range(self.config.layers if runs_last else last):
             layer_batch = batch.of_layer(layer)
             method = "routed" if layer in experts else "__call__"
-            of_layer = self._pages_of(layer, pages, batch)
-            x, of_layer, *layer_routes = _run_block(
-                *nnx.split(self.blocks[layer]), attend, method, x, of_layer, layer_batch, angles
+            page = batch.page_of(layer)
+            x, pages[page], *layer_routes = _run_block(
+                *nnx.split(self.blocks[layer]), attend, method, x, pages[page], layer_batch, angles
             )
-            self._put_pages(layer, pages, of_layer, batch)
             if layer_routes:
                 routes[layer] = layer_routes[0]
             outputs.append(x)
         last_block = nnx.split(self.blocks[last])
-        last_pages = self._pages_of(last, pages, batch)
+        last_page = batch.page_of(last)
         if not runs_last:
-            last_pages = _run_block(
-                *last_block, attend, "write", x, last_pages, batch.of_layer(last), angles
+            pages[last_page] = _run_block(
+                *last_block, attend, "write", x, pages[last_page], batch.of_layer(last), angles
             )
-            self._put_pages(last, pages, last_pages, batch)
 
         def finish(samples: Batch | None, *, routed: bool = False) -> Any:
             y = x if samples is None else x[samples.last]
@@ -713,7 +711,7 @@ class Decoder(nnx.Module):
                     attend,
                     method,
                     y,
-                    last_pages,
+                    pages[last_page],
                     rows.of_layer(last),
                     row_angles,
                 )
@@ -723,17 +721,6 @@ class Decoder(nnx.Module):
         return Run(
             cache.with_layers(pages), finish, tuple(outputs[layer] for layer in taps), routes
         )
-
-    def _pages_of(self, layer: int, pages: Sequence[Pages], batch: Batch) -> Any:
-        """The pages that a layer reads and writes: of attention one `Pages`, of a mixer a tuple."""
-        of_layer = tuple([pages[i] for i in batch.pages_of(layer)])
-        return of_layer if self.config.kinds[layer].mixer else of_layer[0]
-
-    def _put_pages(self, layer: int, pages: list[Pages], of_layer: Any, batch: Batch) -> None:
-        """Puts changed pages of a layer into their places in `pages`."""
-        changed = of_layer if self.config.kinds[layer].mixer else (of_layer,)
-        for i, array in zip(batch.pages_of(layer), changed, strict=True):
-            pages[i] = array
 
     def attention_weights(
         self,

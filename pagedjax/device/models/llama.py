@@ -205,7 +205,7 @@ def attention_table(
     prefix = f"model.layers.{layer}.self_attn."
     path = ("blocks", str(layer), "attn")
     width = c.heads * c.head_dim
-    shapes = {"weight": (c.qkv_rows, c.hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"weight": (c.qkv_rows, c.hidden)}
     if c.qkv_bias:
         shapes["bias"] = (c.qkv_rows,)
     table = [

@@ -100,7 +100,7 @@ class Mamba2Layer(MixerLayer):
         kept, y, gate = self._run(x, arrays, batch, norm)
         return self._output(y, gate, batch, residual), kept.arrays
 
-    def write(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm) -> tuple[Pages, ...]:
+    def write(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm) -> Pages:
         """The pages with the tokens of x."""
         return self._run(x, arrays, batch, norm)[0].arrays
 

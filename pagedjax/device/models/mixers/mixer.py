@@ -96,110 +96,72 @@ def _places(kept: Kept, sizes: BlockSizes) -> dict[str, int]:
     return arrays
 
 
+class Part(NamedTuple):
+    """Where some of the words of an array are: in the page array `name`, in the layer's pages from
+    `first` to `end`.
+    """
+
+    name: str
+    first: int
+    end: int
+
+
 class KeptPages(NamedTuple):
     """The pages of a layer in a step.
 
     kept: what they have.
     sizes: of a block.
-    arrays: the page arrays [P, ...] of the layer, each once.
-    tables: where the pages of blocks are.
+    arrays: the page arrays [P, ...], in which all pages of the layer are.
+    tables: which blocks of the pool they are.
     """
 
     kept: Kept
     sizes: BlockSizes
-    arrays: tuple[Pages, ...]
+    arrays: Pages
     tables: LayerTables
 
     @classmethod
-    def of(cls, kept: Kept, head_dim: int, arrays: Sequence[Pages], batch: Batch) -> KeptPages:
+    def of(cls, kept: Kept, head_dim: int, arrays: Pages, batch: Batch) -> KeptPages:
         """The pages of a layer, from what `Block` gets. head_dim: of the model's attention."""
         tables = batch.extra(LayerTables)
         assert tables is not None, "a model with mixers has groups of layers"
-        _, kv_heads, rows, row = arrays[0]["k"].shape
-        dtype = arrays[0]["k"].dtype.name
+        _, kv_heads, rows, row = arrays["k"].shape
         block_size = rows * row // head_dim
-        sizes = BlockSizes(block_size, kv_heads, head_dim, dtype, row)
-        return cls(kept, sizes, tuple(arrays), tables)
-
-    def _parts(self, name: str) -> list[tuple[int, int, str]]:
-        """The page arrays that have an array: (group of `tables`, index in `arrays`, name)."""
-        first = 0
-        for kept_name, count in _places(self.kept, self.sizes).items():
-            if kept_name == name:
-                break
-            first += count
-        else:
-            raise KeyError(name)
-        parts: list[tuple[int, int, str]] = []
-        for number in range(first, first + count):
-            page, array = divmod(number, len(ARRAYS_OF_PAGE))
-            group, index = self.tables.places[page]
-            parts.append((group, index, ARRAYS_OF_PAGE[array]))
-        return parts
+        sizes = BlockSizes(block_size, kv_heads, head_dim, arrays["k"].dtype.name, row)
+        return cls(kept, sizes, arrays, tables)
 
     def tokens(self, name: str, rows: jax.Array, positions: jax.Array) -> jax.Array:
         """[..., *shape] the numbers of tokens, at any `positions` [...] of the sequences of
         `rows` [...]. Positions before the first token get numbers of no meaning.
         """
         size = self.sizes.block_size
-        block = jnp.maximum(positions, 0) // size
-        offset = jnp.maximum(positions, 0) % size
+        positions = jnp.maximum(positions, 0)
         words = [
-            self._by_token(index, array)[self.tables.block_tables[group][rows, block], offset]
-            for group, index, array in self._parts(name)
+            self._by_token(part)[self._ids(part, rows, positions // size), positions % size]
+            for part in self._parts(name)
         ]
-        return self._numbers(jnp.concatenate(words, axis=-1), self.kept.tokens[name])
+        return self._numbers(words, self.kept.tokens[name])
 
     def block_tokens(self, name: str, rows: jax.Array, blocks: jax.Array) -> jax.Array:
-        """[..., S, *shape] the numbers of all tokens of blocks: number `blocks` [...] of the
-        sequences of `rows` [...].
+        """[N, S, *shape] the numbers of all tokens of blocks: number `blocks` [N] of the sequences
+        of `rows` [N].
         """
-        words = [
-            self._by_token(index, array)[self.tables.block_tables[group][rows, blocks]]
-            for group, index, array in self._parts(name)
-        ]
-        return self._numbers(jnp.concatenate(words, axis=-1), self.kept.tokens[name])
+        words = [self._by_token(part)[self._ids(part, rows, blocks)] for part in self._parts(name)]
+        return self._numbers(words, self.kept.tokens[name])
 
     def blocks(self, name: str, rows: jax.Array, blocks: jax.Array) -> jax.Array:
-        """[..., *shape] the numbers of blocks: number `blocks` [...] of the sequences of `rows`
-        [...].
-        """
-        words = [
-            self._by_block(index, array)[self.tables.block_tables[group][rows, blocks]]
-            for group, index, array in self._parts(name)
-        ]
-        return self._numbers(jnp.concatenate(words, axis=-1), self.kept.blocks[name])
+        """[N, *shape] the numbers of blocks: number `blocks` [N] of the sequences of `rows` [N]."""
+        words = [self._by_block(part)[self._ids(part, rows, blocks)] for part in self._parts(name)]
+        return self._numbers(words, self.kept.blocks[name])
 
     def with_tokens(self, name: str, numbers: jax.Array) -> KeptPages:
         """The pages with the numbers [T, *shape] of the step's tokens."""
         size = self.sizes.block_size
-        words = self._as_words(numbers, self.kept.tokens[name])
-        width = self.sizes.kv_heads * self.sizes.head_dim
         pages = self
-        for part, (group, index, array) in enumerate(self._parts(name)):
-            slots = self.tables.slots[group]
-            of_part = _padded(words[:, part * width : (part + 1) * width], width)
-            changed = pages._by_token(index, array).at[slots // size, slots % size].set(of_part)
-            pages = pages._with(index, array, changed)
-        return pages
-
-    def with_block_tokens(
-        self, name: str, rows: jax.Array, blocks: jax.Array, numbers: jax.Array, used: jax.Array
-    ) -> KeptPages:
-        """The pages with the numbers [N, S, *shape] of all tokens of blocks: number `blocks` [N]
-        of the sequences of `rows` [N], where `used` [N].
-        """
-        n, size = numbers.shape[:2]
-        flat = numbers.reshape(n * size, *numbers.shape[2:])
-        words = self._as_words(flat, self.kept.tokens[name])
-        width = self.sizes.kv_heads * self.sizes.head_dim
-        pages = self
-        for part, (group, index, array) in enumerate(self._parts(name)):
-            targets = jnp.where(used, self.tables.block_tables[group][rows, blocks], 0)
-            of_part = _padded(words[:, part * width : (part + 1) * width], width)
-            of_blocks = of_part.reshape(n, size, width)
-            changed = pages._by_token(index, array).at[targets].set(of_blocks)
-            pages = pages._with(index, array, changed)
+        for part, words in self._words_of_parts(name, numbers, self.kept.tokens[name]):
+            slots = self.tables.slots[part.first : part.end]
+            places = pages._by_token(part).at[slots // size, slots % size]
+            pages = pages._with(part, places.set(words))
         return pages
 
     def with_rows(
@@ -209,14 +171,23 @@ class KeptPages(NamedTuple):
         [N], where `used` [N].
         """
         size = self.sizes.block_size
-        words = self._as_words(numbers, self.kept.tokens[name])
-        width = self.sizes.kv_heads * self.sizes.head_dim
         pages = self
-        for part, (group, index, array) in enumerate(self._parts(name)):
-            blocks = self.tables.block_tables[group][rows, positions // size]
-            of_part = _padded(words[:, part * width : (part + 1) * width], width)
-            places = pages._by_token(index, array).at[jnp.where(used, blocks, 0), positions % size]
-            pages = pages._with(index, array, places.set(of_part))
+        for part, words in self._words_of_parts(name, numbers, self.kept.tokens[name]):
+            ids = self._ids(part, rows, positions // size, used)
+            places = pages._by_token(part).at[ids, positions % size]
+            pages = pages._with(part, places.set(words))
+        return pages
+
+    def with_block_tokens(
+        self, name: str, rows: jax.Array, blocks: jax.Array, numbers: jax.Array, used: jax.Array
+    ) -> KeptPages:
+        """The pages with the numbers [N, S, *shape] of all tokens of blocks: number `blocks` [N]
+        of the sequences of `rows` [N], where `used` [N].
+        """
+        pages = self
+        for part, words in self._words_of_parts(name, numbers, self.kept.tokens[name]):
+            places = pages._by_token(part).at[self._ids(part, rows, blocks, used)]
+            pages = pages._with(part, places.set(words))
         return pages
 
     def with_blocks(
@@ -230,66 +201,91 @@ class KeptPages(NamedTuple):
         """The pages with the numbers [N, *shape] of blocks: number `blocks` [N] of the sequences of
         `rows` [N], where `used` [N]; None: all.
         """
-        words = self._as_words(numbers, self.kept.blocks[name])
-        width = self.sizes.kv_heads * self.sizes.head_dim * self.sizes.block_size
         pages = self
-        for part, (group, index, array) in enumerate(self._parts(name)):
-            targets = self.tables.block_tables[group][rows, blocks]
-            if used is not None:
-                targets = jnp.where(used, targets, 0)  # the trash block
-            of_part = _padded(words[:, part * width : (part + 1) * width], width)
-            changed = pages._by_block(index, array).at[targets].set(of_part)
-            pages = pages._with(index, array, changed)
+        for part, words in self._words_of_parts(name, numbers, self.kept.blocks[name]):
+            places = pages._by_block(part).at[self._ids(part, rows, blocks, used)]
+            pages = pages._with(part, places.set(words))
         return pages
 
     # memory
 
-    def _by_token(self, index: int, array: str) -> jax.Array:
-        """[P, S, words] a page array as parts of equal size for each token."""
-        pages = self.arrays[index][array]
+    def _parts(self, name: str) -> list[Part]:
+        """Where an array is: page arrays are used one after the other, and of each all pages."""
+        places = _places(self.kept, self.sizes)
+        names = list(places)
+        first = sum([places[other] for other in names[: names.index(name)]])
+        end = first + places[name]
+        num_pages = len(self.tables.block_tables)
+        parts: list[Part] = []
+        for number, array in enumerate(ARRAYS_OF_PAGE):
+            start = number * num_pages
+            part = Part(array, max(first - start, 0), min(end - start, num_pages))
+            if part.first < part.end:
+                parts.append(part)
+        return parts
+
+    def _ids(
+        self, part: Part, rows: jax.Array, blocks: jax.Array, used: jax.Array | None = None
+    ) -> jax.Array:
+        """[pages of the part, ...] the blocks of the pool that have number `blocks` [...] of the
+        sequences of `rows` [...]; the trash block where not `used`.
+        """
+        ids = self.tables.block_tables[part.first : part.end, rows, blocks]
+        return ids if used is None else jnp.where(used, ids, 0)
+
+    def _by_token(self, part: Part) -> jax.Array:
+        """[P, S, words] a page array as memory of equal size for each token."""
+        pages = self.arrays[part.name]
         return pages.reshape(len(pages), self.sizes.block_size, -1)
 
-    def _by_block(self, index: int, array: str) -> jax.Array:
+    def _by_block(self, part: Part) -> jax.Array:
         """[P, words] a page array as memory of blocks."""
-        pages = self.arrays[index][array]
+        pages = self.arrays[part.name]
         return pages.reshape(len(pages), -1)
 
-    def _with(self, index: int, array: str, changed: jax.Array) -> KeptPages:
-        old = self.arrays[index]
-        new = Pages(old)
-        new[array] = changed.reshape(old[array].shape)
-        arrays = (*self.arrays[:index], new, *self.arrays[index + 1 :])
+    def _with(self, part: Part, changed: jax.Array) -> KeptPages:
+        arrays = Pages(self.arrays)
+        arrays[part.name] = changed.reshape(self.arrays[part.name].shape)
         return self._replace(arrays=arrays)
 
-    def _as_words(self, numbers: jax.Array, kept: jax.ShapeDtypeStruct) -> jax.Array:
-        """[N, words] numbers [N, *shape] as words of the pages."""
+    def _words_of_parts(
+        self, name: str, numbers: jax.Array, kept: jax.ShapeDtypeStruct
+    ) -> list[tuple[Part, jax.Array]]:
+        """The parts of an array, and the numbers [..., *shape] as words [pages of the part, ...,
+        words of a page] of the pages.
+        """
+        lead = numbers.shape[: numbers.ndim - len(kept.shape)]
         numbers = numbers.astype(kept.dtype)
         dtype = jnp.dtype(self.sizes.dtype)
         if numbers.dtype == dtype or numbers.dtype.itemsize < dtype.itemsize:
             words = numbers.astype(dtype)  # a wider float holds it exactly
         else:
             words = jax.lax.bitcast_convert_type(numbers, dtype)
-        return words.reshape(len(numbers), -1)
+        words = words.reshape(*lead, -1)
+        width = self.sizes.kv_heads * self.sizes.head_dim
+        if name in self.kept.blocks:
+            width *= self.sizes.block_size
+        missing = -words.shape[-1] % width
+        words = jnp.pad(words, [(0, 0)] * len(lead) + [(0, missing)])
+        words = jnp.moveaxis(words.reshape(*lead, -1, width), -2, 0)
+        parts = self._parts(name)
+        first_pages = parts[0].end - parts[0].first
+        return list(zip(parts, jnp.split(words, [first_pages][: len(parts) - 1]), strict=True))
 
-    def _numbers(self, words: jax.Array, kept: jax.ShapeDtypeStruct) -> jax.Array:
-        """[..., *shape] the numbers in `words` [..., words]."""
-        count = _words(kept, words.dtype)
-        words = words[..., :count]
-        lead = words.shape[:-1]
+    def _numbers(self, words: Sequence[jax.Array], kept: jax.ShapeDtypeStruct) -> jax.Array:
+        """[..., *shape] the numbers in the words [pages of a part, ..., words] of parts."""
+        pages = words[0] if len(words) == 1 else jnp.concatenate(words)
+        joined = jnp.moveaxis(pages, 0, -2)
+        lead = joined.shape[:-2]
+        joined = joined.reshape(*lead, -1)[..., : _words(kept, pages.dtype)]
         target = jnp.dtype(kept.dtype)
-        if words.dtype == target or target.itemsize < words.dtype.itemsize:
-            return words.astype(target).reshape(*lead, *kept.shape)
-        words_of_number = target.itemsize // words.dtype.itemsize
+        if pages.dtype == target or target.itemsize < pages.dtype.itemsize:
+            return joined.astype(target).reshape(*lead, *kept.shape)
+        words_of_number = target.itemsize // pages.dtype.itemsize
         if words_of_number > 1:
-            words = words.reshape(*lead, -1, words_of_number)
-        numbers = jax.lax.bitcast_convert_type(words, target)
+            joined = joined.reshape(*lead, -1, words_of_number)
+        numbers = jax.lax.bitcast_convert_type(joined, target)
         return numbers.reshape(*lead, *kept.shape)
-
-
-def _padded(words: jax.Array, width: int) -> jax.Array:
-    """[N, width] words, with zeros behind them."""
-    missing = width - words.shape[1]
-    return jnp.pad(words, ((0, 0), (0, missing))) if missing else words
 
 
 class MixerLayer(nnx.Module):
@@ -303,7 +299,7 @@ class MixerLayer(nnx.Module):
         self.config = c
         self.dtype = dtype
 
-    def pages(self, arrays: Sequence[Pages], batch: Batch) -> KeptPages:
+    def pages(self, arrays: Pages, batch: Batch) -> KeptPages:
         """The layer's pages: `arrays` are what its methods get."""
         kept = self.mixer.kept(self.config, self.dtype)
         return KeptPages.of(kept, self.config.head_dim, arrays, batch)
@@ -313,7 +309,7 @@ class MixerLayer(nnx.Module):
         arrays = self.write(x, arrays, batch, angles, attend, norm=norm)
         return self.read(x, arrays, batch, angles, attend, norm=norm, residual=residual), arrays
 
-    def write(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm) -> tuple[Pages, ...]:
+    def write(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm) -> Pages:
         """The page arrays with what the tokens of x keep."""
         raise NotImplementedError
 

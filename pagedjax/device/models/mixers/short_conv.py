@@ -56,7 +56,7 @@ class ShortConvLayer(MixerLayer):
         kept = self.pages(arrays, batch).with_tokens(NAME, b * x)
         return self._output(c, kept, batch, residual), kept.arrays
 
-    def write(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm) -> tuple[Pages, ...]:
+    def write(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm) -> Pages:
         """The pages with the inputs of the convolution."""
         b, _, x = self._parts(x, norm, batch)
         return self.pages(arrays, batch).with_tokens(NAME, b * x).arrays
