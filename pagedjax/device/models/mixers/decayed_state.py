@@ -78,7 +78,9 @@ class Recent(NamedTuple):
     def where(self, condition: jax.Array, other: Recent) -> Recent:
         """These tokens where the condition [..., S] holds, else the others."""
         return jax.tree.map(
-            lambda x, y: jnp.where(condition.reshape(*condition.shape, *[1] * (x.ndim - 2)), x, y),
+            lambda x, y: jnp.where(
+                condition.reshape(*condition.shape, *[1] * (x.ndim - condition.ndim)), x, y
+            ),
             self,
             other,
         )
@@ -89,52 +91,38 @@ def run(
 ) -> tuple[KeptPages, jax.Array]:
     """Computes the tokens of a step -> (pages, outputs [T, N, D]).
 
-    Rows of one token are computed together. Those that enter a block get its state before, one at a
-    time: they are few. Then the blocks of longer rows follow one at a time, because each state
-    follows from the one before.
+    All that is read of the pages is read first, and all that is written is written last: else XLA
+    copies a page array, to read the old one while it writes the new one. Rows of one token are
+    computed together. The blocks of longer rows follow one at a time, because each state follows
+    from the one before.
     """
     spans = Spans.of(batch)
     size = kept.sizes.block_size
+    rows = jnp.arange(len(spans.counts), dtype=jnp.int32)
     first_blocks = spans.positions // size
-    is_decode = spans.counts == 1
-    enters = is_decode & (spans.positions % size == 0)
-    first = jnp.argsort(~enters, stable=True).astype(jnp.int32)  # the rows that enter, first
-
-    def enter_next(carry):
-        number, arrays = carry
-        row = first[number][None]
-        pages = _entered(kept._replace(arrays=arrays), sizes, row, first_blocks[row])
-        return number + 1, pages.arrays
-
-    kept = _repeated(enter_next, enters.sum(), kept)[0]
-    outputs = jnp.zeros((len(batch.tokens), sizes.heads, sizes.value_dim), jnp.float32)
-    kept, outputs = _decodes(kept, sizes, inputs, spans, is_decode, outputs)
-    if batch.cu_q_lens is None:
-        return kept, outputs
-    last_blocks = (spans.positions + spans.counts - 1) // size
-    blocks = jnp.where(spans.counts > 1, last_blocks - first_blocks + 1, 0)
-    ends = jnp.cumsum(blocks)
-
-    def run_next(carry):
-        number, arrays, outputs = carry
-        row = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
-        block = first_blocks[row] + number - (ends[row] - blocks[row])
-        enters = block * size >= spans.positions[row]
-        row = row[None]
-        block = block[None]
-        pages = kept._replace(arrays=arrays)
-        pages = _entered(pages, sizes, row, block, enters[None])
-        pages, outputs = _run_blocks(pages, sizes, inputs, spans, row, block, outputs)
-        return number + 1, pages.arrays, outputs
-
-    return _repeated(run_next, ends[-1], kept, outputs)
-
-
-def _repeated(step: Any, count: jax.Array, kept: KeptPages, *others: Any) -> Any:
-    """Calls step((number, arrays, *others)) `count` times -> (pages, *others)."""
-    carry = (jnp.zeros((), jnp.int32), kept.arrays, *others)
-    _, arrays, *results = jax.lax.while_loop(lambda carry: carry[0] < count, step, carry)
-    return kept._replace(arrays=arrays), *results
+    enters = (spans.counts > 0) & (spans.positions % size == 0)
+    known_blocks = jnp.maximum(first_blocks - enters, 0)
+    known = Block(kept.blocks(STATE, rows, known_blocks), _recent(kept, sizes, rows, known_blocks))
+    known = _at_first_tokens(known, sizes, spans, enters, size)
+    tokens = len(batch.tokens)
+    progress = Progress(
+        outputs=jnp.zeros((tokens, sizes.heads, sizes.value_dim), jnp.float32),
+        recent=Recent(
+            inputs.key[:tokens],
+            jnp.zeros((tokens, sizes.heads, sizes.value_dim), jnp.float32),
+            inputs.decay[:tokens],
+        ),
+    )
+    progress = _decodes(progress, sizes, inputs, spans, known, size)
+    entered = Entered(rows, first_blocks, enters & (spans.counts == 1), known.state)
+    kept_states = [entered]
+    if batch.cu_q_lens is not None:
+        progress, of_chunks = _chunks(progress, sizes, inputs, spans, known, size)
+        kept_states.append(of_chunks)
+    kept = kept.with_tokens(RECENT, _joined(progress.recent))
+    for states in kept_states:
+        kept = _with_states(kept, states)
+    return kept, progress.outputs
 
 
 def read(kept: KeptPages, sizes: StateSizes, query: jax.Array, batch: Batch) -> jax.Array:
@@ -165,97 +153,159 @@ class Spans(NamedTuple):
         return cls(starts, counts, batch.seq_lens - counts)
 
 
-def _entered(
-    kept: KeptPages,
-    sizes: StateSizes,
-    rows: jax.Array,
-    blocks: jax.Array,
-    used: jax.Array | None = None,
-) -> KeptPages:
-    """The pages with the states [N, ...] before blocks, which follow from the blocks before them.
+class Block(NamedTuple):
+    """The state [..., N, E, D] before a block, and its tokens."""
+
+    state: jax.Array
+    recent: Recent
+
+
+class Progress(NamedTuple):
+    """What a step has computed of its tokens."""
+
+    outputs: jax.Array  # [T, N, D]
+    recent: Recent  # [T, ...]
+
+
+class Entered(NamedTuple):
+    """States that the pages get: those before number `blocks` of the sequences of `rows`."""
+
+    rows: jax.Array  # [Q]
+    blocks: jax.Array  # [Q]
+    used: jax.Array  # [Q] bool; the others mean nothing
+    states: jax.Array  # [Q, N, E, D]
+
+
+def _at_first_tokens(
+    known: Block, sizes: StateSizes, spans: Spans, enters: jax.Array, size: int
+) -> Block:
+    """The block [B, ...] of each row's first token, without that token and what follows.
 
     Args:
-        rows, blocks: [N] number `blocks` of the sequences of `rows`.
-        used: [N] whether the state is wanted; None: it is.
+        known: the same block, or the one before if the row `enters` its block.
     """
-    before = jnp.maximum(blocks - 1, 0)
-    recent = _recent(kept, sizes, rows, before)
-    state = kept.blocks(STATE, rows, before)
-    sums = jnp.cumsum(recent.decay, axis=1)
-    last = sums[:, -1]
-    weights = jnp.exp(last[:, None] - sums)  # [N, S, heads]
-    keys = _of_heads(recent.key, sizes)
-    added = jnp.einsum("nshe,nsh,nshd->nhed", keys, weights, recent.update, precision="highest")
-    state = jnp.exp(last)[..., None, None] * state + added
-    state = jnp.where((blocks == 0)[:, None, None, None], 0, state)
-    return kept.with_blocks(STATE, rows, blocks, state, used)
+    is_known = jnp.arange(size) < spans.positions[:, None] % size  # [B, S]
+    recent = known.recent.where(is_known, jax.tree.map(jnp.zeros_like, known.recent))
+    first = jnp.argsort(~enters, stable=True).astype(jnp.int32)  # the rows that enter, first
+
+    def enter_next(number: jax.Array, states: jax.Array) -> jax.Array:
+        row = first[number]
+        block = jax.tree.map(lambda x: x[row], Block(states, known.recent))
+        state = jnp.where(spans.positions[row] == 0, 0, _state_after(block, sizes))
+        return states.at[row].set(state)
+
+    state = jax.lax.fori_loop(0, enters.sum(), enter_next, known.state)
+    return Block(state, recent)
+
+
+def _state_after(block: Block, sizes: StateSizes) -> jax.Array:
+    """[N, E, D] the state after a full block."""
+    sums = jnp.cumsum(block.recent.decay, axis=0)  # [S, heads]
+    weights = jnp.exp(sums[-1] - sums)
+    keys = _of_heads(block.recent.key, sizes)
+    added = jnp.einsum("she,sh,shd->hed", keys, weights, block.recent.update, precision="highest")
+    return jnp.exp(sums[-1])[:, None, None] * block.state + added
 
 
 def _decodes(
-    kept: KeptPages,
-    sizes: StateSizes,
-    inputs: Inputs,
-    spans: Spans,
-    is_decode: jax.Array,
-    outputs: jax.Array,
-) -> tuple[KeptPages, jax.Array]:
-    """Computes the rows of one token -> (pages, outputs). is_decode: [B] which rows these are."""
-    of_rows = inputs.at(jnp.minimum(spans.starts, len(outputs) - 1))
-    rows = jnp.arange(len(is_decode), dtype=jnp.int32)
-    size = kept.sizes.block_size
-    blocks = spans.positions // size
+    progress: Progress, sizes: StateSizes, inputs: Inputs, spans: Spans, known: Block, size: int
+) -> Progress:
+    """Computes the rows of one token."""
+    num_tokens = len(progress.outputs)
+    token = jnp.minimum(spans.starts, num_tokens - 1)
+    of_rows = inputs.at(token)
     offsets = spans.positions[:, None] % size
-    state = kept.blocks(STATE, rows, blocks)
-    known = _recent(kept, sizes, rows, blocks)
-    places = jnp.arange(size)
-    known = known.where(places < offsets, jax.tree.map(jnp.zeros_like, known))
+    is_own = jnp.arange(size) == offsets
     own = Recent(of_rows.key, jnp.zeros_like(of_rows.value), of_rows.decay)
-    is_own = places == offsets
-    recent = jax.tree.map(lambda x: x[:, None], own).where(is_own, known)
+    recent = jax.tree.map(lambda x: x[:, None], own).where(is_own, known.recent)
     update = of_rows.value
     if of_rows.rate is not None:
-        given = _read(state, recent, of_rows.key[:, None], offsets, sizes)[:, 0]
+        given = _read(known.state, recent, of_rows.key[:, None], offsets, sizes)[:, 0]
         update = of_rows.rate[..., None] * (of_rows.value - given)
     updates = jnp.where(is_own[..., None, None], update[:, None], recent.update)
     recent = recent._replace(update=updates)
-    results = _read(state, recent, of_rows.query[:, None], offsets, sizes)[:, 0]
-    joined = _joined(own._replace(update=update))
-    kept = kept.with_rows(RECENT, rows, spans.positions, joined, is_decode)
-    target = jnp.where(is_decode, spans.starts, len(outputs))
-    return kept, outputs.at[target].set(results, mode="drop")
+    results = _read(known.state, recent, of_rows.query[:, None], offsets, sizes)[:, 0]
+    target = jnp.where(spans.counts == 1, token, num_tokens)
+    return Progress(
+        progress.outputs.at[target].set(results, mode="drop"),
+        progress.recent._replace(update=progress.recent.update.at[target].set(update, mode="drop")),
+    )
 
 
-def _run_blocks(
-    kept: KeptPages,
-    sizes: StateSizes,
-    inputs: Inputs,
-    spans: Spans,
-    rows: jax.Array,
-    blocks: jax.Array,
-    outputs: jax.Array,
-) -> tuple[KeptPages, jax.Array]:
-    """Computes the step's tokens in some blocks, of other rows each, whose states are in the pages
-    -> (pages, outputs).
+class Chunk(NamedTuple):
+    """Where the loop over the blocks of longer rows is.
 
-    Args:
-        rows, blocks: [N] number `blocks` of the sequences of `rows`.
+    number: of the next block.
+    block: the block before, complete.
+    states: [Q, N, E, D] before each of the blocks.
     """
-    size = kept.sizes.block_size
-    positions = blocks[:, None] * size + jnp.arange(size)  # [N, S]
-    places = positions - spans.positions[rows][:, None]  # among the row's tokens of this step
-    is_new = (places >= 0) & (places < spans.counts[rows][:, None])
-    token = jnp.where(is_new, spans.starts[rows][:, None] + places, 0)
-    of_step = inputs.at(token)
-    state = kept.blocks(STATE, rows, blocks)
-    known = _recent(kept, sizes, rows, blocks)
-    known = known.where(places < 0, jax.tree.map(jnp.zeros_like, known))
-    recent = _with_new(known, is_new, of_step, state, sizes)
-    offsets = jnp.broadcast_to(jnp.arange(size), is_new.shape)
-    results = _read(state, recent, of_step.query, offsets, sizes)
-    # a row without tokens in the block writes to the trash block
-    kept = kept.with_block_tokens(RECENT, rows, blocks, _joined(recent), is_new.any(axis=1))
-    target = jnp.where(is_new, token, len(outputs))
-    return kept, outputs.at[target].set(results, mode="drop")
+
+    number: jax.Array
+    block: Block
+    progress: Progress
+    states: jax.Array
+
+
+def _chunks(
+    progress: Progress, sizes: StateSizes, inputs: Inputs, spans: Spans, known: Block, size: int
+) -> tuple[Progress, Entered]:
+    """Computes the rows of several tokens, block after block."""
+    num_tokens = len(progress.outputs)
+    num_rows = len(spans.counts)
+    first_blocks = spans.positions // size
+    last_blocks = (spans.positions + spans.counts - 1) // size
+    blocks_of_rows = jnp.where(spans.counts > 1, last_blocks - first_blocks + 1, 0)
+    ends = jnp.cumsum(blocks_of_rows)
+    most = num_tokens // size + 2 * min(num_rows, max(num_tokens // 2, 1))
+    numbers = jnp.arange(most, dtype=jnp.int32)
+    rows = jnp.minimum(jnp.searchsorted(ends, numbers, side="right"), num_rows - 1)
+    index = numbers - (ends[rows] - blocks_of_rows[rows])  # of the block among those of its row
+    blocks = first_blocks[rows] + index
+    enters = blocks * size >= spans.positions[rows]
+
+    def run_next(chunk: Chunk) -> Chunk:
+        number = chunk.number
+        row = rows[number]
+        is_first = index[number] == 0
+        first = jax.tree.map(lambda x: x[row], known)
+        state = jnp.where(is_first, first.state, _state_after(chunk.block, sizes))
+        before = jax.tree.map(lambda x: jnp.where(is_first, x, 0), first.recent)
+        places = blocks[number] * size + jnp.arange(size) - spans.positions[row]
+        is_new = (places >= 0) & (places < spans.counts[row])
+        token = jnp.where(is_new, spans.starts[row] + places, num_tokens)
+        of_step = inputs.at(jnp.minimum(token, num_tokens - 1))
+        recent = _with_new(before, is_new, of_step, state, sizes)
+        one = jax.tree.map(lambda x: x[None], (state, recent, of_step.query, jnp.arange(size)))
+        results = _read(*one, sizes)[0]
+        progress = Progress(
+            chunk.progress.outputs.at[token].set(results, mode="drop"),
+            chunk.progress.recent._replace(
+                update=chunk.progress.recent.update.at[token].set(recent.update, mode="drop")
+            ),
+        )
+        states = chunk.states.at[number].set(state)
+        return Chunk(number + 1, Block(state, recent), progress, states)
+
+    blank = jax.tree.map(lambda x: jnp.zeros_like(x[0]), known)
+    states = jnp.zeros((most, *known.state.shape[1:]), jnp.float32)
+    start = Chunk(jnp.zeros((), jnp.int32), blank, progress, states)
+    end = jax.lax.while_loop(lambda chunk: chunk.number < ends[-1], run_next, start)
+    return end.progress, Entered(rows, blocks, enters & (numbers < ends[-1]), end.states)
+
+
+def _with_states(kept: KeptPages, entered: Entered) -> KeptPages:
+    """The pages with states, of which few are used: one after the other."""
+    order = jnp.argsort(~entered.used, stable=True).astype(jnp.int32)
+
+    def write_next(number: jax.Array, arrays: Any) -> Any:
+        i = order[number][None]
+        pages = kept._replace(arrays=arrays)
+        return pages.with_blocks(
+            STATE, entered.rows[i], entered.blocks[i], entered.states[i]
+        ).arrays
+
+    arrays = jax.lax.fori_loop(0, entered.used.sum(), write_next, kept.arrays)
+    return kept._replace(arrays=arrays)
 
 
 def _recent(kept: KeptPages, sizes: StateSizes, rows: jax.Array, blocks: jax.Array) -> Recent:
@@ -281,31 +331,29 @@ def _joined(recent: Recent) -> jax.Array:
 def _with_new(
     known: Recent, is_new: jax.Array, of_step: Inputs, state: jax.Array, sizes: StateSizes
 ) -> Recent:
-    """The tokens of blocks with those of the step [N, S, ...] among them."""
+    """The tokens of a block with those of the step [S, ...] among them."""
     with_values = Recent(of_step.key, of_step.value, of_step.decay).where(is_new, known)
     if of_step.rate is None:
         return with_values
-    sums = jnp.cumsum(with_values.decay, axis=1)  # [N, S, heads]
+    sums = jnp.cumsum(with_values.decay, axis=0)  # [S, heads]
     keys = _of_heads(with_values.key, sizes)
-    rate = jnp.where(is_new[..., None], of_step.rate, 0)
-    given = jnp.exp(sums)[..., None] * jnp.einsum(
-        "nshe,nhed->nshd", keys, state, precision="highest"
-    )
+    rate = jnp.where(is_new[:, None], of_step.rate, 0)
+    given = jnp.exp(sums)[..., None] * jnp.einsum("she,hed->shd", keys, state, precision="highest")
     corrected = rate[..., None] * (of_step.value - given)
-    target = jnp.where(is_new[..., None, None], corrected, known.update)
+    target = jnp.where(is_new[:, None, None], corrected, known.update)
     # (1 + A) update = target, where A has what earlier tokens of the block give for a key
-    products = jnp.einsum("nshe,nthe->nhst", keys, keys, precision="highest")
+    products = jnp.einsum("she,the->hst", keys, keys, precision="highest")
     earlier = jnp.tril(jnp.ones(products.shape[-2:], bool), -1)
-    rates = jnp.swapaxes(rate, 1, 2)[..., None]
+    rates = rate.T[..., None]
     system = jnp.where(earlier, rates * products * _decay_between(sums), 0)
     update = jax.lax.linalg.triangular_solve(
         system + jnp.eye(system.shape[-1]),
-        jnp.swapaxes(target, 1, 2),
+        jnp.swapaxes(target, 0, 1),
         left_side=True,
         lower=True,
         unit_diagonal=True,
     )
-    return with_values._replace(update=jnp.swapaxes(update, 1, 2))
+    return with_values._replace(update=jnp.swapaxes(update, 0, 1))
 
 
 def _read(
@@ -332,8 +380,8 @@ def _read(
 
 
 def _decay_between(sums: jax.Array) -> jax.Array:
-    """[N, heads, S, S] the decay from a token t to a later one s, at [..., s, t]; 0 elsewhere."""
-    of_heads = jnp.swapaxes(sums, 1, 2)
+    """[heads, S, S] the decay from a token t to a later one s, at [..., s, t]; 0 elsewhere."""
+    of_heads = sums.T
     between = of_heads[..., :, None] - of_heads[..., None, :]
     later = jnp.tril(jnp.ones(between.shape[-2:], bool))
     return jnp.exp(jnp.where(later, between, -jnp.inf))

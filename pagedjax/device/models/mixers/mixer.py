@@ -164,46 +164,15 @@ class KeptPages(NamedTuple):
             pages = pages._with(part, places.set(words))
         return pages
 
-    def with_rows(
-        self, name: str, rows: jax.Array, positions: jax.Array, numbers: jax.Array, used: jax.Array
-    ) -> KeptPages:
-        """The pages with the numbers [N, *shape] of one token of each of `rows` [N], at `positions`
-        [N], where `used` [N].
-        """
-        size = self.sizes.block_size
-        pages = self
-        for part, words in self._words_of_parts(name, numbers, self.kept.tokens[name]):
-            ids = self._ids(part, rows, positions // size, used)
-            places = pages._by_token(part).at[ids, positions % size]
-            pages = pages._with(part, places.set(words))
-        return pages
-
-    def with_block_tokens(
-        self, name: str, rows: jax.Array, blocks: jax.Array, numbers: jax.Array, used: jax.Array
-    ) -> KeptPages:
-        """The pages with the numbers [N, S, *shape] of all tokens of blocks: number `blocks` [N]
-        of the sequences of `rows` [N], where `used` [N].
-        """
-        pages = self
-        for part, words in self._words_of_parts(name, numbers, self.kept.tokens[name]):
-            places = pages._by_token(part).at[self._ids(part, rows, blocks, used)]
-            pages = pages._with(part, places.set(words))
-        return pages
-
     def with_blocks(
-        self,
-        name: str,
-        rows: jax.Array,
-        blocks: jax.Array,
-        numbers: jax.Array,
-        used: jax.Array | None = None,
+        self, name: str, rows: jax.Array, blocks: jax.Array, numbers: jax.Array
     ) -> KeptPages:
         """The pages with the numbers [N, *shape] of blocks: number `blocks` [N] of the sequences of
-        `rows` [N], where `used` [N]; None: all.
+        `rows` [N].
         """
         pages = self
         for part, words in self._words_of_parts(name, numbers, self.kept.blocks[name]):
-            places = pages._by_block(part).at[self._ids(part, rows, blocks, used)]
+            places = pages._by_block(part).at[self._ids(part, rows, blocks)]
             pages = pages._with(part, places.set(words))
         return pages
 
@@ -224,14 +193,11 @@ class KeptPages(NamedTuple):
                 parts.append(part)
         return parts
 
-    def _ids(
-        self, part: Part, rows: jax.Array, blocks: jax.Array, used: jax.Array | None = None
-    ) -> jax.Array:
+    def _ids(self, part: Part, rows: jax.Array, blocks: jax.Array) -> jax.Array:
         """[pages of the part, ...] the blocks of the pool that have number `blocks` [...] of the
-        sequences of `rows` [...]; the trash block where not `used`.
+        sequences of `rows` [...].
         """
-        ids = self.tables.block_tables[part.first : part.end, rows, blocks]
-        return ids if used is None else jnp.where(used, ids, 0)
+        return self.tables.block_tables[part.first : part.end, rows, blocks]
 
     def _by_token(self, part: Part) -> jax.Array:
         """[P, S, words] a page array as memory of equal size for each token."""
