@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pagedjax.device.models.decoder import DecoderConfig
 
 ARRAYS_OF_PAGE = ("k", "v")
+INSIDE = "promise_in_bounds"  # a checked write of one place would copy the array
 
 
 class Kept(NamedTuple):
@@ -137,7 +138,9 @@ class KeptPages(NamedTuple):
         size = self.sizes.block_size
         positions = jnp.maximum(positions, 0)
         words = [
-            self._by_token(part)[self._ids(part, rows, positions // size), positions % size]
+            self._by_token(part)
+            .at[self._ids(part, rows, positions // size), positions % size]
+            .get(mode=INSIDE)
             for part in self._parts(name)
         ]
         return self._numbers(words, self.kept.tokens[name])
@@ -146,12 +149,18 @@ class KeptPages(NamedTuple):
         """[N, S, *shape] the numbers of all tokens of blocks: number `blocks` [N] of the sequences
         of `rows` [N].
         """
-        words = [self._by_token(part)[self._ids(part, rows, blocks)] for part in self._parts(name)]
+        words = [
+            self._by_token(part).at[self._ids(part, rows, blocks)].get(mode=INSIDE)
+            for part in self._parts(name)
+        ]
         return self._numbers(words, self.kept.tokens[name])
 
     def blocks(self, name: str, rows: jax.Array, blocks: jax.Array) -> jax.Array:
         """[N, *shape] the numbers of blocks: number `blocks` [N] of the sequences of `rows` [N]."""
-        words = [self._by_block(part)[self._ids(part, rows, blocks)] for part in self._parts(name)]
+        words = [
+            self._by_block(part).at[self._ids(part, rows, blocks)].get(mode=INSIDE)
+            for part in self._parts(name)
+        ]
         return self._numbers(words, self.kept.blocks[name])
 
     def with_tokens(self, name: str, numbers: jax.Array) -> KeptPages:
@@ -161,7 +170,7 @@ class KeptPages(NamedTuple):
         for part, words in self._words_of_parts(name, numbers, self.kept.tokens[name]):
             slots = self.tables.slots[part.first : part.end]
             places = pages._by_token(part).at[slots // size, slots % size]
-            pages = pages._with(part, places.set(words))
+            pages = pages._with(part, places.set(words, mode=INSIDE))
         return pages
 
     def with_blocks(
@@ -173,7 +182,7 @@ class KeptPages(NamedTuple):
         pages = self
         for part, words in self._words_of_parts(name, numbers, self.kept.blocks[name]):
             places = pages._by_block(part).at[self._ids(part, rows, blocks)]
-            pages = pages._with(part, places.set(words))
+            pages = pages._with(part, places.set(words, mode=INSIDE))
         return pages
 
     # memory
@@ -197,7 +206,8 @@ class KeptPages(NamedTuple):
         """[pages of the part, ...] the blocks of the pool that have number `blocks` [...] of the
         sequences of `rows` [...].
         """
-        return self.tables.block_tables[part.first : part.end, rows, blocks]
+        tables = self.tables.block_tables[part.first : part.end]
+        return tables.at[:, rows, blocks].get(mode=INSIDE)
 
     def _by_token(self, part: Part) -> jax.Array:
         """[P, S, words] a page array as memory of equal size for each token."""
