@@ -4,8 +4,10 @@ sequences, factors of adapters, and families.
 A model that no built-in family reads has a `Family` of your own (docs/design/models.md).
 """
 
+from pagedjax.device.layers import Linear
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import Block, Decoder, DecoderConfig, Experts, LayerKind
+from pagedjax.device.models.mixers.mixer import Kept, Mixer, MixerLayer, row_of_tokens
 from pagedjax.device.models.param_table import ParamSource
 from pagedjax.device.rope import Rope
 from pagedjax.device.score import score
@@ -20,12 +22,17 @@ __all__ = [
     "DecoderConfig",
     "Experts",
     "Family",
+    "Kept",
     "LayerKind",
+    "Linear",
+    "Mixer",
+    "MixerLayer",
     "Model",
     "ParamSource",
     "Rope",
     "adapter_parts",
     "built_in",
     "initial_factors",
+    "row_of_tokens",
     "score",
 ]

@@ -236,6 +236,12 @@ def shape_of(
 
     values = normalised(config, "the model's config.json", family)
     decoder = config_of(family or built_in(values["model_type"]), values, "the model's config.json")
+    mixers = [kind.mixer for kind in decoder.kinds if kind.mixer]
+    if mixers:
+        raise ValueError(
+            f"the model has layers without attention ({type(mixers[0]).__name__}), whose work "
+            "simulations do not count yet; simulate a model of attention alone"
+        )
     shape = Shape(
         layers=decoder.layers,
         hidden=decoder.hidden,

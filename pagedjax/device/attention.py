@@ -19,7 +19,7 @@ from pagedjax.options.own_errors import placed
 from pagedjax.options.own_values import named_value
 from pallas_kernels import kv_write
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
-from pallas_kernels.shared.page_bits import read, stored
+from pallas_kernels.shared.page_bits import BITS, read, stored
 
 BUILT_IN = dict(IMPLS)  # a copy: what a user adds to IMPLS is not built in
 
@@ -86,11 +86,18 @@ def page_row(impl: str | None, head_dim: int) -> int:
     return find(impl or "xla").page_row(head_dim)
 
 
-def page_dtype(impl: str | None, dtype: str) -> str:
+def page_dtype(impl: str | None, dtype: str, *, words: bool = False) -> str:
     """Returns the dtype of pages whose keys and values are of `dtype`: the same, or integers of
     their bits.
+
+    Args:
+        words: other layers keep words of any bits in such pages, which must not be converted as
+            floats.
     """
-    return find(impl or "xla").page_dtype(dtype)
+    implementation = find(impl or "xla")
+    pages = implementation.page_dtype(dtype)
+    reads_bits = implementation.name in ("xla", "reference")
+    return BITS.get(pages, pages) if words and reads_bits else pages
 
 
 def pages_of(impl: str) -> Callable[..., jax.Array]:

@@ -55,9 +55,10 @@ class Batch(NamedTuple):
         """The arrays of a kind; None in an engine that has none."""
         return next((extra for extra in self.extras if isinstance(extra, kind)), None)
 
-    def having(self, extra: Extra) -> Batch:
-        """The batch with other arrays in the place of those of the same kind."""
-        extras = [extra if type(other) is type(extra) else other for other in self.extras]
+    def having(self, extra: Extra, kind: type[Extra] | None = None) -> Batch:
+        """The batch with other arrays in the place of those of a kind; None: the same kind."""
+        kind = kind or type(extra)
+        extras = [extra if type(other) is kind else other for other in self.extras]
         return self._replace(extras=tuple(extras))
 
     def without(self, kind: type[Extra]) -> Batch:

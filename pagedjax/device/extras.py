@@ -146,8 +146,10 @@ class GroupTables(Extra):
             check_shape("groups.block_tables", tables, batch.block_tables.shape)
 
     def of_layer(self, batch: Batch, layer: int) -> Batch:
-        """The batch with the slots and the block tables of the layer's group alone."""
+        """The batch with the slots and the block tables of the layer's groups alone."""
         group, _ = self.layout.places[layer]
+        if not self.layout.attention[layer]:
+            return batch.having(self._tables_of(batch, layer), GroupTables)
         batch = batch.without(GroupTables)
         if group == 0:
             return batch
@@ -155,10 +157,29 @@ class GroupTables(Extra):
             slots=self.slots[group - 1], block_tables=self.block_tables[group - 1]
         )
 
+    def _tables_of(self, batch: Batch, layer: int) -> LayerTables:
+        """The tables of a layer with a mixer."""
+        first, _ = self.layout.places[layer]
+        groups = slice(first, first + self.layout.pages[layer])
+        slots = (batch.slots, *self.slots)[groups]
+        tables = (batch.block_tables, *self.block_tables)[groups]
+        return LayerTables(jnp.stack(slots), jnp.stack(tables))
+
     def at_samples(self, batch: Batch, rows: SampleRows) -> GroupTables:
         slots = tuple([slots[batch.last] for slots in self.slots])
         tables = tuple([tables[batch.sampled_row] for tables in self.block_tables])
         return GroupTables(self.layout, slots, tables)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class LayerTables(Extra):
+    """Where the pages of one layer with a mixer are (models/mixers/mixer.py): `GroupTables` as such
+    a layer sees them.
+    """
+
+    slots: Any  # [pages of the layer, T]
+    block_tables: Any  # [pages of the layer, B, M]
 
 
 @jax.tree_util.register_static

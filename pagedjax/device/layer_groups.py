@@ -1,53 +1,86 @@
 """Groups of layers with block tables of their own, for models whose layers see different windows.
 
-Every group has the same number of layers n, so a block of the pool fits any group: it has the keys
-and values of S tokens in n layers, in n arrays of the cache. Array i has layer i of each group, in
-different blocks. Layers of one group have one window. Where layers of a kind do not divide by n,
-the last group of the kind has fewer and leaves the rest of its blocks unused, as in vLLM's hybrid
-manager of the KV cache.
+Every group has the same number n of pages of a block, so a block of the pool fits any group: it has
+n pages, in n arrays of the cache. A layer of attention has one page, with the keys and values of S
+tokens. A layer that keeps something else (mixers/mixer.py) has as many pages of that size as it
+needs. Layers of one group have one window. Where the pages of a kind do not divide by n, the last
+group of the kind has fewer and leaves the rest of its blocks unused, as in vLLM's hybrid manager of
+the KV cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
+
+
+class LayerPages(NamedTuple):
+    """What a layer needs of the cache.
+
+    window: how many tokens its queries see; None: all.
+    pages: of each block.
+    attention: whether its pages are keys and values.
+    """
+
+    window: int | None
+    pages: int = 1
+    attention: bool = True
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class LayerGroups:
-    """Which layer is in which group, and which array of the cache has its keys and values.
+    """Which layer is in which groups, and which arrays of the cache have its pages.
 
     Attributes:
         windows: for each group, how many tokens its queries see; None: all. Group 0 sees the most:
             its blocks have the token ids.
-        places: for each layer, its group and its array.
-        size: layers of a group (n).
+        places: for each layer, the group of its first page, and the array that has all of its
+            pages. Its other pages are in the groups behind that one.
+        pages: for each layer, how many pages it has.
+        attention: for each layer, whether its pages are keys and values.
+        size: pages of a group (n).
     """
 
     windows: tuple[int | None, ...]
     places: tuple[tuple[int, int], ...]
+    pages: tuple[int, ...]
+    attention: tuple[bool, ...]
     size: int
 
 
-def layer_groups(windows: Sequence[int | None]) -> LayerGroups:
-    """Groups for layers with these windows."""
+def layer_groups(layers: Sequence[LayerPages]) -> LayerGroups:
+    """Groups for these layers.
+
+    n is the number of pages of the rarest kind of attention: what other layers keep is given back
+    after two blocks, so their unused pages are few.
+    """
     layers_of: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
-        layers_of.setdefault(window, []).append(layer)
+    for number, layer in enumerate(layers):
+        layers_of.setdefault(layer.window, []).append(number)
     # no window first, then the largest windows first
     ordered = sorted(layers_of, key=lambda window: (window is not None, -(window or 0)))
-    size = min(len(layers) for layers in layers_of.values())
+    pages_of = {
+        window: sum(layers[number].pages for number in layers_of[window]) for window in ordered
+    }
+    with_attention = {layer.window for layer in layers if layer.attention} or set(layers_of)
+    size = min(pages_of[window] for window in with_attention)
     places: dict[int, tuple[int, int]] = {}
     group_windows: list[int | None] = []
     for window in ordered:
-        layers = layers_of[window]
-        for i, layer in enumerate(layers):
-            places[layer] = (len(group_windows) + i // size, i % size)
-        num_groups = -(-len(layers) // size)
-        group_windows += [window] * num_groups
+        used = [0] * size  # groups of this window in which each array has a page
+        for number in layers_of[window]:
+            array = used.index(min(used))
+            places[number] = (len(group_windows) + used[array], array)
+            used[array] += layers[number].pages
+        group_windows += [window] * max(used)
     return LayerGroups(
-        tuple(group_windows), tuple(places[layer] for layer in range(len(windows))), size
+        windows=tuple(group_windows),
+        places=tuple([places[number] for number in range(len(layers))]),
+        pages=tuple([layer.pages for layer in layers]),
+        attention=tuple([layer.attention for layer in layers]),
+        size=size,
     )

@@ -121,6 +121,13 @@ def hidden(
         adapter: the factors of an adapter that all tokens use (`factors_of_one`).
     """
     c = module.config
+    mixers = [kind.mixer for kind in c.kinds if kind.mixer]
+    if mixers:
+        raise ValueError(
+            f"the model has layers without attention ({type(mixers[0]).__name__}), which run with "
+            "a cache alone: whole sequences, for training and score(), are not here yet; an engine "
+            "gives log-probabilities with prompt_logprobs"
+        )
     b, s = tokens.shape
     # only their shapes are used
     pages = init(

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from pagedjax.device import attention, cache, memory
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.extras import Selection
-from pagedjax.device.layer_groups import LayerGroups, layer_groups
+from pagedjax.device.layer_groups import LayerGroups, LayerPages, layer_groups
 from pagedjax.device.models import Model, split
-from pagedjax.device.models.decoder import Block, DecoderConfig
+from pagedjax.device.models.decoder import Block, DecoderConfig, LayerKind
 from pagedjax.device.step import zeros
 from pagedjax.host import blocks, kv_policies
 from pagedjax.host.kv_policies import View
@@ -137,8 +137,44 @@ def layers_in_groups(config: EngineConfig, model: Model) -> LayerGroups | None:
         config: a configuration whose max_model_len is known. A window as long as the longest
             sequence counts as none.
     """
-    windows = _windows(config, model)
-    return layer_groups(windows) if len(set(windows)) > 1 else None
+    layers = _layers(config, model)
+    if len({layer.window for layer in layers}) == 1 and all(layer.attention for layer in layers):
+        return None
+    return layer_groups(layers)
+
+
+def check_mixers(config: EngineConfig, model: Model) -> None:
+    """Raises ValueError for options that a model whose layers have mixers cannot have."""
+    mixers = [kind.mixer for kind in model.config.kinds if kind.mixer]
+    if not mixers:
+        return
+    subject = f"the model has layers without attention ({type(mixers[0]).__name__})"
+    if config.is_baseline:
+        raise ValueError(
+            f"{subject}, and a baseline keeps every block in one table; leave reservation, "
+            "chunked_prefill and mixed_steps at their defaults"
+        )
+    if config.speculative is not None and config.speculative.on_device:
+        raise ValueError(
+            f"{subject}, beside which no draft model or head runs yet; use "
+            "speculative.method='ngram', or no drafts"
+        )
+    if isinstance(config.kv_policy, KVPolicyOptions) and config.kv_policy.name != "full":
+        raise ValueError(
+            f"{subject}, whose pages a kv_policy cannot thin out, and kv_policy is "
+            f"{config.kv_policy.name!r}; use kv_policy='full'"
+        )
+    if config.kv_cache_dtype == "float8_e4m3fn":
+        raise ValueError(
+            f"{subject}, whose numbers stay as they are, and kv_cache_dtype is "
+            f"{config.kv_cache_dtype!r}, whose pages would not become smaller; leave it out"
+        )
+    variant = [mixer for mixer in mixers if not mixer.invariant]
+    if config.batch_invariant and variant:
+        raise ValueError(
+            f"batch_invariant is True, and the products of {type(variant[0]).__name__} layers "
+            "depend on the shapes of a step; set batch_invariant=False"
+        )
 
 
 def views(config: EngineConfig, model: Model) -> tuple[View, ...]:
@@ -157,11 +193,14 @@ def views(config: EngineConfig, model: Model) -> tuple[View, ...]:
                 f"{shorter} tokens, which are its own policy; use kv_policy='full'"
             )
         return kv_policies.views(config, table_width(config, length))
-    windows_of_layers = _windows(config, model)
-    if not any(windows_of_layers):
-        return ()
     layout = layers_in_groups(config, model)
-    windows_of_groups = layout.windows if layout else windows_of_layers[:1]
+    if layout is None:
+        window = _layers(config, model)[0].window
+        if window is None:
+            return ()
+        windows_of_groups: tuple[int | None, ...] = (window,)
+    else:
+        windows_of_groups = layout.windows
     return tuple(
         [
             View(kv_policies.window_blocks(window, config.block_size) if window else None)
@@ -206,22 +245,32 @@ def selection_of(config: EngineConfig, model: Model) -> Selection | None:
     return Selection(count, top.dense_layers, top.dense_prompts) if count < width else None
 
 
-def _windows(config: EngineConfig, model: Model) -> list[int | None]:
-    """For each layer, the window before which blocks are given back; None: no block is.
+def _layers(config: EngineConfig, model: Model) -> list[LayerPages]:
+    """For each layer, the window before which blocks are given back (None: no block is), and how
+    many pages it has.
 
-    It is None for all layers if a baseline or a draft model reads those blocks, or if the user
-    keeps them.
+    The window is None for all layers if a baseline or a draft model reads those blocks, or if the
+    user keeps them.
     """
-    kinds = model.config.kinds
     width = table_width(config, _max_model_len(config))
     drafts = config.speculative is not None and config.speculative.on_device
-    if config.is_baseline or drafts or not config.free_window_blocks:
-        return [None] * len(kinds)
+    keeps_all = config.is_baseline or drafts or not config.free_window_blocks
+    part = model.part
+    dtype = config.kv_cache_dtype or model.dtype  # of as many bytes as that of the pages
+    sizes = cache.BlockSizes(config.block_size, part.kv_heads, part.head_dim, dtype, part.head_dim)
 
-    def shorter_than_tables(window: int | None) -> bool:
-        return bool(window) and kv_policies.window_blocks(window, config.block_size) < width
+    def freed(window: int | None) -> int | None:
+        if keeps_all or not window:
+            return None
+        return window if kv_policies.window_blocks(window, config.block_size) < width else None
 
-    return [kind.window if shorter_than_tables(kind.window) else None for kind in kinds]
+    def pages_of(kind: LayerKind) -> LayerPages:
+        if kind.mixer is None:
+            return LayerPages(freed(kind.window))
+        pages = kind.mixer.pages(part, sizes, model.dtype)
+        return LayerPages(freed(kind.mixer.window(config.block_size)), pages, attention=False)
+
+    return [pages_of(kind) for kind in model.config.kinds]
 
 
 def _max_model_len(config: EngineConfig) -> int:
@@ -268,7 +317,7 @@ def block_shape(
         block_size=block_size,
         kv_heads=part.kv_heads * devices,
         head_dim=part.head_dim,
-        dtype=attention.page_dtype(impl, dtype),
+        dtype=attention.page_dtype(impl, dtype, words=any(kind.mixer for kind in part.kinds)),
         row=attention.page_row(impl, part.head_dim),
     )
     return {
@@ -291,8 +340,8 @@ def _pages_of_layers(
     block = c.block or Block
     pages: dict[int, cache.PageShapes] = {}
     for layer, kind in enumerate(c.kinds):
-        place = layout.places[layer][1] if layout else layer
         of_layer = block.pages(c, kind, sizes)
+        place = layout.places[layer][1] if layout else layer
         if pages.setdefault(place, of_layer) != of_layer:
             raise ValueError(
                 f"layer {layer} keeps {of_layer} of a block, and a layer of another window in the "

@@ -101,6 +101,13 @@ def _check_layers(subject: str, side_outputs: SideOutputs, c: DecoderConfig) -> 
     check("attention", attention_layers, c.layers, "layers of this model")
     check("attention", attention_heads, c.heads, "heads of this model")
     check("experts", side_outputs.experts, c.layers, "layers of this model")
+    with_mixers = [layer for layer in attention_layers if c.kinds[layer].mixer]
+    if with_mixers:
+        with_attention = [str(i) for i, kind in enumerate(c.kinds) if not kind.mixer]
+        raise ValueError(
+            f"{subject}.attention has layer {with_mixers[0]}, which has no attention; those with "
+            f"attention are {', '.join(with_attention)}"
+        )
     sparse = [i for i, kind in enumerate(c.kinds) if kind.sparse]
     dense = [layer for layer in side_outputs.experts if layer not in sparse]
     if dense:

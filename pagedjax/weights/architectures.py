@@ -28,6 +28,7 @@ class Architecture(NamedTuple):
     required: config keys that must be present and be positive integers.
     renamed: the architecture's own keys -> the usual keys.
     prefix: optional prefix of tensor names; it is removed.
+    layer_types: the kinds of layers that config.json may name.
     starts: how names of tensors start in some files -> how they start in the others.
     gguf: None if GGUF files of this architecture are not supported.
     """
@@ -44,6 +45,7 @@ class Architecture(NamedTuple):
     )
     renamed: Mapping[str, str] = {}
     prefix: str = ""
+    layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
     starts: Mapping[str, str] = {}
     gguf: GGUF | None = None
 
@@ -213,6 +215,25 @@ _BUILT_IN = (
         ),
     ),
     _built_in(
+        "lfm2",
+        "lfm2",
+        Architecture(
+            {
+                "norm_eps": 1e-5,
+                "rope_theta": 1e6,
+                "tie_word_embeddings": True,
+                "num_key_value_heads": 8,
+                "conv_L_cache": 3,
+                "conv_bias": False,
+                "block_multiple_of": 256,
+                "block_ffn_dim_multiplier": 1.0,
+                "block_auto_adjust_ff_dim": True,
+            },
+            renamed={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
+            layer_types=("full_attention", "conv"),
+        ),
+    ),
+    _built_in(
         "gpt2",
         "gpt2",
         Architecture(
@@ -239,6 +260,35 @@ _BUILT_IN = (
         ),
         # causal masks that older checkpoints stored
         ignored=("h.*.attn.bias", "h.*.attn.masked_bias"),
+    ),
+    _built_in(
+        "qwen3_5_text",
+        "qwen3_5",
+        Architecture(
+            LLAMA_DEFAULTS
+            | {"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25}
+            | {"linear_conv_kernel_dim": 4, "full_attention_interval": 4}
+            | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+            | {"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+            layer_types=("full_attention", "linear_attention"),
+        ),
+        ignored=("mtp.*",),  # layers that predict several tokens
+    ),
+    _built_in(
+        "granitemoehybrid",
+        "granite_hybrid",
+        Architecture(
+            LLAMA_DEFAULTS
+            | {"embedding_multiplier": 1.0, "attention_multiplier": 1.0}
+            | {"residual_multiplier": 1.0, "logits_scaling": 1.0}
+            | {"num_local_experts": 8, "shared_intermediate_size": 1024}
+            | {"position_embedding_type": None, "time_step_limit": [0.0, float("inf")]}
+            | {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256}
+            | {"mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2}
+            | {"mamba_conv_bias": True, "mamba_proj_bias": False},
+            renamed={"layers_block_type": "layer_types"},
+            layer_types=("full_attention", "linear_attention", "attention", "mamba"),
+        ),
     ),
     _built_in(
         "smollm3",
@@ -344,6 +394,7 @@ COMPOSITES = {
         },
     ),
     "mistral3": Composite("mistral", {}),
+    "qwen3_5": Composite("qwen3_5_text", {}),
 }
 # how the names of text tensors start in files of composites -> in files of their text models
 TEXT_STARTS = {
@@ -515,7 +566,7 @@ def _normalised(
     present = {k: v for k, v in result.items() if v is not None or k in architecture.nullable}
     result = {**architecture.defaults, **present}
     _check_read(result, source, family, architecture)
-    _check_layer_types(result, source, family)
+    _check_layer_types(result, source, family, architecture)
 
     for name in architecture.required:
         value = result.get(name)
@@ -532,15 +583,18 @@ def _normalised(
     return result
 
 
-def _check_layer_types(config: Mapping[str, Any], source: Any, family: Family | None) -> None:
-    """Raises ValueError for layers of a kind that built-in families do not have."""
+def _check_layer_types(
+    config: Mapping[str, Any], source: Any, family: Family | None, architecture: Architecture
+) -> None:
+    """Raises ValueError for layers of a kind that a built-in family does not have."""
     types = config.get("layer_types")
     if family is not None or not types:
         return
-    kinds = "full_attention", "sliding_attention"
+    kinds = architecture.layer_types
     if absent := [name for name in types if name not in kinds]:
         raise ValueError(
-            f"{source}: layer_types has {absent[0]!r}; layers here are of {' or '.join(kinds)}"
+            f"{source}: layer_types has {absent[0]!r}; layers of {config['model_type']} are of "
+            f"{' or '.join(kinds)} here"
         )
     if len(types) != config.get("num_hidden_layers"):
         raise ValueError(

@@ -9,7 +9,7 @@ import pytest
 
 from pagedjax.device.batch import Shapes, blank_sampling, joined, parted
 from pagedjax.device.extras import Feed, GroupTables
-from pagedjax.device.layer_groups import layer_groups
+from pagedjax.device.layer_groups import LayerPages, layer_groups
 from pagedjax.engine.pack import pack
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host.types import Plan, Request, Seq
@@ -18,7 +18,7 @@ from pagedjax.options.params import SamplingParams
 SHAPES = Shapes(
     tokens=(4, 8), max_seqs=3, block_size=4, table_width=5, max_model_len=20, vocab_size=50
 )
-LAYOUT = layer_groups((None, 8, None, 8))
+LAYOUT = layer_groups([LayerPages(window) for window in (None, 8, None, 8)])
 
 
 def batch_of(shapes: Shapes, counts: tuple[int, ...]):

@@ -16,10 +16,13 @@ import pytest
 from flax import nnx
 
 from pagedjax import LLM, SamplingParams, load_model
-from pagedjax.device import attention, cache
+from pagedjax.device import attention
 from pagedjax.device.batch import Batch
+from pagedjax.device.extras import GroupTables
 from pagedjax.device.models import Model, llama
 from pagedjax.device.rope import rope_frequencies
+from pagedjax.engine.geometry import geometry
+from pagedjax.options.config import EngineConfig
 from pagedjax.weights import open_checkpoint
 from tests.refusals import refused
 from tests.weights.tiny import llama3_scaling, tiny_llama
@@ -71,16 +74,22 @@ def all_logits(
     Args:
         impl: of attention. "reference" is compiled in a third of the time of "xla".
     """
-    c = model.config
     b = len(PROMPTS)
-    sizes = {"layers": c.layers, "kv_heads": c.kv_heads, "head_dim": c.head_dim}
-    kv = cache.init(**sizes, blocks=b * M, block_size=S, dtype=model.dtype)
-    tables = 1 + np.random.default_rng(0).permutation(b * M).reshape(b, M).astype(np.int32)
+    config = EngineConfig(block_size=S, max_model_len=M * S)
+    shape = geometry(config, model, model.dtype, impl)
+    kv = shape.new_cache(b * M, model, impl)
+    blocks = np.random.default_rng(0).permutation(b * M * shape.groups) + 1
+    tables = blocks.reshape(shape.groups, b, M).astype(np.int32)
     computed = [0] * b
     logits_of_rows = [[] for _ in PROMPTS]
     run = partial(_run, model.graphdef, impl)
     for step in steps:
-        kv, logits = run(model.params, kv, lay_out(step, computed, PROMPTS, tables, T))
+        batch, *of_groups = [lay_out(step, computed, PROMPTS, table, T) for table in tables]
+        if shape.layout:
+            slots = tuple([other.slots for other in of_groups])
+            block_tables = tuple([other.block_tables for other in of_groups])
+            batch = batch._replace(extras=(GroupTables(shape.layout, slots, block_tables),))
+        kv, logits = run(model.params, kv, batch)
         ends = np.cumsum([count for _, count in step])
         parts = np.split(np.asarray(logits, np.float32), ends)
         for (row, count), part in zip(step, parts, strict=False):

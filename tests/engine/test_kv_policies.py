@@ -20,7 +20,7 @@ import pytest
 from flax import nnx
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams, from_params
-from pagedjax.device.layer_groups import layer_groups
+from pagedjax.device.layer_groups import LayerGroups, LayerPages, layer_groups
 from pagedjax.device.models import Decoder
 from pagedjax.host.kv_policies import View, window_blocks
 from pagedjax.host.types import HOLE
@@ -281,13 +281,28 @@ def test_the_report_counts_the_sequences_that_fit(gemma, mistral):
     assert make(mistral).engine.memory.sequences == 60 // 9 == 6
 
 
+def groups_of(windows: Sequence[int | None]) -> LayerGroups:
+    """Groups for layers of attention."""
+    return layer_groups([LayerPages(window) for window in windows])
+
+
+def test_pages_of_a_layer_without_attention_are_in_one_array():
+    """The rarest attention has two layers; the mixers' pages are 3 + 3 + 1 in two arrays."""
+    layers = [LayerPages(5, pages, attention=False) for pages in (3, 3, 1)]
+    groups = layer_groups([*layers, LayerPages(None), LayerPages(None)])
+    assert (groups.windows, groups.size) == ((None, 5, 5, 5, 5), 2)
+    assert groups.places == ((1, 0), (1, 1), (4, 0), (0, 0), (0, 1))
+    assert groups.pages == (3, 3, 1, 1, 1)
+    assert groups.attention == (False, False, False, True, True)
+
+
 def test_layers_are_dealt_to_groups_of_one_size():
-    groups = layer_groups([16, 16, None, 16, 16, None, 16])
+    groups = groups_of([16, 16, None, 16, 16, None, 16])
     assert (groups.windows, groups.size) == ((None, 16, 16, 16), 2)
     assert groups.places == ((1, 0), (1, 1), (0, 0), (2, 0), (2, 1), (0, 1), (3, 0))
-    assert layer_groups([8, 64]).windows == (64, 8)
+    assert groups_of([8, 64]).windows == (64, 8)
     for windows in ([None] * 4 + [9] * 22, [5, None, 7, 5, 5]):
-        groups = layer_groups(windows)
+        groups = groups_of(windows)
         assert len(set(groups.places)) == len(windows)
         assert [groups.windows[group] for group, _ in groups.places] == windows
         assert all(at < groups.size for _, at in groups.places)
@@ -349,7 +364,7 @@ def test_the_documents_example_is_a_policy(documented_file, tiny):
 )
 def test_the_documents_numbers_of_gemma(windows, tokens, share):
     """8,192 tokens in blocks of 16; a block has the layers of one group."""
-    groups = layer_groups(windows)
+    groups = groups_of(windows)
     blocks = sum(512 if window is None else window_blocks(window, 16) for window in groups.windows)
     assert (blocks, round(blocks * groups.size / (512 * len(windows)), 2)) == (tokens, share)
 

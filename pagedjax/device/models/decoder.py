@@ -39,6 +39,7 @@ from pagedjax.device.layers import (
     summed,
 )
 from pagedjax.device.linear import Matrix, linear
+from pagedjax.device.models.mixers.mixer import Mixer
 from pagedjax.device.rope import Rope, rotate
 from pagedjax.device.row_reductions import row_sums, softmax, weighted_sums
 from pagedjax.device.selection import attend_selected, write
@@ -63,11 +64,13 @@ class LayerKind:
     rope: index into the model's rotations; None: the layer does not rotate, and knows the order of
         tokens by the causal mask alone (Kazemnejad et al. 2023).
     sparse: the layer's MLP is a mixture of experts.
+    mixer: what the layer has in the place of attention; None: attention.
     """
 
     window: int | None = None
     rope: int | None = 0
     sparse: bool = False
+    mixer: Mixer | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ class DecoderConfig:
     gated: the MLP is activation(gate) * up, else activation(up).
     qk_norm: queries and keys have a norm, over each head ("head") or over all heads of a token
         ("width", OLMo 2).
+    attn_gate: each query head has a gate, whose sigmoid multiplies the result of attention (Qiu et
+        al. 2025, arXiv 2505.06708). Gates are rows of the product of queries, behind all queries.
     pre_norms: attention and MLP have a norm before them.
     post_norms: their results have one, before they are added to x.
     parallel: attention and MLP read the same x, and both results are added to it (GPT-NeoX).
@@ -134,6 +139,7 @@ class DecoderConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: Literal["head", "width"] | None = None
+    attn_gate: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     parallel: bool = False
@@ -191,15 +197,21 @@ class DecoderConfig:
         return len(self.kinds)
 
     @property
+    def query_heads(self) -> int:
+        """Heads of the joined product before those of keys: queries, and their gates."""
+        return self.heads * (1 + self.attn_gate)
+
+    @property
     def qkv_rows(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        return (self.query_heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def parts(self) -> dict[str, tuple[int, ...]]:
         """Where the parts of each matrix of a layer end, by the matrix's name (for `LowRank`). An
         end is the part's last output + 1. A matrix that is not joined has one part.
         """
-        qkv = tuple(heads * self.head_dim for heads in (self.heads, self.heads + self.kv_heads))
+        ends = self.query_heads, self.query_heads + self.kv_heads
+        qkv = tuple(heads * self.head_dim for heads in ends)
         up = (self.intermediate, 2 * self.intermediate) if self.gated else (self.intermediate,)
         hidden = (self.hidden,)
         return {
@@ -270,20 +282,22 @@ class Attention(nnx.Module):
     ):
         """norm(x) [T, H], angles [rotations, 2, T, D / 2] -> (y + residual [T, H], pages)."""
         c = self.config
-        q, k, v = self._heads(x, angles, norm, (0, c.heads + 2 * c.kv_heads), batch)
+        heads = 0, c.query_heads + 2 * c.kv_heads
+        q, gates, k, v = self._heads(x, angles, norm, heads, batch)
         pages = write(attend, pages, k, v, batch)
-        return self._output(q, pages, batch, attend, residual), pages
+        return self._output(q, gates, pages, batch, attend, residual), pages
 
     def write(self, x, pages: Pages, batch: Batch, angles, attend: Attend, *, norm) -> Pages:
         """The pages with the keys and values of x."""
         c = self.config
-        _, k, v = self._heads(x, angles, norm, (c.heads, c.heads + 2 * c.kv_heads), batch)
+        heads = c.query_heads, c.query_heads + 2 * c.kv_heads
+        _, _, k, v = self._heads(x, angles, norm, heads, batch)
         return write(attend, pages, k, v, batch)
 
     def read(self, x, pages: Pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
         """As `__call__`, for tokens whose keys and values are in the pages: y + residual [T, H]."""
-        q, _, _ = self._heads(x, angles, norm, (0, self.config.heads), batch)
-        return self._output(q, pages, batch, attend, residual)
+        q, gates, _, _ = self._heads(x, angles, norm, (0, self.config.query_heads), batch)
+        return self._output(q, gates, pages, batch, attend, residual)
 
     def weights(
         self, x, k_pages, batch: Batch, angles, attend: Attend, heads: Sequence[int], *, norm
@@ -291,7 +305,7 @@ class Attention(nnx.Module):
         """The weights that `read` gives to values, for rows of one token each: [R, len(heads), M S]
         float32, by position.
         """
-        q, _, _ = self._heads(x, angles, norm, (0, self.config.heads), batch)
+        q, _, _, _ = self._heads(x, angles, norm, (0, self.config.heads), batch)
         return probabilities(
             attend,
             q,
@@ -303,32 +317,32 @@ class Attention(nnx.Module):
         )
 
     def _heads(self, x, angles, norm, heads: tuple[int, int], batch: Batch) -> list[jax.Array]:
-        """Queries [T, N, D], keys and values [T, K, D] of some heads.
+        """Queries and gates [T, N, D], keys and values [T, K, D] of some heads. N and K may be 0.
 
         Args:
-            heads: (first, end) among the heads of queries, then of keys, then of values.
+            heads: (first, end) among the heads of queries, gates, keys and values.
         """
         c = self.config
         first, end = heads
         rows = None  # all of the product
-        if end - first < c.heads + 2 * c.kv_heads:
+        if end - first < c.query_heads + 2 * c.kv_heads:
             rows = first * c.head_dim, end * c.head_dim
         low = batch.low("attn.qkv", c.parts["attn.qkv"])
         qkv = self.qkv(x, norm=norm, rows=rows, sizes=batch.used_tokens, low=low)
         qkv = qkv.reshape(len(x), end - first, c.head_dim)
-        # where queries and keys end among the computed heads
-        q_end = min(max(c.heads - first, 0), end - first)
-        k_end = min(max(c.heads + c.kv_heads - first, 0), end - first)
-        q, k, v = jnp.split(qkv, [q_end, k_end], axis=1)
+        # where queries, gates and keys end among the computed heads
+        ends = c.heads, c.query_heads, c.query_heads + c.kv_heads
+        places = [min(max(place - first, 0), end - first) for place in ends]
+        q, gates, k, v = jnp.split(qkv, places, axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             is_wide = c.qk_norm == "width"
             q = _over_width(self.q_norm, q) if is_wide else self.q_norm(q)
             k = _over_width(self.k_norm, k) if is_wide else self.k_norm(k)
         if c.ropes and self.kind.rope is not None:
             q, k = (rotate(a, angles[self.kind.rope]) for a in (q, k))
-        return [q, k, v]
+        return [q, gates, k, v]
 
-    def _output(self, q, pages: Pages, batch: Batch, attend: Attend, residual) -> jax.Array:
+    def _output(self, q, gates, pages: Pages, batch: Batch, attend: Attend, residual) -> jax.Array:
         c = self.config
         low = batch.low("attn.out", c.parts["attn.out"])
         if "bounds" in pages:
@@ -345,6 +359,8 @@ class Attention(nnx.Module):
                 window=self.kind.window,
                 soft_cap=c.attn_cap,
             )
+        if c.attn_gate:
+            y = (y * jax.nn.sigmoid(gates.astype(jnp.float32))).astype(y.dtype)
         return self.out(y.reshape(len(q), -1), residual=residual, sizes=batch.used_tokens, low=low)
 
 
@@ -506,7 +522,7 @@ class Block(nnx.Module):
 
     def attention(self, c: DecoderConfig, kind: LayerKind, dtype: str) -> Any:
         """The module that reads and writes the pages."""
-        return Attention(c, kind, dtype)
+        return kind.mixer.layer(c, dtype) if kind.mixer else Attention(c, kind, dtype)
 
     def post(self, c: DecoderConfig, dtype: str) -> nnx.Module | None:
         """The module that changes the result [T, H] of the attention or of the MLP before it is
@@ -665,9 +681,9 @@ class Decoder(nnx.Module):
         last = self.config.layers - 1
         runs_last = last in taps
         for layer in range(self.config.layers if runs_last else last):
-            page = batch.page_of(layer)
             layer_batch = batch.of_layer(layer)
             method = "routed" if layer in experts else "__call__"
+            page = batch.page_of(layer)
             x, pages[page], *layer_routes = _run_block(
                 *nnx.split(self.blocks[layer]), attend, method, x, pages[page], layer_batch, angles
             )

@@ -13,8 +13,11 @@ __all__ = ["from_hf", "param_table"]
 FACTORS = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
 
 
-def from_hf(config: dict[str, Any]) -> DecoderConfig:
+def from_hf(config: dict[str, Any], kinds: tuple[LayerKind, ...] | None = None) -> DecoderConfig:
     """From the keys of a Hugging Face config.json, with the defaults of the architecture.
+
+    Args:
+        kinds: of a hybrid; None: all layers have attention.
 
     Raises:
         ValueError: a key has a value that is not supported.
@@ -25,7 +28,7 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
     bias = bool(config["attention_bias"])
     return dense(
         config,
-        kinds=(LayerKind(),) * config["num_hidden_layers"],
+        kinds=kinds or (LayerKind(),) * config["num_hidden_layers"],
         qkv_bias=bias,
         out_bias=bias,
         embed_scale=float(config["embedding_multiplier"]),

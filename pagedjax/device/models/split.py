@@ -175,6 +175,8 @@ def _split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Spl
     owner = path[-2] if len(path) > 1 else ""
     if path[-1] == "embed" or owner == "head":
         return (Split(AXES, _padded(c.vocab_size, n)),)
+    if "attn" in path and path[0] == "blocks" and c.kinds[int(path[1])].mixer:
+        return (WHOLE,)
     if c.qk_norm == "width" and owner in ("q_norm", "k_norm"):
         padded_heads = heads(c, n)
         kind = padded_heads.queries if owner == "q_norm" else padded_heads.keys
@@ -195,8 +197,10 @@ def _attention(c: DecoderConfig, n: int, owner: str, name: str) -> tuple[Split, 
         if name != "weight":
             return (WHOLE,)
         return (WHOLE, Split(AXES, _row_order(padded_heads.queries, c.head_dim)))
-    kinds = padded_heads.queries, padded_heads.keys, padded_heads.keys
-    first = np.array([0, c.heads, c.heads + c.kv_heads])
+    query_kinds = (padded_heads.queries,) * (1 + c.attn_gate)
+    kinds = *query_kinds, padded_heads.keys, padded_heads.keys
+    counts = [c.heads] * len(query_kinds) + [c.kv_heads, c.kv_heads]
+    first = np.cumsum([0, *counts[:-1]])
     shares = [
         np.where(kind == PADDING, PADDING, kind + start).reshape(n, -1)
         for kind, start in zip(kinds, first, strict=True)

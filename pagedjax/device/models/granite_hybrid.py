@@ -1,0 +1,116 @@
+"""Granite 4 Hybrid: layers of Mamba 2, some layers of attention without rotary positions, and the
+factors of Granite 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagedjax.device.models import granite
+from pagedjax.device.models.decoder import DecoderConfig, LayerKind
+from pagedjax.device.models.llama import NORMS, attention_table, decoder_table, norm_table
+from pagedjax.device.models.mixers.mamba2 import Mamba2
+from pagedjax.device.models.param_table import ParamSource
+
+ATTENTION = "full_attention", "attention"  # its names in newer and older configs
+
+
+def from_hf(config: dict[str, Any]) -> DecoderConfig:
+    """From the keys of a Hugging Face config.json, with the defaults of the architecture.
+
+    Raises:
+        ValueError: a key has a value that is not supported.
+    """
+    if config["num_local_experts"]:
+        raise ValueError(
+            f"num_local_experts is {config['num_local_experts']}; experts beside a shared MLP are "
+            "not supported, a Granite 4 Hybrid without experts (micro, 1B, 350M) is"
+        )
+    rotates = config["position_embedding_type"] == "rope"
+    attention = LayerKind(rope=0 if rotates else None)
+    mamba = LayerKind(mixer=_mixer(config))
+    layers = config["num_hidden_layers"]
+    types = config.get("layer_types") or ["linear_attention"] * layers
+    usual = {**config, "intermediate_size": config["shared_intermediate_size"]}
+    return granite.from_hf(
+        usual, tuple([attention if name in ATTENTION else mamba for name in types])
+    )
+
+
+def _mixer(config: dict[str, Any]) -> Mamba2:
+    width = config["mamba_expand"] * config["hidden_size"]
+    heads = config["mamba_n_heads"]
+    value_dim = config["mamba_d_head"]
+    if value_dim == "auto":
+        value_dim = width // heads
+    if heads * value_dim != width:
+        raise ValueError(
+            f"mamba_n_heads {heads} times mamba_d_head {value_dim} is not mamba_expand times "
+            f"hidden_size, {width}"
+        )
+    # JSON has no infinity: transformers writes {"__float__": "Infinity"}
+    limits = [
+        value["__float__"] if isinstance(value, dict) else value
+        for value in config["time_step_limit"]
+    ]
+    return Mamba2(
+        length=config["mamba_d_conv"],
+        heads=heads,
+        key_heads=config["mamba_n_groups"],
+        key_dim=config["mamba_d_state"],
+        value_dim=value_dim,
+        step_limits=(float(limits[0]), float(limits[1])),
+        bias=bool(config["mamba_proj_bias"]),
+        conv_bias=bool(config["mamba_conv_bias"]),
+        norm_parts=config["mamba_n_groups"],
+    )
+
+
+def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
+    """Where each parameter comes from: Hugging Face tensor names, fused along the output axis."""
+    return decoder_table(
+        c,
+        [
+            (_mamba_table(c, i, kind.mixer) if kind.mixer else attention_table(c, i))
+            + norm_table(c, i, NORMS)
+            + _mlp_table(c, i)
+            for i, kind in enumerate(c.kinds)
+        ],
+    )
+
+
+def _mlp_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
+    """The shared MLP, whose gates and ups are one tensor."""
+    prefix = f"model.layers.{layer}.shared_mlp."
+    path = ("blocks", str(layer), "mlp")
+    up = (f"{prefix}input_linear.weight",)
+    down = (f"{prefix}output_linear.weight",)
+    return [
+        ParamSource((*path, "up", "weight"), up, (2 * c.intermediate, c.hidden)),
+        ParamSource((*path, "down", "weight"), down, (c.hidden, c.intermediate)),
+    ]
+
+
+def _mamba_table(c: DecoderConfig, layer: int, mixer: Any) -> list[ParamSource]:
+    """The parameters of a layer of Mamba 2."""
+    prefix = f"model.layers.{layer}.mamba."
+    path = ("blocks", str(layer), "attn")
+    inner = sum(mixer.parts)
+    names = {
+        ("inner", "weight"): ("in_proj.weight", (inner, c.hidden)),
+        ("out", "weight"): ("out_proj.weight", (c.hidden, mixer.values)),
+        ("conv",): ("conv1d.weight", (mixer.channels, 1, mixer.length)),
+        ("decay_log",): ("A_log", (mixer.heads,)),
+        ("step_bias",): ("dt_bias", (mixer.heads,)),
+        ("skip",): ("D", (mixer.heads,)),
+        ("norm",): ("norm.weight", (mixer.values,)),
+    }
+    if mixer.conv_bias:
+        names[("conv_bias",)] = ("conv1d.bias", (mixer.channels,))
+    if mixer.bias:
+        names[("inner", "bias")] = ("in_proj.bias", (inner,))
+        names[("out", "bias")] = ("out_proj.bias", (c.hidden,))
+    return [
+        ParamSource((*path, *name), (prefix + stored_name,), shape)
+        for name, (stored_name, shape) in names.items()
+    ]

@@ -1,0 +1,392 @@
+"""A recurrent state with decay, computed block by block: gated delta rule and Mamba 2.
+
+Each head has a state [E, D] of keys of E and values of D numbers:
+
+    state of t = exp(decay of t) * (state of t - 1) + key of t (x) update of t
+    output of t = (state of t)^T query of t
+
+The update of Mamba 2 is the value (Dao & Gu 2024, arXiv 2405.21060). That of the gated delta rule
+(Yang et al. 2024, arXiv 2412.06464) is what the state does not yet give for the key, times a rate:
+
+    update of t = rate of t * (value of t - exp(decay of t) * (state of t - 1)^T key of t)
+
+A block has the state before its first token, and the key, the update and the decay of each token.
+Within a block everything follows from these by products of matrices, as in the chunked form of both
+papers: the chunk is the block. So a step reads states and writes none but those of blocks that it
+enters. The result is the same for any cut of a prompt into chunks.
+
+All numbers here are float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pagedjax.device.batch import Batch
+from pagedjax.device.models.mixers.mixer import Kept, KeptPages, row_of_tokens
+
+RECENT = "recent"  # key, update and decay of a token
+STATE = "state"
+
+
+class StateSizes(NamedTuple):
+    """key_heads: each serves heads / key_heads heads, one behind the other."""
+
+    heads: int
+    key_heads: int
+    key_dim: int  # E
+    value_dim: int  # D
+
+    def kept(self, inputs: jax.ShapeDtypeStruct, name: str) -> Kept:
+        """What a layer keeps: the state, and `inputs` of a convolution by `name`."""
+        recent = self.key_heads * self.key_dim + self.heads * self.value_dim + self.heads
+        state = self.heads, self.key_dim, self.value_dim
+        return Kept(
+            tokens={name: inputs, RECENT: jax.ShapeDtypeStruct((recent,), jnp.float32)},
+            blocks={STATE: jax.ShapeDtypeStruct(state, jnp.float32)},
+        )
+
+
+class Inputs(NamedTuple):
+    """What the tokens of a step bring: [..., heads, numbers] float32, for T tokens or for the S
+    tokens of blocks.
+
+    rate: of the delta rule; None: the update is the value.
+    """
+
+    query: jax.Array  # [..., K, E]
+    key: jax.Array  # [..., K, E]
+    value: jax.Array  # [..., N, D]
+    decay: jax.Array  # [..., N] at most 0
+    rate: jax.Array | None  # [..., N]
+
+    def at(self, tokens: jax.Array) -> Inputs:
+        """The inputs of some tokens of the step."""
+        return jax.tree.map(lambda x: x[tokens], self)
+
+
+class Recent(NamedTuple):
+    """What blocks have of their tokens; zeros where no token is known."""
+
+    key: jax.Array  # [..., S, K, E]
+    update: jax.Array  # [..., S, N, D]
+    decay: jax.Array  # [..., S, N]
+
+    def where(self, condition: jax.Array, other: Recent) -> Recent:
+        """These tokens where the condition [..., S] holds, else the others."""
+        return jax.tree.map(
+            lambda x, y: jnp.where(
+                condition.reshape(*condition.shape, *[1] * (x.ndim - condition.ndim)), x, y
+            ),
+            self,
+            other,
+        )
+
+
+def run(
+    kept: KeptPages, sizes: StateSizes, inputs: Inputs, batch: Batch
+) -> tuple[KeptPages, jax.Array]:
+    """Computes the tokens of a step -> (pages, outputs [T, N, D]).
+
+    All that is read of the pages is read first, and all that is written is written last: else XLA
+    copies a page array, to read the old one while it writes the new one. Rows of one token are
+    computed together. The blocks of longer rows follow one at a time, because each state follows
+    from the one before.
+    """
+    spans = Spans.of(batch)
+    size = kept.sizes.block_size
+    rows = jnp.arange(len(spans.counts), dtype=jnp.int32)
+    first_blocks = spans.positions // size
+    enters = (spans.counts > 0) & (spans.positions % size == 0)
+    known_blocks = jnp.maximum(first_blocks - enters, 0)
+    known = Block(kept.blocks(STATE, rows, known_blocks), _recent(kept, sizes, rows, known_blocks))
+    known = _at_first_tokens(known, sizes, spans, enters, size)
+    tokens = len(batch.tokens)
+    progress = Progress(
+        outputs=jnp.zeros((tokens, sizes.heads, sizes.value_dim), jnp.float32),
+        recent=Recent(
+            inputs.key[:tokens],
+            jnp.zeros((tokens, sizes.heads, sizes.value_dim), jnp.float32),
+            inputs.decay[:tokens],
+        ),
+    )
+    progress = _decodes(progress, sizes, inputs, spans, known, size)
+    entered = Entered(rows, first_blocks, enters & (spans.counts == 1), known.state)
+    kept_states = [entered]
+    if batch.cu_q_lens is not None:
+        progress, of_chunks = _chunks(progress, sizes, inputs, spans, known, size)
+        kept_states.append(of_chunks)
+    kept = kept.with_tokens(RECENT, _joined(progress.recent))
+    for states in kept_states:
+        kept = _with_states(kept, states)
+    return kept, progress.outputs
+
+
+def read(kept: KeptPages, sizes: StateSizes, query: jax.Array, batch: Batch) -> jax.Array:
+    """Outputs [T, N, D] of tokens that are in the pages.
+
+    Args:
+        query: [T, K, E].
+    """
+    rows = row_of_tokens(batch)
+    size = kept.sizes.block_size
+    blocks = batch.positions // size
+    recent = _recent(kept, sizes, rows, blocks)
+    state = kept.blocks(STATE, rows, blocks)
+    return _read(state, recent, query[:, None], batch.positions[:, None] % size, sizes)[:, 0]
+
+
+class Spans(NamedTuple):
+    """Which tokens of a step a row has, and their positions."""
+
+    starts: jax.Array  # [B] among the step's tokens
+    counts: jax.Array  # [B]
+    positions: jax.Array  # [B] of the first one; 0 in padding
+
+    @classmethod
+    def of(cls, batch: Batch) -> Spans:
+        starts = batch.row_cu_q_lens[:-1]
+        counts = batch.row_cu_q_lens[1:] - starts
+        return cls(starts, counts, batch.seq_lens - counts)
+
+
+class Block(NamedTuple):
+    """The state [..., N, E, D] before a block, and its tokens."""
+
+    state: jax.Array
+    recent: Recent
+
+
+class Progress(NamedTuple):
+    """What a step has computed of its tokens."""
+
+    outputs: jax.Array  # [T, N, D]
+    recent: Recent  # [T, ...]
+
+
+class Entered(NamedTuple):
+    """States that the pages get: those before number `blocks` of the sequences of `rows`."""
+
+    rows: jax.Array  # [Q]
+    blocks: jax.Array  # [Q]
+    used: jax.Array  # [Q] bool; the others mean nothing
+    states: jax.Array  # [Q, N, E, D]
+
+
+def _at_first_tokens(
+    known: Block, sizes: StateSizes, spans: Spans, enters: jax.Array, size: int
+) -> Block:
+    """The block [B, ...] of each row's first token, without that token and what follows.
+
+    Args:
+        known: the same block, or the one before if the row `enters` its block.
+    """
+    is_known = jnp.arange(size) < spans.positions[:, None] % size  # [B, S]
+    recent = known.recent.where(is_known, jax.tree.map(jnp.zeros_like, known.recent))
+    first = jnp.argsort(~enters, stable=True).astype(jnp.int32)  # the rows that enter, first
+
+    def enter_next(number: jax.Array, states: jax.Array) -> jax.Array:
+        row = first[number]
+        block = jax.tree.map(lambda x: x[row], Block(states, known.recent))
+        state = jnp.where(spans.positions[row] == 0, 0, _state_after(block, sizes))
+        return states.at[row].set(state)
+
+    state = jax.lax.fori_loop(0, enters.sum(), enter_next, known.state)
+    return Block(state, recent)
+
+
+def _state_after(block: Block, sizes: StateSizes) -> jax.Array:
+    """[N, E, D] the state after a full block."""
+    sums = jnp.cumsum(block.recent.decay, axis=0)  # [S, heads]
+    weights = jnp.exp(sums[-1] - sums)
+    keys = _of_heads(block.recent.key, sizes)
+    added = jnp.einsum("she,sh,shd->hed", keys, weights, block.recent.update, precision="highest")
+    return jnp.exp(sums[-1])[:, None, None] * block.state + added
+
+
+def _decodes(
+    progress: Progress, sizes: StateSizes, inputs: Inputs, spans: Spans, known: Block, size: int
+) -> Progress:
+    """Computes the rows of one token."""
+    num_tokens = len(progress.outputs)
+    token = jnp.minimum(spans.starts, num_tokens - 1)
+    of_rows = inputs.at(token)
+    offsets = spans.positions[:, None] % size
+    is_own = jnp.arange(size) == offsets
+    own = Recent(of_rows.key, jnp.zeros_like(of_rows.value), of_rows.decay)
+    recent = jax.tree.map(lambda x: x[:, None], own).where(is_own, known.recent)
+    update = of_rows.value
+    if of_rows.rate is not None:
+        given = _read(known.state, recent, of_rows.key[:, None], offsets, sizes)[:, 0]
+        update = of_rows.rate[..., None] * (of_rows.value - given)
+    updates = jnp.where(is_own[..., None, None], update[:, None], recent.update)
+    recent = recent._replace(update=updates)
+    results = _read(known.state, recent, of_rows.query[:, None], offsets, sizes)[:, 0]
+    target = jnp.where(spans.counts == 1, token, num_tokens)
+    return Progress(
+        progress.outputs.at[target].set(results, mode="drop"),
+        progress.recent._replace(update=progress.recent.update.at[target].set(update, mode="drop")),
+    )
+
+
+class Chunk(NamedTuple):
+    """Where the loop over the blocks of longer rows is.
+
+    number: of the next block.
+    block: the block before, complete.
+    states: [Q, N, E, D] before each of the blocks.
+    """
+
+    number: jax.Array
+    block: Block
+    progress: Progress
+    states: jax.Array
+
+
+def _chunks(
+    progress: Progress, sizes: StateSizes, inputs: Inputs, spans: Spans, known: Block, size: int
+) -> tuple[Progress, Entered]:
+    """Computes the rows of several tokens, block after block."""
+    num_tokens = len(progress.outputs)
+    num_rows = len(spans.counts)
+    first_blocks = spans.positions // size
+    last_blocks = (spans.positions + spans.counts - 1) // size
+    blocks_of_rows = jnp.where(spans.counts > 1, last_blocks - first_blocks + 1, 0)
+    ends = jnp.cumsum(blocks_of_rows)
+    most = num_tokens // size + 2 * min(num_rows, max(num_tokens // 2, 1))
+    numbers = jnp.arange(most, dtype=jnp.int32)
+    rows = jnp.minimum(jnp.searchsorted(ends, numbers, side="right"), num_rows - 1)
+    index = numbers - (ends[rows] - blocks_of_rows[rows])  # of the block among those of its row
+    blocks = first_blocks[rows] + index
+    enters = blocks * size >= spans.positions[rows]
+
+    def run_next(chunk: Chunk) -> Chunk:
+        number = chunk.number
+        row = rows[number]
+        is_first = index[number] == 0
+        first = jax.tree.map(lambda x: x[row], known)
+        state = jnp.where(is_first, first.state, _state_after(chunk.block, sizes))
+        before = jax.tree.map(lambda x: jnp.where(is_first, x, 0), first.recent)
+        places = blocks[number] * size + jnp.arange(size) - spans.positions[row]
+        is_new = (places >= 0) & (places < spans.counts[row])
+        token = jnp.where(is_new, spans.starts[row] + places, num_tokens)
+        of_step = inputs.at(jnp.minimum(token, num_tokens - 1))
+        recent = _with_new(before, is_new, of_step, state, sizes)
+        one = jax.tree.map(lambda x: x[None], (state, recent, of_step.query, jnp.arange(size)))
+        results = _read(*one, sizes)[0]
+        progress = Progress(
+            chunk.progress.outputs.at[token].set(results, mode="drop"),
+            chunk.progress.recent._replace(
+                update=chunk.progress.recent.update.at[token].set(recent.update, mode="drop")
+            ),
+        )
+        states = chunk.states.at[number].set(state)
+        return Chunk(number + 1, Block(state, recent), progress, states)
+
+    blank = jax.tree.map(lambda x: jnp.zeros_like(x[0]), known)
+    states = jnp.zeros((most, *known.state.shape[1:]), jnp.float32)
+    start = Chunk(jnp.zeros((), jnp.int32), blank, progress, states)
+    end = jax.lax.while_loop(lambda chunk: chunk.number < ends[-1], run_next, start)
+    return end.progress, Entered(rows, blocks, enters & (numbers < ends[-1]), end.states)
+
+
+def _with_states(kept: KeptPages, entered: Entered) -> KeptPages:
+    """The pages with states, of which few are used: one after the other."""
+    order = jnp.argsort(~entered.used, stable=True).astype(jnp.int32)
+
+    def write_next(number: jax.Array, arrays: Any) -> Any:
+        i = order[number][None]
+        pages = kept._replace(arrays=arrays)
+        return pages.with_blocks(
+            STATE, entered.rows[i], entered.blocks[i], entered.states[i]
+        ).arrays
+
+    arrays = jax.lax.fori_loop(0, entered.used.sum(), write_next, kept.arrays)
+    return kept._replace(arrays=arrays)
+
+
+def _recent(kept: KeptPages, sizes: StateSizes, rows: jax.Array, blocks: jax.Array) -> Recent:
+    """[N, S, ...] what the pages have of the tokens of blocks."""
+    joined = kept.block_tokens(RECENT, rows, blocks)
+    keys = sizes.key_heads * sizes.key_dim
+    values = sizes.heads * sizes.value_dim
+    key, update, decay = jnp.split(joined, [keys, keys + values], axis=-1)
+    lead = joined.shape[:-1]
+    return Recent(
+        key.reshape(*lead, sizes.key_heads, sizes.key_dim),
+        update.reshape(*lead, sizes.heads, sizes.value_dim),
+        decay,
+    )
+
+
+def _joined(recent: Recent) -> jax.Array:
+    """[..., numbers] as the pages have them."""
+    lead = recent.decay.shape[:-1]
+    return jnp.concatenate([x.reshape(*lead, -1) for x in recent], axis=-1)
+
+
+def _with_new(
+    known: Recent, is_new: jax.Array, of_step: Inputs, state: jax.Array, sizes: StateSizes
+) -> Recent:
+    """The tokens of a block with those of the step [S, ...] among them."""
+    with_values = Recent(of_step.key, of_step.value, of_step.decay).where(is_new, known)
+    if of_step.rate is None:
+        return with_values
+    sums = jnp.cumsum(with_values.decay, axis=0)  # [S, heads]
+    keys = _of_heads(with_values.key, sizes)
+    rate = jnp.where(is_new[:, None], of_step.rate, 0)
+    given = jnp.exp(sums)[..., None] * jnp.einsum("she,hed->shd", keys, state, precision="highest")
+    corrected = rate[..., None] * (of_step.value - given)
+    target = jnp.where(is_new[:, None, None], corrected, known.update)
+    # (1 + A) update = target, where A has what earlier tokens of the block give for a key
+    products = jnp.einsum("she,the->hst", keys, keys, precision="highest")
+    earlier = jnp.tril(jnp.ones(products.shape[-2:], bool), -1)
+    rates = rate.T[..., None]
+    system = jnp.where(earlier, rates * products * _decay_between(sums), 0)
+    update = jax.lax.linalg.triangular_solve(
+        system + jnp.eye(system.shape[-1]),
+        jnp.swapaxes(target, 0, 1),
+        left_side=True,
+        lower=True,
+        unit_diagonal=True,
+    )
+    return with_values._replace(update=jnp.swapaxes(update, 0, 1))
+
+
+def _read(
+    state: jax.Array, recent: Recent, query: jax.Array, offsets: jax.Array, sizes: StateSizes
+) -> jax.Array:
+    """[N, Q, heads, D] the outputs of queries [N, Q, K, E] at these offsets [N, Q] of blocks.
+
+    Args:
+        state: [N, heads, E, D] before the blocks.
+    """
+    sums = jnp.cumsum(recent.decay, axis=1)  # [N, S, heads]
+    at_queries = jnp.take_along_axis(sums, offsets[..., None], axis=1)  # [N, Q, heads]
+    queries = _of_heads(query, sizes)
+    from_state = jnp.exp(at_queries)[..., None] * jnp.einsum(
+        "nqhe,nhed->nqhd", queries, state, precision="highest"
+    )
+    keys = _of_heads(recent.key, sizes)
+    products = jnp.einsum("nqhe,nshe->nqsh", queries, keys, precision="highest")
+    is_seen = jnp.arange(sums.shape[1]) <= offsets[..., None]  # [N, Q, S]
+    between = at_queries[:, :, None] - sums[:, None]  # [N, Q, S, heads]
+    weights = jnp.exp(jnp.where(is_seen[..., None], between, -jnp.inf))
+    within = jnp.einsum("nqsh,nshd->nqhd", products * weights, recent.update, precision="highest")
+    return from_state + within
+
+
+def _decay_between(sums: jax.Array) -> jax.Array:
+    """[heads, S, S] the decay from a token t to a later one s, at [..., s, t]; 0 elsewhere."""
+    of_heads = sums.T
+    between = of_heads[..., :, None] - of_heads[..., None, :]
+    later = jnp.tril(jnp.ones(between.shape[-2:], bool))
+    return jnp.exp(jnp.where(later, between, -jnp.inf))
+
+
+def _of_heads(x: jax.Array, sizes: StateSizes) -> jax.Array:
+    """[..., K, E] -> [..., heads, E]: each key head serves several heads."""
+    return jnp.repeat(x, sizes.heads // sizes.key_heads, axis=-2)

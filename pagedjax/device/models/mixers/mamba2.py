@@ -1,0 +1,149 @@
+"""`Mamba2`: the state space layer of Dao & Gu 2024 (arXiv 2405.21060), as in Mamba 2 and in hybrids
+such as Granite 4, Bamba and Nemotron-H.
+
+    z, inputs, dt = in(x)                           inputs: of values, keys and queries
+    v, k, q = silu(convolution(inputs))             [N D], [K E], [K E]
+    dt = clip(softplus(dt + dt_bias));  decay = -exp(decay_log) * dt
+    y = state read by q, with the update dt * v     (decayed_state.py)
+    out(norm((y + skip * v) * silu(z)))             the norm is over each of K parts
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pagedjax.device.attention import Attend
+from pagedjax.device.batch import Batch
+from pagedjax.device.cache import Pages
+from pagedjax.device.layers import Linear, values
+from pagedjax.device.models.mixers import decayed_state
+from pagedjax.device.models.mixers.decayed_state import Inputs, StateSizes
+from pagedjax.device.models.mixers.mixer import Kept, KeptPages, Mixer, MixerLayer, convolution
+from pagedjax.device.row_reductions import row_means
+
+NAME = "conv_input"
+
+
+@dataclass(frozen=True)
+class Mamba2(Mixer):
+    """length: of the convolution in tokens. Heads as in `StateSizes`.
+
+    step_limits: the least and the largest dt.
+    bias, conv_bias: of both products, and of the convolution.
+    norm_parts: parts of the width that are normalised alone.
+    """
+
+    length: int
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    step_limits: tuple[float, float] = (0.0, float("inf"))
+    bias: bool = False
+    conv_bias: bool = True
+    norm_parts: int = 1
+
+    @property
+    def sizes(self) -> StateSizes:
+        return StateSizes(self.heads, self.key_heads, self.key_dim, self.value_dim)
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all keys of a token."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Numbers of all values of a token."""
+        return self.heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: values, keys and queries."""
+        return self.values + 2 * self.keys
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Rows of the first product: z, inputs of the convolution, dt."""
+        return self.values, self.channels, self.heads
+
+    def kept(self, c: Any, dtype: str) -> Kept:
+        return self.sizes.kept(jax.ShapeDtypeStruct((self.channels,), jnp.dtype(dtype)), NAME)
+
+    def window(self, block_size: int) -> int:
+        return max(self.length, block_size + 1)
+
+    def layer(self, c: Any, dtype: str) -> MixerLayer:
+        return Mamba2Layer(self, c, dtype)
+
+
+class Mamba2Layer(MixerLayer):
+    def __init__(self, mixer: Mamba2, c: Any, dtype: str):
+        super().__init__(mixer, c, dtype)
+        options = {"bias": mixer.bias, "dtype": dtype, "stored": c.stored, "impl": c.linear}
+        self.inner = Linear(c.hidden, sum(mixer.parts), **options)
+        self.out = Linear(mixer.values, c.hidden, **options)
+        self.conv = nnx.Param(jnp.zeros((mixer.channels, 1, mixer.length), dtype))  # as in files
+        bias = jnp.zeros((mixer.channels,), dtype)
+        self.conv_bias = nnx.Param(bias) if mixer.conv_bias else None
+        self.decay_log = nnx.Param(jnp.zeros((mixer.heads,), dtype))
+        self.step_bias = nnx.Param(jnp.zeros((mixer.heads,), dtype))
+        self.skip = nnx.Param(jnp.zeros((mixer.heads,), dtype))
+        self.norm = nnx.Param(jnp.zeros((mixer.values,), dtype))
+
+    def __call__(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm, residual=None):
+        kept, y, gate = self._run(x, arrays, batch, norm)
+        return self._output(y, gate, batch, residual), kept.arrays
+
+    def write(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm) -> Pages:
+        """The pages with the tokens of x."""
+        return self._run(x, arrays, batch, norm)[0].arrays
+
+    def read(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm, residual=None):
+        """As `__call__`, for tokens that are in the pages."""
+        m = self.mixer
+        kept = self.pages(arrays, batch)
+        gate = self.inner(x, norm=norm, rows=(0, m.values), sizes=batch.used_tokens)
+        value, _, query = self._convolved(kept, batch)
+        y = decayed_state.read(kept, m.sizes, query, batch)
+        return self._output(y + self._skipped(value), gate, batch, residual)
+
+    def _run(self, x, arrays, batch: Batch, norm) -> tuple[KeptPages, jax.Array, jax.Array]:
+        """(pages, outputs of the state and the skip [T, N, D], z [T, N D])."""
+        m = self.mixer
+        ends = [sum(m.parts[: i + 1]) for i in range(len(m.parts) - 1)]
+        product = self.inner(x, norm=norm, sizes=batch.used_tokens)
+        gate, inputs, step = jnp.split(product, ends, axis=1)
+        kept = self.pages(arrays, batch).with_tokens(NAME, inputs)
+        value, key, query = self._convolved(kept, batch)
+        speed = -jnp.exp(self.decay_log[...].astype(jnp.float32))
+        bias = self.step_bias[...].astype(jnp.float32)
+        step = jnp.clip(jax.nn.softplus(step.astype(jnp.float32) + bias), *m.step_limits)
+        of_tokens = Inputs(query, key, step[..., None] * value, speed * step, rate=None)
+        kept, y = decayed_state.run(kept, m.sizes, of_tokens, batch)
+        return kept, y + self._skipped(value), gate
+
+    def _convolved(self, kept: KeptPages, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Values [T, N, D], and keys and queries [T, K, E]."""
+        m = self.mixer
+        y = convolution(kept, NAME, batch, self.conv[:, 0], values(self.conv_bias))
+        y = jax.nn.silu(y).astype(self.dtype).astype(jnp.float32)  # rounded as it was trained
+        value, key, query = jnp.split(y, [m.values, m.values + m.keys], axis=1)
+        shape = -1, m.key_heads, m.key_dim
+        return value.reshape(-1, m.heads, m.value_dim), key.reshape(shape), query.reshape(shape)
+
+    def _skipped(self, value: jax.Array) -> jax.Array:
+        return self.skip[...].astype(jnp.float32)[:, None] * value
+
+    def _output(self, y: jax.Array, gate: jax.Array, batch: Batch, residual) -> jax.Array:
+        """out(norm(y * silu(gate)))."""
+        y = y.reshape(len(y), -1) * jax.nn.silu(gate.astype(jnp.float32))
+        parts = y.reshape(len(y), self.mixer.norm_parts, -1)
+        parts = parts * jax.lax.rsqrt(row_means(parts * parts) + self.config.eps)
+        y = parts.reshape(y.shape) * self.norm[...].astype(jnp.float32)
+        return self.out(y.astype(self.dtype), residual=residual, sizes=batch.used_tokens)

@@ -1,0 +1,207 @@
+"""Layers without attention: what their pages keep, and states against the recurrence in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedjax.device.batch import Batch
+from pagedjax.device.cache import BlockSizes, Pages, kv_pages
+from pagedjax.device.extras import LayerTables
+from pagedjax.device.models.mixers import decayed_state
+from pagedjax.device.models.mixers.decayed_state import Inputs, StateSizes
+from pagedjax.device.models.mixers.mixer import Kept, KeptPages, convolution, pages_needed
+from tests.device.test_llama import lay_out
+
+pytestmark = pytest.mark.few_optimisations
+
+NAME = "conv_input"
+SIZES = StateSizes(heads=4, key_heads=2, key_dim=3, value_dim=5)
+INPUT = jax.ShapeDtypeStruct((7,), jnp.float32)
+LENGTHS = (23, 1, 9)
+WIDTH = 24  # blocks of a table
+T = sum(LENGTHS) + 2
+
+
+class World(NamedTuple):
+    """The pages of one layer, and the tables of three sequences."""
+
+    kept: KeptPages
+    tables: np.ndarray  # [pages of the layer, sequences, blocks]
+
+
+def world(kept: Kept, block_size: int, dtype: str = "float32") -> World:
+    """Pages that have old numbers."""
+    sizes = BlockSizes(block_size, kv_heads=2, head_dim=4, dtype=dtype, row=4)
+    pages = pages_needed(kept, sizes)
+    rng = np.random.default_rng(0)
+    count = pages * len(LENGTHS) * WIDTH
+    tables = rng.permutation(count).reshape(pages, len(LENGTHS), WIDTH) + 1
+    arrays = Pages(
+        {
+            name: jnp.asarray(rng.integers(1, 100, (count + 1, *shape.shape)), shape.dtype)
+            for name, shape in kv_pages(sizes).items()
+        }
+    )
+    return World(KeptPages(kept, sizes, arrays, LayerTables((), ())), tables.astype(np.int32))
+
+
+def step_of(world: World, step: Sequence[tuple[int, int]], computed: Sequence[int]) -> Batch:
+    """What a layer gets of a step of chunks (sequence, tokens), with padding."""
+    size = world.kept.sizes.block_size
+    prompts = [np.zeros(length, int) for length in LENGTHS]
+    batches = [lay_out(step, computed, prompts, table, T, size) for table in world.tables]
+    tables = LayerTables(
+        np.stack([batch.slots for batch in batches]),
+        np.stack([batch.block_tables for batch in batches]),
+    )
+    return jax.tree.map(jnp.asarray, batches[0]._replace(extras=(tables,)))
+
+
+def with_arrays(kept: KeptPages, arrays: Any, batch: Batch) -> KeptPages:
+    """The pages with these arrays, and the tables of a step."""
+    tables = batch.extra(LayerTables)
+    assert tables is not None
+    return kept._replace(arrays=arrays, tables=tables)
+
+
+def padded(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """[T, ...] the tokens of a step, and zeros."""
+    tokens = np.concatenate(parts)
+    return np.pad(tokens, [(0, T - len(tokens))] + [(0, 0)] * (tokens.ndim - 1))
+
+
+CHUNKS = st.lists(st.tuples(*[st.integers(0, 9)] * len(LENGTHS)), max_size=6)
+
+
+def steps_of(chunks: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
+    """Steps (sequence, tokens) with these chunks, and one with what is left."""
+    computed = [0] * len(LENGTHS)
+    steps: list[list[tuple[int, int]]] = []
+    for sizes in (*chunks, LENGTHS):
+        step = []
+        for row, size in enumerate(sizes):
+            count = min(size, LENGTHS[row] - computed[row])
+            if count:
+                step.append((row, count))
+                computed[row] += count
+        if step:
+            steps.append(step)
+    return steps
+
+
+# convolutions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint16"])
+@settings(max_examples=6, deadline=None)
+@given(chunks=CHUNKS, block_size=st.sampled_from([1, 4, 16]))
+def test_a_convolution_has_its_inputs_in_the_pages(dtype, chunks, block_size):
+    floats = "bfloat16" if dtype == "uint16" else "float32"
+    rng = np.random.default_rng(1)
+    kept = Kept({NAME: jax.ShapeDtypeStruct((21,), jnp.dtype(floats))})
+    pages = world(kept, block_size, dtype)
+    inputs = [
+        np.asarray(jnp.asarray(rng.standard_normal((n, 21)), floats), np.float32) for n in LENGTHS
+    ]
+    weight = rng.standard_normal((21, 3)).astype(np.float32)
+    bias = rng.standard_normal(21).astype(np.float32)
+
+    @jax.jit
+    def run(arrays, tokens, batch):
+        kept = with_arrays(pages.kept, arrays, batch).with_tokens(NAME, tokens)
+        return kept.arrays, convolution(kept, NAME, batch, jnp.asarray(weight), jnp.asarray(bias))
+
+    arrays = pages.kept.arrays
+    computed = [0] * len(LENGTHS)
+    for step in steps_of(chunks):
+        batch = step_of(pages, step, computed)
+        of_step = [inputs[row][computed[row] : computed[row] + count] for row, count in step]
+        arrays, y = run(arrays, padded(of_step), batch)
+        at = 0
+        for row, count in step:
+            history = np.pad(inputs[row], ((2, 0), (0, 0)))
+            expected = sum(history[i : i + LENGTHS[row]] * weight[:, i] for i in range(3)) + bias
+            span = slice(computed[row], computed[row] + count)
+            chex.assert_trees_all_close(y[at : at + count], expected[span], atol=1e-5)
+            at += count
+            computed[row] += count
+
+
+# states -------------------------------------------------------------------------------------------
+
+
+def drawn_inputs(rng: np.random.Generator, length: int, *, delta: bool) -> Inputs:
+    def numbers(*shape: int) -> np.ndarray:
+        return rng.standard_normal((length, *shape)).astype(np.float32)
+
+    key = numbers(SIZES.key_heads, SIZES.key_dim)
+    inputs = Inputs(
+        query=numbers(SIZES.key_heads, SIZES.key_dim),  # type: ignore[arg-type]  # numpy arrays
+        key=key / np.linalg.norm(key, axis=-1, keepdims=True),  # type: ignore[arg-type]
+        value=numbers(SIZES.heads, SIZES.value_dim),  # type: ignore[arg-type]
+        decay=-np.exp(numbers(SIZES.heads)),  # type: ignore[arg-type]
+        rate=1 / (1 + np.exp(-numbers(SIZES.heads))) if delta else None,  # type: ignore[arg-type]
+    )
+    return inputs
+
+
+def recurrence(inputs: Inputs) -> np.ndarray:
+    """[n, N, D] the outputs by definition, token by token in float64."""
+    state = np.zeros((SIZES.heads, SIZES.key_dim, SIZES.value_dim))
+    group = SIZES.heads // SIZES.key_heads
+    outputs = []
+    for t in range(len(inputs.key)):
+        key, query = (x[t].astype(np.float64).repeat(group, 0) for x in (inputs.key, inputs.query))
+        state = state * np.exp(inputs.decay[t].astype(np.float64))[:, None, None]
+        update = inputs.value[t].astype(np.float64)
+        if inputs.rate is not None:
+            update = inputs.rate[t][:, None] * (update - np.einsum("hed,he->hd", state, key))
+        state = state + key[:, :, None] * update[:, None]
+        outputs.append(np.einsum("hed,he->hd", state, query))
+    return np.stack(outputs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint16"])
+@pytest.mark.parametrize("delta", [False, True], ids=["mamba", "delta"])
+@settings(max_examples=4, deadline=None)
+@given(chunks=CHUNKS, block_size=st.sampled_from([1, 4, 16]))
+def test_a_state_is_that_of_the_recurrence_for_any_cut(dtype, delta, chunks, block_size):
+    rng = np.random.default_rng(2)
+    pages = world(SIZES.kept(INPUT, NAME), block_size, dtype)
+    inputs = [drawn_inputs(rng, length, delta=delta) for length in LENGTHS]
+    expected = [recurrence(of_sequence) for of_sequence in inputs]
+
+    @jax.jit
+    def run(arrays, of_step, batch):
+        kept = with_arrays(pages.kept, arrays, batch)
+        kept, y = decayed_state.run(kept, SIZES, of_step, batch)
+        return kept.arrays, y, decayed_state.read(kept, SIZES, of_step.query, batch)
+
+    arrays = pages.kept.arrays
+    computed = [0] * len(LENGTHS)
+    for step in steps_of(chunks):
+        batch = step_of(pages, step, computed)
+        spans = [(row, slice(computed[row], computed[row] + count)) for row, count in step]
+        of_step = jax.tree.map(
+            lambda *parts: padded(parts),
+            *[jax.tree.map(lambda x, span=span: x[span], inputs[row]) for row, span in spans],
+        )
+        arrays, y, _ = run(arrays, of_step, batch)
+        arrays, y_again, read = run(arrays, of_step, batch)  # as a branch computes a token again
+        chex.assert_trees_all_close(y, y_again, atol=1e-5)
+        at = 0
+        for row, span in spans:
+            count = span.stop - span.start
+            chex.assert_trees_all_close(y[at : at + count], expected[row][span], atol=1e-4)
+            chex.assert_trees_all_close(read[at : at + count], expected[row][span], atol=1e-4)
+            at += count
+            computed[row] += count
