@@ -275,8 +275,9 @@ def _chunks(
         token = jnp.where(is_new, spans.starts[row] + places, num_tokens)
         of_step = inputs.at(jnp.minimum(token, num_tokens - 1))
         recent = _with_new(before, is_new, of_step, state, sizes)
-        one = jax.tree.map(lambda x: x[None], (state, recent, of_step.query, jnp.arange(size)))
-        results = _read(*one, sizes)[0]
+        alone = jax.tree.map(lambda x: x[None], Block(state, recent))
+        offsets = jnp.arange(size)[None]
+        results = _read(alone.state, alone.recent, of_step.query[None], offsets, sizes)[0]
         progress = Progress(
             chunk.progress.outputs.at[token].set(results, mode="drop"),
             chunk.progress.recent._replace(
