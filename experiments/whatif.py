@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from experiments.laboratory.confirmation import Confirmation
 
 SHOWN = 5  # users, or classes, in the table of the terminal
-FIXED = ("views",)  # fields of the configuration that a recording cannot change
+FIXED = ("views", "shares_filling")  # fields of the configuration that a recording cannot change
 
 
 def main(words: Sequence[str] | None = None) -> int:

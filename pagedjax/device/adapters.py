@@ -87,7 +87,9 @@ def adapted(config: DecoderConfig) -> tuple[dict[str, Matrix], ...]:
     by_name = matrices(config)
     layers = []
     for i in range(config.layers):
-        layer = {name: by_name.get(f"blocks.{i}.{name}.weight") for name in config.parts}
+        with_mixer = config.kinds[i].mixer is not None
+        names = [name for name in config.parts if not (with_mixer and name.startswith("attn."))]
+        layer = {name: by_name.get(f"blocks.{i}.{name}.weight") for name in names}
         layers.append({name: matrix for name, matrix in layer.items() if matrix})
     return tuple(layers)
 

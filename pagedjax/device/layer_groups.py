@@ -10,6 +10,7 @@ the KV cache.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -55,7 +56,7 @@ class LayerGroups:
 def layer_groups(layers: Sequence[LayerPages]) -> LayerGroups:
     """Groups for these layers.
 
-    n is the number of pages of the rarest kind of attention: what other layers keep is given back
+    n is the number of layers of the rarest kind of attention: what other layers keep is given back
     after two blocks, so their unused pages are few.
     """
     layers_of: dict[int | None, list[int]] = {}
@@ -63,11 +64,8 @@ def layer_groups(layers: Sequence[LayerPages]) -> LayerGroups:
         layers_of.setdefault(layer.window, []).append(number)
     # no window first, then the largest windows first
     ordered = sorted(layers_of, key=lambda window: (window is not None, -(window or 0)))
-    pages_of = {
-        window: sum(layers[number].pages for number in layers_of[window]) for window in ordered
-    }
-    with_attention = {layer.window for layer in layers if layer.attention} or set(layers_of)
-    size = min(pages_of[window] for window in with_attention)
+    with_attention = Counter(layer.window for layer in layers if layer.attention)
+    size = min(with_attention.values(), default=len(layers))
     places: dict[int, tuple[int, int]] = {}
     group_windows: list[int | None] = []
     for window in ordered:

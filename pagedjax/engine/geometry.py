@@ -29,6 +29,7 @@ class Geometry(NamedTuple):
     selection: what queries read of what they see; None: all of it.
     block: the shape of a block on one device, as the arguments of `cache.init`.
     host_block_bytes: bytes of one block of each group in the swap space.
+    keeps_states: whether a layer keeps numbers of blocks, which a step reads before it writes any.
     """
 
     layout: LayerGroups | None
@@ -36,6 +37,7 @@ class Geometry(NamedTuple):
     selection: Selection | None
     block: dict[str, Any]
     host_block_bytes: int
+    keeps_states: bool = False
 
     @property
     def groups(self) -> int:
@@ -118,6 +120,11 @@ def geometry(
         selection=selection,
         block=block_shape(config.block_size, model, kv_dtype, impl, draft, layout, selection),
         host_block_bytes=cache.block_bytes(**host_block) * groups,
+        keeps_states=any(
+            kind.mixer.kept(model.part, model.dtype).blocks
+            for kind in model.config.kinds
+            if kind.mixer
+        ),
     )
 
 
@@ -159,7 +166,7 @@ def check_mixers(config: EngineConfig, model: Model) -> None:
             f"{subject}, beside which no draft model or head runs yet; use "
             "speculative.method='ngram', or no drafts"
         )
-    if isinstance(config.kv_policy, KVPolicyOptions) and config.kv_policy.name != "full":
+    if isinstance(config.kv_policy, KVPolicyOptions):
         raise ValueError(
             f"{subject}, whose pages a kv_policy cannot thin out, and kv_policy is "
             f"{config.kv_policy.name!r}; use kv_policy='full'"
@@ -169,11 +176,16 @@ def check_mixers(config: EngineConfig, model: Model) -> None:
             f"{subject}, whose numbers stay as they are, and kv_cache_dtype is "
             f"{config.kv_cache_dtype!r}, whose pages would not become smaller; leave it out"
         )
-    variant = [mixer for mixer in mixers if not mixer.invariant]
-    if config.batch_invariant and variant:
+    if config.batch_invariant:
         raise ValueError(
-            f"batch_invariant is True, and the products of {type(variant[0]).__name__} layers "
-            "depend on the shapes of a step; set batch_invariant=False"
+            f"{subject}, whose bits may depend on the shapes of a step, and batch_invariant is "
+            "True; set batch_invariant=False"
+        )
+    block = model.config.block
+    if block is not None and block.pages is not Block.pages:
+        raise ValueError(
+            f"{subject}, which are kept in pages of keys and values, and block {block.__name__} "
+            "has other pages; give the layer's kind a mixer of your own in its place"
         )
 
 

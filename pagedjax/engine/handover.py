@@ -85,6 +85,8 @@ def facts(runtime: Runtime, state: EngineState) -> dict[str, Any]:
     facts["eos_token_ids"] = sorted(runtime.eos_token_ids)
     facts["row_features"] = sorted(feature.name for feature in runtime.chain.features)
     facts["kv_policy"] = runtime.scheduler_config.views
+    if any(kind.mixer for kind in model.kinds):  # memory of one device's heads
+        facts["heads of pages"] = runtime.model.part.kv_heads
     facts["selection"] = runtime.shapes.selection
     pages, structure = jax.tree.flatten(runtime.cache_shapes)
     facts["pages"] = [f"{page.dtype}{list(page.shape[1:])}" for page in pages]

@@ -540,7 +540,8 @@ def _leaves(model: Model, draft: DraftModel | None) -> tuple[Any, ...]:
 
 
 def _limits(config: Resolved, cache_geometry: Geometry) -> SchedulerConfig:
-    return limits(config, cache_geometry.host_blocks(config), cache_geometry.views)
+    sizes = limits(config, cache_geometry.host_blocks(config), cache_geometry.views)
+    return sizes._replace(shares_filling=not cache_geometry.keeps_states)
 
 
 def _on_devices(tree: Any, model: Model) -> Any:

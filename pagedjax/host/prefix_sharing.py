@@ -28,7 +28,8 @@ def filling(
     """The blocks that the prompt chunks of this step (rows `first` and later) fill, by their keys.
 
     A row may read what another row of the same step writes: in each layer all keys and values are
-    written before any is read. So if many requests with one prefix arrive together, one request
+    written before any is read. (`SchedulerConfig.shares_filling` is false for models with states,
+    which are read first.) So if many requests with one prefix arrive together, one request
     computes the prefix, and the others use it in the same step.
     """
     filling_now: dict[str, int] = {}

@@ -495,11 +495,12 @@ def begin_admission(
         composes: whether the policy may give a row fewer tokens than `counts`.
     """
     filling_now = {}
-    if not composes:
+    shares_filling = config.shares_filling and not composes
+    if shares_filling:
         filling_now = prefix_sharing.filling(active, num_decodes, counts, config)
     promised = views.promised_blocks(config, active) if config.views else 0
     return admission._replace(
-        filling_now=filling_now, promised=promised, shares_filling=not composes
+        filling_now=filling_now, promised=promised, shares_filling=shares_filling
     )
 
 

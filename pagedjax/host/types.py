@@ -60,6 +60,8 @@ class SchedulerConfig(NamedTuple):
     reservation: Reservation = "none"
     # what each group of layers sees; a group has its own blocks (views.py); (): one group, sees all
     views: tuple[View, ...] = ()
+    # whether a sequence may use blocks that another row of the same step fills (prefix_sharing.py)
+    shares_filling: bool = True
 
     @property
     def groups(self) -> int:

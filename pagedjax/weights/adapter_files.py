@@ -272,6 +272,8 @@ def row_orders(config: DecoderConfig) -> dict[str, np.ndarray]:
 def _entries(config: DecoderConfig) -> Iterator[tuple[ParamSource, list[Part]]]:
     """The entries of the family's table that are matrices with adapters, and their parts."""
     for entry in FAMILIES[config.family or "llama"].param_table(config):
+        if entry.path[0] == "blocks" and _has_mixer(config, int(entry.path[1]), entry.path[2]):
+            continue
         matrix = ".".join(entry.path[2:-1])
         if entry.path[-1] != "weight" or matrix not in config.parts:
             continue
@@ -282,6 +284,11 @@ def _entries(config: DecoderConfig) -> Iterator[tuple[ParamSource, list[Part]]]:
                 f"has {len(parts)} part, and a Llama's has {len(entry.sources)}; leave adapters out"
             )
         yield entry, parts
+
+
+def _has_mixer(config: DecoderConfig, layer: int, module: str) -> bool:
+    """Whether a module of a layer is a mixer, whose matrices have no adapters."""
+    return module == "attn" and config.kinds[layer].mixer is not None
 
 
 def scaling(options: Mapping[str, Any], module: str, rank: int) -> float:

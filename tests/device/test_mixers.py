@@ -45,12 +45,16 @@ def world(kept: Kept, block_size: int, dtype: str = "float32") -> World:
     rng = np.random.default_rng(0)
     count = pages * len(LENGTHS) * WIDTH
     tables = rng.permutation(count).reshape(pages, len(LENGTHS), WIDTH) + 1
-    arrays = Pages(
-        {
-            name: jnp.asarray(rng.integers(1, 100, (count + 1, *shape.shape)), shape.dtype)
-            for name, shape in kv_pages(sizes).items()
-        }
-    )
+
+    def old_numbers(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        """Numbers of an earlier owner, some of them not finite."""
+        numbers = rng.standard_normal((count + 1, *shape.shape)).astype(np.float32)
+        numbers[rng.random(numbers.shape) < 0.1] = np.nan
+        if dtype == "float32":
+            return jnp.asarray(numbers)
+        return jax.lax.bitcast_convert_type(jnp.asarray(numbers, jnp.bfloat16), jnp.uint16)
+
+    arrays = Pages({name: old_numbers(shape) for name, shape in kv_pages(sizes).items()})
     return World(KeptPages(kept, sizes, arrays, LayerTables((), ())), tables.astype(np.int32))
 
 

@@ -21,8 +21,9 @@ from pagedjax.device.models.mixers.short_conv import ShortConv
 from pagedjax.device.score import score
 from pagedjax.host import scheduler
 from pagedjax.host.kv_policies import View
+from pagedjax.host.policies import find
 from pagedjax.host.replay import replay
-from pagedjax.host.types import HOLE
+from pagedjax.host.types import HOLE, Request
 from pagedjax.weights.trained import nested
 from tests.engine.runs import check_idle, greedy, small_llm
 from tests.refusals import refused
@@ -161,11 +162,28 @@ def test_blocks_before_the_window_are_given_back_and_found_again(loaded, tmp_pat
     assert max(table.count(HOLE) for table in tables) >= (config.groups - 1) * (blocks - 3)
 
 
+def test_requests_with_one_prefix_that_arrive_together_share_no_block_of_the_step(loaded):
+    """The second one would read states before the first one has written them."""
+    llm = small_llm(loaded, block_size=4)
+    config = llm.engine.scheduler_state.config
+    assert not config.shares_filling
+    state = scheduler.init(config)
+    for name in "ab":
+        hashes = ("first block", "second block")
+        state = scheduler.submit(state, Request(name, 9, 4, hashes=hashes))
+    _, plan = scheduler.schedule(state, find("fcfs"))
+    assert plan.starts == (0, 0)
+    _, plan = scheduler.schedule(
+        state._replace(config=config._replace(shares_filling=True)), find("fcfs")
+    )
+    assert plan.starts == (0, 8)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a baseline": ({"mixed_steps": False}, "a baseline keeps every block in one table"),
     "a KV policy": ({"kv_policy": "streaming"}, "whose pages a kv_policy cannot thin out"),
     "8 bits": ({"kv_cache_dtype": "float8_e4m3fn"}, "whose pages would not become smaller"),
-    "equal bits": ({"batch_invariant": True}, "depend on the shapes of a step"),
+    "equal bits": ({"batch_invariant": True}, "whose bits may depend on the shapes of a step"),
 }
 
 

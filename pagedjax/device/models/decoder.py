@@ -679,7 +679,11 @@ class Decoder(nnx.Module):
         outputs = []
         routes = {}
         last = self.config.layers - 1
-        runs_last = last in taps
+        mixer = self.config.kinds[last].mixer
+        # to read a state for each token would take as much memory as all of these states
+        runs_last = last in taps or (
+            mixer is not None and bool(mixer.kept(self.config, self.dtype).blocks)
+        )
         for layer in range(self.config.layers if runs_last else last):
             layer_batch = batch.of_layer(layer)
             method = "routed" if layer in experts else "__call__"

@@ -26,7 +26,12 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
             f"num_local_experts is {config['num_local_experts']}; experts beside a shared MLP are "
             "not supported, a Granite 4 Hybrid without experts (micro, 1B, 350M) is"
         )
-    rotates = config["position_embedding_type"] == "rope"
+    position_type = config["position_embedding_type"]
+    if position_type not in (None, "nope", "rope"):
+        raise ValueError(
+            f"position_embedding_type is {position_type!r}; it must be 'rope', 'nope' or null"
+        )
+    rotates = position_type == "rope"
     attention = LayerKind(rope=0 if rotates else None)
     mamba = LayerKind(mixer=_mixer(config))
     layers = config["num_hidden_layers"]
@@ -48,6 +53,9 @@ def _mixer(config: dict[str, Any]) -> Mamba2:
             f"mamba_n_heads {heads} times mamba_d_head {value_dim} is not mamba_expand times "
             f"hidden_size, {width}"
         )
+    groups = config["mamba_n_groups"]
+    if heads % groups:
+        raise ValueError(f"mamba_n_heads {heads} is not a multiple of mamba_n_groups {groups}")
     # JSON has no infinity: transformers writes {"__float__": "Infinity"}
     limits = [
         value["__float__"] if isinstance(value, dict) else value

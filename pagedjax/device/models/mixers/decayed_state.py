@@ -91,8 +91,9 @@ def run(
 ) -> tuple[KeptPages, jax.Array]:
     """Computes the tokens of a step -> (pages, outputs [T, N, D]).
 
-    All that is read of the pages is read first, and all that is written is written last: else XLA
-    copies a page array, to read the old one while it writes the new one. Rows of one token are
+    All states and recent tokens are read first, and all are written last: else XLA copies a page
+    array, to read the old one while it writes the new one. So no row may use a block that another
+    row of the step fills (`SchedulerConfig.shares_filling`). Rows of one token are
     computed together. The blocks of longer rows follow one at a time, because each state follows
     from the one before.
     """
@@ -136,7 +137,10 @@ def read(kept: KeptPages, sizes: StateSizes, query: jax.Array, batch: Batch) -> 
     blocks = batch.positions // size
     recent = _recent(kept, sizes, rows, blocks)
     state = kept.blocks(STATE, rows, blocks)
-    return _read(state, recent, query[:, None], batch.positions[:, None] % size, sizes)[:, 0]
+    offsets = batch.positions[:, None] % size
+    # what is behind the query may be of an earlier owner, and 0 times NaN is NaN
+    recent = recent.where(jnp.arange(size) <= offsets, jax.tree.map(jnp.zeros_like, recent))
+    return _read(state, recent, query[:, None], offsets, sizes)[:, 0]
 
 
 class Spans(NamedTuple):

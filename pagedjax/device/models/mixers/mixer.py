@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,12 +47,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixer:
-    """A layer that mixes tokens without attention. Its fields are sizes.
-
-    invariant: whether a token's bits depend on its sequence alone (docs/design/batch-invariance.md).
-    """
-
-    invariant: ClassVar[bool] = False
+    """A layer that mixes tokens without attention. Its fields are sizes."""
 
     def kept(self, c: DecoderConfig, dtype: str) -> Kept:
         """What the layer keeps. dtype: of the activations."""
@@ -82,7 +77,9 @@ def pages_needed(kept: Kept, sizes: BlockSizes) -> int:
 
 
 def _words(kept: jax.ShapeDtypeStruct, dtype: Any) -> int:
-    """The number of words of a dtype that hold an array."""
+    """The number of words of a dtype that hold an array. Raises ValueError for numbers of 8 bits."""
+    if jnp.dtype(kept.dtype).itemsize < 2:
+        raise ValueError(f"a mixer keeps {kept.dtype}; its numbers must have 16 or 32 bits")
     numbers = math.prod(kept.shape)
     return numbers * -(-jnp.dtype(kept.dtype).itemsize // jnp.dtype(dtype).itemsize)
 
