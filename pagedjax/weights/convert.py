@@ -209,7 +209,7 @@ def rows_of(entry: ParamSource, config: DecoderConfig) -> tuple[int, ...]:
         f".{part}_proj." in name for part, name in zip("qkv", entry.sources, strict=True)
     ):
         kv_rows = config.kv_heads * config.head_dim
-        return (config.heads * config.head_dim, kv_rows, kv_rows)
+        return (config.query_heads * config.head_dim, kv_rows, kv_rows)
     total = entry.shape[-1 if entry.transpose else 0]
     if total % count:
         raise ValueError(

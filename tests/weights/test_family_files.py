@@ -214,8 +214,8 @@ VALUES = {
     "is_causal": False,
 }
 READERS = {
-    "partial_rotary_factor": "phi3, glm, glm4, gpt_neox",
-    "residual_multiplier": "granite",
+    "partial_rotary_factor": "qwen3_5_text, phi3, glm, glm4, gpt_neox",
+    "residual_multiplier": "granitemoehybrid, granite",
     "no_rope_layers": "smollm3",
     "attn_logit_softcapping": "gemma2, gemma3_text",
     "use_parallel_residual": "gpt_neox",
@@ -247,7 +247,7 @@ def test_a_family_of_ones_own_says_that_it_rotates_a_part_of_a_head():
 def test_layers_of_another_kind_are_refused():
     config = BODY | {"model_type": "qwen3"}
     with refused(
-        "layer_types has 'linear_attention'; layers here are of full_attention or sliding"
+        "layer_types has 'linear_attention'; layers of qwen3 are of full_attention or sliding"
     ):
         normalised(config | {"layer_types": ["full_attention", "linear_attention"]}, "here")
     with refused("layer_types has 1 entries, and num_hidden_layers is 2; give one for each layer"):
