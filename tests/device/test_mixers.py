@@ -174,8 +174,15 @@ def recurrence(inputs: Inputs) -> np.ndarray:
     return np.stack(outputs)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "uint16"])
-@pytest.mark.parametrize("delta", [False, True], ids=["mamba", "delta"])
+@pytest.mark.parametrize(
+    ("dtype", "delta"),
+    [
+        pytest.param("float32", True, id="delta"),
+        pytest.param("uint16", False, id="mamba in words of 16 bits"),
+        pytest.param("uint16", True, id="delta in words of 16 bits", marks=pytest.mark.slow),
+        pytest.param("float32", False, id="mamba", marks=pytest.mark.slow),
+    ],
+)
 @settings(max_examples=4, deadline=None)
 @given(chunks=CHUNKS, block_size=st.sampled_from([1, 4, 16]))
 def test_a_state_is_that_of_the_recurrence_for_any_cut(dtype, delta, chunks, block_size):

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams, Taps
+from pagedjax.device.adapters import adapted
 from pagedjax.device.models import assemble
 from pagedjax.device.models.decoder import Decoder, DecoderConfig, LayerKind
 from pagedjax.device.models.mixers.gated_delta import GatedDelta
@@ -192,6 +193,12 @@ def test_what_such_a_model_cannot_have_is_refused(name, loaded):
     options, text = REFUSED[name]
     with refused(text):
         small_llm(loaded, **options)
+
+
+def test_adapters_are_for_attention_and_mlps(loaded):
+    names = [set(layer) for layer in adapted(loaded.model.config)]
+    assert names[0] == names[2] == {"mlp.up", "mlp.down"}
+    assert names[1] == {"attn.qkv", "attn.out", "mlp.up", "mlp.down"}
 
 
 def test_whole_sequences_and_taps_of_such_layers_are_refused(loaded):
