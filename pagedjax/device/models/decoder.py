@@ -316,8 +316,9 @@ class Attention(nnx.Module):
             soft_cap=self.config.attn_cap,
         )
 
-    def _heads(self, x, angles, norm, heads: tuple[int, int], batch: Batch) -> list[jax.Array]:
-        """Queries and gates [T, N, D], keys and values [T, K, D] of some heads. N and K may be 0.
+    def _heads(self, x, angles, norm, heads: tuple[int, int], batch: Batch) -> list[Any]:
+        """Queries and gates [T, N, D], keys and values [T, K, D] of some heads. N and K may be 0;
+        gates are None in a model without them.
 
         Args:
             heads: (first, end) among the heads of queries, gates, keys and values.
@@ -333,7 +334,11 @@ class Attention(nnx.Module):
         # where queries, gates and keys end among the computed heads
         ends = c.heads, c.query_heads, c.query_heads + c.kv_heads
         places = [min(max(place - first, 0), end - first) for place in ends]
-        q, gates, k, v = jnp.split(qkv, places, axis=1)
+        if c.attn_gate:
+            q, gates, k, v = jnp.split(qkv, places, axis=1)
+        else:
+            q, k, v = jnp.split(qkv, places[1:], axis=1)
+            gates = None
         if self.q_norm is not None and self.k_norm is not None:
             is_wide = c.qk_norm == "width"
             q = _over_width(self.q_norm, q) if is_wide else self.q_norm(q)
