@@ -18,12 +18,17 @@ from pagedjax.device.cache import BlockSizes, Pages, kv_pages
 from pagedjax.device.extras import LayerTables
 from pagedjax.device.models.mixers import decayed_state
 from pagedjax.device.models.mixers.decayed_state import Inputs, StateSizes
-from pagedjax.device.models.mixers.mixer import Kept, KeptPages, convolution, pages_needed
+from pagedjax.device.models.mixers.mixer import (
+    CONV_INPUT,
+    Kept,
+    KeptPages,
+    convolution,
+    pages_needed,
+)
 from tests.device.test_llama import lay_out
 
 pytestmark = pytest.mark.few_optimisations
 
-NAME = "conv_input"
 SIZES = StateSizes(heads=4, key_heads=2, key_dim=3, value_dim=5)
 INPUT = jax.ShapeDtypeStruct((7,), jnp.float32)
 LENGTHS = (23, 1, 9)
@@ -111,7 +116,7 @@ def steps_of(chunks: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
 def test_a_convolution_has_its_inputs_in_the_pages(dtype, chunks, block_size):
     floats = "bfloat16" if dtype == "uint16" else "float32"
     rng = np.random.default_rng(1)
-    kept = Kept({NAME: jax.ShapeDtypeStruct((21,), jnp.dtype(floats))})
+    kept = Kept({CONV_INPUT: jax.ShapeDtypeStruct((21,), jnp.dtype(floats))})
     pages = world(kept, block_size, dtype)
     inputs = [
         np.asarray(jnp.asarray(rng.standard_normal((n, 21)), floats), np.float32) for n in LENGTHS
@@ -121,8 +126,10 @@ def test_a_convolution_has_its_inputs_in_the_pages(dtype, chunks, block_size):
 
     @jax.jit
     def run(arrays, tokens, batch):
-        kept = with_arrays(pages.kept, arrays, batch).with_tokens(NAME, tokens)
-        return kept.arrays, convolution(kept, NAME, batch, jnp.asarray(weight), jnp.asarray(bias))
+        kept = with_arrays(pages.kept, arrays, batch).with_tokens(CONV_INPUT, tokens)
+        return kept.arrays, convolution(
+            kept, CONV_INPUT, batch, jnp.asarray(weight), jnp.asarray(bias)
+        )
 
     arrays = pages.kept.arrays
     computed = [0] * len(LENGTHS)
@@ -187,7 +194,7 @@ def recurrence(inputs: Inputs) -> np.ndarray:
 @given(chunks=CHUNKS, block_size=st.sampled_from([1, 4, 16]))
 def test_a_state_is_that_of_the_recurrence_for_any_cut(dtype, delta, chunks, block_size):
     rng = np.random.default_rng(2)
-    pages = world(SIZES.kept(INPUT, NAME), block_size, dtype)
+    pages = world(SIZES.kept(INPUT), block_size, dtype)
     inputs = [drawn_inputs(rng, length, delta=delta) for length in LENGTHS]
     expected = [recurrence(of_sequence) for of_sequence in inputs]
 

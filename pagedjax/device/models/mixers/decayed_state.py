@@ -20,13 +20,14 @@ All numbers here are float32.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pagedjax.device.batch import Batch
-from pagedjax.device.models.mixers.mixer import Kept, KeptPages, row_of_tokens
+from pagedjax.device.models.mixers.mixer import CONV_INPUT, Kept, KeptPages, Mixer, row_of_tokens
 
 RECENT = "recent"  # key, update and decay of a token
 STATE = "state"
@@ -40,14 +41,53 @@ class StateSizes(NamedTuple):
     key_dim: int  # E
     value_dim: int  # D
 
-    def kept(self, inputs: jax.ShapeDtypeStruct, name: str) -> Kept:
-        """What a layer keeps: the state, and `inputs` of a convolution by `name`."""
+    def kept(self, inputs: jax.ShapeDtypeStruct) -> Kept:
+        """What a layer keeps: the state, and the inputs of its convolution."""
         recent = self.key_heads * self.key_dim + self.heads * self.value_dim + self.heads
         state = self.heads, self.key_dim, self.value_dim
         return Kept(
-            tokens={name: inputs, RECENT: jax.ShapeDtypeStruct((recent,), jnp.float32)},
+            tokens={CONV_INPUT: inputs, RECENT: jax.ShapeDtypeStruct((recent,), jnp.float32)},
             blocks={STATE: jax.ShapeDtypeStruct(state, jnp.float32)},
         )
+
+
+@dataclass(frozen=True)
+class StateMixer(Mixer):
+    """A mixer with a state, behind a convolution of queries, keys and values.
+
+    length: of the convolution in tokens. Heads and dims as in `StateSizes`.
+    """
+
+    length: int
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def sizes(self) -> StateSizes:
+        return StateSizes(self.heads, self.key_heads, self.key_dim, self.value_dim)
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all keys of a token."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Numbers of all values of a token."""
+        return self.heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return 2 * self.keys + self.values
+
+    def kept(self, c: Any, dtype: str) -> Kept:
+        return self.sizes.kept(jax.ShapeDtypeStruct((self.channels,), jnp.dtype(dtype)))
+
+    def window(self, block_size: int) -> int:
+        return max(self.length, block_size + 1)
 
 
 class Inputs(NamedTuple):
@@ -93,9 +133,10 @@ def run(
 
     All states and recent tokens are read first, and all are written last: else XLA copies a page
     array, to read the old one while it writes the new one. So no row may use a block that another
-    row of the step fills (`SchedulerConfig.shares_filling`). Rows of one token are
-    computed together. The blocks of longer rows follow one at a time, because each state follows
-    from the one before.
+    row of the step fills (`SchedulerConfig.shares_filling`).
+
+    Rows of one token are computed together. The blocks of longer rows follow one at a time, because
+    each state follows from the one before.
     """
     spans = Spans.of(batch)
     size = kept.sizes.block_size
@@ -109,9 +150,9 @@ def run(
     progress = Progress(
         outputs=jnp.zeros((tokens, sizes.heads, sizes.value_dim), jnp.float32),
         recent=Recent(
-            inputs.key[:tokens],
+            inputs.key,
             jnp.zeros((tokens, sizes.heads, sizes.value_dim), jnp.float32),
-            inputs.decay[:tokens],
+            inputs.decay,
         ),
     )
     progress = _decodes(progress, sizes, inputs, spans, known, size)
@@ -190,10 +231,10 @@ def _at_first_tokens(
     """
     is_known = jnp.arange(size) < spans.positions[:, None] % size  # [B, S]
     recent = known.recent.where(is_known, jax.tree.map(jnp.zeros_like, known.recent))
-    first = jnp.argsort(~enters, stable=True).astype(jnp.int32)  # the rows that enter, first
+    entering_rows = jnp.argsort(~enters, stable=True).astype(jnp.int32)  # those come first
 
     def enter_next(number: jax.Array, states: jax.Array) -> jax.Array:
-        row = first[number]
+        row = entering_rows[number]
         block = jax.tree.map(lambda x: x[row], Block(states, known.recent))
         state = jnp.where(spans.positions[row] == 0, 0, _state_after(block, sizes))
         return states.at[row].set(state)

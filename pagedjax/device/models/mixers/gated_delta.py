@@ -22,53 +22,21 @@ from pagedjax.device.batch import Batch
 from pagedjax.device.cache import Pages
 from pagedjax.device.layers import Linear
 from pagedjax.device.models.mixers import decayed_state
-from pagedjax.device.models.mixers.decayed_state import Inputs, StateSizes
-from pagedjax.device.models.mixers.mixer import Kept, KeptPages, Mixer, MixerLayer, convolution
+from pagedjax.device.models.mixers.decayed_state import Inputs, StateMixer
+from pagedjax.device.models.mixers.mixer import CONV_INPUT, KeptPages, MixerLayer, convolution
 from pagedjax.device.row_reductions import row_means
 
-NAME = "conv_input"
 EPS = 1e-6  # of the lengths of queries and keys
 
 
 @dataclass(frozen=True)
-class GatedDelta(Mixer):
-    """length: of the convolution in tokens. Heads as in `StateSizes`."""
-
-    length: int
-    heads: int
-    key_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def sizes(self) -> StateSizes:
-        return StateSizes(self.heads, self.key_heads, self.key_dim, self.value_dim)
-
-    @property
-    def keys(self) -> int:
-        """Numbers of all keys of a token."""
-        return self.key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        """Numbers of all values of a token."""
-        return self.heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
-        return 2 * self.keys + self.values
+class GatedDelta(StateMixer):
+    """Channels: queries, keys and values."""
 
     @property
     def parts(self) -> tuple[int, ...]:
         """Rows of the joined product: inputs of the convolution, z, b and a."""
         return self.channels, self.values, self.heads, self.heads
-
-    def kept(self, c: Any, dtype: str) -> Kept:
-        return self.sizes.kept(jax.ShapeDtypeStruct((self.channels,), jnp.dtype(dtype)), NAME)
-
-    def window(self, block_size: int) -> int:
-        return max(self.length, block_size + 1)
 
     def layer(self, c: Any, dtype: str) -> MixerLayer:
         return GatedDeltaLayer(self, c, dtype)
@@ -109,7 +77,7 @@ class GatedDeltaLayer(MixerLayer):
         ends = [sum(m.parts[: i + 1]) for i in range(len(m.parts) - 1)]
         product = self.inner(x, norm=norm, sizes=batch.used_tokens)
         inputs, gate, rate, decay = jnp.split(product, ends, axis=1)
-        kept = self.pages(arrays, batch).with_tokens(NAME, inputs)
+        kept = self.pages(arrays, batch).with_tokens(CONV_INPUT, inputs)
         query, key, value = self._convolved(kept, batch)
         speed = -jnp.exp(self.decay_log[...].astype(jnp.float32))
         bias = self.decay_bias[...].astype(jnp.float32)
@@ -126,7 +94,7 @@ class GatedDeltaLayer(MixerLayer):
     def _convolved(self, kept: KeptPages, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries and keys [T, K, E], and values [T, N, D]."""
         m = self.mixer
-        y = jax.nn.silu(convolution(kept, NAME, batch, self.conv[:, 0], None))
+        y = jax.nn.silu(convolution(kept, CONV_INPUT, batch, self.conv[:, 0], None))
         y = y.astype(self.dtype).astype(jnp.float32)  # rounded as the model was trained
         query, key, value = jnp.split(y, [m.keys, 2 * m.keys], axis=1)
         query = _unit(query.reshape(-1, m.key_heads, m.key_dim)) * m.key_dim**-0.5

@@ -22,61 +22,29 @@ from pagedjax.device.batch import Batch
 from pagedjax.device.cache import Pages
 from pagedjax.device.layers import Linear, values
 from pagedjax.device.models.mixers import decayed_state
-from pagedjax.device.models.mixers.decayed_state import Inputs, StateSizes
-from pagedjax.device.models.mixers.mixer import Kept, KeptPages, Mixer, MixerLayer, convolution
+from pagedjax.device.models.mixers.decayed_state import Inputs, StateMixer
+from pagedjax.device.models.mixers.mixer import CONV_INPUT, KeptPages, MixerLayer, convolution
 from pagedjax.device.row_reductions import row_means
-
-NAME = "conv_input"
 
 
 @dataclass(frozen=True)
-class Mamba2(Mixer):
-    """length: of the convolution in tokens. Heads as in `StateSizes`.
+class Mamba2(StateMixer):
+    """Channels: values, keys and queries.
 
     step_limits: the least and the largest dt.
     bias, conv_bias: of both products, and of the convolution.
     norm_parts: parts of the width that are normalised alone.
     """
 
-    length: int
-    heads: int
-    key_heads: int
-    key_dim: int
-    value_dim: int
     step_limits: tuple[float, float] = (0.0, float("inf"))
     bias: bool = False
     conv_bias: bool = True
     norm_parts: int = 1
 
     @property
-    def sizes(self) -> StateSizes:
-        return StateSizes(self.heads, self.key_heads, self.key_dim, self.value_dim)
-
-    @property
-    def keys(self) -> int:
-        """Numbers of all keys of a token."""
-        return self.key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        """Numbers of all values of a token."""
-        return self.heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """Of the convolution: values, keys and queries."""
-        return self.values + 2 * self.keys
-
-    @property
     def parts(self) -> tuple[int, ...]:
         """Rows of the first product: z, inputs of the convolution, dt."""
         return self.values, self.channels, self.heads
-
-    def kept(self, c: Any, dtype: str) -> Kept:
-        return self.sizes.kept(jax.ShapeDtypeStruct((self.channels,), jnp.dtype(dtype)), NAME)
-
-    def window(self, block_size: int) -> int:
-        return max(self.length, block_size + 1)
 
     def layer(self, c: Any, dtype: str) -> MixerLayer:
         return Mamba2Layer(self, c, dtype)
@@ -119,7 +87,7 @@ class Mamba2Layer(MixerLayer):
         ends = [sum(m.parts[: i + 1]) for i in range(len(m.parts) - 1)]
         product = self.inner(x, norm=norm, sizes=batch.used_tokens)
         gate, inputs, step = jnp.split(product, ends, axis=1)
-        kept = self.pages(arrays, batch).with_tokens(NAME, inputs)
+        kept = self.pages(arrays, batch).with_tokens(CONV_INPUT, inputs)
         value, key, query = self._convolved(kept, batch)
         speed = -jnp.exp(self.decay_log[...].astype(jnp.float32))
         bias = self.step_bias[...].astype(jnp.float32)
@@ -131,7 +99,7 @@ class Mamba2Layer(MixerLayer):
     def _convolved(self, kept: KeptPages, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Values [T, N, D], and keys and queries [T, K, E]."""
         m = self.mixer
-        y = convolution(kept, NAME, batch, self.conv[:, 0], values(self.conv_bias))
+        y = convolution(kept, CONV_INPUT, batch, self.conv[:, 0], values(self.conv_bias))
         y = jax.nn.silu(y).astype(self.dtype).astype(jnp.float32)  # rounded as it was trained
         value, key, query = jnp.split(y, [m.values, m.values + m.keys], axis=1)
         shape = -1, m.key_heads, m.key_dim

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pagedjax.device.models.decoder import DecoderConfig
 
 ARRAYS_OF_PAGE = ("k", "v")
+CONV_INPUT = "conv_input"  # the name of what a convolution reads
 INSIDE = "promise_in_bounds"  # a checked write of one place would copy the array
 
 

@@ -20,9 +20,14 @@ from pagedjax.device.attention import Attend
 from pagedjax.device.batch import Batch
 from pagedjax.device.cache import Pages
 from pagedjax.device.layers import Linear, values
-from pagedjax.device.models.mixers.mixer import Kept, KeptPages, Mixer, MixerLayer, convolution
-
-NAME = "conv_input"
+from pagedjax.device.models.mixers.mixer import (
+    CONV_INPUT,
+    Kept,
+    KeptPages,
+    Mixer,
+    MixerLayer,
+    convolution,
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class ShortConv(Mixer):
     bias: bool = False
 
     def kept(self, c: Any, dtype: str) -> Kept:
-        return Kept({NAME: jax.ShapeDtypeStruct((c.hidden,), jnp.dtype(dtype))})
+        return Kept({CONV_INPUT: jax.ShapeDtypeStruct((c.hidden,), jnp.dtype(dtype))})
 
     def window(self, block_size: int) -> int:
         return self.length
@@ -53,13 +58,13 @@ class ShortConvLayer(MixerLayer):
 
     def __call__(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm, residual=None):
         b, c, x = self._parts(x, norm, batch)
-        kept = self.pages(arrays, batch).with_tokens(NAME, b * x)
+        kept = self.pages(arrays, batch).with_tokens(CONV_INPUT, b * x)
         return self._output(c, kept, batch, residual), kept.arrays
 
     def write(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm) -> Pages:
         """The pages with the inputs of the convolution."""
         b, _, x = self._parts(x, norm, batch)
-        return self.pages(arrays, batch).with_tokens(NAME, b * x).arrays
+        return self.pages(arrays, batch).with_tokens(CONV_INPUT, b * x).arrays
 
     def read(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm, residual=None):
         """As `__call__`, for tokens whose inputs of the convolution are in the pages."""
@@ -73,6 +78,6 @@ class ShortConvLayer(MixerLayer):
         return jnp.split(self.inner(x, norm=norm, sizes=batch.used_tokens), 3, axis=1)
 
     def _output(self, c: jax.Array, kept: KeptPages, batch: Batch, residual) -> jax.Array:
-        y = convolution(kept, NAME, batch, self.weight[:, 0], values(self.bias))
+        y = convolution(kept, CONV_INPUT, batch, self.weight[:, 0], values(self.bias))
         y = c * y.astype(c.dtype)
         return self.out(y, residual=residual, sizes=batch.used_tokens)
