@@ -26,6 +26,7 @@ from pagedjax.device.models.mixers.mixer import (
     pages_needed,
 )
 from tests.device.test_llama import lay_out
+from tests.refusals import refused
 
 pytestmark = pytest.mark.few_optimisations
 
@@ -223,3 +224,9 @@ def test_a_state_is_that_of_the_recurrence_for_any_cut(dtype, delta, chunks, blo
             chex.assert_trees_all_close(read[at : at + count], expected[row][span], atol=1e-4)
             at += count
             computed[row] += count
+
+
+def test_numbers_of_8_bits_are_refused():
+    kept = Kept({CONV_INPUT: jax.ShapeDtypeStruct((7,), jnp.float8_e4m3fn)})
+    with refused("a mixer keeps float8_e4m3fn; its numbers must have 16 or 32 bits"):
+        pages_needed(kept, BlockSizes(4, kv_heads=2, head_dim=4, dtype="float32", row=4))

@@ -661,3 +661,23 @@ def test_a_window_that_is_null_is_no_window_and_one_left_out_is_the_default():
 def test_a_gemma_names_the_stretched_context_itself():
     stretched = config_of("Gemma 3", rope_scaling={"rope_type": "linear", "factor": 8.0})
     assert stretched.max_len == BODY["max_position_embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("Granite 4 Hybrid", {"num_local_experts": 4}, "num_local_experts is 4; experts beside"),
+        ("Granite 4 Hybrid", {"mamba_n_groups": 3}, "mamba_n_heads 8 is not a multiple of"),
+        ("Granite 4 Hybrid", {"mamba_n_heads": 7}, "mamba_n_heads 7 times mamba_d_head"),
+        (
+            "Granite 4 Hybrid",
+            {"position_embedding_type": "alibi"},
+            "position_embedding_type is 'alibi'; it must be 'rope', 'nope' or null",
+        ),
+        ("Qwen3.5", {"linear_num_value_heads": 3}, "linear_num_value_heads 3 is not a multiple"),
+        ("Qwen3.5", {"attention_bias": True}, "attention_bias is true; Qwen3.5 here has no bias"),
+    ],
+)
+def test_a_hybrid_that_cannot_be_honoured_is_refused(name, change, message):
+    with refused(message):
+        config_of(name, **change)
