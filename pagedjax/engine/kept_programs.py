@@ -50,6 +50,7 @@ PREFIX = "step-"  # the first letters of a file's name
 PARTIAL_PREFIX = "part-step-"  # the same of a file that is being written
 MAX_BYTES = 2**29  # of all files; the file that was not used for the longest time is removed first
 HOUR = 3600.0  # seconds
+SOLVERS = b"lapack_"  # the first letters of a function of LAPACK, in a program for a CPU
 COMPRESSION = 1  # zlib's level: a fourteenth of a CPU's program in 15 ms
 # A setting of JAX with one of these words in its name changes no program, such as a cache's folder.
 IGNORED_SETTINGS = (
@@ -267,6 +268,8 @@ def _load(file: Path, device: Any) -> Any:
             raise ValueError("its content has changed")
         serialized, arguments, results = pickle.loads(zlib.decompress(content[size:]))
         attention.register_kernels(serialized)
+        if SOLVERS in serialized:
+            _register_solvers()
         compiled = serialize_executable.deserialize_and_load(
             serialized, arguments, results, backend=device.client, execution_devices=[device]
         )
@@ -277,6 +280,15 @@ def _load(file: Path, device: Any) -> Any:
     with contextlib.suppress(OSError):
         os.utime(file)
     return compiled
+
+
+@cache
+def _register_solvers() -> None:
+    """Registers LAPACK's functions, of which JAX gets the addresses when it lowers a call of one. A
+    program from disk is not lowered, and its call would go to address 0.
+    """
+    system = jax.ShapeDtypeStruct((1, 1), "float32")
+    jax.jit(jax.scipy.linalg.solve_triangular).lower(system, system)
 
 
 def _digest(content: bytes) -> bytes:

@@ -22,7 +22,7 @@ from pagedjax.device.models.decoder import Block
 from pagedjax.device.row_features import RowFeature
 from pagedjax.device.row_features import chain as chain_of
 from pagedjax.engine import compilations, kept_programs, runtime
-from tests import quick_compiler
+from tests import fresh_python, quick_compiler
 from tests.engine.runs import greedy, sampled, steps
 
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "token_buckets": (8,), "num_blocks": 256}
@@ -226,6 +226,38 @@ def test_old_files_are_removed_first(folder, monkeypatch):
         "step-middle",
         "step-new",
     ]
+
+
+SOLVED = """
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from pagedjax.engine import compilations, kept_programs
+
+compilations.folder = lambda: Path(sys.argv[1])
+arguments = (np.asarray([[2.0, 0], [1, 4]], np.float32), np.asarray([[2.0], [9]], np.float32))
+lower = jax.jit(lambda a, b: jax.lax.linalg.triangular_solve(a, b, left_side=True, lower=True)).lower
+compiled = []
+
+def compile_():
+    compiled.append(1)
+    return lower(*arguments).compile()
+
+program = kept_programs.program(["solve"], arguments, jax.devices()[0], compile_)
+print(len(compiled), *np.asarray(program(*arguments)).ravel().tolist())
+"""
+
+
+def test_a_program_from_disk_that_solves_a_system_runs_in_a_process_that_has_solved_none(tmp_path):
+    """JAX registers LAPACK's functions when it lowers a call of one: the second process lowers
+    nothing.
+    """
+    environment = {"JAX_COMPILATION_CACHE_DIR": ""}
+    outputs = [fresh_python.output_of(SOLVED, tmp_path, **environment) for _ in range(2)]
+    assert outputs == ["1 1.0 2.0\n", "0 1.0 2.0\n"]
 
 
 START = """
