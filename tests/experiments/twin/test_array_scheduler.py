@@ -1,0 +1,231 @@
+"""The scheduler on arrays makes the plans of the scheduler, step by step.
+
+Random worlds: sizes, lengths, users, priorities and the steps in which requests arrive; small pools,
+so that most worlds preempt. Both sides run until a world is empty, or for STEPS steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from experiments.twin import policies, scheduler
+from experiments.twin.scheduler import ENDED, RUNNING, Plan, Requests, Sizes, State
+from pagedjax.host import scheduler as host
+from pagedjax.host.types import Request, SchedulerConfig, Seq
+from tests import drawn
+from tests.refusals import refused
+
+REQUESTS = 12
+WORLDS = 16
+STEPS = 80
+NEVER = STEPS + 1  # an arrival
+STOP = 7  # a token
+NAMES = list(policies.POLICIES)
+
+
+class World(NamedTuple):
+    """What both schedulers are given: numpy arrays. submitted: the step of each request's arrival.
+    policy: an index of `policies.POLICIES`.
+    """
+
+    sizes: Sizes
+    requests: Requests
+    submitted: np.ndarray
+    policy: np.ndarray
+
+
+class Columns(NamedTuple):
+    """What a step leaves beside its plan, of the scheduler on arrays."""
+
+    state: State
+    free_blocks: jax.Array
+    ended: jax.Array
+
+
+def draw_world(rng: np.random.Generator) -> tuple[World, SchedulerConfig]:
+    block_size = int(rng.choice([1, 2, 4, 16]))
+    prompt = rng.integers(1, rng.choice([3, 12, 40]) + 1, REQUESTS)
+    most = rng.integers(1, rng.choice([2, 9, 30]) + 1, REQUESTS)
+    limit = prompt + most
+    final = prompt + rng.integers(1, most + 1)
+    largest = -(-int(limit.max()) // block_size)
+    config = SchedulerConfig(
+        block_size,
+        num_blocks=largest + int(rng.integers(0, rng.choice([2, 8, 60]))),
+        max_num_batched_tokens=int(rng.choice([1, 2, 5, 16, 64])),
+        max_num_seqs=int(rng.choice([1, 2, 5, REQUESTS])),
+        max_model_len=int(limit.max()),
+    )
+    present = np.arange(REQUESTS) < rng.integers(1, REQUESTS + 1)
+    submitted = np.sort(rng.integers(0, rng.choice([1, 10, 40]) + 1, REQUESTS))
+    requests = Requests(
+        arrival=np.zeros(REQUESTS, int),
+        prompt_len=np.where(present, prompt, 0),
+        final_len=final,
+        limit=limit,
+        predicted=np.zeros(REQUESTS, int),
+        priority=rng.integers(-2, 3, REQUESTS),
+        user=rng.integers(0, 4, REQUESTS),
+    )
+    requests = Requests(*[column.astype(np.int32) for column in requests])
+    sizes = Sizes(*np.int32(Sizes.of(config)))
+    policy = np.int32(rng.integers(len(NAMES)))
+    return World(sizes, requests, submitted.astype(np.int32), policy), config
+
+
+def run_on_arrays(world: World) -> tuple[Plan, Columns]:
+    """All steps of a world, stacked."""
+
+    def step(state: State, number: jax.Array) -> tuple[State, tuple[Plan, Columns]]:
+        state = scheduler.submit(state, world.submitted <= number)
+        order = policies.any_of(world.policy, state, world.requests)
+        planned, plan = scheduler.schedule(state, world.sizes, order)
+        state, ended = scheduler.commit(planned, plan, world.requests)
+        return state, (plan, Columns(planned, state.free_blocks, ended))
+
+    first = scheduler.init(world.sizes, world.requests)
+    return jax.lax.scan(step, first, jnp.arange(STEPS, dtype=jnp.int32))[1]
+
+
+run_worlds = jax.jit(jax.vmap(chex.assert_max_traces(run_on_arrays, 1)))
+
+
+def slot(name: str) -> int:
+    return int(name.removeprefix("r"))
+
+
+def request_of(requests: Requests, i: int) -> Request:
+    return Request(
+        f"r{i}",
+        prompt_len=int(requests.prompt_len[i]),
+        max_tokens=int(requests.limit[i] - requests.prompt_len[i]),
+        stop_token_ids=frozenset({STOP}),
+        priority=int(requests.priority[i]),
+        user=f"user {requests.user[i]}",
+    )
+
+
+def sampled_token(requests: Requests, seq: Seq, length: int) -> int:
+    """The stop token, if it is the last one."""
+    return STOP if length + 1 >= requests.final_len[slot(seq.request_id)] else 0
+
+
+def check_world(world: World, config: SchedulerConfig, plans: Plan, columns: Columns) -> int:
+    """Compares all steps of a world -> the number of steps with a row."""
+    state = host.init(config)
+    policy = NAMES[world.policy]
+    busy = 0
+    slots: list[int] = []  # the request of each arrival
+    for number in range(STEPS):
+        for i in np.flatnonzero(world.submitted == number):
+            if world.requests.prompt_len[i]:
+                state = host.submit(state, request_of(world.requests, i))
+                slots.append(i)
+        state, expected = host.schedule(state, policy)
+        plan = jax.tree.map(lambda column: column[number], plans)
+        planned = jax.tree.map(lambda column: column[number], columns.state)
+        compare_plans(plan, planned, expected)
+        tokens = [
+            sampled_token(world.requests, seq, length)
+            for seq, length in zip(expected.seqs, expected.lengths, strict=True)
+        ]
+        state, events = host.commit(state, expected, tokens)
+        host.check(state)
+        ends = {event.request_id for event in events if isinstance(event, host.Finished)}
+        assert {f"r{i}" for i in np.flatnonzero(columns.ended[number])} == ends
+        assert columns.free_blocks[number] == state.pool.num_free
+        busy += bool(expected.seqs)
+    return busy
+
+
+def compare_plans(plan: Plan, planned: State, expected: Any) -> None:
+    """A plan of arrays is that of the scheduler: rows in their order, who entered and who left in
+    their orders, and blocks.
+
+    planned: the state that `schedule` returned.
+    """
+    places = rows_in_order(plan, planned)
+    rows = [
+        (f"r{i}", int(plan.lengths[i]), int(plan.starts[i]), int(plan.counts[i])) for i in places
+    ]
+    ids = [seq.request_id for seq in expected.seqs]
+    assert rows == list(zip(ids, expected.lengths, expected.starts, expected.counts, strict=True))
+    assert in_places(plan, plan.admitted) == list(expected.admitted)
+    assert in_places(plan, plan.preempted) == list(expected.preempted)
+    assert plan.blocks_used == expected.blocks_used
+    assert np.sum(planned.phase == scheduler.WAITING) == expected.num_waiting
+
+
+def in_places(plan: Plan, flags: np.ndarray) -> list[str]:
+    """The ids of the sequences with a flag, by their places."""
+    chosen = np.flatnonzero(flags)
+    return [f"r{i}" for i in chosen[np.argsort(plan.places[chosen])]]
+
+
+def rows_in_order(plan: Plan, planned: State) -> list[int]:
+    """The sequences with a row: decodes by the step since which they are, then by admission."""
+    rows = np.flatnonzero(plan.counts)
+    since = planned.decodes_since[rows]
+    order = np.lexsort((planned.entered[rows], np.where(since < 0, NEVER, since)))
+    return rows[order].tolist()
+
+
+@drawn.given(12, 400, seed=st.integers(0, 2**32 - 1))
+def test_plans_are_those_of_the_scheduler(seed):
+    rng = np.random.default_rng(seed)
+    worlds, configs = zip(*[draw_world(rng) for _ in range(WORLDS)], strict=True)
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *worlds)
+    plans, columns = jax.device_get(run_worlds(stacked))
+    for index, (world, config) in enumerate(zip(worlds, configs, strict=True)):
+        check_world(
+            world,
+            config,
+            jax.tree.map(lambda leaf: leaf[index], plans),
+            jax.tree.map(lambda leaf: leaf[index], columns),
+        )
+
+
+def test_the_worlds_reach_every_kind_of_step():
+    """Else the test above would compare too little."""
+    rng = np.random.default_rng(5)
+    worlds = [draw_world(rng)[0] for _ in range(WORLDS)]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *worlds)
+    plans, columns = jax.device_get(run_worlds(stacked))
+    steps = (WORLDS, STEPS, REQUESTS)
+    chex.assert_shape([plans.counts, plans.admitted, plans.preempted, columns.ended], steps)
+    chex.assert_type([plans.counts, plans.places], np.int32)
+    assert np.any(plans.preempted.sum(-1) > 1), "several are preempted in one step"
+    assert np.any(plans.admitted.sum(-1) > 1), "several enter in one step"
+    cut = (plans.counts > 0) & (plans.starts + plans.counts < plans.lengths)
+    assert np.any(cut), "a prompt is cut"
+    assert np.any(cut & (plans.starts > 0)), "and cut again"
+    assert np.any((columns.state.phase == RUNNING) & (plans.counts == 0)), "a prompt must wait"
+    assert np.all(columns.state.phase[:, -1][worlds[0].requests.prompt_len == 0] == ENDED)
+    assert set(NAMES) == {NAMES[world.policy] for world in worlds}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"host_blocks": 4}, "host_blocks is 4, .*use preemption='recompute'"),
+        ({"chunked_prefill": False}, "chunked_prefill is False, .*use chunked_prefill=True"),
+        ({"mixed_steps": False}, "mixed_steps is False"),
+        ({"reservation": "max"}, "reservation is 'max'"),
+    ],
+)
+def test_what_is_not_on_arrays_is_refused(change, message):
+    config = SchedulerConfig(4, 10, 8, 4, 64)._replace(**change)
+    with refused(message):
+        Sizes.of(config)
+
+
+def test_other_policies_are_refused():
+    with refused("the policy 'srtf' is not on arrays; use one of fcfs, .*or the simulator"):
+        policies.find("srtf")
