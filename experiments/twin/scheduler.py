@@ -9,7 +9,8 @@ each: `sums_before` compares each pair, which costs N * N comparisons and no sor
 
 Rules of the scheduler (the numbers of its docstring) and how they are sums:
 
-1, 2. A prompt gets min(its tokens, budget - decodes - tokens of the prompts that entered before).
+1, 2. Of the running sequences at most one is no decode: a prompt that was cut because the budget
+      was used up, and nothing enters before it is computed. It gets what the decodes leave.
 3.    Those that enter are the longest beginning of the policy's order for which rows, tokens and
       blocks suffice. All three sums grow along the order, so each sequence can be asked alone.
 5.    Running sequences leave, the last of the policy's order first, until the free blocks suffice:
@@ -100,13 +101,17 @@ class Requests(NamedTuple):
 
 
 class State(NamedTuple):
-    """A scheduler: int32 [N], and int32 [] from `free_blocks` on."""
+    """A scheduler: int32 [N], and int32 [] from `free_blocks` on.
+
+    `decodes_since` and `entered` decide nothing. They are the order of the plan's rows: decodes
+    first, by the first and then by the second, then the others by the second.
+    """
 
     phase: Ints
     length: Ints  # known tokens: the prompt, and those generated
     computed: Ints  # of these, how many are in the cache
     blocks: Ints  # blocks that it owns
-    entered: Ints  # the number of its admission, counted from 0; decides the order of prompts
+    entered: Ints  # the number of its admission, counted from 0
     decodes_since: Ints  # the step in which it was a decode first, or NO_STEP
     free_blocks: Ints
     step: Ints
@@ -206,19 +211,18 @@ def schedule(state: State, sizes: Sizes, order: Order) -> tuple[State, Plan]:
     running = state.phase == RUNNING
     to_compute = state.length - state.computed
     decodes = running & (to_compute == 1)
-    of_prompts = jnp.where(running & ~decodes, to_compute, 0)
+    of_prompt = jnp.where(running & ~decodes, to_compute, 0)  # of one sequence at most
     waiting = (state.phase == WAITING) & order.offered & ~jnp.any(preempted)
     of_waiting = jnp.where(waiting, state.length, 0)
     need = jnp.where(waiting, blocks_for(state.length, sizes), 0)
-    prompts_before, waiting_before, blocks_before, place = sums_before(
-        (state.entered, of_prompts),
+    waiting_before, blocks_before, place = sums_before(
         (ranks, of_waiting),
         (ranks, need),
         (ranks, waiting.astype(jnp.int32)),
     )
     budget = sizes.budget - jnp.sum(decodes)
-    counts = decodes + jnp.clip(budget - prompts_before, 0, of_prompts)
-    budget = jnp.maximum(budget - jnp.sum(of_prompts), 0)
+    counts = decodes + jnp.minimum(budget, of_prompt)
+    budget -= jnp.sum(jnp.minimum(budget, of_prompt))
 
     admitted = (
         waiting

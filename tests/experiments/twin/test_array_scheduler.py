@@ -16,7 +16,7 @@ import pytest
 from hypothesis import strategies as st
 
 from experiments.twin import policies, scheduler
-from experiments.twin.scheduler import ENDED, RUNNING, Plan, Requests, Sizes, State
+from experiments.twin.scheduler import Plan, Requests, Sizes, State
 from pagedjax.host import scheduler as host
 from pagedjax.host.types import Request, SchedulerConfig, Seq
 from tests import drawn
@@ -58,9 +58,9 @@ def draw_world(rng: np.random.Generator) -> tuple[World, SchedulerConfig]:
     largest = -(-int(limit.max()) // block_size)
     config = SchedulerConfig(
         block_size,
-        num_blocks=largest + int(rng.integers(0, rng.choice([2, 8, 60]))),
-        max_num_batched_tokens=int(rng.choice([1, 2, 5, 16, 64])),
-        max_num_seqs=int(rng.choice([1, 2, 5, REQUESTS])),
+        num_blocks=largest + int(rng.integers(0, rng.choice([1, 3, 8, 60]))),
+        max_num_batched_tokens=int(rng.choice([1, 3, 8, 16, 64])),
+        max_num_seqs=int(rng.choice([1, 4, REQUESTS])),
         max_model_len=int(limit.max()),
     )
     present = np.arange(REQUESTS) < rng.integers(1, REQUESTS + 1)
@@ -97,6 +97,19 @@ def run_on_arrays(world: World) -> tuple[Plan, Columns]:
 run_worlds = jax.jit(jax.vmap(chex.assert_max_traces(run_on_arrays, 1)))
 
 
+def at(tree: Any, index: int) -> Any:
+    """The tree of the items with this first index."""
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+def draw_worlds(seed: int) -> tuple[World, list[tuple[World, SchedulerConfig]]]:
+    """WORLDS worlds, stacked; and each of them."""
+    rng = np.random.default_rng(seed)
+    pairs = [draw_world(rng) for _ in range(WORLDS)]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *[world for world, _ in pairs])
+    return stacked, pairs
+
+
 def slot(name: str) -> int:
     return int(name.removeprefix("r"))
 
@@ -129,8 +142,8 @@ def check_world(world: World, config: SchedulerConfig, plans: Plan, columns: Col
                 state = host.submit(state, request_of(world.requests, i))
                 slots.append(i)
         state, expected = host.schedule(state, policy)
-        plan = jax.tree.map(lambda column: column[number], plans)
-        planned = jax.tree.map(lambda column: column[number], columns.state)
+        plan = at(plans, number)
+        planned = at(columns.state, number)
         compare_plans(plan, planned, expected)
         tokens = [
             sampled_token(world.requests, seq, length)
@@ -177,38 +190,29 @@ def rows_in_order(plan: Plan, planned: State) -> list[int]:
     return rows[order].tolist()
 
 
-@drawn.given(12, 400, seed=st.integers(0, 2**32 - 1))
+@drawn.given(8, 400, seed=st.integers(0, 2**32 - 1))
 def test_plans_are_those_of_the_scheduler(seed):
-    rng = np.random.default_rng(seed)
-    worlds, configs = zip(*[draw_world(rng) for _ in range(WORLDS)], strict=True)
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *worlds)
+    stacked, pairs = draw_worlds(seed)
     plans, columns = jax.device_get(run_worlds(stacked))
-    for index, (world, config) in enumerate(zip(worlds, configs, strict=True)):
-        check_world(
-            world,
-            config,
-            jax.tree.map(lambda leaf: leaf[index], plans),
-            jax.tree.map(lambda leaf: leaf[index], columns),
-        )
+    for index, (world, config) in enumerate(pairs):
+        check_world(world, config, at(plans, index), at(columns, index))
 
 
 def test_the_worlds_reach_every_kind_of_step():
     """Else the test above would compare too little."""
-    rng = np.random.default_rng(5)
-    worlds = [draw_world(rng)[0] for _ in range(WORLDS)]
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *worlds)
-    plans, columns = jax.device_get(run_worlds(stacked))
-    steps = (WORLDS, STEPS, REQUESTS)
-    chex.assert_shape([plans.counts, plans.admitted, plans.preempted, columns.ended], steps)
+    worlds = [draw_worlds(seed)[0] for seed in range(8)]
+    steps = [jax.device_get(run_worlds(world)) for world in worlds]
+    plans, columns = jax.tree.map(lambda *leaves: np.concatenate(leaves), *steps)
+    shape = (8 * WORLDS, STEPS, REQUESTS)
+    chex.assert_shape([plans.counts, plans.admitted, plans.preempted, columns.ended], shape)
     chex.assert_type([plans.counts, plans.places], np.int32)
     assert np.any(plans.preempted.sum(-1) > 1), "several are preempted in one step"
     assert np.any(plans.admitted.sum(-1) > 1), "several enter in one step"
     cut = (plans.counts > 0) & (plans.starts + plans.counts < plans.lengths)
-    assert np.any(cut), "a prompt is cut"
-    assert np.any(cut & (plans.starts > 0)), "and cut again"
-    assert np.any((columns.state.phase == RUNNING) & (plans.counts == 0)), "a prompt must wait"
-    assert np.all(columns.state.phase[:, -1][worlds[0].requests.prompt_len == 0] == ENDED)
-    assert set(NAMES) == {NAMES[world.policy] for world in worlds}
+    assert np.any(cut & (plans.starts > 0)), "a prompt is cut twice"
+    assert np.any(columns.ended.sum(-1) > 1), "several end in one step"
+    used = np.unique(np.concatenate([world.policy for world in worlds]))
+    assert len(used) == len(NAMES)
 
 
 @pytest.mark.parametrize(
