@@ -22,6 +22,8 @@ from pagedjax.host.types import Request, SchedulerConfig, Seq
 from tests import drawn
 from tests.refusals import refused
 
+pytestmark = pytest.mark.few_optimisations
+
 REQUESTS = 12
 WORLDS = 16
 STEPS = 80

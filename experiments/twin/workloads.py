@@ -1,0 +1,142 @@
+"""Workloads of worlds: (key, workload) -> `Requests`, drawn inside the compiled program.
+
+A workload of your own is such a function, with parameters of its own; `of_arrays` has requests that
+are given, such as those of a trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.twin.scheduler import Requests
+
+Draw = Callable[[jax.Array, Any], Requests]
+
+MICROSECONDS = 1e6  # of a second
+LATEST = 2**30  # microseconds: a later arrival would leave too little time in an int32
+
+
+class Lengths(NamedTuple):
+    """A log-normal distribution of tokens, rounded and cut off: float32 [] or [kinds]."""
+
+    median: Any
+    sigma: Any  # of the logarithm
+    least: Any = 1.0
+    most: Any = 4096.0
+
+
+class Poisson(NamedTuple):
+    """Requests that arrive at random, of several kinds.
+
+    rate: requests a second.
+    kinds: float32 [kinds], the shares of the kinds. A kind is a user, numbered from 0.
+    prompt, output: `Lengths` by kind.
+    spread: how wrong predictions are: a predicted length is the true one times a log-normal factor
+        with this sigma; 0 is an oracle.
+    max_tokens: output tokens that each request may have. It does not end sooner for them, but they
+        are its `limit`.
+    """
+
+    rate: Any
+    kinds: Any
+    prompt: Lengths
+    output: Lengths
+    spread: Any = 1.0
+    max_tokens: Any = 4096
+
+
+def poisson(count: int) -> Draw:
+    """Draws of `count` requests of a `Poisson`."""
+
+    def draw(key: jax.Array, workload: Poisson) -> Requests:
+        gaps, kinds, prompts, outputs, errors = jax.random.split(key, 5)
+        seconds = jnp.cumsum(jax.random.exponential(gaps, (count,))) / workload.rate
+        kind = jax.random.choice(
+            kinds, jnp.shape(workload.kinds)[0], (count,), p=jnp.asarray(workload.kinds)
+        )
+        prompt_len = _lengths(prompts, workload.prompt, kind)
+        output = jnp.minimum(_lengths(outputs, workload.output, kind), workload.max_tokens)
+        error = jnp.exp(workload.spread * jax.random.normal(errors, (count,)))
+        predicted = jnp.clip(jnp.round(output * error), 1, workload.max_tokens)
+        return Requests(
+            arrival=jnp.minimum(jnp.round(MICROSECONDS * seconds), LATEST).astype(jnp.int32),
+            prompt_len=prompt_len,
+            final_len=prompt_len + output,
+            limit=(prompt_len + workload.max_tokens).astype(jnp.int32),
+            predicted=predicted.astype(jnp.int32),
+            priority=jnp.zeros((count,), jnp.int32),
+            user=kind.astype(jnp.int32),
+        )
+
+    return draw
+
+
+def _lengths(key: jax.Array, lengths: Lengths, kind: jax.Array) -> jax.Array:
+    """int32 [N]: a length of each request."""
+
+    def of_kind(parameter: Any) -> jax.Array:
+        values = jnp.asarray(parameter, jnp.float32)
+        return values[kind] if values.ndim else values
+
+    noise = of_kind(lengths.sigma) * jax.random.normal(key, kind.shape)
+    tokens = jnp.round(of_kind(lengths.median) * jnp.exp(noise))
+    return jnp.clip(tokens, of_kind(lengths.least), of_kind(lengths.most)).astype(jnp.int32)
+
+
+def given(key: jax.Array, requests: Requests) -> Requests:
+    """The requests themselves, in each episode."""
+    return requests
+
+
+def of_arrays(
+    seconds: Any, prompt_len: Any, output_len: Any, max_tokens: int, **columns: Any
+) -> Requests:
+    """Requests of a trace, for `given`.
+
+    Args:
+        seconds: arrivals, ascending, [N].
+        prompt_len, output_len: tokens, at least 1 each, [N].
+        max_tokens: output tokens that each may have.
+        columns: other fields of `Requests`, [N]; 0 if they are left out.
+
+    Raises:
+        ValueError: a column has another length, arrivals do not ascend, or a length is below 1.
+    """
+    arrival = np.round(MICROSECONDS * np.asarray(seconds, np.float64))
+    prompts = np.asarray(prompt_len)
+    outputs = np.asarray(output_len)
+    zeros = np.zeros_like(prompts)
+    filled = {name: np.asarray(columns.get(name, zeros)) for name in ("priority", "user")}
+    filled["predicted"] = np.asarray(columns.get("predicted", zeros))
+    for name, column in {"prompt_len": prompts, "output_len": outputs, **filled}.items():
+        if column.shape != arrival.shape:
+            raise ValueError(
+                f"{name} has the shape {column.shape} and seconds {arrival.shape}; "
+                "give one number for each request"
+            )
+    if np.any(np.diff(arrival) < 0) or np.any(arrival < 0):
+        raise ValueError("seconds must ascend from 0; sort the requests by their arrivals")
+    if np.any(arrival > LATEST):
+        raise ValueError(
+            f"the last request arrives after {arrival.max() / MICROSECONDS:.0f} seconds; at most "
+            f"{LATEST / MICROSECONDS:.0f} fit: cut the trace into parts"
+        )
+    if np.any(prompts < 1) or np.any(outputs < 1) or np.any(outputs > max_tokens):
+        raise ValueError(
+            "each request needs a prompt of at least 1 token, and from 1 to max_tokens "
+            f"({max_tokens}) tokens of output; leave the others out"
+        )
+    return Requests(
+        arrival.astype(np.int32),
+        prompts.astype(np.int32),
+        (prompts + outputs).astype(np.int32),
+        (prompts + max_tokens).astype(np.int32),
+        filled["predicted"].astype(np.int32),
+        filled["priority"].astype(np.int32),
+        filled["user"].astype(np.int32),
+    )

@@ -1,0 +1,272 @@
+"""The environment: an episode has the times of the simulator's run, rewards add up to what a table
+of results says, and the interface is that of gymnax.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.core.drive import drive
+from experiments.core.workloads import WorkItem
+from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Simulate, Work
+from experiments.simulation.simulate import SimulatedEngine
+from experiments.twin import environment, policies, workloads
+from experiments.twin.cost import Cost
+from experiments.twin.environment import NOT_YET, SEQUENCE, TOTALS, Environment, Params
+from experiments.twin.scheduler import Requests, Sizes
+from experiments.twin.workloads import Lengths, Poisson
+from pagedjax import SamplingParams
+from pagedjax.host.types import Finished, SchedulerConfig
+from pagedjax.options.config import EngineConfig
+from tests.refusals import refused
+
+pytestmark = pytest.mark.few_optimisations
+
+COUNT = 10
+STEPS = 400
+ENGINE = {
+    "block_size": 4,
+    "num_blocks": 24,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 80,
+}
+SIZES = Sizes.of(SchedulerConfig(**ENGINE))
+
+
+def step_time(work: Work) -> float:
+    """A whole number of tens of microseconds, so that sums of floats are exact to a microsecond."""
+    attention = max(2 * work.context, work.pairs)
+    return 1e-5 * (40 + 3 * work.tokens + 5 * work.sampled + attention)
+
+
+WORKLOAD = Poisson(
+    rate=150.0,
+    kinds=np.float32([0.5, 0.5]),
+    prompt=Lengths(np.float32([4, 20]), 0.5, 1, 40),
+    output=Lengths(np.float32([12, 3]), 0.7, 1, 40),
+    max_tokens=40,
+)
+PARAMS = Params(SIZES, Cost.of(step_time, SIZES), WORKLOAD, first_s=0.02, token_s=0.004)
+WORLD = Environment(COUNT, workloads.poisson(COUNT))
+
+
+def episode(
+    world: Environment, key: jax.Array, params: Params, policy: jax.Array
+) -> tuple[environment.State, Any]:
+    """The last state of an episode and (reward, done) of each step."""
+
+    def step(state: environment.State, _: None) -> tuple[environment.State, Any]:
+        order = policies.any_of(policy, state.scheduler, state.requests)
+        _, state, reward, done, info = world.step_env(key, state, order, params)
+        return state, (reward, done, jnp.any(info["plan"].counts > 0))
+
+    return jax.lax.scan(step, world.reset(key, params)[1], None, length=STEPS)
+
+
+def simulated_times(requests: Requests, policy: str) -> tuple[dict[str, float], dict[str, float]]:
+    """When the simulator sampled the first token of each request, and when the request ended."""
+    engine = SimulatedEngine(
+        EngineConfig(**ENGINE, policy=policy, enable_prefix_caching=False, token_buckets=(16,)),
+        step_time,
+        vocab_size=50,
+        simulate=Simulate(chip="h200", model="opt-13b", padded=False),
+    )
+    items = [
+        WorkItem(
+            f"r{i}",
+            float(requests.arrival[i]) / 1e6,
+            tuple([1] * int(requests.prompt_len[i])),
+            int(requests.final_len[i] - requests.prompt_len[i]),
+            user=f"user {requests.user[i]}",
+        )
+        for i in range(COUNT)
+    ]
+    sampling = SamplingParams(temperature=0, ignore_eos=True)
+    start, results = drive(engine, items, sampling, engine.clock, engine.sleep)
+    first: dict[str, float] = {}
+    ends: dict[str, float] = {}
+    for result in results:
+        plan = result.plan
+        for row in plan.rows:
+            if row.samples:
+                first.setdefault(row.seq.request_id, result.finished - start)
+        for event in result.events:
+            if isinstance(event, Finished):
+                ends[event.request_id] = result.finished - start
+    return first, ends
+
+
+# one for each reward
+run_episode = jax.jit(chex.assert_max_traces(episode, 3), static_argnums=0)
+
+
+@pytest.mark.parametrize("name", policies.POLICIES)
+def test_an_episode_has_the_times_of_a_simulated_run(name):
+    key = jax.random.key(list(policies.POLICIES).index(name))
+    # arrivals are never at the end of a step
+    requests = WORLD.draw(key, WORKLOAD)
+    requests = requests._replace(arrival=requests.arrival // 10 * 10 + 5)
+    world = WORLD._replace(draw=workloads.given)
+    params = PARAMS._replace(workload=requests)
+    policy = jnp.int32(list(policies.POLICIES).index(name))
+    state, (rewards, done, computed) = jax.device_get(run_episode(world, key, params, policy))
+    first, ends = simulated_times(jax.device_get(requests), name)
+    names = [f"r{i}" for i in range(COUNT)]
+    np.testing.assert_array_equal(state.end, [round(1e6 * ends[name]) for name in names])
+    np.testing.assert_array_equal(state.first_token, [round(1e6 * first[name]) for name in names])
+    latencies = (state.end - state.requests.arrival) / 1e6
+    np.testing.assert_allclose(rewards.sum(), -latencies.mean(), rtol=1e-5)
+    chex.assert_shape([rewards, done], (STEPS,))
+    assert done[-1]
+    assert not computed[done.argmax() + 1 :].any(), "nothing is computed after the end"
+
+
+def test_rewards_add_up():
+    """To the share of requests within both targets, and to Jain's index of the users' tokens."""
+    key = jax.random.key(1)
+    for reward, expected in ((environment.goodput, within), (environment.fairness, jain)):
+        world = WORLD._replace(reward=reward)
+        state, (rewards, _, _) = jax.device_get(run_episode(world, key, PARAMS, jnp.int32(0)))
+        np.testing.assert_allclose(rewards.sum(), expected(state), rtol=1e-5)
+    assert 0 < within(state) < 1, "else the targets are of no use"
+
+
+def within(state: Any) -> float:
+    met = 0
+    for i in range(COUNT):
+        output = state.requests.final_len[i] - state.requests.prompt_len[i]
+        first = (state.first_token[i] - state.requests.arrival[i]) / 1e6
+        each = (state.end[i] - state.first_token[i]) / 1e6 / max(1, output - 1)
+        met += first <= PARAMS.first_s and each <= PARAMS.token_s
+    return met / COUNT
+
+
+def jain(state: Any) -> float:
+    tokens = np.bincount(state.requests.user, state.requests.final_len)
+    tokens = tokens[tokens > 0].astype(float)
+    return float(tokens.sum() ** 2 / (len(tokens) * (tokens**2).sum()))
+
+
+class TestInterface(chex.TestCase):
+    """What gymnax asks of an environment."""
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_reset_and_step(self):
+        key = jax.random.key(3)
+        observation, state = self.variant(WORLD.reset)(key, PARAMS)
+        chex.assert_shape(observation.sequences, (COUNT, len(SEQUENCE)))
+        chex.assert_shape(observation.totals, (len(TOTALS),))
+        action = jnp.zeros((COUNT,), jnp.int32)
+        results = self.variant(WORLD.step)(key, state, action, PARAMS)
+        chex.assert_trees_all_equal_shapes_and_dtypes(results[:2], (observation, state))
+        _, _, reward, done, _ = results
+        chex.assert_shape([reward, done], ())
+        chex.assert_type([reward, done], [jnp.float32, bool])
+        chex.assert_tree_all_finite(reward)
+
+    def test_worlds_of_one_program_are_those_of_single_runs(self):
+        keys = jax.random.split(jax.random.key(4), 3)
+        together = jax.vmap(WORLD.reset, (0, None))(keys, PARAMS)
+        for i, key in enumerate(keys):
+            alone = WORLD.reset(key, PARAMS)
+            chex.assert_trees_all_equal(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
+
+
+def test_the_next_episode_begins_by_itself():
+    key = jax.random.key(5)
+    step = jax.jit(WORLD.step)
+    _, state = WORLD.reset(key, PARAMS)
+    ends = 0
+    for _ in range(STEPS):
+        key, action_key = jax.random.split(key)
+        _, state, _, done, _ = step(action_key, state, jnp.zeros((COUNT,), jnp.int32), PARAMS)
+        if done:
+            ends += 1
+            assert state.scheduler.step == 0
+            assert np.all(state.end == NOT_YET)
+    assert ends > 1
+
+
+def test_an_observation_has_the_counts_of_each_request():
+    requests = workloads.of_arrays(
+        [0.0, 0.0, 5.0], [7, 12, 3], [2, 2, 2], max_tokens=4, predicted=[3, 4, 5], user=[1, 0, 1]
+    )
+    world = Environment(3, workloads.given)
+    params = PARAMS._replace(workload=requests)
+    key = jax.random.key(0)
+    observation, state = world.reset(key, params)
+    columns = dict(zip(SEQUENCE, observation.sequences.T.tolist(), strict=True))
+    assert columns["waiting"] == [1, 1, 0], "the last one has not arrived"
+    assert columns["prompt_len"] == [7, 12, 0]
+    assert columns["left"] == [4, 4, 0]
+    assert columns["older"] == [0, 1, 0]
+    assert columns["predicted"] == [3, 4, 0]
+    observation, *_ = world.step(key, state, jnp.int32([5, 1, 0]), params)
+    columns = dict(zip(SEQUENCE, observation.sequences.T.tolist(), strict=True))
+    assert columns["running"] == [1, 1, 0]
+    assert columns["output"] == [0, 1, 0], "the lower score has the budget first"
+    assert columns["to_compute"] == [3, 1, 0]
+    assert observation.totals.tolist()[:3] == [0, 2, 24 - 2 - 3]
+
+
+# --- costs and workloads --------------------------------------------------------------------------
+
+
+def test_a_roofline_costs_as_in_the_simulator():
+    sizes = SIZES._replace(budget=64, max_running=8)
+    roofline = Roofline(SHAPES["llama-3-8b"], CHIPS["h200"])
+    cost = Cost.of(roofline, sizes)
+    rng = np.random.default_rng(2)
+    for _ in range(50):
+        tokens = int(rng.integers(1, 65))
+        sampled = int(rng.integers(0, 9))
+        context = int(rng.integers(tokens, 100_000))
+        pairs = int(rng.integers(context, 10**8))
+        expected = 1e6 * roofline(Work(tokens, sampled, sampled, context, pairs))
+        result = cost.microseconds(tokens, sampled, context, pairs)
+        np.testing.assert_allclose(result, expected, rtol=1e-5)
+
+
+def test_a_step_time_of_another_form_is_refused():
+    def curved(work: Work) -> float:
+        return 1e-3 + 1e-9 * work.context**1.5
+
+    with refused("a curve takes .* us for a step of .* tokens.*use a roofline of a dense model"):
+        Cost.of(curved, SIZES, "a curve")
+
+
+def test_drawn_requests_have_the_shares_and_medians_of_their_kinds():
+    requests = workloads.poisson(20_000)(jax.random.key(0), WORKLOAD)
+    chex.assert_type(list(requests), jnp.int32)
+    first = requests.user == 0
+    assert abs(first.mean() - 0.5) < 0.02
+    assert np.median(requests.prompt_len[first]) == 4
+    assert np.median(requests.prompt_len[~first]) == 20
+    seconds = requests.arrival[-1] / 1e6
+    assert abs(20_000 / seconds / 150 - 1) < 0.03
+    assert np.all(requests.final_len > requests.prompt_len)
+    assert np.all(requests.final_len <= requests.limit)
+    oracle = workloads.poisson(50)(jax.random.key(0), WORKLOAD._replace(spread=0.0))
+    chex.assert_trees_all_equal(oracle.predicted, oracle.final_len - oracle.prompt_len)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_len": [1, 2]}, r"prompt_len has the shape \(2,\) and seconds \(3,\)"),
+        ({"seconds": [0.0, 2.0, 1.0]}, "seconds must ascend from 0; sort the requests"),
+        ({"seconds": [0.0, 2.0, 3000.0]}, "after 3000 seconds; at most 1074 fit: cut the trace"),
+        ({"output_len": [1, 0, 2]}, "from 1 to max_tokens .4. tokens of output"),
+    ],
+)
+def test_wrong_columns_are_refused(change, message):
+    columns = {"seconds": [0.0, 1.0, 2.0], "prompt_len": [1, 2, 3], "output_len": [1, 2, 3]}
+    with refused(message):
+        workloads.of_arrays(**columns | change, max_tokens=4)
