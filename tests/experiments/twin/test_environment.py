@@ -53,7 +53,7 @@ WORKLOAD = Poisson(
     output=Lengths(np.float32([12, 3]), 0.7, 1, 40),
     max_tokens=40,
 )
-PARAMS = Params(SIZES, Cost.of(step_time, SIZES), WORKLOAD, first_s=0.02, token_s=0.004)
+PARAMS = Params(SIZES, Cost.of(step_time, SIZES), WORKLOAD, first_s=0.006, token_s=0.004)
 WORLD = Environment(COUNT, workloads.poisson(COUNT))
 
 

@@ -1,0 +1,282 @@
+"""Trains a scheduling policy in a thousand worlds at once, and writes it as a file that engines run.
+
+    python -m experiments.training.train_policy --out runs/policy          # the same command resumes
+    pagedjax check --policy runs/policy/learned.py:POLICY
+    pagedjax generate "Hello" --policy runs/policy/learned.py:POLICY
+
+The worlds are schedulers on arrays (experiments/twin). The policy is a small network
+(experiments/twin/learned.py). It is trained by evolution strategies (Salimans et al. 2017, arXiv
+1703.03864): candidates lie around the parameters in pairs, all of them play the same episodes, and
+their ranks weigh the directions. Every `--every` steps the command compares the policy on held-out
+episodes with "fcfs", "shortest" and an oracle that knows all lengths, and writes a checkpoint.
+
+    OUT/run.json            the options of the run; a command with other options is refused
+    OUT/checkpoints/STEP/   parameters, optimiser, losses. A killed run resumes from the last one, bit for bit
+    OUT/learned.py          the policy, POLICY, for LLM(policy="OUT/learned.py:POLICY")
+
+The requests are of three kinds: chats, summaries (long prompts, short answers) and essays (short
+prompts, long answers). Their predicted lengths are wrong by a factor. So the shortest prompt is a
+bad guess of the shortest request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.flatten_util import ravel_pytree
+
+from experiments.core.optional_imports import require
+from experiments.simulation.cost import CHIPS, SHAPES, Roofline
+from experiments.training.checkpoints import Loss, State, begin, opened, restore, save
+from experiments.training.command import (
+    add_setup,
+    check_least,
+    check_positive,
+    check_seed,
+    exit_status,
+    run_parser,
+    setup_of,
+)
+from experiments.training.updates import first_state, next_state
+from experiments.twin import environment, learned, network, policies, workloads
+from experiments.twin.cost import Cost
+from experiments.twin.environment import Environment, Params
+from experiments.twin.network import Integers, Scorer
+from experiments.twin.rollout import Difference, difference, returns, shortest_left
+from experiments.twin.scheduler import Sizes
+from experiments.twin.workloads import Lengths, Poisson
+from pagedjax.engine import compilations
+from pagedjax.options.config import one_of
+
+optax = require("optax")
+
+HELD_OUT = 10**6  # the number of the first held-out episode; training has fewer
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """The options of a run. Tokens and requests, if nothing else is said.
+
+    requests: of an episode.
+    rate: requests a second.
+    spread: of the predicted lengths, see `workloads.Poisson`.
+    pairs, worlds: candidates of a step, and episodes that each of them plays.
+    sigma: the distance of candidates from the parameters.
+    learning_rate: of Adam.
+    """
+
+    steps: int = 120
+    reward: str = "latency"
+    requests: int = 64
+    rate: float = 24.0
+    spread: float = 0.7
+    units: int = 16
+    patience: int = 64
+    pairs: int = 16
+    worlds: int = 32
+    held_out: int = 256
+    sigma: float = 0.1
+    learning_rate: float = 0.05
+    seed: int = 0
+    chip: str = "h200"
+    model: str = "llama-3-8b"
+    block_size: int = 16
+    num_blocks: int = 320
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 256
+
+
+def workload_of(setup: Setup) -> Poisson:
+    """Chats, summaries and essays."""
+    return Poisson(
+        rate=setup.rate,
+        kinds=np.float32([0.5, 0.3, 0.2]),
+        prompt=Lengths(np.float32([60, 400, 40]), np.float32([0.8, 0.5, 0.5]), 4, 1000),
+        output=Lengths(np.float32([60, 25, 250]), np.float32([0.8, 0.5, 0.5]), 2, 600),
+        spread=setup.spread,
+        max_tokens=600,
+    )
+
+
+def world_of(setup: Setup) -> tuple[Environment, Params]:
+    """The environment of a run, and its parameters."""
+    rows = min(setup.max_num_seqs, setup.max_num_batched_tokens)
+    sizes = Sizes(setup.block_size, setup.num_blocks, setup.max_num_batched_tokens, rows)
+    one_of("chip", setup.chip, tuple(CHIPS))
+    one_of("model", setup.model, tuple(SHAPES))
+    one_of("reward", setup.reward, tuple(environment.REWARDS))
+    roofline = Roofline(SHAPES[setup.model], CHIPS[setup.chip])
+    cost = Cost.of(roofline, sizes, f"{setup.model} on {setup.chip}")
+    largest = -(-1600 // setup.block_size)
+    if setup.num_blocks < largest:
+        raise ValueError(
+            f"num_blocks is {setup.num_blocks}, and the longest request of 1600 tokens has "
+            f"{largest} blocks of {setup.block_size}; raise --num-blocks"
+        )
+    reward = environment.REWARDS[setup.reward]
+    world = Environment(setup.requests, workloads.poisson(setup.requests), reward)
+    return world, Params(sizes, cost, workload_of(setup))
+
+
+# --- evolution strategies -------------------------------------------------------------------------
+
+
+class Trainer(NamedTuple):
+    start: State
+    update: Callable[[State, int], tuple[State, jax.Array]]  # (state, step) -> (state, loss)
+    weights: Callable[[Any], Integers]  # of the parameters
+    held_out: Callable[[Any], dict[str, np.ndarray]]  # returns by policy, [episodes] each
+
+
+def make_trainer(setup: Setup) -> Trainer:
+    """The initial state and the compiled functions of a run."""
+    world, params = world_of(setup)
+    scorer = Scorer(setup.units, rngs=nnx.Rngs(setup.seed))
+    graphdef, first = nnx.split(scorer)
+    flat, unravel = ravel_pytree(first)
+    method = optax.adam(setup.learning_rate)
+    root = jax.random.key(setup.seed)
+
+    def weights(vector: jax.Array) -> Integers:
+        return network.integers(nnx.merge(graphdef, unravel(vector)), setup.patience)
+
+    def episodes(number: jax.Array, count: int) -> jax.Array:
+        return jax.random.split(jax.random.fold_in(root, number), count)
+
+    def returns_of(vector: jax.Array, keys: jax.Array) -> jax.Array:
+        return returns(world, network.order, weights(vector), params, keys)
+
+    @partial(jax.jit, donate_argnums=0)
+    def update(state: State, step: jax.Array) -> tuple[State, jax.Array]:
+        directions_key = jax.random.fold_in(jax.random.fold_in(root, HELD_OUT - 1), step)
+        directions = jax.random.normal(directions_key, (setup.pairs, flat.size))
+        offsets = setup.sigma * jnp.concatenate([directions, -directions])
+        keys = episodes(step, setup.worlds)
+        scores = jax.vmap(returns_of, (0, None))(state.params + offsets, keys).mean(axis=1)
+        ranks = jnp.argsort(jnp.argsort(scores)) / (2 * setup.pairs - 1) - 0.5
+        ascent = (ranks[: setup.pairs] - ranks[setup.pairs :]) @ directions
+        gradient = -ascent / (setup.pairs * setup.sigma)
+        return next_state(method, state, gradient), -scores.mean()
+
+    @jax.jit
+    def held_out(vector: jax.Array) -> dict[str, jax.Array]:
+        keys = episodes(jnp.int32(HELD_OUT), setup.held_out)
+        results = {"learned": returns_of(vector, keys)}
+        for name in ("fcfs", "shortest"):
+            decide = _without_parameters(policies.POLICIES[name])
+            results[name] = returns(world, decide, None, params, keys)
+        results["oracle"] = returns(world, shortest_left, None, params, keys)
+        return results
+
+    return Trainer(
+        first_state(method, flat),
+        lambda state, step: update(state, jnp.int32(step)),
+        weights,
+        lambda vector: jax.device_get(held_out(vector)),
+    )
+
+
+def _without_parameters(policy: policies.ArrayPolicy) -> Any:
+    return lambda parameters, state, requests: policy(state, requests)
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
+class Comparison(NamedTuple):
+    """Of held-out episodes.
+
+    means: mean return by policy.
+    over_fcfs, over_shortest: how much more the policy returns.
+    gap: which share of the oracle's advantage over "fcfs" it has.
+    """
+
+    means: dict[str, float]
+    over_fcfs: Difference
+    over_shortest: Difference
+    gap: float
+
+
+def compared(results: dict[str, np.ndarray]) -> Comparison:
+    """What the returns of held-out episodes say."""
+    means = {name: float(np.mean(values)) for name, values in results.items()}
+    return Comparison(
+        means,
+        difference(results["learned"], results["fcfs"]),
+        difference(results["learned"], results["shortest"]),
+        (means["learned"] - means["fcfs"]) / (means["oracle"] - means["fcfs"]),
+    )
+
+
+def row(step: int, loss: float, comparison: Comparison) -> str:
+    """A line of the table."""
+    means = comparison.means
+    over = comparison.over_shortest
+    return (
+        f"{step:6} {loss:9.4f} {means['learned']:9.4f} {means['fcfs']:9.4f} "
+        f"{means['shortest']:9.4f} {means['oracle']:9.4f} {comparison.gap:6.2f} "
+        f"{over.mean:+8.4f} [{over.low:+.4f}, {over.high:+.4f}]"
+    )
+
+
+@compilations.disk_cache()  # for the process that continues after a kill
+def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = print) -> list[Loss]:
+    """Train, or resume the run in `out`, and write its policy -> the losses of every `every`
+    steps.
+
+    Raises:
+        ValueError: `out` belongs to another run, or is no run's folder; or an option is wrong.
+    """
+    trainer = make_trainer(setup)
+    begin(out, dataclasses.asdict(setup))
+    with opened(out) as manager:
+        step, state, losses = restore(manager, trainer.start)
+        say(
+            f"{state.params.size} parameters; {2 * setup.pairs * setup.worlds} worlds of "
+            f"{setup.requests} requests a step; returns are of the reward {setup.reward!r}\n"
+            f"{'step':>6} {'loss':>9} {'learned':>9} {'fcfs':>9} {'shortest':>9} {'oracle':>9} "
+            f"{'gap':>6} learned - shortest, 95 %"
+        )
+        while step < setup.steps:
+            end = min(step + every - step % every, setup.steps)
+            sums = []
+            for i in range(step, end):
+                state, loss = trainer.update(state, i)
+                sums.append(loss)
+            step = end
+            mean = float(np.mean(jax.device_get(sums)))
+            comparison = compared(trainer.held_out(state.params))
+            held_out = -comparison.means["learned"]
+            losses = [*losses, {"step": step, "train": mean, "held_out": held_out}]
+            save(manager, step, state, losses)
+            say(row(step, mean, comparison))
+    file = out / "learned.py"
+    origin = f"A policy that was learnt by {setup.steps} steps of train_policy, for {setup.reward}."
+    weights = network.network_of(trainer.weights(state.params))
+    file.write_text(learned.source("learned", weights, origin), encoding="utf-8")
+    say(f"{file}:POLICY is the policy")
+    return losses
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = run_parser(__doc__, every=20)
+    add_setup(parser, Setup)
+    args = parser.parse_args(argv)
+    least = {name: 1 for name in ("steps", "every", "requests", "units", "pairs", "worlds")}
+    check_least(parser, args, **least, held_out=2, patience=0)
+    check_positive(parser, args, "rate", "sigma", "learning_rate")
+    check_seed(parser, args.seed)
+    return exit_status(lambda: train(args.out, setup_of(args, Setup), args.every))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Whole episodes of many worlds in one compiled loop, and what is compared of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+from experiments.twin import scheduler
+from experiments.twin.environment import Environment, Params, State
+from experiments.twin.policies import all_offered
+from experiments.twin.scheduler import ENDED, Order, Requests
+
+# (a policy's own parameters, state, requests) -> the order of a step
+Decide = Callable[[Any, scheduler.State, Requests], Order]
+
+
+def returns(
+    world: Environment, decide: Decide, policy: Any, params: Params, keys: jax.Array
+) -> jax.Array:
+    """float32 [worlds]: the sum of the rewards of an episode from each key.
+
+    The loop ends when the last world has ended; a world that has ended earns nothing more.
+
+    Args:
+        policy: what `decide` gets first, the same for all worlds.
+        keys: [worlds].
+    """
+    return played(world, decide, policy, params, keys)[1]
+
+
+def played(
+    world: Environment, decide: Decide, policy: Any, params: Params, keys: jax.Array
+) -> tuple[State, jax.Array]:
+    """As `returns` -> (the last state of each world, sums of rewards)."""
+
+    def step(state: State) -> tuple[State, jax.Array]:
+        order = decide(policy, state.scheduler, state.requests)
+        _, after, reward, _, _ = world.step_env(keys[0], state, order, params)
+        return after, reward
+
+    def advance(carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
+        states, sums = carry
+        states, rewards = jax.vmap(step)(states)
+        return states, sums + rewards
+
+    def unfinished(carry: tuple[State, jax.Array]) -> jax.Array:
+        return jnp.any(carry[0].scheduler.phase != ENDED)
+
+    states = jax.vmap(world.reset, (0, None))(keys, params)[1]
+    zeros = jnp.zeros(keys.shape, jnp.float32)
+    return jax.lax.while_loop(unfinished, advance, (states, zeros))
+
+
+def shortest_left(policy: None, state: scheduler.State, requests: Requests) -> Order:
+    """The oracle: the fewest tokens of output left first, as if all lengths were known (Schrage
+    1968).
+    """
+    return all_offered(requests.final_len - state.length)
+
+
+class Difference(NamedTuple):
+    """The mean of paired differences, and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def difference(results: np.ndarray, others: np.ndarray) -> Difference:
+    """The interval of Student's t of `results - others`, [worlds] each, of the same worlds."""
+    differences = np.asarray(results, float) - np.asarray(others, float)
+    mean = float(differences.mean())
+    error = float(differences.std(ddof=1)) / len(differences) ** 0.5
+    half = float(stats.t.ppf(0.975, len(differences) - 1)) * error
+    return Difference(mean, mean - half, mean + half)
