@@ -6,6 +6,7 @@ so that most worlds preempt. Both sides run until a world is empty, or for STEPS
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import chex
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from experiments.twin import policies, scheduler
 from experiments.twin.scheduler import Plan, Requests, Sizes, State
 from pagedjax.host import scheduler as host
+from pagedjax.host.policies import Policy
 from pagedjax.host.types import Request, SchedulerConfig, Seq
 from tests import drawn
 from tests.refusals import refused
@@ -53,7 +55,7 @@ class Columns(NamedTuple):
 
 def draw_world(rng: np.random.Generator) -> tuple[World, SchedulerConfig]:
     block_size = int(rng.choice([1, 2, 4, 16]))
-    prompt = rng.integers(1, rng.choice([3, 12, 40]) + 1, REQUESTS)
+    prompt = rng.integers(1, rng.choice([1, 3, 12, 40]) + 1, REQUESTS)
     most = rng.integers(1, rng.choice([2, 9, 30]) + 1, REQUESTS)
     limit = prompt + most
     final = prompt + rng.integers(1, most + 1)
@@ -72,7 +74,7 @@ def draw_world(rng: np.random.Generator) -> tuple[World, SchedulerConfig]:
         prompt_len=np.where(present, prompt, 0),
         final_len=final,
         limit=limit,
-        predicted=np.zeros(REQUESTS, int),
+        predicted=rng.integers(0, 40, REQUESTS),
         priority=rng.integers(-2, 3, REQUESTS),
         user=rng.integers(0, 4, REQUESTS),
     )
@@ -82,12 +84,17 @@ def draw_world(rng: np.random.Generator) -> tuple[World, SchedulerConfig]:
     return World(sizes, requests, submitted.astype(np.int32), policy), config
 
 
-def run_on_arrays(world: World) -> tuple[Plan, Columns]:
+def run_shipped(world: World) -> tuple[Plan, Columns]:
+    """All steps of a world under its shipped policy, stacked."""
+    return run_on_arrays(world, partial(policies.any_of, world.policy))
+
+
+def run_on_arrays(world: World, policy: policies.ArrayPolicy) -> tuple[Plan, Columns]:
     """All steps of a world, stacked."""
 
     def step(state: State, number: jax.Array) -> tuple[State, tuple[Plan, Columns]]:
         state = scheduler.submit(state, world.submitted <= number)
-        order = policies.any_of(world.policy, state, world.requests)
+        order = policy(state, world.requests)
         planned, plan = scheduler.schedule(state, world.sizes, order)
         state, ended = scheduler.commit(planned, plan, world.requests)
         return state, (plan, Columns(planned, state.free_blocks, ended))
@@ -96,7 +103,7 @@ def run_on_arrays(world: World) -> tuple[Plan, Columns]:
     return jax.lax.scan(step, first, jnp.arange(STEPS, dtype=jnp.int32))[1]
 
 
-run_worlds = jax.jit(jax.vmap(chex.assert_max_traces(run_on_arrays, 1)))
+run_worlds = jax.jit(jax.vmap(chex.assert_max_traces(run_shipped, 1)))
 
 
 def at(tree: Any, index: int) -> Any:
@@ -124,6 +131,7 @@ def request_of(requests: Requests, i: int) -> Request:
         stop_token_ids=frozenset({STOP}),
         priority=int(requests.priority[i]),
         user=f"user {requests.user[i]}",
+        predicted=int(requests.predicted[i]),
     )
 
 
@@ -132,17 +140,19 @@ def sampled_token(requests: Requests, seq: Seq, length: int) -> int:
     return STOP if length + 1 >= requests.final_len[slot(seq.request_id)] else 0
 
 
-def check_world(world: World, config: SchedulerConfig, plans: Plan, columns: Columns) -> int:
-    """Compares all steps of a world -> the number of steps with a row."""
+def check_world(
+    world: World,
+    config: SchedulerConfig,
+    plans: Plan,
+    columns: Columns,
+    policy: Policy | str,
+) -> None:
+    """Compares all steps of a world with those of the scheduler."""
     state = host.init(config)
-    policy = NAMES[world.policy]
-    busy = 0
-    slots: list[int] = []  # the request of each arrival
     for number in range(STEPS):
         for i in np.flatnonzero(world.submitted == number):
             if world.requests.prompt_len[i]:
                 state = host.submit(state, request_of(world.requests, i))
-                slots.append(i)
         state, expected = host.schedule(state, policy)
         plan = at(plans, number)
         planned = at(columns.state, number)
@@ -156,8 +166,6 @@ def check_world(world: World, config: SchedulerConfig, plans: Plan, columns: Col
         ends = {event.request_id for event in events if isinstance(event, host.Finished)}
         assert {f"r{i}" for i in np.flatnonzero(columns.ended[number])} == ends
         assert columns.free_blocks[number] == state.pool.num_free
-        busy += bool(expected.seqs)
-    return busy
 
 
 def compare_plans(plan: Plan, planned: State, expected: Any) -> None:
@@ -197,7 +205,7 @@ def test_plans_are_those_of_the_scheduler(seed):
     stacked, pairs = draw_worlds(seed)
     plans, columns = jax.device_get(run_worlds(stacked))
     for index, (world, config) in enumerate(pairs):
-        check_world(world, config, at(plans, index), at(columns, index))
+        check_world(world, config, at(plans, index), at(columns, index), NAMES[world.policy])
 
 
 def test_the_worlds_reach_every_kind_of_step():
