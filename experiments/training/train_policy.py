@@ -47,12 +47,12 @@ from experiments.training.command import (
     setup_of,
 )
 from experiments.training.updates import first_state, next_state
-from experiments.twin import environment, learned, network, policies, workloads
+from experiments.twin import environment, learned, network, policies, simulated, workloads
 from experiments.twin.cost import Cost
 from experiments.twin.environment import Environment, Params
 from experiments.twin.network import Integers, Scorer
 from experiments.twin.rollout import Difference, difference, returns, shortest_left
-from experiments.twin.scheduler import Sizes
+from experiments.twin.scheduler import Requests, Sizes
 from experiments.twin.workloads import Lengths, Poisson
 from pagedjax.engine import compilations
 from pagedjax.options.config import one_of
@@ -70,6 +70,7 @@ class Setup:
     rate: requests a second.
     spread: of the predicted lengths, see `workloads.Poisson`.
     pairs, worlds: candidates of a step, and episodes that each of them plays.
+    held_out: episodes of the comparison. simulated: how many of them the simulator plays, too.
     sigma: the distance of candidates from the parameters.
     learning_rate: of Adam.
     """
@@ -84,6 +85,7 @@ class Setup:
     pairs: int = 16
     worlds: int = 32
     held_out: int = 256
+    simulated: int = 16
     sigma: float = 0.1
     learning_rate: float = 0.05
     seed: int = 0
@@ -131,10 +133,15 @@ def world_of(setup: Setup) -> tuple[Environment, Params]:
 
 
 class Trainer(NamedTuple):
+    """world, params: in which the policy is trained."""
+
+    world: Environment
+    params: Params
     start: State
     update: Callable[[State, int], tuple[State, jax.Array]]  # (state, step) -> (state, loss)
     weights: Callable[[Any], Integers]  # of the parameters
     held_out: Callable[[Any], dict[str, np.ndarray]]  # returns by policy, [episodes] each
+    drawn: Callable[[int], list[Requests]]  # the first held-out episodes, as numpy arrays
 
 
 def make_trainer(setup: Setup) -> Trainer:
@@ -172,21 +179,24 @@ def make_trainer(setup: Setup) -> Trainer:
         keys = episodes(jnp.int32(HELD_OUT), setup.held_out)
         results = {"learned": returns_of(vector, keys)}
         for name in ("fcfs", "shortest"):
-            decide = _without_parameters(policies.POLICIES[name])
+            decide = policies.without_parameters(policies.POLICIES[name])
             results[name] = returns(world, decide, None, params, keys)
         results["oracle"] = returns(world, shortest_left, None, params, keys)
         return results
 
+    def drawn(count: int) -> list[Requests]:
+        keys = episodes(jnp.int32(HELD_OUT), setup.held_out)[:count]
+        return [jax.device_get(world.draw(key, params.workload)) for key in keys]
+
     return Trainer(
+        world,
+        params,
         first_state(method, flat),
         lambda state, step: update(state, jnp.int32(step)),
         weights,
         lambda vector: jax.device_get(held_out(vector)),
+        drawn,
     )
-
-
-def _without_parameters(policy: policies.ArrayPolicy) -> Any:
-    return lambda parameters, state, requests: policy(state, requests)
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -220,11 +230,10 @@ def compared(results: dict[str, np.ndarray]) -> Comparison:
 def row(step: int, loss: float, comparison: Comparison) -> str:
     """A line of the table."""
     means = comparison.means
-    over = comparison.over_shortest
     return (
         f"{step:6} {loss:9.4f} {means['learned']:9.4f} {means['fcfs']:9.4f} "
         f"{means['shortest']:9.4f} {means['oracle']:9.4f} {comparison.gap:6.2f} "
-        f"{over.mean:+8.4f} [{over.low:+.4f}, {over.high:+.4f}]"
+        f"{_interval(comparison.over_shortest)}"
     )
 
 
@@ -264,7 +273,37 @@ def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = p
     weights = network.network_of(trainer.weights(state.params))
     file.write_text(learned.source("learned", weights, origin), encoding="utf-8")
     say(f"{file}:POLICY is the policy")
+    if setup.simulated:
+        say(simulated_row(trainer, setup, f"{file}:POLICY"))
     return losses
+
+
+def simulated_row(trainer: Trainer, setup: Setup, policy: str) -> str:
+    """Mean latencies of the first held-out episodes in the simulator."""
+    requests = trainer.drawn(setup.simulated)
+    roofline = Roofline(SHAPES[setup.model], CHIPS[setup.chip])
+    seconds: dict[str, list[float]] = {}
+    for name in (policy, "fcfs", "shortest"):
+        config = simulated.engine_config(setup, name)
+        runs = [simulated.run(episode, config, roofline) for episode in requests]
+        seconds[name] = [
+            float(np.mean(run.end - episode.arrival / 1e6))
+            for run, episode in zip(runs, requests, strict=True)
+        ]
+    means = {name: np.mean(values) for name, values in seconds.items()}
+    over = [
+        difference(np.asarray(seconds[name]), np.asarray(seconds[policy]))
+        for name in ("fcfs", "shortest")
+    ]
+    return (
+        f"mean latency in the simulator, {setup.simulated} episodes: learned "
+        f"{means[policy]:.4f} s, fcfs {means['fcfs']:.4f} ({_interval(over[0])}), shortest "
+        f"{means['shortest']:.4f} ({_interval(over[1])})"
+    )
+
+
+def _interval(more: Difference) -> str:
+    return f"{more.mean:+.4f} [{more.low:+.4f}, {more.high:+.4f}]"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -272,7 +311,7 @@ def main(argv: list[str] | None = None) -> int:
     add_setup(parser, Setup)
     args = parser.parse_args(argv)
     least = {name: 1 for name in ("steps", "every", "requests", "units", "pairs", "worlds")}
-    check_least(parser, args, **least, held_out=2, patience=0)
+    check_least(parser, args, **least, held_out=2, patience=0, simulated=0)
     check_positive(parser, args, "rate", "sigma", "learning_rate")
     check_seed(parser, args.seed)
     return exit_status(lambda: train(args.out, setup_of(args, Setup), args.every))

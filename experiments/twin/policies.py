@@ -86,3 +86,8 @@ def find(name: str) -> ArrayPolicy:
 def any_of(index: jax.Array, state: State, requests: Requests) -> Order:
     """The order of the policy with this index in `POLICIES`: one program for all of them."""
     return jax.lax.switch(index, list(POLICIES.values()), state, requests)
+
+
+def without_parameters(policy: ArrayPolicy) -> Callable[[object, State, Requests], Order]:
+    """The policy as one that is given parameters, and needs none."""
+    return lambda parameters, state, requests: policy(state, requests)

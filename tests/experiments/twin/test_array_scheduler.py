@@ -56,6 +56,8 @@ class Columns(NamedTuple):
 def draw_world(rng: np.random.Generator) -> tuple[World, SchedulerConfig]:
     block_size = int(rng.choice([1, 2, 4, 16]))
     prompt = rng.integers(1, rng.choice([1, 3, 12, 40]) + 1, REQUESTS)
+    if rng.random() < 0.2:
+        prompt[:] = block_size  # all need a second block in the same step
     most = rng.integers(1, rng.choice([2, 9, 30]) + 1, REQUESTS)
     limit = prompt + most
     final = prompt + rng.integers(1, most + 1)

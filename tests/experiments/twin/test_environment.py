@@ -12,17 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.core.drive import drive
-from experiments.core.workloads import WorkItem
-from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Simulate, Work
-from experiments.simulation.simulate import SimulatedEngine
-from experiments.twin import environment, policies, workloads
+from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Work
+from experiments.twin import environment, policies, simulated, workloads
 from experiments.twin.cost import Cost
 from experiments.twin.environment import NOT_YET, SEQUENCE, TOTALS, Environment, Params
-from experiments.twin.scheduler import Requests, Sizes
+from experiments.twin.scheduler import Sizes
 from experiments.twin.workloads import Lengths, Poisson
-from pagedjax import SamplingParams
-from pagedjax.host.types import Finished, SchedulerConfig
+from pagedjax.host.types import SchedulerConfig
 from pagedjax.options.config import EngineConfig
 from tests.refusals import refused
 
@@ -70,39 +66,6 @@ def episode(
     return jax.lax.scan(step, world.reset(key, params)[1], None, length=STEPS)
 
 
-def simulated_times(requests: Requests, policy: str) -> tuple[dict[str, float], dict[str, float]]:
-    """When the simulator sampled the first token of each request, and when the request ended."""
-    engine = SimulatedEngine(
-        EngineConfig(**ENGINE, policy=policy, enable_prefix_caching=False, token_buckets=(16,)),
-        step_time,
-        vocab_size=50,
-        simulate=Simulate(chip="h200", model="opt-13b", padded=False),
-    )
-    items = [
-        WorkItem(
-            f"r{i}",
-            float(requests.arrival[i]) / 1e6,
-            tuple([1] * int(requests.prompt_len[i])),
-            int(requests.final_len[i] - requests.prompt_len[i]),
-            user=f"user {requests.user[i]}",
-        )
-        for i in range(COUNT)
-    ]
-    sampling = SamplingParams(temperature=0, ignore_eos=True)
-    start, results = drive(engine, items, sampling, engine.clock, engine.sleep)
-    first: dict[str, float] = {}
-    ends: dict[str, float] = {}
-    for result in results:
-        plan = result.plan
-        for row in plan.rows:
-            if row.samples:
-                first.setdefault(row.seq.request_id, result.finished - start)
-        for event in result.events:
-            if isinstance(event, Finished):
-                ends[event.request_id] = result.finished - start
-    return first, ends
-
-
 # one for each reward
 run_episode = jax.jit(chex.assert_max_traces(episode, 3), static_argnums=0)
 
@@ -117,10 +80,11 @@ def test_an_episode_has_the_times_of_a_simulated_run(name):
     params = PARAMS._replace(workload=requests)
     policy = jnp.int32(list(policies.POLICIES).index(name))
     state, (rewards, done, computed) = jax.device_get(run_episode(world, key, params, policy))
-    first, ends = simulated_times(jax.device_get(requests), name)
-    names = [f"r{i}" for i in range(COUNT)]
-    np.testing.assert_array_equal(state.end, [round(1e6 * ends[name]) for name in names])
-    np.testing.assert_array_equal(state.first_token, [round(1e6 * first[name]) for name in names])
+    config = EngineConfig(**ENGINE, policy=name, enable_prefix_caching=False, token_buckets=(16,))
+    run = simulated.run(jax.device_get(requests), config, step_time)
+    np.testing.assert_array_equal(state.end, np.round(1e6 * run.end))
+    np.testing.assert_array_equal(state.first_token, np.round(1e6 * run.first_token))
+    assert run.steps == computed.sum()
     latencies = (state.end - state.requests.arrival) / 1e6
     np.testing.assert_allclose(rewards.sum(), -latencies.mean(), rtol=1e-5)
     chex.assert_shape([rewards, done], (STEPS,))

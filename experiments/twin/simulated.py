@@ -1,0 +1,90 @@
+"""The worlds in the simulator: the same requests, with the scheduler itself."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.core.drive import drive
+from experiments.core.workloads import WorkItem
+from experiments.simulation.cost import Simulate, StepTime
+from experiments.simulation.simulate import SimulatedEngine
+from experiments.twin.scheduler import Requests
+from pagedjax.host.types import Finished, StepResult
+from pagedjax.options.config import EngineConfig
+from pagedjax.options.params import SamplingParams
+
+VOCABULARY = 1000  # tokens have no meaning
+SAMPLING = SamplingParams(temperature=0, ignore_eos=True)
+
+
+class Run(NamedTuple):
+    """Seconds from the start, float64 [N]: of each request's first token, and of its end.
+
+    steps: how many steps had a row.
+    """
+
+    first_token: np.ndarray
+    end: np.ndarray
+    steps: int
+
+
+def engine_config(setup: Any, policy: Any) -> EngineConfig:
+    """The configuration of an engine that has the sizes of a setup, and what the worlds have."""
+    longest = setup.num_blocks * setup.block_size
+    return EngineConfig(
+        block_size=setup.block_size,
+        num_blocks=setup.num_blocks,
+        max_num_seqs=setup.max_num_seqs,
+        max_num_batched_tokens=setup.max_num_batched_tokens,
+        max_model_len=longest,
+        token_buckets=(setup.max_num_batched_tokens,),
+        enable_prefix_caching=False,
+        policy=policy,
+    )
+
+
+def items_of(requests: Requests) -> list[WorkItem]:
+    """The requests of a world as the items of a driver. All of them exist."""
+    columns = zip(*[column.tolist() for column in requests], strict=True)
+    return [
+        WorkItem(
+            f"r{i}",
+            arrival / 1e6,
+            (1,) * prompt_len,
+            limit - prompt_len,
+            user=f"user {user}",
+            priority=priority,
+            predicted=predicted,
+            ends_at=final_len - prompt_len,
+        )
+        for i, (arrival, prompt_len, final_len, limit, predicted, priority, user) in enumerate(
+            columns
+        )
+    ]
+
+
+def run(requests: Requests, config: EngineConfig, step_time: StepTime) -> Run:
+    """A run of a world in the simulator."""
+    simulate = Simulate(chip="h200", model="llama-3-8b", padded=False)
+    engine = SimulatedEngine(config, step_time, vocab_size=VOCABULARY, simulate=simulate)
+    start, results = drive(engine, items_of(requests), SAMPLING, engine.clock, engine.sleep)
+    return run_of(results, start, len(requests.arrival))
+
+
+def run_of(results: list[StepResult], start: float, count: int) -> Run:
+    """The times of the requests "r0", "r1", ... from the results of all steps."""
+    first_token = np.full(count, np.nan)
+    end = np.full(count, np.nan)
+    for result in results:
+        plan = result.plan
+        columns = zip(plan.seqs, plan.lengths, plan.starts, plan.counts, strict=True)
+        for seq, length, begun, tokens in columns:
+            i = int(seq.request_id.removeprefix("r"))
+            if begun + tokens == length == seq.request.prompt_len:
+                first_token[i] = result.finished - start
+        for event in result.events:
+            if isinstance(event, Finished):
+                end[int(event.request_id.removeprefix("r"))] = result.finished - start
+    return Run(first_token, end, sum([bool(result.plan.seqs) for result in results]))
