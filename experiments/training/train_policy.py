@@ -101,9 +101,13 @@ def workload_of(setup: Setup) -> Poisson:
     """Chats, summaries and essays."""
     return Poisson(
         rate=setup.rate,
-        kinds=np.float32([0.5, 0.3, 0.2]),
-        prompt=Lengths(np.float32([60, 400, 40]), np.float32([0.8, 0.5, 0.5]), 4, 1000),
-        output=Lengths(np.float32([60, 25, 250]), np.float32([0.8, 0.5, 0.5]), 2, 600),
+        kinds=np.asarray([0.5, 0.3, 0.2], np.float32),
+        prompt=Lengths(
+            np.asarray([60, 400, 40], np.float32), np.asarray([0.8, 0.5, 0.5], np.float32), 4, 1000
+        ),
+        output=Lengths(
+            np.asarray([60, 25, 250], np.float32), np.asarray([0.8, 0.5, 0.5], np.float32), 2, 600
+        ),
         spread=setup.spread,
         max_tokens=600,
     )

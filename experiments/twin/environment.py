@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from experiments.twin import cost as costs
 from experiments.twin import scheduler
 from experiments.twin.cost import Cost
+from experiments.twin.policies import all_offered
 from experiments.twin.scheduler import COMING, ENDED, RUNNING, WAITING, Order, Requests, Sizes
 from experiments.twin.workloads import Draw
 
@@ -194,7 +195,7 @@ class Environment(NamedTuple):
         return observe(state), state
 
     def step_env(
-        self, key: jax.Array, state: State, action: jax.Array, params: Params
+        self, key: jax.Array, state: State, action: jax.Array | Order, params: Params
     ) -> tuple[Observation, State, jax.Array, jax.Array, dict[str, Any]]:
         """One step of the engine -> (observation, state, reward, done, info).
 
@@ -204,9 +205,7 @@ class Environment(NamedTuple):
 
         `info` has the step's `Plan`.
         """
-        order = action
-        if not isinstance(action, Order):
-            order = Order(action, jnp.ones_like(state.scheduler.phase, bool))
+        order = action if isinstance(action, Order) else all_offered(action)
         planned, plan = scheduler.schedule(state.scheduler, params.sizes, order)
         committed, ended = scheduler.commit(planned, plan, state.requests)
         now = state.now + costs.microseconds(params.cost, plan)
@@ -224,7 +223,7 @@ class Environment(NamedTuple):
         return observe(after), after, reward, done, {"plan": plan}
 
     def step(
-        self, key: jax.Array, state: State, action: jax.Array, params: Params
+        self, key: jax.Array, state: State, action: jax.Array | Order, params: Params
     ) -> tuple[Observation, State, jax.Array, jax.Array, dict[str, Any]]:
         """`step_env`; after the last step of an episode, observation and state are those of the
         next one.

@@ -34,8 +34,9 @@ import jax.numpy as jnp
 
 from pagedjax.host.types import SchedulerConfig
 
-Ints = jax.Array  # int32
-Flags = jax.Array  # bool
+# arrays of JAX or, outside a program, of numpy
+Ints = Any  # int32
+Flags = Any  # bool
 
 # phases of a request
 COMING = 0  # not submitted yet

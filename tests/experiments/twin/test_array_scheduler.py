@@ -41,8 +41,8 @@ class World(NamedTuple):
 
     sizes: Sizes
     requests: Requests
-    submitted: np.ndarray
-    policy: np.ndarray
+    submitted: Any
+    policy: Any
 
 
 class Columns(NamedTuple):
@@ -81,7 +81,7 @@ def draw_world(rng: np.random.Generator) -> tuple[World, SchedulerConfig]:
         user=rng.integers(0, 4, REQUESTS),
     )
     requests = Requests(*[column.astype(np.int32) for column in requests])
-    sizes = Sizes(*np.int32(Sizes.of(config)))
+    sizes = Sizes(*np.asarray(Sizes.of(config), np.int32))
     policy = np.int32(rng.integers(len(NAMES)))
     return World(sizes, requests, submitted.astype(np.int32), policy), config
 
@@ -154,7 +154,7 @@ def check_world(
     for number in range(STEPS):
         for i in np.flatnonzero(world.submitted == number):
             if world.requests.prompt_len[i]:
-                state = host.submit(state, request_of(world.requests, i))
+                state = host.submit(state, request_of(world.requests, int(i)))
         state, expected = host.schedule(state, policy)
         plan = at(plans, number)
         planned = at(columns.state, number)

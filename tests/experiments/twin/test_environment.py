@@ -26,7 +26,7 @@ pytestmark = pytest.mark.few_optimisations
 
 COUNT = 10
 STEPS = 400
-ENGINE = {
+ENGINE: dict[str, Any] = {
     "block_size": 4,
     "num_blocks": 24,
     "max_num_seqs": 4,
@@ -44,9 +44,9 @@ def step_time(work: Work) -> float:
 
 WORKLOAD = Poisson(
     rate=150.0,
-    kinds=np.float32([0.5, 0.5]),
-    prompt=Lengths(np.float32([4, 20]), 0.5, 1, 40),
-    output=Lengths(np.float32([12, 3]), 0.7, 1, 40),
+    kinds=np.asarray([0.5, 0.5], np.float32),
+    prompt=Lengths(np.asarray([4, 20], np.float32), 0.5, 1, 40),
+    output=Lengths(np.asarray([12, 3], np.float32), 0.7, 1, 40),
     max_tokens=40,
 )
 PARAMS = Params(SIZES, Cost.of(step_time, SIZES), WORKLOAD, first_s=0.006, token_s=0.004)
@@ -60,7 +60,7 @@ def episode(
 
     def step(state: environment.State, _: None) -> tuple[environment.State, Any]:
         order = policies.any_of(policy, state.scheduler, state.requests)
-        _, state, reward, done, info = world.step_env(key, state, order, params)
+        _observation, state, reward, done, info = world.step_env(key, state, order, params)
         return state, (reward, done, jnp.any(info["plan"].counts > 0))
 
     return jax.lax.scan(step, world.reset(key, params)[1], None, length=STEPS)
@@ -121,14 +121,15 @@ def jain(state: Any) -> float:
 class TestInterface(chex.TestCase):
     """What gymnax asks of an environment."""
 
-    @chex.variants(with_jit=True, without_jit=True)
+    @chex.variants(with_jit=True, without_jit=True)  # pyright: ignore[reportCallIssue]
     def test_reset_and_step(self):
         key = jax.random.key(3)
-        observation, state = self.variant(WORLD.reset)(key, PARAMS)
+        variant: Any = self.variant
+        observation, state = variant(WORLD.reset)(key, PARAMS)
         chex.assert_shape(observation.sequences, (COUNT, len(SEQUENCE)))
         chex.assert_shape(observation.totals, (len(TOTALS),))
         action = jnp.zeros((COUNT,), jnp.int32)
-        results = self.variant(WORLD.step)(key, state, action, PARAMS)
+        results = variant(WORLD.step)(key, state, action, PARAMS)
         chex.assert_trees_all_equal_shapes_and_dtypes(results[:2], (observation, state))
         _, _, reward, done, _ = results
         chex.assert_shape([reward, done], ())
