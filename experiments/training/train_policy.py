@@ -1,7 +1,7 @@
 """Trains a scheduling policy in a thousand worlds at once, and writes it as a file that engines run.
 
     python -m experiments.training.train_policy --out runs/policy          # the same command resumes
-    pagedjax check --policy runs/policy/learned.py:POLICY
+    pagedjax check runs/policy/learned.py:POLICY
     pagedjax generate "Hello" --policy runs/policy/learned.py:POLICY
 
 The worlds are schedulers on arrays (experiments/twin). The policy is a small network
@@ -56,6 +56,8 @@ from experiments.twin.scheduler import Requests, Sizes
 from experiments.twin.workloads import Lengths, Poisson
 from pagedjax.engine import compilations
 from pagedjax.options.config import one_of
+from pagedjax.options.own_names import names_own_value
+from pagedjax.options.own_values import own_function
 
 optax = require("optax")
 
@@ -66,6 +68,7 @@ HELD_OUT = 10**6  # the number of the first held-out episode; training has fewer
 class Setup:
     """The options of a run. Tokens and requests, if nothing else is said.
 
+    reward: "latency", "goodput", "fairness", or your own as "file.py:NAME" (`environment.Reward`).
     requests: of an episode.
     rate: requests a second.
     spread: of the predicted lengths, see `workloads.Poisson`.
@@ -113,13 +116,24 @@ def workload_of(setup: Setup) -> Poisson:
     )
 
 
+def reward_of(name: str) -> environment.Reward:
+    """The reward of that name: one of `environment.REWARDS`, or your own as "file.py:NAME".
+
+    Raises:
+        ValueError: there is no such reward.
+    """
+    if names_own_value(name):
+        return own_function("reward", name, 3)
+    one_of("reward", name, tuple(environment.REWARDS))
+    return environment.REWARDS[name]
+
+
 def world_of(setup: Setup) -> tuple[Environment, Params]:
     """The environment of a run, and its parameters."""
     rows = min(setup.max_num_seqs, setup.max_num_batched_tokens)
     sizes = Sizes(setup.block_size, setup.num_blocks, setup.max_num_batched_tokens, rows)
     one_of("chip", setup.chip, tuple(CHIPS))
     one_of("model", setup.model, tuple(SHAPES))
-    one_of("reward", setup.reward, tuple(environment.REWARDS))
     roofline = Roofline(SHAPES[setup.model], CHIPS[setup.chip])
     cost = Cost.of(roofline, sizes, f"{setup.model} on {setup.chip}")
     largest = -(-1600 // setup.block_size)
@@ -128,8 +142,7 @@ def world_of(setup: Setup) -> tuple[Environment, Params]:
             f"num_blocks is {setup.num_blocks}, and the longest request of 1600 tokens has "
             f"{largest} blocks of {setup.block_size}; raise --num-blocks"
         )
-    reward = environment.REWARDS[setup.reward]
-    world = Environment(setup.requests, workloads.poisson(setup.requests), reward)
+    world = Environment(setup.requests, workloads.poisson(setup.requests), reward_of(setup.reward))
     return world, Params(sizes, cost, workload_of(setup))
 
 

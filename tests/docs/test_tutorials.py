@@ -23,6 +23,7 @@ SLOW = {
     "does_block_size_matter",
     "a_policy_of_your_own",
     "a_policy_with_memory",
+    "a_learnt_policy",
     "yesterday",
     "bring_a_model",
     "a_kernel_of_your_own",

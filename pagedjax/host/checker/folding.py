@@ -118,7 +118,8 @@ def renamed(value: Any, names: Mapping[str, Any]) -> Any:
 
 def largest_gap(world: World) -> int:
     """The smallest distance of two arrivals from which on the policy prefers the same one, for each
-    pair of shapes, and for each shape whose prompt is in the prefix cache; at least 1.
+    pair of shapes, and for each shape whose prompt is in the prefix cache; at least 1, and at least
+    the number that the policy states as its bound: a preference may change with the output.
 
     Two requests are submitted so far apart, and one of them can enter. Distances that are powers of
     two are tried, up to `FURTHEST`, and a change between two of them is found by halving. A policy
@@ -127,7 +128,8 @@ def largest_gap(world: World) -> int:
     one_row = world._replace(config=world.config._replace(max_num_seqs=1))
     empty = scheduler.init(one_row.config)
     cached = [_cached(one_row, empty, shape) for shape in world.shapes if shape.hashes]
-    last_change = 1
+    bound = world.policy.bound
+    last_change = max(1, bound) if isinstance(bound, int) else 1
     for state in (empty, *cached):
         for first, second in itertools.product(world.shapes, repeat=2):
             queue = scheduler.submit(state, first)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from experiments.twin import learned, network
 from experiments.twin.learned import FEATURES, FRACTION, LARGEST_WEIGHT, Network
 from experiments.twin.network import Integers
+from pagedjax.host.checker import check as checker
 from pagedjax.host.policies import Policy
 from pagedjax.options.own_values import own_value
 from tests import drawn
@@ -79,6 +80,16 @@ def test_the_file_of_a_policy_has_its_network(tmp_path):
     policy = own_value("policy", f"{file}:POLICY", Policy, {})
     assert (policy.name, policy.bound) == ("mine", weights.patience)
     assert own_value("policy", f"{file}:NETWORK", Network, {}) == weights
+
+
+@pytest.mark.parametrize("patience", [3, 64])
+def test_no_policy_of_a_network_breaks_its_promise(patience):
+    """Scores change with the output, so distances of arrivals matter up to the bound."""
+    for seed in range(3):
+        weights = draw_weights(np.random.default_rng(seed))._replace(patience=np.int32(patience))
+        policy = learned.policy("drawn", network.network_of(weights))
+        report = checker.check(policy, requests=2, num_blocks=4)
+        assert report.counterexample is None
 
 
 def test_networks_of_other_shapes_are_refused():
