@@ -33,7 +33,7 @@ import numpy as np
 from flax import nnx
 
 from experiments.core.json_files import write_json
-from experiments.training.checkpoints import Loss, State, begin, opened, restore, save
+from experiments.training.checkpoints import Loss, State, begin, open_checkpoints, restore, save
 from experiments.training.command import (
     add_setup,
     check_least,
@@ -342,7 +342,7 @@ def _run_steps(
     say: Callable[[str], None],
 ) -> tuple[dict[str, Factors], list[Loss]]:
     """Train from the last checkpoint to the end. Returns the factors of each adapter, and losses."""
-    with opened(out) as manager:
+    with open_checkpoints(out) as manager:
         step, state, losses = restore(manager, trainer.start)
         say(about(state.params) + (f"; {step} of {setup.steps} steps are done" if step else ""))
         columns = "".join(f"  {name + ': train':>12} {'held out':>8}" for name in learnt)

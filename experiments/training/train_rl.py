@@ -35,7 +35,7 @@ from flax import nnx
 from experiments.analysis.figures import curves
 from experiments.core.json_files import write_json
 from experiments.core.optional_imports import require
-from experiments.training.checkpoints import State, begin, opened, restore, save
+from experiments.training.checkpoints import State, begin, open_checkpoints, restore, save
 from experiments.training.command import (
     add_setup,
     check_least,
@@ -202,7 +202,7 @@ def train(
     begin(out, {**dataclasses.asdict(setup), "model": fingerprint(loaded.model)})
     trainer = make_trainer(setup, nnx.merge(loaded.model.graphdef, loaded.model.params))
     llm = LLM(load_model(model, dtype="float32"), **serving(setup))
-    with opened(out) as manager:
+    with open_checkpoints(out) as manager:
         step, state, log = restore(manager, trainer.start)
         say(f"{'step':>6} {'reward':>7} {'right':>7} {'KL':>9} {'largest difference':>19}")
         while step < setup.steps:
