@@ -2,7 +2,7 @@
 
 The engine has the changed configuration, gets each input before the step before which the predicted
 run got it, and is given each token. So both must decide the same, with the same blocks. What cannot
-be repeated so is refused by name (given.py).
+be repeated so is refused by name (engine_tokens.py).
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from experiments.laboratory import differences, paired, past, rerun
-from experiments.laboratory import given as given_inputs
+from experiments.laboratory import differences, engine_tokens, paired, past, rerun
 from experiments.laboratory.contents import Refused
 from experiments.laboratory.differences import Difference
-from experiments.laboratory.given import Given
+from experiments.laboratory.engine_tokens import EngineTokens
 from experiments.laboratory.measured import Cell, cells
 from experiments.laboratory.outcomes import Outcome
 from experiments.laboratory.past import Past, decision
@@ -81,7 +80,7 @@ class Confirmation(NamedTuple):
     steps: int
     tokens: int
     without_meaning: int
-    inputs: Given
+    inputs: EngineTokens
     own_tokens: OwnTokens | None = None
     times: Sequence[Cell] = ()
 
@@ -120,7 +119,7 @@ class Script(NamedTuple):
 
     run: Run
     predicted: Past
-    inputs: Given
+    inputs: EngineTokens
 
 
 def confirm(
@@ -152,7 +151,7 @@ def confirm(
         ValueError: as of `LLM`.
     """
     change = prediction.change
-    given_inputs.check(recorded, real_time=real_time)
+    engine_tokens.check(recorded, real_time=real_time)
     caching = recorded.shares if change.caching is None else change.caching
     engine = engine_of(
         model, change, caching=caching, buckets=buckets, options=options or {}, eager=real_time
@@ -198,7 +197,7 @@ def script_of(recorded: Past, change: Change, vocab_size: int) -> Script:
         file = Path(folder) / "predicted.jsonl"
         rerun.record(file, run)
         predicted = past.read(file, policies_of(change))
-    return Script(run, predicted, given_inputs.given(predicted, vocab_size))
+    return Script(run, predicted, engine_tokens.engine_tokens(predicted, vocab_size))
 
 
 def policies_of(change: Change) -> Mapping[str, Policy]:
@@ -268,7 +267,7 @@ def engine_of(
 def submit(
     engine: Engine,
     request: Request,
-    inputs: Given,
+    inputs: EngineTokens,
     arrivals: Sequence[int],
     *,
     shares: bool,
@@ -340,7 +339,7 @@ def _submit_recorded(
 ) -> None:
     assert arrival is not None, "`past.Reader` gives it"
     arrivals = range(arrival, arrival + len(request.names))
-    shares = given_inputs.shares(script.predicted, arrival)
+    shares = engine_tokens.shares(script.predicted, arrival)
     submit(engine, request, script.inputs, arrivals, shares=shares, sampling=sampling)
 
 
@@ -391,7 +390,7 @@ def translated(recorded: Past, tokens: Mapping[int, int]) -> Past:
 # --- the engine's own tokens ----------------------------------------------------------------------
 
 
-def _check_own_tokens(inputs: Given, sampling: Mapping[str, Any]) -> None:
+def _check_own_tokens(inputs: EngineTokens, sampling: Mapping[str, Any]) -> None:
     """Raises Refused if an engine cannot sample what the recorded one did, or with such options."""
     if inputs.made_up:
         raise Refused(
@@ -537,7 +536,7 @@ class RealTime:
         self._engine = engine
         self._past = predicted.past
         self._inputs = Inputs(predicted.past, predicted.change)
-        self._given = script.inputs
+        self._tokens = script.inputs
         self._ends = ends_from_outside(predicted.past)
         self._arrivals: dict[str, int] = {}  # in the past, of unfinished sequences
         self._names: dict[int, str] = {}  # the inverse
@@ -581,9 +580,9 @@ class RealTime:
         submit(
             self._engine,
             request,
-            self._given,
+            self._tokens,
             [self._predicted_arrivals[arrival] for arrival in arrivals],
-            shares=given_inputs.shares(self._past, first),
+            shares=engine_tokens.shares(self._past, first),
         )
         self.past_arrivals += arrivals
         self._unfinished[first] = len(request.names)
