@@ -332,10 +332,10 @@ def _compare_values(chosen: Sequence[ChosenRuns], options: argparse.Namespace) -
     metrics = choose_metrics(options.metric, *sweep.sides)
     rows = by_key.rows_of(cells, values, baseline, metrics, options.confidence)
     if not rows or all(row.cell is None for row in rows):
-        others = " and ".join(path for path in free_keys(sweep) if path != key)
+        changed_keys = " and ".join(path for path in free_keys(sweep) if path != key)
         raise ValueError(
             f"no cell has a run of {key}={value_text(baseline)} and one of another value, with the "
-            f"same repeat: {key} changes together with {others}; give a key that is crossed with "
+            f"same repeat: {key} changes together with {changed_keys}; give a key that is crossed with "
             "the others (sweep.grid)"
         )
     notes = [
@@ -367,14 +367,16 @@ def sides_notes(sweep: ChosenRuns, key: str) -> list[str]:
     for run in sweep.runs:
         if key in run["swept"]:
             by_value.setdefault(value_text(run["swept"][key]), []).append(run)
-    first, *others = [Side(text, tuple(runs)) for text, runs in by_value.items()]
-    return list(dict.fromkeys(note for side in others for note in origin_notes(first, side)))
+    first_side, *other_sides = [Side(text, tuple(runs)) for text, runs in by_value.items()]
+    return list(
+        dict.fromkeys(note for side in other_sides for note in origin_notes(first_side, side))
+    )
 
 
 def table(rows: Sequence[Row], confidence: float) -> str:
     """The metrics of two points as a table for a terminal."""
-    shown = columns([row.comparison for row in rows], "A", "B", confidence)
-    return aligned({"": [row.metric for row in rows], **shown})
+    cells = columns([row.comparison for row in rows], "A", "B", confidence)
+    return aligned({"": [row.metric for row in rows], **cells})
 
 
 def _parser() -> argparse.ArgumentParser:

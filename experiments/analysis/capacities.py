@@ -251,14 +251,14 @@ def page_table(cells: Sequence[CellAnswer]) -> dict[str, Any]:
 def tiles(cells: Sequence[CellAnswer]) -> list[dict[str, str]]:
     """The main numbers, for the top of the page."""
     numbers = []
-    found = [(cell.capacity.estimate, cell) for cell in cells if cell.capacity]
+    estimates = [(cell.capacity.estimate, cell) for cell in cells if cell.capacity]
     ends = {}
-    if len(found) == 1:
-        ends = {"capacity": found[0]}
-    elif found:
+    if len(estimates) == 1:
+        ends = {"capacity": estimates[0]}
+    elif estimates:
         ends = {
-            "highest capacity": max(found, key=lambda pair: pair[0]),
-            "lowest capacity": min(found, key=lambda pair: pair[0]),
+            "highest capacity": max(estimates, key=lambda pair: pair[0]),
+            "lowest capacity": min(estimates, key=lambda pair: pair[0]),
         }
     for title, (estimate, cell) in ends.items():
         tile = {"value": number(estimate), "unit": cell.unit, "title": title, "note": cell.label}

@@ -407,10 +407,10 @@ def _in_lines(labels: Sequence[str]) -> list[str]:
     return [textwrap.fill(label, MOST_CHARACTERS, subsequent_indent="  ") for label in labels]
 
 
-def _height_of(labels: Sequence[str], least: float) -> float:
+def _height_of(labels: Sequence[str], min_inches: float) -> float:
     """Inches of the rows of an axis with these labels; a row has at least `least`."""
     most_lines = max((label.count("\n") for label in labels), default=0) + 1
-    return len(labels) * max(least, 0.14 * most_lines)
+    return len(labels) * max(min_inches, 0.14 * most_lines)
 
 
 class Bar(NamedTuple):
@@ -619,9 +619,9 @@ def _label_places(
     width = 5.0 * len(label)  # at most, for text that is 8 points high
     places = []
     for is_right, dy in ((True, -11), (True, 5), (False, -11), (False, 5)):
-        left = marker.right + 4 if is_right else marker.left - 4 - width
+        label_left = marker.right + 4 if is_right else marker.left - 4 - width
         bottom = marker.bottom + 5 + dy
-        box = Box(left, bottom - 2, left + width, bottom + 8)
+        box = Box(label_left, bottom - 2, label_left + width, bottom + 8)
         fits = scale * axes.x0 < box.left and box.right < scale * axes.x1
         if fits and not any(map(box.touches, boxes)):
             places.append(LabelPlace(any(map(box.touches, spots)), is_right, dy, box))

@@ -149,18 +149,22 @@ def choose_metrics(metrics: Sequence[str] | None, *sides: Side) -> tuple[str, ..
     if metrics:
         runs = [run for side in sides for run in side.runs]
         return tuple(find_metric("--metric", name, runs).column for name in metrics)
-    first, *others = [_own_columns(side) for side in sides]
-    own = tuple(column for column in first if all(column in columns for columns in others))
-    return METRICS + (DRAFTS if any(map(speculates, sides)) else ()) + own
+    first_columns, *other_columns = [_own_columns(side) for side in sides]
+    own_columns = tuple(
+        column for column in first_columns if all(column in columns for columns in other_columns)
+    )
+    return METRICS + (DRAFTS if any(map(speculates, sides)) else ()) + own_columns
 
 
 def _own_columns(side: Side) -> list[str]:
     """The columns of a user's own metrics that all runs of a point have."""
-    first, *others = [
+    first_columns, *other_columns = [
         [column for column in flatten(run["metrics"]) if column.startswith(OWN)]
         for run in side.runs
     ]
-    return [column for column in first if all(column in columns for columns in others)]
+    return [
+        column for column in first_columns if all(column in columns for columns in other_columns)
+    ]
 
 
 def speculates(side: Side) -> bool:

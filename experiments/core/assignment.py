@@ -88,7 +88,11 @@ def lose_worker(state: Assignment, place: int) -> tuple[Assignment, Run | None]:
         starting = state.starting - {place}
     else:
         starting = state.starting | {place}
-    workers = {other: worker for other, worker in state.workers.items() if other != place}
+    workers = {
+        worker_place: worker
+        for worker_place, worker in state.workers.items()
+        if worker_place != place
+    }
     return state._replace(starting=starting, workers=workers), run
 
 

@@ -177,23 +177,23 @@ def _mooncake_row(place: str, line: str) -> Arrived:
     return Arrived(time / 1000, prompt, output, tuple(ids), user)
 
 
-def _count(place: str, row: Mapping[str, Any], name: str, least: int) -> int:
+def _count(place: str, row: Mapping[str, Any], name: str, minimum: int) -> int:
     """A number of tokens of a row, of at least `least`."""
-    number = _number(place, row, name, "tokens", least)
+    number = _number(place, row, name, "tokens", minimum)
     if number != int(number):
         raise ValueError(f"{place}: {name} is {number!r}; it must be an integer, such as 472")
     return int(number)
 
 
-def _number(place: str, row: Mapping[str, Any], name: str, unit: str, least: int) -> float:
+def _number(place: str, row: Mapping[str, Any], name: str, unit: str, minimum: int) -> float:
     """A number of a row, of at least `least`."""
     number = row.get(name)
     if isinstance(number, bool) or not isinstance(number, int | float):
         number = math.nan
-    if not least <= number < math.inf:
+    if not minimum <= number < math.inf:
         raise ValueError(
             f"{place}: {name} is {row.get(name)!r:.80}; it must be a number of {unit}, at least "
-            f"{least}"
+            f"{minimum}"
         )
     return number
 

@@ -191,7 +191,7 @@ def nearest_value(value: Any, values: Sequence[Any]) -> Any:
     numbers = [number for number in values if type(number) in (int, float)]
     if type(value) in (int, float) and numbers:
         return min(numbers, key=lambda number: abs(number - value))
-    texts = {value_text(other): other for other in values}
+    texts = {value_text(candidate): candidate for candidate in values}
     (text,) = difflib.get_close_matches(value_text(value), list(texts), n=1, cutoff=0.0)
     return texts[text]
 
@@ -212,9 +212,9 @@ def value_list(values: Sequence[Any]) -> str:
     return text if len(values) <= SHOWN else f"{text} and {len(values) - SHOWN} more"
 
 
-def _same(value: Any, other: Any) -> bool:
+def _same(value: Any, expected: Any) -> bool:
     """Whether two values of YAML are equal: 4 and 4.0 are, and 1 and true are not."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
+    return value == expected and isinstance(value, bool) == isinstance(expected, bool)
 
 
 def _where(folder: str, values: Mapping[str, Any]) -> str:

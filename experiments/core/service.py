@@ -200,8 +200,8 @@ def qoe(request: RequestRecord, targets: Targets) -> float | None:
     for time, due in zip(times, ideal, strict=True):
         starts.append(max(time - request.arrival, due, read_until))
         read_until = starts[-1] + targets.itl
-    whole = _area(ideal, targets.itl, read_until)
-    return _area(np.array(starts), targets.itl, read_until) / whole if whole else 1.0
+    ideal_area = _area(ideal, targets.itl, read_until)
+    return _area(np.array(starts), targets.itl, read_until) / ideal_area if ideal_area else 1.0
 
 
 def _area(starts: np.ndarray, itl: float, end: float) -> float:

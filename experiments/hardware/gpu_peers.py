@@ -111,11 +111,11 @@ def run_requests(manager: Any, requests: Sequence[Request], name: str, end: floa
         output = manager.get_result(timeout=min(seconds_left, 5.0))
         if output is None or not output.is_finished():
             continue
-        asked = waiting.pop(output.request_id)
-        if len(output.generated_tokens) != asked:
+        max_tokens = waiting.pop(output.request_id)
+        if len(output.generated_tokens) != max_tokens:
             raise RuntimeError(
                 f"{output.request_id} has {len(output.generated_tokens)} tokens "
-                f"and asked for {asked}"
+                f"and asked for {max_tokens}"
             )
     return time.perf_counter() - start
 

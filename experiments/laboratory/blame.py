@@ -273,17 +273,17 @@ def half_interval(values: Sequence[float]) -> float:
     return 1.96 * stdev(values) / math.sqrt(len(values))
 
 
-def order(groups: Sequence[str], matrix: Matrix, most: int) -> tuple[list[str], list[str]]:
+def order(groups: Sequence[str], matrix: Matrix, limit: int) -> tuple[list[str], list[str]]:
     """The rows and the columns of a matrix, who causes and who suffers.
 
     If all groups fit, both have one order, those who cause most first. Else rows are those who
     cause most, and columns those who suffer most.
     """
     causers = sorted(groups, key=lambda name: -caused(matrix, name))
-    if len(groups) <= most:
+    if len(groups) <= limit:
         return causers, causers
     sufferers = sorted(groups, key=lambda name: -suffered(matrix, name))
-    return causers[:most], sufferers[:most]
+    return causers[:limit], sufferers[:limit]
 
 
 def caused(matrix: Matrix, name: str) -> float:

@@ -237,10 +237,10 @@ def _name(entry: Entry) -> str:
 def _tokens(step: int, first: Step, second: Step) -> str:
     """A sentence on the first token of a step that differs."""
     pairs = zip_longest(first.tokens, second.tokens, fillvalue=("nothing", None))
-    (name, token), (other, other_token) = next((a, b) for a, b in pairs if a != b)
-    if name == other:
+    (name, token), (other_name, other_token) = next((a, b) for a, b in pairs if a != b)
+    if name == other_name:
         return f"step {step} samples {token} for {name!r} in A and {other_token} in B"
-    return f"step {step} samples for {name!r} in A and for {other!r} in B"
+    return f"step {step} samples for {name!r} in A and for {other_name!r} in B"
 
 
 def side(step: Step | None) -> dict[str, Any]:
@@ -346,8 +346,8 @@ def _gauge(part: int, limit: int) -> str:
 
 
 def _shortened(ids: Sequence[str]) -> str:
-    more = f" and {len(ids) - MOST_IDS} more" if len(ids) > MOST_IDS else ""
-    return " ".join(ids[:MOST_IDS]) + more
+    hidden_note = f" and {len(ids) - MOST_IDS} more" if len(ids) > MOST_IDS else ""
+    return " ".join(ids[:MOST_IDS]) + hidden_note
 
 
 def _beside(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
@@ -368,7 +368,13 @@ def _merged(first: Sequence[str], second: Sequence[str]) -> list[str]:
     for topic in first:
         if topic in second[place:]:
             stop = second.index(topic, place)
-            topics += [other for other in second[place:stop] if other not in first]
+            topics += [
+                topic_of_second
+                for topic_of_second in second[place:stop]
+                if topic_of_second not in first
+            ]
             place = stop + 1
         topics.append(topic)
-    return topics + [other for other in second[place:] if other not in first]
+    return topics + [
+        topic_of_second for topic_of_second in second[place:] if topic_of_second not in first
+    ]

@@ -68,8 +68,8 @@ def page(prediction: Prediction, about: About) -> str:
     """The HTML of a prediction."""
     timed = prediction.times is not None
     groups = list(dict.fromkeys(row.group for row in prediction.table))
-    shown = set(groups[:MOST_GROUPS])
-    rows = [row for row in prediction.table if row.group in shown]
+    shown_groups = set(groups[:MOST_GROUPS])
+    rows = [row for row in prediction.table if row.group in shown_groups]
     measures = [
         {"field": field, "name": words(field)}
         for field in paired.MEASURES
@@ -89,7 +89,7 @@ def page(prediction: Prediction, about: About) -> str:
         table=table(rows),
         unit_name="seconds" if timed else "steps",
         confidence=f"{100 * paired.CONFIDENCE:.0f} %" if has_intervals else "",
-        groups_left_out=len(groups) - len(shown),
+        groups_left_out=len(groups) - len(shown_groups),
         drawn=sentence_of_drawn(len(requests), len(prediction.before)),
         measures=measures,
         notes=about.notes,

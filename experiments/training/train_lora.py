@@ -241,11 +241,11 @@ def _served(task: Task, outs: Iterator[Any], decode: Callable[[list[int]], str])
     scores = []
     for i in range(len(logprobs)):
         scored = next(outs)
-        answered = next(outs)
+        answer_text = next(outs)
         entries: Any = scored.prompt_logprobs
         pairs = zip(scored.prompt_token_ids[1:], entries[1:], strict=True)
         logprobs[i, 1 : len(entries)] = [entry[token].logprob for token, entry in pairs]
-        scores.append(task.right(decode(task.held_out.answer(i)), answered.outputs[0].text))
+        scores.append(task.right(decode(task.held_out.answer(i)), answer_text.outputs[0].text))
     return Served(logprobs, float(np.mean(scores)))
 
 

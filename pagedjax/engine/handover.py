@@ -111,12 +111,12 @@ def identity(runtime: Runtime, state: EngineState) -> str:
     return blake2b(repr(sorted(parts.items())).encode(), digest_size=16).hexdigest()
 
 
-def check_equal(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+def check_equal(facts: Mapping[str, Any], sender_facts: Mapping[str, Any]) -> None:
     """Raises ValueError for the first fact that differs; the message has both values."""
-    for name, value in there.items():
-        if name not in here or here[name] != value:
+    for name, value in sender_facts.items():
+        if name not in facts or facts[name] != value:
             raise ValueError(
-                f"{name} is {value!r:.200} where the sequence was and {here.get(name)!r:.200} "
+                f"{name} is {value!r:.200} where the sequence was and {facts.get(name)!r:.200} "
                 "here; engines that hand sequences over need the same model, cache and seed"
             )
 
@@ -279,8 +279,8 @@ def go_on(runtime: Runtime, state: EngineState, request: EngineRequest) -> Engin
             unchanged.
     """
     name = request.names[0]
-    begun = request.begun
-    assert begun is not None, "`submit` queues what begins here"
+    progress = request.begun
+    assert progress is not None, "`submit` queues what begins here"
     if len(request.names) > 1 or not isinstance(request.params, SamplingParams):
         raise ValueError(
             f"request {name!r} has branches or {type(request.params).__name__}; "
@@ -290,9 +290,9 @@ def go_on(runtime: Runtime, state: EngineState, request: EngineRequest) -> Engin
     if request.adapter is not None:
         adapter = adapters.of_name(runtime.adapters, request.adapter)
     prepared = prepare(
-        state.scheduler, request, runtime.request_rules, adapter=adapter, seed=begun.seed
+        state.scheduler, request, runtime.request_rules, adapter=adapter, seed=progress.seed
     )
-    generated = checked_ids(name, begun.tokens, runtime.request_rules.vocab_size)
+    generated = checked_ids(name, progress.tokens, runtime.request_rules.vocab_size)
     data = prepared.sequences[name]
     length = data.prompt_len + len(generated)
     data.tokens = np.zeros(length + runtime.spare + 1, np.int32)

@@ -136,12 +136,12 @@ def extend(
     if sent and last is None:
         return cache, ahead  # the sent steps have rows of sequences that have ended
     last = last or (state, plan)
-    unknown = set(sampling(plan))
+    unknown_arrivals = set(sampling(plan))
     for step in sent[:-1]:
-        unknown.update(sampling(step.plan))
+        unknown_arrivals.update(sampling(step.plan))
     while len(sent) < depth:
         if sent:
-            unknown.update(sampling(sent[-1].plan))
+            unknown_arrivals.update(sampling(sent[-1].plan))
         last_state, last_plan = last
         if decided(last_plan):
             break
@@ -150,14 +150,14 @@ def extend(
             last_plan,
             policy,
             sequences,
-            unknown,
+            unknown_arrivals,
             plan_is_real=not sent,
             last=depth == 1,
         )
         if predicted is None:
             break
         _, predicted_plan = predicted
-        cache, step = send(cache, predicted_plan, sent[-1] if sent else current, unknown)
+        cache, step = send(cache, predicted_plan, sent[-1] if sent else current, unknown_arrivals)
         sent = (*sent, step)
         last = predicted
     return cache, Lookahead(sent, last if sent else None)
@@ -174,7 +174,7 @@ def predict(
     plan: Plan,
     policy: Policy,
     sequences: Mapping[str, SequenceData],
-    unknown: Set[int],
+    unknown_arrivals: Set[int],
     *,
     plan_is_real: bool,
     last: bool,
@@ -184,7 +184,7 @@ def predict(
 
     Args:
         state: after `schedule` returned `plan`.
-        unknown: arrivals of the sequences whose newest token is not known on the host.
+        unknown_arrivals: arrivals of the sequences whose newest token is not known on the host.
         plan_is_real: whether the plan is real; else it is a prediction itself.
         last: whether no other prediction starts from this one.
     """
@@ -209,7 +209,7 @@ def predict(
     if len(predicted.pool.contents) < len(after.pool.contents):
         return None  # cached content would be lost
     if not state.config.mixed_steps:
-        unknown_rows = unknown & {seq.arrival for seq in following.seqs}
+        unknown_rows = unknown_arrivals & {seq.arrival for seq in following.seqs}
         if not unknown_rows <= set(sampling(plan)):
             # an unknown token must come from the step just before; here an earlier step sampled it
             return None
@@ -240,16 +240,18 @@ def _placeholder_hashes(
     return hashes
 
 
-def fed_rows(plan: Plan, before: Plan, unknown: Set[int], t: int) -> np.ndarray:
+def fed_rows(plan: Plan, before: Plan, unknown_arrivals: Set[int], t: int) -> np.ndarray:
     """[t] int32: for each token of a predicted plan, the row of the step before that samples it; -1
     if it is known.
 
     Args:
         before: the plan of the step before.
-        unknown: arrivals of the sequences whose newest token is not known on the host.
+        unknown_arrivals: arrivals of the sequences whose newest token is not known on the host.
     """
     rows = np.full(t, -1, np.int32)
     row_of = {seq.arrival: i for i, seq in enumerate(before.seqs)}
     last_tokens = np.cumsum(plan.counts) - 1
-    rows[last_tokens] = [row_of[seq.arrival] if seq.arrival in unknown else -1 for seq in plan.seqs]
+    rows[last_tokens] = [
+        row_of[seq.arrival] if seq.arrival in unknown_arrivals else -1 for seq in plan.seqs
+    ]
     return rows

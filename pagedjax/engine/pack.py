@@ -48,7 +48,7 @@ class Sources(NamedTuple):
     undrafted, adapters: the fields of `Runtime`.
     looks_ahead: whether the engine sends steps ahead.
     previous: the step before a predicted plan, which samples the unknown tokens.
-    unknown: arrivals of the sequences whose newest token is not known on the host.
+    unknown_arrivals: arrivals of the sequences whose newest token is not known on the host.
     draft_probs: what the draft in the place of each sample was drawn from.
     masks: for each sample that may not have all tokens, the mask of those that it may have, by the
         index of the sample.
@@ -58,7 +58,7 @@ class Sources(NamedTuple):
     adapters: AdapterTable | None = None
     looks_ahead: bool = False
     previous: SentStep | None = None
-    unknown: Set[int] = frozenset()
+    unknown_arrivals: Set[int] = frozenset()
     draft_probs: Any = None
     masks: Mapping[int, bytes] = Map()
 
@@ -161,7 +161,7 @@ def fed_tokens(packing: Packing) -> Feed | None:
     previous = sources.previous
     if previous is None:
         return Feed(np.full(t, -1, np.int32), np.zeros(packing.shapes.max_seqs, np.int32))
-    rows = fed_rows(packing.plan, previous.plan, sources.unknown, t)
+    rows = fed_rows(packing.plan, previous.plan, sources.unknown_arrivals, t)
     return Feed(rows, previous.output.fed)
 
 

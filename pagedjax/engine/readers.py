@@ -115,8 +115,10 @@ def decide(readers: Readers, plan: Plan) -> bool:
     """Whether a reader decides how the sequences of a plan continue, so that the step after it
     cannot be predicted.
     """
-    asked = _asked(readers)
-    return any(reader.decides(entries, plan) for reader, entries in asked if reader.decides)
+    entries_by_reader = _asked(readers)
+    return any(
+        reader.decides(entries, plan) for reader, entries in entries_by_reader if reader.decides
+    )
 
 
 def restarted(readers: Readers) -> Readers:

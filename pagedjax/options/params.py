@@ -341,8 +341,8 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
         if self.trace_decode_token_ids is not None:
-            given = _ids("trace_decode_token_ids", self.trace_decode_token_ids)
-            put("trace_decode_token_ids", given)
+            token_ids = _ids("trace_decode_token_ids", self.trace_decode_token_ids)
+            put("trace_decode_token_ids", token_ids)
         if self.logit_bias is not None:
             put("logit_bias", _bias(self.logit_bias))
         if self.extra_args is not None:

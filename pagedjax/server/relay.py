@@ -150,7 +150,10 @@ class Keeper:
 
     def is_alone(self, relay: _Relay) -> bool:
         """Whether no other request has the engine that this one has."""
-        return all(other is relay or other.engine != relay.engine for other in self.relays)
+        return all(
+            other_relay is relay or other_relay.engine != relay.engine
+            for other_relay in self.relays
+        )
 
     def count(self, reason: str) -> None:
         self._continued.labels(self._model, reason).inc()
@@ -219,13 +222,13 @@ class _Relay:
 
     async def _pass_on(self) -> None:
         """Send the messages of one engine that the client does not have yet."""
-        known = self._sent
+        bytes_to_compare = self._sent
         digest = blake2b()
-        begun = bool(self._tokens) or self._start is not None
+        has_answer = bool(self._tokens) or self._start is not None
         origin = self._origin._replace(
             tokens=tuple(self._tokens),
             taken=self.engine is not None,
-            identity=self._identity if begun else "",
+            identity=self._identity if has_answer else "",
         )
         self._num_tokens = len(self._tokens)
         is_new = self.engine is None
@@ -255,15 +258,15 @@ class _Relay:
                         await self._begin(message)
                     else:
                         body = message.get("body", b"")
-                        known_part = body[:known]
-                        digest.update(known_part)
-                        known -= len(known_part)
+                        compared = body[:bytes_to_compare]
+                        digest.update(compared)
+                        bytes_to_compare -= len(compared)
                         is_last = not message.get("more_body", False)
-                        if known_part and not known:
+                        if compared and not bytes_to_compare:
                             is_same = digest.digest() == self._digest.digest()
                             self._check_same(is_same)
-                        self._check_same(not (known and is_last))
-                        await self._continue(message, body[len(known_part) :])
+                        self._check_same(not (bytes_to_compare and is_last))
+                        await self._continue(message, body[len(compared) :])
                         if self._complete:
                             return
                     if not is_new and kind not in (TAKEN, LOST):

@@ -210,8 +210,8 @@ def _queue(state: SchedulerState) -> str:
     if not names:
         return "no sequence"
     hidden = len(state.waiting) - len(names)
-    more = f" and {hidden} more" if hidden else ""
-    return ", ".join(names) + more
+    hidden_note = f" and {hidden} more" if hidden else ""
+    return ", ".join(names) + hidden_note
 
 
 def _short(name: str, length: int) -> str:

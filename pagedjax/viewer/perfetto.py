@@ -73,7 +73,7 @@ class Tracks:
             self._events.append(_name(REQUESTS, n + 1, name))
         for entry in frame.get("before", ()):
             self._take_entry(entry, begin)
-        if not picture.rest:
+        if not picture.at_rest:
             rows = picture.rows
             facts = {
                 "tokens": picture.counts[0],

@@ -114,7 +114,9 @@ class Page:
     def check(self, fake: Fake) -> None:
         """It has seen every step that was planned."""
         assert [
-            (view.step, tuple(sorted(view.tables.values()))) for view in self.seen if not view.rest
+            (view.step, tuple(sorted(view.tables.values())))
+            for view in self.seen
+            if not view.at_rest
         ] == [
             (plan.step, tuple(sorted(seq.blocks for seq in state.running.seqs)))
             for state, plan in fake.planned
@@ -134,12 +136,12 @@ def test_a_live_page_shows_every_step(seed, every, drafts):
     for view in page.seen:  # also of requests that end with the step
         assert set(view.requests) >= {*view.tables, *(row[0] for row in view.rows)}
     waits = [view for view in page.seen if view.waiting]
-    assert all(view.why for view in waits if not view.rest)
+    assert all(view.why for view in waits if not view.at_rest)
     assert page.begun == 1
     assert bool(page.picture.verified[0]) == bool(drafts)
     assert page.about["config"]["num_blocks"] == 10
     if not fake.state.ids:  # then the page shows the cache as it stays
-        assert page.picture.rest
+        assert page.picture.at_rest
         assert set(page.picture.published) == set(fake.state.pool.hashes)
         assert not page.tables()
 

@@ -219,10 +219,10 @@ def _alternatives(pattern: str) -> list[str]:
 
 def _whole_key_pattern(pattern: str) -> str:
     """The expression of the whole keys in which `pattern` is found; `^` and `$` are their ends."""
-    anything = "(?s:.*)"
-    before = "" if pattern.startswith("^") else anything
+    any_text = "(?s:.*)"
+    before = "" if pattern.startswith("^") else any_text
     has_end = re.search(r"(?<!\\)(\\\\)*\$$", pattern)  # a `$` that is not escaped
-    after = "" if has_end else anything
+    after = "" if has_end else any_text
     middle = pattern.removeprefix("^")
     if has_end:
         middle = middle.removesuffix("$")
