@@ -335,8 +335,8 @@ def _compare_values(chosen: Sequence[ChosenRuns], options: argparse.Namespace) -
         changed_keys = " and ".join(path for path in free_keys(sweep) if path != key)
         raise ValueError(
             f"no cell has a run of {key}={value_text(baseline)} and one of another value, with the "
-            f"same repeat: {key} changes together with {changed_keys}; give a key that is crossed with "
-            "the others (sweep.grid)"
+            f"same repeat: {key} changes together with {changed_keys}; give a key that is crossed "
+            "with the others (sweep.grid)"
         )
     notes = [
         *sweep.notes,

@@ -181,7 +181,9 @@ class Prompts:
         self._size = past.config.block_size
         self._vocab_size = vocab_size
         self._generated: dict[str, dict[int, int]] = {}  # by hash: places -> generated tokens
-        self._owner: dict[str, str] = {}  # by the hash of a block: the name that its made-up tokens depend on
+        self._owner: dict[
+            str, str
+        ] = {}  # by the hash of a block: the name that its made-up tokens depend on
         self._contents: dict[str, list[int]] = {}  # of the blocks of prompts, by their hashes
         self._siblings: dict[str, set[tuple[int, ...]]] = {}  # contents by the hash of the parent
         self._read_outputs(outputs)

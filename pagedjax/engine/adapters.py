@@ -52,7 +52,9 @@ def init(model: Model, config: Resolved) -> AdapterTable | None:
     if not config.enable_lora:
         return None
     if not linear.find(model.config.linear).low_rank:
-        low_rank_impls = ", ".join(repr(name) for name, impl in linear.IMPLS.items() if impl.low_rank)
+        low_rank_impls = ", ".join(
+            repr(name) for name, impl in linear.IMPLS.items() if impl.low_rank
+        )
         raise ValueError(
             f"enable_lora is True, and linear_impl {model.config.linear!r} adds no products of low "
             f"rank; use one of {low_rank_impls}, or set `low_rank` of your own and add `Epilogue.low`"

@@ -208,7 +208,9 @@ class Engine:
         self._set(queue(self.runtime, self._state, request))
         table = self.runtime.adapters
         if request.adapter is not None and table:
-            self.runtime = replace(self.runtime, adapters=adapters.after_use(table, request.adapter))
+            self.runtime = replace(
+                self.runtime, adapters=adapters.after_use(table, request.adapter)
+            )
 
     @interrupts.in_turn
     def cancel(self, request_id: str, reason: FinishReason = "abort") -> tuple[Event, ...]:
@@ -330,7 +332,9 @@ class Engine:
         """
         table = self._adapter_table(adapter.name)
         in_use = adapters.adapter_slots_in_use(self._state.sequences)
-        new_table = adapters.with_adapter(table, adapter, in_use, keep=keep, needed=frozenset(needed))
+        new_table = adapters.with_adapter(
+            table, adapter, in_use, keep=keep, needed=frozenset(needed)
+        )
         self.runtime = replace(self.runtime, adapters=new_table)
 
     @interrupts.in_turn

@@ -318,8 +318,8 @@ def _with_given_tokens(
     strangers = [sequence for sequence in token_ids if sequence not in request.names]
     if strangers or not isinstance(request.params, SamplingParams):
         raise ValueError(
-            f"request {name!r} is given tokens of {strangers or list(token_ids)}; give those of its "
-            f"own sequences {list(request.names)}, with SamplingParams"
+            f"request {name!r} is given tokens of {strangers or list(token_ids)}; give those of "
+            f"its own sequences {list(request.names)}, with SamplingParams"
         )
     for sequence, tokens in token_ids.items():
         checked_ids(sequence, tokens, vocab_size)
@@ -336,7 +336,8 @@ def _check_own_features(request_id: str, options: RowOptions) -> None:
     if own_features:
         raise ValueError(
             f"request {request_id!r}: trace_decode_token_ids is given and the row feature "
-            f"{min(own_features)!r} is used, which may forbid one of the tokens; leave one of them out"
+            f"{min(own_features)!r} is used, which may forbid one of the tokens; leave one of them "
+            "out"
         )
 
 

@@ -163,6 +163,6 @@ def _shipped(header: dict[str, Any]) -> Router:
         return routers.ROUTERS[name]
     own_router = header.get("own_router") or "file.py:NAME"
     raise ValueError(
-        f"the router is {name!r}, and a recording runs no file; add --policy {shlex.quote(own_router)}, "
-        "or where that file is now"
+        f"the router is {name!r}, and a recording runs no file; add --policy "
+        f"{shlex.quote(own_router)}, or where that file is now"
     )

@@ -70,7 +70,7 @@ def different_names(first: str, second: str) -> tuple[str, str]:
     if paths[0].name != paths[1].name or paths[0] == paths[1]:
         return paths[0].name, paths[1].name
     parts = list(zip(paths[0].parts, paths[1].parts, strict=False))
-    num_common = next(i for i, (part, part_of_second) in enumerate(parts) if part != part_of_second)
+    num_common = next(i for i, (a, b) in enumerate(parts) if a != b)
     names = [Path(*path.parts[num_common:]).as_posix() for path in paths]
     return names[0], names[1]
 

@@ -538,8 +538,8 @@ def test_the_page_says_why_requests_wait(open_text, tmp_path):
             index += 1
             screen.go(index)
             reasons = why_waiting(before, SHORTEST)
-            shown = screen.page.locator("#queues .why").all_inner_texts()
-            assert set(shown) == {str(reason) for reason in reasons.values()}
+            sentences = screen.page.locator("#queues .why").all_inner_texts()
+            assert set(sentences) == {str(reason) for reason in reasons.values()}
             steps_with_reasons += bool(reasons)
             waits.update(reason.limit for name, reason in reasons.items() if name == "short")
         before = transition.state
@@ -561,15 +561,15 @@ def test_two_runs_are_shown_on_one_axis(open_text, tmp_path, times):
     first = write(tmp_path / "first.jsonl", LENGTHS | {"last": 3}, clock=clocks[0])
     smaller = SIZES._replace(num_blocks=10)
     second = write(tmp_path / "second.jsonl", LENGTHS, config=smaller, clock=clocks[1])
-    both = pair(viewer.read(first), viewer.read(second))
-    assert both.parting is not None
+    runs = pair(viewer.read(first), viewer.read(second))
+    assert runs.parting is not None
     screen = open_text(viewer.page(viewer.read(first), second=viewer.read(second)))
     bar = screen.page.inner_text("#pair")
     assert "1: first.jsonl\n2: second.jsonl\n" in bar
     assert "1 request only in first.jsonl" in bar
     screen.page.click("#pair a")
     state = screen.state()
-    parting = both.first.frames[both.parting[0]]["step"]
+    parting = runs.first.frames[runs.parting[0]]["step"]
     assert (state["run"], state["step"]) == (0, parting)
     # the same moment in the other run: the same step, or the last one that had begun
     for index in (3, 7, parting):
@@ -579,8 +579,8 @@ def test_two_runs_are_shown_on_one_axis(open_text, tmp_path, times):
         state = screen.state()
         assert state["run"] == 1
         if times:
-            moment = both.first.frames[index]["at"][0]
-            begins = [frame["at"][0] for frame in both.second.frames]
+            moment = runs.first.frames[index]["at"][0]
+            begins = [frame["at"][0] for frame in runs.second.frames]
             expected = max(sum(begin <= moment for begin in begins) - 1, 0)
         else:
             expected = index

@@ -88,7 +88,7 @@ def check(run_frames: list, transitions: list) -> None:
         without_row = {n for n, *_ in view.still} | set(view.waiting)
         assert reasons.keys() == without_row
         order = {entry[1] for entry in reasons.values()} - {None}
-        assert order <= {n for n, (_, behind) in reasons.items() if behind is None}
+        assert order <= {n for n, (_, rival) in reasons.items() if rival is None}
     assert steps == []
     kinds = ["commit", *(change.kind for change in transitions)]
     last = [kind for kind in kinds if kind in ("schedule", "commit")][-1]
@@ -99,12 +99,12 @@ def check(run_frames: list, transitions: list) -> None:
 def whys(view: Picture) -> dict[int, tuple[str, int | None]]:
     """The sentence of each request without a row, and the request that is before it."""
     reasons: dict[int, tuple[str, int | None]] = {}
-    for sentence, behind, numbers, _ in view.why:
-        reasons |= dict.fromkeys(numbers or (), (sentence, behind))
-    for sentence, behind, numbers, _ in view.why:
+    for sentence, rival, numbers, _ in view.why:
+        reasons |= dict.fromkeys(numbers or (), (sentence, rival))
+    for sentence, rival, numbers, _ in view.why:
         if numbers is None:
-            others = {n for n, *_ in view.still} | set(view.waiting)
-            reasons |= dict.fromkeys(others - reasons.keys(), (sentence, behind))
+            without_reason = {n for n, *_ in view.still} | set(view.waiting)
+            reasons |= dict.fromkeys(without_reason - reasons.keys(), (sentence, rival))
     return reasons
 
 
