@@ -73,16 +73,19 @@ def measure(llm: LLM, requests: Sequence[tuple[list[int], int]], width: int) -> 
         request_id, *forks = branch_ids(f"r{i}", width)
         params = BeamSearchParams(width, output, ignore_eos=True)
         llm.engine.add(request_id, prompt, params, forks=forks)
-    listed = used = steps = preemptions = 0
+    table_entries = 0
+    used_blocks = 0
+    steps = 0
+    preemptions = 0
     while llm.engine.has_work:
         result = llm.engine.step()
         assert result is not None
         # beams advance together, so each has a row
-        listed += sum(len(seq.blocks) for seq in result.plan.seqs)
-        used += result.plan.blocks_used
+        table_entries += sum(len(seq.blocks) for seq in result.plan.seqs)
+        used_blocks += result.plan.blocks_used
         steps += 1
         preemptions += len(result.plan.preempted)
-    return Saved(listed, used, steps, preemptions)
+    return Saved(table_entries, used_blocks, steps, preemptions)
 
 
 def main(arguments: list[str] | None = None) -> int:

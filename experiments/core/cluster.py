@@ -31,7 +31,7 @@ from experiments.core import assignment
 from experiments.core.engines import Run, engine_key, simulated_engines
 from experiments.core.environment import code, environment
 from experiments.core.execution import Result, failed_run, measure_run
-from experiments.core.sweep import Begins, make_engines
+from experiments.core.sweep import OnBegin, make_engines
 
 # An option of Ray -> its name in a node's totals
 NAMES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
@@ -253,7 +253,7 @@ def check_address(address: str, seconds: float = 5.0) -> None:
 
 
 def results(
-    runs: Iterable[Run], env: dict[str, Any], begins: Begins, workers: Workers
+    runs: Iterable[Run], env: dict[str, Any], begins: OnBegin, workers: Workers
 ) -> Generator[Result, None, None]:
     """`measure_run` of each of `runs` in a worker, as they finish.
 
@@ -277,7 +277,7 @@ class _Team:
     """The actors of the workers, and what each of them does."""
 
     def __init__(
-        self, workers: Workers, runs: Iterable[Run], env: dict[str, Any], begins: Begins
+        self, workers: Workers, runs: Iterable[Run], env: dict[str, Any], begins: OnBegin
     ) -> None:
         self._workers = workers
         self._env = env

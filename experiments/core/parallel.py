@@ -18,7 +18,7 @@ from experiments.core.config import Point
 from experiments.core.engines import Run, simulated_engines
 from experiments.core.execution import Result, measure_run
 from experiments.core.optional_imports import require
-from experiments.core.sweep import Begins
+from experiments.core.sweep import OnBegin
 
 BACKENDS = ("loky", "ray")
 
@@ -45,7 +45,7 @@ def check(points: Sequence[Point], jobs: int | None, backend: str) -> None:
 
 
 def results(
-    runs: Iterable[Run], env: dict[str, Any], begins: Begins, *, jobs: int
+    runs: Iterable[Run], env: dict[str, Any], begins: OnBegin, *, jobs: int
 ) -> Generator[Result, None, None]:
     """The result of `measure_run` for each of `runs`, in the order in which they finish.
 

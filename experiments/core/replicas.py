@@ -79,8 +79,8 @@ def drive_replicas(
 
 
 class _Notes(NamedTuple):
-    """Notes that also give the sender the answers of which steps are made together. It gets those
-    of other steps from `Sender.end_branches`.
+    """Notes that also give the sender the answers of steps that are made together. The sender gets
+    those of other steps from `Sender.end_branches`.
     """
 
     notes: Notes
