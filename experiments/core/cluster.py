@@ -214,8 +214,8 @@ def connect(
     """
     import ray
 
-    connects = not ray.is_initialized()
-    if connects:
+    must_connect = not ray.is_initialized()
+    if must_connect:
         check_address(os.environ.get("RAY_ADDRESS", ""))
         try:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
@@ -228,11 +228,11 @@ def connect(
         places = places_of(ray.nodes(), resources, measured=measured)
         _check_accepted(places[0])
     except ValueError:
-        if connects:
+        if must_connect:
             ray.shutdown()
         raise
     count = min(len(runs), len(places) if jobs is None else jobs)
-    return Workers(places[:count], alive, measured, connects)
+    return Workers(places[:count], alive, measured, must_connect)
 
 
 def check_address(address: str, seconds: float = 5.0) -> None:
@@ -355,8 +355,8 @@ class _Team:
         self._state = assignment.add_worker(self._state, place, kind)
 
     def _give_run(self, place: int) -> None:
-        least = 2 if self._workers.device else 1  # a simulated engine costs nothing
-        self._state, run = assignment.give_run(self._state, place, least)
+        min_runs = 2 if self._workers.device else 1  # a simulated engine costs nothing
+        self._state, run = assignment.give_run(self._state, place, min_runs)
         if run is not None:
             self._begins(run)
             self._busy[self._actors[place].measure.remote(run)] = place
