@@ -193,9 +193,15 @@ def _example(chosen: ChosenRuns, keys: Mapping[str, Sequence[Any]]) -> str:
     return " ".join([str(chosen.selection), *words])
 
 
+def _free_values(side: Side, chosen: ChosenRuns) -> dict[str, Any]:
+    """The swept values of a point that the selection does not give, by their keys."""
+    swept = side.runs[0]["swept"]
+    return {key: value for key, value in swept.items() if key not in chosen.fixed}
+
+
 def _label(side: Side, chosen: ChosenRuns) -> str:
     """The label of a point without the keys that the selection gives."""
-    swept = {key: v for key, v in side.runs[0]["swept"].items() if key not in chosen.fixed}
+    swept = _free_values(side, chosen)
     if not chosen.fixed or not swept:
         return side.label
     names = short_names(swept)
@@ -206,8 +212,7 @@ def _sides_by_values(name: str, chosen: ChosenRuns) -> dict[str, Side]:
     """The points by their swept values that the selection does not give, as JSON."""
     sides_by_values: dict[str, Side] = {}
     for side in chosen.sides:
-        swept = {key: v for key, v in side.runs[0]["swept"].items() if key not in chosen.fixed}
-        text = json.dumps(swept, sort_keys=True)
+        text = json.dumps(_free_values(side, chosen), sort_keys=True)
         if text in sides_by_values:
             raise ValueError(
                 f"{name} has two points with {side.label} that differ in what is not swept "

@@ -57,6 +57,13 @@ class Effect(NamedTuple):
     p: float | None = None
 
     @property
+    def bounds(self) -> tuple[float, float]:
+        """(low, high); the estimate where there is no interval."""
+        low = self.estimate if self.low is None else self.low
+        high = self.estimate if self.high is None else self.high
+        return low, high
+
+    @property
     def neutral(self) -> float:
         """The estimate of no difference."""
         return 1.0 if self.scale == "ratio" else 0.0
@@ -351,8 +358,7 @@ def effect_text(effect: Effect | None) -> str:
     """An effect and its interval: "0.85 (0.82 to 0.88)", or "+3 (+1 to +5)" of a difference."""
     if effect is None:
         return "-"
-    low = effect.estimate if effect.low is None else effect.low
-    high = effect.estimate if effect.high is None else effect.high
+    low, high = effect.bounds
     numbers = [_signed(value) for value in (effect.estimate, low, high)]
     if effect.scale == "ratio":
         digits = digits_of(low, high)

@@ -93,6 +93,5 @@ def interval_of_misses(in_time: Sequence[bool]) -> tuple[float, float] | None:
         return None
     parts = np.array_split(1.0 - np.asarray(in_time, float), PARTS)
     effect = effect_of_pairs([float(part.mean()) for part in parts], "difference", CONFIDENCE)
-    low = effect.estimate if effect.low is None else effect.low
-    high = effect.estimate if effect.high is None else effect.high
+    low, high = effect.bounds
     return max(0.0, low), min(1.0, high)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.laboratory.outcomes import Outcome
+from experiments.laboratory.outcomes import Outcome, by_request
 from experiments.laboratory.rerun import Predecessor
 
 STATISTICS = ("median", "p90", "p99", "worst")
@@ -85,10 +85,7 @@ def end_of(outcomes: Mapping[int, Outcome], first: int) -> float | None:
 
 def times_of(outcomes: Mapping[int, Outcome], came: Mapping[int, float]) -> dict[int, Times]:
     """What each request got, by the arrival of its first sequence."""
-    sequences: dict[int, list[Outcome]] = {}
-    for outcome in outcomes.values():
-        sequences.setdefault(outcome.first, []).append(outcome)
-    return {first: _times(group, came[first]) for first, group in sequences.items()}
+    return {first: _times(group, came[first]) for first, group in by_request(outcomes).items()}
 
 
 def _times(sequences: Sequence[Outcome], came: float) -> Times:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from experiments.analysis import pages
 from experiments.analysis.sweep_points import number
 from experiments.laboratory import paired
-from experiments.laboratory.outcomes import Outcome
+from experiments.laboratory.outcomes import Outcome, by_request
 from experiments.laboratory.prediction import Prediction
 
 MOST_REQUESTS = 20_000  # that are drawn; each takes some 150 bytes of the page
@@ -191,11 +191,8 @@ def bars(
     times: Mapping[int, paired.Times],
 ) -> dict[int, Bar]:
     """The bar of each request of a run, by the arrival of its first sequence."""
-    sequences: dict[int, list[Outcome]] = {}
-    for outcome in outcomes.values():
-        sequences.setdefault(outcome.first, []).append(outcome)
     result: dict[int, Bar] = {}
-    for first, group in sequences.items():
+    for first, group in by_request(outcomes).items():
         admissions = [
             (outcome.admitted, outcome.admitted_step)
             for outcome in group

@@ -23,7 +23,7 @@ from pagedjax.device.adapters import Adapter, Factors
 from pagedjax.device.extras import TokenAdapters
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
-from pagedjax.engine.requests import InSlot, SequenceData, Sequences
+from pagedjax.engine.requests import LoadedAdapter, SequenceData, Sequences
 from pagedjax.host.types import Plan
 from pagedjax.options.config import Resolved
 
@@ -38,7 +38,7 @@ class AdapterTable(NamedTuple):
 
     config: DecoderConfig
     slots: adapters.Slots
-    names: Mapping[str, InSlot]
+    names: Mapping[str, LoadedAdapter]
     factors: Factors
     turns: int = 0
 
@@ -107,13 +107,15 @@ def with_adapter(
         oldest = min(idle, key=lambda name: names[name].turn)
         slot = names.pop(oldest).slot
     factors = adapters.with_slot(table.factors, slot, table.config, adapter.parts)
-    names[adapter.name] = InSlot(
+    names[adapter.name] = LoadedAdapter(
         slot, adapter.content_hash, adapter.rank, adapter.source, pinned, table.turns
     )
     return table._replace(names=names, factors=factors, turns=table.turns + 1)
 
 
-def _no_slot(table: AdapterTable, name: str, names: Mapping[str, InSlot], busy: Set[int]) -> str:
+def _no_slot(
+    table: AdapterTable, name: str, names: Mapping[str, LoadedAdapter], busy: Set[int]
+) -> str:
     loaded_slots = {entry.slot for entry in names.values()}
     num_leaving = len(busy - loaded_slots - {0})  # slot 0 is no adapter
     unfinished = f", and {num_leaving} that were replaced or unloaded serve unfinished requests"
@@ -141,7 +143,7 @@ def no_adapters(name: str) -> ValueError:
     return ValueError(f"adapter {name!r} is wanted, and this engine has none; set enable_lora=True")
 
 
-def of_name(table: AdapterTable | None, name: str) -> InSlot:
+def of_name(table: AdapterTable | None, name: str) -> LoadedAdapter:
     """Returns the adapter of a name.
 
     Raises:

@@ -27,7 +27,7 @@ from pagedjax.engine.adapters import AdapterTable
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.handover import Fetch, Handover
 from pagedjax.engine.lookahead import Lookahead
-from pagedjax.engine.requests import EngineRequest, InSlot
+from pagedjax.engine.requests import EngineRequest, LoadedAdapter
 from pagedjax.engine.state import EngineState
 from pagedjax.engine.step import ScheduledStep, schedule, step
 from pagedjax.engine.tap_files import TapWriter
@@ -311,7 +311,7 @@ class Engine:
     # adapters (docs/design/adapters.md) -----------------------------------------------------------
 
     @property
-    def adapters(self) -> Mapping[str, InSlot]:
+    def adapters(self) -> Mapping[str, LoadedAdapter]:
         """The adapters that requests may use, by name."""
         return self.runtime.adapters.names if self.runtime.adapters else {}
 

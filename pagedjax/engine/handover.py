@@ -29,7 +29,7 @@ from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.outcome import NewRequest
 from pagedjax.engine.requests import (
     EngineRequest,
-    InSlot,
+    LoadedAdapter,
     checked_ids,
     prepare,
     without_hashes,
@@ -170,7 +170,9 @@ def release(state: EngineState, name: str) -> EngineState:
     """
     after, released = scheduler.release(state.scheduler, name)
     if state.drafting:  # the rest of its output is not seen here
-        drafting.left(state.drafting, name, state.sequences[name], released.length)
+        data = state.sequences[name]
+        num_output = released.length - data.prompt_len
+        drafting.show_output(state.drafting, name, data, num_output)
     return state._replace(
         scheduler=after,
         sequences=state.sequences.delete(name),
@@ -308,7 +310,7 @@ def go_on(runtime: Runtime, state: EngineState, request: EngineRequest) -> Engin
     )
 
 
-def adapter_of(runtime: Runtime, content_hash: str) -> InSlot | None:
+def adapter_of(runtime: Runtime, content_hash: str) -> LoadedAdapter | None:
     """The adapter with this content. Raises ValueError if it is not loaded."""
     if not content_hash:
         return None

@@ -202,7 +202,7 @@ class RequestRules(NamedTuple):
     chain: RowChain = DEFAULT
 
 
-class InSlot(NamedTuple):
+class LoadedAdapter(NamedTuple):
     """An adapter that requests can name.
 
     pinned: it stays until it is unloaded. Others are evicted for adapters of later requests.
@@ -228,7 +228,7 @@ def prepare(
     request: EngineRequest,
     rules: RequestRules,
     *,
-    adapter: InSlot | None = None,
+    adapter: LoadedAdapter | None = None,
     seed: int | None = None,
 ) -> PreparedRequest:
     """Check a request as far as the scheduler cannot, and prepare it.

@@ -255,6 +255,11 @@ Prompts = Annotated[
 ]
 
 
+def as_list(prompts: Any) -> Any:
+    """`Prompts` as a list: one text or one list of ids becomes a list of it."""
+    return [prompts] if form(prompts) in ("text", "ids") else prompts
+
+
 class CompletionRequest(GenerationBody):
     """`POST /v1/completions`."""
 

@@ -30,7 +30,7 @@ from pagedjax.host.waiting import why_waiting
 from pagedjax.viewer import read_recording as runs
 from pagedjax.viewer.pair import pair
 from tests.viewer.runs import Writer, crowd, drafting_run, random_run
-from tests.viewer.test_viewer_live import Fake
+from tests.viewer.test_viewer_live import FakeEngine
 from tests.viewer.test_viewer_pair import LENGTHS, SIZES, write
 
 pytestmark = pytest.mark.browser
@@ -674,14 +674,14 @@ class Server:
 
 @pytest.fixture
 def served() -> Iterator[tuple[Fake, Server]]:
-    fake = Fake(7, keep=200)
+    fake = FakeEngine(7, keep=200)
     fake.run(12, rate=1.0)
     server = Server(fake.live)
     yield fake, server
     server.http.shutdown()
 
 
-def until(screen: OpenPage, fake: Fake) -> None:
+def until(screen: OpenPage, fake: FakeEngine) -> None:
     """Wait until the page shows the newest step, and compare."""
     running, plan = fake.planned[-1]
     screen.wait(f"pagedjax.shown().step >= {plan.step}")
@@ -747,7 +747,7 @@ def test_a_restarted_engine_starts_a_new_page(open_page, served):
     fake, server = served
     screen = open_page(server.url)
     until(screen, fake)
-    restarted = Fake(8)
+    restarted = FakeEngine(8)
     # more steps than the page has seen: its next number exists there, too
     restarted.run(30, rate=1.0)
     server.live = restarted.live
