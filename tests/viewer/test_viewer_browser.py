@@ -673,7 +673,7 @@ class Server:
 
 
 @pytest.fixture
-def served() -> Iterator[tuple[Fake, Server]]:
+def served() -> Iterator[tuple[FakeEngine, Server]]:
     fake = FakeEngine(7, keep=200)
     fake.run(12, rate=1.0)
     server = Server(fake.live)
