@@ -22,8 +22,9 @@ from pagedjax.options.vllm_names.request_arguments import (
 
 NO_LIMIT = 2**31 - 1  # the value of max_tokens without a limit; max_model_len ends every request
 MAX_LOGPROBS = 20
-# what an error says of truncate_prompt_tokens
-CUTS = "None, an integer of at least 1, or -1 for all that leaves room for one token of output"
+TRUNCATION_RULE = (
+    "None, an integer of at least 1, or -1 for all that leaves room for one token of output"
+)
 
 
 def _items(value: Any) -> tuple[Any, ...]:
@@ -414,7 +415,7 @@ class SamplingParams:
         check(
             cut is None or (type(cut) is int and (cut >= 1 or cut == -1)),
             "truncate_prompt_tokens",
-            CUTS,
+            TRUNCATION_RULE,
         )
         salt = self.cache_salt
         check(

@@ -432,8 +432,8 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
             f"restarts is {args.restarts}, and adapters that clients load would be gone after a "
             "restart; name them with --lora-modules, or leave --restarts out"
         )
-    of_engine = replace(options, api_key=None, allow_origins=(), lecture_endpoints=False)
-    supervisor = Supervisor(plan._replace(options=of_engine), args.restarts)
+    engine_options = replace(options, api_key=None, allow_origins=(), lecture_endpoints=False)
+    supervisor = Supervisor(plan._replace(options=engine_options), args.restarts)
     front = create_front(supervisor, options)
     config = serving.uvicorn_config(front, args.drain_seconds, args.log_level)
     try:

@@ -320,14 +320,14 @@ def _counts(fold: Fold, rows: picture.Batch, running: Sequence[Sequence[int]]) -
 def _table_changes(old: Map[int, tuple[int, ...]], new: Tables) -> list[list]:
     changes: list[list] = [[n, None, []] for n in old if n not in new]
     for n, table in new.items():
-        had = old.get(n)
-        if had == table:
+        old_table = old.get(n)
+        if old_table == table:
             continue
-        had = had or ()
-        if table[: len(had)] == had:
-            common = len(had)
+        old_table = old_table or ()
+        if table[: len(old_table)] == old_table:
+            common = len(old_table)
         else:
-            pairs = enumerate(zip(had, table, strict=False))
+            pairs = enumerate(zip(old_table, table, strict=False))
             common = next((i for i, (a, b) in pairs if a != b), len(table))
         changes.append([n, common, list(table[common:])])
     return changes
