@@ -115,7 +115,7 @@ def groups_of(outcomes: Mapping[int, Outcome]) -> dict[str, list[int]]:
         sizes = Counter(names.values())
         if len(sizes) > 1:
             for name, _ in sizes.most_common():
-                members = [first for first, of in names.items() if of == name]
+                members = [first for first, member_name in names.items() if member_name == name]
                 groups[f"{kind} {name or '(none)'}"] = members
     return groups
 
@@ -164,13 +164,13 @@ def with_intervals(table: Sequence[Row], draws: Sequence[Sequence[Row]]) -> list
         return list(table)
     tail = 50 * (1 - CONFIDENCE)
     by_key: dict[tuple[str, str], list[tuple[float, ...]]] = {}
-    for drawn in draws:
-        for row in drawn:
+    for drawn_table in draws:
+        for row in drawn_table:
             by_key.setdefault((row.group, row.measure), []).append(row.differences)
-    wide: list[Row] = []
+    rows_with_intervals: list[Row] = []
     for row in table:
         values = np.array(by_key[row.group, row.measure])
         low = np.minimum(np.percentile(values, tail, 0), row.differences)
         high = np.maximum(np.percentile(values, 100 - tail, 0), row.differences)
-        wide.append(row._replace(low=tuple(low.tolist()), high=tuple(high.tolist())))
-    return wide
+        rows_with_intervals.append(row._replace(low=tuple(low.tolist()), high=tuple(high.tolist())))
+    return rows_with_intervals

@@ -244,12 +244,12 @@ class Ingress:
             }
             silent = {name for name, at in last_answers.items() if now - at > seconds}
             # if all are silent, this machine is too busy, or its network has failed
-            after = frozenset() if len(silent) == len(last_answers) else frozenset(silent)
-            for name in after - avoided:
+            new_avoided = frozenset() if len(silent) == len(last_answers) else frozenset(silent)
+            for name in new_avoided - avoided:
                 log.warning("replica %s has answered nothing for %g s", name, seconds)
                 self._give_up(name, "silent")
-            if after != avoided:
-                avoided = after
+            if new_avoided != avoided:
+                avoided = new_avoided
                 LINK.avoid(avoided)
 
     async def _pulses(self, names: Iterable[str], seconds: float) -> list[bool | None]:
