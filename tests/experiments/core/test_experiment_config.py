@@ -166,8 +166,13 @@ def test_duplicate_key_error_has_both_lines():
 
 
 def test_values_are_converted_to_field_types(tmp_path):
-    given = {"temperature": 0, "stop_token_ids": [5, 4], "min_tokens": 40, "logit_bias": {3: 1}}
-    (point,) = points(tmp_path, sampling=given)
+    raw_sampling = {
+        "temperature": 0,
+        "stop_token_ids": [5, 4],
+        "min_tokens": 40,
+        "logit_bias": {3: 1},
+    }
+    (point,) = points(tmp_path, sampling=raw_sampling)
     sampling = point.experiment.sampling
     assert sampling.temperature == 0.0
     assert sampling.stop_token_ids == (5, 4)

@@ -104,8 +104,8 @@ def assert_turns_continue(
             continue
         before = by_id[item.follows]
         answer = before.branches[0].token_ids
-        whole = prompts[item.follows] + answer + tuple(item.prompt_token_ids)
-        assert prompts[item.request_id] == whole
+        conversation = prompts[item.follows] + answer + tuple(item.prompt_token_ids)
+        assert prompts[item.request_id] == conversation
         assert before.end is not None
         assert record.arrival == max(item.arrival, before.end + item.think_s + item.tool_s)
 

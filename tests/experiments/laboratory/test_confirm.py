@@ -287,39 +287,39 @@ def test_the_engine_samples_the_recorded_tokens_itself(tmp_path: Path, tiny):
     engine = small_llm(tiny, max_model_len=48, **BUDGET, **ENGINES["small"]).engine
     for temperature in (0.0, 1.0):
         requests = [
-            each._replace(
+            request._replace(
                 keywords={
-                    **each.keywords,
+                    **request.keywords,
                     "params": SamplingParams(
                         temperature=temperature,
-                        max_tokens=each.keywords["params"].max_tokens,
+                        max_tokens=request.keywords["params"].max_tokens,
                         stop_token_ids=(5, 9),
-                        n=1 + len(each.keywords["forks"]),
+                        n=1 + len(request.keywords["forks"]),
                     ),
                 }
             )
-            for each in asked(random.Random(1), 6)
+            for request in asked(random.Random(1), 6)
         ]
         drive(engine, path, requests)
         recorded = past.read(path)
         options = {"sampling": {"temperature": temperature}}
-        own = confirmed(recorded, tiny, options, policy="priority").own_tokens
-        assert own is not None
-        assert own.sequences == len(recorded.outputs)
-        assert (own.equal, own.differences) == (own.sequences, [])
+        own_tokens = confirmed(recorded, tiny, options, policy="priority").own_tokens
+        assert own_tokens is not None
+        assert own_tokens.sequences == len(recorded.outputs)
+        assert (own_tokens.equal, own_tokens.differences) == (own_tokens.sequences, [])
     options = {"sampling": {"temperature": 1.0, "seed": 1}}
     result = confirmed(recorded, tiny, options, policy="priority")
     assert result.holds
-    own = result.own_tokens
-    assert own is not None
-    assert own.equal < own.sequences
-    token = own.differences[0]
+    own_tokens = result.own_tokens
+    assert own_tokens is not None
+    assert own_tokens.equal < own_tokens.sequences
+    token = own_tokens.differences[0]
     output = recorded.outputs[0].tokens
     assert token.recorded != token.sampled
     if token.request_id == "r0":
         assert token.recorded == output[token.index]
     text = "\n".join(confirming.lines(result, "tiny"))
-    assert f"{own.equal} of {own.sequences} sequences have the recorded ones" in text
+    assert f"{own_tokens.equal} of {own_tokens.sequences} sequences have the recorded ones" in text
     assert f"{token.request_id!r} differs from output token {token.index} on: " in text
 
 
