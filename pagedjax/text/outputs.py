@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from pagedjax.host.types import FinishReason, Hypothesis, TokenLogprobs
 from pagedjax.options.params import BeamSearchParams, SamplingParams
-from pagedjax.text.tap_arrays import Collected, TapArrays
+from pagedjax.text.tap_arrays import TapArrays, TapCollector
 from pagedjax.text.tokenizer import Detokenizer, Tokenizer
 
 
@@ -125,7 +125,7 @@ class OutputBuilder:
     # log-probabilities of the tokens, by position
     chosen: dict[int, float] = field(default_factory=dict)
     num_cached: int | None = None  # tokens found in the cache at its first admission
-    collected: Collected | None = None  # what its taps gave so far
+    collected: TapCollector | None = None  # what its taps gave so far
     versions: list[int] = field(default_factory=list)  # of the weights that made each token
 
     def __post_init__(self) -> None:
