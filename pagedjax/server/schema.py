@@ -50,7 +50,10 @@ def at_most(limit: int) -> Callable[[Any], Any]:
 def plain_values(value: Any) -> Any:
     """A check of `vllm_xargs`: one error, however many values are wrong."""
     plain = (str, bool, int, float)
-    for name, item in value.items() if isinstance(at_most(MAX_FIELDS)(value), dict) else ():
+    at_most(MAX_FIELDS)(value)
+    if not isinstance(value, dict):
+        return value
+    for name, item in value.items():
         elements = item if isinstance(item, list) else [item]
         too_many = len(elements) > MAX_FIELD_TOKENS
         if too_many or not all(isinstance(element, plain) for element in elements):
