@@ -390,11 +390,8 @@ def widest_spread(rows: Sequence[PointRow], metric: Metric) -> float | None:
     """The widest range over repeats, as a share of its point's median; None if no point has two
     repeats.
     """
-    shares = [
-        (spread.high - spread.low) / spread.middle
-        for row in rows
-        if row.repeats > 1 and (spread := row.values.get(metric.column))
-    ]
+    spreads = [row.values.get(metric.column) for row in rows if row.repeats > 1]
+    shares = [(spread.high - spread.low) / spread.middle for spread in spreads if spread]
     return max(shares, default=None)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.bench.harness import check_least
-from experiments.bench.sharing import ALPACA, Dataset, Saved
+from experiments.bench.sharing import ALPACA, BlockCounts, Dataset
 from experiments.core.distributions import Exponential, draw_lengths
 from experiments.core.workloads import branch_ids
 from pagedjax import LLM, BeamSearchParams, load_model
@@ -66,7 +66,7 @@ def searcher(model: LoadedModel, block_size: int) -> LLM:
     )
 
 
-def measure(llm: LLM, requests: Sequence[tuple[list[int], int]], width: int) -> Saved:
+def measure(llm: LLM, requests: Sequence[tuple[list[int], int]], width: int) -> BlockCounts:
     """Run a beam search of `width` for all requests, as many at a time as PLACES allows."""
     llm.engine.reset()
     for i, (prompt, output) in enumerate(requests):
@@ -85,7 +85,7 @@ def measure(llm: LLM, requests: Sequence[tuple[list[int], int]], width: int) -> 
         used_blocks += result.plan.blocks_used
         steps += 1
         preemptions += len(result.plan.preempted)
-    return Saved(table_entries, used_blocks, steps, preemptions)
+    return BlockCounts(table_entries, used_blocks, steps, preemptions)
 
 
 def main(arguments: list[str] | None = None) -> int:

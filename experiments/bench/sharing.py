@@ -99,7 +99,7 @@ class SampledRequest(NamedTuple):
         return [self.prompt + output for output in self.outputs]
 
 
-class Saved(NamedTuple):
+class BlockCounts(NamedTuple):
     """The blocks of the running sequences, summed over steps.
 
     listed: entries of block tables. used: distinct blocks of them.
@@ -158,7 +158,7 @@ def sample(plan: Plan, ends: Mapping[str, int], rng: np.random.Generator) -> lis
     return sampled
 
 
-def simulate(requests: Sequence[SampledRequest], block_size: int, seed: int = 0) -> Saved:
+def simulate(requests: Sequence[SampledRequest], block_size: int, seed: int = 0) -> BlockCounts:
     """Run requests to their end. Tokens are random; a branch stops at its own length.
 
     The pool has room for MAX_SEQS of the longest request, so nothing is preempted; `preemptions`
@@ -191,7 +191,7 @@ def simulate(requests: Sequence[SampledRequest], block_size: int, seed: int = 0)
         for event in events:
             if isinstance(event, scheduler.Finished):
                 del ends[event.request_id]
-    return Saved(listed, used, step, preemptions)
+    return BlockCounts(listed, used, step, preemptions)
 
 
 class Row(NamedTuple):

@@ -81,13 +81,15 @@ def point_key(experiment: Experiment, content: str) -> str:
     """
     values = {k: v for k, v in dataclasses.asdict(experiment).items() if k not in NOT_MEASURED}
     values["engine"] = dataclasses.asdict(experiment.engine_config)
-    if speculative := experiment.engine.speculative:
+    speculative = experiment.engine.speculative
+    if speculative:
         drafter = {
             "method": _own_source(speculative.method),
             "model": _model_source(speculative.model),
         }
         values["engine"]["speculative"] |= drafter
-    if isinstance(policy := experiment.engine.kv_policy, KVPolicyOptions):
+    policy = experiment.engine.kv_policy
+    if isinstance(policy, KVPolicyOptions):
         values["engine"]["kv_policy"]["name"] = _own_source(policy.name)
         # not in the keys of versions before these fields
         for name in ("tokens", "dense_layers", "dense_prompts"):

@@ -102,7 +102,7 @@ class Step(NamedTuple):
     aliased: int
     copies: Counter[str]
     collectives: Counter[Collective]
-    required: tuple[exchanges.Required, ...]
+    required: tuple[exchanges.RequiredExchange, ...]
     rings: Counter[str]
     seconds: float
     kinds: tuple[launches.Kind, ...] = ()

@@ -1,8 +1,8 @@
 """A predicted run beside the same run of a real engine: `confirm(past, change, model)`.
 
-The engine has the changed configuration, gets each input before the step before which the predicted
-run got it, and is given each token. So both must decide the same, with the same blocks. What cannot
-be repeated so is refused by name (engine_tokens.py).
+The engine has the changed configuration, and is given each token. It gets each input before the
+same step as the predicted run did. So both must decide the same, with the same blocks. A run that
+cannot be repeated so is refused with the reason (engine_tokens.py).
 """
 
 from __future__ import annotations
@@ -90,9 +90,10 @@ class Confirmation(NamedTuple):
         return self.difference.equal
 
 
-class Filled(Run):
-    """A changed run with tokens that stop nothing in place of those of no meaning, so that an engine
-    can be given them.
+class RunWithTokens(Run):
+    """A changed run for an engine, which must be given every token.
+
+    Where the run has a token of no meaning, this one has a made-up token that stops nothing.
     """
 
     def __init__(self, past: Past, change: Change, vocab_size: int) -> None:
@@ -192,7 +193,7 @@ def script_of(recorded: Past, change: Change, vocab_size: int) -> Script:
     Raises:
         Refused: an engine cannot repeat it.
     """
-    run = Filled(recorded, change, vocab_size)
+    run = RunWithTokens(recorded, change, vocab_size)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "predicted.jsonl"
         rerun.record(file, run)
@@ -474,8 +475,8 @@ def _own_tokens(script: Script, engine_past: Past) -> OwnTokens:
 
 
 def ends_from_outside(recorded: Past) -> dict[int, int]:
-    """By the arrivals of the sequences that something outside of the scheduler ended for what they
-    had generated, such as a stop string: their output tokens.
+    """The sequences that something outside of the scheduler ended because of their text, such as a
+    stop string -> the number of output tokens of each, by its arrival.
     """
     return {
         arrival: output.num_output
@@ -485,7 +486,7 @@ def ends_from_outside(recorded: Past) -> dict[int, int]:
 
 
 def with_unused_ids(engine: Engine, request: Request) -> Request:
-    """A request with a stroke at each id that an unfinished sequence has."""
+    """A request whose ids no unfinished sequence has: an id that is taken gets a "'" at its end."""
     names: list[str] = []
     for name in request.names:
         while name in engine.scheduler_state.ids:

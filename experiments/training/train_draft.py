@@ -316,7 +316,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "draft; raise it"
         )
     for name in ("windows", "held_out"):
-        if (value := getattr(args, name)) < setup.batch:
+        value = getattr(args, name)
+        if value < setup.batch:
             option = name.replace("_", "-")
             parser.error(
                 f"--{option} is {value}, below --batch {setup.batch}; raise it, or lower --batch"

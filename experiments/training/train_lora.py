@@ -155,7 +155,7 @@ def options(setup: LoraSetup) -> dict[str, Any]:
 # --- the result -----------------------------------------------------------------------------------
 
 
-class Served(NamedTuple):
+class TaskScores(NamedTuple):
     """What an engine gave for the held-out examples of a task.
 
     logprobs: [N, L] float32: log-probabilities of the tokens.
@@ -188,7 +188,7 @@ def write(
 
 def serve(
     model: LoadedModel, folders: Mapping[str, Path], tasks_by_name: Mapping[str, Task]
-) -> dict[str, dict[str, Served]]:
+) -> dict[str, dict[str, TaskScores]]:
     """The base and all adapters on the held-out examples of all tasks, in one batch of one engine.
 
     Returns:
@@ -238,7 +238,7 @@ def _jobs(held_out: Examples) -> list[tuple[list[int], SamplingParams]]:
     return jobs
 
 
-def _served(task: Task, outs: Iterator[Any], decode: Callable[[list[int]], str]) -> Served:
+def _served(task: Task, outs: Iterator[Any], decode: Callable[[list[int]], str]) -> TaskScores:
     """The outputs of `_jobs` of a task."""
     logprobs = np.zeros(task.held_out.tokens.shape, np.float32)
     scores = []
@@ -249,14 +249,14 @@ def _served(task: Task, outs: Iterator[Any], decode: Callable[[list[int]], str])
         pairs = zip(scored.prompt_token_ids[1:], entries[1:], strict=True)
         logprobs[i, 1 : len(entries)] = [entry[token].logprob for token, entry in pairs]
         scores.append(task.right(decode(task.held_out.answer(i)), answer.outputs[0].text))
-    return Served(logprobs, float(np.mean(scores)))
+    return TaskScores(logprobs, float(np.mean(scores)))
 
 
 def report(
     trainer: Trainer,
     params: Mapping[str, Factors],
     tasks_by_name: Mapping[str, Task],
-    served: dict[str, dict[str, Served]],
+    served: dict[str, dict[str, TaskScores]],
 ) -> dict[str, Any]:
     """Losses and shares of right answers as the engine gave them, and the largest difference of a
     log-probability from the trainer's.

@@ -85,7 +85,7 @@ class Engine:
         self._recorder: Recorder | None = None
         self._tap_writer: TapWriter | None = None
         self._ids = itertools.count()
-        self._asleep: sleep.Asleep | None = None
+        self._asleep: sleep.SleepState | None = None
         self._dropped = False  # by level 2 of sleep
         callers: list[Any] = []  # arrays of the models that the caller may use
         if not owns_params:
@@ -429,7 +429,7 @@ class Engine:
             return
         if "weights" in parts:
             self.runtime = sleep.wake_up(self.runtime, asleep)
-            asleep = sleep.Asleep((), (), asleep.cache)
+            asleep = sleep.SleepState((), (), asleep.cache)
         if "kv_cache" in parts and asleep.cache:
             self._set(self._state._replace(cache=self.runtime.new_cache()))
             asleep = asleep._replace(cache=False)

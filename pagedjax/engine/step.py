@@ -79,7 +79,7 @@ def schedule(
     return ScheduledStep(after, plan, drafts or 0, offered, started, compiled)
 
 
-class Computed(NamedTuple):
+class SentPlan(NamedTuple):
     """A plan that the device computes, and what was sent to the device behind it.
 
     rows: of each row of the plan, its row in the sent step. A predicted step may have further rows.
@@ -146,7 +146,7 @@ def commit(
     runtime: Runtime,
     state: EngineState,
     scheduled: ScheduledStep,
-    computed: Computed,
+    computed: SentPlan,
     outcome: Outcome,
 ) -> tuple[EngineState, tuple[Event, ...], Mapping[str, Any]]:
     """Let the readers read what a step computed, and add it to the state -> (state, events, outputs
@@ -183,7 +183,7 @@ def commit(
     return state, events, read.outputs
 
 
-def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> Computed:
+def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> SentPlan:
     """Take the predicted step that has computed the plan, or send the plan to the device; then send
     predicted steps behind it.
     """
@@ -217,7 +217,7 @@ def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> C
             send_predicted,
             partial(readers.decide, state.readers),
         )
-    return Computed(cache, sent, rows, ahead)
+    return SentPlan(cache, sent, rows, ahead)
 
 
 def send(

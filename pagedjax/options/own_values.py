@@ -104,8 +104,8 @@ def named_value(
     as in a mapping {"name": "mine.py:aged", "worth": 64}. A value of the kind is returned as it is.
 
     Args:
-        shipped: the values of the package by their names. A value is None where the caller looks
-            for that name itself.
+        shipped: the values of the package by their names. None: the caller finds the value of this
+            name itself.
         shared: see `own_value`.
 
     Raises:
@@ -226,7 +226,7 @@ def bound_parameters(
     to their types.
 
     Args:
-        where: the path of the parameters in the config, for errors.
+        place: the path of the parameters in the config, for errors.
         num_arguments: how many arguments the function gets before them.
         missing_error: how the error begins if a parameter is missing and there are no values.
 

@@ -211,7 +211,7 @@ def completion_logprobs(style: Style, output: RequestOutput, branch: CompletionO
     tokens = () if style.only_echo else branch.token_ids
     positions: list[PositionLogprobs | None] = list((branch.logprobs or ())[: len(tokens)])
     output_offsets = OutputOffsets(style, output)
-    end = output_offsets.at + len(branch.text)  # tokens of a stop string may come behind it
+    end = output_offsets.next_offset + len(branch.text)  # tokens of a stop string may come behind it
     offsets = [min(output_offsets.next(token), end) for token in tokens]
     if style.echo:
         tokens = (*output.prompt_token_ids, *tokens)
@@ -231,12 +231,13 @@ class OutputOffsets:
         ids = prompt.prompt_token_ids
         skips = style.skips_special_tokens
         self._pieces = Detokenizer(style.tokenizer, ids, skip_special_tokens=skips)
-        self.start = self.at = len(prompt_text(style, prompt)) if style.echo else 0
+        self.start = len(prompt_text(style, prompt)) if style.echo else 0
+        self.next_offset = self.start
 
     def next(self, token: int) -> int:
         """Take the next token -> its offset."""
-        offset = self.at
-        self.at += len(self._pieces.push(token))
+        offset = self.next_offset
+        self.next_offset += len(self._pieces.push(token))
         return offset
 
 
