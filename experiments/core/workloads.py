@@ -54,8 +54,8 @@ from experiments.core.field_files import (
     BURSTGPT,
     MOONCAKE,
     SHAREGPT,
-    Arrived,
     BlockIds,
+    TraceRequest,
     conversations,
 )
 from experiments.core.recorded_runs import REMEDY, RecordedRequest, recorded_requests
@@ -1221,7 +1221,7 @@ class RecordedLoad(NamedTuple):
 
     times: seconds after the first request that is taken.
     users: who sent each request; "": not known.
-    blocks: the ids of the blocks of each prompt; see `Arrived`.
+    blocks: the ids of the blocks of each prompt; see `TraceRequest`.
     """
 
     times: list[float]
@@ -1280,8 +1280,8 @@ def read_recorded(
 
 
 def _drawn_part(
-    spec: Recorded, rows: Sequence[Arrived], rng: np.random.Generator | None
-) -> Sequence[Arrived]:
+    spec: Recorded, rows: Sequence[TraceRequest], rng: np.random.Generator | None
+) -> Sequence[TraceRequest]:
     """The requests of the part (`window` or `num_requests`), whose start is drawn evenly. Arguments
     and errors: see `read_recorded`.
     """
@@ -1316,7 +1316,7 @@ def _drawn_part(
     return part
 
 
-def _recorded_rows(spec: Recorded, content: str) -> tuple[Arrived, ...]:
+def _recorded_rows(spec: Recorded, content: str) -> tuple[TraceRequest, ...]:
     """The requests from `offset` on, at most `limit`, by time."""
     filters = (spec.model, spec.log_type) if isinstance(spec, BurstGPT) else ()
     return _parsed_rows(type(spec), spec.file, content, spec.offset, spec.limit, *filters)
@@ -1325,12 +1325,12 @@ def _recorded_rows(spec: Recorded, content: str) -> tuple[Arrived, ...]:
 @lru_cache(maxsize=1)  # all points and repeats of a sweep read the same file
 def _parsed_rows(
     kind: type[Recorded], file: str, content: str, offset: int, limit: int | None, *filters: Any
-) -> tuple[Arrived, ...]:
+) -> tuple[TraceRequest, ...]:
     """See `_recorded_rows`. filters: the model and the log type, for BurstGPT."""
     if kind is Trace:
         rows = trace_rows(file, content, offset, limit, AZURE)
         return tuple(
-            Arrived(
+            TraceRequest(
                 (row.at - rows[0].at).total_seconds(),
                 row.prompt_tokens,
                 row.output_tokens,

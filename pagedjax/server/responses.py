@@ -211,7 +211,9 @@ def completion_logprobs(style: Style, output: RequestOutput, branch: CompletionO
     tokens = () if style.only_echo else branch.token_ids
     positions: list[PositionLogprobs | None] = list((branch.logprobs or ())[: len(tokens)])
     output_offsets = OutputOffsets(style, output)
-    end = output_offsets.next_offset + len(branch.text)  # tokens of a stop string may come behind it
+    end = output_offsets.next_offset + len(
+        branch.text
+    )  # tokens of a stop string may come behind it
     offsets = [min(output_offsets.next(token), end) for token in tokens]
     if style.echo:
         tokens = (*output.prompt_token_ids, *tokens)

@@ -100,7 +100,7 @@ def _check_prompts(
     second_records: dict[tuple[str, int], Sequence[Any]],
 ) -> None:
     """Raises ValueError for a request that has another prompt in the second run."""
-    for place, (key, record) in enumerate(second_records.items()):
+    for number_in_second, (key, record) in enumerate(second_records.items()):
         if key not in first_records:
             continue
         name = key[0]
@@ -111,20 +111,20 @@ def _check_prompts(
                 f"and of {record[2]} in {second.name}; {REMEDY}"
             )
         prompt = first.prompts.get(numbers[key])
-        prompt_of_second = second.prompts.get(place)
+        prompt_of_second = second.prompts.get(number_in_second)
         if prompt is not None and prompt_of_second is not None and prompt != prompt_of_second:
             pairs = enumerate(zip(prompt, prompt_of_second, strict=True))
-            i, (token, token_of_second) = next((i, p) for i, p in pairs if p[0] != p[1])
+            i = next(i for i, (token, other_token) in pairs if token != other_token)
             raise ValueError(
-                f"the prompt of request {name!r} has token {token} at {i} in {first.name} "
-                f"and {token_of_second} in {second.name}; {REMEDY}"
+                f"the prompt of request {name!r} has token {prompt[i]} at {i} in {first.name} "
+                f"and {prompt_of_second[i]} in {second.name}; {REMEDY}"
             )
 
 
 def renumbered(frame: Frame, numbers: Sequence[int]) -> Frame:
     """A frame whose request n has the number `numbers[n]`."""
 
-    def heads(entries: Sequence[Any]) -> list[list[Any]]:
+    def with_new_numbers(entries: Sequence[Any]) -> list[list[Any]]:
         return [[numbers[entry[0]], *entry[1:]] for entry in entries]
 
     parts: dict[str, Any] = {}
@@ -135,10 +135,10 @@ def renumbered(frame: Frame, numbers: Sequence[int]) -> Frame:
         parts["waiting"] = [front, back, [numbers[n] for n in queue]]
     if "rows" in frame:
         front, back, rows = frame["rows"]
-        parts["rows"] = [front, back, heads(rows)]
+        parts["rows"] = [front, back, with_new_numbers(rows)]
     for name in ("still", "tables", "away"):
         if name in frame:
-            parts[name] = heads(frame[name])
+            parts[name] = with_new_numbers(frame[name])
     if "why" in frame:
         parts["why"] = [
             [sentence, _mapped(rival, numbers), _mapped(requests, numbers), limit]

@@ -366,7 +366,7 @@ def test_a_last_prediction_without_the_names_of_most_blocks_is_the_same(tiny, co
         unsampled = set(lookahead.sampling(plan))
         partial, full = (
             lookahead.predict(
-                before, plan, policy, sequences, unsampled, plan_is_real=True, last=last
+                before, plan, policy, sequences, unsampled, plan_is_real=True, is_last=last
             )
             for last in (True, False)
         )

@@ -486,7 +486,7 @@ def step_from(
     """One whole step, and the time when it ends.
 
     Args:
-        now: when it begins.
+        time: when it begins.
         seconds: of a step, by its sequences.
     """
     state, plan = scheduler.schedule(state, policy, now=time)
