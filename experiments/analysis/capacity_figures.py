@@ -43,7 +43,8 @@ def plot_of_cells(cells: Sequence[CellAnswer], palette: Palette = PAGE) -> Plot 
     """
     bars = []
     for cell in cells:
-        if capacity := cell.capacity:
+        capacity = cell.capacity
+        if capacity:
             low = capacity.low or capacity.estimate
             high = capacity.high or capacity.estimate
             tip = f"{cell.label}\n{number(capacity.estimate)} {cell.unit}, {interval_text(cell)}"

@@ -121,12 +121,13 @@ def too_deep(value: Any) -> bool:
     """
     level = [value]
     for _ in range(MAX_LEVELS):
-        inner = [
-            item.values() if isinstance(item, Mapping) else item
-            for item in level
-            if isinstance(item, (Mapping, list))
-        ]
-        level = [item for children in inner for item in children]
+        next_level: list[Any] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                next_level += item.values()
+            elif isinstance(item, list):
+                next_level += item
+        level = next_level
         if not level:
             return False
     return True
