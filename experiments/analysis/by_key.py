@@ -337,9 +337,11 @@ def table(rows: Sequence[Row], baseline: Any, confidence: float) -> str:
 
 def notes(rows: Sequence[Row], cells: Sequence[Cell], confidence: float) -> list[str]:
     """How the numbers were made, and what they do not show."""
+    cell_families = [row.comparison.family for row in rows if row.cell]
+    pooled_families = [row.comparison.family for row in rows if not row.cell]
     families = {
-        name: max((row.comparison.family for row in rows if bool(row.cell) == of_cells), default=0)
-        for name, of_cells in (("of cells", True), ("pooled ones", False))
+        "of cells": max(cell_families, default=0),
+        "pooled ones": max(pooled_families, default=0),
     }
     texts = method_notes(families, confidence)
     if len(cells) > 1:
@@ -352,13 +354,17 @@ def notes(rows: Sequence[Row], cells: Sequence[Cell], confidence: float) -> list
             "A pair is the seed of a workload, as seeds differ. Of repeats with one workload, the "
             "mean counts."
         )
-    unlike = [cell.label for cell in cells if len({_workload(cell, v) for v in cell.runs}) > 1]
-    if unlike:
+    mixed_cells = [cell.label for cell in cells if _has_different_workloads(cell)]
+    if mixed_cells:
         texts.append(
-            f"The values run different workloads in {len(unlike)} of {len(cells)} cells (such as "
-            f"{unlike[0]}): pairs have the repeat and the seed in common, not the requests."
+            f"The values run different workloads in {len(mixed_cells)} of {len(cells)} cells (such "
+            f"as {mixed_cells[0]}): pairs have the repeat and the seed in common, not the requests."
         )
     return texts
+
+
+def _has_different_workloads(cell: Cell) -> bool:
+    return len({_workload(cell, value) for value in cell.runs}) > 1
 
 
 def _workload(cell: Cell, value: str) -> str:

@@ -25,7 +25,7 @@ from experiments.core.engines import Run, engine_key
 Kind = str
 
 
-class AtPlace(NamedTuple):
+class WorkerState(NamedTuple):
     """A worker that has answered.
 
     built: keys of the engines that it has built.
@@ -42,7 +42,7 @@ class Assignment(NamedTuple):
 
     waiting: tuple[Run, ...]
     starting: frozenset[int]  # places whose worker has not answered
-    workers: Mapping[int, AtPlace]  # by the number of their place
+    workers: Mapping[int, WorkerState]  # by the number of their place
     machines: Mapping[Hashable, Kind]  # by the key of an engine that has results
 
 
@@ -51,7 +51,7 @@ def new(runs: Iterable[Run], places: int) -> Assignment:
 
 
 def add_worker(state: Assignment, place: int, kind: Kind) -> Assignment:
-    workers = {**state.workers, place: AtPlace(kind)}
+    workers = {**state.workers, place: WorkerState(kind)}
     return state._replace(starting=state.starting - {place}, workers=workers)
 
 

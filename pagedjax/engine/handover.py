@@ -377,11 +377,12 @@ def take_padded(cache: KVCache, blocks: Sequence[int]) -> KVCache:
 def put(cache: KVCache, blocks: Sequence[int], pages: KVCache) -> KVCache:
     """Write pages, as `take` or `take_padded` returns them, into blocks. They may come from other
     devices; the cache is donated."""
-    exact = len(pages.tokens) == len(blocks)
-    rows = np.asarray(blocks, np.int32) if exact else _padded(blocks)
-    near = jax.device_put(pages, jax.tree.map(lambda page: page.sharding, cache))
-    jax.block_until_ready(near)  # before the cache is donated: what fails, fails here
-    return into_cache(cache, rows, near)
+    is_padded = len(pages.tokens) != len(blocks)
+    rows = _padded(blocks) if is_padded else np.asarray(blocks, np.int32)
+    local_pages = jax.device_put(pages, jax.tree.map(lambda page: page.sharding, cache))
+    # a copy that fails must raise here, while the cache is not yet donated
+    jax.block_until_ready(local_pages)
+    return into_cache(cache, rows, local_pages)
 
 
 def _padded(blocks: Sequence[int] | np.ndarray) -> np.ndarray:
