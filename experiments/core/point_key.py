@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 NOT_MEASURED = ("name", "question", "repeats", "sweep")
 # Fields that are in a point's key only if their value is not the default. So a point that does not
 # use them has the key that it had in versions without these fields.
-LATER = {
+LATER_FIELDS = {
     EngineConfig: (
         "speculative",
         "mesh",
@@ -138,7 +138,9 @@ def point_key(experiment: Experiment, content: str) -> str:
         options = getattr(experiment, section)
         if options is None:
             continue
-        later_fields = [name for kind in type(options).__mro__ for name in LATER.get(kind, ())]
+        later_fields = [
+            name for kind in type(options).__mro__ for name in LATER_FIELDS.get(kind, ())
+        ]
         for field in dataclasses.fields(options):
             if field.name in later_fields and getattr(options, field.name) == default_of(field):
                 del values[section][field.name]

@@ -162,9 +162,9 @@ def divergence(logprobs: jax.Array, rollouts: Rollouts) -> dict[str, jax.Array]:
     KL is estimated from the engine's own tokens, without bias and without negative terms (k3 of
     Schulman 2020).
     """
-    apart = jnp.where(rollouts.answer, logprobs - rollouts.logprobs, 0)
-    kl = jnp.mean(jnp.expm1(apart) - apart, where=rollouts.answer)
-    return {"kl": kl, "largest_difference": jnp.abs(apart).max()}
+    differences = jnp.where(rollouts.answer, logprobs - rollouts.logprobs, 0)
+    kl = jnp.mean(jnp.expm1(differences) - differences, where=rollouts.answer)
+    return {"kl": kl, "largest_difference": jnp.abs(differences).max()}
 
 
 def make_trainer(setup: RLSetup, module: nnx.Module) -> Trainer:
