@@ -253,7 +253,7 @@ def check_address(address: str, seconds: float = 5.0) -> None:
 
 
 def results(
-    runs: Iterable[Run], env: dict[str, Any], begins: OnBegin, workers: Workers
+    runs: Iterable[Run], env: dict[str, Any], on_begin: OnBegin, workers: Workers
 ) -> Generator[Result, None, None]:
     """`measure_run` of each of `runs` in a worker, as they finish.
 
@@ -261,7 +261,7 @@ def results(
     """
     import ray
 
-    team = _Team(workers, runs, env, begins)
+    team = _Team(workers, runs, env, on_begin)
     try:
         team.start()
         while team.active:
@@ -277,11 +277,11 @@ class _Team:
     """The actors of the workers, and what each of them does."""
 
     def __init__(
-        self, workers: Workers, runs: Iterable[Run], env: dict[str, Any], begins: OnBegin
+        self, workers: Workers, runs: Iterable[Run], env: dict[str, Any], on_begin: OnBegin
     ) -> None:
         self._workers = workers
         self._env = env
-        self._begins = begins
+        self._on_begin = on_begin
         self._state = assignment.new(runs, len(workers.places))
         self._actors: dict[int, Any] = {}  # by the number of their place
         # environment of each worker that has answered
@@ -358,7 +358,7 @@ class _Team:
         min_runs = 2 if self._workers.device else 1  # a simulated engine costs nothing
         self._state, run = assignment.give_run(self._state, place, min_runs)
         if run is not None:
-            self._begins(run)
+            self._on_begin(run)
             self._busy[self._actors[place].measure.remote(run)] = place
 
     def _lose_worker(self, place: int, reason: str, node: str | None = None) -> list[Result]:
