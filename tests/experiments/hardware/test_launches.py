@@ -73,7 +73,8 @@ def test_a_compiled_program_has_launches():
         ("", None),
         ("I command_buffer_conversion_pass.cc:392] Thunk kind kWhile lowering is not enabled", 0),
         (
-            f"I command_buffer_conversion_pass.cc:1] {GRAPH_LINE}: a, b\nother\nI pass.cc] {GRAPH_LINE}: c",
+            f"I command_buffer_conversion_pass.cc:1] {GRAPH_LINE}: a, b\nother\n"
+            f"I pass.cc] {GRAPH_LINE}: c",
             2,
         ),
     ],
