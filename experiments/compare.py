@@ -93,7 +93,7 @@ class Row(NamedTuple):
         return values | medians | self.comparison.json_fields(confidence)
 
 
-class Chosen(NamedTuple):
+class ChosenRuns(NamedTuple):
     """The successful runs of a selection.
 
     fixed: the value of each key that the selection gives.
@@ -116,7 +116,7 @@ class Chosen(NamedTuple):
         ]
 
 
-def read(choice: Selection) -> Chosen:
+def read(choice: Selection) -> ChosenRuns:
     """The runs that a selection names, and notes on runs that are left out."""
     pattern = choice.folder
     folders = [pattern]
@@ -135,10 +135,10 @@ def read(choice: Selection) -> Chosen:
     notes = []
     if num_failed:
         notes.append(f"{num_failed} of {len(runs)} runs of {choice} failed and are left out")
-    return Chosen(choice, good_runs, fixed, notes)
+    return ChosenRuns(choice, good_runs, fixed, notes)
 
 
-def match(a: Chosen, b: Chosen) -> tuple[list[tuple[str, Side, Side]], list[str]]:
+def match(a: ChosenRuns, b: ChosenRuns) -> tuple[list[tuple[str, Side, Side]], list[str]]:
     """The pairs of points to compare, with their labels, and notes on points without a partner."""
     if len(a.sides) == len(b.sides) == 1:
         side_a = a.sides[0]
@@ -176,7 +176,7 @@ def match(a: Chosen, b: Chosen) -> tuple[list[tuple[str, Side, Side]], list[str]
     return pairs, [*notes, *(f"only in B: {side.label}" for side in only_b)]
 
 
-def free_keys(chosen: Chosen) -> dict[str, list[Any]]:
+def free_keys(chosen: ChosenRuns) -> dict[str, list[Any]]:
     """The swept keys that the selection does not give, sorted, with their values."""
     keys = sorted(set(selection.swept_keys(chosen.runs)) - set(chosen.fixed))
     return {key: selection.values_in(chosen.runs, key) for key in keys}
@@ -187,27 +187,32 @@ def _keys_text(keys: Mapping[str, Sequence[Any]]) -> str:
     return ", ".join(texts) or "nothing"
 
 
-def _example(chosen: Chosen, keys: Mapping[str, Sequence[Any]]) -> str:
+def _example(chosen: ChosenRuns, keys: Mapping[str, Sequence[Any]]) -> str:
     """The words that choose one point, such as "runs/x engine.block_size=8"."""
     words = [f"{key}={value_text(values[0])}" for key, values in keys.items()]
     return " ".join([str(chosen.selection), *words])
 
 
-def _label(side: Side, chosen: Chosen) -> str:
+def _free_values(side: Side, chosen: ChosenRuns) -> dict[str, Any]:
+    """The swept values of a point that the selection does not give, by their keys."""
+    swept = side.runs[0]["swept"]
+    return {key: value for key, value in swept.items() if key not in chosen.fixed}
+
+
+def _label(side: Side, chosen: ChosenRuns) -> str:
     """The label of a point without the keys that the selection gives."""
-    swept = {key: v for key, v in side.runs[0]["swept"].items() if key not in chosen.fixed}
+    swept = _free_values(side, chosen)
     if not chosen.fixed or not swept:
         return side.label
     names = short_names(swept)
     return ", ".join(f"{names[key]}={value_text(value)}" for key, value in swept.items())
 
 
-def _sides_by_values(name: str, chosen: Chosen) -> dict[str, Side]:
+def _sides_by_values(name: str, chosen: ChosenRuns) -> dict[str, Side]:
     """The points by their swept values that the selection does not give, as JSON."""
     sides_by_values: dict[str, Side] = {}
     for side in chosen.sides:
-        swept = {key: v for key, v in side.runs[0]["swept"].items() if key not in chosen.fixed}
-        text = json.dumps(swept, sort_keys=True)
+        text = json.dumps(_free_values(side, chosen), sort_keys=True)
         if text in sides_by_values:
             raise ValueError(
                 f"{name} has two points with {side.label} that differ in what is not swept "
@@ -250,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _compare_sides(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, Any]:
+def _compare_sides(chosen: Sequence[ChosenRuns], options: argparse.Namespace) -> dict[str, Any]:
     """Compare two sides and print the tables. Returns the result as JSON."""
     if len(chosen) != 2:
         raise ValueError(
@@ -280,9 +285,12 @@ def _compare_sides(chosen: Sequence[Chosen], options: argparse.Namespace) -> dic
     ]
     comparisons = corrected([row.comparison for row in rows])
     rows = [row._replace(comparison=c) for row, c in zip(rows, comparisons, strict=True)]
-    origins = dict.fromkeys(note for _, *sides in pairs for note in origin_notes(*sides))
+    origins = dict.fromkeys(
+        note for _, side_a, side_b in pairs for note in origin_notes(side_a, side_b)
+    )
     notes = [*a.notes, *b.notes, *unmatched, *origins]
-    notes += method_notes({"comparisons": comparisons[0].family}, options.confidence)
+    family_sizes = {"comparisons": comparisons[0].family}
+    notes += method_notes(family_sizes, options.confidence)
     if a.fixed or b.fixed:
         print(f"A: {a.selection}\nB: {b.selection}\n")
     _print_points(rows, options.confidence)
@@ -303,7 +311,7 @@ def _print_points(rows: Sequence[Row], confidence: float) -> None:
         print(f"{label} ({pairing})\n{table(list(point_rows), confidence)}\n")
 
 
-def _compare_values(chosen: Sequence[Chosen], options: argparse.Namespace) -> dict[str, Any]:
+def _compare_values(chosen: Sequence[ChosenRuns], options: argparse.Namespace) -> dict[str, Any]:
     """Compare the values of a key over all cells and print the tables. Returns the result as
     JSON.
     """
@@ -329,11 +337,11 @@ def _compare_values(chosen: Sequence[Chosen], options: argparse.Namespace) -> di
     metrics = choose_metrics(options.metric, *sweep.sides)
     rows = by_key.rows_of(cells, values, baseline, metrics, options.confidence)
     if not rows or all(row.cell is None for row in rows):
-        others = " and ".join(path for path in free_keys(sweep) if path != key)
+        changed_keys = " and ".join(path for path in free_keys(sweep) if path != key)
         raise ValueError(
             f"no cell has a run of {key}={value_text(baseline)} and one of another value, with the "
-            f"same repeat: {key} changes together with {others}; give a key that is crossed with "
-            "the others (sweep.grid)"
+            f"same repeat: {key} changes together with {changed_keys}; give a key that is crossed "
+            "with the others (sweep.grid)"
         )
     notes = [
         *sweep.notes,
@@ -353,25 +361,27 @@ def _compare_values(chosen: Sequence[Chosen], options: argparse.Namespace) -> di
     }
 
 
-def _other_keys(chosen: Chosen) -> str:
+def _other_keys(chosen: ChosenRuns) -> str:
     keys = [key for key, values in free_keys(chosen).items() if len(values) > 1]
     return " or ".join(keys) or "another sweep's"
 
 
-def sides_notes(sweep: Chosen, key: str) -> list[str]:
+def sides_notes(sweep: ChosenRuns, key: str) -> list[str]:
     """Notes on simulated runs, and on values that other devices or other code ran."""
     by_value: dict[str, list[Run]] = {}
     for run in sweep.runs:
         if key in run["swept"]:
             by_value.setdefault(value_text(run["swept"][key]), []).append(run)
-    first, *others = [Side(text, tuple(runs)) for text, runs in by_value.items()]
-    return list(dict.fromkeys(note for side in others for note in origin_notes(first, side)))
+    first_side, *other_sides = [Side(text, tuple(runs)) for text, runs in by_value.items()]
+    return list(
+        dict.fromkeys(note for side in other_sides for note in origin_notes(first_side, side))
+    )
 
 
 def table(rows: Sequence[Row], confidence: float) -> str:
     """The metrics of two points as a table for a terminal."""
-    shown = columns([row.comparison for row in rows], "A", "B", confidence)
-    return aligned({"": [row.metric for row in rows], **shown})
+    cells = columns([row.comparison for row in rows], "A", "B", confidence)
+    return aligned({"": [row.metric for row in rows], **cells})
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -383,7 +383,8 @@ def describe(plan: Sequence[Run], done: dict[tuple[str, int], dict[str, Any]], f
         num_done = sum((key, repeat) in done for repeat in repeats)
         lines.append(f"  {key[:12]}  {num_done}/{len(repeats)} done  {label}")
     engines = dict.fromkeys(engine_key(run.point.experiment) for run in plan)
-    lines.append(f"{len(engines)} engine{'s' * (len(engines) != 1)} to build, each compiled once")
+    noun = "engine" if len(engines) == 1 else "engines"
+    lines.append(f"{len(engines)} {noun} to build, each compiled once")
     return "\n".join(lines)
 
 

@@ -260,7 +260,7 @@ def pooled(
     cell has.
     """
     row = Row(metric, value, None)
-    rows = [other for other in rows if other.comparison.effect is not None]
+    rows = [cell for cell in rows if cell.comparison.effect is not None]
     if not rows:
         return row._replace(comparison=Comparison(note="no cell has a pair"))
     by_cell = [dict(zip(cell.units, cell.differences, strict=True)) for cell in rows]
@@ -287,11 +287,11 @@ def in_families(rows: Sequence[Row]) -> list[Row]:
 def signs(row: Row, rows: Sequence[Row]) -> str:
     """The numbers of cells with a higher and with a lower value of a pooled row, in words."""
     effects = [
-        other.comparison.effect
-        for other in rows
-        if other.cell is not None
-        and other.comparison.effect is not None
-        and (other.metric, value_text(other.value)) == (row.metric, value_text(row.value))
+        cell_row.comparison.effect
+        for cell_row in rows
+        if cell_row.cell is not None
+        and cell_row.comparison.effect is not None
+        and (cell_row.metric, value_text(cell_row.value)) == (row.metric, value_text(row.value))
     ]
     higher = sum(effect.sign > 0 for effect in effects)
     lower = sum(effect.sign < 0 for effect in effects)
@@ -321,25 +321,27 @@ def tables(rows: Sequence[Row], key: str, baseline: Any, confidence: float) -> s
 
 def table(rows: Sequence[Row], baseline: Any, confidence: float) -> str:
     """The rows of one metric and one value, for a terminal."""
-    shown = columns(
+    cells = columns(
         [row.comparison for row in rows],
         short_text(baseline),
         short_text(rows[0].value),
         confidence,
     )
-    shown["verdict"] = [
+    cells["verdict"] = [
         words if row.cell else f"{words} ({signs(row, rows)})"
-        for words, row in zip(shown["verdict"], rows, strict=True)
+        for words, row in zip(cells["verdict"], rows, strict=True)
     ]
     names = {"": [row.label for row in rows], "pairs": [str(len(row.units)) for row in rows]}
-    return aligned({**names, **shown})
+    return aligned({**names, **cells})
 
 
 def notes(rows: Sequence[Row], cells: Sequence[Cell], confidence: float) -> list[str]:
     """How the numbers were made, and what they do not show."""
+    cell_families = [row.comparison.family for row in rows if row.cell]
+    pooled_families = [row.comparison.family for row in rows if not row.cell]
     families = {
-        name: max((row.comparison.family for row in rows if bool(row.cell) == of_cells), default=0)
-        for name, of_cells in (("of cells", True), ("pooled ones", False))
+        "of cells": max(cell_families, default=0),
+        "pooled ones": max(pooled_families, default=0),
     }
     texts = method_notes(families, confidence)
     if len(cells) > 1:
@@ -352,13 +354,17 @@ def notes(rows: Sequence[Row], cells: Sequence[Cell], confidence: float) -> list
             "A pair is the seed of a workload, as seeds differ. Of repeats with one workload, the "
             "mean counts."
         )
-    unlike = [cell.label for cell in cells if len({_workload(cell, v) for v in cell.runs}) > 1]
-    if unlike:
+    mixed_cells = [cell.label for cell in cells if _has_different_workloads(cell)]
+    if mixed_cells:
         texts.append(
-            f"The values run different workloads in {len(unlike)} of {len(cells)} cells (such as "
-            f"{unlike[0]}): pairs have the repeat and the seed in common, not the requests."
+            f"The values run different workloads in {len(mixed_cells)} of {len(cells)} cells (such "
+            f"as {mixed_cells[0]}): pairs have the repeat and the seed in common, not the requests."
         )
     return texts
+
+
+def _has_different_workloads(cell: Cell) -> bool:
+    return len({_workload(cell, value) for value in cell.runs}) > 1
 
 
 def _workload(cell: Cell, value: str) -> str:

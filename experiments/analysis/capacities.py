@@ -98,11 +98,11 @@ def length_text(cell: CellAnswer) -> str:
 def text_table(cells: Sequence[CellAnswer]) -> str:
     """The cells as a table for a terminal."""
     units = list(dict.fromkeys(cell.unit for cell in cells))
+    capacities = [cell.capacity for cell in cells]
+    estimates = [capacity.estimate if capacity else None for capacity in capacities]
     columns = {
         "cell": [cell.label for cell in cells],
-        f"capacity ({' or '.join(units)})": [
-            number(cell.capacity and cell.capacity.estimate) for cell in cells
-        ],
+        f"capacity ({' or '.join(units)})": list(map(number, estimates)),
         f"{100 * CONFIDENCE:g} % interval over seeds": list(map(interval_text, cells)),
         "of the seeds": list(map(range_text, cells)),
         "too short": list(map(length_text, cells)),
@@ -164,11 +164,11 @@ def unmet_sentences(cells: Sequence[CellAnswer]) -> list[str]:
     """The answers of searches that found no capacity or were not monotone: the first answer of each
     kind, and how many more there are.
     """
-    sentences = [
-        (name, sentence)
-        for name, seed in _named_answers(cells)
-        for sentence in (seed.sentences[1:] if seed.is_found else seed.sentences)
-    ]
+    sentences = []
+    for name, seed in _named_answers(cells):
+        # the first sentence of a search that found a capacity says the capacity
+        answers = seed.sentences[1:] if seed.is_found else seed.sentences
+        sentences += [(name, sentence) for sentence in answers]
     return _first_of_each_kind(sentences)
 
 
@@ -251,14 +251,14 @@ def page_table(cells: Sequence[CellAnswer]) -> dict[str, Any]:
 def tiles(cells: Sequence[CellAnswer]) -> list[dict[str, str]]:
     """The main numbers, for the top of the page."""
     numbers = []
-    found = [(cell.capacity.estimate, cell) for cell in cells if cell.capacity]
+    estimates = [(cell.capacity.estimate, cell) for cell in cells if cell.capacity]
     ends = {}
-    if len(found) == 1:
-        ends = {"capacity": found[0]}
-    elif found:
+    if len(estimates) == 1:
+        ends = {"capacity": estimates[0]}
+    elif estimates:
         ends = {
-            "highest capacity": max(found, key=lambda pair: pair[0]),
-            "lowest capacity": min(found, key=lambda pair: pair[0]),
+            "highest capacity": max(estimates, key=lambda pair: pair[0]),
+            "lowest capacity": min(estimates, key=lambda pair: pair[0]),
         }
     for title, (estimate, cell) in ends.items():
         tile = {"value": number(estimate), "unit": cell.unit, "title": title, "note": cell.label}

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from experiments.analysis.capacities import CellAnswer, interval_text
-from experiments.analysis.plots import PAGE, WIDE, Bar, Palette, Plot, bars_plot
+from experiments.analysis.plots import PAGE, WIDE_INCHES, Bar, Palette, Plot, bars_plot
 from experiments.analysis.report_figures import Figure, Section, draw
 from experiments.analysis.sweep_points import Range, number
 
@@ -43,7 +43,8 @@ def plot_of_cells(cells: Sequence[CellAnswer], palette: Palette = PAGE) -> Plot 
     """
     bars = []
     for cell in cells:
-        if capacity := cell.capacity:
+        capacity = cell.capacity
+        if capacity:
             low = capacity.low or capacity.estimate
             high = capacity.high or capacity.estimate
             tip = f"{cell.label}\n{number(capacity.estimate)} {cell.unit}, {interval_text(cell)}"
@@ -56,7 +57,7 @@ def plot_of_cells(cells: Sequence[CellAnswer], palette: Palette = PAGE) -> Plot 
         bars,
         " or ".join(dict.fromkeys(cell.unit for cell in cells)),
         palette,
-        width=WIDE,
+        width=WIDE_INCHES,
         # a wide interval of few seeds would leave no room for the capacities
         limit=1.5 * max(rate for bar in bars for rate in bar.parts),
     )
@@ -79,7 +80,7 @@ def plot_of_probes(
     line for each limit. None if there are fewer than two probes.
     """
     title = f"{column} against the rate"
-    plot = Plot(title, palette, width=WIDE, height=3.4)
+    plot = Plot(title, palette, width=WIDE_INCHES, height=3.4)
     rates: list[float] = []
     for limit in limits:
         plot.axes.axhline(limit, color=plot.colour(6), lw=1, ls=(0, (4, 3)))

@@ -89,11 +89,11 @@ def lead(rows: Sequence[PointRow], metric: Metric) -> Lead | None:
     if not with_metric:
         return None
     sign = -1 if metric.better == "high" else 1
-    first, *others = sorted(with_metric, key=lambda row: sign * row.middle(metric))
-    results = [of_points(first, row, metric) for row in others]
+    first, *other_rows = sorted(with_metric, key=lambda row: sign * row.middle(metric))
+    results = [of_points(first, row, metric) for row in other_rows]
     in_family = iter(corrected([result for result in results if result is not None]))
     standings: list[tuple[PointRow, Standing]] = []
-    for row, result in zip(others, results, strict=True):
+    for row, result in zip(other_rows, results, strict=True):
         if result is not None:
             standings.append((row, _standing(next(in_family), sign)))
         else:

@@ -47,11 +47,11 @@ def fairness(requests: Iterable[RequestRecord]) -> dict[str, float] | None:
     if len(by_user) < 2:
         return None
     speeds = np.array(list(map(_speed, by_user.values())))
-    waits = [
-        float(np.percentile(times, 99))
+    ttfts_of_users = [
+        [request.ttft for request in members if request.ttft is not None]
         for members in by_user.values()
-        if (times := [request.ttft for request in members if request.ttft is not None])
     ]
+    waits = [float(np.percentile(ttfts, 99)) for ttfts in ttfts_of_users if ttfts]
     numbers = {}
     if speeds.any():
         numbers["jain"] = float(speeds.sum() ** 2 / (len(speeds) * (speeds**2).sum()))

@@ -76,14 +76,14 @@ def _best(rows: Sequence[PointRow], metric: Metric) -> list[str]:
     other_end = f"the other end is {worst.label} ({number(worst.middle(metric))})"
     label = result.row.label
     if not result.rivals:
-        shown = "is shown"
+        verdict = "is shown"
         if "exact" in standings:
-            shown = "has no noise, so it is of this workload"
+            verdict = "has no noise, so it is of this workload"
             if len(set(standings)) > 1:
-                shown = "is shown, or has no noise and is of this workload"
+                verdict = "is shown, or has no noise and is of this workload"
         return [
             f"{place[0].upper()}{place[1:]}: {label}, {best}; {other_end}. The difference from "
-            f"every other point {shown}."
+            f"every other point {verdict}."
         ]
     noise = ""
     if "unknown" in standings:

@@ -18,7 +18,7 @@ from experiments.core.records import RequestRecord
 MOST_BYTES = 1 << 26  # of requests.jsonl that a report reads; JSON of 64 MiB takes seconds
 MOST_BINS = 6
 MIN_REQUESTS = 3  # a bin with fewer requests has no median
-CURVE = 200  # points of a curve
+MOST_POINTS = 200  # of a curve
 # in a line of steps.jsonl: a request waits, or is preempted
 _WAITING = re.compile(r'"waiting":[1-9]|"preempted":[1-9]')
 
@@ -99,11 +99,11 @@ def nobody_waited(folder: Path) -> bool | None:
 def cumulative(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The curve of a distribution: ascending values, and the share of all values up to each.
 
-    At most CURVE points, the least and the largest value among them.
+    At most MOST_POINTS points, the least and the largest value among them.
     """
     ascending = np.sort(values)
     count = len(ascending)
-    places = np.unique(np.linspace(0, count - 1, min(count, CURVE)).round().astype(int))
+    places = np.unique(np.linspace(0, count - 1, min(count, MOST_POINTS)).round().astype(int))
     return ascending[places], (places + 1) / count
 
 

@@ -44,12 +44,14 @@ from experiments.analysis.sweep_points import (
 )
 from experiments.core.selection import value_text
 
-WIDE = 11.0  # inches; text then has the same size as in a narrow plot after the page scales both
+WIDE_INCHES = (
+    11.0  # inches; text then has the same size as in a narrow plot after the page scales both
+)
 MOST_STEPS = 2000  # steps of a timeline; of more steps, every second, third ... is shown
-SERIES = 8  # colours and markers before they repeat
+NUM_COLOURS = 8  # colours and markers before they repeat
 MOST_MARKED = 4  # lines whose differences from the first one are marked above a plot
 MOST_CHARACTERS = 28  # in a line of a label of an axis
-SKEWED = 20  # the largest value over the least one, above which an axis is logarithmic
+MIN_SKEW = 20  # the largest value over the least one, above which an axis is logarithmic
 _MARKERS = "osD^vPXp"
 MARKS = {"up": "^", "down": "v", "open": "o", "same": "_"}  # of differences, above a plot
 
@@ -70,7 +72,7 @@ PAGE = Palette(
     muted="#010204",
     grid="#010205",
     paper="#010206",
-    series=tuple(f"#02{i:02x}07" for i in range(SERIES)),
+    series=tuple(f"#02{i:02x}07" for i in range(NUM_COLOURS)),
 )
 # The page's light theme.
 PRINT = Palette(
@@ -166,14 +168,14 @@ class Plot:
 
     def colour(self, index: int) -> str:
         """The colour of line `index`."""
-        return self.palette.series[index % SERIES]
+        return self.palette.series[index % NUM_COLOURS]
 
     def marker(self, index: int, size: float) -> dict[str, Any]:
         """Marker of line `index` with a rim in the background colour, so that lines differ without
         colours.
         """
         return {
-            "marker": _MARKERS[index % SERIES],
+            "marker": _MARKERS[index % NUM_COLOURS],
             "ms": size,
             "markeredgecolor": self.palette.paper,
             "markeredgewidth": 0.8,
@@ -375,7 +377,7 @@ def _scale_skewed_x(plot: Plot, values: Sequence[float]) -> bool:
     """Make the x axis logarithmic if the largest value is many times the least one. Returns whether
     it is logarithmic.
     """
-    is_skewed = min(values) > 0 and max(values) > SKEWED * min(values)
+    is_skewed = min(values) > 0 and max(values) > MIN_SKEW * min(values)
     if is_skewed:
         plot.axes.set_xscale("log")
         plot.axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -407,10 +409,10 @@ def _in_lines(labels: Sequence[str]) -> list[str]:
     return [textwrap.fill(label, MOST_CHARACTERS, subsequent_indent="  ") for label in labels]
 
 
-def _height_of(labels: Sequence[str], least: float) -> float:
-    """Inches of the rows of an axis with these labels; a row has at least `least`."""
+def _height_of(labels: Sequence[str], min_inches: float) -> float:
+    """Inches of the rows of an axis with these labels; a row has at least `min_inches`."""
     most_lines = max((label.count("\n") for label in labels), default=0) + 1
-    return len(labels) * max(least, 0.14 * most_lines)
+    return len(labels) * max(min_inches, 0.14 * most_lines)
 
 
 class Bar(NamedTuple):
@@ -461,7 +463,7 @@ def time_plot(rows: Sequence[PointRow], palette: Palette = PAGE) -> Plot | None:
         return None
     labels = _in_lines([row.label for row in rows])
     height = 0.8 + _height_of(labels, 0.27)
-    plot = Plot("Host and device time per step", palette, WIDE, height)
+    plot = Plot("Host and device time per step", palette, WIDE_INCHES, height)
     for place, row in enumerate(rows):
         device = row.middle(DEVICE)
         # rounding may put it below 0 for a simulated step without host time
@@ -492,7 +494,7 @@ def pareto_plot(
     rows = [row for row in rows if latency.column in row.values and THROUGHPUT.column in row.values]
     if len(rows) < 3:
         return None
-    plot = Plot(f"{THROUGHPUT.title} against {latency.title}", palette, WIDE, height=3.9)
+    plot = Plot(f"{THROUGHPUT.title} against {latency.title}", palette, WIDE_INCHES, height=3.9)
     medians = [(row.middle(latency), row.middle(THROUGHPUT)) for row in rows]
     front = pareto(medians)
     plot.axes.plot(
@@ -619,9 +621,9 @@ def _label_places(
     width = 5.0 * len(label)  # at most, for text that is 8 points high
     places = []
     for is_right, dy in ((True, -11), (True, 5), (False, -11), (False, 5)):
-        left = marker.right + 4 if is_right else marker.left - 4 - width
+        label_left = marker.right + 4 if is_right else marker.left - 4 - width
         bottom = marker.bottom + 5 + dy
-        box = Box(left, bottom - 2, left + width, bottom + 8)
+        box = Box(label_left, bottom - 2, label_left + width, bottom + 8)
         fits = scale * axes.x0 < box.left and box.right < scale * axes.x1
         if fits and not any(map(box.touches, boxes)):
             places.append(LabelPlace(any(map(box.touches, spots)), is_right, dy, box))
@@ -677,7 +679,7 @@ def cumulative_plot(
             100 * shares,
             color=plot.colour(index),
             lw=max(1.4, 2.6 - 0.5 * index),
-            ls="-" if index < SERIES else "--",
+            ls="-" if index < NUM_COLOURS else "--",
             drawstyle="steps-post",
         )
         for share in (50, 90, 99):

@@ -57,6 +57,13 @@ class Effect(NamedTuple):
     p: float | None = None
 
     @property
+    def bounds(self) -> tuple[float, float]:
+        """(low, high); the estimate where there is no interval."""
+        low = self.estimate if self.low is None else self.low
+        high = self.estimate if self.high is None else self.high
+        return low, high
+
+    @property
     def neutral(self) -> float:
         """The estimate of no difference."""
         return 1.0 if self.scale == "ratio" else 0.0
@@ -215,10 +222,10 @@ def effect_of_pairs(
     """
     values = np.asarray(differences, float)
     mean = float(values.mean())
-    on_scale = _exponential if scale == "ratio" else float
+    to_scale = _exponential if scale == "ratio" else float
     has_noise = margin > 0 or np.ptp(values) > 1e-12 * max(1.0, abs(mean))
     if len(values) < 2 or not has_noise:
-        return Effect(scale, len(values), on_scale(mean))
+        return Effect(scale, len(values), to_scale(mean))
     from scipy import special  # takes half a second to import
 
     freedom = len(values) - 1
@@ -227,7 +234,7 @@ def effect_of_pairs(
     reach = float(special.stdtrit(freedom, (1 + confidence) / 2)) * error + margin
     p = 2 * float(special.stdtr(freedom, -max(0.0, abs(mean) - margin) / error))
     return Effect(
-        scale, len(values), on_scale(mean), on_scale(mean - reach), on_scale(mean + reach), p
+        scale, len(values), to_scale(mean), to_scale(mean - reach), to_scale(mean + reach), p
     )
 
 
@@ -263,8 +270,8 @@ def effect_of_runs(
     values_b = np.log(b) if scale == "ratio" else np.asarray(b, float)
     if paired:
         return effect_of_pairs(values_b - values_a, scale, confidence)
-    on_scale = _exponential if scale == "ratio" else float
-    estimate = on_scale(float(values_b.mean() - values_a.mean()))
+    to_scale = _exponential if scale == "ratio" else float
+    estimate = to_scale(float(values_b.mean() - values_a.mean()))
     if max(np.ptp(values_a), np.ptp(values_b)) < 1e-12:
         return Effect(scale, 0, estimate)
     from scipy import stats  # takes a second to import
@@ -272,7 +279,7 @@ def effect_of_runs(
     # one side without noise is allowed
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
         test: Any = stats.ttest_ind(values_b, values_a, equal_var=False)
-    low, high = (on_scale(float(bound)) for bound in test.confidence_interval(confidence))
+    low, high = (to_scale(float(bound)) for bound in test.confidence_interval(confidence))
     return Effect(scale, 0, estimate, low, high, float(test.pvalue))
 
 
@@ -351,8 +358,7 @@ def effect_text(effect: Effect | None) -> str:
     """An effect and its interval: "0.85 (0.82 to 0.88)", or "+3 (+1 to +5)" of a difference."""
     if effect is None:
         return "-"
-    low = effect.estimate if effect.low is None else effect.low
-    high = effect.estimate if effect.high is None else effect.high
+    low, high = effect.bounds
     numbers = [_signed(value) for value in (effect.estimate, low, high)]
     if effect.scale == "ratio":
         digits = digits_of(low, high)

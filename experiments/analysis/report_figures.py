@@ -440,7 +440,9 @@ def export(groups: Sequence[Section], folder: Path, ending: str, *, simulated: b
             path = folder / f"{name}.{ending}"
             about = figure.about(simulated=simulated)
             title = f"{figure.title}\n{about}" if about else figure.title
-            key, entries = ("", figure.legend) if figure.legend else group.legend or ("", ())
+            key, entries = group.legend or ("", ())
+            if figure.legend:
+                key, entries = "", figure.legend
             plot.save(path, title, entries, key)
             paths.append(path)
     return paths

@@ -4,10 +4,10 @@ requests of the run at the highest rate that was met.
 A run is too short if one of these holds:
 
     few decide       fewer than 10 of its requests may miss the targets: so few outcomes decide
-    queue grew       over the last quarter of the arrivals, more requests were waiting or running
-                     than over the quarter before it, by more than `tolerance` of the requests that
-                     arrived in a quarter. At this rate the engine does not keep up, or it had not
-                     reached its steady state.
+    queue grew       more requests were waiting or running over the last quarter of the arrivals than
+                     over the quarter before. The growth is above `tolerance`, as a share of the
+                     requests that arrive in a quarter. So the engine does not keep up with this
+                     rate, or it had not reached its steady state.
     share not known  the 95 % interval of the share that misses reaches above twice the allowed
                      share. The interval is that of batch means: neighbours in a queue are alike, so
                      the requests are cut into 10 parts in order of arrival, and the means of the
@@ -80,7 +80,7 @@ def growth_at_end(requests: Sequence[RequestRecord]) -> float | None:
         return None
     arrivals = np.sort([request.arrival for request in requests])
     ends = np.sort([math.inf if r.e2e is None else r.arrival + r.e2e for r in requests])
-    # requests in the engine at each arrival, which is counted too
+    # at each arrival: the requests in the engine, with the one that arrives
     inside = np.arange(1, len(arrivals) + 1) - np.searchsorted(ends, arrivals, side="right")
     third_quarter = inside[-2 * quarter : -quarter].mean()
     last_quarter = inside[-quarter:].mean()
@@ -93,6 +93,5 @@ def interval_of_misses(in_time: Sequence[bool]) -> tuple[float, float] | None:
         return None
     parts = np.array_split(1.0 - np.asarray(in_time, float), PARTS)
     effect = effect_of_pairs([float(part.mean()) for part in parts], "difference", CONFIDENCE)
-    low = effect.estimate if effect.low is None else effect.low
-    high = effect.estimate if effect.high is None else effect.high
+    low, high = effect.bounds
     return max(0.0, low), min(1.0, high)

@@ -149,18 +149,24 @@ def choose_metrics(metrics: Sequence[str] | None, *sides: Side) -> tuple[str, ..
     if metrics:
         runs = [run for side in sides for run in side.runs]
         return tuple(find_metric("--metric", name, runs).column for name in metrics)
-    first, *others = [_own_columns(side) for side in sides]
-    own = tuple(column for column in first if all(column in columns for columns in others))
-    return METRICS + (DRAFTS if any(map(speculates, sides)) else ()) + own
+    own_columns = _columns_of_all([_own_columns(side) for side in sides])
+    return (*METRICS, *(DRAFTS if any(map(speculates, sides)) else ()), *own_columns)
 
 
 def _own_columns(side: Side) -> list[str]:
     """The columns of a user's own metrics that all runs of a point have."""
-    first, *others = [
-        [column for column in flatten(run["metrics"]) if column.startswith(OWN)]
-        for run in side.runs
-    ]
-    return [column for column in first if all(column in columns for columns in others)]
+    return _columns_of_all(
+        [
+            [column for column in flatten(run["metrics"]) if column.startswith(OWN)]
+            for run in side.runs
+        ]
+    )
+
+
+def _columns_of_all(lists: Sequence[Sequence[str]]) -> list[str]:
+    """The columns that are in every list, in the order of the first one."""
+    first, *_ = lists
+    return [column for column in first if all(column in columns for columns in lists)]
 
 
 def speculates(side: Side) -> bool:

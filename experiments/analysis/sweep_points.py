@@ -152,8 +152,11 @@ class PointRow(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """The x axis (None: points side by side), the keys that make a line, and the key of which each
-    value has a plot of its own (None: one plot has all lines).
+    """How the swept keys become a plot.
+
+    x: the key on the x axis; None: points stand side by side.
+    lines: points that have equal values of these keys make a line.
+    facet: each value of this key has a plot; None: one plot has all lines.
     """
 
     x: str | None
@@ -237,7 +240,7 @@ def class_metrics(summaries: Iterable[Mapping[str, Any]]) -> list[Metric]:
 
 
 def _class_metric(column: str) -> Metric | None:
-    """The metric of a class that a column is; None if it is none that reports show."""
+    """The metric of a column such as "classes.chat.qoe"; None for columns that reports do not show."""
     section, _, class_column = column.partition(".")
     name, _, quantity = class_column.partition(".")
     if section != CLASSES:
@@ -316,7 +319,7 @@ def _all_numbers(values: Sequence[Any]) -> bool:
 class XAxis(NamedTuple):
     """The values of the x axis, in order.
 
-    numeric: False: they are names, side by side at 0, 1, 2, ...
+    numeric: whether they are numbers. Other values stand side by side at 0, 1, 2, ...
     """
 
     values: tuple[Any, ...]
@@ -387,11 +390,8 @@ def widest_spread(rows: Sequence[PointRow], metric: Metric) -> float | None:
     """The widest range over repeats, as a share of its point's median; None if no point has two
     repeats.
     """
-    shares = [
-        (spread.high - spread.low) / spread.middle
-        for row in rows
-        if row.repeats > 1 and (spread := row.values.get(metric.column))
-    ]
+    spreads = [row.values.get(metric.column) for row in rows if row.repeats > 1]
+    shares = [(spread.high - spread.low) / spread.middle for spread in spreads if spread]
     return max(shares, default=None)
 
 

@@ -53,26 +53,29 @@ def random_adapter(config: DecoderConfig, name: str, rank: int, seed: int) -> Ad
     return adapter_of(factors, {"lora_alpha": rank}, config, name)
 
 
-def measure(without: LLM, engines: dict[int, LLM], name: str, num_rounds: int) -> dict[str, Any]:
+def measure(plain_llm: LLM, engines: dict[int, LLM], name: str, num_rounds: int) -> dict[str, Any]:
     """Run a workload in all engines, for some rounds.
 
     Returns the seconds of each run, and the shares of the speed that are left.
 
     Args:
-        without: the engine without adapters.
+        plain_llm: the engine without adapters.
         engines: the engines by rank, each with the adapters "0" to "7" loaded.
     """
-    vocab = without.engine.model.config.vocab_size
+    vocab = plain_llm.engine.model.config.vocab_size
     prompts, params = requests_of(WORKLOADS[name], vocab, seed=1234)
     adapters = [LoRARequest(str(i % ADAPTERS)) for i in range(len(prompts))]
-    runs = {"without": partial(seconds, without, prompts, params)}
+    runs = {"without": partial(seconds, plain_llm, prompts, params)}
     for rank, llm in engines.items():
         run = partial(seconds, llm, prompts, params)
         runs[f"rank {rank}, no adapter"] = run
         runs[f"rank {rank}, {ADAPTERS} adapters"] = partial(run, lora_request=adapters)
     seconds_by_run = run_rounds(runs, num_rounds)
-    base = seconds_by_run["without"]
-    shares = {run: ratios(base, times) for run, times in seconds_by_run.items() if run != "without"}
+    shares = {
+        run: ratios(seconds_by_run["without"], times)
+        for run, times in seconds_by_run.items()
+        if run != "without"
+    }
     return {"workload": name, "seconds": seconds_by_run, "shares": shares}
 
 
@@ -83,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=harness.at_least_1, nargs="+", default=[8, 16])
     args = parser.parse_args(argv)
     model = load_model(args.model, dtype=args.dtype)
-    without = LLM(model, progress=False, compilation="eager", **ENGINE)
+    plain_llm = LLM(model, progress=False, compilation="eager", **ENGINE)
     engines = {}
     for rank in args.ranks:
         options = {"enable_lora": True, "max_loras": ADAPTERS, "max_lora_rank": rank}
@@ -92,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             engines[rank].engine.load_adapter(
                 random_adapter(model.model.config, str(i), rank, seed=i)
             )
-    results = [measure(without, engines, name, args.rounds) for name in WORKLOADS]
+    results = [measure(plain_llm, engines, name, args.rounds) for name in WORKLOADS]
     rows = []
     for result in results:
         for run, times in result["seconds"].items():

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.bench.harness import check_least
-from experiments.bench.sharing import ALPACA, Dataset, Saved
+from experiments.bench.sharing import ALPACA, BlockCounts, Dataset
 from experiments.core.distributions import Exponential, draw_lengths
 from experiments.core.workloads import branch_ids
 from pagedjax import LLM, BeamSearchParams, load_model
@@ -66,23 +66,26 @@ def searcher(model: LoadedModel, block_size: int) -> LLM:
     )
 
 
-def measure(llm: LLM, requests: Sequence[tuple[list[int], int]], width: int) -> Saved:
+def measure(llm: LLM, requests: Sequence[tuple[list[int], int]], width: int) -> BlockCounts:
     """Run a beam search of `width` for all requests, as many at a time as PLACES allows."""
     llm.engine.reset()
     for i, (prompt, output) in enumerate(requests):
         request_id, *forks = branch_ids(f"r{i}", width)
         params = BeamSearchParams(width, output, ignore_eos=True)
         llm.engine.add(request_id, prompt, params, forks=forks)
-    listed = used = steps = preemptions = 0
+    table_entries = 0
+    used_blocks = 0
+    steps = 0
+    preemptions = 0
     while llm.engine.has_work:
         result = llm.engine.step()
         assert result is not None
         # beams advance together, so each has a row
-        listed += sum(len(seq.blocks) for seq in result.plan.seqs)
-        used += result.plan.blocks_used
+        table_entries += sum(len(seq.blocks) for seq in result.plan.seqs)
+        used_blocks += result.plan.blocks_used
         steps += 1
         preemptions += len(result.plan.preempted)
-    return Saved(listed, used, steps, preemptions)
+    return BlockCounts(table_entries, used_blocks, steps, preemptions)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -34,14 +34,14 @@ from pagedjax.text.structured.matcher import Grammar, MaskRow, masks
 from pagedjax.weights.pretrained import DEFAULT_MODEL, load_model
 
 
-class Followed(NamedTuple):
+class MaskResult(NamedTuple):
     """Whether the masks accepted an instance, and the seconds of each mask."""
 
     accepted: bool
     mask_seconds: list[float]
 
 
-def follow(grammar: Grammar, tokens: Sequence[int], stops: Sequence[int]) -> Followed:
+def follow(grammar: Grammar, tokens: Sequence[int], stops: Sequence[int]) -> MaskResult:
     """Follow the tokens through the masks, until a mask forbids one of them or the end."""
     matcher = grammar.matcher()
     seconds = []
@@ -54,8 +54,8 @@ def follow(grammar: Grammar, tokens: Sequence[int], stops: Sequence[int]) -> Fol
         word, bit = divmod(token, 32)
         is_allowed = bool((mask[word] >> np.uint32(bit)) & np.uint32(1))
         if matcher.error is not None or not is_allowed:
-            return Followed(False, seconds)
-    return Followed(True, seconds)
+            return MaskResult(False, seconds)
+    return MaskResult(True, seconds)
 
 
 def files(folder: Path, limit: int | None) -> Iterator[tuple[Any, list[dict[str, Any]]]]:

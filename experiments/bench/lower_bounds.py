@@ -138,14 +138,15 @@ def paged_attention(llm: LLM, batch: int, context: int) -> Run:
     pages = cache.init(blocks=batch * width, **block)
     blocks = 1 + np.random.default_rng(0).permutation(batch * width).astype(np.int32)
     tables = blocks.reshape(batch, width)
-    rows = tables, np.full(batch, context, np.int32), np.arange(batch + 1, dtype=np.int32)
+    lengths = np.full(batch, context, np.int32)
+    offsets = np.arange(batch + 1, dtype=np.int32)
     attend = attention.attend(config.attention_impl, model_config.attn_scale)
     q_shape = (batch, model_config.heads, model_config.head_dim)
     q = jnp.ones(q_shape, llm.engine.model.dtype)
 
     def every_layer(q: jax.Array, k: Sequence[jax.Array], v: Sequence[jax.Array]) -> jax.Array:
         for keys, values in zip(k, v, strict=True):  # one after the other, as in a step
-            q = attend(q, keys, values, *rows)
+            q = attend(q, keys, values, tables, lengths, offsets)
         return q
 
     return _ready(every_layer, q, pages.k, pages.v)
@@ -258,15 +259,15 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     )
     print("   (step/products and it)   read cache (it/attention)")
     for r in rows:
-        step = r["step"]
-        read = r["read weights"]
-        products = r["weight products"]
-        attending = r["attention"]
+        step_ms = r["step"]
+        read_ms = r["read weights"]
+        products_ms = r["weight products"]
+        attention_ms = r["attention"]
         print(
-            f"{r['batch']:5} {step:7.1f} {r['host']:6.2f} {read:14.1f} ({step / read:6.2f})"
-            f" {products:13.1f} ({step / products:5.2f})"
-            f" {attending:11.1f} ({step / (products + attending):22.2f})"
-            f" {r['read cache']:12.1f} ({r['read cache'] / attending:11.2f})"
+            f"{r['batch']:5} {step_ms:7.1f} {r['host']:6.2f} {read_ms:14.1f}"
+            f" ({step_ms / read_ms:6.2f}) {products_ms:13.1f} ({step_ms / products_ms:5.2f})"
+            f" {attention_ms:11.1f} ({step_ms / (products_ms + attention_ms):22.2f})"
+            f" {r['read cache']:12.1f} ({r['read cache'] / attention_ms:11.2f})"
         )
 
 

@@ -245,7 +245,8 @@ def run_rounds(peers: Sequence[Peer], work: Work, repeats: int) -> dict[str, lis
     for rounds_left in range((1 + EXTRA) * repeats, 0, -1):
         passes = {peer.name: one_pass(peer, work, count) for peer in peers}
         is_disturbed = max(stolen for _, stolen in passes.values()) > STOLEN
-        can_repeat = rounds_left > repeats - counted  # else all that are left must count
+        rounds_needed = repeats - counted
+        can_repeat = rounds_left > rounds_needed
         if is_disturbed and can_repeat:
             print("  this round is not counted", flush=True)
             continue
@@ -314,7 +315,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--repeats and --requests must be at least 1")
     try:
         config = strict_yaml.parse(Config, strict_yaml.load_file(Path(args.config)), "")
-        contenders = _chosen(config, args.only)
+        contenders = _choose_contenders(config, args.only)
         folder = Path(args.work)
         folder.mkdir(parents=True, exist_ok=True)
         model = write_out(config.model, folder)
@@ -357,7 +358,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _chosen(config: Config, names: Sequence[str] | None) -> dict[str, Contender]:
+def _choose_contenders(config: Config, names: Sequence[str] | None) -> dict[str, Contender]:
     for name in names or ():
         if name not in config.contenders:
             raise ValueError(

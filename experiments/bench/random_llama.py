@@ -21,15 +21,15 @@ SHAPES = {
         "intermediate_size": 5632,
         "num_hidden_layers": 22,
         "vocab_size": 32000,
-    }
-    | {"num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 8192},
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+    },
     "llama-3.2-1b": {
         "hidden_size": 2048,
         "intermediate_size": 8192,
         "num_hidden_layers": 16,
         "vocab_size": 128256,
-    }
-    | {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "max_position_embeddings": 8192,
@@ -40,8 +40,10 @@ SHAPES = {
         "intermediate_size": 512,
         "num_hidden_layers": 2,
         "vocab_size": 1000,
-    }
-    | {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024},
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+    },
 }
 
 

@@ -74,7 +74,7 @@ from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import EMPTY_PLAN
 
-WARM = 2  # steps before the timed ones
+WARM_STEPS = 2  # before the timed ones
 # The steps lie around the mean context, so a sequence grows beyond it by about half of them, which
 # must be at most EXTRA_TOKENS
 MAX_STEPS = 40
@@ -256,19 +256,19 @@ def model_of(shape: Shape, body: Mapping[str, Any]) -> Model:
 
 def time_steps(device: Device, context: int, steps: int) -> list[Seconds]:
     """Make decode steps around a mean context. Returns the times of those after the warm-up."""
-    host = state_after_prompts(device.shapes, context, WARM + steps // 2)
+    host = state_after_prompts(device.shapes, context, WARM_STEPS + steps // 2)
     times = []
-    for _ in range(WARM + steps):
+    for _ in range(WARM_STEPS + steps):
         host, seconds, _ = advance(host, device.shapes, device.blanks, device.compute)
         times.append(seconds)
-    return times[WARM:]
+    return times[WARM_STEPS:]
 
 
 def warm_up(shape: Shape) -> None:
     """Run the host's code alone: Python is faster after a function has run a few times."""
     shapes = shapes_of(shape)
     blanks = {shape.sequences: blank_sampling(shape.sequences)}
-    host = state_after_prompts(shapes, shape.context, WARM + MAX_STEPS // 2)
+    host = state_after_prompts(shapes, shape.context, WARM_STEPS + MAX_STEPS // 2)
     for _ in range(MAX_STEPS):
         host, *_ = advance(host, shapes, blanks, lambda batch: np.zeros_like(batch.tokens))
 
@@ -278,9 +278,9 @@ def measure(shape: Shape, body: Mapping[str, Any], steps: int) -> dict[str, Any]
     device = Device(shape, body)
     attempts: list[tuple[float, list[Seconds]]] = []
     for _ in range(ATTEMPTS):
-        since = processor_time()
+        time_before = processor_time()
         times = time_steps(device, shape.context, steps)
-        stolen = stolen_share(since) or 0.0
+        stolen = stolen_share(time_before) or 0.0
         attempts.append((stolen, times))
         if stolen <= STOLEN:
             break

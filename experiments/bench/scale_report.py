@@ -101,7 +101,7 @@ def growth(factor: str, points: Sequence[Mapping[str, Any]]) -> str:
     size, unit = UNITS[factor]
     xs = [point[factor] / size for point in points]
 
-    def along(column: str, name: str, quantity: str) -> str:
+    def growth_text(column: str, name: str, quantity: str) -> str:
         ys = [COLUMNS[column](point) for point in points]
         if max(ys) < 1.001 * min(ys):
             return f"{name} {number(ys[0])} {quantity} everywhere"
@@ -110,23 +110,26 @@ def growth(factor: str, points: Sequence[Mapping[str, Any]]) -> str:
         error_text = f" ({largest_error:.0%} off at most)" if largest_error >= 0.005 else ""
         return f"{name} {number(start)} {quantity} {sign} {number(abs(slope))} {unit}{error_text}"
 
-    def between(values: Sequence[float], unit: str = "") -> str:
+    def range_text(values: Sequence[float], unit: str = "") -> str:
         return " to ".join(dict.fromkeys([number(min(values)), number(max(values))])) + unit
 
     ratios = [COLUMNS["step / paper"](point) for point in points]
     hosts = [COLUMNS["host, us"](point) for point in points]
     planned = [point["compiled"]["activations"] / point["paper"]["activations"] for point in points]
     times = [
-        along("step, ms", "Step", "ms"),
-        along("paper, ms", "on paper", "ms"),
-        f"step / paper {between(ratios)}",
+        growth_text("step, ms", "Step", "ms"),
+        growth_text("paper, ms", "on paper", "ms"),
+        f"step / paper {range_text(ratios)}",
     ]
-    sizes = [along("weights, MiB", "Weights", "MiB"), along("cache, MiB", "cache", "MiB")]
+    sizes = [
+        growth_text("weights, MiB", "Weights", "MiB"),
+        growth_text("cache, MiB", "cache", "MiB"),
+    ]
     sizes += [
-        along("as compiled, MiB", "activations as compiled", "MiB"),
-        f"{between(planned)} times those on paper",
+        growth_text("as compiled, MiB", "activations as compiled", "MiB"),
+        f"{range_text(planned)} times those on paper",
     ]
-    host = [along("host, us", "Host", "us"), between(hosts, " us in all")]
+    host = [growth_text("host, us", "Host", "us"), range_text(hosts, " us in all")]
     return wrapped(*("; ".join(parts) + "." for parts in (times, host, sizes)))
 
 
@@ -155,8 +158,8 @@ def conditions(figures: Mapping[str, Any], rates: Rates) -> str:
         f"queries and {body['num_key_value_heads']} of keys, tied embeddings; medians of "
         f"{figures['steps']} steps.",
         f"In its best tenth the device read {rates.read / 1e9:.1f} GB/s "
-        f"({spans(figures['rates']['read'])} in all) and",
-        f"multiplied {rates.multiply / 1e9:.0f} GFLOP/s ({spans(figures['rates']['multiply'])}). "
+        f"({rates_text(figures['rates']['read'])} in all) and",
+        f"multiplied {rates.multiply / 1e9:.0f} GFLOP/s ({rates_text(figures['rates']['multiply'])}). "
         "The middle half of a",
         f"point's steps spans {statistics.median(spread):.0%} of their median, {max(spread):.0%} "
         "at the worst point;",
@@ -191,7 +194,7 @@ def spread_of(times: Sequence[float]) -> float:
     return (high - low) / middle
 
 
-def spans(rates: Sequence[float]) -> str:
+def rates_text(rates: Sequence[float]) -> str:
     return f"{min(rates) / 1e9:.1f} to {max(rates) / 1e9:.1f}"
 
 

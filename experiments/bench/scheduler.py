@@ -312,10 +312,10 @@ def scheduler_config(seqs: int, blocks: int, block_size: int, steps: int) -> Sch
     """
     # under `decode`, the first load, every sequence grows by a token a step
     length = max(LONGEST, MAX_PROMPT + LOADS[0].warm_up + steps + 1)
-    need = seqs * -(-length // block_size)
-    if need > blocks:
+    needed_blocks = seqs * -(-length // block_size)
+    if needed_blocks > blocks:
         raise ValueError(
-            f"--blocks is {blocks}; {seqs} sequences of {length} tokens need {need} blocks of "
+            f"--blocks is {blocks}; {seqs} sequences of {length} tokens need {needed_blocks} blocks of "
             f"{block_size}: raise --blocks, or lower --seqs or --measure"
         )
     return SchedulerConfig(

@@ -99,7 +99,7 @@ class SampledRequest(NamedTuple):
         return [self.prompt + output for output in self.outputs]
 
 
-class Saved(NamedTuple):
+class BlockCounts(NamedTuple):
     """The blocks of the running sequences, summed over steps.
 
     listed: entries of block tables. used: distinct blocks of them.
@@ -158,7 +158,7 @@ def sample(plan: Plan, ends: Mapping[str, int], rng: np.random.Generator) -> lis
     return sampled
 
 
-def simulate(requests: Sequence[SampledRequest], block_size: int, seed: int = 0) -> Saved:
+def simulate(requests: Sequence[SampledRequest], block_size: int, seed: int = 0) -> BlockCounts:
     """Run requests to their end. Tokens are random; a branch stops at its own length.
 
     The pool has room for MAX_SEQS of the longest request, so nothing is preempted; `preemptions`
@@ -175,13 +175,18 @@ def simulate(requests: Sequence[SampledRequest], block_size: int, seed: int = 0)
     state = scheduler.init(config)
     rng = np.random.default_rng([seed, 99])
     ends: dict[str, int] = {}
-    listed = used = preemptions = step = sent = 0
-    while sent < len(requests) or ends:
-        while sent < len(requests) and requests[sent].arrival <= step:
-            names = branch_ids(f"r{sent}", len(requests[sent].outputs))
-            ends |= dict(zip(names, requests[sent].ends, strict=True))
-            state = scheduler.submit(state, to_scheduler(requests[sent], names))
-            sent += 1
+    listed = 0
+    used = 0
+    preemptions = 0
+    step = 0
+    num_sent = 0
+    while num_sent < len(requests) or ends:
+        while num_sent < len(requests) and requests[num_sent].arrival <= step:
+            request = requests[num_sent]
+            names = branch_ids(f"r{num_sent}", len(request.outputs))
+            ends |= dict(zip(names, request.ends, strict=True))
+            state = scheduler.submit(state, to_scheduler(request, names))
+            num_sent += 1
         step += 1
         state, plan = scheduler.schedule(state, FCFS)
         listed += sum([len(seq.blocks) for seq in state.running.seqs])
@@ -191,7 +196,7 @@ def simulate(requests: Sequence[SampledRequest], block_size: int, seed: int = 0)
         for event in events:
             if isinstance(event, scheduler.Finished):
                 del ends[event.request_id]
-    return Saved(listed, used, step, preemptions)
+    return BlockCounts(listed, used, step, preemptions)
 
 
 class Row(NamedTuple):

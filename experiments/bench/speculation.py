@@ -146,7 +146,7 @@ def measure(work: Workload, engines: dict[str, LLM], rounds: int) -> list[dict[s
             plain.seconds / engine_pass.seconds
             for plain, engine_pass in zip(passes["plain"], engine_passes, strict=True)
         ]
-        last = engine_passes[-1].drafts
+        acceptance = engine_passes[-1].drafts
         total = sum(work.lengths)
         rows.append(
             {
@@ -156,8 +156,10 @@ def measure(work: Workload, engines: dict[str, LLM], rounds: int) -> list[dict[s
                 "ratio": statistics.median(ratios),
                 "least": min(ratios),
                 "most": max(ratios),
-                "accepted": last.accepted / last.drafts if last.drafts else None,
-                "tokens_a_step": 1 + last.accepted / last.rows if last.rows else None,
+                "accepted": acceptance.accepted / acceptance.drafts if acceptance.drafts else None,
+                "tokens_a_step": 1 + acceptance.accepted / acceptance.rows
+                if acceptance.rows
+                else None,
             }
         )
     return rows

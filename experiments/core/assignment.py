@@ -2,7 +2,7 @@
 
     new(runs, places)              -> state         a worker starts at each place
     add_worker(state, place, kind) -> state         the worker has answered, from this kind of machine
-    give_run(state, place, least)  -> (state, run)  the worker's next run; None: others make the rest
+    give_run(state, place, min_runs)  -> (state, run)  the worker's next run; None: others make the rest
     end_run(state, place)          -> state         the worker's run has a result
     lose_worker(state, place)      -> (state, run)  the worker is gone; if it had a run, the run has
                                                     failed, and a new worker starts
@@ -25,7 +25,7 @@ from experiments.core.engines import Run, engine_key
 Kind = str
 
 
-class AtPlace(NamedTuple):
+class WorkerState(NamedTuple):
     """A worker that has answered.
 
     built: keys of the engines that it has built.
@@ -42,7 +42,7 @@ class Assignment(NamedTuple):
 
     waiting: tuple[Run, ...]
     starting: frozenset[int]  # places whose worker has not answered
-    workers: Mapping[int, AtPlace]  # by the number of their place
+    workers: Mapping[int, WorkerState]  # by the number of their place
     machines: Mapping[Hashable, Kind]  # by the key of an engine that has results
 
 
@@ -51,11 +51,11 @@ def new(runs: Iterable[Run], places: int) -> Assignment:
 
 
 def add_worker(state: Assignment, place: int, kind: Kind) -> Assignment:
-    workers = {**state.workers, place: AtPlace(kind)}
+    workers = {**state.workers, place: WorkerState(kind)}
     return state._replace(starting=state.starting - {place}, workers=workers)
 
 
-def give_run(state: Assignment, place: int, least: int = 2) -> tuple[Assignment, Run | None]:
+def give_run(state: Assignment, place: int, min_runs: int = 2) -> tuple[Assignment, Run | None]:
     """Give the worker at a place its next run; see `choose`."""
     worker = state.workers[place]
     built_by_others = {
@@ -64,7 +64,7 @@ def give_run(state: Assignment, place: int, least: int = 2) -> tuple[Assignment,
         if other_place != place
         for key in other_worker.built
     }
-    run = choose(state.waiting, worker.built, built_by_others, kinds(state), worker.kind, least)
+    run = choose(state.waiting, worker.built, built_by_others, kinds(state), worker.kind, min_runs)
     if run is None:
         return state, None
     built = worker.built | {engine_key(run.point.experiment)}
@@ -88,7 +88,11 @@ def lose_worker(state: Assignment, place: int) -> tuple[Assignment, Run | None]:
         starting = state.starting - {place}
     else:
         starting = state.starting | {place}
-    workers = {other: worker for other, worker in state.workers.items() if other != place}
+    workers = {
+        worker_place: worker
+        for worker_place, worker in state.workers.items()
+        if worker_place != place
+    }
     return state._replace(starting=starting, workers=workers), run
 
 
@@ -122,13 +126,13 @@ def choose(
     built_by_others: Set[Hashable],
     kinds: Mapping[Hashable, Kind],
     kind: Kind,
-    least: int = 2,
+    min_runs: int = 2,
 ) -> Run | None:
     """The next run of a worker on this kind of machine: the first run of an engine that this worker
     has built, or that no worker has built.
 
     If there is none, the worker helps others: it gets the first run of an engine with at least
-    `least` runs that wait. With fewer it is not worth building that engine again. None: the runs
+    `min_runs` runs that wait. With fewer it is not worth building that engine again. None: the runs
     that are left are for other workers.
 
     Args:
@@ -142,6 +146,6 @@ def choose(
         if keys[i] in built or keys[i] not in built_by_others:
             return waiting[i]
     for i in allowed:
-        if keys.count(keys[i]) >= least:
+        if keys.count(keys[i]) >= min_runs:
             return waiting[i]
     return None

@@ -31,7 +31,7 @@ from experiments.core import assignment
 from experiments.core.engines import Run, engine_key, simulated_engines
 from experiments.core.environment import code, environment
 from experiments.core.execution import Result, failed_run, measure_run
-from experiments.core.sweep import Begins, make_engines
+from experiments.core.sweep import OnBegin, make_engines
 
 # An option of Ray -> its name in a node's totals
 NAMES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
@@ -214,8 +214,8 @@ def connect(
     """
     import ray
 
-    connects = not ray.is_initialized()
-    if connects:
+    must_connect = not ray.is_initialized()
+    if must_connect:
         check_address(os.environ.get("RAY_ADDRESS", ""))
         try:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
@@ -228,11 +228,11 @@ def connect(
         places = places_of(ray.nodes(), resources, measured=measured)
         _check_accepted(places[0])
     except ValueError:
-        if connects:
+        if must_connect:
             ray.shutdown()
         raise
     count = min(len(runs), len(places) if jobs is None else jobs)
-    return Workers(places[:count], alive, measured, connects)
+    return Workers(places[:count], alive, measured, must_connect)
 
 
 def check_address(address: str, seconds: float = 5.0) -> None:
@@ -253,7 +253,7 @@ def check_address(address: str, seconds: float = 5.0) -> None:
 
 
 def results(
-    runs: Iterable[Run], env: dict[str, Any], begins: Begins, workers: Workers
+    runs: Iterable[Run], env: dict[str, Any], on_begin: OnBegin, workers: Workers
 ) -> Generator[Result, None, None]:
     """`measure_run` of each of `runs` in a worker, as they finish.
 
@@ -261,7 +261,7 @@ def results(
     """
     import ray
 
-    team = _Team(workers, runs, env, begins)
+    team = _Team(workers, runs, env, on_begin)
     try:
         team.start()
         while team.active:
@@ -277,11 +277,11 @@ class _Team:
     """The actors of the workers, and what each of them does."""
 
     def __init__(
-        self, workers: Workers, runs: Iterable[Run], env: dict[str, Any], begins: Begins
+        self, workers: Workers, runs: Iterable[Run], env: dict[str, Any], on_begin: OnBegin
     ) -> None:
         self._workers = workers
         self._env = env
-        self._begins = begins
+        self._on_begin = on_begin
         self._state = assignment.new(runs, len(workers.places))
         self._actors: dict[int, Any] = {}  # by the number of their place
         # environment of each worker that has answered
@@ -355,10 +355,10 @@ class _Team:
         self._state = assignment.add_worker(self._state, place, kind)
 
     def _give_run(self, place: int) -> None:
-        least = 2 if self._workers.device else 1  # a simulated engine costs nothing
-        self._state, run = assignment.give_run(self._state, place, least)
+        min_runs = 2 if self._workers.device else 1  # a simulated engine costs nothing
+        self._state, run = assignment.give_run(self._state, place, min_runs)
         if run is not None:
-            self._begins(run)
+            self._on_begin(run)
             self._busy[self._actors[place].measure.remote(run)] = place
 
     def _lose_worker(self, place: int, reason: str, node: str | None = None) -> list[Result]:

@@ -89,10 +89,10 @@ class Warmup:
     max_tokens: int = 8
 
     def __post_init__(self) -> None:
-        for name, least in (("requests", 0), ("max_tokens", 1)):
+        for name, minimum in (("requests", 0), ("max_tokens", 1)):
             value = getattr(self, name)
-            if value < least:
-                raise ValueError(f"{name} is {value!r}; it must be at least {least}")
+            if value < minimum:
+                raise ValueError(f"{name} is {value!r}; it must be at least {minimum}")
 
 
 @dataclass(frozen=True)

@@ -325,13 +325,16 @@ def _times_of(spec: Changing, expected: np.ndarray) -> list[float]:
         per_period = until_change[-1] + rates[-1] * (spec.repeat_s - starts[-1])
         periods = expected // per_period
         expected = expected - periods * per_period
-    changes = np.searchsorted(until_change, expected, side="right") - 1  # the last one before
-    rest = expected - until_change[changes]
-    # the time t after a change solves rest = rate * t + slope * t^2 / 2
-    root = np.sqrt(np.maximum(rates[changes] ** 2 + 2 * slopes[changes] * rest, 0.0))
+    # the index of the last change before each arrival
+    changes = np.searchsorted(until_change, expected, side="right") - 1
+    since_change = expected - until_change[changes]  # expected requests
+    # the seconds t after a change solve since_change = rate * t + slope * t^2 / 2
+    root = np.sqrt(np.maximum(rates[changes] ** 2 + 2 * slopes[changes] * since_change, 0.0))
     divisor = rates[changes] + root
-    after = np.divide(2 * rest, divisor, out=np.zeros(len(rest)), where=divisor > 0)
-    times = periods * (spec.repeat_s or 0.0) + starts[changes] + after
+    seconds_after = np.divide(
+        2 * since_change, divisor, out=np.zeros(len(since_change)), where=divisor > 0
+    )
+    times = periods * (spec.repeat_s or 0.0) + starts[changes] + seconds_after
     times[0] = 0.0
     return [float(time) for time in times]
 
@@ -474,8 +477,9 @@ def _check_users(count: int) -> None:
 def shares_of_users(spec: Users) -> np.ndarray:
     """The probability of each user, float64 [users]."""
     if isinstance(spec, OneHeavyUser):
-        rest = (1 - spec.share) / (spec.count - 1)
-        return np.array([spec.share, *[rest] * (spec.count - 1)])
+        shares = np.full(spec.count, (1 - spec.share) / (spec.count - 1))
+        shares[0] = spec.share
+        return shares
     exponent = spec.exponent if isinstance(spec, ZipfUsers) else 0.0
     weights = np.arange(1, spec.count + 1) ** -exponent
     return weights / weights.sum()

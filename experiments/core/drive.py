@@ -34,7 +34,13 @@ from experiments.core.records import (
     request_records,
     step_records,
 )
-from experiments.core.replicas import Present, StepLoad, by_end, drive_replicas, replicas_summary
+from experiments.core.replicas import (
+    ReplicaCount,
+    StepLoad,
+    by_end,
+    drive_replicas,
+    replicas_summary,
+)
 from experiments.core.submit import (
     LONGEST_SLEEP,
     DrawnEnds,
@@ -321,7 +327,7 @@ def _record_run(
         sampling,
         recorder,
         workload.clients,
-        Present(options.count, options.changes, recorder.requests.forget_request),
+        ReplicaCount(options.count, options.changes, recorder.requests.forget_request),
     )
     return recorder.recording(replicas)
 

@@ -23,7 +23,7 @@ from pagedjax.options.own_names import own_name
 from pagedjax.text import yaml_words
 
 Result = tuple[dict[str, str], dict[str, Any]]  # the files of a run (name -> text) and its summary
-COPIED = 1 << 18  # a workload file of at most this many characters is copied into the run's folder
+MAX_COPY = 1 << 18  # most characters of a workload file that is copied into the run's folder
 
 
 def head_of(run: Run) -> dict[str, Any]:
@@ -42,14 +42,16 @@ def head_of(run: Run) -> dict[str, Any]:
     }
 
 
-def noise(load_before: float | None, since: tuple[int, int] | None) -> dict[str, float | None]:
+def noise(
+    load_before: float | None, time_before: tuple[int, int] | None
+) -> dict[str, float | None]:
     """The machine's other load: before the run (load average) and during it (stolen processor
     time).
 
     Args:
-        since: the result of `processor_time` before the run.
+        time_before: the result of `processor_time` before the run.
     """
-    return {"load_average": load_before, "stolen_share": stolen_share(since)}
+    return {"load_average": load_before, "stolen_share": stolen_share(time_before)}
 
 
 def measure_run(run: Run, engines: Engines, env: dict[str, Any]) -> Result:
@@ -60,13 +62,13 @@ def measure_run(run: Run, engines: Engines, env: dict[str, Any]) -> Result:
     """
     experiment = run.point.experiment
     load_before = load_average()
-    since = processor_time()
+    time_before = processor_time()
     try:
         llm = engines.get(experiment)
         measured = measure(llm, run.point, run.repeat)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        env = {**env, **noise(load_before, since)}
+        env = {**env, **noise(load_before, time_before)}
         return failed_run(run, env, reason, traceback.format_exc())
     summary = {
         **_summary_head(run, env),
@@ -84,7 +86,7 @@ def measure_run(run: Run, engines: Engines, env: dict[str, Any]) -> Result:
         )
     startup = {**llm.startup, "total": engines.startup_seconds[engine_key(experiment)]}
     facts = _engine_facts(experiment, llm, startup)
-    files["env.json"] = store.json_text({**env, **facts, **noise(load_before, since)})
+    files["env.json"] = store.json_text({**env, **facts, **noise(load_before, time_before)})
     return {**files, "summary.json": store.json_text(summary)}, summary
 
 
@@ -222,7 +224,7 @@ def config_files(run: Run, engine: Any) -> dict[str, str]:
     copies = {}
     if run.point.source:
         values["workload"]["file"] = run.point.source
-        if len(run.point.content) <= COPIED:
+        if len(run.point.content) <= MAX_COPY:
             copy = f"workload{Path(run.point.source).suffix}"
             copies[copy] = run.point.content
             values["workload"]["file"] = copy

@@ -34,7 +34,7 @@ ASKING = ("human", "user")
 ANSWERING = ("gpt", "chatgpt", "assistant", "bing", "bard")
 
 
-class Arrived(NamedTuple):
+class TraceRequest(NamedTuple):
     """A request of a recorded service. `seconds` count from any moment.
 
     blocks: ids of the blocks of its prompt; blocks with equal ids have equal tokens; (): not known.
@@ -96,7 +96,9 @@ def _message(place: str, message: Any) -> tuple[str, str]:
     return role, text
 
 
-def burst_rows(file: str, content: str, model: str | None, log_type: str | None) -> list[Arrived]:
+def burst_rows(
+    file: str, content: str, model: str | None, log_type: str | None
+) -> list[TraceRequest]:
     """The requests of a BurstGPT file, in its order.
 
     Requests without response tokens are left out: they failed.
@@ -115,14 +117,14 @@ def burst_rows(file: str, content: str, model: str | None, log_type: str | None)
         values["model"].add(row_model)
         values["log_type"].add(row_type)
         place = f"{file}, line {line}"
-        arrived = Arrived(
+        request = TraceRequest(
             _seconds(place, time),
             _tokens(f"{place}: Request tokens", prompt),
             _tokens(f"{place}: Response tokens", output),
             user=user,
         )
-        if model in (None, row_model) and log_type in (None, row_type) and arrived.output_tokens:
-            rows.append(arrived)
+        if model in (None, row_model) and log_type in (None, row_type) and request.output_tokens:
+            rows.append(request)
     for name, chosen in (("model", model), ("log_type", log_type)):
         if chosen is not None and chosen not in values[name]:
             raise ValueError(
@@ -144,7 +146,7 @@ def _tokens(place: str, text: str) -> int:
     return int(float(text))
 
 
-def mooncake_rows(file: str, content: str) -> list[Arrived]:
+def mooncake_rows(file: str, content: str) -> list[TraceRequest]:
     """The requests of a Mooncake file, in its order.
 
     Raises:
@@ -154,7 +156,7 @@ def mooncake_rows(file: str, content: str) -> list[Arrived]:
     return [_mooncake_row(f"{file}, line {i}", line) for i, line in enumerate(lines(content), 1)]
 
 
-def _mooncake_row(place: str, line: str) -> Arrived:
+def _mooncake_row(place: str, line: str) -> TraceRequest:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -165,35 +167,35 @@ def _mooncake_row(place: str, line: str) -> Arrived:
     prompt = _count(place, row, "input_length", 1)
     output = _count(place, row, "output_length", 0)
     ids = row.get("hash_ids")
-    need = -(-prompt // BLOCK)
-    if not isinstance(ids, list) or len(ids) != need or any(type(i) is not int for i in ids):
+    num_blocks = -(-prompt // BLOCK)
+    if not isinstance(ids, list) or len(ids) != num_blocks or any(type(i) is not int for i in ids):
         raise ValueError(
-            f"{place}: hash_ids is {ids!r:.60}; a prompt of {prompt} tokens has {need} integers, "
+            f"{place}: hash_ids is {ids!r:.60}; a prompt of {prompt} tokens has {num_blocks} integers, "
             f"one for each {BLOCK} tokens"
         )
     user = row.get("user", "")
     if not isinstance(user, str):
         raise ValueError(f"{place}: user is {user!r:.60}; it must be a text")
-    return Arrived(time / 1000, prompt, output, tuple(ids), user)
+    return TraceRequest(time / 1000, prompt, output, tuple(ids), user)
 
 
-def _count(place: str, row: Mapping[str, Any], name: str, least: int) -> int:
-    """A number of tokens of a row, of at least `least`."""
-    number = _number(place, row, name, "tokens", least)
+def _count(place: str, row: Mapping[str, Any], name: str, minimum: int) -> int:
+    """A number of tokens of a row, of at least `minimum`."""
+    number = _number(place, row, name, "tokens", minimum)
     if number != int(number):
         raise ValueError(f"{place}: {name} is {number!r}; it must be an integer, such as 472")
     return int(number)
 
 
-def _number(place: str, row: Mapping[str, Any], name: str, unit: str, least: int) -> float:
-    """A number of a row, of at least `least`."""
+def _number(place: str, row: Mapping[str, Any], name: str, unit: str, minimum: int) -> float:
+    """A number of a row, of at least `minimum`."""
     number = row.get(name)
     if isinstance(number, bool) or not isinstance(number, int | float):
         number = math.nan
-    if not least <= number < math.inf:
+    if not minimum <= number < math.inf:
         raise ValueError(
             f"{place}: {name} is {row.get(name)!r:.80}; it must be a number of {unit}, at least "
-            f"{least}"
+            f"{minimum}"
         )
     return number
 

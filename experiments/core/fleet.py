@@ -158,10 +158,12 @@ class Fleet(Generic[E_co]):
         engine = self.engines[replica]
         if replica in self._ahead:
             self._make_steps_ahead(replica, math.inf)
-        elif self._looks_ahead and (times := engine.next_step_times()) is not None:
-            self._ahead[replica] = times
-            self._push(replica, float(times.finished[-1]))
-            return replica, None
+        else:
+            times = engine.next_step_times() if self._looks_ahead else None
+            if times is not None:
+                self._ahead[replica] = times
+                self._push(replica, float(times.finished[-1]))
+                return replica, None
         result = engine.step()
         if result is not None:
             self._notes.step(self._number + replica, result)

@@ -123,10 +123,10 @@ def put(raw: dict[str, Any], path: str, value: Any) -> None:
 
 def short_names(paths: Any) -> dict[str, str]:
     """Path -> its last name, or the whole path if two paths have the same last name."""
-    last = [path.rsplit(".", 1)[-1] for path in paths]
+    names = [path.rsplit(".", 1)[-1] for path in paths]
     return {
-        path: name if last.count(name) == 1 else path
-        for path, name in zip(paths, last, strict=True)
+        path: name if names.count(name) == 1 else path
+        for path, name in zip(paths, names, strict=True)
     }
 
 
@@ -143,7 +143,7 @@ def combinations(sweep: Any) -> list[dict[str, Any]]:
     for form in ("grid", "zip"):
         _check_lists(form, sweep.get(form, {}))
     grid = sweep.get("grid", {})
-    together = sweep.get("zip", {})
+    zipped = sweep.get("zip", {})
     entries = sweep.get("list", [{}])
     if (
         not isinstance(entries, list)
@@ -153,17 +153,17 @@ def combinations(sweep: Any) -> list[dict[str, Any]]:
         raise ValueError(
             f"sweep.list is {entries!r}; it must be a list of mappings from keys to values"
         )
-    for part in (grid, together, *entries):
+    for part in (grid, zipped, *entries):
         _check_keys(part)
-    if len({len(values) for values in together.values()}) > 1:
-        sizes = ", ".join(f"{key} has {len(values)}" for key, values in together.items())
+    if len({len(values) for values in zipped.values()}) > 1:
+        sizes = ", ".join(f"{key} has {len(values)}" for key, values in zipped.items())
         raise ValueError(
             f"sweep.zip walks its lists together, so they must be equally long: {sizes}"
         )
-    zipped = [dict(zip(together, row, strict=True)) for row in zip(*together.values(), strict=True)]
-    crossed = [dict(zip(grid, row, strict=True)) for row in itertools.product(*grid.values())]
+    zip_rows = [dict(zip(zipped, row, strict=True)) for row in zip(*zipped.values(), strict=True)]
+    grid_rows = [dict(zip(grid, row, strict=True)) for row in itertools.product(*grid.values())]
     points = []
-    for parts in itertools.product(entries, zipped or [{}], crossed):
+    for parts in itertools.product(entries, zip_rows or [{}], grid_rows):
         point = {key: value for part in parts for key, value in part.items()}
         if len(point) < sum(len(part) for part in parts):
             raise ValueError(f"sweep gives one key in two of its parts: {parts}")

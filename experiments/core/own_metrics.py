@@ -39,8 +39,8 @@ def find(name: str) -> Callable[..., Any]:
 
 def name_of(name: str) -> str:
     """The name of a metric in a summary, with its parameters and without its file."""
-    own = own_name(name)
-    return own.attribute + own.call
+    metric = own_name(name)
+    return metric.attribute + metric.call
 
 
 def only_metrics_failed(reason: str) -> bool:

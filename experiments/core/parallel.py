@@ -18,7 +18,7 @@ from experiments.core.config import Point
 from experiments.core.engines import Run, simulated_engines
 from experiments.core.execution import Result, measure_run
 from experiments.core.optional_imports import require
-from experiments.core.sweep import Begins
+from experiments.core.sweep import OnBegin
 
 BACKENDS = ("loky", "ray")
 
@@ -45,7 +45,7 @@ def check(points: Sequence[Point], jobs: int | None, backend: str) -> None:
 
 
 def results(
-    runs: Iterable[Run], env: dict[str, Any], begins: Begins, *, jobs: int
+    runs: Iterable[Run], env: dict[str, Any], on_begin: OnBegin, *, jobs: int
 ) -> Generator[Result, None, None]:
     """The result of `measure_run` for each of `runs`, in the order in which they finish.
 
@@ -56,7 +56,7 @@ def results(
     warnings.filterwarnings("ignore", "[0-9]+ tasks (which|have been)")
 
     def task(run: Run) -> Any:
-        begins(run)
+        on_begin(run)
         return joblib.delayed(_measure_simulated)(run, env)
 
     with joblib.parallel_config(backend="loky", n_jobs=jobs):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 NOT_MEASURED = ("name", "question", "repeats", "sweep")
 # Fields that are in a point's key only if their value is not the default. So a point that does not
 # use them has the key that it had in versions without these fields.
-LATER = {
+LATER_FIELDS = {
     EngineConfig: (
         "speculative",
         "mesh",
@@ -81,13 +81,15 @@ def point_key(experiment: Experiment, content: str) -> str:
     """
     values = {k: v for k, v in dataclasses.asdict(experiment).items() if k not in NOT_MEASURED}
     values["engine"] = dataclasses.asdict(experiment.engine_config)
-    if speculative := experiment.engine.speculative:
+    speculative = experiment.engine.speculative
+    if speculative:
         drafter = {
             "method": _own_source(speculative.method),
             "model": _model_source(speculative.model),
         }
         values["engine"]["speculative"] |= drafter
-    if isinstance(policy := experiment.engine.kv_policy, KVPolicyOptions):
+    policy = experiment.engine.kv_policy
+    if isinstance(policy, KVPolicyOptions):
         values["engine"]["kv_policy"]["name"] = _own_source(policy.name)
         # not in the keys of versions before these fields
         for name in ("tokens", "dense_layers", "dense_prompts"):
@@ -136,7 +138,9 @@ def point_key(experiment: Experiment, content: str) -> str:
         options = getattr(experiment, section)
         if options is None:
             continue
-        later_fields = [name for kind in type(options).__mro__ for name in LATER.get(kind, ())]
+        later_fields = [
+            name for kind in type(options).__mro__ for name in LATER_FIELDS.get(kind, ())
+        ]
         for field in dataclasses.fields(options):
             if field.name in later_fields and getattr(options, field.name) == default_of(field):
                 del values[section][field.name]

@@ -1,5 +1,7 @@
-"""What the shipped policies read of requests: a workload that has one value of it is refused,
-because its numbers would be those of another policy. A user's own policies are not checked.
+"""Which fields of a request the shipped policies read.
+
+If all requests of a workload have the same values in them, the policy decides nothing, and the run
+would measure another policy. So such a workload is refused. A user's own policies are not checked.
 """
 
 from __future__ import annotations

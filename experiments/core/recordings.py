@@ -7,6 +7,7 @@ what the summary says of them.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -24,7 +25,7 @@ LATENCIES = ("ttft_s", "e2e_s")  # the summary names the slowest request by each
 
 
 def names(count: int) -> list[str]:
-    """The file names of the recordings of so many engines."""
+    """The file names of the recordings of `count` engines."""
     if count == 1:
         return ["recording.jsonl"]
     return [f"recording.{number}.jsonl" for number in range(count)]
@@ -74,16 +75,13 @@ def about(
     file_names = names(num_engines)
     slowest = {}
     for latency in LATENCIES:
-        seconds = {
-            request: value
-            for request in requests
-            if (value := getattr(request, latency.removesuffix("_s"))) is not None
-        }
-        if seconds:
-            request = max(seconds, key=lambda request: seconds[request])
+        seconds_of = operator.attrgetter(latency.removesuffix("_s"))
+        measured = [request for request in requests if seconds_of(request) is not None]
+        if measured:
+            request = max(measured, key=seconds_of)
             slowest[latency] = {
                 "request": request.request_id,
-                "seconds": round(seconds[request], 6),
+                "seconds": round(seconds_of(request), 6),
                 "file": file_names[request.replica if num_engines > 1 else 0],
                 "step": _step_of_wait(request, steps, until_first=latency == "ttft_s"),
             }
@@ -97,7 +95,7 @@ def _step_of_wait(request: RequestRecord, steps: Sequence[StepRecord], *, until_
     times = () if until_first else request.branches[0].token_times
     waits = [(request.arrival, request.first_scheduled or request.arrival), *pairwise(times)]
     start, _ = max(waits, key=lambda wait: wait[1] - wait[0])
-    later = [
+    steps_after_start = [
         step.step for step in steps if step.replica == request.replica and step.started >= start
     ]
-    return min(later, default=0)
+    return min(steps_after_start, default=0)

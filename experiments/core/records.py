@@ -551,10 +551,10 @@ def _distinct_tokens(
     for blocks, tokens in cached:
         num_full = tokens // block_size * groups
         full.update(blocks[:num_full])
-        rest = tokens % block_size
-        if rest:
+        tail_tokens = tokens % block_size
+        if tail_tokens:
             for block in blocks[num_full : num_full + groups]:
-                partial[block] = max(partial.get(block, 0), rest)
+                partial[block] = max(partial.get(block, 0), tail_tokens)
     full.discard(HOLE)
     in_partial = sum(tokens for block, tokens in partial.items() if block not in full)
     return len(full) * block_size + in_partial

@@ -25,7 +25,7 @@ from pagedjax.options.params import SamplingParams
 from pagedjax.routing import Router
 
 
-class Present(NamedTuple):
+class ReplicaCount(NamedTuple):
     """Which replicas are present.
 
     count: the number at the start; others join by `changes`, in the order of their numbers.
@@ -46,7 +46,7 @@ def drive_replicas(
     sampling: SamplingParams,
     notes: Notes,
     clients: int | None = None,
-    present: Present | None = None,
+    present: ReplicaCount | None = None,
 ) -> dict[str, int]:
     """Run `items` to their end, from time 0. With one engine the steps are those of `drive`.
 
@@ -65,7 +65,7 @@ def drive_replicas(
         ValueError: an engine refused a request (with its reason), or items are not in order of
             arrival.
     """
-    present = present or Present(len(engines))
+    present = present or ReplicaCount(len(engines))
     sender = Sender(items, sampling, clients)
     fleet = Fleet(engines, router, known_blocks, _Notes(notes, sender), count=present.count)
     cluster = _Cluster(fleet, sender, present)
@@ -79,8 +79,8 @@ def drive_replicas(
 
 
 class _Notes(NamedTuple):
-    """Notes that also give the sender the answers of which steps are made together. It gets those
-    of other steps from `Sender.end_branches`.
+    """Notes that also give the sender the answers of steps that are made together. The sender gets
+    those of other steps from `Sender.end_branches`.
     """
 
     notes: Notes
@@ -97,7 +97,7 @@ class _Notes(NamedTuple):
 class _Cluster:
     """The state of a run of replicas, and its events."""
 
-    def __init__(self, fleet: Fleet[VirtualEngine], sender: Sender, present: Present) -> None:
+    def __init__(self, fleet: Fleet[VirtualEngine], sender: Sender, present: ReplicaCount) -> None:
         self.sender = sender
         self.replicas: dict[str, int] = {}  # request that was routed -> its replica
         self._fleet = fleet

@@ -82,7 +82,7 @@ def choose(runs: Sequence[Run], selection: Selection) -> tuple[list[Run], dict[s
                 f"{selection} gives {key} twice; give it once, or name the folder again for the "
                 "other side"
             )
-        values[key] = value_of(key, text, chosen, _where(selection.folder, values))
+        values[key] = value_of(key, text, chosen, _source_text(selection.folder, values))
         chosen = [run for run in chosen if _same(value_in(run, key), values[key])]
     return chosen, values
 
@@ -105,15 +105,18 @@ def key_of(option: str, name: str, keys: Sequence[str]) -> str:
     return path
 
 
-def value_of(key: str, text: str, runs: Sequence[Run], where: str) -> Any:
+def value_of(key: str, text: str, runs: Sequence[Run], source: str) -> Any:
     """The value that a text of YAML names, among the values that the runs have for a key.
+
+    Args:
+        source: where the runs are, in words, for an error.
 
     Raises:
         ValueError: there is no such value; the message lists the values and the nearest one.
     """
     values = values_in(runs, key)
     if not values:
-        raise ValueError(f"the runs of {where} do not have {key}; leave {key}={text} out")
+        raise ValueError(f"the runs of {source} do not have {key}; leave {key}={text} out")
     with_text = [value for value in values if value_text(value) == text]
     if len(with_text) == 1:  # a text of a label, which may be no YAML
         return with_text[0]
@@ -124,7 +127,7 @@ def value_of(key: str, text: str, runs: Sequence[Run], where: str) -> Any:
             return value
     nearest = nearest_value(parsed_value, values)
     raise ValueError(
-        f"{key}={text} selects no run of {where}; {key} has {value_list(values)} (the nearest: "
+        f"{key}={text} selects no run of {source}; {key} has {value_list(values)} (the nearest: "
         f"{key}={value_text(nearest)})"
     )
 
@@ -191,7 +194,7 @@ def nearest_value(value: Any, values: Sequence[Any]) -> Any:
     numbers = [number for number in values if type(number) in (int, float)]
     if type(value) in (int, float) and numbers:
         return min(numbers, key=lambda number: abs(number - value))
-    texts = {value_text(other): other for other in values}
+    texts = {value_text(candidate): candidate for candidate in values}
     (text,) = difflib.get_close_matches(value_text(value), list(texts), n=1, cutoff=0.0)
     return texts[text]
 
@@ -212,12 +215,12 @@ def value_list(values: Sequence[Any]) -> str:
     return text if len(values) <= SHOWN else f"{text} and {len(values) - SHOWN} more"
 
 
-def _same(value: Any, other: Any) -> bool:
+def _same(value: Any, expected: Any) -> bool:
     """Whether two values of YAML are equal: 4 and 4.0 are, and 1 and true are not."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
+    return value == expected and isinstance(value, bool) == isinstance(expected, bool)
 
 
-def _where(folder: str, values: Mapping[str, Any]) -> str:
+def _source_text(folder: str, values: Mapping[str, Any]) -> str:
     """A folder and the values that were chosen before, in words."""
     chosen = " and ".join(f"{key}={value_text(value)}" for key, value in values.items())
     return f"{folder} with {chosen}" if chosen else folder

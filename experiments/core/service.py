@@ -28,7 +28,7 @@ Classes = Mapping[str, ServiceClass]  # by name
 Member = TypeVar("Member")
 
 
-class Judged(NamedTuple):
+class JudgedRequest(NamedTuple):
     """A request and what it gave its user.
 
     has_target: whether a target was set for it.
@@ -42,18 +42,20 @@ class Judged(NamedTuple):
     qoe: float | None
 
 
-def judge(requests: Sequence[RequestRecord], slo: Slo, classes: Classes) -> list[Judged]:
+def judge(requests: Sequence[RequestRecord], slo: Slo, classes: Classes) -> list[JudgedRequest]:
     """What each request gave its user, by the targets of its class, or by `slo`."""
     results = []
     for request in requests:
         targets = targets_of(request, slo, classes)
         results.append(
-            Judged(request, has_target(targets), meets(request, targets), qoe(request, targets))
+            JudgedRequest(
+                request, has_target(targets), meets(request, targets), qoe(request, targets)
+            )
         )
     return results
 
 
-def summary(results: Sequence[Judged], duration: float) -> dict[str, Any]:
+def summary(results: Sequence[JudgedRequest], duration: float) -> dict[str, Any]:
     """The numbers of groups, for a run whose requests name classes or two users; else nothing.
 
     classes, users: for each group the number of `requests`, `service` (weighted tokens),
@@ -93,7 +95,7 @@ def groups_of(
     return dict(sorted(groups.items()))
 
 
-def _group(results: Sequence[Judged], duration: float) -> dict[str, Any]:
+def _group(results: Sequence[JudgedRequest], duration: float) -> dict[str, Any]:
     service = sum([service_of(result.request) for result in results])
     qualities = [result.qoe for result in results if result.qoe is not None]
     return {
@@ -126,7 +128,7 @@ def _e2e(targets: Targets) -> float | None:
     return targets.e2e if isinstance(targets, ServiceClass) else None
 
 
-def goodput(results: Sequence[Judged], duration: float) -> dict[str, float] | None:
+def goodput(results: Sequence[JudgedRequest], duration: float) -> dict[str, float] | None:
     """Finished requests that met every target, per second and as a share of all requests; None if
     no target is set. If requests have classes, also `least_class_share`, the share of the class
     with the least.
@@ -138,7 +140,7 @@ def goodput(results: Sequence[Judged], duration: float) -> dict[str, float] | No
     return {**numbers, "least_class_share": min(map(_share_met, by_class.values()))}
 
 
-def _goodput(results: Sequence[Judged], duration: float) -> dict[str, float] | None:
+def _goodput(results: Sequence[JudgedRequest], duration: float) -> dict[str, float] | None:
     """See `goodput`."""
     if not any(result.has_target for result in results):
         return None
@@ -146,7 +148,7 @@ def _goodput(results: Sequence[Judged], duration: float) -> dict[str, float] | N
     return {"requests_per_s": num_met / duration, "share": _share_met(results)}
 
 
-def _share_met(results: Sequence[Judged]) -> float:
+def _share_met(results: Sequence[JudgedRequest]) -> float:
     return sum(result.met for result in results) / len(results)
 
 
@@ -200,8 +202,8 @@ def qoe(request: RequestRecord, targets: Targets) -> float | None:
     for time, due in zip(times, ideal, strict=True):
         starts.append(max(time - request.arrival, due, read_until))
         read_until = starts[-1] + targets.itl
-    whole = _area(ideal, targets.itl, read_until)
-    return _area(np.array(starts), targets.itl, read_until) / whole if whole else 1.0
+    ideal_area = _area(ideal, targets.itl, read_until)
+    return _area(np.array(starts), targets.itl, read_until) / ideal_area if ideal_area else 1.0
 
 
 def _area(starts: np.ndarray, itl: float, end: float) -> float:

@@ -181,9 +181,9 @@ def _union(members: tuple[Any, ...], value: Any, path: str) -> Any:
             raise ValueError(
                 f"{path}.{name} is missing; it must be one of {', '.join(map(repr, tagged))}"
             )
-        own = [cls for cls in dataclass_members if not _tag(cls)[1]]
-        if own and names_own_value(value[name]):  # such as `kind: mine.py:bursts`
-            return parse(own[0], value, path)
+        own_classes = [cls for cls in dataclass_members if not _tag(cls)[1]]
+        if own_classes and names_own_value(value[name]):  # such as `kind: mine.py:bursts`
+            return parse(own_classes[0], value, path)
         one_of(f"{path}.{name}", value[name], tuple(tagged))
         return parse(tagged[value[name]], value, path)
     for member in members:

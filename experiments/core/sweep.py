@@ -20,9 +20,9 @@ from experiments.core.environment import code, environment
 from experiments.core.execution import Result, head_of, measure_run
 from experiments.simulation.cost import SIMULATED
 
-Begins = Callable[[Run], None]  # called with each run when the run begins
-# (runs, environment of this process, begins) -> the results of the runs, as they finish
-Measure = Callable[[Iterable[Run], dict[str, Any], Begins], Generator[Result, None, None]]
+OnBegin = Callable[[Run], None]  # called with each run when the run begins
+# (runs, environment of this process, on_begin) -> the results of the runs, as they finish
+Measure = Callable[[Iterable[Run], dict[str, Any], OnBegin], Generator[Result, None, None]]
 REMEDY = "--no-resume measures them again"
 NAMED = 6  # run folders that a note names
 
@@ -111,11 +111,11 @@ def make_engines(alive: int, *, quiet: bool) -> Engines:
 
 
 def run_in_turn(
-    runs: Iterable[Run], env: dict[str, Any], begins: Begins, engines: Engines
+    runs: Iterable[Run], env: dict[str, Any], on_begin: OnBegin, engines: Engines
 ) -> Generator[Result, None, None]:
     """`measure_run` of each of `runs`, in order, in this process."""
     for run in runs:
-        begins(run)
+        on_begin(run)
         with processes.lead(run):
             result = measure_run(run, engines, env)
         yield result

@@ -20,7 +20,7 @@ from pagedjax.options.own_names import names_own_value, own_name
 from pagedjax.options.params import SamplingParams
 from pagedjax.text import yaml_words
 
-APART = ("arrivals", "kind")  # fields of a workload that are not listed with its options
+NO_OPTIONS = ("arrivals", "kind")  # fields of a workload that have a line of their own
 
 
 def simulated_devices(points: Sequence[Point]) -> str:
@@ -37,8 +37,8 @@ def simulated_devices(points: Sequence[Point]) -> str:
 
 
 def facts(points: Sequence[Point]) -> list[tuple[str, str]]:
-    """(name, value) of each thing that ran. A value that differs between points is given for all of
-    them, and an option only if it differs from its default.
+    """(name, value) of each thing that ran. A value has the values of all points if these differ.
+    An option is listed only if it differs from its default.
     """
     experiments = [point.experiment for point in points]
     first = experiments[0]
@@ -61,8 +61,9 @@ def facts(points: Sequence[Point]) -> list[tuple[str, str]]:
     seeds = f"{first.repeats} of seed {first.seed}"
     if first.reseed:
         seeds = f"seeds {first.seed} to {first.seed + first.repeats - 1}, one each"
-    if equal := equal_repeats(experiments):
-        seeds += f"; {equal}"
+    note = equal_repeats(experiments)
+    if note:
+        seeds += f"; {note}"
     pairs.append(("Repeats", seeds))
     pairs.append(("Predictions", predictions(experiments)))
     pairs.append(("Oracle", oracle(experiments)))
@@ -117,8 +118,8 @@ def equal_repeats(experiments: Sequence[Experiment]) -> str:
             continue
         limits = limits_of(workload)
         draws_limits = limits is not None and not isinstance(limits, Multiple | int)
-        drawn = ("window", "num_requests", "users", "classes", "think")
-        draws_requests = any(getattr(workload, name, None) is not None for name in drawn)
+        drawn_fields = ("window", "num_requests", "users", "classes", "think")
+        draws_requests = any(getattr(workload, name, None) is not None for name in drawn_fields)
         draws_predictions = workload.predicted is not None and workload.predicted.error > 0
         if experiment.repeats == 1 or draws_limits or draws_requests or draws_predictions:
             continue
@@ -180,7 +181,7 @@ def _engines(experiment: Experiment) -> dict[str, Any]:
 def _workload(experiment: Experiment) -> dict[str, Any]:
     options = _changed(experiment.workload)
     kind = {"": experiment.workload.kind}
-    return kind | {name: value for name, value in options.items() if name not in APART}
+    return kind | {name: value for name, value in options.items() if name not in NO_OPTIONS}
 
 
 def _arrivals(experiment: Experiment) -> dict[str, Any]:

@@ -54,8 +54,8 @@ from experiments.core.field_files import (
     BURSTGPT,
     MOONCAKE,
     SHAREGPT,
-    Arrived,
     BlockIds,
+    TraceRequest,
     conversations,
 )
 from experiments.core.recorded_runs import REMEDY, RecordedRequest, recorded_requests
@@ -99,7 +99,7 @@ class WorkItem(NamedTuple):
     """One request: `arrival` in seconds after the start of the run, at most `max_tokens` output
     tokens a branch.
 
-    prompt_token_ids: its prompt; of a turn that follows another one, the new tokens alone, which
+    prompt_token_ids: its prompt. A turn that follows another one has its new tokens alone: they
         stand behind the conversation so far.
     ends_at: output tokens after which each branch ends, as if the model had sampled its end token;
         None: a branch has `max_tokens`, or the model ends it.
@@ -183,21 +183,23 @@ class Workload(NamedTuple):
         """The counts that a run records: requests, tokens, clipped lengths, seconds until the last
         arrival.
         """
-        drawn = {}
-        if any(item.ends_at is not None for item in self.items):
-            drawn = {"drawn_output_tokens": sum(item.longest_output for item in self.items)}
-        return {
+        counts: dict[str, Any] = {
             "requests": len(self.items),
             "prompt_tokens": sum(item.prompt_tokens for item in self.items),
             "max_output_tokens": sum(item.max_tokens for item in self.items),
-            **drawn,
-            "clipped_prompts": self.clipped_prompts,
-            "clipped_outputs": self.clipped_outputs,
-            "last_arrival_s": max(item.arrival for item in self.items),
-            **({} if self.predicted_error is None else {"predicted_error": self.predicted_error}),
-            **({"sessions": self.num_sessions} if self.num_sessions else {}),
-            **({"left_out": self.left_out} if self.left_out else {}),
         }
+        if any(item.ends_at is not None for item in self.items):
+            counts["drawn_output_tokens"] = sum(item.longest_output for item in self.items)
+        counts["clipped_prompts"] = self.clipped_prompts
+        counts["clipped_outputs"] = self.clipped_outputs
+        counts["last_arrival_s"] = max(item.arrival for item in self.items)
+        if self.predicted_error is not None:
+            counts["predicted_error"] = self.predicted_error
+        if self.num_sessions:
+            counts["sessions"] = self.num_sessions
+        if self.left_out:
+            counts["left_out"] = self.left_out
+        return counts
 
     @property
     def num_sessions(self) -> int:
@@ -724,7 +726,8 @@ def _with_classes(
     """
     by_name = {service_class.name: service_class for service_class in classes}
     sessions = _sessions_of(workload.items)
-    choices = draw_choices([one.share for one in classes], sessions.count, rng)
+    shares = [service_class.share for service_class in classes]
+    choices = draw_choices(shares, sessions.count, rng)
     items = []
     for item, number in zip(workload.items, sessions.numbers, strict=True):
         name = item.service_class or classes[choices[number]].name
@@ -755,9 +758,10 @@ class _SessionNumbers(NamedTuple):
 
 
 def _sessions_of(items: Sequence[WorkItem]) -> _SessionNumbers:
-    numbers: dict[str, int] = {}
-    sessions = [numbers.setdefault(item.session or item.request_id, len(numbers)) for item in items]
-    return _SessionNumbers(sessions, len(numbers))
+    """The sessions of the items, numbered in the order in which they begin."""
+    names = [item.session or item.request_id for item in items]
+    number_of = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return _SessionNumbers([number_of[name] for name in names], len(number_of))
 
 
 def _with_history(items: Sequence[WorkItem]) -> tuple[WorkItem, ...]:
@@ -920,10 +924,10 @@ def _recorded(
     prompts: Sequence[Sequence[int]]
     if isinstance(spec, Mooncake):
         _check_vocabulary(vocab_size)
-        ids = (FIRST_ORDINARY_TOKEN, vocab_size)
+        id_range = (FIRST_ORDINARY_TOKEN, vocab_size)
         count = len(prompt_lens) // spec.rounds  # requests of a round; i // count is the round
         prompts = [
-            BlockIds(blocks, length, ids, (seed, _TOKEN_IDS, i // count))
+            BlockIds(blocks, length, id_range, (seed, _TOKEN_IDS, i // count))
             for i, (blocks, length) in enumerate(zip(recorded.blocks, prompt_lens, strict=True))
         ]
     else:
@@ -959,7 +963,7 @@ def _sessions(spec: Sessions, vocab_size: int, streams: Sequence[np.random.Gener
 def _new_tokens(
     spec: Sessions, places: Sequence[_Place], streams: Sequence[np.random.Generator]
 ) -> tuple[list[int], int]:
-    """The number of new tokens of each turn; and of how many turns a limit has changed it."""
+    """The number of new tokens of each turn, and how many of these numbers a limit has changed."""
     lens, num_clipped = draw_lengths(spec.prompt, len(places), streams[_PROMPT_LENGTHS])
     if spec.tools is None:
         return lens, num_clipped
@@ -1018,7 +1022,7 @@ def _with_recorded_sessions(
     waits = draw_waits(spec.think, len(workload.items), rng) if spec.think else []
     items: list[WorkItem] = []
     num_sessions = 0
-    for i, earlier_index in enumerate(_continued(workload.items)):
+    for i, earlier_index in enumerate(_earlier_requests(workload.items)):
         item = workload.items[i]
         if earlier_index is None:
             items.append(item._replace(session=f"s{num_sessions:05d}"))
@@ -1039,14 +1043,14 @@ def _with_recorded_sessions(
     return workload._replace(items=tuple(items))
 
 
-def _continued(items: Sequence[WorkItem]) -> list[int | None]:
+def _earlier_requests(items: Sequence[WorkItem]) -> list[int | None]:
     """The index of the request that each request of a Mooncake file continues; None: it begins a
     session. Each request is continued at most once.
     """
     nodes: dict[tuple[Any, int], int] = {}  # (node of the blocks before, block) -> node
     # node -> the last request whose whole blocks end there, and that is not continued yet
     last_request: dict[int, int] = {}
-    continued: list[int | None] = []
+    earlier_indices: list[int | None] = []
     for i, item in enumerate(items):
         prompt = _blocks_of(item)
         node: Any = prompt.seed  # rounds have other tokens
@@ -1058,10 +1062,10 @@ def _continued(items: Sequence[WorkItem]) -> list[int | None]:
             earlier = items[last_request[node]]
             if earlier.user == item.user and _end_of_answer(earlier) < len(prompt):
                 earlier_node = node
-        continued.append(None if earlier_node is None else last_request.pop(earlier_node))
+        earlier_indices.append(None if earlier_node is None else last_request.pop(earlier_node))
         if len(prompt.whole_blocks) >= FEWEST_SHARED_BLOCKS:
             last_request[node] = i
-    return continued
+    return earlier_indices
 
 
 def _blocks_of(item: WorkItem) -> BlockIds:
@@ -1217,7 +1221,7 @@ class RecordedLoad(NamedTuple):
 
     times: seconds after the first request that is taken.
     users: who sent each request; "": not known.
-    blocks: the ids of the blocks of each prompt; see `Arrived`.
+    blocks: the ids of the blocks of each prompt; see `TraceRequest`.
     """
 
     times: list[float]
@@ -1276,8 +1280,8 @@ def read_recorded(
 
 
 def _drawn_part(
-    spec: Recorded, rows: Sequence[Arrived], rng: np.random.Generator | None
-) -> Sequence[Arrived]:
+    spec: Recorded, rows: Sequence[TraceRequest], rng: np.random.Generator | None
+) -> Sequence[TraceRequest]:
     """The requests of the part (`window` or `num_requests`), whose start is drawn evenly. Arguments
     and errors: see `read_recorded`.
     """
@@ -1312,7 +1316,7 @@ def _drawn_part(
     return part
 
 
-def _recorded_rows(spec: Recorded, content: str) -> tuple[Arrived, ...]:
+def _recorded_rows(spec: Recorded, content: str) -> tuple[TraceRequest, ...]:
     """The requests from `offset` on, at most `limit`, by time."""
     filters = (spec.model, spec.log_type) if isinstance(spec, BurstGPT) else ()
     return _parsed_rows(type(spec), spec.file, content, spec.offset, spec.limit, *filters)
@@ -1321,12 +1325,12 @@ def _recorded_rows(spec: Recorded, content: str) -> tuple[Arrived, ...]:
 @lru_cache(maxsize=1)  # all points and repeats of a sweep read the same file
 def _parsed_rows(
     kind: type[Recorded], file: str, content: str, offset: int, limit: int | None, *filters: Any
-) -> tuple[Arrived, ...]:
+) -> tuple[TraceRequest, ...]:
     """See `_recorded_rows`. filters: the model and the log type, for BurstGPT."""
     if kind is Trace:
         rows = trace_rows(file, content, offset, limit, AZURE)
         return tuple(
-            Arrived(
+            TraceRequest(
                 (row.at - rows[0].at).total_seconds(),
                 row.prompt_tokens,
                 row.output_tokens,
@@ -1399,8 +1403,8 @@ def _recorded_run(spec: RecordedRun, content: str) -> Workload:
         [request.request["user"] for request in requests],
     )
     pairs = zip(items, requests, strict=True)
-    given = tuple([_with_recorded_output(item, request) for item, request in pairs])
-    return Workload(given, left_out=len(recorded) - len(requests))
+    replayed = tuple([_with_recorded_output(item, request) for item, request in pairs])
+    return Workload(replayed, left_out=len(recorded) - len(requests))
 
 
 def _with_recorded_output(item: WorkItem, recorded: RecordedRequest) -> WorkItem:

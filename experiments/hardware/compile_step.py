@@ -227,7 +227,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if missing := compilers.what_is_missing(target):
+    missing = compilers.what_is_missing(target)
+    if missing:
         print(f"error: {missing}", file=sys.stderr)
         return 2
     compilers.prepare(target)

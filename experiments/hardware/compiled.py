@@ -39,7 +39,7 @@ from pallas_kernels import aot
 
 DTYPE = "bfloat16"  # of activations and of the cache
 NO_MEMORY = re.compile("ran out of memory (on|in memory space) hbm", re.IGNORECASE)
-FEW = 8  # blocks of the cache of a measured step, if more blocks leave no room for the step
+FALLBACK_BLOCKS = 8  # of the cache of a measured step, if more leave no room for the step
 
 
 class Plan(NamedTuple):
@@ -102,7 +102,7 @@ class Step(NamedTuple):
     aliased: int
     copies: Counter[str]
     collectives: Counter[Collective]
-    required: tuple[exchanges.Required, ...]
+    required: tuple[exchanges.RequiredExchange, ...]
     rings: Counter[str]
     seconds: float
     kinds: tuple[launches.Kind, ...] = ()
@@ -296,7 +296,7 @@ def compile_fitting(
     """
     step = None
     compiled_blocks = 0
-    for compiled_blocks in (min(device_room.blocks(0), device_room.useful), FEW):
+    for compiled_blocks in (min(device_room.blocks(0), device_room.useful), FALLBACK_BLOCKS):
         step = compile_step(model, target, plan, compiled_blocks, device)
         if step is not None:
             break

@@ -34,7 +34,7 @@ from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.sampling import PROMPT_TILE
 
 KINDS = get_args(Kind)
-OTHERS = (
+OTHER_KINDS = (
     "reduce-scatter",
     "collective-permute",
     "collective-broadcast",
@@ -42,7 +42,7 @@ OTHERS = (
     "send",
     "recv",
 )
-OPCODES = {f"{kind}{form}": kind for kind in (*KINDS, *OTHERS) for form in ("", "-start")}
+OPCODES = {f"{kind}{form}": kind for kind in (*KINDS, *OTHER_KINDS) for form in ("", "-start")}
 GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])")
 RINGS = re.compile(r'"strategy":"(\w+)".*?\bcolors:(\d+) phases:(\d+)')
 AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
@@ -82,7 +82,7 @@ def rings(program: hlo.Program) -> Counter[str]:
     return counts
 
 
-class Required(NamedTuple):
+class RequiredExchange(NamedTuple):
     """An exchange that a step must have: `times` arrays of `numbers` numbers each.
 
     branch: it is in a branch of the step, and has these numbers in each turn of the branch's loop.
@@ -135,7 +135,8 @@ def group_size(attributes: str, n: int) -> int:
     XLA writes groups as lists, as [groups, devices] or by axes. It writes nothing for all n
     devices.
     """
-    if axes := AXES.search(attributes):
+    axes = AXES.search(attributes)
+    if axes:
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes[1]))
         return prod(int(sizes[name]) for name in re.findall(r"'(\w+)'", axes[2]))
     match = GROUPS.search(attributes)
@@ -161,7 +162,7 @@ def required(
     columns: tuple[int, int],
     *,
     decodes: bool = False,
-) -> tuple[Required, ...]:
+) -> tuple[RequiredExchange, ...]:
     """The exchanges that a step must have; () for one device.
 
     Args:
@@ -177,19 +178,22 @@ def required(
     tile = -(-min(PROMPT_TILE, tokens) // n) * n
     num_sums = 2 * model.layers + 1  # two in each layer, and one of the embedding
     # the tokens of the last layer, in the two branches of the step; () if it has no branches
-    last = ()
+    tokens_of_last_layer = ()
     if samples < tokens:
-        last = (samples, tokens)
+        tokens_of_last_layer = (samples, tokens)
         num_sums -= 2
     prompts = (
-        Required("all-to-all", part.vocab_size * tile, branch=True),
-        Required("all-gather", columns[1] * tile, branch=True),
+        RequiredExchange("all-to-all", part.vocab_size * tile, branch=True),
+        RequiredExchange("all-gather", columns[1] * tile, branch=True),
     )
     return (
-        Required("all-reduce", model.hidden * tokens, num_sums),
-        *(Required("all-reduce", model.hidden * count, 2, branch=True) for count in last),
-        Required("all-to-all", part.vocab_size * rows),
-        Required("all-gather", columns[0] * rows),
+        RequiredExchange("all-reduce", model.hidden * tokens, num_sums),
+        *(
+            RequiredExchange("all-reduce", model.hidden * count, 2, branch=True)
+            for count in tokens_of_last_layer
+        ),
+        RequiredExchange("all-to-all", part.vocab_size * rows),
+        RequiredExchange("all-gather", columns[0] * rows),
         *(() if decodes else prompts),
     )
 
@@ -205,7 +209,7 @@ class Difference(NamedTuple):
 
 
 def differences(
-    program: Mapping[Collective, int], required_exchanges: Sequence[Required]
+    program: Mapping[Collective, int], required_exchanges: Sequence[RequiredExchange]
 ) -> list[Difference]:
     """The differences of a program, by the kind of exchange and by whether it is in a branch.
 
@@ -233,7 +237,7 @@ def differences(
 
 
 def _difference(
-    name: str, program: Mapping[Collective, int], required_exchanges: Sequence[Required]
+    name: str, program: Mapping[Collective, int], required_exchanges: Sequence[RequiredExchange]
 ) -> Difference | None:
     """The difference in the exchanges of one kind; None if there is none. name: of the kind."""
     numbers = sum(collective.numbers * count for collective, count in program.items())
@@ -285,7 +289,7 @@ def seconds(program: Mapping[Collective, int], n: int, network: Network) -> floa
 def seconds_of_layers(
     model: DecoderConfig, layers: int, n: int, tokens: int, network: Network
 ) -> float:
-    """The time of two sums of [T, H] in each of so many layers."""
+    """The time of two sums of [T, H] in each of `layers` layers."""
     size = collectives.SUM_BYTES * model.hidden * tokens
     return collectives.seconds(Exchange("all-reduce", size, 2 * layers), n, network)
 

@@ -8,14 +8,15 @@ checks that they are right.
 1. Limits of the card: bytes/s of a copy (read + written) and of reading, and FLOP/s of a bfloat16 product of 8192 x
    8192 matrices.
 2. Decode: bytes of keys and values read over time, as a share of the copy's bytes/s. The same for rows of 2 to 8 query
-   tokens, which are decodes with drafts to verify, and their time over that of a decode of as many rows and tokens.
+   tokens, which are decodes with drafts to verify. Their time is divided by that of a decode with the same numbers of
+   rows and context tokens.
 3. Chunks: causal FLOPs over time, as a share of the product's FLOP/s.
 
 The alternatives, if installed: plain XLA ("xla"), JAX's Triton kernel (deprecated), cuDNN through
 `jax.nn.dot_product_attention` and JAX's Mosaic GPU attention on contiguous keys, and torch's
 scaled_dot_product_attention. They are timed at the shapes of `COMPARED`. The table names those that
-are missing or fail. All compute the same causal attention: an alternative that has no causal mask
-for fewer queries than context tokens is left out there.
+are missing or fail. All compute the same causal attention. Where there are fewer queries than
+context tokens, an alternative is left out if it has no such causal mask.
 
 Times are device times (CUPTI; CUDA events for torch), medians. Calls rotate over several caches
 whose pages together exceed the L2 cache; no rows share pages.
@@ -257,7 +258,9 @@ def draft_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
 
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row["contender"], *sorted((row["shape"] | {"queries": 0}).items())
+        """The contender and the sizes of the shape, without the number of queries."""
+        sizes = {name: size for name, size in row["shape"].items() if name != "queries"}
+        return row["contender"], *sorted(sizes.items())
 
     timed = [row for row in rows if "seconds" in row]
     decodes = {key(row): row["seconds"] for row in timed if row["shape"]["queries"] == 1}

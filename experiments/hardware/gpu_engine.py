@@ -185,13 +185,13 @@ def breakdown(engine: Engine, requests: Sequence[Request], calls: int = 30) -> d
     program, (leaves, _, batch) = last_call(engine)
     cache = engine._cache()  # the cache that this call returned
     on_device = [jax.device_put(batch) for _ in range(2)]
-    ways = {
+    batches_of_cases = {
         "device arrays": on_device[:1],
         "two sets of them": on_device,
         "host arrays": [batch],
     }
     seconds = {}
-    for name, batches in ways.items():
+    for name, batches in batches_of_cases.items():
         call_seconds = []
         for i in range(calls + 3):
             if i == 3:  # the first three calls warm up

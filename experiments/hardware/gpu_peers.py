@@ -26,10 +26,10 @@ from experiments.bench.random_llama import SHAPES
 from experiments.hardware.gpu_engine import Request, requests_of
 
 NO_PREFIX = (5, 23)  # from this version on, transformers names its paged attention without "paged|"
-WARM = 8  # requests before the timed ones
+WARM_REQUESTS = 8  # requests before the timed ones
 # On a CPU transformers would take nine tenths of the machine's memory for its cache, whoever else
 # needs it.
-ON_A_CPU: dict[str, Any] = {"num_blocks": 16, "max_batch_tokens": 256}
+CPU_LIMITS: dict[str, Any] = {"num_blocks": 16, "max_batch_tokens": 256}
 REHEARSED: dict[str, Any] = {
     "shape": "small",
     "dtype": "float32",
@@ -68,14 +68,14 @@ def serve(model: Any, requests: Sequence[Request], seconds: float) -> dict[str, 
         eos_token_id=-1,
         pad_token_id=0,
     )
-    limits = ON_A_CPU if model.device.type == "cpu" else {}
+    limits = CPU_LIMITS if model.device.type == "cpu" else {}
     end = time.perf_counter() + seconds
     with model.continuous_batching_context_manager(
         generation_config=settings,
         continuous_batching_config=transformers.ContinuousBatchingConfig(**limits),
         timeout=5,
     ) as manager:
-        warm = [(prompt, min(tokens, 16)) for prompt, tokens in requests[:WARM]]
+        warm = [(prompt, min(tokens, 16)) for prompt, tokens in requests[:WARM_REQUESTS]]
         run_requests(manager, warm, "warm", end)
         duration = run_requests(manager, requests, "timed", end)
     tokens = sum(count for _, count in requests)
@@ -111,11 +111,11 @@ def run_requests(manager: Any, requests: Sequence[Request], name: str, end: floa
         output = manager.get_result(timeout=min(seconds_left, 5.0))
         if output is None or not output.is_finished():
             continue
-        asked = waiting.pop(output.request_id)
-        if len(output.generated_tokens) != asked:
+        max_tokens = waiting.pop(output.request_id)
+        if len(output.generated_tokens) != max_tokens:
             raise RuntimeError(
                 f"{output.request_id} has {len(output.generated_tokens)} tokens "
-                f"and asked for {asked}"
+                f"and asked for {max_tokens}"
             )
     return time.perf_counter() - start
 

@@ -115,10 +115,12 @@ def parse(text: str) -> Program:
             instruction = _instruction(match) if match else None
             if instruction is not None:
                 body.append(instruction)
-        elif header := HEADER.match(line):
-            name = header[2]
-            body = []
-            entry = name if header[1] else entry
+        else:
+            header = HEADER.match(line)
+            if header is not None:
+                name = header[2]
+                body = []
+                entry = name if header[1] else entry
     if not entry:
         raise ValueError(
             f"this is no text of a compiled program: it has no ENTRY; it begins with {text[:60]!r}"

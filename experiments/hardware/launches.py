@@ -16,7 +16,7 @@ from typing import NamedTuple
 from experiments.hardware import hlo
 
 # instructions that move and compute nothing
-NOTHING = {
+NO_LAUNCH = {
     "parameter",
     "constant",
     "tuple",
@@ -29,8 +29,8 @@ NOTHING = {
 }
 ATTENTION = "attention"  # the kernels of pallas_kernels
 SUFFIX = re.compile(r"(\.(\d+|remat\d*|clone))*$")  # of a name: its number, and marks of copies
-LOGGED = "command_buffer_conversion_pass=2"  # XLA's file and level that log the graphs
-GRAPH = "Creating command buffer thunk with the following thunks"
+GRAPH_LOG_LEVEL = "command_buffer_conversion_pass=2"  # XLA's file and level that log the graphs
+GRAPH_LINE = "Creating command buffer thunk with the following thunks"
 
 
 class Kind(NamedTuple):
@@ -63,13 +63,13 @@ def kinds(program: hlo.Program) -> tuple[Kind, ...]:
 def _launches(sites: Iterable[hlo.Site]) -> Iterable[tuple[hlo.Instruction, int]]:
     """Yields the instructions that are launches, each with how often it runs in a program's run."""
     for site in sites:
-        if not site.fused and not site.branch and site.instruction.opcode not in NOTHING:
+        if not site.fused and not site.branch and site.instruction.opcode not in NO_LAUNCH:
             yield site.instruction, site.times
 
 
 def log_graphs() -> None:
     """Have XLA log its graphs. Call it before a backend starts: XLA reads this when it is loaded."""
-    os.environ["TF_CPP_VMODULE"] = LOGGED
+    os.environ["TF_CPP_VMODULE"] = GRAPH_LOG_LEVEL
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
 
 
@@ -79,7 +79,7 @@ def graphs(log: str) -> int | None:
     If there is one graph, it is the whole program: branches that could not be in it would have
     graphs of their own.
     """
-    count = log.count(GRAPH)
+    count = log.count(GRAPH_LINE)
     return count if count or "command_buffer_conversion_pass" in log else None
 
 

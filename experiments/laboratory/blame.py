@@ -136,7 +136,7 @@ class Audit:
             seconds=self.seconds_of_step or count, follows=not self.past.timed
         )
         self._totals: dict[frozenset[str], Mapping[str, float]] = {}
-        # of a request that ended by itself; what a client cut off has no time of its own
+        # only requests that ended by themselves: the time of others is that of a client
         self._measured = {
             output.first for output in past.outputs.values() if output.ended in ("stop", "length")
         }
@@ -157,8 +157,8 @@ class Audit:
         return run(self.past, self.change(names))
 
     def seconds(self, names: frozenset[str]) -> dict[int, float]:
-        """Of each measured request of some groups, which run without the others: its time, until
-        its last branch has ended.
+        """The time of each measured request in a run of these groups alone, until the last branch
+        of the request has ended.
         """
         if names == self.everyone and self._seconds_of_all:
             return self._seconds_of_all
@@ -180,7 +180,7 @@ class Audit:
         return seconds
 
     def totals(self, names: frozenset[str]) -> Mapping[str, float]:
-        """The time of each of some groups, which run without the others."""
+        """The time of each group in a run of these groups alone."""
         if names not in self._totals:
             self.seconds(names)
         return self._totals[names]
@@ -249,7 +249,9 @@ class Audit:
         return Shares(shares, permutations, error, errors)
 
     def _added_in(self, order: Sequence[str]) -> Iterator[tuple[tuple[str, str], float]]:
-        """What each group adds to each sufferer, who is there first, when they come in an order."""
+        """For each sufferer: what each other group adds to its time, if the sufferer is there first
+        and the others come in this order.
+        """
         for sufferer in order:
             present = frozenset([sufferer])
             for causer in order:
@@ -258,7 +260,7 @@ class Audit:
                     present |= {causer}
 
     def _added(self, causer: str, sufferer: str, present: frozenset[str]) -> float:
-        """What a group adds to the time of a sufferer, to those who are present."""
+        """What a group adds to the time of a sufferer when it joins those who are present."""
         after = self.totals(present | {causer})[sufferer]
         return after - self.totals(present)[sufferer]
 
@@ -273,17 +275,17 @@ def half_interval(values: Sequence[float]) -> float:
     return 1.96 * stdev(values) / math.sqrt(len(values))
 
 
-def order(groups: Sequence[str], matrix: Matrix, most: int) -> tuple[list[str], list[str]]:
+def order(groups: Sequence[str], matrix: Matrix, limit: int) -> tuple[list[str], list[str]]:
     """The rows and the columns of a matrix, who causes and who suffers.
 
     If all groups fit, both have one order, those who cause most first. Else rows are those who
     cause most, and columns those who suffer most.
     """
     causers = sorted(groups, key=lambda name: -caused(matrix, name))
-    if len(groups) <= most:
+    if len(groups) <= limit:
         return causers, causers
     sufferers = sorted(groups, key=lambda name: -suffered(matrix, name))
-    return causers[:most], sufferers[:most]
+    return causers[:limit], sufferers[:limit]
 
 
 def caused(matrix: Matrix, name: str) -> float:

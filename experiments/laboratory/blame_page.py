@@ -117,34 +117,38 @@ def tiles(audit: Audit, result: Result) -> list[dict[str, str]]:
 def grid(
     audit: Audit,
     matrix: Matrix,
-    error: Mapping[str, float] | None = None,
-    errors: Mapping[tuple[str, str], float] | None = None,
+    total_errors: Mapping[str, float] = {},
+    share_errors: Mapping[tuple[str, str], float] = {},
 ) -> dict[str, Any]:
-    """A matrix as rows of cells, each with its number and the strength of its colour."""
+    """A matrix as rows of cells, each with its number and the strength of its colour.
+
+    total_errors, share_errors: `error` and `errors` of `Shares`.
+    """
     groups = list(audit.groups)
     rows, columns = order(groups, matrix, MOST_GROUPS)
-    largest = max([abs(matrix[pair]) for pair in matrix], default=0.0)
+    largest = max(map(abs, matrix.values()), default=0.0)
 
-    def cell(value: float, half: float | None = None, scale: float = 0.0) -> dict[str, Any]:
+    def cell(value: float, error: float | None = None, scale: float = 0.0) -> dict[str, Any]:
         return {
             "text": signed(value),
-            "range": "" if half is None else f"± {number(half, 2)}",
+            "range": "" if error is None else f"± {number(error, 2)}",
             "sign": "more" if value > 0 else "less",
             "shade": round(DARKEST * abs(value) / scale) if scale else 0,
         }
+
+    def cell_of(causer: str, sufferer: str) -> dict[str, Any] | None:
+        if causer == sufferer:
+            return None
+        pair = (causer, sufferer)
+        return cell(matrix[pair], share_errors.get(pair), scale=largest)
 
     return {
         "columns": columns,
         "rows": [
             {
                 "name": name,
-                "total": cell(caused(matrix, name), (error or {}).get(name)),
-                "cells": [
-                    None
-                    if sufferer == name
-                    else cell(matrix[name, sufferer], (errors or {}).get((name, sufferer)), largest)
-                    for sufferer in columns
-                ],
+                "total": cell(caused(matrix, name), total_errors.get(name)),
+                "cells": [cell_of(name, sufferer) for sufferer in columns],
             }
             for name in rows
         ],

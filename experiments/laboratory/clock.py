@@ -2,8 +2,8 @@
 
 A step takes the seconds of the fit, with what a recorded step deviated from it. The step k of the
 run gets the deviation of the recorded step k, so that a time in which the machine was slow is slow
-in both runs. A run with more steps than the recording begins again with the first deviation, and
-waits in none of these steps for something else again (`STALL`).
+in both runs. A run with more steps than the recording begins again with the first deviation. Its
+further steps have no stalls (`STALL`).
 
 The same with deviations that are drawn, and a fit to the drawn steps, says by how much the times of
 a run may be wrong: a bootstrap of pairs, in blocks of consecutive steps, because slow steps come

@@ -137,7 +137,7 @@ def write_page(path: str | os.PathLike[str], text: str) -> None:
 def view_command(*recordings: tuple[str | os.PathLike[str], str | None]) -> str:
     """The command that shows recordings, each with the name of its policy in a user's file."""
     words = ["pagedjax", "view", *[os.fspath(path) for path, _ in recordings]]
-    for own_policy in dict.fromkeys([own for _, own in recordings if own]):
+    for own_policy in dict.fromkeys([policy for _, policy in recordings if policy]):
         words += ["--policy", own_policy]
     return shlex.join(words)
 

@@ -1,8 +1,8 @@
 """A predicted run beside the same run of a real engine: `confirm(past, change, model)`.
 
-The engine has the changed configuration, gets each input before the step before which the predicted
-run got it, and is given each token. So both must decide the same, with the same blocks. What cannot
-be repeated so is refused by name (given.py).
+The engine has the changed configuration, and is given each token. It gets each input before the
+same step as the predicted run did. So both must decide the same, with the same blocks. A run that
+cannot be repeated so is refused with the reason (engine_tokens.py).
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from experiments.laboratory import differences, paired, past, rerun
-from experiments.laboratory import given as given_inputs
+from experiments.laboratory import differences, engine_tokens, paired, past, rerun
 from experiments.laboratory.contents import Refused
 from experiments.laboratory.differences import Difference
-from experiments.laboratory.given import Given
+from experiments.laboratory.engine_tokens import EngineTokens
 from experiments.laboratory.measured import Cell, cells
 from experiments.laboratory.outcomes import Outcome
 from experiments.laboratory.past import Past, decision
@@ -81,7 +80,7 @@ class Confirmation(NamedTuple):
     steps: int
     tokens: int
     without_meaning: int
-    inputs: Given
+    inputs: EngineTokens
     own_tokens: OwnTokens | None = None
     times: Sequence[Cell] = ()
 
@@ -91,9 +90,10 @@ class Confirmation(NamedTuple):
         return self.difference.equal
 
 
-class Filled(Run):
-    """A changed run with tokens that stop nothing in place of those of no meaning, so that an engine
-    can be given them.
+class RunWithTokens(Run):
+    """A changed run for an engine, which must be given every token.
+
+    Where the run has a token of no meaning, this one has a made-up token that stops nothing.
     """
 
     def __init__(self, past: Past, change: Change, vocab_size: int) -> None:
@@ -120,7 +120,7 @@ class Script(NamedTuple):
 
     run: Run
     predicted: Past
-    inputs: Given
+    inputs: EngineTokens
 
 
 def confirm(
@@ -152,7 +152,7 @@ def confirm(
         ValueError: as of `LLM`.
     """
     change = prediction.change
-    given_inputs.check(recorded, real_time=real_time)
+    engine_tokens.check(recorded, real_time=real_time)
     caching = recorded.shares if change.caching is None else change.caching
     engine = engine_of(
         model, change, caching=caching, buckets=buckets, options=options or {}, eager=real_time
@@ -193,12 +193,12 @@ def script_of(recorded: Past, change: Change, vocab_size: int) -> Script:
     Raises:
         Refused: an engine cannot repeat it.
     """
-    run = Filled(recorded, change, vocab_size)
+    run = RunWithTokens(recorded, change, vocab_size)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "predicted.jsonl"
         rerun.record(file, run)
         predicted = past.read(file, policies_of(change))
-    return Script(run, predicted, given_inputs.given(predicted, vocab_size))
+    return Script(run, predicted, engine_tokens.engine_tokens(predicted, vocab_size))
 
 
 def policies_of(change: Change) -> Mapping[str, Policy]:
@@ -268,7 +268,7 @@ def engine_of(
 def submit(
     engine: Engine,
     request: Request,
-    inputs: Given,
+    inputs: EngineTokens,
     arrivals: Sequence[int],
     *,
     shares: bool,
@@ -340,7 +340,7 @@ def _submit_recorded(
 ) -> None:
     assert arrival is not None, "`past.Reader` gives it"
     arrivals = range(arrival, arrival + len(request.names))
-    shares = given_inputs.shares(script.predicted, arrival)
+    shares = engine_tokens.shares(script.predicted, arrival)
     submit(engine, request, script.inputs, arrivals, shares=shares, sampling=sampling)
 
 
@@ -391,7 +391,7 @@ def translated(recorded: Past, tokens: Mapping[int, int]) -> Past:
 # --- the engine's own tokens ----------------------------------------------------------------------
 
 
-def _check_own_tokens(inputs: Given, sampling: Mapping[str, Any]) -> None:
+def _check_own_tokens(inputs: EngineTokens, sampling: Mapping[str, Any]) -> None:
     """Raises Refused if an engine cannot sample what the recorded one did, or with such options."""
     if inputs.made_up:
         raise Refused(
@@ -475,8 +475,8 @@ def _own_tokens(script: Script, engine_past: Past) -> OwnTokens:
 
 
 def ends_from_outside(recorded: Past) -> dict[int, int]:
-    """By the arrivals of the sequences that something outside of the scheduler ended for what they
-    had generated, such as a stop string: their output tokens.
+    """The sequences that something outside of the scheduler ended because of their text, such as a
+    stop string -> the number of output tokens of each, by its arrival.
     """
     return {
         arrival: output.num_output
@@ -486,7 +486,7 @@ def ends_from_outside(recorded: Past) -> dict[int, int]:
 
 
 def with_unused_ids(engine: Engine, request: Request) -> Request:
-    """A request with a stroke at each id that an unfinished sequence has."""
+    """A request whose ids no unfinished sequence has: an id that is taken gets a "'" at its end."""
     names: list[str] = []
     for name in request.names:
         while name in engine.scheduler_state.ids:
@@ -537,7 +537,7 @@ class RealTime:
         self._engine = engine
         self._past = predicted.past
         self._inputs = Inputs(predicted.past, predicted.change)
-        self._given = script.inputs
+        self._tokens = script.inputs
         self._ends = ends_from_outside(predicted.past)
         self._arrivals: dict[str, int] = {}  # in the past, of unfinished sequences
         self._names: dict[int, str] = {}  # the inverse
@@ -581,9 +581,9 @@ class RealTime:
         submit(
             self._engine,
             request,
-            self._given,
+            self._tokens,
             [self._predicted_arrivals[arrival] for arrival in arrivals],
-            shares=given_inputs.shares(self._past, first),
+            shares=engine_tokens.shares(self._past, first),
         )
         self.past_arrivals += arrivals
         self._unfinished[first] = len(request.names)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from experiments.core.strict_yaml import load_text
-from experiments.laboratory import differences, given, measured, past
+from experiments.laboratory import differences, engine_tokens, measured, past
 from experiments.laboratory.past import Past
 from experiments.laboratory.prediction import Prediction
 from pagedjax.host.event_log import check_target
@@ -74,7 +74,7 @@ def check(options: argparse.Namespace) -> None:
 def check_recording(recorded: Past, options: argparse.Namespace) -> None:
     """Raises Refused if an engine cannot repeat a run, before one is loaded."""
     if options.confirm is not None:
-        given.check(recorded, real_time=options.real_time)
+        engine_tokens.check(recorded, real_time=options.real_time)
 
 
 def settings(texts: Sequence[str], option: str) -> dict[str, Any]:

@@ -58,15 +58,18 @@ def contents(past: Past, config: SchedulerConfig, *, caching: bool | None = None
     if shared and size % recorded_size == 0:
         multiple = size // recorded_size
 
-        def recorded(arrival: int, index: int) -> str | None:
+        def recorded_hash(arrival: int, index: int) -> str | None:
             return past.outputs[arrival].hashes.get((index + 1) * multiple - 1)
 
-        return Contents(recorded, lambda arrival: _shares(past, arrival), size)
+        return Contents(recorded_hash, lambda arrival: _shares(past, arrival), size)
     return _from_tokens(past, size, shared)
 
 
 def _shares(past: Past, arrival: int) -> bool:
-    """Whether a sequence shared blocks; if it filled none, whether any sequence did."""
+    """Whether a sequence shared blocks. A sequence that filled no block counts as sharing.
+
+    past: of a run that shares blocks.
+    """
     output = past.outputs[arrival]
     if output.hashes:
         return True
@@ -76,8 +79,8 @@ def _shares(past: Past, arrival: int) -> bool:
         num_output = output.before + len(output.tokens) + len(past.choices.get(output.first, ()))
     # the last token of a sequence is not computed, unless a search of beams ended
     uncomputed = 0 if request.beams and output.ended else 1
-    filled = request.prompt_len + num_output - uncomputed >= past.config.block_size
-    return not filled
+    num_computed = request.prompt_len + num_output - uncomputed
+    return num_computed < past.config.block_size
 
 
 def _from_tokens(past: Past, size: int, shared: bool) -> Contents:
@@ -114,11 +117,11 @@ def _from_tokens(past: Past, size: int, shared: bool) -> Contents:
         root = block_hashes.root(None, size, request.tags)
         chains[arrival] = block_hashes.chain(root, tokens, size)
 
-    def made(arrival: int, index: int) -> str | None:
+    def hash_of_tokens(arrival: int, index: int) -> str | None:
         chain = chains[arrival]
         return chain[index] if index < len(chain) else None
 
-    return Contents(made, lambda arrival: not shared or _shares(past, arrival), size)
+    return Contents(hash_of_tokens, lambda arrival: not shared or _shares(past, arrival), size)
 
 
 def _check_root(

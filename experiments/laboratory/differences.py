@@ -117,7 +117,7 @@ def difference(
     for step, (a, b) in enumerate(zip_longest(steps(first), steps(second))):
         if len(causes) < MOST_CAUSES:
             causes += _inputs(step, a, b, ignored_fields)
-        kind = kind_of_difference(a and a.plan, b and b.plan, kinds)
+        kind = kind_of_difference(a.plan if a else None, b.plan if b else None, kinds)
         if kind:
             return Difference(step, kind, tuple(causes), a, b)
         if a and b and a.tokens != b.tokens and len(causes) < MOST_CAUSES:
@@ -196,12 +196,10 @@ def _input_difference(
     first: Entry | None, second: Entry | None, ignored_fields: Sequence[str]
 ) -> str:
     """How an input of A differs from that of B in the same place; "": not at all."""
-    if first is None or second is None:
-        if first is second:
-            return ""
-        run, entry = ("A", first) if second is None else ("B", second)
-        assert entry is not None
-        return f"only {run} has {_name(entry)}"
+    if first is None:
+        return f"only B has {_name(second)}" if second is not None else ""
+    if second is None:
+        return f"only A has {_name(first)}"
     if isinstance(first, Submit) and isinstance(second, Submit):
         a = request_record(first.request)
         b = request_record(second.request)
@@ -237,10 +235,10 @@ def _name(entry: Entry) -> str:
 def _tokens(step: int, first: Step, second: Step) -> str:
     """A sentence on the first token of a step that differs."""
     pairs = zip_longest(first.tokens, second.tokens, fillvalue=("nothing", None))
-    (name, token), (other, other_token) = next((a, b) for a, b in pairs if a != b)
-    if name == other:
+    (name, token), (other_name, other_token) = next((a, b) for a, b in pairs if a != b)
+    if name == other_name:
         return f"step {step} samples {token} for {name!r} in A and {other_token} in B"
-    return f"step {step} samples for {name!r} in A and for {other!r} in B"
+    return f"step {step} samples for {name!r} in A and for {other_name!r} in B"
 
 
 def side(step: Step | None) -> dict[str, Any]:
@@ -264,9 +262,9 @@ def side(step: Step | None) -> dict[str, Any]:
                 "length": length,
                 "limit": seq.limit,
                 "blocks": len(running[seq.request.request_id].blocks),
-                "drafts": number,
+                "drafts": num_drafts,
             }
-            for seq, start, count, length, number in rows
+            for seq, start, count, length, num_drafts in rows
         ],
         "idle": idle,
         "rejected": list(plan.rejected),
@@ -346,8 +344,8 @@ def _gauge(part: int, limit: int) -> str:
 
 
 def _shortened(ids: Sequence[str]) -> str:
-    more = f" and {len(ids) - MOST_IDS} more" if len(ids) > MOST_IDS else ""
-    return " ".join(ids[:MOST_IDS]) + more
+    hidden_note = f" and {len(ids) - MOST_IDS} more" if len(ids) > MOST_IDS else ""
+    return " ".join(ids[:MOST_IDS]) + hidden_note
 
 
 def _beside(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
@@ -364,11 +362,16 @@ def _beside(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
 def _merged(first: Sequence[str], second: Sequence[str]) -> list[str]:
     """All topics, in an order that keeps that of the first, and that of the second where it can."""
     topics: list[str] = []
-    place = 0
+
+    def add_from_second(start: int, stop: int) -> None:
+        topics.extend([topic for topic in second[start:stop] if topic not in first])
+
+    start = 0  # of the topics of the second that are not yet considered
     for topic in first:
-        if topic in second[place:]:
-            stop = second.index(topic, place)
-            topics += [other for other in second[place:stop] if other not in first]
-            place = stop + 1
+        if topic in second[start:]:
+            stop = second.index(topic, start)
+            add_from_second(start, stop)
+            start = stop + 1
         topics.append(topic)
-    return topics + [other for other in second[place:] if other not in first]
+    add_from_second(start, len(second))
+    return topics

@@ -39,11 +39,11 @@ def closed(outcomes: Mapping[int, Outcome]) -> dict[int, Predecessor]:
     Args:
         outcomes: of the recorded run.
     """
-    number = clients(outcomes)
+    num_clients = clients(outcomes)
     ends = [(end_of(outcomes, first), first) for first in _firsts(outcomes)]
     ended = sorted([(at, first) for at, first in ends if at is not None])
     predecessors: dict[int, Predecessor] = {}
-    for first, (ended_at, leader) in zip(_firsts(outcomes)[number:], ended, strict=False):
+    for first, (ended_at, leader) in zip(_firsts(outcomes)[num_clients:], ended, strict=False):
         predecessors[first] = Predecessor(leader, outcomes[first].submitted - ended_at)
     return predecessors
 

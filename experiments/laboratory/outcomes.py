@@ -4,7 +4,7 @@ those of two runs of one past are compared by them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -60,6 +60,14 @@ def outcomes(run: Run) -> dict[int, Outcome]:
     for transition in run:
         reader.add(transition)
     return reader.outcomes
+
+
+def by_request(outcomes: Mapping[int, Outcome]) -> dict[int, list[Outcome]]:
+    """The outcomes of each request's sequences, by the arrival of its first sequence."""
+    groups: dict[int, list[Outcome]] = {}
+    for outcome in outcomes.values():
+        groups.setdefault(outcome.first, []).append(outcome)
+    return groups
 
 
 def steps_of_waits(run: Run, arrivals: Iterable[int]) -> dict[int, int]:

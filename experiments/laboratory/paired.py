@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.laboratory.outcomes import Outcome
+from experiments.laboratory.outcomes import Outcome, by_request
 from experiments.laboratory.rerun import Predecessor
 
 STATISTICS = ("median", "p90", "p99", "worst")
@@ -85,10 +85,7 @@ def end_of(outcomes: Mapping[int, Outcome], first: int) -> float | None:
 
 def times_of(outcomes: Mapping[int, Outcome], came: Mapping[int, float]) -> dict[int, Times]:
     """What each request got, by the arrival of its first sequence."""
-    sequences: dict[int, list[Outcome]] = {}
-    for outcome in outcomes.values():
-        sequences.setdefault(outcome.first, []).append(outcome)
-    return {first: _times(group, came[first]) for first, group in sequences.items()}
+    return {first: _times(group, came[first]) for first, group in by_request(outcomes).items()}
 
 
 def _times(sequences: Sequence[Outcome], came: float) -> Times:
@@ -118,7 +115,7 @@ def groups_of(outcomes: Mapping[int, Outcome]) -> dict[str, list[int]]:
         sizes = Counter(names.values())
         if len(sizes) > 1:
             for name, _ in sizes.most_common():
-                members = [first for first, of in names.items() if of == name]
+                members = [first for first, member_name in names.items() if member_name == name]
                 groups[f"{kind} {name or '(none)'}"] = members
     return groups
 
@@ -167,13 +164,13 @@ def with_intervals(table: Sequence[Row], draws: Sequence[Sequence[Row]]) -> list
         return list(table)
     tail = 50 * (1 - CONFIDENCE)
     by_key: dict[tuple[str, str], list[tuple[float, ...]]] = {}
-    for drawn in draws:
-        for row in drawn:
+    for drawn_table in draws:
+        for row in drawn_table:
             by_key.setdefault((row.group, row.measure), []).append(row.differences)
-    wide: list[Row] = []
+    rows_with_intervals: list[Row] = []
     for row in table:
         values = np.array(by_key[row.group, row.measure])
         low = np.minimum(np.percentile(values, tail, 0), row.differences)
         high = np.maximum(np.percentile(values, 100 - tail, 0), row.differences)
-        wide.append(row._replace(low=tuple(low.tolist()), high=tuple(high.tolist())))
-    return wide
+        rows_with_intervals.append(row._replace(low=tuple(low.tolist()), high=tuple(high.tolist())))
+    return rows_with_intervals

@@ -45,10 +45,10 @@ class Replica(Run):
         return self._contents.of_prompt(arrival, self.past.requests[arrival].prompt_len)
 
     def _end(self, names: Iterable[str]) -> None:
-        number = len(self._ended_at)
+        num_before = len(self._ended_at)
         super()._end(names)
-        latest = islice(reversed(self._ended_at.items()), len(self._ended_at) - number)
-        self.new_ends += latest
+        num_new = len(self._ended_at) - num_before
+        self.new_ends += islice(reversed(self._ended_at.items()), num_new)
 
 
 class Inputs(Run):
@@ -97,23 +97,23 @@ class Fleet:
 
     def __iter__(self) -> Iterator[tuple[int, Transition]]:
         while True:
-            begins = [
+            next_steps = [
                 (replica.now, number)
                 for number, replica in enumerate(self.replicas)
                 if replica.has_work and not replica.waits
             ]
             at = self._inputs.next
-            if at is not None and (not begins or at <= min(begins)[0]):
+            if at is not None and (not next_steps or at <= min(next_steps)[0]):
                 yield from self._take(self._inputs.pop(), at)
-            elif begins:
-                number = min(begins)[1]
+            elif next_steps:
+                _, number = min(next_steps)
                 for transition in self.replicas[number].step():
                     yield number, transition
                 self._learn_ends(number)
             else:
                 for replica in self.replicas:
                     replica.inexact[NEVER_RUN] += len(replica.state.waiting)
-                    replica.inexact = +replica.inexact
+                    replica.inexact = +replica.inexact  # without counts of 0
                 return
 
     def _take(self, recorded: Recorded, at: float) -> Iterator[tuple[int, Transition]]:

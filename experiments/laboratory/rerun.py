@@ -370,7 +370,7 @@ class Run:
                 self.now = self._inputs[0][0]
             else:
                 self.inexact[NEVER_RUN] += len(self.state.waiting)
-                self.inexact = +self.inexact
+                self.inexact = +self.inexact  # without the counts of 0
                 return
 
     def _queue(self, place: int) -> None:
@@ -390,14 +390,15 @@ class Run:
                 heappush(self._inputs, (recorded.at, number, recorded))
         for group in groups.values():
             leader = group.predecessor.arrival
-            comes = leader in self._ended_at or leader in self.change.without
-            if comes:
+            if leader in self._ended_at or leader in self.change.without:
                 self._push_follower(group)
             else:
                 self._followers.setdefault(leader, []).append(group)
 
     def _push_follower(self, group: _Group) -> None:
-        """Queues a request whose turn it is, and its cancellations as long after it as recorded."""
+        """Queues a request whose predecessor has ended, or does not come. Its cancellations keep
+        their recorded distances from it.
+        """
         recorded_at = group.inputs[0][1].at
         ended_at = self._ended_at.get(group.predecessor.arrival)
         at = recorded_at if ended_at is None else ended_at + group.predecessor.seconds
@@ -481,7 +482,7 @@ class Run:
     def _accepted(self, seq: Seq, length: int, drafts: int) -> int:
         """How many drafts of a row are accepted."""
         recorded_drafts, num_accepted = self._output(seq).drafts.get(length, (0, 0))
-        if drafts > recorded_drafts == num_accepted:
+        if drafts > recorded_drafts and num_accepted == recorded_drafts:
             self.inexact[UNKNOWN_DRAFTS] += drafts - recorded_drafts
         return min(drafts, num_accepted)
 

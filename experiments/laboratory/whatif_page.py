@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from experiments.analysis import pages
 from experiments.analysis.sweep_points import number
 from experiments.laboratory import paired
-from experiments.laboratory.outcomes import Outcome
+from experiments.laboratory.outcomes import Outcome, by_request
 from experiments.laboratory.prediction import Prediction
 
 MOST_REQUESTS = 20_000  # that are drawn; each takes some 150 bytes of the page
@@ -68,8 +68,8 @@ def page(prediction: Prediction, about: About) -> str:
     """The HTML of a prediction."""
     timed = prediction.times is not None
     groups = list(dict.fromkeys(row.group for row in prediction.table))
-    shown = set(groups[:MOST_GROUPS])
-    rows = [row for row in prediction.table if row.group in shown]
+    shown_groups = set(groups[:MOST_GROUPS])
+    rows = [row for row in prediction.table if row.group in shown_groups]
     measures = [
         {"field": field, "name": words(field)}
         for field in paired.MEASURES
@@ -89,7 +89,7 @@ def page(prediction: Prediction, about: About) -> str:
         table=table(rows),
         unit_name="seconds" if timed else "steps",
         confidence=f"{100 * paired.CONFIDENCE:.0f} %" if has_intervals else "",
-        groups_left_out=len(groups) - len(shown),
+        groups_left_out=len(groups) - len(shown_groups),
         drawn=sentence_of_drawn(len(requests), len(prediction.before)),
         measures=measures,
         notes=about.notes,
@@ -191,11 +191,8 @@ def bars(
     times: Mapping[int, paired.Times],
 ) -> dict[int, Bar]:
     """The bar of each request of a run, by the arrival of its first sequence."""
-    sequences: dict[int, list[Outcome]] = {}
-    for outcome in outcomes.values():
-        sequences.setdefault(outcome.first, []).append(outcome)
     result: dict[int, Bar] = {}
-    for first, group in sequences.items():
+    for first, group in by_request(outcomes).items():
         admissions = [
             (outcome.admitted, outcome.admitted_step)
             for outcome in group

@@ -60,7 +60,7 @@ def begin(out: Path, run_options: Mapping[str, Any]) -> None:
         )
 
 
-def opened(out: Path) -> ocp.CheckpointManager:
+def open_checkpoints(out: Path) -> ocp.CheckpointManager:
     """The checkpoints of a run. They are written atomically; the last two are kept."""
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
     return ocp.CheckpointManager(out.absolute() / "checkpoints", options=options)

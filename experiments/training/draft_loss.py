@@ -139,11 +139,12 @@ def loss(
     for i, logits in enumerate(drafts(head, embedded, windows, passes)):
         logp = jax.nn.log_softmax(logits, axis=-1)
         entropy = -(shares * jnp.take_along_axis(logp, jnp.maximum(places, 0), axis=-1)).sum(-1)
-        real = positions >= i  # in a later pass, the first tokens have no draft before them
-        entropy_sum = jnp.where(real, entropy, 0.0).sum()
-        shares_sum = jnp.where(real, shares.sum(-1), 0.0).sum()
+        # in a later pass, the first tokens have no draft before them
+        has_draft = positions >= i
+        entropy_sum = jnp.where(has_draft, entropy, 0.0).sum()
+        shares_sum = jnp.where(has_draft, shares.sum(-1), 0.0).sum()
         total += PASS_DECAY**i * entropy_sum / shares_sum
         weight += PASS_DECAY**i
-        agrees = (logits.argmax(-1) == places[..., 0]) & real
-        agreement.append(agrees.sum() / (real.sum() * len(windows.tokens)))
+        agrees = (logits.argmax(-1) == places[..., 0]) & has_draft
+        agreement.append(agrees.sum() / (has_draft.sum() * len(windows.tokens)))
     return total / weight, jnp.stack(agreement)

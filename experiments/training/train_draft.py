@@ -31,7 +31,7 @@ from flax import nnx
 
 from experiments.core.speculation import acceptance_of
 from experiments.training import draft_data
-from experiments.training.checkpoints import Loss, State, begin, opened, restore, save
+from experiments.training.checkpoints import Loss, State, begin, open_checkpoints, restore, save
 from experiments.training.command import (
     add_setup,
     check_least,
@@ -219,7 +219,7 @@ def train(
     windows, held_out = prepare(out, model, setup, say)
     ids = draft_data.vocabulary(windows, setup.vocabulary, model.model.config.vocab_size)
     trainer = make_trainer(setup, model.model, ids)
-    with opened(out) as manager:
+    with open_checkpoints(out) as manager:
         step, state, losses = restore(manager, trainer.start)
         say(
             about(model.model, state.params, windows, held_out, ids)
@@ -316,7 +316,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "draft; raise it"
         )
     for name in ("windows", "held_out"):
-        if (value := getattr(args, name)) < setup.batch:
+        value = getattr(args, name)
+        if value < setup.batch:
             option = name.replace("_", "-")
             parser.error(
                 f"--{option} is {value}, below --batch {setup.batch}; raise it, or lower --batch"

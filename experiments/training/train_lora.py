@@ -4,7 +4,8 @@
     python -m experiments.training.train_lora --model runs/tiny/model --out runs/adapters    # the same command resumes
 
 "upper" learns Python's documentation in capitals, "sort" to sort lists of digits (lora_tasks.py). A is random and B
-zero, so step 0 is the base model. Gradients are those of A and B alone, by `score(adapter=...)`: the layers that serve.
+zero, so step 0 is the base model. A and B alone get gradients. `score(adapter=...)` computes the loss by the layers
+that serve.
 
 At the end one engine serves both adapters and the base in one batch, on held-out examples. The command prints the
 engine's loss and the share of right greedy answers of each, and how far the trainer's log-probabilities are from the
@@ -33,7 +34,7 @@ import numpy as np
 from flax import nnx
 
 from experiments.core.json_files import write_json
-from experiments.training.checkpoints import Loss, State, begin, opened, restore, save
+from experiments.training.checkpoints import Loss, State, begin, open_checkpoints, restore, save
 from experiments.training.command import (
     add_setup,
     check_least,
@@ -154,7 +155,7 @@ def options(setup: LoraSetup) -> dict[str, Any]:
 # --- the result -----------------------------------------------------------------------------------
 
 
-class Served(NamedTuple):
+class TaskScores(NamedTuple):
     """What an engine gave for the held-out examples of a task.
 
     logprobs: [N, L] float32: log-probabilities of the tokens.
@@ -186,15 +187,15 @@ def write(
 
 
 def serve(
-    model: LoadedModel, folders: Mapping[str, Path], learnt: Mapping[str, Task]
-) -> dict[str, dict[str, Served]]:
+    model: LoadedModel, folders: Mapping[str, Path], tasks_by_name: Mapping[str, Task]
+) -> dict[str, dict[str, TaskScores]]:
     """The base and all adapters on the held-out examples of all tasks, in one batch of one engine.
 
     Returns:
         What was served, by adapter (or `BASE`) and task.
     """
     # one token follows an example
-    width = max(task.held_out.tokens.shape[1] for task in learnt.values()) + 1
+    width = max(task.held_out.tokens.shape[1] for task in tasks_by_name.values()) + 1
     rows = 32
     llm = LLM(
         model,
@@ -213,12 +214,14 @@ def serve(
     jobs: list[tuple[Any, SamplingParams, LoRARequest | None]] = []
     for name in (BASE, *folders):
         adapter = LoRARequest(name, lora_path=str(folders[name])) if name in folders else None
-        for task in learnt.values():
+        for task in tasks_by_name.values():
             jobs += [(*job, adapter) for job in _jobs(task.held_out)]
     prompts, params, adapters = map(list, zip(*jobs, strict=True))
     outs = iter(llm.generate(prompts, params, lora_request=adapters, use_tqdm=False))
     return {
-        name: {key: _served(task, outs, llm.tokenizer.decode) for key, task in learnt.items()}
+        name: {
+            key: _served(task, outs, llm.tokenizer.decode) for key, task in tasks_by_name.items()
+        }
         for name in (BASE, *folders)
     }
 
@@ -235,25 +238,25 @@ def _jobs(held_out: Examples) -> list[tuple[list[int], SamplingParams]]:
     return jobs
 
 
-def _served(task: Task, outs: Iterator[Any], decode: Callable[[list[int]], str]) -> Served:
+def _served(task: Task, outs: Iterator[Any], decode: Callable[[list[int]], str]) -> TaskScores:
     """The outputs of `_jobs` of a task."""
     logprobs = np.zeros(task.held_out.tokens.shape, np.float32)
     scores = []
     for i in range(len(logprobs)):
         scored = next(outs)
-        answered = next(outs)
+        answer = next(outs)
         entries: Any = scored.prompt_logprobs
         pairs = zip(scored.prompt_token_ids[1:], entries[1:], strict=True)
         logprobs[i, 1 : len(entries)] = [entry[token].logprob for token, entry in pairs]
-        scores.append(task.right(decode(task.held_out.answer(i)), answered.outputs[0].text))
-    return Served(logprobs, float(np.mean(scores)))
+        scores.append(task.right(decode(task.held_out.answer(i)), answer.outputs[0].text))
+    return TaskScores(logprobs, float(np.mean(scores)))
 
 
 def report(
     trainer: Trainer,
     params: Mapping[str, Factors],
-    learnt: Mapping[str, Task],
-    served: dict[str, dict[str, Served]],
+    tasks_by_name: Mapping[str, Task],
+    served: dict[str, dict[str, TaskScores]],
 ) -> dict[str, Any]:
     """Losses and shares of right answers as the engine gave them, and the largest difference of a
     log-probability from the trainer's.
@@ -263,7 +266,7 @@ def report(
     for name, by_task in served.items():
         table[name] = {}
         for key, result in by_task.items():
-            held_out = learnt[key].held_out
+            held_out = tasks_by_name[key].held_out
             logprobs = np.asarray(trainer.logprobs(params.get(name), held_out))
             largest = max(largest, float(np.abs(logprobs - result.logprobs).max()))
             loss = mean_loss(result.logprobs, held_out)
@@ -316,17 +319,17 @@ def train(
             f"--context is {setup.context}; this model has room for {config.max_len - 1} tokens: "
             "lower it"
         )
-    learnt = tasks(loaded.tokenizer, setup)
+    tasks_by_name = tasks(loaded.tokenizer, setup)
     trainer = make_trainer(
-        setup, nnx.merge(loaded.model.graphdef, loaded.model.params), list(learnt)
+        setup, nnx.merge(loaded.model.graphdef, loaded.model.params), list(tasks_by_name)
     )
     facts = {"model": fingerprint(loaded.model), "text": text_digest()}
     begin(out, {**dataclasses.asdict(setup), **facts})
-    params, losses = _run_steps(trainer, out, setup, every, learnt, say)
+    params, losses = _run_steps(trainer, out, setup, every, tasks_by_name, say)
     write_json(out / "log.json", losses)
     folders = write(out, model, setup, params, to)
-    served = serve(load_model(model, dtype="float32"), folders, learnt)
-    result = report(trainer, params, learnt, served)
+    served = serve(load_model(model, dtype="float32"), folders, tasks_by_name)
+    result = report(trainer, params, tasks_by_name, served)
     write_json(out / "report.json", result)
     for line in lines(result):
         say(line)
@@ -338,38 +341,43 @@ def _run_steps(
     out: Path,
     setup: LoraSetup,
     every: int,
-    learnt: Mapping[str, Task],
+    tasks_by_name: Mapping[str, Task],
     say: Callable[[str], None],
 ) -> tuple[dict[str, Factors], list[Loss]]:
     """Train from the last checkpoint to the end. Returns the factors of each adapter, and losses."""
-    with opened(out) as manager:
+    with open_checkpoints(out) as manager:
         step, state, losses = restore(manager, trainer.start)
-        say(about(state.params) + (f"; {step} of {setup.steps} steps are done" if step else ""))
-        columns = "".join(f"  {name + ': train':>12} {'held out':>8}" for name in learnt)
+        say(
+            sizes_text(state.params) + (f"; {step} of {setup.steps} steps are done" if step else "")
+        )
+        columns = "".join(f"  {name + ': train':>12} {'held out':>8}" for name in tasks_by_name)
         say(f"{'step':>6}{columns}")
         while step < setup.steps:
             values = []
             for _ in range(min(every - step % every, setup.steps - step)):
-                batches = {name: task.batch(step) for name, task in learnt.items()}
+                batches = {name: task.batch(step) for name, task in tasks_by_name.items()}
                 state, value = trainer.update(state, batches)
                 values.append(value)
                 step += 1
             means = {
                 name: float(np.mean([value[name] for value in jax.device_get(values)]))
-                for name in learnt
+                for name in tasks_by_name
             }
             held_out = {
                 name: mean_loss(trainer.logprobs(state.params[name], task.held_out), task.held_out)
-                for name, task in learnt.items()
+                for name, task in tasks_by_name.items()
             }
             losses = [*losses, {"step": step, "train": means, "held_out": held_out}]
             save(manager, step, state, losses)
-            columns = "".join(f"  {means[name]:12.3f} {held_out[name]:8.3f}" for name in learnt)
+            columns = "".join(
+                f"  {means[name]:12.3f} {held_out[name]:8.3f}" for name in tasks_by_name
+            )
             say(f"{step:6}{columns}")
-    return {name: state.params[name] for name in learnt}, losses
+    return {name: state.params[name] for name in tasks_by_name}, losses
 
 
-def about(params: Mapping[str, Factors]) -> str:
+def sizes_text(params: Mapping[str, Factors]) -> str:
+    """The size of an adapter, in words."""
     factors = next(iter(params.values()))
     size = sum(x.size for x in jax.tree.leaves(factors))
     return f"{size:,} parameters of each adapter, for {len(factors)} matrices"

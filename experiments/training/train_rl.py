@@ -35,7 +35,7 @@ from flax import nnx
 from experiments.analysis.figures import curves
 from experiments.core.json_files import write_json
 from experiments.core.optional_imports import require
-from experiments.training.checkpoints import State, begin, opened, restore, save
+from experiments.training.checkpoints import State, begin, open_checkpoints, restore, save
 from experiments.training.command import (
     add_setup,
     check_least,
@@ -162,9 +162,9 @@ def divergence(logprobs: jax.Array, rollouts: Rollouts) -> dict[str, jax.Array]:
     KL is estimated from the engine's own tokens, without bias and without negative terms (k3 of
     Schulman 2020).
     """
-    apart = jnp.where(rollouts.answer, logprobs - rollouts.logprobs, 0)
-    kl = jnp.mean(jnp.expm1(apart) - apart, where=rollouts.answer)
-    return {"kl": kl, "largest_difference": jnp.abs(apart).max()}
+    differences = jnp.where(rollouts.answer, logprobs - rollouts.logprobs, 0)
+    kl = jnp.mean(jnp.expm1(differences) - differences, where=rollouts.answer)
+    return {"kl": kl, "largest_difference": jnp.abs(differences).max()}
 
 
 def make_trainer(setup: RLSetup, module: nnx.Module) -> Trainer:
@@ -202,7 +202,7 @@ def train(
     begin(out, {**dataclasses.asdict(setup), "model": fingerprint(loaded.model)})
     trainer = make_trainer(setup, nnx.merge(loaded.model.graphdef, loaded.model.params))
     llm = LLM(load_model(model, dtype="float32"), **serving(setup))
-    with opened(out) as manager:
+    with open_checkpoints(out) as manager:
         step, state, log = restore(manager, trainer.start)
         say(f"{'step':>6} {'reward':>7} {'right':>7} {'KL':>9} {'largest difference':>19}")
         while step < setup.steps:

@@ -34,7 +34,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from experiments.core.json_files import write_json
-from experiments.training.checkpoints import Loss, State, begin, opened, restore, save
+from experiments.training.checkpoints import Loss, State, begin, open_checkpoints, restore, save
 from experiments.training.command import check_least, check_seed, exit_status, run_parser
 from experiments.training.data import END, Data, held_out_batches, prepare, unigram, windows
 from experiments.training.forward import initial, loss
@@ -121,7 +121,7 @@ def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = p
     begin(out, options(setup, data))
     hf = hf_config(setup)
     trainer = make_trainer(setup, llama.from_hf(hf), data)
-    with opened(out) as manager:
+    with open_checkpoints(out) as manager:
         step, state, losses = restore(manager, trainer.start)
         llm = LLM(params=state.params, config=hf, tokenizer=data.tokenizer, **serving())
         say(about(setup, data, state.params) + progress(step, setup))

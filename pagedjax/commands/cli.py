@@ -293,8 +293,8 @@ def _policies_of_runs(names: Sequence[Any], num_runs: int) -> list[dict[str, Any
     for policies in policies_by_name:
         all_policies |= policies
     num_without_own = num_runs - len(policies_by_name)
-    own = [*policies_by_name, *[{}] * num_without_own]
-    return [all_policies | policies for policies in own]
+    policies_of_runs = [*policies_by_name, *[{}] * num_without_own]
+    return [all_policies | policies for policies in policies_of_runs]
 
 
 def trace(args: argparse.Namespace) -> int:

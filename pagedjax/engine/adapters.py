@@ -1,8 +1,9 @@
 """The adapters of an engine: a table says which one is in which slot.
 
-    init(model, config) -> table                 None without `enable_lora`
-    loaded(table, adapter, busy, ...) -> table   with an adapter, in place of one with its name
-    unloaded(table, name) -> table               without this adapter
+    init(model, config) -> table                       None without `enable_lora`
+    with_adapter(table, adapter, busy, ...) -> table   in place of an adapter with its name
+    without_adapter(table, name) -> table
+    after_use(table, name) -> table                    a request uses the adapter
     of_tokens(table, plan, rows, t) -> the adapters of a step's tokens
 
 A table is a value: each transition returns another one. A request keeps the slot of its adapter
@@ -22,7 +23,7 @@ from pagedjax.device.adapters import Adapter, Factors
 from pagedjax.device.extras import TokenAdapters
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
-from pagedjax.engine.requests import InSlot, SequenceData, Sequences
+from pagedjax.engine.requests import LoadedAdapter, SequenceData, Sequences
 from pagedjax.host.types import Plan
 from pagedjax.options.config import Resolved
 
@@ -37,7 +38,7 @@ class AdapterTable(NamedTuple):
 
     config: DecoderConfig
     slots: adapters.Slots
-    names: Mapping[str, InSlot]
+    names: Mapping[str, LoadedAdapter]
     factors: Factors
     turns: int = 0
 
@@ -51,16 +52,18 @@ def init(model: Model, config: Resolved) -> AdapterTable | None:
     if not config.enable_lora:
         return None
     if not linear.find(model.config.linear).low_rank:
-        able = ", ".join(repr(name) for name, impl in linear.IMPLS.items() if impl.low_rank)
+        low_rank_impls = ", ".join(
+            repr(name) for name, impl in linear.IMPLS.items() if impl.low_rank
+        )
         raise ValueError(
             f"enable_lora is True, and linear_impl {model.config.linear!r} adds no products of low "
-            f"rank; use one of {able}, or set `low_rank` of your own and add `Epilogue.low`"
+            f"rank; use one of {low_rank_impls}, or set `low_rank` of your own and add `Epilogue.low`"
         )
     slots = adapters.Slots(config.max_loras, config.max_lora_rank, model.dtype)
     return AdapterTable(model.config, slots, {}, adapters.blank(model.config, slots))
 
 
-def loaded(
+def with_adapter(
     table: AdapterTable,
     adapter: Adapter,
     busy: Set[int],
@@ -104,23 +107,26 @@ def loaded(
         oldest = min(idle, key=lambda name: names[name].turn)
         slot = names.pop(oldest).slot
     factors = adapters.with_slot(table.factors, slot, table.config, adapter.parts)
-    names[adapter.name] = InSlot(
+    names[adapter.name] = LoadedAdapter(
         slot, adapter.content_hash, adapter.rank, adapter.source, pinned, table.turns
     )
     return table._replace(names=names, factors=factors, turns=table.turns + 1)
 
 
-def _no_slot(table: AdapterTable, name: str, names: Mapping[str, InSlot], busy: Set[int]) -> str:
-    leaving = len(busy - {entry.slot for entry in names.values()} - {0})
-    unfinished = f", and {leaving} that were replaced or unloaded serve unfinished requests"
+def _no_slot(
+    table: AdapterTable, name: str, names: Mapping[str, LoadedAdapter], busy: Set[int]
+) -> str:
+    loaded_slots = {entry.slot for entry in names.values()}
+    num_leaving = len(busy - loaded_slots - {0})  # slot 0 is no adapter
+    unfinished = f", and {num_leaving} that were replaced or unloaded serve unfinished requests"
     return (
         f"adapter {name!r} has no slot: max_loras is {table.slots.count}, and {len(names)} "
         f"adapters are loaded ({', '.join(sorted(names)) or 'none'})"
-        f"{unfinished if leaving else ''}; unload one, wait for its requests, or raise max_loras"
+        f"{unfinished if num_leaving else ''}; unload one, wait for its requests, or raise max_loras"
     )
 
 
-def unloaded(table: AdapterTable, name: str) -> AdapterTable:
+def without_adapter(table: AdapterTable, name: str) -> AdapterTable:
     """Returns the table without an adapter. Requests that use it continue.
 
     Raises:
@@ -137,7 +143,7 @@ def no_adapters(name: str) -> ValueError:
     return ValueError(f"adapter {name!r} is wanted, and this engine has none; set enable_lora=True")
 
 
-def of_name(table: AdapterTable | None, name: str) -> InSlot:
+def of_name(table: AdapterTable | None, name: str) -> LoadedAdapter:
     """Returns the adapter of a name.
 
     Raises:
@@ -153,7 +159,7 @@ def of_name(table: AdapterTable | None, name: str) -> InSlot:
     return table.names[name]
 
 
-def used(table: AdapterTable, name: str) -> AdapterTable:
+def after_use(table: AdapterTable, name: str) -> AdapterTable:
     """Returns the table after a request with this adapter."""
     names = {**table.names, name: table.names[name]._replace(turn=table.turns)}
     return table._replace(names=names, turns=table.turns + 1)

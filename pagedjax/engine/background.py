@@ -67,7 +67,7 @@ class BackgroundPrograms(dict[Shape, Any]):
             in_order([shape for shape in shapes.steps if shape not in self], shapes.max_seqs)
         )
         self._uses_disk_cache = compilations.disk_cache_active()
-        self._quick = on_disk  # whether the next one needs no pause
+        self._skips_pause = on_disk  # before the next compilation
         self._stopped = threading.Event()
         self.stepped_at = time.monotonic()
         self._created_at = time.perf_counter()
@@ -106,7 +106,7 @@ class BackgroundPrograms(dict[Shape, Any]):
         """Wait for a pause, and compile the next program, in the thread. After a quick compilation
         there is no wait. Returns False if no program is left, or `stop` was called.
         """
-        if self._waiting and not self._quick:
+        if self._waiting and not self._skips_pause:
             self._wait_for_pause()
         if self._stopped.is_set() or not self._waiting:
             return False
@@ -116,7 +116,7 @@ class BackgroundPrograms(dict[Shape, Any]):
             with compilations.disk_cache(self._uses_disk_cache), compilations.uncounted():
                 program = self._build(shape, self._config)
         except Exception:
-            self._quick = False
+            self._skips_pause = False
             log.exception(
                 "the program for %d tokens cannot be compiled; steps use the next larger one",
                 shape.tokens,
@@ -124,7 +124,7 @@ class BackgroundPrograms(dict[Shape, Any]):
         else:
             self[shape] = program
             self.present = self._present_shapes()  # after the program, so that a step finds it
-            self._quick = time.perf_counter() - started_at < LOADED
+            self._skips_pause = time.perf_counter() - started_at < LOADED
         if not self._waiting:
             del self._build  # and with it the blank batches
             log.info(

@@ -82,5 +82,5 @@ def of_prompt(
     )
     if not params.enable_prefix_caching or computes_every_token:
         return None, ()
-    start = root(params.cache_salt, block_size, tags, adapter)
-    return start, chain(start, np.asarray(prompt), block_size)
+    parent = root(params.cache_salt, block_size, tags, adapter)
+    return parent, chain(parent, np.asarray(prompt), block_size)

@@ -274,20 +274,19 @@ def _averaged(seconds: Mapping[int, float], size: int, new: float) -> Mapping[in
     return {**seconds, size: mean + WEIGHT * (new - mean)}
 
 
-def left(drafting: Drafting, name: str, data: SequenceData, length: int) -> None:
-    """Show the drafter the output so far, [data.prompt_len : length], of a sequence that another
-    engine has adopted.
+def show_output(drafting: Drafting, name: str, data: SequenceData, num_output: int) -> None:
+    """Show the drafter the output of a sequence that ends or leaves: its first tokens behind the
+    prompt.
     """
-    output = data.tokens[data.prompt_len : length]
+    output = data.tokens[data.prompt_len : data.prompt_len + num_output]
     called(drafting.drafter, "finished", drafting.memory, name, output)
 
 
-def ended(
+def show_ended_outputs(
     drafting: Drafting, events: Mapping[str, Finished], sequences: Mapping[str, SequenceData]
 ) -> None:
     """Show the drafter the outputs of sequences that have ended, by their ids."""
     for name, event in events.items():
         data = sequences.get(name)
         if data is not None and event.num_output:
-            output = data.tokens[data.prompt_len : data.prompt_len + event.num_output]
-            called(drafting.drafter, "finished", drafting.memory, name, output)
+            show_output(drafting, name, data, event.num_output)

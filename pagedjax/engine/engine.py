@@ -27,7 +27,7 @@ from pagedjax.engine.adapters import AdapterTable
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.handover import Fetch, Handover
 from pagedjax.engine.lookahead import Lookahead
-from pagedjax.engine.requests import EngineRequest, InSlot
+from pagedjax.engine.requests import EngineRequest, LoadedAdapter
 from pagedjax.engine.state import EngineState
 from pagedjax.engine.step import ScheduledStep, schedule, step
 from pagedjax.engine.tap_files import TapWriter
@@ -85,7 +85,7 @@ class Engine:
         self._recorder: Recorder | None = None
         self._tap_writer: TapWriter | None = None
         self._ids = itertools.count()
-        self._asleep: sleep.Asleep | None = None
+        self._asleep: sleep.SleepState | None = None
         self._dropped = False  # by level 2 of sleep
         callers: list[Any] = []  # arrays of the models that the caller may use
         if not owns_params:
@@ -208,7 +208,9 @@ class Engine:
         self._set(queue(self.runtime, self._state, request))
         table = self.runtime.adapters
         if request.adapter is not None and table:
-            self.runtime = replace(self.runtime, adapters=adapters.used(table, request.adapter))
+            self.runtime = replace(
+                self.runtime, adapters=adapters.after_use(table, request.adapter)
+            )
 
     @interrupts.in_turn
     def cancel(self, request_id: str, reason: FinishReason = "abort") -> tuple[Event, ...]:
@@ -309,7 +311,7 @@ class Engine:
     # adapters (docs/design/adapters.md) -----------------------------------------------------------
 
     @property
-    def adapters(self) -> Mapping[str, InSlot]:
+    def adapters(self) -> Mapping[str, LoadedAdapter]:
         """The adapters that requests may use, by name."""
         return self.runtime.adapters.names if self.runtime.adapters else {}
 
@@ -330,7 +332,9 @@ class Engine:
         """
         table = self._adapter_table(adapter.name)
         in_use = adapters.adapter_slots_in_use(self._state.sequences)
-        new_table = adapters.loaded(table, adapter, in_use, keep=keep, needed=frozenset(needed))
+        new_table = adapters.with_adapter(
+            table, adapter, in_use, keep=keep, needed=frozenset(needed)
+        )
         self.runtime = replace(self.runtime, adapters=new_table)
 
     @interrupts.in_turn
@@ -341,7 +345,7 @@ class Engine:
             ValueError: there is no such adapter.
         """
         self.runtime = replace(
-            self.runtime, adapters=adapters.unloaded(self._adapter_table(name), name)
+            self.runtime, adapters=adapters.without_adapter(self._adapter_table(name), name)
         )
 
     def _adapter_table(self, name: str) -> AdapterTable:
@@ -425,7 +429,7 @@ class Engine:
             return
         if "weights" in parts:
             self.runtime = sleep.wake_up(self.runtime, asleep)
-            asleep = sleep.Asleep((), (), asleep.cache)
+            asleep = sleep.SleepState((), (), asleep.cache)
         if "kv_cache" in parts and asleep.cache:
             self._set(self._state._replace(cache=self.runtime.new_cache()))
             asleep = asleep._replace(cache=False)

@@ -198,11 +198,11 @@ def views(config: EngineConfig, model: Model) -> tuple[View, ...]:
     length = _max_model_len(config)
     if isinstance(config.kv_policy, KVPolicyOptions):
         windows = {kind.window for kind in model.config.kinds if kind.window}
-        shorter = sorted(window for window in windows if window < length)
-        if shorter:
+        short_windows = sorted(window for window in windows if window < length)
+        if short_windows:
             raise ValueError(
                 f"kv_policy is {config.kv_policy.name!r}, and layers of the model have windows of "
-                f"{shorter} tokens, which are its own policy; use kv_policy='full'"
+                f"{short_windows} tokens, which are its own policy; use kv_policy='full'"
             )
         return kv_policies.views(config, table_width(config, length))
     layout = layers_in_groups(config, model)
@@ -265,22 +265,23 @@ def _layers(config: EngineConfig, model: Model) -> list[LayerPages]:
     user keeps them.
     """
     width = table_width(config, _max_model_len(config))
-    drafts = config.speculative is not None and config.speculative.on_device
-    keeps_all = config.is_baseline or drafts or not config.free_window_blocks
+    has_draft_model = config.speculative is not None and config.speculative.on_device
+    keeps_all = config.is_baseline or has_draft_model or not config.free_window_blocks
     part = model.part
     dtype = config.kv_cache_dtype or model.dtype  # of as many bytes as that of the pages
     sizes = cache.BlockSizes(config.block_size, part.kv_heads, part.head_dim, dtype, part.head_dim)
 
-    def freed(window: int | None) -> int | None:
+    def freeing_window(window: int | None) -> int | None:
         if keeps_all or not window:
             return None
         return window if kv_policies.window_blocks(window, config.block_size) < width else None
 
     def pages_of(kind: LayerKind) -> LayerPages:
         if kind.mixer is None:
-            return LayerPages(freed(kind.window))
+            return LayerPages(freeing_window(kind.window))
         pages = kind.mixer.pages(part, sizes, model.dtype)
-        return LayerPages(freed(kind.mixer.window(config.block_size)), pages, attention=False)
+        window = freeing_window(kind.mixer.window(config.block_size))
+        return LayerPages(window, pages, attention=False)
 
     return [pages_of(kind) for kind in model.config.kinds]
 
@@ -352,11 +353,11 @@ def _pages_of_layers(
     block = c.block or Block
     pages: dict[int, cache.PageShapes] = {}
     for layer, kind in enumerate(c.kinds):
-        of_layer = block.pages(c, kind, sizes)
+        pages_of_layer = block.pages(c, kind, sizes)
         place = layout.places[layer][1] if layout else layer
-        if pages.setdefault(place, of_layer) != of_layer:
+        if pages.setdefault(place, pages_of_layer) != pages_of_layer:
             raise ValueError(
-                f"layer {layer} keeps {of_layer} of a block, and a layer of another window in the "
+                f"layer {layer} keeps {pages_of_layer} of a block, and a layer of another window in the "
                 f"same blocks keeps {pages[place]}; let all layers keep the same arrays, or set "
                 "free_window_blocks=False"
             )

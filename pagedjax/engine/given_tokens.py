@@ -50,11 +50,11 @@ def of_samples(
     for seq, start, count, length, k in zip(
         plan.seqs, plan.starts, plan.counts, plan.lengths, drafts, strict=True
     ):
-        given = entries.get(seq.request_id)
-        if given is not None and start + count >= length:
+        entry = entries.get(seq.request_id)
+        if entry is not None and start + count >= length:
             position = length - sequences[seq.request_id].prompt_len
-            if position < len(given.token_ids):
-                masks[first_sample] = _mask(given.token_ids[position], given.words)
+            if position < len(entry.token_ids):
+                masks[first_sample] = _mask(entry.token_ids[position], entry.words)
         first_sample += k + 1
     return masks
 

@@ -29,7 +29,7 @@ from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.outcome import NewRequest
 from pagedjax.engine.requests import (
     EngineRequest,
-    InSlot,
+    LoadedAdapter,
     checked_ids,
     prepare,
     without_hashes,
@@ -111,12 +111,12 @@ def identity(runtime: Runtime, state: EngineState) -> str:
     return blake2b(repr(sorted(parts.items())).encode(), digest_size=16).hexdigest()
 
 
-def check_equal(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+def check_equal(facts: Mapping[str, Any], sender_facts: Mapping[str, Any]) -> None:
     """Raises ValueError for the first fact that differs; the message has both values."""
-    for name, value in there.items():
-        if name not in here or here[name] != value:
+    for name, value in sender_facts.items():
+        if name not in facts or facts[name] != value:
             raise ValueError(
-                f"{name} is {value!r:.200} where the sequence was and {here.get(name)!r:.200} "
+                f"{name} is {value!r:.200} where the sequence was and {facts.get(name)!r:.200} "
                 "here; engines that hand sequences over need the same model, cache and seed"
             )
 
@@ -170,7 +170,9 @@ def release(state: EngineState, name: str) -> EngineState:
     """
     after, released = scheduler.release(state.scheduler, name)
     if state.drafting:  # the rest of its output is not seen here
-        drafting.left(state.drafting, name, state.sequences[name], released.length)
+        data = state.sequences[name]
+        num_output = released.length - data.prompt_len
+        drafting.show_output(state.drafting, name, data, num_output)
     return state._replace(
         scheduler=after,
         sequences=state.sequences.delete(name),
@@ -279,8 +281,8 @@ def go_on(runtime: Runtime, state: EngineState, request: EngineRequest) -> Engin
             unchanged.
     """
     name = request.names[0]
-    begun = request.begun
-    assert begun is not None, "`submit` queues what begins here"
+    progress = request.begun
+    assert progress is not None, "`submit` queues what begins here"
     if len(request.names) > 1 or not isinstance(request.params, SamplingParams):
         raise ValueError(
             f"request {name!r} has branches or {type(request.params).__name__}; "
@@ -290,9 +292,9 @@ def go_on(runtime: Runtime, state: EngineState, request: EngineRequest) -> Engin
     if request.adapter is not None:
         adapter = adapters.of_name(runtime.adapters, request.adapter)
     prepared = prepare(
-        state.scheduler, request, runtime.request_rules, adapter=adapter, seed=begun.seed
+        state.scheduler, request, runtime.request_rules, adapter=adapter, seed=progress.seed
     )
-    generated = checked_ids(name, begun.tokens, runtime.request_rules.vocab_size)
+    generated = checked_ids(name, progress.tokens, runtime.request_rules.vocab_size)
     data = prepared.sequences[name]
     length = data.prompt_len + len(generated)
     data.tokens = np.zeros(length + runtime.spare + 1, np.int32)
@@ -308,7 +310,7 @@ def go_on(runtime: Runtime, state: EngineState, request: EngineRequest) -> Engin
     )
 
 
-def adapter_of(runtime: Runtime, content_hash: str) -> InSlot | None:
+def adapter_of(runtime: Runtime, content_hash: str) -> LoadedAdapter | None:
     """The adapter with this content. Raises ValueError if it is not loaded."""
     if not content_hash:
         return None
@@ -375,11 +377,12 @@ def take_padded(cache: KVCache, blocks: Sequence[int]) -> KVCache:
 def put(cache: KVCache, blocks: Sequence[int], pages: KVCache) -> KVCache:
     """Write pages, as `take` or `take_padded` returns them, into blocks. They may come from other
     devices; the cache is donated."""
-    exact = len(pages.tokens) == len(blocks)
-    rows = np.asarray(blocks, np.int32) if exact else _padded(blocks)
-    near = jax.device_put(pages, jax.tree.map(lambda page: page.sharding, cache))
-    jax.block_until_ready(near)  # before the cache is donated: what fails, fails here
-    return into_cache(cache, rows, near)
+    is_padded = len(pages.tokens) != len(blocks)
+    rows = _padded(blocks) if is_padded else np.asarray(blocks, np.int32)
+    local_pages = jax.device_put(pages, jax.tree.map(lambda page: page.sharding, cache))
+    # a copy that fails must raise here, while the cache is not yet donated
+    jax.block_until_ready(local_pages)
+    return into_cache(cache, rows, local_pages)
 
 
 def _padded(blocks: Sequence[int] | np.ndarray) -> np.ndarray:

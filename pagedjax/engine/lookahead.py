@@ -84,9 +84,10 @@ def take_predicted(
     rows = matching_rows(plan, step.plan)
     if rows is None:
         return Lookahead(), None, ()
-    # without all rows of the step, sequences have ended, and later predicted steps have their rows
-    exact = len(rows) == len(step.plan.seqs)
-    last = ahead.last if exact and later else None
+    # A row of the step that is not the plan's is of a sequence that has ended. Later predicted steps
+    # have such a row too, so no prediction starts from them.
+    has_all_rows = len(rows) == len(step.plan.seqs)
+    last = ahead.last if has_all_rows and later else None
     return Lookahead(tuple(later), last), step, rows
 
 
@@ -136,12 +137,12 @@ def extend(
     if sent and last is None:
         return cache, ahead  # the sent steps have rows of sequences that have ended
     last = last or (state, plan)
-    unknown = set(sampling(plan))
+    unknown_arrivals = set(sampling(plan))
     for step in sent[:-1]:
-        unknown.update(sampling(step.plan))
+        unknown_arrivals.update(sampling(step.plan))
     while len(sent) < depth:
         if sent:
-            unknown.update(sampling(sent[-1].plan))
+            unknown_arrivals.update(sampling(sent[-1].plan))
         last_state, last_plan = last
         if decided(last_plan):
             break
@@ -150,14 +151,14 @@ def extend(
             last_plan,
             policy,
             sequences,
-            unknown,
+            unknown_arrivals,
             plan_is_real=not sent,
-            last=depth == 1,
+            is_last=depth == 1,
         )
         if predicted is None:
             break
         _, predicted_plan = predicted
-        cache, step = send(cache, predicted_plan, sent[-1] if sent else current, unknown)
+        cache, step = send(cache, predicted_plan, sent[-1] if sent else current, unknown_arrivals)
         sent = (*sent, step)
         last = predicted
     return cache, Lookahead(sent, last if sent else None)
@@ -174,50 +175,50 @@ def predict(
     plan: Plan,
     policy: Policy,
     sequences: Mapping[str, SequenceData],
-    unknown: Set[int],
+    unknown_arrivals: Set[int],
     *,
     plan_is_real: bool,
-    last: bool,
+    is_last: bool,
 ) -> tuple[SchedulerState, Plan] | None:
     """The state and plan after this one if no sequence stops; None if a prediction would do harm or
     be useless.
 
     Args:
         state: after `schedule` returned `plan`.
-        unknown: arrivals of the sequences whose newest token is not known on the host.
+        unknown_arrivals: arrivals of the sequences whose newest token is not known on the host.
         plan_is_real: whether the plan is real; else it is a prediction itself.
-        last: whether no other prediction starts from this one.
+        is_last: whether no other prediction starts from this one.
     """
     rows = sequences_of_rows(plan, sequences)
     if state.waiting and any([data.stop_ids or data.params.stop for data in rows]):
         return None  # a waiting request takes the place of a sequence that stops: another plan
-    hashes = _placeholder_hashes(plan, rows, state.config, last)
+    hashes = _placeholder_hashes(plan, rows, state.config, is_last)
     after, _ = scheduler.commit(state, plan, [NO_TOKEN] * len(plan.seqs), hashes)
     if not plan_is_real and after.pool.num_free > state.pool.num_free:
         # a plan sent in place of a wrong prediction would still read the blocks that are given back
         return None
     # a timed policy gets the time of the plan; a plan that depends on a later one is not sent
-    predicted, following = scheduler.schedule(after, policy, now=plan.now)
+    predicted, next_plan = scheduler.schedule(after, policy, now=plan.now)
     if (
-        not following.seqs
-        or following.preempted
-        or following.copies
-        or following.swap_in
-        or following.swap_out
+        not next_plan.seqs
+        or next_plan.preempted
+        or next_plan.copies
+        or next_plan.swap_in
+        or next_plan.swap_out
     ):
         return None
     if len(predicted.pool.contents) < len(after.pool.contents):
         return None  # cached content would be lost
     if not state.config.mixed_steps:
-        unknown_rows = unknown & {seq.arrival for seq in following.seqs}
+        unknown_rows = unknown_arrivals & {seq.arrival for seq in next_plan.seqs}
         if not unknown_rows <= set(sampling(plan)):
             # an unknown token must come from the step just before; here an earlier step sampled it
             return None
-    return predicted, following
+    return predicted, next_plan
 
 
 def _placeholder_hashes(
-    plan: Plan, rows: Sequence[SequenceData], config: SchedulerConfig, last: bool
+    plan: Plan, rows: Sequence[SequenceData], config: SchedulerConfig, is_last: bool
 ) -> dict[str, tuple[str, ...]]:
     """Placeholders for the hashes of the blocks that a plan fills and whose tokens are unknown, by
     the id of the sequence.
@@ -230,7 +231,7 @@ def _placeholder_hashes(
     size = config.block_size
     for i in rows_that_fill(plan.starts, plan.counts, size):
         seq = plan.seqs[i]
-        if last and plan.lengths[i] + 1 < seq.limit and not config.views:
+        if is_last and plan.lengths[i] + 1 < seq.limit and not config.views:
             continue
         full = (plan.starts[i] + plan.counts[i]) // size
         hashed = len(seq.hashes)
@@ -240,16 +241,18 @@ def _placeholder_hashes(
     return hashes
 
 
-def fed_rows(plan: Plan, before: Plan, unknown: Set[int], t: int) -> np.ndarray:
+def fed_rows(plan: Plan, before: Plan, unknown_arrivals: Set[int], t: int) -> np.ndarray:
     """[t] int32: for each token of a predicted plan, the row of the step before that samples it; -1
     if it is known.
 
     Args:
         before: the plan of the step before.
-        unknown: arrivals of the sequences whose newest token is not known on the host.
+        unknown_arrivals: arrivals of the sequences whose newest token is not known on the host.
     """
     rows = np.full(t, -1, np.int32)
     row_of = {seq.arrival: i for i, seq in enumerate(before.seqs)}
     last_tokens = np.cumsum(plan.counts) - 1
-    rows[last_tokens] = [row_of[seq.arrival] if seq.arrival in unknown else -1 for seq in plan.seqs]
+    rows[last_tokens] = [
+        row_of[seq.arrival] if seq.arrival in unknown_arrivals else -1 for seq in plan.seqs
+    ]
     return rows

@@ -2,9 +2,9 @@
 
 Log-probabilities, beam searches (results.py), pooled states (pooling.py), taps (taps.py),
 structured outputs (token_masks.py) and given tokens (given_tokens.py) are readers; readers.py lists
-them. A reader takes its entries
-and the outcome. It returns its new entries, and its part of the step's result. It also says what
-the device must compute for it, and which tokens the next samples may have.
+them. A reader takes its entries and the outcome. It returns its new entries, and its part of the
+step's result. It also says what the device must compute for it, and which tokens the next samples
+may have.
 """
 
 from __future__ import annotations

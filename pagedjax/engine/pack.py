@@ -5,9 +5,9 @@
     cu_q_lens [B+1]  0      1      2      3                 8 8 ... 8       B = min(T, max_num_seqs)
     last [R]            0      1      2               7       0 0 ... 0       R = B without drafts
 
-In a step of decodes alone, row b has the token b. Where such steps have a program of their own,
-cu_q_lens is None, and so is `targets`: a step in which a decode wants a prompt's log-probability is
-a mixed one. A row with k drafts has k more tokens, which are drafts, and k more samples: one after
+In a step of decodes alone, row b has the token b. If a program for such steps alone exists,
+cu_q_lens and `targets` are None. (A step in which a decode wants a prompt's log-probability uses
+the program for mixed steps.) A row with k drafts has k more tokens, which are drafts, and k more samples: one after
 its known tokens and one after each draft. Padding tokens write to block 0, the trash block; padding
 rows have no tokens and length 0. M is the width of a block table, in blocks.
 
@@ -48,7 +48,7 @@ class Sources(NamedTuple):
     undrafted, adapters: the fields of `Runtime`.
     looks_ahead: whether the engine sends steps ahead.
     previous: the step before a predicted plan, which samples the unknown tokens.
-    unknown: arrivals of the sequences whose newest token is not known on the host.
+    unknown_arrivals: arrivals of the sequences whose newest token is not known on the host.
     draft_probs: what the draft in the place of each sample was drawn from.
     masks: for each sample that may not have all tokens, the mask of those that it may have, by the
         index of the sample.
@@ -58,7 +58,7 @@ class Sources(NamedTuple):
     adapters: AdapterTable | None = None
     looks_ahead: bool = False
     previous: SentStep | None = None
-    unknown: Set[int] = frozenset()
+    unknown_arrivals: Set[int] = frozenset()
     draft_probs: Any = None
     masks: Mapping[int, bytes] = Map()
 
@@ -161,7 +161,7 @@ def fed_tokens(packing: Packing) -> Feed | None:
     previous = sources.previous
     if previous is None:
         return Feed(np.full(t, -1, np.int32), np.zeros(packing.shapes.max_seqs, np.int32))
-    rows = fed_rows(packing.plan, previous.plan, sources.unknown, t)
+    rows = fed_rows(packing.plan, previous.plan, sources.unknown_arrivals, t)
     return Feed(rows, previous.output.fed)
 
 
@@ -334,10 +334,11 @@ def _drafts_of_samples(plan: Plan, rows: Sequence[int], b: int) -> np.ndarray:
     """
     row_of_sample, relative = _samples(plan)
     num_drafts = np.asarray(plan.drafts)[row_of_sample]
-    # 0, 1, ... in each row; the last sample of a row has no draft, and gets that of the one before
-    draft = np.minimum(num_drafts + relative, np.maximum(num_drafts - 1, 0))
+    # 0, 1, ... in each row; the last sample of a row has no draft: it gets the number of the draft
+    # before
+    draft_number = np.minimum(num_drafts + relative, np.maximum(num_drafts - 1, 0))
     column = np.searchsorted(rows, row_of_sample).clip(max=len(rows) - 1)
-    return draft * b + column
+    return draft_number * b + column
 
 
 def _tables(
@@ -373,15 +374,15 @@ def _samples(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _targets(
-    plan: Plan, data: Sequence[SequenceData], asking: np.ndarray, queries: Queries
+    plan: Plan, data: Sequence[SequenceData], wants_targets: np.ndarray, queries: Queries
 ) -> np.ndarray:
     """[T] the next prompt token for rows that want prompt log-probabilities; else -1.
 
     Args:
-        asking: whether each row wants them.
+        wants_targets: whether each row wants them.
     """
     targets = np.full(len(queries.tokens), -1, np.int32)
-    for i in np.flatnonzero(asking).tolist():
+    for i in np.flatnonzero(wants_targets).tolist():
         row = data[i]
         start = plan.starts[i]
         stop = min(start + plan.counts[i], row.prompt_len - 1)
@@ -447,10 +448,10 @@ def _sampling(
     position = np.zeros(b, np.int32)
     position[:n] = lengths - records["prompt_len"]
 
-    def large(row: int, name: str) -> bytes:
+    def large_value(row: int, name: str) -> bytes:
         mask = masks.get(row) if masks and name == TOKEN_MASK else None
         return data[row].options.large[name] if mask is None else mask
 
     without = TOKEN_MASK if masks is None else None
-    features = chain.pack(records["options"], large, b, without=without)
+    features = chain.pack(records["options"], large_value, b, without=without)
     return SamplingBatch(**columns, position=position, features=blank.features | features)

@@ -19,7 +19,7 @@ from pagedjax.device.taps import NOTHING, SideOutputs
 from pagedjax.engine.outcome import NewRequest, Outcome, Reader, Reading
 from pagedjax.options.params import PoolingParams
 
-LEAST_LENGTH = 1e-12  # a normalised vector is divided by at least this, so that zeros stay zeros
+MIN_LENGTH = 1e-12  # a normalised vector is divided by at least this, so that zeros stay zeros
 
 
 class Pool(NamedTuple):
@@ -94,8 +94,8 @@ POOLS = Reader(
 
 
 def added(pool: Pool, first: int, states: np.ndarray) -> Pool:
-    """The pool with the states [n, H] of its tokens from `first` on. A prompt that is computed
-    again begins again.
+    """The pool with the states [n, H] of its tokens from `first` on. With first = 0 the prompt is
+    computed again, so earlier parts are dropped.
     """
     parts = pool.parts if first else ()
     match pool.params.kind:
@@ -110,8 +110,8 @@ def added(pool: Pool, first: int, states: np.ndarray) -> Pool:
 
 
 def vectors(pool: Pool, tokens: int) -> np.ndarray:
-    """[H] float32, or [tokens, H] of kind "ALL": what a user gets for a whole prompt of so many
-    tokens.
+    """What a user gets for a whole prompt of `tokens` tokens: [H] float32, or [tokens, H] of kind
+    "ALL".
     """
     params = pool.params
     states = np.concatenate(pool.parts)[:, : params.dimensions].astype(np.float64)
@@ -119,6 +119,6 @@ def vectors(pool: Pool, tokens: int) -> np.ndarray:
         states = states / tokens
     if params.normalized:
         lengths = np.linalg.norm(states, axis=1, keepdims=True)
-        states = states / np.maximum(lengths, LEAST_LENGTH)
+        states = states / np.maximum(lengths, MIN_LENGTH)
     states = states.astype(np.float32)
     return states if params.kind == "ALL" else states[0]

@@ -27,7 +27,7 @@ READERS: tuple[Reader, ...] = (
 Readers = Map[str, Entries]  # by the name of a reader, for the readers that have entries
 
 
-class Read(NamedTuple):
+class StepReading(NamedTuple):
     """What all readers have read of a step, together (see `Reading`).
 
     readers: the entries of all readers after the step.
@@ -66,7 +66,7 @@ def _sets(request: NewRequest, option: str) -> bool:
     return getattr(submitted.params, option) is not None
 
 
-def read(readers: Readers, outcome: Outcome) -> Read:
+def read(readers: Readers, outcome: Outcome) -> StepReading:
     """Let all readers read what a step computed."""
     outputs: dict[str, Any] = {}
     choices: dict[str, Choice] = {}
@@ -78,7 +78,7 @@ def read(readers: Readers, outcome: Outcome) -> Read:
             outputs[reader.name] = reading.result
         choices |= reading.choices
         ends |= reading.ends
-    return Read(readers, outputs, choices, ends)
+    return StepReading(readers, outputs, choices, ends)
 
 
 def _asked(readers: Readers) -> list[tuple[Reader, Entries]]:
@@ -115,8 +115,10 @@ def decide(readers: Readers, plan: Plan) -> bool:
     """Whether a reader decides how the sequences of a plan continue, so that the step after it
     cannot be predicted.
     """
-    asked = _asked(readers)
-    return any(reader.decides(entries, plan) for reader, entries in asked if reader.decides)
+    entries_by_reader = _asked(readers)
+    return any(
+        reader.decides(entries, plan) for reader, entries in entries_by_reader if reader.decides
+    )
 
 
 def restarted(readers: Readers) -> Readers:

@@ -202,7 +202,7 @@ class RequestRules(NamedTuple):
     chain: RowChain = DEFAULT
 
 
-class InSlot(NamedTuple):
+class LoadedAdapter(NamedTuple):
     """An adapter that requests can name.
 
     pinned: it stays until it is unloaded. Others are evicted for adapters of later requests.
@@ -228,7 +228,7 @@ def prepare(
     request: EngineRequest,
     rules: RequestRules,
     *,
-    adapter: InSlot | None = None,
+    adapter: LoadedAdapter | None = None,
     seed: int | None = None,
 ) -> PreparedRequest:
     """Check a request as far as the scheduler cannot, and prepare it.
@@ -311,19 +311,19 @@ def _with_given_tokens(
         ValueError: the given tokens are of no sequence of the request, or of a request that does
             not sample; a token is not of the vocabulary, or an option may forbid one.
     """
-    given = {name: tokens for name, tokens in request.given.items() if len(tokens)}
-    if not given:
+    token_ids = {name: tokens for name, tokens in request.given.items() if len(tokens)}
+    if not token_ids:
         return row
     name = request.names[0]
-    strangers = [sequence for sequence in given if sequence not in request.names]
+    strangers = [sequence for sequence in token_ids if sequence not in request.names]
     if strangers or not isinstance(request.params, SamplingParams):
         raise ValueError(
-            f"request {name!r} is given tokens of {strangers or list(given)}; give those of its "
-            f"own sequences {list(request.names)}, with SamplingParams"
+            f"request {name!r} is given tokens of {strangers or list(token_ids)}; give those of "
+            f"its own sequences {list(request.names)}, with SamplingParams"
         )
-    for sequence, tokens in given.items():
+    for sequence, tokens in token_ids.items():
         checked_ids(sequence, tokens, vocab_size)
-    first = next(iter(given.values()))
+    first = next(iter(token_ids.values()))
     try:  # the options that exclude given tokens do so here too
         return dataclasses.replace(row, n=1, trace_decode_token_ids=tuple(first))
     except ValueError as error:
@@ -332,11 +332,12 @@ def _with_given_tokens(
 
 def _check_own_features(request_id: str, options: RowOptions) -> None:
     """Raises ValueError if a request whose tokens are given uses an option of a user's own."""
-    own = options.names - {TOKEN_MASK, *[feature.name for feature in BUILT_IN]}
-    if own:
+    own_features = options.names - {TOKEN_MASK, *[feature.name for feature in BUILT_IN]}
+    if own_features:
         raise ValueError(
             f"request {request_id!r}: trace_decode_token_ids is given and the row feature "
-            f"{min(own)!r} is used, which may forbid one of the tokens; leave one of them out"
+            f"{min(own_features)!r} is used, which may forbid one of the tokens; leave one of them "
+            "out"
         )
 
 

@@ -175,10 +175,10 @@ def _check_invariant(config: DecoderConfig) -> None:
     tokens.
     """
     if not linear.find(config.linear).invariant:
-        invariant = [repr(name) for name, impl in linear.IMPLS.items() if impl.invariant]
+        invariant_impls = [repr(name) for name, impl in linear.IMPLS.items() if impl.invariant]
         raise ValueError(
             f"batch_invariant is True, and the products are of linear_impl {config.linear!r}, "
-            f"whose sums depend on the shapes of a step; those that serve: {', '.join(invariant)}, "
+            f"whose sums depend on the shapes of a step; those that serve: {', '.join(invariant_impls)}, "
             "on one CPU without a mesh; or set batch_invariant=False"
         )
     if config.hidden % VECTOR:

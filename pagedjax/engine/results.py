@@ -136,10 +136,10 @@ def _ranked(
     """
     ids = ranked.top_ids[i, :count]
     logprobs = ranked.top_logprobs[i, :count]
-    real = ids >= 0
+    is_token = ids >= 0
     return (
         float(ranked.logprobs[i]),
         int(ranked.ranks[i]),
-        tuple(ids[real].tolist()),
-        tuple(logprobs[real].tolist()),
+        tuple(ids[is_token].tolist()),
+        tuple(logprobs[is_token].tolist()),
     )

@@ -54,9 +54,9 @@ def rows_of(
     cu_q_lens = np.zeros(padded_rows + 1, np.int32)
     cu_q_lens[1 : num_rows + 1] = np.cumsum(count)
     cu_q_lens[num_rows + 1 :] = cu_q_lens[num_rows]
-    of_samples = np.searchsorted(cu_q_lens[1 : num_rows + 1], last, side="right")
-    of_samples = of_samples.clip(max=max(num_rows - 1, 0)).astype(np.int32)
-    return AttentionRows(block_tables, seq_lens, cu_q_lens, of_samples)
+    row_of_sample = np.searchsorted(cu_q_lens[1 : num_rows + 1], last, side="right")
+    row_of_sample = row_of_sample.clip(max=max(num_rows - 1, 0)).astype(np.int32)
+    return AttentionRows(block_tables, seq_lens, cu_q_lens, row_of_sample)
 
 
 def _blocks_of_first_part(window: int, sinks: Sequence[int]) -> int:

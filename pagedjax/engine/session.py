@@ -357,12 +357,12 @@ class Session(Calls):
             if not isinstance(event, Sampled):
                 continue
             # a row with drafts may have several tokens: the reason is that of its last one
-            last = {name: i for i, name in enumerate(event.request_ids)}
+            last_places = {name: i for i, name in enumerate(event.request_ids)}
             for i, (name, token) in enumerate(zip(event.request_ids, event.token_ids, strict=True)):
                 branch = self.branches.get(name)
                 if not isinstance(branch, OutputBuilder):
                     continue
-                reason = reasons.get(name) if i == last[name] else None
+                reason = reasons.get(name) if i == last_places[name] else None
                 text = branch.push(token, reason, result.params_version)
                 deltas.append(TextDelta(name, token, text))
                 if branch.finish_reason is not None:

@@ -1,8 +1,8 @@
 """Sleep: an engine gives its device memory to others, and compiles no program again when it wakes
 up.
 
-    put_to_sleep(runtime, level, shared) -> (runtime without parameters, Asleep)
-    wake_up(runtime, Asleep) -> runtime
+    put_to_sleep(runtime, level, shared) -> (runtime without parameters, SleepState)
+    wake_up(runtime, SleepState) -> runtime
 
 Level 1 keeps the parameters in host memory. Level 2 drops the model's parameters, and
 `update_params` gives new ones. Both keep a draft model's parameters. These stay on the devices:
@@ -38,7 +38,7 @@ class HostCopy:
     parts: dict[tuple[int, ...], np.ndarray]
 
 
-class Asleep(NamedTuple):
+class SleepState(NamedTuple):
     """What a sleeping engine remembers.
 
     model: copies of the model's leaves, in their order. None: the leaf is still on the devices, or
@@ -52,7 +52,7 @@ class Asleep(NamedTuple):
     cache: bool = True
 
 
-def put_to_sleep(runtime: Runtime, level: int, shared: Set[int]) -> tuple[Runtime, Asleep]:
+def put_to_sleep(runtime: Runtime, level: int, shared: Set[int]) -> tuple[Runtime, SleepState]:
     """Take the parameters off the devices.
 
     Args:
@@ -64,7 +64,7 @@ def put_to_sleep(runtime: Runtime, level: int, shared: Set[int]) -> tuple[Runtim
     leaving = [None if name_of(path) in stay else leaf for path, leaf in leaves]
     draft = list(runtime.draft_model.leaves) if runtime.draft_model else []
     copies = [None if leaf is None or level == 2 else _host_copy(leaf) for leaf in leaving]
-    asleep = Asleep(tuple(copies), tuple(map(_host_copy, draft)))
+    asleep = SleepState(tuple(copies), tuple(map(_host_copy, draft)))
     shapes = [leaf if name_of(path) in stay else shapes_of(leaf) for path, leaf in leaves]
     sleeping = with_leaves(runtime, shapes, shapes_of(draft))
     for leaf in (*leaving, *draft):
@@ -73,7 +73,7 @@ def put_to_sleep(runtime: Runtime, level: int, shared: Set[int]) -> tuple[Runtim
     return sleeping, asleep
 
 
-def wake_up(runtime: Runtime, asleep: Asleep) -> Runtime:
+def wake_up(runtime: Runtime, asleep: SleepState) -> Runtime:
     """Put the copies in host memory back onto the devices. Parameters that `update_params` gave in
     the meantime stay.
     """

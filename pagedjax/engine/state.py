@@ -153,7 +153,7 @@ def with_events(
     tokens = [event for event in events if not isinstance(event, Finished)]
     sequences = apply_events(state.sequences, tokens, before.running, spare)
     if state.drafting:  # the drafter learns from the last tokens of ended sequences, too
-        drafting.ended(state.drafting, ended, sequences)
+        drafting.show_ended_outputs(state.drafting, ended, sequences)
     sequences = apply_events(sequences, tuple(ended.values()), before.running)
     return state._replace(sequences=sequences, readers=readers.without(state.readers, ended))
 

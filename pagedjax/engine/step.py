@@ -79,7 +79,7 @@ def schedule(
     return ScheduledStep(after, plan, drafts or 0, offered, started, compiled)
 
 
-class Computed(NamedTuple):
+class SentPlan(NamedTuple):
     """A plan that the device computes, and what was sent to the device behind it.
 
     rows: of each row of the plan, its row in the sent step. A predicted step may have further rows.
@@ -146,7 +146,7 @@ def commit(
     runtime: Runtime,
     state: EngineState,
     scheduled: ScheduledStep,
-    computed: Computed,
+    computed: SentPlan,
     outcome: Outcome,
 ) -> tuple[EngineState, tuple[Event, ...], Mapping[str, Any]]:
     """Let the readers read what a step computed, and add it to the state -> (state, events, outputs
@@ -183,7 +183,7 @@ def commit(
     return state, events, read.outputs
 
 
-def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> Computed:
+def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> SentPlan:
     """Take the predicted step that has computed the plan, or send the plan to the device; then send
     predicted steps behind it.
     """
@@ -200,8 +200,10 @@ def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> C
         rows = range(len(plan.seqs))
     if depth:
 
-        def send_predicted(cache: KVCache, plan: Plan, previous: SentStep, unknown: Set[int]):
-            return send(runtime, state, cache, plan, previous, unknown)
+        def send_predicted(
+            cache: KVCache, plan: Plan, previous: SentStep, unknown_arrivals: Set[int]
+        ):
+            return send(runtime, state, cache, plan, previous, unknown_arrivals)
 
         cache, ahead = lookahead.extend(
             ahead,
@@ -215,7 +217,7 @@ def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> C
             send_predicted,
             partial(readers.decide, state.readers),
         )
-    return Computed(cache, sent, rows, ahead)
+    return SentPlan(cache, sent, rows, ahead)
 
 
 def send(
@@ -224,13 +226,13 @@ def send(
     cache: KVCache,
     plan: Plan,
     previous: SentStep | None = None,
-    unknown: Set[int] = frozenset(),
+    unknown_arrivals: Set[int] = frozenset(),
 ) -> tuple[KVCache, SentStep]:
     """Have the device compute a plan, after the steps that were sent to it before.
 
     Args:
         previous: the step before a predicted plan, which samples the unknown tokens.
-        unknown: arrivals of the sequences whose newest token is not known on the host.
+        unknown_arrivals: arrivals of the sequences whose newest token is not known on the host.
     """
     cache = move_blocks(runtime, state, cache, plan)
     draft_rows = 0
@@ -239,7 +241,7 @@ def send(
     if plan.drafts and runtime.draft_model:
         cache, draft_seconds, draft_probs = run_drafter(runtime, state.sequences, cache, plan)
         draft_rows = runtime.shapes.bucket(sum(k > 0 for k in plan.drafts))
-    batch = batch_of(runtime, state, plan, previous, unknown, draft_probs)
+    batch = batch_of(runtime, state, plan, previous, unknown_arrivals, draft_probs)
     sent_at = time.perf_counter()
     side_outputs = readers.side_outputs_of(state.readers, (seq.request_id for seq in plan.seqs))
     programs = runtime.programs if side_outputs is NOTHING else runtime.tapped[side_outputs]
@@ -258,10 +260,10 @@ def run_drafter(
         (cache, seconds of the program, what the draft in the place of each sample was drawn from)
     """
     shape, batch = pack_drafts(plan, sequences, runtime.shapes, runtime.blanks, runtime.chain)
-    began = time.perf_counter()
+    start = time.perf_counter()
     cache, output = runtime.programs[shape](runtime.leaves, cache, batch)
     drafts = np.asarray(output.tokens)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     drafted = (i for i, k in enumerate(plan.drafts) if k)
     for column, i in enumerate(drafted):
         length = plan.lengths[i]
@@ -275,7 +277,7 @@ def batch_of(
     state: EngineState,
     plan: Plan,
     previous: SentStep | None,
-    unknown: Set[int],
+    unknown_arrivals: Set[int],
     draft_probs: jax.Array | None = None,
 ) -> Batch:
     """The arrays of a plan. The arguments are those of `send`, and what `run_drafter` returned."""
@@ -284,7 +286,7 @@ def batch_of(
         adapters=runtime.adapters,
         looks_ahead=runtime.config.lookahead > 0,
         previous=previous,
-        unknown=unknown,
+        unknown_arrivals=unknown_arrivals,
         draft_probs=draft_probs,
         masks=readers.masks_of(state.readers, plan, state.sequences),
     )

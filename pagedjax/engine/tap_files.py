@@ -24,7 +24,7 @@ from pagedjax.engine.state import LogEntry
 from pagedjax.engine.taps import StepTaps, TapsBegin
 from pagedjax.host.event_log import Cancel, Commit
 from pagedjax.host.types import Event, Finished
-from pagedjax.text.tap_arrays import Collected, TapArrays, collectors
+from pagedjax.text.tap_arrays import TapArrays, TapCollector, collectors
 
 ENDING = ".npz"
 
@@ -44,7 +44,7 @@ class TapWriter:
 
     def __init__(self, recording: str | os.PathLike[str]) -> None:
         self.folder = folder_of(recording)
-        self._open: dict[str, Collected] = {}
+        self._open: dict[str, TapCollector] = {}
         for file in self.folder.glob(f"*{ENDING}"):
             file.unlink()
 

@@ -395,9 +395,8 @@ class EngineConfig:
     compilation: Compilation = "eager"
     chunked_prefill: bool = True
     mixed_steps: bool = True
-    kv_policy: KVPolicyOptions | str | NamedValue | None = (
-        None  # __post_init__ makes options of a name
-    )
+    # __post_init__ makes options of a name
+    kv_policy: KVPolicyOptions | str | NamedValue | None = None
     free_window_blocks: bool = True
     reservation: Reservation = "none"
     batch_invariant: bool = False
@@ -652,8 +651,8 @@ def one_of(name: str, value: object, allowed: tuple[Any, ...], *, custom: bool =
         custom: the caller takes a user's own value too, and the message says so.
     """
     if value not in allowed:
-        near = difflib.get_close_matches(str(value), [str(item) for item in allowed], n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        close_names = difflib.get_close_matches(str(value), [str(item) for item in allowed], n=1)
+        hint = f" (did you mean {close_names[0]!r}?)" if close_names else ""
         choices = ", ".join(map(repr, allowed))
         if custom:
             choices += ", or FILE.py:NAME"
@@ -675,7 +674,9 @@ def from_dict(
     fields = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
-            near = difflib.get_close_matches(str(key), [*fields, *aliases], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(fields)}"
+            close_names = difflib.get_close_matches(str(key), [*fields, *aliases], n=1)
+            hint = f"known keys are {', '.join(fields)}"
+            if close_names:
+                hint = f"did you mean {close_names[0]!r}?"
             raise ValueError(f"unknown key {where}{key!r}; {hint}")
     return cls(**values)

@@ -108,9 +108,9 @@ def _with_given_tokens(option: str, reason: str) -> Exclusion:
     """An option that a request whose tokens are given cannot have."""
 
     def meet(params: Any) -> bool:
-        harmless = (getattr(type(params), option), 1)  # 1 of `best_of`
-        value = getattr(params, option)
-        return params.trace_decode_token_ids is not None and value not in harmless
+        unset_values = (getattr(type(params), option), 1)  # 1 of `best_of`
+        is_set = getattr(params, option) not in unset_values
+        return params.trace_decode_token_ids is not None and is_set
 
     return Exclusion(
         ("trace_decode_token_ids", option),

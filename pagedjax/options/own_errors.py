@@ -13,7 +13,7 @@ from typing import Any
 
 PACKAGES = Path(__file__).parents[2]
 CALLERS = ("pagedjax", "pallas_kernels", "experiments/core", "experiments/simulation")
-OURS = tuple(f"{PACKAGES / name}{os.sep}" for name in CALLERS)
+PACKAGE_FOLDERS = tuple(f"{PACKAGES / name}{os.sep}" for name in CALLERS)
 LIBRARIES = tuple(
     f"{folder}{os.sep}" for name, folder in sysconfig.get_paths().items() if name.endswith("lib")
 )
@@ -46,8 +46,9 @@ class placed:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if not isinstance(error, Exception) or isinstance(error, OwnError):
             return
-        if place := place_of(error):
-            message = (str(error) or "no message") + place + _names_there(error)
+        place = place_of(error)
+        if place:
+            message = (str(error) or "no message") + place + _existing_names(error)
             raise OwnError(f"{self._function} raised {type(error).__name__}: {message}") from error
 
 
@@ -57,7 +58,7 @@ def place_of(error: BaseException, *, installed: bool = False) -> str:
 
     installed: whether a file of an installed package may be the user's.
     """
-    skipped = OURS if installed else (*OURS, *LIBRARIES, "<frozen")
+    skipped = PACKAGE_FOLDERS if installed else (*PACKAGE_FOLDERS, *LIBRARIES, "<frozen")
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -69,9 +70,9 @@ def place_of(error: BaseException, *, installed: bool = False) -> str:
     return f" in {function} ({file}, line {line})"
 
 
-def _names_there(error: Exception) -> str:
-    """If a record of the package has no such attribute: what the record has, in words, the nearest
-    name first, also the names in a record that is one of its fields. Else "".
+def _existing_names(error: Exception) -> str:
+    """The attributes that a record of the package has, in words, if the error is that it lacks one;
+    else "". The nearest name is first. A field that is a record gives its names too.
     """
     if not isinstance(error, AttributeError):
         return ""

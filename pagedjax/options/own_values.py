@@ -104,8 +104,8 @@ def named_value(
     as in a mapping {"name": "mine.py:aged", "worth": 64}. A value of the kind is returned as it is.
 
     Args:
-        shipped: the values of the package by their names. A value is None where the caller looks
-            for that name itself.
+        shipped: the values of the package by their names. None: the caller finds the value of this
+            name itself.
         shared: see `own_value`.
 
     Raises:
@@ -216,7 +216,7 @@ def _values_in(field: str, name: OwnName, usage: str, *, shared: bool) -> Mappin
 
 
 def bound_parameters(
-    where: str,
+    place: str,
     function: Callable[..., Any],
     num_arguments: int,
     values: Mapping[str, Any],
@@ -226,7 +226,7 @@ def bound_parameters(
     to their types.
 
     Args:
-        where: the path of the parameters in the config, for errors.
+        place: the path of the parameters in the config, for errors.
         num_arguments: how many arguments the function gets before them.
         missing_error: how the error begins if a parameter is missing and there are no values.
 
@@ -238,14 +238,14 @@ def bound_parameters(
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # of some compiled functions
-        error = missing_error or f"{where}: {name} has no signature; write a def"
+        error = missing_error or f"{place}: {name} has no signature; write a def"
         raise ValueError(error) from None
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     takes_any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if len(positional) < num_arguments and not takes_any_number:
         raise ValueError(
-            f"{where}: {name} takes {len(positional)} arguments before its parameters, and it gets "
+            f"{place}: {name} takes {len(positional)} arguments before its parameters, and it gets "
             f"{num_arguments}; correct its signature"
         )
     arguments = [p.name for p in positional[:num_arguments] if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -254,19 +254,19 @@ def bound_parameters(
     names = [p.name for p in settable if p.kind is not p.POSITIONAL_ONLY]
     for key in values:
         if key in arguments or (key not in names and not takes_all):
-            raise ValueError(f"{where}.{key} is no parameter of {name}; {_hint(key, names)}")
+            raise ValueError(f"{place}.{key} is no parameter of {name}; {_hint(key, names)}")
     missing = [p.name for p in settable if p.default is p.empty and p.name not in values]
     if missing and missing_error and not values:
         raise ValueError(f"{missing_error}; as a function that returns one, it needs {missing[0]}")
     if missing:
         raise ValueError(
-            f"{where}.{missing[0]} is missing: {name} has no default of it; set it, or give it one"
+            f"{place}.{missing[0]} is missing: {name} has no default of it; set it, or give it one"
         )
-    return _typed_values(where, function, values)
+    return _typed_values(place, function, values)
 
 
 def _typed_values(
-    where: str, function: Callable[..., Any], values: Mapping[str, Any]
+    place: str, function: Callable[..., Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the values of a function's parameters, converted to their types. Errors: see
     `bound_parameters`.
@@ -275,7 +275,7 @@ def _typed_values(
         types = get_type_hints(function, include_extras=True)
     except Exception:  # a type that is not there when the file runs: then no type is checked
         types = {}
-    return {key: _as_type(f"{where}.{key}", types.get(key), values[key]) for key in values}
+    return {key: _as_type(f"{place}.{key}", types.get(key), values[key]) for key in values}
 
 
 def _name_and_place(function: Callable[..., Any]) -> str:

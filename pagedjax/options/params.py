@@ -22,8 +22,9 @@ from pagedjax.options.vllm_names.request_arguments import (
 
 NO_LIMIT = 2**31 - 1  # the value of max_tokens without a limit; max_model_len ends every request
 MAX_LOGPROBS = 20
-# what an error says of truncate_prompt_tokens
-CUTS = "None, an integer of at least 1, or -1 for all that leaves room for one token of output"
+TRUNCATION_RULE = (
+    "None, an integer of at least 1, or -1 for all that leaves room for one token of output"
+)
 
 
 def _items(value: Any) -> tuple[Any, ...]:
@@ -341,8 +342,8 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
         if self.trace_decode_token_ids is not None:
-            given = _ids("trace_decode_token_ids", self.trace_decode_token_ids)
-            put("trace_decode_token_ids", given)
+            token_ids = _ids("trace_decode_token_ids", self.trace_decode_token_ids)
+            put("trace_decode_token_ids", token_ids)
         if self.logit_bias is not None:
             put("logit_bias", _bias(self.logit_bias))
         if self.extra_args is not None:
@@ -414,7 +415,7 @@ class SamplingParams:
         check(
             cut is None or (type(cut) is int and (cut >= 1 or cut == -1)),
             "truncate_prompt_tokens",
-            CUTS,
+            TRUNCATION_RULE,
         )
         salt = self.cache_salt
         check(

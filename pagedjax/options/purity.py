@@ -37,7 +37,8 @@ def called_twice(
     def call(*arguments: Any) -> Any:
         before = dict(_lasting_values(function))
         value_of = _value if as_tuple else _itself
-        first, second = (value_of(function(*arguments)) for _ in range(2))
+        first = value_of(function(*arguments))
+        second = value_of(function(*arguments))
         if first != second:
             raise Impure(
                 f"{name} returned {_text(first)} and then {_text(second)} for the same arguments; "

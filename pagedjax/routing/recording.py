@@ -55,8 +55,8 @@ class Recorder:
                 self._file = path.open("w", encoding="utf-8", buffering=1)
             except OSError as error:
                 log.error("routing is not recorded: %s", error)
-        own = {} if own_router is None else {"own_router": own_router}
-        self._write(routing=FORMAT, router=router.name, **own, known_blocks=known_blocks)
+        own_field = {} if own_router is None else {"own_router": own_router}
+        self._write(routing=FORMAT, router=router.name, **own_field, known_blocks=known_blocks)
 
     def joined(self, replica: Replica) -> None:
         self.state = state.joined(self.state, replica)
@@ -161,8 +161,8 @@ def _shipped(header: dict[str, Any]) -> Router:
     name = header["router"]
     if name in routers.ROUTERS:
         return routers.ROUTERS[name]
-    own = header.get("own_router") or "file.py:NAME"
+    own_router = header.get("own_router") or "file.py:NAME"
     raise ValueError(
-        f"the router is {name!r}, and a recording runs no file; add --policy {shlex.quote(own)}, "
-        "or where that file is now"
+        f"the router is {name!r}, and a recording runs no file; add --policy "
+        f"{shlex.quote(own_router)}, or where that file is now"
     )

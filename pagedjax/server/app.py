@@ -246,15 +246,12 @@ def _completion_requests(
         )
     if body.echo and body.use_beam_search:
         raise ValueError("echo does not go with use_beam_search")
-    prompts: Any = body.prompt
-    if isinstance(prompts, str) or isinstance(prompts[0], int):
-        prompts = [prompts]
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         body = body.model_copy(update={"prompt_logprobs": body.logprobs})
     params = schema.sampling(body, max_tokens, body.logprobs, forms.structured_outputs(body))
     grammar = forms.grammar(llm, params, None, body)
     requests = []
-    for prompt in prompts:
+    for prompt in schema.as_list(body.prompt):
         text = None
         all_ids = prompt
         if isinstance(prompt, str):

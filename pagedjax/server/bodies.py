@@ -48,8 +48,8 @@ class CheckedRoute(APIRoute):
 
 def _with_json_type(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """The headers of a request with the type of JSON."""
-    others = [(name, value) for name, value in headers if name != b"content-type"]
-    return [*others, (b"content-type", b"application/json")]
+    other_headers = [(name, value) for name, value in headers if name != b"content-type"]
+    return [*other_headers, (b"content-type", b"application/json")]
 
 
 def _check(body: bytes) -> None:

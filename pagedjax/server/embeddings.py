@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from fastapi.responses import Response
@@ -16,7 +15,7 @@ from fastapi.responses import Response
 from pagedjax.engine.session import GenerationRequest
 from pagedjax.llm import LLM
 from pagedjax.options.params import PoolingParams
-from pagedjax.server.schema import EmbeddingRequest, field_values
+from pagedjax.server.schema import EmbeddingRequest, as_list, field_values
 from pagedjax.text import pooling
 
 POOLING = (
@@ -46,9 +45,7 @@ def requests(
             f"dimensions is {params.dimensions}, but the model's hidden states have {size} numbers"
         )
     llm.warn_if_not_made_for_embeddings()
-    inputs: Any = body.input
-    if isinstance(inputs, str) or isinstance(inputs[0], int):
-        inputs = [inputs]
+    inputs = as_list(body.input)
     batch = []
     for i, text_or_ids in enumerate(inputs):
         text = None

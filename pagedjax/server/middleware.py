@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pagedjax.server.errors import ApiError
 
 # These paths need no key; the first page and the viewer's page alone show no data
-OPEN = ("/", "/health", "/metrics", "/version", "/viewer")
+OPEN_PATHS = ("/", "/health", "/metrics", "/version", "/viewer")
 
 
 def guard(
@@ -22,8 +22,8 @@ def guard(
     allow_origins: Sequence[str],
     expose_headers: Sequence[str] = (),
 ) -> None:
-    """Add what stands before the routes of a server: key, size of bodies, web pages of other
-    origins, which may read `expose_headers`.
+    """Add checks before the routes of a server: the key, and the size of a body. Web pages of
+    `allow_origins` may send requests, and read `expose_headers`.
     """
     app.add_middleware(Gate, api_key=api_key, max_body_bytes=max_body_bytes)
     if allow_origins:
@@ -58,7 +58,7 @@ class Gate:
 
     def _wrong_key(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
         key = self.api_key
-        if key is None or path in OPEN:
+        if key is None or path in OPEN_PATHS:
             return None
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), key.encode()):

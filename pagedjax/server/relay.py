@@ -36,8 +36,8 @@ STOPPED = (
     "{engines} engines ended while they computed this request, without a new token of it in "
     "between; it is not tried again"
 )
-ALONE = 2  # engines that a request may end alone
-BESIDE_OTHERS = 4  # engines that may end while a request is one of those that they have
+MAX_ENDED_ALONE = 2  # a request is stopped when so many engines ended that had it alone
+MAX_ENDED = 4  # or so many that had it, alone or with other requests
 MAX_LOSSES = 60  # in a row, without a new token; with the pauses between them about a minute
 DIFFERS = "another engine gave another answer than the client has begun to read"
 log = logging.getLogger("pagedjax.server")
@@ -150,7 +150,10 @@ class Keeper:
 
     def is_alone(self, relay: _Relay) -> bool:
         """Whether no other request has the engine that this one has."""
-        return all(other is relay or other.engine != relay.engine for other in self.relays)
+        return all(
+            other_relay is relay or other_relay.engine != relay.engine
+            for other_relay in self.relays
+        )
 
     def count(self, reason: str) -> None:
         self._continued.labels(self._model, reason).inc()
@@ -163,7 +166,7 @@ class _Relay:
     """One unfinished request.
 
     engine: the name of the one that has it now, or had it last.
-    barren: the engines that were lost to it since its last new token.
+    ended_engines: the engines that were lost to it since its last new token.
     ended_alone: how many of these had no other request.
     """
 
@@ -190,7 +193,7 @@ class _Relay:
         self._num_losses = 0  # in a row, without a new token
         self._failed: list[str] = []  # engines that said themselves that they have ended
         self.engine: str | None = None
-        self.barren: list[str] = []
+        self.ended_engines: list[str] = []
         self.ended_alone = 0
 
     @property
@@ -213,19 +216,19 @@ class _Relay:
                     self._check(loss)
             self._num_losses += 1
             await asyncio.sleep(min(1.0, 0.05 * self._num_losses))
-            if len(self.barren) >= 2:
+            if len(self.ended_engines) >= 2:
                 await self._keeper.one_at_a_time.acquire()
                 self._has_turn = True
 
     async def _pass_on(self) -> None:
         """Send the messages of one engine that the client does not have yet."""
-        known = self._sent
+        bytes_to_compare = self._sent
         digest = blake2b()
-        begun = bool(self._tokens) or self._start is not None
+        has_answer = bool(self._tokens) or self._start is not None
         origin = self._origin._replace(
             tokens=tuple(self._tokens),
             taken=self.engine is not None,
-            identity=self._identity if begun else "",
+            identity=self._identity if has_answer else "",
         )
         self._num_tokens = len(self._tokens)
         is_new = self.engine is None
@@ -255,15 +258,15 @@ class _Relay:
                         await self._begin(message)
                     else:
                         body = message.get("body", b"")
-                        known_part = body[:known]
-                        digest.update(known_part)
-                        known -= len(known_part)
+                        compared = body[:bytes_to_compare]
+                        digest.update(compared)
+                        bytes_to_compare -= len(compared)
                         is_last = not message.get("more_body", False)
-                        if known_part and not known:
+                        if compared and not bytes_to_compare:
                             is_same = digest.digest() == self._digest.digest()
                             self._check_same(is_same)
-                        self._check_same(not (known and is_last))
-                        await self._continue(message, body[len(known_part) :])
+                        self._check_same(not (bytes_to_compare and is_last))
+                        await self._continue(message, body[len(compared) :])
                         if self._complete:
                             return
                     if not is_new and kind not in (TAKEN, LOST):
@@ -294,9 +297,10 @@ class _Relay:
 
     def _keep(self, tokens: Sequence[Delta]) -> None:
         self._num_tokens += len(tokens)
-        if self._num_tokens > self._most_tokens:  # after a new beginning, none is new for a while
+        # an engine that begins anew repeats tokens: only a token beyond all earlier ones is new
+        if self._num_tokens > self._most_tokens:
             self._most_tokens = self._num_tokens
-            self.barren = []
+            self.ended_engines = []
             self.ended_alone = 0
             self._num_losses = 0
             self._free_turn()
@@ -318,7 +322,7 @@ class _Relay:
         self._tokens = []
 
     def _check(self, loss: Lost) -> None:
-        """Whether another engine may go on. Raises Unanswered if not."""
+        """Raises Unanswered unless another engine may go on."""
         engine = self.engine or "no engine"
         if loss.reason == "refused":
             self._refusing.append(engine)
@@ -333,10 +337,10 @@ class _Relay:
         if self._num_losses >= MAX_LOSSES:
             log.warning("%s: lost %d times without a new token", place, MAX_LOSSES)
             raise Unanswered(ENDED)
-        if loss.suspicious and self._is_taken and engine not in self.barren:
-            self.barren.append(engine)
+        if loss.suspicious and self._is_taken and engine not in self.ended_engines:
+            self.ended_engines.append(engine)
             self.ended_alone += self._keeper.is_alone(self)
-            if self.ended_alone >= ALONE or len(self.barren) >= BESIDE_OTHERS:
+            if self.ended_alone >= MAX_ENDED_ALONE or len(self.ended_engines) >= MAX_ENDED:
                 self._stop(place)
         self._lost_because = loss.reason
         log.warning("%s: %s; another engine is asked", place, loss.reason)
@@ -349,9 +353,9 @@ class _Relay:
             self._lost_because = ""
 
     def _stop(self, place: str) -> None:
-        engines = ", ".join(self.barren)
+        engines = ", ".join(self.ended_engines)
         log.error("%s: it ended the engines %s without a new token; it is stopped", place, engines)
-        raise Unanswered(STOPPED.format(engines=len(self.barren)), "request_stopped")
+        raise Unanswered(STOPPED.format(engines=len(self.ended_engines)), "request_stopped")
 
     @contextmanager
     def _released(self) -> Iterator[None]:

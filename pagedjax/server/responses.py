@@ -1,8 +1,7 @@
 """Response bodies as JSON: whole answers, stream chunks, errors.
 
-All are pure functions of outputs and deltas.
-Formats are those of OpenAI's API reference, with vLLM's additions (`stop_reason`,
-`prompt_logprobs`, token ids).
+All are pure functions of outputs and deltas. Formats are those of OpenAI's API reference, with
+vLLM's additions (`stop_reason`, `prompt_logprobs`, token ids).
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def fields_of_prompt(style: Style, output: RequestOutput) -> JSON:
     fields: JSON = {}
     if output.prompt_logprobs is not None and not (style.echo and has_logprobs(style)):
         fields["prompt_logprobs"] = [
-            position and candidates(position) for position in output.prompt_logprobs
+            candidates(position) if position else position for position in output.prompt_logprobs
         ]
     if style.token_ids:
         fields["prompt_token_ids"] = list(output.prompt_token_ids)
@@ -211,7 +210,8 @@ def completion_logprobs(style: Style, output: RequestOutput, branch: CompletionO
     tokens = () if style.only_echo else branch.token_ids
     positions: list[PositionLogprobs | None] = list((branch.logprobs or ())[: len(tokens)])
     output_offsets = OutputOffsets(style, output)
-    end = output_offsets.at + len(branch.text)  # tokens of a stop string may come behind it
+    # tokens of a stop string may come behind the end of the text
+    end = output_offsets.start + len(branch.text)
     offsets = [min(output_offsets.next(token), end) for token in tokens]
     if style.echo:
         tokens = (*output.prompt_token_ids, *tokens)
@@ -231,12 +231,13 @@ class OutputOffsets:
         ids = prompt.prompt_token_ids
         skips = style.skips_special_tokens
         self._pieces = Detokenizer(style.tokenizer, ids, skip_special_tokens=skips)
-        self.start = self.at = len(prompt_text(style, prompt)) if style.echo else 0
+        self.start = len(prompt_text(style, prompt)) if style.echo else 0
+        self.next_offset = self.start
 
     def next(self, token: int) -> int:
         """Take the next token -> its offset."""
-        offset = self.at
-        self.at += len(self._pieces.push(token))
+        offset = self.next_offset
+        self.next_offset += len(self._pieces.push(token))
         return offset
 
 

@@ -50,7 +50,10 @@ def at_most(limit: int) -> Callable[[Any], Any]:
 def plain_values(value: Any) -> Any:
     """A check of `vllm_xargs`: one error, however many values are wrong."""
     plain = (str, bool, int, float)
-    for name, item in value.items() if isinstance(at_most(MAX_FIELDS)(value), dict) else ():
+    at_most(MAX_FIELDS)(value)
+    if not isinstance(value, dict):
+        return value
+    for name, item in value.items():
         elements = item if isinstance(item, list) else [item]
         too_many = len(elements) > MAX_FIELD_TOKENS
         if too_many or not all(isinstance(element, plain) for element in elements):
@@ -253,6 +256,11 @@ Prompts = Annotated[
     | Annotated[list[TokenIds], Field(min_length=1, max_length=4096, fail_fast=True), Tag("lists")],
     Discriminator(form),
 ]
+
+
+def as_list(prompts: Any) -> Any:
+    """`Prompts` as a list: one text or one list of ids becomes a list of it."""
+    return [prompts] if form(prompts) in ("text", "ids") else prompts
 
 
 class CompletionRequest(GenerationBody):

@@ -24,7 +24,7 @@ from pagedjax.llm import LLM
 from pagedjax.server import adapters
 from pagedjax.server.app import Options, create_app
 
-GRACE = 3  # seconds to send the answers of 503
+ANSWER_SECONDS = 3  # to send the answers of 503
 log = logging.getLogger("pagedjax.server")
 
 
@@ -83,7 +83,7 @@ def uvicorn_config(app: ASGIApp, drain_seconds: int, log_level: str) -> uvicorn.
         log_level=log_level,
         access_log=log_level == "debug",
         # Then uvicorn cancels, without an answer
-        timeout_graceful_shutdown=drain_seconds + 2 * GRACE,
+        timeout_graceful_shutdown=drain_seconds + 2 * ANSWER_SECONDS,
         # Seconds; longer than clients keep an idle connection, so that clients close it
         timeout_keep_alive=75,
         server_header=False,
@@ -130,7 +130,7 @@ class Server(uvicorn.Server):
             async with asyncio.timeout(self._drain_seconds):
                 await self._second_signal.wait()
         self._halt()
-        await asyncio.sleep(GRACE)
+        await asyncio.sleep(ANSWER_SECONDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 

@@ -191,14 +191,14 @@ class Supervisor:
         """Start the process again whenever it ends or hangs, as often as it is allowed."""
         failures = 0
         while not self._stopping.is_set():
-            began = time.monotonic()
+            start = time.monotonic()
             reason = await self._wait_for_end()
             if self._stopping.is_set():
                 return
             self._ready.clear()
             assert self._client is not None, "it was started"
             await self._client.aclose()
-            failures = 0 if time.monotonic() - began > STABLE_SECONDS else failures
+            failures = 0 if time.monotonic() - start > STABLE_SECONDS else failures
             failures += 1
             if failures > self._restarts:
                 log.error(
@@ -230,9 +230,9 @@ class Supervisor:
 
     async def _wait_until_ready(self) -> bool:
         """Whether the process answers, and has not ended before."""
-        began = time.monotonic()
+        start = time.monotonic()
         while self._process.is_alive() and not self._stopping.is_set():
-            if time.monotonic() - began > START_SECONDS:
+            if time.monotonic() - start > START_SECONDS:
                 log.error("the engine's process did not load within %g s", START_SECONDS)
                 self._process.kill()
             if await self._pulse() is not None:
@@ -383,8 +383,8 @@ def create_front(supervisor: Supervisor, options: Options) -> ASGIApp:
 class _Server(serving.Server):
     """Starts the engine's process before it listens, and ends when that is not started again."""
 
-    def __init__(self, config: uvicorn.Config, supervisor: Supervisor, *rest: Any) -> None:
-        super().__init__(config, supervisor.stop, *rest)
+    def __init__(self, config: uvicorn.Config, supervisor: Supervisor, *arguments: Any) -> None:
+        super().__init__(config, supervisor.stop, *arguments)
         self._supervisor = supervisor
         self._watching: asyncio.Task[None] | None = None
 
@@ -432,8 +432,8 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
             f"restarts is {args.restarts}, and adapters that clients load would be gone after a "
             "restart; name them with --lora-modules, or leave --restarts out"
         )
-    of_engine = replace(options, api_key=None, allow_origins=(), lecture_endpoints=False)
-    supervisor = Supervisor(plan._replace(options=of_engine), args.restarts)
+    engine_options = replace(options, api_key=None, allow_origins=(), lecture_endpoints=False)
+    supervisor = Supervisor(plan._replace(options=engine_options), args.restarts)
     front = create_front(supervisor, options)
     config = serving.uvicorn_config(front, args.drain_seconds, args.log_level)
     try:

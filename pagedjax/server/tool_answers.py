@@ -54,7 +54,9 @@ def delta(reader: CallReader, text: str, reason: str | None) -> tuple[JSON, str 
         call["function"]["arguments"] = call["function"].get("arguments", "") + piece.text
     if calls:
         fields["tool_calls"] = list(calls.values())
-    return fields, reason and _reason(reason, reader.num_calls > 0 and reader.complete)
+    if reason is not None:
+        reason = _reason(reason, reader.num_calls > 0 and reader.complete)
+    return fields, reason
 
 
 def _reason(reason: str, complete: bool) -> str:

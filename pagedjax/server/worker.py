@@ -254,8 +254,8 @@ class Worker:
     @property
     def step_seconds(self) -> float:
         """Seconds that the present step has taken; 0 between steps."""
-        began = self._step_began
-        return 0.0 if began is None else time.perf_counter() - began
+        start = self._step_began
+        return 0.0 if start is None else time.perf_counter() - start
 
     @property
     def waiting(self) -> int:
@@ -356,7 +356,7 @@ class Worker:
     def _add(self, submission: Submission, accepted: asyncio.Future[None]) -> None:
         try:
             branches_of_requests = self._session.add(submission.requests)
-            known = self._restored(submission, branches_of_requests)
+            updates = self._restored(submission, branches_of_requests)
         except ValueError as error:
             self._call_in_loop(_refuse, accepted, error)
         except Exception as error:
@@ -375,10 +375,10 @@ class Worker:
                     self._notify("added", unfinished, request, received_at, state)
                 else:
                     output = output_of(next(iter(branches)), request, branches)
-                    known.append((submission, Completed(i, output)))
+                    updates.append((submission, Completed(i, output)))
             self._call_in_loop(_accept, accepted)
-            if known:
-                self._call_in_loop(_deliver, known)
+            if updates:
+                self._call_in_loop(_deliver, updates)
         self._received += len(submission.requests)
 
     def _restored(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from pagedjax.host.types import FinishReason, Hypothesis, TokenLogprobs
 from pagedjax.options.params import BeamSearchParams, SamplingParams
-from pagedjax.text.tap_arrays import Collected, TapArrays
+from pagedjax.text.tap_arrays import TapArrays, TapCollector
 from pagedjax.text.tokenizer import Detokenizer, Tokenizer
 
 
@@ -125,7 +125,7 @@ class OutputBuilder:
     # log-probabilities of the tokens, by position
     chosen: dict[int, float] = field(default_factory=dict)
     num_cached: int | None = None  # tokens found in the cache at its first admission
-    collected: Collected | None = None  # what its taps gave so far
+    collected: TapCollector | None = None  # what its taps gave so far
     versions: list[int] = field(default_factory=list)  # of the weights that made each token
 
     def __post_init__(self) -> None:
@@ -149,10 +149,10 @@ class OutputBuilder:
         """
         self.token_ids.append(token_id)
         self.versions.append(version)
-        by_token = reason == "stop"
-        if by_token and (token_id not in self.eos or self.params.ignore_eos):
+        is_stop_token = reason == "stop"
+        if is_stop_token and (token_id not in self.eos or self.params.ignore_eos):
             self.stop_reason = token_id
-        visible = not by_token or self.params.include_stop_str_in_output
+        visible = not is_stop_token or self.params.include_stop_str_in_output
         if reason == "abort" and self.params.structured_outputs:
             visible = False  # the form failed, and did not allow this token
         piece = self._detokenizer.push(token_id) if visible and self.params.detokenize else ""
@@ -161,7 +161,7 @@ class OutputBuilder:
             tail, matched = self._stop.finish(self._detokenizer.flush())
             new += tail
         self.text += new
-        if matched and not by_token:
+        if matched and not is_stop_token:
             reason = "stop"
             self.stop_reason = self._stop.matched
         self.finish_reason = reason
@@ -301,14 +301,16 @@ class StopChecker:
     def _next(self, text: str, *, searched: bool) -> tuple[str, bool]:
         num_pending = len(self._pending)
         text = self._pending + text
-        if searched and (match := first_stop(text, self._stop, num_pending)):
+        match = first_stop(text, self._stop, num_pending) if searched else None
+        if match is not None:
             start, end = match
             self.matched = text[start:end]
             self._pending = ""
             return text[: end if self._include else start], True
-        keep = max((pending_length(text, stop) for stop in self._stop), default=0)
-        self._pending = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+        num_pending = max((pending_length(text, stop) for stop in self._stop), default=0)
+        final_length = len(text) - num_pending
+        self._pending = text[final_length:]
+        return text[:final_length], False
 
 
 def first_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, int] | None:

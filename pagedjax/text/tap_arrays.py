@@ -68,7 +68,7 @@ class _Column:
         return self._rows[: self.count][:limit]
 
 
-class Collected:
+class TapCollector:
     """The parts of one branch so far. Branches share the parts of the prompt's tokens."""
 
     def __init__(self, prompt_len: int, prompt: dict[Any, _Column]) -> None:
@@ -123,7 +123,7 @@ class Collected:
         )
 
 
-def collectors(names: Sequence[str], prompt_len: int) -> dict[str, Collected]:
-    """An empty `Collected` for each branch of a request, by its id. All have the same prompt."""
+def collectors(names: Sequence[str], prompt_len: int) -> dict[str, TapCollector]:
+    """An empty `TapCollector` for each branch of a request, by its id. All have the same prompt."""
     prompt: dict[Any, _Column] = {}
-    return {name: Collected(prompt_len, prompt) for name in names}
+    return {name: TapCollector(prompt_len, prompt) for name in names}

@@ -58,11 +58,11 @@ def page(
     if second is None:
         data = _data(run, labels or {}, decode)
         return assembled(run.name or "a run", data["about"] | place, pack(data))
-    both = pair(run, second)
-    data = _data(both.first, labels or {}, decode)
-    other = _data(both.second, labels or {}, decode)
-    data |= {"second": other, "parting": both.parting, "only": both.only}
-    about = data["about"] | {"second": other["about"]} | place
+    runs = pair(run, second)
+    data = _data(runs.first, labels or {}, decode)
+    second_data = _data(runs.second, labels or {}, decode)
+    data |= {"second": second_data, "parting": runs.parting, "only": runs.only}
+    about = data["about"] | {"second": second_data["about"]} | place
     return assembled(f"{run.name} and {second.name}", about, pack(data))
 
 

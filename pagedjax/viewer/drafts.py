@@ -19,7 +19,8 @@ def drafted(rows: Batch, plan: Plan) -> Batch:
     """The rows of a plan, with the number of drafts behind each row that has some."""
     if not plan.drafts:
         return rows
-    return tuple([(*row, k) if k else row for row, k in zip(rows, plan.drafts, strict=True)])
+    pairs = zip(rows, plan.drafts, strict=True)
+    return tuple([(*row, num_drafts) if num_drafts else row for row, num_drafts in pairs])
 
 
 def drafts_of(row: Sequence[int]) -> int:

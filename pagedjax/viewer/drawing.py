@@ -23,17 +23,17 @@ from pagedjax.host.types import HOLE, Seq
 
 MOST_BLOCKS = 1024  # of a pool that a person can still read
 MOST_ENTRIES = 1024  # of all block tables together
-ACROSS = 8  # cells in a line of a block table
-BLOCK_ACROSS = 18  # cells in a line of the pool
+ENTRIES_ACROSS = 8  # cells in a line of a block table
+BLOCKS_ACROSS = 18  # cells in a line of the pool
 # Pixels
-WIDE = 64  # width of a table's cell, with the gap behind it
-HIGH = 18  # height of a table's cell
+ENTRY_WIDTH = 64  # width of a table's cell, with the gap behind it
+ENTRY_HEIGHT = 18  # height of a table's cell
 GAP = 4  # between cells
-CELL = 30  # side of a pool's cell, with the gap behind it
-LINE = 46  # height of a table's line
-LEFT = 120  # room for names
-TOP = 14  # room above
-GOLDEN = 137.508  # degrees between the hues of neighbours in arrival, as on the viewer's page
+BLOCK_SIDE = 30  # side of a pool's cell, with the gap behind it
+LINE_HEIGHT = 46  # height of a table's line
+NAMES_WIDTH = 120  # room for names
+TOP_MARGIN = 14  # room above
+HUE_STEP = 137.508  # degrees between the hues of neighbours in arrival, as on the viewer's page
 INK = "#1b1f27"
 SOFT = "#5d6675"
 FREE = "#ffffff"
@@ -61,11 +61,11 @@ def draw(state: SchedulerState) -> Drawing:
     Raises:
         ValueError: more blocks, or more entries of block tables, than a picture can show.
     """
-    number = state.pool.num_blocks
-    active = scheduler.running(state)
-    entries = sum(len(seq.blocks) for seq in active)
+    num_blocks = state.pool.num_blocks
+    running = scheduler.running(state)
+    entries = sum(len(seq.blocks) for seq in running)
     for subject, count, limit in (
-        ("the pool has", number, MOST_BLOCKS),
+        ("the pool has", num_blocks, MOST_BLOCKS),
         ("the block tables have", entries, MOST_ENTRIES),
     ):
         if count > limit:
@@ -74,16 +74,19 @@ def draw(state: SchedulerState) -> Drawing:
                 "draw a smaller engine, or record the run and open it with `pagedjax view`"
             )
     body = []
-    y = TOP
-    for seq in active:
+    y = TOP_MARGIN
+    for seq in running:
         lines, y = _table(seq, state.config.block_size, state.config.groups, y)
         body += lines
-    body += [_text(4, y + 12, f"waiting: {_queue(state)}", fill=SOFT)]
-    lines, height = _pool(state, active, y + 26)
-    width = max(LEFT + ACROSS * WIDE, LEFT + BLOCK_ACROSS * CELL) + 10
+    body.append(_text(4, y + 12, f"waiting: {_queue(state)}", fill=SOFT))
+    lines, height = _pool(state, running, y + 26)
+    width = (
+        max(NAMES_WIDTH + ENTRIES_ACROSS * ENTRY_WIDTH, NAMES_WIDTH + BLOCKS_ACROSS * BLOCK_SIDE)
+        + 10
+    )
     label = (
-        f"{len(active)} running sequences, {len(state.waiting)} waiting, "
-        f"{state.pool.num_free} of {number} free"
+        f"{len(running)} running sequences, {len(state.waiting)} waiting, "
+        f"{state.pool.num_free} of {num_blocks} free"
     )
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
@@ -96,7 +99,7 @@ def draw(state: SchedulerState) -> Drawing:
 
 def colour(arrival: int, *, light: float = 0.5) -> str:
     """The colour of a sequence as #rrggbb, by its number of arrival."""
-    red, green, blue = colorsys.hls_to_rgb((210 + arrival * GOLDEN) % 360 / 360, light, 0.6)
+    red, green, blue = colorsys.hls_to_rgb((210 + arrival * HUE_STEP) % 360 / 360, light, 0.6)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
 
@@ -119,9 +122,9 @@ def _table(seq: Seq, size: int, groups: int, top: int) -> tuple[list[str], int]:
     for group in range(groups):
         blocks = seq.blocks[group::groups]
         for i, block in enumerate(blocks):
-            x = LEFT + i % ACROSS * WIDE
-            lines += _entry(seq, block, i * size, size, x, y + i // ACROSS * LINE)
-        y += max(1, -(-len(blocks) // ACROSS)) * LINE
+            x = NAMES_WIDTH + i % ENTRIES_ACROSS * ENTRY_WIDTH
+            lines += _entry(seq, block, i * size, size, x, y + i // ENTRIES_ACROSS * LINE_HEIGHT)
+        y += max(1, -(-len(blocks) // ENTRIES_ACROSS)) * LINE_HEIGHT
     return lines, y
 
 
@@ -135,34 +138,34 @@ def _entry(seq: Seq, block: int, first: int, size: int, x: int, y: int) -> Itera
     counts = f'data-known="{known_slots}" data-computed="{computed_slots}"'
     yield f'<g class="entry" {attributes} {counts}><title>{note}</title>'
     if block == HOLE:
-        yield _rect(x, y, WIDE - GAP, HIGH, FREE, FREE_LINE, dash="3 3")
+        yield _rect(x, y, ENTRY_WIDTH - GAP, ENTRY_HEIGHT, FREE, FREE_LINE, dash="3 3")
     else:
-        slot = (WIDE - GAP) / size
-        yield _rect(x, y, WIDE - GAP, HIGH, FREE, FREE_LINE)
-        yield _rect(x, y, slot * known_slots, HIGH, colour(seq.arrival, light=0.85))
-        yield _rect(x, y, slot * computed_slots, HIGH, colour(seq.arrival))
+        slot = (ENTRY_WIDTH - GAP) / size
+        yield _rect(x, y, ENTRY_WIDTH - GAP, ENTRY_HEIGHT, FREE, FREE_LINE)
+        yield _rect(x, y, slot * known_slots, ENTRY_HEIGHT, colour(seq.arrival, light=0.85))
+        yield _rect(x, y, slot * computed_slots, ENTRY_HEIGHT, colour(seq.arrival))
         if size <= 16:  # more lines between slots would hide their colours
             yield from (
-                f'<path d="M{x + slot * i:g} {y}v{HIGH}" stroke="#ffffff" stroke-width="0.7"/>'
+                f'<path d="M{x + slot * i:g} {y}v{ENTRY_HEIGHT}" stroke="#ffffff" stroke-width="0.7"/>'
                 for i in range(1, size)
             )
-        yield _rect(x, y, WIDE - GAP, HIGH, "none", INK)
+        yield _rect(x, y, ENTRY_WIDTH - GAP, ENTRY_HEIGHT, "none", INK)
     name = "hole" if block == HOLE else str(block)
-    yield _text(x + (WIDE - GAP) / 2, y + 31, name, anchor="middle") + "</g>"
+    yield _text(x + (ENTRY_WIDTH - GAP) / 2, y + 31, name, anchor="middle") + "</g>"
 
 
-def _pool(state: SchedulerState, active: tuple[Seq, ...], top: int) -> tuple[list[str], int]:
+def _pool(state: SchedulerState, running: tuple[Seq, ...], top: int) -> tuple[list[str], int]:
     """Every block of the pool, in order of id -> (lines, y below it)."""
     pool = state.pool
     owners: dict[int, list[Seq]] = {}
-    for seq in active:
+    for seq in running:
         for block in seq.blocks:
             owners.setdefault(block, []).append(seq)
     count = f"{pool.num_blocks - pool.num_free} of {pool.num_blocks} blocks owned"
     lines = [_text(4, top + 14, "block pool", weight="bold"), _text(4, top + 28, count, fill=SOFT)]
     for block in range(pool.num_blocks + 1):
-        x = LEFT + block % BLOCK_ACROSS * CELL
-        y = top + block // BLOCK_ACROSS * CELL
+        x = NAMES_WIDTH + block % BLOCKS_ACROSS * BLOCK_SIDE
+        y = top + block // BLOCKS_ACROSS * BLOCK_SIDE
         block_owners = owners.get(block, []) if block else []
         if not block:
             kind = "trash"
@@ -171,12 +174,12 @@ def _pool(state: SchedulerState, active: tuple[Seq, ...], top: int) -> tuple[lis
         else:
             kind = "idle" if block in pool.stamps else "empty"
         lines += _cell(block, kind, block_owners, x, y)
-    bottom = top + (pool.num_blocks // BLOCK_ACROSS + 1) * CELL
+    bottom = top + (pool.num_blocks // BLOCKS_ACROSS + 1) * BLOCK_SIDE
     note = (
         "0: trash block, for padding; white: empty; grey: idle, content can be found; "
         "two colours: shared"
     )
-    return [*lines, _text(LEFT, bottom + 14, note, fill=SOFT)], bottom + 24
+    return [*lines, _text(NAMES_WIDTH, bottom + 14, note, fill=SOFT)], bottom + 24
 
 
 def _cell(block: int, kind: str, owners: list[Seq], x: int, y: int) -> Iterator[str]:
@@ -184,7 +187,7 @@ def _cell(block: int, kind: str, owners: list[Seq], x: int, y: int) -> Iterator[
     names = ", ".join(seq.request_id for seq in owners)
     yield f'<g class="block" data-block="{block}" data-state="{kind}" data-owners="{len(owners)}">'
     yield f"<title>block {block}: {escape(_printable(names)) or kind}</title>"
-    side = CELL - GAP
+    side = BLOCK_SIDE - GAP
     yield _rect(x, y, side, side, IDLE if kind == "idle" else FREE, FREE_LINE)
     for i, seq in enumerate(owners[:2]):
         yield _rect(x, y + i * side / 2, side, side / (1 + i), colour(seq.arrival, light=0.75))
@@ -210,8 +213,8 @@ def _queue(state: SchedulerState) -> str:
     if not names:
         return "no sequence"
     hidden = len(state.waiting) - len(names)
-    more = f" and {hidden} more" if hidden else ""
-    return ", ".join(names) + more
+    hidden_note = f" and {hidden} more" if hidden else ""
+    return ", ".join(names) + hidden_note
 
 
 def _short(name: str, length: int) -> str:

@@ -36,7 +36,7 @@ NO_REASONS: Mapping[str, Reason] = MappingProxyType({})
 class Fold(NamedTuple):
     state: SchedulerState  # after the last transition
     tables: Tables  # block tables at that time, by number
-    shown: Picture  # after the last frame
+    picture: Picture  # after the last frame
     numbers: Map[str, int] = Map()  # id -> number, of unfinished requests
     count: int = 0  # requests so far
     # new requests since the last frame; the next three fields, too, are of the time since then
@@ -147,7 +147,7 @@ def committed(
     if at is not None and "at" in frame:
         frame = frame | {"at": [frame["at"][0], at]}
     filled = _filled(plan, fold.state, state)
-    log = story.committed(events, fold.numbers, fold.shown.requests, filled)
+    log = story.committed(events, fold.numbers, fold.picture.requests, filled)
     published = tuple(block for _, ids in filled for block in ids)
     fold = fold._replace(published=fold.published + published, at=at or fold.at)
     fold = _ended(fold._replace(log=fold.log + tuple(log)), state, events)
@@ -173,8 +173,8 @@ def rested(fold: Fold) -> tuple[Fold, Frame]:
 
 def _fresh(fold: Fold, frame: Frame) -> Fold:
     """The fold after a frame: nothing has come since."""
-    new_picture = picture.apply(fold.shown, frame)
-    return fold._replace(shown=new_picture, came=(), log=(), published=(), evicted=())
+    new_picture = picture.apply(fold.picture, frame)
+    return fold._replace(picture=new_picture, came=(), log=(), published=(), evicted=())
 
 
 def _arrived(fold: Fold, seqs: Sequence[Seq], at: float | None = None) -> Fold:
@@ -263,7 +263,7 @@ def _framed(fold: Fold, rows: picture.Batch, step: int) -> Frame:
     """A frame: the changes since the last frame."""
     state = fold.state
     numbers = fold.numbers
-    base = picture.expected(fold.shown.rows, Map(fold.tables))
+    base = picture.expected(fold.picture.rows, Map(fold.tables))
     waiting = tuple([numbers[seq.request.request_id] for seq in state.waiting])
     active = zip(state.running.seqs, state.running.computed, state.running.lengths, strict=True)
     running = [
@@ -273,10 +273,10 @@ def _framed(fold: Fold, rows: picture.Batch, step: int) -> Frame:
     frame: Frame = {
         "step": step,
         "came": list(fold.came),
-        "waiting": picture.splice(fold.shown.waiting, waiting),
+        "waiting": picture.splice(fold.picture.waiting, waiting),
         "rows": picture.splice(base, rows),
         "still": [entry for entry in running if entry[0] not in packed],
-        "tables": _table_changes(fold.shown.tables, fold.tables),
+        "tables": _table_changes(fold.picture.tables, fold.tables),
         "published": _publications(fold),
         "away": [
             [numbers[seq.request.request_id], held(seq.blocks)]
@@ -296,12 +296,12 @@ def _why(reasons: Mapping[str, Reason], numbers: Mapping[str, int]) -> list[list
     requests: dict[Reason, list[int]] = {}
     for name, reason in reasons.items():
         requests.setdefault(reason, []).append(numbers[name])
-    most = max(requests, key=lambda reason: len(requests[reason]))
+    commonest = max(requests, key=lambda reason: len(requests[reason]))
     return [
         [
             reason.sentence,
             None if reason.behind is None else numbers[reason.behind],
-            None if reason is most else ids,
+            None if reason is commonest else ids,
             reason.limit,
         ]
         for reason, ids in requests.items()
@@ -320,14 +320,14 @@ def _counts(fold: Fold, rows: picture.Batch, running: Sequence[Sequence[int]]) -
 def _table_changes(old: Map[int, tuple[int, ...]], new: Tables) -> list[list]:
     changes: list[list] = [[n, None, []] for n in old if n not in new]
     for n, table in new.items():
-        had = old.get(n)
-        if had == table:
+        old_table = old.get(n)
+        if old_table == table:
             continue
-        had = had or ()
-        if table[: len(had)] == had:
-            common = len(had)
+        old_table = old_table or ()
+        if table[: len(old_table)] == old_table:
+            common = len(old_table)
         else:
-            pairs = enumerate(zip(had, table, strict=False))
+            pairs = enumerate(zip(old_table, table, strict=False))
             common = next((i for i, (a, b) in pairs if a != b), len(table))
         changes.append([n, common, list(table[common:])])
     return changes
@@ -339,7 +339,7 @@ def _publications(fold: Fold) -> list[list[int]] | None:
     It returns all of these blocks if the changes do not explain their number.
     """
     findable = fold.state.pool.hashes
-    old = fold.shown.published
+    old = fold.picture.published
     new = [
         block for block in dict.fromkeys(fold.published) if block not in old and block in findable
     ]

@@ -160,14 +160,16 @@ class Live:
             started, finished = (round(max(0.0, at - self._began), 6) for at in record.times)
             # the scheduler is pure: planning again from `before` gives the cache as it was while
             # the step ran
-            now = record.plan.now
-            running, _ = scheduler.schedule(record.before, self._policy, offered(record.plan), now)
-            reasons = why_waiting(record.before, self._policy, now)
+            policy_time = record.plan.now
+            running, _ = scheduler.schedule(
+                record.before, self._policy, offered(record.plan), policy_time
+            )
+            reasons = why_waiting(record.before, self._policy, policy_time)
             memory = frames.memory_text(running, self._policy)
             fold = frames.scheduled(fold, running, record.plan, reasons, started, memory)
             fold, frame = frames.committed(fold, record.after, record.events, finished)
             self._append(frame)
-        if not fold.numbers and (fold.log or not fold.shown.rest):  # no request is left
+        if not fold.numbers and (fold.log or not fold.picture.at_rest):  # no request is left
             fold, frame = frames.rested(fold)
             self._append(frame)
         self._fold = fold

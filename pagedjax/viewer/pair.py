@@ -41,24 +41,24 @@ def pair(first: Run, second: Run) -> Pair:
     Raises:
         ValueError: no request is in both runs, or one has another prompt.
     """
-    records = _records(first)
-    numbers = {key: n for n, key in enumerate(records)}
-    others = _records(second)
-    common = [key for key in others if key in numbers]
+    first_records = _records(first)
+    numbers = {key: n for n, key in enumerate(first_records)}
+    second_records = _records(second)
+    common = [key for key in second_records if key in numbers]
     if not common:
         raise ValueError(
             f"{first.name} and {second.name} have no request id in common "
-            f"({_id_examples(records)}; {_id_examples(others)}); {REMEDY}"
+            f"({_id_examples(first_records)}; {_id_examples(second_records)}); {REMEDY}"
         )
-    _check_prompts(first, second, numbers, records, others)
-    new_numbers = iter(range(len(records), len(records) + len(others)))
-    renamed = [numbers[key] if key in numbers else next(new_numbers) for key in others]
+    _check_prompts(first, second, numbers, first_records, second_records)
+    new_numbers = iter(range(len(first_records), len(first_records) + len(second_records)))
+    renamed = [numbers[key] if key in numbers else next(new_numbers) for key in second_records]
     second = second._replace(
         frames=tuple([renumbered(frame, renamed) for frame in second.frames]),
         prompts={renamed[n]: prompt for n, prompt in second.prompts.items()},
     )
-    missing = tuple([n for key, n in numbers.items() if key not in others])
-    added = tuple([n for n in renamed if n >= len(records)])
+    missing = tuple([n for key, n in numbers.items() if key not in second_records])
+    added = tuple([n for n in renamed if n >= len(first_records)])
     return Pair(first, second, _parting(first, second), (missing, added))
 
 
@@ -70,7 +70,7 @@ def different_names(first: str, second: str) -> tuple[str, str]:
     if paths[0].name != paths[1].name or paths[0] == paths[1]:
         return paths[0].name, paths[1].name
     parts = list(zip(paths[0].parts, paths[1].parts, strict=False))
-    num_common = next(i for i, (part, other) in enumerate(parts) if part != other)
+    num_common = next(i for i, (a, b) in enumerate(parts) if a != b)
     names = [Path(*path.parts[num_common:]).as_posix() for path in paths]
     return names[0], names[1]
 
@@ -96,35 +96,35 @@ def _check_prompts(
     first: Run,
     second: Run,
     numbers: dict[tuple[str, int], int],
-    records: dict[tuple[str, int], Sequence[Any]],
-    others: dict[tuple[str, int], Sequence[Any]],
+    first_records: dict[tuple[str, int], Sequence[Any]],
+    second_records: dict[tuple[str, int], Sequence[Any]],
 ) -> None:
     """Raises ValueError for a request that has another prompt in the second run."""
-    for place, (key, record) in enumerate(others.items()):
-        if key not in records:
+    for number_in_second, (key, record) in enumerate(second_records.items()):
+        if key not in first_records:
             continue
         name = key[0]
-        length = records[key][2]
+        length = first_records[key][2]
         if length != record[2]:
             raise ValueError(
                 f"request {name!r} has a prompt of {length} tokens in {first.name} "
                 f"and of {record[2]} in {second.name}; {REMEDY}"
             )
         prompt = first.prompts.get(numbers[key])
-        other = second.prompts.get(place)
-        if prompt is not None and other is not None and prompt != other:
-            pairs = enumerate(zip(prompt, other, strict=True))
-            i, (token, token_of_second) = next((i, p) for i, p in pairs if p[0] != p[1])
+        prompt_of_second = second.prompts.get(number_in_second)
+        if prompt is not None and prompt_of_second is not None and prompt != prompt_of_second:
+            pairs = enumerate(zip(prompt, prompt_of_second, strict=True))
+            i = next(i for i, (token, other_token) in pairs if token != other_token)
             raise ValueError(
-                f"the prompt of request {name!r} has token {token} at {i} in {first.name} "
-                f"and {token_of_second} in {second.name}; {REMEDY}"
+                f"the prompt of request {name!r} has token {prompt[i]} at {i} in {first.name} "
+                f"and {prompt_of_second[i]} in {second.name}; {REMEDY}"
             )
 
 
 def renumbered(frame: Frame, numbers: Sequence[int]) -> Frame:
     """A frame whose request n has the number `numbers[n]`."""
 
-    def heads(entries: Sequence[Any]) -> list[list[Any]]:
+    def with_new_numbers(entries: Sequence[Any]) -> list[list[Any]]:
         return [[numbers[entry[0]], *entry[1:]] for entry in entries]
 
     parts: dict[str, Any] = {}
@@ -135,14 +135,14 @@ def renumbered(frame: Frame, numbers: Sequence[int]) -> Frame:
         parts["waiting"] = [front, back, [numbers[n] for n in queue]]
     if "rows" in frame:
         front, back, rows = frame["rows"]
-        parts["rows"] = [front, back, heads(rows)]
+        parts["rows"] = [front, back, with_new_numbers(rows)]
     for name in ("still", "tables", "away"):
         if name in frame:
-            parts[name] = heads(frame[name])
+            parts[name] = with_new_numbers(frame[name])
     if "why" in frame:
         parts["why"] = [
-            [sentence, _mapped(behind, numbers), _mapped(requests, numbers), limit]
-            for sentence, behind, requests, limit in frame["why"]
+            [sentence, _mapped(rival, numbers), _mapped(requests, numbers), limit]
+            for sentence, rival, requests, limit in frame["why"]
         ]
     for name in ("before", "after"):
         if name in frame:
@@ -184,9 +184,11 @@ def _mapped(requests: Any, numbers: Sequence[int]) -> Any:
 
 def _parting(first: Run, second: Run) -> tuple[int | None, int | None] | None:
     """`Pair.parting`."""
-    for step, other in zip_longest(_decisions(first), _decisions(second), fillvalue=(None, None)):
-        if step[1] != other[1]:
-            return step[0], other[0]
+    for step, step_of_second in zip_longest(
+        _decisions(first), _decisions(second), fillvalue=(None, None)
+    ):
+        if step[1] != step_of_second[1]:
+            return step[0], step_of_second[0]
     return None
 
 
@@ -196,7 +198,7 @@ def _decisions(run: Run) -> list[tuple[int, Any]]:
     picture = Picture()
     for index, frame in enumerate(run.frames):
         picture = apply(picture, frame)
-        if picture.rest:
+        if picture.at_rest:
             continue
         rows = sorted((n, start, count, *drafts) for n, start, count, _, *drafts in picture.rows)
         log = frame.get("before", ())

@@ -20,7 +20,7 @@ from pagedjax.viewer.read_recording import Run
 ENGINE = 1
 REQUESTS = 2
 STEP = 1_000.0  # microseconds of a step whose times are not known
-MICRO = 1e6
+MICROSECONDS = 1e6  # of a second
 
 Slice = dict[str, Any]
 
@@ -47,7 +47,7 @@ def trace(run: Run) -> dict[str, Any]:
 def _times(frame: Frame, index: int, timed: bool) -> tuple[float, float]:
     if timed:
         begin, end = frame.get("at", (0.0, 0.0))
-        return begin * MICRO, end * MICRO
+        return begin * MICROSECONDS, end * MICROSECONDS
     return index * STEP, (index + (0 if frame.get("rest") else 1)) * STEP
 
 
@@ -73,7 +73,7 @@ class Tracks:
             self._events.append(_name(REQUESTS, n + 1, name))
         for entry in frame.get("before", ()):
             self._take_entry(entry, begin)
-        if not picture.rest:
+        if not picture.at_rest:
             rows = picture.rows
             facts = {
                 "tokens": picture.counts[0],
@@ -96,7 +96,7 @@ class Tracks:
     def _take_entry(self, entry: list[Any], at: float) -> None:
         kind, n, *details = entry
         if kind == "submitted":
-            arrived = details[0] * MICRO if details and details[0] is not None else at
+            arrived = details[0] * MICROSECONDS if details and details[0] is not None else at
             self._enter(n, "queued", min(arrived, at))
         elif kind == "preempted":
             self._enter(n, "swapped out" if details[0] else "preempted", at)
@@ -128,12 +128,12 @@ class Tracks:
         else:
             phase = "decode"
         self._enter(n, phase, begin)
-        inside = self._open[n]["args"]
-        inside["tokens"] = inside.get("tokens", 0) + count
+        arguments = self._open[n]["args"]
+        arguments["tokens"] = arguments.get("tokens", 0) + count
         if drafts:
             verdict = _verdict(drafts, accepted)
             for name, value in verdict.items():
-                inside[name] = inside.get(name, 0) + value
+                arguments[name] = arguments.get(name, 0) + value
             name = (
                 f"drafts: {drafts}"
                 if accepted is None
@@ -154,10 +154,10 @@ class Tracks:
         self._open[n] = _slice(REQUESTS, n + 1, phase, at, at, {})
 
     def _leave(self, n: int, at: float) -> None:
-        inside = self._open.pop(n, None)
-        if inside is not None:
-            inside["dur"] = round(max(0.0, round(at, 3) - inside["ts"]), 3)
-            self._events.append(inside)
+        phase = self._open.pop(n, None)
+        if phase is not None:
+            phase["dur"] = round(max(0.0, round(at, 3) - phase["ts"]), 3)
+            self._events.append(phase)
 
     def _count(self, picture: Picture, at: float) -> None:
         tokens, used, idle, _ = picture.counts
@@ -189,8 +189,8 @@ class Tracks:
             self._leave(n, self._now)
 
         def order(event: Slice) -> tuple[Any, ...]:
-            chunk = "of" in event["args"] if "args" in event else False
-            return event["ph"] != "M", event.get("ts", 0), -event.get("dur", 0), chunk
+            is_detail = "of" in event.get("args", {})  # a slice inside that of a phase
+            return event["ph"] != "M", event.get("ts", 0), -event.get("dur", 0), is_detail
 
         return sorted(self._events, key=order)
 

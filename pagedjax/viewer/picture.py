@@ -45,7 +45,7 @@ Batch = tuple[tuple[int, ...], ...]
 
 class Picture(NamedTuple):
     step: int = 0
-    rest: bool = True
+    at_rest: bool = True
     waiting: tuple[int, ...] = ()
     rows: Batch = ()
     still: tuple[tuple[int, int, int], ...] = ()
@@ -105,7 +105,7 @@ def apply(picture: Picture, frame: Frame) -> Picture:
         requests.pop(n, None)
     return Picture(
         step=frame["step"],
-        rest=frame.get("rest", False),
+        at_rest=frame.get("rest", False),
         waiting=spliced(picture.waiting, frame.get("waiting")),
         rows=spliced(expected(picture.rows, tables), frame.get("rows")),
         still=tuple(map(tuple, frame.get("still", ()))),
@@ -157,7 +157,7 @@ def whole(picture: Picture) -> Frame:
         frame["memory"] = picture.memory
     if any(picture.verified):
         frame["verified"] = list(picture.verified)
-    return frame | ({"rest": True} if picture.rest else {})
+    return frame | ({"rest": True} if picture.at_rest else {})
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -51,11 +51,14 @@ def read(path: str | os.PathLike[str], policies: Mapping[str, Policy] = POLICIES
     try:
         header = replay.header(path)
         policies = replay.with_recorded(policies, header)
-        if own := header.get(
-            "own_policy"
-        ):  # if the policy is missing, the error of `replay` says so
-            had = f"; the run had the policy {own}, so give --policy {shlex.quote(str(own))}"
-            remedy = had if header.get("policy") in policies else ""
+        own_policy = header.get("own_policy")
+        if own_policy:
+            remedy = (
+                f"; the run had the policy {own_policy}, so give --policy "
+                f"{shlex.quote(str(own_policy))}"
+            )
+            if header.get("policy") not in policies:
+                remedy = ""  # the error of `replay` says so
         transitions = replay.replay(path, policies)
         first = next(transitions)
         policy = policies[header["policy"]]
@@ -105,7 +108,7 @@ def fold(
             folded, frame = frames.committed(folded, state, events, at)
             yield frame
         else:
-            idle = not folded.numbers and folded.frame is None and not folded.shown.rest
+            idle = not folded.numbers and folded.frame is None and not folded.picture.at_rest
             if kind == "submit" and idle:
                 folded, frame = frames.rested(folded)
                 yield frame
@@ -115,5 +118,5 @@ def fold(
         old_state = state
     if folded.frame is not None:
         yield folded.frame
-    elif not folded.shown.rest or folded.log:
+    elif not folded.picture.at_rest or folded.log:
         yield frames.rested(folded)[1]

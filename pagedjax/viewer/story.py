@@ -70,7 +70,9 @@ def committed(
             log.append(["forked", first_branch, branches])
         elif isinstance(event, Beamed):
             beams = zip(event.request_ids, event.parents, event.token_ids, strict=True)
-            log += [["beamed", numbers[me], numbers[parent], token] for me, parent, token in beams]
+            log += [
+                ["beamed", numbers[beam], numbers[parent], token] for beam, parent, token in beams
+            ]
     return log
 
 
@@ -96,7 +98,7 @@ def moves(
     gained: list[LogEntry] = []
     allocated: set[int] = set(source)  # blocks that were free before
     for n, ids in gains:
-        fresh = []
+        unowned = []
         shared = []
         for block in ids:
             if block in source:
@@ -109,12 +111,12 @@ def moves(
             ):
                 shared.append(block)
             else:
-                fresh.append(block)
-        allocated.update(fresh)
+                unowned.append(block)
+        allocated.update(unowned)
         gained += _entry("shared", n, shared)
-        filled = [block for block in ids if block in allocated and block in before.hashes]
-        gained += _entry("evicted", n, [block for block in filled if block not in shared])
-        gained += _entry("allocated", n, fresh)
+        overwritten = [block for block in ids if block in allocated and block in before.hashes]
+        gained += _entry("evicted", n, [block for block in overwritten if block not in shared])
+        gained += _entry("allocated", n, unowned)
         gained += [["copied", n, source[block], block] for block in ids if block in source]
     return _releases(losses, before, after, allocated) + gained
 

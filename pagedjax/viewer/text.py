@@ -68,7 +68,9 @@ def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
     The pieces join to the whole text.
     """
     texts: list[str] = []
-    begin = read = 0  # decode what follows `begin`, with and without what follows `read`
+    # decode what follows `begin`, with and without what follows `read`
+    begin = 0
+    read = 0
     for end in range(1, len(ids) + 1):
         text_before = decode(ids[begin:read])
         text_after = decode(ids[begin:end])

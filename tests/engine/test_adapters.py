@@ -350,7 +350,7 @@ def test_products_that_add_none_of_low_rank_are_refused(model, tmp_path):
 
 
 def test_adapters_that_cannot_be_served_are_refused(llm, model, folders, alone, tmp_path):
-    one, two = requests(folders, ["one", "two"])
+    first_request, second_request = requests(folders, ["one", "two"])
     small = lora_llm(model, max_loras=1)
     large = LoRARequest("large", 1, tiny_adapter(tmp_path / "large", model, 9))
     other_folder = LoRARequest("one", 1, folders["two"])
@@ -364,8 +364,12 @@ def test_adapters_that_cannot_be_served_are_refused(llm, model, folders, alone, 
         (llm, LoRARequest("none"), "adapter 'none' is not loaded"),
         (llm, [LoRARequest("one")], "1 lora_request for 2 prompts"),
         (llm, "one", "lora_request is 'one'; it must be a LoRARequest"),
-        (llm, [one, other_folder], "lora_request 'one' has the folders"),
-        (small, [one, two], "2 adapters in one call, and max_loras is 1; raise it"),
+        (llm, [first_request, other_folder], "lora_request 'one' has the folders"),
+        (
+            small,
+            [first_request, second_request],
+            "2 adapters in one call, and max_loras is 1; raise it",
+        ),
     ):
         before = slots_of(engine)
         with refused(message):
@@ -375,9 +379,9 @@ def test_adapters_that_cannot_be_served_are_refused(llm, model, folders, alone, 
     with pytest.raises(FileNotFoundError, match=r"nowhere has no adapter_config\.json"):
         numbers_of(llm, LoRARequest("none", 1, tmp_path / "nowhere"))
     with refused("2 lora_request for 1 prompts"):
-        next(llm.stream(PROMPTS[0], lora_request=[one, two]))  # type: ignore[arg-type]
+        next(llm.stream(PROMPTS[0], lora_request=[first_request, second_request]))  # type: ignore[arg-type]
     with refused("1 lora_request for 2 prompts"):
-        llm.score(PROMPTS[0], PROMPTS[1], lora_request=[one])
+        llm.score(PROMPTS[0], PROMPTS[1], lora_request=[first_request])
     for fields, message in (
         ({"lora_name": ""}, "lora_name is ''; it must be a text"),
         (

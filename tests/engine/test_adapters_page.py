@@ -18,7 +18,7 @@ def test_the_code_of_the_page_runs(tiny_folder, tmp_path):
         name: tiny_adapter(tmp_path / name, tiny_folder, 4, seed=i)
         for i, name in enumerate(("POEMS", "MAIL"))
     }
-    found: dict[str, Any] = {"MODEL": tiny_folder, **folders}
-    exec(code.replace("LLM(", f"LLM({sizes}, "), found)
-    assert len({out.outputs[0].token_ids for out in found["outs"]}) == 3
-    assert "notes" not in found["llm"].engine.adapters
+    names: dict[str, Any] = {"MODEL": tiny_folder, **folders}
+    exec(code.replace("LLM(", f"LLM({sizes}, "), names)
+    assert len({out.outputs[0].token_ids for out in names["outs"]}) == 3
+    assert "notes" not in names["llm"].engine.adapters

@@ -177,7 +177,7 @@ def test_text_needs_a_tokenizer(tiny, tiny_llm):
 
 
 def test_the_limits_hold_at_their_ends(tiny_llm):
-    most = (MAX_TOKENS - MAX_LENGTH) // 3
-    words = [[1] * MAX_LENGTH, *([2, i % 300, i // 300] for i in range(most))]
+    num_words = (MAX_TOKENS - MAX_LENGTH) // 3
+    words = [[1] * MAX_LENGTH, *([2, i % 300, i // 300] for i in range(num_words))]
     (tokens,) = token_ids(tiny_llm, PROMPTS[:1], greedy(20, bad_words_token_ids=words))
     assert len(tokens) == 20

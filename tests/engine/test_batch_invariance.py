@@ -42,10 +42,10 @@ LENGTHS = (1, 5, 23, 90)
 NEEDLES = [
     (
         np.random.default_rng(n).integers(3, VOCAB, n).tolist(),
-        SamplingParams(**{"logprobs": 0, **more}, max_tokens=8),
+        SamplingParams(**{"logprobs": 0, **options}, max_tokens=8),
     )
     for n in LENGTHS
-    for more in OPTIONS
+    for options in OPTIONS
 ]
 COMMON = {"batch_invariant": True, "progress": False, "max_model_len": 128}
 LARGE: dict[str, Any] = {
@@ -115,8 +115,8 @@ def alone(llm: LLM) -> list[Any]:
 
 
 def model_of(name: str, dtype: str = "float32", layers: int | None = None, **options: Any) -> Any:
-    kind, more = CASES[name]
-    hf = {**(GPT2 if kind == "gpt2" else BODY), **more, "model_type": kind}
+    kind, fields = CASES[name]
+    hf = {**(GPT2 if kind == "gpt2" else BODY), **fields, "model_type": kind}
     if layers is not None:
         hf["num_hidden_layers"] = layers
     config = FAMILIES[kind].from_hf(normalised(hf, name))
@@ -206,8 +206,8 @@ def test_every_family_and_dtype(name, dtype, options, engine):
     first = LLM(model, **COMMON, **LARGE | engine)
     expected = alone(first)
     chex.assert_trees_all_equal(among_mates(first, 0, 20), expected)
-    for other in ("small chunks and blocks", "preemption"):
-        llm = LLM(model, **COMMON, **ENGINES[other] | engine)
+    for variant in ("small chunks and blocks", "preemption"):
+        llm = LLM(model, **COMMON, **ENGINES[variant] | engine)
         chex.assert_trees_all_equal(among_mates(llm, 1, 12), expected)
 
 
@@ -228,8 +228,8 @@ def test_the_number_of_threads_changes_no_bit():
     outputs = []
     for processors in ("one", "all"):
         command = [sys.executable, "-c", ONE_THREAD, processors]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
-        outputs.append(json.loads(done.stdout.splitlines()[-1]))
+        process = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+        outputs.append(json.loads(process.stdout.splitlines()[-1]))
     chex.assert_trees_all_equal(*outputs)
 
 

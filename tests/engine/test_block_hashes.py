@@ -27,7 +27,7 @@ TAGS = (
 
 
 def test_different_salts_tags_or_block_sizes_never_share_a_root():
-    roots = [root(*each) for each in itertools.product(SALTS, (4, 16), TAGS)]
+    roots = [root(*arguments) for arguments in itertools.product(SALTS, (4, 16), TAGS)]
     assert len(set(roots)) == len(roots) == 2 * len(SALTS) * len(TAGS)
 
 

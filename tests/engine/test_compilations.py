@@ -59,11 +59,11 @@ def test_jax_options_are_set_while_an_llm_compiles_and_restored_after(tiny, fold
     during = []
     make_engine = llm.make_engine
 
-    def noted(*args, **config):
+    def make_noted_engine(*args, **config):
         during.append(options())
         return make_engine(*args, **config)
 
-    monkeypatch.setattr(llm, "make_engine", noted)
+    monkeypatch.setattr(llm, "make_engine", make_noted_engine)
     LLM(tiny, progress=False, compilation="eager", **SIZES)
     assert options() == before
     assert during == [dict(zip(OPTIONS, (str(folder), compilations.MAX_BYTES, 0.0), strict=True))]

@@ -115,7 +115,7 @@ def test_the_end_of_a_long_output_is_remembered():
     drafter = suffix.drafter()
     tree = suffix.Outputs()
     drafter.finished(tree, "a", np.arange(3000, dtype=np.int32))
-    assert tree._outputs[0] == list(range(3000 - suffix.REMEMBERED, 3000))
+    assert tree._outputs[0] == list(range(3000 - suffix.LEARNED_TOKENS, 3000))
 
 
 def test_unlikely_continuations_are_not_drafted():

@@ -109,9 +109,9 @@ def test_the_time_of_a_draft_is_that_of_the_program_by_its_drafts():
     assert drafting.learned(learned, longer._replace(compilations=1)).draft_seconds == {4: 0.5}
 
 
-def offered(learned: Drafting, running: Running, known: dict[str, SequenceData]) -> Any:
+def offered(learned: Drafting, running: Running, sequences: dict[str, SequenceData]) -> Any:
     return drafting.offer(
-        learned, *drafting.candidates(learned, running, SHAPES.tokens), known, SHAPES.vocab_size
+        learned, *drafting.candidates(learned, running, SHAPES.tokens), sequences, SHAPES.vocab_size
     )
 
 
@@ -120,7 +120,7 @@ def test_only_decodes_with_a_generated_token_are_offered_drafts():
     tokens that are given.
     """
     options = Speculative(num_tokens=2, adaptive=False)
-    always = drafting.start(Drafter("always", lambda memory, name, known, k: [5] * k), options)
+    always = drafting.start(Drafter("always", lambda memory, name, sequences, k: [5] * k), options)
     kinds = {
         "decode": (7, 6),
         "prompt": (6, 0),
@@ -135,20 +135,20 @@ def test_only_decodes_with_a_generated_token_are_offered_drafts():
         for i, (name, lengths) in enumerate(kinds.items())
     )
     lengths, computed = zip(*kinds.values(), strict=True)
-    known = {
+    sequences = {
         name: SequenceData(params.get(name, SamplingParams()), 0, 6, np.full(16, 9, np.int32))
         for name in kinds
     }
     running = Running(seqs, lengths, computed)
     # its drafts are made when they have slots
     on_device = drafting.start(Drafter("draft", None), options)
-    assert offered(on_device, running, known) == {"decode": 2}
-    chex.assert_trees_all_equal(*(data.tokens for data in known.values()))
-    assert offered(always, running, known) == {"decode": 2}
+    assert offered(on_device, running, sequences) == {"decode": 2}
+    chex.assert_trees_all_equal(*(data.tokens for data in sequences.values()))
+    assert offered(always, running, sequences) == {"decode": 2}
     chex.assert_trees_all_equal(
-        known["decode"].tokens, np.array([9] * 7 + [5] * 2 + [9] * 7, np.int32)
+        sequences["decode"].tokens, np.array([9] * 7 + [5] * 2 + [9] * 7, np.int32)
     )
-    chex.assert_trees_all_equal(*(known[name].tokens for name in kinds if name != "decode"))
+    chex.assert_trees_all_equal(*(sequences[name].tokens for name in kinds if name != "decode"))
 
 
 def test_the_first_step_of_a_size_is_not_timed():
@@ -178,6 +178,6 @@ def test_the_first_step_of_a_size_is_not_timed():
 )
 def test_a_drafter_that_returns_or_raises_something_else_is_told(propose, message):
     learned = drafting.start(Drafter("mine", propose), Speculative(num_tokens=2, adaptive=False))
-    known = {"a": SequenceData(SamplingParams(), 0, 6, np.full(16, 9, np.int32))}
+    sequences = {"a": SequenceData(SamplingParams(), 0, 6, np.full(16, 9, np.int32))}
     with refused(message):
-        drafting.offer(learned, [("a", 7)], 2, known, SHAPES.vocab_size)
+        drafting.offer(learned, [("a", 7)], 2, sequences, SHAPES.vocab_size)

@@ -58,28 +58,28 @@ def test_two_states_of_one_runtime_do_not_know_each_other(runtime, tiny):
 
 def test_transitions_leave_the_state_before_them_unchanged(runtime):
     empty = states.init(runtime)
-    one = states.submit(runtime, empty, REQUEST)
+    state = states.submit(runtime, empty, REQUEST)
     assert not empty.has_work
     assert empty.sequences.get("a") is None
-    after, events = states.cancel(one, "a")
+    after, events = states.cancel(state, "a")
     assert [event.request_id for event in events] == ["a"]
-    assert (one.unfinished, after.unfinished) == (1, 0)
-    assert set(one.sequences) == {"a"}
+    assert (state.unfinished, after.unfinished) == (1, 0)
+    assert set(state.sequences) == {"a"}
     assert not after.sequences
     rolled = states.roll_back(states.submit(runtime, after, REQUEST))
     assert rolled.cache is None
     assert rolled.unfinished == 1
-    assert all(array.is_deleted() for array in jax.tree.leaves(one.cache))
+    assert all(array.is_deleted() for array in jax.tree.leaves(state.cache))
 
 
 def test_a_step_keeps_the_cache_where_it_is(runtime):
     state = submitted(runtime, states.init(runtime))
     shapes = jax.tree.map(lambda a: (a.shape, a.dtype), state.cache)
-    where = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(state.cache)]
+    addresses = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(state.cache)]
     state, _ = step(runtime, state)
     chex.assert_trees_all_equal(jax.tree.map(lambda a: (a.shape, a.dtype), state.cache), shapes)
     chex.assert_tree_all_finite(state.cache)
-    assert [a.unsafe_buffer_pointer() for a in jax.tree.leaves(state.cache)] == where
+    assert [a.unsafe_buffer_pointer() for a in jax.tree.leaves(state.cache)] == addresses
 
 
 def test_branches_of_a_queued_request_share_one_array(tiny):
@@ -130,10 +130,13 @@ def test_a_dtype_that_the_model_does_not_have_is_refused(tiny):
 
 
 def test_new_parameters_make_another_runtime_of_the_same_programs(runtime, tiny):
-    other = runtime.with_params(jax.tree.map(lambda x: x * 1.5, runtime.model.params))
-    assert other.programs is runtime.programs
-    chex.assert_trees_all_equal_shapes_and_dtypes(other.leaves, runtime.leaves)
-    tokens = [completed(one, submitted(one, states.init(one)))[1] for one in (runtime, other)]
+    other_runtime = runtime.with_params(jax.tree.map(lambda x: x * 1.5, runtime.model.params))
+    assert other_runtime.programs is runtime.programs
+    chex.assert_trees_all_equal_shapes_and_dtypes(other_runtime.leaves, runtime.leaves)
+    tokens = [
+        completed(one_runtime, submitted(one_runtime, states.init(one_runtime)))[1]
+        for one_runtime in (runtime, other_runtime)
+    ]
     assert tokens[0] != tokens[1]
 
 

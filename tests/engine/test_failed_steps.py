@@ -52,9 +52,9 @@ def run(engine, monkeypatch, broken=()):
         engine.add(name, prompt, DRAWN, forks=[f"{name}/1", f"{name}/2"] if i == 1 else ())
     engine.add("beams", PROMPTS["r17"][:11], BEAMS, forks=["beams/1", "beams/2"])
     results = []
-    left = dict(broken)
+    failures_left = dict(broken)
     while engine.has_work:
-        place = left.pop(len(results), None)
+        place = failures_left.pop(len(results), None)
         if place:
             with monkeypatch.context() as patched:
                 break_function(patched, *place)
@@ -66,7 +66,7 @@ def run(engine, monkeypatch, broken=()):
         results.append(engine.step())
         scheduler.check(engine.scheduler_state)
         assert len(results) < 500, "no progress"
-    assert not left, "some step was never reached"
+    assert not failures_left, "some step was never reached"
     check_idle(engine)
     beams = [beams for result in results for beams in result.beams]
     sequences = [(b.request_id, [s.token_ids for s in b.sequences]) for b in beams]

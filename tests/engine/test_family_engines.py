@@ -60,15 +60,15 @@ def llm(folder) -> LLM:
 
 
 def check_equal(results: list[Any], expected: list[Any], atol: float = 2e-4) -> None:
-    for result, other in zip(results, expected, strict=True):
-        assert result.token_ids == other.token_ids
-        chex.assert_trees_all_close(logprobs_of(result), logprobs_of(other), atol=atol)
+    for result, expected_result in zip(results, expected, strict=True):
+        assert result.token_ids == expected_result.token_ids
+        chex.assert_trees_all_close(logprobs_of(result), logprobs_of(expected_result), atol=atol)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_do_not_depend_on_the_kind_of_engine(folder, llm, kind):
-    other = small_llm(folder, **(LENGTH | KINDS[kind]))
-    check_equal(answers(other, PROMPTS, PARAMS), answers(llm, PROMPTS, PARAMS))
+    other_llm = small_llm(folder, **(LENGTH | KINDS[kind]))
+    check_equal(answers(other_llm, PROMPTS, PARAMS), answers(llm, PROMPTS, PARAMS))
 
 
 def test_int8_is_close_and_the_same_for_all_products(folder, llm):
@@ -77,8 +77,8 @@ def test_int8_is_close_and_the_same_for_all_products(folder, llm):
         for impl in ("cpu", "xla")
     )
     check_equal(cpu, xla, atol=5e-4)
-    for result, other in zip(cpu, answers(llm, PROMPTS, PARAMS), strict=True):
-        assert abs(logprobs_of(result)[0] - logprobs_of(other)[0]) < 0.2
+    for result, result_of_llm in zip(cpu, answers(llm, PROMPTS, PARAMS), strict=True):
+        assert abs(logprobs_of(result)[0] - logprobs_of(result_of_llm)[0]) < 0.2
 
 
 def test_an_adapter_answers_as_the_model_that_has_it_merged(folder, tmp_path):

@@ -25,7 +25,9 @@ from tests.refusals import refused
 
 VOCAB = 320
 PROMPTS = [np.random.default_rng(n).integers(3, VOCAB, n).tolist() for n in (1, 9, 30, 70)]
-OTHER = [np.random.default_rng(100 + n).integers(0, VOCAB, n).tolist() for n in (3, 17, 8, 12)]
+OTHER_TOKENS = [
+    np.random.default_rng(100 + n).integers(0, VOCAB, n).tolist() for n in (3, 17, 8, 12)
+]
 
 
 def given(tokens: Any, **options: Any) -> SamplingParams:
@@ -34,7 +36,10 @@ def given(tokens: Any, **options: Any) -> SamplingParams:
 
 def places_of(answer: Any) -> list[list[tuple[int, int]]]:
     """Of each token, the candidates with their ranks."""
-    return [sorted((token, place.rank) for token, place in at.items()) for at in answer.logprobs]
+    return [
+        sorted((token, entry.rank) for token, entry in entries.items())
+        for entries in answer.logprobs
+    ]
 
 
 def test_tokens_of_an_earlier_run_have_its_log_probabilities(tiny_llm):
@@ -47,9 +52,9 @@ def test_tokens_of_an_earlier_run_have_its_log_probabilities(tiny_llm):
     # what would end the outputs before, or draw other tokens, does neither
     options = {"stop": ["a", "e"], "stop_token_ids": stops, "max_tokens": 12, "min_tokens": 11}
     drawn = {"temperature": 0.7, "top_p": 0.5, "top_k": 4, "seed": 9, "frequency_penalty": 1.5}
-    for more in ({}, options, drawn, {"logit_bias": {expected[0].token_ids[0]: -100.0}}):
+    for other_options in ({}, options, drawn, {"logit_bias": {expected[0].token_ids[0]: -100.0}}):
         repeated = answers(
-            tiny_llm, PROMPTS, [given(answer.token_ids, **more) for answer in expected]
+            tiny_llm, PROMPTS, [given(answer.token_ids, **other_options) for answer in expected]
         )
         for answer, before in zip(repeated, expected, strict=True):
             assert answer.token_ids == before.token_ids
@@ -72,11 +77,11 @@ def whole_text_logits(graphdef: Any, params: Any, c: Any, tokens: jax.Array) -> 
 
 def test_other_tokens_have_those_of_a_model_without_a_cache(tiny, tiny_llm):
     """Also those that prompts which end with these tokens have."""
-    as_given = answers(tiny_llm, PROMPTS, [given(tokens) for tokens in OTHER])
-    texts = [prompt + tokens for prompt, tokens in zip(PROMPTS, OTHER, strict=True)]
+    as_given = answers(tiny_llm, PROMPTS, [given(tokens) for tokens in OTHER_TOKENS])
+    texts = [prompt + tokens for prompt, tokens in zip(PROMPTS, OTHER_TOKENS, strict=True)]
     scored = tiny_llm.generate(texts, greedy(1, prompt_logprobs=3), use_tqdm=False)
     model = tiny.model
-    for answer, tokens, text, output in zip(as_given, OTHER, texts, scored, strict=True):
+    for answer, tokens, text, output in zip(as_given, OTHER_TOKENS, texts, scored, strict=True):
         assert list(answer.token_ids) == tokens
         logits = whole_text_logits(model.graphdef, model.params, model.config, padded(text))
         before = np.asarray(logits)[len(text) - len(tokens) - 1 : len(text) - 1]
@@ -84,28 +89,34 @@ def test_other_tokens_have_those_of_a_model_without_a_cache(tiny, tiny_llm):
             logprobs_of(answer), chosen_logprobs(before, tokens).astype(float), atol=1e-4
         )
         of_prompt = output.prompt_logprobs[-len(tokens) :]
-        ranks = [at[token].rank for at, token in zip(answer.logprobs, tokens, strict=True)]
-        assert ranks == [at[token].rank for at, token in zip(of_prompt, tokens, strict=True)]
+        ranks = [
+            entries[token].rank for entries, token in zip(answer.logprobs, tokens, strict=True)
+        ]
+        assert ranks == [
+            entries[token].rank for entries, token in zip(of_prompt, tokens, strict=True)
+        ]
 
 
 def test_free_requests_beside_them_sample_what_they_would(tiny_llm):
     free = [SamplingParams(temperature=1.0, seed=i, max_tokens=15) for i in range(4)]
     expected = token_ids(tiny_llm, PROMPTS, free)
-    mixed = [params for pair in zip(free, map(given, OTHER), strict=True) for params in pair]
+    mixed = [params for pair in zip(free, map(given, OTHER_TOKENS), strict=True) for params in pair]
     prompts = [prompt for prompt in PROMPTS for _ in range(2)]
     outputs = token_ids(tiny_llm, prompts, mixed)
     assert outputs[::2] == expected
-    assert [list(tokens) for tokens in outputs[1::2]] == OTHER
+    assert [list(tokens) for tokens in outputs[1::2]] == OTHER_TOKENS
 
 
 def test_each_token_takes_a_decode_step(tiny_llm):
     """And an engine that gets the request itself samples on behind the given tokens."""
     engine = tiny_llm.engine
-    engine.add("a", PROMPTS[2], SamplingParams(trace_decode_token_ids=OTHER[0], max_tokens=5))
+    engine.add(
+        "a", PROMPTS[2], SamplingParams(trace_decode_token_ids=OTHER_TOKENS[0], max_tokens=5)
+    )
     results = list(steps(engine))
     assert [result.plan.counts for result in results] == [(30,), *[(1,)] * 4]
     tokens = sampled(results)["a"]
-    assert tokens[:3] == OTHER[0]
+    assert tokens[:3] == OTHER_TOKENS[0]
     assert len(tokens) == 5
 
 
@@ -113,14 +124,14 @@ def test_branches_have_given_tokens_of_their_own_and_stop_tokens_count(tiny_llm)
     """What `Engine.add` gets as `given` changes neither limits nor stop tokens."""
     engine = tiny_llm.engine
     params = SamplingParams(temperature=1.0, max_tokens=9, min_tokens=1, stop_token_ids=(50,), n=3)
-    given_ids = {"a": [60, 50, 61], "a/1": OTHER[3], "a/2": [70, 71]}
-    assert not {50} & {*OTHER[3]}
+    given_ids = {"a": [60, 50, 61], "a/1": OTHER_TOKENS[3], "a/2": [70, 71]}
+    assert not {50} & {*OTHER_TOKENS[3]}
     engine.add("a", PROMPTS[1], params, forks=("a/1", "a/2"), given=given_ids)
     engine.add("b", PROMPTS[2], SamplingParams(max_tokens=4, seed=1), given={"b": [80, 81]})
     results = list(steps(engine))
     tokens = sampled(results)
     assert tokens["a"] == [60, 50]  # its stop token is given
-    assert tokens["a/1"] == OTHER[3][:9]  # more are given than its limit
+    assert tokens["a/1"] == OTHER_TOKENS[3][:9]  # more are given than its limit
     assert tokens["a/2"][:2] == [70, 71]
     assert len(tokens["a/2"]) <= 9
     assert tokens["b"][:2] == [80, 81]
@@ -147,11 +158,13 @@ def test_it_ends_at_max_model_len_if_its_tokens_are_more(tiny_llm):
 
 def test_prompt_log_probabilities_come_too(tiny_llm):
     (expected,) = tiny_llm.generate([PROMPTS[1]], greedy(1, prompt_logprobs=0), use_tqdm=False)
-    (output,) = tiny_llm.generate([PROMPTS[1]], given(OTHER[0], prompt_logprobs=0), use_tqdm=False)
-    assert [*output.outputs[0].token_ids] == OTHER[0]
+    (output,) = tiny_llm.generate(
+        [PROMPTS[1]], given(OTHER_TOKENS[0], prompt_logprobs=0), use_tqdm=False
+    )
+    assert [*output.outputs[0].token_ids] == OTHER_TOKENS[0]
     pairs = zip(output.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True)
-    for at, before in pairs:
-        assert at.keys() == before.keys()
+    for entries, expected_entries in pairs:
+        assert entries.keys() == expected_entries.keys()
 
 
 VALUES: dict[str, Any] = {
@@ -166,10 +179,11 @@ VALUES: dict[str, Any] = {
 
 @pytest.mark.parametrize("exclusion", exclusions.SAMPLING, ids=lambda value: value.options[1])
 def test_options_that_do_not_go_with_given_tokens_are_refused(exclusion):
-    name, other = exclusion.options
-    SamplingParams(**{other: VALUES[other]})
-    with refused(rf"^trace_decode_token_ids is given and {other} is .*; leave one of them out$"):
-        SamplingParams(**{name: [5], other: VALUES[other]})
+    name, excluded = exclusion.options
+    options = {excluded: VALUES[excluded]}
+    SamplingParams(**options)
+    with refused(rf"^trace_decode_token_ids is given and {excluded} is .*; leave one of them out$"):
+        SamplingParams(**options, **{name: [5]})
 
 
 @pytest.mark.parametrize(

@@ -69,11 +69,11 @@ def test_it_gives_the_tokens_of_one_engine(tiny_llm, undisturbed, data):
     names = data.draw(st.lists(st.sampled_from(sorted(PARAMS)), min_size=1, max_size=3))
     requests = []
     for name in names:
-        known = []
+        known_tokens = []
         for branch in undisturbed[name]:
             length = data.draw(st.integers(0, len(branch.token_ids) - 1))
-            known.append(tuple(branch.token_ids[:length]))
-        progress = Progress(tuple(known), (False,) * len(known), 0)
+            known_tokens.append(tuple(branch.token_ids[:length]))
+        progress = Progress(tuple(known_tokens), (False,) * len(known_tokens), 0)
         requests.append(GenerationRequest(PROMPT, PARAMS[name], progress=progress))
     for name, branches in zip(names, run(tiny_llm, requests), strict=True):
         assert ends(branches) == ends(undisturbed[name])

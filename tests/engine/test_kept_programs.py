@@ -157,10 +157,10 @@ def test_code_that_was_replaced_is_compiled_and_not_kept(folder, monkeypatch, na
     assert kept_programs._as_imported()
     value = 4 if name.isupper() else lambda *arguments: getattr(sampling, name)(*arguments)
     monkeypatch.setattr(sampling, name, value)
-    made = [
+    programs = [
         kept_programs.program(["fact"], (), jax.devices()[0], lambda: object()) for _ in range(2)
     ]
-    assert made[0] is not made[1]
+    assert programs[0] is not programs[1]
     assert list(folder.iterdir()) == []
     monkeypatch.undo()
     assert kept_programs._as_imported()
@@ -218,8 +218,8 @@ def test_old_files_are_removed_first(folder, monkeypatch):
         file = folder / f"{kept_programs.PREFIX}{name}"
         file.write_bytes(bytes(100))
         os.utime(file, (1000 - age, 1000 - age))
-    other = folder / "jit_step-cache"
-    other.write_bytes(bytes(1000))
+    other_program = folder / "jit_step-cache"
+    other_program.write_bytes(bytes(1000))
     kept_programs._remove_old(folder)
     assert sorted(file.name for file in folder.iterdir()) == [
         "jit_step-cache",

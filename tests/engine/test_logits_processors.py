@@ -122,9 +122,9 @@ def test_names_and_values_are_given_together_or_under_vllms_name(one_layer, file
         {"logits_processors": f"{file}:WATERMARK"},
     ):
         assert names(**option) == ["watermark"]
-    both = (value._replace(name="other"), f"{file}:WATERMARK")
-    assert names(row_features=both) == ["watermark", "other"]
-    assert make(row_features=both).engine.config.row_features == (f"{file}:WATERMARK",)
+    features = (value._replace(name="other"), f"{file}:WATERMARK")
+    assert names(row_features=features) == ["watermark", "other"]
+    assert make(row_features=features).engine.config.row_features == (f"{file}:WATERMARK",)
     assert names(logits_processors=None) == []
     for option, message in (
         (

@@ -269,21 +269,21 @@ def test_every_step_but_the_first_is_predicted_when_nothing_stops(llms, depth):
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_given_tokens_are_on_the_device_in_steps_that_are_predicted(llms, depth, tmp_path):
     """Beside requests that sample, and computed again when blocks run out."""
-    given = {f"given{i}": tokens(20 + i, 50 + i) for i in range(4)}
+    given_requests = {f"given{i}": tokens(20 + i, 50 + i) for i in range(4)}
     runs = []
     for engine in (llms[0].engine, llms[depth].engine):
         engine.reset()
-        for i, (name, output) in enumerate(given.items()):
+        for i, (name, output) in enumerate(given_requests.items()):
             params = greedy(len(output), logprobs=1, trace_decode_token_ids=output)
             engine.add(name, tokens(30 + i, i), params)
             engine.add(f"free{i}", tokens(30 + i, 10 + i), greedy(20 + i, logprobs=1))
         runs.append(Observed(engine))
         outputs = sampled(runs[-1].finish())
-        assert {name: outputs[name] for name in given} == given
-    plain, ahead = runs
-    assert ahead.results == plain.results
+        assert {name: outputs[name] for name in given_requests} == given_requests
+    plain, with_lookahead = runs
+    assert with_lookahead.results == plain.results
     assert plain.preempted
-    assert ahead.late < 0.5 * ahead.steps
+    assert with_lookahead.late < 0.5 * with_lookahead.steps
 
 
 def test_a_stop_token_costs_at_most_one_extra_step(llms):
@@ -366,7 +366,7 @@ def test_a_last_prediction_without_the_names_of_most_blocks_is_the_same(tiny, co
         unsampled = set(lookahead.sampling(plan))
         partial, full = (
             lookahead.predict(
-                before, plan, policy, sequences, unsampled, plan_is_real=True, last=last
+                before, plan, policy, sequences, unsampled, plan_is_real=True, is_last=last
             )
             for last in (True, False)
         )

@@ -158,7 +158,9 @@ def test_blocks_before_the_window_are_given_back_and_found_again(loaded, tmp_pat
     llm.generate([prompt], greedy(24))
     llm.engine.record(None)
     transitions = replay(recording)
-    tables = [seq.blocks for made in transitions for seq in scheduler.running(made.state)]
+    tables = [
+        seq.blocks for transition in transitions for seq in scheduler.running(transition.state)
+    ]
     blocks = (36 + 24) // 4
     assert max(table.count(HOLE) for table in tables) >= (config.groups - 1) * (blocks - 3)
 

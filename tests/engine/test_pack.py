@@ -25,12 +25,12 @@ GREEDY = SamplingParams(temperature=0)
 
 
 def sequence_data(
-    tokens: list[int], prompt_len: int, params: SamplingParams = GREEDY, *, seed: int = 0, **more
+    tokens: list[int], prompt_len: int, params: SamplingParams = GREEDY, *, seed: int = 0, **options
 ) -> SequenceData:
     """A request whose known tokens are `tokens`, with room for 20."""
     room = np.full(20, 77, np.int32)  # what lies behind the known tokens must never be used
     room[: len(tokens)] = tokens
-    data = SequenceData(params, seed, prompt_len, room, **more)
+    data = SequenceData(params, seed, prompt_len, room, **options)
     data.known = len(tokens)  # type: ignore[attr-defined]  # the plan says it, and `plan` reads it here
     return data
 
@@ -264,10 +264,10 @@ def test_extra_args_are_plain_values_by_name():
 
 
 def test_more_listed_tokens_than_the_limit_are_refused():
-    most = SamplingParams(allowed_token_ids=tuple(range(MAX_LISTED - 2)), min_tokens=1)
-    assert DEFAULT.read(most, (5, 2000)).names == {"listed_tokens"}
+    largest = SamplingParams(allowed_token_ids=tuple(range(MAX_LISTED - 2)), min_tokens=1)
+    assert DEFAULT.read(largest, (5, 2000)).names == {"listed_tokens"}
     with refused(r"^1025 tokens are listed in logit_bias, .*; the limit is 1024; list fewer$"):
-        DEFAULT.read(most, (5, 2000, 2001))
+        DEFAULT.read(largest, (5, 2000, 2001))
     with refused(r"^allowed_token_ids has only stop tokens, but min_tokens is 1$"):
         DEFAULT.read(SamplingParams(allowed_token_ids=(5, 6), min_tokens=1), (5, 6, 7))
 
@@ -353,9 +353,9 @@ def test_a_row_with_drafts_has_a_sample_after_each(drafts, chunk):
     if chunk:
         rows.append(("chunk", sequence_data(list(range(6)), 6), 0, chunk, (30, 31)))
     step_plan, sequences = plan(*rows)
-    known = tuple(4 + i for i in range(len(drafts))) + ((6,) if chunk else ())
+    known_tokens = tuple(4 + i for i in range(len(drafts))) + ((6,) if chunk else ())
     counts = (*drafts, 0) if chunk else tuple(drafts)
-    step_plan = step_plan._replace(lengths=known, drafts=counts if any(counts) else ())
+    step_plan = step_plan._replace(lengths=known_tokens, drafts=counts if any(counts) else ())
     batch = pack_plan(step_plan, sequences, shapes)
     r = shapes.samples(shapes.bucket(sum(step_plan.counts)), any(counts))
     sampling = batch.sampling
@@ -366,8 +366,8 @@ def test_a_row_with_drafts_has_a_sample_after_each(drafts, chunk):
         for j in range(k + 1):
             if row < len(drafts):
                 assert batch.last[at] == start + j
-                assert batch.positions[batch.last[at]] == known[row] - 1 + j
-                assert sampling.position[at] == known[row] - 3 + j
+                assert batch.positions[batch.last[at]] == known_tokens[row] - 1 + j
+                assert sampling.position[at] == known_tokens[row] - 3 + j
                 assert sampling.seed[at] == row
             else:
                 assert batch.last[at] == start + chunk - 1

@@ -71,8 +71,8 @@ class HalfValues(Attention):
         queries = q.reshape(t, c.kv_heads, -1, c.head_dim)
         scores = c.attn_scale * jnp.einsum("tkgd,tkcd->tkgc", queries, of_row("k"))
         context = jnp.arange(scores.shape[-1])
-        seen = context <= batch.positions[:, None, None, None]
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        is_seen = context <= batch.positions[:, None, None, None]
+        weights = jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf), axis=-1)
         weights = weights * of_row("present")[:, :, None]
         y = jnp.einsum("tkgc,tkcd->tkgd", weights, of_row("v"))
         y = jnp.pad(y, [(0, 0)] * 3 + [(0, c.head_dim // 2)]).reshape(t, -1).astype(x.dtype)

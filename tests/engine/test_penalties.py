@@ -49,10 +49,10 @@ def test_greedy_tokens_are_the_best_after_a_plain_count_of_the_outputs(roomy):
     for answer in answers(roomy, PROMPTS, params):
         counts: Counter[int] = Counter()
         for token, place in zip(answer.token_ids, answer.logprobs, strict=True):
-            raw = {other: entry.logprob for other, entry in place.items()}
+            raw = {token_id: entry.logprob for token_id, entry in place.items()}
             adjusted = {
-                other: x - 0.4 * counts[other] - 0.7 * (counts[other] > 0)
-                for other, x in raw.items()
+                token_id: x - 0.4 * counts[token_id] - 0.7 * (counts[token_id] > 0)
+                for token_id, x in raw.items()
             }
             assert adjusted[token] >= max(adjusted.values()) - 1e-4
             different += token != max(raw, key=raw.__getitem__)

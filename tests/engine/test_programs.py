@@ -75,11 +75,11 @@ def test_the_first_error_cancels_the_other_compilations(config, monkeypatch):
 
 def test_programs_are_compiled_in_parallel(config, monkeypatch):
     monkeypatch.setattr(programs.os, "cpu_count", lambda: 2)
-    both = threading.Barrier(2, timeout=30)  # broken unless two are inside at once
+    barrier = threading.Barrier(2, timeout=30)  # broken unless two are inside at once
 
     def build(tokens, c):
         if tokens != 16:
-            both.wait()
+            barrier.wait()
 
     programs.compile_all(build, config.token_buckets, config, lambda largest: config)
 

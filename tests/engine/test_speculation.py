@@ -260,12 +260,12 @@ def test_the_built_in_drafters_change_no_token(tiny, plain, method):
 def test_given_tokens_have_a_step_each_beside_requests_with_drafts(tiny, rule):
     options = {"method": "ngram", "num_tokens": 4, "adaptive": False, "ngram_min": 1, "rule": rule}
     engine = make(tiny, speculative=options).engine
-    given = [7, 8, 9] * 8  # with drafts in its prompt
+    given_tokens = [7, 8, 9] * 8  # with drafts in its prompt
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=24, ignore_eos=True)
-    engine.add("given", [7, 8, 9] * 6, replace(params, trace_decode_token_ids=tuple(given)))
+    engine.add("given", [7, 8, 9] * 6, replace(params, trace_decode_token_ids=tuple(given_tokens)))
     engine.add("free", list(range(3, 150)), params)
     results = list(steps(engine))
-    assert sampled(results)["given"] == given
+    assert sampled(results)["given"] == given_tokens
     plans = [result.plan for result in results if result.plan.drafts]
     drafts = {
         seq.request_id: k

@@ -199,8 +199,8 @@ def test_options_that_go_with_a_form(tiny_llm):
         {"max_tokens": 3},
     )
     params = [
-        SamplingParams(**{"max_tokens": 20, **more}, structured_outputs=form, seed=1)
-        for more in options
+        SamplingParams(**{"max_tokens": 20, **row_options}, structured_outputs=form, seed=1)
+        for row_options in options
     ]
     biased, stopped, penalised, cut = answers(tiny_llm, PROMPTS[:4], params)
     assert biased.text.startswith("bbbbc")

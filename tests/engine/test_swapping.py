@@ -132,12 +132,12 @@ def test_a_policy_chooses_between_swapping_and_recomputing():
 
 
 def test_a_swap_transfer_is_bounded_in_bytes(tiny, monkeypatch):
-    made = []
-    monkeypatch.setattr(runtime, "SwapPrograms", lambda cache, batch: made.append(batch))
-    one = make(tiny).engine
-    assert made == [one.runtime.shapes.table_width], "as many as there may be"
-    monkeypatch.setattr(runtime, "SWAPPED_BYTES", 3 * one.memory.block_bytes + 1)
+    batches = []
+    monkeypatch.setattr(runtime, "SwapPrograms", lambda cache, batch: batches.append(batch))
+    engine = make(tiny).engine
+    assert batches == [engine.runtime.shapes.table_width], "as many as there may be"
+    monkeypatch.setattr(runtime, "SWAPPED_BYTES", 3 * engine.memory.block_bytes + 1)
     make(tiny)
     monkeypatch.setattr(runtime, "SWAPPED_BYTES", 1)
     make(tiny)
-    assert made[1:] == [3, 1]
+    assert batches[1:] == [3, 1]

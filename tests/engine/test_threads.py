@@ -119,12 +119,12 @@ def test_ctrl_c_ends_the_call_of_the_main_thread_alone(tiny_llm, interruptible):
                 running.set()
 
     with ThreadPoolExecutor(2) as pool:
-        other = pool.submit(token_ids, tiny_llm, [[5, 6]] * 2, greedy(200))
+        other_call = pool.submit(token_ids, tiny_llm, [[5, 6]] * 2, greedy(200))
         pool.submit(press)
         with pytest.raises(KeyboardInterrupt):
             stream_for_ever()
         interrupted.set()
-        assert other.result(TIMEOUT) == [expected] * 2
+        assert other_call.result(TIMEOUT) == [expected] * 2
     check_idle(tiny_llm.engine)
     assert not tiny_llm.session.branches
     assert token_ids(tiny_llm, [[5, 6]], greedy(200)) == [expected]

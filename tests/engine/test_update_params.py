@@ -172,8 +172,10 @@ def test_keep_goes_on_with_the_old_cache_and_new_requests_do_not_find_it(
     # the first of the new ones finds nothing; those after it may find what it computed
     admitted = [event for event in events if isinstance(event, Admitted)]
     assert not any(event.num_cached for event in admitted if event.request_id == "new0")
-    said = [token for token, *_ in answers["r37"]]
-    expected_of_new = answers_of(updated, [PROMPTS["r37"] + said[:n] for n in range(len(said) + 1)])
+    tokens_of_answer = [token for token, *_ in answers["r37"]]
+    expected_of_new = answers_of(
+        updated, [PROMPTS["r37"] + tokens_of_answer[:n] for n in range(len(tokens_of_answer) + 1)]
+    )
     for i in range(6):
         answer = answers[f"new{i}"]
         assert without_versions(answer) in expected_of_new, "no old content is in it"

@@ -62,10 +62,10 @@ def test_search_finds_known_limit(limit: float, tolerance: float, given_ends: tu
     assert unmet <= met * (1 + tolerance) or math.isclose(unmet, met, rel_tol=2e-3)
     assert met_above_limit(probes) == []
     assert all((bounds.low or 0) <= probe.rate <= (bounds.high or math.inf) for probe in probes)
-    assert f"Capacity: {met:g} requests/s ({unmet:g} is too much)" in said(probes, bounds)
+    assert f"Capacity: {met:g} requests/s ({unmet:g} is too much)" in answer_of(probes, bounds)
 
 
-def said(probes: list[Probe], bounds: Bounds) -> str:
+def answer_of(probes: list[Probe], bounds: Bounds) -> str:
     criterion = capacity.Criterion(capacity.Slo(ttft=1.0))
     return " ".join(capacity.answer_sentences(probes, bounds, criterion, "requests/s"))
 
@@ -73,10 +73,10 @@ def said(probes: list[Probe], bounds: Bounds) -> str:
 def test_non_monotone_rates_are_reported():
     probes = probes_of(lambda rate: rate <= 3.0 or 3.15 < rate < 3.3, Bounds(1.0))
     assert bracket(probes)[0] <= 3.0 < bracket(probes)[1]
-    assert "Not monotone: met at 3.238 although not at 3.084" in said(probes, Bounds(1.0))
+    assert "Not monotone: met at 3.238 although not at 3.084" in answer_of(probes, Bounds(1.0))
     upside_down = probes_of(lambda rate: rate > 5.0, Bounds(1.0, 2.0, 8.0))
     assert met_above_limit(upside_down) == [8.0]
-    assert said(upside_down, Bounds(1.0, 2.0, 8.0)).startswith(
+    assert answer_of(upside_down, Bounds(1.0, 2.0, 8.0)).startswith(
         "No capacity found: not met even at 2 requests/s"
     )
 
@@ -108,7 +108,7 @@ def test_search_without_limit_ends_with_reason(
 ):
     search = probes_of(lambda rate: met, bounds, alone)
     assert len(search) == probes
-    assert message in said(search, bounds)
+    assert message in answer_of(search, bounds)
 
 
 def write(folder: Path, **sections: Any) -> Path:
@@ -134,13 +134,13 @@ def test_capacity_of_md1_queue_matches_theory(tmp_path, monkeypatch, capsys):
     measured: list[float] = []
     measure_run = sweep.measure_run
 
-    def counted(task: Any, *arguments: Any) -> Any:
+    def counting_measure_run(task: Any, *arguments: Any) -> Any:
         measured.append(task.point.swept["workload.arrivals.rate"])
         if len(measured) == 4:
             raise KeyboardInterrupt  # the search is stopped in its fourth probe
         return measure_run(task, *arguments)
 
-    monkeypatch.setattr(sweep, "measure_run", counted)
+    monkeypatch.setattr(sweep, "measure_run", counting_measure_run)
     command = [str(write(tmp_path)), "--out", str(tmp_path / "runs"), "--quiet"]
     assert capacity.main(command) == 130
     assert capacity.main(command) == 0
@@ -359,10 +359,12 @@ def test_a_run_that_is_too_short_is_said(cells):
     result = json.loads((folder / "c.json").read_text())
     assert all(cell["too_short"] for cell in result["cells"])
     assert "2 of 2 seeds" in printed
-    few = (
+    sentence = (
         "few decide: 4 of 40 requests may miss the targets, and 10 are needed. Raise the number of"
     )
-    assert f"Too short for the answer: max_num_seqs=1, seed 0: {few} requests to 100." in printed
+    assert (
+        f"Too short for the answer: max_num_seqs=1, seed 0: {sentence} requests to 100." in printed
+    )
 
 
 def test_capacities_are_compared_by_seed(cells):

@@ -193,10 +193,12 @@ def test_single_runs_give_intervals_over_requests_only(tmp_path, compared: Any):
 def test_different_requests_with_equal_totals_are_not_paired(
     tmp_path, compared: Any, change: dict[str, Any], difference: str, repeats: int
 ):
-    first, second, *others = requests([0.1] * 20)
+    first, second, *other_requests = requests([0.1] * 20)
     for repeat in range(repeats):
-        put(tmp_path / "a", repeat, 100.0, lived=[first, second, *others])
-        put(tmp_path / "b", repeat, 100.0, lived=[first, second._replace(**change), *others])
+        put(tmp_path / "a", repeat, 100.0, lived=[first, second, *other_requests])
+        put(
+            tmp_path / "b", repeat, 100.0, lived=[first, second._replace(**change), *other_requests]
+        )
     text = compared("a", "b", "--metric", RATE, "ttft_s.p50")
     assert f"the workloads of repeat 0 differ in {difference})" in text
     assert "interval is over" not in text
@@ -329,13 +331,13 @@ def test_many_comparisons_of_two_sides_are_corrected(tmp_path, compared: Any):
                 swept = {"engine.block_size": size, "engine.policy": name}
                 rate = 100 * factor * draw.lognormal(0, 0.01)
                 put(tmp_path / "both", repeat, rate, swept, point=f"{name}{size}")
-    two = tmp_path / "two.json"
+    second_file = tmp_path / "two.json"
     by = tmp_path / "by.json"
     folder = str(tmp_path / "both")
     sides = [folder, "policy=a", folder, "policy=b", "--metric", RATE]
-    assert compare.main([*sides, "--json", str(two)]) == 0
+    assert compare.main([*sides, "--json", str(second_file)]) == 0
     assert compare.main([folder, "--by", "policy", "--metric", RATE, "--json", str(by)]) == 0
-    rows = json.loads(two.read_text())["comparisons"]
+    rows = json.loads(second_file.read_text())["comparisons"]
     of_cells = [row for row in json.loads(by.read_text())["comparisons"] if row["cell"]]
     assert any("by itself, not shown among 6 comparisons" in row["verdict"] for row in rows)
     for key in ("estimate", "low", "high", "p", "p_holm", "shown", "verdict", "scale"):

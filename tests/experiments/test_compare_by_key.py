@@ -87,7 +87,7 @@ def put_grid(folder: Path, factors: dict[str, float], repeats: int = 3, seed: in
 
 
 @pytest.fixture
-def by(tmp_path, capsys) -> Any:
+def compare_by(tmp_path, capsys) -> Any:
     """What the command prints of tmp_path/grid, and its JSON."""
 
     def output(*words: str, status: int = 0) -> tuple[str, list[dict[str, Any]]]:
@@ -103,10 +103,10 @@ def by(tmp_path, capsys) -> Any:
     return output
 
 
-def test_values_are_paired_in_every_cell_and_pooled(tmp_path, by: Any):
+def test_values_are_paired_in_every_cell_and_pooled(tmp_path, compare_by: Any):
     factors = {"fcfs": 1.0, "shortest": 1.3, "mine.py:AGED": 1.0}
     put_grid(tmp_path / "grid", factors)
-    text, rows = by("--by", "policy")
+    text, rows = compare_by("--by", "policy")
     runs = {
         (run["swept"][POLICY], run["swept"][REQUEST_RATE], run["repeat"]): run["metrics"][RATE]
         for run in map(json.loads, (p.read_text() for p in tmp_path.glob("grid/*/*/summary.json")))
@@ -137,28 +137,28 @@ def test_values_are_paired_in_every_cell_and_pooled(tmp_path, by: Any):
         assert [row["p_holm"] for row in family] == pytest.approx(
             holm([row["p"] for row in family])
         )
-    shown = {(row["value"], row["label"]) for row in rows if row["shown"]}
-    assert shown == {("shortest", label) for label in ("rate=2.0", "rate=4.0", "pooled")}
+    shown_rows = {(row["value"], row["label"]) for row in rows if row["shown"]}
+    assert shown_rows == {("shortest", label) for label in ("rate=2.0", "rate=4.0", "pooled")}
     assert f"{RATE}: engine.policy=shortest against fcfs" in text
     assert "higher: shown (higher in 2 and lower in 0 of 2 cells)" in text
     assert "Holm's method: 4 of cells and 2 pooled ones, each a family" in text
     assert "The ratio is one of geometric means" in text
 
 
-def test_baseline_and_cells_are_chosen(tmp_path, by: Any):
+def test_baseline_and_cells_are_chosen(tmp_path, compare_by: Any):
     put_grid(tmp_path / "grid", {"fcfs": 1.0, "shortest": 2.0})
-    text, rows = by("rate=4", "--by", POLICY, "--baseline", "shortest")
+    text, rows = compare_by("rate=4", "--by", POLICY, "--baseline", "shortest")
     assert [(row["value"], row["cell"]) for row in rows] == [("fcfs", {REQUEST_RATE: 4.0})]
     assert rows[0]["estimate"] == pytest.approx(0.5, rel=0.05)
     assert "lower: shown" in text
     assert "pooled:" not in text
 
 
-def test_swept_seeds_are_repeats(tmp_path, by: Any):
+def test_swept_seeds_are_repeats(tmp_path, compare_by: Any):
     draw = np.random.default_rng(1)
     for seed, policy in itertools.product((7, 8, 9), ("fcfs", "shortest")):
         put_point(tmp_path / "grid", 0, draw.lognormal(), {POLICY: policy, "seed": seed})
-    _, (row,) = by("--by", POLICY)
+    _, (row,) = compare_by("--by", POLICY)
     assert (row["pairs"], row["cell"]) == (3, {})
     assert row["units"] == [{"seed": seed, "repeat": None} for seed in (7, 8, 9)]
     assert row["p"] is not None
@@ -213,13 +213,13 @@ def test_repeats_with_a_workload_each_are_pairs_by_its_seed():
     assert row_of_seeds({(7, 0): 2.0, (7, 1): 4.0}).units == ((7, 0), (7, 1)), "one seed is chosen"
 
 
-def test_a_value_of_zero_makes_differences(tmp_path, by: Any):
+def test_a_value_of_zero_makes_differences(tmp_path, compare_by: Any):
     for repeat, policy in itertools.product(range(3), ("fcfs", "shortest")):
         lost = 0 if policy == "fcfs" else 3 + repeat
         put_point(
             tmp_path / "grid", repeat, 1.0, {POLICY: policy}, metrics={RATE: 1.0, "lost": lost}
         )
-    text, rows = by("--by", POLICY, "--metric", RATE, "lost")
+    text, rows = compare_by("--by", POLICY, "--metric", RATE, "lost")
     assert [row["scale"] for row in rows] == ["ratio", "difference"]
     assert rows[1]["estimate"] == 4.0
     assert "+4 (+1.52 to +6.48)" in text
@@ -227,35 +227,35 @@ def test_a_value_of_zero_makes_differences(tmp_path, by: Any):
     assert rows[0]["p_holm"] is None, "not in the family"
 
 
-def test_one_pair_has_no_p_and_an_interval_over_requests(tmp_path, by: Any):
+def test_one_pair_has_no_p_and_an_interval_over_requests(tmp_path, compare_by: Any):
     draw = np.random.default_rng(2)
     first = draw.lognormal(0, 0.5, 60)
     for policy, factor in (("fcfs", 1.0), ("shortest", 1.3)):
         times = (factor * first * draw.lognormal(0, 0.02, 60)).tolist()
         put_point(tmp_path / "grid", 0, 100.0 / factor, {POLICY: policy}, first=times)
-    text, (rate, latency) = by("--by", POLICY, "--metric", RATE, "ttft_s.p50")
+    text, (rate, latency) = compare_by("--by", POLICY, "--metric", RATE, "ttft_s.p50")
     assert (rate["low"], rate["p"], latency["p"]) == (None, None, None)
     assert 1.0 < latency["low"] < 1.3 < latency["high"]
     assert latency["verdict"].endswith("not known; the interval is over 60 requests")
     assert "No comparison has a p: it needs two pairs" in text
 
 
-def test_missing_and_failed_runs_leave_their_pairs_out(tmp_path, by: Any):
+def test_missing_and_failed_runs_leave_their_pairs_out(tmp_path, compare_by: Any):
     put_grid(tmp_path / "grid", {"fcfs": 1.0, "shortest": 1.3}, repeats=4)
     put_point(
         tmp_path / "grid", 3, 1.0, {POLICY: "fcfs", REQUEST_RATE: 2.0}, failed="broke", metrics=None
     )
-    text, rows = by("--by", POLICY)
+    text, rows = compare_by("--by", POLICY)
     assert [row["pairs"] for row in rows] == [3, 4, 3]
     assert [unit["repeat"] for unit in rows[2]["units"]] == [0, 1, 2]
     assert "1 of 16 runs of" in text
 
 
-def test_the_pooled_row_names_the_cells_that_it_leaves_out(tmp_path, by: Any):
+def test_the_pooled_row_names_the_cells_that_it_leaves_out(tmp_path, compare_by: Any):
     put_grid(tmp_path / "grid", {"fcfs": 1.0, "shortest": 1.3})
     for repeat in range(3):
         put_point(tmp_path / "grid", repeat, 1.0, {POLICY: "fcfs", REQUEST_RATE: 8.0})
-    text, (*of_cells, pooled) = by("--by", POLICY)
+    text, (*of_cells, pooled) = compare_by("--by", POLICY)
     assert "higher in 2 and lower in 0 of 2 cells; 1 of 3 left out: rate=8.0)" in text
     assert pooled["left_out"] == ["rate=8.0"]
     assert [row["left_out"] for row in of_cells] == [[], []]
@@ -266,20 +266,20 @@ def test_a_difference_without_noise_is_of_this_workload():
     assert row.comparison.verdict(0.95) == NO_NOISE
 
 
-def test_other_workloads_are_said(tmp_path, by: Any):
+def test_other_workloads_are_said(tmp_path, compare_by: Any):
     for repeat, rate in itertools.product(range(2), (2.0, 4.0)):
         workload = {"requests": 4, "last_arrival_s": 10 / rate}
         put_point(tmp_path / "grid", repeat, rate + repeat, {REQUEST_RATE: rate}, workload=workload)
-    text, _ = by("--by", "rate")
+    text, _ = compare_by("--by", "rate")
     assert "The values run different workloads in 1 of 1 cells (such as all runs)" in text
 
 
-def test_predictions_are_no_part_of_a_workload(tmp_path, by: Any):
+def test_predictions_are_no_part_of_a_workload(tmp_path, compare_by: Any):
     for repeat, error in itertools.product(range(2), (0.0, 0.5)):
         workload = {"requests": 4, "predicted_error": error}
         swept = {"workload.predicted.error": error}
         put_point(tmp_path / "grid", repeat, 1 + error + repeat, swept, workload=workload)
-    text, _ = by("--by", "error")
+    text, _ = compare_by("--by", "error")
     assert "different workloads" not in text
 
 
@@ -328,20 +328,20 @@ def test_cells_that_share_their_noise_call_no_more_things_different():
         (("--by", POLICY, "--metric", "outptu"), "--metric is 'outptu'; it must be one of"),
     ],
 )
-def test_wrong_words_are_errors(tmp_path, by: Any, words: tuple[str, ...], message: str):
+def test_wrong_words_are_errors(tmp_path, compare_by: Any, words: tuple[str, ...], message: str):
     put_grid(tmp_path / "grid", {"fcfs": 1.0, "shortest": 1.0})
     grid = str(tmp_path / "grid")
-    text, _ = by(*(word.format(grid=grid) for word in words), status=2)
+    text, _ = compare_by(*(word.format(grid=grid) for word in words), status=2)
     assert message.format(grid=grid) in text
 
 
-def test_keys_that_change_together_have_no_pairs(tmp_path, by: Any):
+def test_keys_that_change_together_have_no_pairs(tmp_path, compare_by: Any):
     for policy, rate in (("fcfs", 2.0), ("shortest", 4.0)):
         put_point(tmp_path / "grid", 0, 1.0, {POLICY: policy, REQUEST_RATE: rate})
-    text, _ = by("--by", POLICY, status=2)
+    text, _ = compare_by("--by", POLICY, status=2)
     assert "engine.policy changes together with workload.arrivals.rate; give" in text
     put_point(tmp_path / "grid", 0, 1.0, {POLICY: "fcfs", REQUEST_RATE: 2.0}, point="other")
-    text, _ = by("--by", POLICY, status=2)
+    text, _ = compare_by("--by", POLICY, status=2)
     assert "two runs have engine.policy=fcfs, workload.arrivals.rate=2.0 and repeat 0 (" in text
 
 

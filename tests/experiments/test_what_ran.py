@@ -106,7 +106,7 @@ def test_a_report_of_a_sweep_without_these_facts_knows_by_its_runs_that_it_is_si
     text = text_of(report.page(about, runs, [{}] * len(runs)))
     assert "Simulated h100: no step ran" in text
     assert "What ran" not in text
-    measured = [{**one, "device": "NVIDIA H100"} for one in runs]
+    measured = [{**run, "device": "NVIDIA H100"} for run in runs]
     assert "imulated" not in text_of(report.page(about, measured, [{}] * len(runs)))
 
 
@@ -118,7 +118,7 @@ def test_tables_of_a_terminal_say_it_too(sweep, tmp_path, capsys):
     assert f"{DEVICE}: every time is calculated" in lines
     assert compare.main([str(sweep), str(sweep)]) == 0
     assert "simulated h100: every time is calculated" in capsys.readouterr().out
-    (summary,) = {(one["device"], one["model"]) for one in report.store.read_runs(sweep)}
+    (summary,) = {(run["device"], run["model"]) for run in report.store.read_runs(sweep)}
     assert summary == ("simulated h100", "llama-3-8b")
 
 
@@ -167,11 +167,11 @@ def test_a_policy_that_knows_the_length_of_an_output_is_called_an_oracle(tmp_pat
             tmp_path / "small.yaml", (*settings, f"sampling.ignore_eos={str(ignores_eos).lower()}")
         )
         assert ("Oracle" in dict(what_ran.facts(points))) == ignores_eos
-    for limits, known in (("500", ""), ("{dist: multiple, times: 2}", "a multiple of the length")):
+    for limits, number in (("500", ""), ("{dist: multiple, times: 2}", "a multiple of the length")):
         settings = ("engine.policy=mine.py:LEAST_WORK", f"workload.max_tokens={limits}")
         points = config.load(tmp_path / "small.yaml", settings)
-        assert known in dict(what_ran.facts(points)).get("Oracle", "none" if known else "")
-        assert ("Oracle" in dict(what_ran.facts(points))) == bool(known)
+        assert number in dict(what_ran.facts(points)).get("Oracle", "none" if number else "")
+        assert ("Oracle" in dict(what_ran.facts(points))) == bool(number)
 
 
 @pytest.mark.parametrize(

@@ -814,7 +814,7 @@ class Model:
                 return [Finished(self.steps, name, reason, 0)]
             if name in (sequence.name, *sequence.request.forks):
                 group = (
-                    [other for other in sequences if other.group == sequence.group]
+                    [beam for beam in sequences if beam.group == sequence.group]
                     if sequence.request.beams
                     else [sequence]
                 )

@@ -225,8 +225,8 @@ def test_a_request_overtakes_another_once_even_if_it_enters_again():
     world = world_of(latest_first, "queue")
     node = node_after(world, LONG, SHORT)
     assert apply(world, node, STEP).effect.overtaken == (1, 0)
-    again = node._replace(waited_again=frozenset({1}))
-    assert apply(world, again, STEP).effect.overtaken == (0, 0)
+    waiting_again = node._replace(waited_again=frozenset({1}))
+    assert apply(world, waiting_again, STEP).effect.overtaken == (0, 0)
 
 
 # --- folding --------------------------------------------------------------------------------------

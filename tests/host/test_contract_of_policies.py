@@ -33,27 +33,27 @@ def busy() -> SchedulerState:
 
 
 def test_order_and_preempt_get_current_records_of_running_sequences():
-    seen: list[tuple[int, int]] = []
+    lengths: list[tuple[int, int]] = []
 
     def order(waiting, running, cached):
         assert len(running.seqs) == 1
-        seen.append((running.seqs[0].length, running.seqs[0].computed))
-        seen.extend((seq.length, seq.computed) for seq in running.seqs)
-        assert seen[-1] == (running.lengths[0], running.computed[0])
+        lengths.append((running.seqs[0].length, running.seqs[0].computed))
+        lengths.extend((seq.length, seq.computed) for seq in running.seqs)
+        assert lengths[-1] == (running.lengths[0], running.computed[0])
         return waiting
 
     def preempt(running):
-        seen.append((running[0].length, running[0].computed))
+        lengths.append((running[0].length, running[0].computed))
         return running[-1]
 
     policy = Policy("mine", order, FCFS.admit, preempt)
     state = busy()
     step(state, policy=policy)
-    assert seen == [(5, 4)] * 2
-    seen.clear()
+    assert lengths == [(5, 4)] * 2
+    lengths.clear()
     crowded, *_ = step(start(request("a", 4, 4), request("b", 4, 4), num_blocks=2))
     step(crowded, policy=policy)
-    assert seen == [(5, 4)]
+    assert lengths == [(5, 4)]
 
 
 REMEDY = "return the waiting sequences in an order, or some of them, each once"

@@ -79,11 +79,11 @@ BEGINNINGS = [
 ]
 
 
-@pytest.mark.parametrize(("begun", "expected_first"), BEGINNINGS)
-def test_a_branch_that_has_begun_has_no_first_admission_later(begun, expected_first):
+@pytest.mark.parametrize(("beginning", "expected_first"), BEGINNINGS)
+def test_a_branch_that_has_begun_has_no_first_admission_later(beginning, expected_first):
     admissions = FirstAdmissions()
     leader = Admitted(step=0, request_id="a", num_tokens=8, num_cached=4)
-    first = admissions.among([leader, begun])
+    first = admissions.among([leader, beginning])
     assert [event.request_id for event in first] == expected_first
     later = [
         Admitted(step=3, request_id="a1", num_tokens=9, num_cached=8),
@@ -92,10 +92,10 @@ def test_a_branch_that_has_begun_has_no_first_admission_later(begun, expected_fi
     assert admissions.among(later) == []
 
 
-@pytest.mark.parametrize("begun", [begun for begun, _ in BEGINNINGS])
-def test_an_id_is_new_again_after_its_request_has_ended_or_left(begun):
+@pytest.mark.parametrize("beginning", [beginning for beginning, _ in BEGINNINGS])
+def test_an_id_is_new_again_after_its_request_has_ended_or_left(beginning):
     admissions = FirstAdmissions()
-    admissions.among([Admitted(step=0, request_id="a", num_tokens=8, num_cached=4), begun])
+    admissions.among([Admitted(step=0, request_id="a", num_tokens=8, num_cached=4), beginning])
     ends = [
         Finished(step=4, request_id="a", reason="stop", num_output=3),
         Finished(step=4, request_id="a1", reason="stop", num_output=3),

@@ -148,8 +148,8 @@ def test_recordings_replay_byte_for_byte_with_their_times(policy: Policy, tmp_pa
     config = SchedulerConfig(2, 12, 8, 3, 16, host_blocks=4)
     draw = random.Random(7)
     state = scheduler.init(config)
-    own = None if policy.name in POLICIES else f"pagedjax.policies:{policy.name}"
-    with closing(Recorder(path, config, policy.name, own_policy=own)) as recorder:
+    own_policy = None if policy.name in POLICIES else f"pagedjax.policies:{policy.name}"
+    with closing(Recorder(path, config, policy.name, own_policy=own_policy)) as recorder:
         for number in range(60):
             if number < 40 and draw.random() < 0.5:
                 size = draw.randint(1, 8)
@@ -178,8 +178,8 @@ def test_recordings_replay_byte_for_byte_with_their_times(policy: Policy, tmp_pa
 def test_a_recording_with_parameters_that_no_policy_has_is_refused(tmp_path: Path):
     path = tmp_path / "run.jsonl"
     config = SchedulerConfig(2, 12, 8, 3, 16)
-    own = "pagedjax.policies:vtc(speed=1)"
-    Recorder(path, config, "vtc(speed=1)", own_policy=own).close()
+    own_policy = "pagedjax.policies:vtc(speed=1)"
+    Recorder(path, config, "vtc(speed=1)", own_policy=own_policy).close()
     with pytest.raises(
         ReplayError, match=r"line 1 names the policy .*speed is no parameter of vtc"
     ):
@@ -187,7 +187,7 @@ def test_a_recording_with_parameters_that_no_policy_has_is_refused(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("option", "name"),
     [
         ("mlfq", "mlfq"),
         ({"name": "vtc", "output_weight": 3}, "vtc(output_weight=3.0)"),
@@ -199,12 +199,12 @@ def test_a_recording_with_parameters_that_no_policy_has_is_refused(tmp_path: Pat
         ),
     ],
 )
-def test_a_shipped_policy_takes_parameters(given, name):
-    assert find(EngineConfig(policy=given).policy).name == name
+def test_a_shipped_policy_takes_parameters(option, name):
+    assert find(EngineConfig(policy=option).policy).name == name
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("option", "message"),
     [
         ({"name": "fcfs", "worth": 2}, "'fcfs', which has no parameters, and worth is given"),
         ({"name": "vtc", "output_wait": 3}, "did you mean 'output_weight'"),
@@ -214,9 +214,9 @@ def test_a_shipped_policy_takes_parameters(given, name):
         ({"name": "early_rejection", "speed": 2.0}, "early_rejection has speed 2.0; it must be"),
     ],
 )
-def test_wrong_parameters_of_a_shipped_policy_are_refused(given, message):
+def test_wrong_parameters_of_a_shipped_policy_are_refused(option, message):
     with refused(message):
-        find(EngineConfig(policy=given).policy)
+        find(EngineConfig(policy=option).policy)
 
 
 def test_the_documented_policy_takes_turns_and_ends(documented_file):
@@ -285,10 +285,10 @@ def largest_differences(
                 if first == second or not {first, second} <= backlogged:
                     lowest.pop(pair, None)
                     continue
-                least = lowest.get(pair, starts[first] - starts[second])
+                lowest_difference = lowest.get(pair, starts[first] - starts[second])
                 difference = service[first] - service[second]
-                largest = max(largest, difference - least)
-                lowest[pair] = min(least, difference)
+                largest = max(largest, difference - lowest_difference)
+                lowest[pair] = min(lowest_difference, difference)
     return largest
 
 
@@ -391,8 +391,8 @@ def test_a_request_joins_the_level_that_holds_its_prompt_and_is_demoted_by_its_w
     for _ in range(2):
         state, *_ = step(state, policy)
     assert state.memory.jobs["short"].level == 1
-    shown = policy.show(state.memory)
-    assert shown == "level 0: none\nlevel 1: short\nlevel 2: huge long"
+    levels = policy.show(state.memory)
+    assert levels == "level 0: none\nlevel 1: short\nlevel 2: huge long"
 
 
 def test_a_new_request_evicts_one_that_was_demoted_in_its_second_step():
@@ -472,26 +472,26 @@ def test_who_would_wait_too_long_is_rejected_and_others_are_not():
     state, plan, ended = step(state, policy)
     assert plan.rejected == ("r4", "r5")
     assert {event.reason for event in ended if event.request_id in plan.rejected} == {"rejected"}
-    rest = {"r1", "r2", "r3", "batch"}
+    unfinished = {"r1", "r2", "r3", "batch"}
     while state.ids:
         state, plan, ended = step(state, policy)
         assert plan.rejected == ()
-        rest -= {event.request_id for event in ended if event.reason == "length"}
-    assert rest <= {"r0"}
+        unfinished -= {event.request_id for event in ended if event.reason == "length"}
+    assert unfinished <= {"r0"}
 
 
 def step_from(
-    now: float, state: SchedulerState, policy: Policy, seconds: Callable[[int], float]
+    time: float, state: SchedulerState, policy: Policy, seconds: Callable[[int], float]
 ) -> tuple[float, SchedulerState, Plan]:
     """One whole step, and the time when it ends.
 
     Args:
-        now: when it begins.
+        time: when it begins.
         seconds: of a step, by its sequences.
     """
-    state, plan = scheduler.schedule(state, policy, now=now)
+    state, plan = scheduler.schedule(state, policy, now=time)
     state, _ = scheduler.commit(state, plan, [WORD] * len(plan.seqs))
-    return now + seconds(len(plan.seqs)), state, plan
+    return time + seconds(len(plan.seqs)), state, plan
 
 
 @pytest.mark.parametrize(
@@ -504,34 +504,34 @@ def step_from(
 def test_who_would_make_steps_too_slow_is_rejected(base: float, slope: float, rejected: str):
     policy = early_rejection(ttft_s=100.0, itl_s=0.36)
     state = start(ask("a", 2, 40), ask("b", 2, 4))
-    now = 0.0
+    time = 0.0
     for _ in range(8):
-        now, state, _ = step_from(now, state, policy, lambda rows: base + slope * rows)
+        time, state, _ = step_from(time, state, policy, lambda rows: base + slope * rows)
     assert names(state.running.seqs) == ["a"]
     for number in range(1, 8):
         state = scheduler.submit(state, ask(str(number), 2, 4))
-    _, _, plan = step_from(now, state, policy, float)
+    _, _, plan = step_from(time, state, policy, float)
     assert "".join(plan.rejected) == rejected
 
 
 def test_a_second_sequence_is_accepted_and_shows_what_it_costs():
     policy = early_rejection(ttft_s=100.0, itl_s=0.3)
     state = start(ask("a", 2, 40))
-    now = 0.0
+    time = 0.0
     for number in range(12):
         if number in (5, 10):
             state = scheduler.submit(state, ask(str(number), 2, 20))
-        now, state, plan = step_from(now, state, policy, lambda rows: 0.25 * rows)
+        time, state, plan = step_from(time, state, policy, lambda rows: 0.25 * rows)
         assert plan.rejected == (("10",) if number == 10 else ())
 
 
 def test_gaps_with_prompts_of_others_count_until_they_are_past():
     policy = early_rejection(ttft_s=100.0, itl_s=0.4)
     state = start(ask("a", 2, 40))
-    now = 0.0
+    time = 0.0
     rejected: list[str] = []
     for number in range(8):
-        now, state, plan = step_from(now, state, policy, lambda rows: 0.1 if rows == 1 else 0.5)
+        time, state, plan = step_from(time, state, policy, lambda rows: 0.1 if rows == 1 else 0.5)
         rejected += plan.rejected
         state = scheduler.submit(state, ask(str(number), 2, 1))
     assert rejected[:3] == ["1", "2", "3"]

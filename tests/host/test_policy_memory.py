@@ -102,15 +102,15 @@ def test_a_policy_without_memory_leaves_no_events():
 def test_a_handed_over_sequence_ends_here_and_is_submitted_there():
     policy = with_memory()
     state, *_ = step(start(request("a", 3)), policy=policy)
-    other, *_ = step(start(request("b", 3)), policy=policy)
+    adopting_state, *_ = step(start(request("b", 3)), policy=policy)
     state, released = scheduler.release(state, "a")
     assert state.news is not None
     assert state.news[-1] == Finished(1, "a", "abort", 1)
-    other, adopted = scheduler.adopt(other, policy, released)
+    adopting_state, adopted = scheduler.adopt(adopting_state, policy, released)
     assert adopted.computed == 3
-    assert other.news is not None
-    assert isinstance(other.news[-2], Submitted)
-    assert other.news[-1] == Admitted(1, "a", 4, 3)
+    assert adopting_state.news is not None
+    assert isinstance(adopting_state.news[-2], Submitted)
+    assert adopting_state.news[-1] == Admitted(1, "a", 4, 3)
     picky = with_memory(admit=lambda memory, seq, need, free: bool(memory))
     assert not scheduler.has_room(start(), picky, released)  # its first memory is empty
 
@@ -208,10 +208,10 @@ def test_a_rejected_request_ends_with_all_its_branches():
 
 
 def test_a_sequence_with_output_is_not_offered_to_reject():
-    seen: list[str] = []
+    offered_names: list[str] = []
 
     def reject(memory: Any, waiting: tuple[Seq, ...]) -> tuple[str, ...]:
-        seen.extend(names(waiting))
+        offered_names.extend(names(waiting))
         return ()
 
     state = start(request("a", 4, 4), request("b", 4, 4), num_blocks=2)
@@ -219,7 +219,7 @@ def test_a_sequence_with_output_is_not_offered_to_reject():
     state, *_ = step(state)  # b is preempted
     assert names(state.waiting) == ["b"]
     step(scheduler.submit(state, request("c", 4, 4)), policy=with_memory(reject=reject))
-    assert seen == ["c"]
+    assert offered_names == ["c"]
 
 
 def test_a_policy_lowers_the_tokens_of_rows():
@@ -397,7 +397,7 @@ def run(path: Path, config: SchedulerConfig, seed: int, policy: Policy) -> Sched
     """Records a random run of 60 steps. Each step is checked."""
     draw = random.Random(seed)
     state = scheduler.init(config)
-    told: list[Any] = []  # all that the policy should have observed
+    expected_events: list[Any] = []  # all that the policy should have observed
     with closing(Recorder(path, config, policy.name)) as recorder:
         for number in range(60):
             name = f"r{draw.randrange(8)}"
@@ -408,31 +408,31 @@ def run(path: Path, config: SchedulerConfig, seed: int, policy: Policy) -> Sched
                 except scheduler.Rejected:
                     continue
                 recorder.write(Submit(new))
-                told.append(Submitted(state.step, state.waiting[-1]))
+                expected_events.append(Submitted(state.step, state.waiting[-1]))
             if state.ids and draw.random() < 0.1:
                 name = draw.choice(sorted(state.ids))
                 state, events = scheduler.cancel(state, name)
                 recorder.write(Cancel(name, "abort", events))
-                told += events
+                expected_events += events
             if draw.random() < 0.03:
                 active = sorted(scheduler.running(state), key=lambda seq: seq.arrival)
-                told += [Preempted(state.step, seq.request_id, False) for seq in active]
+                expected_events += [Preempted(state.step, seq.request_id, False) for seq in active]
                 state = scheduler.restart(state)
                 recorder.write(Restart())
             before = state
-            now = number / 7
+            time = number / 7
             offered = {seq.request_id: 2 for seq in state.running.seqs if draw.random() < 0.3}
-            state, plan = scheduler.schedule(state, policy, offered, now)
+            state, plan = scheduler.schedule(state, policy, offered, time)
             recorder.write(Schedule(plan, offered))
-            assert plan.now == now
+            assert plan.now == time
             scheduler.check(state)
             if (
                 before.news is not None
             ):  # at first the sequences are told in the order of their arrival
-                assert state.memory[2] == tuple(told)
-            told = list(state.memory[2])
+                assert state.memory[2] == tuple(expected_events)
+            expected_events = list(state.memory[2])
             unplanned = {*names(state.waiting), *names(state.running.seqs)} - {*names(plan.seqs)}
-            assert set(why_waiting(before, policy, now)) == unplanned
+            assert set(why_waiting(before, policy, time)) == unplanned
             assert all(plan.counts)
             assert sum(plan.counts) <= config.max_num_batched_tokens
             assert not set(plan.preempted) & set(plan.admitted)
@@ -443,11 +443,11 @@ def run(path: Path, config: SchedulerConfig, seed: int, policy: Policy) -> Sched
             state, events = scheduler.commit(state, plan, sampled, hashes, choices)
             recorder.write(Commit(plan, sampled, hashes, choices, events))
             scheduler.check(state)
-            told += events
+            expected_events += events
             for name in ended:
                 state, events = scheduler.cancel(state, name, "length")
                 recorder.write(Cancel(name, "length", events))
-                told += events
+                expected_events += events
     return state
 
 
@@ -483,7 +483,7 @@ def test_random_policies_do_all_that_they_may(tmp_path: Path):
     """So that the property above is not empty."""
     config = SchedulerConfig(2, 14, 8, 4, 12, host_blocks=4)
     path = tmp_path / "run.jsonl"
-    seen: set[str] = set()
+    kinds: set[str] = set()
     for seed in range(1, 8):
         policy = random_policy(seed)
         run(path, config, seed, policy)
@@ -491,7 +491,7 @@ def test_random_policies_do_all_that_they_may(tmp_path: Path):
             plan = transition.plan
             if plan is not None:
                 enters = plan.preempted and plan.admitted
-                seen.update(
+                kinds.update(
                     name
                     for name, happened in {
                         "rejected": plan.rejected,
@@ -501,7 +501,7 @@ def test_random_policies_do_all_that_they_may(tmp_path: Path):
                     }.items()
                     if happened
                 )
-    assert len(seen) == 4, seen
+    assert len(kinds) == 4, kinds
 
 
 def test_a_recorded_time_that_is_no_time_is_refused(tmp_path: Path):

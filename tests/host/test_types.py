@@ -93,7 +93,7 @@ def test_defaults_are_those_of_vllm():
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "kept"),
+    ("name", "spelling", "expected"),
     [
         ("stop", "END", ("END",)),
         ("stop", ["a", "b"], ("a", "b")),
@@ -106,10 +106,10 @@ def test_defaults_are_those_of_vllm():
         ("logit_bias", {"5": 1}, {5: 1.0}),
     ],
 )
-def test_spellings_are_normalised(name, given, kept):
-    value = getattr(SamplingParams(**{name: given}), name)
-    assert value == kept
-    assert type(value) is type(kept)
+def test_spellings_are_normalised(name, spelling, expected):
+    value = getattr(SamplingParams(**{name: spelling}), name)
+    assert value == expected
+    assert type(value) is type(expected)
 
 
 def test_lists_and_dicts_of_the_caller_are_copied():

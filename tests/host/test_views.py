@@ -40,7 +40,7 @@ from tests.refusals import refused
 
 
 @pytest.mark.parametrize(
-    ("sinks", "window", "size", "found"),
+    ("sinks", "window", "size", "expected"),
     [
         (4, 1020, 16, View(65, (0,))),
         (16, 16, 16, View(2, (0,))),
@@ -49,8 +49,8 @@ from tests.refusals import refused
         (1, 2, 1, View(2, (0,))),
     ],
 )
-def test_sizes_are_rounded_up_to_blocks(sinks: int, window: int, size: int, found: View):
-    assert view(kv_policies.streaming(sinks, window), size, 1000) == found
+def test_sizes_are_rounded_up_to_blocks(sinks: int, window: int, size: int, expected: View):
+    assert view(kv_policies.streaming(sinks, window), size, 1000) == expected
 
 
 def check_sight(sinks: int, window: int, size: int, max_blocks: int) -> None:

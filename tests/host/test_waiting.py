@@ -38,23 +38,23 @@ PICKY = Policy(
 )
 
 
-def larger_pool(state: SchedulerState, more: int) -> SchedulerState:
-    pool = state.pool
-    pool = pool._replace(num_blocks=pool.num_blocks + more, num_free=pool.num_free + more)
-    return state._replace(pool=pool)
+def larger_pool(state: SchedulerState, additional_blocks: int) -> SchedulerState:
+    num_blocks = state.pool.num_blocks + additional_blocks
+    num_free = state.pool.num_free + additional_blocks
+    return state._replace(pool=state.pool._replace(num_blocks=num_blocks, num_free=num_free))
 
 
 def lifted(
-    state: SchedulerState, policy: Policy, reason: Reason, more: int
+    state: SchedulerState, policy: Policy, reason: Reason, missing: int
 ) -> tuple[SchedulerState, Policy]:
     """The state and the policy without what keeps a request out."""
     config = state.config
     limit = reason.limit
     if limit == "tokens":
-        budget = config.max_num_batched_tokens + more
+        budget = config.max_num_batched_tokens + missing
         return state._replace(config=config._replace(max_num_batched_tokens=budget)), policy
     if limit == "rows":
-        rows = config.max_running + more
+        rows = config.max_running + missing
         budget = max(config.max_num_batched_tokens, rows)
         config = config._replace(max_num_seqs=rows, max_num_batched_tokens=budget)
         return state._replace(config=config), policy
@@ -69,7 +69,7 @@ def lifted(
         return state, FCFS
     if limit == "kind of step":
         return state._replace(config=config._replace(mixed_steps=True)), policy
-    return larger_pool(state, more), policy
+    return larger_pool(state, missing), policy
 
 
 def family(reason: Reason) -> str:
@@ -100,20 +100,20 @@ def check_reasons(state: SchedulerState, policy: Policy, limits: set[str], exact
         if reason.behind is not None:
             assert reasons[reason.behind].limit in get_args(Shortage)
             # beams are tried at the place of the first of them
-            group = {reason.behind, *(each for each in queue if each.startswith(family(reason)))}
-            assert min(map(queue.index, group)) < queue.index(name)
+            beams = {beam for beam in queue if beam.startswith(family(reason))}
+            assert min(map(queue.index, {reason.behind, *beams})) < queue.index(name)
         if limit == "siblings":
             assert name not in waiting
             continue
         if limit in ("tokens", "rows", "blocks", "preempted", "preemption"):
             assert reason.need > reason.free
-        more = reason.need - reason.free
-        changed = why_waiting(*lifted(state, policy, reason, more)).get(name)
+        missing = reason.need - reason.free
+        changed = why_waiting(*lifted(state, policy, reason, missing)).get(name)
         if changed and limit == changed.limit == "blocks" and state.pool.contents:
             # fewer blocks were evicted, so another one is shared that was idle
-            more += changed.need - changed.free
-            changed = why_waiting(*lifted(state, policy, reason, more)).get(name)
-        admitted = scheduler.schedule(*lifted(state, policy, reason, more))[1].admitted
+            missing += changed.need - changed.free
+            changed = why_waiting(*lifted(state, policy, reason, missing)).get(name)
+        admitted = scheduler.schedule(*lifted(state, policy, reason, missing))[1].admitted
         if name in admitted and name in waiting:
             continue  # a beam may enter before there is a token for it
         if limit in ("preempted", "preemption"):
@@ -121,11 +121,12 @@ def check_reasons(state: SchedulerState, policy: Policy, limits: set[str], exact
         else:
             assert changed is None or (changed.limit, changed.behind) != (limit, reason.behind)
         if exact and reason.need:
-            reasons_with_less = why_waiting(*lifted(state, policy, reason, more - 1))
+            reasons_with_less = why_waiting(*lifted(state, policy, reason, missing - 1))
+            limits_with_less = {name: reason.limit for name, reason in reasons_with_less.items()}
             if limit in ("preempted", "preemption"):
-                assert "preempted" in {less.limit for less in reasons_with_less.values()}
+                assert "preempted" in limits_with_less.values()
             else:
-                assert reasons_with_less[name].limit == limit, "less would have sufficed"
+                assert limits_with_less[name] == limit, "less would have sufficed"
 
 
 @drawn.examples(25, 300)
@@ -163,15 +164,15 @@ def test_without_the_limit_that_a_reason_names_a_request_enters_or_meets_another
 def test_a_reason_names_the_least_that_is_missing(number):
     """Of requests without branches and cached prefixes, where a larger pool changes nothing else."""
 
-    def holds(seed: int, blocks: int, budget: int, policy: Policy, whole: bool) -> None:
+    def holds(seed: int, blocks: int, budget: int, policy: Policy, whole_prompts: bool) -> None:
         draw = random.Random(seed)
         config = SMALL._replace(num_blocks=blocks, max_num_batched_tokens=budget)
-        state = scheduler.init(config._replace(chunked_prefill=not whole))
+        state = scheduler.init(config._replace(chunked_prefill=not whole_prompts))
         for i in range(20):
             for k in range(draw.randrange(3)):
                 prompt = draw.randint(1, 6)
                 new = Request(f"r{i}.{k}", prompt, draw.randint(1, 6), user=f"u{k}")
-                if not whole or prompt + new.max_tokens <= budget:
+                if not whole_prompts or prompt + new.max_tokens <= budget:
                     state = scheduler.submit(state, new)
             check_reasons(state, policy, set(), exact=True)
             state, *_ = step(state, policy=policy)
@@ -183,7 +184,7 @@ def test_a_reason_names_the_least_that_is_missing(number):
         blocks=st.integers(6, 10),
         budget=st.integers(4, 12),
         policy=st.sampled_from(list(WITHOUT_MEMORY.values())),
-        whole=st.booleans(),
+        whole_prompts=st.booleans(),
     )
 
 
@@ -234,8 +235,8 @@ def test_the_order_is_that_of_the_policy():
 
 
 def test_the_reasons_of_a_step_that_preempts_and_of_the_next_one():
-    three = [request(name, 4) for name in "abc"]
-    state, *_ = step(start(*three, request("d", 1), num_blocks=3, host_blocks=1))
+    requests = [request(name, 4) for name in "abc"]
+    state, *_ = step(start(*requests, request("d", 1), num_blocks=3, host_blocks=1))
     needs = "running requests needed 3 blocks, and none is free"
     assert sentences(state) == {
         "b": f"it was preempted: {needs}",
@@ -244,7 +245,7 @@ def test_the_reasons_of_a_step_that_preempts_and_of_the_next_one():
     }
     state, *_ = step(state)
     assert sentences(state)["c"] == "it is behind b in the order of the policy fcfs"
-    swapped, *_ = step(start(*three, num_blocks=3, host_blocks=4))
+    swapped, *_ = step(start(*requests, num_blocks=3, host_blocks=4))
     swapped, *_ = step(swapped)
     assert sentences(swapped)["b"] == "it is swapped out and needs 2 blocks, and 1 is free"
 

@@ -29,11 +29,11 @@ def compiling_server(pages: list[str]) -> Iterator[tuple[str, list[str]]]:
     """An OpenAI server whose page of metrics is each of `pages` in turn, the last one for ever ->
     (its address, the paths that it was asked for).
     """
-    asked: list[str] = []
+    paths: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def answer(self, kind: str, text: str) -> None:
-            asked.append(self.path)
+            paths.append(self.path)
             body = text.encode()
             self.send_response(200)
             self.send_header("Content-Type", kind)
@@ -58,7 +58,7 @@ def compiling_server(pages: list[str]) -> Iterator[tuple[str, list[str]]]:
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield f"http://127.0.0.1:{server.server_port}", paths
     finally:
         server.shutdown()
         server.server_close()
@@ -68,9 +68,9 @@ def compiling_server(pages: list[str]) -> Iterator[tuple[str, list[str]]]:
 def run(url: str, *words: str) -> tuple[int, str, str]:
     """Exit status, what is printed, and what is said beside it."""
     load = ["--requests", "2", "--arrivals", "at-once", "--prompt-tokens", "4"]
-    with redirect_stdout(StringIO()) as printed, redirect_stderr(StringIO()) as said:
+    with redirect_stdout(StringIO()) as printed, redirect_stderr(StringIO()) as errors:
         status = cli.main(["bench", "serve", "--url", url, *load, *words])
-    return status, printed.getvalue(), said.getvalue()
+    return status, printed.getvalue(), errors.getvalue()
 
 
 def test_programs_of_all_engines_count_and_other_servers_have_none():
@@ -82,13 +82,13 @@ def test_programs_of_all_engines_count_and_other_servers_have_none():
 def test_nothing_is_sent_before_the_server_has_all_programs(monkeypatch, tmp_path):
     monkeypatch.setattr(metrics_page, "PAUSE", 0.01)
     pages = [PAGE.format(2), PAGE.format(1), PAGE.format(0), "pagedjax:missing_programs 0.0\n"]
-    with compiling_server(pages) as (url, asked):
-        status, printed, said = run(url, "--json", str(tmp_path / "out.json"))
+    with compiling_server(pages) as (url, paths):
+        status, printed, errors = run(url, "--json", str(tmp_path / "out.json"))
     assert status == 0
-    assert said.startswith("the server still compiles 3 programs; the measurement begins when")
+    assert errors.startswith("the server still compiles 3 programs; the measurement begins when")
     assert "still to compile" not in printed
-    assert asked.index("/v1/completions") > max(
-        i for i, path in enumerate(asked[:-1]) if path == "/metrics"
+    assert paths.index("/v1/completions") > max(
+        i for i, path in enumerate(paths[:-1]) if path == "/metrics"
     )
     assert json.loads((tmp_path / "out.json").read_text())["missing_programs"] == 0
 
@@ -97,6 +97,6 @@ def test_nothing_is_sent_before_the_server_has_all_programs(monkeypatch, tmp_pat
 def test_a_measurement_that_begins_too_early_says_so(monkeypatch, words):
     monkeypatch.setattr(metrics_page, "PAUSE", 0.01)
     with compiling_server([PAGE.format(1)]) as (url, _):
-        _, printed, said = run(url, *words)
-    assert bool(said) == (words != ("--no-wait",))
+        _, printed, errors = run(url, *words)
+    assert bool(errors) == (words != ("--no-wait",))
     assert "note: the server had still to compile 2 programs when the measurement began" in printed

@@ -127,7 +127,7 @@ def _swallow(function, *args) -> None:
 
 
 def test_clients_are_answered_before_the_end(monkeypatch):
-    monkeypatch.setattr(group, "GRACE", 0.2)
+    monkeypatch.setattr(group, "ANSWER_SECONDS", 0.2)
     reports = []
     with connected(1) as pair:
         pair.leader.on_failure.append(lambda reason: reports.append((reason, list(pair.exits))))

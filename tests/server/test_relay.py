@@ -19,7 +19,7 @@ from pagedjax.server import continuation, exchange, worker
 from pagedjax.server.app import Options, create_app, identity
 from pagedjax.server.continuation import TAKEN, Origin
 from pagedjax.server.errors import ApiError
-from pagedjax.server.relay import BESIDE_OTHERS, Ask, Avoided, Keeper, Lost, Unanswered
+from pagedjax.server.relay import MAX_ENDED, Ask, Avoided, Keeper, Lost, Unanswered
 from tests.engine.runs import check_idle
 from tests.server.support import GREEDY, server_llm
 
@@ -421,7 +421,7 @@ def test_a_request_that_ends_engines_is_stopped_and_those_beside_it_are_answered
         assert isinstance(poison, ApiError)
         assert poison.code == "request_stopped"
         assert others == [expected.body, expected.body]
-        assert len(lost) <= BESIDE_OTHERS
+        assert len(lost) <= MAX_ENDED
 
     run(llms, lose)
 

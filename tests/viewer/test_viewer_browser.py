@@ -30,7 +30,7 @@ from pagedjax.host.waiting import why_waiting
 from pagedjax.viewer import read_recording as runs
 from pagedjax.viewer.pair import pair
 from tests.viewer.runs import Writer, crowd, drafting_run, random_run
-from tests.viewer.test_viewer_live import Fake
+from tests.viewer.test_viewer_live import FakeEngine
 from tests.viewer.test_viewer_pair import LENGTHS, SIZES, write
 
 pytestmark = pytest.mark.browser
@@ -538,8 +538,8 @@ def test_the_page_says_why_requests_wait(open_text, tmp_path):
             index += 1
             screen.go(index)
             reasons = why_waiting(before, SHORTEST)
-            shown = screen.page.locator("#queues .why").all_inner_texts()
-            assert set(shown) == {str(reason) for reason in reasons.values()}
+            sentences = screen.page.locator("#queues .why").all_inner_texts()
+            assert set(sentences) == {str(reason) for reason in reasons.values()}
             steps_with_reasons += bool(reasons)
             waits.update(reason.limit for name, reason in reasons.items() if name == "short")
         before = transition.state
@@ -561,15 +561,15 @@ def test_two_runs_are_shown_on_one_axis(open_text, tmp_path, times):
     first = write(tmp_path / "first.jsonl", LENGTHS | {"last": 3}, clock=clocks[0])
     smaller = SIZES._replace(num_blocks=10)
     second = write(tmp_path / "second.jsonl", LENGTHS, config=smaller, clock=clocks[1])
-    both = pair(viewer.read(first), viewer.read(second))
-    assert both.parting is not None
+    runs = pair(viewer.read(first), viewer.read(second))
+    assert runs.parting is not None
     screen = open_text(viewer.page(viewer.read(first), second=viewer.read(second)))
     bar = screen.page.inner_text("#pair")
     assert "1: first.jsonl\n2: second.jsonl\n" in bar
     assert "1 request only in first.jsonl" in bar
     screen.page.click("#pair a")
     state = screen.state()
-    parting = both.first.frames[both.parting[0]]["step"]
+    parting = runs.first.frames[runs.parting[0]]["step"]
     assert (state["run"], state["step"]) == (0, parting)
     # the same moment in the other run: the same step, or the last one that had begun
     for index in (3, 7, parting):
@@ -579,8 +579,8 @@ def test_two_runs_are_shown_on_one_axis(open_text, tmp_path, times):
         state = screen.state()
         assert state["run"] == 1
         if times:
-            moment = both.first.frames[index]["at"][0]
-            begins = [frame["at"][0] for frame in both.second.frames]
+            moment = runs.first.frames[index]["at"][0]
+            begins = [frame["at"][0] for frame in runs.second.frames]
             expected = max(sum(begin <= moment for begin in begins) - 1, 0)
         else:
             expected = index
@@ -673,15 +673,15 @@ class Server:
 
 
 @pytest.fixture
-def served() -> Iterator[tuple[Fake, Server]]:
-    fake = Fake(7, keep=200)
+def served() -> Iterator[tuple[FakeEngine, Server]]:
+    fake = FakeEngine(7, keep=200)
     fake.run(12, rate=1.0)
     server = Server(fake.live)
     yield fake, server
     server.http.shutdown()
 
 
-def until(screen: OpenPage, fake: Fake) -> None:
+def until(screen: OpenPage, fake: FakeEngine) -> None:
     """Wait until the page shows the newest step, and compare."""
     running, plan = fake.planned[-1]
     screen.wait(f"pagedjax.shown().step >= {plan.step}")
@@ -747,7 +747,7 @@ def test_a_restarted_engine_starts_a_new_page(open_page, served):
     fake, server = served
     screen = open_page(server.url)
     until(screen, fake)
-    restarted = Fake(8)
+    restarted = FakeEngine(8)
     # more steps than the page has seen: its next number exists there, too
     restarted.run(30, rate=1.0)
     server.live = restarted.live

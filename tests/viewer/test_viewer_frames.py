@@ -56,7 +56,7 @@ def check(run_frames: list, transitions: list) -> None:
     steps = [transition for transition in transitions if transition.kind == "schedule"]
     called = names(run_frames)
     for frame, view in pictures(json.loads(json.dumps(run_frames))):
-        if view.rest:
+        if view.at_rest:
             assert not view.rows
             continue
         state = steps[0].state
@@ -88,7 +88,7 @@ def check(run_frames: list, transitions: list) -> None:
         without_row = {n for n, *_ in view.still} | set(view.waiting)
         assert reasons.keys() == without_row
         order = {entry[1] for entry in reasons.values()} - {None}
-        assert order <= {n for n, (_, behind) in reasons.items() if behind is None}
+        assert order <= {n for n, (_, rival) in reasons.items() if rival is None}
     assert steps == []
     kinds = ["commit", *(change.kind for change in transitions)]
     last = [kind for kind in kinds if kind in ("schedule", "commit")][-1]
@@ -99,12 +99,12 @@ def check(run_frames: list, transitions: list) -> None:
 def whys(view: Picture) -> dict[int, tuple[str, int | None]]:
     """The sentence of each request without a row, and the request that is before it."""
     reasons: dict[int, tuple[str, int | None]] = {}
-    for sentence, behind, numbers, _ in view.why:
-        reasons |= dict.fromkeys(numbers or (), (sentence, behind))
-    for sentence, behind, numbers, _ in view.why:
+    for sentence, rival, numbers, _ in view.why:
+        reasons |= dict.fromkeys(numbers or (), (sentence, rival))
+    for sentence, rival, numbers, _ in view.why:
         if numbers is None:
-            others = {n for n, *_ in view.still} | set(view.waiting)
-            reasons |= dict.fromkeys(others - reasons.keys(), (sentence, behind))
+            without_reason = {n for n, *_ in view.still} | set(view.waiting)
+            reasons |= dict.fromkeys(without_reason - reasons.keys(), (sentence, rival))
     return reasons
 
 
@@ -149,7 +149,7 @@ def test_frames_count_the_drafts_of_every_row(tmp_path, number):
 
     def holds(seed: int) -> None:
         transitions = drafting_run(tmp_path / "run.jsonl", seed)
-        run_frames = [frame for frame, view in pictures(folded(transitions)) if not view.rest]
+        run_frames = [frame for frame, view in pictures(folded(transitions)) if not view.at_rest]
         plans = [transition.plan for transition in transitions if transition.plan]
         commits = [transition.events for transition in transitions if transition.kind == "commit"]
         total = [0, 0]
@@ -385,7 +385,7 @@ def test_a_step_shows_the_memory_of_its_policy_and_who_was_rejected(tmp_path, mo
         writer.commit(plan, [1] * len(plan.seqs))
     writer.recorder.close()
     run = read_recording.read(path, {"mine": policy})
-    first, second, *_ = [view for _, view in pictures(run.frames) if not view.rest]
+    first, second, *_ = [view for _, view in pictures(run.frames) if not view.at_rest]
     assert first.memory == "(no user): 0, 1 waiting\nalice: 0, 1 waiting"
     assert second.memory == "alice: 5, 0 waiting"
     assert picture.apply(Picture(), picture.whole(second)).memory == second.memory

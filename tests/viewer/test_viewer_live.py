@@ -31,7 +31,7 @@ from tests.refusals import refused
 from tests.viewer.runs import kept_part, pictures, samples
 
 
-class Fake:
+class FakeEngine:
     """An engine without a device: requests come, are cancelled, and every step goes into a `Live`.
 
     `drafts`: most drafts that a sequence is offered.
@@ -93,13 +93,13 @@ class Page:
         self.next = 0
         self.picture = Picture()
         self.seen: list[Picture] = []
-        self.begun = 0
+        self.num_bases = 0  # replies from which the page began anew
         self.about: dict = {}
 
     def ask(self) -> dict:
         reply = json.loads(json.dumps(self.live.since(self.next)))
         if "base" in reply:
-            self.begun += 1
+            self.num_bases += 1
             self.about = reply["about"]
             self.picture = picture.apply(Picture(), reply["base"])
         for frame in reply["frames"]:
@@ -111,10 +111,12 @@ class Page:
     def tables(self) -> dict[str, tuple[int, ...]]:
         return {self.picture.requests[n][1]: table for n, table in self.picture.tables.items()}
 
-    def check(self, fake: Fake) -> None:
+    def check(self, fake: FakeEngine) -> None:
         """It has seen every step that was planned."""
         assert [
-            (view.step, tuple(sorted(view.tables.values()))) for view in self.seen if not view.rest
+            (view.step, tuple(sorted(view.tables.values())))
+            for view in self.seen
+            if not view.at_rest
         ] == [
             (plan.step, tuple(sorted(seq.blocks for seq in state.running.seqs)))
             for state, plan in fake.planned
@@ -125,7 +127,7 @@ class Page:
 @pytest.mark.parametrize("every", [1, 7, 1000])
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_a_live_page_shows_every_step(seed, every, drafts):
-    fake = Fake(seed, drafts)
+    fake = FakeEngine(seed, drafts)
     page = Page(fake.live)
     for _ in range(0, 140, min(every, 140)):
         fake.run(min(every, 140))
@@ -134,18 +136,18 @@ def test_a_live_page_shows_every_step(seed, every, drafts):
     for view in page.seen:  # also of requests that end with the step
         assert set(view.requests) >= {*view.tables, *(row[0] for row in view.rows)}
     waits = [view for view in page.seen if view.waiting]
-    assert all(view.why for view in waits if not view.rest)
-    assert page.begun == 1
+    assert all(view.why for view in waits if not view.at_rest)
+    assert page.num_bases == 1
     assert bool(page.picture.verified[0]) == bool(drafts)
     assert page.about["config"]["num_blocks"] == 10
     if not fake.state.ids:  # then the page shows the cache as it stays
-        assert page.picture.rest
+        assert page.picture.at_rest
         assert set(page.picture.published) == set(fake.state.pool.hashes)
         assert not page.tables()
 
 
 def test_a_late_page_starts_with_the_kept_frames():
-    fake = Fake(1, keep=10)
+    fake = FakeEngine(1, keep=10)
     early = Page(fake.live)
     late = Page(fake.live)
     for _ in range(60):
@@ -155,18 +157,18 @@ def test_a_late_page_starts_with_the_kept_frames():
     assert "base" in reply
     assert len(reply["frames"]) == 10
     assert (late.picture, late.next) == (early.picture, early.next)
-    assert early.begun == 1
+    assert early.num_bases == 1
     assert early.seen[-10:] == late.seen
 
 
 def test_without_readers_only_the_last_steps_are_kept():
-    fake = Fake(4, keep=5)
+    fake = FakeEngine(4, keep=5)
     page = Page(fake.live)
     page.ask()
     fake.run(100, rate=1.0)
     assert len(fake.live._records) == 5
     page.ask()
-    assert page.begun == 2  # the page's frames and the kept frames have a gap
+    assert page.num_bases == 2  # the page's frames and the kept frames have a gap
     state, plan = fake.planned[-1]
     assert page.picture.step == plan.step
     assert page.tables() == {seq.request_id: seq.blocks for seq in state.running.seqs}
@@ -177,17 +179,17 @@ def test_without_readers_only_the_last_steps_are_kept():
 
 
 def test_a_page_with_unknown_frames_starts_again():
-    fake = Fake(3)
+    fake = FakeEngine(3)
     fake.run(20)
     for k in (10_000, 0):
         assert "base" in fake.live.since(k)
     assert "base" not in fake.live.since(fake.live.since(0)["next"])
-    assert Fake(3).live.since(0)["run"] != fake.live.since(0)["run"]
+    assert FakeEngine(3).live.since(0)["run"] != fake.live.since(0)["run"]
 
 
 def test_replies_are_bounded_and_mark_that_more_frames_exist(monkeypatch):
     monkeypatch.setattr("pagedjax.viewer.live.REPLY", 4)
-    fake = Fake(4)
+    fake = FakeEngine(4)
     fake.run(40, rate=1.0)
     page = Page(fake.live)
     sizes = set()
@@ -195,7 +197,7 @@ def test_replies_are_bounded_and_mark_that_more_frames_exist(monkeypatch):
         sizes.add(len(reply["frames"]))
     assert sizes == {4}
     page.check(fake)
-    assert page.begun == 1
+    assert page.num_bases == 1
 
 
 def test_the_reason_of_an_end_is_shown_if_its_event_was_recorded():
@@ -219,7 +221,7 @@ def test_the_reason_of_an_end_is_shown_if_its_event_was_recorded():
 
 
 def test_threads_can_read_while_the_engine_runs():
-    fake = Fake(5)
+    fake = FakeEngine(5)
     pages = [Page(fake.live) for _ in range(3)]
     over = threading.Event()
 

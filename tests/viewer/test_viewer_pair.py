@@ -61,10 +61,10 @@ def shortest(tmp_path: Path) -> Path:
 
 
 def test_a_request_has_one_number_in_both_runs(fcfs, shortest):
-    both = pair(viewer.read(fcfs), viewer.read(shortest))
-    assert names(list(both.first.frames)) == {0: "long", 1: "middle", 2: "short"}
-    assert names(list(both.second.frames)) == {2: "short", 3: "extra", 1: "middle", 0: "long"}
-    assert both.only == ((), (3,))
+    runs = pair(viewer.read(fcfs), viewer.read(shortest))
+    assert names(list(runs.first.frames)) == {0: "long", 1: "middle", 2: "short"}
+    assert names(list(runs.second.frames)) == {2: "short", 3: "extra", 1: "middle", 0: "long"}
+    assert runs.only == ((), (3,))
     assert pair(viewer.read(shortest), viewer.read(fcfs)).only == ((1,), ())
 
 
@@ -77,15 +77,15 @@ def test_an_id_that_was_used_again_is_matched_in_turn(tmp_path):
             if length == 9:
                 writer.commit(writer.schedule(), [5])
         writer.recorder.close()
-    both = pair(*(viewer.read(tmp_path / f"{name}.jsonl") for name in "ab"))
-    assert both.only == ((), (2,))
+    runs = pair(*(viewer.read(tmp_path / f"{name}.jsonl") for name in "ab"))
+    assert runs.only == ((), (2,))
 
 
 def mapped(view: Picture, numbers: list[int]) -> Picture:
     """The picture with other numbers."""
 
     def heads(entries):
-        return tuple((numbers[n], *rest) for n, *rest in entries)
+        return tuple((numbers[n], *fields) for n, *fields in entries)
 
     return view._replace(
         waiting=tuple(numbers[n] for n in view.waiting),
@@ -97,11 +97,11 @@ def mapped(view: Picture, numbers: list[int]) -> Picture:
         why=tuple(
             (
                 sentence,
-                None if behind is None else numbers[behind],
+                None if rival is None else numbers[rival],
                 None if requests is None else [numbers[n] for n in requests],
                 limit,
             )
-            for sentence, behind, requests, limit in view.why
+            for sentence, rival, requests, limit in view.why
         ),
         requests=view.requests.__class__(
             {
@@ -126,14 +126,14 @@ def test_renumbered_frames_show_the_same_run(tmp_path, number):
             assert new_view == mapped(view, numbers)
             for part in ("before", "after"):
                 entries = zip(frame.get(part, ()), new_frame.get(part, ()), strict=True)
-                for (kind, n, *rest), (new_kind, new_n, *new_rest) in entries:
+                for (kind, n, *fields), (new_kind, new_n, *new_fields) in entries:
                     assert (new_kind, new_n) == (kind, None if n is None else numbers[n])
                     if kind == "forked":
-                        assert new_rest == [[numbers[branch] for branch in rest[0]]]
+                        assert new_fields == [[numbers[branch] for branch in fields[0]]]
                     elif kind == "beamed":
-                        assert new_rest == [numbers[rest[0]], rest[1]]
+                        assert new_fields == [numbers[fields[0]], fields[1]]
                     else:
-                        assert new_rest == rest
+                        assert new_fields == fields
 
     drawn.check(
         number,
@@ -158,38 +158,38 @@ def decisions(path: Path, policy: Policy) -> list[object]:
 @pytest.mark.parametrize("blocks", [9, 10, 12, 20])
 def test_the_first_step_that_decides_otherwise_is_where_the_runs_part(tmp_path, fcfs, blocks):
     smaller = SIZES._replace(num_blocks=blocks)
-    other = write(tmp_path / "other.jsonl", LENGTHS, config=smaller)
-    both = pair(viewer.read(fcfs), viewer.read(other))
-    steps = enumerate(zip(decisions(fcfs, FCFS), decisions(other, FCFS), strict=False))
-    first = next((step for step, (one, two) in steps if one != two), None)
-    assert (first is None) == (blocks == 20)
-    assert both.parting == (None if first is None else (first, first))
+    second = write(tmp_path / "other.jsonl", LENGTHS, config=smaller)
+    runs = pair(viewer.read(fcfs), viewer.read(second))
+    pairs = zip(decisions(fcfs, FCFS), decisions(second, FCFS), strict=False)
+    parted_steps = [step for step, (a, b) in enumerate(pairs) if a != b]
+    assert (not parted_steps) == (blocks == 20)
+    assert runs.parting == ((parted_steps[0], parted_steps[0]) if parted_steps else None)
 
 
 def test_a_run_that_ends_earlier_parts_at_its_end(tmp_path, fcfs):
     lines = fcfs.read_text().splitlines(keepends=True)
     commits = [i for i, line in enumerate(lines) if line.startswith('{"commit"')]
     (tmp_path / "cut.jsonl").write_text("".join(lines[: commits[4] + 1]))
-    both = pair(viewer.read(fcfs), viewer.read(tmp_path / "cut.jsonl"))
-    assert both.parting == (5, None)
+    runs = pair(viewer.read(fcfs), viewer.read(tmp_path / "cut.jsonl"))
+    assert runs.parting == (5, None)
 
 
 def test_runs_without_a_common_request_are_refused(tmp_path, fcfs):
-    other = write(tmp_path / "other.jsonl", {"x": 3})
+    second = write(tmp_path / "other.jsonl", {"x": 3})
     with refused(
         r"fcfs.jsonl and other.jsonl have no request id in common \('long', 'middle', ...; 'x'\); "
         "show two runs that got the same prompts, of one model"
     ):
-        pair(viewer.read(fcfs), viewer.read(other))
+        pair(viewer.read(fcfs), viewer.read(second))
 
 
 def test_runs_of_other_prompts_are_refused(tmp_path, fcfs):
-    other = write(tmp_path / "other.jsonl", LENGTHS | {"middle": 13})
+    second = write(tmp_path / "other.jsonl", LENGTHS | {"middle": 13})
     with refused(
         "request 'middle' has a prompt of 12 tokens in fcfs.jsonl and of 13 in other.jsonl; "
         "show two runs that got the same prompts, of one model"
     ):
-        pair(viewer.read(fcfs), viewer.read(other))
+        pair(viewer.read(fcfs), viewer.read(second))
     runs = [
         viewer.read(write(tmp_path / f"{token}.jsonl", LENGTHS, token=token, prompts=True))
         for token in (5, 6)

@@ -88,9 +88,9 @@ def test_the_dataclasses_stay_what_they_are():
         n=2, temperature=0.5, bad_words="a", bad_words_token_ids=((1, 2),), seed=3
     )
     assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
-    given = SamplingParams(trace_decode_token_ids=[1, 2])
-    for each in (params, given):
-        assert decoded_params(encoded_params(each)) == each
+    given_tokens = SamplingParams(trace_decode_token_ids=[1, 2])
+    for request_params in (params, given_tokens):
+        assert decoded_params(encoded_params(request_params)) == request_params
     assert hash(BeamSearchParams(2)) == hash(BeamSearchParams(beam_width=2))
     assert SamplingParams.__init__.__name__ == "__init__"
     with pytest.raises(TypeError, match="did you mean 'temperature'"):

@@ -34,9 +34,9 @@ def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
             f"unknown options {', '.join(options)}; there are server, gguf, slots, context and "
             "threads"
         )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     command = [
         program,
         "-m",

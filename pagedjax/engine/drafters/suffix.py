@@ -20,12 +20,12 @@ from pagedjax.engine.drafters.drafter import Drafter
 from pagedjax.engine.drafters.ngram import first_index
 
 DEPTH = 16  # tokens of a run in the tree: of the match and of its continuation together
-LONGEST = 64  # tokens of a match in the sequence itself
+MAX_MATCH = 64  # tokens of a match in the sequence itself
 NODES = 2**20  # at 267 bytes each, 280 MB (measured with random tokens, Python 3.11)
 # the tree gets so many last tokens of an output; this takes the engine some 20 ms, once a sequence
-REMEMBERED = 1024
+LEARNED_TOKENS = 1024
 # a draft token's estimated probability is at least this: vLLM's suffix_decoding_min_token_prob
-LIKELY = 0.1
+MIN_PROBABILITY = 0.1
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ def continuation(node: Node, k: int) -> list[int]:
     while node.children and len(drafts) < k:
         token, child = max(node.children.items(), key=lambda entry: entry[1].count)
         probability *= child.count / sum(sibling.count for sibling in node.children.values())
-        if probability < LIKELY:
+        if probability < MIN_PROBABILITY:
             break
         drafts.append(token)
         node = child
@@ -100,13 +100,13 @@ def continuation(node: Node, k: int) -> list[int]:
 
 
 def repeated_suffix(tokens: np.ndarray, k: int) -> tuple[int, np.ndarray]:
-    """Returns the length of the longest suffix that occurs earlier in the same sequence, LONGEST
+    """Returns the length of the longest suffix that occurs earlier in the same sequence, MAX_MATCH
     tokens at most, and the k tokens after its first occurrence; (0, no tokens) if there is none.
     """
     text = tokens.tobytes()
     length = 0
     end = len(tokens)  # the index after the first occurrence
-    limit = min(LONGEST, len(tokens) - 1)
+    limit = min(MAX_MATCH, len(tokens) - 1)
     while length < limit:  # bisect: a shorter suffix occurs wherever a longer one does
         n = (length + limit + 1) // 2
         n_end = first_index(text, tokens[-n:]) + n
@@ -128,6 +128,6 @@ def propose(
 
 def drafter() -> Drafter:
     def finished(memory: Outputs, sequence_id: str, output: np.ndarray) -> None:
-        memory.add(output[-REMEMBERED:].tolist())
+        memory.add(output[-LEARNED_TOKENS:].tolist())
 
     return Drafter("suffix", propose, start=Outputs, finished=finished)

@@ -26,7 +26,7 @@ from pagedjax.engine.processes.difference import difference
 from pagedjax.engine.processes.watch import Progress, Stage, late
 
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h
-GRACE = 3.0  # seconds for the answers to clients, before the process ends
+ANSWER_SECONDS = 3.0  # for the answers to clients, before the process ends
 CAUSE_SECONDS = 1.0  # an error of a device may come before the news of the process that caused it
 BEATS = 10  # signs of life within the timeout
 # process 0 keeps the lines of so many steps; a follower is behind by at most the lookahead's depth
@@ -69,7 +69,8 @@ class Group:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._closing = False
-        self.steps = self.engines = 0
+        self.steps = 0
+        self.engines = 0
         self._stage = "starting"
         self._since = time.monotonic()
 
@@ -130,7 +131,7 @@ class Group:
             with suppress(Exception):
                 function(reason)
         if self.on_failure:
-            time.sleep(GRACE)
+            time.sleep(ANSWER_SECONDS)
         self._leave()
 
     def _leave(self) -> None:
@@ -140,7 +141,7 @@ class Group:
     def wait_for_the_end(self) -> None:
         """If a process has failed, wait until this one ends."""
         if self.failure is not None:
-            self._over.wait(2 * GRACE)
+            self._over.wait(2 * ANSWER_SECONDS)
             self._exit(EXIT_STATUS)
 
 
@@ -157,7 +158,7 @@ class Leader(Group):
         super().__init__(0, len(peers) + 1, *args, **options)
         self._inputs = {i: inputs for i, (inputs, _) in peers.items()}
         self._control = {i: control for i, (_, control) in peers.items()}
-        self._heard = {i: (Progress(), time.monotonic()) for i in peers}
+        self._last_beats = {i: (Progress(), time.monotonic()) for i in peers}
         self._gone: set[int] = set()  # processes that said that they end
         self._closed: set[int] = set()  # processes that closed their connection
         self._pending: list[str] = []
@@ -283,7 +284,7 @@ class Leader(Group):
     def _listen(self, i: int) -> None:
         for message in self._control[i].messages():
             if "beat" in message:
-                self._heard[i] = Progress(*message["beat"]), time.monotonic()
+                self._last_beats[i] = Progress(*message["beat"]), time.monotonic()
             elif "differs" in message:
                 report = message["differs"]
                 leader_lines = self._lines.get(report["step"], [])
@@ -317,7 +318,7 @@ class Leader(Group):
         for connection in self._control.values():
             connection.send(beat)
         progress = {0: self.progress}
-        for i, (state, heard_at) in self._heard.items():
+        for i, (state, heard_at) in self._last_beats.items():
             if i not in self._gone:
                 progress[i] = state._replace(silent=time_now - heard_at)
         reason = late(progress, self.timeout)
@@ -331,7 +332,7 @@ class Follower(Group):
     def __init__(self, inputs: Connection, control: Connection, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._control = control
-        self._heard = time.monotonic()
+        self._heard_at = time.monotonic()
         self._inputs: queue.Queue[Message | None] = queue.Queue()
         self._ended = False
         self._in_thread(self._read, inputs)
@@ -387,7 +388,7 @@ class Follower(Group):
             ProcessFailed: always.
         """
         self._control.send(encode({kind: body}))
-        if not self._over.wait(CAUSE_SECONDS + GRACE):
+        if not self._over.wait(CAUSE_SECONDS + ANSWER_SECONDS):
             self.fail(str(body))
         raise ProcessFailed(self.failure or str(body))
 
@@ -424,7 +425,7 @@ class Follower(Group):
 
     def _listen(self) -> None:
         for message in self._control.messages():
-            self._heard = time.monotonic()
+            self._heard_at = time.monotonic()
             if "failure" in message:
                 self.fail(message["failure"])
         if not (self._ended or self._closing):
@@ -432,7 +433,7 @@ class Follower(Group):
 
     def _check(self) -> None:
         self._control.send(self._beat())
-        silent = time.monotonic() - self._heard
+        silent = time.monotonic() - self._heard_at
         if silent > self.timeout:
             self.fail(
                 f"process 0 has not been heard of for {silent:.0f} s: it is stopped, or cannot be "

@@ -114,4 +114,6 @@ def _asks_something(value: Any, row: Row) -> bool:
         return False
     if isinstance(value, (int, float, str, list, tuple, dict, set)) and not value:
         return False
-    return not any(type(value) is type(other) and value == other for other in row.asks_nothing)
+    return not any(
+        type(value) is type(neutral) and value == neutral for neutral in row.asks_nothing
+    )

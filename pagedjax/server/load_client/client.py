@@ -222,7 +222,8 @@ async def send_requests(
 
     Takes until the last arrival + target.timeout at most. `on_end` is called with each result.
     """
-    url = f"{target.base}/{'chat/completions' if load.endpoint == 'chat' else 'completions'}"
+    path = "chat/completions" if load.endpoint == "chat" else "completions"
+    url = f"{target.base}/{path}"
     bodies = [body_of(load, target, model, item) for item in items]  # before the measurement
     gate = (
         nullcontext()

@@ -22,8 +22,8 @@ from pagedjax.server.ray.replica import Replica
 REPLICAS = "replicas"  # the name of the deployment
 ROUTER = "pagedjax.server.ray.request_router.PureRouter"
 # Requests that Serve lets a replica have. A replica refuses by its own max_queue, with 429.
-ONGOING = 1 << 14
-GRACE = 10.0  # seconds to send the answers of 503
+MAX_ONGOING_REQUESTS = 1 << 14
+ANSWER_SECONDS = 10.0  # to send the answers of 503
 log = logging.getLogger("pagedjax.server")
 
 
@@ -46,8 +46,8 @@ def application(options: ClusterOptions) -> Application:
         "record": options.record_routing,
     }
     # The ingress answers 503 when the time to drain is over; Serve ends the processes after that
-    stops: dict[str, Any] = {
-        "graceful_shutdown_timeout_s": options.drain_seconds + GRACE,
+    shutdown_options: dict[str, Any] = {
+        "graceful_shutdown_timeout_s": options.drain_seconds + ANSWER_SECONDS,
         "graceful_shutdown_wait_loop_s": 0.5,
     }
     replicas = serve.deployment(
@@ -56,24 +56,24 @@ def application(options: ClusterOptions) -> Application:
         num_replicas=None if scaling else options.replicas,
         autoscaling_config=scaling,
         ray_actor_options=resources_of(options),
-        max_ongoing_requests=ONGOING,
-        **stops,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        **shutdown_options,
         health_check_period_s=5.0,
         request_router_config={"request_router_class": ROUTER, "request_router_kwargs": router},
     )
 
     def build() -> ASGIApp:
-        """In the ingress's process."""
+        """Make the ingress. Serve calls it in the ingress's process."""
         name = serve.get_replica_context().app_name
         return create_ingress(options, serve.get_deployment_handle(REPLICAS, app_name=name))
 
-    # one, because the state of the router is in its process
+    # one ingress, because its process has the state of the router
     ingress = serve.deployment(
         serve.ingress(build)(Ingress),
         num_replicas=1,
         ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=ONGOING,
-        **stops,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        **shutdown_options,
     )
     return ingress.bind(replicas.bind(options))
 

@@ -149,7 +149,7 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
             signal.signal(number, lambda *_: stopped.set())
         scaling = options.scaling()
         count = options.replicas if scaling is None else scaling.initial_replicas
-        words = f"{count} replica{'s' * (count != 1)}"
+        words = "1 replica" if count == 1 else f"{count} replicas"
         print(f"serving {options.of_server().name} on {words} at {url}/v1", flush=True)
         # A wait without end would hold back the signal on some platforms
         while not stopped.wait(1.0):

@@ -218,12 +218,12 @@ class Ingress:
             move.add_done_callback(_log_error)
 
     async def _move(self, name: str) -> None:
-        for other in LINK.present():
-            if other not in self._identities:
-                facts = await self._answer_in_time(self._replicas.facts.remote(target=other))
+        for replica in LINK.present():
+            if replica not in self._identities:
+                facts = await self._answer_in_time(self._replicas.facts.remote(target=replica))
                 if facts is not None:
-                    self._identities[other] = facts["identity"]
-            if self._identities.get(other) == self._identities.get(name):
+                    self._identities[replica] = facts["identity"]
+            if self._identities.get(replica) == self._identities.get(name):
                 self._give_up(name, "left")
                 return
 
@@ -244,12 +244,12 @@ class Ingress:
             }
             silent = {name for name, at in last_answers.items() if now - at > seconds}
             # if all are silent, this machine is too busy, or its network has failed
-            after = frozenset() if len(silent) == len(last_answers) else frozenset(silent)
-            for name in after - avoided:
+            new_avoided = frozenset() if len(silent) == len(last_answers) else frozenset(silent)
+            for name in new_avoided - avoided:
                 log.warning("replica %s has answered nothing for %g s", name, seconds)
                 self._give_up(name, "silent")
-            if after != avoided:
-                avoided = after
+            if new_avoided != avoided:
+                avoided = new_avoided
                 LINK.avoid(avoided)
 
     async def _pulses(self, names: Iterable[str], seconds: float) -> list[bool | None]:
@@ -330,13 +330,15 @@ class Ingress:
         Raises:
             Unanswered: no other replica is present.
         """
-        names = {*avoided.refusing, *avoided.failed}
-        others = [name for name in LINK.present() if name not in names]
-        if avoided.refusing and (target is not None or not others):
+        avoided_names = {*avoided.refusing, *avoided.failed}
+        other_names = [name for name in LINK.present() if name not in avoided_names]
+        if avoided.refusing and (target is not None or not other_names):
             raise Unanswered(ENDED)
         request = None
         if routed is not None:
-            request = routed._replace(request_id=uuid.uuid4().hex, avoids=tuple(sorted(names)))
+            request = routed._replace(
+                request_id=uuid.uuid4().hex, avoids=tuple(sorted(avoided_names))
+            )
         handle = self._replicas.options(stream=True).answer
         # Serve treats all calls in the context of one HTTP request as one call
         answer = contextvars.Context().run(
@@ -395,15 +397,15 @@ class _ReplicaCall:
         """
         try:
             async with asyncio.timeout(seconds):
-                taken = await self._next()
+                first_messages = await self._next()
         except TimeoutError:
             raise _none_ready(seconds) from None
         except NotRouted as error:
             raise Unanswered(str(error), "not_routed") from error
-        assert taken is not None
-        self._taken_by = taken[0]["engine"]
-        self.identity = taken[0]["identity"]
-        messages: list[Message] | None = taken
+        assert first_messages is not None
+        self._taken_by = first_messages[0]["engine"]
+        self.identity = first_messages[0]["identity"]
+        messages: list[Message] | None = first_messages
         while messages is not None:
             yield messages
             messages = await self._next()

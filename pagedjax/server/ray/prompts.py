@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from pagedjax.routing import RouterRequest
 from pagedjax.server import adapters, responses_api
 from pagedjax.server.app import Options
 from pagedjax.server.responses_api import ResponsesRequest
-from pagedjax.server.schema import ChatRequest, CompletionRequest, GenerationBody
+from pagedjax.server.schema import ChatRequest, CompletionRequest, GenerationBody, as_list
 from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.text.tools.use import tool_use
 
@@ -100,9 +100,7 @@ def _hashes(reader: Reader, body: GenerationBody, ids: Sequence[int]) -> tuple[s
 
 def _prompts(reader: Reader, body: CompletionRequest) -> list[Sequence[int]]:
     """The tokens of each prompt."""
-    prompts: Any = body.prompt
-    if isinstance(prompts, str) or isinstance(prompts[0], int):
-        prompts = [prompts]
+    prompts = as_list(body.prompt)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if any(len(text) > CHARACTERS * reader.max_model_len for text in texts):
         raise ValueError("a prompt is too long")

@@ -2,8 +2,8 @@
 
 The handle through which the ingress calls replicas asks this router about every call. Serve tells
 it which replicas are present. The ingress tells it when a request has ended, and is told when a
-replica has left, and has had its time to drain (link.py). Which replica a request gets is decided by
-the pure functions of `pagedjax.routing`.
+replica has left, and has had its time to drain (link.py). The pure functions of `pagedjax.routing`
+decide which replica a request gets.
 
 All methods but `end` run in one event loop of the ingress's process; another loop answers the
 clients. `end` only passes the request on to it. So one thread alone changes the state.
@@ -52,7 +52,7 @@ class PureRouter(RequestRouter):
         own_router = router if names_own_value(router) else None
         self.recorder = Recorder(routing.find(router), known_blocks, path, own_router=own_router)
         self._drain_seconds = drain_seconds
-        self._early: dict[str, None] = {}  # requests that ended before they were routed
+        self._early_ends: dict[str, None] = {}  # requests that ended before they were routed
         self._avoided: frozenset[str] = frozenset()  # replicas that do not answer
         self._present: set[str] = set()  # replicas that Serve has
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -80,7 +80,7 @@ class PureRouter(RequestRouter):
         if call.future.done() or (target is None and request is None):
             return [candidate_replicas]
         if request is not None:
-            if request.request_id in self._early:
+            if request.request_id in self._early_ends:
                 call.future.cancel()
                 # the call is over, so what is returned does not matter; as in the errors below
                 return [candidate_replicas]
@@ -123,9 +123,9 @@ class PureRouter(RequestRouter):
         if request_id in self.recorder.state.unfinished:
             self.recorder.finished(request_id)
         else:  # its client left before Serve asked for a replica; Serve may still ask
-            self._early[request_id] = None
-            while len(self._early) > MAX_EARLY_ENDS:
-                del self._early[next(iter(self._early))]
+            self._early_ends[request_id] = None
+            while len(self._early_ends) > MAX_EARLY_ENDS:
+                del self._early_ends[next(iter(self._early_ends))]
 
     def _update_presence(self) -> None:
         """Let replicas join and leave as Serve has them. One that is avoided leaves for the router

@@ -43,7 +43,7 @@ class Grammars:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
-        self._kept: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
+        self._cache: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
         self._vocabulary: Any = None
         self._lock = threading.Lock()
 
@@ -55,16 +55,16 @@ class Grammars:
                 form cannot be compiled.
         """
         with self._lock:
-            grammar = self._kept.get(form)
+            grammar = self._cache.get(form)
             if grammar is not None:
-                self._kept.move_to_end(form)
+                self._cache.move_to_end(form)
                 return grammar
         text, ignored = grammar_text(form, vocabulary.marks(self.tokenizer))
         grammar = self._compile(text, form, ignored)
         with self._lock:
-            self._kept[form] = grammar
-            while len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
+            self._cache[form] = grammar
+            while len(self._cache) > MAX_KEPT:
+                self._cache.popitem(last=False)
         return grammar
 
     def _compile(

@@ -82,13 +82,15 @@ def subschemas(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield place, mapping
         inner: list[tuple[str, Any, int]] = []
         for name in OF_SCHEMAS:
-            if isinstance(schemas := mapping.get(name), Mapping):
+            schemas = mapping.get(name)
+            if isinstance(schemas, Mapping):
                 inner += [
                     (f"{place}/{name}/{_escaped(key)}", value, depth + 1)
                     for key, value in schemas.items()
                 ]
         for name in LISTS:
-            if isinstance(schemas := mapping.get(name), list):
+            schemas = mapping.get(name)
+            if isinstance(schemas, list):
                 inner += [
                     (f"{place}/{name}/{i}", value, depth + 1) for i, value in enumerate(schemas)
                 ]
@@ -122,8 +124,10 @@ def unsupported(schema: Any) -> Iterator[tuple[str, str]]:
                 yield key_place, "not taken from a schema; use the fields of structured_outputs"
             elif name in UNSUPPORTED:
                 yield key_place, "not supported"
-            elif near := _nearly(name):
-                yield key_place, f"no keyword; did you mean {near!r}?"
+            else:
+                keyword = _nearly(name)
+                if keyword:
+                    yield key_place, f"no keyword; did you mean {keyword!r}?"
 
 
 @lru_cache(4096)
@@ -203,9 +207,8 @@ def _alternatives(pattern: str) -> list[str]:
     """The parts of a pattern between the bars that are in no group and in no class."""
     parts = [""]
     depth = 0
-    for piece in re.findall(
-        r"\\.|\[\]?[^\]]*\]|[\s\S]", pattern
-    ):  # an escape, a class, or one character
+    # an escape, a class, or one character
+    for piece in re.findall(r"\\.|\[\]?[^\]]*\]|[\s\S]", pattern):
         if piece == "(":
             depth += 1
         elif piece == ")":
@@ -219,10 +222,10 @@ def _alternatives(pattern: str) -> list[str]:
 
 def _whole_key_pattern(pattern: str) -> str:
     """The expression of the whole keys in which `pattern` is found; `^` and `$` are their ends."""
-    anything = "(?s:.*)"
-    before = "" if pattern.startswith("^") else anything
+    any_text = "(?s:.*)"
+    before = "" if pattern.startswith("^") else any_text
     has_end = re.search(r"(?<!\\)(\\\\)*\$$", pattern)  # a `$` that is not escaped
-    after = "" if has_end else anything
+    after = "" if has_end else any_text
     middle = pattern.removeprefix("^")
     if has_end:
         middle = middle.removesuffix("$")

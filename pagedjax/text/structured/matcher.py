@@ -54,9 +54,10 @@ class Matcher:
         if len(output) < self._consumed:
             self._parser = self.grammar.start.deep_copy()
             self._consumed = 0
-        if new := [int(token) for token in output[self._consumed :]]:
-            self._consumed += len(new)
-            self._parser.consume_tokens(new)
+        new_tokens = [int(token) for token in output[self._consumed :]]
+        if new_tokens:
+            self._consumed += len(new_tokens)
+            self._parser.consume_tokens(new_tokens)
         return self.usable_parser()
 
     def usable_parser(self) -> Any:
@@ -65,24 +66,24 @@ class Matcher:
             self.error = first_line(self._parser.get_error()) or "the parser failed"
         return None if self.error is not None else self._parser
 
-    def check_ends(self, drafts: Sequence[int], ending: Sequence[int]) -> None:
+    def check_ends(self, drafts: Sequence[int], end_places: Sequence[int]) -> None:
         """Set `error` if a mask allows an end token where the form is not complete, which is an
         error of the library.
 
         Args:
             drafts: tokens that follow the output that `after` was last asked about.
-            ending: after how many of the drafts the mask allows an end token; ascending. Those
+            end_places: after how many of the drafts the mask allows an end token; ascending. Those
                 after a draft that is not allowed are not checked, because no sample there counts.
         """
         # a copy, if drafts are consumed
-        parser = self._parser if ending[-1] == 0 else self._parser.deep_copy()
-        for position in range(ending[-1] + 1):
+        parser = self._parser if end_places[-1] == 0 else self._parser.deep_copy()
+        for position in range(end_places[-1] + 1):
             if position > 0:
                 draft = drafts[position - 1]
                 if not parser.validate_tokens([draft]):
                     return
                 parser.consume_token(draft)
-            if position in ending and not parser.is_accepting():
+            if position in end_places and not parser.is_accepting():
                 self.error = "an end token is allowed before the form is complete"
                 return
 
@@ -116,8 +117,8 @@ class MaskRow(NamedTuple):
 def masks(rows: Sequence[MaskRow], count: int) -> np.ndarray:
     """[count, words] uint32: a bit for each token, which is set if the sample may have the token.
 
-    The rows have one vocabulary. A sample that belongs to no row may have any token. Behind a draft
-    that is not allowed no sample counts, so its mask is not computed. A row whose matcher has
+    The rows have one vocabulary. A sample that belongs to no row may have any token. A mask behind a
+    draft that is not allowed is not computed, because no sample counts there. A row whose matcher has
     failed may have any token but its `stops`: the engine cancels its sequence after the step, and
     until then it must not end as if its form were complete.
     """
@@ -142,9 +143,9 @@ def masks(rows: Sequence[MaskRow], count: int) -> np.ndarray:
     has_end = _has_end(bit_masks, rows[0].matcher.grammar.ends)
     for row, (_, _, drafts) in zip(rows, work, strict=True):
         samples = slice(row.first, row.first + 1 + len(row.drafts))
-        ending = np.flatnonzero(has_end[samples]).tolist()
-        if ending and row.matcher.usable_parser() is not None:
-            row.matcher.check_ends(drafts, ending)
+        end_places = np.flatnonzero(has_end[samples]).tolist()
+        if end_places and row.matcher.usable_parser() is not None:
+            row.matcher.check_ends(drafts, end_places)
         if row.matcher.usable_parser() is None:
             allowed = bit_masks[samples]
             allowed[:] = 0xFFFFFFFF

@@ -71,7 +71,8 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
         model["vocab"] = {names.get(piece, piece): i for piece, i in vocabulary.items()}
     else:
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
-    if (unknown_piece := model.get("unk_token")) is not None:
+    unknown_piece = model.get("unk_token")
+    if unknown_piece is not None:
         model["unk_token"] = names.get(unknown_piece, unknown_piece)
     if "merges" in model:
         model["merges"] = [merge for merge in model["merges"] if not names.keys() & _pieces(merge)]

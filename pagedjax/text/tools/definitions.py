@@ -65,18 +65,18 @@ def tools_of(tools: Any) -> tuple[Tool, ...]:
 def _tool(place: str, tool: Any) -> Tool:
     if not isinstance(tool, Mapping):
         raise ValueError(f"{place} is {tool!r:.80}; it must be an object of type 'function'")
-    if (kind := tool.get("type")) != "function":
+    kind = tool.get("type")
+    if kind != "function":
         problem = f"{place}.type is {kind!r:.80}; there are no tools but functions"
         raise ValueError(f'{problem}: {{"type": "function", "function": {{"name": ...}}}}')
     function = tool.get("function")
     if not isinstance(function, Mapping):
         raise ValueError(f"{place}.function is {function!r:.80}; it must be an object with a name")
     place = f"{place}.function"
-    if unknown_fields := sorted(
-        map(str, set(function) - {"name", "description", "parameters", "strict"})
-    ):
+    unknown_fields = set(function) - {"name", "description", "parameters", "strict"}
+    if unknown_fields:
         raise ValueError(
-            f"{place} has the unknown field {unknown_fields[0]!r:.80}; "
+            f"{place} has the unknown field {min(map(str, unknown_fields))!r:.80}; "
             "a function has name, description, parameters and strict"
         )
     name = function.get("name")
@@ -121,12 +121,13 @@ def too_deep(value: Any) -> bool:
     """
     level = [value]
     for _ in range(MAX_LEVELS):
-        inner = [
-            item.values() if isinstance(item, Mapping) else item
-            for item in level
-            if isinstance(item, (Mapping, list))
-        ]
-        level = [item for children in inner for item in children]
+        next_level: list[Any] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                next_level += item.values()
+            elif isinstance(item, list):
+                next_level += item
+        level = next_level
         if not level:
             return False
     return True

@@ -19,7 +19,7 @@ from pagedjax.text.tools.definitions import Tool
 from pagedjax.text.tools.formats import CallFormat
 
 # A schema with one of these keywords may have further properties
-OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+OPEN_KEYWORDS = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
 # The rules by which the engine compiles other schemas
 JSON_RULES = {"whitespace_pattern": WHITE_SPACE, "lenient": False}
 
@@ -47,7 +47,7 @@ def lark(
     """
     marks = vocabulary.marks(tokenizer)
 
-    def written(text: str) -> str:
+    def literal(text: str) -> str:
         return _literal(text, marks)
 
     ignored: list[str] = []
@@ -55,18 +55,18 @@ def lark(
     for i, tool in enumerate(tools):
         schema, places = arguments_schema(tool)
         ignored += [f"{tool.name}{place}" for place in places]
-        head = written(f"{form.before}{tool.name}{form.after}")
+        head = literal(f"{form.before}{tool.name}{form.after}")
         rules += [
-            f"call_{i}: {head} args_{i} {written(form.close)}",
+            f"call_{i}: {head} args_{i} {literal(form.close)}",
             f"args_{i}: {_inline(schema)}",
         ]
-    further = f"({written(form.between)} call)*" if parallel else ""
+    further_calls = f"({literal(form.between)} call)*" if parallel else ""
     rules += [
-        f"calls: call {further} {written(form.end)}",
+        f"calls: call {further_calls} {literal(form.end)}",
         "call: " + " | ".join(f"call_{i}" for i in range(len(tools))),
     ]
     if required:
-        rules = [f"start: {written(form.begin)} calls", *rules]
+        rules = [f"start: {literal(form.begin)} calls", *rules]
     elif answer is not None:
         if not form.trigger:
             raise ValueError(
@@ -74,7 +74,7 @@ def lark(
                 "too; leave one of them out, or set tool_choice to 'required' or 'none'"
             )
         rules = [
-            f"start: answer | {written(form.begin)} calls",
+            f"start: answer | {literal(form.begin)} calls",
             f"answer: {_inline(answer)}",
             *rules,
         ]
@@ -100,7 +100,7 @@ def arguments_schema(tool: Tool) -> tuple[Any, tuple[str, ...]]:
     schema, ignored = keywords.checked(
         tool.parameters, subject, option="strict: false for the tool", ignore=not tool.strict
     )
-    if "properties" in schema and not OPEN & schema.keys():
+    if "properties" in schema and not OPEN_KEYWORDS & schema.keys():
         schema = {**schema, "additionalProperties": False}
     return schema, ignored
 
@@ -132,8 +132,8 @@ def _text_or_calls(form: CallFormat, marks: dict[str, int], special: Collection[
     the trigger that ends it are one lazy lexeme, because a lexer never goes back to end a greedy
     lexeme earlier.
     """
-    inner = form.begin + form.before + form.after + form.close + form.between + form.end
-    other_marks = [i for mark, i in marks.items() if mark not in inner and i not in special]
+    call_text = form.begin + form.before + form.after + form.close + form.between + form.end
+    other_marks = [i for mark, i in marks.items() if mark not in call_text and i not in special]
     to_last_mark = f"(TEXT? <[{','.join(map(str, other_marks))}]>)* " if other_marks else ""
     if not form.trigger:  # a text does not begin with "{", because a call does
         return [f"start: {to_last_mark}TEXT? | calls", r"TEXT: /[^{\s](?s:.*)/"]
@@ -159,8 +159,8 @@ def _inline(schema: Any) -> str:
 
 def _literal(text: str, marks: dict[str, int]) -> str:
     """A text in a rule, its marks as tokens."""
-    inner = [mark for mark in marks if mark and mark in text]
-    parts = re.split("(" + "|".join(map(re.escape, inner)) + ")", text) if inner else [text]
+    marks_in_text = [re.escape(mark) for mark in marks if mark and mark in text]
+    parts = re.split(f"({'|'.join(marks_in_text)})", text) if marks_in_text else [text]
     return " ".join(
         f"<[{marks[part]}]>" if part in marks else json.dumps(part) for part in parts if part
     )

@@ -51,14 +51,14 @@ def test_a_difference_without_noise_has_a_mark_of_its_own(metric: Metric):
     result = compared(metric, [number] * 3, [110.0] * 3)
     assert mark_of(result) == "hollow up"
     assert NO_NOISE in words_of(result, "a", "")
-    same = compared(metric, [number] * 3, [number] * 3)
-    assert mark_of(same) == "same"
-    assert SAME in words_of(same, "a", "")
+    equal_points = compared(metric, [number] * 3, [number] * 3)
+    assert mark_of(equal_points) == "same"
+    assert SAME in words_of(equal_points, "a", "")
 
 
 def test_one_repeat_tells_nothing():
-    one = point(THROUGHPUT, [1.0])
-    assert of_points(one, point(THROUGHPUT, [2.0, 3.0]), THROUGHPUT) is None
+    single_run = point(THROUGHPUT, [1.0])
+    assert of_points(single_run, point(THROUGHPUT, [2.0, 3.0]), THROUGHPUT) is None
 
 
 def test_a_best_point_is_shown_against_every_other_one():

@@ -20,7 +20,7 @@ NUMBERS = st.lists(st.floats(0, 100), min_size=1, max_size=500)
 @drawn.given(30, 300, NUMBERS)
 def test_curve_has_the_share_of_values_up_to_each(values: list[float]):
     xs, shares = latencies.cumulative(np.array(values))
-    assert len(xs) <= latencies.CURVE
+    assert len(xs) <= latencies.MOST_POINTS
     assert (xs[0], xs[-1], shares[-1]) == (min(values), max(values), 1.0)
     for x, share in zip(xs, shares, strict=True):
         below = sum(value < x for value in values) / len(values)

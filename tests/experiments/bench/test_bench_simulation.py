@@ -10,7 +10,7 @@ import pytest
 
 from experiments.bench import simulation
 from experiments.simulation.simulate import SimulatedEngine
-from tests.experiments.core.test_decodes_together import RAW, Counting
+from tests.experiments.core.test_decodes_together import RAW, StepCounts
 
 
 def test_each_way_makes_its_steps(tmp_path):
@@ -25,9 +25,9 @@ def test_each_way_makes_its_steps(tmp_path):
     together = {}
     for way in simulation.WAYS:
         with pytest.MonkeyPatch.context() as patch:
-            counted = Counting(patch)
+            counts = StepCounts(patch)
             simulation.seconds(points[way], way)
-            together[way] = counted.together
+            together[way] = counts.together
     assert together["one by one"] == 0
     assert together["together"] == together["sums"] > 0
     assert SimulatedEngine.next_step_times.__name__ == "next_step_times"

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.bench import scale, scale_calculated, scale_report
-from experiments.bench.scale import QUICK, WARM, checked_setup
+from experiments.bench.scale import QUICK, WARM_STEPS, checked_setup
 from experiments.bench.scale_calculated import (
     BLOCK,
     EXTRA_TOKENS,
@@ -140,13 +140,13 @@ def test_roofline_takes_slower_of_traffic_and_arithmetic():
 @pytest.mark.parametrize(("sequences", "steps"), [(1, 1), (16, 5), (20, scale.MAX_STEPS)])
 def test_middle_step_has_the_given_context(sequences: int, steps: int):
     context = 64
-    middle = WARM + steps // 2
+    middle = WARM_STEPS + steps // 2
     shapes = scale.shapes_of(Shape(sequences, context, 1, 50))
     blanks = {sequences: blank_sampling(sequences)}
     host = scale.state_after_prompts(shapes, context, middle)
     lengths = []
     tokens = []
-    for i in range(WARM + steps):
+    for i in range(WARM_STEPS + steps):
         host, _, batch = scale.advance(
             host, shapes, blanks, lambda batch, i=i: batch.tokens * 0 + i
         )
@@ -158,7 +158,7 @@ def test_middle_step_has_the_given_context(sequences: int, steps: int):
     assert lengths[middle].mean() == pytest.approx(context, abs=0.5)
     assert lengths[-1].max() < context + EXTRA_TOKENS
     # a step computes the tokens sampled before it
-    sampled = jnp.full(sequences, WARM + steps - 2, jnp.int32)
+    sampled = jnp.full(sequences, WARM_STEPS + steps - 2, jnp.int32)
     chex.assert_trees_all_equal(tokens[-1], sampled)
     # the full blocks of a prompt have hashes; prompts are a block shorter at most than others
     full_blocks = (context - middle) // BLOCK - 1

@@ -138,5 +138,5 @@ def test_a_worker_prefers_its_own_engines_and_then_new_ones():
     assert choose(waiting[2:], set(), every, {}, "m") is None, (
         "the last run of an engine is for who has it"
     )
-    assert choose(waiting[2:], set(), every, {}, "m", least=1) is waiting[2]
+    assert choose(waiting[2:], set(), every, {}, "m", min_runs=1) is waiting[2]
     assert choose(waiting, set(), every, dict.fromkeys(keys, "m"), "other") is None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from experiments.core.config import expand
 from experiments.core.replica_options import Change
-from experiments.core.replicas import Present, drive_replicas
+from experiments.core.replicas import ReplicaCount, drive_replicas
 from experiments.core.workloads import WorkItem
 from pagedjax.routing import LEAST_LOADED, ROUND_ROBIN, ROUTERS
 from tests import drawn
@@ -40,7 +40,14 @@ def by_hand(work: list[WorkItem], count: int, *changes: Change, router=ROUND_ROB
     anew: list[str] = []
     times = Times(ever)
     assigned = drive_replicas(
-        engines(ever), router, 32, work, GREEDY, times, None, Present(count, changes, anew.append)
+        engines(ever),
+        router,
+        32,
+        work,
+        GREEDY,
+        times,
+        None,
+        ReplicaCount(count, changes, anew.append),
     )
     return assigned, [[started for started, *_ in steps] for steps in times.steps], anew
 

@@ -91,9 +91,9 @@ def test_a_run_has_changing_rates_and_its_capacity_a_factor_of_them():
     assert rate_of(point.experiment.workload)[::2] == (1.0, "workload.arrivals.scale")
     spec = Synthetic("synthetic", 9, Fixed("fixed", 2), Fixed("fixed", 2), MINUTES)
     twice = make(replace(spec, arrivals=replace(MINUTES, rates=((0, 2),), scale=2.0)))
-    once = make(replace(spec, arrivals=replace(MINUTES, rates=((0, 2),))))
+    constant_rate = make(replace(spec, arrivals=replace(MINUTES, rates=((0, 2),))))
     assert [2 * item.arrival for item in twice.items] == pytest.approx(
-        [item.arrival for item in once.items]
+        [item.arrival for item in constant_rate.items]
     )
 
 

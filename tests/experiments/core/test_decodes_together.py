@@ -38,19 +38,22 @@ RAW: dict[str, Any] = {
 }
 
 
-class Counting:
-    """How many steps were made together, and how many one by one."""
+class StepCounts:
+    """How many steps were made together, and how many one by one.
+
+    evicted: the idle blocks that steps made together evicted.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.together = 0
-        self.alone = 0
+        self.one_by_one = 0
         self.preemptions = 0
-        self.evicted = 0  # evicted: idle blocks, by steps made together
+        self.evicted = 0
         step = SimulatedEngine.step
         advance = SimulatedEngine.advance
 
         def counted_step(engine: SimulatedEngine):
-            self.alone += 1
+            self.one_by_one += 1
             return step(engine)
 
         def counted_advance(engine: SimulatedEngine, times):
@@ -74,7 +77,7 @@ def changed(changes: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
-def compare(changes: dict[str, Any]) -> Counting:
+def compare(changes: dict[str, Any]) -> StepCounts:
     """Measure with and without steps made together, and compare everything. `changes`: of the
     sections of RAW.
     """
@@ -84,14 +87,14 @@ def compare(changes: dict[str, Any]) -> Counting:
         patch.setattr(SimulatedEngine, "next_step_times", lambda engine: None)
         one_by_one = drive.measure(simulated_llm(point.experiment), point, 0)
     with pytest.MonkeyPatch.context() as patch:
-        counted = Counting(patch)
+        counts = StepCounts(patch)
         together = drive.measure(simulated_llm(point.experiment), point, 0)
     assert one_by_one.failed is None
     assert together.requests == one_by_one.requests
     assert together.steps == one_by_one.steps
     assert together.summary == one_by_one.summary
-    counted.preemptions = together.summary["preemptions"]
-    return counted
+    counts.preemptions = together.summary["preemptions"]
+    return counts
 
 
 CHANGES = [{"at": 0.1, "fail": 1}, {"at": 0.2, "join": 1}, {"at": 0.3, "leave": 1}]
@@ -129,11 +132,11 @@ MEASURED = {
     ids=lambda changes: ",".join(f"{value}" for value in changes.values())[:60],
 )
 def test_records_are_those_of_steps_made_one_by_one(changes):
-    counted = compare(changes)
-    assert counted.together > 50  # else this would compare one way with itself
+    counts = compare(changes)
+    assert counts.together > 50  # else this would compare one way with itself
     if "cache_tokens" in changes:  # a cache that is too small
-        assert counted.preemptions > 5
-        assert counted.evicted > 0 or "engine" in changes
+        assert counts.preemptions > 5
+        assert counts.evicted > 0 or "engine" in changes
 
 
 @pytest.mark.parametrize(

@@ -83,11 +83,11 @@ def test_an_end_token_of_a_simulation_and_a_cancellation_make_the_same_steps(bra
         ending, [w._replace(ends_at=None) for w in WORK], sampling
     )
     assert plans == plans_by_token
-    for request, other, item in zip(by_driver, by_token, WORK, strict=True):
-        for branch, same in zip(request.branches, other.branches, strict=True):
+    for request, given_request, item in zip(by_driver, by_token, WORK, strict=True):
+        for branch, given_branch in zip(request.branches, given_request.branches, strict=True):
             assert branch.num_tokens == item.ends_at
-            assert branch.finish_reason == same.finish_reason == "stop"
-            assert branch.token_times == same.token_times
+            assert branch.finish_reason == given_branch.finish_reason == "stop"
+            assert branch.token_times == given_branch.token_times
     assert not cancelled.has_work
 
 

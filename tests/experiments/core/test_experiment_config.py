@@ -166,8 +166,13 @@ def test_duplicate_key_error_has_both_lines():
 
 
 def test_values_are_converted_to_field_types(tmp_path):
-    given = {"temperature": 0, "stop_token_ids": [5, 4], "min_tokens": 40, "logit_bias": {3: 1}}
-    (point,) = points(tmp_path, sampling=given)
+    raw_sampling = {
+        "temperature": 0,
+        "stop_token_ids": [5, 4],
+        "min_tokens": 40,
+        "logit_bias": {3: 1},
+    }
+    (point,) = points(tmp_path, sampling=raw_sampling)
     sampling = point.experiment.sampling
     assert sampling.temperature == 0.0
     assert sampling.stop_token_ids == (5, 4)
@@ -269,7 +274,7 @@ def test_point_key_covers_exactly_measured_values(tmp_path):
     assert len({base_key, *changed_keys}) == len(changed_keys) + 1
 
 
-EARLIER_KEYS = {  # of the version before any field of `experiments.core.point_key.LATER`
+EARLIER_KEYS = {  # of the version before any field of `experiments.core.point_key.LATER_FIELDS`
     "a8d6b235305f884fa77d0707fcf159c321ed2d0a066a2db5c09ea44059b097a6": {},
     "5f636962a2f155e5eec98fcea169f2282db3d89ad273bdf5d426a0d129439684": {
         "engine": {"block_size": 8, "speculative": {"method": "ngram"}}

@@ -67,8 +67,8 @@ def test_conversations_are_shuffled_by_the_seed():
     orders = [[i.max_tokens for i in make(spec, content, seed).items] for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
     assert sorted(orders[2]) == list(range(1, 31)) != orders[2]
-    few = make(replace(spec, limit=7), content, 2)
-    assert [item.max_tokens for item in few.items] == orders[2][:7]
+    first_seven = make(replace(spec, limit=7), content, 2)
+    assert [item.max_tokens for item in first_seven.items] == orders[2][:7]
 
 
 def test_bursts_are_read_by_time_without_those_that_failed():
@@ -92,16 +92,22 @@ def test_blocks_of_one_id_have_equal_tokens():
     workload = make(spec, MOONCAKE, seed=3, vocab=5000)
     assert rows(workload)[:3] == [(0.0, 1100, 5), (0.5, 512, 9), (1.5, 1030, 1)]
     assert workload.clipped_outputs == 2, "one in each round"
-    first, other, second, again, *_ = (np.asarray(item.prompt_token_ids) for item in workload.items)
-    chex.assert_trees_all_equal(first[:1024], second[:1024])
-    assert (first[1024:1030] != second[1024:]).any()
-    for different in (other, first[512:1024], again[:512]):  # rounds have prompts of their own
-        assert (first[:512] != different).mean() > 0.9
-    assert workload.items[0].prompt_token_ids == tuple(first)
-    assert first.min() >= 17
-    assert first.max() < 5000
+    first_prompt, second_prompt, third_prompt, fourth_prompt, *_ = (
+        np.asarray(item.prompt_token_ids) for item in workload.items
+    )
+    chex.assert_trees_all_equal(first_prompt[:1024], third_prompt[:1024])
+    assert (first_prompt[1024:1030] != third_prompt[1024:]).any()
+    for different in (
+        second_prompt,
+        first_prompt[512:1024],
+        fourth_prompt[:512],
+    ):  # rounds have prompts of their own
+        assert (first_prompt[:512] != different).mean() > 0.9
+    assert workload.items[0].prompt_token_ids == tuple(first_prompt)
+    assert first_prompt.min() >= 17
+    assert first_prompt.max() < 5000
     another_seed = make(spec, MOONCAKE, seed=4, vocab=5000).items[0].prompt_token_ids
-    assert (first != np.asarray(another_seed)).any()
+    assert (first_prompt != np.asarray(another_seed)).any()
 
 
 def test_a_simulated_run_finds_the_prefixes_of_a_mooncake_trace(tmp_path):

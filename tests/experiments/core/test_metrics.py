@@ -188,12 +188,12 @@ def test_drafts_of_hand_made_run():
         return step(number, rows, [sampled, counts], (number, number + 1, 0.8), drafts=(drafts,))
 
     first = [row(a, 3, 0, 3)]
-    both = [row(a, 8, 7, 1), row(b, 1, 0, 1)]
+    rows = [row(a, 8, 7, 1), row(b, 1, 0, 1)]
     run = [
         step(0, first, [Sampled(0, ("a",), (9,))], (0.0, 1.0, 0.8), admitted=("a",)),
         verified(1, 4, (5, 6, 7), 3),
         verified(2, 7, (8,), 1),
-        step(3, both, [Sampled(3, ("a", "b"), (4, 4))], (3.0, 4.0, 0.8), admitted=("b",)),
+        step(3, rows, [Sampled(3, ("a", "b"), (4, 4))], (3.0, 4.0, 0.8), admitted=("b",)),
     ]
     steps = step_records(run, START, S)
     assert [(s.drafts, s.accepted, s.decodes) for s in steps] == [

@@ -85,10 +85,10 @@ def test_a_function_of_ones_own_makes_a_workload(tmp_path):
     assert {item.max_tokens for item in items} == {40}
     assert [item.predicted for item in items] == [item.ends_at for item in items]
     assert len({len(item.prompt_token_ids) for item in items}) > 5
-    again = simulated_run_at(point_of(tmp_path, {"workload": workload}))
-    assert again.workload == measured.workload
-    other = simulated_run_at(point_of(tmp_path, {"workload": workload, "seed": 1}))
-    assert other.workload != measured.workload
+    second_run = simulated_run_at(point_of(tmp_path, {"workload": workload}))
+    assert second_run.workload == measured.workload
+    run_of_other_seed = simulated_run_at(point_of(tmp_path, {"workload": workload, "seed": 1}))
+    assert run_of_other_seed.workload != measured.workload
     poisson = {**OWN, "arrivals": {"process": "poisson", "rate": 100.0}}
     arrived = simulated_run_at(point_of(tmp_path, {"workload": poisson})).workload.items
     assert len({item.arrival for item in arrived}) == 20
@@ -107,11 +107,11 @@ def test_metrics_of_ones_own_are_in_summaries_tables_and_comparisons(tmp_path):
     metrics = ["mine.py:jain", "mine.py:longest"]
     runs = run_files(tmp_path, {**BASE, "metrics": metrics})
     (run,) = store.read_runs(runs)
-    own = run["metrics"]["own"]
-    assert own["longest"] == pytest.approx(run["metrics"]["step_s"]["max"], abs=1e-6)
-    assert 0 < own["jain"]["index"] <= 1
-    assert own["jain"]["none"] is None
-    assert experiments.load_runs(runs)["own.longest"][0] == own["longest"]
+    own_metrics = run["metrics"]["own"]
+    assert own_metrics["longest"] == pytest.approx(run["metrics"]["step_s"]["max"], abs=1e-6)
+    assert 0 < own_metrics["jain"]["index"] <= 1
+    assert own_metrics["jain"]["none"] is None
+    assert experiments.load_runs(runs)["own.longest"][0] == own_metrics["longest"]
     rows = sweep_points.points([run])
     assert "own.jain.index" in rows[0].values
     assert "longest" in sweep_points.text_table(rows).splitlines()[0]
@@ -310,9 +310,9 @@ def test_a_metric_without_a_number_leaves_the_records_of_its_run(tmp_path, funct
     runs = run_files(tmp_path, {**BASE, "metrics": metrics}, status=1)
     (run,) = store.read_runs(runs)
     assert re.match(message, run["failed"])
-    own = run["metrics"].pop("own")
-    assert own[function] is None
-    assert own["longest"] == pytest.approx(run["metrics"]["step_s"]["max"], abs=1e-6)
+    own_metrics = run["metrics"].pop("own")
+    assert own_metrics[function] is None
+    assert own_metrics["longest"] == pytest.approx(run["metrics"]["step_s"]["max"], abs=1e-6)
     (file,) = runs.rglob("requests.jsonl")
     assert len(file.read_text(encoding="utf-8").splitlines()) == run["metrics"]["requests"] > 0
     assert len(experiments.load_requests(runs)) == run["metrics"]["requests"]
@@ -322,10 +322,10 @@ def test_a_metric_without_a_number_leaves_the_records_of_its_run(tmp_path, funct
 def test_metrics_have_parameters_and_their_names(tmp_path):
     source = "def above(requests, steps, *, least: int):\n    return sum(r.e2e > least for r in requests)\n"
     (tmp_path / "mine.py").write_text(source, encoding="utf-8")
-    metrics = [{"name": "mine.py:above", "least": least} for least in (0, 1000)]
+    metrics = [{"name": "mine.py:above", "least": minimum} for minimum in (0, 1000)]
     (point,) = expand({**BASE, "metrics": metrics}, folder=tmp_path)
-    own = simulated_run_at(point).summary["own"]
-    assert own == {"above(least=0)": 40, "above(least=1000)": 0}
+    own_metrics = simulated_run_at(point).summary["own"]
+    assert own_metrics == {"above(least=0)": 40, "above(least=1000)": 0}
 
 
 def test_a_generator_without_an_end_is_refused(tmp_path, monkeypatch):

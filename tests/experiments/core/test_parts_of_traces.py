@@ -110,9 +110,9 @@ def test_users_are_those_of_the_file_or_drawn():
     assert [item.user for item in items_of(Trace("trace", "t.csv"), 0, trace)] == ["ann", "bob"]
     burst = "Timestamp,Model,Request tokens,Response tokens,Log Type,User\n5,GPT-4,3,4,API log,cy\n"
     assert [item.user for item in items_of(BurstGPT("burstgpt", "b.csv"), 0, burst)] == ["cy"]
-    several = [item.user for item in items_of(spec_of(users=2, rounds=50))]
-    assert set(several) == {"u0", "u1"}
-    assert 200 < several.count("u0") < 300
+    users_of_rounds = [item.user for item in items_of(spec_of(users=2, rounds=50))]
+    assert set(users_of_rounds) == {"u0", "u1"}
+    assert 200 < users_of_rounds.count("u0") < 300
 
 
 def test_the_file_of_a_sweep_is_read_and_parsed_once(tmp_path, monkeypatch):

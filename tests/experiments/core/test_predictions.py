@@ -45,8 +45,8 @@ def test_predictions_have_the_stated_error_and_are_paired():
     chex.assert_trees_all_close(4 * logs[0], logs[1], atol=0.2)  # rounded to tokens
     unpredicted = [item._replace(predicted=None) for item in large.items]
     assert unpredicted == list(plain.items), "nothing else changes"
-    few = make(replace(PLAIN, count=5, predicted=Predicted(1.0)))
-    assert few.items == large.items[:5]
+    first_five = make(replace(PLAIN, count=5, predicted=Predicted(1.0)))
+    assert first_five.items == large.items[:5]
     assert "predicted_error" not in plain.describe()
     assert large.describe()["predicted_error"] == 1.0
 

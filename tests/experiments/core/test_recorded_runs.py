@@ -139,8 +139,8 @@ def test_simulated_runs_have_its_lengths(recording, tmp_path):
     outputs = [len(request.branches[0].token_times) for request in run.requests]
     assert outputs == [item.longest_output for item in workload_of(recording).items]
     (tmp_path / "run.jsonl").write_text(run.logs[0])
-    again = simulated_run(raw, tmp_path)
-    assert again.requests == run.requests
+    second_run = simulated_run(raw, tmp_path)
+    assert second_run.requests == run.requests
 
 
 HEADER = {"pagedjax_replay": 2, "pagedjax": "0.2.0", "policy": "fcfs", "config": {}}

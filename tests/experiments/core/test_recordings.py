@@ -111,11 +111,11 @@ def test_finished_run_without_recording_is_made_again(tmp_path, monkeypatch, cap
     note = "NOTE: 1 finished runs were made without a recording: "
     assert note in capsys.readouterr().err
     assert (run_folder / "requests.jsonl").read_bytes() == before
-    made = (run_folder / "recording.jsonl").stat().st_mtime_ns
+    recording_time = (run_folder / "recording.jsonl").stat().st_mtime_ns
     run_files(tmp_path, SMALL)  # a recording is no reason to run again
     run_files(tmp_path, {**SMALL, "record": True})
     assert "NOTE" not in capsys.readouterr().err
-    assert (run_folder / "recording.jsonl").stat().st_mtime_ns == made
+    assert (run_folder / "recording.jsonl").stat().st_mtime_ns == recording_time
 
     requests = store.read_requests(run_folder)
     slowest = max(requests, key=lambda request: request.ttft or 0.0)

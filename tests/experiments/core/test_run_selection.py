@@ -131,7 +131,7 @@ def test_every_value_is_chosen_by_its_text(values: list[Any]):
         condition = f"key={text.removesuffix('...' + chr(10)).strip()}"
         chosen, _ = choose(runs, Selection("x", (condition,)))
         assert {repr(run["swept"]["key"]) for run in chosen} <= {
-            repr(other) for other in values if other == value
+            repr(candidate) for candidate in values if candidate == value
         }
         assert any(run["swept"]["key"] == value for run in chosen)
 

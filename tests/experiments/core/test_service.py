@@ -123,9 +123,9 @@ def quality_by_force(times: list[float], ttft: float, itl: float) -> float:
     read = 0.0
     moment = 0.0
     while read < len(times) - 1e-9:
-        there = sum(time <= moment + 1e-12 for time in times)
+        num_tokens = sum(time <= moment + 1e-12 for time in times)
         due = max(0.0, (moment - ttft) / itl)
-        read = max(read, min(there, due, read + step / itl))
+        read = max(read, min(num_tokens, due, read + step / itl))
         reads.append(read)
         moment += step
     moments = step * np.arange(1, len(reads) + 1)
@@ -156,7 +156,7 @@ def test_qoe_by_hand():
     assert service.qoe(late, CHAT) == pytest.approx(0.25 / (0.25 + 1.0))
     in_time = request(0.0, 0.0, (1.0, 1.5, 2.0))
     early = request(0.0, 0.0, (0.1, 0.1, 0.1))
-    assert [service.qoe(one, CHAT) for one in (in_time, early)] == [1.0, 1.0]
+    assert [service.qoe(request, CHAT) for request in (in_time, early)] == [1.0, 1.0]
     stopped = request(0.0, 0.0, (0.1, 3.0))  # an early token makes up for no late one
     assert service.qoe(stopped, CHAT) == pytest.approx(1 - (3.0 - 1.5) / 4.0)
     assert service.qoe(request(0.0, None, (), reason=REJECTED), CHAT) == 0.0
@@ -214,7 +214,9 @@ def test_summaries_have_groups_only_where_requests_have_them():
 
 CAPACITY = {
     **BASE,
-    "workload": changed_workload(count=80, classes=[{**one, "share": 1.0} for one in CLASSES]),
+    "workload": changed_workload(
+        count=80, classes=[{**service_class, "share": 1.0} for service_class in CLASSES]
+    ),
     "sweep": None,
 }
 

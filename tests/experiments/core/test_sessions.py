@@ -31,7 +31,7 @@ from experiments.core.records import (
     step_records,
 )
 from experiments.core.replica_options import Change
-from experiments.core.replicas import Present, drive_replicas
+from experiments.core.replicas import ReplicaCount, drive_replicas
 from experiments.core.submit import Sender, with_arrivals
 from experiments.core.workloads import (
     FIRST_ORDINARY_TOKEN,
@@ -104,8 +104,8 @@ def assert_turns_continue(
             continue
         before = by_id[item.follows]
         answer = before.branches[0].token_ids
-        whole = prompts[item.follows] + answer + tuple(item.prompt_token_ids)
-        assert prompts[item.request_id] == whole
+        conversation = prompts[item.follows] + answer + tuple(item.prompt_token_ids)
+        assert prompts[item.request_id] == conversation
         assert before.end is not None
         assert record.arrival == max(item.arrival, before.end + item.think_s + item.tool_s)
 
@@ -185,7 +185,7 @@ def test_a_failed_replica_forgets_the_answer(monkeypatch):
     ]
     fleet = engines(2)
     adds = Adds(fleet, monkeypatch)
-    present = Present(2, (Change(3.0, fail=1),))  # the replica of "a"
+    present = ReplicaCount(2, (Change(3.0, fail=1),))  # the replica of "a"
     drive_replicas(fleet, ROUND_ROBIN, 32, work, GREEDY, Times(), None, present)
     assert len(adds.prompts["b"]) == 13
     assert adds.prompts["b"][:5] == (20,) * 5

@@ -92,8 +92,8 @@ def test_a_list_of_mappings_is_swept_and_names_its_points(folder):
         "policy=mine.py:aged(worth=64)",
     ]
     assert len({point.key for point in swept}) == 4
-    (same,) = points(folder, "engine.policy={worth: 16, name: mine.py:aged}")
-    assert same.key == swept[2].key
+    (equal_point,) = points(folder, "engine.policy={worth: 16, name: mine.py:aged}")
+    assert equal_point.key == swept[2].key
     with pytest.raises(ValueError, match=r"points 1 .policy=mine.py:aged.worth=16.. and 2 are the"):
         points(folder, sweep={"grid": {"engine.policy": [policies_[2], policies_[2]]}})
 
@@ -159,12 +159,17 @@ def test_a_run_keeps_the_parameters_and_its_config_runs_again(folder, monkeypatc
         ("worth=16", {"engine.policy.worth": 16}, None),
         ("worth=64", {"engine.policy.worth": 64}, None),
     ]
-    kept = Path("runs/swept") / runs[1]["run"]
-    resolved = yaml.safe_load((kept / "config.yaml").read_text())
+    run_folder = Path("runs/swept") / runs[1]["run"]
+    resolved = yaml.safe_load((run_folder / "config.yaml").read_text())
     assert resolved["engine"]["policy"] == "policy.py:aged(worth=64)"
-    assert json.loads((kept / "env.json").read_text())["engine"]["policy"].endswith("(worth=64)")
-    (again,) = config.load(kept / "config.yaml", ("engine.policy.worth=16",))
-    assert again.experiment.engine.policy == f"{kept.resolve()}/policy.py:aged(worth=16)"
+    assert json.loads((run_folder / "env.json").read_text())["engine"]["policy"].endswith(
+        "(worth=64)"
+    )
+    (repeated_point,) = config.load(run_folder / "config.yaml", ("engine.policy.worth=16",))
+    assert (
+        repeated_point.experiment.engine.policy
+        == f"{run_folder.resolve()}/policy.py:aged(worth=16)"
+    )
 
 
 def test_a_policy_that_raises_in_a_run_is_named_with_its_line(folder, monkeypatch, capsys):
@@ -188,8 +193,8 @@ def test_a_policy_that_is_set_keeps_the_sweep_over_its_parameter(value):
     assert raw["sweep"] == {"grid": {"engine.policy.worth": [1, 2]}}
     put(raw, "engine.policy.worth", 2)
     assert raw["engine"]["policy"]["name"] == "mine.py:other"
-    both = ("sweep.grid.engine.policy.worth=[3, 4]", f"engine.policy={value}")
-    override_all(raw, both)
+    overrides = ("sweep.grid.engine.policy.worth=[3, 4]", f"engine.policy={value}")
+    override_all(raw, overrides)
     assert raw["sweep"] == {"grid": {"engine.policy.worth": [3, 4]}}
 
 

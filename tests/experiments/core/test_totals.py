@@ -218,8 +218,8 @@ def test_a_folder_of_sums_has_no_steps_and_is_compared(tmp_path, capsys):
     assert (tmp_path / "out" / "a" / "report.html").is_file()
     capsys.readouterr()
 
-    def printed(other: str, metric: str) -> str:
-        folders = [str(tmp_path / "out" / name) for name in ("a", other)]
+    def printed(second: str, metric: str) -> str:
+        folders = [str(tmp_path / "out" / name) for name in ("a", second)]
         assert compare.main([*folders, "--metric", metric]) == 0
         return capsys.readouterr().out
 

@@ -52,8 +52,8 @@ def test_users_have_the_shares_of_their_skew(users, seed):
     drawn_shares = [counts[f"u{i}"] / 4000 for i in range(users.count)]
     # five standard deviations of a share of 4,000 draws
     chex.assert_trees_all_close(np.array(drawn_shares), shares, atol=5 * 0.5 / 4000**0.5)
-    few = make(replace(PLAIN, users=users, count=7), seed=seed)
-    assert [item.user for item in few.items] == [item.user for item in load.items[:7]]
+    first_seven = make(replace(PLAIN, users=users, count=7), seed=seed)
+    assert [item.user for item in first_seven.items] == [item.user for item in load.items[:7]]
 
 
 def test_shares_by_hand():

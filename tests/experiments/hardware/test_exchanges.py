@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.hardware import compile_step, exchanges, hlo
-from experiments.hardware.exchanges import Collective, Required, differences, required
+from experiments.hardware.exchanges import Collective, RequiredExchange, differences, required
 from experiments.simulation.collectives import Network
 from pagedjax import LLM
 from pagedjax.device.batch import StepShape
@@ -30,7 +30,7 @@ CONFIG = {
 }
 COLUMNS = 43, 42  # token, log-probability, rank and 20 of each of the best; a prompt token is known
 SUM = Collective("all-reduce", "f32[8,4]", 32, 128)
-REQUIRED = (Required("all-reduce", 32, 3), Required("all-to-all", 20, branch=True))
+REQUIRED = (RequiredExchange("all-reduce", 32, 3), RequiredExchange("all-to-all", 20, branch=True))
 COLLECTIVES = Counter(
     {SUM: 3, Collective("all-to-all", "f32[5,4]", 20, 80, times=8, branch=True): 1}
 )

@@ -11,8 +11,8 @@ import pytest
 
 from experiments.hardware import gpu_goldens
 from experiments.hardware.gpu_goldens import (
-    FACTOR,
     GOLDENS,
+    MAX_RATIO,
     differences,
     faults,
     forced_differences,
@@ -117,7 +117,7 @@ def test_the_kernels_may_not_be_much_worse_than_xla():
     far = run("pallas_gpu", 0.021, 0.3)
     assert [result["wrong"] for result in with_faults([near, xla])] == [[], []]
     wrong = with_faults([far, xla])[0]["wrong"]
-    assert f"forced: the largest difference is 0.3; XLA's allows {FACTOR * 0.1:.2g}" in wrong
+    assert f"forced: the largest difference is 0.3; XLA's allows {MAX_RATIO * 0.1:.2g}" in wrong
     assert with_faults([far])[0]["wrong"] == [], (
         "the limits of the dtype are all there is without a result of XLA"
     )

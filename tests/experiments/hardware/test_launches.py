@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.hardware import hlo, launches
-from experiments.hardware.launches import ATTENTION, GRAPH, Kind
+from experiments.hardware.launches import ATTENTION, GRAPH_LINE, Kind
 
 PROGRAM = """HloModule jit_step
 
@@ -72,7 +72,11 @@ def test_a_compiled_program_has_launches():
     [
         ("", None),
         ("I command_buffer_conversion_pass.cc:392] Thunk kind kWhile lowering is not enabled", 0),
-        (f"I command_buffer_conversion_pass.cc:1] {GRAPH}: a, b\nother\nI pass.cc] {GRAPH}: c", 2),
+        (
+            f"I command_buffer_conversion_pass.cc:1] {GRAPH_LINE}: a, b\nother\n"
+            f"I pass.cc] {GRAPH_LINE}: c",
+            2,
+        ),
     ],
 )
 def test_graphs_are_counted_in_the_compilers_log(log, number):

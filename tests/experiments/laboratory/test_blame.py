@@ -84,9 +84,9 @@ def test_the_shares_of_a_delay_add_up_to_it_and_the_heavy_user_causes_most(
 def test_exact_shares_are_the_mean_over_all_orders(tmp_path: Path):
     audit = Audit(past.read(record(tmp_path / "run.jsonl", users="abcd")), "user")
     shares = audit.exact_shares().shares
-    others = "acd"
-    orders = list(permutations(others))
-    for causer in others:
+    other_users = "acd"
+    orders = list(permutations(other_users))
+    for causer in other_users:
         added = 0.0
         for order in orders:
             before = frozenset([*order[: order.index(causer)], "b"])

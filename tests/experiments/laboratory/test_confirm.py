@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 from experiments import whatif
-from experiments.laboratory import confirming, given, past, rerun
+from experiments.laboratory import confirming, engine_tokens, past, rerun
 from experiments.laboratory.confirmation import Confirmation, confirm
 from experiments.laboratory.differences import BLOCKS, KINDS, kind_of_difference
 from experiments.laboratory.past import Past
@@ -246,7 +246,7 @@ def test_made_up_prompts_share_the_blocks_that_recorded_ones_share(tmp_path: Pat
             arrivals.append((at + 10, {**later, "params": params}))
         simulated.record(path, engine, arrivals)
         recorded = without_prompts(path)
-        inputs = given.given(recorded, 320)
+        inputs = engine_tokens.engine_tokens(recorded, 320)
         assert inputs.made_up
         names: dict[str, str] = {}
         for arrival, output in recorded.outputs.items():
@@ -275,7 +275,7 @@ def test_tokens_beyond_the_vocabulary_have_stand_ins(tmp_path: Path, tiny):
     with refused(
         "tokens beyond the model's vocabulary of 4, such as .*one with a larger vocabulary"
     ):
-        given.given(recorded, 4)
+        engine_tokens.engine_tokens(recorded, 4)
 
 
 # --- the engine's own tokens ------------------------------------------------------------------------
@@ -287,39 +287,39 @@ def test_the_engine_samples_the_recorded_tokens_itself(tmp_path: Path, tiny):
     engine = small_llm(tiny, max_model_len=48, **BUDGET, **ENGINES["small"]).engine
     for temperature in (0.0, 1.0):
         requests = [
-            each._replace(
+            request._replace(
                 keywords={
-                    **each.keywords,
+                    **request.keywords,
                     "params": SamplingParams(
                         temperature=temperature,
-                        max_tokens=each.keywords["params"].max_tokens,
+                        max_tokens=request.keywords["params"].max_tokens,
                         stop_token_ids=(5, 9),
-                        n=1 + len(each.keywords["forks"]),
+                        n=1 + len(request.keywords["forks"]),
                     ),
                 }
             )
-            for each in asked(random.Random(1), 6)
+            for request in asked(random.Random(1), 6)
         ]
         drive(engine, path, requests)
         recorded = past.read(path)
         options = {"sampling": {"temperature": temperature}}
-        own = confirmed(recorded, tiny, options, policy="priority").own_tokens
-        assert own is not None
-        assert own.sequences == len(recorded.outputs)
-        assert (own.equal, own.differences) == (own.sequences, [])
+        own_tokens = confirmed(recorded, tiny, options, policy="priority").own_tokens
+        assert own_tokens is not None
+        assert own_tokens.sequences == len(recorded.outputs)
+        assert (own_tokens.equal, own_tokens.differences) == (own_tokens.sequences, [])
     options = {"sampling": {"temperature": 1.0, "seed": 1}}
     result = confirmed(recorded, tiny, options, policy="priority")
     assert result.holds
-    own = result.own_tokens
-    assert own is not None
-    assert own.equal < own.sequences
-    token = own.differences[0]
+    own_tokens = result.own_tokens
+    assert own_tokens is not None
+    assert own_tokens.equal < own_tokens.sequences
+    token = own_tokens.differences[0]
     output = recorded.outputs[0].tokens
     assert token.recorded != token.sampled
     if token.request_id == "r0":
         assert token.recorded == output[token.index]
     text = "\n".join(confirming.lines(result, "tiny"))
-    assert f"{own.equal} of {own.sequences} sequences have the recorded ones" in text
+    assert f"{own_tokens.equal} of {own_tokens.sequences} sequences have the recorded ones" in text
     assert f"{token.request_id!r} differs from output token {token.index} on: " in text
 
 
@@ -373,22 +373,22 @@ def test_what_an_engine_cannot_repeat_is_refused(tmp_path: Path, small: Path, ti
         path = tmp_path / "more.jsonl"
         path.write_text(small.read_text() + line + "\n")
         with refused(message):
-            given.check(past.read(path))
+            engine_tokens.check(past.read(path))
     text = small.read_text().splitlines(keepends=True)
     commit = next(i for i, line in enumerate(text) if line.startswith('{"commit"'))
     cancel = '{"cancel":{"request_id":"none","reason":"abort","events":[]}}\n'
     path.write_text("".join([*text[:commit], cancel, *text[commit:]]))
     with refused("an input came while step 0 ran, .*takes it between two steps; record an engine"):
-        given.check(past.read(path))
+        engine_tokens.check(past.read(path))
     simulated.record(path, simulated.engine(drafting=True), simulated.requests(random.Random(0), 4))
     with refused("was offered drafts, and a sequence whose tokens are given has none; .*without"):
-        given.check(past.read(path))
+        engine_tokens.check(past.read(path))
     llm = small_llm(tiny, max_model_len=48, **BUDGET, **ENGINES["small"])
     llm.engine.record(path, prompts=True)
     llm.generate([[5, 6]], BeamSearchParams(2, max_tokens=3), use_tqdm=False)
     llm.engine.record(None)
     with refused("'0' is a beam search, whose beams follow the log-probabilities.*without beams"):
-        given.check(past.read(path))
+        engine_tokens.check(past.read(path))
     for options, message in [
         ({"real_time": True}, "has no times, .*record with times=True, or leave --real-time out"),
         ({"options": {"block_size": 8}}, "--engine gives block_size, and the recording, --set"),

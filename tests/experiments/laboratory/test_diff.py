@@ -81,8 +81,8 @@ def test_a_changed_draft_is_shown_by_at_most_four_requests(
     arrivals[rare][1]["params"] = SamplingParams(max_tokens=20, ignore_eos=True)
 
     def guesses(changed: bool):
-        def guess(seq, length: int, most: int) -> Guess:
-            drafts = 2 if seq.arrival == rare and seq.num_output > 2 and changed else most
+        def guess(seq, length: int, limit: int) -> Guess:
+            drafts = 2 if seq.arrival == rare and seq.num_output > 2 and changed else limit
             return Guess(drafts, min(drafts, seq.arrival % 3))
 
         return guess

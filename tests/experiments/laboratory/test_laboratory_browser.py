@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def opened(chromium: Any, folder: Path) -> Iterator[Callable[..., Any]]:
+def open_page(chromium: Any, folder: Path) -> Iterator[Callable[..., Any]]:
     """Opens a page of the folder. At the end it has written nothing to the console and asked for
     nothing but files.
     """
@@ -45,7 +45,7 @@ def opened(chromium: Any, folder: Path) -> Iterator[Callable[..., Any]]:
     complaints: list[str] = []
     urls: list[str] = []
 
-    def open_page(name: str, width: int = 1280, scheme: str = "light") -> Any:
+    def open_file(name: str, width: int = 1280, scheme: str = "light") -> Any:
         page = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -54,7 +54,7 @@ def opened(chromium: Any, folder: Path) -> Iterator[Callable[..., Any]]:
         pages.append(page)
         return page
 
-    yield open_page
+    yield open_file
     assert [text for text in complaints if "willReadFrequently" not in text] == []
     assert all(url.startswith("file://") for url in urls)
     for page in pages:
@@ -76,15 +76,15 @@ def wait_for_viewer(page: Any) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 800, 1280])
 @pytest.mark.parametrize("name", ["whatif.html", "blame.html"])
-def test_a_page_is_as_wide_as_its_window(opened, name: str, width: int, scheme: str):
-    page = opened(name, width, scheme)
+def test_a_page_is_as_wide_as_its_window(open_page, name: str, width: int, scheme: str):
+    page = open_page(name, width, scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (dark == "rgb(21, 23, 27)") == (scheme == "dark")
 
 
-def test_only_lines_in_view_are_elements_and_scrolling_shows_the_others(opened):
-    page = opened("whatif.html")
+def test_only_lines_in_view_are_elements_and_scrolling_shows_the_others(open_page):
+    page = open_page("whatif.html")
     assert values(page, "#number") == [f"{COUNT} of {COUNT}"]
     assert 10 < page.locator("#lines .line").count() < 40
     page.locator("#bars").evaluate("box => { box.scrollTop = box.scrollHeight }")
@@ -92,8 +92,8 @@ def test_only_lines_in_view_are_elements_and_scrolling_shows_the_others(opened):
     assert page.locator("#line-0").count() == 0
 
 
-def test_requests_are_ordered_by_their_differences(opened, folder: Path):
-    page = opened("whatif.html")
+def test_requests_are_ordered_by_their_differences(open_page, folder: Path):
+    page = open_page("whatif.html")
     requests = data_of((folder / "whatif.html").read_text())["requests"]
 
     def difference(request: list[Any], field: str) -> float:
@@ -101,10 +101,10 @@ def test_requests_are_ordered_by_their_differences(opened, folder: Path):
         return after - before
 
     names = [request[0] for request in sorted(requests, key=lambda r: -difference(r, "end"))]
-    shown = page.locator("#lines .line > :first-child").evaluate_all(
+    titles = page.locator("#lines .line > :first-child").evaluate_all(
         "spans => spans.map(span => span.title)"
     )
-    assert shown == names[: len(shown)]
+    assert titles == names[: len(titles)]
     page.select_option("#order", "first_token earlier")
     first = page.locator("#line-0 > :first-child").get_attribute("title")
     by_name = {request[0]: difference(request, "first_token") for request in requests}
@@ -113,8 +113,8 @@ def test_requests_are_ordered_by_their_differences(opened, folder: Path):
     assert page.locator("#line-0 > :first-child").get_attribute("title") == requests[0][0]
 
 
-def test_a_bar_lies_where_its_times_are(opened, folder: Path):
-    page = opened("whatif.html")
+def test_a_bar_lies_where_its_times_are(open_page, folder: Path):
+    page = open_page("whatif.html")
     page.select_option("#order", "came")
     data = data_of((folder / "whatif.html").read_text())
     bars = [whatif_page.Bar(*bar) for _, _, _, *pair in data["requests"] for bar in pair]
@@ -129,8 +129,8 @@ def test_a_bar_lies_where_its_times_are(opened, folder: Path):
             assert box["x"] + box["width"] - room["x"] == pytest.approx(stop, abs=2)
 
 
-def test_the_keyboard_chooses_requests_and_a_link_opens_the_viewer(opened):
-    page = opened("whatif.html")
+def test_the_keyboard_chooses_requests_and_a_link_opens_the_viewer(open_page):
+    page = open_page("whatif.html")
     page.locator("#bars").focus()
     for _ in range(3):
         page.keyboard.press("ArrowDown")
@@ -145,20 +145,20 @@ def test_the_keyboard_chooses_requests_and_a_link_opens_the_viewer(opened):
     step = int(link.inner_text().split("step ")[1].split()[0])
     link.click()
     wait_for_viewer(page)
-    shown = page.evaluate("window.pagedjax.shown()")
-    assert (shown["run"], shown["step"]) == (1, step)
+    picture = page.evaluate("window.pagedjax.shown()")
+    assert (picture["run"], picture["step"]) == (1, step)
 
 
-def test_zoom_and_search(opened):
-    page = opened("whatif.html", 400)
+def test_zoom_and_search(open_page):
+    page = open_page("whatif.html", 400)
     page.locator("#line-0").click()
     wide = page.evaluate("document.getElementById('lines').offsetWidth")
     page.select_option("#zoom", "8")
     assert page.evaluate("document.getElementById('lines').offsetWidth") > 4 * wide
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     page.fill("#find", "ANN")
-    shown = int(values(page, "#number")[0].split()[0])
-    assert 0 < shown < COUNT
+    num_found = int(values(page, "#number")[0].split()[0])
+    assert 0 < num_found < COUNT
     page.fill("#find", "nobody of this name")
     assert page.locator("#lines .line").count() == 0
     page.fill("#find", "")
@@ -166,8 +166,8 @@ def test_zoom_and_search(opened):
     assert page.locator("#lines .line").count() > 10
 
 
-def test_a_worst_case_opens_the_viewer_at_its_request(opened):
-    page = opened("blame.html")
+def test_a_worst_case_opens_the_viewer_at_its_request(open_page):
+    page = open_page("blame.html")
     link = page.locator("table.cases a").first
     name = link.inner_text()
     link.click()
@@ -176,19 +176,19 @@ def test_a_worst_case_opens_the_viewer_at_its_request(opened):
     assert page.evaluate("window.pagedjax.shown().step") > 0
 
 
-def test_the_page_of_a_difference_opens_at_its_step_unless_its_address_names_one(opened):
-    page = opened("whatif.html")
+def test_the_page_of_a_difference_opens_at_its_step_unless_its_address_names_one(open_page):
+    page = open_page("whatif.html")
     step = int(page.locator("p.note a").first.inner_text().split("step ")[-1])
-    page = opened("diff.html")
+    page = open_page("diff.html")
     wait_for_viewer(page)
     assert page.evaluate("window.pagedjax.shown().step") == step > 0
-    page = opened("diff.html#step=1")
+    page = open_page("diff.html#step=1")
     wait_for_viewer(page)
     assert page.evaluate("window.pagedjax.shown().step") == 1
 
 
-def test_a_heading_sorts_the_table(opened):
-    page = opened("whatif.html")
+def test_a_heading_sorts_the_table(open_page):
+    page = open_page("whatif.html")
     page.locator("th button", has_text="p90").first.click()
     numbers = page.locator("table td:nth-child(4)").evaluate_all(
         "cells => cells.map(cell => Number(cell.dataset.sort))"

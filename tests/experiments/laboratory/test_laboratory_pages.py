@@ -101,15 +101,22 @@ class Naive:
 
 
 def test_the_bars_are_those_of_both_recordings(run: Path, tmp_path: Path):
-    other = tmp_path / "other.jsonl"
+    other_recording = tmp_path / "other.jsonl"
     page = page_of(
-        whatif.main, run, "--set", "max_num_seqs=2", "--draws", "0", "--record", str(other)
+        whatif.main,
+        run,
+        "--set",
+        "max_num_seqs=2",
+        "--draws",
+        "0",
+        "--record",
+        str(other_recording),
     )
     check_it_loads_nothing(page)
     data = data_of(page)
     assert len(data["requests"]) == 30
     came_at = Naive(run).came
-    for k, path in enumerate((run, other)):
+    for k, path in enumerate((run, other_recording)):
         naive = Naive(path)
         assert data["ends"][k] == pytest.approx(max(naive.ended.values()), abs=1e-5)
         for name, _, _, *bars in data["requests"]:
@@ -330,10 +337,10 @@ def test_the_policy_of_a_recording_is_named_by_its_own_option(tmp_path: Path, ca
         error = capsys.readouterr().err
         assert f"add --recorded-policy {POLICY_FILE}:WRONG_ORDER, or where that file is" in error
         assert main([str(path), "--recorded-policy", f"{POLICY_FILE}:WRONG_ORDER"]) == 0
-    other = tmp_path / "other.jsonl"
+    other_recording = tmp_path / "other.jsonl"
     words = ["--recorded-policy", f"{POLICY_FILE}:WRONG_ORDER", "--policy", "fcfs", "--draws", "0"]
-    page_of(whatif.main, path, *words, "--record", str(other))
-    assert f"`pagedjax view {path} {other} --policy {POLICY_FILE}:WRONG_ORDER` shows" in (
+    page_of(whatif.main, path, *words, "--record", str(other_recording))
+    assert f"`pagedjax view {path} {other_recording} --policy {POLICY_FILE}:WRONG_ORDER` shows" in (
         capsys.readouterr().out
     )
 

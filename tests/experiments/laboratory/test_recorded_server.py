@@ -88,9 +88,9 @@ def test_whatif_diff_and_blame_read_it_and_the_viewer_opens_what_they_write(
     assert "whatif.steps.html" in page.read_text()
 
     small = [str(tmp_path / "small_a.jsonl"), str(tmp_path / "small_b.jsonl")]
-    both = tmp_path / "both.html"
+    page_file = tmp_path / "both.html"
     files = [str(recording), str(changed)]
-    assert diff.main([*files, "--page", str(both), "--shrink", *small]) == 1
+    assert diff.main([*files, "--page", str(page_file), "--shrink", *small]) == 1
 
     cases = tmp_path / "cases"
     page = tmp_path / "blame.html"

@@ -33,10 +33,10 @@ GOLDEN = Path("tests/viewer/goldens/run.jsonl")
 def rerun_of(path: Path, **changed) -> tuple[rerun.Run, Path]:
     """A run with a change, and its recording."""
     before = past.read(path)
-    made = rerun.run(before, rerun.unchanged(before)._replace(**changed))
+    repeated_run = rerun.run(before, rerun.unchanged(before)._replace(**changed))
     copy = path.with_name("again.jsonl")
-    rerun.record(copy, made)
-    return made, copy
+    rerun.record(copy, repeated_run)
+    return repeated_run, copy
 
 
 def lines(path: Path) -> list[str]:
@@ -101,10 +101,10 @@ def test_without_a_change_random_recordings_are_made_again(tmp_path: Path, numbe
         record(path, config, seed, length=60)
         if timed:
             with_times(path, seed)
-        made, copy = rerun_of(path)
+        repeated_run, copy = rerun_of(path)
         assert copy.read_bytes() == path.read_bytes()
-        assert made.follows
-        assert not made.inexact
+        assert repeated_run.follows
+        assert not repeated_run.inexact
 
     drawn.check(number, holds, config=modes, seed=st.integers(0, 2**32 - 1), timed=st.booleans())
 
@@ -145,10 +145,10 @@ def test_a_changed_run_is_what_a_scheduler_does_that_is_run_so(tmp_path: Path, n
         before, after = (POLICIES[name] for name in policies)
         path = tmp_path / "run.jsonl"
         world.drive(path, config, before, arrivals, timed=timed)
-        made, copy = rerun_of(path, config=changed, policy=after)
+        repeated_run, copy = rerun_of(path, config=changed, policy=after)
         expected = tmp_path / "expected.jsonl"
         world.drive(expected, changed, after, arrivals, timed=timed)
-        exact = not made.inexact
+        exact = not repeated_run.inexact
         assert exact or before.reject or any(arrival.aborted_at for arrival in arrivals)
         if exact:
             assert with_effect(copy) == with_effect(expected)
@@ -173,9 +173,9 @@ def test_without_a_change_recordings_of_simulated_engines_are_made_again(
     def holds(seed: int, drafting: bool, times: bool) -> None:
         draw = random.Random(seed)
         simulated.record(path, engines[drafting], simulated.requests(draw, 6), times=times)
-        made, copy = rerun_of(path)
+        repeated_run, copy = rerun_of(path)
         assert copy.read_bytes() == path.read_bytes()
-        assert made.follows
+        assert repeated_run.follows
 
     drawn.check(
         number,
@@ -201,10 +201,10 @@ def test_blocks_of_any_size_have_the_hashes_that_an_engine_makes(tmp_path: Path,
         simulated.record(path, sizes[before], arrivals)
         recorded = past.read(path)
         config = recorded.config._replace(block_size=after)
-        made, copy = rerun_of(path, config=config, seconds=lambda plan: 0.25)
+        repeated_run, copy = rerun_of(path, config=config, seconds=lambda plan: 0.25)
         simulated.record(expected, sizes[after], simulated.as_submitted(recorded, arrivals))
         assert with_numbers(copy) == with_numbers(expected)
-        assert not made.inexact
+        assert not repeated_run.inexact
 
     size = st.sampled_from([3, 4, 8])
     drawn.check(number, holds, seed=st.integers(0, 2**32 - 1), before=size, after=size)
@@ -235,13 +235,15 @@ def submitted(path: Path) -> list[str]:
 
 
 def test_a_request_and_its_branches_may_stay_away(busy: Path):
-    made, copy = rerun_of(busy, without=frozenset({0}))
+    repeated_run, copy = rerun_of(busy, without=frozenset({0}))
     assert submitted(copy) == ["b", "c"]
-    assert made.past_arrivals == [1, 2, 3]
+    assert repeated_run.past_arrivals == [1, 2, 3]
     assert verify(copy).identical
-    results = outcomes.outcomes(rerun.run(made.past, made.change))
-    alone = outcomes.outcomes(rerun.run(made.past, made.change._replace(without=frozenset({0, 2}))))
-    recorded = outcomes.outcomes(rerun.run(made.past, rerun.unchanged(made.past)))
+    results = outcomes.outcomes(rerun.run(repeated_run.past, repeated_run.change))
+    alone = outcomes.outcomes(
+        rerun.run(repeated_run.past, repeated_run.change._replace(without=frozenset({0, 2})))
+    )
+    recorded = outcomes.outcomes(rerun.run(repeated_run.past, rerun.unchanged(repeated_run.past)))
     seconds = [some(run[1].seconds) for run in (recorded, results, alone)]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] > seconds[2] == 4.0
@@ -275,8 +277,8 @@ def test_a_sequence_that_was_cut_off_goes_on_with_tokens_of_no_meaning(tmp_path:
     arrivals = [world.Arrival(0, Request("a", 4, 8), aborted_at=5)]
     config = SchedulerConfig(4, 4, 2, 8, 16)
     world.drive(path, config, FCFS, arrivals, timed=True)
-    made, copy = rerun_of(path, config=config._replace(max_num_batched_tokens=4))
-    assert made.inexact == {rerun.CUT_OFF: 1}
+    repeated_run, copy = rerun_of(path, config=config._replace(max_num_batched_tokens=4))
+    assert repeated_run.inexact == {rerun.CUT_OFF: 1}
     assert '"reason":"abort","num_output":5' in copy.read_text()
 
 

@@ -75,22 +75,22 @@ def test_a_changed_run_is_what_the_engine_does(
     sizes: dict[str, Any] = {"num_blocks": 14, "block_size": 8, "token_buckets": (64,)}
     sizes["batch_invariant"] = invariant
     expected = tmp_path / "expected.jsonl"
-    again = tmp_path / "again.jsonl"
+    second_recording = tmp_path / "again.jsonl"
     preemptions = 0
     for seed in range(examples):
         drawn = requests(random.Random(seed), 10, greedy=not invariant)
         path = tmp_path / "run.jsonl"
         recorded = record(small_llm(tiny, **sizes), path, *drawn)
-        rerun.record(again, run(recorded, rerun.unchanged(recorded)))
-        assert again.read_text().splitlines() == path.read_text().splitlines()
+        rerun.record(second_recording, run(recorded, rerun.unchanged(recorded)))
+        assert second_recording.read_text().splitlines() == path.read_text().splitlines()
         changed = small_llm(tiny, **sizes, **CHANGES[seed % len(CHANGES)])
         of_engine = record(changed, expected, *drawn)
         change = Change(of_engine.config, of_engine.policy)
-        made = run(recorded, change)
-        rerun.record(again, made)
-        assert with_effect(again) == with_effect(expected)
-        assert not made.inexact
-        preemptions += again.read_text().count('"Preempted"')
+        repeated_run = run(recorded, change)
+        rerun.record(second_recording, repeated_run)
+        assert with_effect(second_recording) == with_effect(expected)
+        assert not repeated_run.inexact
+        preemptions += second_recording.read_text().count('"Preempted"')
     assert preemptions > examples
 
 

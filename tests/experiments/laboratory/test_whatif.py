@@ -134,19 +134,19 @@ def test_a_changed_run_is_what_a_real_engine_does(
 
     def holds(seed: int, names: tuple[str, str], policies: tuple[str, str]) -> None:
         requests = asked(random.Random(seed), 10)
-        before, after = [engine_of(*each) for each in zip(names, policies, strict=True)]
+        before, after = [engine_of(*pair) for pair in zip(names, policies, strict=True)]
         drive(before, path, requests)
         recorded = past.read(path)
-        steps = [int(each.at) for each in recorded.entries if isinstance(each.entry, Submit)]
+        steps = [int(entry.at) for entry in recorded.entries if isinstance(entry.entry, Submit)]
         pairs = zip(requests, steps, strict=True)  # idle times are not recorded
         drive(after, expected, [request._replace(at=at) for request, at in pairs])
         change = rerun.unchanged(recorded)._replace(
             config=after.scheduler_state.config, policy=POLICIES[policies[1]]
         )
-        made = rerun.run(recorded, change)
-        rerun.record(copy, made)
+        repeated_run = rerun.run(recorded, change)
+        rerun.record(copy, repeated_run)
         assert with_numbers(copy) == with_numbers(expected)
-        assert not made.inexact
+        assert not repeated_run.inexact
 
     # each engine has programs to compile, so the sample has two
     name = st.sampled_from(sorted(ENGINES)) if number > 3 else None
@@ -178,21 +178,21 @@ def drive_closed(
     """
     engine.reset()
     engine.record(path, times=True, prompts=True)
-    left = list(range(len(requests)))
+    requests_left = list(range(len(requests)))
     sent: list[list[int]] = [[] for _ in range(clients)]
     free = list(range(clients))
-    while left or engine.has_work:
+    while requests_left or engine.has_work:
         turns: list[tuple[int, int]] = []
         for client in free:
-            if scripts is None and left:
-                turns.append((left.pop(0), client))
+            if scripts is None and requests_left:
+                turns.append((requests_left.pop(0), client))
             elif scripts is not None and len(sent[client]) < len(scripts[client]):
                 turns.append((scripts[client][len(sent[client])], client))
         for number, client in sorted(turns):
             engine.add(**requests[number])
             sent[client].append(number)
             if scripts is not None:
-                left.remove(number)
+                requests_left.remove(number)
         result = engine.step()
         assert result is not None
         numbers = sorted([int(name[1:]) for name in ended(result)])
@@ -244,11 +244,11 @@ def outcomes_of(path: Path) -> dict[int, Outcome]:
 def times_by_id(results: dict[int, Outcome]) -> dict[str, tuple[float, list[float]]]:
     """When each request came and got its tokens, without the rounding of a fit."""
     return {
-        each.request.request_id: (
-            round(each.submitted, 6),
-            [round(time, 6) for time in each.token_times],
+        result.request.request_id: (
+            round(result.submitted, 6),
+            [round(time, 6) for time in result.token_times],
         )
-        for each in results.values()
+        for result in results.values()
     }
 
 
@@ -308,22 +308,22 @@ class Ends:
 def test_replicas_are_those_of_the_simulator(tmp_path: Path, number: int):
     """The same replica for each request, and the same ends, with caches and every router."""
     path = tmp_path / "run.jsonl"
-    one = simulated.engine(seconds=lambda work: 0.25)
+    single_engine = simulated.engine(seconds=lambda work: 0.25)
     engines = [simulated.engine(seconds=lambda work: 0.25, max_num_seqs=3) for _ in range(2)]
 
     def holds(seed: int, name: str) -> None:
-        simulated.record(path, one, simulated.requests(random.Random(seed), 12))
+        simulated.record(path, single_engine, simulated.requests(random.Random(seed), 12))
         recorded = past.read(path)
         items = [
             WorkItem(
-                each.entry.request.request_id,
-                each.at,
-                tuple(each.entry.prompt),
-                each.entry.request.max_tokens,
-                user=each.entry.request.user,
+                entry.entry.request.request_id,
+                entry.at,
+                tuple(entry.entry.prompt),
+                entry.entry.request.max_tokens,
+                user=entry.entry.request.user,
             )
-            for each in recorded.entries
-            if isinstance(each.entry, Submit)
+            for entry in recorded.entries
+            if isinstance(entry.entry, Submit)
         ]
         for number, engine in enumerate(engines):
             engine.reset()
@@ -337,10 +337,10 @@ def test_replicas_are_those_of_the_simulator(tmp_path: Path, number: int):
         config = recorded.config._replace(max_num_seqs=3)
         change = rerun.unchanged(recorded)._replace(config=config, seconds=lambda plan: 0.25)
         fleet = Fleet(recorded, change, 2, router)
-        made = reading(fleet).outcomes
+        outcomes = reading(fleet).outcomes
         names = {first: request.request_id for first, request in recorded.requests.items()}
         assert {names[first]: n for first, n in fleet.replica_of.items()} == replicas
-        assert {names[first]: outcome.ended for first, outcome in made.items()} == ends.times
+        assert {names[first]: outcome.ended for first, outcome in outcomes.items()} == ends.times
 
     drawn.check(
         number,
@@ -377,9 +377,11 @@ def test_a_replica_shares_the_blocks_that_the_recorded_engine_generated(tmp_path
     fleet = Fleet(recorded, change, 2, routing.ROUND_ROBIN)
     cached = {
         name: tokens
-        for _, made in fleet
-        if isinstance(made.entry, Schedule)
-        for name, tokens in zip(made.entry.plan.admitted, made.entry.plan.cached, strict=True)
+        for _, transition in fleet
+        if isinstance(transition.entry, Schedule)
+        for name, tokens in zip(
+            transition.entry.plan.admitted, transition.entry.plan.cached, strict=True
+        )
     }
     assert fleet.replica_of == {0: 0, 1: 1, 2: 0, 3: 1}
     assert fleet.replicas[1].past_arrivals == [1, 3]
@@ -415,9 +417,9 @@ def test_a_step_of_the_recording_takes_its_recorded_seconds(noisy: Path):
     steps = times.steps_with_tokens(recorded)
     assert [of_run(step.plan) for step in steps] == pytest.approx([step.seconds for step in steps])
     assert of_run.stalls == pytest.approx([1.0, 1.0], abs=0.05)
-    other = clock.drawn(recorded, of_run, fit, seed=1)
-    assert sorted(other.order) != list(of_run.order)
-    assert other.times.model != of_run.times.model
+    drawn_by_other_seed = clock.drawn(recorded, of_run, fit, seed=1)
+    assert sorted(drawn_by_other_seed.order) != list(of_run.order)
+    assert drawn_by_other_seed.times.model != of_run.times.model
 
 
 def test_steps_are_drawn_in_blocks_that_follow_each_other():
@@ -529,14 +531,14 @@ def test_without_a_change_the_run_is_identical(noisy: Path, capsys):
 
 
 def test_a_changed_run_is_a_recording(noisy: Path, tmp_path: Path, capsys):
-    other = tmp_path / "other.jsonl"
+    other_recording = tmp_path / "other.jsonl"
     result = result_of(
         noisy,
         "--set",
         "max_num_seqs=2",
         "--without-caching",
         "--record",
-        str(other),
+        str(other_recording),
         "--draws",
         "3",
     )
@@ -549,11 +551,11 @@ def test_a_changed_run_is_a_recording(noisy: Path, tmp_path: Path, capsys):
     assert first["low"][0] <= first["differences"][0] <= first["high"][0]
     text = capsys.readouterr().out
     assert "2 recorded steps took more than 3 times the fit" in text
-    assert verify(other).identical
-    assert past.read(other).config.max_num_seqs == 2
-    assert diff.main([str(noisy), str(other)]) == 1
+    assert verify(other_recording).identical
+    assert past.read(other_recording).config.max_num_seqs == 2
+    assert diff.main([str(noisy), str(other_recording)]) == 1
     assert f"step {result['parts_at_step']} " in capsys.readouterr().out
-    assert main(["view", str(noisy), str(other), "-o", str(tmp_path / "pair.html")]) == 0
+    assert main(["view", str(noisy), str(other_recording), "-o", str(tmp_path / "pair.html")]) == 0
 
 
 def test_a_recording_without_times_is_counted_in_steps(tmp_path: Path, capsys):
@@ -607,7 +609,7 @@ def test_what_is_not_exact_is_named(tmp_path: Path, capsys):
     ]
     world.drive(path, config, FCFS, arrivals, timed=True)
     result = result_of(path, "--set", "max_num_seqs=2", "--policy", "deadline")
-    cancelled, clock_of_policy, *others = result["notes"]
+    cancelled, clock_of_policy, *other_notes = result["notes"]
     assert cancelled == (
         "not exact: 1 sequences were cancelled by their clients, or by a timeout, and are cancelled "
         "at the same times here, whatever they have by then"
@@ -616,7 +618,7 @@ def test_what_is_not_exact_is_named(tmp_path: Path, capsys):
         "not exact: the policy deadline reads the clock, and here that is the clock of the "
         "predicted steps"
     )
-    assert not any("drafts" in note for note in others)
+    assert not any("drafts" in note for note in other_notes)
     engine = simulated.engine(drafting=True)
     simulated.record(path, engine, simulated.requests(random.Random(0), 8))
     result = result_of(path, "--set", "max_num_seqs=2")

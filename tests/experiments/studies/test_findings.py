@@ -18,7 +18,7 @@ recorded = importlib.import_module("experiments.studies.012_recorded_load.study"
 
 @pytest.mark.parametrize("count", [2, 3, 5, 10])
 def test_interval_coverage(count):
-    """A bootstrap's covers it in three of four cases where there are three values."""
+    """An interval of a bootstrap over three values has the truth in three of four cases alone."""
     draw = np.random.default_rng(count)
     for samples, truth in (
         (draw.lognormal(2.0, 0.3, (400, count)), np.exp(2.0)),

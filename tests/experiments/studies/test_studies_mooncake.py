@@ -69,15 +69,15 @@ def test_traces_that_are_there_have_claims(traces):
         for name, file in mooncake.trace_files(traces).items()
     }
     assert list(rates) == ["conversation", mooncake.REPORT]
-    found = 2 * 39 / 120
-    assert set(rates["conversation"].values()) == {found}
+    hit_share = 2 * 39 / 120
+    assert set(rates["conversation"].values()) == {hit_share}
     claims = mooncake.rate_claims(mooncake.REPORT, rates[mooncake.REPORT])
     assert [claim.published for claim in claims] == [0.30, 0.40, 0.48, 0.50, 0.51, 0.51]
-    assert {claim.ours.middle for claim in claims} == {found}
+    assert {claim.ours.middle for claim in claims} == {hit_share}
     ours = [
         claim.ours.middle for claim in mooncake.rate_claims("conversation", rates["conversation"])
     ]
-    assert ours == [found, 1.0, found, found]
+    assert ours == [hit_share, 1.0, hit_share, hit_share]
 
 
 def test_without_the_conversation_trace_nothing_runs(tmp_path):

@@ -1,9 +1,10 @@
-"""The prompts and the tokens that a real engine gets, to repeat a recorded run: `given(past, ...)`.
+"""The prompts and the outputs that a real engine gets, to repeat a recorded run:
+`engine_tokens(past, ...)`.
 
 Only the number of a prompt's tokens and the contents that blocks share decide what a scheduler
 does. So where prompts were not recorded, they are made up: blocks of equal hashes have equal
-tokens, and blocks of other hashes have others. A block that one sequence generated and the prompt
-of another one repeats has the generated tokens.
+tokens, and blocks of different hashes have different tokens. If a prompt shares a block with the
+output of another sequence, the block has the generated tokens.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from pagedjax.host.event_log import (
 ATTEMPTS = 100  # to find a content of a block that no sibling has
 
 
-class Given(NamedTuple):
-    """What an engine gets of a recorded run.
+class EngineTokens(NamedTuple):
+    """The tokens of a recorded run, as an engine gets them.
 
     prompts: token ids by the arrival of the first sequence of a request.
-    outputs: those of each sequence, by its arrival.
+    outputs: the generated token ids of each sequence, by its arrival.
     made_up: whether the prompts are not the recorded ones.
     stand_ins: tokens in the place of recorded ones that the model's vocabulary does not have.
     """
@@ -50,8 +51,8 @@ class Given(NamedTuple):
         return tuple(sorted([self.stand_ins.get(token, token) for token in token_ids]))
 
 
-def given(past: Past, vocab_size: int) -> Given:
-    """What an engine gets, to repeat a recorded run.
+def engine_tokens(past: Past, vocab_size: int) -> EngineTokens:
+    """The tokens with which an engine repeats a recorded run.
 
     Args:
         vocab_size: of the engine's model. Recorded tokens beyond it get stand-ins.
@@ -60,18 +61,18 @@ def given(past: Past, vocab_size: int) -> Given:
         Refused: an engine cannot repeat the run, or the vocabulary is too small for its tokens.
     """
     check(past)
-    recorded = _prompts_hold(past)
+    has_prompts = _has_prompts(past)
     stand_ins = _stand_ins(past, vocab_size)
 
     def translated(tokens: Sequence[int]) -> list[int]:
         return [stand_ins.get(token, token) for token in tokens]
 
     outputs = {arrival: translated(output.tokens) for arrival, output in past.outputs.items()}
-    if recorded:
+    if has_prompts:
         prompts = {first: translated(prompt) for first, prompt in past.prompts.items()}
     else:
         prompts = Prompts(past, outputs, vocab_size).all()
-    return Given(prompts, outputs, not recorded, stand_ins)
+    return EngineTokens(prompts, outputs, not has_prompts, stand_ins)
 
 
 def check(past: Past, *, real_time: bool = False) -> None:
@@ -132,9 +133,9 @@ def shares(past: Past, first: int) -> bool:
     return bool(request.hashes) or any(past.outputs[arrival].hashes for arrival in sequences)
 
 
-def _prompts_hold(past: Past) -> bool:
-    """Whether all prompts were recorded, and have the recorded hashes: a salt or an adapter, which
-    is not recorded, gives others.
+def _has_prompts(past: Past) -> bool:
+    """Whether all prompts were recorded, and have the recorded hashes. A request with a salt or an
+    adapter has other hashes, because these are not recorded.
     """
     size = past.config.block_size
     for first, request in past.requests.items():
@@ -148,10 +149,11 @@ def _prompts_hold(past: Past) -> bool:
 
 
 def _stand_ins(past: Past, vocab_size: int) -> dict[int, int]:
-    """For each recorded token beyond a vocabulary, one of it that the recording does not have.
+    """By each recorded token beyond a vocabulary: a token of the vocabulary that the recording does
+    not have.
 
     Raises:
-        Refused: there are not so many.
+        Refused: there are too few of them.
     """
     tokens: set[int] = set()
     for output in past.outputs.values():
@@ -179,7 +181,9 @@ class Prompts:
         self._size = past.config.block_size
         self._vocab_size = vocab_size
         self._generated: dict[str, dict[int, int]] = {}  # by hash: places -> generated tokens
-        self._owner: dict[str, str] = {}  # by the hash of a block: who names its made-up tokens
+        self._owner: dict[
+            str, str
+        ] = {}  # by the hash of a block: the name that its made-up tokens depend on
         self._contents: dict[str, list[int]] = {}  # of the blocks of prompts, by their hashes
         self._siblings: dict[str, set[tuple[int, ...]]] = {}  # contents by the hash of the parent
         self._read_outputs(outputs)
@@ -196,13 +200,16 @@ class Prompts:
         for arrival, output in self._past.outputs.items():
             prompt_len = self._past.requests[output.first].prompt_len
             for index, name in output.hashes.items():
-                places = range(max(index * size, prompt_len), (index + 1) * size)
+                start = index * size
+                places = range(max(start, prompt_len), start + size)  # of generated tokens
                 generated = self._generated.setdefault(name, {})
                 for place in places:
-                    generated[place - index * size] = outputs[arrival][place - prompt_len]
-                if places and places[0] > index * size:
+                    generated[place - start] = outputs[arrival][place - prompt_len]
+                if not places:
+                    continue
+                if start < prompt_len:  # the prompt ends in this block
                     self._join(name, f"request {output.first}")
-                elif places:
+                else:
                     siblings = self._siblings.setdefault(output.hashes.get(index - 1, ""), set())
                     siblings.add(tuple([generated[place] for place in range(size)]))
 
@@ -244,7 +251,7 @@ class Prompts:
         return self._contents[block]
 
     def _tail(self, first: int, index: int) -> list[int]:
-        """The block in which a prompt ends; what is behind the prompt has no meaning."""
+        """The tokens of the block in which a prompt ends. Those behind the prompt mean nothing."""
         names = self._past.requests[first].names
         tokens: dict[int, int] = {}
         for arrival in range(first, first + len(names)):
@@ -254,7 +261,7 @@ class Prompts:
         return self._made_up(f"request {first}", tokens)
 
     def _made_up(self, name: str, generated: Mapping[int, int], attempt: int = 0) -> list[int]:
-        """A block's tokens: the generated ones, and others by the owner of the block."""
+        """A block's tokens: the generated ones, and in the other places hashes of its owner."""
         owner = self._owner_of(name)
         return [
             generated[place]
